@@ -1,0 +1,515 @@
+#!/usr/bin/env python
+"""Time of a training step against transformers' GPT-2, plain and under DeepSpeed, in one run.
+
+Each contender trains the same model (6 layers, hidden 256, 8 heads, tied) on the same tokens in a
+process of its own; the processes work in turn, round after round, and the ratios are medians over
+the rounds. The machine's matrix product rate is measured in the same rounds, so that the model
+FLOPs utilisation can be stated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import os
+import resource
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.common import (
+    Contender,
+    Work,
+    in_turn,
+    paired_ratio,
+    this_machine,
+    versions,
+    write_json,
+)
+
+OURS, COMPILED, PLAIN, PLAIN_COMPILED, DEEPSPEED, MATMUL = (
+    "megatron_ds",
+    "megatron_ds --compile",
+    "transformers",
+    "transformers, torch.compile",
+    "transformers, DeepSpeed ZeRO-1",
+    "matrix product",
+)
+MATRIX = 2048
+LR, BETAS, WEIGHT_DECAY, CLIP = 1e-4, (0.9, 0.95), 0.1, 1.0
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The model and its micro-batch."""
+
+    layers: int = 6
+    hidden: int = 256
+    heads: int = 8
+    sequence: int = 256
+    vocab: int = 50304
+    micro_batch: int = 8
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What every contender of a table is told."""
+
+    shape: Shape
+    dtype: str
+    threads: int
+
+
+@dataclass(frozen=True)
+class Report:
+    """One round of a contender."""
+
+    seconds: list[float]
+    cpu_seconds: list[float]
+    """Of the process, all threads: steadier than the wall clock on a busy machine."""
+    loss: float | None
+    peak_mib: float
+
+
+@dataclass(frozen=True)
+class Target:
+    """A bound on the ratio of two contenders' step times."""
+
+    dtype: str
+    ours: str
+    peers: tuple[str, ...]
+    """The fastest of them counts."""
+    bound: float
+
+
+TARGETS = (
+    Target("fp32", OURS, (PLAIN, DEEPSPEED), 1.0),
+    Target("bf16", OURS, (PLAIN,), 0.85),
+    Target("bf16", COMPILED, (PLAIN,), 0.7),
+)
+
+
+def main(argv: list[str] | None = None) -> int:
+    options = _parser().parse_args(argv)
+    threads = options.threads
+    shape = Shape()
+    result: dict[str, Any] = {
+        "machine": dataclasses.asdict(this_machine()),
+        "versions": versions(("torch", "deepspeed", "transformers", "numpy")),
+        "settings": {
+            "shape": dataclasses.asdict(shape),
+            "threads": threads,
+            "rounds": options.rounds,
+            "steps": options.steps,
+            "model_flops_per_step": flops_per_step(shape),
+        },
+        "tables": [],
+    }
+    for dtype in options.dtype:
+        table = measure(
+            Setting(shape, dtype, threads),
+            contenders(options.compile),
+            rounds=options.rounds,
+            steps=options.steps,
+        )
+        result["tables"].append(table)
+        show(table, result)
+    if options.output is not None:
+        write_json(options.output, result)
+        print(f"The same as JSON: {options.output}")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=str(__doc__).splitlines()[0],
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--rounds", type=_positive, default=5, help="times that each contender is asked")
+    add("--steps", type=_positive, default=3, help="training steps per contender and round")
+    add("--dtype", nargs="+", choices=("fp32", "bf16"), default=["fp32", "bf16"])
+    add("--threads", type=_positive, default=2, help="threads of each contender")
+    add(
+        "--compile",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="also measure both models compiled (about two minutes of compilation per type)",
+    )
+    add("--output", type=Path, help="JSON file for all figures")
+    return parser
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text}: must be at least 1")
+    return number
+
+
+def contenders(compiled: bool) -> dict[str, Callable[[Setting], Work]]:
+    """What makes each contender's work, by name, in the order of the rounds."""
+    eager: dict[str, Callable[[Setting], Work]] = {
+        OURS: functools.partial(build_ours, compiled=False),
+        PLAIN: functools.partial(build_transformers, compiled=False),
+        DEEPSPEED: build_deepspeed,
+    }
+    if not compiled:
+        return eager
+    return eager | {
+        COMPILED: functools.partial(build_ours, compiled=True),
+        PLAIN_COMPILED: functools.partial(build_transformers, compiled=True),
+    }
+
+
+def measure(
+    setting: Setting,
+    builders: dict[str, Callable[[Setting], Work]],
+    *,
+    rounds: int,
+    steps: int,
+    matrix: int = MATRIX,
+) -> dict[str, Any]:
+    """One number format's table: each contender's figures, the matrix product rate, the ratios."""
+    trainers = [Contender(name, build, setting) for name, build in builders.items()]
+    product = Contender(MATMUL, build_matmul, setting, matrix)
+    running = [*trainers, product]
+    try:
+        in_turn(running, 1, 1)  # compiles and warms up
+        *reports, products = in_turn(running, rounds, steps)
+    finally:
+        for contender in running:
+            contender.close()
+    rate = 2 * matrix**3 / statistics.median(flatten(report.seconds for report in products))
+    by_name = dict(zip(builders, reports, strict=True))
+    flops = flops_per_step(setting.shape)
+    tokens = setting.shape.micro_batch * setting.shape.sequence
+    return {
+        "dtype": setting.dtype,
+        "matmul_gflops": rate / 1e9,
+        "contenders": [
+            summary(name, kept, flops=flops, tokens=tokens, rate=rate)
+            for name, kept in by_name.items()
+        ],
+        "ratios": ratios(setting.dtype, by_name),
+    }
+
+
+def summary(
+    name: str, reports: Sequence[Report], *, flops: int, tokens: int, rate: float
+) -> dict[str, Any]:
+    """A contender's figures. flops, tokens: of a step. rate: of the machine, FLOP/s."""
+    seconds = statistics.median(flatten(report.seconds for report in reports))
+    return {
+        "name": name,
+        "step_seconds": seconds,
+        "cpu_seconds": statistics.median(flatten(report.cpu_seconds for report in reports)),
+        "tokens_per_second": tokens / seconds,
+        "model_gflops": flops / seconds / 1e9,
+        "mfu": flops / seconds / rate,
+        "peak_mib": max(report.peak_mib for report in reports),
+        "last_loss": reports[-1].loss,
+        "rounds": [report.seconds for report in reports],
+    }
+
+
+def ratios(dtype: str, reports: dict[str, list[Report]]) -> list[dict[str, Any]]:
+    """Each of our step times over each peer's; the targets that this table can judge."""
+    wall = {name: [report.seconds for report in kept] for name, kept in reports.items()}
+    cpu = {name: [report.cpu_seconds for report in kept] for name, kept in reports.items()}
+    found: list[dict[str, Any]] = []
+    for ours in (OURS, COMPILED):
+        for peer in (PLAIN, DEEPSPEED, PLAIN_COMPILED):
+            if ours not in wall or peer not in wall:
+                continue
+            found.append(
+                {
+                    "ours": ours,
+                    "peer": peer,
+                    "step": paired_ratio(wall[ours], wall[peer]),
+                    "cpu": paired_ratio(cpu[ours], cpu[peer]),
+                    "target": None,
+                }
+            )
+    for target in TARGETS:
+        judged = [
+            pair
+            for pair in found
+            if dtype == target.dtype
+            and pair["ours"] == target.ours
+            and pair["peer"] in target.peers
+        ]
+        if judged:
+            max(judged, key=lambda pair: pair["step"])["target"] = target.bound
+    return found
+
+
+def flatten(lists: Iterator[list[float]]) -> list[float]:
+    return [value for values in lists for value in values]
+
+
+def flops_per_step(shape: Shape) -> int:
+    """Forward and backward, as the training log counts them."""
+    from megatron_ds.model.flops import model_flops_per_sample
+
+    return shape.micro_batch * model_flops_per_sample(_model_config(shape), shape.vocab)
+
+
+def show(table: dict[str, Any], result: dict[str, Any]) -> None:
+    """The table on the terminal."""
+    from rich.console import Console
+    from rich.table import Table
+
+    threads = result["settings"]["threads"]
+    title = (
+        f"{table['dtype']}, {threads} threads, matrix product {table['matmul_gflops']:.0f} GFLOP/s"
+    )
+    figures = Table(title=title)
+    for column in ("contender", "s/step", "CPU s/step", "tokens/s", "GFLOP/s", "MFU", "peak MiB"):
+        figures.add_column(column, justify="left" if column == "contender" else "right")
+    for row in table["contenders"]:
+        figures.add_row(
+            row["name"],
+            f"{row['step_seconds']:.3f}",
+            f"{row['cpu_seconds']:.3f}",
+            f"{row['tokens_per_second']:.0f}",
+            f"{row['model_gflops']:.0f}",
+            f"{row['mfu']:.0%}",
+            f"{row['peak_mib']:.0f}",
+        )
+    pairs = Table(title="step time, ratio of ours to the peer's (paired rounds)")
+    for column in ("ours", "peer", "wall", "CPU", "target"):
+        pairs.add_column(column, justify="right" if column in ("wall", "CPU", "target") else "left")
+    for pair in table["ratios"]:
+        bound = pair["target"]
+        verdict = "" if bound is None else f"{bound} {'met' if pair['step'] <= bound else 'MISSED'}"
+        pairs.add_row(
+            pair["ours"], pair["peer"], f"{pair['step']:.3f}", f"{pair['cpu']:.3f}", verdict
+        )
+    console = Console()
+    console.print(figures)
+    console.print(pairs)
+
+
+class Training:
+    """A contender's work: training steps on tokens that are the same for every contender."""
+
+    def __init__(self, shape: Shape, step: Callable[[Any, Any], float]) -> None:
+        """step: takes token ids and labels [B, S], trains, gives the loss."""
+        self._shape = shape
+        self._step = step
+        self._done = 0
+
+    def __call__(self, count: int) -> Report:
+        """`count` steps that count, after one that does not: a process that has waited is slow."""
+        seconds, cpu_seconds, loss = [], [], float("nan")
+        for _ in range(count + 1):
+            tokens, labels = self._next_batch()
+            start, cpu_start = time.perf_counter(), time.process_time()
+            loss = self._step(tokens, labels)
+            seconds.append(time.perf_counter() - start)
+            cpu_seconds.append(time.process_time() - cpu_start)
+        return Report(seconds[1:], cpu_seconds[1:], loss, _peak_mib())
+
+    def _next_batch(self) -> tuple[Any, Any]:
+        import torch
+
+        generator = torch.Generator().manual_seed(self._done)
+        self._done += 1
+        shape = (self._shape.micro_batch, self._shape.sequence + 1)
+        ids = torch.randint(self._shape.vocab, shape, generator=generator)
+        return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+
+
+def build_ours(setting: Setting, *, compiled: bool) -> Work:
+    """Our engine: ZeRO-1 of one process."""
+    device = _start(setting.threads)
+    from megatron_ds.data.stream import Batch
+    from megatron_ds.engine.build import build_engine
+    from megatron_ds.parallel.mesh import Mesh
+    from megatron_ds.state import StepPlan
+
+    engine = build_engine(our_config(setting, compiled=compiled), Mesh.build(1), device)
+    size = setting.shape.micro_batch
+    plan = StepPlan(
+        iteration=1, global_batch_size=size, num_micro_batches=1, lr=LR, weight_decay=WEIGHT_DECAY
+    )
+
+    def step(tokens: Any, labels: Any) -> float:
+        import torch
+
+        batch = Batch(tokens, labels, torch.ones(tokens.shape), position=0)
+        return float(engine.train_step(iter([batch]), plan).loss)
+
+    return Training(setting.shape, step)
+
+
+def build_transformers(setting: Setting, *, compiled: bool) -> Work:
+    """transformers' GPT-2 with torch's AdamW; bf16 is torch.autocast, weights stay in fp32."""
+    device = _start_peer(setting.threads)
+    import torch
+
+    model = _gpt2(setting.shape).to(device)
+    run = torch.compile(model) if compiled else model
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=BETAS, weight_decay=WEIGHT_DECAY)
+
+    def step(tokens: Any, labels: Any) -> float:
+        enabled = setting.dtype == "bf16"
+        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=enabled):
+            loss = _gpt2_loss(run, tokens.to(device), labels.to(device))
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return float(loss.detach())
+
+    return Training(setting.shape, step)
+
+
+def build_deepspeed(setting: Setting) -> Work:
+    """transformers' GPT-2 in a DeepSpeed engine: ZeRO-1, bf16 weights with fp32 master copies."""
+    device = _start_peer(setting.threads)
+    import deepspeed
+
+    adam = {"lr": LR, "betas": list(BETAS), "weight_decay": WEIGHT_DECAY, "torch_adam": True}
+    model = _gpt2(setting.shape)
+    engine, *_ = deepspeed.initialize(
+        model=model,
+        model_parameters=list(model.parameters()),
+        dist_init_required=False,
+        config={
+            "train_micro_batch_size_per_gpu": setting.shape.micro_batch,
+            "gradient_clipping": CLIP,
+            "steps_per_print": 1 << 30,
+            "zero_optimization": {"stage": 1},
+            "bf16": {"enabled": setting.dtype == "bf16"},
+            "optimizer": {"type": "AdamW", "params": adam},
+        },
+    )
+
+    def step(tokens: Any, labels: Any) -> float:
+        loss = _gpt2_loss(engine, tokens.to(device), labels.to(device))
+        engine.backward(loss)
+        engine.step()
+        return float(loss.detach())
+
+    return Training(setting.shape, step)
+
+
+def build_matmul(setting: Setting, size: int) -> Work:
+    """Square matrix products, the machine's practical ceiling."""
+    device = _start(setting.threads)
+    import torch
+
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[setting.dtype]
+    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    out = torch.empty_like(a)
+
+    def work(count: int) -> Report:
+        seconds, cpu_seconds = [], []
+        for _ in range(5 * count):
+            start, cpu_start = time.perf_counter(), time.process_time()
+            torch.mm(a, b, out=out)
+            float(out[0, 0])
+            seconds.append(time.perf_counter() - start)
+            cpu_seconds.append(time.process_time() - cpu_start)
+        return Report(seconds, cpu_seconds, None, _peak_mib())
+
+    return work
+
+
+def our_config(setting: Setting, *, compiled: bool) -> Any:
+    """The configuration of our contender."""
+    from megatron_ds import config
+
+    return config.Config(
+        model=_model_config(setting.shape),
+        optimizer=config.OptimizerConfig(
+            lr=LR,
+            weight_decay=WEIGHT_DECAY,
+            adam_beta1=BETAS[0],
+            adam_beta2=BETAS[1],
+            clip_grad=CLIP,
+        ),
+        schedule=config.ScheduleConfig(micro_batch_size=setting.shape.micro_batch),
+        precision=config.PrecisionConfig(bf16=setting.dtype == "bf16"),
+        deepspeed=config.DeepSpeedConfig(zero_stage=1),
+        runtime=config.RuntimeConfig(compile=compiled),
+    )
+
+
+def _model_config(shape: Shape) -> Any:
+    from megatron_ds.config import ModelConfig
+
+    return ModelConfig(
+        num_layers=shape.layers,
+        hidden_size=shape.hidden,
+        num_attention_heads=shape.heads,
+        seq_length=shape.sequence,
+        vocab_size=shape.vocab,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+    )
+
+
+def _start(threads: int) -> Any:
+    """The device, with a process group of one and `threads` threads."""
+    from megatron_ds import runtime
+    from megatron_ds.config import RuntimeConfig
+
+    runtime.prepare_environment()
+    here = runtime.start(RuntimeConfig())
+    import torch
+
+    torch.set_num_threads(threads)
+    torch.manual_seed(1234)
+    return here.device
+
+
+def _start_peer(threads: int) -> Any:
+    """The same without the large pages that our runtime asks for: peers run as they come.
+
+    Whoever exports THP_MEM_ALLOC_ENABLE=1 gives them to every contender.
+    """
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "0")
+    return _start(threads)
+
+
+def _gpt2(shape: Shape) -> Any:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    return GPT2LMHeadModel._from_config(
+        GPT2Config(
+            vocab_size=shape.vocab,
+            n_positions=shape.sequence,
+            n_embd=shape.hidden,
+            n_layer=shape.layers,
+            n_head=shape.heads,
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
+            use_cache=False,
+        ),
+        attn_implementation="sdpa",
+    ).train()
+
+
+def _gpt2_loss(model: Any, tokens: Any, labels: Any) -> Any:
+    """The loss over all positions, as ours: `labels` of transformers would drop the last one."""
+    return model(input_ids=tokens, labels=tokens, shift_labels=labels).loss
+
+
+def _peak_mib() -> float:
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**20
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,901 @@
+"""The run's frozen configuration: one field declares one knob.
+
+Every field carries its type, default, help text and, where the name alone does not give it, its
+Megatron flag. `arguments.py` derives the command line from here; nothing else declares a flag.
+`Config.problems()` returns every contradiction at once, in the user's words. This file knows no
+torch, no argparse and no environment variable.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+GLU_ACTIVATIONS = ("swiglu", "geglu", "reglu", "liglu")
+ACTIVATIONS = ("gelu", "openai-gelu", "squared-relu", *GLU_ACTIVATIONS)
+
+
+def knob(
+    default: Any,
+    help: str,
+    *,
+    flag: str | None = None,
+    aliases: tuple[str, ...] = (),
+    choices: tuple[str, ...] | None = None,
+    values: Mapping[str, str] | None = None,
+    nargs: str | int | None = None,
+    metavar: str | None = None,
+) -> Any:
+    """A dataclass field that is also a command-line flag.
+
+    flag: the flag without its dashes, where it is not the field's name with `-` for `_`; a boolean
+    field whose default is True names its negative flag here (`disable-bias-linear`) or gets
+    `no-<name>`. aliases: further flags that set the same field. values: other spellings of a
+    choice, mapped to the choice.
+    """
+    metadata = {
+        "help": help,
+        "flag": flag,
+        "aliases": aliases,
+        "choices": choices,
+        "values": dict(values or {}),
+        "nargs": nargs,
+        "metavar": metavar,
+    }
+    return field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Shape of the transformer."""
+
+    num_layers: int | None = knob(None, "number of transformer layers")
+    hidden_size: int | None = knob(None, "width of the residual stream")
+    ffn_hidden_size: int | None = knob(
+        None,
+        "width inside the MLP (default: 4 x hidden; for --swiglu the multiple of 64 below 8/3 "
+        "x hidden)",
+    )
+    num_attention_heads: int | None = knob(None, "number of query heads")
+    kv_channels: int | None = knob(None, "size of one head (default: hidden / heads)")
+    group_query_attention: bool = knob(
+        False, "grouped-query attention; the groups are --num-query-groups"
+    )
+    num_query_groups: int | None = knob(
+        None,
+        "number of key-value heads (default: as many as query heads)",
+        aliases=("num-key-value-heads",),
+    )
+    seq_length: int | None = knob(None, "tokens per sample")
+    max_position_embeddings: int | None = knob(
+        None,
+        "rows of the learned position table (default: seq-length); not needed by other positions",
+    )
+    position_embedding_type: str = knob(
+        "learned_absolute",
+        "how positions enter",
+        choices=("learned_absolute", "rope", "alibi", "none"),
+        values={"absolute": "learned_absolute", "rotary": "rope"},
+    )
+    rotary_percent: float = knob(1.0, "share of each head that rope rotates, 0 < x <= 1")
+    rotary_base: float = knob(
+        10000.0, "rope's base period", aliases=("rotary-position-embeddings-theta",)
+    )
+    normalization: str = knob(
+        "LayerNorm",
+        "normalisation",
+        choices=("LayerNorm", "RMSNorm"),
+        values={"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"},
+    )
+    norm_epsilon: float = knob(1e-5, "added to the variance", aliases=("layernorm-epsilon",))
+    activation: str = knob(
+        "gelu",
+        "MLP activation; the *glu ones gate: act(gate) * up. Also --swiglu, --openai-gelu, "
+        "--squared-relu, "
+        "--glu-activation X",
+        choices=ACTIVATIONS,
+    )
+    bias_gelu_fusion: bool = knob(
+        True,
+        "compute gelu exactly (erf), not with the tanh approximation of the fused kernel of "
+        "Megatron",
+    )
+    untie_embeddings_and_output_weights: bool = knob(
+        False, "give the output layer a weight of its own"
+    )
+    add_bias_linear: bool = knob(True, "no biases in the linear layers", flag="disable-bias-linear")
+    add_qkv_bias: bool = knob(
+        False, "keep the bias of the QKV projection when --disable-bias-linear is given"
+    )
+    embed_layernorm: bool = knob(
+        False, "normalise the token embedding (before positions are added)"
+    )
+    attention_dropout: float = knob(0.1, "dropout probability of the attention weights")
+    hidden_dropout: float = knob(0.1, "dropout probability before each residual addition")
+    init_method_std: float = knob(
+        0.02, "standard deviation of initial weights; output layers use it / sqrt(2 x layers)"
+    )
+    make_vocab_size_divisible_by: int = knob(
+        128, "pad the vocabulary to a multiple of this (and of the tensor-parallel size)"
+    )
+    vocab_size: int | None = knob(
+        None, "number of tokens, for --tokenizer-type NullTokenizer (others know theirs)"
+    )
+
+    # The properties below are valid once problems() is empty.
+
+    @property
+    def layers(self) -> int:
+        return _set(self.num_layers)
+
+    @property
+    def hidden(self) -> int:
+        return _set(self.hidden_size)
+
+    @property
+    def heads(self) -> int:
+        return _set(self.num_attention_heads)
+
+    @property
+    def kv_heads(self) -> int:
+        return self.num_query_groups or self.heads
+
+    @property
+    def head_dim(self) -> int:
+        return self.kv_channels or self.hidden // self.heads
+
+    @property
+    def gated(self) -> bool:
+        return self.activation in GLU_ACTIVATIONS
+
+    @property
+    def ffn(self) -> int:
+        if self.ffn_hidden_size is not None:
+            return self.ffn_hidden_size
+        if self.activation == "swiglu":
+            return max(64, 64 * (8 * self.hidden // 3 // 64))
+        return 4 * self.hidden
+
+    @property
+    def sequence(self) -> int:
+        return _set(self.seq_length)
+
+    @property
+    def positions(self) -> int:
+        return self.max_position_embeddings or self.sequence
+
+    @property
+    def qkv_bias(self) -> bool:
+        return self.add_bias_linear or self.add_qkv_bias
+
+    @property
+    def vocab(self) -> int:
+        return _set(self.vocab_size)
+
+    def padded_vocab(self, tp_size: int) -> int:
+        """Rows of the embedding table. The same for every tensor-parallel size that divides the
+        padding unit.
+        """
+        unit = math.lcm(self.make_vocab_size_divisible_by, tp_size)
+        return -(-self.vocab // unit) * unit
+
+    def problems(self, tp_size: int) -> Iterator[str]:
+        for name in ("num_layers", "hidden_size", "num_attention_heads", "seq_length"):
+            value = getattr(self, name)
+            if value is None:
+                yield f"{flag_of(name)} is required"
+            elif value <= 0:
+                yield f"{flag_of(name)} {value}: must be positive"
+        for name in ("kv_channels", "num_query_groups", "ffn_hidden_size", "norm_epsilon"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                yield f"{flag_of(name)} {value}: must be positive"
+                return
+        for name in ("attention_dropout", "hidden_dropout"):
+            value = getattr(self, name)
+            if not 0.0 <= value < 1.0:
+                yield f"{flag_of(name)} {value}: must be at least 0 and below 1"
+        if not 0.0 < self.rotary_percent <= 1.0:
+            yield f"--rotary-percent {self.rotary_percent}: must be above 0 and at most 1"
+        if self.make_vocab_size_divisible_by <= 0:
+            yield (
+                f"--make-vocab-size-divisible-by {self.make_vocab_size_divisible_by}: must be "
+                f"positive"
+            )
+        if self.group_query_attention and self.num_query_groups is None:
+            yield "--group-query-attention needs --num-query-groups"
+        if not (
+            self.hidden_size
+            and self.num_attention_heads
+            and self.hidden_size > 0 < self.num_attention_heads
+        ):
+            return
+        if self.kv_channels is None and self.hidden_size % self.num_attention_heads:
+            yield (
+                f"--hidden-size {self.hidden_size} is not divisible by --num-attention-heads "
+                f"{self.num_attention_heads} (give --kv-channels to choose the head size)"
+            )
+            return
+        if self.num_attention_heads % self.kv_heads:
+            yield (
+                f"--num-attention-heads {self.num_attention_heads} is not divisible by "
+                f"--num-query-groups "
+                f"{self.num_query_groups}"
+            )
+        rotated = int(self.head_dim * self.rotary_percent)
+        if self.position_embedding_type == "rope" and (rotated % 2 or rotated == 0):
+            yield (
+                f"rope rotates pairs: head size {self.head_dim} x --rotary-percent "
+                f"{self.rotary_percent} = {rotated} "
+                "must be even and positive"
+            )
+        for name, value in (
+            ("--num-attention-heads", self.num_attention_heads),
+            ("--num-query-groups", self.kv_heads),
+            ("--ffn-hidden-size", self.ffn),
+        ):
+            if tp_size > 0 and value % tp_size:
+                yield f"{name} {value} is not divisible by --tensor-model-parallel-size {tp_size}"
+        if (
+            self.position_embedding_type == "learned_absolute"
+            and self.seq_length is not None
+            and self.max_position_embeddings is not None
+            and self.seq_length > self.max_position_embeddings
+        ):
+            yield (
+                f"--seq-length {self.seq_length} exceeds --max-position-embeddings "
+                f"{self.max_position_embeddings}: "
+                "learned positions end there"
+            )
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """How the model is cut over processes. The data-parallel size is what remains of the world."""
+
+    tensor_model_parallel_size: int = knob(
+        1, "processes that share each layer", aliases=("model-parallel-size",)
+    )
+    pipeline_model_parallel_size: int = knob(1, "pipeline stages (only 1 for now)")
+
+    def data_parallel_size(self, world_size: int) -> int:
+        return world_size // (self.tensor_model_parallel_size * self.pipeline_model_parallel_size)
+
+    def problems(self, world_size: int) -> Iterator[str]:
+        tp, pp = self.tensor_model_parallel_size, self.pipeline_model_parallel_size
+        if tp < 1:
+            yield f"--tensor-model-parallel-size {tp}: must be positive"
+        elif world_size % tp:
+            valid = [n for n in range(1, world_size + 1) if world_size % n == 0]
+            yield (
+                f"--tensor-model-parallel-size {tp} does not divide the {world_size} "
+                f"processes (valid: {valid})"
+            )
+        if pp != 1:
+            yield (
+                f"--pipeline-model-parallel-size {pp}: pipeline parallelism is not there yet; "
+                f"use tensor parallelism"
+            )
+
+
+@dataclass(frozen=True)
+class RecomputeConfig:
+    """Activation checkpointing: what is recomputed in the backward pass instead of stored."""
+
+    checkpoint_activations: bool = knob(
+        False, "recompute whole layers (the forks' name of --recompute-granularity full)"
+    )
+    checkpoint_num_layers: int = knob(
+        1,
+        "layers per recomputed unit; only the unit's input is stored",
+        aliases=("recompute-num-layers",),
+    )
+    recompute_granularity: str | None = knob(
+        None,
+        "full: whole layers; selective: the attention core alone",
+        choices=("full", "selective"),
+    )
+    recompute_activations: bool = knob(False, "the same as --recompute-granularity selective")
+    deepspeed_activation_checkpointing: bool = knob(False, "recompute with deepspeed.checkpointing")
+    partition_activations: bool = knob(
+        False,
+        "cut the stored layer inputs over the tensor-parallel ranks (DeepSpeed's)",
+        aliases=(
+            "distribute-checkpointed-activations",
+            "distribute-saved-activations",
+        ),
+    )
+    checkpoint_in_cpu: bool = knob(
+        False, "keep the partitioned inputs in host memory (needs --partition-activations)"
+    )
+    contigious_checkpointing: bool = knob(
+        False,
+        "keep the partitioned inputs in one buffer (needs --partition-activations)",
+        aliases=("contiguous-checkpointing",),
+    )
+    synchronize_each_layer: bool = knob(False, "synchronise the device at each recomputed unit")
+    profile_backward: bool = knob(False, "time the recomputed backward passes")
+
+    @property
+    def granularity(self) -> str | None:
+        """None, "full" or "selective"."""
+        if self.checkpoint_activations or self.recompute_granularity == "full":
+            return "full"
+        if self.recompute_activations or self.recompute_granularity == "selective":
+            return "selective"
+        return None
+
+    @property
+    def by_deepspeed(self) -> bool:
+        return self.granularity == "full" and (
+            self.deepspeed_activation_checkpointing or self.partition_activations
+        )
+
+    def problems(self) -> Iterator[str]:
+        if self.checkpoint_num_layers < 1:
+            yield f"--checkpoint-num-layers {self.checkpoint_num_layers}: must be positive"
+        if self.checkpoint_activations and (
+            self.recompute_granularity == "selective" or self.recompute_activations
+        ):
+            yield (
+                "--checkpoint-activations recomputes whole layers: it contradicts "
+                "--recompute-granularity selective"
+            )
+        for name in ("checkpoint_in_cpu", "contigious_checkpointing"):
+            if getattr(self, name) and not self.partition_activations:
+                yield f"{flag_of(name)} needs --partition-activations"
+        if self.recompute_granularity == "full" and self.recompute_activations:
+            yield "--recompute-granularity full contradicts --recompute-activations (selective)"
+        if self.checkpoint_num_layers > 1 and self.granularity != "full":
+            yield (
+                f"--checkpoint-num-layers {self.checkpoint_num_layers} needs "
+                "--checkpoint-activations (or --recompute-granularity full)"
+            )
+        if self.deepspeed_activation_checkpointing and self.granularity != "full":
+            yield (
+                "--deepspeed-activation-checkpointing needs --checkpoint-activations "
+                "(or --recompute-granularity full)"
+            )
+        for name in ("synchronize_each_layer", "profile_backward"):
+            if getattr(self, name) and not self.by_deepspeed:
+                yield f"{flag_of(name)} needs --deepspeed-activation-checkpointing"
+        if self.partition_activations and self.granularity != "full":
+            yield (
+                "--partition-activations needs --checkpoint-activations (or "
+                "--recompute-granularity full)"
+            )
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Which tokens are read, and in what order."""
+
+    data_path: tuple[str, ...] | None = knob(
+        None,
+        "prefix of a .bin/.idx pair, or WEIGHT PREFIX WEIGHT PREFIX ...",
+        nargs="*",
+        metavar="PATH",
+    )
+    split: str | None = knob(
+        None, "shares of --data-path for training, validation, test (default: 969,30,1)"
+    )
+    train_data_path: tuple[str, ...] | None = knob(
+        None, "as --data-path, for training alone", nargs="*", metavar="PATH"
+    )
+    valid_data_path: tuple[str, ...] | None = knob(
+        None, "as --data-path, for validation alone", nargs="*", metavar="PATH"
+    )
+    test_data_path: tuple[str, ...] | None = knob(
+        None, "as --data-path, for the test alone", nargs="*", metavar="PATH"
+    )
+    data_impl: str = knob(
+        "infer",
+        "format of the token files; there is one, .bin/.idx pairs that are mapped to memory",
+        aliases=("dataset-impl",),
+        choices=("mmap", "infer"),
+    )
+    data_cache_path: str | None = knob(
+        None,
+        "folder of the index caches (default: index-cache beside the data, or below --save if "
+        "that is read-only)",
+    )
+    num_workers: int = knob(2, "loader processes; 0 reads in the training process")
+    mmap_warmup: bool = knob(False, "read the token files once at start to warm the page cache")
+    eod_mask_loss: bool = knob(False, "no loss where the input is the end-of-document token")
+
+    def problems(self) -> Iterator[str]:
+        per_split = [self.train_data_path, self.valid_data_path, self.test_data_path]
+        if self.data_path and any(per_split):
+            yield "--data-path and --train/--valid/--test-data-path exclude each other"
+        if not self.data_path and not self.train_data_path:
+            yield "--data-path (or --train-data-path) is required"
+        if self.split is not None and not self.data_path:
+            yield "--split cuts --data-path; it has no meaning with --train-data-path"
+        if self.num_workers < 0:
+            yield f"--num-workers {self.num_workers}: must not be negative"
+        for name in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
+            for prefix in blend_prefixes(getattr(self, name) or ()):
+                for suffix in (".bin", ".idx"):
+                    if not os.path.exists(prefix + suffix):
+                        yield f"{flag_of(name)} {prefix}: there is no file {prefix + suffix}"
+
+
+def blend_prefixes(paths: tuple[str, ...]) -> list[str]:
+    """The prefixes of `PREFIX` or `WEIGHT PREFIX WEIGHT PREFIX ...`."""
+    return list(paths) if len(paths) == 1 else list(paths[1::2])
+
+
+@dataclass(frozen=True)
+class TokenizerConfig:
+    """What turns text into ids and back."""
+
+    tokenizer_type: str = knob(
+        "GPT2BPETokenizer",
+        "kind of tokenizer",
+        choices=("GPT2BPETokenizer", "HFTokenizer", "NullTokenizer"),
+        values={"PretrainedFromHF": "HFTokenizer", "HuggingFaceTokenizer": "HFTokenizer"},
+    )
+    vocab_file: str | None = knob(None, "vocab.json of GPT2BPETokenizer")
+    merge_file: str | None = knob(None, "merges.txt of GPT2BPETokenizer")
+    tokenizer_model: str | None = knob(
+        None, "folder or tokenizer.json of HFTokenizer", aliases=("tokenizer-name-or-path",)
+    )
+
+    def problems(self, vocab_size: int | None) -> Iterator[str]:
+        if self.tokenizer_type == "GPT2BPETokenizer":
+            for name in ("vocab_file", "merge_file"):
+                path = getattr(self, name)
+                if path is None:
+                    yield f"--tokenizer-type GPT2BPETokenizer needs {flag_of(name)}"
+                elif not os.path.isfile(path):
+                    yield f"{flag_of(name)} {path}: there is no such file"
+        elif self.tokenizer_type == "HFTokenizer" and self.tokenizer_model is None:
+            yield "--tokenizer-type HFTokenizer needs --tokenizer-model"
+        elif self.tokenizer_type == "NullTokenizer" and not vocab_size:
+            yield "--tokenizer-type NullTokenizer needs --vocab-size"
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """The optimizer; weights of one dimension and biases are not decayed."""
+
+    optimizer: str = knob("adam", "adam is AdamW (decoupled weight decay)", choices=("adam", "sgd"))
+    lr: float | None = knob(None, "highest learning rate")
+    adam_beta1: float = knob(0.9, "decay of the first moment")
+    adam_beta2: float = knob(0.999, "decay of the second moment")
+    adam_eps: float = knob(1e-8, "added to the root of the second moment")
+    sgd_momentum: float = knob(0.9, "momentum of sgd")
+    weight_decay: float = knob(0.01, "weight decay")
+    start_weight_decay: float | None = knob(
+        None, "weight decay at the start (default: --weight-decay)"
+    )
+    end_weight_decay: float | None = knob(None, "weight decay at the end (default: --weight-decay)")
+    weight_decay_incr_style: str = knob(
+        "constant",
+        "course of the weight decay over the run",
+        choices=("constant", "linear", "cosine"),
+    )
+    clip_grad: float = knob(1.0, "clip the gradient to this global norm; 0 is off")
+
+    def problems(self) -> Iterator[str]:
+        if self.lr is None:
+            yield "--lr is required"
+        elif self.lr < 0:
+            yield f"--lr {self.lr}: must not be negative"
+        for name in ("adam_beta1", "adam_beta2", "sgd_momentum"):
+            if not 0.0 <= getattr(self, name) < 1.0:
+                yield f"{flag_of(name)} {getattr(self, name)}: must be at least 0 and below 1"
+        if self.adam_eps < 0:
+            yield f"--adam-eps {self.adam_eps}: must not be negative"
+        if self.clip_grad < 0:
+            yield f"--clip-grad {self.clip_grad}: must not be negative (0 is off)"
+        bounds = (self.start_weight_decay, self.end_weight_decay)
+        if self.weight_decay_incr_style == "constant":
+            for name, value in zip(("start", "end"), bounds, strict=True):
+                if value is not None and value != self.weight_decay:
+                    yield (
+                        f"--{name}-weight-decay {value} differs from --weight-decay "
+                        f"{self.weight_decay}: choose "
+                        "--weight-decay-incr-style linear or cosine"
+                    )
+        elif None in bounds:
+            yield (
+                f"--weight-decay-incr-style {self.weight_decay_incr_style} needs "
+                f"--start-weight-decay and "
+                "--end-weight-decay"
+            )
+
+
+@dataclass(frozen=True)
+class ScheduleConfig:
+    """Batch sizes, the length of the run, and the course of the learning rate."""
+
+    micro_batch_size: int | None = knob(
+        None, "samples per forward pass of one process", aliases=("batch-size",)
+    )
+    global_batch_size: int | None = knob(
+        None, "samples per optimizer step (default: micro-batch x data-parallel size)"
+    )
+    rampup_batch_size: tuple[int, int, int] | None = knob(
+        None,
+        "first global batch, its increment, samples over which it grows to --global-batch-size",
+        nargs=3,
+        metavar="N",
+    )
+    train_iters: int | None = knob(None, "length of the run in optimizer steps")
+    train_samples: int | None = knob(None, "length of the run in samples")
+    lr_decay_style: str = knob(
+        "linear",
+        "course of the learning rate after warm-up",
+        choices=("constant", "linear", "cosine", "inverse-square-root", "WSD"),
+    )
+    lr_decay_iters: int | None = knob(
+        None, "iterations until --min-lr is reached (default: --train-iters)"
+    )
+    lr_decay_samples: int | None = knob(
+        None, "samples until --min-lr is reached (default: --train-samples)"
+    )
+    lr_warmup_iters: int = knob(0, "iterations of linear warm-up")
+    lr_warmup_samples: int = knob(0, "samples of linear warm-up")
+    lr_warmup_fraction: float | None = knob(None, "warm-up as a share of the decay's length")
+    lr_warmup_init: float = knob(0.0, "learning rate at the start of warm-up")
+    min_lr: float = knob(0.0, "lowest learning rate after warm-up")
+    lr_wsd_decay_style: str = knob(
+        "exponential",
+        "course of WSD's last part",
+        choices=("exponential", "linear", "cosine", "minus_sqrt"),
+    )
+    lr_wsd_decay_iters: int | None = knob(None, "iterations of WSD's last part")
+    lr_wsd_decay_samples: int | None = knob(None, "samples of WSD's last part")
+
+    def problems(self, dp_size: int) -> Iterator[str]:
+        if self.train_iters is None and self.train_samples is None:
+            yield "--train-iters or --train-samples is required"
+        if self.train_iters is not None and self.train_samples is not None:
+            yield "--train-iters and --train-samples exclude each other"
+        for name in ("train_iters", "train_samples", "micro_batch_size", "global_batch_size"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                yield f"{flag_of(name)} {value}: must be positive"
+        wrong_unit = "samples" if self.train_iters is not None else "iters"
+        right_unit = "iters" if wrong_unit == "samples" else "samples"
+        for stem in ("lr_decay", "lr_warmup", "lr_wsd_decay"):
+            if getattr(self, f"{stem}_{wrong_unit}"):
+                name = f"{stem}_{wrong_unit}"
+                yield (
+                    f"{flag_of(name)} cannot go with --train-{right_unit}: give "
+                    f"{flag_of(f'{stem}_{right_unit}')} instead"
+                )
+        if self.lr_warmup_fraction is not None:
+            if not 0.0 <= self.lr_warmup_fraction <= 1.0:
+                yield f"--lr-warmup-fraction {self.lr_warmup_fraction}: must lie between 0 and 1"
+            if self.lr_warmup_iters or self.lr_warmup_samples:
+                yield "--lr-warmup-fraction excludes --lr-warmup-iters and --lr-warmup-samples"
+        if self.lr_decay_style == "WSD" and not (
+            self.lr_wsd_decay_iters or self.lr_wsd_decay_samples
+        ):
+            yield f"--lr-decay-style WSD needs --lr-wsd-decay-{right_unit}"
+        if self.micro_batch_size is None:
+            yield "--micro-batch-size is required"
+        elif self.micro_batch_size > 0 and dp_size > 0:
+            yield from self._batch_problems(dp_size)
+
+    def _batch_problems(self, dp_size: int) -> Iterator[str]:
+        micro = _set(self.micro_batch_size)
+        unit = micro * dp_size
+        explained = f"--micro-batch-size {micro} x data-parallel size {dp_size} = {unit}"
+        total = self.global_batch_size if self.global_batch_size is not None else unit
+        if total % unit:
+            below, above = total // unit * unit, -(-total // unit) * unit
+            nearest = f"{below} or {above}" if below else f"{above}"
+            yield (
+                f"--global-batch-size {total} is not divisible by {explained} (nearest: {nearest})"
+            )
+        if self.rampup_batch_size is None:
+            return
+        start, increment, samples = self.rampup_batch_size
+        if self.train_samples is None:
+            yield (
+                "--rampup-batch-size counts samples: give --train-samples instead of --train-iters"
+            )
+        if start <= 0 or increment <= 0 or samples < 0:
+            yield (
+                f"--rampup-batch-size {start} {increment} {samples}: start and increment must "
+                f"be positive"
+            )
+            return
+        if start > total or (total - start) % increment:
+            yield (
+                f"--rampup-batch-size: from {start} to --global-batch-size {total} is no whole "
+                f"number of steps of "
+                f"{increment}"
+            )
+        for name, value in (("start", start), ("increment", increment)):
+            if value % unit:
+                yield f"--rampup-batch-size: the {name} {value} is not divisible by {explained}"
+
+
+@dataclass(frozen=True)
+class PrecisionConfig:
+    """Number formats. bf16 and fp16 keep fp32 master weights."""
+
+    fp16: bool = knob(False, "train in fp16 with loss scaling")
+    bf16: bool = knob(False, "train in bf16")
+    loss_scale: float | None = knob(None, "static loss scale of fp16 (default: dynamic)")
+    initial_loss_scale: float = knob(2.0**16, "first value of the dynamic loss scale")
+    min_loss_scale: float = knob(1.0, "lowest dynamic loss scale")
+    loss_scale_window: int = knob(1000, "good steps after which the dynamic loss scale doubles")
+    hysteresis: int = knob(2, "overflows before the dynamic loss scale is halved")
+    accumulate_allreduce_grads_in_fp32: bool = knob(
+        True,
+        "accumulate gradients in bf16 or fp16 instead of fp32",
+        flag="no-accumulate-allreduce-grads-in-fp32",
+    )
+    allow_fp16_on_cpu: bool = knob(
+        False, "let fp16 run on a CPU, slowly, for tests and the curious"
+    )
+
+    @property
+    def name(self) -> str:
+        """ "fp32", "fp16" or "bf16"."""
+        return "fp16" if self.fp16 else "bf16" if self.bf16 else "fp32"
+
+    def problems(self) -> Iterator[str]:
+        if self.fp16 and self.bf16:
+            yield "--fp16 and --bf16 exclude each other"
+        if self.min_loss_scale < 1 or self.min_loss_scale != int(self.min_loss_scale):
+            yield f"--min-loss-scale {self.min_loss_scale}: must be a whole number from 1"
+        for name in ("loss_scale", "initial_loss_scale", "loss_scale_window", "hysteresis"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                yield f"{flag_of(name)} {value}: must be positive"
+
+
+@dataclass(frozen=True)
+class DeepSpeedConfig:
+    """DeepSpeed's part. Keys of the --deepspeed_config file fill in where the flags were left at
+    their defaults.
+    """
+
+    deepspeed: bool = knob(False, "accepted; every run is a DeepSpeed run")
+    deepspeed_config: str | None = knob(
+        None, "JSON file with DeepSpeed's keys", flag="deepspeed_config"
+    )
+    zero_stage: int | None = knob(
+        None,
+        "0: nothing cut over data-parallel ranks; 1: optimizer states; 2: and gradients; "
+        "3: and parameters (default: 1)",
+    )
+    cpu_optimizer: bool = knob(
+        False, "keep the optimizer states in host memory (offload_optimizer: cpu)"
+    )
+    remote_device: str = knob(
+        "none", "where ZeRO-3 keeps the parameters (offload_param)", choices=("none", "cpu", "nvme")
+    )
+
+    def problems(self) -> Iterator[str]:
+        if self.zero_stage is not None and self.zero_stage not in (0, 1, 2, 3):
+            yield f"--zero-stage {self.zero_stage}: must be 0, 1, 2 or 3"
+        if self.deepspeed_config is not None and not os.path.isfile(self.deepspeed_config):
+            yield f"--deepspeed_config {self.deepspeed_config}: there is no such file"
+
+
+def folder_problems(flag: str, path: str | None) -> Iterator[str]:
+    """Why a folder cannot be made or written, without trying it."""
+    if path is None:
+        return
+    existing = os.path.abspath(path)
+    while not os.path.exists(existing):
+        existing = os.path.dirname(existing)
+    if not os.path.isdir(existing):
+        yield f"{flag} {path}: {existing} is not a folder"
+    elif not os.access(existing, os.W_OK | os.X_OK):
+        yield f"{flag} {path}: {existing} cannot be written"
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """Saving and resuming."""
+
+    save: str | None = knob(None, "folder for checkpoints")
+    load: str | None = knob(
+        None, "folder to resume from; a folder without a checkpoint starts a new run"
+    )
+    save_interval: int | None = knob(
+        None, "iterations between checkpoints (the last iteration is always saved)"
+    )
+
+    def problems(self) -> Iterator[str]:
+        if self.save_interval is not None and self.save_interval <= 0:
+            yield f"--save-interval {self.save_interval}: must be positive"
+        if self.save_interval is not None and self.save is None:
+            yield "--save-interval needs --save"
+        yield from folder_problems("--save", self.save)
+        if self.load is not None:
+            folder, name = os.path.split(os.path.normpath(self.load))
+            if name.startswith("global_step"):
+                yield f"--load {self.load}: give the folder that holds {name}, {folder or '.'}"
+            elif os.path.exists(self.load) and not os.path.isdir(self.load):
+                yield f"--load {self.load}: is a file; give the folder that holds global_stepN"
+
+
+@dataclass(frozen=True)
+class LoggingConfig:
+    """What is reported, how often and where, and when the run ends early."""
+
+    log_interval: int = knob(100, "iterations between console lines")
+    eval_interval: int | None = knob(1000, "iterations between validations")
+    eval_iters: int = knob(100, "global batches per validation and test; 0 is off")
+    exit_interval: int | None = knob(
+        None, "end the program when the iteration is divisible by this"
+    )
+    exit_duration_in_mins: float | None = knob(None, "end the program after this many minutes")
+    kill_switch_path: str | None = knob(None, "end the program when this file exists")
+    tensorboard_dir: str | None = knob(None, "folder for TensorBoard")
+    tensorboard_queue_size: int = knob(1000, "events held back before TensorBoard writes")
+    tensorboard_log_interval: int = knob(1, "iterations between TensorBoard points")
+    log_timers_to_tensorboard: bool = knob(False, "iteration times and throughput to TensorBoard")
+    log_batch_size_to_tensorboard: bool = knob(False, "the global batch size to TensorBoard")
+    log_learning_rate_to_tensorboard: bool = knob(True, "no learning rate in TensorBoard")
+    log_loss_scale_to_tensorboard: bool = knob(True, "no loss scale in TensorBoard")
+    log_validation_ppl_to_tensorboard: bool = knob(False, "validation perplexity to TensorBoard")
+    log_world_size_to_tensorboard: bool = knob(False, "the number of processes to TensorBoard")
+    log_memory_to_tensorboard: bool = knob(False, "device memory to TensorBoard")
+    log_params_norm: bool = knob(
+        False, "the norm of all parameters on the console line and in TensorBoard"
+    )
+    metrics_jsonl: str | None = knob(
+        None,
+        "one JSON record per step goes here (default: metrics.jsonl in --save; none without "
+        "--save)",
+    )
+
+    def problems(self) -> Iterator[str]:
+        for name in (
+            "log_interval",
+            "eval_interval",
+            "exit_interval",
+            "exit_duration_in_mins",
+            "tensorboard_log_interval",
+        ):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                yield f"{flag_of(name)} {value}: must be positive"
+        if self.eval_iters < 0:
+            yield f"--eval-iters {self.eval_iters}: must not be negative"
+        yield from folder_problems("--tensorboard-dir", self.tensorboard_dir)
+        if self.metrics_jsonl is not None and os.path.isdir(self.metrics_jsonl):
+            yield f"--metrics-jsonl {self.metrics_jsonl}: is a folder; give a file"
+
+
+@dataclass(frozen=True)
+class RuntimeConfig:
+    """Processes and kernels."""
+
+    seed: int = knob(1234, "seed of weights, data order and dropout")
+    distributed_backend: str | None = knob(
+        None,
+        "communication backend (default: the accelerator's)",
+        choices=("nccl", "gloo", "ccl", "hccl"),
+    )
+    distributed_timeout_minutes: float = knob(10.0, "a collective that waits longer is an error")
+    local_rank: int | None = knob(
+        None,
+        "set by the launcher; not read, its environment says the same",
+        aliases=("local-rank",),
+        flag="local_rank",
+    )
+    compile: bool = knob(
+        False, "compile each layer with torch.compile (head and loss are fused by hand)"
+    )
+
+
+@dataclass(frozen=True)
+class Config:
+    """Everything a run is told. Frozen: what changes during a run is in `state.TrainState`."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    deepspeed: DeepSpeedConfig = field(default_factory=DeepSpeedConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    logging: LoggingConfig = field(default_factory=LoggingConfig)
+    runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
+    given: frozenset[str] = frozenset()
+    """Names of the fields that the user set, as against those left at their defaults."""
+
+    def problems(self, world_size: int) -> list[str]:
+        """Every contradiction, a line each, in the user's words; empty if the run can start.
+
+        world_size: number of processes.
+        """
+        dp_size = (
+            self.parallel.data_parallel_size(world_size)
+            if self.parallel.tensor_model_parallel_size > 0
+            else 0
+        )
+        numbers = [
+            f"{flag_of(name)} {value}: must be a finite number"
+            for group in self.to_dict().values()
+            for name, value in group.items()
+            if isinstance(value, float) and not math.isfinite(value)
+        ]
+        if numbers:
+            return numbers
+        return [
+            *self.model.problems(self.parallel.tensor_model_parallel_size),
+            *self.parallel.problems(world_size),
+            *self.recompute.problems(),
+            *self.data.problems(),
+            *self.tokenizer.problems(self.model.vocab_size),
+            *self.optimizer.problems(),
+            *self.schedule.problems(dp_size),
+            *self.precision.problems(),
+            *self.deepspeed.problems(),
+            *self.checkpoint.problems(),
+            *self.logging.problems(),
+        ]
+
+    def with_vocab(self, vocab_size: int) -> Config:
+        """The same run with the tokenizer's number of tokens filled in."""
+        return dataclasses.replace(
+            self, model=dataclasses.replace(self.model, vocab_size=vocab_size)
+        )
+
+    def batch_size(self, dp_size: int) -> int:
+        """Samples per optimizer step once a ramp-up has ended."""
+        return self.schedule.global_batch_size or _set(self.schedule.micro_batch_size) * dp_size
+
+    def to_dict(self) -> dict[str, dict[str, Any]]:
+        """Plain values by group, for JSON."""
+        return {
+            group.name: dataclasses.asdict(getattr(self, group.name))
+            for group in dataclasses.fields(self)
+            if group.name != "given"
+        }
+
+
+GROUPS: dict[str, type] = {
+    "model": ModelConfig,
+    "parallel": ParallelConfig,
+    "recompute": RecomputeConfig,
+    "data": DataConfig,
+    "tokenizer": TokenizerConfig,
+    "optimizer": OptimizerConfig,
+    "schedule": ScheduleConfig,
+    "precision": PrecisionConfig,
+    "deepspeed": DeepSpeedConfig,
+    "checkpoint": CheckpointConfig,
+    "logging": LoggingConfig,
+    "runtime": RuntimeConfig,
+}
+"""Config's fields by name, in the order in which --help shows them."""
+
+
+def flag_of(name: str) -> str:
+    """The flag that a field's name derives, for messages."""
+    for group in GROUPS.values():
+        for item in dataclasses.fields(group):
+            if item.name == name:
+                if item.metadata["flag"]:
+                    return f"--{item.metadata['flag']}"
+                negative = "no-" if item.default is True else ""
+                return f"--{negative}{name.replace('_', '-')}"
+    raise KeyError(name)
+
+
+def _set(value: T | None) -> T:
+    """A required value, after problems() was found empty."""
+    assert value is not None, "configuration was used before problems() was checked"
+    return value

@@ -1,0 +1,219 @@
+"""From the data flags to the three datasets: which files, which part of each, which cached indexes.
+
+Knows flags, files and the index cache; no ranks, and no torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from megatron_ds.config import DataConfig
+from megatron_ds.data.blend import BlendedDataset
+from megatron_ds.data.cache import ArrayCache, Arrays
+from megatron_ds.data.gpt_dataset import GPTDataset, TokenDataset
+from megatron_ds.data.indexed import IndexedDataset
+from megatron_ds.data.sample_index import (
+    SampleIndexes,
+    blend,
+    blend_requests,
+    build_indexes,
+    parse_split,
+    split_bounds,
+)
+
+DEFAULT_SPLIT = "969,30,1"
+NAMES = ("train", "valid", "test")
+FORMAT = 1
+"""Raised when the same inputs begin to give other indexes."""
+
+
+@dataclass(frozen=True)
+class Datasets:
+    """What a run reads. None: no samples were asked for, or the user gave this part no data."""
+
+    train: TokenDataset | None
+    valid: TokenDataset | None
+    test: TokenDataset | None
+
+
+def build_datasets(
+    config: DataConfig,
+    *,
+    seq_length: int,
+    seed: int,
+    num_samples: tuple[int, int, int],
+    tokenizer_fingerprint: str,
+    vocab_size: int,
+    fallback_cache: str | None = None,
+) -> Datasets:
+    """The datasets of training, validation and test, their indexes cached on disk.
+
+    num_samples: samples that the run will take of each; a dataset holds at least so many. Every
+    process may call this at the same time. fallback_cache: folder for the indexes if
+    --data-cache-path is not given and the folder of the data cannot be written.
+
+    Validation or test that the user gave no data (a share of 0 in --split, or --train-data-path
+    without --valid-data-path) is None. Raises ValueError if data was meant for a part but none
+    falls to it, if training has none, and for files that are not what they should be.
+    """
+    builder = _Builder(
+        config=config,
+        seq_length=seq_length,
+        seed=seed,
+        tokenizer_fingerprint=tokenizer_fingerprint,
+        vocab_size=vocab_size,
+        fallback_cache=fallback_cache,
+    )
+    split = parse_split(config.split or DEFAULT_SPLIT)
+    alone = (config.train_data_path, config.valid_data_path, config.test_data_path)
+    built: list[TokenDataset | None] = []
+    for part, (name, samples) in enumerate(zip(NAMES, num_samples, strict=True)):
+        paths, shares = (config.data_path, split) if config.data_path else (alone[part], None)
+        given = bool(paths) and (shares is None or shares[part] > 0)
+        if samples and not given and part == 0:
+            raise ValueError(
+                f"--split {config.split}: leaves no documents for training"
+                if config.data_path
+                else "--train-data-path (or --data-path) is required"
+            )
+        if not samples or not given or not paths:
+            built.append(None)
+            continue
+        built.append(builder.dataset(name, paths, shares, samples))
+    return Datasets(*built)
+
+
+@dataclass(frozen=True)
+class _Builder:
+    config: DataConfig
+    seq_length: int
+    seed: int
+    tokenizer_fingerprint: str
+    vocab_size: int
+    fallback_cache: str | None
+
+    def dataset(
+        self, name: str, paths: Sequence[str], shares: Sequence[float] | None, samples: int
+    ) -> TokenDataset:
+        if len(paths) == 1:
+            return self._single(name, paths[0], shares, samples)
+        weights, prefixes = parse_blend(paths)
+        requests = blend_requests(weights, samples)
+        sources = [
+            self._single(name, prefix, shares, request)
+            for prefix, request in zip(prefixes, requests, strict=True)
+        ]
+        cache = self._cache(prefixes[0])
+        decides = {"format": FORMAT, "weights": weights, "samples": samples}
+        made = cache.get("blend", decides, lambda: _blend_arrays(weights, samples))
+        return BlendedDataset(sources, made["source"], made["sample"])
+
+    def _single(
+        self, name: str, prefix: str, shares: Sequence[float] | None, samples: int
+    ) -> GPTDataset:
+        file = IndexedDataset(prefix)
+        self._check_vocabulary(file)
+        if self.config.mmap_warmup:
+            file.warm_up()
+        first, end = 0, len(file)
+        if shares is not None:
+            first, end = split_bounds(shares, len(file))[NAMES.index(name)]
+        if not file.lengths[first:end].any():
+            raise ValueError(self._empty(name, prefix, len(file), shares is not None, samples))
+        lengths = file.lengths
+        decides = {
+            "format": FORMAT,
+            "sequences": len(file),
+            "lengths sha256": hashlib.sha256(lengths.tobytes()).hexdigest(),
+            "split": self.config.split or DEFAULT_SPLIT if shares is not None else None,
+            "documents": [first, end],
+            "samples": samples,
+            "seq_length": self.seq_length,
+            "seed": self.seed,
+            "tokenizer": self.tokenizer_fingerprint,
+        }
+
+        def make() -> Arrays:
+            made = build_indexes(
+                lengths, np.arange(first, end), samples, self.seq_length, self.seed
+            )
+            return {
+                "documents": made.documents,
+                "samples": made.samples,
+                "shuffle": made.shuffle,
+            }
+
+        arrays = self._cache(prefix).get(f"{Path(prefix).name}-{name}", decides, make)
+        indexes = SampleIndexes(arrays["documents"], arrays["samples"], arrays["shuffle"])
+        return GPTDataset(file, indexes, self.seq_length)
+
+    def _cache(self, prefix: str) -> ArrayCache:
+        if self.config.data_cache_path:
+            return ArrayCache([Path(self.config.data_cache_path)])
+        folders = [Path(prefix).parent / "index-cache"]
+        if self.fallback_cache:
+            folders.append(Path(self.fallback_cache))
+        return ArrayCache(folders)
+
+    def _check_vocabulary(self, file: IndexedDataset) -> None:
+        # Not proof: only the type of the file is looked at, not its tokens.
+        if file.dtype == np.uint16 and self.vocab_size > 1 << 16:
+            raise ValueError(
+                f"{file.prefix}.bin holds 16-bit tokens, which cannot reach a vocabulary of "
+                f"{self.vocab_size}: it was made with another tokenizer"
+            )
+
+    def _empty(self, name: str, prefix: str, size: int, split: bool, samples: int) -> str:
+        what = f"{samples} {name} samples are asked of {prefix}"
+        remedy = {
+            "train": "give more text",
+            "valid": "give more text, or none are read with --eval-iters 0",
+            "test": "give more text, or none are read with --eval-iters 0",
+        }[name]
+        if not split:
+            return f"{what}, which holds no tokens: {remedy}"
+        return (
+            f"{what}, but --split {self.config.split or DEFAULT_SPLIT} leaves {name} none of its "
+            f"{size} documents: choose another --split (0 for no {name} part), or {remedy}"
+        )
+
+
+def parse_blend(paths: Sequence[str]) -> tuple[list[float], list[str]]:
+    """Normalised weights and prefixes of `WEIGHT PREFIX WEIGHT PREFIX ...`; weight 0 drops out.
+
+    Raises ValueError for anything else.
+    """
+    listed = " ".join(paths)
+    if len(paths) % 2:
+        raise ValueError(
+            f"--data-path {listed}: must be one prefix, or WEIGHT PREFIX WEIGHT PREFIX ..."
+        )
+    weights = [_weight(text, listed) for text in paths[::2]]
+    kept = [(weight, prefix) for weight, prefix in zip(weights, paths[1::2], strict=True) if weight]
+    total = math.fsum(weight for weight, _ in kept)
+    if total <= 0:
+        raise ValueError(f"--data-path {listed}: all weights are 0")
+    return [weight / total for weight, _ in kept], [prefix for _, prefix in kept]
+
+
+def _weight(text: str, listed: str) -> float:
+    try:
+        weight = float(text)
+    except ValueError:
+        weight = math.nan
+    if not (math.isfinite(weight) and weight >= 0):
+        raise ValueError(
+            f"--data-path {listed}: the weight {text!r} must be a number of at least 0"
+        )
+    return weight
+
+
+def _blend_arrays(weights: Sequence[float], samples: int) -> Arrays:
+    source, sample = blend(weights, samples)
+    return {"source": source, "sample": sample}

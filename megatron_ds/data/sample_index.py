@@ -1,0 +1,205 @@
+"""Which tokens make sample i: Megatron's document, sample and shuffle index, splits and blends.
+
+Pure arithmetic, numpy in and numpy out. The three indexes equal, number for number, those of
+Megatron-LM and microsoft/Megatron-DeepSpeed. This file knows no files, no tokenizers and no torch.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+IntArray = npt.NDArray[np.integer]
+
+SEPARATE_LAST_EPOCH_BELOW = 0.80
+"""A last epoch that gives less than this share of an epoch's samples is shuffled apart."""
+BLEND_MARGIN = 1.005
+"""Every source of a blend is asked for this much more than its share, as in Megatron."""
+CHUNK_DOCUMENTS = 1 << 18
+"""Documents per vectorised step: enough to amortise numpy, few enough to stay in the cache."""
+
+
+@dataclass(frozen=True)
+class SampleIndexes:
+    """The arrays that turn a sample number into tokens.
+
+    documents [D]: sequence numbers, every epoch's documents one after the other, shuffled.
+    samples [S + 1, 2]: position in `documents` and token offset at which sample i begins; it ends
+    one token after the beginning of the next, so that neighbours share a token.
+    shuffle [S]: sample number for each position of the data order.
+    """
+
+    documents: IntArray
+    samples: IntArray
+    shuffle: IntArray
+
+
+def epochs_needed(num_samples: int, tokens_per_epoch: int, seq_length: int) -> int:
+    """Fewest passes over the documents that give `num_samples` samples of seq_length + 1 tokens."""
+    return max(1, -(-(num_samples * seq_length + 1) // tokens_per_epoch))
+
+
+def build_indexes(
+    lengths: IntArray,
+    documents: IntArray,
+    num_samples: int,
+    seq_length: int,
+    seed: int,
+) -> SampleIndexes:
+    """The three indexes of one dataset.
+
+    lengths [n]: tokens of every sequence of the file. documents [m]: the sequences that belong to
+    this dataset. num_samples: samples that will be asked for; the dataset holds all that its whole
+    epochs give. Raises ValueError if the documents hold no token.
+    """
+    tokens_per_epoch = int(np.sum(lengths[documents], dtype=np.int64))
+    if tokens_per_epoch == 0:
+        raise ValueError(f"the {len(documents)} documents hold no tokens")
+    epochs = epochs_needed(num_samples, tokens_per_epoch, seq_length)
+    total = (epochs * tokens_per_epoch - 1) // seq_length
+    before_last = ((epochs - 1) * tokens_per_epoch - 1) // seq_length
+    per_epoch = (tokens_per_epoch - 1) // seq_length
+    # Otherwise the few samples drawn from a last, barely begun epoch would come from a random part
+    # of it while the epoch's documents were spread over the whole run.
+    separate = epochs > 1 and num_samples - before_last < int(SEPARATE_LAST_EPOCH_BELOW * per_epoch)
+    rng = np.random.RandomState(seed)
+    order = document_order(documents, epochs, rng, separate)
+    samples = sample_starts(lengths, order, seq_length, total)
+    shuffle = shuffled(before_last if separate else total, total, rng)
+    return SampleIndexes(order, samples, shuffle)
+
+
+def document_order(
+    documents: IntArray, epochs: int, rng: np.random.RandomState, separate_last: bool
+) -> IntArray:
+    """The documents of all epochs, shuffled together; the last epoch apart if `separate_last`."""
+    if separate_last:
+        first = document_order(documents, epochs - 1, rng, separate_last=False)
+        last = document_order(documents, 1, rng, separate_last=False)
+        return np.concatenate([first, last])
+    order = np.tile(documents.astype(np.int32), epochs)
+    rng.shuffle(order)
+    return order
+
+
+def sample_starts(lengths: IntArray, order: IntArray, seq_length: int, total: int) -> IntArray:
+    """[total + 1, 2]: where in `order` each sample begins, as (position in order, token offset).
+
+    Sample i begins at token i * seq_length of the concatenated documents. The search goes through
+    the documents in chunks, so that memory stays flat beside the result.
+    """
+    dtype = np.int32 if len(order) < np.iinfo(np.int32).max else np.int64
+    starts = np.zeros((total + 1, 2), dtype=dtype)
+    first_token = 0
+    next_sample = 1
+    for at in range(0, len(order), CHUNK_DOCUMENTS):
+        sizes = lengths[order[at : at + CHUNK_DOCUMENTS]].astype(np.int64)
+        ends = first_token + np.cumsum(sizes)
+        stop = min(total, (int(ends[-1]) - 1) // seq_length) + 1
+        wanted = np.arange(next_sample, max(stop, next_sample), dtype=np.int64) * seq_length
+        found = np.searchsorted(ends, wanted, side="right")
+        starts[next_sample : next_sample + len(wanted), 0] = found + at
+        starts[next_sample : next_sample + len(wanted), 1] = wanted - ends[found] + sizes[found]
+        first_token = int(ends[-1])
+        next_sample += len(wanted)
+    assert next_sample == total + 1, "the documents end before the samples do"
+    return starts
+
+
+def shuffled(first: int, total: int, rng: np.random.RandomState) -> IntArray:
+    """0 ... total - 1, the first `first` numbers shuffled among themselves, the others too."""
+    dtype = np.uint32 if total < np.iinfo(np.uint32).max - 1 else np.int64
+    order: IntArray = np.arange(total).astype(dtype)
+    rng.shuffle(order[:first])
+    if first < total:
+        rng.shuffle(order[first:])
+    return order
+
+
+def parse_split(text: str) -> tuple[float, float, float]:
+    """Shares of training, validation and test of `969,30,1` (or `969/30/1`); they sum to 1.
+
+    Missing parts are 0. Raises ValueError for what is not up to three non-negative numbers.
+    """
+    separator = "/" if "/" in text else ","
+    try:
+        parts = [float(part) for part in text.split(separator)]
+    except ValueError:
+        parts = []
+    valid = 0 < len(parts) <= 3 and all(part >= 0 and math.isfinite(part) for part in parts)
+    if not valid or sum(parts) <= 0:
+        raise ValueError(
+            f"--split {text}: must be up to three non-negative shares for training, validation and "
+            "test, such as 969,30,1"
+        )
+    train, valid_share, test = (part / sum(parts) for part in [*parts, 0.0, 0.0][:3])
+    return train, valid_share, test
+
+
+def split_bounds(shares: Sequence[float], size: int) -> list[tuple[int, int]]:
+    """First and one-past-last of `size` documents for each share, as Megatron rounds them."""
+    bounds = [0]
+    for share in shares:
+        bounds.append(bounds[-1] + round(share * float(size)))
+    surplus = bounds[-1] - size
+    bounds = [0, *(bound - surplus for bound in bounds[1:])]
+    return list(itertools.pairwise(bounds))
+
+
+def blend_requests(weights: Sequence[float], num_samples: int) -> list[int]:
+    """Samples that each source is asked for. weights: normalised."""
+    return [math.ceil(num_samples * weight * BLEND_MARGIN) for weight in weights]
+
+
+def blend(weights: Sequence[float], num_samples: int) -> tuple[IntArray, IntArray]:
+    """Which source gives each sample of a blend, and which of its samples that is.
+
+    weights: normalised. Returns source [num_samples] int16 and sample [num_samples] int64.
+
+    Megatron's greedy rule: the next sample comes from the source that lags most behind its share,
+    the first of equals. Each choice depends on all before it, so this is a loop (about half a
+    second per million samples for two sources); its result is cached by the caller. Megatron keeps
+    the source in one byte; two allow more than 255 sources.
+    """
+    count = len(weights)
+    if not 0 < count <= np.iinfo(np.int16).max:
+        raise ValueError(f"a blend of {count} sources; possible are 1 to {np.iinfo(np.int16).max}")
+    source = np.empty(num_samples, dtype=np.int16)
+    pick = _pick_from_many if count > 8 else _pick_from_few
+    pick(weights, source)
+    sample = np.empty(num_samples, dtype=np.int64)
+    for number in range(count):
+        taken = np.flatnonzero(source == number)
+        sample[taken] = np.arange(len(taken))
+    return source, sample
+
+
+def _pick_from_few(weights: Sequence[float], source: npt.NDArray[np.int16]) -> None:
+    counts = [0] * len(weights)
+    pairs = list(enumerate(weights))
+    for at in range(len(source)):
+        clock = at or 1
+        best, most = 0, -math.inf
+        for number, weight in pairs:
+            lag = weight * clock - counts[number]
+            if lag > most:
+                best, most = number, lag
+        source[at] = best
+        counts[best] += 1
+
+
+def _pick_from_many(weights: Sequence[float], source: npt.NDArray[np.int16]) -> None:
+    shares = np.array(weights, dtype=np.float64)
+    counts = np.zeros(len(shares), dtype=np.float64)
+    lags = np.empty(len(shares), dtype=np.float64)
+    for at in range(len(source)):
+        np.multiply(shares, at or 1, out=lags)
+        np.subtract(lags, counts, out=lags)
+        best = int(lags.argmax())
+        source[at] = best
+        counts[best] += 1

@@ -1,0 +1,128 @@
+"""Micro-batches for one data-parallel rank, in an order that seed and consumed samples alone
+decide.
+
+Knows a dataset and three integers (consumed samples, rank, number of ranks); no process group and
+no device. Legend: B micro-batch, S sequence.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from megatron_ds.data.gpt_dataset import TokenDataset
+
+
+class Batch(NamedTuple):
+    """One micro-batch on the CPU."""
+
+    tokens_BS: torch.Tensor
+    """int64, the inputs."""
+    labels_BS: torch.Tensor
+    """int64, for each input the token that follows."""
+    loss_mask_BS: torch.Tensor
+    """float32, 0 where no loss is taken."""
+    position: int
+    """Place of the first sample in the data order: samples consumed before it by all ranks."""
+
+
+class MicroBatches:
+    """The micro-batches of one data-parallel rank from `consumed` samples on.
+
+    Micro-step k of rank r takes samples [consumed + (k * dp_size + r) * micro_batch_size,
+    + micro_batch_size), so that the ranks together read the data order without a gap, whatever
+    their number. Ends, on all ranks at the same step, when the dataset has no further step of
+    dp_size * micro_batch_size samples.
+
+    num_workers: loader processes that read ahead; 0 reads in this process. The order is the same.
+    eod: id whose positions get no loss; None takes loss everywhere.
+    """
+
+    def __init__(
+        self,
+        dataset: TokenDataset,
+        *,
+        consumed: int,
+        micro_batch_size: int,
+        dp_rank: int,
+        dp_size: int,
+        num_workers: int = 0,
+        eod: int | None = None,
+    ) -> None:
+        if not 0 <= dp_rank < dp_size or micro_batch_size < 1 or consumed < 0:
+            raise ValueError(
+                f"no micro-batches of {micro_batch_size} for rank {dp_rank} of {dp_size} after "
+                f"{consumed} samples"
+            )
+        per_step = dp_size * micro_batch_size
+        steps = max(0, (len(dataset) - consumed) // per_step)
+        first = consumed + dp_rank * micro_batch_size
+        self._positions = range(first, first + steps * per_step, per_step)
+        batches = _BatchDataset(dataset, micro_batch_size, eod)
+        self._loader: DataLoader[Batch] = DataLoader(
+            batches,
+            batch_size=None,
+            sampler=self._positions,
+            num_workers=num_workers,
+            # Otherwise the loader would draw from torch's global generator, and dropout with it.
+            generator=torch.Generator(),
+            worker_init_fn=_outlive_sigterm,
+        )
+        self._iterator: Iterator[Batch] | None = None
+        self._closed = False
+
+    def __len__(self) -> int:
+        """Micro-steps from `consumed` to the end of the dataset."""
+        return len(self._positions)
+
+    def __iter__(self) -> MicroBatches:
+        return self
+
+    def __next__(self) -> Batch:
+        if self._closed:
+            raise StopIteration
+        if self._iterator is None:
+            self._iterator = iter(self._loader)
+        return next(self._iterator)
+
+    def close(self) -> None:
+        """End the loader processes. The iterator gives nothing more."""
+        self._closed = True
+        self._iterator = None
+
+
+def _outlive_sigterm(worker: int) -> None:
+    """Launchers end a run by signalling every process of its group. The trainer is to finish its
+    step and save, for which it needs its loader; the loader ends with the trainer.
+    """
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
+class _BatchDataset(Dataset[Batch]):
+    """Micro-batches by the position of their first sample."""
+
+    def __init__(self, dataset: TokenDataset, micro_batch_size: int, eod: int | None) -> None:
+        self._dataset = dataset
+        self._micro_batch_size = micro_batch_size
+        self._eod = eod
+
+    def __getitem__(self, position: int) -> Batch:
+        samples = [self._dataset[position + row] for row in range(self._micro_batch_size)]
+        return collate(samples, position, self._eod)
+
+
+def collate(samples: list[npt.NDArray[np.int64]], position: int, eod: int | None) -> Batch:
+    """Samples [S + 1] each to one micro-batch."""
+    both = torch.from_numpy(np.stack(samples))
+    tokens_BS, labels_BS = both[:, :-1].contiguous(), both[:, 1:].contiguous()
+    if eod is None:
+        mask_BS = torch.ones(tokens_BS.shape, dtype=torch.float32)
+    else:
+        mask_BS = (tokens_BS != eod).to(torch.float32)
+    return Batch(tokens_BS, labels_BS, mask_BS, position)

@@ -1,0 +1,85 @@
+"""From the configuration to a running engine: the model is built here, for ZeRO-3 in pieces."""
+
+from __future__ import annotations
+
+import copy
+from contextlib import nullcontext
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed.runtime.config import DeepSpeedConfig
+from pydantic import ValidationError
+
+from megatron_ds.config import Config
+from megatron_ds.engine.ds_config import generate
+from megatron_ds.engine.optimizer import parameter_groups
+from megatron_ds.engine.zero import ZeroEngine
+from megatron_ds.model.gpt import GPTModel
+from megatron_ds.parallel.mesh import Mesh
+from megatron_ds.parallel.random import RngStreams
+from megatron_ds.parallel.recompute import Recompute
+
+
+def build_engine(config: Config, mesh: Mesh, device: torch.device) -> ZeroEngine:
+    """The model of `config`, cut as `mesh` says, in a DeepSpeed engine. Collective.
+
+    Needs an initialised process group and a configuration whose vocabulary is known. Raises
+    ValueError for values of the user's file that DeepSpeed does not take.
+    """
+    ds_config = generate(config, mesh.dp.size)
+    mpu = mesh.mpu()
+    _check(ds_config, mpu, config.deepspeed.deepspeed_config)
+    rng = RngStreams(mesh.tp.rank)
+    recompute = Recompute(config.recompute, rng, mpu)
+    with _construction(ds_config, mesh, mpu):
+        model = GPTModel(
+            config.model, mesh=mesh, rng=rng, seed=config.runtime.seed, recompute=recompute
+        )
+    if config.runtime.compile:
+        model.compile_layers()
+    engine, *_ = deepspeed.initialize(
+        model=model,
+        model_parameters=parameter_groups(model, config.optimizer.weight_decay),
+        config=ds_config,
+        mpu=mpu,
+        dist_init_required=False,
+    )
+    return ZeroEngine(
+        engine,
+        ds_config=ds_config,
+        mesh=mesh,
+        rng=rng,
+        seed=config.runtime.seed,
+        device=device,
+    )
+
+
+def _check(ds_config: dict[str, Any], mpu: object, path: str | None) -> None:
+    """Lets DeepSpeed read the configuration before anything is built.
+
+    path: the user's file, which a value of the wrong kind must come from.
+    """
+    try:
+        DeepSpeedConfig(copy.deepcopy(ds_config), mpu)
+    except ValidationError as error:
+        wrong = "".join(
+            f"\n  - {'.'.join(map(str, item['loc']))} {item['input']!r}: {item['msg']}"
+            for item in error.errors()
+        )
+        raise ValueError(f"{path}: DeepSpeed does not take{wrong}") from error
+
+
+def _construction(ds_config: dict[str, Any], mesh: Mesh, mpu: object) -> Any:
+    """Under ZeRO-3 each parameter is cut as soon as it is made, so no rank holds the whole model.
+
+    The group must be named: by default DeepSpeed cuts over the whole world, which mixes the
+    shards of different tensor-parallel ranks without an error.
+    """
+    if ds_config["zero_optimization"]["stage"] != 3:
+        return nullcontext()
+    # The dtype comes from ds_config: one given here would be replaced by bf16 on a device that has
+    # no fp16.
+    return deepspeed.zero.Init(
+        config_dict_or_path=ds_config, mpu=mpu, data_parallel_group=mesh.dp.handle
+    )

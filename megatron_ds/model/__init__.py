@@ -1,0 +1,1 @@
+"""The GPT model as a list of layers."""

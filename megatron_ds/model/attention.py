@@ -1,0 +1,132 @@
+"""Causal self-attention with cut heads: project, rotate, attend, project.
+
+Shapes: S sequence, B micro-batch, H hidden, n this rank's query heads, k its key-value heads, D
+head size, L keys (those of the cache included).
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from megatron_ds.config import ModelConfig
+from megatron_ds.model.init import Initializer
+from megatron_ds.model.position import AttentionContext, rotate
+from megatron_ds.parallel.linear import ColumnParallelLinear, RowParallelLinear
+from megatron_ds.parallel.mesh import Group
+from megatron_ds.parallel.random import RngStreams
+from megatron_ds.parallel.recompute import Recompute
+
+
+class KeyValueCache(Protocol):
+    """Keys and values of the tokens that a generator has already fed."""
+
+    @property
+    def length(self) -> int:
+        """Tokens stored before this forward pass; read once, before the first layer."""
+        ...
+
+    def update(
+        self, layer: int, k: torch.Tensor, v: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Append [B, k, S, D] keys and values of a layer; return all of them, [B, k, L, D]."""
+        ...
+
+
+class Attention(nn.Module):
+    """[S, B, H] to [S, B, H]."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        layer: int,
+        *,
+        group: Group,
+        rng: RngStreams,
+        init: Initializer,
+        recompute: Recompute | None,
+    ) -> None:
+        """layer: number from 0. recompute: given if it is this attention's core that is to be
+        recomputed.
+        """
+        super().__init__()
+        self.layer = layer
+        self.head_dim = config.head_dim
+        self.dropout = config.attention_dropout
+        self.rng = rng
+        self.recompute = recompute
+        self.grouped = config.kv_heads != config.heads
+        q_size, kv_size = config.heads * config.head_dim, config.kv_heads * config.head_dim
+        self.local_sizes = [size // group.size for size in (q_size, kv_size, kv_size)]
+        name, std = f"layers.{layer}.attention", config.init_method_std
+        self.qkv = ColumnParallelLinear(
+            config.hidden,
+            (q_size, kv_size, kv_size),
+            bias=config.qkv_bias,
+            group=group,
+            init=init.normal(f"{name}.qkv.weight", std),
+        )
+        self.proj = RowParallelLinear(
+            q_size,
+            config.hidden,
+            bias=config.add_bias_linear,
+            group=group,
+            init=init.normal(f"{name}.proj.weight", std / (2.0 * config.layers) ** 0.5),
+        )
+
+    def forward(
+        self, x_SBH: torch.Tensor, context: AttentionContext, cache: KeyValueCache | None = None
+    ) -> torch.Tensor:
+        q, k, v = (self._heads(part) for part in self.qkv(x_SBH).split(self.local_sizes, dim=-1))
+        if context.rotation is not None:
+            q, k = rotate(q, context.rotation), rotate(k, context.rotation)
+        q, k, v = (part.permute(1, 2, 0, 3) for part in (q, k, v))
+        if cache is not None:
+            k, v = cache.update(self.layer, k, v)
+        attended_BnSD = self._core(q, k, v, context)
+        out_SBH: torch.Tensor = self.proj(attended_BnSD.permute(2, 0, 1, 3).flatten(2))
+        return out_SBH
+
+    def _heads(self, x: torch.Tensor) -> torch.Tensor:
+        """[S, B, n x D] to [S, B, n, D]."""
+        return x.view(*x.shape[:-1], -1, self.head_dim)
+
+    def _core(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: AttentionContext
+    ) -> torch.Tensor:
+        def core(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            if self.training and self.dropout > 0.0:
+                dropped: torch.Tensor = self._attend_with_dropout(q, k, v, context)
+                return dropped
+            return self._attend(q, k, v, context, 0.0)
+
+        return core(q, k, v) if self.recompute is None else self.recompute.run(core, q, k, v)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _attend_with_dropout(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: AttentionContext
+    ) -> torch.Tensor:
+        # The heads are cut over the ranks, so each rank draws its own mask.
+        with self.rng.sharded():
+            return self._attend(q, k, v, context, self.dropout)
+
+    def _attend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        context: AttentionContext,
+        dropout: float,
+    ) -> torch.Tensor:
+        return F.scaled_dot_product_attention(
+            q,
+            k,
+            v,
+            attn_mask=context.bias,
+            dropout_p=dropout,
+            is_causal=context.is_causal,
+            enable_gqa=self.grouped,
+        )

@@ -1,0 +1,68 @@
+"""The feed-forward layer, plain or gated, its width cut over the group."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from megatron_ds.config import ModelConfig
+from megatron_ds.model.init import Initializer
+from megatron_ds.parallel.linear import ColumnParallelLinear, RowParallelLinear
+from megatron_ds.parallel.mesh import Group
+
+
+class MLP(nn.Module):
+    """[S, B, H] to [S, B, H]: fc_out(act(fc_in(x))), or fc_out(act(gate) * up) with [gate; up] =
+    fc_in(x).
+    """
+
+    def __init__(self, config: ModelConfig, layer: int, *, group: Group, init: Initializer) -> None:
+        super().__init__()
+        self.activation = config.activation
+        self.gated = config.gated
+        self.gelu_approximation = "tanh" if config.bias_gelu_fusion else "none"
+        name, std = f"layers.{layer}.mlp", config.init_method_std
+        self.fc_in = ColumnParallelLinear(
+            config.hidden,
+            (config.ffn, config.ffn) if config.gated else (config.ffn,),
+            bias=config.add_bias_linear,
+            group=group,
+            init=init.normal(f"{name}.fc_in.weight", std),
+        )
+        self.fc_out = RowParallelLinear(
+            config.ffn,
+            config.hidden,
+            bias=config.add_bias_linear,
+            group=group,
+            init=init.normal(f"{name}.fc_out.weight", std / (2.0 * config.layers) ** 0.5),
+        )
+
+    def forward(self, x_SBH: torch.Tensor) -> torch.Tensor:
+        x = self.fc_in(x_SBH)
+        if self.gated:
+            gate, up = x.chunk(2, dim=-1)
+            inner = self._activate(gate) * up
+        else:
+            inner = self._activate(x)
+        out_SBH: torch.Tensor = self.fc_out(inner)
+        return out_SBH
+
+    def _activate(self, x: torch.Tensor) -> torch.Tensor:
+        match self.activation:
+            case "gelu":
+                return F.gelu(x, approximate=self.gelu_approximation)
+            case "openai-gelu":
+                return F.gelu(x, approximate="tanh")
+            case "squared-relu":  # So et al. 2021
+                return F.relu(x).square()
+            case "swiglu":  # this and the following: Shazeer 2020
+                return F.silu(x)
+            case "geglu":
+                return F.gelu(x)
+            case "reglu":
+                return F.relu(x)
+            case "liglu":
+                return x
+            case unknown:
+                raise ValueError(f"activation {unknown!r} is not known")

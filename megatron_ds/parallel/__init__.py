@@ -1,0 +1,3 @@
+"""Tensor parallelism: rank arithmetic, collectives, parallel layers and the random streams they
+need.
+"""

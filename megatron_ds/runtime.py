@@ -1,0 +1,293 @@
+"""The process's surroundings: environment variables, device, process group, rank-aware printing.
+
+The only file that reads or writes environment variables and that may name a kind of device. It
+knows
+nothing of models, data or engines.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import sys
+import traceback
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+    from megatron_ds.config import PrecisionConfig, RuntimeConfig
+
+
+def world_size() -> int:
+    """Number of processes that the launcher started; 1 without a launcher."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def rank() -> int:
+    """Number of this process among all; 0 without a launcher."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def local_rank() -> int:
+    """Number of this process on its machine; 0 without a launcher."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def local_world_size() -> int:
+    """Number of processes on this machine. torchrun and DeepSpeed's launcher name it
+    differently.
+    """
+    for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE"):
+        if name in os.environ:
+            return int(os.environ[name])
+    return world_size()
+
+
+def prepare_environment() -> Path:
+    """Sets what DeepSpeed needs before it is imported; gives the folder of its C++ ops.
+
+    A virtual environment keeps its ops within itself: the shared default folder would be rebuilt
+    whenever another environment uses it. The environment's programs (ninja) are put on the path,
+    so that `.venv/bin/deepspeed` works in a shell that has not activated it.
+    """
+    _quieten_libraries()
+    programs = str(Path(sys.executable).parent)
+    path = os.environ.get("PATH", "")
+    if programs not in path.split(os.pathsep):
+        os.environ["PATH"] = programs + os.pathsep + path
+    if "TORCH_EXTENSIONS_DIR" not in os.environ and sys.prefix != sys.base_prefix:
+        os.environ["TORCH_EXTENSIONS_DIR"] = str(Path(sys.prefix) / "torch_extensions")
+    default = Path.home() / ".cache" / "torch_extensions"
+    return Path(os.environ.get("TORCH_EXTENSIONS_DIR", default))
+
+
+def use_one_thread_per_tokenizer() -> None:
+    """Keeps `tokenizers` from starting threads for all cores in every process that encodes."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """Where this process runs."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    device: torch.device
+    backend: str
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def is_last(self) -> bool:
+        """The last rank prints the log lines, as in Megatron."""
+        return self.rank == self.world_size - 1
+
+
+def refuse_stale_locks(locks: list[Path]) -> None:
+    """Ends the program, naming the locks, if a killed build of a DeepSpeed op left any.
+
+    Every later load of that op would wait for the lock for ever, without a word.
+    """
+    if locks:
+        names = "\n".join(f"  {path}" for path in locks)
+        raise SystemExit(
+            "a killed build of a DeepSpeed op left its lock behind, and loading the op would wait "
+            f"for it for ever:\n{names}\nDelete it, or run: python tools/build_ops.py"
+        )
+
+
+def start(config: RuntimeConfig) -> Runtime:
+    """Joins the process group and takes the device.
+
+    Without a launcher the process is a world of its own.
+    """
+    _alone_without_launcher()
+    import deepspeed
+    import torch
+    from deepspeed.accelerator import get_accelerator
+
+    accelerator = get_accelerator()
+    backend = accelerator.communication_backend_name()
+    if backend in ("ccl", "mpi") and not _has_backend(backend):
+        backend = "gloo"
+    if config.distributed_backend not in (None, backend):
+        say(
+            f"WARNING: --distributed-backend {config.distributed_backend} is not what "
+            f"{accelerator.device_name()} uses; taking {backend}"
+        )
+    if accelerator.device_name() == "cpu":
+        # torch asks the system for fresh memory for every large tensor. In pages of 2 MiB (Linux)
+        # that costs a tenth of what it does in pages of 4 KiB, a sixth of a training step.
+        os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+        if "OMP_NUM_THREADS" not in os.environ:
+            cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
+            torch.set_num_threads(max(1, cores // local_world_size()))
+    else:
+        accelerator.set_device(local_rank())
+    deepspeed.init_distributed(
+        dist_backend=backend,
+        timeout=timedelta(minutes=config.distributed_timeout_minutes),
+        verbose=False,
+    )
+    device = torch.device(accelerator.device_name(local_rank()))
+    return Runtime(rank(), world_size(), local_rank(), device, backend)
+
+
+def require_precision(config: PrecisionConfig) -> None:
+    """Raises ValueError for a number format that the device does not compute in.
+
+    --allow-fp16-on-cpu tells DeepSpeed that the device can: torch computes fp16 on a CPU, slowly.
+    """
+    from deepspeed.accelerator import get_accelerator
+
+    accelerator = get_accelerator()
+    if not config.fp16 or accelerator.is_fp16_supported():
+        return
+    if not config.allow_fp16_on_cpu:
+        raise ValueError(
+            f"--fp16: DeepSpeed does not train in fp16 on {accelerator.device_name()}; take --bf16 "
+            "(or, for a try, --allow-fp16-on-cpu)"
+        )
+    import torch
+
+    kind, known = type(accelerator), accelerator.supported_dtypes()
+    kind.is_fp16_supported = lambda self: True
+    kind.supported_dtypes = lambda self: [*known, torch.half]
+
+
+def stop() -> None:
+    """Leaves the process group."""
+    import torch.distributed
+
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+def say(text: str, *, on: int = 0) -> None:
+    """Prints on one rank, at once."""
+    if rank() == on % world_size():
+        print(text, flush=True)
+
+
+@contextmanager
+def errors_in_words() -> Iterator[None]:
+    """Ends the program with status 1 and one message for an error that is the user's to mend.
+
+    That is a ValueError or an OSError raised in this package; any other keeps its traceback. Of the
+    ranks that meet it, the first one speaks.
+    """
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        raised_in = traceback.extract_tb(error.__traceback__)[-1].filename
+        if Path(__file__).parent not in Path(raised_in).parents:
+            raise
+        if _speaks_first():
+            who = "" if world_size() == 1 else f"rank {rank()}: "
+            print(f"{Path(sys.argv[0]).name}: {who}{error}", file=sys.stderr, flush=True)
+        raise SystemExit(1) from None
+
+
+def deepspeed_version() -> str:
+    import deepspeed
+
+    version: str = deepspeed.__version__
+    return version
+
+
+def device_memory() -> dict[str, int]:
+    """Bytes (and number) of the device's allocations by TensorBoard tag; empty on a CPU."""
+    from deepspeed.accelerator import get_accelerator
+
+    accelerator = get_accelerator()
+    if accelerator.device_name() == "cpu":
+        return {}
+    figures = accelerator.memory_stats() or {}
+    return {
+        "mem-reserved-bytes": figures.get("reserved_bytes.all.current", 0),
+        "mem-allocated-bytes": figures.get("allocated_bytes.all.current", 0),
+        "mem-allocated-count": figures.get("allocation.all.current", 0),
+    }
+
+
+class Stop:
+    """A request to end, made by a signal; the loop asks for it at the end of a step."""
+
+    def __init__(self) -> None:
+        self.reason: str | None = None
+
+    def __call__(self, signum: int, frame: object) -> None:
+        self.reason = signal.Signals(signum).name
+
+
+@contextmanager
+def stop_on_signals() -> Iterator[Stop]:
+    """Turns SIGTERM into a request to end after the step, for the duration of the context."""
+    stop_request = Stop()
+    before = signal.signal(signal.SIGTERM, stop_request)
+    try:
+        yield stop_request
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _alone_without_launcher() -> None:
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    missing = [name for name in names if name not in os.environ]
+    if not missing:
+        return
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ValueError(f"the launcher set WORLD_SIZE but not {', '.join(missing)}")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    values = ("0", "0", "1", "127.0.0.1", str(port))
+    for name, value in zip(names, values, strict=True):
+        os.environ.setdefault(name, value)
+
+
+def _speaks_first() -> bool:
+    """Whether no other rank has reported an error yet: most often they all have the same one.
+
+    Asks the store through which the ranks found each other. Before there is one, the first process
+    of each machine speaks.
+    """
+    import torch.distributed as dist
+
+    if not dist.is_initialized():
+        return local_rank() == 0
+    try:
+        reports = dist.distributed_c10d._get_default_store().add("reported errors", 1)
+    except RuntimeError:  # the rank that held the store is gone: better twice than never
+        return True
+    return bool(reports == 1)
+
+
+def _has_backend(name: str) -> bool:
+    import torch.distributed as dist
+
+    return dist.is_backend_available(name)
+
+
+def _quieten_libraries() -> None:
+    """Keeps what is of no use to the reader of a log out of it; to be called before the imports.
+
+    DeepSpeed logs a hundred lines per process at its default level, and warns that it found no
+    GPU; torch warns of each call of a collective that DeepSpeed makes by its old name.
+    """
+    logger = logging.getLogger("DeepSpeed")
+    logger.addFilter(lambda record: record.levelno >= logging.WARNING)
+    logger.addFilter(lambda record: "Setting accelerator to CPU" not in str(record.msg))
+    warnings.filterwarnings("ignore", message=".*is deprecated", module="torch.distributed")

@@ -1,0 +1,81 @@
+"""What changes during a run: a few numbers. Everything else is a function of them and of the
+configuration.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, SupportsFloat
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """What one optimizer step is to do; computed from the configuration and the state before the
+    step.
+    """
+
+    iteration: int
+    """Number of this step, from 1."""
+    global_batch_size: int
+    """Samples of this step, all data-parallel ranks together."""
+    num_micro_batches: int
+    """Forward passes of each data-parallel rank."""
+    lr: float
+    weight_decay: float
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one optimizer step did."""
+
+    loss: SupportsFloat
+    """This data-parallel rank's mean loss, nats per token; a tensor that nobody has waited for."""
+    grad_norm: float | None
+    """Global norm of the gradient before clipping; None if it is not known (a skipped step gives
+    inf or nan).
+    """
+    skipped: bool = False
+    """The step was dropped because its gradient was not finite."""
+    loss_scale: float | None = None
+    """Loss scale of fp16."""
+
+
+@dataclass(frozen=True)
+class TrainState:
+    """Where a run stands. It is saved as JSON; all that a resume needs beside the weights and
+    optimizer states.
+    """
+
+    iteration: int = 0
+    consumed_samples: int = 0
+    consumed_tokens: int = 0
+    applied_samples: int = 0
+    """Samples of the steps that were not skipped: the clock of the learning rate."""
+    applied_iterations: int = 0
+    skipped_iterations: int = 0
+
+    def advance(self, plan: StepPlan, result: StepResult, seq_length: int) -> TrainState:
+        """The state after a step. A skipped step moves the data forward, the learning rate's
+        clock not.
+        """
+        done = 0 if result.skipped else 1
+        return TrainState(
+            iteration=self.iteration + 1,
+            consumed_samples=self.consumed_samples + plan.global_batch_size,
+            consumed_tokens=self.consumed_tokens + plan.global_batch_size * seq_length,
+            applied_samples=self.applied_samples + done * plan.global_batch_size,
+            applied_iterations=self.applied_iterations + done,
+            skipped_iterations=self.skipped_iterations + 1 - done,
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> TrainState:
+        """Raises ValueError if a key is missing or unknown."""
+        names = {item.name for item in dataclasses.fields(cls)}
+        if set(values) != names:
+            raise ValueError(f"state has the keys {sorted(values)}, expected {sorted(names)}")
+        return cls(**{name: int(values[name]) for name in names})

@@ -1,0 +1,120 @@
+"""Tokenizers in Hugging Face's formats: a tokenizer.json, or a folder of a pretrained tokenizer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_ds.tokenizer.base import Tokenizer, fingerprint_of
+
+USUAL_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]", "<|eot_id|>")
+SIDE_FILES = ("tokenizer_config.json", "special_tokens_map.json")
+
+
+def build_hf_tokenizer(path: str) -> Tokenizer:
+    """A tokenizer.json (or a folder with one) through `tokenizers`; else through `transformers`.
+
+    In both, as in Megatron, the text of a special token inside a document becomes that token;
+    unlike there, no begin or end token is added. Raises ValueError if nothing can be read.
+    """
+    file = Path(path) / "tokenizer.json" if Path(path).is_dir() else Path(path)
+    if file.is_file():
+        return FileTokenizer(file)
+    if Path(path).is_dir():
+        return PretrainedTokenizer(path)
+    raise ValueError(
+        f"--tokenizer-model {path}: there is no such tokenizer.json and no such folder"
+    )
+
+
+class FileTokenizer:
+    """A tokenizer.json, by the `tokenizers` library.
+
+    The file does not say which token ends a document: tokenizer_config.json or
+    special_tokens_map.json beside it does (`eos_token`), else the first of the usual names that the
+    vocabulary has is taken.
+    """
+
+    def __init__(self, file: Path) -> None:
+        import tokenizers
+
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_file(str(file))
+        except Exception as error:  # the library raises bare Exception for every kind of fault
+            raise ValueError(f"--tokenizer-model {file}: not a tokenizer.json: {error}") from error
+        self._tokenizer.no_padding()
+        self._tokenizer.no_truncation()
+        vocab = self._tokenizer.get_vocab(with_added_tokens=True)
+        self.vocab_size = max(vocab.values()) + 1
+        self.eod = vocab[_end_token(file, vocab)]
+        self.fingerprint = fingerprint_of(
+            "HFTokenizer", [self._tokenizer.to_str().encode(), str(self.eod).encode()]
+        )
+
+    def encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [encoding.ids for encoding in encodings]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(list(ids), skip_special_tokens=False)
+
+
+class PretrainedTokenizer:
+    """A folder without a tokenizer.json, by transformers' AutoTokenizer; no code is downloaded."""
+
+    def __init__(self, folder: str) -> None:
+        from transformers import AutoTokenizer
+
+        try:
+            self._tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        except (OSError, ValueError, KeyError, ImportError) as error:
+            raise ValueError(
+                f"--tokenizer-model {folder}: no tokenizer can be read from it: {error}"
+            ) from error
+        vocab: dict[str, int] = self._tokenizer.get_vocab()
+        if not vocab:
+            raise ValueError(f"--tokenizer-model {folder}: its vocabulary is empty")
+        if self._tokenizer.eos_token_id is None:
+            raise ValueError(f"--tokenizer-model {folder}: it names no eos_token to end documents")
+        self.vocab_size = max(vocab.values()) + 1
+        self.eod = int(self._tokenizer.eos_token_id)
+        names = {*self._tokenizer.vocab_files_names.values(), *SIDE_FILES}
+        files = [Path(folder) / name for name in sorted(names)]
+        self.fingerprint = fingerprint_of(
+            "HFTokenizer", [file.read_bytes() for file in files if file.is_file()]
+        )
+
+    def encode(self, text: str) -> list[int]:
+        return self.encode_batch([text])[0]
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        encoded: list[list[int]] = self._tokenizer(
+            list(texts), add_special_tokens=False, return_attention_mask=False, verbose=False
+        )["input_ids"]
+        return encoded
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
+
+
+def _end_token(file: Path, vocab: dict[str, int]) -> str:
+    for side in SIDE_FILES:
+        path = file.with_name(side)
+        if not path.is_file():
+            continue
+        token = json.loads(path.read_text(encoding="utf-8")).get("eos_token")
+        token = token.get("content") if isinstance(token, dict) else token
+        if token in vocab:
+            return str(token)
+    for token in USUAL_ENDS:
+        if token in vocab:
+            return token
+    raise ValueError(
+        f"--tokenizer-model {file}: no token to end documents is known: give eos_token in a "
+        f"tokenizer_config.json beside it (looked for {', '.join(USUAL_ENDS)})"
+    )

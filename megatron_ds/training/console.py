@@ -1,0 +1,56 @@
+"""The lines that people read and grep: the forks' fields, order and number formats.
+
+This file knows records and text, nothing of how the numbers came about.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from megatron_ds.training.records import EvalRecord, IntervalRecord, Sink
+
+
+def interval_line(record: IntervalRecord) -> str:
+    """The training line of a log interval; fields that are not known are left out."""
+    last = record.last
+    fields = [
+        f"iteration {last.iteration:8d}/{record.total_iterations:8d}",
+        f"consumed samples: {last.consumed_samples:12d}",
+        f"consumed tokens: {last.consumed_tokens:12d}",
+        f"elapsed time per iteration (s): {record.seconds_per_iteration:.2f}",
+        f"learning rate: {last.learning_rate:.3E}",
+        f"global batch size: {last.global_batch_size:5d}",
+        record.lm_loss is not None and f"lm loss: {record.lm_loss:.6E}",
+        last.loss_scale is not None and f"loss scale: {last.loss_scale:.1f}",
+        last.grad_norm is not None and f"grad norm: {last.grad_norm:.3f}",
+        record.params_norm is not None and f"params norm: {record.params_norm:.3f}",
+        f"number of skipped iterations: {record.skipped:3d}",
+        f"number of nan iterations: {record.nan:3d}",
+        f"samples per second: {record.samples_per_second:.3f}",
+        f"tokens per gpu per second (tgs): {record.tokens_per_second_per_device:.3f}",
+        f"TFLOPs: {record.tflops:.2f}",
+    ]
+    return "".join(f" {field} |" for field in fields if field)
+
+
+def evaluation_block(record: EvalRecord) -> str:
+    """The three lines of an evaluation; the test's too says "validation", as in the forks."""
+    text = (
+        f" validation loss at {record.where} | lm loss value: {record.loss:.6E} | "
+        f"lm loss PPL: {record.ppl:.6E} | "
+    )
+    dashes = "-" * (len(text) + 1)
+    return f"{dashes}\n{text}\n{dashes}"
+
+
+class Console(Sink):
+    """Writes lines to a function that ends and flushes each."""
+
+    def __init__(self, write: Callable[[str], object]) -> None:
+        self._write = write
+
+    def interval(self, record: IntervalRecord) -> None:
+        self._write(interval_line(record))
+
+    def evaluation(self, record: EvalRecord) -> None:
+        self._write(evaluation_block(record))

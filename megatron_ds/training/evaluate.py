@@ -1,0 +1,44 @@
+"""Validation and test loss over a fixed set of samples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from megatron_ds.data.gpt_dataset import TokenDataset
+from megatron_ds.data.stream import MicroBatches
+from megatron_ds.engine.base import Engine
+from megatron_ds.parallel.mesh import Mesh
+
+MeanOverDp = Callable[[list[float]], list[float]]
+"""Element-wise mean of a list over the data-parallel ranks; a collective."""
+
+
+def evaluate(
+    engine: Engine,
+    dataset: TokenDataset,
+    mesh: Mesh,
+    *,
+    samples: int,
+    micro_batch_size: int,
+    eod: int | None,
+    mean_over_dp: MeanOverDp,
+) -> float:
+    """Mean loss, in nats per token, over the first `samples` samples of a dataset. Collective.
+
+    Every evaluation of a run reads the same samples, whatever came before: the losses can be
+    compared with each other, and a resumed run repeats them.
+    """
+    batches = MicroBatches(
+        dataset,
+        consumed=0,
+        micro_batch_size=micro_batch_size,
+        dp_rank=mesh.dp.rank,
+        dp_size=mesh.dp.size,
+        eod=eod,
+    )
+    count = samples // (micro_batch_size * mesh.dp.size)
+    total = 0.0
+    for _ in range(count):
+        total += float(engine.eval_loss(next(batches)))
+    batches.close()
+    return mean_over_dp([total / count])[0]

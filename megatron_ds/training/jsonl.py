@@ -1,0 +1,100 @@
+"""One JSON object per step and per evaluation, in a file that survives crashes and resumes.
+
+A resumed run takes out what an earlier process wrote beyond the checkpoint, so that every step
+stands in the file once. The keys are documented in docs/logging.md. This file knows no torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_ds.training.records import EvalRecord, Sink, StepRecord
+
+
+def to_line(values: Mapping[str, Any]) -> str:
+    """A JSON line; numbers that JSON does not have (nan, inf) become null."""
+    known = {
+        key: None if isinstance(value, float) and not math.isfinite(value) else value
+        for key, value in values.items()
+    }
+    return json.dumps(known, allow_nan=False) + "\n"
+
+
+def read_until(path: Path, iteration: int) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The lines up to an iteration, with their objects; a last line that is torn is left out.
+
+    Raises ValueError for a line that is no record.
+    """
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for number, line in enumerate(file, start=1):
+            try:
+                record = json.loads(line)
+                done = int(record["iteration"])
+            except (ValueError, TypeError, KeyError):
+                if not line.endswith("\n"):
+                    return
+                raise ValueError(
+                    f"{path} line {number} is not a record of this program: move the file away, "
+                    "or name another one with --metrics-jsonl"
+                ) from None
+            if done <= iteration:
+                yield line.rstrip("\n") + "\n", record
+
+
+class JsonLines(Sink):
+    """Appends to a file; it is on disk (as far as the process is concerned) after each call.
+
+    iteration: where the run starts. Records beyond it are taken out; a run that starts from 0
+    keeps what it finds under the name `<path>.previous`.
+    """
+
+    def __init__(self, path: Path, iteration: int) -> None:
+        self._evaluations: set[str] = set()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists() and iteration == 0:
+            os.replace(path, path.with_name(path.name + ".previous"))
+        elif path.exists():
+            self._drop_beyond(path, iteration)
+        self._file = path.open("a", encoding="utf-8")
+
+    def steps(self, records: Sequence[StepRecord]) -> None:
+        self._file.writelines(to_line(dataclasses.asdict(record)) for record in records)
+        self._file.flush()
+
+    def evaluation(self, record: EvalRecord) -> None:
+        line = to_line(
+            {
+                "iteration": record.iteration,
+                f"{record.split}_loss": record.loss,
+                "ppl": record.ppl,
+            }
+        )
+        # A run that ended on an evaluation and is started again evaluates the same weights again.
+        if line not in self._evaluations:
+            self._evaluations.add(line)
+            self._file.write(line)
+            self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _drop_beyond(self, path: Path, iteration: int) -> None:
+        """Rewrites the file without the records of later iterations, all of it or nothing."""
+        temporary = path.with_name(f"{path.name}.tmp")
+        try:
+            with temporary.open("w", encoding="utf-8") as file:
+                for line, record in read_until(path, iteration):
+                    file.write(line)
+                    if "lm_loss" not in record:
+                        self._evaluations.add(line)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)

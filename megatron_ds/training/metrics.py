@@ -1,0 +1,168 @@
+"""Records are produced by the loop, reduced here at the log interval, and formatted by the sinks.
+
+Nothing waits for a device between two log intervals: a step's loss may be a tensor that is still
+being computed, and it is read when its interval ends. This file owns the averages and the clock's
+arithmetic; it knows no process group (the mean over data-parallel ranks is a function given in), no
+format and no file.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from megatron_ds.state import StepPlan, StepResult, TrainState
+from megatron_ds.training.records import SPLITS, EvalRecord, IntervalRecord, Sink, StepRecord
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What turns samples per second into tokens and operations per second."""
+
+    flops_per_sample: int
+    """Of the whole model, forward and backward, recomputation not counted."""
+    seq_length: int
+    world_size: int
+
+    def tokens_per_second(self, samples_per_second: float) -> float:
+        return samples_per_second * self.seq_length
+
+    def tflops(self, samples_per_second: float) -> float:
+        """10^12 operations per second and device."""
+        return samples_per_second * self.flops_per_sample / self.world_size / 1e12
+
+
+@dataclass(frozen=True)
+class _Step:
+    state: TrainState
+    plan: StepPlan
+    result: StepResult
+    seconds: float
+
+
+class Metrics:
+    """A run's figures. All ranks build one and call it alike; the reporting rank's alone has sinks.
+
+    log_interval: iterations between two reductions.
+    mean_over_dp: element-wise mean of a list over the data-parallel ranks; a collective.
+    params_norm: norm of all parameters; a collective, called once per log interval if given.
+    """
+
+    def __init__(
+        self,
+        workload: Workload,
+        *,
+        log_interval: int,
+        total_iterations: int,
+        mean_over_dp: Callable[[list[float]], list[float]],
+        params_norm: Callable[[], float] | None = None,
+        sinks: Sequence[Sink] = (),
+    ) -> None:
+        self._workload = workload
+        self._log_interval = log_interval
+        self._total_iterations = total_iterations
+        self._mean_over_dp = mean_over_dp
+        self._params_norm = params_norm
+        self._sinks = tuple(sinks)
+        self._pending: list[_Step] = []
+        self._interval: list[StepRecord] = []
+
+    def record(self, state: TrainState, plan: StepPlan, result: StepResult, seconds: float) -> None:
+        """Notes a step; reports at the end of a log interval.
+
+        state: after the step. result.loss and result.grad_norm: numbers or 0-d tensors without
+        history; the loss is this rank's own mean. seconds: of the step alone.
+        """
+        self._pending.append(_Step(state, plan, result, seconds))
+        if state.iteration % self._log_interval == 0:
+            self.flush()
+
+    def record_eval(self, state: TrainState, split: str, where: str, loss: float) -> None:
+        """Notes an evaluation, after the steps before it.
+
+        split: "validation" or "test". where: what stands in the printed line. loss: the mean over
+        all ranks.
+        """
+        assert split in SPLITS, split
+        self.persist()
+        record = EvalRecord(
+            iteration=state.iteration,
+            consumed_samples=state.consumed_samples,
+            consumed_tokens=state.consumed_tokens,
+            split=split,
+            where=where,
+            loss=loss,
+        )
+        for sink in self._sinks:
+            sink.evaluation(record)
+
+    def persist(self) -> None:
+        """Hands the steps so far to the sinks without ending the log interval; a collective.
+
+        To be called before a checkpoint is written: a run that resumes from it does not repeat the
+        steps before it, so their records must not be lost with the process.
+        """
+        if not self._pending:
+            return
+        losses = self._mean_over_dp([float(step.result.loss) for step in self._pending])
+        records = [self._step_record(*pair) for pair in zip(self._pending, losses, strict=True)]
+        self._pending.clear()
+        self._interval.extend(records)
+        for sink in self._sinks:
+            sink.steps(records)
+
+    def flush(self) -> None:
+        """Reports all that was recorded, be the log interval full or not; a collective."""
+        self.persist()
+        if not self._interval:
+            return
+        record = self._interval_record()
+        self._interval.clear()
+        for sink in self._sinks:
+            sink.interval(record)
+
+    def close(self) -> None:
+        """Closes the sinks. No collective, so that a failing rank may call it; `flush` first."""
+        for sink in self._sinks:
+            sink.close()
+
+    def _step_record(self, step: _Step, lm_loss: float) -> StepRecord:
+        state, plan, result = step.state, step.plan, step.result
+        rate = plan.global_batch_size / step.seconds
+        return StepRecord(
+            iteration=state.iteration,
+            consumed_samples=state.consumed_samples,
+            consumed_tokens=state.consumed_tokens,
+            lm_loss=lm_loss,
+            grad_norm=None if result.grad_norm is None else float(result.grad_norm),
+            learning_rate=plan.lr,
+            weight_decay=plan.weight_decay,
+            global_batch_size=plan.global_batch_size,
+            loss_scale=result.loss_scale,
+            skipped=result.skipped,
+            nan=not math.isfinite(lm_loss),
+            seconds=step.seconds,
+            tokens_per_second=self._workload.tokens_per_second(rate),
+            tflops=self._workload.tflops(rate),
+        )
+
+    def _interval_record(self) -> IntervalRecord:
+        steps = self._interval
+        advanced = [step.lm_loss for step in steps if not step.skipped]
+        seconds = math.fsum(step.seconds for step in steps)
+        rate = sum(step.global_batch_size for step in steps) / seconds
+        return IntervalRecord(
+            last=steps[-1],
+            total_iterations=self._total_iterations,
+            lm_loss=sum(advanced) / len(advanced) if advanced else None,
+            params_norm=None if self._params_norm is None else self._params_norm(),
+            skipped=sum(step.skipped for step in steps),
+            nan=sum(step.nan for step in steps),
+            seconds_per_iteration=seconds / len(steps),
+            samples_per_second=rate,
+            tokens_per_second_per_device=(
+                self._workload.tokens_per_second(rate) / self._workload.world_size
+            ),
+            tflops=self._workload.tflops(rate),
+        )

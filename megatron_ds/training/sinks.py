@@ -1,0 +1,50 @@
+"""Opens what the run's flags ask for: the console, the JSONL file, TensorBoard.
+
+Only the reporting rank calls this. It knows the flags; the formats are its neighbours'.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from megatron_ds.config import Config
+from megatron_ds.state import TrainState
+from megatron_ds.training.console import Console
+from megatron_ds.training.jsonl import JsonLines
+from megatron_ds.training.records import Sink
+
+
+def open_sinks(
+    config: Config,
+    state: TrainState,
+    *,
+    world_size: int,
+    dp_size: int,
+    write: Callable[[str], object],
+    memory: Callable[[], dict[str, int]] = dict,
+) -> list[Sink]:
+    """The sinks of a run that starts from `state`.
+
+    write: prints a line and flushes it. memory: the device's figures by TensorBoard tag, in bytes.
+    Raises ValueError if the JSONL file holds something else.
+    """
+    sinks: list[Sink] = [Console(write)]
+    path = jsonl_path(config)
+    if path is not None:
+        sinks.append(JsonLines(path, state.iteration))
+    if config.logging.tensorboard_dir is not None:
+        # Here, and not at the top: TensorBoard costs a second, and most runs want none.
+        from megatron_ds.training.tensorboard import TensorBoard
+
+        sinks.append(
+            TensorBoard(config, state, world_size=world_size, dp_size=dp_size, memory=memory)
+        )
+    return sinks
+
+
+def jsonl_path(config: Config) -> Path | None:
+    """--metrics-jsonl, or metrics.jsonl in --save, or none."""
+    if config.logging.metrics_jsonl is not None:
+        return Path(config.logging.metrics_jsonl)
+    return None if config.checkpoint.save is None else Path(config.checkpoint.save, "metrics.jsonl")

@@ -1,0 +1,278 @@
+"""The training loop, and what it is put together from."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from megatron_ds import runtime, schedules
+from megatron_ds.checkpoint.native import Checkpoints, write_json
+from megatron_ds.config import Config
+from megatron_ds.data.build import Datasets, build_datasets
+from megatron_ds.data.gpt_dataset import TokenDataset
+from megatron_ds.data.stream import MicroBatches
+from megatron_ds.engine.base import Engine
+from megatron_ds.engine.build import build_engine
+from megatron_ds.model.flops import model_flops_per_sample
+from megatron_ds.parallel.mesh import Mesh
+from megatron_ds.state import TrainState
+from megatron_ds.tokenizer import Tokenizer, build_tokenizer
+from megatron_ds.training.evaluate import evaluate
+from megatron_ds.training.hooks import AFTER_SIGNAL, ExitConditions
+from megatron_ds.training.metrics import Metrics, Workload
+from megatron_ds.training.records import Sink
+from megatron_ds.training.sinks import open_sinks
+
+
+@dataclass
+class Trainer:
+    """Everything of a run, put together; `run` trains. `state` is the only thing that changes."""
+
+    config: Config
+    mesh: Mesh
+    engine: Engine
+    data: Datasets
+    metrics: Metrics
+    checkpoints: Checkpoints
+    exits: ExitConditions
+    state: TrainState
+    total_iterations: int
+    eod: int | None
+
+    def run(self) -> None:
+        """Trains to the end, or to a reason to end early; saves; evaluates at the end."""
+        saved = self.state.iteration
+        reason = None
+        batches = self._batches()
+        _stamp("before the start of training step")
+        while self.state.iteration < self.total_iterations and reason is None:
+            self._step(batches)
+            reason = self.exits.reason(self.state.iteration)
+            last = self.state.iteration == self.total_iterations
+            if last:
+                reason = None  # it ends anyway, and in order
+            # After a signal the seconds that are left are needed for the checkpoint.
+            evaluates = _due(self.state.iteration, self.config.logging.eval_interval)
+            if evaluates and reason != AFTER_SIGNAL:
+                self._evaluate("validation", f"iteration {self.state.iteration}")
+            if (
+                last
+                or reason is not None
+                or _due(self.state.iteration, self.config.checkpoint.save_interval)
+            ):
+                saved = self._save(saved)
+        batches.close()
+        self.metrics.flush()
+        if reason is not None:
+            runtime.say(reason)
+        else:
+            _stamp("after training is done")
+            self._evaluate("validation", "the end of training for val data")
+            self._evaluate("test", "the end of training for test data")
+        self.metrics.close()
+
+    def _step(self, batches: MicroBatches) -> None:
+        plan = schedules.plan(self.config, self.state, self.mesh.dp.size)
+        start = time.perf_counter()
+        try:
+            result = self.engine.train_step(batches, plan)
+        except StopIteration:
+            raise ValueError(
+                f"the training data ends in iteration {plan.iteration}: it was laid out for fewer "
+                "samples than this run takes"
+            ) from None
+        seconds = time.perf_counter() - start
+        self.state = self.state.advance(plan, result, self.config.model.sequence)
+        self.metrics.record(self.state, plan, result, seconds)
+
+    def _batches(self) -> MicroBatches:
+        assert self.data.train is not None
+        return MicroBatches(
+            self.data.train,
+            consumed=self.state.consumed_samples,
+            micro_batch_size=_known(self.config.schedule.micro_batch_size),
+            dp_rank=self.mesh.dp.rank,
+            dp_size=self.mesh.dp.size,
+            num_workers=self.config.data.num_workers,
+            eod=self.eod,
+        )
+
+    def _evaluate(self, split: str, where: str) -> None:
+        dataset: TokenDataset | None = self.data.valid if split == "validation" else self.data.test
+        if dataset is None:
+            return
+        loss = evaluate(
+            self.engine,
+            dataset,
+            self.mesh,
+            samples=self.config.logging.eval_iters * self.config.batch_size(self.mesh.dp.size),
+            micro_batch_size=_known(self.config.schedule.micro_batch_size),
+            eod=self.eod,
+            mean_over_dp=_MeanOver(self.mesh),
+        )
+        self.metrics.record_eval(self.state, split, where, loss)
+
+    def _save(self, saved: int) -> int:
+        """Saves unless this iteration is saved already; gives the last saved iteration."""
+        if self.config.checkpoint.save is not None and saved != self.state.iteration:
+            self.metrics.persist()
+            self.checkpoints.save(self.engine, self.state)
+        return self.state.iteration
+
+
+def pretrain(config: Config) -> None:
+    """Runs a training from the configuration of one process of the launched group."""
+    tokenizer = build_tokenizer(config.tokenizer, config.model.vocab_size)
+    config = config.with_vocab(tokenizer.vocab_size)
+    here = runtime.start(config.runtime)
+    try:
+        runtime.require_precision(config.precision)
+        with runtime.errors_in_words(), runtime.stop_on_signals() as stop:
+            build_trainer(config, tokenizer, here, stop).run()
+    finally:
+        runtime.stop()
+
+
+def build_trainer(
+    config: Config, tokenizer: Tokenizer, here: runtime.Runtime, stop: runtime.Stop
+) -> Trainer:
+    """Puts a run together: data, model and engine, checkpoint, sinks. Collective."""
+    mesh = Mesh.build(
+        config.parallel.tensor_model_parallel_size,
+        timeout=timedelta(minutes=config.runtime.distributed_timeout_minutes),
+    )
+    dp_size = mesh.dp.size
+    _announce(config, here, mesh)
+    data = _data(config, tokenizer, dp_size)
+    _stamp("after dataloaders are built")
+    engine = build_engine(config, mesh, here.device)
+    count = sum(getattr(p, "ds_numel", p.numel()) for p in engine.module.parameters())
+    runtime.say(
+        f" > number of parameters on (tensor, pipeline) model parallel rank "
+        f"({mesh.tp.rank}, {mesh.pp.rank}): {count}"
+    )
+    checkpoints = Checkpoints(config, mesh, runtime.say)
+    state = TrainState()
+    if config.checkpoint.load is not None:
+        state = checkpoints.load(engine) or state
+    _stamp("after model, optimizer, and learning rate scheduler are built")
+    if config.checkpoint.save is not None and here.is_first:
+        Path(config.checkpoint.save).mkdir(parents=True, exist_ok=True)
+        checkpoints.warn_of_newer(state)
+        write_json(Path(config.checkpoint.save) / "ds_config.json", engine.ds_config)
+    return Trainer(
+        config=config,
+        mesh=mesh,
+        engine=engine,
+        data=data,
+        metrics=_metrics(config, mesh, engine, state, here),
+        checkpoints=checkpoints,
+        exits=ExitConditions(config.logging, stop, here.device),
+        state=state,
+        total_iterations=schedules.total_iterations(config, dp_size),
+        eod=tokenizer.eod if config.data.eod_mask_loss else None,
+    )
+
+
+class _MeanOver:
+    """Element-wise mean over the data-parallel ranks."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._group = mesh.dp
+
+    def __call__(self, values: list[float]) -> list[float]:
+        if self._group.size == 1:
+            return values
+        gathered: list[list[float]] = [[] for _ in range(self._group.size)]
+        dist.all_gather_object(gathered, values, group=self._group.handle)
+        return [sum(column) / len(column) for column in zip(*gathered, strict=True)]
+
+
+def _data(config: Config, tokenizer: Tokenizer, dp_size: int) -> Datasets:
+    runtime.say(" > building train, validation, and test datasets for GPT ...")
+    wanted = schedules.planned_samples(config, dp_size)
+    for name, samples in zip(("train", "validation", "test"), wanted, strict=True):
+        runtime.say(f"    {name + ':':<12}{samples}")
+    save = config.checkpoint.save
+    return build_datasets(
+        config.data,
+        seq_length=config.model.sequence,
+        seed=config.runtime.seed,
+        num_samples=wanted,
+        tokenizer_fingerprint=tokenizer.fingerprint,
+        vocab_size=tokenizer.vocab_size,
+        fallback_cache=None if save is None else str(Path(save) / "index-cache"),
+    )
+
+
+def _metrics(
+    config: Config, mesh: Mesh, engine: Engine, state: TrainState, here: runtime.Runtime
+) -> Metrics:
+    padded = config.model.padded_vocab(mesh.tp.size)
+    sinks: list[Sink] = []
+    if here.is_last:
+        sinks = open_sinks(
+            config,
+            state,
+            world_size=here.world_size,
+            dp_size=mesh.dp.size,
+            write=lambda text: runtime.say(text, on=-1),
+            memory=runtime.device_memory,
+        )
+    return Metrics(
+        Workload(
+            flops_per_sample=model_flops_per_sample(config.model, padded),
+            seq_length=config.model.sequence,
+            world_size=here.world_size,
+        ),
+        log_interval=config.logging.log_interval,
+        total_iterations=schedules.total_iterations(config, mesh.dp.size),
+        mean_over_dp=_MeanOver(mesh),
+        params_norm=engine.params_norm if config.logging.log_params_norm else None,
+        sinks=sinks,
+    )
+
+
+def _announce(config: Config, here: runtime.Runtime, mesh: Mesh) -> None:
+    """The lines that users look for at a run's start."""
+    runtime.say(
+        f"DeepSpeed info: version={runtime.deepspeed_version()}; {here.world_size} processes on "
+        f"{here.device.type} ({here.backend}), torch {torch.__version__}, tensor parallel "
+        f"{mesh.tp.size} x data parallel {mesh.dp.size}"
+    )
+    width = 48
+    runtime.say("------------------------ arguments ------------------------")
+    for group in config.to_dict().values():
+        for name, value in group.items():
+            runtime.say(f"  {name} {'.' * (width - len(name))} {value}")
+    runtime.say("-------------------- end of arguments ---------------------")
+    padded, vocab = config.model.padded_vocab(mesh.tp.size), config.model.vocab
+    runtime.say(
+        f" > padded vocab (size: {vocab}) with {padded - vocab} dummy tokens (new size: {padded})"
+    )
+    schedule = config.schedule
+    if schedule.rampup_batch_size is not None:
+        start, increment, samples = schedule.rampup_batch_size
+        runtime.say(
+            f"will use batch size rampup starting from global batch size {start} to global batch "
+            f"size {schedule.global_batch_size} with batch size increments {increment} over "
+            f"{samples} samples."
+        )
+
+
+def _stamp(what: str) -> None:
+    runtime.say(f"[{what}] datetime: {datetime.now():%Y-%m-%d %H:%M:%S}")
+
+
+def _due(iteration: int, interval: int | None) -> bool:
+    return interval is not None and iteration % interval == 0
+
+
+def _known(value: int | None) -> int:
+    assert value is not None
+    return value

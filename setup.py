@@ -1,0 +1,29 @@
+"""What the package is and what it needs, in ranges; requirements.txt pins what the tests run."""
+
+from setuptools import find_namespace_packages, setup
+
+setup(
+    name="megatron_ds",
+    version="0.1.0",
+    description="GPT pretraining: Megatron tensor parallelism trained by DeepSpeed engines",
+    license="Apache-2.0",
+    license_files=["LICENSE"],
+    python_requires=">=3.11",
+    packages=find_namespace_packages(include=["megatron_ds", "megatron_ds.*"]),
+    install_requires=[
+        "torch>=2.6",
+        "deepspeed>=0.19.4,<0.20",
+        "ninja>=1.11",
+        "numpy>=2.0",
+        "rich>=13",
+        "tensorboard>=2.16",
+        "tokenizers>=0.21",
+        "transformers>=4.56",
+    ],
+    extras_require={
+        "preprocess": ["datasets>=3.0", "nltk>=3.9"],
+        "plot": ["matplotlib>=3.9"],
+        "test": ["pytest>=8.2", "pytest-timeout>=2.3", "pytest-xdist>=3.6"],
+        "dev": ["mypy>=1.14", "ruff>=0.12"],
+    },
+)

@@ -1,0 +1,24 @@
+"""Fixtures that every test may use, and the device that all tests take."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+# The suite does the same on a machine with an accelerator as on one without; DeepSpeed reads this
+# when it is first asked for its accelerator, and the processes that tests start inherit it. A test
+# marked `gpu` takes it out of the environment of the processes that it starts.
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> Path:
+    """The folder of real text and vocabularies beside the checkout; skips where it is absent."""
+    folder = REPOSITORY.parent / "shared" / "data"
+    if not folder.is_dir():
+        pytest.skip("the folder of test data, shared/data beside the checkout, is not there")
+    return folder

@@ -1,0 +1,74 @@
+"""Activation checkpointing through the engine, with dropout: the same bits as without it."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_ds.config import Config, RecomputeConfig
+from tests.dist import cases
+from tests.dist.cases import Case, config_of, plans_of
+from tests.dist.jobs import Job, Outcomes, run_jobs
+from tests.dist.twin import Samples, train_alone
+
+LAYOUTS = list(itertools.product((1, 3), (1, 2)))
+"""ZeRO stage and tensor-parallel size."""
+WAYS = {
+    "full": RecomputeConfig(recompute_granularity="full"),
+    "pairs of layers": RecomputeConfig(checkpoint_activations=True, checkpoint_num_layers=2),
+    "selective": RecomputeConfig(recompute_granularity="selective"),
+    "deepspeed": RecomputeConfig(
+        checkpoint_activations=True, deepspeed_activation_checkpointing=True
+    ),
+    "partitioned": RecomputeConfig(checkpoint_activations=True, partition_activations=True),
+}
+STORED = "stored"
+SAMPLES = Samples(cases.STEPS * cases.SAMPLES_PER_STEP, cases.SHAPE)
+
+
+def layout(stage: int, tp: int) -> Case:
+    return Case(2, stage, tp, 4, "learned", "adamw")
+
+
+def with_dropout(stage: int, tp: int, recompute: RecomputeConfig, folder: Path) -> Config:
+    config = config_of(layout(stage, tp), folder)
+    model = dataclasses.replace(config.model, attention_dropout=0.2, hidden_dropout=0.2)
+    return dataclasses.replace(config, model=model, recompute=recompute)
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
+    folder = tmp_path_factory.mktemp("recompute")
+    jobs = []
+    for stage, tp in LAYOUTS:
+        for way, recompute in {STORED: RecomputeConfig(), **WAYS}.items():
+            config = with_dropout(stage, tp, recompute, folder)
+            jobs.append(Job(f"{stage}-{tp}-{way}", config, plans_of(layout(stage, tp)), SAMPLES))
+    return run_jobs(2, jobs, folder)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("stage", "tp"), LAYOUTS)
+def test_recomputation_gives_the_same_bits(
+    stage: int, tp: int, way: str, outcomes: Outcomes
+) -> None:
+    stored, recomputed = outcomes.of(f"{stage}-{tp}-{STORED}"), outcomes.of(f"{stage}-{tp}-{way}")
+    for one, other in zip(stored, recomputed, strict=True):
+        assert other.notes["attention calls"] == 2 * one.notes["attention calls"] > 0
+        assert other.losses == one.losses
+        assert other.norms == one.norms
+        for kind in ("gradients", "weights"):
+            for before, after in zip(getattr(one, kind), getattr(other, kind), strict=True):
+                assert [n for n in before if not torch.equal(before[n], after[n])] == []
+
+
+@pytest.mark.parametrize(("stage", "tp"), LAYOUTS)
+def test_dropout_was_on(stage: int, tp: int, outcomes: Outcomes, tmp_path: Path) -> None:
+    case = layout(stage, tp)
+    without = train_alone(config_of(case, tmp_path), SAMPLES, plans_of(case))
+    for run in outcomes.of(f"{stage}-{tp}-{STORED}"):
+        assert abs(run.losses[0] - without.losses[0]) > 1e-3

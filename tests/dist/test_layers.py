@@ -1,0 +1,246 @@
+"""Every parallel layer on 2 and 4 ranks against one process: output and gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from megatron_ds.parallel.collectives import (
+    all_gather,
+    copy_to_group,
+    gather_from_group,
+    reduce_from_group,
+    split_to_group,
+)
+from megatron_ds.parallel import cross_entropy
+from megatron_ds.parallel.cross_entropy import linear_cross_entropy
+from megatron_ds.parallel.embedding import VocabParallelEmbedding
+from megatron_ds.parallel.linear import ColumnParallelLinear, RowParallelLinear
+from megatron_ds.parallel.mesh import Group, Mesh
+from megatron_ds.parallel.random import RngStreams
+from megatron_ds.parallel.sharding import Shard, join, shard_of, spec_of
+from tests.distributed import RankError, run_ranks
+
+VOCAB, PADDED, HIDDEN = 21, 32, 8  # with 4 ranks the last one holds nothing but padding
+
+
+def draw(shape: tuple[int, ...]) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def leaf(*shape: int) -> torch.Tensor:
+    return draw(shape).requires_grad_()
+
+
+def full_grad(param: torch.nn.Parameter, group: Group) -> torch.Tensor:
+    assert param.grad is not None
+    spec = spec_of(param)
+    return param.grad if spec is None else join(list(all_gather(param.grad, group)), spec)
+
+
+def full_input_grad(x: torch.Tensor, group: Group) -> torch.Tensor:
+    assert x.grad is not None
+    return torch.cat(list(all_gather(x.grad, group)), dim=-1)
+
+
+def close(actual: torch.Tensor | None, expected: torch.Tensor | None) -> None:
+    """Equal to 1e-5 of the norm."""
+    assert actual is not None
+    assert expected is not None
+    assert actual.shape == expected.shape
+    error = (actual - expected).norm().item()
+    assert error <= 1e-5 * expected.norm().item(), (error, actual, expected)
+
+
+def check_collectives(group: Group) -> None:
+    size, rank = group.size, group.rank
+    ranks = torch.arange(1.0, size + 1)
+    x = leaf(3, 4 * size)
+    mine = split_to_group(x, group)
+    close(mine, x.chunk(size, dim=-1)[rank])
+    (mine * ranks[rank]).sum().backward()
+    close(x.grad, ranks.repeat_interleave(4).expand(3, -1))
+
+    part = leaf(3, 4)
+    whole = gather_from_group(part * ranks[rank], group)
+    close(whole, torch.cat([part * factor for factor in ranks], dim=-1))
+    weights = draw((3, 4 * size))
+    (whole * weights).sum().backward()
+    close(part.grad, weights.chunk(size, dim=-1)[rank] * ranks[rank])
+
+    x = leaf(5)
+    (copy_to_group(x, group) * ranks[rank]).sum().backward()
+    close(x.grad, ranks.sum().expand(5))
+
+    x = leaf(5)
+    total = reduce_from_group(x * ranks[rank], group)
+    close(total, x * ranks.sum())
+    total.sum().backward()
+    close(x.grad, ranks[rank].expand(5))
+
+
+def check_linear(group: Group) -> None:
+    single, x_shape = Mesh.single().tp, (5, 3, HIDDEN)
+    for sections, bias in (((8, 4, 4), True), ((12,), False)):
+        inner = sum(sections)
+        cut = Shard(2, sections)
+        column, one_column = (
+            ColumnParallelLinear(HIDDEN, sections, bias=bias, group=g, init=draw)
+            for g in (group, single)
+        )
+        x, one_x = leaf(*x_shape), leaf(*x_shape)
+        y, one_y = column(x), one_column(one_x)
+        close(y, shard_of(one_y, cut, group.rank, group.size))
+        y.square().sum().backward()
+        one_y.square().sum().backward()
+        close(x.grad, one_x.grad)
+        compare_gradients(column, one_column, group)
+
+        row, one_row = (
+            RowParallelLinear(inner, HIDDEN, bias=bias, group=g, init=draw) for g in (group, single)
+        )
+        for layer in (row, one_row):
+            if layer.bias is not None:
+                layer.bias.data.fill_(0.5)
+        one_x = leaf(5, 3, inner)
+        x = one_x.detach().chunk(group.size, dim=-1)[group.rank].clone().requires_grad_()
+        y, one_y = row(x), one_row(one_x)
+        close(y, one_y)
+        y.square().sum().backward()
+        one_y.square().sum().backward()
+        close(full_input_grad(x, group), one_x.grad)
+        compare_gradients(row, one_row, group)
+
+
+def compare_gradients(layer: nn.Module, one: nn.Module, group: Group) -> None:
+    for param, expected in zip(layer.parameters(), one.parameters(), strict=True):
+        close(full_grad(param, group), expected.grad)
+
+
+def check_embedding(group: Group) -> None:
+    table, one = (
+        VocabParallelEmbedding(VOCAB, PADDED, HIDDEN, group=g, init=draw)
+        for g in (group, Mesh.single().tp)
+    )
+    ids = torch.tensor([[0, 20, 7], [8, 7, 15]])
+    close(table(ids), one(ids))
+    table(ids).square().sum().backward()
+    one(ids).square().sum().backward()
+    close(full_grad(table.weight, group), one.weight.grad)
+    for wrong in (VOCAB, -1):
+        with pytest.raises(ValueError, match=f"token id {wrong} .* vocabulary of 21"):
+            table(torch.tensor([[3, wrong]]))
+
+
+def check_cross_entropy(group: Group) -> None:
+    table = F.pad(draw((VOCAB, HIDDEN)), (0, 0, 0, PADDED - VOCAB))
+    labels = torch.arange(VOCAB).repeat(2)
+    for weights in (None, (torch.arange(2 * VOCAB) % 3).float()):
+        x, one_x = leaf(2 * VOCAB, HIDDEN), leaf(2 * VOCAB, HIDDEN)
+        spread = 10.0  # logits far apart: the maximum must be taken out over all ranks
+        part = torch.nn.Parameter(table.chunk(group.size)[group.rank].clone())
+        one_table = table.clone().requires_grad_()
+        loss = linear_cross_entropy(
+            x * spread, part, labels, weights, vocab_size=VOCAB, group=group
+        )
+        one_losses = F.cross_entropy(
+            (one_x * spread) @ one_table[:VOCAB].t(), labels, reduction="none"
+        )
+        one_loss = (one_losses * (1.0 if weights is None else weights)).sum()
+        close(loss, one_loss)
+        (0.5 * loss).backward()
+        (0.5 * one_loss).backward()
+        close(x.grad, one_x.grad)
+        assert part.grad is not None
+        close(all_gather(part.grad, group).flatten(0, 1), one_table.grad)
+        with torch.no_grad():
+            close(
+                linear_cross_entropy(
+                    x * spread, part, labels, weights, vocab_size=VOCAB, group=group
+                ),
+                one_loss,
+            )
+
+
+def check_cross_entropy_in_chunks(group: Group) -> None:
+    """The last ranks hold padding, and yet all cut the tokens alike: they talk once per chunk."""
+    whole = cross_entropy.CHUNK_BYTES
+    cross_entropy.CHUNK_BYTES = 4 * 3 * PADDED // group.size
+    try:
+        check_cross_entropy(group)
+    finally:
+        cross_entropy.CHUNK_BYTES = whole
+
+
+def check_random(group: Group) -> None:
+    rng = RngStreams(group.rank)
+    rng.seed_micro_batch(1, 5)
+    replicated = torch.rand(100)
+    with rng.sharded():
+        sharded = torch.rand(100)
+    after = torch.rand(100)
+    for tensor in (replicated, after):
+        assert (all_gather(tensor, group) == tensor).all()
+    parts = all_gather(sharded, group)
+    assert all((parts[0] != part).any() for part in parts[1:])
+    torch.manual_seed(0)
+    rng.seed_micro_batch(1, 5)
+    assert torch.equal(torch.rand(100), replicated)
+    rng.seed_micro_batch(1, 6)
+    assert not torch.equal(torch.rand(100), replicated)
+
+
+def check_mesh(rank: int) -> None:
+    mesh = Mesh.build(tp_size=2)
+    assert (mesh.tp.ranks, mesh.tp.rank) == ((rank // 2 * 2, rank // 2 * 2 + 1), rank % 2)
+    assert (mesh.dp.ranks, mesh.dp.rank) == ((rank % 2, rank % 2 + 2), rank // 2)
+    assert (mesh.pp.ranks, mesh.model.ranks) == ((rank,), mesh.tp.ranks)
+    pipelined = Mesh.build(tp_size=2, pp_size=2)
+    assert pipelined.pp.ranks == (rank % 2, rank % 2 + 2)
+    assert pipelined.model.ranks == (0, 1, 2, 3)
+    assert pipelined.model.rank == rank
+    with pytest.raises(ValueError, match="4 processes cannot be cut into tensor-parallel size 3"):
+        Mesh.build(tp_size=3)
+    sums = all_gather(torch.tensor([float(rank)]), mesh.dp).sum()
+    assert sums == sum(mesh.dp.ranks)
+
+
+CHECKS: list[Callable[[Group], None]] = [
+    check_collectives,
+    check_linear,
+    check_embedding,
+    check_cross_entropy,
+    check_cross_entropy_in_chunks,
+    check_random,
+]
+
+
+def check_all(rank: int, world_size: int) -> None:
+    group = Mesh.build(tp_size=world_size).tp
+    for check in CHECKS:
+        check(group)
+    if world_size == 4:
+        check_mesh(rank)
+
+
+def fail_on_rank_one(rank: int) -> None:
+    if rank == 1:
+        raise KeyError("only here")
+    torch.distributed.barrier()
+
+
+def test_a_failing_rank_fails_the_test() -> None:
+    with pytest.raises(RankError, match=r"(?s)rank 1 failed.*in fail_on_rank_one.*only here"):
+        run_ranks(fail_on_rank_one, 2)
+
+
+def test_layers_on_two_ranks() -> None:
+    run_ranks(check_all, 2, 2)
+
+
+def test_layers_on_four_ranks() -> None:
+    run_ranks(check_all, 4, 4)

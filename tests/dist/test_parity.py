@@ -1,0 +1,143 @@
+"""Every layout trains like one process: {ZeRO 0, 1, 2, 3} x {TP 1, 2} x {accumulation 1, 4} x
+{learned, rope, alibi, GQA, swiglu, tied, untied}, on 2 and 4 ranks, under SGD without clipping and
+AdamW with clipping. Which combinations run is decided by the rule in `cases.py`.
+
+The other side is `twin.train_alone`: torch over the whole global batch. Three steps in fp32; loss,
+global norm, every parameter's gradient (taken from DeepSpeed before each step and, under SGD, from
+what the step did to the weights) and every weight after each step agree within 1e-5.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.dist import cases
+from tests.dist.cases import Case
+from tests.dist.compare import differences
+from tests.dist.jobs import Job, Outcomes, run_jobs
+from tests.dist.twin import Run, Samples, Tensors, train_alone
+
+AGAIN = "again-"
+"""Before the name of a world's first case in its second run, after all others."""
+SAMPLES = Samples(cases.STEPS * cases.SAMPLES_PER_STEP, cases.SHAPE)
+
+Worlds = dict[int, Outcomes]
+References = dict[tuple[str, str], Run]
+
+
+@pytest.fixture(scope="module")
+def worlds(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Worlds:
+    """The selected cases, trained: two ranks started once, four ranks started once."""
+    folder = tmp_path_factory.mktemp("parity")
+    items = [item for item in request.session.items if item.path == request.path]
+    parameters = [item.callspec.params for item in items if hasattr(item, "callspec")]
+    selected = list(dict.fromkeys(p["case"] for p in parameters if "case" in p))
+    results = {}
+    for world in cases.AXES["world"]:
+        jobs = [_job(case, folder) for case in selected if case.world == world]
+        if jobs:
+            jobs.append(dataclasses.replace(jobs[0], name=AGAIN + jobs[0].name))
+            results[world] = run_jobs(world, jobs, folder)
+    return results
+
+
+def _job(case: Case, folder: Path) -> Job:
+    return Job(case.name, cases.config_of(case, folder), cases.plans_of(case), SAMPLES)
+
+
+@pytest.fixture(scope="module")
+def references() -> References:
+    """Runs of one process by model and optimizer, as they are asked for."""
+    return {}
+
+
+def reference_of(case: Case, known: References, folder: Path) -> Run:
+    key = case.model, case.optimizer
+    if key not in known:
+        config = cases.config_of(case, folder)
+        known[key] = train_alone(config, SAMPLES, cases.plans_of(case))
+    return known[key]
+
+
+@pytest.mark.parametrize("case", cases.chosen(), ids=lambda case: case.name)
+def test_layout_equals_one_process(
+    case: Case, worlds: Worlds, references: References, tmp_path: Path
+) -> None:
+    reference = reference_of(case, references, tmp_path)
+    clip = cases.OPTIMIZERS[case.optimizer].clip_grad
+    if clip:
+        assert all(norm is not None and norm > 2 * clip for norm in reference.norms)
+    for rank, run in enumerate(worlds[case.world].of(case.name)):
+        assert differences(run, reference) == [], f"rank {rank}"
+        assert run.rates == reference.rates
+        if case.optimizer == "sgd":
+            assert _error_of_first_step(run, reference) <= 1.0, f"rank {rank}"
+
+
+def _error_of_first_step(run: Run, reference: Run) -> float:
+    """Plain SGD's step shows the gradient: (before - after) / rate. As a share of what is allowed,
+    which is 1e-5 of the largest element and the rounding of the weights before and after to fp32.
+    """
+    rate, shares = reference.rates[0], []
+    for name, gradient in reference.gradients[0].items():
+        before, after = run.weights[0][name], run.weights[1][name]
+        rounding = 2.0**-24 * (before.abs().max() + after.abs().max()).item() / rate
+        allowed = 1e-5 * gradient.abs().max().item() + rounding
+        shares.append(((before - after) / rate - gradient).abs().max().item() / allowed)
+    return max(shares)
+
+
+ZERO3 = [case for case in cases.chosen() if case.stage == 3]
+
+
+@pytest.mark.parametrize("case", ZERO3, ids=lambda case: case.name)
+def test_zero3_never_holds_the_whole_model(case: Case, worlds: Worlds) -> None:
+    for run in worlds[case.world].of(case.name):
+        seen = run.notes["construction"]
+        # The largest single table is less than half of this model.
+        assert seen.largest_module < seen.total / 2
+        assert 0 < seen.peak <= seen.largest_module
+        assert seen.left_whole == 0
+        dp_size = case.world // case.tp
+        assert seen.total <= dp_size * seen.kept < 1.05 * seen.total
+
+
+def test_a_case_leaves_nothing_behind(worlds: Worlds) -> None:
+    """A world's first case, run again after all others in the same processes, gives the same
+    bits."""
+    for world in worlds.values():
+        (path,) = world.folder.glob(f"{AGAIN}{world.world}ranks*.0.pt")
+        name = path.name.removeprefix(AGAIN).removesuffix(".0.pt")
+        for run, again in zip(world.of(name), world.of(AGAIN + name), strict=True):
+            assert run.losses == again.losses
+            assert run.norms == again.norms
+            for before, after in zip(run.weights, again.weights, strict=True):
+                assert _same(before, after)
+
+
+def _same(one: Tensors, other: Tensors) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_any_three_values_occur_together() -> None:
+    """The rule of `cases.py`, by another way than the one that made the array."""
+    chosen = cases.covering()
+    assert len(chosen) == len(set(chosen)) < len(cases.product()) == 448
+    for axes in itertools.combinations(cases.AXES, 3):
+        found = {tuple(getattr(case, axis) for axis in axes) for case in chosen}
+        sizes = [len(cases.AXES[axis]) for axis in axes]
+        assert len(found) == sizes[0] * sizes[1] * sizes[2], axes
+
+
+def test_a_wrong_gradient_is_found() -> None:
+    """The comparison itself: one element off by 2e-5 of its tensor's largest is a difference."""
+    reference = Run([1.0], [1.0], [{"w": torch.tensor([1.0, 0.1])}], [{"w": torch.ones(2)}] * 2)
+    wrong = Run([1.0], [1.0], [{"w": torch.tensor([1.0, 0.10002])}], [{"w": torch.ones(2)}] * 2)
+    assert differences(reference, reference) == []
+    assert len(differences(wrong, reference)) == 1
+    assert len(differences(Run(), reference)) == 4

@@ -1,0 +1,100 @@
+"""A batch size that grows through the engine: 4, 8, 16 samples in 1, 2, 4 micro-batches per rank.
+
+DeepSpeed by itself would step in the middle of a batch as soon as the number of micro-batches
+changes. Every stage takes the steps of one process, at the learning rates of the schedule.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_ds import schedules
+from megatron_ds.config import Config, OptimizerConfig, ScheduleConfig
+from megatron_ds.state import StepPlan, StepResult, TrainState
+from tests.dist import cases
+from tests.dist.cases import Case, completed, config_of
+from tests.dist.compare import differences
+from tests.dist.jobs import Job, Outcomes, run_jobs
+from tests.dist.twin import Samples, train_alone
+
+WORLD = 2
+LAYOUTS = [(0, 1), (1, 1), (2, 1), (3, 1), (1, 2), (3, 2)]
+"""ZeRO stage and tensor-parallel size."""
+BATCHES = [4, 8, 16, 16]
+# Half of the warm-up's way up after 4 samples; then down from 0.4 on a line that would reach 0
+# after 44 samples, 36 after the warm-up's end.
+RATES = [0.1, 0.25, 0.4 * 32 / 36, 0.4 * 16 / 36]
+SAMPLES = Samples(sum(BATCHES), cases.SHAPE)
+UNGUIDED = "unguided"
+
+
+def ramp(stage: int, tp: int, folder: Path) -> Config:
+    config = config_of(Case(WORLD, stage, tp, 4, "rope", "sgd"), folder)
+    config = dataclasses.replace(
+        config,
+        optimizer=OptimizerConfig(
+            optimizer="sgd", lr=0.4, sgd_momentum=0.9, weight_decay=0.01, clip_grad=0.5
+        ),
+        schedule=ScheduleConfig(
+            micro_batch_size=2 * tp,
+            global_batch_size=16,
+            rampup_batch_size=(4, 4, 12),
+            train_samples=sum(BATCHES),
+            lr_decay_style="linear",
+            lr_warmup_init=0.1,
+            lr_warmup_samples=8,
+        ),
+    )
+    return completed(config, WORLD)
+
+
+def plans_of(config: Config) -> list[StepPlan]:
+    """What the loop would plan."""
+    dp_size = config.parallel.data_parallel_size(WORLD)
+    state, plans = TrainState(), []
+    while state.iteration < schedules.total_iterations(config, dp_size):
+        plans.append(schedules.plan(config, state, dp_size))
+        state = state.advance(plans[-1], StepResult(0.0, 0.0), config.model.sequence)
+    return plans
+
+
+def unguided(ds_engine: Any) -> None:
+    """Leaves DeepSpeed to find the end of a step by its own counter."""
+    ds_engine.set_gradient_accumulation_boundary = lambda last: None
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
+    folder = tmp_path_factory.mktemp("rampup")
+    jobs = []
+    for stage, tp in LAYOUTS:
+        config = ramp(stage, tp, folder)
+        jobs.append(Job(f"{stage}-{tp}", config, plans_of(config), SAMPLES))
+    jobs.append(dataclasses.replace(jobs[1], name=UNGUIDED, look=unguided))
+    return run_jobs(WORLD, jobs, folder)
+
+
+@pytest.mark.parametrize(("stage", "tp"), LAYOUTS)
+def test_ramp_equals_one_process(stage: int, tp: int, outcomes: Outcomes, tmp_path: Path) -> None:
+    config = ramp(stage, tp, tmp_path)
+    plans = plans_of(config)
+    assert [plan.global_batch_size for plan in plans] == BATCHES
+    assert [plan.num_micro_batches for plan in plans] == [1, 2, 4, 4]
+    reference = train_alone(config, SAMPLES, plans)
+    assert min(norm for norm in reference.norms if norm is not None) > config.optimizer.clip_grad
+    for run in outcomes.of(f"{stage}-{tp}"):
+        assert run.rates == pytest.approx(RATES, rel=1e-12)
+        assert differences(run, reference) == []
+
+
+def test_deepspeeds_own_boundary_would_drift(outcomes: Outcomes, tmp_path: Path) -> None:
+    """The same ramp without our boundary differs: the comparison above sees it."""
+    config = ramp(1, 1, tmp_path)
+    reference = train_alone(config, SAMPLES, plans_of(config))
+    for run in outcomes.of(UNGUIDED):
+        found = differences(run, reference)
+        assert any(line.startswith("weights[2]") for line in found), found

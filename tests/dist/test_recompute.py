@@ -1,0 +1,82 @@
+"""Recomputation with dropout: losses and gradients bitwise those without it, with cut heads too."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import deepspeed
+import torch
+
+from megatron_ds.config import ModelConfig, RecomputeConfig
+from megatron_ds.model.gpt import GPTModel
+from megatron_ds.parallel.mesh import Mesh
+from megatron_ds.parallel.random import RngStreams
+from megatron_ds.parallel.recompute import Recompute
+from megatron_ds.runtime import prepare_environment
+from tests.distributed import run_ranks
+
+MODEL = ModelConfig(
+    num_layers=4,
+    hidden_size=16,
+    num_attention_heads=4,
+    seq_length=8,
+    vocab_size=32,
+    attention_dropout=0.1,
+    hidden_dropout=0.1,
+    activation="swiglu",
+)
+FULL = RecomputeConfig(checkpoint_activations=True)
+PARTITIONED = dataclasses.replace(FULL, partition_activations=True)
+VARIANTS = [
+    FULL,
+    dataclasses.replace(FULL, checkpoint_num_layers=3),
+    RecomputeConfig(recompute_granularity="selective"),
+    dataclasses.replace(FULL, deepspeed_activation_checkpointing=True),
+    dataclasses.replace(FULL, deepspeed_activation_checkpointing=True, checkpoint_num_layers=2),
+    PARTITIONED,
+    dataclasses.replace(PARTITIONED, checkpoint_in_cpu=True, synchronize_each_layer=True),
+    dataclasses.replace(PARTITIONED, contigious_checkpointing=True),
+]
+
+
+def losses_and_gradients(
+    mesh: Mesh, options: RecomputeConfig | None, position: str
+) -> list[torch.Tensor]:
+    """Two micro-batches, their gradients summed, then an evaluation of the same data."""
+    config = dataclasses.replace(MODEL, position_embedding_type=position)
+    rng = RngStreams(mesh.tp.rank)
+    recompute = None if options is None else Recompute(options, rng, mesh.mpu())
+    model = GPTModel(config, mesh=mesh, rng=rng, seed=5, recompute=recompute)
+    tokens = torch.randint(0, 32, (2, 9), generator=torch.Generator().manual_seed(2))
+    losses = []
+    for number in range(2):
+        rng.seed_micro_batch(11, 2 * number)
+        loss = model(tokens[:, :-1], tokens[:, 1:])
+        loss.backward()
+        losses.append(loss.detach())
+    assert losses[0] != losses[1], "dropout did not change with the position"
+    model.eval()
+    with torch.no_grad():
+        losses.append(model(tokens[:, :-1], tokens[:, 1:]))
+    return losses + [param.grad for param in model.parameters() if param.grad is not None]
+
+
+def compare_variants(rank: int, tp_size: int) -> None:
+    prepare_environment()
+    deepspeed.init_distributed(dist_backend="gloo", dist_init_required=False, verbose=False)
+    mesh = Mesh.build(tp_size)
+    for position in ("learned_absolute", "rope", "alibi"):
+        expected = losses_and_gradients(mesh, None, position)
+        for options in VARIANTS:
+            found = losses_and_gradients(mesh, options, position)
+            assert len(found) == len(expected)
+            for one, other in zip(expected, found, strict=True):
+                assert torch.equal(one, other), (options, position)
+
+
+def test_recomputation_changes_nothing_at_size_1() -> None:
+    run_ranks(compare_variants, 1, 1)
+
+
+def test_recomputation_changes_nothing_at_size_2() -> None:
+    run_ranks(compare_variants, 2, 2)

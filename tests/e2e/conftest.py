@@ -1,0 +1,65 @@
+"""A tiny corpus, settings to train on it, and the launcher that leaves nothing behind."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_ds.data.indexed import IndexedWriter
+from tests.e2e.runs import Launcher, Settings
+
+VOCAB = 120
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Prefix of a pair of token files: documents that count upwards from a random token."""
+    prefix = tmp_path_factory.mktemp("corpus") / "tokens"
+    draw = np.random.default_rng(0)
+    with IndexedWriter(prefix, np.uint16) as writer:
+        for _ in range(300):
+            start, length = draw.integers(0, VOCAB), draw.integers(10, 60)
+            writer.add_document(np.append((start + np.arange(length)) % VOCAB, VOCAB))
+    return prefix
+
+
+@pytest.fixture(scope="session")
+def base(corpus: Path) -> Settings:
+    """A model of two layers on the corpus, with dropout; no length, no batch sizes but the
+    micro-batch's."""
+    return {
+        "num_layers": 2,
+        "hidden_size": 32,
+        "num_attention_heads": 4,
+        "seq_length": 32,
+        "micro_batch_size": 2,
+        "lr": 1e-2,
+        "data_path": corpus,
+        "split": "80,10,10",
+        "tokenizer_type": "NullTokenizer",
+        "vocab_size": VOCAB,
+        "attention_dropout": 0.1,
+        "hidden_dropout": 0.1,
+        "log_interval": 1,
+        "eval_interval": 1000,
+        "eval_iters": 0,
+        "num_workers": 0,
+    }
+
+
+@pytest.fixture(scope="session")
+def launcher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launcher]:
+    launcher = Launcher(tmp_path_factory.mktemp("output"))
+    yield launcher
+    launcher.close()
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left_behind(launcher: Launcher) -> Iterator[None]:
+    """A test's runs end with it, and a run's processes with the run."""
+    yield
+    left = launcher.end_all()
+    assert not left, f"processes outlived their run: {left}"

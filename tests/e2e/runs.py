@@ -1,0 +1,370 @@
+"""Starts pretrain_gpt.py as a user does, reads what it left, and leaves no process behind.
+
+The ranks of a run are started with the environment that a launcher sets, as one process group: one
+signal reaches them all. They are forked from a process that has done the imports (zygote.py), or
+started as commands. Every process carries a mark in its environment, by which those that outlive
+their test are found, whatever started them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+REPOSITORY = Path(__file__).resolve().parent.parent.parent
+PRETRAIN = REPOSITORY / "pretrain_gpt.py"
+DEADLINE = 300.0
+"""Seconds after which a run is taken to hang."""
+MARK = "MEGATRON_DS_E2E"
+CLOCK = ("seconds", "tokens_per_second", "tflops")
+"""Keys of a step's record that two equal runs do not share."""
+
+Settings = Mapping[str, Any]
+Record = dict[str, Any]
+
+
+def to_flags(settings: Settings) -> list[str]:
+    """Flags by field name; True is a flag without a value, None and False leave it out."""
+    words: list[str] = []
+    for name, value in settings.items():
+        if value is None or value is False:
+            continue
+        words.append(f"--{name.replace('_', '-')}")
+        if value is not True:
+            words += [str(item) for item in (value if isinstance(value, tuple) else (value,))]
+    return words
+
+
+@dataclass(frozen=True)
+class Result:
+    """A run that has ended."""
+
+    codes: tuple[int, ...]
+    """Exit status of each started process; minus the signal's number if it was killed."""
+    output: str
+    """What the processes printed, one after the other."""
+
+
+class Process(Protocol):
+    """What a run needs of subprocess.Popen."""
+
+    @property
+    def pid(self) -> int: ...
+
+    def poll(self) -> int | None: ...
+
+    def wait(self, timeout: float | None = None) -> int: ...
+
+
+class Zygote:
+    """The process of zygote.py, which forks runs."""
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        command = [sys.executable, str(REPOSITORY / "tests" / "e2e" / "zygote.py")]
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            cwd=REPOSITORY,
+            env=dict(environment),
+            text=True,
+        )
+        self.pid = self._process.pid
+        assert self._answer() == "ready"
+
+    def ask(self, **request: Any) -> Any:
+        assert self._process.stdin is not None
+        print(json.dumps(request), file=self._process.stdin, flush=True)
+        return self._answer()
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(timeout=DEADLINE)
+
+    def _answer(self) -> Any:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        assert line, f"the zygote ended with status {self._process.wait()}"
+        return json.loads(line)
+
+
+class Forked:
+    """A process that the zygote forked."""
+
+    def __init__(self, zygote: Zygote, pid: int) -> None:
+        self._zygote, self.pid, self._code = zygote, pid, None
+
+    def poll(self) -> int | None:
+        if self._code is None:
+            self._code = self._zygote.ask(poll=self.pid)
+        return self._code
+
+    def wait(self, timeout: float | None = None) -> int:
+        end = time.monotonic() + (DEADLINE if timeout is None else timeout)
+        while (code := self.poll()) is None:
+            if time.monotonic() > end:
+                raise subprocess.TimeoutExpired(
+                    f"process {self.pid}", 0 if timeout is None else timeout
+                )
+            time.sleep(0.01)
+        return code
+
+
+class Run:
+    """A started run: one process per rank, or one launcher."""
+
+    def __init__(self, processes: Sequence[Process], logs: Sequence[Path]) -> None:
+        self._processes = tuple(processes)
+        self._logs = tuple(logs)
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        return tuple(process.pid for process in self._processes)
+
+    @property
+    def output(self) -> str:
+        return "".join(log.read_text(errors="replace") for log in self._logs)
+
+    def wait(self) -> Result:
+        """The result when all processes have ended. Raises TimeoutError, after killing them, for
+        a run that hangs."""
+        end = time.monotonic() + DEADLINE
+        try:
+            codes = [p.wait(timeout=max(0.0, end - time.monotonic())) for p in self._processes]
+        except subprocess.TimeoutExpired:
+            self.kill()
+            raise TimeoutError(f"the run hangs:\n{self.output[-3000:]}") from None
+        return Result(tuple(codes), self.output)
+
+    def succeed(self) -> str:
+        """The output of a run that must end well."""
+        result = self.wait()
+        assert not any(result.codes), f"exit status {result.codes}:\n{result.output[-5000:]}"
+        return result.output
+
+    def wait_until(self, reached: Callable[[], bool]) -> None:
+        """Waits for something that the run does; an error if it ends or hangs before."""
+        end = time.monotonic() + DEADLINE
+        while not reached():
+            ended = all(process.poll() is not None for process in self._processes)
+            if ended or time.monotonic() > end:
+                raise AssertionError(f"the run did not get there:\n{self.output[-3000:]}")
+            time.sleep(0.005)
+
+    def kill(self) -> None:
+        """SIGKILL to the whole process group."""
+        if any(process.poll() is None for process in self._processes):
+            os.killpg(self._processes[0].pid, signal.SIGKILL)
+        for process in self._processes:
+            process.wait()
+
+
+class Launcher:
+    """Starts runs and knows which processes came of them.
+
+    folder: for their output.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._mark = uuid.uuid4().hex
+        self._zygote: Zygote | None = None
+        self._runs: list[Run] = []
+
+    def start(
+        self,
+        settings: Settings,
+        *,
+        ranks: int = 1,
+        script: Path = PRETRAIN,
+        environment: Mapping[str, str] | None = None,
+        fork: bool = True,
+    ) -> Run:
+        """Starts a script (pretrain_gpt.py) on `ranks` processes, without a launcher.
+
+        fork: from the zygote; otherwise as commands of their own.
+        """
+        port = str(free_port())
+        environments = [
+            {
+                **(environment or {}),
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(ranks),
+                "LOCAL_WORLD_SIZE": str(ranks),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": port,
+            }
+            for rank in range(ranks)
+        ]
+        argv = to_flags(settings)
+        if fork:
+            return self._fork(script, argv, environments)
+        return self._start([[sys.executable, str(script), *argv]] * ranks, environments)
+
+    def command(self, words: Sequence[str], environment: Mapping[str, str] | None = None) -> Run:
+        """Starts one command of the user's: a launcher, or plain Python."""
+        return self._start([list(words)], [dict(environment or {})])
+
+    def end_all(self) -> list[str]:
+        """Kills what still runs; the command lines of processes that outlived their run."""
+        for run in self._runs:
+            run.kill()
+        self._runs.clear()
+        end = time.monotonic() + 10
+        while (left := self._marked()) and time.monotonic() < end:
+            time.sleep(0.05)
+        for pid in left:
+            os.kill(pid, signal.SIGKILL)
+        return list(left.values())
+
+    def close(self) -> None:
+        if self._zygote is not None:
+            self._zygote.close()
+
+    def _fork(self, script: Path, argv: list[str], extras: Sequence[Mapping[str, str]]) -> Run:
+        if self._zygote is None:
+            self._zygote = Zygote(self._environment({}))
+        logs = [self._log() for _ in extras]
+        pids = self._zygote.ask(
+            start={
+                "script": str(script),
+                "argv": argv,
+                "environments": [self._environment(extra) for extra in extras],
+                "logs": [str(log) for log in logs],
+            }
+        )
+        return self._noted(Run([Forked(self._zygote, pid) for pid in pids], logs))
+
+    def _start(
+        self, commands: Sequence[list[str]], environments: Sequence[Mapping[str, str]]
+    ) -> Run:
+        processes: list[subprocess.Popen[bytes]] = []
+        logs = [self._log() for _ in commands]
+        for command, extra, log in zip(commands, environments, logs, strict=True):
+            with log.open("wb") as file:
+                processes.append(
+                    subprocess.Popen(
+                        command,
+                        stdin=subprocess.DEVNULL,
+                        stdout=file,
+                        stderr=subprocess.STDOUT,
+                        cwd=REPOSITORY,
+                        env=self._environment(extra),
+                        process_group=processes[0].pid if processes else 0,
+                    )
+                )
+        return self._noted(Run(processes, logs))
+
+    def _noted(self, run: Run) -> Run:
+        self._runs.append(run)
+        return run
+
+    def _log(self) -> Path:
+        path = self._folder / f"{uuid.uuid4().hex}.log"
+        path.touch()
+        return path
+
+    def _environment(self, extra: Mapping[str, str]) -> dict[str, str]:
+        return {**clean_environment(), MARK: self._mark, **extra}
+
+    def _marked(self) -> dict[int, str]:
+        """Processes of this launcher that are alive, but for the zygote: pid -> command line.
+
+        Empty on a system without /proc.
+        """
+        mark = f"{MARK}={self._mark}".encode()
+        found = {}
+        for folder in Path("/proc").glob("[0-9]*"):
+            if self._zygote is not None and folder.name == str(self._zygote.pid):
+                continue
+            try:
+                if mark in (folder / "environ").read_bytes():
+                    words = (folder / "cmdline").read_bytes().split(b"\0")
+                    found[int(folder.name)] = b" ".join(words).decode(errors="replace")
+            except OSError:
+                continue  # it ended while we looked, or is another user's
+        return found
+
+
+def clean_environment() -> dict[str, str]:
+    """This process's environment without a launcher's variables: CPU, one thread per process."""
+    ours = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+    kept = {name: value for name, value in os.environ.items() if name not in ours}
+    return {**kept, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def records(save: Path) -> list[Record]:
+    """All objects of a run's metrics.jsonl."""
+    lines = (save / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def steps(save: Path) -> list[Record]:
+    """The steps of a run's metrics.jsonl, without what the clock decides."""
+    return [
+        {key: value for key, value in record.items() if key not in CLOCK}
+        for record in records(save)
+        if "lm_loss" in record
+    ]
+
+
+def evaluations(save: Path) -> list[Record]:
+    return [record for record in records(save) if "lm_loss" not in record]
+
+
+def losses(save: Path) -> list[float]:
+    return [record["lm_loss"] for record in steps(save)]
+
+
+def checkpoint_differences(first: Path, second: Path) -> list[str]:
+    """Where the contents of DeepSpeed's files of two checkpoints are not the same, bit for bit."""
+    names = sorted(path.name for path in first.glob("*.pt"))
+    others = sorted(path.name for path in second.glob("*.pt"))
+    if names != others or not names:
+        return [f"files {names} and {others}"]
+    found = []
+    for name in names:
+        ours, theirs = (torch.load(f / name, weights_only=False) for f in (first, second))
+        found += _differences(ours, theirs, name)
+    return found
+
+
+def _differences(first: Any, second: Any, place: str) -> list[str]:
+    if type(first) is not type(second):
+        return [f"{place}: {type(first)} and {type(second)}"]
+    if isinstance(first, torch.Tensor):
+        same = first.dtype == second.dtype and torch.equal(first, second)
+        return [] if same else [f"{place}: tensors differ"]
+    if isinstance(first, Mapping):
+        if first.keys() != second.keys():
+            return [f"{place}: keys {sorted(map(str, first))} and {sorted(map(str, second))}"]
+        pairs = [(key, first[key], second[key]) for key in first]
+    elif isinstance(first, list | tuple):
+        if len(first) != len(second):
+            return [f"{place}: {len(first)} and {len(second)} items"]
+        pairs = [(i, a, b) for i, (a, b) in enumerate(zip(first, second, strict=True))]
+    elif hasattr(first, "__dict__") and not isinstance(first, type):
+        return _differences(vars(first), vars(second), place)
+    else:
+        return [] if first == second else [f"{place}: {first} and {second}"]
+    return [text for key, a, b in pairs for text in _differences(a, b, f"{place}[{key}]")]

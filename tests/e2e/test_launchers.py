@@ -1,0 +1,65 @@
+"""Each way to start a run ends well, and the same layout gives the same losses."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.runs import PRETRAIN, Launcher, Settings, free_port, losses, to_flags
+
+PROGRAMS = Path(sys.executable).parent
+LAUNCHERS = {
+    "deepspeed": [PROGRAMS / "deepspeed", "--num_gpus", "2", "--master_port", "PORT"],
+    "torchrun": [PROGRAMS / "torchrun", "--nproc_per_node", "2", "--master_port", "PORT"],
+    "python -m torch.distributed.run": [
+        *(sys.executable, "-m", "torch.distributed.run"),
+        *("--nproc_per_node", "2", "--master_port", "PORT"),
+    ],
+}
+SCHEDULE: Settings = {"global_batch_size": 8, "train_iters": 3}
+
+
+@pytest.fixture(scope="module")
+def two_ranks(
+    launcher: Launcher, base: Settings, tmp_path_factory: pytest.TempPathFactory
+) -> list[float]:
+    """Losses of a run whose two ranks were started without a launcher."""
+    run = tmp_path_factory.mktemp("reference")
+    launcher.start({**base, **SCHEDULE, "save": run}, ranks=2).succeed()
+    return losses(run)
+
+
+@pytest.mark.parametrize("name", LAUNCHERS)
+def test_two_processes(
+    name: str, two_ranks: list[float], launcher: Launcher, base: Settings, tmp_path: Path
+) -> None:
+    words = [str(free_port()) if word == "PORT" else str(word) for word in LAUNCHERS[name]]
+    flags = to_flags({**base, **SCHEDULE, "save": tmp_path})
+    output = launcher.command([*words, str(PRETRAIN), *flags]).succeed()
+    assert "2 processes on cpu" in output
+    assert "data parallel 2" in output
+    assert losses(tmp_path) == two_ranks
+
+
+def test_one_process_without_a_launcher(
+    two_ranks: list[float], launcher: Launcher, base: Settings, tmp_path: Path
+) -> None:
+    """The same batches on one process give the same losses, but for the order of additions."""
+    flags = to_flags({**base, **SCHEDULE, "save": tmp_path})
+    output = launcher.command([sys.executable, str(PRETRAIN), *flags]).succeed()
+    assert "1 processes on cpu" in output
+    assert losses(tmp_path) == pytest.approx(two_ranks, rel=1e-5)
+
+
+def test_a_wrong_setting_ends_a_launched_run_with_its_message_once(
+    launcher: Launcher, base: Settings
+) -> None:
+    flags = to_flags({**base, "global_batch_size": 7, "train_iters": 3})
+    command = [PROGRAMS / "deepspeed", "--num_gpus", "2", "--master_port", free_port(), PRETRAIN]
+    result = launcher.command([*map(str, command), *flags]).wait()
+    assert result.codes == (2,)
+    words = "--global-batch-size 7 is not divisible by --micro-batch-size 2 x data-parallel size 2"
+    assert result.output.count(words) == 1
+    assert "Traceback" not in result.output

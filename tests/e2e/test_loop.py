@@ -1,0 +1,331 @@
+"""How a run ends, evaluates and reports, and what it says to bad input."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from megatron_ds.data.indexed import IndexedWriter
+from tests.e2e.runs import (
+    REPOSITORY,
+    Launcher,
+    Settings,
+    evaluations,
+    losses,
+    records,
+    steps,
+)
+
+KILLED = REPOSITORY / "tests" / "e2e" / "killed.py"
+ENDLESS = 100_000
+"""Iterations of a run that must be ended by something else."""
+
+
+def saved(run: Path) -> list[str]:
+    return sorted(path.name for path in run.glob("global_step*"))
+
+
+# How a run ends.
+
+
+def test_exit_interval_saves_and_says_so(
+    launcher: Launcher, base: Settings, tmp_path: Path
+) -> None:
+    settings = {**base, "train_iters": 10, "exit_interval": 4, "save": tmp_path}
+    output = launcher.start(settings).succeed()
+    assert output.endswith("\nexiting program at iteration 4\n")
+    assert saved(tmp_path) == ["global_step4"]
+    assert len(losses(tmp_path)) == 4
+    assert "the end of training" not in output
+
+
+def test_a_run_that_ends_every_so_often_equals_one_that_does_not(
+    launcher: Launcher, base: Settings, tmp_path: Path
+) -> None:
+    """Exit and resume until done, with log intervals that the exits cut."""
+    settings = {**base, "train_iters": 6, "eval_iters": 1, "eval_interval": 5, "log_interval": 4}
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    launcher.start({**settings, "save": whole}).succeed()
+    for _ in range(2):
+        launcher.start({**settings, "exit_interval": 3, "save": parts, "load": parts}).succeed()
+    launcher.start({**settings, "save": parts, "load": parts}).succeed()
+    assert steps(parts) == steps(whole)
+    assert evaluations(parts) == evaluations(whole)
+
+
+def test_the_kill_switch_ends_the_run(launcher: Launcher, base: Settings, tmp_path: Path) -> None:
+    run, switch = tmp_path / "run", tmp_path / "switch"
+    settings = {**base, "train_iters": ENDLESS, "kill_switch_path": switch, "save": run}
+    started = launcher.start(settings, ranks=2)
+    started.wait_until(lambda: (run / "metrics.jsonl").exists() and len(losses_so_far(run)) >= 2)
+    switch.touch()
+    output = started.succeed()
+    last = len(losses(run))
+    assert f"Detected kill switch at {switch}. Exiting, iteration={last}" in output
+    assert saved(run) == [f"global_step{last}"]
+
+
+def losses_so_far(run: Path) -> list[str]:
+    """Complete lines of a file that is being written."""
+    return [line for line in (run / "metrics.jsonl").read_text().splitlines(True) if "\n" in line]
+
+
+def test_the_clock_ends_the_run(launcher: Launcher, base: Settings, tmp_path: Path) -> None:
+    settings = {**base, "train_iters": ENDLESS, "exit_duration_in_mins": 0.001, "save": tmp_path}
+    output = launcher.start(settings, ranks=2).succeed()
+    assert "exiting program after 0.001 minutes" in output
+    assert saved(tmp_path) == [f"global_step{len(losses(tmp_path))}"]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_sigterm_to_one_rank_ends_all_with_a_save(
+    rank: int, launcher: Launcher, base: Settings, tmp_path: Path
+) -> None:
+    settings = {**base, "train_iters": ENDLESS, "save": tmp_path}
+    run = launcher.start(settings, ranks=2)
+    run.wait_until(lambda: (tmp_path / "metrics.jsonl").exists() and losses_so_far(tmp_path) != [])
+    os.kill(run.pids[rank], signal.SIGTERM)
+    output = run.succeed()
+    assert "exiting program after receiving SIGTERM." in output
+    last = len(losses(tmp_path))
+    assert saved(tmp_path) == [f"global_step{last}"]
+    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == str(last)
+
+
+# What it evaluates and reports.
+
+
+def test_evaluations_come_at_their_interval_and_at_the_end(
+    launcher: Launcher, base: Settings, tmp_path: Path
+) -> None:
+    settings = {**base, "train_iters": 5, "eval_interval": 2, "eval_iters": 2, "save": tmp_path}
+    output = launcher.start(settings, ranks=2).succeed()
+    found = evaluations(tmp_path)
+    assert [(e["iteration"], *(set(e) - {"iteration", "ppl"})) for e in found] == [
+        (2, "validation_loss"),
+        (4, "validation_loss"),
+        (5, "validation_loss"),
+        (5, "test_loss"),
+    ]
+    for evaluation, where in zip(
+        found,
+        (
+            "iteration 2",
+            "iteration 4",
+            "the end of training for val data",
+            "the end of training for test data",
+        ),
+        strict=True,
+    ):
+        loss = evaluation.get("validation_loss", evaluation.get("test_loss"))
+        assert evaluation["ppl"] == pytest.approx(np.exp(loss))
+        text = f" validation loss at {where} | lm loss value: {loss:.6E} | lm loss PPL: "
+        lines = output.splitlines()
+        place = next(i for i, line in enumerate(lines) if line.startswith(text))
+        assert set(lines[place - 1]) == set(lines[place + 1]) == {"-"}
+
+
+def test_evaluation_changes_nothing_of_the_training(
+    launcher: Launcher, base: Settings, tmp_path: Path
+) -> None:
+    with_it, without = tmp_path / "with", tmp_path / "without"
+    settings = {**base, "train_iters": 4}
+    launcher.start({**settings, "eval_interval": 1, "eval_iters": 1, "save": with_it}).succeed()
+    launcher.start({**settings, "save": without}).succeed()
+    assert steps(with_it) == steps(without)
+
+
+def test_a_crash_and_a_resume_leave_each_record_and_point_once(
+    launcher: Launcher, base: Settings, tmp_path: Path
+) -> None:
+    """Killed in iteration 4, two steps after the checkpoint that the second run starts from."""
+    run, board = tmp_path / "run", tmp_path / "board"
+    settings = {
+        **base,
+        "train_iters": 5,
+        "save_interval": 2,
+        "eval_interval": 3,
+        "eval_iters": 1,
+        "tensorboard_dir": board,
+        "save": run,
+        "load": run,
+    }
+    killed = launcher.start(
+        {**settings, "global_batch_size": 8},
+        ranks=2,
+        script=KILLED,
+        environment={"KILL_AT": "position:28"},
+    )
+    assert set(killed.wait().codes) == {-9}
+    assert [record["iteration"] for record in steps(run)] == [1, 2, 3]
+    launcher.start({**settings, "global_batch_size": 8}, ranks=2).succeed()
+
+    assert [(record["iteration"], "lm_loss" in record) for record in records(run)] == [
+        *((1, True), (2, True), (3, True), (3, False), (4, True)),
+        *((5, True), (5, False), (5, False)),
+    ]
+    events = EventAccumulator(str(board)).Reload()
+    points = events.Scalars("lm-loss-training/lm loss")
+    assert [point.step for point in points] == [1, 2, 3, 4, 5]
+    assert [point.value for point in points] == pytest.approx(losses(run), rel=1e-6)
+    assert [p.step for p in events.Scalars("lm-loss-training/lm loss vs samples")] == [
+        *(8, 16, 24, 32, 40),
+    ]
+    for tag in (
+        "learning-rate/learning-rate",
+        "grad-norm/grad-norm",
+        "steps-vs-samples/y=steps,x=samples",
+        "lm-loss-validation/lm loss validation",
+        "lm-loss-validation/lm loss test",
+    ):
+        assert tag in events.Tags()["scalars"]
+    points = events.Scalars("lm-loss-validation/lm loss validation")
+    assert [point.step for point in points] == [3, 5]
+
+
+def test_a_step_stands_in_the_log_as_in_the_records(
+    launcher: Launcher, base: Settings, tmp_path: Path
+) -> None:
+    settings = {**base, "train_iters": 4, "log_interval": 2, "save": tmp_path}
+    lines = [
+        line
+        for line in launcher.start(settings).succeed().splitlines()
+        if line.startswith(" iteration ")
+    ]
+    assert len(lines) == 2
+    seen = steps(tmp_path)
+    assert list(records(tmp_path)[0])[:4] == [
+        *("iteration", "consumed_samples", "consumed_tokens", "lm_loss"),
+    ]
+    mean = (seen[2]["lm_loss"] + seen[3]["lm_loss"]) / 2
+    assert "iteration        4/       4 | consumed samples:            8 |" in lines[1]
+    assert f"| lm loss: {mean:.6E} |" in lines[1]
+    assert f"| grad norm: {seen[3]['grad_norm']:.3f} |" in lines[1]
+
+
+# What it says to bad input: words and a status, never a traceback.
+
+
+def refuse(launcher: Launcher, settings: Settings, *, code: int, ranks: int = 1) -> str:
+    """The output of a run that must end with a status and without a traceback."""
+    result = launcher.start({"train_iters": 2, **settings}, ranks=ranks).wait()
+    assert set(result.codes) == {code}, result.output
+    assert "Traceback" not in result.output, result.output
+    return result.output
+
+
+def test_settings_that_cannot_be_are_all_named_at_once(
+    launcher: Launcher, base: Settings, tmp_path: Path
+) -> None:
+    settings = {
+        **base,
+        "data_path": tmp_path / "nothing",
+        "global_batch_size": 6,
+        "hidden_size": 33,
+        "tensor_model_parallel_size": 3,
+        "hidden_layers": 2,
+    }
+    output = refuse(launcher, settings, code=2, ranks=2)
+    for words in (
+        "there is no flag --hidden-layers",
+        "--hidden-size 33 is not divisible by --num-attention-heads 4",
+        "--tensor-model-parallel-size 3 does not divide the 2 processes (valid: [1, 2])",
+        f"--data-path {tmp_path / 'nothing'}: there is no file {tmp_path / 'nothing'}.bin",
+    ):
+        assert output.count(words) == 1, f"{words!r} in\n{output}"
+    output = refuse(launcher, {**base, "global_batch_size": 6}, code=2, ranks=2)
+    assert "= 4 (nearest: 4 or 8)" in output
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (lambda path: path.write_bytes(b"no index at all"), "is no Megatron index"),
+        (lambda path: path.write_bytes(path.read_bytes()[:-9]), "is truncated or damaged"),
+        (
+            lambda path: path.with_suffix(".bin").write_bytes(b"12345678"),
+            "the pair is incomplete or its files belong to different runs",
+        ),
+    ],
+    ids=["index", "truncated", "pair"],
+)
+def test_damaged_data_is_named(
+    damage: object,
+    words: str,
+    launcher: Launcher,
+    base: Settings,
+    corpus: Path,
+    tmp_path: Path,
+) -> None:
+    prefix = tmp_path / "tokens"
+    for suffix in (".bin", ".idx"):
+        shutil.copy(f"{corpus}{suffix}", f"{prefix}{suffix}")
+    assert callable(damage)
+    damage(tmp_path / "tokens.idx")
+    output = refuse(launcher, {**base, "data_path": prefix}, code=1, ranks=2)
+    assert output.count(words) == 1, output
+    assert str(prefix) in output
+
+
+def test_data_of_another_tokenizer_is_named(
+    launcher: Launcher, base: Settings, tmp_path: Path
+) -> None:
+    """Ids beyond the vocabulary, met in the middle of the training."""
+    with IndexedWriter(tmp_path / "tokens", np.uint16) as writer:
+        for _ in range(40):
+            writer.add_document(np.full(33, 500))
+    settings = {**base, "data_path": tmp_path / "tokens", "split": "100,0,0"}
+    output = refuse(launcher, settings, code=1, ranks=2)
+    assert output.count("token id 500 is outside the vocabulary of 121") == 1
+    assert "the data was made with another tokenizer" in output
+
+
+def test_too_little_data_for_a_split_is_named(
+    launcher: Launcher, base: Settings, tmp_path: Path
+) -> None:
+    with IndexedWriter(tmp_path / "tokens", np.uint16) as writer:
+        writer.add_document(np.arange(100))
+    settings = {**base, "data_path": tmp_path / "tokens", "eval_iters": 1}
+    output = refuse(launcher, settings, code=1)
+    assert "--split" in output
+    assert str(tmp_path / "tokens") in output
+
+
+def test_paths_of_the_wrong_kind_are_named(
+    launcher: Launcher, base: Settings, tmp_path: Path
+) -> None:
+    file = tmp_path / "file"
+    file.write_text("not a folder")
+    settings = {
+        **base,
+        "save": file / "run",
+        "load": file,
+        "tensorboard_dir": file,
+        "metrics_jsonl": tmp_path,
+    }
+    output = refuse(launcher, settings, code=2, ranks=2)
+    for words in (
+        f"--save {file / 'run'}: {file} is not a folder",
+        f"--tensorboard-dir {file}: {file} is not a folder",
+        f"--load {file}: is a file; give the folder that holds global_stepN",
+        f"--metrics-jsonl {tmp_path}: is a folder; give a file",
+    ):
+        assert output.count(words) == 1, f"{words!r} in\n{output}"
+    output = refuse(launcher, {**base, "load": tmp_path / "global_step4"}, code=2)
+    assert f"give the folder that holds global_step4, {tmp_path}" in output
+
+
+def test_a_metrics_file_of_something_else_is_named(
+    launcher: Launcher, base: Settings, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    launcher.start({**base, "train_iters": 1, "save": run}).succeed()
+    (run / "metrics.jsonl").write_text("a poem\nof two lines\n")
+    output = refuse(launcher, {**base, "save": run, "load": run}, code=1, ranks=1)
+    assert "metrics.jsonl line 1 is not a record of this program" in output

@@ -1,0 +1,200 @@
+"""A run that is killed and resumed ends bit for bit where an undisturbed one ends.
+
+All layouts stop in the middle of the batch-size ramp-up, at the second micro-batch of a step, with
+dropout on. Chosen are: every ZeRO stage with tensor-parallel size 1 and 2 in fp32; every stage that
+bf16 has, over both sizes; both kinds of offload; and stage 3 with both kinds of parallelism at
+once, in bf16. The remaining products differ from these only in ways that the parallel tests cover.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.runs import (
+    REPOSITORY,
+    Launcher,
+    Run,
+    Settings,
+    checkpoint_differences,
+    records,
+    steps,
+)
+
+KILLED = REPOSITORY / "tests" / "e2e" / "killed.py"
+
+# Micro-batches of 2 samples. Batches 4 4 4 8 | 8 12 12 12: the checkpoint is that of iteration 4,
+# after 20 samples. The kill comes in iteration 6, at its second micro-step of two ranks or its
+# third of one; iteration 5 is done again by the resumed run.
+HALF, WHOLE, KILL_POSITION = 4, 8, 32
+SCHEDULE: Settings = {
+    "rampup_batch_size": (4, 4, 24),
+    "global_batch_size": 12,
+    "train_samples": 64,
+    "lr_warmup_samples": 30,
+    "lr_decay_style": "cosine",
+    # In fp32 its powers differ from its repeated products at all of these steps, so that a bias
+    # correction that depends on where the process began is seen.
+    "adam_beta2": 0.98,
+    "save_interval": HALF,
+}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the model is cut, in what numbers, and what is offloaded."""
+
+    stage: int
+    tp: int = 1
+    dp: int = 1
+    bf16: bool = False
+    offload: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        parts = [f"zero{self.stage}", f"tp{self.tp}", f"dp{self.dp}"]
+        return "-".join([*parts, *(["bf16"] if self.bf16 else []), *self.offload])
+
+    def settings(self, folder: Path) -> dict[str, Any]:
+        zero: dict[str, Any] = {"stage": self.stage}
+        if self.stage == 3:
+            zero["stage3_param_persistence_threshold"] = 0  # else a toy model is not cut at all
+        for what in self.offload:
+            zero[f"offload_{what}"] = {"device": "cpu"}
+        file = folder / "ds.json"
+        file.write_text(json.dumps({"zero_optimization": zero}))
+        return {
+            "deepspeed_config": file,
+            "tensor_model_parallel_size": self.tp,
+            "bf16": self.bf16,
+        }
+
+
+LAYOUTS = [
+    *(Layout(stage, dp=2) for stage in range(4)),
+    *(Layout(stage, tp=2) for stage in range(4)),
+    Layout(1, dp=2, bf16=True),
+    Layout(2, tp=2, bf16=True),
+    Layout(3, tp=2, dp=2, bf16=True),
+    Layout(2, dp=2, offload=("optimizer",)),
+    Layout(3, dp=2, bf16=True, offload=("optimizer", "param")),
+]
+
+
+def killed_run(launcher: Launcher, settings: Settings, ranks: int) -> Run:
+    return launcher.start(
+        settings, ranks=ranks, script=KILLED, environment={"KILL_AT": f"position:{KILL_POSITION}"}
+    )
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
+def test_killed_and_resumed_equals_undisturbed(
+    layout: Layout, launcher: Launcher, base: Settings, tmp_path: Path
+) -> None:
+    ranks = layout.tp * layout.dp
+    settings = {**base, **SCHEDULE, **layout.settings(tmp_path)}
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+
+    undisturbed = launcher.start({**settings, "save": whole}, ranks=ranks)
+    killed = killed_run(launcher, {**settings, "save": parts}, ranks)
+    assert set(killed.wait().codes) == {-9}
+    assert [record["iteration"] for record in steps(parts)] == [1, 2, 3, 4, 5]
+    resumed = launcher.start({**settings, "save": parts, "load": parts}, ranks=ranks)
+    undisturbed.succeed()
+    output = resumed.succeed()
+
+    assert f"successfully loaded checkpoint from {parts} at iteration {HALF}" in output
+    assert [record["iteration"] for record in steps(parts)] == list(range(1, WHOLE + 1))
+    sizes = [record["global_batch_size"] for record in steps(parts)]
+    assert sizes == [4, 4, 4, 8, 8, 12, 12, 12]
+    assert steps(parts) == steps(whole)
+    for step in (HALF, WHOLE):
+        found = checkpoint_differences(whole / f"global_step{step}", parts / f"global_step{step}")
+        assert not found, found[:10]
+
+
+def test_killed_from_outside_by_the_clock_and_resumed_twice(
+    launcher: Launcher, base: Settings, tmp_path: Path
+) -> None:
+    """Nothing injected: the moments of the kills are not chosen, only that steps follow a save."""
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    settings = {
+        **base,
+        "global_batch_size": 16,
+        "train_iters": 60,
+        "save_interval": 10,
+        "num_workers": 1,
+    }
+    pointer = parts / "latest_checkpointed_iteration.txt"
+
+    def beyond(iteration: int) -> bool:
+        if not pointer.exists() or int(pointer.read_text()) < iteration:
+            return False
+        with (parts / "metrics.jsonl").open() as file:
+            return sum(1 for line in file if line.endswith("\n")) > iteration
+
+    for kill_after in (10, 30):
+        run = launcher.start({**settings, "save": parts, "load": parts}, ranks=2)
+        run.wait_until(lambda after=kill_after: beyond(after))  # type: ignore[misc]
+        run.kill()
+        assert not (parts / "global_step60").exists(), "the kill came too late to test anything"
+    launcher.start({**settings, "save": parts, "load": parts}, ranks=2).succeed()
+    launcher.start({**settings, "save": whole}, ranks=2).succeed()
+
+    assert steps(parts) == steps(whole)
+    assert not checkpoint_differences(whole / "global_step60", parts / "global_step60")
+
+
+def test_a_folder_without_a_checkpoint_starts_a_new_run(
+    launcher: Launcher, base: Settings, tmp_path: Path
+) -> None:
+    settings = {**base, "train_iters": 2, "save": tmp_path / "run", "load": tmp_path / "run"}
+    output = launcher.start(settings).succeed()
+    assert f"WARNING: could not find a complete checkpoint in {tmp_path / 'run'}" in output
+    assert "will not load any checkpoints and will start from random" in output
+    assert [record["iteration"] for record in steps(tmp_path / "run")] == [1, 2]
+
+
+def test_a_finished_run_started_again_repeats_its_evaluation_and_trains_nothing(
+    launcher: Launcher, base: Settings, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    settings = {**base, "train_iters": 2, "eval_iters": 1, "save": run, "load": run}
+    launcher.start(settings).succeed()
+    before = records(run)
+    output = launcher.start(settings).succeed()
+    assert "at iteration 2" in output
+    assert "validation loss at the end of training for val data" in output
+    assert records(run) == before
+
+
+def test_another_model_or_layout_is_refused_in_words(
+    launcher: Launcher, base: Settings, tmp_path: Path
+) -> None:
+    settings = {**base, "train_iters": 1, "save": tmp_path, "load": tmp_path}
+    launcher.start({**settings, "load": None}, ranks=2).succeed()
+    wrong = {
+        **settings,
+        "num_layers": 3,
+        "norm_epsilon": 1e-6,
+        "tensor_model_parallel_size": 2,
+        "zero_stage": 2,
+        "bf16": True,
+    }
+    result = launcher.start(wrong, ranks=2).wait()
+    assert result.codes == (1, 1)
+    for words in (
+        f"the checkpoint {tmp_path / 'global_step1'} does not fit this run:",
+        "num_layers is 2 in the checkpoint and 3 in this run",
+        "norm_epsilon is 1e-05 in the checkpoint and 1e-06 in this run",
+        "tensor_model_parallel_size is 1 in the checkpoint and 2 in this run",
+        "data_parallel_size is 2 in the checkpoint and 1 in this run",
+        "zero_stage is 1 in the checkpoint and 2 in this run",
+        "precision is fp32 in the checkpoint and bf16 in this run",
+    ):
+        assert result.output.count(words) == 1, f"{words!r} in:\n{result.output}"
+    assert "Traceback" not in result.output

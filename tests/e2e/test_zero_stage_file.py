@@ -1,0 +1,125 @@
+"""The stage in a DeepSpeed file, and nothing else, switches ZeRO."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.runs import REPOSITORY, Launcher, Settings, losses, steps
+
+FILES = REPOSITORY / "ds_configs"
+SCHEDULE: Settings = {"global_batch_size": 8, "train_iters": 4}
+
+
+def with_stage(stage: int, folder: Path) -> Path:
+    """A copy of ds_configs/zero1.json with another stage."""
+    values = json.loads((FILES / "zero1.json").read_text())
+    values["zero_optimization"]["stage"] = stage
+    path = folder / f"stage{stage}.json"
+    path.write_text(json.dumps(values))
+    return path
+
+
+def run_facts(run: Path) -> dict[str, Any]:
+    facts: dict[str, Any] = json.loads((run / "global_step4" / "run.json").read_text())
+    return facts
+
+
+def test_the_stage_of_a_copied_file_switches_zero(
+    launcher: Launcher, base: Settings, tmp_path: Path
+) -> None:
+    norms = {}
+    for stage in range(4):
+        run = tmp_path / str(stage)
+        settings = {**base, **SCHEDULE, "save": run}
+        settings["deepspeed_config"] = with_stage(stage, tmp_path)
+        launcher.start(settings, ranks=2).succeed()
+        assert run_facts(run)["layout"]["zero_stage"] == stage
+        assert losses(run) == pytest.approx(losses(tmp_path / "0"), rel=1e-5)
+        norms[stage] = [record["grad_norm"] for record in steps(run)]
+        assert norms[stage] == pytest.approx(norms[0], rel=1e-5)
+        in_force = json.loads((run / "ds_config.json").read_text())
+        assert in_force["zero_optimization"]["stage"] == stage
+        assert in_force["train_batch_size"] == 8
+        optimizer_files = len(list((run / "global_step4").glob("zero_pp_rank_*_optim_states.pt")))
+        assert optimizer_files == (0 if stage == 0 else 2)
+
+
+@pytest.mark.parametrize("name", ["zero2_offload.json", "zero3.json", "zero3_offload.json"])
+def test_the_files_of_the_repository_run_and_are_written_beside_the_checkpoints(
+    name: str, launcher: Launcher, base: Settings, tmp_path: Path
+) -> None:
+    """What is written is what the engine was given: it starts the same run again."""
+    first, again = tmp_path / "first", tmp_path / "again"
+    settings = {**base, **SCHEDULE, "bf16": True}
+    launcher.start({**settings, "save": first, "deepspeed_config": FILES / name}, ranks=2).succeed()
+    written = json.loads((first / "ds_config.json").read_text())
+    given = json.loads((FILES / name).read_text())["zero_optimization"]
+    fixed = {key: value for key, value in given.items() if value != "auto"}
+    assert {key: written["zero_optimization"][key] for key in fixed} == fixed
+    assert written["zero_optimization"].keys() >= given.keys()
+    assert "auto" not in written["zero_optimization"].values()
+    assert written["bf16"]["enabled"] is True
+    launcher.start(
+        {**settings, "save": again, "deepspeed_config": first / "ds_config.json"}, ranks=2
+    ).succeed()
+    assert json.loads((again / "ds_config.json").read_text()) == written
+    assert losses(again) == losses(first)
+
+
+def test_the_files_saved_with_a_checkpoint_name_the_same_configuration(
+    launcher: Launcher, base: Settings, tmp_path: Path
+) -> None:
+    """DeepSpeed keeps the configuration that its engine runs with in its own files."""
+    import torch
+
+    settings = {**base, **SCHEDULE, "save": tmp_path, "deepspeed_config": FILES / "zero2.json"}
+    launcher.start(settings).succeed()
+    states = tmp_path / "global_step4" / "mp_rank_00_model_states.pt"
+    engine = torch.load(states, weights_only=False)["ds_config"]
+    assert engine == json.loads((tmp_path / "ds_config.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"bf16": True}, "ZeRO stage 0 with --bf16 is computed wrongly by DeepSpeed"),
+        (
+            {"fp16": True},
+            "ZeRO stage 0 with --fp16 is computed wrongly by DeepSpeed (gradient norm and "
+            "clipping): take --zero-stage 1",
+        ),
+        ({"cpu_optimizer": True}, "ZeRO stage 0 cannot offload the optimizer: take --zero-stage 1"),
+        ({"remote_device": "cpu"}, "by ZeRO stage 3 alone, but the stage is 0"),
+        (
+            {"zero_stage": 2},
+            "--zero-stage 2 contradicts zero_optimization.stage 0 of",
+        ),
+    ],
+    ids=["bf16", "fp16", "optimizer", "parameters", "flag"],
+)
+def test_what_a_stage_cannot_do_is_refused_before_anything_starts(
+    changes: Settings, words: str, launcher: Launcher, base: Settings, tmp_path: Path
+) -> None:
+    settings = {**base, **SCHEDULE, **changes, "save": tmp_path / "run"}
+    settings["deepspeed_config"] = with_stage(0, tmp_path)
+    result = launcher.start(settings, ranks=2).wait()
+    assert result.codes == (2, 2)
+    assert result.output.count(words) == 1, result.output
+    assert "DeepSpeed info" not in result.output
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_value_of_the_wrong_kind_is_named(
+    launcher: Launcher, base: Settings, tmp_path: Path
+) -> None:
+    file = tmp_path / "ds.json"
+    file.write_text('{"zero_optimization": {"stage": 2, "reduce_bucket_size": "x"}}')
+    result = launcher.start({**base, **SCHEDULE, "deepspeed_config": file}, ranks=2).wait()
+    assert result.codes == (1, 1)
+    assert result.output.count(f"{file}: DeepSpeed does not take") == 1
+    assert "reduce_bucket_size 'x': Input should be a valid integer" in result.output
+    assert "Traceback" not in result.output

@@ -1,0 +1,119 @@
+"""The array cache: complete or absent, made once, whoever asks and whoever dies."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_ds.data.cache import ArrayCache, Arrays
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+BUILDER = """
+import os, signal, sys
+from pathlib import Path
+import numpy as np
+from megatron_ds.data.cache import ArrayCache
+
+folder, die = Path(sys.argv[1]), sys.argv[2] == "die"
+
+def make():
+    with open(folder / "made", "a") as file:
+        file.write("x")
+    return {"a": np.arange(1 << 20), "b": np.arange(3)}
+
+if die:
+    replace = os.replace
+    def once(*names):
+        replace(*names)
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.replace = once
+arrays = ArrayCache([folder / "cache"]).get("kind", {"seed": 1}, make)
+print(int(arrays["a"].sum()), arrays["b"].tolist())
+"""
+EXPECTED = f"{sum(range(1 << 20))} [0, 1, 2]"
+
+
+class Maker:
+    def __init__(self, values: Arrays | None = None) -> None:
+        self.calls = 0
+        self._values = values or {"a": np.arange(5), "b": np.ones((2, 3), dtype=np.uint32)}
+
+    def __call__(self) -> Arrays:
+        self.calls += 1
+        return self._values
+
+
+def start(folder: Path, mode: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", BUILDER, str(folder), mode],
+        cwd=REPOSITORY,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_made_once_and_read_back(tmp_path: Path) -> None:
+    cache, make = ArrayCache([tmp_path / "new" / "cache"]), Maker()
+    for _ in range(2):
+        arrays = cache.get("kind", {"seed": 1}, make)
+        assert arrays["a"].tolist() == [0, 1, 2, 3, 4]
+        assert arrays["b"].dtype == np.uint32
+        assert not arrays["b"].flags.writeable
+    assert make.calls == 1
+    cache.get("kind", {"seed": 2}, make)
+    assert make.calls == 2
+
+
+def test_an_entry_that_is_not_complete_is_made_again(tmp_path: Path) -> None:
+    cache, make = ArrayCache([tmp_path]), Maker()
+    cache.get("kind", {}, make)
+    (array,) = tmp_path.glob("*.a.npy")
+    content = array.read_bytes()
+    other = tmp_path / "other.npy"
+    np.save(other, np.arange(6))
+    for damage in (content[:-1], b"", other.read_bytes()):
+        array.write_bytes(damage)
+        assert cache.get("kind", {}, make)["a"].tolist() == [0, 1, 2, 3, 4]
+    assert make.calls == 4
+    (description,) = tmp_path.glob("*.json")
+    description.write_text("{")
+    cache.get("kind", {}, make)
+    array.unlink()
+    cache.get("kind", {}, make)
+    assert make.calls == 6
+
+
+def test_a_later_folder_is_read_and_the_first_writable_one_written(tmp_path: Path) -> None:
+    first, second, make = tmp_path / "file" / "x", tmp_path / "second", Maker()
+    (tmp_path / "file").write_text("no folder can be made below a file")
+    cache = ArrayCache([first, second])
+    cache.get("kind", {}, make)
+    assert list(second.glob("*.json"))
+    cache.get("kind", {}, make)
+    assert make.calls == 1
+    with pytest.raises(ValueError, match="--data-cache-path"):
+        ArrayCache([first]).get("kind", {}, make)
+
+
+def test_four_processes_at_once_make_it_once(tmp_path: Path) -> None:
+    processes = [start(tmp_path, "live") for _ in range(4)]
+    outputs = [process.communicate(timeout=60)[0].strip() for process in processes]
+    assert outputs == [EXPECTED] * 4
+    assert (tmp_path / "made").read_text() == "x"
+
+
+def test_a_builder_killed_midway_is_followed_by_another(tmp_path: Path) -> None:
+    killed = start(tmp_path, "die")
+    killed.communicate(timeout=60)
+    assert killed.returncode == -signal.SIGKILL
+    assert [name for name in os.listdir(tmp_path / "cache") if name.endswith(".npy")]
+    processes = [start(tmp_path, "live") for _ in range(2)]
+    outputs = [process.communicate(timeout=60)[0].strip() for process in processes]
+    assert outputs == [EXPECTED] * 2
+    assert (tmp_path / "made").read_text() == "xx"

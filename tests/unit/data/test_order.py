@@ -1,0 +1,100 @@
+"""Data order of real data sets, from token files to micro-batches: the same samples with the same
+tokens in the same order, however many ranks, loader processes and resumes there are."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from megatron_ds.config import DataConfig
+from megatron_ds.data.build import build_datasets
+from megatron_ds.data.gpt_dataset import TokenDataset
+from megatron_ds.data.indexed import IndexedWriter
+from megatron_ds.data.stream import MicroBatches
+
+SAMPLES = 24
+RESUMES = (8, 16)
+"""Samples consumed when a run stops and the next begins."""
+Sample = tuple[str, list[int]]
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, ...]]:
+    """--data-path of one file and of a blend of two. No token stands twice in them."""
+    folder = tmp_path_factory.mktemp("tokens")
+    for name, first in (("a", 0), ("b", 10_000)):
+        with IndexedWriter(folder / name, "uint16") as writer:
+            for size in np.random.default_rng(first).integers(3, 20, 40).tolist():
+                writer.add_document(list(range(first, first + size)))
+                first += size
+    a, b = str(folder / "a"), str(folder / "b")
+    return {"one file": (a,), "blend": ("2", a, "1", b)}
+
+
+def dataset(path: tuple[str, ...]) -> TokenDataset:
+    built = build_datasets(
+        DataConfig(data_path=path, split="1"),
+        num_samples=(SAMPLES, 0, 0),
+        seq_length=5,
+        seed=11,
+        tokenizer_fingerprint="t",
+        vocab_size=20_000,
+    )
+    assert built.train is not None
+    return built.train
+
+
+def in_order(path: tuple[str, ...]) -> list[Sample]:
+    """Id and tokens of the samples, as the data set has them."""
+    data = dataset(path)
+    return [(data.sample_id(i), data[i].tolist()) for i in range(SAMPLES)]
+
+
+def read(path: tuple[str, ...], dp_size: int, micro: int, workers: int) -> list[Sample]:
+    """Id and tokens in the order in which all ranks together use them, over several runs.
+
+    Each rank of each run opens the files for itself, as its process would.
+    """
+    samples: list[Sample] = []
+    for end in (*RESUMES, SAMPLES):
+        data = dataset(path)
+        ranks = [
+            MicroBatches(
+                dataset(path),
+                consumed=len(samples),
+                micro_batch_size=micro,
+                dp_rank=rank,
+                dp_size=dp_size,
+                num_workers=workers,
+            )
+            for rank in range(dp_size)
+        ]
+        while len(samples) < end:
+            for rank in ranks:
+                batch = next(rank)
+                for row in range(micro):
+                    tokens = [*batch.tokens_BS[row].tolist(), int(batch.labels_BS[row, -1])]
+                    samples.append((data.sample_id(batch.position + row), tokens))
+        for rank in ranks:
+            rank.close()
+    return samples
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("micro", [1, 2])
+@pytest.mark.parametrize("dp_size", [1, 2, 4])
+@pytest.mark.parametrize("kind", ["one file", "blend"])
+def test_the_samples_are_the_same_for_any_layout_workers_and_resumes(
+    files: dict[str, tuple[str, ...]], kind: str, dp_size: int, micro: int, workers: int
+) -> None:
+    assert read(files[kind], dp_size, micro, workers) == in_order(files[kind])
+
+
+@pytest.mark.parametrize("kind", ["one file", "blend"])
+def test_an_order_that_differs_would_be_seen(files: dict[str, tuple[str, ...]], kind: str) -> None:
+    """No two samples are alike, they are not in the files' order, and a blend has both sources."""
+    samples = in_order(files[kind])
+    ids, tokens = [name for name, _ in samples], [first for _, (first, *_) in samples]
+    assert len(set(ids)) == len(set(tokens)) == SAMPLES
+    assert tokens != sorted(tokens)
+    assert {token < 10_000 for token in tokens} == ({True} if kind == "one file" else {True, False})

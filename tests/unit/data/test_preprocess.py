@@ -1,0 +1,202 @@
+"""Documents to token files: contents, invariance, what is left out and what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_ds.config import TokenizerConfig
+from megatron_ds.data import preprocess as module
+from megatron_ds.data.indexed import IndexedDataset
+from megatron_ds.data.preprocess import PreprocessOptions, Progress, preprocess
+from megatron_ds.tokenizer import build_tokenizer
+from megatron_ds.tokenizer.null import NullTokenizer
+
+TOKENIZER = NullTokenizer(100)
+
+
+def write(path: Path, lines: list[Any]) -> str:
+    """Strings are lines as they are, other values JSON."""
+    text = "".join((x if isinstance(x, str) else json.dumps(x)) + "\n" for x in lines)
+    path.write_text(text)
+    return str(path)
+
+
+def options(folder: Path, lines: list[Any], **values: Any) -> PreprocessOptions:
+    return PreprocessOptions(
+        input=write(folder / "in.jsonl", lines), output_prefix=str(folder / "out"), **values
+    )
+
+
+def written(folder: Path) -> list[str]:
+    return sorted(name for name in os.listdir(folder) if name.startswith("out"))
+
+
+def numbered(count: int) -> list[dict[str, str]]:
+    return [{"text": " ".join(["7"] * (1 + n % 5) + [str(n % 100)])} for n in range(count)]
+
+
+def test_documents_eod_and_empty_texts(tmp_path: Path) -> None:
+    lines = [{"text": "1 2"}, {"text": " "}, "", "  ", {"text": "3", "other": 1}]
+    done = preprocess(options(tmp_path, lines, append_eod=True), TOKENIZER)
+    data = IndexedDataset(tmp_path / "out_text_document")
+    assert [data.get(i).tolist() for i in range(len(data))] == [[1, 2, 100], [3, 100]]
+    assert data.document_index.tolist() == [0, 1, 2]
+    size = os.path.getsize(tmp_path / "in.jsonl")
+    assert done == Progress(documents=3, empty=1, tokens=5, input_bytes=size)
+    preprocess(options(tmp_path, lines), TOKENIZER)
+    data = IndexedDataset(tmp_path / "out_text_document")
+    assert [data.get(i).tolist() for i in range(len(data))] == [[1, 2], [3]]
+
+
+def test_every_key_has_its_own_pair(tmp_path: Path) -> None:
+    lines = [{"a": "1", "b": "2 3"}, {"a": "", "b": "4"}]
+    preprocess(options(tmp_path, lines, keys=("a", "b")), TOKENIZER)
+    a, b = (IndexedDataset(tmp_path / f"out_{key}_document") for key in "ab")
+    assert a.tokens.tolist() == [1]
+    assert b.tokens.tolist() == [2, 3, 4]
+    assert (len(a), len(b)) == (1, 2)
+
+
+@pytest.mark.parametrize("chunk_bytes", [1, 1 << 20])
+def test_bytes_are_the_same_for_any_workers_and_chunks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk_bytes: int
+) -> None:
+    monkeypatch.setattr(module, "CHUNK_BYTES", chunk_bytes)
+    base = options(tmp_path, numbered(100), append_eod=True)
+    seen = set()
+    for workers, chunk_size in ((1, 64), (2, 7), (5, 1), (3, 1000)):
+        preprocess(dataclasses.replace(base, workers=workers, chunk_size=chunk_size), TOKENIZER)
+        seen.add(tuple((tmp_path / f"out_text_document{s}").read_bytes() for s in (".bin", ".idx")))
+    assert len(seen) == 1
+    assert IndexedDataset(tmp_path / "out_text_document").tokens.size == sum(
+        3 + n % 5 for n in range(100)
+    )
+
+
+def test_the_last_line_needs_no_end(tmp_path: Path) -> None:
+    given = options(tmp_path, [])
+    Path(given.input).write_text('{"text": "1"}\n{"text": "2"}')
+    assert preprocess(given, TOKENIZER).documents == 2
+
+
+def test_reports_grow_to_the_end(tmp_path: Path) -> None:
+    seen: list[Progress] = []
+    done = preprocess(options(tmp_path, numbered(10), chunk_size=3), TOKENIZER, seen.append)
+    assert [progress.documents for progress in seen] == [3, 6, 9, 10]
+    assert seen[-1] == done
+
+
+def test_bad_lines_are_named_together_and_leave_nothing(tmp_path: Path) -> None:
+    lines: list[Any] = numbered(30)
+    lines[4] = "{"
+    lines[11] = {"txt": "1"}
+    lines[12] = {"text": 5}
+    lines[20] = [1]
+    lines[21] = '{"text": "\\ud83d"}'
+    for workers, chunk_size in ((1, 64), (2, 1)):
+        given = options(tmp_path, lines, workers=workers, chunk_size=chunk_size)
+        with pytest.raises(ValueError) as raised:
+            preprocess(given, TOKENIZER)
+        found = str(raised.value).splitlines()
+        assert [line.split(":")[1] for line in found] == ["5", "12", "13", "21", "22"]
+        assert found[0].startswith(f"{given.input}:5: not JSON")
+        assert found[1].endswith("has no key 'text' (it has 'txt')")
+        assert found[2].endswith("'text' must be text, not int")
+        assert found[3].endswith("must be a JSON object, not list")
+        assert found[4].endswith("half of a surrogate pair, which is no text")
+        assert written(tmp_path) == []
+
+
+def test_a_text_that_the_tokenizer_refuses_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"in\.jsonl:2: NullTokenizer: id 100 is outside"):
+        preprocess(options(tmp_path, [{"text": "1"}, {"text": "100"}]), TOKENIZER)
+    assert written(tmp_path) == []
+
+
+def test_many_bad_lines_are_cut_short(tmp_path: Path) -> None:
+    given = options(tmp_path, [*numbered(3), *["x"] * 500], chunk_size=5)
+    with pytest.raises(ValueError) as raised:
+        preprocess(given, TOKENIZER)
+    found = str(raised.value).splitlines()
+    assert len(found) == module.PROBLEMS_SHOWN + 2
+    assert ":4: not JSON" in found[0]
+    assert "more)" in found[-2]
+    assert "were not looked at" in found[-1]
+
+
+def test_few_bad_lines_in_much_text_stop_the_search(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "LINES_CHECKED_AHEAD", 10)
+    given = options(tmp_path, ["x", *numbered(200), "y"], chunk_size=5)
+    with pytest.raises(ValueError, match=r"(?s):1: not JSON.*not looked at") as raised:
+        preprocess(given, TOKENIZER)
+    assert len(str(raised.value).splitlines()) == 2
+
+
+def test_an_older_pair_survives_a_failed_run(tmp_path: Path) -> None:
+    preprocess(options(tmp_path, numbered(3)), TOKENIZER)
+    before = (tmp_path / "out_text_document.idx").read_bytes()
+    with pytest.raises(ValueError, match="not JSON"):
+        preprocess(options(tmp_path, ["x"]), TOKENIZER)
+    assert (tmp_path / "out_text_document.idx").read_bytes() == before
+    assert written(tmp_path) == ["out_text_document.bin", "out_text_document.idx"]
+
+
+def test_no_documents_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="has no documents"):
+        preprocess(options(tmp_path, [""]), TOKENIZER)
+    assert written(tmp_path) == []
+
+
+def test_wrong_options_are_named_together(tmp_path: Path) -> None:
+    given = PreprocessOptions(
+        input=str(tmp_path / "none"),
+        output_prefix=str(tmp_path / "no" / "out"),
+        keys=("a", "a"),
+        workers=0,
+        chunk_size=-1,
+    )
+    with pytest.raises(ValueError) as raised:
+        preprocess(given, TOKENIZER)
+    found = [line.split()[0] for line in str(raised.value).splitlines()]
+    assert found == ["--input", "--output-prefix", "--json-keys", "--workers", "--chunk-size"]
+
+
+def test_few_chunks_are_read_ahead(tmp_path: Path) -> None:
+    """Memory is flat: when the first chunk is written, only a few more were read."""
+    given = options(tmp_path, [{"text": "1 " * 2000}] * 400, chunk_size=1, workers=1)
+    size = os.path.getsize(given.input)
+    seen: list[Progress] = []
+    preprocess(given, TOKENIZER, seen.append)
+    assert seen[0].documents == 1
+    assert seen[0].input_bytes < size / 20
+
+
+def test_openwebtext(tmp_path: Path, shared_data: Path) -> None:
+    tokenizer = build_tokenizer(
+        TokenizerConfig(
+            vocab_file=str(shared_data / "gpt2-vocab.json"),
+            merge_file=str(shared_data / "gpt2-merges.txt"),
+        )
+    )
+    given = PreprocessOptions(
+        input=str(shared_data / "openwebtext-1000.jsonl"),
+        output_prefix=str(tmp_path / "out"),
+        append_eod=True,
+        workers=2,
+    )
+    assert preprocess(given, tokenizer).tokens == 1_053_999 + 1_000
+    data = IndexedDataset(tmp_path / "out_text_document")
+    assert data.dtype == "uint16"
+    assert len(data) == 1000
+    assert int((data.tokens == tokenizer.eod).sum()) == 1000
+    with open(given.input) as file:
+        text = json.loads(file.readline())["text"]
+    assert tokenizer.decode(data.get(0).tolist()) == text + "<|endoftext|>"

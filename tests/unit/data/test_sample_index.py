@@ -1,0 +1,178 @@
+"""The indexes against a slow reference that follows Megatron's description token by token."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from megatron_ds.data import sample_index
+from megatron_ds.data.sample_index import (
+    blend,
+    blend_requests,
+    build_indexes,
+    parse_split,
+    split_bounds,
+)
+
+
+def naive_indexes(
+    lengths: list[int], documents: list[int], wanted: int, seq_length: int, seed: int
+) -> tuple[list[int], list[tuple[int, int]], list[int], bool]:
+    """Megatron's three indexes, walked in Python, and whether the last epoch stands apart."""
+    per_epoch = sum(lengths[d] for d in documents)
+    epochs = 1
+    while (epochs * per_epoch - 1) // seq_length < wanted:
+        epochs += 1
+    separate = False
+    before_last = ((epochs - 1) * per_epoch - 1) // seq_length
+    if epochs > 1:
+        whole = (per_epoch - 1) // seq_length
+        separate = wanted - before_last < int(0.80 * whole)
+    rng = np.random.RandomState(seed)
+    if separate:
+        first = np.array(documents * (epochs - 1), dtype=np.int32)
+        rng.shuffle(first)
+        last = np.array(documents, dtype=np.int32)
+        rng.shuffle(last)
+        order = [*first.tolist(), *last.tolist()]
+    else:
+        both = np.array(documents * epochs, dtype=np.int32)
+        rng.shuffle(both)
+        order = both.tolist()
+    total = (epochs * per_epoch - 1) // seq_length
+    starts = [(0, 0)]
+    at, offset = 0, 0
+    for _ in range(total):
+        remaining = seq_length + 1
+        while remaining:
+            rest = lengths[order[at]] - offset
+            remaining -= rest
+            if remaining <= 0:
+                offset += remaining + rest - 1
+                remaining = 0
+            else:
+                at, offset = at + 1, 0
+        starts.append((at, offset))
+    cut = before_last if separate else total
+    head = np.arange(cut, dtype=np.uint32)
+    rng.shuffle(head)
+    tail = np.arange(cut, total, dtype=np.uint32)
+    rng.shuffle(tail)
+    return order, starts, [*head.tolist(), *tail.tolist()], separate
+
+
+def naive_blend(weights: list[float], size: int) -> tuple[list[int], list[int]]:
+    counts = [0] * len(weights)
+    source, sample = [], []
+    for i in range(size):
+        lags = [w * max(i, 1) - c for w, c in zip(weights, counts, strict=True)]
+        best = lags.index(max(lags))
+        source.append(best)
+        sample.append(counts[best])
+        counts[best] += 1
+    return source, sample
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 1 << 18])
+def test_indexes_equal_the_reference(monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
+    monkeypatch.setattr(sample_index, "CHUNK_DOCUMENTS", chunk)
+    rng = random.Random(chunk)
+    separated = 0
+    for seed in range(60):
+        lengths = [rng.choice([0, 1, 2, 5, 17, 40]) for _ in range(rng.randint(2, 30))] + [3]
+        first = rng.randint(0, len(lengths) - 1)
+        documents = list(range(first, len(lengths)))
+        seq_length = rng.choice([1, 3, 8, 50])
+        wanted = rng.randint(1, 60)
+        built = build_indexes(
+            np.array(lengths, dtype=np.int32), np.array(documents), wanted, seq_length, seed
+        )
+        order, starts, shuffle, separate = naive_indexes(
+            lengths, documents, wanted, seq_length, seed
+        )
+        assert built.documents.tolist() == order
+        assert [tuple(row) for row in built.samples.tolist()] == starts
+        assert built.shuffle.tolist() == shuffle
+        separated += separate
+    assert 0 < separated < 60
+
+
+def test_a_barely_begun_last_epoch_is_shuffled_apart() -> None:
+    # An epoch of 100 tokens gives 9 samples of 10; 80 % of that, rounded down, is 7. The second
+    # epoch is asked for 2 and for 9.
+    lengths = np.full(10, 10, dtype=np.int32)
+    few = build_indexes(lengths, np.arange(10), 11, 10, seed=3)
+    assert sorted(few.documents[:10].tolist()) == list(range(10))
+    assert sorted(few.shuffle[:9].tolist()) == list(range(9))
+    many = build_indexes(lengths, np.arange(10), 18, 10, seed=3)
+    assert sorted(many.documents[:10].tolist()) != list(range(10))
+    assert sorted(many.shuffle[:9].tolist()) != list(range(9))
+
+
+def test_types_are_megatrons() -> None:
+    built = build_indexes(np.array([5, 5], dtype=np.int32), np.arange(2), 2, 4, seed=0)
+    assert (built.documents.dtype, built.samples.dtype, built.shuffle.dtype) == (
+        np.int32,
+        np.int32,
+        np.uint32,
+    )
+
+
+def test_no_tokens_is_an_error() -> None:
+    with pytest.raises(ValueError, match="hold no tokens"):
+        build_indexes(np.zeros(3, dtype=np.int32), np.arange(3), 1, 4, seed=0)
+
+
+@pytest.mark.parametrize(
+    ("text", "shares"),
+    [
+        ("969,30,1", (0.969, 0.03, 0.001)),
+        ("100", (1, 0, 0)),
+        ("90,10", (0.9, 0.1, 0)),
+        ("8/1/1", (0.8, 0.1, 0.1)),
+    ],
+)
+def test_split_is_normalised(text: str, shares: tuple[float, float, float]) -> None:
+    assert parse_split(text) == pytest.approx(shares)
+
+
+@pytest.mark.parametrize("text", ["", "a,b", "1,2,3,4", "-1,2", "0,0,0", "nan,1", "inf"])
+def test_bad_split_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="--split"):
+        parse_split(text)
+
+
+@pytest.mark.parametrize(
+    ("size", "bounds"),
+    [
+        (1000, [(0, 969), (969, 999), (999, 1000)]),
+        (10, [(0, 10), (10, 10), (10, 10)]),
+        (25, [(0, 24), (24, 25), (25, 25)]),
+    ],
+)
+def test_split_bounds(size: int, bounds: list[tuple[int, int]]) -> None:
+    assert split_bounds(parse_split("969,30,1"), size) == bounds
+
+
+def test_split_bounds_always_end_at_the_size() -> None:
+    for size in range(1, 200):
+        bounds = split_bounds(parse_split("1,1,1"), size)
+        assert bounds[-1][1] == size
+
+
+@pytest.mark.parametrize("weights", [[1.0], [0.3, 0.7], [0.5, 0.5], [0.1] * 10, [0.62, 0.08, 0.3]])
+def test_blend_equals_the_greedy_rule(weights: list[float]) -> None:
+    source, sample = blend(weights, 500)
+    expected = naive_blend(weights, 500)
+    assert (source.tolist(), sample.tolist()) == expected
+
+
+def test_blend_of_many_sources_and_its_requests() -> None:
+    weights = np.random.RandomState(0).dirichlet(np.ones(300)).tolist()
+    source, sample = blend(weights, 3000)
+    assert (source.tolist(), sample.tolist()) == naive_blend(weights, 3000)
+    taken = np.bincount(source, minlength=300)
+    assert (taken <= blend_requests(weights, 3000)).all()
+    assert np.abs(taken - np.array(weights) * 3000).max() <= 1

@@ -1,0 +1,99 @@
+"""Worker processes: order, bounds, errors, and nobody left behind."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from megatron_ds.data.workers import UNDER_WAY_PER_WORKER, Workers
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+
+
+def square(number: int) -> int:
+    if number == 13:
+        raise ValueError("thirteen")
+    if number == 99:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return number * number
+
+
+def big(number: int) -> bytes:
+    return bytes([number]) * (1 << 20)
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_results_come_in_order(count: int) -> None:
+    with Workers(square, count) as workers:
+        assert list(workers.map(range(10))) == [n * n for n in range(10)]
+    assert multiprocessing.active_children() == []
+
+
+def test_large_items_in_both_directions_do_not_block() -> None:
+    with Workers(len, 2) as lengths:
+        assert list(lengths.map([b"x" * (1 << 20)] * 8)) == [1 << 20] * 8
+    with Workers(big, 2) as workers:
+        assert [result[0] for result in workers.map(range(8))] == list(range(8))
+
+
+def test_items_are_taken_as_they_are_needed() -> None:
+    taken = []
+
+    def items() -> Iterator[int]:
+        for number in range(100, 1000):
+            taken.append(number)
+            yield number
+
+    with Workers(square, 2) as workers:
+        results = workers.map(items())
+        assert next(results) == 10000
+        assert len(taken) == 2 * UNDER_WAY_PER_WORKER
+        assert list(workers.drain()) == [n * n for n in taken[1:]]
+
+
+def test_an_error_of_the_function_reaches_the_caller() -> None:
+    def run() -> None:
+        with Workers(square, 2) as workers:
+            list(workers.map(range(20)))
+
+    with pytest.raises(ValueError, match="thirteen"):
+        run()
+    assert multiprocessing.active_children() == []
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_killed_worker_is_an_error_and_no_hang(count: int) -> None:
+    def run() -> None:
+        with Workers(square, count) as workers:
+            list(workers.map([1, 2, 99, 4, 5]))
+
+    with pytest.raises(ValueError, match="a worker process was killed"):
+        run()
+    assert multiprocessing.active_children() == []
+
+
+def test_workers_end_when_the_parent_is_killed() -> None:
+    code = (
+        "import os, signal\n"
+        "from megatron_ds.data.workers import Workers\n"
+        "workers = Workers(abs, 3).__enter__()\n"
+        "print(*[p.pid for p in workers._processes], flush=True)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=REPOSITORY, stdout=subprocess.PIPE, text=True, check=False
+    )
+    # The pipe of stdout ends when the last worker, which holds it too, has ended.
+    assert done.returncode == -signal.SIGKILL
+    pids = [int(pid) for pid in done.stdout.split()]
+    assert len(pids) == 3
+    _, alive = psutil.wait_procs([psutil.Process(p) for p in pids if psutil.pid_exists(p)], 10)
+    assert alive == []

@@ -1,0 +1,157 @@
+"""What may be drawn, how often, and from which stream."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from megatron_ds.inference import sampling as module
+from megatron_ds.inference.sampling import candidates, choose, draw, generator_of
+from megatron_ds.inference.settings import Sampling
+
+SHARES = (0.05, 0.4, 0.25, 0.0, 0.2, 0.1)
+"""Probabilities of six tokens; the fourth is padding."""
+
+
+def logits(rows: int = 1) -> torch.Tensor:
+    return torch.tensor([SHARES] * rows).log()
+
+
+def allowed(settings: Sampling) -> dict[int, float]:
+    """Each token that may be drawn and its probability."""
+    weights, ids = candidates(logits(), settings)
+    total = float(weights.sum())
+    pairs = zip(ids[0].tolist(), weights[0].tolist(), strict=True)
+    return {token: weight / total for token, weight in pairs if weight > 0.0}
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        (Sampling(), {0: 0.05, 1: 0.4, 2: 0.25, 4: 0.2, 5: 0.1}),
+        (Sampling(top_k=1), {1: 1.0}),
+        (Sampling(top_k=3), {1: 0.4 / 0.85, 2: 0.25 / 0.85, 4: 0.2 / 0.85}),
+        (Sampling(top_k=5000), {0: 0.05, 1: 0.4, 2: 0.25, 4: 0.2, 5: 0.1}),
+        (Sampling(top_p=0.3), {1: 1.0}),
+        # 0.4 + 0.25 = 0.65 falls short of 0.7, so the token that crosses it belongs to the nucleus.
+        (Sampling(top_p=0.7), {1: 0.4 / 0.85, 2: 0.25 / 0.85, 4: 0.2 / 0.85}),
+        (Sampling(top_p=0.6), {1: 0.4 / 0.65, 2: 0.25 / 0.65}),
+        (Sampling(top_p=1e-9), {1: 1.0}),
+        (Sampling(top_p=1.0), {0: 0.05, 1: 0.4, 2: 0.25, 4: 0.2, 5: 0.1}),
+        # Of the three that top-k leaves, 0.4 / 0.85 = 0.47 is short of 0.5.
+        (Sampling(top_k=3, top_p=0.5), {1: 0.4 / 0.65, 2: 0.25 / 0.65}),
+        (
+            Sampling(temperature=0.5, top_k=2),
+            {1: 0.16 / (0.16 + 0.0625), 2: 0.0625 / (0.16 + 0.0625)},
+        ),
+    ],
+    ids=str,
+)
+def test_what_may_be_drawn(settings: Sampling, expected: dict[int, float]) -> None:
+    got = allowed(settings)
+
+    assert got.keys() == expected.keys()
+    assert got == pytest.approx(expected, abs=1e-6)
+
+
+def test_a_nucleus_wider_than_usual_is_found_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(3, 50, generator=generator)
+    rows[0, 0] = 20.0  # this row's nucleus is one token
+    expected = candidates(rows, Sampling(top_p=0.9))
+
+    monkeypatch.setattr(module, "USUAL_NUCLEUS", 4)
+    weights, ids = candidates(rows, Sampling(top_p=0.9))
+
+    assert torch.equal(weights, expected[0])
+    assert torch.equal(ids, expected[1])
+    assert (weights > 0).sum(dim=-1).tolist()[0] == 1
+    assert (weights > 0).sum(dim=-1).tolist()[1] > 4
+
+
+def test_frequencies_are_the_probabilities() -> None:
+    generator = generator_of(5, 0)
+    count = 20_000
+
+    drawn = draw(torch.tensor([SHARES] * count), [generator] * count).flatten()
+
+    frequencies = torch.bincount(drawn, minlength=len(SHARES)) / count
+    for frequency, share in zip(frequencies.tolist(), SHARES, strict=True):
+        # Five standard deviations.
+        assert abs(frequency - share) <= 5.0 * math.sqrt(share * (1 - share) / count)
+
+
+def test_a_number_at_the_end_of_the_interval_finds_the_last_token_with_weight(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch, "rand", lambda *_, **__: torch.ones(1, dtype=torch.float64))
+
+    assert draw(torch.tensor([[0.5, 0.25, 0.0, 0.0]]), [torch.Generator()]).tolist() == [[1]]
+
+
+def test_zero_finds_the_first_token_with_weight(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "rand", lambda *_, **__: torch.zeros(1, dtype=torch.float64))
+
+    assert draw(torch.tensor([[0.0, 0.0, 0.5, 0.25]]), [torch.Generator()]).tolist() == [[2]]
+
+
+def test_greedy_takes_the_highest_and_draws_nothing() -> None:
+    generator = generator_of(1, 0)
+    before = generator.get_state()
+
+    assert choose(logits(2), Sampling(greedy=True), [generator, generator]) == [1, 1]
+    assert torch.equal(generator.get_state(), before)
+
+
+def test_a_row_draws_once_from_its_own_stream() -> None:
+    settings = Sampling()
+    alone = [choose(logits(), settings, [generator_of(7, index)])[0] for index in range(50)]
+
+    together = choose(logits(50), settings, [generator_of(7, index) for index in range(50)])
+
+    assert together == alone
+    assert len(set(together)) > 1
+
+
+def test_streams_differ_by_seed_and_number() -> None:
+    def stream(seed: int, index: int) -> list[float]:
+        return torch.rand(4, generator=generator_of(seed, index)).tolist()
+
+    streams = [stream(1, 0), stream(1, 1), stream(2, 0), stream(11, 0), stream(1, 10)]
+    assert len({tuple(values) for values in streams}) == len(streams)
+    assert stream(1, 0) == streams[0]
+
+
+def test_the_default_generator_is_left_alone() -> None:
+    before = torch.get_rng_state()
+    choose(logits(), Sampling(top_k=3, top_p=0.9), [generator_of(1, 0)])
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (Sampling(temperature=0.0), "--temperature 0.0"),
+        (Sampling(temperature=math.nan), "--temperature nan"),
+        (Sampling(top_k=-1), "--top-k -1"),
+        (Sampling(top_p=1.5), "--top-p 1.5"),
+        (Sampling(top_p=-0.1), "--top-p -0.1"),
+        (Sampling(seed=-1), "--seed -1"),
+        (Sampling(greedy=True, top_k=4), "--greedy"),
+        (Sampling(greedy=True, temperature=0.7), "--greedy"),
+    ],
+    ids=str,
+)
+def test_settings_that_cannot_be(settings: Sampling, words: str) -> None:
+    problems = list(settings.problems())
+
+    assert len(problems) == 1
+    assert problems[0].startswith(words)
+
+
+def test_all_problems_are_named_at_once() -> None:
+    assert len(list(Sampling(False, -1.0, -1, 2.0, -1).problems())) == 4
+    assert list(Sampling().problems()) == []
+    assert list(Sampling(greedy=True).problems()) == []

@@ -1,0 +1,96 @@
+"""The counted operations against those that torch sees."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import set_checkpoint_early_stop
+from torch.utils.flop_counter import FlopCounterMode
+
+from megatron_ds.config import ModelConfig, RecomputeConfig
+from megatron_ds.model.flops import (
+    hardware_flops_per_sample,
+    model_flops_per_sample,
+    parameters_per_rank,
+)
+from megatron_ds.model.gpt import GPTModel
+from megatron_ds.parallel.mesh import Mesh
+from megatron_ds.parallel.random import RngStreams
+from megatron_ds.parallel.recompute import Recompute
+
+BATCH = 2
+
+
+def measured(config: ModelConfig, recompute: Recompute | None = None) -> int:
+    """Operations of one forward and backward pass, as torch counts them."""
+    model = GPTModel(config, mesh=Mesh.single(), rng=RngStreams(0), seed=1, recompute=recompute)
+    tokens = torch.randint(0, config.vocab, (BATCH, config.sequence))
+    # The flash kernel's backward recomputes the scores; plain products count what the model needs.
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        model(tokens, tokens).backward()
+    return counter.get_total_flops()
+
+
+def configuration(groups: int | None, activation: str, untied: bool) -> ModelConfig:
+    return ModelConfig(
+        num_layers=2,
+        hidden_size=32,
+        num_attention_heads=4,
+        num_query_groups=groups,
+        activation=activation,
+        untie_embeddings_and_output_weights=untied,
+        seq_length=16,
+        vocab_size=128,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+    )
+
+
+@pytest.mark.parametrize(
+    ("groups", "activation", "untied"),
+    list(itertools.product((None, 2), ("gelu", "swiglu"), (False, True))),
+)
+def test_model_flops_are_torchs(groups: int | None, activation: str, untied: bool) -> None:
+    config = configuration(groups, activation, untied)
+    counted = BATCH * model_flops_per_sample(config, config.padded_vocab(1))
+    assert counted == pytest.approx(measured(config), rel=0.01)
+
+
+@pytest.mark.parametrize("granularity", ["full", "selective"])
+def test_hardware_flops_contain_what_is_recomputed(granularity: str) -> None:
+    config = configuration(None, "gelu", False)
+    options = RecomputeConfig(recompute_granularity=granularity)
+    recompute = Recompute(options, RngStreams(0), Mesh.single().mpu())
+    counted = BATCH * hardware_flops_per_sample(config, config.padded_vocab(1), granularity)
+    # torch stops a recomputation early when nothing more is needed of it; a fused kernel cannot.
+    with set_checkpoint_early_stop(False):
+        assert counted == pytest.approx(measured(config, recompute), rel=0.01)
+
+
+def test_reference_model_needs_what_its_formula_says() -> None:
+    """6 (12 L H^2 + V H) + 12 L H S per token."""
+    config = ModelConfig(
+        num_layers=6, hidden_size=256, num_attention_heads=8, seq_length=256, vocab_size=50304
+    )
+    per_token = 6 * (12 * 6 * 256**2 + 50304 * 256) + 12 * 6 * 256 * 256
+    assert model_flops_per_sample(config, 50304) == 256 * per_token
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"num_query_groups": 2, "activation": "swiglu", "position_embedding_type": "rope"},
+        {"normalization": "RMSNorm", "add_bias_linear": False, "embed_layernorm": True},
+        {"add_bias_linear": False, "add_qkv_bias": True},
+        {"untie_embeddings_and_output_weights": True, "max_position_embeddings": 40},
+    ],
+)
+def test_parameters_are_those_of_the_model(changes: dict[str, object]) -> None:
+    config = dataclasses.replace(configuration(None, "gelu", False), **changes)
+    model = GPTModel(config, mesh=Mesh.single(), rng=RngStreams(0), seed=1)
+    assert parameters_per_rank(config, 1) == sum(p.numel() for p in model.parameters())

@@ -1,0 +1,238 @@
+"""The model in one process: its loss, its logits, its start, its cache, its refusals."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from megatron_ds.config import ACTIVATIONS, ModelConfig
+from megatron_ds.model.gpt import GPTModel
+from megatron_ds.model.init import Initializer
+from megatron_ds.parallel.mesh import Mesh
+from megatron_ds.parallel.random import RngStreams
+
+CONFIG = ModelConfig(
+    num_layers=2,
+    hidden_size=32,
+    num_attention_heads=4,
+    seq_length=12,
+    vocab_size=50,
+    make_vocab_size_divisible_by=64,
+    attention_dropout=0.0,
+    hidden_dropout=0.0,
+)
+POSITIONS = ("learned_absolute", "rope", "alibi", "none")
+
+
+def build(**options: Any) -> GPTModel:
+    config = dataclasses.replace(CONFIG, **options)
+    assert list(config.problems(1)) == []
+    return GPTModel(config, mesh=Mesh.single(), rng=RngStreams(0), seed=3)
+
+
+def some_tokens(rows: int = 2, length: int = 12) -> torch.Tensor:
+    return torch.randint(0, 50, (rows, length), generator=torch.Generator().manual_seed(1))
+
+
+class GrowingCache:
+    """The protocol, by concatenation."""
+
+    def __init__(self) -> None:
+        self.stored: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    @property
+    def length(self) -> int:
+        return self.stored[0][0].shape[2] if self.stored else 0
+
+    def update(
+        self, layer: int, k: torch.Tensor, v: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if layer in self.stored:
+            old_k, old_v = self.stored[layer]
+            k, v = torch.cat([old_k, k], dim=2), torch.cat([old_v, v], dim=2)
+        self.stored[layer] = (k, v)
+        return k, v
+
+
+def test_loss_is_the_cross_entropy_of_the_logits() -> None:
+    model, tokens = build(), some_tokens()
+    logits = model(tokens)
+    assert logits.shape == (2, 12, 64)
+    assert logits[..., 50:].eq(-torch.inf).all()
+    expected = F.cross_entropy(logits.flatten(0, 1), tokens.flatten())
+    torch.testing.assert_close(model(tokens, tokens), expected)
+
+
+def test_masked_tokens_do_not_count() -> None:
+    model, tokens = build(), some_tokens()
+    mask = torch.ones(2, 12)
+    mask[0, :5] = 0.0
+    losses = F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten(), reduction="none")
+    expected = losses[mask.flatten() == 1.0].mean()
+    torch.testing.assert_close(model(tokens, tokens, mask), expected)
+    assert model(tokens, tokens, torch.zeros(2, 12)).item() == 0.0
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("position", POSITIONS)
+def test_later_tokens_change_nothing_before_them(activation: str, position: str) -> None:
+    model = build(activation=activation, position_embedding_type=position, num_query_groups=2)
+    tokens = some_tokens()
+    changed = tokens.clone()
+    changed[:, 7] = (changed[:, 7] + 1) % 50
+    before, after = model(tokens), model(changed)
+    torch.testing.assert_close(before[:, :7], after[:, :7])
+    assert not torch.allclose(before[:, 7:, :50], after[:, 7:, :50])
+
+
+@pytest.mark.parametrize("groups", [None, 2])
+@pytest.mark.parametrize("position", POSITIONS)
+def test_cache_gives_the_logits_of_the_whole_sequence(position: str, groups: int | None) -> None:
+    model = build(position_embedding_type=position, num_query_groups=groups).eval()
+    tokens, cache = some_tokens(), GrowingCache()
+    with torch.no_grad():
+        parts = [model(part, cache=cache) for part in tokens.split([5, 1, 1, 4, 1], dim=1)]
+        torch.testing.assert_close(torch.cat(parts, dim=1), model(tokens), rtol=1e-4, atol=1e-5)
+
+
+def test_parameters_have_their_canonical_names_and_shapes() -> None:
+    model = build(activation="swiglu", num_query_groups=2, embed_layernorm=True)
+    shapes = {name: tuple(param.shape) for name, param in model.named_parameters()}
+    layer = {name: shape for name, shape in shapes.items() if name.startswith("layers.1.")}
+    ffn = model.config.ffn
+    assert layer == {
+        "layers.1.attention_norm.weight": (32,),
+        "layers.1.attention_norm.bias": (32,),
+        "layers.1.attention.qkv.weight": (64, 32),
+        "layers.1.attention.qkv.bias": (64,),
+        "layers.1.attention.proj.weight": (32, 32),
+        "layers.1.attention.proj.bias": (32,),
+        "layers.1.mlp_norm.weight": (32,),
+        "layers.1.mlp_norm.bias": (32,),
+        "layers.1.mlp.fc_in.weight": (2 * ffn, 32),
+        "layers.1.mlp.fc_in.bias": (2 * ffn,),
+        "layers.1.mlp.fc_out.weight": (32, ffn),
+        "layers.1.mlp.fc_out.bias": (32,),
+    }
+    assert {name: shape for name, shape in shapes.items() if not name.startswith("layers.")} == {
+        "embedding.word.weight": (64, 32),
+        "embedding.position.weight": (12, 32),
+        "embedding.norm.weight": (32,),
+        "embedding.norm.bias": (32,),
+        "final_norm.weight": (32,),
+        "final_norm.bias": (32,),
+    }
+    untied = build(untie_embeddings_and_output_weights=True)
+    assert untied.get_parameter("head.weight").shape == (64, 32)
+
+
+def test_biases_come_and_go_with_their_flags() -> None:
+    def linear_biases(**options: bool) -> set[str]:
+        names = (name for name, _ in build(**options).named_parameters())
+        return {name.split(".", 2)[2] for name in names if name.endswith("bias") and ".0." in name}
+
+    norms = {"attention_norm.bias", "mlp_norm.bias"}
+    linear = {"attention.qkv.bias", "attention.proj.bias", "mlp.fc_in.bias", "mlp.fc_out.bias"}
+    assert linear_biases() == norms | linear
+    assert linear_biases(add_bias_linear=False) == norms
+    with_qkv = linear_biases(add_bias_linear=False, add_qkv_bias=True)
+    assert with_qkv == norms | {"attention.qkv.bias"}
+
+
+def test_initial_weights_have_the_configured_spread() -> None:
+    model = build(hidden_size=256, num_layers=8, vocab_size=200, init_method_std=0.05)
+    qkv, proj = (
+        model.get_parameter(f"layers.3.attention.{name}.weight") for name in ("qkv", "proj")
+    )
+    assert qkv.std().item() == pytest.approx(0.05, rel=0.02)
+    assert proj.std().item() == pytest.approx(0.05 / 4.0, rel=0.02)  # sqrt(2 x 8 layers)
+    word = model.get_parameter("embedding.word.weight")
+    assert word[200:].eq(0.0).all()
+    assert word[:200].std().item() == pytest.approx(0.05, rel=0.02)
+    assert model.get_parameter("layers.3.attention.qkv.bias").eq(0.0).all()
+    assert model.get_parameter("final_norm.weight").eq(1.0).all()
+
+
+def test_initial_weights_depend_on_seed_and_name_alone() -> None:
+    torch.manual_seed(1)
+    first = Initializer(3).normal("a", 1.0)((4,))
+    torch.manual_seed(2)
+    assert torch.equal(Initializer(3).normal("a", 1.0)((4,)), first)
+    assert not torch.equal(Initializer(4).normal("a", 1.0)((4,)), first)
+    assert not torch.equal(Initializer(3).normal("b", 1.0)((4,)), first)
+
+
+def test_padding_does_not_change_the_model() -> None:
+    tokens = some_tokens()
+    padded, tight = build(), build(make_vocab_size_divisible_by=1)
+    torch.testing.assert_close(padded(tokens)[..., :50], tight(tokens))
+    torch.testing.assert_close(padded(tokens, tokens), tight(tokens, tokens))
+
+
+@pytest.mark.parametrize("wrong", [50, 63, -1])
+def test_ids_outside_the_vocabulary_are_refused(wrong: int) -> None:
+    model, tokens = build(), some_tokens()
+    broken = tokens.clone()
+    broken[1, 3] = wrong
+    with pytest.raises(ValueError, match=f"token id {wrong} is outside the vocabulary of 50"):
+        model(broken)
+    with pytest.raises(ValueError, match=f"token id {wrong} is outside the vocabulary of 50"):
+        model(tokens, broken)
+
+
+def test_learned_positions_end() -> None:
+    model = build(max_position_embeddings=16)
+    model(some_tokens(length=16))
+    with pytest.raises(ValueError, match="17 tokens does not fit into the 16 learned positions"):
+        model(some_tokens(length=17))
+    build(position_embedding_type="rope")(some_tokens(length=40))
+
+
+def test_dropout_is_in_training_alone_and_follows_the_position() -> None:
+    rng = RngStreams(0)
+    config = dataclasses.replace(CONFIG, attention_dropout=0.2, hidden_dropout=0.2)
+    model = GPTModel(config, mesh=Mesh.single(), rng=rng, seed=3)
+    tokens = some_tokens()
+
+    def loss(position: int) -> torch.Tensor:
+        rng.seed_micro_batch(1, position)
+        value: torch.Tensor = model(tokens, tokens)
+        return value
+
+    assert torch.equal(loss(8), loss(8))
+    assert not torch.equal(loss(8), loss(9))
+    model.eval()
+    assert torch.equal(loss(8), loss(9))
+    torch.testing.assert_close(loss(8), build()(tokens, tokens))
+
+
+@pytest.mark.parametrize("dropouts", [(0.3, 0.0), (0.0, 0.3)])
+def test_either_dropout_acts(dropouts: tuple[float, float]) -> None:
+    attention, hidden = dropouts
+    model = build(attention_dropout=attention, hidden_dropout=hidden)
+    tokens = some_tokens()
+    assert not torch.equal(model(tokens, tokens), model(tokens, tokens))
+
+
+@pytest.mark.parametrize("position", POSITIONS)
+def test_bf16_is_close_to_fp32(position: str) -> None:
+    model, tokens = build(position_embedding_type=position), some_tokens()
+    expected = model(tokens, tokens)
+    loss = model.to(torch.bfloat16)(tokens, tokens)
+    assert loss.dtype == torch.float32
+    torch.testing.assert_close(loss, expected, rtol=2e-3, atol=0)
+    loss.backward()
+    assert all(param.grad is not None for param in model.parameters())
+
+
+def test_the_exact_and_the_approximate_gelu_differ() -> None:
+    tokens = some_tokens()
+    tanh, exact = build(init_method_std=0.5), build(init_method_std=0.5, bias_gelu_fusion=False)
+    openai = build(init_method_std=0.5, activation="openai-gelu", bias_gelu_fusion=False)
+    assert torch.equal(tanh(tokens), openai(tokens))
+    difference = (tanh(tokens) - exact(tokens))[..., :50].abs().max()
+    assert 1e-6 < difference < 0.1

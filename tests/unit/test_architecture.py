@@ -1,0 +1,376 @@
+"""The floors of the house and who may import what, read from the source; nothing is run for it."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+PACKAGE = REPOSITORY / "megatron_ds"
+
+FLOORS = {
+    "config": 0,
+    "state": 0,
+    "arguments": 1,
+    "data": 1,
+    "extensions": 1,
+    "parallel": 1,
+    "runtime": 1,
+    "schedules": 1,
+    "tokenizer": 1,
+    "model": 2,
+    "engine": 3,
+    "checkpoint": 4,
+    "inference": 5,
+    "training": 5,
+}
+"""Rooms of the package by floor; the entry files stand above all of them."""
+
+NEIGHBOURS = {("data", "tokenizer")}
+"""Folders of one floor of which the first may use the second: preprocessing takes a tokenizer."""
+
+DEEPSPEED = (
+    "engine/",
+    "model/pipeline.py",
+    "checkpoint/",
+    "runtime.py",
+    "parallel/random.py",
+    "parallel/recompute.py",
+    "parallel/cross_entropy.py",
+)
+ARGPARSE = ("arguments.py",)
+ENVIRONMENT = ("runtime.py",)
+DEVICE = ("runtime.py",)
+WITHOUT_TORCH = (
+    "config.py",
+    "state.py",
+    "schedules.py",
+    "extensions.py",
+    "data/sample_index.py",
+    "data/indexed.py",
+)
+WITHOUT_GROUPS = ("data/", "tokenizer/")
+
+
+def sources() -> list[Path]:
+    return sorted(PACKAGE.rglob("*.py"))
+
+
+@functools.cache
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"), str(path))
+
+
+def name_of(path: Path) -> str:
+    """Path below the package: `data/indexed.py`."""
+    return path.relative_to(PACKAGE).as_posix()
+
+
+def module_of(path: Path) -> str:
+    """Dotted name: `megatron_ds.data.indexed`."""
+    parts = path.relative_to(REPOSITORY).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imports(path: Path, *, at_runtime: bool = False) -> Iterator[str]:
+    """Every module imported anywhere in a file, absolute; `from a import b` gives a and a.b.
+
+    at_runtime: leave out what only the type checker sees.
+    """
+    for node in nodes(tree(path), at_runtime):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                inside = module_of(path).split(".")
+                if path.name != "__init__.py":
+                    inside = inside[:-1]
+                above = inside[: len(inside) - (node.level - 1)]
+                base = ".".join([*above, base] if base else above)
+            yield base
+            yield from (f"{base}.{alias.name}" for alias in node.names)
+
+
+def nodes(node: ast.AST, at_runtime: bool) -> Iterator[ast.AST]:
+    for child in ast.iter_child_nodes(node):
+        if at_runtime and isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+            continue
+        yield child
+        yield from nodes(child, at_runtime)
+
+
+def uses(path: Path, package: str) -> bool:
+    return any(name == package or name.startswith(package + ".") for name in imports(path))
+
+
+def allowed(path: Path, places: tuple[str, ...]) -> bool:
+    """Whether a file is one of the places, or lies in one that ends with a slash."""
+    return any(
+        name_of(path) == place or (place.endswith("/") and name_of(path).startswith(place))
+        for place in places
+    )
+
+
+def room(module: str) -> str:
+    """`megatron_ds.data.indexed` lies in `data`."""
+    return module.split(".")[1]
+
+
+def report(offenders: list[str]) -> None:
+    assert not offenders, "\n" + "\n".join(offenders)
+
+
+def test_every_room_has_its_floor() -> None:
+    rooms = {room(module_of(path)) for path in sources() if path.parent != PACKAGE}
+    files = {path.stem for path in PACKAGE.glob("*.py")} - {"__init__"}
+
+    assert rooms | files <= set(FLOORS)
+
+
+def test_imports_go_down_or_to_a_sibling() -> None:
+    offenders = []
+    for path in sources():
+        if path == PACKAGE / "__init__.py":
+            continue
+        here = room(module_of(path))
+        for name in imports(path):
+            if not name.startswith("megatron_ds."):
+                continue
+            there = room(name)
+            beside = FLOORS[here] == FLOORS[there] == 1 and is_file(there)
+            siblings = here == there or beside or (here, there) in NEIGHBOURS
+            if FLOORS[there] >= FLOORS[here] and not siblings:
+                offenders.append(f"{name_of(path)} imports {name}")
+    report(offenders)
+
+
+def is_file(module: str) -> bool:
+    """The files of floor 1 stand beside its folders and serve all of them."""
+    return (PACKAGE / f"{module}.py").is_file()
+
+
+def test_the_entry_files_are_imported_by_nobody() -> None:
+    report(
+        [
+            f"{name_of(path)} imports {entry}"
+            for path in sources()
+            for entry in ("pretrain_gpt", "tools", "benchmarks", "tests")
+            if uses(path, entry)
+        ]
+    )
+
+
+def test_there_is_no_import_circle() -> None:
+    modules = {module_of(path): path for path in sources()}
+    graph = {
+        module: sorted({name for name in imports(path, at_runtime=True) if name in modules})
+        for module, path in modules.items()
+    }
+    done: set[str] = set()
+
+    def visit(module: str, trail: tuple[str, ...]) -> None:
+        assert module not in trail, " -> ".join([*trail, module])
+        if module not in done:
+            for target in graph[module]:
+                # `from . import x` names the package itself, which imports nothing.
+                if target != module:
+                    visit(target, (*trail, module))
+            done.add(module)
+
+    for module in graph:
+        visit(module, ())
+
+
+@pytest.mark.parametrize(
+    ("package", "places"),
+    [("deepspeed", DEEPSPEED), ("argparse", ARGPARSE)],
+    ids=["deepspeed", "argparse"],
+)
+def test_a_package_is_imported_in_its_places_alone(package: str, places: tuple[str, ...]) -> None:
+    report(
+        [
+            f"{name_of(path)} imports {package}"
+            for path in sources()
+            if uses(path, package) and not allowed(path, places)
+        ]
+    )
+
+
+def test_environment_variables_are_the_runtimes() -> None:
+    names = {"environ", "environb", "getenv", "putenv", "unsetenv"}
+    report(
+        [
+            f"{name_of(path)}:{node.lineno} uses os.{node.attr}"
+            for path in sources()
+            if not allowed(path, ENVIRONMENT)
+            for node in ast.walk(tree(path))
+            if isinstance(node, ast.Attribute)
+            and node.attr in names
+            and ast.unparse(node.value) == "os"
+        ]
+        + [
+            f"{name_of(path)} imports {name}"
+            for path in sources()
+            if not allowed(path, ENVIRONMENT)
+            for name in imports(path)
+            if name.removeprefix("os.") in names
+        ]
+    )
+
+
+def test_the_ground_and_the_index_arithmetic_know_no_torch() -> None:
+    for place in WITHOUT_TORCH:
+        assert (PACKAGE / place).is_file(), f"{place} has moved: correct this list"
+        assert not uses(PACKAGE / place, "torch"), place
+
+
+def test_data_and_tokenizer_know_no_process_groups() -> None:
+    report(
+        [
+            f"{name_of(path)} imports {package}"
+            for path in sources()
+            if allowed(path, WITHOUT_GROUPS)
+            for package in ("torch.distributed", "deepspeed", "megatron_ds.parallel")
+            if uses(path, package)
+        ]
+        + [
+            f"{name_of(path)}:{node.lineno} uses {ast.unparse(node)}"
+            for path in sources()
+            if allowed(path, WITHOUT_GROUPS)
+            for node in ast.walk(tree(path))
+            if isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.distributed"
+        ]
+    )
+
+
+def test_no_kind_of_device_is_named_outside_the_runtime() -> None:
+    def names_it(node: ast.AST) -> bool:
+        if isinstance(node, ast.Constant):
+            return isinstance(node.value, str) and (
+                node.value == "cuda" or node.value.startswith("cuda:")
+            )
+        return isinstance(node, ast.Attribute) and (
+            node.attr == "cuda" or ast.unparse(node).startswith("torch.cuda")
+        )
+
+    report(
+        [
+            f"{name_of(path)}:{getattr(node, 'lineno', '?')} {ast.unparse(node)}"
+            for path in sources()
+            if not allowed(path, DEVICE)
+            for node in ast.walk(tree(path))
+            if names_it(node)
+        ]
+    )
+
+
+def test_no_module_keeps_state() -> None:
+    """No `global`; no module-level container that a function of the module changes."""
+    offenders = []
+    for path in sources():
+        module = tree(path)
+        containers = {
+            target.id
+            for statement in module.body
+            if isinstance(statement, ast.Assign | ast.AnnAssign)
+            for target in (
+                statement.targets if isinstance(statement, ast.Assign) else [statement.target]
+            )
+            if isinstance(target, ast.Name)
+        }
+        for function in ast.walk(module):
+            if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
+                local = assigned(function)
+                offenders += [
+                    f"{name_of(path)}:{line} {what}"
+                    for line, what in changes(function, containers - local)
+                ]
+    report(offenders)
+
+
+def assigned(function: ast.FunctionDef | ast.AsyncFunctionDef) -> set[str]:
+    """Names that a function binds itself, its arguments too."""
+    names = {argument.arg for argument in ast.walk(function.args) if isinstance(argument, ast.arg)}
+    return names | {
+        node.id
+        for node in ast.walk(function)
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+    }
+
+
+MUTATORS = {
+    "add", "append", "clear", "discard", "extend", "insert", "pop", "popitem", "remove",
+    "setdefault", "update",
+}  # fmt: skip
+
+
+def changes(
+    function: ast.FunctionDef | ast.AsyncFunctionDef, containers: set[str]
+) -> Iterator[tuple[int, str]]:
+    """Lines of a function that change one of the containers, and what stands there."""
+
+    def is_change(node: ast.AST) -> bool:
+        if isinstance(node, ast.Subscript):
+            return (
+                isinstance(node.ctx, ast.Store | ast.Del) and ast.unparse(node.value) in containers
+            )
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            return node.func.attr in MUTATORS and ast.unparse(node.func.value) in containers
+        return isinstance(node, ast.Global)
+
+    for node in ast.walk(function):
+        if is_change(node):
+            yield getattr(node, "lineno", 0), ast.unparse(node)
+
+
+def test_the_ground_loads_no_torch() -> None:
+    code = (
+        "import sys, megatron_ds.config, megatron_ds.state, megatron_ds.schedules, "
+        "megatron_ds.arguments, megatron_ds.extensions; "
+        "print([name for name in ('torch', 'deepspeed', 'transformers') if name in sys.modules])"
+    )
+
+    result = subprocess.run(
+        [sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=True
+    )
+
+    assert result.stdout.strip() == "[]"
+
+
+NOTHING_BUILT_OR_FETCHED = """
+import socket, subprocess, sys
+import torch, deepspeed  # their own start is not ours to judge
+
+def refuse(self=None, *arguments, **keywords):
+    raise SystemExit(f"an import started or fetched something: {arguments}")
+
+subprocess.Popen.__init__ = refuse
+socket.socket.connect = refuse
+import torch.utils.cpp_extension
+torch.utils.cpp_extension.load = torch.utils.cpp_extension.load_inline = refuse
+import importlib
+for module in sys.argv[1:]:
+    importlib.import_module(module)
+print("imported", len(sys.argv) - 1)
+"""
+
+
+def test_importing_builds_and_fetches_nothing() -> None:
+    modules = [module_of(path) for path in sources()]
+
+    result = subprocess.run(
+        [sys.executable, "-c", NOTHING_BUILT_OR_FETCHED, *modules],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+    assert result.stdout.splitlines()[-1:] == [f"imported {len(modules)}"], result.stderr[-2000:]

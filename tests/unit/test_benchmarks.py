@@ -1,0 +1,164 @@
+"""The benchmarks' arithmetic, their processes, and one tiny run of each."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import math
+import operator
+import os
+
+import pytest
+
+from benchmarks import preprocess, train_step
+from benchmarks.common import Contender, in_turn, paired_ratio, this_machine, versions
+from benchmarks.train_step import COMPILED, DEEPSPEED, OURS, PLAIN, Report, Setting, Shape
+
+TINY = Shape(layers=1, hidden=32, heads=2, sequence=16, vocab=128, micro_batch=2)
+
+
+@pytest.fixture
+def start():
+    running = []
+
+    def start(*arguments):
+        running.append(Contender("the contender", *arguments))
+        return running[-1]
+
+    yield start
+    for contender in running:
+        contender.close()
+
+
+def test_a_contender_works_in_a_process_of_its_own(start):
+    # partial(add, 5) is the work; asked for 3 of it, it reports 5 + 3.
+    contender = start(functools.partial, operator.add, 5)
+    assert contender.run(3) == 8
+    assert contender.run(4) == 9
+
+
+def test_work_that_fails_gives_its_traceback(start):
+    contender = start(functools.partial, operator.truediv, 12)
+    with pytest.raises(RuntimeError, match=r"the contender failed:(.|\n)*ZeroDivisionError"):
+        contender.run(0)
+    assert contender.run(4) == 3
+
+
+def test_a_contender_that_cannot_be_built_says_why(start):
+    with pytest.raises(RuntimeError, match="invalid literal for int"):
+        start(int, "x").run(1)
+
+
+def test_a_contender_that_dies_is_reported(start):
+    with pytest.raises(RuntimeError, match="ended with status 3"):
+        start(functools.partial, os._exit).run(3)
+
+
+def test_a_closed_contender_is_gone(start):
+    contender = start(functools.partial, operator.add, 1)
+    contender.run(1)
+    process = contender._process
+    contender.close()
+    assert process.exitcode == 0
+
+
+class Recorder:
+    def __init__(self, name, log):
+        self.name, self.log = name, log
+
+    def run(self, count):
+        self.log.append(self.name)
+        return (self.name, count)
+
+
+def test_contenders_take_turns():
+    log = []
+    reports = in_turn([Recorder("a", log), Recorder("b", log)], rounds=3, count=7)
+    assert log == ["a", "b", "a", "b", "a", "b"]
+    assert reports == [[("a", 7)] * 3, [("b", 7)] * 3]
+
+
+def test_the_ratio_pairs_rounds():
+    # The machine was slow in the second round, and while we worked in the third.
+    ours = [[1.0, 1.0, 9.0], [10.0, 10.0, 10.0], [12.0, 12.0, 12.0]]
+    theirs = [[2.0, 2.0, 2.0], [20.0, 1.0, 20.0], [8.0, 8.0, 8.0]]
+    assert paired_ratio(ours, theirs) == 0.5
+
+
+def report(seconds, cpu=1.0):
+    return Report([seconds], [cpu], loss=4.0, peak_mib=100.0)
+
+
+def test_figures_of_a_contender():
+    figures = train_step.summary(
+        OURS, [report(2.0), report(4.0), report(3.0)], flops=600, tokens=90, rate=400.0
+    )
+    assert figures["step_seconds"] == 3.0
+    assert figures["tokens_per_second"] == 30.0
+    assert figures["model_gflops"] == pytest.approx(200e-9)
+    assert figures["mfu"] == 0.5
+    assert figures["rounds"] == [[2.0], [4.0], [3.0]]
+
+
+def test_a_target_is_judged_against_the_fastest_of_its_peers():
+    reports = {OURS: [report(3.0)], PLAIN: [report(6.0, cpu=2.0)], DEEPSPEED: [report(4.0)]}
+    plain, deepspeed = train_step.ratios("fp32", reports)
+    assert (plain["step"], plain["cpu"], plain["target"]) == (0.5, 0.5, None)
+    assert (deepspeed["step"], deepspeed["target"]) == (0.75, 1.0)
+
+
+def test_each_number_format_has_its_own_targets():
+    reports = {name: [report(1.0)] for name in (OURS, COMPILED, PLAIN, DEEPSPEED)}
+    found = train_step.ratios("bf16", reports)
+    targets = {(pair["ours"], pair["peer"]): pair["target"] for pair in found}
+    assert targets == {
+        (OURS, PLAIN): 0.85,
+        (OURS, DEEPSPEED): None,
+        (COMPILED, PLAIN): 0.7,
+        (COMPILED, DEEPSPEED): None,
+    }
+
+
+def test_the_machine_is_named():
+    assert this_machine().cores >= 1
+    assert this_machine().cpu
+    assert versions(["torch"])["torch"].startswith("2.")
+
+
+def test_all_train_the_same_model_on_the_same_tokens(capsys):
+    setting = Setting(TINY, "bf16", threads=1)
+    table = train_step.measure(
+        setting, train_step.contenders(compiled=False), rounds=1, steps=1, matrix=64
+    )
+    figures = {row["name"]: row for row in table["contenders"]}
+    assert list(figures) == [OURS, PLAIN, DEEPSPEED]
+    for row in figures.values():
+        # Random tokens and hardly trained: as good as not knowing.
+        assert row["last_loss"] == pytest.approx(math.log(TINY.vocab), abs=0.2)
+        assert row["step_seconds"] > 0
+        assert row["mfu"] > 0
+    train_step.show(table, {"settings": {"threads": 1}})
+    assert "transformers, DeepSpeed ZeRO-1" in capsys.readouterr().out
+
+
+def test_preprocessing_against_its_floor(tmp_path):
+    corpus = tmp_path / "corpus.jsonl"
+    with corpus.open("w", encoding="utf-8") as file:
+        for number in range(50):
+            file.write(
+                json.dumps({"text": f"document number {number}: a word, another word"}) + "\n"
+            )
+    options = argparse.Namespace(
+        input=str(corpus), vocab_file=None, merge_file=None, workers=1, rounds=1, copies=1
+    )
+    folder = tmp_path / "work"
+    folder.mkdir()
+    result = preprocess.measure(options, folder)
+    (times,) = result["rounds"]
+    assert result["ratio"] == round(times["floor"]["wall_s"] / times["tool"]["wall_s"], 3)
+    assert result["input"]["documents"] == 50
+
+    (folder / "floor.bin").write_bytes(b"something else")
+    with pytest.raises(ValueError, match="different tokens"):
+        preprocess.check_equal(folder)

@@ -1,0 +1,56 @@
+"""Pins and ranges agree, and the environment is the pinned one."""
+
+from __future__ import annotations
+
+import ast
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+def pins() -> dict[str, str]:
+    lines = (REPOSITORY / "requirements.txt").read_text().splitlines()
+    requirements = [Requirement(line) for line in lines if line and not line.startswith("#")]
+    return {
+        canonicalize_name(requirement.name): str(requirement.specifier).removeprefix("==")
+        for requirement in requirements
+    }
+
+
+def ranges() -> list[Requirement]:
+    """What setup.py asks for, extras included."""
+    call = next(
+        node
+        for node in ast.walk(ast.parse((REPOSITORY / "setup.py").read_text()))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "setup"
+    )
+    values = {keyword.arg: keyword.value for keyword in call.keywords}
+    needed = ast.literal_eval(values["install_requires"])
+    extras = ast.literal_eval(values["extras_require"])
+    return [Requirement(text) for text in [*needed, *(t for e in extras.values() for t in e)]]
+
+
+def test_every_pin_is_exact() -> None:
+    assert all(Version(pin) for pin in pins().values())
+
+
+@pytest.mark.parametrize("requirement", ranges(), ids=str)
+def test_the_pin_lies_in_the_range(requirement: Requirement) -> None:
+    assert requirement.specifier.contains(pins()[canonicalize_name(requirement.name)])
+
+
+@pytest.mark.parametrize(("name", "pin"), pins().items())
+def test_the_pinned_version_is_installed(name: str, pin: str) -> None:
+    assert Version(version(name)).public == pin
+
+
+def test_the_name_apex_is_never_required() -> None:
+    """On the package index it is another project than NVIDIA's."""
+    assert "apex" not in pins()
+    assert "apex" not in {requirement.name for requirement in ranges()}

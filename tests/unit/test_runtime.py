@@ -1,0 +1,105 @@
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_ds import runtime
+from megatron_ds.data.blend import BlendedDataset
+from megatron_ds.data.indexed import IndexedDataset
+from megatron_ds.extensions import stale_locks
+
+NOTHING = np.empty(0, dtype=np.int64)
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """A process that no launcher started, as the script `pretrain_gpt.py`."""
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(sys, "argv", ["folder/pretrain_gpt.py"])
+    return monkeypatch
+
+
+@pytest.fixture
+def surroundings(alone: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """Nothing that preparing the environment sets stays set after the test."""
+    alone.setenv("PATH", os.environ["PATH"])
+    alone.delenv("TORCH_EXTENSIONS_DIR", raising=False)
+    alone.setattr(runtime, "_quieten_libraries", lambda: None)
+    return alone
+
+
+def test_a_stale_lock_ends_the_program_by_name(tmp_path: Path) -> None:
+    lock = tmp_path / "cpu_adam" / "lock"
+    lock.parent.mkdir()
+    lock.touch()
+
+    with pytest.raises(SystemExit) as ended:
+        runtime.refuse_stale_locks(stale_locks(tmp_path))
+
+    # A text is printed, and the exit status is 1.
+    assert isinstance(ended.value.code, str)
+    assert f"\n  {lock}\n" in ended.value.code
+    assert "tools/build_ops.py" in ended.value.code
+
+
+def test_without_a_stale_lock_the_program_goes_on(tmp_path: Path) -> None:
+    runtime.refuse_stale_locks(stale_locks(tmp_path))
+
+
+def test_a_virtual_environment_keeps_its_ops(
+    surroundings: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    surroundings.setattr(sys, "prefix", str(tmp_path / "venv"))
+    surroundings.setattr(sys, "executable", str(tmp_path / "venv" / "bin" / "python"))
+
+    folder = runtime.prepare_environment()
+
+    assert folder == tmp_path / "venv" / "torch_extensions"
+    assert os.environ["TORCH_EXTENSIONS_DIR"] == str(folder)
+    assert os.environ["PATH"].split(os.pathsep)[0] == str(tmp_path / "venv" / "bin")
+
+
+def test_without_a_virtual_environment_torchs_folder_is_taken(
+    surroundings: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    surroundings.setattr(sys, "prefix", sys.base_prefix)
+    surroundings.setenv("HOME", str(tmp_path))
+
+    assert runtime.prepare_environment() == tmp_path / ".cache" / "torch_extensions"
+    assert "TORCH_EXTENSIONS_DIR" not in os.environ
+
+
+def test_the_users_folder_of_ops_is_taken(surroundings: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    surroundings.setattr(sys, "prefix", str(tmp_path / "venv"))
+    surroundings.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "mine"))
+
+    assert runtime.prepare_environment() == tmp_path / "mine"
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_users_error_is_one_message_and_exit_1(
+    capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    with pytest.raises(SystemExit) as ended, runtime.errors_in_words():
+        IndexedDataset(tmp_path / "none")
+
+    assert ended.value.code == 1
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert err == f"pretrain_gpt.py: there is no file {tmp_path / 'none.idx'}\n"
+
+
+def test_errors_of_other_code_and_other_kinds_keep_their_tracebacks(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(ValueError, match="invalid literal"), runtime.errors_in_words():
+        int("x")
+    with pytest.raises(IndexError, match="of a blend of 0"), runtime.errors_in_words():
+        BlendedDataset([], NOTHING, NOTHING)[0]
+
+    assert capfd.readouterr().err == ""

@@ -1,0 +1,292 @@
+"""Schedules against values worked out by hand, and against a walk over single batches."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from typing import Any
+
+import pytest
+
+from megatron_ds import schedules
+from megatron_ds.config import Config
+from megatron_ds.state import StepResult, TrainState
+
+
+def config_with(schedule: dict[str, Any], optimizer: dict[str, Any] | None = None) -> Config:
+    config = Config()
+    return dataclasses.replace(
+        config,
+        schedule=dataclasses.replace(config.schedule, **{"micro_batch_size": 1, **schedule}),
+        optimizer=dataclasses.replace(config.optimizer, **{"lr": 1.0, **(optimizer or {})}),
+    )
+
+
+def after(applied_samples: int) -> TrainState:
+    return TrainState(applied_samples=applied_samples)
+
+
+BY_SAMPLES = {
+    "train_samples": 1000,
+    "global_batch_size": 10,
+    "lr_warmup_samples": 100,
+    "lr_decay_samples": 500,
+    "min_lr": 0.1,
+}
+WARMUP = {0: 0.0, 50: 0.5, 100: 1.0}
+WSD_START = {**WARMUP, 200: 1.0, 300: 1.0}
+# Peak 1.0, floor 0.1, warm-up until 100, decay until 500, WSD's annealing from 300 on.
+LEARNING_RATES = {
+    ("constant", ""): {**WARMUP, 101: 1.0, 500: 1.0, 900: 1.0},
+    ("linear", ""): {**WARMUP, 200: 0.775, 300: 0.55, 500: 0.1, 501: 0.1, 900: 0.1},
+    ("cosine", ""): {
+        **WARMUP,
+        200: 0.8681980515,
+        300: 0.55,
+        400: 0.2318019485,
+        500: 0.1,
+        900: 0.1,
+    },
+    ("inverse-square-root", ""): {
+        **WARMUP,
+        225: 0.6666666667,
+        400: 0.5,
+        500: 0.4472135955,
+        501: 0.1,
+    },
+    ("WSD", "linear"): {**WSD_START, 350: 0.775, 400: 0.55, 500: 0.1, 900: 0.1},
+    ("WSD", "cosine"): {**WSD_START, 350: 0.8681980515, 400: 0.55, 500: 0.1, 900: 0.1},
+    ("WSD", "exponential"): {
+        **WSD_START,
+        350: 0.7136135475,
+        400: 0.4727922061,
+        500: 0.1,
+        900: 0.1,
+    },
+    ("WSD", "minus_sqrt"): {**WSD_START, 350: 0.55, 400: 0.3636038969, 500: 0.1, 900: 0.1},
+}
+
+
+@pytest.mark.parametrize(("style", "annealing"), LEARNING_RATES)
+def test_learning_rate_follows_the_table(style: str, annealing: str) -> None:
+    settings = {**BY_SAMPLES, "lr_decay_style": style}
+    if style == "WSD":
+        settings |= {"lr_wsd_decay_style": annealing, "lr_wsd_decay_samples": 200}
+    config = config_with(settings)
+    table = LEARNING_RATES[style, annealing]
+    rates = {done: schedules.learning_rate(config, after(done), 1) for done in table}
+    assert rates == pytest.approx(table, abs=1e-9)
+
+
+def test_lengths_in_iterations_count_global_batches() -> None:
+    config = config_with(
+        {"train_iters": 10, "global_batch_size": 4, "lr_warmup_iters": 2, "min_lr": 0.1}
+    )
+    table = {0: 0.0, 4: 0.5, 8: 1.0, 24: 0.55, 40: 0.1}
+    rates = {done: schedules.learning_rate(config, after(done), 2) for done in table}
+    assert rates == pytest.approx(table)
+
+
+def test_warmup_starts_at_its_initial_rate() -> None:
+    config = config_with({**BY_SAMPLES, "lr_warmup_init": 0.2})
+    assert schedules.learning_rate(config, after(0), 1) == pytest.approx(0.2)
+    assert schedules.learning_rate(config, after(50), 1) == pytest.approx(0.6)
+
+
+def test_warmup_fraction_is_a_share_of_the_decay() -> None:
+    config = config_with({**BY_SAMPLES, "lr_warmup_samples": 0, "lr_warmup_fraction": 0.25})
+    assert schedules.learning_rate(config, after(25), 1) == pytest.approx(0.2)
+    assert schedules.learning_rate(config, after(125), 1) == pytest.approx(1.0)
+
+
+def test_first_step_without_warmup_takes_the_peak() -> None:
+    config = config_with({**BY_SAMPLES, "lr_warmup_samples": 0})
+    assert schedules.learning_rate(config, after(0), 1) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("style", "table"),
+    [
+        ("constant", {0: 0.01, 500: 0.01, 1200: 0.01}),
+        ("linear", {0: 0.1, 250: 0.15, 500: 0.2, 1000: 0.3, 1200: 0.3}),
+        ("cosine", {0: 0.1, 250: 0.1292893219, 500: 0.2, 1000: 0.3, 1200: 0.3}),
+    ],
+)
+def test_weight_decay_follows_the_table(style: str, table: dict[int, float]) -> None:
+    bounds = {} if style == "constant" else {"start_weight_decay": 0.1, "end_weight_decay": 0.3}
+    config = config_with(BY_SAMPLES, {"weight_decay_incr_style": style, **bounds})
+    values = {done: schedules.weight_decay(config, after(done), 1) for done in table}
+    assert values == pytest.approx(table)
+
+
+def batches(config: Config, dp_size: int, count: int) -> list[int]:
+    """The first batch sizes of a run, one plan after the other."""
+    state, sizes = TrainState(), []
+    for _ in range(count):
+        plan = schedules.plan(config, state, dp_size)
+        sizes.append(plan.global_batch_size)
+        state = state.advance(plan, StepResult(loss=1.0, grad_norm=1.0), seq_length=1)
+    return sizes
+
+
+@pytest.mark.parametrize(
+    ("rampup", "final", "expected"),
+    [
+        # Three increments, one after each 8 samples; the third falls into a step.
+        ((4, 4, 24), 16, [4, 4, 8, 12, 16, 16]),
+        # Levels end at 3 1/3, 6 2/3 and 10 samples; whole steps are taken at the level they start.
+        ((2, 2, 10), 8, [2, 2, 4, 6, 8, 8]),
+        # A step that passes several levels at once.
+        ((6, 1, 4), 8, [6, 8, 8]),
+        ((4, 4, 0), 16, [16, 16]),
+        ((8, 4, 100), 8, [8, 8]),
+        (None, 8, [8, 8]),
+    ],
+)
+def test_batch_size_climbs_by_samples(
+    rampup: tuple[int, int, int] | None, final: int, expected: list[int]
+) -> None:
+    config = config_with(
+        {"train_samples": 1000, "global_batch_size": final, "rampup_batch_size": rampup}
+    )
+    assert batches(config, 1, len(expected)) == expected
+
+
+@pytest.mark.parametrize(
+    ("samples", "iterations"),
+    [(3, 0), (4, 1), (15, 2), (16, 3), (27, 3), (28, 4), (59, 5), (60, 6)],
+)
+def test_total_iterations_are_the_full_batches_of_the_ramp(samples: int, iterations: int) -> None:
+    """Batches of 4, 4, 8, 12, then 16: 4, 8, 16, 28, 44, 60 samples."""
+    config = config_with(
+        {"train_samples": samples, "global_batch_size": 16, "rampup_batch_size": (4, 4, 24)}
+    )
+    assert schedules.total_iterations(config, 1) == iterations
+
+
+def test_total_iterations_equal_a_walk_over_every_batch() -> None:
+    shapes = itertools.product((1, 3), (1, 4), (0, 1, 3), (0, 7, 60), (1, 20, 61, 200))
+    for start, increment, levels, ramp, samples in shapes:
+        final = start + increment * levels
+        config = config_with(
+            {
+                "train_samples": samples,
+                "global_batch_size": final,
+                "rampup_batch_size": (start, increment, ramp),
+            }
+        )
+        consumed, steps = 0, 0
+        while True:
+            climbed = levels * consumed // ramp if consumed < ramp else levels
+            if consumed + start + increment * climbed > samples:
+                break
+            consumed += start + increment * climbed
+            steps += 1
+        assert schedules.total_iterations(config, 1) == steps, config.schedule
+
+
+def test_a_ramp_over_many_samples_is_not_walked_sample_by_sample() -> None:
+    config = config_with(
+        {
+            "train_samples": 10**15,
+            "global_batch_size": 32,
+            "rampup_batch_size": (16, 16, 10**14),
+        }
+    )
+    assert schedules.total_iterations(config, 1) == 10**14 // 16 + (10**15 - 10**14) // 32
+
+
+def test_total_iterations_are_train_iters_where_given() -> None:
+    assert schedules.total_iterations(config_with({"train_iters": 7}), 1) == 7
+
+
+def test_plan_counts_the_micro_batches_of_each_rank() -> None:
+    config = config_with(
+        {**BY_SAMPLES, "micro_batch_size": 2, "global_batch_size": 24, "lr_decay_style": "linear"}
+    )
+    state = TrainState(iteration=4, consumed_samples=96, applied_samples=50, applied_iterations=2)
+    plan = schedules.plan(config, state, dp_size=3)
+    assert (plan.iteration, plan.global_batch_size, plan.num_micro_batches) == (5, 24, 4)
+    assert (plan.lr, plan.weight_decay) == (pytest.approx(0.5), 0.01)
+
+
+def test_a_skipped_step_moves_the_batch_size_and_not_the_learning_rate() -> None:
+    config = config_with(
+        {
+            "train_samples": 100,
+            "global_batch_size": 8,
+            "rampup_batch_size": (4, 4, 4),
+            "lr_warmup_samples": 10,
+        }
+    )
+    first = schedules.plan(config, TrainState(), 1)
+    state = TrainState().advance(first, StepResult(5.0, None, skipped=True), seq_length=1)
+    second = schedules.plan(config, state, 1)
+    assert (first.global_batch_size, second.global_batch_size) == (4, 8)
+    assert first.lr == second.lr == 0.0
+
+
+def test_planned_samples_cover_training_and_every_evaluation() -> None:
+    logging = dataclasses.replace(Config().logging, eval_iters=3)
+    by_iterations = config_with({"train_iters": 10, "micro_batch_size": 2})
+    by_samples = config_with({"train_samples": 33, "global_batch_size": 8})
+    with_evaluation = dataclasses.replace(by_iterations, logging=logging)
+    without = dataclasses.replace(by_samples, logging=dataclasses.replace(logging, eval_iters=0))
+    assert schedules.planned_samples(with_evaluation, dp_size=4) == (80, 24, 24)
+    assert schedules.planned_samples(without, dp_size=4) == (33, 0, 0)
+
+
+def test_a_good_schedule_has_no_problems() -> None:
+    wsd = {"lr_decay_style": "WSD", "lr_wsd_decay_samples": 400}
+    assert list(schedules.problems(config_with({**BY_SAMPLES, **wsd}), 1)) == []
+    assert list(schedules.problems(config_with({"train_iters": 5}), 2)) == []
+
+
+@pytest.mark.parametrize(
+    ("schedule", "optimizer", "message"),
+    [
+        ({"lr_warmup_samples": 500}, {}, "warm-up of 500 samples must be shorter than its decay"),
+        (
+            {"lr_warmup_samples": 0, "lr_warmup_fraction": 1.0},
+            {},
+            "warm-up of 500 samples must be shorter",
+        ),
+        (
+            {"lr_decay_style": "WSD", "lr_wsd_decay_samples": 401},
+            {},
+            "--lr-wsd-decay-samples 401 is longer than what --lr-decay-samples leaves after "
+            "warm-up: 400",
+        ),
+        ({"lr_decay_samples": 0}, {}, "--lr-decay-samples 0: must be positive"),
+        ({"lr_warmup_samples": -1}, {}, "--lr-warmup-samples -1: must not be negative"),
+        ({"min_lr": 2.0}, {}, "--min-lr 2.0 is above --lr 1.0"),
+        ({"lr_warmup_init": 1.5}, {}, "--lr-warmup-init 1.5 is above --lr 1.0"),
+        ({}, {"weight_decay": -0.1}, "--weight-decay -0.1: must not be negative"),
+        (
+            {"global_batch_size": 2000},
+            {},
+            "--train-samples 1000 is less than the first batch of 2000 samples",
+        ),
+        (
+            {
+                "train_samples": None,
+                "train_iters": 3,
+                "lr_warmup_samples": 0,
+                "lr_decay_samples": None,
+                "lr_warmup_iters": 4,
+            },
+            {},
+            "warm-up of 4 iters must be shorter than its decay of 3 iters",
+        ),
+    ],
+)
+def test_impossible_schedules_are_named(
+    schedule: dict[str, Any], optimizer: dict[str, Any], message: str
+) -> None:
+    found = list(schedules.problems(config_with({**BY_SAMPLES, **schedule}, optimizer), 1))
+    assert any(message in line for line in found), found
+
+
+def test_problems_bear_a_configuration_that_is_not_filled_in() -> None:
+    assert list(schedules.problems(Config(), 1)) == []
+    assert list(schedules.problems(config_with({"train_iters": 0}), 0)) == []

@@ -1,0 +1,171 @@
+"""Each kind of tokenizer: ids, end of document, fingerprint, errors."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer as Library
+from tokenizers import models, pre_tokenizers
+
+from megatron_ds.config import TokenizerConfig
+from megatron_ds.tokenizer import Tokenizer, build_tokenizer
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+END = "<|endoftext|>"
+
+
+def gpt2_files(folder: Path, words: tuple[str, ...] = ("h e", "he l")) -> TokenizerConfig:
+    vocab = {c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    for word in words:
+        vocab[word.replace(" ", "")] = len(vocab)
+    vocab[END] = len(vocab)
+    (folder / "vocab.json").write_text(json.dumps(vocab))
+    (folder / "merges.txt").write_text("\n".join(["#version: 0.2", *words, ""]))
+    return TokenizerConfig(
+        vocab_file=str(folder / "vocab.json"), merge_file=str(folder / "merges.txt")
+    )
+
+
+def hf_file(folder: Path, end: str = "</s>") -> Path:
+    library = Library(models.WordLevel({"a": 0, "b": 1, "[UNK]": 2}, unk_token="[UNK]"))
+    library.pre_tokenizer = pre_tokenizers.Whitespace()
+    library.add_special_tokens(["<s>", end])
+    library.save(str(folder / "tokenizer.json"))
+    return folder / "tokenizer.json"
+
+
+def hf(path: Path) -> Tokenizer:
+    return build_tokenizer(TokenizerConfig(tokenizer_type="HFTokenizer", tokenizer_model=str(path)))
+
+
+def test_gpt2_ids(tmp_path: Path) -> None:
+    tokenizer = build_tokenizer(gpt2_files(tmp_path))
+    assert (tokenizer.vocab_size, tokenizer.eod) == (259, 258)
+    assert tokenizer.encode("helhe") == [257, 256]
+    assert tokenizer.encode_batch(["hel", "", "he"]) == [[257], [], [256]]
+
+
+@pytest.mark.parametrize("text", ["", " hel lo\n\n", "naïve 漢字 🙂\x00", f"a{END}b"])
+def test_gpt2_round_trip_and_pickle(tmp_path: Path, text: str) -> None:
+    tokenizer = build_tokenizer(gpt2_files(tmp_path))
+    ids = tokenizer.encode(text)
+    assert tokenizer.decode(ids) == text
+    assert [ids] == tokenizer.encode_batch([text])
+    again = pickle.loads(pickle.dumps(tokenizer))
+    assert again.encode(text) == ids
+    assert again.eod == tokenizer.eod
+
+
+def test_gpt2_text_cannot_forge_the_end_of_a_document(tmp_path: Path) -> None:
+    tokenizer = build_tokenizer(gpt2_files(tmp_path))
+    assert tokenizer.eod not in tokenizer.encode(f"x {END} y")
+    assert tokenizer.decode([tokenizer.eod]) == END
+
+
+def test_gpt2_real_files(shared_data: Path) -> None:
+    tokenizer = build_tokenizer(
+        TokenizerConfig(
+            vocab_file=str(shared_data / "gpt2-vocab.json"),
+            merge_file=str(shared_data / "gpt2-merges.txt"),
+        )
+    )
+    assert tokenizer.encode("Hello world") == [15496, 995]
+    assert (tokenizer.vocab_size, tokenizer.eod) == (50257, 50256)
+    # The ids that GPT-2's own code gives these characters.
+    assert tokenizer.encode(END) == [27, 91, 437, 1659, 5239, 91, 29]
+
+
+def test_gpt2_fingerprint_follows_both_files(tmp_path: Path) -> None:
+    seen = set()
+    for number, words in enumerate([("h e", "he l"), ("h e", "e l"), ("h e", "he l")]):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        seen.add(build_tokenizer(gpt2_files(folder, words)).fingerprint)
+    assert len(seen) == 2
+    config = gpt2_files(tmp_path)
+    before = build_tokenizer(config).fingerprint
+    (tmp_path / "merges.txt").write_text("#version: 0.2\nh e\n")
+    assert build_tokenizer(config).fingerprint != before
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("vocab.json", "{", "vocab.json: not JSON"),
+        ("vocab.json", "[1]", "must be one JSON object"),
+        ("vocab.json", '{"a": 0}', "has no <|endoftext|>"),
+        ("vocab.json", '{"a": 0, "<|endoftext|>": 1}', "lacks 255 of the 256 bytes"),
+        ("merges.txt", "zz zz\n", "merges.txt: not the merges of"),
+    ],
+)
+def test_gpt2_bad_files(tmp_path: Path, name: str, content: str, message: str) -> None:
+    config = gpt2_files(tmp_path)
+    (tmp_path / name).write_text(content)
+    with pytest.raises(ValueError) as raised:
+        build_tokenizer(config)
+    assert message in str(raised.value)
+
+
+def test_all_missing_flags_are_named_at_once() -> None:
+    with pytest.raises(ValueError, match=r"(?s)--vocab-file.*--merge-file"):
+        build_tokenizer(TokenizerConfig())
+    with pytest.raises(ValueError, match="--vocab-size"):
+        build_tokenizer(TokenizerConfig(tokenizer_type="NullTokenizer"))
+
+
+def test_null_tokenizer() -> None:
+    tokenizer = build_tokenizer(TokenizerConfig(tokenizer_type="NullTokenizer"), 10)
+    assert (tokenizer.vocab_size, tokenizer.eod) == (11, 10)
+    assert tokenizer.encode(" 3  9 0\n") == [3, 9, 0]
+    assert tokenizer.decode([3, 9]) == "3 9"
+    for text in ("10", "-1", "x"):
+        with pytest.raises(ValueError, match="NullTokenizer"):
+            tokenizer.encode(text)
+    other = build_tokenizer(TokenizerConfig(tokenizer_type="NullTokenizer"), 11)
+    assert other.fingerprint != tokenizer.fingerprint
+
+
+def test_hf_file_and_folder(tmp_path: Path) -> None:
+    path = hf_file(tmp_path)
+    for tokenizer in (hf(path), hf(tmp_path)):
+        assert (tokenizer.vocab_size, tokenizer.eod) == (5, 4)
+        assert tokenizer.encode("a b </s> a") == [0, 1, 4, 0]
+        assert tokenizer.encode_batch(["a", "b b"]) == [[0], [1, 1]]
+        assert tokenizer.decode([0, 4]) == "a </s>"
+        assert pickle.loads(pickle.dumps(tokenizer)).encode("b") == [1]
+
+
+def test_hf_end_token_comes_from_the_side_file(tmp_path: Path) -> None:
+    path = hf_file(tmp_path, end="the-end")
+    with pytest.raises(ValueError, match="give eos_token"):
+        hf(path)
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": {"content": "the-end"}}')
+    assert hf(path).eod == 4
+    before = hf(path).fingerprint
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<s>"}')
+    assert hf(path).eod == 3
+    assert hf(path).fingerprint != before
+
+
+def test_hf_bad_paths(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no such tokenizer"):
+        hf(tmp_path / "none")
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(ValueError, match="not a tokenizer"):
+        hf(tmp_path)
+
+
+def test_start_up_loads_no_heavy_library() -> None:
+    code = (
+        "import sys, megatron_ds.data.preprocess, megatron_ds.tokenizer.gpt2\n"
+        "print([m for m in ('torch', 'transformers', 'deepspeed', 'rich') if m in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,59 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tools import build_ops
+from tools.build_ops import Op
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    return tmp_path
+
+
+def test_without_a_compiler_it_says_what_to_install(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+
+    assert build_ops.main([]) == 1
+
+    message = capsys.readouterr().err
+    assert "no-such-compiler" in message
+    assert "apt install g++" in message
+
+
+def test_a_stale_lock_is_named_and_removed(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lock = folder / "cpu_adam" / "lock"
+    lock.parent.mkdir()
+    lock.touch()
+
+    build_ops.clear_stale_locks(folder)
+
+    assert not lock.exists()
+    assert str(lock) in capsys.readouterr().out
+
+
+def test_a_failed_build_shows_the_end_of_what_it_printed(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(build_ops, "BUILD", "raise SystemExit('the linker said no')")
+
+    assert not build_ops.build(Op("CPUAdamBuilder", "Adam"), folder)
+
+    printed = capsys.readouterr()
+    assert "FAILED" in printed.out
+    assert "the linker said no" in printed.err
+    assert str(folder / "CPUAdamBuilder.log") in printed.err
+
+
+def test_the_ops_named_exist_in_deepspeed() -> None:
+    from deepspeed.ops.op_builder import cpu
+
+    for op in build_ops.CPU_OPS:
+        assert hasattr(cpu, op.builder)

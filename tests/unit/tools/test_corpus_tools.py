@@ -1,0 +1,132 @@
+"""Corpus, tokenizer, unigram loss and loss curve: the small tools of the demo."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_ds.data.indexed import IndexedWriter
+from megatron_ds.tokenizer.gpt2 import GPT2BPETokenizer
+from tools import make_corpus, plot_loss, train_tokenizer, unigram_loss
+
+
+def write_jsonl(path: Path, texts: list[str]) -> Path:
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return path
+
+
+def test_the_corpus_is_real_text_and_the_same_each_time(tmp_path: Path) -> None:
+    first, second = tmp_path / "1.jsonl", tmp_path / "2.jsonl"
+    for path in (first, second):
+        assert make_corpus.main(["--output", str(path), "--megabytes", "1"]) == 0
+
+    texts = [json.loads(line)["text"] for line in first.read_text().splitlines()]
+
+    assert first.read_bytes() == second.read_bytes()
+    assert len(texts) > 20
+    assert 0.5e6 < sum(len(text.encode()) for text in texts) <= 1e6
+    assert sum("def " in text for text in texts) > len(texts) / 2
+
+
+def test_the_library_is_read_as_it_declares_its_encoding(tmp_path: Path) -> None:
+    (tmp_path / "latin.py").write_bytes("# coding: latin-1\n# é\n".encode("latin-1"))
+    (tmp_path / "broken.py").write_bytes(b"# coding: no-such-coding\n")
+    (tmp_path / "empty.py").write_text("\n")
+    (tmp_path / "test").mkdir()
+    (tmp_path / "test" / "left_out.py").write_text("pass\n")
+
+    assert list(make_corpus.sources(tmp_path)) == ["# coding: latin-1\n# é\n"]
+
+
+def test_the_tokenizer_is_read_as_gpt2_files(tmp_path: Path) -> None:
+    text = "import os\nimport sys\nimport re\n" * 20 + "é€\n"
+    corpus = write_jsonl(tmp_path / "corpus.jsonl", [text])
+
+    size = train_tokenizer.train(corpus, "text", 265, tmp_path)
+    tokenizer = GPT2BPETokenizer(str(tmp_path / "vocab.json"), str(tmp_path / "merges.txt"))
+    ids = tokenizer.encode(text)
+
+    assert (size, tokenizer.vocab_size, tokenizer.eod) == (265, 265, 264)
+    assert tokenizer.decode(ids) == text
+    assert len(ids) < len(text.encode()) / 2
+
+
+@pytest.mark.parametrize(
+    ("line", "named"),
+    [("not json", "line 2"), ('{"body": "x"}', "'text'"), ('{"text": 5}', "not a text")],
+)
+def test_a_bad_line_of_the_corpus_is_named(tmp_path: Path, line: str, named: str) -> None:
+    path = tmp_path / "bad.jsonl"
+    path.write_text('{"text": "good"}\n' + line + "\n")
+
+    with pytest.raises(ValueError, match=named):
+        list(train_tokenizer.texts(path, "text"))
+
+
+def test_a_vocabulary_smaller_than_the_bytes_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="--vocab-size 256"):
+        train_tokenizer.train(tmp_path / "unread.jsonl", "text", 256, tmp_path)
+
+
+def test_the_unigram_loss_is_the_one_computed_by_hand(tmp_path: Path) -> None:
+    """Training has the tokens 0 0 0 1, validation 0 2, of three: (3+1, 1+1, 0+1) / 7."""
+    with IndexedWriter(tmp_path / "d", np.uint16) as writer:
+        for tokens in ([0, 0], [0, 1], [0, 2], [2, 2]):
+            writer.add_document(np.array(tokens))
+
+    train, valid = unigram_loss.train_and_validation(str(tmp_path / "d"), "2,1,1")
+
+    assert unigram_loss.unigram_loss(train, valid, 3) == pytest.approx(
+        -(math.log(4 / 7) + math.log(1 / 7)) / 2
+    )
+    with pytest.raises(ValueError, match="--vocab-size 2: the data has the token 2"):
+        unigram_loss.unigram_loss(train, valid, 2)
+
+
+def metrics(path: Path) -> Path:
+    records: list[dict[str, object]] = [
+        {"iteration": i, "lm_loss": 8.0 - i / 10} for i in range(1, 41)
+    ]
+    records[10]["lm_loss"] = None
+    records.append({"iteration": 40, "validation_loss": 4.5, "ppl": 90.0})
+    records.append({"iteration": 40, "test_loss": 4.6, "ppl": 99.5})
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def test_the_chart_falls_and_the_picture_is_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    curve = metrics(tmp_path / "metrics.jsonl")
+    picture = tmp_path / "loss.png"
+
+    code = plot_loss.main(["--metrics", str(curve), "--output", str(picture), "--baseline", "6.5"])
+    rows = [line.partition("|")[2] for line in capsys.readouterr().out.splitlines() if "|" in line]
+    first_dots = [row.index(".") for row in rows if "." in row]
+
+    assert code == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert first_dots == sorted(first_dots)
+    assert len(first_dots) > 10
+    assert sum(row.count("-") > 40 for row in rows) == 1
+    assert sum("o" in row for row in rows) == 1
+
+
+def test_steps_without_a_finite_loss_are_no_points(tmp_path: Path) -> None:
+    curves = plot_loss.read_curves(metrics(tmp_path / "metrics.jsonl"))
+
+    assert len(curves.train) == 39
+    assert curves.validation == [(40, 4.5)]
+    assert curves.test == [(40, 4.6)]
+
+
+def test_a_file_without_steps_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("")
+
+    with pytest.raises(ValueError, match="no training step"):
+        plot_loss.read_curves(path)

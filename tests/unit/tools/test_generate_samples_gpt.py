@@ -1,0 +1,291 @@
+"""The command line of generation: what it reads, refuses, and writes; without a checkpoint."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_ds.config import ModelConfig
+from megatron_ds.inference.settings import Sampling
+from tools import generate_samples_gpt as tool
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+
+
+class Words:
+    """A tokenizer of words; id 9 ends a document."""
+
+    vocab_size = 10
+    eod = 9
+    fingerprint = "words"
+
+    def encode(self, text: str) -> list[int]:
+        if "?" in text:
+            raise ValueError("no such word")
+        return [len(word) for word in text.split()]
+
+    def encode_batch(self, texts: Any) -> list[list[int]]:
+        return [self.encode(text) for text in texts]
+
+    def decode(self, ids: Any) -> str:
+        return "é" + " ".join("x" * number for number in ids)
+
+
+def parse(*words: object) -> tool.Request:
+    request, problems = tool.parse([str(word) for word in words])
+    assert problems == []
+    assert request is not None
+    return request
+
+
+def problems_of(*words: object) -> list[str]:
+    return tool.parse([str(word) for word in words])[1]
+
+
+def test_both_spellings_are_read(tmp_path: Path) -> None:
+    dashes = parse("--load", tmp_path, "--top-k", 5, "--top-p", 0.5, "--out-seq-length", 7)
+    lines = parse("--load", tmp_path, "--top_k", 5, "--top_p", 0.5, "--tokens_to_generate", 7)
+
+    assert dashes == lines
+    assert dashes.sampling == Sampling(top_k=5, top_p=0.5)
+    assert dashes.max_new_tokens == 7
+
+
+def test_defaults_are_those_of_the_forks(tmp_path: Path) -> None:
+    request = parse("--load", tmp_path)
+
+    assert request.sampling == Sampling(False, 1.0, 0, 0.0, 1234)
+    assert request.max_new_tokens == 1024
+    assert request.is_interactive
+    assert request.precision is None
+    assert not request.args.recompute
+
+
+def test_without_a_length_the_training_sequence_is_the_end(tmp_path: Path) -> None:
+    model = ModelConfig(seq_length=64)
+    assert parse("--load", tmp_path).max_length(model) == 64
+    assert parse("--load", tmp_path, "--out-seq-length", 900).max_length(model) is None
+
+
+def test_prompts_are_repeatable(tmp_path: Path) -> None:
+    request = parse("--load", tmp_path, "--prompt", "a b", "--prompts", "c", "d")
+    assert request.args.prompt == ["a b", "c", "d"]
+    assert not request.is_interactive
+
+
+def test_flags_of_the_training_are_told_apart(tmp_path: Path) -> None:
+    request = parse(
+        *("--load", tmp_path, "--num-layers", 2, "--vocab-file", "v.json", "--lr", 0.1),
+        *("--deepspeed", "--use-flash-attn", "--local_rank=1", "--glu-activation", "geglu"),
+    )
+
+    assert request.of_group("model") == {"num_layers": 2, "activation": "geglu"}
+    assert request.of_group("tokenizer") == {"vocab_file": "v.json"}
+    assert request.without_effect == ["--deepspeed", "--lr"]
+    assert tool.runtime_config(request).local_rank == 1
+
+
+def test_the_other_ranks_wait_for_a_person(tmp_path: Path) -> None:
+    typed, given = parse("--load", tmp_path), parse("--load", tmp_path, "--prompt", "a")
+    chosen = parse("--load", tmp_path, "--distributed-timeout-minutes", 3)
+
+    assert tool.runtime_config(typed).distributed_timeout_minutes > 60 * 24
+    assert tool.runtime_config(given).distributed_timeout_minutes == 10.0
+    assert tool.runtime_config(chosen).distributed_timeout_minutes == 3.0
+
+
+def test_all_problems_are_named_at_once(tmp_path: Path) -> None:
+    problems = problems_of(
+        *("--load", tmp_path / "no", "--prompt", "a", "--num-samples", -1, "--temperature", 0),
+        *("--tensor-model-parallel-size", 3, "--bf16", "--fp16", "--sample-input-file", "no.txt"),
+        *("--genfile", tmp_path / "no" / "x", "--out-seq-length", 0, "--micro-batch-size", 0),
+        *("--sample-output-file", tmp_path / "no" / "y", "--unheard-of", 3),
+    )
+
+    starts = [
+        "there is no flag --unheard-of",
+        "--temperature 0.0",
+        f"--load {tmp_path / 'no'}: there is no such folder",
+        "--tensor-model-parallel-size 3: all processes share the model, and 1 were started",
+        "--fp32, --bf16 and --fp16 exclude each other",
+        "--prompt, --sample-input-file and --num-samples exclude each other",
+        "--sample-input-file no.txt: there is no such file",
+        "--sample-output-file takes continued prompts",
+        f"--genfile {tmp_path / 'no' / 'x'}: there is no folder",
+        f"--sample-output-file {tmp_path / 'no' / 'y'}: there is no folder",
+        "--num-samples -1: must not be negative",
+        "--out-seq-length 0: must be positive",
+        "--micro-batch-size 0: must be positive",
+    ]
+    assert len(problems) == len(starts)
+    for problem, start in zip(problems, starts, strict=True):
+        assert problem.startswith(start)
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ((), "--load is required"),
+        (("--load", ".", "--genfile", "x"), "--genfile takes the samples of --num-samples"),
+        (("--load", ".", "stray"), "'stray' belongs to no flag"),
+        (("--load", ".", "--top-k", "many"), "--top-k"),
+        (("--load", ".", "--num-layers", "two"), "--num-layers"),
+        (("--load", ".", "--activation", "soft"), "soft"),
+    ],
+)
+def test_a_problem_is_named(words: tuple[str, ...], expected: str) -> None:
+    problems = problems_of(*words)
+    assert len(problems) == 1
+    assert expected in problems[0]
+
+
+MODEL = ModelConfig(
+    num_layers=2,
+    hidden_size=32,
+    num_attention_heads=4,
+    seq_length=16,
+    vocab_size=91,
+    group_query_attention=False,
+)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"num_layers": 2, "hidden_size": 32},
+        {"max_position_embeddings": 16, "ffn_hidden_size": 128, "kv_channels": 8},
+        {"num_query_groups": 4, "vocab_size": 90},
+        {"attention_dropout": 0.0, "hidden_dropout": 0.9, "init_method_std": 1.0},
+    ],
+)
+def test_model_flags_may_repeat_the_checkpoint(given: dict[str, Any]) -> None:
+    assert list(tool.disagreements(given, MODEL, null_tokenizer=True)) == []
+
+
+def test_model_flags_that_differ_are_named_with_both_values() -> None:
+    given = {"hidden_size": 64, "max_position_embeddings": 32, "vocab_size": 91}
+
+    problems = list(tool.disagreements(given, MODEL, null_tokenizer=True))
+
+    assert [problem.split(" (")[0] for problem in problems] == [
+        "--hidden-size is 64, in the checkpoint 32",
+        "--max-position-embeddings is 32, in the checkpoint 16",
+        "--vocab-size is 91, in the checkpoint 90",
+    ]
+
+
+def batches(request: tool.Request, problems: Any = lambda _: []) -> list[list[tool.Prompt]]:
+    return list(tool.batches_of(request, Words(), problems))
+
+
+def test_a_file_has_a_prompt_per_line(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.txt"
+    path.write_text("a bb\n\nccc\n", encoding="utf-8")
+
+    got = batches(parse("--load", tmp_path, "--sample-input-file", path, "--micro-batch-size", 2))
+
+    # An empty one starts after the end of a document.
+    assert got == [
+        [tool.Prompt("a bb", [1, 2]), tool.Prompt("", [9])],
+        [tool.Prompt("ccc", [3])],
+    ]
+
+
+def test_samples_start_from_the_end_of_document(tmp_path: Path) -> None:
+    got = batches(parse("--load", tmp_path, "--num-samples", 3, "--micro-batch-size", 2))
+    assert got == [[tool.Prompt(None, [9])] * 2, [tool.Prompt(None, [9])]]
+
+
+def test_problems_of_given_prompts_end_the_program(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    request = parse("--load", tmp_path, "--prompt", "a", "b", "--micro-batch-size", 1)
+
+    with pytest.raises(SystemExit) as end:
+        batches(request, lambda prompts: [f"{len(prompts)} prompts are bad"])
+
+    assert end.value.code == 2
+    assert "1 problem with the settings:\n  - 2 prompts are bad" in capsys.readouterr().err
+
+
+def test_typed_prompts_end_with_stop_and_outlive_problems(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "typed").write_text("a bb\nwhat?\ntoo long\nccc\nstop\nd\n", encoding="utf-8")
+    request = parse("--load", tmp_path)
+
+    def problems(prompts: list[tool.Prompt]) -> list[str]:
+        return ["it is too long"] if prompts[0].text == "too long" else []
+
+    with open(tmp_path / "typed", encoding="utf-8") as typed:
+        monkeypatch.setattr(sys, "stdin", typed)
+        got = batches(request, problems)
+
+    assert [batch[0].text for batch in got] == ["a bb", "ccc"]
+    assert capsys.readouterr().err == "no such word\nit is too long\n"
+
+
+def written(request: tool.Request, prompts: list[tool.Prompt], texts: list[list[int]]) -> None:
+    with tool.Output(request.args, Words()) as output:
+        output.write(prompts[:1], texts[:1])
+        output.write(prompts[1:], texts[1:])
+
+
+def test_samples_are_written_as_json_lines(tmp_path: Path) -> None:
+    path = tmp_path / "samples.jsonl"
+    request = parse("--load", tmp_path, "--num-samples", 2, "--genfile", path)
+
+    written(request, [tool.Prompt(None, [9])] * 2, [[1, 2, 9], [3, 1]])
+
+    assert [json.loads(line) for line in path.read_text("utf-8").splitlines()] == [
+        {"text": "éx xx", "length": 3, "finished": True},
+        {"text": "éxxx x", "length": 2, "finished": False},
+    ]
+
+
+def test_continuations_of_a_file_go_beside_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "in").touch()
+    request = parse("--load", tmp_path, "--sample-input-file", tmp_path / "in")
+
+    written(request, [tool.Prompt("a", [1]), tool.Prompt("bb", [2])], [[1, 9], [2]])
+
+    expected = "Context: a\nGenerated: éx\n\nContext: bb\nGenerated: éxx\n\n"
+    assert (tmp_path / "in.out").read_text("utf-8") == expected
+    assert capsys.readouterr() == ("", f"wrote 2 texts to {tmp_path / 'in.out'}\n")
+
+
+def test_other_texts_go_to_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    request = parse("--load", tmp_path, "--num-samples", 2)
+    written(request, [tool.Prompt(None, [9])] * 2, [[1, 9], [2]])
+    assert capsys.readouterr() == ("Sample 1: éx\n\nSample 2: éxx\n\n", "")
+
+
+CODE = """
+import runpy, sys
+try:
+    runpy.run_path("tools/generate_samples_gpt.py", run_name="__main__")
+except SystemExit as end:
+    loaded = [name for name in ("torch", "deepspeed", "transformers") if name in sys.modules]
+    print("status", end.code, loaded, file=sys.stderr)
+"""
+
+
+@pytest.mark.parametrize(("words", "status"), [(("--help",), 0), (("--top-k", "-1"), 2)])
+def test_help_and_problems_load_no_torch(words: tuple[str, ...], status: int) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", CODE, *words],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stderr.splitlines()[-1] == f"status {status} []"
+    if status == 0:
+        assert "--temperature" in done.stdout

@@ -1,0 +1,139 @@
+"""The command line of tools/preprocess_data.py, as whole processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from megatron_ds.data.indexed import IndexedDataset
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+TOOL = [sys.executable, str(REPOSITORY / "tools" / "preprocess_data.py")]
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+NULL = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "100"]
+
+
+def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*TOOL, *map(str, arguments)], env=ENVIRONMENT, capture_output=True, text=True, check=False
+    )
+
+
+def corpus(folder: Path, count: int = 50) -> Path:
+    path = folder / "in.jsonl"
+    path.write_text("".join(json.dumps({"text": f"{n % 100} 1"}) + "\n" for n in range(count)))
+    return path
+
+
+def test_whole_run_with_plain_progress(tmp_path: Path) -> None:
+    prefix = tmp_path / "out"
+    files = ["--input", corpus(tmp_path), "--output-prefix", prefix]
+    work = ["--append-eod", "--workers", "2", "--chunk-size", "5", "--log-interval", "20"]
+    done = run(*files, *NULL, *work, "--dataset-impl", "mmap")
+    assert done.returncode == 0, done.stderr
+    lines = done.stderr.splitlines()
+    assert [line.split("(")[0] for line in lines] == [
+        "Processed 20 documents ",
+        "Processed 40 documents ",
+    ]
+    assert "docs/s, " in lines[0]
+    assert lines[0].endswith("MB/s).")
+    assert "150 tokens" in done.stdout
+    assert f"wrote {prefix}_text_document.bin and .idx" in done.stdout
+    assert IndexedDataset(f"{prefix}_text_document").get(3).tolist() == [3, 1, 100]
+
+
+def test_flags_with_underscores_and_several_keys(tmp_path: Path) -> None:
+    path = tmp_path / "in_put.jsonl"
+    path.write_text('{"a": "1", "b": ""}\n')
+    flags = ["--output_prefix", tmp_path / "o_p", "--json_keys", "a", "b", "--append_eod"]
+    done = run(f"--input={path}", *flags, *NULL)
+    assert done.returncode == 0, done.stderr
+    assert "1 empty texts were left out" in done.stdout
+    names = sorted(os.listdir(tmp_path))
+    assert names[1:] == [f"o_p_{key}_document.{end}" for key in "ab" for end in ("bin", "idx")]
+
+
+def test_gpt2_files_by_their_short_flag(tmp_path: Path, shared_data: Path) -> None:
+    path = tmp_path / "in.jsonl"
+    path.write_text('{"text": "Hello world"}\n')
+    done = run(
+        *("--input", path, "--output-prefix", tmp_path / "out", "--append-eod"),
+        *("--tokenizer-type", "GPT2BPETokenizer", "--vocab", shared_data / "gpt2-vocab.json"),
+        *("--merge-file", shared_data / "gpt2-merges.txt", "--workers", "1"),
+    )
+    assert done.returncode == 0, done.stderr
+    tokens = IndexedDataset(tmp_path / "out_text_document").tokens
+    assert tokens.tolist() == [15496, 995, 50256]
+
+
+def test_errors_end_with_1_name_all_flags_and_leave_nothing(tmp_path: Path) -> None:
+    done = run(
+        *("--input", tmp_path / "none", "--output-prefix", tmp_path / "no" / "out"),
+        *("--tokenizer-type", "GPT2BPETokenizer", "--vocab", "v.json", "--workers", "0"),
+    )
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    for flag in ("--input", "--output-prefix", "--workers", "--vocab-file", "--merge-file"):
+        assert flag in done.stderr
+    path = tmp_path / "bad.jsonl"
+    path.write_text('{"text": "1"}\n{"no": 1}\n')
+    done = run("--input", path, "--output-prefix", tmp_path / "out", *NULL)
+    assert done.returncode == 1
+    assert f"{path}:2: has no key 'text'" in done.stderr
+    assert os.listdir(tmp_path) == ["bad.jsonl"]
+
+
+def test_old_formats_are_refused(tmp_path: Path) -> None:
+    done = run("--input", "x", "--output-prefix", "y", *NULL, "--dataset-impl", "lazy")
+    assert done.returncode == 2
+    assert "mmap" in done.stderr
+
+
+def test_a_terminal_gets_a_bar(tmp_path: Path) -> None:
+    main_end, terminal = pty.openpty()
+    flags = ["--input", str(corpus(tmp_path)), "--output-prefix", str(tmp_path / "out"), *NULL]
+    process = subprocess.Popen(
+        [*TOOL, *flags],
+        env={**ENVIRONMENT, "TERM": "xterm", "COLUMNS": "120"},
+        stdout=subprocess.DEVNULL,
+        stderr=terminal,
+    )
+    os.close(terminal)
+    shown = b""
+    try:
+        while part := os.read(main_end, 4096):
+            shown += part
+    except OSError:  # a terminal without a writer
+        pass
+    os.close(main_end)
+    assert process.wait() == 0
+    assert b"50 documents" in shown
+    assert b"100%" in shown
+
+
+def test_ctrl_c_leaves_no_pair(tmp_path: Path) -> None:
+    pipe = tmp_path / "in.jsonl"
+    corpus(tmp_path, 200_000)
+    flags = ["--input", str(pipe), "--output-prefix", str(tmp_path / "out"), *NULL]
+    process = subprocess.Popen(
+        [*TOOL, *flags, "--log-interval", "1", "--chunk-size", "1"],
+        env=ENVIRONMENT,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        # A shell's background job inherits an ignored SIGINT, and so would the tool.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    assert process.stderr is not None
+    process.stderr.readline()
+    os.killpg(process.pid, signal.SIGINT)
+    rest = process.communicate()[1]
+    assert process.returncode == 130
+    assert "Traceback" not in rest
+    assert os.listdir(tmp_path) == ["in.jsonl"]

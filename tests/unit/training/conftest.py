@@ -1,0 +1,91 @@
+"""Records to feed the sinks with, and the tables of docs/logging.md that the sinks must keep."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megatron_ds.training.records import EvalRecord, IntervalRecord, StepRecord
+
+DOCUMENT = Path(__file__).resolve().parents[3] / "docs" / "logging.md"
+
+
+@pytest.fixture
+def step() -> Callable[..., StepRecord]:
+    """step(iteration, **changes): batches of 4 samples of 8 tokens."""
+
+    def make(iteration: int, **changes: object) -> StepRecord:
+        record = StepRecord(
+            iteration=iteration,
+            consumed_samples=4 * iteration,
+            consumed_tokens=32 * iteration,
+            lm_loss=10.0 - iteration,
+            grad_norm=1.5,
+            learning_rate=0.001,
+            weight_decay=0.01,
+            global_batch_size=4,
+            loss_scale=None,
+            skipped=False,
+            nan=False,
+            seconds=0.5,
+            tokens_per_second=64.0,
+            tflops=0.25,
+        )
+        return dataclasses.replace(record, **changes)  # type: ignore[arg-type]
+
+    return make
+
+
+@pytest.fixture
+def interval(step: Callable[..., StepRecord]) -> Callable[..., IntervalRecord]:
+    """interval(iteration, **changes): an interval that ends there."""
+
+    def make(iteration: int, **changes: object) -> IntervalRecord:
+        record = IntervalRecord(
+            last=step(iteration),
+            total_iterations=100,
+            lm_loss=5.25,
+            params_norm=None,
+            skipped=0,
+            nan=0,
+            seconds_per_iteration=0.5,
+            samples_per_second=8.0,
+            tokens_per_second_per_device=32.0,
+            tflops=0.25,
+        )
+        return dataclasses.replace(record, **changes)  # type: ignore[arg-type]
+
+    return make
+
+
+@pytest.fixture
+def evaluation() -> Callable[..., EvalRecord]:
+    """evaluation(iteration, split): a loss of 2.0."""
+
+    def make(iteration: int, split: str = "validation") -> EvalRecord:
+        return EvalRecord(
+            iteration=iteration,
+            consumed_samples=4 * iteration,
+            consumed_tokens=32 * iteration,
+            split=split,
+            where=f"iteration {iteration}",
+            loss=2.0,
+        )
+
+    return make
+
+
+@pytest.fixture
+def documented() -> Callable[[str], list[list[str]]]:
+    """documented(heading): the rows of the table of that section, cells without backquotes."""
+
+    def rows(heading: str) -> list[list[str]]:
+        _, _, rest = DOCUMENT.read_text(encoding="utf-8").partition(f"## {heading}\n")
+        lines = re.findall(r"^\|(.*)\|$", rest.partition("\n## ")[0], flags=re.MULTILINE)
+        return [[cell.strip().strip("`") for cell in line.split("|")] for line in lines[2:]]
+
+    return rows

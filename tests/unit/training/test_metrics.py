@@ -1,0 +1,215 @@
+"""When figures are reduced and handed on, and what the averages are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from megatron_ds.state import StepPlan, StepResult, TrainState
+from megatron_ds.training.metrics import Metrics, Workload
+from megatron_ds.training.records import EvalRecord, IntervalRecord, Sink, StepRecord
+
+WORKLOAD = Workload(flops_per_sample=3 * 10**12, seq_length=8, world_size=2)
+
+
+class Notebook(Sink):
+    """Keeps what it gets, in order."""
+
+    def __init__(self) -> None:
+        self.seen: list[object] = []
+        self.closed = False
+
+    def steps(self, records: Sequence[StepRecord]) -> None:
+        self.seen.extend(records)
+
+    def interval(self, record: IntervalRecord) -> None:
+        self.seen.append(record)
+
+    def evaluation(self, record: EvalRecord) -> None:
+        self.seen.append(record)
+
+    def close(self) -> None:
+        self.closed = True
+
+    def of(self, kind: type) -> list[object]:
+        return [record for record in self.seen if isinstance(record, kind)]
+
+
+class Run:
+    """A loop of steps of 4 samples and half a second, without a model."""
+
+    def __init__(self, log_interval: int, **settings: object) -> None:
+        self.notebook = Notebook()
+        self.reductions: list[list[float]] = []
+        self.metrics = Metrics(
+            WORKLOAD,
+            log_interval=log_interval,
+            total_iterations=50,
+            mean_over_dp=self.mean,
+            sinks=[self.notebook],
+            **settings,  # type: ignore[arg-type]
+        )
+        self.state = TrainState()
+
+    def mean(self, losses: list[float]) -> list[float]:
+        """As if another rank had losses that are 2 higher."""
+        self.reductions.append(losses)
+        return [loss + 1.0 for loss in losses]
+
+    def step(self, loss: float, *, batch: int = 4, seconds: float = 0.5, **result: object) -> None:
+        plan = StepPlan(self.state.iteration + 1, batch, 1, lr=0.5, weight_decay=0.25)
+        done = StepResult(loss, **{"grad_norm": 1.0, **result})  # type: ignore[arg-type]
+        self.state = self.state.advance(plan, done, seq_length=8)
+        self.metrics.record(self.state, plan, done, seconds)
+
+    def intervals(self) -> list[IntervalRecord]:
+        return self.notebook.of(IntervalRecord)  # type: ignore[return-value]
+
+    def steps(self) -> list[StepRecord]:
+        return self.notebook.of(StepRecord)  # type: ignore[return-value]
+
+
+def test_one_collective_per_log_interval() -> None:
+    run = Run(log_interval=3)
+    for loss in (1.0, 2.0, 3.0, 4.0, 5.0):
+        run.step(loss)
+    assert run.reductions == [[1.0, 2.0, 3.0]]
+    run.step(6.0)
+    assert run.reductions == [[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]
+    assert [record.last.iteration for record in run.intervals()] == [3, 6]
+    assert [record.lm_loss for record in run.steps()] == [2.0, 3.0, 4.0, 5.0, 6.0, 7.0]
+
+
+def test_a_loss_is_not_waited_for_before_the_interval_ends() -> None:
+    read = []
+
+    class Unfinished:
+        """Like a tensor: reading it waits for the device."""
+
+        def __init__(self, value: float) -> None:
+            self.value = value
+
+        def __float__(self) -> float:
+            read.append(self.value)
+            return self.value
+
+    run = Run(log_interval=2)
+    run.step(Unfinished(1.0), grad_norm=Unfinished(7.0))  # type: ignore[arg-type]
+    assert read == []
+    run.step(Unfinished(2.0))  # type: ignore[arg-type]
+    assert sorted(read) == [1.0, 2.0, 7.0]
+    assert run.steps()[0].grad_norm == 7.0
+
+
+def test_a_rank_that_does_not_report_takes_part_in_the_collectives() -> None:
+    reductions, norms = [], []
+    metrics = Metrics(
+        WORKLOAD,
+        log_interval=1,
+        total_iterations=1,
+        mean_over_dp=lambda losses: reductions.append(losses) or losses,  # type: ignore[func-returns-value]
+        params_norm=lambda: norms.append(1) or 1.0,  # type: ignore[func-returns-value]
+    )
+    plan, result = StepPlan(1, 4, 1, 0.5, 0.0), StepResult(3.0, None)
+    metrics.record(TrainState().advance(plan, result, 8), plan, result, 1.0)
+    assert (reductions, norms) == ([[3.0]], [1])
+
+
+def test_the_interval_averages_the_steps_that_advanced() -> None:
+    run = Run(log_interval=4)
+    run.step(1.0)
+    run.step(float("nan"), skipped=True, grad_norm=float("inf"))
+    run.step(8.0, skipped=True)
+    run.step(4.0)
+    (record,) = run.intervals()
+    assert record.lm_loss == pytest.approx(3.5)
+    assert (record.skipped, record.nan) == (2, 1)
+    assert [step.skipped for step in run.steps()] == [False, True, True, False]
+    assert [step.nan for step in run.steps()] == [False, True, False, False]
+
+
+def test_counts_of_skipped_steps_start_anew_with_each_interval() -> None:
+    run = Run(log_interval=1)
+    run.step(1.0, skipped=True)
+    run.step(1.0)
+    first, second = run.intervals()
+    assert (first.lm_loss, first.skipped) == (None, 1)
+    assert (second.lm_loss, second.skipped) == (2.0, 0)
+
+
+def test_speeds_come_from_the_seconds_of_the_steps() -> None:
+    run = Run(log_interval=2)
+    run.step(1.0, batch=4, seconds=1.0)
+    run.step(1.0, batch=8, seconds=3.0)
+    first, second = run.steps()
+    assert (first.seconds, first.tokens_per_second, first.tflops) == (1.0, 32.0, 6.0)
+    assert second.tokens_per_second == pytest.approx(64 / 3)
+    (record,) = run.intervals()
+    assert record.seconds_per_iteration == 2.0
+    assert record.samples_per_second == 3.0
+    assert record.tokens_per_second_per_device == 12.0
+    assert record.tflops == pytest.approx(4.5)
+
+
+def test_a_step_record_tells_the_state_after_and_the_plan_before() -> None:
+    run = Run(log_interval=1)
+    run.step(1.0, loss_scale=64.0)
+    (record,) = run.steps()
+    assert (record.iteration, record.consumed_samples, record.consumed_tokens) == (1, 4, 32)
+    assert (record.learning_rate, record.weight_decay, record.global_batch_size) == (0.5, 0.25, 4)
+    assert (record.loss_scale, record.grad_norm) == (64.0, 1.0)
+
+
+def test_persist_hands_on_the_steps_and_leaves_the_interval_open() -> None:
+    run = Run(log_interval=3)
+    run.step(1.0)
+    run.metrics.persist()
+    run.metrics.persist()
+    assert [record.iteration for record in run.steps()] == [1]
+    assert run.intervals() == []
+    run.step(2.0)
+    run.step(3.0)
+    (record,) = run.intervals()
+    assert record.lm_loss == pytest.approx(3.0)
+    assert run.reductions == [[1.0], [2.0, 3.0]]
+
+
+def test_flush_reports_an_interval_that_is_not_full_once() -> None:
+    run = Run(log_interval=10)
+    run.step(1.0)
+    run.step(3.0)
+    run.metrics.flush()
+    run.metrics.flush()
+    (record,) = run.intervals()
+    assert (record.last.iteration, record.lm_loss) == (2, 3.0)
+
+
+def test_an_evaluation_comes_after_the_steps_before_it() -> None:
+    run = Run(log_interval=10)
+    run.step(1.0)
+    run.metrics.record_eval(run.state, "test", "the end", 2.5)
+    step, evaluation = run.notebook.seen
+    assert isinstance(step, StepRecord)
+    assert evaluation == EvalRecord(1, 4, 32, "test", "the end", 2.5)
+
+
+def test_the_parameter_norm_is_computed_once_per_interval() -> None:
+    norms = iter([1.5, 2.5])
+    run = Run(log_interval=2, params_norm=lambda: next(norms))
+    for _ in range(4):
+        run.step(1.0)
+    assert [record.params_norm for record in run.intervals()] == [1.5, 2.5]
+
+
+def test_close_closes_the_sinks_and_calls_no_collective() -> None:
+    run = Run(log_interval=10)
+    run.step(1.0)
+    run.metrics.close()
+    assert run.notebook.closed
+    assert run.reductions == []
+
+
+def test_perplexity_stays_finite() -> None:
+    assert EvalRecord(1, 1, 1, "validation", "", 0.0).ppl == 1.0
+    assert EvalRecord(1, 1, 1, "validation", "", 1e6).ppl == pytest.approx(4.851651954e8)

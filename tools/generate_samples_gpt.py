@@ -1,0 +1,486 @@
+#!/usr/bin/env python
+"""Continue prompts with a trained GPT, or let it write from nothing.
+
+The command line over `megatron_ds.inference`: flags, prompts, output. Runs with python, and on
+several processes (torchrun, deepspeed), which then share the model by tensor parallelism; the first
+reads and prints.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TextIO, TypeVar
+
+from megatron_ds import arguments, runtime
+from megatron_ds.config import GROUPS, ModelConfig, RuntimeConfig, flag_of
+from megatron_ds.inference.settings import Sampling
+
+if TYPE_CHECKING:
+    from megatron_ds.checkpoint.native import Found
+    from megatron_ds.tokenizer import Tokenizer
+
+T = TypeVar("T")
+
+NAME = Path(__file__).name
+DEFAULT_NEW_TOKENS = 1024
+ENDLESS_MINUTES = 60.0 * 24 * 365
+"""The other ranks wait for what a person types."""
+RUNTIME_FLAGS = ("distributed_backend", "distributed_timeout_minutes", "local_rank")
+FREE_MODEL_FLAGS = ("attention_dropout", "hidden_dropout", "init_method_std")
+"""Flags of the training that mean nothing here, so that any value agrees with the checkpoint."""
+EPILOG = """
+Also read are pretrain_gpt.py's flags of the tokenizer (--tokenizer-type, --vocab-file,
+--merge-file, --tokenizer-model), which then stand in for those of the training, and of the model,
+which must agree with the checkpoint. Its other flags have no effect.
+Without --prompt, --sample-input-file and --num-samples prompts are read from the terminal, until
+the end of the input or the prompt "stop".
+"""
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What is to be continued. text: None for a sample from nothing."""
+
+    text: str | None
+    ids: list[int]
+
+
+class Limits(NamedTuple):
+    """How long a text may become; see `generate`."""
+
+    max_new_tokens: int
+    max_length: int | None
+
+
+@dataclass(frozen=True)
+class Request:
+    """A checked command line. given: the flags of pretrain_gpt.py, by field."""
+
+    args: argparse.Namespace
+    sampling: Sampling
+    given: dict[str, Any]
+
+    @property
+    def max_new_tokens(self) -> int:
+        return int(self.args.out_seq_length or DEFAULT_NEW_TOKENS)
+
+    def max_length(self, model: ModelConfig) -> int | None:
+        """Where a sequence ends, unless --out-seq-length says how much is wanted."""
+        return model.sequence if self.args.out_seq_length is None else None
+
+    @property
+    def is_interactive(self) -> bool:
+        return not (self.args.prompt or self.args.sample_input_file or self.args.num_samples)
+
+    @property
+    def precision(self) -> str | None:
+        return next((name for name in ("fp32", "bf16", "fp16") if getattr(self.args, name)), None)
+
+    @property
+    def without_effect(self) -> list[str]:
+        """Flags of the training that were given and are not read."""
+        read = {*self.of_group("model"), *self.of_group("tokenizer"), *RUNTIME_FLAGS}
+        return sorted(flag_of(name) for name in self.given if name not in read)
+
+    def of_group(self, group: str) -> dict[str, Any]:
+        names = {item.name for item in dataclasses.fields(GROUPS[group])}
+        return {name: value for name, value in self.given.items() if name in names}
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=NAME, description=__doc__, epilog=EPILOG, allow_abbrev=False, exit_on_error=False
+    )
+
+    def add(group: argparse._ArgumentGroup, flag: str, *more: str, **options: Any) -> None:
+        names = [form for name in (flag, *more) for form in arguments.spellings(name)]
+        group.add_argument(*dict.fromkeys(names), dest=flag.replace("-", "_"), **options)
+
+    model = parser.add_argument_group("model")
+    add(
+        model,
+        "load",
+        metavar="FOLDER",
+        help="--save folder of a training (its newest checkpoint), or one of its checkpoints",
+    )
+    add(
+        model,
+        "tensor-model-parallel-size",
+        "model-parallel-size",
+        type=int,
+        metavar="N",
+        help="processes that share the model, not necessarily as many as in the training "
+        "(default: all that were started)",
+    )
+    for name in ("fp32", "bf16", "fp16"):
+        add(model, name, action="store_true", help=f"compute in {name}, not in the training's type")
+    add(
+        model,
+        "recompute",
+        action="store_true",
+        help="keep no keys and values: compute the whole text anew for each token",
+    )
+    prompts = parser.add_argument_group("prompts and output")
+    add(
+        prompts,
+        "prompt",
+        "prompts",
+        nargs="+",
+        action="extend",
+        metavar="TEXT",
+        help="prompts; can be given often",
+    )
+    add(prompts, "sample-input-file", metavar="FILE", help="text file with a prompt per line")
+    add(
+        prompts,
+        "sample-output-file",
+        metavar="FILE",
+        help="where prompts and continuations go (default: the terminal, or SAMPLE_INPUT_FILE.out)",
+    )
+    add(
+        prompts,
+        "num-samples",
+        type=int,
+        default=0,
+        metavar="N",
+        help="this many samples from nothing (they start with the end-of-document token)",
+    )
+    add(
+        prompts,
+        "genfile",
+        metavar="FILE",
+        help="JSON lines for --num-samples: text, length in tokens, finished (default: the "
+        "terminal)",
+    )
+    add(
+        prompts,
+        "out-seq-length",
+        "tokens-to-generate",
+        type=int,
+        metavar="N",
+        help=f"new tokens per prompt (default: up to {DEFAULT_NEW_TOKENS}, within the training's "
+        "sequence length; with rope, alibi or no positions N may lead beyond it)",
+    )
+    add(
+        prompts,
+        "micro-batch-size",
+        type=int,
+        default=8,
+        metavar="N",
+        help="prompts that are continued together (default: %(default)s); the text does not "
+        "depend on it",
+    )
+    sampling = parser.add_argument_group("sampling")
+    default = Sampling()
+    add(sampling, "greedy", action="store_true", help="take the most probable token")
+    add(
+        sampling,
+        "temperature",
+        type=float,
+        default=default.temperature,
+        metavar="X",
+        help="below 1: more probable tokens more often (default: %(default)s)",
+    )
+    add(
+        sampling,
+        "top-k",
+        type=int,
+        default=default.top_k,
+        metavar="N",
+        help="draw from the N most probable tokens; 0 is off (default: %(default)s)",
+    )
+    add(
+        sampling,
+        "top-p",
+        type=float,
+        default=default.top_p,
+        metavar="X",
+        help="draw from the fewest tokens with together this probability; 0 is off (default: "
+        "%(default)s)",
+    )
+    add(
+        sampling,
+        "seed",
+        type=int,
+        default=default.seed,
+        metavar="N",
+        help="decides all samples (default: %(default)s)",
+    )
+    return parser
+
+
+def parse(argv: Sequence[str]) -> tuple[Request | None, list[str]]:
+    """The command line and every problem that can be seen without the checkpoint."""
+    try:
+        args, rest = build_parser().parse_known_args(list(argv))
+        space, unknown = arguments.build_parser().parse_known_args(rest)
+    except (argparse.ArgumentError, ValueError) as error:
+        return None, [str(error)]
+    given = {name: value for name, value in vars(space).items() if " " not in name}
+    if "glu_activation" in given:
+        given["activation"] = given.pop("glu_activation")
+    sampling = Sampling(args.greedy, args.temperature, args.top_k, args.top_p, args.seed)
+    words = [f"there is no flag {word} (--help lists them)" for word in unknown if word[:1] == "-"]
+    if unknown and not words:
+        words = [f"{unknown[0]!r} belongs to no flag"]
+    return Request(args, sampling, given), [*words, *sampling.problems(), *_problems(args)]
+
+
+def _problems(args: argparse.Namespace) -> Iterator[str]:
+    if args.load is None:
+        yield "--load is required"
+    elif not Path(args.load).is_dir():
+        yield f"--load {args.load}: there is no such folder"
+    tp_size, world_size = args.tensor_model_parallel_size, runtime.world_size()
+    if tp_size not in (None, world_size):
+        yield (
+            f"--tensor-model-parallel-size {tp_size}: all processes share the model, and "
+            f"{world_size} were started"
+        )
+    if sum((args.fp32, args.bf16, args.fp16)) > 1:
+        yield "--fp32, --bf16 and --fp16 exclude each other"
+    if sum(map(bool, (args.prompt, args.sample_input_file, args.num_samples))) > 1:
+        yield "--prompt, --sample-input-file and --num-samples exclude each other"
+    if args.sample_input_file is not None and not Path(args.sample_input_file).is_file():
+        yield f"--sample-input-file {args.sample_input_file}: there is no such file"
+    if args.genfile is not None and not args.num_samples:
+        yield "--genfile takes the samples of --num-samples, which is missing"
+    if args.sample_output_file is not None and args.num_samples:
+        yield "--sample-output-file takes continued prompts; --num-samples has --genfile"
+    for flag, path in (
+        ("--genfile", args.genfile),
+        ("--sample-output-file", args.sample_output_file),
+    ):
+        if path is not None and not Path(path).parent.is_dir():
+            yield f"{flag} {path}: there is no folder {Path(path).parent}"
+    if args.num_samples < 0:
+        yield f"--num-samples {args.num_samples}: must not be negative"
+    for flag, value in (
+        ("--out-seq-length", args.out_seq_length),
+        ("--micro-batch-size", args.micro_batch_size),
+    ):
+        if value is not None and value < 1:
+            yield f"{flag} {value}: must be positive"
+
+
+def disagreements(given: dict[str, Any], model: ModelConfig, null_tokenizer: bool) -> Iterator[str]:
+    """The model flags that differ from the checkpoint's model."""
+    effective = {
+        "ffn_hidden_size": model.ffn,
+        "num_query_groups": model.kv_heads,
+        "kv_channels": model.head_dim,
+        "max_position_embeddings": model.positions,
+        "group_query_attention": model.kv_heads != model.heads,
+        # A NullTokenizer's end-of-document id comes on top of the flag's number.
+        "vocab_size": model.vocab - null_tokenizer,
+    }
+    for name, value in given.items():
+        saved = effective.get(name, getattr(model, name))
+        if value != saved and name not in FREE_MODEL_FLAGS:
+            yield (
+                f"{flag_of(name)} is {value}, in the checkpoint {saved} (leave the flag out: the "
+                "checkpoint knows its model)"
+            )
+
+
+def run(request: Request) -> None:
+    """Loads and generates. Raises ValueError for what does not fit the checkpoint."""
+    from megatron_ds.inference import load
+    from megatron_ds.inference.generate import generate, prompt_problems
+    from megatron_ds.parallel.mesh import Mesh
+
+    found = load.find_checkpoint(Path(request.args.load))
+    config = load.model_config(found)
+    tokenizer = tokenizer_for(request, found)
+    limits = Limits(request.max_new_tokens, request.max_length(config))
+
+    def problems_with(prompts: Sequence[Prompt]) -> list[str]:
+        return list(prompt_problems(config, [prompt.ids for prompt in prompts], *limits))
+
+    batches: Iterator[list[Prompt]] = iter(())
+    if runtime.rank() == 0:
+        batches = batches_of(request, tokenizer, problems_with)
+    with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed prints which ops it loads
+        here = runtime.start(runtime_config(request))
+    try:
+        mesh = Mesh.build(here.world_size)
+        # A training may save while we start: all ranks take what the first one found.
+        found = of_first_rank(found)
+        say(f"loading the checkpoint {found.path}")
+        model = load.load_model(found, mesh, here.device, precision=request.precision)
+        done = 0
+        with Output(request.args, tokenizer) as output:
+            while batch := of_first_rank(next(batches, None)):
+                continuations = generate(
+                    model,
+                    [prompt.ids for prompt in batch],
+                    max_new_tokens=limits.max_new_tokens,
+                    max_length=limits.max_length,
+                    sampling=request.sampling,
+                    eod=tokenizer.eod,
+                    first_index=done,
+                    cache=not request.args.recompute,
+                )
+                done += len(batch)
+                if here.is_first:
+                    output.write(batch, continuations)
+    finally:
+        runtime.stop()
+
+
+def tokenizer_for(request: Request, found: Found) -> Tokenizer:
+    """The tokenizer, once flags and checkpoint agree; ends the program where they do not."""
+    from megatron_ds.inference import load
+
+    model = load.model_config(found)
+    config = load.tokenizer_config(found, request.of_group("tokenizer"))
+    null_tokenizer = config.tokenizer_type == "NullTokenizer"
+    problems = [
+        *disagreements(request.of_group("model"), model, null_tokenizer),
+        *model.problems(runtime.world_size()),
+        *config.problems(model.vocab),
+    ]
+    if problems:
+        fail(problems)
+    if request.without_effect:
+        say(f"WARNING: no effect on generation: {', '.join(request.without_effect)}")
+    return load.load_tokenizer(config, model)
+
+
+def of_first_rank(value: T) -> T:
+    """The first rank's value, on every rank."""
+    import torch.distributed as dist
+
+    box = [value]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]
+
+
+def runtime_config(request: Request) -> RuntimeConfig:
+    config = RuntimeConfig(
+        **{name: request.given[name] for name in RUNTIME_FLAGS if name in request.given}
+    )
+    if request.is_interactive and "distributed_timeout_minutes" not in request.given:
+        config = dataclasses.replace(config, distributed_timeout_minutes=ENDLESS_MINUTES)
+    return config
+
+
+def batches_of(
+    request: Request, tokenizer: Tokenizer, problems_with: Callable[[Sequence[Prompt]], list[str]]
+) -> Iterator[list[Prompt]]:
+    """The prompts in batches. What was given beforehand is checked at once, and a problem ends the
+    program; what is typed is checked when it comes."""
+    args = request.args
+    if request.is_interactive:
+        return _typed(tokenizer, problems_with)
+    if args.num_samples:
+        prompts = [Prompt(None, [tokenizer.eod])] * args.num_samples
+    else:
+        texts = args.prompt or Path(args.sample_input_file).read_text("utf-8").splitlines()
+        prompts = [_encode(text, tokenizer) for text in texts]
+    problems = problems_with(prompts)
+    if problems:
+        fail(problems)
+    size = args.micro_batch_size
+    return iter([prompts[start : start + size] for start in range(0, len(prompts), size)])
+
+
+def _typed(
+    tokenizer: Tokenizer, problems_with: Callable[[Sequence[Prompt]], list[str]]
+) -> Iterator[list[Prompt]]:
+    at_terminal = sys.stdin.isatty()
+    while True:
+        if at_terminal:
+            print("Context prompt >>> ", end="", file=sys.stderr, flush=True)
+        line = sys.stdin.readline()
+        text = line.rstrip("\n")
+        if not line or text == "stop":
+            return
+        try:
+            prompt = _encode(text, tokenizer)
+            problems = problems_with([prompt])
+        except ValueError as error:
+            problems = [str(error)]
+        if problems:
+            say("\n".join(problems))
+        else:
+            yield [prompt]
+
+
+def _encode(text: str, tokenizer: Tokenizer) -> Prompt:
+    """A prompt without tokens starts, like a document, after the end of another."""
+    return Prompt(text, tokenizer.encode(text) or [tokenizer.eod])
+
+
+class Output:
+    """Where the text goes, on the first rank."""
+
+    def __init__(self, args: argparse.Namespace, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._as_json = args.genfile is not None
+        self._path = args.genfile or args.sample_output_file
+        if self._path is None and args.sample_input_file is not None:
+            self._path = f"{args.sample_input_file}.out"
+        self._stack = contextlib.ExitStack()
+        self._file: TextIO = sys.stdout
+        self._count = 0
+
+    def __enter__(self) -> Output:
+        if self._path is not None and runtime.rank() == 0:
+            self._file = self._stack.enter_context(open(self._path, "w", encoding="utf-8"))
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+        if self._path is not None:
+            say(f"wrote {self._count} texts to {self._path}")
+
+    def write(self, prompts: Sequence[Prompt], continuations: Sequence[list[int]]) -> None:
+        for prompt, ids in zip(prompts, continuations, strict=True):
+            finished = ids[-1] == self._tokenizer.eod
+            text = self._tokenizer.decode(ids[:-1] if finished else ids)
+            self._count += 1
+            self._file.write(self._line(prompt, text, len(ids), finished))
+        self._file.flush()
+
+    def _line(self, prompt: Prompt, text: str, length: int, finished: bool) -> str:
+        if self._as_json:
+            record = {"text": text, "length": length, "finished": finished}
+            return json.dumps(record, ensure_ascii=False) + "\n"
+        if prompt.text is None:
+            return f"Sample {self._count}: {text}\n\n"
+        return f"Context: {prompt.text}\nGenerated: {text}\n\n"
+
+
+def say(text: str) -> None:
+    """A line beside the output, by the first rank."""
+    if runtime.rank() == 0:
+        print(text, file=sys.stderr, flush=True)
+
+
+def fail(problems: Sequence[str]) -> NoReturn:
+    """Names the problems on the first rank and ends the program with status 2."""
+    problems = [line for problem in problems for line in problem.splitlines()]
+    count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+    say("\n".join([f"{NAME}: {count} with the settings:", *(f"  - {line}" for line in problems)]))
+    raise SystemExit(2)
+
+
+def main(argv: Sequence[str]) -> None:
+    request, problems = parse(argv)
+    if problems or request is None:
+        fail(problems)
+    runtime.prepare_environment()
+    with runtime.errors_in_words():
+        run(request)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

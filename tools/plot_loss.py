@@ -1,0 +1,123 @@
+"""Draws the loss curve of a run: a PNG, and a chart of characters for the terminal.
+
+Reads the metrics.jsonl that a run writes beside its checkpoints.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+Points = list[tuple[int, float]]
+
+
+@dataclass(frozen=True)
+class Curves:
+    """(iteration, loss) of the training steps and of the evaluations, in nats per token."""
+
+    train: Points
+    validation: Points
+    test: Points
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
+    parser.add_argument("--metrics", type=Path, required=True, help="metrics.jsonl of the run")
+    parser.add_argument("--output", type=Path, help="the PNG to write")
+    parser.add_argument("--baseline", type=float, help="a loss to draw a line at")
+    parser.add_argument("--baseline-name", default="unigram model", help="its name")
+    arguments = parser.parse_args(argv)
+    try:
+        curves = read_curves(arguments.metrics)
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
+    print(chart(curves, arguments.baseline, arguments.baseline_name))
+    if arguments.output is not None:
+        draw(curves, arguments.output, arguments.baseline, arguments.baseline_name)
+        print(f"The same as a picture: {arguments.output}")
+    return 0
+
+
+def read_curves(path: Path) -> Curves:
+    """Losses that are not finite are left out. Raises ValueError if there is no training step."""
+    curves = Curves([], [], [])
+    series = {
+        "lm_loss": curves.train,
+        "validation_loss": curves.validation,
+        "test_loss": curves.test,
+    }
+    with path.open(encoding="utf-8") as file:
+        for line in file:
+            record = json.loads(line)
+            for key, points in series.items():
+                if record.get(key) is not None:
+                    points.append((record["iteration"], record[key]))
+    if not curves.train:
+        raise ValueError(f"{path}: there is no training step in it")
+    return curves
+
+
+def chart(
+    curves: Curves, baseline: float | None, name: str, width: int = 64, height: int = 16
+) -> str:
+    """The curves in characters: `.` training (a column's mean), `o` validation, `-` baseline."""
+    first = curves.train[0][0]
+    last = max(iteration for iteration, _ in [*curves.train, *curves.validation])
+
+    def column(iteration: int) -> int:
+        return round((iteration - first) / (last - first or 1) * (width - 1))
+
+    binned: dict[int, list[float]] = {}
+    for iteration, loss in curves.train:
+        binned.setdefault(column(iteration), []).append(loss)
+    means = {place: sum(values) / len(values) for place, values in binned.items()}
+    losses = [*means.values(), *(loss for _, loss in curves.validation)]
+    losses += [] if baseline is None else [baseline]
+    low, high = min(losses), max(losses)
+
+    def row(loss: float) -> int:
+        return round((high - loss) / (high - low or 1.0) * (height - 1))
+
+    grid = [[" "] * width for _ in range(height)]
+    if baseline is not None:
+        grid[row(baseline)] = ["-"] * width
+    for place, loss in means.items():
+        grid[row(loss)][place] = "."
+    for iteration, loss in curves.validation:
+        grid[row(loss)][column(iteration)] = "o"
+
+    legend = ". training   o validation" + ("" if baseline is None else f"   - {name}")
+    step = (high - low) / (height - 1)
+    lines = [f"{high - step * i:7.2f} |{''.join(cells)}" for i, cells in enumerate(grid)]
+    axis = f"{'':7} +{'-' * width}\n{'':9}{first:<{width // 2}}{last:>{width // 2}}"
+    return "\n".join([f"   loss   {legend}", *lines, axis, f"{'iteration':^{width + 9}}"])
+
+
+def draw(curves: Curves, path: Path, baseline: float | None, name: str) -> None:
+    """Writes the PNG."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.subplots()
+    axes.plot(*split(curves.train), color="tab:blue", alpha=0.7, linewidth=1, label="training")
+    axes.plot(*split(curves.validation), "o-", color="tab:orange", label="validation")
+    axes.plot(*split(curves.test), "*", color="tab:red", markersize=10, label="test")
+    if baseline is not None:
+        axes.axhline(baseline, color="grey", linestyle="--", label=f"{name}: {baseline:.2f}")
+    axes.set(xlabel="iteration", ylabel="loss (nats per token)")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=120)
+
+
+def split(points: Points) -> tuple[Sequence[int], Sequence[float]]:
+    """Iterations and losses apart."""
+    return [iteration for iteration, _ in points], [loss for _, loss in points]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,209 @@
+"""Turn a jsonl file of documents into Megatron's token files, <prefix>_<key>_document.bin and .idx.
+
+The command line over `megatron_ds.data.preprocess`: flags, progress and exit code.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from megatron_ds import runtime
+from megatron_ds.config import TokenizerConfig
+from megatron_ds.data.preprocess import PreprocessOptions, Progress, preprocess
+from megatron_ds.tokenizer import build_tokenizer
+
+KINDS = {
+    "GPT2BPETokenizer": "GPT2BPETokenizer",
+    "HFTokenizer": "HFTokenizer",
+    "HuggingFaceTokenizer": "HFTokenizer",
+    "PretrainedFromHF": "HFTokenizer",
+    "NullTokenizer": "NullTokenizer",
+}
+Report = Callable[[Progress], None]
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    data = parser.add_argument_group("input and output")
+    data.add_argument("--input", required=True, help="file with one JSON object per line")
+    data.add_argument(
+        "--json-keys",
+        "--json-key",
+        nargs="+",
+        default=["text"],
+        metavar="KEY",
+        help="keys whose texts are taken; each makes files of its own (default: text)",
+    )
+    data.add_argument(
+        "--output-prefix", required=True, help="beginning of the output files' names, with path"
+    )
+    data.add_argument(
+        "--append-eod", action="store_true", help="end every document with the EOD token"
+    )
+    data.add_argument(
+        "--dataset-impl",
+        default="mmap",
+        choices=["mmap"],
+        help="output format; the old lazy and cached formats are not written",
+    )
+    tokenizer = parser.add_argument_group("tokenizer")
+    tokenizer.add_argument(
+        "--tokenizer-type",
+        required=True,
+        choices=list(KINDS),
+        help="HuggingFaceTokenizer and PretrainedFromHF are other names of HFTokenizer",
+    )
+    tokenizer.add_argument("--vocab-file", "--vocab", help="vocab.json of GPT2BPETokenizer")
+    tokenizer.add_argument("--merge-file", help="merges.txt of GPT2BPETokenizer")
+    tokenizer.add_argument(
+        "--tokenizer-model",
+        "--tokenizer-name-or-path",
+        help="folder or tokenizer.json of HFTokenizer",
+    )
+    tokenizer.add_argument("--vocab-size", type=int, help="number of ids of NullTokenizer")
+    work = parser.add_argument_group(
+        "work", "The output is the same for any values. Texts without tokens are left out."
+    )
+    work.add_argument(
+        "--workers",
+        type=int,
+        default=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1,
+        help="processes that encode (default: as many as there are cores)",
+    )
+    work.add_argument(
+        "--chunk-size",
+        type=int,
+        default=PreprocessOptions.chunk_size,
+        help="documents that a worker gets at once (default: %(default)s)",
+    )
+    work.add_argument(
+        "--log-interval",
+        type=int,
+        default=1000,
+        help="documents between progress lines when stderr is no terminal (default: %(default)s)",
+    )
+    return parser.parse_args([_dashed(argument) for argument in argv])
+
+
+def _dashed(argument: str) -> str:
+    """`--json_keys` as `--json-keys`; values stay as they are."""
+    if not argument.startswith("--"):
+        return argument
+    flag, equals, value = argument.partition("=")
+    return flag.replace("_", "-") + equals + value
+
+
+class LineReport:
+    """A plain line every `interval` documents, for logs."""
+
+    def __init__(self, interval: int) -> None:
+        self._interval = max(1, interval)
+        self._due = self._interval
+        self._start = time.perf_counter()
+
+    def __call__(self, progress: Progress) -> None:
+        if progress.documents < self._due:
+            return
+        self._due = (progress.documents // self._interval + 1) * self._interval
+        print(summary(progress, time.perf_counter() - self._start), file=sys.stderr, flush=True)
+
+
+@contextmanager
+def bar(total_bytes: int) -> Iterator[Report]:
+    """A progress bar over the bytes of the input, for people at a terminal."""
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        TaskProgressColumn,
+        TextColumn,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
+    )
+    from rich.progress import Progress as Bar
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TaskProgressColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Bar(*columns, console=Console(stderr=True)) as shown:
+        task = shown.add_task("tokenizing", total=total_bytes)
+
+        def report(progress: Progress) -> None:
+            shown.update(
+                task,
+                completed=progress.input_bytes,
+                description=f"{progress.documents:,} documents",
+            )
+
+        yield report
+
+
+@contextmanager
+def reporting(options: PreprocessOptions, log_interval: int) -> Iterator[Report]:
+    """A bar at a terminal, lines elsewhere."""
+    if not sys.stderr.isatty():
+        yield LineReport(log_interval)
+        return
+    with bar(os.path.getsize(options.input)) as report:
+        yield report
+
+
+def summary(progress: Progress, seconds: float) -> str:
+    seconds = max(seconds, 1e-9)
+    return (
+        f"Processed {progress.documents} documents ({progress.documents / seconds:.0f} docs/s, "
+        f"{progress.input_bytes / seconds / 1e6:.2f} MB/s)."
+    )
+
+
+def main(argv: Sequence[str]) -> int:
+    args = parse(argv)
+    options = PreprocessOptions(
+        input=args.input,
+        output_prefix=args.output_prefix,
+        keys=tuple(args.json_keys),
+        append_eod=args.append_eod,
+        workers=args.workers,
+        chunk_size=args.chunk_size,
+    )
+    config = TokenizerConfig(
+        tokenizer_type=KINDS[args.tokenizer_type],
+        vocab_file=args.vocab_file,
+        merge_file=args.merge_file,
+        tokenizer_model=args.tokenizer_model,
+    )
+    start = time.perf_counter()
+    try:
+        problems = [*options.problems(), *config.problems(args.vocab_size)]
+        if problems:
+            raise ValueError("\n".join(problems))
+        runtime.use_one_thread_per_tokenizer()  # the workers are the parallelism
+        tokenizer = build_tokenizer(config, args.vocab_size)
+        with reporting(options, args.log_interval) as report:
+            done = preprocess(options, tokenizer, report)
+    except (ValueError, OSError) as error:
+        print(f"preprocess_data.py: error:\n{error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted; nothing was written", file=sys.stderr)
+        return 130
+    print(summary(done, time.perf_counter() - start))
+    left_out = f"; {done.empty} empty texts were left out" if done.empty else ""
+    print(f"{done.tokens} tokens{left_out}")
+    for key in options.keys:
+        print(f"wrote {options.prefix(key)}.bin and .idx")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
