@@ -23,7 +23,8 @@ setup(
     extras_require={
         "preprocess": ["datasets>=3.0", "nltk>=3.9"],
         "plot": ["matplotlib>=3.9"],
-        "test": ["pytest>=8.2", "pytest-timeout>=2.3", "pytest-xdist>=3.6"],
+        "server": ["fastapi>=0.115", "uvicorn>=0.30"],
+        "test": ["hypothesis>=6.100", "pytest>=8.2", "pytest-timeout>=2.3", "pytest-xdist>=3.6"],
         "dev": ["mypy>=1.14", "ruff>=0.12"],
     },
 )

@@ -168,7 +168,10 @@ def config_of(case: Case, folder: Path) -> Config:
         "allgather_bucket_size": 4000,
     }
     path = folder / f"zero{case.stage}.json"
-    path.write_text(json.dumps({"zero_optimization": zero}), encoding="utf-8")
+    # Every rank writes the file: none may read it while another has emptied it.
+    own = path.with_suffix(f".{os.getpid()}")
+    own.write_text(json.dumps({"zero_optimization": zero}), encoding="utf-8")
+    own.replace(path)
     config = Config(
         model=ModelConfig(**SHAPE, **MODELS[case.model]),
         parallel=ParallelConfig(tensor_model_parallel_size=case.tp),
@@ -190,7 +193,7 @@ def completed(config: Config, world: int) -> Config:
     dp_size = config.parallel.data_parallel_size(world)
     problems += config.model.problems(config.parallel.tensor_model_parallel_size)
     problems += [*config.optimizer.problems(), *config.schedule.problems(dp_size)]
-    assert problems == []
+    assert problems == [], problems
     return config
 
 
