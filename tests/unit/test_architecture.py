@@ -16,6 +16,7 @@ PACKAGE = REPOSITORY / "megatron_ds"
 
 FLOORS = {
     "config": 0,
+    "exit_codes": 0,
     "state": 0,
     "arguments": 1,
     "data": 1,
