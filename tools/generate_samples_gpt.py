@@ -23,7 +23,7 @@ from megatron_ds.config import GROUPS, ModelConfig, RuntimeConfig, flag_of
 from megatron_ds.inference.settings import Sampling
 
 if TYPE_CHECKING:
-    from megatron_ds.checkpoint.native import Found
+    from megatron_ds.checkpoint.found import Found
     from megatron_ds.tokenizer import Tokenizer
 
 T = TypeVar("T")

@@ -17,41 +17,32 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
 import shutil
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
+from megatron_ds.checkpoint.found import (
+    FORMAT_VERSION,
+    MANIFEST,
+    RUN,
+    Found,
+    candidates,
+    layout,
+    mismatches,
+    order,
+    problem_with,
+    read_json,
+    read_run,
+)
 from megatron_ds.config import Config
 from megatron_ds.engine.base import Engine
-from megatron_ds.engine.ds_config import zero_stage
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.parallel.sharding import spec_of
 from megatron_ds.state import TrainState
-
-MANIFEST = "manifest.json"
-RUN = "run.json"
-FORMAT_VERSION = 1
-FREE_FIELDS = frozenset({"attention_dropout", "hidden_dropout", "init_method_std"})
-"""Fields of the model that may change on a resume."""
-
-
-@dataclass(frozen=True)
-class Found:
-    """A complete checkpoint."""
-
-    path: Path
-    iteration: int
-    run: dict[str, Any]
-
-    @property
-    def state(self) -> TrainState:
-        return TrainState.from_dict(self.run["state"])
 
 
 class Checkpoints:
@@ -104,7 +95,7 @@ class Checkpoints:
             self._say("    will not load any checkpoints and will start from random")
             return None
         self._say(f" loading checkpoint from {folder} at iteration {found.iteration}")
-        problems = self._mismatches(found)
+        problems = mismatches(found, self._config, self._mesh.dp.size)
         if problems:
             lines = "".join(f"\n  - {problem}" for problem in problems)
             raise ValueError(f"the checkpoint {found.path} does not fit this run:{lines}")
@@ -164,100 +155,14 @@ class Checkpoints:
             "format_version": FORMAT_VERSION,
             "state": state.to_dict(),
             "config": self._config.to_dict(),
-            "layout": self._layout(),
-            "order": self._order(),
+            "layout": layout(self._config, self._mesh.dp.size),
+            "order": order(self._config, self._mesh.dp.size),
             "shards": {
                 name: {"dim": spec.dim, "sections": list(spec.sections)}
                 for name, spec in specs
                 if spec is not None
             },
         }
-
-    def _layout(self) -> dict[str, Any]:
-        config = self._config
-        return {
-            "tensor_model_parallel_size": self._mesh.tp.size,
-            "data_parallel_size": self._mesh.dp.size,
-            "zero_stage": zero_stage(config),
-            "precision": config.precision.name,
-            "optimizer": config.optimizer.optimizer,
-        }
-
-    def _mismatches(self, found: Found) -> list[str]:
-        problems = []
-        before = found.run["config"]
-        for key, now in self._config.to_dict()["model"].items():
-            saved = before["model"].get(key)
-            if saved != now and key not in FREE_FIELDS:
-                problems.append(f"{key} is {saved} in the checkpoint and {now} in this run")
-        for key, now in self._layout().items():
-            saved = found.run["layout"].get(key)
-            if saved != now:
-                problems.append(
-                    f"{key} is {saved} in the checkpoint and {now} in this run "
-                    "(a resume needs the same layout)"
-                )
-        for key, now in self._order().items():
-            saved = found.run["order"].get(key)
-            if saved != now:
-                problems.append(
-                    f"{key} is {saved} in the checkpoint and {now} in this run "
-                    "(it decides which samples come next)"
-                )
-        return problems
-
-    def _order(self) -> dict[str, Any]:
-        """What decides, beside the data itself, which samples a step takes."""
-        config = self._config
-        rampup = config.schedule.rampup_batch_size
-        return {
-            "seed": config.runtime.seed,
-            "split": config.data.split,
-            "global_batch_size": config.batch_size(self._mesh.dp.size),
-            "rampup_batch_size": None if rampup is None else list(rampup),
-        }
-
-
-def candidates(folder: Path) -> list[Path]:
-    """The folders named global_stepN, newest first."""
-    found = []
-    for path in folder.iterdir() if folder.is_dir() else ():
-        match = re.fullmatch(r"global_step(\d+)", path.name)
-        if match and path.is_dir():
-            found.append((int(match[1]), path))
-    return [path for _, path in sorted(found, reverse=True)]
-
-
-def problem_with(path: Path) -> str | None:
-    """What is wrong with a checkpoint's names and sizes; None if nothing is."""
-    try:
-        files = read_json(path / MANIFEST)["files"]
-        expected = {name: int(entry["bytes"]) for name, entry in files.items()}
-        read_run(path)
-    except FileNotFoundError as error:
-        return f"it has no {Path(str(error.filename)).name}, so its save did not finish"
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        return f"its {MANIFEST} or {RUN} cannot be read ({error})"
-    for name, size in expected.items():
-        file = path / name
-        if not file.is_file():
-            return f"{name} is missing"
-        if file.stat().st_size != size:
-            return f"{name} has {file.stat().st_size} bytes, the manifest says {size}"
-    return None
-
-
-def read_run(path: Path) -> Found:
-    """What a checkpoint says of itself. Raises ValueError if that is not ours."""
-    run = read_json(path / RUN)
-    if run.get("format_version") != FORMAT_VERSION:
-        raise ValueError(
-            f"{path / RUN}: format version {run.get('format_version')}, expected {FORMAT_VERSION}"
-        )
-    found = Found(path, int(path.name.removeprefix("global_step")), run)
-    if found.state.iteration != found.iteration:
-        raise ValueError(f"{path / RUN}: the state is of iteration {found.state.iteration}")
-    return found
 
 
 def files_below(path: Path) -> list[str]:
@@ -279,10 +184,6 @@ def write_text(path: Path, text: str) -> None:
         os.fsync(file.fileno())
     os.replace(temporary, path)
     _flush(path.parent)
-
-
-def read_json(path: Path) -> Any:
-    return json.loads(path.read_text(encoding="utf-8"))
 
 
 def _flush_and_describe(path: Path, names: list[str]) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 from torch import nn
 
-from megatron_ds.checkpoint.native import Found
+from megatron_ds.checkpoint.found import Found
 from megatron_ds.parallel.sharding import Shard, join, shard_of, spec_of
 
 Weights = dict[str, torch.Tensor]

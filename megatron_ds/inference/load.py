@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from megatron_ds.checkpoint.native import RUN, Found, candidates, problem_with, read_run
+from megatron_ds.checkpoint.found import RUN, Found, candidates, problem_with, read_run
 from megatron_ds.checkpoint.weights import put_weights, whole_weights
 from megatron_ds.config import ModelConfig, TokenizerConfig
 from megatron_ds.model.gpt import GPTModel

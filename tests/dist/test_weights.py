@@ -12,7 +12,8 @@ from pathlib import Path
 
 import torch
 
-from megatron_ds.checkpoint.native import Checkpoints, read_run
+from megatron_ds.checkpoint.found import read_run
+from megatron_ds.checkpoint.native import Checkpoints
 from megatron_ds.checkpoint.weights import Weights, read_weights
 from megatron_ds.config import (
     CheckpointConfig,

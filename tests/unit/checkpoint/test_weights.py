@@ -11,7 +11,7 @@ import torch
 from deepspeed.runtime.fp16.loss_scaler import LossScaler
 from torch import nn
 
-from megatron_ds.checkpoint.native import Found
+from megatron_ds.checkpoint.found import Found
 from megatron_ds.checkpoint.weights import Weights, put_weights, read_weights
 from megatron_ds.parallel.sharding import Shard, declare, join, shard_of
 

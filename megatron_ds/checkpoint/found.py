@@ -1,0 +1,129 @@
+"""What a checkpoint's folder says of itself, and whether it fits a run.
+
+Owns names, sizes and run.json; reads no weights and knows no torch, so that a checkpoint that does
+not fit is named before a run starts.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_ds.config import Config
+from megatron_ds.engine.ds_config import zero_stage
+from megatron_ds.state import TrainState
+
+MANIFEST = "manifest.json"
+RUN = "run.json"
+FORMAT_VERSION = 1
+FREE_FIELDS = frozenset({"attention_dropout", "hidden_dropout", "init_method_std"})
+"""Fields of the model that may change on a resume."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """A complete checkpoint."""
+
+    path: Path
+    iteration: int
+    run: dict[str, Any]
+
+    @property
+    def state(self) -> TrainState:
+        return TrainState.from_dict(self.run["state"])
+
+
+def layout(config: Config, dp_size: int) -> dict[str, Any]:
+    """How the run is cut over processes, which a resume must repeat."""
+    return {
+        "tensor_model_parallel_size": config.parallel.tensor_model_parallel_size,
+        "data_parallel_size": dp_size,
+        "zero_stage": zero_stage(config),
+        "precision": config.precision.name,
+        "optimizer": config.optimizer.optimizer,
+    }
+
+
+def order(config: Config, dp_size: int) -> dict[str, Any]:
+    """What decides, beside the data itself, which samples a step takes."""
+    rampup = config.schedule.rampup_batch_size
+    return {
+        "seed": config.runtime.seed,
+        "split": config.data.split,
+        "global_batch_size": config.batch_size(dp_size),
+        "rampup_batch_size": None if rampup is None else list(rampup),
+    }
+
+
+def mismatches(found: Found, config: Config, dp_size: int) -> list[str]:
+    """Why a run cannot continue from a checkpoint."""
+    problems = []
+    before = found.run["config"]
+    for key, now in config.to_dict()["model"].items():
+        saved = before["model"].get(key)
+        if saved != now and key not in FREE_FIELDS:
+            problems.append(f"{key} is {saved} in the checkpoint and {now} in this run")
+    for key, now in layout(config, dp_size).items():
+        saved = found.run["layout"].get(key)
+        if saved != now:
+            problems.append(
+                f"{key} is {saved} in the checkpoint and {now} in this run "
+                "(a resume needs the same layout)"
+            )
+    for key, now in order(config, dp_size).items():
+        saved = found.run["order"].get(key)
+        if saved != now:
+            problems.append(
+                f"{key} is {saved} in the checkpoint and {now} in this run "
+                "(it decides which samples come next)"
+            )
+    return problems
+
+
+def candidates(folder: Path) -> list[Path]:
+    """The folders named global_stepN, newest first."""
+    found = []
+    for path in folder.iterdir() if folder.is_dir() else ():
+        match = re.fullmatch(r"global_step(\d+)", path.name)
+        if match and path.is_dir():
+            found.append((int(match[1]), path))
+    return [path for _, path in sorted(found, reverse=True)]
+
+
+def problem_with(path: Path) -> str | None:
+    """What is wrong with a checkpoint's names and sizes; None if nothing is."""
+    try:
+        files = read_json(path / MANIFEST)["files"]
+        expected = {name: int(entry["bytes"]) for name, entry in files.items()}
+        read_run(path)
+    except FileNotFoundError as error:
+        return f"it has no {Path(str(error.filename)).name}, so its save did not finish"
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return f"its {MANIFEST} or {RUN} cannot be read ({error})"
+    for name, size in expected.items():
+        file = path / name
+        if not file.is_file():
+            return f"{name} is missing"
+        if file.stat().st_size != size:
+            return f"{name} has {file.stat().st_size} bytes, the manifest says {size}"
+    return None
+
+
+def read_run(path: Path) -> Found:
+    """What a checkpoint says of itself. Raises ValueError if that is not ours."""
+    run = read_json(path / RUN)
+    if run.get("format_version") != FORMAT_VERSION:
+        raise ValueError(
+            f"{path / RUN}: format version {run.get('format_version')}, expected {FORMAT_VERSION}"
+        )
+    found = Found(path, int(path.name.removeprefix("global_step")), run)
+    if found.state.iteration != found.iteration:
+        raise ValueError(f"{path / RUN}: the state is of iteration {found.state.iteration}")
+    return found
+
+
+def read_json(path: Path) -> Any:
+    return json.loads(path.read_text(encoding="utf-8"))
