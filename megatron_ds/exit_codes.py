@@ -37,3 +37,14 @@ class ExitCode(IntEnum):
     TERMINATED = 143
     """Ended after SIGTERM, as after SIGINT; also when the launcher was gone, with the state
     saved."""
+
+
+class RunEnds(Exception):
+    """Ends the run with words for the user, no traceback, and a status of its own.
+
+    Raised by one rank or by several; the first of them speaks, and the others end as well.
+    """
+
+    def __init__(self, words: str, code: ExitCode) -> None:
+        super().__init__(words)
+        self.code = code
