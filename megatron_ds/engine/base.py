@@ -24,6 +24,13 @@ class Engine(Protocol):
     def ds_config(self) -> dict[str, Any]:
         """The DeepSpeed configuration in force."""
 
+    @property
+    def effective(self) -> dict[str, Any]:
+        """The settings in force, read from the engine itself: words -> plain value."""
+
+    def states(self) -> dict[str, dict[str, int]]:
+        """Bytes of this process's lasting tensors: "device" or "host" -> kind -> bytes."""
+
     def train_step(self, batches: Iterator[Batch], plan: StepPlan) -> StepResult:
         """One optimizer step over plan.num_micro_batches batches.
 
@@ -37,7 +44,13 @@ class Engine(Protocol):
         """Norm of all parameters, each counted once. Collective."""
 
     def save(self, folder: Path, tag: str) -> None:
-        """Writes this rank's files below folder/tag; collective, and not atomic by itself."""
+        """Writes this rank's files below folder/tag; collective, and not atomic by itself.
+
+        Raises OSError where this rank's disk does, when the collective part is through.
+        """
 
     def load(self, folder: Path, tag: str) -> None:
-        """Restores weights and optimizer states from folder/tag; collective."""
+        """Restores weights and optimizer states from folder/tag; collective.
+
+        Raises ValueError for a file that holds other than tensors and plain values.
+        """

@@ -12,6 +12,7 @@ from deepspeed.runtime.config import DeepSpeedConfig
 from pydantic import ValidationError
 
 from megatron_ds.config import Config
+from megatron_ds.engine import effective
 from megatron_ds.engine.ds_config import generate
 from megatron_ds.engine.optimizer import parameter_groups
 from megatron_ds.engine.zero import ZeroEngine
@@ -25,7 +26,8 @@ def build_engine(config: Config, mesh: Mesh, device: torch.device) -> ZeroEngine
     """The model of `config`, cut as `mesh` says, in a DeepSpeed engine. Collective.
 
     Needs an initialised process group and a configuration whose vocabulary is known. Raises
-    ValueError for values of the user's file that DeepSpeed does not take.
+    ValueError for values of the user's file that DeepSpeed does not take, and for an engine that
+    does not hold what the configuration says.
     """
     ds_config = generate(config, mesh.dp.size)
     mpu = mesh.mpu()
@@ -48,6 +50,7 @@ def build_engine(config: Config, mesh: Mesh, device: torch.device) -> ZeroEngine
     return ZeroEngine(
         engine,
         ds_config=ds_config,
+        effective=effective.check(config, mesh, engine, ds_config),
         mesh=mesh,
         rng=rng,
         seed=config.runtime.seed,

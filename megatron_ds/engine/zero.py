@@ -15,6 +15,8 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_ds.data.stream import Batch
+from megatron_ds.engine.checkpoint_files import CheckpointFiles
+from megatron_ds.engine.effective import States, Values, states
 from megatron_ds.engine.optimizer import forget_bias_correction, set_rates
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.parallel.random import RngStreams
@@ -33,13 +35,16 @@ class ZeroEngine:
         engine: Any,
         *,
         ds_config: dict[str, Any],
+        effective: Values,
         mesh: Mesh,
         rng: RngStreams,
         seed: int,
         device: torch.device,
     ) -> None:
         self._engine = engine
+        self._files = CheckpointFiles(engine)
         self._ds_config = ds_config
+        self._effective = effective
         self._mesh = mesh
         self._rng = rng
         self._seed = seed
@@ -54,6 +59,13 @@ class ZeroEngine:
     @property
     def ds_config(self) -> dict[str, Any]:
         return self._ds_config
+
+    @property
+    def effective(self) -> Values:
+        return self._effective
+
+    def states(self) -> States:
+        return states(self._engine)
 
     def train_step(self, batches: Iterator[Batch], plan: StepPlan) -> StepResult:
         engine = self._engine
@@ -105,7 +117,8 @@ class ZeroEngine:
         return float(squares.sqrt())
 
     def save(self, folder: Path, tag: str) -> None:
-        self._engine.save_checkpoint(str(folder), tag=tag, save_latest=False)
+        with self._files.errors_at_the_end():
+            self._engine.save_checkpoint(str(folder), tag=tag, save_latest=False)
 
     def load(self, folder: Path, tag: str) -> None:
         path, _ = self._engine.load_checkpoint(str(folder), tag=tag)

@@ -37,6 +37,10 @@ class Recompute:
     def layers_per_unit(self) -> int:
         return self._config.checkpoint_num_layers
 
+    @property
+    def by_deepspeed(self) -> bool:
+        return self._config.by_deepspeed
+
     def prepare(self, layers: int) -> None:
         """Tell DeepSpeed how, if it is DeepSpeed that recomputes. layers: of the whole model."""
         if not self._config.by_deepspeed:
