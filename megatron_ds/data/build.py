@@ -6,8 +6,7 @@ Knows flags, files and the index cache; no ranks, and no torch.
 from __future__ import annotations
 
 import hashlib
-import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +15,15 @@ import numpy as np
 from megatron_ds.config import DataConfig
 from megatron_ds.data.blend import BlendedDataset
 from megatron_ds.data.cache import ArrayCache, Arrays
+from megatron_ds.data.check import (
+    DEFAULT_SPLIT,
+    NAMES,
+    no_documents,
+    no_training,
+    parse_blend,
+    part_bounds,
+    wrong_ids,
+)
 from megatron_ds.data.gpt_dataset import GPTDataset, TokenDataset
 from megatron_ds.data.indexed import IndexedDataset
 from megatron_ds.data.sample_index import (
@@ -24,11 +32,8 @@ from megatron_ds.data.sample_index import (
     blend_requests,
     build_indexes,
     parse_split,
-    split_bounds,
 )
 
-DEFAULT_SPLIT = "969,30,1"
-NAMES = ("train", "valid", "test")
 FORMAT = 1
 """Raised when the same inputs begin to give other indexes."""
 
@@ -77,11 +82,8 @@ def build_datasets(
         paths, shares = (config.data_path, split) if config.data_path else (alone[part], None)
         given = bool(paths) and (shares is None or shares[part] > 0)
         if samples and not given and part == 0:
-            raise ValueError(
-                f"--split {config.split}: leaves no documents for training"
-                if config.data_path
-                else "--train-data-path (or --data-path) is required"
-            )
+            _refuse(no_training(config, split))
+            raise ValueError("--train-data-path (or --data-path) is required")
         if not samples or not given or not paths:
             built.append(None)
             continue
@@ -103,7 +105,7 @@ class _Builder:
     ) -> TokenDataset:
         if len(paths) == 1:
             return self._single(name, paths[0], shares, samples)
-        weights, prefixes = parse_blend(paths)
+        weights, prefixes = parse_blend(paths, "--data-path")
         requests = blend_requests(weights, samples)
         sources = [
             self._single(name, prefix, shares, request)
@@ -118,14 +120,11 @@ class _Builder:
         self, name: str, prefix: str, shares: Sequence[float] | None, samples: int
     ) -> GPTDataset:
         file = IndexedDataset(prefix)
-        self._check_vocabulary(file)
+        _refuse(wrong_ids(file, self.vocab_size))
         if self.config.mmap_warmup:
             file.warm_up()
-        first, end = 0, len(file)
-        if shares is not None:
-            first, end = split_bounds(shares, len(file))[NAMES.index(name)]
-        if not file.lengths[first:end].any():
-            raise ValueError(self._empty(name, prefix, len(file), shares is not None, samples))
+        _refuse(no_documents(self.config, name, file, samples, shares))
+        first, end = part_bounds(file, name, shares)
         lengths = file.lengths
         decides = {
             "format": FORMAT,
@@ -151,7 +150,7 @@ class _Builder:
 
         arrays = self._cache(prefix).get(f"{Path(prefix).name}-{name}", decides, make)
         indexes = SampleIndexes(arrays["documents"], arrays["samples"], arrays["shuffle"])
-        return GPTDataset(file, indexes, self.seq_length)
+        return GPTDataset(file, indexes, self.seq_length, self.vocab_size)
 
     def _cache(self, prefix: str) -> ArrayCache:
         if self.config.data_cache_path:
@@ -161,57 +160,12 @@ class _Builder:
             folders.append(Path(self.fallback_cache))
         return ArrayCache(folders)
 
-    def _check_vocabulary(self, file: IndexedDataset) -> None:
-        # Not proof: only the type of the file is looked at, not its tokens.
-        if file.dtype == np.uint16 and self.vocab_size > 1 << 16:
-            raise ValueError(
-                f"{file.prefix}.bin holds 16-bit tokens, which cannot reach a vocabulary of "
-                f"{self.vocab_size}: it was made with another tokenizer"
-            )
 
-    def _empty(self, name: str, prefix: str, size: int, split: bool, samples: int) -> str:
-        what = f"{samples} {name} samples are asked of {prefix}"
-        remedy = {
-            "train": "give more text",
-            "valid": "give more text, or none are read with --eval-iters 0",
-            "test": "give more text, or none are read with --eval-iters 0",
-        }[name]
-        if not split:
-            return f"{what}, which holds no tokens: {remedy}"
-        return (
-            f"{what}, but --split {self.config.split or DEFAULT_SPLIT} leaves {name} none of its "
-            f"{size} documents: choose another --split (0 for no {name} part), or {remedy}"
-        )
-
-
-def parse_blend(paths: Sequence[str]) -> tuple[list[float], list[str]]:
-    """Normalised weights and prefixes of `WEIGHT PREFIX WEIGHT PREFIX ...`; weight 0 drops out.
-
-    Raises ValueError for anything else.
-    """
-    listed = " ".join(paths)
-    if len(paths) % 2:
-        raise ValueError(
-            f"--data-path {listed}: must be one prefix, or WEIGHT PREFIX WEIGHT PREFIX ..."
-        )
-    weights = [_weight(text, listed) for text in paths[::2]]
-    kept = [(weight, prefix) for weight, prefix in zip(weights, paths[1::2], strict=True) if weight]
-    total = math.fsum(weight for weight, _ in kept)
-    if total <= 0:
-        raise ValueError(f"--data-path {listed}: all weights are 0")
-    return [weight / total for weight, _ in kept], [prefix for _, prefix in kept]
-
-
-def _weight(text: str, listed: str) -> float:
-    try:
-        weight = float(text)
-    except ValueError:
-        weight = math.nan
-    if not (math.isfinite(weight) and weight >= 0):
-        raise ValueError(
-            f"--data-path {listed}: the weight {text!r} must be a number of at least 0"
-        )
-    return weight
+def _refuse(problems: Iterator[str]) -> None:
+    """Raises ValueError for the first problem, if there is one."""
+    problem = next(problems, None)
+    if problem is not None:
+        raise ValueError(problem)
 
 
 def _blend_arrays(weights: Sequence[float], samples: int) -> Arrays:

@@ -2,126 +2,141 @@
 them.
 
 Complete or absent: arrays are written under temporary names, flushed and renamed, the description
-last. Several processes may ask at once; one computes, the others wait and read. Knows nothing of
-what the arrays mean.
+with their checksums last; what does not fit its description is made again. Several processes may
+ask at once; one computes, the others wait and read. Knows nothing of what the arrays mean.
 """
 
 from __future__ import annotations
 
-import fcntl
+import functools
 import hashlib
 import json
 import os
+import uuid
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from megatron_ds.data.indexed import sync_folder
+from megatron_ds.data.lock import Patience, locked
 
 Arrays = dict[str, npt.NDArray[np.integer]]
+
+KIND_LENGTH = 100
+"""Longer beginnings of file names are cut: a file's name has at most 255 bytes."""
+ATTEMPTS = 3
+"""How often a folder is made and filled while something deletes it."""
 
 
 class ArrayCache:
     """Named sets of arrays in one of several folders.
 
-    folders: looked up in order; what is missing is made in the first that can be written.
+    folders: looked up in order; what is missing is made in the first that can be written. patience:
+    how to wait for a process that makes the same.
     """
 
-    def __init__(self, folders: list[Path]) -> None:
+    def __init__(self, folders: list[Path], patience: Patience | None = None) -> None:
         self._folders = folders
+        self._patience = patience or Patience()
 
     def get(self, kind: str, decides: Mapping[str, Any], make: Callable[[], Arrays]) -> Arrays:
         """The arrays that `make` gives for the values in `decides`, memory-mapped.
 
         kind: a readable beginning of the file names. Raises ValueError if the arrays are in none of
-        the folders and none can be written.
+        the folders and none can be written, or if the process that makes them does not finish.
         """
         text = json.dumps(decides, sort_keys=True)
-        name = f"{kind}-{hashlib.sha256(text.encode()).hexdigest()[:24]}"
+        name = f"{kind[:KIND_LENGTH]}-{hashlib.sha256(text.encode()).hexdigest()[:24]}"
         for folder in self._folders:
             found = _load(folder, name)
             if found is not None:
                 return found
-        folder = self._writable_folder()
-        # The kernel frees this lock when its holder dies, however it dies.
-        with _locked(folder / f"{name}.lock"):
-            found = _load(folder, name)
-            if found is not None:
-                return found
-            _store(folder, name, make(), decides)
-        found = _load(folder, name)
-        if found is None:
-            raise ValueError(f"{folder / name}: what was just written cannot be read back")
-        return found
-
-    def _writable_folder(self) -> Path:
+        once = functools.cache(make)
+        problems = []
         for folder in self._folders:
             try:
-                folder.mkdir(parents=True, exist_ok=True)
-            except OSError:
-                continue
-            if os.access(folder, os.W_OK | os.X_OK):
-                return folder
+                return self._made_in(folder, name, decides, once)
+            except OSError as error:
+                problems.append(f"{folder}: {error.strerror or error}")
         raise ValueError(
-            f"the index cache cannot be written to {', '.join(map(str, self._folders))}: give a "
-            "writable folder as --data-cache-path"
+            f"the index cache cannot be written ({'; '.join(problems)}): give a folder that can be "
+            "written and has space as --data-cache-path"
         )
+
+    def _made_in(
+        self, folder: Path, name: str, decides: Mapping[str, Any], make: Callable[[], Arrays]
+    ) -> Arrays:
+        """The entry in this folder, made if it is not there. Raises OSError where the disk does."""
+        for attempts_left in reversed(range(ATTEMPTS)):
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                with locked(folder / f"{name}.lock", self._patience) as alone:
+                    found = _load(folder, name)
+                    if found is not None:
+                        return found
+                    if alone:
+                        for leftover in folder.glob(f"{name}.*.partial"):
+                            leftover.unlink(missing_ok=True)
+                    _store(folder, name, make(), decides)
+                found = _load(folder, name)
+                if found is not None:
+                    return found
+            except FileNotFoundError:
+                if not attempts_left:
+                    raise
+        raise OSError("what is written there vanishes or cannot be read back")
 
 
 def _load(folder: Path, name: str) -> Arrays | None:
     """The arrays of a complete entry; None if there is none or it does not fit its description."""
     try:
-        described = json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))["arrays"]
+        described = json.loads((folder / f"{name}.json").read_bytes())["arrays"]
         arrays = {
             key: np.load(folder / f"{name}.{key}.npy", mmap_mode="r", allow_pickle=False)
             for key in described
         }
-    except (OSError, EOFError, ValueError, KeyError):
-        return None
-    if any(_describe(array) != described[key] for key, array in arrays.items()):
+        if any(_describe(array) != described[key] for key, array in arrays.items()):
+            return None
+    except Exception:  # whatever the libraries say of a damaged file, the entry is made again
         return None
     # A plain array over the same pages: np.memmap makes every slice slow.
     return {key: np.asarray(array) for key, array in arrays.items()}
 
 
 def _store(folder: Path, name: str, arrays: Arrays, decides: Mapping[str, Any]) -> None:
-    description = {
-        "arrays": {key: _describe(array) for key, array in arrays.items()},
-        "made from": decides,
-    }
-    final = folder / f"{name}.json"
-    final.unlink(missing_ok=True)
-    for key, array in arrays.items():
-        with _replacing(folder / f"{name}.{key}.npy") as partial, open(partial, "wb") as file:
-            np.save(file, array, allow_pickle=False)
-            file.flush()
-            os.fsync(file.fileno())
-    with _replacing(final) as partial, open(partial, "w", encoding="utf-8") as text:
-        json.dump(description, text, indent=1)
-        text.write("\n")
-        text.flush()
-        os.fsync(text.fileno())
+    described = {}
+    for key, values in arrays.items():
+        array = np.ascontiguousarray(values)
+        described[key] = _describe(array)
+        with _replacing(folder / f"{name}.{key}.npy") as file:
+            header = np.lib.format.header_data_from_array_1_0(array)
+            np.lib.format.write_array_header_1_0(file, header)
+            file.write(array.data)
+    with _replacing(folder / f"{name}.json") as file:
+        text = json.dumps({"arrays": described, "made from": decides}, indent=1)
+        file.write(f"{text}\n".encode())
     sync_folder(folder)
 
 
 def _describe(array: npt.NDArray[np.integer]) -> dict[str, Any]:
-    return {"dtype": array.dtype.str, "shape": list(array.shape)}
+    return {"dtype": array.dtype.str, "shape": list(array.shape), "crc32": zlib.crc32(array.data)}
 
 
 @contextmanager
-def _replacing(path: Path) -> Iterator[Path]:
-    """A temporary name beside `path`; what was written there gets the name at the end."""
-    partial = path.with_name(path.name + ".partial")
-    yield partial
-    os.replace(partial, path)
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    with open(path, "ab") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+def _replacing(path: Path) -> Iterator[IO[bytes]]:
+    """A file under a temporary name of its own; what was written there gets the name at the end."""
+    partial = path.with_name(f"{path.name}.{uuid.uuid4().hex}.partial")
+    try:
+        with open(partial, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise

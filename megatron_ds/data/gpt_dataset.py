@@ -28,10 +28,21 @@ class TokenDataset(Protocol):
 
 
 class GPTDataset:
-    """The samples that `indexes` cut out of a token file, each [seq_length + 1] int64."""
+    """The samples that `indexes` cut out of a token file, each [seq_length + 1] int64.
 
-    def __init__(self, tokens: IndexedDataset, indexes: SampleIndexes, seq_length: int) -> None:
+    A sample with a token that is not below vocab_size is a ValueError: the file is damaged or of
+    another tokenizer.
+    """
+
+    def __init__(
+        self,
+        tokens: IndexedDataset,
+        indexes: SampleIndexes,
+        seq_length: int,
+        vocab_size: int | None = None,
+    ) -> None:
         self.seq_length = seq_length
+        self._vocab_size = vocab_size
         self._file = tokens
         self._indexes = indexes
 
@@ -52,10 +63,22 @@ class GPTDataset:
             tokens_S[filled : filled + size] = file.tokens[begin : begin + size]
             filled += size
             at, offset = at + 1, 0
+        self._check(tokens_S, sample)
         return tokens_S
 
     def sample_id(self, position: int) -> str:
         return f"{os.path.basename(self._file.prefix)}:{self._sample(position)}"
+
+    def _check(self, tokens_S: npt.NDArray[np.int64], sample: int) -> None:
+        if self._vocab_size is None:
+            return
+        low, high = int(tokens_S.min()), int(tokens_S.max())
+        if low < 0 or high >= self._vocab_size:
+            raise ValueError(
+                f"{self._file.prefix}.bin: sample {sample} has the token "
+                f"{low if low < 0 else high}, which a vocabulary of {self._vocab_size} has not: "
+                "the file is damaged, or made with another tokenizer"
+            )
 
     def _sample(self, position: int) -> int:
         if not 0 <= position < len(self):

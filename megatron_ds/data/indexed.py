@@ -17,17 +17,21 @@ This file knows neither tokenizers nor samples nor torch.
 
 from __future__ import annotations
 
-import fcntl
 import mmap
 import os
+import stat
 import struct
 import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO
 
 import numpy as np
 import numpy.typing as npt
+
+from megatron_ds.data.lock import is_at, lock_now
 
 MAGIC = b"MMIDIDX\x00\x00"
 LEGACY_MAGIC = b"TNTIDX\x00\x00"
@@ -45,6 +49,8 @@ CODES = {dtype: code for code, dtype in DTYPES.items()}
 UINT16_VOCAB = 65500
 """Vocabularies below this are written as uint16, as in every Megatron."""
 DOCUMENTS_PROBED = 1000
+CHUNK = 1 << 20
+"""Sequences that are checked at once: memory stays flat, whatever the size of the index."""
 
 Tokens = npt.NDArray[np.generic]
 IntArray = npt.NDArray[np.integer]
@@ -180,7 +186,8 @@ class IndexedWriter:
         if sizes.size and int(sizes.max()) > np.iinfo(np.int32).max:
             raise ValueError(f"{self.prefix}: a document of {sizes.max()} tokens is too long")
         assert self._bin is not None, "the pair was already finished"
-        self._bin.write(_fitting(array, self.dtype, self.prefix).tobytes())
+        with _naming(self.prefix + ".bin.partial"):
+            self._bin.write(_fitting(array, self.dtype, self.prefix).tobytes())
         self._lengths.append(sizes.astype("<i4"))
         self._documents.append(np.arange(self._count + 1, self._count + 1 + sizes.size))
         self._count += sizes.size
@@ -188,9 +195,10 @@ class IndexedWriter:
     def finalize(self) -> None:
         """Flush both files to disk, then give them their names, the index last."""
         assert self._bin is not None, "the pair was already finished"
-        _sync(self._bin)
+        with _naming(self.prefix + ".bin.partial"):
+            _sync(self._bin)
         partial_index = self.prefix + ".idx.partial"
-        with open(partial_index, "wb") as file:
+        with _naming(partial_index), open(partial_index, "wb") as file:
             self._write_index(file)
             _sync(file)
         # An older index must not describe the new tokens, not even for a moment.
@@ -207,7 +215,8 @@ class IndexedWriter:
             return
         for suffix in (".bin.partial", ".idx.partial"):
             Path(self.prefix + suffix).unlink(missing_ok=True)
-        self._bin.close()
+        with suppress(OSError):  # what the disk has no room for is not wanted any more
+            self._bin.close()
         self._bin = None
 
     def __enter__(self) -> IndexedWriter:
@@ -219,10 +228,11 @@ class IndexedWriter:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if kind is not None:
+        try:
+            if kind is None and self._bin is not None:
+                self.finalize()
+        finally:
             self.abort()
-        elif self._bin is not None:
-            self.finalize()
 
     def _write_index(self, file: BinaryIO) -> None:
         lengths = np.concatenate([np.zeros(0, np.dtype("<i4")), *self._lengths])
@@ -281,20 +291,62 @@ def _read_index(
     documents = data[documents_at:expected].view("<i8")
     if d == 0 or int(documents[0]) != 0 or int(documents[-1]) != n:
         raise ValueError(f"{path}: its document index does not end at its {n} sequences")
+    _check_order(path, lengths, pointers, documents, DTYPES[code].itemsize)
     return DTYPES[code], lengths, pointers, documents
+
+
+def _check_order(
+    path: str, lengths: IntArray, pointers: IntArray, documents: IntArray, itemsize: int
+) -> None:
+    """That sequences stand back to back and documents one after the other, as all writers do."""
+    end = 0
+    for first in range(0, len(lengths), CHUNK):
+        sizes = lengths[first : first + CHUNK]
+        if int(sizes.min()) < 0:
+            at = first + int(sizes.argmin())
+            raise ValueError(f"{path} is damaged: sequence {at} has {lengths[at]} tokens")
+        expected = _offsets(sizes, itemsize) + end
+        wrong = np.flatnonzero(expected != pointers[first : first + CHUNK])
+        if len(wrong):
+            at = first + int(wrong[0])
+            raise ValueError(
+                f"{path} is damaged: sequence {at} begins at byte {pointers[at]}, but those before "
+                f"it end at {expected[wrong[0]]}"
+            )
+        end = int(expected[-1]) + int(sizes[-1]) * itemsize
+    for first in range(0, len(documents) - 1, CHUNK):
+        starts = documents[first : first + CHUNK + 1]
+        wrong = np.flatnonzero(starts[1:] < starts[:-1])
+        if len(wrong):
+            at = first + int(wrong[0])
+            raise ValueError(
+                f"{path} is damaged: document {at} begins at sequence {documents[at]} and ends at "
+                f"{documents[at + 1]}"
+            )
 
 
 def _map(path: str) -> npt.NDArray[np.uint8]:
     """The bytes of a file, memory-mapped. A plain array: slices of np.memmap are slow to make."""
     try:
-        with open(path, "rb") as file:
-            if os.fstat(file.fileno()).st_size == 0:
+        with open(path, "rb", opener=_without_waiting) as file:
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode):
+                raise ValueError(f"{path} is no regular file")
+            if status.st_size == 0:
                 return np.zeros(0, np.uint8)
-            return np.frombuffer(
-                mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), dtype=np.uint8
-            )
+            content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except FileNotFoundError:
         raise ValueError(f"there is no file {path}") from None
+    except IsADirectoryError:
+        raise ValueError(f"{path} is a folder, not a file") from None
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from error
+    return np.frombuffer(content, dtype=np.uint8)
+
+
+def _without_waiting(path: str, flags: int) -> int:
+    """Opens a file; a named pipe too, at once, though nobody writes to it."""
+    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def _offsets(lengths: IntArray, itemsize: int) -> npt.NDArray[np.int64]:
@@ -315,14 +367,31 @@ def _fitting(tokens: Tokens, dtype: np.dtype[np.generic], prefix: str) -> Tokens
 
 def _open_locked(prefix: str) -> BinaryIO:
     path = prefix + ".bin.partial"
-    file = open(path, "ab")  # noqa: SIM115 (the writer keeps it open)
+    with ExitStack() as undo:
+        file = undo.enter_context(open(path, "ab"))
+        locked = lock_now(file)
+        # Between the two lines above, another process may have finished and renamed this file.
+        if locked is False or not is_at(file, path):
+            raise ValueError(f"{prefix}: another process is writing this prefix")
+        if locked is None:
+            warnings.warn(
+                f"{path} is on a file system without locks: let no other process write this prefix",
+                stacklevel=3,
+            )
+        file.truncate(0)
+        undo.pop_all()
+        return file
+
+
+@contextmanager
+def _naming(path: str) -> Iterator[None]:
+    """Gives its file's name to an error that has none, such as that of a full disk."""
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        file.close()
-        raise ValueError(f"{prefix}: another process is writing this prefix") from None
-    file.truncate(0)
-    return file
+        yield
+    except OSError as error:
+        if error.filename is not None or error.errno is None:
+            raise
+        raise OSError(error.errno, error.strerror, path) from None
 
 
 def _sync(file: BinaryIO) -> None:

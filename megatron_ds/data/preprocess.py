@@ -24,7 +24,10 @@ from megatron_ds.tokenizer import Tokenizer
 
 CHUNK_BYTES = 1 << 20
 """A chunk ends here even if it has fewer documents than asked for."""
+LINE_BYTES = 1 << 30
+"""A longer line is taken for a file of another kind: it would have to fit in memory many times."""
 PROBLEMS_SHOWN = 20
+KEYS_SHOWN = 8
 LINES_CHECKED_AHEAD = 100_000
 """After a bad line, so many more are checked to report their problems together."""
 
@@ -50,7 +53,9 @@ class PreprocessOptions:
 
     def problems(self) -> Iterator[str]:
         """What is wrong before any work is done, in the user's words."""
-        if not os.path.isfile(self.input):
+        if os.path.isdir(self.input):
+            yield f"--input {self.input}: is a folder, not a file"
+        elif not os.path.isfile(self.input):
             yield f"--input {self.input}: there is no such file"
         elif not os.access(self.input, os.R_OK):
             yield f"--input {self.input}: cannot be read"
@@ -61,6 +66,9 @@ class PreprocessOptions:
             yield f"--output-prefix {self.output_prefix}: the folder {folder} cannot be written"
         if not self.keys:
             yield "--json-keys: at least one key is needed"
+        for key in self.keys:
+            if "/" in key or "\0" in key:
+                yield f"--json-keys {key!r}: cannot be part of the output files' names"
         if len(set(self.keys)) != len(self.keys):
             yield f"--json-keys {' '.join(self.keys)}: a key is given twice"
         for name, value in (("--workers", self.workers), ("--chunk-size", self.chunk_size)):
@@ -164,7 +172,7 @@ def preprocess(
         writers = [
             stack.enter_context(IndexedWriter(options.prefix(key), dtype)) for key in options.keys
         ]
-        chunks = _read_chunks(file, options.chunk_size)
+        chunks = _read_chunks(file, options)
         for encoded in workers.map(chunks):
             if not isinstance(encoded, _Encoded):
                 raise ValueError(_all_problems(encoded, workers.drain(), chunks, options))
@@ -187,13 +195,18 @@ def _advance(progress: Progress, encoded: _Encoded, input_bytes: int) -> Progres
     )
 
 
-def _read_chunks(file: BinaryIO, chunk_size: int) -> Iterator[_Chunk]:
+def _read_chunks(file: BinaryIO, options: PreprocessOptions) -> Iterator[_Chunk]:
     lines: list[bytes] = []
     first, size = 1, 0
-    for number, line in enumerate(iter(file.readline, b""), 1):
+    for number, line in enumerate(iter(lambda: file.readline(LINE_BYTES + 1), b""), 1):
+        if len(line) > LINE_BYTES:
+            raise ValueError(
+                f"{options.input}:{number}: the line is longer than {LINE_BYTES >> 20} MiB: is "
+                "this a file of JSON lines?"
+            )
         lines.append(line)
         size += len(line)
-        if len(lines) >= chunk_size or size >= CHUNK_BYTES:
+        if len(lines) >= options.chunk_size or size >= CHUNK_BYTES:
             yield _Chunk(first, lines)
             lines, size, first = [], 0, number + 1
     if lines:
@@ -210,6 +223,9 @@ def _parse(chunk: _Chunk, options: PreprocessOptions) -> tuple[list[_Document], 
         except ValueError as error:
             problems.append(f"{options.input}:{number}: not JSON: {error}")
             continue
+        except RecursionError:
+            problems.append(f"{options.input}:{number}: not read: it is nested too deeply")
+            continue
         found = list(_line_problems(value, options.keys))
         problems += [f"{options.input}:{number}: {problem}" for problem in found]
         if not found:
@@ -223,7 +239,9 @@ def _line_problems(value: object, keys: tuple[str, ...]) -> Iterator[str]:
         return
     for key in keys:
         if key not in value:
-            yield f"has no key {key!r} (it has {', '.join(map(repr, value)) or 'none'})"
+            shown = [repr(name[:40]) for name in itertools.islice(value, KEYS_SHOWN)]
+            more = ", ..." if len(value) > KEYS_SHOWN else ""
+            yield f"has no key {key!r} (it has {', '.join(shown) or 'none'}{more})"
         elif not isinstance(value[key], str):
             yield f"{key!r} must be text, not {type(value[key]).__name__}"
         elif not value[key].isascii() and any("\ud800" <= c <= "\udfff" for c in value[key]):

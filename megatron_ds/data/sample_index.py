@@ -132,7 +132,7 @@ def parse_split(text: str) -> tuple[float, float, float]:
     except ValueError:
         parts = []
     valid = 0 < len(parts) <= 3 and all(part >= 0 and math.isfinite(part) for part in parts)
-    if not valid or sum(parts) <= 0:
+    if not valid or not 0 < sum(parts) < math.inf:
         raise ValueError(
             f"--split {text}: must be up to three non-negative shares for training, validation and "
             "test, such as 969,30,1"
@@ -147,7 +147,7 @@ def split_bounds(shares: Sequence[float], size: int) -> list[tuple[int, int]]:
     for share in shares:
         bounds.append(bounds[-1] + round(share * float(size)))
     surplus = bounds[-1] - size
-    bounds = [0, *(bound - surplus for bound in bounds[1:])]
+    bounds = [0, *(max(0, bound - surplus) for bound in bounds[1:])]
     return list(itertools.pairwise(bounds))
 
 

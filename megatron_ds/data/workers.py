@@ -22,6 +22,7 @@ Result = TypeVar("Result")
 
 UNDER_WAY_PER_WORKER = 3
 """Items in memory per worker: being worked on, waiting, or done and waiting for its turn."""
+REMEDY = "try fewer --workers or a smaller --chunk-size"
 
 
 class Workers(Generic[Item, Result]):
@@ -91,12 +92,11 @@ class Workers(Generic[Item, Result]):
             connection.send(item)
             good, answer = connection.recv()
         except (EOFError, OSError):
-            raise ValueError(
-                "a worker process was killed (out of memory?); try fewer --workers or a smaller "
-                "--chunk-size"
-            ) from None
+            raise ValueError(f"a worker process was killed (out of memory?); {REMEDY}") from None
         finally:
             self._idle.put(connection)
+        if isinstance(answer, MemoryError):
+            raise ValueError(f"a worker process ran out of memory; {REMEDY}")
         if not good:
             raise answer
         return answer  # type: ignore[no-any-return]

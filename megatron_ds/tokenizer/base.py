@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Protocol
+
+LARGEST_ID = (1 << 31) - 1
+"""Ids are stored as int32 at most."""
 
 
 class Tokenizer(Protocol):
@@ -30,6 +37,50 @@ class Tokenizer(Protocol):
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of ids; special tokens appear as their text."""
+
+
+def checked_size(vocab: Mapping[str, int], source: str) -> int:
+    """The number of ids of a vocabulary: one more than the largest.
+
+    source: flag and file, for errors. Raises ValueError for an empty vocabulary and for what is no
+    id.
+    """
+    if not vocab:
+        raise ValueError(f"{source}: its vocabulary is empty")
+    for token, number in vocab.items():
+        if isinstance(number, bool) or not isinstance(number, int):
+            raise ValueError(f"{source}: the id of {token!r} is {number!r}, no whole number")
+        if not 0 <= number < LARGEST_ID:
+            raise ValueError(
+                f"{source}: the id {number} of {token!r} is outside 0 ... {LARGEST_ID - 1}"
+            )
+    return max(vocab.values()) + 1
+
+
+def read_json(path: str | os.PathLike[str], flag: str) -> object:
+    """The content of a JSON file. Raises ValueError with the flag and file, whatever is wrong."""
+    try:
+        return json.loads(Path(path).read_bytes())
+    except OSError as error:
+        raise ValueError(f"{flag} {path}: cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise ValueError(f"{flag} {path}: not JSON: {error}") from error
+    except RecursionError:
+        raise ValueError(f"{flag} {path}: is nested too deeply") from None
+
+
+@contextmanager
+def library_errors(source: str) -> Iterator[None]:
+    """Puts `source`, flag and file, before whatever a tokenizer library raises about a file.
+
+    Those libraries raise exceptions of every kind; a panic of their Rust code is none of Exception.
+    """
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit, GeneratorExit):
+        raise
+    except BaseException as error:
+        raise ValueError(f"{source}: {str(error) or type(error).__name__}") from error
 
 
 def fingerprint_of(kind: str, parts: Iterable[bytes]) -> str:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from megatron_ds.tokenizer.base import fingerprint_of
+from megatron_ds.tokenizer.base import checked_size, fingerprint_of, library_errors, read_json
 
 END_OF_TEXT = "<|endoftext|>"
+SPECIAL_TOKENS = 1000
+"""A vocabulary may have so many tokens that no merge makes."""
 
 
 class GPT2BPETokenizer:
@@ -27,14 +28,13 @@ class GPT2BPETokenizer:
 
     def __init__(self, vocab_file: str, merge_file: str) -> None:
         vocab = _read_vocab(vocab_file)
-        try:
+        _check_merges(merge_file, vocab_file, vocab)
+        with library_errors(
+            f"--merge-file {merge_file}: not the merges of --vocab-file {vocab_file}"
+        ):
             model = models.BPE.from_file(vocab_file, merge_file)
-        except Exception as error:  # the library raises bare Exception for every kind of fault
-            raise ValueError(
-                f"--merge-file {merge_file}: not the merges of --vocab-file {vocab_file}: {error}"
-            ) from error
         self.eod = vocab[END_OF_TEXT]
-        self.vocab_size = max(vocab.values()) + 1
+        self.vocab_size = len(vocab)
         self.fingerprint = fingerprint_of(
             "GPT2BPETokenizer", [Path(vocab_file).read_bytes(), Path(merge_file).read_bytes()]
         )
@@ -53,12 +53,16 @@ class GPT2BPETokenizer:
 
 
 def _read_vocab(path: str) -> dict[str, int]:
-    try:
-        vocab = json.loads(Path(path).read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"--vocab-file {path}: not JSON: {error}") from error
-    if not isinstance(vocab, dict) or not all(isinstance(i, int) for i in vocab.values()):
+    vocab = read_json(path, "--vocab-file")
+    if not isinstance(vocab, dict):
         raise ValueError(f"--vocab-file {path}: must be one JSON object of tokens and their ids")
+    checked_size(vocab, f"--vocab-file {path}")
+    gaps = set(range(len(vocab))) - set(vocab.values())
+    if gaps:
+        raise ValueError(
+            f"--vocab-file {path}: {len(vocab)} tokens need the ids 0 to {len(vocab) - 1}, each "
+            f"once; {min(gaps)} is missing"
+        )
     if END_OF_TEXT not in vocab:
         raise ValueError(f"--vocab-file {path}: has no {END_OF_TEXT}, which ends documents")
     # The encoder drops characters that the vocabulary lacks without a word.
@@ -69,3 +73,31 @@ def _read_vocab(path: str) -> dict[str, int]:
             f"({' '.join(missing[:8])} ...)"
         )
     return vocab
+
+
+def _check_merges(path: str, vocab_file: str, vocab: dict[str, int]) -> None:
+    """That the file is made of lines of two tokens, and that its end is not missing.
+
+    With half of its merges a text would be cut into other tokens, without a word.
+    """
+    try:
+        lines = Path(path).read_text(encoding="utf-8").split("\n")
+    except OSError as error:
+        raise ValueError(f"--merge-file {path}: cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"--merge-file {path}: not UTF-8: {error}") from error
+    made = set(pre_tokenizers.ByteLevel.alphabet())
+    for number, line in enumerate(lines, 1):
+        parts = line.split(" ")
+        if not line.strip() or line.startswith("#version"):
+            continue
+        if len(parts) != 2 or not all(parts):
+            raise ValueError(f"--merge-file {path}:{number}: {line[:40]!r} is no pair of tokens")
+        made.add("".join(parts))
+    unmade = [token for token in vocab if token not in made]
+    if len(unmade) > SPECIAL_TOKENS:
+        raise ValueError(
+            f"--merge-file {path}: makes {len(unmade)} tokens of --vocab-file {vocab_file} not "
+            f"({' '.join(unmade[:3])} ...): its end is missing, or they are files of two "
+            "vocabularies"
+        )

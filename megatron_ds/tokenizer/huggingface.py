@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_ds.tokenizer.base import Tokenizer, fingerprint_of
+from megatron_ds.tokenizer.base import (
+    Tokenizer,
+    checked_size,
+    fingerprint_of,
+    library_errors,
+    read_json,
+)
 
 USUAL_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]", "<|eot_id|>")
 SIDE_FILES = ("tokenizer_config.json", "special_tokens_map.json")
@@ -40,14 +45,12 @@ class FileTokenizer:
     def __init__(self, file: Path) -> None:
         import tokenizers
 
-        try:
+        with library_errors(f"--tokenizer-model {file}: not a tokenizer.json"):
             self._tokenizer = tokenizers.Tokenizer.from_file(str(file))
-        except Exception as error:  # the library raises bare Exception for every kind of fault
-            raise ValueError(f"--tokenizer-model {file}: not a tokenizer.json: {error}") from error
-        self._tokenizer.no_padding()
-        self._tokenizer.no_truncation()
-        vocab = self._tokenizer.get_vocab(with_added_tokens=True)
-        self.vocab_size = max(vocab.values()) + 1
+            self._tokenizer.no_padding()
+            self._tokenizer.no_truncation()
+            vocab = self._tokenizer.get_vocab(with_added_tokens=True)
+        self.vocab_size = checked_size(vocab, f"--tokenizer-model {file}")
         self.eod = vocab[_end_token(file, vocab)]
         self.fingerprint = fingerprint_of(
             "HFTokenizer", [self._tokenizer.to_str().encode(), str(self.eod).encode()]
@@ -70,18 +73,12 @@ class PretrainedTokenizer:
     def __init__(self, folder: str) -> None:
         from transformers import AutoTokenizer
 
-        try:
+        with library_errors(f"--tokenizer-model {folder}: no tokenizer can be read from it"):
             self._tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-        except (OSError, ValueError, KeyError, ImportError) as error:
-            raise ValueError(
-                f"--tokenizer-model {folder}: no tokenizer can be read from it: {error}"
-            ) from error
-        vocab: dict[str, int] = self._tokenizer.get_vocab()
-        if not vocab:
-            raise ValueError(f"--tokenizer-model {folder}: its vocabulary is empty")
+            vocab: dict[str, int] = self._tokenizer.get_vocab()
+        self.vocab_size = checked_size(vocab, f"--tokenizer-model {folder}")
         if self._tokenizer.eos_token_id is None:
             raise ValueError(f"--tokenizer-model {folder}: it names no eos_token to end documents")
-        self.vocab_size = max(vocab.values()) + 1
         self.eod = int(self._tokenizer.eos_token_id)
         names = {*self._tokenizer.vocab_files_names.values(), *SIDE_FILES}
         files = [Path(folder) / name for name in sorted(names)]
@@ -107,10 +104,18 @@ def _end_token(file: Path, vocab: dict[str, int]) -> str:
         path = file.with_name(side)
         if not path.is_file():
             continue
-        token = json.loads(path.read_text(encoding="utf-8")).get("eos_token")
+        content = read_json(path, "--tokenizer-model")
+        if not isinstance(content, dict):
+            raise ValueError(f"--tokenizer-model {path}: must be one JSON object")
+        token = content.get("eos_token")
         token = token.get("content") if isinstance(token, dict) else token
-        if token in vocab:
-            return str(token)
+        if token is None:
+            continue
+        if not isinstance(token, str) or token not in vocab:
+            raise ValueError(
+                f"--tokenizer-model {path}: its eos_token {token!r} is no token of {file}"
+            )
+        return token
     for token in USUAL_ENDS:
         if token in vocab:
             return token

@@ -1,0 +1,171 @@
+"""What can be told of a run's data before anything is built: files, shares, ids.
+
+Owns the sentences about data that does not fit its run. Knows flags and files; no ranks, no cache
+and no torch, and writes nothing.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from megatron_ds.config import DataConfig, flag_of
+from megatron_ds.data.indexed import IndexedDataset, Tokens
+from megatron_ds.data.sample_index import parse_split, split_bounds
+
+DEFAULT_SPLIT = "969,30,1"
+NAMES = ("train", "valid", "test")
+PROBED_BLOCKS = 64
+PROBED_TOKENS = 4096
+"""Tokens of a block: a token file is looked at in so many blocks of this size, evenly spread."""
+
+
+def data_problems(
+    config: DataConfig, num_samples: tuple[int, int, int] | None, vocab_size: int | None
+) -> Iterator[str]:
+    """Why the data flags and their files cannot feed the run, a line each.
+
+    num_samples: samples that the run takes of each part. vocab_size: number of the tokenizer's ids.
+    What is None is not known, and what depends on it is not judged.
+    """
+    shares = None
+    try:
+        shares = parse_split(config.split or DEFAULT_SPLIT)
+        if config.data_path:
+            yield from no_training(config, shares)
+    except ValueError as error:
+        yield str(error)
+    for name in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
+        paths, flag = getattr(config, name) or (), flag_of(name)
+        try:
+            _, prefixes = parse_blend(paths, flag) if len(paths) > 1 else ([1.0], paths)
+        except ValueError as error:
+            yield str(error)
+            continue
+        for prefix in dict.fromkeys(prefixes):
+            missing = list(_missing(prefix))
+            yield from (f"{flag} {prefix}: {words}" for words in missing)
+            if missing:
+                continue
+            try:
+                file = IndexedDataset(prefix)
+            except (ValueError, OSError) as error:
+                yield f"{flag}: {error}"
+                continue
+            if vocab_size is not None:
+                yield from (f"{flag}: {words}" for words in wrong_ids(file, vocab_size))
+            for part, (part_name, samples) in enumerate(
+                zip(NAMES, num_samples or (), strict=False)
+            ):
+                if name == "data_path" and shares is not None and samples and shares[part]:
+                    yield from no_documents(config, part_name, file, samples, shares)
+                elif name == f"{part_name}_data_path" and samples:
+                    yield from no_documents(config, part_name, file, samples, None)
+
+
+def parse_blend(paths: Sequence[str], flag: str) -> tuple[list[float], list[str]]:
+    """Normalised weights and prefixes of `WEIGHT PREFIX WEIGHT PREFIX ...`; weight 0 drops out.
+
+    Raises ValueError for anything else.
+    """
+    given = f"{flag} {' '.join(paths)}"
+    if len(paths) % 2:
+        raise ValueError(f"{given}: must be one prefix, or WEIGHT PREFIX WEIGHT PREFIX ...")
+    weights = [_weight(text, given) for text in paths[::2]]
+    kept = [(weight, prefix) for weight, prefix in zip(weights, paths[1::2], strict=True) if weight]
+    try:
+        total = math.fsum(weight for weight, _ in kept)
+    except OverflowError:
+        raise ValueError(f"{given}: the weights' sum is no number") from None
+    if total <= 0:
+        raise ValueError(f"{given}: all weights are 0")
+    return [weight / total for weight, _ in kept], [prefix for _, prefix in kept]
+
+
+def _weight(text: str, given: str) -> float:
+    try:
+        weight = float(text)
+    except ValueError:
+        weight = math.nan
+    if not (math.isfinite(weight) and weight >= 0):
+        raise ValueError(f"{given}: the weight {text!r} must be a number of at least 0")
+    return weight
+
+
+def no_training(config: DataConfig, shares: Sequence[float]) -> Iterator[str]:
+    """--split may leave validation and test without a share, not the training."""
+    if not shares[0]:
+        yield f"--split {config.split}: leaves no documents for training"
+
+
+def wrong_ids(file: IndexedDataset, vocab_size: int) -> Iterator[str]:
+    """What shows that a token file was made with another tokenizer. No proof that it was not: only
+    a part of its tokens is looked at."""
+    limit = int(np.iinfo(file.dtype).max)  # type: ignore[type-var]
+    if limit < vocab_size - 1:
+        yield (
+            f"{file.prefix}.bin holds {8 * file.dtype.itemsize}-bit tokens ({file.dtype}), which "
+            f"cannot reach a vocabulary of {vocab_size}: it was made with another tokenizer"
+        )
+    probed = _probe(file.tokens)
+    for token in (int(probed.min()), int(probed.max())) if probed.size else ():  # type: ignore[type-var]
+        if not 0 <= token < vocab_size:
+            yield (
+                f"{file.prefix}.bin holds the token {token}, but the tokenizer's ids are 0 to "
+                f"{vocab_size - 1}: it was made with another tokenizer, or is damaged"
+            )
+
+
+def no_documents(
+    config: DataConfig,
+    name: str,
+    file: IndexedDataset,
+    samples: int,
+    shares: Sequence[float] | None,
+) -> Iterator[str]:
+    """Whether a part of the data that is to give samples holds no token. shares: of --split, for
+    files that it cuts."""
+    first, end = part_bounds(file, name, shares)
+    if file.lengths[first:end].any():
+        return
+    what = f"{samples} {name} samples are asked of {file.prefix}"
+    remedy = "give more text"
+    if name != "train":
+        remedy += ", or none are read with --eval-iters 0"
+    if shares is None:
+        yield f"{what}, which holds no tokens: {remedy}"
+    else:
+        yield (
+            f"{what}, but --split {config.split or DEFAULT_SPLIT} leaves {name} none of its "
+            f"{len(file)} documents: choose another --split (0 for no {name} part), or {remedy}"
+        )
+
+
+def part_bounds(file: IndexedDataset, name: str, shares: Sequence[float] | None) -> tuple[int, int]:
+    """First and one-past-last of a file's documents that belong to a part."""
+    return (0, len(file)) if shares is None else split_bounds(shares, len(file))[NAMES.index(name)]
+
+
+def _missing(prefix: str) -> Iterator[str]:
+    """A prefix's files that are not there, with the prefix that was likely meant."""
+    stem, suffix = os.path.splitext(prefix)
+    document = f"{prefix}_text_document"
+    hint = ""
+    if suffix in (".bin", ".idx") and os.path.isfile(prefix):
+        hint = f" (give the prefix alone: {stem})"
+    elif os.path.isfile(f"{document}.idx"):
+        hint = f" (did you mean {document}?)"
+    for suffix in (".bin", ".idx"):
+        if not os.path.exists(prefix + suffix):
+            yield f"there is no file {prefix + suffix}{hint}"
+
+
+def _probe(tokens: Tokens) -> Tokens:
+    """Some of the tokens: all of a small file, else blocks from its beginning to its end."""
+    if tokens.size <= PROBED_BLOCKS * PROBED_TOKENS:
+        return tokens
+    starts = np.linspace(0, tokens.size - PROBED_TOKENS, PROBED_BLOCKS, dtype=np.int64)
+    return np.concatenate([tokens[start : start + PROBED_TOKENS] for start in starts])
