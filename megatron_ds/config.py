@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -55,7 +56,9 @@ def knob(
 class ModelConfig:
     """Shape of the transformer."""
 
-    num_layers: int | None = knob(None, "number of transformer layers")
+    num_layers: int | None = knob(
+        None, "number of transformer layers", aliases=("encoder-num-layers",)
+    )
     hidden_size: int | None = knob(None, "width of the residual stream")
     ffn_hidden_size: int | None = knob(
         None,
@@ -72,7 +75,7 @@ class ModelConfig:
         "number of key-value heads (default: as many as query heads)",
         aliases=("num-key-value-heads",),
     )
-    seq_length: int | None = knob(None, "tokens per sample")
+    seq_length: int | None = knob(None, "tokens per sample", aliases=("encoder-seq-length",))
     max_position_embeddings: int | None = knob(
         None,
         "rows of the learned position table (default: seq-length); not needed by other positions",
@@ -186,72 +189,104 @@ class ModelConfig:
         return -(-self.vocab // unit) * unit
 
     def problems(self, tp_size: int) -> Iterator[str]:
+        yield from self._range_problems()
+        sizes = (self.hidden_size, self.num_attention_heads)
+        optional = (self.kv_channels, self.num_query_groups, self.ffn_hidden_size)
+        if all(size is not None and size > 0 for size in sizes) and all(
+            size is None or size > 0 for size in optional
+        ):
+            yield from self._shape_problems()
+            if tp_size > 1:
+                yield from self._tensor_parallel_problems(tp_size)
+        if (
+            self.position_embedding_type == "learned_absolute"
+            and self.seq_length is not None
+            and 0 < (self.max_position_embeddings or 0) < self.seq_length
+        ):
+            yield (
+                f"--seq-length {self.seq_length} exceeds --max-position-embeddings "
+                f"{self.max_position_embeddings}: learned positions end there (give at most "
+                f"{self.max_position_embeddings}, or --max-position-embeddings {self.seq_length})"
+            )
+
+    def _range_problems(self) -> Iterator[str]:
         for name in ("num_layers", "hidden_size", "num_attention_heads", "seq_length"):
             value = getattr(self, name)
             if value is None:
                 yield f"{flag_of(name)} is required"
             elif value <= 0:
                 yield f"{flag_of(name)} {value}: must be positive"
-        for name in ("kv_channels", "num_query_groups", "ffn_hidden_size", "norm_epsilon"):
+        for name in (
+            "kv_channels",
+            "num_query_groups",
+            "ffn_hidden_size",
+            "max_position_embeddings",
+            "make_vocab_size_divisible_by",
+            "norm_epsilon",
+            "rotary_base",
+        ):
             value = getattr(self, name)
             if value is not None and value <= 0:
                 yield f"{flag_of(name)} {value}: must be positive"
-                return
         for name in ("attention_dropout", "hidden_dropout"):
             value = getattr(self, name)
             if not 0.0 <= value < 1.0:
                 yield f"{flag_of(name)} {value}: must be at least 0 and below 1"
         if not 0.0 < self.rotary_percent <= 1.0:
             yield f"--rotary-percent {self.rotary_percent}: must be above 0 and at most 1"
-        if self.make_vocab_size_divisible_by <= 0:
-            yield (
-                f"--make-vocab-size-divisible-by {self.make_vocab_size_divisible_by}: must be "
-                f"positive"
-            )
+        if self.init_method_std < 0:
+            yield f"--init-method-std {self.init_method_std}: must not be negative"
         if self.group_query_attention and self.num_query_groups is None:
             yield "--group-query-attention needs --num-query-groups"
-        if not (
-            self.hidden_size
-            and self.num_attention_heads
-            and self.hidden_size > 0 < self.num_attention_heads
-        ):
-            return
-        if self.kv_channels is None and self.hidden_size % self.num_attention_heads:
+
+    def _shape_problems(self) -> Iterator[str]:
+        if self.kv_channels is None and self.hidden % self.heads:
             yield (
-                f"--hidden-size {self.hidden_size} is not divisible by --num-attention-heads "
-                f"{self.num_attention_heads} (give --kv-channels to choose the head size)"
+                f"--hidden-size {self.hidden} is not divisible by --num-attention-heads "
+                f"{self.heads} (nearest: {nearest_multiples(self.hidden, self.heads)}; or give "
+                "--kv-channels to choose the head size)"
             )
-            return
-        if self.num_attention_heads % self.kv_heads:
+        else:
+            yield from self._rope_problems()
+        if self.heads % self.kv_heads:
             yield (
-                f"--num-attention-heads {self.num_attention_heads} is not divisible by "
-                f"--num-query-groups "
-                f"{self.num_query_groups}"
+                f"--num-attention-heads {self.heads} is not divisible by --num-query-groups "
+                f"{self.num_query_groups} (groups that divide it: {_listed(divisors(self.heads))})"
             )
+
+    def _rope_problems(self) -> Iterator[str]:
         rotated = int(self.head_dim * self.rotary_percent)
-        if self.position_embedding_type == "rope" and (rotated % 2 or rotated == 0):
+        if self.position_embedding_type == "rope" and (rotated % 2 or rotated <= 0):
             yield (
                 f"rope rotates pairs: head size {self.head_dim} x --rotary-percent "
-                f"{self.rotary_percent} = {rotated} "
-                "must be even and positive"
+                f"{self.rotary_percent} = {rotated} must be even and positive (nearest: "
+                f"{nearest_multiples(rotated, 2)})"
             )
+
+    def _tensor_parallel_problems(self, tp_size: int) -> Iterator[str]:
+        """Each tensor-parallel rank holds whole heads, whole groups and an equal part of the MLP.
+
+        The vocabulary is no matter: it is padded to a multiple of the tensor-parallel size.
+        """
+        fitting = [
+            size
+            for size in divisors(self.heads)
+            if self.kv_heads % size == 0 and self.ffn % size == 0
+        ]
         for name, value in (
-            ("--num-attention-heads", self.num_attention_heads),
-            ("--num-query-groups", self.kv_heads),
-            ("--ffn-hidden-size", self.ffn),
+            ("num_attention_heads", self.heads),
+            ("num_query_groups", self.num_query_groups),
+            ("ffn_hidden_size", self.ffn),
         ):
-            if tp_size > 0 and value % tp_size:
-                yield f"{name} {value} is not divisible by --tensor-model-parallel-size {tp_size}"
-        if (
-            self.position_embedding_type == "learned_absolute"
-            and self.seq_length is not None
-            and self.max_position_embeddings is not None
-            and self.seq_length > self.max_position_embeddings
-        ):
+            if value is None or value % tp_size == 0:
+                continue
+            derived = getattr(self, name) is None
+            origin = f" (from --hidden-size {self.hidden})" if derived else ""
             yield (
-                f"--seq-length {self.seq_length} exceeds --max-position-embeddings "
-                f"{self.max_position_embeddings}: "
-                "learned positions end there"
+                f"{flag_of(name)} {value}{origin} is not divisible by "
+                f"--tensor-model-parallel-size {tp_size} (nearest: "
+                f"{nearest_multiples(value, tp_size)}; this model can be cut "
+                f"{_listed(fitting)} ways)"
             )
 
 
@@ -265,17 +300,28 @@ class ParallelConfig:
     pipeline_model_parallel_size: int = knob(1, "pipeline stages (only 1 for now)")
 
     def data_parallel_size(self, world_size: int) -> int:
-        return world_size // (self.tensor_model_parallel_size * self.pipeline_model_parallel_size)
+        """Copies of the model; 0 if the processes cannot be cut so."""
+        tp, pp = self.tensor_model_parallel_size, self.pipeline_model_parallel_size
+        return world_size // (tp * pp) if tp > 0 and pp > 0 and world_size % (tp * pp) == 0 else 0
+
+    def arithmetic(self, world_size: int) -> str:
+        """How the data-parallel size comes about, for messages."""
+        words = f"{world_size} processes / --tensor-model-parallel-size "
+        words += f"{self.tensor_model_parallel_size}"
+        if self.pipeline_model_parallel_size != 1:
+            words += f" / --pipeline-model-parallel-size {self.pipeline_model_parallel_size}"
+        return f"{words} = {self.data_parallel_size(world_size)}"
 
     def problems(self, world_size: int) -> Iterator[str]:
         tp, pp = self.tensor_model_parallel_size, self.pipeline_model_parallel_size
         if tp < 1:
             yield f"--tensor-model-parallel-size {tp}: must be positive"
         elif world_size % tp:
-            valid = [n for n in range(1, world_size + 1) if world_size % n == 0]
             yield (
                 f"--tensor-model-parallel-size {tp} does not divide the {world_size} "
-                f"processes (valid: {valid})"
+                f"{'process' if world_size == 1 else 'processes'} of this run (valid: "
+                f"{_listed(divisors(world_size))}; or start "
+                f"{nearest_multiples(world_size, tp)} processes)"
             )
         if pp != 1:
             yield (
@@ -419,16 +465,6 @@ class DataConfig:
             yield "--split cuts --data-path; it has no meaning with --train-data-path"
         if self.num_workers < 0:
             yield f"--num-workers {self.num_workers}: must not be negative"
-        for name in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
-            for prefix in blend_prefixes(getattr(self, name) or ()):
-                for suffix in (".bin", ".idx"):
-                    if not os.path.exists(prefix + suffix):
-                        yield f"{flag_of(name)} {prefix}: there is no file {prefix + suffix}"
-
-
-def blend_prefixes(paths: tuple[str, ...]) -> list[str]:
-    """The prefixes of `PREFIX` or `WEIGHT PREFIX WEIGHT PREFIX ...`."""
-    return list(paths) if len(paths) == 1 else list(paths[1::2])
 
 
 @dataclass(frozen=True)
@@ -457,8 +493,10 @@ class TokenizerConfig:
                     yield f"{flag_of(name)} {path}: there is no such file"
         elif self.tokenizer_type == "HFTokenizer" and self.tokenizer_model is None:
             yield "--tokenizer-type HFTokenizer needs --tokenizer-model"
-        elif self.tokenizer_type == "NullTokenizer" and not vocab_size:
+        elif self.tokenizer_type == "NullTokenizer" and vocab_size is None:
             yield "--tokenizer-type NullTokenizer needs --vocab-size"
+        if vocab_size is not None and vocab_size <= 0:
+            yield f"--vocab-size {vocab_size}: must be positive"
 
 
 @dataclass(frozen=True)
@@ -554,7 +592,10 @@ class ScheduleConfig:
     lr_wsd_decay_iters: int | None = knob(None, "iterations of WSD's last part")
     lr_wsd_decay_samples: int | None = knob(None, "samples of WSD's last part")
 
-    def problems(self, dp_size: int) -> Iterator[str]:
+    def problems(self, dp_size: int, arithmetic: str = "") -> Iterator[str]:
+        """dp_size: data-parallel size, 0 if it is not known. arithmetic: how that came about, in
+        words.
+        """
         if self.train_iters is None and self.train_samples is None:
             yield "--train-iters or --train-samples is required"
         if self.train_iters is not None and self.train_samples is not None:
@@ -563,62 +604,91 @@ class ScheduleConfig:
             value = getattr(self, name)
             if value is not None and value <= 0:
                 yield f"{flag_of(name)} {value}: must be positive"
-        wrong_unit = "samples" if self.train_iters is not None else "iters"
-        right_unit = "iters" if wrong_unit == "samples" else "samples"
-        for stem in ("lr_decay", "lr_warmup", "lr_wsd_decay"):
-            if getattr(self, f"{stem}_{wrong_unit}"):
-                name = f"{stem}_{wrong_unit}"
-                yield (
-                    f"{flag_of(name)} cannot go with --train-{right_unit}: give "
-                    f"{flag_of(f'{stem}_{right_unit}')} instead"
-                )
+        if (self.train_iters is None) != (self.train_samples is None):
+            yield from self._unit_problems()
         if self.lr_warmup_fraction is not None:
             if not 0.0 <= self.lr_warmup_fraction <= 1.0:
                 yield f"--lr-warmup-fraction {self.lr_warmup_fraction}: must lie between 0 and 1"
-            if self.lr_warmup_iters or self.lr_warmup_samples:
-                yield "--lr-warmup-fraction excludes --lr-warmup-iters and --lr-warmup-samples"
+            for name in ("lr_warmup_iters", "lr_warmup_samples"):
+                if getattr(self, name):
+                    yield (
+                        f"--lr-warmup-fraction {self.lr_warmup_fraction} and {flag_of(name)} "
+                        f"{getattr(self, name)} exclude each other: both give the warm-up's length"
+                    )
+        if self.micro_batch_size is None:
+            yield "--micro-batch-size is required"
+        if self.rampup_batch_size is not None:
+            yield from self._rampup_problems(*self.rampup_batch_size)
+        if self.micro_batch_size is not None and self.micro_batch_size > 0 and dp_size > 0:
+            yield from self._batch_problems(self.micro_batch_size, dp_size, arithmetic)
+
+    def _unit_problems(self) -> Iterator[str]:
+        """A run is measured in iterations or in samples, and its schedule with it."""
+        right, wrong = ("iters", "samples") if self.train_samples is None else ("samples", "iters")
+        for stem in ("lr_decay", "lr_warmup", "lr_wsd_decay"):
+            name = f"{stem}_{wrong}"
+            if getattr(self, name):
+                yield (
+                    f"{flag_of(name)} {getattr(self, name)} cannot go with --train-{right}: give "
+                    f"{flag_of(f'{stem}_{right}')} instead"
+                )
         if self.lr_decay_style == "WSD" and not (
             self.lr_wsd_decay_iters or self.lr_wsd_decay_samples
         ):
-            yield f"--lr-decay-style WSD needs --lr-wsd-decay-{right_unit}"
-        if self.micro_batch_size is None:
-            yield "--micro-batch-size is required"
-        elif self.micro_batch_size > 0 and dp_size > 0:
-            yield from self._batch_problems(dp_size)
+            yield f"--lr-decay-style WSD needs --lr-wsd-decay-{right}"
 
-    def _batch_problems(self, dp_size: int) -> Iterator[str]:
-        micro = _set(self.micro_batch_size)
-        unit = micro * dp_size
-        explained = f"--micro-batch-size {micro} x data-parallel size {dp_size} = {unit}"
-        total = self.global_batch_size if self.global_batch_size is not None else unit
-        if total % unit:
-            below, above = total // unit * unit, -(-total // unit) * unit
-            nearest = f"{below} or {above}" if below else f"{above}"
+    def _rampup_problems(self, start: int, increment: int, samples: int) -> Iterator[str]:
+        given = f"--rampup-batch-size {start} {increment} {samples}"
+        if self.train_iters is not None:
             yield (
-                f"--global-batch-size {total} is not divisible by {explained} (nearest: {nearest})"
+                f"{given} counts samples: give --train-samples instead of --train-iters "
+                f"{self.train_iters}"
             )
-        if self.rampup_batch_size is None:
-            return
-        start, increment, samples = self.rampup_batch_size
-        if self.train_samples is None:
-            yield (
-                "--rampup-batch-size counts samples: give --train-samples instead of --train-iters"
-            )
+        if self.global_batch_size is None:
+            yield f"{given} needs --global-batch-size, the batch at which it ends"
         if start <= 0 or increment <= 0 or samples < 0:
             yield (
-                f"--rampup-batch-size {start} {increment} {samples}: start and increment must "
-                f"be positive"
+                f"{given}: the first batch and the increment must be positive, the samples not "
+                "negative"
             )
-            return
-        if start > total or (total - start) % increment:
+        elif self.global_batch_size is not None and start > self.global_batch_size > 0:
             yield (
-                f"--rampup-batch-size: from {start} to --global-batch-size {total} is no whole "
-                f"number of steps of "
-                f"{increment}"
+                f"{given}: its first batch {start} is above --global-batch-size "
+                f"{self.global_batch_size}, where it is to end"
             )
-        for name, value in (("start", start), ("increment", increment)):
-            if value % unit:
-                yield f"--rampup-batch-size: the {name} {value} is not divisible by {explained}"
+        elif self.global_batch_size is not None and (self.global_batch_size - start) % increment:
+            below = start + (self.global_batch_size - start) // increment * increment
+            yield (
+                f"{given}: from {start} in increments of {increment} the batch never is "
+                f"--global-batch-size {self.global_batch_size} (nearest: {below} or "
+                f"{below + increment})"
+            )
+
+    def _batch_problems(self, micro: int, dp_size: int, arithmetic: str) -> Iterator[str]:
+        """Every batch size that occurs must fill whole micro-batches on all data-parallel ranks."""
+        unit = micro * dp_size
+        explained = f"--micro-batch-size {micro} x data-parallel size {dp_size} = {unit}"
+        if arithmetic:
+            explained += f", with data-parallel size = {arithmetic}"
+        total = self.global_batch_size if self.global_batch_size is not None else unit
+        if total > 0 and total % unit:
+            yield (
+                f"--global-batch-size {total} is not divisible by {explained} (nearest: "
+                f"{nearest_multiples(total, unit)})"
+            )
+        start, increment, samples = self.rampup_batch_size or (unit, unit, 0)
+        if start <= 0 or increment <= 0:
+            return
+        # If the first two batches are divisible, so is their difference, and with it all others.
+        for stage, size in enumerate((start, start + increment), 1):
+            if size <= total and size % unit:
+                yield (
+                    f"--rampup-batch-size {start} {increment} {samples}: the batch of {size} "
+                    f"(stage {stage} of {(total - start) // increment + 1}) is not divisible by "
+                    f"{explained} (nearest: {nearest_multiples(size, unit)}; make the first batch "
+                    f"and the increment multiples of {unit})"
+                )
+                return
 
 
 @dataclass(frozen=True)
@@ -710,12 +780,42 @@ class CheckpointConfig:
     save_interval: int | None = knob(
         None, "iterations between checkpoints (the last iteration is always saved)"
     )
+    keep_last: int | None = knob(
+        None,
+        "checkpoints to keep in --save: a new one that is complete removes older ones beyond this "
+        "number (default: all)",
+    )
+    on_save_error: str = knob(
+        "continue",
+        "what follows a checkpoint that the disk does not take: training goes on until the next "
+        "one, or ends; the last checkpoint of a run always ends it",
+        choices=("continue", "exit"),
+    )
+    ckpt_step: int | None = knob(
+        None, "iteration of the checkpoint to load (default: the newest that is not damaged)"
+    )
+    on_damaged_checkpoint: str = knob(
+        "previous",
+        "what follows if the newest checkpoint is damaged: the one before it is loaded, or none",
+        choices=("previous", "refuse"),
+    )
+    exit_on_missing_checkpoint: bool = knob(
+        False, "end with an error, instead of starting a new run, if --load holds no checkpoint"
+    )
 
     def problems(self) -> Iterator[str]:
-        if self.save_interval is not None and self.save_interval <= 0:
-            yield f"--save-interval {self.save_interval}: must be positive"
-        if self.save_interval is not None and self.save is None:
-            yield "--save-interval needs --save"
+        for name, needed in (
+            ("save_interval", "save"),
+            ("keep_last", "save"),
+            ("ckpt_step", "load"),
+        ):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                yield f"{flag_of(name)} {value}: must be positive"
+            if value is not None and getattr(self, needed) is None:
+                yield f"{flag_of(name)} needs --{needed}"
+        if self.exit_on_missing_checkpoint and self.load is None:
+            yield "--exit-on-missing-checkpoint needs --load"
         yield from folder_problems("--save", self.save)
         if self.load is not None:
             folder, name = os.path.split(os.path.normpath(self.load))
@@ -736,13 +836,19 @@ class LoggingConfig:
         None, "end the program when the iteration is divisible by this"
     )
     exit_duration_in_mins: float | None = knob(None, "end the program after this many minutes")
-    kill_switch_path: str | None = knob(None, "end the program when this file exists")
+    kill_switch_path: str | None = knob(
+        None, "save and end when this file exists", aliases=("kill-switch-file",)
+    )
     tensorboard_dir: str | None = knob(None, "folder for TensorBoard")
     tensorboard_queue_size: int = knob(1000, "events held back before TensorBoard writes")
     tensorboard_log_interval: int = knob(1, "iterations between TensorBoard points")
     log_timers_to_tensorboard: bool = knob(False, "iteration times and throughput to TensorBoard")
     log_batch_size_to_tensorboard: bool = knob(False, "the global batch size to TensorBoard")
-    log_learning_rate_to_tensorboard: bool = knob(True, "no learning rate in TensorBoard")
+    log_learning_rate_to_tensorboard: bool = knob(
+        True,
+        "no learning rate in TensorBoard",
+        aliases=("no-log-learnig-rate-to-tensorboard",),
+    )
     log_loss_scale_to_tensorboard: bool = knob(True, "no loss scale in TensorBoard")
     log_validation_ppl_to_tensorboard: bool = knob(False, "validation perplexity to TensorBoard")
     log_world_size_to_tensorboard: bool = knob(False, "the number of processes to TensorBoard")
@@ -763,6 +869,7 @@ class LoggingConfig:
             "exit_interval",
             "exit_duration_in_mins",
             "tensorboard_log_interval",
+            "tensorboard_queue_size",
         ):
             value = getattr(self, name)
             if value is not None and value <= 0:
@@ -795,6 +902,15 @@ class RuntimeConfig:
         False, "compile each layer with torch.compile (head and loss are fused by hand)"
     )
 
+    def problems(self) -> Iterator[str]:
+        if not 0 <= self.seed < 1 << 32:
+            yield f"--seed {self.seed}: must be at least 0 and below 2^32"
+        if self.distributed_timeout_minutes <= 0:
+            yield (
+                f"--distributed-timeout-minutes {self.distributed_timeout_minutes}: must be "
+                "positive"
+            )
+
 
 @dataclass(frozen=True)
 class Config:
@@ -814,17 +930,15 @@ class Config:
     runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
     given: frozenset[str] = frozenset()
     """Names of the fields that the user set, as against those left at their defaults."""
+    origins: Mapping[str, str] = field(default_factory=dict, compare=False)
+    """Where the values of fields come from that no flag set: the DeepSpeed file's key and line."""
 
     def problems(self, world_size: int) -> list[str]:
         """Every contradiction, a line each, in the user's words; empty if the run can start.
 
         world_size: number of processes.
         """
-        dp_size = (
-            self.parallel.data_parallel_size(world_size)
-            if self.parallel.tensor_model_parallel_size > 0
-            else 0
-        )
+        dp_size = self.parallel.data_parallel_size(world_size)
         numbers = [
             f"{flag_of(name)} {value}: must be a finite number"
             for group in self.to_dict().values()
@@ -840,12 +954,22 @@ class Config:
             *self.data.problems(),
             *self.tokenizer.problems(self.model.vocab_size),
             *self.optimizer.problems(),
-            *self.schedule.problems(dp_size),
+            *self.schedule.problems(dp_size, self.parallel.arithmetic(world_size)),
             *self.precision.problems(),
             *self.deepspeed.problems(),
             *self.checkpoint.problems(),
             *self.logging.problems(),
+            *self.runtime.problems(),
         ]
+
+    def explained(self, problem: str) -> str:
+        """A problem in the words of flags, with the places of those that were not given as such."""
+        named = [
+            f"{flag_of(name)} is {origin}"
+            for name, origin in self.origins.items()
+            if re.search(re.escape(flag_of(name)) + r"(?![\w-])", problem)
+        ]
+        return f"{problem} ({'; '.join(named)})" if named else problem
 
     def with_vocab(self, vocab_size: int) -> Config:
         """The same run with the tokenizer's number of tokens filled in."""
@@ -862,7 +986,7 @@ class Config:
         return {
             group.name: dataclasses.asdict(getattr(self, group.name))
             for group in dataclasses.fields(self)
-            if group.name != "given"
+            if group.name not in ("given", "origins")
         }
 
 
@@ -881,6 +1005,21 @@ GROUPS: dict[str, type] = {
     "runtime": RuntimeConfig,
 }
 """Config's fields by name, in the order in which --help shows them."""
+
+
+def nearest_multiples(value: int, unit: int) -> str:
+    """The positive multiples of `unit` on both sides of a value that is none, for messages."""
+    below = value // unit * unit
+    return f"{below} or {below + unit}" if below > 0 else f"{unit}"
+
+
+def divisors(value: int) -> list[int]:
+    small = [number for number in range(1, math.isqrt(value) + 1) if value % number == 0]
+    return sorted({*small, *(value // number for number in small)})
+
+
+def _listed(values: list[int]) -> str:
+    return ", ".join(map(str, values))
 
 
 def flag_of(name: str) -> str:

@@ -51,12 +51,17 @@ def batch_size_at(config: Config, consumed_samples: int, dp_size: int) -> int:
 
 
 def total_iterations(config: Config, dp_size: int) -> int:
-    """Steps of the whole run: --train-iters, or the full batches that fit into --train-samples.
+    """Steps of the whole run: --train-iters, or the full batches that fit into --train-samples."""
+    if config.schedule.train_iters is not None:
+        return config.schedule.train_iters
+    return _walk(config, dp_size)[0]
+
+
+def _walk(config: Config, dp_size: int) -> tuple[int, int]:
+    """Steps of a run of --train-samples, and the samples that they take.
 
     The ramp-up is walked level by level. A last batch that would pass --train-samples is not taken.
     """
-    if config.schedule.train_iters is not None:
-        return config.schedule.train_iters
     end = _length(config, dp_size)
     levels, samples = _rampup(config, dp_size)
     iterations = consumed = 0
@@ -66,10 +71,12 @@ def total_iterations(config: Config, dp_size: int) -> int:
         level_end = -(-(level + 1) * samples // levels)
         steps = -(-(level_end - consumed) // batch_size)
         if consumed + steps * batch_size > end:
-            return iterations + (end - consumed) // batch_size
+            steps = (end - consumed) // batch_size
+            return iterations + steps, consumed + steps * batch_size
         iterations += steps
         consumed += steps * batch_size
-    return iterations + max(0, end - consumed) // config.batch_size(dp_size)
+    steps = max(0, end - consumed) // config.batch_size(dp_size)
+    return iterations + steps, consumed + steps * config.batch_size(dp_size)
 
 
 def planned_samples(config: Config, dp_size: int) -> tuple[int, int, int]:
@@ -144,38 +151,68 @@ def problems(config: Config, dp_size: int) -> Iterator[str]:
         value = getattr(schedule, name)
         if optimizer.lr is not None and value > optimizer.lr:
             yield f"{flag_of(name)} {value} is above --lr {optimizer.lr}"
-    if _has_length(config, dp_size):
-        yield from _length_problems(config, dp_size)
+    yield from _length_problems(config)
+    if _walkable(config, dp_size) and total_iterations(config, dp_size) == 0:
+        first = batch_size_at(config, 0, dp_size)
+        yield (
+            f"--train-samples {schedule.train_samples} is less than the first batch of {first} "
+            f"samples: give at least {first}"
+        )
 
 
-def _has_length(config: Config, dp_size: int) -> bool:
-    """Whether the lengths can be computed; if not, Config.problems() says why."""
+def remarks(config: Config, dp_size: int) -> Iterator[str]:
+    """What a sound schedule does that its user may not expect, a line each."""
+    samples = config.schedule.train_samples
+    if samples is None or not _walkable(config, dp_size):
+        return
+    iterations, taken = _walk(config, dp_size)
+    if taken < samples:
+        yield (
+            f"--train-samples {samples} ends within a batch: the run's {iterations} iterations "
+            f"take {taken} samples, the last {samples - taken} are too few for a batch"
+        )
+
+
+def _walkable(config: Config, dp_size: int) -> bool:
+    """Whether the batches of the run can be counted; if not, Config.problems() says why."""
     schedule = config.schedule
-    counts = (schedule.train_iters or schedule.train_samples, schedule.micro_batch_size, dp_size)
-    return all(count is not None and count > 0 for count in counts) and (
-        config.batch_size(dp_size) > 0 and not list(schedule.problems(dp_size))
-    )
+    length = schedule.train_iters or schedule.train_samples or 0
+    if min(length, schedule.micro_batch_size or 0, dp_size) <= 0 or config.batch_size(dp_size) <= 0:
+        return False
+    if schedule.rampup_batch_size is None:
+        return True
+    start, increment, samples = schedule.rampup_batch_size
+    return min(start, increment) > 0 and samples >= 0 and start <= config.batch_size(dp_size)
 
 
-def _length_problems(config: Config, dp_size: int) -> Iterator[str]:
+def _length_problems(config: Config) -> Iterator[str]:
+    """Warm-up, decay and annealing against each other, in the unit in which they were given."""
+    schedule = config.schedule
+    if (schedule.train_iters is None) == (schedule.train_samples is None):
+        return
     unit = _unit(config)
-    per_unit = config.batch_size(dp_size) if unit == "iters" else 1
-    warmup, decay = _warmup(config, dp_size), _decay(config, dp_size)
-    style = config.schedule.lr_decay_style
-    if total_iterations(config, dp_size) == 0:
-        yield (
-            f"--train-samples {config.schedule.train_samples} is less than the first batch of "
-            f"{batch_size_at(config, 0, dp_size)} samples"
+    decay_flag, decay = f"--lr-decay-{unit}", getattr(schedule, f"lr_decay_{unit}")
+    if decay is None:
+        decay_flag, decay = f"--train-{unit}", getattr(schedule, f"train_{unit}")
+    fraction = schedule.lr_warmup_fraction
+    if decay <= 0 or not 0.0 <= (fraction or 0.0) <= 1.0:
+        return
+    warmup = getattr(schedule, f"lr_warmup_{unit}") if fraction is None else fraction * decay
+    annealing = getattr(schedule, f"lr_wsd_decay_{unit}")
+    if warmup >= decay:
+        given = (
+            f"--lr-warmup-{unit} {warmup}"
+            if fraction is None
+            else f"--lr-warmup-fraction {fraction} x {decay} = {warmup:.12g} {unit}"
         )
-    if warmup >= decay > 0:
         yield (
-            f"the learning rate's warm-up of {warmup / per_unit:g} {unit} must be shorter than its "
-            f"decay of {decay / per_unit:g} {unit} (--lr-decay-{unit}, by default --train-{unit})"
+            f"{given}: the learning rate's warm-up must be shorter than its decay, {decay_flag} "
+            f"{decay} (give less, or a greater --lr-decay-{unit})"
         )
-    elif style == "WSD" and _wsd_decay(config, dp_size) > decay - warmup:
+    elif schedule.lr_decay_style == "WSD" and annealing is not None and annealing > decay - warmup:
         yield (
-            f"--lr-wsd-decay-{unit} {_wsd_decay(config, dp_size) // per_unit} is longer than what "
-            f"--lr-decay-{unit} leaves after warm-up: {(decay - warmup) / per_unit:g}"
+            f"--lr-wsd-decay-{unit} {annealing} is longer than what {decay_flag} {decay} leaves "
+            f"after a warm-up of {warmup:.12g}: give at most {decay - warmup:.12g}"
         )
 
 

@@ -31,39 +31,55 @@ def data_problems(
     num_samples: samples that the run takes of each part. vocab_size: number of the tokenizer's ids.
     What is None is not known, and what depends on it is not judged.
     """
-    shares = None
-    try:
-        shares = parse_split(config.split or DEFAULT_SPLIT)
-        if config.data_path:
-            yield from no_training(config, shares)
-    except ValueError as error:
-        yield str(error)
-    for name in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
-        paths, flag = getattr(config, name) or (), flag_of(name)
+    shares: Sequence[float] | None = None
+    if config.data_path:
         try:
-            _, prefixes = parse_blend(paths, flag) if len(paths) > 1 else ([1.0], paths)
+            shares = parse_split(config.split or DEFAULT_SPLIT)
+            yield from no_training(config, shares)
+        except ValueError as error:
+            yield str(error)
+    samples = dict(zip(NAMES, num_samples or (0, 0, 0), strict=True))
+    for field in ("data_path", *(f"{name}_data_path" for name in NAMES)):
+        flag, paths = flag_of(field), getattr(config, field) or ()
+        try:
+            prefixes = paths if len(paths) < 2 else parse_blend(paths, flag)[1]
         except ValueError as error:
             yield str(error)
             continue
+        if field == "data_path":
+            cut = shares
+            fed = [name for name, share in zip(NAMES, shares or (), strict=False) if share]
+        else:
+            cut, fed = None, [field.removesuffix("_data_path")]
+        needed = {name: samples[name] for name in fed if samples[name]}
         for prefix in dict.fromkeys(prefixes):
-            missing = list(_missing(prefix))
-            yield from (f"{flag} {prefix}: {words}" for words in missing)
-            if missing:
-                continue
-            try:
-                file = IndexedDataset(prefix)
-            except (ValueError, OSError) as error:
-                yield f"{flag}: {error}"
-                continue
-            if vocab_size is not None:
-                yield from (f"{flag}: {words}" for words in wrong_ids(file, vocab_size))
-            for part, (part_name, samples) in enumerate(
-                zip(NAMES, num_samples or (), strict=False)
-            ):
-                if name == "data_path" and shares is not None and samples and shares[part]:
-                    yield from no_documents(config, part_name, file, samples, shares)
-                elif name == f"{part_name}_data_path" and samples:
-                    yield from no_documents(config, part_name, file, samples, None)
+            problems = _file_problems(config, prefix, vocab_size, needed, cut)
+            yield from (f"{flag} {problem}" for problem in problems)
+
+
+def _file_problems(
+    config: DataConfig,
+    prefix: str,
+    vocab_size: int | None,
+    needed: dict[str, int],
+    shares: Sequence[float] | None,
+) -> Iterator[str]:
+    """needed: samples by part. shares: of --split, for files that it cuts."""
+    missing = list(_missing(prefix))
+    if missing:
+        yield from missing
+        return
+    try:
+        file = IndexedDataset(prefix)
+    except (ValueError, OSError) as error:
+        yield f"{prefix}: {error}"
+        return
+    if vocab_size is not None:
+        yield from wrong_ids(file, vocab_size)
+    for name, samples in needed.items():
+        yield from (
+            f"{prefix}: {words}" for words in no_documents(config, name, file, samples, shares)
+        )
 
 
 def parse_blend(paths: Sequence[str], flag: str) -> tuple[list[float], list[str]]:
@@ -107,15 +123,15 @@ def wrong_ids(file: IndexedDataset, vocab_size: int) -> Iterator[str]:
     limit = int(np.iinfo(file.dtype).max)  # type: ignore[type-var]
     if limit < vocab_size - 1:
         yield (
-            f"{file.prefix}.bin holds {8 * file.dtype.itemsize}-bit tokens ({file.dtype}), which "
-            f"cannot reach a vocabulary of {vocab_size}: it was made with another tokenizer"
+            f"{file.prefix}: its .bin holds {8 * file.dtype.itemsize}-bit tokens ({file.dtype}), "
+            f"which cannot reach a vocabulary of {vocab_size}: it was made with another tokenizer"
         )
     probed = _probe(file.tokens)
     for token in (int(probed.min()), int(probed.max())) if probed.size else ():  # type: ignore[type-var]
         if not 0 <= token < vocab_size:
             yield (
-                f"{file.prefix}.bin holds the token {token}, but the tokenizer's ids are 0 to "
-                f"{vocab_size - 1}: it was made with another tokenizer, or is damaged"
+                f"{file.prefix}: its .bin holds the token {token}, but the tokenizer's ids are 0 "
+                f"to {vocab_size - 1}: it was made with another tokenizer, or is damaged"
             )
 
 
@@ -160,7 +176,7 @@ def _missing(prefix: str) -> Iterator[str]:
         hint = f" (did you mean {document}?)"
     for suffix in (".bin", ".idx"):
         if not os.path.exists(prefix + suffix):
-            yield f"there is no file {prefix + suffix}{hint}"
+            yield f"{prefix}: there is no file {prefix + suffix}{hint}"
 
 
 def _probe(tokens: Tokens) -> Tokens:

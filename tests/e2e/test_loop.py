@@ -235,7 +235,7 @@ def test_settings_that_cannot_be_are_all_named_at_once(
     for words in (
         "there is no flag --hidden-layers",
         "--hidden-size 33 is not divisible by --num-attention-heads 4",
-        "--tensor-model-parallel-size 3 does not divide the 2 processes (valid: [1, 2])",
+        "--tensor-model-parallel-size 3 does not divide the 2 processes of this run (valid: 1, 2;",
         f"--data-path {tmp_path / 'nothing'}: there is no file {tmp_path / 'nothing'}.bin",
     ):
         assert output.count(words) == 1, f"{words!r} in\n{output}"

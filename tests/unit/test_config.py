@@ -16,7 +16,6 @@ from megatron_ds.config import (
     PrecisionConfig,
     RecomputeConfig,
     ScheduleConfig,
-    blend_prefixes,
     flag_of,
 )
 
@@ -62,8 +61,14 @@ def test_a_contradiction_in_the_model_is_named(changes, words):
 def test_what_tensor_parallelism_must_divide_is_named():
     words = model_problems(tp_size=4, ffn_hidden_size=90)
     assert "--num-attention-heads 6 is not divisible by --tensor-model-parallel-size 4" in words
-    assert "--num-query-groups 6 is not divisible" in words
+    assert "(nearest: 4 or 8; this model can be cut 1, 2, 3, 6 ways)" in words
+    assert "--num-query-groups" not in words
     assert "--ffn-hidden-size 90 is not divisible" in words
+    groups = model_problems(tp_size=6, num_query_groups=2)
+    assert "--num-query-groups 2 is not divisible by --tensor-model-parallel-size 6" in groups
+    assert "this model can be cut 1, 2 ways" in groups
+    derived = model_problems(tp_size=5)
+    assert "--ffn-hidden-size 192 (from --hidden-size 48) is not divisible" in derived
 
 
 def test_all_problems_come_together():
@@ -76,17 +81,26 @@ def test_batch_arithmetic_is_spelled_out():
     words = schedule_problems(global_batch_size=10)
     assert "--global-batch-size 10 is not divisible by --micro-batch-size 2" in words
     assert "data-parallel size 2 = 4 (nearest: 8 or 12)" in words
+    config = Config(
+        parallel=ParallelConfig(tensor_model_parallel_size=4),
+        schedule=ScheduleConfig(micro_batch_size=2, global_batch_size=10, train_iters=1),
+    )
+    assert (
+        "--global-batch-size 10 is not divisible by --micro-batch-size 2 x data-parallel size 2 = "
+        "4, with data-parallel size = 8 processes / --tensor-model-parallel-size 4 = 2 (nearest: 8 "
+        "or 12)"
+    ) in config.problems(world_size=8)
 
 
 @pytest.mark.parametrize(
     ("rampup", "words"),
     [
         ((4, 4, 100), ""),
-        ((4, 5, 100), "no whole number of steps of 5"),
-        ((6, 2, 100), "the start 6 is not divisible"),
-        ((4, 2, 100), "the increment 2 is not divisible"),
+        ((4, 5, 100), "the batch never is --global-batch-size 16 (nearest: 14 or 19)"),
+        ((6, 2, 100), "the batch of 6 (stage 1 of 6) is not divisible"),
+        ((4, 2, 100), "the batch of 6 (stage 2 of 7) is not divisible"),
         ((0, 4, 100), "must be positive"),
-        ((32, 4, 100), "from 32 to --global-batch-size 16"),
+        ((32, 4, 100), "its first batch 32 is above --global-batch-size 16"),
     ],
 )
 def test_every_step_of_the_ramp_up_is_checked(rampup, words):
@@ -96,8 +110,10 @@ def test_every_step_of_the_ramp_up_is_checked(rampup, words):
 
 
 def test_the_units_of_the_schedule_do_not_mix():
-    assert "--lr-decay-iters cannot go with --train-samples" in schedule_problems(lr_decay_iters=5)
-    assert "excludes" in schedule_problems(lr_warmup_fraction=0.1, lr_warmup_samples=4)
+    decay = schedule_problems(lr_decay_iters=5)
+    assert "--lr-decay-iters 5 cannot go with --train-samples" in decay
+    both = schedule_problems(lr_warmup_fraction=0.1, lr_warmup_samples=4)
+    assert "--lr-warmup-fraction 0.1 and --lr-warmup-samples 4 exclude each other" in both
     assert "exclude each other" in schedule_problems(train_iters=5)
 
 
@@ -150,7 +166,8 @@ def test_numbers_out_of_range_are_named():
 def test_the_world_must_be_divisible():
     problems = list(ParallelConfig(tensor_model_parallel_size=3).problems(world_size=4))
     assert problems == [
-        "--tensor-model-parallel-size 3 does not divide the 4 processes (valid: [1, 2, 4])"
+        "--tensor-model-parallel-size 3 does not divide the 4 processes of this run (valid: 1, 2, "
+        "4; or start 3 or 6 processes)"
     ]
 
 
@@ -176,8 +193,3 @@ def test_every_field_has_one_flag_of_its_own():
     assert len(flags) == len(set(flags))
     assert flag_of("add_bias_linear") == "--disable-bias-linear"
     assert flag_of("deepspeed_config") == "--deepspeed_config"
-
-
-def test_blend_prefixes():
-    assert blend_prefixes(("a",)) == ["a"]
-    assert blend_prefixes(("0.3", "a", "0.7", "b")) == ["a", "b"]

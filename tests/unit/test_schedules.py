@@ -245,17 +245,22 @@ def test_a_good_schedule_has_no_problems() -> None:
 @pytest.mark.parametrize(
     ("schedule", "optimizer", "message"),
     [
-        ({"lr_warmup_samples": 500}, {}, "warm-up of 500 samples must be shorter than its decay"),
+        (
+            {"lr_warmup_samples": 500},
+            {},
+            "--lr-warmup-samples 500: the learning rate's warm-up must be shorter than its decay, "
+            "--lr-decay-samples 500",
+        ),
         (
             {"lr_warmup_samples": 0, "lr_warmup_fraction": 1.0},
             {},
-            "warm-up of 500 samples must be shorter",
+            "--lr-warmup-fraction 1.0 x 500 = 500 samples",
         ),
         (
             {"lr_decay_style": "WSD", "lr_wsd_decay_samples": 401},
             {},
-            "--lr-wsd-decay-samples 401 is longer than what --lr-decay-samples leaves after "
-            "warm-up: 400",
+            "--lr-wsd-decay-samples 401 is longer than what --lr-decay-samples 500 leaves after a "
+            "warm-up of 100: give at most 400",
         ),
         ({"lr_decay_samples": 0}, {}, "--lr-decay-samples 0: must be positive"),
         ({"lr_warmup_samples": -1}, {}, "--lr-warmup-samples -1: must not be negative"),
@@ -276,7 +281,8 @@ def test_a_good_schedule_has_no_problems() -> None:
                 "lr_warmup_iters": 4,
             },
             {},
-            "warm-up of 4 iters must be shorter than its decay of 3 iters",
+            "--lr-warmup-iters 4: the learning rate's warm-up must be shorter than its decay, "
+            "--train-iters 3",
         ),
     ],
 )
@@ -285,6 +291,33 @@ def test_impossible_schedules_are_named(
 ) -> None:
     found = list(schedules.problems(config_with({**BY_SAMPLES, **schedule}, optimizer), 1))
     assert any(message in line for line in found), found
+
+
+@pytest.mark.parametrize(
+    ("schedule", "words"),
+    [
+        ({"train_samples": 32, "global_batch_size": 8}, []),
+        ({"train_iters": 5, "train_samples": None}, []),
+        (
+            {"train_samples": 35, "global_batch_size": 8},
+            [
+                "--train-samples 35 ends within a batch: the run's 4 iterations take 32 samples, "
+                "the last 3 are too few for a batch"
+            ],
+        ),
+        (
+            {"train_samples": 35, "global_batch_size": 8, "rampup_batch_size": (4, 4, 10)},
+            [
+                "--train-samples 35 ends within a batch: the run's 5 iterations take 28 samples, "
+                "the last 7 are too few for a batch"
+            ],
+        ),
+    ],
+)
+def test_samples_that_fill_no_batch_are_remarked(
+    schedule: dict[str, Any], words: list[str]
+) -> None:
+    assert list(schedules.remarks(config_with({"micro_batch_size": 4, **schedule}), 1)) == words
 
 
 def test_problems_bear_a_configuration_that_is_not_filled_in() -> None:
