@@ -3,14 +3,13 @@
 `complete` carries the file's keys into the configuration where a flag was left at its default, and
 names each contradiction between a flag and a key. `generate` writes every key that matters, even at
 its default, and passes the user's remaining keys on. Pure functions; deepspeed is not imported, so
-that a wrong file is an error within the second. Key names: https://www.deepspeed.ai/docs/config-json
+that a wrong file is an error within the second. How a file is read stands in `ds_file`.
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-import difflib
 import json
 import math
 from collections.abc import Callable, Iterator
@@ -19,12 +18,32 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ds.config import GROUPS, Config, flag_of
+from megatron_ds.engine import ds_scheduler
+from megatron_ds.engine.ds_file import (
+    PASSED_KEYS,
+    DsFile,
+    Json,
+    as_device,
+    as_dtype,
+    as_flag,
+    as_number,
+    as_whole,
+    read_file,
+)
 from megatron_ds.model.flops import parameters_per_rank
-
-Json = dict[str, Any]
 
 NEVER = 1 << 30
 """steps_per_print that keeps DeepSpeed's own progress line silent: the loop prints its own."""
+
+OPTIMIZERS = {
+    "adam": "adam",
+    "adamw": "adam",
+    "fusedadam": "adam",
+    "cpuadam": "adam",
+    "deepspeedcpuadam": "adam",
+    "sgd": "sgd",
+}
+"""Optimizer types of files, in small letters, and what they are called here."""
 
 
 @dataclass(frozen=True)
@@ -33,174 +52,73 @@ class Link:
 
     key: str
     field: str
-    read: Callable[[Any], Any] = lambda value: value
+    read: Callable[[Any], Any] = as_flag
     """The field's value out of the key's."""
 
 
-def _flag(value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise ValueError("must be true or false")
-    return value
-
-
-def _number(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ValueError("must be a number")
-    return float(value)
-
-
-def _whole(value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int | float) or value != int(value):
-        raise ValueError("must be a whole number")
-    return int(value)
-
-
 def _optimizer(value: Any) -> str:
-    known = {"adam": "adam", "adamw": "adam", "sgd": "sgd"}
-    if str(value).lower() not in known:
+    kind = OPTIMIZERS.get(str(value).lower())
+    if kind is None:
         raise ValueError("must be Adam, AdamW or SGD")
-    return known[str(value).lower()]
-
-
-def _is_fp32(value: Any) -> bool:
-    if str(value) not in ("fp32", "float32", "bf16", "bfloat16", "fp16", "float16"):
-        raise ValueError("must be fp32, fp16 or bf16")
-    return str(value) in ("fp32", "float32")
-
-
-def _device(value: Any) -> str:
-    if value not in ("none", "cpu", "nvme"):
-        raise ValueError('must be "none", "cpu" or "nvme"')
-    return str(value)
+    return kind
 
 
 LINKS = (
-    Link("train_batch_size", "global_batch_size", _whole),
-    Link("train_micro_batch_size_per_gpu", "micro_batch_size", _whole),
-    Link("gradient_clipping", "clip_grad", _number),
-    Link("zero_optimization.stage", "zero_stage", _whole),
+    Link("train_batch_size", "global_batch_size", as_whole),
+    Link("train_micro_batch_size_per_gpu", "micro_batch_size", as_whole),
+    Link("gradient_clipping", "clip_grad", as_number),
+    Link("zero_optimization.stage", "zero_stage", as_whole),
     Link(
         "zero_optimization.offload_optimizer.device",
         "cpu_optimizer",
-        lambda value: _device(value) != "none",
+        lambda value: as_device(value) != "none",
     ),
-    Link("zero_optimization.offload_param.device", "remote_device", _device),
-    Link("fp16.enabled", "fp16", _flag),
-    Link("fp16.loss_scale", "loss_scale", lambda value: _number(value) or None),
-    Link("fp16.initial_scale_power", "initial_loss_scale", lambda value: 2.0 ** _number(value)),
-    Link("fp16.min_loss_scale", "min_loss_scale", _number),
-    Link("fp16.loss_scale_window", "loss_scale_window", _whole),
-    Link("fp16.hysteresis", "hysteresis", _whole),
-    Link("bf16.enabled", "bf16", _flag),
-    Link("data_types.grad_accum_dtype", "accumulate_allreduce_grads_in_fp32", _is_fp32),
+    Link("zero_optimization.offload_param.device", "remote_device", as_device),
+    Link("fp16.enabled", "fp16"),
+    Link("fp16.loss_scale", "loss_scale", lambda value: as_number(value) or None),
+    Link("fp16.initial_scale_power", "initial_loss_scale", lambda value: 2.0 ** as_number(value)),
+    Link("fp16.min_loss_scale", "min_loss_scale", as_number),
+    Link("fp16.loss_scale_window", "loss_scale_window", as_whole),
+    Link("fp16.hysteresis", "hysteresis", as_whole),
+    Link("bf16.enabled", "bf16"),
+    Link(
+        "data_types.grad_accum_dtype",
+        "accumulate_allreduce_grads_in_fp32",
+        lambda value: as_dtype(value) == "fp32",
+    ),
     Link("optimizer.type", "optimizer", _optimizer),
-    Link("optimizer.params.lr", "lr", _number),
-    Link("optimizer.params.eps", "adam_eps", _number),
-    Link("optimizer.params.weight_decay", "weight_decay", _number),
-    Link("optimizer.params.momentum", "sgd_momentum", _number),
-    Link("activation_checkpointing.partition_activations", "partition_activations", _flag),
-    Link("activation_checkpointing.cpu_checkpointing", "checkpoint_in_cpu", _flag),
-    Link(
-        "activation_checkpointing.contiguous_memory_optimization", "contigious_checkpointing", _flag
-    ),
-    Link(
-        "activation_checkpointing.synchronize_checkpoint_boundary", "synchronize_each_layer", _flag
-    ),
-    Link("activation_checkpointing.profile", "profile_backward", _flag),
+    Link("optimizer.params.lr", "lr", as_number),
+    Link("optimizer.params.eps", "adam_eps", as_number),
+    Link("optimizer.params.weight_decay", "weight_decay", as_number),
+    Link("optimizer.params.momentum", "sgd_momentum", as_number),
+    Link("activation_checkpointing.partition_activations", "partition_activations"),
+    Link("activation_checkpointing.cpu_checkpointing", "checkpoint_in_cpu"),
+    Link("activation_checkpointing.contiguous_memory_optimization", "contigious_checkpointing"),
+    Link("activation_checkpointing.synchronize_checkpoint_boundary", "synchronize_each_layer"),
+    Link("activation_checkpointing.profile", "profile_backward"),
 )
 
-BLOCK_PASSED = {
-    "fp16": {"auto_cast", "consecutive_hysteresis"},
-    "bf16": {"check_grad_overflow", "immediate_grad_update"},
-    "data_types": set(),
-    "activation_checkpointing": {"number_checkpoints"},
-    "optimizer": {"type", "params"},
-    "optimizer.params": {"betas", "adam_w_mode", "torch_adam", "fused"},
+PASSED_BESIDE = {
+    "fp16": ("auto_cast", "consecutive_hysteresis"),
+    "bf16": ("check_grad_overflow", "immediate_grad_update"),
 }
-"""Keys within a block, beside the linked ones, that are checked or reach DeepSpeed as they are."""
-
-OWN_KEYS = frozenset(
-    {
-        "train_batch_size",
-        "train_micro_batch_size_per_gpu",
-        "gradient_accumulation_steps",
-        "gradient_clipping",
-        "zero_optimization",
-        "fp16",
-        "bf16",
-        "bfloat16",
-        "data_types",
-        "optimizer",
-        "activation_checkpointing",
-        "scheduler",
-    }
-)
-"""Top-level keys that `complete` reads."""
-
-PASSED_KEYS = frozenset(
-    {
-        "steps_per_print",
-        "wall_clock_breakdown",
-        "dump_state",
-        "disable_python_gc",
-        "memory_breakdown",
-        "prescale_gradients",
-        "gradient_predivide_factor",
-        "communication_data_type",
-        "disable_allgather",
-        "zero_allow_untested_optimizer",
-        "zero_force_ds_cpu_optimizer",
-        "comms_logger",
-        "flops_profiler",
-        "aio",
-        "timers",
-        "log_level",
-        "tensorboard",
-        "csv_monitor",
-        "wandb",
-        "comet",
-        "checkpoint",
-    }
-)
-"""Top-level keys that reach DeepSpeed as they are."""
-
-REFUSED_KEYS = {
-    "scheduler": "the learning rate comes from --lr-decay-style, --lr-warmup-* and --min-lr",
-    "curriculum_learning": "DeepSpeed has removed it",
-    "compression_training": "DeepSpeed has removed it",
-    "amp": "DeepSpeed has removed it; use --bf16",
-    "quantize_training": "DeepSpeed has removed it",
-    "sparse_gradients": "DeepSpeed has removed it",
-    "eigenvalue": "DeepSpeed has removed it",
-    "sparse_attention": "DeepSpeed has removed it",
-    "elasticity": "DeepSpeed has removed it",
-    "graph_harvesting": "DeepSpeed has removed it",
-    "nebula": "DeepSpeed has removed it",
-    "progressive_layer_drop": "DeepSpeed has removed it",
-    "managed_gradient_accumulation": "the training loop sets the accumulation boundary",
-    "gradient_allreduce_op": "gradients are averaged over data-parallel ranks",
-    "torch_autocast": "use --bf16",
-    "tensor_parallel": "use --tensor-model-parallel-size",
-    "sequence_parallel_size": "sequence parallelism is not there yet",
-    "expert_parallel": "mixture of experts is not there yet",
-    "pipeline": "pipeline parallelism is not there yet",
-    "data_efficiency": "it is not there yet",
-    "compile": "use --compile",
-    "hybrid_engine": "it is not there yet",
-    "weight_quantization": "it is for inference",
-}
-"""Top-level keys that would change the run and are not supported: key -> what to do."""
+"""Keys of blocks that reach DeepSpeed as they are, beside the linked ones."""
 
 ZERO_DEFAULTS: Json = {
-    "allgather_partitions": True,
-    "allgather_bucket_size": 500_000_000,
-    "overlap_comm": None,
+    "overlap_comm": False,
     "reduce_scatter": True,
     "reduce_bucket_size": 500_000_000,
     "contiguous_gradients": True,
     "round_robin_gradients": False,
     "ignore_unused_parameters": True,
+    "load_from_fp32_weights": True,
 }
+ZERO12_DEFAULTS: Json = {
+    "allgather_partitions": True,
+    "allgather_bucket_size": 500_000_000,
+    "use_multi_rank_bucket_allreduce": True,
+}
+"""What stage 3 does not read."""
 ZERO3_DEFAULTS: Json = {
     "sub_group_size": 1_000_000_000,
     "stage3_prefetch_bucket_size": 50_000_000,
@@ -208,80 +126,247 @@ ZERO3_DEFAULTS: Json = {
     "stage3_max_live_parameters": 1_000_000_000,
     "stage3_max_reuse_distance": 1_000_000_000,
     "stage3_gather_16bit_weights_on_model_save": False,
+    "zero_hpz_partition_size": 1,
+    "zero_quantized_weights": False,
+    "zero_quantized_gradients": False,
+    "memory_efficient_linear": True,
 }
-ZERO_PASSED = frozenset(
-    {
-        "stage",
-        "offload_optimizer",
-        "offload_param",
-        "load_from_fp32_weights",
-        "use_multi_rank_bucket_allreduce",
-        "stage3_model_persistence_threshold",
-        "stage3_module_granularity_threshold",
-        "stage3_use_all_reduce_for_fetch_params",
-        "stage3_allgather_sequential",
-        "memory_efficient_linear",
-        "zero_hpz_partition_size",
-        "zero_quantized_weights",
-        "zero_quantized_gradients",
-        "parameter_alignment",
-        "log_trace_cache_warnings",
-        "enable_sanity_checks",
-        "override_module_apply",
-    }
-)
-ZERO_RENAMED = {
-    "stage3_gather_fp16_weights_on_model_save": "stage3_gather_16bit_weights_on_model_save",
-    "prefetch_bucket_size": "stage3_prefetch_bucket_size",
-    "param_persistence_threshold": "stage3_param_persistence_threshold",
-    "model_persistence_threshold": "stage3_model_persistence_threshold",
-    "max_live_parameters": "stage3_max_live_parameters",
-    "max_reuse_distance": "stage3_max_reuse_distance",
-    "gather_16bit_weights_on_model_save": "stage3_gather_16bit_weights_on_model_save",
-}
-"""Old or short spellings of zero_optimization's keys."""
-ZERO_OFFLOAD = {
-    "cpu_offload": "offload_optimizer",
-    "cpu_offload_param": "offload_param",
-    "cpu_offload_params": "offload_param",
-}
-"""Legacy switches that mean an offload to the CPU."""
-ZERO_DROPPED = frozenset({"cpu_offload_use_pin_memory", "elastic_checkpoint"})
-"""Legacy keys that DeepSpeed itself ignores."""
+"""What stage 3 alone reads."""
 
 
-def complete(config: Config, world_size: int) -> tuple[Config, list[str]]:
+def _unheard(line: str) -> None:
+    """Takes a warning that nobody wants."""
+
+
+def complete(
+    config: Config, world_size: int, warn: Callable[[str], None] = _unheard
+) -> tuple[Config, list[str]]:
     """The configuration with the file's keys filled in, and every contradiction found.
 
     A key fills its field where the flag was not given; `"auto"` and absent keys leave the flags.
+    warn is called with a line for each key that was put into other words or has no effect.
     """
     path = config.deepspeed.deepspeed_config
     if path is None or not Path(path).is_file():
         return config, _layout_problems(config)
     try:
-        user = read_file(path)
+        file = read_file(path)
     except ValueError as error:
         return config, [str(error)]
-    problems = list(_key_problems(path, user))
-    filled: dict[str, Any] = {}
+    fill = _Fill(config, file)
     for link in LINKS:
-        value = _get(user, link.key)
-        if value is None or value == "auto":
-            continue
+        value = file.get(link.key)
+        if value is not None:
+            fill.link(link, value)
+    fill.betas()
+    fill.accumulation(world_size)
+    fill.scheduler(world_size, warn)
+    config = fill.config()
+    for line in (*file.warnings, *_effectless(config, file)):
+        warn(line)
+    problems = [*file.problems, *fill.problems, *_unit_problems(config, file)]
+    problems += [*_optimizer_problems(config, file), *_zero_problems(config, file)]
+    return config, problems + _layout_problems(config)
+
+
+class _Fill:
+    """Carries a file's keys into a configuration, one at a time."""
+
+    def __init__(self, config: Config, file: DsFile) -> None:
+        self._config = config
+        self._file = file
+        self._values: dict[str, Any] = {}
+        self._keys: dict[str, str] = {}
+        self.problems: list[str] = []
+
+    def config(self) -> Config:
+        """The filled configuration, which knows where its values came from."""
+        origins = {
+            name: f"{key} of {self._file.place(key)}"
+            for name, key in self._keys.items()
+            if name not in self._config.given
+        }
+        filled = _replace(self._config, self._values)
+        return dataclasses.replace(filled, origins={**self._config.origins, **origins})
+
+    def link(self, link: Link, value: Any) -> None:
         try:
             wanted = link.read(value)
-        except ValueError as error:
-            problems.append(f"{path}: {link.key} {json.dumps(value)}: {error}")
+        except (ValueError, OverflowError) as error:
+            place = self._file.place(link.key)
+            self.problems.append(f"{place}: {link.key} {json.dumps(value)}: {error}")
+            return
+        self.say(link.key, link.field, wanted, value)
+
+    def say(self, key: str, name: str, wanted: Any, value: Any) -> None:
+        """Notes what a key says of a field, or how that contradicts a flag or another key.
+
+        value: the key's own, for the message; wanted: the field's.
+        """
+        file = self._file
+        said = f"{key} {json.dumps(value)} of {file.place(key)}"
+        if name in self._config.given:
+            current = _field(self._config, name)
+            if current != wanted:
+                self.problems.append(
+                    f"{_shown(name, current)} contradicts {said}: "
+                    'make them equal, or write "auto" in the file'
+                )
+            return
+        other = self._keys.get(name)
+        if other is None:
+            self._values[name], self._keys[name] = wanted, key
+        elif self._values[name] != wanted:
+            self.problems.append(
+                f"{said} contradicts {other} {json.dumps(file.get(other))}: both say "
+                f"{flag_of(name)}; leave one out"
+            )
+
+    def betas(self) -> None:
+        key = "optimizer.params.betas"
+        betas = self._file.get(key)
+        if betas is None:
+            return
+        try:
+            first, second = (as_number(beta) for beta in betas)
+        except (TypeError, ValueError):
+            place = self._file.place(key)
+            self.problems.append(f"{place}: {key} {json.dumps(betas)}: must be two numbers")
+            return
+        self.say(key, "adam_beta1", first, betas)
+        self.say(key, "adam_beta2", second, betas)
+
+    def accumulation(self, world_size: int) -> None:
+        """Checks the file's gradient_accumulation_steps, or takes the global batch from it."""
+        key = "gradient_accumulation_steps"
+        steps, config = self._file.get(key), _replace(self._config, self._values)
+        micro = config.schedule.micro_batch_size
+        model_ranks = (
+            config.parallel.tensor_model_parallel_size
+            * config.parallel.pipeline_model_parallel_size
+        )
+        if steps is not None and steps < 1:
+            self.problems.append(f"{self._file.place(key)}: {key} {steps}: must be positive")
+            return
+        if steps is None or not micro or model_ranks < 1 or world_size % model_ranks:
+            return
+        dp_size = world_size // model_ranks
+        product = int(steps) * micro * dp_size
+        total = config.schedule.global_batch_size
+        if total is None:
+            self.say(key, "global_batch_size", product, steps)
+        elif total != product:
+            self.problems.append(
+                f"{key} {steps} of {self._file.place(key)} x micro-batch {micro} x data-parallel "
+                f"size {dp_size} = {product}, but the global batch is {total}: make them equal, or "
+                'write "auto" in the file'
+            )
+
+    def scheduler(self, world_size: int, warn: Callable[[str], None]) -> None:
+        """Takes a scheduler block for the flags that say the same."""
+        config = _replace(self._config, self._values)
+        problems = list(ds_scheduler.problems(config, self._file))
+        self.problems += problems
+        model_ranks = config.parallel.tensor_model_parallel_size
+        micro = config.schedule.micro_batch_size
+        if not micro or micro < 1 or model_ranks < 1:
+            return
+        batch_size = config.batch_size(config.parallel.data_parallel_size(world_size))
+        words = []
+        for meaning in ds_scheduler.meanings(config, self._file, batch_size):
+            self.say(meaning.key, meaning.field, meaning.value, self._file.get(meaning.key))
+            words.append(f"{flag_of(meaning.field)} {meaning.value}")
+        if words and not problems:
+            place = self._file.place("scheduler.type")
+            warn(f"{place}: scheduler is taken as {', '.join(words)}")
+
+
+def _shown(name: str, value: Any) -> str:
+    """A given flag with its value, as the user wrote it."""
+    if isinstance(value, tuple):
+        return f"{flag_of(name)} {' '.join(map(str, value))}"
+    if not isinstance(value, bool):
+        return f"{flag_of(name)} {value}"
+    flag = flag_of(name)
+    return f"--{name.replace('_', '-')}" if value and flag.startswith("--no-") else flag
+
+
+def _optimizer_problems(config: Config, file: DsFile) -> Iterator[str]:
+    kind = str(file.get("optimizer.type")).lower()
+    place = file.place("optimizer.type")
+    if kind.endswith("cpuadam") and not config.deepspeed.cpu_optimizer:
+        yield (
+            f"{place}: optimizer.type {file.get('optimizer.type')}: the CPU's Adam is the "
+            "optimizer of offloaded states; give offload_optimizer (or --cpu-optimizer), or AdamW"
+        )
+    params = "optimizer.params"
+    if file.get(f"{params}.adam_w_mode") is False:
+        key = f"{params}.adam_w_mode"
+        yield f"{file.place(key)}: {key} false: adam is always AdamW here"
+    if file.get(f"{params}.torch_adam") and config.deepspeed.cpu_optimizer:
+        key = f"{params}.torch_adam"
+        yield f"{file.place(key)}: {key} true: offloaded states need DeepSpeed's CPU Adam"
+    if config.optimizer.optimizer == "sgd" and file.get("zero_allow_untested_optimizer") is False:
+        key = "zero_allow_untested_optimizer"
+        yield f"{file.place(key)}: {key} false: DeepSpeed then refuses --optimizer sgd"
+
+
+def _zero_problems(config: Config, file: DsFile) -> Iterator[str]:
+    for name in ("offload_optimizer", "offload_param"):
+        key = f"zero_optimization.{name}"
+        block = file.get(key)
+        if block is None:
             continue
-        problems += _fill(config, path, link, value, wanted, filled)
-    betas = _get(user, "optimizer.params.betas")
-    if betas not in (None, "auto"):
-        problems += _fill_betas(config, path, betas, filled)
-    config = _replace(config, filled)
-    problems += _unit_problems(config, path, user)
-    config, more = _accumulation(config, path, user, world_size)
-    problems += _offload_problems(path, user)
-    return config, problems + more + _layout_problems(config)
+        if block.get("device") is None:
+            yield f'{file.place(key)}: {key}: give the device, "cpu", "nvme" or "none"'
+        if block.get("device") == "nvme" and not block.get("nvme_path"):
+            yield f"{file.place(key)}: {key}: the device nvme needs an nvme_path"
+    stage = zero_stage(config)
+    if stage < 2 or file.get("zero_optimization.reduce_scatter") is False:
+        return
+    for key, plain in (("prescale_gradients", False), ("gradient_predivide_factor", 1)):
+        value = file.get(key)
+        if value not in (None, plain):
+            yield (
+                f"{file.place(key)}: {key} {json.dumps(value)}: ZeRO stage {stage} cannot, as its "
+                f"reduce_scatter takes the mean by itself; write {json.dumps(plain)}"
+            )
+
+
+def _effectless(config: Config, file: DsFile) -> Iterator[str]:
+    """Keys of the file that the stage or the optimizer in force does not read."""
+    stage = zero_stage(config)
+    unread = [key for key in file.values.get("zero_optimization", {}) if not _read_at(key, stage)]
+    if unread:
+        key = f"zero_optimization.{unread[0]}"
+        yield f"{file.place(key)}: no effect at ZeRO stage {stage}: {', '.join(unread)}"
+    if file.get("optimizer.params.fused") and not _torch_adam(config, file.values):
+        key = "optimizer.params.fused"
+        yield f"{file.place(key)}: {key} has no effect: it is an option of torch_adam"
+    if str(file.get("optimizer.type")).lower() in ("fusedadam", "cpuadam", "deepspeedcpuadam"):
+        key = "optimizer.type"
+        yield f"{file.place(key)}: {key} {file.get(key)} is the name of a class: taken as AdamW"
+
+
+def _read_at(key: str, stage: int) -> bool:
+    """Whether ZeRO looks at a key of its block at a stage."""
+    if stage == 3:
+        return key not in ZERO12_DEFAULTS
+    return key not in ZERO3_DEFAULTS and not key.startswith("stage3_")
+
+
+def _unit_problems(config: Config, file: DsFile) -> Iterator[str]:
+    """The file may repeat the number of recomputed units, which the flags decide."""
+    key = "activation_checkpointing.number_checkpoints"
+    given = file.get(key)
+    if given is None or not config.model.num_layers:
+        return
+    if config.recompute.checkpoint_num_layers > 0 and given != _recomputed_units(config):
+        yield (
+            f"{file.place(key)}: {key} {json.dumps(given)}: --num-layers {config.model.num_layers} "
+            f"in units of --checkpoint-num-layers {config.recompute.checkpoint_num_layers} are "
+            f"{_recomputed_units(config)}; leave it out"
+        )
 
 
 def generate(config: Config, dp_size: int) -> Json:
@@ -291,7 +376,7 @@ def generate(config: Config, dp_size: int) -> Json:
     """
     user: Json = {}
     if config.deepspeed.deepspeed_config is not None:
-        user = read_file(config.deepspeed.deepspeed_config)
+        user = read_file(config.deepspeed.deepspeed_config).values
     micro = config.schedule.micro_batch_size
     assert micro is not None
     total = config.batch_size(dp_size)
@@ -304,15 +389,19 @@ def generate(config: Config, dp_size: int) -> Json:
         "gradient_accumulation_steps": total // (micro * dp_size),
         "gradient_clipping": config.optimizer.clip_grad,
         "prescale_gradients": False,
+        "gradient_predivide_factor": 1.0,
         "steps_per_print": NEVER,
         "wall_clock_breakdown": False,
+        "memory_breakdown": False,
         "dump_state": False,
+        "disable_allgather": False,
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": config.optimizer.optimizer == "adam",
         "communication_data_type": accumulation,
         "data_types": {"grad_accum_dtype": accumulation},
         "fp16": {
             "auto_cast": False,
+            "consecutive_hysteresis": False,
             **_passed(user, "fp16"),
             "enabled": precision.fp16,
             "loss_scale": precision.loss_scale or 0,
@@ -323,16 +412,17 @@ def generate(config: Config, dp_size: int) -> Json:
         },
         "bf16": {
             "check_grad_overflow": True,
+            "immediate_grad_update": False,
             **_passed(user, "bf16"),
             "enabled": precision.bf16,
         },
-        "zero_optimization": _zero(config, user.get("zero_optimization", {})),
+        "zero_optimization": _zero(config, user.get("zero_optimization") or {}),
         "optimizer": _optimizer_block(config, user),
         "activation_checkpointing": _recompute_block(config),
     }
-    for key in PASSED_KEYS & user.keys():
-        if user[key] != "auto":
-            result[key] = user[key]
+    for key in sorted(PASSED_KEYS.keys() & user.keys()):
+        if user[key] not in (None, "auto"):
+            result[key] = copy.deepcopy(user[key])
     return result
 
 
@@ -340,133 +430,6 @@ def zero_stage(config: Config) -> int:
     """The ZeRO stage in force; 1 where neither flag nor file names one."""
     stage = config.deepspeed.zero_stage
     return 1 if stage is None else stage
-
-
-def read_file(path: str) -> Json:
-    """The user's JSON. Raises ValueError with the place of the error."""
-
-    def unique(pairs: list[tuple[str, Any]]) -> Json:
-        keys = [key for key, _ in pairs]
-        for key in keys:
-            if keys.count(key) > 1:
-                raise ValueError(f"{path}: the key {key!r} stands twice")
-        return dict(pairs)
-
-    try:
-        user = json.loads(Path(path).read_text(encoding="utf-8"), object_pairs_hook=unique)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path}:{error.lineno}:{error.colno}: not JSON: {error.msg}") from error
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"--deepspeed_config {path}: {error}") from error
-    if not isinstance(user, dict):
-        raise ValueError(f"{path}: must hold a JSON object")
-    if "bfloat16" in user:
-        user.setdefault("bf16", user.pop("bfloat16"))
-    if isinstance(user.get("zero_optimization"), bool):
-        user["zero_optimization"] = {"stage": 1 if user["zero_optimization"] else 0}
-    blocks = ("zero_optimization", "fp16", "bf16", "data_types", "optimizer")
-    for block in (*blocks, "activation_checkpointing"):
-        if block in user and not isinstance(user[block], dict):
-            raise ValueError(f"{path}: {block} must be an object")
-    if "zero_optimization" in user:
-        user["zero_optimization"] = _normal_zero(user["zero_optimization"])
-    for key in (
-        "zero_optimization.offload_optimizer",
-        "zero_optimization.offload_param",
-        "optimizer.params",
-    ):
-        if not isinstance(_get(user, key), dict | None):
-            raise ValueError(f"{path}: {key} must be an object")
-    return user
-
-
-def _normal_zero(zero: Json) -> Json:
-    """zero_optimization with today's keys in place of the legacy ones."""
-    result = {ZERO_RENAMED.get(key, key): value for key, value in zero.items()}
-    for old, new in ZERO_OFFLOAD.items():
-        if result.pop(old, False):
-            result.setdefault(new, {"device": "cpu"})
-    return {key: value for key, value in result.items() if key not in ZERO_DROPPED}
-
-
-def _fill(
-    config: Config, path: str, link: Link, value: Any, wanted: Any, filled: dict[str, Any]
-) -> list[str]:
-    """Notes a key's value for its field, or gives the contradiction with the given flag."""
-    current = _field(config, link.field)
-    if link.field not in config.given:
-        filled[link.field] = wanted
-        return []
-    if current == wanted:
-        return []
-    flag = flag_of(link.field)
-    shown = flag if isinstance(current, bool) else f"{flag} {current}"
-    return [
-        f"{shown} contradicts {link.key} {json.dumps(value)} of {path}: "
-        'make them equal, or write "auto" in the file'
-    ]
-
-
-def _fill_betas(config: Config, path: str, betas: Any, filled: dict[str, Any]) -> list[str]:
-    key = "optimizer.params.betas"
-    try:
-        first, second = (_number(beta) for beta in betas)
-    except (TypeError, ValueError):
-        return [f"{path}: {key} {json.dumps(betas)}: must be two numbers"]
-    return [
-        *_fill(config, path, Link(key, "adam_beta1"), betas, first, filled),
-        *_fill(config, path, Link(key, "adam_beta2"), betas, second, filled),
-    ]
-
-
-def _offload_problems(path: str, user: Json) -> Iterator[str]:
-    for key in ("offload_optimizer", "offload_param"):
-        block = _get(user, f"zero_optimization.{key}")
-        if block is None:
-            continue
-        if block.get("device") is None:
-            yield f'{path}: zero_optimization.{key}: give the device, "cpu", "nvme" or "none"'
-        if block.get("device") == "nvme" and not block.get("nvme_path"):
-            yield f"{path}: zero_optimization.{key}: the device nvme needs an nvme_path"
-
-
-def _unit_problems(config: Config, path: str, user: Json) -> Iterator[str]:
-    """The file may repeat the number of recomputed units, which the flags decide."""
-    given = _get(user, "activation_checkpointing.number_checkpoints")
-    if given in (None, "auto") or not config.model.num_layers:
-        return
-    if config.recompute.checkpoint_num_layers > 0 and given != _recomputed_units(config):
-        yield (
-            f"{path}: activation_checkpointing.number_checkpoints {json.dumps(given)}: "
-            f"--num-layers "
-            f"{config.model.num_layers} in units of --checkpoint-num-layers "
-            f"{config.recompute.checkpoint_num_layers} are {_recomputed_units(config)}; leave "
-            f"it out"
-        )
-
-
-def _accumulation(
-    config: Config, path: str, user: Json, world_size: int
-) -> tuple[Config, list[str]]:
-    """Checks or uses the file's gradient_accumulation_steps."""
-    steps = user.get("gradient_accumulation_steps")
-    micro = config.schedule.micro_batch_size
-    tp_size = config.parallel.tensor_model_parallel_size
-    if steps in (None, "auto") or not micro or tp_size < 1 or world_size % tp_size:
-        return config, []
-    if not isinstance(steps, int) or steps < 1:
-        return config, [f"{path}: gradient_accumulation_steps {steps!r}: must be a whole number"]
-    dp_size = config.parallel.data_parallel_size(world_size)
-    product = steps * micro * dp_size
-    total = config.schedule.global_batch_size
-    if total is None:
-        return _replace(config, {"global_batch_size": product}), []
-    if total == product:
-        return config, []
-    return config, [
-        f"gradient_accumulation_steps {steps} of {path} x micro-batch {micro} x data-parallel size "
-        f"{dp_size} = {product}, but the global batch is {total}"
-    ]
 
 
 def _layout_problems(config: Config) -> list[str]:
@@ -503,46 +466,21 @@ def _layout_problems(config: Config) -> list[str]:
     return problems
 
 
-def _key_problems(path: str, user: Json) -> Iterator[str]:
-    known = sorted(OWN_KEYS | PASSED_KEYS | REFUSED_KEYS.keys())
-    for key in user:
-        if key in REFUSED_KEYS:
-            yield f"{path}: {key} is not supported: {REFUSED_KEYS[key]}"
-        elif key not in known:
-            yield f"{path}: there is no key {key!r}{_near(key, known)}"
-    zero_known = sorted(ZERO_DEFAULTS.keys() | ZERO3_DEFAULTS.keys() | ZERO_PASSED)
-    for key in user.get("zero_optimization", {}):
-        if key not in zero_known:
-            yield f"{path}: there is no key zero_optimization.{key}{_near(key, zero_known)}"
-    for block, passed in BLOCK_PASSED.items():
-        linked = {link.key.removeprefix(f"{block}.") for link in LINKS}
-        sub_known = sorted(passed | {key for key in linked if "." not in key})
-        for key in _get(user, block) or {}:
-            if key not in sub_known:
-                yield f"{path}: there is no key {block}.{key}{_near(key, sub_known)}"
-    if _get(user, "optimizer.params.adam_w_mode") is False:
-        yield f"{path}: optimizer.params.adam_w_mode false: adam is always AdamW here"
-
-
 def _passed(user: Json, block: str) -> Json:
     """What a block of the file says beside the keys that are fields of the configuration."""
-    given = user.get(block, {})
-    return {key: given[key] for key in sorted(BLOCK_PASSED[block] & given.keys())}
-
-
-def _near(key: str, known: list[str]) -> str:
-    near = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
-    return f"; did you mean {near[0]!r}?" if near else ""
+    given = user.get(block) or {}
+    chosen = {key: given.get(key) for key in PASSED_BESIDE[block]}
+    return {key: value for key, value in chosen.items() if value not in (None, "auto")}
 
 
 def _zero(config: Config, user: Json) -> Json:
     stage = zero_stage(config)
-    result: Json = {"stage": stage, **ZERO_DEFAULTS, **(ZERO3_DEFAULTS if stage == 3 else {})}
+    result: Json = {"stage": stage, **ZERO_DEFAULTS}
+    result |= ZERO3_DEFAULTS if stage == 3 else ZERO12_DEFAULTS
     result["overlap_comm"] = stage == 3
     result["reduce_bucket_size"] = _bucket_size(config)
     for key, value in user.items():
-        meaningless = key.startswith("stage3_") and stage != 3
-        if key != "stage" and value != "auto" and not meaningless:
+        if key != "stage" and value not in (None, "auto") and _read_at(key, stage):
             result[key] = copy.deepcopy(value)
     for key, wanted in (
         ("offload_optimizer", "cpu" if config.deepspeed.cpu_optimizer else "none"),
@@ -551,7 +489,8 @@ def _zero(config: Config, user: Json) -> Json:
         block = result.pop(key, None) or {}
         if wanted != "none":
             device = block.get("device")
-            result[key] = {**block, "device": device if device not in (None, "none") else wanted}
+            chosen = device if device in ("cpu", "nvme") else wanted
+            result[key] = {**block, "device": chosen}
     return result
 
 
@@ -578,15 +517,29 @@ def _optimizer_block(config: Config, user: Json) -> Json:
         "betas": [options.adam_beta1, options.adam_beta2],
         "eps": options.adam_eps,
         "weight_decay": options.weight_decay,
-        # torch's AdamW needs no compiler; an offloaded state is DeepSpeedCPUAdam's.
-        "torch_adam": not config.deepspeed.cpu_optimizer,
+        "torch_adam": _torch_adam(config, user),
     }
-    chosen = _get(user, "optimizer.params") or {}
-    params["torch_adam"] = chosen.get("torch_adam", params["torch_adam"])
     if params["torch_adam"]:
         # One pass over the flat fp32 parameters in place of eight, on CPUs as on accelerators.
-        params["fused"] = chosen.get("fused", True)
+        fused = _chosen(user, "fused")
+        params["fused"] = True if fused is None else fused
     return {"type": "AdamW", "params": params}
+
+
+def _torch_adam(config: Config, user: Json) -> bool:
+    """Whether torch's AdamW steps, which needs no compiler; an offloaded state is
+    DeepSpeedCPUAdam's, and FusedAdam is taken where the file asks for it."""
+    chosen = _chosen(user, "torch_adam")
+    if chosen is not None:
+        return bool(chosen)
+    kind = (user.get("optimizer") or {}).get("type")
+    return not config.deepspeed.cpu_optimizer and str(kind).lower() != "fusedadam"
+
+
+def _chosen(user: Json, name: str) -> Any:
+    """An option of the file's optimizer; None if it is absent or "auto"."""
+    value = ((user.get("optimizer") or {}).get("params") or {}).get(name)
+    return None if value == "auto" else value
 
 
 def _recompute_block(config: Config) -> Json:
@@ -603,15 +556,6 @@ def _recompute_block(config: Config) -> Json:
 
 def _recomputed_units(config: Config) -> int:
     return -(-config.model.layers // config.recompute.checkpoint_num_layers)
-
-
-def _get(user: Json, dotted: str) -> Any:
-    value: Any = user
-    for part in dotted.split("."):
-        if not isinstance(value, dict):
-            return None
-        value = value.get(part)
-    return value
 
 
 def _field(config: Config, name: str) -> Any:

@@ -9,19 +9,20 @@ from typing import Any
 
 import pytest
 
+from megatron_ds import schedules
 from megatron_ds.arguments import read
-from megatron_ds.config import Config
+from megatron_ds.config import Config, flag_of
 from megatron_ds.engine.ds_config import (
-    OWN_KEYS,
-    PASSED_KEYS,
-    REFUSED_KEYS,
+    LINKS,
     ZERO3_DEFAULTS,
+    ZERO12_DEFAULTS,
     ZERO_DEFAULTS,
-    ZERO_PASSED,
     complete,
     generate,
     zero_stage,
 )
+from megatron_ds.engine.ds_file import BLOCKS, DROPPED, PIN, REFUSED, RENAMED, SWITCHES, TOP_KEYS
+from megatron_ds.state import TrainState
 
 ROOT = Path(__file__).parents[3]
 FILES = sorted((ROOT / "ds_configs").glob("*.json"))
@@ -43,14 +44,21 @@ def config_of(line: str = "", file: object = None, folder: Path | None = None) -
     return config
 
 
+class Completing:
+    """Completes the configuration of flags and a file, on 2 processes, and keeps the warnings."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.warnings: list[str] = []
+
+    def __call__(self, file: object, line: str = "") -> tuple[Config, list[str]]:
+        self.warnings = []
+        return complete(config_of(line, file, self._folder), 2, self.warnings.append)
+
+
 @pytest.fixture
-def completed(tmp_path):
-    """Gives the completed configuration and the problems of flags and a file, on 2 processes."""
-
-    def run(file: object, line: str = "", world_size: int = 2) -> tuple[Config, list[str]]:
-        return complete(config_of(line, file, tmp_path), world_size)
-
-    return run
+def completed(tmp_path: Path) -> Completing:
+    return Completing(tmp_path)
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
@@ -60,9 +68,19 @@ def test_every_shipped_file_gives_its_golden_json(path):
 
 
 def generated(path: Path) -> object:
-    config, problems = complete(config_of(f"--deepspeed_config {path}"), 2)
+    warnings: list[str] = []
+    config, problems = complete(config_of(f"--deepspeed_config {path}"), 2, warnings.append)
     assert problems == []
+    assert warnings == []
     return generate(config, dp_size=2)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_what_is_generated_reads_back_to_the_same(path: Path, tmp_path: Path) -> None:
+    """A run's ds_config.json can be given to the next run."""
+    written = tmp_path / "ds_config.json"
+    written.write_text(json.dumps(generated(path)))
+    assert generated(written) == generated(path)
 
 
 def test_six_files_are_shipped():
@@ -209,10 +227,9 @@ def test_a_contradiction_names_both_sides(completed, file, line, words):
 @pytest.mark.parametrize(
     ("file", "words"),
     [
-        ({"zero_optimisation": {}}, "no key 'zero_optimisation'; did you mean 'zero_optimization'"),
+        ({"zero_optimisation": {}}, "no key zero_optimisation; did you mean 'zero_optimization'"),
         ({"zero_optimization": {"stge": 1}}, "zero_optimization.stge; did you mean 'stage'"),
-        ({"scheduler": {"type": "WarmupLR"}}, "scheduler is not supported"),
-        ({"amp": {"enabled": False}}, "amp is not supported: DeepSpeed has removed it"),
+        ({"amp": {"enabled": True}}, "amp is not supported: the installed DeepSpeed no longer has"),
         ({"bf16": {"enabled": "yes"}}, "must be true or false"),
         ({"optimizer": {"type": "Lamb"}}, "must be Adam, AdamW or SGD"),
         ({"optimizer": {"params": {"betas": [0.9]}}}, "betas [0.9]: must be two numbers"),
@@ -231,12 +248,12 @@ def test_a_contradiction_names_both_sides(completed, file, line, words):
             {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "gpuu"}}},
             'must be "none", "cpu" or "nvme"',
         ),
-        ({"zero_optimization": {"offload_param": "cpu"}}, "offload_param must be an object"),
+        ({"zero_optimization": {"offload_param": "cpu"}}, 'offload_param "cpu": must be an object'),
         (
             {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "nvme"}}},
             "needs an nvme_path",
         ),
-        ({"fp16": []}, "fp16 must be an object"),
+        ({"fp16": []}, "fp16 []: must be an object"),
         ({"train_batch_size": 2.5}, "must be a whole number"),
         ("{", "ds.json:1:2: not JSON"),
         ('{"bf16": {}, "bf16": {}}', "stands twice"),
@@ -265,28 +282,6 @@ def test_layouts_that_would_be_wrong_are_refused(line, words):
     assert any(words in problem for problem in problems), problems
 
 
-def test_legacy_keys_become_todays(completed):
-    config, problems = completed(
-        {
-            "bfloat16": {"enabled": True},
-            "zero_optimization": {
-                "stage": 3,
-                "cpu_offload_params": True,
-                "cpu_offload_use_pin_memory": True,
-                "stage3_gather_fp16_weights_on_model_save": True,
-                "max_live_parameters": 1e8,
-            },
-        }
-    )
-    assert problems == []
-    zero = generate(config, 2)["zero_optimization"]
-    assert config.precision.bf16 is True
-    assert zero["offload_param"] == {"device": "cpu"}
-    assert zero["stage3_gather_16bit_weights_on_model_save"] is True
-    assert zero["stage3_max_live_parameters"] == 1e8
-    assert "cpu_offload_use_pin_memory" not in zero
-
-
 def test_accumulation_of_the_file_gives_the_batch_where_no_flag_does(tmp_path):
     path = tmp_path / "ds.json"
     path.write_text('{"gradient_accumulation_steps": 3}')
@@ -300,16 +295,361 @@ def test_accumulation_of_the_file_gives_the_batch_where_no_flag_does(tmp_path):
     assert config.schedule.global_batch_size == 12
 
 
-def test_no_key_is_both_known_and_refused():
-    assert not (OWN_KEYS | PASSED_KEYS) & (REFUSED_KEYS.keys() - {"scheduler"})
+LEGACY_OFFLOAD = """{
+  "fp16": {"enabled": true},
+  "zero_optimization": {
+    "stage": 3,
+    "allgather_partitions": true,
+    "allgather_bucket_size": 2e8,
+    "overlap_comm": true,
+    "reduce_scatter": true,
+    "reduce_bucket_size": 2e8,
+    "contiguous_gradients": true,
+    "cpu_offload": true
+  }
+}"""
+"""A file of 2020, without batch sizes."""
 
 
-def test_zero_keys_are_those_of_the_installed_deepspeed():
+def test_a_legacy_file_is_honoured_with_warnings(completed: Completing) -> None:
+    config, problems = completed(LEGACY_OFFLOAD)
+    assert problems == []
+    assert config.precision.fp16
+    assert zero_stage(config) == 3
+    assert config.deepspeed.cpu_optimizer
+    zero = generate(config, 2)["zero_optimization"]
+    assert zero["offload_optimizer"] == {"device": "cpu"}
+    assert zero["reduce_bucket_size"] == 2e8
+    assert zero["overlap_comm"] is True
+    assert "cpu_offload" not in zero
+    first, second = completed.warnings
+    assert "ds.json:11: zero_optimization.cpu_offload is an old key: taken as" in first
+    assert 'zero_optimization.offload_optimizer {"device": "cpu"}' in first
+    assert "ds.json:5: no effect at ZeRO stage 3: allgather_partitions, allgather_bucket" in second
+
+
+@pytest.mark.parametrize(
+    ("file", "warning", "key", "value"),
+    [
+        ({"bfloat16": {"enabled": True}}, "taken as bf16", "bf16.enabled", True),
+        ({"zero_optimization": True}, 'becomes {"stage": 1}', "zero_optimization.stage", 1),
+        ({"zero_optimization": False}, 'becomes {"stage": 0}', "zero_optimization.stage", 0),
+        (
+            {"zero_optimization": {"stage": 3, "cpu_offload_params": True}},
+            "taken as zero_optimization.offload_param",
+            "zero_optimization.offload_param.device",
+            "cpu",
+        ),
+        (
+            {"zero_optimization": {"stage": 3, "cpu_offload_param": True}},
+            "taken as zero_optimization.offload_param",
+            "zero_optimization.offload_param.device",
+            "cpu",
+        ),
+        (
+            {"zero_optimization": {"cpu_offload": True, "cpu_offload_use_pin_memory": False}},
+            "cpu_offload_use_pin_memory becomes pin_memory",
+            "zero_optimization.offload_optimizer",
+            {"device": "cpu", "pin_memory": False},
+        ),
+        (
+            {"zero_optimization": {"stage": 3, "stage3_gather_fp16_weights_on_model_save": True}},
+            "taken as zero_optimization.stage3_gather_16bit_weights_on_model_save true",
+            "zero_optimization.stage3_gather_16bit_weights_on_model_save",
+            True,
+        ),
+        (
+            {"zero_optimization": {"stage": 3, "max_live_parameters": 1e8}},
+            "taken as zero_optimization.stage3_max_live_parameters",
+            "zero_optimization.stage3_max_live_parameters",
+            1e8,
+        ),
+        (
+            {"optimizer": {"params": {"max_grad_norm": 0.3}}},
+            "taken as gradient_clipping 0.3",
+            "gradient_clipping",
+            0.3,
+        ),
+        ({"fp32_allreduce": True}, "communication_data_type", "communication_data_type", "fp32"),
+        ({"amp": {"enabled": False}}, "amp is off: dropped", "bf16.enabled", False),
+        ({"curriculum_learning": {"enabled": False, "x": 1}}, "is off", "bf16.enabled", False),
+        (
+            {"compression_training": {"a": {"shared": {"enabled": False}, "b": {"bits": 8}}}},
+            "compression_training is off",
+            "bf16.enabled",
+            False,
+        ),
+        ({"sparse_gradients": False}, "is off", "bf16.enabled", False),
+        ({"zero_optimization": {"mics_shard_size": 0}}, "is off", "bf16.enabled", False),
+        ({"dataloader_drop_last": True}, "has no effect: batches are", "bf16.enabled", False),
+        (
+            {"optimizer": {"type": "FusedAdam"}},
+            "taken as AdamW",
+            "optimizer.params.torch_adam",
+            False,
+        ),
+        (
+            {"zero_optimization": {"stage": 1, "stage3_max_live_parameters": 5}},
+            "no effect at ZeRO stage 1: stage3_max_live_parameters",
+            "zero_optimization.stage",
+            1,
+        ),
+    ],
+)
+def test_old_and_idle_keys_are_converted_with_a_warning(
+    completed: Completing, file: object, warning: str, key: str, value: object
+) -> None:
+    config, problems = completed(file)
+    assert problems == []
+    assert any(warning in line and "ds.json:1" in line for line in completed.warnings)
+    assert at(generate(config, 2), key) == value
+
+
+def at(values: Any, dotted: str) -> Any:
+    for part in dotted.split("."):
+        values = values[part]
+    return values
+
+
+@pytest.mark.parametrize(
+    ("file", "words"),
+    [
+        (
+            {"zero_optimization": {"cpu_offload": True, "offload_optimizer": {"device": "nvme"}}},
+            "cpu_offload contradicts zero_optimization.offload_optimizer",
+        ),
+        (
+            {"gradient_clipping": 0.5, "optimizer": {"params": {"max_grad_norm": 1.0}}},
+            "optimizer.params.max_grad_norm contradicts gradient_clipping 0.5",
+        ),
+        ({"zero_optimization": {"cpu_offload": "yes"}}, "must be true or false"),
+        ({"zero_optimization": {"mics_shard_size": 2}}, "mics_shard_size is not supported"),
+        ({"compression_training": {"a": {"shared": {"enabled": True}}}}, "is not supported"),
+        ({"elasticity": {"enabled": True}}, "no longer has it; give the batch sizes"),
+        ({"data_efficiency": {"enabled": True}}, "random-LTD are not there yet"),
+        ({"checkpoint": {"load_universal": True}}, "loaded with --load"),
+        ({"optimizer": {"params": {"bias_correction": False}}}, "always corrects"),
+        ({"optimizer": {"params": {"adam_w_mode": False}}}, "adam is always AdamW"),
+        ({"optimizer": {"type": "CPUAdam"}}, "give offload_optimizer (or --cpu-optimizer)"),
+        (
+            {"optimizer": {"type": "SGD"}, "zero_allow_untested_optimizer": False},
+            "then refuses --optimizer sgd",
+        ),
+        (
+            {"zero_optimization": {"stage": 2}, "prescale_gradients": True},
+            "prescale_gradients true: ZeRO stage 2 cannot",
+        ),
+        ({"flops_profiler": {"enable": True}}, "flops_profiler.enable; did you mean 'enabled'"),
+        ({"timers": {"throughput": {"enable": 1}}}, "no key timers.throughput.enable; did you"),
+        (
+            {"zero_optimization": {"offload_optimizer": {"device": "cpu", "pin_memor": 1}}},
+            "no key zero_optimization.offload_optimizer.pin_memor; did you mean 'pin_memory'",
+        ),
+        ({"steps_per_print": "ten"}, 'steps_per_print "ten": must be a number'),
+        ({"zero_optimization": {"overlap_comm": 1}}, "must be true or false"),
+        ({"zero_optimization": {"reduce_bucket_size": -1}}, "must not be negative"),
+        ({"fp16": {"initial_scale_power": 1e400}}, "must be a number"),
+        ({"fp16": {"initial_scale_power": 5000}}, "fp16.initial_scale_power 5000"),
+        ({"gradient_accumulation_steps": 0}, "must be positive"),
+    ],
+)
+def test_what_cannot_be_converted_is_refused(
+    completed: Completing, file: object, words: str
+) -> None:
+    _, problems = completed(file)
+    assert any(words in problem for problem in problems), problems
+
+
+OTHERS = {bool: (True, False), int: (3, 4), float: (0.5, 0.25)}
+"""Two different values of a kind."""
+SAID: dict[str, tuple[Any, Any]] = {
+    "zero_optimization.stage": (1, 2),
+    "zero_optimization.offload_optimizer.device": (True, "none"),
+    "zero_optimization.offload_param.device": ("cpu", "nvme"),
+    "fp16.loss_scale": (128.0, 0),
+    "fp16.initial_scale_power": (2.0**16, 12),
+    "data_types.grad_accum_dtype": (True, "bf16"),
+    "optimizer.type": ("adam", "SGD"),
+    "gradient_clipping": (0.5, 0.25),
+    "fp16.min_loss_scale": (2.0, 1),
+}
+"""The flag's and the key's value where they are not simply two numbers or two switches."""
+
+
+@pytest.mark.parametrize("link", LINKS, ids=lambda link: link.key)
+def test_every_key_that_contradicts_its_flag_is_named(link: Any, tmp_path: Path) -> None:
+    """In one line: the flag and its value, the key and its, the file and the line."""
+    kind = BLOCKS.get(link.key.rpartition(".")[0], TOP_KEYS)[link.key.rpartition(".")[2]]
+    default = {"as_flag": (True, False), "as_whole": (3, 4)}.get(kind.__name__, (0.5, 0.25))
+    flag_value, key_value = SAID.get(link.key, default)
+    file: Any = key_value
+    for part in reversed(link.key.split(".")):
+        file = {part: file}
+    config = config_of("", json.dumps(file, indent=1), tmp_path)
+    group = next(name for name, values in config.to_dict().items() if link.field in values)
+    changed = dataclasses.replace(getattr(config, group), **{link.field: flag_value})
+    config = dataclasses.replace(config, **{group: changed}, given=config.given | {link.field})
+    _, problems = complete(config, 2)
+    flag = flag_of(link.field).replace("--no-", "--")
+    shown = flag if isinstance(flag_value, bool) else f"{flag} {flag_value}"
+    line = 2 + link.key.count(".")
+    said = f"{link.key} {json.dumps(key_value)} of {tmp_path / 'ds.json'}:{line}"
+    assert any(problem.startswith(f"{shown} contradicts {said}") for problem in problems), problems
+
+
+def test_a_problem_of_a_filled_value_names_its_key(tmp_path: Path) -> None:
+    """What the flags' own checks say of a value that came from the file points to the file."""
+    path = tmp_path / "ds.json"
+    path.write_text(
+        '{\n"gradient_clipping": -1,\n"zero_optimization": {"stage": 0},\n'
+        '"bf16": {"enabled": true}}'
+    )
+    line = f"{FLAGS} --deepspeed_config {path}".split()
+    _, problems = read(line, world_size=2, warn=lambda _: None, complete=complete)
+    (clipping,) = [problem for problem in problems if "negative" in problem]
+    assert clipping.startswith("--clip-grad -1")
+    assert clipping.endswith(f"(--clip-grad is gradient_clipping of {path}:2)")
+    (stage,) = [problem for problem in problems if "take --zero-stage 1" in problem]
+    assert f"--zero-stage is zero_optimization.stage of {path}:3" in stage
+    assert f"--bf16 is bf16.enabled of {path}:4" in stage
+
+
+DECAY = {
+    "type": "WarmupDecayLR",
+    "params": {
+        "warmup_min_lr": 1e-5,
+        "warmup_max_lr": 1e-4,
+        "warmup_num_steps": 3,
+        "total_num_steps": 10,
+        "warmup_type": "linear",
+    },
+}
+
+
+@pytest.mark.parametrize("length", ["--train-iters 12", "--train-samples 192"])
+@pytest.mark.parametrize("kind", ["WarmupLR", "WarmupDecayLR"])
+def test_a_scheduler_becomes_the_same_rates(tmp_path: Path, kind: str, length: str) -> None:
+    """Against DeepSpeed's own class, step by step."""
+    import torch
+    from deepspeed.runtime import lr_schedules
+
+    block = {"type": kind, "params": dict(DECAY["params"])}
+    if kind == "WarmupLR":
+        del block["params"]["total_num_steps"]
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps({"scheduler": block}))
+    flags = FLAGS.replace("--train-iters 10", length)
+    warnings: list[str] = []
+    config, _ = read(
+        f"{flags} --deepspeed_config {path}".split(),
+        world_size=2,
+        warn=warnings.append,
+        complete=complete,
+    )
+    assert config is not None
+    assert any("scheduler is taken as --lr-decay-style" in line for line in warnings)
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=1e-4)
+    theirs = getattr(lr_schedules, kind)(optimizer, **block["params"])
+    for step in range(12):
+        theirs.step(step)
+        ours = schedules.learning_rate(config, TrainState(applied_samples=16 * step), 2)
+        assert ours == pytest.approx(theirs.get_last_lr()[0], rel=1e-12), step
+
+
+@pytest.mark.parametrize(
+    ("params", "kind", "line", "words"),
+    [
+        ({"warmup_type": "log"}, "WarmupLR", "", 'is "log": the warm-up is linear here'),
+        ({}, "WarmupLR", "", 'is absent, which DeepSpeed takes for "log"'),
+        ({"warmup_num_steps": 9}, "WarmupDecayLR", "--lr-warmup-iters 5", "5 contradicts sched"),
+        ({"warmup_max_lr": 1.0}, "WarmupLR", "", "--lr 0.0001 contradicts scheduler.params"),
+        ({}, "WarmupDecayLR", "", "needs scheduler.params.total_num_steps"),
+        ({"warmup_num_steps": 0}, "WarmupLR", "", "must be positive"),
+        ({"warmup_nu_steps": 0}, "WarmupLR", "", "did you mean 'warmup_num_steps'"),
+        (
+            {"warmup_num_steps": 4, "total_num_steps": 9, "cos_min_ratio": 0.1},
+            "WarmupCosineLR",
+            "",
+            "--lr-decay-style cosine --lr-warmup-iters 4 --lr-decay-iters 9 --lr-warmup-init 0 "
+            "--min-lr 1e-05",
+        ),
+        ({"cycle_min_lr": 1}, "OneCycle", "", "'OneCycle' is not supported: leave the block out"),
+        (
+            {"warmup_type": "linear", "warmup_num_steps": 4},
+            "WarmupLR",
+            "--rampup-batch-size 4 4 100",
+            "whose size --rampup-batch-size changes",
+        ),
+    ],
+)
+def test_a_scheduler_that_is_not_ours_is_refused_with_the_flags_to_give(
+    completed: Completing, params: Any, kind: str, line: str, words: str
+) -> None:
+    _, problems = completed({"scheduler": {"type": kind, "params": params}}, line)
+    assert any(words in problem for problem in problems), problems
+
+
+def test_the_line_of_a_key_is_its_own(completed: Completing) -> None:
+    """Blocks share the names of their keys, and texts may look like keys."""
+    _, problems = completed(
+        """{
+  "tensorboard": {"job_name": "\\"stge\\": {", "output_path": "x"},
+  "comms_logger": {"prof_ops": ["stge", {"stge": 1}]},
+  "fp16": {"enabled": false},
+  "bf16": {
+    "enabled": 7
+  },
+  "zero_optimization": {"stage": 1,
+    "stge": 2}
+}"""
+    )
+    assert [problem.split("ds.json:")[1].split(":")[0] for problem in problems] == ["9", "6"]
+
+
+def test_no_key_is_both_known_and_otherwise_treated() -> None:
+    known = set(TOP_KEYS) | {f"{block}.{key}" for block, keys in BLOCKS.items() for key in keys}
+    assert not known & {*REFUSED, *RENAMED, *SWITCHES, *DROPPED}
+    assert set(RENAMED.values()) <= known
+    assert {new for new, _ in SWITCHES.values()} <= known
+
+
+def test_the_keys_of_each_block_are_those_of_the_installed_deepspeed() -> None:
+    """Every field that DeepSpeed's models have is known, refused, or an old spelling."""
+    from deepspeed.comm.config import CommsLoggerConfig
+    from deepspeed.monitor import config as monitor
+    from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
+    from deepspeed.runtime.zero import offload_config
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
-    fields = DeepSpeedZeroConfig.model_fields
-    known = set(fields) | {field.alias for field in fields.values()}
-    assert (ZERO_DEFAULTS.keys() | ZERO3_DEFAULTS.keys() | ZERO_PASSED) <= known
+    models: dict[str, Any] = {
+        "zero_optimization": DeepSpeedZeroConfig,
+        "zero_optimization.offload_optimizer": offload_config.DeepSpeedZeroOffloadOptimizerConfig,
+        "zero_optimization.offload_param": offload_config.DeepSpeedZeroOffloadParamConfig,
+        "fp16": DeepSpeedFP16Config,
+        "bf16": DeepSpeedBF16Config,
+        "comms_logger": CommsLoggerConfig,
+        "tensorboard": monitor.TensorBoardConfig,
+        "csv_monitor": monitor.CSVConfig,
+        "wandb": monitor.WandbConfig,
+        "comet": monitor.CometConfig,
+    }
+    for block, model in models.items():
+        theirs = {item.alias or name for name, item in model.model_fields.items()}
+        spelled = theirs | set(model.model_fields)
+        ours = set(BLOCKS[block])
+        assert ours <= spelled, block
+        treated = {*REFUSED, *RENAMED, *SWITCHES, *DROPPED, PIN}
+        assert {f"{block}.{key}" for key in theirs - ours} <= treated, block
+    defaults = ZERO_DEFAULTS | ZERO12_DEFAULTS | ZERO3_DEFAULTS
+    assert defaults.keys() <= BLOCKS["zero_optimization"].keys()
+
+
+def test_what_deepspeed_has_removed_is_refused() -> None:
+    from deepspeed.runtime import config as theirs
+
+    removed = set(theirs._REMOVED_TOP_LEVEL_CONFIG_KEYS)
+    removed |= {f"zero_optimization.{key}" for key in theirs._REMOVED_ZERO_CONFIG_KEYS}
+    assert removed <= REFUSED.keys()
 
 
 if __name__ == "__main__":
