@@ -26,9 +26,11 @@ def interval_line(record: IntervalRecord) -> str:
         record.params_norm is not None and f"params norm: {record.params_norm:.3f}",
         f"number of skipped iterations: {record.skipped:3d}",
         f"number of nan iterations: {record.nan:3d}",
-        f"samples per second: {record.samples_per_second:.3f}",
-        f"tokens per gpu per second (tgs): {record.tokens_per_second_per_device:.3f}",
-        f"TFLOPs: {record.tflops:.2f}",
+        record.samples_per_second is not None
+        and f"samples per second: {record.samples_per_second:.3f}",
+        record.tokens_per_second_per_device is not None
+        and f"tokens per gpu per second (tgs): {record.tokens_per_second_per_device:.3f}",
+        record.tflops is not None and f"TFLOPs: {record.tflops:.2f}",
     ]
     return "".join(f" {field} |" for field in fields if field)
 

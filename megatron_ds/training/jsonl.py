@@ -7,6 +7,7 @@ stands in the file once. The keys are documented in docs/logging.md. This file k
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
 import os
@@ -47,18 +48,28 @@ def read_until(path: Path, iteration: int) -> Iterator[tuple[str, dict[str, Any]
                 yield line.rstrip("\n") + "\n", record
 
 
+def _free_name(path: Path) -> Path:
+    """The file's name with the first number behind it that no older one has."""
+    taken = {item.name for item in path.parent.iterdir()}
+    return next(
+        path.with_name(name)
+        for number in itertools.count(1)
+        if (name := f"{path.name}.{number}") not in taken
+    )
+
+
 class JsonLines(Sink):
     """Appends to a file; it is on disk (as far as the process is concerned) after each call.
 
     iteration: where the run starts. Records beyond it are taken out; a run that starts from 0
-    keeps what it finds under the name `<path>.previous`.
+    keeps what it finds as `<path>.1`, or under the next number that is free.
     """
 
     def __init__(self, path: Path, iteration: int) -> None:
         self._evaluations: set[str] = set()
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists() and iteration == 0:
-            os.replace(path, path.with_name(path.name + ".previous"))
+            os.replace(path, _free_name(path))
         elif path.exists():
             self._drop_beyond(path, iteration)
         self._file = path.open("a", encoding="utf-8")

@@ -39,6 +39,7 @@ class _Step:
     plan: StepPlan
     result: StepResult
     seconds: float
+    warm_up: bool
 
 
 class Metrics:
@@ -68,13 +69,22 @@ class Metrics:
         self._pending: list[_Step] = []
         self._interval: list[StepRecord] = []
 
-    def record(self, state: TrainState, plan: StepPlan, result: StepResult, seconds: float) -> None:
+    def record(
+        self,
+        state: TrainState,
+        plan: StepPlan,
+        result: StepResult,
+        seconds: float,
+        *,
+        warm_up: bool = False,
+    ) -> None:
         """Notes a step; reports at the end of a log interval.
 
         state: after the step. result.loss and result.grad_norm: numbers or 0-d tensors without
-        history; the loss is this rank's own mean. seconds: of the step alone.
+        history; the loss is this rank's own mean. seconds: of the step alone. warm_up: its
+        seconds are kept out of the interval's speeds.
         """
-        self._pending.append(_Step(state, plan, result, seconds))
+        self._pending.append(_Step(state, plan, result, seconds, warm_up))
         if state.iteration % self._log_interval == 0:
             self.flush()
 
@@ -145,13 +155,16 @@ class Metrics:
             seconds=step.seconds,
             tokens_per_second=self._workload.tokens_per_second(rate),
             tflops=self._workload.tflops(rate),
+            warm_up=step.warm_up,
         )
 
     def _interval_record(self) -> IntervalRecord:
         steps = self._interval
         advanced = [step.lm_loss for step in steps if not step.skipped]
-        seconds = math.fsum(step.seconds for step in steps)
-        rate = sum(step.global_batch_size for step in steps) / seconds
+        timed = [step for step in steps if not step.warm_up]
+        rate = None
+        if timed:
+            rate = sum(step.global_batch_size for step in timed) / _seconds(timed)
         return IntervalRecord(
             last=steps[-1],
             total_iterations=self._total_iterations,
@@ -159,10 +172,16 @@ class Metrics:
             params_norm=None if self._params_norm is None else self._params_norm(),
             skipped=sum(step.skipped for step in steps),
             nan=sum(step.nan for step in steps),
-            seconds_per_iteration=seconds / len(steps),
+            seconds_per_iteration=_seconds(timed or steps) / len(timed or steps),
             samples_per_second=rate,
             tokens_per_second_per_device=(
-                self._workload.tokens_per_second(rate) / self._workload.world_size
+                None
+                if rate is None
+                else self._workload.tokens_per_second(rate) / self._workload.world_size
             ),
-            tflops=self._workload.tflops(rate),
+            tflops=None if rate is None else self._workload.tflops(rate),
         )
+
+
+def _seconds(steps: Sequence[StepRecord]) -> float:
+    return math.fsum(step.seconds for step in steps)

@@ -40,6 +40,8 @@ class StepRecord:
     """Of all devices together."""
     tflops: float
     """10^12 model floating-point operations per second and device, recomputation not counted."""
+    warm_up: bool
+    """Its time says nothing of the others': the first step of a process, or one that compiled."""
 
 
 @dataclass(frozen=True)
@@ -56,9 +58,11 @@ class IntervalRecord:
     skipped: int
     nan: int
     seconds_per_iteration: float
-    samples_per_second: float
-    tokens_per_second_per_device: float
-    tflops: float
+    """Over the steps that are no warm-up; over all if there are no others."""
+    samples_per_second: float | None
+    """Over the steps that are no warm-up, as are the next two; None if there are no others."""
+    tokens_per_second_per_device: float | None
+    tflops: float | None
 
 
 @dataclass(frozen=True)

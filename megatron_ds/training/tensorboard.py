@@ -8,6 +8,7 @@ tokens of the other axes, and hide their whole past. Imported only when TensorBo
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -22,6 +23,7 @@ from megatron_ds.state import TrainState
 from megatron_ds.training.records import EvalRecord, IntervalRecord, Sink, StepRecord
 
 SAMPLES, TOKENS = " vs samples", " vs tokens"
+EVENT_FILES = "events.out.tfevents.*"
 
 
 class TensorBoard(Sink):
@@ -45,6 +47,8 @@ class TensorBoard(Sink):
         self._world_size, self._dp_size, self._memory = world_size, dp_size, memory
         if state.iteration > 0:
             drop_beyond(Path(folder), state)
+        else:
+            set_aside(Path(folder))
         self._writer = SummaryWriter(folder, max_queue=config.logging.tensorboard_queue_size)
         for group in config.to_dict().values():
             for name, value in group.items():
@@ -89,7 +93,7 @@ class TensorBoard(Sink):
             self._add("world-size/world-size", self._world_size, record, SAMPLES, TOKENS)
         if norm is not None:
             self._add("grad-norm/grad-norm", norm, record, SAMPLES, TOKENS)
-        if logging.log_timers_to_tensorboard:
+        if logging.log_timers_to_tensorboard and not record.warm_up:
             self._speed(record)
 
     def _clocks(self, record: StepRecord) -> None:
@@ -122,12 +126,27 @@ class TensorBoard(Sink):
             self._writer.add_scalar(f"{tag}{axis}", value, counts[axis])
 
 
+def set_aside(folder: Path) -> None:
+    """Moves the event files of earlier runs to the folder's first free `previous-N`.
+
+    There TensorBoard shows them as a run of their own, and not as steps that happened twice.
+    """
+    old = list(folder.glob(EVENT_FILES))
+    if not old:
+        return
+    numbers = itertools.count(1)
+    target = next(path for n in numbers if not (path := folder / f"previous-{n}").exists())
+    target.mkdir()
+    for path in old:
+        path.rename(target / path.name)
+
+
 def drop_beyond(folder: Path, state: TrainState) -> None:
     """Takes the points after `state` out of a folder's event files.
 
     Newest file first, up to one that keeps points: what came before it was clean when it began.
     """
-    for path in sorted(folder.glob("events.out.tfevents.*"), reverse=True):
+    for path in sorted(folder.glob(EVENT_FILES), reverse=True):
         raw = list(RawEventFileLoader(str(path)).Load())
         events = [Event.FromString(item) for item in raw]
         keep = [_within(event, state) for event in events]

@@ -28,8 +28,9 @@ PRETRAIN = REPOSITORY / "pretrain_gpt.py"
 DEADLINE = 300.0
 """Seconds after which a run is taken to hang."""
 MARK = "MEGATRON_DS_E2E"
-CLOCK = ("seconds", "tokens_per_second", "tflops")
-"""Keys of a step's record that two equal runs do not share."""
+CLOCK = ("seconds", "tokens_per_second", "tflops", "warm_up")
+"""Keys of a step's record that two equal runs do not share: of its time, and whether its process
+had just begun."""
 
 Settings = Mapping[str, Any]
 Record = dict[str, Any]

@@ -28,6 +28,7 @@ def step_line() -> str:
         seconds=0.5,
         tokens_per_second=4096.0,
         tflops=0.1,
+        warm_up=False,
     )
     return interval_line(
         IntervalRecord(

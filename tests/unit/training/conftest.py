@@ -34,6 +34,7 @@ def step() -> Callable[..., StepRecord]:
             seconds=0.5,
             tokens_per_second=64.0,
             tflops=0.25,
+            warm_up=False,
         )
         return dataclasses.replace(record, **changes)  # type: ignore[arg-type]
 

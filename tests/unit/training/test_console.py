@@ -29,11 +29,18 @@ def test_the_line_is_the_forks(interval: Interval) -> None:
 
 
 def test_fields_that_are_not_known_are_left_out(interval: Interval) -> None:
-    record = interval(1, lm_loss=None)
+    record = interval(
+        1,
+        lm_loss=None,
+        samples_per_second=None,
+        tokens_per_second_per_device=None,
+        tflops=None,
+    )
     line = interval_line(
         dataclasses.replace(record, last=dataclasses.replace(record.last, grad_norm=None))
     )
-    for field in ("lm loss", "loss scale", "grad norm", "params norm"):
+    known = ("lm loss", "loss scale", "grad norm", "params norm", "per second", "(tgs)", "TFLOPs")
+    for field in known:
         assert field not in line
 
 

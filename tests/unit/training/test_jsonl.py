@@ -126,9 +126,10 @@ def test_a_file_of_something_else_is_refused_and_left_alone(tmp_path: Path) -> N
     assert [item.name for item in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
-def test_a_new_run_keeps_the_old_ones_file(tmp_path: Path, step: Step) -> None:
+def test_new_runs_keep_the_older_ones_files_under_numbers(tmp_path: Path, step: Step) -> None:
     path = tmp_path / "metrics.jsonl"
-    JsonLines(path, 0).steps([step(1), step(2)])
-    JsonLines(path, 0).steps([step(1)])
+    for last in (3, 2, 1):
+        JsonLines(path, 0).steps([step(iteration) for iteration in range(1, last + 1)])
     assert iterations(path) == [1]
-    assert iterations(tmp_path / "metrics.jsonl.previous") == [1, 2]
+    assert iterations(tmp_path / "metrics.jsonl.1") == [1, 2, 3]
+    assert iterations(tmp_path / "metrics.jsonl.2") == [1, 2]

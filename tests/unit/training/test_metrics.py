@@ -57,11 +57,19 @@ class Run:
         self.reductions.append(losses)
         return [loss + 1.0 for loss in losses]
 
-    def step(self, loss: float, *, batch: int = 4, seconds: float = 0.5, **result: object) -> None:
+    def step(
+        self,
+        loss: float,
+        *,
+        batch: int = 4,
+        seconds: float = 0.5,
+        warm_up: bool = False,
+        **result: object,
+    ) -> None:
         plan = StepPlan(self.state.iteration + 1, batch, 1, lr=0.5, weight_decay=0.25)
         done = StepResult(loss, **{"grad_norm": 1.0, **result})  # type: ignore[arg-type]
         self.state = self.state.advance(plan, done, seq_length=8)
-        self.metrics.record(self.state, plan, done, seconds)
+        self.metrics.record(self.state, plan, done, seconds, warm_up=warm_up)
 
     def intervals(self) -> list[IntervalRecord]:
         return self.notebook.of(IntervalRecord)  # type: ignore[return-value]
@@ -150,6 +158,31 @@ def test_speeds_come_from_the_seconds_of_the_steps() -> None:
     assert record.samples_per_second == 3.0
     assert record.tokens_per_second_per_device == 12.0
     assert record.tflops == pytest.approx(4.5)
+
+
+def test_a_warm_up_is_left_out_of_the_intervals_speeds() -> None:
+    run = Run(log_interval=3)
+    run.step(1.0, batch=8, seconds=60.0, warm_up=True)
+    run.step(4.0, seconds=1.0)
+    run.step(7.0, seconds=3.0)
+    (record,) = run.intervals()
+    assert (record.seconds_per_iteration, record.samples_per_second) == (2.0, 2.0)
+    assert (record.tokens_per_second_per_device, record.tflops) == (8.0, 3.0)
+    assert record.lm_loss == pytest.approx(5.0)
+    assert [(step.seconds, step.warm_up) for step in run.steps()] == [
+        (60.0, True),
+        (1.0, False),
+        (3.0, False),
+    ]
+
+
+def test_an_interval_of_nothing_but_warm_up_has_its_time_and_no_speeds() -> None:
+    run = Run(log_interval=1)
+    run.step(1.0, seconds=60.0, warm_up=True)
+    (record,) = run.intervals()
+    assert record.seconds_per_iteration == 60.0
+    speeds = (record.samples_per_second, record.tokens_per_second_per_device, record.tflops)
+    assert speeds == (None, None, None)
 
 
 def test_a_step_record_tells_the_state_after_and_the_plan_before() -> None:

@@ -188,6 +188,29 @@ def test_a_torn_event_file_is_read_up_to_the_tear(tmp_path: Path, step: Step) ->
     assert [x for x, _ in points(tmp_path)["grad-norm/grad-norm"]] == [1, 2]
 
 
+def test_a_new_run_sets_the_old_ones_files_aside(tmp_path: Path, step: Step) -> None:
+    config = config_for(tmp_path)
+    for loss in (1.0, 2.0, 3.0):
+        run = board(config)
+        run.steps([step(1, lm_loss=loss)])
+        run.close()
+    tag = "lm-loss-training/lm loss"
+    assert points(tmp_path)[tag] == [(1, 3.0)]
+    assert points(tmp_path / "previous-1")[tag] == [(1, 1.0)]
+    assert points(tmp_path / "previous-2")[tag] == [(1, 2.0)]
+
+
+def test_a_warm_up_gives_no_speed(tmp_path: Path, step: Step) -> None:
+    sink = board(config_for(tmp_path, log_timers_to_tensorboard=True))
+    sink.steps([step(1, warm_up=True), step(2)])
+    sink.close()
+    found = points(tmp_path)
+    speeds = [tag for tag in found if tag.startswith("iteration-time/")]
+    assert len(speeds) == 8
+    assert {x for tag in speeds for x, _ in found[tag]} == {2, 8, 64}
+    assert [x for x, _ in found["grad-norm/grad-norm"]] == [1, 2]
+
+
 def rename(folder: Path, name: str) -> None:
     """Gives the folder's only file an older name; names hold seconds, and tests are faster."""
     (path,) = folder.iterdir()
