@@ -1,11 +1,12 @@
 """What a checkpoint's folder says of itself, and whether it fits a run.
 
-Owns names, sizes and run.json; reads no weights and knows no torch, so that a checkpoint that does
-not fit is named before a run starts.
+Owns names, sizes, run.json and the manifest; reads no weights and knows no torch, so that a
+checkpoint that does not fit is named before a run starts.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from dataclasses import dataclass
@@ -18,9 +19,12 @@ from megatron_ds.state import TrainState
 
 MANIFEST = "manifest.json"
 RUN = "run.json"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 FREE_FIELDS = frozenset({"attention_dropout", "hidden_dropout", "init_method_std"})
 """Fields of the model that may change on a resume."""
+STATES = ".pt"
+"""Ending of the files that hold tensors."""
+UNSEALED = "0" * 64
 
 
 @dataclass(frozen=True)
@@ -94,36 +98,88 @@ def candidates(folder: Path) -> list[Path]:
 
 
 def problem_with(path: Path) -> str | None:
-    """What is wrong with a checkpoint's names and sizes; None if nothing is."""
+    """What is wrong with a checkpoint's names, sizes and JSON files; None if nothing is."""
     try:
-        files = read_json(path / MANIFEST)["files"]
-        expected = {name: int(entry["bytes"]) for name, entry in files.items()}
+        expected = {name: int(entry["bytes"]) for name, entry in read_manifest(path).items()}
         read_run(path)
+        for name, size in expected.items():
+            file = path / name
+            if not file.is_file():
+                return f"{name} is missing"
+            if file.stat().st_size != size:
+                return f"{name} has {file.stat().st_size} bytes, the manifest says {size}"
+        unknown = sorted({file.name for file in path.glob(f"*{STATES}")} - expected.keys())
     except FileNotFoundError as error:
         return f"it has no {Path(str(error.filename)).name}, so its save did not finish"
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except OSError as error:
+        return f"it cannot be read ({error})"
+    except (ValueError, KeyError, TypeError, OverflowError) as error:
         return f"its {MANIFEST} or {RUN} cannot be read ({error})"
-    for name, size in expected.items():
-        file = path / name
-        if not file.is_file():
-            return f"{name} is missing"
-        if file.stat().st_size != size:
-            return f"{name} has {file.stat().st_size} bytes, the manifest says {size}"
+    if unknown:
+        return f"{unknown[0]} is not one of its files (the manifest does not name it)"
     return None
 
 
 def read_run(path: Path) -> Found:
     """What a checkpoint says of itself. Raises ValueError if that is not ours."""
     run = read_json(path / RUN)
+    if not isinstance(run, dict):
+        raise ValueError(f"{path / RUN}: not a JSON object")
     if run.get("format_version") != FORMAT_VERSION:
         raise ValueError(
             f"{path / RUN}: format version {run.get('format_version')}, expected {FORMAT_VERSION}"
         )
+    for name in ("state", "config", "layout", "order", "shards"):
+        if not isinstance(run.get(name), dict):
+            raise ValueError(f"{path / RUN}: {name} is missing or not a JSON object")
+    if not isinstance(run["config"].get("model"), dict):
+        raise ValueError(f"{path / RUN}: config.model is missing or not a JSON object")
     found = Found(path, int(path.name.removeprefix("global_step")), run)
-    if found.state.iteration != found.iteration:
-        raise ValueError(f"{path / RUN}: the state is of iteration {found.state.iteration}")
+    try:
+        iteration = found.state.iteration
+    except (TypeError, OverflowError) as error:
+        raise ValueError(f"{path / RUN}: the state is not made of numbers ({error})") from error
+    if iteration != found.iteration:
+        raise ValueError(f"{path / RUN}: the state is of iteration {iteration}")
     return found
 
 
+def seal(files: dict[str, Any]) -> str:
+    """The text of a manifest that lists `files`; it carries its own SHA-256.
+
+    The digest is that of the text with zeros in the digest's place, so that no byte of it can
+    change unseen.
+    """
+    values = {
+        "format_version": FORMAT_VERSION,
+        "sha256": UNSEALED,
+        "files": dict(sorted(files.items())),
+    }
+    text = json.dumps(values, indent=1) + "\n"
+    return text.replace(UNSEALED, _digest(text), 1)
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    """Files of a checkpoint -> bytes and sha256. Raises ValueError for one that was changed."""
+    content = (path / MANIFEST).read_bytes()
+    try:
+        values = json.loads(content)
+        seal_of_file, files = str(values["sha256"]), values["files"]
+        unsealed = content.decode().replace(seal_of_file, UNSEALED, 1)
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ValueError(f"{MANIFEST} is damaged ({error!r})") from error
+    if _digest(unsealed) != seal_of_file or not isinstance(files, dict):
+        raise ValueError(f"{MANIFEST} is damaged (its SHA-256 differs from the one in it)")
+    return files
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
 def read_json(path: Path) -> Any:
-    return json.loads(path.read_text(encoding="utf-8"))
+    """Raises ValueError for what is no JSON."""
+    try:
+        return json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not JSON ({error})") from error

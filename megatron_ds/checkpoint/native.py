@@ -5,26 +5,26 @@
     SAVE/global_stepN/                      appears under this name only when it is whole
         *_states.pt                         DeepSpeed's
         run.json                            state, configuration, layout, how parameters are cut
-        manifest.json                       size and SHA-256 of every other file
+        manifest.json                       size and SHA-256 of every other file, and its own
 
 A save writes below a temporary name, flushes, lists what it wrote in the manifest, renames, and
-moves the pointers last; a crash at any moment leaves the older checkpoints as they were. A load
-takes the newest folder whose manifest holds. All ranks see the same folder.
+moves the pointers last; a crash at any moment leaves the older checkpoints as they were. An error
+of one rank's disk is all ranks' error: they agree, the first one cleans up, and the older
+checkpoints stand. A load takes the newest folder whose manifest holds. All ranks see the same
+folder.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
-import shutil
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
+from torch import nn
 
+from megatron_ds.checkpoint import disk
 from megatron_ds.checkpoint.found import (
     FORMAT_VERSION,
     MANIFEST,
@@ -35,18 +35,30 @@ from megatron_ds.checkpoint.found import (
     mismatches,
     order,
     problem_with,
-    read_json,
     read_run,
+    seal,
 )
 from megatron_ds.config import Config
 from megatron_ds.engine.base import Engine
+from megatron_ds.exit_codes import ExitCode, RunEnds
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.parallel.sharding import spec_of
 from megatron_ds.state import TrainState
 
+T = TypeVar("T")
+BYTES_PER_PARAMETER = 16
+"""At most, of a checkpoint: a weight, its fp32 copy, two moments."""
+
+
+class SaveError(RunEnds):
+    """A checkpoint could not be saved; raised on every rank, with the older ones as they were."""
+
+    def __init__(self, words: str) -> None:
+        super().__init__(words, ExitCode.SAVE_FAILED)
+
 
 class Checkpoints:
-    """Saves and restores one run. Every method is collective.
+    """Saves and restores one run. Every method is collective but where it says otherwise.
 
     say: prints a line on one rank.
     """
@@ -57,39 +69,37 @@ class Checkpoints:
         self._say = say
 
     def save(self, engine: Engine, state: TrainState) -> None:
-        """Writes SAVE/global_stepN. Raises OSError where the disk does."""
+        """Writes SAVE/global_stepN, then removes those that --keep-last does not keep.
+
+        Raises SaveError where a rank's disk has an error.
+        """
         assert self._config.checkpoint.save is not None
         folder = Path(self._config.checkpoint.save)
         self._say(f"saving checkpoint at iteration {state.iteration:7d} to {folder}")
-        tag = f"global_step{state.iteration}"
-        temporary = folder / f".incomplete-{tag}"
-        first = self._mesh.rank == 0
-        if first:
-            _remove_leftovers(folder)
-            temporary.mkdir(parents=True)
-        dist.barrier()
-        engine.save(folder, temporary.name)
-        if first:
-            write_json(temporary / RUN, self._run_facts(engine, state))
-        dist.barrier()
-        entries = self._share(temporary, _flush_and_describe)
-        if first:
-            manifest = {"format_version": FORMAT_VERSION, "files": dict(sorted(entries.items()))}
-            write_json(temporary / MANIFEST, manifest)
-            _put_in_place(temporary, folder / tag)
-            write_text(folder / "latest", tag)
-            write_text(folder / "latest_checkpointed_iteration.txt", str(state.iteration))
-        dist.barrier()
+        target = folder / f"global_step{state.iteration}"
+        temporary = folder / f"{disk.INCOMPLETE}{target.name}"
+        try:
+            self._write(engine, state, temporary)
+            self._on_first(lambda: disk.put_in_place(temporary, target))
+        except OSError as error:
+            self._on_first(lambda: _clean_up(folder))
+            raise SaveError(
+                f"could not save the checkpoint of iteration {state.iteration} to {folder}: "
+                f"{error}. What was written of it is removed; older checkpoints are as they were"
+            ) from error
         self._say(f"  successfully saved checkpoint at iteration {state.iteration:7d} to {folder}")
+        self._follow_up(target, state.iteration)
 
     def load(self, engine: Engine) -> TrainState | None:
-        """Restores the newest complete checkpoint of LOAD; None if there is none.
+        """Restores the newest complete checkpoint of LOAD, or that of --ckpt-step; None if LOAD
+        holds none at all.
 
-        Raises ValueError if it belongs to another model or layout.
+        Raises ValueError if it belongs to another model or layout, if it is damaged and
+        --on-damaged-checkpoint does not allow an older one, or if all are damaged.
         """
         assert self._config.checkpoint.load is not None
         folder = Path(self._config.checkpoint.load)
-        found = self.newest(folder)
+        found = self._choose(folder)
         if found is None:
             self._say(f"WARNING: could not find a complete checkpoint in {folder}")
             self._say("    will not load any checkpoints and will start from random")
@@ -104,7 +114,10 @@ class Checkpoints:
         return found.state
 
     def warn_of_newer(self, state: TrainState) -> None:
-        """Tells if SAVE holds a complete checkpoint beyond `state`: a later load would take it."""
+        """Tells if SAVE holds a complete checkpoint beyond `state`: a later load would take it.
+
+        Not collective.
+        """
         assert self._config.checkpoint.save is not None
         folder = Path(self._config.checkpoint.save)
         complete = (read_run(path) for path in candidates(folder) if problem_with(path) is None)
@@ -116,38 +129,136 @@ class Checkpoints:
                 "older run's. Move it away, or choose another --save"
             )
 
-    def newest(self, folder: Path) -> Found | None:
-        """The newest complete checkpoint, after telling which newer ones are not complete."""
-        if self._mesh.rank == 0:
-            _put_back(folder)
-        names: list[Any] = [[path.name for path in candidates(folder)]]
-        dist.broadcast_object_list(names, src=0)
-        for name in names[0]:
-            path = folder / name
-            problem = self._first_of(problem_with(path))
-            if problem is None:
-                problem = next(iter(self._share(path, _differences).values()), None)
+    def _write(self, engine: Engine, state: TrainState, temporary: Path) -> None:
+        """All of a checkpoint, on the disk, under its temporary name."""
+        warning = self._on_first(lambda: _prepare(temporary, self._size(engine.module)))
+        if warning is not None:
+            self._say(warning)
+        self._on_all(lambda: engine.save(temporary.parent, temporary.name))
+        self._on_first(lambda: disk.write_json(temporary / RUN, self._run_facts(engine, state)))
+        entries = self._share(temporary, disk.flush_and_describe)
+        self._on_first(lambda: disk.write_text(temporary / MANIFEST, seal(entries)))
+
+    def _follow_up(self, target: Path, iteration: int) -> None:
+        """What a complete checkpoint brings with it; its errors cost the checkpoint nothing."""
+        keep = self._config.checkpoint.keep_last
+        try:
+            self._on_first(lambda: disk.point_at(target, iteration))
+            if keep is not None:
+                self._on_first(lambda: disk.remove_older(target.parent, target, keep))
+        except OSError as error:
+            self._say(
+                f"WARNING: {target} is complete, but the pointers to it could not be written, or "
+                f"an older checkpoint not be removed: {error}"
+            )
+
+    def _choose(self, folder: Path) -> Found | None:
+        """The checkpoint to load, after telling which newer ones are not complete."""
+        paths = self._on_first(lambda: _candidates(folder))
+        step = self._config.checkpoint.ckpt_step
+        if step is not None:
+            return self._exactly(folder, paths, step)
+        newest = paths[0] if paths else None
+        wrong = self._on_first(lambda: disk.wrong_pointers(folder, newest))
+        if newest is None:
+            self._refuse_missing(folder, wrong)
+            return None
+        if wrong:
+            self._say(
+                f"WARNING: {' and '.join(wrong)}, but the newest checkpoint there is {newest.name}:"
+                " the folders decide (--ckpt-step takes an older one)"
+            )
+        refuse = self._config.checkpoint.on_damaged_checkpoint == "refuse"
+        problems = []
+        for path in paths:
+            problem = self._problem(path)
             if problem is None:
                 return read_run(path)
+            if refuse:
+                raise ValueError(
+                    f"the checkpoint {path} is damaged, and --on-damaged-checkpoint is refuse: "
+                    f"{problem}. To take the one before it: --on-damaged-checkpoint previous"
+                )
             self._say(f"WARNING: skipping the checkpoint {path}: {problem}")
-        return None
+            problems.append(f"\n  - {path}: {problem}")
+        raise ValueError(
+            f"--load {folder}: every checkpoint in it is damaged:{''.join(problems)}\n"
+            "Repair or restore one, or move them away to start a new run"
+        )
 
-    def _first_of(self, problem: str | None) -> str | None:
-        """The first rank's problem that has one: one may see what another does not."""
-        problems: list[Any] = [None] * self._mesh.world_size
-        dist.all_gather_object(problems, problem)
-        return next((text for text in problems if text), None)
+    def _exactly(self, folder: Path, paths: list[Path], step: int) -> Found:
+        """The checkpoint of --ckpt-step and no other."""
+        path = folder / f"global_step{step}"
+        if path not in paths:
+            names = ", ".join(path.name for path in paths) or "none"
+            raise ValueError(f"--ckpt-step {step}: {path} is not there; checkpoints are: {names}")
+        problem = self._problem(path)
+        if problem is not None:
+            raise ValueError(f"--ckpt-step {step}: the checkpoint {path} is damaged: {problem}")
+        return read_run(path)
+
+    def _refuse_missing(self, folder: Path, pointers: list[str]) -> None:
+        """A new run where a checkpoint was expected would throw away what was trained."""
+        if pointers:
+            raise ValueError(
+                f"--load {folder}: {' and '.join(pointers)}, but there is no global_stepN folder. "
+                "Restore it, or remove the pointer to start a new run"
+            )
+        if self._config.checkpoint.exit_on_missing_checkpoint:
+            raise ValueError(
+                f"--load {folder}: there is no checkpoint in it, and --exit-on-missing-checkpoint "
+                "is given"
+            )
+
+    def _problem(self, path: Path) -> str | None:
+        """What is wrong with a checkpoint on any rank; None if nothing is."""
+        seen = self._on_all(lambda: problem_with(path))
+        problem = next((text for text in seen if text is not None), None)
+        if problem is not None:
+            return problem
+        try:
+            return "; ".join(self._share(path, disk.damages).values()) or None
+        except (OSError, ValueError) as error:
+            return f"it cannot be read ({error})"
+
+    def _on_first(self, work: Callable[[], T]) -> T:
+        """Runs `work` on the first rank; every rank gets its result, or raises its error."""
+        answer: list[Any] = [None, None]
+        if self._mesh.rank == 0:
+            answer = _attempt(work)
+        dist.broadcast_object_list(answer, src=0)
+        result, error = answer
+        if error is not None:
+            raise error.with_traceback(None)
+        done: T = result
+        return done
+
+    def _on_all(self, work: Callable[[], T]) -> list[T]:
+        """Runs `work` on every rank; every rank gets all results, or raises the first error."""
+        answers: list[Any] = [None] * self._mesh.world_size
+        dist.all_gather_object(answers, _attempt(work))
+        for rank, (_, error) in enumerate(answers):
+            if error is not None:
+                who = f"rank {rank}: " if len(answers) > 1 else ""
+                kind = OSError if isinstance(error, OSError) else ValueError
+                raise kind(f"{who}{error}") from error
+        return [result for result, _ in answers]
 
     def _share(
         self, path: Path, work: Callable[[Path, list[str]], dict[str, Any]]
     ) -> dict[str, Any]:
         """Runs `work` over the files below `path`, each file on one rank; gives all results."""
-        listed: list[Any] = [[name for name in files_below(path) if name != MANIFEST]]
-        dist.broadcast_object_list(listed, src=0)
-        mine = listed[0][self._mesh.rank :: self._mesh.world_size]
-        results: list[Any] = [None] * self._mesh.world_size
-        dist.all_gather_object(results, work(path, mine))
-        return {name: value for part in results for name, value in part.items()}
+        names = self._on_first(
+            lambda: [name for name in disk.files_below(path) if name != MANIFEST]
+        )
+        mine = names[self._mesh.rank :: self._mesh.world_size]
+        parts = self._on_all(lambda: work(path, mine))
+        return {name: value for part in parts for name, value in part.items()}
+
+    def _size(self, model: nn.Module) -> int:
+        """Bytes of a checkpoint, estimated from above."""
+        own = sum(int(getattr(p, "ds_numel", p.numel())) for p in model.parameters())
+        return own * self._mesh.tp.size * BYTES_PER_PARAMETER
 
     def _run_facts(self, engine: Engine, state: TrainState) -> dict[str, Any]:
         specs = ((name, spec_of(value)) for name, value in engine.module.named_parameters())
@@ -165,86 +276,38 @@ class Checkpoints:
         }
 
 
-def files_below(path: Path) -> list[str]:
-    """Names of all files below a folder, relative to it, sorted."""
-    return sorted(str(file.relative_to(path)) for file in path.rglob("*") if file.is_file())
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Writes JSON so that it is whole or not there."""
-    write_text(path, json.dumps(value, indent=1) + "\n")
-
-
-def write_text(path: Path, text: str) -> None:
-    """Writes a text file so that it is whole or not there."""
-    temporary = path.with_name(f".{path.name}.incomplete")
-    with open(temporary, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-    _flush(path.parent)
-
-
-def _flush_and_describe(path: Path, names: list[str]) -> dict[str, Any]:
-    entries = {}
-    for name in names:
-        _flush(path / name)
-        entries[name] = {"bytes": (path / name).stat().st_size, "sha256": _sha256(path / name)}
-    return entries
-
-
-def _differences(path: Path, names: list[str]) -> dict[str, Any]:
-    """Files whose content is not what the manifest says: name -> words."""
+def _attempt(work: Callable[[], Any]) -> list[Any]:
+    """The result and None, or None and the error of the disk or of what was read."""
     try:
-        files = read_json(path / MANIFEST)["files"]
-        return {
-            name: f"{name} is damaged (its SHA-256 differs from the manifest's)"
-            for name in names
-            if name in files and _sha256(path / name) != files[name]["sha256"]
-        }
-    except OSError as error:  # the other ranks wait for an answer
-        return {str(path): f"it cannot be read ({error})"}
+        return [work(), None]
+    except (OSError, ValueError) as error:
+        return [None, error]
 
 
-def _sha256(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def _prepare(temporary: Path, estimate: int) -> str | None:
+    """Makes room and the folder to write to; a warning if the disk may become full.
+
+    estimate: bytes of a checkpoint, where there is none to compare with.
+    """
+    folder = temporary.parent
+    disk.remove_leftovers(folder)
+    temporary.mkdir(parents=True)
+    needed = disk.size_of_newest(folder) or estimate
+    free = disk.free_bytes(folder)
+    if free >= needed:
+        return None
+    return (
+        f"WARNING: {folder} has {free / 1e9:.2f} GB free, and a checkpoint takes about "
+        f"{needed / 1e9:.2f} GB: the save may fail. Make room; --keep-last N keeps fewer"
+    )
 
 
-def _flush(path: Path) -> None:
-    """Waits until a file or a folder's entries are on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def _clean_up(folder: Path) -> None:
+    # What cannot be removed now is removed by the next save.
+    with suppress(OSError):
+        disk.remove_leftovers(folder)
 
 
-def _put_back(folder: Path) -> None:
-    """Gives a checkpoint its name again that made way for one whose save did not get there."""
-    for path in folder.glob(".replaced-global_step*"):
-        target = folder / path.name.removeprefix(".replaced-")
-        if not target.exists() and (path / MANIFEST).is_file():
-            # Where the folder cannot be written, the checkpoint stays unseen, as it was.
-            with suppress(OSError):
-                os.rename(path, target)
-
-
-def _remove_leftovers(folder: Path) -> None:
-    """Removes what interrupted saves left under temporary names."""
-    _put_back(folder)
-    for pattern in (".incomplete-global_step*", ".replaced-global_step*"):
-        for path in folder.glob(pattern):
-            shutil.rmtree(path, ignore_errors=True)
-
-
-def _put_in_place(temporary: Path, target: Path) -> None:
-    """Renames; an older checkpoint of the same iteration makes way and is removed afterwards."""
-    replaced = target.with_name(f".replaced-{target.name}")
-    shutil.rmtree(replaced, ignore_errors=True)
-    if target.exists():
-        os.rename(target, replaced)
-    os.rename(temporary, target)
-    _flush(target.parent)
-    shutil.rmtree(replaced, ignore_errors=True)
+def _candidates(folder: Path) -> list[Path]:
+    disk.put_back(folder)
+    return candidates(folder)

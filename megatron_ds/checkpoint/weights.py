@@ -2,29 +2,24 @@
 
 Reads what any ZeRO stage and any tensor-parallel size wrote, and gives a model of any
 tensor-parallel size its part, one parameter at a time: the files are mapped into memory, and no
-more than one whole parameter is held beside the model. Nothing in a file can run code. Knows
-DeepSpeed's file names and nothing of engines.
+more than one whole parameter is held beside the model. Knows DeepSpeed's file names and nothing of
+engines.
 """
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
-from deepspeed.runtime.zero.config import ZeroStageEnum
-from deepspeed.utils.tensor_fragment import fragment_address
 from torch import nn
 
 from megatron_ds.checkpoint.found import Found
+from megatron_ds.engine.checkpoint_files import read_tensors
 from megatron_ds.parallel.sharding import Shard, join, shard_of, spec_of
 
 Weights = dict[str, torch.Tensor]
-HARMLESS = (DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address)
-"""Classes that DeepSpeed stores in its files, beside tensors and plain values."""
 VOCABULARY_TABLES = ("embedding.word.weight", "head.weight")
 """Their rows are padded, to a number that depends on the tensor-parallel size."""
 
@@ -108,7 +103,7 @@ class _ModulePart:
     """ZeRO 0 to 2: one file per tensor-parallel rank holds its weights."""
 
     def __init__(self, path: Path, tp_rank: int, layout: dict[str, Any]) -> None:
-        saved = _load(path / f"mp_rank_{tp_rank:02d}_model_states.pt")
+        saved = _read(path / f"mp_rank_{tp_rank:02d}_model_states.pt")
         self._module: Weights = saved["module"]
         self.names = list(self._module)
 
@@ -125,13 +120,13 @@ class _Zero3Part:
     def __init__(self, path: Path, tp_rank: int, layout: dict[str, Any]) -> None:
         dp_size = layout["data_parallel_size"]
         stems = [f"zero_pp_rank_{rank}_mp_rank_{tp_rank:02d}" for rank in range(dp_size)]
-        groups = _load(path / f"{stems[0]}_model_states.pt")["param_shapes"]
+        groups = _read(path / f"{stems[0]}_model_states.pt")["param_shapes"]
         self._shapes: dict[str, torch.Size] = {
             name: shape for group in groups for name, shape in group.items()
         }
         self.names = list(self._shapes)
         prefix = "bf16_" if layout["precision"] == "bf16" else ""
-        states = (_load(path / f"{prefix}{stem}_optim_states.pt") for stem in stems)
+        states = (_read(path / f"{prefix}{stem}_optim_states.pt") for stem in stems)
         self._flats: list[list[torch.Tensor]] = [
             state["optimizer_state_dict"]["fp32_flat_groups"] for state in states
         ]
@@ -156,10 +151,5 @@ class _Zero3Part:
         return whole[: shape.numel()].view(shape)
 
 
-def _load(path: Path) -> Any:
-    """Raises ValueError for a file that is damaged or holds other than tensors and plain values."""
-    try:
-        with torch.serialization.safe_globals(list(HARMLESS)):
-            return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
-        raise ValueError(f"{path} cannot be read as tensors and plain values: {error}") from error
+def _read(path: Path) -> Any:
+    return read_tensors(path, mmap=True)

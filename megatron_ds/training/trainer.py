@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -11,7 +12,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_ds import runtime, schedules
-from megatron_ds.checkpoint.native import Checkpoints, write_json
+from megatron_ds.checkpoint.disk import write_json
+from megatron_ds.checkpoint.native import Checkpoints, SaveError
 from megatron_ds.config import Config
 from megatron_ds.data.build import Datasets, build_datasets
 from megatron_ds.data.gpt_dataset import TokenDataset
@@ -43,6 +45,10 @@ class Trainer:
     state: TrainState
     total_iterations: int
     eod: int | None
+    clock: Callable[[], float] = time.perf_counter
+
+    def __post_init__(self) -> None:
+        self.first_iteration = self.state.iteration + 1
 
     def run(self) -> None:
         """Trains to the end, or to a reason to end early; saves; evaluates at the end."""
@@ -65,7 +71,7 @@ class Trainer:
                 or reason is not None
                 or _due(self.state.iteration, self.config.checkpoint.save_interval)
             ):
-                saved = self._save(saved)
+                saved = self._save(saved, final=last or reason is not None)
         batches.close()
         self.metrics.flush()
         if reason is not None:
@@ -78,7 +84,8 @@ class Trainer:
 
     def _step(self, batches: MicroBatches) -> None:
         plan = schedules.plan(self.config, self.state, self.mesh.dp.size)
-        start = time.perf_counter()
+        compiled = self._compiled_graphs()
+        start = self.clock()
         try:
             result = self.engine.train_step(batches, plan)
         except StopIteration:
@@ -86,9 +93,18 @@ class Trainer:
                 f"the training data ends in iteration {plan.iteration}: it was laid out for fewer "
                 "samples than this run takes"
             ) from None
-        seconds = time.perf_counter() - start
+        seconds = self.clock() - start
         self.state = self.state.advance(plan, result, self.config.model.sequence)
-        self.metrics.record(self.state, plan, result, seconds)
+        # The first step of a process fills caches, and compiling is no training.
+        warm_up = plan.iteration == self.first_iteration or self._compiled_graphs() > compiled
+        self.metrics.record(self.state, plan, result, seconds, warm_up=warm_up)
+
+    def _compiled_graphs(self) -> int:
+        if not self.config.runtime.compile:
+            return 0
+        from torch._dynamo.utils import counters
+
+        return int(counters["stats"]["unique_graphs"])
 
     def _batches(self) -> MicroBatches:
         assert self.data.train is not None
@@ -117,11 +133,21 @@ class Trainer:
         )
         self.metrics.record_eval(self.state, split, where, loss)
 
-    def _save(self, saved: int) -> int:
-        """Saves unless this iteration is saved already; gives the last saved iteration."""
-        if self.config.checkpoint.save is not None and saved != self.state.iteration:
-            self.metrics.persist()
+    def _save(self, saved: int, *, final: bool) -> int:
+        """Saves unless this iteration is saved already; gives the last saved iteration.
+
+        final: the run ends with it, so that there is nothing to go on to if the disk has an error.
+        """
+        if self.config.checkpoint.save is None or saved == self.state.iteration:
+            return saved
+        self.metrics.persist()
+        try:
             self.checkpoints.save(self.engine, self.state)
+        except SaveError as error:
+            if final or self.config.checkpoint.on_save_error == "exit":
+                raise
+            runtime.say(f"WARNING: {error}. Training goes on (--on-save-error continue)")
+            return saved
         return self.state.iteration
 
 

@@ -64,9 +64,9 @@ def before_writing(name: str) -> Callable[[int], None]:
     """A text file of the save that the crash prevents."""
 
     def install(iteration: int) -> None:
-        from megatron_ds.checkpoint import native
+        from megatron_ds.checkpoint import disk
 
-        write = native.write_text
+        write = disk.write_text
 
         def stopped(path: Path, text: str) -> None:
             saving = f"global_step{iteration}" in path.parent.name
@@ -75,23 +75,23 @@ def before_writing(name: str) -> Callable[[int], None]:
                 kill_all_ranks()
             write(path, text)
 
-        native.write_text = stopped
+        disk.write_text = stopped
 
     return install
 
 
 def before_the_rename(iteration: int) -> None:
     """The manifest stands, the folder has its temporary name."""
-    from megatron_ds.checkpoint import native
+    from megatron_ds.checkpoint import disk
 
-    put = native._put_in_place
+    put = disk.put_in_place
 
     def stopped(temporary: Path, target: Path) -> None:
         if target.name == f"global_step{iteration}":
             kill_all_ranks()
         put(temporary, target)
 
-    native._put_in_place = stopped
+    disk.put_in_place = stopped
 
 
 STAGES: dict[str, Callable[[int], None]] = {

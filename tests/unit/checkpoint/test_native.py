@@ -7,105 +7,26 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch.distributed as dist
-from torch import nn
 
-from megatron_ds.checkpoint import native
+from megatron_ds.checkpoint import disk
+from megatron_ds.checkpoint.found import read_json, read_manifest, seal
 from megatron_ds.checkpoint.native import Checkpoints
 from megatron_ds.config import (
-    CheckpointConfig,
     Config,
     DeepSpeedConfig,
-    ModelConfig,
     PrecisionConfig,
     RuntimeConfig,
     ScheduleConfig,
 )
+from megatron_ds.engine.checkpoint_files import write_tensors
 from megatron_ds.parallel.mesh import Mesh
-from megatron_ds.parallel.sharding import Shard, declare
 from megatron_ds.state import TrainState
-
-
-class FakeEngine:
-    """Writes what it is told; remembers what it was asked to load."""
-
-    def __init__(self) -> None:
-        self.content = b""
-        self.loaded: tuple[Path, str] | None = None
-        self.module = nn.Linear(4, 6)
-        declare(self.module.weight, Shard(0, (6,)))
-        self.ds_config: dict[str, Any] = {}
-
-    def save(self, folder: Path, tag: str) -> None:
-        (folder / tag / "model_states.pt").write_bytes(b"model " + self.content)
-        (folder / tag / "below").mkdir()
-        (folder / tag / "below" / "optim_states.pt").write_bytes(b"optimizer " + self.content)
-
-    def load(self, folder: Path, tag: str) -> None:
-        self.loaded = folder, tag
-        self.content = (folder / tag / "model_states.pt").read_bytes().removeprefix(b"model ")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    store = dist.FileStore(str(tmp_path_factory.mktemp("group") / "store"), 1)
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-@pytest.fixture
-def said() -> list[str]:
-    return []
-
-
-@pytest.fixture
-def config(tmp_path: Path) -> Config:
-    folder = str(tmp_path / "run")
-    return Config(
-        model=ModelConfig(num_layers=2, hidden_size=8, num_attention_heads=2, seq_length=4),
-        schedule=ScheduleConfig(micro_batch_size=1, global_batch_size=4),
-        checkpoint=CheckpointConfig(save=folder, load=folder),
-    )
-
-
-@pytest.fixture
-def folder(config: Config) -> Path:
-    assert config.checkpoint.save is not None
-    return Path(config.checkpoint.save)
-
-
-@pytest.fixture
-def checkpoints(config: Config, said: list[str]) -> Checkpoints:
-    return Checkpoints(config, Mesh.build(1), said.append)
-
-
-def state_at(iteration: int) -> TrainState:
-    return TrainState(
-        iteration, 3 * iteration, 12 * iteration, 3 * iteration, iteration, skipped_iterations=0
-    )
-
-
-def save(checkpoints: Checkpoints, *iterations: int) -> FakeEngine:
-    engine = FakeEngine()
-    for iteration in iterations:
-        engine.content = b"of iteration %d" % iteration
-        checkpoints.save(engine, state_at(iteration))  # type: ignore[arg-type]
-    return engine
-
-
-def sha256_of(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()
-
-
-def load(checkpoints: Checkpoints) -> tuple[TrainState | None, FakeEngine]:
-    engine = FakeEngine()
-    return checkpoints.load(engine), engine  # type: ignore[arg-type]
+from tests.unit.checkpoint.fakes import load, save, state_at
 
 
 def test_a_save_leaves_one_folder_and_two_pointers(
@@ -119,7 +40,7 @@ def test_a_save_leaves_one_folder_and_two_pointers(
     ]
     assert (folder / "latest").read_text() == "global_step7"
     assert (folder / "latest_checkpointed_iteration.txt").read_text() == "7"
-    assert native.files_below(folder / "global_step7") == [
+    assert disk.files_below(folder / "global_step7") == [
         "below/optim_states.pt",
         "manifest.json",
         "model_states.pt",
@@ -133,11 +54,12 @@ def test_a_save_leaves_one_folder_and_two_pointers(
 
 def test_the_manifest_describes_every_other_file(checkpoints: Checkpoints, folder: Path) -> None:
     save(checkpoints, 1)
-    manifest = native.read_json(folder / "global_step1" / "manifest.json")
-    assert sorted(manifest["files"]) == ["below/optim_states.pt", "model_states.pt", "run.json"]
-    assert manifest["files"]["model_states.pt"] == {
-        "bytes": 20,
-        "sha256": sha256_of(b"model of iteration 1"),
+    files = read_manifest(folder / "global_step1")
+    assert sorted(files) == ["below/optim_states.pt", "model_states.pt", "run.json"]
+    content = (folder / "global_step1" / "model_states.pt").read_bytes()
+    assert files["model_states.pt"] == {
+        "bytes": len(content),
+        "sha256": hashlib.sha256(content).hexdigest(),
     }
 
 
@@ -145,7 +67,7 @@ def test_run_facts_hold_state_layout_and_how_parameters_are_cut(
     checkpoints: Checkpoints, folder: Path
 ) -> None:
     save(checkpoints, 3)
-    run = native.read_json(folder / "global_step3" / "run.json")
+    run = read_json(folder / "global_step3" / "run.json")
     assert TrainState.from_dict(run["state"]) == state_at(3)
     assert run["layout"] == {
         "tensor_model_parallel_size": 1,
@@ -161,12 +83,12 @@ def test_run_facts_hold_state_layout_and_how_parameters_are_cut(
 def test_the_newest_by_number_is_loaded(
     checkpoints: Checkpoints, folder: Path, said: list[str]
 ) -> None:
-    save(checkpoints, 9, 10, 8)
+    save(checkpoints, 9, 8, 10)
     said.clear()
     state, engine = load(checkpoints)
     assert state == state_at(10)
     assert engine.loaded == (folder, "global_step10")
-    assert engine.content == b"of iteration 10"
+    assert engine.content == "of iteration 10"
     assert said == [
         f" loading checkpoint from {folder} at iteration 10",
         f"  successfully loaded checkpoint from {folder} at iteration 10",
@@ -184,21 +106,29 @@ def truncate(path: Path) -> None:
         file.truncate(4)
 
 
-def edit(name: str, change: Callable[[dict[str, Any]], None]) -> Callable[[Path], None]:
-    """Changes a JSON file and, unless it is the manifest, its entry there."""
+def edit(change: Callable[[dict[str, Any]], None]) -> Callable[[Path], None]:
+    """Changes run.json and its entry in the manifest, as a program would that knows both."""
 
     def apply(path: Path) -> None:
-        values = native.read_json(path / name)
+        values = read_json(path / "run.json")
         change(values)
-        (path / name).write_text(json.dumps(values))
-        if name != "manifest.json":
-            manifest = native.read_json(path / "manifest.json")
-            content = (path / name).read_bytes()
-            entry = {"bytes": len(content), "sha256": sha256_of(content)}
-            manifest["files"][name] = entry
-            (path / "manifest.json").write_text(json.dumps(manifest))
+        (path / "run.json").write_text(json.dumps(values))
+        names = [name for name in disk.files_below(path) if name != "manifest.json"]
+        (path / "manifest.json").write_text(seal(disk.flush_and_describe(path, names)))
 
     return apply
+
+
+def edit_manifest(path: Path) -> None:
+    """A size and a digest that fit a file, in a manifest that is not sealed anew."""
+    content = b"another model"
+    (path / "model_states.pt").write_bytes(content)
+    values = read_json(path / "manifest.json")
+    values["files"]["model_states.pt"] = {
+        "bytes": len(content),
+        "sha256": hashlib.sha256(content).hexdigest(),
+    }
+    (path / "manifest.json").write_text(json.dumps(values, indent=1) + "\n")
 
 
 DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
@@ -208,7 +138,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
     ),
     "a truncated file": (
         truncate,
-        "below/optim_states.pt has 4 bytes, the manifest says 24",
+        "below/optim_states.pt has 4 bytes, the manifest says ",
     ),
     "a missing file": (
         lambda path: (path / "model_states.pt").unlink(),
@@ -224,23 +154,43 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
     ),
     "a manifest that is no JSON": (
         lambda path: (path / "manifest.json").write_bytes(b"\xff{"),
-        "its manifest.json or run.json cannot be read",
+        "manifest.json is damaged (",
+    ),
+    "a manifest of another kind": (
+        lambda path: (path / "manifest.json").write_text("[1]"),
+        "manifest.json is damaged (",
     ),
     "a manifest without files": (
-        edit("manifest.json", lambda values: values.pop("files")),
-        "its manifest.json or run.json cannot be read",
+        lambda path: (path / "manifest.json").write_text('{"sha256": ""}'),
+        "manifest.json is damaged (KeyError('files'))",
+    ),
+    "an edited manifest": (
+        edit_manifest,
+        "manifest.json is damaged (its SHA-256 differs from the one in it)",
+    ),
+    "a file that the manifest does not name": (
+        lambda path: write_tensors({}, path / "mp_rank_01_model_states.pt"),
+        "mp_rank_01_model_states.pt is not one of its files",
     ),
     "an unknown format": (
-        edit("run.json", lambda values: values.update(format_version=2)),
-        "format version 2, expected 1",
+        edit(lambda values: values.update(format_version=7)),
+        "format version 7, expected 2",
+    ),
+    "no layout": (
+        edit(lambda values: values.pop("layout")),
+        "layout is missing or not a JSON object",
     ),
     "the state of another iteration": (
-        edit("run.json", lambda values: values["state"].update(iteration=5)),
+        edit(lambda values: values["state"].update(iteration=5)),
         "the state is of iteration 5",
     ),
     "a state with an unknown key": (
-        edit("run.json", lambda values: values["state"].update(epoch=1)),
+        edit(lambda values: values["state"].update(epoch=1)),
         "state has the keys",
+    ),
+    "a state that is no number": (
+        edit(lambda values: values["state"].update(consumed_samples=None)),
+        "the state is not made of numbers",
     ),
 }
 
@@ -255,23 +205,21 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_taken(
     said.clear()
     state, engine = load(checkpoints)
     assert state == state_at(4)
-    assert engine.content == b"of iteration 4"
+    assert engine.content == "of iteration 4"
     assert said[0].startswith(f"WARNING: skipping the checkpoint {folder / 'global_step8'}: ")
     assert words in said[0]
     assert said[1] == f" loading checkpoint from {folder} at iteration 4"
 
 
-def test_without_a_complete_checkpoint_nothing_is_loaded(
+def test_a_folder_without_a_checkpoint_starts_a_new_run(
     checkpoints: Checkpoints, folder: Path, said: list[str]
 ) -> None:
-    save(checkpoints, 4)
-    shutil.copytree(folder / "global_step4", folder / "global_step5-copy")
+    for name in ("global_step5-copy", ".incomplete-global_step3", "index-cache"):
+        (folder / name).mkdir(parents=True)
     (folder / "global_step6").write_text("a file of this name")
-    (folder / "global_step4" / "run.json").unlink()
-    said.clear()
     state, engine = load(checkpoints)
     assert (state, engine.loaded) == (None, None)
-    assert said[1:] == [
+    assert said == [
         f"WARNING: could not find a complete checkpoint in {folder}",
         "    will not load any checkpoints and will start from random",
     ]
@@ -368,7 +316,7 @@ def test_a_crash_at_any_rename_leaves_a_complete_checkpoint(
         state, engine = load(checkpoints)
         assert state in (state_at(4), state_at(8))
         assert state is not None
-        assert engine.content == b"of iteration %d" % state.iteration
+        assert engine.content == f"of iteration {state.iteration}"
     else:
         pytest.fail("the save never came to its end")
     # run.json, manifest, the older folder, the folder, two pointers
@@ -391,9 +339,9 @@ def test_a_checkpoint_of_the_same_iteration_is_replaced(
     checkpoints: Checkpoints, folder: Path
 ) -> None:
     engine = save(checkpoints, 4)
-    engine.content = b"of another run"
+    engine.content = "of another run"
     checkpoints.save(engine, state_at(4))  # type: ignore[arg-type]
-    assert load(checkpoints)[1].content == b"of another run"
+    assert load(checkpoints)[1].content == "of another run"
     assert [path.name for path in folder.glob(".*")] == []
 
 
@@ -415,7 +363,7 @@ def test_a_checkpoint_that_made_way_comes_back_if_its_successor_did_not_arrive(
     assert not (folder / "global_step4").exists()
     state, engine = load(checkpoints)
     assert state == state_at(4)
-    assert engine.content == b"of iteration 4"
+    assert engine.content == "of iteration 4"
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="needs /proc")
@@ -452,14 +400,14 @@ def test_everything_is_on_the_disk_before_it_gets_its_name(
 
 def test_a_file_is_whole_or_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "text"
-    native.write_text(path, "old")
+    disk.write_text(path, "old")
 
     def crash(descriptor: int) -> None:
         raise Crash
 
     monkeypatch.setattr(os, "fsync", crash)
     with pytest.raises(Crash):
-        native.write_text(path, "new")
+        disk.write_text(path, "new")
     assert path.read_text() == "old"
 
 

@@ -1,0 +1,53 @@
+"""An engine that writes two small files, and runs of it. No test."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from megatron_ds.checkpoint.native import Checkpoints
+from megatron_ds.engine.checkpoint_files import read_tensors, write_tensors
+from megatron_ds.parallel.sharding import Shard, declare
+from megatron_ds.state import TrainState
+
+
+class FakeEngine:
+    """Writes what it is told; remembers what it was asked to load."""
+
+    def __init__(self) -> None:
+        self.content = ""
+        self.loaded: tuple[Path, str] | None = None
+        self.module = nn.Linear(4, 6)
+        declare(self.module.weight, Shard(0, (6,)))
+        self.ds_config: dict[str, Any] = {}
+
+    def save(self, folder: Path, tag: str) -> None:
+        write_tensors({"content": self.content}, folder / tag / "model_states.pt")
+        (folder / tag / "below").mkdir()
+        write_tensors(torch.zeros(3), folder / tag / "below" / "optim_states.pt")
+
+    def load(self, folder: Path, tag: str) -> None:
+        self.loaded = folder, tag
+        self.content = read_tensors(folder / tag / "model_states.pt")["content"]
+
+
+def state_at(iteration: int) -> TrainState:
+    return TrainState(
+        iteration, 3 * iteration, 12 * iteration, 3 * iteration, iteration, skipped_iterations=0
+    )
+
+
+def save(checkpoints: Checkpoints, *iterations: int) -> FakeEngine:
+    engine = FakeEngine()
+    for iteration in iterations:
+        engine.content = f"of iteration {iteration}"
+        checkpoints.save(engine, state_at(iteration))  # type: ignore[arg-type]
+    return engine
+
+
+def load(checkpoints: Checkpoints) -> tuple[TrainState | None, FakeEngine]:
+    engine = FakeEngine()
+    return checkpoints.load(engine), engine  # type: ignore[arg-type]
