@@ -1,187 +1,116 @@
-"""The command line: flags derived from the configuration's fields, and nothing else.
+"""The command line: words in, configuration or every error out.
 
-Owns the spellings (dashes or underscores), the aliases, the flags of the peers that are accepted
-without effect or refused, and the words of the errors. Knows no torch.
+Owns how words become values and the words of the errors; which flags there are stands in
+`flags.py`. A line is scanned here and not by argparse, which stops at the first wrong value: all
+errors of a line are named at once. Knows no torch.
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import difflib
+import math
+import re
 import sys
-import types
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from megatron_ds import schedules
-from megatron_ds.config import GROUPS, Config
+from megatron_ds.config import GROUPS, Config, flag_of
+from megatron_ds.flags import Flag, dashed, help_text, known, version_text
+from megatron_ds.peer_flags import REFUSED_VALUES, Takes
 
-FIXED_VALUES: dict[str, tuple[str, str | bool, str]] = {
-    "swiglu": ("activation", "swiglu", "the same as --activation swiglu"),
-    "openai-gelu": ("activation", "openai-gelu", "the same as --activation openai-gelu"),
-    "squared-relu": ("activation", "squared-relu", "the same as --activation squared-relu"),
-    "accumulate-allreduce-grads-in-fp32": (
-        "accumulate_allreduce_grads_in_fp32",
-        True,
-        "the default",
-    ),
-    "no-position-embedding": (
-        "position_embedding_type",
-        "none",
-        "the same as --position-embedding-type none",
-    ),
-    "use-rotary-position-embeddings": (
-        "position_embedding_type",
-        "rope",
-        "the same as --position-embedding-type rope",
-    ),
-}
-"""Flags without a value that stand for a value of a field: flag -> (field, value, help)."""
-
-WITHOUT_EFFECT = {
-    "attention-softmax-in-fp32": (0, "the attention kernel always keeps its softmax in fp32"),
-    "no-masked-softmax-fusion": (0, "there is no masked-softmax kernel to turn off"),
-    "no-bias-dropout-fusion": (0, "there is no bias-dropout kernel to turn off"),
-    "no-pipeline-parallel": (0, "one pipeline stage is never run by the pipeline engine"),
-    "no-query-key-layer-scaling": (0, "query-key layer scaling does not exist here"),
-    "use-flash-attn": (0, "scaled_dot_product_attention takes the fastest kernel there is"),
-    "use-flash-attn-v2": (0, "scaled_dot_product_attention takes the fastest kernel there is"),
-    "DDP-impl": (1, "data parallelism is DeepSpeed's"),
-    "use-cpu-initialization": (0, "weights are always drawn on the CPU, from one seed per name"),
-    "dataloader-type": (1, "the order of the samples is a function of the seed"),
-    "no-load-rng": (0, "random states are functions of the seed and the data's position"),
-    "no-save-rng": (0, "random states are functions of the seed and the data's position"),
-}
-"""Flags of the peers that are read and dropped with a warning: flag -> (values, reason)."""
-
-REFUSED = {
-    "fp16-lm-cross-entropy": "the loss is computed in fp32; leave the flag out",
-    "reset-position-ids": "positions run through a sample; leave the flag out",
-    "reset-attention-mask": "attention runs through a sample; leave the flag out",
-    "sequence-parallel": "sequence parallelism is not there yet; leave the flag out",
-    "num-experts": "mixture of experts is not there yet; leave the flag out",
-    "train-tokens": "give --train-samples (tokens / --seq-length)",
-}
-"""Flags of the peers that would change the run and are not supported: flag -> what to do."""
+PROGRAM = "pretrain_gpt.py"
+HELP = ("--help", "-h")
+VERSION = "--version"
+LARGEST_EXACT = 2**53
+"""Beyond it, a number with a point or an exponent need not be the whole number it looks like."""
 
 
-class _Parser(argparse.ArgumentParser):
-    """An ArgumentParser whose errors are raised, so that they can be shown all together."""
+@dataclass(frozen=True)
+class Scan:
+    """What a command line says. values: by field. wrong: flags, with dashes, whose value could not
+    be read."""
 
-    def error(self, message: str) -> typing.NoReturn:
-        raise ValueError(message)
-
-
-class _Formatter(argparse.ArgumentDefaultsHelpFormatter):
-    """One spelling per flag in --help, and no default where there is none."""
-
-    def _format_action_invocation(self, action: argparse.Action) -> str:
-        options = list(action.option_strings)
-        shown = [option for option in options if "_" not in option][:1] or options[:1]
-        metavar = self._format_args(action, str(action.metavar or action.dest.upper()))
-        return " ".join([*shown, metavar]).strip()
+    values: dict[str, Any]
+    problems: list[str]
+    warnings: list[str]
+    wrong: frozenset[str]
 
 
-def spellings(flag: str) -> list[str]:
-    """The accepted forms of a flag: as it is, with dashes, with underscores; longest first."""
-    forms = (flag, flag.replace("_", "-"), flag.replace("-", "_"))
-    return [f"--{form}" for form in dict.fromkeys(forms)]
+@dataclass(frozen=True)
+class Given:
+    """A flag that sets a field, as it stands on the line."""
+
+    flag: Flag
+    option: str
+    words: tuple[str, ...]
+    value: Any
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """The parser of pretrain_gpt.py: a group of flags for each dataclass of the configuration."""
-    parser = _Parser(
-        prog="pretrain_gpt.py",
-        description="Pretrain a GPT with DeepSpeed.",
-        formatter_class=_Formatter,
-        allow_abbrev=False,
-        add_help=True,
-        argument_default=argparse.SUPPRESS,
-    )
-    for name, group in GROUPS.items():
-        section = parser.add_argument_group(name, (group.__doc__ or "").strip().splitlines()[0])
-        hints = typing.get_type_hints(group)
-        for item in dataclasses.fields(group):
-            _add(section, item, hints[item.name])
-    section = parser.add_argument_group("other spellings")
-    for flag, (field, value, words) in FIXED_VALUES.items():
-        options = spellings(flag)
-        section.add_argument(*options, dest=field, action="store_const", const=value, help=words)
-    section.add_argument(
-        *spellings("glu-activation"),
-        dest="glu_activation",
-        choices=("swiglu", "geglu", "reglu", "liglu"),
-        help="--activation X with --ffn-hidden-size 4 x hidden, where that is not given",
-    )
-    section = parser.add_argument_group("without effect", "read and dropped with a warning")
-    for flag, (values, reason) in WITHOUT_EFFECT.items():
-        options = spellings(flag)
-        if values:
-            section.add_argument(*options, dest=f"dropped {flag}", metavar="X", help=reason)
-        else:
-            section.add_argument(*options, dest=f"dropped {flag}", action="store_true", help=reason)
-    return parser
-
-
-Complete = Callable[[Config, int], tuple[Config, list[str]]]
-"""Fills a configuration in from elsewhere, given the number of processes, and names problems."""
+Warn = Callable[[str], None]
+Complete = Callable[[Config, int, Warn], tuple[Config, list[str]]]
+"""Fills a configuration in from elsewhere, given the number of processes; names problems and warns.
+"""
+Check = Callable[[Config, int, Warn], list[str]]
+"""Problems of a configuration beyond those that its fields show, given the number of processes."""
 
 
 def read(
     argv: Sequence[str],
     *,
     world_size: int,
-    warn: Callable[[str], None],
+    warn: Warn,
     complete: Complete | None = None,
-) -> tuple[Config | None, list[str]]:
+    check: Check | None = None,
+) -> tuple[Config, list[str]]:
     """The configuration of a command line, and every problem found (empty if the run can start).
 
     argv: the flags without the program's name. warn is called with one line per warning.
-    complete: fills in what other sources than the flags say (the DeepSpeed file).
+    complete: fills in what other sources than the flags say (the DeepSpeed file). check: looks at
+    the machine and the files.
     """
-    parser = build_parser()
-    problems: list[str] = []
-    try:
-        space, unknown = parser.parse_known_args(list(argv))
-    except ValueError as error:
-        return None, [*_unknown_problems(parser, argv, known_only=False), str(error)]
-    problems += _unknown_problems(parser, unknown, known_only=True)
-    values = vars(space)
-    for key in [key for key in values if key.startswith("dropped ")]:
-        flag = key.removeprefix("dropped ")
-        warn(f"--{flag} has no effect: {WITHOUT_EFFECT[flag][1]}")
-        del values[key]
-    glu = values.pop("glu_activation", None)
-    if glu is not None:
-        values["activation"] = glu
-        if "ffn_hidden_size" not in values and "hidden_size" in values:
-            values["ffn_hidden_size"] = 4 * values["hidden_size"]
-    config = _config(values)
+    said = scan(argv)
+    for line in said.warnings:
+        warn(line)
+    config = _config(said.values)
+    found: list[str] = []
     if complete is not None:
-        config, more = complete(config, world_size)
-        problems += more
-    problems += config.problems(world_size)
-    if config.parallel.tensor_model_parallel_size > 0:
-        problems += schedules.problems(config, config.parallel.data_parallel_size(world_size))
-    return config, problems
+        config, found = complete(config, world_size, warn)
+    found += config.problems(world_size)
+    found += schedules.problems(config, config.parallel.data_parallel_size(world_size))
+    if check is not None:
+        found += check(config, world_size, warn)
+    # What follows from a value that could not be read is not known; naming it would mislead.
+    told = [config.explained(line) for line in found if not _flags_in(line) & said.wrong]
+    return config, [*said.problems, *told]
 
 
 def parse(
-    argv: Sequence[str], *, world_size: int = 1, rank: int = 0, complete: Complete | None = None
+    argv: Sequence[str],
+    *,
+    world_size: int = 1,
+    rank: int = 0,
+    complete: Complete | None = None,
+    check: Check | None = None,
 ) -> Config:
-    """The configuration of a command line. Ends the program with status 2 after naming, on the
-    first rank, every problem."""
+    """The configuration of a command line. Ends the program: with status 2 after naming, on the
+    first rank, every problem; with status 0 after --help or --version."""
+    asked = next((word for word in argv if word in (*HELP, VERSION)), None)
+    if asked is not None:
+        if rank == 0:
+            print(version_text() if asked == VERSION else help_text())
+        raise SystemExit(0)
 
     def warn(line: str) -> None:
         if rank == 0:
             print(f"WARNING: {line}", file=sys.stderr, flush=True)
 
-    config, problems = read(argv, world_size=world_size, warn=warn, complete=complete)
+    config, problems = read(argv, world_size=world_size, warn=warn, complete=complete, check=check)
     if problems:
         fail(problems, rank=rank)
-    assert config is not None
     return config
 
 
@@ -190,99 +119,182 @@ def fail(problems: Sequence[str], *, rank: int = 0) -> typing.NoReturn:
     if rank == 0:
         count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
         lines = "\n".join(f"  - {problem}" for problem in problems)
-        print(f"pretrain_gpt.py: {count} with the settings:\n{lines}", file=sys.stderr, flush=True)
+        print(f"{PROGRAM}: {count} with the settings:\n{lines}", file=sys.stderr, flush=True)
     raise SystemExit(2)
+
+
+def scan(argv: Sequence[str], *, also: Iterable[str] = ()) -> Scan:
+    """What the words of a command line say, with every error in them.
+
+    also: names of further flags that the program knows, for the hint at a typing error.
+    """
+    flags = known()
+    names = [*flags, *map(dashed, also)]
+    given: dict[str, Given] = {}
+    problems: list[str] = []
+    warnings: list[str] = []
+    wrong: set[str] = set()
+    for option, words in _options(argv):
+        flag = flags.get(dashed(option)) if option.startswith("--") else None
+        if flag is None:
+            problems.append(_unknown(option, words, names))
+            continue
+        count = len(words) if flag.takes == "*" else int(flag.takes)
+        problems += [_stray(word, option, flag.takes) for word in words[count:]]
+        try:
+            value = _value(flag, option, words[:count])
+        except ValueError as error:
+            problems.append(str(error))
+            wrong.update(map(dashed, flag.names))
+            wrong.update([dashed(flag_of(flag.field))] if flag.field else [])
+            continue
+        if flag.outcome == "dropped":
+            warnings.append(f"{option} has no effect: {flag.words}")
+        elif flag.outcome == "set":
+            now = Given(flag, option, tuple(words[:count]), value)
+            before = given.pop(dashed(option), now)
+            if before.value != value:
+                warnings.append(f"{_shown(before)} is followed by {_shown(now)}, which is taken")
+            given[dashed(option)] = now
+    values, contradictions = _settle(list(given.values()))
+    return Scan(values, [*problems, *contradictions], warnings, frozenset(wrong))
+
+
+def _options(argv: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
+    """Each flag of a line with the words up to the next one; `--a=b` is `--a b`.
+
+    Words before the first flag come with the flag "".
+    """
+    option, words = "", list[str]()
+    for word in argv:
+        # A dash before a digit is a sign.
+        if not re.match(r"-(?!\.?\d).", word, flags=re.DOTALL):
+            words.append(word)
+            continue
+        if option or words:
+            yield option, words
+        option, equals, value = word.partition("=")
+        words = [value] if equals else []
+    if option or words:
+        yield option, words
+
+
+def _unknown(option: str, words: Sequence[str], names: Sequence[str]) -> str:
+    if not option:
+        return f"{words[0]!r} belongs to no flag"
+    near = difflib.get_close_matches(dashed(option).lstrip("-"), names, n=1, cutoff=0.6)
+    hint = f"; did you mean --{near[0]}?" if near else f" ({HELP[0]} lists the flags)"
+    return f"there is no flag {option}{hint}"
+
+
+def _stray(word: str, option: str, takes: Takes) -> str:
+    count = {0: "no value", 1: "one value"}.get(int(takes), f"{takes} values")
+    return f"{word!r} belongs to no flag: {option} takes {count}"
+
+
+def _value(flag: Flag, option: str, words: Sequence[str]) -> Any:
+    """What a flag with these words sets; None if it sets nothing. Raises ValueError in words."""
+    if flag.outcome == "refused":
+        if words and all(any(_is_same(word, each) for each in flag.same) for word in words):
+            return None
+        raise ValueError(f"{' '.join([option, *words])} is not supported: {flag.words}")
+    if flag.outcome == "dropped" and flag.takes == "*":
+        return None
+    if flag.takes == 0:
+        return flag.const
+    if len(words) < (1 if flag.takes == "*" else int(flag.takes)):
+        wanted = "a value" if flag.takes in (1, "*") else f"{flag.takes} values, not {len(words)}"
+        raise ValueError(f"{option} needs {wanted}: {flag.usage}")
+    if flag.outcome == "dropped":
+        return None
+    values = tuple(_converted(flag, option, word) for word in words)
+    return values[0] if flag.takes == 1 else values
+
+
+def _is_same(word: str, other: str) -> bool:
+    try:
+        return float(word) == float(other)
+    except ValueError:
+        return word == other
+
+
+def _converted(flag: Flag, option: str, word: str) -> Any:
+    if not word.strip():
+        raise ValueError(f"{option} has an empty value")
+    if flag.kind is int:
+        return _whole(option, word)
+    if flag.kind is float:
+        try:
+            return float(word)
+        except ValueError:
+            raise ValueError(f"{option} {word}: must be a number") from None
+    chosen = flag.spelled.get(word, word)
+    if flag.choices and chosen not in flag.choices:
+        raise ValueError(_not_among(flag, option, word))
+    return chosen
+
+
+def _whole(option: str, word: str) -> int:
+    """A whole number, also one that is written 1e6 or 1000.0."""
+    try:
+        return int(word)
+    except ValueError:
+        pass
+    try:
+        number = float(word)
+    except ValueError:
+        number = math.nan
+    if not number.is_integer() or abs(number) > LARGEST_EXACT:
+        raise ValueError(f"{option} {word}: must be a whole number")
+    return int(number)
+
+
+def _not_among(flag: Flag, option: str, word: str) -> str:
+    known_elsewhere = REFUSED_VALUES.get(flag.field, {})
+    if word in known_elsewhere:
+        return f"{option} {word} is not supported: {known_elsewhere[word]}"
+    lowered = {each.lower(): each for each in (*flag.spelled, *flag.choices)}
+    near = difflib.get_close_matches(word.lower(), list(lowered), n=1, cutoff=0.6)
+    hint = f"; did you mean {lowered[near[0]]}?" if near else ""
+    return f"{option} {word}: must be one of {', '.join(flag.choices)}{hint}"
+
+
+def _settle(given: list[Given]) -> tuple[dict[str, Any], list[str]]:
+    """The values by field, and the flags that give one field different values."""
+    problems = []
+    values: dict[str, Any] = {}
+    first: dict[str, Given] = {}
+    # It says that there is no learned table, which leaves the other kinds their place.
+    last = [each for each in given if dashed(each.option) == "no-position-embedding"]
+    for each in [*(each for each in given if each not in last), *last]:
+        name = each.flag.field
+        if each in last and values.get(name) in ("rope", "alibi"):
+            continue
+        if name in values and values[name] != each.value:
+            problems.append(f"{_shown(first[name])} and {_shown(each)} contradict each other")
+        first.setdefault(name, each)
+        values[name] = each.value
+    if (
+        any(dashed(each.option) == "glu-activation" for each in given)
+        and "hidden_size" in values
+        and "ffn_hidden_size" not in values
+    ):
+        values["ffn_hidden_size"] = 4 * values["hidden_size"]
+    return values, problems
+
+
+def _shown(given: Given) -> str:
+    return " ".join((given.option, *given.words))
 
 
 def _config(values: dict[str, Any]) -> Config:
     groups = {}
     for name, group in GROUPS.items():
         names = {item.name for item in dataclasses.fields(group)}
-        chosen = {key: values[key] for key in names & values.keys()}
-        for key, value in chosen.items():
-            if isinstance(value, list):
-                chosen[key] = tuple(value)
-        groups[name] = group(**chosen)
+        groups[name] = group(**{key: values[key] for key in names & values.keys()})
     return Config(**groups, given=frozenset(values))
 
 
-def _add(section: argparse._ArgumentGroup, item: dataclasses.Field[Any], hint: Any) -> None:
-    meta = item.metadata
-    kind = _value_type(hint)
-    options = _options(item)
-    words = _help(item)
-    if kind is bool:
-        section.add_argument(
-            *options,
-            dest=item.name,
-            action="store_const",
-            const=item.default is not True,
-            help=words,
-        )
-        return
-    spelled = meta["values"]
-    section.add_argument(
-        *options,
-        dest=item.name,
-        type=(lambda text: spelled.get(text, text)) if spelled else kind,
-        choices=meta["choices"],
-        nargs=meta["nargs"],
-        metavar=meta["metavar"] or _metavar(kind, meta["choices"]),
-        help=words,
-    )
-
-
-def _options(item: dataclasses.Field[Any]) -> list[str]:
-    name = item.name.replace("_", "-")
-    negative = f"no-{name}" if item.default is True else name
-    flags = [item.metadata["flag"] or negative, *item.metadata["aliases"]]
-    return list(dict.fromkeys(form for flag in flags for form in spellings(flag)))
-
-
-def _help(item: dataclasses.Field[Any]) -> str:
-    words = str(item.metadata["help"]).replace("%", "%%")
-    if item.default is None or isinstance(item.default, bool) or "(default" in words:
-        return words
-    return f"{words} (default: {item.default})"
-
-
-def _metavar(kind: Any, choices: tuple[str, ...] | None) -> str:
-    if choices:
-        return "{" + ",".join(choices) + "}"
-    return {int: "N", float: "X"}.get(kind, "TEXT")
-
-
-def _value_type(hint: Any) -> Any:
-    """int, float, str or bool, out of `int | None` and `tuple[int, ...]`."""
-    if isinstance(hint, types.UnionType):
-        hint = next(arm for arm in typing.get_args(hint) if arm is not type(None))
-    if typing.get_origin(hint) is tuple:
-        hint = typing.get_args(hint)[0]
-    return hint
-
-
-def _unknown_problems(
-    parser: argparse.ArgumentParser, words: Sequence[str], *, known_only: bool
-) -> list[str]:
-    """A line for each flag in `words` that the parser does not know, with the nearest name.
-
-    known_only: the words are what the parser left over, so that a word without dashes is a stray
-    value; otherwise they are the whole command line.
-    """
-    known = set(parser._option_string_actions)
-    refused = {form: flag for flag in REFUSED for form in spellings(flag)}
-    problems: list[str] = []
-    for word in words:
-        option = word.split("=", 1)[0]
-        if not option.startswith("--"):
-            if known_only and not problems:
-                problems.append(f"{word!r} belongs to no flag")
-            continue
-        if option in refused:
-            problems.append(f"{option} is not supported: {REFUSED[refused[option]]}")
-        elif option not in known:
-            dashed = option.replace("_", "-")
-            near = difflib.get_close_matches(dashed, sorted(known), n=1, cutoff=0.6)
-            hint = f"; did you mean {near[0]}?" if near else " (--help lists the flags)"
-            problems.append(f"there is no flag {option}{hint}")
-    return problems
+def _flags_in(line: str) -> set[str]:
+    """The flags that a message names, with dashes between the words."""
+    return {dashed(name) for name in re.findall(r"--[A-Za-z][\w-]*", line)}

@@ -1,0 +1,552 @@
+"""What becomes of the flags of Megatron-LM and the Megatron-DeepSpeed forks that are no knob here.
+
+Pure data, read by `arguments.py`, by tools/preprocess_data.py and by tools/make_docs.py. A flag
+is dropped with a warning only if it cannot change what is learned: it sets speed, memory, the
+logs, files that are written otherwise here, or a program other than GPT pretraining. Everything
+else is refused, except at the values at which it asks for what is done anyway. Knows no argparse
+and no configuration.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+Takes = int | str
+"""Number of values that a flag takes; "*": any number."""
+
+
+@dataclass(frozen=True)
+class Peer:
+    """One flag. words: why it has no effect, or what to use instead. same: values at which a
+    refused flag is accepted without a word."""
+
+    takes: Takes
+    words: str
+    same: tuple[str, ...] = ()
+
+
+def _all(
+    words: str,
+    *,
+    switches: str = "",
+    valued: str = "",
+    lists: str = "",
+    same: tuple[str, ...] = (),
+) -> dict[str, Peer]:
+    """The same words for several flags, by the number of values they take: none, one or any."""
+    named: tuple[tuple[Takes, str], ...] = ((0, switches), (1, valued), ("*", lists))
+    return {flag: Peer(takes, words, same) for takes, flags in named for flag in flags.split()}
+
+
+FIXED_VALUES: dict[str, tuple[str, str | bool, str]] = {
+    "swiglu": ("activation", "swiglu", "the same as --activation swiglu"),
+    "openai-gelu": ("activation", "openai-gelu", "the same as --activation openai-gelu"),
+    "squared-relu": ("activation", "squared-relu", "the same as --activation squared-relu"),
+    "accumulate-allreduce-grads-in-fp32": (
+        "accumulate_allreduce_grads_in_fp32",
+        True,
+        "the default",
+    ),
+    "use-rotary-position-embeddings": (
+        "position_embedding_type",
+        "rope",
+        "the same as --position-embedding-type rope",
+    ),
+}
+"""Flags without a value that stand for a value of a field: flag -> (field, value, help)."""
+
+ALWAYS: dict[str, Peer] = {
+    **_all("softmax is computed in fp32", switches="attention-softmax-in-fp32"),
+    **_all(
+        "there is no such fused kernel to turn off",
+        switches="no-masked-softmax-fusion no-bias-dropout-fusion no-bias-swiglu-fusion "
+        "no-rope-fusion no-persist-layer-norm no-gradient-accumulation-fusion "
+        "disable-mem-efficient-ln",
+    ),
+    **_all("one pipeline stage needs no pipeline engine", switches="no-pipeline-parallel"),
+    **_all("query-key layer scaling does not exist here", switches="no-query-key-layer-scaling"),
+    **_all(
+        "weights are drawn on the CPU, from one seed per name", switches="use-cpu-initialization"
+    ),
+    **_all("a signal saves, ends the run and sets the exit status", switches="exit-signal-handler"),
+    **_all(
+        "the schedule follows the flags of the command line, on a resume too",
+        switches="override-lr-scheduler override-opt_param-scheduler",
+    ),
+    **_all("throughput stands in every log line", switches="log-throughput"),
+    **_all(
+        "random states are functions of the seed and the data's position",
+        switches="no-load-rng no-save-rng",
+    ),
+    **_all(
+        "attention is causal without a mask from the loader",
+        switches="no-create-attention-mask-in-dataloader",
+    ),
+}
+"""Switches that ask for what every run does: accepted without a word."""
+
+WITHOUT_EFFECT: dict[str, Peer] = {
+    # Kernels and speed.
+    **_all(
+        "scaled_dot_product_attention takes the fastest kernel there is",
+        switches="use-flash-attn use-flash-attn-v1 use-flash-attn-v2 use-flash-attn-triton "
+        "use-flash-attn-builder",
+    ),
+    **_all(
+        "there is one implementation of the layers", switches="use-mcore-models use-legacy-models"
+    ),
+    **_all("there is one implementation of the layers", valued="transformer-impl"),
+    **_all(
+        "attention scores are scaled once, and their softmax is in fp32",
+        switches="apply-query-key-layer-scaling",
+    ),
+    **_all(
+        "vocabulary-parallel cross entropy is always used", switches="cross-entropy-loss-fusion"
+    ),
+    **_all(
+        "there are no fused kernels with constraints",
+        switches="abort-on-unmet-fused-kernel-constraints",
+    ),
+    **_all(
+        "it sets how tensor-parallel communication overlaps, which is fixed here",
+        switches="no-async-tensor-model-parallel-allreduce tp-comm-overlap "
+        "tp-comm-overlap-rs-dgrad disable-tp-comm-bulk-dgrad disable-tp-comm-bulk-wgrad "
+        "disable-tp-comm-overlap-ag disable-tp-comm-overlap-rs disable-tp-comm-split-ag "
+        "disable-tp-comm-split-rs defer-embedding-wgrad-compute "
+        "no-clone-scatter-output-in-embedding",
+        valued="tp-comm-overlap-cfg wgrad-deferral-limit",
+    ),
+    **_all("NCCL reads its environment variables", valued="nccl-communicator-config-path"),
+    **_all(
+        "Python's garbage collector is left alone",
+        switches="manual-gc no-manual-gc-eval",
+        valued="manual-gc-interval",
+    ),
+    **_all("the allocator's cache is never emptied", valued="empty-unused-memory-level"),
+    # Data parallelism and the optimizer's memory: DeepSpeed's.
+    **_all(
+        "data parallelism is DeepSpeed's",
+        switches="use-contiguous-buffers-in-ddp no-contiguous-buffers-in-local-ddp "
+        "ddp-average-in-collective delay-param-gather no-delay-grad-reduce",
+        valued="DDP-impl",
+    ),
+    **_all(
+        'data parallelism is DeepSpeed\'s: set zero_optimization "overlap_comm", '
+        '"reduce_bucket_size" and "allgather_bucket_size" in --deepspeed_config',
+        switches="overlap-grad-reduce overlap-param-gather",
+        valued="ddp-bucket-size",
+    ),
+    **_all(
+        "--zero-stage says what is cut over data-parallel ranks; its default, 1, cuts the "
+        "optimizer states",
+        switches="use-distributed-optimizer",
+    ),
+    **_all(
+        "the forks never read it: set the key of zero_optimization in --deepspeed_config",
+        switches="zero-contigious-gradients zero-reduce-scatter use-pin-memory",
+        valued="zero-allgather-bucket-size zero-reduce-bucket-size",
+    ),
+    **_all(
+        "it does nothing in the forks either",
+        switches="memory-centric-tiled-linear scattered-embeddings split-transformers "
+        "no-load-lr-state",
+        valued="tile-factor",
+    ),
+    **_all(
+        "--optimizer adam is DeepSpeed's AdamW for the device, or for the host with "
+        "--cpu-optimizer",
+        switches="ds_fused_adam cpu_torch_adam",
+    ),
+    **_all(
+        "parameters that every tensor-parallel rank holds get the same gradient on each",
+        switches="sync-tp-duplicated-parameters",
+    ),
+    **_all(
+        "a step whose gradient is not finite is always found, counted and skipped",
+        switches="no-check-for-nan-in-loss-and-grad",
+    ),
+    **_all("weights are always drawn, and a resume replaces them", switches="no-initialization"),
+    # Pipeline parallelism, which --pipeline-model-parallel-size alone turns on.
+    **_all(
+        "it is read with several pipeline stages only",
+        switches="no-scatter-gather-tensors-in-pipeline overlap-p2p-communication "
+        "no-overlap-p2p-communication use-ring-exchange-p2p use-tp-pp-dp-mapping",
+        valued="pp-partition-method",
+    ),
+    # Data.
+    **_all("it is read with --dataloader-type cyclic only", switches="no-data-sharding"),
+    **_all("validation batches are read by the training process", valued="valid-num-workers"),
+    **_all("indexes are built by one process and cached", valued="num-dataset-builder-threads"),
+    **_all("token files are always mapped to memory", switches="no-mmap-bin-files"),
+    # Logs and monitoring.
+    **_all(
+        "there is no Weights & Biases writer; --tensorboard-dir and --metrics-jsonl hold the "
+        "same numbers",
+        valued="wandb-exp-name wandb-project wandb-save-dir",
+    ),
+    **_all(
+        "NVIDIA's one-logger is not used",
+        switches="no-one-logger one-logger-async",
+        valued="one-logger-project one-logger-run-name app-tag-run-name app-tag-run-version",
+    ),
+    **_all(
+        "there is no straggler detector",
+        switches="log-straggler disable-straggler-on-startup",
+        valued="straggler-ctrlr-port straggler-minmax-count",
+    ),
+    **_all(
+        "steps are timed whole: the parts of a step have no timers",
+        switches="no-barrier-with-level-1-timing",
+        valued="timing-log-level timing-log-option",
+    ),
+    **_all("the zeros in the gradient are not counted", switches="log-num-zeros-in-grad"),
+    **_all("the optimizer's states are not logged", switches="log-optimizer-states-to-tensorboard"),
+    **_all(
+        "the first and the last rank print, at one level",
+        valued="log-level log-level-replica logging-level",
+    ),
+    **_all("the settings are printed, and saved in run.json of each checkpoint", valued="log-path"),
+    **_all("the run's own output tells its progress", switches="log-progress"),
+    **_all("the fork's code for it is switched off, too", valued="codecarbon-dir"),
+    **_all(
+        "there is no profiler; run the command under one",
+        valued="profile_steps profile-step-start profile-step-end",
+        lists="profile profile-ranks",
+    ),
+    # Checkpoints' files.
+    **_all(
+        "checkpoints have one format, which every rank writes and reads its part of",
+        switches="use-dist-ckpt auto-detect-ckpt-format ckpt-assume-constant-structure "
+        "ckpt-fully-parallel-load ckpt-fully-parallel-save no-ckpt-fully-parallel-save",
+        valued="dist-ckpt-format dist-ckpt-strictness",
+    ),
+    **_all("the run waits until a checkpoint is written", switches="async-save"),
+    # Companions of flags that are refused: alone they do nothing in the peers either.
+    **_all(
+        "it is read with mixture of experts only, which --num-experts would turn on",
+        switches="create-moe-param-group disable-moe-token-dropping "
+        "disable-moe-top2-2nd-expert-sampling enable-expert-tensor-parallelism moe-extended-tp "
+        "moe-grouped-gemm moe-layer-recompute moe-pad-expert-input-to-capacity "
+        "moe-per-layer-logging moe-router-pre-softmax use-tutel",
+        valued="expert-interval moe-aux-loss-coeff moe-eval-capacity-factor "
+        "moe-expert-capacity-factor moe-input-jitter-eps moe-loss-coeff moe-min-capacity "
+        "moe-router-load-balancing-type moe-router-topk moe-token-dispatcher-type "
+        "moe-token-drop-policy moe-train-capacity-factor moe-z-loss-coeff mlp-type topk",
+    ),
+    **_all(
+        "it is read with fp8 only",
+        switches="no-fp8-wgrad",
+        valued="fp8-amax-compute-algo fp8-amax-history-len fp8-interval fp8-margin",
+    ),
+    **_all(
+        "it is read with --ds-sequence-parallel-fpdt only",
+        switches="ds-sequence-parallel-fpdt-offloading",
+        valued="ds-sequence-parallel-fpdt-chunk-size",
+    ),
+    **_all(
+        "it is read with --kd only",
+        valued="kd-alpha-ce kd-beta-ce kd-temp hidden-size-teacher load-teacher "
+        "num-attention-heads-teacher num-layers-teacher",
+        lists="num-experts-teacher",
+    ),
+    **_all("it is read with --adlr-autoresume only", valued="adlr-autoresume-interval"),
+    **_all(
+        "it is read by tokenizers that are not there",
+        valued="tiktoken-num-special-tokens tiktoken-pattern vocab-extra-ids",
+        lists="tiktoken-special-tokens",
+    ),
+    # Other programs of the peers, whose flags their pretrain_gpt.py takes and never reads.
+    **_all(
+        "it belongs to BERT, T5 and retrieval models; pretrain_gpt.py does not read it",
+        switches="bert-no-binary-head biencoder-shared-query-context-model "
+        "output-bert-embeddings retriever-score-scaling retro-no-verify-neighbor-count "
+        "retro-return-doc-ids use-one-sent-docs",
+        valued="bert-embedder-type bert-load biencoder-projection-dim block-data-path "
+        "decoder-num-layers decoder-seq-length embedding-path evidence-data-path ict-head-size "
+        "ict-load indexer-batch-size indexer-log-interval mask-prob mean-noise-span-length "
+        "noise-density pipeline-model-parallel-split-rank query-in-block-prob "
+        "retriever-seq-length retro-attention-gate retro-cyclic-train-iters "
+        "retro-encoder-attention-dropout retro-encoder-hidden-dropout retro-encoder-layers "
+        "retro-num-neighbors retro-num-retrieved-chunks retro-project-dir retro-workdir "
+        "short-seq-prob titles-data-path",
+        lists="retriever-report-topk-accuracies",
+    ),
+    **_all(
+        "it belongs to vision models; pretrain_gpt.py does not read it",
+        switches="dino-norm-last-layer vision-pretraining",
+        valued="classes-fraction data-per-class-fraction dino-bottleneck-size "
+        "dino-freeze-last-layer dino-head-hidden-size dino-local-crops-number "
+        "dino-local-img-size dino-teacher-temp dino-warmup-teacher-temp "
+        "dino-warmup-teacher-temp-epochs img-dim img-h img-w iter-per-epoch mask-factor "
+        "mask-type num-channels num-classes patch-dim sample-rate swin-backbone-type "
+        "vision-backbone-type vision-pretraining-type",
+    ),
+    **_all(
+        "it belongs to Mamba models; pretrain_gpt.py does not read it",
+        valued="hybrid-attention-ratio hybrid-mlp-ratio hybrid-override-pattern",
+    ),
+    **_all(
+        "it belongs to generation; pretrain_gpt.py does not read it",
+        valued="inference-batch-times-seqlen-threshold max-tokens-to-oom",
+    ),
+}
+"""Flags that are read and dropped with a warning that gives the reason."""
+
+_NOT_MODEL = "the model has no such part; leave the flag out"
+_NO_EXPERTS = "mixture of experts is not there yet; leave the flag out"
+_NO_SEQUENCE = (
+    "sequence parallelism is not there yet; leave the flag out (--recompute-granularity full and "
+    "--tensor-model-parallel-size save memory, too)"
+)
+_NO_PIPELINE = "pipeline parallelism is not there yet; use --tensor-model-parallel-size"
+_NO_WEIGHTS = (
+    "a run starts from random weights or resumes a checkpoint as a whole, with --load; leave the "
+    "flag out"
+)
+_TOKENS = "lengths count samples or iterations; give {0}-samples (tokens / --seq-length)"
+_WEIGHTED = (
+    "give --{0}-data-path WEIGHT PREFIX WEIGHT PREFIX ..., each prefix whole, or --data-path with "
+    "--split"
+)
+
+REFUSED: dict[str, Peer] = {
+    # Numerics and the model.
+    **_all("the loss is computed in fp32; leave the flag out", switches="fp16-lm-cross-entropy"),
+    **_all(
+        "the residual stream has the type of --bf16 or --fp16; leave the flag out, or leave those "
+        "out for fp32 throughout",
+        switches="fp32-residual-connection",
+    ),
+    **_all(
+        "the embedding is kept in the type of --bf16 or --fp16 with an fp32 master copy; leave "
+        "the flag out",
+        switches="embedding-weights-in-fp32",
+    ),
+    **_all(
+        "fp8 is not there; leave the flag out and train with --bf16",
+        switches="fp8-e4m3 fp8-hybrid",
+        valued="fp8-format",
+    ),
+    **_all(
+        _NOT_MODEL,
+        switches="apply-residual-connection-post-layernorm apply-layernorm-1p qk-layernorm "
+        "rotary-interleaved retro-add-retriever",
+        valued="rotary-seq-len-interpolation-factor",
+        lists="spec",
+    ),
+    **_all(
+        "weights are normal with --init-method-std; leave the flag out",
+        switches="init-method-xavier-uniform",
+    ),
+    **_all(
+        "all data-parallel ranks start from the same weights; leave the flag out",
+        switches="data-parallel-random-init",
+    ),
+    **_all(
+        "the loss is the mean over micro-batches, which is the same unless --eod-mask-loss is "
+        "given; leave the flag out",
+        switches="calculate-per-token-loss",
+    ),
+    **_all(
+        "for the exact gelu give --no-bias-gelu-fusion; otherwise leave the flag out",
+        valued="onnx-safe",
+    ),
+    **_all(
+        "give --make-vocab-size-divisible-by N, which pads to N if N is not below the vocabulary",
+        valued="pad-vocab-size-to",
+    ),
+    **_all(_NO_EXPERTS, lists="num-experts", same=("1",)),
+    **_all(
+        _NO_EXPERTS,
+        valued="moe-expert-parallel-size expert-model-parallel-size num-experts-switch",
+        same=("1",),
+    ),
+    # Layout.
+    **_all(_NO_SEQUENCE, switches="sequence-parallel"),
+    **_all(_NO_SEQUENCE, switches="force-ds-sequence-parallel ds-sequence-parallel-fpdt"),
+    **_all(_NO_SEQUENCE, valued="context-parallel-size ds-sequence-parallel-size", same=("1",)),
+    **_all(
+        _NO_PIPELINE,
+        switches="enable-zbh1-pipeline enable-zbh1-exact-semantics standalone-embedding-stage",
+        valued="num-layers-per-virtual-pipeline-stage",
+    ),
+    **_all("process groups are made at start; leave the flag out", valued="lazy-mpu-init"),
+    **_all(
+        "recomputation goes in units of --recompute-num-layers through the whole model, which is "
+        "uniform; leave the flag out",
+        valued="recompute-method",
+        same=("uniform",),
+    ),
+    # Optimizer and schedule.
+    **_all(
+        "the optimizer's states are fp32; leave the flag out. --zero-stage and --cpu-optimizer "
+        "save memory",
+        switches="use-bnb-optimizer",
+    ),
+    **_all(
+        "one learning rate serves all weights; leave the flag out",
+        valued="decoupled-lr decoupled-min-lr",
+    ),
+    **_all(
+        "one learning rate serves all weights; leave the flag out",
+        valued="head-lr-mult",
+        same=("1",),
+    ),
+    **_all(_TOKENS.format("--train"), valued="train-tokens"),
+    **_all(_TOKENS.format("--lr-decay"), valued="lr-decay-tokens"),
+    **_all(_TOKENS.format("--lr-warmup"), valued="lr-warmup-tokens"),
+    **_all("give --lr-warmup-fraction, --lr-warmup-iters or --lr-warmup-samples", valued="warmup"),
+    **_all(
+        "the schedule is that of the command line; give the first run's flags instead",
+        switches="use-checkpoint-lr-scheduler use-checkpoint-opt_param-scheduler",
+    ),
+    **_all(
+        "iterations cannot be left out yet; leave the flag out",
+        lists="skip-train-iteration-range",
+    ),
+    # Data.
+    **_all(
+        "samples come in one order, drawn from --seed; leave the flag out",
+        valued="dataloader-type",
+        same=("single",),
+    ),
+    **_all(
+        "the data repeats as often as the run needs, reshuffled; leave the flag out",
+        switches="repeated-dataloader",
+        valued="train-data-exact-num-epochs",
+    ),
+    **_all("positions run through a sample; leave the flag out", switches="reset-position-ids"),
+    **_all("attention runs through a sample; leave the flag out", switches="reset-attention-mask"),
+    **_all(
+        "every token of a sample is trained on (--eod-mask-loss leaves out the end-of-document "
+        "token); leave the flag out",
+        switches="loss-on-targets-only reweight-loss-based-on-position-frequency",
+    ),
+    **{
+        f"{part}-weighted-split-paths{ending}": Peer(takes, _WEIGHTED.format(part))
+        for part in ("train", "valid", "test")
+        for ending, takes in (("", "*"), ("-path", 1))
+    },
+    **_all(
+        "indexes are built from the token files and cached (--data-cache-path); leave the flag out",
+        valued="train-desc-path train-doc-idx-path train-idx-path train-sample-idx-path "
+        "train-shuffle-idx-path",
+    ),
+    **_all(
+        "make token files with tools/preprocess_data.py and give --data-path",
+        switches="mock-data test-mode",
+    ),
+    **_all(
+        "the data must lie in a file system; give its path in --data-path",
+        valued="aml-data-download-path s3-cache-path",
+    ),
+    **_all(
+        "DeepSpeed's data-efficiency library is not used; leave the flag out",
+        switches="data-efficiency-curriculum-learning random-ltd return-data-index",
+    ),
+    **_all("datasets alone are built by no program here", valued="use-dataset-only"),
+    **_all(
+        "code from a tokenizer's folder is never run; leave the flag out",
+        switches="trust-remote-code",
+    ),
+    # Checkpoints.
+    **_all(
+        _NO_WEIGHTS,
+        switches="finetune no-load-optim reset-iteration",
+        valued="pretrained-checkpoint",
+    ),
+    **_all(
+        "a checkpoint holds all that a resume needs; leave the flag out", switches="no-save-optim"
+    ),
+    **_all(
+        "a resume needs the layout of the first run (tensor-parallel size, processes, ZeRO "
+        "stage); leave the flag out",
+        switches="universal-checkpoint",
+    ),
+    **_all(
+        "give the model's flags as in the first run; a difference is an error that names it",
+        switches="use-checkpoint-args",
+    ),
+    **_all("give --load the folder and --ckpt-step the iteration", valued="load-tag"),
+    # Programs and safety.
+    **_all(
+        "give --skip-train, which evaluates and trains nothing (in the fork, any word after "
+        "--eval-only means yes)",
+        valued="eval-only",
+    ),
+    **_all("text is generated by tools/generate_samples_gpt.py", switches="inference ds-inference"),
+    **_all("distillation is not there; leave the flag out", switches="kd mos"),
+    **_all(
+        "replicas are not compared; leave the flag out",
+        valued="check-weight-hash-across-dp-replicas-interval",
+    ),
+    **_all(
+        "runs repeat bit for bit on a CPU; on other devices nothing promises it. Leave the flag "
+        "out",
+        switches="deterministic-mode",
+    ),
+    **_all(
+        "requeue with your scheduler: a signal saves, and --load resumes",
+        switches="adlr-autoresume",
+    ),
+    **_all("give each setting as a flag", valued="yaml-cfg"),
+    **_all("give --deepspeed", switches="deepscale"),
+    **_all("give --deepspeed_config FILE", valued="deepscale_config"),
+}
+"""Flags that would change the run and are not supported: what to do instead."""
+
+_OLD_FORMAT = (
+    "the lazy and cached formats are not read; make new token files with tools/preprocess_data.py"
+)
+_NO_BERT = "it is BERT's; take GPT2BPETokenizer or HFTokenizer"
+_NO_SENTENCEPIECE = (
+    "its file format is not read yet; give the model's tokenizer.json with "
+    "--tokenizer-type HFTokenizer --tokenizer-model FOLDER"
+)
+
+REFUSED_VALUES: dict[str, dict[str, str]] = {
+    "data_impl": {"lazy": _OLD_FORMAT, "cached": _OLD_FORMAT},
+    "tokenizer_type": {
+        "BertWordPieceLowerCase": _NO_BERT,
+        "BertWordPieceCase": _NO_BERT,
+        **dict.fromkeys(
+            (
+                "SentencePieceTokenizer",
+                "GPTSentencePieceTokenizer",
+                "Llama2Tokenizer",
+                "Llama3Tokenizer",
+                "MistralTokenizer",
+                "TikTokenizer",
+            ),
+            _NO_SENTENCEPIECE,
+        ),
+    },
+}
+"""Values that a peer takes and we do not: field -> value -> what it is or what to do."""
+
+PREPROCESS_WITHOUT_EFFECT: dict[str, Peer] = {
+    **_all("it is read with --split-sentences only", switches="keep-newlines", valued="lang"),
+    **_all("--workers divides the work; one pair of files is written", valued="partitions"),
+    **_all("documents always keep their order", switches="keep-sequential-samples"),
+    **_all(
+        "it pads the model's vocabulary; the token files do not depend on it",
+        valued="make-vocab-size-divisible-by pad-vocab-size-to",
+    ),
+    **_all("samples are cut by the training, not by the token files", valued="seq-length"),
+    **_all("the fork never read it", lists="datasets"),
+}
+"""The same for tools/preprocess_data.py."""
+
+PREPROCESS_REFUSED: dict[str, Peer] = {
+    **_all(
+        "documents are not cut into sentences, and GPT needs none; leave the flag out",
+        switches="split-sentences",
+    ),
+    **_all(
+        "code from a tokenizer's folder is never run; leave the flag out",
+        switches="trust-remote-code",
+    ),
+}
+
+DEFAULTS: dict[str, tuple[str, str]] = {}
+"""Defaults of the peers that differ from ours and reach the numbers: flag -> (theirs, meaning)."""
