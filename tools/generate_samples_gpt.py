@@ -10,31 +10,25 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TextIO, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
-from megatron_ds import arguments, runtime
-from megatron_ds.config import GROUPS, ModelConfig, RuntimeConfig, flag_of
+from megatron_ds import runtime
+from megatron_ds.config import ModelConfig
+from megatron_ds.flags import spellings
+from megatron_ds.inference import training_flags
 from megatron_ds.inference.settings import Sampling
+from megatron_ds.inference.training_flags import TrainingFlags, fail, of_first_rank, say
 
 if TYPE_CHECKING:
-    from megatron_ds.checkpoint.found import Found
     from megatron_ds.tokenizer import Tokenizer
-
-T = TypeVar("T")
 
 NAME = Path(__file__).name
 DEFAULT_NEW_TOKENS = 1024
-ENDLESS_MINUTES = 60.0 * 24 * 365
-"""The other ranks wait for what a person types."""
-RUNTIME_FLAGS = ("distributed_backend", "distributed_timeout_minutes", "local_rank")
-FREE_MODEL_FLAGS = ("attention_dropout", "hidden_dropout", "init_method_std")
-"""Flags of the training that mean nothing here, so that any value agrees with the checkpoint."""
 EPILOG = """
 Also read are pretrain_gpt.py's flags of the tokenizer (--tokenizer-type, --vocab-file,
 --merge-file, --tokenizer-model), which then stand in for those of the training, and of the model,
@@ -61,11 +55,11 @@ class Limits(NamedTuple):
 
 @dataclass(frozen=True)
 class Request:
-    """A checked command line. given: the flags of pretrain_gpt.py, by field."""
+    """A checked command line."""
 
     args: argparse.Namespace
     sampling: Sampling
-    given: dict[str, Any]
+    training: TrainingFlags
 
     @property
     def max_new_tokens(self) -> int:
@@ -83,16 +77,6 @@ class Request:
     def precision(self) -> str | None:
         return next((name for name in ("fp32", "bf16", "fp16") if getattr(self.args, name)), None)
 
-    @property
-    def without_effect(self) -> list[str]:
-        """Flags of the training that were given and are not read."""
-        read = {*self.of_group("model"), *self.of_group("tokenizer"), *RUNTIME_FLAGS}
-        return sorted(flag_of(name) for name in self.given if name not in read)
-
-    def of_group(self, group: str) -> dict[str, Any]:
-        names = {item.name for item in dataclasses.fields(GROUPS[group])}
-        return {name: value for name, value in self.given.items() if name in names}
-
 
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
@@ -100,7 +84,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
 
     def add(group: argparse._ArgumentGroup, flag: str, *more: str, **options: Any) -> None:
-        names = [form for name in (flag, *more) for form in arguments.spellings(name)]
+        names = [form for name in (flag, *more) for form in spellings(name)]
         group.add_argument(*dict.fromkeys(names), dest=flag.replace("-", "_"), **options)
 
     model = parser.add_argument_group("model")
@@ -218,32 +202,19 @@ def build_parser() -> argparse.ArgumentParser:
 
 def parse(argv: Sequence[str]) -> tuple[Request | None, list[str]]:
     """The command line and every problem that can be seen without the checkpoint."""
+    parser = build_parser()
     try:
-        args, rest = build_parser().parse_known_args(list(argv))
-        space, unknown = arguments.build_parser().parse_known_args(rest)
-    except (argparse.ArgumentError, ValueError) as error:
+        args, rest = parser.parse_known_args(list(argv))
+    except argparse.ArgumentError as error:
         return None, [str(error)]
-    given = {name: value for name, value in vars(space).items() if " " not in name}
-    if "glu_activation" in given:
-        given["activation"] = given.pop("glu_activation")
+    training, problems = training_flags.read(rest, vars(args))
     sampling = Sampling(args.greedy, args.temperature, args.top_k, args.top_p, args.seed)
-    words = [f"there is no flag {word} (--help lists them)" for word in unknown if word[:1] == "-"]
-    if unknown and not words:
-        words = [f"{unknown[0]!r} belongs to no flag"]
-    return Request(args, sampling, given), [*words, *sampling.problems(), *_problems(args)]
+    problems += [*sampling.problems(), *_problems(args)]
+    return Request(args, sampling, training), problems
 
 
 def _problems(args: argparse.Namespace) -> Iterator[str]:
-    if args.load is None:
-        yield "--load is required"
-    elif not Path(args.load).is_dir():
-        yield f"--load {args.load}: there is no such folder"
-    tp_size, world_size = args.tensor_model_parallel_size, runtime.world_size()
-    if tp_size not in (None, world_size):
-        yield (
-            f"--tensor-model-parallel-size {tp_size}: all processes share the model, and "
-            f"{world_size} were started"
-        )
+    yield from training_flags.load_problems(args.load, args.tensor_model_parallel_size)
     if sum((args.fp32, args.bf16, args.fp16)) > 1:
         yield "--fp32, --bf16 and --fp16 exclude each other"
     if sum(map(bool, (args.prompt, args.sample_input_file, args.num_samples))) > 1:
@@ -270,26 +241,6 @@ def _problems(args: argparse.Namespace) -> Iterator[str]:
             yield f"{flag} {value}: must be positive"
 
 
-def disagreements(given: dict[str, Any], model: ModelConfig, null_tokenizer: bool) -> Iterator[str]:
-    """The model flags that differ from the checkpoint's model."""
-    effective = {
-        "ffn_hidden_size": model.ffn,
-        "num_query_groups": model.kv_heads,
-        "kv_channels": model.head_dim,
-        "max_position_embeddings": model.positions,
-        "group_query_attention": model.kv_heads != model.heads,
-        # A NullTokenizer's end-of-document id comes on top of the flag's number.
-        "vocab_size": model.vocab - null_tokenizer,
-    }
-    for name, value in given.items():
-        saved = effective.get(name, getattr(model, name))
-        if value != saved and name not in FREE_MODEL_FLAGS:
-            yield (
-                f"{flag_of(name)} is {value}, in the checkpoint {saved} (leave the flag out: the "
-                "checkpoint knows its model)"
-            )
-
-
 def run(request: Request) -> None:
     """Loads and generates. Raises ValueError for what does not fit the checkpoint."""
     from megatron_ds.inference import load
@@ -298,7 +249,7 @@ def run(request: Request) -> None:
 
     found = load.find_checkpoint(Path(request.args.load))
     config = load.model_config(found)
-    tokenizer = tokenizer_for(request, found)
+    tokenizer = training_flags.tokenizer_for(request.training, found, NAME)
     limits = Limits(request.max_new_tokens, request.max_length(config))
 
     def problems_with(prompts: Sequence[Prompt]) -> list[str]:
@@ -308,7 +259,7 @@ def run(request: Request) -> None:
     if runtime.rank() == 0:
         batches = batches_of(request, tokenizer, problems_with)
     with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed prints which ops it loads
-        here = runtime.start(runtime_config(request))
+        here = runtime.start(request.training.runtime_config(endless=request.is_interactive))
     try:
         mesh = Mesh.build(here.world_size)
         # A training may save while we start: all ranks take what the first one found.
@@ -335,43 +286,6 @@ def run(request: Request) -> None:
         runtime.stop()
 
 
-def tokenizer_for(request: Request, found: Found) -> Tokenizer:
-    """The tokenizer, once flags and checkpoint agree; ends the program where they do not."""
-    from megatron_ds.inference import load
-
-    model = load.model_config(found)
-    config = load.tokenizer_config(found, request.of_group("tokenizer"))
-    null_tokenizer = config.tokenizer_type == "NullTokenizer"
-    problems = [
-        *disagreements(request.of_group("model"), model, null_tokenizer),
-        *model.problems(runtime.world_size()),
-        *config.problems(model.vocab),
-    ]
-    if problems:
-        fail(problems)
-    if request.without_effect:
-        say(f"WARNING: no effect on generation: {', '.join(request.without_effect)}")
-    return load.load_tokenizer(config, model)
-
-
-def of_first_rank(value: T) -> T:
-    """The first rank's value, on every rank."""
-    import torch.distributed as dist
-
-    box = [value]
-    dist.broadcast_object_list(box, src=0)
-    return box[0]
-
-
-def runtime_config(request: Request) -> RuntimeConfig:
-    config = RuntimeConfig(
-        **{name: request.given[name] for name in RUNTIME_FLAGS if name in request.given}
-    )
-    if request.is_interactive and "distributed_timeout_minutes" not in request.given:
-        config = dataclasses.replace(config, distributed_timeout_minutes=ENDLESS_MINUTES)
-    return config
-
-
 def batches_of(
     request: Request, tokenizer: Tokenizer, problems_with: Callable[[Sequence[Prompt]], list[str]]
 ) -> Iterator[list[Prompt]]:
@@ -387,7 +301,7 @@ def batches_of(
         prompts = [_encode(text, tokenizer) for text in texts]
     problems = problems_with(prompts)
     if problems:
-        fail(problems)
+        fail(NAME, problems)
     size = args.micro_batch_size
     return iter([prompts[start : start + size] for start in range(0, len(prompts), size)])
 
@@ -459,24 +373,10 @@ class Output:
         return f"Context: {prompt.text}\nGenerated: {text}\n\n"
 
 
-def say(text: str) -> None:
-    """A line beside the output, by the first rank."""
-    if runtime.rank() == 0:
-        print(text, file=sys.stderr, flush=True)
-
-
-def fail(problems: Sequence[str]) -> NoReturn:
-    """Names the problems on the first rank and ends the program with status 2."""
-    problems = [line for problem in problems for line in problem.splitlines()]
-    count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
-    say("\n".join([f"{NAME}: {count} with the settings:", *(f"  - {line}" for line in problems)]))
-    raise SystemExit(2)
-
-
 def main(argv: Sequence[str]) -> None:
     request, problems = parse(argv)
     if problems or request is None:
-        fail(problems)
+        fail(NAME, problems)
     runtime.prepare_environment()
     with runtime.errors_in_words():
         run(request)

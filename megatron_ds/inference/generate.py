@@ -8,9 +8,10 @@ that is alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -19,6 +20,20 @@ from megatron_ds.inference.kv_cache import PreallocatedCache
 from megatron_ds.inference.sampling import choose, generator_of
 from megatron_ds.inference.settings import Sampling
 from megatron_ds.model.gpt import GPTModel
+
+
+class Cancelled(Exception):
+    """Nobody wants the texts any more."""
+
+
+class Rules(Protocol):
+    """What is asked of the tokens beside sampling."""
+
+    def ends(self, previous: int, new: int) -> bool:
+        """Whether a text ends with this new token."""
+
+    def forbidden(self, previous: int) -> Sequence[int]:
+        """Tokens that must not follow this one."""
 
 
 @dataclass
@@ -32,10 +47,18 @@ class _Row:
     """Length at which it ends at the latest."""
     generator: torch.Generator
 
-    def is_done(self, eod: int | None) -> bool:
+    @property
+    def new_tokens(self) -> int:
+        return len(self.ids) - self.prompt_length
+
+    def is_done(self, eod: int | None, rules: Rules | None) -> bool:
         """An end of document inside the prompt ends nothing."""
-        started = len(self.ids) > self.prompt_length
-        return len(self.ids) == self.end or (started and self.ids[-1] == eod)
+        if len(self.ids) == self.end:
+            return True
+        if self.new_tokens == 0:
+            return False
+        previous, new = self.ids[-2:]
+        return new == eod or (rules is not None and rules.ends(previous, new))
 
 
 def generate(
@@ -48,16 +71,19 @@ def generate(
     max_length: int | None = None,
     first_index: int = 0,
     cache: bool = True,
+    rules: Rules | None = None,
+    go_on: Callable[[], bool] | None = None,
 ) -> list[list[int]]:
     """The continuation of every prompt, without the prompt; it ends with `eod` if the model ended
-    it, else at max_new_tokens or at max_length tokens (prompt included).
+    it, where the rules end it, else at max_new_tokens or at max_length tokens (prompt included).
 
     first_index: number of the first prompt, which with the seed decides what is drawn: a prompt's
     sample does not depend on the others of the batch. cache: keep keys and values; otherwise all
-    tokens are computed anew for each new one. On tensor-parallel ranks it is collective, with the
-    same arguments on all. Raises ValueError, before anything is computed, for prompts that are
-    empty, outside the vocabulary, or do not fit: learned positions end, while rope, alibi and no
-    positions go on beyond the training's sequence length (how well is the model's affair).
+    tokens are computed anew for each new one. go_on: asked before each token; where it says no,
+    Cancelled is raised. On tensor-parallel ranks it is collective, with the same arguments on all
+    and the same answers of go_on. Raises ValueError, before anything is computed, for prompts that
+    are empty, outside the vocabulary, or do not fit: learned positions end, while rope, alibi and
+    no positions go on beyond the training's sequence length (how well is the model's affair).
     """
     problems = list(prompt_problems(model.config, prompts, max_new_tokens, max_length))
     problems += sampling.problems()
@@ -72,8 +98,8 @@ def generate(
         )
         for index, prompt in enumerate(prompts)
     ]
-    with torch.no_grad(), _evaluating(model):
-        _extend(model, rows, sampling, eod, cache)
+    with torch.no_grad(), evaluating(model):
+        _extend(model, rows, sampling, eod, cache, rules, go_on)
     return [row.ids[row.prompt_length :] for row in rows]
 
 
@@ -110,7 +136,13 @@ def prompt_problems(
 
 
 def _extend(
-    model: GPTModel, rows: list[_Row], sampling: Sampling, eod: int | None, cache: bool
+    model: GPTModel,
+    rows: list[_Row],
+    sampling: Sampling,
+    eod: int | None,
+    cache: bool,
+    rules: Rules | None,
+    go_on: Callable[[], bool] | None,
 ) -> None:
     """Appends to the rows' ids until every row is done."""
     device = next(model.parameters()).device
@@ -119,20 +151,36 @@ def _extend(
         # The last token of a row is never fed.
         store = PreallocatedCache(model.config.layers, max(row.end for row in rows) - 1)
     while rows:
+        if go_on is not None and not go_on():
+            raise Cancelled
         start = 0 if store is None else store.length
         length = min(len(row.ids) for row in rows)
         tokens_BS = torch.tensor([row.ids[start:length] for row in rows], device=device)
         logits_BV = model(tokens_BS, cache=store, last_only=True)[:, 0]
         open_ends = [index for index, row in enumerate(rows) if len(row.ids) == length]
-        generators = [rows[index].generator for index in open_ends]
-        chosen = choose(logits_BV[open_ends], sampling, generators)
-        for index, token in zip(open_ends, chosen, strict=True):
-            rows[index].ids.append(token)
-        staying = [index for index, row in enumerate(rows) if not row.is_done(eod)]
+        if rules is not None:
+            for index in open_ends:
+                logits_BV[index, list(rules.forbidden(rows[index].ids[-1]))] = -torch.inf
+        _choose(rows, open_ends, logits_BV, sampling)
+        staying = [index for index, row in enumerate(rows) if not row.is_done(eod, rules)]
         if len(staying) < len(rows):
             rows = [rows[index] for index in staying]
             if store is not None:
                 store.keep(staying)
+
+
+def _choose(
+    rows: list[_Row], open_ends: list[int], logits_BV: torch.Tensor, sampling: Sampling
+) -> None:
+    """Appends a token to the rows at these indexes; together where they are drawn alike."""
+    alike: dict[Sampling, list[int]] = {}
+    for index in open_ends:
+        alike.setdefault(sampling.after(rows[index].new_tokens), []).append(index)
+    for settings, indexes in alike.items():
+        generators = [rows[index].generator for index in indexes]
+        chosen = choose(logits_BV[indexes], settings, generators)
+        for index, token in zip(indexes, chosen, strict=True):
+            rows[index].ids.append(token)
 
 
 def _end(prompt_length: int, max_new_tokens: int, max_length: int | None) -> int:
@@ -141,7 +189,7 @@ def _end(prompt_length: int, max_new_tokens: int, max_length: int | None) -> int
 
 
 @contextmanager
-def _evaluating(model: GPTModel) -> Iterator[None]:
+def evaluating(model: GPTModel) -> Iterator[None]:
     """Without dropout; afterwards the model is in the mode in which it was."""
     training = model.training
     model.eval()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -19,6 +21,19 @@ class Sampling:
     top_p: float = 0.0
     """Draw from the fewest tokens that together have this probability; 0 is off."""
     seed: int = 1234
+    top_p_decay: float = 0.0
+    """Every new token multiplies top_p by this; 0 is off."""
+    top_p_bound: float = 0.0
+    """Below this top_p does not decay; 0 is off."""
+
+    def after(self, new_tokens: int) -> Sampling:
+        """How a token is chosen when a text already has this many new ones."""
+        if not self.top_p_decay:
+            return self
+        decayed = self.top_p * self.top_p_decay**new_tokens
+        # 0 would turn top-p off.
+        top_p = max(decayed, self.top_p_bound, sys.float_info.min)
+        return dataclasses.replace(self, top_p=top_p, top_p_decay=0.0)
 
     def problems(self) -> Iterator[str]:
         """Every contradiction, in the user's words."""

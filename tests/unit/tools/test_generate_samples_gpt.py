@@ -12,6 +12,7 @@ import pytest
 
 from megatron_ds.config import ModelConfig
 from megatron_ds.inference.settings import Sampling
+from megatron_ds.inference.training_flags import disagreements
 from tools import generate_samples_gpt as tool
 
 REPOSITORY = Path(__file__).resolve().parents[3]
@@ -84,19 +85,20 @@ def test_flags_of_the_training_are_told_apart(tmp_path: Path) -> None:
         *("--deepspeed", "--use-flash-attn", "--local_rank=1", "--glu-activation", "geglu"),
     )
 
-    assert request.of_group("model") == {"num_layers": 2, "activation": "geglu"}
-    assert request.of_group("tokenizer") == {"vocab_file": "v.json"}
-    assert request.without_effect == ["--deepspeed", "--lr"]
-    assert tool.runtime_config(request).local_rank == 1
+    assert request.training.of_group("model") == {"num_layers": 2, "activation": "geglu"}
+    assert request.training.of_group("tokenizer") == {"vocab_file": "v.json"}
+    assert request.training.without_effect == ["--deepspeed", "--lr"]
+    assert request.training.runtime_config(endless=False).local_rank == 1
 
 
 def test_the_other_ranks_wait_for_a_person(tmp_path: Path) -> None:
-    typed, given = parse("--load", tmp_path), parse("--load", tmp_path, "--prompt", "a")
-    chosen = parse("--load", tmp_path, "--distributed-timeout-minutes", 3)
+    def minutes(*words: object, endless: bool) -> float:
+        flags = parse("--load", tmp_path, *words).training
+        return flags.runtime_config(endless=endless).distributed_timeout_minutes
 
-    assert tool.runtime_config(typed).distributed_timeout_minutes > 60 * 24
-    assert tool.runtime_config(given).distributed_timeout_minutes == 10.0
-    assert tool.runtime_config(chosen).distributed_timeout_minutes == 3.0
+    assert minutes(endless=True) > 60 * 24
+    assert minutes(endless=False) == 10.0
+    assert minutes("--distributed-timeout-minutes", 3, endless=True) == 3.0
 
 
 def test_all_problems_are_named_at_once(tmp_path: Path) -> None:
@@ -164,13 +166,13 @@ MODEL = ModelConfig(
     ],
 )
 def test_model_flags_may_repeat_the_checkpoint(given: dict[str, Any]) -> None:
-    assert list(tool.disagreements(given, MODEL, null_tokenizer=True)) == []
+    assert list(disagreements(given, MODEL, null_tokenizer=True)) == []
 
 
 def test_model_flags_that_differ_are_named_with_both_values() -> None:
     given = {"hidden_size": 64, "max_position_embeddings": 32, "vocab_size": 91}
 
-    problems = list(tool.disagreements(given, MODEL, null_tokenizer=True))
+    problems = list(disagreements(given, MODEL, null_tokenizer=True))
 
     assert [problem.split(" (")[0] for problem in problems] == [
         "--hidden-size is 64, in the checkpoint 32",

@@ -1,0 +1,259 @@
+#!/usr/bin/env python
+"""Serve a trained GPT over HTTP, as Megatron's text generation server does (PUT /api).
+
+The command line over `megatron_ds.inference.server`. Runs with python, and on several processes
+(torchrun, deepspeed), which then share the model by tensor parallelism; the first serves, the
+others wait for its work.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_ds import runtime
+from megatron_ds.flags import spellings
+from megatron_ds.inference import training_flags
+from megatron_ds.inference.requests import Defaults
+from megatron_ds.inference.settings import Sampling
+from megatron_ds.inference.training_flags import TrainingFlags, fail, of_first_rank, say
+
+if TYPE_CHECKING:
+    from megatron_ds.inference.answer import Answerer, Job, Outcome
+    from megatron_ds.inference.crew import Crew
+
+NAME = Path(__file__).name
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
+EPILOG = """
+Also read are pretrain_gpt.py's flags of the tokenizer (--tokenizer-type, --vocab-file,
+--merge-file, --tokenizer-model), which then stand in for those of the training, and of the model,
+which must agree with the checkpoint. Its other flags have no effect.
+docs/serving.md describes requests and answers. SIGTERM or Ctrl-C ends the server.
+"""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """A checked command line."""
+
+    args: argparse.Namespace
+    defaults: Defaults
+    training: TrainingFlags
+
+    @property
+    def precision(self) -> str | None:
+        return next((name for name in ("fp32", "bf16", "fp16") if getattr(self.args, name)), None)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=NAME, description=__doc__, epilog=EPILOG, allow_abbrev=False, exit_on_error=False
+    )
+
+    def add(group: argparse._ArgumentGroup, flag: str, *more: str, **options: Any) -> None:
+        names = [form for name in (flag, *more) for form in spellings(name)]
+        group.add_argument(*dict.fromkeys(names), dest=flag.replace("-", "_"), **options)
+
+    server = parser.add_argument_group("server")
+    add(
+        server,
+        "host",
+        default="127.0.0.1",
+        help="address to listen on (default: %(default)s, this machine alone; there is no "
+        "password: whoever reaches another address may use the model)",
+    )
+    add(server, "port", type=int, default=5000, metavar="N", help="default: %(default)s")
+    model = parser.add_argument_group("model")
+    add(
+        model,
+        "load",
+        metavar="FOLDER",
+        help="--save folder of a training (its newest checkpoint), or one of its checkpoints",
+    )
+    add(
+        model,
+        "tensor-model-parallel-size",
+        "model-parallel-size",
+        type=int,
+        metavar="N",
+        help="processes that share the model, not necessarily as many as in the training "
+        "(default: all that were started)",
+    )
+    for name in ("fp32", "bf16", "fp16"):
+        add(model, name, action="store_true", help=f"compute in {name}, not in the training's type")
+    add(
+        model,
+        "inference-max-seq-length",
+        type=int,
+        metavar="N",
+        help="tokens of a text at most, prompt included (default: the training's sequence length, "
+        "or as many as there are learned positions)",
+    )
+    add(
+        model,
+        "micro-batch-size",
+        type=int,
+        default=8,
+        metavar="N",
+        help="prompts of a request that are continued together (default: %(default)s); the text "
+        "does not depend on it",
+    )
+    default = Defaults()
+    requests = parser.add_argument_group("where a request does not say it")
+    add(
+        requests,
+        "out-seq-length",
+        "tokens-to-generate",
+        type=int,
+        default=default.tokens_to_generate,
+        metavar="N",
+        help="new tokens per prompt, as far as there is room (default: %(default)s)",
+    )
+    add(
+        requests,
+        "temperature",
+        type=float,
+        default=default.temperature,
+        metavar="X",
+        help="below 1: more probable tokens more often (default: %(default)s)",
+    )
+    add(
+        requests,
+        "top-k",
+        type=int,
+        default=default.top_k,
+        metavar="N",
+        help="draw from the N most probable tokens; 0 is off (default: %(default)s)",
+    )
+    add(
+        requests,
+        "top-p",
+        type=float,
+        default=default.top_p,
+        metavar="X",
+        help="draw from the fewest tokens with together this probability; 0 is off (default: "
+        "%(default)s)",
+    )
+    return parser
+
+
+def parse(argv: Sequence[str]) -> tuple[Settings | None, list[str]]:
+    """The command line and every problem that can be seen without the checkpoint."""
+    parser = build_parser()
+    try:
+        args, rest = parser.parse_known_args(list(argv))
+    except argparse.ArgumentError as error:
+        return None, [str(error)]
+    training, problems = training_flags.read(rest, vars(args))
+    sampling = Sampling(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p)
+    problems += [*sampling.problems(), *_problems(args)]
+    defaults = Defaults(args.out_seq_length, args.temperature, args.top_k, args.top_p)
+    return Settings(args, defaults, training), problems
+
+
+def _problems(args: argparse.Namespace) -> Iterator[str]:
+    yield from training_flags.load_problems(args.load, args.tensor_model_parallel_size)
+    if sum((args.fp32, args.bf16, args.fp16)) > 1:
+        yield "--fp32, --bf16 and --fp16 exclude each other"
+    if args.top_k and args.top_p:
+        yield "--top-k and --top-p exclude each other"
+    if not 0 <= args.port < 2**16:
+        yield f"--port {args.port}: must lie between 0 (any that is free) and 65535"
+    for flag, value in (
+        ("--out-seq-length", args.out_seq_length),
+        ("--micro-batch-size", args.micro_batch_size),
+    ):
+        if value < 1:
+            yield f"{flag} {value}: must be positive"
+
+
+def run(settings: Settings) -> None:
+    """Loads and serves. Raises ValueError for what does not fit the checkpoint or the machine."""
+    from megatron_ds.inference import load
+    from megatron_ds.inference.answer import Answerer, Job, Outcome, longest_text
+    from megatron_ds.inference.crew import Crew
+    from megatron_ds.inference.server import TextServer, listen
+    from megatron_ds.parallel.mesh import Mesh
+
+    args = settings.args
+    found = load.find_checkpoint(Path(args.load))
+    config = load.model_config(found)
+    tokenizer = training_flags.tokenizer_for(settings.training, found, NAME)
+    max_length = longest_text(config, args.inference_max_seq_length)
+    # Before the model: a port that is taken need not wait for it.
+    listener = listen(args.host, args.port) if runtime.rank() == 0 else None
+    with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed prints which ops it loads
+        here = runtime.start(settings.training.runtime_config(endless=False))
+    try:
+        mesh = Mesh.build(here.world_size)
+        # A training may save while we start: all ranks take what the first one found.
+        found = of_first_rank(found)
+        say(f"loading the checkpoint {found.path}")
+        answerer = Answerer(
+            load.load_model(found, mesh, here.device, precision=settings.precision),
+            tokenizer,
+            max_length=max_length,
+            usual_new_tokens=settings.defaults.tokens_to_generate,
+            micro_batch_size=args.micro_batch_size,
+        )
+        crew = Crew[Job, Outcome](answerer.perform)
+        if listener is None:
+            crew.follow()
+            return
+        service = Service(answerer, crew, settings.defaults)
+        host, port = listener.getsockname()[:2]
+        if args.host not in LOOPBACK:
+            say(f"WARNING: --host {args.host}: whoever reaches this address may use the model")
+        shown = f"[{host}]" if ":" in host else host
+        say(f"serving on http://{shown}:{port} (PUT /api), {max_length} tokens per text")
+        TextServer(service.read, service.perform, say).run(listener)
+        crew.dismiss()
+        say("the server has ended")
+    finally:
+        runtime.stop()
+
+
+class Service:
+    """Requests to answers, on the first rank."""
+
+    def __init__(self, answerer: Answerer, crew: Crew[Job, Outcome], defaults: Defaults) -> None:
+        self._answerer = answerer
+        self._crew = crew
+        self._defaults = defaults
+
+    def read(self, body: bytes) -> Job:
+        from megatron_ds.inference import requests
+
+        return self._answerer.job(requests.read(body, self._defaults))
+
+    def perform(self, job: Job, cancelled: threading.Event) -> dict[str, Any]:
+        start = time.monotonic()
+        outcome = self._crew.lead(job, cancelled)
+        if not job.query.no_log:
+            given, all_tokens = (sum(map(len, each)) for each in (job.prompts, outcome.texts))
+            seconds = time.monotonic() - start
+            say(
+                f"{time.strftime('%Y-%m-%d %H:%M:%S')} {len(job.prompts)} prompts of {given} "
+                f"tokens: texts of {all_tokens} tokens in {seconds:.2f} s"
+            )
+        return self._answerer.answer(job, outcome)
+
+
+def main(argv: Sequence[str]) -> None:
+    settings, problems = parse(argv)
+    if problems or settings is None:
+        fail(NAME, problems)
+    runtime.prepare_environment()
+    with runtime.errors_in_words():
+        run(settings)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
