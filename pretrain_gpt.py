@@ -4,24 +4,36 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 
 from megatron_ds import arguments, runtime
+from megatron_ds.config import Config
+from megatron_ds.ending import ends_well
 from megatron_ds.engine import ds_config
 from megatron_ds.extensions import stale_locks
 
 
-def main() -> None:
-    config = arguments.parse(
-        sys.argv[1:],
-        world_size=runtime.world_size(),
-        rank=runtime.rank(),
-        complete=ds_config.complete,
-    )
-    runtime.refuse_stale_locks(stale_locks(runtime.prepare_environment()))
-    from megatron_ds.training.trainer import pretrain  # after the settings: torch takes seconds
+def check(config: Config, world_size: int, warn: Callable[[str], None]) -> list[str]:
+    """What the settings need of files and machine; loaded after --help has been answered."""
+    from megatron_ds import preflight
 
-    with runtime.errors_in_words():
-        pretrain(config)
+    return preflight.check(config, world_size, warn)
+
+
+def main() -> None:
+    with ends_well() as life:
+        config = arguments.parse(
+            sys.argv[1:],
+            world_size=runtime.world_size(),
+            rank=runtime.local_rank(),  # a file may be missing on one machine alone
+            complete=ds_config.complete,
+            check=check,
+        )
+        runtime.refuse_stale_locks(stale_locks(runtime.prepare_environment()))
+        from megatron_ds.training.trainer import pretrain  # after the settings: torch takes seconds
+
+        code = pretrain(config, life)
+    sys.exit(code)
 
 
 if __name__ == "__main__":

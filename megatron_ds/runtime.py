@@ -7,24 +7,42 @@ nothing of models, data or engines.
 
 from __future__ import annotations
 
+import json
 import logging
 import os
-import signal
 import socket
 import sys
+import time
 import traceback
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TextIO
+
+from megatron_ds.watch import Ending, Place, Process
 
 if TYPE_CHECKING:
     import torch
 
     from megatron_ds.config import PrecisionConfig, RuntimeConfig
+
+
+DEVICE_PACKAGES = (
+    "torch_npu",
+    "torch_sdaa",
+    "torch_mlu",
+    "torch_supa",
+    "torch_xmlir",
+    "habana_frameworks",
+)
+"""Packages by which DeepSpeed finds devices that torch itself does not know."""
+FP16_FEATURES = frozenset({"avx512_fp16", "amx_fp16", "avx_ne_convert"})
+"""Features of an x86 processor, in Linux's names: with one of them torch may compute in fp16."""
 
 
 def world_size() -> int:
@@ -145,6 +163,33 @@ def start(config: RuntimeConfig) -> Runtime:
     return Runtime(rank(), world_size(), local_rank(), device, backend)
 
 
+def surely_lacks_fp16() -> bool:
+    """Whether the device is a CPU that does not compute in fp16, as far as that can be told
+    without torch; False leaves it to `require_precision`.
+    """
+    named = os.environ.get("DS_ACCELERATOR")
+    if named is not None and named != "cpu":
+        return False
+    if named is None and not (
+        version("torch").endswith("+cpu") and not any(map(find_spec, DEVICE_PACKAGES))
+    ):
+        return False
+    try:
+        about = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return False
+    features = next((line for line in about.splitlines() if line.startswith("flags")), None)
+    return features is not None and not FP16_FEATURES & set(features.split())
+
+
+def no_fp16(device: str) -> str:
+    """Why --fp16 does not go, and what does."""
+    return (
+        f"--fp16: DeepSpeed does not train in fp16 on {device}; take --bf16 "
+        "(or, for a try, --allow-fp16-on-cpu)"
+    )
+
+
 def require_precision(config: PrecisionConfig) -> None:
     """Raises ValueError for a number format that the device does not compute in.
 
@@ -156,10 +201,7 @@ def require_precision(config: PrecisionConfig) -> None:
     if not config.fp16 or accelerator.is_fp16_supported():
         return
     if not config.allow_fp16_on_cpu:
-        raise ValueError(
-            f"--fp16: DeepSpeed does not train in fp16 on {accelerator.device_name()}; take --bf16 "
-            "(or, for a try, --allow-fp16-on-cpu)"
-        )
+        raise ValueError(no_fp16(accelerator.device_name()))
     import torch
 
     kind, known = type(accelerator), accelerator.supported_dtypes()
@@ -178,7 +220,83 @@ def stop() -> None:
 def say(text: str, *, on: int = 0) -> None:
     """Prints on one rank, at once."""
     if rank() == on % world_size():
-        print(text, flush=True)
+        _print(text, sys.stdout)
+
+
+def complain(text: str) -> None:
+    """Prints to the standard error, on this rank."""
+    _print(text, sys.stderr)
+
+
+def signed(text: str) -> str:
+    """A message with the program and, where there are several, the rank that it comes from."""
+    who = "" if world_size() == 1 else f"rank {rank()}: "
+    return f"{Path(sys.argv[0]).name}: {who}{text}"
+
+
+def _print(text: str, stream: TextIO) -> None:
+    try:
+        print(text, file=stream, flush=True)
+    except BrokenPipeError:
+        # Whoever read it is gone: Ctrl-C ends the `tee` of a pipe as well. The run is to save all
+        # the same, and nobody reads what it says to that.
+        silent = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(silent, stream.fileno())
+        os.close(silent)
+
+
+def note_for_launcher(text: str) -> None:
+    """Gives torchrun the words for its summary; other launchers have none."""
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if file:
+        extra = {"py_callstack": text, "timestamp": str(int(time.time()))}
+        with suppress(OSError):
+            Path(file).write_text(json.dumps({"message": {"message": text, "extraInfo": extra}}))
+
+
+class StoreBoard:
+    """What ended the first of the ranks, in the store through which they found each other."""
+
+    def __init__(self) -> None:
+        from torch.distributed import distributed_c10d
+
+        # A connection of its own: the other one may be waiting for a rank that never comes.
+        store: Any = distributed_c10d._get_default_store()
+        self._store = store.clone()
+
+    def post(self, ending: Ending) -> Ending:
+        text = self._store.compare_set("rank that ended", "", ending.to_json())
+        return Ending.from_json(text.decode())
+
+    def read(self) -> Ending | None:
+        if not self._store.check(["rank that ended"]):
+            return None
+        return Ending.from_json(self._store.get("rank that ended").decode())
+
+    def count(self, what: str, more: int) -> int:
+        return int(self._store.add(what, more))
+
+
+def meet() -> tuple[StoreBoard | None, dict[int, Process]]:
+    """What all ranks write on and read, and those of this machine by rank. Collective."""
+    import torch.distributed as dist
+
+    if world_size() == 1:
+        return None, {}
+    here = Place.here()
+    places: list[Place] = [here] * world_size()
+    dist.all_gather_object(places, here)
+    others = ((number, place) for number, place in enumerate(places) if number != rank())
+    return StoreBoard(), {number: place.process for number, place in others if here.sees(place)}
+
+
+def is_the_users(error: BaseException) -> bool:
+    """Whether an error is the user's to mend: one of the values and files that this package
+    checks."""
+    if not isinstance(error, ValueError | OSError) or error.__traceback__ is None:
+        return False
+    raised_in = traceback.extract_tb(error.__traceback__)[-1].filename
+    return Path(__file__).parent in Path(raised_in).parents
 
 
 @contextmanager
@@ -191,12 +309,10 @@ def errors_in_words() -> Iterator[None]:
     try:
         yield
     except (ValueError, OSError) as error:
-        raised_in = traceback.extract_tb(error.__traceback__)[-1].filename
-        if Path(__file__).parent not in Path(raised_in).parents:
+        if not is_the_users(error):
             raise
         if _speaks_first():
-            who = "" if world_size() == 1 else f"rank {rank()}: "
-            print(f"{Path(sys.argv[0]).name}: {who}{error}", file=sys.stderr, flush=True)
+            complain(signed(str(error)))
         raise SystemExit(1) from None
 
 
@@ -220,27 +336,6 @@ def device_memory() -> dict[str, int]:
         "mem-allocated-bytes": figures.get("allocated_bytes.all.current", 0),
         "mem-allocated-count": figures.get("allocation.all.current", 0),
     }
-
-
-class Stop:
-    """A request to end, made by a signal; the loop asks for it at the end of a step."""
-
-    def __init__(self) -> None:
-        self.reason: str | None = None
-
-    def __call__(self, signum: int, frame: object) -> None:
-        self.reason = signal.Signals(signum).name
-
-
-@contextmanager
-def stop_on_signals() -> Iterator[Stop]:
-    """Turns SIGTERM into a request to end after the step, for the duration of the context."""
-    stop_request = Stop()
-    before = signal.signal(signal.SIGTERM, stop_request)
-    try:
-        yield stop_request
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _alone_without_launcher() -> None:

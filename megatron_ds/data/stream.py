@@ -72,7 +72,7 @@ class MicroBatches:
             num_workers=num_workers,
             # Otherwise the loader would draw from torch's global generator, and dropout with it.
             generator=torch.Generator(),
-            worker_init_fn=_outlive_sigterm,
+            worker_init_fn=_outlive_signals,
         )
         self._iterator: Iterator[Batch] | None = None
         self._closed = False
@@ -97,11 +97,12 @@ class MicroBatches:
         self._iterator = None
 
 
-def _outlive_sigterm(worker: int) -> None:
-    """Launchers end a run by signalling every process of its group. The trainer is to finish its
-    step and save, for which it needs its loader; the loader ends with the trainer.
+def _outlive_signals(worker: int) -> None:
+    """Launchers and terminals end a run by signalling every process of its group. The trainer is to
+    finish its step and save, for which it needs its loader; the loader ends with the trainer.
     """
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
 
 
 class _BatchDataset(Dataset[Batch]):

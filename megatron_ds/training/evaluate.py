@@ -9,6 +9,8 @@ from megatron_ds.data.stream import MicroBatches
 from megatron_ds.engine.base import Engine
 from megatron_ds.parallel.mesh import Mesh
 
+Stopped = Callable[[], bool]
+"""Whether to break off; a collective, asked before every micro-batch."""
 MeanOverDp = Callable[[list[float]], list[float]]
 """Element-wise mean of a list over the data-parallel ranks; a collective."""
 
@@ -22,8 +24,11 @@ def evaluate(
     micro_batch_size: int,
     eod: int | None,
     mean_over_dp: MeanOverDp,
-) -> float:
+    stopped: Stopped = lambda: False,
+) -> float | None:
     """Mean loss, in nats per token, over the first `samples` samples of a dataset. Collective.
+
+    None if it was stopped.
 
     Every evaluation of a run reads the same samples, whatever came before: the losses can be
     compared with each other, and a resumed run repeats them.
@@ -39,6 +44,9 @@ def evaluate(
     count = samples // (micro_batch_size * mesh.dp.size)
     total = 0.0
     for _ in range(count):
+        if stopped():
+            batches.close()
+            return None
         total += float(engine.eval_loss(next(batches)))
     batches.close()
     return mean_over_dp([total / count])[0]

@@ -4,54 +4,82 @@ from __future__ import annotations
 
 import os
 import time
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
 from megatron_ds.config import LoggingConfig
-from megatron_ds.runtime import Stop
+from megatron_ds.ending import Cause, Stop
+from megatron_ds.exit_codes import ExitCode
 
-AFTER_SIGNAL = "exiting program after receiving SIGTERM."
-"""The one reason that leaves only seconds: launchers kill what is still there after 30 s."""
+
+@dataclass(frozen=True)
+class EarlyEnd:
+    """Why a run ends early."""
+
+    words: str
+    code: ExitCode
+    at_once: bool
+    """Asked for from outside: what is left to do is to save. Whoever sent a signal may kill what
+    is still there after seconds (launchers: 30)."""
 
 
 class ExitConditions:
-    """The reasons to end early: a signal, the kill switch, the clock, the iteration."""
+    """The reasons to end early: a signal, a lost launcher, the kill switch, the clock, the
+    iteration.
 
-    def __init__(self, config: LoggingConfig, stop: Stop, device: torch.device) -> None:
+    Every method is collective, and the ranks agree: what one of them saw ends all of them.
+    began: when the program did, by time.monotonic().
+    """
+
+    def __init__(
+        self, config: LoggingConfig, stop: Stop, device: torch.device, began: float
+    ) -> None:
         self._config = config
         self._stop = stop
         self._device = device
-        self._started = time.monotonic()
+        self._began = began
 
-    def reason(self, iteration: int) -> str | None:
-        """Why the run should end after this iteration, in words; None to go on. Collective.
+    def asked(self, iteration: int) -> EarlyEnd | None:
+        """The reason to end that came from outside, at any moment; None to go on."""
+        return self._agreed(self._from_outside(iteration))
 
-        The ranks agree: what one of them saw ends all of them.
-        """
-        reasons = self._reasons(iteration)
-        seen = torch.tensor([float(text is not None) for text in reasons], device=self._device)
-        dist.all_reduce(seen, op=dist.ReduceOp.MAX)
-        words = self._words(iteration)
-        return next((text for text, flag in zip(words, seen.tolist(), strict=True) if flag), None)
-
-    def _reasons(self, iteration: int) -> list[str | None]:
+    def due(self, iteration: int) -> EarlyEnd | None:
+        """The reason to end after this iteration; None to go on."""
         config = self._config
-        minutes = (time.monotonic() - self._started) / 60
-        hits = (
-            self._stop.reason is not None,
-            config.kill_switch_path is not None and os.path.exists(config.kill_switch_path),
-            config.exit_duration_in_mins is not None and minutes > config.exit_duration_in_mins,
-            config.exit_interval is not None and iteration % config.exit_interval == 0,
+        minutes = (time.monotonic() - self._began) / 60
+        clock = EarlyEnd(
+            f"exiting program after {config.exit_duration_in_mins} minutes",
+            ExitCode.FINISHED,
+            at_once=False,
         )
-        words = self._words(iteration)
-        return [text if hit else None for text, hit in zip(words, hits, strict=True)]
+        interval = EarlyEnd(
+            f"exiting program at iteration {iteration}", ExitCode.FINISHED, at_once=False
+        )
+        late = config.exit_duration_in_mins is not None and minutes > config.exit_duration_in_mins
+        there = config.exit_interval is not None and iteration % config.exit_interval == 0
+        return self._agreed([*self._from_outside(iteration), (clock, late), (interval, there)])
 
-    def _words(self, iteration: int) -> list[str]:
-        return [
-            AFTER_SIGNAL,
-            f"Detected kill switch at {self._config.kill_switch_path}. Exiting, "
-            f"iteration={iteration}",
-            f"exiting program after {self._config.exit_duration_in_mins} minutes",
-            f"exiting program at iteration {iteration}",
+    def _from_outside(self, iteration: int) -> list[tuple[EarlyEnd, bool]]:
+        switch = self._config.kill_switch_path
+        pulled = EarlyEnd(
+            f"Detected kill switch at {switch}. Exiting, iteration={iteration}",
+            ExitCode.FINISHED,
+            at_once=True,
+        )
+        causes = [
+            (
+                EarlyEnd(f"exiting program {cause.value}", cause.code, at_once=True),
+                self._stop.cause is cause,
+            )
+            for cause in Cause
         ]
+        return [*causes, (pulled, switch is not None and os.path.exists(switch))]
+
+    def _agreed(self, reasons: list[tuple[EarlyEnd, bool]]) -> EarlyEnd | None:
+        seen = torch.tensor([float(hit) for _, hit in reasons], device=self._device)
+        dist.all_reduce(seen, op=dist.ReduceOp.MAX)
+        return next(
+            (end for (end, _), hit in zip(reasons, seen.tolist(), strict=True) if hit), None
+        )

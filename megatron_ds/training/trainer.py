@@ -18,14 +18,16 @@ from megatron_ds.config import Config
 from megatron_ds.data.build import Datasets, build_datasets
 from megatron_ds.data.gpt_dataset import TokenDataset
 from megatron_ds.data.stream import MicroBatches
+from megatron_ds.ending import Life
 from megatron_ds.engine.base import Engine
 from megatron_ds.engine.build import build_engine
+from megatron_ds.exit_codes import ExitCode
 from megatron_ds.model.flops import model_flops_per_sample
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.state import TrainState
 from megatron_ds.tokenizer import Tokenizer, build_tokenizer
 from megatron_ds.training.evaluate import evaluate
-from megatron_ds.training.hooks import AFTER_SIGNAL, ExitConditions
+from megatron_ds.training.hooks import EarlyEnd, ExitConditions
 from megatron_ds.training.metrics import Metrics, Workload
 from megatron_ds.training.records import Sink
 from megatron_ds.training.sinks import open_sinks
@@ -50,37 +52,38 @@ class Trainer:
     def __post_init__(self) -> None:
         self.first_iteration = self.state.iteration + 1
 
-    def run(self) -> None:
+    def run(self) -> ExitCode:
         """Trains to the end, or to a reason to end early; saves; evaluates at the end."""
         saved = self.state.iteration
-        reason = None
+        end = self.exits.asked(saved)
         batches = self._batches()
         _stamp("before the start of training step")
-        while self.state.iteration < self.total_iterations and reason is None:
+        while self.state.iteration < self.total_iterations and end is None:
             self._step(batches)
-            reason = self.exits.reason(self.state.iteration)
+            end = self.exits.due(self.state.iteration)
             last = self.state.iteration == self.total_iterations
-            if last:
-                reason = None  # it ends anyway, and in order
-            # After a signal the seconds that are left are needed for the checkpoint.
+            if last and end is not None and not end.at_once:
+                end = None  # it ends anyway, and in order
             evaluates = _due(self.state.iteration, self.config.logging.eval_interval)
-            if evaluates and reason != AFTER_SIGNAL:
-                self._evaluate("validation", f"iteration {self.state.iteration}")
+            if evaluates and (end is None or not end.at_once):
+                end = self._evaluate("validation", f"iteration {self.state.iteration}") or end
             if (
                 last
-                or reason is not None
+                or end is not None
                 or _due(self.state.iteration, self.config.checkpoint.save_interval)
             ):
-                saved = self._save(saved, final=last or reason is not None)
+                saved = self._save(saved, final=last or end is not None)
+                end = end or self.exits.asked(self.state.iteration)
         batches.close()
         self.metrics.flush()
-        if reason is not None:
-            runtime.say(reason)
-        else:
+        if end is None:
             _stamp("after training is done")
-            self._evaluate("validation", "the end of training for val data")
-            self._evaluate("test", "the end of training for test data")
+            end = self._evaluate("validation", "the end of training for val data")
+            end = end or self._evaluate("test", "the end of training for test data")
+        if end is not None:
+            runtime.say(end.words)
         self.metrics.close()
+        return ExitCode.FINISHED if end is None else end.code
 
     def _step(self, batches: MicroBatches) -> None:
         plan = schedules.plan(self.config, self.state, self.mesh.dp.size)
@@ -118,10 +121,18 @@ class Trainer:
             eod=self.eod,
         )
 
-    def _evaluate(self, split: str, where: str) -> None:
+    def _evaluate(self, split: str, where: str) -> EarlyEnd | None:
+        """Gives the reason, if the run is to end at once: the evaluation ends without a result."""
         dataset: TokenDataset | None = self.data.valid if split == "validation" else self.data.test
         if dataset is None:
-            return
+            return None
+        end: EarlyEnd | None = None
+
+        def stopped() -> bool:
+            nonlocal end
+            end = self.exits.asked(self.state.iteration)
+            return end is not None
+
         loss = evaluate(
             self.engine,
             dataset,
@@ -130,8 +141,11 @@ class Trainer:
             micro_batch_size=_known(self.config.schedule.micro_batch_size),
             eod=self.eod,
             mean_over_dp=_MeanOver(self.mesh),
+            stopped=stopped,
         )
-        self.metrics.record_eval(self.state, split, where, loss)
+        if loss is not None:
+            self.metrics.record_eval(self.state, split, where, loss)
+        return end
 
     def _save(self, saved: int, *, final: bool) -> int:
         """Saves unless this iteration is saved already; gives the last saved iteration.
@@ -151,21 +165,28 @@ class Trainer:
         return self.state.iteration
 
 
-def pretrain(config: Config) -> None:
-    """Runs a training from the configuration of one process of the launched group."""
+def pretrain(config: Config, life: Life) -> ExitCode:
+    """Runs a training from the configuration of one process of the launched group.
+
+    Whatever goes wrong leaves here as an exception: the group is left by those alone that end in
+    order.
+    """
     tokenizer = build_tokenizer(config.tokenizer, config.model.vocab_size)
     config = config.with_vocab(tokenizer.vocab_size)
+    runtime.require_precision(config.precision)
     here = runtime.start(config.runtime)
-    try:
-        runtime.require_precision(config.precision)
-        with runtime.errors_in_words(), runtime.stop_on_signals() as stop:
-            build_trainer(config, tokenizer, here, stop).run()
-    finally:
-        runtime.stop()
+    life.joined(*runtime.meet())
+    trainer = build_trainer(config, tokenizer, here, life)
+    life.training()
+    code = trainer.run()
+    dist.barrier()
+    life.finished()
+    runtime.stop()
+    return code
 
 
 def build_trainer(
-    config: Config, tokenizer: Tokenizer, here: runtime.Runtime, stop: runtime.Stop
+    config: Config, tokenizer: Tokenizer, here: runtime.Runtime, life: Life
 ) -> Trainer:
     """Puts a run together: data, model and engine, checkpoint, sinks. Collective."""
     mesh = Mesh.build(
@@ -198,7 +219,7 @@ def build_trainer(
         data=data,
         metrics=_metrics(config, mesh, engine, state, here),
         checkpoints=checkpoints,
-        exits=ExitConditions(config.logging, stop, here.device),
+        exits=ExitConditions(config.logging, life.stop, here.device, life.began),
         state=state,
         total_iterations=schedules.total_iterations(config, dp_size),
         eod=tokenizer.eod if config.data.eod_mask_loss else None,

@@ -91,8 +91,9 @@ def test_sigterm_to_one_rank_ends_all_with_a_save(
     run = launcher.start(settings, ranks=2)
     run.wait_until(lambda: (tmp_path / "metrics.jsonl").exists() and losses_so_far(tmp_path) != [])
     os.kill(run.pids[rank], signal.SIGTERM)
-    output = run.succeed()
-    assert "exiting program after receiving SIGTERM." in output
+    result = run.wait()
+    assert set(result.codes) == {143}
+    assert "exiting program after receiving SIGTERM." in result.output
     last = len(losses(tmp_path))
     assert saved(tmp_path) == [f"global_step{last}"]
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == str(last)

@@ -1,0 +1,138 @@
+"""What the loop counts as training time, on a clock that only moves when something is done."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from torch._dynamo.utils import counters
+
+from megatron_ds.config import (
+    CheckpointConfig,
+    Config,
+    LoggingConfig,
+    ModelConfig,
+    OptimizerConfig,
+    RuntimeConfig,
+    ScheduleConfig,
+)
+from megatron_ds.data.build import Datasets
+from megatron_ds.parallel.mesh import Mesh
+from megatron_ds.state import StepPlan, StepResult, TrainState
+from megatron_ds.training import trainer
+from megatron_ds.training.metrics import Metrics, Workload
+from megatron_ds.training.records import IntervalRecord, Sink
+from megatron_ds.training.trainer import Trainer
+
+FIRST_STEP, STEP, EVALUATION, SAVE = 60.0, 2.0, 1000.0, 500.0
+
+
+class World:
+    """A clock, and the parts of a run that take time on it."""
+
+    def __init__(self, compiles_in: int | None = None) -> None:
+        self.now, self.taken, self.compiles_in = 0.0, 0, compiles_in
+        self.saves: list[int] = []
+
+    def clock(self) -> float:
+        return self.now
+
+    def train_step(self, batches: Iterator[Any], plan: StepPlan) -> StepResult:
+        self.taken += 1
+        self.now += FIRST_STEP if self.taken == 1 else STEP
+        if plan.iteration == self.compiles_in:
+            self.now += FIRST_STEP
+            counters["stats"]["unique_graphs"] += 1
+        return StepResult(1.0, 1.0)
+
+    def save(self, engine: object, state: TrainState) -> None:
+        self.now += SAVE
+        self.saves.append(state.iteration)
+
+    def asked(self, iteration: int) -> None:
+        return None
+
+    def due(self, iteration: int) -> None:
+        return None
+
+    def close(self) -> None:
+        return None
+
+
+class Intervals(Sink):
+    def __init__(self) -> None:
+        self.records: list[IntervalRecord] = []
+
+    def interval(self, record: IntervalRecord) -> None:
+        self.records.append(record)
+
+
+def run(
+    monkeypatch: pytest.MonkeyPatch,
+    world: World,
+    state: TrainState | None = None,
+    *,
+    compile: bool = False,
+) -> list[IntervalRecord]:
+    """Six iterations with an evaluation after each second and a save after each third."""
+
+    def evaluate(*_: object, **__: object) -> float:
+        world.now += EVALUATION
+        return 1.0
+
+    monkeypatch.setattr(trainer, "evaluate", evaluate)
+    monkeypatch.setattr(Trainer, "_batches", lambda _: world)
+    intervals, anything = Intervals(), cast(Any, world)
+    Trainer(
+        config=Config(
+            model=ModelConfig(seq_length=8),
+            optimizer=OptimizerConfig(lr=1.0),
+            schedule=ScheduleConfig(micro_batch_size=4, global_batch_size=4, train_iters=6),
+            checkpoint=CheckpointConfig(save=str(Path("nowhere")), save_interval=3),
+            logging=LoggingConfig(log_interval=2, eval_interval=2, eval_iters=1),
+            runtime=RuntimeConfig(compile=compile),
+        ),
+        mesh=Mesh.single(),
+        engine=anything,
+        data=Datasets(train=anything, valid=anything, test=None),
+        metrics=Metrics(
+            Workload(flops_per_sample=10**12, seq_length=8, world_size=1),
+            log_interval=2,
+            total_iterations=6,
+            mean_over_dp=lambda losses: losses,
+            sinks=[intervals],
+        ),
+        checkpoints=anything,
+        exits=anything,
+        state=state or TrainState(),
+        total_iterations=6,
+        eod=None,
+        clock=world.clock,
+    ).run()
+    return intervals.records
+
+
+def test_warm_up_evaluations_and_saves_are_no_training_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = World()
+    records = run(monkeypatch, world)
+    assert world.saves == [3, 6]
+    assert world.now > 2 * SAVE + 3 * EVALUATION + FIRST_STEP
+    assert [record.seconds_per_iteration for record in records] == [STEP, STEP, STEP]
+    assert [record.samples_per_second for record in records] == [2.0, 2.0, 2.0]
+
+
+def test_a_resumed_run_warms_up_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    state = TrainState(iteration=3, consumed_samples=12, consumed_tokens=96)
+    first, second = run(monkeypatch, World(), state)
+    assert (first.seconds_per_iteration, first.samples_per_second) == (FIRST_STEP, None)
+    assert (second.seconds_per_iteration, second.samples_per_second) == (STEP, 2.0)
+    assert (first.last.consumed_samples, first.last.consumed_tokens) == (16, 128)
+
+
+def test_a_step_that_compiles_is_no_training_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    records = run(monkeypatch, World(compiles_in=4), compile=True)
+    assert [record.seconds_per_iteration for record in records] == [STEP, STEP, STEP]
