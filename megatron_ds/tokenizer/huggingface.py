@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from megatron_ds.tokenizer.base import (
 )
 
 USUAL_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]", "<|eot_id|>")
+NEEDED_FILES = ("vocab_file", "merges_file")
+"""What a tokenizer of transformers calls the files that it cannot do without."""
 SIDE_FILES = ("tokenizer_config.json", "special_tokens_map.json")
 
 
@@ -24,14 +27,19 @@ def build_hf_tokenizer(path: str) -> Tokenizer:
     In both, as in Megatron, the text of a special token inside a document becomes that token;
     unlike there, no begin or end token is added. Raises ValueError if nothing can be read.
     """
-    file = Path(path) / "tokenizer.json" if Path(path).is_dir() else Path(path)
-    if file.is_file():
-        return FileTokenizer(file)
-    if Path(path).is_dir():
+    if needs_transformers(path):
         return PretrainedTokenizer(path)
+    file = os.path.join(path, "tokenizer.json") if os.path.isdir(path) else path
+    if os.path.isfile(file):
+        return FileTokenizer(Path(file))
     raise ValueError(
         f"--tokenizer-model {path}: there is no such tokenizer.json and no such folder"
     )
+
+
+def needs_transformers(path: str) -> bool:
+    """Whether a tokenizer is read by `transformers`, which takes seconds to load."""
+    return os.path.isdir(path) and not os.path.isfile(os.path.join(path, "tokenizer.json"))
 
 
 class FileTokenizer:
@@ -76,12 +84,19 @@ class PretrainedTokenizer:
         with library_errors(f"--tokenizer-model {folder}: no tokenizer can be read from it"):
             self._tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
             vocab: dict[str, int] = self._tokenizer.get_vocab()
+        # Without its files transformers makes an empty tokenizer, which encodes a text to nothing.
+        names: dict[str, str] = self._tokenizer.vocab_files_names
+        missing = [names[kind] for kind in NEEDED_FILES if kind in names]
+        missing = [name for name in missing if not os.path.isfile(os.path.join(folder, name))]
+        if missing:
+            raise ValueError(
+                f"--tokenizer-model {folder}: it has no tokenizer.json and no {', '.join(missing)}"
+            )
         self.vocab_size = checked_size(vocab, f"--tokenizer-model {folder}")
         if self._tokenizer.eos_token_id is None:
             raise ValueError(f"--tokenizer-model {folder}: it names no eos_token to end documents")
         self.eod = int(self._tokenizer.eos_token_id)
-        names = {*self._tokenizer.vocab_files_names.values(), *SIDE_FILES}
-        files = [Path(folder) / name for name in sorted(names)]
+        files = [Path(folder) / name for name in sorted({*names.values(), *SIDE_FILES})]
         self.fingerprint = fingerprint_of(
             "HFTokenizer", [file.read_bytes() for file in files if file.is_file()]
         )
