@@ -285,8 +285,8 @@ class ModelConfig:
             yield (
                 f"{flag_of(name)} {value}{origin} is not divisible by "
                 f"--tensor-model-parallel-size {tp_size} (nearest: "
-                f"{nearest_multiples(value, tp_size)}; this model can be cut "
-                f"{_listed(fitting)} ways)"
+                f"{nearest_multiples(value, tp_size)}; tensor-parallel sizes that fit this model: "
+                f"{_listed(fitting)})"
             )
 
 
@@ -306,7 +306,7 @@ class ParallelConfig:
 
     def arithmetic(self, world_size: int) -> str:
         """How the data-parallel size comes about, for messages."""
-        words = f"{world_size} processes / --tensor-model-parallel-size "
+        words = f"{_processes(world_size)} / --tensor-model-parallel-size "
         words += f"{self.tensor_model_parallel_size}"
         if self.pipeline_model_parallel_size != 1:
             words += f" / --pipeline-model-parallel-size {self.pipeline_model_parallel_size}"
@@ -318,12 +318,13 @@ class ParallelConfig:
             yield f"--tensor-model-parallel-size {tp}: must be positive"
         elif world_size % tp:
             yield (
-                f"--tensor-model-parallel-size {tp} does not divide the {world_size} "
-                f"{'process' if world_size == 1 else 'processes'} of this run (valid: "
-                f"{_listed(divisors(world_size))}; or start "
+                f"--tensor-model-parallel-size {tp} does not divide the {_processes(world_size)} "
+                f"of this run (valid: {_listed(divisors(world_size))}; or start "
                 f"{nearest_multiples(world_size, tp)} processes)"
             )
-        if pp != 1:
+        if pp < 1:
+            yield f"--pipeline-model-parallel-size {pp}: must be positive"
+        elif pp > 1:
             yield (
                 f"--pipeline-model-parallel-size {pp}: pipeline parallelism is not there yet; "
                 f"use tensor parallelism"
@@ -383,9 +384,14 @@ class RecomputeConfig:
             self.deepspeed_activation_checkpointing or self.partition_activations
         )
 
-    def problems(self) -> Iterator[str]:
+    def problems(self, num_layers: int | None = None) -> Iterator[str]:
         if self.checkpoint_num_layers < 1:
             yield f"--checkpoint-num-layers {self.checkpoint_num_layers}: must be positive"
+        if num_layers is not None and 0 < num_layers < self.checkpoint_num_layers:
+            yield (
+                f"--checkpoint-num-layers {self.checkpoint_num_layers} exceeds --num-layers "
+                f"{num_layers} (give at most {num_layers})"
+            )
         if self.checkpoint_activations and (
             self.recompute_granularity == "selective" or self.recompute_activations
         ):
@@ -429,7 +435,9 @@ class DataConfig:
         metavar="PATH",
     )
     split: str | None = knob(
-        None, "shares of --data-path for training, validation, test (default: 969,30,1)"
+        None,
+        "shares of --data-path for training, validation, test (default: 969,30,1)",
+        metavar="A,B,C",
     )
     train_data_path: tuple[str, ...] | None = knob(
         None, "as --data-path, for training alone", nargs="*", metavar="PATH"
@@ -450,6 +458,7 @@ class DataConfig:
         None,
         "folder of the index caches (default: index-cache beside the data, or below --save if "
         "that is read-only)",
+        metavar="FOLDER",
     )
     num_workers: int = knob(2, "loader processes; 0 reads in the training process")
     mmap_warmup: bool = knob(False, "read the token files once at start to warm the page cache")
@@ -465,6 +474,8 @@ class DataConfig:
             yield "--split cuts --data-path; it has no meaning with --train-data-path"
         if self.num_workers < 0:
             yield f"--num-workers {self.num_workers}: must not be negative"
+        if self.data_cache_path is not None and not os.path.isdir(self.data_cache_path):
+            yield from folder_problems("--data-cache-path", self.data_cache_path)
 
 
 @dataclass(frozen=True)
@@ -477,10 +488,13 @@ class TokenizerConfig:
         choices=("GPT2BPETokenizer", "HFTokenizer", "NullTokenizer"),
         values={"PretrainedFromHF": "HFTokenizer", "HuggingFaceTokenizer": "HFTokenizer"},
     )
-    vocab_file: str | None = knob(None, "vocab.json of GPT2BPETokenizer")
-    merge_file: str | None = knob(None, "merges.txt of GPT2BPETokenizer")
+    vocab_file: str | None = knob(None, "vocab.json of GPT2BPETokenizer", metavar="FILE")
+    merge_file: str | None = knob(None, "merges.txt of GPT2BPETokenizer", metavar="FILE")
     tokenizer_model: str | None = knob(
-        None, "folder or tokenizer.json of HFTokenizer", aliases=("tokenizer-name-or-path",)
+        None,
+        "folder or tokenizer.json of HFTokenizer",
+        aliases=("tokenizer-name-or-path",),
+        metavar="PATH",
     )
 
     def problems(self, vocab_size: int | None) -> Iterator[str]:
@@ -562,7 +576,8 @@ class ScheduleConfig:
     )
     rampup_batch_size: tuple[int, int, int] | None = knob(
         None,
-        "first global batch, its increment, samples over which it grows to --global-batch-size",
+        "START STEP SAMPLES: the first global batch grows by STEP, evenly over SAMPLES samples, to "
+        "--global-batch-size",
         nargs=3,
         metavar="N",
     )
@@ -581,7 +596,9 @@ class ScheduleConfig:
     )
     lr_warmup_iters: int = knob(0, "iterations of linear warm-up")
     lr_warmup_samples: int = knob(0, "samples of linear warm-up")
-    lr_warmup_fraction: float | None = knob(None, "warm-up as a share of the decay's length")
+    lr_warmup_fraction: float | None = knob(
+        None, "warm-up as a share of the decay's length, 0 to 1"
+    )
     lr_warmup_init: float = knob(0.0, "learning rate at the start of warm-up")
     min_lr: float = knob(0.0, "lowest learning rate after warm-up")
     lr_wsd_decay_style: str = knob(
@@ -599,7 +616,10 @@ class ScheduleConfig:
         if self.train_iters is None and self.train_samples is None:
             yield "--train-iters or --train-samples is required"
         if self.train_iters is not None and self.train_samples is not None:
-            yield "--train-iters and --train-samples exclude each other"
+            yield (
+                f"--train-iters {self.train_iters} and --train-samples {self.train_samples} "
+                "exclude each other: both give the run's length"
+            )
         for name in ("train_iters", "train_samples", "micro_batch_size", "global_batch_size"):
             value = getattr(self, name)
             if value is not None and value <= 0:
@@ -700,8 +720,15 @@ class PrecisionConfig:
     loss_scale: float | None = knob(None, "static loss scale of fp16 (default: dynamic)")
     initial_loss_scale: float = knob(2.0**16, "first value of the dynamic loss scale")
     min_loss_scale: float = knob(1.0, "lowest dynamic loss scale")
-    loss_scale_window: int = knob(1000, "good steps after which the dynamic loss scale doubles")
+    loss_scale_window: int = knob(
+        1000, "steps without overflow after which the dynamic loss scale doubles"
+    )
     hysteresis: int = knob(2, "overflows before the dynamic loss scale is halved")
+    max_skipped_in_a_row: int = knob(
+        50,
+        "end the run (status 3) when so many steps in a row, or one at the lowest loss scale, were "
+        "skipped for a gradient that was not finite; 0: never",
+    )
     accumulate_allreduce_grads_in_fp32: bool = knob(
         True,
         "accumulate gradients in bf16 or fp16 instead of fp32",
@@ -725,6 +752,11 @@ class PrecisionConfig:
             value = getattr(self, name)
             if value is not None and value <= 0:
                 yield f"{flag_of(name)} {value}: must be positive"
+        if self.max_skipped_in_a_row < 0:
+            yield (
+                f"--max-skipped-in-a-row {self.max_skipped_in_a_row}: must not be negative (0 "
+                "never ends a run)"
+            )
 
 
 @dataclass(frozen=True)
@@ -735,7 +767,7 @@ class DeepSpeedConfig:
 
     deepspeed: bool = knob(False, "accepted; every run is a DeepSpeed run")
     deepspeed_config: str | None = knob(
-        None, "JSON file with DeepSpeed's keys", flag="deepspeed_config"
+        None, "JSON file with DeepSpeed's keys", flag="deepspeed_config", metavar="FILE"
     )
     zero_stage: int | None = knob(
         None,
@@ -773,9 +805,11 @@ def folder_problems(flag: str, path: str | None) -> Iterator[str]:
 class CheckpointConfig:
     """Saving and resuming."""
 
-    save: str | None = knob(None, "folder for checkpoints")
+    save: str | None = knob(None, "folder for checkpoints", metavar="FOLDER")
     load: str | None = knob(
-        None, "folder to resume from; a folder without a checkpoint starts a new run"
+        None,
+        "folder to resume from; a folder without a checkpoint starts a new run",
+        metavar="FOLDER",
     )
     save_interval: int | None = knob(
         None, "iterations between checkpoints (the last iteration is always saved)"
@@ -832,14 +866,18 @@ class LoggingConfig:
     log_interval: int = knob(100, "iterations between console lines")
     eval_interval: int | None = knob(1000, "iterations between validations")
     eval_iters: int = knob(100, "global batches per validation and test; 0 is off")
-    exit_interval: int | None = knob(
-        None, "end the program when the iteration is divisible by this"
-    )
-    exit_duration_in_mins: float | None = knob(None, "end the program after this many minutes")
+    skip_train: bool = knob(False, "evaluate on validation and test data, and train nothing")
+    exit_interval: int | None = knob(None, "save and end when the iteration is divisible by this")
+    exit_duration_in_mins: float | None = knob(None, "save and end after this many minutes")
     kill_switch_path: str | None = knob(
-        None, "save and end when this file exists", aliases=("kill-switch-file",)
+        None,
+        "save and end when this file exists",
+        aliases=("kill-switch-file",),
+        metavar="FILE",
     )
-    tensorboard_dir: str | None = knob(None, "folder for TensorBoard")
+    tensorboard_dir: str | None = knob(
+        None, "folder for TensorBoard (default: none is written)", metavar="FOLDER"
+    )
     tensorboard_queue_size: int = knob(1000, "events held back before TensorBoard writes")
     tensorboard_log_interval: int = knob(1, "iterations between TensorBoard points")
     log_timers_to_tensorboard: bool = knob(False, "iteration times and throughput to TensorBoard")
@@ -860,6 +898,7 @@ class LoggingConfig:
         None,
         "one JSON record per step goes here (default: metrics.jsonl in --save; none without "
         "--save)",
+        metavar="FILE",
     )
 
     def problems(self) -> Iterator[str]:
@@ -876,9 +915,14 @@ class LoggingConfig:
                 yield f"{flag_of(name)} {value}: must be positive"
         if self.eval_iters < 0:
             yield f"--eval-iters {self.eval_iters}: must not be negative"
+        if self.skip_train and self.eval_iters == 0:
+            yield "--skip-train evaluates alone, and --eval-iters 0 leaves nothing to do"
         yield from folder_problems("--tensorboard-dir", self.tensorboard_dir)
         if self.metrics_jsonl is not None and os.path.isdir(self.metrics_jsonl):
             yield f"--metrics-jsonl {self.metrics_jsonl}: is a folder; give a file"
+        elif self.metrics_jsonl is not None:
+            folder = os.path.dirname(os.path.abspath(self.metrics_jsonl))
+            yield from folder_problems(f"--metrics-jsonl {self.metrics_jsonl}: its folder", folder)
 
 
 @dataclass(frozen=True)
@@ -891,7 +935,9 @@ class RuntimeConfig:
         "communication backend (default: the accelerator's)",
         choices=("nccl", "gloo", "ccl", "hccl"),
     )
-    distributed_timeout_minutes: float = knob(10.0, "a collective that waits longer is an error")
+    distributed_timeout_minutes: float = knob(
+        10.0, "a collective that waits longer than this many minutes is an error"
+    )
     local_rank: int | None = knob(
         None,
         "set by the launcher; not read, its environment says the same",
@@ -950,7 +996,7 @@ class Config:
         return [
             *self.model.problems(self.parallel.tensor_model_parallel_size),
             *self.parallel.problems(world_size),
-            *self.recompute.problems(),
+            *self.recompute.problems(self.model.num_layers),
             *self.data.problems(),
             *self.tokenizer.problems(self.model.vocab_size),
             *self.optimizer.problems(),
@@ -1016,6 +1062,10 @@ def nearest_multiples(value: int, unit: int) -> str:
 def divisors(value: int) -> list[int]:
     small = [number for number in range(1, math.isqrt(value) + 1) if value % number == 0]
     return sorted({*small, *(value // number for number in small)})
+
+
+def _processes(count: int) -> str:
+    return "1 process" if count == 1 else f"{count} processes"
 
 
 def _listed(values: list[int]) -> str:

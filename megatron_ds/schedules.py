@@ -207,7 +207,7 @@ def _length_problems(config: Config) -> Iterator[str]:
         )
         yield (
             f"{given}: the learning rate's warm-up must be shorter than its decay, {decay_flag} "
-            f"{decay} (give less, or a greater --lr-decay-{unit})"
+            f"{decay} (give at most {decay - 1} {unit}, or a greater --lr-decay-{unit})"
         )
     elif schedule.lr_decay_style == "WSD" and annealing is not None and annealing > decay - warmup:
         yield (

@@ -15,6 +15,8 @@ from typing import Any
 
 from megatron_ds.checkpoint.found import (
     MANIFEST,
+    POINTERS,
+    REPLACED,
     STATES,
     candidates,
     problem_with,
@@ -24,11 +26,8 @@ from megatron_ds.engine.checkpoint_files import read_tensors
 
 INCOMPLETE = ".incomplete-"
 """Prefix of a folder that is being written."""
-REPLACED = ".replaced-"
-"""Prefix of a checkpoint that made way for one of the same iteration."""
 REMOVED = ".removed-"
 """Prefix of a checkpoint that is being deleted."""
-POINTERS = ("latest", "latest_checkpointed_iteration.txt")
 
 
 def files_below(path: Path) -> list[str]:
@@ -142,19 +141,6 @@ def point_at(target: Path, iteration: int) -> None:
     """Writes the pointers, for other programs; a load of ours goes by the folders."""
     for name, text in zip(POINTERS, (target.name, str(iteration)), strict=True):
         write_text(target.parent / name, text)
-
-
-def wrong_pointers(folder: Path, newest: Path | None) -> list[str]:
-    """What the pointers say other than the newest folder's name: one line for each."""
-    expected = ("", "") if newest is None else (newest.name, newest.name[len("global_step") :])
-    found = []
-    for name, right in zip(POINTERS, expected, strict=True):
-        path = folder / name
-        if path.is_file():
-            text = path.read_text(encoding="utf-8", errors="replace").strip()
-            if text != right:
-                found.append(f"{path} says {text[:80]!r}")
-    return found
 
 
 def size_of_newest(folder: Path) -> int | None:

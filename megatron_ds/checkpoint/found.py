@@ -9,19 +9,23 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from megatron_ds.config import Config
+from megatron_ds.config import GROUPS, Config, flag_of
 from megatron_ds.engine.ds_config import zero_stage
 from megatron_ds.state import TrainState
 
 MANIFEST = "manifest.json"
 RUN = "run.json"
+POINTERS = ("latest", "latest_checkpointed_iteration.txt")
+REPLACED = ".replaced-"
+"""Prefix of a checkpoint that made way for one of the same iteration."""
 FORMAT_VERSION = 2
 FREE_FIELDS = frozenset({"attention_dropout", "hidden_dropout", "init_method_std"})
 """Fields of the model that may change on a resume."""
+FIELDS = frozenset(item.name for group in GROUPS.values() for item in fields(group))
 STATES = ".pt"
 """Ending of the files that hold tensors."""
 UNSEALED = "0" * 64
@@ -69,22 +73,28 @@ def mismatches(found: Found, config: Config, dp_size: int) -> list[str]:
     for key, now in config.to_dict()["model"].items():
         saved = before["model"].get(key)
         if saved != now and key not in FREE_FIELDS:
-            problems.append(f"{key} is {saved} in the checkpoint and {now} in this run")
+            problems.append(f"{_named(key)} is {saved} in the checkpoint and {now} in this run")
     for key, now in layout(config, dp_size).items():
         saved = found.run["layout"].get(key)
         if saved != now:
             problems.append(
-                f"{key} is {saved} in the checkpoint and {now} in this run "
+                f"{_named(key)} is {saved} in the checkpoint and {now} in this run "
                 "(a resume needs the same layout)"
             )
     for key, now in order(config, dp_size).items():
         saved = found.run["order"].get(key)
         if saved != now:
             problems.append(
-                f"{key} is {saved} in the checkpoint and {now} in this run "
+                f"{_named(key)} is {saved} in the checkpoint and {now} in this run "
                 "(it decides which samples come next)"
             )
     return problems
+
+
+def _named(key: str) -> str:
+    """The flag of a field, unless that says the opposite of the field; the plain name of others."""
+    spelled = f"--{key.replace('_', '-')}"
+    return spelled if key in FIELDS and flag_of(key) == spelled else key
 
 
 def candidates(folder: Path) -> list[Path]:
@@ -118,6 +128,19 @@ def problem_with(path: Path) -> str | None:
     if unknown:
         return f"{unknown[0]} is not one of its files (the manifest does not name it)"
     return None
+
+
+def wrong_pointers(folder: Path, newest: Path | None) -> list[str]:
+    """What the pointers say other than the newest folder's name: one line for each."""
+    expected = ("", "") if newest is None else (newest.name, newest.name[len("global_step") :])
+    found = []
+    for name, right in zip(POINTERS, expected, strict=True):
+        path = folder / name
+        if path.is_file():
+            text = path.read_text(encoding="utf-8", errors="replace").strip()
+            if text != right:
+                found.append(f"{path} says {text[:80]!r}")
+    return found
 
 
 def read_run(path: Path) -> Found:

@@ -189,11 +189,11 @@ def test_another_model_or_layout_is_refused_in_words(
     assert result.codes == (1, 1)
     for words in (
         f"the checkpoint {tmp_path / 'global_step1'} does not fit this run:",
-        "num_layers is 2 in the checkpoint and 3 in this run",
-        "norm_epsilon is 1e-05 in the checkpoint and 1e-06 in this run",
-        "tensor_model_parallel_size is 1 in the checkpoint and 2 in this run",
+        "--num-layers is 2 in the checkpoint and 3 in this run",
+        "--norm-epsilon is 1e-05 in the checkpoint and 1e-06 in this run",
+        "--tensor-model-parallel-size is 1 in the checkpoint and 2 in this run",
         "data_parallel_size is 2 in the checkpoint and 1 in this run",
-        "zero_stage is 1 in the checkpoint and 2 in this run",
+        "--zero-stage is 1 in the checkpoint and 2 in this run",
         "precision is fp32 in the checkpoint and bf16 in this run",
     ):
         assert result.output.count(words) == 1, f"{words!r} in:\n{result.output}"

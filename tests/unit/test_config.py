@@ -61,12 +61,12 @@ def test_a_contradiction_in_the_model_is_named(changes, words):
 def test_what_tensor_parallelism_must_divide_is_named():
     words = model_problems(tp_size=4, ffn_hidden_size=90)
     assert "--num-attention-heads 6 is not divisible by --tensor-model-parallel-size 4" in words
-    assert "(nearest: 4 or 8; this model can be cut 1, 2, 3, 6 ways)" in words
+    assert "(nearest: 4 or 8; tensor-parallel sizes that fit this model: 1, 2, 3, 6)" in words
     assert "--num-query-groups" not in words
     assert "--ffn-hidden-size 90 is not divisible" in words
     groups = model_problems(tp_size=6, num_query_groups=2)
     assert "--num-query-groups 2 is not divisible by --tensor-model-parallel-size 6" in groups
-    assert "this model can be cut 1, 2 ways" in groups
+    assert "tensor-parallel sizes that fit this model: 1, 2" in groups
     derived = model_problems(tp_size=5)
     assert "--ffn-hidden-size 192 (from --hidden-size 48) is not divisible" in derived
 

@@ -245,8 +245,9 @@ def test_another_model_or_layout_is_refused_with_every_difference(
         load(Checkpoints(other, Mesh.build(1), said.append))
     assert str(error.value).splitlines() == [
         f"the checkpoint {folder / 'global_step2'} does not fit this run:",
-        "  - num_layers is 2 in the checkpoint and 3 in this run",
-        "  - zero_stage is 1 in the checkpoint and 2 in this run (a resume needs the same layout)",
+        "  - --num-layers is 2 in the checkpoint and 3 in this run",
+        "  - --zero-stage is 1 in the checkpoint and 2 in this run (a resume needs the same "
+        "layout)",
         "  - precision is fp32 in the checkpoint and bf16 in this run (a resume needs the same "
         "layout)",
     ]
@@ -267,9 +268,9 @@ def test_what_decides_the_order_of_the_samples_may_not_change(
         load(Checkpoints(other, Mesh.build(1), said.append))
     words = " (it decides which samples come next)"
     assert str(error.value).splitlines()[1:] == [
-        f"  - seed is 1234 in the checkpoint and 7 in this run{words}",
-        f"  - global_batch_size is 4 in the checkpoint and 8 in this run{words}",
-        f"  - rampup_batch_size is None in the checkpoint and [2, 2, 6] in this run{words}",
+        f"  - --seed is 1234 in the checkpoint and 7 in this run{words}",
+        f"  - --global-batch-size is 4 in the checkpoint and 8 in this run{words}",
+        f"  - --rampup-batch-size is None in the checkpoint and [2, 2, 6] in this run{words}",
     ]
 
 
