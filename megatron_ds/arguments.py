@@ -13,7 +13,7 @@ import math
 import re
 import sys
 import typing
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -123,12 +123,15 @@ def fail(problems: Sequence[str], *, rank: int = 0) -> typing.NoReturn:
     raise SystemExit(2)
 
 
-def scan(argv: Sequence[str], *, also: Iterable[str] = ()) -> Scan:
+def scan(
+    argv: Sequence[str], *, among: Mapping[str, Flag] | None = None, also: Iterable[str] = ()
+) -> Scan:
     """What the words of a command line say, with every error in them.
 
-    also: names of further flags that the program knows, for the hint at a typing error.
+    among: the flags by their names; those of pretrain_gpt.py if none are given. also: names of
+    further flags that the program knows, for the hint at a typing error.
     """
-    flags = known()
+    flags = known() if among is None else among
     names = [*flags, *map(dashed, also)]
     given: dict[str, Given] = {}
     problems: list[str] = []

@@ -7,6 +7,7 @@ Owns the declarations and how --help shows them. How a command line is read stan
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib.metadata
 import platform
 import re
@@ -18,7 +19,16 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from megatron_ds.config import GLU_ACTIVATIONS, GROUPS
-from megatron_ds.peer_flags import ALWAYS, FIXED_VALUES, REFUSED, WITHOUT_EFFECT, Peer, Takes
+from megatron_ds.peer_flags import (
+    ALWAYS,
+    FIXED_VALUES,
+    PREPROCESS_REFUSED,
+    PREPROCESS_WITHOUT_EFFECT,
+    REFUSED,
+    WITHOUT_EFFECT,
+    Peer,
+    Takes,
+)
 
 WIDTH = 80
 """Columns of --help."""
@@ -142,10 +152,25 @@ def of_peer(name: str, peer: Peer, outcome: Outcome) -> Flag:
     return Flag((name,), outcome, peer.takes, peer.words, same=peer.same, metavar="X")
 
 
-def known() -> dict[str, Flag]:
-    """Every flag, by each of its names with dashes between the words."""
+@functools.cache
+def known() -> Mapping[str, Flag]:
+    """Every flag of pretrain_gpt.py, by each of its names with dashes between the words."""
     flags = [*(flag for group in groups().values() for flag in group), *peers()]
     return {dashed(name): flag for flag in flags for name in flag.names}
+
+
+@functools.cache
+def of_preprocessing() -> Mapping[str, Flag]:
+    """The flags of the peers' preprocess_data.py that tools/preprocess_data.py does not read."""
+    tables: tuple[tuple[Outcome, dict[str, Peer]], ...] = (
+        ("dropped", PREPROCESS_WITHOUT_EFFECT),
+        ("refused", PREPROCESS_REFUSED),
+    )
+    return {
+        name: of_peer(name, peer, outcome)
+        for outcome, table in tables
+        for name, peer in table.items()
+    }
 
 
 def help_text() -> str:

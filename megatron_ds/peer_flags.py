@@ -358,9 +358,10 @@ REFUSED: dict[str, Peer] = {
     **_all(_NO_EXPERTS, lists="num-experts", same=("1",)),
     **_all(
         _NO_EXPERTS,
-        valued="moe-expert-parallel-size expert-model-parallel-size num-experts-switch",
+        valued="moe-expert-parallel-size expert-model-parallel-size",
         same=("1",),
     ),
+    **_all(_NO_EXPERTS, valued="num-experts-switch"),
     # Layout.
     **_all(_NO_SEQUENCE, switches="sequence-parallel"),
     **_all(_NO_SEQUENCE, switches="force-ds-sequence-parallel ds-sequence-parallel-fpdt"),

@@ -12,9 +12,10 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from megatron_ds import runtime
+from megatron_ds import arguments, flags, runtime
 from megatron_ds.config import TokenizerConfig
 from megatron_ds.data.preprocess import PreprocessOptions, Progress, preprocess
+from megatron_ds.peer_flags import REFUSED_VALUES
 from megatron_ds.tokenizer import build_tokenizer
 
 KINDS = {
@@ -48,6 +49,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     data.add_argument(
         "--dataset-impl",
         default="mmap",
+        type=_taken_elsewhere("data_impl"),
         choices=["mmap"],
         help="output format; the old lazy and cached formats are not written",
     )
@@ -55,6 +57,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     tokenizer.add_argument(
         "--tokenizer-type",
         required=True,
+        type=_taken_elsewhere("tokenizer_type"),
         choices=list(KINDS),
         help="HuggingFaceTokenizer and PretrainedFromHF are other names of HFTokenizer",
     )
@@ -87,7 +90,28 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         default=1000,
         help="documents between progress lines when stderr is no terminal (default: %(default)s)",
     )
-    return parser.parse_args([_dashed(argument) for argument in argv])
+    args, rest = parser.parse_known_args([_dashed(argument) for argument in argv])
+    said = arguments.scan(
+        rest, among=flags.of_preprocessing(), also=list(parser._option_string_actions)
+    )
+    for line in said.warnings:
+        print(f"WARNING: {line}", file=sys.stderr)
+    if said.problems:
+        parser.error("; ".join(said.problems))
+    return args
+
+
+def _taken_elsewhere(field: str) -> Callable[[str], str]:
+    """A value's type that refuses, in words, what other Megatrons take for the field."""
+
+    def check(value: str) -> str:
+        if value in REFUSED_VALUES[field]:
+            raise argparse.ArgumentTypeError(
+                f"{value} is not supported: {REFUSED_VALUES[field][value]}"
+            )
+        return value
+
+    return check
 
 
 def _dashed(argument: str) -> str:

@@ -352,7 +352,7 @@ sys.argv = ["pretrain_gpt.py", *sys.argv[1:]]
 try:
     runpy.run_path("pretrain_gpt.py", run_name="__main__")
 except SystemExit as ended:
-    heavy = {"torch", "deepspeed", "transformers", "numpy"} & set(sys.modules)
+    heavy = {"torch", "deepspeed", "transformers"} & set(sys.modules)
     print("ended", ended.code, sorted(heavy))
 """
 
