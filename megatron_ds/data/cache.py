@@ -100,7 +100,7 @@ def _load(folder: Path, name: str) -> Arrays | None:
             key: np.load(folder / f"{name}.{key}.npy", mmap_mode="r", allow_pickle=False)
             for key in described
         }
-        if any(_describe(array) != described[key] for key, array in arrays.items()):
+        if not arrays or any(_describe(arrays[key]) != described[key] for key in arrays):
             return None
     except Exception:  # whatever the libraries say of a damaged file, the entry is made again
         return None

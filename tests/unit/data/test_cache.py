@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -87,6 +88,68 @@ def test_an_entry_that_is_not_complete_is_made_again(tmp_path: Path) -> None:
     array.unlink()
     cache.get("kind", {}, make)
     assert make.calls == 6
+
+
+def test_a_changed_byte_anywhere_is_found(tmp_path: Path) -> None:
+    cache, make = ArrayCache([tmp_path]), Maker()
+    cache.get("kind", {}, make)
+    files = [path for path in tmp_path.iterdir() if path.suffix in (".npy", ".json")]
+    assert len(files) == 3
+    for path in files:
+        content = path.read_bytes()
+        for at in range(0, len(content), 11):
+            damaged = bytearray(content)
+            damaged[at] ^= 1 + at % 255
+            path.write_bytes(damaged)
+            arrays = cache.get("kind", {}, make)
+            assert arrays["a"].tolist() == [0, 1, 2, 3, 4]
+            assert arrays["b"].tolist() == [[1, 1, 1], [1, 1, 1]]
+    assert sorted(path.name for path in tmp_path.iterdir() if path.suffix == ".partial") == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["[]", "5", '{"arrays": 5}', '{"arrays": {"a": 1}}', "[" * 100_000, "\0", '{"arrays": []}'],
+)
+def test_a_description_of_another_kind(tmp_path: Path, text: str) -> None:
+    cache, make = ArrayCache([tmp_path]), Maker()
+    cache.get("kind", {}, make)
+    (description,) = tmp_path.glob("*.json")
+    description.write_text(text)
+    assert sorted(cache.get("kind", {}, make)) == ["a", "b"]
+
+
+def test_a_disk_without_room_gives_way_to_the_next_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fsync = os.fsync
+
+    def full(descriptor: int) -> None:
+        if "small" in os.readlink(f"/proc/self/fd/{descriptor}"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", full)
+    small, large, make = tmp_path / "small", tmp_path / "large", Maker()
+    assert ArrayCache([small, large]).get("kind", {}, make)["a"].tolist() == [0, 1, 2, 3, 4]
+    assert make.calls == 1
+    assert not [path for path in small.iterdir() if path.suffix != ".lock"]
+    with pytest.raises(ValueError, match=r"small: No space left on device.*--data-cache-path"):
+        ArrayCache([small]).get("kind", {}, make)
+
+
+def test_a_long_kind_and_a_failing_maker(tmp_path: Path) -> None:
+    cache, make = ArrayCache([tmp_path]), Maker()
+    for _ in range(2):
+        cache.get("k" * 300, {}, make)
+    assert make.calls == 1
+
+    def fail() -> Arrays:
+        raise ValueError("no tokens")
+
+    with pytest.raises(ValueError, match="no tokens"):
+        cache.get("kind", {}, fail)
+    assert sorted(cache.get("kind", {}, make)) == ["a", "b"]
 
 
 def test_a_later_folder_is_read_and_the_first_writable_one_written(tmp_path: Path) -> None:
