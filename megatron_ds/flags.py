@@ -207,11 +207,10 @@ def _help_entry(flag: Flag) -> str:
 def explanation(flag: Flag) -> str:
     """Meaning, default and aliases of a flag that sets a field."""
     notes = []
-    if flag.default is not None and "(default" not in flag.words:
-        notes.append(f"default: {_number(flag.default)}")
-    others = [name for name in flag.names[1:] if dashed(name) != dashed(flag.names[0])]
-    if others:
-        notes.append("also " + ", ".join(f"--{name}" for name in others))
+    if default_of(flag):
+        notes.append(f"default: {default_of(flag)}")
+    if other_names(flag):
+        notes.append("also " + ", ".join(f"--{name}" for name in other_names(flag)))
     if not notes:
         return flag.words
     if re.search(r" \([^()]*\)$", flag.words):
@@ -219,11 +218,18 @@ def explanation(flag: Flag) -> str:
     return f"{flag.words} ({'; '.join(notes)})"
 
 
-def _number(value: Any) -> str:
-    """As users write it: 1e-08 is 1e-8, 65536.0 is 65536."""
-    if isinstance(value, float):
-        return f"{value:.15g}".replace("e-0", "e-").replace("e+0", "e")
-    return str(value)
+def default_of(flag: Flag) -> str:
+    """The default as users write it, 1e-8 or 65536; "" if there is none or the help names it."""
+    if flag.default is None or "(default" in flag.words:
+        return ""
+    if isinstance(flag.default, float):
+        return f"{flag.default:.15g}".replace("e-0", "e-").replace("e+0", "e")
+    return str(flag.default)
+
+
+def other_names(flag: Flag) -> list[str]:
+    """The aliases that are more than another way to write the dashes."""
+    return [name for name in flag.names[1:] if dashed(name) != dashed(flag.names[0])]
 
 
 def _of_field(item: dataclasses.Field[Any], hint: Any) -> Flag:

@@ -549,5 +549,24 @@ PREPROCESS_REFUSED: dict[str, Peer] = {
     ),
 }
 
-DEFAULTS: dict[str, tuple[str, str]] = {}
-"""Defaults of the peers that differ from ours and reach the numbers: flag -> (theirs, meaning)."""
+DEFAULTS: dict[str, tuple[str, str, str]] = {
+    "accumulate-allreduce-grads-in-fp32": (
+        "off, but on with `--bf16`",
+        "on",
+        "with `--fp16`, too, gradients are summed in fp32; "
+        "`--no-accumulate-allreduce-grads-in-fp32` gives the peers' sums",
+    ),
+    "distributed-backend": ("nccl", "the accelerator's", "gloo on a CPU, nccl on NVIDIA's devices"),
+    "initial-loss-scale": (
+        "2^32 (under DeepSpeed not read: 2^16)",
+        "65536 (2^16)",
+        "fewer steps are skipped at the start of a run in fp16",
+    ),
+    "num-query-groups": (
+        "1, read with `--group-query-attention` only",
+        "the number of heads",
+        "the flag alone is enough for grouped-query attention",
+    ),
+    "tokenizer-type": ("none, it must be given", "GPT2BPETokenizer", ""),
+}
+"""Flags whose default here is not the peers': theirs, ours, and what that means."""

@@ -1,0 +1,19 @@
+"""docs/flags.md says what the code does."""
+
+from __future__ import annotations
+
+from megatron_ds import flags
+from tools import make_docs
+
+
+def test_the_page_is_current() -> None:
+    """`python tools/make_docs.py` writes it."""
+    assert make_docs.OUTPUT.read_text(encoding="utf-8") == make_docs.page()
+
+
+def test_the_page_names_every_flag() -> None:
+    page = make_docs.page()
+
+    for flag in flags.known().values():
+        for name in (flag.names[0], *flags.other_names(flag)):
+            assert f"`--{name}`" in page or f"`--{name} " in page, name
