@@ -39,6 +39,8 @@ class StepResult:
     """The step was dropped because its gradient was not finite."""
     loss_scale: float | None = None
     """Loss scale of fp16."""
+    scale_spent: bool = False
+    """The step was dropped though the dynamic loss scale stood at its lowest."""
 
 
 @dataclass(frozen=True)

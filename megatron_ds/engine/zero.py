@@ -7,6 +7,7 @@ none. It knows nothing of schedules, logs or checkpoints' names.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import nn
 from megatron_ds.data.stream import Batch
 from megatron_ds.engine.checkpoint_files import CheckpointFiles
 from megatron_ds.engine.effective import States, Values, states
+from megatron_ds.engine.loss_scale import LossScale
 from megatron_ds.engine.optimizer import forget_bias_correction, set_rates
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.parallel.random import RngStreams
@@ -50,6 +52,7 @@ class ZeroEngine:
         self._seed = seed
         self._device = device
         self._stage: int = ds_config["zero_optimization"]["stage"]
+        self._loss_scale = LossScale(engine.optimizer) if engine.fp16_enabled() else None
 
     @property
     def module(self) -> nn.Module:
@@ -76,6 +79,7 @@ class ZeroEngine:
         losses = []
         norm: torch.Tensor | float | None = None
         dropped = False
+        spent = self._loss_scale is not None and self._loss_scale.spent
         for index in range(plan.num_micro_batches):
             last = index == plan.num_micro_batches - 1
             # DeepSpeed finds the boundary by counting micro-steps since the run began, which goes
@@ -98,11 +102,13 @@ class ZeroEngine:
             engine.step()
         if self._stage != 0:
             norm = engine.get_global_grad_norm()
+        skipped = dropped or engine.skipped_steps > skipped_before
         return StepResult(
             loss=torch.stack(losses).mean(),
             grad_norm=None if norm is None else float(norm),
-            skipped=dropped or engine.skipped_steps > skipped_before,
-            loss_scale=float(engine.optimizer.loss_scale) if engine.fp16_enabled() else None,
+            skipped=skipped,
+            loss_scale=None if self._loss_scale is None else self._loss_scale.value,
+            scale_spent=skipped and spent,
         )
 
     def eval_loss(self, batch: Batch) -> torch.Tensor:
@@ -121,7 +127,8 @@ class ZeroEngine:
             self._engine.save_checkpoint(str(folder), tag=tag, save_latest=False)
 
     def load(self, folder: Path, tag: str) -> None:
-        path, _ = self._engine.load_checkpoint(str(folder), tag=tag)
+        with nullcontext() if self._loss_scale is None else self._loss_scale.loading():
+            path, _ = self._engine.load_checkpoint(str(folder), tag=tag)
         if path is None:
             raise ValueError(f"DeepSpeed could not load the checkpoint {folder / tag}")
 

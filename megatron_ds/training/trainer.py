@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from pathlib import Path
 
@@ -24,13 +24,21 @@ from megatron_ds.engine.build import build_engine
 from megatron_ds.exit_codes import ExitCode
 from megatron_ds.model.flops import model_flops_per_sample
 from megatron_ds.parallel.mesh import Mesh
+from megatron_ds.startup import Startup
 from megatron_ds.state import TrainState
 from megatron_ds.tokenizer import Tokenizer, build_tokenizer
+from megatron_ds.training.announce import (
+    MemoryReport,
+    estimate_of,
+    say_arguments,
+    say_banner,
+)
 from megatron_ds.training.evaluate import evaluate
 from megatron_ds.training.hooks import EarlyEnd, ExitConditions
 from megatron_ds.training.metrics import Metrics, Workload
 from megatron_ds.training.records import Sink
 from megatron_ds.training.sinks import open_sinks
+from megatron_ds.training.skips import SkippedSteps, newest_of
 
 
 @dataclass
@@ -47,10 +55,13 @@ class Trainer:
     state: TrainState
     total_iterations: int
     eod: int | None
+    startup: Startup = field(default_factory=Startup)
+    memory: MemoryReport | None = None
     clock: Callable[[], float] = time.perf_counter
 
     def __post_init__(self) -> None:
         self.first_iteration = self.state.iteration + 1
+        self.skips = SkippedSteps(self.config.precision, self.engine)
 
     def run(self) -> ExitCode:
         """Trains to the end, or to a reason to end early; saves; evaluates at the end."""
@@ -76,6 +87,7 @@ class Trainer:
                 end = end or self.exits.asked(self.state.iteration)
         batches.close()
         self.metrics.flush()
+        self._report_memory()
         if end is None:
             _stamp("after training is done")
             end = self._evaluate("validation", "the end of training for val data")
@@ -90,7 +102,8 @@ class Trainer:
         compiled = self._compiled_graphs()
         start = self.clock()
         try:
-            result = self.engine.train_step(batches, plan)
+            with self.skips.watching():
+                result = self.engine.train_step(batches, plan)
         except StopIteration:
             raise ValueError(
                 f"the training data ends in iteration {plan.iteration}: it was laid out for fewer "
@@ -101,6 +114,24 @@ class Trainer:
         # The first step of a process fills caches, and compiling is no training.
         warm_up = plan.iteration == self.first_iteration or self._compiled_graphs() > compiled
         self.metrics.record(self.state, plan, result, seconds, warm_up=warm_up)
+        self._report(plan.iteration)
+        if self.skips.too_many(result):
+            self.metrics.flush()
+            folders = (self.config.checkpoint.save, self.config.checkpoint.load)
+            raise self.skips.end(plan, result, self.state, newest_of(folders, plan.iteration))
+
+    def _report(self, iteration: int) -> None:
+        """The start after the first step, and the memory after the first log interval."""
+        if iteration == self.first_iteration:
+            self.startup.done("first iteration")
+            runtime.say(self.startup.line())
+        interval = self.config.logging.log_interval
+        if _due(iteration, interval) and iteration - self.first_iteration < interval:
+            self._report_memory()
+
+    def _report_memory(self) -> None:
+        if self.memory is not None:
+            runtime.say(self.memory.line(self.state.iteration))
 
     def _compiled_graphs(self) -> int:
         if not self.config.runtime.compile:
@@ -165,7 +196,7 @@ class Trainer:
         return self.state.iteration
 
 
-def pretrain(config: Config, life: Life) -> ExitCode:
+def pretrain(config: Config, life: Life, startup: Startup) -> ExitCode:
     """Runs a training from the configuration of one process of the launched group.
 
     Whatever goes wrong leaves here as an exception: the group is left by those alone that end in
@@ -176,7 +207,8 @@ def pretrain(config: Config, life: Life) -> ExitCode:
     runtime.require_precision(config.precision)
     here = runtime.start(config.runtime)
     life.joined(*runtime.meet())
-    trainer = build_trainer(config, tokenizer, here, life)
+    startup.done("process group")
+    trainer = build_trainer(config, tokenizer, here, life, startup)
     life.training()
     code = trainer.run()
     dist.barrier()
@@ -186,7 +218,7 @@ def pretrain(config: Config, life: Life) -> ExitCode:
 
 
 def build_trainer(
-    config: Config, tokenizer: Tokenizer, here: runtime.Runtime, life: Life
+    config: Config, tokenizer: Tokenizer, here: runtime.Runtime, life: Life, startup: Startup
 ) -> Trainer:
     """Puts a run together: data, model and engine, checkpoint, sinks. Collective."""
     mesh = Mesh.build(
@@ -194,10 +226,13 @@ def build_trainer(
         timeout=timedelta(minutes=config.runtime.distributed_timeout_minutes),
     )
     dp_size = mesh.dp.size
-    _announce(config, here, mesh)
+    say_arguments(config, here, mesh)
     data = _data(config, tokenizer, dp_size)
     _stamp("after dataloaders are built")
+    startup.done("data")
+    peak = runtime.PeakMemory()
     engine = build_engine(config, mesh, here.device)
+    startup.done("model and engine")
     count = sum(getattr(p, "ds_numel", p.numel()) for p in engine.module.parameters())
     runtime.say(
         f" > number of parameters on (tensor, pipeline) model parallel rank "
@@ -207,7 +242,10 @@ def build_trainer(
     state = TrainState()
     if config.checkpoint.load is not None:
         state = checkpoints.load(engine) or state
+        startup.done("checkpoint")
     _stamp("after model, optimizer, and learning rate scheduler are built")
+    estimate = estimate_of(config, mesh, engine, here.device.type)
+    say_banner(config, here, mesh, engine, state, estimate)
     if config.checkpoint.save is not None and here.is_first:
         Path(config.checkpoint.save).mkdir(parents=True, exist_ok=True)
         checkpoints.warn_of_newer(state)
@@ -221,8 +259,14 @@ def build_trainer(
         checkpoints=checkpoints,
         exits=ExitConditions(config.logging, life.stop, here.device, life.began),
         state=state,
-        total_iterations=schedules.total_iterations(config, dp_size),
+        total_iterations=(
+            state.iteration
+            if config.logging.skip_train
+            else schedules.total_iterations(config, dp_size)
+        ),
         eod=tokenizer.eod if config.data.eod_mask_loss else None,
+        startup=startup,
+        memory=MemoryReport(engine, estimate, here.device.type == "cpu", peak),
     )
 
 
@@ -283,33 +327,6 @@ def _metrics(
         params_norm=engine.params_norm if config.logging.log_params_norm else None,
         sinks=sinks,
     )
-
-
-def _announce(config: Config, here: runtime.Runtime, mesh: Mesh) -> None:
-    """The lines that users look for at a run's start."""
-    runtime.say(
-        f"DeepSpeed info: version={runtime.deepspeed_version()}; {here.world_size} processes on "
-        f"{here.device.type} ({here.backend}), torch {torch.__version__}, tensor parallel "
-        f"{mesh.tp.size} x data parallel {mesh.dp.size}"
-    )
-    width = 48
-    runtime.say("------------------------ arguments ------------------------")
-    for group in config.to_dict().values():
-        for name, value in group.items():
-            runtime.say(f"  {name} {'.' * (width - len(name))} {value}")
-    runtime.say("-------------------- end of arguments ---------------------")
-    padded, vocab = config.model.padded_vocab(mesh.tp.size), config.model.vocab
-    runtime.say(
-        f" > padded vocab (size: {vocab}) with {padded - vocab} dummy tokens (new size: {padded})"
-    )
-    schedule = config.schedule
-    if schedule.rampup_batch_size is not None:
-        start, increment, samples = schedule.rampup_batch_size
-        runtime.say(
-            f"will use batch size rampup starting from global batch size {start} to global batch "
-            f"size {schedule.global_batch_size} with batch size increments {increment} over "
-            f"{samples} samples."
-        )
 
 
 def _stamp(what: str) -> None:

@@ -1,61 +1,81 @@
-"""A gradient that is not finite leaves the weights as they were, at every stage, on all ranks."""
+"""A gradient that is not finite on one rank: the step is dropped on all, and leaves no trace."""
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
+from typing import Any
 
 import pytest
-import torch
 
-from megatron_ds.data.stream import MicroBatches
-from megatron_ds.engine.build import build_engine
-from megatron_ds.state import StepPlan
-from tests.dist import cases
-from tests.dist.cases import Case, completed, config_of
-from tests.dist.engine_runs import prepare, whole_weights
-from tests.dist.twin import Samples
-from tests.distributed import run_ranks
+from megatron_ds.config import PrecisionConfig
+from megatron_ds.parallel.mesh import Mesh
+from tests.dist.engine_runs import whole_weights
+from tests.dist.skipping import Layout, Training, run_layouts, same, spoilt
 
-WORLD = 2
-LAYOUTS = [(0, 1), (0, 2), (1, 1), (3, 1)]
-"""ZeRO stage and tensor-parallel size."""
-
-
-def poisoned_step(rank: int, stage: int, tp: int, folder: Path) -> None:
-    """One good step, one whose loss is infinite on the last rank, one good step."""
-    config = completed(config_of(Case(WORLD, stage, tp, 1, "rope", "adamw"), folder), WORLD)
-    mesh = prepare((tp,))[tp]
-    micro = config.schedule.micro_batch_size
-    assert micro is not None
-    size = micro * mesh.dp.size
-    engine = build_engine(config, mesh, torch.device("cpu"))
-    batches = MicroBatches(
-        Samples(3 * size, cases.SHAPE),
-        consumed=0,
-        micro_batch_size=micro,
-        dp_rank=mesh.dp.rank,
-        dp_size=mesh.dp.size,
-    )
-    plans = [StepPlan(number, size, 1, 0.1, 0.0) for number in (1, 2, 3)]
-    assert not engine.train_step(batches, plans[0]).skipped
-    before = whole_weights(engine, mesh)
-    if rank == WORLD - 1 or tp > 1:
-        batch = next(batches)
-        poisoned = iter([batch._replace(loss_mask_BS=batch.loss_mask_BS * torch.inf)])
-    else:
-        poisoned = iter([next(batches)])
-    result = engine.train_step(poisoned, plans[1])
-    assert result.skipped
-    assert result.grad_norm is not None
-    assert not torch.isfinite(torch.tensor(result.grad_norm))
-    after = whole_weights(engine, mesh)
-    assert all(torch.equal(before[name], after[name]) for name in before)
-    assert not engine.train_step(batches, plans[2]).skipped
-    last = whole_weights(engine, mesh)
-    assert all(bool(value.isfinite().all()) for value in last.values())
-    assert any(not torch.equal(after[name], last[name]) for name in after)
+LAYOUTS = [
+    Layout(PrecisionConfig(bf16=bf16), stage, tp)
+    for bf16 in (False, True)
+    for stage in (0, 1, 2, 3)
+    for tp in (1, 2)
+    if stage > 0 or not bf16
+]
 
 
-@pytest.mark.parametrize(("stage", "tp"), LAYOUTS)
-def test_a_step_without_a_finite_gradient_is_dropped(stage: int, tp: int, tmp_path: Path) -> None:
-    run_ranks(poisoned_step, WORLD, stage, tp, tmp_path)
+def dropped_step(layout: Layout, meshes: dict[int, Mesh], folder: Path) -> dict[str, Any]:
+    """A good step, a spoilt one, a good one; against a run that never saw the spoilt one's data."""
+    config, mesh = layout.config(folder), meshes[layout.tp]
+    run = Training(config, mesh, steps=3)
+    first = run.step()
+    before = run.kept()
+    with spoilt(run.engine, math.inf if layout.stage % 2 else math.nan):
+        dropped = run.step()
+    changed = same(before, run.kept())
+    last = run.step()
+    end = whole_weights(run.engine, mesh)
+    state, rates = run.state, run.rates
+    run.close()
+
+    never = Training(config, mesh, steps=3)
+    never.step()
+    never.pass_over()
+    expected = never.step()
+    traces = same(end, whole_weights(never.engine, mesh))
+    wanted_rates = never.rates
+    never.close()
+    return {
+        "skipped": [result.skipped for result in (first, dropped, last)],
+        "norm": dropped.grad_norm,
+        "moments": [name for name in before if name.startswith("exp_avg_sq")],
+        "changed by the dropped step": changed,
+        "trained": [name for name in same(before, {**before, **end}) if name in end],
+        "traces": traces,
+        "norms": (last.grad_norm, expected.grad_norm),
+        "rates": (rates[1:], wanted_rates[1:]),
+        "state": state,
+    }
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
+    return run_layouts(dropped_step, LAYOUTS, tmp_path_factory.mktemp("nonfinite"))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
+def test_a_step_without_a_finite_gradient_leaves_no_trace(
+    layout: Layout, outcomes: dict[str, list[Any]]
+) -> None:
+    for seen in outcomes[layout.name]:
+        assert isinstance(seen, dict), seen
+        assert seen["skipped"] == [False, True, False]
+        assert not math.isfinite(seen["norm"])
+        assert seen["moments"] != []
+        assert seen["changed by the dropped step"] == []
+        assert seen["trained"] != []
+        assert seen["traces"] == []
+        assert seen["norms"][0] == seen["norms"][1]
+        # The rate stands still for the dropped step, and the data moves on.
+        (dropped_rate, last_rate), (expected_rate,) = seen["rates"]
+        assert dropped_rate == last_rate == expected_rate
+        assert (seen["state"].applied_samples, seen["state"].consumed_samples) == (32, 48)
+        assert seen["state"].skipped_iterations == 1

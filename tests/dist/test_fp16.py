@@ -1,0 +1,160 @@
+"""fp16 on two ranks: it follows fp32, and its loss scale moves as the flags tell, on all ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_ds.config import PrecisionConfig
+from megatron_ds.parallel.mesh import Mesh
+from tests.dist import cases
+from tests.dist.cases import Case, config_of, plans_of
+from tests.dist.engine_runs import train
+from tests.dist.skipping import WORLD, Layout, Training, run_layouts, same, spoilt
+from tests.dist.twin import Samples, train_alone
+
+FP16 = PrecisionConfig(fp16=True, allow_fp16_on_cpu=True)
+STATIC = dataclasses.replace(FP16, loss_scale=512.0)
+STEPS, SPOILT_STEP = 14, 12
+WINDOW = 2
+SAMPLES = Samples(cases.STEPS * cases.SAMPLES_PER_STEP, cases.SHAPE)
+
+
+def dynamic(hysteresis: int) -> PrecisionConfig:
+    return dataclasses.replace(
+        FP16, initial_loss_scale=2.0**21, loss_scale_window=WINDOW, hysteresis=hysteresis
+    )
+
+
+LAYOUTS = [(stage, tp) for stage in (1, 2, 3) for tp in (1, 2)]
+
+
+def layout(stage: int, tp: int) -> Layout:
+    return Layout(dynamic(hysteresis=1 + stage % 2), stage, tp)
+
+
+def case(stage: int, tp: int) -> Case:
+    return Case(WORLD, stage, tp, 2, "learned", "adamw")
+
+
+def both_scales(layout: Layout, meshes: dict[int, Mesh], folder: Path) -> dict[str, Any]:
+    """A run whose first scales are too large and whose 12th gradient is spoilt on one rank; and
+    one with a static scale."""
+    mesh = meshes[layout.tp]
+    run = Training(layout.config(folder), mesh, STEPS)
+    results, changed, held = [], [], []
+    for step in range(1, STEPS + 1):
+        before = run.kept()
+        if step == SPOILT_STEP:
+            with spoilt(run.engine, math.inf):
+                results.append(run.step())
+        else:
+            results.append(run.step())
+        if results[-1].skipped:
+            changed += same(before, run.kept())
+        held.append(run.state.applied_iterations)
+    rates = run.rates
+    run.close()
+
+    which = case(layout.stage, layout.tp)
+    config = dataclasses.replace(config_of(which, folder), precision=STATIC)
+    static = train(config, mesh, SAMPLES, plans_of(which))
+    return {
+        "skipped": [result.skipped for result in results],
+        "scales": [result.loss_scale for result in results],
+        "norms": [result.grad_norm for result in results],
+        "changed": changed,
+        "moments": [name for name in before if name.startswith("exp_avg_sq")],
+        "applied": held,
+        "rates": rates,
+        "types": static.notes["types"],
+        "losses": static.losses,
+        "static norms": static.norms,
+    }
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
+    layouts = [layout(*which) for which in LAYOUTS]
+    return run_layouts(both_scales, layouts, tmp_path_factory.mktemp("fp16"))
+
+
+def seen_by(outcomes: dict[str, list[Any]], stage: int, tp: int) -> tuple[Any, Any]:
+    first, second = outcomes[layout(stage, tp).name]
+    assert isinstance(first, dict), first
+    assert isinstance(second, dict), second
+    return first, second
+
+
+def expected_scales(skipped: list[bool], hysteresis: int) -> list[float]:
+    """The flags' rule: an overflow halves the scale once the credits are used up; it doubles with
+    every WINDOW-th good step that follows the first good one, which also gives the credits back.
+    """
+    scale, credits, good = 2.0**21, hysteresis, 0
+    scales = []
+    for step, overflow in enumerate(skipped):
+        if overflow:
+            good = 0
+            if credits == 1:
+                scale /= 2
+            else:
+                credits -= 1
+        else:
+            good += 1
+            since = good - 1 if any(skipped[:step]) else good
+            if since > 0 and since % WINDOW == 0:
+                scale, credits = scale * 2, hysteresis
+        scales.append(scale)
+    return scales
+
+
+@pytest.mark.parametrize(("stage", "tp"), LAYOUTS)
+def test_the_loss_scale_moves_as_told_on_all_ranks(
+    stage: int, tp: int, outcomes: dict[str, list[Any]]
+) -> None:
+    first, second = seen_by(outcomes, stage, tp)
+    assert first["skipped"] == second["skipped"]
+    assert first["scales"] == second["scales"]
+    skipped = first["skipped"]
+    assert skipped[0]
+    assert skipped[SPOILT_STEP - 1]
+    assert not all(skipped[SPOILT_STEP:])
+    scales = first["scales"]
+    assert scales == expected_scales(skipped, hysteresis=1 + stage % 2)
+    ratios = {after / before for before, after in itertools.pairwise(scales)}
+    assert ratios == {0.5, 1.0, 2.0}
+
+
+@pytest.mark.parametrize(("stage", "tp"), LAYOUTS)
+def test_a_skipped_step_moves_neither_weights_nor_moments_nor_the_rate(
+    stage: int, tp: int, outcomes: dict[str, list[Any]]
+) -> None:
+    for seen in seen_by(outcomes, stage, tp):
+        assert seen["moments"] != []
+        assert seen["changed"] == []
+        steps = zip(seen["skipped"], seen["norms"], seen["applied"], seen["rates"], strict=True)
+        applied = 0
+        for skipped, norm, counted, rate in steps:
+            assert rate == pytest.approx(1e-3 + (0.01 - 1e-3) * applied / 50, rel=1e-12)
+            assert math.isfinite(norm) != skipped
+            applied += not skipped
+            assert counted == applied
+
+
+@pytest.mark.parametrize(("stage", "tp"), LAYOUTS)
+def test_fp16_follows_fp32(
+    stage: int, tp: int, outcomes: dict[str, list[Any]], tmp_path: Path
+) -> None:
+    """Losses to 2e-3 nats and norms, unscaled, to a hundredth."""
+    which = case(stage, tp)
+    reference = train_alone(config_of(which, tmp_path), SAMPLES, plans_of(which))
+    for seen in seen_by(outcomes, stage, tp):
+        assert seen["types"] == ["torch.float16", "torch.float32"]
+        assert seen["losses"] == pytest.approx(reference.losses, rel=0, abs=2e-3)
+        assert seen["losses"] != reference.losses
+        assert seen["static norms"] == pytest.approx(reference.norms, rel=0.01)
