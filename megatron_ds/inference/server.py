@@ -70,12 +70,16 @@ class TextServer(Generic[Job]):
             timeout_graceful_shutdown=LAST_SECONDS,
         )
         server = _Server(config)
-        server.stopping = self._stopping
+        server.told = self.stop
         server.run(sockets=[listener])
         with self._at_work:
             pass
         if self._broken is not None:
             raise self._broken
+
+    def stop(self) -> None:
+        """Cancels what is running."""
+        self._stopping.set()
 
     def _build(self) -> FastAPI:
         app = FastAPI(openapi_url=None)
@@ -122,10 +126,10 @@ class TextServer(Generic[Job]):
 class _Server(uvicorn.Server):
     """Tells of a signal at once, and lets the process end in order after one."""
 
-    stopping: threading.Event
+    told: Callable[[], None]
 
     def handle_exit(self, sig: int, frame: Any) -> None:
-        self.stopping.set()
+        self.told()
         super().handle_exit(sig, frame)
 
     @contextmanager
@@ -145,7 +149,7 @@ def listen(host: str, port: int) -> socket.socket:
     try:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         return socket.create_server(address[:2], family=family)
-    except (OSError, OverflowError) as error:
+    except (OSError, OverflowError, UnicodeError) as error:
         raise ValueError(f"--host {host} --port {port}: {error}") from None
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_ds.inference.generate import generate
+from megatron_ds.inference.generate import Cancelled, generate
 from megatron_ds.inference.settings import Sampling
 from megatron_ds.model.gpt import GPTModel
 from tests.unit.inference.models import EOD, KINDS, VOCAB, model_of
@@ -203,3 +203,73 @@ def test_what_does_not_fit_is_refused_before_the_start(
     assert len(lines) == len(words)
     for line, start in zip(lines, words, strict=True):
         assert line.startswith(start)
+
+
+class Ends:
+    """Rules: a text ends when the second of these follows the first; nothing follows `last`."""
+
+    def __init__(self, pair: tuple[int, int], last: int | None = None, never: int = 0) -> None:
+        self.pair, self.last, self.never = pair, last, never
+
+    def ends(self, previous: int, new: int) -> bool:
+        return (previous, new) == self.pair
+
+    def forbidden(self, previous: int) -> list[int]:
+        return [self.never] if previous == self.last else []
+
+
+def test_rules_end_a_text_and_forbid_tokens() -> None:
+    model = model_of("learned").eval()
+    free = by_hand(model, PROMPTS[0], 12, None)
+    options: dict[str, Any] = {"max_new_tokens": 12, "sampling": GREEDY, "eod": None}
+
+    (ended,) = generate(model, PROMPTS[:1], rules=Ends((free[4], free[5])), **options)
+    # The prompt's last token is a previous one, too.
+    (first,) = generate(model, PROMPTS[:1], rules=Ends((PROMPTS[0][-1], free[0])), **options)
+    (other,) = generate(
+        model, PROMPTS[:1], rules=Ends((-1, -1), last=PROMPTS[0][-1], never=free[0]), **options
+    )
+
+    assert ended == free[:6]
+    assert first == free[:1]
+    with torch.no_grad():
+        second = model(torch.tensor([PROMPTS[0]]))[0, -1].topk(2).indices[1]
+    assert other[0] == int(second)
+
+
+def test_a_decaying_top_p_ends_as_the_most_probable_token() -> None:
+    model = model_of("learned").eval()
+    decaying = Sampling(temperature=4.0, top_p=0.9, top_p_decay=0.5, seed=3)
+    bounded = Sampling(temperature=4.0, top_p=0.9, top_p_decay=0.5, top_p_bound=0.9, seed=3)
+    steady = Sampling(temperature=4.0, top_p=0.9, seed=3)
+    options: dict[str, Any] = {"max_new_tokens": 24, "eod": None}
+
+    texts = generate(model, PROMPTS, sampling=decaying, **options)
+
+    assert generate(model, PROMPTS, sampling=bounded, **options) == generate(
+        model, PROMPTS, sampling=steady, **options
+    )
+    for prompt, text in zip(PROMPTS, texts, strict=True):
+        assert text != by_hand(model, prompt, 24, None)
+        assert text[12:] == by_hand(model, [*prompt, *text[:12]], 12, None)
+        assert generate(model, [prompt], sampling=decaying, first_index=PROMPTS.index(prompt),
+                        **options) == [text]  # fmt: skip
+
+
+def test_top_p_never_decays_to_off() -> None:
+    assert 0.0 < Sampling(top_p=0.1, top_p_decay=0.1).after(5000).top_p < 1e-300
+    assert Sampling(top_p=0.8, top_p_decay=0.5).after(2).top_p == pytest.approx(0.2)
+    assert Sampling(top_p=0.8, top_p_decay=0.5, top_p_bound=0.3).after(9).top_p == 0.3
+    assert Sampling(top_p=0.8).after(9).top_p == 0.8
+
+
+def test_it_can_be_cancelled_between_tokens() -> None:
+    asked: list[bool] = []
+
+    def go_on() -> bool:
+        asked.append(True)
+        return len(asked) < 4
+
+    with pytest.raises(Cancelled):
+        generate(model_of("rope"), [[1]], max_new_tokens=9, sampling=GREEDY, eod=None, go_on=go_on)
+    assert len(asked) == 4
