@@ -22,7 +22,7 @@ from megatron_ds.checkpoint.found import (
     problem_with,
     read_manifest,
 )
-from megatron_ds.engine.checkpoint_files import read_tensors
+from megatron_ds.engine.checkpoint_files import naming, read_tensors
 
 INCOMPLETE = ".incomplete-"
 """Prefix of a folder that is being written."""
@@ -44,7 +44,7 @@ def write_text(path: Path, text: str) -> None:
     """Writes a text file so that it is whole or not there."""
     temporary = path.with_name(f".{path.name}.incomplete")
     try:
-        with open(temporary, "w", encoding="utf-8") as file:
+        with naming(path), open(temporary, "w", encoding="utf-8") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
@@ -59,7 +59,8 @@ def flush(path: Path) -> None:
     """Waits until a file or a folder's entries are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
+        with naming(path):
+            os.fsync(descriptor)
     finally:
         os.close(descriptor)
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from megatron_ds.config import GROUPS, Config, flag_of
+from megatron_ds.config import GROUPS, Config, ModelConfig, flag_of
 from megatron_ds.engine.ds_config import zero_stage
 from megatron_ds.state import TrainState
 
@@ -25,6 +25,8 @@ REPLACED = ".replaced-"
 FORMAT_VERSION = 2
 FREE_FIELDS = frozenset({"attention_dropout", "hidden_dropout", "init_method_std"})
 """Fields of the model that may change on a resume."""
+VOCABULARY = ("vocab_size", "make_vocab_size_divisible_by")
+"""Fields of the model that make the rows of its embedding table."""
 FIELDS = frozenset(item.name for group in GROUPS.values() for item in fields(group))
 STATES = ".pt"
 """Ending of the files that hold tensors."""
@@ -72,8 +74,17 @@ def mismatches(found: Found, config: Config, dp_size: int) -> list[str]:
     before = found.run["config"]
     for key, now in config.to_dict()["model"].items():
         saved = before["model"].get(key)
-        if saved != now and key not in FREE_FIELDS:
+        if saved != now and key not in FREE_FIELDS.union(VOCABULARY):
             problems.append(f"{_named(key)} is {saved} in the checkpoint and {now} in this run")
+    there, here = (
+        _padding(model, config.parallel.tensor_model_parallel_size)
+        for model in (before["model"], config.to_dict()["model"])
+    )
+    if there != here:
+        problems.append(
+            f"the vocabulary, padded by --make-vocab-size-divisible-by, is {there} in the checkpoint "
+            f"and {here} in this run"
+        )
     for key, now in layout(config, dp_size).items():
         saved = found.run["layout"].get(key)
         if saved != now:
@@ -89,6 +100,16 @@ def mismatches(found: Found, config: Config, dp_size: int) -> list[str]:
                 "(it decides which samples come next)"
             )
     return problems
+
+
+def _padding(model: dict[str, Any], tp_size: int) -> str:
+    """The rows of the embedding table, with their origin."""
+    vocab, unit = (model.get(name) for name in VOCABULARY)
+    words = f"{vocab} tokens in units of {unit}"
+    if not (isinstance(vocab, int) and isinstance(unit, int) and unit > 0):
+        return words
+    padded = ModelConfig(vocab_size=vocab, make_vocab_size_divisible_by=unit).padded_vocab(tp_size)
+    return f"{words} = {padded} rows"
 
 
 def _named(key: str) -> str:

@@ -37,6 +37,7 @@ from megatron_ds.checkpoint.found import (
     problem_with,
     read_run,
     seal,
+    wrong_pointers,
 )
 from megatron_ds.config import Config
 from megatron_ds.engine.base import Engine
@@ -159,7 +160,7 @@ class Checkpoints:
         if step is not None:
             return self._exactly(folder, paths, step)
         newest = paths[0] if paths else None
-        wrong = self._on_first(lambda: disk.wrong_pointers(folder, newest))
+        wrong = self._on_first(lambda: wrong_pointers(folder, newest))
         if newest is None:
             self._refuse_missing(folder, wrong)
             return None

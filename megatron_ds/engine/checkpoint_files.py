@@ -97,20 +97,26 @@ class _Sink:
         """Nothing is held back."""
 
 
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Adds the file's name to an error of the disk, which knows none after the file is open."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(error.filename or path)) from error
+
+
 def write_tensors(value: Any, path: Path) -> None:
     """Writes a file that `read_tensors` reads, and waits until it is on the disk.
 
     Raises OSError that names the file.
     """
-    try:
-        with open(path, "wb", buffering=0) as file:
-            sink = _Sink(file)
-            torch.save(value, sink)  # type: ignore[arg-type]
-            if sink.error is not None:
-                raise sink.error
-            os.fsync(file.fileno())
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, str(path)) from error
+    with naming(path), open(path, "wb", buffering=0) as file:
+        sink = _Sink(file)
+        torch.save(value, sink)  # type: ignore[arg-type]
+        if sink.error is not None:
+            raise sink.error
+        os.fsync(file.fileno())
 
 
 def read_tensors(path: Path, *, map_location: Any = "cpu", mmap: bool = False) -> Any:

@@ -11,7 +11,7 @@ import itertools
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -61,22 +61,26 @@ def _free_name(path: Path) -> Path:
 class JsonLines(Sink):
     """Appends to a file; it is on disk (as far as the process is concerned) after each call.
 
+    What a full or broken disk does not take is held and tried again with the next call: no reason
+    for a run to die.
+
     iteration: where the run starts. Records beyond it are taken out; a run that starts from 0
-    keeps what it finds as `<path>.1`, or under the next number that is free.
+    keeps what it finds as `<path>.1`, or under the next number that is free. warn: prints a line.
     """
 
-    def __init__(self, path: Path, iteration: int) -> None:
+    def __init__(self, path: Path, iteration: int, warn: Callable[[str], object] = print) -> None:
         self._evaluations: set[str] = set()
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists() and iteration == 0:
             os.replace(path, _free_name(path))
         elif path.exists():
             self._drop_beyond(path, iteration)
-        self._file = path.open("a", encoding="utf-8")
+        self._file = path.open("ab", buffering=0)
+        self._warn = warn
+        self._held = b""
 
     def steps(self, records: Sequence[StepRecord]) -> None:
-        self._file.writelines(to_line(dataclasses.asdict(record)) for record in records)
-        self._file.flush()
+        self._write("".join(to_line(dataclasses.asdict(record)) for record in records))
 
     def evaluation(self, record: EvalRecord) -> None:
         line = to_line(
@@ -89,11 +93,24 @@ class JsonLines(Sink):
         # A run that ended on an evaluation and is started again evaluates the same weights again.
         if line not in self._evaluations:
             self._evaluations.add(line)
-            self._file.write(line)
-            self._file.flush()
+            self._write(line)
 
     def close(self) -> None:
+        self._write("")
         self._file.close()
+
+    def _write(self, text: str) -> None:
+        was_whole = not self._held
+        self._held += text.encode()
+        try:
+            while self._held:
+                self._held = self._held[self._file.write(self._held) :]
+        except OSError as error:
+            if was_whole:
+                self._warn(
+                    f"WARNING: {self._file.name} takes no more records ({error}); they are held "
+                    "in memory and written when it does"
+                )
 
     def _drop_beyond(self, path: Path, iteration: int) -> None:
         """Rewrites the file without the records of later iterations, all of it or nothing."""

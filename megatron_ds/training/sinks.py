@@ -32,7 +32,7 @@ def open_sinks(
     sinks: list[Sink] = [Console(write)]
     path = jsonl_path(config)
     if path is not None:
-        sinks.append(JsonLines(path, state.iteration))
+        sinks.append(JsonLines(path, state.iteration, warn=write))
     if config.logging.tensorboard_dir is not None:
         # Here, and not at the top: TensorBoard costs a second, and most runs want none.
         from megatron_ds.training.tensorboard import TensorBoard

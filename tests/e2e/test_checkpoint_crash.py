@@ -4,13 +4,21 @@ is whole runs, killed in earnest."""
 
 from __future__ import annotations
 
+import os
+import random
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+from megatron_ds.checkpoint.found import candidates, problem_with, read_run
 from tests.e2e.runs import (
     REPOSITORY,
     Launcher,
+    Run,
     Settings,
     checkpoint_differences,
     evaluations,
@@ -112,7 +120,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_goes_on(
     assert_equal_runs(run, undisturbed)
 
 
-def test_without_any_whole_checkpoint_the_run_starts_anew(
+def test_where_every_checkpoint_is_damaged_the_run_is_refused(
     launcher: Launcher, base: Settings, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
@@ -120,7 +128,128 @@ def test_without_any_whole_checkpoint_the_run_starts_anew(
     launcher.start(settings).succeed()
     before = records(run)
     (run / "global_step1" / "manifest.json").unlink()
-    output = launcher.start(settings).succeed()
-    assert "it has no manifest.json, so its save did not finish" in output
-    assert "will start from random" in output
-    assert [record["lm_loss"] for record in records(run)] == [before[0]["lm_loss"]]
+    result = launcher.start(settings).wait()
+    assert result.codes == (1,)
+    assert f"{run / 'global_step1'}: it has no manifest.json, so its save did not finish" in (
+        result.output
+    )
+    assert "Traceback" not in result.output
+    assert records(run) == before
+
+
+@dataclass(frozen=True)
+class Moment:
+    """When and whom to kill. A save is told by its iteration's number."""
+
+    sign: str
+    """What the save does before: a file that appears, or the checkpoint's own name."""
+    delay: float
+    """Seconds after it."""
+    victim: int | None
+    """A rank; None: all."""
+
+    def has_come(self, run: Path, iteration: int) -> bool:
+        name = f"global_step{iteration}"
+        if self.sign == "pointer":
+            return read_pointer(run) == name
+        if self.sign == "name":
+            return (run / name).exists()
+        return (run / f".incomplete-{name}" / self.sign).exists()
+
+
+SIGNS = (
+    ".",
+    "mp_rank_00_model_states.pt",
+    "zero_pp_rank_0_mp_rank_00_optim_states.pt",
+    "zero_pp_rank_1_mp_rank_00_optim_states.pt",
+    "run.json",
+    "manifest.json",
+    "name",
+    "pointer",
+)
+KILLS = 40
+
+
+def moments(seed: int) -> list[Moment]:
+    """Every sign five times, with delays up to the length of a save; each second one kills one
+    rank."""
+    draw = random.Random(seed)
+    found = [
+        Moment(
+            sign=SIGNS[number % len(SIGNS)],
+            delay=draw.choice((0.0, draw.uniform(0.0, 0.005), draw.uniform(0.0, 0.05))),
+            victim=draw.choice((None, draw.randrange(RANKS))),
+        )
+        for number in range(KILLS)
+    ]
+    draw.shuffle(found)
+    return found
+
+
+def read_pointer(run: Path) -> str:
+    return (run / "latest").read_text() if (run / "latest").exists() else ""
+
+
+def newest_whole(run: Path) -> int:
+    return next(
+        (read_run(path).iteration for path in candidates(run) if problem_with(path) is None), 0
+    )
+
+
+def wait_closely(run: Run, reached: Callable[[], bool]) -> None:
+    """As Run.wait_until, for what lasts less than a millisecond."""
+    polls = 0
+    while not reached():
+        time.sleep(0.0002)
+        polls += 1
+        if polls % 1000 == 0:
+            answers = iter((False, True))  # an error between the two if the run has ended
+            run.wait_until(lambda: next(answers))
+
+
+def kill_at(run: Run, moment: Moment, folder: Path, iteration: int) -> None:
+    """Waits for the moment and kills; of a victim alone, the others end by their own means."""
+    # The folder of an earlier save that was killed may still be there.
+    wait_closely(run, lambda: f"saving checkpoint at iteration {iteration:7d}" in run.output)
+    wait_closely(run, lambda: moment.has_come(folder, iteration))
+    time.sleep(moment.delay)
+    if moment.victim is None:
+        run.kill()
+    else:
+        os.kill(run.pids[moment.victim], signal.SIGKILL)
+        codes = run.wait().codes
+        assert codes[moment.victim] == -signal.SIGKILL
+        assert codes[1 - moment.victim] != 0
+
+
+def test_forty_kills_during_saves_cost_no_checkpoint_and_no_bit(
+    launcher: Launcher, base: Settings, tmp_path: Path
+) -> None:
+    """One run, killed at forty moments of its saves and resumed each time from the newest whole
+    checkpoint; in the end every step's loss is that of a run that nobody disturbed."""
+    whole, run = tmp_path / "whole", tmp_path / "run"
+    # No two saves are passed between two kills.
+    settings = {**base, "global_batch_size": 4, "train_iters": 2 * KILLS + 1}
+    undisturbed = launcher.start({**settings, "save": whole}, ranks=RANKS)
+    settings |= {"save": run, "load": run, "save_interval": 1, "keep_last": 3}
+    draw = random.Random(1)
+    undisturbed.succeed()
+    halves = 0
+    for number, moment in enumerate(moments(seed=0)):
+        newest = newest_whole(run)
+        started = launcher.start(settings, ranks=RANKS)
+        kill_at(started, moment, run, newest + draw.choice((1, 1, 2)))
+        assert (f"loading checkpoint from {run} at iteration {newest}\n" in started.output) == (
+            newest > 0
+        ), f"kill {number}: {moment}"
+        assert "skipping" not in started.output
+        halves += any(path.is_dir() for path in run.glob(".incomplete-*"))
+    assert newest_whole(run) > 3
+    # Most signs come before the checkpoint's name; if all kills came late, nothing was tested.
+    assert halves > 0
+
+    launcher.start({**settings, "save_interval": None}, ranks=RANKS).succeed()
+    assert steps(run) == steps(whole)
+    last = f"global_step{2 * KILLS + 1}"
+    assert not checkpoint_differences(whole / last, run / last)
+    assert not list(run.glob(".*"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -133,3 +134,24 @@ def test_new_runs_keep_the_older_ones_files_under_numbers(tmp_path: Path, step: 
     assert iterations(path) == [1]
     assert iterations(tmp_path / "metrics.jsonl.1") == [1, 2, 3]
     assert iterations(tmp_path / "metrics.jsonl.2") == [1, 2]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_full_disk_delays_records_and_loses_none(tmp_path: Path, step: Step) -> None:
+    path = tmp_path / "metrics.jsonl"
+    said: list[str] = []
+    sink = JsonLines(path, 0, warn=said.append)
+    sink.steps([step(1)])
+    descriptor = sink._file.fileno()
+    own, full = os.dup(descriptor), os.open("/dev/full", os.O_WRONLY)
+    os.dup2(full, descriptor)
+    sink.steps([step(2)])
+    sink.steps([step(3)])
+    assert iterations(path) == [1]
+    assert len(said) == 1
+    assert f"{path} takes no more records ([Errno 28] No space left on device)" in said[0]
+    os.dup2(own, descriptor)
+    sink.steps([step(4)])
+    assert iterations(path) == [1, 2, 3, 4]
+    os.close(own)
+    os.close(full)

@@ -1,0 +1,133 @@
+"""A disk that becomes full or breaks while a checkpoint is written, on one rank or on all: the run
+says so, keeps the older checkpoint, removes the half one, and goes on or ends, as the flag says.
+
+The errors come from the system calls themselves: faulty_disk.cpp stands before libc.
+"""
+
+from __future__ import annotations
+
+import errno
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megatron_ds.checkpoint.found import problem_with
+from megatron_ds.exit_codes import ExitCode
+from tests.e2e.runs import REPOSITORY, Launcher, Result, Settings, checkpoint_differences, steps
+
+RANKS = 2
+FAILS_AT = 4
+SAVED = {"global_step2", "global_step6"}
+SCHEDULE: Settings = {"global_batch_size": 8, "train_iters": 6, "save_interval": 2}
+
+
+@pytest.fixture(scope="module")
+def launcher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launcher]:
+    """A launcher whose processes have the faulty disk loaded."""
+    compiler = shutil.which("g++")
+    if compiler is None:
+        pytest.skip("needs g++")
+    folder = tmp_path_factory.mktemp("faulty")
+    library = folder / "faulty_disk.so"
+    source = REPOSITORY / "tests" / "e2e" / "faulty_disk.cpp"
+    subprocess.run(
+        [compiler, "-shared", "-fPIC", "-O1", "-o", str(library), str(source), "-ldl"], check=True
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LD_PRELOAD", str(library))
+        launcher = Launcher(folder)
+        yield launcher
+        launcher.close()
+
+
+def run_with_fault(
+    launcher: Launcher, settings: Settings, call: str, code: int, bytes: int, part: str
+) -> Result:
+    fault = f"{call}:{code}:{bytes}:{part}"
+    return launcher.start(settings, ranks=RANKS, environment={"DISK_FAULT": fault}).wait()
+
+
+def checkpoints_in(run: Path) -> set[str]:
+    """Names of all folders, hidden ones too, but for the index cache."""
+    return {path.name for path in run.iterdir() if path.is_dir()} - {"index-cache"}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(
+    launcher: Launcher, base: Settings, tmp_path_factory: pytest.TempPathFactory
+) -> dict[int, Path]:
+    """ZeRO stage -> folder of a run on a disk without faults."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    for stage in (1, 3):
+        settings = {**base, **SCHEDULE, "zero_stage": stage, "save": folder / str(stage)}
+        launcher.start(settings, ranks=RANKS).succeed()
+    return {stage: folder / str(stage) for stage in (1, 3)}
+
+
+CASES = {
+    "the second rank's disk is full": (1, 1, "zero_pp_rank_1_mp_rank_00_optim_states.pt", 5000),
+    "all ranks' disks are full": (1, 0, "", 20000),
+    "zero3, the first rank's disk is full": (3, 0, "zero_pp_rank_0_mp_rank_00_model_states.pt", 0),
+    "zero3, the second rank's disk is full": (3, 1, "zero_pp_rank_1_mp_rank_00_optim_states", 99),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_full_disk_costs_one_checkpoint_and_the_run_goes_on(
+    case: str, launcher: Launcher, base: Settings, undisturbed: dict[int, Path], tmp_path: Path
+) -> None:
+    stage, rank, name, bytes = CASES[case]
+    run = tmp_path / "run"
+    settings = {**base, **SCHEDULE, "zero_stage": stage, "save": run}
+    part = f"/.incomplete-global_step{FAILS_AT}/{name}"
+    result = run_with_fault(launcher, settings, "write", errno.ENOSPC, bytes, part)
+    assert result.codes == (0, 0), result.output[-3000:]
+    assert (
+        f"WARNING: could not save the checkpoint of iteration {FAILS_AT} to {run}: rank {rank}: "
+        f"[Errno 28] No space left on device: '{run}{part}"
+    ) in result.output
+    assert result.output.count("Training goes on") == 1
+    assert checkpoints_in(run) == SAVED
+    assert (run / "latest").read_text() == "global_step6"
+    assert steps(run) == steps(undisturbed[stage])
+    for tag in SAVED:
+        assert not checkpoint_differences(undisturbed[stage] / tag, run / tag)
+
+
+def test_a_broken_disk_ends_the_run_where_the_flag_says_so(
+    launcher: Launcher, base: Settings, undisturbed: dict[int, Path], tmp_path: Path
+) -> None:
+    """Written, but not brought to the disk; the repaired run goes on from the older checkpoint."""
+    run = tmp_path / "run"
+    settings = {**base, **SCHEDULE, "save": run, "load": run, "on_save_error": "exit"}
+    part = f"/.incomplete-global_step{FAILS_AT}/mp_rank_00_model_states.pt"
+    result = run_with_fault(launcher, settings, "fsync", errno.EIO, 0, part)
+    assert result.codes == (ExitCode.SAVE_FAILED,) * RANKS, result.output[-3000:]
+    assert f"rank 0: [Errno 5] Input/output error: '{run}{part}'" in result.output
+    assert result.output.count("could not save the checkpoint of iteration 4") == 1
+    assert "Traceback" not in result.output
+    assert checkpoints_in(run) == {"global_step2"}
+    assert (run / "latest").read_text() == "global_step2"
+
+    output = launcher.start(settings, ranks=RANKS).succeed()
+    assert f"loading checkpoint from {run} at iteration 2\n" in output
+    assert steps(run) == steps(undisturbed[1])
+
+
+def test_a_run_whose_last_checkpoint_is_not_saved_has_failed(
+    launcher: Launcher, base: Settings, tmp_path: Path
+) -> None:
+    """The disk becomes full during the second checkpoint, for all files, and stays so."""
+    run = tmp_path / "run"
+    settings = {**base, **SCHEDULE, "save": run}
+    result = run_with_fault(launcher, settings, "write", errno.ENOSPC, 400_000, f"{run}/")
+    assert result.codes == (ExitCode.SAVE_FAILED,) * RANKS, result.output[-3000:]
+    assert "WARNING: could not save the checkpoint of iteration 4" in result.output
+    assert result.output.count("could not save the checkpoint of iteration 6") == 1
+    assert "Traceback" not in result.output
+    assert checkpoints_in(run) == {"global_step2"}
+    assert problem_with(run / "global_step2") is None
+    assert (run / "latest").read_text() == "global_step2"
