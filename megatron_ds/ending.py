@@ -214,7 +214,7 @@ class Life:
         if self._signalled_at is None:
             self._signalled_at = now
             self.stop.request(cause)
-            if self._phase is Phase.TRAINING:
+            if self._phase is Phase.TRAINING and self._look_around() is None:
                 runtime.say(
                     f"received {cause.name}: the run ends after this step, with its state saved "
                     "(a further SIGINT ends it at once)"

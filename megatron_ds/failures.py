@@ -44,6 +44,8 @@ class Report:
 
     def in_full(self) -> str:
         """Traceback and words, as they are printed."""
+        if self.trace and not self.text and runtime.world_size() == 1:
+            return self.trace.rstrip()
         return self.trace + runtime.signed(self.text or self.words)
 
 

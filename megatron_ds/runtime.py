@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shutil
 import socket
 import sys
 import time
@@ -159,6 +160,7 @@ def start(config: RuntimeConfig) -> Runtime:
         timeout=timedelta(minutes=config.distributed_timeout_minutes),
         verbose=False,
     )
+    _unname_shared_memory()
     device = torch.device(accelerator.device_name(local_rank()))
     return Runtime(rank(), world_size(), local_rank(), device, backend)
 
@@ -338,6 +340,64 @@ def device_memory() -> dict[str, int]:
     }
 
 
+class PeakMemory:
+    """The most memory that this process has had at a time since this was made, beyond what it had
+    then: the device's or, where that is a CPU, the process's own.
+    """
+
+    def __init__(self) -> None:
+        from deepspeed.accelerator import get_accelerator
+
+        accelerator = get_accelerator()
+        self._accelerator = None if accelerator.device_name() == "cpu" else accelerator
+        if self._accelerator is None:
+            with suppress(OSError):  # not Linux, or not ours to reset: then the peak is all of it
+                Path("/proc/self/clear_refs").write_text("5")
+            self._before = _process_status("VmRSS")
+        else:
+            self._accelerator.reset_peak_memory_stats()
+            self._before = self._accelerator.memory_allocated()
+
+    def bytes(self) -> int | None:
+        """None where the system does not say."""
+        if self._accelerator is not None:
+            return int(self._accelerator.max_memory_allocated()) - (self._before or 0)
+        peak = _process_status("VmHWM")
+        return None if peak is None or self._before is None else peak - self._before
+
+
+def _process_status(name: str) -> int | None:
+    """Bytes of an entry of /proc/self/status, if there is one."""
+    with suppress(OSError):
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith(f"{name}:"):
+                return int(line.split()[1]) * 1024
+    return None
+
+
+def screen() -> tuple[int, bool]:
+    """Columns of the standard output, and whether it is a terminal."""
+    if not sys.stdout.isatty():
+        return 100, False
+    return shutil.get_terminal_size().columns, True
+
+
+def _unname_shared_memory() -> None:
+    """Takes the name from the shared memory that DeepSpeed makes for ranks of one machine on CPUs:
+    it lasts as long as a process holds it, and a run that is killed leaves none (66 MB a rank).
+    """
+    if "LOCAL_SIZE" not in os.environ:
+        return
+    parts = (os.getuid(), os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"], rank())
+    name = "_".join(["deepspeed_allreduce_buffer", *map(str, parts)])
+    made = Path("/dev/shm") / name
+    if made.exists():
+        import torch.distributed as dist
+
+        dist.barrier()  # the others have opened it, who look it up by its name
+        made.unlink(missing_ok=True)
+
+
 def _alone_without_launcher() -> None:
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     missing = [name for name in names if name not in os.environ]
@@ -380,8 +440,10 @@ def _quieten_libraries() -> None:
     """Keeps what is of no use to the reader of a log out of it; to be called before the imports.
 
     DeepSpeed logs a hundred lines per process at its default level, and warns that it found no
-    GPU; torch warns of each call of a collective that DeepSpeed makes by its old name.
+    GPU; torch warns of each call of a collective that DeepSpeed makes by its old name, and lists
+    thirty frames of its own when another rank is gone, for which we have words.
     """
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     logger = logging.getLogger("DeepSpeed")
     logger.addFilter(lambda record: record.levelno >= logging.WARNING)
     logger.addFilter(lambda record: "Setting accelerator to CPU" not in str(record.msg))

@@ -7,8 +7,10 @@ no device. Legend: B micro-batch, S sequence.
 
 from __future__ import annotations
 
+import ctypes
 import signal
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import NamedTuple
 
 import numpy as np
@@ -17,6 +19,9 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from megatron_ds.data.gpt_dataset import TokenDataset
+
+PR_SET_PDEATHSIG = 1
+"""prctl(2): the signal that a process gets when its parent ends."""
 
 
 class Batch(NamedTuple):
@@ -72,7 +77,7 @@ class MicroBatches:
             num_workers=num_workers,
             # Otherwise the loader would draw from torch's global generator, and dropout with it.
             generator=torch.Generator(),
-            worker_init_fn=_outlive_signals,
+            worker_init_fn=_end_with_the_trainer,
         )
         self._iterator: Iterator[Batch] | None = None
         self._closed = False
@@ -97,12 +102,18 @@ class MicroBatches:
         self._iterator = None
 
 
-def _outlive_signals(worker: int) -> None:
-    """Launchers and terminals end a run by signalling every process of its group. The trainer is to
-    finish its step and save, for which it needs its loader; the loader ends with the trainer.
+def _end_with_the_trainer(worker: int) -> None:
+    """Makes a loader process end with the trainer, neither before it nor after.
+
+    Launchers and terminals end a run by signalling every process of its group, and the trainer is
+    to finish its step and save, for which it needs its loader. A trainer that is killed takes its
+    loader with it at once, where the system can do that (Linux): it holds the trainer's connections
+    open, and the other ranks would go on waiting at them.
     """
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL))
 
 
 class _BatchDataset(Dataset[Batch]):
