@@ -7,6 +7,7 @@ knows no process group, and loads torch only for a tokenizer that needs it, when
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -186,6 +187,9 @@ def _checkpoint_problems(config: Config, dp_size: int, vocab_size: int | None) -
     if options.load is None:
         return
     folder = Path(options.load)
+    if _hidden(folder):
+        yield f"--load {folder}: cannot be read by this user"
+        return
     if any(folder.glob(f"{REPLACED}*")):
         return  # an interrupted save is put right first, by the load
     paths = candidates(folder)
@@ -211,10 +215,21 @@ def _checkpoint_problems(config: Config, dp_size: int, vocab_size: int | None) -
             if vocab_size is None:
                 vocab_size = found.run["config"]["model"].get("vocab_size")
             for words in mismatches(found, config.with_vocab(vocab_size), dp_size):
-                yield f"--load {folder}: the checkpoint {path.name} does not fit this run: {words}"
+                yield f"--load {folder}: {path.name} does not fit this run: {words}"
             return
         damaged.append(f"{path.name}: {problem}")
     yield f"--load {folder}: no checkpoint that is whole ({'; '.join(damaged)})"
+
+
+def _hidden(folder: Path) -> bool:
+    """Whether a folder is there, or may be, and cannot be looked into."""
+    try:
+        folder.stat()
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
+    return not os.access(folder, os.R_OK | os.X_OK)
 
 
 def _foreign(folder: Path) -> str:

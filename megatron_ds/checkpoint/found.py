@@ -82,8 +82,8 @@ def mismatches(found: Found, config: Config, dp_size: int) -> list[str]:
     )
     if there != here:
         problems.append(
-            f"the vocabulary, padded by --make-vocab-size-divisible-by, is {there} in the checkpoint "
-            f"and {here} in this run"
+            f"the vocabulary, padded by --make-vocab-size-divisible-by, is {there} in the "
+            f"checkpoint and {here} in this run"
         )
     for key, now in layout(config, dp_size).items():
         saved = found.run["layout"].get(key)
