@@ -137,6 +137,7 @@ def scan(
     problems: list[str] = []
     warnings: list[str] = []
     wrong: set[str] = set()
+    dropped: dict[str, list[str]] = {}
     for option, words in _options(argv):
         flag = flags.get(dashed(option)) if option.startswith("--") else None
         if flag is None:
@@ -152,15 +153,34 @@ def scan(
             wrong.update([dashed(flag_of(flag.field))] if flag.field else [])
             continue
         if flag.outcome == "dropped":
-            warnings.append(f"{option} has no effect: {flag.words}")
+            dropped.setdefault(flag.words, []).append(option)
         elif flag.outcome == "set":
             now = Given(flag, option, tuple(words[:count]), value)
             before = given.pop(dashed(option), now)
             if before.value != value:
                 warnings.append(f"{_shown(before)} is followed by {_shown(now)}, which is taken")
             given[dashed(option)] = now
+    for reason, options in dropped.items():
+        has = "has" if len(options) == 1 else "have"
+        warnings.append(f"{', '.join(dict.fromkeys(options))} {has} no effect: {reason}")
     values, contradictions = _settle(list(given.values()))
+    problems = [_with_samples(problem, values.get("seq_length")) for problem in problems]
     return Scan(values, [*problems, *contradictions], warnings, frozenset(wrong))
+
+
+def _with_samples(problem: str, seq_length: int | None) -> str:
+    """The refusal of a length in tokens with the number of samples that it comes to."""
+    tokens = re.match(r"--[a-z_-]+[-_]tokens (\S+) is not supported", problem)
+    if not tokens or not seq_length or seq_length < 1:
+        return problem
+    try:
+        samples = -(-_whole("", tokens[1]) // seq_length)
+    except ValueError:
+        return problem
+    return problem.replace(
+        "-samples (tokens / --seq-length)",
+        f"-samples {samples} ({tokens[1]} tokens / --seq-length {seq_length})",
+    )
 
 
 def _options(argv: Sequence[str]) -> Iterator[tuple[str, list[str]]]:

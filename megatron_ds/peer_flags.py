@@ -100,15 +100,13 @@ WITHOUT_EFFECT: dict[str, Peer] = {
         "attention scores are scaled once, and their softmax is in fp32",
         switches="apply-query-key-layer-scaling",
     ),
-    **_all(
-        "vocabulary-parallel cross entropy is always used", switches="cross-entropy-loss-fusion"
-    ),
+    **_all("there is one implementation of the loss", switches="cross-entropy-loss-fusion"),
     **_all(
         "there are no fused kernels with constraints",
         switches="abort-on-unmet-fused-kernel-constraints",
     ),
     **_all(
-        "it sets how tensor-parallel communication overlaps, which is fixed here",
+        "how tensor-parallel communication overlaps is fixed",
         switches="no-async-tensor-model-parallel-allreduce tp-comm-overlap "
         "tp-comm-overlap-rs-dgrad disable-tp-comm-bulk-dgrad disable-tp-comm-bulk-wgrad "
         "disable-tp-comm-overlap-ag disable-tp-comm-overlap-rs disable-tp-comm-split-ag "
@@ -142,19 +140,19 @@ WITHOUT_EFFECT: dict[str, Peer] = {
         switches="use-distributed-optimizer",
     ),
     **_all(
-        "the forks never read it: set the key of zero_optimization in --deepspeed_config",
+        "never read in the forks either: set the keys of zero_optimization in --deepspeed_config",
         switches="zero-contigious-gradients zero-reduce-scatter use-pin-memory",
         valued="zero-allgather-bucket-size zero-reduce-bucket-size",
     ),
     **_all(
-        "it does nothing in the forks either",
+        "without effect in the forks, too",
         switches="memory-centric-tiled-linear scattered-embeddings split-transformers "
         "no-load-lr-state",
         valued="tile-factor",
     ),
     **_all(
-        "--optimizer adam is DeepSpeed's AdamW for the device, or for the host with "
-        "--cpu-optimizer",
+        "--optimizer adam is torch's fused AdamW, or DeepSpeed's for states that --cpu-optimizer "
+        "keeps in host memory",
         switches="ds_fused_adam cpu_torch_adam",
     ),
     **_all(
@@ -168,13 +166,13 @@ WITHOUT_EFFECT: dict[str, Peer] = {
     **_all("weights are always drawn, and a resume replaces them", switches="no-initialization"),
     # Pipeline parallelism, which --pipeline-model-parallel-size alone turns on.
     **_all(
-        "it is read with several pipeline stages only",
+        "only read with several pipeline stages",
         switches="no-scatter-gather-tensors-in-pipeline overlap-p2p-communication "
         "no-overlap-p2p-communication use-ring-exchange-p2p use-tp-pp-dp-mapping",
         valued="pp-partition-method",
     ),
     # Data.
-    **_all("it is read with --dataloader-type cyclic only", switches="no-data-sharding"),
+    **_all("only read with --dataloader-type cyclic", switches="no-data-sharding"),
     **_all("validation batches are read by the training process", valued="valid-num-workers"),
     **_all("indexes are built by one process and cached", valued="num-dataset-builder-threads"),
     **_all("token files are always mapped to memory", switches="no-mmap-bin-files"),
@@ -223,7 +221,7 @@ WITHOUT_EFFECT: dict[str, Peer] = {
     **_all("the run waits until a checkpoint is written", switches="async-save"),
     # Companions of flags that are refused: alone they do nothing in the peers either.
     **_all(
-        "it is read with mixture of experts only, which --num-experts would turn on",
+        "only read with mixture of experts, which --num-experts would turn on",
         switches="create-moe-param-group disable-moe-token-dropping "
         "disable-moe-top2-2nd-expert-sampling enable-expert-tensor-parallelism moe-extended-tp "
         "moe-grouped-gemm moe-layer-recompute moe-pad-expert-input-to-capacity "
@@ -234,30 +232,30 @@ WITHOUT_EFFECT: dict[str, Peer] = {
         "moe-token-drop-policy moe-train-capacity-factor moe-z-loss-coeff mlp-type topk",
     ),
     **_all(
-        "it is read with fp8 only",
+        "only read with fp8",
         switches="no-fp8-wgrad",
         valued="fp8-amax-compute-algo fp8-amax-history-len fp8-interval fp8-margin",
     ),
     **_all(
-        "it is read with --ds-sequence-parallel-fpdt only",
+        "only read with --ds-sequence-parallel-fpdt",
         switches="ds-sequence-parallel-fpdt-offloading",
         valued="ds-sequence-parallel-fpdt-chunk-size",
     ),
     **_all(
-        "it is read with --kd only",
+        "only read with --kd",
         valued="kd-alpha-ce kd-beta-ce kd-temp hidden-size-teacher load-teacher "
         "num-attention-heads-teacher num-layers-teacher",
         lists="num-experts-teacher",
     ),
-    **_all("it is read with --adlr-autoresume only", valued="adlr-autoresume-interval"),
+    **_all("only read with --adlr-autoresume", valued="adlr-autoresume-interval"),
     **_all(
-        "it is read by tokenizers that are not there",
+        "only read by tokenizers that are not there",
         valued="tiktoken-num-special-tokens tiktoken-pattern vocab-extra-ids",
         lists="tiktoken-special-tokens",
     ),
     # Other programs of the peers, whose flags their pretrain_gpt.py takes and never reads.
     **_all(
-        "it belongs to BERT, T5 and retrieval models; pretrain_gpt.py does not read it",
+        "only for BERT, T5 and retrieval models",
         switches="bert-no-binary-head biencoder-shared-query-context-model "
         "output-bert-embeddings retriever-score-scaling retro-no-verify-neighbor-count "
         "retro-return-doc-ids use-one-sent-docs",
@@ -272,7 +270,7 @@ WITHOUT_EFFECT: dict[str, Peer] = {
         lists="retriever-report-topk-accuracies",
     ),
     **_all(
-        "it belongs to vision models; pretrain_gpt.py does not read it",
+        "only for vision models",
         switches="dino-norm-last-layer vision-pretraining",
         valued="classes-fraction data-per-class-fraction dino-bottleneck-size "
         "dino-freeze-last-layer dino-head-hidden-size dino-local-crops-number "
@@ -282,11 +280,11 @@ WITHOUT_EFFECT: dict[str, Peer] = {
         "vision-backbone-type vision-pretraining-type",
     ),
     **_all(
-        "it belongs to Mamba models; pretrain_gpt.py does not read it",
+        "only for Mamba models",
         valued="hybrid-attention-ratio hybrid-mlp-ratio hybrid-override-pattern",
     ),
     **_all(
-        "it belongs to generation; pretrain_gpt.py does not read it",
+        "only for generation",
         valued="inference-batch-times-seqlen-threshold max-tokens-to-oom",
     ),
 }
@@ -303,7 +301,7 @@ _NO_WEIGHTS = (
     "a run starts from random weights or resumes a checkpoint as a whole, with --load; leave the "
     "flag out"
 )
-_TOKENS = "lengths count samples or iterations; give {0}-samples (tokens / --seq-length)"
+_TOKENS = "lengths are samples or iterations; give {0}-samples (tokens / --seq-length)"
 _WEIGHTED = (
     "give --{0}-data-path WEIGHT PREFIX WEIGHT PREFIX ..., each prefix whole, or --data-path with "
     "--split"
@@ -526,11 +524,11 @@ REFUSED_VALUES: dict[str, dict[str, str]] = {
 """Values that a peer takes and we do not: field -> value -> what it is or what to do."""
 
 PREPROCESS_WITHOUT_EFFECT: dict[str, Peer] = {
-    **_all("it is read with --split-sentences only", switches="keep-newlines", valued="lang"),
+    **_all("only read with --split-sentences", switches="keep-newlines", valued="lang"),
     **_all("--workers divides the work; one pair of files is written", valued="partitions"),
     **_all("documents always keep their order", switches="keep-sequential-samples"),
     **_all(
-        "it pads the model's vocabulary; the token files do not depend on it",
+        "only the model's vocabulary is padded; the token files do not depend on it",
         valued="make-vocab-size-divisible-by pad-vocab-size-to",
     ),
     **_all("samples are cut by the training, not by the token files", valued="seq-length"),

@@ -8,10 +8,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from megatron_ds.arguments import Scan, parse, read, scan
 from megatron_ds.config import Config
-from megatron_ds.flags import groups, help_text, version_text
+from megatron_ds.flags import groups, help_text, known, version_text
 
 REPOSITORY = Path(__file__).parents[2]
 GOLDEN = REPOSITORY / "tests" / "golden" / "flags.txt"
@@ -223,6 +225,13 @@ def test_a_refused_flag_says_what_to_do_and_takes_its_values_along():
     assert problems[1].startswith("--skip-train-iteration-range 1-2 5-7 is not supported: ")
 
 
+def test_a_length_in_tokens_is_refused_with_the_samples_that_it_comes_to():
+    (problem,) = scan_of("--lr-decay-tokens 260_000_000_000 --seq-length 2048").problems
+    assert problem.endswith(
+        "give --lr-decay-samples 126953125 (260_000_000_000 tokens / --seq-length 2048)"
+    )
+
+
 def test_a_refused_flag_is_accepted_where_it_asks_for_what_is_done():
     said = scan_of(
         "--num-experts 1 --context-parallel-size 1 --dataloader-type single --head-lr-mult 1.0 "
@@ -235,11 +244,10 @@ def test_a_refused_flag_is_accepted_where_it_asks_for_what_is_done():
 
 def test_a_flag_without_effect_is_a_warning():
     said = scan_of("--use-flash-attn --DDP-impl local --profile-ranks 0 1 --profile")
-    assert [line.split()[0] for line in said.warnings] == [
-        "--use-flash-attn",
-        "--DDP-impl",
-        "--profile-ranks",
-        "--profile",
+    assert [line.split(" no effect: ")[0] for line in said.warnings] == [
+        "--use-flash-attn has",
+        "--DDP-impl has",
+        "--profile-ranks, --profile have",
     ]
     assert said.problems == []
 
@@ -299,6 +307,21 @@ def test_what_follows_from_a_value_that_could_not_be_read_is_not_named():
         "--tokenizer-type GPT2BPE: must be one of GPT2BPETokenizer, HFTokenizer, NullTokenizer; "
         "did you mean GPT2BPETokenizer?"
     ]
+
+
+VALUES = ("0", "-1", "2", "1e3", "nan", "inf", "", "1__0", "9" * 5000, "x", "-", "--", "\0", "é")
+
+
+@given(
+    flags=st.lists(st.sampled_from(sorted(known())), max_size=4),
+    values=st.lists(st.sampled_from(VALUES), min_size=8, max_size=8),
+)
+@settings(max_examples=150, deadline=None, derandomize=True, database=None)
+def test_no_line_raises(flags, values):
+    """Whatever stands there: a configuration and a list of problems."""
+    line = [word for pair in zip(flags, values, strict=False) for word in (f"--{pair[0]}", pair[1])]
+    config, _ = read([*line, *values[4:6]], world_size=2, warn=lambda _: None)
+    assert isinstance(config, Config)
 
 
 def test_parse_ends_the_program_and_names_all(capsys):
