@@ -241,7 +241,8 @@ def test_settings_that_cannot_be_are_all_named_at_once(
     ):
         assert output.count(words) == 1, f"{words!r} in\n{output}"
     output = refuse(launcher, {**base, "global_batch_size": 6}, code=2, ranks=2)
-    assert "= 4 (nearest: 4 or 8)" in output
+    assert "= 4, with data-parallel size = 2 processes / " in output
+    assert "(nearest: 4 or 8)" in output
 
 
 @pytest.mark.parametrize(
