@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_ds import runtime
+from megatron_ds.exit_codes import ExitCode
 from megatron_ds.flags import spellings
 from megatron_ds.inference import training_flags
 from megatron_ds.inference.requests import Defaults
@@ -178,10 +179,11 @@ def run(settings: Settings) -> None:
     """Loads and serves. Raises ValueError for what does not fit the checkpoint or the machine."""
     from megatron_ds.inference import load
     from megatron_ds.inference.answer import Answerer, Job, Outcome, longest_text
-    from megatron_ds.inference.crew import Crew
+    from megatron_ds.inference.crew import Crew, CrewBroken, end_with_launchers
     from megatron_ds.inference.server import TextServer, listen
     from megatron_ds.parallel.mesh import Mesh
 
+    end_with_launchers()
     args = settings.args
     found = load.find_checkpoint(Path(args.load))
     config = load.model_config(found)
@@ -216,6 +218,9 @@ def run(settings: Settings) -> None:
         TextServer(service.read, service.perform, say).run(listener)
         crew.dismiss()
         say("the server has ended")
+    except CrewBroken as error:
+        runtime.complain(runtime.signed(f"ends: {error}"))
+        raise SystemExit(ExitCode.LOST) from None
     finally:
         runtime.stop()
 
@@ -240,8 +245,8 @@ class Service:
             given, all_tokens = (sum(map(len, each)) for each in (job.prompts, outcome.texts))
             seconds = time.monotonic() - start
             say(
-                f"{time.strftime('%Y-%m-%d %H:%M:%S')} {len(job.prompts)} prompts of {given} "
-                f"tokens: texts of {all_tokens} tokens in {seconds:.2f} s"
+                f"{time.strftime('%Y-%m-%d %H:%M:%S')} prompts: {len(job.prompts)} of {given} "
+                f"tokens, texts: {len(outcome.texts)} of {all_tokens} tokens, {seconds:.2f} s"
             )
         return self._answerer.answer(job, outcome)
 

@@ -6,17 +6,23 @@ whose receives sleep. Knows nothing of what the work is.
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
 
+from megatron_ds.watch import launchers
+
 ENDLESS = timedelta(days=365)
+TICK = 0.5
+"""Seconds between two looks at the launcher."""
 Job = TypeVar("Job")
 Result = TypeVar("Result")
 GoOn = Callable[[], bool]
@@ -72,8 +78,9 @@ class Crew(Generic[Job, Result]):
             self._compare(error)
 
     def dismiss(self) -> None:
-        """Ends the others' waiting."""
-        self._tell(None)
+        """Ends the others' waiting; also of those that a launcher has ended already."""
+        with suppress(CrewBroken):
+            self._tell(None)
 
     def _tell(self, message: list[Job] | None) -> list[Job] | None:
         """The first rank's message, on every rank."""
@@ -106,6 +113,20 @@ class Crew(Generic[Job, Result]):
         if len(kinds) > 1:
             words = [f"rank {rank}: {end or 'no error'}" for rank, end in enumerate(ends)]
             raise CrewBroken("; ".join(words)) from error
+
+
+def end_with_launchers() -> None:
+    """From here on this process gets a SIGTERM when a launcher that started it is gone: DeepSpeed's
+    leaves its ranks alone."""
+    processes = launchers()
+
+    def watch() -> None:
+        while all(process.alive() for process in processes):
+            time.sleep(TICK)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    if processes:
+        threading.Thread(target=watch, name="launchers", daemon=True).start()
 
 
 @contextmanager
