@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import difflib
 import json
-import math
 import re
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,7 +30,10 @@ def as_flag(value: Any) -> bool:
 
 
 def as_number(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError("must be a number")
+    # Python's whole numbers have no end; nothing takes one that no float can be.
+    if not abs(value) <= sys.float_info.max:
         raise ValueError("must be a number")
     return float(value)
 
@@ -310,13 +313,15 @@ def read_file(path: str) -> DsFile:
     """Reads and checks a file. Raises ValueError if it is not a JSON object."""
     try:
         text = Path(path).read_text(encoding="utf-8")
-        values = json.loads(text, object_pairs_hook=lambda pairs: _unique(path, pairs))
+        values = json.loads(text, object_pairs_hook=_unique)
     except json.JSONDecodeError as error:
         raise ValueError(f"{path}:{error.lineno}:{error.colno}: not JSON: {error.msg}") from error
     except RecursionError:
         raise ValueError(f"{path}: is nested too deeply") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"--deepspeed_config {path}: {error}") from error
+    except ValueError as error:  # a key that stands twice, or a number of thousands of digits
+        raise ValueError(f"{path}: {error}") from None
     if not isinstance(values, dict):
         raise ValueError(f"{path}: must hold a JSON object")
     return _Reader(path, values, _key_lines(text)).read()
@@ -342,7 +347,8 @@ class _Reader:
         )
 
     def _blocks(self) -> None:
-        """Blocks must be objects; one that is not is taken out, so that the rest can be read."""
+        """Blocks must be objects; one that is not is taken out, so that the rest can be read. null
+        says nothing, as for every key."""
         zero = self._values.get("zero_optimization")
         if isinstance(zero, bool):
             self._values["zero_optimization"] = {"stage": int(zero)}
@@ -351,7 +357,9 @@ class _Reader:
             self._rename("bfloat16", "bf16")
         for block in BLOCKS:
             value = _get(self._values, block)
-            if value is not None and not isinstance(value, dict):
+            if value is None:
+                _pop(self._values, block)
+            elif not isinstance(value, dict):
                 self._problem(block, f"{json.dumps(value)}: must be an object")
                 _pop(self._values, block)
 
@@ -447,11 +455,11 @@ class _Reader:
         return self._path if line is None else f"{self._path}:{line}"
 
 
-def _unique(path: str, pairs: list[tuple[str, Any]]) -> Json:
+def _unique(pairs: list[tuple[str, Any]]) -> Json:
     seen: set[str] = set()
     for key, _ in pairs:
         if key in seen:
-            raise ValueError(f"{path}: the key {key!r} stands twice")
+            raise ValueError(f"the key {key!r} stands twice")
         seen.add(key)
     return dict(pairs)
 

@@ -1,0 +1,138 @@
+"""Any JSON in run.json, the manifest and the pointers: the checkpoint is refused in words."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_ds import arguments
+from megatron_ds.checkpoint import found
+from megatron_ds.config import Config
+from megatron_ds.state import TrainState
+from tests.unit.fuzz.clear import FUZZ, JSON, MISSING, REFUSED, paths_in, read_or_refuse, replaced
+
+FLAGS = (
+    "--num-layers 2 --hidden-size 8 --num-attention-heads 2 --seq-length 8 --train-iters 10 "
+    "--micro-batch-size 1 --global-batch-size 2 --lr 1e-3 --data-path p --vocab-file v "
+    "--merge-file m"
+)
+
+
+@pytest.fixture(scope="module")
+def config() -> Config:
+    return arguments.read(FLAGS.split(), world_size=1, warn=lambda line: None)[0]
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("save") / "global_step7"
+    path.mkdir()
+    return path
+
+
+@pytest.fixture(scope="module")
+def run(config: Config) -> dict[str, Any]:
+    values: dict[str, Any] = {
+        "format_version": found.FORMAT_VERSION,
+        "state": TrainState(iteration=7).to_dict(),
+        "config": config.to_dict(),
+        "layout": found.layout(config, 1),
+        "order": found.order(config, 1),
+        "shards": {"x": {"dim": 0, "sections": [1]}},
+    }
+    return json.loads(json.dumps(values))  # type: ignore[no-any-return]
+
+
+def write(path: Path, content: bytes, files: object = None) -> None:
+    """A checkpoint whose manifest is right, for a run.json of any content."""
+    (path / found.RUN).write_bytes(content)
+    listed = {found.RUN: {"bytes": len(content), "sha256": "0" * 64}} if files is None else files
+    (path / found.MANIFEST).write_text(found.seal(listed))  # type: ignore[arg-type]
+
+
+def check(path: Path, config: Config) -> bool:
+    """Whether the checkpoint is taken for a complete one; what then is read of it is sound."""
+    problem = found.problem_with(path)
+    if problem is not None:
+        assert problem
+        return False
+    taken = found.read_run(path)
+    assert taken.iteration == taken.state.iteration == 7
+    problems = read_or_refuse(lambda: found.mismatches(taken, config, 1), str(path))
+    return problems is not REFUSED
+
+
+def test_the_good_one(path: Path, config: Config, run: dict[str, Any]) -> None:
+    write(path, json.dumps(run).encode())
+    assert found.problem_with(path) is None
+    assert found.mismatches(found.read_run(path), config, 1) == []
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"{", b"null", b"[]", b'"x"', b"\xff", b"\0\0", b"[" * 100_000, b'{"format_version": 2}'],
+)
+@pytest.mark.parametrize("name", [found.RUN, found.MANIFEST])
+def test_by_hand(
+    path: Path, config: Config, run: dict[str, Any], name: str, content: bytes
+) -> None:
+    write(path, content if name == found.RUN else json.dumps(run).encode())
+    (path / name).write_bytes(content) if name == found.MANIFEST else None
+    problem = found.problem_with(path)
+    assert problem is not None
+    assert name in problem
+
+
+@given(data=st.data(), value=JSON | st.just(MISSING))
+@FUZZ
+def test_any_value_anywhere_in_the_run(
+    path: Path, config: Config, run: dict[str, Any], data: st.DataObject, value: object
+) -> None:
+    places = [place for place in paths_in(run) if place or value is not MISSING]
+    changed = replaced(run, data.draw(st.sampled_from(places)), value)
+    write(path, json.dumps(changed).encode())
+    check(path, config)
+
+
+@given(
+    files=st.dictionaries(st.sampled_from([found.RUN, "x", "", ".", "\0", "a" * 5000]), JSON)
+    | st.dictionaries(
+        st.sampled_from([found.RUN, "x"]), st.fixed_dictionaries({"bytes": JSON, "sha256": JSON})
+    )
+)
+@FUZZ
+def test_any_list_of_files(
+    path: Path, config: Config, run: dict[str, Any], files: dict[str, object]
+) -> None:
+    write(path, json.dumps(run).encode(), files)
+    check(path, config)
+
+
+@given(content=st.binary(max_size=30) | JSON.map(lambda value: json.dumps(value).encode()))
+@FUZZ
+def test_any_manifest(path: Path, config: Config, run: dict[str, Any], content: bytes) -> None:
+    write(path, json.dumps(run).encode())
+    (path / found.MANIFEST).write_bytes(content)
+    assert not check(path, config)
+
+
+@given(content=st.binary(max_size=30), name=st.sampled_from(found.POINTERS))
+@FUZZ
+def test_any_pointer(path: Path, content: bytes, name: str) -> None:
+    (path.parent / name).write_bytes(content)
+    for problem in found.wrong_pointers(path.parent, path):
+        assert str(path.parent) in problem
+    (path.parent / name).unlink()
+
+
+@given(state=JSON | st.dictionaries(st.sampled_from(list(TrainState().to_dict())), JSON))
+@FUZZ
+def test_any_state(path: Path, config: Config, run: dict[str, Any], state: object) -> None:
+    full = {**TrainState(iteration=7).to_dict(), **state} if isinstance(state, dict) else state
+    write(path, json.dumps({**run, "state": full}).encode())
+    check(path, config)

@@ -1,0 +1,141 @@
+"""Any JSON at any key of a --deepspeed_config file: an error that names file or flag, or a run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_ds import arguments, schedules
+from megatron_ds.config import Config
+from megatron_ds.engine.ds_config import complete, generate
+from megatron_ds.engine.ds_file import BLOCKS, DROPPED, REFUSED, RENAMED, SWITCHES, TOP_KEYS
+from tests.unit.fuzz.clear import FUZZ, JSON
+
+FLAGS = (
+    "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --train-iters 10 "
+    "--micro-batch-size 2 --data-path p --tokenizer-type NullTokenizer --vocab-size 99"
+)
+KEYS = sorted(
+    {
+        *TOP_KEYS,
+        *(f"{block}.{key}" for block, keys in BLOCKS.items() for key in keys),
+        *REFUSED,
+        *RENAMED,
+        *SWITCHES,
+        *DROPPED,
+    }
+)
+GOOD: dict[str, Any] = {
+    "train_batch_size": 16,
+    "gradient_accumulation_steps": 4,
+    "gradient_clipping": 1.0,
+    "fp16": {"enabled": False, "loss_scale": 0, "initial_scale_power": 16},
+    "bf16": {"enabled": True},
+    "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "betas": [0.9, 0.95], "eps": 1e-8}},
+    "scheduler": {
+        "type": "WarmupDecayLR",
+        "params": {"warmup_type": "linear", "total_num_steps": 10, "warmup_num_steps": 3},
+    },
+    "activation_checkpointing": {"number_checkpoints": 4},
+}
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("ds") / "ds.json"
+
+
+@pytest.fixture(scope="module")
+def config(path: Path) -> Config:
+    argv = f"{FLAGS} --deepspeed_config {path}".split()
+    return arguments.read(argv, world_size=2, warn=lambda line: None)[0]
+
+
+def check(config: Config, content: bytes) -> list[str]:
+    """The problems; each says where it is. Without one, the file leads to a DeepSpeed JSON."""
+    path = str(config.deepspeed.deepspeed_config)
+    Path(path).write_bytes(content)
+    filled, problems = complete(config, 2)
+    problems = [*problems, *filled.problems(2), *schedules.problems(filled, 2)]
+    for problem in problems:
+        assert path in problem or "--" in problem, problem
+    if not problems:
+        json.dumps(generate(filled, 2), allow_nan=False)
+    return problems
+
+
+def with_key(values: dict[str, Any], dotted: str, new: object) -> dict[str, Any]:
+    """A copy with a key set; blocks are made on the way."""
+    first, _, rest = dotted.partition(".")
+    if not rest:
+        return {**values, first: new}
+    inner = values.get(first)
+    return {**values, first: with_key(inner if isinstance(inner, dict) else {}, rest, new)}
+
+
+def test_the_good_file_is_good(config: Config) -> None:
+    assert check(config, json.dumps(GOOD).encode()) == []
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "ds.json:1:1: not JSON"),
+        (b"{", "ds.json:1:2: not JSON"),
+        (b"\xff", "ds.json"),
+        (b"\xef\xbb\xbf{}", "ds.json"),
+        (b"\0" * 10, "ds.json:1:1: not JSON"),
+        (b"[]", "ds.json: must hold a JSON object"),
+        (b"null", "ds.json: must hold a JSON object"),
+        (b"5", "ds.json: must hold a JSON object"),
+        (b"[" * 100_000, "ds.json: is nested too deeply"),
+        (b'{"a":' * 100_000, "ds.json: is nested too deeply"),
+        (b'{"fp16": {}, "fp16": {}}', "ds.json"),
+        (b'{"train_batch_size": ' + b"9" * 5000 + b"}", "ds.json"),
+        (b'{"train_batch_size": 1e999}', "train_batch_size"),
+        (b'{"train_batch_size": NaN}', "train_batch_size"),
+        (b'{"gradient_clipping": -Infinity}', "gradient_clipping"),
+        (b'{"train_batch_size": 16, // comment\n}', "ds.json:1:26: not JSON"),
+    ],
+)
+def test_by_hand(config: Config, content: bytes, message: str) -> None:
+    assert any(message in problem for problem in check(config, content))
+
+
+@given(keys=st.lists(st.sampled_from(KEYS), min_size=1, max_size=2), values=st.tuples(JSON, JSON))
+@FUZZ
+def test_any_value_at_any_key(
+    config: Config, keys: list[str], values: tuple[object, object]
+) -> None:
+    content = GOOD
+    for key, value in zip(keys, values, strict=False):
+        content = with_key(content, key, value)
+    check(config, json.dumps(content).encode())
+
+
+def test_every_kind_of_value_at_every_key(config: Config) -> None:
+    values = [None, True, -1, 1e308, "auto", "x", [], {}, [[]], {"a": 1}, 0]
+    for number, key in enumerate(KEYS):
+        for shift in (0, 1, 2):  # for every key others, and each kind at many keys
+            value = values[(3 * number + shift) % len(values)]
+            check(config, json.dumps(with_key(GOOD, key, value)).encode())
+
+
+@given(value=JSON)
+@FUZZ
+def test_any_value_for_the_whole(config: Config, value: object) -> None:
+    check(config, json.dumps(value).encode())
+
+
+@given(at=st.integers(0, len(json.dumps(GOOD)) - 1), new=st.integers(0, 255))
+@FUZZ
+def test_one_byte_changed(config: Config, at: int, new: int) -> None:
+    content = bytearray(json.dumps(GOOD).encode())
+    content[at] = new
+    check(config, bytes(content))
