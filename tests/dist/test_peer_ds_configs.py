@@ -1,0 +1,260 @@
+"""DeepSpeed files as users have them: each is converted and trains a step, or is refused and why.
+
+Legacy and foreign files written for this test always run. Those of other projects' examples run
+where a copy of them lies beside the repository; their templates' placeholders are filled first.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import traceback
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_ds import schedules
+from megatron_ds.arguments import read
+from megatron_ds.config import Config
+from megatron_ds.data.stream import MicroBatches
+from megatron_ds.engine.build import build_engine
+from megatron_ds.engine.ds_config import complete
+from megatron_ds.parallel.mesh import Mesh
+from megatron_ds.runtime import require_precision
+from megatron_ds.state import TrainState
+from tests.dist.engine_runs import prepare
+from tests.dist.twin import Samples
+from tests.distributed import run_ranks
+
+FOLDER = Path(__file__).resolve().parents[3] / "shared" / "data" / "peer_ds_configs"
+FLAGS = (
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --train-iters 10 "
+    "--tokenizer-type NullTokenizer --vocab-size 90 --allow-fp16-on-cpu --lr 1.5e-4 "
+    "--adam-beta2 0.95"
+)
+
+OWN: dict[str, tuple[Any, str]] = {
+    "offload-of-2020": (
+        {
+            "fp16": {"enabled": True},
+            "zero_optimization": {
+                "stage": 3,
+                "allgather_partitions": True,
+                "allgather_bucket_size": 2e8,
+                "overlap_comm": True,
+                "reduce_scatter": True,
+                "reduce_bucket_size": 2e8,
+                "contiguous_gradients": True,
+                "cpu_offload": True,
+            },
+        },
+        "--micro-batch-size 2 --global-batch-size 4",
+    ),
+    "everything-old": (
+        {
+            "train_batch_size": 4,
+            "gradient_accumulation_steps": 2,
+            "bfloat16": {"enabled": True},
+            "zero_optimization": True,
+            "fp32_allreduce": True,
+            "sparse_gradients": False,
+            "dataloader_drop_last": True,
+            "amp": {"enabled": False, "opt_level": "O1"},
+            "optimizer": {
+                "type": "Adam",
+                "params": {"lr": 1.5e-4, "max_grad_norm": 0.5, "betas": [0.9, 0.95]},
+            },
+            "scheduler": {
+                "type": "WarmupLR",
+                "params": {"warmup_num_steps": 4, "warmup_type": "linear"},
+            },
+        },
+        "--micro-batch-size 2",
+    ),
+    "all-auto": (
+        {
+            "train_batch_size": "auto",
+            "train_micro_batch_size_per_gpu": "auto",
+            "gradient_accumulation_steps": "auto",
+            "gradient_clipping": "auto",
+            "bf16": {"enabled": "auto"},
+            "fp16": {"enabled": "auto", "loss_scale": 0, "initial_scale_power": 16},
+            "optimizer": {
+                "type": "AdamW",
+                "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"},
+            },
+            "zero_optimization": {
+                "stage": 3,
+                "overlap_comm": True,
+                "contiguous_gradients": True,
+                "sub_group_size": 1e9,
+                "reduce_bucket_size": "auto",
+                "stage3_prefetch_bucket_size": "auto",
+                "stage3_param_persistence_threshold": "auto",
+                "stage3_gather_16bit_weights_on_model_save": True,
+            },
+        },
+        "--bf16 --micro-batch-size 2 --global-batch-size 4",
+    ),
+}
+"""Name -> file and further flags."""
+
+RUNS = "runs"
+CURRICULUM = "curriculum_learning is not supported: the installed DeepSpeed no longer has it"
+EFFICIENCY = "data_efficiency is not supported: its data sampling and random-LTD"
+STAGE_0 = "ZeRO stage 0 with --bf16 is computed wrongly by DeepSpeed"
+ROOT = "microsoft__examples_deepspeed_"
+EXPECTED = {
+    "bigscience__examples_curriculum_learning_ds_config_cl": CURRICULUM,
+    "bigscience__tests_ds_config": RUNS,
+    "bigscience__tests_ds_config_bf16": STAGE_0,
+    "bigscience__tests_ds_config_cl": CURRICULUM,
+    "bigscience__tests_ds_config_inference": RUNS,
+    f"{ROOT}MoE_ds_config_gpt_TEMPLATE": RUNS,
+    f"{ROOT}MoE_ds_config_gpt_Zero2_TEMPLATE": RUNS,
+    f"{ROOT}bert_with_pile_ds_config_bert_TEMPLATE": RUNS,
+    f"{ROOT}compression_ds_config_gpt_TEMPLATE": RUNS,
+    f"{ROOT}compression_ds_config_gpt_TEMPLATE_compression": "compression_training is not supp",
+    f"{ROOT}curriculum_learning_ds_config_gpt_slw_TEMPLATE": CURRICULUM,
+    f"{ROOT}curriculum_learning_ds_zero_stage_1_config_baseline": RUNS,
+    f"{ROOT}curriculum_learning_ds_zero_stage_1_config_curriculum_fixed_linear": CURRICULUM,
+    f"{ROOT}data_efficiency_bert_finetune_ds_config_bert_TEMPLATE": RUNS,
+    f"{ROOT}data_efficiency_bert_finetune_glue_ds_config_bert_TEMPLATE": RUNS,
+    f"{ROOT}data_efficiency_bert_pretrain_ds_config_bert_1clmetric_TEMPLATE": EFFICIENCY,
+    f"{ROOT}data_efficiency_bert_pretrain_ds_config_bert_2clmetrics_TEMPLATE": EFFICIENCY,
+    f"{ROOT}data_efficiency_gpt_eval_ds_config_eval_dummy": RUNS,
+    f"{ROOT}data_efficiency_gpt_pretrain_ds_config_gpt_1clmetric_TEMPLATE": EFFICIENCY,
+    f"{ROOT}data_efficiency_gpt_pretrain_ds_config_gpt_2clmetrics_TEMPLATE": EFFICIENCY,
+    f"{ROOT}deepspeed4science_megatron_long_seq_support_ds_config_gpt_TEMPLATE": RUNS,
+    f"{ROOT}finetune_hf_llama_ds_config": STAGE_0,
+    f"{ROOT}finetune_hf_llama_ds_config_empty": RUNS,
+    f"{ROOT}offload_pp_ds_config_gpt_TEMPLATE": RUNS,
+    f"{ROOT}rebase_ds_config_gpt_TEMPLATE": RUNS,
+    f"{ROOT}rebase_ds_config_gpt_slw_TEMPLATE": CURRICULUM,
+    f"{ROOT}sequence_parallel_ds_config_gpt_TEMPLATE": RUNS,
+    f"{ROOT}universal_checkpointing_ds_config": RUNS,
+}
+"""Every file of the peers: "runs", or words of the reason for which it is refused."""
+
+FILLED = {
+    "CONFIG_BATCH_SIZE": "4",
+    "GBSIZE": "4",
+    "CONFIG_MBSIZE": "2",
+    "MBSIZE": "2",
+    "LOG_INTERVAL": "10",
+    "ZERO_STAGE": "1",
+    "PRESCALE_GRAD": "true",
+    "CONFIG_FP16_ENABLED": "false",
+    "CONFIG_BF16_ENABLED": "true",
+    "CONFIG_CL_ENABLED": "false",
+    "CL_ENABLED": "true",
+    "LTD_ENABLED": "true",
+}
+"""Placeholders of the templates; all others are numbers."""
+
+
+def filled(text: str) -> str:
+    """A template with its placeholders outside of quotes replaced."""
+    pattern = re.compile(r'"[^"]*"|\b[A-Z][A-Za-z0-9]*(?:_[A-Za-z0-9]+)+\b|\bM?G?BSIZE\b')
+
+    def value(match: re.Match[str]) -> str:
+        word = match.group()
+        return word if word.startswith('"') else FILLED.get(word, "8")
+
+    return pattern.sub(value, text)
+
+
+def micro_batch_flag(values: Any) -> str:
+    """The micro-batch of a file that gives only the batch and the accumulation steps."""
+    if "train_micro_batch_size_per_gpu" in values:
+        return ""
+    return (
+        f"--micro-batch-size {values['train_batch_size'] // values['gradient_accumulation_steps']}"
+    )
+
+
+def configured(name: str, text: str, line: str, folder: Path) -> tuple[Config, list[str]]:
+    """The configuration of one process, and the problems found."""
+    for suffix in (".bin", ".idx"):
+        (folder / f"tokens{suffix}").touch()
+    path = folder / f"{name}.json"
+    path.write_text(text, encoding="utf-8")
+    argv = f"{FLAGS} {line} --data-path {folder / 'tokens'} --deepspeed_config {path}".split()
+    return read(argv, world_size=1, warn=lambda _: None, complete=complete)
+
+
+def peers(folder: Path) -> dict[str, tuple[Config, list[str]]]:
+    made = {}
+    for path in sorted(FOLDER.glob("*.json")):
+        text = filled(path.read_text(encoding="utf-8"))
+        made[path.stem] = configured(path.stem, text, micro_batch_flag(json.loads(text)), folder)
+    return made
+
+
+def train_a_step(rank: int, configs: dict[str, Config]) -> dict[str, float | str]:
+    """The loss of each configuration's first step, or how it failed."""
+    mesh = prepare((1,))[1]
+    results: dict[str, float | str] = {}
+    for name, config in configs.items():
+        try:
+            results[name] = _loss(config, mesh)
+        except Exception:
+            results[name] = traceback.format_exc()
+    return results
+
+
+def _loss(config: Config, mesh: Mesh) -> float:
+    require_precision(config.precision)
+    engine = build_engine(config.with_vocab(90), mesh, torch.device("cpu"))
+    micro = config.schedule.micro_batch_size
+    assert micro is not None
+    shape = {"seq_length": 16, "vocab_size": 90}
+    batches = MicroBatches(
+        Samples(config.batch_size(1), shape),
+        consumed=0,
+        micro_batch_size=micro,
+        dp_rank=0,
+        dp_size=1,
+    )
+    result = engine.train_step(batches, schedules.plan(config, TrainState(), 1))
+    engine._engine.destroy()
+    return float(result.loss)
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[list[str], Any]]:
+    """For each file its problems, and what it did if it had none."""
+    folder = tmp_path_factory.mktemp("files")
+    made = {
+        name: configured(name, json.dumps(file), line, folder) for name, (file, line) in OWN.items()
+    }
+    made |= peers(folder)
+    sound = {name: config for name, (config, problems) in made.items() if not problems}
+    (results,) = run_ranks(train_a_step, 1, sound)
+    return {name: (problems, results.get(name)) for name, (_, problems) in made.items()}
+
+
+@pytest.mark.parametrize("name", [*OWN, *EXPECTED])
+def test_a_file_trains_or_is_refused_with_its_reason(
+    name: str, found: dict[str, tuple[list[str], Any]]
+) -> None:
+    if name not in OWN and not FOLDER.is_dir():
+        pytest.skip(f"the peers' files are not here: {FOLDER}")
+    problems, loss = found[name]
+    expected = EXPECTED.get(name, RUNS)
+    if expected == RUNS:
+        assert problems == []
+        assert isinstance(loss, float), loss
+        assert loss == pytest.approx(math.log(90), abs=0.5)
+    else:
+        assert any(expected in problem for problem in problems), problems
+        assert all(f"{name}.json" in problem for problem in problems), problems
+
+
+def test_no_file_is_left_out() -> None:
+    if not FOLDER.is_dir():
+        pytest.skip(f"the peers' files are not here: {FOLDER}")
+    assert {path.stem for path in FOLDER.glob("*.json")} == set(EXPECTED)
