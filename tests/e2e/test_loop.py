@@ -102,6 +102,18 @@ def test_sigterm_to_one_rank_ends_all_with_a_save(
 # What it evaluates and reports.
 
 
+def test_skip_train_evaluates_what_was_saved_and_nothing_else(
+    launcher: Launcher, base: Settings, tmp_path: Path
+) -> None:
+    settings = {**base, "train_iters": 2, "eval_iters": 2, "save": tmp_path, "load": tmp_path}
+    launcher.start(settings).succeed()
+    before = (steps(tmp_path), evaluations(tmp_path), saved(tmp_path))
+    output = launcher.start({**settings, "train_iters": 9, "skip_train": True}).succeed()
+    (loss,) = (record["validation_loss"] for record in before[1] if "validation_loss" in record)
+    assert f"val data | lm loss value: {loss:.6E} |" in output
+    assert (steps(tmp_path), evaluations(tmp_path), saved(tmp_path)) == before
+
+
 def test_evaluations_come_at_their_interval_and_at_the_end(
     launcher: Launcher, base: Settings, tmp_path: Path
 ) -> None:
