@@ -6,6 +6,7 @@ The command line over `megatron_ds.data.preprocess`: flags, progress and exit co
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import sys
 import time
@@ -221,6 +222,8 @@ def main(argv: Sequence[str]) -> int:
     except KeyboardInterrupt:
         print("interrupted; nothing was written", file=sys.stderr)
         return 130
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a path may be no text
     print(summary(done, time.perf_counter() - start))
     left_out = f"; {done.empty} empty texts were left out" if done.empty else ""
     print(f"{done.tokens} tokens{left_out}")

@@ -139,9 +139,15 @@ class _Builder:
         }
 
         def make() -> Arrays:
-            made = build_indexes(
-                lengths, np.arange(first, end), samples, self.seq_length, self.seed
-            )
+            try:
+                made = build_indexes(
+                    lengths, np.arange(first, end), samples, self.seq_length, self.seed
+                )
+            except (MemoryError, OverflowError, ValueError) as error:
+                raise ValueError(
+                    f"{prefix}: {samples} {name} samples need an index that cannot be made "
+                    f"({error}): ask for fewer samples"
+                ) from error
             return {
                 "documents": made.documents,
                 "samples": made.samples,

@@ -1,0 +1,144 @@
+"""Whole command lines over malformed files: exit status and words."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_ds import arguments
+from megatron_ds.data.indexed import IndexedDataset, IndexedWriter
+from megatron_ds.engine import ds_config
+from pretrain_gpt import check
+from tools import preprocess_data
+
+NULL = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "100"]
+PREPROCESS: dict[str, tuple[bytes, list[str], list[str]]] = {
+    "broken JSON": (b'{"text": "1"}\n{"text": \n', NULL, ["in.jsonl:2: not JSON"]),
+    "an empty file": (b"", NULL, ["in.jsonl: has no documents"]),
+    "no UTF-8": (b'{"text": "\xff"}\n', NULL, ["in.jsonl:1: not JSON: 'utf-8' codec"]),
+    "nested deeply": (b"[" * 100_000, NULL, ["in.jsonl:1: not read: it is nested too deeply"]),
+    "two bad lines": (b'5\n{"a": "1"}\n', NULL, ["in.jsonl:1: must be", "in.jsonl:2: has no key"]),
+    "a broken vocabulary": (
+        b'{"text": "1"}\n',
+        "--tokenizer-type GPT2BPETokenizer --vocab-file vocab.json --merge-file in.jsonl".split(),
+        ["--vocab-file vocab.json: not JSON"],
+    ),
+    "a broken tokenizer.json": (
+        b'{"text": "1"}\n',
+        ["--tokenizer-type", "HFTokenizer", "--tokenizer-model", "vocab.json"],
+        ["--tokenizer-model vocab.json: not a tokenizer.json"],
+    ),
+    "a vocabulary too large": (
+        b'{"text": "1"}\n',
+        ["--tokenizer-type", "NullTokenizer", "--vocab-size", str(1 << 40)],
+        ["--vocab-size 1099511627776: must be 1 to"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PREPROCESS)
+def test_preprocess_data(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    name: str,
+) -> None:
+    content, tokenizer, messages = PREPROCESS[name]
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "vocab.json").write_text('{"a": ')
+    (tmp_path / "in.jsonl").write_bytes(b'{"text": "7"}\n')
+    files = ["--input", "in.jsonl", "--output-prefix", "out", "--workers", "1"]
+    assert preprocess_data.main([*files, *NULL]) == 0
+    (tmp_path / "in.jsonl").write_bytes(content)
+    capsys.readouterr()
+    assert preprocess_data.main([*files, *tokenizer]) == 1
+    shown = capsys.readouterr().err
+    assert "Traceback" not in shown
+    for message in messages:
+        assert message in shown
+    assert IndexedDataset("out_text_document").get(0).tolist() == [7]
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["in.jsonl", "out_text_document.bin", "out_text_document.idx", "vocab.json"]
+
+
+MODEL = (
+    "--num-layers 2 --hidden-size 8 --num-attention-heads 2 --seq-length 8 --train-iters 10 "
+    "--micro-batch-size 1 --global-batch-size 2 --lr 1e-3 --split 1"
+)
+PRETRAIN: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
+    "an index cut": ({"p.idx": lambda content: content[:-5]}, [], ["p.idx has ", "truncated"]),
+    "tokens cut": ({"p.bin": lambda content: content[:-1]}, [], ["p.bin has 19 bytes"]),
+    "an index of text": ({"p.idx": lambda content: b"text"}, [], ["does not begin with MMIDIDX"]),
+    "no tokens": ({"p.bin": lambda content: None}, [], ["there is no file ", "p.bin"]),
+    "a broken DeepSpeed file": (
+        {},
+        ["--deepspeed_config", "bad.json"],
+        ["bad.json:1:2: not JSON"],
+    ),
+    "a strange split": ({}, ["--split", "nan"], ["--split nan: must be up to three"]),
+    "a strange blend": ({}, ["--data-path", "x", "p"], ["the weight 'x' must be a number"]),
+    "a broken tokenizer": (
+        {},
+        ["--tokenizer-type", "HFTokenizer", "--tokenizer-model", "bad.json"],
+        ["--tokenizer-model bad.json: not a tokenizer.json"],
+    ),
+    "several at once": (
+        {"p.idx": lambda content: content[:20]},
+        ["--deepspeed_config", "bad.json"],
+        ["bad.json:1:2: not JSON", "p.idx is no Megatron index"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PRETRAIN)
+def test_pretrain_gpt(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    name: str,
+) -> None:
+    changes, flags, messages = PRETRAIN[name]
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "bad.json").write_text("{")
+    with IndexedWriter("p", "uint16") as writer:
+        writer.add_document(range(10))
+    argv = [*MODEL.split(), "--data-path", "p", *NULL]
+
+    def run(argv: list[str]) -> None:
+        arguments.parse(argv, complete=ds_config.complete, check=check)
+
+    run(argv)  # without the damage there is nothing to say
+    for file, change in changes.items():
+        content = change((tmp_path / file).read_bytes())
+        (tmp_path / file).unlink()
+        if content is not None:
+            (tmp_path / file).write_bytes(content)
+    # The last one of a flag counts.
+    with pytest.raises(SystemExit) as ended:
+        run([*argv, *flags])
+    assert ended.value.code == 2
+    shown = capsys.readouterr().err
+    assert "Traceback" not in shown
+    for message in messages:
+        assert message in shown
+
+
+def test_a_cut_checkpoint_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with IndexedWriter("p", "uint16") as writer:
+        writer.add_document(range(10))
+    folder = tmp_path / "save" / "global_step5"
+    folder.mkdir(parents=True)
+    (folder / "run.json").write_text(json.dumps([1]))
+    (folder / "manifest.json").write_text("{")
+    argv = [*MODEL.split(), "--data-path", "p", *NULL, "--load", "save"]
+    with pytest.raises(SystemExit):
+        arguments.parse(
+            [*argv, "--exit-on-missing-checkpoint"], complete=ds_config.complete, check=check
+        )
+    assert "global_step5" in capsys.readouterr().err
