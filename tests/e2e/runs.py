@@ -23,6 +23,8 @@ from typing import Any, Protocol
 
 import torch
 
+from megatron_ds.engine.checkpoint_files import read_tensors
+
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
 PRETRAIN = REPOSITORY / "pretrain_gpt.py"
 DEADLINE = 300.0
@@ -232,6 +234,20 @@ class Launcher:
             os.kill(pid, signal.SIGKILL)
         return list(left.values())
 
+    def wait_until_all_ended(self) -> None:
+        """Waits for the processes that outlive a launcher for a while; TimeoutError if they stay."""
+        end = time.monotonic() + DEADLINE
+        while left := self._marked():
+            if time.monotonic() > end:
+                raise TimeoutError(f"processes outlived their run: {left}")
+            time.sleep(0.05)
+
+    def process_of_rank(self, rank: int) -> int:
+        """The number of the process that is a rank of the one run under way; its loaders have
+        higher ones.
+        """
+        return min(pid for pid in self._marked() if f"RANK={rank}" in _environment_of(pid))
+
     def close(self) -> None:
         if self._zygote is not None:
             self._zygote.close()
@@ -301,6 +317,18 @@ class Launcher:
         return found
 
 
+def _environment_of(pid: int) -> list[str]:
+    try:
+        return Path(f"/proc/{pid}/environ").read_text(errors="replace").split("\0")
+    except OSError:
+        return []
+
+
+def shared_memory_of(port: int) -> list[str]:
+    """Names of shared memory that DeepSpeed made for the run with that port."""
+    return [path.name for path in Path("/dev/shm").glob(f"deepspeed_*_{port}_*")]
+
+
 def clean_environment() -> dict[str, str]:
     """This process's environment without a launcher's variables: CPU, one thread per process."""
     ours = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
@@ -345,7 +373,7 @@ def checkpoint_differences(first: Path, second: Path) -> list[str]:
         return [f"files {names} and {others}"]
     found = []
     for name in names:
-        ours, theirs = (torch.load(f / name, weights_only=False) for f in (first, second))
+        ours, theirs = (read_tensors(folder / name) for folder in (first, second))
         found += _differences(ours, theirs, name)
     return found
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ds.checkpoint.found import candidates, problem_with, read_run
+from megatron_ds.exit_codes import ExitCode
 from tests.e2e.runs import (
     REPOSITORY,
     Launcher,
@@ -129,10 +130,8 @@ def test_where_every_checkpoint_is_damaged_the_run_is_refused(
     before = records(run)
     (run / "global_step1" / "manifest.json").unlink()
     result = launcher.start(settings).wait()
-    assert result.codes == (1,)
-    assert f"{run / 'global_step1'}: it has no manifest.json, so its save did not finish" in (
-        result.output
-    )
+    assert result.codes == (ExitCode.SETTINGS,)
+    assert "global_step1: it has no manifest.json, so its save did not finish" in result.output
     assert "Traceback" not in result.output
     assert records(run) == before
 
@@ -196,6 +195,11 @@ def newest_whole(run: Path) -> int:
     )
 
 
+def fail_if_ended(run: Run) -> None:
+    answers = iter((False, True))  # it looks at the run between the two
+    run.wait_until(lambda: next(answers))
+
+
 def wait_closely(run: Run, reached: Callable[[], bool]) -> None:
     """As Run.wait_until, for what lasts less than a millisecond."""
     polls = 0
@@ -203,8 +207,7 @@ def wait_closely(run: Run, reached: Callable[[], bool]) -> None:
         time.sleep(0.0002)
         polls += 1
         if polls % 1000 == 0:
-            answers = iter((False, True))  # an error between the two if the run has ended
-            run.wait_until(lambda: next(answers))
+            fail_if_ended(run)
 
 
 def kill_at(run: Run, moment: Moment, folder: Path, iteration: int) -> None:

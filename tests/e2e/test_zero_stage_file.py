@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from megatron_ds.engine.checkpoint_files import read_tensors
 from tests.e2e.runs import REPOSITORY, Launcher, Settings, losses, steps
 
 FILES = REPOSITORY / "ds_configs"
@@ -74,12 +75,10 @@ def test_the_files_saved_with_a_checkpoint_name_the_same_configuration(
     launcher: Launcher, base: Settings, tmp_path: Path
 ) -> None:
     """DeepSpeed keeps the configuration that its engine runs with in its own files."""
-    import torch
-
     settings = {**base, **SCHEDULE, "save": tmp_path, "deepspeed_config": FILES / "zero2.json"}
     launcher.start(settings).succeed()
     states = tmp_path / "global_step4" / "mp_rank_00_model_states.pt"
-    engine = torch.load(states, weights_only=False)["ds_config"]
+    engine = read_tensors(states)["ds_config"]
     assert engine == json.loads((tmp_path / "ds_config.json").read_text())
 
 

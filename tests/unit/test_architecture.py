@@ -28,6 +28,7 @@ FLOORS = {
     "parallel": 1,
     "runtime": 1,
     "schedules": 1,
+    "startup": 1,
     "tokenizer": 1,
     "watch": 1,
     "model": 2,
@@ -276,6 +277,21 @@ def test_no_kind_of_device_is_named_outside_the_runtime() -> None:
             if names_it(node)
         ]
     )
+
+
+def test_what_is_read_can_run_no_code() -> None:
+    """Tensors are read as tensors, in one place; nothing else is unpickled."""
+    unsafe = {"pickle.load", "pickle.loads", "pickle.Unpickler", "torch.load"}
+    calls = [
+        (path, ast.unparse(node))
+        for path in [*sources(), *(REPOSITORY / "tools").glob("*.py")]
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.Call)
+        and (ast.unparse(node.func) in unsafe or "allow_pickle=True" in ast.unparse(node))
+    ]
+    assert [path for path, _ in calls] == [PACKAGE / "engine" / "checkpoint_files.py"]
+    assert calls[0][1].startswith("torch.load(")
+    assert "weights_only=True" in calls[0][1]
 
 
 def test_no_module_keeps_state() -> None:
