@@ -14,8 +14,8 @@ from megatron_ds.engine import ds_config
 from pretrain_gpt import check
 from tools import preprocess_data
 
-NULL = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "100"]
-PREPROCESS: dict[str, tuple[bytes, list[str], list[str]]] = {
+NULL = "--tokenizer-type NullTokenizer --vocab-size 100"
+PREPROCESS: dict[str, tuple[bytes, str, list[str]]] = {
     "broken JSON": (b'{"text": "1"}\n{"text": \n', NULL, ["in.jsonl:2: not JSON"]),
     "an empty file": (b"", NULL, ["in.jsonl: has no documents"]),
     "no UTF-8": (b'{"text": "\xff"}\n', NULL, ["in.jsonl:1: not JSON: 'utf-8' codec"]),
@@ -23,17 +23,17 @@ PREPROCESS: dict[str, tuple[bytes, list[str], list[str]]] = {
     "two bad lines": (b'5\n{"a": "1"}\n', NULL, ["in.jsonl:1: must be", "in.jsonl:2: has no key"]),
     "a broken vocabulary": (
         b'{"text": "1"}\n',
-        "--tokenizer-type GPT2BPETokenizer --vocab-file vocab.json --merge-file in.jsonl".split(),
+        "--tokenizer-type GPT2BPETokenizer --vocab-file vocab.json --merge-file in.jsonl",
         ["--vocab-file vocab.json: not JSON"],
     ),
     "a broken tokenizer.json": (
         b'{"text": "1"}\n',
-        ["--tokenizer-type", "HFTokenizer", "--tokenizer-model", "vocab.json"],
+        "--tokenizer-type HFTokenizer --tokenizer-model vocab.json",
         ["--tokenizer-model vocab.json: not a tokenizer.json"],
     ),
     "a vocabulary too large": (
         b'{"text": "1"}\n',
-        ["--tokenizer-type", "NullTokenizer", "--vocab-size", str(1 << 40)],
+        f"--tokenizer-type NullTokenizer --vocab-size {1 << 40}",
         ["--vocab-size 1099511627776: must be 1 to"],
     ),
 }
@@ -51,10 +51,10 @@ def test_preprocess_data(
     (tmp_path / "vocab.json").write_text('{"a": ')
     (tmp_path / "in.jsonl").write_bytes(b'{"text": "7"}\n')
     files = ["--input", "in.jsonl", "--output-prefix", "out", "--workers", "1"]
-    assert preprocess_data.main([*files, *NULL]) == 0
+    assert preprocess_data.main([*files, *NULL.split()]) == 0
     (tmp_path / "in.jsonl").write_bytes(content)
     capsys.readouterr()
-    assert preprocess_data.main([*files, *tokenizer]) == 1
+    assert preprocess_data.main([*files, *tokenizer.split()]) == 1
     shown = capsys.readouterr().err
     assert "Traceback" not in shown
     for message in messages:
@@ -105,7 +105,7 @@ def test_pretrain_gpt(
     (tmp_path / "bad.json").write_text("{")
     with IndexedWriter("p", "uint16") as writer:
         writer.add_document(range(10))
-    argv = [*MODEL.split(), "--data-path", "p", *NULL]
+    argv = [*MODEL.split(), "--data-path", "p", *NULL.split()]
 
     def run(argv: list[str]) -> None:
         arguments.parse(argv, complete=ds_config.complete, check=check)
@@ -116,9 +116,8 @@ def test_pretrain_gpt(
         (tmp_path / file).unlink()
         if content is not None:
             (tmp_path / file).write_bytes(content)
-    # The last one of a flag counts.
     with pytest.raises(SystemExit) as ended:
-        run([*argv, *flags])
+        run([*argv, *flags])  # of a flag that is given twice, the last counts
     assert ended.value.code == 2
     shown = capsys.readouterr().err
     assert "Traceback" not in shown
@@ -136,7 +135,7 @@ def test_a_cut_checkpoint_is_named(
     folder.mkdir(parents=True)
     (folder / "run.json").write_text(json.dumps([1]))
     (folder / "manifest.json").write_text("{")
-    argv = [*MODEL.split(), "--data-path", "p", *NULL, "--load", "save"]
+    argv = [*MODEL.split(), "--data-path", "p", *NULL.split(), "--load", "save"]
     with pytest.raises(SystemExit):
         arguments.parse(
             [*argv, "--exit-on-missing-checkpoint"], complete=ds_config.complete, check=check
