@@ -423,7 +423,34 @@ def generate(config: Config, dp_size: int) -> Json:
     for key in sorted(PASSED_KEYS.keys() & user.keys()):
         if user[key] not in (None, "auto"):
             result[key] = copy.deepcopy(user[key])
+    result["communication_data_type"] = as_dtype(result["communication_data_type"])
     return result
+
+
+def sources(config: Config) -> dict[str, str]:
+    """Where values of `generate` that are no defaults come from: dotted key -> flag or place."""
+    told: dict[str, str] = {}
+    beta = (Link("optimizer.params.betas", name) for name in ("adam_beta1", "adam_beta2"))
+    for link in (*LINKS, *beta):
+        if link.field in config.origins:
+            told[link.key] = config.origins[link.field]
+        elif link.field in config.given:
+            flag = _shown(link.field, _field(config, link.field))
+            told[link.key] = f"{told[link.key]}, {flag}" if link.key in told else flag
+    if config.deepspeed.deepspeed_config is not None:
+        file = read_file(config.deepspeed.deepspeed_config)
+        for key in _leaves(file.values):
+            if key not in told and not key.startswith("scheduler.") and file.get(key) is not None:
+                told[key] = f"{key} of {file.place(key)}"
+    return dict(sorted(told.items()))
+
+
+def _leaves(values: Json, prefix: str = "") -> Iterator[str]:
+    for key, value in values.items():
+        if isinstance(value, dict):
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}"
 
 
 def zero_stage(config: Config) -> int:
