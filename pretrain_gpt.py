@@ -11,6 +11,7 @@ from megatron_ds.config import Config
 from megatron_ds.ending import ends_well
 from megatron_ds.engine import ds_config
 from megatron_ds.extensions import stale_locks
+from megatron_ds.startup import Startup
 
 
 def check(config: Config, world_size: int, warn: Callable[[str], None]) -> list[str]:
@@ -21,6 +22,7 @@ def check(config: Config, world_size: int, warn: Callable[[str], None]) -> list[
 
 
 def main() -> None:
+    startup = Startup()
     with ends_well() as life:
         config = arguments.parse(
             sys.argv[1:],
@@ -29,10 +31,12 @@ def main() -> None:
             complete=ds_config.complete,
             check=check,
         )
+        startup.done("settings")
         runtime.refuse_stale_locks(stale_locks(runtime.prepare_environment()))
         from megatron_ds.training.trainer import pretrain  # after the settings: torch takes seconds
 
-        code = pretrain(config, life)
+        startup.done("libraries")
+        code = pretrain(config, life, startup)
     sys.exit(code)
 
 

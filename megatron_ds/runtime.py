@@ -238,7 +238,9 @@ def signed(text: str) -> str:
 
 def _print(text: str, stream: TextIO) -> None:
     try:
-        print(text, file=stream, flush=True)
+        # In one write: without buffers print() would give the line's end apart, and the lines of
+        # two ranks would run into each other.
+        print(f"{text}\n", end="", file=stream, flush=True)
     except BrokenPipeError:
         # Whoever read it is gone: Ctrl-C ends the `tee` of a pipe as well. The run is to save all
         # the same, and nobody reads what it says to that.

@@ -115,6 +115,11 @@ def learning_rate(config: Config, state: TrainState, dp_size: int) -> float:
     return floor + share * (peak - floor)
 
 
+def warmup_and_decay(config: Config, dp_size: int) -> tuple[float, float]:
+    """Samples of the warm-up, and samples until the decay ends, the warm-up among them."""
+    return _warmup(config, dp_size), _decay(config, dp_size)
+
+
 def weight_decay(config: Config, state: TrainState, dp_size: int) -> float:
     """Weight decay of the step after `state`; it moves over the whole run, on the same clock."""
     optimizer = config.optimizer

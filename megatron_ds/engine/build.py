@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import importlib
 from contextlib import nullcontext
 from typing import Any
 
 import deepspeed
 import torch
+from deepspeed.runtime import compiler
 from deepspeed.runtime.config import DeepSpeedConfig
 from pydantic import ValidationError
 
@@ -29,6 +31,7 @@ def build_engine(config: Config, mesh: Mesh, device: torch.device) -> ZeroEngine
     ValueError for values of the user's file that DeepSpeed does not take, and for an engine that
     does not hold what the configuration says.
     """
+    _import_muon_uncompiled()
     ds_config = generate(config, mesh.dp.size)
     mpu = mesh.mpu()
     _check(ds_config, mpu, config.deepspeed.deepspeed_config)
@@ -56,6 +59,22 @@ def build_engine(config: Config, mesh: Mesh, device: torch.device) -> ZeroEngine
         seed=config.runtime.seed,
         device=device,
     )
+
+
+def _import_muon_uncompiled() -> None:
+    """Imports DeepSpeed's Muon with its kernels as plain functions.
+
+    Every ZeRO optimizer asks whether it was given Muon, and importing that compiles its kernels: a
+    second of each start and 40 MB of the compiler's modules, for an optimizer that is never built
+    here. DeepSpeed itself has the decorator that leaves a function alone, for a torch without a
+    compiler.
+    """
+    compiled = compiler.compile
+    compiler.compile = lambda: compiler.dummy_decorator
+    try:
+        importlib.import_module("deepspeed.runtime.zero.muon.original_muon")
+    finally:
+        compiler.compile = compiled
 
 
 def _check(ds_config: dict[str, Any], mpu: object, path: str | None) -> None:

@@ -12,11 +12,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
+from deepspeed.ops.op_builder.builder import OpBuilder
 from deepspeed.runtime.activation_checkpointing import checkpointing
 from torch import nn
 
 from megatron_ds.config import Config
 from megatron_ds.engine.ds_config import zero_stage
+from megatron_ds.model import memory
 from megatron_ds.parallel.mesh import Mesh
 
 Values = dict[str, Any]
@@ -153,6 +155,35 @@ def states(engine: Any) -> States:
             place = ON_DEVICE if storage.device.type == home.split(":")[0] else ON_HOST
             result[place][kind] = result[place].get(kind, 0) + storage.nbytes()
     return result
+
+
+def footprint(values: Values, tp_size: int, zero: Mapping[str, Any], device: str) -> memory.Engine:
+    """What the memory estimate asks of an engine.
+
+    values: in force. zero: zero_optimization of the DeepSpeed configuration. device: its kind.
+    """
+    sizes = {name: getattr(torch, name).itemsize for name in DTYPES.values()}
+    moments = 2 if "betas" in values else int(values["momentum"] != 0.0)
+    return memory.Engine(
+        stage=values["ZeRO stage"],
+        tp=tp_size,
+        dp=values["data-parallel size"],
+        parameter=sizes[values["parameters"]],
+        accumulation=sizes[values["gradient accumulation"]],
+        reduction=sizes[values["gradient reduction"]],
+        moments=moments,
+        bucket=int(zero["reduce_bucket_size"]),
+        buckets=2 if zero.get("overlap_comm") else 1,
+        persistent=int(zero.get("stage3_param_persistence_threshold", 0)),
+        offload_optimizer=values["optimizer offload"] != "none",
+        offload_parameters=values["parameter offload"] != "none",
+        on_cpu=device == "cpu",
+    )
+
+
+def cpp_ops() -> list[str]:
+    """DeepSpeed's C++ ops that this process has loaded."""
+    return sorted(OpBuilder._loaded_ops)
 
 
 def _told_optimizer(config: Config, ds_config: Mapping[str, Any]) -> Values:

@@ -11,6 +11,7 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.attention import SDPBackend
 
 from megatron_ds.config import ModelConfig
 from megatron_ds.model.init import Initializer
@@ -19,6 +20,34 @@ from megatron_ds.parallel.linear import ColumnParallelLinear, RowParallelLinear
 from megatron_ds.parallel.mesh import Group
 from megatron_ds.parallel.random import RngStreams
 from megatron_ds.parallel.recompute import Recompute
+
+
+def kernel(
+    config: ModelConfig, micro_batch: int, tp_size: int, dtype: torch.dtype, device: torch.device
+) -> str:
+    """Which of its kernels torch takes for a training step's attention, in a word."""
+    batch, queries = micro_batch, config.sequence
+
+    def heads(count: int) -> torch.Tensor:
+        shape = batch, count // tp_size, queries, config.head_dim
+        return torch.empty(shape, dtype=dtype, device=device, requires_grad=True)
+
+    q, k = heads(config.heads), heads(config.kv_heads)
+    alibi = config.position_embedding_type == "alibi"
+    bias = torch.empty(q.shape[1], queries, queries, dtype=dtype, device=device) if alibi else None
+    try:
+        choice = torch._fused_sdp_choice(
+            q,
+            k,
+            k,
+            attn_mask=bias,
+            dropout_p=config.attention_dropout,
+            is_causal=not alibi,
+            enable_gqa=config.kv_heads != config.heads,
+        )
+    except (AttributeError, RuntimeError, TypeError):  # it is not among torch's public functions
+        return "torch's choice"
+    return str(SDPBackend(choice)).rpartition(".")[2].removesuffix("_ATTENTION").lower()
 
 
 class KeyValueCache(Protocol):

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 
 from megatron_ds import runtime, schedules

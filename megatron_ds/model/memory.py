@@ -1,0 +1,231 @@
+"""Memory of a training process, estimated from the configuration before anything is built.
+
+States are counted as DeepSpeed's engines keep them, activations as torch's autograd saves them for
+this model (`tests/unit/model/test_memory.py` counts both). What comes and goes at different times
+of a step is not added up: the estimate is that of the fullest moment. Left out are the libraries
+themselves, what the allocator loses between tensors, and the buffers of communication libraries.
+
+Shapes: T tokens of a micro-batch, H hidden, P parameters of this tensor-parallel rank, N the
+data-parallel size, v this rank's rows of the vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from megatron_ds.config import Config, ModelConfig
+from megatron_ds.model.flops import parameters_per_rank
+
+CHUNK_BYTES = 2**28
+"""Logits held at a time (parallel/cross_entropy.py)."""
+REDUCED_AT_ONCE = 500_000_000
+"""Elements that DeepSpeed copies into one message where it has no bucket of its own."""
+FP32 = 4
+
+
+@dataclass(frozen=True)
+class Engine:
+    """What of the engine decides how much memory it takes. Sizes are in bytes per element."""
+
+    stage: int
+    tp: int
+    dp: int
+    parameter: int
+    accumulation: int
+    reduction: int
+    moments: int
+    """Tensors of the optimizer per parameter: two of Adam, one of SGD with momentum."""
+    bucket: int
+    """Elements of reduce_bucket_size."""
+    buckets: int = 1
+    """Two with overlap_comm."""
+    persistent: int = 0
+    """ZeRO-3: parameters with fewer elements are never cut."""
+    offload_optimizer: bool = False
+    offload_parameters: bool = False
+    on_cpu: bool = False
+    """The device is a CPU: dropout keeps its mask as numbers, attention with dropout its scores."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Bytes of one process, by what they are for."""
+
+    device: dict[str, int] = field(default_factory=dict)
+    """States on the device, gradients among them."""
+    host: dict[str, int] = field(default_factory=dict)
+    """States that are kept in the host's memory."""
+    activations: int = 0
+    """Saved for the backward pass of one micro-batch, all layers together, without the head."""
+    head: int = 0
+    """Logits, loss and their gradients."""
+    reduction: int = 0
+    """Buckets and copies while gradients are reduced and the optimizer steps."""
+    gathered: int = 0
+    """ZeRO-3: whole parameters that are there at a time."""
+    absent: int = 0
+    """Of the states, what is not there while the loss is computed."""
+
+    @property
+    def states(self) -> int:
+        """On the device."""
+        return sum(self.device.values())
+
+    @property
+    def peak(self) -> int:
+        """Of the device, at the fullest moment: when the loss is computed, or after the backward
+        pass."""
+        loss = self.states - self.absent + self.gathered + self.activations + self.head
+        reduction = self.states + self.gathered + self.reduction
+        return max(loss, reduction)
+
+
+def estimate(config: Config, engine: Engine) -> Estimate:
+    """The memory of a run whose configuration is complete (its vocabulary known)."""
+    device, host = _states(config, engine)
+    total = config.batch_size(engine.dp)
+    summed_apart = engine.parameter != engine.accumulation
+    once = total == engine.dp * (config.schedule.micro_batch_size or total)
+    return Estimate(
+        device=device,
+        host=host,
+        activations=_activations(config, engine),
+        head=_head(config, engine),
+        reduction=_reduction(config, engine),
+        gathered=_gathered(config, engine),
+        # Gradients live from the backward pass to the step, or to their sum.
+        absent=device.get("gradients", 0) if once or summed_apart else 0,
+    )
+
+
+def _states(config: Config, engine: Engine) -> tuple[dict[str, int], dict[str, int]]:
+    """States on the device, and on the host."""
+    whole = parameters_per_rank(config.model, engine.tp)
+    cut = -(-whole // engine.dp)
+    device: dict[str, int] = {}
+    host: dict[str, int] = {}
+    optimizer = host if engine.offload_optimizer else device
+    parameters = host if engine.offload_parameters else device
+    parameters["parameters"] = engine.parameter * (cut if engine.stage == 3 else whole)
+    if engine.stage == 0:
+        device["gradients"] = engine.parameter * whole
+        device["moments"] = engine.moments * FP32 * whole
+        return device, host
+    if engine.stage == 1:
+        device["gradients"] = engine.parameter * whole
+        if engine.parameter != engine.accumulation:
+            # The former are those of a micro-batch, until they are added to the sum in fp32.
+            device["accumulated gradients"] = engine.accumulation * whole
+    else:
+        optimizer["accumulated gradients"] = engine.accumulation * cut
+    optimizer["master weights"] = FP32 * cut
+    optimizer["moments"] = engine.moments * FP32 * cut
+    if engine.offload_optimizer and engine.stage < 3:
+        host["copies for the device"] = engine.parameter * cut
+    return device, host
+
+
+def _reduction(config: Config, engine: Engine) -> int:
+    whole = parameters_per_rank(config.model, engine.tp)
+    cut = -(-whole // engine.dp)
+    if engine.stage == 0 or (engine.stage == 1 and engine.parameter != engine.accumulation):
+        # Flattened into one message; sums of bf16's fp32 accumulation lie flat already.
+        return engine.reduction * min(whole, REDUCED_AT_ONCE)
+    bucket = engine.buckets * engine.reduction * min(engine.bucket, whole)
+    # The optimizer steps on a flat copy of its share.
+    step = 0 if engine.offload_optimizer else FP32 * cut
+    return max(bucket, step) if engine.stage < 3 else bucket + step
+
+
+def _gathered(config: Config, engine: Engine) -> int:
+    """Below max_reuse_distance DeepSpeed keeps what it gathered for the backward pass."""
+    if engine.stage != 3:
+        return 0
+    return engine.parameter * parameters_per_rank(config.model, engine.tp)
+
+
+def _activations(config: Config, engine: Engine) -> int:
+    model, recompute = config.model, config.recompute
+    assert config.schedule.micro_batch_size is not None
+    tokens = config.schedule.micro_batch_size * model.sequence
+    stream = tokens * model.hidden * engine.parameter
+    layer = _layer(model, engine, tokens, core=recompute.granularity != "selective")
+    ends = stream + _norm(model, engine, tokens)  # the last norm, which the head follows
+    if model.hidden_dropout > 0:
+        ends += _mask(engine, stream)
+    if model.position_embedding_type == "alibi":
+        ends += model.heads // engine.tp * model.sequence**2 * engine.parameter
+    if recompute.granularity != "full":
+        return ends + model.layers * layer
+    units = -(-model.layers // recompute.checkpoint_num_layers)
+    kept = 0 if recompute.checkpoint_in_cpu else units * stream
+    if recompute.partition_activations:
+        kept //= engine.tp
+    return ends + kept + min(recompute.checkpoint_num_layers, model.layers) * layer
+
+
+def _layer(model: ModelConfig, engine: Engine, tokens: int, *, core: bool) -> int:
+    """Bytes that autograd saves for one layer. core: attention's own are among them."""
+    size = tokens * engine.parameter
+    stream = size * model.hidden
+    q, kv = (n * model.head_dim // engine.tp for n in (model.heads, model.kv_heads))
+    saved = 4 * stream  # inputs of both norms, and of the projections behind them
+    saved += size * (q + 2 * kv)  # queries, keys and values as they are projected
+    if model.position_embedding_type == "rope":
+        saved += size * (q + kv)
+    saved += size * q  # what attention gives, and the output projection takes
+    inner = 2 if not model.gated else 3 if model.activation == "liglu" else 4
+    saved += size * model.ffn // engine.tp * inner
+    if model.hidden_dropout > 0:
+        saved += 2 * _mask(engine, stream)
+    saved += 2 * _norm(model, engine, tokens)
+    return saved + (_core(model, engine, tokens) if core else 0)
+
+
+def _norm(model: ModelConfig, engine: Engine, tokens: int) -> int:
+    """Beside its input and output. On a CPU torch puts RMSNorm together of several operations."""
+    if model.normalization == "LayerNorm":
+        return 2 * tokens * FP32
+    apart = 0
+    if engine.on_cpu:
+        in_fp32 = FP32 if engine.parameter < FP32 else 0
+        apart = tokens * model.hidden * (engine.parameter + in_fp32)
+    return tokens * FP32 + apart
+
+
+def _core(model: ModelConfig, engine: Engine, tokens: int) -> int:
+    """Of attention, beside its inputs and output.
+
+    On a CPU torch has no fused kernel for dropout or a bias: it keeps the scores, in fp32.
+    """
+    heads = model.heads // engine.tp
+    dropped = model.attention_dropout > 0
+    if not engine.on_cpu or not (dropped or model.position_embedding_type == "alibi"):
+        return tokens * heads * FP32
+    scores = tokens * model.sequence * heads * FP32
+    copies = 3 * tokens * heads * model.head_dim * engine.parameter
+    return scores * (3 if dropped else 1) + (copies if engine.parameter < FP32 else 0)
+
+
+def _mask(engine: Engine, stream: int) -> int:
+    """Of dropout over the hidden states: numbers on a CPU, one byte each elsewhere."""
+    return stream if engine.on_cpu else stream // engine.parameter
+
+
+def _head(config: Config, engine: Engine) -> int:
+    """Loss and head in one: gradients of input and weight, and a chunk of logits."""
+    model = config.model
+    assert config.schedule.micro_batch_size is not None
+    tokens = config.schedule.micro_batch_size * model.sequence
+    rows = model.padded_vocab(engine.tp) // engine.tp
+    table = rows * model.hidden
+    logits = tokens * rows * engine.parameter
+    chunked = logits > CHUNK_BYTES
+    chunk = min(logits, CHUNK_BYTES)
+    if not engine.on_cpu:
+        chunk += chunk // engine.parameter * FP32  # the softmax, in fp32, before it is rounded
+    kept = tokens * model.hidden * engine.parameter
+    kept += table * (FP32 if chunked else engine.parameter)
+    # The gradient is scaled in fp32: a copy (if it is not fp32), the product, and what is rounded.
+    scaled = table * (FP32 if engine.parameter == FP32 else 2 * FP32 + engine.parameter)
+    return kept + max(chunk, scaled)

@@ -1,0 +1,234 @@
+"""What a run is, on one screen: what the engine has in force, layout, schedule, kernels, memory.
+
+Values come in, text goes out: on a terminal with bold headings, elsewhere plain. This file asks
+neither engine nor device; how a value is found out is its callers' affair.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from megatron_ds import schedules
+from megatron_ds.config import Config
+from megatron_ds.model.memory import Estimate
+from megatron_ds.parallel.mesh import Mesh
+
+WIDTH = 100
+MIB = 2**20
+
+Section = tuple[str, list[tuple[str, str]]]
+"""A heading, and labelled lines."""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What is known of a run once it is put together."""
+
+    config: Config
+    mesh: Mesh
+    effective: Mapping[str, Any]
+    """The settings in force (engine/effective.py)."""
+    estimate: Estimate
+    parameters: int
+    """Of this tensor-parallel rank."""
+    iteration: int
+    """Where the run starts."""
+    total_iterations: int
+    versions: str
+    device: str
+    """Kind of device and communication backend."""
+    threads: int
+    attention: str
+    """The kernel that torch takes."""
+    ops: tuple[str, ...]
+    """DeepSpeed's C++ ops that are loaded."""
+
+
+def banner(facts: Facts, *, width: int = WIDTH, terminal: bool = False) -> str:
+    """The screen, at most `width` columns wide. terminal: with bold headings."""
+    grid = Table.grid(padding=(0, 1))
+    grid.add_column(no_wrap=True)
+    grid.add_column(overflow="fold")
+    for heading, lines in sections(facts):
+        for number, (label, text) in enumerate(lines):
+            title = Text(f"{heading if number == 0 else '':<8}", style="bold")
+            grid.add_row(title + Text(f" {label}", style="not bold"), Text(text))
+    out = io.StringIO()
+    console = Console(
+        file=out, width=min(width, WIDTH), force_terminal=terminal, highlight=False, emoji=False
+    )
+    console.print(grid)
+    printed = [line.rstrip() for line in out.getvalue().splitlines()]
+    rule = "-" * min(width, WIDTH)
+    return "\n".join([rule, *printed, rule])
+
+
+def sections(facts: Facts) -> list[Section]:
+    """The screen's content."""
+    return [
+        ("run", [("", facts.versions)]),
+        ("layout", _layout(facts)),
+        ("model", _model(facts)),
+        ("batch", _batch(facts)),
+        ("schedule", _schedule(facts)),
+        ("in force", _in_force(facts.effective)),
+        ("kernels", _kernels(facts)),
+        ("memory", _memory(facts.estimate)),
+    ]
+
+
+def _layout(facts: Facts) -> list[tuple[str, str]]:
+    mesh = facts.mesh
+    processes = (
+        f"{mesh.world_size} on {facts.device} = tensor parallel {mesh.tp.size} x data parallel "
+        f"{mesh.dp.size}, {facts.threads} threads each"
+    )
+    lines = [("processes", processes)]
+    if mesh.world_size > 1:
+        ranks = (
+            f"0 shares layers with {_others(mesh.tp.ranks)}, states with {_others(mesh.dp.ranks)}"
+        )
+        lines.append(("ranks", ranks))
+    return lines
+
+
+def _model(facts: Facts) -> list[tuple[str, str]]:
+    model, tp = facts.config.model, facts.mesh.tp.size
+    shape = (
+        f"{model.layers} layers, hidden {model.hidden}, {model.heads} heads of {model.head_dim}"
+        f" ({model.kv_heads} of keys and values), feed-forward {model.ffn} ({model.activation}), "
+        f"{model.normalization}, positions {model.position_embedding_type}"
+    )
+    size = (
+        f"{facts.parameters:,} parameters{' of each tensor-parallel rank' if tp > 1 else ''}; "
+        f"vocabulary {model.vocab}, padded to {model.padded_vocab(tp)}; sequence {model.sequence}"
+    )
+    return [("shape", shape), ("size", size)]
+
+
+def _batch(facts: Facts) -> list[tuple[str, str]]:
+    effective = facts.effective
+    total = effective["global batch"]
+    text = (
+        f"{total} samples = micro-batch {effective['micro batch']} x data parallel "
+        f"{effective['data-parallel size']} x accumulation {effective['accumulation steps']}; "
+        f"{total * facts.config.model.sequence:,} tokens"
+    )
+    lines = [("step", text)]
+    if facts.config.schedule.rampup_batch_size is not None:
+        start, increment, samples = facts.config.schedule.rampup_batch_size
+        lines.append(("ramp-up", f"from {start} in steps of {increment} over {samples:,} samples"))
+    return lines
+
+
+def _schedule(facts: Facts) -> list[tuple[str, str]]:
+    config, dp = facts.config, facts.mesh.dp.size
+    samples = schedules.planned_samples(config, dp)[0]
+    length = (
+        f"iterations {facts.iteration + 1:,} to {facts.total_iterations:,}; the whole run takes "
+        f"{samples:,} samples, {samples * config.model.sequence:,} tokens"
+    )
+    warmup, decay = schedules.warmup_and_decay(config, dp)
+    schedule, options = config.schedule, config.optimizer
+    course = f"{schedule.lr_decay_style} from {options.lr:g}"
+    if schedule.lr_decay_style != "constant":
+        course += f" to {schedule.min_lr:g} at sample {decay:,.0f}"
+    if warmup:
+        course = f"{schedule.lr_warmup_init:g} to {options.lr:g} in {warmup:,.0f} samples, {course}"
+    saves, logging = config.checkpoint, config.logging
+    rhythm = (
+        f"a line each {logging.log_interval}, evaluation each {logging.eval_interval}, "
+        f"checkpoint each {saves.save_interval} iterations, to {saves.save}"
+    )
+    if saves.save is None:
+        rhythm = (
+            f"a line each {logging.log_interval}, evaluation each {logging.eval_interval} "
+            "iterations; nothing is saved (no --save)"
+        )
+    return [("length", length), ("rate", course), ("rhythm", rhythm)]
+
+
+def _in_force(effective: Mapping[str, Any]) -> list[tuple[str, str]]:
+    zero = (
+        f"stage {effective['ZeRO stage']}; offloaded: optimizer {effective['optimizer offload']}, "
+        f"parameters {effective['parameter offload']}"
+    )
+    kind = [str(effective["optimizer"])]
+    if "betas" in effective:
+        first, second = effective["betas"]
+        kind.append(f"betas {first:g} {second:g}, epsilon {effective['epsilon']:g}")
+    else:
+        kind.append(f"momentum {effective['momentum']:g}")
+    decay = (
+        f"{effective['weight decay, matrices']:g} (biases and norms "
+        f"{effective['weight decay, biases and norms']:g})"
+    )
+    kind += [
+        f"rate {effective['learning rate']:g}",
+        f"weight decay {decay}",
+        f"clipping {effective['gradient clipping']:g}",
+    ]
+    numbers = (
+        f"parameters {effective['parameters']}; gradients {effective['gradients']}, summed in "
+        f"{effective['gradient accumulation']}, reduced in {effective['gradient reduction']}; "
+        f"master weights {effective['master weights']}, moments {effective['optimizer states']}"
+    )
+    return [
+        ("ZeRO", zero),
+        ("optimizer", ", ".join(kind)),
+        ("numbers", numbers),
+        ("loss scale", str(effective["loss scale"])),
+        ("recomputed", str(effective["recomputation"])),
+    ]
+
+
+def _kernels(facts: Facts) -> list[tuple[str, str]]:
+    compiled = facts.effective["compiled layers"]
+    layers = f"{compiled} layers by torch.compile" if compiled else "nothing (eager)"
+    return [
+        ("attention", f"torch's scaled_dot_product_attention: {facts.attention}"),
+        ("head, loss", "one fused function; the logits are never kept in fp32"),
+        ("compiled", layers),
+        ("C++ ops", ", ".join(facts.ops) or "none"),
+    ]
+
+
+def _memory(estimate: Estimate) -> list[tuple[str, str]]:
+    lines = [("states", _sum(estimate.device.items()))]
+    working = [
+        ("activations", estimate.activations),
+        ("head and loss", estimate.head),
+        ("reduction and step", estimate.reduction),
+        ("gathered parameters", estimate.gathered),
+    ]
+    text = ", ".join(f"{name} {_mib(size)}" for name, size in working if size)
+    lines.append(("at work", f"{text} (not all at a time)"))
+    if estimate.host:
+        lines.append(("on host", _sum(estimate.host.items())))
+    lines.append(("peak", f"{_mib(estimate.peak)} MiB of each process, estimated"))
+    return lines
+
+
+def _sum(parts: Iterable[tuple[str, int]]) -> str:
+    known = [(name, size) for name, size in parts if size]
+    terms = " + ".join(f"{name} {_mib(size)}" for name, size in known)
+    return f"{terms} = {_mib(sum(size for _, size in known))} MiB"
+
+
+def _mib(size: int) -> str:
+    return f"{size / MIB:,.1f}"
+
+
+def _others(ranks: tuple[int, ...]) -> str:
+    """All but the first of a group, or two and the last of them."""
+    others = [str(rank) for rank in ranks[1:]]
+    if len(others) > 4:
+        others = [*others[:2], "...", others[-1]]
+    return " ".join(others) or "none"

@@ -1,0 +1,141 @@
+"""The memory estimate against what autograd really saves, and its own arithmetic."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from megatron_ds.config import Config, ModelConfig, RecomputeConfig, ScheduleConfig
+from megatron_ds.model.gpt import GPTModel
+from megatron_ds.model.memory import FP32, Engine, Estimate, estimate
+from megatron_ds.parallel.mesh import Mesh
+from megatron_ds.parallel.random import RngStreams
+from megatron_ds.parallel.recompute import Recompute
+
+BATCH, SEQUENCE, HIDDEN, VOCAB = 3, 64, 64, 128
+SHAPE: dict[str, Any] = {
+    "num_layers": 4,
+    "hidden_size": HIDDEN,
+    "num_attention_heads": 4,
+    "seq_length": SEQUENCE,
+    "vocab_size": VOCAB,
+    "attention_dropout": 0.0,
+    "hidden_dropout": 0.0,
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "hidden dropout": {"hidden_dropout": 0.1},
+    "attention dropout": {"attention_dropout": 0.1},
+    "rope": {"position_embedding_type": "rope"},
+    "alibi": {"position_embedding_type": "alibi"},
+    "grouped queries": {"num_query_groups": 2},
+    "swiglu, RMSNorm": {"activation": "swiglu", "normalization": "RMSNorm"},
+    "reglu": {"activation": "reglu"},
+    "liglu": {"activation": "liglu"},
+    "squared relu": {"activation": "squared-relu"},
+}
+ALONE = Engine(
+    stage=0, tp=1, dp=1, parameter=4, accumulation=4, reduction=4, moments=2, bucket=0, on_cpu=True
+)
+
+
+def config(recompute: RecomputeConfig | None = None, **model: Any) -> Config:
+    return Config(
+        model=ModelConfig(**{**SHAPE, **model}),
+        schedule=ScheduleConfig(micro_batch_size=BATCH, global_batch_size=BATCH, train_iters=1),
+        recompute=recompute or RecomputeConfig(),
+    )
+
+
+def saved(config: Config, dtype: torch.dtype) -> int:
+    """Bytes that a forward pass keeps for the backward pass, parameters and ids left out."""
+    mesh, rng = Mesh.single(), RngStreams(0)
+    recompute = Recompute(config.recompute, rng, mesh.mpu())
+    model = GPTModel(config.model, mesh=mesh, rng=rng, seed=1, recompute=recompute).to(dtype)
+    ours = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    kept: dict[int, torch.Tensor] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        place = tensor.untyped_storage().data_ptr()
+        if place not in ours and tensor.is_floating_point():
+            kept[place] = tensor
+        return tensor
+
+    tokens = torch.zeros(BATCH, SEQUENCE, dtype=torch.long)
+    with saved_tensors_hooks(keep, lambda tensor: tensor):
+        model(tokens, tokens)
+    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+
+
+def kept_by_head(element: int) -> int:
+    """The gradients of the head's input and of its weight."""
+    return element * HIDDEN * (BATCH * SEQUENCE + VOCAB)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("model", MODELS)
+def test_activations_are_what_autograd_saves(model: str, dtype: torch.dtype) -> None:
+    run = config(**MODELS[model])
+    engine = dataclasses.replace(ALONE, parameter=dtype.itemsize)
+
+    measured = saved(run, dtype) - kept_by_head(dtype.itemsize)
+
+    assert estimate(run, engine).activations == pytest.approx(measured, rel=0.02)
+
+
+def test_recomputation_keeps_the_inputs_of_its_units_and_one_units_inside() -> None:
+    unit = {"checkpoint_activations": True, "checkpoint_num_layers": 2}
+    recomputed, stored = config(RecomputeConfig(**unit)), config()
+    layer = saved(stored, torch.float32) - saved(config(num_layers=3), torch.float32)
+
+    measured = saved(recomputed, torch.float32) - kept_by_head(FP32) + 2 * layer
+
+    assert estimate(recomputed, ALONE).activations == pytest.approx(measured, rel=0.02)
+
+
+def test_selective_recomputation_keeps_no_scores() -> None:
+    selective = RecomputeConfig(recompute_granularity="selective")
+    run = config(selective, attention_dropout=0.1)
+    measured = saved(run, torch.float32) - kept_by_head(FP32)
+    assert estimate(run, ALONE).activations == pytest.approx(measured, rel=0.02)
+
+
+def states(stage: int, **changes: Any) -> Estimate:
+    """Of bf16 with fp32 accumulation over four data-parallel ranks."""
+    engine = dataclasses.replace(ALONE, stage=stage, dp=4, parameter=2, accumulation=4, **changes)
+    return estimate(config(), engine)
+
+
+def whole() -> int:
+    """Bytes of the parameters in bf16."""
+    return estimate(config(), dataclasses.replace(ALONE, stage=1, parameter=2)).device["parameters"]
+
+
+@pytest.mark.parametrize(
+    ("stage", "bytes_per_parameter"), [(1, 8 + 12 / 4), (2, 2 + 16 / 4), (3, 18 / 4)]
+)
+def test_states_are_those_of_the_readme(stage: int, bytes_per_parameter: float) -> None:
+    assert states(stage).states == pytest.approx(bytes_per_parameter / 2 * whole(), rel=1e-3)
+
+
+def test_offloaded_states_are_the_hosts() -> None:
+    found = states(3, offload_optimizer=True, offload_parameters=True)
+    assert found.states == 0
+    assert sum(found.host.values()) == pytest.approx(18 / 4 / 2 * whole(), rel=1e-3)
+
+
+def test_the_peak_is_the_fuller_of_two_moments() -> None:
+    found = Estimate(
+        device={"parameters": 100, "gradients": 40},
+        activations=70,
+        head=20,
+        reduction=30,
+        gathered=5,
+        absent=40,
+    )
+    assert found.peak == 100 + 5 + 70 + 20
+    assert dataclasses.replace(found, reduction=60).peak == 140 + 5 + 60

@@ -1,0 +1,147 @@
+"""The screen that tells what runs: what stands on it, that it fits, and that a log stays plain."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+import pytest
+
+from megatron_ds.config import (
+    CheckpointConfig,
+    Config,
+    ModelConfig,
+    OptimizerConfig,
+    ScheduleConfig,
+)
+from megatron_ds.model.memory import Engine, estimate
+from megatron_ds.parallel.mesh import Group, Mesh
+from megatron_ds.training.banner import Facts, banner
+
+CONFIG = Config(
+    model=ModelConfig(
+        num_layers=24,
+        hidden_size=1024,
+        num_attention_heads=16,
+        num_query_groups=4,
+        seq_length=2048,
+        vocab_size=50257,
+        activation="swiglu",
+        position_embedding_type="rope",
+    ),
+    optimizer=OptimizerConfig(lr=3e-4),
+    schedule=ScheduleConfig(
+        micro_batch_size=8,
+        global_batch_size=256,
+        rampup_batch_size=(64, 64, 1_000_000),
+        train_samples=25_600_000,
+        lr_warmup_samples=512_000,
+        min_lr=3e-5,
+        lr_decay_style="cosine",
+    ),
+    checkpoint=CheckpointConfig(save="/a/folder/with/a/rather/long/name/" * 3, save_interval=1000),
+)
+EFFECTIVE = {
+    "ZeRO stage": 3,
+    "data-parallel size": 4,
+    "global batch": 256,
+    "micro batch": 8,
+    "accumulation steps": 8,
+    "optimizer": "DeepSpeedCPUAdam",
+    "decoupled weight decay": True,
+    "betas": (0.9, 0.95),
+    "epsilon": 1e-8,
+    "learning rate": 3e-4,
+    "weight decay, matrices": 0.1,
+    "weight decay, biases and norms": 0.0,
+    "gradient clipping": 1.0,
+    "parameters": "float16",
+    "gradients": "float16",
+    "gradient accumulation": "float32",
+    "gradient reduction": "bfloat16",
+    "master weights": "float32",
+    "optimizer states": "float64",
+    "optimizer offload": "cpu",
+    "parameter offload": "nvme",
+    "loss scale": "dynamic from 65536, window 1000, hysteresis 2, at least 1",
+    "recomputation": "full, every 2 layers, by DeepSpeed, 12 units, partitioned, on host, timed",
+    "compiled layers": 24,
+}
+ENGINE = Engine(
+    stage=3,
+    tp=2,
+    dp=4,
+    parameter=2,
+    accumulation=4,
+    reduction=2,
+    moments=2,
+    bucket=500_000_000,
+    offload_optimizer=True,
+)
+GROUPS = {
+    "tp": Group((0, 1), 0, None),
+    "dp": Group((0, 2, 4, 6), 0, None),
+    "pp": Group((0,), 0, None),
+    "model": Group((0, 1), 0, None),
+}
+FACTS = Facts(
+    config=CONFIG,
+    mesh=Mesh(world_size=8, rank=0, **GROUPS),
+    effective=EFFECTIVE,
+    estimate=estimate(CONFIG, ENGINE),
+    parameters=176_000_000,
+    iteration=4000,
+    total_iterations=101_500,
+    versions="DeepSpeed 0.19.8, torch 2.13.0, Python 3.11.7",
+    device="cpu (gloo)",
+    threads=4,
+    attention="flash",
+    ops=("cpu_adam", "deepspeed_shm_comm"),
+)
+
+
+@pytest.mark.parametrize("width", [80, 100, 200])
+def test_the_fullest_banner_fits_on_a_screen(width: int) -> None:
+    lines = banner(FACTS, width=width).splitlines()
+    assert len(lines) <= 40
+    assert max(map(len, lines)) <= min(width, 100)
+
+
+def test_everything_in_force_stands_there() -> None:
+    text = " ".join(banner(FACTS).split())
+    apart = {"compiled layers", "betas", "decoupled weight decay"}
+    for setting, value in EFFECTIVE.items():
+        if setting not in apart:
+            shown = f"{value:g}" if isinstance(value, float) else str(value)
+            assert re.search(rf"(?<![\w.]){re.escape(shown)}(?![\w.])", text), setting
+    assert "betas 0.9 0.95" in text
+    assert "24 layers by torch.compile" in text
+
+
+def test_layout_and_memory_stand_there() -> None:
+    text = " ".join(banner(FACTS).split())
+    assert "8 on cpu (gloo) = tensor parallel 2 x data parallel 4" in text
+    assert "256 samples = micro-batch 8 x data parallel 4 x accumulation 8" in text
+    assert "0 shares layers with 1, states with 2 4 6" in text
+    assert "iterations 4,001 to 101,500" in text
+    assert "flash" in text
+    assert "cpu_adam, deepspeed_shm_comm" in text
+    for kind, size in (*FACTS.estimate.device.items(), *FACTS.estimate.host.items()):
+        assert f"{kind} {size / 2**20:,.1f}" in text
+    assert f"{FACTS.estimate.peak / 2**20:,.1f} MiB of each process" in text
+
+
+def test_a_log_file_gets_no_colour_codes_and_a_terminal_bold_headings(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    assert "\x1b" not in banner(FACTS)
+    coloured = banner(FACTS, terminal=True)
+    assert "\x1b[1m" in coloured
+    assert re.sub(r"\x1b\[[\d;]*m", "", coloured).split() == banner(FACTS).split()
+
+
+def test_a_run_that_saves_nothing_says_so() -> None:
+    config = dataclasses.replace(CONFIG, checkpoint=CheckpointConfig())
+    assert "nothing is saved (no --save)" in banner(dataclasses.replace(FACTS, config=config))
