@@ -174,7 +174,6 @@ def footprint(values: Values, tp_size: int, zero: Mapping[str, Any], device: str
         moments=moments,
         bucket=int(zero["reduce_bucket_size"]),
         buckets=2 if zero.get("overlap_comm") else 1,
-        persistent=int(zero.get("stage3_param_persistence_threshold", 0)),
         offload_optimizer=values["optimizer offload"] != "none",
         offload_parameters=values["parameter offload"] != "none",
         on_cpu=device == "cpu",

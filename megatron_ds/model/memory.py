@@ -2,7 +2,7 @@
 
 States are counted as DeepSpeed's engines keep them, activations as torch's autograd saves them for
 this model (`tests/unit/model/test_memory.py` counts both). What comes and goes at different times
-of a step is not added up: the estimate is that of the fullest moment. Left out are the libraries
+of a step is not added up: the estimate is that of the fullest phase. Left out are the libraries
 themselves, what the allocator loses between tensors, and the buffers of communication libraries.
 
 Shapes: T tokens of a micro-batch, H hidden, P parameters of this tensor-parallel rank, N the
@@ -15,11 +15,12 @@ from dataclasses import dataclass, field
 
 from megatron_ds.config import Config, ModelConfig
 from megatron_ds.model.flops import parameters_per_rank
+from megatron_ds.parallel.cross_entropy import CHUNK_BYTES
 
-CHUNK_BYTES = 2**28
-"""Logits held at a time (parallel/cross_entropy.py)."""
 REDUCED_AT_ONCE = 500_000_000
 """Elements that DeepSpeed copies into one message where it has no bucket of its own."""
+KEPT_BY_MALLOC = 2**25
+"""Bytes below which the C library may keep a freed block for itself."""
 FP32 = 4
 
 
@@ -39,8 +40,6 @@ class Engine:
     """Elements of reduce_bucket_size."""
     buckets: int = 1
     """Two with overlap_comm."""
-    persistent: int = 0
-    """ZeRO-3: parameters with fewer elements are never cut."""
     offload_optimizer: bool = False
     offload_parameters: bool = False
     on_cpu: bool = False
@@ -63,8 +62,8 @@ class Estimate:
     """Buckets and copies while gradients are reduced and the optimizer steps."""
     gathered: int = 0
     """ZeRO-3: whole parameters that are there at a time."""
-    absent: int = 0
-    """Of the states, what is not there while the loss is computed."""
+    phases: dict[str, int] = field(default_factory=dict)
+    """Phase of a step, in words -> all that is on the device then."""
 
     @property
     def states(self) -> int:
@@ -72,30 +71,54 @@ class Estimate:
         return sum(self.device.values())
 
     @property
+    def fullest(self) -> str:
+        """The phase of the peak."""
+        return max(self.phases, key=lambda name: self.phases[name])
+
+    @property
     def peak(self) -> int:
-        """Of the device, at the fullest moment: when the loss is computed, or after the backward
-        pass."""
-        loss = self.states - self.absent + self.gathered + self.activations + self.head
-        reduction = self.states + self.gathered + self.reduction
-        return max(loss, reduction)
+        """Of the device."""
+        return self.phases[self.fullest]
 
 
 def estimate(config: Config, engine: Engine) -> Estimate:
     """The memory of a run whose configuration is complete (its vocabulary known)."""
     device, host = _states(config, engine)
-    total = config.batch_size(engine.dp)
-    summed_apart = engine.parameter != engine.accumulation
-    once = total == engine.dp * (config.schedule.micro_batch_size or total)
+    activations, head = _activations(config, engine), _Head(config, engine)
+    reduction, gathered = _reduction(config, engine), _gathered(config, engine)
+    bucket = _bucket(config, engine)
+    states = sum(device.values())
+    forward = states - _absent(config, engine, device) + gathered + activations + head.kept
     return Estimate(
         device=device,
         host=host,
-        activations=_activations(config, engine),
-        head=_head(config, engine),
-        reduction=_reduction(config, engine),
-        gathered=_gathered(config, engine),
-        # Gradients live from the backward pass to the step, or to their sum.
-        absent=device.get("gradients", 0) if once or summed_apart else 0,
+        activations=activations,
+        head=head.kept + max(head.logits, head.scaled),
+        reduction=reduction,
+        gathered=gathered,
+        phases={
+            "in the loss": forward + head.logits + (bucket if engine.stage == 3 else 0),
+            "as the backward pass begins": forward + head.scaled + bucket,
+            "as gradients are reduced": states
+            + gathered
+            + reduction
+            + _not_given_back(config, engine, activations),
+        },
     )
+
+
+def _absent(config: Config, engine: Engine, device: dict[str, int]) -> int:
+    """States that are not there before the backward pass.
+
+    Gradients live until the step, or until they are added to a sum; and a sum begins with its
+    second micro-batch, unless DeepSpeed keeps its buffer.
+    """
+    once = config.batch_size(engine.dp) == engine.dp * (config.schedule.micro_batch_size or 0)
+    summed_apart = engine.parameter != engine.accumulation
+    absent = device.get("gradients", 0) if once or summed_apart else 0
+    if once and engine.stage == 2:
+        absent += device.get("accumulated gradients", 0)
+    return absent
 
 
 def _states(config: Config, engine: Engine) -> tuple[dict[str, int], dict[str, int]]:
@@ -128,13 +151,34 @@ def _states(config: Config, engine: Engine) -> tuple[dict[str, int], dict[str, i
 def _reduction(config: Config, engine: Engine) -> int:
     whole = parameters_per_rank(config.model, engine.tp)
     cut = -(-whole // engine.dp)
-    if engine.stage == 0 or (engine.stage == 1 and engine.parameter != engine.accumulation):
-        # Flattened into one message; sums of bf16's fp32 accumulation lie flat already.
-        return engine.reduction * min(whole, REDUCED_AT_ONCE)
-    bucket = engine.buckets * engine.reduction * min(engine.bucket, whole)
+    if not _has_bucket(engine):
+        return engine.reduction * min(whole, REDUCED_AT_ONCE)  # flattened into one message
     # The optimizer steps on a flat copy of its share.
     step = 0 if engine.offload_optimizer else FP32 * cut
+    bucket = _bucket(config, engine)
     return max(bucket, step) if engine.stage < 3 else bucket + step
+
+
+def _bucket(config: Config, engine: Engine) -> int:
+    """Taken when the backward pass begins, and under ZeRO-3 once and for all."""
+    if not _has_bucket(engine):
+        return 0
+    whole = parameters_per_rank(config.model, engine.tp)
+    return engine.buckets * engine.reduction * min(engine.bucket, whole)
+
+
+def _has_bucket(engine: Engine) -> bool:
+    """Stage 0, and DeepSpeed's optimizer for bf16 at stage 1, have none."""
+    apart = engine.parameter != engine.accumulation
+    return engine.stage > 1 or (engine.stage == 1 and (not apart or engine.offload_optimizer))
+
+
+def _not_given_back(config: Config, engine: Engine, activations: int) -> int:
+    """Freed activations that a CPU's process keeps all the same."""
+    assert config.schedule.micro_batch_size is not None
+    tokens = config.schedule.micro_batch_size * config.model.sequence
+    block = tokens * config.model.ffn * engine.parameter // engine.tp
+    return activations if engine.on_cpu and block < KEPT_BY_MALLOC else 0
 
 
 def _gathered(config: Config, engine: Engine) -> int:
@@ -212,20 +256,19 @@ def _mask(engine: Engine, stream: int) -> int:
     return stream if engine.on_cpu else stream // engine.parameter
 
 
-def _head(config: Config, engine: Engine) -> int:
+class _Head:
     """Loss and head in one: gradients of input and weight, and a chunk of logits."""
-    model = config.model
-    assert config.schedule.micro_batch_size is not None
-    tokens = config.schedule.micro_batch_size * model.sequence
-    rows = model.padded_vocab(engine.tp) // engine.tp
-    table = rows * model.hidden
-    logits = tokens * rows * engine.parameter
-    chunked = logits > CHUNK_BYTES
-    chunk = min(logits, CHUNK_BYTES)
-    if not engine.on_cpu:
-        chunk += chunk // engine.parameter * FP32  # the softmax, in fp32, before it is rounded
-    kept = tokens * model.hidden * engine.parameter
-    kept += table * (FP32 if chunked else engine.parameter)
-    # The gradient is scaled in fp32: a copy (if it is not fp32), the product, and what is rounded.
-    scaled = table * (FP32 if engine.parameter == FP32 else 2 * FP32 + engine.parameter)
-    return kept + max(chunk, scaled)
+
+    def __init__(self, config: Config, engine: Engine) -> None:
+        model, element = config.model, engine.parameter
+        assert config.schedule.micro_batch_size is not None
+        tokens = config.schedule.micro_batch_size * model.sequence
+        rows = model.padded_vocab(engine.tp) // engine.tp
+        table, logits = rows * model.hidden, tokens * rows * element
+        self.kept = tokens * model.hidden * element
+        self.kept += table * (FP32 if logits > CHUNK_BYTES else element)
+        self.logits = min(logits, CHUNK_BYTES)
+        if not engine.on_cpu:
+            self.logits += self.logits // element * FP32  # the softmax before it is rounded
+        # The gradient is scaled in fp32: a copy, the product, and what is rounded.
+        self.scaled = table * (FP32 if element == FP32 else 2 * FP32 + element)

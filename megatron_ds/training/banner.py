@@ -212,7 +212,9 @@ def _memory(estimate: Estimate) -> list[tuple[str, str]]:
     lines.append(("at work", f"{text} (not all at a time)"))
     if estimate.host:
         lines.append(("on host", _sum(estimate.host.items())))
-    lines.append(("peak", f"{_mib(estimate.peak)} MiB of each process, estimated"))
+    lines.append(
+        ("peak", f"{_mib(estimate.peak)} MiB of each process, estimated; {estimate.fullest}")
+    )
     return lines
 
 

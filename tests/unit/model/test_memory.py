@@ -128,14 +128,24 @@ def test_offloaded_states_are_the_hosts() -> None:
     assert sum(found.host.values()) == pytest.approx(18 / 4 / 2 * whole(), rel=1e-3)
 
 
-def test_the_peak_is_the_fuller_of_two_moments() -> None:
-    found = Estimate(
-        device={"parameters": 100, "gradients": 40},
-        activations=70,
-        head=20,
-        reduction=30,
-        gathered=5,
-        absent=40,
-    )
-    assert found.peak == 100 + 5 + 70 + 20
-    assert dataclasses.replace(found, reduction=60).peak == 140 + 5 + 60
+def test_the_peak_is_that_of_the_fullest_phase() -> None:
+    found = Estimate(phases={"in the loss": 5, "as the backward pass begins": 9, "later": 7})
+    assert (found.peak, found.fullest) == (9, "as the backward pass begins")
+
+
+def test_gradients_are_there_while_the_loss_is_computed_only_if_they_are_summed_up() -> None:
+    once = config()
+    schedule = dataclasses.replace(once.schedule, global_batch_size=2 * BATCH)
+    twice = dataclasses.replace(once, schedule=schedule)
+    first, second = (estimate(run, ALONE) for run in (once, twice))
+    gradients = first.device["gradients"]
+    assert second.phases["in the loss"] - first.phases["in the loss"] == gradients
+    assert first.phases["as gradients are reduced"] == second.phases["as gradients are reduced"]
+
+
+def test_a_device_keeps_more_of_the_loss_and_gives_activations_back() -> None:
+    on_cpu = estimate(config(), ALONE)
+    elsewhere = estimate(config(), dataclasses.replace(ALONE, on_cpu=False))
+    assert elsewhere.head > on_cpu.head
+    reduced = "as gradients are reduced"
+    assert on_cpu.phases[reduced] - elsewhere.phases[reduced] == on_cpu.activations
