@@ -30,9 +30,11 @@ Answer = TypeVar("Answer")
 
 TICK = 0.5
 """Seconds between two looks at the other processes."""
-GRACE = 5.0
+GRACE = 3.0
 """Seconds for the main thread to get out of a collective by itself when a rank is lost, or out of
 whatever it does at the start when a signal came."""
+HEARD = 10.0
+"""Seconds at most for the other ranks to hear why this one ends: they listen twice a second."""
 EVIDENCE = 3.0
 """Seconds in which it becomes known who is behind a failed collective, or nobody is."""
 CULPRIT_FIRST = 1.5
@@ -88,7 +90,8 @@ class _Interrupted(SystemExit):
 
 def _stopped(cause: Cause) -> Report:
     done = f"was stopped by {cause.name} before the training began"
-    return Report(done, cause.code, f"{done}: nothing was trained, nothing is lost")
+    text = f"{done}: nothing was trained, nothing is lost"
+    return Report(done, cause.code, text, is_of_all=True)
 
 
 class Life:
@@ -172,15 +175,19 @@ class Life:
         elif first.words != report.words and report.code not in QUIET:
             runtime.complain(runtime.signed(f"{report.words} (as rank {first.rank}, before)"))
         if board is not None:
-            others = runtime.world_size() - 1
-            _wait(lambda: _ask(lambda: board.count("heard", 0), otherwise=others) >= others)
+            _wait(lambda: self._all_heard(board), HEARD)
         _end_process(report.code)
+
+    def _all_heard(self, board: Board) -> bool:
+        """Whether there is nobody left to wait for; also if the board is gone."""
+        others = runtime.world_size() - 1
+        return _ask(lambda: board.count("heard", 0), otherwise=others) >= others
 
     def _follow(self, culprit: Ending) -> NoReturn:
         """Ends a rank that another one left alone. The first of them names it."""
         process, board = self._peers.get(culprit.rank), self._board
         if process is not None:
-            _wait(lambda: not process.alive())
+            _wait(lambda: not process.alive(), HEARD)
         time.sleep(CULPRIT_FIRST)
         if board is None or _ask(lambda: board.count("left", 1), otherwise=1) == 1:
             runtime.complain(runtime.signed(f"ends, because rank {culprit.rank} {culprit.words}"))
@@ -189,7 +196,7 @@ class Life:
     def _culprit_behind(self, error: BaseException) -> Ending | None:
         """The rank whose end let a collective of this one fail; None if the error is our own."""
         if is_of_a_collective(error):
-            _wait(lambda: self._look_around() is not None)
+            _wait(lambda: self._look_around() is not None, EVIDENCE)
         return self._left_by if is_of_a_collective(error) else None
 
     def _on_signal(self, number: int, frame: object) -> None:
@@ -220,8 +227,9 @@ class Life:
                     "(a further SIGINT ends it at once)"
                 )
         elif cause is Cause.SIGINT and now - self._signalled_at > INSISTS:
-            runtime.complain(runtime.signed("ends at once, after a further SIGINT; nothing saved"))
-            _end_process(ExitCode.INTERRUPTED)
+            self._ends.acquire(blocking=False)  # whatever else is going on
+            done = "was ended at once by a further SIGINT"
+            self._lead(Report(done, cause.code, f"{done}: nothing more was saved"))
 
     def _look_at_launchers(self) -> None:
         if self.stop.cause is None and not all(process.alive() for process in self._launchers):
@@ -291,9 +299,8 @@ def ends_well() -> Iterator[Life]:
         life.fail(error)
 
 
-def _wait(until: Callable[[], bool]) -> None:
-    """Until it is so, or for as long as a proof may take to turn up."""
-    end = time.monotonic() + EVIDENCE
+def _wait(until: Callable[[], bool], seconds: float) -> None:
+    end = time.monotonic() + seconds
     while not until() and time.monotonic() < end:
         time.sleep(0.05)
 

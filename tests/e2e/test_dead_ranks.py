@@ -1,0 +1,112 @@
+"""A rank that dies or hangs takes the others with it, and the last words say which, why and what
+to try."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.runs import Launcher, Settings, shared_memory_of
+from tests.e2e.test_signals import ENDLESS, TROUBLED, launched, linux, trained
+
+
+@linux
+@pytest.mark.parametrize(
+    ("name", "statuses"),
+    # DeepSpeed's agent passes on what it sees first when it looks, once a second: most often the
+    # victim's, 256 - 9, and on a busy machine that of the rank that it left.
+    [("deepspeed", (247, 4)), ("torchrun", (1,))],
+)
+def test_a_killed_rank_of_a_launcher(
+    name: str, statuses: tuple[int, ...], launcher: Launcher, base: Settings, tmp_path: Path
+) -> None:
+    settings = {**base, "num_workers": 1, "train_iters": ENDLESS, "save": tmp_path}
+    run, port = launched(launcher, name, settings)
+    run.wait_until(trained(tmp_path))
+    victim = launcher.process_of_rank(1)
+    os.kill(victim, signal.SIGKILL)
+    result = run.wait()
+    launcher.wait_until_all_ended()
+    assert result.codes[0] in statuses
+    said = [line for line in result.output.splitlines() if "rank 0: ends, because rank 1" in line]
+    assert len(said) == 1, result.output
+    assert f"(process {victim})" in said[0]
+    assert "signal 9" in said[0]
+    assert "out of host memory" in said[0]
+    assert "--num-workers" in said[0]
+    # torchrun's own summary has a traceback, of itself.
+    assert result.output.count("Traceback") == (name == "torchrun")
+    assert shared_memory_of(port) == []
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_killed_rank_without_a_launcher(
+    victim: int, launcher: Launcher, base: Settings, tmp_path: Path
+) -> None:
+    """Rank 0 holds the store through which the ranks talk."""
+    settings = {**base, "train_iters": ENDLESS, "save": tmp_path}
+    run = launcher.start(settings, ranks=2)
+    run.wait_until(trained(tmp_path))
+    os.kill(run.pids[victim], signal.SIGKILL)
+    result = run.wait()
+    assert result.codes == ((-9, 4) if victim == 0 else (4, -9))
+    pid = run.pids[victim]
+    assert f"rank {1 - victim}: ends, because rank {victim} (process {pid})" in result.output
+    assert "Traceback" not in result.output
+
+
+@pytest.mark.parametrize("culprit", [0, 1])
+def test_an_exception_in_one_rank_is_told_once_and_ends_all(
+    culprit: int, launcher: Launcher, base: Settings, tmp_path: Path
+) -> None:
+    settings = {**base, "train_iters": ENDLESS, "save": tmp_path}
+    trouble = {"TROUBLE": "fail:3", "RANK_IN_TROUBLE": str(culprit)}
+    run = launcher.start(settings, ranks=2, script=TROUBLED, environment=trouble)
+    result = run.wait()
+    assert result.codes == ((1, 4) if culprit == 0 else (4, 1))
+    assert result.output.count("Traceback") == 1
+    words = "failed: ZeroDivisionError: the trouble of this rank"
+    assert f"troubled.py: rank {culprit}: {words}\n" in result.output
+    other = f"troubled.py: rank {1 - culprit}: ends, because rank {culprit} {words}\n"
+    assert result.output.count(other) == 1
+
+
+def test_a_full_device_is_answered_with_the_flags_that_help(
+    launcher: Launcher, base: Settings
+) -> None:
+    settings = {**base, "train_iters": 2}
+    run = launcher.start(settings, script=TROUBLED, environment={"TROUBLE": "memory:2"})
+    result = run.wait()
+    assert result.codes == (1,)
+    last = result.output[result.output.index("the device's memory is full") :]
+    for flag in ("--micro-batch-size", "--recompute-granularity", "--zero-stage"):
+        assert flag in last
+
+
+def test_a_rank_that_hangs_in_python_is_ended_with_the_others(
+    launcher: Launcher, base: Settings, tmp_path: Path
+) -> None:
+    """No collective of its own will ever fail."""
+    settings = {**base, "train_iters": ENDLESS, "save": tmp_path}
+    run = launcher.start(settings, ranks=2, script=TROUBLED, environment={"TROUBLE": "hang:2"})
+    run.wait_until(lambda: "this rank hangs" in run.output)
+    os.kill(run.pids[1], signal.SIGKILL)
+    result = run.wait()
+    assert result.codes == (4, -9)
+    assert "rank 0: ends, because rank 1 " in result.output
+
+
+def test_a_collective_that_waits_too_long_names_the_flag(
+    launcher: Launcher, base: Settings, tmp_path: Path
+) -> None:
+    settings = {**base, "train_iters": ENDLESS, "save": tmp_path}
+    trouble = {"TROUBLE": "hang-timeout:2"}
+    run = launcher.start(settings, ranks=2, script=TROUBLED, environment=trouble)
+    result = run.wait()
+    assert result.codes == (4, 1)
+    assert "rank 1: another rank did not come to a collective within" in result.output
+    assert "--distributed-timeout-minutes" in result.output
+    assert "Traceback" not in result.output
