@@ -292,12 +292,13 @@ NOISE = re.compile(
             r"DeepSpeed \S+ built successfully",
             r".*Warning: |  return ",  # a warning of Python, and the line of code it shows
             r"-+ (end of )?arguments|  \w+ \.\.\.+ ",
-            r"\[[^]]+\] datetime: ",
+            r"\[[^]]+\] datetime: |\[Rank \d+\] |start-up \(s\) ",
+            r"(run|layout|model|batch|schedule|in force|kernels|memory) +\S| {9,}\S",  # the banner
             r"-+$|$",
         )
     )
 )
-"""What only the log needs: notes of the libraries, the list of arguments, rules."""
+"""What only the log needs: notes of the libraries, arguments and banner, rules."""
 
 
 def readable(line: str, until: int) -> str | None:

@@ -1,0 +1,105 @@
+"""What a run reports when it is killed and goes on: every step once, to any reader."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+
+from tensorboard.backend.event_processing.event_accumulator import (  # type: ignore[import-untyped]
+    EventAccumulator,
+)
+
+from tests.e2e.runs import REPOSITORY, Launcher, Settings, records, steps
+
+KILLED = REPOSITORY / "tests" / "e2e" / "killed.py"
+WHOLE, SAVED, KILL_POSITION = 8, 3, 20
+"""Batches of 4 samples: the kill comes in iteration 6, three after the checkpoint."""
+TAG = "lm-loss-training/lm loss"
+
+
+def points(folder: Path) -> dict[str, list[int]]:
+    """Tag -> where its points stand, in the order of a reader."""
+    events = EventAccumulator(str(folder), size_guidance={"scalars": 0})
+    events.Reload()
+    return {tag: [e.step for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+
+
+def test_a_killed_run_goes_on_without_a_step_twice(
+    launcher: Launcher, base: Settings, tmp_path: Path
+) -> None:
+    save, board = tmp_path / "run", tmp_path / "board"
+    settings = {
+        **base,
+        "train_iters": WHOLE,
+        "save_interval": SAVED,
+        "save": save,
+        "load": save,
+        "tensorboard_dir": board,
+        "eval_interval": 2,
+        "eval_iters": 1,
+        "log_timers_to_tensorboard": True,
+    }
+    killed = launcher.start(
+        settings, ranks=2, script=KILLED, environment={"KILL_AT": f"position:{KILL_POSITION}"}
+    )
+    assert set(killed.wait().codes) == {-9}
+    assert [step["iteration"] for step in steps(save)] == [1, 2, 3, 4, 5]
+    assert points(board)[TAG] == [1, 2, 3, 4, 5]
+    for path in (save / "metrics.jsonl", *board.glob("events*")):
+        with path.open("ab") as file:
+            file.write(b'{"iteration": 6, "consumed_sam')  # what a torn write leaves
+
+    output = launcher.start(settings, ranks=2).succeed()
+
+    everyone = list(range(1, WHOLE + 1))
+    assert [step["iteration"] for step in steps(save)] == everyone
+    assert [step["consumed_samples"] for step in steps(save)] == [4 * n for n in everyone]
+    assert [step["consumed_tokens"] for step in steps(save)] == [128 * n for n in everyone]
+    lines = [json.dumps(record, sort_keys=True) for record in records(save)]
+    assert Counter(lines).most_common(1)[0][1] == 1
+    evaluated = [record["iteration"] for record in records(save) if "validation_loss" in record]
+    assert evaluated == [2, 4, 6, 8]
+    found = points(board)
+    assert found[TAG] == everyone
+    assert found[f"{TAG} vs samples"] == [4 * n for n in everyone]
+    assert found[f"{TAG} vs tokens"] == [128 * n for n in everyone]
+    # The first step of each process is a warm-up, and iteration 4 is the resumed one's.
+    assert found["iteration-time/iteration-time"] == [2, 3, 5, 6, 7, 8]
+    for tag, steps_of_tag in found.items():
+        assert len(set(steps_of_tag)) == len(steps_of_tag), tag
+    assert f"consumed tokens: {128 * WHOLE:12d} |" in output
+
+
+def test_a_run_that_dies_before_it_saves_begins_anew_beside_its_records(
+    launcher: Launcher, base: Settings, tmp_path: Path
+) -> None:
+    save, board = tmp_path / "run", tmp_path / "board"
+    settings = {
+        **base,
+        "train_iters": 3,
+        "save": save,
+        "load": save,
+        "tensorboard_dir": board,
+        "global_batch_size": 2,
+    }
+    dead = launcher.start(settings, script=KILLED, environment={"KILL_AT": "position:4"})
+    assert dead.wait().codes == (-9,)
+    output = launcher.start(settings).succeed()
+
+    assert [step["iteration"] for step in steps(save)] == [1, 2, 3]
+    old = (save / "metrics.jsonl.1").read_text().splitlines()
+    assert [json.loads(line)["iteration"] for line in old] == [1, 2]
+    assert points(board)[TAG] == [1, 2, 3]
+    assert points(board / "previous-1")[TAG] == [1, 2]
+    assert "\x1b" not in output
+    lines = output.splitlines()
+    (start,) = (line for line in lines if line.startswith("start-up (s) | interpreter: "))
+    assert "| model and engine: " in start
+    assert "| first iteration: " in start
+    memory = [line for line in lines if line.startswith("[Rank 0] (after ")]
+    assert len(memory) == 2  # after the first interval, and at the end
+    assert all(" | estimated peak: " in line and " | states: " in line for line in memory)
+    banner = lines[lines.index("-" * 100) :]
+    assert banner[1].startswith("run ")
+    assert banner.index("-" * 100, 1) < 40
