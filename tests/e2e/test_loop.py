@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from megatron_ds.data.check import PROBED_BLOCKS, PROBED_TOKENS
 from megatron_ds.data.indexed import IndexedWriter
 from tests.e2e.runs import (
     REPOSITORY,
@@ -282,7 +283,7 @@ def test_damaged_data_is_named(
         shutil.copy(f"{corpus}{suffix}", f"{prefix}{suffix}")
     assert callable(damage)
     damage(tmp_path / "tokens.idx")
-    output = refuse(launcher, {**base, "data_path": prefix}, code=1, ranks=2)
+    output = refuse(launcher, {**base, "data_path": prefix}, code=2, ranks=2)
     assert output.count(words) == 1, output
     assert str(prefix) in output
 
@@ -290,14 +291,18 @@ def test_damaged_data_is_named(
 def test_data_of_another_tokenizer_is_named(
     launcher: Launcher, base: Settings, tmp_path: Path
 ) -> None:
-    """Ids beyond the vocabulary, met in the middle of the training."""
+    """Ids beyond the vocabulary, met in the middle of the training: nowhere else than where the
+    check before the start does not look."""
+    tokens = np.full(3 * PROBED_BLOCKS * PROBED_TOKENS, 500)
+    starts = np.linspace(0, len(tokens) - PROBED_TOKENS, PROBED_BLOCKS, dtype=np.int64)
+    for start in starts:
+        tokens[start : start + PROBED_TOKENS] = 1
     with IndexedWriter(tmp_path / "tokens", np.uint16) as writer:
-        for _ in range(40):
-            writer.add_document(np.full(33, 500))
+        writer.add_documents(tokens, np.full(len(tokens) // 64, 64))
     settings = {**base, "data_path": tmp_path / "tokens", "split": "100,0,0"}
     output = refuse(launcher, settings, code=1, ranks=2)
-    assert output.count("token id 500 is outside the vocabulary of 121") == 1
-    assert "the data was made with another tokenizer" in output
+    assert output.count("has the token 500, which a vocabulary of 121 has not") == 1
+    assert "made with another tokenizer" in output
 
 
 def test_too_little_data_for_a_split_is_named(
@@ -306,7 +311,7 @@ def test_too_little_data_for_a_split_is_named(
     with IndexedWriter(tmp_path / "tokens", np.uint16) as writer:
         writer.add_document(np.arange(100))
     settings = {**base, "data_path": tmp_path / "tokens", "eval_iters": 1}
-    output = refuse(launcher, settings, code=1)
+    output = refuse(launcher, settings, code=2)
     assert "--split" in output
     assert str(tmp_path / "tokens") in output
 

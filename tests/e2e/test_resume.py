@@ -186,9 +186,9 @@ def test_another_model_or_layout_is_refused_in_words(
         "bf16": True,
     }
     result = launcher.start(wrong, ranks=2).wait()
-    assert result.codes == (1, 1)
+    assert result.codes == (2, 2)
     for words in (
-        f"the checkpoint {tmp_path / 'global_step1'} does not fit this run:",
+        f"--load {tmp_path}: global_step1 does not fit this run: --num-layers is 2",
         "--num-layers is 2 in the checkpoint and 3 in this run",
         "--norm-epsilon is 1e-05 in the checkpoint and 1e-06 in this run",
         "--tensor-model-parallel-size is 1 in the checkpoint and 2 in this run",

@@ -118,7 +118,7 @@ def test_a_value_of_the_wrong_kind_is_named(
     file = tmp_path / "ds.json"
     file.write_text('{"zero_optimization": {"stage": 2, "reduce_bucket_size": "x"}}')
     result = launcher.start({**base, **SCHEDULE, "deepspeed_config": file}, ranks=2).wait()
-    assert result.codes == (1, 1)
-    assert result.output.count(f"{file}: DeepSpeed does not take") == 1
-    assert "reduce_bucket_size 'x': Input should be a valid integer" in result.output
+    assert result.codes == (2, 2)
+    words = f'{file}:1: zero_optimization.reduce_bucket_size "x": must be a number'
+    assert result.output.count(words) == 1
     assert "Traceback" not in result.output
