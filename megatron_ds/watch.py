@@ -129,11 +129,9 @@ def lost(peers: Mapping[int, Process]) -> Ending | None:
 def words_for(process: Process) -> str:
     """How a process died that did not tell it itself."""
     status = process.exit_status()
-    number = signal.SIGKILL if status is None else -status
+    number = -status if status else signal.SIGKILL
     if number < 0:
         return f"(process {process.pid}) ended with status {status}, without saying why"
-    if number == 0:
-        return f"(process {process.pid}) ended before the others"
     names = {int(known): f" ({known.name})" for known in signal.Signals}
     name = f"signal {int(number)}{names.get(number, '')}"
     if number == signal.SIGABRT:
