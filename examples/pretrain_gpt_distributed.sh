@@ -1,0 +1,57 @@
+#!/bin/bash
+# Four processes, each with its share of the batch, after the text has become token files.
+# Variables: see README.md beside this file.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+DATA=${DATA:-data/my-gpt2}
+
+[ -f "${DATA}_text_document.idx" ] || python tools/preprocess_data.py \
+    --input "${INPUT:-my-corpus.jsonl}" \
+    --output-prefix "$DATA" \
+    --vocab-file "${VOCAB:-gpt2-vocab.json}" \
+    --merge-file "${MERGES:-gpt2-merges.txt}" \
+    --tokenizer-type GPT2BPETokenizer \
+    --append-eod \
+    --workers "${WORKERS:-20}" \
+    --chunk-size 25
+
+torchrun \
+    --nproc_per_node "${PROCESSES:-4}" \
+    --nnodes 1 \
+    --master_addr localhost \
+    --master_port "${PORT:-6000}" \
+    pretrain_gpt.py \
+    --num-layers "${LAYERS:-24}" \
+    --hidden-size "${HIDDEN:-1024}" \
+    --num-attention-heads "${HEADS:-16}" \
+    --seq-length "${SEQ:-1024}" \
+    --max-position-embeddings "${SEQ:-1024}" \
+    --micro-batch-size "${MICRO:-4}" \
+    --global-batch-size "${GLOBAL:-16}" \
+    --lr 0.00015 \
+    --train-iters "${ITERS:-5000}" \
+    --lr-decay-iters 320000 \
+    --lr-decay-style cosine \
+    --min-lr 1.0e-5 \
+    --weight-decay 1e-2 \
+    --lr-warmup-fraction .01 \
+    --clip-grad 1.0 \
+    ${PRECISION:---fp16} \
+    --data-path "${DATA}_text_document" \
+    --vocab-file "${VOCAB:-gpt2-vocab.json}" \
+    --merge-file "${MERGES:-gpt2-merges.txt}" \
+    --data-impl mmap \
+    --split 700,200,100 \
+    --log-interval "${LOG_INTERVAL:-100}" \
+    --save-interval 10000 \
+    --eval-interval 1000 \
+    --eval-iters "${EVAL_ITERS:-10}" \
+    --save "${CHECKPOINTS:-checkpoints/gpt2_345m}" \
+    --load "${CHECKPOINTS:-checkpoints/gpt2_345m}" \
+    --attention-softmax-in-fp32 \
+    --init-method-std 0.006 \
+    --tensor-model-parallel-size 1 \
+    --pipeline-model-parallel-size 1 \
+    --tensorboard-dir "${TENSORBOARD:-checkpoints/gpt2_345m/tensorboard}" \
+    "$@"

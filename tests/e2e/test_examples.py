@@ -1,0 +1,312 @@
+"""The scripts of examples/: their very words, and that they train at tiny size."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from tests.e2e.runs import REPOSITORY, Launcher, free_port, losses
+from tools import make_corpus, preprocess_data, train_tokenizer
+
+EXAMPLES = REPOSITORY / "examples"
+PROGRAMS = Path(sys.executable).parent
+
+SIZES = """
+--num-layers 24 --hidden-size 1024 --num-attention-heads 16 --seq-length 1024
+--max-position-embeddings 1024
+"""
+SCHEDULE = """
+--lr 0.00015 --train-iters 5000 --lr-decay-iters 320000 --lr-decay-style cosine --min-lr 1.0e-5
+--weight-decay 1e-2 --lr-warmup-fraction .01 --clip-grad 1.0
+"""
+DATA = """
+--data-path data/my-gpt2_text_document --vocab-file gpt2-vocab.json --merge-file gpt2-merges.txt
+--data-impl mmap --split 700,200,100 --log-interval 100 --save-interval 10000 --eval-interval 1000
+--eval-iters 10
+"""
+WORDS = {
+    "pretrain_gpt_345m.sh": [
+        f"""torchrun pretrain_gpt.py {SIZES} --micro-batch-size 1 --global-batch-size 2 {SCHEDULE}
+        --fp16 {DATA} --save checkpoints/gpt2_345m --load checkpoints/gpt2_345m"""
+    ],
+    "pretrain_gpt_distributed.sh": [
+        """python tools/preprocess_data.py --input my-corpus.jsonl --output-prefix data/my-gpt2
+        --vocab-file gpt2-vocab.json --merge-file gpt2-merges.txt
+        --tokenizer-type GPT2BPETokenizer --append-eod --workers 20 --chunk-size 25""",
+        f"""torchrun --nproc_per_node 4 --nnodes 1 --master_addr localhost --master_port 6000
+        pretrain_gpt.py {SIZES} --micro-batch-size 4 --global-batch-size 16 {SCHEDULE} --fp16 {DATA}
+        --save checkpoints/gpt2_345m --load checkpoints/gpt2_345m --attention-softmax-in-fp32
+        --init-method-std 0.006 --tensor-model-parallel-size 1 --pipeline-model-parallel-size 1
+        --tensorboard-dir checkpoints/gpt2_345m/tensorboard""",
+    ],
+    "pretrain_gpt_launch.sh": [
+        """python -m torch.distributed.launch --nproc_per_node 8 --nnodes 1 --node_rank 0
+        --master_addr localhost --master_port 6000 pretrain_gpt.py --num-layers 24
+        --hidden-size 1024 --num-attention-heads 16 --micro-batch-size 8 --global-batch-size 64
+        --seq-length 1024 --max-position-embeddings 1024 --train-iters 500000
+        --lr-decay-iters 320000 --save checkpoints/gpt2_345m --load checkpoints/gpt2_345m
+        --data-path data/my-gpt2_text_document --vocab-file gpt2-vocab.json
+        --merge-file gpt2-merges.txt --data-impl mmap --split 949,50,1 --distributed-backend nccl
+        --lr 0.00015 --lr-decay-style cosine --min-lr 1.0e-5 --weight-decay 1e-2 --clip-grad 1.0
+        --lr-warmup-fraction .01 --checkpoint-activations --log-interval 100 --save-interval 10000
+        --eval-interval 1000 --eval-iters 10 --fp16"""
+    ],
+    "pretrain_gpt_zero3_tp4.sh": [
+        f"""deepspeed --num_gpus 4 pretrain_gpt.py --tensor-model-parallel-size 4 {SIZES}
+        --micro-batch-size 1 --global-batch-size 2 {SCHEDULE} {DATA}
+        --save checkpoints/gpt2_345m_zero3 --load checkpoints/gpt2_345m_zero3 --fp16
+        --deepspeed_config examples/deepspeed_config.json"""
+    ],
+    "pretrain_gpt_rampup.sh": [
+        """python tools/preprocess_data.py --input my-corpus.jsonl --output-prefix data/my-gpt2
+        --vocab gpt2-vocab.json --merge-file gpt2-merges.txt --dataset-impl mmap
+        --tokenizer-type GPT2BPETokenizer --append-eod --workers 20""",
+        f"""python -u -m torch.distributed.run --nproc_per_node 2 --nnodes 1
+        --rdzv_endpoint localhost:6777 --rdzv_backend c10d --max_restarts 0 --tee 3 pretrain_gpt.py
+        --tensor-model-parallel-size 2 --pipeline-model-parallel-size 1 --distributed-backend nccl
+        {SIZES} --micro-batch-size 1 --rampup-batch-size 2 2 1_000 --global-batch-size 16
+        --train-samples 10_000 --optimizer adam --adam-beta1 0.9 --adam-beta2 0.95 --adam-eps 1e-8
+        --lr 1e-4 --lr-warmup-samples 5 --min-lr 1e-6 --lr-decay-style cosine --lr-decay-samples 12
+        --clip-grad 1.0 --weight-decay 1e-1 --embed-layernorm --fp16 --partition-activations
+        --seed 42 --vocab-file gpt2-vocab.json --merge-file gpt2-merges.txt --log-interval 10
+        --save-interval 100 --eval-interval 100 --eval-iters 10 --checkpoint-activations
+        --exit-interval 100 --save checkpoints/gpt2_rampup --load checkpoints/gpt2_rampup
+        --data-path data/my-gpt2_text_document --tensorboard-dir checkpoints/gpt2_rampup/tensorboard
+        --tensorboard-queue-size 5 --log-timers-to-tensorboard --log-batch-size-to-tensorboard
+        --log-validation-ppl-to-tensorboard --kill-switch-path checkpoints/gpt2_rampup/stop
+        --deepspeed --deepspeed_config examples/ds_config_rampup.json --zero-stage 1
+        --deepspeed-activation-checkpointing""",
+    ],
+    "serve.sh": [
+        f"""torchrun --nproc_per_node 1 tools/run_text_generation_server.py
+        --tensor-model-parallel-size 1 --pipeline-model-parallel-size 1 {SIZES}
+        --load checkpoints/gpt2_345m --tokenizer-type GPT2BPETokenizer --vocab-file gpt2-vocab.json
+        --merge-file gpt2-merges.txt --fp16 --micro-batch-size 1 --out-seq-length 1024
+        --temperature 1.0 --top_p 0.9 --seed 42 --port PORT""",
+        "python tools/text_generation_cli.py 127.0.0.1:PORT",
+    ],
+}
+"""The commands that the scripts hold, word for word: what people of the other repositories type."""
+
+
+@pytest.fixture
+def listening() -> Iterator[str]:
+    """The port of something that takes connections."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield str(server.getsockname()[1])
+
+
+def test_every_script_is_held_to_its_words() -> None:
+    assert {path.name for path in EXAMPLES.glob("*.sh")} == set(WORDS)
+
+
+@pytest.mark.parametrize("name", WORDS)
+def test_the_words_of_a_script(name: str, tmp_path: Path, listening: str) -> None:
+    said = tmp_path / "said"
+    # serve.sh ends its server when the client ends, which waits here for the server's words.
+    before = f"until [ -s {said} ]; do sleep 0.01; done\n" if name == "serve.sh" else ""
+    for program, first in (("python", before), ("torchrun", ""), ("deepspeed", "")):
+        stub = tmp_path / program
+        stub.write_text(f'#!/bin/sh\n{first}echo {program} "$@" >> {said}\n')
+        stub.chmod(0o755)
+    # serve.sh asks as soon as the port is open.
+    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
+    if name == "serve.sh":
+        environment["PORT"] = listening
+
+    subprocess.run([EXAMPLES / name], cwd=tmp_path, env=environment, check=True, timeout=60)
+
+    lines = said.read_text().replace(listening, "PORT").splitlines()
+    assert lines == [" ".join(words.split()) for words in WORDS[name]]
+
+
+def test_the_file_of_zero_3_is_the_old_one() -> None:
+    assert json.loads((EXAMPLES / "deepspeed_config.json").read_text()) == {
+        "fp16": {"enabled": True},
+        "zero_optimization": {
+            "stage": 3,
+            "allgather_partitions": True,
+            "allgather_bucket_size": 2e8,
+            "overlap_comm": True,
+            "reduce_scatter": True,
+            "reduce_bucket_size": 2e8,
+            "contiguous_gradients": True,
+            "cpu_offload": True,
+        },
+    }
+
+
+class Text(NamedTuple):
+    jsonl: Path
+    vocab: Path
+    merges: Path
+    tokens: Path
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Text:
+    """A little text, a tokenizer of it, and its token files."""
+    folder = tmp_path_factory.mktemp("text")
+    found = Text(
+        folder / "text.jsonl",
+        folder / "tokenizer" / "vocab.json",
+        folder / "tokenizer" / "merges.txt",
+        folder / "made_text_document",
+    )
+    make_corpus.main(["--output", str(found.jsonl), "--megabytes", "0.2"])
+    long = "".join(json.loads(line)["text"] for line in found.jsonl.read_text().splitlines())
+    # Enough documents for a part of one in a thousand.
+    pieces = [long[start : start + 150] for start in range(0, len(long), 150)]
+    found.jsonl.write_text("".join(json.dumps({"text": piece}) + "\n" for piece in pieces))
+    tokenizer = ["--vocab-size", "400", "--output-dir", str(found.vocab.parent)]
+    train_tokenizer.main(["--input", str(found.jsonl), *tokenizer])
+    files = ["--vocab-file", str(found.vocab), "--merge-file", str(found.merges)]
+    output = ["--output-prefix", str(folder / "made"), "--append-eod", "--workers", "1"]
+    kind = ["--tokenizer-type", "GPT2BPETokenizer"]
+    preprocess_data.main(["--input", str(found.jsonl), *output, *kind, *files])
+    return found
+
+
+def tiny(text: Text, folder: Path, **more: object) -> dict[str, str]:
+    """The variables of a script for seconds on a CPU."""
+    variables = {
+        "PATH": f"{PROGRAMS}:{os.environ['PATH']}",
+        "LAYERS": 2,
+        "HIDDEN": 32,
+        "HEADS": 4,
+        "SEQ": 32,
+        "ITERS": 4,
+        "EVAL_ITERS": 1,
+        "LOG_INTERVAL": 1,
+        "PRECISION": "--bf16",
+        "VOCAB": text.vocab,
+        "MERGES": text.merges,
+        "CHECKPOINTS": folder / "saved",
+        "PORT": free_port(),
+        # torchrun's own name for the flag that the script does not give it.
+        "PET_MASTER_PORT": free_port(),
+    }
+    return {name: str(value) for name, value in {**variables, **more}.items()}
+
+
+def has_trained(folder: Path, iterations: int) -> None:
+    found = losses(folder / "saved")
+    assert len(found) == iterations
+    assert all(math.isfinite(loss) for loss in found)
+    assert (folder / "saved" / "latest").read_text().strip() == f"global_step{iterations}"
+
+
+def run(launcher: Launcher, name: str, variables: dict[str, str]) -> str:
+    return launcher.command([str(EXAMPLES / name)], variables).succeed()
+
+
+@pytest.fixture(scope="module")
+def trained(
+    text: Text, launcher: Launcher, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, str]:
+    """Where the example of one process trained, and what it printed."""
+    folder = tmp_path_factory.mktemp("345m")
+    output = run(launcher, "pretrain_gpt_345m.sh", tiny(text, folder, DATA=text.tokens))
+    return folder, output
+
+
+def test_one_process(trained: tuple[Path, str]) -> None:
+    folder, output = trained
+    has_trained(folder, 4)
+    assert "validation loss at the end of training" in output
+
+
+def test_fp16_on_a_cpu_offers_bf16(text: Text, launcher: Launcher, tmp_path: Path) -> None:
+    variables = tiny(text, tmp_path, DATA=text.tokens, PRECISION="--fp16")
+    result = launcher.command([str(EXAMPLES / "pretrain_gpt_345m.sh")], variables).wait()
+    assert any(result.codes)
+    assert "--bf16" in result.output
+
+
+def test_four_way_data_parallel_after_preprocessing(
+    text: Text, launcher: Launcher, tmp_path: Path
+) -> None:
+    variables = tiny(
+        text,
+        tmp_path,
+        INPUT=text.jsonl,
+        DATA=tmp_path / "my",
+        WORKERS=2,
+        MICRO=1,
+        GLOBAL=4,
+        TENSORBOARD=tmp_path / "tensorboard",
+    )
+    output = run(launcher, "pretrain_gpt_distributed.sh", variables)
+
+    has_trained(tmp_path, 4)
+    for suffix in (".bin", ".idx"):
+        made = (tmp_path / f"my_text_document{suffix}").read_bytes()
+        assert made == text.tokens.with_name(text.tokens.name + suffix).read_bytes()
+    assert list((tmp_path / "tensorboard").glob("events.out.tfevents.*"))
+    assert "4 processes" in output
+
+
+def test_torchs_older_launcher_recomputes_and_takes_another_backend(
+    text: Text, launcher: Launcher, tmp_path: Path
+) -> None:
+    variables = tiny(text, tmp_path, DATA=text.tokens, PROCESSES=2, MICRO=1, GLOBAL=2)
+    output = run(launcher, "pretrain_gpt_launch.sh", variables)
+
+    has_trained(tmp_path, 4)
+    assert output.count("--distributed-backend nccl is not what cpu uses; taking gloo") == 1
+
+
+def test_zero_3_with_the_old_file_over_four_processes(
+    text: Text, launcher: Launcher, tmp_path: Path
+) -> None:
+    variables = tiny(text, tmp_path, DATA=text.tokens, PRECISION="--fp16 --allow-fp16-on-cpu")
+    output = run(launcher, "pretrain_gpt_zero3_tp4.sh", variables)
+
+    has_trained(tmp_path, 4)
+    assert "cpu_offload" in output
+    written = json.loads((tmp_path / "saved" / "ds_config.json").read_text())
+    assert written["zero_optimization"]["stage"] == 3
+    assert written["zero_optimization"]["offload_optimizer"]["device"] == "cpu"
+
+
+def test_batches_that_grow_with_everything_logged(
+    text: Text, launcher: Launcher, tmp_path: Path
+) -> None:
+    variables = tiny(
+        text,
+        tmp_path,
+        INPUT=text.jsonl,
+        DATA=tmp_path / "my",
+        WORKERS=1,
+        EXIT_INTERVAL=4,
+        PRECISION="--fp16 --allow-fp16-on-cpu",
+    )
+    output = run(launcher, "pretrain_gpt_rampup.sh", variables)
+
+    has_trained(tmp_path, 4)
+    assert list((tmp_path / "saved" / "tensorboard").glob("events.out.tfevents.*"))
+    assert "exiting program at iteration 4" in output
+
+
+def test_a_server_and_its_client(
+    trained: tuple[Path, str], text: Text, launcher: Launcher, tmp_path: Path
+) -> None:
+    folder, _ = trained
+    typed = "import os\\n6\\nimport os\\nmany\\nx\\n999\\n"
+    variables = tiny(text, folder, PROCESSES=2, MASTER_PORT=free_port())
+    words = f"printf '{typed}' | {EXAMPLES / 'serve.sh'}"
+    output = launcher.command(["bash", "-c", words], variables).succeed()
+
+    answer = output.partition("Megatron Response:\n")[2]
+    assert answer.startswith("import os")
+    assert "'many' is no number of tokens" in answer
+    assert "Error 400: prompt 1: its 1 tokens and the 999 to generate are more than" in answer
