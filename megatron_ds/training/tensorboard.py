@@ -24,6 +24,7 @@ from megatron_ds.training.records import EvalRecord, IntervalRecord, Sink, StepR
 
 SAMPLES, TOKENS = " vs samples", " vs tokens"
 EVENT_FILES = "events.out.tfevents.*"
+EVALUATIONS = "lm-loss-validation/"
 
 
 class TensorBoard(Sink):
@@ -45,8 +46,9 @@ class TensorBoard(Sink):
         assert folder is not None
         self._logging: LoggingConfig = config.logging
         self._world_size, self._dp_size, self._memory = world_size, dp_size, memory
+        self._evaluated: set[tuple[str, int]] = set()
         if state.iteration > 0:
-            drop_beyond(Path(folder), state)
+            self._evaluated = drop_beyond(Path(folder), state)
         else:
             set_aside(Path(folder))
         self._writer = SummaryWriter(folder, max_queue=config.logging.tensorboard_queue_size)
@@ -69,7 +71,11 @@ class TensorBoard(Sink):
         self._writer.flush()
 
     def evaluation(self, record: EvalRecord) -> None:
-        tag = f"lm-loss-validation/lm loss {record.split}"
+        tag = f"{EVALUATIONS}lm loss {record.split}"
+        # A run evaluates the same weights again at its end, and when it is started once more.
+        if (tag, record.iteration) in self._evaluated:
+            return
+        self._evaluated.add((tag, record.iteration))
         self._add(tag, record.loss, record, SAMPLES, TOKENS)
         if self._logging.log_validation_ppl_to_tensorboard:
             self._add(f"{tag} ppl", record.ppl, record, SAMPLES, TOKENS)
@@ -141,24 +147,37 @@ def set_aside(folder: Path) -> None:
         path.rename(target / path.name)
 
 
-def drop_beyond(folder: Path, state: TrainState) -> None:
+def drop_beyond(folder: Path, state: TrainState) -> set[tuple[str, int]]:
     """Takes the points after `state` out of a folder's event files.
 
-    Newest file first, up to one that keeps points: what came before it was clean when it began.
+    Newest file first, up to one that keeps steps: what came before it was clean when it began.
+    Returns the evaluations that were met and stay, as tag and iteration.
     """
+    evaluated: set[tuple[str, int]] = set()
     for path in sorted(folder.glob(EVENT_FILES), reverse=True):
         raw = list(RawEventFileLoader(str(path)).Load())
         events = [Event.FromString(item) for item in raw]
         keep = [_within(event, state) for event in events]
         if not all(keep):
             _rewrite(path, [item for item, kept in zip(raw, keep, strict=True) if kept])
-        if any(kept and _is_point(event) for event, kept in zip(events, keep, strict=True)):
-            return
+        kept_events = [event for event, kept in zip(events, keep, strict=True) if kept]
+        evaluated |= {
+            (value.tag, event.step)
+            for event in kept_events
+            for value in event.summary.value
+            if value.tag.startswith(EVALUATIONS)
+        }
+        if any(_is_of_a_step(event) for event in kept_events):
+            break
+    return evaluated
 
 
-def _is_point(event: Event) -> bool:
-    """Whether an event is a number, and not an argument's text or the file's head."""
-    return any(value.metadata.plugin_data.plugin_name != "text" for value in event.summary.value)
+def _is_of_a_step(event: Event) -> bool:
+    """Whether an event is a step's number: no evaluation, no argument's text, no file's head."""
+    return any(
+        value.metadata.plugin_data.plugin_name != "text" and not value.tag.startswith(EVALUATIONS)
+        for value in event.summary.value
+    )
 
 
 def _within(event: Event, state: TrainState) -> bool:

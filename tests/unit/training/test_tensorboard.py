@@ -188,6 +188,24 @@ def test_a_torn_event_file_is_read_up_to_the_tear(tmp_path: Path, step: Step) ->
     assert [x for x, _ in points(tmp_path)["grad-norm/grad-norm"]] == [1, 2]
 
 
+def test_the_same_weights_evaluation_is_drawn_once(
+    tmp_path: Path, step: Step, evaluation: Evaluation
+) -> None:
+    config = config_for(tmp_path)
+    for iteration in (0, 2, 2):
+        run = board(config, iteration)
+        if iteration == 0:
+            run.steps([step(1), step(2)])
+        run.evaluation(evaluation(2))
+        run.evaluation(evaluation(2))
+        if iteration == 2:
+            run.evaluation(evaluation(2, "test"))
+        run.close()
+    found = points(tmp_path)
+    assert found["lm-loss-validation/lm loss validation"] == [(2, 2.0)]
+    assert found["lm-loss-validation/lm loss test vs tokens"] == [(64, 2.0)]
+
+
 def test_a_new_run_sets_the_old_ones_files_aside(tmp_path: Path, step: Step) -> None:
     config = config_for(tmp_path)
     for loss in (1.0, 2.0, 3.0):
