@@ -103,3 +103,35 @@ def test_errors_of_other_code_and_other_kinds_keep_their_tracebacks(
         BlendedDataset([], NOTHING, NOTHING)[0]
 
     assert capfd.readouterr().err == ""
+
+
+def test_a_reader_that_is_gone_does_not_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C ends the `tee` behind a pipe at once, while the run still has to save."""
+    reading, writing = os.pipe()
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.setenv("RANK", "0")
+    with os.fdopen(writing, "w") as stream:
+        monkeypatch.setattr(sys, "stdout", stream)
+        runtime.say("heard")
+        assert os.read(reading, 100) == b"heard\n"
+        os.close(reading)
+        runtime.say("to nobody")
+        runtime.say("to nobody either")
+
+
+def test_torchruns_summary_gets_the_words(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+    file = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+    runtime.note_for_launcher("rank 1: failed: words")
+    failure = ProcessFailure(local_rank=1, pid=5, exitcode=1, error_file=str(file))
+    assert failure.message["extraInfo"]["py_callstack"] == "rank 1: failed: words"
+    assert failure.timestamp > 0
+
+    monkeypatch.delenv("TORCHELASTIC_ERROR_FILE")
+    runtime.note_for_launcher("other launchers have no summary")
+
+
+def test_a_run_of_one_process_has_nobody_to_watch(alone: pytest.MonkeyPatch) -> None:
+    assert runtime.meet() == (None, {})

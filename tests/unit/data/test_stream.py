@@ -3,15 +3,18 @@ resumes."""
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
 import os
 import signal
+import sys
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
 
+from megatron_ds.data import stream as module
 from megatron_ds.data.stream import Batch, MicroBatches
 
 SEQUENCE = 3
@@ -132,6 +135,20 @@ def test_reading_leaves_torchs_generator_alone(workers: int) -> None:
     assert torch.equal(before, torch.get_rng_state())
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+def test_data_that_is_refused_is_told_in_its_own_words(workers: int) -> None:
+    class Broken(Numbers):
+        def __getitem__(self, position: int) -> npt.NDArray[np.int64]:
+            raise ValueError("p.bin: is damaged")
+
+    batches = MicroBatches(
+        Broken(5), consumed=0, micro_batch_size=1, dp_rank=0, dp_size=1, num_workers=workers
+    )
+    with pytest.raises(ValueError, match=r"^p\.bin: is damaged$"):
+        next(batches)
+    batches.close()
+
+
 def test_close_ends_the_workers() -> None:
     batches = stream(50, num_workers=2)
     next(batches)
@@ -150,13 +167,32 @@ def test_impossible_layouts_are_refused(values: dict[str, int]) -> None:
         stream(5, **values)
 
 
-def test_the_loader_outlives_the_signal_that_ends_a_run() -> None:
-    """Launchers signal the whole process group; the trainer still has a step to finish."""
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_the_loader_outlives_the_signal_that_ends_a_run(number: signal.Signals) -> None:
+    """Launchers and terminals signal the whole process group; the trainer still has a step to
+    finish."""
     batches = stream(64, num_workers=1)
     first = next(batches)
     (worker,) = multiprocessing.active_children()
     assert worker.pid is not None
-    os.kill(worker.pid, signal.SIGTERM)
+    os.kill(worker.pid, number)
     rest = [batch.position for batch in batches]
     batches.close()
     assert [first.position, *rest] == list(range(64))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux signals the death of a parent")
+def test_a_loader_dies_with_its_trainer() -> None:
+    """At once, and not when it next looks whether the trainer is there."""
+    loader = multiprocessing.get_context("fork").Process(target=_tell_the_signal_of_the_parent)
+    loader.start()
+    loader.join()
+    assert loader.exitcode == int(signal.SIGKILL)
+
+
+def _tell_the_signal_of_the_parent() -> None:
+    module._end_with_the_trainer(0)
+    number = ctypes.c_int()
+    get_pdeathsig = 2
+    ctypes.CDLL(None).prctl(get_pdeathsig, ctypes.byref(number))
+    os._exit(number.value)
