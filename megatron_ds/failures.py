@@ -82,7 +82,7 @@ def _advice(error: BaseException) -> str:
         return OUT_OF_DEVICE_MEMORY
     if isinstance(error, MemoryError) or _mentions(error, ("can't allocate memory",)):
         return OUT_OF_HOST_MEMORY
-    if _mentions(error, ("dataloader worker",)):
+    if _mentions(error, ("dataloader worker (pid",)):
         return f"A data loader process died. {OUT_OF_HOST_MEMORY}"
     return ""
 

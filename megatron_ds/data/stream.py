@@ -11,6 +11,7 @@ import ctypes
 import signal
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -70,7 +71,7 @@ class MicroBatches:
         first = consumed + dp_rank * micro_batch_size
         self._positions = range(first, first + steps * per_step, per_step)
         batches = _BatchDataset(dataset, micro_batch_size, eod)
-        self._loader: DataLoader[Batch] = DataLoader(
+        self._loader: DataLoader[Batch | _Refused] = DataLoader(
             batches,
             batch_size=None,
             sampler=self._positions,
@@ -79,7 +80,7 @@ class MicroBatches:
             generator=torch.Generator(),
             worker_init_fn=_end_with_the_trainer,
         )
-        self._iterator: Iterator[Batch] | None = None
+        self._iterator: Iterator[Batch | _Refused] | None = None
         self._closed = False
 
     def __len__(self) -> int:
@@ -94,7 +95,10 @@ class MicroBatches:
             raise StopIteration
         if self._iterator is None:
             self._iterator = iter(self._loader)
-        return next(self._iterator)
+        batch = next(self._iterator)
+        if isinstance(batch, _Refused):
+            raise ValueError(batch.why)
+        return batch
 
     def close(self) -> None:
         """End the loader processes. The iterator gives nothing more."""
@@ -116,7 +120,15 @@ def _end_with_the_trainer(worker: int) -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL))
 
 
-class _BatchDataset(Dataset[Batch]):
+@dataclass(frozen=True)
+class _Refused:
+    """What a loader process sends for data that is not what it should be: an exception would come
+    out of torch's loader wrapped into a traceback."""
+
+    why: str
+
+
+class _BatchDataset(Dataset["Batch | _Refused"]):
     """Micro-batches by the position of their first sample."""
 
     def __init__(self, dataset: TokenDataset, micro_batch_size: int, eod: int | None) -> None:
@@ -124,8 +136,11 @@ class _BatchDataset(Dataset[Batch]):
         self._micro_batch_size = micro_batch_size
         self._eod = eod
 
-    def __getitem__(self, position: int) -> Batch:
-        samples = [self._dataset[position + row] for row in range(self._micro_batch_size)]
+    def __getitem__(self, position: int) -> Batch | _Refused:
+        try:
+            samples = [self._dataset[position + row] for row in range(self._micro_batch_size)]
+        except ValueError as error:
+            return _Refused(str(error))
         return collate(samples, position, self._eod)
 
 
