@@ -151,11 +151,18 @@ def start(prefix: Path, processes: int) -> Start:
             output.append(line)
             if seconds is None and LINE.match(line):
                 seconds = time.perf_counter() - begin
-    found = LINE.search("".join(output))
-    if process.returncode or found is None or seconds is None:
+    parts = printed_parts("".join(output))
+    if process.returncode or seconds is None:
         raise RuntimeError(f"the run did not start:\n{''.join(output)[-3000:]}")
-    parts = {part["name"]: float(part["seconds"]) for part in PART.finditer(found["parts"])}
     return Start(seconds, parts)
+
+
+def printed_parts(output: str) -> dict[str, float]:
+    """The seconds in a run's start-up line; empty without one."""
+    found = LINE.search(output)
+    if found is None:
+        return {}
+    return {part["name"]: float(part["seconds"]) for part in PART.finditer(found["parts"])}
 
 
 def free_port() -> int:

@@ -11,9 +11,10 @@ import os
 
 import pytest
 
-from benchmarks import preprocess, train_step
+from benchmarks import preprocess, startup, train_step
 from benchmarks.common import Contender, in_turn, paired_ratio, this_machine, versions
 from benchmarks.train_step import COMPILED, DEEPSPEED, OURS, PLAIN, Report, Setting, Shape
+from megatron_ds.startup import Startup
 
 TINY = Shape(layers=1, hidden=32, heads=2, sequence=16, vocab=128, micro_batch=2)
 
@@ -162,3 +163,21 @@ def test_preprocessing_against_its_floor(tmp_path):
     (folder / "floor.bin").write_bytes(b"something else")
     with pytest.raises(ValueError, match="different tokens"):
         preprocess.check_equal(folder)
+
+
+def test_the_start_up_line_of_a_run_is_understood():
+    start = Startup()
+    start.done("settings")
+    start.done("model and engine")
+    parts = startup.printed_parts(f"a line\n{start.line()}\nand another\n")
+    assert list(parts) == ["interpreter", "settings", "model and engine"]
+    assert parts["interpreter"] == pytest.approx(dict(start.parts)["interpreter"], abs=0.01)
+
+
+def test_the_launcher_takes_what_the_run_does_not():
+    starts = [startup.Start(9.0, {"libraries": 4.0, "data": 1.0}) for _ in range(3)]
+    parts = startup.parts_of(starts)
+    assert parts == {"launcher": 4.0, "libraries": 4.0, "data": 1.0}
+    table = startup.report({"--help": 0.5, "first iteration": 9.0}, parts).splitlines()
+    assert table[1].split() == ["--help", "0.50", "1.5"]
+    assert table[-1].split() == ["data", "1.00"]
