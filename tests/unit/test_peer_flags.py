@@ -22,7 +22,7 @@ import pytest
 from megatron_ds import flags, peer_flags
 from megatron_ds.arguments import scan
 from megatron_ds.flags import Flag, dashed
-from tools import generate_samples_gpt, preprocess_data
+from tools import generate_samples_gpt, preprocess_data, run_text_generation_server
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 GOLDEN = REPOSITORY / "tests" / "golden" / "peer_flags.txt"
@@ -134,7 +134,7 @@ def words_of(spec: dict[str, Any]) -> Iterator[list[str]]:
     choices = spec.get("choices")
     if isinstance(choices, str):
         choices = EXPRESSIONS[choices]
-    for value in choices or SAMPLES.get(spec.get("type", "str"), ["text"]):
+    for value in choices or SAMPLES.get(str(spec.get("type")), ["text"]):
         count = {"*": 3, "+": 2}.get(spec.get("nargs"), 1)
         yield [str(value)] * count
     default = spec.get("default")
@@ -230,12 +230,16 @@ def test_preprocess_data_answers_every_flag_of_the_peers() -> None:
             assert f"{name} is not supported: " in said.getvalue()
 
 
-def test_generate_samples_gpt_takes_every_flag_of_the_peers() -> None:
-    for name, tool, _, _ in frozen():
-        if tool == "generate_samples_gpt":
-            switch = name in ("--greedy", "--recompute")
-            _, problems = generate_samples_gpt.parse([name, *([] if switch else ["1"])])
-            assert not any("there is no flag" in problem for problem in problems), name
+@pytest.mark.parametrize("program", [generate_samples_gpt, run_text_generation_server])
+def test_generation_takes_every_flag_of_the_peers(program: Any) -> None:
+    names = [name for name, tool, *_ in frozen() if tool == program.__name__.split(".")[-1]]
+
+    assert names
+    for name in names:
+        switch = name in ("--greedy", "--recompute")
+        _, problems = program.parse([name, *([] if switch else ["1"])])
+        words = ("there is no flag", "is not supported", "must be", "needs a value")
+        assert not any(word in problem for problem in problems for word in words), problems
 
 
 if __name__ == "__main__":
