@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import io
 import os
 import sys
 from pathlib import Path
@@ -135,3 +136,21 @@ def test_torchruns_summary_gets_the_words(monkeypatch: pytest.MonkeyPatch, tmp_p
 
 def test_a_run_of_one_process_has_nobody_to_watch(alone: pytest.MonkeyPatch) -> None:
     assert runtime.meet() == (None, {})
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's /proc")
+def test_peak_memory_is_counted_from_its_making_and_outlives_the_tensors() -> None:
+    peak = runtime.PeakMemory()
+    start = peak.bytes()
+    np.ones(2**23)  # 64 MiB, gone at once
+    after = peak.bytes()
+    assert start is not None
+    assert after is not None
+    assert after - start > 50 * 2**20
+
+
+def test_a_screen_that_is_no_terminal_has_a_hundred_columns(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sys, "stdout", io.StringIO())
+    assert runtime.screen() == (100, False)
