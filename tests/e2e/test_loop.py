@@ -301,7 +301,7 @@ def test_data_of_another_tokenizer_is_named(
         writer.add_documents(tokens, np.full(len(tokens) // 64, 64))
     settings = {**base, "data_path": tmp_path / "tokens", "split": "100,0,0"}
     output = refuse(launcher, settings, code=1, ranks=2)
-    assert output.count("has the token 500, which a vocabulary of 121 has not") == 1
+    assert "has the token 500, which a vocabulary of 121 has not" in output
     assert "made with another tokenizer" in output
 
 
