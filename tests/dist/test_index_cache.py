@@ -191,3 +191,14 @@ def test_a_folder_of_data_that_cannot_be_written(
     assert [answer.get("samples") for answer in answers] == [samples] * PROCESSES
     assert sum(path.suffix == ".json" for path in fallback.iterdir()) == 6
     assert sorted(os.listdir(place / "data")) == ["a.bin", "a.idx", "b.bin", "b.idx"]
+
+
+def test_a_complete_cache_in_a_folder_that_cannot_be_written(
+    ask: Crew, place: Path, samples: str
+) -> None:
+    cache = Path(tempfile.mkdtemp(dir=place))
+    ask(cache=str(cache))
+    cache.chmod(0o555)
+    answers = ask(cache=str(cache), nobody=True)
+    cache.chmod(0o755)
+    assert [answer.get("samples") for answer in answers] == [samples] * PROCESSES

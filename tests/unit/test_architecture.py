@@ -62,6 +62,9 @@ WITHOUT_TORCH = (
     "extensions.py",
     "data/sample_index.py",
     "data/indexed.py",
+    "data/lock.py",
+    "data/cache.py",
+    "data/build.py",
 )
 WITHOUT_GROUPS = ("data/", "tokenizer/")
 
