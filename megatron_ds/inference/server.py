@@ -53,6 +53,8 @@ class TextServer(Generic[Job]):
         self._say = say
         self._stopping = threading.Event()
         self._turn = asyncio.Lock()
+        self._requests = 0
+        """That are performed, or wait for their turn."""
         self._at_work = threading.Lock()
         self._broken: CrewBroken | None = None
         self.app = self._build()
@@ -85,7 +87,7 @@ class TextServer(Generic[Job]):
         app = FastAPI(openapi_url=None)
         app.add_exception_handler(HTTPException, _http_error)
         app.add_api_route("/api", self._answer, methods=["PUT", "POST"])
-        app.add_api_route("/health", _health, methods=["GET"])
+        app.add_api_route("/health", self._health, methods=["GET"])
         app.add_api_route("/", _page, methods=["GET"])
         return app
 
@@ -96,8 +98,15 @@ class TextServer(Generic[Job]):
             return _error(400, "the body is not complete")
         except ValueError as error:
             return _error(400, str(error))
-        async with self._turn:
-            return await self._performed(job, request)
+        self._requests += 1
+        try:
+            async with self._turn:
+                return await self._performed(job, request)
+        finally:
+            self._requests -= 1
+
+    async def _health(self) -> Response:
+        return JSONResponse({"status": "ok", "requests": self._requests})
 
     async def _performed(self, job: Job, request: Request) -> Response:
         cancelled = threading.Event()
@@ -166,10 +175,6 @@ async def _body(request: Request) -> bytes:
     if size > MAX_BODY:
         raise ValueError(f"the body is longer than {MAX_BODY} bytes")
     return b"".join(parts)
-
-
-async def _health() -> Response:
-    return JSONResponse({"status": "ok"})
 
 
 async def _page() -> Response:

@@ -83,7 +83,7 @@ def test_other_requests_are_answered_in_json(
 def test_health_and_page() -> None:
     client = Asked(echo).client
 
-    assert client.get("/health").json() == {"status": "ok"}
+    assert client.get("/health").json() == {"status": "ok", "requests": 0}
     page = client.get("/")
     assert page.headers["content-type"].startswith("text/html")
     assert 'method: "PUT"' in page.text
@@ -136,7 +136,7 @@ def test_a_bad_request_does_not_wait_for_its_turn() -> None:
         slow = pool.submit(asked.put, b"slow")
         assert started.wait(60)
         assert asked.put(b"bad")[0] == 400
-        assert asked.client.get("/health").status_code == 200
+        assert asked.client.get("/health").json()["requests"] == 1
         release.set()
         assert slow.result(60)[0] == 200
 

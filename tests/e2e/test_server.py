@@ -1,0 +1,165 @@
+"""The text generation server as a process of its own, alone and shared by two."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import signal
+import socket
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.runs import DEADLINE, REPOSITORY, Launcher, Run, Settings, free_port
+
+SERVER = REPOSITORY / "tools" / "run_text_generation_server.py"
+LONG: dict[str, Any] = {"prompts": ["1 2 3"] * 128, "tokens_to_generate": 29}
+"""With the servers' micro-batches of one this is thousands of forward passes."""
+
+
+class Server:
+    """A running one."""
+
+    def __init__(self, launcher: Launcher, folder: Path, ranks: int, **more: Any) -> None:
+        self.port = free_port()
+        settings = {"load": folder, "port": self.port, "micro_batch_size": 1, **more}
+        self.run: Run = launcher.start(settings, ranks=ranks, script=SERVER)
+        self.run.wait_until(self._answers)
+
+    def send(self, method: str, path: str, body: bytes = b"") -> tuple[int, Any]:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=DEADLINE)
+        try:
+            connection.request(method, path, body)
+            response = connection.getresponse()
+            return response.status, json.loads(response.read())
+        finally:
+            connection.close()
+
+    def put(self, fields: dict[str, Any]) -> tuple[int, Any]:
+        return self.send("PUT", "/api", json.dumps(fields).encode())
+
+    def is_busy(self) -> bool:
+        return bool(self.send("GET", "/health")[1]["requests"])
+
+    def _answers(self) -> bool:
+        try:
+            return self.send("GET", "/health")[0] == 200
+        except OSError:
+            return False
+
+
+@pytest.fixture(scope="module")
+def trained(launcher: Launcher, base: Settings, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("served")
+    schedule = {"train_iters": 2, "global_batch_size": 4}
+    launcher.start({**base, **schedule, "save": folder}).succeed()
+    return folder
+
+
+@pytest.fixture
+def closing(launcher: Launcher) -> Iterator[list[Server]]:
+    """Servers that end with the test."""
+    servers: list[Server] = []
+    yield servers
+    for server in servers:
+        os.kill(server.run.pids[0], signal.SIGTERM)
+        assert server.run.wait().codes == (0,) * len(server.run.pids), server.run.output
+
+
+REQUESTS: list[dict[str, Any]] = [
+    {"prompts": ["1 2 3", "7"], "tokens_to_generate": 9, "random_seed": 3, "temperature": 2.0},
+    {"prompts": ["1 2 3"], "random_seed": 4, "top_p": 0.9, "top_p_decay": 0.9, "add_BOS": True},
+    {"prompts": ["1 2 3"], "tokens_to_generate": 3, "beam_width": 4},
+]
+
+
+def test_two_ranks_answer_as_one(trained: Path, launcher: Launcher, closing: list[Server]) -> None:
+    alone = Server(launcher, trained, 1, num_layers=2, hidden_size=32, seed=1)
+    pair = Server(launcher, trained, 2, tensor_model_parallel_size=2)
+    closing += [alone, pair]
+
+    for fields in REQUESTS:
+        (status, first), (_, second) = alone.put(fields), pair.put(fields)
+        assert status == 200, first
+        assert first["text"] == second["text"]
+        if "scores" in first:
+            assert first["scores"] == pytest.approx(second["scores"], abs=1e-4)
+    scored = {"prompts": first["text"], "tokens_to_generate": 0, "logprobs": True}
+    (_, first), (_, second) = alone.put(scored), pair.put(scored)
+    for one, other in zip(first["logprobs"], second["logprobs"], strict=True):
+        assert one == pytest.approx(other, abs=1e-4)
+
+    for server in (alone, pair):
+        for fields, words in (
+            ({"prompts": ["x"]}, "prompt 1: NullTokenizer reads ids"),
+            ({"prompts": ["1"], "tokens_to_generate": 99}, "more than the 32 that fit"),
+            ({"prompts": ["1"], "tokens_to_generate": True}, "must be a whole number"),
+        ):
+            status, answer = server.put(fields)
+            assert (status, words in answer["message"]) == (400, True), answer
+        # Those that come together are answered one after the other, each as if alone.
+        with ThreadPoolExecutor(6) as pool:
+            answers = list(pool.map(server.put, REQUESTS * 2))
+        assert answers[:3] == answers[3:]
+        assert [status for status, _ in answers] == [200] * 6
+    assert "WARNING: no effect on generation: --seed" in alone.run.output
+
+
+def test_nobody_generates_for_a_client_that_is_gone(
+    trained: Path, launcher: Launcher, closing: list[Server]
+) -> None:
+    server = Server(launcher, trained, 2)
+    closing.append(server)
+    body = json.dumps(LONG).encode()
+    head = f"PUT /api HTTP/1.1\r\nHost: here\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+
+    with socket.create_connection(("127.0.0.1", server.port)) as connection:
+        connection.sendall(head + body)
+        server.run.wait_until(server.is_busy)
+    server.run.wait_until(lambda: not server.is_busy())
+
+    assert "prompts: 128" not in server.run.output
+    assert server.put(REQUESTS[0])[0] == 200
+    assert "prompts: 2 of 4 tokens, texts: 2 of " in server.run.output
+
+
+def test_a_signal_ends_all_ranks_under_way(trained: Path, launcher: Launcher) -> None:
+    server = Server(launcher, trained, 2)
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(server.put, LONG)
+        server.run.wait_until(server.is_busy)
+        os.kill(server.run.pids[0], signal.SIGTERM)
+        assert answer.result() == (503, {"message": "the server is stopping"})
+
+    result = server.run.wait()
+    assert result.codes == (0, 0), result.output
+    assert "Traceback" not in result.output
+
+
+def test_a_lost_rank_ends_the_server_in_words(trained: Path, launcher: Launcher) -> None:
+    server = Server(launcher, trained, 2)
+    os.kill(server.run.pids[1], signal.SIGKILL)
+
+    status, answer = server.put(REQUESTS[0])
+
+    assert status == 500
+    assert "the server ends: a process that shares the model is gone" in answer["message"]
+    result = server.run.wait()
+    assert result.codes == (4, -signal.SIGKILL), result.output
+    assert "Traceback" not in result.output
+
+
+def test_a_taken_port_and_a_wrong_flag_are_named(trained: Path, launcher: Launcher) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        busy = launcher.start({"load": trained, "port": port}, script=SERVER).wait()
+    wrong = launcher.start({"load": trained, "hidden_size": 64}, script=SERVER).wait()
+
+    assert busy.codes == (1,)
+    assert f"--host 127.0.0.1 --port {port}: " in busy.output
+    assert wrong.codes == (2,)
+    assert "--hidden-size is 64, in the checkpoint 32" in wrong.output
