@@ -266,7 +266,7 @@ WITHOUT_EFFECT: dict[str, Peer] = {
         "retriever-seq-length retro-attention-gate retro-cyclic-train-iters "
         "retro-encoder-attention-dropout retro-encoder-hidden-dropout retro-encoder-layers "
         "retro-num-neighbors retro-num-retrieved-chunks retro-project-dir retro-workdir "
-        "short-seq-prob titles-data-path",
+        "sample-rate short-seq-prob titles-data-path",
         lists="retriever-report-topk-accuracies",
     ),
     **_all(
@@ -276,7 +276,7 @@ WITHOUT_EFFECT: dict[str, Peer] = {
         "dino-freeze-last-layer dino-head-hidden-size dino-local-crops-number "
         "dino-local-img-size dino-teacher-temp dino-warmup-teacher-temp "
         "dino-warmup-teacher-temp-epochs img-dim img-h img-w iter-per-epoch mask-factor "
-        "mask-type num-channels num-classes patch-dim sample-rate swin-backbone-type "
+        "mask-type num-channels num-classes patch-dim swin-backbone-type "
         "vision-backbone-type vision-pretraining-type",
     ),
     **_all(

@@ -21,6 +21,7 @@ import pytest
 
 from megatron_ds import flags, peer_flags
 from megatron_ds.arguments import scan
+from megatron_ds.config import Config
 from megatron_ds.flags import Flag, dashed
 from tools import generate_samples_gpt, preprocess_data, run_text_generation_server
 
@@ -187,6 +188,39 @@ def test_the_values_at_which_a_refused_flag_is_accepted_are_the_peers_defaults()
             defaults = {str(spec.get("default")).strip("[]") for spec in specs}
             choices = {choice for spec in specs for choice in spec.get("choices", [])}
             assert {value, f"{value}.0"} & (defaults | choices), flag
+
+
+SAME_DEFAULTS = {
+    "--glu-activation", "--model-parallel-size", "--position-embedding-type",
+    "--recompute-num-layers", "--split", "--zero-stage",
+}  # fmt: skip
+"""Where a peer's default is written otherwise, or is that of another name of the setting."""
+
+
+def test_every_default_that_differs_is_told() -> None:
+    config = Config()
+    ours = {name: value for group in config.to_dict().values() for name, value in group.items()}
+    differ = set()
+    for name, by_peer in peers().items():
+        flag = flags.known().get(dashed(name))
+        if flag is None or flag.outcome != "set":
+            continue
+        for tools in by_peer.values():
+            spec, own = tools.get(PRETRAIN), ours[flag.field]
+            if spec is None:
+                continue
+            if flag.takes == 0:
+                same = flag.const != own
+            else:
+                same = is_same(spec.get("default"), own, flag)
+            differ |= set() if same else {name}
+    assert differ - SAME_DEFAULTS == {f"--{name}" for name in peer_flags.DEFAULTS}
+
+
+def is_same(theirs: Any, ours: Any, flag: Flag) -> bool:
+    if isinstance(theirs, int | float) and isinstance(ours, int | float):
+        return float(theirs) == float(ours)
+    return flag.spelled.get(str(theirs), theirs) == ours
 
 
 def test_numbers_that_a_peer_has_as_default_are_read() -> None:
