@@ -213,7 +213,7 @@ def explanation(flag: Flag) -> str:
         notes.append("also " + ", ".join(f"--{name}" for name in other_names(flag)))
     if not notes:
         return flag.words
-    if re.search(r" \([^()]*\)$", flag.words):
+    if re.search(r" \(default[^()]*\)$", flag.words):
         return f"{flag.words[:-1]}; {'; '.join(notes)})"
     return f"{flag.words} ({'; '.join(notes)})"
 
