@@ -264,6 +264,18 @@ def test_preprocess_data_answers_every_flag_of_the_peers() -> None:
             assert f"{name} is not supported: " in said.getvalue()
 
 
+@pytest.mark.parametrize(
+    ("flag", "field"), [("--tokenizer-type", "tokenizer_type"), ("--dataset-impl", "data_impl")]
+)
+def test_preprocess_data_refuses_values_of_the_peers_in_words(
+    flag: str, field: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for value, words in peer_flags.REFUSED_VALUES[field].items():
+        with pytest.raises(SystemExit):
+            preprocess_data.parse(["--input", "a", "--output-prefix", "b", flag, value])
+        assert f"{flag}: {value} is not supported: {words}" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("program", [generate_samples_gpt, run_text_generation_server])
 def test_generation_takes_every_flag_of_the_peers(program: Any) -> None:
     names = [name for name, tool, *_ in frozen() if tool == program.__name__.split(".")[-1]]
