@@ -32,7 +32,7 @@ LARGEST_EXACT = 2**53
 @dataclass(frozen=True)
 class Scan:
     """What a command line says. values: by field. wrong: flags, with dashes, whose value could not
-    be read."""
+    be read or whose name was mistyped, so that nothing is known of them."""
 
     values: dict[str, Any]
     problems: list[str]
@@ -137,11 +137,14 @@ def scan(
     problems: list[str] = []
     warnings: list[str] = []
     wrong: set[str] = set()
+    meant: list[Flag] = []
     dropped: dict[str, list[str]] = {}
     for option, words in _options(argv):
         flag = flags.get(dashed(option)) if option.startswith("--") else None
         if flag is None:
-            problems.append(_unknown(option, words, names))
+            near = _nearest(option, names)
+            problems.append(_unknown(option, words, near))
+            meant += [flags[near]] if near is not None and near in flags else []
             continue
         count = len(words) if flag.takes == "*" else int(flag.takes)
         problems += [_stray(word, option, flag.takes) for word in words[count:]]
@@ -149,8 +152,7 @@ def scan(
             value = _value(flag, option, words[:count])
         except ValueError as error:
             problems.append(str(error))
-            wrong.update(map(dashed, flag.names))
-            wrong.update([dashed(flag_of(flag.field))] if flag.field else [])
+            wrong |= _names_of(flag)
             continue
         if flag.outcome == "dropped":
             dropped.setdefault(flag.words, []).append(option)
@@ -165,7 +167,15 @@ def scan(
         warnings.append(f"{', '.join(dict.fromkeys(options))} {has} no effect: {reason}")
     values, contradictions = _settle(list(given.values()))
     problems = [_with_samples(problem, values.get("seq_length")) for problem in problems]
+    wrong = wrong.union(*(_names_of(flag) for flag in meant if flag.field not in values))
     return Scan(values, [*problems, *contradictions], warnings, frozenset(wrong))
+
+
+def _names_of(flag: Flag) -> set[str]:
+    """The names by which messages may call a flag."""
+    return {dashed(name) for name in flag.names} | (
+        {dashed(flag_of(flag.field))} if flag.field else set()
+    )
 
 
 def _with_samples(problem: str, seq_length: int | None) -> str:
@@ -202,11 +212,15 @@ def _options(argv: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
         yield option, words
 
 
-def _unknown(option: str, words: Sequence[str], names: Sequence[str]) -> str:
+def _nearest(option: str, names: Sequence[str]) -> str | None:
+    near = difflib.get_close_matches(dashed(option).lstrip("-"), names, n=1, cutoff=0.6)
+    return near[0] if near else None
+
+
+def _unknown(option: str, words: Sequence[str], near: str | None) -> str:
     if not option:
         return f"{words[0]!r} belongs to no flag"
-    near = difflib.get_close_matches(dashed(option).lstrip("-"), names, n=1, cutoff=0.6)
-    hint = f"; did you mean --{near[0]}?" if near else f" ({HELP[0]} lists the flags)"
+    hint = f"; did you mean --{near}?" if near else f" ({HELP[0]} lists the flags)"
     return f"there is no flag {option}{hint}"
 
 

@@ -324,6 +324,13 @@ def test_no_line_raises(flags, values):
     assert isinstance(config, Config)
 
 
+def test_a_mistyped_flag_is_not_called_missing_as_well():
+    assert not any("--hidden-size is required" in line for line in problems_of("--hiden-size 8"))
+    line = "--batch-sise 8 --num-layerz 2 --num-layers 0"
+    assert not any("--micro-batch-size is required" in each for each in problems_of(line))
+    assert "--num-layers 0: must be positive" in problems_of(line)
+
+
 def test_parse_ends_the_program_and_names_all(capsys):
     with pytest.raises(SystemExit) as ended:
         parse(["--num-layers", "2"])
