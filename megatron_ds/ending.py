@@ -77,7 +77,6 @@ class Stop:
 class Phase(Enum):
     STARTING = "nothing is lost by an end: a signal ends the process"
     TRAINING = "a signal is a request, heard at the end of the step"
-    ENDING = "the end has begun: signals are ignored"
 
 
 class _Interrupted(SystemExit):
@@ -107,14 +106,18 @@ class Life:
         self._left_by: Ending | None = None
         self._left_at = 0.0
         self._signalled_at: float | None = None
-        self._process = os.getpid()
+        self._without_store = False
+        self._interruptible_in = os.getpid()
+        """Where a signal is an exception: not in processes that are forked from this one."""
+        self._over = threading.Event()
+        self._listener: threading.Thread | None = None
         self._wakeup, self._woken_by = socket.socketpair()
         self._ends = threading.Lock()
         """Held by the thread that ends the process."""
 
     @property
     def is_over(self) -> bool:
-        return self._phase is Phase.ENDING
+        return self._over.is_set()
 
     @property
     def is_shared(self) -> bool:
@@ -138,8 +141,8 @@ class Life:
         """
         self._board, self._peers = board, peers
         if board is not None:
-            listen = threading.Thread(target=self._listen, args=(board,), name="board", daemon=True)
-            listen.start()
+            self._listener = threading.Thread(target=self._listen, args=(board,), daemon=True)
+            self._listener.start()
 
     def training(self) -> None:
         """From here on a signal is a request."""
@@ -147,14 +150,18 @@ class Life:
 
     def finished(self) -> None:
         """All ranks are through: any of them may be gone at any moment."""
-        self._phase = Phase.ENDING
         _ignore_signals()
+        self._over.set()
+        if self._listener is not None:
+            # The interpreter's clean-up would abort it if it caught it inside the store's library.
+            self._listener.join(GRACE)
 
     def fail(self, error: BaseException) -> NoReturn:
         """Says why this process ends, tells the others, and ends it.
 
         Without the interpreter's clean-up, which would wait for ranks that are gone.
         """
+        self._interruptible_in = 0
         self._ends.acquire()  # for ever, if the guard is ending the process already
         _ignore_signals()
         culprit = self._culprit_behind(error)
@@ -195,14 +202,15 @@ class Life:
 
     def _culprit_behind(self, error: BaseException) -> Ending | None:
         """The rank whose end let a collective of this one fail; None if the error is our own."""
-        if is_of_a_collective(error):
-            _wait(lambda: self._look_around() is not None, EVIDENCE)
-        return self._left_by if is_of_a_collective(error) else None
+        if not is_of_a_collective(error):
+            return None
+        _wait(lambda: self._look_around() is not None, EVIDENCE)
+        return self._left_by or (NO_STORE if self._without_store else None)
 
     def _on_signal(self, number: int, frame: object) -> None:
-        # It means nothing in a process that was forked from this one. Later than at the start, it
-        # is the guard that deals with it, which gets the number as well.
-        if os.getpid() == self._process and self._phase is Phase.STARTING:
+        # Later than at the start it is the guard that deals with it, which gets the number as well.
+        if self._phase is Phase.STARTING and os.getpid() == self._interruptible_in:
+            self._interruptible_in = 0
             raise _Interrupted(SIGNALS[signal.Signals(number)])
 
     def _guard(self) -> None:
@@ -279,10 +287,11 @@ class Life:
                         board.count("heard", 1)
                     return
             except (RuntimeError, OSError):
-                time.sleep(2 * TICK)  # what the machine tells of its processes is better
-                self._note(NO_STORE)
+                # Its rank or launcher is gone. The ranks may be well all the same, and save.
+                self._without_store = True
+                self.stop.request(Cause.LAUNCHER)
                 return
-            time.sleep(TICK)
+            self._over.wait(TICK)
 
 
 @contextmanager
