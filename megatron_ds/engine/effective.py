@@ -173,7 +173,7 @@ def footprint(values: Values, tp_size: int, zero: Mapping[str, Any], device: str
         reduction=sizes[values["gradient reduction"]],
         moments=moments,
         bucket=int(zero["reduce_bucket_size"]),
-        buckets=2 if zero.get("overlap_comm") else 1,
+        buckets=2 if zero.get("overlap_comm") or values["ZeRO stage"] == 3 else 1,
         offload_optimizer=values["optimizer offload"] != "none",
         offload_parameters=values["parameter offload"] != "none",
         on_cpu=device == "cpu",

@@ -25,6 +25,9 @@ from megatron_ds.parallel.random import RngStreams
 from megatron_ds.parallel.sharding import spec_of
 from megatron_ds.state import StepPlan, StepResult
 
+SQUARED_AT_ONCE = 2**20
+"""Elements of a norm that are in double precision at a time."""
+
 
 class ZeroEngine:
     """ZeRO stages 0 to 3 without a pipeline.
@@ -162,7 +165,9 @@ class ZeroEngine:
         for parameter in self.module.parameters():
             values = part(parameter)
             if values is not None and (first or spec_of(parameter) is not None):
-                squares += values.to(self._device).double().square().sum()
+                # In pieces: the copies in double precision are four times the gradient's size.
+                for piece in values.to(self._device).flatten().split(SQUARED_AT_ONCE):
+                    squares += piece.double().square().sum()
         if self._mesh.tp.size > 1:
             dist.all_reduce(squares, group=self._mesh.tp.handle)
         return squares

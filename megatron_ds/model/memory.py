@@ -39,7 +39,7 @@ class Engine:
     bucket: int
     """Elements of reduce_bucket_size."""
     buckets: int = 1
-    """Two with overlap_comm."""
+    """Two with overlap_comm; and under ZeRO-3, which scatters a bucket from a copy of it."""
     offload_optimizer: bool = False
     offload_parameters: bool = False
     on_cpu: bool = False
@@ -98,7 +98,7 @@ def estimate(config: Config, engine: Engine) -> Estimate:
         gathered=gathered,
         phases={
             "in the loss": forward + head.logits + (bucket if engine.stage == 3 else 0),
-            "as the backward pass begins": forward + head.scaled + bucket,
+            "as the backward pass begins": forward + head.scaled + engine.buckets * bucket,
             "as gradients are reduced": states
             + gathered
             + reduction
@@ -155,16 +155,15 @@ def _reduction(config: Config, engine: Engine) -> int:
         return engine.reduction * min(whole, REDUCED_AT_ONCE)  # flattened into one message
     # The optimizer steps on a flat copy of its share.
     step = 0 if engine.offload_optimizer else FP32 * cut
-    bucket = _bucket(config, engine)
-    return max(bucket, step) if engine.stage < 3 else bucket + step
+    buckets = engine.buckets * _bucket(config, engine)
+    return max(buckets, step) if engine.stage < 3 else buckets + step
 
 
 def _bucket(config: Config, engine: Engine) -> int:
     """Taken when the backward pass begins, and under ZeRO-3 once and for all."""
     if not _has_bucket(engine):
         return 0
-    whole = parameters_per_rank(config.model, engine.tp)
-    return engine.buckets * engine.reduction * min(engine.bucket, whole)
+    return engine.reduction * min(engine.bucket, parameters_per_rank(config.model, engine.tp))
 
 
 def _has_bucket(engine: Engine) -> bool:
