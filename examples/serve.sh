@@ -5,8 +5,8 @@ cd "$(dirname "$0")/.."
 
 PORT=${PORT:-5000}
 
-torchrun --nproc_per_node "${PROCESSES:-1}" ${MASTER_PORT:+--master_port "$MASTER_PORT"} \
-    tools/run_text_generation_server.py \
+# Several processes share the model with LAUNCHER="torchrun --nproc_per_node 2" PROCESSES=2.
+${LAUNCHER:-python} tools/run_text_generation_server.py \
     --tensor-model-parallel-size "${PROCESSES:-1}" \
     --pipeline-model-parallel-size 1 \
     --num-layers "${LAYERS:-24}" \
