@@ -88,8 +88,8 @@ class Checkpoints:
                 f"could not save the checkpoint of iteration {state.iteration} to {folder}: "
                 f"{error}. What was written of it is removed; older checkpoints are as they were"
             ) from error
-        self._say(f"  successfully saved checkpoint at iteration {state.iteration:7d} to {folder}")
         self._follow_up(target, state.iteration)
+        self._say(f"  successfully saved checkpoint at iteration {state.iteration:7d} to {folder}")
 
     def load(self, engine: Engine) -> TrainState | None:
         """Restores the newest complete checkpoint of LOAD, or that of --ckpt-step; None if LOAD
