@@ -104,9 +104,7 @@ def read(engine: Any) -> Values:
         "weight decay, matrices": _one(group["weight_decay"] for group in decayed),
         "weight decay, biases and norms": _one(group["weight_decay"] for group in plain),
         # Without ZeRO the engine clips, with it the optimizer does, by its own copy.
-        "gradient clipping": _one([engine.gradient_clipping()])
-        if stage == 0
-        else optimizer.clip_grad,
+        "gradient clipping": engine.gradient_clipping() if stage == 0 else optimizer.clip_grad,
         "parameters": _one(_name(p.dtype) for p in engine.module.parameters()),
         "gradients": _one(_name(p.grad_dtype or p.dtype) for p in engine.module.parameters()),
         "gradient accumulation": _one(map(_name, _accumulation_types(engine, stage))),

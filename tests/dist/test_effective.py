@@ -259,12 +259,15 @@ def on_a_rank(rank: int, configs: dict[str, Config]) -> dict[str, dict[str, Any]
 
         with mock.patch.object(build, "generate", lying):
             passed[setting] = complaint(lambda: build_engine(config, meshes[1], CPU))  # noqa: B023
+    from deepspeed.runtime.zero.muon import original_muon  # at the top it would be compiled
+
     return {
         "agreed": agreed,
         "attributes": attributes,
         "passed": passed,
         "engines": engines,
         "held": held,
+        "compiled": {"Muon": hasattr(original_muon.muon_update, "_torchdynamo_orig_callable")},
     }
 
 
@@ -341,6 +344,12 @@ def test_the_memory_estimate_counts_the_states_that_are_there(
                 kind = "accumulated gradients"
                 counted = expected.device.get(kind, 0) + expected.host.get(kind, 0)
                 assert total(rank["held"][layout], kind) == pytest.approx(counted), (layout, kind)
+
+
+def test_the_optimizer_that_nobody_takes_is_not_compiled(
+    outcome: list[dict[str, dict[str, Any]]],
+) -> None:
+    assert [rank["compiled"] for rank in outcome] == [{"Muon": False}] * 2
 
 
 def total(states: effective.States, kind: str) -> int:

@@ -26,8 +26,6 @@ from typing import Any
 ROOT = str(Path(__file__).resolve().parent.parent.parent)
 PRELOADED = (
     "megatron_ds.training.trainer",
-    # What deepspeed.initialize imports: torch's compiler comes with the first.
-    "deepspeed.runtime.zero.muon.muon_optimizer",
     "deepspeed.ops.adam",
     "torch.utils.tensorboard",
 )
