@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.util
 import sys
 import threading
 import time
@@ -160,6 +161,9 @@ def parse(argv: Sequence[str]) -> tuple[Settings | None, list[str]]:
 
 
 def _problems(args: argparse.Namespace) -> Iterator[str]:
+    missing = [name for name in ("fastapi", "uvicorn") if importlib.util.find_spec(name) is None]
+    if missing:
+        yield f"{' and '.join(missing)} not installed: pip install fastapi uvicorn"
     yield from training_flags.load_problems(args.load, args.tensor_model_parallel_size)
     if sum((args.fp32, args.bf16, args.fp16)) > 1:
         yield "--fp32, --bf16 and --fp16 exclude each other"

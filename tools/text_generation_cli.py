@@ -34,7 +34,10 @@ def ask(address: str, prompt: str, tokens: int) -> str:
     if response.status != 200:
         message = answer.get("message", answer) if isinstance(answer, dict) else answer
         raise NoAnswer(f"Error {response.status}: {message}")
-    return str(answer["text"][0])
+    try:
+        return str(answer["text"][0])
+    except (KeyError, IndexError, TypeError):
+        raise NoAnswer(f"http://{address}{PATH} is no text generation server") from None
 
 
 def main(argv: Sequence[str]) -> int:

@@ -54,6 +54,7 @@ DEEPSPEED = (
 )
 ARGPARSE = ("arguments.py",)
 ENVIRONMENT = ("runtime.py",)
+HTTP = ("inference/server.py",)
 DEVICE = ("runtime.py",)
 WITHOUT_TORCH = (
     "config.py",
@@ -201,8 +202,14 @@ def test_there_is_no_import_circle() -> None:
 
 @pytest.mark.parametrize(
     ("package", "places"),
-    [("deepspeed", DEEPSPEED), ("argparse", ARGPARSE)],
-    ids=["deepspeed", "argparse"],
+    [
+        ("deepspeed", DEEPSPEED),
+        ("argparse", ARGPARSE),
+        ("fastapi", HTTP),
+        ("starlette", HTTP),
+        ("uvicorn", HTTP),
+    ],
+    ids=["deepspeed", "argparse", "fastapi", "starlette", "uvicorn"],
 )
 def test_a_package_is_imported_in_its_places_alone(package: str, places: tuple[str, ...]) -> None:
     report(
