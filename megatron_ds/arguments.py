@@ -12,6 +12,7 @@ import difflib
 import math
 import re
 import sys
+import time
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,10 +22,13 @@ from megatron_ds import schedules
 from megatron_ds.config import GROUPS, Config, flag_of
 from megatron_ds.flags import Flag, dashed, help_text, known, version_text
 from megatron_ds.peer_flags import REFUSED_VALUES, Takes
+from megatron_ds.watch import launchers
 
 PROGRAM = "pretrain_gpt.py"
 HELP = ("--help", "-h")
 VERSION = "--version"
+SPEAKS_FIRST = 10.0
+"""Seconds in which a launcher has ended this rank, if the first one has named its problems."""
 LARGEST_EXACT = 2**53
 """Beyond it, a number with a point or an exponent need not be the whole number it looks like."""
 
@@ -116,11 +120,25 @@ def parse(
 
 def fail(problems: Sequence[str], *, rank: int = 0) -> typing.NoReturn:
     """Names the problems on the first rank and ends the program with status 2."""
-    if rank == 0:
+    if rank == 0 or _unheard():
         count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
         lines = "\n".join(f"  - {problem}" for problem in problems)
         print(f"{PROGRAM}: {count} with the settings:\n{lines}", file=sys.stderr, flush=True)
     raise SystemExit(2)
+
+
+def _unheard() -> bool:
+    """Whether the first rank has not named the problems that another one has found.
+
+    A launcher ends all ranks when one of them has ended: the one that speaks is to end first.
+    """
+    if not launchers():
+        return False
+    try:
+        time.sleep(SPEAKS_FIRST)
+    except SystemExit:  # the launcher's signal
+        return False
+    return True
 
 
 def scan(

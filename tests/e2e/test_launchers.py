@@ -53,6 +53,17 @@ def test_one_process_without_a_launcher(
     assert losses(tmp_path) == pytest.approx(two_ranks, rel=1e-5)
 
 
+def test_a_slow_first_rank_still_names_what_is_wrong(launcher: Launcher, base: Settings) -> None:
+    """The launcher ends it as soon as another rank has ended, which found the same."""
+    late = 'if [ "$LOCAL_RANK" = 0 ]; then sleep 1; fi; exec "$@"'
+    words = [str(PROGRAMS / "torchrun"), "--nproc_per_node", "2", "--no-python"]
+    command = [*words, "--master_port", str(free_port()), "sh", "-c", late, "sh", sys.executable]
+    flags = to_flags({**base, "hidden_size": 33, "train_iters": 3})
+    result = launcher.command([*command, str(PRETRAIN), *flags]).wait()
+    assert result.output.count("pretrain_gpt.py: 1 problem with the settings") == 1, result.output
+    assert "--hidden-size 33 is not divisible by --num-attention-heads 4" in result.output
+
+
 def test_a_wrong_setting_ends_a_launched_run_with_its_message_once(
     launcher: Launcher, base: Settings
 ) -> None:

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_ds import arguments
 from megatron_ds.arguments import Scan, parse, read, scan
 from megatron_ds.config import Config
 from megatron_ds.flags import groups, help_text, known, version_text
@@ -345,6 +346,20 @@ def test_only_the_first_rank_speaks(capsys):
         with pytest.raises(SystemExit):
             parse(line, rank=1)
         assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(("ended", "said"), [(True, False), (False, True)])
+def test_a_launched_rank_speaks_where_the_first_one_has_not(monkeypatch, capsys, ended, said):
+    def wait(seconds):
+        if ended:
+            raise SystemExit  # as the handler of the launcher's signal does
+
+    monkeypatch.setattr(arguments, "launchers", lambda: ("a launcher",))
+    monkeypatch.setattr(arguments.time, "sleep", wait)
+    with pytest.raises(SystemExit) as end:
+        parse([], rank=1)
+    assert end.value.code == 2
+    assert ("--lr is required" in capsys.readouterr().err) is said
 
 
 def test_schedule_problems_are_among_them():
