@@ -267,9 +267,12 @@ class _Fill:
         config = _replace(self._config, self._values)
         problems = list(ds_scheduler.problems(config, self._file))
         self.problems += problems
-        model_ranks = config.parallel.tensor_model_parallel_size
+        model_ranks = (
+            config.parallel.tensor_model_parallel_size,
+            config.parallel.pipeline_model_parallel_size,
+        )
         micro = config.schedule.micro_batch_size
-        if not micro or micro < 1 or model_ranks < 1:
+        if not micro or micro < 1 or min(model_ranks) < 1:
             return
         batch_size = config.batch_size(config.parallel.data_parallel_size(world_size))
         words = []
