@@ -132,13 +132,15 @@ def test_a_bad_request_does_not_wait_for_its_turn() -> None:
         return echo(job, cancelled)
 
     asked = Asked(perform)
-    with asked.client, ThreadPoolExecutor(1) as pool:
-        slow = pool.submit(asked.put, b"slow")
+    many = 40  # more than there are threads to read requests
+    with asked.client, ThreadPoolExecutor(many) as pool:
+        slow = [pool.submit(asked.put, b"slow") for _ in range(many)]
         assert started.wait(60)
+        while asked.client.get("/health").json()["requests"] < many:
+            pass
         assert asked.put(b"bad")[0] == 400
-        assert asked.client.get("/health").json()["requests"] == 1
         release.set()
-        assert slow.result(60)[0] == 200
+        assert all(each.result(60)[0] == 200 for each in slow)
 
 
 @pytest.fixture
