@@ -235,7 +235,7 @@ class Launcher:
         return list(left.values())
 
     def wait_until_all_ended(self) -> None:
-        """Waits for the processes that outlive a launcher for a while; TimeoutError if they stay."""
+        """Waits for processes that outlive a launcher for a while; TimeoutError if they stay."""
         end = time.monotonic() + DEADLINE
         while left := self._marked():
             if time.monotonic() > end:
