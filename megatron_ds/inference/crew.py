@@ -135,4 +135,4 @@ def _gone_is_broken() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        raise CrewBroken(f"a process that shares the model is gone ({error})") from error
+        raise CrewBroken("a process that shares the model is gone") from error
