@@ -345,6 +345,7 @@ def _end_process(code: ExitCode) -> NoReturn:
     for child in multiprocessing.active_children():
         child.kill()
     for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError):
-            stream.flush()
+        if stream is not None:  # as one is that was closed from the start
+            with suppress(OSError, ValueError):
+                stream.flush()
     os._exit(code)

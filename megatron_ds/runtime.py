@@ -7,6 +7,7 @@ nothing of models, data or engines.
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -44,6 +45,10 @@ DEVICE_PACKAGES = (
 """Packages by which DeepSpeed finds devices that torch itself does not know."""
 FP16_FEATURES = frozenset({"avx512_fp16", "amx_fp16", "avx_ne_convert"})
 """Features of an x86 processor, in Linux's names: with one of them torch may compute in fp16."""
+
+
+FULL = (errno.ENOSPC, errno.EDQUOT)
+"""What a write to a full disk is answered with."""
 
 
 def world_size() -> int:
@@ -241,9 +246,12 @@ def _print(text: str, stream: TextIO) -> None:
         # In one write: without buffers print() would give the line's end apart, and the lines of
         # two ranks would run into each other.
         print(f"{text}\n", end="", file=stream, flush=True)
-    except BrokenPipeError:
-        # Whoever read it is gone: Ctrl-C ends the `tee` of a pipe as well. The run is to save all
-        # the same, and nobody reads what it says to that.
+    except OSError as error:
+        # The run is to save all the same, and a rank that ends is not to stop at its last words.
+        if error.errno in FULL:
+            return  # there may be room for the next line
+        # Whoever read it is gone: Ctrl-C ends the `tee` of a pipe as well, and a terminal is
+        # closed. Nobody reads what the run says to that.
         silent = os.open(os.devnull, os.O_WRONLY)
         os.dup2(silent, stream.fileno())
         os.close(silent)

@@ -77,11 +77,16 @@ class Place:
 
     @classmethod
     def here(cls) -> Place:
-        """Containers of one machine number their processes apart."""
-        namespace = ""
+        """Containers of one machine number their processes apart, and two machines may have one
+        name.
+        """
+        namespace = boot = ""
         with suppress(OSError):
             namespace = os.readlink(PROC / "self" / "ns" / "pid")
-        return cls(socket.gethostname(), namespace, Process.of(os.getpid()))
+        with suppress(OSError):
+            boot = (PROC / "sys" / "kernel" / "random" / "boot_id").read_text().strip()
+        machine = f"{socket.gethostname()} {boot}"
+        return cls(machine, namespace, Process.of(os.getpid()))
 
     def sees(self, other: Place) -> bool:
         return (self.machine, self.namespace) == (other.machine, other.namespace)

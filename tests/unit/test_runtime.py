@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import io
 import os
 import sys
@@ -154,3 +155,30 @@ def test_a_screen_that_is_no_terminal_has_a_hundred_columns(
 ) -> None:
     monkeypatch.setattr(sys, "stdout", io.StringIO())
     assert runtime.screen() == (100, False)
+
+
+def test_a_closed_terminal_ends_no_run(alone: pytest.MonkeyPatch) -> None:
+    ours, theirs = os.openpty()
+    with open(theirs, "w") as terminal:
+        os.close(ours)
+        alone.setattr(sys, "stdout", terminal)
+        alone.setattr(sys, "stderr", terminal)
+        runtime.say("a line of the log")
+        runtime.complain("why the run ends")
+
+
+def test_a_full_disk_costs_the_log_a_line_and_not_the_run(alone: pytest.MonkeyPatch) -> None:
+    class Disk(io.StringIO):
+        full = True
+
+        def write(self, text: str) -> int:
+            if self.full:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return super().write(text)
+
+    disk = Disk()
+    alone.setattr(sys, "stderr", disk)
+    runtime.complain("lost")
+    disk.full = False
+    runtime.complain("there is room")
+    assert disk.getvalue() == "there is room\n"

@@ -98,6 +98,21 @@ def test_ranks_of_one_machine_see_each_other_but_not_into_containers() -> None:
     assert not here.sees(Place("elsewhere", here.namespace, Process(1, None)))
 
 
+def test_machines_of_one_name_are_told_apart_by_their_boot(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Their processes without a container seem to be of one namespace, too."""
+    places = []
+    for name in ("one", "other"):
+        random = tmp_path / name / "sys" / "kernel" / "random"
+        random.mkdir(parents=True)
+        (random / "boot_id").write_text(f"{name}\n")
+        monkeypatch.setattr(watch, "PROC", tmp_path / name)
+        places.append(Place.here())
+    assert places[0].sees(places[0])
+    assert not places[0].sees(places[1])
+
+
 def test_an_ending_comes_over_the_board_as_it_was() -> None:
     ending = Ending(3, 'failed: "quotes" and ümlauts', ExitCode.ERROR)
     assert Ending.from_json(ending.to_json()) == ending
