@@ -5,14 +5,45 @@ Only the reporting rank calls this. It knows the flags; the formats are its neig
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from megatron_ds.config import Config
 from megatron_ds.state import TrainState
 from megatron_ds.training.console import Console
 from megatron_ds.training.jsonl import JsonLines
-from megatron_ds.training.records import Sink
+from megatron_ds.training.records import EvalRecord, IntervalRecord, Sink, StepRecord
+
+
+class Dispensable(Sink):
+    """A sink that a run goes on without, after a word, when it has an error of the disk.
+
+    name: what the user calls it. warn: prints a line.
+    """
+
+    def __init__(self, sink: Sink, name: str, warn: Callable[[str], object]) -> None:
+        self._sink, self._name, self._warn = sink, name, warn
+
+    def steps(self, records: Sequence[StepRecord]) -> None:
+        self._attempt(lambda: self._sink.steps(records))
+
+    def interval(self, record: IntervalRecord) -> None:
+        self._attempt(lambda: self._sink.interval(record))
+
+    def evaluation(self, record: EvalRecord) -> None:
+        self._attempt(lambda: self._sink.evaluation(record))
+
+    def close(self) -> None:
+        self._attempt(self._sink.close)
+
+    def _attempt(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except OSError as error:
+            self._sink = Sink()  # takes records and drops them
+            self._warn(
+                f"WARNING: {self._name} takes no more records ({error}); the run goes on without it"
+            )
 
 
 def open_sinks(
@@ -37,9 +68,9 @@ def open_sinks(
         # Here, and not at the top: TensorBoard costs a second, and most runs want none.
         from megatron_ds.training.tensorboard import TensorBoard
 
-        sinks.append(
-            TensorBoard(config, state, world_size=world_size, dp_size=dp_size, memory=memory)
-        )
+        board = TensorBoard(config, state, world_size=world_size, dp_size=dp_size, memory=memory)
+        name = f"--tensorboard-dir {config.logging.tensorboard_dir}"
+        sinks.append(Dispensable(board, name, warn=write))
     return sinks
 
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from megatron_ds.config import Config
 from megatron_ds.state import TrainState
+from megatron_ds.training.records import StepRecord
 from megatron_ds.training.sinks import jsonl_path, open_sinks
 
 
@@ -45,11 +48,29 @@ def kinds(config: Config) -> list[str]:
     return [type(sink).__name__ for sink in sinks]
 
 
+# TensorBoard's own thread prints the error as well.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_tensorboard_folder_that_is_deleted_ends_no_run(
+    tmp_path: Path, step: Callable[..., StepRecord]
+) -> None:
+    said: list[str] = []
+    config = config_with(tensorboard_dir=str(tmp_path / "board"))
+    _, board = open_sinks(config, TrainState(), world_size=1, dp_size=1, write=said.append)
+    board.steps([step(1)])
+    assert said == []
+    shutil.rmtree(tmp_path / "board")
+    for number in range(2, 5):
+        board.steps([step(number)])
+    board.close()
+    assert len(said) == 1
+    assert f"WARNING: --tensorboard-dir {tmp_path / 'board'} takes no more records" in said[0]
+
+
 def test_flags_open_sinks(tmp_path: Path) -> None:
     assert kinds(config_with()) == ["Console"]
     assert kinds(config_with(tmp_path)) == ["Console", "JsonLines"]
     board = config_with(tmp_path, tensorboard_dir=str(tmp_path / "board"))
-    assert kinds(board) == ["Console", "JsonLines", "TensorBoard"]
+    assert kinds(board) == ["Console", "JsonLines", "Dispensable"]
 
 
 def test_tensorboard_is_imported_only_when_asked_for() -> None:
