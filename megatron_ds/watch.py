@@ -54,10 +54,10 @@ class Process:
 
     def alive(self) -> bool:
         """A process that has ended and waits for its parent to notice counts as dead."""
-        if self.started is None:
-            return _exists(self.pid)
         fields = _stat(self.pid)
-        return bool(fields) and fields[STARTED] == self.started and fields[STATE] not in "ZX"
+        if self.started is None or not fields:  # unreadable also when this process opens no file
+            return _exists(self.pid)
+        return fields[STARTED] == self.started and fields[STATE] not in "ZX"
 
     def exit_status(self) -> int | None:
         """As subprocess gives it: minus the signal's number. None if nobody knows (any more)."""

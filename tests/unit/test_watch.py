@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -74,6 +75,22 @@ def test_an_aborted_process_names_the_timeout(child: subprocess.Popen[bytes]) ->
 def test_a_later_process_with_the_same_number_is_another_one() -> None:
     assert not Process(os.getpid(), started="1").alive()
     assert Process(os.getpid(), started="1").exit_status() is None
+
+
+@linux
+def test_a_process_that_can_open_no_file_takes_no_other_for_dead(
+    child: subprocess.Popen[bytes],
+) -> None:
+    process = Process.of(child.pid)
+    limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, most))
+    try:
+        assert process.alive()
+        child.kill()
+        child.wait()
+        assert not process.alive()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, most))
 
 
 def test_without_proc_a_process_is_asked_with_signal_0(
