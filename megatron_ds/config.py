@@ -503,8 +503,8 @@ class TokenizerConfig:
                 path = getattr(self, name)
                 if path is None:
                     yield f"--tokenizer-type GPT2BPETokenizer needs {flag_of(name)}"
-                elif not os.path.isfile(path):
-                    yield f"{flag_of(name)} {path}: there is no such file"
+                else:
+                    yield from file_problems(flag_of(name), path)
         elif self.tokenizer_type == "HFTokenizer" and self.tokenizer_model is None:
             yield "--tokenizer-type HFTokenizer needs --tokenizer-model"
         elif self.tokenizer_type == "NullTokenizer" and vocab_size is None:
@@ -784,8 +784,18 @@ class DeepSpeedConfig:
     def problems(self) -> Iterator[str]:
         if self.zero_stage is not None and self.zero_stage not in (0, 1, 2, 3):
             yield f"--zero-stage {self.zero_stage}: must be 0, 1, 2 or 3"
-        if self.deepspeed_config is not None and not os.path.isfile(self.deepspeed_config):
-            yield f"--deepspeed_config {self.deepspeed_config}: there is no such file"
+        if self.deepspeed_config is not None:
+            yield from file_problems("--deepspeed_config", self.deepspeed_config)
+
+
+def file_problems(flag: str, path: str) -> Iterator[str]:
+    """Why a file cannot be taken; every rank reads it, so that a pipe would not do."""
+    if os.path.isdir(path):
+        yield f"{flag} {path}: is a folder, not a file"
+    elif not os.path.exists(path):
+        yield f"{flag} {path}: there is no such file"
+    elif not os.path.isfile(path):
+        yield f"{flag} {path}: is no regular file, which can be read more than once"
 
 
 def folder_problems(flag: str, path: str | None) -> Iterator[str]:

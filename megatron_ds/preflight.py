@@ -198,6 +198,8 @@ def _checkpoint_problems(config: Config, dp_size: int, vocab_size: int | None) -
     if not paths:
         for words in wrong_pointers(folder, None):
             yield f"--load {folder}: {words}, but there is no global_stepN folder{_foreign(folder)}"
+        if options.ckpt_step is not None:
+            yield f"--ckpt-step {options.ckpt_step}: {folder} holds no checkpoint"
         return
     if options.ckpt_step is not None:
         there = ", ".join(path.name.removeprefix("global_step") for path in reversed(paths))

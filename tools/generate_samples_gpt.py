@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
 from megatron_ds import runtime
-from megatron_ds.config import ModelConfig
+from megatron_ds.config import ModelConfig, file_problems
 from megatron_ds.flags import spellings
 from megatron_ds.inference import training_flags
 from megatron_ds.inference.settings import Sampling
@@ -219,8 +219,8 @@ def _problems(args: argparse.Namespace) -> Iterator[str]:
         yield "--fp32, --bf16 and --fp16 exclude each other"
     if sum(map(bool, (args.prompt, args.sample_input_file, args.num_samples))) > 1:
         yield "--prompt, --sample-input-file and --num-samples exclude each other"
-    if args.sample_input_file is not None and not Path(args.sample_input_file).is_file():
-        yield f"--sample-input-file {args.sample_input_file}: there is no such file"
+    if args.sample_input_file is not None:
+        yield from file_problems("--sample-input-file", args.sample_input_file)
     if args.genfile is not None and not args.num_samples:
         yield "--genfile takes the samples of --num-samples, which is missing"
     if args.sample_output_file is not None and args.num_samples:

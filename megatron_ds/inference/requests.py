@@ -112,7 +112,7 @@ class _Texts:
             try:
                 text.encode()
             except UnicodeEncodeError:
-                return f"the prompt {number} holds half a surrogate pair, which is no text"
+                return f"must be text, but prompt {number} holds half a surrogate pair"
         return None
 
 

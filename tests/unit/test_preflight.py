@@ -257,6 +257,14 @@ WRONG = [
     ),
     (1, "--load unfinished", "no checkpoint that is whole (global_step3: it has no manifest.json"),
     (1, "--load none --exit-on-missing-checkpoint", "--load none", "--exit-on-missing-checkpoint"),
+    (1, "--load none --ckpt-step 5", "--ckpt-step 5: none holds no checkpoint"),
+    (1, "--deepspeed_config .", "--deepspeed_config .: is a folder, not a file"),
+    (
+        1,
+        "--tokenizer-type GPT2BPETokenizer --vocab-file . --merge-file nope",
+        "--vocab-file .: is a folder, not a file",
+    ),
+    (1, "--deepspeed_config /dev/null", "--deepspeed_config /dev/null: is no regular file"),
     (1, "--deepspeed_config none", "--deepspeed_config none: there is no such file"),
     (1, "--deepspeed_config torn.json", "torn.json:1:", "not JSON"),
     (

@@ -101,7 +101,7 @@ def test_a_request_puts_the_servers_default_of_the_other_kind_aside() -> None:
         (b"null", "must be a JSON object"),
         (b'"prompts"', "must be a JSON object"),
         (b"{}", "the field prompts is required"),
-        (b'{"prompts": ["\\ud800"]}', "the prompt 1 holds half a surrogate pair"),
+        (b'{"prompts": ["\\ud800"]}', "prompts must be text, but prompt 1 holds half"),
     ],
     ids=range(14),
 )
