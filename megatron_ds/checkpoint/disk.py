@@ -121,7 +121,11 @@ def put_in_place(temporary: Path, target: Path) -> None:
     if target.exists():
         os.rename(target, replaced)
     os.rename(temporary, target)
-    flush(target.parent)
+    try:
+        flush(target.parent)
+    except OSError:
+        os.rename(target, temporary)  # a save that is told to have failed leaves no checkpoint
+        raise
     shutil.rmtree(replaced, ignore_errors=True)
 
 
