@@ -247,7 +247,7 @@ def run(request: Request) -> None:
     from megatron_ds.inference.generate import generate, prompt_problems
     from megatron_ds.parallel.mesh import Mesh
 
-    found = load.find_checkpoint(Path(request.args.load))
+    found = load.find_checkpoint(Path(request.args.load), say)
     config = load.model_config(found)
     tokenizer = training_flags.tokenizer_for(request.training, found, NAME)
     limits = Limits(request.max_new_tokens, request.max_length(config))

@@ -189,7 +189,7 @@ def run(settings: Settings) -> None:
 
     end_with_launchers()
     args = settings.args
-    found = load.find_checkpoint(Path(args.load))
+    found = load.find_checkpoint(Path(args.load), say)
     config = load.model_config(found)
     tokenizer = training_flags.tokenizer_for(settings.training, found, NAME)
     max_length = longest_text(config, args.inference_max_seq_length)

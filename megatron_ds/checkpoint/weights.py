@@ -15,13 +15,19 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from megatron_ds.checkpoint.found import Found
+from megatron_ds.checkpoint.found import Found, read_manifest
 from megatron_ds.engine.checkpoint_files import read_tensors
 from megatron_ds.parallel.sharding import Shard, join, shard_of, spec_of
 
 Weights = dict[str, torch.Tensor]
 VOCABULARY_TABLES = ("embedding.word.weight", "head.weight")
 """Their rows are padded, to a number that depends on the tensor-parallel size."""
+
+
+def weight_files(found: Found) -> list[str]:
+    """The files that hold weights, or say how they are cut."""
+    without = () if found.run["layout"]["zero_stage"] == 3 else ("optim_states.pt",)
+    return [name for name in read_manifest(found.path) if not name.endswith(without)]
 
 
 def read_weights(found: Found) -> Weights:

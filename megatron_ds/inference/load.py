@@ -7,14 +7,15 @@ tensor-parallel size and by any ZeRO stage.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
+from megatron_ds.checkpoint.disk import damages
 from megatron_ds.checkpoint.found import RUN, Found, candidates, problem_with, read_run
-from megatron_ds.checkpoint.weights import put_weights, whole_weights
+from megatron_ds.checkpoint.weights import put_weights, weight_files, whole_weights
 from megatron_ds.config import ModelConfig, TokenizerConfig
 from megatron_ds.model.gpt import GPTModel
 from megatron_ds.parallel.mesh import Mesh
@@ -25,21 +26,32 @@ Settings = TypeVar("Settings", ModelConfig, TokenizerConfig)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def find_checkpoint(folder: Path) -> Found:
-    """The newest complete checkpoint of a --save folder, or the one whose own folder this is.
+def find_checkpoint(folder: Path, warn: Callable[[str], None]) -> Found:
+    """The newest whole checkpoint of a --save folder, or the one whose own folder this is.
 
-    Complete means that all files are there with their sizes; contents are not hashed. Raises
-    ValueError that names what was found instead.
+    Whole means that all files are there with their sizes, and that those with the weights are what
+    the manifest says. warn: called with a line for each newer one that is not. Raises ValueError
+    that names what was found instead.
     """
     paths = [folder] if (folder / RUN).is_file() else candidates(folder)
-    problems = []
+    problems: list[str] = []
     for path in paths:
-        problem = problem_with(path)
+        problem = problem_with(path) or _damage(path)
         if problem is None:
+            for line in problems:
+                warn(f"WARNING: skipping the checkpoint {line}")
             return read_run(path)
         problems.append(f"{path}: {problem}")
     why = "; ".join(problems) if problems else "there is no global_stepN folder in it"
     raise ValueError(f"--load {folder}: no complete checkpoint ({why})")
+
+
+def _damage(path: Path) -> str | None:
+    """What is wrong inside the files with the weights."""
+    try:
+        return "; ".join(damages(path, weight_files(read_run(path))).values()) or None
+    except OSError as error:
+        return str(error)  # a training that saves may remove it meanwhile
 
 
 def model_config(found: Found) -> ModelConfig:

@@ -20,6 +20,7 @@ from megatron_ds.checkpoint.native import Checkpoints, SaveError
 from megatron_ds.config import Config
 from megatron_ds.engine.checkpoint_files import write_tensors
 from megatron_ds.exit_codes import ExitCode
+from megatron_ds.inference.load import find_checkpoint
 from megatron_ds.parallel.mesh import Mesh
 from tests.unit.checkpoint.fakes import FakeEngine, load, save, state_at
 from tests.unit.checkpoint.test_weights import Trap
@@ -65,6 +66,34 @@ def test_any_flipped_bit_and_any_cut_is_found_and_its_file_named(
         assert Path(name).name in said[0]
     path.write_bytes(whole)
     assert load(checkpoints)[0] == state_at(8)
+
+
+@pytest.mark.parametrize("change", [flipped, cut])
+@pytest.mark.parametrize("name", [FILES[0], *FILES[2:]])
+def test_generation_takes_no_damaged_weights(
+    name: str,
+    change: Callable[[bytes, random.Random], bytes],
+    checkpoints: Checkpoints,
+    folder: Path,
+    said: list[str],
+) -> None:
+    save(checkpoints, 4, 8)
+    newest = folder / "global_step8"
+    whole = (newest / name).read_bytes()
+    draw = random.Random(name)
+    said.clear()
+    for count in range(1, 11):
+        (newest / name).write_bytes(change(whole, draw))
+        assert find_checkpoint(folder, said.append).iteration == 4
+        assert len(said) == count
+        assert said[-1].startswith(f"WARNING: skipping the checkpoint {newest}: ")
+        assert name in said[-1]
+    (newest / name).write_bytes(change(whole, draw))
+    shutil.rmtree(folder / "global_step4")
+    with pytest.raises(ValueError, match=f"no complete checkpoint .*{name}"):
+        find_checkpoint(folder, said.append)
+    (newest / name).write_bytes(whole)
+    assert find_checkpoint(folder, said.append).iteration == 8
 
 
 @pytest.mark.parametrize("name", disk.POINTERS)
