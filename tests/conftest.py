@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,11 @@ import pytest
 # when it is first asked for its accelerator, and the processes that tests start inherit it. A test
 # marked `gpu` takes it out of the environment of the processes that it starts.
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
+# A shell without job control starts its background jobs deaf to Ctrl-C, and so would be everything
+# that the tests start and interrupt.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 

@@ -44,6 +44,16 @@ class Workers(Generic[Item, Result]):
         # A fork shares the function's tables and starts at once; elsewhere they are sent over.
         fork = "fork" in multiprocessing.get_all_start_methods()
         context: Any = multiprocessing.get_context("fork" if fork else "spawn")
+        # Blocked here and ignored there, Ctrl-C never reaches a worker, not even while it is born.
+        heard = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            self._start(context)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, heard)
+        self._threads = ThreadPoolExecutor(self._count)
+        return self
+
+    def _start(self, context: Any) -> None:
         for _ in range(self._count):
             ours, theirs = context.Pipe()
             process = context.Process(
@@ -55,8 +65,6 @@ class Workers(Generic[Item, Result]):
             self._processes.append(process)
             self._connections.append(ours)
             self._idle.put(ours)
-        self._threads = ThreadPoolExecutor(self._count)
-        return self
 
     def __exit__(
         self,
@@ -109,6 +117,7 @@ def _serve(
     parents_end.close()
     # Ctrl-C reaches the whole group; the parent ends the workers.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     while True:
         try:
             item = connection.recv()

@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -32,15 +32,6 @@ PROGRAMS = Path(sys.executable).parent
 ENDLESS = 100_000
 
 linux = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="finds ranks in /proc")
-
-
-@pytest.fixture(autouse=True)
-def _heard() -> Iterator[None]:
-    """A shell without job control starts its background jobs deaf to SIGINT, and so their
-    children."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
 
 
 def launched(launcher: Launcher, name: str, settings: Settings) -> tuple[Run, int]:

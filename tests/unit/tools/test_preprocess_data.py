@@ -127,8 +127,6 @@ def test_ctrl_c_leaves_no_pair(tmp_path: Path) -> None:
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
-        # A shell's background job inherits an ignored SIGINT, and so would the tool.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     assert process.stderr is not None
     process.stderr.readline()
