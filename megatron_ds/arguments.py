@@ -99,9 +99,10 @@ def parse(
     rank: int = 0,
     complete: Complete | None = None,
     check: Check | None = None,
+    program: str = PROGRAM,
 ) -> Config:
     """The configuration of a command line. Ends the program: with status 2 after naming, on the
-    first rank, every problem; with status 0 after --help or --version."""
+    first rank and as `program`, every problem; with status 0 after --help or --version."""
     asked = next((word for word in argv if word in (*HELP, VERSION)), None)
     if asked is not None:
         if rank == 0:
@@ -114,16 +115,16 @@ def parse(
 
     config, problems = read(argv, world_size=world_size, warn=warn, complete=complete, check=check)
     if problems:
-        fail(problems, rank=rank)
+        fail(problems, rank=rank, program=program)
     return config
 
 
-def fail(problems: Sequence[str], *, rank: int = 0) -> typing.NoReturn:
+def fail(problems: Sequence[str], *, rank: int = 0, program: str = PROGRAM) -> typing.NoReturn:
     """Names the problems on the first rank and ends the program with status 2."""
     if rank == 0 or _unheard():
         count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
         lines = "\n".join(f"  - {problem}" for problem in problems)
-        print(f"{PROGRAM}: {count} with the settings:\n{lines}", file=sys.stderr, flush=True)
+        print(f"{program}: {count} with the settings:\n{lines}", file=sys.stderr, flush=True)
     raise SystemExit(2)
 
 

@@ -14,6 +14,7 @@ import os
 import shutil
 import socket
 import sys
+import sysconfig
 import time
 import traceback
 import warnings
@@ -303,12 +304,22 @@ def meet() -> tuple[StoreBoard | None, dict[int, Process]]:
 
 
 def is_the_users(error: BaseException) -> bool:
-    """Whether an error is the user's to mend: one of the values and files that this package
-    checks."""
+    """Whether an error is the user's to mend: one of the values that this package checks, or of
+    the files that it asks Python's own library for."""
     if not isinstance(error, ValueError | OSError) or error.__traceback__ is None:
         return False
-    raised_in = traceback.extract_tb(error.__traceback__)[-1].filename
-    return Path(__file__).parent in Path(raised_in).parents
+    places = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+    if isinstance(error, OSError) and error.filename is not None:
+        while places and _is_pythons(places[-1]):
+            places.pop()
+    return bool(places) and Path(__file__).parent in Path(places[-1]).parents
+
+
+def _is_pythons(filename: str) -> bool:
+    """Whether a file of code belongs to Python's library: <frozen os> and lib/python3.12/*."""
+    library = Path(sysconfig.get_path("stdlib"))
+    installed = "site-packages" in filename
+    return filename.startswith("<frozen ") or (library in Path(filename).parents and not installed)
 
 
 @contextmanager

@@ -27,6 +27,7 @@ NAME = Path(__file__).name
 def main(argv: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(
         prog=NAME,
+        usage="%(prog)s [--world-size N] FLAGS OF pretrain_gpt.py",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -42,7 +43,7 @@ def main(argv: Sequence[str]) -> None:
     own, flags = parser.parse_known_args(argv)
     if own.world_size < 1:
         parser.error(f"--world-size {own.world_size}: must be positive")
-    config = arguments.parse(flags, world_size=own.world_size, complete=complete)
+    config = arguments.parse(flags, world_size=own.world_size, complete=complete, program=NAME)
     config = _with_vocabulary(config)
     generated = generate(config, config.parallel.data_parallel_size(own.world_size))
     print(json.dumps(generated, indent=2))

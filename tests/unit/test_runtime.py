@@ -13,6 +13,7 @@ from megatron_ds import runtime
 from megatron_ds.data.blend import BlendedDataset
 from megatron_ds.data.indexed import IndexedDataset
 from megatron_ds.extensions import stale_locks
+from megatron_ds.training.jsonl import JsonLines
 
 NOTHING = np.empty(0, dtype=np.int64)
 
@@ -182,3 +183,14 @@ def test_a_full_disk_costs_the_log_a_line_and_not_the_run(alone: pytest.MonkeyPa
     disk.full = False
     runtime.complain("there is room")
     assert disk.getvalue() == "there is room\n"
+
+
+def test_a_folder_that_cannot_be_made_is_the_users_to_mend(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError) as of_the_package:
+        JsonLines(tmp_path / "file" / "folder" / "metrics.jsonl", 0)
+    with pytest.raises(OSError) as of_another:
+        (tmp_path / "file" / "folder").mkdir()
+
+    assert runtime.is_the_users(of_the_package.value)
+    assert not runtime.is_the_users(of_another.value)
