@@ -192,6 +192,18 @@ class IndexedWriter:
         self._documents.append(np.arange(self._count + 1, self._count + 1 + sizes.size))
         self._count += sizes.size
 
+    def add_dataset(self, data: IndexedDataset) -> None:
+        """Append all sequences and documents of another pair of the same dtype."""
+        if data.dtype != self.dtype:
+            raise ValueError(f"{data.prefix} holds {data.dtype}, not {self.dtype}")
+        assert self._bin is not None, "the pair was already finished"
+        with _naming(self.prefix + ".bin.partial"):
+            for first in range(0, data.tokens.size, CHUNK):
+                self._bin.write(data.tokens[first : first + CHUNK].tobytes())
+        self._lengths.append(np.asarray(data.lengths, dtype="<i4"))
+        self._documents.append(data.document_index[1:].astype(np.int64) + self._count)
+        self._count += len(data)
+
     def finalize(self) -> None:
         """Flush both files to disk, then give them their names, the index last."""
         assert self._bin is not None, "the pair was already finished"
