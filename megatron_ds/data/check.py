@@ -14,7 +14,9 @@ import numpy as np
 
 from megatron_ds.config import DataConfig, flag_of
 from megatron_ds.data.indexed import IndexedDataset, Tokens
+from megatron_ds.data.made_by import of_another
 from megatron_ds.data.sample_index import parse_split, split_bounds
+from megatron_ds.tokenizer.identity import Identity
 
 DEFAULT_SPLIT = "969,30,1"
 NAMES = ("train", "valid", "test")
@@ -24,12 +26,16 @@ PROBED_TOKENS = 4096
 
 
 def data_problems(
-    config: DataConfig, num_samples: tuple[int, int, int] | None, vocab_size: int | None
+    config: DataConfig,
+    num_samples: tuple[int, int, int] | None,
+    vocab_size: int | None,
+    identity: Identity | None = None,
 ) -> Iterator[str]:
     """Why the data flags and their files cannot feed the run, a line each.
 
     num_samples: samples that the run takes of each part. vocab_size: number of the tokenizer's ids.
-    What is None is not known, and what depends on it is not judged.
+    identity: the tokenizer's, to be held against what lies beside the data. What is None is not
+    known, and what depends on it is not judged.
     """
     shares: Sequence[float] | None = None
     if config.data_path:
@@ -53,7 +59,7 @@ def data_problems(
             cut, fed = None, [field.removesuffix("_data_path")]
         needed = {name: samples[name] for name in fed if samples[name]}
         for prefix in dict.fromkeys(prefixes):
-            problems = _file_problems(config, prefix, vocab_size, needed, cut)
+            problems = _file_problems(config, prefix, vocab_size, identity, needed, cut)
             yield from (f"{flag} {problem}" for problem in problems)
 
 
@@ -61,6 +67,7 @@ def _file_problems(
     config: DataConfig,
     prefix: str,
     vocab_size: int | None,
+    identity: Identity | None,
     needed: dict[str, int],
     shares: Sequence[float] | None,
 ) -> Iterator[str]:
@@ -74,7 +81,9 @@ def _file_problems(
     except (ValueError, OSError) as error:
         yield f"{prefix}: {error}"
         return
-    if vocab_size is not None:
+    other = [] if identity is None else list(of_another(prefix, identity))
+    yield from other
+    if vocab_size is not None and not other:
         yield from wrong_ids(file, vocab_size)
     for name, samples in needed.items():
         yield from (
