@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_ds.data.indexed import IndexedDataset, IndexedWriter
+from megatron_ds.data.made_by import made_by_of
 
 
 @dataclass(frozen=True)
@@ -84,8 +85,9 @@ def merge(
     ]
     if problems:
         raise ValueError("\n".join(problems))
+    made_by = made_by_of(list(prefixes))
     merged = Merged(total_size=total_size)
-    with IndexedWriter(output_prefix, types[first]) as writer:
+    with IndexedWriter(output_prefix, types[first], made_by) as writer:
         for prefix in prefixes:
             pair = IndexedDataset(prefix)
             writer.add_dataset(pair)

@@ -14,6 +14,7 @@ from megatron_ds.config import TokenizerConfig
 from megatron_ds.data import preprocess as module
 from megatron_ds.data.indexed import IndexedDataset
 from megatron_ds.data.preprocess import PreprocessOptions, Progress, preprocess
+from megatron_ds.data.sources import Inputs
 from megatron_ds.tokenizer import build_tokenizer
 from megatron_ds.tokenizer.null import NullTokenizer
 
@@ -28,9 +29,8 @@ def write(path: Path, lines: list[Any]) -> str:
 
 
 def options(folder: Path, lines: list[Any], **values: Any) -> PreprocessOptions:
-    return PreprocessOptions(
-        input=write(folder / "in.jsonl", lines), output_prefix=str(folder / "out"), **values
-    )
+    inputs = Inputs((write(folder / "in.jsonl", lines),))
+    return PreprocessOptions(inputs, str(folder / "out"), **values)
 
 
 def written(folder: Path) -> list[str]:
@@ -48,7 +48,7 @@ def test_documents_eod_and_empty_texts(tmp_path: Path) -> None:
     assert [data.get(i).tolist() for i in range(len(data))] == [[1, 2, 100], [3, 100]]
     assert data.document_index.tolist() == [0, 1, 2]
     size = os.path.getsize(tmp_path / "in.jsonl")
-    assert done == Progress(documents=3, empty=1, tokens=5, input_bytes=size)
+    assert done == Progress(3, 5, text_bytes=5, input_bytes=size, dropped={"empty text": 1})
     preprocess(options(tmp_path, lines), TOKENIZER)
     data = IndexedDataset(tmp_path / "out_text_document")
     assert [data.get(i).tolist() for i in range(len(data))] == [[1, 2], [3]]
@@ -81,7 +81,7 @@ def test_bytes_are_the_same_for_any_workers_and_chunks(
 
 def test_the_last_line_needs_no_end(tmp_path: Path) -> None:
     given = options(tmp_path, [])
-    Path(given.input).write_text('{"text": "1"}\n{"text": "2"}')
+    Path(given.inputs.paths[0]).write_text('{"text": "1"}\n{"text": "2"}')
     assert preprocess(given, TOKENIZER).documents == 2
 
 
@@ -100,12 +100,12 @@ def test_bad_lines_are_named_together_and_leave_nothing(tmp_path: Path) -> None:
     lines[20] = [1]
     lines[21] = '{"text": "\\ud83d"}'
     for workers, chunk_size in ((1, 64), (2, 1)):
-        given = options(tmp_path, lines, workers=workers, chunk_size=chunk_size)
+        given = options(tmp_path, lines, strict=True, workers=workers, chunk_size=chunk_size)
         with pytest.raises(ValueError) as raised:
             preprocess(given, TOKENIZER)
         found = str(raised.value).splitlines()
         assert [line.split(":")[1] for line in found] == ["5", "12", "13", "21", "22"]
-        assert found[0].startswith(f"{given.input}:5: not JSON")
+        assert found[0].startswith(f"{given.inputs.paths[0]}:5: not JSON")
         assert found[1].endswith("has no key 'text' (it has 'txt')")
         assert found[2].endswith("'text' must be text, not int")
         assert found[3].endswith("must be a JSON object, not list")
@@ -115,27 +115,27 @@ def test_bad_lines_are_named_together_and_leave_nothing(tmp_path: Path) -> None:
 
 def test_a_text_that_the_tokenizer_refuses_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"in\.jsonl:2: NullTokenizer: id 100 is outside"):
-        preprocess(options(tmp_path, [{"text": "1"}, {"text": "100"}]), TOKENIZER)
+        preprocess(options(tmp_path, [{"text": "1"}, {"text": "100"}], strict=True), TOKENIZER)
     assert written(tmp_path) == []
 
 
 def test_many_bad_lines_are_cut_short(tmp_path: Path) -> None:
-    given = options(tmp_path, [*numbered(3), *["x"] * 500], chunk_size=5)
+    given = options(tmp_path, [*numbered(3), *["x"] * 500], strict=True, chunk_size=5)
     with pytest.raises(ValueError) as raised:
         preprocess(given, TOKENIZER)
     found = str(raised.value).splitlines()
     assert len(found) == module.PROBLEMS_SHOWN + 2
     assert ":4: not JSON" in found[0]
     assert "more)" in found[-2]
-    assert "were not looked at" in found[-1]
+    assert "nothing was looked at" in found[-1]
 
 
 def test_few_bad_lines_in_much_text_stop_the_search(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "LINES_CHECKED_AHEAD", 10)
-    given = options(tmp_path, ["x", *numbered(200), "y"], chunk_size=5)
-    with pytest.raises(ValueError, match=r"(?s):1: not JSON.*not looked at") as raised:
+    monkeypatch.setattr(module, "DOCUMENTS_CHECKED_AHEAD", 10)
+    given = options(tmp_path, ["x", *numbered(200), "y"], strict=True, chunk_size=5)
+    with pytest.raises(ValueError, match=r"(?s):1: not JSON.*nothing was looked at") as raised:
         preprocess(given, TOKENIZER)
     assert len(str(raised.value).splitlines()) == 2
 
@@ -146,7 +146,9 @@ def test_an_older_pair_survives_a_failed_run(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="not JSON"):
         preprocess(options(tmp_path, ["x"]), TOKENIZER)
     assert (tmp_path / "out_text_document.idx").read_bytes() == before
-    assert written(tmp_path) == ["out_text_document.bin", "out_text_document.idx"]
+    assert written(tmp_path) == [
+        f"out_text_document.{end}" for end in ("bin", "idx", "tokenizer.json")
+    ]
 
 
 def test_no_documents_is_an_error(tmp_path: Path) -> None:
@@ -157,7 +159,7 @@ def test_no_documents_is_an_error(tmp_path: Path) -> None:
 
 def test_wrong_options_are_named_together(tmp_path: Path) -> None:
     given = PreprocessOptions(
-        input=str(tmp_path / "none"),
+        inputs=Inputs((str(tmp_path / "none"),)),
         output_prefix=str(tmp_path / "no" / "out"),
         keys=("a", "a"),
         workers=0,
@@ -172,7 +174,7 @@ def test_wrong_options_are_named_together(tmp_path: Path) -> None:
 def test_few_chunks_are_read_ahead(tmp_path: Path) -> None:
     """Memory is flat: when the first chunk is written, only a few more were read."""
     given = options(tmp_path, [{"text": "1 " * 2000}] * 400, chunk_size=1, workers=1)
-    size = os.path.getsize(given.input)
+    size = os.path.getsize(given.inputs.paths[0])
     seen: list[Progress] = []
     preprocess(given, TOKENIZER, seen.append)
     assert seen[0].documents == 1
@@ -187,7 +189,7 @@ def test_openwebtext(tmp_path: Path, shared_data: Path) -> None:
         )
     )
     given = PreprocessOptions(
-        input=str(shared_data / "openwebtext-1000.jsonl"),
+        inputs=Inputs((str(shared_data / "openwebtext-1000.jsonl"),)),
         output_prefix=str(tmp_path / "out"),
         append_eod=True,
         workers=2,
@@ -197,6 +199,6 @@ def test_openwebtext(tmp_path: Path, shared_data: Path) -> None:
     assert data.dtype == "uint16"
     assert len(data) == 1000
     assert int((data.tokens == tokenizer.eod).sum()) == 1000
-    with open(given.input) as file:
+    with open(given.inputs.paths[0]) as file:
         text = json.loads(file.readline())["text"]
     assert tokenizer.decode(data.get(0).tolist()) == text + "<|endoftext|>"

@@ -54,9 +54,11 @@ def test_flags_with_underscores_and_several_keys(tmp_path: Path) -> None:
     flags = ["--output_prefix", tmp_path / "o_p", "--json_keys", "a", "b", "--append_eod"]
     done = run(f"--input={path}", *flags, *NULL)
     assert done.returncode == 0, done.stderr
-    assert "1 empty texts were left out" in done.stdout
+    assert f"left out: 1 empty text; listed in {tmp_path / 'o_p'}.quarantine" in done.stdout
     names = sorted(os.listdir(tmp_path))
-    assert names[1:] == [f"o_p_{key}_document.{end}" for key in "ab" for end in ("bin", "idx")]
+    assert names[1:] == ["o_p.quarantine"] + [
+        f"o_p_{key}_document.{end}" for key in "ab" for end in ("bin", "idx", "tokenizer.json")
+    ]
 
 
 def test_gpt2_files_by_their_short_flag(tmp_path: Path, shared_data: Path) -> None:
@@ -83,7 +85,7 @@ def test_errors_end_with_1_name_all_flags_and_leave_nothing(tmp_path: Path) -> N
         assert flag in done.stderr
     path = tmp_path / "bad.jsonl"
     path.write_text('{"text": "1"}\n{"no": 1}\n')
-    done = run("--input", path, "--output-prefix", tmp_path / "out", *NULL)
+    done = run("--input", path, "--output-prefix", tmp_path / "out", *NULL, "--strict")
     assert done.returncode == 1
     assert f"{path}:2: has no key 'text'" in done.stderr
     assert os.listdir(tmp_path) == ["bad.jsonl"]
@@ -122,7 +124,7 @@ def test_ctrl_c_leaves_no_pair(tmp_path: Path) -> None:
     corpus(tmp_path, 200_000)
     flags = ["--input", str(pipe), "--output-prefix", str(tmp_path / "out"), *NULL]
     process = subprocess.Popen(
-        [*TOOL, *flags, "--log-interval", "1", "--chunk-size", "1"],
+        [*TOOL, *flags, "--append-eod", "--log-interval", "1", "--chunk-size", "1"],
         env=ENVIRONMENT,
         stderr=subprocess.PIPE,
         text=True,
