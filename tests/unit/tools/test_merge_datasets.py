@@ -41,6 +41,24 @@ def test_a_folder_and_a_list_equal_one_preprocessing(
     assert IndexedDataset("z").get(0).tolist() == [10, 1, 100]
 
 
+def test_the_tokenizer_goes_with_the_data_and_another_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    a, b = tokens(tmp_path, "a", range(2)), tokens(tmp_path, "b", range(2))
+    out = ["--output-prefix", str(tmp_path / "out")]
+    named = Path(f"{a}.tokenizer.json")
+    assert merge_datasets.main(["--datasets", a, b, *out]) == 0
+    assert (tmp_path / "out.tokenizer.json").read_bytes() == named.read_bytes()
+    other = ["--input", str(tmp_path / "a.jsonl"), "--output-prefix", str(tmp_path / "c")]
+    assert preprocess_data.main([*other, *NULL[:3], "200", "--workers", "1"]) == 0
+    capsys.readouterr()
+    assert merge_datasets.main(["--datasets", a, f"{tmp_path}/c_text_document", *out]) == 1
+    assert "different tokenizers" in capsys.readouterr().err
+    named.unlink()
+    assert merge_datasets.main(["--datasets", a, b, *out]) == 0
+    assert not (tmp_path / "out.tokenizer.json").exists()
+
+
 def test_flags_of_other_megatrons_and_errors(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
