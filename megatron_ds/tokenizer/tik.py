@@ -13,6 +13,8 @@ from megatron_ds.tokenizer.identity import Identity, hashes_of
 
 USUAL_SIZE = 1 << 17
 """Ids of a vocabulary whose number is not given, if the file has tokens for so many."""
+BYTES = 256
+"""Tokens that every file begins with."""
 NEEDED = ("<unk>", "<s>", "</s>")
 LETTERS = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}"
 SMALL = r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
@@ -66,10 +68,10 @@ class TikTokenizer:
         tokens = _read(path)
         if vocab_size is None:
             vocab_size = min(USUAL_SIZE, num_special + len(tokens))
-        if not 0 <= vocab_size - num_special <= len(tokens):
+        if not BYTES <= vocab_size - num_special <= len(tokens):
             raise ValueError(
                 f"--vocab-size {vocab_size}: --tokenizer-model {path} has {len(tokens)} tokens and "
-                f"--tiktoken-num-special-tokens is {num_special}: from {num_special + 256} to "
+                f"--tiktoken-num-special-tokens is {num_special}: from {num_special + BYTES} to "
                 f"{num_special + len(tokens)} ids can be had"
             )
         names = list(NEEDED if special is None else special)
@@ -138,6 +140,6 @@ def _read(path: str) -> list[bytes]:
             f"{source}: {len(pairs)} tokens need the ranks 0 to {len(pairs) - 1}, each once"
         )
     tokens = sorted(ranks, key=ranks.__getitem__)
-    if {bytes([byte]) for byte in range(256)} - set(tokens[:256]):
+    if {bytes([byte]) for byte in range(BYTES)} - set(tokens[:BYTES]):
         raise ValueError(f"{source}: its first 256 tokens are not the 256 bytes")
     return tokens
