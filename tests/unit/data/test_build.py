@@ -13,7 +13,7 @@ import pytest
 
 from megatron_ds.config import DataConfig
 from megatron_ds.data import build
-from megatron_ds.data.build import Datasets, build_datasets
+from megatron_ds.data.build import Datasets, Share, build_datasets
 from megatron_ds.data.gpt_dataset import TokenDataset
 from megatron_ds.data.indexed import IndexedWriter
 
@@ -117,6 +117,11 @@ def test_blend_follows_the_weights(tmp_path: Path) -> None:
     ids = [train.sample_id(i) for i in range(400)]
     assert sum(name.startswith("0/a:") for name in ids) == 300
     assert [name[:2] for name in ids[:8]].count("1/") == 2
+    # 40 documents of 7 tokens in each, of which a sample takes 5
+    assert built.shares == (
+        Share("train", a, 0.75, 300, 300 * 5 / 280),
+        Share("train", b, 0.25, 100, 100 * 5 / 280),
+    )
     for position in range(8):
         low, high = (0, 40) if ids[position].startswith("0/") else (100, 140)
         assert all(low <= t < high for t in train[position])
