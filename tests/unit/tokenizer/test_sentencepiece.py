@@ -86,6 +86,18 @@ def test_marks_of_the_model_keep_their_ids(bpe: str) -> None:
         assert tokenizer.encode(text) == marked_sentencepiece(model, text, 3)
 
 
+def test_of_two_marks_at_one_place_the_first_is_taken(tmp_path: Path) -> None:
+    """As in Megatron, where <PAD>, the beginning and the end are tried in this order."""
+    pieces = {"bos_piece": "<x", "eos_piece": "<xy"}
+    path = trained(tmp_path / "m", model_type="bpe", vocab_size=150, **pieces)
+    model = sentencepiece.SentencePieceProcessor(model_file=path)
+    for text in ("<xy", "the <xy<x dog<xyz"):
+        ids = MarkedSentencePiece(path).encode(text)
+        assert ids == marked_sentencepiece(model, text, 0)
+        assert 1 in ids
+        assert 2 not in ids
+
+
 def test_absent_marks_come_after_the_model() -> None:
     size = MODEL.get_piece_size()
     tokenizer = MarkedSentencePiece(GOLDEN)

@@ -95,6 +95,17 @@ def test_tiktokens_own_files(tmp_path: Path) -> None:
     assert build(path).encode_batch(texts()) == V2.encode_batch(texts())
 
 
+def test_the_patterns_are_megatrons() -> None:
+    assert PATTERNS["v1"] == (
+        r"[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"
+    )
+    assert PATTERNS["v2"] == (
+        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+|"
+        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|"
+        r"\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    )
+
+
 def test_the_patterns_differ_inside_words(tmp_path: Path) -> None:
     path = tmp_path / "a.tiktoken"
     tokens = [*(bytes([byte]) for byte in range(256)), b"aB", b"//"]
