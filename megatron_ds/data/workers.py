@@ -12,6 +12,7 @@ import signal
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from types import TracebackType
@@ -49,7 +50,8 @@ class Workers(Generic[Item, Result]):
             process = context.Process(
                 target=_serve, args=(self._function, theirs, ours), daemon=True
             )
-            process.start()
+            with _interrupts_later():
+                process.start()
             # Closed before the next fork, so that this worker's death is seen as the pipe's end.
             theirs.close()
             self._processes.append(process)
@@ -100,6 +102,19 @@ class Workers(Generic[Item, Result]):
         if not good:
             raise answer
         return answer  # type: ignore[no-any-return]
+
+
+@contextmanager
+def _interrupts_later() -> Iterator[None]:
+    """Holds Ctrl-C back: Python loses what comes in the middle of a fork, and would work on."""
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _serve(
