@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from megatron_ds.config import TOKENIZERS, TokenizerConfig
 from megatron_ds.data.indexed import IndexedDataset
@@ -105,6 +107,19 @@ def test_golden_files_hold_what_the_kind_says(kind: str) -> None:
     if kind != "NullTokenizer":
         for number, text in enumerate(texts()):
             assert data.get(number)[:-1].tolist() == tokenizer.encode(text)
+
+
+GPT2, NULL = tokenizer_of("GPT2BPETokenizer"), tokenizer_of("NullTokenizer")
+
+
+@given(text=st.text(max_size=60), ids=st.lists(st.integers(0, 65534), max_size=20))
+@settings(max_examples=200, deadline=None, derandomize=True, database=None)
+def test_texts_and_numbers_come_back(text: str, ids: list[int]) -> None:
+    """Of the kinds that lose nothing; those of SentencePiece and tiktoken have tests of their own,
+    and BERT's lose spaces."""
+    assert GPT2.decode(GPT2.encode(text)) == text
+    assert GPT2.eod not in GPT2.encode(text)
+    assert NULL.encode(NULL.decode(ids)) == ids
 
 
 if __name__ == "__main__":
