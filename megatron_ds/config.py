@@ -431,7 +431,8 @@ class DataConfig:
 
     data_path: tuple[str, ...] | None = knob(
         None,
-        "prefix of a .bin/.idx pair, or WEIGHT PREFIX WEIGHT PREFIX ...",
+        "prefix of a .bin/.idx pair, several (each gives according to its size), or WEIGHT PREFIX "
+        "WEIGHT PREFIX ...",
         nargs="*",
         metavar="PATH",
     )

@@ -131,6 +131,9 @@ class _Builder:
             self._note(name, paths[0], 1.0, samples, tokens)
             return alone
         weights, prefixes = parse_blend(paths, "--data-path")
+        if weights is None:
+            sizes = [self._tokens(name, prefix, shares) for prefix in prefixes]
+            weights = [size / sum(sizes) for size in sizes]
         requests = blend_requests(weights, samples)
         sources = [
             self._single(name, prefix, shares, request)
@@ -145,6 +148,13 @@ class _Builder:
         ):
             self._note(name, prefix, weight, count, tokens)
         return BlendedDataset([one for one, _ in sources], made["source"], made["sample"])
+
+    def _tokens(self, name: str, prefix: str, shares: Sequence[float] | None) -> int:
+        """Tokens of a file's documents that belong to the part, which must be some."""
+        file = IndexedDataset(prefix)
+        _refuse(no_documents(self.config, name, file, 1, shares))
+        first, end = part_bounds(file, name, shares)
+        return int(file.lengths[first:end].sum(dtype=np.int64))
 
     def _note(self, part: str, prefix: str, weight: float, samples: int, tokens: int) -> None:
         epochs = samples * self.seq_length / tokens

@@ -91,14 +91,17 @@ def _file_problems(
         )
 
 
-def parse_blend(paths: Sequence[str], flag: str) -> tuple[list[float], list[str]]:
+def parse_blend(paths: Sequence[str], flag: str) -> tuple[list[float] | None, list[str]]:
     """Normalised weights and prefixes of `WEIGHT PREFIX WEIGHT PREFIX ...`; weight 0 drops out.
 
-    Raises ValueError for anything else.
+    `PREFIX PREFIX ...`, where no prefix is a number, has no weights: each file gives according to
+    its size. Raises ValueError for anything else.
     """
     given = f"{flag} {' '.join(paths)}"
+    if not any(_is_number(path) for path in paths):
+        return None, list(paths)
     if len(paths) % 2:
-        raise ValueError(f"{given}: must be one prefix, or WEIGHT PREFIX WEIGHT PREFIX ...")
+        raise ValueError(f"{given}: must be prefixes alone, or WEIGHT PREFIX WEIGHT PREFIX ...")
     weights = [_weight(text, given) for text in paths[::2]]
     kept = [(weight, prefix) for weight, prefix in zip(weights, paths[1::2], strict=True) if weight]
     try:
@@ -108,6 +111,14 @@ def parse_blend(paths: Sequence[str], flag: str) -> tuple[list[float], list[str]
     if total <= 0:
         raise ValueError(f"{given}: all weights are 0")
     return [weight / total for weight, _ in kept], [prefix for _, prefix in kept]
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
 
 
 def _weight(text: str, given: str) -> float:

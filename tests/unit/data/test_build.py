@@ -127,6 +127,16 @@ def test_blend_follows_the_weights(tmp_path: Path) -> None:
         assert all(low <= t < high for t in train[position])
 
 
+def test_without_weights_each_file_gives_according_to_its_size(tmp_path: Path) -> None:
+    paths = tuple(write(tmp_path / name, size) for name, size in (("a", 10), ("b", 30), ("c", 40)))
+    built = datasets(DataConfig(data_path=paths, split="1,1"), (400, 80, 0))
+    assert [(share.part, share.samples, share.weight) for share in built.shares] == [
+        *(("train", samples, samples / 400) for samples in (50, 150, 200)),
+        *(("valid", samples, samples / 80) for samples in (10, 30, 40)),
+    ]
+    assert len({share.epochs for share in built.shares if share.part == "train"}) == 1
+
+
 @pytest.mark.parametrize(
     ("paths", "message"),
     [
