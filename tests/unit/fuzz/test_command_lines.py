@@ -80,7 +80,7 @@ PRETRAIN: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
         ["bad.json:1:2: not JSON"],
     ),
     "a strange split": ({}, ["--split", "nan"], ["--split nan: must be up to three"]),
-    "a strange blend": ({}, ["--data-path", "x", "p"], ["the weight 'x' must be a number"]),
+    "a strange blend": ({}, ["--data-path", "-1", "p"], ["the weight '-1' must be a number"]),
     "a broken tokenizer": (
         {},
         ["--tokenizer-type", "HFTokenizer", "--tokenizer-model", "bad.json"],
