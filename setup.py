@@ -21,7 +21,8 @@ setup(
         "transformers>=4.56",
     ],
     extras_require={
-        "preprocess": ["datasets>=3.0", "nltk>=3.9"],
+        "preprocess": ["datasets>=3.0", "fsspec>=2024.2", "nltk>=3.9", "pyarrow>=15"],
+        "tokenizers": ["sentencepiece>=0.2", "tiktoken>=0.8"],
         "plot": ["matplotlib>=3.9"],
         "server": ["fastapi>=0.115", "uvicorn>=0.30"],
         "test": ["hypothesis>=6.100", "pytest>=8.2", "pytest-timeout>=2.3", "pytest-xdist>=3.6"],

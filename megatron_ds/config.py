@@ -128,7 +128,8 @@ class ModelConfig:
         128, "pad the vocabulary to a multiple of this (and of the tensor-parallel size)"
     )
     vocab_size: int | None = knob(
-        None, "number of tokens, for --tokenizer-type NullTokenizer (others know theirs)"
+        None,
+        "number of tokens, for --tokenizer-type NullTokenizer or TikTokenizer (others know theirs)",
     )
 
     # The properties below are valid once problems() is empty.
@@ -430,7 +431,8 @@ class DataConfig:
 
     data_path: tuple[str, ...] | None = knob(
         None,
-        "prefix of a .bin/.idx pair, or WEIGHT PREFIX WEIGHT PREFIX ...",
+        "prefix of a .bin/.idx pair, several (each gives according to its size), or WEIGHT PREFIX "
+        "WEIGHT PREFIX ...",
         nargs="*",
         metavar="PATH",
     )
@@ -478,6 +480,20 @@ class DataConfig:
             yield from folder_problems("--data-cache-path", self.data_cache_path)
 
 
+TOKENIZERS: dict[str, tuple[str, ...]] = {
+    "GPT2BPETokenizer": ("vocab_file", "merge_file"),
+    "BertWordPieceLowerCase": ("vocab_file",),
+    "BertWordPieceCase": ("vocab_file",),
+    "SentencePieceTokenizer": ("tokenizer_model",),
+    "GPTSentencePieceTokenizer": ("tokenizer_model",),
+    "Llama2Tokenizer": ("tokenizer_model",),
+    "HFTokenizer": ("tokenizer_model",),
+    "TikTokenizer": ("tokenizer_model", "tiktoken_pattern"),
+    "NullTokenizer": (),
+}
+"""The kinds of tokenizers and the fields that each needs."""
+
+
 @dataclass(frozen=True)
 class TokenizerConfig:
     """What turns text into ids and back."""
@@ -485,32 +501,70 @@ class TokenizerConfig:
     tokenizer_type: str = knob(
         "GPT2BPETokenizer",
         "kind of tokenizer",
-        choices=("GPT2BPETokenizer", "HFTokenizer", "NullTokenizer"),
+        choices=tuple(TOKENIZERS),
         values={"PretrainedFromHF": "HFTokenizer", "HuggingFaceTokenizer": "HFTokenizer"},
     )
-    vocab_file: str | None = knob(None, "vocab.json of GPT2BPETokenizer", metavar="FILE")
+    vocab_file: str | None = knob(
+        None, "vocab.json of GPT2BPETokenizer, vocab.txt of BertWordPiece...", metavar="FILE"
+    )
     merge_file: str | None = knob(None, "merges.txt of GPT2BPETokenizer", metavar="FILE")
     tokenizer_model: str | None = knob(
         None,
-        "folder or tokenizer.json of HFTokenizer",
+        "folder, tokenizer.json or name on the Hugging Face Hub of HFTokenizer; model file of the "
+        "SentencePiece kinds and of TikTokenizer",
         aliases=("tokenizer-name-or-path",),
         metavar="PATH",
     )
+    trust_remote_code: bool = knob(
+        False, "run the Python code that an HFTokenizer's folder brings; never do so for strangers"
+    )
+    vocab_extra_ids: int = knob(
+        0, "sentinel tokens <extra_id_N> to add to BertWordPiece... and SentencePieceTokenizer"
+    )
+    tiktoken_pattern: str | None = knob(
+        None, "how TikTokenizer cuts text into words", choices=("v1", "v2")
+    )
+    tiktoken_num_special_tokens: int = knob(
+        1000, "ids of TikTokenizer before the tokens of its file"
+    )
+    tiktoken_special_tokens: tuple[str, ...] | None = knob(
+        None,
+        "names of the first of these ids; <unk>, <s> and </s> must be among them (default: these)",
+        nargs="*",
+        aliases=("tokenizer-special-tokens",),
+    )
 
     def problems(self, vocab_size: int | None) -> Iterator[str]:
-        if self.tokenizer_type == "GPT2BPETokenizer":
-            for name in ("vocab_file", "merge_file"):
-                path = getattr(self, name)
-                if path is None:
-                    yield f"--tokenizer-type GPT2BPETokenizer needs {flag_of(name)}"
-                else:
-                    yield from file_problems(flag_of(name), path)
-        elif self.tokenizer_type == "HFTokenizer" and self.tokenizer_model is None:
-            yield "--tokenizer-type HFTokenizer needs --tokenizer-model"
-        elif self.tokenizer_type == "NullTokenizer" and vocab_size is None:
+        kind = self.tokenizer_type
+        for name in TOKENIZERS[kind]:
+            value = getattr(self, name)
+            if value is None:
+                yield f"--tokenizer-type {kind} needs {flag_of(name)}"
+            elif name == "tiktoken_pattern" or kind == "HFTokenizer":
+                continue
+            else:
+                yield from file_problems(flag_of(name), value)
+        if kind == "NullTokenizer" and vocab_size is None:
             yield "--tokenizer-type NullTokenizer needs --vocab-size"
         if vocab_size is not None and vocab_size <= 0:
             yield f"--vocab-size {vocab_size}: must be positive"
+        if self.vocab_extra_ids < 0:
+            yield f"--vocab-extra-ids {self.vocab_extra_ids}: must not be negative"
+        if kind == "TikTokenizer":
+            yield from self._special_problems()
+
+    def _special_problems(self) -> Iterator[str]:
+        given = " ".join(self.tiktoken_special_tokens or ())
+        names = self.tiktoken_special_tokens or ("<unk>", "<s>", "</s>")
+        if len(set(names)) != len(names):
+            yield f"--tiktoken-special-tokens {given}: a token is given twice"
+        if not {"<unk>", "<s>", "</s>"} <= set(names):
+            yield f"--tiktoken-special-tokens {given}: must hold <unk>, <s> and </s>"
+        if len(names) > self.tiktoken_num_special_tokens:
+            yield (
+                f"--tiktoken-num-special-tokens {self.tiktoken_num_special_tokens}: must be at "
+                f"least {len(names)}, the special tokens that have names"
+            )
 
 
 @dataclass(frozen=True)

@@ -197,6 +197,9 @@ def _version_of(package: str) -> str:
 
 def _help_entry(flag: Flag) -> str:
     left = f"  {flag.usage}"
+    if len(left) >= WIDTH:
+        spaced = left.replace(",", ", ")
+        left = textwrap.fill(spaced, WIDTH - 1, subsequent_indent="      ")
     words = textwrap.wrap(explanation(flag), WIDTH - 1 - INDENT, break_on_hyphens=False)
     if len(left) <= INDENT - 2:
         words[0] = f"{left:<{INDENT}}{words[0]}"

@@ -248,11 +248,6 @@ WITHOUT_EFFECT: dict[str, Peer] = {
         lists="num-experts-teacher",
     ),
     **_all("only read with --adlr-autoresume", valued="adlr-autoresume-interval"),
-    **_all(
-        "only read by tokenizers that are not there",
-        valued="tiktoken-num-special-tokens tiktoken-pattern vocab-extra-ids",
-        lists="tiktoken-special-tokens",
-    ),
     # Other programs of the peers, whose flags their pretrain_gpt.py takes and never reads.
     **_all(
         "only for BERT, T5 and retrieval models",
@@ -444,10 +439,6 @@ REFUSED: dict[str, Peer] = {
         switches="data-efficiency-curriculum-learning random-ltd return-data-index",
     ),
     **_all("datasets alone are built by no program here", valued="use-dataset-only"),
-    **_all(
-        "code from a tokenizer's folder is never run; leave the flag out",
-        switches="trust-remote-code",
-    ),
     # Checkpoints.
     **_all(
         _NO_WEIGHTS,
@@ -497,29 +488,11 @@ REFUSED: dict[str, Peer] = {
 _OLD_FORMAT = (
     "the lazy and cached formats are not read; make new token files with tools/preprocess_data.py"
 )
-_NO_BERT = "it is BERT's; take GPT2BPETokenizer or HFTokenizer"
-_NO_SENTENCEPIECE = (
-    "its file format is not read yet; give the model's tokenizer.json with "
-    "--tokenizer-type HFTokenizer --tokenizer-model FOLDER"
-)
+_BY_JSON = "give its tokenizer.json with --tokenizer-type HFTokenizer --tokenizer-model FOLDER"
 
 REFUSED_VALUES: dict[str, dict[str, str]] = {
     "data_impl": {"lazy": _OLD_FORMAT, "cached": _OLD_FORMAT},
-    "tokenizer_type": {
-        "BertWordPieceLowerCase": _NO_BERT,
-        "BertWordPieceCase": _NO_BERT,
-        **dict.fromkeys(
-            (
-                "SentencePieceTokenizer",
-                "GPTSentencePieceTokenizer",
-                "Llama2Tokenizer",
-                "Llama3Tokenizer",
-                "MistralTokenizer",
-                "TikTokenizer",
-            ),
-            _NO_SENTENCEPIECE,
-        ),
-    },
+    "tokenizer_type": dict.fromkeys(("Llama3Tokenizer", "MistralTokenizer"), _BY_JSON),
 }
 """Values that a peer takes and we do not: field -> value -> what it is or what to do."""
 
@@ -540,10 +513,6 @@ PREPROCESS_REFUSED: dict[str, Peer] = {
     **_all(
         "documents are not cut into sentences, and GPT needs none; leave the flag out",
         switches="split-sentences",
-    ),
-    **_all(
-        "code from a tokenizer's folder is never run; leave the flag out",
-        switches="trust-remote-code",
     ),
 }
 

@@ -21,9 +21,9 @@ from megatron_ds.checkpoint.found import (
     read_run,
     wrong_pointers,
 )
-from megatron_ds.config import Config, flag_of
+from megatron_ds.config import TOKENIZERS, Config, flag_of
 from megatron_ds.data.check import data_problems
-from megatron_ds.tokenizer import build_tokenizer
+from megatron_ds.tokenizer import Tokenizer, build_tokenizer
 from megatron_ds.tokenizer.huggingface import needs_transformers
 
 
@@ -38,10 +38,12 @@ def check(config: Config, world_size: int, warn: Callable[[str], None]) -> list[
     for line in [*without_effect(config), *(schedules.remarks(config, dp_size) if sound else ())]:
         warn(line)
     problems = list(_precision_problems(config))
-    tokenizer_problems, vocab_size = _vocabulary(config, sound)
+    tokenizer_problems, tokenizer = _tokenizer(config, sound)
     problems += tokenizer_problems
+    vocab_size = None if tokenizer is None else tokenizer.vocab_size
+    identity = None if tokenizer is None else tokenizer.identity
     samples = schedules.planned_samples(config, dp_size) if sound else None
-    problems += data_problems(config.data, samples, vocab_size)
+    problems += data_problems(config.data, samples, vocab_size, identity)
     if sound:
         problems += _checkpoint_problems(config, dp_size, vocab_size)
     return problems
@@ -56,6 +58,16 @@ class Idle:
     reason: str
 
 
+def _of_tokenizers(fields: tuple[str, ...], *kinds: str) -> Idle:
+    """Fields that only these kinds of tokenizers read."""
+    return Idle(
+        fields,
+        lambda config: config.tokenizer.tokenizer_type not in kinds,
+        f"without --tokenizer-type {' or '.join(kinds)}",
+    )
+
+
+WORDPIECE = ("BertWordPieceLowerCase", "BertWordPieceCase")
 IDLE = (
     Idle(
         (
@@ -99,15 +111,17 @@ IDLE = (
         lambda config: config.schedule.lr_decay_style == "constant",
         "with --lr-decay-style constant",
     ),
-    Idle(
-        ("vocab_file", "merge_file"),
-        lambda config: config.tokenizer.tokenizer_type != "GPT2BPETokenizer",
-        "without --tokenizer-type GPT2BPETokenizer",
-    ),
-    Idle(
+    _of_tokenizers(("vocab_file",), "GPT2BPETokenizer", *WORDPIECE),
+    _of_tokenizers(("merge_file",), "GPT2BPETokenizer"),
+    _of_tokenizers(
         ("tokenizer_model",),
-        lambda config: config.tokenizer.tokenizer_type != "HFTokenizer",
-        "without --tokenizer-type HFTokenizer",
+        *(kind for kind, needs in TOKENIZERS.items() if "tokenizer_model" in needs),
+    ),
+    _of_tokenizers(("trust_remote_code",), "HFTokenizer"),
+    _of_tokenizers(("vocab_extra_ids",), *WORDPIECE, "SentencePieceTokenizer"),
+    _of_tokenizers(
+        ("tiktoken_pattern", "tiktoken_num_special_tokens", "tiktoken_special_tokens"),
+        "TikTokenizer",
     ),
     Idle(
         ("rotary_percent", "rotary_base"),
@@ -157,28 +171,29 @@ def _precision_problems(config: Config) -> Iterator[str]:
         yield runtime.no_fp16("this CPU")
 
 
-def _vocabulary(config: Config, sound: bool) -> tuple[list[str], int | None]:
-    """What is wrong with the tokenizer, and the number of its ids if it could be built.
+def _tokenizer(config: Config, sound: bool) -> tuple[list[str], Tokenizer | None]:
+    """What is wrong with the tokenizer, and the tokenizer if it could be built.
 
     A tokenizer whose library takes seconds to load is built only if all flags are right.
     """
     options, given = config.tokenizer, config.model.vocab_size
     if list(options.problems(given)):
         return [], None  # Config.problems() tells
-    slow = options.tokenizer_type == "HFTokenizer" and needs_transformers(
-        options.tokenizer_model or ""
+    slow = options.tokenizer_type == "HFTokenizer" and (
+        options.trust_remote_code or needs_transformers(options.tokenizer_model or "")
     )
     if slow and not sound:
         return [], None
     try:
-        size = build_tokenizer(options, given).vocab_size
+        tokenizer = build_tokenizer(options, given)
     except (ValueError, OSError) as error:
         return [str(error).replace("\n", " ")], None
+    size = tokenizer.vocab_size
     if options.tokenizer_type != "NullTokenizer" and given not in (None, size):
         return [
             f"--vocab-size {given}: the tokenizer's vocabulary has {size} ids; leave the flag out"
-        ], size
-    return [], size
+        ], tokenizer
+    return [], tokenizer
 
 
 def _checkpoint_problems(config: Config, dp_size: int, vocab_size: int | None) -> Iterator[str]:

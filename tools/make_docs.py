@@ -110,8 +110,8 @@ def _values(values: Mapping[str, Mapping[str, str]]) -> str:
 
 
 def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
-    lines = [head, tuple("---" for _ in head), *rows]
-    return "".join("| " + " | ".join(line).replace("*", "\\*") + " |\n" for line in lines)
+    lines = [" | ".join(line) for line in (head, tuple("---" for _ in head), *rows)]
+    return "".join(f"| {line} |\n".replace("*", "\\*").replace("<", "\\<") for line in lines)
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Turn a jsonl file of documents into Megatron's token files, <prefix>_<key>_document.bin and .idx.
+"""Turn documents of any kind into Megatron's token files, <prefix>_<key>_document.bin and .idx.
 
 The command line over `megatron_ds.data.preprocess`: flags, progress and exit code.
 """
@@ -14,17 +14,16 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from megatron_ds import arguments, flags, runtime
-from megatron_ds.config import TokenizerConfig
-from megatron_ds.data.preprocess import PreprocessOptions, Progress, preprocess
+from megatron_ds.config import TOKENIZERS, TokenizerConfig
+from megatron_ds.data.preprocess import PreprocessOptions, Progress, dropped, preprocess
+from megatron_ds.data.sources import FORMATS, TEXT_DOCUMENTS, Inputs
 from megatron_ds.peer_flags import REFUSED_VALUES
 from megatron_ds.tokenizer import build_tokenizer
 
 KINDS = {
-    "GPT2BPETokenizer": "GPT2BPETokenizer",
-    "HFTokenizer": "HFTokenizer",
+    **{kind: kind for kind in TOKENIZERS},
     "HuggingFaceTokenizer": "HFTokenizer",
     "PretrainedFromHF": "HFTokenizer",
-    "NullTokenizer": "NullTokenizer",
 }
 Report = Callable[[Progress], None]
 
@@ -32,20 +31,65 @@ Report = Callable[[Progress], None]
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     data = parser.add_argument_group("input and output")
-    data.add_argument("--input", required=True, help="file with one JSON object per line")
+    data.add_argument(
+        "--input",
+        nargs="+",
+        default=[],
+        metavar="PATH",
+        help="files, patterns, folders, addresses (s3://, hf://, ...) or - for the standard input: "
+        "JSON lines, parquet, arrow, csv, tsv or plain text, by name; .gz .xz .zst .bz2 as well",
+    )
+    data.add_argument(
+        "--input-format",
+        choices=["auto", *FORMATS],
+        default=Inputs.format,
+        help="what the files are, whatever their names say (default: by name, else jsonl)",
+    )
+    data.add_argument(
+        "--text-documents",
+        choices=TEXT_DOCUMENTS,
+        default=Inputs.text_documents,
+        help="a document of plain text is a whole file, or a block between blank lines "
+        "(default: %(default)s)",
+    )
+    data.add_argument(
+        "--hf-dataset", metavar="NAME", help="a Hugging Face data set: name, path or saved folder"
+    )
+    data.add_argument("--hf-config", metavar="NAME", help="configuration of --hf-dataset")
+    data.add_argument(
+        "--split",
+        default=Inputs.hf_split,
+        metavar="NAME",
+        help="split of --hf-dataset (default: %(default)s)",
+    )
     data.add_argument(
         "--json-keys",
         "--json-key",
+        "--columns",
         nargs="+",
         default=["text"],
         metavar="KEY",
-        help="keys whose texts are taken; each makes files of its own (default: text)",
+        help="keys or columns whose texts are taken, a.b for b inside of a; each makes files of "
+        "its own (default: text)",
     )
     data.add_argument(
         "--output-prefix", required=True, help="beginning of the output files' names, with path"
     )
     data.add_argument(
         "--append-eod", action="store_true", help="end every document with the EOD token"
+    )
+    data.add_argument(
+        "--strict",
+        action="store_true",
+        help="stop at a line that gives no document (default: leave it out, and list it in "
+        "<prefix>.quarantine)",
+    )
+    data.add_argument(
+        "--max-document-bytes",
+        type=int,
+        default=Inputs.max_document_bytes,
+        metavar="N",
+        help="longer documents are left out (default: %(default)s)",
     )
     data.add_argument(
         "--dataset-impl",
@@ -62,14 +106,48 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         choices=list(KINDS),
         help="HuggingFaceTokenizer and PretrainedFromHF are other names of HFTokenizer",
     )
-    tokenizer.add_argument("--vocab-file", "--vocab", help="vocab.json of GPT2BPETokenizer")
+    tokenizer.add_argument(
+        "--vocab-file",
+        "--vocab",
+        help="vocab.json of GPT2BPETokenizer, vocab.txt of the BertWordPiece kinds",
+    )
     tokenizer.add_argument("--merge-file", help="merges.txt of GPT2BPETokenizer")
     tokenizer.add_argument(
         "--tokenizer-model",
         "--tokenizer-name-or-path",
-        help="folder or tokenizer.json of HFTokenizer",
+        help="folder, tokenizer.json or name on the Hugging Face Hub of HFTokenizer; model file of "
+        "the SentencePiece kinds, Llama2Tokenizer and TikTokenizer",
     )
-    tokenizer.add_argument("--vocab-size", type=int, help="number of ids of NullTokenizer")
+    tokenizer.add_argument(
+        "--vocab-size", type=int, help="number of ids of NullTokenizer or TikTokenizer"
+    )
+    tokenizer.add_argument(
+        "--vocab-extra-ids",
+        type=int,
+        default=TokenizerConfig.vocab_extra_ids,
+        help="sentinel tokens <extra_id_N> to add (BertWordPiece kinds, SentencePieceTokenizer)",
+    )
+    tokenizer.add_argument(
+        "--trust-remote-code",
+        action="store_true",
+        help="run the Python code that an HFTokenizer's folder brings; never do so for strangers",
+    )
+    tokenizer.add_argument(
+        "--tiktoken-pattern", choices=["v1", "v2"], help="how TikTokenizer cuts text into words"
+    )
+    tokenizer.add_argument(
+        "--tiktoken-num-special-tokens",
+        type=int,
+        default=TokenizerConfig.tiktoken_num_special_tokens,
+        help="ids of TikTokenizer before the tokens of its file (default: %(default)s)",
+    )
+    tokenizer.add_argument(
+        "--tiktoken-special-tokens",
+        "--tokenizer-special-tokens",
+        nargs="+",
+        metavar="TOKEN",
+        help="names of the first of these ids (default: <unk> <s> </s>)",
+    )
     work = parser.add_argument_group(
         "work", "The output is the same for any values. Texts without tokens are left out."
     )
@@ -139,8 +217,8 @@ class LineReport:
 
 
 @contextmanager
-def bar(total_bytes: int) -> Iterator[Report]:
-    """A progress bar over the bytes of the input, for people at a terminal."""
+def bar(total_bytes: int | None) -> Iterator[Report]:
+    """A progress bar over the bytes of the input, for people at a terminal. None: not known."""
     from rich.console import Console
     from rich.progress import (
         BarColumn,
@@ -179,25 +257,45 @@ def reporting(options: PreprocessOptions, log_interval: int) -> Iterator[Report]
     if not sys.stderr.isatty():
         yield LineReport(log_interval)
         return
-    with bar(os.path.getsize(options.input)) as report:
+    with bar(options.inputs.total_bytes()) as report:
         yield report
 
 
 def summary(progress: Progress, seconds: float) -> str:
+    """MB/s are those of the texts, without what surrounds them in their files."""
     seconds = max(seconds, 1e-9)
     return (
         f"Processed {progress.documents} documents ({progress.documents / seconds:.0f} docs/s, "
-        f"{progress.input_bytes / seconds / 1e6:.2f} MB/s)."
+        f"{progress.text_bytes / seconds / 1e6:.2f} MB/s)."
     )
+
+
+def closing(progress: Progress, options: PreprocessOptions, seconds: float) -> Iterator[str]:
+    """What was done, and what was left out."""
+    yield summary(progress, seconds)
+    yield f"{progress.tokens} tokens ({progress.tokens / max(seconds, 1e-9):.0f} tokens/s)"
+    if progress.dropped:
+        yield f"left out: {dropped(progress)}; listed in {options.quarantine}"
+    for key in options.keys:
+        yield f"wrote {options.prefix(key)}.bin and .idx"
 
 
 def main(argv: Sequence[str]) -> int:
     args = parse(argv)
     options = PreprocessOptions(
-        input=args.input,
+        inputs=Inputs(
+            paths=tuple(args.input),
+            format=args.input_format,
+            text_documents=args.text_documents,
+            hf_dataset=args.hf_dataset,
+            hf_config=args.hf_config,
+            hf_split=args.split,
+            max_document_bytes=args.max_document_bytes,
+        ),
         output_prefix=args.output_prefix,
         keys=tuple(args.json_keys),
         append_eod=args.append_eod,
+        strict=args.strict,
         workers=args.workers,
         chunk_size=args.chunk_size,
     )
@@ -206,7 +304,18 @@ def main(argv: Sequence[str]) -> int:
         vocab_file=args.vocab_file,
         merge_file=args.merge_file,
         tokenizer_model=args.tokenizer_model,
+        trust_remote_code=args.trust_remote_code,
+        vocab_extra_ids=args.vocab_extra_ids,
+        tiktoken_pattern=args.tiktoken_pattern,
+        tiktoken_num_special_tokens=args.tiktoken_num_special_tokens,
+        tiktoken_special_tokens=args.tiktoken_special_tokens,
     )
+    if not args.append_eod:
+        print(
+            "WARNING: without --append-eod nothing marks where a document ends: a model trained on "
+            "these files takes neighbours for one text, and does not learn to stop",
+            file=sys.stderr,
+        )
     start = time.perf_counter()
     try:
         problems = [*options.problems(), *config.problems(args.vocab_size)]
@@ -224,11 +333,7 @@ def main(argv: Sequence[str]) -> int:
         return 130
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a path may be no text
-    print(summary(done, time.perf_counter() - start))
-    left_out = f"; {done.empty} empty texts were left out" if done.empty else ""
-    print(f"{done.tokens} tokens{left_out}")
-    for key in options.keys:
-        print(f"wrote {options.prefix(key)}.bin and .idx")
+    print(*closing(done, options, time.perf_counter() - start), sep="\n")
     return 0
 
 

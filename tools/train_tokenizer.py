@@ -1,73 +1,159 @@
-"""Trains a byte-level BPE on a jsonl file and writes GPT-2's two files, vocab.json and merges.txt.
+"""Train a tokenizer on text: byte-level BPE, WordPiece, or Unigram.
 
-The last token is <|endoftext|>, which ends a document.
+bpe writes GPT-2's vocab.json and merges.txt and a tokenizer.json; wordpiece writes BERT's
+vocab.txt; unigram writes a SentencePiece model, tokenizer.model. The same text gives the same
+files.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from tokenizers import ByteLevelBPETokenizer
+from megatron_ds.data.preprocess import Bad, PreprocessOptions, texts_of
+from megatron_ds.data.sources import FORMATS, TEXT_DOCUMENTS, Inputs, Reader
+from megatron_ds.tokenizer import training
 
-END_OF_TEXT = "<|endoftext|>"
+USES = {
+    "bpe": "--tokenizer-type GPT2BPETokenizer --vocab-file {0}/vocab.json --merge-file "
+    "{0}/merges.txt",
+    "wordpiece": "--tokenizer-type {1} --vocab-file {0}/vocab.txt",
+    "unigram": "--tokenizer-type GPTSentencePieceTokenizer --tokenizer-model {0}/tokenizer.model",
+}
+BETWEEN_LINES = 5.0
+"""Seconds between progress lines."""
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
-    parser.add_argument("--input", type=Path, required=True, help="the jsonl file")
-    parser.add_argument("--json-key", default="text", help="the key of the text")
-    parser.add_argument("--vocab-size", type=int, default=4096, help="tokens, bytes included")
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    parser.add_argument(
+        "--input", nargs="+", default=[], help="files, patterns, folders; - is the standard input"
+    )
+    parser.add_argument(
+        "--input-format",
+        default=Inputs.format,
+        choices=["auto", *FORMATS],
+        help="what the files are (default: what their names say)",
+    )
+    parser.add_argument(
+        "--text-documents",
+        default=Inputs.text_documents,
+        choices=TEXT_DOCUMENTS,
+        help="what a document of plain text is (default: %(default)s)",
+    )
+    parser.add_argument("--hf-dataset", metavar="NAME", help="a Hugging Face data set")
+    parser.add_argument("--hf-config", metavar="NAME", help="configuration of --hf-dataset")
+    parser.add_argument(
+        "--split", default=Inputs.hf_split, help="split of --hf-dataset (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--json-keys",
+        "--json-key",
+        nargs="+",
+        default=["text"],
+        metavar="KEY",
+        help="keys or columns of the texts (default: text)",
+    )
+    parser.add_argument(
+        "--type", default="bpe", choices=training.KINDS, help="what to train (default: bpe)"
+    )
+    parser.add_argument("--vocab-size", type=int, default=4096, help="tokens (default: 4096)")
+    parser.add_argument(
+        "--keep-case",
+        action="store_true",
+        help="wordpiece: a vocabulary of BertWordPieceCase, not of BertWordPieceLowerCase",
+    )
+    parser.add_argument(
+        "--strict", action="store_true", help="stop at a line without a text, do not pass over it"
+    )
     parser.add_argument("--output-dir", type=Path, required=True, help="where the files go")
     arguments = parser.parse_args(argv)
+    if arguments.keep_case and arguments.type != "wordpiece":
+        parser.error("--keep-case is for --type wordpiece")
+    return arguments
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = parse(argv)
+    inputs = Inputs(
+        paths=tuple(arguments.input),
+        format=arguments.input_format,
+        text_documents=arguments.text_documents,
+        hf_dataset=arguments.hf_dataset,
+        hf_config=arguments.hf_config,
+        hf_split=arguments.split,
+    )
+    reading = Texts(inputs, tuple(arguments.json_keys), strict=arguments.strict)
     try:
-        size = train(
-            arguments.input, arguments.json_key, arguments.vocab_size, arguments.output_dir
-        )
-    except ValueError as error:
-        parser.error(str(error))
-    print(f"{size} tokens in {arguments.output_dir / 'vocab.json'}")
+        size = train(arguments, reading)
+    except (ValueError, OSError) as error:
+        print(f"train_tokenizer.py: error:\n{error}", file=sys.stderr)
+        return 1
+    kind = "BertWordPieceCase" if arguments.keep_case else "BertWordPieceLowerCase"
+    print(f"{size} tokens from {reading.summary}")
+    print(f"use it with {USES[arguments.type].format(arguments.output_dir, kind)}")
     return 0
 
 
-def train(path: Path, key: str, vocab_size: int, folder: Path) -> int:
-    """Number of tokens: vocab_size, or fewer if the text has no more pairs to merge.
+def train(arguments: argparse.Namespace, texts: Texts) -> int:
+    """Number of tokens."""
+    folder, size, show = arguments.output_dir, arguments.vocab_size, sys.stderr.isatty()
+    if arguments.type == "wordpiece":
+        lower_case = not arguments.keep_case
+        return training.train_wordpiece(texts, size, folder, lower_case=lower_case, show=show)
+    if arguments.type == "unigram":
+        return training.train_unigram(texts, size, folder, show=show)
+    return training.train_bpe(texts, size, folder, show=show)
 
-    Raises ValueError for a vocabulary below the 256 bytes and <|endoftext|>, and for a bad line.
+
+class Texts:
+    """The texts of the inputs, with a progress line now and then; what has none is counted.
+
+    Iterating raises ValueError if there is no text at all, or at the first line without one if
+    `strict`.
     """
-    if vocab_size < 257:
-        raise ValueError(f"--vocab-size {vocab_size}: the bytes and {END_OF_TEXT} alone are 257")
-    tokenizer = ByteLevelBPETokenizer()
-    tokenizer.train_from_iterator(
-        texts(path, key), vocab_size=vocab_size - 1, special_tokens=[], min_frequency=2
-    )
-    folder.mkdir(parents=True, exist_ok=True)
-    tokenizer.save_model(str(folder))
-    vocab_file = folder / "vocab.json"
-    vocab = json.loads(vocab_file.read_text(encoding="utf-8"))
-    vocab[END_OF_TEXT] = len(vocab)
-    vocab_file.write_text(json.dumps(vocab, ensure_ascii=False), encoding="utf-8")
-    return len(vocab)
 
+    def __init__(self, inputs: Inputs, keys: tuple[str, ...], *, strict: bool = False) -> None:
+        self._options = PreprocessOptions(inputs=inputs, output_prefix="", keys=keys)
+        self._strict = strict
+        self._documents = 0
+        self._bytes = 0
+        self._left_out = 0
+        self._first_bad: Bad | None = None
 
-def texts(path: Path, key: str) -> Iterator[str]:
-    """The texts of a jsonl file. Raises ValueError naming a line that has none."""
-    with path.open(encoding="utf-8") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.strip():
+    def __iter__(self) -> Iterator[str]:
+        problems = list(self._options.inputs.problems())
+        if problems:
+            raise ValueError("\n".join(problems))
+        start = said = time.perf_counter()
+        for item in Reader(self._options.inputs, self._options.keys):
+            found = texts_of(item, self._options)
+            if isinstance(found, Bad):
+                if self._strict:
+                    raise ValueError(str(found))
+                self._left_out += 1
+                self._first_bad = self._first_bad or found
                 continue
-            try:
-                text = json.loads(line)[key]
-            except (json.JSONDecodeError, KeyError, TypeError) as error:
-                raise ValueError(
-                    f"{path}, line {number}: expected a JSON object with the key {key!r}"
-                ) from error
-            if not isinstance(text, str):
-                raise ValueError(f"{path}, line {number}: the value of {key!r} is not a text")
-            yield text
+            yield from found
+            self._documents += 1
+            self._bytes += sum(len(text.encode()) for text in found)
+            now = time.perf_counter()
+            if now - said > BETWEEN_LINES:
+                said = now
+                speed = self._bytes / (now - start) / 1e6
+                print(f"read {self.summary} ({speed:.1f} MB/s)", file=sys.stderr, flush=True)
+        if not self._documents:
+            why = f"; the first line without one: {self._first_bad}" if self._first_bad else ""
+            raise ValueError(f"{self._options.inputs.name}: has no text{why}")
+
+    @property
+    def summary(self) -> str:
+        left_out = f", {self._left_out} left out, the first {self._first_bad}"
+        left_out = left_out if self._left_out else ""
+        return f"{self._documents} documents, {self._bytes / 1e6:.1f} MB{left_out}"
 
 
 if __name__ == "__main__":

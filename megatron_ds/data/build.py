@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -36,6 +36,25 @@ from megatron_ds.data.sample_index import (
 
 FORMAT = 1
 """Raised when the same inputs begin to give other indexes."""
+BLEND_FORMAT = 2
+"""The same for the order of mixtures."""
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one token file gives to a part. epochs: passes over its documents of the part."""
+
+    part: str
+    prefix: str
+    weight: float
+    samples: int
+    epochs: float
+
+    def __str__(self) -> str:
+        return (
+            f"{self.part}: {self.prefix}, weight {self.weight:.6g}: {self.samples} samples, "
+            f"{self.epochs:.3g} epochs"
+        )
 
 
 @dataclass(frozen=True)
@@ -45,6 +64,7 @@ class Datasets:
     train: TokenDataset | None
     valid: TokenDataset | None
     test: TokenDataset | None
+    shares: tuple[Share, ...] = ()
 
 
 def build_datasets(
@@ -88,7 +108,8 @@ def build_datasets(
             built.append(None)
             continue
         built.append(builder.dataset(name, paths, shares, samples))
-    return Datasets(*built)
+    train, valid, test = built
+    return Datasets(train, valid, test, tuple(builder.shares))
 
 
 @dataclass(frozen=True)
@@ -99,26 +120,50 @@ class _Builder:
     tokenizer_fingerprint: str
     vocab_size: int
     fallback_cache: str | None
+    shares: list[Share] = field(default_factory=list)
+    """Of what was built so far."""
 
     def dataset(
         self, name: str, paths: Sequence[str], shares: Sequence[float] | None, samples: int
     ) -> TokenDataset:
         if len(paths) == 1:
-            return self._single(name, paths[0], shares, samples)
+            alone, tokens = self._single(name, paths[0], shares, samples)
+            self._note(name, paths[0], 1.0, samples, tokens)
+            return alone
         weights, prefixes = parse_blend(paths, "--data-path")
+        if weights is None:
+            sizes = [self._tokens(name, prefix, shares) for prefix in prefixes]
+            weights = [size / sum(sizes) for size in sizes]
         requests = blend_requests(weights, samples)
         sources = [
             self._single(name, prefix, shares, request)
             for prefix, request in zip(prefixes, requests, strict=True)
         ]
         cache = self._cache(prefixes[0])
-        decides = {"format": FORMAT, "weights": weights, "samples": samples}
+        decides = {"format": BLEND_FORMAT, "weights": weights, "samples": samples}
         made = cache.get("blend", decides, lambda: _blend_arrays(weights, samples))
-        return BlendedDataset(sources, made["source"], made["sample"])
+        taken = np.bincount(made["source"], minlength=len(sources)).tolist()
+        for prefix, weight, count, (_, tokens) in zip(
+            prefixes, weights, taken, sources, strict=True
+        ):
+            self._note(name, prefix, weight, count, tokens)
+        return BlendedDataset([one for one, _ in sources], made["source"], made["sample"])
+
+    def _tokens(self, name: str, prefix: str, shares: Sequence[float] | None) -> int:
+        """Tokens of a file's documents that belong to the part, which must be some."""
+        file = IndexedDataset(prefix)
+        _refuse(no_documents(self.config, name, file, 1, shares))
+        first, end = part_bounds(file, name, shares)
+        return int(file.lengths[first:end].sum(dtype=np.int64))
+
+    def _note(self, part: str, prefix: str, weight: float, samples: int, tokens: int) -> None:
+        epochs = samples * self.seq_length / tokens
+        self.shares.append(Share(part, prefix, weight, samples, epochs))
 
     def _single(
         self, name: str, prefix: str, shares: Sequence[float] | None, samples: int
-    ) -> GPTDataset:
+    ) -> tuple[GPTDataset, int]:
+        """The samples of one file, and the tokens of its documents that belong to the part."""
         file = IndexedDataset(prefix)
         _refuse(wrong_ids(file, self.vocab_size))
         if self.config.mmap_warmup:
@@ -156,7 +201,8 @@ class _Builder:
 
         arrays = self._cache(prefix).get(f"{Path(prefix).name}-{name}", decides, make)
         indexes = SampleIndexes(arrays["documents"], arrays["samples"], arrays["shuffle"])
-        return GPTDataset(file, indexes, self.seq_length, self.vocab_size)
+        dataset = GPTDataset(file, indexes, self.seq_length, self.vocab_size)
+        return dataset, int(lengths[first:end].sum(dtype=np.int64))
 
     def _cache(self, prefix: str) -> ArrayCache:
         if self.config.data_cache_path:

@@ -14,7 +14,9 @@ import numpy as np
 
 from megatron_ds.config import DataConfig, flag_of
 from megatron_ds.data.indexed import IndexedDataset, Tokens
+from megatron_ds.data.made_by import of_another
 from megatron_ds.data.sample_index import parse_split, split_bounds
+from megatron_ds.tokenizer.identity import Identity
 
 DEFAULT_SPLIT = "969,30,1"
 NAMES = ("train", "valid", "test")
@@ -24,12 +26,16 @@ PROBED_TOKENS = 4096
 
 
 def data_problems(
-    config: DataConfig, num_samples: tuple[int, int, int] | None, vocab_size: int | None
+    config: DataConfig,
+    num_samples: tuple[int, int, int] | None,
+    vocab_size: int | None,
+    identity: Identity | None = None,
 ) -> Iterator[str]:
     """Why the data flags and their files cannot feed the run, a line each.
 
     num_samples: samples that the run takes of each part. vocab_size: number of the tokenizer's ids.
-    What is None is not known, and what depends on it is not judged.
+    identity: the tokenizer's, to be held against what lies beside the data. What is None is not
+    known, and what depends on it is not judged.
     """
     shares: Sequence[float] | None = None
     if config.data_path:
@@ -53,7 +59,7 @@ def data_problems(
             cut, fed = None, [field.removesuffix("_data_path")]
         needed = {name: samples[name] for name in fed if samples[name]}
         for prefix in dict.fromkeys(prefixes):
-            problems = _file_problems(config, prefix, vocab_size, needed, cut)
+            problems = _file_problems(config, prefix, vocab_size, identity, needed, cut)
             yield from (f"{flag} {problem}" for problem in problems)
 
 
@@ -61,6 +67,7 @@ def _file_problems(
     config: DataConfig,
     prefix: str,
     vocab_size: int | None,
+    identity: Identity | None,
     needed: dict[str, int],
     shares: Sequence[float] | None,
 ) -> Iterator[str]:
@@ -74,7 +81,9 @@ def _file_problems(
     except (ValueError, OSError) as error:
         yield f"{prefix}: {error}"
         return
-    if vocab_size is not None:
+    other = [] if identity is None else list(of_another(prefix, identity))
+    yield from other
+    if vocab_size is not None and not other:
         yield from wrong_ids(file, vocab_size)
     for name, samples in needed.items():
         yield from (
@@ -82,14 +91,17 @@ def _file_problems(
         )
 
 
-def parse_blend(paths: Sequence[str], flag: str) -> tuple[list[float], list[str]]:
+def parse_blend(paths: Sequence[str], flag: str) -> tuple[list[float] | None, list[str]]:
     """Normalised weights and prefixes of `WEIGHT PREFIX WEIGHT PREFIX ...`; weight 0 drops out.
 
-    Raises ValueError for anything else.
+    `PREFIX PREFIX ...`, where no prefix is a number, has no weights: each file gives according to
+    its size. Raises ValueError for anything else.
     """
     given = f"{flag} {' '.join(paths)}"
+    if not any(_is_number(path) for path in paths):
+        return None, list(paths)
     if len(paths) % 2:
-        raise ValueError(f"{given}: must be one prefix, or WEIGHT PREFIX WEIGHT PREFIX ...")
+        raise ValueError(f"{given}: must be prefixes alone, or WEIGHT PREFIX WEIGHT PREFIX ...")
     weights = [_weight(text, given) for text in paths[::2]]
     kept = [(weight, prefix) for weight, prefix in zip(weights, paths[1::2], strict=True) if weight]
     try:
@@ -99,6 +111,14 @@ def parse_blend(paths: Sequence[str], flag: str) -> tuple[list[float], list[str]
     if total <= 0:
         raise ValueError(f"{given}: all weights are 0")
     return [weight / total for weight, _ in kept], [prefix for _, prefix in kept]
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
 
 
 def _weight(text: str, given: str) -> float:

@@ -45,6 +45,8 @@ DTYPES: dict[int, np.dtype[np.generic]] = {
     5: np.dtype("<i8"),
     8: np.dtype("<u2"),
 }
+MADE_BY = ".tokenizer.json"
+"""End of the name of the file beside a pair that says which tokenizer made it."""
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 UINT16_VOCAB = 65500
 """Vocabularies below this are written as uint16, as in every Megatron."""
@@ -153,12 +155,19 @@ class IndexedWriter:
 
     Use as a context manager, or call `finalize()`; leaving the `with` block by an exception removes
     what was written. A killed run leaves `<prefix>.bin.partial`, which the next one overwrites.
+    made_by: what the file beside the pair is to say of the tokenizer; one of an older pair goes.
     Raises ValueError if another process is writing the same prefix, or if a token does not fit the
     dtype.
     """
 
-    def __init__(self, prefix: str | os.PathLike[str], dtype: npt.DTypeLike) -> None:
+    def __init__(
+        self,
+        prefix: str | os.PathLike[str],
+        dtype: npt.DTypeLike,
+        made_by: bytes | None = None,
+    ) -> None:
         self.prefix = os.fspath(prefix)
+        self._made_by = made_by
         self.dtype = np.dtype(dtype).newbyteorder("<")
         if self.dtype not in CODES:
             raise ValueError(
@@ -192,6 +201,18 @@ class IndexedWriter:
         self._documents.append(np.arange(self._count + 1, self._count + 1 + sizes.size))
         self._count += sizes.size
 
+    def add_dataset(self, data: IndexedDataset) -> None:
+        """Append all sequences and documents of another pair of the same dtype."""
+        if data.dtype != self.dtype:
+            raise ValueError(f"{data.prefix} holds {data.dtype}, not {self.dtype}")
+        assert self._bin is not None, "the pair was already finished"
+        with _naming(self.prefix + ".bin.partial"):
+            for first in range(0, data.tokens.size, CHUNK):
+                self._bin.write(data.tokens[first : first + CHUNK].tobytes())
+        self._lengths.append(np.asarray(data.lengths, dtype="<i4"))
+        self._documents.append(data.document_index[1:].astype(np.int64) + self._count)
+        self._count += len(data)
+
     def finalize(self) -> None:
         """Flush both files to disk, then give them their names, the index last."""
         assert self._bin is not None, "the pair was already finished"
@@ -201,8 +222,16 @@ class IndexedWriter:
         with _naming(partial_index), open(partial_index, "wb") as file:
             self._write_index(file)
             _sync(file)
-        # An older index must not describe the new tokens, not even for a moment.
-        Path(self.prefix + ".idx").unlink(missing_ok=True)
+        partial_made_by = f"{self.prefix}{MADE_BY}.partial"
+        if self._made_by is not None:
+            with _naming(partial_made_by), open(partial_made_by, "wb") as file:
+                file.write(self._made_by)
+                _sync(file)
+        # What describes older tokens must not stand beside the new ones, not even for a moment.
+        for suffix in (".idx", MADE_BY):
+            Path(self.prefix + suffix).unlink(missing_ok=True)
+        if self._made_by is not None:
+            os.replace(partial_made_by, self.prefix + MADE_BY)
         os.replace(self.prefix + ".bin.partial", self.prefix + ".bin")
         os.replace(partial_index, self.prefix + ".idx")
         self._bin.close()
@@ -213,7 +242,7 @@ class IndexedWriter:
         """Remove what was written."""
         if self._bin is None:
             return
-        for suffix in (".bin.partial", ".idx.partial"):
+        for suffix in (".bin.partial", ".idx.partial", f"{MADE_BY}.partial"):
             Path(self.prefix + suffix).unlink(missing_ok=True)
         with suppress(OSError):  # what the disk has no room for is not wanted any more
             self._bin.close()

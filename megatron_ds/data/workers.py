@@ -12,6 +12,7 @@ import signal
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from types import TracebackType
@@ -44,27 +45,20 @@ class Workers(Generic[Item, Result]):
         # A fork shares the function's tables and starts at once; elsewhere they are sent over.
         fork = "fork" in multiprocessing.get_all_start_methods()
         context: Any = multiprocessing.get_context("fork" if fork else "spawn")
-        # Blocked here and ignored there, Ctrl-C never reaches a worker, not even while it is born.
-        heard = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-        try:
-            self._start(context)
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, heard)
-        self._threads = ThreadPoolExecutor(self._count)
-        return self
-
-    def _start(self, context: Any) -> None:
         for _ in range(self._count):
             ours, theirs = context.Pipe()
             process = context.Process(
                 target=_serve, args=(self._function, theirs, ours), daemon=True
             )
-            process.start()
+            with _interrupts_later():
+                process.start()
             # Closed before the next fork, so that this worker's death is seen as the pipe's end.
             theirs.close()
             self._processes.append(process)
             self._connections.append(ours)
             self._idle.put(ours)
+        self._threads = ThreadPoolExecutor(self._count)
+        return self
 
     def __exit__(
         self,
@@ -110,6 +104,19 @@ class Workers(Generic[Item, Result]):
         return answer  # type: ignore[no-any-return]
 
 
+@contextmanager
+def _interrupts_later() -> Iterator[None]:
+    """Holds Ctrl-C back: Python loses what comes in the middle of a fork, and would work on."""
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def _serve(
     function: Callable[[Item], Result], connection: Connection, parents_end: Connection
 ) -> None:
@@ -117,7 +124,6 @@ def _serve(
     parents_end.close()
     # Ctrl-C reaches the whole group; the parent ends the workers.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     while True:
         try:
             item = connection.recv()

@@ -68,7 +68,7 @@ def tokenizer_config(found: Found, given: Mapping[str, Any]) -> TokenizerConfig:
 def load_tokenizer(config: TokenizerConfig, model: ModelConfig) -> Tokenizer:
     """Raises ValueError if its files are missing or its ids are not those of the model."""
     # A NullTokenizer's end-of-document id comes on top of its --vocab-size.
-    tokenizer = build_tokenizer(config, model.vocab - 1)
+    tokenizer = build_tokenizer(config, model.vocab - (config.tokenizer_type == "NullTokenizer"))
     if tokenizer.vocab_size != model.vocab:
         raise ValueError(
             f"the tokenizer has {tokenizer.vocab_size} tokens, the checkpoint's model "

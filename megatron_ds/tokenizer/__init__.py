@@ -8,15 +8,17 @@ from __future__ import annotations
 
 from megatron_ds.config import TokenizerConfig
 from megatron_ds.tokenizer.base import Tokenizer
+from megatron_ds.tokenizer.identity import Identity
 
-__all__ = ["Tokenizer", "build_tokenizer"]
+__all__ = ["Identity", "Tokenizer", "build_tokenizer"]
 
 
 def build_tokenizer(config: TokenizerConfig, vocab_size: int | None = None) -> Tokenizer:
     """The tokenizer that the configuration names.
 
-    vocab_size: number of ids of a NullTokenizer, without its end-of-document id; unused by the
-    others, which know theirs. Raises ValueError with every problem of flags and files.
+    vocab_size: number of ids of a NullTokenizer, without its end-of-document id, and of a
+    TikTokenizer, to which it is cut; unused by the others, which know theirs. Raises ValueError
+    with every problem of flags and files.
     """
     problems = list(config.problems(vocab_size))
     if problems:
@@ -26,13 +28,41 @@ def build_tokenizer(config: TokenizerConfig, vocab_size: int | None = None) -> T
 
         assert vocab_size is not None
         return NullTokenizer(vocab_size)
+    if config.tokenizer_type == "GPT2BPETokenizer":
+        from megatron_ds.tokenizer.gpt2 import GPT2BPETokenizer
+
+        assert config.vocab_file is not None
+        assert config.merge_file is not None
+        return GPT2BPETokenizer(config.vocab_file, config.merge_file)
+    if config.tokenizer_type.startswith("BertWordPiece"):
+        from megatron_ds.tokenizer.wordpiece import WordPieceTokenizer
+
+        assert config.vocab_file is not None
+        return WordPieceTokenizer(
+            config.vocab_file,
+            lower_case=config.tokenizer_type == "BertWordPieceLowerCase",
+            extra_ids=config.vocab_extra_ids,
+        )
+    assert config.tokenizer_model is not None
     if config.tokenizer_type == "HFTokenizer":
         from megatron_ds.tokenizer.huggingface import build_hf_tokenizer
 
-        assert config.tokenizer_model is not None
-        return build_hf_tokenizer(config.tokenizer_model)
-    from megatron_ds.tokenizer.gpt2 import GPT2BPETokenizer
+        return build_hf_tokenizer(
+            config.tokenizer_model, trust_remote_code=config.trust_remote_code
+        )
+    if config.tokenizer_type == "TikTokenizer":
+        from megatron_ds.tokenizer.tik import TikTokenizer
 
-    assert config.vocab_file is not None
-    assert config.merge_file is not None
-    return GPT2BPETokenizer(config.vocab_file, config.merge_file)
+        assert config.tiktoken_pattern is not None
+        return TikTokenizer(
+            config.tokenizer_model,
+            pattern=config.tiktoken_pattern,
+            num_special=config.tiktoken_num_special_tokens,
+            special=config.tiktoken_special_tokens,
+            vocab_size=vocab_size,
+        )
+    from megatron_ds.tokenizer.sentencepiece import MarkedSentencePiece, PlainSentencePiece
+
+    if config.tokenizer_type == "SentencePieceTokenizer":
+        return MarkedSentencePiece(config.tokenizer_model, extra_ids=config.vocab_extra_ids)
+    return PlainSentencePiece(config.tokenizer_model, kind=config.tokenizer_type)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+import importlib
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
+
+from megatron_ds.tokenizer.identity import Identity
 
 LARGEST_ID = (1 << 31) - 1
 """Ids are stored as int32 at most."""
@@ -29,14 +32,19 @@ class Tokenizer(Protocol):
     def fingerprint(self) -> str:
         """Hash of everything that decides the ids."""
 
+    @property
+    def identity(self) -> Identity:
+        """What is kept beside the data."""
+
     def encode(self, text: str) -> list[int]:
-        """Ids of a text. No begin or end token is added."""
+        """Ids of a text. No end token is added, and no begin token but by Llama2Tokenizer."""
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Ids of each text, the same as `encode` gives, faster."""
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of ids; special tokens appear as their text."""
+        """Text of ids; special tokens appear as their text, except those of the kinds that say
+        otherwise."""
 
 
 def checked_size(vocab: Mapping[str, int], source: str) -> int:
@@ -67,6 +75,17 @@ def read_json(path: str | os.PathLike[str], flag: str) -> object:
         raise ValueError(f"{flag} {path}: not JSON: {error}") from error
     except RecursionError:
         raise ValueError(f"{flag} {path}: is nested too deeply") from None
+
+
+def library(name: str, needed_by: str) -> Any:
+    """A library that not every installation has. Raises ValueError if it is not there."""
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise ValueError(
+            f"{needed_by} needs the library {name}, which cannot be imported ({error}): "
+            f"pip install {name}"
+        ) from None
 
 
 @contextmanager

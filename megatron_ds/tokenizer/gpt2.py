@@ -9,6 +9,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from megatron_ds.tokenizer.base import checked_size, fingerprint_of, library_errors, read_json
+from megatron_ds.tokenizer.identity import Identity, hashes_of
 
 END_OF_TEXT = "<|endoftext|>"
 SPECIAL_TOKENS = 1000
@@ -37,6 +38,9 @@ class GPT2BPETokenizer:
         self.vocab_size = len(vocab)
         self.fingerprint = fingerprint_of(
             "GPT2BPETokenizer", [Path(vocab_file).read_bytes(), Path(merge_file).read_bytes()]
+        )
+        self.identity = Identity(
+            "GPT2BPETokenizer", hashes_of([vocab_file, merge_file]), self.vocab_size, self.eod
         )
         self._tokenizer = tokenizers.Tokenizer(model)
         self._tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -1,8 +1,10 @@
-"""Tokenizers in Hugging Face's formats: a tokenizer.json, or a folder of a pretrained tokenizer."""
+"""Tokenizers in Hugging Face's formats: a tokenizer.json, the folder of a pretrained tokenizer, or
+the name of one on the Hub."""
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from megatron_ds.tokenizer.base import (
     library_errors,
     read_json,
 )
+from megatron_ds.tokenizer.identity import Identity, hashes_of
 
 USUAL_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]", "<|eot_id|>")
 NEEDED_FILES = ("vocab_file", "merges_file")
@@ -21,15 +24,28 @@ NEEDED_FILES = ("vocab_file", "merges_file")
 SIDE_FILES = ("tokenizer_config.json", "special_tokens_map.json")
 
 
-def build_hf_tokenizer(path: str) -> Tokenizer:
+NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+"""A name on the Hub: `gpt2`, `bigscience/bloom`."""
+HUB_FILES = ("*.json", "*.txt", "*.model", "*.tiktoken")
+CODE_FILES = ("*.py",)
+
+
+def build_hf_tokenizer(path: str, *, trust_remote_code: bool = False) -> Tokenizer:
     """A tokenizer.json (or a folder with one) through `tokenizers`; else through `transformers`.
 
-    In both, as in Megatron, the text of a special token inside a document becomes that token;
-    unlike there, no begin or end token is added. Raises ValueError if nothing can be read.
+    path: may be a name on the Hub, whose files are then fetched, or taken from Hugging Face's local
+    cache. trust_remote_code: run the Python code of the folder, in which its tokenizer is a class;
+    it is read by `transformers` then.
+
+    The text of a special token inside a document becomes that token, as in Megatron; unlike there,
+    no begin or end token is added. Raises ValueError if nothing can be read.
     """
-    if needs_transformers(path):
-        return PretrainedTokenizer(path)
-    file = os.path.join(path, "tokenizer.json") if os.path.isdir(path) else path
+    folder = path
+    if not os.path.exists(path) and NAME.fullmatch(path):
+        folder = _fetched(path, HUB_FILES + (CODE_FILES if trust_remote_code else ()))
+    if os.path.isdir(folder) and (trust_remote_code or needs_transformers(folder)):
+        return PretrainedTokenizer(folder, trust_remote_code=trust_remote_code)
+    file = os.path.join(folder, "tokenizer.json") if os.path.isdir(folder) else folder
     if os.path.isfile(file):
         return FileTokenizer(Path(file))
     raise ValueError(
@@ -38,8 +54,21 @@ def build_hf_tokenizer(path: str) -> Tokenizer:
 
 
 def needs_transformers(path: str) -> bool:
-    """Whether a tokenizer is read by `transformers`, which takes seconds to load."""
+    """Whether a tokenizer is fetched, or read by `transformers`, which takes seconds to load."""
+    if not os.path.exists(path):
+        return NAME.fullmatch(path) is not None
     return os.path.isdir(path) and not os.path.isfile(os.path.join(path, "tokenizer.json"))
+
+
+def _fetched(name: str, files: Sequence[str]) -> str:
+    """The folder with the files of a tokenizer on the Hub."""
+    import huggingface_hub
+
+    with library_errors(
+        f"--tokenizer-model {name}: there is no such tokenizer.json and no such folder, and from "
+        "the Hugging Face Hub it cannot be fetched"
+    ):
+        return huggingface_hub.snapshot_download(name, allow_patterns=list(files))
 
 
 class FileTokenizer:
@@ -63,6 +92,7 @@ class FileTokenizer:
         self.fingerprint = fingerprint_of(
             "HFTokenizer", [self._tokenizer.to_str().encode(), str(self.eod).encode()]
         )
+        self.identity = Identity("HFTokenizer", hashes_of([file]), self.vocab_size, self.eod)
 
     def encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False).ids
@@ -76,13 +106,15 @@ class FileTokenizer:
 
 
 class PretrainedTokenizer:
-    """A folder without a tokenizer.json, by transformers' AutoTokenizer; no code is downloaded."""
+    """A folder by transformers' AutoTokenizer. Its own code is run only where that is allowed."""
 
-    def __init__(self, folder: str) -> None:
+    def __init__(self, folder: str, *, trust_remote_code: bool) -> None:
         from transformers import AutoTokenizer
 
         with library_errors(f"--tokenizer-model {folder}: no tokenizer can be read from it"):
-            self._tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+            self._tokenizer: Any = AutoTokenizer.from_pretrained(
+                folder, local_files_only=True, trust_remote_code=trust_remote_code
+            )
             vocab: dict[str, int] = self._tokenizer.get_vocab()
         # Without its files transformers makes an empty tokenizer, which encodes a text to nothing.
         names: dict[str, str] = self._tokenizer.vocab_files_names
@@ -99,6 +131,12 @@ class PretrainedTokenizer:
         files = [Path(folder) / name for name in sorted({*names.values(), *SIDE_FILES})]
         self.fingerprint = fingerprint_of(
             "HFTokenizer", [file.read_bytes() for file in files if file.is_file()]
+        )
+        self.identity = Identity(
+            "HFTokenizer",
+            hashes_of(file for file in files if file.is_file()),
+            self.vocab_size,
+            self.eod,
         )
 
     def encode(self, text: str) -> list[int]:

@@ -289,7 +289,7 @@ def _data(config: Config, tokenizer: Tokenizer, dp_size: int) -> Datasets:
     for name, samples in zip(("train", "validation", "test"), wanted, strict=True):
         runtime.say(f"    {name + ':':<12}{samples}")
     save = config.checkpoint.save
-    return build_datasets(
+    built = build_datasets(
         config.data,
         seq_length=config.model.sequence,
         seed=config.runtime.seed,
@@ -298,6 +298,9 @@ def _data(config: Config, tokenizer: Tokenizer, dp_size: int) -> Datasets:
         vocab_size=tokenizer.vocab_size,
         fallback_cache=None if save is None else str(Path(save) / "index-cache"),
     )
+    for share in built.shares:
+        runtime.say(f"    {share}")
+    return built
 
 
 def _metrics(

@@ -66,6 +66,10 @@ WITHOUT_TORCH = (
     "data/lock.py",
     "data/cache.py",
     "data/build.py",
+    "data/made_by.py",
+    "data/merge.py",
+    "data/inspect.py",
+    "data/sources.py",
 )
 WITHOUT_GROUPS = ("data/", "tokenizer/")
 

@@ -39,6 +39,8 @@ EXPRESSIONS = {
     "range(0, 3)": ["0", "1", "2"],
 }
 """Choices that the peers compute."""
+CHECKED_LATER = {"--tiktoken-pattern": ["v1", "v2"]}
+"""Choices that a peer's parser does not know, but the code behind it."""
 
 
 def peers() -> dict[str, dict[str, dict[str, dict[str, Any]]]]:
@@ -127,12 +129,12 @@ def test_no_flag_stands_in_two_tables() -> None:
     assert [name for name, count in Counter(names).items() if count > 1] == []
 
 
-def words_of(spec: dict[str, Any]) -> Iterator[list[str]]:
+def words_of(name: str, spec: dict[str, Any]) -> Iterator[list[str]]:
     """Values that a peer's parser takes for a flag: each choice, or one of its type."""
     if "action" in spec and spec["action"].startswith("store_"):
         yield []
         return
-    choices = spec.get("choices")
+    choices = CHECKED_LATER.get(name, spec.get("choices"))
     if isinstance(choices, str):
         choices = EXPRESSIONS[choices]
     for value in choices or SAMPLES.get(str(spec.get("type")), ["text"]):
@@ -167,7 +169,7 @@ def test_every_value_that_a_peer_takes_gets_an_answer() -> None:
         for tools in by_peer.values():
             if PRETRAIN not in tools:
                 continue
-            for words in words_of(tools[PRETRAIN]):
+            for words in words_of(name, tools[PRETRAIN]):
                 answer = answers(name, words)
                 flag = flags.known()[dashed(name)]
                 expected = {"always": "supported", "dropped": "no effect"}.get(flag.outcome)

@@ -196,7 +196,7 @@ WRONG = [
     (1, "--data-path nothing", "--data-path nothing: there is no file nothing.idx"),
     (1, "--data-path small.bin", "--data-path small.bin: there is no file", "prefix alone: small)"),
     (1, "--data-path corpus", "(did you mean corpus_text_document?)"),
-    (1, "--data-path 0.5 small 0.5", "--data-path 0.5 small 0.5: must be one prefix, or WEIGHT"),
+    (1, "--data-path 0.5 small 0.5", "--data-path 0.5 small 0.5: must be prefixes alone"),
     (1, "--data-path x small 1 large", "the weight 'x' must be a number of at least 0"),
     (1, "--data-path 0 small 0 large", "--data-path 0 small 0 large: all weights are 0"),
     (1, "--split 1,a", "--split 1,a: must be up to three", "such as 969,30,1"),

@@ -13,7 +13,7 @@ import pytest
 
 from megatron_ds.config import DataConfig
 from megatron_ds.data import build
-from megatron_ds.data.build import Datasets, build_datasets
+from megatron_ds.data.build import Datasets, Share, build_datasets
 from megatron_ds.data.gpt_dataset import TokenDataset
 from megatron_ds.data.indexed import IndexedWriter
 
@@ -117,9 +117,24 @@ def test_blend_follows_the_weights(tmp_path: Path) -> None:
     ids = [train.sample_id(i) for i in range(400)]
     assert sum(name.startswith("0/a:") for name in ids) == 300
     assert [name[:2] for name in ids[:8]].count("1/") == 2
+    # 40 documents of 7 tokens in each, of which a sample takes 5
+    assert built.shares == (
+        Share("train", a, 0.75, 300, 300 * 5 / 280),
+        Share("train", b, 0.25, 100, 100 * 5 / 280),
+    )
     for position in range(8):
         low, high = (0, 40) if ids[position].startswith("0/") else (100, 140)
         assert all(low <= t < high for t in train[position])
+
+
+def test_without_weights_each_file_gives_according_to_its_size(tmp_path: Path) -> None:
+    paths = tuple(write(tmp_path / name, size) for name, size in (("a", 10), ("b", 30), ("c", 40)))
+    built = datasets(DataConfig(data_path=paths, split="1,1"), (400, 80, 0))
+    assert [(share.part, share.samples, share.weight) for share in built.shares] == [
+        *(("train", samples, samples / 400) for samples in (50, 150, 200)),
+        *(("valid", samples, samples / 80) for samples in (10, 30, 40)),
+    ]
+    assert len({share.epochs for share in built.shares if share.part == "train"}) == 1
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gzip
 import json
 import os
 from pathlib import Path
@@ -14,6 +15,7 @@ from megatron_ds.config import TokenizerConfig
 from megatron_ds.data import preprocess as module
 from megatron_ds.data.indexed import IndexedDataset
 from megatron_ds.data.preprocess import PreprocessOptions, Progress, preprocess
+from megatron_ds.data.sources import Inputs
 from megatron_ds.tokenizer import build_tokenizer
 from megatron_ds.tokenizer.null import NullTokenizer
 
@@ -28,9 +30,8 @@ def write(path: Path, lines: list[Any]) -> str:
 
 
 def options(folder: Path, lines: list[Any], **values: Any) -> PreprocessOptions:
-    return PreprocessOptions(
-        input=write(folder / "in.jsonl", lines), output_prefix=str(folder / "out"), **values
-    )
+    inputs = Inputs((write(folder / "in.jsonl", lines),))
+    return PreprocessOptions(inputs, str(folder / "out"), **values)
 
 
 def written(folder: Path) -> list[str]:
@@ -48,7 +49,7 @@ def test_documents_eod_and_empty_texts(tmp_path: Path) -> None:
     assert [data.get(i).tolist() for i in range(len(data))] == [[1, 2, 100], [3, 100]]
     assert data.document_index.tolist() == [0, 1, 2]
     size = os.path.getsize(tmp_path / "in.jsonl")
-    assert done == Progress(documents=3, empty=1, tokens=5, input_bytes=size)
+    assert done == Progress(3, 5, text_bytes=5, input_bytes=size, dropped={"empty text": 1})
     preprocess(options(tmp_path, lines), TOKENIZER)
     data = IndexedDataset(tmp_path / "out_text_document")
     assert [data.get(i).tolist() for i in range(len(data))] == [[1, 2], [3]]
@@ -81,7 +82,7 @@ def test_bytes_are_the_same_for_any_workers_and_chunks(
 
 def test_the_last_line_needs_no_end(tmp_path: Path) -> None:
     given = options(tmp_path, [])
-    Path(given.input).write_text('{"text": "1"}\n{"text": "2"}')
+    Path(given.inputs.paths[0]).write_text('{"text": "1"}\n{"text": "2"}')
     assert preprocess(given, TOKENIZER).documents == 2
 
 
@@ -100,12 +101,12 @@ def test_bad_lines_are_named_together_and_leave_nothing(tmp_path: Path) -> None:
     lines[20] = [1]
     lines[21] = '{"text": "\\ud83d"}'
     for workers, chunk_size in ((1, 64), (2, 1)):
-        given = options(tmp_path, lines, workers=workers, chunk_size=chunk_size)
+        given = options(tmp_path, lines, strict=True, workers=workers, chunk_size=chunk_size)
         with pytest.raises(ValueError) as raised:
             preprocess(given, TOKENIZER)
         found = str(raised.value).splitlines()
         assert [line.split(":")[1] for line in found] == ["5", "12", "13", "21", "22"]
-        assert found[0].startswith(f"{given.input}:5: not JSON")
+        assert found[0].startswith(f"{given.inputs.paths[0]}:5: not JSON")
         assert found[1].endswith("has no key 'text' (it has 'txt')")
         assert found[2].endswith("'text' must be text, not int")
         assert found[3].endswith("must be a JSON object, not list")
@@ -115,27 +116,27 @@ def test_bad_lines_are_named_together_and_leave_nothing(tmp_path: Path) -> None:
 
 def test_a_text_that_the_tokenizer_refuses_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"in\.jsonl:2: NullTokenizer: id 100 is outside"):
-        preprocess(options(tmp_path, [{"text": "1"}, {"text": "100"}]), TOKENIZER)
+        preprocess(options(tmp_path, [{"text": "1"}, {"text": "100"}], strict=True), TOKENIZER)
     assert written(tmp_path) == []
 
 
 def test_many_bad_lines_are_cut_short(tmp_path: Path) -> None:
-    given = options(tmp_path, [*numbered(3), *["x"] * 500], chunk_size=5)
+    given = options(tmp_path, [*numbered(3), *["x"] * 500], strict=True, chunk_size=5)
     with pytest.raises(ValueError) as raised:
         preprocess(given, TOKENIZER)
     found = str(raised.value).splitlines()
     assert len(found) == module.PROBLEMS_SHOWN + 2
     assert ":4: not JSON" in found[0]
     assert "more)" in found[-2]
-    assert "were not looked at" in found[-1]
+    assert "nothing was looked at" in found[-1]
 
 
 def test_few_bad_lines_in_much_text_stop_the_search(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "LINES_CHECKED_AHEAD", 10)
-    given = options(tmp_path, ["x", *numbered(200), "y"], chunk_size=5)
-    with pytest.raises(ValueError, match=r"(?s):1: not JSON.*not looked at") as raised:
+    monkeypatch.setattr(module, "DOCUMENTS_CHECKED_AHEAD", 10)
+    given = options(tmp_path, ["x", *numbered(200), "y"], strict=True, chunk_size=5)
+    with pytest.raises(ValueError, match=r"(?s):1: not JSON.*nothing was looked at") as raised:
         preprocess(given, TOKENIZER)
     assert len(str(raised.value).splitlines()) == 2
 
@@ -146,7 +147,9 @@ def test_an_older_pair_survives_a_failed_run(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="not JSON"):
         preprocess(options(tmp_path, ["x"]), TOKENIZER)
     assert (tmp_path / "out_text_document.idx").read_bytes() == before
-    assert written(tmp_path) == ["out_text_document.bin", "out_text_document.idx"]
+    assert written(tmp_path) == [
+        f"out_text_document.{end}" for end in ("bin", "idx", "tokenizer.json")
+    ]
 
 
 def test_no_documents_is_an_error(tmp_path: Path) -> None:
@@ -157,7 +160,7 @@ def test_no_documents_is_an_error(tmp_path: Path) -> None:
 
 def test_wrong_options_are_named_together(tmp_path: Path) -> None:
     given = PreprocessOptions(
-        input=str(tmp_path / "none"),
+        inputs=Inputs((str(tmp_path / "none"),)),
         output_prefix=str(tmp_path / "no" / "out"),
         keys=("a", "a"),
         workers=0,
@@ -172,7 +175,7 @@ def test_wrong_options_are_named_together(tmp_path: Path) -> None:
 def test_few_chunks_are_read_ahead(tmp_path: Path) -> None:
     """Memory is flat: when the first chunk is written, only a few more were read."""
     given = options(tmp_path, [{"text": "1 " * 2000}] * 400, chunk_size=1, workers=1)
-    size = os.path.getsize(given.input)
+    size = os.path.getsize(given.inputs.paths[0])
     seen: list[Progress] = []
     preprocess(given, TOKENIZER, seen.append)
     assert seen[0].documents == 1
@@ -187,7 +190,7 @@ def test_openwebtext(tmp_path: Path, shared_data: Path) -> None:
         )
     )
     given = PreprocessOptions(
-        input=str(shared_data / "openwebtext-1000.jsonl"),
+        inputs=Inputs((str(shared_data / "openwebtext-1000.jsonl"),)),
         output_prefix=str(tmp_path / "out"),
         append_eod=True,
         workers=2,
@@ -197,6 +200,118 @@ def test_openwebtext(tmp_path: Path, shared_data: Path) -> None:
     assert data.dtype == "uint16"
     assert len(data) == 1000
     assert int((data.tokens == tokenizer.eod).sum()) == 1000
-    with open(given.input) as file:
+    with open(given.inputs.paths[0]) as file:
         text = json.loads(file.readline())["text"]
     assert tokenizer.decode(data.get(0).tolist()) == text + "<|endoftext|>"
+
+
+def quarantined(folder: Path) -> list[dict[str, Any]]:
+    with open(folder / "out.quarantine", encoding="ascii") as file:
+        return [json.loads(line) for line in file]
+
+
+def test_what_gives_no_document_is_left_out_and_listed_in_order(tmp_path: Path) -> None:
+    first, second = tmp_path / "a.jsonl", tmp_path / "b.csv"
+    lines = [b'{"text": "1"}', b"{", b'{"txt": "2"}', b'{"text": 3}', b"[4]", b'{"text": "\xff"}']
+    lines += [b'{"text": " "}', b'{"text": "7 x"}', b'{"text": "' + b"8 " * 50 + b'"}', b""]
+    first.write_bytes(b"\n".join([*lines, b'{"text": "9", "b": 1}\n']))
+    second.write_bytes(b"text\n10\nx,y\n\xff\n11\n")
+    expected = [
+        (str(first), 2, "broken JSON", "{"),
+        (str(first), 3, "missing key", '{"txt": "2"}'),
+        (str(first), 4, "wrong type", '{"text": 3}'),
+        (str(first), 5, "wrong type", "[4]"),
+        (str(first), 6, "invalid UTF-8", '{"text": "\udcff"}'),
+        (str(first), 7, "empty text", '{"text": " "}'),
+        (str(first), 8, "refused by the tokenizer", '{"text": "7 x"}'),
+        (str(first), 9, "too long", lines[8][:61].decode()),
+        (str(second), 3, "broken row", '["x", "y"]'),
+        (str(second), 4, "invalid UTF-8", '{"text": "\\udcff"}'),
+    ]
+    inputs = Inputs((str(first), str(second)), max_document_bytes=60)
+    seen = set()
+    for workers, chunk_size in ((1, 64), (3, 1), (2, 3)):
+        given = PreprocessOptions(
+            inputs, str(tmp_path / "out"), workers=workers, chunk_size=chunk_size
+        )
+        done = preprocess(given, TOKENIZER)
+        assert IndexedDataset(tmp_path / "out_text_document").tokens.tolist() == [1, 9, 10, 11]
+        found = quarantined(tmp_path)
+        assert [
+            tuple(e[k] for k in ("file", "line", "reason", "content")) for e in found
+        ] == expected
+        assert all(entry["message"] for entry in found)
+        assert sum(done.dropped.values()) == 10
+        assert (done.dropped["wrong type"], done.dropped["invalid UTF-8"]) == (2, 2)
+        assert (done.documents, done.tokens) == (5, 4)
+        assert done.input_bytes == inputs.total_bytes()
+        seen.add(tuple(path.read_bytes() for path in sorted(tmp_path.glob("out*"))))
+    assert len(seen) == 1
+    preprocess(PreprocessOptions(Inputs((str(second),)), str(tmp_path / "new")), TOKENIZER)
+    second.write_text("text\n1\n")
+    preprocess(PreprocessOptions(Inputs((str(second),)), str(tmp_path / "new")), TOKENIZER)
+    assert not (tmp_path / "new.quarantine").exists(), "the list of an earlier run"
+
+
+def test_nothing_but_bad_lines_is_an_error_that_says_so(tmp_path: Path) -> None:
+    with pytest.raises(ValueError) as raised:
+        preprocess(options(tmp_path, ["[", {"a": 1}, "["]), TOKENIZER)
+    assert "has no documents; left out were 2 broken JSON, 1 missing key, the first" in str(
+        raised.value
+    )
+    assert "in.jsonl:1: not JSON" in str(raised.value)
+    assert written(tmp_path) == []
+
+
+def test_one_bad_key_leaves_out_the_line_and_an_empty_text_only_itself(tmp_path: Path) -> None:
+    lines = [{"a": "1", "b": "2"}, {"a": "3"}, {"a": "", "b": "4"}]
+    done = preprocess(options(tmp_path, lines, keys=("a", "b")), TOKENIZER)
+    a, b = (IndexedDataset(tmp_path / f"out_{key}_document").tokens.tolist() for key in "ab")
+    assert (a, b) == ([1], [2, 4])
+    assert done.dropped == {"missing key": 1, "empty text": 1}
+    assert quarantined(tmp_path)[1]["message"] == "'a' has no tokens"
+
+
+def test_nested_keys(tmp_path: Path) -> None:
+    lines = [
+        {"meta": {"text": "1", "deep": {"er": "2"}}},
+        {"meta.text": "3", "meta": {"text": "no", "deep": {"er": "4"}}},
+        {"meta": "5"},
+        {"meta": {"text": None, "deep": {"er": "6"}}},
+    ]
+    keys = ("meta.text", "meta.deep.er")
+    done = preprocess(options(tmp_path, lines, keys=keys), TOKENIZER)
+    found = [IndexedDataset(tmp_path / f"out_{key}_document").tokens.tolist() for key in keys]
+    assert found == [[1, 3], [2, 4]]
+    assert done.dropped == {"missing key": 1, "wrong type": 1}
+
+
+def test_kinds_of_input_mixed_give_the_same_bytes_for_any_workers(tmp_path: Path) -> None:
+    rows = numbered(60)
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in/c.csv").write_text("\n".join(["text", *(r["text"] for r in rows[40:50])]))
+    (tmp_path / "in/d.txt").write_text("\n\n".join(r["text"] for r in rows[50:]))
+    write(tmp_path / "in/a.jsonl", rows[:20])
+    with gzip.open(tmp_path / "in/b.jsonl.gz", "wt") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows[20:40])
+    preprocess(options(tmp_path, rows, append_eod=True), TOKENIZER)
+    expected = [(tmp_path / f"out_text_document{s}").read_bytes() for s in (".bin", ".idx")]
+    inputs = Inputs((str(tmp_path / "in"),), text_documents="paragraph")
+    for workers, chunk_size in ((1, 1000), (2, 7), (3, 1)):
+        prefix = str(tmp_path / "mixed")
+        given = PreprocessOptions(
+            inputs, prefix, append_eod=True, workers=workers, chunk_size=chunk_size
+        )
+        assert preprocess(given, TOKENIZER).documents == 60
+        found = [Path(f"{prefix}_text_document{s}").read_bytes() for s in (".bin", ".idx")]
+        assert found == expected
+
+
+def test_a_damaged_archive_leaves_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "in.jsonl.gz"
+    content = "".join(json.dumps(row) + "\n" for row in [{"text": "x"}, *numbered(5000)])
+    path.write_bytes(gzip.compress(content.encode())[:-20])
+    given = PreprocessOptions(Inputs((str(path),)), str(tmp_path / "out"), workers=2)
+    with pytest.raises(ValueError, match=r"in\.jsonl\.gz: is damaged or cut off"):
+        preprocess(given, TOKENIZER)
+    assert written(tmp_path) == []

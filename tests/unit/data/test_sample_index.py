@@ -5,7 +5,10 @@ from __future__ import annotations
 import random
 
 import numpy as np
+import numpy.typing as npt
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from megatron_ds.data import sample_index
 from megatron_ds.data.sample_index import (
@@ -61,18 +64,6 @@ def naive_indexes(
     tail = np.arange(cut, total, dtype=np.uint32)
     rng.shuffle(tail)
     return order, starts, [*head.tolist(), *tail.tolist()], separate
-
-
-def naive_blend(weights: list[float], size: int) -> tuple[list[int], list[int]]:
-    counts = [0] * len(weights)
-    source, sample = [], []
-    for i in range(size):
-        lags = [w * max(i, 1) - c for w, c in zip(weights, counts, strict=True)]
-        best = lags.index(max(lags))
-        source.append(best)
-        sample.append(counts[best])
-        counts[best] += 1
-    return source, sample
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 1 << 18])
@@ -162,17 +153,41 @@ def test_split_bounds_always_end_at_the_size() -> None:
         assert bounds[-1][1] == size
 
 
-@pytest.mark.parametrize("weights", [[1.0], [0.3, 0.7], [0.5, 0.5], [0.1] * 10, [0.62, 0.08, 0.3]])
-def test_blend_equals_the_greedy_rule(weights: list[float]) -> None:
-    source, sample = blend(weights, 500)
-    expected = naive_blend(weights, 500)
-    assert (source.tolist(), sample.tolist()) == expected
+WEIGHTS = {
+    "one": [1.0],
+    "two": [0.3, 0.7],
+    "equal": [1 / 3] * 3,
+    "ten": [0.1] * 10,
+    "a rare one": [0.62, 0.379999, 0.000001],
+    "halves of halves": [*(2.0**-n for n in range(1, 40)), 2.0**-39],
+    "a large one and many small ones": [0.5, *[0.005] * 100],
+    "next to nothing": [0.5, 0.5 - 1e-300, 5e-324],
+    "300 random ones": np.random.RandomState(0).dirichlet(np.full(300, 0.3)).tolist(),
+    "2500 equal ones": [1 / 2500] * 2500,
+}
 
 
-def test_blend_of_many_sources_and_its_requests() -> None:
-    weights = np.random.RandomState(0).dirichlet(np.ones(300)).tolist()
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_every_prefix_of_a_blend_holds_each_share_within_one_sample(name: str) -> None:
+    weights = WEIGHTS[name]
     source, sample = blend(weights, 3000)
-    assert (source.tolist(), sample.tolist()) == naive_blend(weights, 3000)
-    taken = np.bincount(source, minlength=300)
-    assert (taken <= blend_requests(weights, 3000)).all()
-    assert np.abs(taken - np.array(weights) * 3000).max() <= 1
+    check_shares(weights, source)
+    for number in range(len(weights)):
+        own = sample[source == number]
+        assert own.tolist() == list(range(len(own)))
+    assert (np.bincount(source, minlength=len(weights)) <= blend_requests(weights, 3000)).all()
+    shorter = blend(weights, 700)[0]
+    assert (shorter == source[:700]).all(), "a longer run begins with the shorter one"
+
+
+@given(st.lists(st.integers(1, 10**6), min_size=1, max_size=30), st.integers(1, 300))
+def test_any_weights(parts: list[int], size: int) -> None:
+    weights = [part / sum(parts) for part in parts]
+    check_shares(weights, blend(weights, size)[0])
+
+
+def check_shares(weights: list[float], source: npt.NDArray[np.integer]) -> None:
+    positions = np.arange(1, len(source) + 1)
+    for number, weight in enumerate(weights):
+        given_so_far = np.cumsum(source == number)
+        assert np.abs(given_so_far - weight * positions).max() < 1 + 1e-9

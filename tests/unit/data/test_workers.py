@@ -97,3 +97,20 @@ def test_workers_end_when_the_parent_is_killed() -> None:
     assert len(pids) == 3
     _, alive = psutil.wait_procs([psutil.Process(p) for p in pids if psutil.pid_exists(p)], 10)
     assert alive == []
+
+
+def test_an_interrupt_in_the_middle_of_a_fork_is_not_lost() -> None:
+    """Python prints and forgets what is raised while it puts itself in order after a fork."""
+    armed = [True]
+
+    def interrupt() -> None:
+        while armed:
+            armed.pop()
+            os.kill(os.getpid(), signal.SIGINT)
+
+    os.register_at_fork(after_in_parent=interrupt)  # there is no way back: it works but once
+    with pytest.raises(KeyboardInterrupt), Workers(str, 1):
+        pass
+    for child in multiprocessing.active_children():
+        child.terminate()
+        child.join()

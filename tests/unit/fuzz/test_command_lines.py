@@ -50,7 +50,7 @@ def test_preprocess_data(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "vocab.json").write_text('{"a": ')
     (tmp_path / "in.jsonl").write_bytes(b'{"text": "7"}\n')
-    files = ["--input", "in.jsonl", "--output-prefix", "out", "--workers", "1"]
+    files = ["--input", "in.jsonl", "--output-prefix", "out", "--workers", "1", "--strict"]
     assert preprocess_data.main([*files, *NULL.split()]) == 0
     (tmp_path / "in.jsonl").write_bytes(content)
     capsys.readouterr()
@@ -61,7 +61,8 @@ def test_preprocess_data(
         assert message in shown
     assert IndexedDataset("out_text_document").get(0).tolist() == [7]
     names = sorted(path.name for path in tmp_path.iterdir())
-    assert names == ["in.jsonl", "out_text_document.bin", "out_text_document.idx", "vocab.json"]
+    pair = [f"out_text_document{end}" for end in (".bin", ".idx", ".tokenizer.json")]
+    assert names == ["in.jsonl", *pair, "vocab.json"]
 
 
 MODEL = (
@@ -79,7 +80,7 @@ PRETRAIN: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
         ["bad.json:1:2: not JSON"],
     ),
     "a strange split": ({}, ["--split", "nan"], ["--split nan: must be up to three"]),
-    "a strange blend": ({}, ["--data-path", "x", "p"], ["the weight 'x' must be a number"]),
+    "a strange blend": ({}, ["--data-path", "-1", "p"], ["the weight '-1' must be a number"]),
     "a broken tokenizer": (
         {},
         ["--tokenizer-type", "HFTokenizer", "--tokenizer-model", "bad.json"],

@@ -10,12 +10,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_ds.data import preprocess as module
 from megatron_ds.data.indexed import IndexedDataset
 from megatron_ds.data.preprocess import PreprocessOptions, preprocess
+from megatron_ds.data.sources import Inputs
 from megatron_ds.data.workers import Workers
 from megatron_ds.tokenizer.null import NullTokenizer
 from tests.unit.fuzz.clear import FUZZ, JSON, REFUSED, read_or_refuse
@@ -46,11 +47,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("lines")
 
 
-def run(folder: Path, content: bytes, **changes: object) -> list[list[int]]:
+LONGEST = 5_000_000
+
+
+def run(folder: Path, content: bytes, strict: bool = True) -> list[list[int]]:
     """The documents that `content` gives."""
     path = folder / "in.jsonl"
     path.write_bytes(content)
-    options = PreprocessOptions(str(path), str(folder / "out"), **changes)  # type: ignore[arg-type]
+    inputs = Inputs((str(path),), max_document_bytes=LONGEST)
+    options = PreprocessOptions(inputs, str(folder / "out"), strict=strict)
     preprocess(options, NullTokenizer(1000))
     data = IndexedDataset(options.prefix("text"))
     return [data.get(number).tolist() for number in range(len(data))]
@@ -114,9 +119,8 @@ BY_HAND = {
 
 
 @pytest.mark.parametrize("name", BY_HAND)
-def test_by_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_by_hand(tmp_path: Path, name: str) -> None:
     content, message = BY_HAND[name]
-    monkeypatch.setattr(module, "LINE_BYTES", 5_000_000)
     assert run(tmp_path, GOOD) == [[1, 2]]
     older = {path.name: path.read_bytes() for path in tmp_path.glob("out*")}
     with pytest.raises(ValueError) as raised:
@@ -143,7 +147,29 @@ def test_by_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> 
     ids=["BOM", "blank", "CRLF", "empty", "spaces", "long", "nested", "infinity", "zeros"],
 )
 def test_odd_but_right(tmp_path: Path, content: bytes, expected: list[list[int]]) -> None:
-    assert run(tmp_path, content) == expected
+    assert run(tmp_path, content, strict=False) == expected
+
+
+@given(content=st.binary(max_size=20) | st.lists(JSON, max_size=3).map(lambda v: dumped(v)))
+@settings(FUZZ, max_examples=50)
+def test_what_is_no_document_is_left_out_and_listed(folder: Path, content: bytes) -> None:
+    lines = content.split(b"\n")
+    good, bad = [], []
+    for number, line in enumerate(lines, 1):
+        found = read_or_refuse(lambda one=line: run(folder, one + b"\n"), "")  # type: ignore[misc]
+        if found is not REFUSED and found:
+            good += found  # type: ignore[operator]
+        elif line.strip():
+            bad.append(number)
+    assert run(folder, b"\n".join([*lines, GOOD]), strict=False) == [*good, [1, 2]]
+    listed = folder / "out.quarantine"
+    found = [json.loads(line) for line in listed.open()] if listed.exists() else []
+    assert [entry["line"] for entry in found] == bad
+    assert all(entry["file"] == str(folder / "in.jsonl") for entry in found)
+
+
+def dumped(values: list[object]) -> bytes:
+    return "\n".join(json.dumps(value) for value in values).encode()
 
 
 @given(content=st.binary(max_size=60) | st.binary(max_size=8).map(lambda b: GOOD + b + GOOD))
@@ -193,7 +219,7 @@ def test_a_disk_without_room_is_named_and_costs_nothing_older(tmp_path: Path, ro
     older = {path.name: path.read_bytes() for path in tmp_path.glob("out*")}
     content = b'{"text": "' + b"7 " * 30 + b'"}\n'
     (tmp_path / "in.jsonl").write_bytes(content * (20_000 if room > 100 else 1))
-    options = PreprocessOptions(str(tmp_path / "in.jsonl"), str(tmp_path / "out"))
+    options = PreprocessOptions(Inputs((str(tmp_path / "in.jsonl"),)), str(tmp_path / "out"))
     with largest_file(room), pytest.raises(OSError, match=r"out_text_document\.(bin|idx)\.partial"):
         preprocess(options, NullTokenizer(1000))
     assert {path.name: path.read_bytes() for path in tmp_path.glob("out*")} == older
@@ -202,9 +228,14 @@ def test_a_disk_without_room_is_named_and_costs_nothing_older(tmp_path: Path, ro
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"input": "."}, "--input .: is a folder"),
-        ({"input": ""}, "--input : there is no such file"),
-        ({"input": "no\0where"}, "there is no such file"),
+        ({"inputs": Inputs(())}, "--input or --hf-dataset is needed"),
+        ({"inputs": Inputs((__file__,), hf_dataset="x")}, "one of them"),
+        ({"inputs": Inputs((__file__, __file__))}, "would be read twice"),
+        ({"inputs": Inputs(("/dev",))}, "--input /dev: the folder has no file of a kind"),
+        ({"inputs": Inputs(("",))}, "--input : there is no such file"),
+        ({"inputs": Inputs(("no\0where",))}, "there is no such file"),
+        ({"inputs": Inputs(("no*where",))}, "--input no*where: there is no such file"),
+        ({"inputs": Inputs((__file__,), max_document_bytes=0)}, "--max-document-bytes 0"),
         ({"output_prefix": "/dev/null/x"}, "there is no folder /dev/null"),
         ({"output_prefix": "x" * 5000 + "/y"}, "there is no folder"),
         ({"keys": ()}, "at least one key"),
@@ -216,7 +247,11 @@ def test_a_disk_without_room_is_named_and_costs_nothing_older(tmp_path: Path, ro
     ],
 )
 def test_settings(changes: dict[str, object], message: str) -> None:
-    values: dict[str, object] = {"input": __file__, "output_prefix": "x", **changes}
+    values: dict[str, object] = {
+        "inputs": Inputs((__file__,)),
+        "output_prefix": "x",
+        **changes,
+    }
     with pytest.raises(ValueError) as raised:
         preprocess(PreprocessOptions(**values), NullTokenizer(9))  # type: ignore[arg-type]
     assert message in str(raised.value)

@@ -21,17 +21,13 @@ NUMBERS = st.floats().map(str) | st.sampled_from(
     ["0", "1", "-0", "1e308", "1e-320", "1_0", "0x1", "", " ", "１", "1e999", "nan", "a.bin"]
 )
 BLENDS = {
-    "two prefixes": ["a", "b"],
     "prefix first": ["a", "1"],
     "three": ["1", "a", "2"],
-    "empty weight": ["", "a"],
     "negative": ["-1", "a", "2", "b"],
     "infinite": ["inf", "a", "1", "b"],
     "no number": ["nan", "a"],
-    "hexadecimal": ["0x10", "a"],
     "all zero": ["0", "a", "-0", "b"],
     "an infinite sum": ["1e308", "a", "1e308", "b"],
-    "commas": ["0.5,a", "0.5,b"],
 }
 SPLITS = {
     "empty": "",
@@ -67,6 +63,9 @@ def test_any_blend(paths: list[str]) -> None:
     result = read_or_refuse(lambda: parse_blend(paths, "--data-path"), "--data-path")
     if result is not REFUSED:
         weights, prefixes = result  # type: ignore[misc]
+        if weights is None:
+            assert prefixes == paths
+            return
         assert len(weights) == len(prefixes) > 0
         assert all(0 <= weight <= 1 for weight in weights)
         assert math.isclose(sum(weights), 1.0)

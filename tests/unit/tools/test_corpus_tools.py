@@ -46,30 +46,14 @@ def test_the_tokenizer_is_read_as_gpt2_files(tmp_path: Path) -> None:
     text = "import os\nimport sys\nimport re\n" * 20 + "é€\n"
     corpus = write_jsonl(tmp_path / "corpus.jsonl", [text])
 
-    size = train_tokenizer.train(corpus, "text", 265, tmp_path)
+    flags = ["--vocab-size", "265", "--output-dir", str(tmp_path)]
+    assert train_tokenizer.main(["--input", str(corpus), *flags]) == 0
     tokenizer = GPT2BPETokenizer(str(tmp_path / "vocab.json"), str(tmp_path / "merges.txt"))
     ids = tokenizer.encode(text)
 
-    assert (size, tokenizer.vocab_size, tokenizer.eod) == (265, 265, 264)
+    assert (tokenizer.vocab_size, tokenizer.eod) == (265, 264)
     assert tokenizer.decode(ids) == text
     assert len(ids) < len(text.encode()) / 2
-
-
-@pytest.mark.parametrize(
-    ("line", "named"),
-    [("not json", "line 2"), ('{"body": "x"}', "'text'"), ('{"text": 5}', "not a text")],
-)
-def test_a_bad_line_of_the_corpus_is_named(tmp_path: Path, line: str, named: str) -> None:
-    path = tmp_path / "bad.jsonl"
-    path.write_text('{"text": "good"}\n' + line + "\n")
-
-    with pytest.raises(ValueError, match=named):
-        list(train_tokenizer.texts(path, "text"))
-
-
-def test_a_vocabulary_smaller_than_the_bytes_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="--vocab-size 256"):
-        train_tokenizer.train(tmp_path / "unread.jsonl", "text", 256, tmp_path)
 
 
 def test_the_unigram_loss_is_the_one_computed_by_hand(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 from megatron_ds.data.indexed import IndexedDataset
+from tools import preprocess_data
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 TOOL = [sys.executable, str(REPOSITORY / "tools" / "preprocess_data.py")]
@@ -54,9 +55,46 @@ def test_flags_with_underscores_and_several_keys(tmp_path: Path) -> None:
     flags = ["--output_prefix", tmp_path / "o_p", "--json_keys", "a", "b", "--append_eod"]
     done = run(f"--input={path}", *flags, *NULL)
     assert done.returncode == 0, done.stderr
-    assert "1 empty texts were left out" in done.stdout
+    assert f"left out: 1 empty text; listed in {tmp_path / 'o_p'}.quarantine" in done.stdout
     names = sorted(os.listdir(tmp_path))
-    assert names[1:] == [f"o_p_{key}_document.{end}" for key in "ab" for end in ("bin", "idx")]
+    assert names[1:] == ["o_p.quarantine"] + [
+        f"o_p_{key}_document.{end}" for key in "ab" for end in ("bin", "idx", "tokenizer.json")
+    ]
+
+
+def test_the_standard_input_with_a_bad_line_and_without_eod(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [*TOOL, "--input", "-", "--output-prefix", str(tmp_path / "out"), *NULL, "--workers", "1"],
+        input='{"text": "1 2"}\n{"text": "3"\n',
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "WARNING: without --append-eod nothing marks where a document ends" in done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0].startswith("Processed 1 documents (")
+    assert lines[1].startswith("2 tokens (")
+    assert lines[1].endswith(" tokens/s)")
+    assert lines[2] == f"left out: 1 broken JSON; listed in {tmp_path / 'out'}.quarantine"
+    assert "<stdin>" in (tmp_path / "out.quarantine").read_text()
+
+
+def test_several_inputs_and_a_data_set_with_columns(tmp_path: Path) -> None:
+    from datasets import Dataset
+
+    (tmp_path / "a.txt").write_text("1 2\n\n3")
+    (tmp_path / "b.csv").write_text("body\n4\n")
+    out = ["--output-prefix", str(tmp_path / "out"), *NULL, "--append-eod", "--workers", "1"]
+    files = ["--input", str(tmp_path / "a.txt"), str(tmp_path / "b.csv"), "--json-keys", "body"]
+    assert preprocess_data.main([*files, "--text-documents", "paragraph", *out]) == 0
+    data = IndexedDataset(tmp_path / "out_body_document")
+    assert data.tokens.tolist() == [1, 2, 100, 3, 100, 4, 100]
+    Dataset.from_dict({"body": ["5", "6"], "n": [1, 2]}).save_to_disk(tmp_path / "set")
+    named = ["--hf-dataset", str(tmp_path / "set"), "--columns", "body"]
+    assert preprocess_data.main([*named, *out]) == 0
+    assert IndexedDataset(tmp_path / "out_body_document").tokens.tolist() == [5, 100, 6, 100]
 
 
 def test_gpt2_files_by_their_short_flag(tmp_path: Path, shared_data: Path) -> None:
@@ -83,7 +121,7 @@ def test_errors_end_with_1_name_all_flags_and_leave_nothing(tmp_path: Path) -> N
         assert flag in done.stderr
     path = tmp_path / "bad.jsonl"
     path.write_text('{"text": "1"}\n{"no": 1}\n')
-    done = run("--input", path, "--output-prefix", tmp_path / "out", *NULL)
+    done = run("--input", path, "--output-prefix", tmp_path / "out", *NULL, "--strict")
     assert done.returncode == 1
     assert f"{path}:2: has no key 'text'" in done.stderr
     assert os.listdir(tmp_path) == ["bad.jsonl"]
@@ -122,7 +160,7 @@ def test_ctrl_c_leaves_no_pair(tmp_path: Path) -> None:
     corpus(tmp_path, 200_000)
     flags = ["--input", str(pipe), "--output-prefix", str(tmp_path / "out"), *NULL]
     process = subprocess.Popen(
-        [*TOOL, *flags, "--log-interval", "1", "--chunk-size", "1"],
+        [*TOOL, *flags, "--append-eod", "--log-interval", "1", "--chunk-size", "1"],
         env=ENVIRONMENT,
         stderr=subprocess.PIPE,
         text=True,

@@ -1,0 +1,535 @@
+"""Documents of any kind of input, one after the other: JSON lines, tables, plain text, data sets.
+
+Owns which files are meant and how each kind is read; memory is flat whatever their size. What a
+JSON line holds is left to the worker processes, which parse it. Knows no tokenizer. pyarrow, fsspec
+and datasets are imported only where an input needs them.
+"""
+
+from __future__ import annotations
+
+import bz2
+import csv
+import glob
+import gzip
+import io
+import itertools
+import json
+import lzma
+import os
+import sys
+import warnings
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, BinaryIO, NamedTuple, cast
+
+from megatron_ds.data.indexed import MADE_BY
+
+STDIN = "-"
+FORMATS = ("jsonl", "parquet", "arrow", "csv", "tsv", "text")
+SUFFIXES = {
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".json": "jsonl",
+    ".parquet": "parquet",
+    ".arrow": "arrow",
+    ".feather": "arrow",
+    ".csv": "csv",
+    ".tsv": "tsv",
+    ".txt": "text",
+    ".text": "text",
+    ".md": "text",
+}
+COMPRESSIONS = (".gz", ".xz", ".zst", ".bz2")
+TEXT_DOCUMENTS = ("file", "paragraph")
+ROWS = 128
+"""Rows of a table that are taken out of its columns together."""
+HEAD = 1000
+"""Bytes that are kept of a document that is too long."""
+QUARANTINE = ".quarantine"
+"""Ends the name of the file that lists what gave no document."""
+NEEDS = "pip install 'megatron_ds[preprocess]'"
+
+BROKEN_ROW = "broken row"
+INVALID_TEXT = "invalid UTF-8"
+TOO_LONG = "too long"
+
+
+class Unreadable(NamedTuple):
+    """A line or row that gives no document: why in few words and in a sentence, and its content."""
+
+    reason: str
+    words: str
+    content: str
+
+
+class Item(NamedTuple):
+    """One document. line: its first line or its row, from 1. value: a JSON line as it stands, or
+    fields by name."""
+
+    file: str
+    line: int
+    value: bytes | dict[str, Any] | Unreadable
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What is to be read.
+
+    paths: files, patterns, folders, addresses with a protocol, `-` for the standard input. format:
+    one of FORMATS, or "auto" for what a file's name says. text_documents: whether a document of
+    plain text is a whole file or a block between blank lines. max_document_bytes: longer documents
+    are not read.
+    """
+
+    paths: tuple[str, ...] = ()
+    format: str = "auto"
+    text_documents: str = "file"
+    hf_dataset: str | None = None
+    hf_config: str | None = None
+    hf_split: str = "train"
+    max_document_bytes: int = 1 << 27
+
+    @property
+    def name(self) -> str:
+        """The flag and its value, for messages."""
+        if self.hf_dataset is not None:
+            return f"--hf-dataset {self.hf_dataset}"
+        return f"--input {' '.join(self.paths)}"
+
+    def problems(self) -> Iterator[str]:
+        """What is wrong before anything is read. Addresses are looked at when they are read."""
+        if bool(self.paths) == (self.hf_dataset is not None):
+            yield "--input or --hf-dataset is needed, one of them"
+        if self.format not in ("auto", *FORMATS):
+            yield f"--input-format {self.format}: must be auto or one of {', '.join(FORMATS)}"
+        if self.text_documents not in TEXT_DOCUMENTS:
+            yield f"--text-documents {self.text_documents}: must be one of {TEXT_DOCUMENTS}"
+        if self.max_document_bytes < 1:
+            yield f"--max-document-bytes {self.max_document_bytes}: must be at least 1"
+        seen: set[str] = set()
+        for path in self.paths:
+            if _is_address(path):
+                continue
+            try:
+                files = _local_files(path, self.format)
+            except ValueError as error:
+                yield str(error)
+                continue
+            for file in files:
+                if file != STDIN and not os.access(file, os.R_OK):
+                    yield f"--input {file}: cannot be read"
+                if file in seen:
+                    yield f"--input {file}: would be read twice"
+                seen.add(file)
+
+    def total_bytes(self) -> int | None:
+        """Size of all files as they are stored; None where that is not known beforehand."""
+        if self.hf_dataset is not None or any(p == STDIN or _is_address(p) for p in self.paths):
+            return None
+        files = [file for path in self.paths for file in _local_files(path, self.format)]
+        return sum(os.path.getsize(file) for file in files)
+
+
+class Reader:
+    """The documents of `inputs`, in the order of the paths; those of a folder or a pattern by name.
+
+    keys: names of the fields that are wanted; of `a.b` that is a column `a.b`, or the field b of a
+    column `a`. Iterating raises ValueError for a table without the column and for files that are
+    damaged, and OSError for files that cannot be read, each with the file's name.
+    """
+
+    def __init__(self, inputs: Inputs, keys: Sequence[str]) -> None:
+        self._inputs = inputs
+        self._keys = tuple(keys)
+        self._done = 0
+        self._tell: Callable[[], int] = int
+
+    @property
+    def position(self) -> int:
+        """Bytes read so far of the files as they are stored."""
+        return self._done + self._tell()
+
+    def __iter__(self) -> Iterator[Item]:
+        if self._inputs.hf_dataset is not None:
+            yield from self._dataset(self._inputs.hf_dataset)
+            return
+        for path in self._inputs.paths:
+            if path == STDIN:
+                yield from self._file("<stdin>", sys.stdin.buffer)
+            elif _is_address(path):
+                yield from self._remote(path)
+            else:
+                for name in _local_files(path, self._inputs.format):
+                    with open(name, "rb") as file:
+                        yield from self._file(name, file)
+
+    def _remote(self, address: str) -> Iterator[Item]:
+        try:
+            import fsspec
+        except ImportError:
+            raise ValueError(f"--input {address}: needs fsspec: {NEEDS}") from None
+        try:
+            system, path = fsspec.core.url_to_fs(address)
+            web = address.startswith(("http://", "https://"))  # no folders, and ? is no pattern
+            if not web and glob.has_magic(path):
+                paths = sorted(system.glob(path))
+            elif not web and system.isdir(path):
+                paths = _of_folder(address, system.find(path), self._inputs.format)
+            else:
+                paths = [path]
+        except (ImportError, ValueError) as error:
+            raise ValueError(f"--input {address}: {error}") from error
+        if not paths:
+            raise ValueError(f"--input {address}: there is no such file")
+        for path in paths:
+            with system.open(path, "rb") as file:
+                yield from self._file(system.unstrip_protocol(path), file)
+
+    def _file(self, name: str, raw: BinaryIO) -> Iterator[Item]:
+        kind, compression = _kind(name, self._inputs.format)
+        size = 0
+        if raw.seekable():
+            size = raw.seek(0, os.SEEK_END)
+            raw.seek(0)
+            self._tell = raw.tell
+        with ExitStack() as stack:
+            stack.enter_context(_naming(name))
+            if kind in ("parquet", "arrow"):
+                if compression or not raw.seekable():
+                    raise ValueError(
+                        f"{name}: {kind} files are read as they are, not compressed as a whole and "
+                        "not from a pipe"
+                    )
+                if kind == "parquet":
+                    yield from self._parquet(name, raw, size)
+                else:
+                    yield from self._arrow(name, raw)
+            else:
+                stream = _decompressed(stack, raw, compression)
+                if kind == "jsonl":
+                    yield from self._json_lines(name, stream)
+                elif kind == "text":
+                    yield from self._text(name, stream)
+                else:
+                    yield from self._csv(name, stream, "," if kind == "csv" else "\t")
+        self._done += size
+        self._tell = int
+
+    def _json_lines(self, name: str, file: BinaryIO) -> Iterator[Item]:
+        for number, (line, whole) in enumerate(self._lines(file), 1):
+            if not whole:
+                yield Item(name, number, self._too_long("line", line))
+            elif not line.isspace():
+                yield Item(name, number, line)
+
+    def _lines(self, file: BinaryIO) -> Iterator[tuple[bytes, bool]]:
+        """Lines with their ends; of one that is too long the beginning, and False."""
+        limit = self._inputs.max_document_bytes
+        while line := file.readline(limit + 1):
+            if len(line) <= limit or line.endswith(b"\n"):
+                yield line, True
+                continue
+            head = line[:HEAD]
+            while line and not line.endswith(b"\n"):
+                line = file.readline(1 << 20)
+            yield head, False
+
+    def _text(self, name: str, file: BinaryIO) -> Iterator[Item]:
+        key = self._only_key(name)
+        limit = self._inputs.max_document_bytes
+        lines = self._lines(file)
+        first, whole = next(lines, (b"", True))
+        if self._inputs.format == "auto" and _is_object(first):
+            raise ValueError(
+                f"{name}: is named like plain text and begins like JSON lines: say which it is, "
+                "with --input-format text or --input-format jsonl"
+            )
+        first = first.removeprefix(b"\xef\xbb\xbf")
+        if self._inputs.text_documents == "paragraph":
+            yield from self._paragraphs(name, key, itertools.chain([(first, whole)], lines))
+            return
+        content = first + file.read(max(0, limit + 1 - len(first)))
+        if whole and len(content) <= limit:
+            yield Item(name, 1, {key: _decoded(content)})
+        else:
+            yield Item(name, 1, self._too_long("file", content[:HEAD]))
+
+    def _paragraphs(
+        self, name: str, key: str, lines: Iterable[tuple[bytes, bool]]
+    ) -> Iterator[Item]:
+        limit = self._inputs.max_document_bytes
+        block: list[bytes] = []
+        size, begin, fits = 0, 1, True
+
+        def document() -> Item:
+            content = b"".join(block)
+            if not fits:
+                return Item(name, begin, self._too_long("block", content[:HEAD]))
+            return Item(name, begin, {key: _decoded(content).rstrip("\r\n")})
+
+        for number, (line, whole) in enumerate(lines, 1):
+            if whole and line.isspace():
+                if block:
+                    yield document()
+                block, size, fits = [], 0, True
+                continue
+            if not block:
+                begin = number
+            size += len(line)
+            fits = fits and whole and size <= limit
+            if fits or not block:
+                block.append(line)
+        if block:
+            yield document()
+
+    def _csv(self, name: str, file: BinaryIO, delimiter: str) -> Iterator[Item]:
+        csv.field_size_limit(self._inputs.max_document_bytes)
+        text = io.TextIOWrapper(file, "utf-8-sig", errors="surrogateescape", newline="")
+        try:
+            rows = csv.reader(text, delimiter=delimiter)
+            try:
+                header = next(rows, None)
+            except csv.Error as error:
+                raise ValueError(f"{name}: its first line names no columns: {error}") from error
+            if header is None:
+                return
+            self._check_columns(name, header)
+            while True:
+                begin = rows.line_num + 1
+                try:
+                    row = next(rows, None)
+                except csv.Error as error:
+                    yield Item(name, begin, Unreadable(BROKEN_ROW, f"is no row: {error}", ""))
+                    continue
+                if row is None:
+                    return
+                if row and len(row) != len(header):
+                    words = f"has {len(row)} fields, and the first line names {len(header)} columns"
+                    content = json.dumps(row)
+                    yield Item(name, begin, Unreadable(BROKEN_ROW, words, content))
+                elif row:
+                    yield Item(name, begin, dict(zip(header, row, strict=True)))
+        finally:
+            text.detach()  # who opened the file closes it
+
+    def _parquet(self, name: str, file: BinaryIO, size: int) -> Iterator[Item]:
+        _pyarrow(name)
+        from pyarrow import parquet
+
+        table = parquet.ParquetFile(file)
+        columns = self._check_columns(name, table.schema_arrow.names)
+        rows = table.metadata.num_rows
+        read = 0
+        self._tell = lambda: size * read // max(rows, 1)
+        for batch in table.iter_batches(ROWS, columns=columns):
+            yield from _rows(name, read + 1, batch)
+            read += batch.num_rows
+
+    def _arrow(self, name: str, file: BinaryIO) -> Iterator[Item]:
+        pyarrow = _pyarrow(name)
+        magic = file.read(6)
+        file.seek(0)
+        read = 0
+        if magic == b"ARROW1":
+            table = pyarrow.ipc.open_file(file)
+            batches = (table.get_batch(at) for at in range(table.num_record_batches))
+        else:
+            table = batches = pyarrow.ipc.open_stream(file)
+        columns = self._check_columns(name, table.schema.names)
+        for whole in batches:
+            for at in range(0, whole.num_rows, ROWS):
+                yield from _rows(name, read + at + 1, whole.slice(at, ROWS).select(columns))
+            read += whole.num_rows
+
+    def _dataset(self, name: str) -> Iterator[Item]:
+        try:
+            import datasets
+        except ImportError:
+            raise ValueError(f"--hf-dataset {name}: needs datasets: {NEEDS}") from None
+        inputs, failures = self._inputs, (ValueError, OSError, datasets.exceptions.DatasetsError)
+        try:
+            if any(
+                os.path.isfile(os.path.join(name, file))
+                for file in ("state.json", "dataset_dict.json")
+            ):
+                data = datasets.load_from_disk(name)
+                if isinstance(data, datasets.DatasetDict):
+                    if inputs.hf_split not in data:
+                        raise ValueError(f"--split {inputs.hf_split}: it has {', '.join(data)}")
+                    data = data[inputs.hf_split]
+            else:
+                data = datasets.load_dataset(
+                    name, inputs.hf_config, split=inputs.hf_split, streaming=True
+                )
+        except failures as error:
+            raise ValueError(f"--hf-dataset {name}: {error}") from error
+        if data.column_names is not None:
+            data = data.select_columns(self._check_columns(name, data.column_names))
+        rows = iter(data)
+        for number in itertools.count(1):
+            try:
+                row = next(rows, None)
+            except failures as error:
+                raise ValueError(f"--hf-dataset {name}: row {number}: {error}") from error
+            if row is None:
+                return
+            yield Item(name, number, row)
+
+    def _check_columns(self, name: str, names: Sequence[str]) -> list[str]:
+        """The columns that hold the keys. Raises ValueError if some are not there."""
+        found = {
+            key: next((part for part in (key, key.split(".")[0]) if part in names), None)
+            for key in self._keys
+        }
+        for key, column in found.items():
+            if column is None:
+                raise ValueError(
+                    f"{name}: has no column {key!r} (it has {', '.join(map(repr, names))}): name "
+                    "one with --json-keys"
+                )
+        return list(dict.fromkeys(column for column in found.values() if column is not None))
+
+    def _only_key(self, name: str) -> str:
+        if len(self._keys) != 1:
+            raise ValueError(f"{name}: plain text is one field: give one key with --json-keys")
+        return self._keys[0]
+
+    def _too_long(self, what: str, head: bytes) -> Unreadable:
+        limit = self._inputs.max_document_bytes
+        words = f"the {what} is longer than {limit} bytes (--max-document-bytes)"
+        if what == "file":
+            words += "; --text-documents paragraph makes a document of each of its blocks"
+        return Unreadable(TOO_LONG, words, _decoded(head))
+
+
+def _rows(name: str, first: int, batch: Any) -> Iterator[Item]:
+    try:
+        values = batch.to_pylist()
+    except UnicodeDecodeError:
+        for at in range(batch.num_rows):
+            try:
+                yield Item(name, first + at, batch.slice(at, 1).to_pylist()[0])
+            except UnicodeDecodeError as error:
+                yield Item(name, first + at, Unreadable(INVALID_TEXT, f"is no text: {error}", ""))
+        return
+    for number, value in enumerate(values, first):
+        yield Item(name, number, value)
+
+
+def _local_files(path: str, format: str) -> list[str]:
+    """The files that a path means. Raises ValueError if there are none."""
+    if path == STDIN or os.path.isfile(path):
+        return [path]
+    if os.path.isdir(path):
+        found = [os.path.join(folder, name) for folder, _, names in os.walk(path) for name in names]
+        return _of_folder(path, found, format)
+    # A named pipe, or what a shell makes of <(command).
+    if os.path.exists(path):
+        return [path]
+    matching = sorted(glob.glob(path, recursive=True)) if glob.has_magic(path) else []
+    files = [file for file in matching if os.path.isfile(file)]
+    if not files:
+        raise ValueError(f"--input {path}: there is no such file")
+    return files
+
+
+def _of_folder(folder: str, files: Iterable[str], format: str) -> list[str]:
+    """Those that are read of a folder's files, by name; the rest is named in a warning.
+
+    Names that begin with a dot or an underscore are marks and caches, and what was written beside
+    token files is none of their text.
+    """
+    below = len(folder.rstrip("/")) if not _is_address(folder) else 0
+    shown = [
+        file
+        for file in sorted(files)
+        if not any(part.startswith((".", "_")) for part in file[below:].split("/"))
+        and not file.endswith((".bin", ".idx", MADE_BY, QUARANTINE))
+    ]
+    taken = [file for file in shown if format != "auto" or _suffix_of(file)[0] in SUFFIXES]
+    other = sorted(set(shown) - set(taken))
+    if not taken:
+        raise ValueError(
+            f"--input {folder}: the folder has no file of a kind that is known by its name "
+            f"({' '.join(SUFFIXES)}); give the files, or --input-format"
+        )
+    if other:
+        warnings.warn(
+            f"--input {folder}: {len(other)} files of no known kind are not read, such as "
+            f"{other[0]}",
+            stacklevel=2,
+        )
+    return taken
+
+
+def _suffix_of(name: str) -> tuple[str, str]:
+    """A name's suffix and, after it, that of the compression: ".jsonl" and ".gz"."""
+    stem, suffix = os.path.splitext(name.lower().partition("?")[0] if _is_address(name) else name)
+    suffix = suffix.lower()
+    if suffix in COMPRESSIONS:
+        return os.path.splitext(stem)[1].lower(), suffix
+    return suffix, ""
+
+
+def _kind(name: str, format: str) -> tuple[str, str]:
+    """Format and compression of a file; JSON lines where the name says nothing."""
+    suffix, compression = _suffix_of(name)
+    return (SUFFIXES.get(suffix, "jsonl") if format == "auto" else format), compression
+
+
+def _is_address(path: str) -> bool:
+    return "://" in path
+
+
+def _decompressed(stack: ExitStack, raw: BinaryIO, compression: str) -> BinaryIO:
+    if not compression:
+        return raw
+    if compression == ".gz":
+        return cast(BinaryIO, stack.enter_context(gzip.GzipFile(fileobj=raw)))
+    if compression == ".bz2":
+        return cast(BinaryIO, stack.enter_context(bz2.BZ2File(raw)))
+    if compression == ".xz":
+        return cast(BinaryIO, stack.enter_context(lzma.LZMAFile(raw)))
+    pyarrow = _pyarrow("a .zst file")
+    stream = pyarrow.CompressedInputStream(pyarrow.PythonFile(raw, mode="r"), "zstd")
+    return cast(BinaryIO, io.BufferedReader(stream, 1 << 20))
+
+
+def _pyarrow(name: str) -> Any:
+    try:
+        import pyarrow
+        import pyarrow.ipc
+    except ImportError:
+        raise ValueError(f"{name}: needs pyarrow: {NEEDS}") from None
+    return pyarrow
+
+
+@contextmanager
+def _naming(name: str) -> Iterator[None]:
+    """Gives a damaged file's name to what its library says of it."""
+    try:
+        yield
+    except (EOFError, zlib.error, lzma.LZMAError) as error:
+        raise ValueError(f"{name}: is damaged or cut off: {error}") from error
+    except OSError as error:
+        if error.filename is not None:
+            raise
+        raise ValueError(f"{name}: cannot be read: {error}") from error
+    except ValueError as error:
+        if str(error).startswith(name):
+            raise
+        raise ValueError(f"{name}: cannot be read: {error}") from error
+
+
+def _is_object(line: bytes) -> bool:
+    try:
+        return isinstance(json.loads(line), dict)
+    except (ValueError, RecursionError):
+        return False
+
+
+def _decoded(content: bytes) -> str:
+    """Text; bytes that are none become halves of surrogate pairs, which nobody takes for text."""
+    return content.decode("utf-8", "surrogateescape")

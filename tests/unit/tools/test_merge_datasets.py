@@ -1,0 +1,76 @@
+"""The command line of tools/merge_datasets.py: both ways to name the inputs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron_ds.data.indexed import IndexedDataset
+from tools import merge_datasets, preprocess_data
+
+NULL = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "100", "--append-eod"]
+
+
+def tokens(folder: Path, name: str, numbers: range) -> str:
+    path = folder / f"{name}.jsonl"
+    path.write_text("".join(json.dumps({"text": f"{n} 1"}) + "\n" for n in numbers))
+    prefix = folder / name
+    flags = ["--input", str(path), "--output-prefix", str(prefix), "--workers", "1", *NULL]
+    assert preprocess_data.main(flags) == 0
+    return f"{prefix}_text_document"
+
+
+def test_a_folder_and_a_list_equal_one_preprocessing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "parts").mkdir()
+    parts = [
+        tokens(tmp_path / "parts", name, numbers)
+        for name, numbers in (("a", range(10)), ("b", range(10, 25)))
+    ]
+    whole = tokens(tmp_path, "whole", range(25))
+    monkeypatch.chdir(tmp_path)
+    assert merge_datasets.main(["--input", "parts", "--output-prefix", "x"]) == 0
+    assert merge_datasets.main(["--datasets", *parts, "--output_prefix", "y"]) == 0
+    for suffix in (".bin", ".idx"):
+        wanted = Path(whole + suffix).read_bytes()
+        assert Path("x" + suffix).read_bytes() == Path("y" + suffix).read_bytes() == wanted
+    assert merge_datasets.main(["--datasets", *parts[::-1], "--output-prefix", "z"]) == 0
+    assert IndexedDataset("z").get(0).tolist() == [10, 1, 100]
+
+
+def test_the_tokenizer_goes_with_the_data_and_another_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    a, b = tokens(tmp_path, "a", range(2)), tokens(tmp_path, "b", range(2))
+    out = ["--output-prefix", str(tmp_path / "out")]
+    named = Path(f"{a}.tokenizer.json")
+    assert merge_datasets.main(["--datasets", a, b, *out]) == 0
+    assert (tmp_path / "out.tokenizer.json").read_bytes() == named.read_bytes()
+    other = ["--input", str(tmp_path / "a.jsonl"), "--output-prefix", str(tmp_path / "c")]
+    assert preprocess_data.main([*other, *NULL[:3], "200", "--workers", "1"]) == 0
+    capsys.readouterr()
+    assert merge_datasets.main(["--datasets", a, f"{tmp_path}/c_text_document", *out]) == 1
+    assert "different tokenizers" in capsys.readouterr().err
+    named.unlink()
+    assert merge_datasets.main(["--datasets", a, b, *out]) == 0
+    assert not (tmp_path / "out.tokenizer.json").exists()
+
+
+def test_flags_of_other_megatrons_and_errors(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    part = tokens(tmp_path, "a", range(2))
+    out = ["--output-prefix", str(tmp_path / "out")]
+    extra = ["--merge", "distributed", "--torch-backend", "mpi", "--local_rank", "0"]
+    assert merge_datasets.main(["--datasets", part, *out, *extra]) == 0
+    said = capsys.readouterr()
+    assert said.err.count("WARNING") == 3
+    assert "1 datasets: 2 documents, 2 sequences, 6 tokens" in said.out
+    assert merge_datasets.main(["--datasets", part, str(tmp_path / "none"), *out]) == 1
+    assert f"there is no file {tmp_path / 'none'}.idx" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        merge_datasets.main(["--datasets", part, *out, "--multimodal"])
+    assert "--multimodal" in capsys.readouterr().err
