@@ -21,7 +21,8 @@ demo: install ## make a corpus, train, resume, evaluate and generate; DATA=my.js
 	@$(RUN)/python tools/demo.py $(if $(DATA),--data "$(DATA)")
 
 test: lint ## lint, then all tests (tests/unit first, then those of several processes, then whole runs)
-	$(PYTEST) tests/unit tests/dist tests/e2e
+	$(PYTEST) -n 2 --dist loadfile tests/unit
+	$(PYTEST) tests/dist tests/e2e
 
 lint: install ## ruff and mypy
 	$(RUN)/ruff check $(CODE)
@@ -29,7 +30,7 @@ lint: install ## ruff and mypy
 	$(RUN)/mypy
 
 unit: install ## only the tests of tests/unit
-	$(PYTEST) tests/unit
+	$(PYTEST) -n 2 --dist loadfile tests/unit
 
 install: $(VENV)/.ops-built ## make the environment and build DeepSpeed's C++ ops, where missing
 
