@@ -50,8 +50,6 @@ def kinds(config: Config) -> list[str]:
 
 # TensorBoard's own thread prints the error as well.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-# The thread of the writer dies of the lost folder; the run is not to.
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_tensorboard_folder_that_is_deleted_ends_no_run(
     tmp_path: Path, step: Callable[..., StepRecord]
 ) -> None:
