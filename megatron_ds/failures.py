@@ -26,6 +26,7 @@ HANGS = (
 )
 COLLECTIVES = ("gloo", "nccl", "connection closed by peer", "connection reset by peer")
 """What messages of torch's communication libraries hold."""
+LOADER_DIED = ("dataloader worker (pid",)
 TIMEOUTS = ("timed out", "timeout")
 
 
@@ -62,6 +63,8 @@ def report_on(error: BaseException) -> Report:
     if is_of_a_collective(error) and _mentions(error, TIMEOUTS):
         return Report(f"failed: {HANGS}", ExitCode.ERROR, f"{HANGS}\n{_place(error)}")
     advice = _advice(error)
+    if _mentions(error, LOADER_DIED):  # where the reader waited for it says nothing
+        return Report(words, ExitCode.ERROR, f"{words}\n{advice}")
     text = f"{words}\n{advice}" if advice else ""
     return Report(words, ExitCode.ERROR, text, "".join(traceback.format_exception(error)))
 
@@ -82,7 +85,7 @@ def _advice(error: BaseException) -> str:
         return OUT_OF_DEVICE_MEMORY
     if isinstance(error, MemoryError) or _mentions(error, ("can't allocate memory",)):
         return OUT_OF_HOST_MEMORY
-    if _mentions(error, ("dataloader worker (pid",)):
+    if _mentions(error, LOADER_DIED):
         return f"A data loader process died. {OUT_OF_HOST_MEMORY}"
     return ""
 
