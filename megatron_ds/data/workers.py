@@ -9,6 +9,7 @@ from __future__ import annotations
 import multiprocessing
 import queue
 import signal
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -106,15 +107,21 @@ class Workers(Generic[Item, Result]):
 
 @contextmanager
 def _interrupts_later() -> Iterator[None]:
-    """Holds Ctrl-C back: Python loses what comes in the middle of a fork, and would work on."""
-    if not hasattr(signal, "pthread_sigmask"):
+    """Holds Ctrl-C back: Python loses what comes in the middle of a fork, and would work on.
+
+    By a handler, since a mask holds it back for this thread alone and another one would get it.
+    """
+    if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    came: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, _: came.append(number))
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.signal(signal.SIGINT, before)
+    if came:
+        signal.raise_signal(signal.SIGINT)
 
 
 def _serve(
