@@ -73,8 +73,13 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
             help=flag.words.replace("%", "%%"),
             **_taking(flag),
         )
-    tokenizer.add_argument("--vocab-size", type=int, help="number of ids of NullTokenizer")
+    tokenizer.add_argument(
+        "--vocab-size", type=int, help="number of ids of NullTokenizer or TikTokenizer"
+    )
     args = parser.parse_args(argv)
+    named = any(getattr(args, flag.field) is not None for flag in _tokenizer_flags())
+    if args.vocab_size is not None and not named:
+        parser.error("--vocab-size needs --tokenizer-type NullTokenizer or TikTokenizer")
     if args.samples and args.seq_length is None:
         parser.error("--samples needs --seq-length")
     for name in ("seq_length", "num_samples", "max_tokens"):
@@ -87,7 +92,10 @@ def _numbers(text: str) -> range:
     first, dash, last = text.partition("-")
     if not first.isdecimal() or (dash and not last.isdecimal()):
         raise argparse.ArgumentTypeError(f"{text}: must be a number, or a range such as 3-7")
-    return range(int(first), int(last if dash else first) + 1)
+    numbers = range(int(first), int(last if dash else first) + 1)
+    if not numbers:
+        raise argparse.ArgumentTypeError(f"{text}: ends before it begins; {last}-{first} is meant?")
+    return numbers
 
 
 def _tokenizer_flags() -> list[flags.Flag]:
@@ -231,6 +239,9 @@ def main(argv: Sequence[str]) -> int:
     except (ValueError, OSError) as error:
         print(f"inspect_dataset.py: error:\n{error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
     if args.json:
         print(json.dumps(inspection.found))
     return 0 if inspection.good else 1

@@ -8,6 +8,7 @@ files.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -88,14 +89,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     reading = Texts(inputs, tuple(arguments.json_keys), strict=arguments.strict)
     try:
+        _check_output(arguments.output_dir)
         size = train(arguments, reading)
     except (ValueError, OSError) as error:
         print(f"train_tokenizer.py: error:\n{error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
     kind = "BertWordPieceCase" if arguments.keep_case else "BertWordPieceLowerCase"
     print(f"{size} tokens from {reading.summary}")
     print(f"use it with {USES[arguments.type].format(arguments.output_dir, kind)}")
     return 0
+
+
+def _check_output(folder: Path) -> None:
+    """Raises ValueError for a folder that cannot be written, before hours of training."""
+    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not there.is_dir():
+        raise ValueError(f"--output-dir {folder}: {there} is no folder")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise ValueError(f"--output-dir {folder}: the folder {there} cannot be written")
 
 
 def train(arguments: argparse.Namespace, texts: Texts) -> int:

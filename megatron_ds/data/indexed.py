@@ -177,6 +177,7 @@ class IndexedWriter:
         self._lengths: list[npt.NDArray[np.int32]] = []
         self._documents: list[npt.NDArray[np.int64]] = [np.zeros(1, np.int64)]
         self._count = 0
+        self._complete = False
         self._bin: BinaryIO | None = _open_locked(self.prefix)
 
     def add_document(self, tokens: npt.ArrayLike) -> None:
@@ -209,12 +210,13 @@ class IndexedWriter:
         with _naming(self.prefix + ".bin.partial"):
             for first in range(0, data.tokens.size, CHUNK):
                 self._bin.write(data.tokens[first : first + CHUNK].tobytes())
-        self._lengths.append(np.asarray(data.lengths, dtype="<i4"))
+        # A copy: a view keeps the file of every pair open.
+        self._lengths.append(np.array(data.lengths, dtype="<i4"))
         self._documents.append(data.document_index[1:].astype(np.int64) + self._count)
         self._count += len(data)
 
-    def finalize(self) -> None:
-        """Flush both files to disk, then give them their names, the index last."""
+    def complete(self) -> None:
+        """Flush both files to disk, which may fail or take long, and leave them without names."""
         assert self._bin is not None, "the pair was already finished"
         with _naming(self.prefix + ".bin.partial"):
             _sync(self._bin)
@@ -227,13 +229,20 @@ class IndexedWriter:
             with _naming(partial_made_by), open(partial_made_by, "wb") as file:
                 file.write(self._made_by)
                 _sync(file)
+        self._complete = True
+
+    def finalize(self) -> None:
+        """Flush both files to disk, then give them their names, the index last."""
+        if not self._complete:
+            self.complete()
+        assert self._bin is not None, "the pair was already finished"
         # What describes older tokens must not stand beside the new ones, not even for a moment.
         for suffix in (".idx", MADE_BY):
             Path(self.prefix + suffix).unlink(missing_ok=True)
         if self._made_by is not None:
-            os.replace(partial_made_by, self.prefix + MADE_BY)
+            os.replace(f"{self.prefix}{MADE_BY}.partial", self.prefix + MADE_BY)
         os.replace(self.prefix + ".bin.partial", self.prefix + ".bin")
-        os.replace(partial_index, self.prefix + ".idx")
+        os.replace(self.prefix + ".idx.partial", self.prefix + ".idx")
         self._bin.close()
         self._bin = None
         sync_folder(os.path.dirname(self.prefix) or ".")

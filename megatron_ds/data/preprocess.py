@@ -246,7 +246,8 @@ class _Quarantine:
             Path(self._partial).unlink(missing_ok=True)
             raise
         if kind is not None:
-            Path(self._partial).unlink(missing_ok=True)
+            if self._file is not None:  # else it is another process's, which writes this prefix
+                Path(self._partial).unlink(missing_ok=True)
         elif self._file is not None:
             os.replace(self._partial, self._path)
         else:
@@ -296,6 +297,8 @@ def preprocess(
         if not progress.documents:
             left_out = f"; left out were {dropped(progress)}, the first {first}" if first else ""
             raise ValueError(f"{options.inputs.name}: has no documents{left_out}")
+        for writer in writers:  # before the first gets its name: all or none
+            writer.complete()
     return progress
 
 

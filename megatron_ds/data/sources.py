@@ -106,8 +106,10 @@ class Inputs:
             yield f"--input-format {self.format}: must be auto or one of {', '.join(FORMATS)}"
         if self.text_documents not in TEXT_DOCUMENTS:
             yield f"--text-documents {self.text_documents}: must be one of {TEXT_DOCUMENTS}"
-        if self.max_document_bytes < 1:
-            yield f"--max-document-bytes {self.max_document_bytes}: must be at least 1"
+        if not 1 <= self.max_document_bytes < 1 << 31:
+            yield f"--max-document-bytes {self.max_document_bytes}: must be 1 to {(1 << 31) - 1}"
+        if self.hf_dataset is None and (self.hf_config is not None or self.hf_split != "train"):
+            yield "--hf-config and --split are for --hf-dataset"
         seen: set[str] = set()
         for path in self.paths:
             if _is_address(path):
@@ -170,32 +172,39 @@ class Reader:
             import fsspec
         except ImportError:
             raise ValueError(f"--input {address}: needs fsspec: {NEEDS}") from None
+        whole = 0
         try:
             system, path = fsspec.core.url_to_fs(address)
             web = address.startswith(("http://", "https://"))  # no folders, and ? is no pattern
             if not web and glob.has_magic(path):
                 paths = sorted(system.glob(path))
             elif not web and system.isdir(path):
-                paths = _of_folder(address, system.find(path), self._inputs.format)
+                paths, whole = system.find(path), len(path)
             else:
                 paths = [path]
-        except (ImportError, ValueError) as error:
-            raise ValueError(f"--input {address}: {error}") from error
+        except OSError:
+            raise
+        except Exception as error:  # of the system's own kind: no credentials, no access
+            raise ValueError(f"--input {address}: {_words(error)}") from error
+        if whole:
+            paths = _of_folder(address, paths, self._inputs.format, whole)
         if not paths:
             raise ValueError(f"--input {address}: there is no such file")
         for path in paths:
-            with system.open(path, "rb") as file:
-                yield from self._file(system.unstrip_protocol(path), file)
+            name = system.unstrip_protocol(path)
+            with _naming(name), system.open(path, "rb") as file:
+                yield from self._file(name, file)
 
     def _file(self, name: str, raw: BinaryIO) -> Iterator[Item]:
         kind, compression = _kind(name, self._inputs.format)
         size = 0
-        if raw.seekable():
-            size = raw.seek(0, os.SEEK_END)
-            raw.seek(0)
-            self._tell = raw.tell
         with ExitStack() as stack:
             stack.enter_context(_naming(name))
+            if raw.seekable():
+                begin = raw.tell()  # of the standard input something may have been read
+                size = raw.seek(0, os.SEEK_END)
+                raw.seek(begin)
+                self._tell = raw.tell
             if kind in ("parquet", "arrow"):
                 if compression or not raw.seekable():
                     raise ValueError(
@@ -339,6 +348,8 @@ class Reader:
             table = batches = pyarrow.ipc.open_stream(file)
         columns = self._check_columns(name, table.schema.names)
         for whole in batches:
+            for column in columns:
+                _check_offsets(whole.column(column))
             for at in range(0, whole.num_rows, ROWS):
                 yield from _rows(name, read + at + 1, whole.slice(at, ROWS).select(columns))
             read += whole.num_rows
@@ -348,7 +359,7 @@ class Reader:
             import datasets
         except ImportError:
             raise ValueError(f"--hf-dataset {name}: needs datasets: {NEEDS}") from None
-        inputs, failures = self._inputs, (ValueError, OSError, datasets.exceptions.DatasetsError)
+        inputs = self._inputs
         try:
             if any(
                 os.path.isfile(os.path.join(name, file))
@@ -359,20 +370,22 @@ class Reader:
                     if inputs.hf_split not in data:
                         raise ValueError(f"--split {inputs.hf_split}: it has {', '.join(data)}")
                     data = data[inputs.hf_split]
+                elif inputs.hf_split not in (Inputs.hf_split, str(data.split)):
+                    raise ValueError(f"--split {inputs.hf_split}: the folder has no splits")
             else:
                 data = datasets.load_dataset(
                     name, inputs.hf_config, split=inputs.hf_split, streaming=True
                 )
-        except failures as error:
-            raise ValueError(f"--hf-dataset {name}: {error}") from error
+        except Exception as error:  # of any kind, from the Hub to the files' libraries
+            raise ValueError(f"--hf-dataset {name}: {_words(error)}") from error
         if data.column_names is not None:
             data = data.select_columns(self._check_columns(name, data.column_names))
         rows = iter(data)
         for number in itertools.count(1):
             try:
                 row = next(rows, None)
-            except failures as error:
-                raise ValueError(f"--hf-dataset {name}: row {number}: {error}") from error
+            except Exception as error:
+                raise ValueError(f"--hf-dataset {name}: row {number}: {_words(error)}") from error
             if row is None:
                 return
             yield Item(name, number, row)
@@ -389,6 +402,8 @@ class Reader:
                     f"{name}: has no column {key!r} (it has {', '.join(map(repr, names))}): name "
                     "one with --json-keys"
                 )
+            if names.count(column) > 1:
+                raise ValueError(f"{name}: has {names.count(column)} columns {column!r}")
         return list(dict.fromkeys(column for column in found.values() if column is not None))
 
     def _only_key(self, name: str) -> str:
@@ -402,6 +417,16 @@ class Reader:
         if what == "file":
             words += "; --text-documents paragraph makes a document of each of its blocks"
         return Unreadable(TOO_LONG, words, _decoded(head))
+
+
+def _check_offsets(column: Any) -> None:
+    """Raises ValueError for a damaged column, whose values would be read from anywhere in memory.
+    That a text is no UTF-8 is found row by row."""
+    try:
+        column.validate(full=True)
+    except ValueError as error:
+        if "UTF8" not in str(error):
+            raise
 
 
 def _rows(name: str, first: int, batch: Any) -> Iterator[Item]:
@@ -423,8 +448,7 @@ def _local_files(path: str, format: str) -> list[str]:
     if path == STDIN or os.path.isfile(path):
         return [path]
     if os.path.isdir(path):
-        found = [os.path.join(folder, name) for folder, _, names in os.walk(path) for name in names]
-        return _of_folder(path, found, format)
+        return _of_folder(path, _walk(path), format, len(path.rstrip("/")))
     # A named pipe, or what a shell makes of <(command).
     if os.path.exists(path):
         return [path]
@@ -435,13 +459,36 @@ def _local_files(path: str, format: str) -> list[str]:
     return files
 
 
-def _of_folder(folder: str, files: Iterable[str], format: str) -> list[str]:
+def _walk(path: str) -> list[str]:
+    """A folder's files. Folders in it that are not looked into are named in a warning."""
+    found: list[str] = []
+    unread: list[str] = []
+
+    def refused(error: OSError) -> None:
+        unread.append(str(error.filename))
+
+    for folder, folders, names in os.walk(path, onerror=refused):
+        folders[:] = [name for name in folders if not name.startswith((".", "_"))]
+        found += (os.path.join(folder, name) for name in names)
+        inner = (os.path.join(folder, name) for name in folders)
+        unread += filter(os.path.islink, inner)  # they may lead in circles
+    if unread:
+        warnings.warn(
+            f"--input {path}: folders that are links, or that cannot be read, are left out, such "
+            f"as {min(unread)}: name them with --input",
+            stacklevel=2,
+        )
+    return found
+
+
+def _of_folder(folder: str, files: Iterable[str], format: str, below: int) -> list[str]:
     """Those that are read of a folder's files, by name; the rest is named in a warning.
+
+    below: length of the folder's own name in theirs.
 
     Names that begin with a dot or an underscore are marks and caches, and what was written beside
     token files is none of their text.
     """
-    below = len(folder.rstrip("/")) if not _is_address(folder) else 0
     shown = [
         file
         for file in sorted(files)
@@ -521,6 +568,14 @@ def _naming(name: str) -> Iterator[None]:
         if str(error).startswith(name):
             raise
         raise ValueError(f"{name}: cannot be read: {error}") from error
+    except Exception as error:  # libraries meet damage, and systems refusal, in ways of their own
+        raise ValueError(f"{name}: cannot be read: {_words(error)}") from error
+
+
+def _words(error: Exception) -> str:
+    if isinstance(error, (ValueError, OSError, ImportError)):
+        return str(error)
+    return f"{type(error).__name__}: {error}"
 
 
 def _is_object(line: bytes) -> bool:

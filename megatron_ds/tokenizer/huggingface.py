@@ -120,7 +120,8 @@ class PretrainedTokenizer:
         names: dict[str, str] = self._tokenizer.vocab_files_names
         missing = [names[kind] for kind in NEEDED_FILES if kind in names]
         missing = [name for name in missing if not os.path.isfile(os.path.join(folder, name))]
-        if missing:
+        whole = names.get("tokenizer_file")  # does without the others
+        if missing and not (whole and os.path.isfile(os.path.join(folder, whole))):
             raise ValueError(
                 f"--tokenizer-model {folder}: it has no tokenizer.json and no {', '.join(missing)}"
             )
@@ -143,6 +144,8 @@ class PretrainedTokenizer:
         return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        if not texts:  # which transformers does not take
+            return []
         encoded: list[list[int]] = self._tokenizer(
             list(texts), add_special_tokens=False, return_attention_mask=False, verbose=False
         )["input_ids"]

@@ -105,7 +105,9 @@ class TikTokenizer:
             )
 
     def encode(self, text: str) -> list[int]:
-        ids: list[int] = self._model.encode_ordinary(text)
+        # Its regular expressions run out of stack in some 100 000 spaces: a panic, no Exception.
+        with library_errors("TikTokenizer"):
+            ids: list[int] = self._model.encode_ordinary(text)
         return ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:

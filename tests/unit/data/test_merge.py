@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import struct
 from pathlib import Path
 
@@ -112,3 +113,14 @@ def test_a_failure_on_the_way_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="full"):
         merge([small], str(tmp_path / "out"), fail)
     assert sorted(os.listdir(tmp_path)) == ["small.bin", "small.idx"]
+
+
+def test_more_pairs_than_files_that_can_be_open(tmp_path: Path) -> None:
+    prefixes = [pair(tmp_path / str(number), [[number]]) for number in range(40)]
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    few = max(map(int, os.listdir("/dev/fd"))) + 20
+    resource.setrlimit(resource.RLIMIT_NOFILE, (few, limits[1]))
+    try:
+        assert merge(prefixes, str(tmp_path / "all")).tokens == 40
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)

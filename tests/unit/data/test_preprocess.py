@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import gzip
 import json
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import pytest
 
 from megatron_ds.config import TokenizerConfig
+from megatron_ds.data import indexed
 from megatron_ds.data import preprocess as module
 from megatron_ds.data.indexed import IndexedDataset
 from megatron_ds.data.preprocess import PreprocessOptions, Progress, preprocess
@@ -314,4 +316,35 @@ def test_a_damaged_archive_leaves_nothing(tmp_path: Path) -> None:
     given = PreprocessOptions(Inputs((str(path),)), str(tmp_path / "out"), workers=2)
     with pytest.raises(ValueError, match=r"in\.jsonl\.gz: is damaged or cut off"):
         preprocess(given, TOKENIZER)
+    assert written(tmp_path) == []
+
+
+def test_a_second_run_leaves_the_first_ones_list_alone(tmp_path: Path) -> None:
+    chosen = options(tmp_path, ["broken", *numbered(5)], chunk_size=1)
+    refused = []
+
+    def second(progress: Progress) -> None:
+        if not refused:
+            with pytest.raises(ValueError, match="another process is writing") as error:
+                preprocess(chosen, TOKENIZER)
+            refused.append(error)
+
+    preprocess(chosen, TOKENIZER, second)
+    assert [entry["line"] for entry in quarantined(tmp_path)] == [1]
+
+
+@pytest.mark.parametrize("key", ["a", "b"])
+def test_no_key_has_its_pair_if_another_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str
+) -> None:
+    flush = indexed._sync
+
+    def full(file: BinaryIO) -> None:
+        if file.name.endswith(f"_{key}_document.idx.partial"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        flush(file)
+
+    monkeypatch.setattr(indexed, "_sync", full)
+    with pytest.raises(OSError, match="No space left"):
+        preprocess(options(tmp_path, [{"a": "1", "b": "2"}], keys=("a", "b")), TOKENIZER)
     assert written(tmp_path) == []

@@ -9,6 +9,7 @@ import io
 import json
 import lzma
 import os
+import struct
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -347,3 +348,101 @@ def test_a_package_that_is_missing_is_named(
             patch.setitem(sys.modules, name, None)
             with pytest.raises(ValueError, match=f"needs {name}: pip"):
                 read(*([path] if path else []), **values)
+
+
+def test_offsets_that_lead_out_of_an_arrow_file_are_found(tmp_path: Path) -> None:
+    path = tmp_path / "a.arrow"
+    table = pa.table({"text": ["a" * 7, "b" * 7]})
+    with pa.ipc.new_file(path, table.schema) as writer:
+        writer.write_table(table)
+    whole = path.read_bytes()
+    for second in (-5, 1 << 30):
+        content = whole.replace(struct.pack("<3i", 0, 7, 14), struct.pack("<3i", 0, second, 14))
+        assert content != whole
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match=f"{path}: cannot be read"):
+            read(path)
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "a.arrow", "a.csv"])
+def test_a_column_that_is_there_twice(tmp_path: Path, name: str) -> None:
+    table = pa.Table.from_arrays([pa.array(["a"]), pa.array(["b"])], names=["text", "text"])
+    if name == "a.csv":
+        (tmp_path / name).write_text("text,text\na,b\n")
+    elif name == "a.parquet":
+        parquet.write_table(table, tmp_path / name)
+    else:
+        with pa.ipc.new_file(tmp_path / name, table.schema) as writer:
+            writer.write_table(table)
+    with pytest.raises(ValueError, match="has 2 columns 'text'"):
+        read(tmp_path / name)
+
+
+def test_the_standard_input_goes_on_where_it_stands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "x").write_bytes(b"a header\n" + jsonl())
+    with (tmp_path / "x").open() as file:
+        file.buffer.readline()
+        monkeypatch.setattr(sys, "stdin", file)
+        assert fields(read("-")) == TEXTS
+
+
+def test_a_folder_that_is_a_link_is_named(tmp_path: Path) -> None:
+    for name in ("in/a.jsonl", "other/b.jsonl"):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).write_bytes(jsonl())
+    (tmp_path / "in/link").symlink_to(tmp_path / "other")
+    with pytest.warns(UserWarning, match=f"left out, such as {tmp_path}/in/link"):
+        assert fields(read(tmp_path / "in")) == TEXTS
+
+
+def test_the_names_above_an_addressed_folder_do_not_matter(tmp_path: Path) -> None:
+    for name in (".cache/d/a.jsonl", ".cache/d/_b.jsonl", ".cache/d/.c/d.jsonl"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(jsonl())
+    assert fields(read(f"file://{tmp_path}/.cache/d")) == TEXTS
+    assert fields(read(f"file://{tmp_path}/.cache/d/")) == TEXTS
+
+
+def test_errors_of_other_systems_are_sentences(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import fsspec
+
+    class NoCredentials(Exception):
+        pass
+
+    def refuse(*_: object, **__: object) -> None:
+        raise NoCredentials("who are you")
+
+    fsspec.filesystem("memory").pipe("/mine/a.jsonl", jsonl())
+    for method in ("isdir", "_open"):
+        with monkeypatch.context() as patch:
+            patch.setattr(fsspec.get_filesystem_class("memory"), method, refuse)
+            with pytest.raises(ValueError, match=r"mine/a\.jsonl: .*NoCredentials: who are you"):
+                read("memory://mine/a.jsonl")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    pytest.importorskip("datasets")
+    (tmp_path / f"{tmp_path.name}.py").write_text("")  # a script, which datasets runs no more
+    with pytest.raises(ValueError, match=f"--hf-dataset {tmp_path}: "):
+        read(hf_dataset=str(tmp_path))
+
+
+def test_a_saved_data_set_has_no_split(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    datasets.Dataset.from_list(ROWS).save_to_disk(tmp_path / "one")
+    with pytest.raises(ValueError, match="--split test: the folder has no splits"):
+        read(hf_dataset=str(tmp_path / "one"), hf_split="test")
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"hf_split": "test"}, "are for --hf-dataset"),
+        ({"hf_config": "x"}, "are for --hf-dataset"),
+        ({"max_document_bytes": 1 << 64}, "--max-document-bytes 18446744073709551616"),
+    ],
+)
+def test_what_would_be_without_effect_is_refused(values: dict[str, Any], words: str) -> None:
+    assert any(words in problem for problem in Inputs(("-",), **values).problems())

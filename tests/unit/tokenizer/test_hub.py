@@ -123,3 +123,15 @@ def test_code_of_a_folder_is_run_only_if_it_is_trusted(
     assert (tmp_path / "ran").exists()
     assert trusted.encode("abca") == [0, 1, 2, 0]
     assert (trusted.vocab_size, trusted.eod) == (4, 3)
+
+
+def test_a_trusted_folder_needs_no_other_file_than_its_tokenizer_json(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_bytes((FOLDER / "tokenizer.json").read_bytes())
+    plain = build(tmp_path)
+    end = plain.decode([plain.eod])
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end})
+    )
+    trusted = build(tmp_path, trust=True)
+    assert trusted.encode_batch(texts()) == plain.encode_batch(texts())
+    assert trusted.encode_batch([]) == []

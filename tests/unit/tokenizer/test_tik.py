@@ -151,3 +151,10 @@ def test_wrong_flags(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError) as raised:
         build(**fields)
     assert message in str(raised.value)
+
+
+def test_a_text_that_tiktoken_panics_at_is_an_error() -> None:
+    for tokenizer in (V1, V2):
+        with pytest.raises(ValueError, match="TikTokenizer"):
+            tokenizer.encode(" " * 1_000_000)
+        assert tokenizer.decode(tokenizer.encode("a b")) == "a b"

@@ -150,3 +150,13 @@ def test_progress_is_told(
     assert train_tokenizer.main(["--input", "-", *flags]) == 0
     said = capsys.readouterr().err.splitlines()
     assert [line.split(",")[0] for line in said] == [f"read {n} documents" for n in (1, 2, 3)]
+
+
+def test_where_nothing_can_be_written_is_told_before_the_training(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    for folder in (tmp_path / "file", tmp_path / "file" / "below"):
+        flags = ["--input", str(tmp_path / "none"), "--output-dir", str(folder)]
+        assert train_tokenizer.main(flags) == 1
+        assert f"--output-dir {folder}: {tmp_path / 'file'} is no folder" in capsys.readouterr().err

@@ -93,6 +93,8 @@ def test_damage_is_an_error_of_one_sentence(
     [
         (["--samples", "1"], "--samples needs --seq-length"),
         (["--documents", "-1"], "--documents"),
+        (["--documents", "7-3"], "7-3: ends before it begins"),
+        (["--check", "--vocab-size", "5"], "--vocab-size needs --tokenizer-type"),
         (["--documents", "3-x"], "3-x: must be a number, or a range"),
         (["--samples", "1", "--seq-length", "0"], "--seq-length 0: must be at least 1"),
     ],
