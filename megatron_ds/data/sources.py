@@ -22,7 +22,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, BinaryIO, NamedTuple, cast
+from typing import Any, BinaryIO, NamedTuple, TextIO, cast
 
 from megatron_ds.data.indexed import MADE_BY
 
@@ -297,7 +297,8 @@ class Reader:
         csv.field_size_limit(self._inputs.max_document_bytes)
         text = io.TextIOWrapper(file, "utf-8-sig", errors="surrogateescape", newline="")
         try:
-            rows = csv.reader(text, delimiter=delimiter)
+            lines = _CsvLines(text, self._inputs.max_document_bytes)
+            rows = csv.reader(lines, delimiter=delimiter)
             try:
                 header = next(rows, None)
             except csv.Error as error:
@@ -306,7 +307,7 @@ class Reader:
                 return
             self._check_columns(name, header)
             while True:
-                begin = rows.line_num + 1
+                begin = lines.number + 1
                 try:
                     row = next(rows, None)
                 except csv.Error as error:
@@ -417,6 +418,30 @@ class Reader:
         if what == "file":
             words += "; --text-documents paragraph makes a document of each of its blocks"
         return Unreadable(TOO_LONG, words, _decoded(head))
+
+
+class _CsvLines:
+    """The lines of a text. Instead of one that is too long it raises csv.Error, and goes on: a
+    generator would not."""
+
+    def __init__(self, text: TextIO, limit: int) -> None:
+        self._text = text
+        self._limit = limit
+        self.number = 0
+
+    def __iter__(self) -> _CsvLines:
+        return self
+
+    def __next__(self) -> str:
+        line = self._text.readline(self._limit + 1)
+        if not line:
+            raise StopIteration
+        self.number += 1
+        if len(line) <= self._limit or line.endswith(("\r", "\n")):
+            return line
+        while line and not line.endswith(("\r", "\n")):
+            line = self._text.readline(1 << 20)
+        raise csv.Error(f"its line is longer than {self._limit} characters (--max-document-bytes)")
 
 
 def _check_offsets(column: Any) -> None:

@@ -11,6 +11,7 @@ import lzma
 import os
 import struct
 import sys
+import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -446,3 +447,23 @@ def test_a_saved_data_set_has_no_split(tmp_path: Path) -> None:
 )
 def test_what_would_be_without_effect_is_refused(values: dict[str, Any], words: str) -> None:
     assert any(words in problem for problem in Inputs(("-",), **values).problems())
+
+
+def test_a_long_line_of_a_csv_is_not_held(tmp_path: Path) -> None:
+    size = 1 << 25
+    (tmp_path / "a.csv").write_text(f'text,n\na,1\n{"x" * size}\nb,2\n"c\nd",3\n')
+    tracemalloc.start()
+    try:
+        items = read(tmp_path / "a.csv", max_document_bytes=100_000)
+        assert tracemalloc.get_traced_memory()[1] < size // 2
+    finally:
+        tracemalloc.stop()
+    long = items.pop(1)
+    assert isinstance(long.value, Unreadable)
+    assert "longer than 100000 characters" in long.value.words
+    assert [(item.line, *item.value.values()) for item in items] == [  # type: ignore[union-attr]
+        (2, "a", "1"),
+        (4, "b", "2"),
+        (5, "c\nd", "3"),
+    ]
+    assert long.line == 3
