@@ -467,3 +467,18 @@ def test_a_long_line_of_a_csv_is_not_held(tmp_path: Path) -> None:
         (5, "c\nd", "3"),
     ]
     assert long.line == 3
+
+
+def test_broken_text_does_not_hide_indices_that_lead_out_of_an_arrow_file(tmp_path: Path) -> None:
+    path = tmp_path / "a.arrow"
+    table = pa.table({"text": pa.array(["a" * 7, "b" * 7]).dictionary_encode()})
+    with pa.ipc.new_file(path, table.schema) as writer:
+        writer.write_table(table)
+    assert fields(read(path)) == ["a" * 7, "b" * 7]
+    whole = path.read_bytes()
+    content = whole.replace(b"a" * 7, b"\xff" * 7).replace(
+        struct.pack("<2i", 0, 1) + bytes(56), struct.pack("<2i", 0, 1 << 30) + bytes(56)
+    )
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=f"{path}: cannot be read"):
+        read(path)
