@@ -15,14 +15,22 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
+from typing import TYPE_CHECKING, NamedTuple, TextIO
 
 from megatron_ds import runtime
 from megatron_ds.config import ModelConfig, file_problems
-from megatron_ds.flags import spellings
 from megatron_ds.inference import training_flags
 from megatron_ds.inference.settings import Sampling
-from megatron_ds.inference.training_flags import TrainingFlags, fail, of_first_rank, say
+from megatron_ds.inference.training_flags import (
+    TrainingFlags,
+    add_flag,
+    add_model_flags,
+    add_sampling_flags,
+    fail,
+    of_first_rank,
+    precision_of,
+    say,
+)
 
 if TYPE_CHECKING:
     from megatron_ds.tokenizer import Tokenizer
@@ -75,7 +83,7 @@ class Request:
 
     @property
     def precision(self) -> str | None:
-        return next((name for name in ("fp32", "bf16", "fp16") if getattr(self.args, name)), None)
+        return precision_of(self.args)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -83,36 +91,16 @@ def build_parser() -> argparse.ArgumentParser:
         prog=NAME, description=__doc__, epilog=EPILOG, allow_abbrev=False, exit_on_error=False
     )
 
-    def add(group: argparse._ArgumentGroup, flag: str, *more: str, **options: Any) -> None:
-        names = [form for name in (flag, *more) for form in spellings(name)]
-        group.add_argument(*dict.fromkeys(names), dest=flag.replace("-", "_"), **options)
-
     model = parser.add_argument_group("model")
-    add(
-        model,
-        "load",
-        metavar="FOLDER",
-        help="--save folder of a training (its newest checkpoint), or one of its checkpoints",
-    )
-    add(
-        model,
-        "tensor-model-parallel-size",
-        "model-parallel-size",
-        type=int,
-        metavar="N",
-        help="processes that share the model, not necessarily as many as in the training "
-        "(default: all that were started)",
-    )
-    for name in ("fp32", "bf16", "fp16"):
-        add(model, name, action="store_true", help=f"compute in {name}, not in the training's type")
-    add(
+    add_model_flags(model)
+    add_flag(
         model,
         "recompute",
         action="store_true",
         help="keep no keys and values: compute the whole text anew for each token",
     )
     prompts = parser.add_argument_group("prompts and output")
-    add(
+    add_flag(
         prompts,
         "prompt",
         "prompts",
@@ -121,14 +109,14 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="TEXT",
         help="prompts; can be given often",
     )
-    add(prompts, "sample-input-file", metavar="FILE", help="text file with a prompt per line")
-    add(
+    add_flag(prompts, "sample-input-file", metavar="FILE", help="text file with a prompt per line")
+    add_flag(
         prompts,
         "sample-output-file",
         metavar="FILE",
         help="where prompts and continuations go (default: the terminal, or SAMPLE_INPUT_FILE.out)",
     )
-    add(
+    add_flag(
         prompts,
         "num-samples",
         type=int,
@@ -136,14 +124,14 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="N",
         help="this many samples from nothing (they start with the end-of-document token)",
     )
-    add(
+    add_flag(
         prompts,
         "genfile",
         metavar="FILE",
         help="JSON lines for --num-samples: text, length in tokens, finished (default: the "
         "terminal)",
     )
-    add(
+    add_flag(
         prompts,
         "out-seq-length",
         "tokens-to-generate",
@@ -152,7 +140,7 @@ def build_parser() -> argparse.ArgumentParser:
         help=f"new tokens per prompt (default: up to {DEFAULT_NEW_TOKENS}, within the training's "
         "sequence length; with rope, alibi or no positions N may lead beyond it)",
     )
-    add(
+    add_flag(
         prompts,
         "micro-batch-size",
         type=int,
@@ -163,33 +151,9 @@ def build_parser() -> argparse.ArgumentParser:
     )
     sampling = parser.add_argument_group("sampling")
     default = Sampling()
-    add(sampling, "greedy", action="store_true", help="take the most probable token")
-    add(
-        sampling,
-        "temperature",
-        type=float,
-        default=default.temperature,
-        metavar="X",
-        help="below 1: more probable tokens more often (default: %(default)s)",
-    )
-    add(
-        sampling,
-        "top-k",
-        type=int,
-        default=default.top_k,
-        metavar="N",
-        help="draw from the N most probable tokens; 0 is off (default: %(default)s)",
-    )
-    add(
-        sampling,
-        "top-p",
-        type=float,
-        default=default.top_p,
-        metavar="X",
-        help="draw from the fewest tokens with together this probability; 0 is off (default: "
-        "%(default)s)",
-    )
-    add(
+    add_flag(sampling, "greedy", action="store_true", help="take the most probable token")
+    add_sampling_flags(sampling, default)
+    add_flag(
         sampling,
         "seed",
         type=int,
@@ -214,9 +178,7 @@ def parse(argv: Sequence[str]) -> tuple[Request | None, list[str]]:
 
 
 def _problems(args: argparse.Namespace) -> Iterator[str]:
-    yield from training_flags.load_problems(args.load, args.tensor_model_parallel_size)
-    if sum((args.fp32, args.bf16, args.fp16)) > 1:
-        yield "--fp32, --bf16 and --fp16 exclude each other"
+    yield from training_flags.model_problems(args)
     if sum(map(bool, (args.prompt, args.sample_input_file, args.num_samples))) > 1:
         yield "--prompt, --sample-input-file and --num-samples exclude each other"
     if args.sample_input_file is not None:

@@ -21,11 +21,19 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_ds import runtime
 from megatron_ds.exit_codes import ExitCode
-from megatron_ds.flags import spellings
 from megatron_ds.inference import training_flags
 from megatron_ds.inference.requests import Defaults
 from megatron_ds.inference.settings import Sampling
-from megatron_ds.inference.training_flags import TrainingFlags, fail, of_first_rank, say
+from megatron_ds.inference.training_flags import (
+    TrainingFlags,
+    add_flag,
+    add_model_flags,
+    add_sampling_flags,
+    fail,
+    of_first_rank,
+    precision_of,
+    say,
+)
 
 if TYPE_CHECKING:
     from megatron_ds.inference.answer import Answerer, Job, Outcome
@@ -51,7 +59,7 @@ class Settings:
 
     @property
     def precision(self) -> str | None:
-        return next((name for name in ("fp32", "bf16", "fp16") if getattr(self.args, name)), None)
+        return precision_of(self.args)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -59,38 +67,18 @@ def build_parser() -> argparse.ArgumentParser:
         prog=NAME, description=__doc__, epilog=EPILOG, allow_abbrev=False, exit_on_error=False
     )
 
-    def add(group: argparse._ArgumentGroup, flag: str, *more: str, **options: Any) -> None:
-        names = [form for name in (flag, *more) for form in spellings(name)]
-        group.add_argument(*dict.fromkeys(names), dest=flag.replace("-", "_"), **options)
-
     server = parser.add_argument_group("server")
-    add(
+    add_flag(
         server,
         "host",
         default="127.0.0.1",
         help="address to listen on (default: %(default)s, this machine alone; there is no "
         "password: whoever reaches another address may use the model)",
     )
-    add(server, "port", type=int, default=5000, metavar="N", help="default: %(default)s")
+    add_flag(server, "port", type=int, default=5000, metavar="N", help="default: %(default)s")
     model = parser.add_argument_group("model")
-    add(
-        model,
-        "load",
-        metavar="FOLDER",
-        help="--save folder of a training (its newest checkpoint), or one of its checkpoints",
-    )
-    add(
-        model,
-        "tensor-model-parallel-size",
-        "model-parallel-size",
-        type=int,
-        metavar="N",
-        help="processes that share the model, not necessarily as many as in the training "
-        "(default: all that were started)",
-    )
-    for name in ("fp32", "bf16", "fp16"):
-        add(model, name, action="store_true", help=f"compute in {name}, not in the training's type")
-    add(
+    add_model_flags(model)
+    add_flag(
         model,
         "inference-max-seq-length",
         type=int,
@@ -98,7 +86,7 @@ def build_parser() -> argparse.ArgumentParser:
         help="tokens of a text at most, prompt included (default: the training's sequence length, "
         "or as many as there are learned positions)",
     )
-    add(
+    add_flag(
         model,
         "micro-batch-size",
         type=int,
@@ -109,7 +97,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     default = Defaults()
     requests = parser.add_argument_group("where a request does not say it")
-    add(
+    add_flag(
         requests,
         "out-seq-length",
         "tokens-to-generate",
@@ -118,31 +106,7 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="N",
         help="new tokens per prompt, as far as there is room (default: %(default)s)",
     )
-    add(
-        requests,
-        "temperature",
-        type=float,
-        default=default.temperature,
-        metavar="X",
-        help="below 1: more probable tokens more often (default: %(default)s)",
-    )
-    add(
-        requests,
-        "top-k",
-        type=int,
-        default=default.top_k,
-        metavar="N",
-        help="draw from the N most probable tokens; 0 is off (default: %(default)s)",
-    )
-    add(
-        requests,
-        "top-p",
-        type=float,
-        default=default.top_p,
-        metavar="X",
-        help="draw from the fewest tokens with together this probability; 0 is off (default: "
-        "%(default)s)",
-    )
+    add_sampling_flags(requests, default)
     return parser
 
 
@@ -164,9 +128,7 @@ def _problems(args: argparse.Namespace) -> Iterator[str]:
     missing = [name for name in ("fastapi", "uvicorn") if importlib.util.find_spec(name) is None]
     if missing:
         yield f"{' and '.join(missing)} not installed: pip install fastapi uvicorn"
-    yield from training_flags.load_problems(args.load, args.tensor_model_parallel_size)
-    if sum((args.fp32, args.bf16, args.fp16)) > 1:
-        yield "--fp32, --bf16 and --fp16 exclude each other"
+    yield from training_flags.model_problems(args)
     if args.top_k and args.top_p:
         yield "--top-k and --top-p exclude each other"
     if not 0 <= args.port < 2**16:

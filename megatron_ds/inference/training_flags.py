@@ -1,8 +1,9 @@
-"""Flags of a training on the command line of a tool that takes its checkpoint.
+"""Command lines of the tools that take a training's checkpoint: the flags that these tools share,
+and what they make of the training's own flags.
 
-Of the tokenizer they stand in for the training's, of the model they must agree with the checkpoint,
-and the others have no effect. Also what such tools say, and how they end. Loads no torch before it
-is asked for a checkpoint's tokenizer.
+Of those the tokenizer's stand in for what the checkpoint names, the model's must agree with it, and
+the others have no effect. Also what such tools say, and how they end. Loads no torch before it is
+asked for a checkpoint's tokenizer.
 """
 
 from __future__ import annotations
@@ -12,10 +13,11 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar
 
 from megatron_ds import arguments, runtime
 from megatron_ds.config import GROUPS, ModelConfig, RuntimeConfig, flag_of
+from megatron_ds.flags import spellings
 
 if TYPE_CHECKING:
     from megatron_ds.checkpoint.found import Found
@@ -28,6 +30,89 @@ ENDLESS_MINUTES = 60.0 * 24 * 365
 RUNTIME_FLAGS = ("distributed_backend", "distributed_timeout_minutes", "local_rank")
 FREE_MODEL_FLAGS = ("attention_dropout", "hidden_dropout", "init_method_std")
 """Flags of the training that mean nothing here, so that any value agrees with the checkpoint."""
+
+
+PRECISIONS = ("fp32", "bf16", "fp16")
+
+
+class FlagGroup(Protocol):
+    """A group of flags of a tool's parser."""
+
+    def add_argument(self, *names: str, **options: Any) -> Any: ...
+
+
+class SamplingDefaults(Protocol):
+    @property
+    def temperature(self) -> float: ...
+
+    @property
+    def top_k(self) -> int: ...
+
+    @property
+    def top_p(self) -> float: ...
+
+
+def add_flag(group: FlagGroup, flag: str, *more: str, **options: Any) -> None:
+    """A flag and its aliases, in all their spellings."""
+    names = [form for name in (flag, *more) for form in spellings(name)]
+    group.add_argument(*dict.fromkeys(names), dest=flag.replace("-", "_"), **options)
+
+
+def add_model_flags(group: FlagGroup) -> None:
+    """Which checkpoint, on how many processes, in which numbers."""
+    add_flag(
+        group,
+        "load",
+        metavar="FOLDER",
+        help="--save folder of a training (its newest checkpoint), or one of its checkpoints",
+    )
+    add_flag(
+        group,
+        "tensor-model-parallel-size",
+        "model-parallel-size",
+        type=int,
+        metavar="N",
+        help="processes that share the model, not necessarily as many as in the training "
+        "(default: all that were started)",
+    )
+    for name in PRECISIONS:
+        add_flag(
+            group, name, action="store_true", help=f"compute in {name}, not in the training's type"
+        )
+
+
+def add_sampling_flags(group: FlagGroup, default: SamplingDefaults) -> None:
+    """How a token is drawn."""
+    add_flag(
+        group,
+        "temperature",
+        type=float,
+        default=default.temperature,
+        metavar="X",
+        help="below 1: more probable tokens more often (default: %(default)s)",
+    )
+    add_flag(
+        group,
+        "top-k",
+        type=int,
+        default=default.top_k,
+        metavar="N",
+        help="draw from the N most probable tokens; 0 is off (default: %(default)s)",
+    )
+    add_flag(
+        group,
+        "top-p",
+        type=float,
+        default=default.top_p,
+        metavar="X",
+        help="draw from the fewest tokens with together this probability; 0 is off (default: "
+        "%(default)s)",
+    )
+
+
+def precision_of(args: object) -> str | None:
+    """What the model is to compute in; None for the training's type."""
+    return next((name for name in PRECISIONS if getattr(args, name)), None)
 
 
 @dataclass(frozen=True)
@@ -63,8 +148,9 @@ def read(words: Sequence[str], own: Iterable[str]) -> tuple[TrainingFlags, list[
     return TrainingFlags(said.values, tuple(said.warnings)), said.problems
 
 
-def load_problems(load: str | None, tp_size: int | None) -> Iterator[str]:
-    """What is wrong with --load and --tensor-model-parallel-size."""
+def model_problems(args: Any) -> Iterator[str]:
+    """What is wrong with the flags of `add_model_flags`, as the parser read them."""
+    load, tp_size = args.load, args.tensor_model_parallel_size
     if load is None:
         yield "--load is required"
     elif not Path(load).is_dir():
@@ -74,6 +160,8 @@ def load_problems(load: str | None, tp_size: int | None) -> Iterator[str]:
             f"--tensor-model-parallel-size {tp_size}: all processes share the model, and "
             f"{runtime.world_size()} were started"
         )
+    if sum(getattr(args, name) for name in PRECISIONS) > 1:
+        yield "--fp32, --bf16 and --fp16 exclude each other"
 
 
 def disagreements(given: dict[str, Any], model: ModelConfig, null_tokenizer: bool) -> Iterator[str]:
