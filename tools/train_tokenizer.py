@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from megatron_ds.data.preprocess import Bad, PreprocessOptions, texts_of
+from megatron_ds.data.documents import Bad, Wanted, texts_of
 from megatron_ds.data.sources import FORMATS, TEXT_DOCUMENTS, Inputs, Reader
 from megatron_ds.tokenizer import training
 
@@ -131,7 +131,8 @@ class Texts:
     """
 
     def __init__(self, inputs: Inputs, keys: tuple[str, ...], *, strict: bool = False) -> None:
-        self._options = PreprocessOptions(inputs=inputs, output_prefix="", keys=keys)
+        self._inputs = inputs
+        self._wanted = Wanted(keys, inputs.max_document_bytes)
         self._strict = strict
         self._documents = 0
         self._bytes = 0
@@ -139,12 +140,12 @@ class Texts:
         self._first_bad: Bad | None = None
 
     def __iter__(self) -> Iterator[str]:
-        problems = list(self._options.inputs.problems())
+        problems = list(self._inputs.problems())
         if problems:
             raise ValueError("\n".join(problems))
         start = said = time.perf_counter()
-        for item in Reader(self._options.inputs, self._options.keys):
-            found = texts_of(item, self._options)
+        for item in Reader(self._inputs, self._wanted.keys):
+            found = texts_of(item, self._wanted)
             if isinstance(found, Bad):
                 if self._strict:
                     raise ValueError(str(found))
@@ -161,7 +162,7 @@ class Texts:
                 print(f"read {self.summary} ({speed:.1f} MB/s)", file=sys.stderr, flush=True)
         if not self._documents:
             why = f"; the first line without one: {self._first_bad}" if self._first_bad else ""
-            raise ValueError(f"{self._options.inputs.name}: has no text{why}")
+            raise ValueError(f"{self._inputs.name}: has no text{why}")
 
     @property
     def summary(self) -> str:

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron_ds.config import DataConfig
-from megatron_ds.data.blend import BlendedDataset
+from megatron_ds.data.blend import BlendedDataset, StoredOrder
 from megatron_ds.data.cache import ArrayCache, Arrays
 from megatron_ds.data.check import (
     DEFAULT_SPLIT,
@@ -142,12 +142,13 @@ class _Builder:
         cache = self._cache(prefixes[0])
         decides = {"format": BLEND_FORMAT, "weights": weights, "samples": samples}
         made = cache.get("blend", decides, lambda: _blend_arrays(weights, samples))
-        taken = np.bincount(made["source"], minlength=len(sources)).tolist()
+        order = StoredOrder(made["source"], made["sample"], len(sources))
+        taken = order.taken(len(order)).tolist()
         for prefix, weight, count, (_, tokens) in zip(
             prefixes, weights, taken, sources, strict=True
         ):
             self._note(name, prefix, weight, count, tokens)
-        return BlendedDataset([one for one, _ in sources], made["source"], made["sample"])
+        return BlendedDataset([one for one, _ in sources], order)
 
     def _tokens(self, name: str, prefix: str, shares: Sequence[float] | None) -> int:
         """Tokens of a file's documents that belong to the part, which must be some."""

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from megatron_ds import runtime
-from megatron_ds.data.blend import BlendedDataset
+from megatron_ds.data.blend import BlendedDataset, StoredOrder
 from megatron_ds.data.indexed import IndexedDataset
 from megatron_ds.extensions import stale_locks
 from megatron_ds.training.jsonl import JsonLines
@@ -103,7 +103,7 @@ def test_errors_of_other_code_and_other_kinds_keep_their_tracebacks(
     with pytest.raises(ValueError, match="invalid literal"), runtime.errors_in_words():
         int("x")
     with pytest.raises(IndexError, match="of a blend of 0"), runtime.errors_in_words():
-        BlendedDataset([], NOTHING, NOTHING)[0]
+        BlendedDataset([], StoredOrder(NOTHING, NOTHING, 0))[0]
 
     assert capfd.readouterr().err == ""
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_ds.data.blend import BlendedDataset
+from megatron_ds.data.blend import BlendedDataset, StoredOrder
 from megatron_ds.data.gpt_dataset import GPTDataset
 from megatron_ds.data.indexed import IndexedDataset, IndexedWriter
 from megatron_ds.data.sample_index import build_indexes
@@ -47,7 +47,9 @@ def test_positions_outside_are_refused_and_pickling_reopens(dataset: GPTDataset)
 
 
 def test_blend_reads_its_sources(dataset: GPTDataset) -> None:
-    mixed = BlendedDataset([dataset, dataset], np.array([1, 0, 1]), np.array([0, 0, 1]))
+    mixed = BlendedDataset(
+        [dataset, dataset], StoredOrder(np.array([1, 0, 1]), np.array([0, 0, 1]), 2)
+    )
     assert len(mixed) == 3
     assert mixed[2].tolist() == dataset[1].tolist()
     assert mixed.sample_id(2) == f"1/{dataset.sample_id(1)}"
@@ -58,7 +60,8 @@ def test_blend_reads_its_sources(dataset: GPTDataset) -> None:
 
 def test_blend_needs_enough_samples(dataset: GPTDataset) -> None:
     many = len(dataset) + 1
+    order = StoredOrder(np.ones(many, dtype=np.int16), np.arange(many), 2)
     with pytest.raises(
         ValueError, match=f"source 1 has {many - 1} samples, the blend takes {many}"
     ):
-        BlendedDataset([dataset, dataset], np.ones(many, dtype=np.int16), np.arange(many))
+        BlendedDataset([dataset, dataset], order)

@@ -1,0 +1,114 @@
+"""Chunks of items to tokens: the work of one worker.
+
+Knows the tokenizer protocol; no files and no processes.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron_ds.data.documents import (
+    EMPTY_TEXT,
+    REFUSED_TEXT,
+    Bad,
+    Document,
+    Wanted,
+    parse,
+    problem,
+    size_of,
+)
+from megatron_ds.data.indexed import token_dtype
+from megatron_ds.data.sources import Item, Unreadable
+from megatron_ds.tokenizer import Tokenizer
+
+
+class Chunk(NamedTuple):
+    """Items by column, which travel to a worker much faster than one by one."""
+
+    files: list[str]
+    lines: list[int]
+    values: list[bytes | dict[str, Any] | Unreadable]
+
+    def items(self) -> list[Item]:
+        return list(map(Item, *self))
+
+
+class Column(NamedTuple):
+    """The tokens of one key: all sequences back to back, their lengths, and how many of them make
+    each document.
+    """
+
+    tokens: npt.NDArray[np.generic]
+    lengths: npt.NDArray[np.int64]
+    sequences: npt.NDArray[np.int64]
+
+
+class Encoded(NamedTuple):
+    """A chunk's tokens, a column for each key. bad: what gave no document, in the items' order."""
+
+    columns: list[Column]
+    documents: int
+    text_bytes: int
+    bad: list[Bad]
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """Items to tokens: the work of one worker."""
+
+    tokenizer: Tokenizer
+    wanted: Wanted
+    append_eod: bool
+
+    def __call__(self, chunk: Chunk) -> Encoded:
+        items = chunk.items()
+        documents, bad = parse(items, self.wanted)
+        try:
+            columns = self._encode(documents)
+        except ValueError:  # says neither which text nor whether it is the only one
+            refused = {at: found for at, found in enumerate(map(self._refused, documents)) if found}
+            bad += refused.values()
+            documents = [one for at, one in enumerate(documents) if at not in refused]
+            columns = self._encode(documents)
+        bad += [
+            problem(document.item, EMPTY_TEXT, f"{key!r} has no tokens")
+            for key, column in zip(self.wanted.keys, columns, strict=True)
+            for document, ids in zip(documents, column, strict=True)
+            if not ids
+        ]
+        order = {item[:2]: at for at, item in enumerate(items)} if bad else {}
+        return Encoded(
+            [self._flatten(column) for column in columns],
+            len(documents),
+            sum(size_of(text) for document in documents for text in document.texts),
+            sorted(bad, key=lambda one: order[one.file, one.line]),
+        )
+
+    def _encode(self, documents: list[Document]) -> list[list[list[int]]]:
+        return [
+            self.tokenizer.encode_batch([document.texts[at] for document in documents])
+            for at in range(len(self.wanted.keys))
+        ]
+
+    def _refused(self, document: Document) -> Bad | None:
+        try:
+            for text in document.texts:
+                self.tokenizer.encode(text)
+        except ValueError as error:
+            return problem(document.item, REFUSED_TEXT, str(error))
+        return None
+
+    def _flatten(self, encoded: list[list[int]]) -> Column:
+        kept = [ids for ids in encoded if ids]
+        if self.append_eod:
+            for ids in kept:
+                ids.append(self.tokenizer.eod)
+        lengths = np.array([len(ids) for ids in kept], dtype=np.int64)
+        dtype = token_dtype(self.tokenizer.vocab_size)
+        tokens = np.array(list(itertools.chain.from_iterable(kept)), dtype=dtype)
+        return Column(tokens, lengths, np.ones_like(lengths))
