@@ -5,7 +5,6 @@ Knows the tokenizer protocol; no files and no processes.
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -24,7 +23,7 @@ from megatron_ds.data.documents import (
 )
 from megatron_ds.data.indexed import token_dtype
 from megatron_ds.data.sources import Item, Unreadable
-from megatron_ds.tokenizer import Tokenizer
+from megatron_ds.tokenizer import Flat, Tokenizer, encode_flat
 
 
 class Chunk(NamedTuple):
@@ -76,22 +75,21 @@ class Encoder:
             documents = [one for at, one in enumerate(documents) if at not in refused]
             columns = self._encode(documents)
         bad += [
-            problem(document.item, EMPTY_TEXT, f"{key!r} has no tokens")
+            problem(documents[at].item, EMPTY_TEXT, f"{key!r} has no tokens")
             for key, column in zip(self.wanted.keys, columns, strict=True)
-            for document, ids in zip(documents, column, strict=True)
-            if not ids
+            for at in np.flatnonzero(column.lengths == 0)
         ]
         order = {item[:2]: at for at, item in enumerate(items)} if bad else {}
         return Encoded(
-            [self._flatten(column) for column in columns],
+            [self._finished(column) for column in columns],
             len(documents),
             sum(size_of(text) for document in documents for text in document.texts),
             sorted(bad, key=lambda one: order[one.file, one.line]),
         )
 
-    def _encode(self, documents: list[Document]) -> list[list[list[int]]]:
+    def _encode(self, documents: list[Document]) -> list[Flat]:
         return [
-            self.tokenizer.encode_batch([document.texts[at] for document in documents])
+            encode_flat(self.tokenizer, [document.texts[at] for document in documents])
             for at in range(len(self.wanted.keys))
         ]
 
@@ -103,12 +101,17 @@ class Encoder:
             return problem(document.item, REFUSED_TEXT, str(error))
         return None
 
-    def _flatten(self, encoded: list[list[int]]) -> Column:
-        kept = [ids for ids in encoded if ids]
-        if self.append_eod:
-            for ids in kept:
-                ids.append(self.tokenizer.eod)
-        lengths = np.array([len(ids) for ids in kept], dtype=np.int64)
+    def _finished(self, encoded: Flat) -> Column:
+        """Without the texts that have no tokens, and with the ends of documents."""
+        lengths = encoded.lengths[encoded.lengths > 0]
         dtype = token_dtype(self.tokenizer.vocab_size)
-        tokens = np.array(list(itertools.chain.from_iterable(kept)), dtype=dtype)
+        if not self.append_eod:
+            return Column(encoded.ids.astype(dtype), lengths, np.ones_like(lengths))
+        lengths += 1
+        tokens = np.empty(len(encoded.ids) + len(lengths), dtype)
+        ends = np.cumsum(lengths) - 1
+        inner = np.ones(len(tokens), np.bool_)
+        inner[ends] = False
+        tokens[inner] = encoded.ids
+        tokens[ends] = self.tokenizer.eod
         return Column(tokens, lengths, np.ones_like(lengths))

@@ -7,10 +7,10 @@ Must not know files of tokens, models or process groups.
 from __future__ import annotations
 
 from megatron_ds.config import TokenizerConfig
-from megatron_ds.tokenizer.base import Tokenizer
+from megatron_ds.tokenizer.base import Flat, Tokenizer, encode_flat
 from megatron_ds.tokenizer.identity import Identity
 
-__all__ = ["Identity", "Tokenizer", "build_tokenizer"]
+__all__ = ["Flat", "Identity", "Tokenizer", "build_tokenizer", "encode_flat"]
 
 
 def build_tokenizer(config: TokenizerConfig, vocab_size: int | None = None) -> Tokenizer:

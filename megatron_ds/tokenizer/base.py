@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import importlib
+import itertools
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import numpy as np
+import numpy.typing as npt
 
 from megatron_ds.tokenizer.identity import Identity
 
@@ -45,6 +49,31 @@ class Tokenizer(Protocol):
     def decode(self, ids: Sequence[int]) -> str:
         """Text of ids; special tokens appear as their text, except those of the kinds that say
         otherwise."""
+
+
+class Flat(NamedTuple):
+    """The ids of many texts, back to back, and how many each text has."""
+
+    ids: npt.NDArray[np.generic]
+    lengths: npt.NDArray[np.int64]
+
+
+@runtime_checkable
+class FlatTokenizer(Protocol):
+    """A tokenizer that makes arrays without a Python number for each id."""
+
+    def encode_flat(self, texts: Sequence[str]) -> Flat:
+        """The ids that `encode_batch` gives."""
+
+
+def encode_flat(tokenizer: Tokenizer, texts: Sequence[str]) -> Flat:
+    """The ids of texts as one array. Raises ValueError where the tokenizer refuses a text."""
+    if isinstance(tokenizer, FlatTokenizer):
+        return tokenizer.encode_flat(texts)
+    encoded = tokenizer.encode_batch(texts)
+    lengths = np.fromiter(map(len, encoded), np.int64, len(encoded))
+    ids = itertools.chain.from_iterable(encoded)
+    return Flat(np.fromiter(ids, np.int32, int(lengths.sum())), lengths)
 
 
 def checked_size(vocab: Mapping[str, int], source: str) -> int:
