@@ -13,7 +13,8 @@ from pathlib import Path
 import numpy as np
 
 from megatron_ds.config import DataConfig
-from megatron_ds.data.blend import BlendedDataset, StoredOrder
+from megatron_ds.data.blend import BlendedDataset
+from megatron_ds.data.blend_order import blend_order
 from megatron_ds.data.cache import ArrayCache, Arrays
 from megatron_ds.data.check import (
     DEFAULT_SPLIT,
@@ -28,7 +29,6 @@ from megatron_ds.data.gpt_dataset import GPTDataset, TokenDataset
 from megatron_ds.data.indexed import IndexedDataset
 from megatron_ds.data.sample_index import (
     SampleIndexes,
-    blend,
     blend_requests,
     build_indexes,
     parse_split,
@@ -36,8 +36,6 @@ from megatron_ds.data.sample_index import (
 
 FORMAT = 1
 """Raised when the same inputs begin to give other indexes."""
-BLEND_FORMAT = 2
-"""The same for the order of mixtures."""
 
 
 @dataclass(frozen=True)
@@ -139,10 +137,7 @@ class _Builder:
             self._single(name, prefix, shares, request)
             for prefix, request in zip(prefixes, requests, strict=True)
         ]
-        cache = self._cache(prefixes[0])
-        decides = {"format": BLEND_FORMAT, "weights": weights, "samples": samples}
-        made = cache.get("blend", decides, lambda: _blend_arrays(weights, samples))
-        order = StoredOrder(made["source"], made["sample"], len(sources))
+        order = blend_order(weights, samples, self._cache(prefixes[0]))
         taken = order.taken(len(order)).tolist()
         for prefix, weight, count, (_, tokens) in zip(
             prefixes, weights, taken, sources, strict=True
@@ -219,8 +214,3 @@ def _refuse(problems: Iterator[str]) -> None:
     problem = next(problems, None)
     if problem is not None:
         raise ValueError(problem)
-
-
-def _blend_arrays(weights: Sequence[float], samples: int) -> Arrays:
-    source, sample = blend(weights, samples)
-    return {"source": source, "sample": sample}
