@@ -26,7 +26,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -47,6 +47,8 @@ DTYPES: dict[int, np.dtype[np.generic]] = {
 }
 MADE_BY = ".tokenizer.json"
 """End of the name of the file beside a pair that says which tokenizer made it."""
+DOCUMENTS = ".documents.partial"
+"""End of the name of the file that takes the document index while a pair is written."""
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 UINT16_VOCAB = 65500
 """Vocabularies below this are written as uint16, as in every Megatron."""
@@ -150,14 +152,29 @@ class IndexedDataset:
         return True
 
 
+class Written(NamedTuple):
+    """How much of a pair was written: tokens, sequences and documents."""
+
+    tokens: int = 0
+    sequences: int = 0
+    documents: int = 0
+
+
+NOTHING = Written()
+
+
 class IndexedWriter:
     """Writes a `.bin/.idx` pair that appears under its name only when it is complete.
 
+    Memory is flat: the index, too, is written as it comes, the lengths where they stay and the
+    documents to a file of their own, and is put together in blocks.
+
     Use as a context manager, or call `finalize()`; leaving the `with` block by an exception removes
-    what was written. A killed run leaves `<prefix>.bin.partial`, which the next one overwrites.
-    made_by: what the file beside the pair is to say of the tokenizer; one of an older pair goes.
-    Raises ValueError if another process is writing the same prefix, or if a token does not fit the
-    dtype.
+    what was written. A killed run leaves files that end in `.partial`, which the next one
+    overwrites, or continues: written: how much of them is kept, what follows is cut off. made_by:
+    what the file beside the pair is to say of the tokenizer; one of an older pair goes. Raises
+    ValueError if another process is writing the same prefix, if less is there than is to be
+    continued, or if a token does not fit the dtype.
     """
 
     def __init__(
@@ -165,6 +182,7 @@ class IndexedWriter:
         prefix: str | os.PathLike[str],
         dtype: npt.DTypeLike,
         made_by: bytes | None = None,
+        written: Written = NOTHING,
     ) -> None:
         self.prefix = os.fspath(prefix)
         self._made_by = made_by
@@ -174,56 +192,85 @@ class IndexedWriter:
                 f"{self.prefix}: tokens cannot be stored as {self.dtype}; valid: "
                 f"{', '.join(str(d) for d in CODES)}"
             )
-        self._lengths: list[npt.NDArray[np.int32]] = []
-        self._documents: list[npt.NDArray[np.int64]] = [np.zeros(1, np.int64)]
-        self._count = 0
+        self.written = written
         self._complete = False
-        self._bin: BinaryIO | None = _open_locked(self.prefix)
+        self._closed = False
+        sizes = (
+            written.tokens * self.dtype.itemsize,
+            HEADER.size + 4 * written.sequences,
+            8 * written.documents,
+        )
+        with ExitStack() as undo:
+            self._bin = undo.enter_context(_open_locked(self.prefix))
+            self._index = undo.enter_context(_open_more(self.prefix + ".idx.partial"))
+            self._documents = undo.enter_context(_open_more(self.prefix + DOCUMENTS))
+            if written == NOTHING:
+                for file in self.files:
+                    file.truncate(0)
+                self._index.truncate(HEADER.size)  # room for what is known at the end
+            for file, size in zip(self.files, sizes, strict=True):
+                _keep(file, size)
+            undo.pop_all()
+
+    @property
+    def files(self) -> tuple[BinaryIO, BinaryIO, BinaryIO]:
+        """The files that grow with `written`; who wants it durable flushes and syncs them."""
+        return self._bin, self._index, self._documents
 
     def add_document(self, tokens: npt.ArrayLike) -> None:
         """Append one document of one sequence. tokens: [length] integers."""
         array = np.asarray(tokens)
         self.add_documents(array, np.array([array.size]))
 
-    def add_documents(self, tokens: npt.ArrayLike, lengths: npt.ArrayLike) -> None:
-        """Append documents of one sequence each. tokens: [sum of lengths] integers, back to back;
-        lengths: [n]."""
+    def add_documents(
+        self,
+        tokens: npt.ArrayLike,
+        lengths: npt.ArrayLike,
+        sequences: npt.ArrayLike | None = None,
+    ) -> None:
+        """Append documents. tokens: [sum of lengths] integers, back to back; lengths: [n] of the
+        sequences; sequences: [d] how many make each document, one each if None."""
         array, sizes = np.asarray(tokens), np.asarray(lengths, dtype=np.int64)
         if int(sizes.sum()) != array.size:
             raise ValueError(
-                f"{self.prefix}: {array.size} tokens do not make documents of {sizes.sum()}"
+                f"{self.prefix}: {array.size} tokens do not make sequences of {sizes.sum()}"
             )
         if sizes.size and int(sizes.max()) > np.iinfo(np.int32).max:
-            raise ValueError(f"{self.prefix}: a document of {sizes.max()} tokens is too long")
-        assert self._bin is not None, "the pair was already finished"
-        with _naming(self.prefix + ".bin.partial"):
-            self._bin.write(_fitting(array, self.dtype, self.prefix).tobytes())
-        self._lengths.append(sizes.astype("<i4"))
-        self._documents.append(np.arange(self._count + 1, self._count + 1 + sizes.size))
-        self._count += sizes.size
+            raise ValueError(f"{self.prefix}: a sequence of {sizes.max()} tokens is too long")
+        if sequences is None:
+            ends = np.arange(1, sizes.size + 1)
+        else:
+            ends = np.cumsum(np.asarray(sequences, dtype=np.int64))
+            if (int(ends[-1]) if ends.size else 0) != sizes.size:
+                raise ValueError(
+                    f"{self.prefix}: {sizes.size} sequences do not make documents of "
+                    f"{ends[-1] if ends.size else 0}"
+                )
+        self._add(_fitting(array, self.dtype, self.prefix), sizes, ends)
 
     def add_dataset(self, data: IndexedDataset) -> None:
         """Append all sequences and documents of another pair of the same dtype."""
         if data.dtype != self.dtype:
             raise ValueError(f"{data.prefix} holds {data.dtype}, not {self.dtype}")
-        assert self._bin is not None, "the pair was already finished"
-        with _naming(self.prefix + ".bin.partial"):
-            for first in range(0, data.tokens.size, CHUNK):
-                self._bin.write(data.tokens[first : first + CHUNK].tobytes())
-        # A copy: a view keeps the file of every pair open.
-        self._lengths.append(np.array(data.lengths, dtype="<i4"))
-        self._documents.append(data.document_index[1:].astype(np.int64) + self._count)
-        self._count += len(data)
+        nothing = np.zeros(0, np.int64)
+        ends = data.document_index[1:]
+        # What a pair's documents end at counts from its own beginning; sequences are added last.
+        for first in range(0, data.tokens.size, CHUNK):
+            self._add(data.tokens[first : first + CHUNK], nothing, nothing)
+        for first in range(0, len(ends), CHUNK):
+            self._add(data.tokens[:0], nothing, ends[first : first + CHUNK])
+        for first in range(0, len(data), CHUNK):
+            self._add(data.tokens[:0], data.lengths[first : first + CHUNK], nothing)
 
     def complete(self) -> None:
         """Flush both files to disk, which may fail or take long, and leave them without names."""
-        assert self._bin is not None, "the pair was already finished"
-        with _naming(self.prefix + ".bin.partial"):
-            _sync(self._bin)
-        partial_index = self.prefix + ".idx.partial"
-        with _naming(partial_index), open(partial_index, "wb") as file:
-            self._write_index(file)
-            _sync(file)
+        self._check_open()
+        for file in (self._bin, self._documents):
+            with _naming(file.name):
+                _sync(file)
+        with _naming(self._index.name):
+            self._write_index()
+            _sync(self._index)
         partial_made_by = f"{self.prefix}{MADE_BY}.partial"
         if self._made_by is not None:
             with _naming(partial_made_by), open(partial_made_by, "wb") as file:
@@ -235,27 +282,24 @@ class IndexedWriter:
         """Flush both files to disk, then give them their names, the index last."""
         if not self._complete:
             self.complete()
-        assert self._bin is not None, "the pair was already finished"
-        # What describes older tokens must not stand beside the new ones, not even for a moment.
-        for suffix in (".idx", MADE_BY):
-            Path(self.prefix + suffix).unlink(missing_ok=True)
-        if self._made_by is not None:
-            os.replace(f"{self.prefix}{MADE_BY}.partial", self.prefix + MADE_BY)
-        os.replace(self.prefix + ".bin.partial", self.prefix + ".bin")
-        os.replace(self.prefix + ".idx.partial", self.prefix + ".idx")
-        self._bin.close()
-        self._bin = None
-        sync_folder(os.path.dirname(self.prefix) or ".")
+        self._check_open()
+        name_pair(self.prefix, made_by=self._made_by is not None)
+        self._close()
 
     def abort(self) -> None:
         """Remove what was written."""
-        if self._bin is None:
+        if self._closed:
             return
-        for suffix in (".bin.partial", ".idx.partial", f"{MADE_BY}.partial"):
+        for suffix in (".bin.partial", ".idx.partial", DOCUMENTS, f"{MADE_BY}.partial"):
             Path(self.prefix + suffix).unlink(missing_ok=True)
-        with suppress(OSError):  # what the disk has no room for is not wanted any more
-            self._bin.close()
-        self._bin = None
+        self.leave()
+
+    def leave(self) -> None:
+        """End and keep what was written, without names, for a writer that continues it."""
+        self._closed = True
+        for file in self.files:
+            with suppress(OSError):  # what the disk has no room for is not wanted any more
+                file.close()
 
     def __enter__(self) -> IndexedWriter:
         return self
@@ -267,18 +311,67 @@ class IndexedWriter:
         trace: TracebackType | None,
     ) -> None:
         try:
-            if kind is None and self._bin is not None:
+            if kind is None and not self._closed:
                 self.finalize()
         finally:
             self.abort()
 
-    def _write_index(self, file: BinaryIO) -> None:
-        lengths = np.concatenate([np.zeros(0, np.dtype("<i4")), *self._lengths])
-        documents = np.concatenate(self._documents)
-        file.write(HEADER.pack(MAGIC, VERSION, CODES[self.dtype], lengths.size, documents.size))
-        file.write(lengths.tobytes())
-        file.write(_offsets(lengths, self.dtype.itemsize).astype("<i8").tobytes())
-        file.write(documents.astype("<i8").tobytes())
+    def _add(self, tokens: Tokens, lengths: IntArray, ends: IntArray) -> None:
+        """Append tokens of this dtype, sequences of these lengths, and documents that end at these
+        sequences, counted from the first that is added next."""
+        self._check_open()
+        parts = (tokens, lengths.astype("<i4"), (ends + self.written.sequences).astype("<i8"))
+        for file, part in zip(self.files, parts, strict=True):
+            with _naming(file.name):
+                file.write(np.ascontiguousarray(part).data)
+        added = zip(self.written, parts, strict=True)
+        self.written = Written(*(before + part.size for before, part in added))
+
+    def _write_index(self) -> None:
+        """Put what is missing around the lengths: the pointers, the documents and the header."""
+        _, sequences, documents = self.written
+        self._index.flush()
+        self._index.truncate(HEADER.size + 4 * sequences)
+        self._index.seek(0, os.SEEK_END)
+        end = 0
+        with open(self._index.name, "rb") as lengths:
+            lengths.seek(HEADER.size)
+            for sizes in _blocks(lengths, "<i4", sequences):
+                pointers = _offsets(sizes, self.dtype.itemsize) + end
+                self._index.write(pointers.astype("<i8").tobytes())
+                end = int(pointers[-1]) + int(sizes[-1]) * self.dtype.itemsize
+        self._index.write(np.zeros(1, "<i8").tobytes())
+        with open(self._documents.name, "rb") as ends:
+            for block in _blocks(ends, "<i8", documents):
+                self._index.write(block.tobytes())
+        # Last: a file that begins with zeros is no index.
+        self._index.seek(0)
+        head = HEADER.pack(MAGIC, VERSION, CODES[self.dtype], sequences, documents + 1)
+        self._index.write(head)
+
+    def _close(self) -> None:
+        self._closed = True
+        for file in self.files:
+            file.close()
+
+    def _check_open(self) -> None:
+        assert not self._closed, "the pair was already finished"
+
+
+def name_pair(prefix: str, *, made_by: bool) -> None:
+    """Give a complete pair its names, the index last; begun before, it is continued.
+
+    made_by: whether it has a file that names its tokenizer.
+    """
+    if os.path.exists(prefix + ".bin.partial"):
+        # What describes older tokens must not stand beside the new ones, not even for a moment.
+        for suffix in (".idx", MADE_BY):
+            Path(prefix + suffix).unlink(missing_ok=True)
+    for suffix in (".bin", MADE_BY, ".idx") if made_by else (".bin", ".idx"):
+        with suppress(FileNotFoundError):  # it has its name
+            os.replace(f"{prefix}{suffix}.partial", prefix + suffix)
+    Path(prefix + DOCUMENTS).unlink(missing_ok=True)
+    sync_folder(os.path.dirname(prefix) or ".")
 
 
 def sync_folder(folder: str | os.PathLike[str]) -> None:
@@ -416,9 +509,35 @@ def _open_locked(prefix: str) -> BinaryIO:
                 f"{path} is on a file system without locks: let no other process write this prefix",
                 stacklevel=3,
             )
-        file.truncate(0)
         undo.pop_all()
         return file
+
+
+def _open_more(path: str) -> BinaryIO:
+    """Opens a file to write at its end or over what is there; makes it if it is not."""
+    return open(path, "r+b" if os.path.exists(path) else "w+b")
+
+
+def _keep(file: BinaryIO, size: int) -> None:
+    """Cuts off what follows after so many bytes. Raises ValueError if there are fewer."""
+    there = os.fstat(file.fileno()).st_size
+    if there < size:
+        raise ValueError(
+            f"{file.name} has {there} bytes, and {size} were written when the run was interrupted"
+        )
+    file.truncate(size)
+    file.seek(size)
+
+
+def _blocks(file: BinaryIO, dtype: str, count: int) -> Iterator[IntArray]:
+    """So many numbers of a file, from where it stands, CHUNK at a time. Raises ValueError if there
+    are fewer."""
+    for first in range(0, count, CHUNK):
+        size = min(CHUNK, count - first)
+        block = np.fromfile(file, dtype, size)
+        if len(block) < size:
+            raise ValueError(f"{file.name} was cut short by something else while it was written")
+        yield block
 
 
 @contextmanager

@@ -60,7 +60,7 @@ def merge(
 ) -> Merged:
     """Write one pair with the documents of all, in the order given; returns the final counts.
 
-    Tokens are copied in blocks; the memory taken is that of the index. report: called after every
+    Tokens and index are copied in blocks. report: called after every
     pair. The output appears under its name when it is complete. Raises ValueError, before anything
     is written, for pairs that are damaged or of unlike types, and for an output that is an input.
     """

@@ -135,7 +135,7 @@ def preprocess(
                 first = first or bad
                 quarantine.add(bad)
             for writer, column in zip(writers, encoded.columns, strict=True):
-                writer.add_documents(column.tokens, column.lengths)
+                writer.add_documents(*column)
             progress = _advance(progress, encoded, reader.position)
             report(progress)
         if not progress.documents:

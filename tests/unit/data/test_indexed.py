@@ -7,12 +7,14 @@ import signal
 import struct
 import subprocess
 import sys
+import tracemalloc
 import warnings
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from megatron_ds.data import indexed
 from megatron_ds.data.indexed import IndexedDataset, IndexedWriter, token_dtype
 
 DOCUMENTS = [[5, 6, 7], [1], [65000, 2, 3, 4]]
@@ -176,7 +178,7 @@ def test_a_killed_run_leaves_no_pair_and_the_next_one_works(tmp_path: Path) -> N
     )
     killed = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, check=False)
     assert killed.returncode == -signal.SIGKILL
-    assert os.listdir(tmp_path) == ["p.bin.partial"]
+    assert all(name.endswith(".partial") for name in os.listdir(tmp_path))
     with IndexedWriter(tmp_path / "p", "uint16") as writer:
         writer.add_document([8])
     assert IndexedDataset(tmp_path / "p").get(0).tolist() == [8]
@@ -190,12 +192,76 @@ def test_two_writers_of_one_prefix_are_refused(tmp_path: Path) -> None:
     assert IndexedDataset(tmp_path / "p").get(0).tolist() == [1]
 
 
+def test_documents_of_several_sequences_are_appended_in_parts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(indexed, "CHUNK", 2)  # the index is put together over many blocks
+    with IndexedWriter(tmp_path / "p", "int32") as writer:
+        writer.add_documents([1, 2, 3, 4], [1, 3], [2])
+        writer.add_documents([], [], [])
+        writer.add_documents([5, 6, 7], [1, 1, 1], [0, 1, 2])
+        writer.add_documents([8, 9], [2])
+        with pytest.raises(ValueError, match="2 sequences do not make documents of 3"):
+            writer.add_documents([1, 1], [1, 1], [3])
+    data = IndexedDataset(tmp_path / "p")
+    assert data.lengths.tolist() == [1, 3, 1, 1, 1, 2]
+    assert data.document_index.tolist() == [0, 2, 2, 3, 5, 6]
+    with IndexedWriter(tmp_path / "q", "int32") as writer:
+        writer.add_dataset(data)
+        writer.add_dataset(data)
+    twice = IndexedDataset(tmp_path / "q")
+    assert twice.document_index.tolist() == [0, 2, 2, 3, 5, 6, 8, 8, 9, 11, 12]
+    assert twice.tokens.tolist() == data.tokens.tolist() * 2
+
+
+def peak_of_writing(prefix: Path, documents: int) -> int:
+    """Bytes that Python and numpy hold at most while so many tiny documents are written."""
+    ones = np.ones(1000, np.uint16)
+    tracemalloc.start()
+    with IndexedWriter(prefix, "uint16") as writer:
+        for _ in range(documents // 1000):
+            writer.add_documents(ones, ones)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    return peak
+
+
+def test_memory_does_not_grow_with_the_number_of_documents(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(indexed, "CHUNK", 1000)
+    small = peak_of_writing(tmp_path / "p", 20_000)
+    assert peak_of_writing(tmp_path / "q", 200_000) < 1.2 * small
+    assert len(IndexedDataset(tmp_path / "q")) == 200_000
+
+
+def test_what_was_written_is_continued(tmp_path: Path) -> None:
+    with IndexedWriter(tmp_path / "whole", "uint16") as writer:
+        for length in (3, 1, 2, 5):
+            writer.add_document(np.arange(length))
+    writer = IndexedWriter(tmp_path / "p", "uint16")
+    writer.add_document(np.arange(3))
+    writer.add_document(np.arange(1))
+    kept = writer.written
+    writer.add_document(np.arange(7))  # is cut off
+    writer.complete()
+    writer.leave()
+    with IndexedWriter(tmp_path / "p", "uint16", written=kept) as writer:
+        writer.add_document(np.arange(2))
+        writer.add_document(np.arange(5))
+    for suffix in (".bin", ".idx"):
+        expected = (tmp_path / f"whole{suffix}").read_bytes()
+        assert (tmp_path / f"p{suffix}").read_bytes() == expected
+    with pytest.raises(ValueError, match=r"p\.bin\.partial has 0 bytes, and 8 were written"):
+        IndexedWriter(tmp_path / "p", "uint16", written=kept)
+
+
 def test_tokens_that_do_not_fit_and_types_that_are_none(tmp_path: Path) -> None:
     with IndexedWriter(tmp_path / "p", "uint16") as writer:
         for tokens in ([65536], [-1]):
             with pytest.raises(ValueError, match="do not fit uint16"):
                 writer.add_document(tokens)
-        with pytest.raises(ValueError, match="3 tokens do not make documents of 2"):
+        with pytest.raises(ValueError, match="3 tokens do not make sequences of 2"):
             writer.add_documents([1, 2, 3], [2])
     with pytest.raises(ValueError, match="cannot be stored as float32"):
         IndexedWriter(tmp_path / "q", "float32")
