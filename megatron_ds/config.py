@@ -464,6 +464,14 @@ class DataConfig:
     )
     num_workers: int = knob(2, "loader processes; 0 reads in the training process")
     mmap_warmup: bool = knob(False, "read the token files once at start to warm the page cache")
+    reset_position_ids: bool = knob(
+        False, "count positions from 0 again behind each end-of-document token of a sample"
+    )
+    reset_attention_mask: bool = knob(
+        False,
+        "attention within a document only: tokens behind an end-of-document token see none "
+        "before it",
+    )
     eod_mask_loss: bool = knob(False, "no loss where the input is the end-of-document token")
 
     def problems(self) -> Iterator[str]:

@@ -409,8 +409,6 @@ REFUSED: dict[str, Peer] = {
         switches="repeated-dataloader",
         valued="train-data-exact-num-epochs",
     ),
-    **_all("positions run through a sample; leave the flag out", switches="reset-position-ids"),
-    **_all("attention runs through a sample; leave the flag out", switches="reset-attention-mask"),
     **_all(
         "every token of a sample is trained on (--eod-mask-loss leaves out the end-of-document "
         "token); leave the flag out",

@@ -129,6 +129,11 @@ IDLE = (
         "without --position-embedding-type rope",
     ),
     Idle(
+        ("reset_position_ids",),
+        lambda config: config.model.position_embedding_type in ("alibi", "none"),
+        "without --position-embedding-type learned_absolute or rope",
+    ),
+    Idle(
         ("bias_gelu_fusion",),
         lambda config: config.model.activation != "gelu",
         "without --activation gelu",

@@ -18,15 +18,19 @@ from megatron_ds.engine import effective
 from megatron_ds.engine.ds_config import generate
 from megatron_ds.engine.optimizer import parameter_groups
 from megatron_ds.engine.zero import ZeroEngine
+from megatron_ds.model.documents import DocumentRules, find_flex
 from megatron_ds.model.gpt import GPTModel
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.parallel.random import RngStreams
 from megatron_ds.parallel.recompute import Recompute
 
 
-def build_engine(config: Config, mesh: Mesh, device: torch.device) -> ZeroEngine:
+def build_engine(
+    config: Config, mesh: Mesh, device: torch.device, eod: int | None = None
+) -> ZeroEngine:
     """The model of `config`, cut as `mesh` says, in a DeepSpeed engine. Collective.
 
+    eod: id of the end-of-document token; --reset-position-ids and --reset-attention-mask need it.
     Needs an initialised process group and a configuration whose vocabulary is known. Raises
     ValueError for values of the user's file that DeepSpeed does not take, and for an engine that
     does not hold what the configuration says.
@@ -37,9 +41,15 @@ def build_engine(config: Config, mesh: Mesh, device: torch.device) -> ZeroEngine
     _check(ds_config, mpu, config.deepspeed.deepspeed_config)
     rng = RngStreams(mesh.tp.rank)
     recompute = Recompute(config.recompute, rng, mpu)
+    documents = _document_rules(config, mesh, device, eod)
     with _construction(ds_config, mesh, mpu):
         model = GPTModel(
-            config.model, mesh=mesh, rng=rng, seed=config.runtime.seed, recompute=recompute
+            config.model,
+            mesh=mesh,
+            rng=rng,
+            seed=config.runtime.seed,
+            recompute=recompute,
+            documents=documents,
         )
     if config.runtime.compile:
         model.compile_layers()
@@ -59,6 +69,26 @@ def build_engine(config: Config, mesh: Mesh, device: torch.device) -> ZeroEngine
         seed=config.runtime.seed,
         device=device,
     )
+
+
+def _document_rules(
+    config: Config, mesh: Mesh, device: torch.device, eod: int | None
+) -> DocumentRules | None:
+    """What happens at the bounds of documents, and by which kernel; None if nothing does."""
+    data, micro = config.data, config.schedule.micro_batch_size
+    if not (data.reset_position_ids or data.reset_attention_mask):
+        return None
+    if eod is None:
+        raise ValueError(
+            "--reset-position-ids and --reset-attention-mask find documents by the tokenizer's "
+            "end-of-document token, and this tokenizer has none"
+        )
+    flex, why_not = None, ""
+    if data.reset_attention_mask:
+        assert micro is not None
+        dtype = getattr(torch, effective.DTYPES[config.precision.name])
+        flex, why_not = find_flex(config.model, micro, mesh.tp.size, dtype, device)
+    return DocumentRules(eod, data.reset_position_ids, data.reset_attention_mask, flex, why_not)
 
 
 def _import_muon_uncompiled() -> None:

@@ -82,6 +82,9 @@ def told_by(config: Config, mesh: Mesh, ds_config: Mapping[str, Any]) -> Values:
         "loss scale": _told_loss_scale(config),
         "recomputation": _told_recomputation(config),
         "compiled layers": config.model.layers if config.runtime.compile else 0,
+        "document bounds": _bounds(
+            config.data.reset_position_ids, config.data.reset_attention_mask
+        ),
     }
     return values
 
@@ -118,6 +121,7 @@ def read(engine: Any) -> Values:
         "compiled layers": sum(
             layer._compiled_call_impl is not None for layer in engine.module.layers
         ),
+        "document bounds": _document_bounds(engine.module),
     }
     return values
 
@@ -361,6 +365,17 @@ def _loss_scale(engine: Any) -> str:
     if not scaler.dynamic:
         return f"static {scaler.cur_scale:g}"
     return _dynamic(scaler.cur_scale, scaler.scale_window, scaler.delayed_shift, scaler.min_scale)
+
+
+def _document_bounds(model: nn.Module) -> str:
+    rules: Any = model.documents
+    return _bounds(*((rules.reset_positions, rules.reset_attention) if rules else (False, False)))
+
+
+def _bounds(reset_positions: bool, reset_attention: bool) -> str:
+    """What happens where one document of a sample ends and the next begins, in words."""
+    positions = "positions restart" if reset_positions else "positions run on"
+    return f"{positions}, attention {'ends' if reset_attention else 'looks back'}"
 
 
 def _recomputation(model: nn.Module) -> str:

@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend
 
 from megatron_ds.config import ModelConfig
+from megatron_ds.model.documents import DocumentRules
 from megatron_ds.model.init import Initializer
 from megatron_ds.model.position import AttentionContext, rotate
 from megatron_ds.parallel.linear import ColumnParallelLinear, RowParallelLinear
@@ -23,10 +24,27 @@ from megatron_ds.parallel.recompute import Recompute
 
 
 def kernel(
-    config: ModelConfig, micro_batch: int, tp_size: int, dtype: torch.dtype, device: torch.device
+    config: ModelConfig,
+    micro_batch: int,
+    tp_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    documents: DocumentRules | None = None,
 ) -> str:
-    """Which of its kernels torch takes for a training step's attention, in a word."""
-    batch, queries = micro_batch, config.sequence
+    """What computes a training step's attention, and which of its kernels torch takes for that."""
+    per_document = documents is not None and documents.reset_attention
+    if documents is not None and per_document and documents.flex is not None:
+        return "torch's flex_attention, over what a document needs"
+    choice = _choice(config, 1 if per_document else micro_batch, tp_size, dtype, device)
+    how = " per document" if per_document else ""
+    return f"torch's scaled_dot_product_attention{how}: {choice}"
+
+
+def _choice(
+    config: ModelConfig, batch: int, tp_size: int, dtype: torch.dtype, device: torch.device
+) -> str:
+    """The kernel behind scaled_dot_product_attention, in a word."""
+    queries = config.sequence
 
     def heads(count: int) -> torch.Tensor:
         shape = batch, count // tp_size, queries, config.head_dim
@@ -130,6 +148,9 @@ class Attention(nn.Module):
             if self.training and self.dropout > 0.0:
                 dropped: torch.Tensor = self._attend_with_dropout(q, k, v, context)
                 return dropped
+            if context.documents is not None:
+                inside: torch.Tensor = self._attend_in_documents(q, k, v, context)
+                return inside
             return self._attend(q, k, v, context, 0.0)
 
         return core(q, k, v) if self.recompute is None else self.recompute.run(core, q, k, v)
@@ -142,6 +163,13 @@ class Attention(nn.Module):
         with self.rng.sharded():
             return self._attend(q, k, v, context, self.dropout)
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _attend_in_documents(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: AttentionContext
+    ) -> torch.Tensor:
+        # Every micro-batch has documents of other lengths, each of which would be compiled for.
+        return self._attend(q, k, v, context, 0.0)
+
     def _attend(
         self,
         q: torch.Tensor,
@@ -150,6 +178,8 @@ class Attention(nn.Module):
         context: AttentionContext,
         dropout: float,
     ) -> torch.Tensor:
+        if context.documents is not None:
+            return context.documents.attend(q, k, v, dropout)
         return F.scaled_dot_product_attention(
             q,
             k,

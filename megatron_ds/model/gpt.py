@@ -14,6 +14,7 @@ from torch import nn
 from megatron_ds.config import ModelConfig
 from megatron_ds.model.attention import KeyValueCache
 from megatron_ds.model.block import Block
+from megatron_ds.model.documents import DocumentRules
 from megatron_ds.model.init import Initializer
 from megatron_ds.model.loss import Head
 from megatron_ds.model.norm import build_norm
@@ -25,7 +26,9 @@ from megatron_ds.parallel.recompute import Recompute
 
 
 class PositionTable(nn.Module):
-    """Learned positions: [S, 1, H] for the tokens from `offset` on."""
+    """Learned positions: [S, 1, H] for the tokens from `offset` on, or [S, B, H] for the places
+    [B, S] that are given.
+    """
 
     def __init__(self, positions: int, hidden: int, init: Initializer, std: float) -> None:
         super().__init__()
@@ -34,14 +37,18 @@ class PositionTable(nn.Module):
         with torch.no_grad():
             self.weight.copy_(full)
 
-    def forward(self, queries: int, offset: int) -> torch.Tensor:
-        """Raises ValueError where the table ends."""
+    def forward(
+        self, queries: int, offset: int, places_BS: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """places_BS: of the tokens in their documents. Raises ValueError where the table ends."""
         end = offset + queries
         if end > self.weight.shape[0]:
             raise ValueError(
                 f"a sequence of {end} tokens does not fit into the {self.weight.shape[0]} learned "
                 "positions (--max-position-embeddings)"
             )
+        if places_BS is not None:
+            return F.embedding(places_BS.t(), self.weight)
         return self.weight[offset:end].unsqueeze(1)
 
 
@@ -66,12 +73,15 @@ class Embedding(nn.Module):
         if config.position_embedding_type == "learned_absolute":
             self.position = PositionTable(config.positions, config.hidden, init, std)
 
-    def forward(self, tokens_BS: torch.Tensor, offset: int) -> torch.Tensor:
+    def forward(
+        self, tokens_BS: torch.Tensor, offset: int, places_BS: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """places_BS: where positions are not offset, offset + 1, ..."""
         x_SBH: torch.Tensor = self.word(tokens_BS.t())
         if self.norm is not None:
             x_SBH = self.norm(x_SBH)
         if self.position is not None:
-            x_SBH = x_SBH + self.position(tokens_BS.shape[1], offset)
+            x_SBH = x_SBH + self.position(tokens_BS.shape[1], offset, places_BS)
         if self.dropout > 0.0:
             x_SBH = F.dropout(x_SBH, self.dropout, training=self.training)
         return x_SBH
@@ -88,12 +98,15 @@ class GPTModel(nn.Module):
         rng: RngStreams,
         seed: int | None,
         recompute: Recompute | None = None,
+        documents: DocumentRules | None = None,
     ) -> None:
         """seed: of the initial weights, which it determines for every mesh. None: the weights are
-        left as they are in memory, for a checkpoint that fills them.
+        left as they are in memory, for a checkpoint that fills them. documents: what happens at
+        their bounds where no cache is given; None: nothing.
         """
         super().__init__()
         self.config = config
+        self.documents = documents
         group, init = mesh.tp, Initializer(seed)
         padded_vocab = config.padded_vocab(group.size)
         granularity = recompute.granularity if recompute is not None else None
@@ -136,8 +149,14 @@ class GPTModel(nn.Module):
         for an id outside the vocabulary and for a sequence longer than learned positions.
         """
         offset = 0 if cache is None else cache.length
-        x_SBH = self.embedding(tokens_BS, offset)
-        context = self.positions.context(tokens_BS.shape[1], offset, x_SBH.dtype, x_SBH.device)
+        documents = None
+        if self.documents is not None and cache is None:
+            documents = self.documents.of(tokens_BS)
+        places_BS = None if documents is None else documents.positions_BS
+        x_SBH = self.embedding(tokens_BS, offset, places_BS)
+        context = self.positions.context(
+            tokens_BS.shape[1], offset, x_SBH.dtype, x_SBH.device, documents
+        )
         x_SBH = self._run_layers(x_SBH, context, cache)
         if last_only:
             x_SBH = x_SBH[-1:]

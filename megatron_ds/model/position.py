@@ -1,4 +1,4 @@
-"""How positions enter attention: rope's rotation, alibi's bias, the causal mask.
+"""How positions enter attention: rope's rotation, alibi's bias, the causal mask, documents' bounds.
 
 Learned positions are part of the embedding; here they need only the mask. Tables are plain fp32
 tensors made on first use (not buffers: an engine would cast them), remembered by the object that
@@ -15,6 +15,13 @@ from dataclasses import dataclass
 import torch
 
 from megatron_ds.config import ModelConfig
+from megatron_ds.model.documents import (
+    DocumentAttention,
+    DocumentBlocks,
+    DocumentLoop,
+    Documents,
+    row_lengths,
+)
 from megatron_ds.parallel.mesh import Group
 
 
@@ -23,11 +30,14 @@ class AttentionContext:
     """What every layer's attention needs to know of the positions of one forward pass."""
 
     rotation: tuple[torch.Tensor, torch.Tensor] | None
-    """Rope's cosines and sines, each [S, 1, 1, R], fp32."""
+    """Rope's cosines and sines, each [S, 1, 1, R], or [S, B, 1, R] where positions restart with a
+    document; fp32."""
     bias: torch.Tensor | None
     """Added to the scores (or, if bool, where attention may look): broadcasts to [B, n, S, L]."""
     is_causal: bool
     """The mask is the plain lower triangle and `bias` is None."""
+    documents: DocumentAttention | None = None
+    """Computes attention in place of bias and mask, where it ends with a document."""
 
 
 class Positions:
@@ -45,14 +55,29 @@ class Positions:
         self._rope_table: tuple[torch.Tensor, torch.Tensor] | None = None
         self._alibi_key: tuple[int, int, torch.dtype, torch.device] | None = None
         self._alibi_bias: torch.Tensor | None = None
+        self._slopes_there: torch.Tensor | None = None
+        self._longest_document = 1
 
     def context(
-        self, queries: int, offset: int, dtype: torch.dtype, device: torch.device
+        self,
+        queries: int,
+        offset: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        documents: Documents | None = None,
     ) -> AttentionContext:
         """queries: tokens of this pass. offset: tokens before them, in the cache. dtype: of the
-        activations.
+        activations. documents: of the tokens, where their bounds count; needs offset 0.
         """
         rotation = self._rotation(queries, offset, device) if self._kind == "rope" else None
+        places_BS = None if documents is None else documents.positions_BS
+        if rotation is not None and places_BS is not None:
+            cos, sin = rotation
+            at = places_BS.t()
+            rotation = cos[at].squeeze(2), sin[at].squeeze(2)
+        if documents is not None and documents.rules.reset_attention:
+            inside = self._in_documents(documents, dtype, device)
+            return AttentionContext(rotation, None, is_causal=False, documents=inside)
         if self._kind == "alibi":
             bias = self._alibi(queries, offset + queries, dtype, device)
             return AttentionContext(rotation, bias, is_causal=False)
@@ -71,6 +96,23 @@ class Positions:
             self._rope_table = table
         cos, sin = table
         return cos[offset:end], sin[offset:end]
+
+    def _in_documents(
+        self, documents: Documents, dtype: torch.dtype, device: torch.device
+    ) -> DocumentAttention:
+        alibi = self._kind == "alibi"
+        if documents.rules.flex is not None:
+            if alibi and (self._slopes_there is None or self._slopes_there.device != device):
+                self._slopes_there = torch.tensor(self._slopes, device=device)
+            return DocumentBlocks(documents.rules.flex, documents.numbers_BS, self._slopes_there)
+        lengths = row_lengths(documents.numbers_BS)
+        if not alibi:
+            return DocumentLoop(lengths)
+        # Distances are the same in every document: one table, as wide as the longest so far.
+        longest = max(max(row) for row in lengths)
+        self._longest_document = max(longest, self._longest_document)
+        width = self._longest_document
+        return DocumentLoop(lengths, self._alibi(width, width, dtype, device))
 
     def _alibi(
         self, queries: int, keys: int, dtype: torch.dtype, device: torch.device

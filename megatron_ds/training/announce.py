@@ -71,6 +71,9 @@ def say_banner(
     effective = engine.effective
     micro = config.schedule.micro_batch_size
     assert micro is not None
+    documents = getattr(engine.module, "documents", None)
+    if documents is not None and documents.why_not_flex:
+        runtime.say(f" > attention goes document by document: {documents.why_not_flex}")
     facts = Facts(
         config=config,
         mesh=mesh,
@@ -86,7 +89,12 @@ def say_banner(
         device=f"{here.device.type} ({here.backend})",
         threads=torch.get_num_threads(),
         attention=kernel(
-            config.model, micro, mesh.tp.size, getattr(torch, effective["parameters"]), here.device
+            config.model,
+            micro,
+            mesh.tp.size,
+            getattr(torch, effective["parameters"]),
+            here.device,
+            documents,
         ),
         ops=tuple(cpp_ops()),
     )

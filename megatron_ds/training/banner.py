@@ -46,7 +46,7 @@ class Facts:
     """Kind of device and communication backend."""
     threads: int
     attention: str
-    """The kernel that torch takes."""
+    """What computes it, and the kernel that torch takes."""
     ops: tuple[str, ...]
     """DeepSpeed's C++ ops that are loaded."""
 
@@ -103,7 +103,7 @@ def _model(facts: Facts) -> list[tuple[str, str]]:
     model, tp = facts.config.model, facts.mesh.tp.size
     shape = (
         f"{model.layers} layers, hidden {model.hidden}, {model.heads} heads of {model.head_dim}"
-        f" ({model.kv_heads} of keys and values), feed-forward {model.ffn} ({model.activation}), "
+        f" ({model.kv_heads} of keys, values), feed-forward {model.ffn} ({model.activation}), "
         f"{model.normalization}, positions {model.position_embedding_type}"
     )
     size = (
@@ -193,7 +193,8 @@ def _kernels(facts: Facts) -> list[tuple[str, str]]:
     compiled = facts.effective["compiled layers"]
     layers = f"{compiled} layers by torch.compile" if compiled else "nothing (eager)"
     return [
-        ("attention", f"torch's scaled_dot_product_attention: {facts.attention}"),
+        ("attention", facts.attention),
+        ("documents", facts.effective["document bounds"]),
         ("head, loss", "one fused function; the logits are never kept in fp32"),
         ("compiled", layers),
         ("C++ ops", ", ".join(facts.ops) or "none"),

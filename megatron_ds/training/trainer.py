@@ -230,7 +230,7 @@ def build_trainer(
     _stamp("after dataloaders are built")
     startup.done("data")
     peak = runtime.PeakMemory()
-    engine = build_engine(config, mesh, here.device)
+    engine = build_engine(config, mesh, here.device, tokenizer.eod)
     startup.done("model and engine")
     count = sum(getattr(p, "ds_numel", p.numel()) for p in engine.module.parameters())
     runtime.say(

@@ -35,6 +35,7 @@ from megatron_ds.engine import build, effective
 from megatron_ds.engine.build import build_engine
 from megatron_ds.engine.zero import ZeroEngine
 from megatron_ds.model import memory
+from megatron_ds.model.documents import DocumentRules
 from megatron_ds.model.memory import estimate
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.state import StepPlan
@@ -181,6 +182,7 @@ FALSIFIED: dict[str, tuple[str, Change]] = {
         "compiled",
         lambda e: changed(e.module.layers[1], "_compiled_call_impl", None),
     ),
+    "document bounds": ("zero1", lambda e: changed(e.module, "documents", DocumentRules(0, True, True))),
 }
 """For every compared setting: the layout on which, and how, it is made another one."""
 

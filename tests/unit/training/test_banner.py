@@ -66,6 +66,7 @@ EFFECTIVE = {
     "loss scale": "dynamic from 65536, window 1000, hysteresis 2, at least 1",
     "recomputation": "full, every 2 layers, by DeepSpeed, 12 units, partitioned, on host, timed",
     "compiled layers": 24,
+    "document bounds": "positions restart, attention ends",
 }
 ENGINE = Engine(
     stage=3,
@@ -95,7 +96,7 @@ FACTS = Facts(
     versions="DeepSpeed 0.19.8, torch 2.13.0, Python 3.11.7",
     device="cpu (gloo)",
     threads=4,
-    attention="flash",
+    attention="torch's scaled_dot_product_attention per document: flash",
     ops=("cpu_adam", "deepspeed_shm_comm"),
 )
 
@@ -124,7 +125,7 @@ def test_layout_and_memory_stand_there() -> None:
     assert "256 samples = micro-batch 8 x data parallel 4 x accumulation 8" in text
     assert "0 shares layers with 1, states with 2 4 6" in text
     assert "iterations 4,001 to 101,500" in text
-    assert "flash" in text
+    assert "scaled_dot_product_attention per document: flash" in text
     assert "cpu_adam, deepspeed_shm_comm" in text
     for kind, size in (*FACTS.estimate.device.items(), *FACTS.estimate.host.items()):
         assert f"{kind} {size / 2**20:,.1f}" in text
