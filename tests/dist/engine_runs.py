@@ -31,7 +31,7 @@ from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.parallel.sharding import join, spec_of
 from megatron_ds.runtime import prepare_environment
 from megatron_ds.state import StepPlan
-from tests.dist.twin import Run, Samples, Tensors
+from tests.dist.twin import END, Run, Samples, Tensors
 
 CPU = torch.device("cpu")
 Look = Callable[[Any], None]
@@ -121,7 +121,7 @@ def train(
 ) -> Run:
     """The plans' steps through the engine. Collective; every rank gets the same whole tensors."""
     with watched_construction() as construction:
-        engine = build_engine(config, mesh, CPU)
+        engine = build_engine(config, mesh, CPU, eod=END)
     parameters = [weakref.ref(p) for p in engine.module.parameters()]
     run = Run()
     construction.left_whole = sum(p.numel() for p in engine.module.parameters())

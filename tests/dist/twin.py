@@ -6,6 +6,7 @@ No engine, no DeepSpeed, no accumulation: autograd over the whole global batch a
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,11 +16,14 @@ import torch
 from torch.nn.utils import clip_grad_norm_
 
 from megatron_ds.config import Config, OptimizerConfig
+from megatron_ds.model.documents import DocumentRules
 from megatron_ds.model.gpt import GPTModel
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.parallel.random import RngStreams
 from megatron_ds.state import StepPlan
 
+END = 7
+"""The token that ends a document."""
 Tensors = dict[str, torch.Tensor]
 """Whole tensors in fp32 by canonical name."""
 
@@ -54,6 +58,13 @@ class Samples:
         tokens = np.random.default_rng(11).integers(0, vocab, distinct, dtype=np.int64)
         self._tokens = np.resize(tokens, (count, distinct[1]))
 
+    def with_ends(self, share: float) -> Samples:
+        """The same samples with END in the place of a share of their tokens."""
+        ended = copy.copy(self)
+        ends = np.random.default_rng(13).random(self._tokens.shape) < share
+        ended._tokens = np.where(ends, END, self._tokens)
+        return ended
+
     def __len__(self) -> int:
         return len(self._tokens)
 
@@ -70,9 +81,20 @@ class Samples:
         return torch.from_numpy(self._tokens[first : first + count])
 
 
-def train_alone(config: Config, samples: Samples, plans: list[StepPlan]) -> Run:
+def train_alone(
+    config: Config,
+    samples: Samples,
+    plans: list[StepPlan],
+    documents: DocumentRules | None = None,
+) -> Run:
     """Trains in this process as the plans say, in fp32."""
-    model = GPTModel(config.model, mesh=Mesh.single(), rng=RngStreams(0), seed=config.runtime.seed)
+    model = GPTModel(
+        config.model,
+        mesh=Mesh.single(),
+        rng=RngStreams(0),
+        seed=config.runtime.seed,
+        documents=documents,
+    )
     named = dict(model.named_parameters())
     optimizer = _optimizer(config.optimizer, list(named.values()))
     run = Run(weights=[_copy(named)])

@@ -1,0 +1,27 @@
+"""Flex attention with every score: the twin of kernels that leave scores out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+def dense_flex(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    score_mod: Any,
+    block_mask: Any,
+    enable_gqa: bool,
+) -> torch.Tensor:
+    """What flex attention computes, with every score, on any device and with gradients."""
+    assert enable_gqa == (q.shape[1] != k.shape[1])
+    k, v = (part.repeat_interleave(q.shape[1] // part.shape[1], dim=1) for part in (k, v))
+    scores = q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5
+    at = torch.meshgrid(*map(torch.arange, scores.shape), indexing="ij")
+    if score_mod is not None:
+        scores = score_mod(scores, *at)
+    hidden = ~block_mask.mask_mod(*at)
+    return scores.masked_fill(hidden, -torch.inf).softmax(-1) @ v
