@@ -339,7 +339,12 @@ def build_ours(setting: Setting, *, compiled: bool) -> Work:
     engine = build_engine(our_config(setting, compiled=compiled), Mesh.build(1), device)
     size = setting.shape.micro_batch
     plan = StepPlan(
-        iteration=1, global_batch_size=size, num_micro_batches=1, lr=LR, weight_decay=WEIGHT_DECAY
+        iteration=1,
+        global_batch_size=size,
+        num_micro_batches=1,
+        lr=LR,
+        weight_decay=WEIGHT_DECAY,
+        seq_length=setting.shape.sequence,
     )
 
     def step(tokens: Any, labels: Any) -> float:

@@ -185,7 +185,6 @@ def scan(
         has = "has" if len(options) == 1 else "have"
         warnings.append(f"{', '.join(dict.fromkeys(options))} {has} no effect: {reason}")
     values, contradictions = _settle(list(given.values()))
-    problems = [_with_samples(problem, values.get("seq_length")) for problem in problems]
     wrong = wrong.union(*(_names_of(flag) for flag in meant if flag.field not in values))
     return Scan(values, [*problems, *contradictions], warnings, frozenset(wrong))
 
@@ -194,21 +193,6 @@ def _names_of(flag: Flag) -> set[str]:
     """The names by which messages may call a flag."""
     return {dashed(name) for name in flag.names} | (
         {dashed(flag_of(flag.field))} if flag.field else set()
-    )
-
-
-def _with_samples(problem: str, seq_length: int | None) -> str:
-    """The refusal of a length in tokens with the number of samples that it comes to."""
-    tokens = re.match(r"--[a-z_-]+[-_]tokens (\S+) is not supported", problem)
-    if not tokens or not seq_length or seq_length < 1:
-        return problem
-    try:
-        samples = -(-_whole("", tokens[1]) // seq_length)
-    except ValueError:
-        return problem
-    return problem.replace(
-        "-samples (tokens / --seq-length)",
-        f"-samples {samples} ({tokens[1]} tokens / --seq-length {seq_length})",
     )
 
 

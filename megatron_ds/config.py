@@ -14,6 +14,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from fractions import Fraction
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -626,6 +627,16 @@ class OptimizerConfig:
             )
 
 
+UNITS = ("iters", "samples", "tokens")
+"""In what a length of the schedule can be given."""
+LENGTHS = {
+    "lr_decay": "the decay's length",
+    "lr_warmup": "the warm-up's length",
+    "lr_wsd_decay": "the length of WSD's last part",
+}
+"""The lengths of the learning rate's course: a field for each unit."""
+
+
 @dataclass(frozen=True)
 class ScheduleConfig:
     """Batch sizes, the length of the run, and the course of the learning rate."""
@@ -643,8 +654,30 @@ class ScheduleConfig:
         nargs=3,
         metavar="N",
     )
+    step_batch_size_schedule: tuple[str, ...] | None = knob(
+        None,
+        "0:BATCH TOKENS:BATCH ...: the global batch size from each number of consumed tokens on; "
+        "K, M, B and T are 1e3, 1e6, 1e9 and 1e12",
+        nargs="*",
+        metavar="TOKENS:BATCH",
+    )
+    curriculum_seqlen: tuple[int, int, int] | None = knob(
+        None,
+        "START END STEPS: samples are cut to START tokens at first, growing linearly to END tokens "
+        "over STEPS iterations; the rest of a cut sample is not trained on",
+        nargs=3,
+        metavar="N",
+    )
+    curriculum_seqlen_step: int = knob(
+        8, "the length grows in multiples of this (DeepSpeed's difficulty_step)"
+    )
     train_iters: int | None = knob(None, "length of the run in optimizer steps")
     train_samples: int | None = knob(None, "length of the run in samples")
+    train_tokens: int | None = knob(
+        None,
+        "length of the run in tokens: it ends with the step that reaches them (beside "
+        "--train-iters or --train-samples: whichever comes first)",
+    )
     lr_decay_style: str = knob(
         "linear",
         "course of the learning rate after warm-up",
@@ -656,8 +689,12 @@ class ScheduleConfig:
     lr_decay_samples: int | None = knob(
         None, "samples until --min-lr is reached (default: --train-samples)"
     )
+    lr_decay_tokens: int | None = knob(
+        None, "tokens until --min-lr is reached (default: --train-tokens)"
+    )
     lr_warmup_iters: int = knob(0, "iterations of linear warm-up")
     lr_warmup_samples: int = knob(0, "samples of linear warm-up")
+    lr_warmup_tokens: int = knob(0, "tokens of linear warm-up")
     lr_warmup_fraction: float | None = knob(
         None, "warm-up as a share of the decay's length, 0 to 1"
     )
@@ -670,54 +707,151 @@ class ScheduleConfig:
     )
     lr_wsd_decay_iters: int | None = knob(None, "iterations of WSD's last part")
     lr_wsd_decay_samples: int | None = knob(None, "samples of WSD's last part")
+    lr_wsd_decay_tokens: int | None = knob(None, "tokens of WSD's last part")
+
+    @property
+    def batch_size_steps(self) -> tuple[tuple[int, int], ...]:
+        """--step-batch-size-schedule as (tokens, batch size), without entries that are neither."""
+        read = map(_batch_size_step, self._batch_size_entries())
+        return tuple(entry for entry in read if entry is not None)
+
+    def _batch_size_entries(self) -> list[str]:
+        """The words between spaces and commas, however they were quoted."""
+        return " ".join(self.step_batch_size_schedule or ()).replace(",", " ").split()
 
     def problems(self, dp_size: int, arithmetic: str = "") -> Iterator[str]:
         """dp_size: data-parallel size, 0 if it is not known. arithmetic: how that came about, in
         words.
         """
-        if self.train_iters is None and self.train_samples is None:
-            yield "--train-iters or --train-samples is required"
+        if self.train_iters is None and self.train_samples is None and self.train_tokens is None:
+            yield "--train-iters, --train-samples or --train-tokens is required"
         if self.train_iters is not None and self.train_samples is not None:
             yield (
                 f"--train-iters {self.train_iters} and --train-samples {self.train_samples} "
                 "exclude each other: both give the run's length"
             )
-        for name in ("train_iters", "train_samples", "micro_batch_size", "global_batch_size"):
+        for name in (
+            "train_iters",
+            "train_samples",
+            "train_tokens",
+            "micro_batch_size",
+            "global_batch_size",
+            "curriculum_seqlen_step",
+        ):
             value = getattr(self, name)
             if value is not None and value <= 0:
                 yield f"{flag_of(name)} {value}: must be positive"
-        if (self.train_iters is None) != (self.train_samples is None):
-            yield from self._unit_problems()
+        yield from self._unit_problems()
         if self.lr_warmup_fraction is not None:
             if not 0.0 <= self.lr_warmup_fraction <= 1.0:
                 yield f"--lr-warmup-fraction {self.lr_warmup_fraction}: must lie between 0 and 1"
-            for name in ("lr_warmup_iters", "lr_warmup_samples"):
-                if getattr(self, name):
-                    yield (
-                        f"--lr-warmup-fraction {self.lr_warmup_fraction} and {flag_of(name)} "
-                        f"{getattr(self, name)} exclude each other: both give the warm-up's length"
-                    )
+            for name in self.given_lengths("lr_warmup"):
+                yield (
+                    f"--lr-warmup-fraction {self.lr_warmup_fraction} and {flag_of(name)} "
+                    f"{getattr(self, name)} exclude each other: both give the warm-up's length"
+                )
         if self.micro_batch_size is None:
             yield "--micro-batch-size is required"
         if self.rampup_batch_size is not None:
             yield from self._rampup_problems(*self.rampup_batch_size)
+        if self.step_batch_size_schedule is not None:
+            yield from self._step_problems()
+        if self.curriculum_seqlen is not None:
+            yield from self._curriculum_problems(*self.curriculum_seqlen)
         if self.micro_batch_size is not None and self.micro_batch_size > 0 and dp_size > 0:
             yield from self._batch_problems(self.micro_batch_size, dp_size, arithmetic)
 
+    def given_lengths(self, stem: str) -> list[str]:
+        """The fields of a length (train, lr_decay, lr_warmup, lr_wsd_decay) that say something."""
+        return [name for unit in UNITS if getattr(self, name := f"{stem}_{unit}")]
+
     def _unit_problems(self) -> Iterator[str]:
-        """A run is measured in iterations or in samples, and its schedule with it."""
-        right, wrong = ("iters", "samples") if self.train_samples is None else ("samples", "iters")
-        for stem in ("lr_decay", "lr_warmup", "lr_wsd_decay"):
-            name = f"{stem}_{wrong}"
-            if getattr(self, name):
+        """A run is measured in iterations or in samples, and its schedule with it, or in tokens;
+        every length in one unit."""
+        wrong, right = None, "samples"
+        if self.train_iters is not None and self.train_samples is None:
+            wrong, right = "samples", "iters"
+        elif self.train_samples is not None and self.train_iters is None:
+            wrong, right = "iters", "samples"
+        for stem, what in LENGTHS.items():
+            given = self.given_lengths(stem)
+            if len(given) > 1:
+                named = " and ".join(f"{flag_of(name)} {getattr(self, name)}" for name in given)
+                yield f"{named} exclude each other: both give {what}"
+            elif wrong is not None and given == [f"{stem}_{wrong}"]:
                 yield (
-                    f"{flag_of(name)} {getattr(self, name)} cannot go with --train-{right}: give "
-                    f"{flag_of(f'{stem}_{right}')} instead"
+                    f"{flag_of(given[0])} {getattr(self, given[0])} cannot go with --train-{right}:"
+                    f" give {flag_of(f'{stem}_{right}')} instead"
                 )
-        if self.lr_decay_style == "WSD" and not (
-            self.lr_wsd_decay_iters or self.lr_wsd_decay_samples
-        ):
+            elif given == [f"{stem}_iters"] and self._changing_batch() is not None:
+                yield (
+                    f"{flag_of(given[0])} {getattr(self, given[0])} counts steps, whose size "
+                    f"{self._changing_batch()} changes: give {flag_of(f'{stem}_samples')} or "
+                    f"{flag_of(f'{stem}_tokens')} instead"
+                )
+        if self.lr_decay_style == "WSD" and not self.given_lengths("lr_wsd_decay"):
             yield f"--lr-decay-style WSD needs --lr-wsd-decay-{right}"
+
+    def _changing_batch(self) -> str | None:
+        """The flag by which the batch size changes, if it does."""
+        if self.train_iters is not None:
+            return None  # told as such
+        for name in ("rampup_batch_size", "step_batch_size_schedule"):
+            if getattr(self, name) is not None:
+                return flag_of(name)
+        return None
+
+    def _step_problems(self) -> Iterator[str]:
+        """--step-batch-size-schedule in itself, and beside the others that give batch sizes."""
+        entries = self._batch_size_entries()
+        given = f"--step-batch-size-schedule {' '.join(entries)}"
+        if self.rampup_batch_size is not None:
+            rampup = " ".join(map(str, self.rampup_batch_size))
+            yield (
+                f"--rampup-batch-size {rampup} and {given} exclude each other: both give the batch "
+                "sizes"
+            )
+        if self.train_iters is not None:
+            yield (
+                f"{given} counts tokens: give --train-samples or --train-tokens instead of "
+                f"--train-iters {self.train_iters}"
+            )
+        if not entries:
+            yield "--step-batch-size-schedule: give at least one entry, 0:BATCH"
+        wrong = [entry for entry in entries if _batch_size_step(entry) is None]
+        for entry in wrong:
+            yield (
+                f"--step-batch-size-schedule: {entry!r} is not TOKENS:BATCH, such as 250B:1536 "
+                "(tokens with K, M, B, T or none; a batch of at least 1 sample)"
+            )
+        if wrong or not entries:
+            return
+        steps = self.batch_size_steps
+        if steps[0][0] != 0:
+            yield f"{given}: the first entry must begin at 0 tokens: {entries[0]} does not"
+        for number in range(1, len(steps)):
+            if steps[number][0] <= steps[number - 1][0]:
+                yield (
+                    f"{given}: the tokens must rise from entry to entry: {entries[number]} follows "
+                    f"{entries[number - 1]}"
+                )
+        if self.global_batch_size not in (None, steps[-1][1]):
+            yield (
+                f"--global-batch-size {self.global_batch_size} contradicts {given}, which ends at "
+                f"{steps[-1][1]}: leave --global-batch-size out"
+            )
+
+    def _curriculum_problems(self, start: int, end: int, steps: int) -> Iterator[str]:
+        given, unit = f"--curriculum-seqlen {start} {end} {steps}", self.curriculum_seqlen_step
+        if start <= 0 or steps <= 0:
+            yield f"{given}: the first length and the iterations must be positive"
+        elif start > end:
+            yield f"{given}: its first length {start} is above its last, {end}"
+        elif unit > 0 and start % unit:
+            yield (
+                f"{given}: its first length {start} is not a multiple of --curriculum-seqlen-step "
+                f"{unit} (nearest: {nearest_multiples(start, unit)})"
+            )
 
     def _rampup_problems(self, start: int, increment: int, samples: int) -> Iterator[str]:
         given = f"--rampup-batch-size {start} {increment} {samples}"
@@ -752,6 +886,14 @@ class ScheduleConfig:
         explained = f"--micro-batch-size {micro} x data-parallel size {dp_size} = {unit}"
         if arithmetic:
             explained += f", with data-parallel size = {arithmetic}"
+        for tokens, size in self.batch_size_steps:
+            if size % unit:
+                yield (
+                    f"--step-batch-size-schedule: the batch of {size} from {tokens:,} tokens on is "
+                    f"not divisible by {explained} (nearest: {nearest_multiples(size, unit)})"
+                )
+        if self.batch_size_steps:
+            return
         total = self.global_batch_size if self.global_batch_size is not None else unit
         if total > 0 and total % unit:
             yield (
@@ -1096,7 +1238,10 @@ class Config:
         )
 
     def batch_size(self, dp_size: int) -> int:
-        """Samples per optimizer step once a ramp-up has ended."""
+        """Samples per optimizer step once they have stopped changing."""
+        steps = self.schedule.batch_size_steps
+        if steps:
+            return steps[-1][1]
         return self.schedule.global_batch_size or _set(self.schedule.micro_batch_size) * dp_size
 
     def to_dict(self) -> dict[str, dict[str, Any]]:
@@ -1134,6 +1279,19 @@ def nearest_multiples(value: int, unit: int) -> str:
 def divisors(value: int) -> list[int]:
     small = [number for number in range(1, math.isqrt(value) + 1) if value % number == 0]
     return sorted({*small, *(value // number for number in small)})
+
+
+SUFFIXES = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+
+
+def _batch_size_step(entry: str) -> tuple[int, int] | None:
+    """`250B:1536` as (250_000_000_000, 1536); None for what is not of that form."""
+    form = r"([0-9]{1,18}(?:\.[0-9]{1,12})?)([KMBT]?):([0-9]{1,18})"
+    match = re.fullmatch(form, entry.upper())
+    if match is None or int(match[3]) < 1:
+        return None
+    tokens = Fraction(match[1]) * SUFFIXES[match[2]]
+    return (int(tokens), int(match[3])) if tokens.denominator == 1 else None
 
 
 def _processes(count: int) -> str:

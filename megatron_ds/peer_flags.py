@@ -296,7 +296,6 @@ _NO_WEIGHTS = (
     "a run starts from random weights or resumes a checkpoint as a whole, with --load; leave the "
     "flag out"
 )
-_TOKENS = "lengths are samples or iterations; give {0}-samples (tokens / --seq-length)"
 _WEIGHTED = (
     "give --{0}-data-path WEIGHT PREFIX WEIGHT PREFIX ..., each prefix whole, or --data-path with "
     "--split"
@@ -386,9 +385,6 @@ REFUSED: dict[str, Peer] = {
         valued="head-lr-mult",
         same=("1",),
     ),
-    **_all(_TOKENS.format("--train"), valued="train-tokens"),
-    **_all(_TOKENS.format("--lr-decay"), valued="lr-decay-tokens"),
-    **_all(_TOKENS.format("--lr-warmup"), valued="lr-warmup-tokens"),
     **_all("give --lr-warmup-fraction, --lr-warmup-iters or --lr-warmup-samples", valued="warmup"),
     **_all(
         "the schedule is that of the command line; give the first run's flags instead",

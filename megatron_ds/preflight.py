@@ -102,9 +102,19 @@ IDLE = (
         "with --optimizer adam",
     ),
     Idle(
-        ("lr_wsd_decay_style", "lr_wsd_decay_iters", "lr_wsd_decay_samples"),
+        (
+            "lr_wsd_decay_style",
+            "lr_wsd_decay_iters",
+            "lr_wsd_decay_samples",
+            "lr_wsd_decay_tokens",
+        ),
         lambda config: config.schedule.lr_decay_style != "WSD",
         "without --lr-decay-style WSD",
+    ),
+    Idle(
+        ("curriculum_seqlen_step",),
+        lambda config: config.schedule.curriculum_seqlen is None,
+        "without --curriculum-seqlen",
     ),
     Idle(
         ("min_lr",),

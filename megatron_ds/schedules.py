@@ -1,20 +1,25 @@
-"""Batch size, learning rate and weight decay: pure functions of configuration and counters.
+"""Batch size, sequence length, learning rate and weight decay: pure functions of configuration and
+counters.
 
 Nothing here is remembered, so nothing is checkpointed: a resumed run computes what the first run
-would have. All schedules count samples; a length given in iterations becomes samples by the global
-batch size, as Megatron does it. There are two clocks: the batch size follows the consumed samples,
-learning rate and weight decay follow the applied ones, so that a skipped step moves the data
-forward and the learning rate not. This file knows no torch.
+would have. A length given in iterations becomes samples by the global batch size, as Megatron does
+it. There are two clocks, in samples and in tokens each: batch size and the end of the run follow
+what was consumed, learning rate and weight decay what was applied, so that a skipped step moves the
+data forward and the learning rate not. The sequence length follows the iterations. This file knows
+no torch.
 
-Source of the formulas: Megatron-LM's optimizer_param_scheduler and num_microbatches_calculator.
+Source of the formulas: Megatron-LM's optimizer_param_scheduler and num_microbatches_calculator;
+Megatron-DeepSpeed's for tokens; DeepSpeed's curriculum_scheduler (fixed_linear).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
 
-from megatron_ds.config import Config, flag_of
+from megatron_ds.config import UNITS, Config, flag_of
 from megatron_ds.state import StepPlan, TrainState
 
 
@@ -24,7 +29,9 @@ def plan(config: Config, state: TrainState, dp_size: int) -> StepPlan:
     The learning rate is that of the samples applied before the step, so a first step under warm-up
     takes --lr-warmup-init (Megatron's scheduler moves after the optimizer).
     """
-    global_batch_size = batch_size_at(config, state.consumed_samples, dp_size)
+    global_batch_size = batch_size_at(
+        config, state.consumed_samples, state.consumed_tokens, dp_size
+    )
     micro_batch_size = config.schedule.micro_batch_size
     assert micro_batch_size is not None
     return StepPlan(
@@ -33,50 +40,157 @@ def plan(config: Config, state: TrainState, dp_size: int) -> StepPlan:
         num_micro_batches=global_batch_size // (micro_batch_size * dp_size),
         lr=learning_rate(config, state, dp_size),
         weight_decay=weight_decay(config, state, dp_size),
+        seq_length=seq_length_at(config, state.iteration),
     )
 
 
-def batch_size_at(config: Config, consumed_samples: int, dp_size: int) -> int:
-    """Samples of the step that starts after `consumed_samples`.
+def batch_size_at(config: Config, samples: int, tokens: int, dp_size: int) -> int:
+    """Samples of the step that starts after so many consumed samples and tokens.
 
     --rampup-batch-size START INCREMENT SAMPLES climbs from START to the global batch size in
     n = (global - START) / INCREMENT increments, one after each SAMPLES / n samples.
+    --step-batch-size-schedule takes the last entry whose tokens are consumed.
     """
+    steps = batch_size_steps(config)
+    if steps:
+        return next(size for start, size in reversed(steps) if start <= tokens)
     final = config.batch_size(dp_size)
-    levels, samples = _rampup(config, dp_size)
-    if consumed_samples >= samples:
+    levels, end = _rampup(config, dp_size)
+    if samples >= end:
         return final
     _, increment, _ = config.schedule.rampup_batch_size or (0, 0, 0)
-    return final - increment * (levels - consumed_samples * levels // samples)
+    return final - increment * (levels - samples * levels // end)
+
+
+def batch_size_steps(config: Config) -> list[tuple[int, int]]:
+    """--step-batch-size-schedule: (consumed tokens, global batch size from them on).
+
+    As in Megatron, an entry's tokens are rounded down to samples of the full length.
+    """
+    length = config.model.seq_length or 1
+    return [(tokens // length * length, size) for tokens, size in config.schedule.batch_size_steps]
+
+
+def seq_length_at(config: Config, iteration: int) -> int:
+    """Tokens of each sample in the step after `iteration` steps.
+
+    --curriculum-seqlen START END STEPS: step k, counted from 1, takes
+    START + (END - START) x k / STEPS, rounded down to a multiple of --curriculum-seqlen-step, and
+    END from k = STEPS on.
+    """
+    if config.schedule.curriculum_seqlen is None:
+        return config.model.sequence
+    start, end, steps = config.schedule.curriculum_seqlen
+    if iteration + 1 >= steps:
+        return end
+    length = start + (end - start) * (iteration + 1) // steps
+    return length - length % config.schedule.curriculum_seqlen_step
 
 
 def total_iterations(config: Config, dp_size: int) -> int:
-    """Steps of the whole run: --train-iters, or the full batches that fit into --train-samples."""
-    if config.schedule.train_iters is not None:
-        return config.schedule.train_iters
-    return _walk(config, dp_size)[0]
+    """Steps of the whole run.
 
-
-def _walk(config: Config, dp_size: int) -> tuple[int, int]:
-    """Steps of a run of --train-samples, and the samples that they take.
-
-    The ramp-up is walked level by level. A last batch that would pass --train-samples is not taken.
+    --train-iters, or the full batches that fit into --train-samples, or the steps that start before
+    --train-tokens are consumed; the fewest where several are given.
     """
-    end = _length(config, dp_size)
-    levels, samples = _rampup(config, dp_size)
-    iterations = consumed = 0
-    while consumed < samples:
-        batch_size = batch_size_at(config, consumed, dp_size)
-        level = consumed * levels // samples
-        level_end = -(-(level + 1) * samples // levels)
-        steps = -(-(level_end - consumed) // batch_size)
-        if consumed + steps * batch_size > end:
-            steps = (end - consumed) // batch_size
-            return iterations + steps, consumed + steps * batch_size
-        iterations += steps
-        consumed += steps * batch_size
-    steps = max(0, end - consumed) // config.batch_size(dp_size)
-    return iterations + steps, consumed + steps * config.batch_size(dp_size)
+    schedule = config.schedule
+    if schedule.train_iters is not None and schedule.train_tokens is None:
+        return schedule.train_iters
+    return _walk(config, dp_size).iterations
+
+
+class Total(NamedTuple):
+    """What a run comes to if it goes to its end."""
+
+    iterations: int
+    samples: int
+    tokens: int
+
+
+class Stretch(NamedTuple):
+    """Steps in a row that are equal."""
+
+    steps: int
+    batch_size: int
+    seq_length: int
+
+
+def stretches(config: Config, dp_size: int) -> Iterator[Stretch]:
+    """The whole run; as many stretches as its batch size and sequence length have changes."""
+    schedule = config.schedule
+    iteration = samples = tokens = 0
+    while True:
+        batch_size = batch_size_at(config, samples, tokens, dp_size)
+        length = seq_length_at(config, iteration)
+        limits = [
+            *_steps_of_batch(config, samples, tokens, dp_size, batch_size * length),
+            *_steps_of_length(config, iteration),
+        ]
+        if schedule.train_iters is not None:
+            limits.append(schedule.train_iters - iteration)
+        if schedule.train_samples is not None:
+            # A last batch that would pass the end is not taken.
+            limits.append((schedule.train_samples - samples) // batch_size)
+        if schedule.train_tokens is not None:
+            limits.append(_up(schedule.train_tokens - tokens, batch_size * length))
+        steps = min(limits)
+        if steps <= 0:
+            return
+        yield Stretch(steps, batch_size, length)
+        iteration += steps
+        samples += steps * batch_size
+        tokens += steps * batch_size * length
+
+
+def _steps_of_batch(
+    config: Config, samples: int, tokens: int, dp_size: int, step_tokens: int
+) -> Iterator[int]:
+    """Steps until the batch size may change, if it will."""
+    upcoming = [start for start, _ in batch_size_steps(config) if start > tokens]
+    if upcoming:
+        yield _up(upcoming[0] - tokens, step_tokens)
+    levels, end = _rampup(config, dp_size)
+    if not config.schedule.batch_size_steps and samples < end:
+        level_end = _up((samples * levels // end + 1) * end, levels)
+        yield _up(level_end - samples, batch_size_at(config, samples, tokens, dp_size))
+
+
+def _steps_of_length(config: Config, iteration: int) -> Iterator[int]:
+    """Steps until the sequence length changes, if it will."""
+    start, end, steps = config.schedule.curriculum_seqlen or (0, 0, 0)
+    if start == end or iteration + 1 >= steps:
+        return
+    wanted = seq_length_at(config, iteration) + config.schedule.curriculum_seqlen_step
+    yield min(steps, _up((wanted - start) * steps, end - start)) - (iteration + 1)
+
+
+def courses(config: Config) -> list[tuple[str, str]]:
+    """What changes with the tokens and the steps, in words: a name and its course."""
+    lines, steps = [], batch_size_steps(config)
+    if steps:
+        sizes = ", ".join(f"{size} from {start:,} tokens on" for start, size in steps)
+        lines.append(("batch sizes", sizes))
+    if config.schedule.curriculum_seqlen is not None:
+        start, end, length = config.schedule.curriculum_seqlen
+        unit = config.schedule.curriculum_seqlen_step
+        course = f"{start} -> {end} over {length:,} iterations, in steps of {unit}"
+        lines.append(("sequence length", course))
+    return lines
+
+
+def _walk(config: Config, dp_size: int) -> Total:
+    total = Total(0, 0, 0)
+    for steps, batch_size, length in stretches(config, dp_size):
+        samples = steps * batch_size
+        total = Total(
+            total.iterations + steps, total.samples + samples, total.tokens + samples * length
+        )
+    return total
+
+
+def _up(value: int, unit: int) -> int:
+    """The quotient, rounded up."""
+    return -(-value // unit)
 
 
 def planned_samples(config: Config, dp_size: int) -> tuple[int, int, int]:
@@ -86,14 +200,20 @@ def planned_samples(config: Config, dp_size: int) -> tuple[int, int, int]:
     one run compare.
     """
     evaluation = config.logging.eval_iters * config.batch_size(dp_size)
-    return _length(config, dp_size), evaluation, evaluation
+    train = _samples(config, dp_size)
+    return _walk(config, dp_size).samples if train is None else train, evaluation, evaluation
+
+
+def planned_tokens(config: Config, dp_size: int) -> int:
+    """Tokens that the whole run trains on."""
+    return _walk(config, dp_size).tokens
 
 
 def learning_rate(config: Config, state: TrainState, dp_size: int) -> float:
     """Learning rate of the step after `state`."""
     peak, floor = config.optimizer.lr, config.schedule.min_lr
     assert peak is not None
-    done = state.applied_samples
+    done = state.applied_tokens if rate_unit(config) == "tokens" else state.applied_samples
     warmup, decay = _warmup(config, dp_size), _decay(config, dp_size)
     if warmup > 0 and done <= warmup:
         start = config.schedule.lr_warmup_init
@@ -116,8 +236,19 @@ def learning_rate(config: Config, state: TrainState, dp_size: int) -> float:
 
 
 def warmup_and_decay(config: Config, dp_size: int) -> tuple[float, float]:
-    """Samples of the warm-up, and samples until the decay ends, the warm-up among them."""
+    """The warm-up, and the decay with the warm-up before it, in the unit of `rate_unit`."""
     return _warmup(config, dp_size), _decay(config, dp_size)
+
+
+def rate_unit(config: Config) -> str:
+    """The clock of the learning rate: "tokens" if a length of its course is given in tokens, or if
+    only the run's is and it ends the decay; "samples" otherwise.
+    """
+    schedule = config.schedule
+    if schedule.lr_decay_tokens or schedule.lr_warmup_tokens or schedule.lr_wsd_decay_tokens:
+        return "tokens"
+    ends = (*schedule.given_lengths("lr_decay"), schedule.train_iters, schedule.train_samples)
+    return "samples" if any(ends) else "tokens"
 
 
 def weight_decay(config: Config, state: TrainState, dp_size: int) -> float:
@@ -128,7 +259,12 @@ def weight_decay(config: Config, state: TrainState, dp_size: int) -> float:
     start, end = optimizer.start_weight_decay, optimizer.end_weight_decay
     assert start is not None
     assert end is not None
-    progress = min(1.0, state.applied_samples / _length(config, dp_size))
+    samples = _samples(config, dp_size)
+    if samples is None:
+        assert config.schedule.train_tokens is not None
+        progress = min(1.0, state.applied_tokens / config.schedule.train_tokens)
+    else:
+        progress = min(1.0, state.applied_samples / samples)
     linear = optimizer.weight_decay_incr_style == "linear"
     return start + (progress if linear else 1.0 - _half_cosine(progress)) * (end - start)
 
@@ -141,11 +277,11 @@ def problems(config: Config, dp_size: int) -> Iterator[str]:
     """
     schedule, optimizer = config.schedule, config.optimizer
     for stem in ("lr_decay", "lr_wsd_decay"):
-        for name in (f"{stem}_iters", f"{stem}_samples"):
+        for name in (f"{stem}_{unit}" for unit in UNITS):
             value = getattr(schedule, name)
             if value is not None and value <= 0:
                 yield f"{flag_of(name)} {value}: must be positive"
-    for name in ("lr_warmup_iters", "lr_warmup_samples", "lr_warmup_init", "min_lr"):
+    for name in (*(f"lr_warmup_{unit}" for unit in UNITS), "lr_warmup_init", "min_lr"):
         if getattr(schedule, name) < 0:
             yield f"{flag_of(name)} {getattr(schedule, name)}: must not be negative"
     for name in ("weight_decay", "start_weight_decay", "end_weight_decay"):
@@ -156,107 +292,233 @@ def problems(config: Config, dp_size: int) -> Iterator[str]:
         value = getattr(schedule, name)
         if optimizer.lr is not None and value > optimizer.lr:
             yield f"{flag_of(name)} {value} is above --lr {optimizer.lr}"
-    yield from _length_problems(config)
+    yield from _length_problems(config, dp_size)
+    yield from _curriculum_problems(config)
     if _walkable(config, dp_size) and total_iterations(config, dp_size) == 0:
-        first = batch_size_at(config, 0, dp_size)
+        first = batch_size_at(config, 0, 0, dp_size)
         yield (
             f"--train-samples {schedule.train_samples} is less than the first batch of {first} "
             f"samples: give at least {first}"
         )
 
 
+def _curriculum_problems(config: Config) -> Iterator[str]:
+    """The sequence length's course against the model's length and the memory's layout."""
+    if config.schedule.curriculum_seqlen is None:
+        return
+    given = f"--curriculum-seqlen {' '.join(map(str, config.schedule.curriculum_seqlen))}"
+    end, longest = config.schedule.curriculum_seqlen[1], config.model.seq_length
+    if longest is not None and end > longest:
+        yield f"{given}: its last length {end} is above --seq-length {longest}"
+    if config.recompute.contigious_checkpointing:
+        yield (
+            f"{given} and --contigious-checkpointing exclude each other: the buffer is laid out "
+            "for inputs of one length"
+        )
+
+
 def remarks(config: Config, dp_size: int) -> Iterator[str]:
     """What a sound schedule does that its user may not expect, a line each."""
-    samples = config.schedule.train_samples
-    if samples is None or not _walkable(config, dp_size):
+    if not _walkable(config, dp_size):
         return
-    iterations, taken = _walk(config, dp_size)
-    if taken < samples:
+    schedule, run = config.schedule, _walk(config, dp_size)
+    by_tokens = schedule.train_tokens is not None and run.tokens >= schedule.train_tokens
+    samples = schedule.train_samples
+    if samples is not None and run.samples < samples and not by_tokens:
         yield (
-            f"--train-samples {samples} ends within a batch: the run's {iterations} iterations "
-            f"take {taken} samples, the last {samples - taken} are too few for a batch"
+            f"--train-samples {samples} ends within a batch: the run's {run.iterations} iterations "
+            f"take {run.samples} samples, the last {samples - run.samples} are too few for a batch"
+        )
+    if schedule.train_tokens is not None and not by_tokens:
+        unit = "iters" if samples is None else "samples"
+        yield (
+            f"--train-tokens {schedule.train_tokens} is not reached: --train-{unit} "
+            f"{getattr(schedule, f'train_{unit}')} ends the run after {run.tokens:,} tokens"
+        )
+    for tokens, size in batch_size_steps(config):
+        if tokens >= run.tokens:
+            yield (
+                f"--step-batch-size-schedule: the run ends after {run.tokens:,} tokens, before the "
+                f"batch of {size} begins at {tokens:,}"
+            )
+    if schedule.curriculum_seqlen is not None:
+        yield from _curriculum_remarks(config, run.iterations)
+
+
+def _curriculum_remarks(config: Config, iterations: int) -> Iterator[str]:
+    start, end, steps = config.schedule.curriculum_seqlen or (0, 0, 0)
+    given, longest = f"--curriculum-seqlen {start} {end} {steps}", config.model.sequence
+    if steps > iterations:
+        yield (
+            f"{given}: the run ends after {iterations} iterations, at a length of "
+            f"{seq_length_at(config, iterations - 1)}"
+        )
+    if end < longest:
+        yield (
+            f"{given} ends below --seq-length {longest}: the last {longest - end} tokens of each "
+            "sample are never trained on"
         )
 
 
 def _walkable(config: Config, dp_size: int) -> bool:
     """Whether the batches of the run can be counted; if not, Config.problems() says why."""
     schedule = config.schedule
-    length = schedule.train_iters or schedule.train_samples or 0
-    if min(length, schedule.micro_batch_size or 0, dp_size) <= 0 or config.batch_size(dp_size) <= 0:
+    lengths = (schedule.train_iters, schedule.train_samples, schedule.train_tokens)
+    given = [length for length in lengths if length is not None]
+    sizes = (schedule.micro_batch_size or 0, config.model.seq_length or 0, dp_size)
+    if not given or min(*given, *sizes, schedule.curriculum_seqlen_step) <= 0:
         return False
+    if config.batch_size(dp_size) <= 0:
+        return False
+    if schedule.step_batch_size_schedule is not None:
+        starts = [start for start, _ in schedule.batch_size_steps]
+        if not starts or starts[0] != 0 or starts != sorted(starts):
+            return False
+    if schedule.curriculum_seqlen is not None:
+        first, last, steps = schedule.curriculum_seqlen
+        if min(first, steps) <= 0 or first > last or first % schedule.curriculum_seqlen_step:
+            return False
     if schedule.rampup_batch_size is None:
         return True
     start, increment, samples = schedule.rampup_batch_size
     return min(start, increment) > 0 and samples >= 0 and start <= config.batch_size(dp_size)
 
 
-def _length_problems(config: Config) -> Iterator[str]:
-    """Warm-up, decay and annealing against each other, in the unit in which they were given."""
+@dataclass(frozen=True)
+class _Length:
+    """A length as it was given."""
+
+    flag: str
+    value: int
+    unit: str
+
+    def __str__(self) -> str:
+        return f"{self.flag} {self.value}"
+
+
+def _given(config: Config, stem: str) -> _Length | None:
+    """The length `<stem>_<unit>`; Config.problems() sees to it that there is one at most."""
+    for name in config.schedule.given_lengths(stem):
+        return _Length(flag_of(name), getattr(config.schedule, name), name.rpartition("_")[2])
+    return None
+
+
+def _decay_given(config: Config) -> _Length | None:
+    """What ends the decay: its own length or the run's, in the clock's unit if it has that."""
+    given = _given(config, "lr_decay")
+    if given is not None:
+        return given
     schedule = config.schedule
-    if (schedule.train_iters is None) == (schedule.train_samples is None):
+    if rate_unit(config) == "tokens" and schedule.train_tokens is not None:
+        return _Length("--train-tokens", schedule.train_tokens, "tokens")
+    return _given(config, "train")
+
+
+def _length_problems(config: Config, dp_size: int) -> Iterator[str]:
+    """Warm-up, decay and annealing against each other, in the unit in which they were given, or in
+    the learning rate's if they were given in several.
+    """
+    schedule = config.schedule
+    if schedule.train_iters is not None and schedule.train_samples is not None:
         return
-    unit = _unit(config)
-    decay_flag, decay = f"--lr-decay-{unit}", getattr(schedule, f"lr_decay_{unit}")
-    if decay is None:
-        decay_flag, decay = f"--train-{unit}", getattr(schedule, f"train_{unit}")
+    decay, warmup, annealing = (
+        _decay_given(config),
+        _given(config, "lr_warmup"),
+        _given(config, "lr_wsd_decay"),
+    )
+    given = [length for length in (decay, warmup, annealing) if length is not None]
     fraction = schedule.lr_warmup_fraction
-    if decay <= 0 or not 0.0 <= (fraction or 0.0) <= 1.0:
+    if decay is None or decay.value <= 0 or not 0.0 <= (fraction or 0.0) <= 1.0:
         return
-    warmup = getattr(schedule, f"lr_warmup_{unit}") if fraction is None else fraction * decay
-    annealing = getattr(schedule, f"lr_wsd_decay_{unit}")
-    if warmup >= decay:
-        given = (
-            f"--lr-warmup-{unit} {warmup}"
-            if fraction is None
-            else f"--lr-warmup-fraction {fraction} x {decay} = {warmup:.12g} {unit}"
-        )
+    unit = decay.unit
+    if any(length.unit != unit for length in given):
+        unit = rate_unit(config)
+        odd = [length for length in given if length.unit != unit]
+        if unit == "tokens" and schedule.curriculum_seqlen is not None:
+            yield from (_without_tokens(length) for length in odd)
+            return
+        if not _walkable(config, dp_size):
+            return
+
+    def measured(length: _Length | None) -> float:
+        if length is None:
+            return 0
+        return length.value if length.unit == unit else _on_clock(config, length, dp_size)
+
+    end, part = measured(decay), measured(annealing)
+    start = measured(warmup) if fraction is None else fraction * end
+    ended = str(decay) if decay.unit == unit else f"{decay} ({end:.15g} {unit})"
+    if start >= end:
+        said = str(warmup)
+        if fraction is not None:
+            said = f"--lr-warmup-fraction {fraction} x {end:.15g} = {start:.15g} {unit}"
+        elif warmup is not None and warmup.unit != unit:
+            said = f"{warmup} ({start:.15g} {unit})"
         yield (
-            f"{given}: the learning rate's warm-up must be shorter than its decay, {decay_flag} "
-            f"{decay} (give at most {decay - 1} {unit}, or a greater --lr-decay-{unit})"
+            f"{said}: the learning rate's warm-up must be shorter than its decay, {ended} "
+            f"(give at most {end - 1:.15g} {unit}, or a greater --lr-decay-{unit})"
         )
-    elif schedule.lr_decay_style == "WSD" and annealing is not None and annealing > decay - warmup:
+    elif schedule.lr_decay_style == "WSD" and part > end - start:
         yield (
-            f"--lr-wsd-decay-{unit} {annealing} is longer than what {decay_flag} {decay} leaves "
-            f"after a warm-up of {warmup:.12g}: give at most {decay - warmup:.12g}"
+            f"{annealing} is longer than what {ended} leaves "
+            f"after a warm-up of {start:.15g}: give at most {end - start:.15g}"
         )
 
 
-def _unit(config: Config) -> str:
-    return "iters" if config.schedule.train_iters is not None else "samples"
+def _without_tokens(length: _Length) -> str:
+    """Why a length cannot be told in tokens under a curriculum."""
+    stem, _, unit = length.flag.rpartition("-")
+    wanted = f"{stem}-tokens"
+    if stem == "--train":
+        wanted = "--lr-decay-tokens"
+        words = f"{length} would end the learning rate's decay"
+    else:
+        words = f"{length} counts {'steps' if unit == 'iters' else 'samples'}"
+    return (
+        f"{words}, but the learning rate follows tokens, of which --curriculum-seqlen gives each "
+        f"sample another number: give {wanted}"
+    )
 
 
-def _in_samples(config: Config, stem: str, dp_size: int) -> int | None:
-    """The length `<stem>_iters` or `<stem>_samples` in samples, by the unit of the run's length."""
-    value: int | None = getattr(config.schedule, f"{stem}_{_unit(config)}")
-    if value is None or _unit(config) == "samples":
-        return value
-    return value * config.batch_size(dp_size)
+def _on_clock(config: Config, length: _Length, dp_size: int) -> int:
+    """A length of the learning rate's course in the unit of `rate_unit`."""
+    if length.unit == rate_unit(config):
+        return length.value
+    samples = length.value * (config.batch_size(dp_size) if length.unit == "iters" else 1)
+    if rate_unit(config) == "samples":
+        return samples
+    # A length in tokens moves the clock to tokens; under a curriculum problems() wants all so.
+    return samples * config.model.sequence
 
 
-def _length(config: Config, dp_size: int) -> int:
-    """Samples of the whole run."""
-    length = _in_samples(config, "train", dp_size)
-    assert length is not None
-    return length
+def _samples(config: Config, dp_size: int) -> int | None:
+    """Samples of the whole run as they were given; None if only its tokens were."""
+    schedule = config.schedule
+    if schedule.train_iters is not None:
+        return schedule.train_iters * config.batch_size(dp_size)
+    return schedule.train_samples
 
 
 def _decay(config: Config, dp_size: int) -> int:
-    """Samples, warm-up included, after which the learning rate stays at its floor."""
-    return _in_samples(config, "lr_decay", dp_size) or _length(config, dp_size)
+    """The decay, warm-up included, after which the learning rate stays at its floor."""
+    given = _decay_given(config)
+    assert given is not None
+    return _on_clock(config, given, dp_size)
 
 
 def _warmup(config: Config, dp_size: int) -> float:
-    """Samples of warm-up; a fraction's need not be whole."""
+    """The warm-up; a fraction's need not be whole."""
     if config.schedule.lr_warmup_fraction is not None:
         return config.schedule.lr_warmup_fraction * _decay(config, dp_size)
-    return _in_samples(config, "lr_warmup", dp_size) or 0
+    given = _given(config, "lr_warmup")
+    return 0 if given is None else _on_clock(config, given, dp_size)
 
 
 def _wsd_decay(config: Config, dp_size: int) -> int:
-    """Samples of WSD's annealing, the end of the decay."""
-    annealing = _in_samples(config, "lr_wsd_decay", dp_size)
-    assert annealing is not None
-    return annealing
+    """WSD's annealing, the end of the decay."""
+    given = _given(config, "lr_wsd_decay")
+    assert given is not None
+    return _on_clock(config, given, dp_size)
 
 
 def _rampup(config: Config, dp_size: int) -> tuple[int, int]:

@@ -23,6 +23,8 @@ class StepPlan:
     """Forward passes of each data-parallel rank."""
     lr: float
     weight_decay: float
+    seq_length: int
+    """Tokens of each sample; the engine leaves out what a sample has beyond them."""
 
 
 @dataclass(frozen=True)
@@ -52,21 +54,28 @@ class TrainState:
     iteration: int = 0
     consumed_samples: int = 0
     consumed_tokens: int = 0
+    """Tokens of these samples that were trained on; a sample cut by --curriculum-seqlen counts with
+    what was left of it.
+    """
     applied_samples: int = 0
     """Samples of the steps that were not skipped: the clock of the learning rate."""
+    applied_tokens: int = 0
+    """Tokens of these steps: its clock where a length of its course is given in tokens."""
     applied_iterations: int = 0
     skipped_iterations: int = 0
 
-    def advance(self, plan: StepPlan, result: StepResult, seq_length: int) -> TrainState:
+    def advance(self, plan: StepPlan, result: StepResult) -> TrainState:
         """The state after a step. A skipped step moves the data forward, the learning rate's
-        clock not.
+        clocks not.
         """
         done = 0 if result.skipped else 1
+        tokens = plan.global_batch_size * plan.seq_length
         return TrainState(
             iteration=self.iteration + 1,
             consumed_samples=self.consumed_samples + plan.global_batch_size,
-            consumed_tokens=self.consumed_tokens + plan.global_batch_size * seq_length,
+            consumed_tokens=self.consumed_tokens + tokens,
             applied_samples=self.applied_samples + done * plan.global_batch_size,
+            applied_tokens=self.applied_tokens + done * tokens,
             applied_iterations=self.applied_iterations + done,
             skipped_iterations=self.skipped_iterations + 1 - done,
         )
@@ -76,8 +85,16 @@ class TrainState:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> TrainState:
-        """Raises ValueError if a key is missing or unknown."""
+        """Raises ValueError if a key is missing or unknown.
+
+        A state of before the tokens were counted twice has no applied_tokens; all of its samples
+        had one length.
+        """
         names = {item.name for item in dataclasses.fields(cls)}
-        if set(values) != names:
+        if set(values) != names and set(values) != names - {"applied_tokens"}:
             raise ValueError(f"state has the keys {sorted(values)}, expected {sorted(names)}")
-        return cls(**{name: int(values[name]) for name in names})
+        state = cls(**{name: int(value) for name, value in values.items()})
+        if "applied_tokens" in values or state.consumed_samples <= 0:
+            return state
+        tokens = state.applied_samples * state.consumed_tokens // state.consumed_samples
+        return dataclasses.replace(state, applied_tokens=tokens)

@@ -65,6 +65,10 @@ def order(config: Config, dp_size: int) -> dict[str, Any]:
         "split": config.data.split,
         "global_batch_size": config.batch_size(dp_size),
         "rampup_batch_size": None if rampup is None else list(rampup),
+        "step_batch_size_schedule": [
+            f"{tokens}:{size}" for tokens, size in config.schedule.batch_size_steps
+        ]
+        or None,
     }
 
 

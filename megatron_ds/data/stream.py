@@ -37,6 +37,16 @@ class Batch(NamedTuple):
     position: int
     """Place of the first sample in the data order: samples consumed before it by all ranks."""
 
+    def cut(self, length: int) -> Batch:
+        """The first `length` tokens of each sample, or all where there are no more."""
+        if length >= self.tokens_BS.shape[1]:
+            return self
+        parts = (
+            value[:, :length].contiguous() if isinstance(value, torch.Tensor) else value
+            for value in self
+        )
+        return Batch._make(parts)
+
 
 class MicroBatches:
     """The micro-batches of one data-parallel rank from `consumed` samples on.

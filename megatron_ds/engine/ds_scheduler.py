@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_ds.config import Config
+from megatron_ds.config import Config, flag_of
 from megatron_ds.engine.ds_file import DsFile
 
 TRANSLATED = ("WarmupLR", "WarmupDecayLR")
@@ -96,11 +96,12 @@ def _translation_problems(config: Config, file: DsFile, kind: str) -> Iterator[s
     if kind == "WarmupDecayLR" and not params.get("total_num_steps"):
         place = file.place("scheduler.type")
         yield f"{place}: WarmupDecayLR needs scheduler.params.total_num_steps"
-    if config.schedule.rampup_batch_size is not None:
-        yield (
-            f"{file.place('scheduler')}: a scheduler counts steps, whose size --rampup-batch-size "
-            "changes; leave the block out and give --lr-warmup-samples and --lr-decay-samples"
-        )
+    for name in ("rampup_batch_size", "step_batch_size_schedule"):
+        if getattr(config.schedule, name) is not None:
+            yield (
+                f"{file.place('scheduler')}: a scheduler counts steps, whose size {flag_of(name)} "
+                "changes; leave the block out and give --lr-warmup-samples and --lr-decay-samples"
+            )
 
 
 def _cosine_flags(config: Config, file: DsFile) -> str:

@@ -88,7 +88,7 @@ class ZeroEngine:
             # DeepSpeed finds the boundary by counting micro-steps since the run began, which goes
             # wrong for good as soon as their number per step changes.
             engine.set_gradient_accumulation_boundary(last)
-            batch = next(batches)
+            batch = next(batches).cut(plan.seq_length)
             self._rng.seed_micro_batch(self._seed, batch.position)
             loss = self._forward(batch)
             engine.backward(loss)

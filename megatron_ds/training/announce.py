@@ -49,6 +49,8 @@ def say_arguments(config: Config, here: runtime.Runtime, mesh: Mesh) -> None:
             f"size {schedule.global_batch_size} with batch size increments {increment} over "
             f"{samples} samples."
         )
+    for label, text in schedules.courses(config):
+        runtime.say(f"will use {label} {text}.")
 
 
 def estimate_of(config: Config, mesh: Mesh, engine: Engine, device: str) -> memory.Estimate:

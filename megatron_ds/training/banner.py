@@ -125,23 +125,24 @@ def _batch(facts: Facts) -> list[tuple[str, str]]:
     if facts.config.schedule.rampup_batch_size is not None:
         start, increment, samples = facts.config.schedule.rampup_batch_size
         lines.append(("ramp-up", f"from {start} in steps of {increment} over {samples:,} samples"))
-    return lines
+    return lines + schedules.courses(facts.config)
 
 
 def _schedule(facts: Facts) -> list[tuple[str, str]]:
     config, dp = facts.config, facts.mesh.dp.size
     samples = schedules.planned_samples(config, dp)[0]
+    tokens = schedules.planned_tokens(config, dp)
     length = (
         f"iterations {facts.iteration + 1:,} to {facts.total_iterations:,}; the whole run takes "
-        f"{samples:,} samples, {samples * config.model.sequence:,} tokens"
+        f"{samples:,} samples, {tokens:,} tokens"
     )
     warmup, decay = schedules.warmup_and_decay(config, dp)
-    schedule, options = config.schedule, config.optimizer
+    schedule, options, unit = config.schedule, config.optimizer, schedules.rate_unit(config)
     course = f"{schedule.lr_decay_style} from {options.lr:g}"
     if schedule.lr_decay_style != "constant":
-        course += f" to {schedule.min_lr:g} at sample {decay:,.0f}"
+        course += f" to {schedule.min_lr:g} at {unit.removesuffix('s')} {decay:,.0f}"
     if warmup:
-        course = f"{schedule.lr_warmup_init:g} to {options.lr:g} in {warmup:,.0f} samples, {course}"
+        course = f"{schedule.lr_warmup_init:g} to {options.lr:g} in {warmup:,.0f} {unit}, {course}"
     saves, logging = config.checkpoint, config.logging
     rhythm = (
         f"a line each {logging.log_interval}, evaluation each {logging.eval_interval}, "

@@ -24,6 +24,7 @@ def interval_line(record: IntervalRecord) -> str:
         last.loss_scale is not None and f"loss scale: {last.loss_scale:.1f}",
         last.grad_norm is not None and f"grad norm: {last.grad_norm:.3f}",
         record.params_norm is not None and f"params norm: {record.params_norm:.3f}",
+        last.curriculum_seqlen is not None and f"curriculum seqlen: {last.curriculum_seqlen:5d}",
         f"number of skipped iterations: {record.skipped:3d}",
         f"number of nan iterations: {record.nan:3d}",
         record.samples_per_second is not None

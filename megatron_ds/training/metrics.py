@@ -8,6 +8,7 @@ format and no file.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,19 +19,26 @@ from megatron_ds.training.records import SPLITS, EvalRecord, IntervalRecord, Sin
 
 @dataclass(frozen=True)
 class Workload:
-    """What turns samples per second into tokens and operations per second."""
+    """What turns samples into tokens and operations."""
 
-    flops_per_sample: int
-    """Of the whole model, forward and backward, recomputation not counted."""
+    flops_per_sample: Callable[[int], int]
+    """Of the whole model, forward and backward, for a sample of so many tokens; recomputation not
+    counted.
+    """
     seq_length: int
+    """Of a sample that is not cut."""
     world_size: int
+    curriculum: bool = False
+    """Samples may be cut (--curriculum-seqlen)."""
 
-    def tokens_per_second(self, samples_per_second: float) -> float:
-        return samples_per_second * self.seq_length
+    def tokens(self, step: StepRecord) -> int:
+        return step.global_batch_size * (step.curriculum_seqlen or self.seq_length)
 
-    def tflops(self, samples_per_second: float) -> float:
-        """10^12 operations per second and device."""
-        return samples_per_second * self.flops_per_sample / self.world_size / 1e12
+    def tflops(self, step: StepRecord) -> float:
+        """10^12 operations for each device."""
+        length = step.curriculum_seqlen or self.seq_length
+        operations = step.global_batch_size * self.flops_per_sample(length)
+        return operations / self.world_size / 1e12
 
 
 @dataclass(frozen=True)
@@ -139,8 +147,8 @@ class Metrics:
 
     def _step_record(self, step: _Step, lm_loss: float) -> StepRecord:
         state, plan, result = step.state, step.plan, step.result
-        rate = plan.global_batch_size / step.seconds
-        return StepRecord(
+        workload = self._workload
+        record = StepRecord(
             iteration=state.iteration,
             consumed_samples=state.consumed_samples,
             consumed_tokens=state.consumed_tokens,
@@ -153,18 +161,22 @@ class Metrics:
             skipped=result.skipped,
             nan=not math.isfinite(lm_loss),
             seconds=step.seconds,
-            tokens_per_second=self._workload.tokens_per_second(rate),
-            tflops=self._workload.tflops(rate),
+            tokens_per_second=0.0,
+            tflops=0.0,
             warm_up=step.warm_up,
+            curriculum_seqlen=plan.seq_length if workload.curriculum else None,
+        )
+        return dataclasses.replace(
+            record,
+            tokens_per_second=workload.tokens(record) / step.seconds,
+            tflops=workload.tflops(record) / step.seconds,
         )
 
     def _interval_record(self) -> IntervalRecord:
         steps = self._interval
         advanced = [step.lm_loss for step in steps if not step.skipped]
         timed = [step for step in steps if not step.warm_up]
-        rate = None
-        if timed:
-            rate = sum(step.global_batch_size for step in timed) / _seconds(timed)
+        workload, seconds = self._workload, _seconds(timed)
         return IntervalRecord(
             last=steps[-1],
             total_iterations=self._total_iterations,
@@ -173,13 +185,13 @@ class Metrics:
             skipped=sum(step.skipped for step in steps),
             nan=sum(step.nan for step in steps),
             seconds_per_iteration=_seconds(timed or steps) / len(timed or steps),
-            samples_per_second=rate,
-            tokens_per_second_per_device=(
-                None
-                if rate is None
-                else self._workload.tokens_per_second(rate) / self._workload.world_size
+            samples_per_second=(
+                sum(step.global_batch_size for step in timed) / seconds if timed else None
             ),
-            tflops=None if rate is None else self._workload.tflops(rate),
+            tokens_per_second_per_device=(
+                sum(map(workload.tokens, timed)) / seconds / workload.world_size if timed else None
+            ),
+            tflops=math.fsum(map(workload.tflops, timed)) / seconds if timed else None,
         )
 
 

@@ -42,6 +42,8 @@ class StepRecord:
     """10^12 model floating-point operations per second and device, recomputation not counted."""
     warm_up: bool
     """Its time says nothing of the others': the first step of a process, or one that compiled."""
+    curriculum_seqlen: int | None = None
+    """Tokens of each sample in this step; None without --curriculum-seqlen."""
 
 
 @dataclass(frozen=True)

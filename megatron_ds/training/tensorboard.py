@@ -99,6 +99,8 @@ class TensorBoard(Sink):
             self._add("world-size/world-size", self._world_size, record, SAMPLES, TOKENS)
         if norm is not None:
             self._add("grad-norm/grad-norm", norm, record, SAMPLES, TOKENS)
+        if record.curriculum_seqlen is not None:
+            self._add("seqlen/curriculum_seqlen", record.curriculum_seqlen, record, SAMPLES, TOKENS)
         if logging.log_timers_to_tensorboard and not record.warm_up:
             self._speed(record)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -109,7 +110,7 @@ class Trainer:
                 "samples than this run takes"
             ) from None
         seconds = self.clock() - start
-        self.state = self.state.advance(plan, result, self.config.model.sequence)
+        self.state = self.state.advance(plan, result)
         # The first step of a process fills caches, and compiling is no training.
         warm_up = plan.iteration == self.first_iteration or self._compiled_graphs() > compiled
         self.metrics.record(self.state, plan, result, seconds, warm_up=warm_up)
@@ -319,9 +320,12 @@ def _metrics(
         )
     return Metrics(
         Workload(
-            flops_per_sample=model_flops_per_sample(config.model, padded),
+            flops_per_sample=lambda tokens: model_flops_per_sample(
+                dataclasses.replace(config.model, seq_length=tokens), padded
+            ),
             seq_length=config.model.sequence,
             world_size=here.world_size,
+            curriculum=config.schedule.curriculum_seqlen is not None,
         ),
         log_interval=config.logging.log_interval,
         total_iterations=schedules.total_iterations(config, mesh.dp.size),

@@ -206,6 +206,7 @@ def plans_of(case: Case) -> list[StepPlan]:
             num_micro_batches=case.accumulation,
             lr=rate,
             weight_decay=OPTIMIZERS[case.optimizer].weight_decay,
+            seq_length=SHAPE["seq_length"],
         )
         for step, rate in enumerate(RATES[case.optimizer])
     ]

@@ -81,7 +81,7 @@ class Training:
     def step(self) -> StepResult:
         plan = schedules.plan(self.config, self.state, self.mesh.dp.size)
         result = self.engine.train_step(self.batches, plan)
-        self.state = self.state.advance(plan, result, self.config.model.sequence)
+        self.state = self.state.advance(plan, result)
         self.rates.append(plan.lr)
         return result
 

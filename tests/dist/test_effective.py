@@ -285,7 +285,7 @@ def train_a_step(engine: ZeroEngine, config: Config, mesh: Mesh) -> None:
         eod=None,
     )
     accumulated = SAMPLES_PER_STEP // (micro * mesh.dp.size)
-    plan = StepPlan(1, SAMPLES_PER_STEP, accumulated, lr=0.01, weight_decay=0.1)
+    plan = StepPlan(1, SAMPLES_PER_STEP, accumulated, 0.01, 0.1, seq_length=99)
     result = engine.train_step(batches, plan)
     assert not result.skipped
 

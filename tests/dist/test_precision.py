@@ -64,7 +64,7 @@ def accumulating_config(stage: int, in_fp32: bool, folder: Path) -> Config:
     )
 
 
-ONE_LONG_STEP = [StepPlan(1, 2 * MICRO_BATCHES, MICRO_BATCHES, lr=1.0, weight_decay=0.0)]
+ONE_LONG_STEP = [StepPlan(1, 2 * MICRO_BATCHES, MICRO_BATCHES, 1.0, 0.0, seq_length=99)]
 
 
 @pytest.fixture(scope="module")

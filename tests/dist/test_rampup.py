@@ -58,7 +58,7 @@ def plans_of(config: Config) -> list[StepPlan]:
     state, plans = TrainState(), []
     while state.iteration < schedules.total_iterations(config, dp_size):
         plans.append(schedules.plan(config, state, dp_size))
-        state = state.advance(plans[-1], StepResult(0.0, 0.0), config.model.sequence)
+        state = state.advance(plans[-1], StepResult(0.0, 0.0))
     return plans
 
 

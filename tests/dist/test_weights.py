@@ -95,8 +95,8 @@ def save_and_read(rank: int, folder: str) -> None:
         engine = build_engine(config, mesh, CPU)
         state = TrainState()
         for _ in range(2):
-            plan = StepPlan(state.iteration + 1, mesh.dp.size, 1, 0.01, 0.1)
-            state = state.advance(plan, engine.train_step(Batches(mesh.dp.rank), plan), 9)
+            plan = StepPlan(state.iteration + 1, mesh.dp.size, 1, 0.01, 0.1, seq_length=9)
+            state = state.advance(plan, engine.train_step(Batches(mesh.dp.rank), plan))
         Checkpoints(config, mesh, lambda _: None).save(engine, state)
 
         saved = read_weights(read_run(where / "global_step2"))

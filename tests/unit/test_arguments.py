@@ -219,18 +219,11 @@ def test_a_choice_of_a_peer_says_what_to_do():
 
 
 def test_a_refused_flag_says_what_to_do_and_takes_its_values_along():
-    problems = scan_of("--train-tokens 5 --skip-train-iteration-range 1-2 5-7").problems
+    problems = scan_of("--warmup 5 --skip-train-iteration-range 1-2 5-7").problems
     assert len(problems) == 2
-    assert problems[0].startswith("--train-tokens 5 is not supported: ")
-    assert "--train-samples" in problems[0]
+    assert problems[0].startswith("--warmup 5 is not supported: ")
+    assert "--lr-warmup-samples" in problems[0]
     assert problems[1].startswith("--skip-train-iteration-range 1-2 5-7 is not supported: ")
-
-
-def test_a_length_in_tokens_is_refused_with_the_samples_that_it_comes_to():
-    (problem,) = scan_of("--lr-decay-tokens 260_000_000_000 --seq-length 2048").problems
-    assert problem.endswith(
-        "give --lr-decay-samples 126953125 (260_000_000_000 tokens / --seq-length 2048)"
-    )
 
 
 def test_a_refused_flag_is_accepted_where_it_asks_for_what_is_done():

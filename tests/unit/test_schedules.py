@@ -12,11 +12,14 @@ from megatron_ds import schedules
 from megatron_ds.config import Config
 from megatron_ds.state import StepResult, TrainState
 
+SEQUENCE = 10
+
 
 def config_with(schedule: dict[str, Any], optimizer: dict[str, Any] | None = None) -> Config:
     config = Config()
     return dataclasses.replace(
         config,
+        model=dataclasses.replace(config.model, seq_length=SEQUENCE),
         schedule=dataclasses.replace(config.schedule, **{"micro_batch_size": 1, **schedule}),
         optimizer=dataclasses.replace(config.optimizer, **{"lr": 1.0, **(optimizer or {})}),
     )
@@ -125,7 +128,7 @@ def batches(config: Config, dp_size: int, count: int) -> list[int]:
     for _ in range(count):
         plan = schedules.plan(config, state, dp_size)
         sizes.append(plan.global_batch_size)
-        state = state.advance(plan, StepResult(loss=1.0, grad_norm=1.0), seq_length=1)
+        state = state.advance(plan, StepResult(loss=1.0, grad_norm=1.0))
     return sizes
 
 
@@ -220,7 +223,7 @@ def test_a_skipped_step_moves_the_batch_size_and_not_the_learning_rate() -> None
         }
     )
     first = schedules.plan(config, TrainState(), 1)
-    state = TrainState().advance(first, StepResult(5.0, None, skipped=True), seq_length=1)
+    state = TrainState().advance(first, StepResult(5.0, None, skipped=True))
     second = schedules.plan(config, state, 1)
     assert (first.global_batch_size, second.global_batch_size) == (4, 8)
     assert first.lr == second.lr == 0.0

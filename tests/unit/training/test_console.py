@@ -14,7 +14,8 @@ Interval = Callable[..., IntervalRecord]
 def full(interval: Interval) -> IntervalRecord:
     """An interval with every field known."""
     record = interval(12, params_norm=77.5, skipped=1, nan=2)
-    return dataclasses.replace(record, last=dataclasses.replace(record.last, loss_scale=65536.0))
+    last = dataclasses.replace(record.last, loss_scale=65536.0, curriculum_seqlen=64)
+    return dataclasses.replace(record, last=last)
 
 
 def test_the_line_is_the_forks(interval: Interval) -> None:
@@ -22,7 +23,7 @@ def test_the_line_is_the_forks(interval: Interval) -> None:
         " iteration       12/     100 | consumed samples:           48 |"
         " consumed tokens:          384 | elapsed time per iteration (s): 0.50 |"
         " learning rate: 1.000E-03 | global batch size:     4 | lm loss: 5.250000E+00 |"
-        " loss scale: 65536.0 | grad norm: 1.500 | params norm: 77.500 |"
+        " loss scale: 65536.0 | grad norm: 1.500 | params norm: 77.500 | curriculum seqlen:    64 |"
         " number of skipped iterations:   1 | number of nan iterations:   2 |"
         " samples per second: 8.000 | tokens per gpu per second (tgs): 32.000 | TFLOPs: 0.25 |"
     )
@@ -39,7 +40,16 @@ def test_fields_that_are_not_known_are_left_out(interval: Interval) -> None:
     line = interval_line(
         dataclasses.replace(record, last=dataclasses.replace(record.last, grad_norm=None))
     )
-    known = ("lm loss", "loss scale", "grad norm", "params norm", "per second", "(tgs)", "TFLOPs")
+    known = (
+        "lm loss",
+        "loss scale",
+        "grad norm",
+        "params norm",
+        "seqlen",
+        "per second",
+        "(tgs)",
+        "TFLOPs",
+    )
     for field in known:
         assert field not in line
 

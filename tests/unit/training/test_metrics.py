@@ -10,7 +10,7 @@ from megatron_ds.state import StepPlan, StepResult, TrainState
 from megatron_ds.training.metrics import Metrics, Workload
 from megatron_ds.training.records import EvalRecord, IntervalRecord, Sink, StepRecord
 
-WORKLOAD = Workload(flops_per_sample=3 * 10**12, seq_length=8, world_size=2)
+WORKLOAD = Workload(lambda tokens: 3 * 10**12 * tokens // 8, seq_length=8, world_size=2)
 
 
 class Notebook(Sink):
@@ -64,11 +64,12 @@ class Run:
         batch: int = 4,
         seconds: float = 0.5,
         warm_up: bool = False,
+        seq_length: int = 8,
         **result: object,
     ) -> None:
-        plan = StepPlan(self.state.iteration + 1, batch, 1, lr=0.5, weight_decay=0.25)
+        plan = StepPlan(self.state.iteration + 1, batch, 1, 0.5, 0.25, seq_length)
         done = StepResult(loss, **{"grad_norm": 1.0, **result})  # type: ignore[arg-type]
-        self.state = self.state.advance(plan, done, seq_length=8)
+        self.state = self.state.advance(plan, done)
         self.metrics.record(self.state, plan, done, seconds, warm_up=warm_up)
 
     def intervals(self) -> list[IntervalRecord]:
@@ -119,8 +120,8 @@ def test_a_rank_that_does_not_report_takes_part_in_the_collectives() -> None:
         mean_over_dp=lambda losses: reductions.append(losses) or losses,  # type: ignore[func-returns-value]
         params_norm=lambda: norms.append(1) or 1.0,  # type: ignore[func-returns-value]
     )
-    plan, result = StepPlan(1, 4, 1, 0.5, 0.0), StepResult(3.0, None)
-    metrics.record(TrainState().advance(plan, result, 8), plan, result, 1.0)
+    plan, result = StepPlan(1, 4, 1, 0.5, 0.0, 8), StepResult(3.0, None)
+    metrics.record(TrainState().advance(plan, result), plan, result, 1.0)
     assert (reductions, norms) == ([[3.0]], [1])
 
 

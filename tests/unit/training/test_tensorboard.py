@@ -57,7 +57,7 @@ def test_the_tags_are_the_documented_ones(
         if item.name.startswith("log_") and item.name.endswith("_to_tensorboard")
     ]
     sink = board(config_for(tmp_path, **dict.fromkeys(flags, True)))
-    sink.steps([step(1, loss_scale=8.0)])
+    sink.steps([step(1, loss_scale=8.0, curriculum_seqlen=8)])
     sink.interval(interval(1, params_norm=3.0))
     sink.evaluation(evaluation(1, "validation"))
     sink.evaluation(evaluation(1, "test"))

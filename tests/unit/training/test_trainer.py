@@ -98,7 +98,7 @@ def run(
         engine=anything,
         data=Datasets(train=anything, valid=anything, test=None),
         metrics=Metrics(
-            Workload(flops_per_sample=10**12, seq_length=8, world_size=1),
+            Workload(flops_per_sample=lambda tokens: 10**12, seq_length=8, world_size=1),
             log_interval=2,
             total_iterations=6,
             mean_over_dp=lambda losses: losses,
