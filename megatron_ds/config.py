@@ -694,7 +694,7 @@ class ScheduleConfig:
     )
     lr_warmup_iters: int = knob(0, "iterations of linear warm-up")
     lr_warmup_samples: int = knob(0, "samples of linear warm-up")
-    lr_warmup_tokens: int = knob(0, "tokens of linear warm-up")
+    lr_warmup_tokens: int | None = knob(None, "tokens of linear warm-up")
     lr_warmup_fraction: float | None = knob(
         None, "warm-up as a share of the decay's length, 0 to 1"
     )

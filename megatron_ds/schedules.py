@@ -282,7 +282,7 @@ def problems(config: Config, dp_size: int) -> Iterator[str]:
             if value is not None and value <= 0:
                 yield f"{flag_of(name)} {value}: must be positive"
     for name in (*(f"lr_warmup_{unit}" for unit in UNITS), "lr_warmup_init", "min_lr"):
-        if getattr(schedule, name) < 0:
+        if (getattr(schedule, name) or 0) < 0:
             yield f"{flag_of(name)} {getattr(schedule, name)}: must not be negative"
     for name in ("weight_decay", "start_weight_decay", "end_weight_decay"):
         value = getattr(optimizer, name)

@@ -289,7 +289,7 @@ def test_all_errors_of_a_line_are_named_at_once():
         "--weight-decay needs a value",
         "--fp16 and --bf16",
         "--lr is required",
-        "--train-iters or --train-samples is required",
+        "--train-iters, --train-samples or --train-tokens is required",
     ):
         assert expected in text
 

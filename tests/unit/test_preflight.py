@@ -176,7 +176,7 @@ WRONG = [
     ),
     # The schedule.
     (1, "--train-samples 5", "--train-iters 4 and --train-samples 5 exclude each other"),
-    (1, "--train-iters -", "--train-iters or --train-samples is required"),
+    (1, "--train-iters -", "--train-iters, --train-samples or --train-tokens is required"),
     (1, "--train-iters - --train-samples 1", "--train-samples 1", "give at least 2"),
     (
         1,
