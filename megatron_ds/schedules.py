@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from megatron_ds.config import UNITS, Config, flag_of
+from megatron_ds.config import LENGTHS, UNITS, Config, flag_of
 from megatron_ds.state import StepPlan, TrainState
 
 
@@ -173,7 +173,7 @@ def courses(config: Config) -> list[tuple[str, str]]:
     if config.schedule.curriculum_seqlen is not None:
         start, end, length = config.schedule.curriculum_seqlen
         unit = config.schedule.curriculum_seqlen_step
-        course = f"{start} -> {end} over {length:,} iterations, in steps of {unit}"
+        course = f"{start} -> {end} over {length:,} iterations, in multiples of {unit}"
         lines.append(("sequence length", course))
     return lines
 
@@ -420,6 +420,8 @@ def _length_problems(config: Config, dp_size: int) -> Iterator[str]:
     """
     schedule = config.schedule
     if schedule.train_iters is not None and schedule.train_samples is not None:
+        return
+    if any(len(schedule.given_lengths(stem)) > 1 for stem in LENGTHS):
         return
     decay, warmup, annealing = (
         _decay_given(config),

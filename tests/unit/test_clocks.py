@@ -472,6 +472,6 @@ def test_the_courses_are_told_in_words() -> None:
     )
     assert schedules.courses(config) == [
         ("batch sizes", "768 from 0 tokens on, 1536 from 249,999,998,976 tokens on"),
-        ("sequence length", "64 -> 2048 over 1,000 iterations, in steps of 8"),
+        ("sequence length", "64 -> 2048 over 1,000 iterations, in multiples of 8"),
     ]
     assert schedules.courses(config_with(train_iters=5)) == []
