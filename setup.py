@@ -21,7 +21,14 @@ setup(
         "transformers>=4.56",
     ],
     extras_require={
-        "preprocess": ["datasets>=3.0", "fsspec>=2024.2", "nltk>=3.9", "pyarrow>=15"],
+        "preprocess": [
+            "datasets>=3.0",
+            "fastokens>=0.3.5,<0.4",
+            "fsspec>=2024.2",
+            "nltk>=3.9",
+            "orjson>=3.10",
+            "pyarrow>=15",
+        ],
         "tokenizers": ["sentencepiece>=0.2", "tiktoken>=0.8"],
         "plot": ["matplotlib>=3.9"],
         "server": ["fastapi>=0.115", "uvicorn>=0.30"],

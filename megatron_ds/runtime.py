@@ -96,8 +96,12 @@ def prepare_environment() -> Path:
 
 
 def use_one_thread_per_tokenizer() -> None:
-    """Keeps `tokenizers` from starting threads for all cores in every process that encodes."""
+    """Keeps tokenizer libraries from starting threads for all cores in every process that encodes.
+
+    To be called before they encode: a process made by a fork lacks the threads of its parent.
+    """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("FASTOKENS_BPE_THREADS", "1")
 
 
 @dataclass(frozen=True)

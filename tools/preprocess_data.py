@@ -10,7 +10,7 @@ import io
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from megatron_ds import arguments, flags, runtime
@@ -19,6 +19,7 @@ from megatron_ds.data.preprocess import PreprocessOptions, Progress, dropped, pr
 from megatron_ds.data.sources import FORMATS, TEXT_DOCUMENTS, Inputs
 from megatron_ds.peer_flags import REFUSED_VALUES
 from megatron_ds.tokenizer import build_tokenizer
+from megatron_ds.tokenizer.backends import BACKENDS, choose
 
 KINDS = {
     **{kind: kind for kind in TOKENIZERS},
@@ -148,6 +149,14 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         metavar="TOKEN",
         help="names of the first of these ids (default: <unk> <s> </s>)",
     )
+    tokenizer.add_argument(
+        "--tokenizer-backend",
+        choices=BACKENDS,
+        default=BACKENDS[0],
+        help="library that encodes for GPT2BPETokenizer and an HFTokenizer with a tokenizer.json: "
+        "auto takes fastokens where it is installed and proves to give the ids of tokenizers; the "
+        "ids are the same with any (default: %(default)s)",
+    )
     work = parser.add_argument_group(
         "work", "The output is the same for any values. Texts without tokens are left out."
     )
@@ -270,14 +279,33 @@ def summary(progress: Progress, seconds: float) -> str:
     )
 
 
-def closing(progress: Progress, options: PreprocessOptions, seconds: float) -> Iterator[str]:
-    """What was done, and what was left out."""
+def closing(
+    progress: Progress, options: PreprocessOptions, seconds: float, library: str
+) -> Iterator[str]:
+    """What was done, what the time went to, and what was left out."""
     yield summary(progress, seconds)
     yield f"{progress.tokens} tokens ({progress.tokens / max(seconds, 1e-9):.0f} tokens/s)"
+    yield time_line(progress.seconds, seconds, library)
     if progress.dropped:
         yield f"left out: {dropped(progress)}; listed in {options.quarantine}"
     for key in options.keys:
         yield f"wrote {options.prefix(key)}.bin and .idx"
+
+
+def time_line(parts: Mapping[str, float], seconds: float, library: str) -> str:
+    """What the time went to, by stage. library: that which encoded.
+
+    What this process did, one after the other, adds up to `seconds`; what its workers did meanwhile
+    is added up over them.
+    """
+    read, waited, wrote = (parts.get(stage, 0.0) for stage in ("reading", "waiting", "writing"))
+    parsed, encoded = (parts.get(stage, 0.0) for stage in ("parsing", "encoding"))
+    start = max(0.0, seconds - read - waited - wrote)
+    return (
+        f"time: start {start:.2f} s, reading {read:.2f} s, waiting for workers {waited:.2f} s, "
+        f"writing {wrote:.2f} s; all workers together: parsing {parsed:.2f} s, encoding by "
+        f"{library} {encoded:.2f} s"
+    )
 
 
 def main(argv: Sequence[str]) -> int:
@@ -322,9 +350,11 @@ def main(argv: Sequence[str]) -> int:
         if problems:
             raise ValueError("\n".join(problems))
         runtime.use_one_thread_per_tokenizer()  # the workers are the parallelism
-        tokenizer = build_tokenizer(config, args.vocab_size)
+        chosen = choose(build_tokenizer(config, args.vocab_size), args.tokenizer_backend)
+        if chosen.reason:
+            print(f"encoding is slower than it could be: {chosen.reason}", file=sys.stderr)
         with reporting(options, args.log_interval) as report:
-            done = preprocess(options, tokenizer, report)
+            done = preprocess(options, chosen.tokenizer, report)
     except (ValueError, OSError) as error:
         print(f"preprocess_data.py: error:\n{error}", file=sys.stderr)
         return 1
@@ -333,7 +363,7 @@ def main(argv: Sequence[str]) -> int:
         return 130
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a path may be no text
-    print(*closing(done, options, time.perf_counter() - start), sep="\n")
+    print(*closing(done, options, time.perf_counter() - start, chosen.library), sep="\n")
     return 0
 
 

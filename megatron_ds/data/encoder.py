@@ -5,6 +5,7 @@ Knows the tokenizer protocol; no files and no processes.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -23,6 +24,7 @@ from megatron_ds.data.documents import (
 )
 from megatron_ds.data.indexed import token_dtype
 from megatron_ds.data.sources import Item, Unreadable
+from megatron_ds.data.spent import Spent
 from megatron_ds.tokenizer import Flat, Tokenizer, encode_flat
 
 
@@ -48,12 +50,16 @@ class Column(NamedTuple):
 
 
 class Encoded(NamedTuple):
-    """A chunk's tokens, a column for each key. bad: what gave no document, in the items' order."""
+    """A chunk's tokens, a column for each key. bad: what gave no document, in the items' order.
+
+    seconds: by stage.
+    """
 
     columns: list[Column]
     documents: int
     text_bytes: int
     bad: list[Bad]
+    seconds: Mapping[str, float]
 
 
 @dataclass(frozen=True)
@@ -66,14 +72,18 @@ class Encoder:
 
     def __call__(self, chunk: Chunk) -> Encoded:
         items = chunk.items()
-        documents, bad = parse(items, self.wanted)
-        try:
-            columns = self._encode(documents)
-        except ValueError:  # says neither which text nor whether it is the only one
-            refused = {at: found for at, found in enumerate(map(self._refused, documents)) if found}
-            bad += refused.values()
-            documents = [one for at, one in enumerate(documents) if at not in refused]
-            columns = self._encode(documents)
+        spent = Spent()
+        with spent.on("parsing"):
+            documents, bad = parse(items, self.wanted)
+        with spent.on("encoding"):
+            try:
+                columns = self._encode(documents)
+            except ValueError:  # says neither which text nor whether it is the only one
+                found = {at: one for at, one in enumerate(map(self._refused, documents)) if one}
+                bad += found.values()
+                documents = [one for at, one in enumerate(documents) if at not in found]
+                columns = self._encode(documents)
+            finished = [self._finished(column) for column in columns]
         bad += [
             problem(documents[at].item, EMPTY_TEXT, f"{key!r} has no tokens")
             for key, column in zip(self.wanted.keys, columns, strict=True)
@@ -81,10 +91,11 @@ class Encoder:
         ]
         order = {item[:2]: at for at, item in enumerate(items)} if bad else {}
         return Encoded(
-            [self._finished(column) for column in columns],
+            finished,
             len(documents),
             sum(size_of(text) for document in documents for text in document.texts),
             sorted(bad, key=lambda one: order[one.file, one.line]),
+            spent.seconds,
         )
 
     def _encode(self, documents: list[Document]) -> list[Flat]:

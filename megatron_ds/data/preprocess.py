@@ -8,6 +8,7 @@ becomes tokens in `encoder.py`. Knows no command line, torch or process groups.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -20,6 +21,7 @@ from megatron_ds.data.encoder import Chunk, Encoded, Encoder
 from megatron_ds.data.indexed import IndexedWriter, token_dtype
 from megatron_ds.data.quarantine import Quarantine
 from megatron_ds.data.sources import QUARANTINE, Inputs, Item, Reader, Unreadable
+from megatron_ds.data.spent import Spent
 from megatron_ds.data.workers import Workers
 from megatron_ds.tokenizer import Tokenizer
 
@@ -86,7 +88,8 @@ class Progress:
     """Counts so far.
 
     documents: those that were read, whether or not they have tokens. text_bytes: of their texts.
-    input_bytes: of the files, as they are stored. dropped: what was left out, by reason.
+    input_bytes: of the files, as they are stored. dropped: what was left out, by reason. seconds:
+    what the time went to; those of parsing and encoding are the workers', added up.
     """
 
     documents: int = 0
@@ -94,6 +97,7 @@ class Progress:
     text_bytes: int = 0
     input_bytes: int = 0
     dropped: Mapping[str, int] = field(default_factory=dict)
+    seconds: Mapping[str, float] = field(default_factory=dict, compare=False)
 
 
 def preprocess(
@@ -127,23 +131,28 @@ def preprocess(
             stack.enter_context(IndexedWriter(options.prefix(key), dtype, made_by))
             for key in options.keys
         ]
-        chunks = _chunks(reader, options)
-        for encoded in workers.map(chunks):
+        spent = Spent()
+        chunks = spent.each("reading", _chunks(reader, options))
+        for encoded in spent.each("waiting", workers.map(chunks)):
             if encoded.bad and options.strict:
                 raise ValueError(_all_problems(encoded.bad, workers.drain(), chunks, options))
-            for bad in encoded.bad:
-                first = first or bad
-                quarantine.add(bad)
-            for writer, column in zip(writers, encoded.columns, strict=True):
-                writer.add_documents(*column)
-            progress = _advance(progress, encoded, reader.position)
+            with spent.on("writing"):
+                for bad in encoded.bad:
+                    first = first or bad
+                    quarantine.add(bad)
+                for writer, column in zip(writers, encoded.columns, strict=True):
+                    writer.add_documents(*column)
+            for stage, seconds in encoded.seconds.items():
+                spent.add(stage, seconds)
+            progress = _advance(progress, encoded, reader.position, spent)
             report(progress)
         if not progress.documents:
             left_out = f"; left out were {dropped(progress)}, the first {first}" if first else ""
             raise ValueError(f"{options.inputs.name}: has no documents{left_out}")
-        for writer in writers:  # before the first gets its name: all or none
-            writer.complete()
-    return progress
+        with spent.on("writing"):
+            for writer in writers:  # before the first gets its name: all or none
+                writer.complete()
+    return dataclasses.replace(progress, seconds=spent.seconds)
 
 
 def dropped(progress: Progress) -> str:
@@ -151,13 +160,14 @@ def dropped(progress: Progress) -> str:
     return ", ".join(f"{count} {reason}" for reason, count in sorted(progress.dropped.items()))
 
 
-def _advance(progress: Progress, encoded: Encoded, input_bytes: int) -> Progress:
+def _advance(progress: Progress, encoded: Encoded, input_bytes: int, spent: Spent) -> Progress:
     return Progress(
         documents=progress.documents + encoded.documents,
         tokens=progress.tokens + sum(len(column.tokens) for column in encoded.columns),
         text_bytes=progress.text_bytes + encoded.text_bytes,
         input_bytes=input_bytes,
         dropped=Counter(progress.dropped) + Counter(bad.reason for bad in encoded.bad),
+        seconds=spent.seconds,
     )
 
 

@@ -94,6 +94,14 @@ class FileTokenizer:
         )
         self.identity = Identity("HFTokenizer", hashes_of([file]), self.vocab_size, self.eod)
 
+    @property
+    def tokenizer_json(self) -> str:
+        return self._tokenizer.to_str()
+
+    @property
+    def added_tokens(self) -> Sequence[str]:
+        return [token.content for token in self._tokenizer.get_added_tokens_decoder().values()]
+
     def encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 

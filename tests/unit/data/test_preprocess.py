@@ -19,9 +19,11 @@ from megatron_ds.data.indexed import IndexedDataset
 from megatron_ds.data.preprocess import PreprocessOptions, Progress, preprocess
 from megatron_ds.data.sources import Inputs
 from megatron_ds.tokenizer import build_tokenizer
+from megatron_ds.tokenizer.backends import choose
 from megatron_ds.tokenizer.null import NullTokenizer
 
 TOKENIZER = NullTokenizer(100)
+GOLDEN = Path(__file__).resolve().parents[2] / "golden" / "tokenizers"
 
 
 def write(path: Path, lines: list[Any]) -> str:
@@ -80,6 +82,32 @@ def test_bytes_are_the_same_for_any_workers_and_chunks(
     assert IndexedDataset(tmp_path / "out_text_document").tokens.size == sum(
         3 + n % 5 for n in range(100)
     )
+
+
+def test_bytes_are_the_same_for_any_library_that_encodes(tmp_path: Path) -> None:
+    reference = build_tokenizer(
+        TokenizerConfig(
+            vocab_file=str(GOLDEN / "vocab.json"), merge_file=str(GOLDEN / "merges.txt")
+        )
+    )
+    lines = (GOLDEN / "corpus.jsonl").read_text(encoding="utf-8").splitlines() * 3
+    base = options(tmp_path, lines, append_eod=True)
+    seen = set()
+    for backend in ("tokenizers", "fastokens"):
+        tokenizer = choose(reference, backend).tokenizer
+        for workers, chunk_size in ((1, 64), (2, 7), (3, 1)):
+            given = dataclasses.replace(base, workers=workers, chunk_size=chunk_size)
+            preprocess(given, tokenizer)
+            seen.add(
+                tuple((tmp_path / f"out_text_document{s}").read_bytes() for s in (".bin", ".idx"))
+            )
+    assert len(seen) == 1
+
+
+def test_seconds_are_counted_for_every_stage(tmp_path: Path) -> None:
+    seconds = preprocess(options(tmp_path, numbered(50), chunk_size=3), TOKENIZER).seconds
+    assert seconds.keys() == {"reading", "waiting", "writing", "parsing", "encoding"}
+    assert all(spent > 0 for spent in seconds.values())
 
 
 def test_the_last_line_needs_no_end(tmp_path: Path) -> None:
@@ -191,6 +219,7 @@ def test_openwebtext(tmp_path: Path, shared_data: Path) -> None:
             merge_file=str(shared_data / "gpt2-merges.txt"),
         )
     )
+    tokenizer = choose(tokenizer, "fastokens").tokenizer
     given = PreprocessOptions(
         inputs=Inputs((str(shared_data / "openwebtext-1000.jsonl"),)),
         output_prefix=str(tmp_path / "out"),

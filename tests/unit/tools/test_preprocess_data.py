@@ -10,6 +10,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from megatron_ds.data.indexed import IndexedDataset
 from tools import preprocess_data
 
@@ -77,7 +79,9 @@ def test_the_standard_input_with_a_bad_line_and_without_eod(tmp_path: Path) -> N
     assert lines[0].startswith("Processed 1 documents (")
     assert lines[1].startswith("2 tokens (")
     assert lines[1].endswith(" tokens/s)")
-    assert lines[2] == f"left out: 1 broken JSON; listed in {tmp_path / 'out'}.quarantine"
+    assert lines[2].startswith("time: start 0.")
+    assert "encoding by NullTokenizer 0." in lines[2]
+    assert lines[3] == f"left out: 1 broken JSON; listed in {tmp_path / 'out'}.quarantine"
     assert "<stdin>" in (tmp_path / "out.quarantine").read_text()
 
 
@@ -173,3 +177,53 @@ def test_ctrl_c_leaves_no_pair(tmp_path: Path) -> None:
     assert process.returncode == 130
     assert "Traceback" not in rest
     assert os.listdir(tmp_path) == ["in.jsonl"]
+
+
+GOLDEN = REPOSITORY / "tests" / "golden" / "tokenizers"
+GPT2 = ["--tokenizer-type", "GPT2BPETokenizer", "--append-eod"]
+GPT2 += ["--vocab-file", str(GOLDEN / "vocab.json"), "--merge-file", str(GOLDEN / "merges.txt")]
+
+
+def test_the_summary_names_the_library_that_encoded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = ["--input", str(GOLDEN / "corpus.jsonl"), "--output-prefix", str(tmp_path / "out")]
+    seen = set()
+    for backend, library in (
+        ("auto", "fastokens"),
+        ("fastokens", "fastokens"),
+        ("tokenizers", "tokenizers"),
+    ):
+        assert preprocess_data.main([*files, *GPT2, "--tokenizer-backend", backend]) == 0
+        said = capsys.readouterr()
+        assert f"encoding by {library} " in said.out
+        assert said.err == ""
+        seen.add(tuple((tmp_path / f"out_text_document.{e}").read_bytes() for e in ("bin", "idx")))
+    assert seen == {
+        tuple((GOLDEN / f"GPT2BPETokenizer.{end}").read_bytes() for end in ("bin", "idx"))
+    }
+
+
+def test_a_missing_fast_library_is_said_and_does_not_stop_the_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "fastokens", None)
+    files = ["--input", str(GOLDEN / "corpus.jsonl"), "--output-prefix", str(tmp_path / "out")]
+    assert preprocess_data.main([*files, *GPT2]) == 0
+    said = capsys.readouterr()
+    assert "encoding by tokenizers " in said.out
+    assert said.err.count("\n") == 1
+    assert "fastokens cannot be imported" in said.err
+    assert "pip install 'megatron_ds[preprocess]'" in said.err
+    assert preprocess_data.main([*files, *GPT2, "--tokenizer-backend", "fastokens"]) == 1
+    assert "--tokenizer-backend fastokens: fastokens cannot be" in capsys.readouterr().err
+    assert preprocess_data.main([*files, *NULL, "--tokenizer-backend", "fastokens"]) == 1
+    assert "NullTokenizer" in capsys.readouterr().err
+
+
+def test_the_times_of_the_stages_add_up() -> None:
+    parts = {"reading": 1.0, "waiting": 2.0, "writing": 0.5, "parsing": 3.0, "encoding": 4.0}
+    assert preprocess_data.time_line(parts, 5.0, "x") == (
+        "time: start 1.50 s, reading 1.00 s, waiting for workers 2.00 s, writing 0.50 s; all "
+        "workers together: parsing 3.00 s, encoding by x 4.00 s"
+    )
