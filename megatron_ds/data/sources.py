@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import bz2
 import csv
+import functools
 import glob
 import gzip
+import hashlib
 import io
 import itertools
 import json
@@ -20,7 +22,7 @@ import sys
 import warnings
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, BinaryIO, NamedTuple, TextIO, cast
 
@@ -51,6 +53,8 @@ HEAD = 1000
 """Bytes that are kept of a document that is too long."""
 QUARANTINE = ".quarantine"
 """Ends the name of the file that lists what gave no document."""
+RUN = ".run.json"
+"""Ends the name of the file that says what a run read and how far it came."""
 NEEDS = "pip install 'megatron_ds[preprocess]'"
 
 BROKEN_ROW = "broken row"
@@ -73,6 +77,37 @@ class Item(NamedTuple):
     file: str
     line: int
     value: bytes | dict[str, Any] | Unreadable
+
+
+class Stamp(NamedTuple):
+    """A file as it is now. mark: changes with its content, as far as its system tells; else ""."""
+
+    name: str
+    size: int
+    mark: str
+
+
+class Place(NamedTuple):
+    """How far reading has come: up to and with the item on `line` of the file number `file`, from
+    0; line 0 if nothing of that file is read. offset: the byte after that item in files that can be
+    read from the middle, else 0."""
+
+    file: int = 0
+    line: int = 0
+    offset: int = 0
+
+    @property
+    def files(self) -> int:
+        """How many files were read or begun."""
+        return self.file + (self.line > 0)
+
+
+START = Place()
+
+
+class _Source(NamedTuple):
+    stamp: Stamp
+    open: Callable[[], AbstractContextManager[BinaryIO]]
 
 
 @dataclass(frozen=True)
@@ -128,6 +163,18 @@ class Inputs:
                     yield f"--input {file}: would be read twice"
                 seen.add(file)
 
+    def read_once(self) -> list[str]:
+        """Those of the paths that cannot be read a second time: standard input and named pipes."""
+        return [path for path in self.paths if path == STDIN or _is_pipe(path)]
+
+    def stamps(self) -> Iterator[Stamp]:
+        """All files in the order in which they are read, without opening them."""
+        if self.hf_dataset is not None:
+            yield _stamp_of_dataset(self.hf_dataset, self.hf_split)
+            return
+        for source in _sources(self):
+            yield source.stamp
+
     def total_bytes(self) -> int | None:
         """Size of all files as they are stored; None where that is not known beforehand."""
         if self.hf_dataset is not None or any(p == STDIN or _is_address(p) for p in self.paths):
@@ -140,64 +187,61 @@ class Reader:
     """The documents of `inputs`, in the order of the paths; those of a folder or a pattern by name.
 
     keys: names of the fields that are wanted; of `a.b` that is a column `a.b`, or the field b of a
-    column `a`. Iterating raises ValueError for a table without the column and for files that are
+    column `a`. after: where to go on; what stands before is passed over, files unopened. Iterating
+    raises ValueError for a table without the column and for files that are
     damaged, and OSError for files that cannot be read, each with the file's name.
     """
 
-    def __init__(self, inputs: Inputs, keys: Sequence[str]) -> None:
+    def __init__(self, inputs: Inputs, keys: Sequence[str], after: Place = START) -> None:
         self._inputs = inputs
         self._keys = tuple(keys)
+        self._after = after
+        self._number = after.file
+        self._new: list[Stamp] = []
         self._done = 0
         self._tell: Callable[[], int] = int
+        self._offset: Callable[[], int] = int
 
     @property
     def position(self) -> int:
         """Bytes read so far of the files as they are stored."""
         return self._done + self._tell()
 
+    def place(self, line: int) -> Place:
+        """Where reading stands after the item that it gave last, which was on this line."""
+        return Place(self._number, line, self._offset())
+
+    @property
+    def end(self) -> Place:
+        """Where reading stands when it has come to the end."""
+        return Place(self._number)
+
+    def new_stamps(self) -> list[Stamp]:
+        """The files that were begun since this was last asked for."""
+        new, self._new = self._new, []
+        return new
+
     def __iter__(self) -> Iterator[Item]:
         if self._inputs.hf_dataset is not None:
-            yield from self._dataset(self._inputs.hf_dataset)
+            if not self._after.files:
+                self._new += self._inputs.stamps()
+            if self._after.file == 0:
+                yield from self._dataset(self._inputs.hf_dataset, self._after.line)
+            self._number = 1
             return
-        for path in self._inputs.paths:
-            if path == STDIN:
-                yield from self._file("<stdin>", sys.stdin.buffer)
-            elif _is_address(path):
-                yield from self._remote(path)
-            else:
-                for name in _local_files(path, self._inputs.format):
-                    with open(name, "rb") as file:
-                        yield from self._file(name, file)
+        for number, source in enumerate(_sources(self._inputs)):
+            if number < self._after.file:
+                self._done += source.stamp.size
+                continue
+            self._number = number
+            if number >= self._after.files:
+                self._new.append(source.stamp)
+            after = self._after if number == self._after.file else START
+            with _naming(source.stamp.name), source.open() as file:
+                yield from self._file(source.stamp.name, file, after)
+            self._number += 1
 
-    def _remote(self, address: str) -> Iterator[Item]:
-        try:
-            import fsspec
-        except ImportError:
-            raise ValueError(f"--input {address}: needs fsspec: {NEEDS}") from None
-        whole = 0
-        try:
-            system, path = fsspec.core.url_to_fs(address)
-            web = address.startswith(("http://", "https://"))  # no folders, and ? is no pattern
-            if not web and glob.has_magic(path):
-                paths = sorted(system.glob(path))
-            elif not web and system.isdir(path):
-                paths, whole = system.find(path), len(path)
-            else:
-                paths = [path]
-        except OSError:
-            raise
-        except Exception as error:  # of the system's own kind: no credentials, no access
-            raise ValueError(f"--input {address}: {_words(error)}") from error
-        if whole:
-            paths = _of_folder(address, paths, self._inputs.format, whole)
-        if not paths:
-            raise ValueError(f"--input {address}: there is no such file")
-        for path in paths:
-            name = system.unstrip_protocol(path)
-            with _naming(name), system.open(path, "rb") as file:
-                yield from self._file(name, file)
-
-    def _file(self, name: str, raw: BinaryIO) -> Iterator[Item]:
+    def _file(self, name: str, raw: BinaryIO, after: Place) -> Iterator[Item]:
         kind, compression = _kind(name, self._inputs.format)
         size = 0
         with ExitStack() as stack:
@@ -214,22 +258,28 @@ class Reader:
                         "not from a pipe"
                     )
                 if kind == "parquet":
-                    yield from self._parquet(name, raw, size)
+                    items = self._parquet(name, raw, size, after.line)
                 else:
-                    yield from self._arrow(name, raw)
+                    items = self._arrow(name, raw, after.line)
             else:
+                if kind == "jsonl" and not compression and raw.seekable():
+                    raw.seek(max(after.offset, raw.tell()))
+                    self._offset = raw.tell
                 stream = _decompressed(stack, raw, compression)
                 if kind == "jsonl":
-                    yield from self._json_lines(name, stream)
+                    items = self._json_lines(name, stream, after.line if after.offset else 0)
                 elif kind == "text":
-                    yield from self._text(name, stream)
+                    items = self._text(name, stream)
                 else:
-                    yield from self._csv(name, stream, "," if kind == "csv" else "\t")
+                    items = self._csv(name, stream, "," if kind == "csv" else "\t")
+            if after.line:
+                items = itertools.dropwhile(lambda item: item.line <= after.line, items)
+            yield from items
         self._done += size
-        self._tell = int
+        self._tell = self._offset = int
 
-    def _json_lines(self, name: str, file: BinaryIO) -> Iterator[Item]:
-        for number, (line, whole) in enumerate(self._lines(file), 1):
+    def _json_lines(self, name: str, file: BinaryIO, before: int) -> Iterator[Item]:
+        for number, (line, whole) in enumerate(self._lines(file), before + 1):
             if not whole:
                 yield Item(name, number, self._too_long("line", line))
             elif not line.isspace():
@@ -326,7 +376,8 @@ class Reader:
         finally:
             text.detach()  # who opened the file closes it
 
-    def _parquet(self, name: str, file: BinaryIO, size: int) -> Iterator[Item]:
+    def _parquet(self, name: str, file: BinaryIO, size: int, after: int) -> Iterator[Item]:
+        """after: rows that were taken before; groups of them are passed over."""
         _pyarrow(name)
         from pyarrow import parquet
 
@@ -335,11 +386,17 @@ class Reader:
         rows = table.metadata.num_rows
         read = 0
         self._tell = lambda: size * read // max(rows, 1)
-        for batch in table.iter_batches(ROWS, columns=columns):
-            yield from _rows(name, read + 1, batch)
+        groups = list(range(table.num_row_groups))
+        while groups and read + (more := table.metadata.row_group(groups[0]).num_rows) <= after:
+            read += more
+            groups.pop(0)
+        for batch in table.iter_batches(ROWS, groups, columns=columns) if groups else ():
+            if read + batch.num_rows > after:
+                yield from _rows(name, read + 1, batch)
             read += batch.num_rows
 
-    def _arrow(self, name: str, file: BinaryIO) -> Iterator[Item]:
+    def _arrow(self, name: str, file: BinaryIO, after: int) -> Iterator[Item]:
+        """after: rows that were taken before."""
         pyarrow = _pyarrow(name)
         magic = file.read(6)
         file.seek(0)
@@ -351,13 +408,18 @@ class Reader:
             table = batches = pyarrow.ipc.open_stream(file)
         columns = self._check_columns(name, table.schema.names)
         for whole in batches:
+            if read + whole.num_rows <= after:
+                read += whole.num_rows
+                continue
             for column in columns:
                 _check_offsets(whole.column(column))
             for at in range(0, whole.num_rows, ROWS):
-                yield from _rows(name, read + at + 1, whole.slice(at, ROWS).select(columns))
+                if read + at + ROWS > after:
+                    yield from _rows(name, read + at + 1, whole.slice(at, ROWS).select(columns))
             read += whole.num_rows
 
-    def _dataset(self, name: str) -> Iterator[Item]:
+    def _dataset(self, name: str, after: int) -> Iterator[Item]:
+        """after: rows that were taken before, and are passed over."""
         try:
             import datasets
         except ImportError:
@@ -383,8 +445,9 @@ class Reader:
             raise ValueError(f"--hf-dataset {name}: {_words(error)}") from error
         if data.column_names is not None:
             data = data.select_columns(self._check_columns(name, data.column_names))
-        rows = iter(data)
-        for number in itertools.count(1):
+        # Not all of them are skipped: datasets refuses to do so.
+        rows = itertools.islice(data.skip(after - 1), 1, None) if after else iter(data)
+        for number in itertools.count(after + 1):
             try:
                 row = next(rows, None)
             except Exception as error:
@@ -420,6 +483,68 @@ class Reader:
         if what == "file":
             words += "; --text-documents paragraph makes a document of each of its blocks"
         return Unreadable(TOO_LONG, words, _decoded(head))
+
+
+def _sources(inputs: Inputs) -> Iterator[_Source]:
+    """The files, in the order of the paths; each path is looked at when its turn comes."""
+    for path in inputs.paths:
+        if path == STDIN:
+            yield _Source(Stamp("<stdin>", 0, ""), lambda: nullcontext(sys.stdin.buffer))
+        elif _is_address(path):
+            yield from _remote(path, inputs.format)
+        else:
+            for name in _local_files(path, inputs.format):
+                status = os.stat(name)
+                stamp = Stamp(name, status.st_size, str(status.st_mtime_ns))
+                yield _Source(stamp, functools.partial(_opened, name))
+
+
+def _opened(name: str) -> BinaryIO:
+    return open(name, "rb")
+
+
+def _remote(address: str, format: str) -> Iterator[_Source]:
+    try:
+        import fsspec
+    except ImportError:
+        raise ValueError(f"--input {address}: needs fsspec: {NEEDS}") from None
+    whole = 0
+    try:
+        system, path = fsspec.core.url_to_fs(address)
+        web = address.startswith(("http://", "https://"))  # no folders, and ? is no pattern
+        if not web and glob.has_magic(path):
+            paths = sorted(system.glob(path))
+        elif not web and system.isdir(path):
+            paths, whole = system.find(path), len(path)
+        else:
+            paths = [path]
+    except OSError:
+        raise
+    except Exception as error:  # of the system's own kind: no credentials, no access
+        raise ValueError(f"--input {address}: {_words(error)}") from error
+    if whole:
+        paths = _of_folder(address, paths, format, whole)
+    if not paths:
+        raise ValueError(f"--input {address}: there is no such file")
+    for path in paths:
+        stamp = Stamp(system.unstrip_protocol(path), *_told_of(system, path))
+        yield _Source(stamp, functools.partial(system.open, path, "rb"))
+
+
+def _told_of(system: Any, path: str) -> tuple[int, str]:
+    """Size and mark of a file; nothing where its system tells nothing before it is opened."""
+    try:
+        told = system.info(path)
+    except Exception:  # of the system's own kind; what is wrong is said when it is opened
+        return 0, ""
+    return int(told.get("size") or 0), hashlib.sha256(repr(told).encode()).hexdigest()[:16]
+
+
+def _stamp_of_dataset(name: str, split: str) -> Stamp:
+    """Of a saved folder when it was saved; a name's data are taken for what they were."""
+    marks = (os.path.join(name, part, "state.json") for part in ("", split))
+    found = next(filter(os.path.isfile, marks), None)
+    return Stamp(name, 0, "" if found is None else str(os.stat(found).st_mtime_ns))
 
 
 class _CsvLines:
@@ -520,7 +645,7 @@ def _of_folder(folder: str, files: Iterable[str], format: str, below: int) -> li
         file
         for file in sorted(files)
         if not any(part.startswith((".", "_")) for part in file[below:].split("/"))
-        and not file.endswith((".bin", ".idx", MADE_BY, QUARANTINE))
+        and not file.endswith((".bin", ".idx", MADE_BY, QUARANTINE, RUN))
     ]
     taken = [file for file in shown if format != "auto" or _suffix_of(file)[0] in SUFFIXES]
     other = sorted(set(shown) - set(taken))
@@ -551,6 +676,10 @@ def _kind(name: str, format: str) -> tuple[str, str]:
     """Format and compression of a file; JSON lines where the name says nothing."""
     suffix, compression = _suffix_of(name)
     return (SUFFIXES.get(suffix, "jsonl") if format == "auto" else format), compression
+
+
+def _is_pipe(path: str) -> bool:
+    return os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path)
 
 
 def _is_address(path: str) -> bool:

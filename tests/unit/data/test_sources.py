@@ -482,3 +482,93 @@ def test_broken_text_does_not_hide_indices_that_lead_out_of_an_arrow_file(tmp_pa
     path.write_bytes(content)
     with pytest.raises(ValueError, match=f"{path}: cannot be read"):
         read(path)
+
+
+def read_on_from_everywhere(inputs: Inputs) -> None:
+    """Stops after every document, and a second reader goes on from there."""
+    reader = Reader(inputs, ("text",))
+    items: list[Item] = []
+    places = [sources.START]
+    files: list[list[sources.Stamp]] = [[]]
+    for item in reader:
+        items.append(item)
+        places.append(reader.place(item.line))
+        files.append(files[-1] + reader.new_stamps())
+    places.append(reader.end)
+    files.append(files[-1] + reader.new_stamps())
+    assert files[-1] == list(inputs.stamps())
+    for at, (place, begun) in enumerate(zip(places, files, strict=True)):
+        assert place.files == len(begun)
+        second = Reader(inputs, ("text",), sources.Place(*place))
+        assert list(second) == items[at:]
+        assert second.position == reader.position
+        assert begun + second.new_stamps() == files[-1]
+        assert second.end == reader.end
+
+
+@pytest.mark.parametrize("batch", [2, 128])
+@pytest.mark.parametrize("name", WRITERS)
+def test_every_kind_is_read_on_from_anywhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, batch: int
+) -> None:
+    monkeypatch.setattr(sources, "ROWS", batch)
+    paths = [tmp_path / part / name for part in ("1", "2")]
+    for path in paths:
+        path.parent.mkdir()
+        WRITERS[name](path)
+    read_on_from_everywhere(Inputs(tuple(map(str, paths))))
+
+
+def test_mixed_inputs_are_read_on_from_anywhere(tmp_path: Path) -> None:
+    import fsspec
+
+    WRITERS["a.parquet"](tmp_path / "b.parquet")
+    WRITERS["a.jsonl"](tmp_path / "c.jsonl")
+    for name in ("a", "d", "z"):
+        (tmp_path / f"{name}.jsonl").write_bytes(b"\n")  # without a document
+    (tmp_path / "e.jsonl").write_bytes(
+        b'{"text": "1"}\n\n["' + b"x" * 9000 + b'"]\n\n{"text": "2"}'
+    )
+    (tmp_path / "f.txt").write_text("1\n2\n\n\n3\n\n4")
+    (tmp_path / "g.csv").write_text('text\n"1\n2"\n\n3,4\n5\n')
+    fsspec.filesystem("memory").pipe("/more/a.jsonl", jsonl())
+    values: dict[str, Any] = {"text_documents": "paragraph", "max_document_bytes": 8000}
+    read_on_from_everywhere(Inputs((str(tmp_path), "memory://more/a.jsonl"), **values))
+
+
+def test_data_sets_are_read_on_from_anywhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    datasets = pytest.importorskip("datasets")
+    datasets.Dataset.from_list(ROWS).save_to_disk(tmp_path / "one")
+    (tmp_path / "two").mkdir()
+    write_parquet(tmp_path / "two" / "train.parquet")
+    read_on_from_everywhere(Inputs(hf_dataset=str(tmp_path / "one")))
+    read_on_from_everywhere(Inputs(hf_dataset=str(tmp_path / "two")))
+
+
+def test_files_that_were_read_are_not_opened_again(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        WRITERS["a.jsonl"](tmp_path / f"{name}.jsonl")
+    inputs = Inputs((str(tmp_path),))
+    (tmp_path / "a.jsonl").write_bytes(b"\x00" * len(jsonl()))
+    assert fields(list(Reader(inputs, ("text",), sources.Place(1)))) == TEXTS
+
+
+def test_lines_that_were_read_are_not_read_again(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    WRITERS["a.jsonl"](path)
+    reader = Reader(Inputs((str(path),)), ("text",))
+    items = iter(reader)
+    place = [reader.place(item.line) for item, _ in zip(items, range(3), strict=False)][-1]
+    content = path.read_bytes()
+    path.write_bytes(b"\x00" * place.offset + content[place.offset :])
+    assert fields(list(Reader(Inputs((str(path),)), ("text",), place))) == TEXTS[3:]
+
+
+def test_what_can_be_read_only_once_is_known(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "file").touch()
+    paths = (str(tmp_path), str(tmp_path / "pipe"), "-", str(tmp_path / "file"), "s3://x/y")
+    assert Inputs(paths).read_once() == [str(tmp_path / "pipe"), "-"]
