@@ -22,7 +22,7 @@ from megatron_ds.checkpoint.found import (
     wrong_pointers,
 )
 from megatron_ds.config import TOKENIZERS, Config, flag_of
-from megatron_ds.data.check import data_problems
+from megatron_ds.data.check import data_problems, data_remarks
 from megatron_ds.tokenizer import Tokenizer, build_tokenizer
 from megatron_ds.tokenizer.huggingface import needs_transformers
 
@@ -44,6 +44,9 @@ def check(config: Config, world_size: int, warn: Callable[[str], None]) -> list[
     identity = None if tokenizer is None else tokenizer.identity
     samples = schedules.planned_samples(config, dp_size) if sound else None
     problems += data_problems(config.data, samples, vocab_size, identity)
+    if not problems:
+        for line in data_remarks(config.data, None if tokenizer is None else tokenizer.eod):
+            warn(line)
     if sound:
         problems += _checkpoint_problems(config, dp_size, vocab_size)
     return problems

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 
 import numpy as np
 
@@ -23,6 +24,10 @@ NAMES = ("train", "valid", "test")
 PROBED_BLOCKS = 64
 PROBED_TOKENS = 4096
 """Tokens of a block: a token file is looked at in so many blocks of this size, evenly spread."""
+DOCUMENTS_LOOKED_AT = 64
+"""First documents of a file whose last token is looked at."""
+FILES_NAMED = 3
+"""Of those to which a remark applies."""
 
 
 def data_problems(
@@ -205,3 +210,53 @@ def _probe(tokens: Tokens) -> Tokens:
         return tokens
     starts = np.linspace(0, tokens.size - PROBED_TOKENS, PROBED_BLOCKS, dtype=np.int64)
     return np.concatenate([tokens[start : start + PROBED_TOKENS] for start in starts])
+
+
+def data_remarks(config: DataConfig, eod: int | None) -> Iterator[str]:
+    """What the flags on documents' ends lack in the data. eod: the tokenizer's; None: not known.
+
+    Files that cannot be read are passed over: `data_problems` tells of them.
+    """
+    fields = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
+    flags = [flag_of(name) for name in fields if getattr(config, name)]
+    if not flags or eod is None:
+        return
+    endless = [prefix for prefix in _prefixes(config) if _is_endless(prefix, eod)]
+    if endless:
+        named = ", ".join(endless[:FILES_NAMED])
+        if len(endless) > FILES_NAMED:
+            named += f" and {len(endless) - FILES_NAMED} more"
+        have = "has" if len(flags) == 1 else "have"
+        yield (
+            f"{', '.join(flags)} {have} no effect on {named}: none of the first "
+            f"{DOCUMENTS_LOOKED_AT} documents ends with the end-of-document token {eod}; "
+            "preprocess with --append-eod"
+        )
+
+
+def _prefixes(config: DataConfig) -> list[str]:
+    """All token files, each once."""
+    found: dict[str, None] = {}
+    for field in ("data_path", *(f"{name}_data_path" for name in NAMES)):
+        paths = getattr(config, field) or ()
+        with suppress(ValueError):
+            prefixes = paths if len(paths) < 2 else parse_blend(paths, flag_of(field))[1]
+            found.update(dict.fromkeys(prefixes))
+    return list(found)
+
+
+def _is_endless(prefix: str, eod: int) -> bool:
+    """Whether the end-of-document token is neither at the end of the first documents of a file nor
+    anywhere else that is looked at."""
+    try:
+        file = IndexedDataset(prefix)
+    except (ValueError, OSError):
+        return False
+    # A document without tokens ends nowhere.
+    starts, ends = file.document_index[:-1], file.document_index[1:]
+    last = (ends[ends > starts] - 1)[:DOCUMENTS_LOOKED_AT]
+    last = last[file.lengths[last] > 0]
+    if not last.size:
+        return False
+    tokens = [int(file.get(int(sequence))[-1]) for sequence in last]
+    return eod not in tokens and not bool((_probe(file.tokens) == eod).any())

@@ -50,6 +50,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         with IndexedWriter(here / name, dtype) as writer:
             for _ in range(documents):
                 writer.add_document(draw.integers(0, vocab, 40))
+    with IndexedWriter(here / "ended", np.uint16) as writer:
+        for _ in range(300):
+            writer.add_document([*draw.integers(0, 120, 40), 120])
     (here / "short.bin").write_bytes((here / "short.bin").read_bytes()[:-8])
     for suffix in (".bin", ".idx"):
         (here / f"junk{suffix}").write_bytes(b"junk" * 30)
@@ -327,6 +330,19 @@ def test_ten_problems_come_at_once() -> None:
         ("--sgd-momentum 0.2", "--sgd-momentum has no effect with --optimizer adam"),
         ("--optimizer sgd --adam-eps 1e-6", "--adam-eps has no effect with --optimizer sgd"),
         ("--merge-file m", "--merge-file has no effect without --tokenizer-type GPT2BPETokenizer"),
+        (
+            "--reset-position-ids --position-embedding-type alibi",
+            "--reset-position-ids has no effect without --position-embedding-type learned_absolute",
+        ),
+        (
+            "--reset-attention-mask --eod-mask-loss",
+            "--reset-attention-mask, --eod-mask-loss have no effect on small: none of the first 64",
+        ),
+        (
+            "--reset-position-ids --data-path 1 small 2 ended 1 single",
+            "--reset-position-ids has no effect on small, single: none of the first 64 documents "
+            "ends with the end-of-document token 120; preprocess with --append-eod",
+        ),
         ("--rotary-percent 0.5", "--rotary-percent has no effect without --position-embedding"),
         ("--log-timers-to-tensorboard", "has no effect without --tensorboard-dir"),
         ("--train-iters - --train-samples 9", "--train-samples 9 ends within a batch"),
@@ -334,6 +350,11 @@ def test_ten_problems_come_at_once() -> None:
 )
 def test_flags_that_do_nothing_are_remarked(line: str, words: str) -> None:
     assert any(words in text for text in judged(line)[2])
+
+
+@pytest.mark.parametrize("line", ["--reset-attention-mask --data-path ended", "--data-path small"])
+def test_data_with_ends_and_runs_without_flags_on_them_get_no_remark(line: str) -> None:
+    assert not any("documents ends with" in text for text in judged(line)[2])
 
 
 def test_the_table_of_idle_flags_names_fields_that_exist() -> None:
