@@ -192,7 +192,11 @@ def _activations(config: Config, engine: Engine) -> int:
     assert config.schedule.micro_batch_size is not None
     tokens = config.schedule.micro_batch_size * model.sequence
     stream = tokens * model.hidden * engine.parameter
-    layer = _layer(model, engine, tokens, core=recompute.granularity != "selective")
+    # Where flex attention does not serve, each document is attended to by itself.
+    apart = config.data.reset_attention_mask and (engine.on_cpu or model.attention_dropout > 0)
+    layer = _layer(
+        model, engine, tokens, core=recompute.granularity != "selective", per_document=apart
+    )
     ends = stream + _norm(model, engine, tokens)  # the last norm, which the head follows
     if model.hidden_dropout > 0:
         ends += _mask(engine, stream)
@@ -207,15 +211,22 @@ def _activations(config: Config, engine: Engine) -> int:
     return ends + kept + min(recompute.checkpoint_num_layers, model.layers) * layer
 
 
-def _layer(model: ModelConfig, engine: Engine, tokens: int, *, core: bool) -> int:
-    """Bytes that autograd saves for one layer. core: attention's own are among them."""
+def _layer(
+    model: ModelConfig, engine: Engine, tokens: int, *, core: bool, per_document: bool
+) -> int:
+    """Bytes that autograd saves for one layer. core: attention's own are among them, if
+    per_document as much as a sample that is one document needs.
+    """
     size = tokens * engine.parameter
     stream = size * model.hidden
     q, kv = (n * model.head_dim // engine.tp for n in (model.heads, model.kv_heads))
     saved = 4 * stream  # inputs of both norms, and of the projections behind them
     saved += size * (q + 2 * kv)  # queries, keys and values as they are projected
-    if model.position_embedding_type == "rope":
-        saved += size * (q + kv)
+    fused = _fused(model, engine)
+    if per_document and core and fused:
+        saved += size * q  # what attention gives for each document, before it is put together
+    elif model.position_embedding_type == "rope" and (fused or not core):
+        saved += size * (q + kv)  # where scores are kept, attention's copies are counted with them
     saved += size * q  # what attention gives, and the output projection takes
     inner = 2 if not model.gated else 3 if model.activation == "liglu" else 4
     saved += size * model.ffn // engine.tp * inner
@@ -236,15 +247,21 @@ def _norm(model: ModelConfig, engine: Engine, tokens: int) -> int:
     return tokens * FP32 + apart
 
 
+def _fused(model: ModelConfig, engine: Engine) -> bool:
+    """Whether attention is one kernel, which keeps its output and no scores."""
+    plain = model.attention_dropout == 0 and model.position_embedding_type != "alibi"
+    return plain or not engine.on_cpu
+
+
 def _core(model: ModelConfig, engine: Engine, tokens: int) -> int:
     """Of attention, beside its inputs and output.
 
     On a CPU torch has no fused kernel for dropout or a bias: it keeps the scores, in fp32.
     """
     heads = model.heads // engine.tp
-    dropped = model.attention_dropout > 0
-    if not engine.on_cpu or not (dropped or model.position_embedding_type == "alibi"):
+    if _fused(model, engine):
         return tokens * heads * FP32
+    dropped = model.attention_dropout > 0
     scores = tokens * model.sequence * heads * FP32
     copies = 3 * tokens * heads * model.head_dim * engine.parameter
     return scores * (3 if dropped else 1) + (copies if engine.parameter < FP32 else 0)

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from megatron_ds.config import Config, ModelConfig, RecomputeConfig, ScheduleConfig
+from megatron_ds.config import Config, DataConfig, ModelConfig, RecomputeConfig, ScheduleConfig
+from megatron_ds.model.documents import DocumentRules
 from megatron_ds.model.gpt import GPTModel
 from megatron_ds.model.memory import FP32, Engine, Estimate, estimate
 from megatron_ds.parallel.mesh import Mesh
@@ -31,6 +32,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "hidden dropout": {"hidden_dropout": 0.1},
     "attention dropout": {"attention_dropout": 0.1},
     "rope": {"position_embedding_type": "rope"},
+    "rope, attention dropout": {"position_embedding_type": "rope", "attention_dropout": 0.1},
     "alibi": {"position_embedding_type": "alibi"},
     "grouped queries": {"num_query_groups": 2},
     "swiglu, RMSNorm": {"activation": "swiglu", "normalization": "RMSNorm"},
@@ -38,13 +40,19 @@ MODELS: dict[str, dict[str, Any]] = {
     "liglu": {"activation": "liglu"},
     "squared relu": {"activation": "squared-relu"},
 }
+CUT = ("plain", "attention dropout", "rope", "rope, attention dropout", "alibi", "grouped queries")
+"""Models that are counted with attention that ends with a document, too."""
+COUNTED = [*((name, False) for name in MODELS), *((name, True) for name in CUT)]
 ALONE = Engine(
     stage=0, tp=1, dp=1, parameter=4, accumulation=4, reduction=4, moments=2, bucket=0, on_cpu=True
 )
 
 
-def config(recompute: RecomputeConfig | None = None, **model: Any) -> Config:
+def config(
+    recompute: RecomputeConfig | None = None, *, documents: bool = False, **model: Any
+) -> Config:
     return Config(
+        data=DataConfig(reset_attention_mask=documents),
         model=ModelConfig(**{**SHAPE, **model}),
         schedule=ScheduleConfig(micro_batch_size=BATCH, global_batch_size=BATCH, train_iters=1),
         recompute=recompute or RecomputeConfig(),
@@ -55,7 +63,10 @@ def saved(config: Config, dtype: torch.dtype) -> int:
     """Bytes that a forward pass keeps for the backward pass, parameters and ids left out."""
     mesh, rng = Mesh.single(), RngStreams(0)
     recompute = Recompute(config.recompute, rng, mesh.mpu())
-    model = GPTModel(config.model, mesh=mesh, rng=rng, seed=1, recompute=recompute).to(dtype)
+    documents = DocumentRules(1, False, True) if config.data.reset_attention_mask else None
+    model = GPTModel(
+        config.model, mesh=mesh, rng=rng, seed=1, recompute=recompute, documents=documents
+    ).to(dtype)
     ours = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     kept: dict[int, torch.Tensor] = {}
 
@@ -77,9 +88,11 @@ def kept_by_head(element: int) -> int:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("model", MODELS)
-def test_activations_are_what_autograd_saves(model: str, dtype: torch.dtype) -> None:
-    run = config(**MODELS[model])
+@pytest.mark.parametrize(("model", "documents"), COUNTED)
+def test_activations_are_what_autograd_saves(
+    model: str, documents: bool, dtype: torch.dtype
+) -> None:
+    run = config(documents=documents, **MODELS[model])
     engine = dataclasses.replace(ALONE, parameter=dtype.itemsize)
 
     measured = saved(run, dtype) - kept_by_head(dtype.itemsize)
@@ -97,9 +110,10 @@ def test_recomputation_keeps_the_inputs_of_its_units_and_one_units_inside() -> N
     assert estimate(recomputed, ALONE).activations == pytest.approx(measured, rel=0.02)
 
 
-def test_selective_recomputation_keeps_no_scores() -> None:
+@pytest.mark.parametrize("documents", [False, True])
+def test_selective_recomputation_keeps_no_scores(documents: bool) -> None:
     selective = RecomputeConfig(recompute_granularity="selective")
-    run = config(selective, attention_dropout=0.1)
+    run = config(selective, documents=documents, attention_dropout=0.1)
     measured = saved(run, torch.float32) - kept_by_head(FP32)
     assert estimate(run, ALONE).activations == pytest.approx(measured, rel=0.02)
 
