@@ -22,7 +22,6 @@ from megatron_ds.config import GLU_ACTIVATIONS, GROUPS
 from megatron_ds.peer_flags import (
     ALWAYS,
     FIXED_VALUES,
-    PREPROCESS_REFUSED,
     PREPROCESS_WITHOUT_EFFECT,
     REFUSED,
     WITHOUT_EFFECT,
@@ -162,14 +161,8 @@ def known() -> Mapping[str, Flag]:
 @functools.cache
 def of_preprocessing() -> Mapping[str, Flag]:
     """The flags of the peers' preprocess_data.py that tools/preprocess_data.py does not read."""
-    tables: tuple[tuple[Outcome, dict[str, Peer]], ...] = (
-        ("dropped", PREPROCESS_WITHOUT_EFFECT),
-        ("refused", PREPROCESS_REFUSED),
-    )
     return {
-        name: of_peer(name, peer, outcome)
-        for outcome, table in tables
-        for name, peer in table.items()
+        name: of_peer(name, peer, "dropped") for name, peer in PREPROCESS_WITHOUT_EFFECT.items()
     }
 
 

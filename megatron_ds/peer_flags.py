@@ -491,7 +491,6 @@ REFUSED_VALUES: dict[str, dict[str, str]] = {
 """Values that a peer takes and we do not: field -> value -> what it is or what to do."""
 
 PREPROCESS_WITHOUT_EFFECT: dict[str, Peer] = {
-    **_all("only read with --split-sentences", switches="keep-newlines", valued="lang"),
     **_all("--workers divides the work; one pair of files is written", valued="partitions"),
     **_all("documents always keep their order", switches="keep-sequential-samples"),
     **_all(
@@ -502,13 +501,6 @@ PREPROCESS_WITHOUT_EFFECT: dict[str, Peer] = {
     **_all("the fork never read it", lists="datasets"),
 }
 """The same for tools/preprocess_data.py."""
-
-PREPROCESS_REFUSED: dict[str, Peer] = {
-    **_all(
-        "documents are not cut into sentences, and GPT needs none; leave the flag out",
-        switches="split-sentences",
-    ),
-}
 
 DEFAULTS: dict[str, tuple[str, str, str]] = {
     "accumulate-allreduce-grads-in-fp32": (

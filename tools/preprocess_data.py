@@ -1,4 +1,5 @@
-"""Turn documents of any kind into Megatron's token files, <prefix>_<key>_document.bin and .idx.
+"""Turn documents of any kind into Megatron's token files, <prefix>_<key>_document.bin and .idx, or
+<prefix>_<key>_sentence.bin and .idx with --split-sentences.
 
 The command line over `megatron_ds.data.preprocess`: flags, progress and exit code.
 """
@@ -16,6 +17,7 @@ from contextlib import contextmanager
 from megatron_ds import arguments, flags, runtime
 from megatron_ds.config import TOKENIZERS, TokenizerConfig
 from megatron_ds.data.preprocess import PreprocessOptions, Progress, dropped, preprocess
+from megatron_ds.data.sentences import SPLITTERS, Splitter, choose_splitter
 from megatron_ds.data.sources import FORMATS, TEXT_DOCUMENTS, Inputs
 from megatron_ds.peer_flags import REFUSED_VALUES
 from megatron_ds.tokenizer import build_tokenizer
@@ -98,6 +100,27 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         type=_taken_elsewhere("data_impl"),
         choices=["mmap"],
         help="output format; the old lazy and cached formats are not written",
+    )
+    sentences = parser.add_argument_group("sentences, for models such as BERT and T5")
+    sentences.add_argument(
+        "--split-sentences",
+        action="store_true",
+        help="make a sequence of each sentence; the files are <prefix>_<key>_sentence.bin and .idx",
+    )
+    sentences.add_argument(
+        "--keep-newlines",
+        action="store_true",
+        help="keep the space and the line breaks after a sentence as its end",
+    )
+    sentences.add_argument(
+        "--lang", metavar="NAME", help="language, under nltk's name for it (default: english)"
+    )
+    sentences.add_argument(
+        "--sentence-splitter",
+        choices=SPLITTERS,
+        default=SPLITTERS[0],
+        help="nltk's punkt, or built-in rules; auto takes punkt if nltk and its model of the "
+        "language are there (default: %(default)s)",
     )
     tokenizer = parser.add_argument_group("tokenizer")
     tokenizer.add_argument(
@@ -186,7 +209,34 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         print(f"WARNING: {line}", file=sys.stderr)
     if said.problems:
         parser.error("; ".join(said.problems))
+    if not args.split_sentences:
+        idle = [
+            name
+            for name, value in (
+                ("--keep-newlines", args.keep_newlines),
+                ("--lang", args.lang),
+                ("--sentence-splitter", args.sentence_splitter != SPLITTERS[0]),
+            )
+            if value
+        ]
+        for name in idle:
+            print(
+                f"WARNING: {name} has no effect: only read with --split-sentences", file=sys.stderr
+            )
     return args
+
+
+def splitter_of(args: argparse.Namespace) -> tuple[Splitter | None, list[str]]:
+    """What cuts documents into sentences, which a line on stderr says, and what is wrong."""
+    if not args.split_sentences:
+        return None, []
+    try:
+        lang = args.lang or "english"
+        splitter = choose_splitter(lang, args.keep_newlines, args.sentence_splitter)
+    except ValueError as error:
+        return None, [str(error)]
+    print(f"sentences are split by {splitter}", file=sys.stderr)
+    return splitter, []
 
 
 def _taken_elsewhere(field: str) -> Callable[[str], str]:
@@ -301,15 +351,17 @@ def time_line(parts: Mapping[str, float], seconds: float, library: str) -> str:
     read, waited, wrote = (parts.get(stage, 0.0) for stage in ("reading", "waiting", "writing"))
     parsed, encoded = (parts.get(stage, 0.0) for stage in ("parsing", "encoding"))
     start = max(0.0, seconds - read - waited - wrote)
+    split = f", cutting sentences {parts['splitting']:.2f} s" if "splitting" in parts else ""
     return (
         f"time: start {start:.2f} s, reading {read:.2f} s, waiting for workers {waited:.2f} s, "
-        f"writing {wrote:.2f} s; all workers together: parsing {parsed:.2f} s, encoding by "
-        f"{library} {encoded:.2f} s"
+        f"writing {wrote:.2f} s; all workers together: parsing {parsed:.2f} s{split}, encoding "
+        f"by {library} {encoded:.2f} s"
     )
 
 
 def main(argv: Sequence[str]) -> int:
     args = parse(argv)
+    splitter, wrong = splitter_of(args)
     options = PreprocessOptions(
         inputs=Inputs(
             paths=tuple(args.input),
@@ -326,6 +378,7 @@ def main(argv: Sequence[str]) -> int:
         strict=args.strict,
         workers=args.workers,
         chunk_size=args.chunk_size,
+        splitter=splitter,
     )
     config = TokenizerConfig(
         tokenizer_type=KINDS[args.tokenizer_type],
@@ -346,7 +399,7 @@ def main(argv: Sequence[str]) -> int:
         )
     start = time.perf_counter()
     try:
-        problems = [*options.problems(), *config.problems(args.vocab_size)]
+        problems = [*options.problems(), *wrong, *config.problems(args.vocab_size)]
         if problems:
             raise ValueError("\n".join(problems))
         runtime.use_one_thread_per_tokenizer()  # the workers are the parallelism

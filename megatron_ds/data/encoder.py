@@ -1,10 +1,11 @@
 """Chunks of items to tokens: the work of one worker.
 
-Knows the tokenizer protocol; no files and no processes.
+Knows the protocols of tokenizers and sentence splitters; no files and no processes.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -23,9 +24,10 @@ from megatron_ds.data.documents import (
     size_of,
 )
 from megatron_ds.data.indexed import token_dtype
+from megatron_ds.data.sentences import Splitter
 from megatron_ds.data.sources import Item, Unreadable
 from megatron_ds.data.spent import Spent
-from megatron_ds.tokenizer import Flat, Tokenizer, encode_flat
+from megatron_ds.tokenizer import Tokenizer, encode_flat
 
 
 class Chunk(NamedTuple):
@@ -64,11 +66,14 @@ class Encoded(NamedTuple):
 
 @dataclass(frozen=True)
 class Encoder:
-    """Items to tokens: the work of one worker."""
+    """Items to tokens: the work of one worker. splitter: makes a sequence of each sentence; None
+    for one sequence per document.
+    """
 
     tokenizer: Tokenizer
     wanted: Wanted
     append_eod: bool
+    splitter: Splitter | None = None
 
     def __call__(self, chunk: Chunk) -> Encoded:
         items = chunk.items()
@@ -77,17 +82,17 @@ class Encoder:
             documents, bad = parse(items, self.wanted)
         with spent.on("encoding"):
             try:
-                columns = self._encode(documents)
+                columns = self._encode(documents, spent)
             except ValueError:  # says neither which text nor whether it is the only one
                 found = {at: one for at, one in enumerate(map(self._refused, documents)) if one}
                 bad += found.values()
                 documents = [one for at, one in enumerate(documents) if at not in found]
-                columns = self._encode(documents)
+                columns = self._encode(documents, spent)
             finished = [self._finished(column) for column in columns]
         bad += [
             problem(documents[at].item, EMPTY_TEXT, f"{key!r} has no tokens")
             for key, column in zip(self.wanted.keys, columns, strict=True)
-            for at in np.flatnonzero(column.lengths == 0)
+            for at in np.flatnonzero(_by_document(column.lengths, column.sequences) == 0)
         ]
         order = {item[:2]: at for at, item in enumerate(items)} if bad else {}
         return Encoded(
@@ -98,31 +103,57 @@ class Encoder:
             spent.seconds,
         )
 
-    def _encode(self, documents: list[Document]) -> list[Flat]:
+    def _encode(self, documents: list[Document], spent: Spent) -> list[Column]:
+        """With the sequences and documents that have no tokens, and without the ends of documents.
+
+        Raises ValueError where the tokenizer refuses a text.
+        """
         return [
-            encode_flat(self.tokenizer, [document.texts[at] for document in documents])
+            self._column([document.texts[at] for document in documents], spent)
             for at in range(len(self.wanted.keys))
         ]
 
+    def _column(self, texts: list[str], spent: Spent) -> Column:
+        if self.splitter is None:
+            return Column(*encode_flat(self.tokenizer, texts), np.ones(len(texts), np.int64))
+        with spent.on("splitting"):
+            sentences = [self.splitter(text) for text in texts]
+        counts = np.fromiter(map(len, sentences), np.int64, len(sentences))
+        return Column(*encode_flat(self.tokenizer, list(itertools.chain(*sentences))), counts)
+
     def _refused(self, document: Document) -> Bad | None:
         try:
-            for text in document.texts:
-                self.tokenizer.encode(text)
+            self._encode([document], Spent())
         except ValueError as error:
             return problem(document.item, REFUSED_TEXT, str(error))
         return None
 
-    def _finished(self, encoded: Flat) -> Column:
-        """Without the texts that have no tokens, and with the ends of documents."""
-        lengths = encoded.lengths[encoded.lengths > 0]
+    def _finished(self, encoded: Column) -> Column:
+        """Without what has no tokens, and with the ends of documents, in their last sequences."""
+        some = encoded.lengths > 0
+        lengths = encoded.lengths[some]
+        sequences = _by_document(some, encoded.sequences)
+        sequences = sequences[sequences > 0]
         dtype = token_dtype(self.tokenizer.vocab_size)
         if not self.append_eod:
-            return Column(encoded.ids.astype(dtype), lengths, np.ones_like(lengths))
-        lengths += 1
-        tokens = np.empty(len(encoded.ids) + len(lengths), dtype)
-        ends = np.cumsum(lengths) - 1
+            return Column(encoded.tokens.astype(dtype), lengths, sequences)
+        last = np.cumsum(sequences) - 1
+        lengths[last] += 1
+        tokens = np.empty(len(encoded.tokens) + len(last), dtype)
+        ends = np.cumsum(lengths)[last] - 1
         inner = np.ones(len(tokens), np.bool_)
         inner[ends] = False
-        tokens[inner] = encoded.ids
+        tokens[inner] = encoded.tokens
         tokens[ends] = self.tokenizer.eod
-        return Column(tokens, lengths, np.ones_like(lengths))
+        return Column(tokens, lengths, sequences)
+
+
+def _by_document(
+    values: npt.NDArray[np.generic], sequences: npt.NDArray[np.int64]
+) -> npt.NDArray[np.int64]:
+    """The sum of each document's sequences. values: [sequences]; sequences: [documents]."""
+    before = np.zeros(len(values) + 1, np.int64)
+    np.cumsum(values, out=before[1:])
+    ends = np.cumsum(sequences)
+    sums: npt.NDArray[np.int64] = before[ends] - before[ends - sequences]
+    return sums

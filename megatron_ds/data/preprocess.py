@@ -19,7 +19,9 @@ from typing import Any
 from megatron_ds.data.documents import Bad, Wanted, parse
 from megatron_ds.data.encoder import Chunk, Encoded, Encoder
 from megatron_ds.data.indexed import IndexedWriter, token_dtype
+from megatron_ds.data.made_by import content_of
 from megatron_ds.data.quarantine import Quarantine
+from megatron_ds.data.sentences import Splitter
 from megatron_ds.data.sources import QUARANTINE, Inputs, Item, Reader, Unreadable
 from megatron_ds.data.spent import Spent
 from megatron_ds.data.workers import Workers
@@ -36,10 +38,10 @@ DOCUMENTS_CHECKED_AHEAD = 100_000
 class PreprocessOptions:
     """What to read, what to write and how.
 
-    keys: names of the texts; each gets a pair `<output_prefix>_<key>_document.bin/.idx`. `a.b` is
-    the field b of a, where there is no field of that very name. strict: stop at what gives no
-    document instead of leaving it out. chunk_size: documents that a worker gets at once. workers:
-    processes that encode.
+    keys: names of the texts; each gets a pair `<output_prefix>_<key>_document.bin/.idx`, and with a
+    splitter, which makes a sequence of each sentence, `_sentence`. `a.b` is the field b of a, where
+    there is no field of that very name. strict: stop at what gives no document instead of leaving
+    it out. chunk_size: documents that a worker gets at once. workers: processes that encode.
     """
 
     inputs: Inputs
@@ -49,10 +51,12 @@ class PreprocessOptions:
     strict: bool = False
     workers: int = 1
     chunk_size: int = 64
+    splitter: Splitter | None = None
 
     def prefix(self, key: str) -> str:
         """The pair of a key, without .bin and .idx."""
-        return f"{self.output_prefix}_{key}_document"
+        level = "document" if self.splitter is None else "sentence"
+        return f"{self.output_prefix}_{key}_{level}"
 
     @property
     def quarantine(self) -> str:
@@ -118,14 +122,12 @@ def preprocess(
     progress = Progress()
     first: Bad | None = None
     with ExitStack() as stack:
-        workers = stack.enter_context(
-            Workers(
-                Encoder(tokenizer, options.wanted, options.append_eod), options.workers
-            )  # first: they inherit no files
-        )
+        encoder = Encoder(tokenizer, options.wanted, options.append_eod, options.splitter)
+        workers = stack.enter_context(Workers(encoder, options.workers))  # they inherit no files
         reader = Reader(options.inputs, options.keys)
         dtype = token_dtype(tokenizer.vocab_size)
-        made_by = tokenizer.identity.to_json()
+        sentences = options.splitter.description if options.splitter else None
+        made_by = content_of(tokenizer.identity, sentences)
         quarantine = stack.enter_context(Quarantine(options.quarantine))
         writers = [
             stack.enter_context(IndexedWriter(options.prefix(key), dtype, made_by))
