@@ -21,6 +21,7 @@ from megatron_ds.data.build import build_datasets
 from megatron_ds.data.check import NAMES
 from megatron_ds.data.indexed import IndexedDataset
 from megatron_ds.data.inspect import check, compare, document, summarize, summary_lines
+from megatron_ds.data.made_by import read_sentences
 from megatron_ds.tokenizer import Tokenizer, build_tokenizer
 
 
@@ -139,6 +140,9 @@ class Inspection:
         summary = summarize(self._data)
         self.found["summary"] = dataclasses.asdict(summary)
         self._say(*summary_lines(summary))
+        if (cut := read_sentences(self._data.prefix)) is not None:
+            self.found["sentences"] = cut
+            self._say(f"  sentences cut by: {', '.join(f'{k} {v}' for k, v in cut.items())}")
         if self._args.check:
             self._check()
         if self._args.compare:

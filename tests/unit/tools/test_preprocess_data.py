@@ -13,12 +13,13 @@ from pathlib import Path
 import pytest
 
 from megatron_ds.data.indexed import IndexedDataset
-from tools import preprocess_data
+from tools import inspect_dataset, preprocess_data
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 TOOL = [sys.executable, str(REPOSITORY / "tools" / "preprocess_data.py")]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
 NULL = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "100"]
+VOCAB = REPOSITORY / "tests" / "golden" / "tokenizers" / "vocab.txt"
 
 
 def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
@@ -227,3 +228,42 @@ def test_the_times_of_the_stages_add_up() -> None:
         "time: start 1.50 s, reading 1.00 s, waiting for workers 2.00 s, writing 0.50 s; all "
         "workers together: parsing 3.00 s, encoding by x 4.00 s"
     )
+
+
+def test_sentences_in_one_call(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "in.jsonl"
+    path.write_text('{"text": "1 2! 3."}\n')
+    out = ["--input", str(path), "--output-prefix", str(tmp_path / "out"), "--append-eod"]
+    bert = ["--tokenizer-type", "BertWordPieceLowerCase", "--vocab-file", str(VOCAB)]
+    split = ["--split-sentences", "--lang", "danish", "--sentence-splitter", "rules"]
+    assert preprocess_data.main([*out, *bert, *split, "--keep-newlines"]) == 0
+    said = capsys.readouterr()
+    prefix = str(tmp_path / "out_text_sentence")
+    assert f"wrote {prefix}.bin and .idx" in said.out
+    assert " s, cutting sentences 0." in said.out
+    assert said.err == (
+        "sentences are split by the built-in rules, which know abbreviations of English alone\n"
+    )
+    assert IndexedDataset(prefix).document_index.tolist() == [0, 2]
+    assert inspect_dataset.main([prefix, "--json"]) == 0
+    cut = {"splitter": "rules", "version": 1, "keep_newlines": True}
+    assert json.loads(capsys.readouterr().out)["sentences"] == cut
+    assert inspect_dataset.main([prefix]) == 0
+    assert "sentences cut by: splitter rules, version 1, keep_newlines True" in (
+        capsys.readouterr().out
+    )
+
+
+def test_flags_of_sentences(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = ["--input", str(corpus(tmp_path)), "--output-prefix", str(tmp_path / "out"), *NULL]
+    idle = ["--keep-newlines", "--lang", "english", "--sentence-splitter", "rules"]
+    assert preprocess_data.main([*out, *idle, "--append-eod"]) == 0
+    warned = capsys.readouterr().err.splitlines()
+    names = ["--keep-newlines", "--lang", "--sentence-splitter"]
+    words = "has no effect: only read with --split-sentences"
+    assert warned[:3] == [f"WARNING: {name} {words}" for name in names]
+    wrong = ["--split-sentences", "--lang", "klingon", "--workers", "0"]
+    assert preprocess_data.main([*out, *wrong]) == 1
+    error = capsys.readouterr().err
+    assert "--lang klingon: nltk" in error
+    assert "--workers 0" in error
