@@ -12,6 +12,12 @@ from typing import TextIO
 from megatron_ds.data.documents import Bad
 
 
+def line_of(bad: Bad) -> str:
+    """The entry of what was left out, with its line's end."""
+    entry = {"file": bad.file, "line": bad.line, "reason": bad.reason}
+    return json.dumps({**entry, "message": bad.words, "content": bad.content}) + "\n"
+
+
 class Quarantine:
     """The file of what was left out: made when there is something, named when all is done.
 
@@ -29,8 +35,7 @@ class Quarantine:
         if self._file is None:
             opened = open(self._partial, "w", encoding="ascii")  # noqa: SIM115
             self._file = self._open.enter_context(opened)
-        entry = {"file": bad.file, "line": bad.line, "reason": bad.reason}
-        self._file.write(json.dumps({**entry, "message": bad.words, "content": bad.content}) + "\n")
+        self._file.write(line_of(bad))
 
     def __enter__(self) -> Quarantine:
         return self

@@ -187,14 +187,18 @@ class Reader:
     """The documents of `inputs`, in the order of the paths; those of a folder or a pattern by name.
 
     keys: names of the fields that are wanted; of `a.b` that is a column `a.b`, or the field b of a
-    column `a`. after: where to go on; what stands before is passed over, files unopened. Iterating
-    raises ValueError for a table without the column and for files that are
-    damaged, and OSError for files that cannot be read, each with the file's name.
+    column `a`. after: where to go on; what stands before is passed over, files unopened. whole: the
+    other columns of tables are wanted, too, and plain text needs no key. Iterating raises
+    ValueError for a table without the column and for files that are damaged, and OSError for files
+    that cannot be read, each with the file's name.
     """
 
-    def __init__(self, inputs: Inputs, keys: Sequence[str], after: Place = START) -> None:
+    def __init__(
+        self, inputs: Inputs, keys: Sequence[str], after: Place = START, whole: bool = False
+    ) -> None:
         self._inputs = inputs
         self._keys = tuple(keys)
+        self._whole = whole
         self._after = after
         self._number = after.file
         self._new: list[Stamp] = []
@@ -470,9 +474,13 @@ class Reader:
                 )
             if names.count(column) > 1:
                 raise ValueError(f"{name}: has {names.count(column)} columns {column!r}")
+        if self._whole:
+            return list(names)
         return list(dict.fromkeys(column for column in found.values() if column is not None))
 
     def _only_key(self, name: str) -> str:
+        if self._whole and not self._keys:
+            return "text"
         if len(self._keys) != 1:
             raise ValueError(f"{name}: plain text is one field: give one key with --json-keys")
         return self._keys[0]

@@ -1,0 +1,125 @@
+"""What becomes of a document on its way through the stages.
+
+A worker takes each document through all stages. What depends on other documents is claimed there
+and judged afterwards, in order, by the one process that knows them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+MISSING_EXTRA = "pip install 'megatron_ds[cleaning]'"
+
+
+class Document(NamedTuple):
+    """What a stage sees. url: None where the document names none."""
+
+    text: str
+    url: str | None
+
+
+class Dropped(NamedTuple):
+    """The document ends here. reason: in few words; documents are counted by it."""
+
+    reason: str
+
+
+class Mended(NamedTuple):
+    """The document goes on with another text."""
+
+    text: str
+
+
+class Cut(NamedTuple):
+    """Each of the texts goes on as a document of its own."""
+
+    texts: list[str]
+
+
+class Claimed(NamedTuple):
+    """The document goes on if a judge finds no document before it that claimed the same."""
+
+    key: bytes
+
+
+Outcome = Dropped | Mended | Cut | Claimed | None
+"""None: the document goes on as it is."""
+
+
+class Stage(Protocol):
+    """One stage, in a worker: a pure function of the document."""
+
+    @property
+    def name(self) -> str:
+        """The stage's name on the command line."""
+
+    def __call__(self, document: Document) -> Outcome: ...
+
+
+class Judge(Protocol):
+    """The memory of a stage whose outcome depends on earlier documents."""
+
+    def claim(self, key: bytes) -> str | None:
+        """Why the document is dropped; else None, and its key is kept."""
+
+    def restore(self, key: bytes) -> None:
+        """Keeps a key that was kept by an earlier process."""
+
+
+@dataclass(slots=True)
+class Mark:
+    """In a journey: at this stage the text was mended."""
+
+
+Step = Mark | Dropped | Claimed | list["Journey"] | None
+"""What became of a text at one stage; a list: its pieces, which go on from the next stage."""
+
+
+@dataclass(slots=True)
+class Journey:
+    """What became of a text, stage by stage, up to its end.
+
+    steps: one for each stage from the first that it met. length: of the text in characters, as it
+    was at the end. line: the document as it was at the end, a JSON line with its end, or b"" where
+    nobody asks for it.
+    """
+
+    steps: list[Step]
+    length: int
+    line: bytes
+
+
+def travel(
+    text: str,
+    url: str | None,
+    stages: Sequence[Stage],
+    line_of: Callable[[str], bytes],
+    keep_dropped: bool,
+) -> Journey:
+    """Takes a text through the stages.
+
+    line_of: the whole document as a JSON line, with this text. keep_dropped: make the lines of
+    dropped documents, too.
+    """
+    steps: list[Step] = []
+    ended = False
+    for number, stage in enumerate(stages, 1):
+        outcome = stage(Document(text, url))
+        if isinstance(outcome, Mended):
+            text = outcome.text
+            steps.append(Mark())
+        elif isinstance(outcome, Cut):
+            rest = stages[number:]
+            pieces = [travel(piece, url, rest, line_of, keep_dropped) for piece in outcome.texts]
+            steps.append(pieces)
+            ended = True
+        else:
+            steps.append(outcome)
+            ended = isinstance(outcome, Dropped)
+        if ended:
+            break
+    # Of a document that goes on, and of one that a judge may drop, the line is needed.
+    line = line_of(text) if keep_dropped or not ended else b""
+    return Journey(steps, len(text), line)

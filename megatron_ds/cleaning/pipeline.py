@@ -1,0 +1,335 @@
+"""The cleaning: one reader, workers that take documents through the stages, one judge and writer.
+
+The output keeps the order of the input and is the same for any number of workers and of kills on
+the way. Memory is flat but for what the judges keep of each document. Knows no command line.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+from megatron_ds.cleaning.counts import Counts
+from megatron_ds.cleaning.journey import Claimed, Dropped, Journey, Judge, Mark, Stage, travel
+from megatron_ds.cleaning.options import CleaningOptions
+from megatron_ds.cleaning.report import draw, write_numbers
+from megatron_ds.cleaning.work import Work, packed, records
+from megatron_ds.data.documents import Bad, Wanted, texts_of
+from megatron_ds.data.quarantine import line_of
+from megatron_ds.data.sources import Item, Reader, Unreadable
+from megatron_ds.data.workers import Workers
+
+CHUNK_BYTES = 1 << 19
+CHUNK_DOCUMENTS = 64
+"""What a worker gets at once."""
+OUTPUT, DROPPED, QUARANTINED = "output", "dropped", "quarantine"
+PICTURE, NUMBERS = "report.png", "report.json"
+"""Names in the folder of the work."""
+BOM = b"\xef\xbb\xbf"
+
+
+class Progress(NamedTuple):
+    """input_bytes: of the files, as they are stored."""
+
+    counts: Counts
+    input_bytes: int
+
+
+class Travelled(NamedTuple):
+    """A document's journey. length: characters of the text as it was read."""
+
+    file: str
+    line: int
+    length: int
+    has_url: bool
+    journey: Journey
+
+
+@dataclass(frozen=True)
+class Cleaner:
+    """What a worker does. key: None if no stage looks at the text."""
+
+    stages: Sequence[Stage]
+    key: str | None
+    url_key: str
+    max_document_bytes: int
+    keep_dropped: bool
+
+    def __call__(self, items: list[Item]) -> list[Travelled | Bad]:
+        return [self._answer(item) for item in items]
+
+    def _answer(self, item: Item) -> Travelled | Bad:
+        keys = () if self.key is None else (self.key,)
+        texts = texts_of(item, Wanted(keys, self.max_document_bytes))
+        if isinstance(texts, Bad):
+            return texts
+        text = texts[0] if texts else ""
+        url = self._url(item)
+        line = partial(_line, item, self.key, text)
+        journey = travel(text, url, self.stages, line, self.keep_dropped)
+        return Travelled(item.file, item.line, len(text), url is not None, journey)
+
+    def _url(self, item: Item) -> str | None:
+        if not any(stage.name == "url" for stage in self.stages):
+            return None
+        found = texts_of(item, Wanted((self.url_key,), self.max_document_bytes))
+        return None if isinstance(found, Bad) or not found[0] else found[0]
+
+
+def _line(item: Item, key: str | None, before: str, text: str) -> bytes:
+    """The document as a JSON line: as it was read, if its text is as it was."""
+    value: Any = item.value
+    if isinstance(value, bytes):
+        if text == before and b"\0" not in value:  # else it may be UTF-16
+            return value.removeprefix(BOM).strip() + b"\n"
+        value = json.loads(value)
+    if key is not None:
+        path = (key,) if key in value else key.split(".")
+        value = _replaced(value, path, text)
+    try:
+        return (json.dumps(value, ensure_ascii=False, default=str) + "\n").encode()
+    except UnicodeEncodeError:  # half of a surrogate pair in another field
+        return (json.dumps(value, default=str) + "\n").encode()
+
+
+def _replaced(value: dict[str, Any], path: Sequence[str], text: str) -> dict[str, Any]:
+    inner = text if len(path) == 1 else _replaced(value[path[0]], path[1:], text)
+    return {**value, path[0]: inner}
+
+
+class Place(NamedTuple):
+    """Where the input is after a chunk: items read, a checksum of them, whether a part ends."""
+
+    items: int
+    checksum: int
+    ends_part: bool
+    input_bytes: int
+
+
+@dataclass
+class Feed:
+    """Items in chunks, and where each chunk ends. Parts end at the same items in every run."""
+
+    reader: Reader
+    part_bytes: int
+    items: int = 0
+    checksum: int = 0
+    places: deque[Place] = field(default_factory=deque)
+
+    def chunks(self, skip: int, checksum: int) -> Iterator[list[Item]]:
+        """Passes over the first `skip` items. Raises ValueError if they are not what they were."""
+        chunk: list[Item] = []
+        size = part = 0
+        for item in self.reader:
+            content = _content(item)
+            self.items += 1
+            self.checksum = zlib.crc32(content, self.checksum)
+            if self.items <= skip:
+                if self.items == skip:
+                    self._check(checksum)
+                continue
+            chunk.append(item)
+            size += len(content)
+            part += len(content)
+            ends_part = part >= self.part_bytes
+            if ends_part or size >= CHUNK_BYTES or len(chunk) >= CHUNK_DOCUMENTS:
+                yield self._placed(chunk, ends_part)
+                chunk, size, part = [], 0, 0 if ends_part else part
+        if self.items < skip:
+            self._check(checksum ^ 1)
+        if chunk:
+            yield self._placed(chunk, False)
+
+    def _placed(self, chunk: list[Item], ends_part: bool) -> list[Item]:
+        self.places.append(Place(self.items, self.checksum, ends_part, self.reader.position))
+        return chunk
+
+    def _check(self, checksum: int) -> None:
+        if self.checksum != checksum:
+            raise ValueError(
+                "--resume: the input is not what it was when the run was interrupted; remove the "
+                "folder of its work to begin anew"
+            )
+
+
+def _content(item: Item) -> bytes:
+    value = item.value
+    if isinstance(value, bytes):
+        return value
+    if isinstance(value, Unreadable):
+        return value.content.encode("utf-8", "surrogatepass")
+    return "\0".join(map(str, value.values())).encode("utf-8", "surrogatepass")
+
+
+@dataclass
+class Ledger:
+    """Settles journeys in order: judges claims, writes what is kept and dropped, counts."""
+
+    order: Sequence[str]
+    judges: dict[str, Judge]
+    counts: Counts
+    write: Callable[[str, bytes], None]
+    keep_dropped: bool
+
+    def take(self, answer: Travelled | Bad) -> None:
+        if isinstance(answer, Bad):
+            self.counts.bad[answer.reason] += 1
+            self.write(QUARANTINED, line_of(answer).encode())
+            return
+        self.counts.before.add(answer.length)
+        self.counts.without_url += "url" in self.order and not answer.has_url
+        self._settle(answer, answer.journey, 0)
+
+    def _settle(self, answer: Travelled, journey: Journey, first: int) -> None:
+        for number, step in enumerate(journey.steps, first):
+            name = self.order[number]
+            counts = self.counts.stages[name]
+            counts.entered += 1
+            reason = None
+            if isinstance(step, Claimed):
+                reason = self.judges[name].claim(step.key)
+                if reason is None:
+                    self.write(keys_of(name), packed(step.key))
+            elif isinstance(step, Dropped):
+                reason = step.reason
+            elif isinstance(step, Mark):
+                counts.changed += 1
+            elif isinstance(step, list):
+                counts.changed += 1
+                counts.added += len(step) - 1
+                for piece in step:
+                    self._settle(answer, piece, number + 1)
+                return
+            if reason is not None:
+                counts.dropped[reason] += 1
+                counts.dropped_characters += journey.length
+                if self.keep_dropped:
+                    self.write(DROPPED, _dropped_line(answer, name, reason, journey.line))
+                return
+        self.counts.after.add(journey.length)
+        self.write(OUTPUT, journey.line)
+
+
+def keys_of(stage: str) -> str:
+    """The file of a judge's memory in the folder of the work."""
+    return f"{stage}.keys"
+
+
+def _dropped_line(answer: Travelled, stage: str, reason: str, line: bytes) -> bytes:
+    where = {"file": answer.file, "line": answer.line, "stage": stage, "reason": reason}
+    return json.dumps(where)[:-1].encode() + b', "document": ' + line.rstrip(b"\n") + b"}\n"
+
+
+def clean(
+    options: CleaningOptions, report: Callable[[Progress], None] = lambda progress: None
+) -> Counts:
+    """Writes the cleaned documents of the inputs; returns the final counts.
+
+    report: called with the counts after every chunk. What gives no document is listed in
+    `options.quarantine`. Raises ValueError, before anything is written, with everything that is
+    wrong with the options; later for inputs that cannot be read, or if no document is left; OSError
+    for files that cannot be written. What was done until then `options.resume` goes on with.
+    """
+    stages = options.build()
+    settings = options.settings(stages)
+    judges = options.judges()
+    dropped = {} if options.dropped is None else {DROPPED: _suffix(options.dropped)}
+    names = {OUTPUT: _suffix(options.output), QUARANTINED: "", **dropped}
+    names |= {keys_of(name): "" for name in judges}
+    cleaner = Cleaner(
+        stages,
+        options.key if stages else None,
+        options.url_key,
+        options.inputs.max_document_bytes,
+        keep_dropped=options.dropped is not None,
+    )
+    with ExitStack() as stack:
+        # First, so that they inherit no files, nor the lock.
+        workers = stack.enter_context(Workers(cleaner, options.workers))
+        work = stack.enter_context(Work(options.output, settings, names, options.resume))
+        if work.progress is None:
+            counts = Counts.of(options.order)
+        else:
+            counts = Counts.from_json(work.progress["counts"])
+        if not work.finished:
+            ledger = Ledger(
+                options.order,
+                judges,
+                counts,
+                lambda name, data: work.files[name].write(data),
+                cleaner.keep_dropped,
+            )
+            _work(options, ledger, workers, work, report)
+        _publish(options, work)
+    return counts
+
+
+def _work(
+    options: CleaningOptions,
+    ledger: Ledger,
+    workers: Workers[list[Item], list[Travelled | Bad]],
+    work: Work,
+    report: Callable[[Progress], None],
+) -> None:
+    for name, judge in ledger.judges.items():
+        file = keys_of(name)
+        for key in records(work.folder / file, work.files[file].committed):
+            judge.restore(key)
+    keys = (options.key,) if options.order else ()
+    feed = Feed(Reader(options.inputs, keys, whole=True), options.part_bytes)
+    done = work.progress or {"items": 0, "checksum": 0}
+    counts = ledger.counts
+    place = Place(done["items"], done["checksum"], False, 0)
+
+    def progress() -> dict[str, Any]:
+        return {"items": place.items, "checksum": place.checksum, "counts": counts.to_json()}
+
+    for answers in workers.map(feed.chunks(place.items, place.checksum)):
+        for answer in answers:
+            ledger.take(answer)
+        place = feed.places.popleft()
+        report(Progress(counts, place.input_bytes))
+        if place.ends_part:
+            work.commit(progress())
+    if not counts.after.documents:
+        work.discard()
+        raise ValueError(f"{options.inputs.name}: {_nothing_left(counts)}")
+    if options.report_numbers is not None:
+        write_numbers(work.folder / NUMBERS, counts)
+    if options.report_picture is not None:
+        draw(work.folder / PICTURE, counts)
+    work.commit(progress(), finished=True)
+
+
+def _nothing_left(counts: Counts) -> str:
+    reasons = [f"{count} {reason}" for reason, count in sorted(counts.bad.items())]
+    for name, stage in counts.stages.items():
+        reasons += (f"{count} {reason} ({name})" for reason, count in sorted(stage.dropped.items()))
+    what = "no document is left" if counts.before.documents else "has no documents"
+    return f"{what}; left out were {', '.join(reasons)}" if reasons else what
+
+
+def _publish(options: CleaningOptions, work: Work) -> None:
+    finals = {OUTPUT: options.output}
+    if options.dropped is not None:
+        finals[DROPPED] = options.dropped
+    if work.files[QUARANTINED].committed:
+        finals[QUARANTINED] = options.quarantine
+    elif os.path.exists(options.quarantine):  # of an earlier run, which this one has replaced
+        os.remove(options.quarantine)
+    if options.report_numbers is not None:
+        finals[NUMBERS] = options.report_numbers
+    if options.report_picture is not None:
+        finals[PICTURE] = options.report_picture
+    work.publish(finals)
+
+
+def _suffix(path: str) -> str:
+    return os.path.splitext(path)[1].lower()

@@ -1,0 +1,77 @@
+"""A corpus with all kinds of duplicates, a cleaning that writes every kind of file, and kills."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from megatron_ds.cleaning import work
+from megatron_ds.cleaning.options import CleaningOptions
+from megatron_ds.data.sources import Inputs
+
+
+def write(path: Path, *documents: object) -> Path:
+    path.write_text("".join(json.dumps(value) + "\n" for value in documents), encoding="utf-8")
+    return path
+
+
+def corpus(folder: Path) -> Path:
+    """300 documents of which some are short, some double, some almost double."""
+    documents: list[object] = []
+    for number in range(300):
+        words = [f"w{(number // 3) * 7 + at}" for at in range(60 if number % 10 else 3)]
+        if number % 3 == 2:
+            words[-1] = "other"
+        documents.append({"text": " ".join(words), "id": number})
+    path = write(folder / "in.jsonl", *documents)
+    path.write_text(path.read_text() + "broken\n" + '{"text": "the last one of all"}\n')
+    return path
+
+
+def everything(folder: Path, **other: Any) -> CleaningOptions:
+    """All that a run can write, in parts of which the corpus has four."""
+    chosen = {
+        "stages": ("length", "exact", "near"),
+        "min_chars": 15,
+        "output": str(folder / "out.jsonl.gz"),
+        "dropped": str(folder / "dropped.jsonl"),
+        "report": str(folder / "report.json"),
+        "part_bytes": 30_000,
+    }
+    return CleaningOptions(Inputs(paths=(str(folder / "in.jsonl"),)), **{**chosen, **other})
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def killed_at(number: int, name: str, run: Callable[[], object]) -> bool:
+    """Runs in a child that kills itself at the n-th call of os.<name>; whether it came to that."""
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            original = getattr(work.os, name)
+            calls = 0
+
+            def killing(*arguments: Any) -> Any:
+                nonlocal calls
+                calls += 1
+                if calls == number:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return original(*arguments)
+
+            setattr(work.os, name, killing)
+            run()
+            code = 0
+        finally:
+            os._exit(code)
+    _, status = os.waitpid(child, 0)
+    if os.WIFSIGNALED(status):
+        return True
+    assert status == 0
+    return False

@@ -1,0 +1,259 @@
+"""The whole cleaning, in one process: fields, order, counts, kinds of input, kills."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import json
+import lzma
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_ds.cleaning import work
+from megatron_ds.cleaning.counts import Counts
+from megatron_ds.cleaning.options import CleaningOptions
+from megatron_ds.cleaning.pipeline import clean
+from megatron_ds.cleaning.tasks import TaskOptions
+from megatron_ds.data.sources import Inputs
+from tests.cleaning_runs import corpus, everything, files, killed_at, write
+
+TASK = "one two three four five six seven eight nine ten eleven twelve thirteen"
+
+
+def lines_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def options(source: Path, *stages: str, **other: Any) -> CleaningOptions:
+    output = str(source.parent / "out.jsonl")
+    inputs = Inputs(paths=(str(source),))
+    return CleaningOptions(inputs, **{"output": output, "stages": stages, "min_chars": 3, **other})
+
+
+def output(source: Path) -> list[dict[str, Any]]:
+    return lines_of(source.parent / "out.jsonl")
+
+
+def test_all_fields_stay_and_only_changed_lines_are_written_anew(tmp_path: Path) -> None:
+    source = tmp_path / "in.jsonl"
+    same = b'{"id":1.50, "text":"\\u0061bc" ,"x": {"y": null}}'
+    source.write_bytes(
+        b"\xef\xbb\xbf" + same + b'  \r\n{"text": "sch\\u00c3\\u00b6n", "n": [1, 2]}'
+    )
+    clean(options(source, "fix"))
+    lines = (tmp_path / "out.jsonl").read_bytes().splitlines()
+    assert lines == [same, '{"text": "schön", "n": [1, 2]}'.encode()]
+
+
+def test_nested_keys_and_other_fields_that_are_no_text(tmp_path: Path) -> None:
+    source = write(
+        tmp_path / "in.jsonl",
+        {"meta": {"text": "schÃ¶n", "n": 1}, "title": "\ud800", "url": "https://a.org"},
+        {"meta.text": "schÃ¶n", "meta": 1},
+    )
+    clean(options(source, "fix", key="meta.text"))
+    assert output(source) == [
+        {"meta": {"text": "schön", "n": 1}, "title": "\ud800", "url": "https://a.org"},
+        {"meta.text": "schön", "meta": 1},
+    ]
+
+
+def test_stages_run_in_their_order_and_count(tmp_path: Path) -> None:
+    pad = "Some words stand here. "
+    source = write(
+        tmp_path / "in.jsonl",
+        {"text": "a first text"},
+        {"text": "A FIRST  text"},
+        {"text": "ab"},
+        {"text": f"{pad}{TASK}. {pad}"},
+        {"text": f"{pad}{TASK}. {pad}"},
+        {"text": pad},
+        {"no": "text"},
+        {"text": TASK},
+    )
+    tasks = write(tmp_path / "tasks.jsonl", {"q": TASK})
+    settings = TaskOptions(files=(str(tasks),), margin=0, min_piece=1)
+    chosen = options(source, "length", "exact", "decontaminate", tasks=settings)
+    counts = clean(replace(chosen, dropped=str(tmp_path / "dropped.jsonl")))
+    assert [line["text"] for line in output(source)] == ["a first text", *[pad.strip()] * 2, pad]
+    stages = {name: vars(stage) for name, stage in counts.stages.items()}
+    for stage in stages.values():
+        del stage["dropped_characters"]
+    assert stages == {
+        "length": {
+            "entered": 7,
+            "changed": 0,
+            "added": 0,
+            "dropped": {"fewer than 3 characters": 1},
+        },
+        "exact": {"entered": 6, "changed": 0, "added": 0, "dropped": {"exact duplicate": 2}},
+        "decontaminate": {"entered": 4, "changed": 1, "added": 1, "dropped": {"task text": 1}},
+    }
+    assert [stage.left for stage in counts.stages.values()] == [6, 4, 4]
+    assert (counts.before.documents, counts.after.documents) == (7, 4)
+    assert counts.bad == {"missing key": 1}
+    dropped = lines_of(tmp_path / "dropped.jsonl")
+    assert [(line["line"], line["stage"]) for line in dropped] == [
+        (2, "exact"), (3, "length"), (5, "exact"), (8, "decontaminate")
+    ]  # fmt: skip
+    assert dropped[1] == {
+        "file": str(source),
+        "line": 3,
+        "stage": "length",
+        "reason": "fewer than 3 characters",
+        "document": {"text": "ab"},
+    }
+    (bad,) = lines_of(tmp_path / "out.jsonl.quarantine")
+    assert (bad["line"], bad["reason"]) == (7, "missing key")
+    # Cut first, and the pieces are each other's duplicates.
+    clean(replace(chosen, stages=("length", "decontaminate", "exact")))
+    assert [line["text"] for line in output(source)] == ["a first text", pad.strip()]
+
+
+def test_addresses_may_be_missing(tmp_path: Path) -> None:
+    source = write(
+        tmp_path / "in.jsonl",
+        {"text": "abc", "url": "https://a.org/x.pdf"},
+        {"text": "def", "url": None},
+        {"text": "ghi", "url": "https://a.org/"},
+        {"text": "jkl"},
+    )
+    counts = clean(options(source, "url"))
+    assert [line["text"] for line in output(source)] == ["def", "ghi", "jkl"]
+    assert counts.without_url == 2
+    assert counts.stages["url"].dropped == {"unwanted kind of file": 1}
+
+
+def test_the_output_is_the_same_for_any_number_of_workers(tmp_path: Path) -> None:
+    written = []
+    for workers in (1, 3):
+        corpus(tmp_path)
+        counts = clean(everything(tmp_path, workers=workers))
+        written.append(files(tmp_path))
+    assert written[0] == written[1]
+    assert sorted(written[0]) == [
+        "dropped.jsonl", "in.jsonl", "out.jsonl.gz", "out.jsonl.gz.quarantine", "report.json"
+    ]  # fmt: skip
+    kept = [json.loads(line) for line in gzip.decompress(written[0]["out.jsonl.gz"]).splitlines()]
+    ids = [line.get("id", 300) for line in kept]
+    assert ids == sorted(ids)
+    assert len(ids) == counts.after.documents
+    assert counts.stages["exact"].dropped["exact duplicate"] > 50
+    assert counts.stages["near"].dropped["near duplicate"] > 50
+    assert Counts.from_json(json.loads(written[0]["report.json"])) == counts
+
+
+def test_kinds_of_input_and_output(tmp_path: Path) -> None:
+    import pyarrow
+    from pyarrow import parquet
+
+    documents = [{"text": f"text {number}", "n": number} for number in range(5)]
+    parquet.write_table(pyarrow.Table.from_pylist(documents), tmp_path / "in.parquet")
+    for suffix, opened in ((".gz", gzip.open), (".bz2", bz2.open), (".xz", lzma.open)):
+        out = tmp_path / f"out.jsonl{suffix}"
+        clean(options(tmp_path / "in.parquet", "exact", output=str(out)))
+        with opened(out, "rt") as file:
+            assert [json.loads(line) for line in file] == documents
+
+
+def test_without_stages_lines_are_merged(tmp_path: Path) -> None:
+    source = tmp_path / "in.jsonl"
+    source.write_text('{"no": "text"}\n5\n{"text": 5}')
+    counts = clean(options(source))
+    assert (tmp_path / "out.jsonl").read_text() == '{"no": "text"}\n{"text": 5}\n'
+    assert counts.bad == {"wrong type": 1}
+
+
+def test_an_input_that_changed_since_is_not_gone_on_with(tmp_path: Path) -> None:
+    source = corpus(tmp_path)
+    clean(everything(tmp_path))
+    wanted = files(tmp_path)
+    for name in set(wanted) - {"in.jsonl"}:
+        (tmp_path / name).unlink()
+    assert killed_at(3, "replace", lambda: clean(everything(tmp_path)))
+    text = source.read_text()
+    source.write_text(text.replace("w7 ", "W7 ", 1))
+    with pytest.raises(ValueError, match="the input is not what it was when"):
+        clean(everything(tmp_path, resume=True))
+    source.write_text(text + "{}")
+    with pytest.raises(ValueError, match="size of --input: the interrupted run had"):
+        clean(everything(tmp_path, resume=True))
+    with pytest.raises(ValueError, match="--min-chars: the interrupted run had 15, this one has 9"):
+        clean(everything(tmp_path, resume=True, min_chars=9))
+    source.write_text(text)
+    clean(everything(tmp_path, resume=True))
+    assert files(tmp_path) == wanted
+
+
+def test_a_full_disk_is_gone_on_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    corpus(tmp_path)
+    clean(everything(tmp_path))
+    wanted = files(tmp_path)
+    calls = 0
+
+    def full(handle: int) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 12:
+            raise OSError(28, "No space left on device")
+
+    (tmp_path / "out.jsonl.gz").unlink()
+    with monkeypatch.context() as patched:
+        patched.setattr(work.os, "fsync", full)
+        with pytest.raises(OSError, match="No space left"):
+            clean(everything(tmp_path))
+    assert not (tmp_path / "out.jsonl.gz").exists()
+    clean(everything(tmp_path, resume=True))
+    assert files(tmp_path) == wanted
+
+
+def test_nothing_left_is_an_error_that_says_why(tmp_path: Path) -> None:
+    source = write(tmp_path / "in.jsonl", {"text": "abc"}, {"no": 1})
+    (tmp_path / "out.jsonl").write_text("of an earlier run")
+    with pytest.raises(ValueError) as caught:
+        clean(options(source, "length", min_chars=9))
+    assert str(caught.value) == (
+        f"--input {source}: no document is left; left out were 1 missing key, 1 fewer than 9 "
+        "characters (length)"
+    )
+    assert (tmp_path / "out.jsonl").read_text() == "of an earlier run"
+    assert sorted(os.listdir(tmp_path)) == ["in.jsonl", "out.jsonl"]
+
+
+def test_all_problems_are_named_at_once(tmp_path: Path) -> None:
+    source = write(tmp_path / "in.jsonl", {"text": "abc"})
+    wrong = options(
+        source,
+        "length",
+        "lenght",
+        "length",
+        "language",
+        output=str(source),
+        report=str(tmp_path / "no" / "report.pdf"),
+        languages=("klingon",),
+        min_language_score=2.0,
+        min_chars=-1,
+        workers=0,
+        tasks=TaskOptions(files=(str(tmp_path / "none"),), ngram=5),
+    )
+    with pytest.raises(ValueError) as caught:
+        clean(wrong)
+    for words in (
+        f"--output {source}: is an input, too",
+        "there is no folder",
+        "must end with .png or .json",
+        "--stages lenght: there is no such stage; there are url, fix,",
+        "a stage is named twice",
+        "--languages klingon: is not known",
+        "--min-language-score 2.0: must be",
+        "--min-chars -1: must be at least 0",
+        "--workers 0",
+        "--task-files: is for the stage decontaminate",
+        f"--task-files {tmp_path}/none: there is no such file",
+        "--min-ngram-size 8: must not be above --ngram-size 5",
+    ):
+        assert words in str(caught.value), words

@@ -1,0 +1,168 @@
+"""What each stage that looks at one document mends and drops; what it says of wrong settings."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+
+import ftfy
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_ds.cleaning import language
+from megatron_ds.cleaning.journey import Document, Dropped, Mended
+from megatron_ds.cleaning.language import Language
+from megatron_ds.cleaning.length import Length
+from megatron_ds.cleaning.unicode import Fix
+from megatron_ds.cleaning.urls import Urls
+from megatron_ds.tokenizer.null import NullTokenizer
+
+ENGLISH = "The committee will meet on Thursday to talk about the new bridge over the river. "
+GERMAN = "Der Ausschuss tritt am Donnerstag zusammen, um über die neue Brücke zu beraten. "
+
+
+@pytest.fixture(autouse=True)
+def one_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model is loaded once for all tests."""
+    monkeypatch.setattr(language, "_identifier", model)
+
+
+model = functools.cache(language._identifier)
+
+
+def document(text: str, url: str | None = None) -> Document:
+    return Document(text, url)
+
+
+def fixed(text: str) -> str:
+    outcome = Fix()(document(text))
+    return text if outcome is None else outcome.text
+
+
+def test_broken_unicode_is_mended() -> None:
+    assert Fix()(document("schÃ¶n")) == Mended("schön")
+    assert Fix()(document("plain\n\ttext, 100% of it")) is None
+    assert Fix()(document("schön")) is None
+
+
+BROKEN = [
+    *(
+        "a",
+        "<b>",
+        "&amp;",
+        "&eacute;",
+        "\n",
+        "\r\n",
+        "\r",
+        "ﬁ",
+        "schÃ¶n",
+        "“x”",
+        "\x1b[36m",
+        "\x00",
+    ),
+    *("\x7f", "\x85", "e\u0301", "ＬＯＵＤ", "\u2028", "\ufeff", " ", "âœ”", "Ã"),
+]
+
+
+@given(
+    st.lists(
+        st.sampled_from(BROKEN) | st.text(max_size=3),
+        max_size=12,
+    ).map("".join)
+)
+@settings(max_examples=60, deadline=None)
+def test_the_lines_that_are_passed_by_are_those_that_ftfy_leaves_alone(text: str) -> None:
+    assert fixed(text) == ftfy.fix_text(text)
+
+
+def test_languages_are_kept_and_dropped() -> None:
+    english = Language(["en"], 0.5)
+    both = Language(["en", "de"], 0.5)
+    assert english(document(ENGLISH * 3)) is None
+    assert english(document(GERMAN * 3)) == Dropped("language de")
+    assert both(document(GERMAN * 3)) is None
+    assert both(document(" 12:30 -- 14:00 ")) == Dropped("no letters")
+    # A long text is looked at in three places.
+    assert english(document(ENGLISH * 10 + GERMAN * 1000 + ENGLISH)) == Dropped("language de")
+
+
+def test_an_uncertain_language_is_dropped() -> None:
+    assert Language(["en"], 1.0)(document("bar")) is not None
+    assert Language(["en"], 0.0)(document(ENGLISH)) is None
+    outcome = Language(["en"], 1.0)(document(ENGLISH[:40]))
+    assert outcome in (None, Dropped("uncertain language"))
+
+
+def test_unknown_languages_are_named() -> None:
+    (first, second) = Language(["xx", "en", "klingon"], 0.5).problems()
+    assert first.startswith("--languages klingon: is not known; known are ")
+    assert " en " in first
+    assert second.startswith("--languages xx:")
+
+
+def test_short_texts_are_dropped_by_each_measure() -> None:
+    assert Length(0)(document(" \n ")) == Dropped("empty")
+    assert Length(5)(document("  abcd  ")) == Dropped("fewer than 5 characters")
+    assert Length(4)(document("  abcd  ")) is None
+    assert Length(0, min_words=3)(document("a b ")) == Dropped("fewer than 3 words")
+    assert Length(0, min_words=3)(document("a b c")) is None
+    tokens = Length(0, min_tokens=3, tokenizer=NullTokenizer(100))
+    assert tokens(document("1 2")) == Dropped("fewer than 3 tokens")
+    assert tokens(document("1 2 3")) is None
+
+
+LIST = """\
+# remark
+example.com   # and those below it
+Reddit
+.xyz
+regex:/tag/\\d+
+"""
+
+
+@pytest.mark.parametrize(
+    ("url", "reason"),
+    [
+        ("https://example.com/a", "unwanted host"),
+        ("http://www.EXAMPLE.com:80", "unwanted host"),
+        ("https://notexample.com/", None),
+        ("https://example.com.org/", None),
+        ("https://old.reddit.com/r/a", "unwanted host"),
+        ("https://reddit.co.uk/", "unwanted host"),
+        ("https://reddit.example.org/", None),
+        ("https://a.org/file.XYZ", "unwanted kind of file"),
+        ("https://a.org/file.pdf?download=1", "unwanted kind of file"),
+        ("https://a.org/file.tar.gz", "unwanted kind of file"),
+        ("https://a.org/file.html?x=.pdf", None),
+        ("https://a.org/v1.2/page", None),
+        ("https://a.org/TAG/12", "unwanted pattern"),
+        ("https://a.org/tag/x", None),
+        ("ftp://a.org/", "no address"),
+        ("a.org", "no address"),
+        ("http://[::1", "no address"),
+        ("http:///x", "no address"),
+    ],
+)
+def test_addresses(tmp_path: Path, url: str, reason: str | None) -> None:
+    path = tmp_path / "list.txt"
+    path.write_text(LIST)
+    assert Urls([str(path)]).judge(url) == reason
+    assert Urls([str(path)])(document("", url)) == (reason and Dropped(reason))
+
+
+def test_documents_without_an_address_go_on() -> None:
+    assert Urls([])(document("text")) is None
+
+
+def test_wrong_lines_of_all_lists_are_named(tmp_path: Path) -> None:
+    first, second = tmp_path / "1.txt", tmp_path / "2.txt"
+    first.write_text("example.com\nhttp://x.org/\nregex:(\n")
+    second.write_bytes(b"\xff\xfe")
+    with pytest.raises(ValueError) as caught:
+        Urls([str(first), str(second), str(tmp_path / "none")])
+    lines = str(caught.value).splitlines()
+    assert lines[0].startswith(f"--url-blacklist {first}:2: 'http://x.org/' is no host")
+    assert lines[1].startswith(f"--url-blacklist {first}:3: is no pattern: ")
+    assert lines[2].startswith(f"--url-blacklist {second}: cannot be read: ")
+    assert "none: cannot be read" in lines[3]
