@@ -6,7 +6,6 @@ Megatron-LM and microsoft/Megatron-DeepSpeed. This file knows no files, no token
 
 from __future__ import annotations
 
-import heapq
 import itertools
 import math
 from collections.abc import Sequence
@@ -21,8 +20,6 @@ SEPARATE_LAST_EPOCH_BELOW = 0.80
 """A last epoch that gives less than this share of an epoch's samples is shuffled apart."""
 BLEND_MARGIN = 1.005
 """Every source of a blend is asked for this much more than its share, as in Megatron."""
-NEVER = 2.0**62
-"""A position that no order reaches: where the samples of the smallest weights would be due."""
 CHUNK_DOCUMENTS = 1 << 18
 """Documents per vectorised step: enough to amortise numpy, few enough to stay in the cache."""
 
@@ -157,46 +154,3 @@ def split_bounds(shares: Sequence[float], size: int) -> list[tuple[int, int]]:
 def blend_requests(weights: Sequence[float], num_samples: int) -> list[int]:
     """Samples that each source is asked for. weights: normalised."""
     return [math.ceil(num_samples * weight * BLEND_MARGIN) for weight in weights]
-
-
-def blend(weights: Sequence[float], num_samples: int) -> tuple[IntArray, IntArray]:
-    """Which source gives each sample of a blend, and which of its samples that is.
-
-    weights: normalised. Returns source [num_samples] int16 and sample [num_samples] int64.
-
-    After every sample each source has given its share of all so far, within less than one sample.
-    For that the m-th sample of a source of weight w must come after position (m - 1) / w and not
-    after m / w; of the samples whose time has come the most urgent is taken, which meets all of
-    these bounds because the weights' sum is 1. Megatron takes the source that lags most behind,
-    which lets rare sources of three or more lag by up to two samples; so its order is another.
-
-    Each choice depends on all before it, so this is a loop (about a second per million samples,
-    however many sources); its result is cached by the caller, and a longer order begins with the
-    shorter. Megatron keeps the source in one byte; two allow more than 255 sources.
-    """
-    count = len(weights)
-    if not 0 < count <= np.iinfo(np.int16).max:
-        raise ValueError(f"a blend of {count} sources; possible are 1 to {np.iinfo(np.int16).max}")
-    source = np.empty(num_samples, dtype=np.int16)
-    _pick(weights, source)
-    sample = np.empty(num_samples, dtype=np.int64)
-    for number in range(count):
-        taken = np.flatnonzero(source == number)
-        sample[taken] = np.arange(len(taken))
-    return source, sample
-
-
-def _pick(weights: Sequence[float], source: npt.NDArray[np.int16]) -> None:
-    """Earliest deadline first; positions are counted from 1."""
-    steps = [1 / weight if weight * NEVER > 1 else NEVER for weight in weights]
-    waiting = [(1, number, 1) for number in range(len(weights))]  # first position, source, sample
-    ready: list[tuple[int, int, int]] = []  # last position, source, sample
-    heapq.heapify(waiting)
-    for at in range(1, len(source) + 1):
-        # Rounding may let a time come late; then the next one to come is taken.
-        while waiting and (waiting[0][0] <= at or not ready):
-            _, number, sample = heapq.heappop(waiting)
-            heapq.heappush(ready, (math.ceil(sample * steps[number]), number, sample))
-        _, number, sample = heapq.heappop(ready)
-        source[at - 1] = number
-        heapq.heappush(waiting, (math.floor(sample * steps[number]) + 1, number, sample + 1))

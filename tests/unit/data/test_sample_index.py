@@ -5,15 +5,10 @@ from __future__ import annotations
 import random
 
 import numpy as np
-import numpy.typing as npt
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from megatron_ds.data import sample_index
 from megatron_ds.data.sample_index import (
-    blend,
-    blend_requests,
     build_indexes,
     parse_split,
     split_bounds,
@@ -151,43 +146,3 @@ def test_split_bounds_always_end_at_the_size() -> None:
     for size in range(1, 200):
         bounds = split_bounds(parse_split("1,1,1"), size)
         assert bounds[-1][1] == size
-
-
-WEIGHTS = {
-    "one": [1.0],
-    "two": [0.3, 0.7],
-    "equal": [1 / 3] * 3,
-    "ten": [0.1] * 10,
-    "a rare one": [0.62, 0.379999, 0.000001],
-    "halves of halves": [*(2.0**-n for n in range(1, 40)), 2.0**-39],
-    "a large one and many small ones": [0.5, *[0.005] * 100],
-    "next to nothing": [0.5, 0.5 - 1e-300, 5e-324],
-    "300 random ones": np.random.RandomState(0).dirichlet(np.full(300, 0.3)).tolist(),
-    "2500 equal ones": [1 / 2500] * 2500,
-}
-
-
-@pytest.mark.parametrize("name", WEIGHTS)
-def test_every_prefix_of_a_blend_holds_each_share_within_one_sample(name: str) -> None:
-    weights = WEIGHTS[name]
-    source, sample = blend(weights, 3000)
-    check_shares(weights, source)
-    for number in range(len(weights)):
-        own = sample[source == number]
-        assert own.tolist() == list(range(len(own)))
-    assert (np.bincount(source, minlength=len(weights)) <= blend_requests(weights, 3000)).all()
-    shorter = blend(weights, 700)[0]
-    assert (shorter == source[:700]).all(), "a longer run begins with the shorter one"
-
-
-@given(st.lists(st.integers(1, 10**6), min_size=1, max_size=30), st.integers(1, 300))
-def test_any_weights(parts: list[int], size: int) -> None:
-    weights = [part / sum(parts) for part in parts]
-    check_shares(weights, blend(weights, size)[0])
-
-
-def check_shares(weights: list[float], source: npt.NDArray[np.integer]) -> None:
-    positions = np.arange(1, len(source) + 1)
-    for number, weight in enumerate(weights):
-        given_so_far = np.cumsum(source == number)
-        assert np.abs(given_so_far - weight * positions).max() < 1 + 1e-9
