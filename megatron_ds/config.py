@@ -426,6 +426,15 @@ class RecomputeConfig:
             )
 
 
+WHOLE_DATA = ("data_path", "data_args_path")
+"""Fields that name data for all parts of a run, which --split cuts."""
+PART_DATA = {
+    part: (f"{part}_data_path", f"{part}_weighted_split_paths", f"{part}_weighted_split_paths_path")
+    for part in ("train", "valid", "test")
+}
+"""Fields that name the data of one part alone."""
+
+
 @dataclass(frozen=True)
 class DataConfig:
     """Which tokens are read, and in what order."""
@@ -450,6 +459,40 @@ class DataConfig:
     )
     test_data_path: tuple[str, ...] | None = knob(
         None, "as --data-path, for the test alone", nargs="*", metavar="PATH"
+    )
+    data_args_path: str | None = knob(
+        None, "file that holds what --data-path would, separated by white space", metavar="FILE"
+    )
+    per_split_data_args_path: str | None = knob(
+        None,
+        "JSON file with the keys train, valid and test: what --train-, --valid- and "
+        "--test-data-path would hold",
+        metavar="FILE",
+    )
+    train_weighted_split_paths: tuple[str, ...] | None = knob(
+        None,
+        'training data as one group "NAME: WEIGHT START:END PREFIX, ..."; START:END is the part of '
+        "a file's documents, such as 0:0.95",
+        nargs="*",
+        metavar="GROUP",
+    )
+    valid_weighted_split_paths: tuple[str, ...] | None = knob(
+        None,
+        "validation data as groups of the same form, each evaluated and logged under its name",
+        nargs="*",
+        metavar="GROUP",
+    )
+    test_weighted_split_paths: tuple[str, ...] | None = knob(
+        None, "the same for the test", nargs="*", metavar="GROUP"
+    )
+    train_weighted_split_paths_path: str | None = knob(
+        None, "file that holds --train-weighted-split-paths, each group in quotes", metavar="FILE"
+    )
+    valid_weighted_split_paths_path: str | None = knob(
+        None, "file that holds --valid-weighted-split-paths, each group in quotes", metavar="FILE"
+    )
+    test_weighted_split_paths_path: str | None = knob(
+        None, "file that holds --test-weighted-split-paths, each group in quotes", metavar="FILE"
     )
     data_impl: str = knob(
         "infer",
@@ -476,13 +519,30 @@ class DataConfig:
     eod_mask_loss: bool = knob(False, "no loss where the input is the end-of-document token")
 
     def problems(self) -> Iterator[str]:
-        per_split = [self.train_data_path, self.valid_data_path, self.test_data_path]
-        if self.data_path and any(per_split):
-            yield "--data-path and --train/--valid/--test-data-path exclude each other"
-        if not self.data_path and not self.train_data_path:
-            yield "--data-path (or --train-data-path) is required"
-        if self.split is not None and not self.data_path:
-            yield "--split cuts --data-path; it has no meaning with --train-data-path"
+        whole = [name for name in WHOLE_DATA if getattr(self, name)]
+        parts = {part: [n for n in names if getattr(self, n)] for part, names in PART_DATA.items()}
+        listed = self.per_split_data_args_path is not None
+        both = [name for names in parts.values() for name in names]
+        if whole and (both or listed):
+            theirs = [*both, *(["per_split_data_args_path"] if listed else [])]
+            yield (
+                f"{_flags(whole)} cannot go with {_flags(theirs)}: give the data of all parts "
+                "together, or of each part alone"
+            )
+        if len(whole) > 1:
+            yield f"{_flags(whole)} exclude each other"
+        if listed and both and not whole:
+            yield f"--per-split-data-args-path and {_flags(both)} exclude each other"
+        for names in parts.values():
+            if len(names) > 1:
+                yield f"{_flags(names)} exclude each other"
+        if not whole and not listed and not parts["train"]:
+            yield (
+                "--data-path is required (or --train-data-path, --train-weighted-split-paths, "
+                "--data-args-path, --per-split-data-args-path)"
+            )
+        if self.split is not None and not whole:
+            yield "--split cuts --data-path; it has no meaning with data of each part alone"
         if self.num_workers < 0:
             yield f"--num-workers {self.num_workers}: must not be negative"
         if self.data_cache_path is not None and not os.path.isdir(self.data_cache_path):
@@ -1312,6 +1372,12 @@ def flag_of(name: str) -> str:
                 negative = "no-" if item.default is True else ""
                 return f"--{negative}{name.replace('_', '-')}"
     raise KeyError(name)
+
+
+def _flags(names: list[str]) -> str:
+    """Flags of fields, listed: `--a, --b and --c`."""
+    *others, last = [flag_of(name) for name in names]
+    return f"{', '.join(others)} and {last}" if others else last
 
 
 def _set(value: T | None) -> T:

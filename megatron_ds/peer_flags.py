@@ -296,10 +296,6 @@ _NO_WEIGHTS = (
     "a run starts from random weights or resumes a checkpoint as a whole, with --load; leave the "
     "flag out"
 )
-_WEIGHTED = (
-    "give --{0}-data-path WEIGHT PREFIX WEIGHT PREFIX ..., each prefix whole, or --data-path with "
-    "--split"
-)
 
 REFUSED: dict[str, Peer] = {
     # Numerics and the model.
@@ -410,11 +406,6 @@ REFUSED: dict[str, Peer] = {
         "token); leave the flag out",
         switches="loss-on-targets-only reweight-loss-based-on-position-frequency",
     ),
-    **{
-        f"{part}-weighted-split-paths{ending}": Peer(takes, _WEIGHTED.format(part))
-        for part in ("train", "valid", "test")
-        for ending, takes in (("", "*"), ("-path", 1))
-    },
     **_all(
         "indexes are built from the token files and cached (--data-cache-path); leave the flag out",
         valued="train-desc-path train-doc-idx-path train-idx-path train-sample-idx-path "

@@ -18,10 +18,10 @@ from typing import Any
 from megatron_ds import flags
 from megatron_ds.config import DataConfig, TokenizerConfig
 from megatron_ds.data.build import build_datasets
-from megatron_ds.data.check import NAMES
 from megatron_ds.data.indexed import IndexedDataset
 from megatron_ds.data.inspect import check, compare, document, summarize, summary_lines
 from megatron_ds.data.made_by import read_sentences
+from megatron_ds.data.mixture import NAMES
 from megatron_ds.tokenizer import Tokenizer, build_tokenizer
 
 
@@ -205,7 +205,7 @@ class Inspection:
             tokenizer_fingerprint=tokenizer.fingerprint if tokenizer else "",
             vocab_size=tokenizer.vocab_size if tokenizer else (check(data).highest or 0) + 1,
         )
-        samples = getattr(built, args.part)
+        samples = built.train if args.part == "train" else getattr(built, args.part).get("")
         if samples is None:
             raise ValueError(f"--split {args.split}: gives {args.part} no documents")
         return samples

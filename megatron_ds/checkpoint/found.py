@@ -13,7 +13,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from megatron_ds.config import GROUPS, Config, ModelConfig, flag_of
+from megatron_ds.config import GROUPS, WHOLE_DATA, Config, ModelConfig, flag_of
+from megatron_ds.data.history import History
 from megatron_ds.engine.ds_config import zero_stage
 from megatron_ds.state import TrainState
 
@@ -44,6 +45,11 @@ class Found:
     @property
     def state(self) -> TrainState:
         return TrainState.from_dict(self.run["state"])
+
+    @property
+    def history(self) -> History | None:
+        """Of the training data; None if it is not known. Raises ValueError if it is damaged."""
+        return History.from_dict(self.run["data"]) if self.run.get("data") else None
 
 
 def layout(config: Config, dp_size: int) -> dict[str, Any]:
@@ -96,8 +102,12 @@ def mismatches(found: Found, config: Config, dp_size: int) -> list[str]:
                 f"{_named(key)} is {saved} in the checkpoint and {now} in this run "
                 "(a resume needs the same layout)"
             )
+    cut = before.get("data", {}), config.to_dict()["data"]
     for key, now in order(config, dp_size).items():
         saved = found.run["order"].get(key)
+        # Where --split does not cut the data of both runs, the documents' numbers are compared.
+        if key == "split" and not all(any(data.get(each) for each in WHOLE_DATA) for data in cut):
+            continue
         if saved != now:
             problems.append(
                 f"{_named(key)} is {saved} in the checkpoint and {now} in this run "
@@ -185,6 +195,7 @@ def read_run(path: Path) -> Found:
     found = Found(path, int(path.name.removeprefix("global_step")), run)
     try:
         iteration = found.state.iteration
+        _ = found.history
     except (TypeError, OverflowError) as error:
         raise ValueError(f"{path / RUN}: the state is not made of numbers ({error})") from error
     if iteration != found.iteration:

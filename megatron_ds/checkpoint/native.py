@@ -69,9 +69,12 @@ class Checkpoints:
         self._mesh = mesh
         self._say = say
 
-    def save(self, engine: Engine, state: TrainState) -> None:
+    def save(
+        self, engine: Engine, state: TrainState, data: Callable[[], dict[str, Any]] = dict
+    ) -> None:
         """Writes SAVE/global_stepN, then removes those that --keep-last does not keep.
 
+        data: gives the record of the training data (`data.history`), called on the first rank.
         Raises SaveError where a rank's disk has an error.
         """
         assert self._config.checkpoint.save is not None
@@ -80,7 +83,7 @@ class Checkpoints:
         target = folder / f"global_step{state.iteration}"
         temporary = folder / f"{disk.INCOMPLETE}{target.name}"
         try:
-            self._write(engine, state, temporary)
+            self._write(engine, state, data, temporary)
             self._on_first(lambda: disk.put_in_place(temporary, target))
         except OSError as error:
             self._on_first(lambda: _clean_up(folder))
@@ -91,9 +94,9 @@ class Checkpoints:
         self._follow_up(target, state.iteration)
         self._say(f"  successfully saved checkpoint at iteration {state.iteration:7d} to {folder}")
 
-    def load(self, engine: Engine) -> TrainState | None:
-        """Restores the newest complete checkpoint of LOAD, or that of --ckpt-step; None if LOAD
-        holds none at all.
+    def find(self) -> Found | None:
+        """The newest complete checkpoint of LOAD, or that of --ckpt-step; None if LOAD holds none
+        at all.
 
         Raises ValueError if it belongs to another model or layout, if it is damaged and
         --on-damaged-checkpoint does not allow an older one, or if all are damaged.
@@ -105,11 +108,16 @@ class Checkpoints:
             self._say(f"WARNING: could not find a complete checkpoint in {folder}")
             self._say("    will not load any checkpoints and will start from random")
             return None
-        self._say(f" loading checkpoint from {folder} at iteration {found.iteration}")
         problems = mismatches(found, self._config, self._mesh.dp.size)
         if problems:
             lines = "".join(f"\n  - {problem}" for problem in problems)
             raise ValueError(f"the checkpoint {found.path} does not fit this run:{lines}")
+        return found
+
+    def load(self, engine: Engine, found: Found) -> TrainState:
+        """Restores a checkpoint that was found."""
+        folder = found.path.parent
+        self._say(f" loading checkpoint from {folder} at iteration {found.iteration}")
         engine.load(folder, found.path.name)
         self._say(f"  successfully loaded checkpoint from {folder} at iteration {found.iteration}")
         return found.state
@@ -130,13 +138,20 @@ class Checkpoints:
                 "older run's. Move it away, or choose another --save"
             )
 
-    def _write(self, engine: Engine, state: TrainState, temporary: Path) -> None:
+    def _write(
+        self,
+        engine: Engine,
+        state: TrainState,
+        data: Callable[[], dict[str, Any]],
+        temporary: Path,
+    ) -> None:
         """All of a checkpoint, on the disk, under its temporary name."""
         warning = self._on_first(lambda: _prepare(temporary, self._size(engine.module)))
         if warning is not None:
             self._say(warning)
         self._on_all(lambda: engine.save(temporary.parent, temporary.name))
-        self._on_first(lambda: disk.write_json(temporary / RUN, self._run_facts(engine, state)))
+        facts = self._run_facts(engine, state)
+        self._on_first(lambda: disk.write_json(temporary / RUN, {**facts, "data": data()}))
         entries = self._share(temporary, disk.flush_and_describe)
         self._on_first(lambda: disk.write_text(temporary / MANIFEST, seal(entries)))
 

@@ -6,63 +6,67 @@ Knows flags, files and the index cache; no ranks, and no torch.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from megatron_ds.config import DataConfig
-from megatron_ds.data.blend import BlendedDataset
-from megatron_ds.data.blend_order import blend_order
+from megatron_ds.data.blend import BlendedDataset, BlendOrder
+from megatron_ds.data.blend_order import BLEND_FORMAT, blend_order
 from megatron_ds.data.cache import ArrayCache, Arrays
-from megatron_ds.data.check import (
-    DEFAULT_SPLIT,
-    NAMES,
-    no_documents,
-    no_training,
-    parse_blend,
-    part_bounds,
-    wrong_ids,
-)
+from megatron_ds.data.check import no_documents, probed_blocks, wrong_ids
 from megatron_ds.data.gpt_dataset import GPTDataset, TokenDataset
-from megatron_ds.data.indexed import IndexedDataset
-from megatron_ds.data.sample_index import (
-    SampleIndexes,
-    blend_requests,
-    build_indexes,
-    parse_split,
+from megatron_ds.data.history import (
+    History,
+    Identity,
+    advanced,
+    continued,
+    enough,
+    numbered,
+    started,
+    with_requests,
 )
+from megatron_ds.data.indexed import IndexedDataset
+from megatron_ds.data.mixture import NAMES, Group, Source, read_groups
+from megatron_ds.data.phases import ChainedDataset, OneSource, PhaseDataset
+from megatron_ds.data.sample_index import SampleIndexes, blend_requests, build_indexes
+from megatron_ds.data.shares import Share, change
 
 FORMAT = 1
 """Raised when the same inputs begin to give other indexes."""
 
 
 @dataclass(frozen=True)
-class Share:
-    """What one token file gives to a part. epochs: passes over its documents of the part."""
+class Progress:
+    """How far a run's training data is read, as a function of the samples consumed."""
 
-    part: str
-    prefix: str
-    weight: float
-    samples: int
-    epochs: float
+    history: History
+    order: BlendOrder
 
-    def __str__(self) -> str:
-        return (
-            f"{self.part}: {self.prefix}, weight {self.weight:.6g}: {self.samples} samples, "
-            f"{self.epochs:.3g} epochs"
-        )
+    def record(self, consumed: int) -> dict[str, Any]:
+        """What a checkpoint after `consumed` samples keeps of it."""
+        done = min(max(0, consumed - self.history.now.first), len(self.order))
+        return advanced(self.history, self.order.taken(done).tolist()).to_dict()
 
 
 @dataclass(frozen=True)
 class Datasets:
-    """What a run reads. None: no samples were asked for, or the user gave this part no data."""
+    """What a run reads. None or nothing: no samples were asked for, or the user gave this part no
+    data.
+
+    valid, test: by the name of their group; "" is that of data without one. shares: of every file.
+    changes: what is not as it was in the run that this one continues, in words.
+    """
 
     train: TokenDataset | None
-    valid: TokenDataset | None
-    test: TokenDataset | None
+    valid: Mapping[str, TokenDataset] = field(default_factory=dict)
+    test: Mapping[str, TokenDataset] = field(default_factory=dict)
     shares: tuple[Share, ...] = ()
+    progress: Progress | None = None
+    changes: tuple[str, ...] = ()
 
 
 def build_datasets(
@@ -74,17 +78,24 @@ def build_datasets(
     tokenizer_fingerprint: str,
     vocab_size: int,
     fallback_cache: str | None = None,
+    history: History | None = None,
+    consumed: int = 0,
 ) -> Datasets:
     """The datasets of training, validation and test, their indexes cached on disk.
 
-    num_samples: samples that the run will take of each; a dataset holds at least so many. Every
-    process may call this at the same time. fallback_cache: folder for the indexes if
-    --data-cache-path is not given and the folder of the data cannot be written.
+    num_samples: samples that the run will take of each (of each group, in validation and test); a
+    dataset holds at least so many. Every process may call this at the same time. fallback_cache:
+    folder for the indexes if --data-cache-path is not given and the folder of the data cannot be
+    written. history: of the run that this one continues, after `consumed` samples; the training
+    data then begins there if its mixture has changed.
 
     Validation or test that the user gave no data (a share of 0 in --split, or --train-data-path
-    without --valid-data-path) is None. Raises ValueError if data was meant for a part but none
+    without --valid-data-path) is empty. Raises ValueError if data was meant for a part but none
     falls to it, if training has none, and for files that are not what they should be.
     """
+    groups, problems = read_groups(config)
+    if problems:
+        raise ValueError("; ".join(problems))
     builder = _Builder(
         config=config,
         seq_length=seq_length,
@@ -92,22 +103,44 @@ def build_datasets(
         tokenizer_fingerprint=tokenizer_fingerprint,
         vocab_size=vocab_size,
         fallback_cache=fallback_cache,
+        blocks=probed_blocks(sum(len(group.sources) for group in groups)),
     )
-    split = parse_split(config.split or DEFAULT_SPLIT)
-    alone = (config.train_data_path, config.valid_data_path, config.test_data_path)
-    built: list[TokenDataset | None] = []
-    for part, (name, samples) in enumerate(zip(NAMES, num_samples, strict=True)):
-        paths, shares = (config.data_path, split) if config.data_path else (alone[part], None)
-        given = bool(paths) and (shares is None or shares[part] > 0)
-        if samples and not given and part == 0:
-            _refuse(no_training(config, split))
-            raise ValueError("--train-data-path (or --data-path) is required")
-        if not samples or not given or not paths:
-            built.append(None)
+    train: TokenDataset | None = None
+    progress: Progress | None = None
+    others: dict[str, dict[str, TokenDataset]] = {"valid": {}, "test": {}}
+    wanted = dict(zip(NAMES, num_samples, strict=True))
+    for group in groups:
+        if not wanted[group.part]:
             continue
-        built.append(builder.dataset(name, paths, shares, samples))
-    train, valid, test = built
-    return Datasets(train, valid, test, tuple(builder.shares))
+        if group.part == "train":
+            train, progress = builder.mixture(group, wanted["train"], history, consumed)
+        else:
+            others[group.part][group.name] = builder.mixture(group, wanted[group.part])[0]
+    if wanted["train"] and train is None:
+        raise ValueError("--train-data-path (or --data-path) is required")
+    changes = change(history, progress.history) if history and progress else []
+    return Datasets(
+        train, others["valid"], others["test"], tuple(builder.shares), progress, tuple(changes)
+    )
+
+
+@dataclass(frozen=True)
+class _File:
+    """A token file, and the documents that a part reads of it.
+
+    bounds: first and one-past-last document. tokens: of these documents. lengths_hash: SHA-256 of
+    the lengths of all of the file's documents.
+    """
+
+    data: IndexedDataset
+    source: Source
+    bounds: tuple[int, int]
+    tokens: int
+    lengths_hash: str
+
+    @property
+    def identity(self) -> Identity:
+        return Identity(Path(self.source.prefix).name, self.lengths_hash, self.bounds)
 
 
 @dataclass(frozen=True)
@@ -118,75 +151,105 @@ class _Builder:
     tokenizer_fingerprint: str
     vocab_size: int
     fallback_cache: str | None
+    blocks: int
+    """Of each file that are looked at for tokens of another tokenizer."""
     shares: list[Share] = field(default_factory=list)
     """Of what was built so far."""
+    opened: dict[str, tuple[IndexedDataset, str]] = field(default_factory=dict)
+    """Files by their prefix, with the SHA-256 of their documents' lengths."""
 
-    def dataset(
-        self, name: str, paths: Sequence[str], shares: Sequence[float] | None, samples: int
-    ) -> TokenDataset:
-        if len(paths) == 1:
-            alone, tokens = self._single(name, paths[0], shares, samples)
-            self._note(name, paths[0], 1.0, samples, tokens)
-            return alone
-        weights, prefixes = parse_blend(paths, "--data-path")
-        if weights is None:
-            sizes = [self._tokens(name, prefix, shares) for prefix in prefixes]
-            weights = [size / sum(sizes) for size in sizes]
-        requests = blend_requests(weights, samples)
-        sources = [
-            self._single(name, prefix, shares, request)
-            for prefix, request in zip(prefixes, requests, strict=True)
+    def mixture(
+        self, group: Group, samples: int, before: History | None = None, consumed: int = 0
+    ) -> tuple[TokenDataset, Progress]:
+        """`samples` samples of a group, of which `consumed` came before, in the run of `before`."""
+        files = [self._file(group, source, samples) for source in group.sources]
+        identities = numbered([file.identity for file in files])
+        weights = _weights(files)
+        if before is None:
+            history = started(identities, weights, BLEND_FORMAT)
+        else:
+            history = continued(before, identities, weights, BLEND_FORMAT, consumed)
+        phase = history.now
+        length = max(1, samples - phase.first)
+        if len(files) == 1 and group.sources[0].weight is None:
+            parts = [length]
+        else:
+            parts = blend_requests(phase.weights, length)
+        requests = [
+            enough(history.sources[number].requests, start + part, file.tokens, self.seq_length)
+            for number, start, part, file in zip(
+                phase.sources, phase.starts, parts, files, strict=True
+            )
         ]
-        order = blend_order(weights, samples, self._cache(prefixes[0]))
+        history = with_requests(history, requests)
+        datasets = [
+            self._row(group.part, file, each) for file, each in zip(files, requests, strict=True)
+        ]
+        order: BlendOrder = OneSource(length)
+        if len(files) > 1:
+            order = blend_order(phase.weights, length, self._cache(group.sources[0].prefix))
         taken = order.taken(len(order)).tolist()
-        for prefix, weight, count, (_, tokens) in zip(
-            prefixes, weights, taken, sources, strict=True
+        for file, weight, start, count in zip(
+            files, phase.weights, phase.starts, taken, strict=True
         ):
-            self._note(name, prefix, weight, count, tokens)
-        return BlendedDataset([one for one, _ in sources], order)
+            self._note(group, file, weight, start + count)
+        self.shares.extend(
+            Share(group.part, prefix, 0.0, 0, 0.0, group.name) for prefix in group.silent
+        )
+        progress = Progress(history, order)
+        if phase.first or any(phase.starts):
+            return PhaseDataset(datasets, order, phase.first, phase.starts), progress
+        return datasets[0] if len(files) == 1 else BlendedDataset(datasets, order), progress
 
-    def _tokens(self, name: str, prefix: str, shares: Sequence[float] | None) -> int:
-        """Tokens of a file's documents that belong to the part, which must be some."""
-        file = IndexedDataset(prefix)
-        _refuse(no_documents(self.config, name, file, 1, shares))
-        first, end = part_bounds(file, name, shares)
-        return int(file.lengths[first:end].sum(dtype=np.int64))
+    def _file(self, group: Group, source: Source, samples: int) -> _File:
+        """A file of a group that is to give `samples` samples, which must hold some tokens."""
+        if source.prefix not in self.opened:
+            data = IndexedDataset(source.prefix)
+            _refuse(wrong_ids(data, self.vocab_size, self.blocks))
+            if self.config.mmap_warmup:
+                data.warm_up()
+            digest = hashlib.sha256(data.lengths.tobytes()).hexdigest()
+            self.opened[source.prefix] = data, digest
+        data, digest = self.opened[source.prefix]
+        _refuse(no_documents(group.part, data, samples, source.cut))
+        first, end = source.cut.bounds(len(data))
+        tokens = int(data.lengths[first:end].sum(dtype=np.int64))
+        return _File(data, source, (first, end), tokens, digest)
 
-    def _note(self, part: str, prefix: str, weight: float, samples: int, tokens: int) -> None:
-        epochs = samples * self.seq_length / tokens
-        self.shares.append(Share(part, prefix, weight, samples, epochs))
+    def _note(self, group: Group, file: _File, weight: float, samples: int) -> None:
+        epochs = samples * self.seq_length / file.tokens
+        prefix = file.source.prefix
+        self.shares.append(Share(group.part, prefix, weight, samples, epochs, group.name))
 
-    def _single(
-        self, name: str, prefix: str, shares: Sequence[float] | None, samples: int
-    ) -> tuple[GPTDataset, int]:
-        """The samples of one file, and the tokens of its documents that belong to the part."""
-        file = IndexedDataset(prefix)
-        _refuse(wrong_ids(file, self.vocab_size))
-        if self.config.mmap_warmup:
-            file.warm_up()
-        _refuse(no_documents(self.config, name, file, samples, shares))
-        first, end = part_bounds(file, name, shares)
-        lengths = file.lengths
+    def _row(self, part: str, file: _File, requests: Sequence[int]) -> TokenDataset:
+        """The samples of a file, from one index after the other."""
+        datasets = [self._indexed(part, file, *each) for each in enumerate(requests)]
+        return datasets[0] if len(datasets) == 1 else ChainedDataset(datasets)
+
+    def _indexed(self, part: str, file: _File, number: int, samples: int) -> GPTDataset:
+        """The samples of a file's index of this number, which is made for so many samples."""
+        # Another seed for each, else an index would repeat the order of the one before it.
+        seed = (self.seed + number) % (1 << 32)
+        lengths, (first, end) = file.data.lengths, file.bounds
         decides = {
             "format": FORMAT,
-            "sequences": len(file),
-            "lengths sha256": hashlib.sha256(lengths.tobytes()).hexdigest(),
-            "split": self.config.split or DEFAULT_SPLIT if shares is not None else None,
+            "sequences": len(file.data),
+            "lengths sha256": file.lengths_hash,
+            "split": file.source.cut.text,
             "documents": [first, end],
             "samples": samples,
             "seq_length": self.seq_length,
-            "seed": self.seed,
+            "seed": seed,
             "tokenizer": self.tokenizer_fingerprint,
         }
+        prefix = file.source.prefix
 
         def make() -> Arrays:
             try:
-                made = build_indexes(
-                    lengths, np.arange(first, end), samples, self.seq_length, self.seed
-                )
+                made = build_indexes(lengths, np.arange(first, end), samples, self.seq_length, seed)
             except (MemoryError, OverflowError, ValueError) as error:
                 raise ValueError(
-                    f"{prefix}: {samples} {name} samples need an index that cannot be made "
+                    f"{prefix}: {samples} {part} samples need an index that cannot be made "
                     f"({error}): ask for fewer samples"
                 ) from error
             return {
@@ -195,10 +258,9 @@ class _Builder:
                 "shuffle": made.shuffle,
             }
 
-        arrays = self._cache(prefix).get(f"{Path(prefix).name}-{name}", decides, make)
+        arrays = self._cache(prefix).get(f"{Path(prefix).name}-{part}", decides, make)
         indexes = SampleIndexes(arrays["documents"], arrays["samples"], arrays["shuffle"])
-        dataset = GPTDataset(file, indexes, self.seq_length, self.vocab_size)
-        return dataset, int(lengths[first:end].sum(dtype=np.int64))
+        return GPTDataset(file.data, indexes, self.seq_length, self.vocab_size)
 
     def _cache(self, prefix: str) -> ArrayCache:
         if self.config.data_cache_path:
@@ -207,6 +269,14 @@ class _Builder:
         if self.fallback_cache:
             folders.append(Path(self.fallback_cache))
         return ArrayCache(folders)
+
+
+def _weights(files: Sequence[_File]) -> list[float]:
+    """Normalised; by size where the user gave none."""
+    total = sum(file.tokens for file in files)
+    return [
+        file.tokens / total if file.source.weight is None else file.source.weight for file in files
+    ]
 
 
 def _refuse(problems: Iterator[str]) -> None:

@@ -6,22 +6,21 @@ and no torch, and writes nothing.
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 
 import numpy as np
 
-from megatron_ds.config import DataConfig, flag_of
+from megatron_ds.config import DataConfig
 from megatron_ds.data.indexed import IndexedDataset, Tokens
 from megatron_ds.data.made_by import of_another
-from megatron_ds.data.sample_index import parse_split, split_bounds
+from megatron_ds.data.mixture import NAMES, Cut, read_groups
 from megatron_ds.tokenizer.identity import Identity
 
-DEFAULT_SPLIT = "969,30,1"
-NAMES = ("train", "valid", "test")
 PROBED_BLOCKS = 64
+PROBED_IN_ALL = 4096
+"""Blocks of all files together, beyond one of each."""
 PROBED_TOKENS = 4096
 """Tokens of a block: a token file is looked at in so many blocks of this size, evenly spread."""
 DOCUMENTS_LOOKED_AT = 64
@@ -42,41 +41,28 @@ def data_problems(
     identity: the tokenizer's, to be held against what lies beside the data. What is None is not
     known, and what depends on it is not judged.
     """
-    shares: Sequence[float] | None = None
-    if config.data_path:
-        try:
-            shares = parse_split(config.split or DEFAULT_SPLIT)
-            yield from no_training(config, shares)
-        except ValueError as error:
-            yield str(error)
+    groups, problems = read_groups(config)
+    yield from problems
     samples = dict(zip(NAMES, num_samples or (0, 0, 0), strict=True))
-    for field in ("data_path", *(f"{name}_data_path" for name in NAMES)):
-        flag, paths = flag_of(field), getattr(config, field) or ()
-        try:
-            prefixes = paths if len(paths) < 2 else parse_blend(paths, flag)[1]
-        except ValueError as error:
-            yield str(error)
-            continue
-        if field == "data_path":
-            cut = shares
-            fed = [name for name, share in zip(NAMES, shares or (), strict=False) if share]
-        else:
-            cut, fed = None, [field.removesuffix("_data_path")]
-        needed = {name: samples[name] for name in fed if samples[name]}
-        for prefix in dict.fromkeys(prefixes):
-            problems = _file_problems(config, prefix, vocab_size, identity, needed, cut)
-            yield from (f"{flag} {problem}" for problem in problems)
+    uses: dict[tuple[str, str], list[tuple[str, Cut]]] = {}
+    for group in groups:
+        for source in group.sources:
+            uses.setdefault((group.flag, source.prefix), []).append((group.part, source.cut))
+    blocks = probed_blocks(len({prefix for _, prefix in uses}))
+    for (flag, prefix), parts in uses.items():
+        needed = [(part, samples[part], cut) for part, cut in parts if samples[part]]
+        for problem in _file_problems(prefix, vocab_size, identity, needed, blocks):
+            yield f"{flag} {problem}"
 
 
 def _file_problems(
-    config: DataConfig,
     prefix: str,
     vocab_size: int | None,
     identity: Identity | None,
-    needed: dict[str, int],
-    shares: Sequence[float] | None,
+    needed: Sequence[tuple[str, int, Cut]],
+    blocks: int,
 ) -> Iterator[str]:
-    """needed: samples by part. shares: of --split, for files that it cuts."""
+    """needed: parts that read the file, their samples, and the documents that they read."""
     missing = list(_missing(prefix))
     if missing:
         yield from missing
@@ -89,69 +75,26 @@ def _file_problems(
     other = [] if identity is None else list(of_another(prefix, identity))
     yield from other
     if vocab_size is not None and not other:
-        yield from wrong_ids(file, vocab_size)
-    for name, samples in needed.items():
-        yield from (
-            f"{prefix}: {words}" for words in no_documents(config, name, file, samples, shares)
-        )
+        yield from wrong_ids(file, vocab_size, blocks)
+    for part, samples, cut in dict.fromkeys(needed):
+        yield from (f"{prefix}: {words}" for words in no_documents(part, file, samples, cut))
 
 
-def parse_blend(paths: Sequence[str], flag: str) -> tuple[list[float] | None, list[str]]:
-    """Normalised weights and prefixes of `WEIGHT PREFIX WEIGHT PREFIX ...`; weight 0 drops out.
-
-    `PREFIX PREFIX ...`, where no prefix is a number, has no weights: each file gives according to
-    its size. Raises ValueError for anything else.
-    """
-    given = f"{flag} {' '.join(paths)}"
-    if not any(_is_number(path) for path in paths):
-        return None, list(paths)
-    if len(paths) % 2:
-        raise ValueError(f"{given}: must be prefixes alone, or WEIGHT PREFIX WEIGHT PREFIX ...")
-    weights = [_weight(text, given) for text in paths[::2]]
-    kept = [(weight, prefix) for weight, prefix in zip(weights, paths[1::2], strict=True) if weight]
-    try:
-        total = math.fsum(weight for weight, _ in kept)
-    except OverflowError:
-        raise ValueError(f"{given}: the weights' sum is no number") from None
-    if total <= 0:
-        raise ValueError(f"{given}: all weights are 0")
-    return [weight / total for weight, _ in kept], [prefix for _, prefix in kept]
+def probed_blocks(files: int) -> int:
+    """Blocks of each file that are looked at: fewer if there are many files."""
+    return max(1, min(PROBED_BLOCKS, PROBED_IN_ALL // max(1, files)))
 
 
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
-
-
-def _weight(text: str, given: str) -> float:
-    try:
-        weight = float(text)
-    except ValueError:
-        weight = math.nan
-    if not (math.isfinite(weight) and weight >= 0):
-        raise ValueError(f"{given}: the weight {text!r} must be a number of at least 0")
-    return weight
-
-
-def no_training(config: DataConfig, shares: Sequence[float]) -> Iterator[str]:
-    """--split may leave validation and test without a share, not the training."""
-    if not shares[0]:
-        yield f"--split {config.split}: leaves no documents for training"
-
-
-def wrong_ids(file: IndexedDataset, vocab_size: int) -> Iterator[str]:
+def wrong_ids(file: IndexedDataset, vocab_size: int, blocks: int = PROBED_BLOCKS) -> Iterator[str]:
     """What shows that a token file was made with another tokenizer. No proof that it was not: only
-    a part of its tokens is looked at."""
+    `blocks` blocks of its tokens are looked at."""
     limit = int(np.iinfo(file.dtype).max)  # type: ignore[type-var]
     if limit < vocab_size - 1:
         yield (
             f"{file.prefix}: its .bin holds {8 * file.dtype.itemsize}-bit tokens ({file.dtype}), "
             f"which cannot reach a vocabulary of {vocab_size}: it was made with another tokenizer"
         )
-    probed = _probe(file.tokens)
+    probed = _probe(file.tokens, blocks)
     for token in (int(probed.min()), int(probed.max())) if probed.size else ():  # type: ignore[type-var]
         if not 0 <= token < vocab_size:
             yield (
@@ -160,34 +103,16 @@ def wrong_ids(file: IndexedDataset, vocab_size: int) -> Iterator[str]:
             )
 
 
-def no_documents(
-    config: DataConfig,
-    name: str,
-    file: IndexedDataset,
-    samples: int,
-    shares: Sequence[float] | None,
-) -> Iterator[str]:
-    """Whether a part of the data that is to give samples holds no token. shares: of --split, for
-    files that it cuts."""
-    first, end = part_bounds(file, name, shares)
+def no_documents(part: str, file: IndexedDataset, samples: int, cut: Cut) -> Iterator[str]:
+    """Whether the documents that are to give a part's samples hold no token."""
+    first, end = cut.bounds(len(file))
     if file.lengths[first:end].any():
         return
-    what = f"{samples} {name} samples are asked of {file.prefix}"
     remedy = "give more text"
-    if name != "train":
+    if part != "train":
         remedy += ", or none are read with --eval-iters 0"
-    if shares is None:
-        yield f"{what}, which holds no tokens: {remedy}"
-    else:
-        yield (
-            f"{what}, but --split {config.split or DEFAULT_SPLIT} leaves {name} none of its "
-            f"{len(file)} documents: choose another --split (0 for no {name} part), or {remedy}"
-        )
-
-
-def part_bounds(file: IndexedDataset, name: str, shares: Sequence[float] | None) -> tuple[int, int]:
-    """First and one-past-last of a file's documents that belong to a part."""
-    return (0, len(file)) if shares is None else split_bounds(shares, len(file))[NAMES.index(name)]
+    asked = f"{samples} {part} samples are asked of {file.prefix}"
+    yield f"{asked}, {cut.leaves_none(part, len(file))}{remedy}"
 
 
 def _missing(prefix: str) -> Iterator[str]:
@@ -204,11 +129,11 @@ def _missing(prefix: str) -> Iterator[str]:
             yield f"{prefix}: there is no file {prefix + suffix}{hint}"
 
 
-def _probe(tokens: Tokens) -> Tokens:
+def _probe(tokens: Tokens, blocks: int) -> Tokens:
     """Some of the tokens: all of a small file, else blocks from its beginning to its end."""
-    if tokens.size <= PROBED_BLOCKS * PROBED_TOKENS:
+    if tokens.size <= blocks * PROBED_TOKENS:
         return tokens
-    starts = np.linspace(0, tokens.size - PROBED_TOKENS, PROBED_BLOCKS, dtype=np.int64)
+    starts = np.linspace(0, tokens.size - PROBED_TOKENS, blocks, dtype=np.int64)
     return np.concatenate([tokens[start : start + PROBED_TOKENS] for start in starts])
 
 

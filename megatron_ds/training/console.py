@@ -37,10 +37,11 @@ def interval_line(record: IntervalRecord) -> str:
 
 
 def evaluation_block(record: EvalRecord) -> str:
-    """The three lines of an evaluation; the test's too says "validation", as in the forks."""
+    """The three lines of an evaluation; the test's too says "validation", as in the forks, and a
+    group its name, without a space before it."""
     text = (
-        f" validation loss at {record.where} | lm loss value: {record.loss:.6E} | "
-        f"lm loss PPL: {record.ppl:.6E} | "
+        f"{record.group or ' validation'} loss at {record.where} | "
+        f"lm loss value: {record.loss:.6E} | lm loss PPL: {record.ppl:.6E} | "
     )
     dashes = "-" * (len(text) + 1)
     return f"{dashes}\n{text}\n{dashes}"

@@ -86,6 +86,7 @@ class JsonLines(Sink):
         line = to_line(
             {
                 "iteration": record.iteration,
+                **({"group": record.group} if record.group else {}),
                 f"{record.split}_loss": record.loss,
                 "ppl": record.ppl,
             }

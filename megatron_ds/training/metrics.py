@@ -96,11 +96,13 @@ class Metrics:
         if state.iteration % self._log_interval == 0:
             self.flush()
 
-    def record_eval(self, state: TrainState, split: str, where: str, loss: float) -> None:
+    def record_eval(
+        self, state: TrainState, split: str, where: str, loss: float, group: str = ""
+    ) -> None:
         """Notes an evaluation, after the steps before it.
 
         split: "validation" or "test". where: what stands in the printed line. loss: the mean over
-        all ranks.
+        all ranks. group: name of the group of data, if it has one.
         """
         assert split in SPLITS, split
         self.persist()
@@ -111,6 +113,7 @@ class Metrics:
             split=split,
             where=where,
             loss=loss,
+            group=group,
         )
         for sink in self._sinks:
             sink.evaluation(record)

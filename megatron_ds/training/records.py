@@ -79,6 +79,8 @@ class EvalRecord:
     where: str
     """In words: "iteration 100", "the end of training for test data"."""
     loss: float
+    group: str = ""
+    """Name of the group of data, where the user gave one."""
 
     @property
     def ppl(self) -> float:

@@ -71,7 +71,8 @@ class TensorBoard(Sink):
         self._writer.flush()
 
     def evaluation(self, record: EvalRecord) -> None:
-        tag = f"{EVALUATIONS}lm loss {record.split}"
+        group = f"{record.group}/" if record.group else ""
+        tag = f"{EVALUATIONS}{group}lm loss {record.split}"
         # A run evaluates the same weights again at its end, and when it is started once more.
         if (tag, record.iteration) in self._evaluated:
             return

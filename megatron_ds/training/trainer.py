@@ -8,15 +8,17 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
 from megatron_ds import runtime, schedules
 from megatron_ds.checkpoint.disk import write_json
+from megatron_ds.checkpoint.found import Found
 from megatron_ds.checkpoint.native import Checkpoints, SaveError
 from megatron_ds.config import Config
 from megatron_ds.data.build import Datasets, build_datasets
-from megatron_ds.data.gpt_dataset import TokenDataset
+from megatron_ds.data.shares import SHARES, listed, summary, unrecorded
 from megatron_ds.data.stream import MicroBatches
 from megatron_ds.ending import Life
 from megatron_ds.engine.base import Engine
@@ -153,10 +155,9 @@ class Trainer:
         )
 
     def _evaluate(self, split: str, where: str) -> EarlyEnd | None:
-        """Gives the reason, if the run is to end at once: the evaluation ends without a result."""
-        dataset: TokenDataset | None = self.data.valid if split == "validation" else self.data.test
-        if dataset is None:
-            return None
+        """Of every group of data. Gives the reason, if the run is to end at once: the evaluation
+        ends without a result."""
+        groups = self.data.valid if split == "validation" else self.data.test
         end: EarlyEnd | None = None
 
         def stopped() -> bool:
@@ -164,18 +165,20 @@ class Trainer:
             end = self.exits.asked(self.state.iteration)
             return end is not None
 
-        loss = evaluate(
-            self.engine,
-            dataset,
-            self.mesh,
-            samples=self.config.logging.eval_iters * self.config.batch_size(self.mesh.dp.size),
-            micro_batch_size=_known(self.config.schedule.micro_batch_size),
-            eod=self.eod,
-            mean_over_dp=_MeanOver(self.mesh),
-            stopped=stopped,
-        )
-        if loss is not None:
-            self.metrics.record_eval(self.state, split, where, loss)
+        for name, dataset in groups.items():
+            loss = evaluate(
+                self.engine,
+                dataset,
+                self.mesh,
+                samples=self.config.logging.eval_iters * self.config.batch_size(self.mesh.dp.size),
+                micro_batch_size=_known(self.config.schedule.micro_batch_size),
+                eod=self.eod,
+                mean_over_dp=_MeanOver(self.mesh),
+                stopped=stopped,
+            )
+            if loss is None:
+                break
+            self.metrics.record_eval(self.state, split, where, loss, name)
         return end
 
     def _save(self, saved: int, *, final: bool) -> int:
@@ -187,13 +190,17 @@ class Trainer:
             return saved
         self.metrics.persist()
         try:
-            self.checkpoints.save(self.engine, self.state)
+            self.checkpoints.save(self.engine, self.state, self._data_record)
         except SaveError as error:
             if final or self.config.checkpoint.on_save_error == "exit":
                 raise
             runtime.say(f"WARNING: {error}. Training goes on (--on-save-error continue)")
             return saved
         return self.state.iteration
+
+    def _data_record(self) -> dict[str, Any]:
+        assert self.data.progress is not None
+        return self.data.progress.record(self.state.consumed_samples)
 
 
 def pretrain(config: Config, life: Life, startup: Startup) -> ExitCode:
@@ -227,7 +234,12 @@ def build_trainer(
     )
     dp_size = mesh.dp.size
     say_arguments(config, here, mesh)
-    data = _data(config, tokenizer, dp_size)
+    checkpoints = Checkpoints(config, mesh, runtime.say)
+    found: Found | None = None
+    if config.checkpoint.load is not None:
+        found = checkpoints.find()
+        startup.done("checkpoint's check")
+    data = _data(config, tokenizer, dp_size, found)
     _stamp("after dataloaders are built")
     startup.done("data")
     peak = runtime.PeakMemory()
@@ -238,10 +250,9 @@ def build_trainer(
         f" > number of parameters on (tensor, pipeline) model parallel rank "
         f"({mesh.tp.rank}, {mesh.pp.rank}): {count}"
     )
-    checkpoints = Checkpoints(config, mesh, runtime.say)
     state = TrainState()
-    if config.checkpoint.load is not None:
-        state = checkpoints.load(engine) or state
+    if found is not None:
+        state = checkpoints.load(engine, found)
         startup.done("checkpoint")
     _stamp("after model, optimizer, and learning rate scheduler are built")
     estimate = estimate_of(config, mesh, engine, here.device.type)
@@ -250,6 +261,7 @@ def build_trainer(
         Path(config.checkpoint.save).mkdir(parents=True, exist_ok=True)
         checkpoints.warn_of_newer(state)
         write_json(Path(config.checkpoint.save) / "ds_config.json", engine.ds_config)
+        write_json(Path(config.checkpoint.save) / SHARES, listed(data.shares))
     return Trainer(
         config=config,
         mesh=mesh,
@@ -284,7 +296,8 @@ class _MeanOver:
         return [sum(column) / len(column) for column in zip(*gathered, strict=True)]
 
 
-def _data(config: Config, tokenizer: Tokenizer, dp_size: int) -> Datasets:
+def _data(config: Config, tokenizer: Tokenizer, dp_size: int, found: Found | None) -> Datasets:
+    """found: the checkpoint from which the run goes on, if there is one."""
     runtime.say(" > building train, validation, and test datasets for GPT ...")
     wanted = schedules.planned_samples(config, dp_size)
     for name, samples in zip(("train", "validation", "test"), wanted, strict=True):
@@ -298,9 +311,17 @@ def _data(config: Config, tokenizer: Tokenizer, dp_size: int) -> Datasets:
         tokenizer_fingerprint=tokenizer.fingerprint,
         vocab_size=tokenizer.vocab_size,
         fallback_cache=None if save is None else str(Path(save) / "index-cache"),
+        history=None if found is None else found.history,
+        consumed=0 if found is None else found.state.consumed_samples,
     )
-    for share in built.shares:
-        runtime.say(f"    {share}")
+    full_list = None if save is None else str(Path(save) / SHARES)
+    for line in summary(built.shares, full_list):
+        runtime.say(f"    {line}")
+    changes = built.changes
+    if found is not None and found.history is None:
+        changes = tuple(unrecorded(found.run["config"], config))
+    if changes:
+        runtime.say("WARNING: " + "\n".join(changes))
     return built
 
 

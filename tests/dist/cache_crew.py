@@ -59,7 +59,7 @@ def build(request: dict[str, Any]) -> str:
         fallback_cache=request.get("fallback"),
     )
     digest = hashlib.sha256()
-    for dataset in (datasets.train, datasets.valid):
+    for dataset in (datasets.train, datasets.valid[""]):
         assert dataset is not None
         for number in range(len(dataset)):
             digest.update(dataset[number].tobytes())

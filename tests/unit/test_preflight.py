@@ -58,6 +58,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (here / f"junk{suffix}").write_bytes(b"junk" * 30)
         (here / f"directory{suffix}").mkdir()
     (here / "file").touch()
+    (here / "blend").write_text("1 small 2 nothing")
+    (here / "groups").write_text('"V: 1 0:1 small, 2 0:0.5 large"')
+    (here / "narrow").write_text('"V: 1 0.999:1 small"')
     (here / "list.json").write_text("[]")
     (here / "merges.txt").write_text("#version: 0.2\n")
     (here / "torn.json").write_text('{"train_batch_size":')
@@ -223,7 +226,25 @@ WRONG = [
         "--vocab-size 70_000",
         "its .bin holds 16-bit tokens (uint16), which cannot reach a vocabulary of 70001",
     ),
-    (1, "--valid-data-path small", "--data-path and --train/--valid/--test-data-path exclude"),
+    (1, "--valid-data-path small", "--data-path cannot go with --valid-data-path"),
+    (1, "--data-path - --data-args-path none", "--data-args-path none: there is no such file"),
+    (
+        1,
+        "--data-path - --data-args-path blend",
+        "--data-args-path blend: nothing: there is no file nothing.bin",
+    ),
+    (
+        1,
+        "--data-path - --train-data-path small --valid-weighted-split-paths-path groups",
+        "--valid-weighted-split-paths-path groups: V: large: its .bin holds the token 699",
+    ),
+    (
+        1,
+        "--data-path - --train-data-path small --valid-weighted-split-paths-path narrow "
+        "--eval-iters 2",
+        "narrow: V: small: 4 valid samples are asked of small, but 0.999:1 leaves none of its 300 "
+        "documents: choose a wider range, or give more text",
+    ),
     # The tokenizer.
     (
         1,

@@ -50,4 +50,7 @@ def save(checkpoints: Checkpoints, *iterations: int) -> FakeEngine:
 
 def load(checkpoints: Checkpoints) -> tuple[TrainState | None, FakeEngine]:
     engine = FakeEngine()
-    return checkpoints.load(engine), engine  # type: ignore[arg-type]
+    found = checkpoints.find()
+    if found is None:
+        return None, engine
+    return checkpoints.load(engine, found), engine  # type: ignore[arg-type]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +16,9 @@ from megatron_ds.config import DataConfig
 from megatron_ds.data import build
 from megatron_ds.data.build import Datasets, Share, build_datasets
 from megatron_ds.data.gpt_dataset import TokenDataset
+from megatron_ds.data.history import History
 from megatron_ds.data.indexed import IndexedWriter
+from megatron_ds.data.shares import listed, summary
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 
@@ -55,8 +58,8 @@ def test_parts_are_disjoint_and_long_enough(tmp_path: Path) -> None:
     assert built.train[0].dtype == np.int64
     assert built.train[0].shape == (6,)
     assert tokens_of(built.train) == set(range(32))
-    assert tokens_of(built.valid) == set(range(32, 36))
-    assert tokens_of(built.test) == set(range(36, 40))
+    assert tokens_of(built.valid[""]) == set(range(32, 36))
+    assert tokens_of(built.test[""]) == set(range(36, 40))
 
 
 def test_parts_given_alone(tmp_path: Path) -> None:
@@ -66,17 +69,17 @@ def test_parts_given_alone(tmp_path: Path) -> None:
     )
     built = datasets(config, (30, 5, 5))
     assert tokens_of(built.train) <= set(range(40))
-    assert built.valid is None
-    assert tokens_of(built.test) <= set(range(100, 140))
+    assert not built.valid
+    assert tokens_of(built.test[""]) <= set(range(100, 140))
 
 
 def test_none_asked_and_none_given_are_none(tmp_path: Path) -> None:
     path = (write(tmp_path / "p"),)
     built = datasets(DataConfig(data_path=path), (10, 0, 0))
-    assert (built.valid, built.test) == (None, None)
+    assert (built.valid, built.test) == ({}, {})
     built = datasets(DataConfig(data_path=path, split="90,10,0"), (10, 3, 3))
-    assert built.valid is not None
-    assert built.test is None
+    assert list(built.valid) == [""]
+    assert not built.test
 
 
 @pytest.mark.parametrize(
@@ -212,3 +215,177 @@ def test_four_processes_at_once_read_the_same(tmp_path: Path) -> None:
     outputs = {process.communicate(timeout=60)[0] for process in processes}
     assert len(outputs) == 1
     assert outputs.pop().startswith("500 ")
+
+
+def run(
+    config: DataConfig, end: int, consumed: int = 0, total: int | None = None, record: Any = None
+) -> tuple[list[str], dict[str, Any], Datasets]:
+    """Ids of the samples that a run takes from `consumed` to `end`, and what its checkpoint keeps.
+
+    total: samples that the run is laid out for; `end` of them if not given.
+    """
+    history = None if record is None else History.from_dict(json.loads(json.dumps(record)))
+    built = datasets(config, (total or end, 0, 0), history=history, consumed=consumed)
+    assert built.train is not None
+    assert built.progress is not None
+    ids = [built.train.sample_id(position) for position in range(consumed, end)]
+    assert all(len(built.train[position]) == 6 for position in range(consumed, end))
+    return ids, built.progress.record(end), built
+
+
+def of(name: str, ids: list[str]) -> list[str]:
+    return [one.rpartition("/")[2] for one in ids if f"{name}:" in one]
+
+
+def test_a_resume_with_the_same_mixture_reads_what_the_run_would_have(tmp_path: Path) -> None:
+    for paths in (("a",), ("1", "a"), ("2", "a", "1", "b"), ("a", "b", "c")):
+        for name, first in (("a", 0), ("b", 100), ("c", 200)):
+            write(tmp_path / name, first=first)
+        given = tuple(str(tmp_path / path) if path.isalpha() else path for path in paths)
+        config = DataConfig(data_path=given, split="1")
+        whole, at_the_end, _ = run(config, 150)
+        before, record, _ = run(config, 60, total=150)
+        after, again, built = run(config, 150, 60, record=record)
+        assert before + after == whole
+        assert again == at_the_end
+        assert built.changes == ()
+
+
+def test_another_mixture_goes_on_in_each_source_where_it_was(tmp_path: Path) -> None:
+    a, b, c = (write(tmp_path / name, first=100 * n) for n, name in enumerate("abc"))
+    mixture = DataConfig(data_path=("3", a, "1", b), split="1")
+    undisturbed, _, _ = run(mixture, 400)
+    before, record, _ = run(mixture, 160, total=400)
+    other = DataConfig(data_path=("1", c, "1", a), split="1")
+    after, record, built = run(other, 240, 160, total=400, record=record)
+    assert len(of("a", after)) == len(of("c", after)) == 40
+    both = before + after
+    assert of("a", both) == of("a", undisturbed)[: 120 + 40]
+    assert of("b", both) == of("b", undisturbed)[:40]
+    assert [source["taken"] for source in record["sources"]] == [160, 40, 40]
+    assert [phase["first"] for phase in record["phases"]] == [0, 160]
+    text = "\n".join(built.changes)
+    for words in (
+        "the mixture of the training data changes after 160 samples",
+        "before: a 0.75, b 0.25",
+        "now:    c 0.5, a 0.5",
+        "goes on: a at its sample 120",
+        "no longer read: b, after 40 samples",
+        "starts at its first sample: c",
+    ):
+        assert words in text
+
+    # Back to the first mixture: b goes on after its 40, too, and the change is told once.
+    last, record, built = run(mixture, 400, 240, record=record)
+    assert of("b", both + last) == of("b", undisturbed)[:80]
+    assert len(of("a", last)) == 120
+    repeated, _, built = run(mixture, 400, 240, record=record)
+    assert built.changes == ()
+    assert repeated == last
+
+
+def test_one_file_becomes_a_mixture_and_one_file_again(tmp_path: Path) -> None:
+    a, b = write(tmp_path / "a"), write(tmp_path / "b", first=100)
+    alone = DataConfig(data_path=(a,), split="1")
+    undisturbed, _, _ = run(alone, 300)
+    first, record, _ = run(alone, 100, total=300)
+    second, record, _ = run(
+        DataConfig(data_path=("1", a, "1", b), split="1"), 200, 100, 300, record
+    )
+    third, record, _ = run(alone, 300, 200, record=record)
+    ids = of("a", first + second + third)
+    assert ids == of("a", undisturbed)[:250]
+    assert record["sources"][0]["taken"] == 250
+
+
+def test_a_longer_run_first_ends_its_index_and_repeats_nothing(tmp_path: Path) -> None:
+    """The order of an index depends on its number of epochs, as in Megatron."""
+    config = DataConfig(data_path=(write(tmp_path / "a"),), split="1")  # 280 tokens, 55 samples
+    before, record, built = run(config, 40)
+    assert built.train is not None
+    index = [built.train.sample_id(position) for position in range(len(built.train))]
+    assert len(index) == 55
+    assert run(config, 100)[0][:40] != before
+    after, record, built = run(config, 140, 40, record=record)
+    ids = before + after
+    assert ids[:55] == index
+    assert all("+1" in one for one in ids[55:])
+    assert len(set(ids)) == 140
+    assert "a has to give more samples than its index holds" in built.changes[0]
+    longer, record, _ = run(config, 300, 140, record=record)
+    assert len(set(ids + longer)) == 300
+    assert record["sources"][0]["requests"] == (40, 85, 300 - 55 - 111)
+    # All documents were read equally often, within one epoch.
+    shares = [share.epochs for share in built.shares]
+    assert shares == [140 * 5 / 280]
+
+
+def test_a_shorter_run_keeps_its_order(tmp_path: Path) -> None:
+    config = DataConfig(data_path=(write(tmp_path / "a"),), split="1")
+    whole, _, _ = run(config, 200)
+    _, record, _ = run(config, 60, total=200)
+    after, _, built = run(config, 90, 60, record=record)
+    assert after == whole[60:90]
+    assert built.changes == ()
+
+
+def test_a_file_of_another_content_is_a_source_of_its_own(tmp_path: Path) -> None:
+    config = DataConfig(data_path=(write(tmp_path / "a"),), split="1")
+    _, record, _ = run(config, 30, total=60)
+    write(tmp_path / "a", documents=41)
+    _, record, built = run(config, 60, 30, record=record)
+    assert [source["taken"] for source in record["sources"]] == [30, 30]
+    assert "of the same name, but with other documents than before: a" in "\n".join(built.changes)
+
+
+def test_a_folder_that_moved_holds_the_same_sources(tmp_path: Path) -> None:
+    for folder in ("old", "new"):
+        (tmp_path / folder).mkdir()
+        write(tmp_path / folder / "a")
+    before, record, _ = run(DataConfig(data_path=(str(tmp_path / "old" / "a"),)), 20, total=40)
+    moved = DataConfig(data_path=(str(tmp_path / "new" / "a"),))
+    after, _, built = run(moved, 40, 20, record=record)
+    assert built.changes == ()
+    assert before + after == run(moved, 40)[0]
+
+
+def test_groups_are_data_sets_of_their_own(tmp_path: Path) -> None:
+    a, b = write(tmp_path / "a"), write(tmp_path / "b", first=100)
+    config = DataConfig(
+        train_weighted_split_paths=(f"T: 2 0:0.8 {a}, 1 0:0.5 {b}",),
+        valid_weighted_split_paths=(f"V1: 1 0.8:0.9 {a}", f"V2: 1 0.5:1 {b}, 1 0.9:1 {a}"),
+        test_weighted_split_paths=(f"X: 1 0:1 {b}, 0 0:1 {tmp_path / 'none'}",),
+    )
+    built = datasets(config, (300, 40, 20))
+    assert tokens_of(built.train) == {*range(32), *range(100, 120)}
+    assert list(built.valid) == ["V1", "V2"]
+    assert tokens_of(built.valid["V1"]) == set(range(32, 36))
+    assert tokens_of(built.valid["V2"]) <= {*range(36, 40), *range(120, 140)}
+    assert list(built.test) == ["X"]
+    told = [str(share) for share in built.shares]
+    assert f"valid V1: {a}, weight 1: 40 samples, 7.14 epochs" in told
+    assert f"valid V2: {b}, weight 0.5: 20 samples, 0.714 epochs" in told
+    assert f"test X: {tmp_path / 'none'}, weight 0: gives nothing" in told
+
+
+def test_more_files_than_a_byte_counts_with_tiny_and_zero_weights(tmp_path: Path) -> None:
+    prefix = write(tmp_path / "a")
+    paths: list[str] = []
+    for number in range(300):
+        paths += [{0: "0", 1: "1e-12"}.get(number, "1"), prefix]
+    built = datasets(DataConfig(data_path=tuple(paths), split="1"), (600, 0, 0))
+    assert built.train is not None
+    counts = [share.samples for share in built.shares]
+    assert len(counts) == 300
+    assert sum(counts) == 600
+    assert counts[0] <= 1
+    assert set(counts[1:-1]) <= {2, 3}
+    assert (built.shares[-1].weight, counts[-1]) == (0, 0)
+    numbers = {int(built.train.sample_id(i).split("/")[0]) for i in range(600)}
+    assert max(numbers) == 298
+    lines = list(summary(built.shares, "all.json"))
+    assert len(lines) == 12 + 3
+    assert "train: 287 more files, weights 0.959732 in all: 572 samples" in lines[12]
+    assert lines[13] == "train: files of weight 0, which give nothing: 1"
+    assert lines[14] == "all files: all.json"
+    assert [one["samples"] for one in listed(built.shares)] == counts

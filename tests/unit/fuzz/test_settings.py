@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from megatron_ds.config import DataConfig
 from megatron_ds.data.build import build_datasets
-from megatron_ds.data.check import parse_blend
 from megatron_ds.data.indexed import IndexedWriter
+from megatron_ds.data.mixture import parse_blend
 from megatron_ds.data.sample_index import parse_split, split_bounds
 from tests.unit.fuzz.clear import FUZZ, REFUSED, read_or_refuse
 

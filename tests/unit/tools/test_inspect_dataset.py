@@ -52,7 +52,7 @@ def test_samples_are_those_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixtur
         vocab_size=tokenizer.vocab_size,
     )
     flags = [prefix, "--seq-length", "6", "--seed", "7", "--split", "8,2", "--json", *NULL]
-    for part, count, dataset in (("train", 60, run.train), ("valid", 10, run.valid)):
+    for part, count, dataset in (("train", 60, run.train), ("valid", 10, run.valid[""])):
         assert dataset is not None
         wanted = ["--samples", "0-4", "9", "--num-samples", str(count), "--part", part]
         assert main([*flags, *wanted]) == 0

@@ -47,7 +47,7 @@ class World:
             counters["stats"]["unique_graphs"] += 1
         return StepResult(1.0, 1.0)
 
-    def save(self, engine: object, state: TrainState) -> None:
+    def save(self, engine: object, state: TrainState, data: object) -> None:
         self.now += SAVE
         self.saves.append(state.iteration)
 
@@ -96,7 +96,7 @@ def run(
         ),
         mesh=Mesh.single(),
         engine=anything,
-        data=Datasets(train=anything, valid=anything, test=None),
+        data=Datasets(train=anything, valid={"": anything}),
         metrics=Metrics(
             Workload(flops_per_sample=lambda tokens: 10**12, seq_length=8, world_size=1),
             log_interval=2,
