@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 
 import numpy as np
 
-from megatron_ds.config import DataConfig
+from megatron_ds.config import DataConfig, flag_of
 from megatron_ds.data.indexed import IndexedDataset, Tokens
 from megatron_ds.data.made_by import of_another
 from megatron_ds.data.mixture import NAMES, Cut, read_groups
@@ -146,7 +145,9 @@ def data_remarks(config: DataConfig, eod: int | None) -> Iterator[str]:
     flags = [flag_of(name) for name in fields if getattr(config, name)]
     if not flags or eod is None:
         return
-    endless = [prefix for prefix in _prefixes(config) if _is_endless(prefix, eod)]
+    prefixes = _prefixes(config)
+    blocks = probed_blocks(len(prefixes))
+    endless = [prefix for prefix in prefixes if _is_endless(prefix, eod, blocks)]
     if endless:
         named = ", ".join(endless[:FILES_NAMED])
         if len(endless) > FILES_NAMED:
@@ -161,16 +162,11 @@ def data_remarks(config: DataConfig, eod: int | None) -> Iterator[str]:
 
 def _prefixes(config: DataConfig) -> list[str]:
     """All token files, each once."""
-    found: dict[str, None] = {}
-    for field in ("data_path", *(f"{name}_data_path" for name in NAMES)):
-        paths = getattr(config, field) or ()
-        with suppress(ValueError):
-            prefixes = paths if len(paths) < 2 else parse_blend(paths, flag_of(field))[1]
-            found.update(dict.fromkeys(prefixes))
-    return list(found)
+    groups, _ = read_groups(config)
+    return list(dict.fromkeys(source.prefix for group in groups for source in group.sources))
 
 
-def _is_endless(prefix: str, eod: int) -> bool:
+def _is_endless(prefix: str, eod: int, blocks: int) -> bool:
     """Whether the end-of-document token is neither at the end of the first documents of a file nor
     anywhere else that is looked at."""
     try:
@@ -184,4 +180,4 @@ def _is_endless(prefix: str, eod: int) -> bool:
     if not last.size:
         return False
     tokens = [int(file.get(int(sequence))[-1]) for sequence in last]
-    return eod not in tokens and not bool((_probe(file.tokens) == eod).any())
+    return eod not in tokens and not bool((_probe(file.tokens, blocks) == eod).any())
