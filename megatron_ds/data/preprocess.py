@@ -50,7 +50,7 @@ class PreprocessOptions:
     append_eod: bool = False
     strict: bool = False
     workers: int = 1
-    chunk_size: int = 64
+    chunk_size: int = 512
     splitter: Splitter | None = None
 
     def prefix(self, key: str) -> str:

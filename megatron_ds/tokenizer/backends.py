@@ -61,11 +61,9 @@ runs of signs, and what looks like the tokenizers' own notation."""
 class Described(Protocol):
     """A tokenizer that a tokenizer.json says all about."""
 
-    @property
     def tokenizer_json(self) -> str:
         """The content of such a file."""
 
-    @property
     def added_tokens(self) -> Sequence[str]:
         """Texts that are tokens wherever they stand."""
 
@@ -92,9 +90,9 @@ class FastTokenizer:
         self._reference = reference
         library = importlib.import_module(FAST)
         with library_errors("it does not take the tokenizer"):
-            self._model: Any = library.Tokenizer.from_json_str(reference.tokenizer_json)
+            self._model: Any = library.Tokenizer.from_json_str(reference.tokenizer_json())
         difference = first_difference(
-            self.encode, reference.encode, edge_cases(reference.added_tokens)
+            self.encode, reference.encode, edge_cases(reference.added_tokens())
         )
         if difference is not None:
             raise ValueError(f"it has other ids than {REFERENCE} for {difference}")

@@ -46,11 +46,9 @@ class GPT2BPETokenizer:
         self._tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         self._tokenizer.decoder = decoders.ByteLevel()
 
-    @property
     def tokenizer_json(self) -> str:
         return self._tokenizer.to_str()
 
-    @property
     def added_tokens(self) -> Sequence[str]:
         return (END_OF_TEXT,)  # which is none here, and must not become one by another library
 

@@ -94,11 +94,9 @@ class FileTokenizer:
         )
         self.identity = Identity("HFTokenizer", hashes_of([file]), self.vocab_size, self.eod)
 
-    @property
     def tokenizer_json(self) -> str:
         return self._tokenizer.to_str()
 
-    @property
     def added_tokens(self) -> Sequence[str]:
         return [token.content for token in self._tokenizer.get_added_tokens_decoder().values()]
 

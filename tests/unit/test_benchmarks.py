@@ -151,18 +151,40 @@ def test_preprocessing_against_its_floor(tmp_path):
                 json.dumps({"text": f"document number {number}: a word, another word"}) + "\n"
             )
     options = argparse.Namespace(
-        input=str(corpus), vocab_file=None, merge_file=None, workers=1, rounds=1, copies=1
+        input=str(corpus), vocab_file=None, merge_file=None, workers=1, rounds=1
     )
     folder = tmp_path / "work"
     folder.mkdir()
     result = preprocess.measure(options, folder)
     (times,) = result["rounds"]
-    assert result["ratio"] == round(times["floor"]["wall_s"] / times["tool"]["wall_s"], 3)
-    assert result["input"]["documents"] == 50
+    assert list(times) == ["floor large", "tool large", "tool middle", "tool once"]
+    assert result["ratio"] == round(times["tool large"]["wall"] / times["floor large"]["wall"], 3)
+    assert result["text_bytes"]["large"] == 16 * result["text_bytes"]["once"]
+    assert result["library"] == "fastokens"
+    assert "target at most 0.2" in preprocess.report(result)
 
     (folder / "floor.bin").write_bytes(b"something else")
     with pytest.raises(ValueError, match="different tokens"):
         preprocess.check_equal(folder)
+
+
+def test_the_figures_of_preprocessing_are_medians_over_the_rounds():
+    run = preprocess.Run
+    line = "time: ...; all workers together: parsing 1.00 s, encoding by fastokens 0.10 s"
+    rounds = [
+        {
+            "floor large": run(10.0 * slow, 20.0),
+            "tool large": run(2.0 * slow, 4.0),
+            "tool middle": run(1.0 * slow, 2.0),
+            "tool once": run(0.5 * slow, 1.0, line),
+        }
+        for slow in (1.0, 1.0, 4.0)
+    ]
+    found = preprocess.figures(rounds, 5_000_000)
+    assert (found["ratio"], found["ratio_cpu"]) == (0.2, 0.2)
+    assert found["steady_MB_s"] == 60.0
+    assert found["once_MB_s"] == 10.0
+    assert found["once_encoding_MB_s_per_worker"] == 50.0
 
 
 def test_the_start_up_line_of_a_run_is_understood():

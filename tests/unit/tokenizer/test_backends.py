@@ -147,7 +147,7 @@ class Wrong:
 
     def __init__(self, sign: str) -> None:
         self._sign = sign
-        self._right = fastokens.Tokenizer.from_json_str(GPT2.tokenizer_json)  # type: ignore[attr-defined]
+        self._right = fastokens.Tokenizer.from_json_str(GPT2.tokenizer_json())  # type: ignore[attr-defined]
 
     def from_json_str(self, content: str) -> Wrong:
         return self
