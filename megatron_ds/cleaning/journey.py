@@ -69,11 +69,11 @@ class Judge(Protocol):
 
 
 @dataclass(slots=True)
-class Mark:
+class Changed:
     """In a journey: at this stage the text was mended."""
 
 
-Step = Mark | Dropped | Claimed | list["Journey"] | None
+Step = Changed | Dropped | Claimed | list["Journey"] | None
 """What became of a text at one stage; a list: its pieces, which go on from the next stage."""
 
 
@@ -109,7 +109,7 @@ def travel(
         outcome = stage(Document(text, url))
         if isinstance(outcome, Mended):
             text = outcome.text
-            steps.append(Mark())
+            steps.append(Changed())
         elif isinstance(outcome, Cut):
             rest = stages[number:]
             pieces = [travel(piece, url, rest, line_of, keep_dropped) for piece in outcome.texts]

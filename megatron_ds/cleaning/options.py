@@ -95,6 +95,9 @@ class CleaningOptions:
             yield f"--stages {' '.join(self.order)}: a stage is named twice"
         if self.workers < 1:
             yield f"--workers {self.workers}: must be at least 1"
+        if self.resume:
+            for path in self.inputs.read_once():
+                yield f"--resume: --input {path} cannot be read a second time"
         yield from self._stage_problems()
 
     def _output_problems(self) -> Iterator[str]:
@@ -243,7 +246,6 @@ class CleaningOptions:
         inputs = self.inputs
         chosen: dict[str, Any] = {
             "--input": [*inputs.paths],
-            "size of --input": inputs.total_bytes(),
             "--input-format": inputs.format,
             "--text-documents": inputs.text_documents,
             "--hf-dataset": inputs.hf_dataset,
@@ -256,6 +258,8 @@ class CleaningOptions:
             "--json-key": self.key,
             "part": self.part_bytes,
         }
+        for stamp in inputs.stamps():
+            chosen[f"input {stamp.name}"] = f"{stamp.size} bytes, mark {stamp.mark or 'none'}"
         for stage in stages:
             chosen |= self._settings_of(stage)
         for name in self.order:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -17,13 +16,13 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from megatron_ds.cleaning.counts import Counts
-from megatron_ds.cleaning.journey import Claimed, Dropped, Journey, Judge, Mark, Stage, travel
+from megatron_ds.cleaning.journey import Changed, Claimed, Dropped, Journey, Judge, Stage, travel
 from megatron_ds.cleaning.options import CleaningOptions
 from megatron_ds.cleaning.report import draw, write_numbers
 from megatron_ds.cleaning.work import Work, packed, records
 from megatron_ds.data.documents import Bad, Wanted, texts_of
 from megatron_ds.data.quarantine import line_of
-from megatron_ds.data.sources import Item, Reader, Unreadable
+from megatron_ds.data.sources import START, Item, Place, Reader, Unreadable
 from megatron_ds.data.workers import Workers
 
 CHUNK_BYTES = 1 << 19
@@ -104,11 +103,10 @@ def _replaced(value: dict[str, Any], path: Sequence[str], text: str) -> dict[str
     return {**value, path[0]: inner}
 
 
-class Place(NamedTuple):
-    """Where the input is after a chunk: items read, a checksum of them, whether a part ends."""
+class Mark(NamedTuple):
+    """Where the input is after a chunk, and whether a part ends there."""
 
-    items: int
-    checksum: int
+    place: Place
     ends_part: bool
     input_bytes: int
 
@@ -119,53 +117,35 @@ class Feed:
 
     reader: Reader
     part_bytes: int
-    items: int = 0
-    checksum: int = 0
-    places: deque[Place] = field(default_factory=deque)
+    marks: deque[Mark] = field(default_factory=deque)
 
-    def chunks(self, skip: int, checksum: int) -> Iterator[list[Item]]:
-        """Passes over the first `skip` items. Raises ValueError if they are not what they were."""
+    def chunks(self) -> Iterator[list[Item]]:
         chunk: list[Item] = []
         size = part = 0
         for item in self.reader:
-            content = _content(item)
-            self.items += 1
-            self.checksum = zlib.crc32(content, self.checksum)
-            if self.items <= skip:
-                if self.items == skip:
-                    self._check(checksum)
-                continue
             chunk.append(item)
-            size += len(content)
-            part += len(content)
+            length = _size(item)
+            size += length
+            part += length
             ends_part = part >= self.part_bytes
             if ends_part or size >= CHUNK_BYTES or len(chunk) >= CHUNK_DOCUMENTS:
-                yield self._placed(chunk, ends_part)
+                yield self._marked(chunk, self.reader.place(item.line), ends_part)
                 chunk, size, part = [], 0, 0 if ends_part else part
-        if self.items < skip:
-            self._check(checksum ^ 1)
         if chunk:
-            yield self._placed(chunk, False)
+            yield self._marked(chunk, self.reader.end, False)
 
-    def _placed(self, chunk: list[Item], ends_part: bool) -> list[Item]:
-        self.places.append(Place(self.items, self.checksum, ends_part, self.reader.position))
+    def _marked(self, chunk: list[Item], place: Place, ends_part: bool) -> list[Item]:
+        self.marks.append(Mark(place, ends_part, self.reader.position))
         return chunk
 
-    def _check(self, checksum: int) -> None:
-        if self.checksum != checksum:
-            raise ValueError(
-                "--resume: the input is not what it was when the run was interrupted; remove the "
-                "folder of its work to begin anew"
-            )
 
-
-def _content(item: Item) -> bytes:
+def _size(item: Item) -> int:
     value = item.value
     if isinstance(value, bytes):
-        return value
+        return len(value)
     if isinstance(value, Unreadable):
-        return value.content.encode("utf-8", "surrogatepass")
-    return "\0".join(map(str, value.values())).encode("utf-8", "surrogatepass")
+        return len(value.content)
+    return sum(len(text) for text in value.values() if isinstance(text, str))
 
 
 @dataclass
@@ -199,7 +179,7 @@ class Ledger:
                     self.write(keys_of(name), packed(step.key))
             elif isinstance(step, Dropped):
                 reason = step.reason
-            elif isinstance(step, Mark):
+            elif isinstance(step, Changed):
                 counts.changed += 1
             elif isinstance(step, list):
                 counts.changed += 1
@@ -282,21 +262,22 @@ def _work(
         file = keys_of(name)
         for key in records(work.folder / file, work.files[file].committed):
             judge.restore(key)
+    done = work.progress
+    place = START if done is None else Place(*done["place"])
     keys = (options.key,) if options.order else ()
-    feed = Feed(Reader(options.inputs, keys, whole=True), options.part_bytes)
-    done = work.progress or {"items": 0, "checksum": 0}
+    feed = Feed(Reader(options.inputs, keys, place, whole=True), options.part_bytes)
     counts = ledger.counts
-    place = Place(done["items"], done["checksum"], False, 0)
 
     def progress() -> dict[str, Any]:
-        return {"items": place.items, "checksum": place.checksum, "counts": counts.to_json()}
+        return {"place": place, "counts": counts.to_json()}
 
-    for answers in workers.map(feed.chunks(place.items, place.checksum)):
+    for answers in workers.map(feed.chunks()):
         for answer in answers:
             ledger.take(answer)
-        place = feed.places.popleft()
-        report(Progress(counts, place.input_bytes))
-        if place.ends_part:
+        mark = feed.marks.popleft()
+        place = mark.place
+        report(Progress(counts, mark.input_bytes))
+        if mark.ends_part:
             work.commit(progress())
     if not counts.after.documents:
         work.discard()

@@ -23,7 +23,8 @@ from megatron_ds.data.lock import lock_now
 
 WORK = ".work"
 """Ends the name of the folder beside the output."""
-RECORD = "record.json"
+RECORD, SETTINGS = "record.json", "settings.json"
+DIFFERENCES_SHOWN = 20
 COMPRESSIONS = (".gz", ".bz2", ".xz")
 """What can be written: formats in which two files, one after the other, are one."""
 LENGTH = struct.Struct("<I")
@@ -86,6 +87,7 @@ class Work:
         self._names = names
         self._resume = resume
         self._stack = ExitStack()
+        self._begun = False
         self.files: dict[str, Growing] = {}
         self.progress: dict[str, Any] | None = None
         self.finished = False
@@ -106,17 +108,19 @@ class Work:
         lock = stack.enter_context((self.folder / "lock").open("ab"))
         if lock_now(lock) is False:
             raise ValueError(f"--output {self._output}: another process is writing it")
-        record = _read_record(self.folder / RECORD)
+        record = _read(self.folder / RECORD)
         sizes = dict.fromkeys(self._names, 0)
         if record is not None:
-            problems = list(_differences(record["settings"], self._settings))
+            problems = list(_differences(_read(self.folder / SETTINGS) or {}, self._settings))
             if problems:
                 raise ValueError(
                     f"--resume: {self.folder} has the work of a run with other settings; give its "
-                    "own, or remove the folder to begin anew:\n" + "\n".join(problems)
+                    "own, or remove the folder to begin anew:\n"
+                    + "\n".join(problems[:DIFFERENCES_SHOWN])
                 )
             sizes = record["sizes"]
             self.progress = record["progress"]
+            self._begun = True
             self.finished = record["finished"]
         for name, suffix in self._names.items():
             path = self.folder / name
@@ -151,20 +155,11 @@ class Work:
         """From here on the work goes on after a kill. progress: what `progress` is then."""
         for file in self.files.values():
             file.flush()
-        record = {
-            "settings": self._settings,
-            "sizes": {name: file.committed for name, file in self.files.items()},
-            "progress": progress,
-            "finished": finished,
-        }
-        path = self.folder / RECORD
-        partial = path.with_suffix(".partial")
-        with open(partial, "w", encoding="ascii") as out:
-            json.dump(record, out)
-            out.flush()
-            os.fsync(out.fileno())
-        os.replace(partial, path)
-        _sync_folder(self.folder)
+        if not self._begun:
+            _write(self.folder / SETTINGS, self._settings)
+            self._begun = True
+        sizes = {name: file.committed for name, file in self.files.items()}
+        _write(self.folder / RECORD, {"sizes": sizes, "progress": progress, "finished": finished})
         self.finished = finished
 
     def publish(self, finals: dict[str, str]) -> None:
@@ -216,7 +211,18 @@ def _cut(path: Path, size: int) -> None:
         file.truncate(size)
 
 
-def _read_record(path: Path) -> dict[str, Any] | None:
+def _write(path: Path, value: dict[str, Any]) -> None:
+    """Replaces a file as a whole; it is on the disk when this returns."""
+    partial = path.with_suffix(".partial")
+    with open(partial, "w", encoding="ascii") as out:
+        json.dump(value, out)
+        out.flush()
+        os.fsync(out.fileno())
+    os.replace(partial, path)
+    _sync_folder(path.parent)
+
+
+def _read(path: Path) -> dict[str, Any] | None:
     try:
         text = path.read_text(encoding="ascii")
     except FileNotFoundError:
