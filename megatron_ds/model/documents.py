@@ -241,7 +241,8 @@ def find_flex(
         error = _disagreement(flex, config, micro_batch, tp_size, dtype, device)
     except Exception as refusal:  # whatever a compiler and a device may raise
         words = str(refusal).strip().partition("\n")[0].partition(". ")[0]
-        return None, f"flex_attention: {words or type(refusal).__name__}"
+        words = words or type(refusal).__name__
+        return None, words if "FlexAttention" in words else f"flex_attention fails here: {words}"
     if not error <= AGREES[dtype]:  # nan, too
         return None, f"flex_attention is wrong by {error:.2g} of the result's size here"
     return flex, ""

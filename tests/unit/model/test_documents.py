@@ -274,7 +274,7 @@ def test_flex_attention_is_left_where_it_fails_or_is_wrong() -> None:
     def lost(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **_: Any) -> torch.Tensor:
         return q * torch.nan
 
-    assert find(broken) == (None, "flex_attention: No triton here")
+    assert find(broken) == (None, "flex_attention fails here: No triton here")
     for wrong in (forgetful, lost):
         flex, why = find(lambda: wrong)  # noqa: B023
         assert flex is None
