@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -52,10 +53,20 @@ def config(name: str, folder: Path) -> Config:
     )
 
 
+def knows_why_it_loops(engine: Any) -> None:
+    rules: DocumentRules = engine.module.documents
+    assert rules.flex is None
+    wanted = "backward on CPU" if engine.module.config.attention_dropout == 0.0 else "dropout"
+    assert (wanted in rules.why_not_flex) == rules.reset_attention
+
+
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
     folder = tmp_path_factory.mktemp("documents")
-    jobs = [Job(name, config(name, folder), plans_of(CASES[name][0]), SAMPLES) for name in CASES]
+    jobs = [
+        Job(name, config(name, folder), plans_of(case), SAMPLES, knows_why_it_loops)
+        for name, (case, *_) in CASES.items()
+    ]
     return run_jobs(2, jobs, folder)
 
 

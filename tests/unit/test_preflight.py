@@ -15,6 +15,7 @@ from megatron_ds import preflight, runtime
 from megatron_ds.arguments import read
 from megatron_ds.checkpoint.found import FORMAT_VERSION, MANIFEST, RUN, layout, order, seal
 from megatron_ds.config import Config
+from megatron_ds.data import check
 from megatron_ds.data.indexed import IndexedWriter
 from megatron_ds.engine import ds_config
 from megatron_ds.state import TrainState
@@ -53,6 +54,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with IndexedWriter(here / "ended", np.uint16) as writer:
         for _ in range(300):
             writer.add_document([*draw.integers(0, 120, 40), 120])
+    with IndexedWriter(here / "joined", np.uint16) as writer:
+        writer.add_document([*draw.integers(0, 120, 40), 120, *draw.integers(0, 120, 40)])
     (here / "short.bin").write_bytes((here / "short.bin").read_bytes()[:-8])
     for suffix in (".bin", ".idx"):
         (here / f"junk{suffix}").write_bytes(b"junk" * 30)
@@ -376,6 +379,16 @@ def test_flags_that_do_nothing_are_remarked(line: str, words: str) -> None:
 @pytest.mark.parametrize("line", ["--reset-attention-mask --data-path ended", "--data-path small"])
 def test_data_with_ends_and_runs_without_flags_on_them_get_no_remark(line: str) -> None:
     assert not any("documents ends with" in text for text in judged(line)[2])
+
+
+def test_an_end_is_looked_for_behind_the_first_documents_and_in_between(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    line = "--reset-attention-mask --data-path "
+    assert not any("documents ends with" in text for text in judged(line + "joined")[2])
+    monkeypatch.setattr(check, "_probe", lambda tokens, *_: tokens[:0])
+    assert any("documents ends with" in text for text in judged(line + "joined")[2])
+    assert not any("documents ends with" in text for text in judged(line + "ended")[2])
 
 
 def test_the_table_of_idle_flags_names_fields_that_exist() -> None:

@@ -206,6 +206,15 @@ def test_masks_of_dropout_are_drawn_again_for_every_document(recompute: str) -> 
             assert torch.equal(value, other[name]), name
 
 
+def test_dropout_falls_on_attention_inside_documents() -> None:
+    model = build(DocumentRules(EOD, True, True), attention_dropout=0.3)
+    losses = []
+    for position in (7, 7, 8):
+        model.layers[0].attention.rng.seed_micro_batch(5, position)
+        losses.append(model(TOKENS, TOKENS).item())
+    assert losses[0] == losses[1] != losses[2]
+
+
 def test_without_a_token_that_counts_the_loss_is_zero_and_so_is_every_gradient() -> None:
     model = build(DocumentRules(EOD, True, True))
     tokens = TOKENS[-1:]
