@@ -8,6 +8,7 @@ import deepspeed
 import torch
 
 from megatron_ds.config import ModelConfig, RecomputeConfig
+from megatron_ds.model.documents import DocumentRules
 from megatron_ds.model.gpt import GPTModel
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.parallel.random import RngStreams
@@ -25,6 +26,8 @@ MODEL = ModelConfig(
     hidden_dropout=0.1,
     activation="swiglu",
 )
+END = 7
+"""The token that ends a document."""
 FULL = RecomputeConfig(checkpoint_activations=True)
 PARTITIONED = dataclasses.replace(FULL, partition_activations=True)
 VARIANTS = [
@@ -40,14 +43,17 @@ VARIANTS = [
 
 
 def losses_and_gradients(
-    mesh: Mesh, options: RecomputeConfig | None, position: str
+    mesh: Mesh, options: RecomputeConfig | None, position: str, documents: DocumentRules | None
 ) -> list[torch.Tensor]:
     """Two micro-batches, their gradients summed, then an evaluation of the same data."""
     config = dataclasses.replace(MODEL, position_embedding_type=position)
     rng = RngStreams(mesh.tp.rank)
     recompute = None if options is None else Recompute(options, rng, mesh.mpu())
-    model = GPTModel(config, mesh=mesh, rng=rng, seed=5, recompute=recompute)
+    model = GPTModel(
+        config, mesh=mesh, rng=rng, seed=5, recompute=recompute, documents=documents
+    )
     tokens = torch.randint(0, 32, (2, 9), generator=torch.Generator().manual_seed(2))
+    tokens[0, 2] = tokens[0, 3] = tokens[1, 5] = END
     losses = []
     for number in range(2):
         rng.seed_micro_batch(11, 2 * number)
@@ -65,13 +71,18 @@ def compare_variants(rank: int, tp_size: int) -> None:
     prepare_environment()
     deepspeed.init_distributed(dist_backend="gloo", dist_init_required=False, verbose=False)
     mesh = Mesh.build(tp_size)
-    for position in ("learned_absolute", "rope", "alibi"):
-        expected = losses_and_gradients(mesh, None, position)
+    for position, documents in (
+        ("learned_absolute", None),
+        ("rope", None),
+        ("alibi", None),
+        ("learned_absolute", DocumentRules(END, reset_positions=True, reset_attention=True)),
+    ):
+        expected = losses_and_gradients(mesh, None, position, documents)
         for options in VARIANTS:
-            found = losses_and_gradients(mesh, options, position)
+            found = losses_and_gradients(mesh, options, position, documents)
             assert len(found) == len(expected)
             for one, other in zip(expected, found, strict=True):
-                assert torch.equal(one, other), (options, position)
+                assert torch.equal(one, other), (options, position, documents)
 
 
 def test_recomputation_changes_nothing_at_size_1() -> None:
