@@ -196,6 +196,13 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         help="documents that a worker gets at once (default: %(default)s)",
     )
     work.add_argument(
+        "--resume",
+        action="store_true",
+        help="go on where an interrupted run with the same --output-prefix stopped; the output is "
+        "that of a run without interruption. Inputs and settings must be the same (default: begin "
+        "anew)",
+    )
+    work.add_argument(
         "--log-interval",
         type=int,
         default=1000,
@@ -321,11 +328,14 @@ def reporting(options: PreprocessOptions, log_interval: int) -> Iterator[Report]
 
 
 def summary(progress: Progress, seconds: float) -> str:
-    """MB/s are those of the texts, without what surrounds them in their files."""
+    """MB/s are those of the texts, without what surrounds them in their files; speeds are those of
+    this run, without what an interrupted one had done."""
     seconds = max(seconds, 1e-9)
+    before = progress.before or Progress()
+    documents, size = progress.documents - before.documents, progress.text_bytes - before.text_bytes
     return (
-        f"Processed {progress.documents} documents ({progress.documents / seconds:.0f} docs/s, "
-        f"{progress.text_bytes / seconds / 1e6:.2f} MB/s)."
+        f"Processed {progress.documents} documents ({documents / seconds:.0f} docs/s, "
+        f"{size / seconds / 1e6:.2f} MB/s)."
     )
 
 
@@ -333,8 +343,12 @@ def closing(
     progress: Progress, options: PreprocessOptions, seconds: float, library: str
 ) -> Iterator[str]:
     """What was done, what the time went to, and what was left out."""
+    before = progress.before or Progress()
     yield summary(progress, seconds)
-    yield f"{progress.tokens} tokens ({progress.tokens / max(seconds, 1e-9):.0f} tokens/s)"
+    if before.documents:
+        yield f"{before.documents} of them before the interruption"
+    tokens = (progress.tokens - before.tokens) / max(seconds, 1e-9)
+    yield f"{progress.tokens} tokens ({tokens:.0f} tokens/s)"
     yield time_line(progress.seconds, seconds, library)
     if progress.dropped:
         yield f"left out: {dropped(progress)}; listed in {options.quarantine}"
@@ -359,6 +373,15 @@ def time_line(parts: Mapping[str, float], seconds: float, library: str) -> str:
     )
 
 
+def notes(error: BaseException) -> list[str]:
+    """What is left of the run that an error ended."""
+    return list(getattr(error, "__notes__", []))
+
+
+def say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
 def main(argv: Sequence[str]) -> int:
     args = parse(argv)
     splitter, wrong = splitter_of(args)
@@ -379,6 +402,7 @@ def main(argv: Sequence[str]) -> int:
         workers=args.workers,
         chunk_size=args.chunk_size,
         splitter=splitter,
+        resume=args.resume,
     )
     config = TokenizerConfig(
         tokenizer_type=KINDS[args.tokenizer_type],
@@ -407,12 +431,12 @@ def main(argv: Sequence[str]) -> int:
         if chosen.reason:
             print(f"encoding is slower than it could be: {chosen.reason}", file=sys.stderr)
         with reporting(options, args.log_interval) as report:
-            done = preprocess(options, chosen.tokenizer, report)
+            done = preprocess(options, chosen.tokenizer, report, say)
     except (ValueError, OSError) as error:
-        print(f"preprocess_data.py: error:\n{error}", file=sys.stderr)
+        print(f"preprocess_data.py: error:\n{error}", *notes(error), sep="\n", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
-        print("interrupted; nothing was written", file=sys.stderr)
+    except KeyboardInterrupt as error:
+        print("interrupted;", *(notes(error) or ["nothing was written"]), file=sys.stderr)
         return 130
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a path may be no text

@@ -22,7 +22,7 @@ from typing import IO, Any
 import numpy as np
 import numpy.typing as npt
 
-from megatron_ds.data.indexed import sync_folder
+from megatron_ds.data.durable import sync_folder
 from megatron_ds.data.lock import Patience, locked
 
 Arrays = dict[str, npt.NDArray[np.integer]]

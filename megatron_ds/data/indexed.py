@@ -23,7 +23,7 @@ import stat
 import struct
 import warnings
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO, NamedTuple
@@ -31,6 +31,7 @@ from typing import BinaryIO, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from megatron_ds.data.durable import cut_back, naming, open_more, sync, sync_folder
 from megatron_ds.data.lock import is_at, lock_now
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -201,15 +202,15 @@ class IndexedWriter:
             8 * written.documents,
         )
         with ExitStack() as undo:
-            self._bin = undo.enter_context(_open_locked(self.prefix))
-            self._index = undo.enter_context(_open_more(self.prefix + ".idx.partial"))
-            self._documents = undo.enter_context(_open_more(self.prefix + DOCUMENTS))
+            self._bin = undo.enter_context(open_locked(self.prefix + ".bin.partial", self.prefix))
+            self._index = undo.enter_context(open_more(self.prefix + ".idx.partial"))
+            self._documents = undo.enter_context(open_more(self.prefix + DOCUMENTS))
             if written == NOTHING:
                 for file in self.files:
                     file.truncate(0)
                 self._index.truncate(HEADER.size)  # room for what is known at the end
             for file, size in zip(self.files, sizes, strict=True):
-                _keep(file, size)
+                cut_back(file, size)
             undo.pop_all()
 
     @property
@@ -266,16 +267,15 @@ class IndexedWriter:
         """Flush both files to disk, which may fail or take long, and leave them without names."""
         self._check_open()
         for file in (self._bin, self._documents):
-            with _naming(file.name):
-                _sync(file)
-        with _naming(self._index.name):
+            sync(file)
+        with naming(self._index.name):
             self._write_index()
-            _sync(self._index)
+            sync(self._index)
         partial_made_by = f"{self.prefix}{MADE_BY}.partial"
         if self._made_by is not None:
-            with _naming(partial_made_by), open(partial_made_by, "wb") as file:
+            with naming(partial_made_by), open(partial_made_by, "wb") as file:
                 file.write(self._made_by)
-                _sync(file)
+                sync(file)
         self._complete = True
 
     def finalize(self) -> None:
@@ -322,7 +322,7 @@ class IndexedWriter:
         self._check_open()
         parts = (tokens, lengths.astype("<i4"), (ends + self.written.sequences).astype("<i8"))
         for file, part in zip(self.files, parts, strict=True):
-            with _naming(file.name):
+            with naming(file.name):
                 file.write(np.ascontiguousarray(part).data)
         added = zip(self.written, parts, strict=True)
         self.written = Written(*(before + part.size for before, part in added))
@@ -372,15 +372,6 @@ def name_pair(prefix: str, *, made_by: bool) -> None:
             os.replace(f"{prefix}{suffix}.partial", prefix + suffix)
     Path(prefix + DOCUMENTS).unlink(missing_ok=True)
     sync_folder(os.path.dirname(prefix) or ".")
-
-
-def sync_folder(folder: str | os.PathLike[str]) -> None:
-    """Make renames inside a folder durable."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _read_index(
@@ -496,8 +487,9 @@ def _fitting(tokens: Tokens, dtype: np.dtype[np.generic], prefix: str) -> Tokens
     return tokens.astype(dtype)
 
 
-def _open_locked(prefix: str) -> BinaryIO:
-    path = prefix + ".bin.partial"
+def open_locked(path: str, prefix: str) -> BinaryIO:
+    """Opens the file of a writer, at its end, for one process at a time. Raises ValueError, naming
+    the prefix, if another has it."""
     with ExitStack() as undo:
         file = undo.enter_context(open(path, "ab"))
         locked = lock_now(file)
@@ -513,22 +505,6 @@ def _open_locked(prefix: str) -> BinaryIO:
         return file
 
 
-def _open_more(path: str) -> BinaryIO:
-    """Opens a file to write at its end or over what is there; makes it if it is not."""
-    return open(path, "r+b" if os.path.exists(path) else "w+b")
-
-
-def _keep(file: BinaryIO, size: int) -> None:
-    """Cuts off what follows after so many bytes. Raises ValueError if there are fewer."""
-    there = os.fstat(file.fileno()).st_size
-    if there < size:
-        raise ValueError(
-            f"{file.name} has {there} bytes, and {size} were written when the run was interrupted"
-        )
-    file.truncate(size)
-    file.seek(size)
-
-
 def _blocks(file: BinaryIO, dtype: str, count: int) -> Iterator[IntArray]:
     """So many numbers of a file, from where it stands, CHUNK at a time. Raises ValueError if there
     are fewer."""
@@ -538,19 +514,3 @@ def _blocks(file: BinaryIO, dtype: str, count: int) -> Iterator[IntArray]:
         if len(block) < size:
             raise ValueError(f"{file.name} was cut short by something else while it was written")
         yield block
-
-
-@contextmanager
-def _naming(path: str) -> Iterator[None]:
-    """Gives its file's name to an error that has none, such as that of a full disk."""
-    try:
-        yield
-    except OSError as error:
-        if error.filename is not None or error.errno is None:
-            raise
-        raise OSError(error.errno, error.strerror, path) from None
-
-
-def _sync(file: BinaryIO) -> None:
-    file.flush()
-    os.fsync(file.fileno())

@@ -9,26 +9,32 @@ becomes tokens in `encoder.py`. Knows no command line, torch or process groups.
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
-from collections import Counter
+import warnings
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
+from megatron_ds.data.continuing import Beginning, beginning
 from megatron_ds.data.documents import Bad, Wanted, parse
 from megatron_ds.data.encoder import Chunk, Encoded, Encoder
-from megatron_ds.data.indexed import IndexedWriter, token_dtype
+from megatron_ds.data.indexed import token_dtype
+from megatron_ds.data.journal import RUNNING, SEALED
 from megatron_ds.data.made_by import content_of
-from megatron_ds.data.quarantine import Quarantine
+from megatron_ds.data.outputs import Names, Outputs, Plan, name_all
 from megatron_ds.data.sentences import Splitter
-from megatron_ds.data.sources import QUARANTINE, Inputs, Item, Reader, Unreadable
+from megatron_ds.data.sources import Inputs, Place, Reader, Stamp, Unreadable
 from megatron_ds.data.spent import Spent
 from megatron_ds.data.workers import Workers
 from megatron_ds.tokenizer import Tokenizer
 
 CHUNK_BYTES = 1 << 20
 """A chunk ends here even if it has fewer documents than asked for."""
+FREE = {"inputs", "output_prefix", "splitter", "strict", "workers", "chunk_size", "resume"}
+"""Options that the output does not depend on, or that are looked at elsewhere."""
 PROBLEMS_SHOWN = 20
 DOCUMENTS_CHECKED_AHEAD = 100_000
 """With `strict`, after a bad line, so many more are checked to report their problems together."""
@@ -42,6 +48,7 @@ class PreprocessOptions:
     splitter, which makes a sequence of each sentence, `_sentence`. `a.b` is the field b of a, where
     there is no field of that very name. strict: stop at what gives no document instead of leaving
     it out. chunk_size: documents that a worker gets at once. workers: processes that encode.
+    resume: go on where an interrupted run of this prefix stopped.
     """
 
     inputs: Inputs
@@ -52,6 +59,7 @@ class PreprocessOptions:
     workers: int = 1
     chunk_size: int = 512
     splitter: Splitter | None = None
+    resume: bool = False
 
     def prefix(self, key: str) -> str:
         """The pair of a key, without .bin and .idx."""
@@ -59,13 +67,26 @@ class PreprocessOptions:
         return f"{self.output_prefix}_{key}_{level}"
 
     @property
+    def names(self) -> Names:
+        """Where everything is written."""
+        return Names(self.output_prefix, tuple(map(self.prefix, self.keys)))
+
+    @property
     def quarantine(self) -> str:
         """The file that lists what was left out, a JSON object per line."""
-        return self.output_prefix + QUARANTINE
+        return self.names.quarantine
 
     @property
     def wanted(self) -> Wanted:
         return Wanted(self.keys, self.inputs.max_document_bytes)
+
+    def settings(self, made_by: bytes) -> dict[str, Any]:
+        """All that the output depends on, but for the files that are read. made_by: what the file
+        beside the pairs says."""
+        ours = {name: value for name, value in vars(self).items() if name not in FREE}
+        inputs = {name: value for name, value in vars(self.inputs).items() if name != "paths"}
+        found = {**ours, **inputs, "made_by": made_by.decode()}
+        return cast("dict[str, Any]", json.loads(json.dumps(found)))
 
     def problems(self) -> Iterator[str]:
         """What is wrong before any work is done, in the user's words."""
@@ -85,6 +106,12 @@ class PreprocessOptions:
         for name, value in (("--workers", self.workers), ("--chunk-size", self.chunk_size)):
             if value < 1:
                 yield f"{name} {value}: must be at least 1"
+        if self.resume:
+            for path in self.inputs.read_once():
+                yield (
+                    f"--resume: --input {path} can be read only once: what an interrupted run read "
+                    "of it is gone; begin anew without --resume"
+                )
 
 
 @dataclass(frozen=True)
@@ -93,7 +120,8 @@ class Progress:
 
     documents: those that were read, whether or not they have tokens. text_bytes: of their texts.
     input_bytes: of the files, as they are stored. dropped: what was left out, by reason. seconds:
-    what the time went to; those of parsing and encoding are the workers', added up.
+    what the time went to; those of parsing and encoding are the workers', added up. before: what of
+    it an interrupted run had done.
     """
 
     documents: int = 0
@@ -102,59 +130,89 @@ class Progress:
     input_bytes: int = 0
     dropped: Mapping[str, int] = field(default_factory=dict)
     seconds: Mapping[str, float] = field(default_factory=dict, compare=False)
+    before: Progress | None = field(default=None, compare=False)
 
 
 def preprocess(
     options: PreprocessOptions,
     tokenizer: Tokenizer,
     report: Callable[[Progress], None] = lambda progress: None,
+    say: Callable[[str], None] = warnings.warn,
 ) -> Progress:
     """Write the token files of the inputs; returns the final counts.
 
-    report: called with the counts after every chunk. A text without tokens is left out, as in
-    bigscience/Megatron-DeepSpeed; blank lines are passed over; what else gives no document is left
-    out and written to `options.quarantine`. Raises ValueError, naming file and line, if `strict`
-    asks for it or nothing is left, and for inputs that cannot be read; then no output is left.
+    report: called with the counts after every chunk. say: gets, in words, where the run begins, if
+    that is not clear. A text without tokens is left out, as in bigscience/Megatron-DeepSpeed; blank
+    lines are passed over; what else gives no document is left out and written to
+    `options.quarantine`. Raises ValueError, naming file and line, if `strict` asks for it or
+    nothing is left, for inputs that cannot be read, and for an interrupted run that cannot go on.
+    After an error there is no output, but for what a run with `resume` goes on from; then a note of
+    the error says so.
     """
     problems = list(options.problems())
     if problems:
         raise ValueError("\n".join(problems))
-    progress = Progress()
+    dtype = token_dtype(tokenizer.vocab_size)
+    sentences = options.splitter.description if options.splitter else None
+    made_by = content_of(tokenizer.identity, sentences)
+    settings = options.settings(made_by)
+    start = beginning(options.names, settings, dtype.itemsize, options.inputs, options.resume, say)
+    progress = _progress_at(start)
+    if options.strict and progress.dropped:
+        raise ValueError(
+            f"--resume --strict: the interrupted run has left out {dropped(progress)}; go on "
+            "without --strict, or begin anew without --resume"
+        )
+    if start.record is not None:
+        if start.record.state != RUNNING:
+            if start.record.state == SEALED:
+                name_all(options.names, start.record)
+            say(f"{options.output_prefix} is complete: nothing is left to do")
+            return progress
+        say(f"going on after {progress.documents} documents")
+    plan = Plan(
+        dtype, made_by, settings, start.snapshot, start.record, not options.inputs.read_once()
+    )
     first: Bad | None = None
     with ExitStack() as stack:
         encoder = Encoder(tokenizer, options.wanted, options.append_eod, options.splitter)
         workers = stack.enter_context(Workers(encoder, options.workers))  # they inherit no files
-        reader = Reader(options.inputs, options.keys)
-        dtype = token_dtype(tokenizer.vocab_size)
-        sentences = options.splitter.description if options.splitter else None
-        made_by = content_of(tokenizer.identity, sentences)
-        quarantine = stack.enter_context(Quarantine(options.quarantine))
-        writers = [
-            stack.enter_context(IndexedWriter(options.prefix(key), dtype, made_by))
-            for key in options.keys
-        ]
+        outputs = stack.enter_context(Outputs(options.names, plan))
+        reader = Reader(options.inputs, options.keys, start.snapshot.place)
         spent = Spent()
-        chunks = spent.each("reading", _chunks(reader, options))
+        steps: deque[tuple[Place, list[Stamp]]] = deque()
+        chunks = spent.each("reading", _chunks(reader, options, steps))
         for encoded in spent.each("waiting", workers.map(chunks)):
             if encoded.bad and options.strict:
                 raise ValueError(_all_problems(encoded.bad, workers.drain(), chunks, options))
-            with spent.on("writing"):
-                for bad in encoded.bad:
-                    first = first or bad
-                    quarantine.add(bad)
-                for writer, column in zip(writers, encoded.columns, strict=True):
-                    writer.add_documents(*column)
+            first = first or next(iter(encoded.bad), None)
             for stage, seconds in encoded.seconds.items():
                 spent.add(stage, seconds)
-            progress = _advance(progress, encoded, reader.position, spent)
+            with spent.on("writing"):
+                outputs.add(encoded.columns, encoded.bad)
+                progress = _advance(progress, encoded, reader.position, spent)
+                _reached(outputs, *steps.popleft(), progress)
             report(progress)
         if not progress.documents:
+            outputs.forget()
             left_out = f"; left out were {dropped(progress)}, the first {first}" if first else ""
             raise ValueError(f"{options.inputs.name}: has no documents{left_out}")
         with spent.on("writing"):
-            for writer in writers:  # before the first gets its name: all or none
-                writer.complete()
-    return dataclasses.replace(progress, seconds=spent.seconds)
+            _reached(outputs, reader.end, reader.new_stamps(), progress)
+            outputs.complete()
+    return dataclasses.replace(progress, input_bytes=reader.position, seconds=spent.seconds)
+
+
+def _progress_at(start: Beginning) -> Progress:
+    at = start.snapshot
+    progress = Progress(at.documents, at.tokens, at.text_bytes, dropped=at.dropped)
+    return progress if start.record is None else dataclasses.replace(progress, before=progress)
+
+
+def _reached(outputs: Outputs, place: Place, begun: list[Stamp], progress: Progress) -> None:
+    outputs.reached(
+        place, begun, progress.documents, progress.tokens, progress.text_bytes, progress.dropped
+    )
 
 
 def dropped(progress: Progress) -> str:
@@ -170,10 +228,14 @@ def _advance(progress: Progress, encoded: Encoded, input_bytes: int, spent: Spen
         input_bytes=input_bytes,
         dropped=Counter(progress.dropped) + Counter(bad.reason for bad in encoded.bad),
         seconds=spent.seconds,
+        before=progress.before,
     )
 
 
-def _chunks(reader: Iterable[Item], options: PreprocessOptions) -> Iterator[Chunk]:
+def _chunks(
+    reader: Reader, options: PreprocessOptions, steps: deque[tuple[Place, list[Stamp]]]
+) -> Iterator[Chunk]:
+    """The documents in chunks. steps: gets for each where its end is, and the files begun in it."""
     chunk, size = Chunk([], [], []), 0
     for file, line, value in reader:
         chunk.files.append(file)
@@ -181,9 +243,11 @@ def _chunks(reader: Iterable[Item], options: PreprocessOptions) -> Iterator[Chun
         chunk.values.append(value)
         size += len(value) if isinstance(value, bytes) else _content_size(value)
         if len(chunk.lines) >= options.chunk_size or size >= CHUNK_BYTES:
+            steps.append((reader.place(line), reader.new_stamps()))
             yield chunk
             chunk, size = Chunk([], [], []), 0
     if chunk.lines:
+        steps.append((reader.end, reader.new_stamps()))
         yield chunk
 
 

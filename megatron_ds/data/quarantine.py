@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-from contextlib import ExitStack
+from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
-from typing import TextIO
+from typing import BinaryIO
 
 from megatron_ds.data.documents import Bad
+from megatron_ds.data.durable import cut_back, naming, sync
 
 
 def line_of(bad: Bad) -> str:
@@ -21,40 +21,53 @@ def line_of(bad: Bad) -> str:
 class Quarantine:
     """The file of what was left out: made when there is something, named when all is done.
 
-    A context manager; leaving it by an exception removes the file, and finishing without an entry
-    removes that of an earlier run, which this one has replaced.
+    size: bytes so far. kept: how many of an interrupted run's are continued.
     """
 
-    def __init__(self, path: str) -> None:
-        self._path = path
-        self._partial = path + ".partial"
-        self._file: TextIO | None = None
-        self._open = ExitStack()
+    def __init__(self, path: str, kept: int = 0) -> None:
+        self._path = path + ".partial"
+        self.size = kept
+        self._file: BinaryIO | None = None
+        if kept:
+            self._file = open(self._path, "r+b")  # noqa: SIM115
+            cut_back(self._file, kept)
+
+    @property
+    def files(self) -> list[BinaryIO]:
+        """The open file, if there is one."""
+        return [] if self._file is None else [self._file]
 
     def add(self, bad: Bad) -> None:
         if self._file is None:
-            opened = open(self._partial, "w", encoding="ascii")  # noqa: SIM115
-            self._file = self._open.enter_context(opened)
-        self._file.write(line_of(bad))
+            self._file = open(self._path, "wb")  # noqa: SIM115
+        line = line_of(bad).encode("ascii")
+        with naming(self._path):
+            self._file.write(line)
+        self.size += len(line)
 
-    def __enter__(self) -> Quarantine:
-        return self
+    def complete(self) -> None:
+        """Bring it to the disk."""
+        for file in self.files:
+            sync(file)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        try:
-            self._open.close()
-        except OSError:  # what it still had to write found no room
-            Path(self._partial).unlink(missing_ok=True)
-            raise
-        if kind is not None:
-            if self._file is not None:  # else it is another process's, which writes this prefix
-                Path(self._partial).unlink(missing_ok=True)
-        elif self._file is not None:
-            os.replace(self._partial, self._path)
-        else:
+    def abort(self) -> None:
+        """Remove it."""
+        if self._file is not None:  # else it is another process's, which writes this prefix
             Path(self._path).unlink(missing_ok=True)
+        self.leave()
+
+    def leave(self) -> None:
+        """End and keep what was written."""
+        for file in self.files:
+            with suppress(OSError):  # what the disk has no room for is not wanted any more
+                file.close()
+
+
+def name_quarantine(path: str, size: int) -> None:
+    """Give the file its name; begun before, it is continued. Without entries that of an earlier
+    run, which this one has replaced, goes."""
+    if size:
+        with suppress(FileNotFoundError):  # it has its name
+            os.replace(path + ".partial", path)
+    else:
+        Path(path).unlink(missing_ok=True)

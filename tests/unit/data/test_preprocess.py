@@ -177,7 +177,7 @@ def test_an_older_pair_survives_a_failed_run(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="not JSON"):
         preprocess(options(tmp_path, ["x"]), TOKENIZER)
     assert (tmp_path / "out_text_document.idx").read_bytes() == before
-    assert written(tmp_path) == [
+    assert written(tmp_path) == ["out.run.json"] + [
         f"out_text_document.{end}" for end in ("bin", "idx", "tokenizer.json")
     ]
 
@@ -366,14 +366,14 @@ def test_a_second_run_leaves_the_first_ones_list_alone(tmp_path: Path) -> None:
 def test_no_key_has_its_pair_if_another_cannot_be_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str
 ) -> None:
-    flush = indexed._sync
+    flush = indexed.sync
 
     def full(file: BinaryIO) -> None:
         if file.name.endswith(f"_{key}_document.idx.partial"):
             raise OSError(errno.ENOSPC, "No space left on device")
         flush(file)
 
-    monkeypatch.setattr(indexed, "_sync", full)
+    monkeypatch.setattr(indexed, "sync", full)
     with pytest.raises(OSError, match="No space left"):
         preprocess(options(tmp_path, [{"a": "1", "b": "2"}], keys=("a", "b")), TOKENIZER)
     assert written(tmp_path) == []
