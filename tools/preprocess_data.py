@@ -344,16 +344,19 @@ def closing(
 ) -> Iterator[str]:
     """What was done, what the time went to, and what was left out."""
     before = progress.before or Progress()
-    yield summary(progress, seconds)
-    if before.documents:
-        yield f"{before.documents} of them before the interruption"
-    tokens = (progress.tokens - before.tokens) / max(seconds, 1e-9)
-    yield f"{progress.tokens} tokens ({tokens:.0f} tokens/s)"
-    yield time_line(progress.seconds, seconds, library)
+    if progress.seconds:
+        yield summary(progress, seconds)
+        if before.documents:
+            yield f"{before.documents} of them before the interruption"
+        tokens = (progress.tokens - before.tokens) / max(seconds, 1e-9)
+        yield f"{progress.tokens} tokens ({tokens:.0f} tokens/s)"
+        yield time_line(progress.seconds, seconds, library)
+    else:  # nothing was left to do
+        yield f"{progress.documents} documents, {progress.tokens} tokens"
     if progress.dropped:
         yield f"left out: {dropped(progress)}; listed in {options.quarantine}"
     for key in options.keys:
-        yield f"wrote {options.prefix(key)}.bin and .idx"
+        yield f"{'wrote' if progress.seconds else 'in'} {options.prefix(key)}.bin and .idx"
 
 
 def time_line(parts: Mapping[str, float], seconds: float, library: str) -> str:

@@ -33,7 +33,8 @@ def sync_folder(folder: str | os.PathLike[str]) -> None:
     """Make renames inside a folder durable."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
+        with naming(os.fspath(folder)):
+            os.fsync(descriptor)
     finally:
         os.close(descriptor)
 

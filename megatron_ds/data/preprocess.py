@@ -168,7 +168,7 @@ def preprocess(
             if start.record.state == SEALED:
                 name_all(options.names, start.record)
             say(f"{options.output_prefix} is complete: nothing is left to do")
-            return progress
+            return dataclasses.replace(progress, input_bytes=options.inputs.total_bytes() or 0)
         say(f"going on after {progress.documents} documents")
     plan = Plan(
         dtype, made_by, settings, start.snapshot, start.record, not options.inputs.read_once()

@@ -8,11 +8,16 @@ import pty
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 
 import pytest
 
+from megatron_ds.data import outputs
 from megatron_ds.data.indexed import IndexedDataset
+from megatron_ds.data.preprocess import Progress
 from tools import inspect_dataset, preprocess_data
 
 REPOSITORY = Path(__file__).resolve().parents[3]
@@ -60,7 +65,7 @@ def test_flags_with_underscores_and_several_keys(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert f"left out: 1 empty text; listed in {tmp_path / 'o_p'}.quarantine" in done.stdout
     names = sorted(os.listdir(tmp_path))
-    assert names[1:] == ["o_p.quarantine"] + [
+    assert names[1:] == ["o_p.quarantine", "o_p.run.json"] + [
         f"o_p_{key}_document.{end}" for key in "ab" for end in ("bin", "idx", "tokenizer.json")
     ]
 
@@ -177,7 +182,9 @@ def test_ctrl_c_leaves_no_pair(tmp_path: Path) -> None:
     rest = process.communicate()[1]
     assert process.returncode == 130
     assert "Traceback" not in rest
-    assert os.listdir(tmp_path) == ["in.jsonl"]
+    # More than the text stays only of a run that was slow to be stopped.
+    left = {name for name in os.listdir(tmp_path) if not name.endswith((".partial", ".run.json"))}
+    assert left == {"in.jsonl"}
 
 
 GOLDEN = REPOSITORY / "tests" / "golden" / "tokenizers"
@@ -267,3 +274,41 @@ def test_flags_of_sentences(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     error = capsys.readouterr().err
     assert "--lang klingon: nltk" in error
     assert "--workers 0" in error
+
+
+@contextmanager
+def interrupted(options: object, log_interval: int) -> Iterator[preprocess_data.Report]:
+    """A report that acts like Ctrl-C after three chunks."""
+    numbers = count(1)
+
+    def report(progress: Progress) -> None:
+        if next(numbers) == 3:
+            raise KeyboardInterrupt
+
+    yield report
+
+
+def test_an_interrupted_run_says_how_it_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--input", str(corpus(tmp_path)), "--output-prefix", str(tmp_path / "out"), *NULL]
+    flags += ["--append-eod", "--workers", "1", "--chunk-size", "5"]
+    with monkeypatch.context() as patch:
+        patch.setattr(outputs, "RECORD_SECONDS", 0.0)
+        patch.setattr(preprocess_data, "reporting", interrupted)
+        assert preprocess_data.main(flags) == 130
+    assert capsys.readouterr().err == (
+        "interrupted; the work on 15 documents is kept; the same command with --resume goes on "
+        "after them\n"
+    )
+    assert preprocess_data.main([*flags, "--resume"]) == 0
+    shown, said = capsys.readouterr()
+    assert "50 documents (" in shown
+    assert "15 of them before the interruption" in shown
+    assert said == "going on after 15 documents\n"
+    assert preprocess_data.main([*flags, "--resume"]) == 0
+    shown, said = capsys.readouterr()
+    assert said == f"{tmp_path / 'out'} is complete: nothing is left to do\n"
+    assert shown == f"50 documents, 150 tokens\nin {tmp_path}/out_text_document.bin and .idx\n"
+    assert preprocess_data.main([*flags, "--resume", "--json-keys", "a"]) == 1
+    assert "--resume: --json-keys is a, and was text in the run" in capsys.readouterr().err
