@@ -76,7 +76,8 @@ def seq_length_at(config: Config, iteration: int) -> int:
 
     --curriculum-seqlen START END STEPS: step k, counted from 1, takes
     START + (END - START) x k / STEPS, rounded down to a multiple of --curriculum-seqlen-step, and
-    END from k = STEPS on.
+    END from k = STEPS on. In whole numbers: DeepSpeed's floating-point numbers make it one step of
+    growth shorter at one iteration in some million.
     """
     if config.schedule.curriculum_seqlen is None:
         return config.model.sequence

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ds.config import GROUPS, Config, flag_of
-from megatron_ds.engine import ds_scheduler
+from megatron_ds.engine import ds_curriculum, ds_scheduler
 from megatron_ds.engine.ds_file import (
     PASSED_KEYS,
     DsFile,
@@ -161,6 +161,7 @@ def complete(
     fill.betas()
     fill.accumulation(world_size)
     fill.scheduler(world_size, warn)
+    fill.curriculum(warn)
     config = fill.config()
     for line in (*file.warnings, *_effectless(config, file)):
         warn(line)
@@ -282,6 +283,22 @@ class _Fill:
         if words and not problems:
             place = self._file.place("scheduler.type")
             warn(f"{place}: scheduler is taken as {', '.join(words)}")
+
+    def curriculum(self, warn: Callable[[str], None]) -> None:
+        """Takes a curriculum block for the flags that say the same."""
+        self.problems += ds_curriculum.problems(self._file)
+        lengths = ds_curriculum.lengths(self._file)
+        if lengths is None:
+            return
+        step = int(self._file.get(ds_curriculum.STEP))
+        self.say(ds_curriculum.BLOCK, "curriculum_seqlen", lengths, lengths)
+        self.say(ds_curriculum.STEP, "curriculum_seqlen_step", step, step)
+        place = self._file.place(ds_curriculum.BLOCK)
+        words = " ".join(map(str, lengths))
+        warn(
+            f"{place}: {ds_curriculum.BLOCK} is taken as --curriculum-seqlen {words} "
+            f"--curriculum-seqlen-step {step}"
+        )
 
 
 def _shown(name: str, value: Any) -> str:
@@ -443,7 +460,8 @@ def sources(config: Config) -> dict[str, str]:
     if config.deepspeed.deepspeed_config is not None:
         file = read_file(config.deepspeed.deepspeed_config)
         for key in _leaves(file.values):
-            if key not in told and not key.startswith("scheduler.") and file.get(key) is not None:
+            elsewhere = key.startswith(("scheduler.", "curriculum_learning."))
+            if key not in told and not elsewhere and file.get(key) is not None:
                 told[key] = f"{key} of {file.place(key)}"
     return dict(sorted(told.items()))
 

@@ -112,7 +112,8 @@ PASSED_KEYS = _keys(
 TOP_KEYS = PASSED_KEYS | _keys(
     wholes="train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps",
     numbers="gradient_clipping",
-    blocks="zero_optimization fp16 bf16 data_types optimizer scheduler activation_checkpointing",
+    blocks="zero_optimization fp16 bf16 data_types optimizer scheduler activation_checkpointing "
+    "curriculum_learning",
 )
 
 BLOCKS: dict[str, dict[str, Kind]] = {
@@ -160,6 +161,17 @@ BLOCKS: dict[str, dict[str, Kind]] = {
         wholes="warmup_num_steps total_num_steps",
         texts="warmup_type",
     ),
+    "curriculum_learning": _keys(
+        flags="enabled",
+        texts="curriculum_type schedule_type",
+        wholes="min_difficulty max_difficulty",
+        blocks="schedule_config",
+    ),
+    "curriculum_learning.schedule_config": _keys(
+        wholes="total_curriculum_step difficulty_step",
+        numbers="root_degree",
+        others="difficulty max_step",
+    ),
     "activation_checkpointing": _keys(
         flags="partition_activations cpu_checkpointing contiguous_memory_optimization "
         "synchronize_checkpoint_boundary profile",
@@ -194,7 +206,6 @@ REMOVED = "the installed DeepSpeed no longer has it"
 REFUSED: dict[str, str] = {
     "amp": f"{REMOVED}; use --bf16 or --fp16",
     "compression_training": REMOVED,
-    "curriculum_learning": REMOVED,
     "eigenvalue": REMOVED,
     "elasticity": f"{REMOVED}; give the batch sizes",
     "graph_harvesting": REMOVED,
@@ -338,6 +349,7 @@ class _Reader:
         self._problems: list[str] = []
 
     def read(self) -> DsFile:
+        self._switch_off()
         self._blocks()
         self._convert()
         self._drop()
@@ -345,6 +357,13 @@ class _Reader:
         return DsFile(
             self._path, self._values, tuple(self._warnings), tuple(self._problems), self._lines
         )
+
+    def _switch_off(self) -> None:
+        """A block that is off says nothing, whatever stands in it."""
+        key = "curriculum_learning"
+        if _has(self._values, key) and _is_off(_get(self._values, key)):
+            _pop(self._values, key)
+            self._warn(key, "is off: dropped")
 
     def _blocks(self) -> None:
         """Blocks must be objects; one that is not is taken out, so that the rest can be read. null

@@ -100,7 +100,7 @@ def train_alone(
     run = Run(weights=[_copy(named)])
     consumed = 0
     for plan in plans:
-        tokens = samples.batch(consumed, plan.global_batch_size)
+        tokens = samples.batch(consumed, plan.global_batch_size)[:, : plan.seq_length + 1]
         consumed += plan.global_batch_size
         optimizer.zero_grad()
         loss = model(tokens[:, :-1], tokens[:, 1:])

@@ -85,9 +85,11 @@ LAYOUTS = [
 ]
 
 
-def killed_run(launcher: Launcher, settings: Settings, ranks: int) -> Run:
+def killed_run(
+    launcher: Launcher, settings: Settings, ranks: int, position: int = KILL_POSITION
+) -> Run:
     return launcher.start(
-        settings, ranks=ranks, script=KILLED, environment={"KILL_AT": f"position:{KILL_POSITION}"}
+        settings, ranks=ranks, script=KILLED, environment={"KILL_AT": f"position:{position}"}
     )
 
 
@@ -115,6 +117,62 @@ def test_killed_and_resumed_equals_undisturbed(
     for step in (HALF, WHOLE):
         found = checkpoint_differences(whole / f"global_step{step}", parts / f"global_step{step}")
         assert not found, found[:10]
+
+
+# Lengths 8 16 16 24 | 24 32 32 32 32 and batches 4 4 4 4 | 8 8 8 8 12; the kill comes in iteration
+# 6, after 24 samples.
+BY_TOKENS: Settings = {
+    "curriculum_seqlen": (8, 32, 6),
+    "step_batch_size_schedule": "0:4 256:8 1K:12",
+    "train_tokens": 1300,
+    "lr_warmup_tokens": 200,
+    "lr_decay_tokens": 1400,
+    "lr_decay_style": "cosine",
+    "weight_decay_incr_style": "linear",
+    "start_weight_decay": 0.01,
+    "end_weight_decay": 0.1,
+    "save_interval": HALF,
+}
+
+
+BY_TOKENS_LAYOUTS = [Layout(2, dp=2), Layout(1, tp=2, bf16=True)]
+
+
+@pytest.mark.parametrize("layout", BY_TOKENS_LAYOUTS, ids=lambda layout: layout.name)
+def test_lengths_batches_and_rates_by_tokens_resume_bit_for_bit(
+    layout: Layout, launcher: Launcher, base: Settings, tmp_path: Path
+) -> None:
+    settings = {**base, **BY_TOKENS, **layout.settings(tmp_path)}
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    undisturbed = launcher.start({**settings, "save": whole}, ranks=2)
+    killed = killed_run(launcher, {**settings, "save": parts}, 2, position=28)
+    assert set(killed.wait().codes) == {-9}
+    assert [record["iteration"] for record in steps(parts)] == [1, 2, 3, 4, 5]
+    resumed = launcher.start({**settings, "save": parts, "load": parts}, ranks=2)
+    undisturbed.succeed()
+    output = resumed.succeed()
+
+    assert f"successfully loaded checkpoint from {parts} at iteration {HALF}" in output
+    found = [
+        (record["curriculum_seqlen"], record["global_batch_size"], record["consumed_tokens"])
+        for record in steps(whole)
+    ]
+    assert found == [
+        (8, 4, 32),
+        (16, 4, 96),
+        (16, 4, 160),
+        (24, 4, 256),
+        (24, 8, 448),
+        (32, 8, 704),
+        (32, 8, 960),
+        (32, 8, 1216),
+        (32, 12, 1600),
+    ]
+    rates = [record["learning_rate"] for record in steps(whole)]
+    assert rates[:4] == pytest.approx([0.0, 0.0016, 0.0048, 0.008])
+    assert steps(parts) == steps(whole)
+    different = checkpoint_differences(whole / "global_step9", parts / "global_step9")
+    assert not different, different[:10]
 
 
 def test_killed_from_outside_by_the_clock_and_resumed_twice(

@@ -514,6 +514,83 @@ def test_a_problem_of_a_filled_value_names_its_key(tmp_path: Path) -> None:
     assert f"--bf16 is bf16.enabled of {path}:4" in stage
 
 
+LINEAR = {
+    "enabled": True,
+    "curriculum_type": "seqlen",
+    "min_difficulty": 8,
+    "max_difficulty": 128,
+    "schedule_type": "fixed_linear",
+    "schedule_config": {"total_curriculum_step": 30, "difficulty_step": 4},
+}
+
+
+@pytest.mark.parametrize(("start", "end", "total", "step"), [(8, 128, 30, 4), (16, 64, 7, 8)])
+def test_a_curriculum_becomes_the_same_lengths(
+    tmp_path: Path, start: int, end: int, total: int, step: int
+) -> None:
+    """Against DeepSpeed's own class, step by step."""
+    from deepspeed.runtime.data_pipeline.curriculum_scheduler import CurriculumScheduler
+
+    block = {
+        **LINEAR,
+        "min_difficulty": start,
+        "max_difficulty": end,
+        "schedule_config": {"total_curriculum_step": total, "difficulty_step": step},
+    }
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps({"curriculum_learning": block}))
+    warnings: list[str] = []
+    config, _ = read(
+        f"{FLAGS} --seq-length 128 --deepspeed_config {path}".split(),
+        world_size=2,
+        warn=warnings.append,
+        complete=complete,
+    )
+    assert config is not None
+    words = f"is taken as --curriculum-seqlen {start} {end} {total} --curriculum-seqlen-step {step}"
+    assert any(words in line for line in warnings), warnings
+    theirs = CurriculumScheduler(block)
+    for done in range(40):
+        # Engines and Megatron-DeepSpeed ask for the step to come, counted from 1.
+        assert schedules.seq_length_at(config, done) == theirs.update_difficulty(done + 1), done
+    assert "curriculum_learning" not in generate(config, 2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "line", "words"),
+    [
+        ({"enabled": None}, "", 'needs "enabled": true'),
+        (
+            {"curriculum_type": "vocab"},
+            "",
+            ":1: curriculum_learning.curriculum_type 'vocab' is not",
+        ),
+        (
+            {"schedule_type": "fixed_root"},
+            "",
+            "'fixed_root' is not supported: 'fixed_linear' alone",
+        ),
+        ({"schedule_type": None}, "", 'curriculum_learning needs "schedule_type": "fixed_linear"'),
+        ({"schedule_config": {"difficulty_step": 8}}, "", "needs curriculum_learning.schedule_con"),
+        ({"max_difficulty": 126}, "", "DeepSpeed ends at 124; write that"),
+        ({"min_dificulty": 4}, "", "did you mean 'min_difficulty'"),
+        ({"min_difficulty": 9}, "", "its first length 9 is not a multiple"),
+        ({"min_difficulty": "a"}, "", "curriculum_learning.min_difficulty"),
+        ({"max_difficulty": 256}, "", "its last length 256 is above --seq-length 128"),
+        ({}, "--curriculum-seqlen 8 64 30", "contradicts curriculum_learning [8, 128, 30] of"),
+        ({}, "--curriculum-seqlen-step 8", "--curriculum-seqlen-step 8 contradicts"),
+    ],
+)
+def test_a_curriculum_that_is_not_ours_is_refused_in_words(
+    tmp_path: Path, changes: dict[str, Any], line: str, words: str
+) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps({"curriculum_learning": {**LINEAR, **changes}}))
+    argv = f"{FLAGS} --seq-length 128 --deepspeed_config {path} {line}".split()
+    _, problems = read(argv, world_size=2, warn=lambda _: None, complete=complete)
+    assert any(words in problem for problem in problems), problems
+
+
 DECAY = {
     "type": "WarmupDecayLR",
     "params": {
@@ -649,7 +726,7 @@ def test_what_deepspeed_has_removed_is_refused() -> None:
 
     removed = set(theirs._REMOVED_TOP_LEVEL_CONFIG_KEYS)
     removed |= {f"zero_optimization.{key}" for key in theirs._REMOVED_ZERO_CONFIG_KEYS}
-    assert removed <= REFUSED.keys()
+    assert removed <= REFUSED.keys() | {"curriculum_learning"}  # which is translated
 
 
 if __name__ == "__main__":

@@ -1,0 +1,119 @@
+"""A sequence length that grows, with batches that grow by the tokens, through the engine.
+
+Lengths 4 to 16 and batches of 4, 8, 16 samples: every stage, layout and way to recompute takes the
+steps of one process that trains on the cut samples, at the learning rates of the tokens.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from megatron_ds import schedules
+from megatron_ds.config import (
+    Config,
+    OptimizerConfig,
+    RecomputeConfig,
+    ScheduleConfig,
+)
+from megatron_ds.state import StepPlan, StepResult, TrainState
+from tests.dist import cases
+from tests.dist.cases import Case, completed, config_of
+from tests.dist.compare import differences
+from tests.dist.jobs import Job, Outcomes, run_jobs
+from tests.dist.twin import Samples, train_alone
+
+WORLD = 2
+LENGTHS = [4, 8, 12, 16, 16, 16]
+BATCHES = [4, 4, 4, 8, 8, 16]
+BEFORE = [0, 16, 48, 96, 224, 352]
+"""Tokens before each step: the warm-up takes 64, the decay ends at 576."""
+RATES = [0.1 + 0.3 * n / 64 if n < 64 else 0.4 * (576 - n) / 512 for n in BEFORE]
+SAMPLES = Samples(sum(BATCHES), cases.SHAPE)
+
+
+@dataclasses.dataclass(frozen=True)
+class Way:
+    """How the run is laid out."""
+
+    stage: int
+    tp: int
+    model: str = "rope"
+    recompute: RecomputeConfig = dataclasses.field(default_factory=RecomputeConfig)
+
+    @property
+    def name(self) -> str:
+        way = "partitioned" if self.recompute.by_deepspeed else self.recompute.granularity
+        return "-".join([f"zero{self.stage}", f"tp{self.tp}", self.model, way or "stored"])
+
+
+FULL = RecomputeConfig(recompute_granularity="full")
+SELECTIVE = RecomputeConfig(recompute_granularity="selective")
+PARTITIONED = RecomputeConfig(recompute_granularity="full", partition_activations=True)
+WAYS = [
+    Way(0, 1, "learned"),
+    Way(1, 1, "alibi", SELECTIVE),
+    Way(2, 1, "learned"),
+    Way(3, 1, "rope", FULL),
+    Way(1, 2, "learned", FULL),
+    Way(1, 2, "alibi", PARTITIONED),
+    Way(3, 2, "gqa"),
+]
+
+
+def grown(way: Way, folder: Path) -> Config:
+    config = config_of(Case(WORLD, way.stage, way.tp, 4, way.model, "sgd"), folder)
+    config = dataclasses.replace(
+        config,
+        optimizer=OptimizerConfig(
+            optimizer="sgd", lr=0.4, sgd_momentum=0.9, weight_decay=0.01, clip_grad=0.5
+        ),
+        schedule=ScheduleConfig(
+            micro_batch_size=2 * way.tp,
+            step_batch_size_schedule=("0:4 64:8 300:16",),
+            curriculum_seqlen=(4, 16, 4),
+            curriculum_seqlen_step=4,
+            train_tokens=400,
+            lr_decay_style="linear",
+            lr_warmup_init=0.1,
+            lr_warmup_tokens=64,
+            lr_decay_tokens=576,
+        ),
+        recompute=way.recompute,
+    )
+    return completed(config, WORLD)
+
+
+def plans_of(config: Config) -> list[StepPlan]:
+    """What the loop would plan."""
+    dp_size = config.parallel.data_parallel_size(WORLD)
+    state, plans = TrainState(), []
+    while state.iteration < schedules.total_iterations(config, dp_size):
+        plans.append(schedules.plan(config, state, dp_size))
+        state = state.advance(plans[-1], StepResult(0.0, 0.0))
+    return plans
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
+    folder = tmp_path_factory.mktemp("curriculum")
+    jobs = []
+    for way in WAYS:
+        config = grown(way, folder)
+        jobs.append(Job(way.name, config, plans_of(config), SAMPLES))
+    return run_jobs(WORLD, jobs, folder)
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.name)
+def test_growing_samples_equal_one_process(way: Way, outcomes: Outcomes, tmp_path: Path) -> None:
+    config = grown(way, tmp_path)
+    plans = plans_of(config)
+    assert [plan.seq_length for plan in plans] == LENGTHS
+    assert [plan.global_batch_size for plan in plans] == BATCHES
+    reference = train_alone(config, SAMPLES, plans)
+    assert min(norm for norm in reference.norms if norm is not None) > config.optimizer.clip_grad
+    for run in outcomes.of(way.name):
+        assert run.rates == pytest.approx(RATES, rel=1e-12)
+        assert differences(run, reference) == []
