@@ -52,7 +52,7 @@ def build_engine(
             documents=documents,
         )
     if config.runtime.compile:
-        model.compile_layers()
+        model.compile_layers(lengths_vary=config.schedule.curriculum_seqlen is not None)
     engine, *_ = deepspeed.initialize(
         model=model,
         model_parameters=parameter_groups(model, config.optimizer.weight_decay),

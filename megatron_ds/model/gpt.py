@@ -167,14 +167,17 @@ class GPTModel(nn.Module):
         output: torch.Tensor = self.head(x_SBH, labels_BS, loss_mask_BS, tied)
         return output
 
-    def compile_layers(self) -> None:
+    def compile_layers(self, *, lengths_vary: bool = False) -> None:
         """Compile each layer with torch.compile (on its first call).
+
+        lengths_vary: the second length that comes is compiled as any length, so that no further one
+        is compiled again; otherwise each has code of its own.
 
         Head and loss are matrix products and a softmax kernel already; compiling them was measured
         and made the step slower.
         """
         for block in self.layers:
-            block.compile(dynamic=False)
+            block.compile(dynamic=None if lengths_vary else False)
 
     def _run_layers(
         self, x_SBH: torch.Tensor, context: AttentionContext, cache: KeyValueCache | None
