@@ -274,6 +274,22 @@ def test_what_decides_the_order_of_the_samples_may_not_change(
     ]
 
 
+def test_batch_sizes_by_tokens_may_not_change(
+    checkpoints: Checkpoints, config: Config, said: list[str]
+) -> None:
+    save(checkpoints, 2)
+    schedule = dataclasses.replace(
+        config.schedule, global_batch_size=None, step_batch_size_schedule=("0:2 1K:4",)
+    )
+    other = dataclasses.replace(config, schedule=schedule)
+    with pytest.raises(ValueError) as error:
+        load(Checkpoints(other, Mesh.build(1), said.append))
+    assert str(error.value).splitlines()[1:] == [
+        "  - --step-batch-size-schedule is None in the checkpoint and ['0:2', '1000:4'] in this "
+        "run (it decides which samples come next)"
+    ]
+
+
 def test_dropout_may_change_on_a_resume(
     checkpoints: Checkpoints, config: Config, said: list[str]
 ) -> None:

@@ -124,6 +124,20 @@ def test_a_batch() -> None:
         assert all(t.is_contiguous() for t in batch[:3])
 
 
+def test_a_batch_is_cut_in_all_its_parts() -> None:
+    batch = next(stream(8, micro_batch_size=2))
+    length = batch.tokens_BS.shape[1]
+    cut = batch.cut(length - 1)
+    assert cut.position == batch.position
+    for whole, part in zip(batch, cut, strict=True):
+        if isinstance(whole, torch.Tensor):
+            assert isinstance(part, torch.Tensor)
+            assert part.is_contiguous()
+            assert torch.equal(part, whole[:, : length - 1])
+    assert batch.cut(length) is batch
+    assert batch.cut(length + 1) is batch
+
+
 def test_eod_gets_no_loss() -> None:
     assert batch_of(eod=6).loss_mask_BS.tolist() == [[1, 1, 0], [1, 0, 1]]
 

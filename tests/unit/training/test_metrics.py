@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import pytest
@@ -39,11 +40,13 @@ class Notebook(Sink):
 class Run:
     """A loop of steps of 4 samples and half a second, without a model."""
 
-    def __init__(self, log_interval: int, **settings: object) -> None:
+    def __init__(
+        self, log_interval: int, workload: Workload = WORKLOAD, **settings: object
+    ) -> None:
         self.notebook = Notebook()
         self.reductions: list[list[float]] = []
         self.metrics = Metrics(
-            WORKLOAD,
+            workload,
             log_interval=log_interval,
             total_iterations=50,
             mean_over_dp=self.mean,
@@ -159,6 +162,27 @@ def test_speeds_come_from_the_seconds_of_the_steps() -> None:
     assert record.samples_per_second == 3.0
     assert record.tokens_per_second_per_device == 12.0
     assert record.tflops == pytest.approx(4.5)
+
+
+def test_a_cut_sample_counts_with_its_own_tokens_and_operations() -> None:
+    workload = dataclasses.replace(WORKLOAD, curriculum=True)
+    run = Run(log_interval=2, workload=workload)
+    run.step(1.0, batch=4, seconds=1.0, seq_length=4)
+    run.step(1.0, batch=8, seconds=3.0)
+    assert (run.state.consumed_tokens, run.state.applied_tokens) == (80, 80)
+    first, second = run.steps()
+    assert (first.curriculum_seqlen, second.curriculum_seqlen) == (4, 8)
+    assert (first.tokens_per_second, first.tflops) == (16.0, 3.0)
+    (record,) = run.intervals()
+    assert record.samples_per_second == 3.0
+    assert record.tokens_per_second_per_device == 10.0
+    assert record.tflops == pytest.approx((3.0 + 12.0) / 4)
+
+
+def test_without_a_curriculum_no_length_is_told() -> None:
+    run = Run(log_interval=1)
+    run.step(1.0)
+    assert run.steps()[0].curriculum_seqlen is None
 
 
 def test_a_warm_up_is_left_out_of_the_intervals_speeds() -> None:
