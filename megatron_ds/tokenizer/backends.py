@@ -91,9 +91,9 @@ class FastTokenizer:
         library = importlib.import_module(FAST)
         with library_errors("it does not take the tokenizer"):
             self._model: Any = library.Tokenizer.from_json_str(reference.tokenizer_json())
-        difference = first_difference(
-            self.encode, reference.encode, edge_cases(reference.added_tokens())
-        )
+        with library_errors("it fails"):
+            cases = edge_cases(reference.added_tokens())
+            difference = first_difference(self._by_itself, reference.encode, cases)
         if difference is not None:
             raise ValueError(f"it has other ids than {REFERENCE} for {difference}")
 
@@ -124,13 +124,21 @@ class FastTokenizer:
 
     def encode_flat(self, texts: Sequence[str]) -> Flat:
         try:
-            ids, offsets = self._model.encode_batch_flat(list(texts))
-        except (KeyboardInterrupt, SystemExit):
+            return self._flat(texts)
+        except (KeyboardInterrupt, SystemExit, MemoryError):
             raise
         except BaseException:  # a panic of its Rust code is no Exception
             return encode_flat(self._reference, texts)
+
+    def _flat(self, texts: Sequence[str]) -> Flat:
+        ids, offsets = self._model.encode_batch_flat(list(texts))
         lengths = np.diff(np.frombuffer(offsets, "<u8")).astype(np.int64)
         return Flat(np.frombuffer(ids, "<u4"), lengths)
+
+    def _by_itself(self, text: str) -> list[int]:
+        """Without the reference's help, which would prove nothing."""
+        ids: list[int] = self._flat([text]).ids.tolist()
+        return ids
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._reference.decode(ids)

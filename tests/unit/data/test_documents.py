@@ -89,7 +89,7 @@ VALUES = st.recursive(
     ascii_only=st.booleans(),
     changes=st.lists(st.tuples(st.integers(0, 200), st.binary(max_size=3)), max_size=2),
 )
-@settings(max_examples=400, deadline=None, derandomize=True, database=None)
+@settings(max_examples=250, deadline=None, derandomize=True, database=None)
 def test_both_parsers_agree_on_damaged_lines(
     value: dict[str, object], ascii_only: bool, changes: list[tuple[int, bytes]]
 ) -> None:

@@ -62,7 +62,7 @@ PIECES = st.one_of(
 
 
 @given(pieces=st.lists(st.lists(PIECES, max_size=8).map("".join), max_size=4))
-@settings(max_examples=300, deadline=None, derandomize=True, database=None)
+@settings(max_examples=150, deadline=None, derandomize=True, database=None)
 def test_any_texts_get_the_ids_of_the_reference(pieces: list[str]) -> None:
     for kind, fast in FAST.items():
         expected = [REFERENCE[kind].encode(text) for text in pieces]
@@ -206,6 +206,17 @@ def test_a_text_on_which_the_library_fails_is_encoded_by_the_reference() -> None
     fast = FastTokenizer(GPT2)
     fast._model = SimpleNamespace(encode_batch_flat=fail)
     assert fast.encode_batch(CORPUS) == GPT2.encode_batch(CORPUS)
+
+
+def test_a_library_that_only_fails_proves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a version without the function that is called here."""
+    old = SimpleNamespace(Tokenizer=SimpleNamespace(from_json_str=lambda content: object()))
+    monkeypatch.setitem(sys.modules, "fastokens", old)
+    choice = choose(GPT2, "auto")
+    assert choice.tokenizer is GPT2
+    assert choice.reason is not None
+    assert "fastokens cannot be used: it fails: " in choice.reason
+    assert "encode_batch_flat" in choice.reason
 
 
 def test_the_proof_takes_in_every_kind_of_text() -> None:
