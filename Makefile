@@ -6,16 +6,18 @@ RUN := $(VENV)/bin
 PYTHONS ?= python3.11 python3.12 python3.13 python3 python
 # The demo's text: a jsonl file with the key "text"; empty takes the standard library of Python.
 DATA ?=
+# Megatron-LM's own package, which only `make test-interop` sees.
+INTEROP := build/interop
 # One thread for each process of a test: two processes with two threads each fight over two cores.
 PYTEST := OMP_NUM_THREADS=1 $(RUN)/python -m pytest
 CODE := megatron_ds tools tests benchmarks pretrain_gpt.py setup.py
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint unit install clean
+.PHONY: help demo test test-interop lint unit install clean
 
 help: ## show this list
-	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
 
 demo: install ## make a corpus, train, resume, evaluate and generate; DATA=my.jsonl takes your text
 	@$(RUN)/python tools/demo.py $(if $(DATA),--data "$(DATA)")
@@ -23,6 +25,9 @@ demo: install ## make a corpus, train, resume, evaluate and generate; DATA=my.js
 test: lint ## lint, then all tests (tests/unit first, then those of several processes, then whole runs)
 	$(PYTEST) -n 2 --dist loadfile tests/unit
 	$(PYTEST) tests/dist tests/e2e
+
+test-interop: install $(INTEROP)/.installed ## token files and samples against megatron-core, downloaded first (not part of test)
+	PYTHONPATH=$(INTEROP) $(PYTEST) -m interop tests/interop
 
 lint: install ## ruff and mypy
 	$(RUN)/ruff check $(CODE)
@@ -51,6 +56,12 @@ $(VENV)/.installed: requirements.txt setup.py
 
 $(VENV)/.ops-built: $(VENV)/.installed
 	@"$(RUN)/python" tools/build_ops.py
+	@touch $@
+
+$(INTEROP)/.installed: tests/interop/requirements.txt $(VENV)/.installed
+	rm -rf $(INTEROP)
+	"$(RUN)/python" -m pip install --disable-pip-version-check --quiet --no-deps \
+	  --target $(INTEROP) -r tests/interop/requirements.txt
 	@touch $@
 
 clean: ## remove caches and the demo's results; the environment stays

@@ -66,7 +66,9 @@ def test_every_make_target_exists() -> None:
     targets = {words[1] for words in commands() if words[:1] == ["make"]}
 
     assert targets == {"demo", "test"}
-    for target in targets:
+    named = set(re.findall(r"`make ([a-z-]+)", README))
+    assert "test-interop" in named
+    for target in targets | named:
         assert re.search(rf"^{target}:", makefile, flags=re.MULTILINE)
 
 

@@ -1,0 +1,302 @@
+"""Token files and samples against Megatron-LM's own package, megatron-core: `make test-interop`.
+
+It is not among what the other tests need, so these are left out unless that target runs them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_ds.config import DataConfig, TokenizerConfig
+from megatron_ds.data.build import build_datasets
+from megatron_ds.data.indexed import IndexedDataset, IndexedWriter, token_dtype
+from megatron_ds.data.merge import merge
+from megatron_ds.data.preprocess import PreprocessOptions, preprocess
+from megatron_ds.data.sample_index import build_indexes
+from megatron_ds.data.sentences import Splitter, choose_splitter
+from megatron_ds.data.sources import Inputs
+from megatron_ds.tokenizer import Tokenizer, build_tokenizer
+
+pytestmark = [pytest.mark.interop, pytest.mark.filterwarnings("ignore:::megatron")]
+
+CORPUS = Path(__file__).resolve().parents[1] / "golden" / "tokenizers"
+SIZES = {"uint16": 65_499, "int32": 65_500}
+"""Vocabularies by the type that they are stored in."""
+DOCUMENTS = [[[5, 6, 7]], [[1], [2, 3]], [[9] * 300, [8], [65_498]], [[4]]]
+
+
+@pytest.fixture(scope="session")
+def megatron() -> SimpleNamespace:
+    """Their modules. An error, and no skip, if they are not there: who runs this wants them."""
+    from megatron.core.datasets import (
+        blended_megatron_dataset_builder,
+        gpt_dataset,
+        helpers,
+        indexed_dataset,
+        utils,
+    )
+
+    return SimpleNamespace(
+        build=blended_megatron_dataset_builder.BlendedMegatronDatasetBuilder,
+        gpt=gpt_dataset,
+        helpers=helpers,
+        indexed=indexed_dataset,
+        split=utils.Split,
+    )
+
+
+def written_by_megatron(
+    megatron: SimpleNamespace, prefix: Path, documents: Sequence[Any], size: int
+) -> str:
+    dtype = megatron.indexed.DType.optimal_dtype(size)
+    builder = megatron.indexed.IndexedDatasetBuilder(f"{prefix}.bin", dtype=dtype)
+    for document in documents:
+        tokens = [token for sequence in document for token in sequence]
+        builder.add_document(torch.tensor(tokens), [len(sequence) for sequence in document])
+    builder.finalize(f"{prefix}.idx")
+    return str(prefix)
+
+
+def written_by_us(prefix: Path, documents: Sequence[Any], size: int) -> str:
+    with IndexedWriter(prefix, token_dtype(size)) as writer:
+        for document in documents:
+            lengths = [len(sequence) for sequence in document]
+            tokens = [token for sequence in document for token in sequence]
+            writer.add_documents(tokens, lengths, [len(lengths)])
+    return str(prefix)
+
+
+def content(prefix: str | Path) -> tuple[bytes, bytes]:
+    return Path(f"{prefix}.bin").read_bytes(), Path(f"{prefix}.idx").read_bytes()
+
+
+def check_same(theirs: Any, ours: IndexedDataset, count: int) -> None:
+    """Every array of a pair, as both read it, and every sequence."""
+    assert len(theirs) == len(ours) == count
+    assert theirs.sequence_lengths.tolist() == ours.lengths.tolist()
+    assert theirs.index.sequence_pointers.tolist() == ours.pointers.tolist()
+    assert theirs.document_indices.tolist() == ours.document_index.tolist()
+    for at in range(count):
+        assert theirs[at].dtype == ours.get(at).dtype
+        assert theirs[at].tolist() == ours.get(at).tolist()
+
+
+@pytest.mark.parametrize("size", SIZES.values(), ids=SIZES)
+def test_each_reads_what_the_other_writes_and_the_bytes_are_the_same(
+    megatron: SimpleNamespace, tmp_path: Path, size: int
+) -> None:
+    """Documents of one and of several sequences."""
+    theirs = written_by_megatron(megatron, tmp_path / "theirs", DOCUMENTS, size)
+    ours = written_by_us(tmp_path / "ours", DOCUMENTS, size)
+    assert content(theirs) == content(ours)
+    check_same(megatron.indexed.IndexedDataset(ours), IndexedDataset(theirs), 7)
+    dtype = next(name for name, limit in SIZES.items() if limit == size)
+    assert IndexedDataset(theirs).dtype == dtype
+
+
+def test_merging_gives_their_merged_bytes(megatron: SimpleNamespace, tmp_path: Path) -> None:
+    parts = [
+        written_by_us(tmp_path / name, documents, 100)
+        for name, documents in (("a", [[[1], [2, 3]]]), ("b", [[[4]], [[5], [6]]]))
+    ]
+    merge(parts, str(tmp_path / "ours"))
+    builder = megatron.indexed.IndexedDatasetBuilder(str(tmp_path / "theirs.bin"), dtype=np.uint16)
+    for part in parts:
+        builder.add_index(part)
+    builder.finalize(str(tmp_path / "theirs.idx"))
+    assert content(tmp_path / "ours") == content(tmp_path / "theirs")
+
+
+KINDS = {
+    "BertWordPieceLowerCase": {"vocab_file": str(CORPUS / "vocab.txt")},
+    "GPT2BPETokenizer": {
+        "vocab_file": str(CORPUS / "vocab.json"),
+        "merge_file": str(CORPUS / "merges.txt"),
+    },
+}
+
+
+def texts() -> list[str]:
+    with open(CORPUS / "corpus.jsonl", encoding="utf-8") as file:
+        return [json.loads(line)["text"] for line in file]
+
+
+def as_megatron(
+    texts: list[str], splitter: Splitter | None, tokenizer: Tokenizer, append_eod: bool
+) -> list[list[list[int]]]:
+    """What goes to their builder, document by document."""
+    documents = []
+    for text in texts:
+        sentences = splitter(text) if splitter else [text]
+        encoded = [ids for sentence in sentences if (ids := tokenizer.encode(sentence))]
+        if encoded:
+            encoded[-1] = encoded[-1] + [tokenizer.eod] * append_eod
+            documents.append(encoded)
+    return documents
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("append_eod", [False, True])
+@pytest.mark.parametrize("sentences", [False, True])
+def test_preprocessed_files_are_theirs(
+    megatron: SimpleNamespace, tmp_path: Path, kind: str, append_eod: bool, sentences: bool
+) -> None:
+    tokenizer = build_tokenizer(TokenizerConfig(tokenizer_type=kind, **KINDS[kind]))
+    splitter = choose_splitter("english", False, "rules") if sentences else None
+    options = PreprocessOptions(
+        Inputs((str(CORPUS / "corpus.jsonl"),)), str(tmp_path / "my"), append_eod=append_eod,
+        workers=2, chunk_size=3, splitter=splitter,
+    )  # fmt: skip
+    preprocess(options, tokenizer)
+    documents = as_megatron(texts(), splitter, tokenizer, append_eod)
+    theirs = written_by_megatron(megatron, tmp_path / "theirs", documents, tokenizer.vocab_size)
+    assert content(options.prefix("text")) == content(theirs)
+    read = megatron.indexed.IndexedDataset(options.prefix("text"))
+    check_same(read, IndexedDataset(theirs), sum(map(len, documents)))
+
+
+def test_their_t5_samples_are_neighbouring_sentences_of_one_document(
+    megatron: SimpleNamespace, tmp_path: Path
+) -> None:
+    """Their sampler of BERT and T5 data, on the sentences that a preprocessing made."""
+    path = tmp_path / "in.jsonl"
+    rows = [{"text": "Here it is. " * (3 + n % 5) + f"Number {n}? Yes."} for n in range(50)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    kind = "BertWordPieceLowerCase"
+    options = PreprocessOptions(
+        Inputs((str(path),)), str(tmp_path / "my-t5"),
+        splitter=choose_splitter("english", False, "rules"),
+    )  # fmt: skip
+    preprocess(options, build_tokenizer(TokenizerConfig(tokenizer_type=kind, **KINDS[kind])))
+    data = megatron.indexed.IndexedDataset(str(tmp_path / "my-t5_text_sentence"))
+    starts = data.document_indices
+    longest, seed = int(data.sequence_lengths.max()) * 4, 7
+    mapping = megatron.helpers.build_mapping(
+        starts, data.sequence_lengths, 10, 200, longest, 0.1, seed, False, 2
+    )
+    assert len(mapping) >= 100
+    for begin, end, _ in mapping.tolist():
+        document = int(np.searchsorted(starts, begin, side="right")) - 1
+        assert starts[document] <= begin < end <= starts[document + 1]
+    assert {int(np.searchsorted(starts, row[0], side="right")) for row in mapping} == set(
+        range(1, 51)
+    )
+
+
+class Named(SimpleNamespace):
+    """As much of a tokenizer as their datasets ask for."""
+
+    eod, pad, vocab_size = 99, -1, 100
+    unique_identifiers: dict[str, str] = {}  # noqa: RUF012
+
+
+def gpt_config(megatron: SimpleNamespace, **values: Any) -> Any:
+    return megatron.gpt.GPTDatasetConfig(
+        tokenizer=Named(),
+        reset_position_ids=False,
+        reset_attention_mask=False,
+        eod_mask_loss=False,
+        create_attention_mask=False,
+        **values,
+    )
+
+
+@settings(max_examples=60, deadline=None, derandomize=True, database=None)
+@given(
+    lengths=st.lists(st.integers(1, 30), min_size=1, max_size=25),
+    wanted=st.integers(1, 200),
+    seq_length=st.integers(1, 40),
+    seed=st.integers(0, 2**32 - 1),
+    data=st.data(),
+)
+def test_document_sample_and_shuffle_index_are_theirs(
+    megatron: SimpleNamespace,
+    tmp_path_factory: pytest.TempPathFactory,
+    lengths: list[int],
+    wanted: int,
+    seq_length: int,
+    seed: int,
+    data: st.DataObject,
+) -> None:
+    """On any part of a file, over as many epochs as it takes."""
+    if sum(lengths) < 2:
+        lengths = [*lengths, 1]
+    first = data.draw(st.integers(0, len(lengths) - 1))
+    documents = np.arange(first, len(lengths), dtype=np.int32)
+    if sum(lengths[first:]) < 2:
+        documents = np.arange(len(lengths), dtype=np.int32)
+    folder = tmp_path_factory.mktemp("pair")
+    prefix = written_by_us(folder / "p", [[[1] * length] for length in lengths], 100)
+    theirs = megatron.gpt.GPTDataset(
+        megatron.indexed.IndexedDataset(prefix),
+        prefix,
+        documents,
+        wanted,
+        megatron.split.train,
+        gpt_config(
+            megatron, random_seed=seed, sequence_length=seq_length, blend=([prefix], None),
+            split="1", path_to_cache=str(folder / "cache"),
+        ),
+    )  # fmt: skip
+    ours = build_indexes(IndexedDataset(prefix).lengths, documents, wanted, seq_length, seed)
+    for their, our in (
+        (theirs.document_index, ours.documents),
+        (theirs.sample_index, ours.samples),
+        (theirs.shuffle_index, ours.shuffle),
+    ):
+        assert their.dtype == our.dtype
+        assert their.tolist() == our.tolist()
+
+
+@pytest.mark.parametrize("split", ["8,1,1", "90,6,4", "1,0,0", "50/50"])
+@pytest.mark.parametrize("sentences", [False, True])
+def test_a_run_reads_the_samples_that_theirs_would(
+    megatron: SimpleNamespace, tmp_path: Path, split: str, sentences: bool
+) -> None:
+    """Training, validation and test of one file, over several epochs."""
+    rng = np.random.RandomState(3)
+    documents = [
+        [rng.randint(0, 99, rng.randint(1, 20)).tolist() for _ in range(1 + 3 * sentences)]
+        for _ in range(300)
+    ]
+    prefix = written_by_us(tmp_path / "p", documents, 100)
+    wanted = (700, 40, 10)
+    theirs = megatron.build(
+        megatron.gpt.GPTDataset,
+        list(wanted),
+        lambda: True,
+        gpt_config(
+            megatron, random_seed=5, sequence_length=16, blend=([prefix], None),
+            split=split.replace("/", ","), path_to_cache=str(tmp_path / "theirs"),
+        ),
+    ).build()  # fmt: skip
+    shares = [float(part) > 0 for part in split.replace("/", ",").split(",")] + [False] * 2
+    ours = build_datasets(
+        DataConfig(data_path=(prefix,), split=split, data_cache_path=str(tmp_path / "ours")),
+        seq_length=16,
+        seed=5,
+        num_samples=wanted,
+        tokenizer_fingerprint="",
+        vocab_size=100,
+    )
+    for given_share, their, our, count in zip(
+        shares, theirs, (ours.train, ours.valid, ours.test), wanted, strict=False
+    ):
+        assert (our is None) == (not given_share)
+        if our is None:
+            continue
+        assert len(their) == len(our) >= count
+        for at in range(len(our)):
+            sample = their[at]
+            assert sample["tokens"].tolist() == our[at][:-1].tolist()
+            assert sample["labels"].tolist() == our[at][1:].tolist()
