@@ -17,7 +17,7 @@ CODE := megatron_ds tools tests benchmarks pretrain_gpt.py setup.py
 .PHONY: help demo test test-interop lint unit install clean
 
 help: ## show this list
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
 demo: install ## make a corpus, train, resume, evaluate and generate; DATA=my.jsonl takes your text
 	@$(RUN)/python tools/demo.py $(if $(DATA),--data "$(DATA)")
@@ -26,7 +26,7 @@ test: lint ## lint, then all tests (tests/unit first, then those of several proc
 	$(PYTEST) -n 2 --dist loadfile tests/unit
 	$(PYTEST) tests/dist tests/e2e
 
-test-interop: install $(INTEROP)/.installed ## token files and samples against megatron-core, downloaded first (not part of test)
+test-interop: install $(INTEROP)/.installed ## token files and samples against megatron-core, which it downloads
 	PYTHONPATH=$(INTEROP) $(PYTEST) -m interop tests/interop
 
 lint: install ## ruff and mypy

@@ -12,6 +12,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -20,6 +21,7 @@ from megatron_ds.config import TOKENIZERS, TokenizerConfig
 from megatron_ds.data.indexed import IndexedDataset
 from megatron_ds.data.made_by import read_made_by
 from megatron_ds.data.preprocess import PreprocessOptions, preprocess
+from megatron_ds.data.sentences import Rules
 from megatron_ds.data.sources import Inputs
 from megatron_ds.tokenizer import Tokenizer, build_tokenizer
 
@@ -39,6 +41,8 @@ FILES: dict[str, dict[str, Any]] = {
     },
     "NullTokenizer": {},
 }
+SENTENCES = {"BertWordPieceLowerCase": False, "SentencePieceTokenizer": True}
+"""Kinds of which there are sentences, too, and whether with the space after each."""
 SUFFIXES = (".bin", ".idx", ".tokenizer.json")
 SIZES = {
     "GPT2BPETokenizer": (360, 359),
@@ -68,7 +72,7 @@ def texts() -> list[str]:
         return [json.loads(line)["text"] for line in file]
 
 
-def make(kind: str, prefix: Path) -> None:
+def make(kind: str, prefix: Path, splitter: Rules | None = None) -> Path:
     """The token files of the corpus; for the kind that reads numbers, of the characters."""
     path = FOLDER / "corpus.jsonl"
     if kind == "NullTokenizer":
@@ -76,21 +80,48 @@ def make(kind: str, prefix: Path) -> None:
         lines = [json.dumps({"text": " ".join(str(ord(c) % 65535) for c in t)}) for t in texts()]
         path.write_text("\n".join(lines))
     options = PreprocessOptions(
-        inputs=Inputs(paths=(str(path),)), output_prefix=str(prefix), append_eod=True
+        inputs=Inputs(paths=(str(path),)),
+        output_prefix=str(prefix),
+        append_eod=True,
+        splitter=splitter,
     )
     preprocess(options, tokenizer_of(kind))
+    return Path(options.prefix("text"))
+
+
+def make_all(folder: Path) -> dict[str, Path]:
+    """Token files by the names of the golden ones."""
+    made = {kind: make(kind, folder / kind) for kind in FILES}
+    for kind, keep_newlines in SENTENCES.items():
+        splitter = Rules("english", keep_newlines)
+        made[f"{kind}_sentence"] = make(kind, folder / kind, splitter)
+    return made
 
 
 def test_every_kind_has_its_golden_files() -> None:
     assert FILES.keys() == SIZES.keys() == TOKENIZERS.keys()
 
 
-@pytest.mark.parametrize("kind", FILES)
-def test_token_files_are_the_golden_ones(kind: str, tmp_path: Path) -> None:
-    make(kind, tmp_path / kind)
-    for suffix in SUFFIXES:
-        made = (tmp_path / f"{kind}_text_document{suffix}").read_bytes()
-        assert made == (FOLDER / f"{kind}{suffix}").read_bytes(), suffix
+def test_token_files_are_the_golden_ones(tmp_path: Path) -> None:
+    for name, prefix in make_all(tmp_path).items():
+        for suffix in SUFFIXES:
+            made = Path(f"{prefix}{suffix}").read_bytes()
+            assert made == (FOLDER / f"{name}{suffix}").read_bytes(), name + suffix
+
+
+@pytest.mark.parametrize("kind", SENTENCES)
+def test_golden_sentences_hold_the_sentences(kind: str) -> None:
+    tokenizer = tokenizer_of(kind)
+    split = Rules("english", SENTENCES[kind])
+    data = IndexedDataset(FOLDER / f"{kind}_sentence")
+    sentences = [split(text) for text in texts()]
+    counts = [len(one) for one in sentences]
+    assert max(counts) > 1
+    assert np.diff(data.document_index).tolist() == counts
+    expected = [tokenizer.encode(one) for document in sentences for one in document]
+    for last in data.document_index[1:] - 1:
+        expected[last].append(tokenizer.eod)
+    assert [data.get(number).tolist() for number in range(len(data))] == expected
 
 
 @pytest.mark.parametrize("kind", FILES)
@@ -123,10 +154,8 @@ def test_texts_and_numbers_come_back(text: str, ids: list[int]) -> None:
 
 
 if __name__ == "__main__":
-    for each in FILES:
-        with tempfile.TemporaryDirectory() as folder:
-            make(each, Path(folder) / each)
+    with tempfile.TemporaryDirectory() as folder:
+        for each, made in make_all(Path(folder)).items():
             for end in SUFFIXES:
-                made = Path(folder) / f"{each}_text_document{end}"
-                (FOLDER / f"{each}{end}").write_bytes(made.read_bytes())
+                (FOLDER / f"{each}{end}").write_bytes(Path(f"{made}{end}").read_bytes())
     print(os.listdir(FOLDER))
