@@ -49,7 +49,12 @@ class Found:
     @property
     def history(self) -> History | None:
         """Of the training data; None if it is not known. Raises ValueError if it is damaged."""
-        return History.from_dict(self.run["data"]) if self.run.get("data") else None
+        if not self.run.get("data"):
+            return None
+        try:
+            return History.from_dict(self.run["data"])
+        except ValueError as error:
+            raise ValueError(f"data: {error}") from error
 
 
 def layout(config: Config, dp_size: int) -> dict[str, Any]:

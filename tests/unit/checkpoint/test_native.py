@@ -18,15 +18,17 @@ from megatron_ds.checkpoint.found import read_json, read_manifest, seal
 from megatron_ds.checkpoint.native import Checkpoints
 from megatron_ds.config import (
     Config,
+    DataConfig,
     DeepSpeedConfig,
     PrecisionConfig,
     RuntimeConfig,
     ScheduleConfig,
 )
+from megatron_ds.data.history import Identity, started
 from megatron_ds.engine.checkpoint_files import write_tensors
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.state import TrainState
-from tests.unit.checkpoint.fakes import load, save, state_at
+from tests.unit.checkpoint.fakes import FakeEngine, load, save, state_at
 
 
 def test_a_save_leaves_one_folder_and_two_pointers(
@@ -297,6 +299,70 @@ def test_dropout_may_change_on_a_resume(
     model = dataclasses.replace(config.model, hidden_dropout=0.0, attention_dropout=0.3)
     other = dataclasses.replace(config, model=model)
     assert load(Checkpoints(other, Mesh.build(1), said.append))[0] == state_at(2)
+
+
+def test_the_record_of_the_data_comes_back(checkpoints: Checkpoints, folder: Path) -> None:
+    history = started([Identity("a", "hash", (0, 9))], [1.0], order=3)
+    checkpoints.save(FakeEngine(), state_at(2), history.to_dict)  # type: ignore[arg-type]
+    found = checkpoints.find()
+    assert found is not None
+    assert found.history == history
+    kept = read_json(folder / "global_step2" / "run.json")["data"]
+    assert kept == json.loads(json.dumps(history.to_dict()))
+
+
+def test_a_checkpoint_without_a_record_of_the_data_is_read(
+    checkpoints: Checkpoints, folder: Path
+) -> None:
+    save(checkpoints, 2)
+    edit(lambda run: run.pop("data"))(folder / "global_step2")
+    found = checkpoints.find()
+    assert found is not None
+    assert found.history is None
+    assert load(checkpoints)[0] == state_at(2)
+
+
+def test_a_damaged_record_of_the_data_damages_the_checkpoint(
+    checkpoints: Checkpoints, folder: Path
+) -> None:
+    save(checkpoints, 2)
+    edit(lambda run: run.update(data={"format": 1, "sources": 3}))(folder / "global_step2")
+    with pytest.raises(ValueError, match=r"run.json cannot be read \(data: it lacks what belongs"):
+        load(checkpoints)
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "refused"),
+    [
+        ({"data_path": ("a",), "split": "9,1"}, {"data_path": ("a",), "split": "8,2"}, True),
+        ({"data_path": ("a",)}, {"data_args_path": "f", "split": "8,2"}, True),
+        ({"data_path": ("a",), "split": "9,1"}, {"data_path": ("b",), "split": "9,1"}, False),
+        ({"data_path": ("a",), "split": "9,1"}, {"train_data_path": ("a",)}, False),
+        ({"train_data_path": ("a",)}, {"data_path": ("a",), "split": "9,1"}, False),
+    ],
+)
+def test_split_is_compared_where_it_cuts(
+    checkpoints: Checkpoints,
+    config: Config,
+    said: list[str],
+    before: dict[str, Any],
+    now: dict[str, Any],
+    refused: bool,
+) -> None:
+    first, other = (
+        Checkpoints(
+            dataclasses.replace(config, data=DataConfig(**data)), Mesh.build(1), said.append
+        )
+        for data in (before, now)
+    )
+    save(first, 2)
+    if refused:
+        with pytest.raises(
+            ValueError, match=r"--split is .* in the checkpoint and 8,2 in this run"
+        ):
+            load(other)
+    else:
+        assert load(other)[0] == state_at(2)
 
 
 class Crash(Exception):

@@ -65,9 +65,9 @@ def interval(step: Callable[..., StepRecord]) -> Callable[..., IntervalRecord]:
 
 @pytest.fixture
 def evaluation() -> Callable[..., EvalRecord]:
-    """evaluation(iteration, split): a loss of 2.0."""
+    """evaluation(iteration, split, group): a loss of 2.0."""
 
-    def make(iteration: int, split: str = "validation") -> EvalRecord:
+    def make(iteration: int, split: str = "validation", group: str = "") -> EvalRecord:
         return EvalRecord(
             iteration=iteration,
             consumed_samples=4 * iteration,
@@ -75,6 +75,7 @@ def evaluation() -> Callable[..., EvalRecord]:
             split=split,
             where=f"iteration {iteration}",
             loss=2.0,
+            group=group,
         )
 
     return make

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
+import pytest
+
 from megatron_ds.training.console import Console, evaluation_block, interval_line
 from megatron_ds.training.records import EvalRecord, IntervalRecord
 
@@ -71,6 +73,17 @@ def test_the_evaluation_block_is_the_forks(evaluation: Callable[..., EvalRecord]
     assert text == (
         " validation loss at iteration 7 | lm loss value: 2.000000E+00 | "
         "lm loss PPL: 7.389056E+00 | "
+    )
+    assert first == last == "-" * (len(text) + 1)
+
+
+@pytest.mark.parametrize("split", ["validation", "test"])
+def test_a_group_has_its_name_in_the_place_of_the_word(
+    split: str, evaluation: Callable[..., EvalRecord]
+) -> None:
+    first, text, last = evaluation_block(evaluation(7, split, "VALID 1")).split("\n")
+    assert text == (
+        "VALID 1 loss at iteration 7 | lm loss value: 2.000000E+00 | lm loss PPL: 7.389056E+00 | "
     )
     assert first == last == "-" * (len(text) + 1)
 

@@ -83,6 +83,17 @@ def test_a_resumed_run_leaves_every_step_once(
     assert [item.name for item in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
+def test_an_evaluation_of_a_group_names_it(tmp_path: Path, evaluation: Evaluation) -> None:
+    path = tmp_path / "metrics.jsonl"
+    sink = JsonLines(path, 0)
+    for group in ("", "A", "B", "A"):
+        sink.evaluation(evaluation(1, "test", group))
+    assert read(path) == [
+        {"iteration": 1, **named, "test_loss": 2.0, "ppl": pytest.approx(7.389056)}
+        for named in ({}, {"group": "A"}, {"group": "B"})
+    ]
+
+
 def test_an_evaluation_of_the_same_weights_is_written_once(
     tmp_path: Path, step: Step, evaluation: Evaluation
 ) -> None:

@@ -61,6 +61,8 @@ def test_the_tags_are_the_documented_ones(
     sink.interval(interval(1, params_norm=3.0))
     sink.evaluation(evaluation(1, "validation"))
     sink.evaluation(evaluation(1, "test"))
+    sink.evaluation(evaluation(1, "validation", "GROUP"))
+    sink.evaluation(evaluation(1, "test", "GROUP"))
     sink.close()
     expected = {
         tag + suffix
