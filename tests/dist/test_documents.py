@@ -13,10 +13,13 @@ from typing import Any
 import pytest
 
 from megatron_ds.config import Config, DataConfig, RecomputeConfig, RuntimeConfig
+from megatron_ds.engine.build import build_engine
 from megatron_ds.model.documents import DocumentRules
+from megatron_ds.parallel.mesh import Mesh
 from tests.dist import cases
 from tests.dist.cases import Case, config_of, plans_of
 from tests.dist.compare import differences
+from tests.dist.engine_runs import CPU
 from tests.dist.jobs import Job, Outcomes, run_jobs
 from tests.dist.twin import END, Samples, train_alone
 from tests.unit.model.dense import dense_flex
@@ -99,3 +102,8 @@ def test_bounds_change_what_is_learned(tmp_path: Path) -> None:
         for rules in (None, DocumentRules(END, True, True))
     ]
     assert losses[0] != pytest.approx(losses[1], rel=1e-4)
+
+
+def test_a_tokenizer_without_an_end_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="this tokenizer has none"):
+        build_engine(config("zero3 learned", tmp_path), Mesh.single(), CPU, eod=None)

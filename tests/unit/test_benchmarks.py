@@ -10,8 +10,9 @@ import operator
 import os
 
 import pytest
+import torch
 
-from benchmarks import preprocess, startup, train_step
+from benchmarks import documents, preprocess, startup, train_step
 from benchmarks.common import Contender, in_turn, paired_ratio, this_machine, versions
 from benchmarks.train_step import COMPILED, DEEPSPEED, OURS, PLAIN, Report, Setting, Shape
 from megatron_ds.startup import Startup
@@ -203,3 +204,21 @@ def test_the_launcher_takes_what_the_run_does_not():
     table = startup.report({"--help": 0.5, "first iteration": 9.0}, parts).splitlines()
     assert table[1].split() == ["--help", "0.50", "1.5"]
     assert table[-1].split() == ["data", "1.00"]
+
+
+def test_documents_are_measured_in_turn_and_compared_round_by_round():
+    shape = documents.Shape(samples=2, sequence=24, heads=2, head_dim=8, dtype="float32")
+    seconds = documents.measure(shape, mean=5, rounds=2)
+    assert [len(taken) for taken in seconds.values()] == [2, 2, 2]
+    assert all(second > 0 for taken in seconds.values() for second in taken)
+
+    faster = documents.speedups(
+        {documents.LOOP: [1, 2, 4], documents.MASKED: [3, 4, 4], documents.CAUSAL: [1, 1, 1]}
+    )
+
+    assert faster == {documents.MASKED: 2, documents.CAUSAL: 0.5}
+
+
+def test_the_mask_that_documents_are_held_against_is_causal_and_ends_with_them():
+    mask = documents.dense(torch.tensor([[0, 0, 1]], dtype=torch.int32))
+    assert mask.int().tolist() == [[[[1, 0, 0], [1, 1, 0], [0, 0, 1]]]]

@@ -1,0 +1,123 @@
+"""What attention within documents costs: each document by itself, against a mask of S x S scores
+and against causal attention over the whole sample.
+
+    python benchmarks/documents.py --threads 1 --output documents.json
+
+The core of attention alone is timed, forwards and backwards, in this process; the three take turns,
+and a ratio is the median over the rounds of the ratios within a round. The figures and how to read
+them: docs/performance.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+from benchmarks.common import this_machine, versions, write_json
+from megatron_ds.model.documents import DocumentLoop, row_lengths
+
+LOOP, MASKED, CAUSAL = "each document", "a mask of S x S", "the whole sample"
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """Attention of one layer over a micro-batch."""
+
+    samples: int
+    sequence: int
+    heads: int
+    head_dim: int
+    dtype: str
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
+    parser.add_argument("--samples", type=int, default=4, help="samples of a micro-batch (4)")
+    parser.add_argument("--sequence", type=int, default=1024, help="tokens of a sample (1024)")
+    parser.add_argument("--heads", type=int, default=12, help="heads (12)")
+    parser.add_argument("--head-dim", type=int, default=64, help="size of a head (64)")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument(
+        "--documents", type=int, nargs="+", default=[20, 200, 1000], help="mean tokens of each"
+    )
+    parser.add_argument("--rounds", type=int, default=7, help="measurements of each (7)")
+    parser.add_argument("--threads", type=int, default=None, help="torch's threads (its choice)")
+    parser.add_argument("--output", type=Path, default=None, help="also write JSON here")
+    options = parser.parse_args()
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
+    shape = Shape(options.samples, options.sequence, options.heads, options.head_dim, options.dtype)
+    machine = this_machine()
+    results = {}
+    for mean in options.documents:
+        seconds = measure(shape, mean, options.rounds)
+        results[mean] = {"seconds": seconds, "times as fast": speedups(seconds)}
+        times = ", ".join(f"{name} {min(taken) * 1e3:.1f} ms" for name, taken in seconds.items())
+        ratios = ", ".join(f"{r:.2f} to {name}" for name, r in speedups(seconds).items())
+        print(f"documents of {mean} tokens: {times}; times as fast: {ratios}")
+    if options.output is not None:
+        result = {
+            "machine": dataclasses.asdict(machine),
+            "versions": versions(["torch"]),
+            "threads": torch.get_num_threads(),
+            "shape": dataclasses.asdict(shape),
+            "documents": results,
+        }
+        write_json(options.output, result)
+    return 0
+
+
+def measure(shape: Shape, mean: int, rounds: int) -> dict[str, list[float]]:
+    """Seconds of each way, round by round, after a round that does not count."""
+    generator = torch.Generator().manual_seed(mean)
+    ends = torch.rand(shape.samples, shape.sequence, generator=generator) < 1.0 / mean
+    numbers = ends.cumsum(1, dtype=torch.int32)
+    ways: dict[str, Callable[..., torch.Tensor]] = {
+        LOOP: lambda q, k, v: DocumentLoop(row_lengths(numbers)).attend(q, k, v, 0.0),
+        MASKED: lambda q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=dense(numbers)),
+        CAUSAL: lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True),
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(rounds + 1):
+        for name, attend in ways.items():
+            seconds[name].append(_step(shape, attend))
+    return {name: taken[1:] for name, taken in seconds.items()}
+
+
+def dense(numbers: torch.Tensor) -> torch.Tensor:
+    """[B, 1, S, S]: where attention may look, as the forks hand it to their attention."""
+    same = numbers[:, None, :, None] == numbers[:, None, None, :]
+    return same & torch.ones_like(same[0, 0]).tril()
+
+
+def speedups(seconds: dict[str, list[float]]) -> dict[str, float]:
+    """How many times as fast each document by itself is, by what it is held against."""
+    return {
+        name: statistics.median(b / a for a, b in zip(seconds[LOOP], taken, strict=True))
+        for name, taken in seconds.items()
+        if name != LOOP
+    }
+
+
+def _step(shape: Shape, attend: Callable[..., torch.Tensor]) -> float:
+    size = shape.sequence, shape.samples, shape.heads, shape.head_dim
+    dtype = getattr(torch, shape.dtype)
+    q, k, v = (
+        torch.randn(size, dtype=dtype).permute(1, 2, 0, 3).requires_grad_() for _ in range(3)
+    )
+    begin = time.perf_counter()
+    out = attend(q, k, v)
+    torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
+    return time.perf_counter() - begin
+
+
+if __name__ == "__main__":
+    sys.exit(main())
