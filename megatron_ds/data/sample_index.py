@@ -10,6 +10,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +21,7 @@ SEPARATE_LAST_EPOCH_BELOW = 0.80
 """A last epoch that gives less than this share of an epoch's samples is shuffled apart."""
 BLEND_MARGIN = 1.005
 """Every source of a blend is asked for this much more than its share, as in Megatron."""
-CHUNK_DOCUMENTS = 1 << 18
+CHUNK_DOCUMENTS = 1 << 16
 """Documents per vectorised step: enough to amortise numpy, few enough to stay in the cache."""
 
 
@@ -68,10 +69,21 @@ def build_indexes(
     # of it while the epoch's documents were spread over the whole run.
     separate = epochs > 1 and num_samples - before_last < int(SEPARATE_LAST_EPOCH_BELOW * per_epoch)
     rng = np.random.RandomState(seed)
+    documents = documents.astype(index_dtype(len(lengths)))
     order = document_order(documents, epochs, rng, separate)
     samples = sample_starts(lengths, order, seq_length, total)
     shuffle = shuffled(before_last if separate else total, total, rng)
     return SampleIndexes(order, samples, shuffle)
+
+
+def index_dtype(count: int) -> type[np.signedinteger[Any]]:
+    """Megatron's type for the numbers of `count` things."""
+    return np.int32 if count < np.iinfo(np.int32).max else np.int64
+
+
+def shuffle_dtype(total: int) -> type[np.integer[Any]]:
+    """Megatron's type for the numbers of `total` samples."""
+    return np.uint32 if total < np.iinfo(np.uint32).max - 1 else np.int64
 
 
 def document_order(
@@ -82,7 +94,7 @@ def document_order(
         first = document_order(documents, epochs - 1, rng, separate_last=False)
         last = document_order(documents, 1, rng, separate_last=False)
         return np.concatenate([first, last])
-    order = np.tile(documents.astype(np.int32), epochs)
+    order = np.tile(documents, epochs)
     rng.shuffle(order)
     return order
 
@@ -93,28 +105,30 @@ def sample_starts(lengths: IntArray, order: IntArray, seq_length: int, total: in
     Sample i begins at token i * seq_length of the concatenated documents. The search goes through
     the documents in chunks, so that memory stays flat beside the result.
     """
-    dtype = np.int32 if len(order) < np.iinfo(np.int32).max else np.int64
-    starts = np.zeros((total + 1, 2), dtype=dtype)
-    first_token = 0
-    next_sample = 1
+    starts = np.empty((total + 1, 2), dtype=index_dtype(len(order)))
+    starts[0] = 0
+    first_token, first_sample = 0, 1
     for at in range(0, len(order), CHUNK_DOCUMENTS):
-        sizes = lengths[order[at : at + CHUNK_DOCUMENTS]].astype(np.int64)
-        ends = first_token + np.cumsum(sizes)
-        stop = min(total, (int(ends[-1]) - 1) // seq_length) + 1
-        wanted = np.arange(next_sample, max(stop, next_sample), dtype=np.int64) * seq_length
-        found = np.searchsorted(ends, wanted, side="right")
-        starts[next_sample : next_sample + len(wanted), 0] = found + at
-        starts[next_sample : next_sample + len(wanted), 1] = wanted - ends[found] + sizes[found]
-        first_token = int(ends[-1])
-        next_sample += len(wanted)
-    assert next_sample == total + 1, "the documents end before the samples do"
+        ends = np.cumsum(lengths[order[at : at + CHUNK_DOCUMENTS]], dtype=np.int64)
+        ends += first_token
+        # Samples that begin before the end of each document.
+        begun = (ends + (seq_length - 1)) // seq_length
+        np.clip(begun, first_sample, total + 1, out=begun)
+        stop = int(begun[-1])
+        begin_in_each = np.diff(begun, prepend=first_sample)
+        rows = starts[first_sample:stop]
+        rows[:, 0] = np.repeat(np.arange(at, at + len(ends)), begin_in_each)
+        tokens = np.arange(first_sample * seq_length, stop * seq_length, seq_length)
+        tokens -= np.repeat(np.concatenate([[first_token], ends[:-1]]), begin_in_each)
+        rows[:, 1] = tokens
+        first_token, first_sample = int(ends[-1]), stop
+    assert first_sample == total + 1, "the documents end before the samples do"
     return starts
 
 
 def shuffled(first: int, total: int, rng: np.random.RandomState) -> IntArray:
     """0 ... total - 1, the first `first` numbers shuffled among themselves, the others too."""
-    dtype = np.uint32 if total < np.iinfo(np.uint32).max - 1 else np.int64
-    order: IntArray = np.arange(total).astype(dtype)
+    order: IntArray = np.arange(total, dtype=shuffle_dtype(total))
     rng.shuffle(order[:first])
     if first < total:
         rng.shuffle(order[first:])

@@ -10,7 +10,10 @@ import pytest
 from megatron_ds.data import sample_index
 from megatron_ds.data.sample_index import (
     build_indexes,
+    index_dtype,
     parse_split,
+    sample_starts,
+    shuffle_dtype,
     split_bounds,
 )
 
@@ -104,6 +107,46 @@ def test_types_are_megatrons() -> None:
         np.int32,
         np.uint32,
     )
+
+
+def test_types_at_their_limits() -> None:
+    assert [index_dtype(2**31 + n) for n in (-2, -1, 0)] == [np.int32, np.int64, np.int64]
+    assert [shuffle_dtype(2**32 + n) for n in (-3, -2)] == [np.uint32, np.int64]
+
+
+def test_documents_beyond_31_bits_keep_their_numbers() -> None:
+    lengths = np.broadcast_to(np.int32(7), 2**31 + 10)  # four bytes
+    documents = np.arange(2**31 - 5, 2**31 + 5)
+    built = build_indexes(lengths, documents, 10, 5, seed=1)
+    assert built.documents.dtype == np.int64
+    assert sorted(built.documents.tolist()) == documents.tolist()
+    small = build_indexes(np.full(10, 7, dtype=np.int32), np.arange(10), 10, 5, seed=1)
+    assert small.documents.dtype == np.int32
+    assert (built.documents - documents[0] == small.documents).all()
+
+
+@pytest.mark.parametrize("chunk", [1, 1 << 18])
+def test_tokens_beyond_32_bits_are_counted(monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
+    monkeypatch.setattr(sample_index, "CHUNK_DOCUMENTS", chunk)
+    most = 2**31 - 1
+    lengths = np.array([most, 0, most, 3, most - 1, most], dtype=np.int32)
+    seq_length = 2**29 + 1
+    built = build_indexes(lengths, np.arange(6), 30, seq_length, seed=2)
+    ends = np.cumsum(lengths[built.documents], dtype=np.int64)
+    assert ends[-1] > 2**33
+    for number, (at, offset) in enumerate(built.samples.tolist()):
+        begin = int(ends[at]) - int(lengths[built.documents[at]])
+        assert begin + offset == number * seq_length
+        assert 0 <= offset < lengths[built.documents[at]]
+
+
+def test_positions_beyond_31_bits_are_wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    order = np.arange(4)
+    narrow = sample_starts(np.full(4, 9, dtype=np.int32), order, 5, 7)
+    monkeypatch.setattr(sample_index, "index_dtype", lambda count: np.int64)
+    wide = sample_starts(np.full(4, 9, dtype=np.int32), order, 5, 7)
+    assert (narrow.dtype, wide.dtype) == (np.int32, np.int64)
+    assert narrow.tolist() == wide.tolist()
 
 
 def test_no_tokens_is_an_error() -> None:
