@@ -11,8 +11,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from megatron_ds.data.gpt_dataset import TokenDataset
-from megatron_ds.data.sample_index import IntArray
+from megatron_ds.data.gpt_dataset import Rows, TokenDataset
 
 
 class BlendOrder(Protocol):
@@ -27,28 +26,32 @@ class BlendOrder(Protocol):
         """[number of sources]: how many samples each gives to the first `end` positions."""
 
 
-class StoredOrder:
-    """Position i is sample `sample[i]` of source `source[i]`.
+class Routed:
+    """Samples that are read from one of several datasets of the same length and vocabulary."""
 
-    source, sample: [number of samples], from `sample_index.blend`. sources: their number.
-    """
+    def __init__(self, datasets: Sequence[TokenDataset]) -> None:
+        self._datasets = tuple(datasets)
+        self.seq_length = datasets[0].seq_length
+        self.vocab_size = datasets[0].vocab_size
 
-    def __init__(self, source: IntArray, sample: IntArray, sources: int) -> None:
-        self._source = source
-        self._sample = sample
-        self._sources = sources
+    def __getitem__(self, position: int) -> Rows:
+        number, sample = self._find(position)
+        return self._datasets[number][sample]
 
-    def __len__(self) -> int:
-        return len(self._source)
+    def fill(self, position: int, row: Rows) -> None:
+        number, sample = self._find(position)
+        self._datasets[number].fill(sample, row)
 
-    def find(self, position: int) -> tuple[int, int]:
-        return int(self._source[position]), int(self._sample[position])
+    def sample_id(self, position: int) -> str:
+        number, sample = self._find(position)
+        return f"{number}/{self._datasets[number].sample_id(sample)}"
 
-    def taken(self, end: int) -> npt.NDArray[np.int64]:
-        return np.bincount(self._source[:end], minlength=self._sources)
+    def _find(self, position: int) -> tuple[int, int]:
+        """Number of the dataset and of its sample. Raises IndexError for no position."""
+        raise NotImplementedError
 
 
-class BlendedDataset:
+class BlendedDataset(Routed):
     """Position i is the sample of the source that `order` names.
 
     Raises ValueError if a dataset holds fewer samples than the order takes from it.
@@ -63,19 +66,11 @@ class BlendedDataset:
         ]
         if short:
             raise ValueError("; ".join(short))
-        self._datasets = tuple(datasets)
+        super().__init__(datasets)
         self._order = order
 
     def __len__(self) -> int:
         return len(self._order)
-
-    def __getitem__(self, position: int) -> npt.NDArray[np.int64]:
-        source, sample = self._find(position)
-        return self._datasets[source][sample]
-
-    def sample_id(self, position: int) -> str:
-        source, sample = self._find(position)
-        return f"{source}/{self._datasets[source].sample_id(sample)}"
 
     def _find(self, position: int) -> tuple[int, int]:
         if not 0 <= position < len(self):

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from megatron_ds.data.blend import BlendOrder
+from megatron_ds.data.blend import BlendOrder, Routed
 from megatron_ds.data.gpt_dataset import TokenDataset
 
 
@@ -32,19 +32,15 @@ class OneSource:
         return np.array([end], dtype=np.int64)
 
 
-class ChainedDataset:
+class ChainedDataset(Routed):
     """The samples of several datasets of one source, one dataset after the other."""
 
     def __init__(self, datasets: Sequence[TokenDataset]) -> None:
-        self._datasets = tuple(datasets)
+        super().__init__(datasets)
         self._ends = list(itertools.accumulate(len(each) for each in datasets))
 
     def __len__(self) -> int:
         return self._ends[-1]
-
-    def __getitem__(self, position: int) -> npt.NDArray[np.int64]:
-        number, local = self._find(position)
-        return self._datasets[number][local]
 
     def sample_id(self, position: int) -> str:
         number, local = self._find(position)
@@ -58,7 +54,7 @@ class ChainedDataset:
         return number, position - (self._ends[number - 1] if number else 0)
 
 
-class PhaseDataset:
+class PhaseDataset(Routed):
     """The samples of a run from position `first` on, where its present mixture begins.
 
     Position first + i is that which `order` names at i; a source's sample k is its `starts` + k-th.
@@ -76,21 +72,13 @@ class PhaseDataset:
                     f"source {number} has {len(dataset)} samples, the mixture takes those from "
                     f"{start} to {start + count}"
                 )
-        self._datasets = tuple(datasets)
+        super().__init__(datasets)
         self._order = order
         self._first = first
         self._starts = tuple(starts)
 
     def __len__(self) -> int:
         return self._first + len(self._order)
-
-    def __getitem__(self, position: int) -> npt.NDArray[np.int64]:
-        source, sample = self._find(position)
-        return self._datasets[source][sample]
-
-    def sample_id(self, position: int) -> str:
-        source, sample = self._find(position)
-        return f"{source}/{self._datasets[source].sample_id(sample)}"
 
     def _find(self, position: int) -> tuple[int, int]:
         if not self._first <= position < len(self):

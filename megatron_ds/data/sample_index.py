@@ -39,6 +39,12 @@ class SampleIndexes:
     samples: IntArray
     shuffle: IntArray
 
+    def __len__(self) -> int:
+        return len(self.shuffle)
+
+    def load(self) -> SampleIndexes:
+        return self
+
 
 def epochs_needed(num_samples: int, tokens_per_epoch: int, seq_length: int) -> int:
     """Fewest passes over the documents that give `num_samples` samples of seq_length + 1 tokens."""

@@ -14,12 +14,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from megatron_ds.data.gpt_dataset import TokenDataset
+from megatron_ds.data.gpt_dataset import Rows, TokenDataset, read
 
 PR_SET_PDEATHSIG = 1
 """prctl(2): the signal that a process gets when its parent ends."""
@@ -148,15 +146,15 @@ class _BatchDataset(Dataset["Batch | _Refused"]):
 
     def __getitem__(self, position: int) -> Batch | _Refused:
         try:
-            samples = [self._dataset[position + row] for row in range(self._micro_batch_size)]
+            rows = read(self._dataset, range(position, position + self._micro_batch_size))
         except ValueError as error:
             return _Refused(str(error))
-        return collate(samples, position, self._eod)
+        return collate(rows, position, self._eod)
 
 
-def collate(samples: list[npt.NDArray[np.int64]], position: int, eod: int | None) -> Batch:
-    """Samples [S + 1] each to one micro-batch."""
-    both = torch.from_numpy(np.stack(samples))
+def collate(rows: Rows, position: int, eod: int | None) -> Batch:
+    """Samples [B, S + 1] to one micro-batch."""
+    both = torch.from_numpy(rows)
     tokens_BS, labels_BS = both[:, :-1].contiguous(), both[:, 1:].contiguous()
     if eod is None:
         mask_BS = torch.ones(tokens_BS.shape, dtype=torch.float32)

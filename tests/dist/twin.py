@@ -57,6 +57,7 @@ class Samples:
         vocab = shape["vocab_size"]
         tokens = np.random.default_rng(11).integers(0, vocab, distinct, dtype=np.int64)
         self._tokens = np.resize(tokens, (count, distinct[1]))
+        self.seq_length, self.vocab_size = shape["seq_length"], vocab
 
     def with_ends(self, share: float) -> Samples:
         """The same samples with END in the place of a share of their tokens."""
@@ -71,6 +72,9 @@ class Samples:
     def __getitem__(self, position: int) -> npt.NDArray[np.int64]:
         sample: npt.NDArray[np.int64] = self._tokens[position]
         return sample
+
+    def fill(self, position: int, row: npt.NDArray[np.int64]) -> None:
+        row[:] = self._tokens[position]
 
     def sample_id(self, position: int) -> str:
         return str(position)

@@ -5,17 +5,16 @@ import io
 import os
 import sys
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
 
 from megatron_ds import runtime
-from megatron_ds.data.blend import BlendedDataset, StoredOrder
+from megatron_ds.data.gpt_dataset import GPTDataset
 from megatron_ds.data.indexed import IndexedDataset
 from megatron_ds.extensions import stale_locks
 from megatron_ds.training.jsonl import JsonLines
-
-NOTHING = np.empty(0, dtype=np.int64)
 
 
 @pytest.fixture
@@ -102,8 +101,8 @@ def test_errors_of_other_code_and_other_kinds_keep_their_tracebacks(
 ) -> None:
     with pytest.raises(ValueError, match="invalid literal"), runtime.errors_in_words():
         int("x")
-    with pytest.raises(IndexError, match="of a blend of 0"), runtime.errors_in_words():
-        BlendedDataset([], StoredOrder(NOTHING, NOTHING, 0))[0]
+    with pytest.raises(IndexError, match="of a dataset of 0"), runtime.errors_in_words():
+        GPTDataset(MagicMock(), MagicMock(), 5)[0]
 
     assert capfd.readouterr().err == ""
 

@@ -8,10 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_ds.data.blend import BlendedDataset, StoredOrder
-from megatron_ds.data.gpt_dataset import GPTDataset
-from megatron_ds.data.indexed import IndexedDataset, IndexedWriter
-from megatron_ds.data.sample_index import build_indexes
+from megatron_ds.data.blend import BlendedDataset
+from megatron_ds.data.blend_order import blend_order
+from megatron_ds.data.gpt_dataset import GPTDataset, read
+from megatron_ds.data.indexed import HEADER, MAGIC, IndexedDataset, IndexedWriter
+from megatron_ds.data.phases import OneSource
+from megatron_ds.data.sample_index import SampleIndexes, build_indexes, sample_starts
 
 LENGTHS = [4, 1, 9, 0, 3, 6]
 
@@ -38,21 +40,93 @@ def test_samples_are_slices_of_the_shuffled_documents(dataset: GPTDataset) -> No
         assert dataset.sample_id(position) == f"p:{sample}"
 
 
+def test_samples_are_read_together(dataset: GPTDataset) -> None:
+    rows = read(dataset, range(3, 9))
+    assert rows.dtype == np.int64
+    assert rows.tolist() == [dataset[position].tolist() for position in range(3, 9)]
+    assert read(dataset, []).shape == (0, 5)
+
+
 def test_positions_outside_are_refused_and_pickling_reopens(dataset: GPTDataset) -> None:
     for position in (-1, len(dataset)):
         with pytest.raises(IndexError):
             dataset[position]
+        with pytest.raises(IndexError):
+            read(dataset, [position])
     again = pickle.loads(pickle.dumps(dataset))
     assert again[3].tolist() == dataset[3].tolist()
 
 
+@pytest.mark.parametrize(
+    ("dtype", "bad", "limit"), [("uint16", 505, 505), ("int32", 2**31 - 1, 600), ("int32", -1, 600)]
+)
+def test_a_token_outside_the_vocabulary_is_refused(
+    tmp_path: Path, dtype: str, bad: int, limit: int
+) -> None:
+    with IndexedWriter(tmp_path / "p", dtype) as writer:
+        for number in range(4):
+            writer.add_document(np.arange(100 * number, 100 * number + 9))
+        writer.add_document([1, 2, bad, 3, 4, 5, 6, 7, 8])
+    file = IndexedDataset(tmp_path / "p")
+    indexes = build_indexes(file.lengths, np.arange(5), 10, 4, seed=5)
+    every = range(len(indexes))
+    for vocab_size in (limit, None):
+        dataset = GPTDataset(file, indexes, 4, vocab_size)
+        wrong = [p for p in every if bad in GPTDataset(file, indexes, 4)[p].tolist()]
+        assert wrong
+        if vocab_size is None:
+            assert len(read(dataset, every)) == len(dataset)
+            continue
+        words = rf"p\.bin: sample \d+ has the token {bad}, which a vocabulary of {limit} has not"
+        for position in every:
+            if position in wrong:
+                with pytest.raises(ValueError, match=words):
+                    dataset[position]
+            else:
+                dataset[position]
+        with pytest.raises(ValueError, match=words):
+            read(BlendedDataset([dataset], OneSource(len(dataset))), every)
+        read(dataset, [p for p in every if p not in wrong])
+
+
+def test_tokens_beyond_32_bits_are_read(tmp_path: Path) -> None:
+    """The file has holes: it takes no room on the disk."""
+    lengths = [2**31 - 1, 2**31 - 1, 2**31 - 1, 8]
+    pointers = [2 * sum(lengths[:number]) for number in range(4)]
+    with open(tmp_path / "p.idx", "wb") as file:
+        file.write(HEADER.pack(MAGIC, 1, 8, 4, 5))
+        for numbers, dtype in ((lengths, "<i4"), (pointers, "<i8"), (range(5), "<i8")):
+            file.write(np.array(numbers, dtype=dtype).tobytes())
+    with open(tmp_path / "p.bin", "wb") as file:
+        file.seek(pointers[-1] - 4)
+        file.write(np.arange(1, 11, dtype="<u2").tobytes())
+    data = IndexedDataset(tmp_path / "p")
+    assert len(data.tokens) > 2**32
+    documents = np.arange(4)
+    # 100 samples; the last but one ends with the first token of the last document.
+    seq_length = (sum(lengths) - 8) // 100
+    starts = sample_starts(data.lengths, documents, seq_length, 100)
+    at, offset = starts[99].tolist()
+    skipped = seq_length - 10
+    starts[99, 1] += skipped
+    dataset = GPTDataset(data, SampleIndexes(documents, starts, np.array([99, 0])), 17)
+    assert (at, offset > 2**30) == (2, True)
+    left = sum(lengths[:3]) - 99 * seq_length - skipped
+    assert dataset[0].tolist() == ([0] * (left - 2) + list(range(1, 11)) + [0] * 18)[:18]
+    assert dataset[1].tolist() == [0] * 18
+
+
 def test_blend_reads_its_sources(dataset: GPTDataset) -> None:
-    mixed = BlendedDataset(
-        [dataset, dataset], StoredOrder(np.array([1, 0, 1]), np.array([0, 0, 1]), 2)
-    )
+    order = blend_order([0.5, 0.5], 3)
+    mixed = BlendedDataset([dataset, dataset], order)
     assert len(mixed) == 3
-    assert mixed[2].tolist() == dataset[1].tolist()
-    assert mixed.sample_id(2) == f"1/{dataset.sample_id(1)}"
+    assert (mixed.seq_length, mixed.vocab_size) == (4, None)
+    found = [order.find(position) for position in range(3)]
+    assert found == [(0, 0), (1, 0), (0, 1)]
+    for position, (source, sample) in enumerate(found):
+        assert mixed[position].tolist() == dataset[sample].tolist()
+        assert mixed.sample_id(position) == f"{source}/{dataset.sample_id(sample)}"
+    assert read(mixed, range(3)).tolist() == [mixed[position].tolist() for position in range(3)]
     for position in (-1, 3):
         with pytest.raises(IndexError):
             mixed[position]
@@ -60,8 +134,7 @@ def test_blend_reads_its_sources(dataset: GPTDataset) -> None:
 
 def test_blend_needs_enough_samples(dataset: GPTDataset) -> None:
     many = len(dataset) + 1
-    order = StoredOrder(np.ones(many, dtype=np.int16), np.arange(many), 2)
     with pytest.raises(
         ValueError, match=f"source 1 has {many - 1} samples, the blend takes {many}"
     ):
-        BlendedDataset([dataset, dataset], order)
+        BlendedDataset([dataset, dataset], blend_order([0.0, 1.0], many))

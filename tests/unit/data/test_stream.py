@@ -23,6 +23,9 @@ SEQUENCE = 3
 class Numbers:
     """Sample i is i, i + 1, ...: its first token is its id."""
 
+    seq_length = SEQUENCE
+    vocab_size = None
+
     def __init__(self, size: int) -> None:
         self._size = size
 
@@ -32,6 +35,9 @@ class Numbers:
     def __getitem__(self, position: int) -> npt.NDArray[np.int64]:
         assert 0 <= position < self._size
         return np.arange(position, position + SEQUENCE + 1)
+
+    def fill(self, position: int, row: npt.NDArray[np.int64]) -> None:
+        row[:] = self[position]
 
     def sample_id(self, position: int) -> str:
         return str(position)
