@@ -74,7 +74,7 @@ class Rules:
 class Punkt:
     """Sentences by nltk's punkt, with the model of a language that is among nltk's data.
 
-    Raises LookupError if there is none, and ImportError without nltk.
+    Raises LookupError if there is none, ImportError without nltk, and ValueError for a broken one.
     """
 
     def __init__(self, lang: str, keep_newlines: bool) -> None:
@@ -137,25 +137,34 @@ def _require_rules(lang: str, beside: str) -> None:
 
 
 def _model(punkt: Any, lang: str) -> tuple[str, Any]:
-    """Which of nltk's data, and the parameters in it. Raises LookupError if there are none."""
-    data = importlib.import_module("nltk.data")
+    """Which of nltk's data, and the parameters in it. Raises LookupError if there are none, and
+    ValueError if they are broken."""
     if not lang.replace("-", "").replace("_", "").isalnum():
         raise LookupError(lang)  # a path, which might lead anywhere
-    try:
-        return "punkt_tab", punkt.load_punkt_params(data.find(f"tokenizers/punkt_tab/{lang}/"))
-    except LookupError:
-        # The older data are pickles, which nltk reads without running what else is in them.
-        read = getattr(punkt, "punkt_pickle_load", None)
-        if read is None:
-            raise
-        for folder in ("punkt/PY3", "punkt"):
-            try:
-                found = data.find(f"tokenizers/{folder}/{lang}.pickle")
-            except LookupError:
-                continue
-            with found.open() as file:
-                return "punkt", read(file)._params
-        raise
+    find = importlib.import_module("nltk.data").find
+    kinds = {f"punkt_tab/{lang}/": punkt.load_punkt_params}
+    # The older data are pickles, which nltk reads without running what else may be in them.
+    load: Any = getattr(punkt, "punkt_pickle_load", None)
+
+    def unpickle(found: Any) -> Any:
+        with found.open() as file:
+            return load(file)._params
+
+    if load is not None:
+        kinds |= {f"{folder}/{lang}.pickle": unpickle for folder in ("punkt/PY3", "punkt")}
+    for name, read in kinds.items():
+        try:
+            found = find(f"tokenizers/{name}")
+        except LookupError:
+            continue
+        try:
+            return name.split("/")[0], read(found)
+        except Exception as error:  # of any kind: what is in the file decides
+            raise ValueError(
+                f"--lang {lang}: nltk's model {found} cannot be read ({error}); get it again with "
+                f"{DOWNLOAD}, or give --sentence-splitter rules"
+            ) from error
+    raise LookupError(lang)
 
 
 def _languages() -> list[str]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
+import shutil
 import struct
 import subprocess
 import sys
@@ -190,6 +192,27 @@ def test_without_a_model_the_rules_are_taken_and_it_is_said() -> None:
         choose_splitter("english", False, "punkt")
     with pytest.raises(ValueError, match=r"--lang small: the built-in rules are for"):
         choose_splitter("small", False, "rules")
+
+
+@pytest.mark.usefixtures("with_models")
+def test_a_broken_model_is_named_and_nothing_takes_its_place(nltk_data: Path) -> None:
+    folder = nltk_data / "tokenizers" / "punkt_tab" / "broken"
+    shutil.copytree(folder.with_name("small"), folder)
+    pickled = nltk_data / "tokenizers" / "punkt" / "wrong.pickle"
+    try:
+        (folder / "ortho_context.tab").write_bytes(b"\xff\xfe")
+        with pytest.raises(ValueError, match=r"--lang broken: nltk's model .*broken.* cannot be"):
+            choose_splitter("broken", False)
+        (folder / "ortho_context.tab").unlink()
+        with pytest.raises(ValueError, match=r"has no 'ortho_context\.tab'"):
+            choose_splitter("broken", False)
+        for content in (b"", b"\x80", pickle.dumps(os.getcwd)):
+            pickled.write_bytes(content)
+            with pytest.raises(ValueError, match=r"wrong\.pickle.* cannot be read"):
+                choose_splitter("wrong", False)
+    finally:
+        shutil.rmtree(folder)
+        pickled.unlink()
 
 
 def test_without_nltk_the_rules_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
