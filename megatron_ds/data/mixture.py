@@ -13,7 +13,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from megatron_ds.config import PART_DATA, DataConfig, file_problems, flag_of
 from megatron_ds.data.sample_index import parse_split, split_bounds
@@ -134,9 +134,11 @@ def read_groups(config: DataConfig) -> tuple[list[Group], list[str]]:
                 if field.endswith("_data_path"):
                     groups.append(_listed(part, flag_of(field), given, Whole()))
                 else:
-                    groups += _weighted_groups(part, field, given)
+                    found, wrong = _weighted_groups(part, field, given)
+                    groups += found
+                    problems += wrong
             except ValueError as error:
-                problems += str(error).split("\n")
+                problems.append(str(error))
     if config.per_split_data_args_path is not None:
         try:
             groups += _per_split_groups(config.per_split_data_args_path)
@@ -161,37 +163,46 @@ def parse_blend(paths: Sequence[str], flag: str) -> tuple[list[float] | None, li
     return _normalised(weights, given), kept
 
 
-def parse_group(text: str, part: str, flag: str) -> Group:
-    """A group of `NAME: WEIGHT START:END PREFIX, ...`. Raises ValueError, a line per problem."""
-    name, colon, rest = text.partition(":")
-    name = name.strip()
+def parse_group(text: str, part: str, flag: str) -> tuple[Group, list[str]]:
+    """A group of `NAME: WEIGHT START:END PREFIX, ...`, and what is wrong with it, a line each.
+
+    Where something is, the group holds what could be read, of which only the prefixes count.
+    """
     given = f"{flag} {text!r}"
-    if not colon or not name:
-        raise ValueError(f"{given}: a group begins with its name and a colon: {FORM}, in quotes")
+    name, _, rest = text.partition(":")
+    if not name.strip() or re.match(r"\s*\S+\s+[\d.]*:[\d.]*\s", text) or ":" not in text:
+        nameless = f"{given}: a group begins with its name and a colon: {FORM}, in quotes"
+        return Group(part, "", flag, ()), [nameless]
+    name = name.strip()
     problems: list[str] = []
-    found: list[tuple[float, Range, str]] = []
+    found: list[tuple[float, Cut, str]] = []
     for entry in rest.split(","):
         words = entry.split()
         if len(words) != 3:
             problems.append(f"{given}: {entry.strip()!r} is not WEIGHT START:END PREFIX")
             continue
+        weight, cut = 1.0, cast(Cut, Whole())
         try:
-            found.append((_weight(words[0], given), _range(words[1], given), words[2]))
+            weight = _weight(words[0], given)
         except ValueError as error:
             problems.append(str(error))
-    if problems:
-        raise ValueError("\n".join(problems))
-    weights = _normalised([weight for weight, _, _ in found], given)
+        try:
+            cut = _range(words[1], given)
+        except ValueError as error:
+            problems.append(str(error))
+        found.append((weight, cut, words[2]))
     kept = [(cut, prefix) for weight, cut, prefix in found if weight]
-    return Group(
-        part,
-        name,
-        f"{flag} {name}:",
-        tuple(
-            Source(prefix, weight, cut) for weight, (cut, prefix) in zip(weights, kept, strict=True)
-        ),
-        tuple(prefix for weight, _, prefix in found if not weight),
+    weights = [0.0] * len(kept)
+    if not problems:
+        try:
+            weights = _normalised([weight for weight, _, _ in found], given)
+        except ValueError as error:
+            problems.append(str(error))
+    sources = tuple(
+        Source(prefix, weight, cut) for weight, (cut, prefix) in zip(weights, kept, strict=True)
     )
+    silent = tuple(prefix for weight, _, prefix in found if not weight)
+    return Group(part, name, f"{flag} {name}:", sources, silent), problems
 
 
 def _cuts_of_split(config: DataConfig) -> tuple[dict[str, Cut], list[str]]:
@@ -240,7 +251,9 @@ def _listed(part: str, flag: str, paths: Sequence[str], cut: Cut) -> Group:
     )
 
 
-def _weighted_groups(part: str, field: str, given: str | tuple[str, ...]) -> list[Group]:
+def _weighted_groups(
+    part: str, field: str, given: str | tuple[str, ...]
+) -> tuple[list[Group], list[str]]:
     flag = flag_of(field)
     if isinstance(given, str):
         texts = _groups_in(_text_of(flag, given))
@@ -249,13 +262,12 @@ def _weighted_groups(part: str, field: str, given: str | tuple[str, ...]) -> lis
             raise ValueError(f"{flag} holds no groups of the form {FORM}")
     else:
         texts = list(given)
-    groups, problems = [], []
-    for text in texts:
-        try:
-            groups.append(parse_group(text, part, flag))
-        except ValueError as error:
-            problems.append(str(error))
-    names = [group.name for group in groups]
+        if len(texts) > 1 and not any(len(text.split()) > 1 for text in texts):
+            raise ValueError(f"{flag} {_shown(texts)}: each group must stand in quotes: {FORM}")
+    parsed = [parse_group(text, part, flag) for text in texts]
+    groups = [group for group, _ in parsed]
+    problems = [problem for _, wrong in parsed for problem in wrong]
+    names = [group.name for group in groups if group.name]
     problems += [
         f"{flag} has two groups of the name {name}: give each its own"
         for name in dict.fromkeys(names)
@@ -263,9 +275,7 @@ def _weighted_groups(part: str, field: str, given: str | tuple[str, ...]) -> lis
     ]
     if part == "train" and len(texts) > 1:
         problems.append(f"{flag} has {len(texts)} groups: training has one (put its data into it)")
-    if problems:
-        raise ValueError("\n".join(problems))
-    return groups
+    return groups, problems
 
 
 def _per_split_groups(path: str) -> list[Group]:
@@ -274,8 +284,10 @@ def _per_split_groups(path: str) -> list[Group]:
         found = json.loads(_text_of("--per-split-data-args-path", path))
     except (json.JSONDecodeError, RecursionError) as error:
         raise ValueError(f"{flag} is not JSON ({error})") from error
-    if not isinstance(found, dict) or not found.keys() <= set(NAMES):
+    if not isinstance(found, dict):
         raise ValueError(f"{flag} must be a JSON object with the keys {', '.join(NAMES)}")
+    if unknown := [key for key in found if key not in NAMES]:
+        raise ValueError(f"{flag} has the key {unknown[0]!r}: there are {', '.join(NAMES)}")
     groups, problems = [], []
     for part in NAMES:
         try:

@@ -84,30 +84,41 @@ def listed(shares: Sequence[Share]) -> list[dict[str, Any]]:
     return [dataclasses.asdict(share) for share in shares]
 
 
+def mixture(history: History) -> str:
+    """The training's mixture in a line."""
+    now = history.now
+    line = f"training data, {len(now.sources)} in all: {_mixture(history, now)}"
+    later = [phase.first for phase in history.phases if phase.first]
+    if later:
+        line += f"; changed after {_some([f'{first:,}' for first in later])} samples"
+    return line
+
+
 def change(before: History, after: History) -> list[str]:
     """What a resumed run reads in another way than the run before it; empty if nothing."""
     lines = []
     was, now = before.now, after.now
+    if before.order != after.order:
+        lines.append(
+            "WARNING: sources are mixed in another order than by the program of the checkpoint: a "
+            "new order begins, in which each source goes on where it was"
+        )
     if now is not was:
-        if before.order != after.order:
-            lines.append(
-                "sources are mixed in another order than by the program of the checkpoint: a new "
-                "order begins, in which each source goes on where it was"
-            )
         lines += [
-            f"the mixture of the training data changes after {now.first} samples:",
+            f"WARNING: the mixture of the training data changes after {now.first} samples:",
             f"    before: {_mixture(before, was)}",
             f"    now:    {_mixture(after, now)}",
             *(f"    {line}" for line in _movements(before, after)),
         ]
-    for number in now.sources:
-        known = number < len(before.sources) and before.sources[number].requests
-        if known and after.sources[number].requests != known:
-            lines.append(
-                f"{after.sources[number].identity.name} has to give more samples than its index "
-                "holds: it gives those that are left, then goes on with further epochs in an order "
-                "of their own"
-            )
+    known = {n: source.requests for n, source in enumerate(before.sources) if source.requests}
+    longer = [n for n in now.sources if n in known and known[n] != after.sources[n].requests]
+    if longer:
+        names = _some([after.sources[number].identity.name for number in longer])
+        lines.append(
+            f" > more samples are needed than the indexes of the run before hold: {names} "
+            f"{'gives' if len(longer) == 1 else 'give'} those that are left, then further epochs "
+            "in an order of their own"
+        )
     return lines
 
 
@@ -129,8 +140,8 @@ def unrecorded(before: Mapping[str, Mapping[str, Any]], now: Config) -> list[str
     if not differences:
         return []
     return [
-        "the checkpoint does not say which data it was trained on (an older version wrote it), and "
-        "these flags are not as they were:",
+        "WARNING: the checkpoint does not say which data it was trained on (an older version wrote "
+        "it), and these flags are not as they were:",
         *differences,
         "    the data is read as if the run had had them from its beginning: samples may come "
         "again or be left out",

@@ -18,7 +18,7 @@ from megatron_ds.checkpoint.found import Found
 from megatron_ds.checkpoint.native import Checkpoints, SaveError
 from megatron_ds.config import Config
 from megatron_ds.data.build import Datasets, build_datasets
-from megatron_ds.data.shares import SHARES, listed, summary, unrecorded
+from megatron_ds.data.shares import SHARES, listed, mixture, summary, unrecorded
 from megatron_ds.data.stream import MicroBatches
 from megatron_ds.ending import Life
 from megatron_ds.engine.base import Engine
@@ -317,11 +317,13 @@ def _data(config: Config, tokenizer: Tokenizer, dp_size: int, found: Found | Non
     full_list = None if save is None else str(Path(save) / SHARES)
     for line in summary(built.shares, full_list):
         runtime.say(f"    {line}")
+    if built.progress is not None and len(built.progress.history.phases) > 1:
+        runtime.say(f"    {mixture(built.progress.history)}")
     changes = built.changes
     if found is not None and found.history is None:
         changes = tuple(unrecorded(found.run["config"], config))
     if changes:
-        runtime.say("WARNING: " + "\n".join(changes))
+        runtime.say("\n".join(changes))
     return built
 
 

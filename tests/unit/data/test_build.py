@@ -311,7 +311,7 @@ def test_a_longer_run_first_ends_its_index_and_repeats_nothing(tmp_path: Path) -
     assert ids[:55] == index
     assert all("+1" in one for one in ids[55:])
     assert len(set(ids)) == 140
-    assert "a has to give more samples than its index holds" in built.changes[0]
+    assert "indexes of the run before hold: a gives those that are left" in built.changes[0]
     longer, record, _ = run(config, 300, 140, record=record)
     assert len(set(ids + longer)) == 300
     assert record["sources"][0]["requests"] == (40, 85, 300 - 55 - 111)

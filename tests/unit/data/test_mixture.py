@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_ds.config import DataConfig
+from megatron_ds.data.check import data_problems
 from megatron_ds.data.mixture import (
     Group,
     Range,
@@ -21,7 +22,6 @@ from megatron_ds.data.mixture import (
     parse_group,
     read_groups,
 )
-from tests.unit.fuzz.clear import REFUSED, read_or_refuse
 
 FLAG = "--valid-weighted-split-paths"
 
@@ -39,7 +39,9 @@ def only(**values: Any) -> list[Group]:
 
 
 def test_a_group_has_a_name_and_files_with_weights_and_ranges() -> None:
-    assert parse_group(" A B : 3 0:0.6 data/a,1 .5:1 b , 0 0:1 c", "valid", FLAG) == Group(
+    group, wrong = parse_group(" A B : 3 0:0.6 data/a,1 .5:1 b , 0 0:1 c", "valid", FLAG)
+    assert not wrong
+    assert group == Group(
         "valid",
         "A B",
         f"{FLAG} A B:",
@@ -54,6 +56,7 @@ def test_a_group_has_a_name_and_files_with_weights_and_ranges() -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
+        ("1 0:1 a", "a group begins with its name and a colon"),
         ("1 0.5 a", "a group begins with its name and a colon"),
         (": 1 0:1 a", "a group begins with its name and a colon"),
         ("V:", "'' is not WEIGHT START:END PREFIX"),
@@ -74,9 +77,9 @@ def test_a_group_has_a_name_and_files_with_weights_and_ranges() -> None:
     ],
 )
 def test_a_wrong_group_is_named(text: str, words: str) -> None:
-    with pytest.raises(ValueError, match="--valid-weighted") as raised:
-        parse_group(text, "valid", FLAG)
-    assert words in str(raised.value)
+    (found,) = parse_group(text, "valid", FLAG)[1]
+    assert found.startswith(f"{FLAG} {text!r}: ")
+    assert words in found
 
 
 def test_all_that_is_wrong_comes_at_once() -> None:
@@ -115,7 +118,8 @@ def test_what_is_written_is_read(entries: list[Any], name: str) -> None:
         f"{weight!r} {low!r}:{high!r} {prefix}"
         for (weight, _, prefix), (low, high) in zip(entries, bounds, strict=True)
     ]
-    group = parse_group(f"{name}: {', '.join(texts)}", "test", FLAG)
+    group, wrong = parse_group(f"{name}: {', '.join(texts)}", "test", FLAG)
+    assert not wrong
     assert group.name == name.strip()
     assert [source.prefix for source in group.sources] == [prefix for *_, prefix in entries]
     total = sum(weight for weight, *_ in entries)
@@ -127,9 +131,9 @@ def test_what_is_written_is_read(entries: list[Any], name: str) -> None:
 
 @given(text=st.text(max_size=40) | st.text("V: 01.,ab\n", max_size=30))
 def test_any_text_is_a_group_or_an_error_that_names_the_flag(text: str) -> None:
-    group = read_or_refuse(lambda: parse_group(text, "test", FLAG), FLAG)
-    if group is not REFUSED:
-        assert isinstance(group, Group)
+    group, wrong = parse_group(text, "test", FLAG)
+    assert all(line.startswith(FLAG) for line in wrong)
+    if not wrong:
         assert sum(source.weight or 0 for source in group.sources) == pytest.approx(1)
 
 
@@ -157,7 +161,7 @@ def test_neighbouring_ranges_share_no_document_and_leave_none_out(
     ],
 )
 def test_ranges_are_rounded_as_in_bigscience(text: str, size: int, bounds: tuple[int, int]) -> None:
-    source = parse_group(f"V: 1 {text} p", "valid", FLAG).sources[0]
+    source = parse_group(f"V: 1 {text} p", "valid", FLAG)[0].sources[0]
     assert source.cut.bounds(size) == bounds
 
 
@@ -203,7 +207,7 @@ def test_split_cuts_lists_and_a_part_of_share_0_is_not_there() -> None:
         ("data_args_path", None, "there is no such file"),
         ("per_split_data_args_path", "{", "is not JSON"),
         ("per_split_data_args_path", "[]", "must be a JSON object with the keys"),
-        ("per_split_data_args_path", '{"training": ["a"]}', "must be a JSON object with the keys"),
+        ("per_split_data_args_path", '{"training": ["a"]}', "has the key 'training': there are"),
         ("per_split_data_args_path", '{"train": 3}', "train must be a list of prefixes"),
         ("per_split_data_args_path", '{"train": [["a"]]}', "train must be a list of prefixes"),
         ("per_split_data_args_path", '{"valid": ["a"]}', "names no data for train"),
@@ -278,6 +282,18 @@ def test_flags_that_contradict_each_other(given_fields: str, words: str) -> None
 def test_flags_that_go_together(fields: str) -> None:
     values = dict.fromkeys(fields.split(), ("x",))
     assert not list(DataConfig(**values).problems())  # type: ignore[arg-type]
+
+
+def test_a_group_without_quotes_is_one_problem() -> None:
+    (found,) = problems(train_weighted_split_paths=("T:", "1", "0:1", "a"))
+    assert "--train-weighted-split-paths T: 1 0:1 a: each group must stand in quotes" in found
+
+
+def test_the_files_of_a_wrong_group_are_looked_at() -> None:
+    config = DataConfig(train_weighted_split_paths=("T: x 0:2 no/file",))
+    found = list(data_problems(config, None, None))
+    assert [part in line for part, line in zip(("'x'", "'0:2'"), found, strict=False)] == [True] * 2
+    assert "T: no/file: there is no file no/file.bin" in "\n".join(found)
 
 
 def test_a_long_list_is_not_repeated_whole() -> None:
