@@ -26,7 +26,7 @@ test: lint ## lint, then all tests (tests/unit first, then those of several proc
 	$(PYTEST) -n 2 --dist loadfile tests/unit
 	$(PYTEST) tests/dist tests/e2e
 
-test-interop: install $(INTEROP)/.installed ## token files and samples against megatron-core, which it downloads
+test-interop: $(INTEROP)/.installed ## token files and samples against megatron-core, which it downloads
 	PYTHONPATH=$(INTEROP) $(PYTEST) -m interop tests/interop
 
 lint: install ## ruff and mypy

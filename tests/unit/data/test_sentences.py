@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import pickle
@@ -18,6 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_ds.config import DataConfig, TokenizerConfig
+from megatron_ds.data import outputs
 from megatron_ds.data.build import build_datasets
 from megatron_ds.data.indexed import IndexedDataset
 from megatron_ds.data.inspect import compare, summarize
@@ -28,6 +30,7 @@ from megatron_ds.data.sentences import Rules, Splitter, choose_splitter
 from megatron_ds.data.sources import Inputs
 from megatron_ds.tokenizer import Tokenizer, build_tokenizer
 from megatron_ds.tokenizer.null import NullTokenizer
+from tests.unit.data.interrupted import contents, interrupt, resume, undisturbed
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 
@@ -399,3 +402,20 @@ def test_gpt_is_trained_on_the_sentences_as_megatron_does(tmp_path: Path) -> Non
     assert len(built.train) == 39
     assert apart > 100
     assert sorted(set(tokens)) == [*range(40), 100]
+
+
+def test_an_interrupted_run_goes_on_with_the_same_splitter_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(outputs, "RECORD_SECONDS", 0.0)
+    rows = [{"text": f"{n}\n\n{n} 1\n"} for n in range(40)]
+    chosen = options(tmp_path, rows, name="out", append_eod=True, chunk_size=3, splitter=Lines())
+    (tmp_path / "out.jsonl").rename(tmp_path / "rows.jsonl")
+    chosen = dataclasses.replace(chosen, inputs=Inputs((str(tmp_path / "rows.jsonl"),)))
+    _, expected = undisturbed(chosen)
+    interrupt(chosen, 4)
+    for other in (None, Rules("english", False)):
+        with pytest.raises(ValueError, match=r"\"splitter\": \"lines\""):
+            resume(chosen, splitter=other)
+    resume(chosen, workers=2, chunk_size=5)
+    assert contents(tmp_path) == expected
