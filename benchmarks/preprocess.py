@@ -104,10 +104,12 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 def figures(rounds: Sequence[Mapping[str, Run]], text_bytes: int) -> dict[str, Any]:
-    """Medians over the rounds. text_bytes: of the input taken once."""
+    """Medians over the rounds. text_bytes: of the input taken once. The steady state is None where
+    the machine was too busy for the larger input to take longer.
+    """
     seconds = {name: statistics.median(one[name].wall for one in rounds) for name in rounds[0]}
-    grown = (COPIES["large"] - COPIES["middle"]) * text_bytes
-    steady = [grown / 1e6 / (one[TOOL].wall - one["tool middle"].wall) for one in rounds]
+    grown = (COPIES["large"] - COPIES["middle"]) * text_bytes / 1e6
+    longer = seconds[TOOL] - seconds["tool middle"]
     stages = [one["tool once"].stages for one in rounds]
     encoding = [found for line in stages if (found := ENCODING.search(line))]
     cold = [text_bytes / 1e6 / max(float(found["seconds"]), 0.005) for found in encoding]
@@ -115,7 +117,7 @@ def figures(rounds: Sequence[Mapping[str, Run]], text_bytes: int) -> dict[str, A
         "seconds": {name: round(value, 3) for name, value in seconds.items()},
         "ratio": round(statistics.median(one[TOOL].wall / one[FLOOR].wall for one in rounds), 3),
         "ratio_cpu": round(statistics.median(one[TOOL].cpu / one[FLOOR].cpu for one in rounds), 3),
-        "steady_MB_s": round(statistics.median(steady), 1),
+        "steady_MB_s": round(grown / longer, 1) if longer > 0 else None,
         "once_MB_s": round(text_bytes / 1e6 / seconds["tool once"], 1),
         "once_encoding_MB_s_per_worker": round(statistics.median(cold), 1),
         "library": encoding[0]["library"],

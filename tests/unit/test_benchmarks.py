@@ -185,6 +185,8 @@ def test_the_figures_of_preprocessing_are_medians_over_the_rounds():
     assert (found["ratio"], found["ratio_cpu"]) == (0.2, 0.2)
     assert found["steady_MB_s"] == 60.0
     assert found["once_MB_s"] == 10.0
+    busy = [{**one, "tool large": run(0.9, 4.0)} for one in rounds]
+    assert preprocess.figures(busy, 5_000_000)["steady_MB_s"] is None
     assert found["once_encoding_MB_s_per_worker"] == 50.0
 
 
