@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron_ds.cleaning.journey import MISSING_EXTRA, Document, Dropped
 
-SAMPLE = 1000
+SAMPLE = 500
 """Of a long text so many characters are looked at: at its beginning, in its middle, at its end."""
 
 
