@@ -290,9 +290,11 @@ class _Fill:
         lengths = ds_curriculum.lengths(self._file)
         if lengths is None:
             return
-        step = int(self._file.get(ds_curriculum.STEP))
+        step, before = int(self._file.get(ds_curriculum.STEP)), len(self.problems)
         self.say(ds_curriculum.BLOCK, "curriculum_seqlen", lengths, lengths)
         self.say(ds_curriculum.STEP, "curriculum_seqlen_step", step, step)
+        if len(self.problems) > before:
+            return
         place = self._file.place(ds_curriculum.BLOCK)
         words = " ".join(map(str, lengths))
         warn(

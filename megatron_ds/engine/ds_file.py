@@ -359,9 +359,11 @@ class _Reader:
         )
 
     def _switch_off(self) -> None:
-        """A block that is off says nothing, whatever stands in it."""
+        """A block that is off, or "auto", says nothing, whatever stands in it."""
         key = "curriculum_learning"
-        if _has(self._values, key) and _is_off(_get(self._values, key)):
+        if _get(self._values, key) == "auto":
+            _pop(self._values, key)
+        elif _has(self._values, key) and _is_off(_get(self._values, key)):
             _pop(self._values, key)
             self._warn(key, "is off: dropped")
 

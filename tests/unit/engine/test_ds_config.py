@@ -556,6 +556,16 @@ def test_a_curriculum_becomes_the_same_lengths(
     assert "curriculum_learning" not in generate(config, 2)
 
 
+def test_a_curriculum_that_is_auto_leaves_it_to_the_flags(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text('{"curriculum_learning": "auto"}')
+    argv = f"{FLAGS} --deepspeed_config {path} --curriculum-seqlen 8 16 3".split()
+    config, problems = read(argv, world_size=2, warn=lambda _: None, complete=complete)
+    assert config is not None
+    assert config.schedule.curriculum_seqlen == (8, 16, 3)
+    assert not any("curriculum_learning" in problem for problem in problems)
+
+
 @pytest.mark.parametrize(
     ("changes", "line", "words"),
     [
