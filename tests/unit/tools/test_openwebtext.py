@@ -127,12 +127,24 @@ def test_merge_data_as_the_tutorials_call_it(
     assert "--json_path empty: the folder has no files of JSON lines" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "script", sorted(path.name for path in (REPOSITORY / "tools" / "openwebtext").glob("*.py"))
-)
-def test_each_script_starts_from_any_folder(script: str, tmp_path: Path) -> None:
+EACH = """
+import contextlib, runpy, sys
+for script in sys.argv[1:]:
+    sys.argv = [script, "--help"]
+    sys.path[:] = [path for path in sys.path if path != repository]
+    for module in [name for name in sys.modules if name.split(".")[0] == "tools"]:
+        del sys.modules[module]
+    with contextlib.suppress(SystemExit):
+        runpy.run_path(script, run_name="__main__")
+"""
+
+
+def test_each_script_starts_from_any_folder(tmp_path: Path) -> None:
+    """Also where only the package is installed, and the folder of the tools is not known."""
+    scripts = sorted((REPOSITORY / "tools" / "openwebtext").glob("*.py"))
+    code = f"import sys; repository = {str(REPOSITORY)!r}; import megatron_ds.cleaning\n{EACH}"
     done = subprocess.run(
-        [sys.executable, str(REPOSITORY / "tools" / "openwebtext" / script), "--help"],
+        [sys.executable, "-c", code, *map(str, scripts)],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(REPOSITORY), "COLUMNS": "100"},
         capture_output=True,
@@ -140,7 +152,8 @@ def test_each_script_starts_from_any_folder(script: str, tmp_path: Path) -> None
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("usage: ")
+    usages = [line for line in done.stdout.splitlines() if line.startswith("usage: ")]
+    assert [line.split()[1] for line in usages] == [script.name for script in scripts]
 
 
 def test_cleanup_dataset_as_in_megatron(tmp_path: Path) -> None:
