@@ -24,6 +24,7 @@ import numpy.typing as npt
 
 from megatron_ds.data.durable import sync_folder
 from megatron_ds.data.lock import Patience, locked
+from megatron_ds.data.mapped import map_file
 
 Arrays = dict[str, npt.NDArray[np.integer]]
 
@@ -96,16 +97,21 @@ def _load(folder: Path, name: str) -> Arrays | None:
     """The arrays of a complete entry; None if there is none or it does not fit its description."""
     try:
         described = json.loads((folder / f"{name}.json").read_bytes())["arrays"]
-        arrays = {
-            key: np.load(folder / f"{name}.{key}.npy", mmap_mode="r", allow_pickle=False)
-            for key in described
-        }
+        arrays = {key: _mapped(folder / f"{name}.{key}.npy") for key in described}
         if not arrays or any(_describe(arrays[key]) != described[key] for key in arrays):
             return None
     except Exception:  # whatever the libraries say of a damaged file, the entry is made again
         return None
-    # A plain array over the same pages: np.memmap makes every slice slow.
-    return {key: np.asarray(array) for key, array in arrays.items()}
+    return arrays
+
+
+def _mapped(path: Path) -> npt.NDArray[np.integer]:
+    """The array of a file that `_store` wrote. Raises what the libraries raise of another."""
+    with open(path, "rb") as file:
+        np.lib.format.read_magic(file)
+        shape, _, dtype = np.lib.format.read_array_header_1_0(file)
+        content = map_file(file)[file.tell() :]
+    return content.view(dtype).reshape(shape)
 
 
 def _store(folder: Path, name: str, arrays: Arrays, decides: Mapping[str, Any]) -> None:

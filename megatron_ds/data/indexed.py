@@ -17,7 +17,6 @@ This file knows neither tokenizers nor samples nor torch.
 
 from __future__ import annotations
 
-import mmap
 import os
 import stat
 import struct
@@ -33,6 +32,7 @@ import numpy.typing as npt
 
 from megatron_ds.data.durable import cut_back, naming, open_more, sync, sync_folder
 from megatron_ds.data.lock import is_at, lock_now
+from megatron_ds.data.mapped import map_file
 
 MAGIC = b"MMIDIDX\x00\x00"
 LEGACY_MAGIC = b"TNTIDX\x00\x00"
@@ -448,22 +448,19 @@ def _check_order(
 
 
 def _map(path: str) -> npt.NDArray[np.uint8]:
-    """The bytes of a file, memory-mapped. A plain array: slices of np.memmap are slow to make."""
+    """The bytes of a file, memory-mapped."""
     try:
         with open(path, "rb", opener=_without_waiting) as file:
             status = os.fstat(file.fileno())
             if not stat.S_ISREG(status.st_mode):
                 raise ValueError(f"{path} is no regular file")
-            if status.st_size == 0:
-                return np.zeros(0, np.uint8)
-            content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            return map_file(file)
     except FileNotFoundError:
         raise ValueError(f"there is no file {path}") from None
     except IsADirectoryError:
         raise ValueError(f"{path} is a folder, not a file") from None
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from error
-    return np.frombuffer(content, dtype=np.uint8)
 
 
 def _without_waiting(path: str, flags: int) -> int:
