@@ -6,6 +6,7 @@ Knows flags, files and the index cache; no ranks, and no torch.
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +17,8 @@ import numpy as np
 from megatron_ds.config import DataConfig
 from megatron_ds.data.blend import BlendedDataset, BlendOrder
 from megatron_ds.data.blend_order import BLEND_FORMAT, blend_order
-from megatron_ds.data.cache import ArrayCache, Arrays
+from megatron_ds.data.cache import ArrayCache
+from megatron_ds.data.cached_indexes import CachedIndexes
 from megatron_ds.data.check import no_documents, probed_blocks, wrong_ids
 from megatron_ds.data.gpt_dataset import GPTDataset, TokenDataset
 from megatron_ds.data.history import (
@@ -32,11 +34,13 @@ from megatron_ds.data.history import (
 from megatron_ds.data.indexed import IndexedDataset
 from megatron_ds.data.mixture import NAMES, Group, Source, read_groups
 from megatron_ds.data.phases import ChainedDataset, OneSource, PhaseDataset
-from megatron_ds.data.sample_index import SampleIndexes, blend_requests, build_indexes
+from megatron_ds.data.sample_index import blend_requests
 from megatron_ds.data.shares import Share, change
 
 FORMAT = 1
 """Raised when the same inputs begin to give other indexes."""
+OPENED_AT_START = 1 << 26
+"""Samples of a mixture: the indexes of so many are made in some seconds and a GB of room."""
 
 
 @dataclass(frozen=True)
@@ -157,6 +161,10 @@ class _Builder:
     """Of what was built so far."""
     opened: dict[str, tuple[IndexedDataset, str]] = field(default_factory=dict)
     """Files by their prefix, with the SHA-256 of their documents' lengths."""
+    described: list[tuple[GPTDataset, CachedIndexes]] = field(default_factory=list)
+    """Datasets whose indexes were not asked for yet."""
+    caches: dict[str, ArrayCache] = field(default_factory=dict)
+    """By their first folder."""
 
     def mixture(
         self, group: Group, samples: int, before: History | None = None, consumed: int = 0
@@ -185,6 +193,7 @@ class _Builder:
         datasets = [
             self._row(group.part, file, each) for file, each in zip(files, requests, strict=True)
         ]
+        self._open()
         order: BlendOrder = OneSource(length)
         if len(files) > 1:
             order = blend_order(phase.weights, length, self._cache(group.sources[0].prefix))
@@ -208,7 +217,7 @@ class _Builder:
             _refuse(wrong_ids(data, self.vocab_size, self.blocks))
             if self.config.mmap_warmup:
                 data.warm_up()
-            digest = hashlib.sha256(data.lengths.tobytes()).hexdigest()
+            digest = hashlib.sha256(data.lengths.view(np.uint8).data).hexdigest()
             self.opened[source.prefix] = data, digest
         data, digest = self.opened[source.prefix]
         _refuse(no_documents(group.part, data, samples, source.cut))
@@ -230,45 +239,58 @@ class _Builder:
         """The samples of a file's index of this number, which is made for so many samples."""
         # Another seed for each, else an index would repeat the order of the one before it.
         seed = (self.seed + number) % (1 << 32)
-        lengths, (first, end) = file.data.lengths, file.bounds
         decides = {
             "format": FORMAT,
             "sequences": len(file.data),
             "lengths sha256": file.lengths_hash,
             "split": file.source.cut.text,
-            "documents": [first, end],
+            "documents": list(file.bounds),
             "samples": samples,
             "seq_length": self.seq_length,
             "seed": seed,
             "tokenizer": self.tokenizer_fingerprint,
         }
-        prefix = file.source.prefix
+        indexes = CachedIndexes(
+            file=file.data,
+            part=part,
+            bounds=file.bounds,
+            tokens=file.tokens,
+            samples=samples,
+            seq_length=self.seq_length,
+            seed=seed,
+            decides=decides,
+            cache=self._cache(file.source.prefix),
+        )
+        dataset = GPTDataset(file.data, indexes, self.seq_length, self.vocab_size)
+        self.described.append((dataset, indexes))
+        return dataset
 
-        def make() -> Arrays:
-            try:
-                made = build_indexes(lengths, np.arange(first, end), samples, self.seq_length, seed)
-            except (MemoryError, OverflowError, ValueError) as error:
-                raise ValueError(
-                    f"{prefix}: {samples} {part} samples need an index that cannot be made "
-                    f"({error}): ask for fewer samples"
-                ) from error
-            return {
-                "documents": made.documents,
-                "samples": made.samples,
-                "shuffle": made.shuffle,
-            }
+    def _open(self) -> None:
+        """Gets the indexes of what was described; of much, only sees that there is room for them.
 
-        arrays = self._cache(prefix).get(f"{Path(prefix).name}-{part}", decides, make)
-        indexes = SampleIndexes(arrays["documents"], arrays["samples"], arrays["shuffle"])
-        return GPTDataset(file.data, indexes, self.seq_length, self.vocab_size)
+        A file's index is then made, or loaded, when its first sample is read.
+        """
+        size = sum(len(indexes) for _, indexes in self.described)
+        if size <= OPENED_AT_START or len(self.described) == 1:
+            for dataset, _ in self.described:
+                dataset.open()
+        else:
+            needed: Counter[ArrayCache] = Counter()
+            for _, indexes in self.described:
+                needed[indexes.cache] += indexes.missing_bytes()
+            for cache, room in needed.items():
+                if room:
+                    cache.check_room(room)
+        self.described.clear()
 
     def _cache(self, prefix: str) -> ArrayCache:
-        if self.config.data_cache_path:
-            return ArrayCache([Path(self.config.data_cache_path)])
-        folders = [Path(prefix).parent / "index-cache"]
-        if self.fallback_cache:
-            folders.append(Path(self.fallback_cache))
-        return ArrayCache(folders)
+        folder = str(self.config.data_cache_path or Path(prefix).parent / "index-cache")
+        if folder not in self.caches:
+            folders = [Path(folder)]
+            if self.fallback_cache and not self.config.data_cache_path:
+                folders.append(Path(self.fallback_cache))
+            self.caches[folder] = ArrayCache(folders)
+        return self.caches[folder]
 
 
 def _weights(files: Sequence[_File]) -> list[float]:

@@ -12,6 +12,8 @@ import functools
 import hashlib
 import json
 import os
+import shutil
+import tempfile
 import uuid
 import zlib
 from collections.abc import Callable, Iterator, Mapping
@@ -51,8 +53,7 @@ class ArrayCache:
         kind: a readable beginning of the file names. Raises ValueError if the arrays are in none of
         the folders and none can be written, or if the process that makes them does not finish.
         """
-        text = json.dumps(decides, sort_keys=True)
-        name = f"{kind[:KIND_LENGTH]}-{hashlib.sha256(text.encode()).hexdigest()[:24]}"
+        name = _name(kind, decides)
         for folder in self._folders:
             found = _load(folder, name)
             if found is not None:
@@ -64,10 +65,28 @@ class ArrayCache:
                 return self._made_in(folder, name, decides, once)
             except OSError as error:
                 problems.append(f"{folder}: {error.strerror or error}")
-        raise ValueError(
-            f"the index cache cannot be written ({'; '.join(problems)}): give a folder that can be "
-            "written and has space as --data-cache-path"
-        )
+        raise ValueError(_unwritable(problems))
+
+    def has(self, kind: str, decides: Mapping[str, Any]) -> bool:
+        """Whether these arrays seem to be there; that they are whole is seen when they are read."""
+        name = _name(kind, decides)
+        return any((folder / f"{name}.json").exists() for folder in self._folders)
+
+    def check_room(self, size: int) -> None:
+        """Raises ValueError unless `size` bytes can be kept in one of the folders."""
+        problems = []
+        for folder in self._folders:
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                with tempfile.TemporaryFile(dir=folder):
+                    free = shutil.disk_usage(folder).free
+            except OSError as error:
+                problems.append(f"{folder}: {error.strerror or error}")
+                continue
+            if free >= size:
+                return
+            problems.append(f"{folder}: {free / 1e9:.1f} GB free of {size / 1e9:.1f} GB needed")
+        raise ValueError(_unwritable(problems))
 
     def _made_in(
         self, folder: Path, name: str, decides: Mapping[str, Any], make: Callable[[], Arrays]
@@ -91,6 +110,19 @@ class ArrayCache:
                 if not attempts_left:
                     raise
         raise OSError("what is written there vanishes or cannot be read back")
+
+
+def _name(kind: str, decides: Mapping[str, Any]) -> str:
+    """Of an entry: beginning of its files' names."""
+    text = json.dumps(decides, sort_keys=True)
+    return f"{kind[:KIND_LENGTH]}-{hashlib.sha256(text.encode()).hexdigest()[:24]}"
+
+
+def _unwritable(problems: list[str]) -> str:
+    return (
+        f"the index cache cannot be written ({'; '.join(problems)}): give a folder that can be "
+        "written and has space as --data-cache-path"
+    )
 
 
 def _load(folder: Path, name: str) -> Arrays | None:

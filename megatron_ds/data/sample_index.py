@@ -51,6 +51,19 @@ def epochs_needed(num_samples: int, tokens_per_epoch: int, seq_length: int) -> i
     return max(1, -(-(num_samples * seq_length + 1) // tokens_per_epoch))
 
 
+def samples_of(num_samples: int, tokens_per_epoch: int, seq_length: int) -> int:
+    """Samples in the whole epochs that give at least `num_samples`."""
+    epochs = epochs_needed(num_samples, tokens_per_epoch, seq_length)
+    return (epochs * tokens_per_epoch - 1) // seq_length
+
+
+def index_bytes(num_samples: int, documents: int, tokens_per_epoch: int, seq_length: int) -> int:
+    """Size of the three indexes, as long as narrow types hold them."""
+    epochs = epochs_needed(num_samples, tokens_per_epoch, seq_length)
+    total = samples_of(num_samples, tokens_per_epoch, seq_length)
+    return 4 * epochs * documents + 8 * (total + 1) + 4 * total
+
+
 def build_indexes(
     lengths: IntArray,
     documents: IntArray,
@@ -68,7 +81,7 @@ def build_indexes(
     if tokens_per_epoch == 0:
         raise ValueError(f"the {len(documents)} documents hold no tokens")
     epochs = epochs_needed(num_samples, tokens_per_epoch, seq_length)
-    total = (epochs * tokens_per_epoch - 1) // seq_length
+    total = samples_of(num_samples, tokens_per_epoch, seq_length)
     before_last = ((epochs - 1) * tokens_per_epoch - 1) // seq_length
     per_epoch = (tokens_per_epoch - 1) // seq_length
     # Otherwise the few samples drawn from a last, barely begun epoch would come from a random part

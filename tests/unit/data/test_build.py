@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import pickle
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,8 +15,9 @@ import numpy as np
 import pytest
 
 from megatron_ds.config import DataConfig
-from megatron_ds.data import build
+from megatron_ds.data import build, cached_indexes
 from megatron_ds.data.build import Datasets, Share, build_datasets
+from megatron_ds.data.cache import ArrayCache
 from megatron_ds.data.gpt_dataset import TokenDataset
 from megatron_ds.data.history import History
 from megatron_ds.data.indexed import IndexedWriter
@@ -164,7 +167,7 @@ def test_the_cache_is_read_and_its_name_hashes_what_decides(
     assert first is not None
     assert cached(folder) == 1
     with monkeypatch.context() as patch:
-        patch.setattr(build, "build_indexes", None)
+        patch.setattr(cached_indexes, "build_indexes", None)
         again = datasets(config, (20, 0, 0)).train
     assert again is not None
     assert [again[i].tolist() for i in range(20)] == [first[i].tolist() for i in range(20)]
@@ -178,6 +181,58 @@ def test_the_cache_is_read_and_its_name_hashes_what_decides(
     write(tmp_path / "p", size=8)
     datasets(config, (20, 0, 0))
     assert cached(folder) == count + 3
+
+
+def test_of_many_samples_the_indexes_are_made_when_they_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "index-cache"
+    config = DataConfig(
+        data_path=("1", write(tmp_path / "a"), "3", write(tmp_path / "b", first=100)), split="1"
+    )
+    elsewhere = dataclasses.replace(config, data_cache_path=str(tmp_path / "x"))
+    at_once = datasets(elsewhere, (400, 0, 0))
+    monkeypatch.setattr(build, "OPENED_AT_START", 399)
+    later = datasets(config, (400, 0, 0))
+    assert later.train is not None
+    assert at_once.train is not None
+    assert cached(folder) == 0
+    assert later.shares == at_once.shares
+    assert len(later.train) == 400
+    later.train[0]
+    assert cached(folder) == 1
+    again = pickle.loads(pickle.dumps(later.train))
+    for position in range(400):
+        tokens = at_once.train[position].tolist()
+        assert later.train[position].tolist() == tokens
+        assert again[position].tolist() == tokens
+    assert cached(folder) == 2
+    # What is there needs no room and no right to write.
+    monkeypatch.setattr(ArrayCache, "check_room", None)
+    datasets(config, (400, 0, 0))
+
+
+def test_room_for_indexes_that_are_made_later_is_looked_for_at_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = (write(tmp_path / "a"), write(tmp_path / "b"))
+    config = DataConfig(data_path=paths, split="1")
+    monkeypatch.setattr(build, "OPENED_AT_START", 0)
+    folder = tmp_path / "index-cache"
+    disk = shutil.disk_usage(tmp_path)
+    # Of each, 40 documents of 7 tokens are 55 samples and an end: 4 * 40 + 8 * 56 + 4 * 55 bytes.
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: disk._replace(free=2 * 828 - 1))
+    with pytest.raises(ValueError, match=r"index-cache: 0\.0 GB free of 0\.0 GB.*--data-cache"):
+        datasets(config, (100, 0, 0))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: disk._replace(free=2 * 828))
+    train = datasets(config, (100, 0, 0)).train
+    assert train is not None
+    assert train[0].tolist() == train[1].tolist(), "one of each file: both have been asked"
+    assert sum(np.load(path).nbytes for path in folder.glob("*.npy")) == 2 * 828
+    shutil.rmtree(folder)
+    folder.write_text("a file in its place")
+    with pytest.raises(ValueError, match=r"cannot be written.*--data-cache-path"):
+        datasets(config, (100, 0, 0))
 
 
 def test_where_the_cache_goes(tmp_path: Path) -> None:

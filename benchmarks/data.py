@@ -1,0 +1,446 @@
+"""How fast training data is indexed, mixed and read, against the least that could do the work.
+
+    python benchmarks/data.py [--only index|mixture|reading] [--rounds 5] [--output data.json]
+
+`index`: the three indexes of one large file, against the same with the sample index written in C++
+(compiled by this benchmark alone, where there is a g++): what Megatron's compiled helper does, from
+its definition. `mixture`: thousands of files with a billion samples in all, made, then opened
+again; the token files are sparse and take no room, their indexes take a GB. `reading`: samples per
+second in random order, against a loop over bare memory-mapped numpy arrays that looks at nothing.
+
+Contenders are processes of their own, in turn, on one thread; a ratio is the median over the
+rounds, so that a busy machine slows both sides of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import os
+import resource
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.common import Contender, Work, in_turn, this_machine, versions, write_json
+from megatron_ds.config import DataConfig
+from megatron_ds.data.blend_order import blend_order
+from megatron_ds.data.build import build_datasets
+from megatron_ds.data.cache import ArrayCache
+from megatron_ds.data.gpt_dataset import GPTDataset, TokenDataset, read
+from megatron_ds.data.indexed import HEADER, MAGIC, IndexedDataset, IndexedWriter
+from megatron_ds.data.sample_index import (
+    SampleIndexes,
+    build_indexes,
+    document_order,
+    samples_of,
+    shuffled,
+)
+from megatron_ds.data.stream import MicroBatches
+
+SEQUENCE = 1024
+MEAN_TOKENS = 1024
+VOCABULARY = 50304
+MICRO_BATCH = 8
+TARGETS = {"index": 1.2, "reading": 0.8, "cold": 60.0, "warm": 5.0}
+COMPILED = """
+#include <cstdint>
+extern "C" void sample_starts(const int32_t *lengths, const int32_t *order, int64_t seq_length,
+                              int64_t total, int32_t *starts) {
+    int64_t at = 0, offset = 0;
+    starts[0] = starts[1] = 0;
+    for (int64_t sample = 1; sample <= total; ++sample) {
+        int64_t ahead = seq_length;
+        for (int64_t rest; ahead >= (rest = lengths[order[at]] - offset); ++at, offset = 0)
+            ahead -= rest;
+        offset += ahead;
+        starts[2 * sample] = int32_t(at);
+        starts[2 * sample + 1] = int32_t(offset);
+    }
+}
+"""
+Lengths = npt.NDArray[np.int32]
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
+    parser.add_argument("--only", choices=("index", "mixture", "reading"), help="one of the three")
+    parser.add_argument("--rounds", type=int, default=5, help="measurements of each")
+    parser.add_argument("--documents", type=int, default=1_000_000, help="of the file to index")
+    parser.add_argument("--epochs", type=int, default=20, help="passes over its documents")
+    parser.add_argument("--files", type=int, default=2500, help="of the mixture")
+    parser.add_argument("--samples", type=int, default=1_000_000_000, help="of the mixture")
+    parser.add_argument("--read", type=int, default=50_000, help="samples read in a round")
+    parser.add_argument("--folder", type=Path, help="for temporary files (5 GB of room)")
+    parser.add_argument("--output", type=Path, help="JSON file for the figures")
+    arguments = parser.parse_args(argv)
+    parts = {"index": index, "mixture": mixture, "reading": reading}
+    machine = this_machine()
+    results = {}
+    for name, part in parts.items():
+        if arguments.only in (None, name):
+            with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
+                results[name] = part(arguments, Path(folder))
+            print(report(name, results[name]), flush=True)
+    if arguments.output is not None:
+        about = {"machine": asdict(machine), "versions": versions(["numpy", "torch"])}
+        write_json(arguments.output, {**about, **results})
+    return 0
+
+
+def report(name: str, figures: dict[str, Any]) -> str:
+    """The figures of a part, one a line."""
+    lines = [f"{name}:"]
+    for key, value in figures.items():
+        text = f"{value:,.2f}" if isinstance(value, float) else f"{value}"
+        lines.append(f"  {key:60}{text:>16}")
+    return "\n".join(lines) + "\n"
+
+
+# --- the indexes of one file
+
+
+def index(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Ours and the compiled stand-in, in turn: CPU seconds of all three indexes."""
+    size = (arguments.documents, arguments.epochs)
+    library = compiled(folder)
+    contenders = [Contender("ours", our_indexes, *size)]
+    if library is not None:
+        contenders.append(Contender("compiled", compiled_indexes, *size, library))
+    try:
+        rounds = in_turn(contenders, arguments.rounds, 1)
+    finally:
+        close(contenders)
+    ours = rounds[0]
+    figures: dict[str, Any] = {
+        "samples": ours[0]["samples"],
+        "megatron_ds, CPU s": statistics.median(one["seconds"] for one in ours),
+        "megatron_ds, peak memory beyond the arrays, MiB": max(one["beyond"] for one in ours),
+    }
+    if library is not None:
+        theirs = rounds[1]
+        assert {one["sum"] for one in ours} == {one["sum"] for one in theirs}
+        pairs = [a["seconds"] / b["seconds"] for a, b in zip(ours, theirs, strict=True)]
+        figures["sample index in C++, CPU s"] = statistics.median(one["seconds"] for one in theirs)
+        figures["ratio of each round"] = " ".join(f"{pair:.2f}" for pair in pairs)
+        figures[f"ratio (target {TARGETS['index']})"] = statistics.median(pairs)
+    return figures
+
+
+def compiled(folder: Path) -> str | None:
+    """A library of COMPILED; None without a compiler."""
+    compiler = shutil.which("g++")
+    if compiler is None:
+        return None
+    (folder / "starts.cpp").write_text(COMPILED)
+    library = folder / "starts.so"
+    flags = ("-O3", "-march=native", "-shared", "-fPIC")
+    subprocess.run([compiler, *flags, "-o", library, folder / "starts.cpp"], check=True)
+    return str(library)
+
+
+def our_indexes(documents: int, epochs: int) -> Work:
+    lengths = drawn_lengths(documents, 0)
+    samples = epochs * int(lengths.sum(dtype=np.int64)) // SEQUENCE - 1
+    every = np.arange(documents)
+    return timed_indexes(lambda: build_indexes(lengths, every, samples, SEQUENCE, 1))
+
+
+def compiled_indexes(documents: int, epochs: int, library: str) -> Work:
+    lengths = drawn_lengths(documents, 0)
+    function = ctypes.CDLL(library).sample_starts
+    numbers = np.ctypeslib.ndpointer(dtype=np.int32, flags="C")
+    function.argtypes = [numbers, numbers, ctypes.c_int64, ctypes.c_int64, numbers]
+    total = samples_of(
+        epochs * int(lengths.sum(dtype=np.int64)) // SEQUENCE - 1,
+        int(lengths.sum(dtype=np.int64)),
+        SEQUENCE,
+    )
+
+    def make() -> SampleIndexes:
+        rng = np.random.RandomState(1)
+        order = document_order(np.arange(documents, dtype=np.int32), epochs, rng, False)
+        starts = np.empty((total + 1, 2), dtype=np.int32)
+        function(lengths, order, SEQUENCE, total, starts)
+        return SampleIndexes(order, starts, shuffled(total, total, rng))
+
+    return timed_indexes(make)
+
+
+def timed_indexes(make: Callable[[], SampleIndexes]) -> Work:
+    def work(count: int) -> dict[str, Any]:
+        before, begin = peak_mib(), time.process_time()
+        made = make()
+        seconds = time.process_time() - begin
+        arrays = (made.documents, made.samples, made.shuffle)
+        return {
+            "seconds": seconds,
+            "samples": len(made),
+            "beyond": peak_mib() - before - sum(array.nbytes for array in arrays) / 2**20,
+            "sum": sum(int(array[:: len(array) // 999].sum(dtype=np.int64)) for array in arrays),
+        }
+
+    return work
+
+
+# --- a mixture of many files
+
+
+def mixture(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """The order alone, then all that a run does before its first step, and the first samples."""
+    files, samples = arguments.files, arguments.samples
+    figures: dict[str, Any] = {"files": files, "samples": samples}
+    weights = np.random.RandomState(0).dirichlet(np.full(files, 0.7)).tolist()
+    for state in ("cold", "warm"):
+        report = alone(mixed_order, weights, samples, str(folder / "order"))
+        figures[f"order alone, {state}, s"] = report["seconds"]
+        figures[f"order alone, {state}, MiB"] = report["mib"]
+        figures[f"order alone, {state}, s per million samples read"] = report["reading"]
+    figures["order alone, kept on disk, MiB"] = size_of(folder / "order") / 2**20
+    prefixes = list(sparse_files(folder / "files", files, samples))
+    for state in ("cold", "warm"):
+        report = alone(mixed_files, prefixes, samples, str(folder / "cache"))
+        figures[f"mixture, {state}, s (target {TARGETS[state]:.0f})"] = report["seconds"]
+        figures[f"mixture, {state}, peak memory, MiB"] = report["mib"]
+        figures[f"mixture, {state}, s to its first sample"] = report["first"]
+        figures[f"mixture, {state}, ms for a file's first sample"] = report["touch"]
+    figures["mixture, an index made when first read, MiB"] = report["index"]
+    return figures
+
+
+def alone(build: Callable[..., Any], *arguments: object) -> Any:
+    """The report of work that is done once in a process of its own."""
+    contender = Contender(build.__name__, build, *arguments)
+    try:
+        return contender.run(1)
+    finally:
+        contender.close()
+
+
+def mixed_order(weights: Sequence[float], samples: int, folder: str) -> Work:
+    def work(count: int) -> dict[str, float]:
+        before, begin = peak_mib(), time.perf_counter()
+        order = blend_order(weights, samples, ArrayCache([Path(folder)]))
+        order.taken(samples)
+        seconds = time.perf_counter() - begin
+        first = samples // 2
+        begin = time.perf_counter()
+        million = min(1_000_000, samples - first)
+        for position in range(first, first + million):
+            order.find(position)
+        reading = (time.perf_counter() - begin) * 1e6 / million
+        return {"seconds": seconds, "reading": reading, "mib": peak_mib() - before}
+
+    return work
+
+
+def mixed_files(prefixes: Sequence[str], samples: int, cache: str) -> Work:
+    def work(count: int) -> dict[str, float]:
+        before, begin = peak_mib(), time.perf_counter()
+        train = dataset(prefixes, samples, cache)
+        seconds = time.perf_counter() - begin
+        train[0]
+        first = time.perf_counter() - begin
+        begin, mark = time.perf_counter(), size_of(Path(cache))
+        train[1], train[2], train[3]
+        touch = (time.perf_counter() - begin) / 3 * 1e3
+        made = (size_of(Path(cache)) - mark) / 3 / 2**20
+        mib = peak_mib() - before
+        return {"seconds": seconds, "first": first, "touch": touch, "mib": mib, "index": made}
+
+    return work
+
+
+def dataset(prefixes: Sequence[str], samples: int, cache: str) -> TokenDataset:
+    built = build_datasets(
+        DataConfig(data_path=tuple(prefixes), split="1", data_cache_path=cache),
+        seq_length=SEQUENCE,
+        seed=1,
+        num_samples=(samples, 0, 0),
+        tokenizer_fingerprint="benchmark",
+        vocab_size=VOCABULARY,
+    )
+    assert built.train is not None
+    return built.train
+
+
+def sparse_files(folder: Path, files: int, samples: int) -> Iterator[str]:
+    """Prefixes of pairs whose tokens are holes; 20 epochs of all of them give the samples."""
+    folder.mkdir()
+    documents = max(1, round(samples / 20 / files * SEQUENCE / MEAN_TOKENS))
+    for number in range(files):
+        prefix = folder / f"{number:05}_text_document"
+        lengths = drawn_lengths(documents, number)
+        pointers = np.cumsum(lengths, dtype=np.int64)
+        with open(f"{prefix}.bin", "wb") as file:
+            file.truncate(2 * int(pointers[-1]))
+        with open(f"{prefix}.idx", "wb") as file:
+            file.write(HEADER.pack(MAGIC, 1, 8, documents, documents + 1))
+            file.write(lengths.astype("<i4").tobytes())
+            file.write((2 * (pointers - lengths)).astype("<i8").tobytes())
+            file.write(np.arange(documents + 1, dtype="<i8").tobytes())
+        yield str(prefix)
+
+
+# --- reading
+
+
+def reading(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Samples per second in random order: bare arrays, the dataset, and the loader over it."""
+    prefix = write_tokens(folder, arguments.read)
+    figures: dict[str, Any] = {}
+    for cold in (False, True):
+        ways: dict[str, Callable[..., Any]] = {
+            "bare numpy": bare_loop,
+            "dataset, one by one": our_dataset,
+            f"dataset, micro-batches of {MICRO_BATCH}": our_rows,
+            "loader in the process": our_loader,
+            "loader with one worker": our_worker,
+        }
+        contenders = [Contender(name, run_reading, way, prefix, cold) for name, way in ways.items()]
+        count = max(MICRO_BATCH, arguments.read // (10 if cold else 1))
+        try:
+            in_turn(contenders, 1, count)
+            rounds = in_turn(contenders, arguments.rounds, count)
+        finally:
+            close(contenders)
+        cache = "cold" if cold else "warm"
+        for name, rates in zip(ways, rounds, strict=True):
+            figures[f"{cache}: {name}, samples/s"] = round(statistics.median(rates))
+        for name, rates in list(zip(ways, rounds, strict=True))[1:]:
+            pairs = [ours / bare for ours, bare in zip(rates, rounds[0], strict=True)]
+            target = f" (target {TARGETS['reading']})" if not cold else ""
+            figures[f"{cache}: {name}, ratio to bare{target}"] = statistics.median(pairs)
+    return figures
+
+
+def run_reading(way: Callable[..., float], prefix: str, cold: bool) -> Work:
+    """Reads in a way; from the disk if `cold`, and with the files opened anew."""
+    indexes = None if cold else opened(prefix)
+
+    def work(count: int) -> float:
+        if indexes is None:
+            drop_pages(prefix)
+        return way(*(indexes or opened(prefix)), count)
+
+    return work
+
+
+def opened(prefix: str) -> tuple[IndexedDataset, SampleIndexes]:
+    file = IndexedDataset(prefix)
+    return file, build_indexes(file.lengths, np.arange(len(file)), len(file) - 9, SEQUENCE, 1)
+
+
+def drop_pages(prefix: str) -> None:
+    """The token file leaves the page cache, as far as no process has it mapped."""
+    with open(f"{prefix}.bin", "rb") as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def bare_loop(file: IndexedDataset, indexes: SampleIndexes, count: int) -> float:
+    """What is needed to copy a sample's tokens together, without a test of anything."""
+    tokens, documents = file.tokens, indexes.documents
+    begins, lengths = (file.pointers // 2).tolist(), file.lengths.tolist()
+    starts, shuffle = indexes.samples, indexes.shuffle
+    wanted = SEQUENCE + 1
+    begin = time.perf_counter()
+    for position in range(count):
+        at, offset = starts[shuffle[position]].tolist()
+        row = np.empty(wanted, dtype=np.int64)
+        filled = 0
+        while filled < wanted:
+            document = documents[at]
+            size = min(lengths[document] - offset, wanted - filled)
+            first = begins[document] + offset
+            row[filled : filled + size] = tokens[first : first + size]
+            filled += size
+            at, offset = at + 1, 0
+    return count / (time.perf_counter() - begin)
+
+
+def our_dataset(file: IndexedDataset, indexes: SampleIndexes, count: int) -> float:
+    data = GPTDataset(file, indexes, SEQUENCE, VOCABULARY)
+    begin = time.perf_counter()
+    for position in range(count):
+        data[position]
+    return count / (time.perf_counter() - begin)
+
+
+def our_rows(file: IndexedDataset, indexes: SampleIndexes, count: int) -> float:
+    data = GPTDataset(file, indexes, SEQUENCE, VOCABULARY)
+    begin = time.perf_counter()
+    for position in range(0, count, MICRO_BATCH):
+        read(data, range(position, position + MICRO_BATCH))
+    return count / (time.perf_counter() - begin)
+
+
+def our_loader(file: IndexedDataset, indexes: SampleIndexes, count: int, workers: int = 0) -> float:
+    batches = MicroBatches(
+        GPTDataset(file, indexes, SEQUENCE, VOCABULARY),
+        consumed=0,
+        micro_batch_size=MICRO_BATCH,
+        dp_rank=0,
+        dp_size=1,
+        num_workers=workers,
+    )
+    next(batches)  # starts the worker
+    begin = time.perf_counter()
+    for _ in range(count // MICRO_BATCH):
+        next(batches)
+    seconds = time.perf_counter() - begin
+    batches.close()
+    return count / seconds
+
+
+def our_worker(file: IndexedDataset, indexes: SampleIndexes, count: int) -> float:
+    return our_loader(file, indexes, count, workers=1)
+
+
+def write_tokens(folder: Path, samples: int) -> str:
+    """Prefix of a pair of real random tokens that gives some more samples than are read."""
+    prefix = folder / "tokens"
+    draw = np.random.RandomState(0)
+    lengths = drawn_lengths(samples + samples // 10 + 1000, 0)
+    with IndexedWriter(prefix, np.uint16) as writer:
+        for part in np.array_split(lengths, max(1, len(lengths) // 10_000)):
+            tokens = draw.randint(0, VOCABULARY - 47, int(part.sum())).astype(np.uint16)
+            writer.add_documents(tokens, part)
+    return str(prefix)
+
+
+# --- what they share
+
+
+def drawn_lengths(documents: int, seed: int) -> Lengths:
+    """Tokens of documents, lognormal as those of the web."""
+    draw = np.random.RandomState(seed).lognormal(np.log(MEAN_TOKENS) - 0.5, 1.0, documents)
+    return np.clip(draw, 1, 1 << 20).astype(np.int32)
+
+
+def peak_mib() -> float:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def size_of(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.glob("*"))
+
+
+def close(contenders: Sequence[Contender]) -> None:
+    for contender in contenders:
+        contender.close()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
