@@ -21,6 +21,8 @@ from megatron_ds.data.sample_index import parse_split, split_bounds
 DEFAULT_SPLIT = "969,30,1"
 NAMES = ("train", "valid", "test")
 FORM = '"NAME: WEIGHT START:END PREFIX, WEIGHT START:END PREFIX, ..."'
+NAMELESS = re.compile(r"\s*[\d.eE+-]+\s+[\d.]+:[\d.]+\s+[^\s,]+\s*(,|$)")
+"""A group that begins with an entry."""
 SHOWN = 12
 """Words of a list that messages repeat; of a longer one the first half."""
 
@@ -170,7 +172,7 @@ def parse_group(text: str, part: str, flag: str) -> tuple[Group, list[str]]:
     """
     given = f"{flag} {text!r}"
     name, _, rest = text.partition(":")
-    if not name.strip() or re.match(r"\s*\S+\s+[\d.]*:[\d.]*\s", text) or ":" not in text:
+    if ":" not in text or not name.strip() or NAMELESS.match(text):
         nameless = f"{given}: a group begins with its name and a colon: {FORM}, in quotes"
         return Group(part, "", flag, ()), [nameless]
     name = name.strip()

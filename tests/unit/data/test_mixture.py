@@ -54,9 +54,26 @@ def test_a_group_has_a_name_and_files_with_weights_and_ranges() -> None:
 
 
 @pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("X 1: 1 0.9:1 a", "X 1"),
+        ("2 1:1 0:1 a", "2 1"),
+        ("0.5:1 0:1 a", "0.5"),
+        ("1: 1 0:1 a", "1"),
+    ],
+)
+def test_a_name_may_have_numbers(text: str, name: str) -> None:
+    group, wrong = parse_group(text, "valid", FLAG)
+    assert not wrong
+    assert group.name == name
+    assert [source.prefix for source in group.sources] == ["a"]
+
+
+@pytest.mark.parametrize(
     ("text", "words"),
     [
         ("1 0:1 a", "a group begins with its name and a colon"),
+        ("1 0:.5 a, 1 .5:1 b", "a group begins with its name and a colon"),
         ("1 0.5 a", "a group begins with its name and a colon"),
         (": 1 0:1 a", "a group begins with its name and a colon"),
         ("V:", "'' is not WEIGHT START:END PREFIX"),
