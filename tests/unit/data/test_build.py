@@ -375,6 +375,16 @@ def test_a_longer_run_first_ends_its_index_and_repeats_nothing(tmp_path: Path) -
     assert shares == [140 * 5 / 280]
 
 
+def test_a_further_index_has_an_order_of_its_own(tmp_path: Path) -> None:
+    config = DataConfig(data_path=(write(tmp_path / "a"),), split="1")
+    before, record, _ = run(config, 40)
+    after, record, _ = run(config, 110, 40, record=record)
+    assert record["sources"][0]["requests"] == (40, 55)  # both of one epoch
+    first, second = (before + after)[:55], [one.removesuffix("+1") for one in after[15:]]
+    assert sorted(first) == sorted(second)
+    assert first != second
+
+
 def test_a_shorter_run_keeps_its_order(tmp_path: Path) -> None:
     config = DataConfig(data_path=(write(tmp_path / "a"),), split="1")
     whole, _, _ = run(config, 200)
