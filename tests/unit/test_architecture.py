@@ -70,6 +70,8 @@ WITHOUT_TORCH = (
     "data/made_by.py",
     "data/merge.py",
     "data/inspect.py",
+    "data/sentence_rules.py",
+    "data/sentences.py",
     "data/sources.py",
 )
 WITHOUT_GROUPS = ("data/", "tokenizer/", "cleaning/")

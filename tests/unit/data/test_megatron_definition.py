@@ -99,7 +99,7 @@ SEEN: set[tuple[bool, bool]] = set()
 """Whether more than one epoch was needed, and whether the last one stood apart."""
 
 
-@settings(max_examples=100, deadline=None, derandomize=True, database=None)
+@settings(max_examples=60, deadline=None, derandomize=True, database=None)
 @given(case=cases())
 def check_case(case: Case) -> None:
     built = build_indexes(

@@ -156,7 +156,7 @@ def test_the_same_model_is_the_same_whatever_it_lies_in() -> None:
 
 @pytest.mark.usefixtures("with_models")
 @given(text=TEXTS)
-@settings(max_examples=60, deadline=None, derandomize=True, database=None)
+@settings(max_examples=40, deadline=None, derandomize=True, database=None)
 def test_punkt_loses_no_text(text: str) -> None:
     for keep in (False, True):
         found = choose_once("small", keep)(text)
@@ -343,7 +343,7 @@ def test_the_tutorials_t5_data_are_megatrons(tmp_path: Path, shared_data: Path, 
         )
     )
     with open(shared_data / "openwebtext-1000.jsonl", encoding="utf-8") as file:
-        texts = [json.loads(line)["text"] for line, _ in zip(file, range(60), strict=False)]
+        texts = [json.loads(line)["text"] for line, _ in zip(file, range(25), strict=False)]
     splitter = choose_splitter("english", keep, "rules")
     rows = [{"text": text} for text in texts]
     preprocess(
