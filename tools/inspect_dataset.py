@@ -9,6 +9,8 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
+import signal
 import sys
 import tempfile
 import warnings
@@ -240,14 +242,18 @@ def main(argv: Sequence[str]) -> int:
             warnings.showwarning = lambda message, *_: print(f"WARNING: {message}", file=sys.stderr)
             inspection = Inspection(args)
             inspection.run()
+        if args.json:
+            print(json.dumps(inspection.found))
+        sys.stdout.flush()
+    except BrokenPipeError:  # who reads has seen enough, as `head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at the end
+        return 128 + signal.SIGPIPE
     except (ValueError, OSError) as error:
         print(f"inspect_dataset.py: error:\n{error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
-    if args.json:
-        print(json.dumps(inspection.found))
     return 0 if inspection.good else 1
 
 

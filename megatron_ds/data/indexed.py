@@ -203,12 +203,15 @@ class IndexedWriter:
         )
         with ExitStack() as undo:
             self._bin = undo.enter_context(open_locked(self.prefix + ".bin.partial", self.prefix))
+            if written == NOTHING:
+                undo.callback(self._remove)
             self._index = undo.enter_context(open_more(self.prefix + ".idx.partial"))
             self._documents = undo.enter_context(open_more(self.prefix + DOCUMENTS))
             if written == NOTHING:
                 for file in self.files:
                     file.truncate(0)
-                self._index.truncate(HEADER.size)  # room for what is known at the end
+                with naming(self._index.name):
+                    self._index.truncate(HEADER.size)  # room for what is known at the end
             for file, size in zip(self.files, sizes, strict=True):
                 cut_back(file, size)
             undo.pop_all()
@@ -290,9 +293,12 @@ class IndexedWriter:
         """Remove what was written."""
         if self._closed:
             return
+        self._remove()
+        self.leave()
+
+    def _remove(self) -> None:
         for suffix in (".bin.partial", ".idx.partial", DOCUMENTS, f"{MADE_BY}.partial"):
             Path(self.prefix + suffix).unlink(missing_ok=True)
-        self.leave()
 
     def leave(self) -> None:
         """End and keep what was written, without names, for a writer that continues it."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -116,3 +118,19 @@ def test_what_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert "--samples 5: the run takes 5" in capsys.readouterr().err
     assert main([*flags, "--part", "valid"]) == 1
     assert "gives valid no documents" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flags", [[], ["--json"], ["--documents", "0-1999"]])
+def test_a_reader_that_has_seen_enough_ends_it_without_words(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    flags: list[str],
+) -> None:
+    prefix = pair(tmp_path / "p", [[1, 2]] * 2000)
+    read, write = os.pipe()
+    os.close(read)
+    with open(write, "w") as closed:
+        monkeypatch.setattr("sys.stdout", closed)
+        assert main([prefix, *flags]) == 128 + signal.SIGPIPE
+    assert capsys.readouterr().err == ""
