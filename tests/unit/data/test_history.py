@@ -26,6 +26,7 @@ from megatron_ds.data.history import (
 from megatron_ds.data.sample_index import build_indexes
 
 ORDER = 2
+STEADY = settings(derandomize=True, deadline=None, database=None, max_examples=40)
 
 
 def named(*names: str) -> list[Identity]:
@@ -137,6 +138,7 @@ def test_a_damaged_record_is_refused(place: list[Any], value: Any) -> None:
     seq_length=st.integers(1, 20),
     steps=st.lists(st.integers(0, 60), min_size=1, max_size=5),
 )
+@STEADY
 def test_indexes_are_kept_and_added_to(tokens: int, seq_length: int, steps: list[int]) -> None:
     requests: tuple[int, ...] = ()
     needed = 0
@@ -151,14 +153,14 @@ def test_indexes_are_kept_and_added_to(tokens: int, seq_length: int, steps: list
 
 
 @given(tokens=st.integers(1, 200), seq_length=st.integers(1, 20), request=st.integers(1, 50))
-@settings(max_examples=30)
+@STEADY
 def test_samples_held_are_those_of_the_index(tokens: int, seq_length: int, request: int) -> None:
     made = build_indexes(np.array([tokens]), np.array([0]), request, seq_length, 1)
     assert samples_held(request, tokens, seq_length) == len(made.shuffle)
 
 
 @given(data=st.data())
-@settings(max_examples=40)
+@STEADY
 def test_every_source_gives_each_of_its_samples_once_and_in_order(data: st.DataObject) -> None:
     """Runs of random lengths with random mixtures; the samples of each source are 0, 1, 2, ..."""
     history: History | None = None

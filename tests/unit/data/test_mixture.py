@@ -24,6 +24,7 @@ from megatron_ds.data.mixture import (
 )
 
 FLAG = "--valid-weighted-split-paths"
+STEADY = settings(derandomize=True, deadline=None, database=None, max_examples=40)
 
 
 def problems(**values: Any) -> list[str]:
@@ -116,7 +117,6 @@ def test_all_that_is_wrong_comes_at_once() -> None:
     assert len(found) == 5
 
 
-@settings(max_examples=30)
 @given(
     entries=st.lists(
         st.tuples(
@@ -129,6 +129,7 @@ def test_all_that_is_wrong_comes_at_once() -> None:
     ),
     name=st.from_regex(r"[^\s:](?:[^:]*[^\s:])?", fullmatch=True),
 )
+@STEADY
 def test_what_is_written_is_read(entries: list[Any], name: str) -> None:
     bounds = [tuple(sorted(pair)) for _, pair, _ in entries]
     texts = [
@@ -147,6 +148,7 @@ def test_what_is_written_is_read(entries: list[Any], name: str) -> None:
 
 
 @given(text=st.text(max_size=40) | st.text("V: 01.,ab\n", max_size=30))
+@STEADY
 def test_any_text_is_a_group_or_an_error_that_names_the_flag(text: str) -> None:
     group, wrong = parse_group(text, "test", FLAG)
     assert all(line.startswith(FLAG) for line in wrong)
@@ -158,6 +160,7 @@ def test_any_text_is_a_group_or_an_error_that_names_the_flag(text: str) -> None:
     cuts=st.lists(st.floats(0, 1), min_size=1, max_size=5).map(lambda x: sorted({0.0, 1.0, *x})),
     size=st.integers(0, 1 << 40),
 )
+@STEADY
 def test_neighbouring_ranges_share_no_document_and_leave_none_out(
     cuts: list[float], size: int
 ) -> None:
