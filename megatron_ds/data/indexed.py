@@ -57,6 +57,9 @@ DOCUMENTS_PROBED = 1000
 CHUNK = 1 << 20
 """Sequences that are checked at once: memory stays flat, whatever the size of the index."""
 
+BLOCK = 1 << 16
+"""Numbers of an index or tokens that are written at once."""
+
 Tokens = npt.NDArray[np.generic]
 IntArray = npt.NDArray[np.integer]
 
@@ -259,12 +262,12 @@ class IndexedWriter:
         nothing = np.zeros(0, np.int64)
         ends = data.document_index[1:]
         # What a pair's documents end at counts from its own beginning; sequences are added last.
-        for first in range(0, data.tokens.size, CHUNK):
-            self._add(data.tokens[first : first + CHUNK], nothing, nothing)
-        for first in range(0, len(ends), CHUNK):
-            self._add(data.tokens[:0], nothing, ends[first : first + CHUNK])
-        for first in range(0, len(data), CHUNK):
-            self._add(data.tokens[:0], data.lengths[first : first + CHUNK], nothing)
+        for first in range(0, data.tokens.size, BLOCK):
+            self._add(data.tokens[first : first + BLOCK], nothing, nothing)
+        for first in range(0, len(ends), BLOCK):
+            self._add(data.tokens[:0], nothing, ends[first : first + BLOCK])
+        for first in range(0, len(data), BLOCK):
+            self._add(data.tokens[:0], data.lengths[first : first + BLOCK], nothing)
 
     def complete(self) -> None:
         """Flush both files to disk, which may fail or take long, and leave them without names."""
@@ -509,10 +512,10 @@ def open_locked(path: str, prefix: str) -> BinaryIO:
 
 
 def _blocks(file: BinaryIO, dtype: str, count: int) -> Iterator[IntArray]:
-    """So many numbers of a file, from where it stands, CHUNK at a time. Raises ValueError if there
+    """So many numbers of a file, from where it stands, BLOCK at a time. Raises ValueError if there
     are fewer."""
-    for first in range(0, count, CHUNK):
-        size = min(CHUNK, count - first)
+    for first in range(0, count, BLOCK):
+        size = min(BLOCK, count - first)
         block = np.fromfile(file, dtype, size)
         if len(block) < size:
             raise ValueError(f"{file.name} was cut short by something else while it was written")

@@ -195,7 +195,7 @@ def test_two_writers_of_one_prefix_are_refused(tmp_path: Path) -> None:
 def test_documents_of_several_sequences_are_appended_in_parts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(indexed, "CHUNK", 2)  # the index is put together over many blocks
+    monkeypatch.setattr(indexed, "BLOCK", 2)  # the index is put together over many blocks
     with IndexedWriter(tmp_path / "p", "int32") as writer:
         writer.add_documents([1, 2, 3, 4], [1, 3], [2])
         writer.add_documents([], [], [])
@@ -229,7 +229,7 @@ def peak_of_writing(prefix: Path, documents: int) -> int:
 def test_memory_does_not_grow_with_the_number_of_documents(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(indexed, "CHUNK", 1000)
+    monkeypatch.setattr(indexed, "BLOCK", 1000)
     small = peak_of_writing(tmp_path / "p", 20_000)
     assert peak_of_writing(tmp_path / "q", 200_000) < 1.2 * small
     assert len(IndexedDataset(tmp_path / "q")) == 200_000
