@@ -143,9 +143,9 @@ def _check_all_stamps(names: Names, record: Record, inputs: Inputs) -> None:
     lines = [line_of(stamp) for stamp in inputs.stamps()]
     if hashlib.sha256(b"".join(lines)).hexdigest() != record.last.digest:
         raise ValueError(
-            f"--resume: {names.prefix} is complete and was made of {record.last.place.file} files; "
-            f"{inputs.name} has {len(lines)} now, other ones or changed since; without --resume "
-            "it is made again"
+            f"--resume: {names.prefix} is complete, made of {record.last.place.file} files; "
+            f"{inputs.name} means {len(lines)} files now, and not all are the same or unchanged; "
+            "without --resume it is made again"
         )
 
 

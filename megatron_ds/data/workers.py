@@ -24,7 +24,7 @@ Result = TypeVar("Result")
 
 UNDER_WAY_PER_WORKER = 3
 """Items in memory per worker: being worked on, waiting, or done and waiting for its turn."""
-REMEDY = "try fewer --workers or a smaller --chunk-size"
+REMEDY = "try fewer --workers, a smaller --chunk-size or a smaller --max-document-bytes"
 
 
 class Workers(Generic[Item, Result]):

@@ -312,3 +312,13 @@ def test_an_interrupted_run_says_how_it_goes_on(
     assert shown == f"50 documents, 150 tokens\nin {tmp_path}/out_text_document.bin and .idx\n"
     assert preprocess_data.main([*flags, "--resume", "--json-keys", "a"]) == 1
     assert "--resume: --json-keys is a, and was text in the run" in capsys.readouterr().err
+
+
+def test_partitions_change_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--input", str(corpus(tmp_path)), *NULL, "--append-eod", "--workers", "3"]
+    for name, more in (("one", []), ("four", ["--partitions", "4"])):
+        assert preprocess_data.main([*flags, *more, "--output-prefix", str(tmp_path / name)]) == 0
+    assert "--partitions has no effect: the input is not cut" in capsys.readouterr().err
+    for suffix in ("bin", "idx"):
+        one, four = (tmp_path / f"{name}_text_document.{suffix}" for name in ("one", "four"))
+        assert one.read_bytes() == four.read_bytes()

@@ -1,0 +1,167 @@
+"""Preprocessing as a whole process: killed, its disk full, a worker gone; and how much it holds.
+
+In all of these it leaves nothing under its final names and goes on with --resume.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.runs import REPOSITORY
+
+DOCUMENTS = 20_000
+TOOL = """
+import contextlib, multiprocessing, resource, sys
+from megatron_ds.data import outputs
+from tools import preprocess_data
+
+outputs.RECORD_SECONDS = 0.0
+
+@contextlib.contextmanager
+def reporting(options, log_interval):
+    def report(progress):
+        if WORKER_DIES_AT and progress.documents >= WORKER_DIES_AT:
+            multiprocessing.active_children()[0].kill()
+        print("at", progress.documents, flush=True)
+        sys.stdin.readline()  # a test that wants to keep up gives a line for each chunk
+    yield report
+
+WORKER_DIES_AT = int(sys.argv[1])
+preprocess_data.reporting = reporting
+code = preprocess_data.main(sys.argv[2:])
+with open("/proc/self/status") as file:  # of this program alone, unlike what getrusage tells
+    peak = next(line.split()[1] for line in file if line.startswith("VmHWM"))
+print("peaks", peak, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)
+sys.exit(code)
+"""
+
+
+def corpus(folder: Path, documents: int = DOCUMENTS) -> Path:
+    path = folder / "in.jsonl"
+    path.write_text("".join(f'{{"text": "{n % 100} {n % 7}"}}\n' for n in range(documents)))
+    return path
+
+
+def start(
+    folder: Path,
+    *flags: str,
+    worker_dies_at: int = 0,
+    stdin: int = subprocess.DEVNULL,
+    **environment: str,
+) -> subprocess.Popen[str]:
+    known = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "100", "--append-eod"]
+    files = ["--input", str(folder / "in.jsonl"), "--output-prefix", str(folder / "out")]
+    return subprocess.Popen(
+        [sys.executable, "-c", TOOL, str(worker_dies_at), *files, *known, *flags],
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY), **environment},
+        stdin=stdin,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def pair(folder: Path) -> dict[str, bytes]:
+    """What stands under its final name."""
+    return {
+        path.suffix: path.read_bytes() for path in folder.glob("out_text_document.[bi][id][nx]")
+    }
+
+
+def finish(folder: Path) -> str:
+    """Goes on to the end; what was said."""
+    process = start(folder, "--resume", "--workers", "1")
+    shown, said = process.communicate()
+    assert process.returncode == 0, said
+    assert f"Processed {DOCUMENTS} documents" in shown
+    return said
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    folder = tmp_path_factory.mktemp("undisturbed")
+    corpus(folder)
+    finish(folder)
+    return pair(folder)
+
+
+def test_killed_at_any_moment(tmp_path: Path, undisturbed: dict[str, bytes]) -> None:
+    """One run that is killed five times, while a record is being written or not."""
+    corpus(tmp_path)
+    for kill in range(5):
+        flags = ["--resume", "--workers", "2", "--chunk-size", "64"]
+        process = start(tmp_path, *flags, stdin=subprocess.PIPE)
+        assert process.stdin is not None
+        assert process.stdout is not None
+        for _ in range(random.Random(kill).randrange(5, 30)):
+            assert process.stdout.readline().startswith("at ")
+            process.stdin.write("\n")
+            process.stdin.flush()
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+        assert process.returncode == -signal.SIGKILL
+        assert pair(tmp_path) == {}
+    assert "going on after" in finish(tmp_path)
+    assert pair(tmp_path) == undisturbed
+
+
+def test_a_killed_worker(tmp_path: Path, undisturbed: dict[str, bytes]) -> None:
+    corpus(tmp_path)
+    process = start(tmp_path, "--workers", "2", "--chunk-size", "64", worker_dies_at=5000)
+    said = process.communicate()[1]
+    assert process.returncode == 1
+    assert "Traceback" not in said
+    assert "a worker process was killed (out of memory?)" in said
+    assert "the same command with --resume goes on after them" in said
+    assert pair(tmp_path) == {}
+    assert "going on after" in finish(tmp_path)
+    assert pair(tmp_path) == undisturbed
+
+
+@pytest.mark.parametrize("part", ["document.bin.partial", "idx.partial", "documents.partial"])
+def test_a_full_disk(
+    tmp_path: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+    undisturbed: dict[str, bytes],
+    part: str,
+) -> None:
+    compiler = shutil.which("g++")
+    if compiler is None:
+        pytest.skip("needs g++")
+    library = str(tmp_path_factory.mktemp("faulty") / "faulty_disk.so")
+    source = str(REPOSITORY / "tests" / "e2e" / "faulty_disk.cpp")
+    subprocess.run([compiler, "-shared", "-fPIC", "-o", library, source, "-ldl"], check=True)
+    corpus(tmp_path)
+    fault = f"write:{errno.ENOSPC}:50000:{part}"
+    process = start(tmp_path, "--workers", "1", LD_PRELOAD=library, DISK_FAULT=fault)
+    said = process.communicate()[1]
+    assert process.returncode == 1
+    assert "Traceback" not in said
+    assert "No space left on device: '" in said
+    assert f"{part}'" in said
+    assert "the same command with --resume goes on after them" in said
+    assert pair(tmp_path) == {}
+    assert "going on after" in finish(tmp_path)
+    assert pair(tmp_path) == undisturbed
+
+
+def test_ten_times_the_documents_take_the_same_memory(tmp_path: Path) -> None:
+    """Of this process and of the workers, in documents so small that their index is the most."""
+    peaks = []
+    for documents in (30_000, 300_000):
+        corpus(tmp_path, documents)
+        process = start(tmp_path, "--workers", "1")
+        shown = process.communicate()[0]
+        assert process.returncode == 0
+        peaks.append([int(number) for number in shown.splitlines()[-1].split()[1:]])
+    for small, large in zip(*peaks, strict=True):
+        assert large < 1.2 * small, peaks
