@@ -482,7 +482,10 @@ REFUSED_VALUES: dict[str, dict[str, str]] = {
 """Values that a peer takes and we do not: field -> value -> what it is or what to do."""
 
 PREPROCESS_WITHOUT_EFFECT: dict[str, Peer] = {
-    **_all("the input is not cut; --workers divides the work, and the files are the same", valued="partitions"),
+    **_all(
+        "the input is not cut; --workers divides the work, and the files are the same",
+        valued="partitions",
+    ),
     **_all("documents always keep their order", switches="keep-sequential-samples"),
     **_all(
         "only the model's vocabulary is padded; the token files do not depend on it",
