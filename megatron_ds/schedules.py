@@ -22,6 +22,8 @@ from typing import NamedTuple
 from megatron_ds.config import LENGTHS, UNITS, Config, flag_of
 from megatron_ds.state import StepPlan, TrainState
 
+BEGINNING = TrainState()
+
 
 def plan(config: Config, state: TrainState, dp_size: int) -> StepPlan:
     """What the step after `state` is to do.
@@ -88,16 +90,17 @@ def seq_length_at(config: Config, iteration: int) -> int:
     return length - length % config.schedule.curriculum_seqlen_step
 
 
-def total_iterations(config: Config, dp_size: int) -> int:
-    """Steps of the whole run.
+def total_iterations(config: Config, dp_size: int, state: TrainState = BEGINNING) -> int:
+    """Steps of the whole run, of which `state` has done the first.
 
     --train-iters, or the full batches that fit into --train-samples, or the steps that start before
-    --train-tokens are consumed; the fewest where several are given.
+    --train-tokens are consumed; the fewest where several are given. What a resumed run has consumed
+    need not be what these settings would have: its schedules may have been others.
     """
     schedule = config.schedule
     if schedule.train_iters is not None and schedule.train_tokens is None:
         return schedule.train_iters
-    return _walk(config, dp_size).iterations
+    return _walk(config, dp_size, state).iterations
 
 
 class Total(NamedTuple):
@@ -116,10 +119,11 @@ class Stretch(NamedTuple):
     seq_length: int
 
 
-def stretches(config: Config, dp_size: int) -> Iterator[Stretch]:
-    """The whole run; as many stretches as its batch size and sequence length have changes."""
+def stretches(config: Config, dp_size: int, state: TrainState = BEGINNING) -> Iterator[Stretch]:
+    """What comes after `state`, to the end of the run; as many stretches as its batch size and
+    sequence length have changes."""
     schedule = config.schedule
-    iteration = samples = tokens = 0
+    iteration, samples, tokens = state.iteration, state.consumed_samples, state.consumed_tokens
     while True:
         batch_size = batch_size_at(config, samples, tokens, dp_size)
         length = seq_length_at(config, iteration)
@@ -179,9 +183,9 @@ def courses(config: Config) -> list[tuple[str, str]]:
     return lines
 
 
-def _walk(config: Config, dp_size: int) -> Total:
-    total = Total(0, 0, 0)
-    for steps, batch_size, length in stretches(config, dp_size):
+def _walk(config: Config, dp_size: int, state: TrainState = BEGINNING) -> Total:
+    total = Total(state.iteration, state.consumed_samples, state.consumed_tokens)
+    for steps, batch_size, length in stretches(config, dp_size, state):
         samples = steps * batch_size
         total = Total(
             total.iterations + steps, total.samples + samples, total.tokens + samples * length
@@ -194,20 +198,25 @@ def _up(value: int, unit: int) -> int:
     return -(-value // unit)
 
 
-def planned_samples(config: Config, dp_size: int) -> tuple[int, int, int]:
-    """Samples of the training, validation and test sets that the run asks for.
+def planned_samples(
+    config: Config, dp_size: int, state: TrainState = BEGINNING
+) -> tuple[int, int, int]:
+    """Samples of the training, validation and test sets that the run asks for, those before `state`
+    among them.
 
     Every evaluation reads the same first --eval-iters full global batches, so that the losses of
     one run compare.
     """
     evaluation = config.logging.eval_iters * config.batch_size(dp_size)
     train = _samples(config, dp_size)
-    return _walk(config, dp_size).samples if train is None else train, evaluation, evaluation
+    if train is None:
+        train = _walk(config, dp_size, state).samples
+    return train, evaluation, evaluation
 
 
-def planned_tokens(config: Config, dp_size: int) -> int:
-    """Tokens that the whole run trains on."""
-    return _walk(config, dp_size).tokens
+def planned_tokens(config: Config, dp_size: int, state: TrainState = BEGINNING) -> int:
+    """Tokens that the whole run trains on, those before `state` among them."""
+    return _walk(config, dp_size, state).tokens
 
 
 def learning_rate(config: Config, state: TrainState, dp_size: int) -> float:

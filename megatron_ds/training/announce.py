@@ -82,8 +82,8 @@ def say_banner(
         effective=effective,
         estimate=estimate,
         parameters=parameters_per_rank(config.model, mesh.tp.size),
-        iteration=state.iteration,
-        total_iterations=schedules.total_iterations(config, mesh.dp.size),
+        state=state,
+        total_iterations=schedules.total_iterations(config, mesh.dp.size, state),
         versions=(
             f"DeepSpeed {runtime.deepspeed_version()}, torch {torch.__version__}, "
             f"Python {platform.python_version()}"

@@ -19,6 +19,7 @@ from megatron_ds import schedules
 from megatron_ds.config import Config
 from megatron_ds.model.memory import Estimate
 from megatron_ds.parallel.mesh import Mesh
+from megatron_ds.state import TrainState
 
 WIDTH = 100
 MIB = 2**20
@@ -38,7 +39,7 @@ class Facts:
     estimate: Estimate
     parameters: int
     """Of this tensor-parallel rank."""
-    iteration: int
+    state: TrainState
     """Where the run starts."""
     total_iterations: int
     versions: str
@@ -130,11 +131,11 @@ def _batch(facts: Facts) -> list[tuple[str, str]]:
 
 def _schedule(facts: Facts) -> list[tuple[str, str]]:
     config, dp = facts.config, facts.mesh.dp.size
-    samples = schedules.planned_samples(config, dp)[0]
-    tokens = schedules.planned_tokens(config, dp)
+    samples = schedules.planned_samples(config, dp, facts.state)[0]
+    tokens = schedules.planned_tokens(config, dp, facts.state)
     length = (
-        f"iterations {facts.iteration + 1:,} to {facts.total_iterations:,}; the whole run takes "
-        f"{samples:,} samples, {tokens:,} tokens"
+        f"iterations {facts.state.iteration + 1:,} to {facts.total_iterations:,}; "
+        f"the whole run takes {samples:,} samples, {tokens:,} tokens"
     )
     warmup, decay = schedules.warmup_and_decay(config, dp)
     schedule, options, unit = config.schedule, config.optimizer, schedules.rate_unit(config)

@@ -274,7 +274,7 @@ def build_trainer(
         total_iterations=(
             state.iteration
             if config.logging.skip_train
-            else schedules.total_iterations(config, dp_size)
+            else schedules.total_iterations(config, dp_size, state)
         ),
         eod=tokenizer.eod if config.data.eod_mask_loss else None,
         startup=startup,
@@ -299,7 +299,8 @@ class _MeanOver:
 def _data(config: Config, tokenizer: Tokenizer, dp_size: int, found: Found | None) -> Datasets:
     """found: the checkpoint from which the run goes on, if there is one."""
     runtime.say(" > building train, validation, and test datasets for GPT ...")
-    wanted = schedules.planned_samples(config, dp_size)
+    state = TrainState() if found is None else found.state
+    wanted = schedules.planned_samples(config, dp_size, state)
     for name, samples in zip(("train", "validation", "test"), wanted, strict=True):
         runtime.say(f"    {name + ':':<12}{samples}")
     save = config.checkpoint.save
@@ -312,7 +313,7 @@ def _data(config: Config, tokenizer: Tokenizer, dp_size: int, found: Found | Non
         vocab_size=tokenizer.vocab_size,
         fallback_cache=None if save is None else str(Path(save) / "index-cache"),
         history=None if found is None else found.history,
-        consumed=0 if found is None else found.state.consumed_samples,
+        consumed=state.consumed_samples,
     )
     full_list = None if save is None else str(Path(save) / SHARES)
     for line in summary(built.shares, full_list):
@@ -351,7 +352,7 @@ def _metrics(
             curriculum=config.schedule.curriculum_seqlen is not None,
         ),
         log_interval=config.logging.log_interval,
-        total_iterations=schedules.total_iterations(config, mesh.dp.size),
+        total_iterations=schedules.total_iterations(config, mesh.dp.size, state),
         mean_over_dp=_MeanOver(mesh),
         params_norm=engine.params_norm if config.logging.log_params_norm else None,
         sinks=sinks,

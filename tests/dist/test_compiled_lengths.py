@@ -11,11 +11,14 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 from megatron_ds.config import ModelConfig
+from megatron_ds.model.documents import DocumentRules
 from megatron_ds.model.gpt import GPTModel
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.parallel.random import RngStreams
 
 LENGTHS = (8, 12, 24)
+END = 5
+"""The token that ends a document: at several places of each length."""
 
 
 @pytest.fixture(autouse=True)
@@ -32,7 +35,7 @@ def traced_and_not_compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch._dynamo.reset()
 
 
-def graphs(positions: str) -> list[int]:
+def graphs(positions: str, documents: DocumentRules | None) -> list[int]:
     """Graphs that were made up to each length, forwards and backwards."""
     config = ModelConfig(
         num_layers=1,
@@ -43,7 +46,7 @@ def graphs(positions: str) -> list[int]:
         position_embedding_type=positions,
         attention_dropout=0.0,
     )
-    model = GPTModel(config, mesh=Mesh.single(), rng=RngStreams(0), seed=1)
+    model = GPTModel(config, mesh=Mesh.single(), rng=RngStreams(0), seed=1, documents=documents)
     model.compile_layers(lengths_vary=True)
     before, found = counters["stats"]["unique_graphs"], []
     for length in LENGTHS:
@@ -53,8 +56,9 @@ def graphs(positions: str) -> list[int]:
     return found
 
 
+@pytest.mark.parametrize("inside", [False, True])
 @pytest.mark.parametrize("positions", ["rope", "alibi"])
-def test_the_second_length_stands_for_all_others(positions: str) -> None:
-    found = graphs(positions)
+def test_the_second_length_stands_for_all_others(positions: str, inside: bool) -> None:
+    found = graphs(positions, DocumentRules(END, True, True) if inside else None)
     assert found[0] > 0
     assert found[1:] == [2 * found[0]] * (len(LENGTHS) - 1)

@@ -1,7 +1,8 @@
 """A sequence length that grows, with batches that grow by the tokens, through the engine.
 
 Lengths 4 to 16 and batches of 4, 8, 16 samples: every stage, layout and way to recompute takes the
-steps of one process that trains on the cut samples, at the learning rates of the tokens.
+steps of one process that trains on the cut samples, at the learning rates of the tokens; attention
+inside documents as one with a dense mask.
 """
 
 from __future__ import annotations
@@ -14,16 +15,19 @@ import pytest
 from megatron_ds import schedules
 from megatron_ds.config import (
     Config,
+    DataConfig,
     OptimizerConfig,
     RecomputeConfig,
     ScheduleConfig,
 )
+from megatron_ds.model.documents import DocumentRules
 from megatron_ds.state import StepPlan, StepResult, TrainState
 from tests.dist import cases
 from tests.dist.cases import Case, completed, config_of
 from tests.dist.compare import differences
 from tests.dist.jobs import Job, Outcomes, run_jobs
-from tests.dist.twin import Samples, train_alone
+from tests.dist.twin import END, Samples, train_alone
+from tests.unit.model.dense import dense_flex
 
 WORLD = 2
 LENGTHS = [4, 8, 12, 16, 16, 16]
@@ -31,7 +35,7 @@ BATCHES = [4, 4, 4, 8, 8, 16]
 BEFORE = [0, 16, 48, 96, 224, 352]
 """Tokens before each step: the warm-up takes 64, the decay ends at 576."""
 RATES = [0.1 + 0.3 * n / 64 if n < 64 else 0.4 * (576 - n) / 512 for n in BEFORE]
-SAMPLES = Samples(sum(BATCHES), cases.SHAPE)
+SAMPLES = Samples(sum(BATCHES), cases.SHAPE).with_ends(0.2)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,11 +46,15 @@ class Way:
     tp: int
     model: str = "rope"
     recompute: RecomputeConfig = dataclasses.field(default_factory=RecomputeConfig)
+    inside: bool = False
+    """Attention and positions heed documents' ends."""
 
     @property
     def name(self) -> str:
         way = "partitioned" if self.recompute.by_deepspeed else self.recompute.granularity
-        return "-".join([f"zero{self.stage}", f"tp{self.tp}", self.model, way or "stored"])
+        attention = ["inside"] if self.inside else []
+        parts = [f"zero{self.stage}", f"tp{self.tp}", self.model, way or "stored", *attention]
+        return "-".join(parts)
 
 
 FULL = RecomputeConfig(recompute_granularity="full")
@@ -60,6 +68,9 @@ WAYS = [
     Way(1, 2, "learned", FULL),
     Way(1, 2, "alibi", PARTITIONED),
     Way(3, 2, "gqa"),
+    Way(3, 1, "learned", FULL, inside=True),
+    Way(1, 2, "alibi", inside=True),
+    Way(1, 2, "gqa", SELECTIVE, inside=True),
 ]
 
 
@@ -81,6 +92,7 @@ def grown(way: Way, folder: Path) -> Config:
             lr_warmup_tokens=64,
             lr_decay_tokens=576,
         ),
+        data=DataConfig(reset_position_ids=way.inside, reset_attention_mask=way.inside),
         recompute=way.recompute,
     )
     return completed(config, WORLD)
@@ -112,7 +124,8 @@ def test_growing_samples_equal_one_process(way: Way, outcomes: Outcomes, tmp_pat
     plans = plans_of(config)
     assert [plan.seq_length for plan in plans] == LENGTHS
     assert [plan.global_batch_size for plan in plans] == BATCHES
-    reference = train_alone(config, SAMPLES, plans)
+    rules = DocumentRules(END, True, True, flex=dense_flex) if way.inside else None
+    reference = train_alone(config, SAMPLES, plans, rules)
     assert min(norm for norm in reference.norms if norm is not None) > config.optimizer.clip_grad
     for run in outcomes.of(way.name):
         assert run.rates == pytest.approx(RATES, rel=1e-12)

@@ -175,6 +175,27 @@ def test_lengths_batches_and_rates_by_tokens_resume_bit_for_bit(
     assert not different, different[:10]
 
 
+def test_a_run_ends_at_its_tokens_though_its_lengths_were_others_before(
+    launcher: Launcher, base: Settings, tmp_path: Path
+) -> None:
+    settings = {**base, "save": tmp_path, "train_tokens": 300, "lr_decay_style": "constant"}
+    grown = {**settings, "curriculum_seqlen": (8, 8, 1)}
+    launcher.start({**grown, "exit_interval": 3}, ranks=1).succeed()
+    output = launcher.start({**settings, "load": tmp_path}, ranks=1).succeed()
+
+    # 16 tokens a step, then 64. From the first step on it would have been 5 steps.
+    assert [record["consumed_tokens"] for record in steps(tmp_path)] == [
+        16,
+        32,
+        48,
+        112,
+        176,
+        240,
+        304,
+    ]
+    assert "iterations 4 to 7; the whole run takes 14 samples, 304 tokens" in output
+
+
 def test_killed_from_outside_by_the_clock_and_resumed_twice(
     launcher: Launcher, base: Settings, tmp_path: Path
 ) -> None:

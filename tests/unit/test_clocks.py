@@ -195,6 +195,21 @@ def test_a_resumed_run_plans_the_rest_alike(config: Config, data: st.DataObject)
     assert walked(config, start=resumed) == plans[done:]
 
 
+@settings(max_examples=60, deadline=None)
+@given(runs(), st.builds(TrainState, *[st.integers(0, 30)] + [st.integers(0, 1000)] * 2))
+def test_totals_count_what_was_consumed_under_other_schedules(
+    config: Config, state: TrainState
+) -> None:
+    plans = walked(config, start=state)
+    samples = state.consumed_samples + sum(plan.global_batch_size for plan in plans)
+    tokens = sum(plan.global_batch_size * plan.seq_length for plan in plans)
+    if config.schedule.train_tokens is not None or config.schedule.train_samples is not None:
+        assert schedules.total_iterations(config, 1, state) == state.iteration + len(plans)
+        assert schedules.planned_tokens(config, 1, state) == state.consumed_tokens + tokens
+    if config.schedule.train_iters is None and config.schedule.train_samples is None:
+        assert schedules.planned_samples(config, 1, state)[0] == samples
+
+
 # The learning rate's clock.
 
 

@@ -16,6 +16,7 @@ from megatron_ds.config import (
 )
 from megatron_ds.model.memory import Engine, estimate
 from megatron_ds.parallel.mesh import Group, Mesh
+from megatron_ds.state import TrainState
 from megatron_ds.training.banner import Facts, banner
 
 CONFIG = Config(
@@ -91,7 +92,7 @@ FACTS = Facts(
     effective=EFFECTIVE,
     estimate=estimate(CONFIG, ENGINE),
     parameters=176_000_000,
-    iteration=4000,
+    state=TrainState(iteration=4000),
     total_iterations=101_500,
     versions="DeepSpeed 0.19.8, torch 2.13.0, Python 3.11.7",
     device="cpu (gloo)",
