@@ -31,13 +31,16 @@ class Work(Protocol):
 class Contender:
     """Work in a process of its own, which waits between two requests."""
 
-    def __init__(self, name: str, build: Callable[..., Work], *arguments: object) -> None:
-        """build: a module's function that makes the work, in the new process."""
+    def __init__(
+        self, name: str, build: Callable[..., Work], *arguments: object, daemon: bool = True
+    ) -> None:
+        """build: a module's function that makes the work, in the new process. daemon: it may have
+        no processes of its own, and ends with this one."""
         self.name = name
         context = multiprocessing.get_context("spawn")
         self._connection, far_end = context.Pipe()
         self._process = context.Process(
-            target=_serve, args=(far_end, build, arguments), daemon=True, name=name
+            target=_serve, args=(far_end, build, arguments), daemon=daemon, name=name
         )
         self._process.start()
         far_end.close()

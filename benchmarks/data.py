@@ -206,17 +206,21 @@ def mixture(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     for state in ("cold", "warm"):
         report = alone(mixed_order, weights, samples, str(folder / "order"))
         figures[f"order alone, {state}, s"] = report["seconds"]
-        figures[f"order alone, {state}, MiB"] = report["mib"]
+        figures[f"order alone, {state}, CPU s"] = report["cpu"]
+        figures[f"order alone, {state}, peak memory, MiB"] = report["mib"]
         figures[f"order alone, {state}, s per million samples read"] = report["reading"]
     figures["order alone, kept on disk, MiB"] = size_of(folder / "order") / 2**20
     prefixes = list(sparse_files(folder / "files", files, samples))
     for state in ("cold", "warm"):
         report = alone(mixed_files, prefixes, samples, str(folder / "cache"))
         figures[f"mixture, {state}, s (target {TARGETS[state]:.0f})"] = report["seconds"]
-        figures[f"mixture, {state}, peak memory, MiB"] = report["mib"]
+        figures[f"mixture, {state}, CPU s"] = report["cpu"]
+        figures[f"mixture, {state}, memory of its own, MiB"] = report["own"]
+        figures[f"mixture, {state}, with the pages of files, peak, MiB"] = report["mib"]
         figures[f"mixture, {state}, s to its first sample"] = report["first"]
         figures[f"mixture, {state}, ms for a file's first sample"] = report["touch"]
-    figures["mixture, an index made when first read, MiB"] = report["index"]
+        if state == "cold":
+            figures["mixture, a file's indexes, made when first read, MiB"] = report["index"]
     return figures
 
 
@@ -231,34 +235,44 @@ def alone(build: Callable[..., Any], *arguments: object) -> Any:
 
 def mixed_order(weights: Sequence[float], samples: int, folder: str) -> Work:
     def work(count: int) -> dict[str, float]:
-        before, begin = peak_mib(), time.perf_counter()
+        before, begin, cpu = peak_mib(), time.perf_counter(), time.process_time()
         order = blend_order(weights, samples, ArrayCache([Path(folder)]))
         order.taken(samples)
-        seconds = time.perf_counter() - begin
+        seconds, cpu = time.perf_counter() - begin, time.process_time() - cpu
         first = samples // 2
         begin = time.perf_counter()
         million = min(1_000_000, samples - first)
         for position in range(first, first + million):
             order.find(position)
         reading = (time.perf_counter() - begin) * 1e6 / million
-        return {"seconds": seconds, "reading": reading, "mib": peak_mib() - before}
+        mib = peak_mib() - before
+        return {"seconds": seconds, "cpu": cpu, "reading": reading, "mib": mib}
 
     return work
 
 
 def mixed_files(prefixes: Sequence[str], samples: int, cache: str) -> Work:
     def work(count: int) -> dict[str, float]:
-        before, begin = peak_mib(), time.perf_counter()
+        before, own = peak_mib(), own_mib()
+        begin, cpu = time.perf_counter(), time.process_time()
         train = dataset(prefixes, samples, cache)
-        seconds = time.perf_counter() - begin
+        seconds, cpu = time.perf_counter() - begin, time.process_time() - cpu
+        own = own_mib() - own
         train[0]
         first = time.perf_counter() - begin
         begin, mark = time.perf_counter(), size_of(Path(cache))
         train[1], train[2], train[3]
         touch = (time.perf_counter() - begin) / 3 * 1e3
         made = (size_of(Path(cache)) - mark) / 3 / 2**20
-        mib = peak_mib() - before
-        return {"seconds": seconds, "first": first, "touch": touch, "mib": mib, "index": made}
+        return {
+            "seconds": seconds,
+            "cpu": cpu,
+            "first": first,
+            "touch": touch,
+            "own": own,
+            "mib": peak_mib() - before,
+            "index": made,
+        }
 
     return work
 
@@ -309,7 +323,10 @@ def reading(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
             "loader in the process": our_loader,
             "loader with one worker": our_worker,
         }
-        contenders = [Contender(name, run_reading, way, prefix, cold) for name, way in ways.items()]
+        contenders = [
+            Contender(name, run_reading, way, prefix, cold, daemon=way is not our_worker)
+            for name, way in ways.items()
+        ]
         count = max(MICRO_BATCH, arguments.read // (10 if cold else 1))
         try:
             in_turn(contenders, 1, count)
@@ -431,6 +448,12 @@ def drawn_lengths(documents: int, seed: int) -> Lengths:
 
 def peak_mib() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def own_mib() -> float:
+    """Memory of this process that is no file's, now."""
+    status = Path("/proc/self/status").read_text(encoding="ascii")
+    return int(status.partition("RssAnon:")[2].split()[0]) / 1024
 
 
 def size_of(folder: Path) -> int:
