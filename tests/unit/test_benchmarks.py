@@ -8,13 +8,15 @@ import json
 import math
 import operator
 import os
+import shutil
 
 import pytest
 import torch
 
-from benchmarks import documents, preprocess, startup, train_step
+from benchmarks import data, documents, preprocess, startup, train_step
 from benchmarks.common import Contender, in_turn, paired_ratio, this_machine, versions
 from benchmarks.train_step import COMPILED, DEEPSPEED, OURS, PLAIN, Report, Setting, Shape
+from megatron_ds.data import build
 from megatron_ds.startup import Startup
 
 TINY = Shape(layers=1, hidden=32, heads=2, sequence=16, vocab=128, micro_batch=2)
@@ -224,3 +226,35 @@ def test_documents_are_measured_in_turn_and_compared_round_by_round():
 def test_the_mask_that_documents_are_held_against_is_causal_and_ends_with_them():
     mask = documents.dense(torch.tensor([[0, 0, 1]], dtype=torch.int32))
     assert mask.int().tolist() == [[[[1, 0, 0], [1, 1, 0], [0, 0, 1]]]]
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
+def test_the_compiled_stand_in_makes_the_same_indexes(tmp_path):
+    library = data.compiled(tmp_path)
+    ours, theirs = data.our_indexes(2000, 3)(1), data.compiled_indexes(2000, 3, library)(1)
+    assert ours["samples"] == theirs["samples"] > 5000
+    assert ours["sum"] == theirs["sum"]
+
+
+def test_a_mixture_of_holes_is_opened_and_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(build, "OPENED_AT_START", 0)
+    prefixes = list(data.sparse_files(tmp_path / "files", 5, 2000))
+    for made in (True, False):
+        found = data.mixed_files(prefixes, 2000, str(tmp_path / "cache"))(1)
+        assert (found["index"] > 0) == made
+    found = data.mixed_order([0.5, 0.5], 2000, str(tmp_path / "order"))(1)
+    assert found["reading"] > 0
+
+
+@pytest.mark.parametrize("cold", [False, True])
+def test_every_way_of_reading_gives_a_rate(tmp_path, cold):
+    prefix = data.write_tokens(tmp_path, 40)
+    ways = (data.bare_loop, data.our_dataset, data.our_rows, data.our_loader)
+    for way in ways:
+        assert data.run_reading(way, prefix, cold)(40) > 0
+    data.drop_pages(prefix)
+
+
+def test_the_report_of_a_part_has_a_line_for_each_figure():
+    text = data.report("index", {"samples": 5, "CPU s": 1234.567, "rounds": "1.0 1.1"})
+    assert [line.split()[-1] for line in text.splitlines()[1:]] == ["5", "1,234.57", "1.1"]
