@@ -7,6 +7,7 @@ import signal
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 # The suite does the same on a machine with an accelerator as on one without; DeepSpeed reads this
 # when it is first asked for its accelerator, and the processes that tests start inherit it. A test
@@ -17,6 +18,10 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 # that the tests start and interrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# The same examples in every run, and no limit on the time of one, which a busy machine would break.
+settings.register_profile("steady", derandomize=True, deadline=None, database=None)
+settings.load_profile("steady")
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 

@@ -6,6 +6,7 @@ samples it will hold is known without it. Knows the index arithmetic and the cac
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +37,11 @@ class CachedIndexes:
     decides: Mapping[str, Any]
     cache: ArrayCache
 
+    def __post_init__(self) -> None:
+        """Raises ValueError for more samples than an array can have."""
+        if samples_of(self.samples, self.tokens, self.seq_length) > sys.maxsize:
+            raise self._too_many("an array has at most 2^63 - 1 elements")
+
     def __len__(self) -> int:
         return samples_of(self.samples, self.tokens, self.seq_length)
 
@@ -62,8 +68,11 @@ class CachedIndexes:
                 self.file.lengths, documents, self.samples, self.seq_length, self.seed
             )
         except (MemoryError, OverflowError, ValueError) as error:
-            raise ValueError(
-                f"{self.file.prefix}: {self.samples} {self.part} samples need an index that cannot "
-                f"be made ({error}): ask for fewer samples"
-            ) from error
+            raise self._too_many(str(error)) from error
         return {"documents": made.documents, "samples": made.samples, "shuffle": made.shuffle}
+
+    def _too_many(self, why: str) -> ValueError:
+        return ValueError(
+            f"{self.file.prefix}: {self.samples} {self.part} samples need an index that cannot be "
+            f"made ({why}): ask for fewer samples"
+        )
