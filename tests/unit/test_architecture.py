@@ -64,6 +64,8 @@ WITHOUT_TORCH = (
     "extensions.py",
     "data/sample_index.py",
     "data/indexed.py",
+    "data/durable.py",
+    "data/journal.py",
     "data/lock.py",
     "data/cache.py",
     "data/build.py",

@@ -96,6 +96,23 @@ def interrupt(options: PreprocessOptions, chunks: int) -> list[str]:
     return raised.value.__notes__
 
 
+def killed_after(options: PreprocessOptions, chunks: int) -> bool:
+    """Runs in a process that is killed when so many chunks are written."""
+    child = os.fork()
+    if child == 0:
+        numbers = count(1)
+
+        def report(progress: Progress) -> None:
+            if next(numbers) == chunks:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        try:
+            preprocess(options, TOKENIZER, report, say=lambda line: None)
+        finally:
+            os._exit(0)
+    return os.WIFSIGNALED(os.waitpid(child, 0)[1])
+
+
 def killed_at(options: PreprocessOptions, step: int) -> bool:
     """Runs in a process that is killed before its nth sync, renaming or removal of a file; whether
     it came so far."""

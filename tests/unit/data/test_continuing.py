@@ -15,7 +15,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megatron_ds.data import outputs
+from megatron_ds.data import journal, outputs
 from megatron_ds.data.indexed import IndexedDataset
 from megatron_ds.data.preprocess import Progress, preprocess
 from megatron_ds.data.sources import Inputs
@@ -26,6 +26,7 @@ from tests.unit.data.interrupted import (
     check_kills,
     contents,
     interrupt,
+    killed_after,
     options,
     remove,
     resume,
@@ -322,3 +323,75 @@ def test_a_pair_is_read_while_the_next_one_is_under_way(tmp_path: Path) -> None:
     assert IndexedDataset(tmp_path / "out_a_document").tokens.tolist() == before
     resume(chosen)
     assert IndexedDataset(tmp_path / "out_a_document").tokens.tolist() == [*before, 9, 9, 9, 100]
+
+
+def test_a_record_tells_only_of_what_is_on_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before each record all files are synced, with at least as much as it tells of."""
+    on_disk: dict[str, int] = {}
+
+    def sync(descriptor: int) -> None:
+        on_disk[os.readlink(f"/proc/self/fd/{descriptor}")] = os.fstat(descriptor).st_size
+
+    write = journal.write
+    states = []
+
+    def checked(path: str, record: journal.Record) -> None:
+        states.append(record.state)
+        last = record.last
+        out = str(tmp_path / "out")
+        for key, written in zip("ab", last.pairs, strict=True):
+            assert on_disk.get(f"{out}_{key}_document.bin.partial", 0) >= 2 * written.tokens
+            index = on_disk.get(f"{out}_{key}_document.idx.partial", 0)
+            assert index >= (34 + 4 * written.sequences) * (written.sequences > 0)
+            ends = on_disk.get(f"{out}_{key}_document.documents.partial", 0)
+            assert ends >= 8 * written.documents
+        assert on_disk.get(out + ".quarantine.partial", 0) >= last.quarantine
+        assert on_disk.get(out + ".sources.partial", 0) >= last.sources
+        write(path, record)
+
+    monkeypatch.setattr(os, "fsync", sync)
+    monkeypatch.setattr(journal, "write", checked)
+    preprocess(options(tmp_path), TOKENIZER)
+    assert states[0] == "running"
+    assert states[-2:] == ["sealed", "finished"]
+
+
+def test_what_a_killed_new_run_wrote_is_not_taken_for_the_old_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The new one, of other settings, dies before its first record, with more than the old had."""
+    chosen = options(tmp_path)
+    done, expected = undisturbed(chosen)
+    interrupt(chosen, 2)
+    monkeypatch.setattr(outputs, "RECORD_SECONDS", 1e9)
+    other = dataclasses.replace(chosen, append_eod=False)
+    reached = outputs.Outputs.reached
+
+    def at_once(self: outputs.Outputs, *arguments: Any) -> None:
+        reached(self, *arguments)
+        self._flush()
+
+    monkeypatch.setattr(outputs.Outputs, "reached", at_once)
+    assert killed_after(other, chunks=9)
+    again, said = resume(chosen)
+    assert "begins anew" in said[0]
+    assert again == done
+    assert contents(tmp_path) == expected
+
+
+def test_one_wrong_digit_in_a_record_is_found(tmp_path: Path) -> None:
+    chosen = options(tmp_path)
+    done, expected = undisturbed(chosen)
+    interrupt(chosen, 3)
+    path = tmp_path / "out.run.json"
+    content = path.read_text()
+    assert '"documents": 11' in content
+    path.write_text(content.replace('"documents": 11', '"documents": 12'))
+    again, said = resume(chosen)
+    assert said == [
+        f"{path} is damaged: its checksum is not that of its content; the run begins anew"
+    ]
+    assert again == done
+    assert contents(tmp_path) == expected
