@@ -105,8 +105,15 @@ class CleaningOptions:
             ("--output", self.output),
             ("--dropped", self.dropped),
             ("--report", self.report),
+            ("the list of what gives no document,", self.quarantine),
         ]
-        read = {os.path.realpath(path) for path in self.inputs.paths if path != STDIN}
+        if self.report_picture is not None:
+            named.append(("the numbers of --report,", self.report_numbers))
+        tasks = Inputs(paths=self.tasks.files)
+        read = {os.path.realpath(path): "--url-blacklist" for path in self.url_lists}
+        read |= {os.path.realpath(path): "--task-files" for path in tasks.local_files()}
+        read |= {os.path.realpath(path): "--input" for path in self.inputs.local_files()}
+        folders = [path for path in self.inputs.paths if os.path.isdir(path)]
         taken: dict[str, str] = {}
         for flag, path in named:
             if path is None:
@@ -115,12 +122,19 @@ class CleaningOptions:
             real = os.path.realpath(path)
             if os.path.isdir(path):
                 yield f"{flag} {path}: is a folder"
-            elif not os.path.isdir(folder):
-                yield f"{flag} {path}: there is no folder {folder}"
-            elif not os.access(folder, os.W_OK | os.X_OK):
-                yield f"{flag} {path}: the folder {folder} cannot be written"
+            elif flag.startswith("--"):  # the others are beside one of these
+                if not os.path.isdir(folder):
+                    yield f"{flag} {path}: there is no folder {folder}"
+                elif not os.access(folder, os.W_OK | os.X_OK):
+                    yield f"{flag} {path}: the folder {folder} cannot be written"
+                for inner in folders:
+                    if _is_below(real, inner):
+                        yield (
+                            f"{flag} {path}: is in the folder {inner}, all files of which are "
+                            "read: name a file in another folder"
+                        )
             if real in read:
-                yield f"{flag} {path}: is an input, too"
+                yield f"{flag} {path}: is a file of {read[real]}, too"
             if real in taken:
                 yield f"{flag} {path}: is {taken[real]}, too"
             taken[real] = flag
@@ -303,6 +317,10 @@ class CleaningOptions:
                 "--max-pieces": tasks.max_pieces,
             }
         return {}
+
+
+def _is_below(real: str, folder: str) -> bool:
+    return real.startswith(os.path.join(os.path.realpath(folder), ""))
 
 
 def _hashed(paths: tuple[str, ...]) -> list[str]:

@@ -22,7 +22,7 @@ import sys
 import warnings
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any, BinaryIO, NamedTuple, TextIO, cast
 
@@ -162,6 +162,14 @@ class Inputs:
                 if file in seen:
                     yield f"--input {file}: would be read twice"
                 seen.add(file)
+
+    def local_files(self) -> Iterator[str]:
+        """The files of this machine that are read, without what is read once; addresses, and paths
+        that mean no file, are passed over."""
+        for path in self.paths:
+            if not (path == STDIN or _is_address(path) or _is_pipe(path)):
+                with suppress(ValueError):
+                    yield from _local_files(path, self.format)
 
     def read_once(self) -> list[str]:
         """Those of the paths that cannot be read a second time: standard input and named pipes."""

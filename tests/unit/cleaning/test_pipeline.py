@@ -245,7 +245,7 @@ def test_all_problems_are_named_at_once(tmp_path: Path) -> None:
     with pytest.raises(ValueError) as caught:
         clean(wrong)
     for words in (
-        f"--output {source}: is an input, too",
+        f"--output {source}: is a file of --input, too",
         "there is no folder",
         "must end with .png or .json",
         "--stages lenght: there is no such stage; there are url, fix,",
@@ -259,3 +259,47 @@ def test_all_problems_are_named_at_once(tmp_path: Path) -> None:
         "--min-ngram-size 8: must not be above --ngram-size 5",
     ):
         assert words in str(caught.value), words
+
+
+@pytest.mark.parametrize(
+    ("chosen", "words"),
+    [
+        ({"output": "in.jsonl"}, "--output {}/in.jsonl: is a file of --input, too"),
+        ({"dropped": "hosts.txt"}, "--dropped {}/hosts.txt: is a file of --url-blacklist, too"),
+        ({"report": "tasks.json"}, "--report {}/tasks.json: is a file of --task-files, too"),
+        (
+            {"report": "tasks.png"},
+            "the numbers of --report, {}/tasks.json: is a file of --task-files, too",
+        ),
+        ({"output": "a.json", "report": "a.png"}, "{}/a.json: is --output, too"),
+        (
+            {"dropped": "out.jsonl.quarantine"},
+            "the list of what gives no document, {}/out.jsonl.quarantine: is --dropped, too",
+        ),
+        ({"dropped": "more/d.jsonl"}, "--dropped {0}/more/d.jsonl: is in the folder {0}/more"),
+    ],
+)
+def test_nothing_is_written_over_what_is_read_or_written(
+    tmp_path: Path, chosen: dict[str, str], words: str
+) -> None:
+    (tmp_path / "more").mkdir()
+    (tmp_path / "hosts.txt").write_text("a.org\n")
+    write(tmp_path / "more" / "x.jsonl", {"text": "abc"})
+    source = write(tmp_path / "in.jsonl", {"text": "abc"})
+    tasks = write(tmp_path / "tasks.json", {"q": TASK})
+    before = files_below(tmp_path)
+    paths = {flag: str(tmp_path / name) for flag, name in chosen.items()}
+    wrong = replace(
+        options(source, "url", "decontaminate", **paths),
+        inputs=Inputs(paths=(str(tmp_path / "*.jsonl"), str(tmp_path / "more"))),
+        url_lists=(str(tmp_path / "hosts.txt"),),
+        tasks=TaskOptions(files=(str(tasks),)),
+    )
+    with pytest.raises(ValueError) as caught:
+        clean(wrong)
+    assert words.format(tmp_path) in str(caught.value)
+    assert files_below(tmp_path) == before
+
+
+def files_below(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
