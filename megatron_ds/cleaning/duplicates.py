@@ -19,8 +19,10 @@ from megatron_ds.cleaning.journey import MISSING_EXTRA, Claimed, Document
 HASH_BYTES = 16
 WORD = re.compile(r"\w+")
 UNITS = ("words", "characters")
-BLOCK = 1 << 12
-"""Signatures that are kept in one array."""
+VALUE = np.dtype("<u2")
+"""Of the values of a signature, as they are kept in memory and in files."""
+BLOCK = 1 << 10
+"""Documents that are taken together when the tables grow."""
 MIN_RECALL = 0.9
 """Pairs just as similar as the threshold share a band with at least this probability."""
 
@@ -81,7 +83,11 @@ class NearOptions:
 
 
 class Near:
-    """Claims a text's MinHash signature. Raises ValueError where rensa is missing."""
+    """Claims a text's MinHash signature. Raises ValueError where rensa is missing.
+
+    Of each value its last 16 bits are kept: other values that are taken for equal are one in 65,536
+    (b-bit minwise hashing; Li and König, 2010).
+    """
 
     name = "near"
 
@@ -92,57 +98,123 @@ class Near:
     def __call__(self, document: Document) -> Claimed:
         signature = self._rensa.RMinHash(self._options.num_perm, self._options.seed)
         signature.update(shingles(document.text, self._options.ngram, self._options.unit))
-        # What rensa pickles of a signature: it names its version, and comes back as it was.
-        return Claimed(signature.__getstate__())
+        return Claimed(np.array(signature.digest(), np.uint32).astype(VALUE).tobytes())
 
 
 class NearJudge:
-    """The signatures so far: rensa's index of their bands, and their values.
+    """The signatures so far, and for each band a table that leads to those with the same values.
 
-    What shares a band is a candidate; the share of equal values estimates its similarity. Memory is
-    about 1.5 KB for the bands of a document and 4 * num_perm bytes for its values.
+    What shares a band is a candidate; the share of equal values estimates its similarity. Memory of
+    a document is 2 * num_perm bytes for its values and 8 to 12 for each band, and an eighth of that
+    may be kept free.
     """
 
     def __init__(self, options: NearOptions) -> None:
         self._options = options
-        self._rensa = _rensa()
-        self._index = self._rensa.RMinHashLSH(options.threshold, options.num_perm, options.bands)
-        self._blocks: list[npt.NDArray[np.uint32]] = []
+        self._bands = options.bands
+        self._rows = options.num_perm // options.bands
+        self._columns = np.arange(self._bands)
+        odd = np.random.default_rng(options.seed).integers(1 << 63, size=self._rows + 1)
+        *factors, self._mixer = odd.astype(np.uint64) * np.uint64(2) + np.uint64(1)
+        self._factors = np.array(factors)
         self._count = 0
+        self._signatures = np.empty((0, options.num_perm), VALUE)
+        # Documents whose band falls into the same slot are a chain: each has the number of the one
+        # before it, plus one; 0 ends it. The slots have the last of each.
+        self._earlier = np.empty((0, self._bands), np.uint32)
+        self._last = np.zeros((self._bands, BLOCK), np.uint32)
 
     def claim(self, key: bytes) -> str | None:
-        if self.most_similar(key) is not None:
+        values = np.frombuffer(key, VALUE)
+        slots = self._slots(values[None])[0]
+        if self._nearest(values, slots) is not None:
             return "near duplicate"
-        self.restore(key)
+        self._keep(values, slots)
         return None
 
     def most_similar(self, key: bytes) -> tuple[int, float] | None:
         """The number of the kept document that is most similar, the first of them, and how similar
         it is; None if none reaches the threshold."""
-        signature = self._signature(key)
-        candidates = sorted(self._index.query(signature))
-        if not candidates:
+        values = np.frombuffer(key, VALUE)
+        return self._nearest(values, self._slots(values[None])[0])
+
+    def restore(self, key: bytes) -> None:
+        values = np.frombuffer(key, VALUE)
+        self._keep(values, self._slots(values[None])[0])
+
+    def _nearest(
+        self, values: npt.NDArray[np.uint16], slots: npt.NDArray[np.intp]
+    ) -> tuple[int, float] | None:
+        chained = self._chained(slots)
+        if not chained.size:
             return None
-        values = np.asarray(signature.digest(), np.uint32)
-        rows = np.stack([self._blocks[number // BLOCK][number % BLOCK] for number in candidates])
-        similarity = (rows == values).mean(axis=1)
+        equal = self._signatures[chained] == values
+        # Others share a slot alone.
+        share_a_band = equal.reshape(-1, self._bands, self._rows).all(2).any(1)
+        similarity = np.where(share_a_band, equal.mean(1), -1)
         best = int(similarity.argmax())
         if similarity[best] < self._options.threshold:
             return None
-        return candidates[best], float(similarity[best])
+        return int(chained[best]), float(similarity[best])
 
-    def restore(self, key: bytes) -> None:
-        signature = self._signature(key)
-        if self._count % BLOCK == 0:
-            self._blocks.append(np.empty((BLOCK, self._options.num_perm), np.uint32))
-        self._blocks[-1][self._count % BLOCK] = signature.digest()
-        self._index.insert(self._count, signature)
+    def _keep(self, values: npt.NDArray[np.uint16], slots: npt.NDArray[np.intp]) -> None:
+        if self._count == len(self._signatures):
+            self._grow()
+            slots = self._slots(values[None])[0]
+        self._signatures[self._count] = values
+        self._earlier[self._count] = self._last[self._columns, slots]
         self._count += 1
+        self._last[self._columns, slots] = self._count
 
-    def _signature(self, key: bytes) -> Any:
-        signature = self._rensa.RMinHash(self._options.num_perm, self._options.seed)
-        signature.__setstate__(key)
-        return signature
+    def _chained(self, slots: npt.NDArray[np.intp]) -> npt.NDArray[np.intp]:
+        """The numbers of the documents in a slot of each band, in their order."""
+        found = [np.empty(0, np.intp)]
+        bands, numbers = self._columns, self._last[self._columns, slots]
+        while numbers.any():
+            there = numbers > 0
+            bands, before = bands[there], numbers[there].astype(np.intp) - 1
+            found.append(before)
+            numbers = self._earlier[before, bands]
+        return np.unique(np.concatenate(found)) if len(found) > 1 else found[0]
+
+    def _slots(self, signatures: npt.NDArray[np.uint16]) -> npt.NDArray[np.intp]:
+        """For each signature and band, from the highest bits of a product: [signatures, bands]."""
+        values = signatures.reshape(-1, self._bands, self._rows).astype(np.uint64)
+        mixed = (values * self._factors).sum(2, dtype=np.uint64)
+        mixed = (mixed ^ (mixed >> np.uint64(32))) * self._mixer
+        bits = self._last.shape[1].bit_length() - 1
+        slots: npt.NDArray[np.intp] = (mixed >> np.uint64(64 - bits)).astype(np.intp)
+        return slots
+
+    def _enter(self, begin: int, end: int) -> None:
+        """Puts documents at the ends of their chains, many at once."""
+        slots = self._slots(self._signatures[begin:end])
+        for band, of_band in enumerate(slots.T):
+            order = np.argsort(of_band, kind="stable")
+            ranked = of_band[order]
+            starts = np.r_[True, ranked[1:] != ranked[:-1]]
+            earlier = np.empty(len(order), np.uint32)
+            earlier[1:] = order[:-1] + begin + 1
+            earlier[starts] = self._last[band, ranked[starts]]
+            self._earlier[begin + order, band] = earlier
+            ends = np.r_[starts[1:], True]
+            self._last[band, ranked[ends]] = order[ends] + begin + 1
+
+    def _grow(self) -> None:
+        """Room for an eighth more documents, without a copy where the system can move pages; and
+        for more documents than slots, twice the slots."""
+        rows = self._count + max(BLOCK, self._count // 8)
+        self._signatures.resize((rows, self._options.num_perm), refcheck=False)
+        self._earlier.resize((rows, self._bands), refcheck=False)
+        slots = self._last.shape[1]
+        if rows <= slots:
+            return
+        while slots < rows:
+            slots *= 2
+        del self._last  # before there is another
+        self._last = np.zeros((self._bands, slots), np.uint32)
+        for begin in range(0, self._count, BLOCK):
+            self._enter(begin, min(begin + BLOCK, self._count))
 
 
 def shingles(text: str, ngram: int, unit: str) -> set[str]:

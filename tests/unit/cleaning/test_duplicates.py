@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import random
+import tracemalloc
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 
+from megatron_ds.cleaning import duplicates
 from megatron_ds.cleaning.duplicates import (
     Exact,
     ExactJudge,
@@ -122,3 +126,45 @@ def test_bands_find_what_is_at_the_threshold(threshold: float, num_perm: int, ba
     assert options.bands == bands
     rows = num_perm // bands
     assert 1 - (1 - threshold**rows) ** bands >= 0.9
+
+
+def test_many_texts_are_judged_as_by_comparing_each_with_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The tables grow, with few slots at first; short signatures give bands that many texts share,
+    and pairs at the threshold."""
+    monkeypatch.setattr(duplicates, "BLOCK", 8)
+    options = NearOptions(threshold=0.5, num_perm=16)
+    source = np.random.default_rng(4)
+    keys = source.integers(4, size=(400, 16), dtype=np.uint16)
+    judge = NearJudge(options)
+    kept: list[npt.NDArray[np.uint16]] = []
+    for key in keys:
+        similar = [
+            (float((key == other).mean()), -number)
+            for number, other in enumerate(kept)
+            if (key == other).reshape(options.bands, -1).all(1).any()
+        ]
+        best = max(similar, default=(0.0, 0))
+        found = (-best[1], best[0]) if best[0] >= options.threshold else None
+        assert judge.most_similar(key.tobytes()) == found
+        assert judge.claim(key.tobytes()) == (None if found is None else "near duplicate")
+        if found is None:
+            kept.append(key)
+    assert 50 < len(kept) < 350
+
+
+def test_a_document_needs_little_memory() -> None:
+    """Signature, chains and slots of 20,000 documents: less than 0.6 KB each, also while the tables
+    grow."""
+    judge = NearJudge(NearOptions())
+    keys = np.random.default_rng(5).integers(1 << 16, size=(20_000, 128), dtype=np.uint16)
+    tracemalloc.start()
+    try:
+        for key in keys:
+            judge.restore(key.tobytes())
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 600 * len(keys)
+    assert judge.most_similar(keys[-1].tobytes()) == (len(keys) - 1, 1.0)
