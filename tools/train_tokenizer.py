@@ -53,10 +53,18 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--json-keys",
         "--json-key",
+        "--columns",
         nargs="+",
         default=["text"],
         metavar="KEY",
         help="keys or columns of the texts (default: text)",
+    )
+    parser.add_argument(
+        "--max-document-bytes",
+        type=int,
+        default=Inputs.max_document_bytes,
+        metavar="N",
+        help="longer documents are left out (default: %(default)s)",
     )
     parser.add_argument(
         "--type", default="bpe", choices=training.KINDS, help="what to train (default: bpe)"
@@ -86,10 +94,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         hf_dataset=arguments.hf_dataset,
         hf_config=arguments.hf_config,
         hf_split=arguments.split,
+        max_document_bytes=arguments.max_document_bytes,
     )
     reading = Texts(inputs, tuple(arguments.json_keys), strict=arguments.strict)
     try:
-        _check_output(arguments.output_dir)
+        problems = [
+            *inputs.problems(),
+            *training.problems(arguments.type, arguments.vocab_size),
+            *_output_problems(arguments.output_dir),
+        ]
+        if problems:
+            raise ValueError("\n".join(problems))
         size = train(arguments, reading)
     except (ValueError, OSError) as error:
         print(f"train_tokenizer.py: error:\n{error}", file=sys.stderr)
@@ -103,13 +118,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _check_output(folder: Path) -> None:
-    """Raises ValueError for a folder that cannot be written, before hours of training."""
+def _output_problems(folder: Path) -> Iterator[str]:
+    """Why a folder cannot be written, before hours of training."""
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not there.is_dir():
-        raise ValueError(f"--output-dir {folder}: {there} is no folder")
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise ValueError(f"--output-dir {folder}: the folder {there} cannot be written")
+        yield f"--output-dir {folder}: {there} is no folder"
+    elif not os.access(there, os.W_OK | os.X_OK):
+        yield f"--output-dir {folder}: the folder {there} cannot be written"
 
 
 def train(arguments: argparse.Namespace, texts: Texts) -> int:
@@ -140,9 +155,6 @@ class Texts:
         self._first_bad: Bad | None = None
 
     def __iter__(self) -> Iterator[str]:
-        problems = list(self._inputs.problems())
-        if problems:
-            raise ValueError("\n".join(problems))
         start = said = time.perf_counter()
         for item in Reader(self._inputs, self._wanted.keys):
             found = texts_of(item, self._wanted)

@@ -25,11 +25,21 @@ LARGEST_ALPHABET = 1000
 """Characters of a WordPiece vocabulary, the most frequent; words with others are [UNK]."""
 LEAST_FREQUENT = 2
 """A pair is merged if it is seen so often."""
+LEAST_BPE = 257
+"""The bytes and <|endoftext|>."""
 WORDS_AT_ONCE = 1000
 UNIGRAM_THREADS = 16
 """Sums depend on it in their last digits: a constant, whatever the machine."""
 LONGEST_SENTENCE = 4096
 """Characters that Unigram's training takes at once; longer lines are cut."""
+
+
+def problems(kind: str, vocab_size: int) -> Iterator[str]:
+    """What is wrong with a vocabulary's size, as far as it is known without texts."""
+    if kind == "bpe" and vocab_size < LEAST_BPE:
+        yield (f"--vocab-size {vocab_size}: the bytes and {END_OF_TEXT} alone are {LEAST_BPE}")
+    elif vocab_size < 1:
+        yield f"--vocab-size {vocab_size}: must be at least 1"
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int, folder: Path, *, show: bool = False) -> int:
@@ -39,8 +49,8 @@ def train_bpe(texts: Iterable[str], vocab_size: int, folder: Path, *, show: bool
     or fewer if the texts have no more pairs to merge. Raises ValueError for a vocabulary below the
     256 bytes and <|endoftext|>.
     """
-    if vocab_size < 257:
-        raise ValueError(f"--vocab-size {vocab_size}: the bytes and {END_OF_TEXT} alone are 257")
+    for problem in problems("bpe", vocab_size):
+        raise ValueError(problem)
     trained = ByteLevelBPETokenizer()
     trained.train_from_iterator(
         texts,

@@ -141,6 +141,20 @@ def test_the_tool_on_bad_lines(
     assert f"--input {tmp_path / 'nope'}" in capsys.readouterr().err
 
 
+def test_the_tool_takes_the_inputs_of_preprocessing_and_tells_all_problems_at_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = corpus(tmp_path, [{"body": text} for text in ("abc", "x" * 50)])
+    flags = ["--columns", "body", "--max-document-bytes", "40", "--output-dir", str(tmp_path / "o")]
+    assert train_tokenizer.main(["--input", str(path), *flags, "--vocab-size", "257"]) == 0
+    assert "1 left out" in capsys.readouterr().out
+    nowhere = ["--input", str(tmp_path / "nope"), "--vocab-size", "9", "--output-dir", str(path)]
+    assert train_tokenizer.main([*flags, *nowhere]) == 1
+    said = capsys.readouterr().err
+    for problem in ("there is no such file", "--vocab-size 9: the bytes", "is no folder"):
+        assert problem in said
+
+
 def test_progress_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
