@@ -277,13 +277,15 @@ def _disagreement(
     x_SBW = torch.randn(shape, generator=generator).to(device, dtype).requires_grad_()
     towards = torch.randn((*shape[:2], local[0], config.head_dim), generator=generator)
     towards = towards.permute(1, 2, 0, 3).to(device, dtype)
+    lengths = row_lengths(numbers)
     slopes = bias = None
     if config.position_embedding_type == "alibi":
         slopes = torch.linspace(0.1, 0.5, local[0], device=device)
-        places = torch.arange(config.sequence, device=device)
+        # As wide as the longest document: that of all scores can be more than a device holds.
+        places = torch.arange(max(map(max, lengths)), device=device)
         distance = places - places.unsqueeze(1)
         bias = (distance * slopes.view(-1, 1, 1)).masked_fill(distance > 0, -torch.inf).to(dtype)
-    loop = DocumentLoop(row_lengths(numbers), bias)
+    loop = DocumentLoop(lengths, bias)
     results = []
     for attention in (DocumentBlocks(flex, numbers, slopes), loop):
         parts = x_SBW.split([heads * config.head_dim for heads in local], dim=-1)
