@@ -12,12 +12,14 @@ import signal
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch.utils.data import DataLoader, Dataset
 
 from megatron_ds.data.gpt_dataset import Rows, TokenDataset, read
+
+T = TypeVar("T")
 
 PR_SET_PDEATHSIG = 1
 """prctl(2): the signal that a process gets when its parent ends."""
@@ -78,17 +80,10 @@ class MicroBatches:
         steps = max(0, (len(dataset) - consumed) // per_step)
         first = consumed + dp_rank * micro_batch_size
         self._positions = range(first, first + steps * per_step, per_step)
-        batches = _BatchDataset(dataset, micro_batch_size, eod)
-        self._loader: DataLoader[Batch | _Refused] = DataLoader(
-            batches,
-            batch_size=None,
-            sampler=self._positions,
-            num_workers=num_workers,
-            # Otherwise the loader would draw from torch's global generator, and dropout with it.
-            generator=torch.Generator(),
-            worker_init_fn=_end_with_the_trainer,
-        )
-        self._iterator: Iterator[Batch | _Refused] | None = None
+        self._rows = _RowsDataset(dataset, micro_batch_size)
+        self._num_workers = num_workers
+        self._eod = eod
+        self._iterator: Iterator[tuple[int, Rows | _Refused]] | None = None
         self._closed = False
 
     def __len__(self) -> int:
@@ -102,16 +97,38 @@ class MicroBatches:
         if self._closed:
             raise StopIteration
         if self._iterator is None:
-            self._iterator = iter(self._loader)
-        batch = next(self._iterator)
-        if isinstance(batch, _Refused):
-            raise ValueError(batch.why)
-        return batch
+            self._iterator = self._reading()
+        position, rows = next(self._iterator)
+        if isinstance(rows, _Refused):
+            raise ValueError(rows.why)
+        return collate(rows, position, self._eod)
 
     def close(self) -> None:
         """End the loader processes. The iterator gives nothing more."""
         self._closed = True
         self._iterator = None
+
+    def _reading(self) -> Iterator[tuple[int, Rows | _Refused]]:
+        if not self._num_workers:
+            return map(self._rows.__getitem__, self._positions)
+        return iter(
+            DataLoader(
+                self._rows,
+                batch_size=None,
+                sampler=self._positions,
+                num_workers=self._num_workers,
+                # Arrays come through the pipe. Each tensor would come as a descriptor that has to
+                # be asked for: several milliseconds on a busy machine.
+                collate_fn=_as_it_is,
+                # Else the loader would draw from torch's global generator, and dropout with it.
+                generator=torch.Generator(),
+                worker_init_fn=_end_with_the_trainer,
+            )
+        )
+
+
+def _as_it_is(sent: T) -> T:
+    return sent
 
 
 def _end_with_the_trainer(worker: int) -> None:
@@ -136,20 +153,18 @@ class _Refused:
     why: str
 
 
-class _BatchDataset(Dataset["Batch | _Refused"]):
-    """Micro-batches by the position of their first sample."""
+class _RowsDataset(Dataset["tuple[int, Rows | _Refused]"]):
+    """The samples of micro-batches, [B, S + 1] each, by the position of their first."""
 
-    def __init__(self, dataset: TokenDataset, micro_batch_size: int, eod: int | None) -> None:
+    def __init__(self, dataset: TokenDataset, micro_batch_size: int) -> None:
         self._dataset = dataset
         self._micro_batch_size = micro_batch_size
-        self._eod = eod
 
-    def __getitem__(self, position: int) -> Batch | _Refused:
+    def __getitem__(self, position: int) -> tuple[int, Rows | _Refused]:
         try:
-            rows = read(self._dataset, range(position, position + self._micro_batch_size))
+            return position, read(self._dataset, range(position, position + self._micro_batch_size))
         except ValueError as error:
-            return _Refused(str(error))
-        return collate(rows, position, self._eod)
+            return position, _Refused(str(error))
 
 
 def collate(rows: Rows, position: int, eod: int | None) -> Batch:
