@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+import re
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import tokenizers
@@ -14,6 +16,10 @@ from megatron_ds.tokenizer.identity import Identity, hashes_of
 END_OF_TEXT = "<|endoftext|>"
 SPECIAL_TOKENS = 1000
 """A vocabulary may have so many tokens that no merge makes."""
+LONG_TEXT = 1 << 20
+"""Characters from which on a text is encoded in pieces: the library takes 120 bytes for each."""
+BETWEEN_WORDS = re.compile(r"(?<=\S)(?= \S)")
+"""Where GPT-2's pattern always begins a new word: none has a space behind anything else."""
 
 
 class GPT2BPETokenizer:
@@ -53,13 +59,28 @@ class GPT2BPETokenizer:
         return (END_OF_TEXT,)  # which is none here, and must not become one by another library
 
     def encode(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text).ids
+        pieces = map(self._tokenizer.encode, _pieces(text))
+        return list(itertools.chain.from_iterable(piece.ids for piece in pieces))
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        if any(len(text) > LONG_TEXT for text in texts):
+            return [self.encode(text) for text in texts]
         return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(list(texts))]
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode(list(ids), skip_special_tokens=False)
+
+
+def _pieces(text: str) -> Iterator[str]:
+    """A text cut where no word is torn, so that the ids of the pieces are those of the text."""
+    start = 0
+    while len(text) - start > LONG_TEXT:
+        cut = BETWEEN_WORDS.search(text, start + LONG_TEXT)
+        if cut is None:
+            break
+        yield text[start : cut.start()]
+        start = cut.start()
+    yield text[start:]
 
 
 def _read_vocab(path: str) -> dict[str, int]:

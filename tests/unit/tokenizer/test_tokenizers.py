@@ -9,11 +9,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from tokenizers import Tokenizer as Library
 from tokenizers import models, pre_tokenizers
 
 from megatron_ds.config import TokenizerConfig
-from megatron_ds.tokenizer import Tokenizer, build_tokenizer
+from megatron_ds.tokenizer import Tokenizer, build_tokenizer, gpt2
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 END = "<|endoftext|>"
@@ -65,6 +67,25 @@ def test_gpt2_text_cannot_forge_the_end_of_a_document(tmp_path: Path) -> None:
     tokenizer = build_tokenizer(gpt2_files(tmp_path))
     assert tokenizer.eod not in tokenizer.encode(f"x {END} y")
     assert tokenizer.decode([tokenizer.eod]) == END
+
+
+@given(st.text("hel \n\t\u00a0\x1c\u3000's1é\0", max_size=60))
+def test_gpt2_pieces_of_a_long_text_have_its_ids(
+    tmp_path_factory: pytest.TempPathFactory, text: str
+) -> None:
+    words = ("h e", "he l", "Ġ h", "Ġ Ġ", "Ġ he", "Ċ Ċ", "' s")
+    tokenizer = build_tokenizer(gpt2_files(tmp_path_factory.mktemp("gpt2"), words))
+    whole = tokenizer.encode(text)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gpt2, "LONG_TEXT", 3)
+        assert "".join(gpt2._pieces(text)) == text
+        assert tokenizer.encode(text) == whole
+        assert tokenizer.encode_batch(["h", text]) == [tokenizer.encode("h"), whole]
+
+
+def test_gpt2_texts_are_cut_between_words_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpt2, "LONG_TEXT", 3)
+    assert list(gpt2._pieces("hello  hello hel he")) == ["hello  hello", " hel", " he"]
 
 
 def test_gpt2_real_files(shared_data: Path) -> None:
