@@ -235,5 +235,5 @@ def _rensa() -> Any:
     try:
         import rensa
     except ImportError:
-        raise ValueError(f"--stages near: needs rensa: {MISSING_EXTRA}") from None
+        raise ValueError(f"near duplicates are found with rensa: {MISSING_EXTRA}") from None
     return rensa

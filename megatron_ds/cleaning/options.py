@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
 from importlib.metadata import PackageNotFoundError, version
@@ -272,8 +272,7 @@ class CleaningOptions:
             "--json-key": self.key,
             "part": self.part_bytes,
         }
-        for stamp in inputs.stamps():
-            chosen[f"input {stamp.name}"] = f"{stamp.size} bytes, mark {stamp.mark or 'none'}"
+        chosen |= stamped(inputs)
         for stage in stages:
             chosen |= self._settings_of(stage)
         for name in self.order:
@@ -297,7 +296,7 @@ class CleaningOptions:
                 "tokenizer": None if used is None else used.fingerprint,
             }
         if isinstance(stage, Urls):
-            return {"--url-key": self.url_key, "--url-blacklist": _hashed(self.url_lists)}
+            return {"--url-key": self.url_key, "--url-blacklist": hashed(self.url_lists)}
         if isinstance(stage, Near):
             return {
                 "--near-duplicate-threshold": near.threshold,
@@ -323,7 +322,15 @@ def _is_below(real: str, folder: str) -> bool:
     return real.startswith(os.path.join(os.path.realpath(folder), ""))
 
 
-def _hashed(paths: tuple[str, ...]) -> list[str]:
+def stamped(inputs: Inputs) -> dict[str, str]:
+    """Each file of the inputs, and how it is told from another: settings of a run."""
+    return {
+        f"input {stamp.name}": f"{stamp.size} bytes, mark {stamp.mark or 'none'}"
+        for stamp in inputs.stamps()
+    }
+
+
+def hashed(paths: Sequence[str]) -> list[str]:
     """Each file with the beginning of what it hashes to."""
     named: list[str] = []
     for path in paths:

@@ -1,13 +1,16 @@
-"""Cleanings that are killed, with SIGKILL, again and again."""
+"""Cleanings that are killed, with SIGKILL, again and again, and those of the old names."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from megatron_ds.cleaning.pipeline import clean
-from tests.cleaning_runs import corpus, everything, files, killed_at
+from megatron_ds.cleaning.work import RECORD
+from tests.cleaning_runs import corpus, everything, files, killed_at, write
+from tools.openwebtext import blacklist_urls, find_duplicates
 
 
 def test_a_run_that_is_killed_anywhere_ends_as_an_undisturbed_one(tmp_path: Path) -> None:
@@ -30,3 +33,56 @@ def test_a_run_that_is_killed_anywhere_ends_as_an_undisturbed_one(tmp_path: Path
         else:
             pytest.fail(f"the run called os.{name} more often than it was tried")
     assert kills >= 10
+
+
+def duplicates(folder: Path) -> list[str]:
+    """The command; its two files have duplicates of each other."""
+    texts = [" ".join(f"w{(number // 3) * 7 + at}" for at in range(60)) for number in range(300)]
+    write(folder / "1.jsonl", *({"text": text, "id": f"n{at}"} for at, text in enumerate(texts)))
+    words = texts[0]
+    write(folder / "2.jsonl", {"text": words, "url": 5}, {"text": words, "url": "é"})
+    inputs = [str(folder / "1.jsonl"), "id", str(folder / "2.jsonl"), "url"]
+    return ["--inputs", *inputs, "--output", str(folder / "out")]
+
+
+def addresses(folder: Path) -> list[str]:
+    for number in range(2):
+        lines = (f"https://a{at % 80}.org/{'x.pdf' * (at % 7 == 0)}" for at in range(100))
+        (folder / f"{number}.txt").write_text("\n".join(lines) + f"\nhttps://{number}.org/\n")
+    return [str(folder), str(folder / "out")]
+
+
+@pytest.mark.parametrize(
+    ("main", "made"), [(find_duplicates.main, duplicates), (blacklist_urls.main, addresses)]
+)
+def test_the_old_names_go_on_after_a_kill(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    main: Callable[[list[str]], int],
+    made: Callable[[Path], list[str]],
+) -> None:
+    """Killed before each rename and at every fourth flush: the same list, and the same counts."""
+    monkeypatch.setattr(find_duplicates, "PART", 64)
+    monkeypatch.setattr(blacklist_urls, "PART", 20)
+    asked = made(tmp_path)
+    assert main(asked) == 0
+    said, wanted = capsys.readouterr().out, files(tmp_path)
+    assert len(wanted["out"]) > 1000
+    kills = 0
+    for name, numbers in (("replace", range(1, 100)), ("fsync", range(1, 1000, 4))):
+        for number in numbers:
+            (tmp_path / "out").unlink()
+            if not killed_at(number, name, lambda: main(asked)):
+                break
+            kills += 1
+            capsys.readouterr()
+            if (tmp_path / "out.work" / RECORD).exists():
+                assert main(asked) == 1
+                assert "has the work of an interrupted run: --resume" in capsys.readouterr().err
+            assert main([*asked, "--resume"]) == 0
+            assert capsys.readouterr().out == said
+            assert files(tmp_path) == wanted
+        else:
+            pytest.fail(f"the run called os.{name} more often than it was tried")
+    assert kills >= 8

@@ -13,11 +13,23 @@ from collections.abc import Iterator, Sequence
 from hashlib import blake2b
 from pathlib import Path
 
-from megatron_ds.cleaning.duplicates import HASH_BYTES
-from megatron_ds.cleaning.urls import Urls
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from megatron_ds.cleaning.duplicates import HASH_BYTES
+from megatron_ds.cleaning.options import hashed, stamped
+from megatron_ds.cleaning.pipeline import OUTPUT
+from megatron_ds.cleaning.urls import Urls
+from megatron_ds.cleaning.work import Work
+from megatron_ds.data.sources import Inputs
+from tools.openwebtext import clean
+
+KEPT = "kept"
 NO_TEXT = "no UTF-8"
 DUPLICATE = "duplicate"
+PART = 100_000
+"""Addresses that are kept between two records of how far the work came."""
+Place = tuple[int, int]
+"""The number of a file, and a byte of it."""
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -34,15 +46,26 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         help="files with a host (example.com), a name (reddit), an end of a file's name (.pdf) or "
         "a regex:PATTERN per line; without one only addresses of files without text are dropped",
     )
+    parser.add_argument(
+        "--resume", action="store_true", help="go on with a run that was interrupted"
+    )
     return parser.parse_args(argv)
 
 
-def kept(files: Sequence[Path], urls: Urls, counts: Counter[str]) -> Iterator[str]:
-    """The addresses that are left; counts what is dropped. Keeps a hash of each in memory."""
+def kept(
+    files: Sequence[Path], urls: Urls, work: Work, counts: Counter[str]
+) -> Iterator[tuple[str, Place]]:
+    """The addresses that are left, after those that the work has, each with its end in the input;
+    counts what is dropped. Keeps a hash of each in memory."""
+    file_number, offset = (0, 0) if work.progress is None else work.progress["place"]
     seen: set[bytes] = set()
-    for file in files:
+    if work.files[OUTPUT].committed:
+        with (work.folder / OUTPUT).open("rb") as lines:
+            seen.update(_hash(line.rstrip(b"\n")) for line in lines)
+    for number, file in enumerate(files[file_number:], file_number):
         with file.open("rb") as lines:
-            for line in lines:
+            lines.seek(offset if number == file_number else 0)
+            while line := lines.readline():
                 try:
                     url = line.decode("utf-8-sig").strip()
                 except UnicodeDecodeError:
@@ -51,41 +74,58 @@ def kept(files: Sequence[Path], urls: Urls, counts: Counter[str]) -> Iterator[st
                 if not url:
                     continue
                 reason = urls.judge(url)
-                key = blake2b(url.encode(), digest_size=HASH_BYTES).digest()
+                key = _hash(url.encode())
                 if reason is None and key in seen:
                     reason = DUPLICATE
                 if reason is not None:
                     counts[reason] += 1
                     continue
                 seen.add(key)
-                yield url
+                yield url, (number, lines.tell())
+
+
+def _hash(url: bytes) -> bytes:
+    return blake2b(url, digest_size=HASH_BYTES).digest()
+
+
+def filtered(args: argparse.Namespace) -> Counter[str]:
+    """Does the work; counts what was kept and what was dropped, by reason."""
+    path = Path(args.path)
+    files = sorted(path.glob("*.txt")) if path.is_dir() else [path]
+    files = [file for file in files if file.resolve() != Path(args.output).resolve()]
+    if not files:
+        raise ValueError(f"{path}: has no .txt files")
+    if os.path.realpath(args.output) in map(os.path.realpath, args.url_blacklist):
+        raise ValueError(f"{args.output}: is a file of --url-blacklist, too")
+    urls = Urls(args.url_blacklist)
+    settings: dict[str, object] = {"--url-blacklist": hashed(args.url_blacklist)}
+    settings |= stamped(Inputs(paths=tuple(map(str, files))))
+    with Work(args.output, settings, {OUTPUT: ""}, args.resume) as work:
+        counts = Counter({} if work.progress is None else work.progress["counts"])
+        if not work.finished:
+            place: Place = (0, 0)
+            for url, place in kept(files, urls, work, counts):
+                counts[KEPT] += 1
+                work.files[OUTPUT].write(f"{url}\n".encode())
+                if counts[KEPT] % PART == 0:
+                    work.commit({"place": place, "counts": counts})
+            work.files[OUTPUT].write(b"")  # a file, if nothing is left, too
+            work.commit({"place": place, "counts": counts}, finished=True)
+        work.publish({OUTPUT: args.output})
+    return counts
 
 
 def main(argv: Sequence[str]) -> int:
     args = parse(argv)
-    path, output = Path(args.path), Path(args.output)
-    partial = output.with_name(output.name + ".partial")
-    counts: Counter[str] = Counter()
-    written = 0
     try:
-        files = sorted(path.glob("*.txt")) if path.is_dir() else [path]
-        files = [file for file in files if file.resolve() != output.resolve()]
-        if not files:
-            raise ValueError(f"{path}: has no .txt files")
-        urls = Urls(args.url_blacklist)
-        with partial.open("w", encoding="utf-8") as out:
-            for url in kept(files, urls, counts):
-                out.write(url + "\n")
-                written += 1
-        os.replace(partial, output)
-    except (ValueError, OSError) as error:
-        partial.unlink(missing_ok=True)
-        print(f"blacklist_urls.py: error:\n{error}", file=sys.stderr)
-        return 1
+        counts = filtered(args)
+    except (ValueError, OSError, KeyboardInterrupt) as error:
+        return clean.ended_by(error, "blacklist_urls.py", args.output)
+    written = counts.pop(KEPT, 0)
     print(f"kept {written:,} of {written + counts.total():,} addresses")
     if counts:
         print("dropped " + ", ".join(f"{count:,} {why}" for why, count in counts.most_common()))
-    print(f"wrote {output}")
+    print(f"wrote {args.output}")
     return 0
 
 

@@ -416,26 +416,32 @@ def closing(counts: Counts, options: CleaningOptions, seconds: float) -> Iterato
     yield "wrote " + ", ".join(file for file in files if file is not None)
 
 
+def ended_by(error: BaseException, name: str, output: str) -> int:
+    """Says what ended a run, and how it can go on; the exit status."""
+    folder = output + WORK
+    there = os.path.isdir(folder)
+    if isinstance(error, KeyboardInterrupt):
+        goes_on = f"; --resume goes on from {folder}" if there else ""
+        print(f"interrupted{goes_on}", file=sys.stderr)
+        return 130
+    print(f"{name}: error:\n{error}", file=sys.stderr)
+    if isinstance(error, OSError) and there:
+        print(f"what was done until then is in {folder}: --resume goes on", file=sys.stderr)
+    return 1
+
+
 def main(argv: Sequence[str], name: str = "clean.py") -> int:
     """name: of the tool, for messages."""
     args = parser_of_all().parse_args(argv)
     options = options_of(args)
-    folder = options.output + WORK
     start = time.perf_counter()
     runtime.use_one_thread_per_tokenizer()  # the workers are the parallelism
     try:
         total = None if any(options.inputs.problems()) else options.inputs.total_bytes()
         with reporting(total, args.log_interval) as report:
             counts = clean(options, report)
-    except (ValueError, OSError) as error:
-        print(f"{name}: error:\n{error}", file=sys.stderr)
-        if isinstance(error, OSError) and os.path.isdir(folder):
-            print(f"what was done until then is in {folder}: --resume goes on", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        goes_on = f"; --resume goes on from {folder}" if os.path.isdir(folder) else ""
-        print(f"interrupted{goes_on}", file=sys.stderr)
-        return 130
+    except (ValueError, OSError, KeyboardInterrupt) as error:
+        return ended_by(error, name, options.output)
     print(*closing(counts, options, time.perf_counter() - start), sep="\n")
     return 0
 

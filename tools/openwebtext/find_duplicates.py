@@ -10,19 +10,29 @@ import argparse
 import json
 import os
 import sys
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from megatron_ds.cleaning.duplicates import Near, NearJudge, NearOptions
 from megatron_ds.cleaning.journey import Document
+from megatron_ds.cleaning.options import stamped
+from megatron_ds.cleaning.pipeline import OUTPUT, Feed
+from megatron_ds.cleaning.work import Work, packed, records
 from megatron_ds.data.documents import Bad, Wanted, texts_of
-from megatron_ds.data.sources import Inputs, Item, Reader
+from megatron_ds.data.sources import START, Inputs, Item, Place, Reader
 from megatron_ds.data.workers import Workers
+from tools.openwebtext import clean
 
-CHUNK = 64
+KEPT = "kept"
+"""The file with signature and name of what is no duplicate, in the folder of the work."""
+PART = 10_000
+"""Documents between two records of how far the work came."""
 REFUSED = {
     "load_fingerprints": "pickled files are not read; give all files with --inputs",
     "save_fingerprints": "is not written; give all files with --inputs",
@@ -79,6 +89,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--seed", type=int, default=NearOptions.seed)
     parser.add_argument("--workers", type=int, default=1, help="processes that work")
+    parser.add_argument(
+        "--resume", action="store_true", help="go on with a run that was interrupted"
+    )
     parser.add_argument("--jaccard", default="union", choices=["union"], help="always union")
     elsewhere = parser.add_argument_group("taken from Megatron, without effect")
     elsewhere.add_argument("--num-bands", type=int)
@@ -100,8 +113,13 @@ def problems(args: argparse.Namespace) -> Iterator[str]:
     if len(args.inputs) % 2:
         yield f"--inputs {' '.join(args.inputs)}: must be pairs of a file and a key"
     for file in args.inputs[::2]:
-        for problem in Inputs(paths=(file,)).problems():
+        inputs = Inputs(paths=(file,))
+        for problem in inputs.problems():
             yield problem.replace("--input", "--inputs")
+        if os.path.realpath(args.output) in map(os.path.realpath, inputs.local_files()):
+            yield f"--output {args.output}: is a file of --inputs, too"
+        if args.resume and inputs.read_once():
+            yield f"--resume: --inputs {file} cannot be read a second time"
     if not 0 < args.threshold <= 1:
         yield f"--threshold {args.threshold}: must be above 0, and 1 at most"
     if not 16 <= args.num_seeds <= 4096:
@@ -115,67 +133,108 @@ def problems(args: argparse.Namespace) -> Iterator[str]:
         yield f"--output {args.output}: there is no folder {folder}"
 
 
-def items_of(pairs: Sequence[str]) -> Iterator[list[tuple[Item, str]]]:
-    chunk: list[tuple[Item, str]] = []
-    for file, key in zip(pairs[::2], pairs[1::2], strict=True):
-        for item in Reader(Inputs(paths=(file,)), (key, "text")):
-            chunk.append((item, key))
-            if len(chunk) == CHUNK:
-                yield chunk
-                chunk = []
-    if chunk:
-        yield chunk
+def chunks_of(
+    pairs: Sequence[str], done: int, after: Place, ends: deque[tuple[int, Place]]
+) -> Iterator[list[tuple[Item, str]]]:
+    """Items with the key of their name, from a place in the pair number `done` on. ends: takes
+    where each chunk ends."""
+    named = list(zip(pairs[::2], pairs[1::2], strict=True))
+    for number, (file, key) in enumerate(named[done:], done):
+        place = after if number == done else START
+        feed = Feed(Reader(Inputs(paths=(file,)), (key, "text"), place), sys.maxsize)
+        for chunk in feed.chunks():
+            ends.append((number, feed.marks.popleft().place))
+            yield [(item, key) for item in chunk]
 
 
-def find(args: argparse.Namespace, counts: Counter[str]) -> Iterator[str]:
-    """The lines of the list; counts documents, duplicates and what gives no document."""
+def find(args: argparse.Namespace) -> Counter[str]:
+    """Writes the list; counts documents, duplicates and what gives no document."""
     options = NearOptions(threshold=args.threshold, num_perm=args.num_seeds, seed=args.seed)
-    judge = NearJudge(options)
-    kept: list[str] = []
     signing = Signing(Near(options), Inputs.max_document_bytes)
-    with Workers(signing, args.workers) as workers:
-        for answers in workers.map(items_of(args.inputs)):
+    judge = NearJudge(options)
+    names: list[str] = []
+    settings: dict[str, Any] = {
+        "--inputs": args.inputs,
+        "--threshold": args.threshold,
+        "--num-seeds": args.num_seeds,
+        "--seed": args.seed,
+        "version of rensa": version("rensa"),
+    }
+    for file in args.inputs[::2]:
+        settings |= stamped(Inputs(paths=(file,)))
+    with (
+        Workers(signing, args.workers) as workers,
+        Work(args.output, settings, {OUTPUT: "", KEPT: ""}, args.resume) as work,
+    ):
+        done = work.progress or {"pair": 0, "place": START, "counts": {}}
+        counts = Counter(done["counts"])
+        if work.finished:
+            work.publish({OUTPUT: args.output})
+            return counts
+        if work.files[KEPT].committed:
+            kept = records(work.folder / KEPT, work.files[KEPT].committed)
+            for key, name in zip(kept, kept, strict=True):
+                judge.restore(key)
+                names.append(name.decode())
+        ends: deque[tuple[int, Place]] = deque()
+        recorded = counts.total()
+        pair, place = done["pair"], Place(*done["place"])
+
+        def progress() -> dict[str, Any]:
+            return {"pair": pair, "place": place, "counts": counts}
+
+        work.files[OUTPUT].write(b"")  # a file, if there are no duplicates, too
+        for answers in workers.map(chunks_of(args.inputs, pair, place, ends)):
             for answer in answers:
-                if isinstance(answer, Bad):
-                    counts["no document"] += 1
-                    print(f"WARNING: {answer}", file=sys.stderr)
-                    continue
-                counts["documents"] += 1
-                found = judge.most_similar(answer.key)
-                if found is None:
-                    judge.restore(answer.key)
-                    kept.append(answer.name)
-                    continue
-                counts["duplicates"] += 1
-                number, similarity = found
-                line = {kept[number]: [{answer.name: round(similarity, 4)}]}
-                yield json.dumps(line, ensure_ascii=False) + "\n"
+                take(answer, judge, names, work, counts)
+            pair, place = ends.popleft()
+            if counts.total() - recorded >= PART:
+                recorded = counts.total()
+                work.commit(progress())
+        if not counts["documents"]:
+            work.discard()
+            named = " ".join(args.inputs)
+            bad = counts["no document"]
+            raise ValueError(f"--inputs {named}: has no documents: {bad} lines gave none")
+        work.commit(progress(), finished=True)
+        work.publish({OUTPUT: args.output})
+    return counts
+
+
+def take(
+    answer: Found | Bad, judge: NearJudge, names: list[str], work: Work, counts: Counter[str]
+) -> None:
+    """Writes a duplicate to the list, and keeps what is none. names: of what was kept."""
+    if isinstance(answer, Bad):
+        counts["no document"] += 1
+        print(f"WARNING: {answer}", file=sys.stderr)
+        return
+    counts["documents"] += 1
+    found = judge.most_similar(answer.key)
+    if found is None:
+        judge.restore(answer.key)
+        names.append(answer.name)
+        work.files[KEPT].write(packed(answer.key) + packed(answer.name.encode()))
+        return
+    counts["duplicates"] += 1
+    number, similarity = found
+    line = {names[number]: [{answer.name: round(similarity, 4)}]}
+    work.files[OUTPUT].write(json.dumps(line, ensure_ascii=False).encode() + b"\n")
 
 
 def main(argv: Sequence[str]) -> int:
     args = parse(argv)
-    output = Path(args.output)
-    partial = output.with_name(output.name + ".partial")
-    counts: Counter[str] = Counter()
     try:
         wrong = list(problems(args))
         if wrong:
             raise ValueError("\n".join(wrong))
-        with partial.open("w", encoding="utf-8") as out:
-            out.writelines(find(args, counts))
-        os.replace(partial, output)
-    except (ValueError, OSError) as error:
-        partial.unlink(missing_ok=True)
-        print(f"find_duplicates.py: error:\n{error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        partial.unlink(missing_ok=True)
-        print("interrupted; nothing was written", file=sys.stderr)
-        return 130
+        counts = find(args)
+    except (ValueError, OSError, KeyboardInterrupt) as error:
+        return clean.ended_by(error, "find_duplicates.py", args.output)
     print(f"{counts['duplicates']:,} of {counts['documents']:,} documents are duplicates")
     if counts["no document"]:
         print(f"{counts['no document']:,} lines gave no document")
-    print(f"wrote {output}")
+    print(f"wrote {args.output}")
     return 0
 
 

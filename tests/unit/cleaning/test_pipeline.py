@@ -7,6 +7,7 @@ import gzip
 import json
 import lzma
 import os
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -299,6 +300,23 @@ def test_nothing_is_written_over_what_is_read_or_written(
         clean(wrong)
     assert words.format(tmp_path) in str(caught.value)
     assert files_below(tmp_path) == before
+
+
+def test_missing_packages_are_named_with_what_brings_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("ftfy", "py3langid", "py3langid.langid", "rensa"):
+        monkeypatch.setitem(sys.modules, module, None)
+    source = write(tmp_path / "in.jsonl", {"text": "abc"})
+    with pytest.raises(ValueError) as caught:
+        clean(options(source, "fix", "language", "exact", "near"))
+    extra = "pip install 'megatron_ds[cleaning]'"
+    assert str(caught.value).splitlines() == [
+        f"--stages fix: needs ftfy: {extra}",
+        f"--stages language: needs py3langid: {extra}",
+        f"near duplicates are found with rensa: {extra}",
+    ]
+    assert clean(options(source, "length", "exact")).after.documents == 1
 
 
 def files_below(folder: Path) -> dict[Path, bytes]:

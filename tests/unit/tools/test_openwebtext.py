@@ -222,3 +222,21 @@ def test_find_duplicates_as_in_megatron(tmp_path: Path, capsys: pytest.CaptureFi
     said = capsys.readouterr().err
     assert "must be pairs of a file and a key" in said
     assert "--threshold 2.0: must be above 0, and 1 at most" in said
+
+
+def test_find_duplicates_names_a_missing_package_and_spares_its_inputs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one = write(tmp_path / "1.jsonl", {"id": "a", "text": "x"})
+    assert find_duplicates.main(["--inputs", one, "id", "--output", one]) == 1
+    assert f"--output {one}: is a file of --inputs, too" in capsys.readouterr().err
+    out = str(tmp_path / "out")
+    assert find_duplicates.main(["--inputs", one, "url", "--output", out]) == 1
+    assert f"--inputs {one} url: has no documents: 1 lines gave none" in capsys.readouterr().err
+    monkeypatch.setitem(sys.modules, "rensa", None)
+    assert find_duplicates.main(["--inputs", one, "id", "--output", out]) == 1
+    assert capsys.readouterr().err == (
+        "find_duplicates.py: error:\nnear duplicates are found with rensa: "
+        "pip install 'megatron_ds[cleaning]'\n"
+    )
+    assert os.listdir(tmp_path) == ["1.jsonl"]
