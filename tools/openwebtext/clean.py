@@ -424,7 +424,9 @@ def ended_by(error: BaseException, name: str, output: str) -> int:
         goes_on = f"; --resume goes on from {folder}" if there else ""
         print(f"interrupted{goes_on}", file=sys.stderr)
         return 130
-    print(f"{name}: error:\n{error}", file=sys.stderr)
+    # The readers name the flag of preprocess_data.py, which takes several keys.
+    words = str(error).replace("with --json-keys", "with --json-key")
+    print(f"{name}: error:\n{words}", file=sys.stderr)
     if isinstance(error, OSError) and there:
         print(f"what was done until then is in {folder}: --resume goes on", file=sys.stderr)
     return 1

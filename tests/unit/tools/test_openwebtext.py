@@ -95,6 +95,15 @@ def test_stages_by_comma_and_errors_in_words(
     assert "Traceback" not in said
 
 
+def test_a_table_without_the_column_names_the_flag_of_this_tool(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "in.csv").write_text("a,b\n1,2\n")
+    asked = ["--input", str(tmp_path / "in.csv"), "--output", str(tmp_path / "out.jsonl")]
+    assert clean.main([*asked, "--stages", "exact", "--workers", "1"]) == 1
+    assert capsys.readouterr().err.endswith("(it has 'a', 'b'): name one with --json-key\n")
+
+
 def test_tokens_are_counted_with_a_tokenizer(tmp_path: Path) -> None:
     source = write(tmp_path / "in.jsonl", {"text": "hug hug hug"}, {"text": "hug"})
     (tmp_path / "vocab.txt").write_text("[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\nhug\n")
