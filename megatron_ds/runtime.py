@@ -104,6 +104,41 @@ def use_one_thread_per_tokenizer() -> None:
     os.environ.setdefault("FASTOKENS_BPE_THREADS", "1")
 
 
+@contextmanager
+def reader_may_leave() -> Iterator[None]:
+    """Around what a tool prints when its work is done: who reads it may have seen enough, as `head`
+    has, and the rest goes nowhere."""
+    with suppress(BrokenPipeError):
+        try:
+            yield
+            sys.stdout.flush()
+        except BrokenPipeError:
+            discard_output()
+            raise
+
+
+def discard_output() -> None:
+    """What is still printed goes nowhere, and so does what waits to be flushed."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())
+    os.close(nowhere)
+
+
+@contextmanager
+def warnings_in_words() -> Iterator[None]:
+    """Warnings go to stderr as lines for users, each once and without the code that warned."""
+    said: set[str] = set()
+
+    def show(message: Warning | str, *_: object, **__: object) -> None:
+        if str(message) not in said:
+            said.add(str(message))
+            print(f"WARNING: {message}", file=sys.stderr)
+
+    with warnings.catch_warnings():
+        warnings.showwarning = show
+        yield
+
+
 @dataclass(frozen=True)
 class Runtime:
     """Where this process runs."""

@@ -9,15 +9,13 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import os
 import signal
 import sys
 import tempfile
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
-from megatron_ds import flags
+from megatron_ds import flags, runtime
 from megatron_ds.config import DataConfig, TokenizerConfig
 from megatron_ds.data.build import build_datasets
 from megatron_ds.data.indexed import IndexedDataset
@@ -234,19 +232,18 @@ class Inspection:
             print(*lines, sep="\n")
 
 
+@runtime.warnings_in_words()
 def main(argv: Sequence[str]) -> int:
     args = parse(argv)
     sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     try:
-        with warnings.catch_warnings():
-            warnings.showwarning = lambda message, *_: print(f"WARNING: {message}", file=sys.stderr)
-            inspection = Inspection(args)
-            inspection.run()
+        inspection = Inspection(args)
+        inspection.run()
         if args.json:
             print(json.dumps(inspection.found))
         sys.stdout.flush()
     except BrokenPipeError:  # who reads has seen enough, as `head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at the end
+        runtime.discard_output()
         return 128 + signal.SIGPIPE
     except (ValueError, OSError) as error:
         print(f"inspect_dataset.py: error:\n{error}", file=sys.stderr)

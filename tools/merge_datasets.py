@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Sequence
 
+from megatron_ds import runtime
 from megatron_ds.data.merge import Merged, merge, prefixes_in
 
 
@@ -52,6 +53,7 @@ def _show(merged: Merged) -> None:
     print(f"{merged.datasets} merged, {share:.0%} of the bytes", file=sys.stderr, flush=True)
 
 
+@runtime.warnings_in_words()
 def main(argv: Sequence[str]) -> int:
     args = parse(argv)
     start = time.perf_counter()
@@ -65,11 +67,12 @@ def main(argv: Sequence[str]) -> int:
         print("interrupted; nothing was written", file=sys.stderr)
         return 130
     seconds = max(time.perf_counter() - start, 1e-9)
-    print(
-        f"{done.datasets} datasets: {done.documents} documents, {done.sequences} sequences, "
-        f"{done.tokens} tokens ({done.size / seconds / 1e6:.1f} MB/s)"
-    )
-    print(f"wrote {args.output_prefix}.bin and .idx")
+    with runtime.reader_may_leave():
+        print(
+            f"{done.datasets} datasets: {done.documents} documents, {done.sequences} sequences, "
+            f"{done.tokens} tokens ({done.size / seconds / 1e6:.1f} MB/s)"
+        )
+        print(f"wrote {args.output_prefix}.bin and .idx")
     return 0
 
 

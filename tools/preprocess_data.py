@@ -385,6 +385,7 @@ def say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
+@runtime.warnings_in_words()
 def main(argv: Sequence[str]) -> int:
     args = parse(argv)
     splitter, wrong = splitter_of(args)
@@ -443,7 +444,8 @@ def main(argv: Sequence[str]) -> int:
         return 130
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a path may be no text
-    print(*closing(done, options, time.perf_counter() - start, chosen.library), sep="\n")
+    with runtime.reader_may_leave():
+        print(*closing(done, options, time.perf_counter() - start, chosen.library), sep="\n")
     return 0
 
 

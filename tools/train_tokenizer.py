@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from megatron_ds import runtime
 from megatron_ds.data.documents import Bad, Wanted, texts_of
 from megatron_ds.data.sources import FORMATS, TEXT_DOCUMENTS, Inputs, Reader
 from megatron_ds.tokenizer import training
@@ -85,6 +86,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return arguments
 
 
+@runtime.warnings_in_words()
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse(argv)
     inputs = Inputs(
@@ -113,8 +115,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("interrupted", file=sys.stderr)
         return 130
     kind = "BertWordPieceCase" if arguments.keep_case else "BertWordPieceLowerCase"
-    print(f"{size} tokens from {reading.summary}")
-    print(f"use it with {USES[arguments.type].format(arguments.output_dir, kind)}")
+    with runtime.reader_may_leave():
+        print(f"{size} tokens from {reading.summary}")
+        print(f"use it with {USES[arguments.type].format(arguments.output_dir, kind)}")
     return 0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -74,3 +75,30 @@ def test_flags_of_other_megatrons_and_errors(
     with pytest.raises(SystemExit):
         merge_datasets.main(["--datasets", part, *out, "--multimodal"])
     assert "--multimodal" in capsys.readouterr().err
+
+
+def test_an_output_that_nobody_reads_is_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    with open(write, "w") as closed:
+        monkeypatch.setattr("sys.stdout", closed)
+        prefix = tokens(tmp_path, "a", range(2))
+        flags = ["--datasets", prefix, prefix, "--output-prefix", str(tmp_path / "x")]
+        assert merge_datasets.main(flags) == 0
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_a_warning_is_one_line_for_users(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "image.png").touch()
+    tokens(tmp_path / "in", "a", range(2))
+    capsys.readouterr()
+    flags = ["--input", str(tmp_path / "in"), "--output-prefix", str(tmp_path / "x"), *NULL]
+    assert preprocess_data.main([*flags, "--workers", "1"]) == 0
+    said = [line for line in capsys.readouterr().err.splitlines() if "image.png" in line]
+    assert len(said) == 1
+    assert said[0].startswith("WARNING: --input ")
