@@ -109,7 +109,6 @@ def filtered(args: argparse.Namespace) -> Counter[str]:
                 work.files[OUTPUT].write(f"{url}\n".encode())
                 if counts[KEPT] % PART == 0:
                     work.commit({"place": place, "counts": counts})
-            work.files[OUTPUT].write(b"")  # a file, if nothing is left, too
             work.commit({"place": place, "counts": counts}, finished=True)
         work.publish({OUTPUT: args.output})
     return counts

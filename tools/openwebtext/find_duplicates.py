@@ -183,7 +183,6 @@ def find(args: argparse.Namespace) -> Counter[str]:
         def progress() -> dict[str, Any]:
             return {"pair": pair, "place": place, "counts": counts}
 
-        work.files[OUTPUT].write(b"")  # a file, if there are no duplicates, too
         for answers in workers.map(chunks_of(args.inputs, pair, place, ends)):
             for answer in answers:
                 take(answer, judge, names, work, counts)
