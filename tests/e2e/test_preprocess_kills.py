@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ds.data import outputs
-from tests.unit.data.interrupted import KINDS, check_kills
+from tests.e2e.interrupted import KINDS, check_kills
 
 
 @pytest.mark.parametrize("name", KINDS)

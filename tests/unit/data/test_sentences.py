@@ -30,7 +30,7 @@ from megatron_ds.data.sentences import Rules, Splitter, choose_splitter
 from megatron_ds.data.sources import Inputs
 from megatron_ds.tokenizer import Tokenizer, build_tokenizer
 from megatron_ds.tokenizer.null import NullTokenizer
-from tests.unit.data.interrupted import contents, interrupt, resume, undisturbed
+from tests.e2e.interrupted import contents, interrupt, resume, undisturbed
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 

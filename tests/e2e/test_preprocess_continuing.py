@@ -20,7 +20,7 @@ from megatron_ds.data.indexed import IndexedDataset
 from megatron_ds.data.preprocess import Progress, preprocess
 from megatron_ds.data.sources import Inputs
 from megatron_ds.tokenizer.null import NullTokenizer
-from tests.unit.data.interrupted import (
+from tests.e2e.interrupted import (
     KINDS,
     TOKENIZER,
     check_kills,

@@ -15,7 +15,7 @@ import pytest
 
 from megatron_ds.data.workers import UNDER_WAY_PER_WORKER, Workers
 
-REPOSITORY = Path(__file__).resolve().parents[3]
+REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 def square(number: int) -> int:

@@ -20,7 +20,7 @@ from tools.openwebtext import (
     merge_data,
 )
 
-REPOSITORY = Path(__file__).resolve().parents[3]
+REPOSITORY = Path(__file__).resolve().parents[2]
 ENGLISH = "The committee will meet on Thursday to talk about the new bridge over the river. "
 TASK = "one two three four five six seven eight nine ten eleven twelve thirteen"
 
