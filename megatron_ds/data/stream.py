@@ -8,12 +8,15 @@ no device. Legend: B micro-batch, S sequence.
 from __future__ import annotations
 
 import ctypes
+import functools
+import itertools
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
+import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
@@ -21,12 +24,14 @@ from megatron_ds.data.gpt_dataset import Rows, TokenDataset, read
 
 T = TypeVar("T")
 
+SAMPLES_SENT = 64
+"""A loader process sends so many at once: torch's loader takes about as long for one as for ten."""
 PR_SET_PDEATHSIG = 1
 """prctl(2): the signal that a process gets when its parent ends."""
 
 
 class Batch(NamedTuple):
-    """One micro-batch on the CPU."""
+    """One micro-batch on the CPU, to be read only: inputs and labels are views of one array."""
 
     tokens_BS: torch.Tensor
     """int64, the inputs."""
@@ -41,10 +46,7 @@ class Batch(NamedTuple):
         """The first `length` tokens of each sample, or all where there are no more."""
         if length >= self.tokens_BS.shape[1]:
             return self
-        parts = (
-            value[:, :length].contiguous() if isinstance(value, torch.Tensor) else value
-            for value in self
-        )
+        parts = (value[:, :length] if isinstance(value, torch.Tensor) else value for value in self)
         return Batch._make(parts)
 
 
@@ -80,6 +82,7 @@ class MicroBatches:
         steps = max(0, (len(dataset) - consumed) // per_step)
         first = consumed + dp_rank * micro_batch_size
         self._positions = range(first, first + steps * per_step, per_step)
+        self._micro_batch_size = micro_batch_size
         self._rows = _RowsDataset(dataset, micro_batch_size)
         self._num_workers = num_workers
         self._eod = eod
@@ -110,12 +113,13 @@ class MicroBatches:
 
     def _reading(self) -> Iterator[tuple[int, Rows | _Refused]]:
         if not self._num_workers:
-            return map(self._rows.__getitem__, self._positions)
-        return iter(
+            return map(self._rows.read, self._positions)
+        together = max(1, SAMPLES_SENT // self._micro_batch_size)
+        return itertools.chain.from_iterable(
             DataLoader(
                 self._rows,
                 batch_size=None,
-                sampler=self._positions,
+                sampler=_Groups(self._positions, together),
                 num_workers=self._num_workers,
                 # Arrays come through the pipe. Each tensor would come as a descriptor that has to
                 # be asked for: several milliseconds on a busy machine.
@@ -153,26 +157,58 @@ class _Refused:
     why: str
 
 
-class _RowsDataset(Dataset["tuple[int, Rows | _Refused]"]):
-    """The samples of micro-batches, [B, S + 1] each, by the position of their first."""
+@dataclass(frozen=True)
+class _Groups:
+    """Positions, `size` at a time: one after the other, since a run may have billions."""
+
+    positions: range
+    size: int
+
+    def __len__(self) -> int:
+        return -(-len(self.positions) // self.size)
+
+    def __iter__(self) -> Iterator[range]:
+        for first in range(0, len(self.positions), self.size):
+            yield self.positions[first : first + self.size]
+
+
+class _RowsDataset(Dataset["list[tuple[int, Rows | _Refused]]"]):
+    """The samples of micro-batches, [B, S + 1] each, by the positions of their first."""
 
     def __init__(self, dataset: TokenDataset, micro_batch_size: int) -> None:
         self._dataset = dataset
         self._micro_batch_size = micro_batch_size
 
-    def __getitem__(self, position: int) -> tuple[int, Rows | _Refused]:
+    def __getitem__(self, positions: Sequence[int]) -> list[tuple[int, Rows | _Refused]]:
+        """What a loader process sends at once, in as few bytes as the tokens take."""
+        return [(position, _small(rows)) for position, rows in map(self.read, positions)]
+
+    def read(self, position: int) -> tuple[int, Rows | _Refused]:
         try:
             return position, read(self._dataset, range(position, position + self._micro_batch_size))
         except ValueError as error:
             return position, _Refused(str(error))
 
 
+def _small(rows: Rows | _Refused) -> Rows | _Refused:
+    if isinstance(rows, _Refused):
+        return rows
+    smallest = np.min_scalar_type(rows.max(initial=0))
+    return rows.astype(smallest) if rows.min(initial=0) >= 0 else rows
+
+
 def collate(rows: Rows, position: int, eod: int | None) -> Batch:
-    """Samples [B, S + 1] to one micro-batch."""
-    both = torch.from_numpy(rows)
-    tokens_BS, labels_BS = both[:, :-1].contiguous(), both[:, 1:].contiguous()
+    """Samples [B, S + 1] of any integer type to one micro-batch."""
+    both = torch.from_numpy(rows.astype(np.int64, copy=False))
+    tokens_BS, labels_BS = both[:, :-1], both[:, 1:]
     if eod is None:
-        mask_BS = torch.ones(tokens_BS.shape, dtype=torch.float32)
+        mask_BS = _ones(tokens_BS.shape)
     else:
         mask_BS = (tokens_BS != eod).to(torch.float32)
     return Batch(tokens_BS, labels_BS, mask_BS, position)
+
+
+@functools.lru_cache(maxsize=2)
+def _ones(shape: torch.Size) -> torch.Tensor:
+    """The mask that takes loss everywhere, which all micro-batches share."""
+    return torch.ones(shape, dtype=torch.float32)

@@ -127,7 +127,28 @@ def test_a_batch() -> None:
         assert batch.loss_mask_BS.tolist() == [[1, 1, 1], [1, 1, 1]]
         assert batch.position == 4
         assert [t.dtype for t in batch[:3]] == [torch.int64, torch.int64, torch.float32]
-        assert all(t.is_contiguous() for t in batch[:3])
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+def test_what_is_sent_together_is_what_is_read_one_by_one(
+    monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    monkeypatch.setattr(module, "SAMPLES_SENT", size)
+    alone, sent = (list(stream(40, micro_batch_size=2, num_workers=n)) for n in (0, 1))
+    assert [batch.position for batch in sent] == [batch.position for batch in alone]
+    assert len(alone) > 5
+    for one, other in zip(alone, sent, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(one[:3], other[:3], strict=True))
+
+
+@pytest.mark.parametrize("largest", [0, 255, 256, 65_535, 65_536, 2**31, 2**32, 2**40])
+@pytest.mark.parametrize("smallest", [0, -1])
+def test_any_ids_are_sent_as_they_are(largest: int, smallest: int) -> None:
+    rows = np.array([[smallest, largest, 1]])
+    sent = module._small(rows)
+    assert isinstance(sent, np.ndarray)
+    assert module.collate(sent, 0, None).tokens_BS.tolist() == [[smallest, largest]]
+    assert smallest or sent.itemsize <= max(1, (largest.bit_length() + 7) // 8 * 2 - 1)
 
 
 def test_a_batch_is_cut_in_all_its_parts() -> None:
@@ -138,7 +159,6 @@ def test_a_batch_is_cut_in_all_its_parts() -> None:
     for whole, part in zip(batch, cut, strict=True):
         if isinstance(whole, torch.Tensor):
             assert isinstance(part, torch.Tensor)
-            assert part.is_contiguous()
             assert torch.equal(part, whole[:, : length - 1])
     assert batch.cut(length) is batch
     assert batch.cut(length + 1) is batch
