@@ -10,6 +10,7 @@ import ctypes
 import mmap
 import os
 import weakref
+from collections.abc import Callable
 from typing import IO, Any
 
 import numpy as np
@@ -32,9 +33,18 @@ def map_file(file: IO[Any]) -> npt.NDArray[np.uint8]:
     address = libc.mmap(None, size, mmap.PROT_READ, mmap.MAP_SHARED, file.fileno(), 0)
     if address == ctypes.c_void_p(-1).value:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-    memory = (ctypes.c_uint8 * size).from_address(address)
-    # When the last array over it is gone; at the end of the process the system does it.
-    weakref.finalize(memory, libc.munmap, address, size).atexit = False
-    content = np.ctypeslib.as_array(memory)
-    content.flags.writeable = False
-    return content
+    return np.asarray(_Mapping(address, size, libc.munmap))
+
+
+class _Mapping:
+    """What an array over mapped memory holds on to; the memory goes with the last of them."""
+
+    def __init__(self, address: int, size: int, unmap: Callable[[int, int], int]) -> None:
+        self.__array_interface__ = {
+            "version": 3,
+            "data": (address, True),  # read-only
+            "typestr": "|u1",
+            "shape": (size,),
+        }
+        # At the end of the process, arrays may still be looked at: the system does it.
+        weakref.finalize(self, unmap, address, size).atexit = False
