@@ -37,6 +37,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
 from megatron_ds.config import DataConfig
 from megatron_ds.data import cache
+from megatron_ds.data import blend_order
 from megatron_ds.data.build import build_datasets
 from megatron_ds.data.lock import Patience
 
@@ -47,6 +48,7 @@ NOBODY = 65534
 
 def build(request: dict[str, Any]) -> str:
     """A hash of every sample of training and validation."""
+    blend_order.BLOCK = 16  # else so short a mixture would not be kept
     datasets = build_datasets(
         DataConfig(
             data_path=tuple(request["paths"]), split="8,2", data_cache_path=request.get("cache")
