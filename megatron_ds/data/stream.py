@@ -24,7 +24,7 @@ from megatron_ds.data.gpt_dataset import Rows, TokenDataset, read
 
 T = TypeVar("T")
 
-SAMPLES_SENT = 64
+SAMPLES_SENT = 256
 """A loader process sends so many at once: torch's loader takes about as long for one as for ten."""
 PR_SET_PDEATHSIG = 1
 """prctl(2): the signal that a process gets when its parent ends."""
