@@ -22,8 +22,9 @@ help: ## show this list
 demo: install ## make a corpus, train, resume, evaluate and generate; DATA=my.jsonl takes your text
 	@$(RUN)/python tools/demo.py $(if $(DATA),--data "$(DATA)")
 
-test: lint ## lint, then all tests (tests/unit first, then those of several processes, then whole runs)
+test: lint ## lint, then all tests (tests/unit, then damaged input, several processes, whole runs)
 	$(PYTEST) -n 2 --dist loadfile tests/unit
+	$(PYTEST) -n 2 --dist loadfile tests/fuzz
 	$(PYTEST) tests/dist tests/e2e
 
 test-interop: $(INTEROP)/.installed ## token files and samples against megatron-core, which it downloads

@@ -14,7 +14,7 @@ from megatron_ds import arguments
 from megatron_ds.checkpoint import found
 from megatron_ds.config import Config
 from megatron_ds.state import TrainState
-from tests.unit.fuzz.clear import FUZZ, JSON, MISSING, REFUSED, paths_in, read_or_refuse, replaced
+from tests.fuzz.clear import FUZZ, JSON, MISSING, REFUSED, paths_in, read_or_refuse, replaced
 
 FLAGS = (
     "--num-layers 2 --hidden-size 8 --num-attention-heads 2 --seq-length 8 --train-iters 10 "

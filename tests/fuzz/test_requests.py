@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_ds.inference.requests import FIELDS, Defaults, Query, read
-from tests.unit.fuzz.clear import FUZZ, JSON, REFUSED, read_or_refuse
+from tests.fuzz.clear import FUZZ, JSON, REFUSED, read_or_refuse
 
 GOOD: dict[str, Any] = {
     "prompts": ["a", "b"],

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from megatron_ds.data.gpt_dataset import GPTDataset
 from megatron_ds.data.indexed import IndexedDataset, IndexedWriter
 from megatron_ds.data.sample_index import build_indexes
-from tests.unit.fuzz.clear import FUZZ, REFUSED, read_or_refuse
+from tests.fuzz.clear import FUZZ, REFUSED, read_or_refuse
 
 DOCUMENTS = [[5, 6, 7], [], [1], [65000, 2, 3, 4], [9, 9]]
 COUNT = len(DOCUMENTS)

@@ -14,7 +14,7 @@ from megatron_ds import arguments, schedules
 from megatron_ds.config import Config
 from megatron_ds.engine.ds_config import complete, generate
 from megatron_ds.engine.ds_file import BLOCKS, DROPPED, REFUSED, RENAMED, SWITCHES, TOP_KEYS
-from tests.unit.fuzz.clear import FUZZ, JSON
+from tests.fuzz.clear import FUZZ, JSON
 
 FLAGS = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --train-iters 10 "

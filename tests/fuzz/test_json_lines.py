@@ -19,7 +19,7 @@ from megatron_ds.data.preprocess import PreprocessOptions, preprocess
 from megatron_ds.data.sources import Inputs
 from megatron_ds.data.workers import Workers
 from megatron_ds.tokenizer.null import NullTokenizer
-from tests.unit.fuzz.clear import FUZZ, JSON, REFUSED, read_or_refuse
+from tests.fuzz.clear import FUZZ, JSON, REFUSED, read_or_refuse
 
 
 class Here(Workers):  # type: ignore[type-arg]
