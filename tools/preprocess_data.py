@@ -16,9 +16,9 @@ from contextlib import contextmanager
 
 from megatron_ds import arguments, flags, runtime
 from megatron_ds.config import TOKENIZERS, TokenizerConfig
+from megatron_ds.data.input_flags import add_input_flags, inputs_of
 from megatron_ds.data.preprocess import PreprocessOptions, Progress, dropped, preprocess
 from megatron_ds.data.sentences import SPLITTERS, Splitter, choose_splitter
-from megatron_ds.data.sources import FORMATS, TEXT_DOCUMENTS, Inputs
 from megatron_ds.peer_flags import REFUSED_VALUES
 from megatron_ds.tokenizer import build_tokenizer
 from megatron_ds.tokenizer.backends import BACKENDS, choose
@@ -34,37 +34,7 @@ Report = Callable[[Progress], None]
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     data = parser.add_argument_group("input and output")
-    data.add_argument(
-        "--input",
-        nargs="+",
-        default=[],
-        metavar="PATH",
-        help="files, patterns, folders, addresses (s3://, hf://, ...) or - for the standard input: "
-        "JSON lines, parquet, arrow, csv, tsv or plain text, by name; .gz .xz .zst .bz2 as well",
-    )
-    data.add_argument(
-        "--input-format",
-        choices=["auto", *FORMATS],
-        default=Inputs.format,
-        help="what the files are, whatever their names say (default: by name, else jsonl)",
-    )
-    data.add_argument(
-        "--text-documents",
-        choices=TEXT_DOCUMENTS,
-        default=Inputs.text_documents,
-        help="a document of plain text is a whole file, or a block between blank lines "
-        "(default: %(default)s)",
-    )
-    data.add_argument(
-        "--hf-dataset", metavar="NAME", help="a Hugging Face data set: name, path or saved folder"
-    )
-    data.add_argument("--hf-config", metavar="NAME", help="configuration of --hf-dataset")
-    data.add_argument(
-        "--split",
-        default=Inputs.hf_split,
-        metavar="NAME",
-        help="split of --hf-dataset (default: %(default)s)",
-    )
+    add_input_flags(data)
     data.add_argument(
         "--json-keys",
         "--json-key",
@@ -86,13 +56,6 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         action="store_true",
         help="stop at a line that gives no document (default: leave it out, and list it in "
         "<prefix>.quarantine)",
-    )
-    data.add_argument(
-        "--max-document-bytes",
-        type=int,
-        default=Inputs.max_document_bytes,
-        metavar="N",
-        help="longer documents are left out (default: %(default)s)",
     )
     data.add_argument(
         "--dataset-impl",
@@ -390,15 +353,7 @@ def main(argv: Sequence[str]) -> int:
     args = parse(argv)
     splitter, wrong = splitter_of(args)
     options = PreprocessOptions(
-        inputs=Inputs(
-            paths=tuple(args.input),
-            format=args.input_format,
-            text_documents=args.text_documents,
-            hf_dataset=args.hf_dataset,
-            hf_config=args.hf_config,
-            hf_split=args.split,
-            max_document_bytes=args.max_document_bytes,
-        ),
+        inputs=inputs_of(args),
         output_prefix=args.output_prefix,
         keys=tuple(args.json_keys),
         append_eod=args.append_eod,

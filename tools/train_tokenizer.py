@@ -16,7 +16,8 @@ from pathlib import Path
 
 from megatron_ds import runtime
 from megatron_ds.data.documents import Bad, Wanted, texts_of
-from megatron_ds.data.sources import FORMATS, TEXT_DOCUMENTS, Inputs, Reader
+from megatron_ds.data.input_flags import add_input_flags, inputs_of
+from megatron_ds.data.sources import Inputs, Reader
 from megatron_ds.tokenizer import training
 
 USES = {
@@ -31,26 +32,7 @@ BETWEEN_LINES = 5.0
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
-    parser.add_argument(
-        "--input", nargs="+", default=[], help="files, patterns, folders; - is the standard input"
-    )
-    parser.add_argument(
-        "--input-format",
-        default=Inputs.format,
-        choices=["auto", *FORMATS],
-        help="what the files are (default: what their names say)",
-    )
-    parser.add_argument(
-        "--text-documents",
-        default=Inputs.text_documents,
-        choices=TEXT_DOCUMENTS,
-        help="what a document of plain text is (default: %(default)s)",
-    )
-    parser.add_argument("--hf-dataset", metavar="NAME", help="a Hugging Face data set")
-    parser.add_argument("--hf-config", metavar="NAME", help="configuration of --hf-dataset")
-    parser.add_argument(
-        "--split", default=Inputs.hf_split, help="split of --hf-dataset (default: %(default)s)"
-    )
+    add_input_flags(parser)
     parser.add_argument(
         "--json-keys",
         "--json-key",
@@ -59,13 +41,6 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         default=["text"],
         metavar="KEY",
         help="keys or columns of the texts (default: text)",
-    )
-    parser.add_argument(
-        "--max-document-bytes",
-        type=int,
-        default=Inputs.max_document_bytes,
-        metavar="N",
-        help="longer documents are left out (default: %(default)s)",
     )
     parser.add_argument(
         "--type", default="bpe", choices=training.KINDS, help="what to train (default: bpe)"
@@ -89,15 +64,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 @runtime.warnings_in_words()
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse(argv)
-    inputs = Inputs(
-        paths=tuple(arguments.input),
-        format=arguments.input_format,
-        text_documents=arguments.text_documents,
-        hf_dataset=arguments.hf_dataset,
-        hf_config=arguments.hf_config,
-        hf_split=arguments.split,
-        max_document_bytes=arguments.max_document_bytes,
-    )
+    inputs = inputs_of(arguments)
     reading = Texts(inputs, tuple(arguments.json_keys), strict=arguments.strict)
     try:
         problems = [

@@ -20,7 +20,7 @@ from megatron_ds.cleaning.pipeline import Progress, clean
 from megatron_ds.cleaning.tasks import HANDLINGS, TaskOptions
 from megatron_ds.cleaning.work import WORK
 from megatron_ds.config import TOKENIZERS, TokenizerConfig
-from megatron_ds.data.sources import FORMATS, TEXT_DOCUMENTS, Inputs
+from megatron_ds.data.input_flags import add_input_flags, inputs_of
 
 NONE = "none"
 Report = Callable[[Progress], None]
@@ -50,49 +50,12 @@ def parser_of_all() -> argparse.ArgumentParser:
 
 def _add_data(parser: argparse.ArgumentParser) -> None:
     data = parser.add_argument_group("input and output")
-    data.add_argument(
-        "--input",
-        nargs="+",
-        default=[],
-        metavar="PATH",
-        help="files, patterns, folders, addresses (s3://, hf://, ...) or - for the standard input: "
-        "JSON lines, parquet, arrow, csv, tsv or plain text, by name; .gz .xz .zst .bz2 as well",
-    )
-    data.add_argument(
-        "--input-format",
-        choices=["auto", *FORMATS],
-        default=Inputs.format,
-        help="what the files are, whatever their names say (default: by name, else jsonl)",
-    )
-    data.add_argument(
-        "--text-documents",
-        choices=TEXT_DOCUMENTS,
-        default=Inputs.text_documents,
-        help="a document of plain text is a whole file, or a block between blank lines "
-        "(default: %(default)s)",
-    )
-    data.add_argument(
-        "--hf-dataset", metavar="NAME", help="a Hugging Face data set: name, path or saved folder"
-    )
-    data.add_argument("--hf-config", metavar="NAME", help="configuration of --hf-dataset")
-    data.add_argument(
-        "--split",
-        default=Inputs.hf_split,
-        metavar="NAME",
-        help="split of --hf-dataset (default: %(default)s)",
-    )
+    add_input_flags(data)
     data.add_argument(
         "--json-key",
         default=CleaningOptions.key,
         metavar="KEY",
         help="key or column of the text, a.b for b inside of a (default: %(default)s)",
-    )
-    data.add_argument(
-        "--max-document-bytes",
-        type=int,
-        default=Inputs.max_document_bytes,
-        metavar="N",
-        help="longer documents are left out (default: %(default)s)",
     )
     data.add_argument(
         "--output",
@@ -293,15 +256,7 @@ def options_of(args: argparse.Namespace) -> CleaningOptions:
         named = [name for word in args.stages for name in word.split(",") if name]
         stages = () if named == [NONE] else tuple(named)
     return CleaningOptions(
-        inputs=Inputs(
-            paths=tuple(args.input),
-            format=args.input_format,
-            text_documents=args.text_documents,
-            hf_dataset=args.hf_dataset,
-            hf_config=args.hf_config,
-            hf_split=args.split,
-            max_document_bytes=args.max_document_bytes,
-        ),
+        inputs=inputs_of(args),
         output=args.output,
         stages=stages,
         key=args.json_key,
