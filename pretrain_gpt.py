@@ -6,17 +6,18 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 
-from megatron_ds import arguments, runtime
+from megatron_ds.cli import arguments
 from megatron_ds.config import Config
-from megatron_ds.ending import ends_well
 from megatron_ds.engine import ds_config
-from megatron_ds.extensions import stale_locks
-from megatron_ds.startup import Startup
+from megatron_ds.launch import environment
+from megatron_ds.launch.extension_locks import stale_locks
+from megatron_ds.launch.lifecycle import ends_well
+from megatron_ds.launch.startup_timer import Startup
 
 
 def check(config: Config, world_size: int, warn: Callable[[str], None]) -> list[str]:
     """What the settings need of files and machine; loaded after --help has been answered."""
-    from megatron_ds import preflight
+    from megatron_ds.cli import preflight
 
     return preflight.check(config, world_size, warn)
 
@@ -26,13 +27,13 @@ def main() -> None:
     with ends_well() as life:
         config = arguments.parse(
             sys.argv[1:],
-            world_size=runtime.world_size(),
-            rank=runtime.local_rank(),  # a file may be missing on one machine alone
+            world_size=environment.world_size(),
+            rank=environment.local_rank(),  # a file may be missing on one machine alone
             complete=ds_config.complete,
             check=check,
         )
         startup.done("settings")
-        runtime.refuse_stale_locks(stale_locks(runtime.prepare_environment()))
+        environment.refuse_stale_locks(stale_locks(environment.prepare_environment()))
         from megatron_ds.training.trainer import pretrain  # after the settings: torch takes seconds
 
         startup.done("libraries")

@@ -36,11 +36,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.common import Contender, Work, in_turn, this_machine, versions, write_json
 from megatron_ds.config import DataConfig
-from megatron_ds.data.blend_order import blend_order
-from megatron_ds.data.build import build_datasets
-from megatron_ds.data.cache import ArrayCache
+from megatron_ds.data.blend_schedule import blend_order
+from megatron_ds.data.build_datasets import build_datasets
 from megatron_ds.data.gpt_dataset import GPTDataset, TokenDataset, read
-from megatron_ds.data.indexed import HEADER, MAGIC, IndexedDataset, IndexedWriter
+from megatron_ds.data.index_cache import ArrayCache
+from megatron_ds.data.indexed_dataset import HEADER, MAGIC, IndexedDataset, IndexedWriter
+from megatron_ds.data.micro_batches import MicroBatches
 from megatron_ds.data.sample_index import (
     SampleIndexes,
     build_indexes,
@@ -48,7 +49,6 @@ from megatron_ds.data.sample_index import (
     samples_of,
     shuffled,
 )
-from megatron_ds.data.stream import MicroBatches
 
 SEQUENCE = 1024
 MEAN_TOKENS = 1024

@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.common import this_machine, versions, write_json
-from megatron_ds.model.documents import DocumentLoop, row_lengths
+from megatron_ds.model.packed_attention import DocumentLoop, row_lengths
 
 LOOP, MASKED, CAUSAL = "each document", "a mask of S x S", "the whole sample"
 

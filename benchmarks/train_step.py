@@ -331,10 +331,10 @@ class Training:
 def build_ours(setting: Setting, *, compiled: bool) -> Work:
     """Our engine: ZeRO-1 of one process."""
     device = _start(setting.threads)
-    from megatron_ds.data.stream import Batch
+    from megatron_ds.data.micro_batches import Batch
     from megatron_ds.engine.build import build_engine
     from megatron_ds.parallel.mesh import Mesh
-    from megatron_ds.state import StepPlan
+    from megatron_ds.train_state import StepPlan
 
     engine = build_engine(our_config(setting, compiled=compiled), Mesh.build(1), device)
     size = setting.shape.micro_batch
@@ -466,11 +466,11 @@ def _model_config(shape: Shape) -> Any:
 
 def _start(threads: int) -> Any:
     """The device, with a process group of one and `threads` threads."""
-    from megatron_ds import runtime
     from megatron_ds.config import RuntimeConfig
+    from megatron_ds.launch import distributed, environment
 
-    runtime.prepare_environment()
-    here = runtime.start(RuntimeConfig())
+    environment.prepare_environment()
+    here = distributed.start(RuntimeConfig())
     import torch
 
     torch.set_num_threads(threads)

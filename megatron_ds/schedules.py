@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from megatron_ds.config import LENGTHS, UNITS, Config, flag_of
-from megatron_ds.state import StepPlan, TrainState
+from megatron_ds.train_state import StepPlan, TrainState
 
 BEGINNING = TrainState()
 

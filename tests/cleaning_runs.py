@@ -9,9 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from megatron_ds.cleaning import work
 from megatron_ds.cleaning.options import CleaningOptions
-from megatron_ds.data.sources import Inputs
+from megatron_ds.fileio import resumable
+from megatron_ds.preprocess.document_readers import Inputs
 
 
 def write(path: Path, *documents: object) -> Path:
@@ -55,7 +55,7 @@ def killed_at(number: int, name: str, run: Callable[[], object]) -> bool:
     if child == 0:
         code = 1
         try:
-            original = getattr(work.os, name)
+            original = getattr(resumable.os, name)
             calls = 0
 
             def killing(*arguments: Any) -> Any:
@@ -65,7 +65,7 @@ def killed_at(number: int, name: str, run: Callable[[], object]) -> bool:
                     os.kill(os.getpid(), signal.SIGKILL)
                 return original(*arguments)
 
-            setattr(work.os, name, killing)
+            setattr(resumable.os, name, killing)
             run()
             code = 0
         finally:

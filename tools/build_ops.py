@@ -15,8 +15,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_ds.extensions import stale_locks
-from megatron_ds.runtime import prepare_environment
+from megatron_ds.launch.environment import prepare_environment
+from megatron_ds.launch.extension_locks import stale_locks
 
 NO_COMPILER = """\
 There is no C++ compiler: {name} was not found. DeepSpeed builds its CPU ops with it.

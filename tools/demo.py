@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from megatron_ds.runtime import prepare_environment
+from megatron_ds.launch.environment import prepare_environment
 
 HERE = Path(__file__).resolve().parent.parent
 OUTPUTS = (

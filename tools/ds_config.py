@@ -16,7 +16,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_ds import arguments
+from megatron_ds.cli import arguments
 from megatron_ds.config import Config
 from megatron_ds.engine.ds_config import complete, generate, sources
 from megatron_ds.tokenizer import build_tokenizer

@@ -17,11 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TextIO
 
-from megatron_ds import runtime
 from megatron_ds.config import ModelConfig, file_problems
-from megatron_ds.inference import training_flags
-from megatron_ds.inference.settings import Sampling
-from megatron_ds.inference.training_flags import (
+from megatron_ds.inference import cli
+from megatron_ds.inference.cli import (
     TrainingFlags,
     add_flag,
     add_model_flags,
@@ -31,6 +29,8 @@ from megatron_ds.inference.training_flags import (
     precision_of,
     say,
 )
+from megatron_ds.inference.sampling_params import Sampling
+from megatron_ds.launch import distributed, environment, output
 
 if TYPE_CHECKING:
     from megatron_ds.tokenizer import Tokenizer
@@ -171,14 +171,14 @@ def parse(argv: Sequence[str]) -> tuple[Request | None, list[str]]:
         args, rest = parser.parse_known_args(list(argv))
     except argparse.ArgumentError as error:
         return None, [str(error)]
-    training, problems = training_flags.read(rest, vars(args))
+    training, problems = cli.read(rest, vars(args))
     sampling = Sampling(args.greedy, args.temperature, args.top_k, args.top_p, args.seed)
     problems += [*sampling.problems(), *_problems(args)]
     return Request(args, sampling, training), problems
 
 
 def _problems(args: argparse.Namespace) -> Iterator[str]:
-    yield from training_flags.model_problems(args)
+    yield from cli.model_problems(args)
     if sum(map(bool, (args.prompt, args.sample_input_file, args.num_samples))) > 1:
         yield "--prompt, --sample-input-file and --num-samples exclude each other"
     if args.sample_input_file is not None:
@@ -205,29 +205,29 @@ def _problems(args: argparse.Namespace) -> Iterator[str]:
 
 def run(request: Request) -> None:
     """Loads and generates. Raises ValueError for what does not fit the checkpoint."""
-    from megatron_ds.inference import load
+    from megatron_ds.inference import load_checkpoint
     from megatron_ds.inference.generate import generate, prompt_problems
     from megatron_ds.parallel.mesh import Mesh
 
-    found = load.find_checkpoint(Path(request.args.load), say)
-    config = load.model_config(found)
-    tokenizer = training_flags.tokenizer_for(request.training, found, NAME)
+    found = load_checkpoint.find_checkpoint(Path(request.args.load), say)
+    config = load_checkpoint.model_config(found)
+    tokenizer = cli.tokenizer_for(request.training, found, NAME)
     limits = Limits(request.max_new_tokens, request.max_length(config))
 
     def problems_with(prompts: Sequence[Prompt]) -> list[str]:
         return list(prompt_problems(config, [prompt.ids for prompt in prompts], *limits))
 
     batches: Iterator[list[Prompt]] = iter(())
-    if runtime.rank() == 0:
+    if environment.rank() == 0:
         batches = batches_of(request, tokenizer, problems_with)
     with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed prints which ops it loads
-        here = runtime.start(request.training.runtime_config(endless=request.is_interactive))
+        here = distributed.start(request.training.runtime_config(endless=request.is_interactive))
     try:
         mesh = Mesh.build(here.world_size)
         # A training may save while we start: all ranks take what the first one found.
         found = of_first_rank(found)
         say(f"loading the checkpoint {found.path}")
-        model = load.load_model(found, mesh, here.device, precision=request.precision)
+        model = load_checkpoint.load_model(found, mesh, here.device, precision=request.precision)
         done = 0
         with Output(request.args, tokenizer) as output:
             while batch := of_first_rank(next(batches, None)):
@@ -245,7 +245,7 @@ def run(request: Request) -> None:
                 if here.is_first:
                     output.write(batch, continuations)
     finally:
-        runtime.stop()
+        distributed.stop()
 
 
 def batches_of(
@@ -309,7 +309,7 @@ class Output:
         self._count = 0
 
     def __enter__(self) -> Output:
-        if self._path is not None and runtime.rank() == 0:
+        if self._path is not None and environment.rank() == 0:
             self._file = self._stack.enter_context(open(self._path, "w", encoding="utf-8"))
         return self
 
@@ -339,8 +339,8 @@ def main(argv: Sequence[str]) -> None:
     request, problems = parse(argv)
     if problems or request is None:
         fail(NAME, problems)
-    runtime.prepare_environment()
-    with runtime.errors_in_words():
+    environment.prepare_environment()
+    with output.errors_in_words():
         run(request)
 
 

@@ -1,6 +1,6 @@
 """Show what a pair of token files (.bin and .idx) holds, check it, and compare it with another.
 
-The command line over `megatron_ds.data.inspect`. Exit code 0: all is well; 1: the files are
+The command line over `megatron_ds.data.token_file_stats`. Exit code 0: all is well; 1: the files are
 damaged, tokens are outside of the vocabulary, or the pairs that were compared differ.
 """
 
@@ -15,13 +15,14 @@ import tempfile
 from collections.abc import Sequence
 from typing import Any
 
-from megatron_ds import flags, runtime
+from megatron_ds.cli import flags
 from megatron_ds.config import DataConfig, TokenizerConfig
-from megatron_ds.data.build import build_datasets
-from megatron_ds.data.indexed import IndexedDataset
-from megatron_ds.data.inspect import check, compare, document, summarize, summary_lines
-from megatron_ds.data.made_by import read_sentences
-from megatron_ds.data.mixture import NAMES
+from megatron_ds.data.blend_spec import NAMES
+from megatron_ds.data.build_datasets import build_datasets
+from megatron_ds.data.indexed_dataset import IndexedDataset
+from megatron_ds.data.token_file_stats import check, compare, document, summarize, summary_lines
+from megatron_ds.data.tokenizer_metadata import read_sentences
+from megatron_ds.launch import output
 from megatron_ds.tokenizer import Tokenizer, build_tokenizer
 
 
@@ -232,7 +233,7 @@ class Inspection:
             print(*lines, sep="\n")
 
 
-@runtime.warnings_in_words()
+@output.warnings_in_words()
 def main(argv: Sequence[str]) -> int:
     args = parse(argv)
     sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
@@ -243,7 +244,7 @@ def main(argv: Sequence[str]) -> int:
             print(json.dumps(inspection.found))
         sys.stdout.flush()
     except BrokenPipeError:  # who reads has seen enough, as `head`
-        runtime.discard_output()
+        output.discard_output()
         return 128 + signal.SIGPIPE
     except (ValueError, OSError) as error:
         print(f"inspect_dataset.py: error:\n{error}", file=sys.stderr)

@@ -6,8 +6,8 @@ import argparse
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from megatron_ds.flags import Flag, default_of, groups, of_preprocessing, other_names, peers
-from megatron_ds.peer_flags import DEFAULTS, REFUSED_VALUES
+from megatron_ds.cli.flags import Flag, default_of, groups, of_preprocessing, other_names, peers
+from megatron_ds.cli.megatron_flags import DEFAULTS, REFUSED_VALUES
 
 OUTPUT = Path(__file__).resolve().parents[1] / "docs" / "flags.md"
 

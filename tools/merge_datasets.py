@@ -11,8 +11,8 @@ import sys
 import time
 from collections.abc import Sequence
 
-from megatron_ds import runtime
 from megatron_ds.data.merge import Merged, merge, prefixes_in
+from megatron_ds.launch import output
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -53,7 +53,7 @@ def _show(merged: Merged) -> None:
     print(f"{merged.datasets} merged, {share:.0%} of the bytes", file=sys.stderr, flush=True)
 
 
-@runtime.warnings_in_words()
+@output.warnings_in_words()
 def main(argv: Sequence[str]) -> int:
     args = parse(argv)
     start = time.perf_counter()
@@ -67,7 +67,7 @@ def main(argv: Sequence[str]) -> int:
         print("interrupted; nothing was written", file=sys.stderr)
         return 130
     seconds = max(time.perf_counter() - start, 1e-9)
-    with runtime.reader_may_leave():
+    with output.reader_may_leave():
         print(
             f"{done.datasets} datasets: {done.documents} documents, {done.sequences} sequences, "
             f"{done.tokens} tokens ({done.size / seconds / 1e6:.1f} MB/s)"

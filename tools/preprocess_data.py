@@ -1,7 +1,7 @@
 """Turn documents of any kind into Megatron's token files, <prefix>_<key>_document.bin and .idx, or
 <prefix>_<key>_sentence.bin and .idx with --split-sentences.
 
-The command line over `megatron_ds.data.preprocess`: flags, progress and exit code.
+The command line over `megatron_ds.preprocess.pipeline`: flags, progress and exit code.
 """
 
 from __future__ import annotations
@@ -14,14 +14,15 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
-from megatron_ds import arguments, flags, runtime
+from megatron_ds.cli import arguments, flags
+from megatron_ds.cli.megatron_flags import REFUSED_VALUES
 from megatron_ds.config import TOKENIZERS, TokenizerConfig
-from megatron_ds.data.input_flags import add_input_flags, inputs_of
-from megatron_ds.data.preprocess import PreprocessOptions, Progress, dropped, preprocess
-from megatron_ds.data.sentences import SPLITTERS, Splitter, choose_splitter
-from megatron_ds.peer_flags import REFUSED_VALUES
+from megatron_ds.launch import environment, output
+from megatron_ds.preprocess.input_flags import add_input_flags, inputs_of
+from megatron_ds.preprocess.pipeline import PreprocessOptions, Progress, dropped, preprocess
+from megatron_ds.preprocess.sentence_splitter import SPLITTERS, Splitter, choose_splitter
 from megatron_ds.tokenizer import build_tokenizer
-from megatron_ds.tokenizer.backends import BACKENDS, choose
+from megatron_ds.tokenizer.fast_backend import BACKENDS, choose
 
 KINDS = {
     **{kind: kind for kind in TOKENIZERS},
@@ -348,7 +349,7 @@ def say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-@runtime.warnings_in_words()
+@output.warnings_in_words()
 def main(argv: Sequence[str]) -> int:
     args = parse(argv)
     splitter, wrong = splitter_of(args)
@@ -385,7 +386,7 @@ def main(argv: Sequence[str]) -> int:
         problems = [*options.problems(), *wrong, *config.problems(args.vocab_size)]
         if problems:
             raise ValueError("\n".join(problems))
-        runtime.use_one_thread_per_tokenizer()  # the workers are the parallelism
+        environment.use_one_thread_per_tokenizer()  # the workers are the parallelism
         chosen = choose(build_tokenizer(config, args.vocab_size), args.tokenizer_backend)
         if chosen.reason:
             print(f"encoding is slower than it could be: {chosen.reason}", file=sys.stderr)
@@ -399,7 +400,7 @@ def main(argv: Sequence[str]) -> int:
         return 130
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a path may be no text
-    with runtime.reader_may_leave():
+    with output.reader_may_leave():
         print(*closing(done, options, time.perf_counter() - start, chosen.library), sep="\n")
     return 0
 

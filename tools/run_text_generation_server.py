@@ -19,12 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_ds import runtime
-from megatron_ds.exit_codes import ExitCode
-from megatron_ds.inference import training_flags
-from megatron_ds.inference.requests import Defaults
-from megatron_ds.inference.settings import Sampling
-from megatron_ds.inference.training_flags import (
+from megatron_ds.inference import cli
+from megatron_ds.inference.api_schema import Defaults
+from megatron_ds.inference.cli import (
     TrainingFlags,
     add_flag,
     add_model_flags,
@@ -34,10 +31,13 @@ from megatron_ds.inference.training_flags import (
     precision_of,
     say,
 )
+from megatron_ds.inference.sampling_params import Sampling
+from megatron_ds.launch import distributed, environment, output
+from megatron_ds.launch.exit_codes import ExitCode
 
 if TYPE_CHECKING:
-    from megatron_ds.inference.answer import Answerer, Job, Outcome
-    from megatron_ds.inference.crew import Crew
+    from megatron_ds.inference.service import Answerer, Job, Outcome
+    from megatron_ds.inference.tp_group import Crew
 
 NAME = Path(__file__).name
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
@@ -117,7 +117,7 @@ def parse(argv: Sequence[str]) -> tuple[Settings | None, list[str]]:
         args, rest = parser.parse_known_args(list(argv))
     except argparse.ArgumentError as error:
         return None, [str(error)]
-    training, problems = training_flags.read(rest, vars(args))
+    training, problems = cli.read(rest, vars(args))
     sampling = Sampling(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p)
     problems += [*sampling.problems(), *_problems(args)]
     defaults = Defaults(args.out_seq_length, args.temperature, args.top_k, args.top_p)
@@ -128,7 +128,7 @@ def _problems(args: argparse.Namespace) -> Iterator[str]:
     missing = [name for name in ("fastapi", "uvicorn") if importlib.util.find_spec(name) is None]
     if missing:
         yield f"{' and '.join(missing)} not installed: pip install fastapi uvicorn"
-    yield from training_flags.model_problems(args)
+    yield from cli.model_problems(args)
     if args.top_k and args.top_p:
         yield "--top-k and --top-p exclude each other"
     if not 0 <= args.port < 2**16:
@@ -143,29 +143,29 @@ def _problems(args: argparse.Namespace) -> Iterator[str]:
 
 def run(settings: Settings) -> None:
     """Loads and serves. Raises ValueError for what does not fit the checkpoint or the machine."""
-    from megatron_ds.inference import load
-    from megatron_ds.inference.answer import Answerer, Job, Outcome, longest_text
-    from megatron_ds.inference.crew import Crew, CrewBroken, end_with_launchers
+    from megatron_ds.inference import load_checkpoint
     from megatron_ds.inference.server import TextServer, listen
+    from megatron_ds.inference.service import Answerer, Job, Outcome, longest_text
+    from megatron_ds.inference.tp_group import Crew, CrewBroken, end_with_launchers
     from megatron_ds.parallel.mesh import Mesh
 
     end_with_launchers()
     args = settings.args
-    found = load.find_checkpoint(Path(args.load), say)
-    config = load.model_config(found)
-    tokenizer = training_flags.tokenizer_for(settings.training, found, NAME)
+    found = load_checkpoint.find_checkpoint(Path(args.load), say)
+    config = load_checkpoint.model_config(found)
+    tokenizer = cli.tokenizer_for(settings.training, found, NAME)
     max_length = longest_text(config, args.inference_max_seq_length)
     # Before the model: a port that is taken need not wait for it.
-    listener = listen(args.host, args.port) if runtime.rank() == 0 else None
+    listener = listen(args.host, args.port) if environment.rank() == 0 else None
     with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed prints which ops it loads
-        here = runtime.start(settings.training.runtime_config(endless=False))
+        here = distributed.start(settings.training.runtime_config(endless=False))
     try:
         mesh = Mesh.build(here.world_size)
         # A training may save while we start: all ranks take what the first one found.
         found = of_first_rank(found)
         say(f"loading the checkpoint {found.path}")
         answerer = Answerer(
-            load.load_model(found, mesh, here.device, precision=settings.precision),
+            load_checkpoint.load_model(found, mesh, here.device, precision=settings.precision),
             tokenizer,
             max_length=max_length,
             usual_new_tokens=settings.defaults.tokens_to_generate,
@@ -185,10 +185,10 @@ def run(settings: Settings) -> None:
         crew.dismiss()
         say("the server has ended")
     except CrewBroken as error:
-        runtime.complain(runtime.signed(f"ends: {error}"))
+        output.complain(output.signed(f"ends: {error}"))
         raise SystemExit(ExitCode.LOST) from None
     finally:
-        runtime.stop()
+        distributed.stop()
 
 
 class Service:
@@ -200,9 +200,9 @@ class Service:
         self._defaults = defaults
 
     def read(self, body: bytes) -> Job:
-        from megatron_ds.inference import requests
+        from megatron_ds.inference import api_schema
 
-        return self._answerer.job(requests.read(body, self._defaults))
+        return self._answerer.job(api_schema.read(body, self._defaults))
 
     def perform(self, job: Job, cancelled: threading.Event) -> dict[str, Any]:
         start = time.monotonic()
@@ -221,8 +221,8 @@ def main(argv: Sequence[str]) -> None:
     settings, problems = parse(argv)
     if problems or settings is None:
         fail(NAME, problems)
-    runtime.prepare_environment()
-    with runtime.errors_in_words():
+    environment.prepare_environment()
+    with output.errors_in_words():
         run(settings)
 
 

@@ -14,11 +14,11 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from megatron_ds import runtime
-from megatron_ds.data.documents import Bad, Wanted, texts_of
-from megatron_ds.data.input_flags import add_input_flags, inputs_of
-from megatron_ds.data.sources import Inputs, Reader
-from megatron_ds.tokenizer import training
+from megatron_ds.launch import output
+from megatron_ds.preprocess.document_readers import Inputs, Reader
+from megatron_ds.preprocess.input_flags import add_input_flags, inputs_of
+from megatron_ds.preprocess.parsing import Bad, Wanted, texts_of
+from megatron_ds.tokenizer.train import train_bpe, train_unigram, train_wordpiece
 
 USES = {
     "bpe": "--tokenizer-type GPT2BPETokenizer --vocab-file {0}/vocab.json --merge-file "
@@ -43,7 +43,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         help="keys or columns of the texts (default: text)",
     )
     parser.add_argument(
-        "--type", default="bpe", choices=training.KINDS, help="what to train (default: bpe)"
+        "--type", default="bpe", choices=train.KINDS, help="what to train (default: bpe)"
     )
     parser.add_argument("--vocab-size", type=int, default=4096, help="tokens (default: 4096)")
     parser.add_argument(
@@ -61,7 +61,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return arguments
 
 
-@runtime.warnings_in_words()
+@output.warnings_in_words()
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse(argv)
     inputs = inputs_of(arguments)
@@ -69,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         problems = [
             *inputs.problems(),
-            *training.problems(arguments.type, arguments.vocab_size),
+            *train.problems(arguments.type, arguments.vocab_size),
             *_output_problems(arguments.output_dir),
         ]
         if problems:
@@ -82,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("interrupted", file=sys.stderr)
         return 130
     kind = "BertWordPieceCase" if arguments.keep_case else "BertWordPieceLowerCase"
-    with runtime.reader_may_leave():
+    with output.reader_may_leave():
         print(f"{size} tokens from {reading.summary}")
         print(f"use it with {USES[arguments.type].format(arguments.output_dir, kind)}")
     return 0
@@ -102,10 +102,10 @@ def train(arguments: argparse.Namespace, texts: Texts) -> int:
     folder, size, show = arguments.output_dir, arguments.vocab_size, sys.stderr.isatty()
     if arguments.type == "wordpiece":
         lower_case = not arguments.keep_case
-        return training.train_wordpiece(texts, size, folder, lower_case=lower_case, show=show)
+        return train_wordpiece(texts, size, folder, lower_case=lower_case, show=show)
     if arguments.type == "unigram":
-        return training.train_unigram(texts, size, folder, show=show)
-    return training.train_bpe(texts, size, folder, show=show)
+        return train_unigram(texts, size, folder, show=show)
+    return train_bpe(texts, size, folder, show=show)
 
 
 class Texts:

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from megatron_ds.data.indexed import IndexedDataset
+from megatron_ds.data.indexed_dataset import IndexedDataset
 from megatron_ds.data.sample_index import parse_split, split_bounds
 
 Tokens = npt.NDArray[np.integer]

@@ -9,16 +9,23 @@ from hashlib import sha256
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from megatron_ds.cleaning.duplicates import UNITS, Exact, ExactJudge, Near, NearJudge, NearOptions
-from megatron_ds.cleaning.journey import Judge, Stage
-from megatron_ds.cleaning.language import Language
-from megatron_ds.cleaning.length import Length
-from megatron_ds.cleaning.tasks import HANDLINGS, Decontaminate, TaskOptions
-from megatron_ds.cleaning.unicode import Fix
-from megatron_ds.cleaning.urls import Urls
-from megatron_ds.cleaning.work import COMPRESSIONS
+from megatron_ds.cleaning.decontamination import HANDLINGS, Decontaminate, TaskOptions
+from megatron_ds.cleaning.deduplication import (
+    UNITS,
+    Exact,
+    ExactJudge,
+    Near,
+    NearJudge,
+    NearOptions,
+)
+from megatron_ds.cleaning.fix_unicode import Fix
+from megatron_ds.cleaning.language_filter import Language
+from megatron_ds.cleaning.length_filter import Length
+from megatron_ds.cleaning.stages import Judge, Stage
+from megatron_ds.cleaning.url_filter import Urls
 from megatron_ds.config import TokenizerConfig
-from megatron_ds.data.sources import QUARANTINE, STDIN, Inputs
+from megatron_ds.fileio.resumable import COMPRESSIONS
+from megatron_ds.preprocess.document_readers import QUARANTINE, STDIN, Inputs
 from megatron_ds.tokenizer import build_tokenizer
 
 STAGES = ("url", "fix", "length", "language", "exact", "near", "decontaminate")

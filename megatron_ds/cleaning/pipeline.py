@@ -15,15 +15,15 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
-from megatron_ds.cleaning.counts import Counts
-from megatron_ds.cleaning.journey import Changed, Claimed, Dropped, Journey, Judge, Stage, travel
 from megatron_ds.cleaning.options import CleaningOptions
 from megatron_ds.cleaning.report import draw, write_numbers
-from megatron_ds.cleaning.work import Work, packed, records
-from megatron_ds.data.documents import Bad, Wanted, texts_of
-from megatron_ds.data.quarantine import line_of
-from megatron_ds.data.sources import START, Item, Place, Reader, Unreadable
-from megatron_ds.data.workers import Workers
+from megatron_ds.cleaning.stages import Changed, Claimed, Dropped, Journey, Judge, Stage, travel
+from megatron_ds.cleaning.stats import Counts
+from megatron_ds.fileio.resumable import Work, packed, records
+from megatron_ds.preprocess.document_readers import START, Item, Place, Reader, Unreadable
+from megatron_ds.preprocess.parsing import Bad, Wanted, texts_of
+from megatron_ds.preprocess.quarantine import line_of
+from megatron_ds.preprocess.worker_pool import Workers
 
 CHUNK_BYTES = 1 << 19
 CHUNK_DOCUMENTS = 64

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from megatron_ds.cleaning.counts import EDGES, Counts
+from megatron_ds.cleaning.stats import EDGES, Counts
 
 REASONS_SHOWN = 5
 """Per stage; the others are drawn as one bar."""

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from megatron_ds.data.indexed import IndexedDataset, Tokens
+from megatron_ds.data.indexed_dataset import IndexedDataset, Tokens
 from megatron_ds.data.sample_index import IntArray, SampleIndexes
 
 Rows = npt.NDArray[np.int64]

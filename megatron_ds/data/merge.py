@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_ds.data.indexed import IndexedDataset, IndexedWriter
-from megatron_ds.data.made_by import made_by_of
+from megatron_ds.data.indexed_dataset import IndexedDataset, IndexedWriter
+from megatron_ds.data.tokenizer_metadata import made_by_of
 
 
 @dataclass(frozen=True)

@@ -14,15 +14,15 @@ from deepspeed.runtime.config import DeepSpeedConfig
 from pydantic import ValidationError
 
 from megatron_ds.config import Config
-from megatron_ds.engine import effective
+from megatron_ds.engine import readback
 from megatron_ds.engine.ds_config import generate
-from megatron_ds.engine.optimizer import parameter_groups
+from megatron_ds.engine.param_groups import parameter_groups
 from megatron_ds.engine.zero import ZeroEngine
-from megatron_ds.model.documents import DocumentRules, find_flex
 from megatron_ds.model.gpt import GPTModel
+from megatron_ds.model.packed_attention import DocumentRules, find_flex
+from megatron_ds.parallel.activation_checkpointing import Recompute
 from megatron_ds.parallel.mesh import Mesh
-from megatron_ds.parallel.random import RngStreams
-from megatron_ds.parallel.recompute import Recompute
+from megatron_ds.parallel.rng import RngStreams
 
 
 def build_engine(
@@ -63,7 +63,7 @@ def build_engine(
     return ZeroEngine(
         engine,
         ds_config=ds_config,
-        effective=effective.check(config, mesh, engine, ds_config),
+        effective=readback.check(config, mesh, engine, ds_config),
         mesh=mesh,
         rng=rng,
         seed=config.runtime.seed,
@@ -86,7 +86,7 @@ def _document_rules(
     flex, why_not = None, ""
     if data.reset_attention_mask:
         assert micro is not None
-        dtype = getattr(torch, effective.DTYPES[config.precision.name])
+        dtype = getattr(torch, readback.DTYPES[config.precision.name])
         flex, why_not = find_flex(config.model, micro, mesh.tp.size, dtype, device)
     return DocumentRules(eod, data.reset_position_ids, data.reset_attention_mask, flex, why_not)
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from megatron_ds.config import GROUPS, Config, flag_of
 from megatron_ds.engine import ds_curriculum, ds_scheduler
-from megatron_ds.engine.ds_file import (
+from megatron_ds.engine.ds_config_file import (
     PASSED_KEYS,
     DsFile,
     Json,

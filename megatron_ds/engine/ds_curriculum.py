@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron_ds.engine.ds_file import DsFile
+from megatron_ds.engine.ds_config_file import DsFile
 
 BLOCK = "curriculum_learning"
 CONFIG = f"{BLOCK}.schedule_config"

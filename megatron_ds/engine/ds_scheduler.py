@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_ds.config import Config, flag_of
-from megatron_ds.engine.ds_file import DsFile
+from megatron_ds.engine.ds_config_file import DsFile
 
 TRANSLATED = ("WarmupLR", "WarmupDecayLR")
 

@@ -15,15 +15,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron_ds.data.stream import Batch
-from megatron_ds.engine.checkpoint_files import CheckpointFiles
-from megatron_ds.engine.effective import States, Values, states
-from megatron_ds.engine.loss_scale import LossScale
-from megatron_ds.engine.optimizer import forget_bias_correction, set_rates
+from megatron_ds.data.micro_batches import Batch
+from megatron_ds.engine.ds_checkpoint_io import CheckpointFiles
+from megatron_ds.engine.loss_scaler import LossScale
+from megatron_ds.engine.param_groups import forget_bias_correction, set_rates
+from megatron_ds.engine.readback import States, Values, states
 from megatron_ds.parallel.mesh import Mesh
-from megatron_ds.parallel.random import RngStreams
+from megatron_ds.parallel.rng import RngStreams
 from megatron_ds.parallel.sharding import spec_of
-from megatron_ds.state import StepPlan, StepResult
+from megatron_ds.train_state import StepPlan, StepResult
 
 SQUARED_AT_ONCE = 2**20
 """Elements of a norm that are in double precision at a time."""

@@ -18,7 +18,7 @@ import torch
 from megatron_ds.config import ModelConfig
 from megatron_ds.inference.kv_cache import PreallocatedCache
 from megatron_ds.inference.sampling import choose, generator_of
-from megatron_ds.inference.settings import Sampling
+from megatron_ds.inference.sampling_params import Sampling
 from megatron_ds.model.gpt import GPTModel
 
 

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 import torch
 
-from megatron_ds.inference.settings import Sampling
+from megatron_ds.inference.sampling_params import Sampling
 
 USUAL_NUCLEUS = 1024
 """Candidates among which top-p looks first: sorting a whole vocabulary takes longer than a small

@@ -21,10 +21,10 @@ from fastapi.responses import HTMLResponse, JSONResponse, Response
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from megatron_ds.inference.crew import CrewBroken
+from megatron_ds.inference.api_schema import MAX_BODY
 from megatron_ds.inference.generate import Cancelled
-from megatron_ds.inference.page import PAGE
-from megatron_ds.inference.requests import MAX_BODY
+from megatron_ds.inference.tp_group import CrewBroken
+from megatron_ds.inference.web_page import PAGE
 
 DRAINED = 8 * MAX_BODY
 """Bytes of a body that are read: a client that still sends does not hear that it was too much."""

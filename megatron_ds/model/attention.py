@@ -14,13 +14,13 @@ from torch import nn
 from torch.nn.attention import SDPBackend
 
 from megatron_ds.config import ModelConfig
-from megatron_ds.model.documents import DocumentRules
-from megatron_ds.model.init import Initializer
-from megatron_ds.model.position import AttentionContext, rotate
+from megatron_ds.model.packed_attention import DocumentRules
+from megatron_ds.model.position_embedding import AttentionContext, rotate
+from megatron_ds.model.weight_init import Initializer
+from megatron_ds.parallel.activation_checkpointing import Recompute
 from megatron_ds.parallel.linear import ColumnParallelLinear, RowParallelLinear
 from megatron_ds.parallel.mesh import Group
-from megatron_ds.parallel.random import RngStreams
-from megatron_ds.parallel.recompute import Recompute
+from megatron_ds.parallel.rng import RngStreams
 
 
 def kernel(

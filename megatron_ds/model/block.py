@@ -8,13 +8,13 @@ from torch import nn
 
 from megatron_ds.config import ModelConfig
 from megatron_ds.model.attention import Attention, KeyValueCache
-from megatron_ds.model.init import Initializer
 from megatron_ds.model.mlp import MLP
 from megatron_ds.model.norm import build_norm
-from megatron_ds.model.position import AttentionContext
+from megatron_ds.model.position_embedding import AttentionContext
+from megatron_ds.model.weight_init import Initializer
+from megatron_ds.parallel.activation_checkpointing import Recompute
 from megatron_ds.parallel.mesh import Group
-from megatron_ds.parallel.random import RngStreams
-from megatron_ds.parallel.recompute import Recompute
+from megatron_ds.parallel.rng import RngStreams
 
 
 class Block(nn.Module):

@@ -14,15 +14,15 @@ from torch import nn
 from megatron_ds.config import ModelConfig
 from megatron_ds.model.attention import KeyValueCache
 from megatron_ds.model.block import Block
-from megatron_ds.model.documents import DocumentRules
-from megatron_ds.model.init import Initializer
-from megatron_ds.model.loss import Head
 from megatron_ds.model.norm import build_norm
-from megatron_ds.model.position import AttentionContext, Positions
+from megatron_ds.model.output_layer import Head
+from megatron_ds.model.packed_attention import DocumentRules
+from megatron_ds.model.position_embedding import AttentionContext, Positions
+from megatron_ds.model.weight_init import Initializer
+from megatron_ds.parallel.activation_checkpointing import Recompute
 from megatron_ds.parallel.embedding import VocabParallelEmbedding
 from megatron_ds.parallel.mesh import Group, Mesh
-from megatron_ds.parallel.random import RngStreams
-from megatron_ds.parallel.recompute import Recompute
+from megatron_ds.parallel.rng import RngStreams
 
 
 class PositionTable(nn.Module):

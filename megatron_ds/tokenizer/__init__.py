@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from megatron_ds.config import TokenizerConfig
 from megatron_ds.tokenizer.base import Flat, Tokenizer, encode_flat
-from megatron_ds.tokenizer.identity import Identity
+from megatron_ds.tokenizer.fingerprint import Identity
 
 __all__ = ["Flat", "Identity", "Tokenizer", "build_tokenizer", "encode_flat"]
 
@@ -51,7 +51,7 @@ def build_tokenizer(config: TokenizerConfig, vocab_size: int | None = None) -> T
             config.tokenizer_model, trust_remote_code=config.trust_remote_code
         )
     if config.tokenizer_type == "TikTokenizer":
-        from megatron_ds.tokenizer.tik import TikTokenizer
+        from megatron_ds.tokenizer.tiktoken_tokenizer import TikTokenizer
 
         assert config.tiktoken_pattern is not None
         return TikTokenizer(

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
-from megatron_ds.tokenizer.identity import Identity
+from megatron_ds.tokenizer.fingerprint import Identity
 
 LARGEST_ID = (1 << 31) - 1
 """Ids are stored as int32 at most."""

@@ -11,7 +11,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from megatron_ds.tokenizer.base import checked_size, fingerprint_of, library_errors, read_json
-from megatron_ds.tokenizer.identity import Identity, hashes_of
+from megatron_ds.tokenizer.fingerprint import Identity, hashes_of
 
 END_OF_TEXT = "<|endoftext|>"
 SPECIAL_TOKENS = 1000

@@ -16,7 +16,7 @@ from megatron_ds.tokenizer.base import (
     library_errors,
     read_json,
 )
-from megatron_ds.tokenizer.identity import Identity, hashes_of
+from megatron_ds.tokenizer.fingerprint import Identity, hashes_of
 
 USUAL_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]", "<|eot_id|>")
 NEEDED_FILES = ("vocab_file", "merges_file")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megatron_ds.tokenizer.base import LARGEST_ID, fingerprint_of
-from megatron_ds.tokenizer.identity import Identity
+from megatron_ds.tokenizer.fingerprint import Identity
 
 LONGEST_ID = 1000
 """Characters, for ids with zeros in front; Python refuses to read numbers of some thousands."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ds.tokenizer.base import fingerprint_of, library, library_errors
-from megatron_ds.tokenizer.identity import Identity, hashes_of
+from megatron_ds.tokenizer.fingerprint import Identity, hashes_of
 
 ADDED = ("<CLS>", "<SEP>", "<EOD>", "<MASK>")
 

@@ -16,7 +16,7 @@ import tokenizers
 from tokenizers import models, pre_tokenizers
 
 from megatron_ds.tokenizer.base import fingerprint_of, library_errors
-from megatron_ds.tokenizer.identity import Identity, hashes_of
+from megatron_ds.tokenizer.fingerprint import Identity, hashes_of
 
 LONGEST_WORD = 200
 """Characters; a longer word is [UNK]."""

@@ -17,9 +17,9 @@ from rich.text import Text
 
 from megatron_ds import schedules
 from megatron_ds.config import Config
-from megatron_ds.model.memory import Estimate
+from megatron_ds.engine.memory_estimate import Estimate
 from megatron_ds.parallel.mesh import Mesh
-from megatron_ds.state import TrainState
+from megatron_ds.train_state import TrainState
 
 WIDTH = 100
 MIB = 2**20

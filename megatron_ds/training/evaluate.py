@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from megatron_ds.data.gpt_dataset import TokenDataset
-from megatron_ds.data.stream import MicroBatches
-from megatron_ds.engine.base import Engine
+from megatron_ds.data.micro_batches import MicroBatches
+from megatron_ds.engine.protocol import Engine
 from megatron_ds.parallel.mesh import Mesh
 
 Stopped = Callable[[], bool]

@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from megatron_ds.state import StepPlan, StepResult, TrainState
+from megatron_ds.train_state import StepPlan, StepResult, TrainState
 from megatron_ds.training.records import SPLITS, EvalRecord, IntervalRecord, Sink, StepRecord
 
 

@@ -12,35 +12,31 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron_ds import runtime, schedules
-from megatron_ds.checkpoint.disk import write_json
-from megatron_ds.checkpoint.found import Found
-from megatron_ds.checkpoint.native import Checkpoints, SaveError
+from megatron_ds import schedules
+from megatron_ds.checkpoint.manager import Checkpoints, SaveError
+from megatron_ds.checkpoint.metadata import Found
+from megatron_ds.checkpoint.storage import write_json
 from megatron_ds.config import Config
-from megatron_ds.data.build import Datasets, build_datasets
-from megatron_ds.data.shares import SHARES, listed, mixture, summary, unrecorded
-from megatron_ds.data.stream import MicroBatches
-from megatron_ds.ending import Life
-from megatron_ds.engine.base import Engine
+from megatron_ds.data.build_datasets import Datasets, build_datasets
+from megatron_ds.data.micro_batches import MicroBatches
+from megatron_ds.data.usage_report import SHARES, listed, mixture, summary, unrecorded
 from megatron_ds.engine.build import build_engine
-from megatron_ds.exit_codes import ExitCode
+from megatron_ds.engine.protocol import Engine
+from megatron_ds.launch import device, distributed, output
+from megatron_ds.launch.exit_codes import ExitCode
+from megatron_ds.launch.lifecycle import Life
+from megatron_ds.launch.startup_timer import Startup
 from megatron_ds.model.flops import model_flops_per_sample
 from megatron_ds.parallel.mesh import Mesh
-from megatron_ds.startup import Startup
-from megatron_ds.state import TrainState
 from megatron_ds.tokenizer import Tokenizer, build_tokenizer
-from megatron_ds.training.announce import (
-    MemoryReport,
-    estimate_of,
-    say_arguments,
-    say_banner,
-)
+from megatron_ds.train_state import TrainState
 from megatron_ds.training.evaluate import evaluate
-from megatron_ds.training.hooks import EarlyEnd, ExitConditions
+from megatron_ds.training.exit_conditions import EarlyEnd, ExitConditions
+from megatron_ds.training.loggers import open_sinks
 from megatron_ds.training.metrics import Metrics, Workload
 from megatron_ds.training.records import Sink
-from megatron_ds.training.sinks import open_sinks
-from megatron_ds.training.skips import SkippedSteps, newest_of
+from megatron_ds.training.skipped_steps import SkippedSteps, newest_of
+from megatron_ds.training.startup_report import MemoryReport, estimate_of, say_arguments, say_banner
 
 
 @dataclass
@@ -95,7 +91,7 @@ class Trainer:
             end = self._evaluate("validation", "the end of training for val data")
             end = end or self._evaluate("test", "the end of training for test data")
         if end is not None:
-            runtime.say(end.words)
+            output.say(end.words)
         self.metrics.close()
         return ExitCode.FINISHED if end is None else end.code
 
@@ -126,14 +122,14 @@ class Trainer:
         """The start after the first step, and the memory after the first log interval."""
         if iteration == self.first_iteration:
             self.startup.done("first iteration")
-            runtime.say(self.startup.line())
+            output.say(self.startup.line())
         interval = self.config.logging.log_interval
         if _due(iteration, interval) and iteration - self.first_iteration < interval:
             self._report_memory()
 
     def _report_memory(self) -> None:
         if self.memory is not None:
-            runtime.say(self.memory.line(self.state.iteration))
+            output.say(self.memory.line(self.state.iteration))
 
     def _compiled_graphs(self) -> int:
         if not self.config.runtime.compile:
@@ -194,7 +190,7 @@ class Trainer:
         except SaveError as error:
             if final or self.config.checkpoint.on_save_error == "exit":
                 raise
-            runtime.say(f"WARNING: {error}. Training goes on (--on-save-error continue)")
+            output.say(f"WARNING: {error}. Training goes on (--on-save-error continue)")
             return saved
         return self.state.iteration
 
@@ -211,21 +207,21 @@ def pretrain(config: Config, life: Life, startup: Startup) -> ExitCode:
     """
     tokenizer = build_tokenizer(config.tokenizer, config.model.vocab_size)
     config = config.with_vocab(tokenizer.vocab_size)
-    runtime.require_precision(config.precision)
-    here = runtime.start(config.runtime)
-    life.joined(*runtime.meet())
+    device.require_precision(config.precision)
+    here = distributed.start(config.runtime)
+    life.joined(*distributed.meet())
     startup.done("process group")
     trainer = build_trainer(config, tokenizer, here, life, startup)
     life.training()
     code = trainer.run()
     dist.barrier()
     life.finished()
-    runtime.stop()
+    distributed.stop()
     return code
 
 
 def build_trainer(
-    config: Config, tokenizer: Tokenizer, here: runtime.Runtime, life: Life, startup: Startup
+    config: Config, tokenizer: Tokenizer, here: distributed.Runtime, life: Life, startup: Startup
 ) -> Trainer:
     """Puts a run together: data, model and engine, checkpoint, sinks. Collective."""
     mesh = Mesh.build(
@@ -234,7 +230,7 @@ def build_trainer(
     )
     dp_size = mesh.dp.size
     say_arguments(config, here, mesh)
-    checkpoints = Checkpoints(config, mesh, runtime.say)
+    checkpoints = Checkpoints(config, mesh, output.say)
     found: Found | None = None
     if config.checkpoint.load is not None:
         found = checkpoints.find()
@@ -242,11 +238,11 @@ def build_trainer(
     data = _data(config, tokenizer, dp_size, found)
     _stamp("after dataloaders are built")
     startup.done("data")
-    peak = runtime.PeakMemory()
+    peak = device.PeakMemory()
     engine = build_engine(config, mesh, here.device, tokenizer.eod)
     startup.done("model and engine")
     count = sum(getattr(p, "ds_numel", p.numel()) for p in engine.module.parameters())
-    runtime.say(
+    output.say(
         f" > number of parameters on (tensor, pipeline) model parallel rank "
         f"({mesh.tp.rank}, {mesh.pp.rank}): {count}"
     )
@@ -298,11 +294,11 @@ class _MeanOver:
 
 def _data(config: Config, tokenizer: Tokenizer, dp_size: int, found: Found | None) -> Datasets:
     """found: the checkpoint from which the run goes on, if there is one."""
-    runtime.say(" > building train, validation, and test datasets for GPT ...")
+    output.say(" > building train, validation, and test datasets for GPT ...")
     state = TrainState() if found is None else found.state
     wanted = schedules.planned_samples(config, dp_size, state)
     for name, samples in zip(("train", "validation", "test"), wanted, strict=True):
-        runtime.say(f"    {name + ':':<12}{samples}")
+        output.say(f"    {name + ':':<12}{samples}")
     save = config.checkpoint.save
     built = build_datasets(
         config.data,
@@ -317,19 +313,19 @@ def _data(config: Config, tokenizer: Tokenizer, dp_size: int, found: Found | Non
     )
     full_list = None if save is None else str(Path(save) / SHARES)
     for line in summary(built.shares, full_list):
-        runtime.say(f"    {line}")
+        output.say(f"    {line}")
     if built.progress is not None and len(built.progress.history.phases) > 1:
-        runtime.say(f"    {mixture(built.progress.history)}")
+        output.say(f"    {mixture(built.progress.history)}")
     changes = built.changes
     if found is not None and found.history is None:
         changes = tuple(unrecorded(found.run["config"], config))
     if changes:
-        runtime.say("\n".join(changes))
+        output.say("\n".join(changes))
     return built
 
 
 def _metrics(
-    config: Config, mesh: Mesh, engine: Engine, state: TrainState, here: runtime.Runtime
+    config: Config, mesh: Mesh, engine: Engine, state: TrainState, here: distributed.Runtime
 ) -> Metrics:
     padded = config.model.padded_vocab(mesh.tp.size)
     sinks: list[Sink] = []
@@ -339,8 +335,8 @@ def _metrics(
             state,
             world_size=here.world_size,
             dp_size=mesh.dp.size,
-            write=lambda text: runtime.say(text, on=-1),
-            memory=runtime.device_memory,
+            write=lambda text: output.say(text, on=-1),
+            memory=device.device_memory,
         )
     return Metrics(
         Workload(
@@ -360,7 +356,7 @@ def _metrics(
 
 
 def _stamp(what: str) -> None:
-    runtime.say(f"[{what}] datetime: {datetime.now():%Y-%m-%d %H:%M:%S}")
+    output.say(f"[{what}] datetime: {datetime.now():%Y-%m-%d %H:%M:%S}")
 
 
 def _due(iteration: int, interval: int | None) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tests.dist.twin import Run, Tensors
+from tests.dist.reference import Run, Tensors
 
 RELATIVE = 1e-5
 

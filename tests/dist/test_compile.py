@@ -14,13 +14,13 @@ import pytest
 from torch._inductor import config as inductor
 
 from megatron_ds.config import Config, RecomputeConfig, RuntimeConfig
-from tests.dist import cases
-from tests.dist.cases import Case, config_of, plans_of
+from tests.dist import parity_cases
+from tests.dist.parity_cases import Case, config_of, plans_of
 from tests.dist.compare import differences
-from tests.dist.jobs import Job, Outcomes, run_jobs
-from tests.dist.twin import Samples
+from tests.dist.rank_jobs import Job, Outcomes, run_jobs
+from tests.dist.reference import Samples
 
-SAMPLES = Samples(cases.STEPS * cases.SAMPLES_PER_STEP, cases.SHAPE)
+SAMPLES = Samples(parity_cases.STEPS * parity_cases.SAMPLES_PER_STEP, parity_cases.SHAPE)
 ALONE = Case(1, 1, 1, 1, "learned", "adamw")
 ZERO3 = Case(2, 3, 1, 1, "learned", "adamw")
 DROPPED = Case(2, 1, 2, 1, "gqa", "adamw")
@@ -32,7 +32,7 @@ RECOMPUTED = {
 
 def config(case: Case, folder: Path, *, compiled: bool) -> Config:
     return dataclasses.replace(
-        config_of(case, folder), runtime=RuntimeConfig(seed=cases.SEED, compile=compiled)
+        config_of(case, folder), runtime=RuntimeConfig(seed=parity_cases.SEED, compile=compiled)
     )
 
 

@@ -11,10 +11,10 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 from megatron_ds.config import ModelConfig
-from megatron_ds.model.documents import DocumentRules
+from megatron_ds.model.packed_attention import DocumentRules
 from megatron_ds.model.gpt import GPTModel
 from megatron_ds.parallel.mesh import Mesh
-from megatron_ds.parallel.random import RngStreams
+from megatron_ds.parallel.rng import RngStreams
 
 LENGTHS = (8, 12, 24)
 END = 5

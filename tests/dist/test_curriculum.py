@@ -13,20 +13,14 @@ from pathlib import Path
 import pytest
 
 from megatron_ds import schedules
-from megatron_ds.config import (
-    Config,
-    DataConfig,
-    OptimizerConfig,
-    RecomputeConfig,
-    ScheduleConfig,
-)
-from megatron_ds.model.documents import DocumentRules
-from megatron_ds.state import StepPlan, StepResult, TrainState
-from tests.dist import cases
-from tests.dist.cases import Case, completed, config_of
+from megatron_ds.config import Config, DataConfig, OptimizerConfig, RecomputeConfig, ScheduleConfig
+from megatron_ds.model.packed_attention import DocumentRules
+from megatron_ds.train_state import StepPlan, StepResult, TrainState
+from tests.dist import parity_cases
+from tests.dist.parity_cases import Case, completed, config_of
 from tests.dist.compare import differences
-from tests.dist.jobs import Job, Outcomes, run_jobs
-from tests.dist.twin import END, Samples, train_alone
+from tests.dist.rank_jobs import Job, Outcomes, run_jobs
+from tests.dist.reference import END, Samples, train_alone
 from tests.unit.model.dense import dense_flex
 
 WORLD = 2
@@ -35,7 +29,7 @@ BATCHES = [4, 4, 4, 8, 8, 16]
 BEFORE = [0, 16, 48, 96, 224, 352]
 """Tokens before each step: the warm-up takes 64, the decay ends at 576."""
 RATES = [0.1 + 0.3 * n / 64 if n < 64 else 0.4 * (576 - n) / 512 for n in BEFORE]
-SAMPLES = Samples(sum(BATCHES), cases.SHAPE).with_ends(0.2)
+SAMPLES = Samples(sum(BATCHES), parity_cases.SHAPE).with_ends(0.2)
 
 
 @dataclasses.dataclass(frozen=True)

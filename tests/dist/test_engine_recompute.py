@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from megatron_ds.config import Config, RecomputeConfig
-from tests.dist import cases
-from tests.dist.cases import Case, config_of, plans_of
-from tests.dist.jobs import Job, Outcomes, run_jobs
-from tests.dist.twin import Samples, train_alone
+from tests.dist import parity_cases
+from tests.dist.parity_cases import Case, config_of, plans_of
+from tests.dist.rank_jobs import Job, Outcomes, run_jobs
+from tests.dist.reference import Samples, train_alone
 
 LAYOUTS = list(itertools.product((1, 3), (1, 2)))
 """ZeRO stage and tensor-parallel size."""
@@ -27,7 +27,7 @@ WAYS = {
     "partitioned": RecomputeConfig(checkpoint_activations=True, partition_activations=True),
 }
 STORED = "stored"
-SAMPLES = Samples(cases.STEPS * cases.SAMPLES_PER_STEP, cases.SHAPE)
+SAMPLES = Samples(parity_cases.STEPS * parity_cases.SAMPLES_PER_STEP, parity_cases.SHAPE)
 
 
 def layout(stage: int, tp: int) -> Case:

@@ -12,11 +12,11 @@ import pytest
 
 from megatron_ds.config import PrecisionConfig
 from megatron_ds.parallel.mesh import Mesh
-from tests.dist import cases
-from tests.dist.cases import Case, config_of, plans_of
-from tests.dist.engine_runs import train
-from tests.dist.skipping import WORLD, Layout, Training, run_layouts, same, spoilt
-from tests.dist.twin import Samples, train_alone
+from tests.dist import parity_cases
+from tests.dist.parity_cases import Case, config_of, plans_of
+from tests.dist.engine_harness import train
+from tests.dist.nonfinite_harness import WORLD, Layout, Training, run_layouts, same, spoilt
+from tests.dist.reference import Samples, train_alone
 
 FP16 = PrecisionConfig(fp16=True, allow_fp16_on_cpu=True)
 STATIC = dataclasses.replace(FP16, loss_scale=512.0)
@@ -25,7 +25,7 @@ OVERFLOWS = (1, 2, 3, 8, 9, 13)
 """Steps of which one rank's gradient is spoilt. No other overflows: a scale of 2^12, the highest
 that is reached, leaves room for gradients of 16."""
 FIRST_SCALE, WINDOW = 2.0**10, 2
-SAMPLES = Samples(cases.STEPS * cases.SAMPLES_PER_STEP, cases.SHAPE)
+SAMPLES = Samples(parity_cases.STEPS * parity_cases.SAMPLES_PER_STEP, parity_cases.SHAPE)
 
 
 def dynamic(hysteresis: int) -> PrecisionConfig:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from megatron_ds.inference.generate import generate
-from megatron_ds.inference.settings import Sampling
+from megatron_ds.inference.sampling_params import Sampling
 from megatron_ds.parallel.mesh import Mesh
 from tests.distributed import run_ranks
 from tests.unit.inference.models import EOD, KINDS, VOCAB, model_of

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from megatron_ds.data.indexed import IndexedWriter
+from megatron_ds.data.indexed_dataset import IndexedWriter
 
-CREW = Path(__file__).with_name("cache_crew.py")
+CREW = Path(__file__).with_name("cache_processes.py")
 PROCESSES = 8
 Answers = list[dict[str, Any]]
 Crew = Callable[..., Answers]

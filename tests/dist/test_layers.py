@@ -16,12 +16,12 @@ from megatron_ds.parallel.collectives import (
     reduce_from_group,
     split_to_group,
 )
-from megatron_ds.parallel import cross_entropy
-from megatron_ds.parallel.cross_entropy import linear_cross_entropy
+from megatron_ds.parallel import fused_linear_cross_entropy
+from megatron_ds.parallel.fused_linear_cross_entropy import linear_cross_entropy
 from megatron_ds.parallel.embedding import VocabParallelEmbedding
 from megatron_ds.parallel.linear import ColumnParallelLinear, RowParallelLinear
 from megatron_ds.parallel.mesh import Group, Mesh
-from megatron_ds.parallel.random import RngStreams
+from megatron_ds.parallel.rng import RngStreams
 from megatron_ds.parallel.sharding import Shard, join, shard_of, spec_of
 from tests.distributed import RankError, run_ranks
 
@@ -168,12 +168,12 @@ def check_cross_entropy(group: Group) -> None:
 
 def check_cross_entropy_in_chunks(group: Group) -> None:
     """The last ranks hold padding, and yet all cut the tokens alike: they talk once per chunk."""
-    whole = cross_entropy.CHUNK_BYTES
-    cross_entropy.CHUNK_BYTES = 4 * 3 * PADDED // group.size
+    whole = fused_linear_cross_entropy.CHUNK_BYTES
+    fused_linear_cross_entropy.CHUNK_BYTES = 4 * 3 * PADDED // group.size
     try:
         check_cross_entropy(group)
     finally:
-        cross_entropy.CHUNK_BYTES = whole
+        fused_linear_cross_entropy.CHUNK_BYTES = whole
 
 
 def check_random(group: Group) -> None:

@@ -15,7 +15,7 @@ from megatron_ds.config import ACTIVATIONS, ModelConfig
 from megatron_ds.model.gpt import GPTModel
 from megatron_ds.parallel.collectives import all_gather
 from megatron_ds.parallel.mesh import Mesh
-from megatron_ds.parallel.random import RngStreams
+from megatron_ds.parallel.rng import RngStreams
 from megatron_ds.parallel.sharding import join, shard_of, spec_of
 from tests.distributed import run_ranks
 

@@ -10,8 +10,8 @@ import pytest
 
 from megatron_ds.config import PrecisionConfig
 from megatron_ds.parallel.mesh import Mesh
-from tests.dist.engine_runs import whole_weights
-from tests.dist.skipping import Layout, Training, run_layouts, same, spoilt
+from tests.dist.engine_harness import whole_weights
+from tests.dist.nonfinite_harness import Layout, Training, run_layouts, same, spoilt
 
 LAYOUTS = [
     Layout(PrecisionConfig(bf16=bf16), stage, tp)

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from megatron_ds.config import DataConfig
-from megatron_ds.data.build import build_datasets
+from megatron_ds.data.build_datasets import build_datasets
 from megatron_ds.data.gpt_dataset import TokenDataset
-from megatron_ds.data.indexed import IndexedWriter
-from megatron_ds.data.stream import MicroBatches
+from megatron_ds.data.indexed_dataset import IndexedWriter
+from megatron_ds.data.micro_batches import MicroBatches
 
 SAMPLES = 24
 RESUMES = (8, 16)

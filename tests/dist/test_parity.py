@@ -16,15 +16,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.dist import cases
-from tests.dist.cases import Case
+from tests.dist import parity_cases
+from tests.dist.parity_cases import Case
 from tests.dist.compare import differences
-from tests.dist.jobs import Job, Outcomes, run_jobs
-from tests.dist.twin import Run, Samples, Tensors, train_alone
+from tests.dist.rank_jobs import Job, Outcomes, run_jobs
+from tests.dist.reference import Run, Samples, Tensors, train_alone
 
 AGAIN = "again-"
 """Before the name of a world's first case in its second run, after all others."""
-SAMPLES = Samples(cases.STEPS * cases.SAMPLES_PER_STEP, cases.SHAPE)
+SAMPLES = Samples(parity_cases.STEPS * parity_cases.SAMPLES_PER_STEP, parity_cases.SHAPE)
 
 Worlds = dict[int, Outcomes]
 References = dict[tuple[str, str], Run]
@@ -38,7 +38,7 @@ def worlds(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     parameters = [item.callspec.params for item in items if hasattr(item, "callspec")]
     selected = list(dict.fromkeys(p["case"] for p in parameters if "case" in p))
     results = {}
-    for world in cases.AXES["world"]:
+    for world in parity_cases.AXES["world"]:
         jobs = [_job(case, folder) for case in selected if case.world == world]
         if jobs:
             jobs.append(dataclasses.replace(jobs[0], name=AGAIN + jobs[0].name))
@@ -47,7 +47,7 @@ def worlds(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def _job(case: Case, folder: Path) -> Job:
-    return Job(case.name, cases.config_of(case, folder), cases.plans_of(case), SAMPLES)
+    return Job(case.name, parity_cases.config_of(case, folder), parity_cases.plans_of(case), SAMPLES)
 
 
 @pytest.fixture(scope="module")
@@ -59,17 +59,17 @@ def references() -> References:
 def reference_of(case: Case, known: References, folder: Path) -> Run:
     key = case.model, case.optimizer
     if key not in known:
-        config = cases.config_of(case, folder)
-        known[key] = train_alone(config, SAMPLES, cases.plans_of(case))
+        config = parity_cases.config_of(case, folder)
+        known[key] = train_alone(config, SAMPLES, parity_cases.plans_of(case))
     return known[key]
 
 
-@pytest.mark.parametrize("case", cases.chosen(), ids=lambda case: case.name)
+@pytest.mark.parametrize("case", parity_cases.chosen(), ids=lambda case: case.name)
 def test_layout_equals_one_process(
     case: Case, worlds: Worlds, references: References, tmp_path: Path
 ) -> None:
     reference = reference_of(case, references, tmp_path)
-    clip = cases.OPTIMIZERS[case.optimizer].clip_grad
+    clip = parity_cases.OPTIMIZERS[case.optimizer].clip_grad
     if clip:
         assert all(norm is not None and norm > 2 * clip for norm in reference.norms)
     for rank, run in enumerate(worlds[case.world].of(case.name)):
@@ -92,7 +92,7 @@ def _error_of_first_step(run: Run, reference: Run) -> float:
     return max(shares)
 
 
-ZERO3 = [case for case in cases.chosen() if case.stage == 3]
+ZERO3 = [case for case in parity_cases.chosen() if case.stage == 3]
 
 
 @pytest.mark.parametrize("case", ZERO3, ids=lambda case: case.name)
@@ -126,11 +126,11 @@ def _same(one: Tensors, other: Tensors) -> bool:
 
 def test_any_three_values_occur_together() -> None:
     """The rule of `cases.py`, by another way than the one that made the array."""
-    chosen = cases.covering()
-    assert len(chosen) == len(set(chosen)) < len(cases.product()) == 448
-    for axes in itertools.combinations(cases.AXES, 3):
+    chosen = parity_cases.covering()
+    assert len(chosen) == len(set(chosen)) < len(parity_cases.product()) == 448
+    for axes in itertools.combinations(parity_cases.AXES, 3):
         found = {tuple(getattr(case, axis) for axis in axes) for case in chosen}
-        sizes = [len(cases.AXES[axis]) for axis in axes]
+        sizes = [len(parity_cases.AXES[axis]) for axis in axes]
         assert len(found) == sizes[0] * sizes[1] * sizes[2], axes
 
 

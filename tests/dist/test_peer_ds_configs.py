@@ -17,16 +17,16 @@ import pytest
 import torch
 
 from megatron_ds import schedules
-from megatron_ds.arguments import read
+from megatron_ds.cli.arguments import read
 from megatron_ds.config import Config
-from megatron_ds.data.stream import MicroBatches
+from megatron_ds.data.micro_batches import MicroBatches
 from megatron_ds.engine.build import build_engine
 from megatron_ds.engine.ds_config import complete
 from megatron_ds.parallel.mesh import Mesh
-from megatron_ds.runtime import require_precision
-from megatron_ds.state import TrainState
-from tests.dist.engine_runs import prepare
-from tests.dist.twin import Samples
+from megatron_ds.launch.device import require_precision
+from megatron_ds.train_state import TrainState
+from tests.dist.engine_harness import prepare
+from tests.dist.reference import Samples
 from tests.distributed import run_ranks
 
 FOLDER = Path(__file__).resolve().parents[3] / "shared" / "data" / "peer_ds_configs"

@@ -16,25 +16,25 @@ import torch
 
 from megatron_ds.config import Config, DeepSpeedConfig, PrecisionConfig, ScheduleConfig
 from megatron_ds.engine.ds_config import complete
-from megatron_ds.state import StepPlan
-from tests.dist import cases
-from tests.dist.cases import Case, completed, config_of, plans_of
+from megatron_ds.train_state import StepPlan
+from tests.dist import parity_cases
+from tests.dist.parity_cases import Case, completed, config_of, plans_of
 from tests.dist.compare import differences
-from tests.dist.jobs import Job, Outcomes, run_jobs
-from tests.dist.twin import Samples, Tensors, train_alone
+from tests.dist.rank_jobs import Job, Outcomes, run_jobs
+from tests.dist.reference import Samples, Tensors, train_alone
 
 LAYOUTS = list(itertools.product((1, 2, 3), (1, 2)))
 """ZeRO stage and tensor-parallel size."""
 OFFLOADED = [(stage, tp, "none") for stage, tp in LAYOUTS] + [(3, 1, "cpu"), (3, 2, "cpu")]
 """Stage, tensor-parallel size and where ZeRO-3 keeps the parameters; the optimizer's states are in
 host memory."""
-SAMPLES = Samples(cases.STEPS * cases.SAMPLES_PER_STEP, cases.SHAPE)
+SAMPLES = Samples(parity_cases.STEPS * parity_cases.SAMPLES_PER_STEP, parity_cases.SHAPE)
 
 MICRO_BATCHES = 96
 # All micro-batches are alike, so each adds the same to a sum that is up to 95 times as large. A
 # bf16 number has 8 bits: at the end its last place is a quarter to most of what is added, and the
 # roundings, alike too, run up to percents of the gradient. In fp32 nothing is lost.
-ALIKE = Samples(2 * MICRO_BATCHES, cases.SHAPE, different=1)
+ALIKE = Samples(2 * MICRO_BATCHES, parity_cases.SHAPE, different=1)
 
 
 def layout(stage: int, tp: int) -> Case:

@@ -14,12 +14,12 @@ import pytest
 
 from megatron_ds import schedules
 from megatron_ds.config import Config, OptimizerConfig, ScheduleConfig
-from megatron_ds.state import StepPlan, StepResult, TrainState
-from tests.dist import cases
-from tests.dist.cases import Case, completed, config_of
+from megatron_ds.train_state import StepPlan, StepResult, TrainState
+from tests.dist import parity_cases
+from tests.dist.parity_cases import Case, completed, config_of
 from tests.dist.compare import differences
-from tests.dist.jobs import Job, Outcomes, run_jobs
-from tests.dist.twin import Samples, train_alone
+from tests.dist.rank_jobs import Job, Outcomes, run_jobs
+from tests.dist.reference import Samples, train_alone
 
 WORLD = 2
 LAYOUTS = [(0, 1), (1, 1), (2, 1), (3, 1), (1, 2), (3, 2)]
@@ -28,7 +28,7 @@ BATCHES = [4, 8, 16, 16]
 # Half of the warm-up's way up after 4 samples; then down from 0.4 on a line that would reach 0
 # after 44 samples, 36 after the warm-up's end.
 RATES = [0.1, 0.25, 0.4 * 32 / 36, 0.4 * 16 / 36]
-SAMPLES = Samples(sum(BATCHES), cases.SHAPE)
+SAMPLES = Samples(sum(BATCHES), parity_cases.SHAPE)
 UNGUIDED = "unguided"
 
 

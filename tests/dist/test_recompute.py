@@ -8,12 +8,12 @@ import deepspeed
 import torch
 
 from megatron_ds.config import ModelConfig, RecomputeConfig
-from megatron_ds.model.documents import DocumentRules
+from megatron_ds.model.packed_attention import DocumentRules
 from megatron_ds.model.gpt import GPTModel
 from megatron_ds.parallel.mesh import Mesh
-from megatron_ds.parallel.random import RngStreams
-from megatron_ds.parallel.recompute import Recompute
-from megatron_ds.runtime import prepare_environment
+from megatron_ds.parallel.rng import RngStreams
+from megatron_ds.parallel.activation_checkpointing import Recompute
+from megatron_ds.launch.environment import prepare_environment
 from tests.distributed import run_ranks
 
 MODEL = ModelConfig(

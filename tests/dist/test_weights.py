@@ -12,27 +12,18 @@ from pathlib import Path
 
 import torch
 
-from megatron_ds.checkpoint.found import read_run
-from megatron_ds.checkpoint.native import Checkpoints
-from megatron_ds.checkpoint.weights import Weights, read_weights
-from megatron_ds.config import (
-    CheckpointConfig,
-    Config,
-    DeepSpeedConfig,
-    ModelConfig,
-    OptimizerConfig,
-    ParallelConfig,
-    PrecisionConfig,
-    ScheduleConfig,
-)
-from megatron_ds.data.stream import Batch
+from megatron_ds.checkpoint.metadata import read_run
+from megatron_ds.checkpoint.manager import Checkpoints
+from megatron_ds.checkpoint.full_weights import Weights, read_weights
+from megatron_ds.config import CheckpointConfig, Config, DeepSpeedConfig, ModelConfig, OptimizerConfig, ParallelConfig, PrecisionConfig, ScheduleConfig
+from megatron_ds.data.micro_batches import Batch
 from megatron_ds.engine.build import build_engine
-from megatron_ds.inference.load import load_model
+from megatron_ds.inference.load_checkpoint import load_model
 from megatron_ds.parallel.collectives import all_gather
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.parallel.sharding import join, spec_of
-from megatron_ds.state import StepPlan, TrainState
-from tests.dist.engine_runs import CPU, prepare, whole_weights
+from megatron_ds.train_state import StepPlan, TrainState
+from tests.dist.engine_harness import CPU, prepare, whole_weights
 from tests.distributed import run_ranks
 
 WORLD = 4

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megatron_ds.data.workers import UNDER_WAY_PER_WORKER, Workers
+from megatron_ds.preprocess.worker_pool import UNDER_WAY_PER_WORKER, Workers
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -83,7 +83,7 @@ def test_a_killed_worker_is_an_error_and_no_hang(count: int) -> None:
 def test_workers_end_when_the_parent_is_killed() -> None:
     code = (
         "import os, signal\n"
-        "from megatron_ds.data.workers import Workers\n"
+        "from megatron_ds.preprocess.worker_pool import Workers\n"
         "workers = Workers(abs, 3).__enter__()\n"
         "print(*[p.pid for p in workers._processes], flush=True)\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"

@@ -17,8 +17,8 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from megatron_ds.data.preprocess import PreprocessOptions, Progress, preprocess
-from megatron_ds.data.sources import Inputs
+from megatron_ds.preprocess.document_readers import Inputs
+from megatron_ds.preprocess.pipeline import PreprocessOptions, Progress, preprocess
 from megatron_ds.tokenizer.null import NullTokenizer
 
 TOKENIZER = NullTokenizer(100)

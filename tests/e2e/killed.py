@@ -64,9 +64,9 @@ def before_writing(name: str) -> Callable[[int], None]:
     """A text file of the save that the crash prevents."""
 
     def install(iteration: int) -> None:
-        from megatron_ds.checkpoint import disk
+        from megatron_ds.checkpoint import storage
 
-        write = disk.write_text
+        write = storage.write_text
 
         def stopped(path: Path, text: str) -> None:
             saving = f"global_step{iteration}" in path.parent.name
@@ -75,23 +75,23 @@ def before_writing(name: str) -> Callable[[int], None]:
                 kill_all_ranks()
             write(path, text)
 
-        disk.write_text = stopped
+        storage.write_text = stopped
 
     return install
 
 
 def before_the_rename(iteration: int) -> None:
     """The manifest stands, the folder has its temporary name."""
-    from megatron_ds.checkpoint import disk
+    from megatron_ds.checkpoint import storage
 
-    put = disk.put_in_place
+    put = storage.put_in_place
 
     def stopped(temporary: Path, target: Path) -> None:
         if target.name == f"global_step{iteration}":
             kill_all_ranks()
         put(temporary, target)
 
-    disk.put_in_place = stopped
+    storage.put_in_place = stopped
 
 
 STAGES: dict[str, Callable[[int], None]] = {
@@ -107,9 +107,9 @@ STAGES: dict[str, Callable[[int], None]] = {
 
 def main() -> None:
     stage, _, number = os.environ["KILL_AT"].partition(":")
-    from megatron_ds import runtime
+    from megatron_ds.launch import environment
 
-    runtime.prepare_environment()
+    environment.prepare_environment()
     STAGES[stage](int(number))
     import pretrain_gpt
 

@@ -23,7 +23,7 @@ from typing import Any, Protocol
 
 import torch
 
-from megatron_ds.engine.checkpoint_files import read_tensors
+from megatron_ds.engine.ds_checkpoint_io import read_tensors
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
 PRETRAIN = REPOSITORY / "pretrain_gpt.py"

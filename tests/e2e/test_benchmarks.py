@@ -16,8 +16,8 @@ import torch
 from benchmarks import data, documents, preprocess, startup, train_step
 from benchmarks.common import Contender, in_turn, paired_ratio, this_machine, versions
 from benchmarks.train_step import COMPILED, DEEPSPEED, OURS, PLAIN, Report, Setting, Shape
-from megatron_ds.data import build
-from megatron_ds.startup import Startup
+from megatron_ds.data import build_datasets
+from megatron_ds.launch.startup_timer import Startup
 
 TINY = Shape(layers=1, hidden=32, heads=2, sequence=16, vocab=128, micro_batch=2)
 
@@ -237,7 +237,7 @@ def test_the_compiled_stand_in_makes_the_same_indexes(tmp_path):
 
 
 def test_a_mixture_of_holes_is_opened_and_read(tmp_path, monkeypatch):
-    monkeypatch.setattr(build, "OPENED_AT_START", 0)
+    monkeypatch.setattr(build_datasets, "OPENED_AT_START", 0)
     prefixes = list(data.sparse_files(tmp_path / "files", 5, 2000))
     for made in (True, False):
         found = data.mixed_files(prefixes, 2000, str(tmp_path / "cache"))(1)

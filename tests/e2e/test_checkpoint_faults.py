@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ds.checkpoint.found import problem_with
-from megatron_ds.exit_codes import ExitCode
+from megatron_ds.checkpoint.metadata import problem_with
+from megatron_ds.launch.exit_codes import ExitCode
 from tests.e2e.runs import REPOSITORY, Launcher, Result, Settings, checkpoint_differences, steps
 
 RANKS = 2

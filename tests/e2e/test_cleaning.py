@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ds.cleaning.pipeline import clean
-from megatron_ds.cleaning.work import RECORD
+from megatron_ds.fileio.resumable import RECORD
 from tests.cleaning_runs import corpus, everything, files, killed_at, write
 from tools.openwebtext import blacklist_urls, find_duplicates
 

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from megatron_ds.data.check import PROBED_BLOCKS, PROBED_TOKENS
-from megatron_ds.data.indexed import IndexedWriter
+from megatron_ds.data.indexed_dataset import IndexedWriter
+from megatron_ds.data.validation import PROBED_BLOCKS, PROBED_TOKENS
 from tests.e2e.runs import (
     REPOSITORY,
     Launcher,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ds.data import outputs
+from megatron_ds.preprocess import output_files
 from tests.e2e.interrupted import KINDS, check_kills
 
 
@@ -15,6 +15,6 @@ from tests.e2e.interrupted import KINDS, check_kills
 def test_killed_at_every_second_step_it_ends_as_if_undisturbed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    monkeypatch.setattr(outputs, "RECORD_SECONDS", 0.0)
+    monkeypatch.setattr(output_files, "RECORD_SECONDS", 0.0)
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # no power fails here
     assert check_kills(tmp_path, name, every=2) > 12

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from megatron_ds.exit_codes import ExitCode
+from megatron_ds.launch.exit_codes import ExitCode
 from tests.e2e.runs import Launcher, Settings, records, steps
 
 FP16 = {"fp16": True, "allow_fp16_on_cpu": True, "hidden_dropout": 0.0, "attention_dropout": 0.0}

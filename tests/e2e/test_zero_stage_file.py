@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatron_ds.engine.checkpoint_files import read_tensors
+from megatron_ds.engine.ds_checkpoint_io import read_tensors
 from tests.e2e.runs import REPOSITORY, Launcher, Settings, losses, steps
 
 FILES = REPOSITORY / "ds_configs"

@@ -130,9 +130,9 @@ KINDS: dict[str, Callable[[int], None]] = {
 
 def main() -> NoReturn:
     kind, _, number = os.environ["TROUBLE"].partition(":")
-    from megatron_ds import runtime
+    from megatron_ds.launch import environment
 
-    runtime.prepare_environment()
+    environment.prepare_environment()
     KINDS[kind](int(number))
     import pretrain_gpt
 

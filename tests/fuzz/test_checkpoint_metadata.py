@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_ds import arguments
-from megatron_ds.checkpoint import found
+from megatron_ds.checkpoint import metadata
+from megatron_ds.cli import arguments
 from megatron_ds.config import Config
-from megatron_ds.state import TrainState
-from tests.fuzz.clear import FUZZ, JSON, MISSING, REFUSED, paths_in, read_or_refuse, replaced
+from megatron_ds.train_state import TrainState
+from tests.fuzz.fuzz_helpers import FUZZ, JSON, MISSING, REFUSED, paths_in, read_or_refuse, replaced
 
 FLAGS = (
     "--num-layers 2 --hidden-size 8 --num-attention-heads 2 --seq-length 8 --train-iters 10 "
@@ -38,11 +38,11 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def run(config: Config) -> dict[str, Any]:
     values: dict[str, Any] = {
-        "format_version": found.FORMAT_VERSION,
+        "format_version": metadata.FORMAT_VERSION,
         "state": TrainState(iteration=7).to_dict(),
         "config": config.to_dict(),
-        "layout": found.layout(config, 1),
-        "order": found.order(config, 1),
+        "layout": metadata.layout(config, 1),
+        "order": metadata.order(config, 1),
         "shards": {"x": {"dim": 0, "sections": [1]}},
     }
     return json.loads(json.dumps(values))  # type: ignore[no-any-return]
@@ -50,40 +50,40 @@ def run(config: Config) -> dict[str, Any]:
 
 def write(path: Path, content: bytes, files: object = None) -> None:
     """A checkpoint whose manifest is right, for a run.json of any content."""
-    (path / found.RUN).write_bytes(content)
-    listed = {found.RUN: {"bytes": len(content), "sha256": "0" * 64}} if files is None else files
-    (path / found.MANIFEST).write_text(found.seal(listed))  # type: ignore[arg-type]
+    (path / metadata.RUN).write_bytes(content)
+    listed = {metadata.RUN: {"bytes": len(content), "sha256": "0" * 64}} if files is None else files
+    (path / metadata.MANIFEST).write_text(metadata.seal(listed))  # type: ignore[arg-type]
 
 
 def check(path: Path, config: Config) -> bool:
     """Whether the checkpoint is taken for a complete one; what then is read of it is sound."""
-    problem = found.problem_with(path)
+    problem = metadata.problem_with(path)
     if problem is not None:
         assert problem
         return False
-    taken = found.read_run(path)
+    taken = metadata.read_run(path)
     assert taken.iteration == taken.state.iteration == 7
-    problems = read_or_refuse(lambda: found.mismatches(taken, config, 1), str(path))
+    problems = read_or_refuse(lambda: metadata.mismatches(taken, config, 1), str(path))
     return problems is not REFUSED
 
 
 def test_the_good_one(path: Path, config: Config, run: dict[str, Any]) -> None:
     write(path, json.dumps(run).encode())
-    assert found.problem_with(path) is None
-    assert found.mismatches(found.read_run(path), config, 1) == []
+    assert metadata.problem_with(path) is None
+    assert metadata.mismatches(metadata.read_run(path), config, 1) == []
 
 
 @pytest.mark.parametrize(
     "content",
     [b"", b"{", b"null", b"[]", b'"x"', b"\xff", b"\0\0", b"[" * 100_000, b'{"format_version": 2}'],
 )
-@pytest.mark.parametrize("name", [found.RUN, found.MANIFEST])
+@pytest.mark.parametrize("name", [metadata.RUN, metadata.MANIFEST])
 def test_by_hand(
     path: Path, config: Config, run: dict[str, Any], name: str, content: bytes
 ) -> None:
-    write(path, content if name == found.RUN else json.dumps(run).encode())
-    (path / name).write_bytes(content) if name == found.MANIFEST else None
-    problem = found.problem_with(path)
+    write(path, content if name == metadata.RUN else json.dumps(run).encode())
+    (path / name).write_bytes(content) if name == metadata.MANIFEST else None
+    problem = metadata.problem_with(path)
     assert problem is not None
     assert name in problem
 
@@ -100,9 +100,9 @@ def test_any_value_anywhere_in_the_run(
 
 
 @given(
-    files=st.dictionaries(st.sampled_from([found.RUN, "x", "", ".", "\0", "a" * 5000]), JSON)
+    files=st.dictionaries(st.sampled_from([metadata.RUN, "x", "", ".", "\0", "a" * 5000]), JSON)
     | st.dictionaries(
-        st.sampled_from([found.RUN, "x"]), st.fixed_dictionaries({"bytes": JSON, "sha256": JSON})
+        st.sampled_from([metadata.RUN, "x"]), st.fixed_dictionaries({"bytes": JSON, "sha256": JSON})
     )
 )
 @FUZZ
@@ -117,15 +117,15 @@ def test_any_list_of_files(
 @FUZZ
 def test_any_manifest(path: Path, config: Config, run: dict[str, Any], content: bytes) -> None:
     write(path, json.dumps(run).encode())
-    (path / found.MANIFEST).write_bytes(content)
+    (path / metadata.MANIFEST).write_bytes(content)
     assert not check(path, config)
 
 
-@given(content=st.binary(max_size=30), name=st.sampled_from(found.POINTERS))
+@given(content=st.binary(max_size=30), name=st.sampled_from(metadata.POINTERS))
 @FUZZ
 def test_any_pointer(path: Path, content: bytes, name: str) -> None:
     (path.parent / name).write_bytes(content)
-    for problem in found.wrong_pointers(path.parent, path):
+    for problem in metadata.wrong_pointers(path.parent, path):
         assert str(path.parent) in problem
     (path.parent / name).unlink()
 

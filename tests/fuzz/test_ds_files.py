@@ -10,11 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_ds import arguments, schedules
+from megatron_ds import schedules
+from megatron_ds.cli import arguments
 from megatron_ds.config import Config
 from megatron_ds.engine.ds_config import complete, generate
-from megatron_ds.engine.ds_file import BLOCKS, DROPPED, REFUSED, RENAMED, SWITCHES, TOP_KEYS
-from tests.fuzz.clear import FUZZ, JSON
+from megatron_ds.engine.ds_config_file import BLOCKS, DROPPED, REFUSED, RENAMED, SWITCHES, TOP_KEYS
+from tests.fuzz.fuzz_helpers import FUZZ, JSON
 
 FLAGS = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --train-iters 10 "

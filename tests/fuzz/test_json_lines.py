@@ -13,13 +13,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_ds.data import preprocess as module
-from megatron_ds.data.indexed import IndexedDataset
-from megatron_ds.data.preprocess import PreprocessOptions, preprocess
-from megatron_ds.data.sources import Inputs
-from megatron_ds.data.workers import Workers
+from megatron_ds.data.indexed_dataset import IndexedDataset
+from megatron_ds.preprocess import pipeline as module
+from megatron_ds.preprocess.document_readers import Inputs
+from megatron_ds.preprocess.pipeline import PreprocessOptions, preprocess
+from megatron_ds.preprocess.worker_pool import Workers
 from megatron_ds.tokenizer.null import NullTokenizer
-from tests.fuzz.clear import FUZZ, JSON, REFUSED, read_or_refuse
+from tests.fuzz.fuzz_helpers import FUZZ, JSON, REFUSED, read_or_refuse
 
 
 class Here(Workers):  # type: ignore[type-arg]

@@ -9,8 +9,8 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_ds.inference.requests import FIELDS, Defaults, Query, read
-from tests.fuzz.clear import FUZZ, JSON, REFUSED, read_or_refuse
+from megatron_ds.inference.api_schema import FIELDS, Defaults, Query, read
+from tests.fuzz.fuzz_helpers import FUZZ, JSON, REFUSED, read_or_refuse
 
 GOOD: dict[str, Any] = {
     "prompts": ["a", "b"],

@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_ds.config import DataConfig
-from megatron_ds.data.build import build_datasets
-from megatron_ds.data.indexed import IndexedWriter
-from megatron_ds.data.mixture import parse_blend
+from megatron_ds.data.blend_spec import parse_blend
+from megatron_ds.data.build_datasets import build_datasets
+from megatron_ds.data.indexed_dataset import IndexedWriter
 from megatron_ds.data.sample_index import parse_split, split_bounds
-from tests.fuzz.clear import FUZZ, REFUSED, read_or_refuse
+from tests.fuzz.fuzz_helpers import FUZZ, REFUSED, read_or_refuse
 
 NUMBERS = st.floats().map(str) | st.sampled_from(
     ["0", "1", "-0", "1e308", "1e-320", "1_0", "0x1", "", " ", "１", "1e999", "nan", "a.bin"]

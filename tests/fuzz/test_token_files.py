@@ -16,9 +16,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_ds.data.gpt_dataset import GPTDataset
-from megatron_ds.data.indexed import IndexedDataset, IndexedWriter
+from megatron_ds.data.indexed_dataset import IndexedDataset, IndexedWriter
 from megatron_ds.data.sample_index import build_indexes
-from tests.fuzz.clear import FUZZ, REFUSED, read_or_refuse
+from tests.fuzz.fuzz_helpers import FUZZ, REFUSED, read_or_refuse
 
 DOCUMENTS = [[5, 6, 7], [], [1], [65000, 2, 3, 4], [9, 9]]
 COUNT = len(DOCUMENTS)

@@ -15,7 +15,7 @@ from tokenizers import pre_tokenizers
 from megatron_ds.config import TokenizerConfig
 from megatron_ds.tokenizer import Tokenizer, build_tokenizer
 from megatron_ds.tokenizer.null import NullTokenizer
-from tests.fuzz.clear import FUZZ, JSON, MISSING, paths_in, read_or_refuse, replaced
+from tests.fuzz.fuzz_helpers import FUZZ, JSON, MISSING, paths_in, read_or_refuse, replaced
 
 END = "<|endoftext|>"
 BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())

@@ -18,13 +18,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_ds.config import DataConfig, TokenizerConfig
-from megatron_ds.data.build import build_datasets
-from megatron_ds.data.indexed import IndexedDataset, IndexedWriter, token_dtype
+from megatron_ds.data.build_datasets import build_datasets
+from megatron_ds.data.indexed_dataset import IndexedDataset, IndexedWriter, token_dtype
 from megatron_ds.data.merge import merge
-from megatron_ds.data.preprocess import PreprocessOptions, preprocess
 from megatron_ds.data.sample_index import build_indexes
-from megatron_ds.data.sentences import Splitter, choose_splitter
-from megatron_ds.data.sources import Inputs
+from megatron_ds.preprocess.document_readers import Inputs
+from megatron_ds.preprocess.pipeline import PreprocessOptions, preprocess
+from megatron_ds.preprocess.sentence_splitter import Splitter, choose_splitter
 from megatron_ds.tokenizer import Tokenizer, build_tokenizer
 
 pytestmark = [pytest.mark.interop, pytest.mark.filterwarnings("ignore:::megatron")]

@@ -94,7 +94,7 @@ def name_of(path: Path) -> str:
 
 
 def module_of(path: Path) -> str:
-    """Dotted name: `megatron_ds.data.indexed`."""
+    """Dotted name: `megatron_ds.data.indexed_dataset`."""
     parts = path.relative_to(REPOSITORY).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
@@ -140,7 +140,7 @@ def allowed(path: Path, places: tuple[str, ...]) -> bool:
 
 
 def room(module: str) -> str:
-    """`megatron_ds.data.indexed` lies in `data`."""
+    """`megatron_ds.data.indexed_dataset` lies in `data`."""
     return module.split(".")[1]
 
 
@@ -374,8 +374,8 @@ def changes(
 
 def test_the_ground_loads_no_torch() -> None:
     code = (
-        "import sys, megatron_ds.config, megatron_ds.state, megatron_ds.schedules, "
-        "megatron_ds.arguments, megatron_ds.extensions; "
+        "import sys, megatron_ds.config, megatron_ds.train_state, megatron_ds.schedules, "
+        "megatron_ds.cli.arguments, megatron_ds.launch.extension_locks; "
         "print([name for name in ('torch', 'deepspeed', 'transformers') if name in sys.modules])"
     )
 

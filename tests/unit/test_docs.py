@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ds.arguments import read
-from megatron_ds.flags import dashed, known
+from megatron_ds.cli.arguments import read
+from megatron_ds.cli.flags import dashed, known
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PAGES = sorted([REPOSITORY / "README.md", *(REPOSITORY / "docs").glob("*.md")])
-COMING = REPOSITORY / "docs" / "coming_from_megatron_deepspeed.md"
+COMING = REPOSITORY / "docs" / "migration.md"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

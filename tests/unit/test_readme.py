@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ds import arguments
+from megatron_ds.cli import arguments
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 README = (REPOSITORY / "README.md").read_text(encoding="utf-8")

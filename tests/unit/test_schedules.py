@@ -10,7 +10,7 @@ import pytest
 
 from megatron_ds import schedules
 from megatron_ds.config import Config
-from megatron_ds.state import StepResult, TrainState
+from megatron_ds.train_state import StepResult, TrainState
 
 SEQUENCE = 10
 

@@ -15,12 +15,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from megatron_ds.cleaning.duplicates import HASH_BYTES
+from megatron_ds.cleaning.deduplication import HASH_BYTES
 from megatron_ds.cleaning.options import hashed, stamped
 from megatron_ds.cleaning.pipeline import OUTPUT
-from megatron_ds.cleaning.urls import Urls
-from megatron_ds.cleaning.work import Work
-from megatron_ds.data.sources import Inputs
+from megatron_ds.cleaning.url_filter import Urls
+from megatron_ds.fileio.resumable import Work
+from megatron_ds.preprocess.document_readers import Inputs
 from tools.openwebtext import clean
 
 KEPT = "kept"

@@ -12,15 +12,15 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from megatron_ds import runtime
-from megatron_ds.cleaning.counts import Counts
-from megatron_ds.cleaning.duplicates import UNITS, NearOptions
+from megatron_ds.cleaning.decontamination import HANDLINGS, TaskOptions
+from megatron_ds.cleaning.deduplication import UNITS, NearOptions
 from megatron_ds.cleaning.options import STAGES, CleaningOptions
 from megatron_ds.cleaning.pipeline import Progress, clean
-from megatron_ds.cleaning.tasks import HANDLINGS, TaskOptions
-from megatron_ds.cleaning.work import WORK
+from megatron_ds.cleaning.stats import Counts
 from megatron_ds.config import TOKENIZERS, TokenizerConfig
-from megatron_ds.data.input_flags import add_input_flags, inputs_of
+from megatron_ds.fileio.resumable import WORK
+from megatron_ds.launch import environment
+from megatron_ds.preprocess.input_flags import add_input_flags, inputs_of
 
 NONE = "none"
 Report = Callable[[Progress], None]
@@ -392,7 +392,7 @@ def main(argv: Sequence[str], name: str = "clean.py") -> int:
     args = parser_of_all().parse_args(argv)
     options = options_of(args)
     start = time.perf_counter()
-    runtime.use_one_thread_per_tokenizer()  # the workers are the parallelism
+    environment.use_one_thread_per_tokenizer()  # the workers are the parallelism
     try:
         total = None if any(options.inputs.problems()) else options.inputs.total_bytes()
         with reporting(total, args.log_interval) as report:

@@ -19,14 +19,14 @@ from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from megatron_ds.cleaning.duplicates import Near, NearJudge, NearOptions
-from megatron_ds.cleaning.journey import Document
+from megatron_ds.cleaning.deduplication import Near, NearJudge, NearOptions
 from megatron_ds.cleaning.options import stamped
 from megatron_ds.cleaning.pipeline import OUTPUT, Feed
-from megatron_ds.cleaning.work import Work, packed, records
-from megatron_ds.data.documents import Bad, Wanted, texts_of
-from megatron_ds.data.sources import START, Inputs, Item, Place, Reader
-from megatron_ds.data.workers import Workers
+from megatron_ds.cleaning.stages import Document
+from megatron_ds.fileio.resumable import Work, packed, records
+from megatron_ds.preprocess.document_readers import START, Inputs, Item, Place, Reader
+from megatron_ds.preprocess.parsing import Bad, Wanted, texts_of
+from megatron_ds.preprocess.worker_pool import Workers
 from tools.openwebtext import clean
 
 KEPT = "kept"

@@ -14,8 +14,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from megatron_ds.cleaning.work import WORK
-from megatron_ds.data.sources import COMPRESSIONS, QUARANTINE
+from megatron_ds.fileio.resumable import WORK
+from megatron_ds.preprocess.document_readers import COMPRESSIONS, QUARANTINE
 from tools.openwebtext import clean
 
 SUFFIXES = (".json", ".jsonl", ".ndjson")

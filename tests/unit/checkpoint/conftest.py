@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from megatron_ds.checkpoint.native import Checkpoints
+from megatron_ds.checkpoint.manager import Checkpoints
 from megatron_ds.config import CheckpointConfig, Config, ModelConfig, ScheduleConfig
 from megatron_ds.parallel.mesh import Mesh
 

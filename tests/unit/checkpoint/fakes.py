@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron_ds.checkpoint.native import Checkpoints
-from megatron_ds.engine.checkpoint_files import read_tensors, write_tensors
+from megatron_ds.checkpoint.manager import Checkpoints
+from megatron_ds.engine.ds_checkpoint_io import read_tensors, write_tensors
 from megatron_ds.parallel.sharding import Shard, declare
-from megatron_ds.state import TrainState
+from megatron_ds.train_state import TrainState
 
 
 class FakeEngine:

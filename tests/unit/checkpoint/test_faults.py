@@ -14,16 +14,16 @@ from typing import Any
 
 import pytest
 
-from megatron_ds.checkpoint import disk
-from megatron_ds.checkpoint.found import seal
-from megatron_ds.checkpoint.native import Checkpoints, SaveError
+from megatron_ds.checkpoint import storage
+from megatron_ds.checkpoint.manager import Checkpoints, SaveError
+from megatron_ds.checkpoint.metadata import seal
 from megatron_ds.config import Config
-from megatron_ds.engine.checkpoint_files import write_tensors
-from megatron_ds.exit_codes import ExitCode
-from megatron_ds.inference.load import find_checkpoint
+from megatron_ds.engine.ds_checkpoint_io import write_tensors
+from megatron_ds.inference.load_checkpoint import find_checkpoint
+from megatron_ds.launch.exit_codes import ExitCode
 from megatron_ds.parallel.mesh import Mesh
 from tests.unit.checkpoint.fakes import FakeEngine, load, save, state_at
-from tests.unit.checkpoint.test_weights import Trap
+from tests.unit.checkpoint.test_full_weights import Trap
 
 
 def with_knobs(config: Config, said: list[str], **knobs: Any) -> Checkpoints:
@@ -96,7 +96,7 @@ def test_generation_takes_no_damaged_weights(
     assert find_checkpoint(folder, said.append).iteration == 8
 
 
-@pytest.mark.parametrize("name", disk.POINTERS)
+@pytest.mark.parametrize("name", storage.POINTERS)
 def test_a_damaged_pointer_is_named_and_misleads_nobody(
     name: str, checkpoints: Checkpoints, folder: Path, said: list[str]
 ) -> None:
@@ -151,13 +151,13 @@ def test_where_all_are_damaged_nothing_starts_anew(
     assert lines[2].startswith(f"  - {folder / 'global_step4'}: it has no manifest.json")
 
 
-@pytest.mark.parametrize("name", disk.POINTERS)
+@pytest.mark.parametrize("name", storage.POINTERS)
 def test_a_pointer_to_a_checkpoint_that_is_gone_starts_nothing_anew(
     name: str, checkpoints: Checkpoints, folder: Path
 ) -> None:
     save(checkpoints, 4)
     shutil.rmtree(folder / "global_step4")
-    for other in set(disk.POINTERS) - {name}:
+    for other in set(storage.POINTERS) - {name}:
         (folder / other).unlink()
     with pytest.raises(ValueError, match=f"{name} says '.*4'.*there is no global_stepN folder"):
         load(checkpoints)
@@ -194,8 +194,8 @@ def test_a_file_that_would_run_code_runs_nothing_and_is_named(
     save(checkpoints, 4, 8)
     path = folder / "global_step8"
     write_tensors({"content": Trap(tmp_path / "sprung")}, path / name)
-    names = [file for file in disk.files_below(path) if file != "manifest.json"]
-    (path / "manifest.json").write_text(seal(disk.flush_and_describe(path, names)))
+    names = [file for file in storage.files_below(path) if file != "manifest.json"]
+    (path / "manifest.json").write_text(seal(storage.flush_and_describe(path, names)))
     said.clear()
     assert load(checkpoints)[0] == state_at(4)
     assert f"{path / name} cannot be read as tensors and plain values" in said[0]
@@ -303,7 +303,7 @@ def test_an_error_of_the_engine_is_told_and_leaves_nothing(
         checkpoints.save(Full(), state_at(8))  # type: ignore[arg-type]
     place = folder / ".incomplete-global_step8" / "x.pt"
     assert f"[Errno 28] No space left on device: '{place}'" in str(error.value)
-    assert names_in(folder) == {"global_step4", *disk.POINTERS}
+    assert names_in(folder) == {"global_step4", *storage.POINTERS}
 
 
 def test_too_little_space_is_told_before_the_save(
@@ -313,7 +313,7 @@ def test_too_little_space_is_told_before_the_save(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Against the model's size at first (30 numbers of 16 bytes), then against the last one's."""
-    monkeypatch.setattr(disk, "free_bytes", lambda folder: 16 * 30)
+    monkeypatch.setattr(storage, "free_bytes", lambda folder: 16 * 30)
     save(checkpoints, 2)
     assert not any("WARNING" in line for line in said)
     save(checkpoints, 4)
@@ -322,7 +322,7 @@ def test_too_little_space_is_told_before_the_save(
     )
     shutil.rmtree(folder)
     said.clear()
-    monkeypatch.setattr(disk, "free_bytes", lambda folder: 16 * 30 - 1)
+    monkeypatch.setattr(storage, "free_bytes", lambda folder: 16 * 30 - 1)
     save(checkpoints, 2)
     assert "the save may fail" in said[1]
 
@@ -332,13 +332,13 @@ def test_as_many_checkpoints_are_kept_as_asked_for(
 ) -> None:
     keeping = with_knobs(config, said, keep_last=2)
     save(keeping, 2, 4, 6)
-    assert names_in(folder) == {"global_step4", "global_step6", *disk.POINTERS}
+    assert names_in(folder) == {"global_step4", "global_step6", *storage.POINTERS}
     # Of a later iteration, which a run from an older checkpoint has not reached; and damaged.
     save(with_knobs(config, said), 12)
     (folder / "global_step4" / "run.json").unlink()
     save(keeping, 8, 10)
     kept = {"global_step4", "global_step8", "global_step10", "global_step12"}
-    assert names_in(folder) == {*kept, *disk.POINTERS}
+    assert names_in(folder) == {*kept, *storage.POINTERS}
 
 
 def test_a_save_that_fails_removes_no_older_checkpoint(
@@ -349,7 +349,7 @@ def test_a_save_that_fails_removes_no_older_checkpoint(
     failing_at(3, monkeypatch, folder, errno.ENOSPC)
     with pytest.raises(SaveError):
         save(keeping, 4)
-    assert names_in(folder) == {"global_step2", *disk.POINTERS}
+    assert names_in(folder) == {"global_step2", *storage.POINTERS}
 
 
 def test_a_crash_while_an_old_checkpoint_is_removed_leaves_no_half_one(
@@ -372,7 +372,7 @@ def test_a_crash_while_an_old_checkpoint_is_removed_leaves_no_half_one(
         with pytest.raises(Crash):
             save(keeping, 4)
     assert removing is shutil.rmtree
-    assert [path.name for path in disk.candidates(folder)] == ["global_step4"]
+    assert [path.name for path in storage.candidates(folder)] == ["global_step4"]
     assert load(keeping)[0] == state_at(4)
     save(keeping, 6)
-    assert names_in(folder) == {"global_step6", *disk.POINTERS}
+    assert names_in(folder) == {"global_step6", *storage.POINTERS}

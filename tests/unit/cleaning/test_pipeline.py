@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 
-from megatron_ds.cleaning import work
-from megatron_ds.cleaning.counts import Counts
+from megatron_ds.cleaning.decontamination import TaskOptions
 from megatron_ds.cleaning.options import CleaningOptions
 from megatron_ds.cleaning.pipeline import clean
-from megatron_ds.cleaning.tasks import TaskOptions
-from megatron_ds.data.sources import Inputs
+from megatron_ds.cleaning.stats import Counts
+from megatron_ds.fileio import resumable
+from megatron_ds.preprocess.document_readers import Inputs
 from tests.cleaning_runs import corpus, everything, files, killed_at, write
 
 TASK = "one two three four five six seven eight nine ten eleven twelve thirteen"
@@ -206,7 +206,7 @@ def test_a_full_disk_is_gone_on_from(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     (tmp_path / "out.jsonl.gz").unlink()
     with monkeypatch.context() as patched:
-        patched.setattr(work.os, "fsync", full)
+        patched.setattr(resumable.os, "fsync", full)
         with pytest.raises(OSError, match="No space left"):
             clean(everything(tmp_path))
     assert not (tmp_path / "out.jsonl.gz").exists()

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_ds.cleaning import language
-from megatron_ds.cleaning.journey import Document, Dropped, Mended
-from megatron_ds.cleaning.language import Language
-from megatron_ds.cleaning.length import Length
-from megatron_ds.cleaning.unicode import Fix
-from megatron_ds.cleaning.urls import Urls
+from megatron_ds.cleaning import language_filter
+from megatron_ds.cleaning.fix_unicode import Fix
+from megatron_ds.cleaning.language_filter import Language
+from megatron_ds.cleaning.length_filter import Length
+from megatron_ds.cleaning.stages import Document, Dropped, Mended
+from megatron_ds.cleaning.url_filter import Urls
 from megatron_ds.tokenizer.null import NullTokenizer
 
 ENGLISH = "The committee will meet on Thursday to talk about the new bridge over the river. "
@@ -25,10 +25,10 @@ GERMAN = "Der Ausschuss tritt am Donnerstag zusammen, um über die neue Brücke 
 @pytest.fixture(autouse=True)
 def one_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """The model is loaded once for all tests."""
-    monkeypatch.setattr(language, "_identifier", model)
+    monkeypatch.setattr(language_filter, "_identifier", model)
 
 
-model = functools.cache(language._identifier)
+model = functools.cache(language_filter._identifier)
 
 
 def document(text: str, url: str | None = None) -> Document:

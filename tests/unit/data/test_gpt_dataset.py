@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_ds.data.blend import BlendedDataset
-from megatron_ds.data.blend_order import blend_order
+from megatron_ds.data.blend_schedule import blend_order
+from megatron_ds.data.blended_dataset import BlendedDataset
+from megatron_ds.data.chained_datasets import OneSource
 from megatron_ds.data.gpt_dataset import GPTDataset, read
-from megatron_ds.data.indexed import HEADER, MAGIC, IndexedDataset, IndexedWriter
-from megatron_ds.data.phases import OneSource
+from megatron_ds.data.indexed_dataset import HEADER, MAGIC, IndexedDataset, IndexedWriter
 from megatron_ds.data.sample_index import SampleIndexes, build_indexes, sample_starts
 
 LENGTHS = [4, 1, 9, 0, 3, 6]

@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_ds.data import indexed
-from megatron_ds.data.indexed import IndexedDataset, IndexedWriter
+from megatron_ds.data import indexed_dataset
+from megatron_ds.data.indexed_dataset import IndexedDataset, IndexedWriter
 from megatron_ds.data.merge import Merged, merge, prefixes_in
 
 
@@ -34,7 +34,7 @@ def test_merged_bytes_are_those_of_one_pair(
     a, b, c = [[1, 2, 3], [4]], [[5] * 10], [[6, 7], [8], [9]]
     prefixes = [pair(tmp_path / name, texts) for name, texts in zip("cab", (c, a, b), strict=True)]
     whole = pair(tmp_path / "whole", [*c, *a, *b, *c])
-    monkeypatch.setattr(indexed, "CHUNK", block)
+    monkeypatch.setattr(indexed_dataset, "CHUNK", block)
     seen: list[Merged] = []
     done = merge([*prefixes, prefixes[0]], str(tmp_path / "out"), seen.append)
     assert content(tmp_path / "out") == content(whole)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from megatron_ds import schedules
-from megatron_ds.arguments import read
+from megatron_ds.cli.arguments import read
 from megatron_ds.config import Config, flag_of
 from megatron_ds.engine.ds_config import (
     LINKS,
@@ -21,8 +21,16 @@ from megatron_ds.engine.ds_config import (
     generate,
     zero_stage,
 )
-from megatron_ds.engine.ds_file import BLOCKS, DROPPED, PIN, REFUSED, RENAMED, SWITCHES, TOP_KEYS
-from megatron_ds.state import TrainState
+from megatron_ds.engine.ds_config_file import (
+    BLOCKS,
+    DROPPED,
+    PIN,
+    REFUSED,
+    RENAMED,
+    SWITCHES,
+    TOP_KEYS,
+)
+from megatron_ds.train_state import TrainState
 
 ROOT = Path(__file__).parents[3]
 FILES = sorted((ROOT / "ds_configs").glob("*.json"))

@@ -7,7 +7,7 @@ from typing import Any
 from megatron_ds.config import ModelConfig
 from megatron_ds.model.gpt import GPTModel
 from megatron_ds.parallel.mesh import Mesh
-from megatron_ds.parallel.random import RngStreams
+from megatron_ds.parallel.rng import RngStreams
 
 VOCAB = 90  # of 96 padded rows
 EOD = 89

@@ -9,7 +9,7 @@ import torch
 
 from megatron_ds.inference.beam import Hypothesis, beam_search
 from megatron_ds.inference.generate import Cancelled, generate
-from megatron_ds.inference.settings import Sampling
+from megatron_ds.inference.sampling_params import Sampling
 from megatron_ds.model.gpt import GPTModel
 from tests.unit.inference.models import KINDS, VOCAB, model_of
 

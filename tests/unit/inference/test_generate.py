@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_ds.inference.generate import Cancelled, generate
-from megatron_ds.inference.settings import Sampling
+from megatron_ds.inference.sampling_params import Sampling
 from megatron_ds.model.gpt import GPTModel
 from tests.unit.inference.models import EOD, KINDS, VOCAB, model_of
 

@@ -9,7 +9,7 @@ import torch
 
 from megatron_ds.inference import sampling as module
 from megatron_ds.inference.sampling import candidates, choose, draw, generator_of
-from megatron_ds.inference.settings import Sampling
+from megatron_ds.inference.sampling_params import Sampling
 
 SHARES = (0.05, 0.4, 0.25, 0.0, 0.2, 0.1)
 """Probabilities of six tokens; the fourth is padding."""

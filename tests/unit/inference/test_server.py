@@ -12,9 +12,9 @@ import pytest
 from starlette.testclient import TestClient
 
 from megatron_ds.inference import server
-from megatron_ds.inference.crew import CrewBroken
 from megatron_ds.inference.generate import Cancelled
 from megatron_ds.inference.server import TextServer, listen
+from megatron_ds.inference.tp_group import CrewBroken
 
 Perform = Callable[[str, threading.Event], dict[str, Any]]
 

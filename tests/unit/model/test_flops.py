@@ -18,9 +18,9 @@ from megatron_ds.model.flops import (
     parameters_per_rank,
 )
 from megatron_ds.model.gpt import GPTModel
+from megatron_ds.parallel.activation_checkpointing import Recompute
 from megatron_ds.parallel.mesh import Mesh
-from megatron_ds.parallel.random import RngStreams
-from megatron_ds.parallel.recompute import Recompute
+from megatron_ds.parallel.rng import RngStreams
 
 BATCH = 2
 

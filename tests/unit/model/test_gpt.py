@@ -11,9 +11,9 @@ import torch.nn.functional as F
 
 from megatron_ds.config import ACTIVATIONS, ModelConfig
 from megatron_ds.model.gpt import GPTModel
-from megatron_ds.model.init import Initializer
+from megatron_ds.model.weight_init import Initializer
 from megatron_ds.parallel.mesh import Mesh
-from megatron_ds.parallel.random import RngStreams
+from megatron_ds.parallel.rng import RngStreams
 
 CONFIG = ModelConfig(
     num_layers=2,

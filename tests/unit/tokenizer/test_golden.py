@@ -18,11 +18,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_ds.config import TOKENIZERS, TokenizerConfig
-from megatron_ds.data.indexed import IndexedDataset
-from megatron_ds.data.made_by import read_made_by
-from megatron_ds.data.preprocess import PreprocessOptions, preprocess
-from megatron_ds.data.sentences import Rules
-from megatron_ds.data.sources import Inputs
+from megatron_ds.data.indexed_dataset import IndexedDataset
+from megatron_ds.data.tokenizer_metadata import read_made_by
+from megatron_ds.preprocess.document_readers import Inputs
+from megatron_ds.preprocess.pipeline import PreprocessOptions, preprocess
+from megatron_ds.preprocess.sentence_splitter import Rules
 from megatron_ds.tokenizer import Tokenizer, build_tokenizer
 
 FOLDER = Path(__file__).resolve().parents[2] / "golden" / "tokenizers"

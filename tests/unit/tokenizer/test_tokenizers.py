@@ -183,7 +183,7 @@ def test_hf_bad_paths(tmp_path: Path) -> None:
 
 def test_start_up_loads_no_heavy_library() -> None:
     code = (
-        "import sys, megatron_ds.data.preprocess, megatron_ds.tokenizer.gpt2\n"
+        "import sys, megatron_ds.preprocess.pipeline, megatron_ds.tokenizer.gpt2\n"
         "print([m for m in ('torch', 'transformers', 'deepspeed', 'rich') if m in sys.modules])"
     )
     done = subprocess.run(

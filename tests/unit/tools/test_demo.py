@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ds.training.banner import banner
-from megatron_ds.training.console import evaluation_block, interval_line
+from megatron_ds.training.console_logger import evaluation_block, interval_line
 from megatron_ds.training.records import EvalRecord, IntervalRecord, StepRecord
 from tests.unit.training.test_banner import FACTS
 from tools import demo

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ds.arguments import read
+from megatron_ds.cli.arguments import read
 from megatron_ds.engine.ds_config import complete, generate
 from tools import ds_config
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from megatron_ds.config import ModelConfig
-from megatron_ds.inference.settings import Sampling
-from megatron_ds.inference.training_flags import disagreements
+from megatron_ds.inference.cli import disagreements
+from megatron_ds.inference.sampling_params import Sampling
 from tools import generate_samples_gpt as tool
 
 REPOSITORY = Path(__file__).resolve().parents[3]

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from megatron_ds.config import DataConfig
-from megatron_ds.data.build import build_datasets
-from megatron_ds.data.indexed import IndexedWriter
+from megatron_ds.data.build_datasets import build_datasets
+from megatron_ds.data.indexed_dataset import IndexedWriter
 from megatron_ds.tokenizer.null import NullTokenizer
 from tools.inspect_dataset import main
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_ds import flags
+from megatron_ds.cli import flags
 from tools import make_docs
 
 

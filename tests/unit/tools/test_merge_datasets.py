@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ds.data.indexed import IndexedDataset
+from megatron_ds.data.indexed_dataset import IndexedDataset
 from tools import merge_datasets, preprocess_data
 
 NULL = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "100", "--append-eod"]

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ds.data import outputs
-from megatron_ds.data.indexed import IndexedDataset
-from megatron_ds.data.preprocess import Progress
+from megatron_ds.data.indexed_dataset import IndexedDataset
+from megatron_ds.preprocess import output_files
+from megatron_ds.preprocess.pipeline import Progress
 from tools import inspect_dataset, preprocess_data
 
 REPOSITORY = Path(__file__).resolve().parents[3]
@@ -294,7 +294,7 @@ def test_an_interrupted_run_says_how_it_goes_on(
     flags = ["--input", str(corpus(tmp_path)), "--output-prefix", str(tmp_path / "out"), *NULL]
     flags += ["--append-eod", "--workers", "1", "--chunk-size", "5"]
     with monkeypatch.context() as patch:
-        patch.setattr(outputs, "RECORD_SECONDS", 0.0)
+        patch.setattr(output_files, "RECORD_SECONDS", 0.0)
         patch.setattr(preprocess_data, "reporting", interrupted)
         assert preprocess_data.main(flags) == 130
     assert capsys.readouterr().err == (

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ds.inference.requests import Defaults
+from megatron_ds.inference.api_schema import Defaults
 from tools import run_text_generation_server as tool
 
 REPOSITORY = Path(__file__).resolve().parents[3]

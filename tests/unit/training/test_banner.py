@@ -14,9 +14,9 @@ from megatron_ds.config import (
     OptimizerConfig,
     ScheduleConfig,
 )
-from megatron_ds.model.memory import Engine, estimate
+from megatron_ds.engine.memory_estimate import Engine, estimate
 from megatron_ds.parallel.mesh import Group, Mesh
-from megatron_ds.state import TrainState
+from megatron_ds.train_state import TrainState
 from megatron_ds.training.banner import Facts, banner
 
 CONFIG = Config(

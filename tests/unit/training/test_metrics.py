@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from megatron_ds.state import StepPlan, StepResult, TrainState
+from megatron_ds.train_state import StepPlan, StepResult, TrainState
 from megatron_ds.training.metrics import Metrics, Workload
 from megatron_ds.training.records import EvalRecord, IntervalRecord, Sink, StepRecord
 

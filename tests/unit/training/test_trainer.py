@@ -18,9 +18,9 @@ from megatron_ds.config import (
     RuntimeConfig,
     ScheduleConfig,
 )
-from megatron_ds.data.build import Datasets
+from megatron_ds.data.build_datasets import Datasets
 from megatron_ds.parallel.mesh import Mesh
-from megatron_ds.state import StepPlan, StepResult, TrainState
+from megatron_ds.train_state import StepPlan, StepResult, TrainState
 from megatron_ds.training import trainer
 from megatron_ds.training.metrics import Metrics, Workload
 from megatron_ds.training.records import IntervalRecord, Sink

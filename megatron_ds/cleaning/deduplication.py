@@ -1,0 +1,239 @@
+"""The stages `exact` and `near`: documents that were there before.
+
+The first of several stays. Near duplicates are found by MinHash (Broder, 1997) with banding, as Lee
+et al. (2021, "Deduplicating Training Data Makes Language Models Better") do it, through rensa.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron_ds.cleaning.stages import MISSING_EXTRA, Claimed, Document
+
+HASH_BYTES = 16
+WORD = re.compile(r"\w+")
+UNITS = ("words", "characters")
+VALUE = np.dtype("<u2")
+"""Of the values of a signature, as they are kept in memory and in files."""
+BLOCK = 1 << 10
+"""Documents that are taken together when the tables grow."""
+MIN_RECALL = 0.9
+"""Pairs just as similar as the threshold share a band with at least this probability."""
+
+
+class Exact:
+    """Claims a text's hash: of its letters without their case, each run of spaces as one space."""
+
+    name = "exact"
+
+    def __call__(self, document: Document) -> Claimed:
+        text = " ".join(document.text.casefold().split())
+        # No text has halves of surrogate pairs; what a lone pass may leave must not stop a run.
+        data = text.encode("utf-8", "surrogatepass")
+        return Claimed(blake2b(data, digest_size=HASH_BYTES).digest())
+
+
+class ExactJudge:
+    """The hashes so far."""
+
+    def __init__(self) -> None:
+        self._seen: set[bytes] = set()
+
+    def claim(self, key: bytes) -> str | None:
+        if key in self._seen:
+            return "exact duplicate"
+        self._seen.add(key)
+        return None
+
+    def restore(self, key: bytes) -> None:
+        self._seen.add(key)
+
+
+@dataclass(frozen=True)
+class NearOptions:
+    """threshold: the Jaccard similarity of two texts' shingles from which the later one is dropped.
+    num_perm: values of a signature. ngram: units of a shingle. unit: one of UNITS.
+    """
+
+    threshold: float = 0.8
+    num_perm: int = 128
+    ngram: int = 5
+    unit: str = "words"
+    seed: int = 1234
+
+    @property
+    def bands(self) -> int:
+        """The fewest equal parts of a signature that find pairs at the threshold with MIN_RECALL.
+
+        Two texts of similarity s agree in a band of r values with probability s^r, and in one of b
+        bands with 1 - (1 - s^r)^b.
+        """
+        for bands in range(1, self.num_perm + 1):
+            if self.num_perm % bands == 0:
+                rows = self.num_perm // bands
+                if 1 - (1 - self.threshold**rows) ** bands >= MIN_RECALL:
+                    return bands
+        return self.num_perm
+
+
+class Near:
+    """Claims a text's MinHash signature. Raises ValueError where rensa is missing.
+
+    Of each value its last 16 bits are kept: other values that are taken for equal are one in 65,536
+    (b-bit minwise hashing; Li and König, 2010).
+    """
+
+    name = "near"
+
+    def __init__(self, options: NearOptions) -> None:
+        self._options = options
+        self._rensa = _rensa()
+
+    def __call__(self, document: Document) -> Claimed:
+        signature = self._rensa.RMinHash(self._options.num_perm, self._options.seed)
+        signature.update(shingles(document.text, self._options.ngram, self._options.unit))
+        return Claimed(np.array(signature.digest(), np.uint32).astype(VALUE).tobytes())
+
+
+class NearJudge:
+    """The signatures so far, and for each band a table that leads to those with the same values.
+
+    What shares a band is a candidate; the share of equal values estimates its similarity. Memory of
+    a document is 2 * num_perm bytes for its values and 8 to 12 for each band, and an eighth of that
+    may be kept free.
+    """
+
+    def __init__(self, options: NearOptions) -> None:
+        self._options = options
+        self._bands = options.bands
+        self._rows = options.num_perm // options.bands
+        self._columns = np.arange(self._bands)
+        odd = np.random.default_rng(options.seed).integers(1 << 63, size=self._rows + 1)
+        *factors, self._mixer = odd.astype(np.uint64) * np.uint64(2) + np.uint64(1)
+        self._factors = np.array(factors)
+        self._count = 0
+        self._signatures = np.empty((0, options.num_perm), VALUE)
+        # Documents whose band falls into the same slot are a chain: each has the number of the one
+        # before it, plus one; 0 ends it. The slots have the last of each.
+        self._earlier = np.empty((0, self._bands), np.uint32)
+        self._last = np.zeros((self._bands, BLOCK), np.uint32)
+
+    def claim(self, key: bytes) -> str | None:
+        values = np.frombuffer(key, VALUE)
+        slots = self._slots(values[None])[0]
+        if self._nearest(values, slots) is not None:
+            return "near duplicate"
+        self._keep(values, slots)
+        return None
+
+    def most_similar(self, key: bytes) -> tuple[int, float] | None:
+        """The number of the kept document that is most similar, the first of them, and how similar
+        it is; None if none reaches the threshold."""
+        values = np.frombuffer(key, VALUE)
+        return self._nearest(values, self._slots(values[None])[0])
+
+    def restore(self, key: bytes) -> None:
+        values = np.frombuffer(key, VALUE)
+        self._keep(values, self._slots(values[None])[0])
+
+    def _nearest(
+        self, values: npt.NDArray[np.uint16], slots: npt.NDArray[np.intp]
+    ) -> tuple[int, float] | None:
+        chained = self._chained(slots)
+        if not chained.size:
+            return None
+        equal = self._signatures[chained] == values
+        # Others share a slot alone.
+        share_a_band = equal.reshape(-1, self._bands, self._rows).all(2).any(1)
+        similarity = np.where(share_a_band, equal.mean(1), -1)
+        best = int(similarity.argmax())
+        if similarity[best] < self._options.threshold:
+            return None
+        return int(chained[best]), float(similarity[best])
+
+    def _keep(self, values: npt.NDArray[np.uint16], slots: npt.NDArray[np.intp]) -> None:
+        if self._count == len(self._signatures):
+            self._grow()
+            slots = self._slots(values[None])[0]
+        self._signatures[self._count] = values
+        self._earlier[self._count] = self._last[self._columns, slots]
+        self._count += 1
+        self._last[self._columns, slots] = self._count
+
+    def _chained(self, slots: npt.NDArray[np.intp]) -> npt.NDArray[np.intp]:
+        """The numbers of the documents in a slot of each band, in their order."""
+        found = [np.empty(0, np.intp)]
+        bands, numbers = self._columns, self._last[self._columns, slots]
+        while numbers.any():
+            there = numbers > 0
+            bands, before = bands[there], numbers[there].astype(np.intp) - 1
+            found.append(before)
+            numbers = self._earlier[before, bands]
+        return np.unique(np.concatenate(found)) if len(found) > 1 else found[0]
+
+    def _slots(self, signatures: npt.NDArray[np.uint16]) -> npt.NDArray[np.intp]:
+        """For each signature and band, from the highest bits of a product: [signatures, bands]."""
+        values = signatures.reshape(-1, self._bands, self._rows).astype(np.uint64)
+        mixed = (values * self._factors).sum(2, dtype=np.uint64)
+        mixed = (mixed ^ (mixed >> np.uint64(32))) * self._mixer
+        bits = self._last.shape[1].bit_length() - 1
+        slots: npt.NDArray[np.intp] = (mixed >> np.uint64(64 - bits)).astype(np.intp)
+        return slots
+
+    def _enter(self, begin: int, end: int) -> None:
+        """Puts documents at the ends of their chains, many at once."""
+        slots = self._slots(self._signatures[begin:end])
+        for band, of_band in enumerate(slots.T):
+            order = np.argsort(of_band, kind="stable")
+            ranked = of_band[order]
+            starts = np.r_[True, ranked[1:] != ranked[:-1]]
+            earlier = np.empty(len(order), np.uint32)
+            earlier[1:] = order[:-1] + begin + 1
+            earlier[starts] = self._last[band, ranked[starts]]
+            self._earlier[begin + order, band] = earlier
+            ends = np.r_[starts[1:], True]
+            self._last[band, ranked[ends]] = order[ends] + begin + 1
+
+    def _grow(self) -> None:
+        """Room for an eighth more documents, without a copy where the system can move pages; and
+        for more documents than slots, twice the slots."""
+        rows = self._count + max(BLOCK, self._count // 8)
+        self._signatures.resize((rows, self._options.num_perm), refcheck=False)
+        self._earlier.resize((rows, self._bands), refcheck=False)
+        slots = self._last.shape[1]
+        if rows <= slots:
+            return
+        while slots < rows:
+            slots *= 2
+        del self._last  # before there is another
+        self._last = np.zeros((self._bands, slots), np.uint32)
+        for begin in range(0, self._count, BLOCK):
+            self._enter(begin, min(begin + BLOCK, self._count))
+
+
+def shingles(text: str, ngram: int, unit: str) -> set[str]:
+    """The runs of `ngram` words, or characters, of a text in lower case; of a shorter one, itself.
+
+    Between words only what is no letter or digit is passed over; spaces count as one.
+    """
+    text = text.casefold()
+    if unit == "words":
+        words = WORD.findall(text)
+        runs = range(max(1, len(words) - ngram + 1))
+        return {" ".join(words[at : at + ngram]) for at in runs}
+    text = " ".join(text.split())
+    return {text[at : at + ngram] for at in range(max(1, len(text) - ngram + 1))}
+
+
+def _rensa() -> Any:
+    try:
+        import rensa
+    except ImportError:
+        raise ValueError(f"near duplicates are found with rensa: {MISSING_EXTRA}") from None
+    return rensa

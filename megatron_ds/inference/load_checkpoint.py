@@ -1,0 +1,107 @@
+"""From a checkpoint's folder to a model and a tokenizer that are ready to generate.
+
+All that decides them comes from the checkpoint itself; it may have been written at any
+tensor-parallel size and by any ZeRO stage.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from megatron_ds.checkpoint.full_weights import put_weights, weight_files, whole_weights
+from megatron_ds.checkpoint.metadata import RUN, Found, candidates, problem_with, read_run
+from megatron_ds.checkpoint.storage import damages
+from megatron_ds.config import ModelConfig, TokenizerConfig
+from megatron_ds.model.gpt import GPTModel
+from megatron_ds.parallel.mesh import Mesh
+from megatron_ds.parallel.rng import RngStreams
+from megatron_ds.tokenizer import Tokenizer, build_tokenizer
+
+Settings = TypeVar("Settings", ModelConfig, TokenizerConfig)
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def find_checkpoint(folder: Path, warn: Callable[[str], None]) -> Found:
+    """The newest whole checkpoint of a --save folder, or the one whose own folder this is.
+
+    Whole means that all files are there with their sizes, and that those with the weights are what
+    the manifest says. warn: called with a line for each newer one that is not. Raises ValueError
+    that names what was found instead.
+    """
+    paths = [folder] if (folder / RUN).is_file() else candidates(folder)
+    problems: list[str] = []
+    for path in paths:
+        problem = problem_with(path) or _damage(path)
+        if problem is None:
+            for line in problems:
+                warn(f"WARNING: skipping the checkpoint {line}")
+            return read_run(path)
+        problems.append(f"{path}: {problem}")
+    why = "; ".join(problems) if problems else "there is no global_stepN folder in it"
+    raise ValueError(f"--load {folder}: no complete checkpoint ({why})")
+
+
+def _damage(path: Path) -> str | None:
+    """What is wrong inside the files with the weights."""
+    try:
+        return "; ".join(damages(path, weight_files(read_run(path))).values()) or None
+    except OSError as error:
+        return str(error)  # a training that saves may remove it meanwhile
+
+
+def model_config(found: Found) -> ModelConfig:
+    """The model's shape. Raises ValueError if the checkpoint knows a field that we do not."""
+    return _from_dict(ModelConfig, found.run["config"]["model"], found)
+
+
+def tokenizer_config(found: Found, given: Mapping[str, Any]) -> TokenizerConfig:
+    """The training's tokenizer, with the given fields in place of its own."""
+    saved = found.run["config"]["tokenizer"]
+    return _from_dict(TokenizerConfig, {**saved, **given}, found)
+
+
+def load_tokenizer(config: TokenizerConfig, model: ModelConfig) -> Tokenizer:
+    """Raises ValueError if its files are missing or its ids are not those of the model."""
+    # A NullTokenizer's end-of-document id comes on top of its --vocab-size.
+    tokenizer = build_tokenizer(config, model.vocab - (config.tokenizer_type == "NullTokenizer"))
+    if tokenizer.vocab_size != model.vocab:
+        raise ValueError(
+            f"the tokenizer has {tokenizer.vocab_size} tokens, the checkpoint's model "
+            f"{model.vocab}: give the files of the training's tokenizer"
+        )
+    return tokenizer
+
+
+def load_model(
+    found: Found, mesh: Mesh, device: torch.device, *, precision: str | None = None
+) -> GPTModel:
+    """The checkpoint's model on a device, this rank's part of it.
+
+    precision: "fp32", "bf16" or "fp16"; None: the training's. Raises ValueError if the model cannot
+    be cut so.
+    """
+    config = model_config(found)
+    problems = list(config.problems(mesh.tp.size))
+    if problems:
+        raise ValueError("\n".join(problems))
+    dtype = DTYPES[precision or found.run["layout"]["precision"]]
+    model = GPTModel(config, mesh=mesh, rng=RngStreams(mesh.tp.rank), seed=None)
+    model = model.to(device=device, dtype=dtype)
+    put_weights(model, whole_weights(found), mesh.tp.rank, mesh.tp.size)
+    return model.eval()
+
+
+def _from_dict(kind: type[Settings], values: Mapping[str, Any], found: Found) -> Settings:
+    known = {item.name for item in dataclasses.fields(kind)}
+    unknown = sorted(values.keys() - known)
+    if unknown:
+        raise ValueError(
+            f"{found.path / RUN}: {', '.join(unknown)} of {kind.__name__} is not known; the "
+            "checkpoint is of a newer version"
+        )
+    return kind(**values)

@@ -1,0 +1,78 @@
+"""The output layer: hidden states to the loss, or to logits.
+
+Shapes: S sequence, B micro-batch, H hidden, v this rank's rows of the padded vocabulary V.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from megatron_ds.parallel.collectives import gather_from_group
+from megatron_ds.parallel.embedding import check_ids, vocab_table
+from megatron_ds.parallel.fused_linear_cross_entropy import linear_cross_entropy
+from megatron_ds.parallel.linear import Init
+from megatron_ds.parallel.mesh import Group
+
+
+class Head(nn.Module):
+    """Output layer and loss in one, because the loss is computed without keeping the logits."""
+
+    def __init__(
+        self, vocab_size: int, padded_size: int, hidden: int, *, group: Group, init: Init | None
+    ) -> None:
+        """init: initial values of a weight of its own; None: the weight is the embedding's, given
+        to each call.
+        """
+        super().__init__()
+        self.vocab_size = vocab_size
+        self.group = group
+        self.weight: nn.Parameter | None = None
+        if init is not None:
+            self.weight = vocab_table(vocab_size, padded_size, hidden, group=group, init=init)
+
+    def forward(
+        self,
+        x_SBH: torch.Tensor,
+        labels_BS: torch.Tensor | None = None,
+        loss_mask_BS: torch.Tensor | None = None,
+        weight_vH: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """With labels: the masked mean loss, a scalar in fp32. Without: logits [B, S, V] in fp32,
+        padding -inf.
+        """
+        weight = self.weight if weight_vH is None else weight_vH
+        assert weight is not None
+        if labels_BS is None:
+            return self._logits(x_SBH, weight)
+        return self._loss(x_SBH, labels_BS, loss_mask_BS, weight)
+
+    def _loss(
+        self,
+        x_SBH: torch.Tensor,
+        labels_BS: torch.Tensor,
+        loss_mask_BS: torch.Tensor | None,
+        weight_vH: torch.Tensor,
+    ) -> torch.Tensor:
+        check_ids(labels_BS, self.vocab_size)
+        weights = None if loss_mask_BS is None else loss_mask_BS.t().reshape(-1).float()
+        total = linear_cross_entropy(
+            x_SBH.flatten(0, 1),
+            weight_vH,
+            labels_BS.t().reshape(-1),
+            weights,
+            vocab_size=self.vocab_size,
+            group=self.group,
+        )
+        if weights is None:
+            return total / labels_BS.numel()
+        # A micro-batch without any token that counts has loss 0, not 0 / 0.
+        counted = weights.sum()
+        return total / torch.where(counted > 0, counted, 1.0)
+
+    def _logits(self, x_SBH: torch.Tensor, weight_vH: torch.Tensor) -> torch.Tensor:
+        local = F.linear(x_SBH.transpose(0, 1), weight_vH)
+        logits = gather_from_group(local, self.group).float()
+        logits[..., self.vocab_size :] = -torch.inf
+        return logits

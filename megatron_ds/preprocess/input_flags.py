@@ -1,0 +1,68 @@
+"""The flags that say what to read, the same for every tool that reads documents."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from megatron_ds.preprocess.document_readers import FORMATS, TEXT_DOCUMENTS, Inputs
+
+
+class Flags(Protocol):
+    """A tool's parser, or a group of its flags."""
+
+    def add_argument(self, *names: str, **rest: Any) -> object: ...
+
+
+def add_input_flags(flags: Flags) -> None:
+    """Adds them all but those of the keys, of which each tool takes its own number."""
+    flags.add_argument(
+        "--input",
+        nargs="+",
+        default=[],
+        metavar="PATH",
+        help="files, patterns, folders, addresses (s3://, hf://, ...) or - for the standard input: "
+        "JSON lines, parquet, arrow, csv, tsv or plain text, by name; .gz .xz .zst .bz2 as well",
+    )
+    flags.add_argument(
+        "--input-format",
+        choices=["auto", *FORMATS],
+        default=Inputs.format,
+        help="what the files are, whatever their names say (default: by name, else jsonl)",
+    )
+    flags.add_argument(
+        "--text-documents",
+        choices=TEXT_DOCUMENTS,
+        default=Inputs.text_documents,
+        help="a document of plain text is a whole file, or a block between blank lines "
+        "(default: %(default)s)",
+    )
+    flags.add_argument(
+        "--hf-dataset", metavar="NAME", help="a Hugging Face data set: name, path or saved folder"
+    )
+    flags.add_argument("--hf-config", metavar="NAME", help="configuration of --hf-dataset")
+    flags.add_argument(
+        "--split",
+        default=Inputs.hf_split,
+        metavar="NAME",
+        help="split of --hf-dataset (default: %(default)s)",
+    )
+    flags.add_argument(
+        "--max-document-bytes",
+        type=int,
+        default=Inputs.max_document_bytes,
+        metavar="N",
+        help="longer documents are left out (default: %(default)s)",
+    )
+
+
+def inputs_of(args: Any) -> Inputs:
+    """What the flags say."""
+    return Inputs(
+        paths=tuple(args.input),
+        format=args.input_format,
+        text_documents=args.text_documents,
+        hf_dataset=args.hf_dataset,
+        hf_config=args.hf_config,
+        hf_split=args.split,
+        max_document_bytes=args.max_document_bytes,
+    )

@@ -1,0 +1,156 @@
+"""When steps are skipped one after another: a run that no longer learns is ended with words.
+
+Owns the count, the look for the first gradient that is not finite, and the words. Whether a step
+was skipped is the engine's to say, and all ranks are told the same.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from megatron_ds.checkpoint.metadata import candidates
+from megatron_ds.config import PrecisionConfig
+from megatron_ds.engine.protocol import Engine
+from megatron_ds.launch.exit_codes import ExitCode, RunEnds
+from megatron_ds.train_state import StepPlan, StepResult, TrainState
+
+
+@dataclass(frozen=True)
+class _Sight:
+    """What a rank saw of a skipped step."""
+
+    loss: float
+    parameter: str | None
+    """The first in the order of the backward pass whose gradient was not finite."""
+
+
+class SkippedSteps:
+    """Counts the steps that were skipped in a row; built and asked alike on all ranks."""
+
+    def __init__(self, config: PrecisionConfig, engine: Engine) -> None:
+        self._config = config
+        self._engine = engine
+        self._count = 0
+        self._scale_may_be_spent = False
+        self._finite: dict[str, torch.Tensor] = {}
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Around a step: in one that may be the last, each parameter's own gradient is looked at.
+
+        The engine's are averaged over ranks, and gone when it has skipped the step.
+        """
+        self._finite = {}
+        limit = self._config.max_skipped_in_a_row
+        if limit == 0 or (self._count < limit - 1 and not self._scale_may_be_spent):
+            yield
+            return
+        hooks = [
+            parameter.register_hook(self._look(name))
+            for name, parameter in self._engine.module.named_parameters()
+        ]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def too_many(self, result: StepResult) -> bool:
+        """Counts a step. Whether the run must end, on all ranks alike."""
+        self._count = self._count + 1 if result.skipped else 0
+        scale, lowest = result.loss_scale, self._config.min_loss_scale
+        self._scale_may_be_spent = scale is not None and scale <= lowest
+        limit = self._config.max_skipped_in_a_row
+        return limit > 0 and (self._count >= limit or result.scale_spent)
+
+    def end(
+        self, plan: StepPlan, result: StepResult, state: TrainState, checkpoint: Path | None
+    ) -> RunEnds:
+        """How the run ends. Collective.
+
+        state: after the step. checkpoint: the last one that was saved.
+        """
+        mine = _Sight(
+            loss=float(result.loss),
+            parameter=next((name for name, ok in self._finite.items() if not ok), None),
+        )
+        sights: list[_Sight] = [mine] * dist.get_world_size()
+        dist.all_gather_object(sights, mine)
+        lines = [
+            self._what(plan, result),
+            *_where(sights),
+            *self._back(plan, state, checkpoint),
+            "Try: " + "; ".join(self._advice()),
+        ]
+        return RunEnds("\n  ".join(lines), ExitCode.SKIPPED_STEPS)
+
+    def _look(self, name: str) -> Callable[[torch.Tensor], None]:
+        def note(gradient: torch.Tensor) -> None:
+            finite = gradient.isfinite().all()
+            self._finite[name] = self._finite.get(name, finite) & finite
+
+        return note
+
+    def _what(self, plan: StepPlan, result: StepResult) -> str:
+        steps = "1 step" if self._count == 1 else f"{self._count} steps in a row"
+        words = f"iteration {plan.iteration}: {steps} skipped, as the gradient was not finite"
+        if result.scale_spent:
+            return (
+                f"{words}, and the loss scale is at its lowest already (--min-loss-scale "
+                f"{self._config.min_loss_scale:g})"
+            )
+        words += f" (--max-skipped-in-a-row {self._config.max_skipped_in_a_row})"
+        return words if result.loss_scale is None else f"{words}; loss scale {result.loss_scale:g}"
+
+    def _back(self, plan: StepPlan, state: TrainState, checkpoint: Path | None) -> Iterator[str]:
+        first = plan.iteration - self._count + 1
+        yield (
+            f"A skipped step changes nothing: weights and optimizer are those before iteration "
+            f"{first}. Data read since: {self._count * plan.global_batch_size} samples up to "
+            f"{state.consumed_samples}"
+        )
+        if checkpoint is None:
+            yield "There is no checkpoint of this run to go back to; nothing was saved now"
+        else:
+            yield f"Go back to {checkpoint}; nothing was saved now"
+
+    def _advice(self) -> Iterator[str]:
+        yield "a lower --lr or a longer warm-up"
+        if self._config.fp16:
+            yield "--bf16, which needs no loss scale, in a new run"
+        if self._config.fp16 and self._config.loss_scale is not None:
+            yield (
+                f"no --loss-scale {self._config.loss_scale:g}: a dynamic one finds what can be "
+                "represented"
+            )
+        yield "the data from there on (token ids, blends)"
+        yield "--max-skipped-in-a-row N to allow more, 0 to never stop"
+
+
+def newest_of(folders: Iterable[str | None], iteration: int) -> Path | None:
+    """The newest checkpoint in the first folder that has one of before `iteration`."""
+    for folder in folders:
+        if folder is None:
+            continue
+        for path in candidates(Path(folder)):
+            if int(path.name.removeprefix("global_step")) < iteration:
+                return path
+    return None
+
+
+def _where(sights: list[_Sight]) -> Iterator[str]:
+    for rank, sight in enumerate(sights):
+        if not math.isfinite(sight.loss):
+            yield f"The loss of rank {rank} is {sight.loss}"
+            break
+    for rank, sight in enumerate(sights):
+        if sight.parameter is not None:
+            yield f"First gradient that was not finite: {sight.parameter} on rank {rank}"
+            break

@@ -1,0 +1,205 @@
+"""TensorBoard points under the forks' tags.
+
+A tag is written against iterations, and with the suffixes ` vs samples` and ` vs tokens` against
+those counts. Points that an earlier process wrote beyond the checkpoint are taken out of its event
+files when a run resumes: SummaryWriter's purge_step would compare an iteration with the samples and
+tokens of the other axes, and hide their whole past. Imported only when TensorBoard is asked for.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader  # type: ignore[import-untyped]
+from tensorboard.compat.proto.event_pb2 import Event  # type: ignore[import-untyped]
+from tensorboard.summary.writer.record_writer import RecordWriter  # type: ignore[import-untyped]
+from torch.utils.tensorboard import SummaryWriter
+
+from megatron_ds.config import Config, LoggingConfig
+from megatron_ds.train_state import TrainState
+from megatron_ds.training.records import EvalRecord, IntervalRecord, Sink, StepRecord
+
+SAMPLES, TOKENS = " vs samples", " vs tokens"
+EVENT_FILES = "events.out.tfevents.*"
+EVALUATIONS = "lm-loss-validation/"
+
+
+class TensorBoard(Sink):
+    """Writes event files below --tensorboard-dir, every --tensorboard-log-interval iterations.
+
+    memory: figures of the device under their tags (--log-memory-to-tensorboard), in bytes.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        state: TrainState,
+        *,
+        world_size: int,
+        dp_size: int,
+        memory: Callable[[], dict[str, int]],
+    ) -> None:
+        folder = config.logging.tensorboard_dir
+        assert folder is not None
+        self._logging: LoggingConfig = config.logging
+        self._world_size, self._dp_size, self._memory = world_size, dp_size, memory
+        self._evaluated: set[tuple[str, int]] = set()
+        if state.iteration > 0:
+            self._evaluated = drop_beyond(Path(folder), state)
+        else:
+            set_aside(Path(folder))
+        self._writer = SummaryWriter(folder, max_queue=config.logging.tensorboard_queue_size)
+        for group in config.to_dict().values():
+            for name, value in group.items():
+                self._writer.add_text(name, str(value), state.iteration)
+
+    def steps(self, records: Sequence[StepRecord]) -> None:
+        for record in records:
+            if record.iteration % self._logging.tensorboard_log_interval == 0:
+                self._step(record)
+        self._writer.flush()
+
+    def interval(self, record: IntervalRecord) -> None:
+        if record.params_norm is not None:
+            self._add("params-norm/params-norm", record.params_norm, record.last, SAMPLES, TOKENS)
+        if self._logging.log_memory_to_tensorboard:
+            for tag, value in self._memory().items():
+                self._add(tag, value, record.last)
+        self._writer.flush()
+
+    def evaluation(self, record: EvalRecord) -> None:
+        group = f"{record.group}/" if record.group else ""
+        tag = f"{EVALUATIONS}{group}lm loss {record.split}"
+        # A run evaluates the same weights again at its end, and when it is started once more.
+        if (tag, record.iteration) in self._evaluated:
+            return
+        self._evaluated.add((tag, record.iteration))
+        self._add(tag, record.loss, record, SAMPLES, TOKENS)
+        if self._logging.log_validation_ppl_to_tensorboard:
+            self._add(f"{tag} ppl", record.ppl, record, SAMPLES, TOKENS)
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+    def _step(self, record: StepRecord) -> None:
+        logging, scale, norm = self._logging, record.loss_scale, record.grad_norm
+        self._clocks(record)
+        if logging.log_learning_rate_to_tensorboard:
+            rate = record.learning_rate
+            self._add("learning-rate/learning-rate", rate, record, SAMPLES, TOKENS)
+        if logging.log_batch_size_to_tensorboard:
+            self._add("batch-size/batch-size", record.global_batch_size, record, SAMPLES)
+        self._add("lm-loss-training/lm loss", record.lm_loss, record, SAMPLES, TOKENS)
+        if logging.log_loss_scale_to_tensorboard and scale is not None:
+            self._add("loss-scale/loss-scale", scale, record, SAMPLES, TOKENS)
+        if logging.log_world_size_to_tensorboard:
+            self._add("world-size/world-size", self._world_size, record, SAMPLES, TOKENS)
+        if norm is not None:
+            self._add("grad-norm/grad-norm", norm, record, SAMPLES, TOKENS)
+        if record.curriculum_seqlen is not None:
+            self._add("seqlen/curriculum_seqlen", record.curriculum_seqlen, record, SAMPLES, TOKENS)
+        if logging.log_timers_to_tensorboard and not record.warm_up:
+            self._speed(record)
+
+    def _clocks(self, record: StepRecord) -> None:
+        """Iterations against samples and tokens, and the reverse."""
+        steps = record.iteration
+        for name, count in (
+            ("samples", record.consumed_samples),
+            ("tokens", record.consumed_tokens),
+        ):
+            self._writer.add_scalar(f"steps-vs-{name}/y=steps,x={name}", steps, count)
+            self._writer.add_scalar(f"steps-vs-{name}/y={name},x=steps", count, steps)
+
+    def _speed(self, record: StepRecord) -> None:
+        samples = record.global_batch_size / record.seconds
+        self._add("iteration-time/iteration-time", record.seconds, record, SAMPLES, TOKENS)
+        for tag, value in (
+            ("samples per second", samples),
+            ("samples per second per replica", samples / self._dp_size),
+            ("tokens per second", record.tokens_per_second),
+            ("tokens per second per replica", record.tokens_per_second / self._dp_size),
+            ("TFLOPs per gpu (estimated)", record.tflops),
+        ):
+            self._add(f"iteration-time/{tag}", value, record)
+
+    def _add(self, tag: str, value: float, record: StepRecord | EvalRecord, *axes: str) -> None:
+        """A point against iterations, and against the further axes."""
+        counts = {SAMPLES: record.consumed_samples, TOKENS: record.consumed_tokens}
+        self._writer.add_scalar(tag, value, record.iteration)
+        for axis in axes:
+            self._writer.add_scalar(f"{tag}{axis}", value, counts[axis])
+
+
+def set_aside(folder: Path) -> None:
+    """Moves the event files of earlier runs to the folder's first free `previous-N`.
+
+    There TensorBoard shows them as a run of their own, and not as steps that happened twice.
+    """
+    old = list(folder.glob(EVENT_FILES))
+    if not old:
+        return
+    numbers = itertools.count(1)
+    target = next(path for n in numbers if not (path := folder / f"previous-{n}").exists())
+    target.mkdir()
+    for path in old:
+        path.rename(target / path.name)
+
+
+def drop_beyond(folder: Path, state: TrainState) -> set[tuple[str, int]]:
+    """Takes the points after `state` out of a folder's event files.
+
+    Newest file first, up to one that keeps steps: what came before it was clean when it began.
+    Returns the evaluations that were met and stay, as tag and iteration.
+    """
+    evaluated: set[tuple[str, int]] = set()
+    for path in sorted(folder.glob(EVENT_FILES), reverse=True):
+        raw = list(RawEventFileLoader(str(path)).Load())
+        events = [Event.FromString(item) for item in raw]
+        keep = [_within(event, state) for event in events]
+        if not all(keep):
+            _rewrite(path, [item for item, kept in zip(raw, keep, strict=True) if kept])
+        kept_events = [event for event, kept in zip(events, keep, strict=True) if kept]
+        evaluated |= {
+            (value.tag, event.step)
+            for event in kept_events
+            for value in event.summary.value
+            if value.tag.startswith(EVALUATIONS)
+        }
+        if any(_is_of_a_step(event) for event in kept_events):
+            break
+    return evaluated
+
+
+def _is_of_a_step(event: Event) -> bool:
+    """Whether an event is a step's number: no evaluation, no argument's text, no file's head."""
+    return any(
+        value.metadata.plugin_data.plugin_name != "text" and not value.tag.startswith(EVALUATIONS)
+        for value in event.summary.value
+    )
+
+
+def _within(event: Event, state: TrainState) -> bool:
+    """Whether an event lies at or before `state`, on the axis that its tag names."""
+    for value in event.summary.value:
+        if value.tag.endswith("samples"):
+            return bool(event.step <= state.consumed_samples)
+        if value.tag.endswith("tokens"):
+            return bool(event.step <= state.consumed_tokens)
+    return bool(event.step <= state.iteration)
+
+
+def _rewrite(path: Path, raw: Sequence[bytes]) -> None:
+    """Replaces an event file, all of it or nothing."""
+    temporary = path.with_name("rewritten.tmp")
+    with temporary.open("wb") as file:
+        writer = RecordWriter(file)
+        for item in raw:
+            writer.write(item)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)

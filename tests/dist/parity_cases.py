@@ -1,0 +1,205 @@
+"""The parity cases: what is combined, and the written rule that chooses what runs.
+
+The rule: a case is one value for each of six axes (`AXES`), and the cases chosen are a covering
+array of strength three: *any three values of any three different axes occur together in at least
+one case*. So every ZeRO stage meets every tensor-parallel size with every accumulation, every
+model meets every stage under every optimizer, and so on; an error that only four particular values
+together provoke can be missed. The array is built greedily and without chance: the same cases in
+every run. The whole product, 448 cases, is run by
+
+    MEGATRON_DS_PARITY=all python -m pytest --timeout 0 tests/dist/test_parity.py
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import os
+from dataclasses import astuple, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from megatron_ds.config import Config, DeepSpeedConfig, ModelConfig, OptimizerConfig, ParallelConfig, ScheduleConfig
+from megatron_ds.engine.ds_config import complete
+from megatron_ds.train_state import StepPlan
+
+STEPS = 3
+SAMPLES_PER_STEP = 16
+"""Global batch of every case, so that one reference serves all layouts of a model."""
+SEED = 5
+
+SHAPE: dict[str, Any] = {
+    "num_layers": 2,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "ffn_hidden_size": 48,
+    "seq_length": 16,
+    "vocab_size": 90,  # of 96 padded rows: the last rank's part is cut short
+    "make_vocab_size_divisible_by": 32,
+    "attention_dropout": 0.0,
+    "hidden_dropout": 0.0,
+    "init_method_std": 0.1,
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "learned": {"position_embedding_type": "learned_absolute"},
+    "rope": {"position_embedding_type": "rope", "rotary_percent": 0.5},
+    "alibi": {"position_embedding_type": "alibi", "embed_layernorm": True},
+    "gqa": {"position_embedding_type": "rope", "num_query_groups": 2},
+    "swiglu": {
+        "position_embedding_type": "rope",
+        "activation": "swiglu",
+        "normalization": "RMSNorm",
+        "add_bias_linear": False,
+    },
+    "tied": {"position_embedding_type": "none", "untie_embeddings_and_output_weights": False},
+    "untied": {
+        "position_embedding_type": "none",
+        "untie_embeddings_and_output_weights": True,
+        "normalization": "RMSNorm",
+    },
+}
+
+# AdamW divides by sqrt(v) + eps. Where a gradient g is far above eps its first update is lr times
+# the sign of g, and where g is rounding noise that sign is chance, in torch against torch too. The
+# update's slope is at most lr / eps: lr 0.01, eps 1e-3 and gradients that are right to 1e-8 after
+# clipping keep the chance below 1e-7 of a weight, and the elements on both sides of eps (0.001
+# against clipped gradients of up to 0.01) still take Adam's nonlinear path.
+OPTIMIZERS: dict[str, OptimizerConfig] = {
+    "sgd": OptimizerConfig(
+        optimizer="sgd", lr=1.0, sgd_momentum=0.0, weight_decay=0.0, clip_grad=0.0
+    ),
+    "adamw": OptimizerConfig(
+        optimizer="adam",
+        lr=0.01,
+        adam_beta1=0.9,
+        adam_beta2=0.95,
+        adam_eps=1e-3,
+        weight_decay=0.1,
+        clip_grad=0.1,
+    ),
+}
+RATES: dict[str, tuple[float, ...]] = {"sgd": (1.0, 0.5, 0.25), "adamw": (0.01, 0.02, 0.005)}
+"""Learning rate of each step."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One value for each axis."""
+
+    world: int
+    stage: int
+    tp: int
+    accumulation: int
+    model: str
+    optimizer: str
+
+    @property
+    def name(self) -> str:
+        return (
+            f"{self.world}ranks-zero{self.stage}-tp{self.tp}-accumulate{self.accumulation}"
+            f"-{self.model}-{self.optimizer}"
+        )
+
+    @property
+    def micro_batch_size(self) -> int:
+        return SAMPLES_PER_STEP // (self.world // self.tp * self.accumulation)
+
+
+AXES: dict[str, tuple[Any, ...]] = {
+    "world": (2, 4),
+    "stage": (0, 1, 2, 3),
+    "tp": (1, 2),
+    "accumulation": (1, 4),
+    "model": tuple(MODELS),
+    "optimizer": tuple(OPTIMIZERS),
+}
+
+Triple = frozenset[tuple[str, Any]]
+
+
+def triples(case: Case) -> set[Triple]:
+    """The values of a case, three axes at a time."""
+    values = zip(AXES, astuple(case), strict=True)
+    return {frozenset(chosen) for chosen in itertools.combinations(values, 3)}
+
+
+@functools.cache
+def product() -> tuple[Case, ...]:
+    assert tuple(AXES) == tuple(field.name for field in fields(Case))
+    return tuple(Case(*values) for values in itertools.product(*AXES.values()))
+
+
+@functools.cache
+def covering() -> tuple[Case, ...]:
+    """The covering array: each case is the first of those that bring the most that is missing."""
+    missing: set[Triple] = set().union(*(triples(case) for case in product()))
+    left = {case: triples(case) for case in product()}
+    chosen = []
+    while missing:
+        best = max(left, key=lambda case: len(left[case] & missing))
+        missing -= left.pop(best)
+        chosen.append(best)
+    return tuple(sorted(chosen, key=astuple))
+
+
+def chosen() -> tuple[Case, ...]:
+    """What runs: the covering array, or everything if MEGATRON_DS_PARITY is "all"."""
+    return product() if os.environ.get("MEGATRON_DS_PARITY") == "all" else covering()
+
+
+def config_of(case: Case, folder: Path) -> Config:
+    """The configuration of a case, the ZeRO stage taken from a DeepSpeed file as a user would.
+
+    The file makes toy parameters count as large ones: ZeRO-3 cuts each of them, and gradients are
+    reduced in several buckets.
+    """
+    zero = {
+        "stage": case.stage,
+        "stage3_param_persistence_threshold": 0,
+        "reduce_bucket_size": 4000,
+        "allgather_bucket_size": 4000,
+    }
+    path = folder / f"zero{case.stage}.json"
+    # Every rank writes the file: none may read it while another has emptied it.
+    own = path.with_suffix(f".{os.getpid()}")
+    own.write_text(json.dumps({"zero_optimization": zero}), encoding="utf-8")
+    own.replace(path)
+    config = Config(
+        model=ModelConfig(**SHAPE, **MODELS[case.model]),
+        parallel=ParallelConfig(tensor_model_parallel_size=case.tp),
+        optimizer=OPTIMIZERS[case.optimizer],
+        schedule=ScheduleConfig(
+            micro_batch_size=case.micro_batch_size,
+            global_batch_size=SAMPLES_PER_STEP,
+            train_iters=STEPS,
+        ),
+        deepspeed=DeepSpeedConfig(deepspeed_config=str(path)),
+    )
+    return completed(config, case.world)
+
+
+def completed(config: Config, world: int) -> Config:
+    """The configuration with its DeepSpeed file filled in, checked as the command line checks it
+    (but for the data, which these tests make up)."""
+    config, problems = complete(config, world)
+    dp_size = config.parallel.data_parallel_size(world)
+    problems += config.model.problems(config.parallel.tensor_model_parallel_size)
+    problems += [*config.optimizer.problems(), *config.schedule.problems(dp_size)]
+    assert problems == [], problems
+    return config
+
+
+def plans_of(case: Case) -> list[StepPlan]:
+    """The steps of a case."""
+    return [
+        StepPlan(
+            iteration=step + 1,
+            global_batch_size=SAMPLES_PER_STEP,
+            num_micro_batches=case.accumulation,
+            lr=rate,
+            weight_decay=OPTIMIZERS[case.optimizer].weight_decay,
+            seq_length=SHAPE["seq_length"],
+        )
+        for step, rate in enumerate(RATES[case.optimizer])
+    ]

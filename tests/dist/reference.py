@@ -1,0 +1,148 @@
+"""The one process that every layout is held against: the model and plain torch, nothing else.
+
+No engine, no DeepSpeed, no accumulation: autograd over the whole global batch at once,
+`clip_grad_norm_` and an optimizer of torch.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.nn.utils import clip_grad_norm_
+
+from megatron_ds.config import Config, OptimizerConfig
+from megatron_ds.model.packed_attention import DocumentRules
+from megatron_ds.model.gpt import GPTModel
+from megatron_ds.parallel.mesh import Mesh
+from megatron_ds.parallel.rng import RngStreams
+from megatron_ds.train_state import StepPlan
+
+END = 7
+"""The token that ends a document."""
+Tensors = dict[str, torch.Tensor]
+"""Whole tensors in fp32 by canonical name."""
+
+
+@dataclass
+class Run:
+    """What a training did, step by step."""
+
+    losses: list[float] = field(default_factory=list)
+    """Mean over the global batch."""
+    norms: list[float | None] = field(default_factory=list)
+    """Global norm before clipping."""
+    gradients: list[Tensors] = field(default_factory=list)
+    """Before clipping, mean over the global batch."""
+    weights: list[Tensors] = field(default_factory=list)
+    """Before the first step and after each."""
+    rates: list[float] = field(default_factory=list)
+    """Learning rate of each optimizer step."""
+    notes: dict[str, Any] = field(default_factory=dict)
+    """What else was seen."""
+
+
+class Samples:
+    """A dataset of `count` samples of seq_length + 1 random tokens, for models of this shape.
+
+    different: number of samples that differ; they are repeated (None: all differ).
+    """
+
+    def __init__(self, count: int, shape: dict[str, Any], different: int | None = None) -> None:
+        distinct = (different or count, shape["seq_length"] + 1)
+        vocab = shape["vocab_size"]
+        tokens = np.random.default_rng(11).integers(0, vocab, distinct, dtype=np.int64)
+        self._tokens = np.resize(tokens, (count, distinct[1]))
+        self.seq_length, self.vocab_size = shape["seq_length"], vocab
+
+    def with_ends(self, share: float) -> Samples:
+        """The same samples with END in the place of a share of their tokens."""
+        ended = copy.copy(self)
+        ends = np.random.default_rng(13).random(self._tokens.shape) < share
+        ended._tokens = np.where(ends, END, self._tokens)
+        return ended
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    def __getitem__(self, position: int) -> npt.NDArray[np.int64]:
+        sample: npt.NDArray[np.int64] = self._tokens[position]
+        return sample
+
+    def fill(self, position: int, row: npt.NDArray[np.int64]) -> None:
+        row[:] = self._tokens[position]
+
+    def sample_id(self, position: int) -> str:
+        return str(position)
+
+    def batch(self, first: int, count: int) -> torch.Tensor:
+        """Tokens [count, seq_length + 1] of consecutive samples."""
+        assert first + count <= len(self)
+        return torch.from_numpy(self._tokens[first : first + count])
+
+
+def train_alone(
+    config: Config,
+    samples: Samples,
+    plans: list[StepPlan],
+    documents: DocumentRules | None = None,
+) -> Run:
+    """Trains in this process as the plans say, in fp32."""
+    model = GPTModel(
+        config.model,
+        mesh=Mesh.single(),
+        rng=RngStreams(0),
+        seed=config.runtime.seed,
+        documents=documents,
+    )
+    named = dict(model.named_parameters())
+    optimizer = _optimizer(config.optimizer, list(named.values()))
+    run = Run(weights=[_copy(named)])
+    consumed = 0
+    for plan in plans:
+        tokens = samples.batch(consumed, plan.global_batch_size)[:, : plan.seq_length + 1]
+        consumed += plan.global_batch_size
+        optimizer.zero_grad()
+        loss = model(tokens[:, :-1], tokens[:, 1:])
+        loss.backward()
+        run.losses.append(loss.item())
+        run.gradients.append(_copy({name: p.grad for name, p in named.items()}))
+        limit = config.optimizer.clip_grad or float("inf")
+        run.norms.append(clip_grad_norm_(model.parameters(), limit).item())
+        for group in optimizer.param_groups:
+            group["lr"] = plan.lr
+        run.rates.append(plan.lr)
+        optimizer.step()
+        run.weights.append(_copy(named))
+    return run
+
+
+def _optimizer(
+    options: OptimizerConfig, parameters: list[torch.nn.Parameter]
+) -> torch.optim.Optimizer:
+    """Matrices are decayed; biases and norms are not."""
+    groups = [
+        {"params": [p for p in parameters if p.dim() > 1], "weight_decay": options.weight_decay},
+        {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
+    ]
+    assert options.lr is not None
+    if options.optimizer == "sgd":
+        return torch.optim.SGD(groups, lr=options.lr, momentum=options.sgd_momentum)
+    return torch.optim.AdamW(
+        groups,
+        lr=options.lr,
+        betas=(options.adam_beta1, options.adam_beta2),
+        eps=options.adam_eps,
+    )
+
+
+def _copy(tensors: dict[str, torch.nn.Parameter] | dict[str, torch.Tensor | None]) -> Tensors:
+    copies = {}
+    for name, value in tensors.items():
+        assert value is not None, name
+        copies[name] = value.detach().clone()
+    return copies

@@ -1,0 +1,109 @@
+"""Documents' bounds in every layout: trained by two ranks as by one process with a dense mask.
+
+The rule that chooses the cases: each kind of position, ZeRO stage, tensor-parallel size, way of
+recomputation, optimizer and flag occurs; one case is compiled.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_ds.config import Config, DataConfig, RecomputeConfig, RuntimeConfig
+from megatron_ds.engine.build import build_engine
+from megatron_ds.model.packed_attention import DocumentRules
+from megatron_ds.parallel.mesh import Mesh
+from tests.dist import parity_cases
+from tests.dist.parity_cases import Case, config_of, plans_of
+from tests.dist.compare import differences
+from tests.dist.engine_harness import CPU
+from tests.dist.rank_jobs import Job, Outcomes, run_jobs
+from tests.dist.reference import END, Samples, train_alone
+from tests.unit.model.dense import dense_flex
+
+PLAIN = Samples(parity_cases.STEPS * parity_cases.SAMPLES_PER_STEP, parity_cases.SHAPE)
+SAMPLES = PLAIN.with_ends(0.2)
+BOTH = (True, True)
+CASES: dict[str, tuple[Case, tuple[bool, bool], str | None]] = {
+    "zero0 learned full": (Case(2, 0, 2, 1, "learned", "sgd"), BOTH, "full"),
+    "zero1 rope selective": (Case(2, 1, 2, 4, "rope", "adamw"), BOTH, "selective"),
+    "zero2 alibi": (Case(2, 2, 2, 1, "alibi", "adamw"), (False, True), None),
+    "zero3 learned": (Case(2, 3, 1, 4, "learned", "adamw"), BOTH, None),
+    "zero3 gqa": (Case(2, 3, 1, 1, "gqa", "sgd"), (False, True), "full"),
+    "zero1 rope positions": (Case(2, 1, 1, 1, "rope", "sgd"), (True, False), None),
+    "compiled": (Case(2, 1, 2, 1, "gqa", "adamw"), BOTH, None),
+    "dropped": (Case(2, 1, 2, 4, "learned", "adamw"), BOTH, None),
+    "dropped selective": (Case(2, 1, 2, 4, "learned", "adamw"), BOTH, "selective"),
+    "dropped full": (Case(2, 1, 2, 4, "learned", "adamw"), BOTH, "full"),
+}
+"""By name: layout, which of positions and attention heed documents, and what is recomputed."""
+DROPPED = [name for name in CASES if name.startswith("dropped")]
+
+
+def config(name: str, folder: Path) -> Config:
+    case, (positions, attention), granularity = CASES[name]
+    base = config_of(case, folder)
+    dropout = 0.1 if name in DROPPED else 0.0
+    return dataclasses.replace(
+        base,
+        model=dataclasses.replace(base.model, attention_dropout=dropout, hidden_dropout=dropout),
+        data=DataConfig(reset_position_ids=positions, reset_attention_mask=attention),
+        recompute=RecomputeConfig(recompute_granularity=granularity),
+        runtime=RuntimeConfig(seed=parity_cases.SEED, compile=name == "compiled"),
+    )
+
+
+def knows_why_it_loops(engine: Any) -> None:
+    rules: DocumentRules = engine.module.documents
+    assert rules.flex is None
+    wanted = "backward on CPU" if engine.module.config.attention_dropout == 0.0 else "dropout"
+    assert (wanted in rules.why_not_flex) == rules.reset_attention
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
+    folder = tmp_path_factory.mktemp("documents")
+    jobs = [
+        Job(name, config(name, folder), plans_of(case), SAMPLES, knows_why_it_loops)
+        for name, (case, *_) in CASES.items()
+    ]
+    return run_jobs(2, jobs, folder)
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name not in DROPPED])
+def test_layout_equals_one_process_with_a_dense_mask(
+    name: str, outcomes: Outcomes, tmp_path: Path
+) -> None:
+    case, flags, _ = CASES[name]
+    rules = DocumentRules(END, *flags, flex=dense_flex)
+    reference = train_alone(config(name, tmp_path), SAMPLES, plans_of(case), rules)
+    for rank, run in enumerate(outcomes.of(name)):
+        assert differences(run, reference) == [], f"rank {rank}"
+        # Each layer is compiled in the pieces before and behind its attention, once for all
+        # micro-batches, however their documents are cut.
+        assert (run.notes["compiled"] > 0) == (name == "compiled")
+        assert run.notes["compiled"] <= 6 * parity_cases.SHAPE["num_layers"]
+
+
+@pytest.mark.parametrize("name", DROPPED[1:])
+def test_recomputation_drops_what_was_dropped(name: str, outcomes: Outcomes) -> None:
+    for run, stored in zip(outcomes.of(name), outcomes.of(DROPPED[0]), strict=True):
+        assert run.losses == stored.losses
+        assert run.norms == stored.norms
+
+
+def test_bounds_change_what_is_learned(tmp_path: Path) -> None:
+    case = CASES["zero3 learned"][0]
+    losses = [
+        train_alone(config("zero3 learned", tmp_path), SAMPLES, plans_of(case)[:1], rules).losses
+        for rules in (None, DocumentRules(END, True, True))
+    ]
+    assert losses[0] != pytest.approx(losses[1], rel=1e-4)
+
+
+def test_a_tokenizer_without_an_end_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="this tokenizer has none"):
+        build_engine(config("zero3 learned", tmp_path), Mesh.single(), CPU, eod=None)

@@ -1,0 +1,186 @@
+"""Groups of data under their names, and a mixture that changes on resume: whole runs."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from megatron_ds.data.indexed_dataset import IndexedWriter
+from tests.e2e.conftest import VOCAB
+from tests.e2e.runs import (
+    REPOSITORY,
+    Launcher,
+    Settings,
+    checkpoint_differences,
+    evaluations,
+    losses,
+    records,
+    steps,
+)
+
+KILLED = REPOSITORY / "tests" / "e2e" / "killed.py"
+CHANGE, END, BATCH = 4, 8, 8
+"""Iteration at which the mixture changes, the last one, and samples of each."""
+
+
+@pytest.fixture(scope="module")
+def others(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Prefix of a pair of token files: documents that count downwards."""
+    prefix = tmp_path_factory.mktemp("others") / "other"
+    draw = np.random.default_rng(1)
+    with IndexedWriter(prefix, np.uint16) as writer:
+        for _ in range(100):
+            start, length = draw.integers(0, VOCAB), draw.integers(10, 60)
+            writer.add_document(np.append((start - np.arange(length)) % VOCAB, VOCAB))
+    return prefix
+
+
+def record_of(folder: Path, step: int) -> dict[str, Any]:
+    """What a checkpoint says of its data."""
+    values = json.loads((folder / f"global_step{step}" / "run.json").read_text())
+    return values["data"]  # type: ignore[no-any-return]
+
+
+def test_the_mixture_changes_on_resume_and_a_kill_changes_nothing(
+    launcher: Launcher, base: Settings, corpus: Path, others: Path, tmp_path: Path
+) -> None:
+    """One file, then a mixture of its part with another file: on two ranks, undisturbed and with a
+    kill, and on one rank, which reads the same samples."""
+    one, two, killed = (tmp_path / name for name in ("one", "two", "killed"))
+    settings = {
+        **base,
+        "attention_dropout": 0.0,
+        "hidden_dropout": 0.0,
+        "global_batch_size": BATCH,
+        "train_iters": END,
+        "save_interval": 2,
+    }
+    mixed = {
+        **settings,
+        "data_path": None,
+        "split": None,
+        # The same documents as those of --split 80,10,10, so that the file goes on.
+        "train_weighted_split_paths": f"T: 1 0:0.8 {corpus}, 3 0:1 {others}",
+    }
+    first = {**settings, "exit_interval": CHANGE}
+    runs = [launcher.start({**first, "save": each}, ranks=n) for each, n in ((one, 1), (two, 2))]
+    for run in runs:
+        run.succeed()
+    shutil.copytree(two, killed)
+
+    run = launcher.start(
+        {**mixed, "save": killed, "load": killed},
+        ranks=2,
+        script=KILLED,
+        environment={"KILL_AT": f"position:{6 * BATCH + BATCH // 2}"},
+    )
+    assert set(run.wait().codes) == {-9}
+    output = launcher.start({**mixed, "save": two, "load": two}, ranks=2).succeed()
+    launcher.start({**mixed, "save": one, "load": one}, ranks=1).succeed()
+    again = launcher.start({**mixed, "save": killed, "load": killed}, ranks=2).succeed()
+
+    assert [record["iteration"] for record in steps(killed)] == list(range(1, END + 1))
+    assert steps(killed) == steps(two)
+    assert losses(one) == pytest.approx(losses(two), rel=1e-5)
+    for step in (6, END):
+        assert not checkpoint_differences(two / f"global_step{step}", killed / f"global_step{step}")
+        assert record_of(two, step) == record_of(killed, step) == record_of(one, step)
+
+    consumed, rest = CHANGE * BATCH, (END - CHANGE) * BATCH
+    record = record_of(two, END)
+    assert [source["identity"]["name"] for source in record["sources"]] == ["tokens", "other"]
+    assert [source["taken"] for source in record["sources"]] == [
+        consumed + rest // 4,
+        3 * rest // 4,
+    ]
+    assert [phase["first"] for phase in record["phases"]] == [0, consumed]
+    assert [phase["starts"] for phase in record["phases"]] == [[0], [consumed, 0]]
+    for words in (
+        f"WARNING: the mixture of the training data changes after {consumed} samples",
+        "before: tokens 1",
+        "now:    other 0.75, tokens 0.25",
+        f"goes on: tokens at its sample {consumed}",
+        "starts at its first sample: other",
+        "tokens, weight 0.25: 40 samples",
+    ):
+        assert words in output, words
+    assert "the mixture of the training data changes" not in again
+
+
+def test_groups_are_evaluated_and_logged_under_their_names(
+    launcher: Launcher, base: Settings, corpus: Path, others: Path, tmp_path: Path
+) -> None:
+    groups = tmp_path / "groups"
+    groups.write_text(f'"X 1: 1 0.9:1 {corpus}" "X2: 1 0.5:1 {others}, 0 0:1 nowhere"\n')
+    run, board = tmp_path / "run", tmp_path / "board"
+    settings = {
+        **base,
+        "data_path": None,
+        "split": None,
+        "train_weighted_split_paths": f"T: 1 0:0.8 {corpus}",
+        "valid_weighted_split_paths": (
+            f"UP: 1 0.8:0.9 {corpus}",
+            f"DOWN: 3 0:0.5 {others}, 1 0.8:0.9 {corpus}",
+        ),
+        "test_weighted_split_paths_path": groups,
+        "train_iters": 2,
+        "eval_interval": 2,
+        "eval_iters": 2,
+        "save": run,
+        "tensorboard_dir": board,
+        "log_validation_ppl_to_tensorboard": True,
+    }
+    output = launcher.start(settings).succeed()
+
+    ends = ("the end of training for val data", "the end of training for test data")
+    expected = [
+        *((name, "validation", where) for where in ("iteration 2", ends[0]) for name in VALID),
+        *((name, "test", ends[1]) for name in TEST),
+    ]
+    lines = [line for line in output.splitlines() if "lm loss value" in line]
+    assert len(lines) == len(expected)
+    for line, (name, _, where) in zip(lines, expected, strict=True):
+        assert line.startswith(f"{name} loss at {where} | lm loss value: ")
+    told = {
+        (record["group"], f"{split}_loss"): record
+        for split in ("validation", "test")
+        for record in evaluations(run)
+        if f"{split}_loss" in record
+    }
+    assert sorted(told) == sorted(
+        [(name, "validation_loss") for name in VALID] + [(name, "test_loss") for name in TEST]
+    )
+    assert told["UP", "validation_loss"] != told["DOWN", "validation_loss"]
+    events = EventAccumulator(str(board))
+    events.Reload()
+    tags = {tag for tag in events.Tags()["scalars"] if tag.startswith("lm-loss-validation/")}
+    assert tags == {
+        f"lm-loss-validation/{name}/lm loss {split}{ppl}{axis}"
+        for split, names in (("validation", VALID), ("test", TEST))
+        for name in names
+        for ppl in ("", " ppl")
+        for axis in ("", " vs samples", " vs tokens")
+    }
+    (point,) = events.Scalars("lm-loss-validation/DOWN/lm loss validation")
+    assert point.value == pytest.approx(told["DOWN", "validation_loss"]["validation_loss"])
+    shares = json.loads((run / "data_shares.json").read_text())
+    assert [(share["part"], share["group"], share["weight"]) for share in shares] == [
+        ("train", "T", 1.0),
+        ("valid", "UP", 1.0),
+        ("valid", "DOWN", 0.75),
+        ("valid", "DOWN", 0.25),
+        ("test", "X 1", 1.0),
+        ("test", "X2", 1.0),
+        ("test", "X2", 0.0),
+    ]
+    assert "test X2: nowhere, weight 0: gives nothing" in output
+    assert len(records(run)) == 2 + 4
+
+
+VALID, TEST = ("UP", "DOWN"), ("X 1", "X2")

@@ -1,0 +1,233 @@
+"""Reading and placing weights without an engine: names, shapes, padding, and files that lie."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from deepspeed.runtime.fp16.loss_scaler import LossScaler
+from torch import nn
+
+from megatron_ds.checkpoint.full_weights import Weights, put_weights, read_weights
+from megatron_ds.checkpoint.metadata import Found
+from megatron_ds.parallel.sharding import Shard, declare, join, shard_of
+
+
+def found(
+    path: Path,
+    *,
+    stage: int,
+    tp: int,
+    dp: int,
+    shards: dict[str, Shard],
+    precision: str = "fp32",
+) -> Found:
+    entries = {name: {"dim": s.dim, "sections": list(s.sections)} for name, s in shards.items()}
+    layout = {
+        "zero_stage": stage,
+        "tensor_model_parallel_size": tp,
+        "data_parallel_size": dp,
+        "precision": precision,
+    }
+    return Found(path, 1, {"layout": layout, "shards": entries})
+
+
+def full_weights() -> Weights:
+    generator = torch.Generator().manual_seed(1)
+    shapes = {"fused": (12, 5), "columns": (3, 8), "whole": (7,), "scalar": ()}
+    return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+
+
+SHARDS = {"fused": Shard(0, (8, 2, 2)), "columns": Shard(1, (8,))}
+
+
+def parts_of(weights: Weights, rank: int, size: int) -> Weights:
+    return {
+        name: shard_of(value, SHARDS[name], rank, size) if name in SHARDS else value
+        for name, value in weights.items()
+    }
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_files_of_the_module_are_joined(tmp_path: Path, tp: int) -> None:
+    weights = full_weights()
+    for rank in range(tp):
+        content = {"module": parts_of(weights, rank, tp), "ds_version": "0.19.8"}
+        torch.save(content, tmp_path / f"mp_rank_{rank:02d}_model_states.pt")
+
+    read = read_weights(found(tmp_path, stage=1, tp=tp, dp=3, shards=SHARDS))
+
+    assert read.keys() == weights.keys()
+    assert all(torch.equal(read[name], weights[name]) for name in weights)
+
+
+def write_zero3(
+    folder: Path,
+    weights: Weights,
+    dp: int,
+    groups: list[list[list[str]]],
+    stem: str,
+    precision: str,
+) -> None:
+    """ZeRO-3's files of one tensor-parallel rank.
+
+    groups: names by optimizer group and by flat tensor.
+    """
+    shapes = [{name: weights[name].shape for flat in group for name in flat} for group in groups]
+    for rank in range(dp):
+        flats = []
+        for flat in (flat for group in groups for flat in group):
+            slices = []
+            for name in flat:
+                size = -(-weights[name].numel() // dp)
+                padded = torch.zeros(size * dp)
+                padded[: weights[name].numel()] = weights[name].flatten()
+                slices.append(padded[rank * size : (rank + 1) * size])
+            flats.append(torch.cat(slices))
+        base = f"zero_pp_rank_{rank}_{stem}"
+        states = {"fp32_flat_groups": flats, "loss_scaler": LossScaler(1.0)}
+        torch.save({"param_shapes": shapes}, folder / f"{base}_model_states.pt")
+        prefix = "bf16_" if precision == "bf16" else ""
+        torch.save({"optimizer_state_dict": states}, folder / f"{prefix}{base}_optim_states.pt")
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("dp", [1, 2, 4])
+@pytest.mark.parametrize(
+    "groups",
+    [
+        [[["fused", "columns"]], [["whole", "scalar"]]],
+        # A flat tensor per parameter, as with a small sub_group_size.
+        [[["columns"], ["fused"]], [["scalar"], ["whole"]]],
+    ],
+)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_slices_of_zero3_are_joined(
+    tmp_path: Path, tp: int, dp: int, groups: list[list[list[str]]], precision: str
+) -> None:
+    weights = full_weights()
+    for rank in range(tp):
+        stem = f"mp_rank_{rank:02d}"
+        write_zero3(tmp_path, parts_of(weights, rank, tp), dp, groups, stem, precision)
+
+    checkpoint = found(tmp_path, stage=3, tp=tp, dp=dp, shards=SHARDS, precision=precision)
+    read = read_weights(checkpoint)
+
+    assert read.keys() == weights.keys()
+    for name, value in weights.items():
+        assert read[name].shape == value.shape
+        assert torch.equal(read[name], value)
+
+
+class Trap:
+    """Pickled, it calls a function when it is read."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.path),)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_file_cannot_run_code(tmp_path: Path, stage: int) -> None:
+    trap = tmp_path / "sprung"
+    for name in ("mp_rank_00", "zero_pp_rank_0_mp_rank_00"):
+        content = {"module": {}, "param_shapes": [], "trap": Trap(trap)}
+        torch.save(content, tmp_path / f"{name}_model_states.pt")
+
+    with pytest.raises(ValueError, match=r"(?s)model_states.pt cannot be read.*mkdir"):
+        read_weights(found(tmp_path, stage=stage, tp=1, dp=1, shards={}))
+
+    assert not trap.exists()
+
+
+def test_a_damaged_file_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "mp_rank_00_model_states.pt"
+    torch.save({"module": full_weights()}, path)
+    path.write_bytes(path.read_bytes()[:-100])
+
+    with pytest.raises(ValueError, match=r"mp_rank_00_model_states.pt cannot be read"):
+        read_weights(found(tmp_path, stage=0, tp=1, dp=1, shards={}))
+
+
+class Model(nn.Module):
+    """One table of the vocabulary, one cut matrix, one whole vector; as rank 1 of 2."""
+
+    def __init__(self, rows: int = 12) -> None:
+        super().__init__()
+        self.embedding = nn.Module()
+        self.embedding.word = nn.Embedding(rows // 2, 3)
+        declare(self.embedding.word.weight, Shard(0, (rows,)))
+        self.fc = nn.Linear(4, 2)
+        declare(self.fc.weight, Shard(0, (4,)))
+
+
+def weights_of_model(rows: int = 12) -> Weights:
+    return {
+        "embedding.word.weight": torch.arange(1.0, 3 * rows + 1).view(rows, 3),
+        "fc.weight": torch.arange(16.0).view(4, 4),
+        "fc.bias": torch.tensor([5.0, 6.0]),
+    }
+
+
+def test_each_rank_gets_its_part() -> None:
+    model, weights = Model(), weights_of_model()
+
+    put_weights(model, weights.items(), rank=1, size=2)
+
+    assert torch.equal(model.embedding.word.weight, weights["embedding.word.weight"][6:])
+    assert torch.equal(model.fc.weight, weights["fc.weight"][2:])
+    assert torch.equal(model.fc.bias, weights["fc.bias"])
+
+
+@pytest.mark.parametrize("rows", [10, 14])
+def test_a_table_is_cut_or_padded_with_zeros(rows: int) -> None:
+    model, weights = Model(), weights_of_model(rows)
+
+    put_weights(model, weights.items(), rank=1, size=2)
+
+    table = torch.cat([weights["embedding.word.weight"], torch.zeros(4, 3)])[6:12]
+    assert torch.equal(model.embedding.word.weight, table)
+
+
+def test_only_tables_of_the_vocabulary_are_padded() -> None:
+    weights = weights_of_model()
+    weights["fc.weight"] = weights["fc.weight"][:2]
+
+    with pytest.raises(ValueError, match=r"fc.weight is \[2, 4\], the model expects \[4, 4\]"):
+        put_weights(Model(), weights.items(), rank=0, size=2)
+
+
+def test_a_wrong_width_is_named() -> None:
+    weights = weights_of_model()
+    weights["embedding.word.weight"] = torch.zeros(12, 4)
+
+    with pytest.raises(ValueError, match=r"word.weight is \[12, 4\], the model expects \[12, 3\]"):
+        put_weights(Model(), weights.items(), rank=0, size=2)
+
+
+def test_missing_and_unknown_names_are_named_together() -> None:
+    weights = weights_of_model()
+    weights["fc.biases"] = weights.pop("fc.bias")
+
+    with pytest.raises(ValueError, match=r"missing \['fc.bias'\], unknown \['fc.biases'\]"):
+        put_weights(Model(), weights.items(), rank=0, size=2)
+
+
+def test_values_take_the_models_type() -> None:
+    model, weights = Model().bfloat16(), weights_of_model()
+    put_weights(model, weights.items(), rank=0, size=2)
+    assert model.fc.weight.dtype == torch.bfloat16
+
+
+def test_join_is_the_inverse_of_the_cut() -> None:
+    full = full_weights()["fused"]
+    for size in (1, 2):
+        spec = SHARDS["fused"]
+        assert torch.equal(
+            join([shard_of(full, spec, rank, size) for rank in range(size)], spec), full
+        )

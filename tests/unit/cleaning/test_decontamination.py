@@ -1,0 +1,113 @@
+"""Decontamination: what of a task is looked for, and what is left of a document that has it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_ds.cleaning.decontamination import Decontaminate, TaskOptions
+from megatron_ds.cleaning.stages import Cut, Document, Dropped
+
+QUESTION = "Which of the seven old bridges over the river Pregel did nobody ever cross twice?"
+SHORT = "The quick brown fox jumps over lazy dogs"
+
+
+def task_file(folder: Path, *values: Any) -> str:
+    path = folder / "task.jsonl"
+    path.write_text("".join(json.dumps(value) + "\n" for value in values))
+    return str(path)
+
+
+def stage(folder: Path, *values: Any, **options: Any) -> Decontaminate:
+    small = {"margin": 0, "min_piece": 0, **options}
+    return Decontaminate(TaskOptions(files=(task_file(folder, *values),), **small))
+
+
+def cut(stage: Decontaminate, text: str) -> list[str]:
+    outcome = stage(Document(text, None))
+    assert isinstance(outcome, Cut)
+    return outcome.texts
+
+
+def test_a_match_goes_with_the_sentences_that_it_is_in(tmp_path: Path) -> None:
+    decontaminate = stage(tmp_path, {"question": QUESTION})
+    text = f"First one. Second, then: {QUESTION.upper()} Third. Fourth."
+    assert cut(decontaminate, text) == ["First one.", "Third. Fourth."]
+    assert decontaminate(Document("First one. Second, then. Third.", None)) is None
+
+
+def test_case_and_punctuation_do_not_hide_a_match(tmp_path: Path) -> None:
+    decontaminate = stage(tmp_path, QUESTION)
+    text = "A. " + QUESTION.upper().replace(" ", " -- ") + " B! C."
+    assert cut(decontaminate, text) == ["A.", "B! C."]
+
+
+def test_thirteen_words_match_and_twelve_do_not(tmp_path: Path) -> None:
+    decontaminate = stage(tmp_path, QUESTION)
+    words = QUESTION.split()
+    assert decontaminate(Document(" ".join(words[:12]), None)) is None
+    assert decontaminate(Document(" ".join(words[:13]), None)) == Dropped("task text")
+    assert decontaminate(Document(" ".join(words[2:]), None)) == Dropped("task text")
+
+
+def test_a_short_task_counts_as_a_whole(tmp_path: Path) -> None:
+    decontaminate = stage(tmp_path, SHORT, "Too short to count as a task")
+    assert len(decontaminate) == 1
+    assert cut(decontaminate, f"A. {SHORT}. B.") == ["A.", "B."]
+    assert decontaminate(Document("A. The quick brown fox jumps over lazy. B.", None)) is None
+    assert decontaminate(Document("Too short to count as a task.", None)) is None
+
+
+def test_margins_pieces_and_dropping(tmp_path: Path) -> None:
+    text = "Far before. Near. " + QUESTION + " Near. Far after."
+    assert cut(stage(tmp_path, QUESTION, margin=4), text) == ["Far before.", "Far after."]
+    assert cut(stage(tmp_path, QUESTION, min_piece=17), text) == ["Far before. Near."]
+    assert stage(tmp_path, QUESTION, min_piece=100)(Document(text, None)) == Dropped("task text")
+    assert stage(tmp_path, QUESTION, handling="drop")(Document(text, None)) == Dropped("task text")
+    many = "A. " + f"{QUESTION} B. " * 3
+    assert len(cut(stage(tmp_path, QUESTION, max_pieces=4), many)) == 4
+    outcome = stage(tmp_path, QUESTION, max_pieces=3)(Document(many, None))
+    assert outcome == Dropped("task text in too many places")
+
+
+def test_nothing_of_any_task_is_left(tmp_path: Path, shared_data: Path) -> None:
+    """Over real text: the pieces of every contaminated document are clean."""
+    lines = (shared_data / "openwebtext-1000.jsonl").read_text().splitlines()[:40]
+    texts = [json.loads(line)["text"] for line in lines]
+    tasks = [" ".join(text.split()[40:60]) for text in texts[:20]]
+    decontaminate = stage(tmp_path, *tasks, margin=200, min_piece=200)
+    for number, text in enumerate(texts):
+        outcome = decontaminate(Document(text, None))
+        assert (outcome is not None) == (number < 20)
+        for piece in outcome.texts if isinstance(outcome, Cut) else []:
+            assert piece in text
+            assert decontaminate(Document(piece, None)) is None
+
+
+def test_texts_at_any_depth_or_of_the_keys(tmp_path: Path) -> None:
+    value = {"id": 1, "inner": {"a": [SHORT]}, "question": QUESTION}
+    assert len(stage(tmp_path, value)) == 1 + len(QUESTION.split()) - 12
+    assert len(stage(tmp_path, value, keys=("question",))) == len(QUESTION.split()) - 12
+    path = tmp_path / "tasks.txt"
+    path.write_text(f"{SHORT}\n\n{QUESTION}\n")
+    assert len(Decontaminate(TaskOptions(files=(str(path),)))) == 1 + len(QUESTION.split()) - 12
+
+
+def test_wrong_lines_of_task_files_are_all_named(tmp_path: Path) -> None:
+    path = tmp_path / "task.jsonl"
+    path.write_text('{"q": "x"}\n{"q": \n5\n')
+    with pytest.raises(ValueError) as caught:
+        Decontaminate(TaskOptions(files=(str(path),), keys=("question",)))
+    lines = str(caught.value).splitlines()
+    assert [line.split(": ")[0] for line in lines] == [
+        f"--task-files {path}:{n}" for n in (1, 2, 3)
+    ]
+    assert "has no key 'question'" in lines[0]
+
+
+def test_tasks_that_are_all_too_short_are_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="has the 8 words of --min-ngram-size"):
+        stage(tmp_path, "a b c")

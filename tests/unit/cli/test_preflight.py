@@ -1,0 +1,542 @@
+"""Wrong command lines as a stranger types them: each is named with its flags and what would be
+right, all together, before anything of the run exists."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_ds.checkpoint.metadata import FORMAT_VERSION, MANIFEST, RUN, layout, order, seal
+from megatron_ds.cli import preflight
+from megatron_ds.cli.arguments import read
+from megatron_ds.config import Config
+from megatron_ds.data import validation
+from megatron_ds.data.indexed_dataset import IndexedWriter
+from megatron_ds.engine import ds_config
+from megatron_ds.launch import device
+from megatron_ds.train_state import TrainState
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+BASE = {
+    "--num-layers": "2",
+    "--hidden-size": "32",
+    "--num-attention-heads": "4",
+    "--seq-length": "32",
+    "--micro-batch-size": "2",
+    "--lr": "1e-3",
+    "--train-iters": "4",
+    "--data-path": "small",
+    "--tokenizer-type": "NullTokenizer",
+    "--vocab-size": "120",
+    "--eval-iters": "0",
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Files that are right, and files that are wrong in all the ways of the table below."""
+    here = tmp_path_factory.mktemp("preflight")
+    draw = np.random.default_rng(0)
+    for name, dtype, vocab, documents in (
+        ("small", np.uint16, 120, 300),
+        ("corpus_text_document", np.uint16, 120, 3),
+        ("large", np.int32, 70000, 300),
+        ("single", np.uint16, 120, 1),
+        ("short", np.uint16, 120, 3),
+    ):
+        with IndexedWriter(here / name, dtype) as writer:
+            for _ in range(documents):
+                writer.add_document(draw.integers(0, vocab, 40))
+    with IndexedWriter(here / "ended", np.uint16) as writer:
+        for _ in range(300):
+            writer.add_document([*draw.integers(0, 120, 40), 120])
+    with IndexedWriter(here / "joined", np.uint16) as writer:
+        writer.add_document([*draw.integers(0, 120, 40), 120, *draw.integers(0, 120, 40)])
+    (here / "short.bin").write_bytes((here / "short.bin").read_bytes()[:-8])
+    for suffix in (".bin", ".idx"):
+        (here / f"junk{suffix}").write_bytes(b"junk" * 30)
+        (here / f"directory{suffix}").mkdir()
+    (here / "file").touch()
+    (here / "blend").write_text("1 small 2 nothing")
+    (here / "groups").write_text('"V: 1 0:1 small, 2 0:0.5 large"')
+    (here / "narrow").write_text('"V: 1 0.999:1 small"')
+    (here / "list.json").write_text("[]")
+    (here / "merges.txt").write_text("#version: 0.2\n")
+    (here / "torn.json").write_text('{"train_batch_size":')
+    (here / "batch.json").write_text('{"train_batch_size": 6}')
+    (here / "tokenizer").mkdir()
+    (here / "tokenizer" / "tokenizer.json").write_text("{}")
+    (here / "megatron" / "iter_0000010").mkdir(parents=True)
+    (here / "megatron" / "latest_checkpointed_iteration.txt").write_text("10")
+    (here / "unfinished" / "global_step3").mkdir(parents=True)
+    return here
+
+
+@pytest.fixture(autouse=True)
+def in_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(device, "surely_lacks_fp16", lambda: True)
+
+
+def judged(line: str, world_size: int = 1) -> tuple[Config, list[str], list[str]]:
+    """The configuration, problems and warnings of the base's flags with those of `line` in place.
+
+    A flag followed by `-` is left out.
+    """
+    flags = dict(BASE)
+    for part in f" {line}".split(" --")[1:]:
+        name, _, value = part.partition(" ")
+        flags[f"--{name}"] = value
+    words = [
+        word for name, value in flags.items() if value != "-" for word in (name, *value.split())
+    ]
+    said: list[str] = []
+    config, problems = read(
+        words,
+        world_size=world_size,
+        warn=said.append,
+        complete=ds_config.complete,
+        check=preflight.check,
+    )
+    return config, problems, said
+
+
+def test_the_base_is_sound() -> None:
+    assert judged("")[1:] == ([], [])
+
+
+WRONG = [
+    # The layout, the batches and the model: arithmetic and the nearest that would do.
+    (
+        8,
+        "--global-batch-size 10 --tensor-model-parallel-size 4",
+        "--global-batch-size 10 is not divisible by --micro-batch-size 2 x data-parallel size 2 = "
+        "4, with data-parallel size = 8 processes / --tensor-model-parallel-size 4 = 2 (nearest: 8 "
+        "or 12)",
+    ),
+    (3, "--global-batch-size 2", "--global-batch-size 2 is not divisible by", "= 6", "nearest: 6"),
+    (
+        4,
+        "--tensor-model-parallel-size 3",
+        "--tensor-model-parallel-size 3 does not divide the 4 processes of this run (valid: 1, 2, "
+        "4; or start 3 or 6 processes)",
+    ),
+    (1, "--tensor-model-parallel-size 2", "the 1 process of this run (valid: 1; or start 2 proc"),
+    (1, "--tensor-model-parallel-size 0", "--tensor-model-parallel-size 0: must be positive"),
+    (2, "--pipeline-model-parallel-size 2", "--pipeline-model-parallel-size 2: pipeline"),
+    (1, "--pipeline-model-parallel-size 0", "--pipeline-model-parallel-size 0: must be positive"),
+    (
+        8,
+        "--tensor-model-parallel-size 8",
+        "--num-attention-heads 4 is not divisible by --tensor-model-parallel-size 8 (nearest: 8; "
+        "tensor-parallel sizes that fit this model: 1, 2, 4)",
+    ),
+    (
+        4,
+        "--tensor-model-parallel-size 4 --num-query-groups 2",
+        "--num-query-groups 2 is not divisible by --tensor-model-parallel-size 4 (nearest: 4; "
+        "tensor-parallel sizes that fit this model: 1, 2)",
+    ),
+    (
+        2,
+        "--tensor-model-parallel-size 2 --ffn-hidden-size 37",
+        "--ffn-hidden-size 37 is not divisible by --tensor-model-parallel-size 2 (nearest: 36 or "
+        "38",
+    ),
+    (1, "--hidden-size 33", "--hidden-size 33", "--num-attention-heads 4 (nearest: 32 or 36"),
+    (1, "--num-query-groups 3", "--num-query-groups 3 (groups that divide it: 1, 2, 4)"),
+    (
+        1,
+        "--max-position-embeddings 16",
+        "--seq-length 32 exceeds --max-position-embeddings 16: learned positions end there (give "
+        "at most 16, or --max-position-embeddings 32)",
+    ),
+    (1, "--kv-channels 5 --position-embedding-type rope", "--rotary-percent 1.0 = 5", "4 or 6"),
+    (1, "--make-vocab-size-divisible-by 0", "--make-vocab-size-divisible-by 0: must be positive"),
+    (1, "--vocab-size 0", "--vocab-size 0: must be positive"),
+    (1, "--vocab-size -", "--tokenizer-type NullTokenizer needs --vocab-size"),
+    (
+        1,
+        "--checkpoint-activations --checkpoint-num-layers 5",
+        "--checkpoint-num-layers 5 exceeds --num-layers 2 (give at most 2)",
+    ),
+    # The ramp-up, stage by stage.
+    (
+        2,
+        "--train-iters - --train-samples 100 --global-batch-size 16 --rampup-batch-size 4 2 20",
+        "--rampup-batch-size 4 2 20: the batch of 6 (stage 2 of 7) is not divisible by "
+        "--micro-batch-size 2 x data-parallel size 2 = 4",
+        "(nearest: 4 or 8; make the first batch and the increment multiples of 4)",
+    ),
+    (
+        1,
+        "--train-iters - --train-samples 100 --global-batch-size 16 --rampup-batch-size 4 8 20",
+        "--rampup-batch-size 4 8 20",
+        "--global-batch-size 16 (nearest: 12 or 20)",
+    ),
+    (
+        1,
+        "--global-batch-size 4 --rampup-batch-size 2 2 20",
+        "--rampup-batch-size 2 2 20 counts samples: give --train-samples instead of --train-iters",
+    ),
+    # The schedule.
+    (1, "--train-samples 5", "--train-iters 4 and --train-samples 5 exclude each other"),
+    (1, "--train-iters -", "--train-iters, --train-samples or --train-tokens is required"),
+    (1, "--train-iters - --train-samples 1", "--train-samples 1", "give at least 2"),
+    (
+        1,
+        "--lr-warmup-samples 3",
+        "--lr-warmup-samples 3",
+        "--train-iters",
+        "give --lr-warmup-iters",
+    ),
+    (1, "--lr-decay-samples 8", "--lr-decay-samples 8", "give --lr-decay-iters instead"),
+    (1, "--lr-warmup-iters 4", "--lr-warmup-iters 4", "--train-iters 4 (give at most 3 iters"),
+    (1, "--lr-warmup-fraction 1", "--lr-warmup-fraction 1.0 x 4 = 4 iters", "at most 3"),
+    (1, "--lr-decay-style WSD", "--lr-decay-style WSD needs --lr-wsd-decay-iters"),
+    (1, "--lr-decay-style WSD --lr-wsd-decay-iters 9", "--lr-wsd-decay-iters 9", "give at most 4"),
+    (1, "--min-lr 1", "--min-lr 1.0 is above --lr 0.001"),
+    (1, "--eval-iters -1", "--eval-iters -1: must not be negative"),
+    # Data.
+    (1, "--data-path nothing", "--data-path nothing: there is no file nothing.idx"),
+    (1, "--data-path small.bin", "--data-path small.bin: there is no file", "prefix alone: small)"),
+    (1, "--data-path corpus", "(did you mean corpus_text_document?)"),
+    (1, "--data-path 0.5 small 0.5", "--data-path 0.5 small 0.5: must be prefixes alone"),
+    (1, "--data-path x small 1 large", "the weight 'x' must be a number of at least 0"),
+    (1, "--data-path 0 small 0 large", "--data-path 0 small 0 large: all weights are 0"),
+    (1, "--split 1,a", "--split 1,a: must be up to three", "such as 969,30,1"),
+    (1, "--split 0,1,1", "--split 0,1,1: leaves no documents for training"),
+    (
+        1,
+        "--data-path single --eval-iters 2",
+        "4 valid samples are asked of single, but --split 969,30,1 leaves valid none of its 1",
+    ),
+    (1, "--data-path junk", "--data-path junk: junk.idx is no Megatron index"),
+    (1, "--data-path directory", "--data-path directory: directory."),
+    (1, "--data-path short", "short.bin has 232 bytes, but short.idx describes 240"),
+    (
+        1,
+        "--data-path large",
+        "--data-path large: its .bin holds the token 699",
+        "but the tokenizer's ids are 0 to 120",
+    ),
+    (
+        1,
+        "--vocab-size 70_000",
+        "its .bin holds 16-bit tokens (uint16), which cannot reach a vocabulary of 70001",
+    ),
+    (1, "--valid-data-path small", "--data-path cannot go with --valid-data-path"),
+    (1, "--data-path - --data-args-path none", "--data-args-path none: there is no such file"),
+    (
+        1,
+        "--data-path - --data-args-path blend",
+        "--data-args-path blend: nothing: there is no file nothing.bin",
+    ),
+    (
+        1,
+        "--data-path - --train-data-path small --valid-weighted-split-paths-path groups",
+        "--valid-weighted-split-paths-path groups: V: large: its .bin holds the token 699",
+    ),
+    (
+        1,
+        "--data-path - --train-data-path small --valid-weighted-split-paths-path narrow "
+        "--eval-iters 2",
+        "narrow: V: small: 4 valid samples are asked of small, but 0.999:1 leaves none of its 300 "
+        "documents: choose a wider range, or give more text",
+    ),
+    # The tokenizer.
+    (
+        1,
+        "--tokenizer-type GPT2BPETokenizer --vocab-file list.json --merge-file merges.txt",
+        "--vocab-file list.json: must be one JSON object",
+    ),
+    (
+        1,
+        "--vocab-size - --tokenizer-type GPT2BPETokenizer --vocab-file nope",
+        "--vocab-file nope: there is no such file",
+    ),
+    (
+        1,
+        "--vocab-size - --tokenizer-type HFTokenizer --tokenizer-model tokenizer",
+        "--tokenizer-model tokenizer/tokenizer.json: not a tokenizer.json",
+    ),
+    (
+        1,
+        "--vocab-size - --tokenizer-type HFTokenizer --tokenizer-model nope",
+        "--tokenizer-model nope: there is no such",
+    ),
+    # Folders, checkpoints, the DeepSpeed file.
+    (1, "--save file/below", "--save file/below:", "/file is not a folder"),
+    (1, "--tensorboard-dir file", "--tensorboard-dir file:", "is not a folder"),
+    (1, "--data-cache-path file", "--data-cache-path file:", "is not a folder"),
+    (1, "--metrics-jsonl .", "--metrics-jsonl .: is a folder; give a file"),
+    (1, "--metrics-jsonl file/m", "--metrics-jsonl file/m: its folder", "file is not a folder"),
+    (1, "--load file", "--load file: is a file; give the folder that holds global_stepN"),
+    (
+        1,
+        "--load megatron",
+        "--load megatron: megatron/latest_checkpointed_iteration.txt says '10', but there is no "
+        "global_stepN folder (iter_0000010 is a checkpoint of Megatron-LM's",
+    ),
+    (1, "--load unfinished", "no checkpoint that is whole (global_step3: it has no manifest.json"),
+    (1, "--load none --exit-on-missing-checkpoint", "--load none", "--exit-on-missing-checkpoint"),
+    (1, "--load none --ckpt-step 5", "--ckpt-step 5: none holds no checkpoint"),
+    (1, "--deepspeed_config .", "--deepspeed_config .: is a folder, not a file"),
+    (
+        1,
+        "--tokenizer-type GPT2BPETokenizer --vocab-file . --merge-file nope",
+        "--vocab-file .: is a folder, not a file",
+    ),
+    (1, "--deepspeed_config /dev/null", "--deepspeed_config /dev/null: is no regular file"),
+    (1, "--deepspeed_config none", "--deepspeed_config none: there is no such file"),
+    (1, "--deepspeed_config torn.json", "torn.json:1:", "not JSON"),
+    (
+        1,
+        "--deepspeed_config batch.json --global-batch-size 4",
+        "--global-batch-size 4 contradicts train_batch_size 6 of batch.json",
+    ),
+    # The machine.
+    (1, "--fp16", "--fp16: DeepSpeed does not train in fp16 on this CPU; take --bf16"),
+    (1, "--seed -1", "--seed -1: must be at least 0 and below 2^32"),
+    (1, "--distributed-timeout-minutes 0", "--distributed-timeout-minutes 0.0: must be positive"),
+]
+
+
+@pytest.mark.parametrize("case", WRONG, ids=lambda case: case[1])
+def test_a_wrong_line_is_named_with_what_would_be_right(case: tuple[int, str, str]) -> None:
+    world_size, line, *words = case
+
+    _, problems, _ = judged(line, world_size)
+
+    assert any(all(part in problem for part in words) for problem in problems), problems
+
+
+def test_ten_problems_come_at_once() -> None:
+    line = (
+        "--num-layers -1 --hidden-size 33 --global-batch-size 5 --lr-warmup-samples 9 --fp16 "
+        "--split 5,x --data-path 1 nothing 1 large --load file --save file/x --seed -3 --bf16 "
+        "--deepspeed_config none --num-layerz 3"
+    )
+
+    _, problems, _ = judged(line, 2)
+
+    for words in (
+        "there is no flag --num-layerz",
+        "--num-layers -1: must be positive",
+        "--hidden-size 33 is not divisible",
+        "--global-batch-size 5 is not divisible",
+        "--lr-warmup-samples 9 cannot go with --train-iters",
+        "--fp16 and --bf16 exclude each other",
+        "--fp16: DeepSpeed does not train in fp16",
+        "--split 5,x",
+        "--data-path nothing: there is no file nothing.bin",
+        "--data-path large: its .bin holds the token",
+        "--load file: is a file",
+        "--save file/x:",
+        "--seed -3",
+        "--deepspeed_config none",
+    ):
+        assert sum(words in problem for problem in problems) == 1, (words, problems)
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("--bf16 --loss-scale 8", "--loss-scale has no effect without --fp16"),
+        (
+            "--fp16 --loss-scale 8 --hysteresis 3 --loss-scale-window 9",
+            "--loss-scale-window, --hysteresis have no effect beside --loss-scale, which is static",
+        ),
+        ("--sgd-momentum 0.2", "--sgd-momentum has no effect with --optimizer adam"),
+        ("--optimizer sgd --adam-eps 1e-6", "--adam-eps has no effect with --optimizer sgd"),
+        ("--merge-file m", "--merge-file has no effect without --tokenizer-type GPT2BPETokenizer"),
+        (
+            "--reset-position-ids --position-embedding-type alibi",
+            "--reset-position-ids has no effect without --position-embedding-type learned_absolute",
+        ),
+        (
+            "--reset-attention-mask --eod-mask-loss",
+            "--reset-attention-mask, --eod-mask-loss have no effect on small: none of the first 64",
+        ),
+        (
+            "--reset-position-ids --data-path 1 small 2 ended 1 single",
+            "--reset-position-ids has no effect on small, single: none of the first 64 documents "
+            "ends with the end-of-document token 120; preprocess with --append-eod",
+        ),
+        ("--rotary-percent 0.5", "--rotary-percent has no effect without --position-embedding"),
+        ("--log-timers-to-tensorboard", "has no effect without --tensorboard-dir"),
+        ("--train-iters - --train-samples 9", "--train-samples 9 ends within a batch"),
+    ],
+)
+def test_flags_that_do_nothing_are_remarked(line: str, words: str) -> None:
+    assert any(words in text for text in judged(line)[2])
+
+
+@pytest.mark.parametrize("line", ["--reset-attention-mask --data-path ended", "--data-path small"])
+def test_data_with_ends_and_runs_without_flags_on_them_get_no_remark(line: str) -> None:
+    assert not any("documents ends with" in text for text in judged(line)[2])
+
+
+def test_an_end_is_looked_for_behind_the_first_documents_and_in_between(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    line = "--reset-attention-mask --data-path "
+    assert not any("documents ends with" in text for text in judged(line + "joined")[2])
+    monkeypatch.setattr(validation, "_probe", lambda tokens, *_: tokens[:0])
+    assert any("documents ends with" in text for text in judged(line + "joined")[2])
+    assert not any("documents ends with" in text for text in judged(line + "ended")[2])
+
+
+def test_the_table_of_idle_flags_names_fields_that_exist() -> None:
+    names = {name for group in Config().to_dict().values() for name in group}
+
+    assert {name for idle in preflight.IDLE for name in idle.fields} <= names
+
+
+def saved(config: Config, folder: Path, iteration: int) -> None:
+    """A checkpoint of a run on one process as far as a preflight sees it."""
+    path = folder / f"global_step{iteration}"
+    path.mkdir(parents=True)
+    run = {
+        "format_version": FORMAT_VERSION,
+        "state": TrainState(iteration=iteration).to_dict(),
+        "config": config.to_dict(),
+        "layout": layout(config, 1),
+        "order": order(config, 1),
+        "shards": {},
+    }
+    (path / RUN).write_text(json.dumps(run))
+    (path / MANIFEST).write_text(seal({RUN: {"bytes": (path / RUN).stat().st_size}}))
+
+
+@pytest.fixture
+def checkpoints(tmp_path: Path) -> Path:
+    config = judged("")[0].with_vocab(121)
+    for iteration in (2, 4):
+        saved(config, tmp_path / "saved", iteration)
+    return tmp_path / "saved"
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("", []),
+        ("--attention-dropout 0", []),
+        ("--ckpt-step 2", []),
+        ("--ckpt-step 3", ["--ckpt-step 3: {} holds the iterations 2, 4"]),
+        (
+            "--hidden-size 64 --seed 7 --zero-stage 2 --bf16 --no-bias-gelu-fusion",
+            [
+                "--hidden-size is 32 in the checkpoint and 64 in this run",
+                "bias_gelu_fusion is True in the checkpoint and False in this run",
+                "--zero-stage is 1 in the checkpoint and 2 in this run",
+                "precision is fp32 in the checkpoint and bf16 in this run",
+                "--seed is 1234 in the checkpoint and 7 in this run",
+            ],
+        ),
+        (
+            "--vocab-size 129",
+            [
+                "the vocabulary, padded by --make-vocab-size-divisible-by, is 121 tokens in units "
+                "of 128 = 128 rows in the checkpoint and 130 tokens in units of 128 = 256 rows in "
+                "this run"
+            ],
+        ),
+        ("--micro-batch-size 0 --seed 7", ["--micro-batch-size 0: must be positive"]),
+    ],
+)
+def test_a_checkpoint_that_does_not_fit_is_named(
+    checkpoints: Path, line: str, words: list[str]
+) -> None:
+    _, problems, _ = judged(f"--load {checkpoints} {line}")
+
+    assert len(problems) == len(words), problems
+    for problem, part in zip(problems, words, strict=True):
+        assert part.format(checkpoints) in problem
+
+
+def test_the_checkpoint_before_a_damaged_one_is_looked_at(checkpoints: Path) -> None:
+    (checkpoints / "global_step4" / RUN).write_text("{}")
+
+    assert judged(f"--load {checkpoints}")[1] == []
+    refused = judged(f"--load {checkpoints} --on-damaged-checkpoint refuse")[1]
+    assert "no checkpoint that is whole (global_step4: its manifest.json or run.json" in refused[0]
+    assert "global_step2 does not fit" in judged(f"--load {checkpoints} --seed 1")[1][0]
+
+
+def test_fp16_is_left_to_torch_where_only_torch_can_tell(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "surely_lacks_fp16", lambda: False)
+
+    assert judged("--fp16")[1] == []
+
+
+@pytest.mark.parametrize(
+    ("accelerator", "processor", "expected"),
+    [
+        ("cpu", "flags : fpu avx512_vnni", True),
+        ("cpu", "flags : fpu avx512_fp16", False),
+        ("cpu", "Features : fp asimdhp", False),
+        ("cuda", "flags : fpu", False),
+    ],
+)
+def test_a_cpu_without_fp16_is_known_by_its_features(
+    monkeypatch: pytest.MonkeyPatch, accelerator: str, processor: str, expected: bool
+) -> None:
+    monkeypatch.undo()
+    monkeypatch.setenv("DS_ACCELERATOR", accelerator)
+    monkeypatch.setattr(Path, "read_text", lambda *_, **__: f"processor : 0\n{processor}\n")
+
+    assert device.surely_lacks_fp16() is expected
+
+
+NOTHING_STARTED = """
+import sys, socket, runpy
+def refuse(*arguments, **keywords):
+    raise AssertionError(f"something was started: {arguments}")
+socket.socket.bind = socket.socket.connect = refuse
+del sys.argv[0]
+try:
+    runpy.run_path(sys.argv[0], run_name="__main__")
+except SystemExit as end:
+    heavy = {"torch", "deepspeed", "transformers"} & set(sys.modules)
+    print("ended", end.code, sorted(heavy))
+"""
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_wrong_line_starts_loads_and_writes_nothing(
+    tmp_path: Path, folder: Path, rank: int
+) -> None:
+    line = (
+        "--num-layers 2 --hidden-size 33 --num-attention-heads 4 --fp16 --save save --load load "
+        f"--tokenizer-type NullTokenizer --vocab-size 120 --data-path {folder}/small "
+        "--tensorboard-dir board --data-cache-path cache --metrics-jsonl metrics/m.jsonl"
+    )
+    environment = {
+        "DS_ACCELERATOR": "cpu",
+        "WORLD_SIZE": "2",
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "1",
+        "PYTHONPATH": str(REPOSITORY),
+        "PYTHONDONTWRITEBYTECODE": "1",
+    }
+
+    ended = subprocess.run(
+        [sys.executable, "-c", NOTHING_STARTED, str(REPOSITORY / "pretrain_gpt.py"), *line.split()],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+    assert ended.stdout.strip() == "ended 2 []", ended.stdout + ended.stderr
+    assert ("--hidden-size 33 is not divisible" in ended.stderr) is (rank == 0), ended.stderr
+    assert list(tmp_path.rglob("*")) == []

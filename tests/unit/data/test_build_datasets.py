@@ -1,0 +1,457 @@
+"""From flags to datasets: splits, blends, caches and what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pickle
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron_ds.config import DataConfig
+from megatron_ds.data import build_datasets as module
+from megatron_ds.data import lazy_index
+from megatron_ds.data.blend_history import History
+from megatron_ds.data.build_datasets import Datasets, Share, build_datasets
+from megatron_ds.data.gpt_dataset import TokenDataset
+from megatron_ds.data.index_cache import ArrayCache
+from megatron_ds.data.indexed_dataset import IndexedWriter
+from megatron_ds.data.usage_report import listed, summary
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+
+
+def write(prefix: Path, documents: int = 40, first: int = 0, size: int = 7) -> str:
+    """Document d is `size` tokens of the value first + d."""
+    with IndexedWriter(prefix, "uint16") as writer:
+        for number in range(documents):
+            writer.add_document([first + number] * size)
+    return str(prefix)
+
+
+def datasets(config: DataConfig, samples: tuple[int, int, int], **changes: Any) -> Datasets:
+    values: dict[str, Any] = {
+        "seq_length": 5,
+        "seed": 11,
+        "tokenizer_fingerprint": "t",
+        "vocab_size": 1000,
+    }
+    return build_datasets(config, num_samples=samples, **{**values, **changes})
+
+
+def tokens_of(dataset: TokenDataset | None) -> set[int]:
+    assert dataset is not None
+    return {int(t) for i in range(len(dataset)) for t in dataset[i]}
+
+
+def cached(folder: Path) -> int:
+    return len(list(folder.glob("*.json")))
+
+
+def test_parts_are_disjoint_and_long_enough(tmp_path: Path) -> None:
+    config = DataConfig(data_path=(write(tmp_path / "p"),), split="80,10,10")
+    built = datasets(config, (200, 9, 7))
+    assert built.train is not None
+    assert len(built.train) >= 200
+    assert built.train[0].dtype == np.int64
+    assert built.train[0].shape == (6,)
+    assert tokens_of(built.train) == set(range(32))
+    assert tokens_of(built.valid[""]) == set(range(32, 36))
+    assert tokens_of(built.test[""]) == set(range(36, 40))
+
+
+def test_parts_given_alone(tmp_path: Path) -> None:
+    config = DataConfig(
+        train_data_path=(write(tmp_path / "a"),),
+        test_data_path=("1", write(tmp_path / "b", first=100), "0", str(tmp_path / "none")),
+    )
+    built = datasets(config, (30, 5, 5))
+    assert tokens_of(built.train) <= set(range(40))
+    assert not built.valid
+    assert tokens_of(built.test[""]) <= set(range(100, 140))
+
+
+def test_none_asked_and_none_given_are_none(tmp_path: Path) -> None:
+    path = (write(tmp_path / "p"),)
+    built = datasets(DataConfig(data_path=path), (10, 0, 0))
+    assert (built.valid, built.test) == ({}, {})
+    built = datasets(DataConfig(data_path=path, split="90,10,0"), (10, 3, 3))
+    assert list(built.valid) == [""]
+    assert not built.test
+
+
+@pytest.mark.parametrize(
+    ("split", "samples", "message"),
+    [
+        ("0,1,1", (1, 0, 0), "--split 0,1,1: leaves no documents for training"),
+        (None, (1, 0, 3), "3 test samples are asked of .* but --split 969,30,1 leaves test none"),
+        ("900,1,99", (1, 3, 0), "3 valid samples are asked of .* leaves valid none of its 40"),
+        ("1,999,0", (1, 3, 0), "1 train samples are asked of .* leaves train none"),
+    ],
+)
+def test_a_part_that_gets_nothing(
+    tmp_path: Path, split: str | None, samples: tuple[int, int, int], message: str
+) -> None:
+    config = DataConfig(data_path=(write(tmp_path / "p"),), split=split)
+    with pytest.raises(ValueError, match=message):
+        datasets(config, samples)
+
+
+def test_a_file_without_tokens(tmp_path: Path) -> None:
+    config = DataConfig(train_data_path=(write(tmp_path / "p", documents=0),))
+    with pytest.raises(ValueError, match="holds no tokens"):
+        datasets(config, (1, 0, 0))
+
+
+def test_16_bit_tokens_for_a_larger_vocabulary(tmp_path: Path) -> None:
+    config = DataConfig(data_path=(write(tmp_path / "p"),))
+    with pytest.raises(ValueError, match="another tokenizer"):
+        datasets(config, (1, 0, 0), vocab_size=65537)
+
+
+def test_blend_follows_the_weights(tmp_path: Path) -> None:
+    a, b = write(tmp_path / "a"), write(tmp_path / "b", first=100)
+    built = datasets(DataConfig(data_path=("3", a, "1", b), split="1"), (400, 0, 0))
+    train = built.train
+    assert train is not None
+    assert len(train) == 400
+    ids = [train.sample_id(i) for i in range(400)]
+    assert sum(name.startswith("0/a:") for name in ids) == 300
+    assert [name[:2] for name in ids[:8]].count("1/") == 2
+    # 40 documents of 7 tokens in each, of which a sample takes 5
+    assert built.shares == (
+        Share("train", a, 0.75, 300, 300 * 5 / 280),
+        Share("train", b, 0.25, 100, 100 * 5 / 280),
+    )
+    for position in range(8):
+        low, high = (0, 40) if ids[position].startswith("0/") else (100, 140)
+        assert all(low <= t < high for t in train[position])
+
+
+def test_without_weights_each_file_gives_according_to_its_size(tmp_path: Path) -> None:
+    paths = tuple(write(tmp_path / name, size) for name, size in (("a", 10), ("b", 30), ("c", 40)))
+    built = datasets(DataConfig(data_path=paths, split="1,1"), (400, 80, 0))
+    assert [(share.part, share.samples, share.weight) for share in built.shares] == [
+        *(("train", samples, samples / 400) for samples in (50, 150, 200)),
+        *(("valid", samples, samples / 80) for samples in (10, 30, 40)),
+    ]
+    assert len({share.epochs for share in built.shares if share.part == "train"}) == 1
+
+
+@pytest.mark.parametrize(
+    ("paths", "message"),
+    [
+        (("1", "a", "2"), "WEIGHT PREFIX"),
+        (("x", "a", "2", "b"), "the weight 'x'"),
+        (("-1", "a"), "the weight '-1'"),
+        (("nan", "a"), "the weight 'nan'"),
+        (("0", "a", "0.0", "b"), "all weights are 0"),
+    ],
+)
+def test_bad_blends(paths: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        datasets(DataConfig(data_path=paths), (1, 0, 0))
+
+
+def test_the_cache_is_read_and_its_name_hashes_what_decides(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = DataConfig(data_path=(write(tmp_path / "p"),), split="80,20,0")
+    folder = tmp_path / "index-cache"
+    first = datasets(config, (20, 0, 0)).train
+    assert first is not None
+    assert cached(folder) == 1
+    with monkeypatch.context() as patch:
+        patch.setattr(lazy_index, "build_indexes", None)
+        again = datasets(config, (20, 0, 0)).train
+    assert again is not None
+    assert [again[i].tolist() for i in range(20)] == [first[i].tolist() for i in range(20)]
+    count = 1
+    for changes in ({"seed": 12}, {"seq_length": 6}, {"tokenizer_fingerprint": "u"}):
+        datasets(config, (20, 0, 0), **changes)
+        count += 1
+        assert cached(folder) == count
+    datasets(config, (21, 0, 0))
+    datasets(dataclasses.replace(config, split="70,30,0"), (20, 0, 0))
+    write(tmp_path / "p", size=8)
+    datasets(config, (20, 0, 0))
+    assert cached(folder) == count + 3
+
+
+def test_of_many_samples_the_indexes_are_made_when_they_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "index-cache"
+    config = DataConfig(
+        data_path=("1", write(tmp_path / "a"), "3", write(tmp_path / "b", first=100)), split="1"
+    )
+    elsewhere = dataclasses.replace(config, data_cache_path=str(tmp_path / "x"))
+    at_once = datasets(elsewhere, (400, 0, 0))
+    monkeypatch.setattr(module, "OPENED_AT_START", 399)
+    later = datasets(config, (400, 0, 0))
+    assert later.train is not None
+    assert at_once.train is not None
+    assert cached(folder) == 0
+    assert later.shares == at_once.shares
+    assert len(later.train) == 400
+    later.train[0]
+    assert cached(folder) == 1
+    again = pickle.loads(pickle.dumps(later.train))
+    for position in range(400):
+        tokens = at_once.train[position].tolist()
+        assert later.train[position].tolist() == tokens
+        assert again[position].tolist() == tokens
+    assert cached(folder) == 2
+    # What is there needs no room and no right to write.
+    monkeypatch.setattr(ArrayCache, "check_room", None)
+    datasets(config, (400, 0, 0))
+
+
+def test_room_for_indexes_that_are_made_later_is_looked_for_at_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = (write(tmp_path / "a"), write(tmp_path / "b"))
+    config = DataConfig(data_path=paths, split="1")
+    monkeypatch.setattr(module, "OPENED_AT_START", 0)
+    folder = tmp_path / "index-cache"
+    disk = shutil.disk_usage(tmp_path)
+    # Of each, 40 documents of 7 tokens are 55 samples and an end: 4 * 40 + 8 * 56 + 4 * 55 bytes.
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: disk._replace(free=2 * 828 - 1))
+    with pytest.raises(ValueError, match=r"index-cache: 0\.0 GB free of 0\.0 GB.*--data-cache"):
+        datasets(config, (100, 0, 0))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: disk._replace(free=2 * 828))
+    train = datasets(config, (100, 0, 0)).train
+    assert train is not None
+    assert train[0].tolist() == train[1].tolist(), "one of each file: both have been asked"
+    assert sum(np.load(path).nbytes for path in folder.glob("*.npy")) == 2 * 828
+    shutil.rmtree(folder)
+    folder.write_text("a file in its place")
+    with pytest.raises(ValueError, match=r"cannot be written.*--data-cache-path"):
+        datasets(config, (100, 0, 0))
+
+
+def test_where_the_cache_goes(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    config = DataConfig(data_path=(write(tmp_path / "data" / "p"),))
+    given = dataclasses.replace(config, data_cache_path=str(tmp_path / "given"))
+    datasets(given, (5, 0, 0))
+    assert cached(tmp_path / "given") == 1
+    assert not (tmp_path / "data" / "index-cache").exists()
+    # A file in the folder's place stands for a data folder that cannot be written.
+    (tmp_path / "data" / "index-cache").write_text("")
+    with pytest.raises(ValueError, match="--data-cache-path"):
+        datasets(config, (5, 0, 0))
+    datasets(config, (5, 0, 0), fallback_cache=str(tmp_path / "fallback"))
+    assert cached(tmp_path / "fallback") == 1
+
+
+def test_four_processes_at_once_read_the_same(tmp_path: Path) -> None:
+    prefix = write(tmp_path / "p")
+    code = (
+        "import zlib\n"
+        "from megatron_ds.config import DataConfig\n"
+        "from megatron_ds.data.build_datasets import build_datasets\n"
+        f"c = DataConfig(data_path=('1', {prefix!r}, '2', {prefix!r}), split='1')\n"
+        "d = build_datasets(c, seq_length=5, seed=1, num_samples=(500, 0, 0),\n"
+        "    tokenizer_fingerprint='t', vocab_size=100).train\n"
+        "print(len(d), zlib.crc32(b''.join(d[i].tobytes() for i in range(500))))\n"
+    )
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", code], cwd=REPOSITORY, stdout=subprocess.PIPE, text=True
+        )
+        for _ in range(4)
+    ]
+    outputs = {process.communicate(timeout=60)[0] for process in processes}
+    assert len(outputs) == 1
+    assert outputs.pop().startswith("500 ")
+
+
+def run(
+    config: DataConfig, end: int, consumed: int = 0, total: int | None = None, record: Any = None
+) -> tuple[list[str], dict[str, Any], Datasets]:
+    """Ids of the samples that a run takes from `consumed` to `end`, and what its checkpoint keeps.
+
+    total: samples that the run is laid out for; `end` of them if not given.
+    """
+    history = None if record is None else History.from_dict(json.loads(json.dumps(record)))
+    built = datasets(config, (total or end, 0, 0), history=history, consumed=consumed)
+    assert built.train is not None
+    assert built.progress is not None
+    ids = [built.train.sample_id(position) for position in range(consumed, end)]
+    assert all(len(built.train[position]) == 6 for position in range(consumed, end))
+    return ids, built.progress.record(end), built
+
+
+def of(name: str, ids: list[str]) -> list[str]:
+    return [one.rpartition("/")[2] for one in ids if f"{name}:" in one]
+
+
+def test_a_resume_with_the_same_mixture_reads_what_the_run_would_have(tmp_path: Path) -> None:
+    for paths in (("a",), ("1", "a"), ("2", "a", "1", "b"), ("a", "b", "c")):
+        for name, first in (("a", 0), ("b", 100), ("c", 200)):
+            write(tmp_path / name, first=first)
+        given = tuple(str(tmp_path / path) if path.isalpha() else path for path in paths)
+        config = DataConfig(data_path=given, split="1")
+        whole, at_the_end, _ = run(config, 150)
+        before, record, _ = run(config, 60, total=150)
+        after, again, built = run(config, 150, 60, record=record)
+        assert before + after == whole
+        assert again == at_the_end
+        assert built.changes == ()
+
+
+def test_another_mixture_goes_on_in_each_source_where_it_was(tmp_path: Path) -> None:
+    a, b, c = (write(tmp_path / name, first=100 * n) for n, name in enumerate("abc"))
+    mixture = DataConfig(data_path=("3", a, "1", b), split="1")
+    undisturbed, _, _ = run(mixture, 400)
+    before, record, _ = run(mixture, 160, total=400)
+    other = DataConfig(data_path=("1", c, "1", a), split="1")
+    after, record, built = run(other, 240, 160, total=400, record=record)
+    assert len(of("a", after)) == len(of("c", after)) == 40
+    both = before + after
+    assert of("a", both) == of("a", undisturbed)[: 120 + 40]
+    assert of("b", both) == of("b", undisturbed)[:40]
+    assert [source["taken"] for source in record["sources"]] == [160, 40, 40]
+    assert [phase["first"] for phase in record["phases"]] == [0, 160]
+    text = "\n".join(built.changes)
+    for words in (
+        "the mixture of the training data changes after 160 samples",
+        "before: a 0.75, b 0.25",
+        "now:    c 0.5, a 0.5",
+        "goes on: a at its sample 120",
+        "no longer read: b, after 40 samples",
+        "starts at its first sample: c",
+    ):
+        assert words in text
+
+    # Back to the first mixture: b goes on after its 40, too, and the change is told once.
+    last, record, built = run(mixture, 400, 240, record=record)
+    assert of("b", both + last) == of("b", undisturbed)[:80]
+    assert len(of("a", last)) == 120
+    repeated, _, built = run(mixture, 400, 240, record=record)
+    assert built.changes == ()
+    assert repeated == last
+
+
+def test_one_file_becomes_a_mixture_and_one_file_again(tmp_path: Path) -> None:
+    a, b = write(tmp_path / "a"), write(tmp_path / "b", first=100)
+    alone = DataConfig(data_path=(a,), split="1")
+    undisturbed, _, _ = run(alone, 300)
+    first, record, _ = run(alone, 100, total=300)
+    second, record, _ = run(
+        DataConfig(data_path=("1", a, "1", b), split="1"), 200, 100, 300, record
+    )
+    third, record, _ = run(alone, 300, 200, record=record)
+    ids = of("a", first + second + third)
+    assert ids == of("a", undisturbed)[:250]
+    assert record["sources"][0]["taken"] == 250
+
+
+def test_a_longer_run_first_ends_its_index_and_repeats_nothing(tmp_path: Path) -> None:
+    """The order of an index depends on its number of epochs, as in Megatron."""
+    config = DataConfig(data_path=(write(tmp_path / "a"),), split="1")  # 280 tokens, 55 samples
+    before, record, built = run(config, 40)
+    assert built.train is not None
+    index = [built.train.sample_id(position) for position in range(len(built.train))]
+    assert len(index) == 55
+    assert run(config, 100)[0][:40] != before
+    after, record, built = run(config, 140, 40, record=record)
+    ids = before + after
+    assert ids[:55] == index
+    assert all("+1" in one for one in ids[55:])
+    assert len(set(ids)) == 140
+    assert "indexes of the run before hold: a gives those that are left" in built.changes[0]
+    longer, record, _ = run(config, 300, 140, record=record)
+    assert len(set(ids + longer)) == 300
+    assert record["sources"][0]["requests"] == (40, 85, 300 - 55 - 111)
+    # All documents were read equally often, within one epoch.
+    shares = [share.epochs for share in built.shares]
+    assert shares == [140 * 5 / 280]
+
+
+def test_a_further_index_has_an_order_of_its_own(tmp_path: Path) -> None:
+    config = DataConfig(data_path=(write(tmp_path / "a"),), split="1")
+    before, record, _ = run(config, 40)
+    after, record, _ = run(config, 110, 40, record=record)
+    assert record["sources"][0]["requests"] == (40, 55)  # both of one epoch
+    first, second = (before + after)[:55], [one.removesuffix("+1") for one in after[15:]]
+    assert sorted(first) == sorted(second)
+    assert first != second
+
+
+def test_a_shorter_run_keeps_its_order(tmp_path: Path) -> None:
+    config = DataConfig(data_path=(write(tmp_path / "a"),), split="1")
+    whole, _, _ = run(config, 200)
+    _, record, _ = run(config, 60, total=200)
+    after, _, built = run(config, 90, 60, record=record)
+    assert after == whole[60:90]
+    assert built.changes == ()
+
+
+def test_a_file_of_another_content_is_a_source_of_its_own(tmp_path: Path) -> None:
+    config = DataConfig(data_path=(write(tmp_path / "a"),), split="1")
+    _, record, _ = run(config, 30, total=60)
+    write(tmp_path / "a", documents=41)
+    _, record, built = run(config, 60, 30, record=record)
+    assert [source["taken"] for source in record["sources"]] == [30, 30]
+    assert "of the same name, but with other documents than before: a" in "\n".join(built.changes)
+
+
+def test_a_folder_that_moved_holds_the_same_sources(tmp_path: Path) -> None:
+    for folder in ("old", "new"):
+        (tmp_path / folder).mkdir()
+        write(tmp_path / folder / "a")
+    before, record, _ = run(DataConfig(data_path=(str(tmp_path / "old" / "a"),)), 20, total=40)
+    moved = DataConfig(data_path=(str(tmp_path / "new" / "a"),))
+    after, _, built = run(moved, 40, 20, record=record)
+    assert built.changes == ()
+    assert before + after == run(moved, 40)[0]
+
+
+def test_groups_are_data_sets_of_their_own(tmp_path: Path) -> None:
+    a, b = write(tmp_path / "a"), write(tmp_path / "b", first=100)
+    config = DataConfig(
+        train_weighted_split_paths=(f"T: 2 0:0.8 {a}, 1 0:0.5 {b}",),
+        valid_weighted_split_paths=(f"V1: 1 0.8:0.9 {a}", f"V2: 1 0.5:1 {b}, 1 0.9:1 {a}"),
+        test_weighted_split_paths=(f"X: 1 0:1 {b}, 0 0:1 {tmp_path / 'none'}",),
+    )
+    built = datasets(config, (300, 40, 20))
+    assert tokens_of(built.train) == {*range(32), *range(100, 120)}
+    assert list(built.valid) == ["V1", "V2"]
+    assert tokens_of(built.valid["V1"]) == set(range(32, 36))
+    assert tokens_of(built.valid["V2"]) <= {*range(36, 40), *range(120, 140)}
+    assert list(built.test) == ["X"]
+    told = [str(share) for share in built.shares]
+    assert f"valid V1: {a}, weight 1: 40 samples, 7.14 epochs" in told
+    assert f"valid V2: {b}, weight 0.5: 20 samples, 0.714 epochs" in told
+    assert f"test X: {tmp_path / 'none'}, weight 0: gives nothing" in told
+
+
+def test_more_files_than_a_byte_counts_with_tiny_and_zero_weights(tmp_path: Path) -> None:
+    prefix = write(tmp_path / "a")
+    paths: list[str] = []
+    for number in range(300):
+        paths += [{0: "0", 1: "1e-12"}.get(number, "1"), prefix]
+    built = datasets(DataConfig(data_path=tuple(paths), split="1"), (600, 0, 0))
+    assert built.train is not None
+    counts = [share.samples for share in built.shares]
+    assert len(counts) == 300
+    assert sum(counts) == 600
+    assert counts[0] <= 1
+    assert set(counts[1:-1]) <= {2, 3}
+    assert (built.shares[-1].weight, counts[-1]) == (0, 0)
+    numbers = {int(built.train.sample_id(i).split("/")[0]) for i in range(600)}
+    assert max(numbers) == 298
+    lines = list(summary(built.shares, "all.json"))
+    assert len(lines) == 12 + 3
+    assert "train: 287 more files, weights 0.959732 in all: 572 samples" in lines[12]
+    assert lines[13] == "train: files of weight 0, which give nothing: 1"
+    assert lines[14] == "all files: all.json"
+    assert [one["samples"] for one in listed(built.shares)] == counts

@@ -1,0 +1,273 @@
+"""The .bin/.idx pair, byte by byte against a writer made from the format's description."""
+
+from __future__ import annotations
+
+import os
+import signal
+import struct
+import subprocess
+import sys
+import tracemalloc
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_ds.data import indexed_dataset
+from megatron_ds.data.indexed_dataset import IndexedDataset, IndexedWriter, token_dtype
+
+DOCUMENTS = [[5, 6, 7], [1], [65000, 2, 3, 4]]
+REPOSITORY = Path(__file__).resolve().parents[3]
+
+
+def write_by_hand(
+    prefix: Path,
+    documents: list[list[list[int]]],
+    *,
+    code: int = 8,
+    letter: str = "H",
+    version: int = 1,
+    counted: int | None = None,
+) -> None:
+    """The pair of `documents`, each a list of sequences. counted: tokens per document that the
+    lengths leave out at the end (microsoft's fault)."""
+    lengths, offsets, starts, content = [], [], [0], b""
+    position = 0
+    for document in documents:
+        for number, sequence in enumerate(document):
+            content += struct.pack(f"<{len(sequence)}{letter}", *sequence)
+            missed = counted or 0 if number == len(document) - 1 else 0
+            lengths.append(len(sequence) - missed)
+            offsets.append(position)
+            position += lengths[-1] * struct.calcsize("<" + letter)
+        starts.append(len(lengths))
+    index = b"MMIDIDX\x00\x00" + struct.pack("<Q", version) + struct.pack("<B", code)
+    index += struct.pack("<QQ", len(lengths), len(starts))
+    index += struct.pack(f"<{len(lengths)}i", *lengths)
+    index += struct.pack(f"<{len(offsets)}q", *offsets)
+    index += struct.pack(f"<{len(starts)}q", *starts)
+    Path(f"{prefix}.bin").write_bytes(content)
+    Path(f"{prefix}.idx").write_bytes(index)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "code", "letter"),
+    [("uint16", 8, "H"), ("int32", 4, "i"), ("int64", 5, "q")],
+)
+def test_written_bytes_equal_the_format(tmp_path: Path, dtype: str, code: int, letter: str) -> None:
+    write_by_hand(tmp_path / "hand", [[d] for d in DOCUMENTS], code=code, letter=letter)
+    with IndexedWriter(tmp_path / "ours", dtype) as writer:
+        writer.add_document(DOCUMENTS[0])
+        writer.add_documents([*DOCUMENTS[1], *DOCUMENTS[2]], [1, 4])
+    for suffix in (".bin", ".idx"):
+        ours, hand = (Path(f"{tmp_path / name}{suffix}").read_bytes() for name in ("ours", "hand"))
+        assert ours == hand
+    assert sorted(os.listdir(tmp_path)) == ["hand.bin", "hand.idx", "ours.bin", "ours.idx"]
+
+
+@pytest.mark.parametrize(("code", "letter", "dtype"), [(8, "H", "uint16"), (4, "i", "int32")])
+def test_reads_documents_of_several_and_of_no_sequences(
+    tmp_path: Path, code: int, letter: str, dtype: str
+) -> None:
+    documents = [[[1, 2], [3]], [], [[4, 5, 6]]]
+    write_by_hand(tmp_path / "p", documents, code=code, letter=letter)
+    data = IndexedDataset(tmp_path / "p")
+    assert data.dtype == np.dtype(dtype)
+    assert len(data) == 3
+    assert data.lengths.tolist() == [2, 1, 3]
+    assert data.document_index.tolist() == [0, 2, 2, 3]
+    assert [data.get(i).tolist() for i in range(3)] == [[1, 2], [3], [4, 5, 6]]
+    assert data.get(2, 1).tolist() == [5, 6]
+    assert data.get(2, 1, 1).tolist() == [5]
+    with pytest.raises(ValueError, match="sequence 2 has 3 tokens"):
+        data.get(2, 2, 2)
+
+
+def test_an_empty_pair_can_be_written_and_read(tmp_path: Path) -> None:
+    with IndexedWriter(tmp_path / "p", "uint16"):
+        pass
+    assert len(IndexedDataset(tmp_path / "p")) == 0
+
+
+def test_microsofts_uncounted_eod_is_repaired_with_a_warning(tmp_path: Path) -> None:
+    documents = [[[1, 2, 9]], [], [[3], [4, 9]], [[9]]]
+    write_by_hand(tmp_path / "p", documents, counted=1)
+    with pytest.warns(UserWarning, match="does not count the end-of-document token 9 of its 3"):
+        data = IndexedDataset(tmp_path / "p")
+    assert [data.get(i).tolist() for i in range(4)] == [[1, 2, 9], [3], [4, 9], [9]]
+    write_by_hand(tmp_path / "good", documents)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        good = IndexedDataset(tmp_path / "good")
+    assert data.pointers.tolist() == good.pointers.tolist()
+
+
+def test_a_token_file_of_another_run_is_no_uncounted_eod(tmp_path: Path) -> None:
+    write_by_hand(tmp_path / "p", [[[1, 2, 9]], [[3, 8]]], counted=1)
+    with pytest.raises(ValueError, match=r"p\.bin has 10 bytes, but .*p\.idx describes 6"):
+        IndexedDataset(tmp_path / "p")
+
+
+def change(path: Path, offset: int, content: bytes) -> None:
+    data = bytearray(path.read_bytes())
+    data[offset : offset + len(content)] = content
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("offset", "content", "message"),
+    [
+        (0, b"XXIDIDX", "does not begin with MMIDIDX"),
+        (0, b"TNTIDX\x00\x00", "old `lazy`/`cached` format"),
+        (9, b"\x02", "format version 2; only version 1"),
+        (17, b"\x06", "dtype code 6: a floating-point type"),
+        (17, b"\x07", "dtype code 7: a floating-point type"),
+        (17, b"\x09", r"dtype code 9; valid: \[1, 2, 3, 4, 5, 8\]"),
+        (18, b"\x04", "header describes"),
+        (34, b"\x09", r"p\.idx describes|does not end"),
+        (34 + 12 * 3 + 8 * 3, b"\x07", "does not end at its 3 sequences"),
+    ],
+)
+def test_damaged_index_is_named(tmp_path: Path, offset: int, content: bytes, message: str) -> None:
+    write_by_hand(tmp_path / "p", [[d] for d in DOCUMENTS])
+    if offset == 34:
+        offset += 8  # the last length; the others are not looked at
+    change(tmp_path / "p.idx", offset, content)
+    with pytest.raises(ValueError, match=message) as raised:
+        IndexedDataset(tmp_path / "p")
+    assert "p.idx" in str(raised.value)
+
+
+@pytest.mark.parametrize("suffix", [".bin", ".idx"])
+def test_truncated_and_missing_files(tmp_path: Path, suffix: str) -> None:
+    write_by_hand(tmp_path / "p", [[d] for d in DOCUMENTS])
+    path = tmp_path / f"p{suffix}"
+    content = path.read_bytes()
+    for size in (len(content) - 2, 10, 0):
+        path.write_bytes(content[:size])
+        with pytest.raises(ValueError, match=r"p\.(bin|idx)"):
+            IndexedDataset(tmp_path / "p")
+    path.unlink()
+    with pytest.raises(ValueError, match=f"there is no file .*p{suffix}"):
+        IndexedDataset(tmp_path / "p")
+
+
+def test_a_failed_run_leaves_the_older_pair(tmp_path: Path) -> None:
+    with IndexedWriter(tmp_path / "p", "uint16") as writer:
+        writer.add_document([1])
+
+    def fail() -> None:
+        with IndexedWriter(tmp_path / "p", "uint16") as writer:
+            writer.add_document([2])
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        fail()
+    assert IndexedDataset(tmp_path / "p").get(0).tolist() == [1]
+    assert sorted(os.listdir(tmp_path)) == ["p.bin", "p.idx"]
+
+
+def test_a_killed_run_leaves_no_pair_and_the_next_one_works(tmp_path: Path) -> None:
+    code = (
+        "import os, signal\n"
+        "from megatron_ds.data.indexed_dataset import IndexedWriter\n"
+        f"writer = IndexedWriter({str(tmp_path / 'p')!r}, 'uint16')\n"
+        "writer.add_document([7] * 100000)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    killed = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, check=False)
+    assert killed.returncode == -signal.SIGKILL
+    assert all(name.endswith(".partial") for name in os.listdir(tmp_path))
+    with IndexedWriter(tmp_path / "p", "uint16") as writer:
+        writer.add_document([8])
+    assert IndexedDataset(tmp_path / "p").get(0).tolist() == [8]
+
+
+def test_two_writers_of_one_prefix_are_refused(tmp_path: Path) -> None:
+    with IndexedWriter(tmp_path / "p", "uint16") as writer:
+        writer.add_document([1])
+        with pytest.raises(ValueError, match="another process is writing"):
+            IndexedWriter(tmp_path / "p", "uint16")
+    assert IndexedDataset(tmp_path / "p").get(0).tolist() == [1]
+
+
+def test_documents_of_several_sequences_are_appended_in_parts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(indexed_dataset, "BLOCK", 2)  # the index is put together over many blocks
+    with IndexedWriter(tmp_path / "p", "int32") as writer:
+        writer.add_documents([1, 2, 3, 4], [1, 3], [2])
+        writer.add_documents([], [], [])
+        writer.add_documents([5, 6, 7], [1, 1, 1], [0, 1, 2])
+        writer.add_documents([8, 9], [2])
+        with pytest.raises(ValueError, match="2 sequences do not make documents of 3"):
+            writer.add_documents([1, 1], [1, 1], [3])
+    data = IndexedDataset(tmp_path / "p")
+    assert data.lengths.tolist() == [1, 3, 1, 1, 1, 2]
+    assert data.document_index.tolist() == [0, 2, 2, 3, 5, 6]
+    with IndexedWriter(tmp_path / "q", "int32") as writer:
+        writer.add_dataset(data)
+        writer.add_dataset(data)
+    twice = IndexedDataset(tmp_path / "q")
+    assert twice.document_index.tolist() == [0, 2, 2, 3, 5, 6, 8, 8, 9, 11, 12]
+    assert twice.tokens.tolist() == data.tokens.tolist() * 2
+
+
+def peak_of_writing(prefix: Path, documents: int) -> int:
+    """Bytes that Python and numpy hold at most while so many tiny documents are written."""
+    ones = np.ones(1000, np.uint16)
+    tracemalloc.start()
+    with IndexedWriter(prefix, "uint16") as writer:
+        for _ in range(documents // 1000):
+            writer.add_documents(ones, ones)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    return peak
+
+
+def test_memory_does_not_grow_with_the_number_of_documents(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(indexed_dataset, "BLOCK", 1000)
+    small = peak_of_writing(tmp_path / "p", 20_000)
+    kept = 180_000 * 4  # bytes, if the lengths alone were held
+    assert peak_of_writing(tmp_path / "q", 200_000) < small + kept // 3
+    assert len(IndexedDataset(tmp_path / "q")) == 200_000
+
+
+def test_what_was_written_is_continued(tmp_path: Path) -> None:
+    with IndexedWriter(tmp_path / "whole", "uint16") as writer:
+        for length in (3, 1, 2, 5):
+            writer.add_document(np.arange(length))
+    writer = IndexedWriter(tmp_path / "p", "uint16")
+    writer.add_document(np.arange(3))
+    writer.add_document(np.arange(1))
+    kept = writer.written
+    writer.add_document(np.arange(7))  # is cut off
+    writer.complete()
+    writer.leave()
+    with IndexedWriter(tmp_path / "p", "uint16", written=kept) as writer:
+        writer.add_document(np.arange(2))
+        writer.add_document(np.arange(5))
+    for suffix in (".bin", ".idx"):
+        expected = (tmp_path / f"whole{suffix}").read_bytes()
+        assert (tmp_path / f"p{suffix}").read_bytes() == expected
+    with pytest.raises(ValueError, match=r"p\.bin\.partial has 0 bytes, and 8 were written"):
+        IndexedWriter(tmp_path / "p", "uint16", written=kept)
+
+
+def test_tokens_that_do_not_fit_and_types_that_are_none(tmp_path: Path) -> None:
+    with IndexedWriter(tmp_path / "p", "uint16") as writer:
+        for tokens in ([65536], [-1]):
+            with pytest.raises(ValueError, match="do not fit uint16"):
+                writer.add_document(tokens)
+        with pytest.raises(ValueError, match="3 tokens do not make sequences of 2"):
+            writer.add_documents([1, 2, 3], [2])
+    with pytest.raises(ValueError, match="cannot be stored as float32"):
+        IndexedWriter(tmp_path / "q", "float32")
+
+
+def test_the_stored_type_follows_the_vocabulary() -> None:
+    assert token_dtype(65499) == np.uint16
+    assert token_dtype(65500) == np.int32

@@ -1,0 +1,76 @@
+"""What is told of the files of a run, of a few and of very many."""
+
+from __future__ import annotations
+
+from megatron_ds.config import Config, DataConfig, ScheduleConfig
+from megatron_ds.data.blend_history import Identity, advanced, continued, started, with_requests
+from megatron_ds.data.usage_report import Share, change, mixture, summary, unrecorded
+
+MANY = 2500
+
+
+def identities(count: int, first: int = 0) -> list[Identity]:
+    return [Identity(f"f{number}", "hash", (0, 9)) for number in range(first, first + count)]
+
+
+def test_very_many_files_are_told_in_a_screen() -> None:
+    shares = [Share("train", f"f{n}", (n + 1) / MANY, n, n / 100) for n in range(MANY)]
+    shares += [Share("valid", "v", 1.0, 8, 0.5, "V"), Share("valid", "w", 0.0, 0, 0.0, "V")]
+    lines = list(summary(shares, None))
+    assert len(lines) == 12 + 1 + 2 + 1
+    assert lines[0] == "train: f2499, weight 1: 2499 samples, 25 epochs"
+    assert lines[12].startswith("train: 2488 more files, weights ")
+    assert lines[12].endswith(": 3093828 samples, 0 to 24.9 epochs")
+    assert sum(range(2488)) == 3093828
+    assert lines[13] == "valid V: v, weight 1: 8 samples, 0.5 epochs"
+    assert lines[14] == "valid V: w, weight 0: gives nothing"
+    assert lines[15] == "all files are listed below --save"
+
+
+def test_a_change_of_very_many_files_is_told_in_a_screen() -> None:
+    before = started(identities(MANY), [1 / MANY] * MANY, order=3)
+    before = with_requests(advanced(before, [4] * MANY), [(5,)] * MANY)
+    after = continued(before, identities(MANY, first=100), [1 / MANY] * MANY, 3, 4 * MANY)
+    after = with_requests(after, [(5, 6)] * (MANY - 100) + [(2,)] * 100)
+    lines = change(before, after)
+    assert lines[0] == "WARNING: the mixture of the training data changes after 10000 samples:"
+    text = "\n".join(lines)
+    for words in (
+        "goes on: f100 at its sample 4, f101 at its sample 4,",
+        "and 2394 more",
+        "no longer read: f0, after 4 samples,",
+        "starts at its first sample: f2500, f2501,",
+        "hold: f100, f101, f102, f103, f104, f105 and 2394 more give those that are left",
+    ):
+        assert words in text
+    assert max(map(len, lines)) < 250
+    assert change(after, after) == []
+    assert mixture(after).startswith("training data, 2500 in all: f100 0.0004, ")
+    assert mixture(after).endswith(" and 2494 more; changed after 10,000 samples")
+
+
+def test_another_format_of_the_order_is_told() -> None:
+    before = started(identities(2), [0.5, 0.5], order=2)
+    lines = change(before, continued(before, identities(2), [0.5, 0.5], 3, 0))
+    assert lines[0].startswith("WARNING: sources are mixed in another order")
+
+
+def config(path: str, iterations: int) -> Config:
+    return Config(
+        data=DataConfig(data_path=("1", path, "2", "b")),
+        schedule=ScheduleConfig(train_iters=iterations),
+    )
+
+
+def test_without_a_record_the_flags_are_compared() -> None:
+    before = config("a", 5).to_dict()
+    assert unrecorded(before, config("a", 5)) == []
+    lines = unrecorded(before, config("c", 6))
+    assert lines[0].startswith("WARNING: the checkpoint does not say which data")
+    assert lines[1:3] == [
+        "    --data-path: before 1 a 2 b, now 1 c 2 b",
+        "    --train-iters: before 5, now 6",
+    ]
+    # A checkpoint of a version that did not have all of today's fields.
+    del before["data"]["data_args_path"]
+    assert unrecorded(before, config("a", 5)) == []

@@ -1,0 +1,88 @@
+"""Rope, alibi and the causal mask."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_ds.config import ModelConfig
+from megatron_ds.model.position_embedding import (
+    Positions,
+    alibi_bias,
+    alibi_slopes,
+    rope_table,
+    rotate,
+    visible_keys,
+)
+from megatron_ds.parallel.mesh import Group
+
+CPU = torch.device("cpu")
+
+
+def test_alibi_slopes_are_the_papers() -> None:
+    assert alibi_slopes(8) == [2.0**-power for power in range(1, 9)]
+    # For 12 heads: those of 8, then every other one of 16.
+    assert alibi_slopes(12)[8:] == pytest.approx([2.0**-0.5, 2.0**-1.5, 2.0**-2.5, 2.0**-3.5])
+
+
+def test_alibi_bias_grows_with_distance_and_hides_the_future() -> None:
+    bias = alibi_bias([0.5], queries=2, keys=3, device=CPU)
+    hidden = -torch.inf
+    assert bias.tolist() == [[[-0.5, 0.0, hidden], [-1.0, -0.5, 0.0]]]
+
+
+def test_alibi_slopes_follow_the_heads_of_the_rank() -> None:
+    config = ModelConfig(
+        num_layers=1,
+        hidden_size=8,
+        num_attention_heads=4,
+        seq_length=4,
+        position_embedding_type="alibi",
+    )
+    parts = [
+        Positions(config, Group((0, 1), rank, None)).context(4, 0, torch.float32, CPU).bias
+        for rank in (0, 1)
+    ]
+    whole = Positions(config, Group((0,), 0, None)).context(4, 0, torch.float32, CPU).bias
+    assert whole is not None
+    assert torch.equal(torch.cat([part for part in parts if part is not None]), whole)
+
+
+def test_mask_is_aligned_with_the_last_key() -> None:
+    assert visible_keys(2, 4, CPU).int().tolist() == [[1, 1, 1, 0], [1, 1, 1, 1]]
+
+
+def test_rope_scores_depend_on_distance_alone() -> None:
+    table = rope_table(32, 8, 10000.0, CPU)
+    q, k = torch.randn(1, 1, 1, 8), torch.randn(1, 1, 1, 8)
+
+    def score(q_position: int, k_position: int) -> float:
+        at = [tuple(part[p : p + 1] for part in table) for p in (q_position, k_position)]
+        return (rotate(q, at[0]) * rotate(k, at[1])).sum().item()  # type: ignore[arg-type]
+
+    assert score(5, 2) == pytest.approx(score(23, 20), abs=1e-5)
+    assert score(5, 2) != pytest.approx(score(5, 4), abs=1e-3)
+
+
+def test_rope_turns_pairs_by_their_own_frequency() -> None:
+    cos, sin = rope_table(4, 4, 100.0, CPU)
+    x = torch.tensor([1.0, 1.0, 0.0, 0.0]).view(1, 1, 1, 4)
+    turned = rotate(x, (cos[3:], sin[3:])).flatten()
+    angles = torch.tensor([3.0, 0.3])  # base ** (-2 i / 4) per position
+    expected = torch.cat([angles.cos(), angles.sin()])
+    torch.testing.assert_close(turned, expected)
+
+
+def test_rope_leaves_the_unrotated_part_alone() -> None:
+    x = torch.randn(3, 1, 2, 8)
+    turned = rotate(x, rope_table(3, 4, 10000.0, CPU))
+    assert torch.equal(turned[..., 4:], x[..., 4:])
+    assert not torch.equal(turned[1:, ..., :4], x[1:, ..., :4])
+
+
+def test_rope_is_exact_in_bf16_runs() -> None:
+    """Positions beyond 256 are not numbers of bf16: the table must not be in it."""
+    x = torch.randn(512, 1, 1, 8).bfloat16()
+    table = rope_table(512, 8, 10000.0, CPU)
+    error = rotate(x, table).float() - rotate(x.float(), table)
+    assert error.abs().max() < 2e-2

@@ -1,0 +1,98 @@
+"""Output layer and loss in one, against torch's separate ones."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from megatron_ds.parallel import fused_linear_cross_entropy
+from megatron_ds.parallel.fused_linear_cross_entropy import linear_cross_entropy
+from megatron_ds.parallel.mesh import Mesh
+
+TOKENS, VOCAB, PADDED, HIDDEN = 24, 50, 64, 16
+GROUP = Mesh.single().tp
+
+
+def problem(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(TOKENS, HIDDEN, generator=generator).to(dtype).requires_grad_()
+    weight = torch.randn(PADDED, HIDDEN, generator=generator).to(dtype).requires_grad_()
+    labels = torch.randint(0, VOCAB, (TOKENS,), generator=generator)
+    weights = torch.randint(0, 3, (TOKENS,), generator=generator).float()
+    return x, weight, labels, weights
+
+
+def reference(
+    x: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Loss and gradients in fp64."""
+    x, weight = (tensor.detach().double().requires_grad_() for tensor in (x, weight))
+    losses = F.cross_entropy(x @ weight[:VOCAB].t(), labels, reduction="none")
+    loss = (losses * weights).sum()
+    loss.backward()
+    assert x.grad is not None
+    assert weight.grad is not None
+    return loss.detach(), x.grad, weight.grad
+
+
+def relative(actual: torch.Tensor | None, expected: torch.Tensor) -> float:
+    assert actual is not None
+    return ((actual.double() - expected).norm() / expected.norm()).item()
+
+
+@pytest.mark.parametrize("chunk_tokens", [TOKENS, 7, 1])
+@pytest.mark.parametrize(
+    ("dtype", "limit"), [(torch.float32, 1e-6), (torch.bfloat16, 1e-2), (torch.float16, 2e-3)]
+)
+def test_loss_and_gradients(
+    dtype: torch.dtype, limit: float, chunk_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, weight, labels, weights = problem(dtype)
+    monkeypatch.setattr(
+        fused_linear_cross_entropy,
+        "CHUNK_BYTES",
+        chunk_tokens * VOCAB * torch.finfo(dtype).bits // 8,
+    )
+    monkeypatch.setattr(fused_linear_cross_entropy, "CACHED_LOGITS", 3 * VOCAB)
+    expected, grad_x, grad_weight = reference(x, weight, labels, weights)
+    loss = linear_cross_entropy(x, weight, labels, weights, vocab_size=VOCAB, group=GROUP)
+    assert loss.dtype == torch.float32
+    # The logits are of the model's type, so a single one is no better than that type.
+    assert relative(loss, expected) < limit
+    loss.backward()
+    assert x.grad is not None
+    assert x.grad.dtype == dtype
+    assert relative(x.grad, grad_x) < limit
+    assert relative(weight.grad, grad_weight) < limit
+    assert weight.grad is not None
+    assert weight.grad[VOCAB:].eq(0.0).all()
+
+
+def test_evaluation_gives_the_same_loss_and_no_graph() -> None:
+    x, weight, labels, weights = problem(torch.float32)
+    training = linear_cross_entropy(x, weight, labels, weights, vocab_size=VOCAB, group=GROUP)
+    with torch.no_grad():
+        loss = linear_cross_entropy(x, weight, labels, weights, vocab_size=VOCAB, group=GROUP)
+    assert torch.equal(loss, training.detach())
+    assert not loss.requires_grad
+
+
+def test_half_precision_gradients_scale_with_the_incoming_one() -> None:
+    """Dividing by many tokens and multiplying by the loss scale must not go through fp16."""
+    x, weight, labels, weights = problem(torch.float16)
+    _, grad_x, _ = reference(x, weight, labels, weights)
+    loss = linear_cross_entropy(x, weight, labels, weights, vocab_size=VOCAB, group=GROUP)
+    (loss / 1e7 * 2.0**16).backward()
+    assert relative(x.grad, grad_x / 1e7 * 2.0**16) < 2e-3
+
+
+def test_extreme_logits_stay_finite() -> None:
+    x, weight, labels, weights = problem(torch.float32)
+    huge = (x * 1e3).detach().requires_grad_()
+    loss = linear_cross_entropy(huge, weight, labels, None, vocab_size=VOCAB, group=GROUP)
+    loss.backward()
+    expected, grad_x, _ = reference(huge, weight, labels, torch.ones(TOKENS))
+    assert relative(loss, expected) < 1e-6
+    assert relative(huge.grad, grad_x) < 1e-3
+    assert weights.sum() > 0

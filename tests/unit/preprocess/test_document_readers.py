@@ -1,0 +1,574 @@
+"""Every kind of input gives the same documents, in order, with the places they come from."""
+
+from __future__ import annotations
+
+import bz2
+import csv
+import gzip
+import io
+import json
+import lzma
+import os
+import struct
+import sys
+import tracemalloc
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from pyarrow import parquet
+
+from megatron_ds.preprocess import document_readers
+from megatron_ds.preprocess.document_readers import Inputs, Item, Reader, Unreadable
+
+TEXTS = [
+    "plain",
+    "two\nlines",
+    'a "quote", a comma',
+    "é 漢字 🙂\u2028",
+    "  blanks ",
+    "x" * 5000,
+    "end",
+]
+ROWS: list[dict[str, Any]] = [
+    {"id": number, "text": text, "meta": {"text": text.upper()}}
+    for number, text in enumerate(TEXTS)
+]
+
+
+def read(*paths: str | Path, keys: tuple[str, ...] = ("text",), **values: Any) -> list[Item]:
+    inputs = Inputs(tuple(str(path) for path in paths), **values)
+    assert list(inputs.problems()) == []
+    return list(Reader(inputs, keys))
+
+
+def fields(items: list[Item], key: str = "text") -> list[Any]:
+    values = (json.loads(v) if isinstance(v, bytes) else v for v in (item.value for item in items))
+    return [value[key] for value in values]
+
+
+def jsonl() -> bytes:
+    return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in ROWS).encode()
+
+
+def zstd(content: bytes) -> bytes:
+    sink = pa.BufferOutputStream()
+    with pa.CompressedOutputStream(sink, "zstd") as stream:
+        stream.write(content)
+    return sink.getvalue().to_pybytes()  # type: ignore[no-any-return]
+
+
+def write_parquet(path: Path) -> None:
+    parquet.write_table(pa.Table.from_pylist(ROWS), path, row_group_size=3)
+
+
+def write_stream(path: Path) -> None:
+    table = pa.Table.from_pylist(ROWS)
+    with pa.ipc.new_stream(path, table.schema) as writer:
+        writer.write_table(table, max_chunksize=2)
+
+
+def write_arrow_file(path: Path) -> None:
+    table = pa.Table.from_pylist(ROWS)
+    with pa.ipc.new_file(path, table.schema) as writer:
+        writer.write_table(table, max_chunksize=2)
+
+
+def write_csv(path: Path, delimiter: str = ",") -> None:
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file, delimiter=delimiter)
+        writer.writerows([("id", "text"), *((row["id"], row["text"]) for row in ROWS)])
+
+
+WRITERS: dict[str, Callable[[Path], object]] = {
+    "a.jsonl": lambda path: path.write_bytes(jsonl()),
+    "a.json": lambda path: path.write_bytes(jsonl()),
+    "a.unknown": lambda path: path.write_bytes(jsonl()),
+    "a.jsonl.gz": lambda path: path.write_bytes(gzip.compress(jsonl())),
+    "a.jsonl.xz": lambda path: path.write_bytes(lzma.compress(jsonl())),
+    "a.jsonl.bz2": lambda path: path.write_bytes(bz2.compress(jsonl())),
+    "a.jsonl.zst": lambda path: path.write_bytes(zstd(jsonl())),
+    "A.JSONL.GZ": lambda path: path.write_bytes(gzip.compress(jsonl())),
+    "a.parquet": write_parquet,
+    "a.arrow": write_stream,
+    "a.feather": write_arrow_file,
+    "a.csv": write_csv,
+    "a.tsv": lambda path: write_csv(path, "\t"),
+}
+
+
+@pytest.mark.parametrize("batch", [2, 128])
+@pytest.mark.parametrize("name", WRITERS)
+def test_every_kind_gives_the_same_documents(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, batch: int
+) -> None:
+    monkeypatch.setattr(document_readers, "ROWS", batch)
+    path = tmp_path / name
+    WRITERS[name](path)
+    reader = Reader(Inputs((str(path),)), ("text",))
+    items = list(reader)
+    assert fields(items) == TEXTS
+    assert {item.file for item in items} == {str(path)}
+    lines = [2, 3, 5, 6, 7, 8, 9] if name in ("a.csv", "a.tsv") else list(range(1, 8))
+    assert [item.line for item in items] == lines
+    assert reader.position == Inputs((str(path),)).total_bytes() == path.stat().st_size
+
+
+@pytest.mark.parametrize(
+    ("suffix", "pack"),
+    [(".gz", gzip.compress), (".xz", lzma.compress), (".bz2", bz2.compress), (".zst", zstd)],
+)
+def test_joined_and_damaged_archives(
+    tmp_path: Path, suffix: str, pack: Callable[[bytes], bytes]
+) -> None:
+    path = tmp_path / f"a.jsonl{suffix}"
+    path.write_bytes(pack(jsonl()) + pack(jsonl()))
+    assert fields(read(path)) == TEXTS * 2
+    for content in (pack(jsonl())[:-9], b"these are other bytes than those"):
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match=f"{path}: (is damaged or cut off|cannot be read)"):
+            read(path)
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "a.arrow", "a.feather"])
+def test_damaged_tables(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    WRITERS[name](path)
+    whole = path.read_bytes()
+    for content in (b"", b"no table at all", whole[: len(whole) // 2]):
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match=f"{path}: cannot be read"):
+            read(path)
+    packed = tmp_path / f"{name}.gz"
+    packed.write_bytes(gzip.compress(whole))
+    with pytest.raises(ValueError, match="not compressed as a whole"):
+        read(packed)
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "a.arrow", "a.feather", "a.csv"])
+def test_a_column_that_is_not_there(tmp_path: Path, name: str) -> None:
+    WRITERS[name](tmp_path / name)
+    with pytest.raises(ValueError, match=r"has no column 'txt' \(it has 'id', 'text'"):
+        read(tmp_path / name, keys=("txt",))
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "a.arrow", "a.feather"])
+def test_only_the_columns_of_the_keys_are_read(tmp_path: Path, name: str) -> None:
+    WRITERS[name](tmp_path / name)
+    items = read(tmp_path / name, keys=("meta.text", "text"))
+    assert items[0].value == {"meta": {"text": "PLAIN"}, "text": "plain"}
+    assert "id" not in read(tmp_path / name)[0].value  # type: ignore[operator]
+
+
+def test_plain_text_by_file_and_by_block(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_bytes(b"\xef\xbb\xbf\r\nfirst\r\n more\r\n\r\n \n\nsecond\n\nthird")
+    whole = "\r\nfirst\r\n more\r\n\r\n \n\nsecond\n\nthird"
+    assert read(path) == [Item(str(path), 1, {"text": whole})]
+    blocks = read(path, text_documents="paragraph", keys=("body",))
+    assert fields(blocks, "body") == ["first\r\n more", "second", "third"]
+    assert [item.line for item in blocks] == [2, 7, 9]
+    packed = tmp_path / "b.txt.gz"
+    packed.write_bytes(gzip.compress(path.read_bytes()))
+    assert fields(read(packed)) == [whole]
+    with pytest.raises(ValueError, match="plain text is one field"):
+        read(path, keys=("a", "b"))
+    path.write_bytes(jsonl())
+    with pytest.raises(ValueError, match="begins like JSON lines: say which it is"):
+        read(path)
+    assert fields(read(path, format="text")) == [jsonl().decode()]
+    assert fields(read(path, format="jsonl")) == TEXTS
+
+
+def test_what_is_too_long_is_passed_over(tmp_path: Path) -> None:
+    lines = [b"1" * 10, b"2" * 11, b"3" * 3_000_000, b"4"]
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b"\n".join(lines))
+    one, two, three, four = (item.value for item in read(path, max_document_bytes=10))
+    assert (one, four) == (lines[0] + b"\n", lines[3])
+    for value in (two, three):
+        assert isinstance(value, Unreadable)
+        assert value.reason == "too long"
+        assert "longer than 10 bytes" in value.words
+        assert len(value.content) <= document_readers.HEAD
+    text = tmp_path / "a.txt"
+    text.write_bytes(b"1\n2\n\n" + lines[2] + b"\n3\n\n4444\n5555\n6666\n\n7")
+    blocks = [i.value for i in read(text, max_document_bytes=10, text_documents="paragraph")]
+    assert [isinstance(value, Unreadable) for value in blocks] == [False, True, True, False]
+    (whole,) = read(text, max_document_bytes=10)
+    assert isinstance(whole.value, Unreadable)
+    assert "--text-documents paragraph" in whole.value.words
+    assert fields(read(text, max_document_bytes=text.stat().st_size)) == [text.read_text()]
+
+
+def test_rows_and_texts_that_are_broken_stay_alone(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_bytes(b'text,b\n1,2\n3\n"x\ny",4\n\n5,6,7\n\xff,8\n')
+    items = read(path)
+    assert [item.line for item in items] == [2, 3, 4, 7, 8]
+    assert [isinstance(item.value, Unreadable) for item in items] == [
+        False,
+        True,
+        False,
+        True,
+        False,
+    ]
+    assert items[1].value[1] == "has 1 fields, and the first line names 2 columns"  # type: ignore[index]
+    assert fields([items[4]]) == ["\udcff"]
+    table = pa.table({"text": pa.array([b"1", b"\xff", b"3"]).view(pa.string())})
+    parquet.write_table(table, tmp_path / "a.parquet")
+    good, bad, after = (item.value for item in read(tmp_path / "a.parquet"))
+    assert (good, after) == ({"text": "1"}, {"text": "3"})
+    assert isinstance(bad, Unreadable)
+    assert bad.reason == "invalid UTF-8"
+
+
+def test_many_files_folders_and_patterns(tmp_path: Path) -> None:
+    for name in ("d/b.jsonl", "d/sub/c.jsonl.gz", "d/a.parquet", "e/1.jsonl", "e/2.jsonl"):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        WRITERS["a" + "".join(path.suffixes)](path)
+    made = ("d/x.bin", "d/x.idx", "d/x.tokenizer.json", "d/x.quarantine")  # by an earlier run
+    for name in ("d/.hidden.jsonl", "d/_SUCCESS", "d/.cache/x.jsonl", *made):
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("")
+    (tmp_path / "d/notes.pdf").write_text("")
+    with pytest.warns(UserWarning, match=r"1 files of no known kind are not read, .*notes\.pdf"):
+        items = read(tmp_path / "e/2.jsonl", tmp_path / "d", f"{tmp_path}/e/1*")
+    names = ["e/2.jsonl", "d/a.parquet", "d/b.jsonl", "d/sub/c.jsonl.gz", "e/1.jsonl"]
+    assert list(dict.fromkeys(item.file for item in items)) == [str(tmp_path / n) for n in names]
+    assert fields(items) == TEXTS * 5
+    assert len(read(f"{tmp_path}/**/*.gz")) == len(TEXTS)
+    (tmp_path / "odd[1].jsonl").write_bytes(jsonl())
+    assert fields(read(tmp_path / "odd[1].jsonl")) == TEXTS
+
+
+def test_the_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Pipe(io.BytesIO):
+        def seekable(self) -> bool:
+            return False
+
+        def tell(self) -> int:
+            raise OSError("Illegal seek")
+
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(Pipe(jsonl())))
+    items = read("-")
+    assert fields(items) == TEXTS
+    assert items[6][:2] == ("<stdin>", 7)
+    assert Inputs(("-",)).total_bytes() is None
+
+
+def test_a_named_pipe(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    keeper = os.open(pipe, os.O_RDWR)  # so that neither end waits
+    os.write(keeper, jsonl())
+    items: Iterator[Item] = iter(Reader(Inputs((str(pipe),)), ("text",)))
+    assert fields([next(items) for _ in TEXTS]) == TEXTS
+    os.close(keeper)
+    assert list(items) == []
+
+
+def test_addresses() -> None:
+    import fsspec
+
+    system = fsspec.filesystem("memory")
+    system.pipe("/corpus/b.jsonl", jsonl())
+    system.pipe("/corpus/a.jsonl.gz", gzip.compress(jsonl()))
+    items = read("memory://corpus/*", "memory://corpus/b.jsonl")
+    assert fields(items) == TEXTS * 3
+    names = ["memory:///corpus/a.jsonl.gz", "memory:///corpus/b.jsonl"]
+    assert list(dict.fromkeys(item.file for item in items)) == names
+    assert fields(read("memory://corpus")) == TEXTS * 2
+    with pytest.raises(ValueError, match="--input memory://none/\\*: there is no such file"):
+        read("memory://none/*")
+    with pytest.raises((ValueError, OSError), match=r"none/x\.jsonl"):
+        read("memory://none/x.jsonl")
+    with pytest.raises(ValueError, match="--input no-such-protocol://x: "):
+        read("no-such-protocol://x")
+
+
+def test_hugging_face_data_sets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    datasets = pytest.importorskip("datasets")
+    table = datasets.Dataset.from_list(ROWS)
+    table.save_to_disk(tmp_path / "one")
+    datasets.DatasetDict({"train": table, "valid": table.select([1])}).save_to_disk(
+        tmp_path / "two"
+    )
+    (tmp_path / "three").mkdir()
+    write_parquet(tmp_path / "three" / "train.parquet")
+    for name in ("one", "two", "three"):
+        items = read(hf_dataset=str(tmp_path / name))
+        assert fields(items) == TEXTS
+        assert [item.line for item in items] == list(range(1, 8))
+        assert set(items[0].value) == {"text"}  # type: ignore[arg-type]
+    assert fields(read(hf_dataset=str(tmp_path / "two"), hf_split="valid")) == TEXTS[1:2]
+    for values, words in (
+        ({"hf_dataset": str(tmp_path / "two"), "hf_split": "test"}, "--split test: it has train"),
+        ({"hf_dataset": str(tmp_path / "none")}, "--hf-dataset .*none"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            read(**values)
+    with pytest.raises(ValueError, match="has no column 'txt'"):
+        read(hf_dataset=str(tmp_path / "one"), keys=("txt",))
+
+
+def test_little_is_read_ahead(tmp_path: Path) -> None:
+    """One row group, one batch, one line: never the whole file."""
+    rows = [{"text": "x" * 1000}] * 20_000
+    parquet.write_table(
+        pa.Table.from_pylist(rows), tmp_path / "a.parquet", row_group_size=100, compression="none"
+    )
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for name in ("a.parquet", "a.jsonl"):
+        reader = Reader(Inputs((str(tmp_path / name),)), ("text",))
+        items = iter(reader)
+        for _ in range(2000):
+            next(items)
+        assert 0 < reader.position < (tmp_path / name).stat().st_size / 5
+
+
+def test_a_package_that_is_missing_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, values in (
+        ("pyarrow", {"path": "a.parquet"}),
+        ("pyarrow", {"path": "a.jsonl.zst"}),
+        ("fsspec", {"path": "s3://bucket/x.jsonl"}),
+        ("datasets", {"hf_dataset": "x"}),
+    ):
+        path = values.pop("path", None)
+        if path is not None and "://" not in path:
+            WRITERS[path](tmp_path / path)
+            path = str(tmp_path / path)
+        with monkeypatch.context() as patch:
+            patch.setitem(sys.modules, name, None)
+            with pytest.raises(ValueError, match=f"needs {name}: pip"):
+                read(*([path] if path else []), **values)
+
+
+def test_offsets_that_lead_out_of_an_arrow_file_are_found(tmp_path: Path) -> None:
+    path = tmp_path / "a.arrow"
+    table = pa.table({"text": ["a" * 7, "b" * 7]})
+    with pa.ipc.new_file(path, table.schema) as writer:
+        writer.write_table(table)
+    whole = path.read_bytes()
+    for second in (-5, 1 << 30):
+        content = whole.replace(struct.pack("<3i", 0, 7, 14), struct.pack("<3i", 0, second, 14))
+        assert content != whole
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match=f"{path}: cannot be read"):
+            read(path)
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "a.arrow", "a.csv"])
+def test_a_column_that_is_there_twice(tmp_path: Path, name: str) -> None:
+    table = pa.Table.from_arrays([pa.array(["a"]), pa.array(["b"])], names=["text", "text"])
+    if name == "a.csv":
+        (tmp_path / name).write_text("text,text\na,b\n")
+    elif name == "a.parquet":
+        parquet.write_table(table, tmp_path / name)
+    else:
+        with pa.ipc.new_file(tmp_path / name, table.schema) as writer:
+            writer.write_table(table)
+    with pytest.raises(ValueError, match="has 2 columns 'text'"):
+        read(tmp_path / name)
+
+
+def test_the_standard_input_goes_on_where_it_stands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "x").write_bytes(b"a header\n" + jsonl())
+    with (tmp_path / "x").open() as file:
+        file.buffer.readline()
+        monkeypatch.setattr(sys, "stdin", file)
+        assert fields(read("-")) == TEXTS
+
+
+def test_a_folder_that_is_a_link_is_named(tmp_path: Path) -> None:
+    for name in ("in/a.jsonl", "other/b.jsonl"):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).write_bytes(jsonl())
+    (tmp_path / "in/link").symlink_to(tmp_path / "other")
+    with pytest.warns(UserWarning, match=f"left out, such as {tmp_path}/in/link"):
+        assert fields(read(tmp_path / "in")) == TEXTS
+
+
+def test_the_names_above_an_addressed_folder_do_not_matter(tmp_path: Path) -> None:
+    for name in (".cache/d/a.jsonl", ".cache/d/_b.jsonl", ".cache/d/.c/d.jsonl"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(jsonl())
+    assert fields(read(f"file://{tmp_path}/.cache/d")) == TEXTS
+    assert fields(read(f"file://{tmp_path}/.cache/d/")) == TEXTS
+
+
+def test_errors_of_other_systems_are_sentences(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import fsspec
+
+    class NoCredentials(Exception):
+        pass
+
+    def refuse(*_: object, **__: object) -> None:
+        raise NoCredentials("who are you")
+
+    fsspec.filesystem("memory").pipe("/mine/a.jsonl", jsonl())
+    for method in ("isdir", "_open"):
+        with monkeypatch.context() as patch:
+            patch.setattr(fsspec.get_filesystem_class("memory"), method, refuse)
+            with pytest.raises(ValueError, match=r"mine/a\.jsonl: .*NoCredentials: who are you"):
+                read("memory://mine/a.jsonl")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    pytest.importorskip("datasets")
+    (tmp_path / f"{tmp_path.name}.py").write_text("")  # a script, which datasets runs no more
+    with pytest.raises(ValueError, match=f"--hf-dataset {tmp_path}: "):
+        read(hf_dataset=str(tmp_path))
+
+
+def test_a_saved_data_set_has_no_split(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    datasets.Dataset.from_list(ROWS).save_to_disk(tmp_path / "one")
+    with pytest.raises(ValueError, match="--split test: the folder has no splits"):
+        read(hf_dataset=str(tmp_path / "one"), hf_split="test")
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"hf_split": "test"}, "are for --hf-dataset"),
+        ({"hf_config": "x"}, "are for --hf-dataset"),
+        ({"max_document_bytes": 1 << 64}, "--max-document-bytes 18446744073709551616"),
+    ],
+)
+def test_what_would_be_without_effect_is_refused(values: dict[str, Any], words: str) -> None:
+    assert any(words in problem for problem in Inputs(("-",), **values).problems())
+
+
+def test_a_long_line_of_a_csv_is_not_held(tmp_path: Path) -> None:
+    size = 1 << 25
+    (tmp_path / "a.csv").write_text(f'text,n\na,1\n{"x" * size}\nb,2\n"c\nd",3\n')
+    tracemalloc.start()
+    try:
+        items = read(tmp_path / "a.csv", max_document_bytes=100_000)
+        assert tracemalloc.get_traced_memory()[1] < size // 2
+    finally:
+        tracemalloc.stop()
+    long = items.pop(1)
+    assert isinstance(long.value, Unreadable)
+    assert "longer than 100000 characters" in long.value.words
+    assert [(item.line, *item.value.values()) for item in items] == [  # type: ignore[union-attr]
+        (2, "a", "1"),
+        (4, "b", "2"),
+        (5, "c\nd", "3"),
+    ]
+    assert long.line == 3
+
+
+def test_broken_text_does_not_hide_indices_that_lead_out_of_an_arrow_file(tmp_path: Path) -> None:
+    path = tmp_path / "a.arrow"
+    table = pa.table({"text": pa.array(["a" * 7, "b" * 7]).dictionary_encode()})
+    with pa.ipc.new_file(path, table.schema) as writer:
+        writer.write_table(table)
+    assert fields(read(path)) == ["a" * 7, "b" * 7]
+    whole = path.read_bytes()
+    content = whole.replace(b"a" * 7, b"\xff" * 7).replace(
+        struct.pack("<2i", 0, 1) + bytes(56), struct.pack("<2i", 0, 1 << 30) + bytes(56)
+    )
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=f"{path}: cannot be read"):
+        read(path)
+
+
+def read_on_from_everywhere(inputs: Inputs) -> None:
+    """Stops after every document, and a second reader goes on from there."""
+    reader = Reader(inputs, ("text",))
+    items: list[Item] = []
+    places = [document_readers.START]
+    files: list[list[document_readers.Stamp]] = [[]]
+    for item in reader:
+        items.append(item)
+        places.append(reader.place(item.line))
+        files.append(files[-1] + reader.new_stamps())
+    places.append(reader.end)
+    files.append(files[-1] + reader.new_stamps())
+    assert files[-1] == list(inputs.stamps())
+    for at, (place, begun) in enumerate(zip(places, files, strict=True)):
+        assert place.files == len(begun)
+        second = Reader(inputs, ("text",), document_readers.Place(*place))
+        assert list(second) == items[at:]
+        assert second.position == reader.position
+        assert begun + second.new_stamps() == files[-1]
+        assert second.end == reader.end
+
+
+@pytest.mark.parametrize("batch", [2, 128])
+@pytest.mark.parametrize("name", WRITERS)
+def test_every_kind_is_read_on_from_anywhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, batch: int
+) -> None:
+    monkeypatch.setattr(document_readers, "ROWS", batch)
+    paths = [tmp_path / part / name for part in ("1", "2")]
+    for path in paths:
+        path.parent.mkdir()
+        WRITERS[name](path)
+    read_on_from_everywhere(Inputs(tuple(map(str, paths))))
+
+
+def test_mixed_inputs_are_read_on_from_anywhere(tmp_path: Path) -> None:
+    import fsspec
+
+    WRITERS["a.parquet"](tmp_path / "b.parquet")
+    WRITERS["a.jsonl"](tmp_path / "c.jsonl")
+    for name in ("a", "d", "z"):
+        (tmp_path / f"{name}.jsonl").write_bytes(b"\n")  # without a document
+    (tmp_path / "e.jsonl").write_bytes(
+        b'{"text": "1"}\n\n["' + b"x" * 9000 + b'"]\n\n{"text": "2"}'
+    )
+    (tmp_path / "f.txt").write_text("1\n2\n\n\n3\n\n4")
+    (tmp_path / "g.csv").write_text('text\n"1\n2"\n\n3,4\n5\n')
+    fsspec.filesystem("memory").pipe("/more/a.jsonl", jsonl())
+    values: dict[str, Any] = {"text_documents": "paragraph", "max_document_bytes": 8000}
+    read_on_from_everywhere(Inputs((str(tmp_path), "memory://more/a.jsonl"), **values))
+
+
+def test_data_sets_are_read_on_from_anywhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    datasets = pytest.importorskip("datasets")
+    datasets.Dataset.from_list(ROWS).save_to_disk(tmp_path / "one")
+    (tmp_path / "two").mkdir()
+    write_parquet(tmp_path / "two" / "train.parquet")
+    read_on_from_everywhere(Inputs(hf_dataset=str(tmp_path / "one")))
+    read_on_from_everywhere(Inputs(hf_dataset=str(tmp_path / "two")))
+
+
+def test_files_that_were_read_are_not_opened_again(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        WRITERS["a.jsonl"](tmp_path / f"{name}.jsonl")
+    inputs = Inputs((str(tmp_path),))
+    (tmp_path / "a.jsonl").write_bytes(b"\x00" * len(jsonl()))
+    assert fields(list(Reader(inputs, ("text",), document_readers.Place(1)))) == TEXTS
+
+
+def test_lines_that_were_read_are_not_read_again(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    WRITERS["a.jsonl"](path)
+    reader = Reader(Inputs((str(path),)), ("text",))
+    items = iter(reader)
+    place = [reader.place(item.line) for item, _ in zip(items, range(3), strict=False)][-1]
+    content = path.read_bytes()
+    path.write_bytes(b"\x00" * place.offset + content[place.offset :])
+    assert fields(list(Reader(Inputs((str(path),)), ("text",), place))) == TEXTS[3:]
+
+
+def test_what_can_be_read_only_once_is_known(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "file").touch()
+    paths = (str(tmp_path), str(tmp_path / "pipe"), "-", str(tmp_path / "file"), "s3://x/y")
+    assert Inputs(paths).read_once() == [str(tmp_path / "pipe"), "-"]

@@ -1,0 +1,134 @@
+"""Lines to texts: the fast parser and the plain one have the same result for any bytes."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+
+import orjson
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_ds.preprocess import parsing as module
+from megatron_ds.preprocess.document_readers import INVALID_TEXT, Item
+from megatron_ds.preprocess.parsing import BROKEN_JSON, Bad, Wanted, texts_of
+
+WANTED = Wanted(("text", "meta.b"), 1000)
+
+
+def both(line: bytes, wanted: Wanted = WANTED) -> list[str] | Bad:
+    """What is made of a line with the fast parser, which must be what is made of it without."""
+    quick = texts_of(Item("f", 1, line), wanted)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "orjson", None)
+        assert texts_of(Item("f", 1, line), wanted) == quick
+    return quick
+
+
+TEXT = b'{"text": "%s", "meta": {"b": "y"}}'
+WELL = b'{"text": "x", "meta": {"b": "y"}, "n": %s}'
+NUMBERS = [
+    b"NaN",
+    b"Infinity",
+    b"-Infinity",
+    b"1e999",
+    b"-0",
+    b"1E5",
+    b"9" * 30,
+    b"9" * 400,
+    b"1.5",
+]
+LONG_NUMBERS = [b"9" * 5000, b"-" + b"9" * 5000, b"0." + b"9" * 5000, b"1e" + b"9" * 5000]
+LINES = [
+    *(WELL % number for number in [*NUMBERS, *LONG_NUMBERS]),
+    *(WELL % number for number in (b"01", b"1.", b".5", b"+1", b"-", b"0x1", b"1_0", b"1e")),
+    *(WELL % text for text in (b'"\\ud83d"', b'"\\ud83d\\ude00"', b'"\xed\xa0\x80"', b'"\xff"')),
+    *(WELL % (b"[" * n + b"]" * n) for n in (1, 100, 500, 1000, 1020, 1024, 1100, 100_000)),
+    *(b'{"text": %s, "meta": {"b": "y"}}' % text for text in (b'"\\ud83d"', b'"\xed\xa0\x80"')),
+    *(
+        b'{"text": "%s", "meta": {"b": "y"}}' % text
+        for text in (b"\xff", b"\xc0\x80", b"a\0b", b"\t")
+    ),
+    *(
+        b'{"text": "%s", "meta": {"b": "y"}}' % text
+        for text in (b"\\u0000", b"\\x", b"\\/", b"\x7f")
+    ),
+    b'{"text": "x", "meta": {"b": "y"}, "text": "z"}',
+    b'{"text": "x", "meta": {"b": "y"}, "meta": 1}',
+    b'{"text": "x", "meta": {"b": "y", "b": "z"}, "meta.b": "w"}',
+    b'\xef\xbb\xbf{"text": "x", "meta": {"b": "y"}}',
+    '{"text": "x", "meta": {"b": "y"}}'.encode("utf-16"),
+    '{"text": "x", "meta": {"b": "y"}}'.encode("utf-16-le"),
+    '{"text": "x", "meta": {"b": "y"}}'.encode("utf-32-be"),
+    *((WELL % b"1") + end for end in (b" \r\n", b"\x0b", b"\0", b",", b"{}", b" \t", b"\xc2\xa0")),
+    *(b"null", b"1", b"[]", b'"text"', b"{}", b"", b" ", b"{", b"}", b"\xff\xfe", b"'text'"),
+    b'{"text": 12345678901234567890123, "meta": {"b": "y"}}',
+    b'{"text": "' + b"x" * 1001 + b'", "meta": {"b": "y"}}',
+    b'{"text": "' + "\u00e9".encode() * 501 + b'", "meta": {"b": "y"}}',
+    b'{"text": "' + "\u00e9".encode() * 500 + b'", "meta": {"b": "y"}}',
+]
+
+
+@pytest.mark.parametrize("line", LINES, ids=lambda line: repr(line[-40:])[2:-1])
+def test_both_parsers_agree(line: bytes) -> None:
+    both(line)
+
+
+VALUES = st.recursive(
+    st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=5)),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3), st.dictionaries(st.sampled_from("ab"), inner, max_size=2)
+    ),
+    max_leaves=6,
+)
+
+
+@given(
+    value=st.dictionaries(st.sampled_from(["text", "meta", "meta.b", "c"]), VALUES, max_size=4),
+    ascii_only=st.booleans(),
+    changes=st.lists(st.tuples(st.integers(0, 200), st.binary(max_size=3)), max_size=2),
+)
+@settings(max_examples=250, deadline=None, derandomize=True, database=None)
+def test_both_parsers_agree_on_damaged_lines(
+    value: dict[str, object], ascii_only: bool, changes: list[tuple[int, bytes]]
+) -> None:
+    line = json.dumps(value, ensure_ascii=ascii_only).encode("utf-8", "surrogatepass")
+    for place, new in changes:
+        line = line[:place] + new + line[place + 1 :]
+    both(line)
+    both(line, Wanted(("text",), 3))
+
+
+def test_the_fast_parser_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[bytes] = []
+
+    def loads(line: bytes) -> object:
+        seen.append(line)
+        return orjson.loads(line)
+
+    monkeypatch.setattr(module, "orjson", SimpleNamespace(loads=loads))
+    assert texts_of(Item("f", 1, WELL % b"1"), WANTED) == ["x", "y"]
+    assert len(seen) == 1
+
+
+def test_what_is_wrong_is_told_as_the_plain_parser_tells_it() -> None:
+    broken = both(b'{"text": "x"')
+    assert isinstance(broken, Bad)
+    assert (broken.reason, broken.words) == (
+        BROKEN_JSON,
+        "not JSON: Expecting ',' delimiter: line 1 column 13 (char 12)",
+    )
+    number = both(b'{"text": 12345678901234567890123, "meta": {"b": "y"}}')
+    assert isinstance(number, Bad)
+    assert number.words == "'text' must be text, not int"
+    deep = both(WELL % (b"[" * 1020 + b"]" * 1020))
+    assert isinstance(deep, Bad)
+    assert "nested too deeply" in deep.words
+
+
+def test_half_of_a_surrogate_pair_in_another_field_does_no_harm() -> None:
+    assert both(b'{"text": "x", "meta": {"b": "y"}, "c": "\\ud800"}') == ["x", "y"]
+    half = both(b'{"text": "\\ud800", "meta": {"b": "y"}}')
+    assert isinstance(half, Bad)
+    assert half.reason == INVALID_TEXT

@@ -1,0 +1,379 @@
+"""Documents to token files: contents, invariance, what is left out and what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import gzip
+import json
+import os
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import pytest
+
+from megatron_ds.config import TokenizerConfig
+from megatron_ds.data import indexed_dataset
+from megatron_ds.data.indexed_dataset import IndexedDataset
+from megatron_ds.preprocess import pipeline as module
+from megatron_ds.preprocess.document_readers import Inputs
+from megatron_ds.preprocess.pipeline import PreprocessOptions, Progress, preprocess
+from megatron_ds.tokenizer import build_tokenizer
+from megatron_ds.tokenizer.fast_backend import choose
+from megatron_ds.tokenizer.null import NullTokenizer
+
+TOKENIZER = NullTokenizer(100)
+GOLDEN = Path(__file__).resolve().parents[2] / "golden" / "tokenizers"
+
+
+def write(path: Path, lines: list[Any]) -> str:
+    """Strings are lines as they are, other values JSON."""
+    text = "".join((x if isinstance(x, str) else json.dumps(x)) + "\n" for x in lines)
+    path.write_text(text)
+    return str(path)
+
+
+def options(folder: Path, lines: list[Any], **values: Any) -> PreprocessOptions:
+    inputs = Inputs((write(folder / "in.jsonl", lines),))
+    return PreprocessOptions(inputs, str(folder / "out"), **values)
+
+
+def written(folder: Path) -> list[str]:
+    return sorted(name for name in os.listdir(folder) if name.startswith("out"))
+
+
+def numbered(count: int) -> list[dict[str, str]]:
+    return [{"text": " ".join(["7"] * (1 + n % 5) + [str(n % 100)])} for n in range(count)]
+
+
+def test_documents_eod_and_empty_texts(tmp_path: Path) -> None:
+    lines = [{"text": "1 2"}, {"text": " "}, "", "  ", {"text": "3", "other": 1}]
+    done = preprocess(options(tmp_path, lines, append_eod=True), TOKENIZER)
+    data = IndexedDataset(tmp_path / "out_text_document")
+    assert [data.get(i).tolist() for i in range(len(data))] == [[1, 2, 100], [3, 100]]
+    assert data.document_index.tolist() == [0, 1, 2]
+    size = os.path.getsize(tmp_path / "in.jsonl")
+    assert done == Progress(3, 5, text_bytes=5, input_bytes=size, dropped={"empty text": 1})
+    preprocess(options(tmp_path, lines), TOKENIZER)
+    data = IndexedDataset(tmp_path / "out_text_document")
+    assert [data.get(i).tolist() for i in range(len(data))] == [[1, 2], [3]]
+
+
+def test_every_key_has_its_own_pair(tmp_path: Path) -> None:
+    lines = [{"a": "1", "b": "2 3"}, {"a": "", "b": "4"}]
+    preprocess(options(tmp_path, lines, keys=("a", "b")), TOKENIZER)
+    a, b = (IndexedDataset(tmp_path / f"out_{key}_document") for key in "ab")
+    assert a.tokens.tolist() == [1]
+    assert b.tokens.tolist() == [2, 3, 4]
+    assert (len(a), len(b)) == (1, 2)
+
+
+@pytest.mark.parametrize("chunk_bytes", [1, 1 << 20])
+def test_bytes_are_the_same_for_any_workers_and_chunks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk_bytes: int
+) -> None:
+    monkeypatch.setattr(module, "CHUNK_BYTES", chunk_bytes)
+    base = options(tmp_path, numbered(100), append_eod=True)
+    seen = set()
+    for workers, chunk_size in ((1, 64), (2, 7), (5, 1), (3, 1000)):
+        preprocess(dataclasses.replace(base, workers=workers, chunk_size=chunk_size), TOKENIZER)
+        seen.add(tuple((tmp_path / f"out_text_document{s}").read_bytes() for s in (".bin", ".idx")))
+    assert len(seen) == 1
+    assert IndexedDataset(tmp_path / "out_text_document").tokens.size == sum(
+        3 + n % 5 for n in range(100)
+    )
+
+
+def test_bytes_are_the_same_for_any_library_that_encodes(tmp_path: Path) -> None:
+    reference = build_tokenizer(
+        TokenizerConfig(
+            vocab_file=str(GOLDEN / "vocab.json"), merge_file=str(GOLDEN / "merges.txt")
+        )
+    )
+    lines = (GOLDEN / "corpus.jsonl").read_text(encoding="utf-8").splitlines() * 3
+    base = options(tmp_path, lines, append_eod=True)
+    seen = set()
+    for backend in ("tokenizers", "fastokens"):
+        tokenizer = choose(reference, backend).tokenizer
+        for workers, chunk_size in ((1, 64), (2, 7), (3, 1)):
+            given = dataclasses.replace(base, workers=workers, chunk_size=chunk_size)
+            preprocess(given, tokenizer)
+            seen.add(
+                tuple((tmp_path / f"out_text_document{s}").read_bytes() for s in (".bin", ".idx"))
+            )
+    assert len(seen) == 1
+
+
+def test_seconds_are_counted_for_every_stage(tmp_path: Path) -> None:
+    seconds = preprocess(options(tmp_path, numbered(50), chunk_size=3), TOKENIZER).seconds
+    assert seconds.keys() == {"reading", "waiting", "writing", "parsing", "encoding"}
+    assert all(spent > 0 for spent in seconds.values())
+
+
+def test_the_last_line_needs_no_end(tmp_path: Path) -> None:
+    given = options(tmp_path, [])
+    Path(given.inputs.paths[0]).write_text('{"text": "1"}\n{"text": "2"}')
+    assert preprocess(given, TOKENIZER).documents == 2
+
+
+def test_reports_grow_to_the_end(tmp_path: Path) -> None:
+    seen: list[Progress] = []
+    done = preprocess(options(tmp_path, numbered(10), chunk_size=3), TOKENIZER, seen.append)
+    assert [progress.documents for progress in seen] == [3, 6, 9, 10]
+    assert seen[-1] == done
+
+
+def test_bad_lines_are_named_together_and_leave_nothing(tmp_path: Path) -> None:
+    lines: list[Any] = numbered(30)
+    lines[4] = "{"
+    lines[11] = {"txt": "1"}
+    lines[12] = {"text": 5}
+    lines[20] = [1]
+    lines[21] = '{"text": "\\ud83d"}'
+    for workers, chunk_size in ((1, 64), (2, 1)):
+        given = options(tmp_path, lines, strict=True, workers=workers, chunk_size=chunk_size)
+        with pytest.raises(ValueError) as raised:
+            preprocess(given, TOKENIZER)
+        found = str(raised.value).splitlines()
+        assert [line.split(":")[1] for line in found] == ["5", "12", "13", "21", "22"]
+        assert found[0].startswith(f"{given.inputs.paths[0]}:5: not JSON")
+        assert found[1].endswith("has no key 'text' (it has 'txt')")
+        assert found[2].endswith("'text' must be text, not int")
+        assert found[3].endswith("must be a JSON object, not list")
+        assert found[4].endswith("half of a surrogate pair, which is no text")
+        assert written(tmp_path) == []
+
+
+def test_a_text_that_the_tokenizer_refuses_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"in\.jsonl:2: NullTokenizer: id 100 is outside"):
+        preprocess(options(tmp_path, [{"text": "1"}, {"text": "100"}], strict=True), TOKENIZER)
+    assert written(tmp_path) == []
+
+
+def test_many_bad_lines_are_cut_short(tmp_path: Path) -> None:
+    given = options(tmp_path, [*numbered(3), *["x"] * 500], strict=True, chunk_size=5)
+    with pytest.raises(ValueError) as raised:
+        preprocess(given, TOKENIZER)
+    found = str(raised.value).splitlines()
+    assert len(found) == module.PROBLEMS_SHOWN + 2
+    assert ":4: not JSON" in found[0]
+    assert "more)" in found[-2]
+    assert "nothing was looked at" in found[-1]
+
+
+def test_few_bad_lines_in_much_text_stop_the_search(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "DOCUMENTS_CHECKED_AHEAD", 10)
+    given = options(tmp_path, ["x", *numbered(200), "y"], strict=True, chunk_size=5)
+    with pytest.raises(ValueError, match=r"(?s):1: not JSON.*nothing was looked at") as raised:
+        preprocess(given, TOKENIZER)
+    assert len(str(raised.value).splitlines()) == 2
+
+
+def test_an_older_pair_survives_a_failed_run(tmp_path: Path) -> None:
+    preprocess(options(tmp_path, numbered(3)), TOKENIZER)
+    before = (tmp_path / "out_text_document.idx").read_bytes()
+    with pytest.raises(ValueError, match="not JSON"):
+        preprocess(options(tmp_path, ["x"]), TOKENIZER)
+    assert (tmp_path / "out_text_document.idx").read_bytes() == before
+    assert written(tmp_path) == ["out.run.json"] + [
+        f"out_text_document.{end}" for end in ("bin", "idx", "tokenizer.json")
+    ]
+
+
+def test_no_documents_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="has no documents"):
+        preprocess(options(tmp_path, [""]), TOKENIZER)
+    assert written(tmp_path) == []
+
+
+def test_wrong_options_are_named_together(tmp_path: Path) -> None:
+    given = PreprocessOptions(
+        inputs=Inputs((str(tmp_path / "none"),)),
+        output_prefix=str(tmp_path / "no" / "out"),
+        keys=("a", "a"),
+        workers=0,
+        chunk_size=-1,
+    )
+    with pytest.raises(ValueError) as raised:
+        preprocess(given, TOKENIZER)
+    found = [line.split()[0] for line in str(raised.value).splitlines()]
+    assert found == ["--input", "--output-prefix", "--json-keys", "--workers", "--chunk-size"]
+
+
+def test_few_chunks_are_read_ahead(tmp_path: Path) -> None:
+    """Memory is flat: when the first chunk is written, only a few more were read."""
+    given = options(tmp_path, [{"text": "1 " * 2000}] * 400, chunk_size=1, workers=1)
+    size = os.path.getsize(given.inputs.paths[0])
+    seen: list[Progress] = []
+    preprocess(given, TOKENIZER, seen.append)
+    assert seen[0].documents == 1
+    assert seen[0].input_bytes < size / 20
+
+
+def test_openwebtext(tmp_path: Path, shared_data: Path) -> None:
+    tokenizer = build_tokenizer(
+        TokenizerConfig(
+            vocab_file=str(shared_data / "gpt2-vocab.json"),
+            merge_file=str(shared_data / "gpt2-merges.txt"),
+        )
+    )
+    tokenizer = choose(tokenizer, "fastokens").tokenizer
+    given = PreprocessOptions(
+        inputs=Inputs((str(shared_data / "openwebtext-1000.jsonl"),)),
+        output_prefix=str(tmp_path / "out"),
+        append_eod=True,
+        workers=2,
+    )
+    assert preprocess(given, tokenizer).tokens == 1_053_999 + 1_000
+    data = IndexedDataset(tmp_path / "out_text_document")
+    assert data.dtype == "uint16"
+    assert len(data) == 1000
+    assert int((data.tokens == tokenizer.eod).sum()) == 1000
+    with open(given.inputs.paths[0]) as file:
+        text = json.loads(file.readline())["text"]
+    assert tokenizer.decode(data.get(0).tolist()) == text + "<|endoftext|>"
+
+
+def quarantined(folder: Path) -> list[dict[str, Any]]:
+    with open(folder / "out.quarantine", encoding="ascii") as file:
+        return [json.loads(line) for line in file]
+
+
+def test_what_gives_no_document_is_left_out_and_listed_in_order(tmp_path: Path) -> None:
+    first, second = tmp_path / "a.jsonl", tmp_path / "b.csv"
+    lines = [b'{"text": "1"}', b"{", b'{"txt": "2"}', b'{"text": 3}', b"[4]", b'{"text": "\xff"}']
+    lines += [b'{"text": " "}', b'{"text": "7 x"}', b'{"text": "' + b"8 " * 50 + b'"}', b""]
+    first.write_bytes(b"\n".join([*lines, b'{"text": "9", "b": 1}\n']))
+    second.write_bytes(b"text\n10\nx,y\n\xff\n11\n")
+    expected = [
+        (str(first), 2, "broken JSON", "{"),
+        (str(first), 3, "missing key", '{"txt": "2"}'),
+        (str(first), 4, "wrong type", '{"text": 3}'),
+        (str(first), 5, "wrong type", "[4]"),
+        (str(first), 6, "invalid UTF-8", '{"text": "\udcff"}'),
+        (str(first), 7, "empty text", '{"text": " "}'),
+        (str(first), 8, "refused by the tokenizer", '{"text": "7 x"}'),
+        (str(first), 9, "too long", lines[8][:61].decode()),
+        (str(second), 3, "broken row", '["x", "y"]'),
+        (str(second), 4, "invalid UTF-8", '{"text": "\\udcff"}'),
+    ]
+    inputs = Inputs((str(first), str(second)), max_document_bytes=60)
+    seen = set()
+    for workers, chunk_size in ((1, 64), (3, 1), (2, 3)):
+        given = PreprocessOptions(
+            inputs, str(tmp_path / "out"), workers=workers, chunk_size=chunk_size
+        )
+        done = preprocess(given, TOKENIZER)
+        assert IndexedDataset(tmp_path / "out_text_document").tokens.tolist() == [1, 9, 10, 11]
+        found = quarantined(tmp_path)
+        assert [
+            tuple(e[k] for k in ("file", "line", "reason", "content")) for e in found
+        ] == expected
+        assert all(entry["message"] for entry in found)
+        assert sum(done.dropped.values()) == 10
+        assert (done.dropped["wrong type"], done.dropped["invalid UTF-8"]) == (2, 2)
+        assert (done.documents, done.tokens) == (5, 4)
+        assert done.input_bytes == inputs.total_bytes()
+        seen.add(tuple(path.read_bytes() for path in sorted(tmp_path.glob("out*"))))
+    assert len(seen) == 1
+    preprocess(PreprocessOptions(Inputs((str(second),)), str(tmp_path / "new")), TOKENIZER)
+    second.write_text("text\n1\n")
+    preprocess(PreprocessOptions(Inputs((str(second),)), str(tmp_path / "new")), TOKENIZER)
+    assert not (tmp_path / "new.quarantine").exists(), "the list of an earlier run"
+
+
+def test_nothing_but_bad_lines_is_an_error_that_says_so(tmp_path: Path) -> None:
+    with pytest.raises(ValueError) as raised:
+        preprocess(options(tmp_path, ["[", {"a": 1}, "["]), TOKENIZER)
+    assert "has no documents; left out were 2 broken JSON, 1 missing key, the first" in str(
+        raised.value
+    )
+    assert "in.jsonl:1: not JSON" in str(raised.value)
+    assert written(tmp_path) == []
+
+
+def test_one_bad_key_leaves_out_the_line_and_an_empty_text_only_itself(tmp_path: Path) -> None:
+    lines = [{"a": "1", "b": "2"}, {"a": "3"}, {"a": "", "b": "4"}]
+    done = preprocess(options(tmp_path, lines, keys=("a", "b")), TOKENIZER)
+    a, b = (IndexedDataset(tmp_path / f"out_{key}_document").tokens.tolist() for key in "ab")
+    assert (a, b) == ([1], [2, 4])
+    assert done.dropped == {"missing key": 1, "empty text": 1}
+    assert quarantined(tmp_path)[1]["message"] == "'a' has no tokens"
+
+
+def test_nested_keys(tmp_path: Path) -> None:
+    lines = [
+        {"meta": {"text": "1", "deep": {"er": "2"}}},
+        {"meta.text": "3", "meta": {"text": "no", "deep": {"er": "4"}}},
+        {"meta": "5"},
+        {"meta": {"text": None, "deep": {"er": "6"}}},
+    ]
+    keys = ("meta.text", "meta.deep.er")
+    done = preprocess(options(tmp_path, lines, keys=keys), TOKENIZER)
+    found = [IndexedDataset(tmp_path / f"out_{key}_document").tokens.tolist() for key in keys]
+    assert found == [[1, 3], [2, 4]]
+    assert done.dropped == {"missing key": 1, "wrong type": 1}
+
+
+def test_kinds_of_input_mixed_give_the_same_bytes_for_any_workers(tmp_path: Path) -> None:
+    rows = numbered(60)
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in/c.csv").write_text("\n".join(["text", *(r["text"] for r in rows[40:50])]))
+    (tmp_path / "in/d.txt").write_text("\n\n".join(r["text"] for r in rows[50:]))
+    write(tmp_path / "in/a.jsonl", rows[:20])
+    with gzip.open(tmp_path / "in/b.jsonl.gz", "wt") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows[20:40])
+    preprocess(options(tmp_path, rows, append_eod=True), TOKENIZER)
+    expected = [(tmp_path / f"out_text_document{s}").read_bytes() for s in (".bin", ".idx")]
+    inputs = Inputs((str(tmp_path / "in"),), text_documents="paragraph")
+    for workers, chunk_size in ((1, 1000), (2, 7), (3, 1)):
+        prefix = str(tmp_path / "mixed")
+        given = PreprocessOptions(
+            inputs, prefix, append_eod=True, workers=workers, chunk_size=chunk_size
+        )
+        assert preprocess(given, TOKENIZER).documents == 60
+        found = [Path(f"{prefix}_text_document{s}").read_bytes() for s in (".bin", ".idx")]
+        assert found == expected
+
+
+def test_a_damaged_archive_leaves_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "in.jsonl.gz"
+    content = "".join(json.dumps(row) + "\n" for row in [{"text": "x"}, *numbered(5000)])
+    path.write_bytes(gzip.compress(content.encode())[:-20])
+    given = PreprocessOptions(Inputs((str(path),)), str(tmp_path / "out"), workers=2)
+    with pytest.raises(ValueError, match=r"in\.jsonl\.gz: is damaged or cut off"):
+        preprocess(given, TOKENIZER)
+    assert written(tmp_path) == []
+
+
+def test_a_second_run_leaves_the_first_ones_list_alone(tmp_path: Path) -> None:
+    chosen = options(tmp_path, ["broken", *numbered(5)], chunk_size=1)
+    refused = []
+
+    def second(progress: Progress) -> None:
+        if not refused:
+            with pytest.raises(ValueError, match="another process is writing") as error:
+                preprocess(chosen, TOKENIZER)
+            refused.append(error)
+
+    preprocess(chosen, TOKENIZER, second)
+    assert [entry["line"] for entry in quarantined(tmp_path)] == [1]
+
+
+@pytest.mark.parametrize("key", ["a", "b"])
+def test_no_key_has_its_pair_if_another_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str
+) -> None:
+    flush = indexed_dataset.sync
+
+    def full(file: BinaryIO) -> None:
+        if file.name.endswith(f"_{key}_document.idx.partial"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        flush(file)
+
+    monkeypatch.setattr(indexed_dataset, "sync", full)
+    with pytest.raises(OSError, match="No space left"):
+        preprocess(options(tmp_path, [{"a": "1", "b": "2"}], keys=("a", "b")), TOKENIZER)
+    assert written(tmp_path) == []

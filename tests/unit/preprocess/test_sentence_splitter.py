@@ -1,0 +1,422 @@
+"""Sentences: where they end, that no text is lost, which splitter is taken, their token files."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import pickle
+import shutil
+import struct
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_ds.config import DataConfig, TokenizerConfig
+from megatron_ds.data.build_datasets import build_datasets
+from megatron_ds.data.indexed_dataset import IndexedDataset
+from megatron_ds.data.merge import merge
+from megatron_ds.data.token_file_stats import compare, summarize
+from megatron_ds.data.tokenizer_metadata import read_made_by, read_sentences
+from megatron_ds.preprocess import output_files
+from megatron_ds.preprocess.document_readers import Inputs
+from megatron_ds.preprocess.pipeline import PreprocessOptions, preprocess
+from megatron_ds.preprocess.sentence_splitter import Rules, Splitter, choose_splitter
+from megatron_ds.tokenizer import Tokenizer, build_tokenizer
+from megatron_ds.tokenizer.null import NullTokenizer
+from tests.e2e.interrupted import contents, interrupt, resume, undisturbed
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+
+MARKED = [
+    "It rains.| It pours.| The old man snores.",
+    "Dr. Smith met Mrs. J. R. Jones, Ph.D. and left.| They spoke.",
+    "Pi is 3.14.| That is near 22/7.| Is it?| Yes!| No?!| Maybe.",
+    'He said: "Go home!"| She asked "Why?" and stayed.| (He went.)| She did not.',
+    '"Really?" he asked.| "No!" she said.',
+    "Wait... what?| Well...| Yes.| So… no…| Never.",
+    "See fig. 3, p. 12 and vol. 2 of No. 7.| No.| I will not.",
+    "The U.S. Army came.| He lives in the U.S.| The army left at 5 p.m.| It was late.",
+    "Acme Inc. Ltd. makes bolts, nuts etc. and more.| It sells bolts, etc.| They are good.",
+    "1. First point.| 2. Second point.|\n  3. Third\n a. one",
+    "A title|\n\nThe text begins.| It ends.|\n \t\n\r\nA second title",
+    "一。|二！|三？|「四。」|五",
+    "यह एक है।| यह दो है।",
+    "So do I.| You do.| Plan by J. Doe, e.g. this one, i.e. That.",
+    "no capitals here. really none!| none?| no",
+    "e.g.Example.com is a site.Another is not.",
+    "«Oui.»| «Non.»| [Sic.]| —Then he left.",
+    "  Spaces around.|   And between.  ",
+    "...",
+    "!",
+]
+"""Texts with | where sentences part."""
+
+
+@pytest.mark.parametrize("marked", MARKED)
+def test_the_rules(marked: str) -> None:
+    text = marked.replace("|", "")
+    assert Rules("english", keep_newlines=False)(text) == [s.strip() for s in marked.split("|")]
+    # The space goes to the sentence before it; there is none after the last one.
+    ends = [len(part) for part in marked.split("|")]
+    kept = Rules("english", keep_newlines=True)(text)
+    assert "".join(kept) == text.rstrip()
+    assert [one.rstrip() for one in kept] == [text[:end].rstrip() for end in ends[:1]] + [
+        part.strip() for part in marked.split("|")[1:]
+    ]
+
+
+@pytest.mark.parametrize("text", ["", " \n ", "\u2029"])
+@pytest.mark.parametrize("keep", [False, True])
+def test_no_sentences_in_no_text(text: str, keep: bool) -> None:
+    assert Rules("english", keep)(text) == []
+
+
+TEXTS = st.lists(
+    st.sampled_from([*".!?…。！\"')]”（A B aI12é", "\n", "\n\n", "\t", "\r\n", "Mr", "e.g", "the"])
+    | st.text(max_size=3),
+    max_size=30,
+).map("".join)
+
+
+def check_lossless(text: str, plain: list[str], kept: list[str]) -> None:
+    """Nothing but space is left out, and with the space kept, nothing but that at the end."""
+    assert all(one and one == one.strip() for one in plain)
+    assert "".join(kept) == text.rstrip()
+    assert [one.strip() for one in kept] == plain
+    assert "".join("".join(plain).split()) == "".join(text.split())
+
+
+@given(text=TEXTS)
+@settings(max_examples=120, deadline=None, derandomize=True, database=None)
+def test_rules_lose_no_text(text: str) -> None:
+    check_lossless(text, Rules("english", False)(text), Rules("english", True)(text))
+
+
+@pytest.fixture(scope="module")
+def nltk_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Models of punkt that were trained on a few sentences, in both of the layouts that nltk reads:
+    `small` in punkt_tab, `older` as a pickle."""
+    punkt = pytest.importorskip("nltk.tokenize.punkt")
+    text = " ".join(
+        f"The man saw approx. {n} birds. A bird sang to approx. {n} men. Then the birds left."
+        for n in range(40)
+    )
+    folder = tmp_path_factory.mktemp("nltk") / "tokenizers"
+    parameters = punkt.PunktTrainer(text).get_params()
+    (folder / "punkt_tab" / "small").mkdir(parents=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("nltk.data.path", [str(folder.parent)])  # nltk writes nowhere else
+        punkt.save_punkt_params(parameters, dir=str(folder / "punkt_tab" / "small"))
+    (folder / "punkt" / "PY3").mkdir(parents=True)
+    with open(folder / "punkt" / "PY3" / "older.pickle", "wb") as file:
+        pickle.dump(punkt.PunktSentenceTokenizer(parameters), file)
+    return folder.parent
+
+
+@pytest.fixture
+def with_models(nltk_data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nltk.data.path", [str(nltk_data)])
+
+
+PUNKT = 'A man saw approx. 5 birds. They sang.\n\nHe "went." He came.  So?  Yes'
+
+
+@pytest.mark.usefixtures("with_models")
+@pytest.mark.parametrize("lang", ["small", "older"])
+def test_punkt_is_nltks_with_either_kind_of_data(lang: str) -> None:
+    plain, kept = (choose_splitter(lang, keep) for keep in (False, True))
+    sentences = ["A man saw approx. 5 birds.", "They sang.", 'He "went."', "He came.", "So?", "Yes"]
+    assert plain(PUNKT) == sentences
+    assert kept(PUNKT) == [
+        "A man saw approx. 5 birds. ",
+        "They sang.\n\n",
+        'He "went."',  # what closes a sentence ends it: Megatron, too, leaves the space out here
+        "He came.  ",
+        "So?  ",
+        "Yes",
+    ]
+    assert pickle.loads(pickle.dumps(kept))(PUNKT) == kept(PUNKT)
+    assert plain.description["splitter"] == "punkt"
+    assert {**plain.description, "keep_newlines": True} == kept.description
+    assert str(plain) == f"nltk's punkt ({lang}, {'punkt_tab' if lang == 'small' else 'punkt'})"
+
+
+@pytest.mark.usefixtures("with_models")
+def test_the_same_model_is_the_same_whatever_it_lies_in() -> None:
+    small, older = (choose_splitter(lang, False).description for lang in ("small", "older"))
+    assert small["model"] == older["model"]
+
+
+@pytest.mark.usefixtures("with_models")
+@given(text=TEXTS)
+@settings(max_examples=40, deadline=None, derandomize=True, database=None)
+def test_punkt_loses_no_text(text: str) -> None:
+    for keep in (False, True):
+        found = choose_once("small", keep)(text)
+        assert "".join("".join(found).split()) == "".join(text.split())
+
+
+CHOSEN: dict[tuple[str, bool], Splitter] = {}
+
+
+def choose_once(lang: str, keep: bool) -> Splitter:
+    """Opening a model takes longer than a text."""
+    return CHOSEN.setdefault((lang, keep), choose_splitter(lang, keep))
+
+
+@pytest.mark.usefixtures("with_models")
+def test_without_a_model_the_rules_are_taken_and_it_is_said() -> None:
+    english, german = (choose_splitter(lang, False) for lang in ("english", "german"))
+    assert isinstance(english, Rules)
+    assert str(english) == (
+        "the built-in rules: nltk has no punkt model of english here "
+        "(python -m nltk.downloader punkt_tab)"
+    )
+    assert "know abbreviations of English alone" in str(german)
+    assert str(choose_splitter("english", False, "rules")) == "the built-in rules"
+    for lang in ("klingon", "../small", "", "small/../small"):
+        with pytest.raises(ValueError) as raised:
+            choose_splitter(lang, False)
+        assert (
+            f"--lang {lang}: nltk has no punkt model of {lang} here; it has older, small, and"
+            in (str(raised.value))
+        )
+        assert "built-in rules are for chinese, czech" in str(raised.value)
+    with pytest.raises(
+        ValueError, match=r"--sentence-splitter punkt: .*of english here; it has ol"
+    ):
+        choose_splitter("english", False, "punkt")
+    with pytest.raises(ValueError, match=r"--lang small: the built-in rules are for"):
+        choose_splitter("small", False, "rules")
+
+
+@pytest.mark.usefixtures("with_models")
+def test_a_broken_model_is_named_and_nothing_takes_its_place(nltk_data: Path) -> None:
+    folder = nltk_data / "tokenizers" / "punkt_tab" / "broken"
+    shutil.copytree(folder.with_name("small"), folder)
+    pickled = nltk_data / "tokenizers" / "punkt" / "wrong.pickle"
+    try:
+        (folder / "ortho_context.tab").write_bytes(b"\xff\xfe")
+        with pytest.raises(ValueError, match=r"--lang broken: nltk's model .*broken.* cannot be"):
+            choose_splitter("broken", False)
+        (folder / "ortho_context.tab").unlink()
+        with pytest.raises(ValueError, match=r"has no 'ortho_context\.tab'"):
+            choose_splitter("broken", False)
+        for content in (b"", b"\x80", pickle.dumps(os.getcwd)):
+            pickled.write_bytes(content)
+            with pytest.raises(ValueError, match=r"wrong\.pickle.* cannot be read"):
+                choose_splitter("wrong", False)
+    finally:
+        shutil.rmtree(folder)
+        pickled.unlink()
+
+
+def test_without_nltk_the_rules_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "nltk.tokenize.punkt", None)
+    assert "nltk cannot be imported" in str(choose_splitter("english", False))
+    with pytest.raises(ValueError, match=r"pip install 'megatron_ds\[preprocess\]'"):
+        choose_splitter("english", False, "punkt")
+
+
+def test_nltk_is_not_imported_unless_it_is_asked_for() -> None:
+    code = (
+        "import sys, megatron_ds.preprocess.pipeline as _\n"
+        "from megatron_ds.preprocess.sentence_splitter import *\n"
+        "choose_splitter('english', False, 'rules')('A b. C.'); assert 'nltk' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, check=True)
+
+
+class Lines:
+    """A splitter whose sentences are lines, blank ones among them."""
+
+    description: dict[str, Any] = {"splitter": "lines"}  # noqa: RUF012
+
+    def __call__(self, text: str) -> list[str]:
+        return text.split("\n")
+
+
+def by_hand(documents: list[list[list[int]]], letter: str, code: int) -> tuple[bytes, bytes]:
+    """The pair of documents, each a list of sentences, from the description of the format: what
+    Megatron's builder writes for `add_document(tokens of all sentences, their lengths)`."""
+    sentences = [sentence for document in documents for sentence in document]
+    ends = [0]
+    for document in documents:
+        ends.append(ends[-1] + len(document))
+    content = b"".join(struct.pack(f"<{len(one)}{letter}", *one) for one in sentences)
+    sizes = [len(one) for one in sentences]
+    item = struct.calcsize("<" + letter)
+    offsets = [item * sum(sizes[:at]) for at in range(len(sizes))]
+    index = struct.pack("<9sQBQQ", b"MMIDIDX", 1, code, len(sizes), len(ends))
+    index += struct.pack(f"<{len(sizes)}i{len(sizes)}q", *sizes, *offsets)
+    return content, index + struct.pack(f"<{len(ends)}q", *ends)
+
+
+def as_megatron(
+    texts: list[str], splitter: Splitter, tokenizer: Tokenizer, append_eod: bool
+) -> list[list[list[int]]]:
+    """Sentences without tokens are left out, and so are documents without sentences (as bigscience
+    does; Megatron-LM keeps them, empty); the end of a document belongs to its last sentence."""
+    documents = []
+    for text in texts:
+        sentences = [ids for one in splitter(text) if (ids := tokenizer.encode(one))]
+        if sentences:
+            sentences[-1] = sentences[-1] + [tokenizer.eod] * append_eod
+            documents.append(sentences)
+    return documents
+
+
+def pair(prefix: Path | str) -> tuple[bytes, bytes]:
+    return Path(f"{prefix}.bin").read_bytes(), Path(f"{prefix}.idx").read_bytes()
+
+
+def options(folder: Path, rows: list[dict[str, str]], **values: Any) -> PreprocessOptions:
+    path = folder / f"{values.pop('name', 'in')}.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return PreprocessOptions(Inputs((str(path),)), str(path.with_suffix("")), **values)
+
+
+def test_blank_sentences_and_documents_are_left_out(tmp_path: Path) -> None:
+    rows = [{"text": text} for text in ("1 2\n\n3\n", "\n \n", "4", "", "\n5\n6 7")]
+    for append_eod, expected in (
+        (True, [[1, 2], [3, 100], [4, 100], [5], [6, 7, 100]]),
+        (False, [[1, 2], [3], [4], [5], [6, 7]]),
+    ):
+        done = preprocess(
+            options(tmp_path, rows, append_eod=append_eod, splitter=Lines()), NullTokenizer(100)
+        )
+        data = IndexedDataset(tmp_path / "in_text_sentence")
+        assert [data.get(at).tolist() for at in range(len(data))] == expected
+        assert data.document_index.tolist() == [0, 2, 3, 5]
+        assert (done.documents, done.dropped) == (5, {"empty text": 2})
+    assert not list(tmp_path.glob("*_document*"))
+    assert read_sentences(str(tmp_path / "in_text_sentence")) == Lines.description
+
+
+def test_a_sentence_that_the_tokenizer_refuses_leaves_its_document_out(tmp_path: Path) -> None:
+    rows = [{"text": "1\n2"}, {"text": "3\nx"}, {"text": "4"}]
+    done = preprocess(options(tmp_path, rows, splitter=Lines()), NullTokenizer(100))
+    assert IndexedDataset(tmp_path / "in_text_sentence").tokens.tolist() == [1, 2, 4]
+    assert done.dropped == {"refused by the tokenizer": 1}
+
+
+@pytest.mark.parametrize("size", [100, 70000])
+@pytest.mark.parametrize("append_eod", [False, True])
+def test_bytes_are_megatrons_for_any_keys_workers_and_chunks(
+    tmp_path: Path, size: int, append_eod: bool
+) -> None:
+    """Both types of token."""
+    rows = [
+        {
+            "a": "\n".join(" ".join(["7"] * (n * k % 4)) for k in range(n % 5)),
+            "b": f"{n % 100}\n{n % 7}",
+        }
+        for n in range(60)
+    ]
+    tokenizer, letter, code = NullTokenizer(size), *((("i", 4)) if size > 65499 else ("H", 8))
+    for workers, chunk_size in ((1, 64), (2, 7), (3, 1)):
+        given = options(
+            tmp_path, rows, keys=("a", "b"), append_eod=append_eod, splitter=Lines(),
+            workers=workers, chunk_size=chunk_size,
+        )  # fmt: skip
+        preprocess(given, tokenizer)
+        for key in "ab":
+            documents = as_megatron([row[key] for row in rows], Lines(), tokenizer, append_eod)
+            expected = by_hand(documents, letter, code)
+            assert pair(tmp_path / f"in_{key}_sentence") == expected
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_the_tutorials_t5_data_are_megatrons(tmp_path: Path, shared_data: Path, keep: bool) -> None:
+    """my-t5_text_sentence, of BERT's published vocabulary and English text."""
+    tokenizer = build_tokenizer(
+        TokenizerConfig(
+            tokenizer_type="BertWordPieceLowerCase",
+            vocab_file=str(shared_data / "bert-base-uncased-vocab.txt"),
+            vocab_extra_ids=100,
+        )
+    )
+    with open(shared_data / "openwebtext-1000.jsonl", encoding="utf-8") as file:
+        texts = [json.loads(line)["text"] for line, _ in zip(file, range(25), strict=False)]
+    splitter = choose_splitter("english", keep, "rules")
+    rows = [{"text": text} for text in texts]
+    preprocess(
+        options(tmp_path, rows, name="my-t5", append_eod=True, workers=2, splitter=splitter),
+        tokenizer,
+    )
+    documents = as_megatron(texts, splitter, tokenizer, append_eod=True)
+    assert pair(tmp_path / "my-t5_text_sentence") == by_hand(documents, "H", 8)
+    assert sum(map(len, documents)) > 20 * len(documents)
+
+
+def test_merged_sentences_are_those_of_one_preprocessing(tmp_path: Path) -> None:
+    rows = [{"text": f"{n}\n{n} 1\n\n2"} for n in range(30)]
+    tokenizer = NullTokenizer(100)
+    parts = {"whole": rows, "first": rows[:11], "second": rows[11:]}
+    for name, part in parts.items():
+        preprocess(options(tmp_path, part, name=name, append_eod=True, splitter=Lines()), tokenizer)
+    first, second, whole = (
+        str(tmp_path / f"{name}_text_sentence") for name in ("first", "second", "whole")
+    )
+    done = merge([first, second], str(tmp_path / "merged"))
+    assert (done.documents, done.sequences) == (30, 90)
+    assert pair(tmp_path / "merged") == pair(whole)
+    assert read_sentences(str(tmp_path / "merged")) == Lines.description
+    assert read_made_by(str(tmp_path / "merged")) == tokenizer.identity
+    assert not compare(IndexedDataset(tmp_path / "merged"), IndexedDataset(whole)).what
+    summary = summarize(IndexedDataset(whole))
+    assert (summary.documents, summary.sequences, summary.empty_documents) == (30, 90, 0)
+    # Sentences that were cut in another way may be merged, and then nothing says how.
+    preprocess(options(tmp_path, rows[:1], name="other"), tokenizer)
+    merge([first, str(tmp_path / "other_text_document")], str(tmp_path / "mixed"))
+    assert read_sentences(str(tmp_path / "mixed")) is None
+    assert read_made_by(str(tmp_path / "mixed")) == tokenizer.identity
+
+
+def test_gpt_is_trained_on_the_sentences_as_megatron_does(tmp_path: Path) -> None:
+    """A sequence is what is shuffled: the sentences of a document do not stay together."""
+    rows = [{"text": f"{n}\n{n}\n{n}"} for n in range(40)]
+    tokenizer = NullTokenizer(100)
+    preprocess(options(tmp_path, rows, splitter=Lines(), append_eod=True), tokenizer)
+    built = build_datasets(
+        DataConfig(
+            data_path=(str(tmp_path / "in_text_sentence"),),
+            split="1",
+            data_cache_path=str(tmp_path / "cache"),
+        ),
+        seq_length=4,
+        seed=1,
+        num_samples=(39, 0, 0),
+        tokenizer_fingerprint=tokenizer.fingerprint,
+        vocab_size=tokenizer.vocab_size,
+    )
+    assert built.train is not None
+    tokens = [token for at in range(39) for token in built.train[at][:-1].tolist()]
+    apart = sum(a != b for a, b in pairwise(token for token in tokens if token != tokenizer.eod))
+    assert len(built.train) == 39
+    assert apart > 100
+    assert sorted(set(tokens)) == [*range(40), 100]
+
+
+def test_an_interrupted_run_goes_on_with_the_same_splitter_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(output_files, "RECORD_SECONDS", 0.0)
+    rows = [{"text": f"{n}\n\n{n} 1\n"} for n in range(40)]
+    chosen = options(tmp_path, rows, name="out", append_eod=True, chunk_size=3, splitter=Lines())
+    (tmp_path / "out.jsonl").rename(tmp_path / "rows.jsonl")
+    chosen = dataclasses.replace(chosen, inputs=Inputs((str(tmp_path / "rows.jsonl"),)))
+    _, expected = undisturbed(chosen)
+    interrupt(chosen, 4)
+    for other in (None, Rules("english", False)):
+        with pytest.raises(ValueError, match=r"\"splitter\": \"lines\""):
+            resume(chosen, splitter=other)
+    resume(chosen, workers=2, chunk_size=5)
+    assert contents(tmp_path) == expected

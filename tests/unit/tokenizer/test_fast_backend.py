@@ -1,0 +1,225 @@
+"""The fast library gives the reference's ids, or is not used."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import fastokens
+import numpy as np
+import pytest
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, normalizers, pre_tokenizers
+
+from megatron_ds.config import TokenizerConfig
+from megatron_ds.tokenizer import Tokenizer, build_tokenizer, encode_flat
+from megatron_ds.tokenizer.fast_backend import (
+    BACKENDS,
+    EDGES,
+    FastTokenizer,
+    choose,
+    edge_cases,
+    first_difference,
+)
+
+FOLDER = Path(__file__).resolve().parents[2] / "golden" / "tokenizers"
+LINES = (FOLDER / "corpus.jsonl").read_text(encoding="utf-8").split("\n")
+CORPUS = [json.loads(line)["text"] for line in LINES if line]
+END = "<|endoftext|>"
+
+
+def gpt2(folder: Path = FOLDER, vocab: str = "vocab.json", merges: str = "merges.txt") -> Tokenizer:
+    config = TokenizerConfig(vocab_file=str(folder / vocab), merge_file=str(folder / merges))
+    return build_tokenizer(config)
+
+
+def from_json(path: Path) -> Tokenizer:
+    return build_tokenizer(TokenizerConfig(tokenizer_type="HFTokenizer", tokenizer_model=str(path)))
+
+
+def variant(folder: Path, change: Callable[[tokenizers.Tokenizer], None]) -> Tokenizer:
+    """The golden tokenizer.json, changed."""
+    tokenizer = tokenizers.Tokenizer.from_file(str(FOLDER / "tokenizer.json"))
+    change(tokenizer)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return from_json(folder / "tokenizer.json")
+
+
+GPT2, HF = gpt2(), from_json(FOLDER / "tokenizer.json")
+FAST = {"GPT2BPETokenizer": FastTokenizer(GPT2), "HFTokenizer": FastTokenizer(HF)}
+REFERENCE = {"GPT2BPETokenizer": GPT2, "HFTokenizer": HF}
+PIECES = st.one_of(
+    st.text(max_size=8),
+    st.sampled_from([*EDGES, END, "'s", "'LL", " ", "  ", "\n", "\r\n", "a", "1", "\u0301", "\0"]),
+)
+
+
+@given(pieces=st.lists(st.lists(PIECES, max_size=8).map("".join), max_size=4))
+@settings(max_examples=150, deadline=None, derandomize=True, database=None)
+def test_any_texts_get_the_ids_of_the_reference(pieces: list[str]) -> None:
+    for kind, fast in FAST.items():
+        expected = [REFERENCE[kind].encode(text) for text in pieces]
+        assert fast.encode_batch(pieces) == expected
+        assert [fast.encode(text) for text in pieces] == expected
+        ids, lengths = fast.encode_flat(pieces)
+        assert ids.tolist() == [number for each in expected for number in each]
+        assert lengths.tolist() == [len(each) for each in expected]
+
+
+def test_all_of_the_shared_text_gets_the_ids_of_the_reference(shared_data: Path) -> None:
+    """Every document, and every text file of the folder as one."""
+    reference = gpt2(shared_data, "gpt2-vocab.json", "gpt2-merges.txt")
+    fast = FastTokenizer(reference)
+    with open(shared_data / "openwebtext-1000.jsonl", encoding="utf-8") as file:
+        texts = [json.loads(line)["text"] for line in file]
+    files = [path for path in sorted(shared_data.iterdir()) if path.suffix in (".txt", ".md")]
+    texts += [path.read_text(encoding="utf-8") for path in files]
+    expected = encode_flat(reference, texts)
+    for _ in range(2):  # the second time from what it keeps of the first
+        found = fast.encode_flat(texts)
+        assert np.array_equal(found.lengths, expected.lengths)
+        assert np.array_equal(found.ids, expected.ids)
+
+
+@pytest.mark.parametrize("kind", FAST)
+def test_all_but_encoding_is_the_references(kind: str) -> None:
+    fast, reference = FAST[kind], REFERENCE[kind]
+    assert (fast.vocab_size, fast.eod) == (reference.vocab_size, reference.eod)
+    assert fast.fingerprint == reference.fingerprint
+    assert fast.identity == reference.identity
+    assert fast.decode(fast.encode("hello")) == "hello"
+    again = pickle.loads(pickle.dumps(fast))
+    assert again.encode_batch(CORPUS) == reference.encode_batch(CORPUS)
+
+
+def test_the_text_of_a_special_token_is_what_it_is_in_the_reference() -> None:
+    """Text in the kind of GPT-2, where it cannot forge a document's end; a token in a file."""
+    text = f"a{END}b {END}"
+    assert FAST["GPT2BPETokenizer"].eod not in FAST["GPT2BPETokenizer"].encode(text)
+    assert FAST["HFTokenizer"].encode(text).count(FAST["HFTokenizer"].eod) == 2
+
+
+def test_added_tokens_and_normal_forms_of_a_file(tmp_path: Path) -> None:
+    def change(tokenizer: tokenizers.Tokenizer) -> None:
+        tokenizer.normalizer = normalizers.NFC()
+        tokenizer.add_tokens([AddedToken("foo bar"), AddedToken("<x>", lstrip=True, rstrip=True)])
+        tokenizer.add_tokens([AddedToken("word", single_word=True), AddedToken("\u00e9t\u00e9")])
+
+    reference = variant(tmp_path, change)
+    choice = choose(reference, "auto")
+    assert choice.library == "fastokens"
+    texts = [" a <x> b", "foo bar foo", "words word", "e\u0301te\u0301 \u00e9te\u0301", *CORPUS]
+    assert choice.tokenizer.encode_batch(texts) == reference.encode_batch(texts)
+
+
+def test_what_the_library_does_not_take_is_left_to_the_reference(tmp_path: Path) -> None:
+    def change(tokenizer: tokenizers.Tokenizer) -> None:
+        tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+
+    reference = variant(tmp_path, change)
+    choice = choose(reference, "auto")
+    assert (choice.tokenizer, choice.library) == (reference, "tokenizers")
+    assert choice.reason is not None
+    assert choice.reason.startswith("fastokens cannot be used: it does not take the tokenizer: ")
+    with pytest.raises(ValueError, match="--tokenizer-backend fastokens: fastokens cannot"):
+        choose(reference, "fastokens")
+    assert choose(reference, "tokenizers").tokenizer is reference
+
+
+def test_kinds_that_it_does_not_serve() -> None:
+    null = build_tokenizer(TokenizerConfig(tokenizer_type="NullTokenizer"), 5)
+    for backend in ("auto", "tokenizers"):
+        assert choose(null, backend) == (null, "NullTokenizer", None)
+    with pytest.raises(ValueError, match="does not serve NullTokenizer"):
+        choose(null, "fastokens")
+    assert BACKENDS == ("auto", "tokenizers", "fastokens")
+
+
+class Wrong:
+    """The library's tokenizer with other ids for texts with a certain sign in them."""
+
+    def __init__(self, sign: str) -> None:
+        self._sign = sign
+        self._right = fastokens.Tokenizer.from_json_str(GPT2.tokenizer_json())  # type: ignore[attr-defined]
+
+    def from_json_str(self, content: str) -> Wrong:
+        return self
+
+    def encode_batch_flat(self, texts: Sequence[str]) -> Any:
+        return self._right.encode_batch_flat([text.replace(self._sign, "?") for text in texts])
+
+
+SIGNS = [
+    "\r\n",
+    "\u00a0",
+    "\0",
+    "\u200d",
+    "\u0301",
+    "'LL",
+    END,
+    "\u05e9",
+    "\u4e2d",
+    "1234",
+    "a" * 65536,
+]
+
+
+@pytest.mark.parametrize("sign", SIGNS)
+def test_a_library_with_other_ids_is_not_used(sign: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever it is that it gets wrong of what such libraries get wrong."""
+    monkeypatch.setitem(sys.modules, "fastokens", SimpleNamespace(Tokenizer=Wrong(sign)))
+    choice = choose(GPT2, "auto")
+    assert choice.tokenizer is GPT2
+    assert choice.reason is not None
+    assert "it has other ids than tokenizers for " in choice.reason
+    with pytest.raises(ValueError, match="other ids than tokenizers for") as raised:
+        choose(GPT2, "fastokens")
+    assert len(str(raised.value)) < 300
+
+
+def test_the_first_text_that_differs_is_shown() -> None:
+    texts = ["a", "b" * 100, "c"]
+    assert first_difference(lambda text: [0], lambda text: [0], texts) is None
+    assert first_difference(len_of, lambda text: [1], texts) == repr("b" * 60 + "...")
+    answers = iter([[1], [2]])  # right at first, wrong from its memory
+    assert first_difference(lambda text: next(answers), lambda text: [1], texts) == "'a'"
+
+
+def len_of(text: str) -> list[int]:
+    return [len(text)]
+
+
+def test_a_text_on_which_the_library_fails_is_encoded_by_the_reference() -> None:
+    class Panic(BaseException):
+        """As the failures of such libraries: no Exception."""
+
+    def fail(texts: Sequence[str]) -> Any:
+        raise Panic
+
+    fast = FastTokenizer(GPT2)
+    fast._model = SimpleNamespace(encode_batch_flat=fail)
+    assert fast.encode_batch(CORPUS) == GPT2.encode_batch(CORPUS)
+
+
+def test_a_library_that_only_fails_proves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a version without the function that is called here."""
+    old = SimpleNamespace(Tokenizer=SimpleNamespace(from_json_str=lambda content: object()))
+    monkeypatch.setitem(sys.modules, "fastokens", old)
+    choice = choose(GPT2, "auto")
+    assert choice.tokenizer is GPT2
+    assert choice.reason is not None
+    assert "fastokens cannot be used: it fails: " in choice.reason
+    assert "encode_batch_flat" in choice.reason
+
+
+def test_the_proof_takes_in_every_kind_of_text() -> None:
+    whole = "".join(edge_cases([END]))
+    for code in (0, 9, 0xA0, 0x85, 0x301, 0x5D0, 0x627, 0x4E2D, 0x200D, 0x1F469, 0x2028, 0xFEFF):
+        assert chr(code) in whole, hex(code)

@@ -1,0 +1,176 @@
+"""Trained tokenizers: files of the right form, readable by their kinds, the same each time."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import pytest
+
+from megatron_ds.config import TokenizerConfig
+from megatron_ds.tokenizer import Tokenizer, build_tokenizer, train
+from tests.unit.tokenizer.test_golden import texts
+from tools import train_tokenizer
+
+SIZES = {"bpe": 400, "wordpiece": 500, "unigram": 600}
+Train = Callable[[Iterable[str], int, Path], int]
+TRAINED: dict[str, Train] = {
+    "bpe": train.train_bpe,
+    "wordpiece": train.train_wordpiece,
+    "unigram": train.train_unigram,
+}
+
+
+def read(kind: str, folder: Path) -> Tokenizer:
+    fields = {
+        "bpe": {"vocab_file": "vocab.json", "merge_file": "merges.txt"},
+        "wordpiece": {"vocab_file": "vocab.txt"},
+        "unigram": {"tokenizer_model": "tokenizer.model"},
+    }
+    types = {
+        "bpe": "GPT2BPETokenizer",
+        "wordpiece": "BertWordPieceLowerCase",
+        "unigram": "GPTSentencePieceTokenizer",
+    }
+    paths = {name: str(folder / file) for name, file in fields[kind].items()}
+    return build_tokenizer(TokenizerConfig(tokenizer_type=types[kind], **paths))
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize("kind", train.KINDS)
+def test_two_trainings_give_the_same_bytes(kind: str, tmp_path: Path) -> None:
+    made = []
+    for number in range(2):
+        size = TRAINED[kind](texts() * 3, SIZES[kind], tmp_path / str(number))
+        made.append(contents(tmp_path / str(number)))
+        assert size <= SIZES[kind]
+        assert read(kind, tmp_path / str(number)).vocab_size - size in (0, 2)  # [BOS] and [EOS]
+    assert made[0] == made[1]
+    assert made[0]
+
+
+def test_the_bpe_of_both_forms_gives_the_same_ids(tmp_path: Path) -> None:
+    train.train_bpe(texts() * 3, 400, tmp_path)
+    gpt2 = read("bpe", tmp_path)
+    config = TokenizerConfig(
+        tokenizer_type="HFTokenizer", tokenizer_model=str(tmp_path / "tokenizer.json")
+    )
+    whole = build_tokenizer(config)
+    assert (whole.eod, whole.vocab_size) == (gpt2.eod, gpt2.vocab_size)
+    for text in texts():
+        if "<|endoftext|>" not in text:
+            assert whole.encode(text) == gpt2.encode(text)
+
+
+def test_wordpiece_keeps_case_where_it_is_asked_to(tmp_path: Path) -> None:
+    words = ["Case case CASE case Case"] * 3
+    train.train_wordpiece(words, 100, tmp_path / "lower")
+    train.train_wordpiece(words, 100, tmp_path / "case", lower_case=False)
+    lower = (tmp_path / "lower" / "vocab.txt").read_text().split()
+    case = (tmp_path / "case" / "vocab.txt").read_text().split()
+    assert lower[:5] == case[:5] == ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    assert "case" in lower
+    assert {"Case", "case", "CASE"} <= set(case)
+    assert lower == [token for token in lower if token == token.lower() or token in lower[:5]]
+
+
+def test_wordpiece_keeps_the_usual_characters(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(train, "LARGEST_ALPHABET", 3)
+    train.train_wordpiece(["aab aab cab da"], 100, tmp_path)
+    tokens = (tmp_path / "vocab.txt").read_text().split()[5:]
+    assert tokens[:5] == ["a", "b", "c", "##a", "##b"]
+    assert not any("d" in token for token in tokens)
+
+
+def test_unigram_loses_nothing(tmp_path: Path) -> None:
+    train.train_unigram(texts() * 3, 600, tmp_path)
+    tokenizer = read("unigram", tmp_path)
+    for text in texts():
+        if "▁" not in text:
+            assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_too_small_a_vocabulary_is_refused(tmp_path: Path) -> None:
+    for kind in train.KINDS:
+        with pytest.raises(ValueError, match="--vocab-size 20: "):
+            TRAINED[kind](texts(), 20, tmp_path)
+
+
+def corpus(folder: Path, lines: Iterable[object] | None = None) -> Path:
+    path = folder / "in.jsonl"
+    lines = [{"text": text} for text in texts() * 3] if lines is None else lines
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    return path
+
+
+@pytest.mark.parametrize("kind", train.KINDS)
+def test_the_tool(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = tmp_path / "out"
+    flags = ["--type", kind, "--vocab-size", str(SIZES[kind]), "--output-dir", str(output)]
+    assert train_tokenizer.main(["--input", str(corpus(tmp_path)), *flags]) == 0
+    shown = capsys.readouterr().out
+    assert f"tokens from {3 * len(texts())} documents, " in shown
+    assert f"{output}/" in shown.splitlines()[1]
+    TRAINED[kind](texts() * 3, SIZES[kind], tmp_path / "again")
+    assert contents(output) == contents(tmp_path / "again")
+
+
+@pytest.mark.parametrize("kind", train.KINDS)
+def test_the_tool_on_bad_lines(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = [{"text": text} for text in texts() * 3]
+    path = corpus(tmp_path, [lines[0], {"body": "x"}, *lines[1:], 5])
+    flags = ["--input", str(path), "--type", kind, "--vocab-size", str(SIZES[kind])]
+    flags += ["--output-dir", str(tmp_path / "out")]
+    assert train_tokenizer.main([*flags, "--strict"]) == 1
+    assert f"{path}:2: has no key 'text'" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+    assert train_tokenizer.main(flags) == 0
+    assert f"2 left out, the first {path}:2: has no key" in capsys.readouterr().out
+    assert train_tokenizer.main([*flags, "--json-keys", "none"]) == 1
+    assert "has no text; the first line without one" in capsys.readouterr().err
+    assert train_tokenizer.main([*flags[2:], "--input", str(tmp_path / "nope")]) == 1
+    assert f"--input {tmp_path / 'nope'}" in capsys.readouterr().err
+
+
+def test_the_tool_takes_the_inputs_of_preprocessing_and_tells_all_problems_at_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = corpus(tmp_path, [{"body": text} for text in ("abc", "x" * 50)])
+    flags = ["--columns", "body", "--max-document-bytes", "40", "--output-dir", str(tmp_path / "o")]
+    assert train_tokenizer.main(["--input", str(path), *flags, "--vocab-size", "257"]) == 0
+    assert "1 left out" in capsys.readouterr().out
+    nowhere = ["--input", str(tmp_path / "nope"), "--vocab-size", "9", "--output-dir", str(path)]
+    assert train_tokenizer.main([*flags, *nowhere]) == 1
+    said = capsys.readouterr().err
+    for problem in ("there is no such file", "--vocab-size 9: the bytes", "is no folder"):
+        assert problem in said
+
+
+def test_progress_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(train_tokenizer, "BETWEEN_LINES", -1.0)
+    flags = ["--vocab-size", "300", "--output-dir", str(tmp_path / "out")]
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b'{"text": "abc"}\n' * 3)))
+    assert train_tokenizer.main(["--input", "-", *flags]) == 0
+    said = capsys.readouterr().err.splitlines()
+    assert [line.split(",")[0] for line in said] == [f"read {n} documents" for n in (1, 2, 3)]
+
+
+def test_where_nothing_can_be_written_is_told_before_the_training(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    for folder in (tmp_path / "file", tmp_path / "file" / "below"):
+        flags = ["--input", str(tmp_path / "none"), "--output-dir", str(folder)]
+        assert train_tokenizer.main(flags) == 1
+        assert f"--output-dir {folder}: {tmp_path / 'file'} is no folder" in capsys.readouterr().err

@@ -1,0 +1,134 @@
+"""The reasons to end a run early, on one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_ds.config import LoggingConfig
+from megatron_ds.launch.exit_codes import ExitCode
+from megatron_ds.launch.lifecycle import Cause, Stop
+from megatron_ds.training import exit_conditions
+from megatron_ds.training.exit_conditions import EarlyEnd, ExitConditions
+from tests.distributed import run_ranks
+
+Make = Callable[..., ExitConditions]
+
+
+@pytest.fixture(scope="module")
+def _one_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    store = dist.FileStore(str(tmp_path_factory.mktemp("group") / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def stop() -> Stop:
+    return Stop()
+
+
+@pytest.fixture
+def make(_one_process: None, stop: Stop) -> Make:
+    """make(**logging flags): of a program that began when the clock stood at 1000 s."""
+    return lambda **flags: ExitConditions(
+        LoggingConfig(**flags), stop, torch.device("cpu"), began=1000.0
+    )
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    now = [1000.0]
+    monkeypatch.setattr(exit_conditions.time, "monotonic", lambda: now[0])
+    return now
+
+
+def words(end: EarlyEnd | None) -> str | None:
+    return None if end is None else end.words
+
+
+def test_a_run_goes_on_while_nothing_asks_it_to_end(make: Make, tmp_path: Path) -> None:
+    conditions = make(
+        exit_interval=5, kill_switch_path=str(tmp_path / "none"), exit_duration_in_mins=60.0
+    )
+    assert [conditions.due(iteration) for iteration in range(1, 5)] == [None] * 4
+    assert make().due(1000) is None
+    assert make().asked(1000) is None
+
+
+def test_the_exit_interval(make: Make) -> None:
+    conditions = make(exit_interval=5)
+    assert conditions.due(10) == EarlyEnd(
+        "exiting program at iteration 10", ExitCode.FINISHED, at_once=False
+    )
+    assert conditions.due(11) is None
+
+
+def test_a_run_resumed_at_its_exit_interval_is_not_asked_to_end(make: Make) -> None:
+    assert make(exit_interval=5, exit_duration_in_mins=0.0).asked(10) is None
+
+
+def test_the_kill_switch_may_come_at_any_time(make: Make, tmp_path: Path) -> None:
+    switch = tmp_path / "switch"
+    conditions = make(kill_switch_path=str(switch))
+    assert conditions.due(1) is None
+    switch.touch()
+    pulled = f"Detected kill switch at {switch}. Exiting, iteration=2"
+    assert conditions.asked(2) == EarlyEnd(pulled, ExitCode.FINISHED, at_once=True)
+    assert conditions.due(2) == conditions.asked(2)
+
+
+def test_the_clock_counts_from_the_programs_start(make: Make, clock: list[float]) -> None:
+    conditions = make(exit_duration_in_mins=2.0)
+    clock[0] += 120
+    assert conditions.due(1) is None
+    clock[0] += 1
+    assert words(conditions.due(1)) == "exiting program after 2.0 minutes"
+
+
+@pytest.mark.parametrize(
+    ("cause", "said", "code"),
+    [
+        (Cause.SIGTERM, "exiting program after receiving SIGTERM.", 143),
+        (Cause.SIGINT, "exiting program after receiving SIGINT.", 130),
+        (Cause.LAUNCHER, "exiting program since its launcher is gone.", 143),
+    ],
+)
+def test_what_asks_from_outside_is_named_before_other_reasons(
+    cause: Cause, said: str, code: int, make: Make, stop: Stop
+) -> None:
+    conditions = make(exit_interval=1)
+    stop.request(cause)
+    assert conditions.due(1) == EarlyEnd(said, ExitCode(code), at_once=True)
+    assert conditions.asked(1) == conditions.due(1)
+
+
+def test_what_one_rank_sees_ends_all(tmp_path: Path) -> None:
+    """Each rank has a reason of its own in one of the iterations; the answers are the same."""
+    answers = run_ranks(_reasons_of_rank, 2, str(tmp_path))
+    assert answers[0] == answers[1]
+    assert answers[0] == [
+        None,
+        "exiting program after receiving SIGTERM.",
+        f"Detected kill switch at {tmp_path / 'switch'}. Exiting, iteration=3",
+    ]
+
+
+def _reasons_of_rank(rank: int, folder: str) -> list[str | None]:
+    stop = Stop()
+    switch = Path(folder, "switch")
+    config = LoggingConfig(kill_switch_path=str(switch))
+    conditions = ExitConditions(config, stop, torch.device("cpu"), began=0.0)
+    reasons = [words(conditions.due(1))]
+    if rank == 0:
+        stop.request(Cause.SIGTERM)
+    reasons.append(words(conditions.due(2)))
+    stop.cause = None
+    dist.barrier()
+    if rank == 1:
+        switch.touch()
+    return [*reasons, words(conditions.due(3))]

@@ -1,0 +1,168 @@
+"""metrics.jsonl: valid JSON, one record per step, whatever happened before."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_ds.training.jsonl_logger import JsonLines
+from megatron_ds.training.records import EvalRecord, StepRecord
+
+Step = Callable[..., StepRecord]
+Evaluation = Callable[..., EvalRecord]
+
+
+def refuse(constant: str) -> None:
+    raise AssertionError(f"{constant} is not JSON")
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    lines = path.read_text(encoding="utf-8").splitlines()
+    return [json.loads(line, parse_constant=refuse) for line in lines]
+
+
+def iterations(path: Path) -> list[int]:
+    return [record["iteration"] for record in read(path)]
+
+
+def test_a_step_has_the_documented_keys_in_their_order(
+    tmp_path: Path, step: Step, documented: Callable[[str], list[list[str]]]
+) -> None:
+    path = tmp_path / "below" / "metrics.jsonl"
+    JsonLines(path, 0).steps([step(1)])
+    (record,) = read(path)
+    assert list(record) == [row[0] for row in documented("metrics.jsonl")]
+    assert record["lm_loss"] == 9.0
+    assert record["loss_scale"] is None
+    assert record["skipped"] is False
+
+
+def test_numbers_that_json_lacks_become_null(tmp_path: Path, step: Step) -> None:
+    path = tmp_path / "metrics.jsonl"
+    nan, inf = float("nan"), float("inf")
+    JsonLines(path, 0).steps([step(1, lm_loss=nan, grad_norm=inf, nan=True, skipped=True)])
+    (record,) = read(path)
+    assert (record["lm_loss"], record["grad_norm"]) == (None, None)
+    assert (record["nan"], record["skipped"]) == (True, True)
+
+
+def test_records_can_be_read_while_the_run_goes_on(
+    tmp_path: Path, step: Step, evaluation: Evaluation
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    sink = JsonLines(path, 0)
+    sink.steps([step(1), step(2)])
+    assert iterations(path) == [1, 2]
+    sink.evaluation(evaluation(2))
+    assert read(path)[-1] == {
+        "iteration": 2,
+        "validation_loss": 2.0,
+        "ppl": pytest.approx(7.389056),
+    }
+
+
+def test_a_resumed_run_leaves_every_step_once(
+    tmp_path: Path, step: Step, evaluation: Evaluation
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    before = JsonLines(path, 0)
+    before.steps([step(1), step(2), step(3)])
+    before.evaluation(evaluation(3))
+    before.close()
+    resumed = JsonLines(path, 2)
+    assert iterations(path) == [1, 2]
+    resumed.steps([step(3, seconds=0.75)])
+    resumed.evaluation(evaluation(3))
+    assert iterations(path) == [1, 2, 3, 3]
+    assert [record.get("seconds") for record in read(path)] == [0.5, 0.5, 0.75, None]
+    assert [item.name for item in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_an_evaluation_of_a_group_names_it(tmp_path: Path, evaluation: Evaluation) -> None:
+    path = tmp_path / "metrics.jsonl"
+    sink = JsonLines(path, 0)
+    for group in ("", "A", "B", "A"):
+        sink.evaluation(evaluation(1, "test", group))
+    assert read(path) == [
+        {"iteration": 1, **named, "test_loss": 2.0, "ppl": pytest.approx(7.389056)}
+        for named in ({}, {"group": "A"}, {"group": "B"})
+    ]
+
+
+def test_an_evaluation_of_the_same_weights_is_written_once(
+    tmp_path: Path, step: Step, evaluation: Evaluation
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    first = JsonLines(path, 0)
+    first.steps([step(1)])
+    first.evaluation(evaluation(1))
+    first.evaluation(evaluation(1))
+    first.evaluation(evaluation(1, "test"))
+    first.close()
+    JsonLines(path, 1).evaluation(evaluation(1))
+    assert [set(record) - {"iteration", "ppl"} for record in read(path)[1:]] == [
+        {"validation_loss"},
+        {"test_loss"},
+    ]
+
+
+@pytest.mark.parametrize("tail", ['{"iteration": 2, "consu', "\0\0\0", '{"iteration": "'])
+def test_a_torn_last_line_is_dropped(tmp_path: Path, step: Step, tail: str) -> None:
+    path = tmp_path / "metrics.jsonl"
+    JsonLines(path, 0).steps([step(1)])
+    with path.open("a", encoding="utf-8") as file:
+        file.write(tail)
+    JsonLines(path, 5).steps([step(2)])
+    assert iterations(path) == [1, 2]
+
+
+def test_a_last_line_that_lacks_only_its_end_is_kept(tmp_path: Path, step: Step) -> None:
+    path = tmp_path / "metrics.jsonl"
+    JsonLines(path, 0).steps([step(1)])
+    path.write_text(path.read_text(encoding="utf-8").rstrip("\n"), encoding="utf-8")
+    JsonLines(path, 1).steps([step(2)])
+    assert iterations(path) == [1, 2]
+
+
+def test_a_file_of_something_else_is_refused_and_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"iteration": 1}\nmy notes\n{"iteration": 2}\n', encoding="utf-8")
+    with pytest.raises(ValueError, match=r"metrics\.jsonl line 2 is not a record"):
+        JsonLines(path, 2)
+    assert "my notes" in path.read_text(encoding="utf-8")
+    assert [item.name for item in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_new_runs_keep_the_older_ones_files_under_numbers(tmp_path: Path, step: Step) -> None:
+    path = tmp_path / "metrics.jsonl"
+    for last in (3, 2, 1):
+        JsonLines(path, 0).steps([step(iteration) for iteration in range(1, last + 1)])
+    assert iterations(path) == [1]
+    assert iterations(tmp_path / "metrics.jsonl.1") == [1, 2, 3]
+    assert iterations(tmp_path / "metrics.jsonl.2") == [1, 2]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_full_disk_delays_records_and_loses_none(tmp_path: Path, step: Step) -> None:
+    path = tmp_path / "metrics.jsonl"
+    said: list[str] = []
+    sink = JsonLines(path, 0, warn=said.append)
+    sink.steps([step(1)])
+    descriptor = sink._file.fileno()
+    own, full = os.dup(descriptor), os.open("/dev/full", os.O_WRONLY)
+    os.dup2(full, descriptor)
+    sink.steps([step(2)])
+    sink.steps([step(3)])
+    assert iterations(path) == [1]
+    assert len(said) == 1
+    assert f"{path} takes no more records ([Errno 28] No space left on device)" in said[0]
+    os.dup2(own, descriptor)
+    sink.steps([step(4)])
+    assert iterations(path) == [1, 2, 3, 4]
+    os.close(own)
+    os.close(full)
