@@ -18,7 +18,7 @@ from megatron_ds.launch import output
 from megatron_ds.preprocess.document_readers import Inputs, Reader
 from megatron_ds.preprocess.input_flags import add_input_flags, inputs_of
 from megatron_ds.preprocess.parsing import Bad, Wanted, texts_of
-from megatron_ds.tokenizer.train import train_bpe, train_unigram, train_wordpiece
+from megatron_ds.tokenizer.train import KINDS, problems, train_bpe, train_unigram, train_wordpiece
 
 USES = {
     "bpe": "--tokenizer-type GPT2BPETokenizer --vocab-file {0}/vocab.json --merge-file "
@@ -43,7 +43,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         help="keys or columns of the texts (default: text)",
     )
     parser.add_argument(
-        "--type", default="bpe", choices=train.KINDS, help="what to train (default: bpe)"
+        "--type", default="bpe", choices=KINDS, help="what to train (default: bpe)"
     )
     parser.add_argument("--vocab-size", type=int, default=4096, help="tokens (default: 4096)")
     parser.add_argument(
@@ -67,13 +67,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     inputs = inputs_of(arguments)
     reading = Texts(inputs, tuple(arguments.json_keys), strict=arguments.strict)
     try:
-        problems = [
+        found = [
             *inputs.problems(),
-            *train.problems(arguments.type, arguments.vocab_size),
+            *problems(arguments.type, arguments.vocab_size),
             *_output_problems(arguments.output_dir),
         ]
-        if problems:
-            raise ValueError("\n".join(problems))
+        if found:
+            raise ValueError("\n".join(found))
         size = train(arguments, reading)
     except (ValueError, OSError) as error:
         print(f"train_tokenizer.py: error:\n{error}", file=sys.stderr)
