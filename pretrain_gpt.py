@@ -11,32 +11,32 @@ from megatron_ds.config import Config
 from megatron_ds.engine import ds_config
 from megatron_ds.launch import environment
 from megatron_ds.launch.extension_locks import stale_locks
-from megatron_ds.launch.lifecycle import ends_well
-from megatron_ds.launch.startup_timer import Startup
+from megatron_ds.launch.lifecycle import process_lifecycle
+from megatron_ds.launch.startup_timer import StartupTimer
 
 
 def check(config: Config, world_size: int, warn: Callable[[str], None]) -> list[str]:
     """What the settings need of files and machine; loaded after --help has been answered."""
-    from megatron_ds.cli import preflight
+    from megatron_ds.training import preflight
 
     return preflight.check(config, world_size, warn)
 
 
 def main() -> None:
-    startup = Startup()
-    with ends_well() as life:
+    startup = StartupTimer()
+    with process_lifecycle() as life:
         config = arguments.parse(
             sys.argv[1:],
             world_size=environment.world_size(),
             rank=environment.local_rank(),  # a file may be missing on one machine alone
-            complete=ds_config.complete,
+            complete=ds_config.merge_file,
             check=check,
         )
-        startup.done("settings")
+        startup.mark("settings")
         environment.refuse_stale_locks(stale_locks(environment.prepare_environment()))
         from megatron_ds.training.trainer import pretrain  # after the settings: torch takes seconds
 
-        startup.done("libraries")
+        startup.mark("libraries")
         code = pretrain(config, life, startup)
     sys.exit(code)
 

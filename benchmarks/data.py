@@ -38,16 +38,16 @@ from benchmarks.common import Contender, Work, in_turn, this_machine, versions, 
 from megatron_ds.config import DataConfig
 from megatron_ds.data.blend_schedule import blend_order
 from megatron_ds.data.build_datasets import build_datasets
-from megatron_ds.data.gpt_dataset import GPTDataset, TokenDataset, read
+from megatron_ds.data.gpt_dataset import GPTDataset, TokenDataset, read_samples
 from megatron_ds.data.index_cache import ArrayCache
 from megatron_ds.data.indexed_dataset import HEADER, MAGIC, IndexedDataset, IndexedWriter
-from megatron_ds.data.micro_batches import MicroBatches
+from megatron_ds.data.micro_batches import MicroBatchIterator
 from megatron_ds.data.sample_index import (
     SampleIndexes,
     build_indexes,
+    build_shuffle_index,
     document_order,
-    samples_of,
-    shuffled,
+    total_samples,
 )
 
 SEQUENCE = 1024
@@ -163,7 +163,7 @@ def compiled_indexes(documents: int, epochs: int, library: str) -> Work:
     function = ctypes.CDLL(library).sample_starts
     numbers = np.ctypeslib.ndpointer(dtype=np.int32, flags="C")
     function.argtypes = [numbers, numbers, ctypes.c_int64, ctypes.c_int64, numbers]
-    total = samples_of(
+    total = total_samples(
         epochs * int(lengths.sum(dtype=np.int64)) // SEQUENCE - 1,
         int(lengths.sum(dtype=np.int64)),
         SEQUENCE,
@@ -174,7 +174,7 @@ def compiled_indexes(documents: int, epochs: int, library: str) -> Work:
         order = document_order(np.arange(documents, dtype=np.int32), epochs, rng, False)
         starts = np.empty((total + 1, 2), dtype=np.int32)
         function(lengths, order, SEQUENCE, total, starts)
-        return SampleIndexes(order, starts, shuffled(total, total, rng))
+        return SampleIndexes(order, starts, build_shuffle_index(total, total, rng))
 
     return timed_indexes(make)
 
@@ -237,13 +237,13 @@ def mixed_order(weights: Sequence[float], samples: int, folder: str) -> Work:
     def work(count: int) -> dict[str, float]:
         before, begin, cpu = peak_mib(), time.perf_counter(), time.process_time()
         order = blend_order(weights, samples, ArrayCache([Path(folder)]))
-        order.taken(samples)
+        order.counts_at(samples)
         seconds, cpu = time.perf_counter() - begin, time.process_time() - cpu
         first = samples // 2
         begin = time.perf_counter()
         million = min(1_000_000, samples - first)
         for position in range(first, first + million):
-            order.find(position)
+            order.locate(position)
         reading = (time.perf_counter() - begin) * 1e6 / million
         mib = peak_mib() - before
         return {"seconds": seconds, "cpu": cpu, "reading": reading, "mib": mib}
@@ -399,12 +399,12 @@ def our_rows(file: IndexedDataset, indexes: SampleIndexes, count: int) -> float:
     data = GPTDataset(file, indexes, SEQUENCE, VOCABULARY)
     begin = time.perf_counter()
     for position in range(0, count, MICRO_BATCH):
-        read(data, range(position, position + MICRO_BATCH))
+        read_samples(data, range(position, position + MICRO_BATCH))
     return count / (time.perf_counter() - begin)
 
 
 def our_loader(file: IndexedDataset, indexes: SampleIndexes, count: int, workers: int = 0) -> float:
-    batches = MicroBatches(
+    batches = MicroBatchIterator(
         GPTDataset(file, indexes, SEQUENCE, VOCABULARY),
         consumed=0,
         micro_batch_size=MICRO_BATCH,

@@ -470,7 +470,7 @@ def _start(threads: int) -> Any:
     from megatron_ds.launch import distributed, environment
 
     environment.prepare_environment()
-    here = distributed.start(RuntimeConfig())
+    here = distributed.init_distributed(RuntimeConfig())
     import torch
 
     torch.set_num_threads(threads)

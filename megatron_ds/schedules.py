@@ -19,10 +19,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from megatron_ds.config import LENGTHS, UNITS, Config, flag_of
+from megatron_ds.config import SCHEDULE_LENGTHS, SCHEDULE_UNITS, Config, flag_of
 from megatron_ds.train_state import StepPlan, TrainState
 
-BEGINNING = TrainState()
+INITIAL_STATE = TrainState()
 
 
 def plan(config: Config, state: TrainState, dp_size: int) -> StepPlan:
@@ -56,7 +56,7 @@ def batch_size_at(config: Config, samples: int, tokens: int, dp_size: int) -> in
     steps = batch_size_steps(config)
     if steps:
         return next(size for start, size in reversed(steps) if start <= tokens)
-    final = config.batch_size(dp_size)
+    final = config.final_global_batch_size(dp_size)
     levels, end = _rampup(config, dp_size)
     if samples >= end:
         return final
@@ -90,7 +90,7 @@ def seq_length_at(config: Config, iteration: int) -> int:
     return length - length % config.schedule.curriculum_seqlen_step
 
 
-def total_iterations(config: Config, dp_size: int, state: TrainState = BEGINNING) -> int:
+def total_iterations(config: Config, dp_size: int, state: TrainState = INITIAL_STATE) -> int:
     """Steps of the whole run, of which `state` has done the first.
 
     --train-iters, or the full batches that fit into --train-samples, or the steps that start before
@@ -100,10 +100,10 @@ def total_iterations(config: Config, dp_size: int, state: TrainState = BEGINNING
     schedule = config.schedule
     if schedule.train_iters is not None and schedule.train_tokens is None:
         return schedule.train_iters
-    return _walk(config, dp_size, state).iterations
+    return _totals(config, dp_size, state).iterations
 
 
-class Total(NamedTuple):
+class RunTotals(NamedTuple):
     """What a run comes to if it goes to its end."""
 
     iterations: int
@@ -111,7 +111,7 @@ class Total(NamedTuple):
     tokens: int
 
 
-class Stretch(NamedTuple):
+class ConstantSegment(NamedTuple):
     """Steps in a row that are equal."""
 
     steps: int
@@ -119,7 +119,9 @@ class Stretch(NamedTuple):
     seq_length: int
 
 
-def stretches(config: Config, dp_size: int, state: TrainState = BEGINNING) -> Iterator[Stretch]:
+def constant_segments(
+    config: Config, dp_size: int, state: TrainState = INITIAL_STATE
+) -> Iterator[ConstantSegment]:
     """What comes after `state`, to the end of the run; as many stretches as its batch size and
     sequence length have changes."""
     schedule = config.schedule
@@ -137,11 +139,11 @@ def stretches(config: Config, dp_size: int, state: TrainState = BEGINNING) -> It
             # A last batch that would pass the end is not taken.
             limits.append((schedule.train_samples - samples) // batch_size)
         if schedule.train_tokens is not None:
-            limits.append(_up(schedule.train_tokens - tokens, batch_size * length))
+            limits.append(_ceil_div(schedule.train_tokens - tokens, batch_size * length))
         steps = min(limits)
         if steps <= 0:
             return
-        yield Stretch(steps, batch_size, length)
+        yield ConstantSegment(steps, batch_size, length)
         iteration += steps
         samples += steps * batch_size
         tokens += steps * batch_size * length
@@ -153,11 +155,11 @@ def _steps_of_batch(
     """Steps until the batch size may change, if it will."""
     upcoming = [start for start, _ in batch_size_steps(config) if start > tokens]
     if upcoming:
-        yield _up(upcoming[0] - tokens, step_tokens)
+        yield _ceil_div(upcoming[0] - tokens, step_tokens)
     levels, end = _rampup(config, dp_size)
     if not config.schedule.batch_size_steps and samples < end:
-        level_end = _up((samples * levels // end + 1) * end, levels)
-        yield _up(level_end - samples, batch_size_at(config, samples, tokens, dp_size))
+        level_end = _ceil_div((samples * levels // end + 1) * end, levels)
+        yield _ceil_div(level_end - samples, batch_size_at(config, samples, tokens, dp_size))
 
 
 def _steps_of_length(config: Config, iteration: int) -> Iterator[int]:
@@ -166,10 +168,10 @@ def _steps_of_length(config: Config, iteration: int) -> Iterator[int]:
     if start == end or iteration + 1 >= steps:
         return
     wanted = seq_length_at(config, iteration) + config.schedule.curriculum_seqlen_step
-    yield min(steps, _up((wanted - start) * steps, end - start)) - (iteration + 1)
+    yield min(steps, _ceil_div((wanted - start) * steps, end - start)) - (iteration + 1)
 
 
-def courses(config: Config) -> list[tuple[str, str]]:
+def describe_schedules(config: Config) -> list[tuple[str, str]]:
     """What changes with the tokens and the steps, in words: a name and its course."""
     lines, steps = [], batch_size_steps(config)
     if steps:
@@ -183,23 +185,23 @@ def courses(config: Config) -> list[tuple[str, str]]:
     return lines
 
 
-def _walk(config: Config, dp_size: int, state: TrainState = BEGINNING) -> Total:
-    total = Total(state.iteration, state.consumed_samples, state.consumed_tokens)
-    for steps, batch_size, length in stretches(config, dp_size, state):
+def _totals(config: Config, dp_size: int, state: TrainState = INITIAL_STATE) -> RunTotals:
+    total = RunTotals(state.iteration, state.consumed_samples, state.consumed_tokens)
+    for steps, batch_size, length in constant_segments(config, dp_size, state):
         samples = steps * batch_size
-        total = Total(
+        total = RunTotals(
             total.iterations + steps, total.samples + samples, total.tokens + samples * length
         )
     return total
 
 
-def _up(value: int, unit: int) -> int:
+def _ceil_div(value: int, unit: int) -> int:
     """The quotient, rounded up."""
     return -(-value // unit)
 
 
 def planned_samples(
-    config: Config, dp_size: int, state: TrainState = BEGINNING
+    config: Config, dp_size: int, state: TrainState = INITIAL_STATE
 ) -> tuple[int, int, int]:
     """Samples of the training, validation and test sets that the run asks for, those before `state`
     among them.
@@ -207,23 +209,23 @@ def planned_samples(
     Every evaluation reads the same first --eval-iters full global batches, so that the losses of
     one run compare.
     """
-    evaluation = config.logging.eval_iters * config.batch_size(dp_size)
+    evaluation = config.logging.eval_iters * config.final_global_batch_size(dp_size)
     train = _samples(config, dp_size)
     if train is None:
-        train = _walk(config, dp_size, state).samples
+        train = _totals(config, dp_size, state).samples
     return train, evaluation, evaluation
 
 
-def planned_tokens(config: Config, dp_size: int, state: TrainState = BEGINNING) -> int:
+def planned_tokens(config: Config, dp_size: int, state: TrainState = INITIAL_STATE) -> int:
     """Tokens that the whole run trains on, those before `state` among them."""
-    return _walk(config, dp_size, state).tokens
+    return _totals(config, dp_size, state).tokens
 
 
 def learning_rate(config: Config, state: TrainState, dp_size: int) -> float:
     """Learning rate of the step after `state`."""
     peak, floor = config.optimizer.lr, config.schedule.min_lr
     assert peak is not None
-    done = state.applied_tokens if rate_unit(config) == "tokens" else state.applied_samples
+    done = state.applied_tokens if lr_unit(config) == "tokens" else state.applied_samples
     warmup, decay = _warmup(config, dp_size), _decay(config, dp_size)
     if warmup > 0 and done <= warmup:
         start = config.schedule.lr_warmup_init
@@ -250,7 +252,7 @@ def warmup_and_decay(config: Config, dp_size: int) -> tuple[float, float]:
     return _warmup(config, dp_size), _decay(config, dp_size)
 
 
-def rate_unit(config: Config) -> str:
+def lr_unit(config: Config) -> str:
     """The clock of the learning rate: "tokens" if a length of its course is given in tokens, or if
     only the run's is and it ends the decay; "samples" otherwise.
     """
@@ -287,11 +289,11 @@ def problems(config: Config, dp_size: int) -> Iterator[str]:
     """
     schedule, optimizer = config.schedule, config.optimizer
     for stem in ("lr_decay", "lr_wsd_decay"):
-        for name in (f"{stem}_{unit}" for unit in UNITS):
+        for name in (f"{stem}_{unit}" for unit in SCHEDULE_UNITS):
             value = getattr(schedule, name)
             if value is not None and value <= 0:
                 yield f"{flag_of(name)} {value}: must be positive"
-    for name in (*(f"lr_warmup_{unit}" for unit in UNITS), "lr_warmup_init", "min_lr"):
+    for name in (*(f"lr_warmup_{unit}" for unit in SCHEDULE_UNITS), "lr_warmup_init", "min_lr"):
         if (getattr(schedule, name) or 0) < 0:
             yield f"{flag_of(name)} {getattr(schedule, name)}: must not be negative"
     for name in ("weight_decay", "start_weight_decay", "end_weight_decay"):
@@ -304,7 +306,7 @@ def problems(config: Config, dp_size: int) -> Iterator[str]:
             yield f"{flag_of(name)} {value} is above --lr {optimizer.lr}"
     yield from _length_problems(config, dp_size)
     yield from _curriculum_problems(config)
-    if _walkable(config, dp_size) and total_iterations(config, dp_size) == 0:
+    if _is_countable(config, dp_size) and total_iterations(config, dp_size) == 0:
         first = batch_size_at(config, 0, 0, dp_size)
         yield (
             f"--train-samples {schedule.train_samples} is less than the first batch of {first} "
@@ -327,11 +329,11 @@ def _curriculum_problems(config: Config) -> Iterator[str]:
         )
 
 
-def remarks(config: Config, dp_size: int) -> Iterator[str]:
+def warnings(config: Config, dp_size: int) -> Iterator[str]:
     """What a sound schedule does that its user may not expect, a line each."""
-    if not _walkable(config, dp_size):
+    if not _is_countable(config, dp_size):
         return
-    schedule, run = config.schedule, _walk(config, dp_size)
+    schedule, run = config.schedule, _totals(config, dp_size)
     by_tokens = schedule.train_tokens is not None and run.tokens >= schedule.train_tokens
     samples = schedule.train_samples
     if samples is not None and run.samples < samples and not by_tokens:
@@ -370,7 +372,7 @@ def _curriculum_remarks(config: Config, iterations: int) -> Iterator[str]:
         )
 
 
-def _walkable(config: Config, dp_size: int) -> bool:
+def _is_countable(config: Config, dp_size: int) -> bool:
     """Whether the batches of the run can be counted; if not, Config.problems() says why."""
     schedule = config.schedule
     lengths = (schedule.train_iters, schedule.train_samples, schedule.train_tokens)
@@ -378,7 +380,7 @@ def _walkable(config: Config, dp_size: int) -> bool:
     sizes = (schedule.micro_batch_size or 0, config.model.seq_length or 0, dp_size)
     if not given or min(*given, *sizes, schedule.curriculum_seqlen_step) <= 0:
         return False
-    if config.batch_size(dp_size) <= 0:
+    if config.final_global_batch_size(dp_size) <= 0:
         return False
     if schedule.step_batch_size_schedule is not None:
         starts = [start for start, _ in schedule.batch_size_steps]
@@ -391,11 +393,15 @@ def _walkable(config: Config, dp_size: int) -> bool:
     if schedule.rampup_batch_size is None:
         return True
     start, increment, samples = schedule.rampup_batch_size
-    return min(start, increment) > 0 and samples >= 0 and start <= config.batch_size(dp_size)
+    return (
+        min(start, increment) > 0
+        and samples >= 0
+        and start <= config.final_global_batch_size(dp_size)
+    )
 
 
 @dataclass(frozen=True)
-class _Length:
+class ScheduleLength:
     """A length as it was given."""
 
     flag: str
@@ -406,21 +412,23 @@ class _Length:
         return f"{self.flag} {self.value}"
 
 
-def _given(config: Config, stem: str) -> _Length | None:
+def _given(config: Config, stem: str) -> ScheduleLength | None:
     """The length `<stem>_<unit>`; Config.problems() sees to it that there is one at most."""
     for name in config.schedule.given_lengths(stem):
-        return _Length(flag_of(name), getattr(config.schedule, name), name.rpartition("_")[2])
+        return ScheduleLength(
+            flag_of(name), getattr(config.schedule, name), name.rpartition("_")[2]
+        )
     return None
 
 
-def _decay_given(config: Config) -> _Length | None:
+def _decay_given(config: Config) -> ScheduleLength | None:
     """What ends the decay: its own length or the run's, in the clock's unit if it has that."""
     given = _given(config, "lr_decay")
     if given is not None:
         return given
     schedule = config.schedule
-    if rate_unit(config) == "tokens" and schedule.train_tokens is not None:
-        return _Length("--train-tokens", schedule.train_tokens, "tokens")
+    if lr_unit(config) == "tokens" and schedule.train_tokens is not None:
+        return ScheduleLength("--train-tokens", schedule.train_tokens, "tokens")
     return _given(config, "train")
 
 
@@ -431,7 +439,7 @@ def _length_problems(config: Config, dp_size: int) -> Iterator[str]:
     schedule = config.schedule
     if schedule.train_iters is not None and schedule.train_samples is not None:
         return
-    if any(len(schedule.given_lengths(stem)) > 1 for stem in LENGTHS):
+    if any(len(schedule.given_lengths(stem)) > 1 for stem in SCHEDULE_LENGTHS):
         return
     decay, warmup, annealing = (
         _decay_given(config),
@@ -444,18 +452,18 @@ def _length_problems(config: Config, dp_size: int) -> Iterator[str]:
         return
     unit = decay.unit
     if any(length.unit != unit for length in given):
-        unit = rate_unit(config)
+        unit = lr_unit(config)
         odd = [length for length in given if length.unit != unit]
         if unit == "tokens" and schedule.curriculum_seqlen is not None:
             yield from (_without_tokens(length) for length in odd)
             return
-        if not _walkable(config, dp_size):
+        if not _is_countable(config, dp_size):
             return
 
-    def measured(length: _Length | None) -> float:
+    def measured(length: ScheduleLength | None) -> float:
         if length is None:
             return 0
-        return length.value if length.unit == unit else _on_clock(config, length, dp_size)
+        return length.value if length.unit == unit else _in_lr_units(config, length, dp_size)
 
     end, part = measured(decay), measured(annealing)
     start = measured(warmup) if fraction is None else fraction * end
@@ -477,7 +485,7 @@ def _length_problems(config: Config, dp_size: int) -> Iterator[str]:
         )
 
 
-def _without_tokens(length: _Length) -> str:
+def _without_tokens(length: ScheduleLength) -> str:
     """Why a length cannot be told in tokens under a curriculum."""
     stem, _, unit = length.flag.rpartition("-")
     wanted = f"{stem}-tokens"
@@ -492,12 +500,14 @@ def _without_tokens(length: _Length) -> str:
     )
 
 
-def _on_clock(config: Config, length: _Length, dp_size: int) -> int:
+def _in_lr_units(config: Config, length: ScheduleLength, dp_size: int) -> int:
     """A length of the learning rate's course in the unit of `rate_unit`."""
-    if length.unit == rate_unit(config):
+    if length.unit == lr_unit(config):
         return length.value
-    samples = length.value * (config.batch_size(dp_size) if length.unit == "iters" else 1)
-    if rate_unit(config) == "samples":
+    samples = length.value * (
+        config.final_global_batch_size(dp_size) if length.unit == "iters" else 1
+    )
+    if lr_unit(config) == "samples":
         return samples
     # A length in tokens moves the clock to tokens; under a curriculum problems() wants all so.
     return samples * config.model.sequence
@@ -507,7 +517,7 @@ def _samples(config: Config, dp_size: int) -> int | None:
     """Samples of the whole run as they were given; None if only its tokens were."""
     schedule = config.schedule
     if schedule.train_iters is not None:
-        return schedule.train_iters * config.batch_size(dp_size)
+        return schedule.train_iters * config.final_global_batch_size(dp_size)
     return schedule.train_samples
 
 
@@ -515,7 +525,7 @@ def _decay(config: Config, dp_size: int) -> int:
     """The decay, warm-up included, after which the learning rate stays at its floor."""
     given = _decay_given(config)
     assert given is not None
-    return _on_clock(config, given, dp_size)
+    return _in_lr_units(config, given, dp_size)
 
 
 def _warmup(config: Config, dp_size: int) -> float:
@@ -523,14 +533,14 @@ def _warmup(config: Config, dp_size: int) -> float:
     if config.schedule.lr_warmup_fraction is not None:
         return config.schedule.lr_warmup_fraction * _decay(config, dp_size)
     given = _given(config, "lr_warmup")
-    return 0 if given is None else _on_clock(config, given, dp_size)
+    return 0 if given is None else _in_lr_units(config, given, dp_size)
 
 
 def _wsd_decay(config: Config, dp_size: int) -> int:
     """WSD's annealing, the end of the decay."""
     given = _given(config, "lr_wsd_decay")
     assert given is not None
-    return _on_clock(config, given, dp_size)
+    return _in_lr_units(config, given, dp_size)
 
 
 def _rampup(config: Config, dp_size: int) -> tuple[int, int]:
@@ -538,7 +548,7 @@ def _rampup(config: Config, dp_size: int) -> tuple[int, int]:
     if config.schedule.rampup_batch_size is None:
         return 0, 0
     start, increment, samples = config.schedule.rampup_batch_size
-    levels = (config.batch_size(dp_size) - start) // increment
+    levels = (config.final_global_batch_size(dp_size) - start) // increment
     return (levels, samples) if levels else (0, 0)
 
 

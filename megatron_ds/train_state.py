@@ -41,7 +41,7 @@ class StepResult:
     """The step was dropped because its gradient was not finite."""
     loss_scale: float | None = None
     """Loss scale of fp16."""
-    scale_spent: bool = False
+    loss_scale_exhausted: bool = False
     """The step was dropped though the dynamic loss scale stood at its lowest."""
 
 

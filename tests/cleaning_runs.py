@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron_ds.cleaning.options import CleaningOptions
 from megatron_ds.fileio import resumable
-from megatron_ds.preprocess.document_readers import Inputs
+from megatron_ds.preprocess.document_readers import InputSpec
 
 
 def write(path: Path, *documents: object) -> Path:
@@ -42,7 +42,7 @@ def everything(folder: Path, **other: Any) -> CleaningOptions:
         "report": str(folder / "report.json"),
         "part_bytes": 30_000,
     }
-    return CleaningOptions(Inputs(paths=(str(folder / "in.jsonl"),)), **{**chosen, **other})
+    return CleaningOptions(InputSpec(paths=(str(folder / "in.jsonl"),)), **{**chosen, **other})
 
 
 def files(folder: Path) -> dict[str, bytes]:

@@ -55,7 +55,7 @@ TRAINING = (
 PROMPTS = ("def __init__(self", "import os\n", "The return value is")
 PROMPT_WORDS, PROMPT_CHARACTERS = 8, 48
 STEPS = 8
-TAIL = 25
+TAIL_LINES = 25
 LOSSES = ("validation_loss", "test_loss")
 PYTHON = os.path.relpath(sys.executable, HERE)
 
@@ -134,7 +134,7 @@ class Demo:
             return data
         self.title("A corpus of the text that every Python brings")
         corpus = self.folder / "corpus.jsonl"
-        self.call("make_corpus", "--output", corpus)
+        self.run_tool("make_corpus", "--output", corpus)
         return corpus
 
     def split(self, corpus: Path) -> str:
@@ -151,14 +151,14 @@ class Demo:
 
     def tokenizer(self, corpus: Path) -> None:
         self.title("A byte-level BPE tokenizer for it")
-        self.call(
+        self.run_tool(
             *("train_tokenizer", "--input", corpus, "--vocab-size", VOCAB_SIZE),
             *("--output-dir", self.folder),
         )
 
     def preprocess(self, corpus: Path) -> None:
         self.title("Text to token files")
-        self.call(
+        self.run_tool(
             *("preprocess_data", "--input", corpus),
             *("--output-prefix", self.folder / "text", "--tokenizer-type", "GPT2BPETokenizer"),
             *(*self.vocabulary(), "--append-eod", "--workers", 2),
@@ -167,7 +167,7 @@ class Demo:
     def unigram(self, split: str) -> None:
         self.title("What a model would reach that knows token frequencies alone")
         size = len(json.loads((self.folder / "vocab.json").read_text(encoding="utf-8")))
-        self.call(
+        self.run_tool(
             *("unigram_loss", "--data-path", self.tokens, "--split", split),
             *("--vocab-size", size, "--output", self.folder / "unigram.json"),
         )
@@ -181,21 +181,21 @@ class Demo:
             *("--save", self.checkpoints, "--load", self.checkpoints),
         ]
         self.title(f"Pretraining on {count} processes, the first {HALF} of {ITERATIONS} iterations")
-        self.follow("train-1", *command, "--exit-interval", HALF, until=HALF)
+        self.run_logged("train-1", *command, "--exit-interval", HALF, until=HALF)
         self.title("The same command again: it resumes from the checkpoint and finishes")
-        self.follow("train-2", *command)
+        self.run_logged("train-2", *command)
 
     def plot(self) -> None:
         self.title("The loss curve")
-        self.call(
+        self.run_tool(
             *("plot_loss", "--metrics", self.checkpoints / "metrics.jsonl"),
             *("--output", self.folder / "loss.png", "--baseline", f"{self.unigram_loss():.4f}"),
         )
 
     def generate(self, corpus: Path, *, own_text: bool) -> None:
         self.title("Text from prompts")
-        prompts = beginnings(corpus) if own_text else PROMPTS
-        self.follow(
+        prompts = prompt_prefixes(corpus) if own_text else PROMPTS
+        self.run_logged(
             *("generate", PYTHON, "tools/generate_samples_gpt.py", "--load", self.checkpoints),
             *("--prompt", *prompts),
             *("--out-seq-length", 48, "--temperature", 0.7, "--top-p", 0.9),
@@ -231,7 +231,7 @@ class Demo:
         self.step += 1
         print(f"\n== {self.step}/{STEPS} {text}", flush=True)
 
-    def call(self, tool: str, *options: object) -> None:
+    def run_tool(self, tool: str, *options: object) -> None:
         """Runs a quick tool on this terminal. Raises Failed."""
         command = [PYTHON, f"tools/{tool}.py", *map(str, options)]
         show(command)
@@ -239,7 +239,7 @@ class Demo:
         if code:
             raise Failed(f"{command[1]} failed (exit code {code})")
 
-    def follow(self, name: str, *command: object, until: int = ITERATIONS) -> None:
+    def run_logged(self, name: str, *command: object, until: int = ITERATIONS) -> None:
         """Runs a long command: what matters on the terminal, all of it in a log. Raises Failed.
 
         until: the iteration at which this command ends.
@@ -247,7 +247,7 @@ class Demo:
         words = [str(word) for word in command]
         show(words)
         log = self.logs / f"{name}.log"
-        code, tail = stream(words, log, lambda line: readable(line, until))
+        code, tail = stream(words, log, lambda line: filter_line(line, until))
         if code:
             last = "".join(f"  {line}\n" for line in tail)
             raise Failed(
@@ -259,7 +259,7 @@ def stream(
     words: list[str], log: Path, shown: Callable[[str], str | None]
 ) -> tuple[int, list[str]]:
     """Exit code and last lines of a command whose output goes to a log, and as `shown` to here."""
-    tail: collections.deque[str] = collections.deque(maxlen=TAIL)
+    tail: collections.deque[str] = collections.deque(maxlen=TAIL_LINES)
     with (
         log.open("w", encoding="utf-8") as file,
         subprocess.Popen(
@@ -301,7 +301,7 @@ NOISE = re.compile(
 """What only the log needs: notes of the libraries, arguments and banner, rules."""
 
 
-def readable(line: str, until: int) -> str | None:
+def filter_line(line: str, until: int) -> str | None:
     """A line of a run's output as the demo shows it; None for a line that only the log needs."""
     if step := STEP_LINE.match(line):
         seconds = float(step["seconds"])
@@ -335,7 +335,7 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def beginnings(corpus: Path) -> list[str]:
+def prompt_prefixes(corpus: Path) -> list[str]:
     """The first words of the last three documents.
 
     From 40 documents on they are all held out (`Demo.split`), so no training has seen them; of

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from megatron_ds.cli import arguments
 from megatron_ds.config import Config
-from megatron_ds.engine.ds_config import complete, generate, sources
+from megatron_ds.engine.ds_config import build_ds_config, merge_file, value_origins
 from megatron_ds.tokenizer import build_tokenizer
 
 NAME = Path(__file__).name
@@ -43,11 +43,11 @@ def main(argv: Sequence[str]) -> None:
     own, flags = parser.parse_known_args(argv)
     if own.world_size < 1:
         parser.error(f"--world-size {own.world_size}: must be positive")
-    config = arguments.parse(flags, world_size=own.world_size, complete=complete, program=NAME)
+    config = arguments.parse(flags, world_size=own.world_size, complete=merge_file, program=NAME)
     config = _with_vocabulary(config)
-    generated = generate(config, config.parallel.data_parallel_size(own.world_size))
+    generated = build_ds_config(config, config.parallel.data_parallel_size(own.world_size))
     print(json.dumps(generated, indent=2))
-    rows = sources(config)
+    rows = value_origins(config)
     width = max((len(key) for key in rows), default=0)
     for key, source in rows.items():
         print(f"{key:<{width}}  {source}", file=sys.stderr)

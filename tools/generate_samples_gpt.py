@@ -24,12 +24,12 @@ from megatron_ds.inference.cli import (
     add_flag,
     add_model_flags,
     add_sampling_flags,
+    broadcast_from_rank0,
     fail,
-    of_first_rank,
-    precision_of,
+    requested_dtype,
     say,
 )
-from megatron_ds.inference.sampling_params import Sampling
+from megatron_ds.inference.sampling_params import SamplingParams
 from megatron_ds.launch import distributed, environment, output
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ class Request:
     """A checked command line."""
 
     args: argparse.Namespace
-    sampling: Sampling
+    sampling: SamplingParams
     training: TrainingFlags
 
     @property
@@ -83,7 +83,7 @@ class Request:
 
     @property
     def precision(self) -> str | None:
-        return precision_of(self.args)
+        return requested_dtype(self.args)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -150,7 +150,7 @@ def build_parser() -> argparse.ArgumentParser:
         "depend on it",
     )
     sampling = parser.add_argument_group("sampling")
-    default = Sampling()
+    default = SamplingParams()
     add_flag(sampling, "greedy", action="store_true", help="take the most probable token")
     add_sampling_flags(sampling, default)
     add_flag(
@@ -172,7 +172,7 @@ def parse(argv: Sequence[str]) -> tuple[Request | None, list[str]]:
     except argparse.ArgumentError as error:
         return None, [str(error)]
     training, problems = cli.read(rest, vars(args))
-    sampling = Sampling(args.greedy, args.temperature, args.top_k, args.top_p, args.seed)
+    sampling = SamplingParams(args.greedy, args.temperature, args.top_k, args.top_p, args.seed)
     problems += [*sampling.problems(), *_problems(args)]
     return Request(args, sampling, training), problems
 
@@ -221,16 +221,18 @@ def run(request: Request) -> None:
     if environment.rank() == 0:
         batches = batches_of(request, tokenizer, problems_with)
     with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed prints which ops it loads
-        here = distributed.start(request.training.runtime_config(endless=request.is_interactive))
+        here = distributed.init_distributed(
+            request.training.runtime_config(endless=request.is_interactive)
+        )
     try:
         mesh = Mesh.build(here.world_size)
         # A training may save while we start: all ranks take what the first one found.
-        found = of_first_rank(found)
+        found = broadcast_from_rank0(found)
         say(f"loading the checkpoint {found.path}")
         model = load_checkpoint.load_model(found, mesh, here.device, precision=request.precision)
         done = 0
         with Output(request.args, tokenizer) as output:
-            while batch := of_first_rank(next(batches, None)):
+            while batch := broadcast_from_rank0(next(batches, None)):
                 continuations = generate(
                     model,
                     [prompt.ids for prompt in batch],
@@ -245,7 +247,7 @@ def run(request: Request) -> None:
                 if here.is_first:
                     output.write(batch, continuations)
     finally:
-        distributed.stop()
+        distributed.destroy()
 
 
 def batches_of(
@@ -340,7 +342,7 @@ def main(argv: Sequence[str]) -> None:
     if problems or request is None:
         fail(NAME, problems)
     environment.prepare_environment()
-    with output.errors_in_words():
+    with output.exit_on_user_error():
         run(request)
 
 

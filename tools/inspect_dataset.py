@@ -1,7 +1,7 @@
 """Show what a pair of token files (.bin and .idx) holds, check it, and compare it with another.
 
-The command line over `megatron_ds.data.token_file_stats`. Exit code 0: all is well; 1: the files are
-damaged, tokens are outside of the vocabulary, or the pairs that were compared differ.
+The command line over `megatron_ds.data.token_file_stats`. Exit code 0: all is well; 1: the
+files are damaged, tokens are outside of the vocabulary, or the pairs that were compared differ.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         tokenizer.add_argument(
             *(form for name in flag.names for form in flags.spellings(name)),
             dest=flag.field,
-            help=flag.words.replace("%", "%%"),
+            help=flag.explanation.replace("%", "%%"),
             **_taking(flag),
         )
     tokenizer.add_argument(
@@ -109,7 +109,7 @@ def _taking(flag: flags.Flag) -> dict[str, Any]:
     """How argparse reads what a flag of the configuration takes."""
     if flag.takes == 0:
         return {"action": "store_const", "const": flag.const}
-    how: dict[str, Any] = {"type": lambda text: flag.kind(flag.spelled.get(text, text))}
+    how: dict[str, Any] = {"type": lambda text: flag.kind(flag.synonyms.get(text, text))}
     if flag.choices:
         how["choices"] = flag.choices
     else:
@@ -233,7 +233,7 @@ class Inspection:
             print(*lines, sep="\n")
 
 
-@output.warnings_in_words()
+@output.plain_warnings()
 def main(argv: Sequence[str]) -> int:
     args = parse(argv)
     sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
@@ -244,7 +244,7 @@ def main(argv: Sequence[str]) -> int:
             print(json.dumps(inspection.found))
         sys.stdout.flush()
     except BrokenPipeError:  # who reads has seen enough, as `head`
-        output.discard_output()
+        output.redirect_stdout_to_null()
         return 128 + signal.SIGPIPE
     except (ValueError, OSError) as error:
         print(f"inspect_dataset.py: error:\n{error}", file=sys.stderr)

@@ -6,7 +6,14 @@ import argparse
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from megatron_ds.cli.flags import Flag, default_of, groups, of_preprocessing, other_names, peers
+from megatron_ds.cli.flags import (
+    Flag,
+    default_of,
+    foreign_flags,
+    groups,
+    other_names,
+    preprocess_flags,
+)
 from megatron_ds.cli.megatron_flags import DEFAULTS, REFUSED_VALUES
 
 OUTPUT = Path(__file__).resolve().parents[1] / "docs" / "flags.md"
@@ -57,7 +64,7 @@ PREPROCESSING = """\
 def page() -> str:
     """The text of docs/flags.md."""
     by_outcome = {
-        outcome: [flag for flag in peers() if flag.outcome == outcome]
+        outcome: [flag for flag in foreign_flags() if flag.outcome == outcome]
         for outcome in ("always", "dropped", "refused")
     }
     parts = [HEAD]
@@ -69,7 +76,7 @@ def page() -> str:
     parts += [WITHOUT_EFFECT, _by_words(by_outcome["dropped"], "because")]
     parts += [REFUSED, _by_words(by_outcome["refused"], "what to do")]
     parts += ["Values that are refused, of flags that are not:\n", _values(REFUSED_VALUES)]
-    parts += [PREPROCESSING, _by_words(of_preprocessing().values(), "no effect, or refused")]
+    parts += [PREPROCESSING, _by_words(preprocess_flags().values(), "no effect, or refused")]
     return "\n".join(parts)
 
 
@@ -80,7 +87,7 @@ def _settings(flags: Iterable[Flag]) -> str:
         values = flag.usage.partition(" ")[2]
         if flag.choices:
             values = ", ".join(flag.choices)
-        rows.append((names, values, default_of(flag), flag.words))
+        rows.append((names, values, default_of(flag), flag.explanation))
     return _table(("flag", "value", "default", "meaning"), rows)
 
 
@@ -93,7 +100,9 @@ def _by_words(flags: Iterable[Flag], title: str) -> str:
     """A row for each reason, with all flags that share it."""
     named: dict[str, list[str]] = {}
     for flag in flags:
-        words = flag.words + (f" (accepted: {', '.join(flag.same)})" if flag.same else "")
+        words = flag.explanation + (
+            f" (accepted: {', '.join(flag.accepted_values)})" if flag.accepted_values else ""
+        )
         named.setdefault(words, []).append(f"`{flag.usage.removesuffix(' ...')}`")
     return _table(("flags", title), [(" ".join(flags), words) for words, flags in named.items()])
 

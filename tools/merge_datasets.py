@@ -53,7 +53,7 @@ def _show(merged: Merged) -> None:
     print(f"{merged.datasets} merged, {share:.0%} of the bytes", file=sys.stderr, flush=True)
 
 
-@output.warnings_in_words()
+@output.plain_warnings()
 def main(argv: Sequence[str]) -> int:
     args = parse(argv)
     start = time.perf_counter()
@@ -67,7 +67,7 @@ def main(argv: Sequence[str]) -> int:
         print("interrupted; nothing was written", file=sys.stderr)
         return 130
     seconds = max(time.perf_counter() - start, 1e-9)
-    with output.reader_may_leave():
+    with output.ignore_broken_pipe():
         print(
             f"{done.datasets} datasets: {done.documents} documents, {done.sequences} sequences, "
             f"{done.tokens} tokens ({done.size / seconds / 1e6:.1f} MB/s)"

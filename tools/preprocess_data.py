@@ -22,7 +22,7 @@ from megatron_ds.preprocess.input_flags import add_input_flags, inputs_of
 from megatron_ds.preprocess.pipeline import PreprocessOptions, Progress, dropped, preprocess
 from megatron_ds.preprocess.sentence_splitter import SPLITTERS, Splitter, choose_splitter
 from megatron_ds.tokenizer import build_tokenizer
-from megatron_ds.tokenizer.fast_backend import BACKENDS, choose
+from megatron_ds.tokenizer.fast_backend import BACKENDS, select_backend
 
 KINDS = {
     **{kind: kind for kind in TOKENIZERS},
@@ -174,7 +174,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     )
     args, rest = parser.parse_known_args([_dashed(argument) for argument in argv])
     said = arguments.scan(
-        rest, among=flags.of_preprocessing(), also=list(parser._option_string_actions)
+        rest, among=flags.preprocess_flags(), also=list(parser._option_string_actions)
     )
     for line in said.warnings:
         print(f"WARNING: {line}", file=sys.stderr)
@@ -197,7 +197,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     return args
 
 
-def splitter_of(args: argparse.Namespace) -> tuple[Splitter | None, list[str]]:
+def build_splitter(args: argparse.Namespace) -> tuple[Splitter | None, list[str]]:
     """What cuts documents into sentences, which a line on stderr says, and what is wrong."""
     if not args.split_sentences:
         return None, []
@@ -282,7 +282,7 @@ def bar(total_bytes: int | None) -> Iterator[Report]:
 
 
 @contextmanager
-def reporting(options: PreprocessOptions, log_interval: int) -> Iterator[Report]:
+def progress_reporter(options: PreprocessOptions, log_interval: int) -> Iterator[Report]:
     """A bar at a terminal, lines elsewhere."""
     if not sys.stderr.isatty():
         yield LineReport(log_interval)
@@ -349,10 +349,10 @@ def say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-@output.warnings_in_words()
+@output.plain_warnings()
 def main(argv: Sequence[str]) -> int:
     args = parse(argv)
-    splitter, wrong = splitter_of(args)
+    splitter, wrong = build_splitter(args)
     options = PreprocessOptions(
         inputs=inputs_of(args),
         output_prefix=args.output_prefix,
@@ -387,10 +387,10 @@ def main(argv: Sequence[str]) -> int:
         if problems:
             raise ValueError("\n".join(problems))
         environment.use_one_thread_per_tokenizer()  # the workers are the parallelism
-        chosen = choose(build_tokenizer(config, args.vocab_size), args.tokenizer_backend)
+        chosen = select_backend(build_tokenizer(config, args.vocab_size), args.tokenizer_backend)
         if chosen.reason:
             print(f"encoding is slower than it could be: {chosen.reason}", file=sys.stderr)
-        with reporting(options, args.log_interval) as report:
+        with progress_reporter(options, args.log_interval) as report:
             done = preprocess(options, chosen.tokenizer, report, say)
     except (ValueError, OSError) as error:
         print(f"preprocess_data.py: error:\n{error}", *notes(error), sep="\n", file=sys.stderr)
@@ -400,7 +400,7 @@ def main(argv: Sequence[str]) -> int:
         return 130
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a path may be no text
-    with output.reader_may_leave():
+    with output.ignore_broken_pipe():
         print(*closing(done, options, time.perf_counter() - start, chosen.library), sep="\n")
     return 0
 

@@ -26,18 +26,18 @@ from megatron_ds.inference.cli import (
     add_flag,
     add_model_flags,
     add_sampling_flags,
+    broadcast_from_rank0,
     fail,
-    of_first_rank,
-    precision_of,
+    requested_dtype,
     say,
 )
-from megatron_ds.inference.sampling_params import Sampling
+from megatron_ds.inference.sampling_params import SamplingParams
 from megatron_ds.launch import distributed, environment, output
 from megatron_ds.launch.exit_codes import ExitCode
 
 if TYPE_CHECKING:
-    from megatron_ds.inference.service import Answerer, Job, Outcome
-    from megatron_ds.inference.tp_group import Crew
+    from megatron_ds.inference.service import GenerationJob, GenerationResult, TextGenerationService
+    from megatron_ds.inference.tp_group import TpWorkerGroup
 
 NAME = Path(__file__).name
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
@@ -59,7 +59,7 @@ class Settings:
 
     @property
     def precision(self) -> str | None:
-        return precision_of(self.args)
+        return requested_dtype(self.args)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -118,7 +118,7 @@ def parse(argv: Sequence[str]) -> tuple[Settings | None, list[str]]:
     except argparse.ArgumentError as error:
         return None, [str(error)]
     training, problems = cli.read(rest, vars(args))
-    sampling = Sampling(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p)
+    sampling = SamplingParams(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p)
     problems += [*sampling.problems(), *_problems(args)]
     defaults = Defaults(args.out_seq_length, args.temperature, args.top_k, args.top_p)
     return Settings(args, defaults, training), problems
@@ -145,8 +145,13 @@ def run(settings: Settings) -> None:
     """Loads and serves. Raises ValueError for what does not fit the checkpoint or the machine."""
     from megatron_ds.inference import load_checkpoint
     from megatron_ds.inference.server import TextServer, listen
-    from megatron_ds.inference.service import Answerer, Job, Outcome, longest_text
-    from megatron_ds.inference.tp_group import Crew, CrewBroken, end_with_launchers
+    from megatron_ds.inference.service import (
+        GenerationJob,
+        GenerationResult,
+        TextGenerationService,
+        max_sequence_length,
+    )
+    from megatron_ds.inference.tp_group import TpGroupBroken, TpWorkerGroup, end_with_launchers
     from megatron_ds.parallel.mesh import Mesh
 
     end_with_launchers()
@@ -154,59 +159,64 @@ def run(settings: Settings) -> None:
     found = load_checkpoint.find_checkpoint(Path(args.load), say)
     config = load_checkpoint.model_config(found)
     tokenizer = cli.tokenizer_for(settings.training, found, NAME)
-    max_length = longest_text(config, args.inference_max_seq_length)
+    max_length = max_sequence_length(config, args.inference_max_seq_length)
     # Before the model: a port that is taken need not wait for it.
     listener = listen(args.host, args.port) if environment.rank() == 0 else None
     with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed prints which ops it loads
-        here = distributed.start(settings.training.runtime_config(endless=False))
+        here = distributed.init_distributed(settings.training.runtime_config(endless=False))
     try:
         mesh = Mesh.build(here.world_size)
         # A training may save while we start: all ranks take what the first one found.
-        found = of_first_rank(found)
+        found = broadcast_from_rank0(found)
         say(f"loading the checkpoint {found.path}")
-        answerer = Answerer(
+        answerer = TextGenerationService(
             load_checkpoint.load_model(found, mesh, here.device, precision=settings.precision),
             tokenizer,
             max_length=max_length,
             usual_new_tokens=settings.defaults.tokens_to_generate,
             micro_batch_size=args.micro_batch_size,
         )
-        crew = Crew[Job, Outcome](answerer.perform)
+        crew = TpWorkerGroup[GenerationJob, GenerationResult](answerer.run)
         if listener is None:
-            crew.follow()
+            crew.run_as_follower()
             return
-        service = Service(answerer, crew, settings.defaults)
+        service = ServerRunner(answerer, crew, settings.defaults)
         host, port = listener.getsockname()[:2]
         if args.host not in LOOPBACK:
             say(f"WARNING: --host {args.host}: whoever reaches this address may use the model")
         shown = f"[{host}]" if ":" in host else host
         say(f"serving on http://{shown}:{port} (PUT /api), {max_length} tokens per text")
         TextServer(service.read, service.perform, say).run(listener)
-        crew.dismiss()
+        crew.shutdown_followers()
         say("the server has ended")
-    except CrewBroken as error:
-        output.complain(output.signed(f"ends: {error}"))
-        raise SystemExit(ExitCode.LOST) from None
+    except TpGroupBroken as error:
+        output.print_error(output.with_rank_prefix(f"ends: {error}"))
+        raise SystemExit(ExitCode.PEER_LOST) from None
     finally:
-        distributed.stop()
+        distributed.destroy()
 
 
-class Service:
+class ServerRunner:
     """Requests to answers, on the first rank."""
 
-    def __init__(self, answerer: Answerer, crew: Crew[Job, Outcome], defaults: Defaults) -> None:
+    def __init__(
+        self,
+        answerer: TextGenerationService,
+        crew: TpWorkerGroup[GenerationJob, GenerationResult],
+        defaults: Defaults,
+    ) -> None:
         self._answerer = answerer
         self._crew = crew
         self._defaults = defaults
 
-    def read(self, body: bytes) -> Job:
+    def read(self, body: bytes) -> GenerationJob:
         from megatron_ds.inference import api_schema
 
         return self._answerer.job(api_schema.read(body, self._defaults))
 
-    def perform(self, job: Job, cancelled: threading.Event) -> dict[str, Any]:
+    def perform(self, job: GenerationJob, cancelled: threading.Event) -> dict[str, Any]:
         start = time.monotonic()
-        outcome = self._crew.lead(job, cancelled)
+        outcome = self._crew.run_as_leader(job, cancelled)
         if not job.query.no_log:
             given, all_tokens = (sum(map(len, each)) for each in (job.prompts, outcome.texts))
             seconds = time.monotonic() - start
@@ -222,7 +232,7 @@ def main(argv: Sequence[str]) -> None:
     if problems or settings is None:
         fail(NAME, problems)
     environment.prepare_environment()
-    with output.errors_in_words():
+    with output.exit_on_user_error():
         run(settings)
 
 

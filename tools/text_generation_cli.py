@@ -13,7 +13,7 @@ from typing import Any
 PATH = "/api"
 
 
-class NoAnswer(Exception):
+class ServerUnreachable(Exception):
     """In words."""
 
 
@@ -26,18 +26,18 @@ def ask(address: str, prompt: str, tokens: int) -> str:
         response = connection.getresponse()
         answer: Any = json.loads(response.read())
     except (OSError, http.client.HTTPException) as error:
-        raise NoAnswer(f"no answer from http://{address}{PATH}: {error}") from None
+        raise ServerUnreachable(f"no answer from http://{address}{PATH}: {error}") from None
     except ValueError:
-        raise NoAnswer(f"http://{address}{PATH} is no text generation server") from None
+        raise ServerUnreachable(f"http://{address}{PATH} is no text generation server") from None
     finally:
         connection.close()
     if response.status != 200:
         message = answer.get("message", answer) if isinstance(answer, dict) else answer
-        raise NoAnswer(f"Error {response.status}: {message}")
+        raise ServerUnreachable(f"Error {response.status}: {message}")
     try:
         return str(answer["text"][0])
     except (KeyError, IndexError, TypeError):
-        raise NoAnswer(f"http://{address}{PATH} is no text generation server") from None
+        raise ServerUnreachable(f"http://{address}{PATH} is no text generation server") from None
 
 
 def main(argv: Sequence[str]) -> int:
@@ -60,7 +60,7 @@ def main(argv: Sequence[str]) -> int:
             continue
         try:
             print(f"Megatron Response:\n{ask(address, prompt, int(count))}")
-        except NoAnswer as error:
+        except ServerUnreachable as error:
             print(error)
 
 

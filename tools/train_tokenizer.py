@@ -15,9 +15,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from megatron_ds.launch import output
-from megatron_ds.preprocess.document_readers import Inputs, Reader
+from megatron_ds.preprocess.document_readers import DocumentReader, InputSpec
 from megatron_ds.preprocess.input_flags import add_input_flags, inputs_of
-from megatron_ds.preprocess.parsing import Bad, Wanted, texts_of
+from megatron_ds.preprocess.parsing import RejectedDocument, TextFields, texts_of
 from megatron_ds.tokenizer.train import KINDS, problems, train_bpe, train_unigram, train_wordpiece
 
 USES = {
@@ -42,9 +42,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         metavar="KEY",
         help="keys or columns of the texts (default: text)",
     )
-    parser.add_argument(
-        "--type", default="bpe", choices=KINDS, help="what to train (default: bpe)"
-    )
+    parser.add_argument("--type", default="bpe", choices=KINDS, help="what to train (default: bpe)")
     parser.add_argument("--vocab-size", type=int, default=4096, help="tokens (default: 4096)")
     parser.add_argument(
         "--keep-case",
@@ -61,11 +59,11 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return arguments
 
 
-@output.warnings_in_words()
+@output.plain_warnings()
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse(argv)
     inputs = inputs_of(arguments)
-    reading = Texts(inputs, tuple(arguments.json_keys), strict=arguments.strict)
+    reading = TextIterator(inputs, tuple(arguments.json_keys), strict=arguments.strict)
     try:
         found = [
             *inputs.problems(),
@@ -82,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("interrupted", file=sys.stderr)
         return 130
     kind = "BertWordPieceCase" if arguments.keep_case else "BertWordPieceLowerCase"
-    with output.reader_may_leave():
+    with output.ignore_broken_pipe():
         print(f"{size} tokens from {reading.summary}")
         print(f"use it with {USES[arguments.type].format(arguments.output_dir, kind)}")
     return 0
@@ -97,7 +95,7 @@ def _output_problems(folder: Path) -> Iterator[str]:
         yield f"--output-dir {folder}: the folder {there} cannot be written"
 
 
-def train(arguments: argparse.Namespace, texts: Texts) -> int:
+def train(arguments: argparse.Namespace, texts: TextIterator) -> int:
     """Number of tokens."""
     folder, size, show = arguments.output_dir, arguments.vocab_size, sys.stderr.isatty()
     if arguments.type == "wordpiece":
@@ -108,27 +106,27 @@ def train(arguments: argparse.Namespace, texts: Texts) -> int:
     return train_bpe(texts, size, folder, show=show)
 
 
-class Texts:
+class TextIterator:
     """The texts of the inputs, with a progress line now and then; what has none is counted.
 
     Iterating raises ValueError if there is no text at all, or at the first line without one if
     `strict`.
     """
 
-    def __init__(self, inputs: Inputs, keys: tuple[str, ...], *, strict: bool = False) -> None:
+    def __init__(self, inputs: InputSpec, keys: tuple[str, ...], *, strict: bool = False) -> None:
         self._inputs = inputs
-        self._wanted = Wanted(keys, inputs.max_document_bytes)
+        self._wanted = TextFields(keys, inputs.max_document_bytes)
         self._strict = strict
         self._documents = 0
         self._bytes = 0
         self._left_out = 0
-        self._first_bad: Bad | None = None
+        self._first_bad: RejectedDocument | None = None
 
     def __iter__(self) -> Iterator[str]:
         start = said = time.perf_counter()
-        for item in Reader(self._inputs, self._wanted.keys):
+        for item in DocumentReader(self._inputs, self._wanted.keys):
             found = texts_of(item, self._wanted)
-            if isinstance(found, Bad):
+            if isinstance(found, RejectedDocument):
                 if self._strict:
                     raise ValueError(str(found))
                 self._left_out += 1

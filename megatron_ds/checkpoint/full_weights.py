@@ -15,33 +15,33 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from megatron_ds.checkpoint.metadata import Found, read_manifest
+from megatron_ds.checkpoint.metadata import CheckpointMetadata, read_manifest
 from megatron_ds.engine.ds_checkpoint_io import read_tensors
-from megatron_ds.parallel.sharding import Shard, join, shard_of, spec_of
+from megatron_ds.parallel.sharding import ShardSpec, shard_spec, take_shard, unshard
 
 Weights = dict[str, torch.Tensor]
 VOCABULARY_TABLES = ("embedding.word.weight", "head.weight")
 """Their rows are padded, to a number that depends on the tensor-parallel size."""
 
 
-def weight_files(found: Found) -> list[str]:
+def files_with_weights(found: CheckpointMetadata) -> list[str]:
     """The files that hold weights, or say how they are cut."""
     without = () if found.run["layout"]["zero_stage"] == 3 else ("optim_states.pt",)
     return [name for name in read_manifest(found.path) if not name.endswith(without)]
 
 
-def read_weights(found: Found) -> Weights:
+def read_weights(found: CheckpointMetadata) -> Weights:
     """Every parameter, whole, on the CPU: fp32 after ZeRO-3, else in the run's precision."""
-    return dict(whole_weights(found))
+    return dict(iter_full_weights(found))
 
 
-def whole_weights(found: Found) -> Iterator[tuple[str, torch.Tensor]]:
+def iter_full_weights(found: CheckpointMetadata) -> Iterator[tuple[str, torch.Tensor]]:
     """As `read_weights`, one after the other."""
     layout = found.run["layout"]
-    open_part: type[_Zero3Part] | type[_ModulePart] = (
-        _Zero3Part if layout["zero_stage"] == 3 else _ModulePart
+    open_part: type[_Zero3Reader] | type[_Zero012Reader] = (
+        _Zero3Reader if layout["zero_stage"] == 3 else _Zero012Reader
     )
-    parts: list[_Part] = [
+    parts: list[_TpShardReader] = [
         open_part(found.path, rank, layout) for rank in range(layout["tensor_model_parallel_size"])
     ]
     for name in parts[0].names:
@@ -50,10 +50,10 @@ def whole_weights(found: Found) -> Iterator[tuple[str, torch.Tensor]]:
         if entry is None:
             yield name, shards[0]
         else:
-            yield name, join(shards, Shard(entry["dim"], tuple(entry["sections"])))
+            yield name, unshard(shards, ShardSpec(entry["dim"], tuple(entry["sections"])))
 
 
-def put_weights(
+def load_full_weights(
     model: nn.Module, weights: Iterable[tuple[str, torch.Tensor]], rank: int, size: int
 ) -> None:
     """Copies whole tensors into a model's parameters, each rank its part.
@@ -76,7 +76,7 @@ def put_weights(
 
 
 def _put(name: str, parameter: nn.Parameter, full: torch.Tensor, rank: int, size: int) -> None:
-    spec = spec_of(parameter)
+    spec = shard_spec(parameter)
     expected = list(parameter.shape)
     if spec is not None:
         expected[spec.dim] = sum(spec.sections)
@@ -85,7 +85,7 @@ def _put(name: str, parameter: nn.Parameter, full: torch.Tensor, rank: int, size
     if list(full.shape) != expected:
         raise ValueError(f"{name} is {list(full.shape)}, the model expects {expected}")
     with torch.no_grad():
-        parameter.copy_(full if spec is None else shard_of(full, spec, rank, size))
+        parameter.copy_(full if spec is None else take_shard(full, spec, rank, size))
 
 
 def _with_rows(table: torch.Tensor, rows: int) -> torch.Tensor:
@@ -95,7 +95,7 @@ def _with_rows(table: torch.Tensor, rows: int) -> torch.Tensor:
     return torch.cat([table, table.new_zeros(rows - table.shape[0], *table.shape[1:])])
 
 
-class _Part(Protocol):
+class _TpShardReader(Protocol):
     """What one tensor-parallel rank saved."""
 
     names: list[str]
@@ -105,7 +105,7 @@ class _Part(Protocol):
         ...
 
 
-class _ModulePart:
+class _Zero012Reader:
     """ZeRO 0 to 2: one file per tensor-parallel rank holds its weights."""
 
     def __init__(self, path: Path, tp_rank: int, layout: dict[str, Any]) -> None:
@@ -117,7 +117,7 @@ class _ModulePart:
         return self._module[name]
 
 
-class _Zero3Part:
+class _Zero3Reader:
     """ZeRO 3: every data-parallel rank holds an equal slice of each flattened parameter, padded at
     the end, one parameter after the other, in fp32. The slices lie in several tensors, none across
     two of them.

@@ -29,21 +29,21 @@ from megatron_ds.checkpoint.metadata import (
     FORMAT_VERSION,
     MANIFEST,
     RUN,
-    Found,
-    candidates,
-    layout,
-    mismatches,
-    order,
-    problem_with,
+    CheckpointMetadata,
+    checksum_manifest,
+    data_order_settings,
+    find_damage,
+    list_checkpoints,
+    parallel_layout,
     read_run,
-    seal,
-    wrong_pointers,
+    resume_conflicts,
+    stale_pointers,
 )
 from megatron_ds.config import Config
 from megatron_ds.engine.protocol import Engine
-from megatron_ds.launch.exit_codes import ExitCode, RunEnds
+from megatron_ds.launch.exit_codes import ExitCode, RunAborted
 from megatron_ds.parallel.mesh import Mesh
-from megatron_ds.parallel.sharding import spec_of
+from megatron_ds.parallel.sharding import shard_spec
 from megatron_ds.train_state import TrainState
 
 T = TypeVar("T")
@@ -51,14 +51,14 @@ BYTES_PER_PARAMETER = 16
 """At most, of a checkpoint: a weight, its fp32 copy, two moments."""
 
 
-class SaveError(RunEnds):
+class SaveError(RunAborted):
     """A checkpoint could not be saved; raised on every rank, with the older ones as they were."""
 
     def __init__(self, words: str) -> None:
         super().__init__(words, ExitCode.SAVE_FAILED)
 
 
-class Checkpoints:
+class CheckpointManager:
     """Saves and restores one run. Every method is collective but where it says otherwise.
 
     say: prints a line on one rank.
@@ -84,17 +84,17 @@ class Checkpoints:
         temporary = folder / f"{storage.INCOMPLETE}{target.name}"
         try:
             self._write(engine, state, data, temporary)
-            self._on_first(lambda: storage.put_in_place(temporary, target))
+            self._rank0_result(lambda: storage.publish(temporary, target))
         except OSError as error:
-            self._on_first(lambda: _clean_up(folder))
+            self._rank0_result(lambda: _clean_up(folder))
             raise SaveError(
                 f"could not save the checkpoint of iteration {state.iteration} to {folder}: "
                 f"{error}. What was written of it is removed; older checkpoints are as they were"
             ) from error
-        self._follow_up(target, state.iteration)
+        self._update_pointers(target, state.iteration)
         self._say(f"  successfully saved checkpoint at iteration {state.iteration:7d} to {folder}")
 
-    def find(self) -> Found | None:
+    def select(self) -> CheckpointMetadata | None:
         """The newest complete checkpoint of LOAD, or that of --ckpt-step; None if LOAD holds none
         at all.
 
@@ -103,18 +103,18 @@ class Checkpoints:
         """
         assert self._config.checkpoint.load is not None
         folder = Path(self._config.checkpoint.load)
-        found = self._choose(folder)
+        found = self._select_newest(folder)
         if found is None:
             self._say(f"WARNING: could not find a complete checkpoint in {folder}")
             self._say("    will not load any checkpoints and will start from random")
             return None
-        problems = mismatches(found, self._config, self._mesh.dp.size)
+        problems = resume_conflicts(found, self._config, self._mesh.dp.size)
         if problems:
             lines = "".join(f"\n  - {problem}" for problem in problems)
             raise ValueError(f"the checkpoint {found.path} does not fit this run:{lines}")
         return found
 
-    def load(self, engine: Engine, found: Found) -> TrainState:
+    def load(self, engine: Engine, found: CheckpointMetadata) -> TrainState:
         """Restores a checkpoint that was found."""
         folder = found.path.parent
         self._say(f" loading checkpoint from {folder} at iteration {found.iteration}")
@@ -129,7 +129,9 @@ class Checkpoints:
         """
         assert self._config.checkpoint.save is not None
         folder = Path(self._config.checkpoint.save)
-        complete = (read_run(path) for path in candidates(folder) if problem_with(path) is None)
+        complete = (
+            read_run(path) for path in list_checkpoints(folder) if find_damage(path) is None
+        )
         found = next(complete, None)
         if found is not None and found.iteration > state.iteration:
             self._say(
@@ -146,36 +148,38 @@ class Checkpoints:
         temporary: Path,
     ) -> None:
         """All of a checkpoint, on the disk, under its temporary name."""
-        warning = self._on_first(lambda: _prepare(temporary, self._size(engine.module)))
+        warning = self._rank0_result(lambda: _make_temp_dir(temporary, self._size(engine.module)))
         if warning is not None:
             self._say(warning)
-        self._on_all(lambda: engine.save(temporary.parent, temporary.name))
+        self._all_ranks(lambda: engine.save(temporary.parent, temporary.name))
         facts = self._run_facts(engine, state)
-        self._on_first(lambda: storage.write_json(temporary / RUN, {**facts, "data": data()}))
-        entries = self._share(temporary, storage.flush_and_describe)
-        self._on_first(lambda: storage.write_text(temporary / MANIFEST, seal(entries)))
+        self._rank0_result(lambda: storage.write_json(temporary / RUN, {**facts, "data": data()}))
+        entries = self._map_files(temporary, storage.fsync_and_hash)
+        self._rank0_result(
+            lambda: storage.write_text(temporary / MANIFEST, checksum_manifest(entries))
+        )
 
-    def _follow_up(self, target: Path, iteration: int) -> None:
+    def _update_pointers(self, target: Path, iteration: int) -> None:
         """What a complete checkpoint brings with it; its errors cost the checkpoint nothing."""
         keep = self._config.checkpoint.keep_last
         try:
-            self._on_first(lambda: storage.point_at(target, iteration))
+            self._rank0_result(lambda: storage.write_latest(target, iteration))
             if keep is not None:
-                self._on_first(lambda: storage.remove_older(target.parent, target, keep))
+                self._rank0_result(lambda: storage.remove_older(target.parent, target, keep))
         except OSError as error:
             self._say(
                 f"WARNING: {target} is complete, but the pointers to it could not be written, or "
                 f"an older checkpoint not be removed: {error}"
             )
 
-    def _choose(self, folder: Path) -> Found | None:
+    def _select_newest(self, folder: Path) -> CheckpointMetadata | None:
         """The checkpoint to load, after telling which newer ones are not complete."""
-        paths = self._on_first(lambda: _candidates(folder))
+        paths = self._rank0_result(lambda: _candidates(folder))
         step = self._config.checkpoint.ckpt_step
         if step is not None:
-            return self._exactly(folder, paths, step)
+            return self._select_step(folder, paths, step)
         newest = paths[0] if paths else None
-        wrong = self._on_first(lambda: wrong_pointers(folder, newest))
+        wrong = self._rank0_result(lambda: stale_pointers(folder, newest))
         if newest is None:
             self._refuse_missing(folder, wrong)
             return None
@@ -202,7 +206,7 @@ class Checkpoints:
             "Repair or restore one, or move them away to start a new run"
         )
 
-    def _exactly(self, folder: Path, paths: list[Path], step: int) -> Found:
+    def _select_step(self, folder: Path, paths: list[Path], step: int) -> CheckpointMetadata:
         """The checkpoint of --ckpt-step and no other."""
         path = folder / f"global_step{step}"
         if path not in paths:
@@ -228,16 +232,16 @@ class Checkpoints:
 
     def _problem(self, path: Path) -> str | None:
         """What is wrong with a checkpoint on any rank; None if nothing is."""
-        seen = self._on_all(lambda: problem_with(path))
+        seen = self._all_ranks(lambda: find_damage(path))
         problem = next((text for text in seen if text is not None), None)
         if problem is not None:
             return problem
         try:
-            return "; ".join(self._share(path, storage.damages).values()) or None
+            return "; ".join(self._map_files(path, storage.find_damaged_files).values()) or None
         except (OSError, ValueError) as error:
             return f"it cannot be read ({error})"
 
-    def _on_first(self, work: Callable[[], T]) -> T:
+    def _rank0_result(self, work: Callable[[], T]) -> T:
         """Runs `work` on the first rank; every rank gets its result, or raises its error."""
         answer: list[Any] = [None, None]
         if self._mesh.rank == 0:
@@ -249,7 +253,7 @@ class Checkpoints:
         done: T = result
         return done
 
-    def _on_all(self, work: Callable[[], T]) -> list[T]:
+    def _all_ranks(self, work: Callable[[], T]) -> list[T]:
         """Runs `work` on every rank; every rank gets all results, or raises the first error."""
         answers: list[Any] = [None] * self._mesh.world_size
         dist.all_gather_object(answers, _attempt(work))
@@ -260,15 +264,15 @@ class Checkpoints:
                 raise kind(f"{who}{error}") from error
         return [result for result, _ in answers]
 
-    def _share(
+    def _map_files(
         self, path: Path, work: Callable[[Path, list[str]], dict[str, Any]]
     ) -> dict[str, Any]:
         """Runs `work` over the files below `path`, each file on one rank; gives all results."""
-        names = self._on_first(
+        names = self._rank0_result(
             lambda: [name for name in storage.files_below(path) if name != MANIFEST]
         )
         mine = names[self._mesh.rank :: self._mesh.world_size]
-        parts = self._on_all(lambda: work(path, mine))
+        parts = self._all_ranks(lambda: work(path, mine))
         return {name: value for part in parts for name, value in part.items()}
 
     def _size(self, model: nn.Module) -> int:
@@ -277,13 +281,13 @@ class Checkpoints:
         return own * self._mesh.tp.size * BYTES_PER_PARAMETER
 
     def _run_facts(self, engine: Engine, state: TrainState) -> dict[str, Any]:
-        specs = ((name, spec_of(value)) for name, value in engine.module.named_parameters())
+        specs = ((name, shard_spec(value)) for name, value in engine.module.named_parameters())
         return {
             "format_version": FORMAT_VERSION,
             "state": state.to_dict(),
             "config": self._config.to_dict(),
-            "layout": layout(self._config, self._mesh.dp.size),
-            "order": order(self._config, self._mesh.dp.size),
+            "layout": parallel_layout(self._config, self._mesh.dp.size),
+            "order": data_order_settings(self._config, self._mesh.dp.size),
             "shards": {
                 name: {"dim": spec.dim, "sections": list(spec.sections)}
                 for name, spec in specs
@@ -300,13 +304,13 @@ def _attempt(work: Callable[[], Any]) -> list[Any]:
         return [None, error]
 
 
-def _prepare(temporary: Path, estimate: int) -> str | None:
+def _make_temp_dir(temporary: Path, estimate: int) -> str | None:
     """Makes room and the folder to write to; a warning if the disk may become full.
 
     estimate: bytes of a checkpoint, where there is none to compare with.
     """
     folder = temporary.parent
-    storage.remove_leftovers(folder)
+    storage.remove_temporary(folder)
     temporary.mkdir(parents=True)
     needed = storage.size_of_newest(folder) or estimate
     free = storage.free_bytes(folder)
@@ -321,9 +325,9 @@ def _prepare(temporary: Path, estimate: int) -> str | None:
 def _clean_up(folder: Path) -> None:
     # What cannot be removed now is removed by the next save.
     with suppress(OSError):
-        storage.remove_leftovers(folder)
+        storage.remove_temporary(folder)
 
 
 def _candidates(folder: Path) -> list[Path]:
-    storage.put_back(folder)
-    return candidates(folder)
+    storage.restore_replaced(folder)
+    return list_checkpoints(folder)

@@ -13,8 +13,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from megatron_ds.config import GROUPS, WHOLE_DATA, Config, ModelConfig, flag_of
-from megatron_ds.data.blend_history import History
+from megatron_ds.config import GROUPS, SPLIT_DATA_FIELDS, Config, ModelConfig, flag_of
+from megatron_ds.data.blend_history import BlendHistory
 from megatron_ds.engine.ds_config import zero_stage
 from megatron_ds.train_state import TrainState
 
@@ -24,18 +24,18 @@ POINTERS = ("latest", "latest_checkpointed_iteration.txt")
 REPLACED = ".replaced-"
 """Prefix of a checkpoint that made way for one of the same iteration."""
 FORMAT_VERSION = 2
-FREE_FIELDS = frozenset({"attention_dropout", "hidden_dropout", "init_method_std"})
+RESUMABLE_FIELDS = frozenset({"attention_dropout", "hidden_dropout", "init_method_std"})
 """Fields of the model that may change on a resume."""
 VOCABULARY = ("vocab_size", "make_vocab_size_divisible_by")
 """Fields of the model that make the rows of its embedding table."""
 FIELDS = frozenset(item.name for group in GROUPS.values() for item in fields(group))
 STATES = ".pt"
 """Ending of the files that hold tensors."""
-UNSEALED = "0" * 64
+CHECKSUM_PLACEHOLDER = "0" * 64
 
 
 @dataclass(frozen=True)
-class Found:
+class CheckpointMetadata:
     """A complete checkpoint."""
 
     path: Path
@@ -47,17 +47,17 @@ class Found:
         return TrainState.from_dict(self.run["state"])
 
     @property
-    def history(self) -> History | None:
+    def history(self) -> BlendHistory | None:
         """Of the training data; None if it is not known. Raises ValueError if it is damaged."""
         if not self.run.get("data"):
             return None
         try:
-            return History.from_dict(self.run["data"])
+            return BlendHistory.from_dict(self.run["data"])
         except ValueError as error:
             raise ValueError(f"data: {error}") from error
 
 
-def layout(config: Config, dp_size: int) -> dict[str, Any]:
+def parallel_layout(config: Config, dp_size: int) -> dict[str, Any]:
     """How the run is cut over processes, which a resume must repeat."""
     return {
         "tensor_model_parallel_size": config.parallel.tensor_model_parallel_size,
@@ -68,13 +68,13 @@ def layout(config: Config, dp_size: int) -> dict[str, Any]:
     }
 
 
-def order(config: Config, dp_size: int) -> dict[str, Any]:
+def data_order_settings(config: Config, dp_size: int) -> dict[str, Any]:
     """What decides, beside the data itself, which samples a step takes."""
     rampup = config.schedule.rampup_batch_size
     return {
         "seed": config.runtime.seed,
         "split": config.data.split,
-        "global_batch_size": config.batch_size(dp_size),
+        "global_batch_size": config.final_global_batch_size(dp_size),
         "rampup_batch_size": None if rampup is None else list(rampup),
         "step_batch_size_schedule": [
             f"{tokens}:{size}" for tokens, size in config.schedule.batch_size_steps
@@ -83,13 +83,13 @@ def order(config: Config, dp_size: int) -> dict[str, Any]:
     }
 
 
-def mismatches(found: Found, config: Config, dp_size: int) -> list[str]:
+def resume_conflicts(found: CheckpointMetadata, config: Config, dp_size: int) -> list[str]:
     """Why a run cannot continue from a checkpoint."""
     problems = []
     before = found.run["config"]
     for key, now in config.to_dict()["model"].items():
         saved = before["model"].get(key)
-        if saved != now and key not in FREE_FIELDS.union(VOCABULARY):
+        if saved != now and key not in RESUMABLE_FIELDS.union(VOCABULARY):
             problems.append(f"{_named(key)} is {saved} in the checkpoint and {now} in this run")
     there, here = (
         _padding(model, config.parallel.tensor_model_parallel_size)
@@ -100,7 +100,7 @@ def mismatches(found: Found, config: Config, dp_size: int) -> list[str]:
             f"the vocabulary, padded by --make-vocab-size-divisible-by, is {there} in the "
             f"checkpoint and {here} in this run"
         )
-    for key, now in layout(config, dp_size).items():
+    for key, now in parallel_layout(config, dp_size).items():
         saved = found.run["layout"].get(key)
         if saved != now:
             problems.append(
@@ -108,10 +108,12 @@ def mismatches(found: Found, config: Config, dp_size: int) -> list[str]:
                 "(a resume needs the same layout)"
             )
     cut = before.get("data", {}), config.to_dict()["data"]
-    for key, now in order(config, dp_size).items():
+    for key, now in data_order_settings(config, dp_size).items():
         saved = found.run["order"].get(key)
         # Where --split does not cut the data of both runs, the documents' numbers are compared.
-        if key == "split" and not all(any(data.get(each) for each in WHOLE_DATA) for data in cut):
+        if key == "split" and not all(
+            any(data.get(each) for each in SPLIT_DATA_FIELDS) for data in cut
+        ):
             continue
         if saved != now:
             problems.append(
@@ -137,7 +139,7 @@ def _named(key: str) -> str:
     return spelled if key in FIELDS and flag_of(key) == spelled else key
 
 
-def candidates(folder: Path) -> list[Path]:
+def list_checkpoints(folder: Path) -> list[Path]:
     """The folders named global_stepN, newest first."""
     found = []
     for path in folder.iterdir() if folder.is_dir() else ():
@@ -147,7 +149,7 @@ def candidates(folder: Path) -> list[Path]:
     return [path for _, path in sorted(found, reverse=True)]
 
 
-def problem_with(path: Path) -> str | None:
+def find_damage(path: Path) -> str | None:
     """What is wrong with a checkpoint's names, sizes and JSON files; None if nothing is."""
     try:
         expected = {name: int(entry["bytes"]) for name, entry in read_manifest(path).items()}
@@ -170,7 +172,7 @@ def problem_with(path: Path) -> str | None:
     return None
 
 
-def wrong_pointers(folder: Path, newest: Path | None) -> list[str]:
+def stale_pointers(folder: Path, newest: Path | None) -> list[str]:
     """What the pointers say other than the newest folder's name: one line for each."""
     expected = ("", "") if newest is None else (newest.name, newest.name[len("global_step") :])
     found = []
@@ -183,7 +185,7 @@ def wrong_pointers(folder: Path, newest: Path | None) -> list[str]:
     return found
 
 
-def read_run(path: Path) -> Found:
+def read_run(path: Path) -> CheckpointMetadata:
     """What a checkpoint says of itself. Raises ValueError if that is not ours."""
     run = read_json(path / RUN)
     if not isinstance(run, dict):
@@ -197,7 +199,7 @@ def read_run(path: Path) -> Found:
             raise ValueError(f"{path / RUN}: {name} is missing or not a JSON object")
     if not isinstance(run["config"].get("model"), dict):
         raise ValueError(f"{path / RUN}: config.model is missing or not a JSON object")
-    found = Found(path, int(path.name.removeprefix("global_step")), run)
+    found = CheckpointMetadata(path, int(path.name.removeprefix("global_step")), run)
     try:
         iteration = found.state.iteration
         _ = found.history
@@ -208,7 +210,7 @@ def read_run(path: Path) -> Found:
     return found
 
 
-def seal(files: dict[str, Any]) -> str:
+def checksum_manifest(files: dict[str, Any]) -> str:
     """The text of a manifest that lists `files`; it carries its own SHA-256.
 
     The digest is that of the text with zeros in the digest's place, so that no byte of it can
@@ -216,11 +218,11 @@ def seal(files: dict[str, Any]) -> str:
     """
     values = {
         "format_version": FORMAT_VERSION,
-        "sha256": UNSEALED,
+        "sha256": CHECKSUM_PLACEHOLDER,
         "files": dict(sorted(files.items())),
     }
     text = json.dumps(values, indent=1) + "\n"
-    return text.replace(UNSEALED, _digest(text), 1)
+    return text.replace(CHECKSUM_PLACEHOLDER, _digest(text), 1)
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
@@ -229,7 +231,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
     try:
         values = json.loads(content)
         seal_of_file, files = str(values["sha256"]), values["files"]
-        unsealed = content.decode().replace(seal_of_file, UNSEALED, 1)
+        unsealed = content.decode().replace(seal_of_file, CHECKSUM_PLACEHOLDER, 1)
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"{MANIFEST} is damaged ({error!r})") from error
     if _digest(unsealed) != seal_of_file or not isinstance(files, dict):

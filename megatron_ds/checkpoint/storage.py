@@ -18,8 +18,8 @@ from megatron_ds.checkpoint.metadata import (
     POINTERS,
     REPLACED,
     STATES,
-    candidates,
-    problem_with,
+    find_damage,
+    list_checkpoints,
     read_manifest,
 )
 from megatron_ds.engine.ds_checkpoint_io import naming, read_tensors
@@ -65,7 +65,7 @@ def flush(path: Path) -> None:
         os.close(descriptor)
 
 
-def flush_and_describe(path: Path, names: list[str]) -> dict[str, Any]:
+def fsync_and_hash(path: Path, names: list[str]) -> dict[str, Any]:
     """The manifest's entries of some of a checkpoint's files, which are on the disk then."""
     entries = {}
     for name in names:
@@ -74,7 +74,7 @@ def flush_and_describe(path: Path, names: list[str]) -> dict[str, Any]:
     return entries
 
 
-def damages(path: Path, names: list[str]) -> dict[str, str]:
+def find_damaged_files(path: Path, names: list[str]) -> dict[str, str]:
     """Which of a checkpoint's files are not what the manifest says, or hold other than tensors and
     plain values: name -> words.
     """
@@ -96,7 +96,7 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def put_back(folder: Path) -> None:
+def restore_replaced(folder: Path) -> None:
     """Gives a checkpoint its name again that made way for one whose save did not get there."""
     for path in folder.glob(f"{REPLACED}global_step*"):
         target = folder / path.name.removeprefix(REPLACED)
@@ -106,15 +106,15 @@ def put_back(folder: Path) -> None:
                 os.rename(path, target)
 
 
-def remove_leftovers(folder: Path) -> None:
+def remove_temporary(folder: Path) -> None:
     """Removes what interrupted saves and removals left under temporary names."""
-    put_back(folder)
+    restore_replaced(folder)
     for prefix in (INCOMPLETE, REPLACED, REMOVED):
         for path in folder.glob(f"{prefix}global_step*"):
             shutil.rmtree(path, ignore_errors=True)
 
 
-def put_in_place(temporary: Path, target: Path) -> None:
+def publish(temporary: Path, target: Path) -> None:
     """Renames; an older checkpoint of the same iteration makes way and is removed afterwards."""
     replaced = target.with_name(f"{REPLACED}{target.name}")
     shutil.rmtree(replaced, ignore_errors=True)
@@ -134,15 +134,15 @@ def remove_older(folder: Path, newest: Path, keep: int) -> None:
 
     A folder that is damaged is left for its owner to look at. A crash leaves no half checkpoint.
     """
-    paths = candidates(folder)
-    older = [path for path in paths[paths.index(newest) + 1 :] if problem_with(path) is None]
+    paths = list_checkpoints(folder)
+    older = [path for path in paths[paths.index(newest) + 1 :] if find_damage(path) is None]
     for path in older[keep - 1 :]:
         removed = path.with_name(f"{REMOVED}{path.name}")
         os.rename(path, removed)
         shutil.rmtree(removed)
 
 
-def point_at(target: Path, iteration: int) -> None:
+def write_latest(target: Path, iteration: int) -> None:
     """Writes the pointers, for other programs; a load of ours goes by the folders."""
     for name, text in zip(POINTERS, (target.name, str(iteration)), strict=True):
         write_text(target.parent / name, text)
@@ -150,8 +150,8 @@ def point_at(target: Path, iteration: int) -> None:
 
 def size_of_newest(folder: Path) -> int | None:
     """Bytes of the newest checkpoint that is complete by its names and sizes; None without one."""
-    for path in candidates(folder):
-        if problem_with(path) is None:
+    for path in list_checkpoints(folder):
+        if find_damage(path) is None:
             return sum(int(entry["bytes"]) for entry in read_manifest(path).values())
     return None
 

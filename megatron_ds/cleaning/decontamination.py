@@ -14,9 +14,20 @@ from dataclasses import dataclass
 from hashlib import sha256
 
 from megatron_ds.cleaning.deduplication import WORD
-from megatron_ds.cleaning.stages import Cut, Document, Dropped
-from megatron_ds.preprocess.document_readers import Inputs, Item, Reader, Unreadable
-from megatron_ds.preprocess.parsing import BROKEN_JSON, Bad, Wanted, problem, texts_of
+from megatron_ds.cleaning.stages import Document, Dropped, SplitInto
+from megatron_ds.preprocess.document_readers import (
+    DocumentReader,
+    InputSpec,
+    RawDocument,
+    UnreadableDocument,
+)
+from megatron_ds.preprocess.parsing import (
+    BROKEN_JSON,
+    RejectedDocument,
+    TextFields,
+    reject,
+    texts_of,
+)
 
 SENTENCE_ENDS = ".!?。！？\n"
 SENTENCE_END = re.compile(f"[{re.escape(SENTENCE_ENDS)}]")
@@ -88,7 +99,7 @@ class Decontaminate:
         """The number of runs of words that are looked for."""
         return len(self._grams)
 
-    def __call__(self, document: Document) -> Dropped | Cut | None:
+    def __call__(self, document: Document) -> Dropped | SplitInto | None:
         matches = self._matches(document.text)
         first = next(matches, None)
         if first is None:
@@ -100,7 +111,7 @@ class Decontaminate:
             return Dropped("task text")
         if len(pieces) > self._options.max_pieces:
             return Dropped("task text in too many places")
-        return Cut(pieces)
+        return SplitInto(pieces)
 
     def _matches(self, text: str, begin: int = 0) -> Iterator[tuple[int, int]]:
         """Where task texts stand: first and past the last character; they may overlap."""
@@ -134,30 +145,30 @@ class Decontaminate:
 
 def _texts(options: TaskOptions, problems: list[str]) -> Iterator[str]:
     """The texts of the task files; what gives none goes to the problems."""
-    inputs = Inputs(
+    inputs = InputSpec(
         paths=options.files,
         text_documents="paragraph",
         max_document_bytes=MAX_DOCUMENT_BYTES,
     )
     whole = not options.keys
-    for item in Reader(inputs, options.keys, whole=whole):
-        found = _all_texts(item) if whole else texts_of(item, Wanted(options.keys, 1 << 31))
-        if isinstance(found, Bad):
+    for item in DocumentReader(inputs, options.keys, whole=whole):
+        found = _all_texts(item) if whole else texts_of(item, TextFields(options.keys, 1 << 31))
+        if isinstance(found, RejectedDocument):
             problems.append(f"--task-files {found}")
         else:
             yield from found
 
 
-def _all_texts(item: Item) -> list[str] | Bad:
+def _all_texts(item: RawDocument) -> list[str] | RejectedDocument:
     """Every text in an item, at any depth."""
     value: object = item.value
-    if isinstance(value, Unreadable):
-        return problem(item, value.reason, value.words)
+    if isinstance(value, UnreadableDocument):
+        return reject(item, value.reason, value.words)
     if isinstance(value, bytes):
         try:
             value = json.loads(value)
         except (ValueError, RecursionError) as error:
-            return problem(item, BROKEN_JSON, f"not JSON: {error}")
+            return reject(item, BROKEN_JSON, f"not JSON: {error}")
     return list(_strings(value))
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megatron_ds.cleaning.stages import MISSING_EXTRA, Claimed, Document
+from megatron_ds.cleaning.stages import MISSING_EXTRA, Document, NeedsUniqueKey
 
 HASH_BYTES = 16
 WORD = re.compile(r"\w+")
@@ -27,31 +27,31 @@ MIN_RECALL = 0.9
 """Pairs just as similar as the threshold share a band with at least this probability."""
 
 
-class Exact:
+class ExactHash:
     """Claims a text's hash: of its letters without their case, each run of spaces as one space."""
 
     name = "exact"
 
-    def __call__(self, document: Document) -> Claimed:
+    def __call__(self, document: Document) -> NeedsUniqueKey:
         text = " ".join(document.text.casefold().split())
         # No text has halves of surrogate pairs; what a lone pass may leave must not stop a run.
         data = text.encode("utf-8", "surrogatepass")
-        return Claimed(blake2b(data, digest_size=HASH_BYTES).digest())
+        return NeedsUniqueKey(blake2b(data, digest_size=HASH_BYTES).digest())
 
 
-class ExactJudge:
+class SeenHashes:
     """The hashes so far."""
 
     def __init__(self) -> None:
         self._seen: set[bytes] = set()
 
-    def claim(self, key: bytes) -> str | None:
+    def add_or_reject(self, key: bytes) -> str | None:
         if key in self._seen:
             return "exact duplicate"
         self._seen.add(key)
         return None
 
-    def restore(self, key: bytes) -> None:
+    def reload(self, key: bytes) -> None:
         self._seen.add(key)
 
 
@@ -82,7 +82,7 @@ class NearOptions:
         return self.num_perm
 
 
-class Near:
+class MinHashSignature:
     """Claims a text's MinHash signature. Raises ValueError where rensa is missing.
 
     Of each value its last 16 bits are kept: other values that are taken for equal are one in 65,536
@@ -95,13 +95,13 @@ class Near:
         self._options = options
         self._rensa = _rensa()
 
-    def __call__(self, document: Document) -> Claimed:
+    def __call__(self, document: Document) -> NeedsUniqueKey:
         signature = self._rensa.RMinHash(self._options.num_perm, self._options.seed)
         signature.update(shingles(document.text, self._options.ngram, self._options.unit))
-        return Claimed(np.array(signature.digest(), np.uint32).astype(VALUE).tobytes())
+        return NeedsUniqueKey(np.array(signature.digest(), np.uint32).astype(VALUE).tobytes())
 
 
-class NearJudge:
+class LshIndex:
     """The signatures so far, and for each band a table that leads to those with the same values.
 
     What shares a band is a candidate; the share of equal values estimates its similarity. Memory of
@@ -124,7 +124,7 @@ class NearJudge:
         self._earlier = np.empty((0, self._bands), np.uint32)
         self._last = np.zeros((self._bands, BLOCK), np.uint32)
 
-    def claim(self, key: bytes) -> str | None:
+    def add_or_reject(self, key: bytes) -> str | None:
         values = np.frombuffer(key, VALUE)
         slots = self._slots(values[None])[0]
         if self._nearest(values, slots) is not None:
@@ -138,7 +138,7 @@ class NearJudge:
         values = np.frombuffer(key, VALUE)
         return self._nearest(values, self._slots(values[None])[0])
 
-    def restore(self, key: bytes) -> None:
+    def reload(self, key: bytes) -> None:
         values = np.frombuffer(key, VALUE)
         self._keep(values, self._slots(values[None])[0])
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 
-from megatron_ds.cleaning.stages import MISSING_EXTRA, Document, Mended
+from megatron_ds.cleaning.stages import MISSING_EXTRA, Document, Replaced
 
 SUSPICIOUS = re.compile(r"[^\n\t\x20-\x25\x27-\x7e]")
 """What ftfy may change: `&`, control characters, and everything beyond ASCII."""
 
 
-class Fix:
+class FixUnicode:
     """Mends mojibake, HTML entities, ligatures, widths, quotes and line ends; the result is NFC.
 
     The same as `ftfy.fix_text` with its defaults. Raises ValueError where ftfy is missing.
@@ -26,12 +26,12 @@ class Fix:
         self._fix_text = ftfy.fix_text
         self._config = ftfy.TextFixerConfig(explain=False)
 
-    def __call__(self, document: Document) -> Mended | None:
+    def __call__(self, document: Document) -> Replaced | None:
         text = document.text
         if SUSPICIOUS.search(text) is None:
             return None
         fixed = self._fixed(text)
-        return None if fixed == text else Mended(fixed)
+        return None if fixed == text else Replaced(fixed)
 
     def _fixed(self, text: str) -> str:
         """ftfy works line by line and is slow: it gets only the lines that it may change."""

@@ -15,7 +15,7 @@ SAMPLE = 500
 """Of a long text so many characters are looked at: at its beginning, in its middle, at its end."""
 
 
-class Language:
+class LanguageFilter:
     """Drops what is of another language, and what is not surely of a wanted one.
 
     codes: ISO 639 codes. min_score: the model's probability of the language, 0 to 1. Raises

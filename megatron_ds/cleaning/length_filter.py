@@ -12,7 +12,7 @@ CHARS_PER_TOKEN = 64
 
 
 @dataclass(frozen=True)
-class Length:
+class LengthFilter:
     """Drops texts with fewer characters (without space around them), words or tokens.
 
     min_words: of what stands between spaces. tokenizer: counts tokens; None if min_tokens is 0.

@@ -12,20 +12,20 @@ from typing import Any
 from megatron_ds.cleaning.decontamination import HANDLINGS, Decontaminate, TaskOptions
 from megatron_ds.cleaning.deduplication import (
     UNITS,
-    Exact,
-    ExactJudge,
-    Near,
-    NearJudge,
+    ExactHash,
+    LshIndex,
+    MinHashSignature,
     NearOptions,
+    SeenHashes,
 )
-from megatron_ds.cleaning.fix_unicode import Fix
-from megatron_ds.cleaning.language_filter import Language
-from megatron_ds.cleaning.length_filter import Length
-from megatron_ds.cleaning.stages import Judge, Stage
-from megatron_ds.cleaning.url_filter import Urls
+from megatron_ds.cleaning.fix_unicode import FixUnicode
+from megatron_ds.cleaning.language_filter import LanguageFilter
+from megatron_ds.cleaning.length_filter import LengthFilter
+from megatron_ds.cleaning.stages import SeenKeys, Stage
+from megatron_ds.cleaning.url_filter import UrlFilter
 from megatron_ds.config import TokenizerConfig
 from megatron_ds.fileio.resumable import COMPRESSIONS
-from megatron_ds.preprocess.document_readers import QUARANTINE, STDIN, Inputs
+from megatron_ds.preprocess.document_readers import QUARANTINE, STDIN, InputSpec
 from megatron_ds.tokenizer import build_tokenizer
 
 STAGES = ("url", "fix", "length", "language", "exact", "near", "decontaminate")
@@ -47,7 +47,7 @@ class CleaningOptions:
     after which a killed run need not begin again. workers: processes that work.
     """
 
-    inputs: Inputs
+    inputs: InputSpec
     output: str
     stages: tuple[str, ...] | None = None
     key: str = "text"
@@ -103,7 +103,7 @@ class CleaningOptions:
         if self.workers < 1:
             yield f"--workers {self.workers}: must be at least 1"
         if self.resume:
-            for path in self.inputs.read_once():
+            for path in self.inputs.unseekable_paths():
                 yield f"--resume: --input {path} cannot be read a second time"
         yield from self._stage_problems()
 
@@ -116,7 +116,7 @@ class CleaningOptions:
         ]
         if self.report_picture is not None:
             named.append(("the numbers of --report,", self.report_numbers))
-        tasks = Inputs(paths=self.tasks.files)
+        tasks = InputSpec(paths=self.tasks.files)
         read = {os.path.realpath(path): "--url-blacklist" for path in self.url_lists}
         read |= {os.path.realpath(path): "--task-files" for path in tasks.local_files()}
         read |= {os.path.realpath(path): "--input" for path in self.inputs.local_files()}
@@ -210,7 +210,7 @@ class CleaningOptions:
             yield f"--near-ngram-unit {self.near.unit}: must be one of {', '.join(UNITS)}"
         if self.tasks.handling not in HANDLINGS:
             yield f"--contaminated {self.tasks.handling}: must be one of {', '.join(HANDLINGS)}"
-        for problem in Inputs(paths=self.tasks.files or (STDIN,)).problems():
+        for problem in InputSpec(paths=self.tasks.files or (STDIN,)).problems():
             yield problem.replace("--input", "--task-files")
         if STDIN in self.tasks.files:
             yield "--task-files -: the standard input is no file of tasks"
@@ -227,7 +227,7 @@ class CleaningOptions:
                 except ValueError as error:
                     problems.append(str(error))
         for stage in stages:
-            if isinstance(stage, Language):
+            if isinstance(stage, LanguageFilter):
                 problems += stage.problems()
         if problems:
             raise ValueError("\n".join(problems))
@@ -235,12 +235,12 @@ class CleaningOptions:
 
     def _makers(self) -> dict[str, Callable[[], Stage]]:
         return {
-            "fix": Fix,
-            "language": lambda: Language(self.languages, self.min_language_score),
+            "fix": FixUnicode,
+            "language": lambda: LanguageFilter(self.languages, self.min_language_score),
             "length": self._length,
-            "url": lambda: Urls(self.url_lists),
-            "exact": Exact,
-            "near": lambda: Near(self.near),
+            "url": lambda: UrlFilter(self.url_lists),
+            "exact": ExactHash,
+            "near": lambda: MinHashSignature(self.near),
             "decontaminate": lambda: Decontaminate(self.tasks),
         }
 
@@ -248,18 +248,18 @@ class CleaningOptions:
         tokenizer = None
         if self.tokenizer is not None:
             tokenizer = build_tokenizer(self.tokenizer, self.tokenizer_vocab_size)
-        return Length(self.min_chars, self.min_words, self.min_tokens, tokenizer)
+        return LengthFilter(self.min_chars, self.min_words, self.min_tokens, tokenizer)
 
-    def judges(self) -> dict[str, Judge]:
+    def build_seen_keys(self) -> dict[str, SeenKeys]:
         """By stage, for those whose outcome depends on earlier documents."""
-        made: dict[str, Judge] = {}
+        made: dict[str, SeenKeys] = {}
         if "exact" in self.order:
-            made["exact"] = ExactJudge()
+            made["exact"] = SeenHashes()
         if "near" in self.order:
-            made["near"] = NearJudge(self.near)
+            made["near"] = LshIndex(self.near)
         return made
 
-    def settings(self, stages: list[Stage]) -> dict[str, Any]:
+    def resume_key(self, stages: list[Stage]) -> dict[str, Any]:
         """All that decides the output, by flag: an interrupted run goes on only if it is the same.
 
         stages: those that `build` made. Files are named with what they hold.
@@ -279,7 +279,7 @@ class CleaningOptions:
             "--json-key": self.key,
             "part": self.part_bytes,
         }
-        chosen |= stamped(inputs)
+        chosen |= file_stamps(inputs)
         for stage in stages:
             chosen |= self._settings_of(stage)
         for name in self.order:
@@ -289,12 +289,12 @@ class CleaningOptions:
 
     def _settings_of(self, stage: Stage) -> dict[str, Any]:
         near, tasks = self.near, self.tasks
-        if isinstance(stage, Language):
+        if isinstance(stage, LanguageFilter):
             return {
                 "--languages": sorted(self.languages),
                 "--min-language-score": self.min_language_score,
             }
-        if isinstance(stage, Length):
+        if isinstance(stage, LengthFilter):
             used = stage.tokenizer
             return {
                 "--min-chars": self.min_chars,
@@ -302,9 +302,9 @@ class CleaningOptions:
                 "--min-tokens": self.min_tokens,
                 "tokenizer": None if used is None else used.fingerprint,
             }
-        if isinstance(stage, Urls):
-            return {"--url-key": self.url_key, "--url-blacklist": hashed(self.url_lists)}
-        if isinstance(stage, Near):
+        if isinstance(stage, UrlFilter):
+            return {"--url-key": self.url_key, "--url-blacklist": file_hashes(self.url_lists)}
+        if isinstance(stage, MinHashSignature):
             return {
                 "--near-duplicate-threshold": near.threshold,
                 "--num-perm": near.num_perm,
@@ -329,15 +329,15 @@ def _is_below(real: str, folder: str) -> bool:
     return real.startswith(os.path.join(os.path.realpath(folder), ""))
 
 
-def stamped(inputs: Inputs) -> dict[str, str]:
+def file_stamps(inputs: InputSpec) -> dict[str, str]:
     """Each file of the inputs, and how it is told from another: settings of a run."""
     return {
         f"input {stamp.name}": f"{stamp.size} bytes, mark {stamp.mark or 'none'}"
-        for stamp in inputs.stamps()
+        for stamp in inputs.file_stamps()
     }
 
 
-def hashed(paths: Sequence[str]) -> list[str]:
+def file_hashes(paths: Sequence[str]) -> list[str]:
     """Each file with the beginning of what it hashes to."""
     named: list[str] = []
     for path in paths:

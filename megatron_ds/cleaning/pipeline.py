@@ -17,11 +17,25 @@ from typing import Any, NamedTuple
 
 from megatron_ds.cleaning.options import CleaningOptions
 from megatron_ds.cleaning.report import draw, write_numbers
-from megatron_ds.cleaning.stages import Changed, Claimed, Dropped, Journey, Judge, Stage, travel
+from megatron_ds.cleaning.stages import (
+    DocumentTrace,
+    Dropped,
+    NeedsUniqueKey,
+    SeenKeys,
+    Stage,
+    TextChanged,
+    run_stages,
+)
 from megatron_ds.cleaning.stats import Counts
-from megatron_ds.fileio.resumable import Work, packed, records
-from megatron_ds.preprocess.document_readers import START, Item, Place, Reader, Unreadable
-from megatron_ds.preprocess.parsing import Bad, Wanted, texts_of
+from megatron_ds.fileio.resumable import ResumableOutput, pack_record, read_records
+from megatron_ds.preprocess.document_readers import (
+    START,
+    DocumentReader,
+    RawDocument,
+    ReadPosition,
+    UnreadableDocument,
+)
+from megatron_ds.preprocess.parsing import RejectedDocument, TextFields, texts_of
 from megatron_ds.preprocess.quarantine import line_of
 from megatron_ds.preprocess.worker_pool import Workers
 
@@ -41,14 +55,14 @@ class Progress(NamedTuple):
     input_bytes: int
 
 
-class Travelled(NamedTuple):
+class TracedDocument(NamedTuple):
     """A document's journey. length: characters of the text as it was read."""
 
     file: str
     line: int
     length: int
     has_url: bool
-    journey: Journey
+    journey: DocumentTrace
 
 
 @dataclass(frozen=True)
@@ -61,28 +75,28 @@ class Cleaner:
     max_document_bytes: int
     keep_dropped: bool
 
-    def __call__(self, items: list[Item]) -> list[Travelled | Bad]:
+    def __call__(self, items: list[RawDocument]) -> list[TracedDocument | RejectedDocument]:
         return [self._answer(item) for item in items]
 
-    def _answer(self, item: Item) -> Travelled | Bad:
+    def _answer(self, item: RawDocument) -> TracedDocument | RejectedDocument:
         keys = () if self.key is None else (self.key,)
-        texts = texts_of(item, Wanted(keys, self.max_document_bytes))
-        if isinstance(texts, Bad):
+        texts = texts_of(item, TextFields(keys, self.max_document_bytes))
+        if isinstance(texts, RejectedDocument):
             return texts
         text = texts[0] if texts else ""
         url = self._url(item)
         line = partial(_line, item, self.key, text)
-        journey = travel(text, url, self.stages, line, self.keep_dropped)
-        return Travelled(item.file, item.line, len(text), url is not None, journey)
+        journey = run_stages(text, url, self.stages, line, self.keep_dropped)
+        return TracedDocument(item.file, item.line, len(text), url is not None, journey)
 
-    def _url(self, item: Item) -> str | None:
+    def _url(self, item: RawDocument) -> str | None:
         if not any(stage.name == "url" for stage in self.stages):
             return None
-        found = texts_of(item, Wanted((self.url_key,), self.max_document_bytes))
-        return None if isinstance(found, Bad) or not found[0] else found[0]
+        found = texts_of(item, TextFields((self.url_key,), self.max_document_bytes))
+        return None if isinstance(found, RejectedDocument) or not found[0] else found[0]
 
 
-def _line(item: Item, key: str | None, before: str, text: str) -> bytes:
+def _line(item: RawDocument, key: str | None, before: str, text: str) -> bytes:
     """The document as a JSON line: as it was read, if its text is as it was."""
     value: Any = item.value
     if isinstance(value, bytes):
@@ -103,24 +117,24 @@ def _replaced(value: dict[str, Any], path: Sequence[str], text: str) -> dict[str
     return {**value, path[0]: inner}
 
 
-class Mark(NamedTuple):
+class ChunkEnd(NamedTuple):
     """Where the input is after a chunk, and whether a part ends there."""
 
-    place: Place
+    place: ReadPosition
     ends_part: bool
     input_bytes: int
 
 
 @dataclass
-class Feed:
+class ChunkedInput:
     """Items in chunks, and where each chunk ends. Parts end at the same items in every run."""
 
-    reader: Reader
+    reader: DocumentReader
     part_bytes: int
-    marks: deque[Mark] = field(default_factory=deque)
+    marks: deque[ChunkEnd] = field(default_factory=deque)
 
-    def chunks(self) -> Iterator[list[Item]]:
-        chunk: list[Item] = []
+    def chunks(self) -> Iterator[list[RawDocument]]:
+        chunk: list[RawDocument] = []
         size = part = 0
         for item in self.reader:
             chunk.append(item)
@@ -134,32 +148,34 @@ class Feed:
         if chunk:
             yield self._marked(chunk, self.reader.end, False)
 
-    def _marked(self, chunk: list[Item], place: Place, ends_part: bool) -> list[Item]:
-        self.marks.append(Mark(place, ends_part, self.reader.position))
+    def _marked(
+        self, chunk: list[RawDocument], place: ReadPosition, ends_part: bool
+    ) -> list[RawDocument]:
+        self.marks.append(ChunkEnd(place, ends_part, self.reader.position))
         return chunk
 
 
-def _size(item: Item) -> int:
+def _size(item: RawDocument) -> int:
     value = item.value
     if isinstance(value, bytes):
         return len(value)
-    if isinstance(value, Unreadable):
+    if isinstance(value, UnreadableDocument):
         return len(value.content)
     return sum(len(text) for text in value.values() if isinstance(text, str))
 
 
 @dataclass
-class Ledger:
+class ResultWriter:
     """Settles journeys in order: judges claims, writes what is kept and dropped, counts."""
 
     order: Sequence[str]
-    judges: dict[str, Judge]
+    seen_keys: dict[str, SeenKeys]
     counts: Counts
     write: Callable[[str, bytes], None]
     keep_dropped: bool
 
-    def take(self, answer: Travelled | Bad) -> None:
-        if isinstance(answer, Bad):
+    def take(self, answer: TracedDocument | RejectedDocument) -> None:
+        if isinstance(answer, RejectedDocument):
             self.counts.bad[answer.reason] += 1
             self.write(QUARANTINED, line_of(answer).encode())
             return
@@ -167,19 +183,19 @@ class Ledger:
         self.counts.without_url += "url" in self.order and not answer.has_url
         self._settle(answer, answer.journey, 0)
 
-    def _settle(self, answer: Travelled, journey: Journey, first: int) -> None:
+    def _settle(self, answer: TracedDocument, journey: DocumentTrace, first: int) -> None:
         for number, step in enumerate(journey.steps, first):
             name = self.order[number]
             counts = self.counts.stages[name]
             counts.entered += 1
             reason = None
-            if isinstance(step, Claimed):
-                reason = self.judges[name].claim(step.key)
+            if isinstance(step, NeedsUniqueKey):
+                reason = self.seen_keys[name].add_or_reject(step.key)
                 if reason is None:
-                    self.write(keys_of(name), packed(step.key))
+                    self.write(keys_of(name), pack_record(step.key))
             elif isinstance(step, Dropped):
                 reason = step.reason
-            elif isinstance(step, Changed):
+            elif isinstance(step, TextChanged):
                 counts.changed += 1
             elif isinstance(step, list):
                 counts.changed += 1
@@ -202,7 +218,7 @@ def keys_of(stage: str) -> str:
     return f"{stage}.keys"
 
 
-def _dropped_line(answer: Travelled, stage: str, reason: str, line: bytes) -> bytes:
+def _dropped_line(answer: TracedDocument, stage: str, reason: str, line: bytes) -> bytes:
     where = {"file": answer.file, "line": answer.line, "stage": stage, "reason": reason}
     return json.dumps(where)[:-1].encode() + b', "document": ' + line.rstrip(b"\n") + b"}\n"
 
@@ -218,8 +234,8 @@ def clean(
     for files that cannot be written. What was done until then `options.resume` goes on with.
     """
     stages = options.build()
-    settings = options.settings(stages)
-    judges = options.judges()
+    settings = options.resume_key(stages)
+    judges = options.build_seen_keys()
     dropped = {} if options.dropped is None else {DROPPED: _suffix(options.dropped)}
     names = {OUTPUT: _suffix(options.output), QUARANTINED: "", **dropped}
     names |= {keys_of(name): "" for name in judges}
@@ -233,13 +249,13 @@ def clean(
     with ExitStack() as stack:
         # First, so that they inherit no files, nor the lock.
         workers = stack.enter_context(Workers(cleaner, options.workers))
-        work = stack.enter_context(Work(options.output, settings, names, options.resume))
+        work = stack.enter_context(ResumableOutput(options.output, settings, names, options.resume))
         if work.progress is None:
             counts = Counts.of(options.order)
         else:
             counts = Counts.from_json(work.progress["counts"])
         if not work.finished:
-            ledger = Ledger(
+            ledger = ResultWriter(
                 options.order,
                 judges,
                 counts,
@@ -253,19 +269,19 @@ def clean(
 
 def _work(
     options: CleaningOptions,
-    ledger: Ledger,
-    workers: Workers[list[Item], list[Travelled | Bad]],
-    work: Work,
+    ledger: ResultWriter,
+    workers: Workers[list[RawDocument], list[TracedDocument | RejectedDocument]],
+    work: ResumableOutput,
     report: Callable[[Progress], None],
 ) -> None:
-    for name, judge in ledger.judges.items():
+    for name, judge in ledger.seen_keys.items():
         file = keys_of(name)
-        for key in records(work.folder / file, work.files[file].committed):
-            judge.restore(key)
+        for key in read_records(work.folder / file, work.files[file].committed):
+            judge.reload(key)
     done = work.progress
-    place = START if done is None else Place(*done["place"])
+    place = START if done is None else ReadPosition(*done["place"])
     keys = (options.key,) if options.order else ()
-    feed = Feed(Reader(options.inputs, keys, place, whole=True), options.part_bytes)
+    feed = ChunkedInput(DocumentReader(options.inputs, keys, place, whole=True), options.part_bytes)
     counts = ledger.counts
 
     def progress() -> dict[str, Any]:
@@ -297,7 +313,7 @@ def _nothing_left(counts: Counts) -> str:
     return f"{what}; left out were {', '.join(reasons)}" if reasons else what
 
 
-def _publish(options: CleaningOptions, work: Work) -> None:
+def _publish(options: CleaningOptions, work: ResumableOutput) -> None:
     finals = {OUTPUT: options.output}
     if options.dropped is not None:
         finals[DROPPED] = options.dropped

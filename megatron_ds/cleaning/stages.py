@@ -26,25 +26,25 @@ class Dropped(NamedTuple):
     reason: str
 
 
-class Mended(NamedTuple):
+class Replaced(NamedTuple):
     """The document goes on with another text."""
 
     text: str
 
 
-class Cut(NamedTuple):
+class SplitInto(NamedTuple):
     """Each of the texts goes on as a document of its own."""
 
     texts: list[str]
 
 
-class Claimed(NamedTuple):
+class NeedsUniqueKey(NamedTuple):
     """The document goes on if a judge finds no document before it that claimed the same."""
 
     key: bytes
 
 
-Outcome = Dropped | Mended | Cut | Claimed | None
+Outcome = Dropped | Replaced | SplitInto | NeedsUniqueKey | None
 """None: the document goes on as it is."""
 
 
@@ -58,27 +58,27 @@ class Stage(Protocol):
     def __call__(self, document: Document) -> Outcome: ...
 
 
-class Judge(Protocol):
+class SeenKeys(Protocol):
     """The memory of a stage whose outcome depends on earlier documents."""
 
-    def claim(self, key: bytes) -> str | None:
+    def add_or_reject(self, key: bytes) -> str | None:
         """Why the document is dropped; else None, and its key is kept."""
 
-    def restore(self, key: bytes) -> None:
+    def reload(self, key: bytes) -> None:
         """Keeps a key that was kept by an earlier process."""
 
 
 @dataclass(slots=True)
-class Changed:
+class TextChanged:
     """In a journey: at this stage the text was mended."""
 
 
-Step = Changed | Dropped | Claimed | list["Journey"] | None
+StageResult = TextChanged | Dropped | NeedsUniqueKey | list["DocumentTrace"] | None
 """What became of a text at one stage; a list: its pieces, which go on from the next stage."""
 
 
 @dataclass(slots=True)
-class Journey:
+class DocumentTrace:
     """What became of a text, stage by stage, up to its end.
 
     steps: one for each stage from the first that it met. length: of the text in characters, as it
@@ -86,33 +86,35 @@ class Journey:
     nobody asks for it.
     """
 
-    steps: list[Step]
+    steps: list[StageResult]
     length: int
     line: bytes
 
 
-def travel(
+def run_stages(
     text: str,
     url: str | None,
     stages: Sequence[Stage],
     line_of: Callable[[str], bytes],
     keep_dropped: bool,
-) -> Journey:
+) -> DocumentTrace:
     """Takes a text through the stages.
 
     line_of: the whole document as a JSON line, with this text. keep_dropped: make the lines of
     dropped documents, too.
     """
-    steps: list[Step] = []
+    steps: list[StageResult] = []
     ended = False
     for number, stage in enumerate(stages, 1):
         outcome = stage(Document(text, url))
-        if isinstance(outcome, Mended):
+        if isinstance(outcome, Replaced):
             text = outcome.text
-            steps.append(Changed())
-        elif isinstance(outcome, Cut):
+            steps.append(TextChanged())
+        elif isinstance(outcome, SplitInto):
             rest = stages[number:]
-            pieces = [travel(piece, url, rest, line_of, keep_dropped) for piece in outcome.texts]
+            pieces = [
+                run_stages(piece, url, rest, line_of, keep_dropped) for piece in outcome.texts
+            ]
             steps.append(pieces)
             ended = True
         else:
@@ -122,4 +124,4 @@ def travel(
             break
     # Of a document that goes on, and of one that a judge may drop, the line is needed.
     line = line_of(text) if keep_dropped or not ended else b""
-    return Journey(steps, len(text), line)
+    return DocumentTrace(steps, len(text), line)

@@ -36,7 +36,7 @@ SUFFIX = re.compile(r"(\.\w+)+")
 REGEX = "regex:"
 
 
-class Urls:
+class UrlFilter:
     """Drops documents of unwanted hosts, kinds of file and patterns, and of what is no address.
 
     Documents without an address go on. Raises ValueError with every wrong line of the files.

@@ -19,22 +19,22 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_ds import schedules
-from megatron_ds.cli.flags import Flag, dashed, help_text, known, version_text
+from megatron_ds.cli.flags import Flag, all_flags, dashed, help_text, version_text
 from megatron_ds.cli.megatron_flags import REFUSED_VALUES, Takes
 from megatron_ds.config import GROUPS, Config, flag_of
-from megatron_ds.launch.liveness import launchers
+from megatron_ds.launch.liveness import find_launchers
 
 PROGRAM = "pretrain_gpt.py"
 HELP = ("--help", "-h")
 VERSION = "--version"
-SPEAKS_FIRST = 10.0
+FIRST_RANK_TIMEOUT_S = 10.0
 """Seconds in which a launcher has ended this rank, if the first one has named its problems."""
 LARGEST_EXACT = 2**53
 """Beyond it, a number with a point or an exponent need not be the whole number it looks like."""
 
 
 @dataclass(frozen=True)
-class Scan:
+class ParsedLine:
     """What a command line says. values: by field. wrong: flags, with dashes, whose value could not
     be read or whose name was mistyped, so that nothing is known of them."""
 
@@ -45,7 +45,7 @@ class Scan:
 
 
 @dataclass(frozen=True)
-class Given:
+class GivenFlag:
     """A flag that sets a field, as it stands on the line."""
 
     flag: Flag
@@ -62,7 +62,7 @@ Check = Callable[[Config, int, Warn], list[str]]
 """Problems of a configuration beyond those that its fields show, given the number of processes."""
 
 
-def read(
+def build_config(
     argv: Sequence[str],
     *,
     world_size: int,
@@ -88,7 +88,7 @@ def read(
     if check is not None:
         found += check(config, world_size, warn)
     # What follows from a value that could not be read is not known; naming it would mislead.
-    told = [config.explained(line) for line in found if not _flags_in(line) & said.wrong]
+    told = [config.with_origin(line) for line in found if not _flags_in(line) & said.wrong]
     return config, [*said.problems, *told]
 
 
@@ -113,7 +113,9 @@ def parse(
         if rank == 0:
             print(f"WARNING: {line}", file=sys.stderr, flush=True)
 
-    config, problems = read(argv, world_size=world_size, warn=warn, complete=complete, check=check)
+    config, problems = build_config(
+        argv, world_size=world_size, warn=warn, complete=complete, check=check
+    )
     if problems:
         fail(problems, rank=rank, program=program)
     return config
@@ -121,22 +123,22 @@ def parse(
 
 def fail(problems: Sequence[str], *, rank: int = 0, program: str = PROGRAM) -> typing.NoReturn:
     """Names the problems on the first rank and ends the program with status 2."""
-    if rank == 0 or _unheard():
+    if rank == 0 or _first_rank_is_silent():
         count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
         lines = "\n".join(f"  - {problem}" for problem in problems)
         print(f"{program}: {count} with the settings:\n{lines}", file=sys.stderr, flush=True)
     raise SystemExit(2)
 
 
-def _unheard() -> bool:
+def _first_rank_is_silent() -> bool:
     """Whether the first rank has not named the problems that another one has found.
 
     A launcher ends all ranks when one of them has ended: the one that speaks is to end first.
     """
-    if not launchers():
+    if not find_launchers():
         return False
     try:
-        time.sleep(SPEAKS_FIRST)
+        time.sleep(FIRST_RANK_TIMEOUT_S)
     except SystemExit:  # the launcher's signal
         return False
     return True
@@ -144,15 +146,15 @@ def _unheard() -> bool:
 
 def scan(
     argv: Sequence[str], *, among: Mapping[str, Flag] | None = None, also: Iterable[str] = ()
-) -> Scan:
+) -> ParsedLine:
     """What the words of a command line say, with every error in them.
 
     among: the flags by their names; those of pretrain_gpt.py if none are given. also: names of
     further flags that the program knows, for the hint at a typing error.
     """
-    flags = known() if among is None else among
+    flags = all_flags() if among is None else among
     names = [*flags, *map(dashed, also)]
-    given: dict[str, Given] = {}
+    given: dict[str, GivenFlag] = {}
     problems: list[str] = []
     warnings: list[str] = []
     wrong: set[str] = set()
@@ -166,7 +168,7 @@ def scan(
             meant += [flags[near]] if near is not None and near in flags else []
             continue
         count = len(words) if flag.takes == "*" else int(flag.takes)
-        problems += [_stray(word, option, flag.takes) for word in words[count:]]
+        problems += [_extra_value(word, option, flag.takes) for word in words[count:]]
         try:
             value = _value(flag, option, words[:count])
         except ValueError as error:
@@ -174,9 +176,9 @@ def scan(
             wrong |= _names_of(flag)
             continue
         if flag.outcome == "dropped":
-            dropped.setdefault(flag.words, []).append(option)
+            dropped.setdefault(flag.explanation, []).append(option)
         elif flag.outcome == "set":
-            now = Given(flag, option, tuple(words[:count]), value)
+            now = GivenFlag(flag, option, tuple(words[:count]), value)
             before = given.pop(dashed(option), now)
             if before.value != value:
                 warnings.append(f"{_shown(before)} is followed by {_shown(now)}, which is taken")
@@ -184,9 +186,9 @@ def scan(
     for reason, options in dropped.items():
         has = "has" if len(options) == 1 else "have"
         warnings.append(f"{', '.join(dict.fromkeys(options))} {has} no effect: {reason}")
-    values, contradictions = _settle(list(given.values()))
+    values, contradictions = _resolve(list(given.values()))
     wrong = wrong.union(*(_names_of(flag) for flag in meant if flag.field not in values))
-    return Scan(values, [*problems, *contradictions], warnings, frozenset(wrong))
+    return ParsedLine(values, [*problems, *contradictions], warnings, frozenset(wrong))
 
 
 def _names_of(flag: Flag) -> set[str]:
@@ -227,7 +229,7 @@ def _unknown(option: str, words: Sequence[str], near: str | None) -> str:
     return f"there is no flag {option}{hint}"
 
 
-def _stray(word: str, option: str, takes: Takes) -> str:
+def _extra_value(word: str, option: str, takes: Takes) -> str:
     count = {0: "no value", 1: "one value"}.get(int(takes), f"{takes} values")
     return f"{word!r} belongs to no flag: {option} takes {count}"
 
@@ -235,9 +237,11 @@ def _stray(word: str, option: str, takes: Takes) -> str:
 def _value(flag: Flag, option: str, words: Sequence[str]) -> Any:
     """What a flag with these words sets; None if it sets nothing. Raises ValueError in words."""
     if flag.outcome == "refused":
-        if words and all(any(_is_same(word, each) for each in flag.same) for word in words):
+        if words and all(
+            any(_is_same(word, each) for each in flag.accepted_values) for word in words
+        ):
             return None
-        raise ValueError(f"{' '.join([option, *words])} is not supported: {flag.words}")
+        raise ValueError(f"{' '.join([option, *words])} is not supported: {flag.explanation}")
     if flag.outcome == "dropped" and flag.takes == "*":
         return None
     if flag.takes == 0:
@@ -268,7 +272,7 @@ def _converted(flag: Flag, option: str, word: str) -> Any:
             return float(word)
         except ValueError:
             raise ValueError(f"{option} {word}: must be a number") from None
-    chosen = flag.spelled.get(word, word)
+    chosen = flag.synonyms.get(word, word)
     if flag.choices and chosen not in flag.choices:
         raise ValueError(_not_among(flag, option, word))
     return chosen
@@ -293,17 +297,17 @@ def _not_among(flag: Flag, option: str, word: str) -> str:
     known_elsewhere = REFUSED_VALUES.get(flag.field, {})
     if word in known_elsewhere:
         return f"{option} {word} is not supported: {known_elsewhere[word]}"
-    lowered = {each.lower(): each for each in (*flag.spelled, *flag.choices)}
+    lowered = {each.lower(): each for each in (*flag.synonyms, *flag.choices)}
     near = difflib.get_close_matches(word.lower(), list(lowered), n=1, cutoff=0.6)
     hint = f"; did you mean {lowered[near[0]]}?" if near else ""
     return f"{option} {word}: must be one of {', '.join(flag.choices)}{hint}"
 
 
-def _settle(given: list[Given]) -> tuple[dict[str, Any], list[str]]:
+def _resolve(given: list[GivenFlag]) -> tuple[dict[str, Any], list[str]]:
     """The values by field, and the flags that give one field different values."""
     problems = []
     values: dict[str, Any] = {}
-    first: dict[str, Given] = {}
+    first: dict[str, GivenFlag] = {}
     # It says that there is no learned table, which leaves the other kinds their place.
     last = [each for each in given if dashed(each.option) == "no-position-embedding"]
     for each in [*(each for each in given if each not in last), *last]:
@@ -323,7 +327,7 @@ def _settle(given: list[Given]) -> tuple[dict[str, Any], list[str]]:
     return values, problems
 
 
-def _shown(given: Given) -> str:
+def _shown(given: GivenFlag) -> str:
     return " ".join((given.option, *given.words))
 
 

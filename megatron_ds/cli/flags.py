@@ -19,12 +19,12 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from megatron_ds.cli.megatron_flags import (
-    ALWAYS,
     FIXED_VALUES,
+    IGNORED,
+    NO_OP,
     PREPROCESS_WITHOUT_EFFECT,
     REFUSED,
-    WITHOUT_EFFECT,
-    Peer,
+    ForeignFlag,
     Takes,
 )
 from megatron_ds.config import GLU_ACTIVATIONS, GROUPS
@@ -68,16 +68,16 @@ class Flag:
     """The name that is shown, then the aliases; without dashes in front."""
     outcome: Outcome
     takes: Takes
-    words: str
+    explanation: str
     """Help, reason, or what to use instead."""
     field: str = ""
     kind: type = str
     const: Any = None
     """What a flag without a value sets."""
     choices: tuple[str, ...] = ()
-    spelled: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    synonyms: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Other spellings of a choice."""
-    same: tuple[str, ...] = ()
+    accepted_values: tuple[str, ...] = ()
     metavar: str = ""
     default: Any = None
 
@@ -135,11 +135,11 @@ def groups() -> dict[str, list[Flag]]:
     return found
 
 
-def peers() -> list[Flag]:
+def foreign_flags() -> list[Flag]:
     """The flags of the peers that set nothing."""
-    tables: tuple[tuple[Outcome, dict[str, Peer]], ...] = (
-        ("always", ALWAYS),
-        ("dropped", WITHOUT_EFFECT),
+    tables: tuple[tuple[Outcome, dict[str, ForeignFlag]], ...] = (
+        ("always", NO_OP),
+        ("dropped", IGNORED),
         ("refused", REFUSED),
     )
     return [
@@ -147,19 +147,19 @@ def peers() -> list[Flag]:
     ]
 
 
-def of_peer(name: str, peer: Peer, outcome: Outcome) -> Flag:
-    return Flag((name,), outcome, peer.takes, peer.words, same=peer.same, metavar="X")
+def of_peer(name: str, peer: ForeignFlag, outcome: Outcome) -> Flag:
+    return Flag((name,), outcome, peer.takes, peer.words, accepted_values=peer.same, metavar="X")
 
 
 @functools.cache
-def known() -> Mapping[str, Flag]:
+def all_flags() -> Mapping[str, Flag]:
     """Every flag of pretrain_gpt.py, by each of its names with dashes between the words."""
-    flags = [*(flag for group in groups().values() for flag in group), *peers()]
+    flags = [*(flag for group in groups().values() for flag in group), *foreign_flags()]
     return {dashed(name): flag for flag in flags for name in flag.names}
 
 
 @functools.cache
-def of_preprocessing() -> Mapping[str, Flag]:
+def preprocess_flags() -> Mapping[str, Flag]:
     """The flags of the peers' preprocess_data.py that tools/preprocess_data.py does not read."""
     return {
         name: of_peer(name, peer, "dropped") for name, peer in PREPROCESS_WITHOUT_EFFECT.items()
@@ -208,15 +208,15 @@ def explanation(flag: Flag) -> str:
     if other_names(flag):
         notes.append("also " + ", ".join(f"--{name}" for name in other_names(flag)))
     if not notes:
-        return flag.words
-    if re.search(r" \(default[^()]*\)$", flag.words):
-        return f"{flag.words[:-1]}; {'; '.join(notes)})"
-    return f"{flag.words} ({'; '.join(notes)})"
+        return flag.explanation
+    if re.search(r" \(default[^()]*\)$", flag.explanation):
+        return f"{flag.explanation[:-1]}; {'; '.join(notes)})"
+    return f"{flag.explanation} ({'; '.join(notes)})"
 
 
 def default_of(flag: Flag) -> str:
     """The default as users write it, 1e-8 or 65536; "" if there is none or the help names it."""
-    if flag.default is None or "(default" in flag.words:
+    if flag.default is None or "(default" in flag.explanation:
         return ""
     if isinstance(flag.default, float):
         return f"{flag.default:.15g}".replace("e-0", "e-").replace("e+0", "e")
@@ -245,7 +245,7 @@ def _of_field(item: dataclasses.Field[Any], hint: Any) -> Flag:
         item.name,
         kind,
         choices=choices,
-        spelled=meta["values"],
+        synonyms=meta["values"],
         metavar=meta["metavar"] or _metavar(kind, choices),
         default=item.default,
     )

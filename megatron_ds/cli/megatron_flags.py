@@ -16,7 +16,7 @@ Takes = int | str
 
 
 @dataclass(frozen=True)
-class Peer:
+class ForeignFlag:
     """One flag. words: why it has no effect, or what to use instead. same: values at which a
     refused flag is accepted without a word."""
 
@@ -25,17 +25,19 @@ class Peer:
     same: tuple[str, ...] = ()
 
 
-def _all(
+def _flags(
     words: str,
     *,
     switches: str = "",
     valued: str = "",
     lists: str = "",
     same: tuple[str, ...] = (),
-) -> dict[str, Peer]:
+) -> dict[str, ForeignFlag]:
     """The same words for several flags, by the number of values they take: none, one or any."""
     named: tuple[tuple[Takes, str], ...] = ((0, switches), (1, valued), ("*", lists))
-    return {flag: Peer(takes, words, same) for takes, flags in named for flag in flags.split()}
+    return {
+        flag: ForeignFlag(takes, words, same) for takes, flags in named for flag in flags.split()
+    }
 
 
 FIXED_VALUES: dict[str, tuple[str, str | bool, str]] = {
@@ -55,57 +57,59 @@ FIXED_VALUES: dict[str, tuple[str, str | bool, str]] = {
 }
 """Flags without a value that stand for a value of a field: flag -> (field, value, help)."""
 
-ALWAYS: dict[str, Peer] = {
-    **_all("softmax is computed in fp32", switches="attention-softmax-in-fp32"),
-    **_all(
+NO_OP: dict[str, ForeignFlag] = {
+    **_flags("softmax is computed in fp32", switches="attention-softmax-in-fp32"),
+    **_flags(
         "there is no such fused kernel to turn off",
         switches="no-masked-softmax-fusion no-bias-dropout-fusion no-bias-swiglu-fusion "
         "no-rope-fusion no-persist-layer-norm no-gradient-accumulation-fusion "
         "disable-mem-efficient-ln",
     ),
-    **_all("one pipeline stage needs no pipeline engine", switches="no-pipeline-parallel"),
-    **_all("query-key layer scaling does not exist here", switches="no-query-key-layer-scaling"),
-    **_all(
+    **_flags("one pipeline stage needs no pipeline engine", switches="no-pipeline-parallel"),
+    **_flags("query-key layer scaling does not exist here", switches="no-query-key-layer-scaling"),
+    **_flags(
         "weights are drawn on the CPU, from one seed per name", switches="use-cpu-initialization"
     ),
-    **_all("a signal saves, ends the run and sets the exit status", switches="exit-signal-handler"),
-    **_all(
+    **_flags(
+        "a signal saves, ends the run and sets the exit status", switches="exit-signal-handler"
+    ),
+    **_flags(
         "the schedule follows the flags of the command line, on a resume too",
         switches="override-lr-scheduler override-opt_param-scheduler",
     ),
-    **_all("throughput stands in every log line", switches="log-throughput"),
-    **_all(
+    **_flags("throughput stands in every log line", switches="log-throughput"),
+    **_flags(
         "random states are functions of the seed and the data's position",
         switches="no-load-rng no-save-rng",
     ),
-    **_all(
+    **_flags(
         "attention is causal without a mask from the loader",
         switches="no-create-attention-mask-in-dataloader",
     ),
 }
 """Switches that ask for what every run does: accepted without a word."""
 
-WITHOUT_EFFECT: dict[str, Peer] = {
+IGNORED: dict[str, ForeignFlag] = {
     # Kernels and speed.
-    **_all(
+    **_flags(
         "scaled_dot_product_attention takes the fastest kernel there is",
         switches="use-flash-attn use-flash-attn-v1 use-flash-attn-v2 use-flash-attn-triton "
         "use-flash-attn-builder",
     ),
-    **_all(
+    **_flags(
         "there is one implementation of the layers", switches="use-mcore-models use-legacy-models"
     ),
-    **_all("there is one implementation of the layers", valued="transformer-impl"),
-    **_all(
+    **_flags("there is one implementation of the layers", valued="transformer-impl"),
+    **_flags(
         "attention scores are scaled once, and their softmax is in fp32",
         switches="apply-query-key-layer-scaling",
     ),
-    **_all("there is one implementation of the loss", switches="cross-entropy-loss-fusion"),
-    **_all(
+    **_flags("there is one implementation of the loss", switches="cross-entropy-loss-fusion"),
+    **_flags(
         "there are no fused kernels with constraints",
         switches="abort-on-unmet-fused-kernel-constraints",
     ),
-    **_all(
+    **_flags(
         "how tensor-parallel communication overlaps is fixed",
         switches="no-async-tensor-model-parallel-allreduce tp-comm-overlap "
         "tp-comm-overlap-rs-dgrad disable-tp-comm-bulk-dgrad disable-tp-comm-bulk-wgrad "
@@ -114,113 +118,117 @@ WITHOUT_EFFECT: dict[str, Peer] = {
         "no-clone-scatter-output-in-embedding",
         valued="tp-comm-overlap-cfg wgrad-deferral-limit",
     ),
-    **_all("NCCL reads its environment variables", valued="nccl-communicator-config-path"),
-    **_all(
+    **_flags("NCCL reads its environment variables", valued="nccl-communicator-config-path"),
+    **_flags(
         "Python's garbage collector is left alone",
         switches="manual-gc no-manual-gc-eval",
         valued="manual-gc-interval",
     ),
-    **_all("the allocator's cache is never emptied", valued="empty-unused-memory-level"),
+    **_flags("the allocator's cache is never emptied", valued="empty-unused-memory-level"),
     # Data parallelism and the optimizer's memory: DeepSpeed's.
-    **_all(
+    **_flags(
         "data parallelism is DeepSpeed's",
         switches="use-contiguous-buffers-in-ddp no-contiguous-buffers-in-local-ddp "
         "ddp-average-in-collective delay-param-gather no-delay-grad-reduce",
         valued="DDP-impl",
     ),
-    **_all(
+    **_flags(
         'data parallelism is DeepSpeed\'s: set zero_optimization "overlap_comm", '
         '"reduce_bucket_size" and "allgather_bucket_size" in --deepspeed_config',
         switches="overlap-grad-reduce overlap-param-gather",
         valued="ddp-bucket-size",
     ),
-    **_all(
+    **_flags(
         "--zero-stage says what is cut over data-parallel ranks; its default, 1, cuts the "
         "optimizer states",
         switches="use-distributed-optimizer",
     ),
-    **_all(
+    **_flags(
         "never read in the forks either: set the keys of zero_optimization in --deepspeed_config",
         switches="zero-contigious-gradients zero-reduce-scatter use-pin-memory",
         valued="zero-allgather-bucket-size zero-reduce-bucket-size",
     ),
-    **_all(
+    **_flags(
         "without effect in the forks, too",
         switches="memory-centric-tiled-linear scattered-embeddings split-transformers "
         "no-load-lr-state",
         valued="tile-factor",
     ),
-    **_all(
+    **_flags(
         "--optimizer adam is torch's fused AdamW, or DeepSpeed's for states that --cpu-optimizer "
         "keeps in host memory",
         switches="ds_fused_adam cpu_torch_adam",
     ),
-    **_all(
+    **_flags(
         "parameters that every tensor-parallel rank holds get the same gradient on each",
         switches="sync-tp-duplicated-parameters",
     ),
-    **_all(
+    **_flags(
         "a step whose gradient is not finite is always found, counted and skipped",
         switches="no-check-for-nan-in-loss-and-grad",
     ),
-    **_all("weights are always drawn, and a resume replaces them", switches="no-initialization"),
+    **_flags("weights are always drawn, and a resume replaces them", switches="no-initialization"),
     # Pipeline parallelism, which --pipeline-model-parallel-size alone turns on.
-    **_all(
+    **_flags(
         "only read with several pipeline stages",
         switches="no-scatter-gather-tensors-in-pipeline overlap-p2p-communication "
         "no-overlap-p2p-communication use-ring-exchange-p2p use-tp-pp-dp-mapping",
         valued="pp-partition-method",
     ),
     # Data.
-    **_all("only read with --dataloader-type cyclic", switches="no-data-sharding"),
-    **_all("validation batches are read by the training process", valued="valid-num-workers"),
-    **_all("indexes are built by one process and cached", valued="num-dataset-builder-threads"),
-    **_all("token files are always mapped to memory", switches="no-mmap-bin-files"),
+    **_flags("only read with --dataloader-type cyclic", switches="no-data-sharding"),
+    **_flags("validation batches are read by the training process", valued="valid-num-workers"),
+    **_flags("indexes are built by one process and cached", valued="num-dataset-builder-threads"),
+    **_flags("token files are always mapped to memory", switches="no-mmap-bin-files"),
     # Logs and monitoring.
-    **_all(
+    **_flags(
         "there is no Weights & Biases writer; --tensorboard-dir and --metrics-jsonl hold the "
         "same numbers",
         valued="wandb-exp-name wandb-project wandb-save-dir",
     ),
-    **_all(
+    **_flags(
         "NVIDIA's one-logger is not used",
         switches="no-one-logger one-logger-async",
         valued="one-logger-project one-logger-run-name app-tag-run-name app-tag-run-version",
     ),
-    **_all(
+    **_flags(
         "there is no straggler detector",
         switches="log-straggler disable-straggler-on-startup",
         valued="straggler-ctrlr-port straggler-minmax-count",
     ),
-    **_all(
+    **_flags(
         "steps are timed whole: the parts of a step have no timers",
         switches="no-barrier-with-level-1-timing",
         valued="timing-log-level timing-log-option",
     ),
-    **_all("the zeros in the gradient are not counted", switches="log-num-zeros-in-grad"),
-    **_all("the optimizer's states are not logged", switches="log-optimizer-states-to-tensorboard"),
-    **_all(
+    **_flags("the zeros in the gradient are not counted", switches="log-num-zeros-in-grad"),
+    **_flags(
+        "the optimizer's states are not logged", switches="log-optimizer-states-to-tensorboard"
+    ),
+    **_flags(
         "the first and the last rank print, at one level",
         valued="log-level log-level-replica logging-level",
     ),
-    **_all("the settings are printed, and saved in run.json of each checkpoint", valued="log-path"),
-    **_all("the run's own output tells its progress", switches="log-progress"),
-    **_all("the fork's code for it is switched off, too", valued="codecarbon-dir"),
-    **_all(
+    **_flags(
+        "the settings are printed, and saved in run.json of each checkpoint", valued="log-path"
+    ),
+    **_flags("the run's own output tells its progress", switches="log-progress"),
+    **_flags("the fork's code for it is switched off, too", valued="codecarbon-dir"),
+    **_flags(
         "there is no profiler; run the command under one",
         valued="profile_steps profile-step-start profile-step-end",
         lists="profile profile-ranks",
     ),
     # Checkpoints' files.
-    **_all(
+    **_flags(
         "checkpoints have one format, which every rank writes and reads its part of",
         switches="use-dist-ckpt auto-detect-ckpt-format ckpt-assume-constant-structure "
         "ckpt-fully-parallel-load ckpt-fully-parallel-save no-ckpt-fully-parallel-save",
         valued="dist-ckpt-format dist-ckpt-strictness",
     ),
-    **_all("the run waits until a checkpoint is written", switches="async-save"),
+    **_flags("the run waits until a checkpoint is written", switches="async-save"),
     # Companions of flags that are refused: alone they do nothing in the peers either.
-    **_all(
+    **_flags(
         "only read with mixture of experts, which --num-experts would turn on",
         switches="create-moe-param-group disable-moe-token-dropping "
         "disable-moe-top2-2nd-expert-sampling enable-expert-tensor-parallelism moe-extended-tp "
@@ -231,25 +239,25 @@ WITHOUT_EFFECT: dict[str, Peer] = {
         "moe-router-load-balancing-type moe-router-topk moe-token-dispatcher-type "
         "moe-token-drop-policy moe-train-capacity-factor moe-z-loss-coeff mlp-type topk",
     ),
-    **_all(
+    **_flags(
         "only read with fp8",
         switches="no-fp8-wgrad",
         valued="fp8-amax-compute-algo fp8-amax-history-len fp8-interval fp8-margin",
     ),
-    **_all(
+    **_flags(
         "only read with --ds-sequence-parallel-fpdt",
         switches="ds-sequence-parallel-fpdt-offloading",
         valued="ds-sequence-parallel-fpdt-chunk-size",
     ),
-    **_all(
+    **_flags(
         "only read with --kd",
         valued="kd-alpha-ce kd-beta-ce kd-temp hidden-size-teacher load-teacher "
         "num-attention-heads-teacher num-layers-teacher",
         lists="num-experts-teacher",
     ),
-    **_all("only read with --adlr-autoresume", valued="adlr-autoresume-interval"),
+    **_flags("only read with --adlr-autoresume", valued="adlr-autoresume-interval"),
     # Other programs of the peers, whose flags their pretrain_gpt.py takes and never reads.
-    **_all(
+    **_flags(
         "only for BERT, T5 and retrieval models",
         switches="bert-no-binary-head biencoder-shared-query-context-model "
         "output-bert-embeddings retriever-score-scaling retro-no-verify-neighbor-count "
@@ -264,7 +272,7 @@ WITHOUT_EFFECT: dict[str, Peer] = {
         "sample-rate short-seq-prob titles-data-path",
         lists="retriever-report-topk-accuracies",
     ),
-    **_all(
+    **_flags(
         "only for vision models",
         switches="dino-norm-last-layer vision-pretraining",
         valued="classes-fraction data-per-class-fraction dino-bottleneck-size "
@@ -274,11 +282,11 @@ WITHOUT_EFFECT: dict[str, Peer] = {
         "mask-type num-channels num-classes patch-dim swin-backbone-type "
         "vision-backbone-type vision-pretraining-type",
     ),
-    **_all(
+    **_flags(
         "only for Mamba models",
         valued="hybrid-attention-ratio hybrid-mlp-ratio hybrid-override-pattern",
     ),
-    **_all(
+    **_flags(
         "only for generation",
         valued="inference-batch-times-seqlen-threshold max-tokens-to-oom",
     ),
@@ -297,176 +305,180 @@ _NO_WEIGHTS = (
     "flag out"
 )
 
-REFUSED: dict[str, Peer] = {
+REFUSED: dict[str, ForeignFlag] = {
     # Numerics and the model.
-    **_all("the loss is computed in fp32; leave the flag out", switches="fp16-lm-cross-entropy"),
-    **_all(
+    **_flags("the loss is computed in fp32; leave the flag out", switches="fp16-lm-cross-entropy"),
+    **_flags(
         "the residual stream has the type of --bf16 or --fp16; leave the flag out, or leave those "
         "out for fp32 throughout",
         switches="fp32-residual-connection",
     ),
-    **_all(
+    **_flags(
         "the embedding is kept in the type of --bf16 or --fp16 with an fp32 master copy; leave "
         "the flag out",
         switches="embedding-weights-in-fp32",
     ),
-    **_all(
+    **_flags(
         "fp8 is not there; leave the flag out and train with --bf16",
         switches="fp8-e4m3 fp8-hybrid",
         valued="fp8-format",
     ),
-    **_all(
+    **_flags(
         _NOT_MODEL,
         switches="apply-residual-connection-post-layernorm apply-layernorm-1p qk-layernorm "
         "rotary-interleaved retro-add-retriever",
         valued="rotary-seq-len-interpolation-factor",
         lists="spec",
     ),
-    **_all(
+    **_flags(
         "weights are normal with --init-method-std; leave the flag out",
         switches="init-method-xavier-uniform",
     ),
-    **_all(
+    **_flags(
         "all data-parallel ranks start from the same weights; leave the flag out",
         switches="data-parallel-random-init",
     ),
-    **_all(
+    **_flags(
         "the loss is the mean over micro-batches, which is the same unless --eod-mask-loss is "
         "given; leave the flag out",
         switches="calculate-per-token-loss",
     ),
-    **_all(
+    **_flags(
         "for the exact gelu give --no-bias-gelu-fusion; otherwise leave the flag out",
         valued="onnx-safe",
     ),
-    **_all(
+    **_flags(
         "give --make-vocab-size-divisible-by N, which pads to N if N is not below the vocabulary",
         valued="pad-vocab-size-to",
     ),
-    **_all(_NO_EXPERTS, lists="num-experts", same=("1",)),
-    **_all(
+    **_flags(_NO_EXPERTS, lists="num-experts", same=("1",)),
+    **_flags(
         _NO_EXPERTS,
         valued="moe-expert-parallel-size expert-model-parallel-size",
         same=("1",),
     ),
-    **_all(_NO_EXPERTS, valued="num-experts-switch"),
+    **_flags(_NO_EXPERTS, valued="num-experts-switch"),
     # Layout.
-    **_all(_NO_SEQUENCE, switches="sequence-parallel"),
-    **_all(_NO_SEQUENCE, switches="force-ds-sequence-parallel ds-sequence-parallel-fpdt"),
-    **_all(_NO_SEQUENCE, valued="context-parallel-size ds-sequence-parallel-size", same=("1",)),
-    **_all(
+    **_flags(_NO_SEQUENCE, switches="sequence-parallel"),
+    **_flags(_NO_SEQUENCE, switches="force-ds-sequence-parallel ds-sequence-parallel-fpdt"),
+    **_flags(_NO_SEQUENCE, valued="context-parallel-size ds-sequence-parallel-size", same=("1",)),
+    **_flags(
         _NO_PIPELINE,
         switches="enable-zbh1-pipeline enable-zbh1-exact-semantics standalone-embedding-stage",
         valued="num-layers-per-virtual-pipeline-stage",
     ),
-    **_all("process groups are made at start; leave the flag out", valued="lazy-mpu-init"),
-    **_all(
+    **_flags("process groups are made at start; leave the flag out", valued="lazy-mpu-init"),
+    **_flags(
         "recomputation goes in units of --recompute-num-layers through the whole model, which is "
         "uniform; leave the flag out",
         valued="recompute-method",
         same=("uniform",),
     ),
     # Optimizer and schedule.
-    **_all(
+    **_flags(
         "the optimizer's states are fp32; leave the flag out. --zero-stage and --cpu-optimizer "
         "save memory",
         switches="use-bnb-optimizer",
     ),
-    **_all(
+    **_flags(
         "one learning rate serves all weights; leave the flag out",
         valued="decoupled-lr decoupled-min-lr",
     ),
-    **_all(
+    **_flags(
         "one learning rate serves all weights; leave the flag out",
         valued="head-lr-mult",
         same=("1",),
     ),
-    **_all("give --lr-warmup-fraction, --lr-warmup-iters or --lr-warmup-samples", valued="warmup"),
-    **_all(
+    **_flags(
+        "give --lr-warmup-fraction, --lr-warmup-iters or --lr-warmup-samples", valued="warmup"
+    ),
+    **_flags(
         "the schedule is that of the command line; give the first run's flags instead",
         switches="use-checkpoint-lr-scheduler use-checkpoint-opt_param-scheduler",
     ),
-    **_all(
+    **_flags(
         "iterations cannot be left out yet; leave the flag out",
         lists="skip-train-iteration-range",
     ),
     # Data.
-    **_all(
+    **_flags(
         "samples come in one order, drawn from --seed; leave the flag out",
         valued="dataloader-type",
         same=("single",),
     ),
-    **_all(
+    **_flags(
         "the data repeats as often as the run needs, reshuffled; leave the flag out",
         switches="repeated-dataloader",
         valued="train-data-exact-num-epochs",
     ),
-    **_all(
+    **_flags(
         "every token of a sample is trained on (--eod-mask-loss leaves out the end-of-document "
         "token); leave the flag out",
         switches="loss-on-targets-only reweight-loss-based-on-position-frequency",
     ),
-    **_all(
+    **_flags(
         "indexes are built from the token files and cached (--data-cache-path); leave the flag out",
         valued="train-desc-path train-doc-idx-path train-idx-path train-sample-idx-path "
         "train-shuffle-idx-path",
     ),
-    **_all(
+    **_flags(
         "make token files with tools/preprocess_data.py and give --data-path",
         switches="mock-data test-mode",
     ),
-    **_all(
+    **_flags(
         "the data must lie in a file system; give its path in --data-path",
         valued="aml-data-download-path s3-cache-path",
     ),
-    **_all(
+    **_flags(
         "DeepSpeed's data-efficiency library is not used; leave the flag out",
         switches="data-efficiency-curriculum-learning random-ltd return-data-index",
     ),
-    **_all("datasets alone are built by no program here", valued="use-dataset-only"),
+    **_flags("datasets alone are built by no program here", valued="use-dataset-only"),
     # Checkpoints.
-    **_all(
+    **_flags(
         _NO_WEIGHTS,
         switches="finetune no-load-optim reset-iteration",
         valued="pretrained-checkpoint",
     ),
-    **_all(
+    **_flags(
         "a checkpoint holds all that a resume needs; leave the flag out", switches="no-save-optim"
     ),
-    **_all(
+    **_flags(
         "a resume needs the layout of the first run (tensor-parallel size, processes, ZeRO "
         "stage); leave the flag out",
         switches="universal-checkpoint",
     ),
-    **_all(
+    **_flags(
         "give the model's flags as in the first run; a difference is an error that names it",
         switches="use-checkpoint-args",
     ),
-    **_all("give --load the folder and --ckpt-step the iteration", valued="load-tag"),
+    **_flags("give --load the folder and --ckpt-step the iteration", valued="load-tag"),
     # Programs and safety.
-    **_all(
+    **_flags(
         "give --skip-train, which evaluates and trains nothing (in the fork, any word after "
         "--eval-only means yes)",
         valued="eval-only",
     ),
-    **_all("text is generated by tools/generate_samples_gpt.py", switches="inference ds-inference"),
-    **_all("distillation is not there; leave the flag out", switches="kd mos"),
-    **_all(
+    **_flags(
+        "text is generated by tools/generate_samples_gpt.py", switches="inference ds-inference"
+    ),
+    **_flags("distillation is not there; leave the flag out", switches="kd mos"),
+    **_flags(
         "replicas are not compared; leave the flag out",
         valued="check-weight-hash-across-dp-replicas-interval",
     ),
-    **_all(
+    **_flags(
         "runs repeat bit for bit on a CPU; on other devices nothing promises it. Leave the flag "
         "out",
         switches="deterministic-mode",
     ),
-    **_all(
+    **_flags(
         "requeue with your scheduler: a signal saves, and --load resumes",
         switches="adlr-autoresume",
     ),
-    **_all("give each setting as a flag", valued="yaml-cfg"),
-    **_all("give --deepspeed", switches="deepscale"),
-    **_all("give --deepspeed_config FILE", valued="deepscale_config"),
+    **_flags("give each setting as a flag", valued="yaml-cfg"),
+    **_flags("give --deepspeed", switches="deepscale"),
+    **_flags("give --deepspeed_config FILE", valued="deepscale_config"),
 }
 """Flags that would change the run and are not supported: what to do instead."""
 
@@ -481,18 +493,18 @@ REFUSED_VALUES: dict[str, dict[str, str]] = {
 }
 """Values that a peer takes and we do not: field -> value -> what it is or what to do."""
 
-PREPROCESS_WITHOUT_EFFECT: dict[str, Peer] = {
-    **_all(
+PREPROCESS_WITHOUT_EFFECT: dict[str, ForeignFlag] = {
+    **_flags(
         "the input is not cut; --workers divides the work, and the files are the same",
         valued="partitions",
     ),
-    **_all("documents always keep their order", switches="keep-sequential-samples"),
-    **_all(
+    **_flags("documents always keep their order", switches="keep-sequential-samples"),
+    **_flags(
         "only the model's vocabulary is padded; the token files do not depend on it",
         valued="make-vocab-size-divisible-by pad-vocab-size-to",
     ),
-    **_all("samples are cut by the training, not by the token files", valued="seq-length"),
-    **_all("the fork never read it", lists="datasets"),
+    **_flags("samples are cut by the training, not by the token files", valued="seq-length"),
+    **_flags("the fork never read it", lists="datasets"),
 }
 """The same for tools/preprocess_data.py."""
 

@@ -23,7 +23,7 @@ GLU_ACTIVATIONS = ("swiglu", "geglu", "reglu", "liglu")
 ACTIVATIONS = ("gelu", "openai-gelu", "squared-relu", *GLU_ACTIVATIONS)
 
 
-def knob(
+def option_field(
     default: Any,
     help: str,
     *,
@@ -57,78 +57,84 @@ def knob(
 class ModelConfig:
     """Shape of the transformer."""
 
-    num_layers: int | None = knob(
+    num_layers: int | None = option_field(
         None, "number of transformer layers", aliases=("encoder-num-layers",)
     )
-    hidden_size: int | None = knob(None, "width of the residual stream")
-    ffn_hidden_size: int | None = knob(
+    hidden_size: int | None = option_field(None, "width of the residual stream")
+    ffn_hidden_size: int | None = option_field(
         None,
         "width inside the MLP (default: 4 x hidden; for --swiglu the multiple of 64 below 8/3 "
         "x hidden)",
     )
-    num_attention_heads: int | None = knob(None, "number of query heads")
-    kv_channels: int | None = knob(None, "size of one head (default: hidden / heads)")
-    group_query_attention: bool = knob(
+    num_attention_heads: int | None = option_field(None, "number of query heads")
+    kv_channels: int | None = option_field(None, "size of one head (default: hidden / heads)")
+    group_query_attention: bool = option_field(
         False, "grouped-query attention; the groups are --num-query-groups"
     )
-    num_query_groups: int | None = knob(
+    num_query_groups: int | None = option_field(
         None,
         "number of key-value heads (default: as many as query heads)",
         aliases=("num-key-value-heads",),
     )
-    seq_length: int | None = knob(None, "tokens per sample", aliases=("encoder-seq-length",))
-    max_position_embeddings: int | None = knob(
+    seq_length: int | None = option_field(
+        None, "tokens per sample", aliases=("encoder-seq-length",)
+    )
+    max_position_embeddings: int | None = option_field(
         None,
         "rows of the learned position table (default: seq-length); not needed by other positions",
     )
-    position_embedding_type: str = knob(
+    position_embedding_type: str = option_field(
         "learned_absolute",
         "how positions enter",
         choices=("learned_absolute", "rope", "alibi", "none"),
         values={"absolute": "learned_absolute", "rotary": "rope"},
     )
-    rotary_percent: float = knob(1.0, "share of each head that rope rotates, 0 < x <= 1")
-    rotary_base: float = knob(
+    rotary_percent: float = option_field(1.0, "share of each head that rope rotates, 0 < x <= 1")
+    rotary_base: float = option_field(
         10000.0, "rope's base period", aliases=("rotary-position-embeddings-theta",)
     )
-    normalization: str = knob(
+    normalization: str = option_field(
         "LayerNorm",
         "normalisation",
         choices=("LayerNorm", "RMSNorm"),
         values={"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"},
     )
-    norm_epsilon: float = knob(1e-5, "added to the variance", aliases=("layernorm-epsilon",))
-    activation: str = knob(
+    norm_epsilon: float = option_field(
+        1e-5, "added to the variance", aliases=("layernorm-epsilon",)
+    )
+    activation: str = option_field(
         "gelu",
         "MLP activation; the *glu ones gate: act(gate) * up. Also --swiglu, --openai-gelu, "
         "--squared-relu, "
         "--glu-activation X",
         choices=ACTIVATIONS,
     )
-    bias_gelu_fusion: bool = knob(
+    bias_gelu_fusion: bool = option_field(
         True,
         "compute gelu exactly (erf), not with the tanh approximation of the fused kernel of "
         "Megatron",
     )
-    untie_embeddings_and_output_weights: bool = knob(
+    untie_embeddings_and_output_weights: bool = option_field(
         False, "give the output layer a weight of its own"
     )
-    add_bias_linear: bool = knob(True, "no biases in the linear layers", flag="disable-bias-linear")
-    add_qkv_bias: bool = knob(
+    add_bias_linear: bool = option_field(
+        True, "no biases in the linear layers", flag="disable-bias-linear"
+    )
+    add_qkv_bias: bool = option_field(
         False, "keep the bias of the QKV projection when --disable-bias-linear is given"
     )
-    embed_layernorm: bool = knob(
+    embed_layernorm: bool = option_field(
         False, "normalise the token embedding (before positions are added)"
     )
-    attention_dropout: float = knob(0.1, "dropout probability of the attention weights")
-    hidden_dropout: float = knob(0.1, "dropout probability before each residual addition")
-    init_method_std: float = knob(
+    attention_dropout: float = option_field(0.1, "dropout probability of the attention weights")
+    hidden_dropout: float = option_field(0.1, "dropout probability before each residual addition")
+    init_method_std: float = option_field(
         0.02, "standard deviation of initial weights; output layers use it / sqrt(2 x layers)"
     )
-    make_vocab_size_divisible_by: int = knob(
+    make_vocab_size_divisible_by: int = option_field(
         128, "pad the vocabulary to a multiple of this (and of the tensor-parallel size)"
     )
-    vocab_size: int | None = knob(
+    vocab_size: int | None = option_field(
         None,
         "number of tokens, for --tokenizer-type NullTokenizer or TikTokenizer (others know theirs)",
     )
@@ -137,15 +143,15 @@ class ModelConfig:
 
     @property
     def layers(self) -> int:
-        return _set(self.num_layers)
+        return required(self.num_layers)
 
     @property
     def hidden(self) -> int:
-        return _set(self.hidden_size)
+        return required(self.hidden_size)
 
     @property
     def heads(self) -> int:
-        return _set(self.num_attention_heads)
+        return required(self.num_attention_heads)
 
     @property
     def kv_heads(self) -> int:
@@ -169,7 +175,7 @@ class ModelConfig:
 
     @property
     def sequence(self) -> int:
-        return _set(self.seq_length)
+        return required(self.seq_length)
 
     @property
     def positions(self) -> int:
@@ -181,7 +187,7 @@ class ModelConfig:
 
     @property
     def vocab(self) -> int:
-        return _set(self.vocab_size)
+        return required(self.vocab_size)
 
     def padded_vocab(self, tp_size: int) -> int:
         """Rows of the embedding table. The same for every tensor-parallel size that divides the
@@ -296,17 +302,17 @@ class ModelConfig:
 class ParallelConfig:
     """How the model is cut over processes. The data-parallel size is what remains of the world."""
 
-    tensor_model_parallel_size: int = knob(
+    tensor_model_parallel_size: int = option_field(
         1, "processes that share each layer", aliases=("model-parallel-size",)
     )
-    pipeline_model_parallel_size: int = knob(1, "pipeline stages (only 1 for now)")
+    pipeline_model_parallel_size: int = option_field(1, "pipeline stages (only 1 for now)")
 
     def data_parallel_size(self, world_size: int) -> int:
         """Copies of the model; 0 if the processes cannot be cut so."""
         tp, pp = self.tensor_model_parallel_size, self.pipeline_model_parallel_size
         return world_size // (tp * pp) if tp > 0 and pp > 0 and world_size % (tp * pp) == 0 else 0
 
-    def arithmetic(self, world_size: int) -> str:
+    def describe_data_parallel_size(self, world_size: int) -> str:
         """How the data-parallel size comes about, for messages."""
         words = f"{_processes(world_size)} / --tensor-model-parallel-size "
         words += f"{self.tensor_model_parallel_size}"
@@ -337,22 +343,26 @@ class ParallelConfig:
 class RecomputeConfig:
     """Activation checkpointing: what is recomputed in the backward pass instead of stored."""
 
-    checkpoint_activations: bool = knob(
+    checkpoint_activations: bool = option_field(
         False, "recompute whole layers (the forks' name of --recompute-granularity full)"
     )
-    checkpoint_num_layers: int = knob(
+    checkpoint_num_layers: int = option_field(
         1,
         "layers per recomputed unit; only the unit's input is stored",
         aliases=("recompute-num-layers",),
     )
-    recompute_granularity: str | None = knob(
+    recompute_granularity: str | None = option_field(
         None,
         "full: whole layers; selective: the attention core alone",
         choices=("full", "selective"),
     )
-    recompute_activations: bool = knob(False, "the same as --recompute-granularity selective")
-    deepspeed_activation_checkpointing: bool = knob(False, "recompute with deepspeed.checkpointing")
-    partition_activations: bool = knob(
+    recompute_activations: bool = option_field(
+        False, "the same as --recompute-granularity selective"
+    )
+    deepspeed_activation_checkpointing: bool = option_field(
+        False, "recompute with deepspeed.checkpointing"
+    )
+    partition_activations: bool = option_field(
         False,
         "cut the stored layer inputs over the tensor-parallel ranks (DeepSpeed's)",
         aliases=(
@@ -360,16 +370,18 @@ class RecomputeConfig:
             "distribute-saved-activations",
         ),
     )
-    checkpoint_in_cpu: bool = knob(
+    checkpoint_in_cpu: bool = option_field(
         False, "keep the partitioned inputs in host memory (needs --partition-activations)"
     )
-    contigious_checkpointing: bool = knob(
+    contigious_checkpointing: bool = option_field(
         False,
         "keep the partitioned inputs in one buffer (needs --partition-activations)",
         aliases=("contiguous-checkpointing",),
     )
-    synchronize_each_layer: bool = knob(False, "synchronise the device at each recomputed unit")
-    profile_backward: bool = knob(False, "time the recomputed backward passes")
+    synchronize_each_layer: bool = option_field(
+        False, "synchronise the device at each recomputed unit"
+    )
+    profile_backward: bool = option_field(False, "time the recomputed backward passes")
 
     @property
     def granularity(self) -> str | None:
@@ -426,9 +438,9 @@ class RecomputeConfig:
             )
 
 
-WHOLE_DATA = ("data_path", "data_args_path")
+SPLIT_DATA_FIELDS = ("data_path", "data_args_path")
 """Fields that name data for all parts of a run, which --split cuts."""
-PART_DATA = {
+PER_SPLIT_DATA_FIELDS = {
     part: (f"{part}_data_path", f"{part}_weighted_split_paths", f"{part}_weighted_split_paths_path")
     for part in ("train", "valid", "test")
 }
@@ -439,88 +451,95 @@ PART_DATA = {
 class DataConfig:
     """Which tokens are read, and in what order."""
 
-    data_path: tuple[str, ...] | None = knob(
+    data_path: tuple[str, ...] | None = option_field(
         None,
         "prefix of a .bin/.idx pair, several (each gives according to its size), or WEIGHT PREFIX "
         "WEIGHT PREFIX ...",
         nargs="*",
         metavar="PATH",
     )
-    split: str | None = knob(
+    split: str | None = option_field(
         None,
         "shares of --data-path for training, validation, test (default: 969,30,1)",
         metavar="A,B,C",
     )
-    train_data_path: tuple[str, ...] | None = knob(
+    train_data_path: tuple[str, ...] | None = option_field(
         None, "as --data-path, for training alone", nargs="*", metavar="PATH"
     )
-    valid_data_path: tuple[str, ...] | None = knob(
+    valid_data_path: tuple[str, ...] | None = option_field(
         None, "as --data-path, for validation alone", nargs="*", metavar="PATH"
     )
-    test_data_path: tuple[str, ...] | None = knob(
+    test_data_path: tuple[str, ...] | None = option_field(
         None, "as --data-path, for the test alone", nargs="*", metavar="PATH"
     )
-    data_args_path: str | None = knob(
+    data_args_path: str | None = option_field(
         None, "file that holds what --data-path would, separated by white space", metavar="FILE"
     )
-    per_split_data_args_path: str | None = knob(
+    per_split_data_args_path: str | None = option_field(
         None,
         "JSON file with the keys train, valid and test: what --train-, --valid- and "
         "--test-data-path would hold",
         metavar="FILE",
     )
-    train_weighted_split_paths: tuple[str, ...] | None = knob(
+    train_weighted_split_paths: tuple[str, ...] | None = option_field(
         None,
         'training data as one group "NAME: WEIGHT START:END PREFIX, ..."; START:END is the part of '
         "a file's documents, such as 0:0.95",
         nargs="*",
         metavar="GROUP",
     )
-    valid_weighted_split_paths: tuple[str, ...] | None = knob(
+    valid_weighted_split_paths: tuple[str, ...] | None = option_field(
         None,
         "validation data as groups of the same form, each evaluated and logged under its name",
         nargs="*",
         metavar="GROUP",
     )
-    test_weighted_split_paths: tuple[str, ...] | None = knob(
+    test_weighted_split_paths: tuple[str, ...] | None = option_field(
         None, "the same for the test", nargs="*", metavar="GROUP"
     )
-    train_weighted_split_paths_path: str | None = knob(
+    train_weighted_split_paths_path: str | None = option_field(
         None, "file that holds --train-weighted-split-paths, each group in quotes", metavar="FILE"
     )
-    valid_weighted_split_paths_path: str | None = knob(
+    valid_weighted_split_paths_path: str | None = option_field(
         None, "file that holds --valid-weighted-split-paths, each group in quotes", metavar="FILE"
     )
-    test_weighted_split_paths_path: str | None = knob(
+    test_weighted_split_paths_path: str | None = option_field(
         None, "file that holds --test-weighted-split-paths, each group in quotes", metavar="FILE"
     )
-    data_impl: str = knob(
+    data_impl: str = option_field(
         "infer",
         "format of the token files; there is one, .bin/.idx pairs that are mapped to memory",
         aliases=("dataset-impl",),
         choices=("mmap", "infer"),
     )
-    data_cache_path: str | None = knob(
+    data_cache_path: str | None = option_field(
         None,
         "folder of the index caches (default: index-cache beside the data, or below --save if "
         "that is read-only)",
         metavar="FOLDER",
     )
-    num_workers: int = knob(2, "loader processes; 0 reads in the training process")
-    mmap_warmup: bool = knob(False, "read the token files once at start to warm the page cache")
-    reset_position_ids: bool = knob(
+    num_workers: int = option_field(2, "loader processes; 0 reads in the training process")
+    mmap_warmup: bool = option_field(
+        False, "read the token files once at start to warm the page cache"
+    )
+    reset_position_ids: bool = option_field(
         False, "count positions from 0 again behind each end-of-document token of a sample"
     )
-    reset_attention_mask: bool = knob(
+    reset_attention_mask: bool = option_field(
         False,
         "attention within a document only: tokens behind an end-of-document token see none "
         "before it",
     )
-    eod_mask_loss: bool = knob(False, "no loss where the input is the end-of-document token")
+    eod_mask_loss: bool = option_field(
+        False, "no loss where the input is the end-of-document token"
+    )
 
     def problems(self) -> Iterator[str]:
-        whole = [name for name in WHOLE_DATA if getattr(self, name)]
-        parts = {part: [n for n in names if getattr(self, n)] for part, names in PART_DATA.items()}
+        whole = [name for name in SPLIT_DATA_FIELDS if getattr(self, name)]
+        parts = {
+            part: [n for n in names if getattr(self, n)]
+            for part, names in PER_SPLIT_DATA_FIELDS.items()
+        }
         listed = self.per_split_data_args_path is not None
         both = [name for names in parts.values() for name in names]
         if whole and (both or listed):
@@ -567,36 +586,36 @@ TOKENIZERS: dict[str, tuple[str, ...]] = {
 class TokenizerConfig:
     """What turns text into ids and back."""
 
-    tokenizer_type: str = knob(
+    tokenizer_type: str = option_field(
         "GPT2BPETokenizer",
         "kind of tokenizer",
         choices=tuple(TOKENIZERS),
         values={"PretrainedFromHF": "HFTokenizer", "HuggingFaceTokenizer": "HFTokenizer"},
     )
-    vocab_file: str | None = knob(
+    vocab_file: str | None = option_field(
         None, "vocab.json of GPT2BPETokenizer, vocab.txt of BertWordPiece...", metavar="FILE"
     )
-    merge_file: str | None = knob(None, "merges.txt of GPT2BPETokenizer", metavar="FILE")
-    tokenizer_model: str | None = knob(
+    merge_file: str | None = option_field(None, "merges.txt of GPT2BPETokenizer", metavar="FILE")
+    tokenizer_model: str | None = option_field(
         None,
         "folder, tokenizer.json or name on the Hugging Face Hub of HFTokenizer; model file of the "
         "SentencePiece kinds and of TikTokenizer",
         aliases=("tokenizer-name-or-path",),
         metavar="PATH",
     )
-    trust_remote_code: bool = knob(
+    trust_remote_code: bool = option_field(
         False, "run the Python code that an HFTokenizer's folder brings; never do so for strangers"
     )
-    vocab_extra_ids: int = knob(
+    vocab_extra_ids: int = option_field(
         0, "sentinel tokens <extra_id_N> to add to BertWordPiece... and SentencePieceTokenizer"
     )
-    tiktoken_pattern: str | None = knob(
+    tiktoken_pattern: str | None = option_field(
         None, "how TikTokenizer cuts text into words", choices=("v1", "v2")
     )
-    tiktoken_num_special_tokens: int = knob(
+    tiktoken_num_special_tokens: int = option_field(
         1000, "ids of TikTokenizer before the tokens of its file"
     )
-    tiktoken_special_tokens: tuple[str, ...] | None = knob(
+    tiktoken_special_tokens: tuple[str, ...] | None = option_field(
         None,
         "names of the first of these ids; <unk>, <s> and </s> must be among them (default: these)",
         nargs="*",
@@ -640,23 +659,27 @@ class TokenizerConfig:
 class OptimizerConfig:
     """The optimizer; weights of one dimension and biases are not decayed."""
 
-    optimizer: str = knob("adam", "adam is AdamW (decoupled weight decay)", choices=("adam", "sgd"))
-    lr: float | None = knob(None, "highest learning rate")
-    adam_beta1: float = knob(0.9, "decay of the first moment")
-    adam_beta2: float = knob(0.999, "decay of the second moment")
-    adam_eps: float = knob(1e-8, "added to the root of the second moment")
-    sgd_momentum: float = knob(0.9, "momentum of sgd")
-    weight_decay: float = knob(0.01, "weight decay")
-    start_weight_decay: float | None = knob(
+    optimizer: str = option_field(
+        "adam", "adam is AdamW (decoupled weight decay)", choices=("adam", "sgd")
+    )
+    lr: float | None = option_field(None, "highest learning rate")
+    adam_beta1: float = option_field(0.9, "decay of the first moment")
+    adam_beta2: float = option_field(0.999, "decay of the second moment")
+    adam_eps: float = option_field(1e-8, "added to the root of the second moment")
+    sgd_momentum: float = option_field(0.9, "momentum of sgd")
+    weight_decay: float = option_field(0.01, "weight decay")
+    start_weight_decay: float | None = option_field(
         None, "weight decay at the start (default: --weight-decay)"
     )
-    end_weight_decay: float | None = knob(None, "weight decay at the end (default: --weight-decay)")
-    weight_decay_incr_style: str = knob(
+    end_weight_decay: float | None = option_field(
+        None, "weight decay at the end (default: --weight-decay)"
+    )
+    weight_decay_incr_style: str = option_field(
         "constant",
         "course of the weight decay over the run",
         choices=("constant", "linear", "cosine"),
     )
-    clip_grad: float = knob(1.0, "clip the gradient to this global norm; 0 is off")
+    clip_grad: float = option_field(1.0, "clip the gradient to this global norm; 0 is off")
 
     def problems(self) -> Iterator[str]:
         if self.lr is None:
@@ -687,9 +710,9 @@ class OptimizerConfig:
             )
 
 
-UNITS = ("iters", "samples", "tokens")
+SCHEDULE_UNITS = ("iters", "samples", "tokens")
 """In what a length of the schedule can be given."""
-LENGTHS = {
+SCHEDULE_LENGTHS = {
     "lr_decay": "the decay's length",
     "lr_warmup": "the warm-up's length",
     "lr_wsd_decay": "the length of WSD's last part",
@@ -701,73 +724,73 @@ LENGTHS = {
 class ScheduleConfig:
     """Batch sizes, the length of the run, and the course of the learning rate."""
 
-    micro_batch_size: int | None = knob(
+    micro_batch_size: int | None = option_field(
         None, "samples per forward pass of one process", aliases=("batch-size",)
     )
-    global_batch_size: int | None = knob(
+    global_batch_size: int | None = option_field(
         None, "samples per optimizer step (default: micro-batch x data-parallel size)"
     )
-    rampup_batch_size: tuple[int, int, int] | None = knob(
+    rampup_batch_size: tuple[int, int, int] | None = option_field(
         None,
         "START STEP SAMPLES: the first global batch grows by STEP, evenly over SAMPLES samples, to "
         "--global-batch-size",
         nargs=3,
         metavar="N",
     )
-    step_batch_size_schedule: tuple[str, ...] | None = knob(
+    step_batch_size_schedule: tuple[str, ...] | None = option_field(
         None,
         "0:BATCH TOKENS:BATCH ...: the global batch size from each number of consumed tokens on; "
         "K, M, B and T are 1e3, 1e6, 1e9 and 1e12",
         nargs="*",
         metavar="TOKENS:BATCH",
     )
-    curriculum_seqlen: tuple[int, int, int] | None = knob(
+    curriculum_seqlen: tuple[int, int, int] | None = option_field(
         None,
         "START END STEPS: samples are cut to START tokens at first, growing linearly to END tokens "
         "over STEPS iterations; the rest of a cut sample is not trained on",
         nargs=3,
         metavar="N",
     )
-    curriculum_seqlen_step: int = knob(
+    curriculum_seqlen_step: int = option_field(
         8, "the length grows in multiples of this (DeepSpeed's difficulty_step)"
     )
-    train_iters: int | None = knob(None, "length of the run in optimizer steps")
-    train_samples: int | None = knob(None, "length of the run in samples")
-    train_tokens: int | None = knob(
+    train_iters: int | None = option_field(None, "length of the run in optimizer steps")
+    train_samples: int | None = option_field(None, "length of the run in samples")
+    train_tokens: int | None = option_field(
         None,
         "length of the run in tokens: it ends with the step that reaches them (beside "
         "--train-iters or --train-samples: whichever comes first)",
     )
-    lr_decay_style: str = knob(
+    lr_decay_style: str = option_field(
         "linear",
         "course of the learning rate after warm-up",
         choices=("constant", "linear", "cosine", "inverse-square-root", "WSD"),
     )
-    lr_decay_iters: int | None = knob(
+    lr_decay_iters: int | None = option_field(
         None, "iterations until --min-lr is reached (default: --train-iters)"
     )
-    lr_decay_samples: int | None = knob(
+    lr_decay_samples: int | None = option_field(
         None, "samples until --min-lr is reached (default: --train-samples)"
     )
-    lr_decay_tokens: int | None = knob(
+    lr_decay_tokens: int | None = option_field(
         None, "tokens until --min-lr is reached (default: --train-tokens)"
     )
-    lr_warmup_iters: int = knob(0, "iterations of linear warm-up")
-    lr_warmup_samples: int = knob(0, "samples of linear warm-up")
-    lr_warmup_tokens: int | None = knob(None, "tokens of linear warm-up")
-    lr_warmup_fraction: float | None = knob(
+    lr_warmup_iters: int = option_field(0, "iterations of linear warm-up")
+    lr_warmup_samples: int = option_field(0, "samples of linear warm-up")
+    lr_warmup_tokens: int | None = option_field(None, "tokens of linear warm-up")
+    lr_warmup_fraction: float | None = option_field(
         None, "warm-up as a share of the decay's length, 0 to 1"
     )
-    lr_warmup_init: float = knob(0.0, "learning rate at the start of warm-up")
-    min_lr: float = knob(0.0, "lowest learning rate after warm-up")
-    lr_wsd_decay_style: str = knob(
+    lr_warmup_init: float = option_field(0.0, "learning rate at the start of warm-up")
+    min_lr: float = option_field(0.0, "lowest learning rate after warm-up")
+    lr_wsd_decay_style: str = option_field(
         "exponential",
         "course of WSD's last part",
         choices=("exponential", "linear", "cosine", "minus_sqrt"),
     )
-    lr_wsd_decay_iters: int | None = knob(None, "iterations of WSD's last part")
-    lr_wsd_decay_samples: int | None = knob(None, "samples of WSD's last part")
-    lr_wsd_decay_tokens: int | None = knob(None, "tokens of WSD's last part")
+    lr_wsd_decay_iters: int | None = option_field(None, "iterations of WSD's last part")
+    lr_wsd_decay_samples: int | None = option_field(None, "samples of WSD's last part")
+    lr_wsd_decay_tokens: int | None = option_field(None, "tokens of WSD's last part")
 
     @property
     def batch_size_steps(self) -> tuple[tuple[int, int], ...]:
@@ -823,7 +846,7 @@ class ScheduleConfig:
 
     def given_lengths(self, stem: str) -> list[str]:
         """The fields of a length (train, lr_decay, lr_warmup, lr_wsd_decay) that say something."""
-        return [name for unit in UNITS if getattr(self, name := f"{stem}_{unit}")]
+        return [name for unit in SCHEDULE_UNITS if getattr(self, name := f"{stem}_{unit}")]
 
     def _unit_problems(self) -> Iterator[str]:
         """A run is measured in iterations or in samples, and its schedule with it, or in tokens;
@@ -833,7 +856,7 @@ class ScheduleConfig:
             wrong, right = "samples", "iters"
         elif self.train_samples is not None and self.train_iters is None:
             wrong, right = "iters", "samples"
-        for stem, what in LENGTHS.items():
+        for stem, what in SCHEDULE_LENGTHS.items():
             given = self.given_lengths(stem)
             if len(given) > 1:
                 named = " and ".join(f"{flag_of(name)} {getattr(self, name)}" for name in given)
@@ -979,26 +1002,26 @@ class ScheduleConfig:
 class PrecisionConfig:
     """Number formats. bf16 and fp16 keep fp32 master weights."""
 
-    fp16: bool = knob(False, "train in fp16 with loss scaling")
-    bf16: bool = knob(False, "train in bf16")
-    loss_scale: float | None = knob(None, "static loss scale of fp16 (default: dynamic)")
-    initial_loss_scale: float = knob(2.0**16, "first value of the dynamic loss scale")
-    min_loss_scale: float = knob(1.0, "lowest dynamic loss scale")
-    loss_scale_window: int = knob(
+    fp16: bool = option_field(False, "train in fp16 with loss scaling")
+    bf16: bool = option_field(False, "train in bf16")
+    loss_scale: float | None = option_field(None, "static loss scale of fp16 (default: dynamic)")
+    initial_loss_scale: float = option_field(2.0**16, "first value of the dynamic loss scale")
+    min_loss_scale: float = option_field(1.0, "lowest dynamic loss scale")
+    loss_scale_window: int = option_field(
         1000, "steps without overflow after which the dynamic loss scale doubles"
     )
-    hysteresis: int = knob(2, "overflows before the dynamic loss scale is halved")
-    max_skipped_in_a_row: int = knob(
+    hysteresis: int = option_field(2, "overflows before the dynamic loss scale is halved")
+    max_skipped_in_a_row: int = option_field(
         50,
         "end the run (status 3) when so many steps in a row, or one at the lowest loss scale, were "
         "skipped for a gradient that was not finite; 0: never",
     )
-    accumulate_allreduce_grads_in_fp32: bool = knob(
+    accumulate_allreduce_grads_in_fp32: bool = option_field(
         True,
         "accumulate gradients in bf16 or fp16 instead of fp32",
         flag="no-accumulate-allreduce-grads-in-fp32",
     )
-    allow_fp16_on_cpu: bool = knob(
+    allow_fp16_on_cpu: bool = option_field(
         False, "let fp16 run on a CPU, slowly, for tests and the curious"
     )
 
@@ -1029,19 +1052,19 @@ class DeepSpeedConfig:
     their defaults.
     """
 
-    deepspeed: bool = knob(False, "accepted; every run is a DeepSpeed run")
-    deepspeed_config: str | None = knob(
+    deepspeed: bool = option_field(False, "accepted; every run is a DeepSpeed run")
+    deepspeed_config: str | None = option_field(
         None, "JSON file with DeepSpeed's keys", flag="deepspeed_config", metavar="FILE"
     )
-    zero_stage: int | None = knob(
+    zero_stage: int | None = option_field(
         None,
         "0: nothing cut over data-parallel ranks; 1: optimizer states; 2: and gradients; "
         "3: and parameters (default: 1)",
     )
-    cpu_optimizer: bool = knob(
+    cpu_optimizer: bool = option_field(
         False, "keep the optimizer states in host memory (offload_optimizer: cpu)"
     )
-    remote_device: str = knob(
+    remote_device: str = option_field(
         "none", "where ZeRO-3 keeps the parameters (offload_param)", choices=("none", "cpu", "nvme")
     )
 
@@ -1079,35 +1102,35 @@ def folder_problems(flag: str, path: str | None) -> Iterator[str]:
 class CheckpointConfig:
     """Saving and resuming."""
 
-    save: str | None = knob(None, "folder for checkpoints", metavar="FOLDER")
-    load: str | None = knob(
+    save: str | None = option_field(None, "folder for checkpoints", metavar="FOLDER")
+    load: str | None = option_field(
         None,
         "folder to resume from; a folder without a checkpoint starts a new run",
         metavar="FOLDER",
     )
-    save_interval: int | None = knob(
+    save_interval: int | None = option_field(
         None, "iterations between checkpoints (the last iteration is always saved)"
     )
-    keep_last: int | None = knob(
+    keep_last: int | None = option_field(
         None,
         "checkpoints to keep in --save: a new one that is complete removes older ones beyond this "
         "number (default: all)",
     )
-    on_save_error: str = knob(
+    on_save_error: str = option_field(
         "continue",
         "what follows a checkpoint that the disk does not take: training goes on until the next "
         "one, or ends; the last checkpoint of a run always ends it",
         choices=("continue", "exit"),
     )
-    ckpt_step: int | None = knob(
+    ckpt_step: int | None = option_field(
         None, "iteration of the checkpoint to load (default: the newest that is not damaged)"
     )
-    on_damaged_checkpoint: str = knob(
+    on_damaged_checkpoint: str = option_field(
         "previous",
         "what follows if the newest checkpoint is damaged: the one before it is loaded, or none",
         choices=("previous", "refuse"),
     )
-    exit_on_missing_checkpoint: bool = knob(
+    exit_on_missing_checkpoint: bool = option_field(
         False, "end with an error, instead of starting a new run, if --load holds no checkpoint"
     )
 
@@ -1137,38 +1160,50 @@ class CheckpointConfig:
 class LoggingConfig:
     """What is reported, how often and where, and when the run ends early."""
 
-    log_interval: int = knob(100, "iterations between console lines")
-    eval_interval: int | None = knob(1000, "iterations between validations")
-    eval_iters: int = knob(100, "global batches per validation and test; 0 is off")
-    skip_train: bool = knob(False, "evaluate on validation and test data, and train nothing")
-    exit_interval: int | None = knob(None, "save and end when the iteration is divisible by this")
-    exit_duration_in_mins: float | None = knob(None, "save and end after this many minutes")
-    kill_switch_path: str | None = knob(
+    log_interval: int = option_field(100, "iterations between console lines")
+    eval_interval: int | None = option_field(1000, "iterations between validations")
+    eval_iters: int = option_field(100, "global batches per validation and test; 0 is off")
+    skip_train: bool = option_field(
+        False, "evaluate on validation and test data, and train nothing"
+    )
+    exit_interval: int | None = option_field(
+        None, "save and end when the iteration is divisible by this"
+    )
+    exit_duration_in_mins: float | None = option_field(None, "save and end after this many minutes")
+    kill_switch_path: str | None = option_field(
         None,
         "save and end when this file exists",
         aliases=("kill-switch-file",),
         metavar="FILE",
     )
-    tensorboard_dir: str | None = knob(
+    tensorboard_dir: str | None = option_field(
         None, "folder for TensorBoard (default: none is written)", metavar="FOLDER"
     )
-    tensorboard_queue_size: int = knob(1000, "events held back before TensorBoard writes")
-    tensorboard_log_interval: int = knob(1, "iterations between TensorBoard points")
-    log_timers_to_tensorboard: bool = knob(False, "iteration times and throughput to TensorBoard")
-    log_batch_size_to_tensorboard: bool = knob(False, "the global batch size to TensorBoard")
-    log_learning_rate_to_tensorboard: bool = knob(
+    tensorboard_queue_size: int = option_field(1000, "events held back before TensorBoard writes")
+    tensorboard_log_interval: int = option_field(1, "iterations between TensorBoard points")
+    log_timers_to_tensorboard: bool = option_field(
+        False, "iteration times and throughput to TensorBoard"
+    )
+    log_batch_size_to_tensorboard: bool = option_field(
+        False, "the global batch size to TensorBoard"
+    )
+    log_learning_rate_to_tensorboard: bool = option_field(
         True,
         "no learning rate in TensorBoard",
         aliases=("no-log-learnig-rate-to-tensorboard",),
     )
-    log_loss_scale_to_tensorboard: bool = knob(True, "no loss scale in TensorBoard")
-    log_validation_ppl_to_tensorboard: bool = knob(False, "validation perplexity to TensorBoard")
-    log_world_size_to_tensorboard: bool = knob(False, "the number of processes to TensorBoard")
-    log_memory_to_tensorboard: bool = knob(False, "device memory to TensorBoard")
-    log_params_norm: bool = knob(
+    log_loss_scale_to_tensorboard: bool = option_field(True, "no loss scale in TensorBoard")
+    log_validation_ppl_to_tensorboard: bool = option_field(
+        False, "validation perplexity to TensorBoard"
+    )
+    log_world_size_to_tensorboard: bool = option_field(
+        False, "the number of processes to TensorBoard"
+    )
+    log_memory_to_tensorboard: bool = option_field(False, "device memory to TensorBoard")
+    log_params_norm: bool = option_field(
         False, "the norm of all parameters on the console line and in TensorBoard"
     )
-    metrics_jsonl: str | None = knob(
+    metrics_jsonl: str | None = option_field(
         None,
         "one JSON record per step goes here (default: metrics.jsonl in --save; none without "
         "--save)",
@@ -1203,22 +1238,22 @@ class LoggingConfig:
 class RuntimeConfig:
     """Processes and kernels."""
 
-    seed: int = knob(1234, "seed of weights, data order and dropout")
-    distributed_backend: str | None = knob(
+    seed: int = option_field(1234, "seed of weights, data order and dropout")
+    distributed_backend: str | None = option_field(
         None,
         "communication backend (default: the accelerator's)",
         choices=("nccl", "gloo", "ccl", "hccl"),
     )
-    distributed_timeout_minutes: float = knob(
+    distributed_timeout_minutes: float = option_field(
         10.0, "a collective that waits longer than this many minutes is an error"
     )
-    local_rank: int | None = knob(
+    local_rank: int | None = option_field(
         None,
         "set by the launcher; not read, its environment says the same",
         aliases=("local-rank",),
         flag="local_rank",
     )
-    compile: bool = knob(
+    compile: bool = option_field(
         False, "compile each layer with torch.compile (head and loss are fused by hand)"
     )
 
@@ -1274,7 +1309,7 @@ class Config:
             *self.data.problems(),
             *self.tokenizer.problems(self.model.vocab_size),
             *self.optimizer.problems(),
-            *self.schedule.problems(dp_size, self.parallel.arithmetic(world_size)),
+            *self.schedule.problems(dp_size, self.parallel.describe_data_parallel_size(world_size)),
             *self.precision.problems(),
             *self.deepspeed.problems(),
             *self.checkpoint.problems(),
@@ -1282,7 +1317,7 @@ class Config:
             *self.runtime.problems(),
         ]
 
-    def explained(self, problem: str) -> str:
+    def with_origin(self, problem: str) -> str:
         """A problem in the words of flags, with the places of those that were not given as such."""
         named = [
             f"{flag_of(name)} is {origin}"
@@ -1297,12 +1332,12 @@ class Config:
             self, model=dataclasses.replace(self.model, vocab_size=vocab_size)
         )
 
-    def batch_size(self, dp_size: int) -> int:
+    def final_global_batch_size(self, dp_size: int) -> int:
         """Samples per optimizer step once they have stopped changing."""
         steps = self.schedule.batch_size_steps
         if steps:
             return steps[-1][1]
-        return self.schedule.global_batch_size or _set(self.schedule.micro_batch_size) * dp_size
+        return self.schedule.global_batch_size or required(self.schedule.micro_batch_size) * dp_size
 
     def to_dict(self) -> dict[str, dict[str, Any]]:
         """Plain values by group, for JSON."""
@@ -1380,7 +1415,7 @@ def _flags(names: list[str]) -> str:
     return f"{', '.join(others)} and {last}" if others else last
 
 
-def _set(value: T | None) -> T:
+def required(value: T | None) -> T:
     """A required value, after problems() was found empty."""
     assert value is not None, "configuration was used before problems() was checked"
     return value

@@ -18,12 +18,12 @@ from megatron_ds.data.sample_index import epochs_needed
 
 FORMAT = 1
 """Of the JSON form."""
-SAME = 1e-9
+WEIGHT_RTOL = 1e-9
 """Weights that differ by less than this share are the same: they were written in another way."""
 
 
 @dataclass(frozen=True)
-class Identity:
+class SourceId:
     """What makes two sources of two runs the same one.
 
     name: of the token file, without its folder. lengths: SHA-256 of all its documents' lengths.
@@ -38,7 +38,7 @@ class Identity:
 
 
 @dataclass(frozen=True)
-class Source:
+class SourceProgress:
     """How far a source was read.
 
     requests: its samples come from one index after the other; these are the numbers of samples that
@@ -46,13 +46,13 @@ class Source:
     taken: samples that it has given.
     """
 
-    identity: Identity
+    identity: SourceId
     requests: tuple[int, ...] = ()
     taken: int = 0
 
 
 @dataclass(frozen=True)
-class Phase:
+class BlendPhase:
     """A mixture and where it began.
 
     first: samples of the run before it. sources: numbers in `History.sources`. weights: of each,
@@ -66,18 +66,18 @@ class Phase:
 
 
 @dataclass(frozen=True)
-class History:
+class BlendHistory:
     """The sources of a run, those that it reads no more among them, and its phases, in order.
 
     order: format of the order in which sources are mixed.
     """
 
     order: int
-    sources: tuple[Source, ...]
-    phases: tuple[Phase, ...]
+    sources: tuple[SourceProgress, ...]
+    phases: tuple[BlendPhase, ...]
 
     @property
-    def now(self) -> Phase:
+    def current(self) -> BlendPhase:
         return self.phases[-1]
 
     def to_dict(self) -> dict[str, Any]:
@@ -85,7 +85,7 @@ class History:
         return {"format": FORMAT, **dataclasses.asdict(self)}
 
     @classmethod
-    def from_dict(cls, values: Any) -> History:
+    def from_dict(cls, values: Any) -> BlendHistory:
         """Raises ValueError for what `to_dict` would not give."""
         try:
             if values["format"] != FORMAT:
@@ -100,9 +100,9 @@ class History:
         return cls(order, sources, phases)
 
 
-def numbered(identities: Sequence[Identity]) -> list[Identity]:
+def with_copy_numbers(identities: Sequence[SourceId]) -> list[SourceId]:
     """The same, with each one's number among its equals as `copy`."""
-    seen: dict[Identity, int] = {}
+    seen: dict[SourceId, int] = {}
     result = []
     for one in identities:
         seen[one] = seen.get(one, 0) + 1
@@ -110,62 +110,64 @@ def numbered(identities: Sequence[Identity]) -> list[Identity]:
     return result
 
 
-def started(identities: Sequence[Identity], weights: Sequence[float], order: int) -> History:
+def new_history(
+    identities: Sequence[SourceId], weights: Sequence[float], order: int
+) -> BlendHistory:
     """The history of a run that begins with this mixture."""
     count = len(identities)
-    phase = Phase(0, tuple(range(count)), tuple(weights), (0,) * count)
-    return History(order, tuple(Source(one) for one in identities), (phase,))
+    phase = BlendPhase(0, tuple(range(count)), tuple(weights), (0,) * count)
+    return BlendHistory(order, tuple(SourceProgress(one) for one in identities), (phase,))
 
 
-def continued(
-    before: History,
-    identities: Sequence[Identity],
+def resume_history(
+    before: BlendHistory,
+    identities: Sequence[SourceId],
     weights: Sequence[float],
     order: int,
     consumed: int,
-) -> History:
+) -> BlendHistory:
     """The history of a run that goes on after `consumed` samples, as of which `before` is.
 
     The same as before if the mixture is the same; otherwise with one more phase, in which known
     sources go on where they were and new ones begin.
     """
-    now = before.now
+    now = before.current
     known = [before.sources[number].identity for number in now.sources]
     same = known == list(identities) and all(
-        math.isclose(was, weight, rel_tol=SAME)
+        math.isclose(was, weight, rel_tol=WEIGHT_RTOL)
         for was, weight in zip(now.weights, weights, strict=True)
     )
     if same and before.order == order:
         return before
     numbers = {source.identity: number for number, source in enumerate(before.sources)}
     new = [one for one in identities if one not in numbers]
-    sources = (*before.sources, *(Source(one) for one in new))
+    sources = (*before.sources, *(SourceProgress(one) for one in new))
     numbers |= {one: len(before.sources) + place for place, one in enumerate(new)}
     members = tuple(numbers[one] for one in identities)
     starts = tuple(sources[number].taken for number in members)
-    phase = Phase(consumed, members, tuple(weights), starts)
+    phase = BlendPhase(consumed, members, tuple(weights), starts)
     passed = (each for each in before.phases if each.first < consumed)
-    return History(order, sources, (*passed, phase))
+    return BlendHistory(order, sources, (*passed, phase))
 
 
-def advanced(history: History, taken: Sequence[int]) -> History:
+def record_consumed(history: BlendHistory, taken: Sequence[int]) -> BlendHistory:
     """The history after the present phase's sources have given so many samples in it."""
     sources = list(history.sources)
-    now = history.now
+    now = history.current
     for number, start, count in zip(now.sources, now.starts, taken, strict=True):
         sources[number] = dataclasses.replace(sources[number], taken=start + int(count))
     return dataclasses.replace(history, sources=tuple(sources))
 
 
-def with_requests(history: History, requests: Sequence[tuple[int, ...]]) -> History:
+def with_requests(history: BlendHistory, requests: Sequence[tuple[int, ...]]) -> BlendHistory:
     """The history with the present phase's sources read through these indexes."""
     sources = list(history.sources)
-    for number, each in zip(history.now.sources, requests, strict=True):
+    for number, each in zip(history.current.sources, requests, strict=True):
         sources[number] = dataclasses.replace(sources[number], requests=each)
     return dataclasses.replace(history, sources=tuple(sources))
 
 
-def enough(
+def extend_requests(
     requests: tuple[int, ...], needed: int, tokens_per_epoch: int, seq_length: int
 ) -> tuple[int, ...]:
     """The indexes of a source that is to give `needed` samples in all: those that it has and, if
@@ -184,11 +186,11 @@ def samples_held(request: int, tokens_per_epoch: int, seq_length: int) -> int:
     return (epochs * tokens_per_epoch - 1) // seq_length
 
 
-def _source(values: Any) -> Source:
+def _source(values: Any) -> SourceProgress:
     identity = values["identity"]
     first, end = (_count(each) for each in identity["documents"])
-    return Source(
-        Identity(
+    return SourceProgress(
+        SourceId(
             str(identity["name"]), str(identity["lengths"]), (first, end), _count(identity["copy"])
         ),
         tuple(_count(each) for each in values["requests"]),
@@ -196,7 +198,7 @@ def _source(values: Any) -> Source:
     )
 
 
-def _phase(values: Any, sources: int) -> Phase:
+def _phase(values: Any, sources: int) -> BlendPhase:
     numbers = tuple(_count(each) for each in values["sources"])
     weights = tuple(float(each) for each in values["weights"])
     starts = tuple(_count(each) for each in values["starts"])
@@ -206,7 +208,7 @@ def _phase(values: Any, sources: int) -> Phase:
         raise ValueError("a phase names a source that is not there")
     if not all(0 < weight <= 1 for weight in weights):
         raise ValueError("a phase has a weight that is not between 0 and 1")
-    return Phase(_count(values["first"]), numbers, weights, starts)
+    return BlendPhase(_count(values["first"]), numbers, weights, starts)
 
 
 def _count(value: Any) -> int:

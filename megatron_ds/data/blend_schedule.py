@@ -56,7 +56,7 @@ def blend_order(
     """
     if not 0 < len(weights) <= MAX_SOURCES:
         raise ValueError(f"a blend of {len(weights)} sources; possible are 1 to {MAX_SOURCES}")
-    jobs = _Jobs(weights)
+    jobs = _DeadlineModel(weights)
 
     def make() -> Arrays:
         return {"counts": jobs.counts(num_samples, BLOCK)}
@@ -70,18 +70,20 @@ def blend_order(
             "samples": num_samples,
             "block": BLOCK,
         }
-        counts = cache.get("blend", decides, make)["counts"]
-    return UrgentFirst(jobs, num_samples, counts, BLOCK)
+        counts = cache.get_or_build("blend", decides, make)["counts"]
+    return EarliestDeadlineSchedule(jobs, num_samples, counts, BLOCK)
 
 
-class UrgentFirst:
+class EarliestDeadlineSchedule:
     """The order itself, made block by block from what the sources have given before each.
 
     counts [blocks + 1, sources]: samples that each source has given before every block; the last
     row is at the end.
     """
 
-    def __init__(self, jobs: _Jobs, size: int, counts: npt.NDArray[Any], block: int) -> None:
+    def __init__(
+        self, jobs: _DeadlineModel, size: int, counts: npt.NDArray[Any], block: int
+    ) -> None:
         self._jobs = jobs
         self._size = size
         self._counts = counts
@@ -91,12 +93,12 @@ class UrgentFirst:
     def __len__(self) -> int:
         return self._size
 
-    def find(self, position: int) -> tuple[int, int]:
+    def locate(self, position: int) -> tuple[int, int]:
         block, at = divmod(position, self._block)
         source, sample = self._made.get(block) or self._make(block)
         return source.item(at), sample.item(at)
 
-    def taken(self, end: int) -> Counts:
+    def counts_at(self, end: int) -> Counts:
         block, at = divmod(end, self._block)
         if end == self._size:
             return np.array(self._counts[-1], dtype=np.int64)
@@ -123,7 +125,7 @@ class UrgentFirst:
         return source, sample
 
 
-class _Jobs:
+class _DeadlineModel:
     """Every sample of every source as a piece of work with a window of positions, from 1 on.
 
     The m-th sample of a source is released at floor((m - 1) / w) + 1 and due at ceil(m / w).

@@ -15,19 +15,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, cast
 
-from megatron_ds.config import PART_DATA, DataConfig, file_problems, flag_of
+from megatron_ds.config import PER_SPLIT_DATA_FIELDS, DataConfig, file_problems, flag_of
 from megatron_ds.data.sample_index import parse_split, split_bounds
 
 DEFAULT_SPLIT = "969,30,1"
 NAMES = ("train", "valid", "test")
-FORM = '"NAME: WEIGHT START:END PREFIX, WEIGHT START:END PREFIX, ..."'
+GROUP_SYNTAX = '"NAME: WEIGHT START:END PREFIX, WEIGHT START:END PREFIX, ..."'
 NAMELESS = re.compile(r"\s*[\d.eE+-]+\s+[\d.]+:[\d.]+\s+[^\s,]+\s*(,|$)")
 """A group that begins with an entry."""
 SHOWN = 12
 """Words of a list that messages repeat; of a longer one the first half."""
 
 
-class Cut(Protocol):
+class DocumentSelection(Protocol):
     """The documents of a token file that are read."""
 
     @property
@@ -37,12 +37,12 @@ class Cut(Protocol):
     def bounds(self, size: int) -> tuple[int, int]:
         """First and one-past-last of a file's `size` documents."""
 
-    def leaves_none(self, part: str, size: int) -> str:
+    def empty_message(self, part: str, size: int) -> str:
         """What to say where these documents hold no token, and what to do about it."""
 
 
 @dataclass(frozen=True)
-class Whole:
+class AllDocuments:
     """All documents."""
 
     text: str | None = None
@@ -50,12 +50,12 @@ class Whole:
     def bounds(self, size: int) -> tuple[int, int]:
         return 0, size
 
-    def leaves_none(self, part: str, size: int) -> str:
+    def empty_message(self, part: str, size: int) -> str:
         return "which holds no tokens: "
 
 
 @dataclass(frozen=True)
-class SplitPart:
+class SplitSelection:
     """A part's documents of a file that --split cuts."""
 
     text: str
@@ -64,7 +64,7 @@ class SplitPart:
     def bounds(self, size: int) -> tuple[int, int]:
         return split_bounds(parse_split(self.text), size)[NAMES.index(self.part)]
 
-    def leaves_none(self, part: str, size: int) -> str:
+    def empty_message(self, part: str, size: int) -> str:
         return (
             f"but --split {self.text} leaves {part} none of its {size} documents: choose another "
             f"--split (0 for no {part} part), or "
@@ -72,7 +72,7 @@ class SplitPart:
 
 
 @dataclass(frozen=True)
-class Range:
+class FractionRange:
     """A share of a file's documents, from `start` to `end`, 0 <= start < end <= 1.
 
     The first and the one-past-last document are start and end times their number, rounded to the
@@ -87,21 +87,21 @@ class Range:
     def bounds(self, size: int) -> tuple[int, int]:
         return round(self.start * float(size)), round(self.end * float(size))
 
-    def leaves_none(self, part: str, size: int) -> str:
+    def empty_message(self, part: str, size: int) -> str:
         return f"but {self.text} leaves none of its {size} documents: choose a wider range, or "
 
 
 @dataclass(frozen=True)
-class Source:
+class BlendSource:
     """A token file in a group. weight: normalised; None: each file gives according to its size."""
 
     prefix: str
     weight: float | None
-    cut: Cut
+    cut: DocumentSelection
 
 
 @dataclass(frozen=True)
-class Group:
+class DatasetGroup:
     """Files that are mixed to one data set.
 
     part: train, valid or test. name: "" unless the user named it. flag: where it comes from, for
@@ -111,30 +111,30 @@ class Group:
     part: str
     name: str
     flag: str
-    sources: tuple[Source, ...]
-    silent: tuple[str, ...] = ()
+    sources: tuple[BlendSource, ...]
+    zero_weight_files: tuple[str, ...] = ()
 
 
-def read_groups(config: DataConfig) -> tuple[list[Group], list[str]]:
+def read_groups(config: DataConfig) -> tuple[list[DatasetGroup], list[str]]:
     """The groups of all parts, and what is wrong with the flags, a line each.
 
     What flags say against each other is left to `DataConfig.problems`.
     """
-    groups: list[Group] = []
+    groups: list[DatasetGroup] = []
     problems: list[str] = []
     try:
-        cuts, problems = _cuts_of_split(config)
+        cuts, problems = _split_selections(config)
         groups += _whole_groups(config, cuts)
     except ValueError as error:
         problems.append(str(error))
-    for part, fields in PART_DATA.items():
+    for part, fields in PER_SPLIT_DATA_FIELDS.items():
         for field in fields:
             given = getattr(config, field)
             if not given:
                 continue
             try:
                 if field.endswith("_data_path"):
-                    groups.append(_listed(part, flag_of(field), given, Whole()))
+                    groups.append(_prefix_group(part, flag_of(field), given, AllDocuments()))
                 else:
                     found, wrong = _weighted_groups(part, field, given)
                     groups += found
@@ -165,7 +165,7 @@ def parse_blend(paths: Sequence[str], flag: str) -> tuple[list[float] | None, li
     return _normalised(weights, given), kept
 
 
-def parse_group(text: str, part: str, flag: str) -> tuple[Group, list[str]]:
+def parse_group(text: str, part: str, flag: str) -> tuple[DatasetGroup, list[str]]:
     """A group of `NAME: WEIGHT START:END PREFIX, ...`, and what is wrong with it, a line each.
 
     Where something is, the group holds what could be read, of which only the prefixes count.
@@ -173,17 +173,17 @@ def parse_group(text: str, part: str, flag: str) -> tuple[Group, list[str]]:
     given = f"{flag} {text!r}"
     name, _, rest = text.partition(":")
     if ":" not in text or not name.strip() or NAMELESS.match(text):
-        nameless = f"{given}: a group begins with its name and a colon: {FORM}, in quotes"
-        return Group(part, "", flag, ()), [nameless]
+        nameless = f"{given}: a group begins with its name and a colon: {GROUP_SYNTAX}, in quotes"
+        return DatasetGroup(part, "", flag, ()), [nameless]
     name = name.strip()
     problems: list[str] = []
-    found: list[tuple[float, Cut, str]] = []
+    found: list[tuple[float, DocumentSelection, str]] = []
     for entry in rest.split(","):
         words = entry.split()
         if len(words) != 3:
             problems.append(f"{given}: {entry.strip()!r} is not WEIGHT START:END PREFIX")
             continue
-        weight, cut = 1.0, cast(Cut, Whole())
+        weight, cut = 1.0, cast(DocumentSelection, AllDocuments())
         try:
             weight = _weight(words[0], given)
         except ValueError as error:
@@ -201,13 +201,14 @@ def parse_group(text: str, part: str, flag: str) -> tuple[Group, list[str]]:
         except ValueError as error:
             problems.append(str(error))
     sources = tuple(
-        Source(prefix, weight, cut) for weight, (cut, prefix) in zip(weights, kept, strict=True)
+        BlendSource(prefix, weight, cut)
+        for weight, (cut, prefix) in zip(weights, kept, strict=True)
     )
     silent = tuple(prefix for weight, _, prefix in found if not weight)
-    return Group(part, name, f"{flag} {name}:", sources, silent), problems
+    return DatasetGroup(part, name, f"{flag} {name}:", sources, silent), problems
 
 
-def _cuts_of_split(config: DataConfig) -> tuple[dict[str, Cut], list[str]]:
+def _split_selections(config: DataConfig) -> tuple[dict[str, DocumentSelection], list[str]]:
     """The parts that --split gives documents to. A split that is none counts as one of training,
     so that the files are looked at all the same."""
     if not config.data_path and config.data_args_path is None:
@@ -216,15 +217,15 @@ def _cuts_of_split(config: DataConfig) -> tuple[dict[str, Cut], list[str]]:
     try:
         shares = parse_split(text)
     except ValueError as error:
-        return {"train": Whole()}, [str(error)]
-    cuts: dict[str, Cut] = {
-        part: SplitPart(text, part) for part, share in zip(NAMES, shares, strict=True) if share
+        return {"train": AllDocuments()}, [str(error)]
+    cuts: dict[str, DocumentSelection] = {
+        part: SplitSelection(text, part) for part, share in zip(NAMES, shares, strict=True) if share
     }
     problems = [] if shares[0] else [f"--split {text}: leaves no documents for training"]
     return cuts, problems
 
 
-def _whole_groups(config: DataConfig, cuts: dict[str, Cut]) -> list[Group]:
+def _whole_groups(config: DataConfig, cuts: dict[str, DocumentSelection]) -> list[DatasetGroup]:
     """Of the flags whose data --split cuts."""
     paths, flag = config.data_path, "--data-path"
     if not paths and config.data_args_path is not None:
@@ -232,40 +233,46 @@ def _whole_groups(config: DataConfig, cuts: dict[str, Cut]) -> list[Group]:
         paths = tuple(_text_of("--data-args-path", config.data_args_path).split())
         if not paths:
             raise ValueError(f"{flag} the file is empty")
-    return [_listed(part, flag, paths, cut) for part, cut in cuts.items()] if paths else []
+    return [_prefix_group(part, flag, paths, cut) for part, cut in cuts.items()] if paths else []
 
 
-def _listed(part: str, flag: str, paths: Sequence[str], cut: Cut) -> Group:
+def _prefix_group(
+    part: str, flag: str, paths: Sequence[str], cut: DocumentSelection
+) -> DatasetGroup:
     """Of a list of prefixes, or of weights and prefixes."""
     if len(paths) == 1:
-        return Group(part, "", flag, (Source(paths[0], None, cut),))
+        return DatasetGroup(part, "", flag, (BlendSource(paths[0], None, cut),))
     weights, prefixes = parse_blend(paths, flag)
     if weights is None:
-        return Group(part, "", flag, tuple(Source(prefix, None, cut) for prefix in prefixes))
+        return DatasetGroup(
+            part, "", flag, tuple(BlendSource(prefix, None, cut) for prefix in prefixes)
+        )
     silent = (path for text, path in zip(paths[::2], paths[1::2], strict=True) if not float(text))
     sources = zip(prefixes, weights, strict=True)
-    return Group(
+    return DatasetGroup(
         part,
         "",
         flag,
-        tuple(Source(prefix, weight, cut) for prefix, weight in sources),
+        tuple(BlendSource(prefix, weight, cut) for prefix, weight in sources),
         tuple(silent),
     )
 
 
 def _weighted_groups(
     part: str, field: str, given: str | tuple[str, ...]
-) -> tuple[list[Group], list[str]]:
+) -> tuple[list[DatasetGroup], list[str]]:
     flag = flag_of(field)
     if isinstance(given, str):
         texts = _groups_in(_text_of(flag, given))
         flag = f"{flag} {given}:"
         if not texts:
-            raise ValueError(f"{flag} holds no groups of the form {FORM}")
+            raise ValueError(f"{flag} holds no groups of the form {GROUP_SYNTAX}")
     else:
         texts = list(given)
         if len(texts) > 1 and not any(len(text.split()) > 1 for text in texts):
-            raise ValueError(f"{flag} {_shown(texts)}: each group must stand in quotes: {FORM}")
+            raise ValueError(
+                f"{flag} {_shown(texts)}: each group must stand in quotes: {GROUP_SYNTAX}"
+            )
     parsed = [parse_group(text, part, flag) for text in texts]
     groups = [group for group, _ in parsed]
     problems = [problem for _, wrong in parsed for problem in wrong]
@@ -280,7 +287,7 @@ def _weighted_groups(
     return groups, problems
 
 
-def _per_split_groups(path: str) -> list[Group]:
+def _per_split_groups(path: str) -> list[DatasetGroup]:
     flag = f"--per-split-data-args-path {path}:"
     try:
         found = json.loads(_text_of("--per-split-data-args-path", path))
@@ -295,7 +302,7 @@ def _per_split_groups(path: str) -> list[Group]:
         try:
             words = _words(found.get(part), f"{flag} {part}")
             if words:
-                groups.append(_listed(part, f"{flag} {part}", words, Whole()))
+                groups.append(_prefix_group(part, f"{flag} {part}", words, AllDocuments()))
         except ValueError as error:
             problems.append(str(error))
     if not found.get("train"):
@@ -335,7 +342,7 @@ def _groups_in(text: str) -> list[str]:
     return [group for group in (*quoted, *rest.splitlines()) if group.strip()]
 
 
-def _range(text: str, given: str) -> Range:
+def _range(text: str, given: str) -> FractionRange:
     try:
         start, end = (float(bound) for bound in text.split(":"))
     except ValueError:
@@ -345,7 +352,7 @@ def _range(text: str, given: str) -> Range:
             f"{given}: the range {text!r} must be START:END with 0 <= START < END <= 1, such as "
             "0:0.95"
         )
-    return Range(text, start, end)
+    return FractionRange(text, start, end)
 
 
 def _normalised(weights: Sequence[float], given: str) -> list[float]:

@@ -11,7 +11,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from megatron_ds.data.gpt_dataset import Rows, TokenDataset
+from megatron_ds.data.gpt_dataset import SampleArray, TokenDataset
 
 
 class BlendOrder(Protocol):
@@ -19,14 +19,14 @@ class BlendOrder(Protocol):
 
     def __len__(self) -> int: ...
 
-    def find(self, position: int) -> tuple[int, int]:
+    def locate(self, position: int) -> tuple[int, int]:
         """Source and number of its sample at a position, 0 <= position < len."""
 
-    def taken(self, end: int) -> npt.NDArray[np.int64]:
+    def counts_at(self, end: int) -> npt.NDArray[np.int64]:
         """[number of sources]: how many samples each gives to the first `end` positions."""
 
 
-class Routed:
+class _RoutingDataset:
     """Samples that are read from one of several datasets of the same length and vocabulary."""
 
     def __init__(self, datasets: Sequence[TokenDataset]) -> None:
@@ -34,13 +34,13 @@ class Routed:
         self.seq_length = datasets[0].seq_length
         self.vocab_size = datasets[0].vocab_size
 
-    def __getitem__(self, position: int) -> Rows:
+    def __getitem__(self, position: int) -> SampleArray:
         number, sample = self._find(position)
         return self._datasets[number][sample]
 
-    def fill(self, position: int, row: Rows) -> None:
+    def read_into(self, position: int, row: SampleArray) -> None:
         number, sample = self._find(position)
-        self._datasets[number].fill(sample, row)
+        self._datasets[number].read_into(sample, row)
 
     def sample_id(self, position: int) -> str:
         number, sample = self._find(position)
@@ -51,14 +51,14 @@ class Routed:
         raise NotImplementedError
 
 
-class BlendedDataset(Routed):
+class BlendedDataset(_RoutingDataset):
     """Position i is the sample of the source that `order` names.
 
     Raises ValueError if a dataset holds fewer samples than the order takes from it.
     """
 
     def __init__(self, datasets: Sequence[TokenDataset], order: BlendOrder) -> None:
-        taken = order.taken(len(order)).tolist()
+        taken = order.counts_at(len(order)).tolist()
         short = [
             f"source {number} has {len(dataset)} samples, the blend takes {count}"
             for number, (dataset, count) in enumerate(zip(datasets, taken, strict=True))
@@ -75,4 +75,4 @@ class BlendedDataset(Routed):
     def _find(self, position: int) -> tuple[int, int]:
         if not 0 <= position < len(self):
             raise IndexError(f"sample {position} of a blend of {len(self)}")
-        return self._order.find(position)
+        return self._order.locate(position)

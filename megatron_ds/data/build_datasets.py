@@ -16,26 +16,26 @@ import numpy as np
 
 from megatron_ds.config import DataConfig
 from megatron_ds.data.blend_history import (
-    History,
-    Identity,
-    advanced,
-    continued,
-    enough,
-    numbered,
-    started,
+    BlendHistory,
+    SourceId,
+    extend_requests,
+    new_history,
+    record_consumed,
+    resume_history,
+    with_copy_numbers,
     with_requests,
 )
 from megatron_ds.data.blend_schedule import BLEND_FORMAT, blend_order
-from megatron_ds.data.blend_spec import NAMES, Group, Source, read_groups
+from megatron_ds.data.blend_spec import NAMES, BlendSource, DatasetGroup, read_groups
 from megatron_ds.data.blended_dataset import BlendedDataset, BlendOrder
-from megatron_ds.data.chained_datasets import ChainedDataset, OneSource, PhaseDataset
+from megatron_ds.data.chained_datasets import ConcatDataset, ResumedBlendDataset, SingleSourceOrder
 from megatron_ds.data.gpt_dataset import GPTDataset, TokenDataset
 from megatron_ds.data.index_cache import ArrayCache
 from megatron_ds.data.indexed_dataset import IndexedDataset
 from megatron_ds.data.lazy_index import CachedIndexes
-from megatron_ds.data.sample_index import blend_requests
-from megatron_ds.data.usage_report import Share, change
-from megatron_ds.data.validation import no_documents, probed_blocks, wrong_ids
+from megatron_ds.data.sample_index import samples_per_source
+from megatron_ds.data.usage_report import FileUsage, describe_change
+from megatron_ds.data.validation import blocks_to_sample, empty_selection, out_of_vocabulary
 
 FORMAT = 1
 """Raised when the same inputs begin to give other indexes."""
@@ -44,16 +44,16 @@ OPENED_AT_START = 1 << 26
 
 
 @dataclass(frozen=True)
-class Progress:
+class BlendProgress:
     """How far a run's training data is read, as a function of the samples consumed."""
 
-    history: History
+    history: BlendHistory
     order: BlendOrder
 
     def record(self, consumed: int) -> dict[str, Any]:
         """What a checkpoint after `consumed` samples keeps of it."""
-        done = min(max(0, consumed - self.history.now.first), len(self.order))
-        return advanced(self.history, self.order.taken(done).tolist()).to_dict()
+        done = min(max(0, consumed - self.history.current.first), len(self.order))
+        return record_consumed(self.history, self.order.counts_at(done).tolist()).to_dict()
 
 
 @dataclass(frozen=True)
@@ -68,8 +68,8 @@ class Datasets:
     train: TokenDataset | None
     valid: Mapping[str, TokenDataset] = field(default_factory=dict)
     test: Mapping[str, TokenDataset] = field(default_factory=dict)
-    shares: tuple[Share, ...] = ()
-    progress: Progress | None = None
+    shares: tuple[FileUsage, ...] = ()
+    progress: BlendProgress | None = None
     changes: tuple[str, ...] = ()
 
 
@@ -82,7 +82,7 @@ def build_datasets(
     tokenizer_fingerprint: str,
     vocab_size: int,
     fallback_cache: str | None = None,
-    history: History | None = None,
+    history: BlendHistory | None = None,
     consumed: int = 0,
 ) -> Datasets:
     """The datasets of training, validation and test, their indexes cached on disk.
@@ -100,17 +100,17 @@ def build_datasets(
     groups, problems = read_groups(config)
     if problems:
         raise ValueError("; ".join(problems))
-    builder = _Builder(
+    builder = _DatasetBuilder(
         config=config,
         seq_length=seq_length,
         seed=seed,
         tokenizer_fingerprint=tokenizer_fingerprint,
         vocab_size=vocab_size,
         fallback_cache=fallback_cache,
-        blocks=probed_blocks(sum(len(group.sources) for group in groups)),
+        blocks=blocks_to_sample(sum(len(group.sources) for group in groups)),
     )
     train: TokenDataset | None = None
-    progress: Progress | None = None
+    progress: BlendProgress | None = None
     others: dict[str, dict[str, TokenDataset]] = {"valid": {}, "test": {}}
     wanted = dict(zip(NAMES, num_samples, strict=True))
     for group in groups:
@@ -122,14 +122,14 @@ def build_datasets(
             others[group.part][group.name] = builder.mixture(group, wanted[group.part])[0]
     if wanted["train"] and train is None:
         raise ValueError("--train-data-path (or --data-path) is required")
-    changes = change(history, progress.history) if history and progress else []
+    changes = describe_change(history, progress.history) if history and progress else []
     return Datasets(
         train, others["valid"], others["test"], tuple(builder.shares), progress, tuple(changes)
     )
 
 
 @dataclass(frozen=True)
-class _File:
+class _OpenedFile:
     """A token file, and the documents that a part reads of it.
 
     bounds: first and one-past-last document. tokens: of these documents. lengths_hash: SHA-256 of
@@ -137,18 +137,18 @@ class _File:
     """
 
     data: IndexedDataset
-    source: Source
+    source: BlendSource
     bounds: tuple[int, int]
     tokens: int
     lengths_hash: str
 
     @property
-    def identity(self) -> Identity:
-        return Identity(Path(self.source.prefix).name, self.lengths_hash, self.bounds)
+    def identity(self) -> SourceId:
+        return SourceId(Path(self.source.prefix).name, self.lengths_hash, self.bounds)
 
 
 @dataclass(frozen=True)
-class _Builder:
+class _DatasetBuilder:
     config: DataConfig
     seq_length: int
     seed: int
@@ -157,7 +157,7 @@ class _Builder:
     fallback_cache: str | None
     blocks: int
     """Of each file that are looked at for tokens of another tokenizer."""
-    shares: list[Share] = field(default_factory=list)
+    shares: list[FileUsage] = field(default_factory=list)
     """Of what was built so far."""
     opened: dict[str, tuple[IndexedDataset, str]] = field(default_factory=dict)
     """Files by their prefix, with the SHA-256 of their documents' lengths."""
@@ -167,75 +167,87 @@ class _Builder:
     """By their first folder."""
 
     def mixture(
-        self, group: Group, samples: int, before: History | None = None, consumed: int = 0
-    ) -> tuple[TokenDataset, Progress]:
+        self,
+        group: DatasetGroup,
+        samples: int,
+        before: BlendHistory | None = None,
+        consumed: int = 0,
+    ) -> tuple[TokenDataset, BlendProgress]:
         """`samples` samples of a group, of which `consumed` came before, in the run of `before`."""
         files = [self._file(group, source, samples) for source in group.sources]
-        identities = numbered([file.identity for file in files])
+        identities = with_copy_numbers([file.identity for file in files])
         weights = _weights(files)
         if before is None:
-            history = started(identities, weights, BLEND_FORMAT)
+            history = new_history(identities, weights, BLEND_FORMAT)
         else:
-            history = continued(before, identities, weights, BLEND_FORMAT, consumed)
-        phase = history.now
+            history = resume_history(before, identities, weights, BLEND_FORMAT, consumed)
+        phase = history.current
         length = max(1, samples - phase.first)
         if len(files) == 1 and group.sources[0].weight is None:
             parts = [length]
         else:
-            parts = blend_requests(phase.weights, length)
+            parts = samples_per_source(phase.weights, length)
         requests = [
-            enough(history.sources[number].requests, start + part, file.tokens, self.seq_length)
+            extend_requests(
+                history.sources[number].requests, start + part, file.tokens, self.seq_length
+            )
             for number, start, part, file in zip(
                 phase.sources, phase.starts, parts, files, strict=True
             )
         ]
         history = with_requests(history, requests)
         datasets = [
-            self._row(group.part, file, each) for file, each in zip(files, requests, strict=True)
+            self._dataset_of_file(group.part, file, each)
+            for file, each in zip(files, requests, strict=True)
         ]
-        self._open()
-        order: BlendOrder = OneSource(length)
+        self._open_indexes()
+        order: BlendOrder = SingleSourceOrder(length)
         if len(files) > 1:
             order = blend_order(phase.weights, length, self._cache(group.sources[0].prefix))
-        taken = order.taken(len(order)).tolist()
+        taken = order.counts_at(len(order)).tolist()
         for file, weight, start, count in zip(
             files, phase.weights, phase.starts, taken, strict=True
         ):
-            self._note(group, file, weight, start + count)
+            self._record_usage(group, file, weight, start + count)
         self.shares.extend(
-            Share(group.part, prefix, 0.0, 0, 0.0, group.name) for prefix in group.silent
+            FileUsage(group.part, prefix, 0.0, 0, 0.0, group.name)
+            for prefix in group.zero_weight_files
         )
-        progress = Progress(history, order)
+        progress = BlendProgress(history, order)
         if phase.first or any(phase.starts):
-            return PhaseDataset(datasets, order, phase.first, phase.starts), progress
+            return ResumedBlendDataset(datasets, order, phase.first, phase.starts), progress
         return datasets[0] if len(files) == 1 else BlendedDataset(datasets, order), progress
 
-    def _file(self, group: Group, source: Source, samples: int) -> _File:
+    def _file(self, group: DatasetGroup, source: BlendSource, samples: int) -> _OpenedFile:
         """A file of a group that is to give `samples` samples, which must hold some tokens."""
         if source.prefix not in self.opened:
             data = IndexedDataset(source.prefix)
-            _refuse(wrong_ids(data, self.vocab_size, self.blocks))
+            _raise_first(out_of_vocabulary(data, self.vocab_size, self.blocks))
             if self.config.mmap_warmup:
                 data.warm_up()
             digest = hashlib.sha256(data.lengths.view(np.uint8).data).hexdigest()
             self.opened[source.prefix] = data, digest
         data, digest = self.opened[source.prefix]
-        _refuse(no_documents(group.part, data, samples, source.cut))
+        _raise_first(empty_selection(group.part, data, samples, source.cut))
         first, end = source.cut.bounds(len(data))
         tokens = int(data.lengths[first:end].sum(dtype=np.int64))
-        return _File(data, source, (first, end), tokens, digest)
+        return _OpenedFile(data, source, (first, end), tokens, digest)
 
-    def _note(self, group: Group, file: _File, weight: float, samples: int) -> None:
+    def _record_usage(
+        self, group: DatasetGroup, file: _OpenedFile, weight: float, samples: int
+    ) -> None:
         epochs = samples * self.seq_length / file.tokens
         prefix = file.source.prefix
-        self.shares.append(Share(group.part, prefix, weight, samples, epochs, group.name))
+        self.shares.append(FileUsage(group.part, prefix, weight, samples, epochs, group.name))
 
-    def _row(self, part: str, file: _File, requests: Sequence[int]) -> TokenDataset:
+    def _dataset_of_file(
+        self, part: str, file: _OpenedFile, requests: Sequence[int]
+    ) -> TokenDataset:
         """The samples of a file, from one index after the other."""
         datasets = [self._indexed(part, file, *each) for each in enumerate(requests)]
-        return datasets[0] if len(datasets) == 1 else ChainedDataset(datasets)
+        return datasets[0] if len(datasets) == 1 else ConcatDataset(datasets)
 
-    def _indexed(self, part: str, file: _File, number: int, samples: int) -> GPTDataset:
+    def _indexed(self, part: str, file: _OpenedFile, number: int, samples: int) -> GPTDataset:
         """The samples of a file's index of this number, which is made for so many samples."""
         # Another seed for each, else an index would repeat the order of the one before it.
         seed = (self.seed + number) % (1 << 32)
@@ -258,14 +270,14 @@ class _Builder:
             samples=samples,
             seq_length=self.seq_length,
             seed=seed,
-            decides=decides,
+            cache_key=decides,
             cache=self._cache(file.source.prefix),
         )
         dataset = GPTDataset(file.data, indexes, self.seq_length, self.vocab_size)
         self.described.append((dataset, indexes))
         return dataset
 
-    def _open(self) -> None:
+    def _open_indexes(self) -> None:
         """Gets the indexes of what was described; of much, only sees that there is room for them.
 
         A file's index is then made, or loaded, when its first sample is read.
@@ -280,7 +292,7 @@ class _Builder:
                 needed[indexes.cache] += indexes.missing_bytes()
             for cache, room in needed.items():
                 if room:
-                    cache.check_room(room)
+                    cache.require_space(room)
         self.described.clear()
 
     def _cache(self, prefix: str) -> ArrayCache:
@@ -293,7 +305,7 @@ class _Builder:
         return self.caches[folder]
 
 
-def _weights(files: Sequence[_File]) -> list[float]:
+def _weights(files: Sequence[_OpenedFile]) -> list[float]:
     """Normalised; by size where the user gave none."""
     total = sum(file.tokens for file in files)
     return [
@@ -301,7 +313,7 @@ def _weights(files: Sequence[_File]) -> list[float]:
     ]
 
 
-def _refuse(problems: Iterator[str]) -> None:
+def _raise_first(problems: Iterator[str]) -> None:
     """Raises ValueError for the first problem, if there is one."""
     problem = next(problems, None)
     if problem is not None:

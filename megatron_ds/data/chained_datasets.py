@@ -12,11 +12,11 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from megatron_ds.data.blended_dataset import BlendOrder, Routed
+from megatron_ds.data.blended_dataset import BlendOrder, _RoutingDataset
 from megatron_ds.data.gpt_dataset import TokenDataset
 
 
-class OneSource:
+class SingleSourceOrder:
     """The order of a mixture of one."""
 
     def __init__(self, num_samples: int) -> None:
@@ -25,14 +25,14 @@ class OneSource:
     def __len__(self) -> int:
         return self._num_samples
 
-    def find(self, position: int) -> tuple[int, int]:
+    def locate(self, position: int) -> tuple[int, int]:
         return 0, position
 
-    def taken(self, end: int) -> npt.NDArray[np.int64]:
+    def counts_at(self, end: int) -> npt.NDArray[np.int64]:
         return np.array([end], dtype=np.int64)
 
 
-class ChainedDataset(Routed):
+class ConcatDataset(_RoutingDataset):
     """The samples of several datasets of one source, one dataset after the other."""
 
     def __init__(self, datasets: Sequence[TokenDataset]) -> None:
@@ -54,7 +54,7 @@ class ChainedDataset(Routed):
         return number, position - (self._ends[number - 1] if number else 0)
 
 
-class PhaseDataset(Routed):
+class ResumedBlendDataset(_RoutingDataset):
     """The samples of a run from position `first` on, where its present mixture begins.
 
     Position first + i is that which `order` names at i; a source's sample k is its `starts` + k-th.
@@ -65,7 +65,7 @@ class PhaseDataset(Routed):
     def __init__(
         self, datasets: Sequence[TokenDataset], order: BlendOrder, first: int, starts: Sequence[int]
     ) -> None:
-        taken = order.taken(len(order)).tolist()
+        taken = order.counts_at(len(order)).tolist()
         for number, (dataset, start, count) in enumerate(zip(datasets, starts, taken, strict=True)):
             if len(dataset) < start + count:
                 raise ValueError(
@@ -85,5 +85,5 @@ class PhaseDataset(Routed):
             raise IndexError(
                 f"sample {position} of a mixture that gives those from {self._first} to {len(self)}"
             )
-        source, sample = self._order.find(position - self._first)
+        source, sample = self._order.locate(position - self._first)
         return source, self._starts[source] + sample

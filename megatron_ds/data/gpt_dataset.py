@@ -15,7 +15,7 @@ import numpy.typing as npt
 from megatron_ds.data.indexed_dataset import IndexedDataset, Tokens
 from megatron_ds.data.sample_index import IntArray, SampleIndexes
 
-Rows = npt.NDArray[np.int64]
+SampleArray = npt.NDArray[np.int64]
 
 
 class TokenDataset(Protocol):
@@ -30,17 +30,17 @@ class TokenDataset(Protocol):
 
     def __len__(self) -> int: ...
 
-    def __getitem__(self, position: int) -> Rows:
+    def __getitem__(self, position: int) -> SampleArray:
         """Tokens [seq_length + 1]. Raises ValueError for a token that is not below vocab_size."""
 
-    def fill(self, position: int, row: Rows) -> None:
+    def read_into(self, position: int, row: SampleArray) -> None:
         """Writes the sample's tokens into row [seq_length + 1] and does not look at them."""
 
     def sample_id(self, position: int) -> str:
         """A name of the sample that does not depend on how the data order is read."""
 
 
-def read(dataset: TokenDataset, positions: Sequence[int]) -> Rows:
+def read_samples(dataset: TokenDataset, positions: Sequence[int]) -> SampleArray:
     """The samples of these positions [positions, seq_length + 1].
 
     All are held against the vocabulary at once: numpy takes about as long for one sample as for
@@ -48,14 +48,14 @@ def read(dataset: TokenDataset, positions: Sequence[int]) -> Rows:
     """
     rows = np.empty((len(positions), dataset.seq_length + 1), dtype=np.int64)
     for position, row in zip(positions, rows, strict=True):
-        dataset.fill(position, row)
+        dataset.read_into(position, row)
     if dataset.vocab_size is not None and not _all_below(dataset.vocab_size, rows):
         for position in positions:
             dataset[position]  # says which token of which file it is
     return rows
 
 
-class Indexes(Protocol):
+class SampleIndexProvider(Protocol):
     """The indexes of a dataset, wherever they are: `SampleIndexes` are their own."""
 
     def __len__(self) -> int:
@@ -75,7 +75,7 @@ class GPTDataset:
     def __init__(
         self,
         tokens: IndexedDataset,
-        indexes: Indexes,
+        indexes: SampleIndexProvider,
         seq_length: int,
         vocab_size: int | None = None,
     ) -> None:
@@ -84,7 +84,7 @@ class GPTDataset:
         self._file = tokens
         self._indexes = indexes
         self._size = len(indexes)
-        self._views: _Views | None = None
+        self._views: _FastViews | None = None
 
     def __len__(self) -> int:
         return self._size
@@ -92,9 +92,9 @@ class GPTDataset:
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_views": None}
 
-    def __getitem__(self, position: int) -> Rows:
+    def __getitem__(self, position: int) -> SampleArray:
         row = np.empty(self.seq_length + 1, dtype=np.int64)
-        self.fill(position, row)
+        self.read_into(position, row)
         if self.vocab_size is not None and not _all_below(self.vocab_size, row):
             token = next(one for one in row.tolist() if not 0 <= one < self.vocab_size)
             raise ValueError(
@@ -104,7 +104,7 @@ class GPTDataset:
             )
         return row
 
-    def fill(self, position: int, row: Rows) -> None:
+    def read_into(self, position: int, row: SampleArray) -> None:
         sample = self._sample(position)
         _, documents, starts, lengths, pointers, tokens, item = self._views or self.open()
         at, offset = starts[2 * sample], starts[2 * sample + 1]
@@ -120,11 +120,11 @@ class GPTDataset:
     def sample_id(self, position: int) -> str:
         return f"{os.path.basename(self._file.prefix)}:{self._sample(position)}"
 
-    def open(self) -> _Views:
+    def open(self) -> _FastViews:
         """Gets the indexes, if that has not been done: what is wrong with them is told now."""
         if self._views is None:
             indexes, file = self._indexes.load(), self._file
-            self._views = _Views(
+            self._views = _FastViews(
                 _view(indexes.shuffle),
                 _view(indexes.documents),
                 _view(indexes.samples),
@@ -142,7 +142,7 @@ class GPTDataset:
         return sample
 
 
-class _Views(NamedTuple):
+class _FastViews(NamedTuple):
     """A file and its indexes for reading one number at a time, several times faster than arrays."""
 
     shuffle: memoryview
@@ -162,6 +162,6 @@ def _view(array: IntArray) -> memoryview:
     return memoryview(array.reshape(-1).view(np.uint8)).cast(array.dtype.char)  # type: ignore
 
 
-def _all_below(limit: int, tokens: Rows) -> bool:
+def _all_below(limit: int, tokens: SampleArray) -> bool:
     """Whether all tokens are from 0 to limit - 1: seen as unsigned, negative ones are huge."""
     return int(np.maximum.reduce(tokens.view(np.uint64), axis=None)) < limit

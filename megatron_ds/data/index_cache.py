@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_ds.fileio.atomic import sync_folder
-from megatron_ds.fileio.file_lock import Patience, locked
+from megatron_ds.fileio.file_lock import WaitPolicy, locked
 from megatron_ds.fileio.memory_map import map_file
 
 Arrays = dict[str, npt.NDArray[np.integer]]
@@ -43,11 +43,13 @@ class ArrayCache:
     how to wait for a process that makes the same.
     """
 
-    def __init__(self, folders: list[Path], patience: Patience | None = None) -> None:
+    def __init__(self, folders: list[Path], patience: WaitPolicy | None = None) -> None:
         self._folders = folders
-        self._patience = patience or Patience()
+        self._patience = patience or WaitPolicy()
 
-    def get(self, kind: str, decides: Mapping[str, Any], make: Callable[[], Arrays]) -> Arrays:
+    def get_or_build(
+        self, kind: str, decides: Mapping[str, Any], make: Callable[[], Arrays]
+    ) -> Arrays:
         """The arrays that `make` gives for the values in `decides`, memory-mapped.
 
         kind: a readable beginning of the file names. Raises ValueError if the arrays are in none of
@@ -62,17 +64,17 @@ class ArrayCache:
         problems = []
         for folder in self._folders:
             try:
-                return self._made_in(folder, name, decides, once)
+                return self._build_in(folder, name, decides, once)
             except OSError as error:
                 problems.append(f"{folder}: {error.strerror or error}")
         raise ValueError(_unwritable(problems))
 
-    def has(self, kind: str, decides: Mapping[str, Any]) -> bool:
+    def contains(self, kind: str, decides: Mapping[str, Any]) -> bool:
         """Whether these arrays seem to be there; that they are whole is seen when they are read."""
         name = _name(kind, decides)
         return any((folder / f"{name}.json").exists() for folder in self._folders)
 
-    def check_room(self, size: int) -> None:
+    def require_space(self, size: int) -> None:
         """Raises ValueError unless `size` bytes can be kept in one of the folders."""
         problems = []
         for folder in self._folders:
@@ -88,7 +90,7 @@ class ArrayCache:
             problems.append(f"{folder}: {free / 1e9:.1f} GB free of {size / 1e9:.1f} GB needed")
         raise ValueError(_unwritable(problems))
 
-    def _made_in(
+    def _build_in(
         self, folder: Path, name: str, decides: Mapping[str, Any], make: Callable[[], Arrays]
     ) -> Arrays:
         """The entry in this folder, made if it is not there. Raises OSError where the disk does."""

@@ -30,7 +30,7 @@ from typing import BinaryIO, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from megatron_ds.fileio.atomic import cut_back, naming, open_more, sync, sync_folder
+from megatron_ds.fileio.atomic import naming, open_read_write, sync, sync_folder, truncate_to
 from megatron_ds.fileio.file_lock import is_at, lock_now
 from megatron_ds.fileio.memory_map import map_file
 
@@ -46,9 +46,9 @@ DTYPES: dict[int, np.dtype[np.generic]] = {
     5: np.dtype("<i8"),
     8: np.dtype("<u2"),
 }
-MADE_BY = ".tokenizer.json"
+TOKENIZER_SUFFIX = ".tokenizer.json"
 """End of the name of the file beside a pair that says which tokenizer made it."""
-DOCUMENTS = ".documents.partial"
+DOC_INDEX_SUFFIX = ".documents.partial"
 """End of the name of the file that takes the document index while a pair is written."""
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 UINT16_VOCAB = 65500
@@ -156,7 +156,7 @@ class IndexedDataset:
         return True
 
 
-class Written(NamedTuple):
+class WriteCounts(NamedTuple):
     """How much of a pair was written: tokens, sequences and documents."""
 
     tokens: int = 0
@@ -164,7 +164,7 @@ class Written(NamedTuple):
     documents: int = 0
 
 
-NOTHING = Written()
+NOTHING = WriteCounts()
 
 
 class IndexedWriter:
@@ -186,7 +186,7 @@ class IndexedWriter:
         prefix: str | os.PathLike[str],
         dtype: npt.DTypeLike,
         made_by: bytes | None = None,
-        written: Written = NOTHING,
+        written: WriteCounts = NOTHING,
     ) -> None:
         self.prefix = os.fspath(prefix)
         self._made_by = made_by
@@ -208,15 +208,15 @@ class IndexedWriter:
             self._bin = undo.enter_context(open_locked(self.prefix + ".bin.partial", self.prefix))
             if written == NOTHING:
                 undo.callback(self._remove)
-            self._index = undo.enter_context(open_more(self.prefix + ".idx.partial"))
-            self._documents = undo.enter_context(open_more(self.prefix + DOCUMENTS))
+            self._index = undo.enter_context(open_read_write(self.prefix + ".idx.partial"))
+            self._documents = undo.enter_context(open_read_write(self.prefix + DOC_INDEX_SUFFIX))
             if written == NOTHING:
                 for file in self.files:
                     file.truncate(0)
                 with naming(self._index.name):
                     self._index.truncate(HEADER.size)  # room for what is known at the end
             for file, size in zip(self.files, sizes, strict=True):
-                cut_back(file, size)
+                truncate_to(file, size)
             undo.pop_all()
 
     @property
@@ -269,7 +269,7 @@ class IndexedWriter:
         for first in range(0, len(data), BLOCK):
             self._add(data.tokens[:0], data.lengths[first : first + BLOCK], nothing)
 
-    def complete(self) -> None:
+    def flush_all(self) -> None:
         """Flush both files to disk, which may fail or take long, and leave them without names."""
         self._check_open()
         for file in (self._bin, self._documents):
@@ -277,7 +277,7 @@ class IndexedWriter:
         with naming(self._index.name):
             self._write_index()
             sync(self._index)
-        partial_made_by = f"{self.prefix}{MADE_BY}.partial"
+        partial_made_by = f"{self.prefix}{TOKENIZER_SUFFIX}.partial"
         if self._made_by is not None:
             with naming(partial_made_by), open(partial_made_by, "wb") as file:
                 file.write(self._made_by)
@@ -287,9 +287,9 @@ class IndexedWriter:
     def finalize(self) -> None:
         """Flush both files to disk, then give them their names, the index last."""
         if not self._complete:
-            self.complete()
+            self.flush_all()
         self._check_open()
-        name_pair(self.prefix, made_by=self._made_by is not None)
+        publish_pair(self.prefix, made_by=self._made_by is not None)
         self._close()
 
     def abort(self) -> None:
@@ -297,13 +297,18 @@ class IndexedWriter:
         if self._closed:
             return
         self._remove()
-        self.leave()
+        self.close_keeping()
 
     def _remove(self) -> None:
-        for suffix in (".bin.partial", ".idx.partial", DOCUMENTS, f"{MADE_BY}.partial"):
+        for suffix in (
+            ".bin.partial",
+            ".idx.partial",
+            DOC_INDEX_SUFFIX,
+            f"{TOKENIZER_SUFFIX}.partial",
+        ):
             Path(self.prefix + suffix).unlink(missing_ok=True)
 
-    def leave(self) -> None:
+    def close_keeping(self) -> None:
         """End and keep what was written, without names, for a writer that continues it."""
         self._closed = True
         for file in self.files:
@@ -334,7 +339,7 @@ class IndexedWriter:
             with naming(file.name):
                 file.write(np.ascontiguousarray(part).data)
         added = zip(self.written, parts, strict=True)
-        self.written = Written(*(before + part.size for before, part in added))
+        self.written = WriteCounts(*(before + part.size for before, part in added))
 
     def _write_index(self) -> None:
         """Put what is missing around the lengths: the pointers, the documents and the header."""
@@ -367,19 +372,19 @@ class IndexedWriter:
         assert not self._closed, "the pair was already finished"
 
 
-def name_pair(prefix: str, *, made_by: bool) -> None:
+def publish_pair(prefix: str, *, made_by: bool) -> None:
     """Give a complete pair its names, the index last; begun before, it is continued.
 
     made_by: whether it has a file that names its tokenizer.
     """
     if os.path.exists(prefix + ".bin.partial"):
         # What describes older tokens must not stand beside the new ones, not even for a moment.
-        for suffix in (".idx", MADE_BY):
+        for suffix in (".idx", TOKENIZER_SUFFIX):
             Path(prefix + suffix).unlink(missing_ok=True)
-    for suffix in (".bin", MADE_BY, ".idx") if made_by else (".bin", ".idx"):
+    for suffix in (".bin", TOKENIZER_SUFFIX, ".idx") if made_by else (".bin", ".idx"):
         with suppress(FileNotFoundError):  # it has its name
             os.replace(f"{prefix}{suffix}.partial", prefix + suffix)
-    Path(prefix + DOCUMENTS).unlink(missing_ok=True)
+    Path(prefix + DOC_INDEX_SUFFIX).unlink(missing_ok=True)
     sync_folder(os.path.dirname(prefix) or ".")
 
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from megatron_ds.data.index_cache import ArrayCache, Arrays
 from megatron_ds.data.indexed_dataset import IndexedDataset
-from megatron_ds.data.sample_index import SampleIndexes, build_indexes, index_bytes, samples_of
+from megatron_ds.data.sample_index import SampleIndexes, build_indexes, index_bytes, total_samples
 
 
 @dataclass(frozen=True)
@@ -34,25 +34,25 @@ class CachedIndexes:
     samples: int
     seq_length: int
     seed: int
-    decides: Mapping[str, Any]
+    cache_key: Mapping[str, Any]
     cache: ArrayCache
 
     def __post_init__(self) -> None:
         """Raises ValueError for more samples than an array can have."""
-        if samples_of(self.samples, self.tokens, self.seq_length) > sys.maxsize:
+        if total_samples(self.samples, self.tokens, self.seq_length) > sys.maxsize:
             raise self._too_many("an array has at most 2^63 - 1 elements")
 
     def __len__(self) -> int:
-        return samples_of(self.samples, self.tokens, self.seq_length)
+        return total_samples(self.samples, self.tokens, self.seq_length)
 
     def load(self) -> SampleIndexes:
         """Raises ValueError if they can neither be found nor be made and kept."""
-        arrays = self.cache.get(self._kind, self.decides, self._make)
+        arrays = self.cache.get_or_build(self._kind, self.cache_key, self._make)
         return SampleIndexes(arrays["documents"], arrays["samples"], arrays["shuffle"])
 
     def missing_bytes(self) -> int:
         """Room that the cache needs for them; 0 if they are there."""
-        if self.cache.has(self._kind, self.decides):
+        if self.cache.contains(self._kind, self.cache_key):
             return 0
         documents = self.bounds[1] - self.bounds[0]
         return index_bytes(self.samples, documents, self.tokens, self.seq_length)

@@ -20,11 +20,11 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from megatron_ds.data.gpt_dataset import Rows, TokenDataset, read
+from megatron_ds.data.gpt_dataset import SampleArray, TokenDataset, read_samples
 
 T = TypeVar("T")
 
-SAMPLES_SENT = 256
+SAMPLES_PER_MESSAGE = 256
 """A loader process sends so many at once: torch's loader takes about as long for one as for ten."""
 PR_SET_PDEATHSIG = 1
 """prctl(2): the signal that a process gets when its parent ends."""
@@ -42,7 +42,7 @@ class Batch(NamedTuple):
     position: int
     """Place of the first sample in the data order: samples consumed before it by all ranks."""
 
-    def cut(self, length: int) -> Batch:
+    def truncated(self, length: int) -> Batch:
         """The first `length` tokens of each sample, or all where there are no more."""
         if length >= self.tokens_BS.shape[1]:
             return self
@@ -50,7 +50,7 @@ class Batch(NamedTuple):
         return Batch._make(parts)
 
 
-class MicroBatches:
+class MicroBatchIterator:
     """The micro-batches of one data-parallel rank from `consumed` samples on.
 
     Micro-step k of rank r takes samples [consumed + (k * dp_size + r) * micro_batch_size,
@@ -86,14 +86,14 @@ class MicroBatches:
         self._rows = _RowsDataset(dataset, micro_batch_size)
         self._num_workers = num_workers
         self._eod = eod
-        self._iterator: Iterator[tuple[int, Rows | _Refused]] | None = None
+        self._iterator: Iterator[tuple[int, SampleArray | _DataError]] | None = None
         self._closed = False
 
     def __len__(self) -> int:
         """Micro-steps from `consumed` to the end of the dataset."""
         return len(self._positions)
 
-    def __iter__(self) -> MicroBatches:
+    def __iter__(self) -> MicroBatchIterator:
         return self
 
     def __next__(self) -> Batch:
@@ -102,7 +102,7 @@ class MicroBatches:
         if self._iterator is None:
             self._iterator = self._reading()
         position, rows = next(self._iterator)
-        if isinstance(rows, _Refused):
+        if isinstance(rows, _DataError):
             raise ValueError(rows.why)
         return collate(rows, position, self._eod)
 
@@ -111,31 +111,31 @@ class MicroBatches:
         self._closed = True
         self._iterator = None
 
-    def _reading(self) -> Iterator[tuple[int, Rows | _Refused]]:
+    def _reading(self) -> Iterator[tuple[int, SampleArray | _DataError]]:
         if not self._num_workers:
             return map(self._rows.read, self._positions)
-        together = max(1, SAMPLES_SENT // self._micro_batch_size)
+        together = max(1, SAMPLES_PER_MESSAGE // self._micro_batch_size)
         return itertools.chain.from_iterable(
             DataLoader(
                 self._rows,
                 batch_size=None,
-                sampler=_Groups(self._positions, together),
+                sampler=_PositionBatches(self._positions, together),
                 num_workers=self._num_workers,
                 # Arrays come through the pipe. Each tensor would come as a descriptor that has to
                 # be asked for: several milliseconds on a busy machine.
-                collate_fn=_as_it_is,
+                collate_fn=_identity,
                 # Else the loader would draw from torch's global generator, and dropout with it.
                 generator=torch.Generator(),
-                worker_init_fn=_end_with_the_trainer,
+                worker_init_fn=_die_with_parent,
             )
         )
 
 
-def _as_it_is(sent: T) -> T:
+def _identity(sent: T) -> T:
     return sent
 
 
-def _end_with_the_trainer(worker: int) -> None:
+def _die_with_parent(worker: int) -> None:
     """Makes a loader process end with the trainer, neither before it nor after.
 
     Launchers and terminals end a run by signalling every process of its group, and the trainer is
@@ -150,7 +150,7 @@ def _end_with_the_trainer(worker: int) -> None:
 
 
 @dataclass(frozen=True)
-class _Refused:
+class _DataError:
     """What a loader process sends for data that is not what it should be: an exception would come
     out of torch's loader wrapped into a traceback."""
 
@@ -158,7 +158,7 @@ class _Refused:
 
 
 @dataclass(frozen=True)
-class _Groups:
+class _PositionBatches:
     """Positions, `size` at a time: one after the other, since a run may have billions."""
 
     positions: range
@@ -172,32 +172,34 @@ class _Groups:
             yield self.positions[first : first + self.size]
 
 
-class _RowsDataset(Dataset["list[tuple[int, Rows | _Refused]]"]):
+class _RowsDataset(Dataset["list[tuple[int, SampleArray | _DataError]]"]):
     """The samples of micro-batches, [B, S + 1] each, by the positions of their first."""
 
     def __init__(self, dataset: TokenDataset, micro_batch_size: int) -> None:
         self._dataset = dataset
         self._micro_batch_size = micro_batch_size
 
-    def __getitem__(self, positions: Sequence[int]) -> list[tuple[int, Rows | _Refused]]:
+    def __getitem__(self, positions: Sequence[int]) -> list[tuple[int, SampleArray | _DataError]]:
         """What a loader process sends at once, in as few bytes as the tokens take."""
-        return [(position, _small(rows)) for position, rows in map(self.read, positions)]
+        return [(position, _narrow_dtype(rows)) for position, rows in map(self.read, positions)]
 
-    def read(self, position: int) -> tuple[int, Rows | _Refused]:
+    def read(self, position: int) -> tuple[int, SampleArray | _DataError]:
         try:
-            return position, read(self._dataset, range(position, position + self._micro_batch_size))
+            return position, read_samples(
+                self._dataset, range(position, position + self._micro_batch_size)
+            )
         except ValueError as error:
-            return position, _Refused(str(error))
+            return position, _DataError(str(error))
 
 
-def _small(rows: Rows | _Refused) -> Rows | _Refused:
-    if isinstance(rows, _Refused):
+def _narrow_dtype(rows: SampleArray | _DataError) -> SampleArray | _DataError:
+    if isinstance(rows, _DataError):
         return rows
     smallest = np.min_scalar_type(rows.max(initial=0))
     return rows.astype(smallest) if rows.min(initial=0) >= 0 else rows
 
 
-def collate(rows: Rows, position: int, eod: int | None) -> Batch:
+def collate(rows: SampleArray, position: int, eod: int | None) -> Batch:
     """Samples [B, S + 1] of any integer type to one micro-batch."""
     both = torch.from_numpy(rows.astype(np.int64, copy=False))
     tokens_BS, labels_BS = both[:, :-1], both[:, 1:]

@@ -51,7 +51,7 @@ def epochs_needed(num_samples: int, tokens_per_epoch: int, seq_length: int) -> i
     return max(1, -(-(num_samples * seq_length + 1) // tokens_per_epoch))
 
 
-def samples_of(num_samples: int, tokens_per_epoch: int, seq_length: int) -> int:
+def total_samples(num_samples: int, tokens_per_epoch: int, seq_length: int) -> int:
     """Samples in the whole epochs that give at least `num_samples`."""
     epochs = epochs_needed(num_samples, tokens_per_epoch, seq_length)
     return (epochs * tokens_per_epoch - 1) // seq_length
@@ -60,7 +60,7 @@ def samples_of(num_samples: int, tokens_per_epoch: int, seq_length: int) -> int:
 def index_bytes(num_samples: int, documents: int, tokens_per_epoch: int, seq_length: int) -> int:
     """Size of the three indexes, as long as narrow types hold them."""
     epochs = epochs_needed(num_samples, tokens_per_epoch, seq_length)
-    total = samples_of(num_samples, tokens_per_epoch, seq_length)
+    total = total_samples(num_samples, tokens_per_epoch, seq_length)
     return 4 * epochs * documents + 8 * (total + 1) + 4 * total
 
 
@@ -81,7 +81,7 @@ def build_indexes(
     if tokens_per_epoch == 0:
         raise ValueError(f"the {len(documents)} documents hold no tokens")
     epochs = epochs_needed(num_samples, tokens_per_epoch, seq_length)
-    total = samples_of(num_samples, tokens_per_epoch, seq_length)
+    total = total_samples(num_samples, tokens_per_epoch, seq_length)
     before_last = ((epochs - 1) * tokens_per_epoch - 1) // seq_length
     per_epoch = (tokens_per_epoch - 1) // seq_length
     # Otherwise the few samples drawn from a last, barely begun epoch would come from a random part
@@ -90,8 +90,8 @@ def build_indexes(
     rng = np.random.RandomState(seed)
     documents = documents.astype(index_dtype(len(lengths)))
     order = document_order(documents, epochs, rng, separate)
-    samples = sample_starts(lengths, order, seq_length, total)
-    shuffle = shuffled(before_last if separate else total, total, rng)
+    samples = build_sample_index(lengths, order, seq_length, total)
+    shuffle = build_shuffle_index(before_last if separate else total, total, rng)
     return SampleIndexes(order, samples, shuffle)
 
 
@@ -118,7 +118,7 @@ def document_order(
     return order
 
 
-def sample_starts(lengths: IntArray, order: IntArray, seq_length: int, total: int) -> IntArray:
+def build_sample_index(lengths: IntArray, order: IntArray, seq_length: int, total: int) -> IntArray:
     """[total + 1, 2]: where in `order` each sample begins, as (position in order, token offset).
 
     Sample i begins at token i * seq_length of the concatenated documents. The search goes through
@@ -145,7 +145,7 @@ def sample_starts(lengths: IntArray, order: IntArray, seq_length: int, total: in
     return starts
 
 
-def shuffled(first: int, total: int, rng: np.random.RandomState) -> IntArray:
+def build_shuffle_index(first: int, total: int, rng: np.random.RandomState) -> IntArray:
     """0 ... total - 1, the first `first` numbers shuffled among themselves, the others too."""
     order: IntArray = np.arange(total, dtype=shuffle_dtype(total))
     rng.shuffle(order[:first])
@@ -184,6 +184,6 @@ def split_bounds(shares: Sequence[float], size: int) -> list[tuple[int, int]]:
     return list(itertools.pairwise(bounds))
 
 
-def blend_requests(weights: Sequence[float], num_samples: int) -> list[int]:
+def samples_per_source(weights: Sequence[float], num_samples: int) -> list[int]:
     """Samples that each source is asked for. weights: normalised."""
     return [math.ceil(num_samples * weight * BLEND_MARGIN) for weight in weights]

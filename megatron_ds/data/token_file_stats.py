@@ -22,7 +22,7 @@ QUANTILES = (0.01, 0.25, 0.5, 0.75, 0.99)
 
 
 @dataclass(frozen=True)
-class Bin:
+class LengthBin:
     """Documents of `low` to `high` tokens, and the tokens in them."""
 
     low: int
@@ -52,11 +52,11 @@ class Summary:
     longest: int
     mean: float
     quantiles: dict[float, float]
-    histogram: list[Bin]
+    histogram: list[LengthBin]
 
 
 @dataclass(frozen=True)
-class Check:
+class IntegrityReport:
     """What reading every token told. lowest, highest: None in a pair without tokens."""
 
     problems: list[str]
@@ -68,7 +68,7 @@ class Check:
 
 
 @dataclass(frozen=True)
-class Difference:
+class FirstDifference:
     """Where two pairs part for the first time.
 
     what: in words; empty for pairs that hold the same. document: the first that is not the same in
@@ -127,19 +127,23 @@ def summarize(data: IndexedDataset) -> Summary:
     )
 
 
-def _histogram(lengths: npt.NDArray[np.int64]) -> list[Bin]:
+def _histogram(lengths: npt.NDArray[np.int64]) -> list[LengthBin]:
     """Bins 0, 1, 2-3, 4-7, ...: from the first that has documents to the last."""
     powers = np.frexp(lengths.astype(np.float64))[1]  # 0 has 0; 2^k to 2^(k+1) - 1 have k + 1
     counts = np.bincount(powers)
     tokens = np.bincount(powers, weights=lengths)
     filled = np.flatnonzero(counts)
     return [
-        Bin((1 << power) >> 1, max(0, (1 << power) - 1), int(counts[power]), int(tokens[power]))
+        LengthBin(
+            (1 << power) >> 1, max(0, (1 << power) - 1), int(counts[power]), int(tokens[power])
+        )
         for power in (range(filled[0], filled[-1] + 1) if filled.size else ())
     ]
 
 
-def check(data: IndexedDataset, vocab_size: int | None = None, eod: int | None = None) -> Check:
+def check(
+    data: IndexedDataset, vocab_size: int | None = None, eod: int | None = None
+) -> IntegrityReport:
     """Read every token. vocab_size, eod: of the tokenizer, if it is known.
 
     A problem is what training would stumble over: tokens outside of the vocabulary. That the
@@ -165,7 +169,7 @@ def check(data: IndexedDataset, vocab_size: int | None = None, eod: int | None =
             f"{data.tokens[first_outside]}, in document {at}: the file is damaged, or made with "
             "another tokenizer"
         )
-    return Check(
+    return IntegrityReport(
         problems=problems,
         lowest=min(lows, default=None),
         highest=max(highs, default=None),
@@ -188,7 +192,7 @@ def _sha256(path: str) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def compare(left: IndexedDataset, right: IndexedDataset) -> Difference:
+def compare(left: IndexedDataset, right: IndexedDataset) -> FirstDifference:
     """The first difference of two pairs in what they hold; the type of the tokens is no part of it.
 
     Tokens are compared in blocks.
@@ -205,14 +209,14 @@ def compare(left: IndexedDataset, right: IndexedDataset) -> Difference:
     if token is not None:
         found = int(np.searchsorted(starts, token, side="right")) - 1
         within = token - int(starts[found])
-        return Difference(
+        return FirstDifference(
             f"token {within} of document {found} is {left.tokens[token]} in {left.prefix} and "
             f"{right.tokens[token]} in {right.prefix}",
             found,
             within,
         )
     if unlike.size:
-        return Difference(
+        return FirstDifference(
             f"document {at} has {ours[at]} tokens in {left.prefix} and {theirs[at]} in "
             f"{right.prefix}; all of the shorter one are the same",
             at,
@@ -220,19 +224,19 @@ def compare(left: IndexedDataset, right: IndexedDataset) -> Difference:
         )
     if ours.size != theirs.size:
         longer, shorter = (left, right) if ours.size > theirs.size else (right, left)
-        return Difference(
+        return FirstDifference(
             f"{longer.prefix} goes on where {shorter.prefix} ends, after {both} documents", both, 0
         )
     cut = _first_unlike(left.lengths, right.lengths)
     if cut is None and len(left) == len(right):
         cut = _first_unlike(left.document_index, right.document_index)
         if cut is None:
-            return Difference("")
+            return FirstDifference("")
         found = cut - 1
     else:
         sequence = min(len(left), len(right)) - 1 if cut is None else cut
         found = int(np.searchsorted(left.document_index, sequence, side="right")) - 1
-    return Difference(
+    return FirstDifference(
         f"the tokens are the same, but document {found} is cut into other sequences", found
     )
 

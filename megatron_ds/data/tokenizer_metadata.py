@@ -7,22 +7,24 @@ pair, by `indexed.py`; pairs of other programs have none. Knows no torch.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from megatron_ds.data.indexed_dataset import MADE_BY
-from megatron_ds.preprocess.sentence_splitter import Description
-from megatron_ds.tokenizer.fingerprint import Identity
+from megatron_ds.data.indexed_dataset import TOKENIZER_SUFFIX
+from megatron_ds.tokenizer.fingerprint import TokenizerFingerprint
+
+Description = Mapping[str, str | int | bool]
+"""What is recorded of a sentence splitter."""
 
 SENTENCES = "sentences"
 """The key that only pairs of sentences have. Training does not look at it."""
 
 
-def read_made_by(prefix: str) -> Identity | None:
+def read_made_by(prefix: str) -> TokenizerFingerprint | None:
     """The tokenizer of a pair; None if nothing says it. Raises ValueError, naming the file."""
-    path = Path(prefix + MADE_BY)
+    path = Path(prefix + TOKENIZER_SUFFIX)
     try:
-        return Identity.from_json(path.read_bytes())
+        return TokenizerFingerprint.from_json(path.read_bytes())
     except FileNotFoundError:
         return None
     except OSError as error:
@@ -36,11 +38,11 @@ def read_sentences(prefix: str) -> Description | None:
     nothing says it. Raises ValueError as `read_made_by` does."""
     if read_made_by(prefix) is None:
         return None
-    found = json.loads(Path(prefix + MADE_BY).read_bytes()).get(SENTENCES)
+    found = json.loads(Path(prefix + TOKENIZER_SUFFIX).read_bytes()).get(SENTENCES)
     return found if isinstance(found, dict) else None
 
 
-def content_of(identity: Identity, sentences: Description | None) -> bytes:
+def content_of(identity: TokenizerFingerprint, sentences: Description | None) -> bytes:
     """What is written beside a pair. sentences: what cut its documents into sentences."""
     if sentences is None:
         return identity.to_json()
@@ -50,7 +52,7 @@ def content_of(identity: Identity, sentences: Description | None) -> bytes:
     ).encode()
 
 
-def of_another(prefix: str, identity: Identity) -> Iterator[str]:
+def tokenizer_mismatch(prefix: str, identity: TokenizerFingerprint) -> Iterator[str]:
     """What shows that a pair was made with another tokenizer."""
     try:
         found = read_made_by(prefix)
@@ -59,9 +61,9 @@ def of_another(prefix: str, identity: Identity) -> Iterator[str]:
         return
     if found is not None and not found.same_as(identity):
         yield (
-            f"{prefix}: was made with another tokenizer: {prefix}{MADE_BY} names {found}, and this "
-            f"run has {identity}; give the data's tokenizer or make the data again (if both give "
-            "the same ids, remove that file)"
+            f"{prefix}: was made with another tokenizer: {prefix}{TOKENIZER_SUFFIX} names "
+            f"{found}, and this run has {identity}; give the data's tokenizer or make the data "
+            "again (if both give the same ids, remove that file)"
         )
 
 

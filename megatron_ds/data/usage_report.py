@@ -11,20 +11,23 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_ds.config import PART_DATA, WHOLE_DATA, Config, flag_of
-from megatron_ds.data.blend_history import History, Phase
+from megatron_ds.config import PER_SPLIT_DATA_FIELDS, SPLIT_DATA_FIELDS, Config, flag_of
+from megatron_ds.data.blend_history import BlendHistory, BlendPhase
 
 SHARES = "data_shares.json"
 """Name of the file with all shares."""
 SHOWN = 12
 """Sources that are told one by one; of more, the largest so many."""
-PER_PART = (*(name for names in PART_DATA.values() for name in names), "per_split_data_args_path")
+PER_PART = (
+    *(name for names in PER_SPLIT_DATA_FIELDS.values() for name in names),
+    "per_split_data_args_path",
+)
 NAMED = 6
 """Sources that a sentence names."""
 
 
 @dataclass(frozen=True)
-class Share:
+class FileUsage:
     """What one token file gives to a part, or to a group of it, in the whole run.
 
     weight: normalised. epochs: passes over its documents of the part.
@@ -38,25 +41,25 @@ class Share:
     group: str = ""
 
     @property
-    def place(self) -> str:
+    def label(self) -> str:
         return f"{self.part} {self.group}" if self.group else self.part
 
     def __str__(self) -> str:
         if not self.weight:
-            return f"{self.place}: {self.prefix}, weight 0: gives nothing"
+            return f"{self.label}: {self.prefix}, weight 0: gives nothing"
         return (
-            f"{self.place}: {self.prefix}, weight {self.weight:.6g}: {self.samples} samples, "
+            f"{self.label}: {self.prefix}, weight {self.weight:.6g}: {self.samples} samples, "
             f"{self.epochs:.3g} epochs"
         )
 
 
-def summary(shares: Sequence[Share], full_list: str | None) -> Iterator[str]:
+def summary(shares: Sequence[FileUsage], full_list: str | None) -> Iterator[str]:
     """The shares in lines, the smaller ones of a part with many files in one.
 
     full_list: where all of them stand; None if nowhere.
     """
     cut = False
-    for place, each in itertools.groupby(shares, lambda share: share.place):
+    for place, each in itertools.groupby(shares, lambda share: share.label):
         members = list(each)
         if len(members) <= SHOWN:
             yield from map(str, members)
@@ -79,25 +82,25 @@ def summary(shares: Sequence[Share], full_list: str | None) -> Iterator[str]:
         yield f"all files: {full_list}" if full_list else "all files are listed below --save"
 
 
-def listed(shares: Sequence[Share]) -> list[dict[str, Any]]:
+def as_json(shares: Sequence[FileUsage]) -> list[dict[str, Any]]:
     """All shares, for JSON."""
     return [dataclasses.asdict(share) for share in shares]
 
 
-def mixture(history: History) -> str:
+def describe_blend(history: BlendHistory) -> str:
     """The training's mixture in a line."""
-    now = history.now
+    now = history.current
     line = f"training data, {len(now.sources)} in all: {_mixture(history, now)}"
     later = [phase.first for phase in history.phases if phase.first]
     if later:
-        line += f"; changed after {_some([f'{first:,}' for first in later])} samples"
+        line += f"; changed after {_join_limited([f'{first:,}' for first in later])} samples"
     return line
 
 
-def change(before: History, after: History) -> list[str]:
+def describe_change(before: BlendHistory, after: BlendHistory) -> list[str]:
     """What a resumed run reads in another way than the run before it; empty if nothing."""
     lines = []
-    was, now = before.now, after.now
+    was, now = before.current, after.current
     if before.order != after.order:
         lines.append(
             "WARNING: sources are mixed in another order than by the program of the checkpoint: a "
@@ -108,12 +111,12 @@ def change(before: History, after: History) -> list[str]:
             f"WARNING: the mixture of the training data changes after {now.first} samples:",
             f"    before: {_mixture(before, was)}",
             f"    now:    {_mixture(after, now)}",
-            *(f"    {line}" for line in _movements(before, after)),
+            *(f"    {line}" for line in _source_changes(before, after)),
         ]
     known = {n: source.requests for n, source in enumerate(before.sources) if source.requests}
     longer = [n for n in now.sources if n in known and known[n] != after.sources[n].requests]
     if longer:
-        names = _some([after.sources[number].identity.name for number in longer])
+        names = _join_limited([after.sources[number].identity.name for number in longer])
         lines.append(
             f" > more samples are needed than the indexes of the run before hold: {names} "
             f"{'gives' if len(longer) == 1 else 'give'} those that are left, then further epochs "
@@ -122,14 +125,14 @@ def change(before: History, after: History) -> list[str]:
     return lines
 
 
-def unrecorded(before: Mapping[str, Mapping[str, Any]], now: Config) -> list[str]:
+def unknown_history_warning(before: Mapping[str, Mapping[str, Any]], now: Config) -> list[str]:
     """What to say of a checkpoint without a record of its data, if the data may not be the same.
 
     before: the settings of the run that wrote it.
     """
     values = now.to_dict()
     fields = [
-        *(("data", name) for name in (*WHOLE_DATA, *PER_PART, "split")),
+        *(("data", name) for name in (*SPLIT_DATA_FIELDS, *PER_PART, "split")),
         *(("schedule", name) for name in ("train_iters", "train_samples")),
     ]
     differences = []
@@ -152,40 +155,42 @@ def _plain(value: Any) -> str:
     return " ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
 
 
-def _movements(before: History, after: History) -> Iterator[str]:
-    old, new = set(before.now.sources), set(after.now.sources)
+def _source_changes(before: BlendHistory, after: BlendHistory) -> Iterator[str]:
+    old, new = set(before.current.sources), set(after.current.sources)
     sources = after.sources
     known = {number for number, source in enumerate(before.sources) if source.taken}
     names = {source.identity.name for source in before.sources}
     kept = sorted(new & known)
     if kept:
-        yield "goes on: " + _some(
+        yield "goes on: " + _join_limited(
             [f"{sources[n].identity.name} at its sample {sources[n].taken}" for n in kept]
         )
     gone = sorted(old - new)
     if gone:
-        yield "no longer read: " + _some(
+        yield "no longer read: " + _join_limited(
             [f"{sources[n].identity.name}, after {sources[n].taken} samples" for n in gone]
         )
     fresh = sorted(new - known)
     if fresh:
-        yield "starts at its first sample: " + _some([sources[n].identity.name for n in fresh])
+        yield "starts at its first sample: " + _join_limited(
+            [sources[n].identity.name for n in fresh]
+        )
     other = sorted({sources[n].identity.name for n in new if n >= len(before.sources)} & names)
     if other:
         yield (
-            f"of the same name, but with other documents than before: {_some(other)}: text that "
-            "was trained on may come again"
+            f"of the same name, but with other documents than before: {_join_limited(other)}: text "
+            "that was trained on may come again"
         )
 
 
-def _mixture(history: History, phase: Phase) -> str:
+def _mixture(history: BlendHistory, phase: BlendPhase) -> str:
     pairs = zip(phase.sources, phase.weights, strict=True)
     ordered = sorted(pairs, key=lambda pair: -pair[1])
-    return _some(
+    return _join_limited(
         [f"{history.sources[number].identity.name} {weight:.6g}" for number, weight in ordered]
     )
 
 
-def _some(words: Sequence[str]) -> str:
+def _join_limited(words: Sequence[str]) -> str:
     more = len(words) - NAMED
     return ", ".join(words) if more <= 0 else f"{', '.join(words[:NAMED])} and {more} more"

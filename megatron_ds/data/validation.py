@@ -12,10 +12,10 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from megatron_ds.config import DataConfig, flag_of
-from megatron_ds.data.blend_spec import NAMES, Cut, read_groups
+from megatron_ds.data.blend_spec import NAMES, DocumentSelection, read_groups
 from megatron_ds.data.indexed_dataset import IndexedDataset, Tokens
-from megatron_ds.data.tokenizer_metadata import of_another
-from megatron_ds.tokenizer.fingerprint import Identity
+from megatron_ds.data.tokenizer_metadata import tokenizer_mismatch
+from megatron_ds.tokenizer.fingerprint import TokenizerFingerprint
 
 PROBED_BLOCKS = 64
 PROBED_IN_ALL = 4096
@@ -32,7 +32,7 @@ def data_problems(
     config: DataConfig,
     num_samples: tuple[int, int, int] | None,
     vocab_size: int | None,
-    identity: Identity | None = None,
+    identity: TokenizerFingerprint | None = None,
 ) -> Iterator[str]:
     """Why the data flags and their files cannot feed the run, a line each.
 
@@ -43,11 +43,11 @@ def data_problems(
     groups, problems = read_groups(config)
     yield from problems
     samples = dict(zip(NAMES, num_samples or (0, 0, 0), strict=True))
-    uses: dict[tuple[str, str], list[tuple[str, Cut]]] = {}
+    uses: dict[tuple[str, str], list[tuple[str, DocumentSelection]]] = {}
     for group in groups:
         for source in group.sources:
             uses.setdefault((group.flag, source.prefix), []).append((group.part, source.cut))
-    blocks = probed_blocks(len({prefix for _, prefix in uses}))
+    blocks = blocks_to_sample(len({prefix for _, prefix in uses}))
     for (flag, prefix), parts in uses.items():
         needed = [(part, samples[part], cut) for part, cut in parts if samples[part]]
         for problem in _file_problems(prefix, vocab_size, identity, needed, blocks):
@@ -57,8 +57,8 @@ def data_problems(
 def _file_problems(
     prefix: str,
     vocab_size: int | None,
-    identity: Identity | None,
-    needed: Sequence[tuple[str, int, Cut]],
+    identity: TokenizerFingerprint | None,
+    needed: Sequence[tuple[str, int, DocumentSelection]],
     blocks: int,
 ) -> Iterator[str]:
     """needed: parts that read the file, their samples, and the documents that they read."""
@@ -71,20 +71,22 @@ def _file_problems(
     except (ValueError, OSError) as error:
         yield f"{prefix}: {error}"
         return
-    other = [] if identity is None else list(of_another(prefix, identity))
+    other = [] if identity is None else list(tokenizer_mismatch(prefix, identity))
     yield from other
     if vocab_size is not None and not other:
-        yield from wrong_ids(file, vocab_size, blocks)
+        yield from out_of_vocabulary(file, vocab_size, blocks)
     for part, samples, cut in dict.fromkeys(needed):
-        yield from (f"{prefix}: {words}" for words in no_documents(part, file, samples, cut))
+        yield from (f"{prefix}: {words}" for words in empty_selection(part, file, samples, cut))
 
 
-def probed_blocks(files: int) -> int:
+def blocks_to_sample(files: int) -> int:
     """Blocks of each file that are looked at: fewer if there are many files."""
     return max(1, min(PROBED_BLOCKS, PROBED_IN_ALL // max(1, files)))
 
 
-def wrong_ids(file: IndexedDataset, vocab_size: int, blocks: int = PROBED_BLOCKS) -> Iterator[str]:
+def out_of_vocabulary(
+    file: IndexedDataset, vocab_size: int, blocks: int = PROBED_BLOCKS
+) -> Iterator[str]:
     """What shows that a token file was made with another tokenizer. No proof that it was not: only
     `blocks` blocks of its tokens are looked at."""
     limit = int(np.iinfo(file.dtype).max)  # type: ignore[type-var]
@@ -102,7 +104,9 @@ def wrong_ids(file: IndexedDataset, vocab_size: int, blocks: int = PROBED_BLOCKS
             )
 
 
-def no_documents(part: str, file: IndexedDataset, samples: int, cut: Cut) -> Iterator[str]:
+def empty_selection(
+    part: str, file: IndexedDataset, samples: int, cut: DocumentSelection
+) -> Iterator[str]:
     """Whether the documents that are to give a part's samples hold no token."""
     first, end = cut.bounds(len(file))
     if file.lengths[first:end].any():
@@ -111,7 +115,7 @@ def no_documents(part: str, file: IndexedDataset, samples: int, cut: Cut) -> Ite
     if part != "train":
         remedy += ", or none are read with --eval-iters 0"
     asked = f"{samples} {part} samples are asked of {file.prefix}"
-    yield f"{asked}, {cut.leaves_none(part, len(file))}{remedy}"
+    yield f"{asked}, {cut.empty_message(part, len(file))}{remedy}"
 
 
 def _missing(prefix: str) -> Iterator[str]:
@@ -136,7 +140,7 @@ def _probe(tokens: Tokens, blocks: int) -> Tokens:
     return np.concatenate([tokens[start : start + PROBED_TOKENS] for start in starts])
 
 
-def data_remarks(config: DataConfig, eod: int | None) -> Iterator[str]:
+def data_warnings(config: DataConfig, eod: int | None) -> Iterator[str]:
     """What the flags on documents' ends lack in the data. eod: the tokenizer's; None: not known.
 
     Files that cannot be read are passed over: `data_problems` tells of them.
@@ -146,8 +150,8 @@ def data_remarks(config: DataConfig, eod: int | None) -> Iterator[str]:
     if not flags or eod is None:
         return
     prefixes = _prefixes(config)
-    blocks = probed_blocks(len(prefixes))
-    endless = [prefix for prefix in prefixes if _is_endless(prefix, eod, blocks)]
+    blocks = blocks_to_sample(len(prefixes))
+    endless = [prefix for prefix in prefixes if _has_no_eod(prefix, eod, blocks)]
     if endless:
         named = ", ".join(endless[:FILES_NAMED])
         if len(endless) > FILES_NAMED:
@@ -166,7 +170,7 @@ def _prefixes(config: DataConfig) -> list[str]:
     return list(dict.fromkeys(source.prefix for group in groups for source in group.sources))
 
 
-def _is_endless(prefix: str, eod: int, blocks: int) -> bool:
+def _has_no_eod(prefix: str, eod: int, blocks: int) -> bool:
     """Whether the end-of-document token is neither at the end of the first documents of a file nor
     anywhere else that is looked at."""
     try:

@@ -15,12 +15,12 @@ from pydantic import ValidationError
 
 from megatron_ds.config import Config
 from megatron_ds.engine import readback
-from megatron_ds.engine.ds_config import generate
+from megatron_ds.engine.ds_config import build_ds_config
 from megatron_ds.engine.param_groups import parameter_groups
 from megatron_ds.engine.zero import ZeroEngine
 from megatron_ds.model.gpt import GPTModel
-from megatron_ds.model.packed_attention import DocumentRules, find_flex
-from megatron_ds.parallel.activation_checkpointing import Recompute
+from megatron_ds.model.packed_attention import PackingOptions, select_flex_attention
+from megatron_ds.parallel.activation_checkpointing import ActivationCheckpointing
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.parallel.rng import RngStreams
 
@@ -35,14 +35,14 @@ def build_engine(
     ValueError for values of the user's file that DeepSpeed does not take, and for an engine that
     does not hold what the configuration says.
     """
-    _import_muon_uncompiled()
-    ds_config = generate(config, mesh.dp.size)
+    _import_muon_without_compile()
+    ds_config = build_ds_config(config, mesh.dp.size)
     mpu = mesh.mpu()
-    _check(ds_config, mpu, config.deepspeed.deepspeed_config)
+    _validate_with_deepspeed(ds_config, mpu, config.deepspeed.deepspeed_config)
     rng = RngStreams(mesh.tp.rank)
-    recompute = Recompute(config.recompute, rng, mpu)
+    recompute = ActivationCheckpointing(config.recompute, rng, mpu)
     documents = _document_rules(config, mesh, device, eod)
-    with _construction(ds_config, mesh, mpu):
+    with _zero3_init_context(ds_config, mesh, mpu):
         model = GPTModel(
             config.model,
             mesh=mesh,
@@ -73,7 +73,7 @@ def build_engine(
 
 def _document_rules(
     config: Config, mesh: Mesh, device: torch.device, eod: int | None
-) -> DocumentRules | None:
+) -> PackingOptions | None:
     """What happens at the bounds of documents, and by which kernel; None if nothing does."""
     data, micro = config.data, config.schedule.micro_batch_size
     if not (data.reset_position_ids or data.reset_attention_mask):
@@ -87,11 +87,11 @@ def _document_rules(
     if data.reset_attention_mask:
         assert micro is not None
         dtype = getattr(torch, readback.DTYPES[config.precision.name])
-        flex, why_not = find_flex(config.model, micro, mesh.tp.size, dtype, device)
-    return DocumentRules(eod, data.reset_position_ids, data.reset_attention_mask, flex, why_not)
+        flex, why_not = select_flex_attention(config.model, micro, mesh.tp.size, dtype, device)
+    return PackingOptions(eod, data.reset_position_ids, data.reset_attention_mask, flex, why_not)
 
 
-def _import_muon_uncompiled() -> None:
+def _import_muon_without_compile() -> None:
     """Imports DeepSpeed's Muon with its kernels as plain functions.
 
     Every ZeRO optimizer asks whether it was given Muon, and importing that compiles its kernels: a
@@ -107,7 +107,7 @@ def _import_muon_uncompiled() -> None:
         compiler.compile = compiled
 
 
-def _check(ds_config: dict[str, Any], mpu: object, path: str | None) -> None:
+def _validate_with_deepspeed(ds_config: dict[str, Any], mpu: object, path: str | None) -> None:
     """Lets DeepSpeed read the configuration before anything is built.
 
     path: the user's file, which a value of the wrong kind must come from.
@@ -122,7 +122,7 @@ def _check(ds_config: dict[str, Any], mpu: object, path: str | None) -> None:
         raise ValueError(f"{path}: DeepSpeed does not take{wrong}") from error
 
 
-def _construction(ds_config: dict[str, Any], mesh: Mesh, mpu: object) -> Any:
+def _zero3_init_context(ds_config: dict[str, Any], mesh: Mesh, mpu: object) -> Any:
     """Under ZeRO-3 each parameter is cut as soon as it is made, so no rank holds the whole model.
 
     The group must be named: by default DeepSpeed cuts over the whole world, which mixes the

@@ -25,7 +25,7 @@ HARMLESS = (DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address)
 """Classes that DeepSpeed stores in its files, beside tensors and plain values."""
 
 
-class CheckpointFiles(CheckpointEngine):
+class SafeCheckpointEngine(CheckpointEngine):
     """Writes and reads for one DeepSpeed engine, whose `checkpoint_engine` it becomes."""
 
     def __init__(self, engine: Any) -> None:
@@ -74,7 +74,7 @@ class CheckpointFiles(CheckpointEngine):
             self._error = self._error or error
 
 
-class _Sink:
+class _ErrorKeepingFile:
     """A file that takes everything, so that torch's writer always comes to its end; the first
     error of the disk is kept in `error`.
     """
@@ -112,7 +112,7 @@ def write_tensors(value: Any, path: Path) -> None:
     Raises OSError that names the file.
     """
     with naming(path), open(path, "wb", buffering=0) as file:
-        sink = _Sink(file)
+        sink = _ErrorKeepingFile(file)
         torch.save(value, sink)  # type: ignore[arg-type]
         if sink.error is not None:
             raise sink.error

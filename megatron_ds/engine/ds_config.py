@@ -21,7 +21,7 @@ from megatron_ds.config import GROUPS, Config, flag_of
 from megatron_ds.engine import ds_curriculum, ds_scheduler
 from megatron_ds.engine.ds_config_file import (
     PASSED_KEYS,
-    DsFile,
+    DeepSpeedFile,
     Json,
     as_device,
     as_dtype,
@@ -32,7 +32,7 @@ from megatron_ds.engine.ds_config_file import (
 )
 from megatron_ds.model.flops import parameters_per_rank
 
-NEVER = 1 << 30
+STEPS_PER_PRINT_OFF = 1 << 30
 """steps_per_print that keeps DeepSpeed's own progress line silent: the loop prints its own."""
 
 OPTIMIZERS = {
@@ -47,7 +47,7 @@ OPTIMIZERS = {
 
 
 @dataclass(frozen=True)
-class Link:
+class KeyFieldMapping:
     """A key of the file that says the same as a field of the configuration."""
 
     key: str
@@ -64,38 +64,44 @@ def _optimizer(value: Any) -> str:
 
 
 LINKS = (
-    Link("train_batch_size", "global_batch_size", as_whole),
-    Link("train_micro_batch_size_per_gpu", "micro_batch_size", as_whole),
-    Link("gradient_clipping", "clip_grad", as_number),
-    Link("zero_optimization.stage", "zero_stage", as_whole),
-    Link(
+    KeyFieldMapping("train_batch_size", "global_batch_size", as_whole),
+    KeyFieldMapping("train_micro_batch_size_per_gpu", "micro_batch_size", as_whole),
+    KeyFieldMapping("gradient_clipping", "clip_grad", as_number),
+    KeyFieldMapping("zero_optimization.stage", "zero_stage", as_whole),
+    KeyFieldMapping(
         "zero_optimization.offload_optimizer.device",
         "cpu_optimizer",
         lambda value: as_device(value) != "none",
     ),
-    Link("zero_optimization.offload_param.device", "remote_device", as_device),
-    Link("fp16.enabled", "fp16"),
-    Link("fp16.loss_scale", "loss_scale", lambda value: as_number(value) or None),
-    Link("fp16.initial_scale_power", "initial_loss_scale", lambda value: 2.0 ** as_number(value)),
-    Link("fp16.min_loss_scale", "min_loss_scale", as_number),
-    Link("fp16.loss_scale_window", "loss_scale_window", as_whole),
-    Link("fp16.hysteresis", "hysteresis", as_whole),
-    Link("bf16.enabled", "bf16"),
-    Link(
+    KeyFieldMapping("zero_optimization.offload_param.device", "remote_device", as_device),
+    KeyFieldMapping("fp16.enabled", "fp16"),
+    KeyFieldMapping("fp16.loss_scale", "loss_scale", lambda value: as_number(value) or None),
+    KeyFieldMapping(
+        "fp16.initial_scale_power", "initial_loss_scale", lambda value: 2.0 ** as_number(value)
+    ),
+    KeyFieldMapping("fp16.min_loss_scale", "min_loss_scale", as_number),
+    KeyFieldMapping("fp16.loss_scale_window", "loss_scale_window", as_whole),
+    KeyFieldMapping("fp16.hysteresis", "hysteresis", as_whole),
+    KeyFieldMapping("bf16.enabled", "bf16"),
+    KeyFieldMapping(
         "data_types.grad_accum_dtype",
         "accumulate_allreduce_grads_in_fp32",
         lambda value: as_dtype(value) == "fp32",
     ),
-    Link("optimizer.type", "optimizer", _optimizer),
-    Link("optimizer.params.lr", "lr", as_number),
-    Link("optimizer.params.eps", "adam_eps", as_number),
-    Link("optimizer.params.weight_decay", "weight_decay", as_number),
-    Link("optimizer.params.momentum", "sgd_momentum", as_number),
-    Link("activation_checkpointing.partition_activations", "partition_activations"),
-    Link("activation_checkpointing.cpu_checkpointing", "checkpoint_in_cpu"),
-    Link("activation_checkpointing.contiguous_memory_optimization", "contigious_checkpointing"),
-    Link("activation_checkpointing.synchronize_checkpoint_boundary", "synchronize_each_layer"),
-    Link("activation_checkpointing.profile", "profile_backward"),
+    KeyFieldMapping("optimizer.type", "optimizer", _optimizer),
+    KeyFieldMapping("optimizer.params.lr", "lr", as_number),
+    KeyFieldMapping("optimizer.params.eps", "adam_eps", as_number),
+    KeyFieldMapping("optimizer.params.weight_decay", "weight_decay", as_number),
+    KeyFieldMapping("optimizer.params.momentum", "sgd_momentum", as_number),
+    KeyFieldMapping("activation_checkpointing.partition_activations", "partition_activations"),
+    KeyFieldMapping("activation_checkpointing.cpu_checkpointing", "checkpoint_in_cpu"),
+    KeyFieldMapping(
+        "activation_checkpointing.contiguous_memory_optimization", "contigious_checkpointing"
+    ),
+    KeyFieldMapping(
+        "activation_checkpointing.synchronize_checkpoint_boundary", "synchronize_each_layer"
+    ),
+    KeyFieldMapping("activation_checkpointing.profile", "profile_backward"),
 )
 
 PASSED_BESIDE = {
@@ -134,12 +140,12 @@ ZERO3_DEFAULTS: Json = {
 """What stage 3 alone reads."""
 
 
-def _unheard(line: str) -> None:
+def _ignore_warning(line: str) -> None:
     """Takes a warning that nobody wants."""
 
 
-def complete(
-    config: Config, world_size: int, warn: Callable[[str], None] = _unheard
+def merge_file(
+    config: Config, world_size: int, warn: Callable[[str], None] = _ignore_warning
 ) -> tuple[Config, list[str]]:
     """The configuration with the file's keys filled in, and every contradiction found.
 
@@ -153,27 +159,27 @@ def complete(
         file = read_file(path)
     except ValueError as error:
         return config, [str(error)]
-    fill = _Fill(config, file)
+    fill = _ConfigMerger(config, file)
     for link in LINKS:
         value = file.get(link.key)
         if value is not None:
-            fill.link(link, value)
-    fill.betas()
+            fill.apply_link(link, value)
+    fill.apply_betas()
     fill.accumulation(world_size)
     fill.scheduler(world_size, warn)
     fill.curriculum(warn)
     config = fill.config()
-    for line in (*file.warnings, *_effectless(config, file)):
+    for line in (*file.warnings, *_ignored_keys(config, file)):
         warn(line)
     problems = [*file.problems, *fill.problems, *_unit_problems(config, file)]
     problems += [*_optimizer_problems(config, file), *_zero_problems(config, file)]
     return config, problems + _layout_problems(config)
 
 
-class _Fill:
+class _ConfigMerger:
     """Carries a file's keys into a configuration, one at a time."""
 
-    def __init__(self, config: Config, file: DsFile) -> None:
+    def __init__(self, config: Config, file: DeepSpeedFile) -> None:
         self._config = config
         self._file = file
         self._values: dict[str, Any] = {}
@@ -183,34 +189,34 @@ class _Fill:
     def config(self) -> Config:
         """The filled configuration, which knows where its values came from."""
         origins = {
-            name: f"{key} of {self._file.place(key)}"
+            name: f"{key} of {self._file.location(key)}"
             for name, key in self._keys.items()
             if name not in self._config.given
         }
         filled = _replace(self._config, self._values)
         return dataclasses.replace(filled, origins={**self._config.origins, **origins})
 
-    def link(self, link: Link, value: Any) -> None:
+    def apply_link(self, link: KeyFieldMapping, value: Any) -> None:
         try:
             wanted = link.read(value)
         except (ValueError, OverflowError) as error:
-            place = self._file.place(link.key)
+            place = self._file.location(link.key)
             self.problems.append(f"{place}: {link.key} {json.dumps(value)}: {error}")
             return
-        self.say(link.key, link.field, wanted, value)
+        self.set_field(link.key, link.field, wanted, value)
 
-    def say(self, key: str, name: str, wanted: Any, value: Any) -> None:
+    def set_field(self, key: str, name: str, wanted: Any, value: Any) -> None:
         """Notes what a key says of a field, or how that contradicts a flag or another key.
 
         value: the key's own, for the message; wanted: the field's.
         """
         file = self._file
-        said = f"{key} {json.dumps(value)} of {file.place(key)}"
+        said = f"{key} {json.dumps(value)} of {file.location(key)}"
         if name in self._config.given:
             current = _field(self._config, name)
             if current != wanted:
                 self.problems.append(
-                    f"{_shown(name, current)} contradicts {said}: "
+                    f"{_as_flag(name, current)} contradicts {said}: "
                     'make them equal, or write "auto" in the file'
                 )
             return
@@ -223,7 +229,7 @@ class _Fill:
                 f"{flag_of(name)}; leave one out"
             )
 
-    def betas(self) -> None:
+    def apply_betas(self) -> None:
         key = "optimizer.params.betas"
         betas = self._file.get(key)
         if betas is None:
@@ -231,11 +237,11 @@ class _Fill:
         try:
             first, second = (as_number(beta) for beta in betas)
         except (TypeError, ValueError):
-            place = self._file.place(key)
+            place = self._file.location(key)
             self.problems.append(f"{place}: {key} {json.dumps(betas)}: must be two numbers")
             return
-        self.say(key, "adam_beta1", first, betas)
-        self.say(key, "adam_beta2", second, betas)
+        self.set_field(key, "adam_beta1", first, betas)
+        self.set_field(key, "adam_beta2", second, betas)
 
     def accumulation(self, world_size: int) -> None:
         """Checks the file's gradient_accumulation_steps, or takes the global batch from it."""
@@ -247,7 +253,7 @@ class _Fill:
             * config.parallel.pipeline_model_parallel_size
         )
         if steps is not None and steps < 1:
-            self.problems.append(f"{self._file.place(key)}: {key} {steps}: must be positive")
+            self.problems.append(f"{self._file.location(key)}: {key} {steps}: must be positive")
             return
         if steps is None or not micro or model_ranks < 1 or world_size % model_ranks:
             return
@@ -255,12 +261,12 @@ class _Fill:
         product = int(steps) * micro * dp_size
         total = config.schedule.global_batch_size
         if total is None:
-            self.say(key, "global_batch_size", product, steps)
+            self.set_field(key, "global_batch_size", product, steps)
         elif total != product:
             self.problems.append(
-                f"{key} {steps} of {self._file.place(key)} x micro-batch {micro} x data-parallel "
-                f"size {dp_size} = {product}, but the global batch is {total}: make them equal, or "
-                'write "auto" in the file'
+                f"{key} {steps} of {self._file.location(key)} x micro-batch {micro} x "
+                f"data-parallel size {dp_size} = {product}, but the global batch is "
+                f'{total}: make them equal, or write "auto" in the file'
             )
 
     def scheduler(self, world_size: int, warn: Callable[[str], None]) -> None:
@@ -275,13 +281,13 @@ class _Fill:
         micro = config.schedule.micro_batch_size
         if not micro or micro < 1 or min(model_ranks) < 1:
             return
-        batch_size = config.batch_size(config.parallel.data_parallel_size(world_size))
+        batch_size = config.final_global_batch_size(config.parallel.data_parallel_size(world_size))
         words = []
-        for meaning in ds_scheduler.meanings(config, self._file, batch_size):
-            self.say(meaning.key, meaning.field, meaning.value, self._file.get(meaning.key))
+        for meaning in ds_scheduler.translate(config, self._file, batch_size):
+            self.set_field(meaning.key, meaning.field, meaning.value, self._file.get(meaning.key))
             words.append(f"{flag_of(meaning.field)} {meaning.value}")
         if words and not problems:
-            place = self._file.place("scheduler.type")
+            place = self._file.location("scheduler.type")
             warn(f"{place}: scheduler is taken as {', '.join(words)}")
 
     def curriculum(self, warn: Callable[[str], None]) -> None:
@@ -291,11 +297,11 @@ class _Fill:
         if lengths is None:
             return
         step, before = int(self._file.get(ds_curriculum.STEP)), len(self.problems)
-        self.say(ds_curriculum.BLOCK, "curriculum_seqlen", lengths, lengths)
-        self.say(ds_curriculum.STEP, "curriculum_seqlen_step", step, step)
+        self.set_field(ds_curriculum.BLOCK, "curriculum_seqlen", lengths, lengths)
+        self.set_field(ds_curriculum.STEP, "curriculum_seqlen_step", step, step)
         if len(self.problems) > before:
             return
-        place = self._file.place(ds_curriculum.BLOCK)
+        place = self._file.location(ds_curriculum.BLOCK)
         words = " ".join(map(str, lengths))
         warn(
             f"{place}: {ds_curriculum.BLOCK} is taken as --curriculum-seqlen {words} "
@@ -303,7 +309,7 @@ class _Fill:
         )
 
 
-def _shown(name: str, value: Any) -> str:
+def _as_flag(name: str, value: Any) -> str:
     """A given flag with its value, as the user wrote it."""
     if isinstance(value, tuple):
         return f"{flag_of(name)} {' '.join(map(str, value))}"
@@ -313,9 +319,9 @@ def _shown(name: str, value: Any) -> str:
     return f"--{name.replace('_', '-')}" if value and flag.startswith("--no-") else flag
 
 
-def _optimizer_problems(config: Config, file: DsFile) -> Iterator[str]:
+def _optimizer_problems(config: Config, file: DeepSpeedFile) -> Iterator[str]:
     kind = str(file.get("optimizer.type")).lower()
-    place = file.place("optimizer.type")
+    place = file.location("optimizer.type")
     if kind.endswith("cpuadam") and not config.deepspeed.cpu_optimizer:
         yield (
             f"{place}: optimizer.type {file.get('optimizer.type')}: the CPU's Adam is the "
@@ -324,25 +330,25 @@ def _optimizer_problems(config: Config, file: DsFile) -> Iterator[str]:
     params = "optimizer.params"
     if file.get(f"{params}.adam_w_mode") is False:
         key = f"{params}.adam_w_mode"
-        yield f"{file.place(key)}: {key} false: adam is always AdamW here"
+        yield f"{file.location(key)}: {key} false: adam is always AdamW here"
     if file.get(f"{params}.torch_adam") and config.deepspeed.cpu_optimizer:
         key = f"{params}.torch_adam"
-        yield f"{file.place(key)}: {key} true: offloaded states need DeepSpeed's CPU Adam"
+        yield f"{file.location(key)}: {key} true: offloaded states need DeepSpeed's CPU Adam"
     if config.optimizer.optimizer == "sgd" and file.get("zero_allow_untested_optimizer") is False:
         key = "zero_allow_untested_optimizer"
-        yield f"{file.place(key)}: {key} false: DeepSpeed then refuses --optimizer sgd"
+        yield f"{file.location(key)}: {key} false: DeepSpeed then refuses --optimizer sgd"
 
 
-def _zero_problems(config: Config, file: DsFile) -> Iterator[str]:
+def _zero_problems(config: Config, file: DeepSpeedFile) -> Iterator[str]:
     for name in ("offload_optimizer", "offload_param"):
         key = f"zero_optimization.{name}"
         block = file.get(key)
         if block is None:
             continue
         if block.get("device") is None:
-            yield f'{file.place(key)}: {key}: give the device, "cpu", "nvme" or "none"'
+            yield f'{file.location(key)}: {key}: give the device, "cpu", "nvme" or "none"'
         if block.get("device") == "nvme" and not block.get("nvme_path"):
-            yield f"{file.place(key)}: {key}: the device nvme needs an nvme_path"
+            yield f"{file.location(key)}: {key}: the device nvme needs an nvme_path"
     stage = zero_stage(config)
     if stage < 2 or file.get("zero_optimization.reduce_scatter") is False:
         return
@@ -350,24 +356,24 @@ def _zero_problems(config: Config, file: DsFile) -> Iterator[str]:
         value = file.get(key)
         if value not in (None, plain):
             yield (
-                f"{file.place(key)}: {key} {json.dumps(value)}: ZeRO stage {stage} cannot, as its "
-                f"reduce_scatter takes the mean by itself; write {json.dumps(plain)}"
+                f"{file.location(key)}: {key} {json.dumps(value)}: ZeRO stage {stage} cannot, as "
+                f"its reduce_scatter takes the mean by itself; write {json.dumps(plain)}"
             )
 
 
-def _effectless(config: Config, file: DsFile) -> Iterator[str]:
+def _ignored_keys(config: Config, file: DeepSpeedFile) -> Iterator[str]:
     """Keys of the file that the stage or the optimizer in force does not read."""
     stage = zero_stage(config)
     unread = [key for key in file.values.get("zero_optimization", {}) if not _read_at(key, stage)]
     if unread:
         key = f"zero_optimization.{unread[0]}"
-        yield f"{file.place(key)}: no effect at ZeRO stage {stage}: {', '.join(unread)}"
+        yield f"{file.location(key)}: no effect at ZeRO stage {stage}: {', '.join(unread)}"
     if file.get("optimizer.params.fused") and not _torch_adam(config, file.values):
         key = "optimizer.params.fused"
-        yield f"{file.place(key)}: {key} has no effect: it is an option of torch_adam"
+        yield f"{file.location(key)}: {key} has no effect: it is an option of torch_adam"
     if str(file.get("optimizer.type")).lower() in ("fusedadam", "cpuadam", "deepspeedcpuadam"):
         key = "optimizer.type"
-        yield f"{file.place(key)}: {key} {file.get(key)} is the name of a class: taken as AdamW"
+        yield f"{file.location(key)}: {key} {file.get(key)} is the name of a class: taken as AdamW"
 
 
 def _read_at(key: str, stage: int) -> bool:
@@ -377,7 +383,7 @@ def _read_at(key: str, stage: int) -> bool:
     return key not in ZERO3_DEFAULTS and not key.startswith("stage3_")
 
 
-def _unit_problems(config: Config, file: DsFile) -> Iterator[str]:
+def _unit_problems(config: Config, file: DeepSpeedFile) -> Iterator[str]:
     """The file may repeat the number of recomputed units, which the flags decide."""
     key = "activation_checkpointing.number_checkpoints"
     given = file.get(key)
@@ -385,13 +391,13 @@ def _unit_problems(config: Config, file: DsFile) -> Iterator[str]:
         return
     if config.recompute.checkpoint_num_layers > 0 and given != _recomputed_units(config):
         yield (
-            f"{file.place(key)}: {key} {json.dumps(given)}: --num-layers {config.model.num_layers} "
-            f"in units of --checkpoint-num-layers {config.recompute.checkpoint_num_layers} are "
-            f"{_recomputed_units(config)}; leave it out"
+            f"{file.location(key)}: {key} {json.dumps(given)}: --num-layers "
+            f"{config.model.num_layers} in units of --checkpoint-num-layers "
+            f"{config.recompute.checkpoint_num_layers} are {_recomputed_units(config)}; leave it out"
         )
 
 
-def generate(config: Config, dp_size: int) -> Json:
+def build_ds_config(config: Config, dp_size: int) -> Json:
     """The complete DeepSpeed dictionary of a run whose configuration `complete` has filled.
 
     dp_size: data-parallel size. The file's remaining keys are overlaid.
@@ -401,7 +407,7 @@ def generate(config: Config, dp_size: int) -> Json:
         user = read_file(config.deepspeed.deepspeed_config).values
     micro = config.schedule.micro_batch_size
     assert micro is not None
-    total = config.batch_size(dp_size)
+    total = config.final_global_batch_size(dp_size)
     precision = config.precision
     fp32_accumulation = precision.name == "fp32" or precision.accumulate_allreduce_grads_in_fp32
     accumulation = "fp32" if fp32_accumulation else precision.name
@@ -412,7 +418,7 @@ def generate(config: Config, dp_size: int) -> Json:
         "gradient_clipping": config.optimizer.clip_grad,
         "prescale_gradients": False,
         "gradient_predivide_factor": 1.0,
-        "steps_per_print": NEVER,
+        "steps_per_print": STEPS_PER_PRINT_OFF,
         "wall_clock_breakdown": False,
         "memory_breakdown": False,
         "dump_state": False,
@@ -449,22 +455,24 @@ def generate(config: Config, dp_size: int) -> Json:
     return result
 
 
-def sources(config: Config) -> dict[str, str]:
+def value_origins(config: Config) -> dict[str, str]:
     """Where values of `generate` that are no defaults come from: dotted key -> flag or place."""
     told: dict[str, str] = {}
-    beta = (Link("optimizer.params.betas", name) for name in ("adam_beta1", "adam_beta2"))
+    beta = (
+        KeyFieldMapping("optimizer.params.betas", name) for name in ("adam_beta1", "adam_beta2")
+    )
     for link in (*LINKS, *beta):
         if link.field in config.origins:
             told[link.key] = config.origins[link.field]
         elif link.field in config.given:
-            flag = _shown(link.field, _field(config, link.field))
+            flag = _as_flag(link.field, _field(config, link.field))
             told[link.key] = f"{told[link.key]}, {flag}" if link.key in told else flag
     if config.deepspeed.deepspeed_config is not None:
         file = read_file(config.deepspeed.deepspeed_config)
         for key in _leaves(file.values):
             elsewhere = key.startswith(("scheduler.", "curriculum_learning."))
             if key not in told and not elsewhere and file.get(key) is not None:
-                told[key] = f"{key} of {file.place(key)}"
+                told[key] = f"{key} of {file.location(key)}"
     return dict(sorted(told.items()))
 
 

@@ -45,7 +45,7 @@ def as_whole(value: Any) -> int:
     return int(value)
 
 
-def as_size(value: Any) -> int:
+def as_non_negative(value: Any) -> int:
     if as_whole(value) < 0:
         raise ValueError("must not be negative")
     return int(value)
@@ -88,7 +88,7 @@ def _keys(**names: str) -> dict[str, Kind]:
         "flags": as_flag,
         "numbers": as_number,
         "wholes": as_whole,
-        "sizes": as_size,
+        "sizes": as_non_negative,
         "texts": as_text,
         "dtypes": as_dtype,
         "devices": as_device,
@@ -276,7 +276,7 @@ RENAMED: dict[str, str] = {
 }
 """Old and short spellings of keys."""
 
-SWITCHES: dict[str, tuple[str, Any]] = {
+OLD_SWITCHES: dict[str, tuple[str, Any]] = {
     "zero_optimization.cpu_offload": ("zero_optimization.offload_optimizer", {"device": "cpu"}),
     "zero_optimization.cpu_offload_param": ("zero_optimization.offload_param", {"device": "cpu"}),
     "zero_optimization.cpu_offload_params": ("zero_optimization.offload_param", {"device": "cpu"}),
@@ -285,8 +285,8 @@ SWITCHES: dict[str, tuple[str, Any]] = {
 }
 """Old switches: what stands in their place where they are true."""
 
-PIN = "zero_optimization.cpu_offload_use_pin_memory"
-DROPPED: dict[str, str] = {
+OLD_PIN_KEY = "zero_optimization.cpu_offload_use_pin_memory"
+IGNORED_KEYS: dict[str, str] = {
     "dataloader_drop_last": "batches are always whole",
     "optimizer.params.bias_correction": "adam always corrects its bias",
     "vocabulary_size": "the tokenizer says it",
@@ -298,7 +298,7 @@ DROPPED_IF: dict[str, Any] = {"optimizer.params.bias_correction": True}
 
 
 @dataclass(frozen=True)
-class DsFile:
+class DeepSpeedFile:
     """What a file says, in today's keys."""
 
     path: str
@@ -314,13 +314,13 @@ class DsFile:
         value = _get(self.values, dotted)
         return None if value == "auto" else value
 
-    def place(self, dotted: str) -> str:
+    def location(self, dotted: str) -> str:
         """`ds.json:4`, or the path alone where the line is not known."""
         line = self.lines.get(dotted)
         return self.path if line is None else f"{self.path}:{line}"
 
 
-def read_file(path: str) -> DsFile:
+def read_file(path: str) -> DeepSpeedFile:
     """Reads and checks a file. Raises ValueError if it is not a JSON object."""
     try:
         text = Path(path).read_text(encoding="utf-8")
@@ -335,10 +335,10 @@ def read_file(path: str) -> DsFile:
         raise ValueError(f"{path}: {error}") from None
     if not isinstance(values, dict):
         raise ValueError(f"{path}: must hold a JSON object")
-    return _Reader(path, values, _key_lines(text)).read()
+    return _Normalizer(path, values, _key_lines(text)).read()
 
 
-class _Reader:
+class _Normalizer:
     """Rewrites a file's values in place and keeps what there is to say about it."""
 
     def __init__(self, path: str, values: Json, lines: dict[str, int]) -> None:
@@ -348,13 +348,13 @@ class _Reader:
         self._warnings: list[str] = []
         self._problems: list[str] = []
 
-    def read(self) -> DsFile:
+    def read(self) -> DeepSpeedFile:
         self._switch_off()
         self._blocks()
         self._convert()
         self._drop()
         self._check()
-        return DsFile(
+        return DeepSpeedFile(
             self._path, self._values, tuple(self._warnings), tuple(self._problems), self._lines
         )
 
@@ -388,9 +388,9 @@ class _Reader:
         for old, new in RENAMED.items():
             if _has(self._values, old):
                 self._rename(old, new)
-        pin = _pop(self._values, PIN)
+        pin = _pop(self._values, OLD_PIN_KEY)
         pinned = False
-        for old, (new, meaning) in SWITCHES.items():
+        for old, (new, meaning) in OLD_SWITCHES.items():
             if not _has(self._values, old):
                 continue
             value = _pop(self._values, old)
@@ -403,7 +403,7 @@ class _Reader:
                     meaning, pinned = {**meaning, "pin_memory": pin}, True
                 self._place(old, new, meaning)
         if pin is not None:
-            self._warn(PIN, "becomes pin_memory" if pinned else "offloads nothing: dropped")
+            self._warn(OLD_PIN_KEY, "becomes pin_memory" if pinned else "offloads nothing: dropped")
 
     def _rename(self, old: str, new: str) -> None:
         self._place(old, new, _pop(self._values, old))
@@ -423,12 +423,12 @@ class _Reader:
             return
         if present is None:
             _put(self._values, new, value)
-            for key in (new, *(f"{new}.{key}" for key in _inner(value))):
+            for key in (new, *(f"{new}.{key}" for key in _child_keys(value))):
                 self._lines.setdefault(key, self._lines.get(old, 1))
         self._warn(old, f"is an old key: taken as {new} {json.dumps(value)}")
 
     def _drop(self) -> None:
-        for key, reason in DROPPED.items():
+        for key, reason in IGNORED_KEYS.items():
             if not _has(self._values, key):
                 continue
             value = _pop(self._values, key)
@@ -453,7 +453,7 @@ class _Reader:
             for key, value in list(values.items()):
                 dotted = f"{block}.{key}" if block else key
                 if key not in kinds:
-                    near = _near(key, sorted(kinds))
+                    near = _suggestion(key, sorted(kinds))
                     self._problems.append(f"{self._at(dotted)}: there is no key {dotted}{near}")
                 elif value not in (None, "auto"):
                     self._check_kind(dotted, kinds[key], value)
@@ -536,11 +536,11 @@ def _warms_up(values: Json) -> bool:
     return str(_get(values, "scheduler.type")).startswith("Warmup")
 
 
-def _inner(value: Any) -> list[str]:
+def _child_keys(value: Any) -> list[str]:
     return list(value) if isinstance(value, dict) else []
 
 
-def _near(key: str, known: list[str]) -> str:
+def _suggestion(key: str, known: list[str]) -> str:
     near = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
     return f"; did you mean {near[0]!r}?" if near else ""
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron_ds.engine.ds_config_file import DsFile
+from megatron_ds.engine.ds_config_file import DeepSpeedFile
 
 BLOCK = "curriculum_learning"
 CONFIG = f"{BLOCK}.schedule_config"
@@ -23,7 +23,7 @@ LENGTHS = (
 STEP = f"{CONFIG}.difficulty_step"
 
 
-def lengths(file: DsFile) -> tuple[int, int, int] | None:
+def lengths(file: DeepSpeedFile) -> tuple[int, int, int] | None:
     """The block's --curriculum-seqlen; None without a block that can be translated."""
     if file.get(BLOCK) is None or any(problems(file)):
         return None
@@ -31,11 +31,11 @@ def lengths(file: DsFile) -> tuple[int, int, int] | None:
     return start, end, steps
 
 
-def problems(file: DsFile) -> Iterator[str]:
+def problems(file: DeepSpeedFile) -> Iterator[str]:
     """Why a block cannot be what the run does."""
     if file.get(BLOCK) is None:
         return
-    place = file.place(BLOCK)
+    place = file.location(BLOCK)
     if file.get(f"{BLOCK}.enabled") is None:
         yield f'{place}: {BLOCK} needs "enabled": true (or false, as DeepSpeed takes it without)'
     for key, known in (("curriculum_type", "seqlen"), ("schedule_type", "fixed_linear")):
@@ -44,7 +44,7 @@ def problems(file: DsFile) -> Iterator[str]:
             yield f'{place}: {BLOCK} needs "{key}": "{known}"'
         elif kind != known:
             yield (
-                f"{file.place(f'{BLOCK}.{key}')}: {BLOCK}.{key} {kind!r} is not supported: "
+                f"{file.location(f'{BLOCK}.{key}')}: {BLOCK}.{key} {kind!r} is not supported: "
                 f"{known!r} alone is; leave the block out, or give --curriculum-seqlen instead"
             )
             return
@@ -56,6 +56,6 @@ def problems(file: DsFile) -> Iterator[str]:
     end, step = int(file.get(LENGTHS[1])), int(file.get(STEP))
     if step > 0 and end % step:
         yield (
-            f"{file.place(LENGTHS[1])}: {LENGTHS[1]} {end} is not a multiple of difficulty_step "
+            f"{file.location(LENGTHS[1])}: {LENGTHS[1]} {end} is not a multiple of difficulty_step "
             f"{step}: DeepSpeed ends at {end - end % step}; write that"
         )

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_ds.config import Config, flag_of
-from megatron_ds.engine.ds_config_file import DsFile
+from megatron_ds.engine.ds_config_file import DeepSpeedFile
 
 TRANSLATED = ("WarmupLR", "WarmupDecayLR")
 
 
 @dataclass(frozen=True)
-class Meaning:
+class TranslatedKey:
     """A key that says what a field of the configuration says."""
 
     key: str
@@ -26,7 +26,7 @@ class Meaning:
     value: Any
 
 
-def meanings(config: Config, file: DsFile, batch_size: int) -> Iterator[Meaning]:
+def translate(config: Config, file: DeepSpeedFile, batch_size: int) -> Iterator[TranslatedKey]:
     """What a scheduler block without problems says of the fields of `config`.
 
     batch_size: samples of a step. DeepSpeed's own engine takes the first rate twice, since it asks
@@ -38,32 +38,32 @@ def meanings(config: Config, file: DsFile, batch_size: int) -> Iterator[Meaning]
     by_samples = config.schedule.train_samples is not None
     per_step, unit = (batch_size, "samples") if by_samples else (1, "iters")
     style = "constant" if kind == "WarmupLR" else "linear"
-    yield Meaning("scheduler.type", "lr_decay_style", style)
+    yield TranslatedKey("scheduler.type", "lr_decay_style", style)
     lowest = file.get("scheduler.params.warmup_min_lr")
     if lowest is not None:
-        yield Meaning("scheduler.params.warmup_min_lr", "lr_warmup_init", float(lowest))
+        yield TranslatedKey("scheduler.params.warmup_min_lr", "lr_warmup_init", float(lowest))
     if lowest is not None and style == "linear":
-        yield Meaning("scheduler.params.warmup_min_lr", "min_lr", float(lowest))
+        yield TranslatedKey("scheduler.params.warmup_min_lr", "min_lr", float(lowest))
     highest = file.get("scheduler.params.warmup_max_lr")
     if highest is not None:
-        yield Meaning("scheduler.params.warmup_max_lr", "lr", float(highest))
+        yield TranslatedKey("scheduler.params.warmup_max_lr", "lr", float(highest))
     steps = file.get("scheduler.params.warmup_num_steps")
     if steps is not None:
         # DeepSpeed takes 1 for 2: its logarithmic course cannot have one step.
         samples = max(2, int(steps)) * per_step
-        yield Meaning("scheduler.params.warmup_num_steps", f"lr_warmup_{unit}", samples)
+        yield TranslatedKey("scheduler.params.warmup_num_steps", f"lr_warmup_{unit}", samples)
     total = file.get("scheduler.params.total_num_steps")
     if total is not None and style == "linear":
         length = int(total) * per_step
-        yield Meaning("scheduler.params.total_num_steps", f"lr_decay_{unit}", length)
+        yield TranslatedKey("scheduler.params.total_num_steps", f"lr_decay_{unit}", length)
 
 
-def problems(config: Config, file: DsFile) -> Iterator[str]:
+def problems(config: Config, file: DeepSpeedFile) -> Iterator[str]:
     """Why a scheduler block cannot be what the run does, and which flags to give instead."""
     if file.get("scheduler") is None:
         return
     kind = file.get("scheduler.type")
-    place = file.place("scheduler.type" if kind else "scheduler")
+    place = file.location("scheduler.type" if kind else "scheduler")
     if kind == "WarmupCosineLR":
         yield (
             f"{place}: the scheduler WarmupCosineLR has no exact counterpart (its cosine runs one "
@@ -79,32 +79,33 @@ def problems(config: Config, file: DsFile) -> Iterator[str]:
         yield from _translation_problems(config, file, kind)
 
 
-def _translation_problems(config: Config, file: DsFile, kind: str) -> Iterator[str]:
+def _translation_problems(config: Config, file: DeepSpeedFile, kind: str) -> Iterator[str]:
     course = file.get("scheduler.params.warmup_type")
     if course != "linear":
         said = "is absent, which DeepSpeed takes for" if course is None else "is"
         key = "scheduler.params.warmup_type"
         yield (
-            f"{file.place(key if course else 'scheduler.type')}: {key} {said} "
+            f"{file.location(key if course else 'scheduler.type')}: {key} {said} "
             f'"{course or "log"}": the warm-up is linear here; write "warmup_type": "linear"'
         )
     steps = file.get("scheduler.params.warmup_num_steps")
     if steps is not None and steps <= 0:
         key = "scheduler.params.warmup_num_steps"
-        yield f"{file.place(key)}: {key} {steps}: must be positive"
+        yield f"{file.location(key)}: {key} {steps}: must be positive"
     params = file.values["scheduler"].get("params") or {}
     if kind == "WarmupDecayLR" and not params.get("total_num_steps"):
-        place = file.place("scheduler.type")
+        place = file.location("scheduler.type")
         yield f"{place}: WarmupDecayLR needs scheduler.params.total_num_steps"
     for name in ("rampup_batch_size", "step_batch_size_schedule"):
         if getattr(config.schedule, name) is not None:
             yield (
-                f"{file.place('scheduler')}: a scheduler counts steps, whose size {flag_of(name)} "
-                "changes; leave the block out and give --lr-warmup-samples and --lr-decay-samples"
+                f"{file.location('scheduler')}: a scheduler counts steps, whose size "
+                f"{flag_of(name)} changes; leave the block out and give "
+                "--lr-warmup-samples and --lr-decay-samples"
             )
 
 
-def _cosine_flags(config: Config, file: DsFile) -> str:
+def _cosine_flags(config: Config, file: DeepSpeedFile) -> str:
     def param(name: str, default: Any) -> Any:
         value = file.get(f"scheduler.params.{name}")
         return default if value is None else value

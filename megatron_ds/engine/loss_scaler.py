@@ -29,7 +29,7 @@ class LossScale:
         return float(self._scaler.cur_scale)
 
     @property
-    def spent(self) -> bool:
+    def is_exhausted(self) -> bool:
         """Whether the next overflow finds the scale at its lowest and no hysteresis left."""
         scaler = self._scaler
         return bool(
@@ -39,7 +39,7 @@ class LossScale:
         )
 
     @contextmanager
-    def loading(self) -> Iterator[None]:
+    def keep_settings_on_load(self) -> Iterator[None]:
         """Around loading a checkpoint: the scale and its counts come from there, the settings stay
         this run's. Between a static and a dynamic scale nothing is carried over.
         """

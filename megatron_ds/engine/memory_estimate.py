@@ -1,9 +1,9 @@
 """Memory of a training process, estimated from the configuration before anything is built.
 
 States are counted as DeepSpeed's engines keep them, activations as torch's autograd saves them for
-this model (`tests/unit/engine/test_memory_estimate.py` counts both). What comes and goes at different times
-of a step is not added up: the estimate is that of the fullest phase. Left out are the libraries
-themselves, what the allocator loses between tensors, and the buffers of communication libraries.
+this model (`tests/unit/engine/test_memory_estimate.py` counts both). The estimate is the
+peak over the phases of a step. It excludes the libraries themselves, allocator fragmentation and
+the buffers of communication libraries.
 
 Shapes: T tokens of a micro-batch, H hidden, P parameters of this tensor-parallel rank, N the
 data-parallel size, v this rank's rows of the vocabulary.
@@ -17,15 +17,15 @@ from megatron_ds.config import Config, ModelConfig
 from megatron_ds.model.flops import parameters_per_rank
 from megatron_ds.parallel.fused_linear_cross_entropy import CHUNK_BYTES
 
-REDUCED_AT_ONCE = 500_000_000
+ALLREDUCE_BUCKET = 500_000_000
 """Elements that DeepSpeed copies into one message where it has no bucket of its own."""
-KEPT_BY_MALLOC = 2**25
+MALLOC_TRIM_LIMIT = 2**25
 """Bytes below which the C library may keep a freed block for itself."""
 FP32 = 4
 
 
 @dataclass(frozen=True)
-class Engine:
+class MemoryInputs:
     """What of the engine decides how much memory it takes. Sizes are in bytes per element."""
 
     stage: int
@@ -47,7 +47,7 @@ class Engine:
 
 
 @dataclass(frozen=True)
-class Estimate:
+class MemoryEstimate:
     """Bytes of one process, by what they are for."""
 
     device: dict[str, int] = field(default_factory=dict)
@@ -71,25 +71,27 @@ class Estimate:
         return sum(self.device.values())
 
     @property
-    def fullest(self) -> str:
+    def peak_phase(self) -> str:
         """The phase of the peak."""
         return max(self.phases, key=lambda name: self.phases[name])
 
     @property
     def peak(self) -> int:
         """Of the device."""
-        return self.phases[self.fullest]
+        return self.phases[self.peak_phase]
 
 
-def estimate(config: Config, engine: Engine) -> Estimate:
+def estimate(config: Config, engine: MemoryInputs) -> MemoryEstimate:
     """The memory of a run whose configuration is complete (its vocabulary known)."""
     device, host = _states(config, engine)
     activations, head = _activations(config, engine), _Head(config, engine)
     reduction, gathered = _reduction(config, engine), _gathered(config, engine)
     bucket = _bucket(config, engine)
     states = sum(device.values())
-    forward = states - _absent(config, engine, device) + gathered + activations + head.kept
-    return Estimate(
+    forward = (
+        states - _not_yet_allocated(config, engine, device) + gathered + activations + head.kept
+    )
+    return MemoryEstimate(
         device=device,
         host=host,
         activations=activations,
@@ -102,18 +104,20 @@ def estimate(config: Config, engine: Engine) -> Estimate:
             "as gradients are reduced": states
             + gathered
             + reduction
-            + _not_given_back(config, engine, activations),
+            + _retained_by_malloc(config, engine, activations),
         },
     )
 
 
-def _absent(config: Config, engine: Engine, device: dict[str, int]) -> int:
+def _not_yet_allocated(config: Config, engine: MemoryInputs, device: dict[str, int]) -> int:
     """States that are not there before the backward pass.
 
     Gradients live until the step, or until they are added to a sum; and a sum begins with its
     second micro-batch, unless DeepSpeed keeps its buffer.
     """
-    once = config.batch_size(engine.dp) == engine.dp * (config.schedule.micro_batch_size or 0)
+    once = config.final_global_batch_size(engine.dp) == engine.dp * (
+        config.schedule.micro_batch_size or 0
+    )
     summed_apart = engine.parameter != engine.accumulation
     absent = device.get("gradients", 0) if once or summed_apart else 0
     if once and engine.stage == 2:
@@ -121,7 +125,7 @@ def _absent(config: Config, engine: Engine, device: dict[str, int]) -> int:
     return absent
 
 
-def _states(config: Config, engine: Engine) -> tuple[dict[str, int], dict[str, int]]:
+def _states(config: Config, engine: MemoryInputs) -> tuple[dict[str, int], dict[str, int]]:
     """States on the device, and on the host."""
     whole = parameters_per_rank(config.model, engine.tp)
     cut = -(-whole // engine.dp)
@@ -148,46 +152,46 @@ def _states(config: Config, engine: Engine) -> tuple[dict[str, int], dict[str, i
     return device, host
 
 
-def _reduction(config: Config, engine: Engine) -> int:
+def _reduction(config: Config, engine: MemoryInputs) -> int:
     whole = parameters_per_rank(config.model, engine.tp)
     cut = -(-whole // engine.dp)
     if not _has_bucket(engine):
-        return engine.reduction * min(whole, REDUCED_AT_ONCE)  # flattened into one message
+        return engine.reduction * min(whole, ALLREDUCE_BUCKET)  # flattened into one message
     # The optimizer steps on a flat copy of its share.
     step = 0 if engine.offload_optimizer else FP32 * cut
     buckets = engine.buckets * _bucket(config, engine)
     return max(buckets, step) if engine.stage < 3 else buckets + step
 
 
-def _bucket(config: Config, engine: Engine) -> int:
+def _bucket(config: Config, engine: MemoryInputs) -> int:
     """Taken when the backward pass begins, and under ZeRO-3 once and for all."""
     if not _has_bucket(engine):
         return 0
     return engine.reduction * min(engine.bucket, parameters_per_rank(config.model, engine.tp))
 
 
-def _has_bucket(engine: Engine) -> bool:
+def _has_bucket(engine: MemoryInputs) -> bool:
     """Stage 0, and DeepSpeed's optimizer for bf16 at stage 1, have none."""
     apart = engine.parameter != engine.accumulation
     return engine.stage > 1 or (engine.stage == 1 and (not apart or engine.offload_optimizer))
 
 
-def _not_given_back(config: Config, engine: Engine, activations: int) -> int:
+def _retained_by_malloc(config: Config, engine: MemoryInputs, activations: int) -> int:
     """Freed activations that a CPU's process keeps all the same."""
     assert config.schedule.micro_batch_size is not None
     tokens = config.schedule.micro_batch_size * config.model.sequence
     block = tokens * config.model.ffn * engine.parameter // engine.tp
-    return activations if engine.on_cpu and block < KEPT_BY_MALLOC else 0
+    return activations if engine.on_cpu and block < MALLOC_TRIM_LIMIT else 0
 
 
-def _gathered(config: Config, engine: Engine) -> int:
+def _gathered(config: Config, engine: MemoryInputs) -> int:
     """Below max_reuse_distance DeepSpeed keeps what it gathered for the backward pass."""
     if engine.stage != 3:
         return 0
     return engine.parameter * parameters_per_rank(config.model, engine.tp)
 
 
-def _activations(config: Config, engine: Engine) -> int:
+def _activations(config: Config, engine: MemoryInputs) -> int:
     model, recompute = config.model, config.recompute
     assert config.schedule.micro_batch_size is not None
     tokens = config.schedule.micro_batch_size * model.sequence
@@ -212,7 +216,7 @@ def _activations(config: Config, engine: Engine) -> int:
 
 
 def _layer(
-    model: ModelConfig, engine: Engine, tokens: int, *, core: bool, per_document: bool
+    model: ModelConfig, engine: MemoryInputs, tokens: int, *, core: bool, per_document: bool
 ) -> int:
     """Bytes that autograd saves for one layer. core: attention's own are among them, if
     per_document as much as a sample that is one document needs.
@@ -236,7 +240,7 @@ def _layer(
     return saved + (_core(model, engine, tokens) if core else 0)
 
 
-def _norm(model: ModelConfig, engine: Engine, tokens: int) -> int:
+def _norm(model: ModelConfig, engine: MemoryInputs, tokens: int) -> int:
     """Beside its input and output. On a CPU torch puts RMSNorm together of several operations."""
     if model.normalization == "LayerNorm":
         return 2 * tokens * FP32
@@ -247,13 +251,13 @@ def _norm(model: ModelConfig, engine: Engine, tokens: int) -> int:
     return tokens * FP32 + apart
 
 
-def _fused(model: ModelConfig, engine: Engine) -> bool:
+def _fused(model: ModelConfig, engine: MemoryInputs) -> bool:
     """Whether attention is one kernel, which keeps its output and no scores."""
     plain = model.attention_dropout == 0 and model.position_embedding_type != "alibi"
     return plain or not engine.on_cpu
 
 
-def _core(model: ModelConfig, engine: Engine, tokens: int) -> int:
+def _core(model: ModelConfig, engine: MemoryInputs, tokens: int) -> int:
     """Of attention, beside its inputs and output.
 
     On a CPU torch has no fused kernel for dropout or a bias: it keeps the scores, in fp32.
@@ -267,7 +271,7 @@ def _core(model: ModelConfig, engine: Engine, tokens: int) -> int:
     return scores * (3 if dropped else 1) + (copies if engine.parameter < FP32 else 0)
 
 
-def _mask(engine: Engine, stream: int) -> int:
+def _mask(engine: MemoryInputs, stream: int) -> int:
     """Of dropout over the hidden states: numbers on a CPU, one byte each elsewhere."""
     return stream if engine.on_cpu else stream // engine.parameter
 
@@ -275,7 +279,7 @@ def _mask(engine: Engine, stream: int) -> int:
 class _Head:
     """Loss and head in one: gradients of input and weight, and a chunk of logits."""
 
-    def __init__(self, config: Config, engine: Engine) -> None:
+    def __init__(self, config: Config, engine: MemoryInputs) -> None:
         model, element = config.model, engine.parameter
         assert config.schedule.micro_batch_size is not None
         tokens = config.schedule.micro_batch_size * model.sequence

@@ -26,14 +26,14 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
     return [group for group in groups if group["params"]]
 
 
-def set_rates(groups: list[dict[str, Any]], lr: float, weight_decay: float) -> None:
+def set_lr_and_weight_decay(groups: list[dict[str, Any]], lr: float, weight_decay: float) -> None:
     """Sets the rates of the next step in the groups of an optimizer."""
     for group in groups:
         group["lr"] = lr
         group["weight_decay"] = weight_decay if group["decayed"] else 0.0
 
 
-def forget_bias_correction(optimizer: object) -> None:
+def reset_cpu_adam_beta_powers(optimizer: object) -> None:
     """Makes DeepSpeedCPUAdam's next step a function of its arguments alone.
 
     Its C++ side keeps the powers of the betas and multiplies them on when it is called with the

@@ -25,10 +25,10 @@ class Engine(Protocol):
         """The DeepSpeed configuration in force."""
 
     @property
-    def effective(self) -> dict[str, Any]:
+    def settings(self) -> dict[str, Any]:
         """The settings in force, read from the engine itself: words -> plain value."""
 
-    def states(self) -> dict[str, dict[str, int]]:
+    def state_bytes(self) -> dict[str, dict[str, int]]:
         """Bytes of this process's lasting tensors: "device" or "host" -> kind -> bytes."""
 
     def train_step(self, batches: Iterator[Batch], plan: StepPlan) -> StepResult:

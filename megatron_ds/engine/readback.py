@@ -37,7 +37,7 @@ def check(config: Config, mesh: Mesh, engine: Any, ds_config: Mapping[str, Any])
     engine: what deepspeed.initialize gave. ds_config: what was passed to it; it is asked only for
     what no flag says.
     """
-    told, in_force = told_by(config, mesh, ds_config), read(engine)
+    told, in_force = expected_settings(config, mesh, ds_config), actual_settings(engine)
     wrong = [name for name in told if told[name] != in_force.get(name)]
     if wrong:
         rows = [("setting", "told", "in force")]
@@ -52,10 +52,10 @@ def check(config: Config, mesh: Mesh, engine: Any, ds_config: Mapping[str, Any])
     return in_force
 
 
-def told_by(config: Config, mesh: Mesh, ds_config: Mapping[str, Any]) -> Values:
+def expected_settings(config: Config, mesh: Mesh, ds_config: Mapping[str, Any]) -> Values:
     """What `read` must find."""
     options, precision, stage = config.optimizer, config.precision, zero_stage(config)
-    micro, total = config.schedule.micro_batch_size, config.batch_size(mesh.dp.size)
+    micro, total = config.schedule.micro_batch_size, config.final_global_batch_size(mesh.dp.size)
     assert micro is not None
     parameters = DTYPES[precision.name]
     in_fp32 = precision.accumulate_allreduce_grads_in_fp32 or precision.name == "fp32"
@@ -89,7 +89,7 @@ def told_by(config: Config, mesh: Mesh, ds_config: Mapping[str, Any]) -> Values:
     return values
 
 
-def read(engine: Any) -> Values:
+def actual_settings(engine: Any) -> Values:
     """What a DeepSpeed engine without a pipeline has in force."""
     optimizer, basic = engine.optimizer, engine.basic_optimizer
     groups = basic.param_groups
@@ -98,22 +98,28 @@ def read(engine: Any) -> Values:
     plain = [group for group in groups if not group["decayed"]]
     values: Values = {
         "ZeRO stage": stage,
-        "data-parallel size": _one(_data_parallel_sizes(engine)),
+        "data-parallel size": _unique_or_joined(_data_parallel_sizes(engine)),
         "global batch": engine.train_batch_size(),
         "micro batch": engine.train_micro_batch_size_per_gpu(),
         "accumulation steps": engine.gradient_accumulation_steps(),
         **_optimizer(basic),
-        "learning rate": _one(group["lr"] for group in groups),
-        "weight decay, matrices": _one(group["weight_decay"] for group in decayed),
-        "weight decay, biases and norms": _one(group["weight_decay"] for group in plain),
+        "learning rate": _unique_or_joined(group["lr"] for group in groups),
+        "weight decay, matrices": _unique_or_joined(group["weight_decay"] for group in decayed),
+        "weight decay, biases and norms": _unique_or_joined(
+            group["weight_decay"] for group in plain
+        ),
         # Without ZeRO the engine clips, with it the optimizer does, by its own copy.
         "gradient clipping": engine.gradient_clipping() if stage == 0 else optimizer.clip_grad,
-        "parameters": _one(_name(p.dtype) for p in engine.module.parameters()),
-        "gradients": _one(_name(p.grad_dtype or p.dtype) for p in engine.module.parameters()),
-        "gradient accumulation": _one(map(_name, _accumulation_types(engine, stage))),
-        "gradient reduction": _one(map(_name, _reduction_types(engine))),
-        "master weights": _one(_name(weights.dtype) for weights in _master_weights(engine, stage)),
-        "optimizer states": _one(map(_name, _moment_types(engine, stage))),
+        "parameters": _unique_or_joined(_name(p.dtype) for p in engine.module.parameters()),
+        "gradients": _unique_or_joined(
+            _name(p.grad_dtype or p.dtype) for p in engine.module.parameters()
+        ),
+        "gradient accumulation": _unique_or_joined(map(_name, _accumulation_types(engine, stage))),
+        "gradient reduction": _unique_or_joined(map(_name, _reduction_types(engine))),
+        "master weights": _unique_or_joined(
+            _name(weights.dtype) for weights in _master_weights(engine, stage)
+        ),
+        "optimizer states": _unique_or_joined(map(_name, _moment_types(engine, stage))),
         "optimizer offload": _optimizer_device(optimizer),
         "parameter offload": _parameter_device(optimizer),
         "loss scale": _loss_scale(engine),
@@ -126,7 +132,7 @@ def read(engine: Any) -> Values:
     return values
 
 
-def states(engine: Any) -> States:
+def state_bytes(engine: Any) -> States:
     """Bytes of this process's tensors that outlive a step, by place and kind.
 
     Buckets of reductions are not among them: they come and go. Each storage counts once, for the
@@ -159,16 +165,16 @@ def states(engine: Any) -> States:
     return result
 
 
-def footprint(
+def memory_inputs(
     values: Values, tp_size: int, zero: Mapping[str, Any], device: str
-) -> memory_estimate.Engine:
+) -> memory_estimate.MemoryInputs:
     """What the memory estimate asks of an engine.
 
     values: in force. zero: zero_optimization of the DeepSpeed configuration. device: its kind.
     """
     sizes = {name: getattr(torch, name).itemsize for name in DTYPES.values()}
     moments = 2 if "betas" in values else int(values["momentum"] != 0.0)
-    return memory_estimate.Engine(
+    return memory_estimate.MemoryInputs(
         stage=values["ZeRO stage"],
         tp=tp_size,
         dp=values["data-parallel size"],
@@ -277,7 +283,10 @@ def _optimizer(basic: Any) -> Values:
     groups = basic.param_groups
     name = type(basic).__name__
     if "betas" not in groups[0]:
-        return {"optimizer": name, "momentum": _one(group["momentum"] for group in groups)}
+        return {
+            "optimizer": name,
+            "momentum": _unique_or_joined(group["momentum"] for group in groups),
+        }
     if any(group.get("fused") for group in groups):
         name = f"{name} (fused)"
     return {
@@ -285,8 +294,8 @@ def _optimizer(basic: Any) -> Values:
         "decoupled weight decay": bool(
             getattr(basic, "adam_w_mode", isinstance(basic, torch.optim.AdamW))
         ),
-        "betas": _one(tuple(group["betas"]) for group in groups),
-        "epsilon": _one(group["eps"] for group in groups),
+        "betas": _unique_or_joined(tuple(group["betas"]) for group in groups),
+        "epsilon": _unique_or_joined(group["eps"] for group in groups),
     }
 
 
@@ -384,7 +393,7 @@ def _recomputation(model: nn.Module) -> str:
     """What the model's parts hold and, where DeepSpeed recomputes, what its module was told."""
     recompute: Any = model.recompute
     if recompute is None:
-        cores = _one(layer.attention.recompute is not None for layer in model.layers)  # type: ignore[union-attr]
+        cores = _unique_or_joined(layer.attention.recompute is not None for layer in model.layers)  # type: ignore[union-attr]
         return {True: "selective", False: "none"}.get(cores, f"selective in some layers: {cores}")
     if not recompute.by_deepspeed:
         return _full(recompute.layers_per_unit)
@@ -403,7 +412,7 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _one(values: Iterable[Any]) -> Any:
+def _unique_or_joined(values: Iterable[Any]) -> Any:
     """The value that all have; otherwise all of them, in words, which equals no value."""
     distinct = list(dict.fromkeys(values))
     return distinct[0] if len(distinct) == 1 else " and ".join(map(str, distinct)) or "nothing"

@@ -16,13 +16,13 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_ds.data.micro_batches import Batch
-from megatron_ds.engine.ds_checkpoint_io import CheckpointFiles
+from megatron_ds.engine.ds_checkpoint_io import SafeCheckpointEngine
 from megatron_ds.engine.loss_scaler import LossScale
-from megatron_ds.engine.param_groups import forget_bias_correction, set_rates
-from megatron_ds.engine.readback import States, Values, states
+from megatron_ds.engine.param_groups import reset_cpu_adam_beta_powers, set_lr_and_weight_decay
+from megatron_ds.engine.readback import States, Values, state_bytes
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.parallel.rng import RngStreams
-from megatron_ds.parallel.sharding import spec_of
+from megatron_ds.parallel.sharding import shard_spec
 from megatron_ds.train_state import StepPlan, StepResult
 
 SQUARED_AT_ONCE = 2**20
@@ -47,7 +47,7 @@ class ZeroEngine:
         device: torch.device,
     ) -> None:
         self._engine = engine
-        self._files = CheckpointFiles(engine)
+        self._files = SafeCheckpointEngine(engine)
         self._ds_config = ds_config
         self._effective = effective
         self._mesh = mesh
@@ -67,28 +67,28 @@ class ZeroEngine:
         return self._ds_config
 
     @property
-    def effective(self) -> Values:
+    def settings(self) -> Values:
         return self._effective
 
-    def states(self) -> States:
-        return states(self._engine)
+    def state_bytes(self) -> States:
+        return state_bytes(self._engine)
 
     def train_step(self, batches: Iterator[Batch], plan: StepPlan) -> StepResult:
         engine = self._engine
         engine.train()
         engine.set_train_batch_size(plan.global_batch_size)
-        set_rates(engine.optimizer.param_groups, plan.lr, plan.weight_decay)
+        set_lr_and_weight_decay(engine.optimizer.param_groups, plan.lr, plan.weight_decay)
         skipped_before = engine.skipped_steps
         losses = []
         norm: torch.Tensor | float | None = None
         dropped = False
-        spent = self._loss_scale is not None and self._loss_scale.spent
+        spent = self._loss_scale is not None and self._loss_scale.is_exhausted
         for index in range(plan.num_micro_batches):
             last = index == plan.num_micro_batches - 1
             # DeepSpeed finds the boundary by counting micro-steps since the run began, which goes
             # wrong for good as soon as their number per step changes.
             engine.set_gradient_accumulation_boundary(last)
-            batch = next(batches).cut(plan.seq_length)
+            batch = next(batches).truncated(plan.seq_length)
             self._rng.seed_micro_batch(self._seed, batch.position)
             loss = self._forward(batch)
             engine.backward(loss)
@@ -101,7 +101,7 @@ class ZeroEngine:
                 engine.zero_grad()
                 break
             if last:
-                forget_bias_correction(engine.basic_optimizer)
+                reset_cpu_adam_beta_powers(engine.basic_optimizer)
             engine.step()
         if self._stage != 0:
             norm = engine.get_global_grad_norm()
@@ -111,7 +111,7 @@ class ZeroEngine:
             grad_norm=None if norm is None else float(norm),
             skipped=skipped,
             loss_scale=None if self._loss_scale is None else self._loss_scale.value,
-            scale_spent=skipped and spent,
+            loss_scale_exhausted=skipped and spent,
         )
 
     def eval_loss(self, batch: Batch) -> torch.Tensor:
@@ -120,7 +120,7 @@ class ZeroEngine:
             return self._forward(batch).detach()
 
     def params_norm(self) -> float:
-        squares = self._sum_of_squares(self._own_part)
+        squares = self._sum_of_squares(self._local_shard)
         if self._stage == 3:
             dist.all_reduce(squares, group=self._mesh.dp.handle)
         return float(squares.sqrt())
@@ -130,7 +130,9 @@ class ZeroEngine:
             self._engine.save_checkpoint(str(folder), tag=tag, save_latest=False)
 
     def load(self, folder: Path, tag: str) -> None:
-        with nullcontext() if self._loss_scale is None else self._loss_scale.loading():
+        with (
+            nullcontext() if self._loss_scale is None else self._loss_scale.keep_settings_on_load()
+        ):
             path, _ = self._engine.load_checkpoint(str(folder), tag=tag)
         if path is None:
             raise ValueError(f"DeepSpeed could not load the checkpoint {folder / tag}")
@@ -145,7 +147,7 @@ class ZeroEngine:
         """Norm of the averaged gradient at stage 0, for which DeepSpeed reports none."""
         return self._sum_of_squares(lambda parameter: parameter.grad).sqrt()
 
-    def _own_part(self, parameter: nn.Parameter) -> torch.Tensor:
+    def _local_shard(self, parameter: nn.Parameter) -> torch.Tensor:
         """What this data-parallel rank holds of a parameter: under ZeRO-3 a slice, else all."""
         if self._stage != 3:
             return parameter.data
@@ -164,7 +166,7 @@ class ZeroEngine:
         squares = torch.zeros((), dtype=torch.float64, device=self._device)
         for parameter in self.module.parameters():
             values = part(parameter)
-            if values is not None and (first or spec_of(parameter) is not None):
+            if values is not None and (first or shard_spec(parameter) is not None):
                 # In pieces: the copies in double precision are four times the gradient's size.
                 for piece in values.to(self._device).flatten().split(SQUARED_AT_ONCE):
                     squares += piece.double().square().sum()

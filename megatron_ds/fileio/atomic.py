@@ -39,12 +39,12 @@ def sync_folder(folder: str | os.PathLike[str]) -> None:
         os.close(descriptor)
 
 
-def open_more(path: str) -> BinaryIO:
+def open_read_write(path: str) -> BinaryIO:
     """Opens a file to write over what is there; makes it if it is not."""
     return open(path, "r+b" if os.path.exists(path) else "w+b")
 
 
-def cut_back(file: BinaryIO, size: int) -> None:
+def truncate_to(file: BinaryIO, size: int) -> None:
     """Cuts off what follows after so many bytes, and goes on there. Raises ValueError if there are
     fewer."""
     there = os.fstat(file.fileno()).st_size

@@ -23,7 +23,7 @@ POLL_SECONDS = 0.05
 
 
 @dataclass(frozen=True)
-class Patience:
+class WaitPolicy:
     """How a process waits, in seconds: it says so after some, then again and again; then gives up.
 
     say: gets the line; of several processes that wait for files of one folder, one speaks.
@@ -49,13 +49,13 @@ def lock_now(file: IO[Any]) -> bool | None:
 
 
 @contextmanager
-def locked(path: Path, patience: Patience) -> Iterator[bool]:
+def locked(path: Path, patience: WaitPolicy) -> Iterator[bool]:
     """Holds the lock of a file, which is made; False where there are no locks, and none is held.
 
     Raises ValueError if another process keeps it for longer than the patience lasts, and OSError if
     the file cannot be made.
     """
-    with _Waiting(path, patience) as waiting:
+    with _WaitReporter(path, patience) as waiting:
         file, held = _acquire(path, waiting)
     with file:
         with suppress(OSError):  # only for those who wait
@@ -65,10 +65,10 @@ def locked(path: Path, patience: Patience) -> Iterator[bool]:
         yield held
 
 
-class _Waiting:
+class _WaitReporter:
     """The words and the end of one wait."""
 
-    def __init__(self, path: Path, patience: Patience) -> None:
+    def __init__(self, path: Path, patience: WaitPolicy) -> None:
         self._path = path
         self._patience = patience
         self._start = time.monotonic()
@@ -76,7 +76,7 @@ class _Waiting:
         self._voice = ExitStack()
         self._speaks: bool | None = None
 
-    def __enter__(self) -> _Waiting:
+    def __enter__(self) -> _WaitReporter:
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -107,7 +107,7 @@ class _Waiting:
             return True
 
 
-def _acquire(path: Path, waiting: _Waiting) -> tuple[IO[bytes], bool]:
+def _acquire(path: Path, waiting: _WaitReporter) -> tuple[IO[bytes], bool]:
     while True:
         with ExitStack() as undo:
             file = undo.enter_context(open(path, "a+b"))

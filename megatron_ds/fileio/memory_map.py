@@ -33,10 +33,10 @@ def map_file(file: IO[Any]) -> npt.NDArray[np.uint8]:
     address = libc.mmap(None, size, mmap.PROT_READ, mmap.MAP_SHARED, file.fileno(), 0)
     if address == ctypes.c_void_p(-1).value:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-    return np.asarray(_Mapping(address, size, libc.munmap))
+    return np.asarray(_UnmapOnRelease(address, size, libc.munmap))
 
 
-class _Mapping:
+class _UnmapOnRelease:
     """What an array over mapped memory holds on to; the memory goes with the last of them."""
 
     def __init__(self, address: int, size: int, unmap: Callable[[int, int], int]) -> None:

@@ -30,7 +30,7 @@ COMPRESSIONS = (".gz", ".bz2", ".xz")
 LENGTH = struct.Struct("<I")
 
 
-class Growing:
+class AppendFile:
     """A file that grows, in pieces that are compressed each by itself.
 
     suffix: of the final name, which says how. committed: bytes that count.
@@ -70,7 +70,7 @@ class Growing:
         self._raw = self._stream = None
 
 
-class Work:
+class ResumableOutput:
     """The folder `<output>.work`, held by one process. A context manager.
 
     names: the growing files with the suffixes of their final names. Raises ValueError for a folder
@@ -88,11 +88,11 @@ class Work:
         self._resume = resume
         self._stack = ExitStack()
         self._begun = False
-        self.files: dict[str, Growing] = {}
+        self.files: dict[str, AppendFile] = {}
         self.progress: dict[str, Any] | None = None
         self.finished = False
 
-    def __enter__(self) -> Work:
+    def __enter__(self) -> ResumableOutput:
         with ExitStack() as stack:
             self._open(stack)
             self._stack = stack.pop_all()
@@ -126,7 +126,7 @@ class Work:
             path = self.folder / name
             if not self.finished:
                 _cut(path, sizes[name])
-            self.files[name] = Growing(path, suffix, sizes[name])
+            self.files[name] = AppendFile(path, suffix, sizes[name])
             stack.callback(self.files[name].close)
 
     def __exit__(
@@ -175,7 +175,7 @@ class Work:
         self._remove()
 
 
-def records(path: Path, size: int) -> Iterator[bytes]:
+def read_records(path: Path, size: int) -> Iterator[bytes]:
     """The keys that `packed` wrote, of the first `size` bytes of a file."""
     with open(path, "rb") as file:
         while file.tell() < size:
@@ -183,7 +183,7 @@ def records(path: Path, size: int) -> Iterator[bytes]:
             yield file.read(length)
 
 
-def packed(key: bytes) -> bytes:
+def pack_record(key: bytes) -> bytes:
     return LENGTH.pack(len(key)) + key
 
 

@@ -45,7 +45,7 @@ class Defaults:
 
 
 @dataclass(frozen=True)
-class Query:
+class GenerationRequest:
     """A checked request, as far as it can be checked without tokenizer and model."""
 
     prompts: tuple[str, ...]
@@ -70,7 +70,7 @@ class Query:
 
 
 @dataclass(frozen=True)
-class _Whole:
+class _Int:
     low: int
     high: int
 
@@ -97,12 +97,12 @@ class _Number:
         return f"must be a number from {more}{self.low:g} to {self.high:g}"
 
 
-class _Truth:
+class _Bool:
     def problem(self, value: object) -> str | None:
         return None if isinstance(value, bool) else "must be true or false"
 
 
-class _Texts:
+class _Strings:
     def problem(self, value: object) -> str | None:
         if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
             return "must be a list of strings"
@@ -116,29 +116,29 @@ class _Texts:
         return None
 
 
-FIELDS: Mapping[str, _Whole | _Number | _Truth | _Texts] = {
-    "prompts": _Texts(),
-    "tokens_to_generate": _Whole(0, 2**31 - 1),
-    "logprobs": _Truth(),
-    "top_n_logprobs": _Whole(0, 10),
+FIELDS: Mapping[str, _Int | _Number | _Bool | _Strings] = {
+    "prompts": _Strings(),
+    "tokens_to_generate": _Int(0, 2**31 - 1),
+    "logprobs": _Bool(),
+    "top_n_logprobs": _Int(0, 10),
     "temperature": _Number(0, 100, without_low=True),
-    "top_k": _Whole(0, 1000),
+    "top_k": _Int(0, 1000),
     "top_p": _Number(0, 1),
     "top_p_decay": _Number(0, 1),
     "top_p_bound": _Number(0, 1),
-    "add_BOS": _Truth(),
-    "stop_on_eol": _Truth(),
-    "stop_on_double_eol": _Truth(),
-    "prevent_newline_after_colon": _Truth(),
-    "random_seed": _Whole(0, 2**63 - 1),
-    "no_log": _Truth(),
-    "beam_width": _Whole(1, 128),
-    "stop_token": _Whole(0, 2**31 - 1),
+    "add_BOS": _Bool(),
+    "stop_on_eol": _Bool(),
+    "stop_on_double_eol": _Bool(),
+    "prevent_newline_after_colon": _Bool(),
+    "random_seed": _Int(0, 2**63 - 1),
+    "no_log": _Bool(),
+    "beam_width": _Int(1, 128),
+    "stop_token": _Int(0, 2**31 - 1),
     "length_penalty": _Number(-10, 10),
 }
 
 
-def read(body: bytes, defaults: Defaults) -> Query:
+def read(body: bytes, defaults: Defaults) -> GenerationRequest:
     """Raises ValueError that names the problems."""
     given = _object(body)
     problems = list(itertools.islice(_field_problems(given), MAX_PROBLEMS))
@@ -231,7 +231,7 @@ def _contradictions(given: Mapping[str, Any]) -> Iterator[str]:
             yield f"only with beam_width there is an effect of {', '.join(useless)}"
 
 
-def _query(given: Mapping[str, Any], defaults: Defaults) -> Query:
+def _query(given: Mapping[str, Any], defaults: Defaults) -> GenerationRequest:
     # What a request says of one kind of choice puts the server's default of the other aside.
     top_k = 0 if given.get("top_p") else defaults.top_k
     top_p = 0.0 if given.get("top_k") else defaults.top_p
@@ -247,10 +247,10 @@ def _query(given: Mapping[str, Any], defaults: Defaults) -> Query:
         "beam_width": None,
         "stop_token": None,
         "length_penalty": 1.0,
-        **{name: False for name, field in FIELDS.items() if isinstance(field, _Truth)},
+        **{name: False for name, field in FIELDS.items() if isinstance(field, _Bool)},
         **given,
     }
-    return Query(**{**values, "prompts": tuple(given["prompts"])})
+    return GenerationRequest(**{**values, "prompts": tuple(given["prompts"])})
 
 
 def _shown(value: object) -> str:

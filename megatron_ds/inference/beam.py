@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_ds.inference.generate import Cancelled, Rules, evaluating
+from megatron_ds.inference.generate import Cancelled, StopRules, eval_mode
 from megatron_ds.inference.kv_cache import PreallocatedCache
 from megatron_ds.model.gpt import GPTModel
 
@@ -36,7 +36,7 @@ def beam_search(
     width: int,
     stop_token: int,
     length_penalty: float = 1.0,
-    rules: Rules | None = None,
+    rules: StopRules | None = None,
     go_on: Callable[[], bool] | None = None,
 ) -> list[Hypothesis]:
     """At most `width` continuations, the best first: each ends with stop_token or is
@@ -56,7 +56,7 @@ def beam_search(
     store = PreallocatedCache(model.config.layers, len(prompt) + max_new_tokens - 1)
     beams, ended = [_Beam([], 0.0)], list[Hypothesis]()
     tokens = [list(prompt)]
-    with torch.no_grad(), evaluating(model):
+    with torch.no_grad(), eval_mode(model):
         for _ in range(max_new_tokens):
             if go_on is not None and not go_on():
                 raise Cancelled

@@ -21,7 +21,7 @@ from megatron_ds.config import GROUPS, ModelConfig, RuntimeConfig, flag_of
 from megatron_ds.launch import environment
 
 if TYPE_CHECKING:
-    from megatron_ds.checkpoint.metadata import Found
+    from megatron_ds.checkpoint.metadata import CheckpointMetadata
     from megatron_ds.tokenizer import Tokenizer
 
 T = TypeVar("T")
@@ -111,7 +111,7 @@ def add_sampling_flags(group: FlagGroup, default: SamplingDefaults) -> None:
     )
 
 
-def precision_of(args: object) -> str | None:
+def requested_dtype(args: object) -> str | None:
     """What the model is to compute in; None for the training's type."""
     return next((name for name in PRECISIONS if getattr(args, name)), None)
 
@@ -165,7 +165,9 @@ def model_problems(args: Any) -> Iterator[str]:
         yield "--fp32, --bf16 and --fp16 exclude each other"
 
 
-def disagreements(given: dict[str, Any], model: ModelConfig, null_tokenizer: bool) -> Iterator[str]:
+def model_conflicts(
+    given: dict[str, Any], model: ModelConfig, null_tokenizer: bool
+) -> Iterator[str]:
     """The model flags that differ from the checkpoint's model."""
     effective = {
         "ffn_hidden_size": model.ffn,
@@ -185,7 +187,7 @@ def disagreements(given: dict[str, Any], model: ModelConfig, null_tokenizer: boo
             )
 
 
-def tokenizer_for(flags: TrainingFlags, found: Found, program: str) -> Tokenizer:
+def tokenizer_for(flags: TrainingFlags, found: CheckpointMetadata, program: str) -> Tokenizer:
     """The tokenizer, once flags and checkpoint agree; ends the program where they do not."""
     from megatron_ds.inference import load_checkpoint
 
@@ -193,7 +195,7 @@ def tokenizer_for(flags: TrainingFlags, found: Found, program: str) -> Tokenizer
     config = load_checkpoint.tokenizer_config(found, flags.of_group("tokenizer"))
     null_tokenizer = config.tokenizer_type == "NullTokenizer"
     problems = [
-        *disagreements(flags.of_group("model"), model, null_tokenizer),
+        *model_conflicts(flags.of_group("model"), model, null_tokenizer),
         *model.problems(environment.world_size()),
         *config.problems(model.vocab),
     ]
@@ -206,7 +208,7 @@ def tokenizer_for(flags: TrainingFlags, found: Found, program: str) -> Tokenizer
     return load_checkpoint.load_tokenizer(config, model)
 
 
-def of_first_rank(value: T) -> T:
+def broadcast_from_rank0(value: T) -> T:
     """The first rank's value, on every rank."""
     import torch.distributed as dist
 

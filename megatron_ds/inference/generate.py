@@ -18,7 +18,7 @@ import torch
 from megatron_ds.config import ModelConfig
 from megatron_ds.inference.kv_cache import PreallocatedCache
 from megatron_ds.inference.sampling import choose, generator_of
-from megatron_ds.inference.sampling_params import Sampling
+from megatron_ds.inference.sampling_params import SamplingParams
 from megatron_ds.model.gpt import GPTModel
 
 
@@ -26,7 +26,7 @@ class Cancelled(Exception):
     """Nobody wants the texts any more."""
 
 
-class Rules(Protocol):
+class StopRules(Protocol):
     """What is asked of the tokens beside sampling."""
 
     def ends(self, previous: int, new: int) -> bool:
@@ -51,7 +51,7 @@ class _Row:
     def new_tokens(self) -> int:
         return len(self.ids) - self.prompt_length
 
-    def is_done(self, eod: int | None, rules: Rules | None) -> bool:
+    def is_done(self, eod: int | None, rules: StopRules | None) -> bool:
         """An end of document inside the prompt ends nothing."""
         if len(self.ids) == self.end:
             return True
@@ -66,12 +66,12 @@ def generate(
     prompts: Sequence[Sequence[int]],
     *,
     max_new_tokens: int,
-    sampling: Sampling,
+    sampling: SamplingParams,
     eod: int | None,
     max_length: int | None = None,
     first_index: int = 0,
     cache: bool = True,
-    rules: Rules | None = None,
+    rules: StopRules | None = None,
     go_on: Callable[[], bool] | None = None,
 ) -> list[list[int]]:
     """The continuation of every prompt, without the prompt; it ends with `eod` if the model ended
@@ -98,7 +98,7 @@ def generate(
         )
         for index, prompt in enumerate(prompts)
     ]
-    with torch.no_grad(), evaluating(model):
+    with torch.no_grad(), eval_mode(model):
         _extend(model, rows, sampling, eod, cache, rules, go_on)
     return [row.ids[row.prompt_length :] for row in rows]
 
@@ -138,10 +138,10 @@ def prompt_problems(
 def _extend(
     model: GPTModel,
     rows: list[_Row],
-    sampling: Sampling,
+    sampling: SamplingParams,
     eod: int | None,
     cache: bool,
-    rules: Rules | None,
+    rules: StopRules | None,
     go_on: Callable[[], bool] | None,
 ) -> None:
     """Appends to the rows' ids until every row is done."""
@@ -170,10 +170,10 @@ def _extend(
 
 
 def _choose(
-    rows: list[_Row], open_ends: list[int], logits_BV: torch.Tensor, sampling: Sampling
+    rows: list[_Row], open_ends: list[int], logits_BV: torch.Tensor, sampling: SamplingParams
 ) -> None:
     """Appends a token to the rows at these indexes; together where they are drawn alike."""
-    alike: dict[Sampling, list[int]] = {}
+    alike: dict[SamplingParams, list[int]] = {}
     for index in open_ends:
         alike.setdefault(sampling.after(rows[index].new_tokens), []).append(index)
     for settings, indexes in alike.items():
@@ -189,7 +189,7 @@ def _end(prompt_length: int, max_new_tokens: int, max_length: int | None) -> int
 
 
 @contextmanager
-def evaluating(model: GPTModel) -> Iterator[None]:
+def eval_mode(model: GPTModel) -> Iterator[None]:
     """Without dropout; afterwards the model is in the mode in which it was."""
     training = model.training
     model.eval()

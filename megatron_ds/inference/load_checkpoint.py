@@ -13,9 +13,19 @@ from typing import Any, TypeVar
 
 import torch
 
-from megatron_ds.checkpoint.full_weights import put_weights, weight_files, whole_weights
-from megatron_ds.checkpoint.metadata import RUN, Found, candidates, problem_with, read_run
-from megatron_ds.checkpoint.storage import damages
+from megatron_ds.checkpoint.full_weights import (
+    files_with_weights,
+    iter_full_weights,
+    load_full_weights,
+)
+from megatron_ds.checkpoint.metadata import (
+    RUN,
+    CheckpointMetadata,
+    find_damage,
+    list_checkpoints,
+    read_run,
+)
+from megatron_ds.checkpoint.storage import find_damaged_files
 from megatron_ds.config import ModelConfig, TokenizerConfig
 from megatron_ds.model.gpt import GPTModel
 from megatron_ds.parallel.mesh import Mesh
@@ -26,17 +36,17 @@ Settings = TypeVar("Settings", ModelConfig, TokenizerConfig)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def find_checkpoint(folder: Path, warn: Callable[[str], None]) -> Found:
+def find_checkpoint(folder: Path, warn: Callable[[str], None]) -> CheckpointMetadata:
     """The newest whole checkpoint of a --save folder, or the one whose own folder this is.
 
     Whole means that all files are there with their sizes, and that those with the weights are what
     the manifest says. warn: called with a line for each newer one that is not. Raises ValueError
     that names what was found instead.
     """
-    paths = [folder] if (folder / RUN).is_file() else candidates(folder)
+    paths = [folder] if (folder / RUN).is_file() else list_checkpoints(folder)
     problems: list[str] = []
     for path in paths:
-        problem = problem_with(path) or _damage(path)
+        problem = find_damage(path) or _damage(path)
         if problem is None:
             for line in problems:
                 warn(f"WARNING: skipping the checkpoint {line}")
@@ -49,17 +59,19 @@ def find_checkpoint(folder: Path, warn: Callable[[str], None]) -> Found:
 def _damage(path: Path) -> str | None:
     """What is wrong inside the files with the weights."""
     try:
-        return "; ".join(damages(path, weight_files(read_run(path))).values()) or None
+        return (
+            "; ".join(find_damaged_files(path, files_with_weights(read_run(path))).values()) or None
+        )
     except OSError as error:
         return str(error)  # a training that saves may remove it meanwhile
 
 
-def model_config(found: Found) -> ModelConfig:
+def model_config(found: CheckpointMetadata) -> ModelConfig:
     """The model's shape. Raises ValueError if the checkpoint knows a field that we do not."""
     return _from_dict(ModelConfig, found.run["config"]["model"], found)
 
 
-def tokenizer_config(found: Found, given: Mapping[str, Any]) -> TokenizerConfig:
+def tokenizer_config(found: CheckpointMetadata, given: Mapping[str, Any]) -> TokenizerConfig:
     """The training's tokenizer, with the given fields in place of its own."""
     saved = found.run["config"]["tokenizer"]
     return _from_dict(TokenizerConfig, {**saved, **given}, found)
@@ -78,7 +90,7 @@ def load_tokenizer(config: TokenizerConfig, model: ModelConfig) -> Tokenizer:
 
 
 def load_model(
-    found: Found, mesh: Mesh, device: torch.device, *, precision: str | None = None
+    found: CheckpointMetadata, mesh: Mesh, device: torch.device, *, precision: str | None = None
 ) -> GPTModel:
     """The checkpoint's model on a device, this rank's part of it.
 
@@ -92,11 +104,13 @@ def load_model(
     dtype = DTYPES[precision or found.run["layout"]["precision"]]
     model = GPTModel(config, mesh=mesh, rng=RngStreams(mesh.tp.rank), seed=None)
     model = model.to(device=device, dtype=dtype)
-    put_weights(model, whole_weights(found), mesh.tp.rank, mesh.tp.size)
+    load_full_weights(model, iter_full_weights(found), mesh.tp.rank, mesh.tp.size)
     return model.eval()
 
 
-def _from_dict(kind: type[Settings], values: Mapping[str, Any], found: Found) -> Settings:
+def _from_dict(
+    kind: type[Settings], values: Mapping[str, Any], found: CheckpointMetadata
+) -> Settings:
     known = {item.name for item in dataclasses.fields(kind)}
     unknown = sorted(values.keys() - known)
     if unknown:

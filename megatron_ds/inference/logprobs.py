@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_ds.inference.generate import Cancelled, evaluating
+from megatron_ds.inference.generate import Cancelled, eval_mode
 from megatron_ds.inference.kv_cache import PreallocatedCache
 from megatron_ds.model.gpt import GPTModel
 
@@ -38,7 +38,7 @@ def score(
     scores = Scores([], [])
     device = next(model.parameters()).device
     store = PreallocatedCache(model.config.layers, len(ids))
-    with torch.no_grad(), evaluating(model):
+    with torch.no_grad(), eval_mode(model):
         for start in range(0, len(ids) - 1, PIECE):
             if go_on is not None and not go_on():
                 raise Cancelled

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 import torch
 
-from megatron_ds.inference.sampling_params import Sampling
+from megatron_ds.inference.sampling_params import SamplingParams
 
 USUAL_NUCLEUS = 1024
 """Candidates among which top-p looks first: sorting a whole vocabulary takes longer than a small
@@ -29,7 +29,7 @@ def generator_of(seed: int, index: int) -> torch.Generator:
 
 
 def choose(
-    logits_BV: torch.Tensor, sampling: Sampling, generators: Sequence[torch.Generator]
+    logits_BV: torch.Tensor, sampling: SamplingParams, generators: Sequence[torch.Generator]
 ) -> list[int]:
     """The next token of every row; row i draws once from generators[i], or not at all if greedy."""
     if sampling.greedy:
@@ -41,7 +41,9 @@ def choose(
     return tokens
 
 
-def candidates(logits_BV: torch.Tensor, sampling: Sampling) -> tuple[torch.Tensor, torch.Tensor]:
+def candidates(
+    logits_BV: torch.Tensor, sampling: SamplingParams
+) -> tuple[torch.Tensor, torch.Tensor]:
     """What may be drawn: probabilities (not normalised; 0 is never drawn) and ids, each [B, n].
 
     The logits are divided by the temperature; then top-k keeps the k most probable tokens, and of

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Sampling:
+class SamplingParams:
     """How the next token is chosen from the logits."""
 
     greedy: bool = False
@@ -26,7 +26,7 @@ class Sampling:
     top_p_bound: float = 0.0
     """Below this top_p does not decay; 0 is off."""
 
-    def after(self, new_tokens: int) -> Sampling:
+    def after(self, new_tokens: int) -> SamplingParams:
         """How a token is chosen when a text already has this many new ones."""
         if not self.top_p_decay:
             return self

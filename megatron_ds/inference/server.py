@@ -23,12 +23,12 @@ from starlette.requests import ClientDisconnect
 
 from megatron_ds.inference.api_schema import MAX_BODY
 from megatron_ds.inference.generate import Cancelled
-from megatron_ds.inference.tp_group import CrewBroken
+from megatron_ds.inference.tp_group import TpGroupBroken
 from megatron_ds.inference.web_page import PAGE
 
-DRAINED = 8 * MAX_BODY
+MAX_DRAIN_BYTES = 8 * MAX_BODY
 """Bytes of a body that are read: a client that still sends does not hear that it was too much."""
-LAST_SECONDS = 10
+SHUTDOWN_TIMEOUT_S = 10
 """That connections have, after a signal."""
 
 Job = TypeVar("Job")
@@ -56,7 +56,7 @@ class TextServer(Generic[Job]):
         self._requests = 0
         """That are performed, or wait for their turn."""
         self._at_work = threading.Lock()
-        self._broken: CrewBroken | None = None
+        self._broken: TpGroupBroken | None = None
         self.app = self._build()
 
     def run(self, listener: socket.socket) -> None:
@@ -69,7 +69,7 @@ class TextServer(Generic[Job]):
             log_level="warning",
             access_log=False,
             lifespan="off",
-            timeout_graceful_shutdown=LAST_SECONDS,
+            timeout_graceful_shutdown=SHUTDOWN_TIMEOUT_S,
         )
         server = _Server(config)
         server.told = self.stop
@@ -119,7 +119,7 @@ class TextServer(Generic[Job]):
             return JSONResponse(work.result())
         except Cancelled:
             return _error(503, "the server is stopping")
-        except CrewBroken as error:
+        except TpGroupBroken as error:
             self._broken = error
             signal.raise_signal(signal.SIGTERM)
             return _error(500, f"the server ends: {error}")
@@ -170,7 +170,7 @@ async def _body(request: Request) -> bytes:
         size += len(part)
         if size <= MAX_BODY:
             parts.append(part)
-        elif size > DRAINED:
+        elif size > MAX_DRAIN_BYTES:
             break
     if size > MAX_BODY:
         raise ValueError(f"the body is longer than {MAX_BODY} bytes")

@@ -13,29 +13,29 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_ds.config import ModelConfig
-from megatron_ds.inference.api_schema import Query
+from megatron_ds.inference.api_schema import GenerationRequest
 from megatron_ds.inference.beam import beam_search
-from megatron_ds.inference.generate import Rules, generate
+from megatron_ds.inference.generate import StopRules, generate
 from megatron_ds.inference.logprobs import Scores, score
-from megatron_ds.inference.sampling_params import Sampling
-from megatron_ds.inference.stop_rules import LineRules, LineTokens
+from megatron_ds.inference.sampling_params import SamplingParams
+from megatron_ds.inference.stop_rules import NewlineStopRules, NewlineTokens
 from megatron_ds.model.gpt import GPTModel
 from megatron_ds.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
-class Job:
+class GenerationJob:
     """A query in tokens, complete."""
 
-    query: Query
+    query: GenerationRequest
     prompts: list[list[int]]
     new_tokens: int
     """How many are wanted at most; 0: the prompts are scored."""
-    sampling: Sampling
+    sampling: SamplingParams
 
 
 @dataclass(frozen=True)
-class Outcome:
+class GenerationResult:
     """Tokens of every text, its prompt's first."""
 
     texts: list[list[int]]
@@ -45,7 +45,7 @@ class Outcome:
     """If it was a beam search."""
 
 
-class Answerer:
+class TextGenerationService:
     """A model and its tokenizer, at the service of queries."""
 
     def __init__(
@@ -65,7 +65,7 @@ class Answerer:
         self._usual_new_tokens = usual_new_tokens
         self._micro_batch_size = micro_batch_size
 
-    def job(self, query: Query) -> Job:
+    def job(self, query: GenerationRequest) -> GenerationJob:
         """Raises ValueError that names what does not fit the tokenizer or the model."""
         prompts = [
             self._encode(text, query, number) for number, text in enumerate(query.prompts, start=1)
@@ -83,7 +83,7 @@ class Answerer:
         if problems:
             raise ValueError("; ".join(problems))
         seed = secrets.randbits(63) if query.random_seed is None else query.random_seed
-        sampling = Sampling(
+        sampling = SamplingParams(
             temperature=query.temperature,
             top_k=query.top_k,
             top_p=query.top_p,
@@ -92,11 +92,11 @@ class Answerer:
             top_p_bound=query.top_p_bound,
         )
         new_tokens = query.tokens_to_generate
-        return Job(
+        return GenerationJob(
             query, prompts, self._usual_new_tokens if new_tokens is None else new_tokens, sampling
         )
 
-    def perform(self, job: Job, go_on: Callable[[], bool]) -> Outcome:
+    def run(self, job: GenerationJob, go_on: Callable[[], bool]) -> GenerationResult:
         """Computes; collective on tensor-parallel ranks. Raises Cancelled where go_on says no."""
         query = job.query
         if query.beam_width is not None:
@@ -111,14 +111,14 @@ class Answerer:
                 go_on=go_on,
             )
             texts = [[*job.prompts[0], *each.ids] for each in found]
-            return Outcome(texts, None, [each.score for each in found])
+            return GenerationResult(texts, None, [each.score for each in found])
         texts = self._continued(job, go_on) if job.new_tokens else job.prompts
         if not query.logprobs:
-            return Outcome(texts, None, None)
+            return GenerationResult(texts, None, None)
         scores = [score(self._model, ids, top_n=query.top_n_logprobs, go_on=go_on) for ids in texts]
-        return Outcome(texts, scores, None)
+        return GenerationResult(texts, scores, None)
 
-    def answer(self, job: Job, outcome: Outcome) -> dict[str, Any]:
+    def answer(self, job: GenerationJob, outcome: GenerationResult) -> dict[str, Any]:
         """The JSON object of Megatron's servers."""
         decode = self._tokenizer.decode
         answer: dict[str, Any] = {
@@ -138,7 +138,7 @@ class Answerer:
             ]
         return answer
 
-    def _continued(self, job: Job, go_on: Callable[[], bool]) -> list[list[int]]:
+    def _continued(self, job: GenerationJob, go_on: Callable[[], bool]) -> list[list[int]]:
         """A few prompts together; their texts do not depend on that."""
         texts: list[list[int]] = []
         size = self._micro_batch_size
@@ -158,7 +158,7 @@ class Answerer:
             texts += [[*ids, *more] for ids, more in zip(batch, continuations, strict=True)]
         return texts
 
-    def _encode(self, text: str, query: Query, number: int) -> list[int]:
+    def _encode(self, text: str, query: GenerationRequest, number: int) -> list[int]:
         try:
             ids = self._tokenizer.encode(text)
         except ValueError as error:
@@ -182,10 +182,10 @@ class Answerer:
                 f"{self._max_length} that fit"
             )
 
-    def _rules(self, query: Query) -> Rules | None:
+    def _rules(self, query: GenerationRequest) -> StopRules | None:
         if not (query.stop_on_eol or query.stop_on_double_eol or query.prevent_newline_after_colon):
             return None
-        return LineRules(
+        return NewlineStopRules(
             self._line_tokens,
             stop_on_eol=query.stop_on_eol,
             stop_on_double_eol=query.stop_on_double_eol,
@@ -193,11 +193,11 @@ class Answerer:
         )
 
     @functools.cached_property
-    def _line_tokens(self) -> LineTokens:
-        return LineTokens(self._tokenizer)
+    def _line_tokens(self) -> NewlineTokens:
+        return NewlineTokens(self._tokenizer)
 
 
-def longest_text(model: ModelConfig, wanted: int | None) -> int:
+def max_sequence_length(model: ModelConfig, wanted: int | None) -> int:
     """Tokens that a text may have, prompt included. wanted: None for as many as in the training.
 
     Raises ValueError where learned positions end before.

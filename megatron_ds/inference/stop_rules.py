@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from megatron_ds.tokenizer import Tokenizer
 
 
-class LineTokens:
+class NewlineTokens:
     """The tokens of a vocabulary that hold line ends or colons. Reads the whole vocabulary once."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -20,12 +20,12 @@ class LineTokens:
         self.from_eol = tuple(number for number, text in numbered if text.startswith("\n"))
 
 
-class LineRules:
+class NewlineStopRules:
     """Ends texts at line ends, and keeps lines from ending after a colon. Honours `Rules`."""
 
     def __init__(
         self,
-        tokens: LineTokens,
+        tokens: NewlineTokens,
         *,
         stop_on_eol: bool,
         stop_on_double_eol: bool,

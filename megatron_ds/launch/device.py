@@ -31,7 +31,7 @@ FP16_FEATURES = frozenset({"avx512_fp16", "amx_fp16", "avx_ne_convert"})
 """Features of an x86 processor, in Linux's names: with one of them torch may compute in fp16."""
 
 
-def surely_lacks_fp16() -> bool:
+def known_without_fp16() -> bool:
     """Whether the device is a CPU that does not compute in fp16, as far as that can be told
     without torch; False leaves it to `require_precision`.
     """
@@ -50,7 +50,7 @@ def surely_lacks_fp16() -> bool:
     return features is not None and not FP16_FEATURES & set(features.split())
 
 
-def no_fp16(device: str) -> str:
+def fp16_error(device: str) -> str:
     """Why --fp16 does not go, and what does."""
     return (
         f"--fp16: DeepSpeed does not train in fp16 on {device}; take --bf16 "
@@ -69,7 +69,7 @@ def require_precision(config: PrecisionConfig) -> None:
     if not config.fp16 or accelerator.is_fp16_supported():
         return
     if not config.allow_fp16_on_cpu:
-        raise ValueError(no_fp16(accelerator.device_name()))
+        raise ValueError(fp16_error(accelerator.device_name()))
     import torch
 
     kind, known = type(accelerator), accelerator.supported_dtypes()

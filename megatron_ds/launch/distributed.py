@@ -9,18 +9,18 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_ds.launch.liveness import Ending, Place, Process
+from megatron_ds.launch.liveness import HostLocation, ProcessHandle, RankExit
 
 if TYPE_CHECKING:
     import torch
 
     from megatron_ds.config import RuntimeConfig
 from megatron_ds.launch.environment import local_rank, local_world_size, rank, world_size
-from megatron_ds.launch.output import say
+from megatron_ds.launch.output import print_on_rank
 
 
 @dataclass(frozen=True)
-class Runtime:
+class ProcessContext:
     """Where this process runs."""
 
     rank: int
@@ -39,12 +39,12 @@ class Runtime:
         return self.rank == self.world_size - 1
 
 
-def start(config: RuntimeConfig) -> Runtime:
+def init_distributed(config: RuntimeConfig) -> ProcessContext:
     """Joins the process group and takes the device.
 
     Without a launcher the process is a world of its own.
     """
-    _alone_without_launcher()
+    _set_single_process_env()
     import deepspeed
     import torch
     from deepspeed.accelerator import get_accelerator
@@ -54,7 +54,7 @@ def start(config: RuntimeConfig) -> Runtime:
     if backend in ("ccl", "mpi") and not _has_backend(backend):
         backend = "gloo"
     if config.distributed_backend not in (None, backend):
-        say(
+        print_on_rank(
             f"WARNING: --distributed-backend {config.distributed_backend} is not what "
             f"{accelerator.device_name()} uses; taking {backend}"
         )
@@ -72,12 +72,12 @@ def start(config: RuntimeConfig) -> Runtime:
         timeout=timedelta(minutes=config.distributed_timeout_minutes),
         verbose=False,
     )
-    _unname_shared_memory()
+    _unlink_shared_memory()
     device = torch.device(accelerator.device_name(local_rank()))
-    return Runtime(rank(), world_size(), local_rank(), device, backend)
+    return ProcessContext(rank(), world_size(), local_rank(), device, backend)
 
 
-def stop() -> None:
+def destroy() -> None:
     """Leaves the process group."""
     import torch.distributed
 
@@ -85,7 +85,7 @@ def stop() -> None:
         torch.distributed.destroy_process_group()
 
 
-class StoreBoard:
+class StoreExitBoard:
     """What ended the first of the ranks, in the store through which they found each other."""
 
     def __init__(self) -> None:
@@ -95,33 +95,33 @@ class StoreBoard:
         store: Any = distributed_c10d._get_default_store()
         self._store = store.clone()
 
-    def post(self, ending: Ending) -> Ending:
+    def post(self, ending: RankExit) -> RankExit:
         text = self._store.compare_set("rank that ended", "", ending.to_json())
-        return Ending.from_json(text.decode())
+        return RankExit.from_json(text.decode())
 
-    def read(self) -> Ending | None:
+    def read(self) -> RankExit | None:
         if not self._store.check(["rank that ended"]):
             return None
-        return Ending.from_json(self._store.get("rank that ended").decode())
+        return RankExit.from_json(self._store.get("rank that ended").decode())
 
     def count(self, what: str, more: int) -> int:
         return int(self._store.add(what, more))
 
 
-def meet() -> tuple[StoreBoard | None, dict[int, Process]]:
+def exchange_process_info() -> tuple[StoreExitBoard | None, dict[int, ProcessHandle]]:
     """What all ranks write on and read, and those of this machine by rank. Collective."""
     import torch.distributed as dist
 
     if world_size() == 1:
         return None, {}
-    here = Place.here()
-    places: list[Place] = [here] * world_size()
+    here = HostLocation.here()
+    places: list[HostLocation] = [here] * world_size()
     dist.all_gather_object(places, here)
     others = ((number, place) for number, place in enumerate(places) if number != rank())
-    return StoreBoard(), {number: place.process for number, place in others if here.sees(place)}
+    return StoreExitBoard(), {number: place.process for number, place in others if here.sees(place)}
 
 
-def _unname_shared_memory() -> None:
+def _unlink_shared_memory() -> None:
     """Takes the name from the shared memory that DeepSpeed makes for ranks of one machine on CPUs:
     it lasts as long as a process holds it, and a run that is killed leaves none (66 MB a rank).
     """
@@ -137,7 +137,7 @@ def _unname_shared_memory() -> None:
         made.unlink(missing_ok=True)
 
 
-def _alone_without_launcher() -> None:
+def _set_single_process_env() -> None:
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     missing = [name for name in names if name not in os.environ]
     if not missing:

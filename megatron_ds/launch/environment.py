@@ -45,7 +45,7 @@ def prepare_environment() -> Path:
     whenever another environment uses it. The environment's programs (ninja) are put on the path,
     so that `.venv/bin/deepspeed` works in a shell that has not activated it.
     """
-    _quieten_libraries()
+    _silence_libraries()
     programs = str(Path(sys.executable).parent)
     path = os.environ.get("PATH", "")
     if programs not in path.split(os.pathsep):
@@ -78,7 +78,7 @@ def refuse_stale_locks(locks: list[Path]) -> None:
         )
 
 
-def _quieten_libraries() -> None:
+def _silence_libraries() -> None:
     """Keeps what is of no use to the reader of a log out of it; to be called before the imports.
 
     DeepSpeed logs a hundred lines per process at its default level, and warns that it found no

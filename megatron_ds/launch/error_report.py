@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_ds.launch import environment, output
-from megatron_ds.launch.exit_codes import ExitCode, RunEnds
+from megatron_ds.launch.exit_codes import ExitCode, RunAborted
 from megatron_ds.launch.liveness import OUT_OF_HOST_MEMORY
 
 OUT_OF_DEVICE_MEMORY = (
@@ -31,7 +31,7 @@ TIMEOUTS = ("timed out", "timeout")
 
 
 @dataclass(frozen=True)
-class Report:
+class ErrorReport:
     """What is to be said of an error."""
 
     words: str
@@ -43,33 +43,33 @@ class Report:
     is_of_all: bool = False
     """Before the ranks know each other: most often all of them have it, so one tells it."""
 
-    def in_full(self) -> str:
+    def full_text(self) -> str:
         """Traceback and words, as they are printed."""
         if self.trace and not self.text and environment.world_size() == 1:
             return self.trace.rstrip()
-        return self.trace + output.signed(self.text or self.words)
+        return self.trace + output.with_rank_prefix(self.text or self.words)
 
 
-def report_on(error: BaseException) -> Report:
+def make_report(error: BaseException) -> ErrorReport:
     words = f"failed: {_summary(error)}"
-    if isinstance(error, RunEnds):
-        return Report(f"ended: {error}", error.code, str(error), is_of_all=True)
-    if output.is_the_users(error):
-        return Report(words, ExitCode.ERROR, str(error), is_of_all=True)
+    if isinstance(error, RunAborted):
+        return ErrorReport(f"ended: {error}", error.code, str(error), is_of_all=True)
+    if output.is_user_error(error):
+        return ErrorReport(words, ExitCode.ERROR, str(error), is_of_all=True)
     if isinstance(error, SystemExit) and isinstance(error.code, int):
-        return Report(f"ended with status {error.code}", ExitCode.ERROR)
+        return ErrorReport(f"ended with status {error.code}", ExitCode.ERROR)
     if isinstance(error, SystemExit):
-        return Report(f"ended: {error}", ExitCode.ERROR, str(error), is_of_all=True)
-    if is_of_a_collective(error) and _mentions(error, TIMEOUTS):
-        return Report(f"failed: {HANGS}", ExitCode.ERROR, f"{HANGS}\n{_place(error)}")
+        return ErrorReport(f"ended: {error}", ExitCode.ERROR, str(error), is_of_all=True)
+    if is_collective_error(error) and _mentions(error, TIMEOUTS):
+        return ErrorReport(f"failed: {HANGS}", ExitCode.ERROR, f"{HANGS}\n{_place(error)}")
     advice = _advice(error)
     if _mentions(error, LOADER_DIED):  # where the reader waited for it says nothing
-        return Report(words, ExitCode.ERROR, f"{words}\n{advice}")
+        return ErrorReport(words, ExitCode.ERROR, f"{words}\n{advice}")
     text = f"{words}\n{advice}" if advice else ""
-    return Report(words, ExitCode.ERROR, text, "".join(traceback.format_exception(error)))
+    return ErrorReport(words, ExitCode.ERROR, text, "".join(traceback.format_exception(error)))
 
 
-def is_of_a_collective(error: BaseException) -> bool:
+def is_collective_error(error: BaseException) -> bool:
     """Whether it says no more than that another rank did not answer."""
     links = [link for link in _chain(error) if isinstance(link, RuntimeError)]
     torch = sys.modules.get("torch.distributed")

@@ -1,4 +1,4 @@
-"""The statuses that a process of a run ends with; docs/stopping_and_failures.md tells what a shell sees of them.
+"""Exit statuses of the processes of a run; see docs/stopping_and_failures.md.
 
 Below 64, so that none is a shell's own, one of `sysexits.h`, or a signal's (128 + its number) but
 the two that mean just that signal.
@@ -19,13 +19,13 @@ class ExitCode(IntEnum):
     ERROR = 1
     """An error in words (data, files, memory), or an exception with its traceback."""
 
-    SETTINGS = 2
+    BAD_SETTINGS = 2
     """The settings contradict each other or what is there; nothing was started or written."""
 
     SKIPPED_STEPS = 3
     """Too many steps in a row were skipped because their gradients were not finite."""
 
-    LOST = 4
+    PEER_LOST = 4
     """Another rank, or the launcher, is gone."""
 
     SAVE_FAILED = 5
@@ -39,7 +39,7 @@ class ExitCode(IntEnum):
     saved."""
 
 
-class RunEnds(Exception):
+class RunAborted(Exception):
     """Ends the run with words for the user, no traceback, and a status of its own.
 
     Raised by one rank or by several; the first of them speaks, and the others end as well.

@@ -24,7 +24,7 @@ STATE, PARENT, STARTED, STATUS = 0, 1, 19, 49
 """Places in /proc/PID/stat, counted from the first field behind the command's name: proc(5)'s
 fields 3, 4, 22 and 52."""
 
-AGENT = "deepspeed.launcher.launch"
+DEEPSPEED_AGENT = "deepspeed.launcher.launch"
 """What starts the ranks of one machine for the `deepspeed` command."""
 WRAPPERS = ("deepspeed", "deepspeed.pt", "ds", "deepspeed.launcher.runner")
 TORCHRUN = ("torchrun", "torch.distributed.run", "torch.distributed.launch")
@@ -40,7 +40,7 @@ OUT_OF_HOST_MEMORY = (
 
 
 @dataclass(frozen=True)
-class Process:
+class ProcessHandle:
     """A process, told apart from a later one with the same number by when it started."""
 
     pid: int
@@ -48,7 +48,7 @@ class Process:
     """None where the system does not say."""
 
     @classmethod
-    def of(cls, pid: int) -> Process:
+    def of(cls, pid: int) -> ProcessHandle:
         fields = _stat(pid)
         return cls(pid, fields[STARTED] if fields else None)
 
@@ -68,15 +68,15 @@ class Process:
 
 
 @dataclass(frozen=True)
-class Place:
+class HostLocation:
     """A process and where its number means something: ranks of one place can watch each other."""
 
     machine: str
     namespace: str
-    process: Process
+    process: ProcessHandle
 
     @classmethod
-    def here(cls) -> Place:
+    def here(cls) -> HostLocation:
         """Containers of one machine number their processes apart, and two machines may have one
         name.
         """
@@ -86,14 +86,14 @@ class Place:
         with suppress(OSError):
             boot = (PROC / "sys" / "kernel" / "random" / "boot_id").read_text().strip()
         machine = f"{socket.gethostname()} {boot}"
-        return cls(machine, namespace, Process.of(os.getpid()))
+        return cls(machine, namespace, ProcessHandle.of(os.getpid()))
 
-    def sees(self, other: Place) -> bool:
+    def sees(self, other: HostLocation) -> bool:
         return (self.machine, self.namespace) == (other.machine, other.namespace)
 
 
 @dataclass(frozen=True)
-class Ending:
+class RankExit:
     """How a rank came to its end."""
 
     rank: int
@@ -105,33 +105,33 @@ class Ending:
         return json.dumps(asdict(self))
 
     @classmethod
-    def from_json(cls, text: str) -> Ending:
+    def from_json(cls, text: str) -> RankExit:
         return cls(**json.loads(text))
 
 
-class Board(Protocol):
+class ExitBoard(Protocol):
     """Where all ranks of a run, on whatever machine, read what ended the first of them."""
 
-    def post(self, ending: Ending) -> Ending:
+    def post(self, ending: RankExit) -> RankExit:
         """Puts an ending there unless there is one; gives the one that is there."""
         ...
 
-    def read(self) -> Ending | None: ...
+    def read(self) -> RankExit | None: ...
 
     def count(self, what: str, more: int) -> int:
         """Adds to a count of all ranks, and gives it."""
         ...
 
 
-def lost(peers: Mapping[int, Process]) -> Ending | None:
+def find_dead_peer(peers: Mapping[int, ProcessHandle]) -> RankExit | None:
     """A rank that is gone, in words; None while all are there."""
     for rank, process in peers.items():
         if not process.alive():
-            return Ending(rank, words_for(process), ExitCode.LOST)
+            return RankExit(rank, describe_death(process), ExitCode.PEER_LOST)
     return None
 
 
-def words_for(process: Process) -> str:
+def describe_death(process: ProcessHandle) -> str:
     """How a process died that did not tell it itself."""
     status = process.exit_status()
     number = -status if status else signal.SIGKILL
@@ -150,7 +150,7 @@ def words_for(process: Process) -> str:
     return f"(process {process.pid}) {known}. {OUT_OF_HOST_MEMORY}"
 
 
-def launchers() -> tuple[Process, ...]:
+def find_launchers() -> tuple[ProcessHandle, ...]:
     """The processes that started this one as a rank, and without which it has no business.
 
     DeepSpeed's command has two: a wrapper, which the user sees and signals, and below it an agent,
@@ -158,11 +158,11 @@ def launchers() -> tuple[Process, ...]:
     no launcher may end without its program ending.
     """
     parent = os.getppid()
-    if _runs(parent, (AGENT,)):
+    if _runs(parent, (DEEPSPEED_AGENT,)):
         above = int((_stat(parent) or ["?", "0"])[PARENT])
         pids = (parent, above) if _runs(above, WRAPPERS) else (parent,)
-        return tuple(Process.of(pid) for pid in pids)
-    return (Process.of(parent),) if _runs(parent, TORCHRUN) else ()
+        return tuple(ProcessHandle.of(pid) for pid in pids)
+    return (ProcessHandle.of(parent),) if _runs(parent, TORCHRUN) else ()
 
 
 def _runs(pid: int, programs: tuple[str, ...]) -> bool:

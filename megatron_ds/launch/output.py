@@ -25,7 +25,7 @@ FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 @contextmanager
-def reader_may_leave() -> Iterator[None]:
+def ignore_broken_pipe() -> Iterator[None]:
     """Around what a tool prints when its work is done: who reads it may have seen enough, as `head`
     has, and the rest goes nowhere."""
     with suppress(BrokenPipeError):
@@ -33,11 +33,11 @@ def reader_may_leave() -> Iterator[None]:
             yield
             sys.stdout.flush()
         except BrokenPipeError:
-            discard_output()
+            redirect_stdout_to_null()
             raise
 
 
-def discard_output() -> None:
+def redirect_stdout_to_null() -> None:
     """What is still printed goes nowhere, and so does what waits to be flushed."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, sys.stdout.fileno())
@@ -45,7 +45,7 @@ def discard_output() -> None:
 
 
 @contextmanager
-def warnings_in_words() -> Iterator[None]:
+def plain_warnings() -> Iterator[None]:
     """Warnings go to stderr as lines for users, each once and without the code that warned."""
     said: set[str] = set()
 
@@ -59,18 +59,18 @@ def warnings_in_words() -> Iterator[None]:
         yield
 
 
-def say(text: str, *, on: int = 0) -> None:
+def print_on_rank(text: str, *, on: int = 0) -> None:
     """Prints on one rank, at once."""
     if rank() == on % world_size():
         _print(text, sys.stdout)
 
 
-def complain(text: str) -> None:
+def print_error(text: str) -> None:
     """Prints to the standard error, on this rank."""
     _print(text, sys.stderr)
 
 
-def signed(text: str) -> str:
+def with_rank_prefix(text: str) -> str:
     """A message with the program and, where there are several, the rank that it comes from."""
     who = "" if world_size() == 1 else f"rank {rank()}: "
     return f"{Path(sys.argv[0]).name}: {who}{text}"
@@ -92,7 +92,7 @@ def _print(text: str, stream: TextIO) -> None:
         os.close(silent)
 
 
-def note_for_launcher(text: str) -> None:
+def write_torchelastic_error_file(text: str) -> None:
     """Gives torchrun the words for its summary; other launchers have none."""
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if file:
@@ -101,19 +101,19 @@ def note_for_launcher(text: str) -> None:
             Path(file).write_text(json.dumps({"message": {"message": text, "extraInfo": extra}}))
 
 
-def is_the_users(error: BaseException) -> bool:
+def is_user_error(error: BaseException) -> bool:
     """Whether an error is the user's to mend: one of the values that this package checks, or of
     the files that it asks Python's own library for."""
     if not isinstance(error, ValueError | OSError) or error.__traceback__ is None:
         return False
     places = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
     if isinstance(error, OSError) and error.filename is not None:
-        while places and _is_pythons(places[-1]):
+        while places and _is_stdlib_file(places[-1]):
             places.pop()
     return bool(places) and Path(__file__).parents[1] in Path(places[-1]).parents
 
 
-def _is_pythons(filename: str) -> bool:
+def _is_stdlib_file(filename: str) -> bool:
     """Whether a file of code belongs to Python's library: <frozen os> and lib/python3.12/*."""
     library = Path(sysconfig.get_path("stdlib"))
     installed = "site-packages" in filename
@@ -121,7 +121,7 @@ def _is_pythons(filename: str) -> bool:
 
 
 @contextmanager
-def errors_in_words() -> Iterator[None]:
+def exit_on_user_error() -> Iterator[None]:
     """Ends the program with status 1 and one message for an error that is the user's to mend.
 
     That is a ValueError or an OSError raised in this package; any other keeps its traceback. Of the
@@ -130,10 +130,10 @@ def errors_in_words() -> Iterator[None]:
     try:
         yield
     except (ValueError, OSError) as error:
-        if not is_the_users(error):
+        if not is_user_error(error):
             raise
         if _speaks_first():
-            complain(signed(str(error)))
+            print_error(with_rank_prefix(str(error)))
         raise SystemExit(1) from None
 
 

@@ -10,14 +10,14 @@ import time
 from pathlib import Path
 
 
-class Startup:
+class StartupTimer:
     """The parts of a start, each measured from the end of the one before it."""
 
     def __init__(self) -> None:
         self._last = time.monotonic()
         self._parts: list[tuple[str, float]] = [("interpreter", process_age())]
 
-    def done(self, part: str) -> None:
+    def mark(self, part: str) -> None:
         """Notes that a part has just ended."""
         now = time.monotonic()
         self._parts.append((part, now - self._last))
@@ -28,7 +28,7 @@ class Startup:
         """Names and seconds, in order."""
         return list(self._parts)
 
-    def line(self) -> str:
+    def summary_line(self) -> str:
         """One line for the log."""
         fields = [f" {name}: {seconds:.2f} |" for name, seconds in self._parts]
         total = sum(seconds for _, seconds in self._parts)

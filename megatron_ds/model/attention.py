@@ -14,33 +14,33 @@ from torch import nn
 from torch.nn.attention import SDPBackend
 
 from megatron_ds.config import ModelConfig
-from megatron_ds.model.packed_attention import DocumentRules
+from megatron_ds.model.packed_attention import PackingOptions
 from megatron_ds.model.position_embedding import AttentionContext, rotate
 from megatron_ds.model.weight_init import Initializer
-from megatron_ds.parallel.activation_checkpointing import Recompute
+from megatron_ds.parallel.activation_checkpointing import ActivationCheckpointing
 from megatron_ds.parallel.linear import ColumnParallelLinear, RowParallelLinear
 from megatron_ds.parallel.mesh import Group
 from megatron_ds.parallel.rng import RngStreams
 
 
-def kernel(
+def describe_kernel(
     config: ModelConfig,
     micro_batch: int,
     tp_size: int,
     dtype: torch.dtype,
     device: torch.device,
-    documents: DocumentRules | None = None,
+    documents: PackingOptions | None = None,
 ) -> str:
     """What computes a training step's attention, and which of its kernels torch takes for that."""
     per_document = documents is not None and documents.reset_attention
     if documents is not None and per_document and documents.flex is not None:
         return "torch's flex_attention, over what a document needs"
-    choice = _choice(config, 1 if per_document else micro_batch, tp_size, dtype, device)
+    choice = _sdpa_backend(config, 1 if per_document else micro_batch, tp_size, dtype, device)
     how = " per document" if per_document else ""
     return f"torch's scaled_dot_product_attention{how}: {choice}"
 
 
-def _choice(
+def _sdpa_backend(
     config: ModelConfig, batch: int, tp_size: int, dtype: torch.dtype, device: torch.device
 ) -> str:
     """The kernel behind scaled_dot_product_attention, in a word."""
@@ -94,7 +94,7 @@ class Attention(nn.Module):
         group: Group,
         rng: RngStreams,
         init: Initializer,
-        recompute: Recompute | None,
+        recompute: ActivationCheckpointing | None,
     ) -> None:
         """layer: number from 0. recompute: given if it is this attention's core that is to be
         recomputed.
@@ -133,7 +133,7 @@ class Attention(nn.Module):
         q, k, v = (part.permute(1, 2, 0, 3) for part in (q, k, v))
         if cache is not None:
             k, v = cache.update(self.layer, k, v)
-        attended_BnSD = self._core(q, k, v, context)
+        attended_BnSD = self._attention_core(q, k, v, context)
         out_SBH: torch.Tensor = self.proj(attended_BnSD.permute(2, 0, 1, 3).flatten(2))
         return out_SBH
 
@@ -141,7 +141,7 @@ class Attention(nn.Module):
         """[S, B, n x D] to [S, B, n, D]."""
         return x.view(*x.shape[:-1], -1, self.head_dim)
 
-    def _core(
+    def _attention_core(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: AttentionContext
     ) -> torch.Tensor:
         def core(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -160,7 +160,7 @@ class Attention(nn.Module):
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: AttentionContext
     ) -> torch.Tensor:
         # The heads are cut over the ranks, so each rank draws its own mask.
-        with self.rng.sharded():
+        with self.rng.fork_tp_rng():
             return self._attend(q, k, v, context, self.dropout)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]

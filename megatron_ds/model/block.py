@@ -12,7 +12,7 @@ from megatron_ds.model.mlp import MLP
 from megatron_ds.model.norm import build_norm
 from megatron_ds.model.position_embedding import AttentionContext
 from megatron_ds.model.weight_init import Initializer
-from megatron_ds.parallel.activation_checkpointing import Recompute
+from megatron_ds.parallel.activation_checkpointing import ActivationCheckpointing
 from megatron_ds.parallel.mesh import Group
 from megatron_ds.parallel.rng import RngStreams
 
@@ -28,7 +28,7 @@ class Block(nn.Module):
         group: Group,
         rng: RngStreams,
         init: Initializer,
-        recompute_core: Recompute | None,
+        recompute_core: ActivationCheckpointing | None,
     ) -> None:
         """layer: number from 0. recompute_core: given if the attention core is to be recomputed."""
         super().__init__()

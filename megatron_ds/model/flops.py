@@ -15,27 +15,31 @@ def model_flops_per_sample(config: ModelConfig, padded_vocab: int) -> int:
 
     What the model needs, whatever is recomputed. padded_vocab: rows of the output layer.
     """
-    return 3 * (_layers(config) + _head(config, padded_vocab))
+    return 3 * (_transformer_layers(config) + _head(config, padded_vocab))
 
 
 def hardware_flops_per_sample(
     config: ModelConfig, padded_vocab: int, granularity: str | None
 ) -> int:
     """The same with what the machine does again: granularity is that of the recomputation."""
-    again = {None: 0, "full": _layers(config), "selective": config.layers * _core(config)}
+    again = {
+        None: 0,
+        "full": _transformer_layers(config),
+        "selective": config.layers * _attention_scores(config),
+    }
     return model_flops_per_sample(config, padded_vocab) + again[granularity]
 
 
-def _layers(config: ModelConfig) -> int:
+def _transformer_layers(config: ModelConfig) -> int:
     """Forward pass of all layers."""
     q_size = config.heads * config.head_dim
     kv_size = config.kv_heads * config.head_dim
     attention = config.hidden * (2 * q_size + 2 * kv_size)
     mlp = config.hidden * config.ffn * (3 if config.gated else 2)
-    return config.layers * (2 * config.sequence * (attention + mlp) + _core(config))
+    return config.layers * (2 * config.sequence * (attention + mlp) + _attention_scores(config))
 
 
-def _core(config: ModelConfig) -> int:
+def _attention_scores(config: ModelConfig) -> int:
     """Forward pass of one layer's scores and weighted values."""
     return 4 * config.sequence * config.sequence * config.heads * config.head_dim
 

@@ -15,17 +15,17 @@ from megatron_ds.config import ModelConfig
 from megatron_ds.model.attention import KeyValueCache
 from megatron_ds.model.block import Block
 from megatron_ds.model.norm import build_norm
-from megatron_ds.model.output_layer import Head
-from megatron_ds.model.packed_attention import DocumentRules
-from megatron_ds.model.position_embedding import AttentionContext, Positions
+from megatron_ds.model.output_layer import OutputLayer
+from megatron_ds.model.packed_attention import PackingOptions
+from megatron_ds.model.position_embedding import AttentionContext, PositionEncoder
 from megatron_ds.model.weight_init import Initializer
-from megatron_ds.parallel.activation_checkpointing import Recompute
+from megatron_ds.parallel.activation_checkpointing import ActivationCheckpointing
 from megatron_ds.parallel.embedding import VocabParallelEmbedding
 from megatron_ds.parallel.mesh import Group, Mesh
 from megatron_ds.parallel.rng import RngStreams
 
 
-class PositionTable(nn.Module):
+class LearnedPositionEmbedding(nn.Module):
     """Learned positions: [S, 1, H] for the tokens from `offset` on, or [S, B, H] for the places
     [B, S] that are given.
     """
@@ -69,9 +69,9 @@ class Embedding(nn.Module):
             init=init.normal("embedding.word.weight", std),
         )
         self.norm = build_norm(config) if config.embed_layernorm else None
-        self.position: PositionTable | None = None
+        self.position: LearnedPositionEmbedding | None = None
         if config.position_embedding_type == "learned_absolute":
-            self.position = PositionTable(config.positions, config.hidden, init, std)
+            self.position = LearnedPositionEmbedding(config.positions, config.hidden, init, std)
 
     def forward(
         self, tokens_BS: torch.Tensor, offset: int, places_BS: torch.Tensor | None = None
@@ -97,8 +97,8 @@ class GPTModel(nn.Module):
         mesh: Mesh,
         rng: RngStreams,
         seed: int | None,
-        recompute: Recompute | None = None,
-        documents: DocumentRules | None = None,
+        recompute: ActivationCheckpointing | None = None,
+        documents: PackingOptions | None = None,
     ) -> None:
         """seed: of the initial weights, which it determines for every mesh. None: the weights are
         left as they are in memory, for a checkpoint that fills them. documents: what happens at
@@ -112,14 +112,14 @@ class GPTModel(nn.Module):
         granularity = recompute.granularity if recompute is not None else None
         self.recompute = recompute if granularity == "full" else None
         core = recompute if granularity == "selective" else None
-        self.positions = Positions(config, group)
+        self.positions = PositionEncoder(config, group)
         self.embedding = Embedding(config, padded_vocab, group=group, init=init)
         self.layers = nn.ModuleList(
             Block(config, layer, group=group, rng=rng, init=init, recompute_core=core)
             for layer in range(config.layers)
         )
         self.final_norm = build_norm(config)
-        self.head = Head(
+        self.head = OutputLayer(
             config.vocab,
             padded_vocab,
             config.hidden,
@@ -188,12 +188,12 @@ class GPTModel(nn.Module):
             return x_SBH
         blocks, size = list(self.layers), self.recompute.layers_per_unit
         for start in range(0, len(blocks), size):
-            unit = Unit(blocks[start : start + size], context)
+            unit = LayerChunk(blocks[start : start + size], context)
             x_SBH = self.recompute.run(unit, x_SBH)
         return x_SBH
 
 
-class Unit:
+class LayerChunk:
     """Some consecutive layers as one function of the hidden states, for recomputation."""
 
     def __init__(self, blocks: list[nn.Module], context: AttentionContext) -> None:

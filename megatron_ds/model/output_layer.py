@@ -10,13 +10,13 @@ import torch.nn.functional as F
 from torch import nn
 
 from megatron_ds.parallel.collectives import gather_from_group
-from megatron_ds.parallel.embedding import check_ids, vocab_table
+from megatron_ds.parallel.embedding import validate_token_ids, vocab_parallel_weight
 from megatron_ds.parallel.fused_linear_cross_entropy import linear_cross_entropy
 from megatron_ds.parallel.linear import Init
 from megatron_ds.parallel.mesh import Group
 
 
-class Head(nn.Module):
+class OutputLayer(nn.Module):
     """Output layer and loss in one, because the loss is computed without keeping the logits."""
 
     def __init__(
@@ -30,7 +30,9 @@ class Head(nn.Module):
         self.group = group
         self.weight: nn.Parameter | None = None
         if init is not None:
-            self.weight = vocab_table(vocab_size, padded_size, hidden, group=group, init=init)
+            self.weight = vocab_parallel_weight(
+                vocab_size, padded_size, hidden, group=group, init=init
+            )
 
     def forward(
         self,
@@ -55,7 +57,7 @@ class Head(nn.Module):
         loss_mask_BS: torch.Tensor | None,
         weight_vH: torch.Tensor,
     ) -> torch.Tensor:
-        check_ids(labels_BS, self.vocab_size)
+        validate_token_ids(labels_BS, self.vocab_size)
         weights = None if loss_mask_BS is None else loss_mask_BS.t().reshape(-1).float()
         total = linear_cross_entropy(
             x_SBH.flatten(0, 1),

@@ -25,14 +25,14 @@ from megatron_ds.config import ModelConfig
 
 BLOCK = 128
 """Queries and keys of a block of flex attention."""
-AGREES = {torch.float32: 5e-3, torch.bfloat16: 3e-2, torch.float16: 1e-2}
+TOLERANCES = {torch.float32: 5e-3, torch.bfloat16: 3e-2, torch.float16: 1e-2}
 """How far, relative to its size, a kernel may be from the loop. fp32 may be computed in TF32."""
 FlexAttention = Callable[..., torch.Tensor]
 """torch.nn.attention.flex_attention.flex_attention, compiled."""
 
 
 @dataclass(frozen=True)
-class DocumentRules:
+class PackingOptions:
     """What happens at the boundaries of documents in a training run."""
 
     eod: int
@@ -43,27 +43,27 @@ class DocumentRules:
     """A token sees its own document alone."""
     flex: FlexAttention | None = None
     """Computes attention where it is given, else the loop does."""
-    why_not_flex: str = ""
+    flex_unavailable_reason: str = ""
     """Why the loop computes attention, in words; empty where nobody asked."""
 
-    def of(self, tokens_BS: torch.Tensor) -> Documents:
-        return Documents(self, *find_documents(tokens_BS, self.eod))
+    def of(self, tokens_BS: torch.Tensor) -> PackedBatchInfo:
+        return PackedBatchInfo(self, *find_documents(tokens_BS, self.eod))
 
 
 @dataclass(frozen=True)
-class Documents:
+class PackedBatchInfo:
     """The documents of one micro-batch."""
 
-    rules: DocumentRules
-    numbers_BS: torch.Tensor
+    rules: PackingOptions
+    doc_ids_BS: torch.Tensor
     """int32: which document of its row, from 0, a token belongs to."""
-    places_BS: torch.Tensor
+    doc_positions_BS: torch.Tensor
     """int64: the token's place in its document, from 0."""
 
     @property
     def positions_BS(self) -> torch.Tensor | None:
         """The places, if positions count from the beginning of a document."""
-        return self.places_BS if self.rules.reset_positions else None
+        return self.doc_positions_BS if self.rules.reset_positions else None
 
 
 def find_documents(tokens_BS: torch.Tensor, eod: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -98,7 +98,7 @@ class DocumentAttention(Protocol):
 
 
 @dataclass(frozen=True)
-class DocumentLoop:
+class PerDocumentSDPA:
     """torch's scaled_dot_product_attention, called for each document by itself.
 
     Documents of the same length share a call.
@@ -143,7 +143,7 @@ class DocumentLoop:
         return [part for row, lengths in rows for part in row.split(lengths, dim=1)]
 
 
-class DocumentBlocks:
+class DocumentFlexAttention:
     """torch's flex attention: it computes the blocks of scores that a document needs."""
 
     def __init__(
@@ -220,7 +220,7 @@ def _listed(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return chosen.sum(-1, dtype=torch.int32), listed.int()
 
 
-def find_flex(
+def select_flex_attention(
     config: ModelConfig,
     micro_batch: int,
     tp_size: int,
@@ -238,12 +238,12 @@ def find_flex(
         return None, "flex_attention knows no --attention-dropout"
     try:
         flex = _compiled_flex(device) if load is None else load()
-        error = _disagreement(flex, config, micro_batch, tp_size, dtype, device)
+        error = _max_relative_error(flex, config, micro_batch, tp_size, dtype, device)
     except Exception as refusal:  # whatever a compiler and a device may raise
         words = str(refusal).strip().partition("\n")[0].partition(". ")[0]
         words = words or type(refusal).__name__
         return None, words if "FlexAttention" in words else f"flex_attention fails here: {words}"
-    if not error <= AGREES[dtype]:  # nan, too
+    if not error <= TOLERANCES[dtype]:  # nan, too
         return None, f"flex_attention is wrong by {error:.2g} of the result's size here"
     return flex, ""
 
@@ -259,7 +259,7 @@ def _compiled_flex(device: torch.device) -> FlexAttention:
     return torch.compile(flex_attention)
 
 
-def _disagreement(
+def _max_relative_error(
     flex: FlexAttention,
     config: ModelConfig,
     micro_batch: int,
@@ -285,9 +285,9 @@ def _disagreement(
         places = torch.arange(max(map(max, lengths)), device=device)
         distance = places - places.unsqueeze(1)
         bias = (distance * slopes.view(-1, 1, 1)).masked_fill(distance > 0, -torch.inf).to(dtype)
-    loop = DocumentLoop(lengths, bias)
+    loop = PerDocumentSDPA(lengths, bias)
     results = []
-    for attention in (DocumentBlocks(flex, numbers, slopes), loop):
+    for attention in (DocumentFlexAttention(flex, numbers, slopes), loop):
         parts = x_SBW.split([heads * config.head_dim for heads in local], dim=-1)
         q, k, v = (part.unflatten(-1, (-1, config.head_dim)) for part in parts)
         if config.position_embedding_type == "rope":  # which gives new tensors

@@ -17,9 +17,9 @@ import torch
 from megatron_ds.config import ModelConfig
 from megatron_ds.model.packed_attention import (
     DocumentAttention,
-    DocumentBlocks,
-    DocumentLoop,
-    Documents,
+    DocumentFlexAttention,
+    PackedBatchInfo,
+    PerDocumentSDPA,
     row_lengths,
 )
 from megatron_ds.parallel.mesh import Group
@@ -40,7 +40,7 @@ class AttentionContext:
     """Computes attention in place of bias and mask, where it ends with a document."""
 
 
-class Positions:
+class PositionEncoder:
     """Builds the context of a forward pass."""
 
     def __init__(self, config: ModelConfig, group: Group) -> None:
@@ -64,7 +64,7 @@ class Positions:
         offset: int,
         dtype: torch.dtype,
         device: torch.device,
-        documents: Documents | None = None,
+        documents: PackedBatchInfo | None = None,
     ) -> AttentionContext:
         """queries: tokens of this pass. offset: tokens before them, in the cache. dtype: of the
         activations. documents: of the tokens, where their bounds count; needs offset 0.
@@ -98,21 +98,23 @@ class Positions:
         return cos[offset:end], sin[offset:end]
 
     def _in_documents(
-        self, documents: Documents, dtype: torch.dtype, device: torch.device
+        self, documents: PackedBatchInfo, dtype: torch.dtype, device: torch.device
     ) -> DocumentAttention:
         alibi = self._kind == "alibi"
         if documents.rules.flex is not None:
             if alibi and (self._slopes_there is None or self._slopes_there.device != device):
                 self._slopes_there = torch.tensor(self._slopes, device=device)
-            return DocumentBlocks(documents.rules.flex, documents.numbers_BS, self._slopes_there)
-        lengths = row_lengths(documents.numbers_BS)
+            return DocumentFlexAttention(
+                documents.rules.flex, documents.doc_ids_BS, self._slopes_there
+            )
+        lengths = row_lengths(documents.doc_ids_BS)
         if not alibi:
-            return DocumentLoop(lengths)
+            return PerDocumentSDPA(lengths)
         # Distances are the same in every document: one table, as wide as the longest so far.
         longest = max(max(row) for row in lengths)
         self._longest_document = max(longest, self._longest_document)
         width = self._longest_document
-        return DocumentLoop(lengths, self._alibi(width, width, dtype, device))
+        return PerDocumentSDPA(lengths, self._alibi(width, width, dtype, device))
 
     def _alibi(
         self, queries: int, keys: int, dtype: torch.dtype, device: torch.device

@@ -20,7 +20,7 @@ from megatron_ds.parallel.mesh import Mpu
 from megatron_ds.parallel.rng import RngStreams
 
 
-class Recompute:
+class ActivationCheckpointing:
     """Runs functions so that their inner activations are recomputed instead of stored."""
 
     def __init__(self, config: RecomputeConfig, rng: RngStreams, mpu: Mpu) -> None:
@@ -71,4 +71,4 @@ class Recompute:
         """For the first pass, and for the recomputation: the sharded stream as it was before the
         first.
         """
-        return nullcontext(), self._rng.restored(self._rng.sharded_state())
+        return nullcontext(), self._rng.restore_tp_rng(self._rng.sharded_state())

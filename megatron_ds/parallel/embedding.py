@@ -11,10 +11,10 @@ from torch import nn
 from megatron_ds.parallel.collectives import reduce_from_group
 from megatron_ds.parallel.linear import Init
 from megatron_ds.parallel.mesh import Group
-from megatron_ds.parallel.sharding import Shard, sharded_parameter
+from megatron_ds.parallel.sharding import ShardSpec, sharded_parameter
 
 
-def check_ids(ids: torch.Tensor, vocab_size: int) -> None:
+def validate_token_ids(ids: torch.Tensor, vocab_size: int) -> None:
     """Refuse token ids outside the vocabulary.
 
     Raises ValueError that names the id on the CPU. An accelerator would have to be waited for, so
@@ -35,12 +35,12 @@ def check_ids(ids: torch.Tensor, vocab_size: int) -> None:
         )
 
 
-def vocab_table(
+def vocab_parallel_weight(
     vocab_size: int, padded_size: int, hidden: int, *, group: Group, init: Init
 ) -> nn.Parameter:
     """This rank's rows of a [padded_size, hidden] table whose padding rows are zero."""
     full = F.pad(init((vocab_size, hidden)), (0, 0, 0, padded_size - vocab_size))
-    return sharded_parameter(full, Shard(0, (padded_size,)), group.rank, group.size)
+    return sharded_parameter(full, ShardSpec(0, (padded_size,)), group.rank, group.size)
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -55,12 +55,12 @@ class VocabParallelEmbedding(nn.Module):
         super().__init__()
         self.vocab_size = vocab_size
         self.group = group
-        self.weight = vocab_table(vocab_size, padded_size, hidden, group=group, init=init)
+        self.weight = vocab_parallel_weight(vocab_size, padded_size, hidden, group=group, init=init)
         self.first_row = group.rank * (padded_size // group.size)
         self.rows = padded_size // group.size
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        check_ids(ids, self.vocab_size)
+        validate_token_ids(ids, self.vocab_size)
         if self.group.size == 1:
             return F.embedding(ids, self.weight)
         local = ids - self.first_row

@@ -72,7 +72,7 @@ def linear_cross_entropy(
     """
     first = group.rank * weight_vH.shape[0]
     rows = min(max(vocab_size - first, 0), weight_vH.shape[0])
-    problem = _Problem(first, rows, weight_vH.shape[0], group)
+    problem = _VocabShard(first, rows, weight_vH.shape[0], group)
     x_TH = copy_to_group(x_TH, group)
     if torch.is_grad_enabled() and (x_TH.requires_grad or weight_vH.requires_grad):
         loss: torch.Tensor = _LinearCrossEntropy.apply(
@@ -82,7 +82,7 @@ def linear_cross_entropy(
     return problem.loss(x_TH, weight_vH, labels_T, weights_T)
 
 
-class _Problem:
+class _VocabShard:
     """One rank's share: rows `first` to `first + rows` of the vocabulary.
 
     width: rows with the padding, the same on every rank.
@@ -196,7 +196,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         weight_vH: torch.Tensor,
         labels_T: torch.Tensor,
         weights_T: torch.Tensor | None,
-        problem: _Problem,
+        problem: _VocabShard,
     ) -> torch.Tensor:
         loss, grad_x, grad_weight = problem.loss_and_gradients(x_TH, weight_vH, labels_T, weights_T)
         ctx.weight_type = weight_vH.dtype

@@ -16,7 +16,7 @@ from torch import nn
 
 from megatron_ds.parallel.collectives import copy_to_group, reduce_from_group
 from megatron_ds.parallel.mesh import Group
-from megatron_ds.parallel.sharding import Shard, sharded_parameter
+from megatron_ds.parallel.sharding import ShardSpec, sharded_parameter
 
 Init = Callable[[tuple[int, ...]], torch.Tensor]
 """Full shape to full fp32 tensor of initial values."""
@@ -39,7 +39,7 @@ class ColumnParallelLinear(nn.Module):
         """sections: sizes of the fused parts of the output, e.g. (q, k, v); each is cut evenly."""
         super().__init__()
         self.group = group
-        spec, out_features = Shard(0, sections), sum(sections)
+        spec, out_features = ShardSpec(0, sections), sum(sections)
         full = init((out_features, in_features))
         self.weight = sharded_parameter(full, spec, group.rank, group.size)
         self.bias: nn.Parameter | None = None
@@ -61,7 +61,7 @@ class RowParallelLinear(nn.Module):
         super().__init__()
         self.group = group
         full = init((out_features, in_features))
-        self.weight = sharded_parameter(full, Shard(1, (in_features,)), group.rank, group.size)
+        self.weight = sharded_parameter(full, ShardSpec(1, (in_features,)), group.rank, group.size)
         self.bias = nn.Parameter(torch.zeros(out_features)) if bias else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

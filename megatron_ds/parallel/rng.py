@@ -43,7 +43,7 @@ class RngStreams:
         self._seed_sharded(stable_seed("sharded", seed, position, self._tp_rank))
 
     @contextmanager
-    def sharded(self) -> Iterator[None]:
+    def fork_tp_rng(self) -> Iterator[None]:
         """Inside, the default generator draws from the stream of this tensor-parallel rank."""
         with self._tracker.fork():
             yield
@@ -53,7 +53,7 @@ class RngStreams:
         return self._tracker.get_states()
 
     @contextmanager
-    def restored(self, state: Any) -> Iterator[None]:
+    def restore_tp_rng(self, state: Any) -> Iterator[None]:
         """Inside, the sharded stream starts from `state`; afterwards it goes on where it was."""
         current = self._tracker.get_states()
         self._tracker.set_states(state)

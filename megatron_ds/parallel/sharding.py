@@ -15,7 +15,7 @@ import torch
 
 
 @dataclass(frozen=True)
-class Shard:
+class ShardSpec:
     """A cut along one dimension, made of sections that are each split evenly over the ranks.
 
     Rank i holds the concatenation of the i-th slice of every section: a fused [Q; K; V] or [gate;
@@ -36,7 +36,7 @@ class Shard:
                 )
 
 
-def shard_of(full: torch.Tensor, spec: Shard, rank: int, size: int) -> torch.Tensor:
+def take_shard(full: torch.Tensor, spec: ShardSpec, rank: int, size: int) -> torch.Tensor:
     """The part of a full tensor that `rank` of `size` holds."""
     spec.check(size)
     sections = full.split(list(spec.sections), dim=spec.dim)
@@ -44,7 +44,7 @@ def shard_of(full: torch.Tensor, spec: Shard, rank: int, size: int) -> torch.Ten
     return slices[0] if len(slices) == 1 else torch.cat(slices, dim=spec.dim)
 
 
-def join(shards: Sequence[torch.Tensor], spec: Shard) -> torch.Tensor:
+def unshard(shards: Sequence[torch.Tensor], spec: ShardSpec) -> torch.Tensor:
     """The full tensor of all ranks' parts, in rank order: the inverse of `shard_of`."""
     size = len(shards)
     spec.check(size)
@@ -54,28 +54,30 @@ def join(shards: Sequence[torch.Tensor], spec: Shard) -> torch.Tensor:
     return torch.cat(ordered, dim=spec.dim)
 
 
-def declare(param: torch.nn.Parameter, spec: Shard) -> None:
+def mark_sharded(param: torch.nn.Parameter, spec: ShardSpec) -> None:
     """Mark a parameter as this rank's part of a larger one."""
     param.shard_spec = spec  # type: ignore[attr-defined]
     # DeepSpeed counts an unmarked parameter's gradient norm on tensor-parallel rank 0 alone.
     param.tensor_model_parallel = True  # type: ignore[attr-defined]
 
 
-def spec_of(param: torch.nn.Parameter) -> Shard | None:
+def shard_spec(param: torch.nn.Parameter) -> ShardSpec | None:
     """The declaration, or None for a replicated parameter."""
-    spec: Shard | None = getattr(param, "shard_spec", None)
+    spec: ShardSpec | None = getattr(param, "shard_spec", None)
     return spec
 
 
-def sharded_parameter(full: torch.Tensor, spec: Shard, rank: int, size: int) -> torch.nn.Parameter:
+def sharded_parameter(
+    full: torch.Tensor, spec: ShardSpec, rank: int, size: int
+) -> torch.nn.Parameter:
     """A declared parameter that holds this rank's part of `full`.
 
     The storage comes from torch.empty, so that its type and device are those of the surrounding
     context (deepspeed.zero.Init builds in bf16 on the accelerator).
     """
-    part = shard_of(full, spec, rank, size)
+    part = take_shard(full, spec, rank, size)
     param = torch.nn.Parameter(torch.empty(part.shape))
     with torch.no_grad():
         param.copy_(part)
-    declare(param, spec)
+    mark_sharded(param, spec)
     return param

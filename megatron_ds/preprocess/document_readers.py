@@ -26,7 +26,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import dataclass
 from typing import Any, BinaryIO, NamedTuple, TextIO, cast
 
-from megatron_ds.data.indexed_dataset import MADE_BY
+from megatron_ds.data.indexed_dataset import TOKENIZER_SUFFIX
 
 STDIN = "-"
 FORMATS = ("jsonl", "parquet", "arrow", "csv", "tsv", "text")
@@ -49,20 +49,20 @@ ROWS = 128
 """Rows of a table that are taken out of its columns together."""
 PLAIN_TEXT = ("string", "large_string", "string_view")
 """Types of a table's columns."""
-HEAD = 1000
+PREVIEW_BYTES = 1000
 """Bytes that are kept of a document that is too long."""
 QUARANTINE = ".quarantine"
 """Ends the name of the file that lists what gave no document."""
-RUN = ".run.json"
+RUN_RECORD_SUFFIX = ".run.json"
 """Ends the name of the file that says what a run read and how far it came."""
-NEEDS = "pip install 'megatron_ds[preprocess]'"
+INSTALL_HINT = "pip install 'megatron_ds[preprocess]'"
 
 BROKEN_ROW = "broken row"
 INVALID_TEXT = "invalid UTF-8"
 TOO_LONG = "too long"
 
 
-class Unreadable(NamedTuple):
+class UnreadableDocument(NamedTuple):
     """A line or row that gives no document: why in few words and in a sentence, and its content."""
 
     reason: str
@@ -70,16 +70,16 @@ class Unreadable(NamedTuple):
     content: str
 
 
-class Item(NamedTuple):
+class RawDocument(NamedTuple):
     """One document. line: its first line or its row, from 1. value: a JSON line as it stands, or
     fields by name."""
 
     file: str
     line: int
-    value: bytes | dict[str, Any] | Unreadable
+    value: bytes | dict[str, Any] | UnreadableDocument
 
 
-class Stamp(NamedTuple):
+class FileStamp(NamedTuple):
     """A file as it is now. mark: changes with its content, as far as its system tells; else ""."""
 
     name: str
@@ -87,7 +87,7 @@ class Stamp(NamedTuple):
     mark: str
 
 
-class Place(NamedTuple):
+class ReadPosition(NamedTuple):
     """How far reading has come: up to and with the item on `line` of the file number `file`, from
     0; line 0 if nothing of that file is read. offset: the byte after that item in files that can be
     read from the middle, else 0."""
@@ -102,16 +102,16 @@ class Place(NamedTuple):
         return self.file + (self.line > 0)
 
 
-START = Place()
+START = ReadPosition()
 
 
 class _Source(NamedTuple):
-    stamp: Stamp
+    stamp: FileStamp
     open: Callable[[], AbstractContextManager[BinaryIO]]
 
 
 @dataclass(frozen=True)
-class Inputs:
+class InputSpec:
     """What is to be read.
 
     paths: files, patterns, folders, addresses with a protocol, `-` for the standard input. format:
@@ -171,11 +171,11 @@ class Inputs:
                 with suppress(ValueError):
                     yield from _local_files(path, self.format)
 
-    def read_once(self) -> list[str]:
+    def unseekable_paths(self) -> list[str]:
         """Those of the paths that cannot be read a second time: standard input and named pipes."""
         return [path for path in self.paths if path == STDIN or _is_pipe(path)]
 
-    def stamps(self) -> Iterator[Stamp]:
+    def file_stamps(self) -> Iterator[FileStamp]:
         """All files in the order in which they are read, without opening them."""
         if self.hf_dataset is not None:
             yield _stamp_of_dataset(self.hf_dataset, self.hf_split)
@@ -191,7 +191,7 @@ class Inputs:
         return sum(os.path.getsize(file) for file in files)
 
 
-class Reader:
+class DocumentReader:
     """The documents of `inputs`, in the order of the paths; those of a folder or a pattern by name.
 
     keys: names of the fields that are wanted; of `a.b` that is a column `a.b`, or the field b of a
@@ -202,14 +202,18 @@ class Reader:
     """
 
     def __init__(
-        self, inputs: Inputs, keys: Sequence[str], after: Place = START, whole: bool = False
+        self,
+        inputs: InputSpec,
+        keys: Sequence[str],
+        after: ReadPosition = START,
+        whole: bool = False,
     ) -> None:
         self._inputs = inputs
         self._keys = tuple(keys)
         self._whole = whole
         self._after = after
         self._number = after.file
-        self._new: list[Stamp] = []
+        self._new: list[FileStamp] = []
         self._done = 0
         self._tell: Callable[[], int] = int
         self._offset: Callable[[], int] = int
@@ -219,24 +223,24 @@ class Reader:
         """Bytes read so far of the files as they are stored."""
         return self._done + self._tell()
 
-    def place(self, line: int) -> Place:
+    def place(self, line: int) -> ReadPosition:
         """Where reading stands after the item that it gave last, which was on this line."""
-        return Place(self._number, line, self._offset())
+        return ReadPosition(self._number, line, self._offset())
 
     @property
-    def end(self) -> Place:
+    def end(self) -> ReadPosition:
         """Where reading stands when it has come to the end."""
-        return Place(self._number)
+        return ReadPosition(self._number)
 
-    def new_stamps(self) -> list[Stamp]:
+    def take_new_stamps(self) -> list[FileStamp]:
         """The files that were begun since this was last asked for."""
         new, self._new = self._new, []
         return new
 
-    def __iter__(self) -> Iterator[Item]:
+    def __iter__(self) -> Iterator[RawDocument]:
         if self._inputs.hf_dataset is not None:
             if not self._after.files:
-                self._new += self._inputs.stamps()
+                self._new += self._inputs.file_stamps()
             if self._after.file == 0:
                 yield from self._dataset(self._inputs.hf_dataset, self._after.line)
             self._number = 1
@@ -253,7 +257,7 @@ class Reader:
                 yield from self._file(source.stamp.name, file, after)
             self._number += 1
 
-    def _file(self, name: str, raw: BinaryIO, after: Place) -> Iterator[Item]:
+    def _file(self, name: str, raw: BinaryIO, after: ReadPosition) -> Iterator[RawDocument]:
         kind, compression = _kind(name, self._inputs.format)
         size = 0
         with ExitStack() as stack:
@@ -290,12 +294,12 @@ class Reader:
         self._done += size
         self._tell = self._offset = int
 
-    def _json_lines(self, name: str, file: BinaryIO, before: int) -> Iterator[Item]:
+    def _json_lines(self, name: str, file: BinaryIO, before: int) -> Iterator[RawDocument]:
         for number, (line, whole) in enumerate(self._lines(file), before + 1):
             if not whole:
-                yield Item(name, number, self._too_long("line", line))
+                yield RawDocument(name, number, self._oversized("line", line))
             elif not line.isspace():
-                yield Item(name, number, line)
+                yield RawDocument(name, number, line)
 
     def _lines(self, file: BinaryIO) -> Iterator[tuple[bytes, bool]]:
         """Lines with their ends; of one that is too long the beginning, and False."""
@@ -304,12 +308,12 @@ class Reader:
             if len(line) <= limit or line.endswith(b"\n"):
                 yield line, True
                 continue
-            head = line[:HEAD]
+            head = line[:PREVIEW_BYTES]
             while line and not line.endswith(b"\n"):
                 line = file.readline(1 << 20)
             yield head, False
 
-    def _text(self, name: str, file: BinaryIO) -> Iterator[Item]:
+    def _text(self, name: str, file: BinaryIO) -> Iterator[RawDocument]:
         key = self._only_key(name)
         limit = self._inputs.max_document_bytes
         lines = self._lines(file)
@@ -325,22 +329,22 @@ class Reader:
             return
         content = first + file.read(max(0, limit + 1 - len(first)))
         if whole and len(content) <= limit:
-            yield Item(name, 1, {key: _decoded(content)})
+            yield RawDocument(name, 1, {key: _decoded(content)})
         else:
-            yield Item(name, 1, self._too_long("file", content[:HEAD]))
+            yield RawDocument(name, 1, self._oversized("file", content[:PREVIEW_BYTES]))
 
     def _paragraphs(
         self, name: str, key: str, lines: Iterable[tuple[bytes, bool]]
-    ) -> Iterator[Item]:
+    ) -> Iterator[RawDocument]:
         limit = self._inputs.max_document_bytes
         block: list[bytes] = []
         size, begin, fits = 0, 1, True
 
-        def document() -> Item:
+        def document() -> RawDocument:
             content = b"".join(block)
             if not fits:
-                return Item(name, begin, self._too_long("block", content[:HEAD]))
-            return Item(name, begin, {key: _decoded(content).rstrip("\r\n")})
+                return RawDocument(name, begin, self._oversized("block", content[:PREVIEW_BYTES]))
+            return RawDocument(name, begin, {key: _decoded(content).rstrip("\r\n")})
 
         for number, (line, whole) in enumerate(lines, 1):
             if whole and line.isspace():
@@ -357,7 +361,7 @@ class Reader:
         if block:
             yield document()
 
-    def _csv(self, name: str, file: BinaryIO, delimiter: str) -> Iterator[Item]:
+    def _csv(self, name: str, file: BinaryIO, delimiter: str) -> Iterator[RawDocument]:
         csv.field_size_limit(self._inputs.max_document_bytes)
         text = io.TextIOWrapper(file, "utf-8-sig", errors="surrogateescape", newline="")
         try:
@@ -375,20 +379,22 @@ class Reader:
                 try:
                     row = next(rows, None)
                 except csv.Error as error:
-                    yield Item(name, begin, Unreadable(BROKEN_ROW, f"is no row: {error}", ""))
+                    yield RawDocument(
+                        name, begin, UnreadableDocument(BROKEN_ROW, f"is no row: {error}", "")
+                    )
                     continue
                 if row is None:
                     return
                 if row and len(row) != len(header):
                     words = f"has {len(row)} fields, and the first line names {len(header)} columns"
                     content = json.dumps(row)
-                    yield Item(name, begin, Unreadable(BROKEN_ROW, words, content))
+                    yield RawDocument(name, begin, UnreadableDocument(BROKEN_ROW, words, content))
                 elif row:
-                    yield Item(name, begin, dict(zip(header, row, strict=True)))
+                    yield RawDocument(name, begin, dict(zip(header, row, strict=True)))
         finally:
             text.detach()  # who opened the file closes it
 
-    def _parquet(self, name: str, file: BinaryIO, size: int, after: int) -> Iterator[Item]:
+    def _parquet(self, name: str, file: BinaryIO, size: int, after: int) -> Iterator[RawDocument]:
         """after: rows that were taken before; groups of them are passed over."""
         _pyarrow(name)
         from pyarrow import parquet
@@ -407,7 +413,7 @@ class Reader:
                 yield from _rows(name, read + 1, batch)
             read += batch.num_rows
 
-    def _arrow(self, name: str, file: BinaryIO, after: int) -> Iterator[Item]:
+    def _arrow(self, name: str, file: BinaryIO, after: int) -> Iterator[RawDocument]:
         """after: rows that were taken before."""
         pyarrow = _pyarrow(name)
         magic = file.read(6)
@@ -430,12 +436,12 @@ class Reader:
                     yield from _rows(name, read + at + 1, whole.slice(at, ROWS).select(columns))
             read += whole.num_rows
 
-    def _dataset(self, name: str, after: int) -> Iterator[Item]:
+    def _dataset(self, name: str, after: int) -> Iterator[RawDocument]:
         """after: rows that were taken before, and are passed over."""
         try:
             import datasets
         except ImportError:
-            raise ValueError(f"--hf-dataset {name}: needs datasets: {NEEDS}") from None
+            raise ValueError(f"--hf-dataset {name}: needs datasets: {INSTALL_HINT}") from None
         inputs = self._inputs
         try:
             if any(
@@ -447,7 +453,7 @@ class Reader:
                     if inputs.hf_split not in data:
                         raise ValueError(f"--split {inputs.hf_split}: it has {', '.join(data)}")
                     data = data[inputs.hf_split]
-                elif inputs.hf_split not in (Inputs.hf_split, str(data.split)):
+                elif inputs.hf_split not in (InputSpec.hf_split, str(data.split)):
                     raise ValueError(f"--split {inputs.hf_split}: the folder has no splits")
             else:
                 data = datasets.load_dataset(
@@ -466,7 +472,7 @@ class Reader:
                 raise ValueError(f"--hf-dataset {name}: row {number}: {_words(error)}") from error
             if row is None:
                 return
-            yield Item(name, number, row)
+            yield RawDocument(name, number, row)
 
     def _check_columns(self, name: str, names: Sequence[str]) -> list[str]:
         """The columns that hold the keys. Raises ValueError if some are not there."""
@@ -493,25 +499,25 @@ class Reader:
             raise ValueError(f"{name}: plain text is one field: give one key with --json-keys")
         return self._keys[0]
 
-    def _too_long(self, what: str, head: bytes) -> Unreadable:
+    def _oversized(self, what: str, head: bytes) -> UnreadableDocument:
         limit = self._inputs.max_document_bytes
         words = f"the {what} is longer than {limit} bytes (--max-document-bytes)"
         if what == "file":
             words += "; --text-documents paragraph makes a document of each of its blocks"
-        return Unreadable(TOO_LONG, words, _decoded(head))
+        return UnreadableDocument(TOO_LONG, words, _decoded(head))
 
 
-def _sources(inputs: Inputs) -> Iterator[_Source]:
+def _sources(inputs: InputSpec) -> Iterator[_Source]:
     """The files, in the order of the paths; each path is looked at when its turn comes."""
     for path in inputs.paths:
         if path == STDIN:
-            yield _Source(Stamp("<stdin>", 0, ""), lambda: nullcontext(sys.stdin.buffer))
+            yield _Source(FileStamp("<stdin>", 0, ""), lambda: nullcontext(sys.stdin.buffer))
         elif _is_address(path):
             yield from _remote(path, inputs.format)
         else:
             for name in _local_files(path, inputs.format):
                 status = os.stat(name)
-                stamp = Stamp(name, status.st_size, str(status.st_mtime_ns))
+                stamp = FileStamp(name, status.st_size, str(status.st_mtime_ns))
                 yield _Source(stamp, functools.partial(_opened, name))
 
 
@@ -523,7 +529,7 @@ def _remote(address: str, format: str) -> Iterator[_Source]:
     try:
         import fsspec
     except ImportError:
-        raise ValueError(f"--input {address}: needs fsspec: {NEEDS}") from None
+        raise ValueError(f"--input {address}: needs fsspec: {INSTALL_HINT}") from None
     whole = 0
     try:
         system, path = fsspec.core.url_to_fs(address)
@@ -543,11 +549,11 @@ def _remote(address: str, format: str) -> Iterator[_Source]:
     if not paths:
         raise ValueError(f"--input {address}: there is no such file")
     for path in paths:
-        stamp = Stamp(system.unstrip_protocol(path), *_told_of(system, path))
+        stamp = FileStamp(system.unstrip_protocol(path), *_remote_stamp(system, path))
         yield _Source(stamp, functools.partial(system.open, path, "rb"))
 
 
-def _told_of(system: Any, path: str) -> tuple[int, str]:
+def _remote_stamp(system: Any, path: str) -> tuple[int, str]:
     """Size and mark of a file; nothing where its system tells nothing before it is opened."""
     try:
         told = system.info(path)
@@ -556,11 +562,11 @@ def _told_of(system: Any, path: str) -> tuple[int, str]:
     return int(told.get("size") or 0), hashlib.sha256(repr(told).encode()).hexdigest()[:16]
 
 
-def _stamp_of_dataset(name: str, split: str) -> Stamp:
+def _stamp_of_dataset(name: str, split: str) -> FileStamp:
     """Of a saved folder when it was saved; a name's data are taken for what they were."""
     marks = (os.path.join(name, part, "state.json") for part in ("", split))
     found = next(filter(os.path.isfile, marks), None)
-    return Stamp(name, 0, "" if found is None else str(os.stat(found).st_mtime_ns))
+    return FileStamp(name, 0, "" if found is None else str(os.stat(found).st_mtime_ns))
 
 
 class _CsvLines:
@@ -597,18 +603,20 @@ def _check_offsets(column: Any) -> None:
             raise
 
 
-def _rows(name: str, first: int, batch: Any) -> Iterator[Item]:
+def _rows(name: str, first: int, batch: Any) -> Iterator[RawDocument]:
     try:
         values = batch.to_pylist()
     except UnicodeDecodeError:
         for at in range(batch.num_rows):
             try:
-                yield Item(name, first + at, batch.slice(at, 1).to_pylist()[0])
+                yield RawDocument(name, first + at, batch.slice(at, 1).to_pylist()[0])
             except UnicodeDecodeError as error:
-                yield Item(name, first + at, Unreadable(INVALID_TEXT, f"is no text: {error}", ""))
+                yield RawDocument(
+                    name, first + at, UnreadableDocument(INVALID_TEXT, f"is no text: {error}", "")
+                )
         return
     for number, value in enumerate(values, first):
-        yield Item(name, number, value)
+        yield RawDocument(name, number, value)
 
 
 def _local_files(path: str, format: str) -> list[str]:
@@ -661,7 +669,7 @@ def _of_folder(folder: str, files: Iterable[str], format: str, below: int) -> li
         file
         for file in sorted(files)
         if not any(part.startswith((".", "_")) for part in file[below:].split("/"))
-        and not file.endswith((".bin", ".idx", MADE_BY, QUARANTINE, RUN))
+        and not file.endswith((".bin", ".idx", TOKENIZER_SUFFIX, QUARANTINE, RUN_RECORD_SUFFIX))
     ]
     taken = [file for file in shown if format != "auto" or _suffix_of(file)[0] in SUFFIXES]
     other = sorted(set(shown) - set(taken))
@@ -721,7 +729,7 @@ def _pyarrow(name: str) -> Any:
         import pyarrow
         import pyarrow.ipc
     except ImportError:
-        raise ValueError(f"{name}: needs pyarrow: {NEEDS}") from None
+        raise ValueError(f"{name}: needs pyarrow: {INSTALL_HINT}") from None
     return pyarrow
 
 

@@ -14,19 +14,19 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_ds.data.indexed_dataset import token_dtype
-from megatron_ds.preprocess.document_readers import Item, Unreadable
+from megatron_ds.preprocess.document_readers import RawDocument, UnreadableDocument
 from megatron_ds.preprocess.parsing import (
     EMPTY_TEXT,
     REFUSED_TEXT,
-    Bad,
     Document,
-    Wanted,
+    RejectedDocument,
+    TextFields,
     parse,
-    problem,
-    size_of,
+    reject,
+    utf8_size,
 )
 from megatron_ds.preprocess.sentence_splitter import Splitter
-from megatron_ds.preprocess.stage_timer import Spent
+from megatron_ds.preprocess.stage_timer import StageTimer
 from megatron_ds.tokenizer import Tokenizer, encode_flat
 
 
@@ -35,13 +35,13 @@ class Chunk(NamedTuple):
 
     files: list[str]
     lines: list[int]
-    values: list[bytes | dict[str, Any] | Unreadable]
+    values: list[bytes | dict[str, Any] | UnreadableDocument]
 
-    def items(self) -> list[Item]:
-        return list(map(Item, *self))
+    def items(self) -> list[RawDocument]:
+        return list(map(RawDocument, *self))
 
 
-class Column(NamedTuple):
+class EncodedColumn(NamedTuple):
     """The tokens of one key: all sequences back to back, their lengths, and how many of them make
     each document.
     """
@@ -51,16 +51,16 @@ class Column(NamedTuple):
     sequences: npt.NDArray[np.int64]
 
 
-class Encoded(NamedTuple):
+class EncodedChunk(NamedTuple):
     """A chunk's tokens, a column for each key. bad: what gave no document, in the items' order.
 
     seconds: by stage.
     """
 
-    columns: list[Column]
+    columns: list[EncodedColumn]
     documents: int
     text_bytes: int
-    bad: list[Bad]
+    bad: list[RejectedDocument]
     seconds: Mapping[str, float]
 
 
@@ -71,16 +71,16 @@ class Encoder:
     """
 
     tokenizer: Tokenizer
-    wanted: Wanted
+    wanted: TextFields
     append_eod: bool
     splitter: Splitter | None = None
 
-    def __call__(self, chunk: Chunk) -> Encoded:
+    def __call__(self, chunk: Chunk) -> EncodedChunk:
         items = chunk.items()
-        spent = Spent()
-        with spent.on("parsing"):
+        spent = StageTimer()
+        with spent.stage("parsing"):
             documents, bad = parse(items, self.wanted)
-        with spent.on("encoding"):
+        with spent.stage("encoding"):
             try:
                 columns = self._encode(documents, spent)
             except ValueError:  # says neither which text nor whether it is the only one
@@ -90,20 +90,20 @@ class Encoder:
                 columns = self._encode(documents, spent)
             finished = [self._finished(column) for column in columns]
         bad += [
-            problem(documents[at].item, EMPTY_TEXT, f"{key!r} has no tokens")
+            reject(documents[at].item, EMPTY_TEXT, f"{key!r} has no tokens")
             for key, column in zip(self.wanted.keys, columns, strict=True)
             for at in np.flatnonzero(_by_document(column.lengths, column.sequences) == 0)
         ]
         order = {item[:2]: at for at, item in enumerate(items)} if bad else {}
-        return Encoded(
+        return EncodedChunk(
             finished,
             len(documents),
-            sum(size_of(text) for document in documents for text in document.texts),
+            sum(utf8_size(text) for document in documents for text in document.texts),
             sorted(bad, key=lambda one: order[one.file, one.line]),
             spent.seconds,
         )
 
-    def _encode(self, documents: list[Document], spent: Spent) -> list[Column]:
+    def _encode(self, documents: list[Document], spent: StageTimer) -> list[EncodedColumn]:
         """With the sequences and documents that have no tokens, and without the ends of documents.
 
         Raises ValueError where the tokenizer refuses a text.
@@ -113,22 +113,24 @@ class Encoder:
             for at in range(len(self.wanted.keys))
         ]
 
-    def _column(self, texts: list[str], spent: Spent) -> Column:
+    def _column(self, texts: list[str], spent: StageTimer) -> EncodedColumn:
         if self.splitter is None:
-            return Column(*encode_flat(self.tokenizer, texts), np.ones(len(texts), np.int64))
-        with spent.on("splitting"):
+            return EncodedColumn(*encode_flat(self.tokenizer, texts), np.ones(len(texts), np.int64))
+        with spent.stage("splitting"):
             sentences = [self.splitter(text) for text in texts]
         counts = np.fromiter(map(len, sentences), np.int64, len(sentences))
-        return Column(*encode_flat(self.tokenizer, list(itertools.chain(*sentences))), counts)
+        return EncodedColumn(
+            *encode_flat(self.tokenizer, list(itertools.chain(*sentences))), counts
+        )
 
-    def _refused(self, document: Document) -> Bad | None:
+    def _refused(self, document: Document) -> RejectedDocument | None:
         try:
-            self._encode([document], Spent())
+            self._encode([document], StageTimer())
         except ValueError as error:
-            return problem(document.item, REFUSED_TEXT, str(error))
+            return reject(document.item, REFUSED_TEXT, str(error))
         return None
 
-    def _finished(self, encoded: Column) -> Column:
+    def _finished(self, encoded: EncodedColumn) -> EncodedColumn:
         """Without what has no tokens, and with the ends of documents, in their last sequences."""
         some = encoded.lengths > 0
         lengths = encoded.lengths[some]
@@ -136,7 +138,7 @@ class Encoder:
         sequences = sequences[sequences > 0]
         dtype = token_dtype(self.tokenizer.vocab_size)
         if not self.append_eod:
-            return Column(encoded.tokens.astype(dtype), lengths, sequences)
+            return EncodedColumn(encoded.tokens.astype(dtype), lengths, sequences)
         last = np.cumsum(sequences) - 1
         lengths[last] += 1
         tokens = np.empty(len(encoded.tokens) + len(last), dtype)
@@ -145,7 +147,7 @@ class Encoder:
         inner[ends] = False
         tokens[inner] = encoded.tokens
         tokens[ends] = self.tokenizer.eod
-        return Column(tokens, lengths, sequences)
+        return EncodedColumn(tokens, lengths, sequences)
 
 
 def _by_document(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from megatron_ds.preprocess.document_readers import FORMATS, TEXT_DOCUMENTS, Inputs
+from megatron_ds.preprocess.document_readers import FORMATS, TEXT_DOCUMENTS, InputSpec
 
 
 class Flags(Protocol):
@@ -26,13 +26,13 @@ def add_input_flags(flags: Flags) -> None:
     flags.add_argument(
         "--input-format",
         choices=["auto", *FORMATS],
-        default=Inputs.format,
+        default=InputSpec.format,
         help="what the files are, whatever their names say (default: by name, else jsonl)",
     )
     flags.add_argument(
         "--text-documents",
         choices=TEXT_DOCUMENTS,
-        default=Inputs.text_documents,
+        default=InputSpec.text_documents,
         help="a document of plain text is a whole file, or a block between blank lines "
         "(default: %(default)s)",
     )
@@ -42,22 +42,22 @@ def add_input_flags(flags: Flags) -> None:
     flags.add_argument("--hf-config", metavar="NAME", help="configuration of --hf-dataset")
     flags.add_argument(
         "--split",
-        default=Inputs.hf_split,
+        default=InputSpec.hf_split,
         metavar="NAME",
         help="split of --hf-dataset (default: %(default)s)",
     )
     flags.add_argument(
         "--max-document-bytes",
         type=int,
-        default=Inputs.max_document_bytes,
+        default=InputSpec.max_document_bytes,
         metavar="N",
         help="longer documents are left out (default: %(default)s)",
     )
 
 
-def inputs_of(args: Any) -> Inputs:
+def inputs_of(args: Any) -> InputSpec:
     """What the flags say."""
-    return Inputs(
+    return InputSpec(
         paths=tuple(args.input),
         format=args.input_format,
         text_documents=args.text_documents,

@@ -22,21 +22,26 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from megatron_ds.data.indexed_dataset import IndexedWriter, name_pair, open_locked
-from megatron_ds.fileio.atomic import cut_back, naming, sync
+from megatron_ds.data.indexed_dataset import IndexedWriter, open_locked, publish_pair
+from megatron_ds.fileio.atomic import naming, sync, truncate_to
 from megatron_ds.preprocess import run_record
-from megatron_ds.preprocess.document_readers import QUARANTINE, RUN, Place, Stamp
-from megatron_ds.preprocess.encoder import Column
-from megatron_ds.preprocess.parsing import Bad
+from megatron_ds.preprocess.document_readers import (
+    QUARANTINE,
+    RUN_RECORD_SUFFIX,
+    FileStamp,
+    ReadPosition,
+)
+from megatron_ds.preprocess.encoder import EncodedColumn
+from megatron_ds.preprocess.parsing import RejectedDocument
 from megatron_ds.preprocess.quarantine import Quarantine, name_quarantine
-from megatron_ds.preprocess.run_record import FINISHED, RUNNING, SEALED, Record, Snapshot
+from megatron_ds.preprocess.run_record import FINISHED, RUNNING, SEALED, RunRecord, RunSnapshot
 
 RECORD_SECONDS = 10.0
 """Between two records. A run that fails earlier leaves nothing."""
 
 
 @dataclass(frozen=True)
-class Names:
+class OutputPaths:
     """Where everything is written. pairs: prefixes of the pairs, one per key."""
 
     prefix: str
@@ -48,7 +53,7 @@ class Names:
 
     @property
     def record(self) -> str:
-        return self.prefix + RUN
+        return self.prefix + RUN_RECORD_SUFFIX
 
     @property
     def sources(self) -> str:
@@ -57,7 +62,7 @@ class Names:
 
 
 @dataclass(frozen=True)
-class Plan:
+class WritePlan:
     """How the files are written, and from where on.
 
     settings: for the record. start: the snapshot to go on from. record: that which holds it; None
@@ -68,32 +73,32 @@ class Plan:
     dtype: np.dtype[np.generic]
     made_by: bytes
     settings: Mapping[str, Any]
-    start: Snapshot
-    record: Record | None = None
+    start: RunSnapshot
+    record: RunRecord | None = None
     durable: bool = True
 
 
-class Outputs:
+class OutputWriter:
     """A context manager: when it is left, all files have their names; after an error, what was
     recorded is kept for a run that goes on, and the error has a note that says so.
 
     Raises ValueError if another process is writing the same prefix.
     """
 
-    def __init__(self, names: Names, plan: Plan) -> None:
+    def __init__(self, names: OutputPaths, plan: WritePlan) -> None:
         self._names = names
         self._plan = plan
         self._record = plan.record
         self._complete = False
         self._broken = False
         self._last = plan.start
-        self._earlier: tuple[Snapshot, ...] = ()
+        self._earlier: tuple[RunSnapshot, ...] = ()
         if plan.record is not None and plan.record.last == plan.start:
             self._earlier = plan.record.snapshots[:-1]
         self._due = time.monotonic() + RECORD_SECONDS
         self._pending: Future[None] | None = None
 
-    def __enter__(self) -> Outputs:
+    def __enter__(self) -> OutputWriter:
         start = self._plan.start
         with ExitStack() as undo:
             # The first, whose lock stands for the whole prefix.
@@ -105,7 +110,7 @@ class Outputs:
             self.writers: list[IndexedWriter] = []
             for prefix, written in zip(self._names.pairs, start.pairs, strict=True):
                 writer = IndexedWriter(prefix, self._plan.dtype, self._plan.made_by, written)
-                undo.callback(writer.leave if going_on else writer.abort)
+                undo.callback(writer.close_keeping if going_on else writer.abort)
                 self.writers.append(writer)
             if not going_on:
                 Path(self._names.quarantine + ".partial").unlink(missing_ok=True)
@@ -114,17 +119,17 @@ class Outputs:
             undo.pop_all()
         return self
 
-    def add(self, columns: Sequence[Column], bad: Sequence[Bad]) -> None:
+    def add(self, columns: Sequence[EncodedColumn], bad: Sequence[RejectedDocument]) -> None:
         """Write tokens, a column per key, and what was left out."""
         for one in bad:
             self._quarantine.add(one)
         for writer, column in zip(self.writers, columns, strict=True):
             writer.add_documents(*column)
 
-    def reached(
+    def checkpoint_progress(
         self,
-        place: Place,
-        begun: Sequence[Stamp],
+        place: ReadPosition,
+        begun: Sequence[FileStamp],
         documents: int,
         tokens: int,
         text_bytes: int,
@@ -134,7 +139,7 @@ class Outputs:
         The rest are the counts so far. Records it if that is due."""
         self._sources.add(begun)
         before = self._last
-        self._last = Snapshot(
+        self._last = RunSnapshot(
             place=place,
             pairs=tuple(writer.written for writer in self.writers),
             quarantine=self._quarantine.size,
@@ -152,16 +157,16 @@ class Outputs:
 
     def complete(self) -> None:
         """Bring all to the disk, which may fail or take long, before the first gets its name."""
-        self._await()
+        self._wait_for_record()
         for writer in self.writers:
-            writer.complete()
+            writer.flush_all()
         self._quarantine.complete()
         sync(self._sources.file)
         self._complete = True
 
-    def forget(self) -> None:
+    def discard_record(self) -> None:
         """What was recorded leads nowhere: nothing is kept."""
-        self._await()
+        self._wait_for_record()
         if self._record is not None:
             run_record.remove(self._names.record)
         self._record = None
@@ -186,10 +191,10 @@ class Outputs:
     def _finish(self) -> None:
         if not self._complete:
             self.complete()
-        record = Record(SEALED, self._plan.settings, (self._last,))
+        record = RunRecord(SEALED, self._plan.settings, (self._last,))
         run_record.write(self._names.record, record)
         self._record = record
-        name_all(self._names, record)
+        publish_all(self._names, record)
         self._leave()
 
     def _keep_or_remove(self, error: BaseException) -> None:
@@ -207,7 +212,7 @@ class Outputs:
                 self._flush()
                 self._make_durable(self._files, self._snapshots())
         self._leave()
-        error.add_note(note(self._record))
+        error.add_note(resume_hint(self._record))
 
     def _check_record(self) -> None:
         """That nobody else went on meanwhile, and that the record tells of what is now written."""
@@ -227,23 +232,23 @@ class Outputs:
 
     def _leave(self) -> None:
         for writer in self.writers:
-            writer.leave()
+            writer.close_keeping()
         self._quarantine.leave()
         self._sources.leave()
 
-    def _snapshots(self) -> tuple[Snapshot, ...]:
+    def _snapshots(self) -> tuple[RunSnapshot, ...]:
         return (*self._earlier, self._last)
 
     def _begin_record(self) -> None:
         """Begin to record where the run stands; the next waits until that is done."""
         if self._pending is not None and not self._pending.done():
             return
-        self._await()
+        self._wait_for_record()
         self._flush()
         self._pending = self._background.submit(self._make_durable, self._files, self._snapshots())
         self._due = time.monotonic() + RECORD_SECONDS
 
-    def _await(self) -> None:
+    def _wait_for_record(self) -> None:
         """Wait for the record that is being written. Raises what went wrong."""
         if self._pending is not None:
             pending, self._pending = self._pending, None
@@ -258,11 +263,11 @@ class Outputs:
             with naming(file.name):
                 file.flush()
 
-    def _make_durable(self, files: list[BinaryIO], snapshots: tuple[Snapshot, ...]) -> None:
+    def _make_durable(self, files: list[BinaryIO], snapshots: tuple[RunSnapshot, ...]) -> None:
         for file in files:
             with naming(file.name):
                 os.fsync(file.fileno())
-        record = Record(RUNNING, self._plan.settings, snapshots)
+        record = RunRecord(RUNNING, self._plan.settings, snapshots)
         run_record.write(self._names.record, record)
         self._record = record
 
@@ -270,21 +275,21 @@ class Outputs:
 class _Sources:
     """The list of the files that were read, as they were; a line for each."""
 
-    def __init__(self, names: Names) -> None:
+    def __init__(self, names: OutputPaths) -> None:
         self.file = open_locked(names.sources, names.prefix)
         self.size = 0
         self._hash = hashlib.sha256()
         self.digest = self._hash.hexdigest()
 
-    def begin(self, start: Snapshot) -> None:
+    def begin(self, start: RunSnapshot) -> None:
         """Go on where the list had come to."""
-        cut_back(self.file, start.sources)
+        truncate_to(self.file, start.sources)
         self.size = start.sources
         with open(self.file.name, "rb") as file:
             self._hash = hashlib.sha256(file.read())
         self.digest = self._hash.hexdigest()
 
-    def add(self, stamps: Sequence[Stamp]) -> None:
+    def add(self, stamps: Sequence[FileStamp]) -> None:
         for stamp in stamps:
             line = line_of(stamp)
             with naming(self.file.name):
@@ -303,21 +308,21 @@ class _Sources:
             self.file.close()
 
 
-def line_of(stamp: Stamp) -> bytes:
+def line_of(stamp: FileStamp) -> bytes:
     """A line of the list of files."""
     return (json.dumps(stamp) + "\n").encode()
 
 
-def name_all(names: Names, record: Record) -> None:
+def publish_all(names: OutputPaths, record: RunRecord) -> None:
     """Give all files of a sealed run their names; begun before, it is continued."""
     name_quarantine(names.quarantine, record.last.quarantine)
     for prefix in names.pairs:
-        name_pair(prefix, made_by=True)
+        publish_pair(prefix, made_by=True)
     Path(names.sources).unlink(missing_ok=True)
     run_record.write(names.record, dataclasses.replace(record, state=FINISHED))
 
 
-def note(record: Record) -> str:
+def resume_hint(record: RunRecord) -> str:
     """What is left of an interrupted run, in words."""
     if record.state != RUNNING:
         return "all documents are done; the same command with --resume gives the files their names"

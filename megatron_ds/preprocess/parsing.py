@@ -11,7 +11,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from megatron_ds.preprocess.document_readers import INVALID_TEXT, TOO_LONG, Item, Unreadable
+from megatron_ds.preprocess.document_readers import (
+    INVALID_TEXT,
+    TOO_LONG,
+    RawDocument,
+    UnreadableDocument,
+)
 
 try:
     import orjson
@@ -19,7 +24,7 @@ except ImportError:  # slower, and the same result
     orjson = None  # type: ignore[assignment]
 
 KEYS_SHOWN = 8
-NESTED = 400
+MAX_NESTING = 400
 """Levels that json reads for certain."""
 
 BROKEN_JSON = "broken JSON"
@@ -30,7 +35,7 @@ REFUSED_TEXT = "refused by the tokenizer"
 
 
 @dataclass(frozen=True)
-class Wanted:
+class TextFields:
     """Which texts are taken. keys: `a.b` is the field b of a, where there is no field of that very
     name. max_document_bytes: of one text; longer ones are refused.
     """
@@ -39,7 +44,7 @@ class Wanted:
     max_document_bytes: int
 
 
-class Bad(NamedTuple):
+class RejectedDocument(NamedTuple):
     """What gives no document, and why. content: the line or the fields, as text."""
 
     file: str
@@ -55,42 +60,46 @@ class Bad(NamedTuple):
 class Document(NamedTuple):
     """The texts of one item, one per key."""
 
-    item: Item
+    item: RawDocument
     texts: list[str]
 
 
-def parse(items: Iterable[Item], wanted: Wanted) -> tuple[list[Document], list[Bad]]:
+def parse(
+    items: Iterable[RawDocument], wanted: TextFields
+) -> tuple[list[Document], list[RejectedDocument]]:
     """What gives documents, and what does not."""
     documents: list[Document] = []
-    problems: list[Bad] = []
+    problems: list[RejectedDocument] = []
     for item in items:
         found = texts_of(item, wanted)
-        if isinstance(found, Bad):
+        if isinstance(found, RejectedDocument):
             problems.append(found)
         else:
             documents.append(Document(item, found))
     return documents, problems
 
 
-def texts_of(item: Item, wanted: Wanted) -> list[str] | Bad:
+def texts_of(item: RawDocument, wanted: TextFields) -> list[str] | RejectedDocument:
     """The texts of an item, one per key."""
     if isinstance(item.value, bytes):
-        quick = _quickly(item.value)
+        quick = _fast_parse(item.value)
         if quick is not None:
             found = _texts_in(item, quick, wanted)
-            if not isinstance(found, Bad):
+            if not isinstance(found, RejectedDocument):
                 return found
     # Whatever is not right is told by what json makes of it, whichever parser is installed.
-    return _told(item, wanted)
+    return _strict_parse(item, wanted)
 
 
-def _quickly(line: bytes) -> object | None:
+def _fast_parse(line: bytes) -> object | None:
     """What orjson makes of a line; None if it is not there or does not take the line.
 
     It takes nothing that json refuses but deep nesting, and less: no NaN, no half of a surrogate
     pair, no byte order mark.
     """
-    if orjson is None or (len(line) > NESTED and line.count(b"[") + line.count(b"{") > NESTED):
+    if orjson is None or (
+        len(line) > MAX_NESTING and line.count(b"[") + line.count(b"{") > MAX_NESTING
+    ):
         return None
     try:
         value: object = orjson.loads(line)
@@ -99,25 +108,25 @@ def _quickly(line: bytes) -> object | None:
     return value
 
 
-def _told(item: Item, wanted: Wanted) -> list[str] | Bad:
+def _strict_parse(item: RawDocument, wanted: TextFields) -> list[str] | RejectedDocument:
     value: object = item.value
-    if isinstance(value, Unreadable):
-        return problem(item, value.reason, value.words)
+    if isinstance(value, UnreadableDocument):
+        return reject(item, value.reason, value.words)
     if isinstance(value, bytes):
         try:
             value = json.loads(value)
         except UnicodeDecodeError as error:
-            return problem(item, INVALID_TEXT, f"not JSON: {error}")
+            return reject(item, INVALID_TEXT, f"not JSON: {error}")
         except ValueError as error:
-            return problem(item, BROKEN_JSON, f"not JSON: {error}")
+            return reject(item, BROKEN_JSON, f"not JSON: {error}")
         except RecursionError:
-            return problem(item, BROKEN_JSON, "not read: it is nested too deeply")
+            return reject(item, BROKEN_JSON, "not read: it is nested too deeply")
     return _texts_in(item, value, wanted)
 
 
-def _texts_in(item: Item, value: object, wanted: Wanted) -> list[str] | Bad:
+def _texts_in(item: RawDocument, value: object, wanted: TextFields) -> list[str] | RejectedDocument:
     if not isinstance(value, dict):
-        return problem(item, WRONG_TYPE, f"must be a JSON object, not {type(value).__name__}")
+        return reject(item, WRONG_TYPE, f"must be a JSON object, not {type(value).__name__}")
     texts: list[str] = []
     for key in wanted.keys:
         try:
@@ -126,19 +135,19 @@ def _texts_in(item: Item, value: object, wanted: Wanted) -> list[str] | Bad:
             shown = [repr(name[:40]) for name in itertools.islice(value, KEYS_SHOWN)]
             more = ", ..." if len(value) > KEYS_SHOWN else ""
             has = f"(it has {', '.join(shown) or 'none'}{more})"
-            return problem(item, MISSING_KEY, f"has no key {key!r} {has}")
+            return reject(item, MISSING_KEY, f"has no key {key!r} {has}")
         if not isinstance(text, str):
-            return problem(item, WRONG_TYPE, f"{key!r} must be text, not {type(text).__name__}")
+            return reject(item, WRONG_TYPE, f"{key!r} must be text, not {type(text).__name__}")
         try:
-            size, limit = size_of(text), wanted.max_document_bytes
+            size, limit = utf8_size(text), wanted.max_document_bytes
         except UnicodeEncodeError:
             words = f"{key!r} holds half of a surrogate pair, which is no text"
             if not isinstance(item.value, bytes):  # that is how the reader marks such bytes
                 words = f"{key!r} is no UTF-8"
-            return problem(item, INVALID_TEXT, words)
+            return reject(item, INVALID_TEXT, words)
         if size > limit:
             words = f"{key!r} has {size} bytes, more than {limit} (--max-document-bytes)"
-            return problem(item, TOO_LONG, words)
+            return reject(item, TOO_LONG, words)
         texts.append(text)
     return texts
 
@@ -155,17 +164,17 @@ def _field(value: dict[str, Any], key: str) -> Any:
     return inner
 
 
-def problem(item: Item, reason: str, words: str) -> Bad:
+def reject(item: RawDocument, reason: str, words: str) -> RejectedDocument:
     """What is wrong with an item, with its content."""
     if isinstance(item.value, bytes):
         content = item.value.rstrip(b"\r\n").decode("utf-8", "surrogateescape")
-    elif isinstance(item.value, Unreadable):
+    elif isinstance(item.value, UnreadableDocument):
         content = item.value.content
     else:
         content = json.dumps(item.value, default=str)
-    return Bad(item.file, item.line, reason, words, content)
+    return RejectedDocument(item.file, item.line, reason, words, content)
 
 
-def size_of(text: str) -> int:
+def utf8_size(text: str) -> int:
     """Bytes of a text in UTF-8. Raises UnicodeEncodeError for half of a surrogate pair."""
     return len(text) if text.isascii() else len(text.encode())

@@ -20,20 +20,34 @@ from typing import Any, cast
 
 from megatron_ds.data.indexed_dataset import token_dtype
 from megatron_ds.data.tokenizer_metadata import content_of
-from megatron_ds.preprocess.document_readers import Inputs, Place, Reader, Stamp, Unreadable
-from megatron_ds.preprocess.encoder import Chunk, Encoded, Encoder
-from megatron_ds.preprocess.output_files import Names, Outputs, Plan, name_all
-from megatron_ds.preprocess.parsing import Bad, Wanted, parse
-from megatron_ds.preprocess.resume import Beginning, beginning
+from megatron_ds.preprocess.document_readers import (
+    DocumentReader,
+    FileStamp,
+    InputSpec,
+    ReadPosition,
+    UnreadableDocument,
+)
+from megatron_ds.preprocess.encoder import Chunk, EncodedChunk, Encoder
+from megatron_ds.preprocess.output_files import OutputPaths, OutputWriter, WritePlan, publish_all
+from megatron_ds.preprocess.parsing import RejectedDocument, TextFields, parse
+from megatron_ds.preprocess.resume import ResumePoint, find_resume_point
 from megatron_ds.preprocess.run_record import RUNNING, SEALED
 from megatron_ds.preprocess.sentence_splitter import Splitter
-from megatron_ds.preprocess.stage_timer import Spent
+from megatron_ds.preprocess.stage_timer import StageTimer
 from megatron_ds.preprocess.worker_pool import Workers
 from megatron_ds.tokenizer import Tokenizer
 
 CHUNK_BYTES = 1 << 20
 """A chunk ends here even if it has fewer documents than asked for."""
-FREE = {"inputs", "output_prefix", "splitter", "strict", "workers", "chunk_size", "resume"}
+IRRELEVANT_OPTIONS = {
+    "inputs",
+    "output_prefix",
+    "splitter",
+    "strict",
+    "workers",
+    "chunk_size",
+    "resume",
+}
 """Options that the output does not depend on, or that are looked at elsewhere."""
 PROBLEMS_SHOWN = 20
 DOCUMENTS_CHECKED_AHEAD = 100_000
@@ -51,7 +65,7 @@ class PreprocessOptions:
     resume: go on where an interrupted run of this prefix stopped.
     """
 
-    inputs: Inputs
+    inputs: InputSpec
     output_prefix: str
     keys: tuple[str, ...] = ("text",)
     append_eod: bool = False
@@ -67,9 +81,9 @@ class PreprocessOptions:
         return f"{self.output_prefix}_{key}_{level}"
 
     @property
-    def names(self) -> Names:
+    def names(self) -> OutputPaths:
         """Where everything is written."""
-        return Names(self.output_prefix, tuple(map(self.prefix, self.keys)))
+        return OutputPaths(self.output_prefix, tuple(map(self.prefix, self.keys)))
 
     @property
     def quarantine(self) -> str:
@@ -77,13 +91,13 @@ class PreprocessOptions:
         return self.names.quarantine
 
     @property
-    def wanted(self) -> Wanted:
-        return Wanted(self.keys, self.inputs.max_document_bytes)
+    def wanted(self) -> TextFields:
+        return TextFields(self.keys, self.inputs.max_document_bytes)
 
     def settings(self, made_by: bytes) -> dict[str, Any]:
         """All that the output depends on, but for the files that are read. made_by: what the file
         beside the pairs says."""
-        ours = {name: value for name, value in vars(self).items() if name not in FREE}
+        ours = {name: value for name, value in vars(self).items() if name not in IRRELEVANT_OPTIONS}
         inputs = {name: value for name, value in vars(self.inputs).items() if name != "paths"}
         found = {**ours, **inputs, "made_by": made_by.decode()}
         return cast("dict[str, Any]", json.loads(json.dumps(found)))
@@ -107,7 +121,7 @@ class PreprocessOptions:
             if value < 1:
                 yield f"{name} {value}: must be at least 1"
         if self.resume:
-            for path in self.inputs.read_once():
+            for path in self.inputs.unseekable_paths():
                 yield (
                     f"--resume: --input {path} can be read only once: what an interrupted run read "
                     "of it is gone; begin anew without --resume"
@@ -156,7 +170,9 @@ def preprocess(
     sentences = options.splitter.description if options.splitter else None
     made_by = content_of(tokenizer.identity, sentences)
     settings = options.settings(made_by)
-    start = beginning(options.names, settings, dtype.itemsize, options.inputs, options.resume, say)
+    start = find_resume_point(
+        options.names, settings, dtype.itemsize, options.inputs, options.resume, say
+    )
     progress = _progress_at(start)
     if options.strict and progress.dropped:
         raise ValueError(
@@ -166,51 +182,60 @@ def preprocess(
     if start.record is not None:
         if start.record.state != RUNNING:
             if start.record.state == SEALED:
-                name_all(options.names, start.record)
+                publish_all(options.names, start.record)
             say(f"{options.output_prefix} is complete: nothing is left to do")
             return dataclasses.replace(progress, input_bytes=options.inputs.total_bytes() or 0)
         say(f"going on after {progress.documents} documents")
-    plan = Plan(
-        dtype, made_by, settings, start.snapshot, start.record, not options.inputs.read_once()
+    plan = WritePlan(
+        dtype,
+        made_by,
+        settings,
+        start.snapshot,
+        start.record,
+        not options.inputs.unseekable_paths(),
     )
-    first: Bad | None = None
+    first: RejectedDocument | None = None
     with ExitStack() as stack:
         encoder = Encoder(tokenizer, options.wanted, options.append_eod, options.splitter)
         workers = stack.enter_context(Workers(encoder, options.workers))  # they inherit no files
-        outputs = stack.enter_context(Outputs(options.names, plan))
-        reader = Reader(options.inputs, options.keys, start.snapshot.place)
-        spent = Spent()
-        steps: deque[tuple[Place, list[Stamp]]] = deque()
-        chunks = spent.each("reading", _chunks(reader, options, steps))
-        for encoded in spent.each("waiting", workers.map(chunks)):
+        outputs = stack.enter_context(OutputWriter(options.names, plan))
+        reader = DocumentReader(options.inputs, options.keys, start.snapshot.place)
+        spent = StageTimer()
+        steps: deque[tuple[ReadPosition, list[FileStamp]]] = deque()
+        chunks = spent.timed_iter("reading", _chunks(reader, options, steps))
+        for encoded in spent.timed_iter("waiting", workers.map(chunks)):
             if encoded.bad and options.strict:
-                raise ValueError(_all_problems(encoded.bad, workers.drain(), chunks, options))
+                raise ValueError(
+                    _all_problems(encoded.bad, workers.finish_pending(), chunks, options)
+                )
             first = first or next(iter(encoded.bad), None)
             for stage, seconds in encoded.seconds.items():
                 spent.add(stage, seconds)
-            with spent.on("writing"):
+            with spent.stage("writing"):
                 outputs.add(encoded.columns, encoded.bad)
                 progress = _advance(progress, encoded, reader.position, spent)
                 _reached(outputs, *steps.popleft(), progress)
             report(progress)
         if not progress.documents:
-            outputs.forget()
+            outputs.discard_record()
             left_out = f"; left out were {dropped(progress)}, the first {first}" if first else ""
             raise ValueError(f"{options.inputs.name}: has no documents{left_out}")
-        with spent.on("writing"):
-            _reached(outputs, reader.end, reader.new_stamps(), progress)
+        with spent.stage("writing"):
+            _reached(outputs, reader.end, reader.take_new_stamps(), progress)
             outputs.complete()
     return dataclasses.replace(progress, input_bytes=reader.position, seconds=spent.seconds)
 
 
-def _progress_at(start: Beginning) -> Progress:
+def _progress_at(start: ResumePoint) -> Progress:
     at = start.snapshot
     progress = Progress(at.documents, at.tokens, at.text_bytes, dropped=at.dropped)
     return progress if start.record is None else dataclasses.replace(progress, before=progress)
 
 
-def _reached(outputs: Outputs, place: Place, begun: list[Stamp], progress: Progress) -> None:
-    outputs.reached(
+def _reached(
+    outputs: OutputWriter, place: ReadPosition, begun: list[FileStamp], progress: Progress
+) -> None:
+    outputs.checkpoint_progress(
         place, begun, progress.documents, progress.tokens, progress.text_bytes, progress.dropped
     )
 
@@ -220,7 +245,9 @@ def dropped(progress: Progress) -> str:
     return ", ".join(f"{count} {reason}" for reason, count in sorted(progress.dropped.items()))
 
 
-def _advance(progress: Progress, encoded: Encoded, input_bytes: int, spent: Spent) -> Progress:
+def _advance(
+    progress: Progress, encoded: EncodedChunk, input_bytes: int, spent: StageTimer
+) -> Progress:
     return Progress(
         documents=progress.documents + encoded.documents,
         tokens=progress.tokens + sum(len(column.tokens) for column in encoded.columns),
@@ -233,7 +260,9 @@ def _advance(progress: Progress, encoded: Encoded, input_bytes: int, spent: Spen
 
 
 def _chunks(
-    reader: Reader, options: PreprocessOptions, steps: deque[tuple[Place, list[Stamp]]]
+    reader: DocumentReader,
+    options: PreprocessOptions,
+    steps: deque[tuple[ReadPosition, list[FileStamp]]],
 ) -> Iterator[Chunk]:
     """The documents in chunks. steps: gets for each where its end is, and the files begun in it."""
     chunk, size = Chunk([], [], []), 0
@@ -243,23 +272,23 @@ def _chunks(
         chunk.values.append(value)
         size += len(value) if isinstance(value, bytes) else _content_size(value)
         if len(chunk.lines) >= options.chunk_size or size >= CHUNK_BYTES:
-            steps.append((reader.place(line), reader.new_stamps()))
+            steps.append((reader.place(line), reader.take_new_stamps()))
             yield chunk
             chunk, size = Chunk([], [], []), 0
     if chunk.lines:
-        steps.append((reader.end, reader.new_stamps()))
+        steps.append((reader.end, reader.take_new_stamps()))
         yield chunk
 
 
-def _content_size(value: dict[str, Any] | Unreadable) -> int:
-    if isinstance(value, Unreadable):
+def _content_size(value: dict[str, Any] | UnreadableDocument) -> int:
+    if isinstance(value, UnreadableDocument):
         return len(value.content)
     return sum(len(text) for text in value.values() if isinstance(text, str))
 
 
 def _all_problems(
-    first: list[Bad],
-    under_way: Iterable[Encoded],
+    first: list[RejectedDocument],
+    under_way: Iterable[EncodedChunk],
     rest: Iterator[Chunk],
     options: PreprocessOptions,
 ) -> str:

@@ -8,11 +8,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from megatron_ds.fileio.atomic import cut_back, naming, sync
-from megatron_ds.preprocess.parsing import Bad
+from megatron_ds.fileio.atomic import naming, sync, truncate_to
+from megatron_ds.preprocess.parsing import RejectedDocument
 
 
-def line_of(bad: Bad) -> str:
+def line_of(bad: RejectedDocument) -> str:
     """The entry of what was left out, with its line's end."""
     entry = {"file": bad.file, "line": bad.line, "reason": bad.reason}
     return json.dumps({**entry, "message": bad.words, "content": bad.content}) + "\n"
@@ -30,14 +30,14 @@ class Quarantine:
         self._file: BinaryIO | None = None
         if kept:
             self._file = open(self._path, "r+b")  # noqa: SIM115
-            cut_back(self._file, kept)
+            truncate_to(self._file, kept)
 
     @property
     def files(self) -> list[BinaryIO]:
         """The open file, if there is one."""
         return [] if self._file is None else [self._file]
 
-    def add(self, bad: Bad) -> None:
+    def add(self, bad: RejectedDocument) -> None:
         if self._file is None:
             self._file = open(self._path, "wb")  # noqa: SIM115
         line = line_of(bad).encode("ascii")

@@ -14,11 +14,11 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_ds.data.indexed_dataset import DOCUMENTS, HEADER, MADE_BY, Written
+from megatron_ds.data.indexed_dataset import DOC_INDEX_SUFFIX, HEADER, TOKENIZER_SUFFIX, WriteCounts
 from megatron_ds.preprocess import run_record
-from megatron_ds.preprocess.document_readers import START, Inputs, Stamp
-from megatron_ds.preprocess.output_files import Names, line_of
-from megatron_ds.preprocess.run_record import FINISHED, RUNNING, Record, Snapshot
+from megatron_ds.preprocess.document_readers import START, FileStamp, InputSpec
+from megatron_ds.preprocess.output_files import OutputPaths, line_of
+from megatron_ds.preprocess.run_record import FINISHED, RUNNING, RunRecord, RunSnapshot
 
 FLAGS = {
     "keys": "--json-keys",
@@ -30,28 +30,28 @@ FLAGS = {
 
 
 @dataclass(frozen=True)
-class Beginning:
+class ResumePoint:
     """Where to begin. record: that of the run that goes on, None for a new one; if it is not of a
     run under way, nothing is left to do but to give files their names, or nothing at all."""
 
-    snapshot: Snapshot
-    record: Record | None = None
+    snapshot: RunSnapshot
+    record: RunRecord | None = None
 
 
-def beginning(
-    names: Names,
+def find_resume_point(
+    names: OutputPaths,
     settings: Mapping[str, Any],
     itemsize: int,
-    inputs: Inputs,
+    inputs: InputSpec,
     resume: bool,
     say: Callable[[str], None],
-) -> Beginning:
+) -> ResumePoint:
     """Where a run with these settings begins. itemsize: bytes per token. resume: whether it may go
     on; what speaks against it that new work would repair is said, and it begins anew.
 
     Raises ValueError, naming both, where settings or files are not those of the interrupted run.
     """
-    new = Beginning(Snapshot(START, (Written(),) * len(names.pairs)))
+    new = ResumePoint(RunSnapshot(START, (WriteCounts(),) * len(names.pairs)))
     try:
         record = run_record.read(names.record)
     except ValueError as error:
@@ -59,7 +59,7 @@ def beginning(
             say(f"{error}; the run begins anew")
         return new
     if not resume:
-        if record is not None and record.state != FINISHED and not inputs.read_once():
+        if record is not None and record.state != FINISHED and not inputs.unseekable_paths():
             say(
                 f"{names.record}: an unfinished run had done {record.last.documents} documents; "
                 "this one begins anew and replaces it (--resume would have gone on)"
@@ -75,22 +75,24 @@ def beginning(
         if record.state != RUNNING:
             _check_complete(names, record, itemsize)
             _check_all_stamps(names, record, inputs)
-            return Beginning(record.last, record)
+            return ResumePoint(record.last, record)
         begun = _stamps(names, record.last)
         for snapshot in record.snapshots:
             _check_sizes(names, snapshot, itemsize)
-    except _Lost as error:
+    except _FilesMissing as error:
         say(f"--resume: {error}; the run begins anew")
         return new
-    snapshot = _before_changes(names, record, begun, inputs, say)
-    return Beginning(snapshot, record)
+    snapshot = _last_valid_snapshot(names, record, begun, inputs, say)
+    return ResumePoint(snapshot, record)
 
 
-class _Lost(Exception):
+class _FilesMissing(Exception):
     """Files of the interrupted run are not there as recorded."""
 
 
-def _differences(names: Names, record: Record, settings: Mapping[str, Any]) -> Iterator[str]:
+def _differences(
+    names: OutputPaths, record: RunRecord, settings: Mapping[str, Any]
+) -> Iterator[str]:
     for name in sorted({*record.settings, *settings}):
         before, now = record.settings.get(name), settings.get(name)
         if before != now:
@@ -107,40 +109,40 @@ def _shown(value: Any) -> str:
     return " ".join(str(value).split())
 
 
-def _check_sizes(names: Names, snapshot: Snapshot, itemsize: int) -> None:
+def _check_sizes(names: OutputPaths, snapshot: RunSnapshot, itemsize: int) -> None:
     needed = {names.sources: snapshot.sources}
     if snapshot.quarantine:
         needed[names.quarantine + ".partial"] = snapshot.quarantine
     for prefix, written in zip(names.pairs, snapshot.pairs, strict=True):
         needed[prefix + ".bin.partial"] = written.tokens * itemsize
         needed[prefix + ".idx.partial"] = HEADER.size + 4 * written.sequences
-        needed[prefix + DOCUMENTS] = 8 * written.documents
+        needed[prefix + DOC_INDEX_SUFFIX] = 8 * written.documents
     for path, size in needed.items():
         there = _size(path)
         if there is None or there < size:
             has = "is not there" if there is None else f"has {there} bytes"
-            raise _Lost(f"{path} {has}, and {size} bytes were written")
+            raise _FilesMissing(f"{path} {has}, and {size} bytes were written")
 
 
-def _check_complete(names: Names, record: Record, itemsize: int) -> None:
+def _check_complete(names: OutputPaths, record: RunRecord, itemsize: int) -> None:
     needed: dict[str, int | None] = {}
     if record.last.quarantine:
         needed[names.quarantine] = record.last.quarantine
     for prefix, (tokens, sequences, documents) in zip(names.pairs, record.last.pairs, strict=True):
         needed[prefix + ".bin"] = tokens * itemsize
         needed[prefix + ".idx"] = HEADER.size + 12 * sequences + 8 * (documents + 1)
-        needed[prefix + MADE_BY] = None
+        needed[prefix + TOKENIZER_SUFFIX] = None
     for path, size in needed.items():
         there = _size(path)
         if there is None and record.state != FINISHED:
             there = _size(path + ".partial")
         if there is None or (size is not None and there != size):
             has = "is not there" if there is None else f"has {there} bytes and not {size}"
-            raise _Lost(f"{path} {has}, as the run wrote it")
+            raise _FilesMissing(f"{path} {has}, as the run wrote it")
 
 
-def _check_all_stamps(names: Names, record: Record, inputs: Inputs) -> None:
-    lines = [line_of(stamp) for stamp in inputs.stamps()]
+def _check_all_stamps(names: OutputPaths, record: RunRecord, inputs: InputSpec) -> None:
+    lines = [line_of(stamp) for stamp in inputs.file_stamps()]
     if hashlib.sha256(b"".join(lines)).hexdigest() != record.last.digest:
         raise ValueError(
             f"--resume: {names.prefix} is complete, made of {record.last.place.file} files; "
@@ -149,29 +151,29 @@ def _check_all_stamps(names: Names, record: Record, inputs: Inputs) -> None:
         )
 
 
-def _stamps(names: Names, snapshot: Snapshot) -> list[Stamp]:
+def _stamps(names: OutputPaths, snapshot: RunSnapshot) -> list[FileStamp]:
     """The files that had been read or begun, as they were."""
     try:
         with open(names.sources, "rb") as file:
             content = file.read(snapshot.sources)
     except OSError as error:
-        raise _Lost(f"{names.sources} cannot be read ({error.strerror})") from error
+        raise _FilesMissing(f"{names.sources} cannot be read ({error.strerror})") from error
     if hashlib.sha256(content).hexdigest() != snapshot.digest:
-        raise _Lost(f"{names.sources} is damaged")
-    return [Stamp(*json.loads(line)) for line in content.splitlines()]
+        raise _FilesMissing(f"{names.sources} is damaged")
+    return [FileStamp(*json.loads(line)) for line in content.splitlines()]
 
 
-def _before_changes(
-    names: Names,
-    record: Record,
-    begun: list[Stamp],
-    inputs: Inputs,
+def _last_valid_snapshot(
+    names: OutputPaths,
+    record: RunRecord,
+    begun: list[FileStamp],
+    inputs: InputSpec,
     say: Callable[[str], None],
-) -> Snapshot:
+) -> RunSnapshot:
     """The last snapshot of which all files are what they were. Raises ValueError without one."""
     same = 0
     change = ""
-    now_there = inputs.stamps()
+    now_there = inputs.file_stamps()
     for before in begun:
         now = next(now_there, None)
         if before != now:
@@ -189,17 +191,18 @@ def _before_changes(
     )
 
 
-def _change(before: Stamp, now: Stamp | None) -> str:
+def _change(before: FileStamp, now: FileStamp | None) -> str:
     if now is None:
         return f"{before.name} was read, and is not among the inputs now"
     if now.name != before.name:
         return f"{before.name} was read, and in its place comes {now.name} now"
     return (
-        f"{before.name} has changed since it was read: it had {_told(before)}, and has {_told(now)}"
+        f"{before.name} has changed since it was read: it had "
+        f"{_describe_stamp(before)}, and has {_describe_stamp(now)}"
     )
 
 
-def _told(stamp: Stamp) -> str:
+def _describe_stamp(stamp: FileStamp) -> str:
     if not stamp.mark.isdecimal():
         return f"{stamp.size} bytes" + (f" ({stamp.mark})" if stamp.mark else "")
     seconds, nanoseconds = divmod(int(stamp.mark), 10**9)

@@ -14,9 +14,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_ds.data.indexed_dataset import Written
+from megatron_ds.data.indexed_dataset import WriteCounts
 from megatron_ds.fileio.atomic import replace_with, sync_folder
-from megatron_ds.preprocess.document_readers import Place
+from megatron_ds.preprocess.document_readers import ReadPosition
 
 VERSION = 1
 RUNNING, SEALED, FINISHED = "running", "sealed", "finished"
@@ -25,7 +25,7 @@ STATES = (RUNNING, SEALED, FINISHED)
 
 
 @dataclass(frozen=True)
-class Snapshot:
+class RunSnapshot:
     """A moment of a run at which all files were in step.
 
     place: what was read. pairs: what was written for each key. quarantine, sources: bytes of the
@@ -33,8 +33,8 @@ class Snapshot:
     are counts as in the summary.
     """
 
-    place: Place
-    pairs: tuple[Written, ...]
+    place: ReadPosition
+    pairs: tuple[WriteCounts, ...]
     quarantine: int = 0
     sources: int = 0
     digest: str = ""
@@ -45,7 +45,7 @@ class Snapshot:
 
 
 @dataclass(frozen=True)
-class Record:
+class RunRecord:
     """What the file says.
 
     settings: all that the output depends on, but for the inputs. snapshots: the last, and before it
@@ -54,21 +54,21 @@ class Record:
 
     state: str
     settings: Mapping[str, Any]
-    snapshots: tuple[Snapshot, ...]
+    snapshots: tuple[RunSnapshot, ...]
 
     @property
-    def last(self) -> Snapshot:
+    def last(self) -> RunSnapshot:
         return self.snapshots[-1]
 
 
-def write(path: str, record: Record) -> None:
+def write(path: str, record: RunRecord) -> None:
     """Replace the record of a prefix, durably."""
     content = dataclasses.asdict(record)
     whole = {"version": VERSION, "sha256": _sum(content), "run": content}
     replace_with(path, (json.dumps(whole, indent=1) + "\n").encode())
 
 
-def read(path: str) -> Record | None:
+def read(path: str) -> RunRecord | None:
     """The record of a prefix; None without one. Raises ValueError, in words, if it is damaged."""
     try:
         with open(path, "rb") as file:
@@ -87,7 +87,7 @@ def read(path: str) -> Record | None:
     if digest != _sum(run):
         raise ValueError(f"{path} is damaged: its checksum is not that of its content")
     snapshots = tuple(_snapshot(snapshot) for snapshot in run.pop("snapshots"))
-    return Record(snapshots=snapshots, **run)
+    return RunRecord(snapshots=snapshots, **run)
 
 
 def remove(path: str) -> None:
@@ -103,6 +103,8 @@ def _sum(content: object) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def _snapshot(content: dict[str, Any]) -> Snapshot:
+def _snapshot(content: dict[str, Any]) -> RunSnapshot:
     place, pairs = content.pop("place"), content.pop("pairs")
-    return Snapshot(place=Place(*place), pairs=tuple(Written(*pair) for pair in pairs), **content)
+    return RunSnapshot(
+        place=ReadPosition(*place), pairs=tuple(WriteCounts(*pair) for pair in pairs), **content
+    )

@@ -10,10 +10,10 @@ from __future__ import annotations
 import hashlib
 import importlib
 import os
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+from megatron_ds.data.tokenizer_metadata import Description
 from megatron_ds.preprocess import sentence_rules
 
 SPLITTERS = ("auto", "punkt", "rules")
@@ -27,8 +27,6 @@ DOWNLOAD = "python -m nltk.downloader punkt_tab"
 INSTALL = "pip install 'megatron_ds[preprocess]'"
 LONGEST_WORD = 200
 """Characters of a word that punkt gets to see: all of it, but for what is no word."""
-
-Description = Mapping[str, str | int | bool]
 
 
 class Splitter(Protocol):
@@ -45,7 +43,7 @@ class Splitter(Protocol):
         """
 
 
-class Rules:
+class RuleSplitter:
     """Sentences by the built-in rules. why: what to tell the user of the choice."""
 
     def __init__(self, lang: str, keep_newlines: bool, why: str = "") -> None:
@@ -71,7 +69,7 @@ class Rules:
         return sentences
 
 
-class Punkt:
+class PunktSplitter:
     """Sentences by nltk's punkt, with the model of a language that is among nltk's data.
 
     Raises LookupError if there is none, ImportError without nltk, and ValueError for a broken one.
@@ -85,8 +83,11 @@ class Punkt:
         variables = _keeping_space(punkt) if keep_newlines else None
         self._tokenizer = punkt.PunktSentenceTokenizer(parameters, lang_vars=variables)
 
-    def __reduce__(self) -> tuple[type[Punkt], tuple[str, bool]]:
-        return Punkt, (self._lang, self._keep)  # nltk's objects with other rules cannot be pickled
+    def __reduce__(self) -> tuple[type[PunktSplitter], tuple[str, bool]]:
+        return PunktSplitter, (
+            self._lang,
+            self._keep,
+        )  # nltk's objects with other rules cannot be pickled
 
     @property
     def description(self) -> Description:
@@ -114,9 +115,9 @@ def choose_splitter(lang: str, keep_newlines: bool, splitter: str = "auto") -> S
     """
     if splitter == "rules":
         _require_rules(lang, "")
-        return Rules(lang, keep_newlines)
+        return RuleSplitter(lang, keep_newlines)
     try:
-        return Punkt(lang, keep_newlines)
+        return PunktSplitter(lang, keep_newlines)
     except ImportError as error:
         missing, remedy = f"nltk cannot be imported ({error})", INSTALL
         there = ""
@@ -126,7 +127,7 @@ def choose_splitter(lang: str, keep_newlines: bool, splitter: str = "auto") -> S
     if splitter == "punkt":
         raise ValueError(f"--sentence-splitter punkt: {missing}{there}; get it with {remedy}")
     _require_rules(lang, f"{missing}{there}, and ")
-    return Rules(lang, keep_newlines, f": {missing} ({remedy})")
+    return RuleSplitter(lang, keep_newlines, f": {missing} ({remedy})")
 
 
 def _require_rules(lang: str, beside: str) -> None:

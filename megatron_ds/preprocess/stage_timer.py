@@ -10,7 +10,7 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-class Spent:
+class StageTimer:
     """Adds up seconds by stage. A stage inside another counts for the inner one alone."""
 
     def __init__(self) -> None:
@@ -26,7 +26,7 @@ class Spent:
         self._seconds[stage] = self._seconds.get(stage, 0.0) + seconds
 
     @contextmanager
-    def on(self, stage: str) -> Iterator[None]:
+    def stage(self, stage: str) -> Iterator[None]:
         outer, self._inner = self._inner, 0.0
         start = time.perf_counter()
         try:
@@ -36,11 +36,11 @@ class Spent:
             self.add(stage, whole - self._inner)
             self._inner = outer + whole
 
-    def each(self, stage: str, items: Iterable[T]) -> Iterator[T]:
+    def timed_iter(self, stage: str, items: Iterable[T]) -> Iterator[T]:
         """The items; the time that getting them takes is the stage's."""
         iterator = iter(items)
         while True:
-            with self.on(stage):
+            with self.stage(stage):
                 try:
                     item = next(iterator)
                 except StopIteration:

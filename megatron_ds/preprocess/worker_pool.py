@@ -22,9 +22,9 @@ from typing import Any, Generic, TypeVar
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
-UNDER_WAY_PER_WORKER = 3
+MAX_IN_FLIGHT_PER_WORKER = 3
 """Items in memory per worker: being worked on, waiting, or done and waiting for its turn."""
-REMEDY = "try fewer --workers, a smaller --chunk-size or a smaller --max-document-bytes"
+OOM_HINT = "try fewer --workers, a smaller --chunk-size or a smaller --max-document-bytes"
 
 
 class Workers(Generic[Item, Result]):
@@ -80,11 +80,11 @@ class Workers(Generic[Item, Result]):
         """The results, in order. Takes from `items` as workers get free."""
         for item in items:
             self._under_way.append(self._threads.submit(self._ask, item))
-            if len(self._under_way) >= self._count * UNDER_WAY_PER_WORKER:
+            if len(self._under_way) >= self._count * MAX_IN_FLIGHT_PER_WORKER:
                 yield self._under_way.popleft().result()
-        yield from self.drain()
+        yield from self.finish_pending()
 
-    def drain(self) -> Iterator[Result]:
+    def finish_pending(self) -> Iterator[Result]:
         """The results of what is under way, without taking further items."""
         while self._under_way:
             yield self._under_way.popleft().result()
@@ -95,11 +95,11 @@ class Workers(Generic[Item, Result]):
             connection.send(item)
             good, answer = connection.recv()
         except (EOFError, OSError):
-            raise ValueError(f"a worker process was killed (out of memory?); {REMEDY}") from None
+            raise ValueError(f"a worker process was killed (out of memory?); {OOM_HINT}") from None
         finally:
             self._idle.put(connection)
         if isinstance(answer, MemoryError):
-            raise ValueError(f"a worker process ran out of memory; {REMEDY}")
+            raise ValueError(f"a worker process ran out of memory; {OOM_HINT}")
         if not good:
             raise answer
         return answer  # type: ignore[no-any-return]

@@ -7,10 +7,10 @@ Must not know files of tokens, models or process groups.
 from __future__ import annotations
 
 from megatron_ds.config import TokenizerConfig
-from megatron_ds.tokenizer.base import Flat, Tokenizer, encode_flat
-from megatron_ds.tokenizer.fingerprint import Identity
+from megatron_ds.tokenizer.base import FlatIds, Tokenizer, encode_flat
+from megatron_ds.tokenizer.fingerprint import TokenizerFingerprint
 
-__all__ = ["Flat", "Identity", "Tokenizer", "build_tokenizer", "encode_flat"]
+__all__ = ["FlatIds", "Tokenizer", "TokenizerFingerprint", "build_tokenizer", "encode_flat"]
 
 
 def build_tokenizer(config: TokenizerConfig, vocab_size: int | None = None) -> Tokenizer:
@@ -61,8 +61,13 @@ def build_tokenizer(config: TokenizerConfig, vocab_size: int | None = None) -> T
             special=config.tiktoken_special_tokens,
             vocab_size=vocab_size,
         )
-    from megatron_ds.tokenizer.sentencepiece import MarkedSentencePiece, PlainSentencePiece
+    from megatron_ds.tokenizer.sentencepiece import (
+        SentencePieceTokenizer,
+        SentencePieceWithSpecialTokens,
+    )
 
     if config.tokenizer_type == "SentencePieceTokenizer":
-        return MarkedSentencePiece(config.tokenizer_model, extra_ids=config.vocab_extra_ids)
-    return PlainSentencePiece(config.tokenizer_model, kind=config.tokenizer_type)
+        return SentencePieceWithSpecialTokens(
+            config.tokenizer_model, extra_ids=config.vocab_extra_ids
+        )
+    return SentencePieceTokenizer(config.tokenizer_model, kind=config.tokenizer_type)

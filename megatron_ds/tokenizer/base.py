@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
-from megatron_ds.tokenizer.fingerprint import Identity
+from megatron_ds.tokenizer.fingerprint import TokenizerFingerprint
 
 LARGEST_ID = (1 << 31) - 1
 """Ids are stored as int32 at most."""
@@ -37,7 +37,7 @@ class Tokenizer(Protocol):
         """Hash of everything that decides the ids."""
 
     @property
-    def identity(self) -> Identity:
+    def identity(self) -> TokenizerFingerprint:
         """What is kept beside the data."""
 
     def encode(self, text: str) -> list[int]:
@@ -51,7 +51,7 @@ class Tokenizer(Protocol):
         otherwise."""
 
 
-class Flat(NamedTuple):
+class FlatIds(NamedTuple):
     """The ids of many texts, back to back, and how many each text has."""
 
     ids: npt.NDArray[np.generic]
@@ -62,18 +62,18 @@ class Flat(NamedTuple):
 class FlatTokenizer(Protocol):
     """A tokenizer that makes arrays without a Python number for each id."""
 
-    def encode_flat(self, texts: Sequence[str]) -> Flat:
+    def encode_flat(self, texts: Sequence[str]) -> FlatIds:
         """The ids that `encode_batch` gives."""
 
 
-def encode_flat(tokenizer: Tokenizer, texts: Sequence[str]) -> Flat:
+def encode_flat(tokenizer: Tokenizer, texts: Sequence[str]) -> FlatIds:
     """The ids of texts as one array. Raises ValueError where the tokenizer refuses a text."""
     if isinstance(tokenizer, FlatTokenizer):
         return tokenizer.encode_flat(texts)
     encoded = tokenizer.encode_batch(texts)
     lengths = np.fromiter(map(len, encoded), np.int64, len(encoded))
     ids = itertools.chain.from_iterable(encoded)
-    return Flat(np.fromiter(ids, np.int32, int(lengths.sum())), lengths)
+    return FlatIds(np.fromiter(ids, np.int32, int(lengths.sum())), lengths)
 
 
 def checked_size(vocab: Mapping[str, int], source: str) -> int:

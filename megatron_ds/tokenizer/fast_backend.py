@@ -13,8 +13,8 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
-from megatron_ds.tokenizer.base import Flat, Tokenizer, encode_flat, library_errors
-from megatron_ds.tokenizer.fingerprint import Identity
+from megatron_ds.tokenizer.base import FlatIds, Tokenizer, encode_flat, library_errors
+from megatron_ds.tokenizer.fingerprint import TokenizerFingerprint
 
 REFERENCE = "tokenizers"
 FAST = "fastokens"
@@ -58,7 +58,7 @@ runs of signs, and what looks like the tokenizers' own notation."""
 
 
 @runtime_checkable
-class Described(Protocol):
+class HasTokenizerJson(Protocol):
     """A tokenizer that a tokenizer.json says all about."""
 
     def tokenizer_json(self) -> str:
@@ -68,7 +68,7 @@ class Described(Protocol):
         """Texts that are tokens wherever they stand."""
 
 
-class Choice(NamedTuple):
+class BackendChoice(NamedTuple):
     """A tokenizer and the library that encodes for it. reason: why it is not the fast one, where
     that was wanted."""
 
@@ -85,15 +85,15 @@ class FastTokenizer:
     """
 
     def __init__(self, reference: Tokenizer) -> None:
-        if not isinstance(reference, Described):
+        if not isinstance(reference, HasTokenizerJson):
             raise ValueError(f"it does not serve {reference.identity.kind}")
         self._reference = reference
         library = importlib.import_module(FAST)
         with library_errors("it does not take the tokenizer"):
             self._model: Any = library.Tokenizer.from_json_str(reference.tokenizer_json())
         with library_errors("it fails"):
-            cases = edge_cases(reference.added_tokens())
-            difference = first_difference(self._by_itself, reference.encode, cases)
+            cases = equivalence_cases(reference.added_tokens())
+            difference = first_difference(self._encode_without_fallback, reference.encode, cases)
         if difference is not None:
             raise ValueError(f"it has other ids than {REFERENCE} for {difference}")
 
@@ -110,7 +110,7 @@ class FastTokenizer:
         return self._reference.fingerprint
 
     @property
-    def identity(self) -> Identity:
+    def identity(self) -> TokenizerFingerprint:
         return self._reference.identity
 
     def encode(self, text: str) -> list[int]:
@@ -122,7 +122,7 @@ class FastTokenizer:
         ends = np.cumsum(lengths).tolist()
         return [ids[end - length : end].tolist() for end, length in zip(ends, lengths, strict=True)]
 
-    def encode_flat(self, texts: Sequence[str]) -> Flat:
+    def encode_flat(self, texts: Sequence[str]) -> FlatIds:
         try:
             return self._flat(texts)
         except (KeyboardInterrupt, SystemExit, MemoryError):
@@ -130,12 +130,12 @@ class FastTokenizer:
         except BaseException:  # a panic of its Rust code is no Exception
             return encode_flat(self._reference, texts)
 
-    def _flat(self, texts: Sequence[str]) -> Flat:
+    def _flat(self, texts: Sequence[str]) -> FlatIds:
         ids, offsets = self._model.encode_batch_flat(list(texts))
         lengths = np.diff(np.frombuffer(offsets, "<u8")).astype(np.int64)
-        return Flat(np.frombuffer(ids, "<u4"), lengths)
+        return FlatIds(np.frombuffer(ids, "<u4"), lengths)
 
-    def _by_itself(self, text: str) -> list[int]:
+    def _encode_without_fallback(self, text: str) -> list[int]:
         """Without the reference's help, which would prove nothing."""
         ids: list[int] = self._flat([text]).ids.tolist()
         return ids
@@ -147,27 +147,27 @@ class FastTokenizer:
         return FastTokenizer, (self._reference,)  # the library's own object cannot be pickled
 
 
-def choose(tokenizer: Tokenizer, backend: str) -> Choice:
+def select_backend(tokenizer: Tokenizer, backend: str) -> BackendChoice:
     """The tokenizer with the library that `backend`, one of BACKENDS, names.
 
     auto: the fast one where it is there, takes the tokenizer and proves right, else the reference,
     and why. Raises ValueError if a library that is asked for by name cannot be had.
     """
-    own = REFERENCE if isinstance(tokenizer, Described) else tokenizer.identity.kind
+    own = REFERENCE if isinstance(tokenizer, HasTokenizerJson) else tokenizer.identity.kind
     if backend == REFERENCE or (backend == "auto" and own != REFERENCE):
-        return Choice(tokenizer, own)
+        return BackendChoice(tokenizer, own)
     try:
-        return Choice(FastTokenizer(tokenizer), FAST)
+        return BackendChoice(FastTokenizer(tokenizer), FAST)
     except ImportError as error:
         reason = f"{FAST} cannot be imported ({error}): {NEEDS}"
     except ValueError as error:
         reason = f"{FAST} cannot be used: {error}"
     if backend != "auto":
         raise ValueError(f"--tokenizer-backend {backend}: {reason}")
-    return Choice(tokenizer, own, reason)
+    return BackendChoice(tokenizer, own, reason)
 
 
-def edge_cases(added_tokens: Iterable[str] = ()) -> Iterator[str]:
+def equivalence_cases(added_tokens: Iterable[str] = ()) -> Iterator[str]:
     """Texts on which encoders differ from each other."""
     yield ""
     yield from EDGES

@@ -18,7 +18,7 @@ SHOWN = 12
 
 
 @dataclass(frozen=True)
-class Identity:
+class TokenizerFingerprint:
     """The kind of a tokenizer, its files and settings, the number of its ids and the id that ends
     documents.
 
@@ -32,7 +32,7 @@ class Identity:
     eod: int
     settings: Mapping[str, str | int] = field(default_factory=dict)
 
-    def same_as(self, other: Identity) -> bool:
+    def same_as(self, other: TokenizerFingerprint) -> bool:
         """Whether both give the same ids; the names of the files do not matter."""
         return self._decisive() == other._decisive()
 
@@ -50,7 +50,7 @@ class Identity:
         return (json.dumps(dataclasses.asdict(self), indent=2, ensure_ascii=False) + "\n").encode()
 
     @staticmethod
-    def from_json(content: bytes) -> Identity:
+    def from_json(content: bytes) -> TokenizerFingerprint:
         """Raises ValueError for anything but what `to_json` writes; further keys do no harm."""
         try:
             found = json.loads(content)
@@ -67,7 +67,7 @@ class Identity:
         )
         if not right:
             raise ValueError("no tokenizer's identity: a value is of a wrong type")
-        return Identity(kind, files, *numbers, settings)
+        return TokenizerFingerprint(kind, files, *numbers, settings)
 
 
 def hashes_of(files: Iterable[str | Path]) -> dict[str, str]:

@@ -11,7 +11,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from megatron_ds.tokenizer.base import checked_size, fingerprint_of, library_errors, read_json
-from megatron_ds.tokenizer.fingerprint import Identity, hashes_of
+from megatron_ds.tokenizer.fingerprint import TokenizerFingerprint, hashes_of
 
 END_OF_TEXT = "<|endoftext|>"
 SPECIAL_TOKENS = 1000
@@ -45,7 +45,7 @@ class GPT2BPETokenizer:
         self.fingerprint = fingerprint_of(
             "GPT2BPETokenizer", [Path(vocab_file).read_bytes(), Path(merge_file).read_bytes()]
         )
-        self.identity = Identity(
+        self.identity = TokenizerFingerprint(
             "GPT2BPETokenizer", hashes_of([vocab_file, merge_file]), self.vocab_size, self.eod
         )
         self._tokenizer = tokenizers.Tokenizer(model)

@@ -16,7 +16,7 @@ from megatron_ds.tokenizer.base import (
     library_errors,
     read_json,
 )
-from megatron_ds.tokenizer.fingerprint import Identity, hashes_of
+from megatron_ds.tokenizer.fingerprint import TokenizerFingerprint, hashes_of
 
 USUAL_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]", "<|eot_id|>")
 NEEDED_FILES = ("vocab_file", "merges_file")
@@ -92,7 +92,9 @@ class FileTokenizer:
         self.fingerprint = fingerprint_of(
             "HFTokenizer", [self._tokenizer.to_str().encode(), str(self.eod).encode()]
         )
-        self.identity = Identity("HFTokenizer", hashes_of([file]), self.vocab_size, self.eod)
+        self.identity = TokenizerFingerprint(
+            "HFTokenizer", hashes_of([file]), self.vocab_size, self.eod
+        )
 
     def tokenizer_json(self) -> str:
         return self._tokenizer.to_str()
@@ -139,7 +141,7 @@ class PretrainedTokenizer:
         self.fingerprint = fingerprint_of(
             "HFTokenizer", [file.read_bytes() for file in files if file.is_file()]
         )
-        self.identity = Identity(
+        self.identity = TokenizerFingerprint(
             "HFTokenizer",
             hashes_of(file for file in files if file.is_file()),
             self.vocab_size,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megatron_ds.tokenizer.base import LARGEST_ID, fingerprint_of
-from megatron_ds.tokenizer.fingerprint import Identity
+from megatron_ds.tokenizer.fingerprint import TokenizerFingerprint
 
 LONGEST_ID = 1000
 """Characters, for ids with zeros in front; Python refuses to read numbers of some thousands."""
@@ -23,7 +23,7 @@ class NullTokenizer:
         self.eod = vocab_size
         self.vocab_size = vocab_size + 1
         self.fingerprint = fingerprint_of("NullTokenizer", [str(vocab_size).encode()])
-        self.identity = Identity("NullTokenizer", {}, self.vocab_size, self.eod)
+        self.identity = TokenizerFingerprint("NullTokenizer", {}, self.vocab_size, self.eod)
 
     def encode(self, text: str) -> list[int]:
         words = text.split()

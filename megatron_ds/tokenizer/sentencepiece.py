@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ds.tokenizer.base import fingerprint_of, library, library_errors
-from megatron_ds.tokenizer.fingerprint import Identity, hashes_of
+from megatron_ds.tokenizer.fingerprint import TokenizerFingerprint, hashes_of
 
 ADDED = ("<CLS>", "<SEP>", "<EOD>", "<MASK>")
 
 
-class PlainSentencePiece:
+class SentencePieceTokenizer:
     """GPTSentencePieceTokenizer and Llama2Tokenizer: the model's ids, </s> ends documents.
 
     Llama2Tokenizer begins every text with <s>, as in Megatron, where the text of each document is
@@ -32,7 +32,9 @@ class PlainSentencePiece:
             self._before = [bos]
         self.vocab_size = int(self._model.get_piece_size())
         self.fingerprint = fingerprint_of(kind, [Path(model_file).read_bytes()])
-        self.identity = Identity(kind, hashes_of([model_file]), self.vocab_size, self.eod)
+        self.identity = TokenizerFingerprint(
+            kind, hashes_of([model_file]), self.vocab_size, self.eod
+        )
 
     def encode(self, text: str) -> list[int]:
         return self.encode_batch([text])[0]
@@ -44,7 +46,7 @@ class PlainSentencePiece:
         return str(self._model.decode(list(ids)))
 
 
-class MarkedSentencePiece:
+class SentencePieceWithSpecialTokens:
     """SentencePieceTokenizer: <CLS>, <SEP>, <EOD>, <MASK>, the model's padding, beginning and end,
     and `extra_ids` sentinels come after the model's ids where it lacks them; <EOD> ends documents.
 
@@ -78,7 +80,7 @@ class MarkedSentencePiece:
         self.fingerprint = fingerprint_of(
             kind, [Path(model_file).read_bytes(), str(extra_ids).encode()]
         )
-        self.identity = Identity(
+        self.identity = TokenizerFingerprint(
             kind,
             hashes_of([model_file]),
             self.vocab_size,

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_ds.tokenizer.base import fingerprint_of, library, library_errors
-from megatron_ds.tokenizer.fingerprint import Identity, hashes_of
+from megatron_ds.tokenizer.fingerprint import TokenizerFingerprint, hashes_of
 
 USUAL_SIZE = 1 << 17
 """Ids of a vocabulary whose number is not given, if the file has tokens for so many."""
@@ -93,7 +93,7 @@ class TikTokenizer:
             "TikTokenizer",
             [Path(path).read_bytes(), json.dumps([settings, vocab_size]).encode()],
         )
-        self.identity = Identity(
+        self.identity = TokenizerFingerprint(
             "TikTokenizer", hashes_of([path]), self.vocab_size, self.eod, settings
         )
         with library_errors(f"--tokenizer-model {path}: tiktoken cannot use it"):

@@ -16,7 +16,7 @@ import tokenizers
 from tokenizers import models, pre_tokenizers
 
 from megatron_ds.tokenizer.base import fingerprint_of, library_errors
-from megatron_ds.tokenizer.fingerprint import Identity, hashes_of
+from megatron_ds.tokenizer.fingerprint import TokenizerFingerprint, hashes_of
 
 LONGEST_WORD = 200
 """Characters; a longer word is [UNK]."""
@@ -52,7 +52,7 @@ class WordPieceTokenizer:
         self.fingerprint = fingerprint_of(
             kind, [Path(vocab_file).read_bytes(), str(extra_ids).encode()]
         )
-        self.identity = Identity(
+        self.identity = TokenizerFingerprint(
             kind,
             hashes_of([vocab_file]),
             self.vocab_size,

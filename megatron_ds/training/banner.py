@@ -17,7 +17,7 @@ from rich.text import Text
 
 from megatron_ds import schedules
 from megatron_ds.config import Config
-from megatron_ds.engine.memory_estimate import Estimate
+from megatron_ds.engine.memory_estimate import MemoryEstimate
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.train_state import TrainState
 
@@ -29,14 +29,14 @@ Section = tuple[str, list[tuple[str, str]]]
 
 
 @dataclass(frozen=True)
-class Facts:
+class BannerData:
     """What is known of a run once it is put together."""
 
     config: Config
     mesh: Mesh
     effective: Mapping[str, Any]
     """The settings in force (engine/effective.py)."""
-    estimate: Estimate
+    estimate: MemoryEstimate
     parameters: int
     """Of this tensor-parallel rank."""
     state: TrainState
@@ -52,7 +52,7 @@ class Facts:
     """DeepSpeed's C++ ops that are loaded."""
 
 
-def banner(facts: Facts, *, width: int = WIDTH, terminal: bool = False) -> str:
+def banner(facts: BannerData, *, width: int = WIDTH, terminal: bool = False) -> str:
     """The screen, at most `width` columns wide. terminal: with bold headings."""
     grid = Table.grid(padding=(0, 1))
     grid.add_column(no_wrap=True)
@@ -71,7 +71,7 @@ def banner(facts: Facts, *, width: int = WIDTH, terminal: bool = False) -> str:
     return "\n".join([rule, *printed, rule])
 
 
-def sections(facts: Facts) -> list[Section]:
+def sections(facts: BannerData) -> list[Section]:
     """The screen's content."""
     return [
         ("run", [("", facts.versions)]),
@@ -79,13 +79,13 @@ def sections(facts: Facts) -> list[Section]:
         ("model", _model(facts)),
         ("batch", _batch(facts)),
         ("schedule", _schedule(facts)),
-        ("in force", _in_force(facts.effective)),
+        ("in force", _engine_settings(facts.effective)),
         ("kernels", _kernels(facts)),
         ("memory", _memory(facts.estimate)),
     ]
 
 
-def _layout(facts: Facts) -> list[tuple[str, str]]:
+def _layout(facts: BannerData) -> list[tuple[str, str]]:
     mesh = facts.mesh
     processes = (
         f"{mesh.world_size} on {facts.device} = tensor parallel {mesh.tp.size} x data parallel "
@@ -100,7 +100,7 @@ def _layout(facts: Facts) -> list[tuple[str, str]]:
     return lines
 
 
-def _model(facts: Facts) -> list[tuple[str, str]]:
+def _model(facts: BannerData) -> list[tuple[str, str]]:
     model, tp = facts.config.model, facts.mesh.tp.size
     shape = (
         f"{model.layers} layers, hidden {model.hidden}, {model.heads} heads of {model.head_dim}"
@@ -114,7 +114,7 @@ def _model(facts: Facts) -> list[tuple[str, str]]:
     return [("shape", shape), ("size", size)]
 
 
-def _batch(facts: Facts) -> list[tuple[str, str]]:
+def _batch(facts: BannerData) -> list[tuple[str, str]]:
     effective = facts.effective
     total = effective["global batch"]
     text = (
@@ -126,10 +126,10 @@ def _batch(facts: Facts) -> list[tuple[str, str]]:
     if facts.config.schedule.rampup_batch_size is not None:
         start, increment, samples = facts.config.schedule.rampup_batch_size
         lines.append(("ramp-up", f"from {start} in steps of {increment} over {samples:,} samples"))
-    return lines + schedules.courses(facts.config)
+    return lines + schedules.describe_schedules(facts.config)
 
 
-def _schedule(facts: Facts) -> list[tuple[str, str]]:
+def _schedule(facts: BannerData) -> list[tuple[str, str]]:
     config, dp = facts.config, facts.mesh.dp.size
     samples = schedules.planned_samples(config, dp, facts.state)[0]
     tokens = schedules.planned_tokens(config, dp, facts.state)
@@ -138,7 +138,7 @@ def _schedule(facts: Facts) -> list[tuple[str, str]]:
         f"the whole run takes {samples:,} samples, {tokens:,} tokens"
     )
     warmup, decay = schedules.warmup_and_decay(config, dp)
-    schedule, options, unit = config.schedule, config.optimizer, schedules.rate_unit(config)
+    schedule, options, unit = config.schedule, config.optimizer, schedules.lr_unit(config)
     course = f"{schedule.lr_decay_style} from {options.lr:g}"
     if schedule.lr_decay_style != "constant":
         course += f" to {schedule.min_lr:g} at {unit.removesuffix('s')} {decay:,.0f}"
@@ -157,7 +157,7 @@ def _schedule(facts: Facts) -> list[tuple[str, str]]:
     return [("length", length), ("rate", course), ("rhythm", rhythm)]
 
 
-def _in_force(effective: Mapping[str, Any]) -> list[tuple[str, str]]:
+def _engine_settings(effective: Mapping[str, Any]) -> list[tuple[str, str]]:
     zero = (
         f"stage {effective['ZeRO stage']}; offloaded: optimizer {effective['optimizer offload']}, "
         f"parameters {effective['parameter offload']}"
@@ -191,7 +191,7 @@ def _in_force(effective: Mapping[str, Any]) -> list[tuple[str, str]]:
     ]
 
 
-def _kernels(facts: Facts) -> list[tuple[str, str]]:
+def _kernels(facts: BannerData) -> list[tuple[str, str]]:
     compiled = facts.effective["compiled layers"]
     layers = f"{compiled} layers by torch.compile" if compiled else "nothing (eager)"
     return [
@@ -203,7 +203,7 @@ def _kernels(facts: Facts) -> list[tuple[str, str]]:
     ]
 
 
-def _memory(estimate: Estimate) -> list[tuple[str, str]]:
+def _memory(estimate: MemoryEstimate) -> list[tuple[str, str]]:
     lines = [("states", _sum(estimate.device.items()))]
     working = [
         ("activations", estimate.activations),
@@ -216,7 +216,7 @@ def _memory(estimate: Estimate) -> list[tuple[str, str]]:
     if estimate.host:
         lines.append(("on host", _sum(estimate.host.items())))
     lines.append(
-        ("peak", f"{_mib(estimate.peak)} MiB of each process, estimated; {estimate.fullest}")
+        ("peak", f"{_mib(estimate.peak)} MiB of each process, estimated; {estimate.peak_phase}")
     )
     return lines
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from megatron_ds.training.records import EvalRecord, IntervalRecord, Sink
+from megatron_ds.training.records import EvalRecord, IntervalRecord, Logger
 
 
 def interval_line(record: IntervalRecord) -> str:
@@ -40,21 +40,21 @@ def evaluation_block(record: EvalRecord) -> str:
     """The three lines of an evaluation; the test's too says "validation", as in the forks, and a
     group its name, without a space before it."""
     text = (
-        f"{record.group or ' validation'} loss at {record.where} | "
+        f"{record.group or ' validation'} loss at {record.label} | "
         f"lm loss value: {record.loss:.6E} | lm loss PPL: {record.ppl:.6E} | "
     )
     dashes = "-" * (len(text) + 1)
     return f"{dashes}\n{text}\n{dashes}"
 
 
-class Console(Sink):
+class Console(Logger):
     """Writes lines to a function that ends and flushes each."""
 
     def __init__(self, write: Callable[[str], object]) -> None:
         self._write = write
 
-    def interval(self, record: IntervalRecord) -> None:
+    def log_interval(self, record: IntervalRecord) -> None:
         self._write(interval_line(record))
 
-    def evaluation(self, record: EvalRecord) -> None:
+    def log_eval(self, record: EvalRecord) -> None:
         self._write(evaluation_block(record))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from megatron_ds.data.gpt_dataset import TokenDataset
-from megatron_ds.data.micro_batches import MicroBatches
+from megatron_ds.data.micro_batches import MicroBatchIterator
 from megatron_ds.engine.protocol import Engine
 from megatron_ds.parallel.mesh import Mesh
 
@@ -33,7 +33,7 @@ def evaluate(
     Every evaluation of a run reads the same samples, whatever came before: the losses can be
     compared with each other, and a resumed run repeats them.
     """
-    batches = MicroBatches(
+    batches = MicroBatchIterator(
         dataset,
         consumed=0,
         micro_batch_size=micro_batch_size,

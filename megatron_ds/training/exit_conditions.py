@@ -11,16 +11,16 @@ import torch.distributed as dist
 
 from megatron_ds.config import LoggingConfig
 from megatron_ds.launch.exit_codes import ExitCode
-from megatron_ds.launch.lifecycle import Cause, Stop
+from megatron_ds.launch.lifecycle import StopReason, StopRequest
 
 
 @dataclass(frozen=True)
-class EarlyEnd:
+class StopDecision:
     """Why a run ends early."""
 
     words: str
     code: ExitCode
-    at_once: bool
+    urgent: bool
     """Asked for from outside: what is left to do is to save. Whoever sent a signal may kill what
     is still there after seconds (launchers: 30)."""
 
@@ -34,50 +34,52 @@ class ExitConditions:
     """
 
     def __init__(
-        self, config: LoggingConfig, stop: Stop, device: torch.device, began: float
+        self, config: LoggingConfig, stop: StopRequest, device: torch.device, began: float
     ) -> None:
         self._config = config
         self._stop = stop
         self._device = device
         self._began = began
 
-    def asked(self, iteration: int) -> EarlyEnd | None:
+    def external_stop(self, iteration: int) -> StopDecision | None:
         """The reason to end that came from outside, at any moment; None to go on."""
-        return self._agreed(self._from_outside(iteration))
+        return self._any_rank(self._external_reasons(iteration))
 
-    def due(self, iteration: int) -> EarlyEnd | None:
+    def after_step(self, iteration: int) -> StopDecision | None:
         """The reason to end after this iteration; None to go on."""
         config = self._config
         minutes = (time.monotonic() - self._began) / 60
-        clock = EarlyEnd(
+        clock = StopDecision(
             f"exiting program after {config.exit_duration_in_mins} minutes",
             ExitCode.FINISHED,
-            at_once=False,
+            urgent=False,
         )
-        interval = EarlyEnd(
-            f"exiting program at iteration {iteration}", ExitCode.FINISHED, at_once=False
+        interval = StopDecision(
+            f"exiting program at iteration {iteration}", ExitCode.FINISHED, urgent=False
         )
         late = config.exit_duration_in_mins is not None and minutes > config.exit_duration_in_mins
         there = config.exit_interval is not None and iteration % config.exit_interval == 0
-        return self._agreed([*self._from_outside(iteration), (clock, late), (interval, there)])
+        return self._any_rank(
+            [*self._external_reasons(iteration), (clock, late), (interval, there)]
+        )
 
-    def _from_outside(self, iteration: int) -> list[tuple[EarlyEnd, bool]]:
+    def _external_reasons(self, iteration: int) -> list[tuple[StopDecision, bool]]:
         switch = self._config.kill_switch_path
-        pulled = EarlyEnd(
+        pulled = StopDecision(
             f"Detected kill switch at {switch}. Exiting, iteration={iteration}",
             ExitCode.FINISHED,
-            at_once=True,
+            urgent=True,
         )
         causes = [
             (
-                EarlyEnd(f"exiting program {cause.value}", cause.code, at_once=True),
+                StopDecision(f"exiting program {cause.value}", cause.code, urgent=True),
                 self._stop.cause is cause,
             )
-            for cause in Cause
+            for cause in StopReason
         ]
         return [*causes, (pulled, switch is not None and os.path.exists(switch))]
 
-    def _agreed(self, reasons: list[tuple[EarlyEnd, bool]]) -> EarlyEnd | None:
+    def _any_rank(self, reasons: list[tuple[StopDecision, bool]]) -> StopDecision | None:
         seen = torch.tensor([float(hit) for _, hit in reasons], device=self._device)
         dist.all_reduce(seen, op=dist.ReduceOp.MAX)
         return next(

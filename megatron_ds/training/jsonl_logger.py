@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_ds.training.records import EvalRecord, Sink, StepRecord
+from megatron_ds.training.records import EvalRecord, Logger, StepRecord
 
 
 def to_line(values: Mapping[str, Any]) -> str:
@@ -27,7 +27,7 @@ def to_line(values: Mapping[str, Any]) -> str:
     return json.dumps(known, allow_nan=False) + "\n"
 
 
-def read_until(path: Path, iteration: int) -> Iterator[tuple[str, dict[str, Any]]]:
+def read_up_to(path: Path, iteration: int) -> Iterator[tuple[str, dict[str, Any]]]:
     """The lines up to an iteration, with their objects; a last line that is torn is left out.
 
     Raises ValueError for a line that is no record.
@@ -58,7 +58,7 @@ def _free_name(path: Path) -> Path:
     )
 
 
-class JsonLines(Sink):
+class JsonLines(Logger):
     """Appends to a file; it is on disk (as far as the process is concerned) after each call.
 
     What a full or broken disk does not take is held and tried again with the next call: no reason
@@ -74,15 +74,15 @@ class JsonLines(Sink):
         if path.exists() and iteration == 0:
             os.replace(path, _free_name(path))
         elif path.exists():
-            self._drop_beyond(path, iteration)
+            self._truncate_after(path, iteration)
         self._file = path.open("ab", buffering=0)
         self._warn = warn
         self._held = b""
 
-    def steps(self, records: Sequence[StepRecord]) -> None:
+    def log_steps(self, records: Sequence[StepRecord]) -> None:
         self._write("".join(to_line(dataclasses.asdict(record)) for record in records))
 
-    def evaluation(self, record: EvalRecord) -> None:
+    def log_eval(self, record: EvalRecord) -> None:
         line = to_line(
             {
                 "iteration": record.iteration,
@@ -113,12 +113,12 @@ class JsonLines(Sink):
                     "in memory and written when it does"
                 )
 
-    def _drop_beyond(self, path: Path, iteration: int) -> None:
+    def _truncate_after(self, path: Path, iteration: int) -> None:
         """Rewrites the file without the records of later iterations, all of it or nothing."""
         temporary = path.with_name(f"{path.name}.tmp")
         try:
             with temporary.open("w", encoding="utf-8") as file:
-                for line, record in read_until(path, iteration):
+                for line, record in read_up_to(path, iteration):
                     file.write(line)
                     if "lm_loss" not in record:
                         self._evaluations.add(line)

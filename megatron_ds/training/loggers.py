@@ -12,26 +12,26 @@ from megatron_ds.config import Config
 from megatron_ds.train_state import TrainState
 from megatron_ds.training.console_logger import Console
 from megatron_ds.training.jsonl_logger import JsonLines
-from megatron_ds.training.records import EvalRecord, IntervalRecord, Sink, StepRecord
+from megatron_ds.training.records import EvalRecord, IntervalRecord, Logger, StepRecord
 
 
-class Dispensable(Sink):
+class BestEffortLogger(Logger):
     """A sink that a run goes on without, after a word, when it has an error of the disk.
 
     name: what the user calls it. warn: prints a line.
     """
 
-    def __init__(self, sink: Sink, name: str, warn: Callable[[str], object]) -> None:
+    def __init__(self, sink: Logger, name: str, warn: Callable[[str], object]) -> None:
         self._sink, self._name, self._warn = sink, name, warn
 
-    def steps(self, records: Sequence[StepRecord]) -> None:
-        self._attempt(lambda: self._sink.steps(records))
+    def log_steps(self, records: Sequence[StepRecord]) -> None:
+        self._attempt(lambda: self._sink.log_steps(records))
 
-    def interval(self, record: IntervalRecord) -> None:
-        self._attempt(lambda: self._sink.interval(record))
+    def log_interval(self, record: IntervalRecord) -> None:
+        self._attempt(lambda: self._sink.log_interval(record))
 
-    def evaluation(self, record: EvalRecord) -> None:
-        self._attempt(lambda: self._sink.evaluation(record))
+    def log_eval(self, record: EvalRecord) -> None:
+        self._attempt(lambda: self._sink.log_eval(record))
 
     def close(self) -> None:
         self._attempt(self._sink.close)
@@ -40,7 +40,7 @@ class Dispensable(Sink):
         try:
             work()
         except OSError as error:
-            self._sink = Sink()  # takes records and drops them
+            self._sink = Logger()  # takes records and drops them
             self._warn(
                 f"WARNING: {self._name} takes no more records ({error}); the run goes on without it"
             )
@@ -54,13 +54,13 @@ def open_sinks(
     dp_size: int,
     write: Callable[[str], object],
     memory: Callable[[], dict[str, int]] = dict,
-) -> list[Sink]:
+) -> list[Logger]:
     """The sinks of a run that starts from `state`.
 
     write: prints a line and flushes it. memory: the device's figures by TensorBoard tag, in bytes.
     Raises ValueError if the JSONL file holds something else.
     """
-    sinks: list[Sink] = [Console(write)]
+    sinks: list[Logger] = [Console(write)]
     path = jsonl_path(config)
     if path is not None:
         sinks.append(JsonLines(path, state.iteration, warn=write))
@@ -70,7 +70,7 @@ def open_sinks(
 
         board = TensorBoard(config, state, world_size=world_size, dp_size=dp_size, memory=memory)
         name = f"--tensorboard-dir {config.logging.tensorboard_dir}"
-        sinks.append(Dispensable(board, name, warn=write))
+        sinks.append(BestEffortLogger(board, name, warn=write))
     return sinks
 
 

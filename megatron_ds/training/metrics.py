@@ -14,11 +14,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from megatron_ds.train_state import StepPlan, StepResult, TrainState
-from megatron_ds.training.records import SPLITS, EvalRecord, IntervalRecord, Sink, StepRecord
+from megatron_ds.training.records import SPLITS, EvalRecord, IntervalRecord, Logger, StepRecord
 
 
 @dataclass(frozen=True)
-class Workload:
+class ThroughputModel:
     """What turns samples into tokens and operations."""
 
     flops_per_sample: Callable[[int], int]
@@ -60,13 +60,13 @@ class Metrics:
 
     def __init__(
         self,
-        workload: Workload,
+        workload: ThroughputModel,
         *,
         log_interval: int,
         total_iterations: int,
         mean_over_dp: Callable[[list[float]], list[float]],
         params_norm: Callable[[], float] | None = None,
-        sinks: Sequence[Sink] = (),
+        sinks: Sequence[Logger] = (),
     ) -> None:
         self._workload = workload
         self._log_interval = log_interval
@@ -96,7 +96,7 @@ class Metrics:
         if state.iteration % self._log_interval == 0:
             self.flush()
 
-    def record_eval(
+    def log_eval(
         self, state: TrainState, split: str, where: str, loss: float, group: str = ""
     ) -> None:
         """Notes an evaluation, after the steps before it.
@@ -105,20 +105,20 @@ class Metrics:
         all ranks. group: name of the group of data, if it has one.
         """
         assert split in SPLITS, split
-        self.persist()
+        self.write_pending()
         record = EvalRecord(
             iteration=state.iteration,
             consumed_samples=state.consumed_samples,
             consumed_tokens=state.consumed_tokens,
             split=split,
-            where=where,
+            label=where,
             loss=loss,
             group=group,
         )
         for sink in self._sinks:
-            sink.evaluation(record)
+            sink.log_eval(record)
 
-    def persist(self) -> None:
+    def write_pending(self) -> None:
         """Hands the steps so far to the sinks without ending the log interval; a collective.
 
         To be called before a checkpoint is written: a run that resumes from it does not repeat the
@@ -131,17 +131,17 @@ class Metrics:
         self._pending.clear()
         self._interval.extend(records)
         for sink in self._sinks:
-            sink.steps(records)
+            sink.log_steps(records)
 
     def flush(self) -> None:
         """Reports all that was recorded, be the log interval full or not; a collective."""
-        self.persist()
+        self.write_pending()
         if not self._interval:
             return
         record = self._interval_record()
         self._interval.clear()
         for sink in self._sinks:
-            sink.interval(record)
+            sink.log_interval(record)
 
     def close(self) -> None:
         """Closes the sinks. No collective, so that a failing rank may call it; `flush` first."""

@@ -76,7 +76,7 @@ class EvalRecord:
     consumed_tokens: int
     split: str
     """ "validation" or "test"."""
-    where: str
+    label: str
     """In words: "iteration 100", "the end of training for test data"."""
     loss: float
     group: str = ""
@@ -88,16 +88,16 @@ class EvalRecord:
         return math.exp(min(20.0, self.loss))
 
 
-class Sink:
+class Logger:
     """Takes records on the one rank that reports; this one drops them all."""
 
-    def steps(self, records: Sequence[StepRecord]) -> None:
+    def log_steps(self, records: Sequence[StepRecord]) -> None:
         """Takes the steps since the last call; they must be safe when this returns."""
 
-    def interval(self, record: IntervalRecord) -> None:
+    def log_interval(self, record: IntervalRecord) -> None:
         """Takes a log interval; the steps of it came before."""
 
-    def evaluation(self, record: EvalRecord) -> None:
+    def log_eval(self, record: EvalRecord) -> None:
         """Takes an evaluation; the steps before it came before."""
 
     def close(self) -> None:

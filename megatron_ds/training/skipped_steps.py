@@ -15,15 +15,15 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megatron_ds.checkpoint.metadata import candidates
+from megatron_ds.checkpoint.metadata import list_checkpoints
 from megatron_ds.config import PrecisionConfig
 from megatron_ds.engine.protocol import Engine
-from megatron_ds.launch.exit_codes import ExitCode, RunEnds
+from megatron_ds.launch.exit_codes import ExitCode, RunAborted
 from megatron_ds.train_state import StepPlan, StepResult, TrainState
 
 
 @dataclass(frozen=True)
-class _Sight:
+class _RankObservation:
     """What a rank saw of a skipped step."""
 
     loss: float
@@ -42,7 +42,7 @@ class SkippedSteps:
         self._finite: dict[str, torch.Tensor] = {}
 
     @contextmanager
-    def watching(self) -> Iterator[None]:
+    def record_gradients(self) -> Iterator[None]:
         """Around a step: in one that may be the last, each parameter's own gradient is looked at.
 
         The engine's are averaged over ranks, and gone when it has skipped the step.
@@ -62,34 +62,34 @@ class SkippedSteps:
             for hook in hooks:
                 hook.remove()
 
-    def too_many(self, result: StepResult) -> bool:
+    def limit_reached(self, result: StepResult) -> bool:
         """Counts a step. Whether the run must end, on all ranks alike."""
         self._count = self._count + 1 if result.skipped else 0
         scale, lowest = result.loss_scale, self._config.min_loss_scale
         self._scale_may_be_spent = scale is not None and scale <= lowest
         limit = self._config.max_skipped_in_a_row
-        return limit > 0 and (self._count >= limit or result.scale_spent)
+        return limit > 0 and (self._count >= limit or result.loss_scale_exhausted)
 
-    def end(
+    def make_error(
         self, plan: StepPlan, result: StepResult, state: TrainState, checkpoint: Path | None
-    ) -> RunEnds:
+    ) -> RunAborted:
         """How the run ends. Collective.
 
         state: after the step. checkpoint: the last one that was saved.
         """
-        mine = _Sight(
+        mine = _RankObservation(
             loss=float(result.loss),
             parameter=next((name for name, ok in self._finite.items() if not ok), None),
         )
-        sights: list[_Sight] = [mine] * dist.get_world_size()
+        sights: list[_RankObservation] = [mine] * dist.get_world_size()
         dist.all_gather_object(sights, mine)
         lines = [
             self._what(plan, result),
-            *_where(sights),
-            *self._back(plan, state, checkpoint),
+            *_origin_lines(sights),
+            *self._recovery_lines(plan, state, checkpoint),
             "Try: " + "; ".join(self._advice()),
         ]
-        return RunEnds("\n  ".join(lines), ExitCode.SKIPPED_STEPS)
+        return RunAborted("\n  ".join(lines), ExitCode.SKIPPED_STEPS)
 
     def _look(self, name: str) -> Callable[[torch.Tensor], None]:
         def note(gradient: torch.Tensor) -> None:
@@ -101,7 +101,7 @@ class SkippedSteps:
     def _what(self, plan: StepPlan, result: StepResult) -> str:
         steps = "1 step" if self._count == 1 else f"{self._count} steps in a row"
         words = f"iteration {plan.iteration}: {steps} skipped, as the gradient was not finite"
-        if result.scale_spent:
+        if result.loss_scale_exhausted:
             return (
                 f"{words}, and the loss scale is at its lowest already (--min-loss-scale "
                 f"{self._config.min_loss_scale:g})"
@@ -109,7 +109,9 @@ class SkippedSteps:
         words += f" (--max-skipped-in-a-row {self._config.max_skipped_in_a_row})"
         return words if result.loss_scale is None else f"{words}; loss scale {result.loss_scale:g}"
 
-    def _back(self, plan: StepPlan, state: TrainState, checkpoint: Path | None) -> Iterator[str]:
+    def _recovery_lines(
+        self, plan: StepPlan, state: TrainState, checkpoint: Path | None
+    ) -> Iterator[str]:
         first = plan.iteration - self._count + 1
         yield (
             f"A skipped step changes nothing: weights and optimizer are those before iteration "
@@ -134,18 +136,18 @@ class SkippedSteps:
         yield "--max-skipped-in-a-row N to allow more, 0 to never stop"
 
 
-def newest_of(folders: Iterable[str | None], iteration: int) -> Path | None:
+def latest_checkpoint(folders: Iterable[str | None], iteration: int) -> Path | None:
     """The newest checkpoint in the first folder that has one of before `iteration`."""
     for folder in folders:
         if folder is None:
             continue
-        for path in candidates(Path(folder)):
+        for path in list_checkpoints(Path(folder)):
             if int(path.name.removeprefix("global_step")) < iteration:
                 return path
     return None
 
 
-def _where(sights: list[_Sight]) -> Iterator[str]:
+def _origin_lines(sights: list[_RankObservation]) -> Iterator[str]:
     for rank, sight in enumerate(sights):
         if not math.isfinite(sight.loss):
             yield f"The loss of rank {rank} is {sight.loss}"

@@ -15,71 +15,73 @@ from megatron_ds import schedules
 from megatron_ds.config import Config
 from megatron_ds.engine import memory_estimate
 from megatron_ds.engine.protocol import Engine
-from megatron_ds.engine.readback import cpp_ops, footprint
+from megatron_ds.engine.readback import cpp_ops, memory_inputs
 from megatron_ds.launch import device, distributed, environment, output
-from megatron_ds.model.attention import kernel
+from megatron_ds.model.attention import describe_kernel
 from megatron_ds.model.flops import parameters_per_rank
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.train_state import TrainState
-from megatron_ds.training.banner import MIB, Facts, banner
+from megatron_ds.training.banner import MIB, BannerData, banner
 
 DOTS = 48
 
 
-def say_arguments(config: Config, here: distributed.Runtime, mesh: Mesh) -> None:
+def print_arguments(config: Config, here: distributed.ProcessContext, mesh: Mesh) -> None:
     """The lines that users look for at a run's start."""
-    output.say(
+    output.print_on_rank(
         f"DeepSpeed info: version={device.deepspeed_version()}; {here.world_size} processes on "
         f"{here.device.type} ({here.backend}), torch {torch.__version__}, tensor parallel "
         f"{mesh.tp.size} x data parallel {mesh.dp.size}"
     )
-    output.say("------------------------ arguments ------------------------")
+    output.print_on_rank("------------------------ arguments ------------------------")
     for group in config.to_dict().values():
         for name, value in group.items():
-            output.say(f"  {name} {'.' * (DOTS - len(name))} {value}")
-    output.say("-------------------- end of arguments ---------------------")
+            output.print_on_rank(f"  {name} {'.' * (DOTS - len(name))} {value}")
+    output.print_on_rank("-------------------- end of arguments ---------------------")
     padded, vocab = config.model.padded_vocab(mesh.tp.size), config.model.vocab
-    output.say(
+    output.print_on_rank(
         f" > padded vocab (size: {vocab}) with {padded - vocab} dummy tokens (new size: {padded})"
     )
     schedule = config.schedule
     if schedule.rampup_batch_size is not None:
         start, increment, samples = schedule.rampup_batch_size
-        output.say(
+        output.print_on_rank(
             f"will use batch size rampup starting from global batch size {start} to global batch "
             f"size {schedule.global_batch_size} with batch size increments {increment} over "
             f"{samples} samples."
         )
-    for label, text in schedules.courses(config):
-        output.say(f"will use {label} {text}.")
+    for label, text in schedules.describe_schedules(config):
+        output.print_on_rank(f"will use {label} {text}.")
 
 
-def estimate_of(
+def estimate_memory(
     config: Config, mesh: Mesh, engine: Engine, device: str
-) -> memory_estimate.Estimate:
+) -> memory_estimate.MemoryEstimate:
     """What a process of this run should take. device: its kind."""
     zero = engine.ds_config["zero_optimization"]
-    return memory_estimate.estimate(config, footprint(engine.effective, mesh.tp.size, zero, device))
+    return memory_estimate.estimate(
+        config, memory_inputs(engine.settings, mesh.tp.size, zero, device)
+    )
 
 
-def say_banner(
+def print_banner(
     config: Config,
-    here: distributed.Runtime,
+    here: distributed.ProcessContext,
     mesh: Mesh,
     engine: Engine,
     state: TrainState,
-    estimate: memory_estimate.Estimate,
+    estimate: memory_estimate.MemoryEstimate,
 ) -> None:
     """The screen that tells what runs. On the first rank; no collective."""
     if not here.is_first:
         return
-    effective = engine.effective
+    effective = engine.settings
     micro = config.schedule.micro_batch_size
     assert micro is not None
     documents = getattr(engine.module, "documents", None)
     if documents is not None and documents.why_not_flex:
-        output.say(f" > attention goes document by document: {documents.why_not_flex}")
-    facts = Facts(
+        output.print_on_rank(f" > attention goes document by document: {documents.why_not_flex}")
+    facts = BannerData(
         config=config,
         mesh=mesh,
         effective=effective,
@@ -93,7 +95,7 @@ def say_banner(
         ),
         device=f"{here.device.type} ({here.backend})",
         threads=torch.get_num_threads(),
-        attention=kernel(
+        attention=describe_kernel(
             config.model,
             micro,
             mesh.tp.size,
@@ -104,7 +106,7 @@ def say_banner(
         ops=tuple(cpp_ops()),
     )
     width, terminal = output.screen()
-    output.say(banner(facts, width=width, terminal=terminal))
+    output.print_on_rank(banner(facts, width=width, terminal=terminal))
 
 
 @dataclass(frozen=True)
@@ -112,13 +114,13 @@ class MemoryReport:
     """Compares what this process has taken with the sum of its states, and with the estimate."""
 
     engine: Engine
-    estimate: memory_estimate.Estimate
+    estimate: memory_estimate.MemoryEstimate
     on_cpu: bool
     peak: device.PeakMemory
 
     def line(self, iteration: int) -> str:
         """Megatron's line, with what was expected beside what was measured."""
-        states = self.engine.states()
+        states = self.engine.state_bytes()
         peak, expected = self.peak.bytes(), self.estimate.peak
         held = {
             f"{kind} ({place})": size for place in states for kind, size in states[place].items()

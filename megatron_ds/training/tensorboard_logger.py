@@ -20,14 +20,14 @@ from torch.utils.tensorboard import SummaryWriter
 
 from megatron_ds.config import Config, LoggingConfig
 from megatron_ds.train_state import TrainState
-from megatron_ds.training.records import EvalRecord, IntervalRecord, Sink, StepRecord
+from megatron_ds.training.records import EvalRecord, IntervalRecord, Logger, StepRecord
 
 SAMPLES, TOKENS = " vs samples", " vs tokens"
 EVENT_FILES = "events.out.tfevents.*"
 EVALUATIONS = "lm-loss-validation/"
 
 
-class TensorBoard(Sink):
+class TensorBoard(Logger):
     """Writes event files below --tensorboard-dir, every --tensorboard-log-interval iterations.
 
     memory: figures of the device under their tags (--log-memory-to-tensorboard), in bytes.
@@ -48,21 +48,21 @@ class TensorBoard(Sink):
         self._world_size, self._dp_size, self._memory = world_size, dp_size, memory
         self._evaluated: set[tuple[str, int]] = set()
         if state.iteration > 0:
-            self._evaluated = drop_beyond(Path(folder), state)
+            self._evaluated = truncate_events(Path(folder), state)
         else:
-            set_aside(Path(folder))
+            archive_old_events(Path(folder))
         self._writer = SummaryWriter(folder, max_queue=config.logging.tensorboard_queue_size)
         for group in config.to_dict().values():
             for name, value in group.items():
                 self._writer.add_text(name, str(value), state.iteration)
 
-    def steps(self, records: Sequence[StepRecord]) -> None:
+    def log_steps(self, records: Sequence[StepRecord]) -> None:
         for record in records:
             if record.iteration % self._logging.tensorboard_log_interval == 0:
                 self._step(record)
         self._writer.flush()
 
-    def interval(self, record: IntervalRecord) -> None:
+    def log_interval(self, record: IntervalRecord) -> None:
         if record.params_norm is not None:
             self._add("params-norm/params-norm", record.params_norm, record.last, SAMPLES, TOKENS)
         if self._logging.log_memory_to_tensorboard:
@@ -70,7 +70,7 @@ class TensorBoard(Sink):
                 self._add(tag, value, record.last)
         self._writer.flush()
 
-    def evaluation(self, record: EvalRecord) -> None:
+    def log_eval(self, record: EvalRecord) -> None:
         group = f"{record.group}/" if record.group else ""
         tag = f"{EVALUATIONS}{group}lm loss {record.split}"
         # A run evaluates the same weights again at its end, and when it is started once more.
@@ -87,7 +87,7 @@ class TensorBoard(Sink):
 
     def _step(self, record: StepRecord) -> None:
         logging, scale, norm = self._logging, record.loss_scale, record.grad_norm
-        self._clocks(record)
+        self._progress_axes(record)
         if logging.log_learning_rate_to_tensorboard:
             rate = record.learning_rate
             self._add("learning-rate/learning-rate", rate, record, SAMPLES, TOKENS)
@@ -105,7 +105,7 @@ class TensorBoard(Sink):
         if logging.log_timers_to_tensorboard and not record.warm_up:
             self._speed(record)
 
-    def _clocks(self, record: StepRecord) -> None:
+    def _progress_axes(self, record: StepRecord) -> None:
         """Iterations against samples and tokens, and the reverse."""
         steps = record.iteration
         for name, count in (
@@ -135,7 +135,7 @@ class TensorBoard(Sink):
             self._writer.add_scalar(f"{tag}{axis}", value, counts[axis])
 
 
-def set_aside(folder: Path) -> None:
+def archive_old_events(folder: Path) -> None:
     """Moves the event files of earlier runs to the folder's first free `previous-N`.
 
     There TensorBoard shows them as a run of their own, and not as steps that happened twice.
@@ -150,7 +150,7 @@ def set_aside(folder: Path) -> None:
         path.rename(target / path.name)
 
 
-def drop_beyond(folder: Path, state: TrainState) -> set[tuple[str, int]]:
+def truncate_events(folder: Path, state: TrainState) -> set[tuple[str, int]]:
     """Takes the points after `state` out of a folder's event files.
 
     Newest file first, up to one that keeps steps: what came before it was clean when it began.
@@ -160,7 +160,7 @@ def drop_beyond(folder: Path, state: TrainState) -> set[tuple[str, int]]:
     for path in sorted(folder.glob(EVENT_FILES), reverse=True):
         raw = list(RawEventFileLoader(str(path)).Load())
         events = [Event.FromString(item) for item in raw]
-        keep = [_within(event, state) for event in events]
+        keep = [_is_before(event, state) for event in events]
         if not all(keep):
             _rewrite(path, [item for item, kept in zip(raw, keep, strict=True) if kept])
         kept_events = [event for event, kept in zip(events, keep, strict=True) if kept]
@@ -183,7 +183,7 @@ def _is_of_a_step(event: Event) -> bool:
     )
 
 
-def _within(event: Event, state: TrainState) -> bool:
+def _is_before(event: Event, state: TrainState) -> bool:
     """Whether an event lies at or before `state`, on the axis that its tag names."""
     for value in event.summary.value:
         if value.tag.endswith("samples"):

@@ -13,30 +13,41 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron_ds import schedules
-from megatron_ds.checkpoint.manager import Checkpoints, SaveError
-from megatron_ds.checkpoint.metadata import Found
+from megatron_ds.checkpoint.manager import CheckpointManager, SaveError
+from megatron_ds.checkpoint.metadata import CheckpointMetadata
 from megatron_ds.checkpoint.storage import write_json
 from megatron_ds.config import Config
 from megatron_ds.data.build_datasets import Datasets, build_datasets
-from megatron_ds.data.micro_batches import MicroBatches
-from megatron_ds.data.usage_report import SHARES, listed, mixture, summary, unrecorded
+from megatron_ds.data.micro_batches import MicroBatchIterator
+from megatron_ds.data.usage_report import (
+    SHARES,
+    as_json,
+    describe_blend,
+    summary,
+    unknown_history_warning,
+)
 from megatron_ds.engine.build import build_engine
 from megatron_ds.engine.protocol import Engine
 from megatron_ds.launch import device, distributed, output
 from megatron_ds.launch.exit_codes import ExitCode
-from megatron_ds.launch.lifecycle import Life
-from megatron_ds.launch.startup_timer import Startup
+from megatron_ds.launch.lifecycle import ProcessLifecycle
+from megatron_ds.launch.startup_timer import StartupTimer
 from megatron_ds.model.flops import model_flops_per_sample
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.tokenizer import Tokenizer, build_tokenizer
 from megatron_ds.train_state import TrainState
 from megatron_ds.training.evaluate import evaluate
-from megatron_ds.training.exit_conditions import EarlyEnd, ExitConditions
+from megatron_ds.training.exit_conditions import ExitConditions, StopDecision
 from megatron_ds.training.loggers import open_sinks
-from megatron_ds.training.metrics import Metrics, Workload
-from megatron_ds.training.records import Sink
-from megatron_ds.training.skipped_steps import SkippedSteps, newest_of
-from megatron_ds.training.startup_report import MemoryReport, estimate_of, say_arguments, say_banner
+from megatron_ds.training.metrics import Metrics, ThroughputModel
+from megatron_ds.training.records import Logger
+from megatron_ds.training.skipped_steps import SkippedSteps, latest_checkpoint
+from megatron_ds.training.startup_report import (
+    MemoryReport,
+    estimate_memory,
+    print_arguments,
+    print_banner,
+)
 
 
 @dataclass
@@ -48,12 +59,12 @@ class Trainer:
     engine: Engine
     data: Datasets
     metrics: Metrics
-    checkpoints: Checkpoints
+    checkpoints: CheckpointManager
     exits: ExitConditions
     state: TrainState
     total_iterations: int
     eod: int | None
-    startup: Startup = field(default_factory=Startup)
+    startup: StartupTimer = field(default_factory=StartupTimer)
     memory: MemoryReport | None = None
     clock: Callable[[], float] = time.perf_counter
 
@@ -64,43 +75,43 @@ class Trainer:
     def run(self) -> ExitCode:
         """Trains to the end, or to a reason to end early; saves; evaluates at the end."""
         saved = self.state.iteration
-        end = self.exits.asked(saved)
+        end = self.exits.external_stop(saved)
         batches = self._batches()
-        _stamp("before the start of training step")
+        _log_timestamp("before the start of training step")
         while self.state.iteration < self.total_iterations and end is None:
             self._step(batches)
-            end = self.exits.due(self.state.iteration)
+            end = self.exits.after_step(self.state.iteration)
             last = self.state.iteration == self.total_iterations
-            if last and end is not None and not end.at_once:
+            if last and end is not None and not end.urgent:
                 end = None  # it ends anyway, and in order
-            evaluates = _due(self.state.iteration, self.config.logging.eval_interval)
-            if evaluates and (end is None or not end.at_once):
+            evaluates = is_due(self.state.iteration, self.config.logging.eval_interval)
+            if evaluates and (end is None or not end.urgent):
                 end = self._evaluate("validation", f"iteration {self.state.iteration}") or end
             if (
                 last
                 or end is not None
-                or _due(self.state.iteration, self.config.checkpoint.save_interval)
+                or is_due(self.state.iteration, self.config.checkpoint.save_interval)
             ):
                 saved = self._save(saved, final=last or end is not None)
-                end = end or self.exits.asked(self.state.iteration)
+                end = end or self.exits.external_stop(self.state.iteration)
         batches.close()
         self.metrics.flush()
         self._report_memory()
         if end is None:
-            _stamp("after training is done")
+            _log_timestamp("after training is done")
             end = self._evaluate("validation", "the end of training for val data")
             end = end or self._evaluate("test", "the end of training for test data")
         if end is not None:
-            output.say(end.words)
+            output.print_on_rank(end.words)
         self.metrics.close()
         return ExitCode.FINISHED if end is None else end.code
 
-    def _step(self, batches: MicroBatches) -> None:
+    def _step(self, batches: MicroBatchIterator) -> None:
         plan = schedules.plan(self.config, self.state, self.mesh.dp.size)
         compiled = self._compiled_graphs()
         start = self.clock()
         try:
-            with self.skips.watching():
+            with self.skips.record_gradients():
                 result = self.engine.train_step(batches, plan)
         except StopIteration:
             raise ValueError(
@@ -113,23 +124,25 @@ class Trainer:
         warm_up = plan.iteration == self.first_iteration or self._compiled_graphs() > compiled
         self.metrics.record(self.state, plan, result, seconds, warm_up=warm_up)
         self._report(plan.iteration)
-        if self.skips.too_many(result):
+        if self.skips.limit_reached(result):
             self.metrics.flush()
             folders = (self.config.checkpoint.save, self.config.checkpoint.load)
-            raise self.skips.end(plan, result, self.state, newest_of(folders, plan.iteration))
+            raise self.skips.make_error(
+                plan, result, self.state, latest_checkpoint(folders, plan.iteration)
+            )
 
     def _report(self, iteration: int) -> None:
         """The start after the first step, and the memory after the first log interval."""
         if iteration == self.first_iteration:
-            self.startup.done("first iteration")
-            output.say(self.startup.line())
+            self.startup.mark("first iteration")
+            output.print_on_rank(self.startup.summary_line())
         interval = self.config.logging.log_interval
-        if _due(iteration, interval) and iteration - self.first_iteration < interval:
+        if is_due(iteration, interval) and iteration - self.first_iteration < interval:
             self._report_memory()
 
     def _report_memory(self) -> None:
         if self.memory is not None:
-            output.say(self.memory.line(self.state.iteration))
+            output.print_on_rank(self.memory.line(self.state.iteration))
 
     def _compiled_graphs(self) -> int:
         if not self.config.runtime.compile:
@@ -138,27 +151,27 @@ class Trainer:
 
         return int(counters["stats"]["unique_graphs"])
 
-    def _batches(self) -> MicroBatches:
+    def _batches(self) -> MicroBatchIterator:
         assert self.data.train is not None
-        return MicroBatches(
+        return MicroBatchIterator(
             self.data.train,
             consumed=self.state.consumed_samples,
-            micro_batch_size=_known(self.config.schedule.micro_batch_size),
+            micro_batch_size=_required(self.config.schedule.micro_batch_size),
             dp_rank=self.mesh.dp.rank,
             dp_size=self.mesh.dp.size,
             num_workers=self.config.data.num_workers,
             eod=self.eod,
         )
 
-    def _evaluate(self, split: str, where: str) -> EarlyEnd | None:
+    def _evaluate(self, split: str, where: str) -> StopDecision | None:
         """Of every group of data. Gives the reason, if the run is to end at once: the evaluation
         ends without a result."""
         groups = self.data.valid if split == "validation" else self.data.test
-        end: EarlyEnd | None = None
+        end: StopDecision | None = None
 
         def stopped() -> bool:
             nonlocal end
-            end = self.exits.asked(self.state.iteration)
+            end = self.exits.external_stop(self.state.iteration)
             return end is not None
 
         for name, dataset in groups.items():
@@ -166,15 +179,16 @@ class Trainer:
                 self.engine,
                 dataset,
                 self.mesh,
-                samples=self.config.logging.eval_iters * self.config.batch_size(self.mesh.dp.size),
-                micro_batch_size=_known(self.config.schedule.micro_batch_size),
+                samples=self.config.logging.eval_iters
+                * self.config.final_global_batch_size(self.mesh.dp.size),
+                micro_batch_size=_required(self.config.schedule.micro_batch_size),
                 eod=self.eod,
                 mean_over_dp=_MeanOver(self.mesh),
                 stopped=stopped,
             )
             if loss is None:
                 break
-            self.metrics.record_eval(self.state, split, where, loss, name)
+            self.metrics.log_eval(self.state, split, where, loss, name)
         return end
 
     def _save(self, saved: int, *, final: bool) -> int:
@@ -184,22 +198,22 @@ class Trainer:
         """
         if self.config.checkpoint.save is None or saved == self.state.iteration:
             return saved
-        self.metrics.persist()
+        self.metrics.write_pending()
         try:
-            self.checkpoints.save(self.engine, self.state, self._data_record)
+            self.checkpoints.save(self.engine, self.state, self._blend_record)
         except SaveError as error:
             if final or self.config.checkpoint.on_save_error == "exit":
                 raise
-            output.say(f"WARNING: {error}. Training goes on (--on-save-error continue)")
+            output.print_on_rank(f"WARNING: {error}. Training goes on (--on-save-error continue)")
             return saved
         return self.state.iteration
 
-    def _data_record(self) -> dict[str, Any]:
+    def _blend_record(self) -> dict[str, Any]:
         assert self.data.progress is not None
         return self.data.progress.record(self.state.consumed_samples)
 
 
-def pretrain(config: Config, life: Life, startup: Startup) -> ExitCode:
+def pretrain(config: Config, life: ProcessLifecycle, startup: StartupTimer) -> ExitCode:
     """Runs a training from the configuration of one process of the launched group.
 
     Whatever goes wrong leaves here as an exception: the group is left by those alone that end in
@@ -208,20 +222,24 @@ def pretrain(config: Config, life: Life, startup: Startup) -> ExitCode:
     tokenizer = build_tokenizer(config.tokenizer, config.model.vocab_size)
     config = config.with_vocab(tokenizer.vocab_size)
     device.require_precision(config.precision)
-    here = distributed.start(config.runtime)
-    life.joined(*distributed.meet())
-    startup.done("process group")
+    here = distributed.init_distributed(config.runtime)
+    life.on_group_joined(*distributed.exchange_process_info())
+    startup.mark("process group")
     trainer = build_trainer(config, tokenizer, here, life, startup)
-    life.training()
+    life.on_training_started()
     code = trainer.run()
     dist.barrier()
-    life.finished()
-    distributed.stop()
+    life.on_finished()
+    distributed.destroy()
     return code
 
 
 def build_trainer(
-    config: Config, tokenizer: Tokenizer, here: distributed.Runtime, life: Life, startup: Startup
+    config: Config,
+    tokenizer: Tokenizer,
+    here: distributed.ProcessContext,
+    life: ProcessLifecycle,
+    startup: StartupTimer,
 ) -> Trainer:
     """Puts a run together: data, model and engine, checkpoint, sinks. Collective."""
     mesh = Mesh.build(
@@ -229,35 +247,35 @@ def build_trainer(
         timeout=timedelta(minutes=config.runtime.distributed_timeout_minutes),
     )
     dp_size = mesh.dp.size
-    say_arguments(config, here, mesh)
-    checkpoints = Checkpoints(config, mesh, output.say)
-    found: Found | None = None
+    print_arguments(config, here, mesh)
+    checkpoints = CheckpointManager(config, mesh, output.print_on_rank)
+    found: CheckpointMetadata | None = None
     if config.checkpoint.load is not None:
-        found = checkpoints.find()
-        startup.done("checkpoint's check")
-    data = _data(config, tokenizer, dp_size, found)
-    _stamp("after dataloaders are built")
-    startup.done("data")
+        found = checkpoints.select()
+        startup.mark("checkpoint's check")
+    data = _build_data(config, tokenizer, dp_size, found)
+    _log_timestamp("after dataloaders are built")
+    startup.mark("data")
     peak = device.PeakMemory()
     engine = build_engine(config, mesh, here.device, tokenizer.eod)
-    startup.done("model and engine")
+    startup.mark("model and engine")
     count = sum(getattr(p, "ds_numel", p.numel()) for p in engine.module.parameters())
-    output.say(
+    output.print_on_rank(
         f" > number of parameters on (tensor, pipeline) model parallel rank "
         f"({mesh.tp.rank}, {mesh.pp.rank}): {count}"
     )
     state = TrainState()
     if found is not None:
         state = checkpoints.load(engine, found)
-        startup.done("checkpoint")
-    _stamp("after model, optimizer, and learning rate scheduler are built")
-    estimate = estimate_of(config, mesh, engine, here.device.type)
-    say_banner(config, here, mesh, engine, state, estimate)
+        startup.mark("checkpoint")
+    _log_timestamp("after model, optimizer, and learning rate scheduler are built")
+    estimate = estimate_memory(config, mesh, engine, here.device.type)
+    print_banner(config, here, mesh, engine, state, estimate)
     if config.checkpoint.save is not None and here.is_first:
         Path(config.checkpoint.save).mkdir(parents=True, exist_ok=True)
         checkpoints.warn_of_newer(state)
         write_json(Path(config.checkpoint.save) / "ds_config.json", engine.ds_config)
-        write_json(Path(config.checkpoint.save) / SHARES, listed(data.shares))
+        write_json(Path(config.checkpoint.save) / SHARES, as_json(data.shares))
     return Trainer(
         config=config,
         mesh=mesh,
@@ -292,13 +310,15 @@ class _MeanOver:
         return [sum(column) / len(column) for column in zip(*gathered, strict=True)]
 
 
-def _data(config: Config, tokenizer: Tokenizer, dp_size: int, found: Found | None) -> Datasets:
+def _build_data(
+    config: Config, tokenizer: Tokenizer, dp_size: int, found: CheckpointMetadata | None
+) -> Datasets:
     """found: the checkpoint from which the run goes on, if there is one."""
-    output.say(" > building train, validation, and test datasets for GPT ...")
+    output.print_on_rank(" > building train, validation, and test datasets for GPT ...")
     state = TrainState() if found is None else found.state
     wanted = schedules.planned_samples(config, dp_size, state)
     for name, samples in zip(("train", "validation", "test"), wanted, strict=True):
-        output.say(f"    {name + ':':<12}{samples}")
+        output.print_on_rank(f"    {name + ':':<12}{samples}")
     save = config.checkpoint.save
     built = build_datasets(
         config.data,
@@ -313,33 +333,33 @@ def _data(config: Config, tokenizer: Tokenizer, dp_size: int, found: Found | Non
     )
     full_list = None if save is None else str(Path(save) / SHARES)
     for line in summary(built.shares, full_list):
-        output.say(f"    {line}")
+        output.print_on_rank(f"    {line}")
     if built.progress is not None and len(built.progress.history.phases) > 1:
-        output.say(f"    {mixture(built.progress.history)}")
+        output.print_on_rank(f"    {describe_blend(built.progress.history)}")
     changes = built.changes
     if found is not None and found.history is None:
-        changes = tuple(unrecorded(found.run["config"], config))
+        changes = tuple(unknown_history_warning(found.run["config"], config))
     if changes:
-        output.say("\n".join(changes))
+        output.print_on_rank("\n".join(changes))
     return built
 
 
 def _metrics(
-    config: Config, mesh: Mesh, engine: Engine, state: TrainState, here: distributed.Runtime
+    config: Config, mesh: Mesh, engine: Engine, state: TrainState, here: distributed.ProcessContext
 ) -> Metrics:
     padded = config.model.padded_vocab(mesh.tp.size)
-    sinks: list[Sink] = []
+    sinks: list[Logger] = []
     if here.is_last:
         sinks = open_sinks(
             config,
             state,
             world_size=here.world_size,
             dp_size=mesh.dp.size,
-            write=lambda text: output.say(text, on=-1),
+            write=lambda text: output.print_on_rank(text, on=-1),
             memory=device.device_memory,
         )
     return Metrics(
-        Workload(
+        ThroughputModel(
             flops_per_sample=lambda tokens: model_flops_per_sample(
                 dataclasses.replace(config.model, seq_length=tokens), padded
             ),
@@ -355,14 +375,14 @@ def _metrics(
     )
 
 
-def _stamp(what: str) -> None:
-    output.say(f"[{what}] datetime: {datetime.now():%Y-%m-%d %H:%M:%S}")
+def _log_timestamp(what: str) -> None:
+    output.print_on_rank(f"[{what}] datetime: {datetime.now():%Y-%m-%d %H:%M:%S}")
 
 
-def _due(iteration: int, interval: int | None) -> bool:
+def is_due(iteration: int, interval: int | None) -> bool:
     return interval is not None and iteration % interval == 0
 
 
-def _known(value: int | None) -> int:
+def _required(value: int | None) -> int:
     assert value is not None
     return value

@@ -39,7 +39,7 @@ from megatron_ds.config import DataConfig
 from megatron_ds.data import index_cache
 from megatron_ds.data import blend_schedule
 from megatron_ds.data.build_datasets import build_datasets
-from megatron_ds.fileio.file_lock import Patience
+from megatron_ds.fileio.file_lock import WaitPolicy
 
 PROCESSES = 8
 DEADLINE = 100.0
@@ -178,8 +178,8 @@ def member(request: dict[str, Any], marks: Path) -> dict[str, Any]:
     fault, _, argument = request.get("fault", "").partition(":")
     if fault:
         FAULTS[fault](marks, request, argument)
-    index_cache.Patience = functools.partial(  # type: ignore[assignment, misc]
-        Patience, say=say, words_after=0.2, limit=request.get("patience", DEADLINE)
+    index_cache.WaitPolicy = functools.partial(  # type: ignore[assignment, misc]
+        WaitPolicy, say=say, words_after=0.2, limit=request.get("patience", DEADLINE)
     )
     try:
         answer = {"samples": build(request)}

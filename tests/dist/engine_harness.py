@@ -23,12 +23,12 @@ from torch._dynamo.utils import counters
 from torch.nn import functional
 
 from megatron_ds.config import Config
-from megatron_ds.data.micro_batches import Batch, MicroBatches
+from megatron_ds.data.micro_batches import Batch, MicroBatchIterator
 from megatron_ds.engine.build import build_engine
 from megatron_ds.engine.zero import ZeroEngine
 from megatron_ds.parallel.collectives import all_gather
 from megatron_ds.parallel.mesh import Mesh
-from megatron_ds.parallel.sharding import join, spec_of
+from megatron_ds.parallel.sharding import unshard, shard_spec
 from megatron_ds.launch.environment import prepare_environment
 from megatron_ds.train_state import StepPlan
 from tests.dist.reference import END, Run, Samples, Tensors
@@ -169,7 +169,7 @@ def _train(
 def _batches(config: Config, mesh: Mesh, samples: Samples) -> Iterator[Batch]:
     micro = config.schedule.micro_batch_size
     assert micro is not None
-    return MicroBatches(
+    return MicroBatchIterator(
         samples, consumed=0, micro_batch_size=micro, dp_rank=mesh.dp.rank, dp_size=mesh.dp.size
     )
 
@@ -205,9 +205,9 @@ def whole_weights(engine: ZeroEngine, mesh: Mesh) -> Tensors:
 
 def whole(value: torch.Tensor, param: nn.Parameter, mesh: Mesh) -> torch.Tensor:
     """A tensor shaped like a parameter, its tensor-parallel parts joined, as a copy in fp32."""
-    spec = spec_of(param)
+    spec = shard_spec(param)
     parts = [value] if spec is None else list(all_gather(value, mesh.tp))
-    full = parts[0] if spec is None else join(parts, spec)
+    full = parts[0] if spec is None else unshard(parts, spec)
     return full.float().clone()
 
 

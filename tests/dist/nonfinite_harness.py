@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from megatron_ds import schedules
 from megatron_ds.config import Config, PrecisionConfig, ScheduleConfig
-from megatron_ds.data.micro_batches import Batch, MicroBatches
+from megatron_ds.data.micro_batches import Batch, MicroBatchIterator
 from megatron_ds.engine.build import build_engine
 from megatron_ds.engine.zero import ZeroEngine
 from megatron_ds.parallel.mesh import Mesh
@@ -70,7 +70,7 @@ class Training:
         self.rates: list[float] = []
         micro = config.schedule.micro_batch_size
         assert micro is not None
-        self.batches: Iterator[Batch] = MicroBatches(
+        self.batches: Iterator[Batch] = MicroBatchIterator(
             Samples(steps * parity_cases.SAMPLES_PER_STEP, parity_cases.SHAPE),
             consumed=0,
             micro_batch_size=micro,

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ds.config import Config, DeepSpeedConfig, ModelConfig, OptimizerConfig, ParallelConfig, ScheduleConfig
-from megatron_ds.engine.ds_config import complete
+from megatron_ds.engine.ds_config import merge_file
 from megatron_ds.train_state import StepPlan
 
 STEPS = 3
@@ -182,7 +182,7 @@ def config_of(case: Case, folder: Path) -> Config:
 def completed(config: Config, world: int) -> Config:
     """The configuration with its DeepSpeed file filled in, checked as the command line checks it
     (but for the data, which these tests make up)."""
-    config, problems = complete(config, world)
+    config, problems = merge_file(config, world)
     dp_size = config.parallel.data_parallel_size(world)
     problems += config.model.problems(config.parallel.tensor_model_parallel_size)
     problems += [*config.optimizer.problems(), *config.schedule.problems(dp_size)]

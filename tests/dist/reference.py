@@ -16,7 +16,7 @@ import torch
 from torch.nn.utils import clip_grad_norm_
 
 from megatron_ds.config import Config, OptimizerConfig
-from megatron_ds.model.packed_attention import DocumentRules
+from megatron_ds.model.packed_attention import PackingOptions
 from megatron_ds.model.gpt import GPTModel
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.parallel.rng import RngStreams
@@ -73,7 +73,7 @@ class Samples:
         sample: npt.NDArray[np.int64] = self._tokens[position]
         return sample
 
-    def fill(self, position: int, row: npt.NDArray[np.int64]) -> None:
+    def read_into(self, position: int, row: npt.NDArray[np.int64]) -> None:
         row[:] = self._tokens[position]
 
     def sample_id(self, position: int) -> str:
@@ -89,7 +89,7 @@ def train_alone(
     config: Config,
     samples: Samples,
     plans: list[StepPlan],
-    documents: DocumentRules | None = None,
+    documents: PackingOptions | None = None,
 ) -> Run:
     """Trains in this process as the plans say, in fp32."""
     model = GPTModel(

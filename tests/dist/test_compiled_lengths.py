@@ -11,7 +11,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 from megatron_ds.config import ModelConfig
-from megatron_ds.model.packed_attention import DocumentRules
+from megatron_ds.model.packed_attention import PackingOptions
 from megatron_ds.model.gpt import GPTModel
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.parallel.rng import RngStreams
@@ -35,7 +35,7 @@ def traced_and_not_compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch._dynamo.reset()
 
 
-def graphs(positions: str, documents: DocumentRules | None) -> list[int]:
+def graphs(positions: str, documents: PackingOptions | None) -> list[int]:
     """Graphs that were made up to each length, forwards and backwards."""
     config = ModelConfig(
         num_layers=1,
@@ -59,6 +59,6 @@ def graphs(positions: str, documents: DocumentRules | None) -> list[int]:
 @pytest.mark.parametrize("inside", [False, True])
 @pytest.mark.parametrize("positions", ["rope", "alibi"])
 def test_the_second_length_stands_for_all_others(positions: str, inside: bool) -> None:
-    found = graphs(positions, DocumentRules(END, True, True) if inside else None)
+    found = graphs(positions, PackingOptions(END, True, True) if inside else None)
     assert found[0] > 0
     assert found[1:] == [2 * found[0]] * (len(LENGTHS) - 1)

@@ -14,7 +14,7 @@ import pytest
 
 from megatron_ds import schedules
 from megatron_ds.config import Config, DataConfig, OptimizerConfig, RecomputeConfig, ScheduleConfig
-from megatron_ds.model.packed_attention import DocumentRules
+from megatron_ds.model.packed_attention import PackingOptions
 from megatron_ds.train_state import StepPlan, StepResult, TrainState
 from tests.dist import parity_cases
 from tests.dist.parity_cases import Case, completed, config_of
@@ -118,7 +118,7 @@ def test_growing_samples_equal_one_process(way: Way, outcomes: Outcomes, tmp_pat
     plans = plans_of(config)
     assert [plan.seq_length for plan in plans] == LENGTHS
     assert [plan.global_batch_size for plan in plans] == BATCHES
-    rules = DocumentRules(END, True, True, flex=dense_flex) if way.inside else None
+    rules = PackingOptions(END, True, True, flex=dense_flex) if way.inside else None
     reference = train_alone(config, SAMPLES, plans, rules)
     assert min(norm for norm in reference.norms if norm is not None) > config.optimizer.clip_grad
     for run in outcomes.of(way.name):

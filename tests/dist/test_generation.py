@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 
 from megatron_ds.inference.generate import generate
-from megatron_ds.inference.sampling_params import Sampling
+from megatron_ds.inference.sampling_params import SamplingParams
 from megatron_ds.parallel.mesh import Mesh
 from tests.distributed import run_ranks
 from tests.unit.inference.models import EOD, KINDS, VOCAB, model_of
 
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6], [EOD], [5, 3, 5], [8, 9, 7]]
-SETTINGS = (Sampling(greedy=True), Sampling(False, 0.9, 40, 0.95, seed=6))
+SETTINGS = (SamplingParams(greedy=True), SamplingParams(False, 0.9, 40, 0.95, seed=6))
 Texts = dict[str, list[list[int]]]
 
 
@@ -35,7 +35,7 @@ def generate_all(rank: int) -> tuple[Texts, Texts]:
         compare_logits(kind, pair, alone)
     # From nearly flat logits every draw is another one, on every rank.
     model = model_of("learned", pair)
-    hot = Sampling(temperature=50.0, seed=1)
+    hot = SamplingParams(temperature=50.0, seed=1)
     texts[0]["hot"] = generate(model, [[1]] * 4, max_new_tokens=30, sampling=hot, eod=None)
     return texts
 

@@ -22,7 +22,7 @@ from megatron_ds.parallel.embedding import VocabParallelEmbedding
 from megatron_ds.parallel.linear import ColumnParallelLinear, RowParallelLinear
 from megatron_ds.parallel.mesh import Group, Mesh
 from megatron_ds.parallel.rng import RngStreams
-from megatron_ds.parallel.sharding import Shard, join, shard_of, spec_of
+from megatron_ds.parallel.sharding import ShardSpec, unshard, take_shard, shard_spec
 from tests.distributed import RankError, run_ranks
 
 VOCAB, PADDED, HIDDEN = 21, 32, 8  # with 4 ranks the last one holds nothing but padding
@@ -38,8 +38,8 @@ def leaf(*shape: int) -> torch.Tensor:
 
 def full_grad(param: torch.nn.Parameter, group: Group) -> torch.Tensor:
     assert param.grad is not None
-    spec = spec_of(param)
-    return param.grad if spec is None else join(list(all_gather(param.grad, group)), spec)
+    spec = shard_spec(param)
+    return param.grad if spec is None else unshard(list(all_gather(param.grad, group)), spec)
 
 
 def full_input_grad(x: torch.Tensor, group: Group) -> torch.Tensor:
@@ -87,14 +87,14 @@ def check_linear(group: Group) -> None:
     single, x_shape = Mesh.single().tp, (5, 3, HIDDEN)
     for sections, bias in (((8, 4, 4), True), ((12,), False)):
         inner = sum(sections)
-        cut = Shard(2, sections)
+        cut = ShardSpec(2, sections)
         column, one_column = (
             ColumnParallelLinear(HIDDEN, sections, bias=bias, group=g, init=draw)
             for g in (group, single)
         )
         x, one_x = leaf(*x_shape), leaf(*x_shape)
         y, one_y = column(x), one_column(one_x)
-        close(y, shard_of(one_y, cut, group.rank, group.size))
+        close(y, take_shard(one_y, cut, group.rank, group.size))
         y.square().sum().backward()
         one_y.square().sum().backward()
         close(x.grad, one_x.grad)
@@ -180,7 +180,7 @@ def check_random(group: Group) -> None:
     rng = RngStreams(group.rank)
     rng.seed_micro_batch(1, 5)
     replicated = torch.rand(100)
-    with rng.sharded():
+    with rng.fork_tp_rng():
         sharded = torch.rand(100)
     after = torch.rand(100)
     for tensor in (replicated, after):

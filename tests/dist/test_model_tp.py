@@ -16,7 +16,7 @@ from megatron_ds.model.gpt import GPTModel
 from megatron_ds.parallel.collectives import all_gather
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.parallel.rng import RngStreams
-from megatron_ds.parallel.sharding import join, shard_of, spec_of
+from megatron_ds.parallel.sharding import unshard, take_shard, shard_spec
 from tests.distributed import run_ranks
 
 VOCAB = 90  # of 96 padded rows at size 1 and 2: the last rank's part is mostly padding
@@ -63,17 +63,17 @@ def build(options: dict[str, Any], mesh: Mesh) -> GPTModel:
     # Biases start at zero, where a cut that mixes up their parts would not show.
     for name, param in model.named_parameters():
         if name.endswith("bias"):
-            spec = spec_of(param)
+            spec = shard_spec(param)
             size = param.numel() if spec is None else sum(spec.sections)
             values = 0.1 * torch.arange(1, size + 1).float().sin()
             tp = mesh.tp
-            param.data.copy_(values if spec is None else shard_of(values, spec, tp.rank, tp.size))
+            param.data.copy_(values if spec is None else take_shard(values, spec, tp.rank, tp.size))
     return model
 
 
 def full(value: torch.Tensor, param: torch.nn.Parameter, mesh: Mesh) -> torch.Tensor:
-    spec = spec_of(param)
-    return value if spec is None else join(list(all_gather(value, mesh.tp)), spec)
+    spec = shard_spec(param)
+    return value if spec is None else unshard(list(all_gather(value, mesh.tp)), spec)
 
 
 def compare_with_one_process(rank: int) -> None:

@@ -10,7 +10,7 @@ from megatron_ds.config import DataConfig
 from megatron_ds.data.build_datasets import build_datasets
 from megatron_ds.data.gpt_dataset import TokenDataset
 from megatron_ds.data.indexed_dataset import IndexedWriter
-from megatron_ds.data.micro_batches import MicroBatches
+from megatron_ds.data.micro_batches import MicroBatchIterator
 
 SAMPLES = 24
 RESUMES = (8, 16)
@@ -59,7 +59,7 @@ def read(path: tuple[str, ...], dp_size: int, micro: int, workers: int) -> list[
     for end in (*RESUMES, SAMPLES):
         data = dataset(path)
         ranks = [
-            MicroBatches(
+            MicroBatchIterator(
                 dataset(path),
                 consumed=len(samples),
                 micro_batch_size=micro,

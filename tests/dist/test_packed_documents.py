@@ -14,7 +14,7 @@ import pytest
 
 from megatron_ds.config import Config, DataConfig, RecomputeConfig, RuntimeConfig
 from megatron_ds.engine.build import build_engine
-from megatron_ds.model.packed_attention import DocumentRules
+from megatron_ds.model.packed_attention import PackingOptions
 from megatron_ds.parallel.mesh import Mesh
 from tests.dist import parity_cases
 from tests.dist.parity_cases import Case, config_of, plans_of
@@ -57,10 +57,10 @@ def config(name: str, folder: Path) -> Config:
 
 
 def knows_why_it_loops(engine: Any) -> None:
-    rules: DocumentRules = engine.module.documents
+    rules: PackingOptions = engine.module.documents
     assert rules.flex is None
     wanted = "backward on CPU" if engine.module.config.attention_dropout == 0.0 else "dropout"
-    assert (wanted in rules.why_not_flex) == rules.reset_attention
+    assert (wanted in rules.flex_unavailable_reason) == rules.reset_attention
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +78,7 @@ def test_layout_equals_one_process_with_a_dense_mask(
     name: str, outcomes: Outcomes, tmp_path: Path
 ) -> None:
     case, flags, _ = CASES[name]
-    rules = DocumentRules(END, *flags, flex=dense_flex)
+    rules = PackingOptions(END, *flags, flex=dense_flex)
     reference = train_alone(config(name, tmp_path), SAMPLES, plans_of(case), rules)
     for rank, run in enumerate(outcomes.of(name)):
         assert differences(run, reference) == [], f"rank {rank}"
@@ -99,7 +99,7 @@ def test_bounds_change_what_is_learned(tmp_path: Path) -> None:
     case = CASES["zero3 learned"][0]
     losses = [
         train_alone(config("zero3 learned", tmp_path), SAMPLES, plans_of(case)[:1], rules).losses
-        for rules in (None, DocumentRules(END, True, True))
+        for rules in (None, PackingOptions(END, True, True))
     ]
     assert losses[0] != pytest.approx(losses[1], rel=1e-4)
 

@@ -17,11 +17,11 @@ import pytest
 import torch
 
 from megatron_ds import schedules
-from megatron_ds.cli.arguments import read
+from megatron_ds.cli.arguments import build_config
 from megatron_ds.config import Config
-from megatron_ds.data.micro_batches import MicroBatches
+from megatron_ds.data.micro_batches import MicroBatchIterator
 from megatron_ds.engine.build import build_engine
-from megatron_ds.engine.ds_config import complete
+from megatron_ds.engine.ds_config import merge_file
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.launch.device import require_precision
 from megatron_ds.train_state import TrainState
@@ -183,7 +183,7 @@ def configured(name: str, text: str, line: str, folder: Path) -> tuple[Config, l
     path = folder / f"{name}.json"
     path.write_text(text, encoding="utf-8")
     argv = f"{FLAGS} {line} --data-path {folder / 'tokens'} --deepspeed_config {path}".split()
-    return read(argv, world_size=1, warn=lambda _: None, complete=complete)
+    return build_config(argv, world_size=1, warn=lambda _: None, complete=merge_file)
 
 
 def peers(folder: Path) -> dict[str, tuple[Config, list[str]]]:
@@ -212,8 +212,8 @@ def _loss(config: Config, mesh: Mesh) -> float:
     micro = config.schedule.micro_batch_size
     assert micro is not None
     shape = {"seq_length": 16, "vocab_size": 90}
-    batches = MicroBatches(
-        Samples(config.batch_size(1), shape),
+    batches = MicroBatchIterator(
+        Samples(config.final_global_batch_size(1), shape),
         consumed=0,
         micro_batch_size=micro,
         dp_rank=0,

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from megatron_ds.config import Config, DeepSpeedConfig, PrecisionConfig, ScheduleConfig
-from megatron_ds.engine.ds_config import complete
+from megatron_ds.engine.ds_config import merge_file
 from megatron_ds.train_state import StepPlan
 from tests.dist import parity_cases
 from tests.dist.parity_cases import Case, completed, config_of, plans_of
@@ -139,7 +139,7 @@ def test_stage_0_is_fp32_only(kind: str, stage: int, tmp_path: Path) -> None:
         precision=PrecisionConfig(**{kind: True}),
         deepspeed=DeepSpeedConfig(zero_stage=stage),
     )
-    _, problems = complete(config, 2)
+    _, problems = merge_file(config, 2)
     if stage == 0:
         (problem,) = problems
         assert f"--{kind}" in problem

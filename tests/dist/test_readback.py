@@ -24,13 +24,13 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.activation_checkpointing import checkpointing
 
 from megatron_ds.config import Config, ParallelConfig, PrecisionConfig, RecomputeConfig, RuntimeConfig
-from megatron_ds.data.micro_batches import MicroBatches
+from megatron_ds.data.micro_batches import MicroBatchIterator
 from megatron_ds.engine import build
 from megatron_ds.engine import readback
 from megatron_ds.engine.build import build_engine
 from megatron_ds.engine.zero import ZeroEngine
 from megatron_ds.engine import memory_estimate
-from megatron_ds.model.packed_attention import DocumentRules
+from megatron_ds.model.packed_attention import PackingOptions
 from megatron_ds.engine.memory_estimate import estimate
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.train_state import StepPlan
@@ -177,7 +177,7 @@ FALSIFIED: dict[str, tuple[str, Change]] = {
         "compiled",
         lambda e: changed(e.module.layers[1], "_compiled_call_impl", None),
     ),
-    "document bounds": ("zero1", lambda e: changed(e.module, "documents", DocumentRules(0, True, True))),
+    "document bounds": ("zero1", lambda e: changed(e.module, "documents", PackingOptions(0, True, True))),
 }
 """For every compared setting: the layout on which, and how, it is made another one."""
 
@@ -227,12 +227,12 @@ def on_a_rank(rank: int, configs: dict[str, Config]) -> dict[str, dict[str, Any]
     kind.supported_dtypes = lambda self: [torch.float, torch.half, torch.bfloat16]
     agreed: dict[str, Any] = {}
     attributes: dict[str, str] = {}
-    engines: dict[str, memory_estimate.Engine] = {}
+    engines: dict[str, memory_estimate.MemoryInputs] = {}
     held: dict[str, readback.States] = {}
     for layout, config in configs.items():
         mesh = meshes[config.parallel.tensor_model_parallel_size]
         engine = build_engine(config, mesh, CPU)
-        agreed[layout] = engine.effective
+        agreed[layout] = engine.settings
         inner, ds_config = engine._engine, engine.ds_config
         for setting, (where, change) in FALSIFIED.items():
             if where == layout:
@@ -244,12 +244,12 @@ def on_a_rank(rank: int, configs: dict[str, Config]) -> dict[str, dict[str, Any]
         if layout != "compiled":  # which would take a compiler's time
             train_a_step(engine, config, mesh)
             zero = ds_config["zero_optimization"]
-            engines[layout] = readback.footprint(engine.effective, mesh.tp.size, zero, "cpu")
-            held[layout] = engine.states()
+            engines[layout] = readback.memory_inputs(engine.settings, mesh.tp.size, zero, "cpu")
+            held[layout] = engine.state_bytes()
     passed: dict[str, str] = {}
     for setting, (layout, changes) in PASSED.items():
         config = configs[layout]
-        generate = build.generate
+        generate = build.build_ds_config
 
         def lying(*arguments: Any) -> dict[str, Any]:
             return overlaid(generate(*arguments), changes)  # noqa: B023
@@ -271,7 +271,7 @@ def on_a_rank(rank: int, configs: dict[str, Config]) -> dict[str, dict[str, Any]
 def train_a_step(engine: ZeroEngine, config: Config, mesh: Mesh) -> None:
     micro = config.schedule.micro_batch_size
     assert micro is not None
-    batches = MicroBatches(
+    batches = MicroBatchIterator(
         Samples(SAMPLES_PER_STEP, SHAPE),
         consumed=0,
         micro_batch_size=micro,

@@ -8,11 +8,11 @@ import deepspeed
 import torch
 
 from megatron_ds.config import ModelConfig, RecomputeConfig
-from megatron_ds.model.packed_attention import DocumentRules
+from megatron_ds.model.packed_attention import PackingOptions
 from megatron_ds.model.gpt import GPTModel
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.parallel.rng import RngStreams
-from megatron_ds.parallel.activation_checkpointing import Recompute
+from megatron_ds.parallel.activation_checkpointing import ActivationCheckpointing
 from megatron_ds.launch.environment import prepare_environment
 from tests.distributed import run_ranks
 
@@ -43,12 +43,12 @@ VARIANTS = [
 
 
 def losses_and_gradients(
-    mesh: Mesh, options: RecomputeConfig | None, position: str, documents: DocumentRules | None
+    mesh: Mesh, options: RecomputeConfig | None, position: str, documents: PackingOptions | None
 ) -> list[torch.Tensor]:
     """Two micro-batches, their gradients summed, then an evaluation of the same data."""
     config = dataclasses.replace(MODEL, position_embedding_type=position)
     rng = RngStreams(mesh.tp.rank)
-    recompute = None if options is None else Recompute(options, rng, mesh.mpu())
+    recompute = None if options is None else ActivationCheckpointing(options, rng, mesh.mpu())
     model = GPTModel(
         config, mesh=mesh, rng=rng, seed=5, recompute=recompute, documents=documents
     )
@@ -75,7 +75,7 @@ def compare_variants(rank: int, tp_size: int) -> None:
         ("learned_absolute", None),
         ("rope", None),
         ("alibi", None),
-        ("learned_absolute", DocumentRules(END, reset_positions=True, reset_attention=True)),
+        ("learned_absolute", PackingOptions(END, reset_positions=True, reset_attention=True)),
     ):
         expected = losses_and_gradients(mesh, None, position, documents)
         for options in VARIANTS:

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from megatron_ds.checkpoint.metadata import read_run
-from megatron_ds.checkpoint.manager import Checkpoints
+from megatron_ds.checkpoint.manager import CheckpointManager
 from megatron_ds.checkpoint.full_weights import Weights, read_weights
 from megatron_ds.config import CheckpointConfig, Config, DeepSpeedConfig, ModelConfig, OptimizerConfig, ParallelConfig, PrecisionConfig, ScheduleConfig
 from megatron_ds.data.micro_batches import Batch
@@ -21,7 +21,7 @@ from megatron_ds.engine.build import build_engine
 from megatron_ds.inference.load_checkpoint import load_model
 from megatron_ds.parallel.collectives import all_gather
 from megatron_ds.parallel.mesh import Mesh
-from megatron_ds.parallel.sharding import join, spec_of
+from megatron_ds.parallel.sharding import unshard, shard_spec
 from megatron_ds.train_state import StepPlan, TrainState
 from tests.dist.engine_harness import CPU, prepare, whole_weights
 from tests.distributed import run_ranks
@@ -88,7 +88,7 @@ def save_and_read(rank: int, folder: str) -> None:
         for _ in range(2):
             plan = StepPlan(state.iteration + 1, mesh.dp.size, 1, 0.01, 0.1, seq_length=9)
             state = state.advance(plan, engine.train_step(Batches(mesh.dp.rank), plan))
-        Checkpoints(config, mesh, lambda _: None).save(engine, state)
+        CheckpointManager(config, mesh, lambda _: None).save(engine, state)
 
         saved = read_weights(read_run(where / "global_step2"))
         own = whole_weights(engine, mesh)
@@ -108,8 +108,8 @@ def check_loaded_at_every_size(where: Path, saved: Weights, meshes: dict[int, Me
         model = load_model(found, mesh, CPU, precision="fp32")
         assert not model.training
         for name, parameter in model.named_parameters():
-            part, spec = parameter.detach(), spec_of(parameter)
-            whole = part if spec is None else join(list(all_gather(part, mesh.tp)), spec)
+            part, spec = parameter.detach(), shard_spec(parameter)
+            whole = part if spec is None else unshard(list(all_gather(part, mesh.tp)), spec)
             expected = saved[name].float()
             padding = whole[expected.shape[0] :]
             assert torch.equal(whole[: expected.shape[0]], expected), (mesh.tp.size, name)

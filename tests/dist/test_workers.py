@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megatron_ds.preprocess.worker_pool import UNDER_WAY_PER_WORKER, Workers
+from megatron_ds.preprocess.worker_pool import MAX_IN_FLIGHT_PER_WORKER, Workers
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -55,8 +55,8 @@ def test_items_are_taken_as_they_are_needed() -> None:
     with Workers(square, 2) as workers:
         results = workers.map(items())
         assert next(results) == 10000
-        assert len(taken) == 2 * UNDER_WAY_PER_WORKER
-        assert list(workers.drain()) == [n * n for n in taken[1:]]
+        assert len(taken) == 2 * MAX_IN_FLIGHT_PER_WORKER
+        assert list(workers.finish_pending()) == [n * n for n in taken[1:]]
 
 
 def test_an_error_of_the_function_reaches_the_caller() -> None:

@@ -17,7 +17,7 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from megatron_ds.preprocess.document_readers import Inputs
+from megatron_ds.preprocess.document_readers import InputSpec
 from megatron_ds.preprocess.pipeline import PreprocessOptions, Progress, preprocess
 from megatron_ds.tokenizer.null import NullTokenizer
 
@@ -51,7 +51,7 @@ def options(folder: Path, name: str = "in.jsonl", **values: Any) -> PreprocessOp
     if not path.exists():
         KINDS[name](path)
     given = {"keys": ("a", "b"), "append_eod": True, "chunk_size": 4, "workers": 1, **values}
-    return PreprocessOptions(Inputs((str(path),)), str(folder / "out"), **given)
+    return PreprocessOptions(InputSpec((str(path),)), str(folder / "out"), **given)
 
 
 def contents(folder: Path) -> dict[str, bytes]:

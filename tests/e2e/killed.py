@@ -84,14 +84,14 @@ def before_the_rename(iteration: int) -> None:
     """The manifest stands, the folder has its temporary name."""
     from megatron_ds.checkpoint import storage
 
-    put = storage.put_in_place
+    put = storage.publish
 
     def stopped(temporary: Path, target: Path) -> None:
         if target.name == f"global_step{iteration}":
             kill_all_ranks()
         put(temporary, target)
 
-    storage.put_in_place = stopped
+    storage.publish = stopped
 
 
 STAGES: dict[str, Callable[[int], None]] = {

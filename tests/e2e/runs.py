@@ -71,7 +71,7 @@ class Process(Protocol):
     def wait(self, timeout: float | None = None) -> int: ...
 
 
-class Zygote:
+class ForkServer:
     """The process of zygote.py, which forks runs."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
@@ -104,10 +104,10 @@ class Zygote:
         return json.loads(line)
 
 
-class Forked:
+class ForkedProcess:
     """A process that the zygote forked."""
 
-    def __init__(self, zygote: Zygote, pid: int) -> None:
+    def __init__(self, zygote: ForkServer, pid: int) -> None:
         self._zygote, self.pid, self._code = zygote, pid, None
 
     def poll(self) -> int | None:
@@ -184,7 +184,7 @@ class Launcher:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._mark = uuid.uuid4().hex
-        self._zygote: Zygote | None = None
+        self._zygote: ForkServer | None = None
         self._runs: list[Run] = []
 
     def start(
@@ -254,7 +254,7 @@ class Launcher:
 
     def _fork(self, script: Path, argv: list[str], extras: Sequence[Mapping[str, str]]) -> Run:
         if self._zygote is None:
-            self._zygote = Zygote(self._environment({}))
+            self._zygote = ForkServer(self._environment({}))
         logs = [self._log() for _ in extras]
         pids = self._zygote.ask(
             start={
@@ -264,7 +264,7 @@ class Launcher:
                 "logs": [str(log) for log in logs],
             }
         )
-        return self._noted(Run([Forked(self._zygote, pid) for pid in pids], logs))
+        return self._noted(Run([ForkedProcess(self._zygote, pid) for pid in pids], logs))
 
     def _start(
         self, commands: Sequence[list[str]], environments: Sequence[Mapping[str, str]]

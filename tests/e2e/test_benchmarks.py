@@ -17,7 +17,7 @@ from benchmarks import data, documents, preprocess, startup, train_step
 from benchmarks.common import Contender, in_turn, paired_ratio, this_machine, versions
 from benchmarks.train_step import COMPILED, DEEPSPEED, OURS, PLAIN, Report, Setting, Shape
 from megatron_ds.data import build_datasets
-from megatron_ds.launch.startup_timer import Startup
+from megatron_ds.launch.startup_timer import StartupTimer
 
 TINY = Shape(layers=1, hidden=32, heads=2, sequence=16, vocab=128, micro_batch=2)
 
@@ -193,10 +193,10 @@ def test_the_figures_of_preprocessing_are_medians_over_the_rounds():
 
 
 def test_the_start_up_line_of_a_run_is_understood():
-    start = Startup()
-    start.done("settings")
-    start.done("model and engine")
-    parts = startup.printed_parts(f"a line\n{start.line()}\nand another\n")
+    start = StartupTimer()
+    start.mark("settings")
+    start.mark("model and engine")
+    parts = startup.printed_parts(f"a line\n{start.summary_line()}\nand another\n")
     assert list(parts) == ["interpreter", "settings", "model and engine"]
     assert parts["interpreter"] == pytest.approx(dict(start.parts)["interpreter"], abs=0.01)
 

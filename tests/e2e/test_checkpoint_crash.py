@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ds.checkpoint.metadata import candidates, problem_with, read_run
+from megatron_ds.checkpoint.metadata import find_damage, list_checkpoints, read_run
 from megatron_ds.launch.exit_codes import ExitCode
 from tests.e2e.runs import (
     REPOSITORY,
@@ -130,7 +130,7 @@ def test_where_every_checkpoint_is_damaged_the_run_is_refused(
     before = records(run)
     (run / "global_step1" / "manifest.json").unlink()
     result = launcher.start(settings).wait()
-    assert result.codes == (ExitCode.SETTINGS,)
+    assert result.codes == (ExitCode.BAD_SETTINGS,)
     assert "global_step1: it has no manifest.json, so its save did not finish" in result.output
     assert "Traceback" not in result.output
     assert records(run) == before
@@ -191,7 +191,7 @@ def read_pointer(run: Path) -> str:
 
 def newest_whole(run: Path) -> int:
     return next(
-        (read_run(path).iteration for path in candidates(run) if problem_with(path) is None), 0
+        (read_run(path).iteration for path in list_checkpoints(run) if find_damage(path) is None), 0
     )
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ds.checkpoint.metadata import problem_with
+from megatron_ds.checkpoint.metadata import find_damage
 from megatron_ds.launch.exit_codes import ExitCode
 from tests.e2e.runs import REPOSITORY, Launcher, Result, Settings, checkpoint_differences, steps
 
@@ -129,5 +129,5 @@ def test_a_run_whose_last_checkpoint_is_not_saved_has_failed(
     assert result.output.count("could not save the checkpoint of iteration 6") == 1
     assert "Traceback" not in result.output
     assert checkpoints_in(run) == {"global_step2"}
-    assert problem_with(run / "global_step2") is None
+    assert find_damage(run / "global_step2") is None
     assert (run / "latest").read_text() == "global_step2"

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from megatron_ds.data.indexed_dataset import IndexedDataset
 from megatron_ds.preprocess import output_files, run_record
-from megatron_ds.preprocess.document_readers import Inputs
+from megatron_ds.preprocess.document_readers import InputSpec
 from megatron_ds.preprocess.pipeline import Progress, preprocess
 from megatron_ds.tokenizer.null import NullTokenizer
 from tests.e2e.interrupted import (
@@ -140,7 +140,7 @@ def test_a_run_that_fails_early_leaves_nothing(
 
 
 def test_what_is_read_once_cannot_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    chosen = dataclasses.replace(options(tmp_path), inputs=Inputs(("-",)))
+    chosen = dataclasses.replace(options(tmp_path), inputs=InputSpec(("-",)))
     with pytest.raises(ValueError, match="--resume: --input - can be read only once"):
         resume(chosen)
     with open(tmp_path / "in.jsonl") as file:
@@ -190,7 +190,7 @@ def test_files_that_changed_or_went_cannot_go_on(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"009\.jsonl was read, and in its place comes .*018"):
         resume(chosen)
     with pytest.raises(ValueError, match=r"009\.jsonl was read, and is not among the inputs now"):
-        resume(chosen, inputs=Inputs((str(files[0]),)))
+        resume(chosen, inputs=InputSpec((str(files[0]),)))
     assert contents(tmp_path) == before
 
 
@@ -337,7 +337,7 @@ def test_a_record_tells_only_of_what_is_on_the_disk(
     write = run_record.write
     states = []
 
-    def checked(path: str, record: run_record.Record) -> None:
+    def checked(path: str, record: run_record.RunRecord) -> None:
         states.append(record.state)
         last = record.last
         out = str(tmp_path / "out")
@@ -367,13 +367,13 @@ def test_what_a_killed_new_run_wrote_is_not_taken_for_the_old_ones(
     interrupt(chosen, 2)
     monkeypatch.setattr(output_files, "RECORD_SECONDS", 1e9)
     other = dataclasses.replace(chosen, append_eod=False)
-    reached = output_files.Outputs.reached
+    reached = output_files.OutputWriter.checkpoint_progress
 
-    def at_once(self: output_files.Outputs, *arguments: Any) -> None:
+    def at_once(self: output_files.OutputWriter, *arguments: Any) -> None:
         reached(self, *arguments)
         self._flush()
 
-    monkeypatch.setattr(output_files.Outputs, "reached", at_once)
+    monkeypatch.setattr(output_files.OutputWriter, "checkpoint_progress", at_once)
     assert killed_after(other, chunks=9)
     again, said = resume(chosen)
     assert "begins anew" in said[0]

@@ -25,7 +25,7 @@ FLAGS = (
 
 @pytest.fixture(scope="module")
 def config() -> Config:
-    return arguments.read(FLAGS.split(), world_size=1, warn=lambda line: None)[0]
+    return arguments.build_config(FLAGS.split(), world_size=1, warn=lambda line: None)[0]
 
 
 @pytest.fixture(scope="module")
@@ -41,8 +41,8 @@ def run(config: Config) -> dict[str, Any]:
         "format_version": metadata.FORMAT_VERSION,
         "state": TrainState(iteration=7).to_dict(),
         "config": config.to_dict(),
-        "layout": metadata.layout(config, 1),
-        "order": metadata.order(config, 1),
+        "layout": metadata.parallel_layout(config, 1),
+        "order": metadata.data_order_settings(config, 1),
         "shards": {"x": {"dim": 0, "sections": [1]}},
     }
     return json.loads(json.dumps(values))  # type: ignore[no-any-return]
@@ -52,25 +52,25 @@ def write(path: Path, content: bytes, files: object = None) -> None:
     """A checkpoint whose manifest is right, for a run.json of any content."""
     (path / metadata.RUN).write_bytes(content)
     listed = {metadata.RUN: {"bytes": len(content), "sha256": "0" * 64}} if files is None else files
-    (path / metadata.MANIFEST).write_text(metadata.seal(listed))  # type: ignore[arg-type]
+    (path / metadata.MANIFEST).write_text(metadata.checksum_manifest(listed))  # type: ignore[arg-type]
 
 
 def check(path: Path, config: Config) -> bool:
     """Whether the checkpoint is taken for a complete one; what then is read of it is sound."""
-    problem = metadata.problem_with(path)
+    problem = metadata.find_damage(path)
     if problem is not None:
         assert problem
         return False
     taken = metadata.read_run(path)
     assert taken.iteration == taken.state.iteration == 7
-    problems = read_or_refuse(lambda: metadata.mismatches(taken, config, 1), str(path))
+    problems = read_or_refuse(lambda: metadata.resume_conflicts(taken, config, 1), str(path))
     return problems is not REFUSED
 
 
 def test_the_good_one(path: Path, config: Config, run: dict[str, Any]) -> None:
     write(path, json.dumps(run).encode())
-    assert metadata.problem_with(path) is None
-    assert metadata.mismatches(metadata.read_run(path), config, 1) == []
+    assert metadata.find_damage(path) is None
+    assert metadata.resume_conflicts(metadata.read_run(path), config, 1) == []
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_by_hand(
 ) -> None:
     write(path, content if name == metadata.RUN else json.dumps(run).encode())
     (path / name).write_bytes(content) if name == metadata.MANIFEST else None
-    problem = metadata.problem_with(path)
+    problem = metadata.find_damage(path)
     assert problem is not None
     assert name in problem
 
@@ -125,7 +125,7 @@ def test_any_manifest(path: Path, config: Config, run: dict[str, Any], content: 
 @FUZZ
 def test_any_pointer(path: Path, content: bytes, name: str) -> None:
     (path.parent / name).write_bytes(content)
-    for problem in metadata.wrong_pointers(path.parent, path):
+    for problem in metadata.stale_pointers(path.parent, path):
         assert str(path.parent) in problem
     (path.parent / name).unlink()
 

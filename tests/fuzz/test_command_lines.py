@@ -109,7 +109,7 @@ def test_pretrain_gpt(
     argv = [*MODEL.split(), "--data-path", "p", *NULL.split()]
 
     def run(argv: list[str]) -> None:
-        arguments.parse(argv, complete=ds_config.complete, check=check)
+        arguments.parse(argv, complete=ds_config.merge_file, check=check)
 
     run(argv)  # without the damage there is nothing to say
     for file, change in changes.items():
@@ -139,6 +139,6 @@ def test_a_cut_checkpoint_is_named(
     argv = [*MODEL.split(), "--data-path", "p", *NULL.split(), "--load", "save"]
     with pytest.raises(SystemExit):
         arguments.parse(
-            [*argv, "--exit-on-missing-checkpoint"], complete=ds_config.complete, check=check
+            [*argv, "--exit-on-missing-checkpoint"], complete=ds_config.merge_file, check=check
         )
     assert "global_step5" in capsys.readouterr().err

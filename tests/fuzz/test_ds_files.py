@@ -13,8 +13,15 @@ from hypothesis import strategies as st
 from megatron_ds import schedules
 from megatron_ds.cli import arguments
 from megatron_ds.config import Config
-from megatron_ds.engine.ds_config import complete, generate
-from megatron_ds.engine.ds_config_file import BLOCKS, DROPPED, REFUSED, RENAMED, SWITCHES, TOP_KEYS
+from megatron_ds.engine.ds_config import build_ds_config, merge_file
+from megatron_ds.engine.ds_config_file import (
+    BLOCKS,
+    IGNORED_KEYS,
+    OLD_SWITCHES,
+    REFUSED,
+    RENAMED,
+    TOP_KEYS,
+)
 from tests.fuzz.fuzz_helpers import FUZZ, JSON
 
 FLAGS = (
@@ -27,8 +34,8 @@ KEYS = sorted(
         *(f"{block}.{key}" for block, keys in BLOCKS.items() for key in keys),
         *REFUSED,
         *RENAMED,
-        *SWITCHES,
-        *DROPPED,
+        *OLD_SWITCHES,
+        *IGNORED_KEYS,
     }
 )
 GOOD: dict[str, Any] = {
@@ -55,19 +62,19 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def config(path: Path) -> Config:
     argv = f"{FLAGS} --deepspeed_config {path}".split()
-    return arguments.read(argv, world_size=2, warn=lambda line: None)[0]
+    return arguments.build_config(argv, world_size=2, warn=lambda line: None)[0]
 
 
 def check(config: Config, content: bytes) -> list[str]:
     """The problems; each says where it is. Without one, the file leads to a DeepSpeed JSON."""
     path = str(config.deepspeed.deepspeed_config)
     Path(path).write_bytes(content)
-    filled, problems = complete(config, 2)
+    filled, problems = merge_file(config, 2)
     problems = [*problems, *filled.problems(2), *schedules.problems(filled, 2)]
     for problem in problems:
         assert path in problem or "--" in problem, problem
     if not problems:
-        json.dumps(generate(filled, 2), allow_nan=False)
+        json.dumps(build_ds_config(filled, 2), allow_nan=False)
     return problems
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from megatron_ds.data.indexed_dataset import IndexedDataset
 from megatron_ds.preprocess import pipeline as module
-from megatron_ds.preprocess.document_readers import Inputs
+from megatron_ds.preprocess.document_readers import InputSpec
 from megatron_ds.preprocess.pipeline import PreprocessOptions, preprocess
 from megatron_ds.preprocess.worker_pool import Workers
 from megatron_ds.tokenizer.null import NullTokenizer
@@ -54,7 +54,7 @@ def run(folder: Path, content: bytes, strict: bool = True) -> list[list[int]]:
     """The documents that `content` gives."""
     path = folder / "in.jsonl"
     path.write_bytes(content)
-    inputs = Inputs((str(path),), max_document_bytes=LONGEST)
+    inputs = InputSpec((str(path),), max_document_bytes=LONGEST)
     options = PreprocessOptions(inputs, str(folder / "out"), strict=strict)
     preprocess(options, NullTokenizer(1000))
     data = IndexedDataset(options.prefix("text"))
@@ -219,7 +219,7 @@ def test_a_disk_without_room_is_named_and_costs_nothing_older(tmp_path: Path, ro
     older = {path.name: path.read_bytes() for path in tmp_path.glob("out*")}
     content = b'{"text": "' + b"7 " * 30 + b'"}\n'
     (tmp_path / "in.jsonl").write_bytes(content * (20_000 if room > 100 else 1))
-    options = PreprocessOptions(Inputs((str(tmp_path / "in.jsonl"),)), str(tmp_path / "out"))
+    options = PreprocessOptions(InputSpec((str(tmp_path / "in.jsonl"),)), str(tmp_path / "out"))
     with largest_file(room), pytest.raises(OSError, match=r"out_text_document\.(bin|idx)\.partial"):
         preprocess(options, NullTokenizer(1000))
     assert {path.name: path.read_bytes() for path in tmp_path.glob("out*")} == older
@@ -228,14 +228,14 @@ def test_a_disk_without_room_is_named_and_costs_nothing_older(tmp_path: Path, ro
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"inputs": Inputs(())}, "--input or --hf-dataset is needed"),
-        ({"inputs": Inputs((__file__,), hf_dataset="x")}, "one of them"),
-        ({"inputs": Inputs((__file__, __file__))}, "would be read twice"),
-        ({"inputs": Inputs(("/dev",))}, "--input /dev: the folder has no file of a kind"),
-        ({"inputs": Inputs(("",))}, "--input : there is no such file"),
-        ({"inputs": Inputs(("no\0where",))}, "there is no such file"),
-        ({"inputs": Inputs(("no*where",))}, "--input no*where: there is no such file"),
-        ({"inputs": Inputs((__file__,), max_document_bytes=0)}, "--max-document-bytes 0"),
+        ({"inputs": InputSpec(())}, "--input or --hf-dataset is needed"),
+        ({"inputs": InputSpec((__file__,), hf_dataset="x")}, "one of them"),
+        ({"inputs": InputSpec((__file__, __file__))}, "would be read twice"),
+        ({"inputs": InputSpec(("/dev",))}, "--input /dev: the folder has no file of a kind"),
+        ({"inputs": InputSpec(("",))}, "--input : there is no such file"),
+        ({"inputs": InputSpec(("no\0where",))}, "there is no such file"),
+        ({"inputs": InputSpec(("no*where",))}, "--input no*where: there is no such file"),
+        ({"inputs": InputSpec((__file__,), max_document_bytes=0)}, "--max-document-bytes 0"),
         ({"output_prefix": "/dev/null/x"}, "there is no folder /dev/null"),
         ({"output_prefix": "x" * 5000 + "/y"}, "there is no folder"),
         ({"keys": ()}, "at least one key"),
@@ -248,7 +248,7 @@ def test_a_disk_without_room_is_named_and_costs_nothing_older(tmp_path: Path, ro
 )
 def test_settings(changes: dict[str, object], message: str) -> None:
     values: dict[str, object] = {
-        "inputs": Inputs((__file__,)),
+        "inputs": InputSpec((__file__,)),
         "output_prefix": "x",
         **changes,
     }

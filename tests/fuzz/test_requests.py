@@ -9,7 +9,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_ds.inference.api_schema import FIELDS, Defaults, Query, read
+from megatron_ds.inference.api_schema import FIELDS, Defaults, GenerationRequest, read
 from tests.fuzz.fuzz_helpers import FUZZ, JSON, REFUSED, read_or_refuse
 
 GOOD: dict[str, Any] = {
@@ -26,7 +26,7 @@ def check(body: bytes, *named: str) -> None:
     query = read_or_refuse(lambda: read(body, Defaults()), "the body", "there", *named)
     if query is REFUSED:
         return
-    assert isinstance(query, Query)
+    assert isinstance(query, GenerationRequest)
     assert query.prompts
     assert all(isinstance(prompt, str) for prompt in query.prompts)
     assert 0 < query.temperature <= 100

@@ -22,7 +22,7 @@ from megatron_ds.data.build_datasets import build_datasets
 from megatron_ds.data.indexed_dataset import IndexedDataset, IndexedWriter, token_dtype
 from megatron_ds.data.merge import merge
 from megatron_ds.data.sample_index import build_indexes
-from megatron_ds.preprocess.document_readers import Inputs
+from megatron_ds.preprocess.document_readers import InputSpec
 from megatron_ds.preprocess.pipeline import PreprocessOptions, preprocess
 from megatron_ds.preprocess.sentence_splitter import Splitter, choose_splitter
 from megatron_ds.tokenizer import Tokenizer, build_tokenizer
@@ -154,7 +154,7 @@ def test_preprocessed_files_are_theirs(
     tokenizer = build_tokenizer(TokenizerConfig(tokenizer_type=kind, **KINDS[kind]))
     splitter = choose_splitter("english", False, "rules") if sentences else None
     options = PreprocessOptions(
-        Inputs((str(CORPUS / "corpus.jsonl"),)), str(tmp_path / "my"), append_eod=append_eod,
+        InputSpec((str(CORPUS / "corpus.jsonl"),)), str(tmp_path / "my"), append_eod=append_eod,
         workers=2, chunk_size=3, splitter=splitter,
     )  # fmt: skip
     preprocess(options, tokenizer)
@@ -174,7 +174,7 @@ def test_their_t5_samples_are_neighbouring_sentences_of_one_document(
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     kind = "BertWordPieceLowerCase"
     options = PreprocessOptions(
-        Inputs((str(path),)), str(tmp_path / "my-t5"),
+        InputSpec((str(path),)), str(tmp_path / "my-t5"),
         splitter=choose_splitter("english", False, "rules"),
     )  # fmt: skip
     preprocess(options, build_tokenizer(TokenizerConfig(tokenizer_type=kind, **KINDS[kind])))

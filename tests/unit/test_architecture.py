@@ -14,69 +14,78 @@ import pytest
 REPOSITORY = Path(__file__).resolve().parents[2]
 PACKAGE = REPOSITORY / "megatron_ds"
 
-FLOORS = {
+LAYERS = {
     "config": 0,
-    "exit_codes": 0,
-    "peer_flags": 0,
-    "state": 0,
-    "arguments": 1,
-    "data": 1,
-    "ending": 1,
-    "extensions": 1,
-    "failures": 1,
-    "flags": 1,
+    "fileio": 0,
+    "train_state": 0,
+    "launch": 1,
     "parallel": 1,
-    "runtime": 1,
     "schedules": 1,
-    "startup": 1,
     "tokenizer": 1,
-    "watch": 1,
-    "cleaning": 2,
+    "cli": 2,
+    "data": 2,
     "model": 2,
     "engine": 3,
+    "preprocess": 3,
     "checkpoint": 4,
+    "cleaning": 4,
     "inference": 5,
-    "preflight": 5,
     "training": 5,
 }
-"""Rooms of the package by floor; the entry files stand above all of them."""
+"""Layer of each folder and of each file at the top of the package. Imports go to a lower layer."""
 
-NEIGHBOURS = {("data", "tokenizer")}
-"""Folders of one floor of which the first may use the second: preprocessing takes a tokenizer."""
+ALLOWED = {
+    "config": "",
+    "fileio": "",
+    "train_state": "",
+    "launch": "config",
+    "parallel": "config",
+    "schedules": "config train_state",
+    "tokenizer": "config",
+    "cli": "config launch schedules",
+    "data": "config fileio tokenizer",
+    "model": "config parallel",
+    "engine": "config data model parallel train_state",
+    "preprocess": "data fileio tokenizer",
+    "checkpoint": "config data engine launch parallel train_state",
+    "cleaning": "config fileio preprocess tokenizer",
+    "inference": "checkpoint cli config launch model parallel tokenizer",
+    "training": "checkpoint config data engine launch model parallel schedules tokenizer "
+    "train_state",
+}
+"""What each folder imports of the package, exactly."""
 
 DEEPSPEED = (
     "engine/",
     "model/pipeline.py",
     "checkpoint/",
-    "runtime.py",
-    "parallel/random.py",
-    "parallel/recompute.py",
-    "parallel/cross_entropy.py",
+    "launch/",
+    "parallel/rng.py",
+    "parallel/activation_checkpointing.py",
+    "parallel/fused_linear_cross_entropy.py",
 )
 ARGPARSE: tuple[str, ...] = ()  # the package reads command lines itself; tools/ do as they like
-ENVIRONMENT = ("runtime.py",)
+ENVIRONMENT = ("launch/",)
 HTTP = ("inference/server.py",)
-DEVICE = ("runtime.py",)
+DEVICE = ("launch/device.py",)
 WITHOUT_TORCH = (
-    "config.py",
-    "state.py",
+    "config/",
+    "fileio/",
+    "train_state.py",
     "schedules.py",
-    "extensions.py",
-    "data/sample_index.py",
-    "data/indexed.py",
-    "data/durable.py",
-    "data/journal.py",
-    "data/lock.py",
-    "data/cache.py",
-    "data/build.py",
-    "data/made_by.py",
+    "launch/extension_locks.py",
+    "data/blend_schedule.py",
+    "data/blend_spec.py",
+    "data/build_datasets.py",
+    "data/index_cache.py",
+    "data/indexed_dataset.py",
     "data/merge.py",
-    "data/inspect.py",
-    "data/sentence_rules.py",
-    "data/sentences.py",
-    "data/sources.py",
+    "data/sample_index.py",
+    "data/token_file_stats.py",
+    "data/tokenizer_metadata.py",
+    "preprocess/",
 )
-WITHOUT_GROUPS = ("data/", "tokenizer/", "cleaning/")
+WITHOUT_GROUPS = ("data/", "preprocess/", "tokenizer/", "cleaning/", "fileio/")
 
 
 def sources() -> list[Path]:
@@ -148,33 +157,35 @@ def report(offenders: list[str]) -> None:
     assert not offenders, "\n" + "\n".join(offenders)
 
 
-def test_every_room_has_its_floor() -> None:
-    rooms = {room(module_of(path)) for path in sources() if path.parent != PACKAGE}
+def test_every_folder_has_a_layer() -> None:
+    folders = {room(module_of(path)) for path in sources() if path.parent != PACKAGE}
     files = {path.stem for path in PACKAGE.glob("*.py")} - {"__init__"}
 
-    assert rooms | files <= set(FLOORS)
+    assert folders | files == set(LAYERS) == set(ALLOWED)
 
 
-def test_imports_go_down_or_to_a_sibling() -> None:
-    offenders = []
+def test_imports_go_to_a_lower_layer() -> None:
+    report(
+        [
+            f"{folder} (layer {LAYERS[folder]}) may not import {name} (layer {LAYERS[name]})"
+            for folder, names in ALLOWED.items()
+            for name in names.split()
+            if LAYERS[name] >= LAYERS[folder]
+        ]
+    )
+
+
+@pytest.mark.parametrize("folder", ALLOWED)
+def test_a_folder_imports_what_is_allowed(folder: str) -> None:
+    found: dict[str, str] = {}
     for path in sources():
-        if path == PACKAGE / "__init__.py":
-            continue
-        here = room(module_of(path))
-        for name in imports(path):
-            if not name.startswith("megatron_ds."):
-                continue
-            there = room(name)
-            beside = FLOORS[here] == FLOORS[there] == 1 and is_file(there)
-            siblings = here == there or beside or (here, there) in NEIGHBOURS
-            if FLOORS[there] >= FLOORS[here] and not siblings:
-                offenders.append(f"{name_of(path)} imports {name}")
-    report(offenders)
+        if path != PACKAGE / "__init__.py" and room(module_of(path)) == folder:
+            for name in imports(path):
+                if name.startswith("megatron_ds.") and room(name) != folder:
+                    found.setdefault(room(name), f"{name_of(path)} imports {name}")
 
-
-def is_file(module: str) -> bool:
-    """The files of floor 1 stand beside its folders and serve all of them."""
-    return (PACKAGE / f"{module}.py").is_file()
+    report([line for name, line in found.items() if name not in ALLOWED[folder].split()])
+    assert set(found) == set(ALLOWED[folder].split()), "remove what is no longer imported"
 
 
 def test_the_entry_files_are_imported_by_nobody() -> None:
@@ -254,8 +265,14 @@ def test_environment_variables_are_the_runtimes() -> None:
 
 def test_the_ground_and_the_index_arithmetic_know_no_torch() -> None:
     for place in WITHOUT_TORCH:
-        assert (PACKAGE / place).is_file(), f"{place} has moved: correct this list"
-        assert not uses(PACKAGE / place, "torch"), place
+        assert (PACKAGE / place).exists(), f"{place} has moved: correct this list"
+    report(
+        [
+            f"{name_of(path)} imports torch"
+            for path in sources()
+            if allowed(path, WITHOUT_TORCH) and uses(path, "torch")
+        ]
+    )
 
 
 def test_data_and_tokenizer_know_no_process_groups() -> None:
@@ -308,7 +325,7 @@ def test_what_is_read_can_run_no_code() -> None:
         if isinstance(node, ast.Call)
         and (ast.unparse(node.func) in unsafe or "allow_pickle=True" in ast.unparse(node))
     ]
-    assert [path for path, _ in calls] == [PACKAGE / "engine" / "checkpoint_files.py"]
+    assert [path for path, _ in calls] == [PACKAGE / "engine" / "ds_checkpoint_io.py"]
     assert calls[0][1].startswith("torch.load(")
     assert "weights_only=True" in calls[0][1]
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ds.cli.arguments import read
-from megatron_ds.cli.flags import dashed, known
+from megatron_ds.cli.arguments import build_config
+from megatron_ds.cli.flags import all_flags, dashed
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PAGES = sorted([REPOSITORY / "README.md", *(REPOSITORY / "docs").glob("*.md")])
@@ -36,7 +36,9 @@ def test_the_forks_command_line_starts_as_it_is() -> None:
     words = shlex.split(command.replace("\\\n", " "))
     said: list[str] = []
 
-    _, problems = read(words[words.index("pretrain_gpt.py") + 1 :], world_size=8, warn=said.append)
+    _, problems = build_config(
+        words[words.index("pretrain_gpt.py") + 1 :], world_size=8, warn=said.append
+    )
 
     assert [line.split()[0] for line in said] == ["--use-flash-attn-v2"]
     assert [problem for problem in problems if "there is no" not in problem] == []
@@ -46,4 +48,4 @@ def test_the_forks_command_line_starts_as_it_is() -> None:
 def test_the_flags_that_the_page_names_exist() -> None:
     elsewhere = {"--num_gpus", "--json-key", "--vocab", "--world-size", "--override-"}
     for name in re.findall(r"--[a-z][\w-]*", COMING.read_text(encoding="utf-8")):
-        assert name in elsewhere or dashed(name) in known(), name
+        assert name in elsewhere or dashed(name) in all_flags(), name

@@ -320,7 +320,7 @@ def test_impossible_schedules_are_named(
 def test_samples_that_fill_no_batch_are_remarked(
     schedule: dict[str, Any], words: list[str]
 ) -> None:
-    assert list(schedules.remarks(config_with({"micro_batch_size": 4, **schedule}), 1)) == words
+    assert list(schedules.warnings(config_with({"micro_batch_size": 4, **schedule}), 1)) == words
 
 
 def test_problems_bear_a_configuration_that_is_not_filled_in() -> None:

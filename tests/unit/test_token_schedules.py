@@ -88,7 +88,7 @@ def test_the_batch_steps_with_the_tokens() -> None:
     sizes = [plan.global_batch_size for plan in walked(config)]
     # 60 tokens are passed with the third step, 200 with the seventh.
     assert sizes == [2, 2, 2, 4, 4, 4, 4, *[8] * 9]
-    assert config.batch_size(1) == 8
+    assert config.final_global_batch_size(1) == 8
 
 
 def test_a_threshold_is_rounded_down_to_samples_as_megatron_does() -> None:
@@ -120,7 +120,7 @@ def test_a_schedule_of_trillions_is_not_walked_step_by_step() -> None:
         step_batch_size_schedule=("0:768 250B:1536",),
         curriculum_seqlen=(64, 2048, 10**6),
     )
-    stretches = list(schedules.stretches(config, 1))
+    stretches = list(schedules.constant_segments(config, 1))
     assert len(stretches) <= (2048 - 64) // 8 + 3
     total = schedules.total_iterations(config, 1)
     last = sum(steps * size * length for steps, size, length in stretches)
@@ -180,7 +180,7 @@ def test_the_totals_are_those_of_a_walk_over_every_step(config: Config) -> None:
     lengths = [plan.seq_length for plan in plans]
     assert lengths == sorted(lengths)
     assert all(0 < length <= config.model.sequence for length in lengths)
-    assert all(line.startswith("--") for line in schedules.remarks(config, 1))
+    assert all(line.startswith("--") for line in schedules.warnings(config, 1))
 
 
 @settings(max_examples=60, deadline=None)
@@ -222,7 +222,7 @@ def test_the_rate_follows_tokens_where_its_lengths_are_tokens() -> None:
     config = config_with(
         train_samples=1000, curriculum_seqlen=(8, 64, 50), lr_decay_tokens=500, lr_warmup_tokens=100
     )
-    assert schedules.rate_unit(config) == "tokens"
+    assert schedules.lr_unit(config) == "tokens"
     table = {0: 0.0, 50: 0.5, 100: 1.0, 300: 0.5, 500: 0.0, 501: 0.0}
     for samples in (0, 999):
         found = {done: rate(config, samples, done) for done in table}
@@ -231,7 +231,7 @@ def test_the_rate_follows_tokens_where_its_lengths_are_tokens() -> None:
 
 def test_the_rate_follows_samples_where_no_length_is_in_tokens() -> None:
     config = config_with(train_samples=1000, train_tokens=10**6, lr_warmup_samples=100)
-    assert schedules.rate_unit(config) == "samples"
+    assert schedules.lr_unit(config) == "samples"
     assert rate(config, 50, 10**9) == pytest.approx(0.5)
 
 
@@ -475,7 +475,7 @@ def test_what_is_sound_and_may_surprise_is_remarked(
 ) -> None:
     config = config_with(**schedule)
     assert problems(config) == []
-    assert list(schedules.remarks(config, 1)) == words
+    assert list(schedules.warnings(config, 1)) == words
 
 
 def test_the_courses_are_told_in_words() -> None:
@@ -485,8 +485,8 @@ def test_the_courses_are_told_in_words() -> None:
         step_batch_size_schedule=("0:768 250B:1536",),
         curriculum_seqlen=(64, 2048, 1000),
     )
-    assert schedules.courses(config) == [
+    assert schedules.describe_schedules(config) == [
         ("batch sizes", "768 from 0 tokens on, 1536 from 249,999,998,976 tokens on"),
         ("sequence length", "64 -> 2048 over 1,000 iterations, in multiples of 8"),
     ]
-    assert schedules.courses(config_with(train_iters=5)) == []
+    assert schedules.describe_schedules(config_with(train_iters=5)) == []

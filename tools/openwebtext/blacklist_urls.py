@@ -16,11 +16,11 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from megatron_ds.cleaning.deduplication import HASH_BYTES
-from megatron_ds.cleaning.options import hashed, stamped
+from megatron_ds.cleaning.options import file_hashes, file_stamps
 from megatron_ds.cleaning.pipeline import OUTPUT
-from megatron_ds.cleaning.url_filter import Urls
-from megatron_ds.fileio.resumable import Work
-from megatron_ds.preprocess.document_readers import Inputs
+from megatron_ds.cleaning.url_filter import UrlFilter
+from megatron_ds.fileio.resumable import ResumableOutput
+from megatron_ds.preprocess.document_readers import InputSpec
 from tools.openwebtext import clean
 
 KEPT = "kept"
@@ -53,7 +53,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def kept(
-    files: Sequence[Path], urls: Urls, work: Work, counts: Counter[str]
+    files: Sequence[Path], urls: UrlFilter, work: ResumableOutput, counts: Counter[str]
 ) -> Iterator[tuple[str, Place]]:
     """The addresses that are left, after those that the work has, each with its end in the input;
     counts what is dropped. Keeps a hash of each in memory."""
@@ -97,10 +97,10 @@ def filtered(args: argparse.Namespace) -> Counter[str]:
         raise ValueError(f"{path}: has no .txt files")
     if os.path.realpath(args.output) in map(os.path.realpath, args.url_blacklist):
         raise ValueError(f"{args.output}: is a file of --url-blacklist, too")
-    urls = Urls(args.url_blacklist)
-    settings: dict[str, object] = {"--url-blacklist": hashed(args.url_blacklist)}
-    settings |= stamped(Inputs(paths=tuple(map(str, files))))
-    with Work(args.output, settings, {OUTPUT: ""}, args.resume) as work:
+    urls = UrlFilter(args.url_blacklist)
+    settings: dict[str, object] = {"--url-blacklist": file_hashes(args.url_blacklist)}
+    settings |= file_stamps(InputSpec(paths=tuple(map(str, files))))
+    with ResumableOutput(args.output, settings, {OUTPUT: ""}, args.resume) as work:
         counts = Counter({} if work.progress is None else work.progress["counts"])
         if not work.finished:
             place: Place = (0, 0)
@@ -119,7 +119,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         counts = filtered(args)
     except (ValueError, OSError, KeyboardInterrupt) as error:
-        return clean.ended_by(error, "blacklist_urls.py", args.output)
+        return clean.exit_code_for(error, "blacklist_urls.py", args.output)
     written = counts.pop(KEPT, 0)
     print(f"kept {written:,} of {written + counts.total():,} addresses")
     if counts:

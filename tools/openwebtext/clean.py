@@ -26,7 +26,7 @@ NONE = "none"
 Report = Callable[[Progress], None]
 
 
-def parser_of_all() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     _add_data(parser)
     _add_filters(parser)
@@ -242,7 +242,7 @@ def _add_tasks(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def options_of(args: argparse.Namespace) -> CleaningOptions:
+def options_from_args(args: argparse.Namespace) -> CleaningOptions:
     tokenizer = None
     if args.tokenizer_type is not None:
         tokenizer = TokenizerConfig(
@@ -293,7 +293,7 @@ def options_of(args: argparse.Namespace) -> CleaningOptions:
 
 
 @contextmanager
-def reporting(total_bytes: int | None, log_interval: int) -> Iterator[Report]:
+def progress_reporter(total_bytes: int | None, log_interval: int) -> Iterator[Report]:
     """A bar at a terminal, lines elsewhere. total_bytes: of the input; None: not known."""
     if not sys.stderr.isatty():
         yield _lines(log_interval)
@@ -371,7 +371,7 @@ def closing(counts: Counts, options: CleaningOptions, seconds: float) -> Iterato
     yield "wrote " + ", ".join(file for file in files if file is not None)
 
 
-def ended_by(error: BaseException, name: str, output: str) -> int:
+def exit_code_for(error: BaseException, name: str, output: str) -> int:
     """Says what ended a run, and how it can go on; the exit status."""
     folder = output + WORK
     there = os.path.isdir(folder)
@@ -389,16 +389,16 @@ def ended_by(error: BaseException, name: str, output: str) -> int:
 
 def main(argv: Sequence[str], name: str = "clean.py") -> int:
     """name: of the tool, for messages."""
-    args = parser_of_all().parse_args(argv)
-    options = options_of(args)
+    args = build_parser().parse_args(argv)
+    options = options_from_args(args)
     start = time.perf_counter()
     environment.use_one_thread_per_tokenizer()  # the workers are the parallelism
     try:
         total = None if any(options.inputs.problems()) else options.inputs.total_bytes()
-        with reporting(total, args.log_interval) as report:
+        with progress_reporter(total, args.log_interval) as report:
             counts = clean(options, report)
     except (ValueError, OSError, KeyboardInterrupt) as error:
-        return ended_by(error, name, options.output)
+        return exit_code_for(error, name, options.output)
     print(*closing(counts, options, time.perf_counter() - start), sep="\n")
     return 0
 

@@ -19,13 +19,19 @@ from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from megatron_ds.cleaning.deduplication import Near, NearJudge, NearOptions
-from megatron_ds.cleaning.options import stamped
-from megatron_ds.cleaning.pipeline import OUTPUT, Feed
+from megatron_ds.cleaning.deduplication import LshIndex, MinHashSignature, NearOptions
+from megatron_ds.cleaning.options import file_stamps
+from megatron_ds.cleaning.pipeline import OUTPUT, ChunkedInput
 from megatron_ds.cleaning.stages import Document
-from megatron_ds.fileio.resumable import Work, packed, records
-from megatron_ds.preprocess.document_readers import START, Inputs, Item, Place, Reader
-from megatron_ds.preprocess.parsing import Bad, Wanted, texts_of
+from megatron_ds.fileio.resumable import ResumableOutput, pack_record, read_records
+from megatron_ds.preprocess.document_readers import (
+    START,
+    DocumentReader,
+    InputSpec,
+    RawDocument,
+    ReadPosition,
+)
+from megatron_ds.preprocess.parsing import RejectedDocument, TextFields, texts_of
 from megatron_ds.preprocess.worker_pool import Workers
 from tools.openwebtext import clean
 
@@ -44,7 +50,7 @@ WITHOUT_EFFECT = {
 }
 
 
-class Found(NamedTuple):
+class SignedDocument(NamedTuple):
     """A document: what it is called, and its signature."""
 
     name: str
@@ -52,20 +58,22 @@ class Found(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Signing:
+class SignatureWorker:
     """What a worker does: items with the key of their name to documents."""
 
-    near: Near
+    near: MinHashSignature
     max_document_bytes: int
 
-    def __call__(self, items: list[tuple[Item, str]]) -> list[Found | Bad]:
+    def __call__(
+        self, items: list[tuple[RawDocument, str]]
+    ) -> list[SignedDocument | RejectedDocument]:
         return [self._signed(item, key) for item, key in items]
 
-    def _signed(self, item: Item, key: str) -> Found | Bad:
-        texts = texts_of(item, Wanted((key, "text"), self.max_document_bytes))
-        if isinstance(texts, Bad):
+    def _signed(self, item: RawDocument, key: str) -> SignedDocument | RejectedDocument:
+        texts = texts_of(item, TextFields((key, "text"), self.max_document_bytes))
+        if isinstance(texts, RejectedDocument):
             return texts
-        return Found(texts[0], self.near(Document(texts[1], None)).key)
+        return SignedDocument(texts[0], self.near(Document(texts[1], None)).key)
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -113,12 +121,12 @@ def problems(args: argparse.Namespace) -> Iterator[str]:
     if len(args.inputs) % 2:
         yield f"--inputs {' '.join(args.inputs)}: must be pairs of a file and a key"
     for file in args.inputs[::2]:
-        inputs = Inputs(paths=(file,))
+        inputs = InputSpec(paths=(file,))
         for problem in inputs.problems():
             yield problem.replace("--input", "--inputs")
         if os.path.realpath(args.output) in map(os.path.realpath, inputs.local_files()):
             yield f"--output {args.output}: is a file of --inputs, too"
-        if args.resume and inputs.read_once():
+        if args.resume and inputs.unseekable_paths():
             yield f"--resume: --inputs {file} cannot be read a second time"
     if not 0 < args.threshold <= 1:
         yield f"--threshold {args.threshold}: must be above 0, and 1 at most"
@@ -134,14 +142,16 @@ def problems(args: argparse.Namespace) -> Iterator[str]:
 
 
 def chunks_of(
-    pairs: Sequence[str], done: int, after: Place, ends: deque[tuple[int, Place]]
-) -> Iterator[list[tuple[Item, str]]]:
+    pairs: Sequence[str], done: int, after: ReadPosition, ends: deque[tuple[int, ReadPosition]]
+) -> Iterator[list[tuple[RawDocument, str]]]:
     """Items with the key of their name, from a place in the pair number `done` on. ends: takes
     where each chunk ends."""
     named = list(zip(pairs[::2], pairs[1::2], strict=True))
     for number, (file, key) in enumerate(named[done:], done):
         place = after if number == done else START
-        feed = Feed(Reader(Inputs(paths=(file,)), (key, "text"), place), sys.maxsize)
+        feed = ChunkedInput(
+            DocumentReader(InputSpec(paths=(file,)), (key, "text"), place), sys.maxsize
+        )
         for chunk in feed.chunks():
             ends.append((number, feed.marks.popleft().place))
             yield [(item, key) for item in chunk]
@@ -150,8 +160,8 @@ def chunks_of(
 def find(args: argparse.Namespace) -> Counter[str]:
     """Writes the list; counts documents, duplicates and what gives no document."""
     options = NearOptions(threshold=args.threshold, num_perm=args.num_seeds, seed=args.seed)
-    signing = Signing(Near(options), Inputs.max_document_bytes)
-    judge = NearJudge(options)
+    signing = SignatureWorker(MinHashSignature(options), InputSpec.max_document_bytes)
+    judge = LshIndex(options)
     names: list[str] = []
     settings: dict[str, Any] = {
         "--inputs": args.inputs,
@@ -161,10 +171,10 @@ def find(args: argparse.Namespace) -> Counter[str]:
         "version of rensa": version("rensa"),
     }
     for file in args.inputs[::2]:
-        settings |= stamped(Inputs(paths=(file,)))
+        settings |= file_stamps(InputSpec(paths=(file,)))
     with (
         Workers(signing, args.workers) as workers,
-        Work(args.output, settings, {OUTPUT: "", KEPT: ""}, args.resume) as work,
+        ResumableOutput(args.output, settings, {OUTPUT: "", KEPT: ""}, args.resume) as work,
     ):
         done = work.progress or {"pair": 0, "place": START, "counts": {}}
         counts = Counter(done["counts"])
@@ -172,13 +182,13 @@ def find(args: argparse.Namespace) -> Counter[str]:
             work.publish({OUTPUT: args.output})
             return counts
         if work.files[KEPT].committed:
-            kept = records(work.folder / KEPT, work.files[KEPT].committed)
+            kept = read_records(work.folder / KEPT, work.files[KEPT].committed)
             for key, name in zip(kept, kept, strict=True):
-                judge.restore(key)
+                judge.reload(key)
                 names.append(name.decode())
-        ends: deque[tuple[int, Place]] = deque()
+        ends: deque[tuple[int, ReadPosition]] = deque()
         recorded = counts.total()
-        pair, place = done["pair"], Place(*done["place"])
+        pair, place = done["pair"], ReadPosition(*done["place"])
 
         def progress() -> dict[str, Any]:
             return {"pair": pair, "place": place, "counts": counts}
@@ -201,19 +211,23 @@ def find(args: argparse.Namespace) -> Counter[str]:
 
 
 def take(
-    answer: Found | Bad, judge: NearJudge, names: list[str], work: Work, counts: Counter[str]
+    answer: SignedDocument | RejectedDocument,
+    judge: LshIndex,
+    names: list[str],
+    work: ResumableOutput,
+    counts: Counter[str],
 ) -> None:
     """Writes a duplicate to the list, and keeps what is none. names: of what was kept."""
-    if isinstance(answer, Bad):
+    if isinstance(answer, RejectedDocument):
         counts["no document"] += 1
         print(f"WARNING: {answer}", file=sys.stderr)
         return
     counts["documents"] += 1
     found = judge.most_similar(answer.key)
     if found is None:
-        judge.restore(answer.key)
+        judge.reload(answer.key)
         names.append(answer.name)
-        work.files[KEPT].write(packed(answer.key) + packed(answer.name.encode()))
+        work.files[KEPT].write(pack_record(answer.key) + pack_record(answer.name.encode()))
         return
     counts["duplicates"] += 1
     number, similarity = found
@@ -229,7 +243,7 @@ def main(argv: Sequence[str]) -> int:
             raise ValueError("\n".join(wrong))
         counts = find(args)
     except (ValueError, OSError, KeyboardInterrupt) as error:
-        return clean.ended_by(error, "find_duplicates.py", args.output)
+        return clean.exit_code_for(error, "find_duplicates.py", args.output)
     print(f"{counts['duplicates']:,} of {counts['documents']:,} documents are duplicates")
     if counts["no document"]:
         print(f"{counts['no document']:,} lines gave no document")

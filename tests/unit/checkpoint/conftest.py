@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from megatron_ds.checkpoint.manager import Checkpoints
+from megatron_ds.checkpoint.manager import CheckpointManager
 from megatron_ds.config import CheckpointConfig, Config, ModelConfig, ScheduleConfig
 from megatron_ds.parallel.mesh import Mesh
 
@@ -43,5 +43,5 @@ def folder(config: Config) -> Path:
 
 
 @pytest.fixture
-def checkpoints(config: Config, said: list[str]) -> Checkpoints:
-    return Checkpoints(config, Mesh.build(1), said.append)
+def checkpoints(config: Config, said: list[str]) -> CheckpointManager:
+    return CheckpointManager(config, Mesh.build(1), said.append)

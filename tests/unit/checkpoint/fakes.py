@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron_ds.checkpoint.manager import Checkpoints
+from megatron_ds.checkpoint.manager import CheckpointManager
 from megatron_ds.engine.ds_checkpoint_io import read_tensors, write_tensors
-from megatron_ds.parallel.sharding import Shard, declare
+from megatron_ds.parallel.sharding import ShardSpec, mark_sharded
 from megatron_ds.train_state import TrainState
 
 
@@ -21,7 +21,7 @@ class FakeEngine:
         self.content = ""
         self.loaded: tuple[Path, str] | None = None
         self.module = nn.Linear(4, 6)
-        declare(self.module.weight, Shard(0, (6,)))
+        mark_sharded(self.module.weight, ShardSpec(0, (6,)))
         self.ds_config: dict[str, Any] = {}
 
     def save(self, folder: Path, tag: str) -> None:
@@ -40,7 +40,7 @@ def state_at(iteration: int) -> TrainState:
     )
 
 
-def save(checkpoints: Checkpoints, *iterations: int) -> FakeEngine:
+def save(checkpoints: CheckpointManager, *iterations: int) -> FakeEngine:
     engine = FakeEngine()
     for iteration in iterations:
         engine.content = f"of iteration {iteration}"
@@ -48,9 +48,9 @@ def save(checkpoints: Checkpoints, *iterations: int) -> FakeEngine:
     return engine
 
 
-def load(checkpoints: Checkpoints) -> tuple[TrainState | None, FakeEngine]:
+def load(checkpoints: CheckpointManager) -> tuple[TrainState | None, FakeEngine]:
     engine = FakeEngine()
-    found = checkpoints.find()
+    found = checkpoints.select()
     if found is None:
         return None, engine
     return checkpoints.load(engine, found), engine  # type: ignore[arg-type]

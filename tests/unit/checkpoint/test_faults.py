@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from megatron_ds.checkpoint import storage
-from megatron_ds.checkpoint.manager import Checkpoints, SaveError
-from megatron_ds.checkpoint.metadata import seal
+from megatron_ds.checkpoint.manager import CheckpointManager, SaveError
+from megatron_ds.checkpoint.metadata import checksum_manifest
 from megatron_ds.config import Config
 from megatron_ds.engine.ds_checkpoint_io import write_tensors
 from megatron_ds.inference.load_checkpoint import find_checkpoint
@@ -26,10 +26,10 @@ from tests.unit.checkpoint.fakes import FakeEngine, load, save, state_at
 from tests.unit.checkpoint.test_full_weights import Trap
 
 
-def with_knobs(config: Config, said: list[str], **knobs: Any) -> Checkpoints:
+def with_knobs(config: Config, said: list[str], **knobs: Any) -> CheckpointManager:
     checkpoint = dataclasses.replace(config.checkpoint, **knobs)
     changed = dataclasses.replace(config, checkpoint=checkpoint)
-    return Checkpoints(changed, Mesh.build(1), said.append)
+    return CheckpointManager(changed, Mesh.build(1), said.append)
 
 
 def flipped(content: bytes, draw: random.Random) -> bytes:
@@ -49,7 +49,7 @@ FILES = ("model_states.pt", "below/optim_states.pt", "run.json", "manifest.json"
 def test_any_flipped_bit_and_any_cut_is_found_and_its_file_named(
     name: str,
     change: Callable[[bytes, random.Random], bytes],
-    checkpoints: Checkpoints,
+    checkpoints: CheckpointManager,
     folder: Path,
     said: list[str],
 ) -> None:
@@ -73,7 +73,7 @@ def test_any_flipped_bit_and_any_cut_is_found_and_its_file_named(
 def test_generation_takes_no_damaged_weights(
     name: str,
     change: Callable[[bytes, random.Random], bytes],
-    checkpoints: Checkpoints,
+    checkpoints: CheckpointManager,
     folder: Path,
     said: list[str],
 ) -> None:
@@ -98,7 +98,7 @@ def test_generation_takes_no_damaged_weights(
 
 @pytest.mark.parametrize("name", storage.POINTERS)
 def test_a_damaged_pointer_is_named_and_misleads_nobody(
-    name: str, checkpoints: Checkpoints, folder: Path, said: list[str]
+    name: str, checkpoints: CheckpointManager, folder: Path, said: list[str]
 ) -> None:
     save(checkpoints, 4, 8)
     whole = (folder / name).read_bytes()
@@ -112,7 +112,7 @@ def test_a_damaged_pointer_is_named_and_misleads_nobody(
 
 
 def test_every_damaged_file_of_a_checkpoint_is_named(
-    checkpoints: Checkpoints, folder: Path, said: list[str]
+    checkpoints: CheckpointManager, folder: Path, said: list[str]
 ) -> None:
     save(checkpoints, 4, 8)
     draw = random.Random(0)
@@ -125,7 +125,7 @@ def test_every_damaged_file_of_a_checkpoint_is_named(
 
 
 def test_a_damaged_checkpoint_is_refused_where_the_flag_says_so(
-    checkpoints: Checkpoints, config: Config, folder: Path, said: list[str]
+    checkpoints: CheckpointManager, config: Config, folder: Path, said: list[str]
 ) -> None:
     save(checkpoints, 4, 8)
     (folder / "global_step8" / "model_states.pt").unlink()
@@ -138,7 +138,7 @@ def test_a_damaged_checkpoint_is_refused_where_the_flag_says_so(
 
 
 def test_where_all_are_damaged_nothing_starts_anew(
-    checkpoints: Checkpoints, folder: Path, said: list[str]
+    checkpoints: CheckpointManager, folder: Path, said: list[str]
 ) -> None:
     save(checkpoints, 4, 8)
     (folder / "global_step4" / "manifest.json").unlink()
@@ -153,7 +153,7 @@ def test_where_all_are_damaged_nothing_starts_anew(
 
 @pytest.mark.parametrize("name", storage.POINTERS)
 def test_a_pointer_to_a_checkpoint_that_is_gone_starts_nothing_anew(
-    name: str, checkpoints: Checkpoints, folder: Path
+    name: str, checkpoints: CheckpointManager, folder: Path
 ) -> None:
     save(checkpoints, 4)
     shutil.rmtree(folder / "global_step4")
@@ -174,7 +174,7 @@ def test_a_missing_checkpoint_ends_the_run_where_the_flag_says_so(
 
 
 def test_one_checkpoint_can_be_asked_for(
-    checkpoints: Checkpoints, config: Config, folder: Path, said: list[str]
+    checkpoints: CheckpointManager, config: Config, folder: Path, said: list[str]
 ) -> None:
     save(checkpoints, 4, 8)
     state, engine = load(with_knobs(config, said, ckpt_step=4))
@@ -188,14 +188,14 @@ def test_one_checkpoint_can_be_asked_for(
 
 @pytest.mark.parametrize("name", FILES[:2])
 def test_a_file_that_would_run_code_runs_nothing_and_is_named(
-    name: str, checkpoints: Checkpoints, folder: Path, said: list[str], tmp_path: Path
+    name: str, checkpoints: CheckpointManager, folder: Path, said: list[str], tmp_path: Path
 ) -> None:
     """Its manifest is right: this was made on purpose."""
     save(checkpoints, 4, 8)
     path = folder / "global_step8"
     write_tensors({"content": Trap(tmp_path / "sprung")}, path / name)
     names = [file for file in storage.files_below(path) if file != "manifest.json"]
-    (path / "manifest.json").write_text(seal(storage.flush_and_describe(path, names)))
+    (path / "manifest.json").write_text(checksum_manifest(storage.fsync_and_hash(path, names)))
     said.clear()
     assert load(checkpoints)[0] == state_at(4)
     assert f"{path / name} cannot be read as tensors and plain values" in said[0]
@@ -247,7 +247,7 @@ def failing_at(call: int, patch: pytest.MonkeyPatch, inside: Path, code: int) ->
 def test_an_error_of_the_disk_at_any_step_costs_no_checkpoint(
     code: int,
     again: bool,
-    checkpoints: Checkpoints,
+    checkpoints: CheckpointManager,
     folder: Path,
     said: list[str],
     monkeypatch: pytest.MonkeyPatch,
@@ -291,7 +291,7 @@ def test_an_error_of_the_disk_at_any_step_costs_no_checkpoint(
 
 
 def test_an_error_of_the_engine_is_told_and_leaves_nothing(
-    checkpoints: Checkpoints, folder: Path, said: list[str]
+    checkpoints: CheckpointManager, folder: Path, said: list[str]
 ) -> None:
     class Full(FakeEngine):
         def save(self, folder: Path, tag: str) -> None:
@@ -307,7 +307,7 @@ def test_an_error_of_the_engine_is_told_and_leaves_nothing(
 
 
 def test_too_little_space_is_told_before_the_save(
-    checkpoints: Checkpoints,
+    checkpoints: CheckpointManager,
     folder: Path,
     said: list[str],
     monkeypatch: pytest.MonkeyPatch,
@@ -372,7 +372,7 @@ def test_a_crash_while_an_old_checkpoint_is_removed_leaves_no_half_one(
         with pytest.raises(Crash):
             save(keeping, 4)
     assert removing is shutil.rmtree
-    assert [path.name for path in storage.candidates(folder)] == ["global_step4"]
+    assert [path.name for path in storage.list_checkpoints(folder)] == ["global_step4"]
     assert load(keeping)[0] == state_at(4)
     save(keeping, 6)
     assert names_in(folder) == {"global_step6", *storage.POINTERS}

@@ -11,9 +11,9 @@ import torch
 from deepspeed.runtime.fp16.loss_scaler import LossScaler
 from torch import nn
 
-from megatron_ds.checkpoint.full_weights import Weights, put_weights, read_weights
-from megatron_ds.checkpoint.metadata import Found
-from megatron_ds.parallel.sharding import Shard, declare, join, shard_of
+from megatron_ds.checkpoint.full_weights import Weights, load_full_weights, read_weights
+from megatron_ds.checkpoint.metadata import CheckpointMetadata
+from megatron_ds.parallel.sharding import ShardSpec, mark_sharded, take_shard, unshard
 
 
 def found(
@@ -22,9 +22,9 @@ def found(
     stage: int,
     tp: int,
     dp: int,
-    shards: dict[str, Shard],
+    shards: dict[str, ShardSpec],
     precision: str = "fp32",
-) -> Found:
+) -> CheckpointMetadata:
     entries = {name: {"dim": s.dim, "sections": list(s.sections)} for name, s in shards.items()}
     layout = {
         "zero_stage": stage,
@@ -32,7 +32,7 @@ def found(
         "data_parallel_size": dp,
         "precision": precision,
     }
-    return Found(path, 1, {"layout": layout, "shards": entries})
+    return CheckpointMetadata(path, 1, {"layout": layout, "shards": entries})
 
 
 def full_weights() -> Weights:
@@ -41,12 +41,12 @@ def full_weights() -> Weights:
     return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
 
 
-SHARDS = {"fused": Shard(0, (8, 2, 2)), "columns": Shard(1, (8,))}
+SHARDS = {"fused": ShardSpec(0, (8, 2, 2)), "columns": ShardSpec(1, (8,))}
 
 
 def parts_of(weights: Weights, rank: int, size: int) -> Weights:
     return {
-        name: shard_of(value, SHARDS[name], rank, size) if name in SHARDS else value
+        name: take_shard(value, SHARDS[name], rank, size) if name in SHARDS else value
         for name, value in weights.items()
     }
 
@@ -161,9 +161,9 @@ class Model(nn.Module):
         super().__init__()
         self.embedding = nn.Module()
         self.embedding.word = nn.Embedding(rows // 2, 3)
-        declare(self.embedding.word.weight, Shard(0, (rows,)))
+        mark_sharded(self.embedding.word.weight, ShardSpec(0, (rows,)))
         self.fc = nn.Linear(4, 2)
-        declare(self.fc.weight, Shard(0, (4,)))
+        mark_sharded(self.fc.weight, ShardSpec(0, (4,)))
 
 
 def weights_of_model(rows: int = 12) -> Weights:
@@ -177,7 +177,7 @@ def weights_of_model(rows: int = 12) -> Weights:
 def test_each_rank_gets_its_part() -> None:
     model, weights = Model(), weights_of_model()
 
-    put_weights(model, weights.items(), rank=1, size=2)
+    load_full_weights(model, weights.items(), rank=1, size=2)
 
     assert torch.equal(model.embedding.word.weight, weights["embedding.word.weight"][6:])
     assert torch.equal(model.fc.weight, weights["fc.weight"][2:])
@@ -188,7 +188,7 @@ def test_each_rank_gets_its_part() -> None:
 def test_a_table_is_cut_or_padded_with_zeros(rows: int) -> None:
     model, weights = Model(), weights_of_model(rows)
 
-    put_weights(model, weights.items(), rank=1, size=2)
+    load_full_weights(model, weights.items(), rank=1, size=2)
 
     table = torch.cat([weights["embedding.word.weight"], torch.zeros(4, 3)])[6:12]
     assert torch.equal(model.embedding.word.weight, table)
@@ -199,7 +199,7 @@ def test_only_tables_of_the_vocabulary_are_padded() -> None:
     weights["fc.weight"] = weights["fc.weight"][:2]
 
     with pytest.raises(ValueError, match=r"fc.weight is \[2, 4\], the model expects \[4, 4\]"):
-        put_weights(Model(), weights.items(), rank=0, size=2)
+        load_full_weights(Model(), weights.items(), rank=0, size=2)
 
 
 def test_a_wrong_width_is_named() -> None:
@@ -207,7 +207,7 @@ def test_a_wrong_width_is_named() -> None:
     weights["embedding.word.weight"] = torch.zeros(12, 4)
 
     with pytest.raises(ValueError, match=r"word.weight is \[12, 4\], the model expects \[12, 3\]"):
-        put_weights(Model(), weights.items(), rank=0, size=2)
+        load_full_weights(Model(), weights.items(), rank=0, size=2)
 
 
 def test_missing_and_unknown_names_are_named_together() -> None:
@@ -215,12 +215,12 @@ def test_missing_and_unknown_names_are_named_together() -> None:
     weights["fc.biases"] = weights.pop("fc.bias")
 
     with pytest.raises(ValueError, match=r"missing \['fc.bias'\], unknown \['fc.biases'\]"):
-        put_weights(Model(), weights.items(), rank=0, size=2)
+        load_full_weights(Model(), weights.items(), rank=0, size=2)
 
 
 def test_values_take_the_models_type() -> None:
     model, weights = Model().bfloat16(), weights_of_model()
-    put_weights(model, weights.items(), rank=0, size=2)
+    load_full_weights(model, weights.items(), rank=0, size=2)
     assert model.fc.weight.dtype == torch.bfloat16
 
 
@@ -229,5 +229,5 @@ def test_join_is_the_inverse_of_the_cut() -> None:
     for size in (1, 2):
         spec = SHARDS["fused"]
         assert torch.equal(
-            join([shard_of(full, spec, rank, size) for rank in range(size)], spec), full
+            unshard([take_shard(full, spec, rank, size) for rank in range(size)], spec), full
         )

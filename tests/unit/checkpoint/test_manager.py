@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from megatron_ds.checkpoint import storage
-from megatron_ds.checkpoint.manager import Checkpoints
-from megatron_ds.checkpoint.metadata import read_json, read_manifest, seal
+from megatron_ds.checkpoint.manager import CheckpointManager
+from megatron_ds.checkpoint.metadata import checksum_manifest, read_json, read_manifest
 from megatron_ds.config import (
     Config,
     DataConfig,
@@ -24,7 +24,7 @@ from megatron_ds.config import (
     RuntimeConfig,
     ScheduleConfig,
 )
-from megatron_ds.data.blend_history import Identity, started
+from megatron_ds.data.blend_history import SourceId, new_history
 from megatron_ds.engine.ds_checkpoint_io import write_tensors
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.train_state import TrainState
@@ -32,7 +32,7 @@ from tests.unit.checkpoint.fakes import FakeEngine, load, save, state_at
 
 
 def test_a_save_leaves_one_folder_and_two_pointers(
-    checkpoints: Checkpoints, folder: Path, said: list[str]
+    checkpoints: CheckpointManager, folder: Path, said: list[str]
 ) -> None:
     save(checkpoints, 7)
     assert sorted(path.name for path in folder.iterdir()) == [
@@ -54,7 +54,9 @@ def test_a_save_leaves_one_folder_and_two_pointers(
     ]
 
 
-def test_the_manifest_describes_every_other_file(checkpoints: Checkpoints, folder: Path) -> None:
+def test_the_manifest_describes_every_other_file(
+    checkpoints: CheckpointManager, folder: Path
+) -> None:
     save(checkpoints, 1)
     files = read_manifest(folder / "global_step1")
     assert sorted(files) == ["below/optim_states.pt", "model_states.pt", "run.json"]
@@ -66,7 +68,7 @@ def test_the_manifest_describes_every_other_file(checkpoints: Checkpoints, folde
 
 
 def test_run_facts_hold_state_layout_and_how_parameters_are_cut(
-    checkpoints: Checkpoints, folder: Path
+    checkpoints: CheckpointManager, folder: Path
 ) -> None:
     save(checkpoints, 3)
     run = read_json(folder / "global_step3" / "run.json")
@@ -83,7 +85,7 @@ def test_run_facts_hold_state_layout_and_how_parameters_are_cut(
 
 
 def test_the_newest_by_number_is_loaded(
-    checkpoints: Checkpoints, folder: Path, said: list[str]
+    checkpoints: CheckpointManager, folder: Path, said: list[str]
 ) -> None:
     save(checkpoints, 9, 8, 10)
     said.clear()
@@ -116,7 +118,7 @@ def edit(change: Callable[[dict[str, Any]], None]) -> Callable[[Path], None]:
         change(values)
         (path / "run.json").write_text(json.dumps(values))
         names = [name for name in storage.files_below(path) if name != "manifest.json"]
-        (path / "manifest.json").write_text(seal(storage.flush_and_describe(path, names)))
+        (path / "manifest.json").write_text(checksum_manifest(storage.fsync_and_hash(path, names)))
 
     return apply
 
@@ -199,7 +201,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
 
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_checkpoint_is_named_and_the_one_before_it_taken(
-    damage: str, checkpoints: Checkpoints, folder: Path, said: list[str]
+    damage: str, checkpoints: CheckpointManager, folder: Path, said: list[str]
 ) -> None:
     save(checkpoints, 4, 8)
     apply, words = DAMAGES[damage]
@@ -214,7 +216,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_taken(
 
 
 def test_a_folder_without_a_checkpoint_starts_a_new_run(
-    checkpoints: Checkpoints, folder: Path, said: list[str]
+    checkpoints: CheckpointManager, folder: Path, said: list[str]
 ) -> None:
     for name in ("global_step5-copy", ".incomplete-global_step3", "index-cache"):
         (folder / name).mkdir(parents=True)
@@ -227,12 +229,12 @@ def test_a_folder_without_a_checkpoint_starts_a_new_run(
     ]
 
 
-def test_a_folder_that_is_not_there_has_no_checkpoint(checkpoints: Checkpoints) -> None:
+def test_a_folder_that_is_not_there_has_no_checkpoint(checkpoints: CheckpointManager) -> None:
     assert load(checkpoints)[0] is None
 
 
 def test_another_model_or_layout_is_refused_with_every_difference(
-    checkpoints: Checkpoints, config: Config, folder: Path, said: list[str]
+    checkpoints: CheckpointManager, config: Config, folder: Path, said: list[str]
 ) -> None:
     save(checkpoints, 2)
     other = dataclasses.replace(
@@ -244,7 +246,7 @@ def test_another_model_or_layout_is_refused_with_every_difference(
         deepspeed=DeepSpeedConfig(zero_stage=2),
     )
     with pytest.raises(ValueError) as error:
-        load(Checkpoints(other, Mesh.build(1), said.append))
+        load(CheckpointManager(other, Mesh.build(1), said.append))
     assert str(error.value).splitlines() == [
         f"the checkpoint {folder / 'global_step2'} does not fit this run:",
         "  - --num-layers is 2 in the checkpoint and 3 in this run",
@@ -256,7 +258,7 @@ def test_another_model_or_layout_is_refused_with_every_difference(
 
 
 def test_what_decides_the_order_of_the_samples_may_not_change(
-    checkpoints: Checkpoints, config: Config, said: list[str]
+    checkpoints: CheckpointManager, config: Config, said: list[str]
 ) -> None:
     save(checkpoints, 2)
     other = dataclasses.replace(
@@ -267,7 +269,7 @@ def test_what_decides_the_order_of_the_samples_may_not_change(
         runtime=RuntimeConfig(seed=7),
     )
     with pytest.raises(ValueError) as error:
-        load(Checkpoints(other, Mesh.build(1), said.append))
+        load(CheckpointManager(other, Mesh.build(1), said.append))
     words = " (it decides which samples come next)"
     assert str(error.value).splitlines()[1:] == [
         f"  - --seed is 1234 in the checkpoint and 7 in this run{words}",
@@ -277,7 +279,7 @@ def test_what_decides_the_order_of_the_samples_may_not_change(
 
 
 def test_batch_sizes_by_tokens_may_not_change(
-    checkpoints: Checkpoints, config: Config, said: list[str]
+    checkpoints: CheckpointManager, config: Config, said: list[str]
 ) -> None:
     save(checkpoints, 2)
     schedule = dataclasses.replace(
@@ -285,7 +287,7 @@ def test_batch_sizes_by_tokens_may_not_change(
     )
     other = dataclasses.replace(config, schedule=schedule)
     with pytest.raises(ValueError) as error:
-        load(Checkpoints(other, Mesh.build(1), said.append))
+        load(CheckpointManager(other, Mesh.build(1), said.append))
     assert str(error.value).splitlines()[1:] == [
         "  - --step-batch-size-schedule is None in the checkpoint and ['0:2', '1000:4'] in this "
         "run (it decides which samples come next)"
@@ -293,18 +295,18 @@ def test_batch_sizes_by_tokens_may_not_change(
 
 
 def test_dropout_may_change_on_a_resume(
-    checkpoints: Checkpoints, config: Config, said: list[str]
+    checkpoints: CheckpointManager, config: Config, said: list[str]
 ) -> None:
     save(checkpoints, 2)
     model = dataclasses.replace(config.model, hidden_dropout=0.0, attention_dropout=0.3)
     other = dataclasses.replace(config, model=model)
-    assert load(Checkpoints(other, Mesh.build(1), said.append))[0] == state_at(2)
+    assert load(CheckpointManager(other, Mesh.build(1), said.append))[0] == state_at(2)
 
 
-def test_the_record_of_the_data_comes_back(checkpoints: Checkpoints, folder: Path) -> None:
-    history = started([Identity("a", "hash", (0, 9))], [1.0], order=3)
+def test_the_record_of_the_data_comes_back(checkpoints: CheckpointManager, folder: Path) -> None:
+    history = new_history([SourceId("a", "hash", (0, 9))], [1.0], order=3)
     checkpoints.save(FakeEngine(), state_at(2), history.to_dict)  # type: ignore[arg-type]
-    found = checkpoints.find()
+    found = checkpoints.select()
     assert found is not None
     assert found.history == history
     kept = read_json(folder / "global_step2" / "run.json")["data"]
@@ -312,18 +314,18 @@ def test_the_record_of_the_data_comes_back(checkpoints: Checkpoints, folder: Pat
 
 
 def test_a_checkpoint_without_a_record_of_the_data_is_read(
-    checkpoints: Checkpoints, folder: Path
+    checkpoints: CheckpointManager, folder: Path
 ) -> None:
     save(checkpoints, 2)
     edit(lambda run: run.pop("data"))(folder / "global_step2")
-    found = checkpoints.find()
+    found = checkpoints.select()
     assert found is not None
     assert found.history is None
     assert load(checkpoints)[0] == state_at(2)
 
 
 def test_a_damaged_record_of_the_data_damages_the_checkpoint(
-    checkpoints: Checkpoints, folder: Path
+    checkpoints: CheckpointManager, folder: Path
 ) -> None:
     save(checkpoints, 2)
     edit(lambda run: run.update(data={"format": 1, "sources": 3}))(folder / "global_step2")
@@ -342,7 +344,7 @@ def test_a_damaged_record_of_the_data_damages_the_checkpoint(
     ],
 )
 def test_split_is_compared_where_it_cuts(
-    checkpoints: Checkpoints,
+    checkpoints: CheckpointManager,
     config: Config,
     said: list[str],
     before: dict[str, Any],
@@ -350,7 +352,7 @@ def test_split_is_compared_where_it_cuts(
     refused: bool,
 ) -> None:
     first, other = (
-        Checkpoints(
+        CheckpointManager(
             dataclasses.replace(config, data=DataConfig(**data)), Mesh.build(1), said.append
         )
         for data in (before, now)
@@ -371,7 +373,7 @@ class Crash(Exception):
 
 @pytest.mark.parametrize("again", [False, True], ids=["a new iteration", "the same iteration"])
 def test_a_crash_at_any_rename_leaves_a_complete_checkpoint(
-    again: bool, checkpoints: Checkpoints, folder: Path, monkeypatch: pytest.MonkeyPatch
+    again: bool, checkpoints: CheckpointManager, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ends the save before its first rename, its second, and so on, until none is left."""
     renames = {"replace": os.replace, "rename": os.rename}
@@ -406,7 +408,9 @@ def test_a_crash_at_any_rename_leaves_a_complete_checkpoint(
     assert survived == (6 if again else 5)
 
 
-def test_the_next_save_removes_what_a_crash_left(checkpoints: Checkpoints, folder: Path) -> None:
+def test_the_next_save_removes_what_a_crash_left(
+    checkpoints: CheckpointManager, folder: Path
+) -> None:
     for name in (".incomplete-global_step5", ".replaced-global_step3"):
         (folder / name).mkdir(parents=True)
         (folder / name / "half").write_bytes(b"of a file")
@@ -419,7 +423,7 @@ def test_the_next_save_removes_what_a_crash_left(checkpoints: Checkpoints, folde
 
 
 def test_a_checkpoint_of_the_same_iteration_is_replaced(
-    checkpoints: Checkpoints, folder: Path
+    checkpoints: CheckpointManager, folder: Path
 ) -> None:
     engine = save(checkpoints, 4)
     engine.content = "of another run"
@@ -429,7 +433,7 @@ def test_a_checkpoint_of_the_same_iteration_is_replaced(
 
 
 def test_a_checkpoint_that_made_way_comes_back_if_its_successor_did_not_arrive(
-    checkpoints: Checkpoints, folder: Path, monkeypatch: pytest.MonkeyPatch
+    checkpoints: CheckpointManager, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(checkpoints, 4)
     rename = os.rename
@@ -451,7 +455,7 @@ def test_a_checkpoint_that_made_way_comes_back_if_its_successor_did_not_arrive(
 
 @pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="needs /proc")
 def test_everything_is_on_the_disk_before_it_gets_its_name(
-    checkpoints: Checkpoints, folder: Path, monkeypatch: pytest.MonkeyPatch
+    checkpoints: CheckpointManager, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The order of fsync and rename is what makes a power cut harmless."""
     events: list[tuple[str, str]] = []
@@ -496,7 +500,7 @@ def test_a_file_is_whole_or_as_it_was(tmp_path: Path, monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize(("start", "warned"), [(0, True), (4, True), (8, False), (9, False)])
 def test_a_folder_with_checkpoints_beyond_the_start_is_warned_of(
-    start: int, warned: bool, checkpoints: Checkpoints, folder: Path, said: list[str]
+    start: int, warned: bool, checkpoints: CheckpointManager, folder: Path, said: list[str]
 ) -> None:
     save(checkpoints, 4, 8, 12)
     (folder / "global_step12" / "manifest.json").unlink()

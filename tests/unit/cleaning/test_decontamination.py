@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megatron_ds.cleaning.decontamination import Decontaminate, TaskOptions
-from megatron_ds.cleaning.stages import Cut, Document, Dropped
+from megatron_ds.cleaning.stages import Document, Dropped, SplitInto
 
 QUESTION = "Which of the seven old bridges over the river Pregel did nobody ever cross twice?"
 SHORT = "The quick brown fox jumps over lazy dogs"
@@ -28,7 +28,7 @@ def stage(folder: Path, *values: Any, **options: Any) -> Decontaminate:
 
 def cut(stage: Decontaminate, text: str) -> list[str]:
     outcome = stage(Document(text, None))
-    assert isinstance(outcome, Cut)
+    assert isinstance(outcome, SplitInto)
     return outcome.texts
 
 
@@ -82,7 +82,7 @@ def test_nothing_of_any_task_is_left(tmp_path: Path, shared_data: Path) -> None:
     for number, text in enumerate(texts):
         outcome = decontaminate(Document(text, None))
         assert (outcome is not None) == (number < 20)
-        for piece in outcome.texts if isinstance(outcome, Cut) else []:
+        for piece in outcome.texts if isinstance(outcome, SplitInto) else []:
             assert piece in text
             assert decontaminate(Document(piece, None)) is None
 

@@ -11,11 +11,11 @@ import pytest
 
 from megatron_ds.cleaning import deduplication
 from megatron_ds.cleaning.deduplication import (
-    Exact,
-    ExactJudge,
-    Near,
-    NearJudge,
+    ExactHash,
+    LshIndex,
+    MinHashSignature,
     NearOptions,
+    SeenHashes,
     shingles,
 )
 from megatron_ds.cleaning.stages import Document
@@ -42,15 +42,15 @@ def jaccard(one: list[str], other: list[str]) -> float:
 
 
 def keys_of(options: NearOptions, texts: list[list[str]]) -> list[bytes]:
-    near = Near(options)
+    near = MinHashSignature(options)
     return [near(Document(" ".join(words), None)).key for words in texts]
 
 
 def test_exact_duplicates_differ_in_case_and_spaces_alone() -> None:
-    exact, judge = Exact(), ExactJudge()
+    exact, judge = ExactHash(), SeenHashes()
 
     def claim(text: str) -> str | None:
-        return judge.claim(exact(Document(text, None)).key)
+        return judge.add_or_reject(exact(Document(text, None)).key)
 
     assert claim("Some text,\n\nof two lines") is None
     assert claim("some  TEXT, of two lines\n") == "exact duplicate"
@@ -63,10 +63,10 @@ def test_near_duplicates_are_found_and_others_are_kept() -> None:
     MinHash of 128 values estimates 0.8 with a standard error of 0.035."""
     source = random.Random(1)
     options = NearOptions()
-    judge = NearJudge(options)
+    judge = LshIndex(options)
     originals = [text_of(source, 200) for _ in range(200)]
     for key in keys_of(options, originals):
-        assert judge.claim(key) is None
+        assert judge.add_or_reject(key) is None
     close = [edited(source, words, number % 4) for number, words in enumerate(originals)]
     far = [edited(source, words, 8) for words in originals]
     assert min(map(jaccard, originals, close)) > 0.85
@@ -81,11 +81,11 @@ def test_near_duplicates_are_found_and_others_are_kept() -> None:
 def test_the_estimate_is_the_similarity() -> None:
     source = random.Random(2)
     options = NearOptions(threshold=0.3, num_perm=1024)
-    judge = NearJudge(options)
+    judge = LshIndex(options)
     words = text_of(source, 300)
     other = edited(source, words, 20)
     for key in keys_of(options, [words]):
-        judge.claim(key)
+        judge.add_or_reject(key)
     found = judge.most_similar(keys_of(options, [other])[0])
     assert found is not None
     assert found[1] == pytest.approx(jaccard(words, other), abs=0.06)
@@ -96,13 +96,13 @@ def test_a_restored_judge_judges_the_same() -> None:
     options = NearOptions(num_perm=64)
     texts = [text_of(source, 60) for _ in range(50)]
     keys = keys_of(options, texts)
-    first, second = NearJudge(options), NearJudge(options)
-    kept = [key for key in keys if first.claim(key) is None]
+    first, second = LshIndex(options), LshIndex(options)
+    kept = [key for key in keys if first.add_or_reject(key) is None]
     for key in kept:
-        second.restore(key)
+        second.reload(key)
     later = keys_of(options, [edited(source, words, 1) for words in texts])
     assert [first.most_similar(key) for key in later] == [second.most_similar(key) for key in later]
-    assert first.claim(keys[0]) == "near duplicate"
+    assert first.add_or_reject(keys[0]) == "near duplicate"
 
 
 def test_the_seed_decides_the_signature() -> None:
@@ -137,7 +137,7 @@ def test_many_texts_are_judged_as_by_comparing_each_with_all(
     options = NearOptions(threshold=0.5, num_perm=16)
     source = np.random.default_rng(4)
     keys = source.integers(4, size=(400, 16), dtype=np.uint16)
-    judge = NearJudge(options)
+    judge = LshIndex(options)
     kept: list[npt.NDArray[np.uint16]] = []
     for key in keys:
         similar = [
@@ -148,7 +148,7 @@ def test_many_texts_are_judged_as_by_comparing_each_with_all(
         best = max(similar, default=(0.0, 0))
         found = (-best[1], best[0]) if best[0] >= options.threshold else None
         assert judge.most_similar(key.tobytes()) == found
-        assert judge.claim(key.tobytes()) == (None if found is None else "near duplicate")
+        assert judge.add_or_reject(key.tobytes()) == (None if found is None else "near duplicate")
         if found is None:
             kept.append(key)
     assert 50 < len(kept) < 350
@@ -157,12 +157,12 @@ def test_many_texts_are_judged_as_by_comparing_each_with_all(
 def test_a_document_needs_little_memory() -> None:
     """Signature, chains and slots of 20,000 documents: less than 0.6 KB each, also while the tables
     grow."""
-    judge = NearJudge(NearOptions())
+    judge = LshIndex(NearOptions())
     keys = np.random.default_rng(5).integers(1 << 16, size=(20_000, 128), dtype=np.uint16)
     tracemalloc.start()
     try:
         for key in keys:
-            judge.restore(key.tobytes())
+            judge.reload(key.tobytes())
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()

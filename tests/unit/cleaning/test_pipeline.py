@@ -19,7 +19,7 @@ from megatron_ds.cleaning.options import CleaningOptions
 from megatron_ds.cleaning.pipeline import clean
 from megatron_ds.cleaning.stats import Counts
 from megatron_ds.fileio import resumable
-from megatron_ds.preprocess.document_readers import Inputs
+from megatron_ds.preprocess.document_readers import InputSpec
 from tests.cleaning_runs import corpus, everything, files, killed_at, write
 
 TASK = "one two three four five six seven eight nine ten eleven twelve thirteen"
@@ -31,7 +31,7 @@ def lines_of(path: Path) -> list[dict[str, Any]]:
 
 def options(source: Path, *stages: str, **other: Any) -> CleaningOptions:
     output = str(source.parent / "out.jsonl")
-    inputs = Inputs(paths=(str(source),))
+    inputs = InputSpec(paths=(str(source),))
     return CleaningOptions(inputs, **{"output": output, "stages": stages, "min_chars": 3, **other})
 
 
@@ -292,7 +292,7 @@ def test_nothing_is_written_over_what_is_read_or_written(
     paths = {flag: str(tmp_path / name) for flag, name in chosen.items()}
     wrong = replace(
         options(source, "url", "decontaminate", **paths),
-        inputs=Inputs(paths=(str(tmp_path / "*.jsonl"), str(tmp_path / "more"))),
+        inputs=InputSpec(paths=(str(tmp_path / "*.jsonl"), str(tmp_path / "more"))),
         url_lists=(str(tmp_path / "hosts.txt"),),
         tasks=TaskOptions(files=(str(tasks),)),
     )

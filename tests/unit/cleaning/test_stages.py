@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_ds.cleaning import language_filter
-from megatron_ds.cleaning.fix_unicode import Fix
-from megatron_ds.cleaning.language_filter import Language
-from megatron_ds.cleaning.length_filter import Length
-from megatron_ds.cleaning.stages import Document, Dropped, Mended
-from megatron_ds.cleaning.url_filter import Urls
+from megatron_ds.cleaning.fix_unicode import FixUnicode
+from megatron_ds.cleaning.language_filter import LanguageFilter
+from megatron_ds.cleaning.length_filter import LengthFilter
+from megatron_ds.cleaning.stages import Document, Dropped, Replaced
+from megatron_ds.cleaning.url_filter import UrlFilter
 from megatron_ds.tokenizer.null import NullTokenizer
 
 ENGLISH = "The committee will meet on Thursday to talk about the new bridge over the river. "
@@ -36,14 +36,14 @@ def document(text: str, url: str | None = None) -> Document:
 
 
 def fixed(text: str) -> str:
-    outcome = Fix()(document(text))
+    outcome = FixUnicode()(document(text))
     return text if outcome is None else outcome.text
 
 
 def test_broken_unicode_is_mended() -> None:
-    assert Fix()(document("schÃ¶n")) == Mended("schön")
-    assert Fix()(document("plain\n\ttext, 100% of it")) is None
-    assert Fix()(document("schön")) is None
+    assert FixUnicode()(document("schÃ¶n")) == Replaced("schön")
+    assert FixUnicode()(document("plain\n\ttext, 100% of it")) is None
+    assert FixUnicode()(document("schön")) is None
 
 
 BROKEN = [
@@ -77,8 +77,8 @@ def test_the_lines_that_are_passed_by_are_those_that_ftfy_leaves_alone(text: str
 
 
 def test_languages_are_kept_and_dropped() -> None:
-    english = Language(["en"], 0.5)
-    both = Language(["en", "de"], 0.5)
+    english = LanguageFilter(["en"], 0.5)
+    both = LanguageFilter(["en", "de"], 0.5)
     assert english(document(ENGLISH * 3)) is None
     assert english(document(GERMAN * 3)) == Dropped("language de")
     assert both(document(GERMAN * 3)) is None
@@ -88,26 +88,26 @@ def test_languages_are_kept_and_dropped() -> None:
 
 
 def test_an_uncertain_language_is_dropped() -> None:
-    assert Language(["en"], 1.0)(document("bar")) is not None
-    assert Language(["en"], 0.0)(document(ENGLISH)) is None
-    outcome = Language(["en"], 1.0)(document(ENGLISH[:40]))
+    assert LanguageFilter(["en"], 1.0)(document("bar")) is not None
+    assert LanguageFilter(["en"], 0.0)(document(ENGLISH)) is None
+    outcome = LanguageFilter(["en"], 1.0)(document(ENGLISH[:40]))
     assert outcome in (None, Dropped("uncertain language"))
 
 
 def test_unknown_languages_are_named() -> None:
-    (first, second) = Language(["xx", "en", "klingon"], 0.5).problems()
+    (first, second) = LanguageFilter(["xx", "en", "klingon"], 0.5).problems()
     assert first.startswith("--languages klingon: is not known; known are ")
     assert " en " in first
     assert second.startswith("--languages xx:")
 
 
 def test_short_texts_are_dropped_by_each_measure() -> None:
-    assert Length(0)(document(" \n ")) == Dropped("empty")
-    assert Length(5)(document("  abcd  ")) == Dropped("fewer than 5 characters")
-    assert Length(4)(document("  abcd  ")) is None
-    assert Length(0, min_words=3)(document("a b ")) == Dropped("fewer than 3 words")
-    assert Length(0, min_words=3)(document("a b c")) is None
-    tokens = Length(0, min_tokens=3, tokenizer=NullTokenizer(100))
+    assert LengthFilter(0)(document(" \n ")) == Dropped("empty")
+    assert LengthFilter(5)(document("  abcd  ")) == Dropped("fewer than 5 characters")
+    assert LengthFilter(4)(document("  abcd  ")) is None
+    assert LengthFilter(0, min_words=3)(document("a b ")) == Dropped("fewer than 3 words")
+    assert LengthFilter(0, min_words=3)(document("a b c")) is None
+    tokens = LengthFilter(0, min_tokens=3, tokenizer=NullTokenizer(100))
     assert tokens(document("1 2")) == Dropped("fewer than 3 tokens")
     assert tokens(document("1 2 3")) is None
 
@@ -147,12 +147,12 @@ regex:/tag/\\d+
 def test_addresses(tmp_path: Path, url: str, reason: str | None) -> None:
     path = tmp_path / "list.txt"
     path.write_text(LIST)
-    assert Urls([str(path)]).judge(url) == reason
-    assert Urls([str(path)])(document("", url)) == (reason and Dropped(reason))
+    assert UrlFilter([str(path)]).judge(url) == reason
+    assert UrlFilter([str(path)])(document("", url)) == (reason and Dropped(reason))
 
 
 def test_documents_without_an_address_go_on() -> None:
-    assert Urls([])(document("text")) is None
+    assert UrlFilter([])(document("text")) is None
 
 
 def test_wrong_lines_of_all_lists_are_named(tmp_path: Path) -> None:
@@ -160,7 +160,7 @@ def test_wrong_lines_of_all_lists_are_named(tmp_path: Path) -> None:
     first.write_text("example.com\nhttp://x.org/\nregex:(\n")
     second.write_bytes(b"\xff\xfe")
     with pytest.raises(ValueError) as caught:
-        Urls([str(first), str(second), str(tmp_path / "none")])
+        UrlFilter([str(first), str(second), str(tmp_path / "none")])
     lines = str(caught.value).splitlines()
     assert lines[0].startswith(f"--url-blacklist {first}:2: 'http://x.org/' is no host")
     assert lines[1].startswith(f"--url-blacklist {first}:3: is no pattern: ")

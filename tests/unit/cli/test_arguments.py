@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_ds.cli import arguments
-from megatron_ds.cli.arguments import Scan, parse, read, scan
-from megatron_ds.cli.flags import groups, help_text, known, version_text
+from megatron_ds.cli.arguments import ParsedLine, build_config, parse, scan
+from megatron_ds.cli.flags import all_flags, groups, help_text, version_text
 from megatron_ds.config import TOKENIZERS, Config
 
 REPOSITORY = Path(__file__).parents[3]
@@ -21,14 +21,14 @@ GOLDEN = REPOSITORY / "tests" / "golden" / "flags.txt"
 
 
 def config_of(line: str) -> Config:
-    return read(line.split(), world_size=1, warn=lambda _: None)[0]
+    return build_config(line.split(), world_size=1, warn=lambda _: None)[0]
 
 
 def problems_of(line: str) -> list[str]:
-    return read(line.split(), world_size=1, warn=lambda _: None)[1]
+    return build_config(line.split(), world_size=1, warn=lambda _: None)[1]
 
 
-def scan_of(line: str) -> Scan:
+def scan_of(line: str) -> ParsedLine:
     return scan(line.split())
 
 
@@ -307,14 +307,14 @@ VALUES = ("0", "-1", "2", "1e3", "nan", "inf", "", "1__0", "9" * 5000, "x", "-",
 
 
 @given(
-    flags=st.lists(st.sampled_from(sorted(known())), max_size=4),
+    flags=st.lists(st.sampled_from(sorted(all_flags())), max_size=4),
     values=st.lists(st.sampled_from(VALUES), min_size=8, max_size=8),
 )
 @settings(max_examples=150, deadline=None, derandomize=True, database=None)
 def test_no_line_raises(flags, values):
     """Whatever stands there: a configuration and a list of problems."""
     line = [word for pair in zip(flags, values, strict=False) for word in (f"--{pair[0]}", pair[1])]
-    config, _ = read([*line, *values[4:6]], world_size=2, warn=lambda _: None)
+    config, _ = build_config([*line, *values[4:6]], world_size=2, warn=lambda _: None)
     assert isinstance(config, Config)
 
 
@@ -347,7 +347,7 @@ def test_a_launched_rank_speaks_where_the_first_one_has_not(monkeypatch, capsys,
         if ended:
             raise SystemExit  # as the handler of the launcher's signal does
 
-    monkeypatch.setattr(arguments, "launchers", lambda: ("a launcher",))
+    monkeypatch.setattr(arguments, "find_launchers", lambda: ("a launcher",))
     monkeypatch.setattr(arguments.time, "sleep", wait)
     with pytest.raises(SystemExit) as end:
         parse([], rank=1)

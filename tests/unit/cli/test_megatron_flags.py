@@ -55,14 +55,14 @@ def fate(flag: Flag) -> str:
     """What becomes of a flag, in a word or two."""
     if flag.outcome == "set":
         return f"sets {flag.field}"
-    if flag.outcome == "refused" and flag.same:
-        return f"refused but at {' '.join(flag.same)}"
+    if flag.outcome == "refused" and flag.accepted_values:
+        return f"refused but at {' '.join(flag.accepted_values)}"
     return {"always": "always so", "dropped": "no effect", "refused": "refused"}[flag.outcome]
 
 
 def fate_in(tool: str, name: str) -> str:
     if tool == PRETRAIN:
-        return fate(flags.known()[dashed(name)])
+        return fate(flags.all_flags()[dashed(name)])
     if tool == "preprocess_data":
         dropped = dashed(name) in megatron_flags.PREPROCESS_WITHOUT_EFFECT
         return "no effect" if dropped else "supported"
@@ -105,21 +105,21 @@ def test_the_frozen_list_is_that_of_the_peers() -> None:
 
 def test_every_flag_that_is_dropped_or_refused_gives_its_reason() -> None:
     tables = (
-        *(flags.peers()),
+        *(flags.foreign_flags()),
         *(
             flags.of_peer(name, peer, "dropped")
             for name, peer in megatron_flags.PREPROCESS_WITHOUT_EFFECT.items()
         ),
     )
     for flag in tables:
-        assert len(flag.words) > 10, flag
-        assert flag.words[-1] not in ".;", flag
+        assert len(flag.explanation) > 10, flag
+        assert flag.explanation[-1] not in ".;", flag
 
 
 def test_no_flag_stands_in_two_tables() -> None:
     names = [
         name
-        for flag in (*itertools.chain(*flags.groups().values()), *flags.peers())
+        for flag in (*itertools.chain(*flags.groups().values()), *flags.foreign_flags())
         for name in {dashed(each) for each in flag.names}
     ]
     assert [name for name, count in Counter(names).items() if count > 1] == []
@@ -143,7 +143,7 @@ def words_of(name: str, spec: dict[str, Any]) -> Iterator[list[str]]:
 
 def answers(name: str, words: list[str]) -> str:
     """What a flag with these values leads to; an assertion if it is no answer in words."""
-    flag = flags.known()[dashed(name)]
+    flag = flags.all_flags()[dashed(name)]
     said = scan([name, *words])
     if said.problems:
         (problem,) = said.problems
@@ -152,9 +152,9 @@ def answers(name: str, words: list[str]) -> str:
         return "refused"
     if said.warnings:
         (warning,) = said.warnings
-        assert warning == f"{name} has no effect: {flag.words}"
+        assert warning == f"{name} has no effect: {flag.explanation}"
         return "no effect"
-    assert flag.outcome == "always" or flag.field in said.values or flag.same
+    assert flag.outcome == "always" or flag.field in said.values or flag.accepted_values
     return "supported"
 
 
@@ -167,11 +167,11 @@ def test_every_value_that_a_peer_takes_gets_an_answer() -> None:
                 continue
             for words in words_of(name, tools[PRETRAIN]):
                 answer = answers(name, words)
-                flag = flags.known()[dashed(name)]
+                flag = flags.all_flags()[dashed(name)]
                 expected = {"always": "supported", "dropped": "no effect"}.get(flag.outcome)
                 if expected is not None:
                     assert answer == expected, name
-                if flag.outcome == "refused" and not flag.same:
+                if flag.outcome == "refused" and not flag.accepted_values:
                     assert answer == "refused", name
                 counts[answer] += 1
     assert counts.keys() == {"supported", "no effect", "refused"}
@@ -179,9 +179,9 @@ def test_every_value_that_a_peer_takes_gets_an_answer() -> None:
 
 def test_the_values_at_which_a_refused_flag_is_accepted_are_the_peers_defaults() -> None:
     """So that a command line that spells a default out still runs."""
-    known, loaded = flags.known(), peers()
+    known, loaded = flags.all_flags(), peers()
     for flag in known.values():
-        for value in flag.same:
+        for value in flag.accepted_values:
             specs = [tools[PRETRAIN] for tools in loaded[f"--{flag.names[0]}"].values()]
             defaults = {str(spec.get("default")).strip("[]") for spec in specs}
             choices = {choice for spec in specs for choice in spec.get("choices", [])}
@@ -200,7 +200,7 @@ def test_every_default_that_differs_is_told() -> None:
     ours = {name: value for group in config.to_dict().values() for name, value in group.items()}
     differ = set()
     for name, by_peer in peers().items():
-        flag = flags.known().get(dashed(name))
+        flag = flags.all_flags().get(dashed(name))
         if flag is None or flag.outcome != "set":
             continue
         for tools in by_peer.values():
@@ -218,12 +218,12 @@ def test_every_default_that_differs_is_told() -> None:
 def is_same(theirs: Any, ours: Any, flag: Flag) -> bool:
     if isinstance(theirs, int | float) and isinstance(ours, int | float):
         return float(theirs) == float(ours)
-    return flag.spelled.get(str(theirs), theirs) == ours
+    return flag.synonyms.get(str(theirs), theirs) == ours
 
 
 def test_numbers_that_a_peer_has_as_default_are_read() -> None:
     """Types agree: a value of the peer's type is one of ours."""
-    known = flags.known()
+    known = flags.all_flags()
     for name, by_peer in peers().items():
         for tools in by_peer.values():
             spec = tools.get(PRETRAIN, {})

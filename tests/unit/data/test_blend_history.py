@@ -11,15 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_ds.data.blend_history import (
-    History,
-    Identity,
-    Phase,
-    advanced,
-    continued,
-    enough,
-    numbered,
+    BlendHistory,
+    BlendPhase,
+    SourceId,
+    extend_requests,
+    new_history,
+    record_consumed,
+    resume_history,
     samples_held,
-    started,
+    with_copy_numbers,
     with_requests,
 )
 from megatron_ds.data.blend_schedule import blend_order
@@ -29,14 +29,14 @@ ORDER = 2
 STEADY = settings(derandomize=True, deadline=None, database=None, max_examples=40)
 
 
-def named(*names: str) -> list[Identity]:
-    return numbered([Identity(name, f"hash of {name}", (0, 9)) for name in names])
+def named(*names: str) -> list[SourceId]:
+    return with_copy_numbers([SourceId(name, f"hash of {name}", (0, 9)) for name in names])
 
 
 def test_a_run_with_the_same_mixture_has_the_same_history() -> None:
     a, b = named("a", "b")
-    first = advanced(started([a, b], [0.25, 0.75], ORDER), [1, 3])
-    assert continued(first, [a, b], [0.25, 0.75 * (1 + 1e-15)], ORDER, 4) is first
+    first = record_consumed(new_history([a, b], [0.25, 0.75], ORDER), [1, 3])
+    assert resume_history(first, [a, b], [0.25, 0.75 * (1 + 1e-15)], ORDER, 4) is first
 
 
 @pytest.mark.parametrize(
@@ -53,11 +53,11 @@ def test_a_change_begins_a_phase_where_each_source_was(
     names: str, weights: list[float], order: int
 ) -> None:
     a, b = named("a", "b")
-    first = advanced(started([a, b], [0.25, 0.75], ORDER), [1, 3])
-    after = continued(first, named(*names), weights, order, 4)
+    first = record_consumed(new_history([a, b], [0.25, 0.75], ORDER), [1, 3])
+    after = resume_history(first, named(*names), weights, order, 4)
     assert after.phases[0] == first.phases[0]
     cursors = {"a": 1, "b": 3, "c": 0}
-    assert after.now == Phase(
+    assert after.current == BlendPhase(
         4, tuple("abc".index(n) for n in names), tuple(weights), tuple(cursors[n] for n in names)
     )
     assert len(after.sources) == (3 if "c" in names else 2)
@@ -65,41 +65,50 @@ def test_a_change_begins_a_phase_where_each_source_was(
 
 def test_a_source_that_comes_back_goes_on_where_it_was() -> None:
     a, b = named("a", "b")
-    both = advanced(started([a, b], [0.5, 0.5], ORDER), [2, 2])
-    alone = advanced(continued(both, [a], [1.0], ORDER, 4), [6])
-    again = continued(alone, [b, a], [0.5, 0.5], ORDER, 10)
-    assert again.now.starts == (2, 8)
+    both = record_consumed(new_history([a, b], [0.5, 0.5], ORDER), [2, 2])
+    alone = record_consumed(resume_history(both, [a], [1.0], ORDER, 4), [6])
+    again = resume_history(alone, [b, a], [0.5, 0.5], ORDER, 10)
+    assert again.current.starts == (2, 8)
     assert [phase.first for phase in again.phases] == [0, 4, 10]
 
 
 def test_a_change_before_any_sample_replaces_the_phase() -> None:
     a, b = named("a", "b")
-    first = advanced(started([a, b], [0.5, 0.5], ORDER), [2, 2])
-    second = advanced(continued(first, [a], [1.0], ORDER, 4), [0])
-    assert continued(second, [b], [1.0], ORDER, 4).phases == (
-        first.now,
-        Phase(4, (1,), (1.0,), (2,)),
+    first = record_consumed(new_history([a, b], [0.5, 0.5], ORDER), [2, 2])
+    second = record_consumed(resume_history(first, [a], [1.0], ORDER, 4), [0])
+    assert resume_history(second, [b], [1.0], ORDER, 4).phases == (
+        first.current,
+        BlendPhase(4, (1,), (1.0,), (2,)),
     )
 
 
 def test_other_documents_make_another_source_and_equal_ones_are_counted() -> None:
-    a = Identity("a", "x", (0, 9))
-    assert [one.copy for one in numbered([a, a, Identity("a", "x", (0, 8)), a])] == [0, 1, 0, 2]
-    first = advanced(started([a], [1.0], ORDER), [5])
-    assert continued(first, [Identity("a", "x", (0, 8))], [1.0], ORDER, 5).now.starts == (0,)
-    assert continued(first, [Identity("a", "y", (0, 9))], [1.0], ORDER, 5).now.starts == (0,)
+    a = SourceId("a", "x", (0, 9))
+    assert [one.copy for one in with_copy_numbers([a, a, SourceId("a", "x", (0, 8)), a])] == [
+        0,
+        1,
+        0,
+        2,
+    ]
+    first = record_consumed(new_history([a], [1.0], ORDER), [5])
+    assert resume_history(first, [SourceId("a", "x", (0, 8))], [1.0], ORDER, 5).current.starts == (
+        0,
+    )
+    assert resume_history(first, [SourceId("a", "y", (0, 9))], [1.0], ORDER, 5).current.starts == (
+        0,
+    )
 
 
 def test_json_and_back() -> None:
     a, b = named("a", "b")
-    history = with_requests(started([a, b], [1 / 3, 2 / 3], ORDER), [(7,), (12, 5)])
-    history = continued(advanced(history, [4, 8]), [b], [1.0], ORDER, 12)
-    assert History.from_dict(json.loads(json.dumps(history.to_dict()))) == history
+    history = with_requests(new_history([a, b], [1 / 3, 2 / 3], ORDER), [(7,), (12, 5)])
+    history = resume_history(record_consumed(history, [4, 8]), [b], [1.0], ORDER, 12)
+    assert BlendHistory.from_dict(json.loads(json.dumps(history.to_dict()))) == history
 
 
 def damaged(place: list[Any], value: Any) -> dict[str, Any]:
     """A record with another value at a place; None takes it out."""
-    record = json.loads(json.dumps(started(named("a", "b"), [0.5, 0.5], ORDER).to_dict()))
+    record = json.loads(json.dumps(new_history(named("a", "b"), [0.5, 0.5], ORDER).to_dict()))
     at = record
     for key in place[:-1]:
         at = at[key]
@@ -130,7 +139,7 @@ def damaged(place: list[Any], value: Any) -> dict[str, Any]:
 )
 def test_a_damaged_record_is_refused(place: list[Any], value: Any) -> None:
     with pytest.raises(ValueError, match=r"\w"):
-        History.from_dict(damaged(place, value))
+        BlendHistory.from_dict(damaged(place, value))
 
 
 @given(
@@ -144,11 +153,11 @@ def test_indexes_are_kept_and_added_to(tokens: int, seq_length: int, steps: list
     needed = 0
     for step in steps:
         needed += step
-        longer = enough(requests, needed, tokens, seq_length)
+        longer = extend_requests(requests, needed, tokens, seq_length)
         assert longer[: len(requests)] == requests
         assert len(longer) <= len(requests) + 1
         assert sum(samples_held(each, tokens, seq_length) for each in longer) >= needed
-        assert enough(longer, needed, tokens, seq_length) is longer
+        assert extend_requests(longer, needed, tokens, seq_length) is longer
         requests = longer
 
 
@@ -163,26 +172,26 @@ def test_samples_held_are_those_of_the_index(tokens: int, seq_length: int, reque
 @STEADY
 def test_every_source_gives_each_of_its_samples_once_and_in_order(data: st.DataObject) -> None:
     """Runs of random lengths with random mixtures; the samples of each source are 0, 1, 2, ..."""
-    history: History | None = None
+    history: BlendHistory | None = None
     consumed, given_of = 0, {name: list[int]() for name in "abcde"}
     for _ in range(data.draw(st.integers(1, 5))):
         names = data.draw(st.lists(st.sampled_from("abcde"), min_size=1, max_size=4, unique=True))
         parts = [data.draw(st.integers(1, 5)) for _ in names]
         weights = [part / sum(parts) for part in parts]
         if history is None:
-            history = started(named(*names), weights, ORDER)
+            history = new_history(named(*names), weights, ORDER)
         else:
-            history = continued(history, named(*names), weights, ORDER, consumed)
-        phase = history.now
+            history = resume_history(history, named(*names), weights, ORDER, consumed)
+        phase = history.current
         members = [history.sources[number].identity.name for number in phase.sources]
         assert members == names
         end = consumed + data.draw(st.integers(0, 30))
         order = blend_order(phase.weights, end - phase.first)
         for position in range(consumed, end):
-            source, sample = order.find(position - phase.first)
+            source, sample = order.locate(position - phase.first)
             given_of[members[source]].append(phase.starts[source] + sample)
         consumed = end
-        history = advanced(history, order.taken(end - phase.first).tolist())
+        history = record_consumed(history, order.counts_at(end - phase.first).tolist())
         for source_now in history.sources:
             assert source_now.taken == len(given_of[source_now.identity.name])
     assert all(found == list(range(len(found))) for found in given_of.values())

@@ -17,7 +17,7 @@ from megatron_ds.data import blend_schedule as module
 from megatron_ds.data.blend_schedule import NEVER, blend_order
 from megatron_ds.data.blended_dataset import BlendOrder
 from megatron_ds.data.index_cache import ArrayCache
-from megatron_ds.data.sample_index import blend_requests
+from megatron_ds.data.sample_index import samples_per_source
 
 WEIGHTS = {
     "one": [1.0],
@@ -52,7 +52,7 @@ def one_by_one(weights: list[float], size: int) -> list[int]:
 
 
 def read(order: BlendOrder) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    found = np.array([order.find(position) for position in range(len(order))])
+    found = np.array([order.locate(position) for position in range(len(order))])
     return found[:, 0], found[:, 1]
 
 
@@ -77,9 +77,10 @@ def test_every_prefix_holds_each_share_within_one_sample(
         assert own.tolist() == list(range(len(own)))
     for end in (0, 1, 700, 1000, 2100, 2999, 3000):
         assert (
-            order.taken(end).tolist() == np.bincount(source[:end], minlength=len(weights)).tolist()
+            order.counts_at(end).tolist()
+            == np.bincount(source[:end], minlength=len(weights)).tolist()
         )
-    assert (order.taken(3000) <= blend_requests(weights, 3000)).all()
+    assert (order.counts_at(3000) <= samples_per_source(weights, 3000)).all()
     shorter, _ = read(blend_order(weights, 1500))
     assert (shorter == source[:1500]).all(), "a longer run begins with the shorter one"
 
@@ -129,7 +130,7 @@ def test_far_positions_keep_their_shares() -> None:
     """Beyond 2^31 and 2^32 positions, from counts that stand for all before them."""
     weights = np.random.RandomState(3).dirichlet(np.full(40, 0.5)).tolist()
     for far in (2**31 - 500, 2**32 - 500, 10**12):
-        jobs = module._Jobs(weights)
+        jobs = module._DeadlineModel(weights)
         exact = np.array(weights) * far
         before = np.floor(exact).astype(np.int64)
         urgent = np.argsort(exact - before)[len(weights) - (far - int(before.sum())) :]
@@ -145,8 +146,10 @@ def test_far_positions_keep_their_shares() -> None:
 
 
 def test_counts_are_as_wide_as_the_order_is_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module._Jobs, "_counts_after", lambda self, start, before, end: before)
-    jobs = module._Jobs([0.5, 0.5])
+    monkeypatch.setattr(
+        module._DeadlineModel, "_counts_after", lambda self, start, before, end: before
+    )
+    jobs = module._DeadlineModel([0.5, 0.5])
     assert jobs.counts(2**31 - 1, 2**30).dtype == np.int32
     assert jobs.counts(2**31, 2**30).dtype == np.int64
 
@@ -160,12 +163,12 @@ def test_the_counts_of_a_long_order_are_kept(
     blend_order(weights, 16, cache)
     assert not list(tmp_path.iterdir())
     first = blend_order(weights, 100, cache)
-    monkeypatch.setattr(module._Jobs, "counts", None)
+    monkeypatch.setattr(module._DeadlineModel, "counts", None)
     again = blend_order(weights, 100, cache)
-    assert again.taken(100).tolist() == [25, 75]
+    assert again.counts_at(100).tolist() == [25, 75]
     positions = (0, 99, 3, 50, 15, 16, 17)
     for order in (again, pickle.loads(pickle.dumps(again))):
-        assert [order.find(p) for p in positions] == [first.find(p) for p in positions]
+        assert [order.locate(p) for p in positions] == [first.locate(p) for p in positions]
     assert len(list(tmp_path.glob("*.json"))) == 1
 
 
@@ -173,18 +176,20 @@ def test_the_order_of_few_blocks_is_in_memory(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(module, "BLOCK", 10)
     order = blend_order([0.5, 0.5], 100)
     made = []
-    make = module._Jobs.order
+    make = module._DeadlineModel.order
 
-    def counted(self: module._Jobs, start: int, *counts: module.Counts) -> npt.NDArray[np.int16]:
+    def counted(
+        self: module._DeadlineModel, start: int, *counts: module.Counts
+    ) -> npt.NDArray[np.int16]:
         made.append(start)
         return make(self, start, *counts)
 
-    monkeypatch.setattr(module._Jobs, "order", counted)
+    monkeypatch.setattr(module._DeadlineModel, "order", counted)
     for position in range(100):
-        order.find(position)
-        order.find(max(0, position - 10))
+        order.locate(position)
+        order.locate(max(0, position - 10))
     assert made == list(range(0, 100, 10))
-    order.find(0)
+    order.locate(0)
     assert made[-1] == 0
 
 

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 from megatron_ds.config import DataConfig
 from megatron_ds.data.blend_spec import (
-    Group,
-    Range,
-    Source,
-    SplitPart,
-    Whole,
+    AllDocuments,
+    BlendSource,
+    DatasetGroup,
+    FractionRange,
+    SplitSelection,
     parse_group,
     read_groups,
 )
@@ -33,7 +33,7 @@ def problems(**values: Any) -> list[str]:
     return [*config.problems(), *read_groups(config)[1]]
 
 
-def only(**values: Any) -> list[Group]:
+def only(**values: Any) -> list[DatasetGroup]:
     groups, wrong = read_groups(DataConfig(**values))
     assert not wrong
     return groups
@@ -42,13 +42,13 @@ def only(**values: Any) -> list[Group]:
 def test_a_group_has_a_name_and_files_with_weights_and_ranges() -> None:
     group, wrong = parse_group(" A B : 3 0:0.6 data/a,1 .5:1 b , 0 0:1 c", "valid", FLAG)
     assert not wrong
-    assert group == Group(
+    assert group == DatasetGroup(
         "valid",
         "A B",
         f"{FLAG} A B:",
         (
-            Source("data/a", 0.75, Range("0:0.6", 0.0, 0.6)),
-            Source("b", 0.25, Range(".5:1", 0.5, 1.0)),
+            BlendSource("data/a", 0.75, FractionRange("0:0.6", 0.0, 0.6)),
+            BlendSource("b", 0.25, FractionRange(".5:1", 0.5, 1.0)),
         ),
         ("c",),
     )
@@ -143,7 +143,7 @@ def test_what_is_written_is_read(entries: list[Any], name: str) -> None:
     total = sum(weight for weight, *_ in entries)
     for source, (weight, *_), (low, high) in zip(group.sources, entries, bounds, strict=True):
         assert source.weight == pytest.approx(weight / total)
-        assert isinstance(source.cut, Range)
+        assert isinstance(source.cut, FractionRange)
         assert (source.cut.start, source.cut.end) == (low, high)
 
 
@@ -164,7 +164,7 @@ def test_any_text_is_a_group_or_an_error_that_names_the_flag(text: str) -> None:
 def test_neighbouring_ranges_share_no_document_and_leave_none_out(
     cuts: list[float], size: int
 ) -> None:
-    bounds = [Range("", low, high).bounds(size) for low, high in pairwise(cuts)]
+    bounds = [FractionRange("", low, high).bounds(size) for low, high in pairwise(cuts)]
     assert bounds[0][0] == 0
     assert bounds[-1][1] == size
     assert all(before[1] == after[0] for before, after in pairwise(bounds))
@@ -192,7 +192,7 @@ def test_files_hold_what_their_flags_would(tmp_path: Path) -> None:
     line = '"V1: 1 0:1 a, 1 0:0.5 b" "V2: 1 0:1 c"\n'
     groups.write_text(line)
 
-    def comparable(found: list[Group]) -> list[Any]:
+    def comparable(found: list[DatasetGroup]) -> list[Any]:
         return [(group.part, group.name, group.sources) for group in found]
 
     assert comparable(only(data_args_path=str(blend), split="1,1")) == comparable(
@@ -214,8 +214,8 @@ def test_files_hold_what_their_flags_would(tmp_path: Path) -> None:
 def test_split_cuts_lists_and_a_part_of_share_0_is_not_there() -> None:
     groups = only(data_path=("a", "b"), split="9,0,1")
     assert [group.part for group in groups] == ["train", "test"]
-    assert {source.cut for source in groups[1].sources} == {SplitPart("9,0,1", "test")}
-    assert {source.cut for source in only(train_data_path=("a",))[0].sources} == {Whole()}
+    assert {source.cut for source in groups[1].sources} == {SplitSelection("9,0,1", "test")}
+    assert {source.cut for source in only(train_data_path=("a",))[0].sources} == {AllDocuments()}
 
 
 @pytest.mark.parametrize(

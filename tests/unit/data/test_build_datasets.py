@@ -17,12 +17,12 @@ import pytest
 from megatron_ds.config import DataConfig
 from megatron_ds.data import build_datasets as module
 from megatron_ds.data import lazy_index
-from megatron_ds.data.blend_history import History
-from megatron_ds.data.build_datasets import Datasets, Share, build_datasets
+from megatron_ds.data.blend_history import BlendHistory
+from megatron_ds.data.build_datasets import Datasets, FileUsage, build_datasets
 from megatron_ds.data.gpt_dataset import TokenDataset
 from megatron_ds.data.index_cache import ArrayCache
 from megatron_ds.data.indexed_dataset import IndexedWriter
-from megatron_ds.data.usage_report import listed, summary
+from megatron_ds.data.usage_report import as_json, summary
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 
@@ -126,8 +126,8 @@ def test_blend_follows_the_weights(tmp_path: Path) -> None:
     assert [name[:2] for name in ids[:8]].count("1/") == 2
     # 40 documents of 7 tokens in each, of which a sample takes 5
     assert built.shares == (
-        Share("train", a, 0.75, 300, 300 * 5 / 280),
-        Share("train", b, 0.25, 100, 100 * 5 / 280),
+        FileUsage("train", a, 0.75, 300, 300 * 5 / 280),
+        FileUsage("train", b, 0.25, 100, 100 * 5 / 280),
     )
     for position in range(8):
         low, high = (0, 40) if ids[position].startswith("0/") else (100, 140)
@@ -209,7 +209,7 @@ def test_of_many_samples_the_indexes_are_made_when_they_are_read(
         assert again[position].tolist() == tokens
     assert cached(folder) == 2
     # What is there needs no room and no right to write.
-    monkeypatch.setattr(ArrayCache, "check_room", None)
+    monkeypatch.setattr(ArrayCache, "require_space", None)
     datasets(config, (400, 0, 0))
 
 
@@ -280,7 +280,7 @@ def run(
 
     total: samples that the run is laid out for; `end` of them if not given.
     """
-    history = None if record is None else History.from_dict(json.loads(json.dumps(record)))
+    history = None if record is None else BlendHistory.from_dict(json.loads(json.dumps(record)))
     built = datasets(config, (total or end, 0, 0), history=history, consumed=consumed)
     assert built.train is not None
     assert built.progress is not None
@@ -454,4 +454,4 @@ def test_more_files_than_a_byte_counts_with_tiny_and_zero_weights(tmp_path: Path
     assert "train: 287 more files, weights 0.959732 in all: 572 samples" in lines[12]
     assert lines[13] == "train: files of weight 0, which give nothing: 1"
     assert lines[14] == "all files: all.json"
-    assert [one["samples"] for one in listed(built.shares)] == counts
+    assert [one["samples"] for one in as_json(built.shares)] == counts

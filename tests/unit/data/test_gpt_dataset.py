@@ -10,10 +10,10 @@ import pytest
 
 from megatron_ds.data.blend_schedule import blend_order
 from megatron_ds.data.blended_dataset import BlendedDataset
-from megatron_ds.data.chained_datasets import OneSource
-from megatron_ds.data.gpt_dataset import GPTDataset, read
+from megatron_ds.data.chained_datasets import SingleSourceOrder
+from megatron_ds.data.gpt_dataset import GPTDataset, read_samples
 from megatron_ds.data.indexed_dataset import HEADER, MAGIC, IndexedDataset, IndexedWriter
-from megatron_ds.data.sample_index import SampleIndexes, build_indexes, sample_starts
+from megatron_ds.data.sample_index import SampleIndexes, build_indexes, build_sample_index
 
 LENGTHS = [4, 1, 9, 0, 3, 6]
 
@@ -41,10 +41,10 @@ def test_samples_are_slices_of_the_shuffled_documents(dataset: GPTDataset) -> No
 
 
 def test_samples_are_read_together(dataset: GPTDataset) -> None:
-    rows = read(dataset, range(3, 9))
+    rows = read_samples(dataset, range(3, 9))
     assert rows.dtype == np.int64
     assert rows.tolist() == [dataset[position].tolist() for position in range(3, 9)]
-    assert read(dataset, []).shape == (0, 5)
+    assert read_samples(dataset, []).shape == (0, 5)
 
 
 def test_positions_outside_are_refused_and_pickling_reopens(dataset: GPTDataset) -> None:
@@ -52,7 +52,7 @@ def test_positions_outside_are_refused_and_pickling_reopens(dataset: GPTDataset)
         with pytest.raises(IndexError):
             dataset[position]
         with pytest.raises(IndexError):
-            read(dataset, [position])
+            read_samples(dataset, [position])
     again = pickle.loads(pickle.dumps(dataset))
     assert again[3].tolist() == dataset[3].tolist()
 
@@ -75,7 +75,7 @@ def test_a_token_outside_the_vocabulary_is_refused(
         wrong = [p for p in every if bad in GPTDataset(file, indexes, 4)[p].tolist()]
         assert wrong
         if vocab_size is None:
-            assert len(read(dataset, every)) == len(dataset)
+            assert len(read_samples(dataset, every)) == len(dataset)
             continue
         words = rf"p\.bin: sample \d+ has the token {bad}, which a vocabulary of {limit} has not"
         for position in every:
@@ -85,8 +85,8 @@ def test_a_token_outside_the_vocabulary_is_refused(
             else:
                 dataset[position]
         with pytest.raises(ValueError, match=words):
-            read(BlendedDataset([dataset], OneSource(len(dataset))), every)
-        read(dataset, [p for p in every if p not in wrong])
+            read_samples(BlendedDataset([dataset], SingleSourceOrder(len(dataset))), every)
+        read_samples(dataset, [p for p in every if p not in wrong])
 
 
 def test_tokens_beyond_32_bits_are_read(tmp_path: Path) -> None:
@@ -105,7 +105,7 @@ def test_tokens_beyond_32_bits_are_read(tmp_path: Path) -> None:
     documents = np.arange(4)
     # 100 samples; the last but one ends with the first token of the last document.
     seq_length = (sum(lengths) - 8) // 100
-    starts = sample_starts(data.lengths, documents, seq_length, 100)
+    starts = build_sample_index(data.lengths, documents, seq_length, 100)
     at, offset = starts[99].tolist()
     skipped = seq_length - 10
     starts[99, 1] += skipped
@@ -121,12 +121,14 @@ def test_blend_reads_its_sources(dataset: GPTDataset) -> None:
     mixed = BlendedDataset([dataset, dataset], order)
     assert len(mixed) == 3
     assert (mixed.seq_length, mixed.vocab_size) == (4, None)
-    found = [order.find(position) for position in range(3)]
+    found = [order.locate(position) for position in range(3)]
     assert found == [(0, 0), (1, 0), (0, 1)]
     for position, (source, sample) in enumerate(found):
         assert mixed[position].tolist() == dataset[sample].tolist()
         assert mixed.sample_id(position) == f"{source}/{dataset.sample_id(sample)}"
-    assert read(mixed, range(3)).tolist() == [mixed[position].tolist() for position in range(3)]
+    assert read_samples(mixed, range(3)).tolist() == [
+        mixed[position].tolist() for position in range(3)
+    ]
     for position in (-1, 3):
         with pytest.raises(IndexError):
             mixed[position]

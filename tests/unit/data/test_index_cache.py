@@ -34,7 +34,7 @@ if die:
         replace(*names)
         os.kill(os.getpid(), signal.SIGKILL)
     os.replace = once
-arrays = ArrayCache([folder / "cache"]).get("kind", {"seed": 1}, make)
+arrays = ArrayCache([folder / "cache"]).get_or_build("kind", {"seed": 1}, make)
 print(int(arrays["a"].sum()), arrays["b"].tolist())
 """
 EXPECTED = f"{sum(range(1 << 20))} [0, 1, 2]"
@@ -62,37 +62,37 @@ def start(folder: Path, mode: str) -> subprocess.Popen[str]:
 def test_made_once_and_read_back(tmp_path: Path) -> None:
     cache, make = ArrayCache([tmp_path / "new" / "cache"]), Maker()
     for _ in range(2):
-        arrays = cache.get("kind", {"seed": 1}, make)
+        arrays = cache.get_or_build("kind", {"seed": 1}, make)
         assert arrays["a"].tolist() == [0, 1, 2, 3, 4]
         assert arrays["b"].dtype == np.uint32
         assert not arrays["b"].flags.writeable
     assert make.calls == 1
-    cache.get("kind", {"seed": 2}, make)
+    cache.get_or_build("kind", {"seed": 2}, make)
     assert make.calls == 2
 
 
 def test_an_entry_that_is_not_complete_is_made_again(tmp_path: Path) -> None:
     cache, make = ArrayCache([tmp_path]), Maker()
-    cache.get("kind", {}, make)
+    cache.get_or_build("kind", {}, make)
     (array,) = tmp_path.glob("*.a.npy")
     content = array.read_bytes()
     other = tmp_path / "other.npy"
     np.save(other, np.arange(6))
     for damage in (content[:-1], b"", other.read_bytes()):
         array.write_bytes(damage)
-        assert cache.get("kind", {}, make)["a"].tolist() == [0, 1, 2, 3, 4]
+        assert cache.get_or_build("kind", {}, make)["a"].tolist() == [0, 1, 2, 3, 4]
     assert make.calls == 4
     (description,) = tmp_path.glob("*.json")
     description.write_text("{")
-    cache.get("kind", {}, make)
+    cache.get_or_build("kind", {}, make)
     array.unlink()
-    cache.get("kind", {}, make)
+    cache.get_or_build("kind", {}, make)
     assert make.calls == 6
 
 
 def test_a_changed_byte_anywhere_is_found(tmp_path: Path) -> None:
     cache, make = ArrayCache([tmp_path]), Maker()
-    cache.get("kind", {}, make)
+    cache.get_or_build("kind", {}, make)
     files = [path for path in tmp_path.iterdir() if path.suffix in (".npy", ".json")]
     assert len(files) == 3
     for path in files:
@@ -101,7 +101,7 @@ def test_a_changed_byte_anywhere_is_found(tmp_path: Path) -> None:
             damaged = bytearray(content)
             damaged[at] ^= 1 + at % 255
             path.write_bytes(damaged)
-            arrays = cache.get("kind", {}, make)
+            arrays = cache.get_or_build("kind", {}, make)
             assert arrays["a"].tolist() == [0, 1, 2, 3, 4]
             assert arrays["b"].tolist() == [[1, 1, 1], [1, 1, 1]]
     assert sorted(path.name for path in tmp_path.iterdir() if path.suffix == ".partial") == []
@@ -113,10 +113,10 @@ def test_a_changed_byte_anywhere_is_found(tmp_path: Path) -> None:
 )
 def test_a_description_of_another_kind(tmp_path: Path, text: str) -> None:
     cache, make = ArrayCache([tmp_path]), Maker()
-    cache.get("kind", {}, make)
+    cache.get_or_build("kind", {}, make)
     (description,) = tmp_path.glob("*.json")
     description.write_text(text)
-    assert sorted(cache.get("kind", {}, make)) == ["a", "b"]
+    assert sorted(cache.get_or_build("kind", {}, make)) == ["a", "b"]
 
 
 def test_a_disk_without_room_gives_way_to_the_next_folder(
@@ -131,37 +131,43 @@ def test_a_disk_without_room_gives_way_to_the_next_folder(
 
     monkeypatch.setattr(os, "fsync", full)
     small, large, make = tmp_path / "small", tmp_path / "large", Maker()
-    assert ArrayCache([small, large]).get("kind", {}, make)["a"].tolist() == [0, 1, 2, 3, 4]
+    assert ArrayCache([small, large]).get_or_build("kind", {}, make)["a"].tolist() == [
+        0,
+        1,
+        2,
+        3,
+        4,
+    ]
     assert make.calls == 1
     assert not [path for path in small.iterdir() if path.suffix != ".lock"]
     with pytest.raises(ValueError, match=r"small: No space left on device.*--data-cache-path"):
-        ArrayCache([small]).get("kind", {}, make)
+        ArrayCache([small]).get_or_build("kind", {}, make)
 
 
 def test_a_long_kind_and_a_failing_maker(tmp_path: Path) -> None:
     cache, make = ArrayCache([tmp_path]), Maker()
     for _ in range(2):
-        cache.get("k" * 300, {}, make)
+        cache.get_or_build("k" * 300, {}, make)
     assert make.calls == 1
 
     def fail() -> Arrays:
         raise ValueError("no tokens")
 
     with pytest.raises(ValueError, match="no tokens"):
-        cache.get("kind", {}, fail)
-    assert sorted(cache.get("kind", {}, make)) == ["a", "b"]
+        cache.get_or_build("kind", {}, fail)
+    assert sorted(cache.get_or_build("kind", {}, make)) == ["a", "b"]
 
 
 def test_a_later_folder_is_read_and_the_first_writable_one_written(tmp_path: Path) -> None:
     first, second, make = tmp_path / "file" / "x", tmp_path / "second", Maker()
     (tmp_path / "file").write_text("no folder can be made below a file")
     cache = ArrayCache([first, second])
-    cache.get("kind", {}, make)
+    cache.get_or_build("kind", {}, make)
     assert list(second.glob("*.json"))
-    cache.get("kind", {}, make)
+    cache.get_or_build("kind", {}, make)
     assert make.calls == 1
     with pytest.raises(ValueError, match="--data-cache-path"):
-        ArrayCache([first]).get("kind", {}, make)
+        ArrayCache([first]).get_or_build("kind", {}, make)
 
 
 def test_four_processes_at_once_make_it_once(tmp_path: Path) -> None:

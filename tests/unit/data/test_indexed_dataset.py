@@ -245,8 +245,8 @@ def test_what_was_written_is_continued(tmp_path: Path) -> None:
     writer.add_document(np.arange(1))
     kept = writer.written
     writer.add_document(np.arange(7))  # is cut off
-    writer.complete()
-    writer.leave()
+    writer.flush_all()
+    writer.close_keeping()
     with IndexedWriter(tmp_path / "p", "uint16", written=kept) as writer:
         writer.add_document(np.arange(2))
         writer.add_document(np.arange(5))

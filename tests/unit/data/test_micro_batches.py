@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from megatron_ds.data import micro_batches as module
-from megatron_ds.data.micro_batches import Batch, MicroBatches
+from megatron_ds.data.micro_batches import Batch, MicroBatchIterator
 
 SEQUENCE = 3
 
@@ -36,16 +36,16 @@ class Numbers:
         assert 0 <= position < self._size
         return np.arange(position, position + SEQUENCE + 1)
 
-    def fill(self, position: int, row: npt.NDArray[np.int64]) -> None:
+    def read_into(self, position: int, row: npt.NDArray[np.int64]) -> None:
         row[:] = self[position]
 
     def sample_id(self, position: int) -> str:
         return str(position)
 
 
-def stream(size: int, **values: int | None) -> MicroBatches:
+def stream(size: int, **values: int | None) -> MicroBatchIterator:
     settings: dict[str, int | None] = {"consumed": 0, "micro_batch_size": 1, "dp_rank": 0}
-    return MicroBatches(Numbers(size), **{**settings, "dp_size": 1, **values})  # type: ignore
+    return MicroBatchIterator(Numbers(size), **{**settings, "dp_size": 1, **values})  # type: ignore
 
 
 def consumed_ids(
@@ -133,7 +133,7 @@ def test_a_batch() -> None:
 def test_what_is_sent_together_is_what_is_read_one_by_one(
     monkeypatch: pytest.MonkeyPatch, size: int
 ) -> None:
-    monkeypatch.setattr(module, "SAMPLES_SENT", size)
+    monkeypatch.setattr(module, "SAMPLES_PER_MESSAGE", size)
     alone, sent = (list(stream(40, micro_batch_size=2, num_workers=n)) for n in (0, 1))
     assert [batch.position for batch in sent] == [batch.position for batch in alone]
     assert len(alone) > 5
@@ -145,7 +145,7 @@ def test_what_is_sent_together_is_what_is_read_one_by_one(
 @pytest.mark.parametrize("smallest", [0, -1])
 def test_any_ids_are_sent_as_they_are(largest: int, smallest: int) -> None:
     rows = np.array([[smallest, largest, 1]])
-    sent = module._small(rows)
+    sent = module._narrow_dtype(rows)
     assert isinstance(sent, np.ndarray)
     assert module.collate(sent, 0, None).tokens_BS.tolist() == [[smallest, largest]]
     assert smallest or sent.itemsize <= max(1, (largest.bit_length() + 7) // 8 * 2 - 1)
@@ -154,14 +154,14 @@ def test_any_ids_are_sent_as_they_are(largest: int, smallest: int) -> None:
 def test_a_batch_is_cut_in_all_its_parts() -> None:
     batch = next(stream(8, micro_batch_size=2))
     length = batch.tokens_BS.shape[1]
-    cut = batch.cut(length - 1)
+    cut = batch.truncated(length - 1)
     assert cut.position == batch.position
     for whole, part in zip(batch, cut, strict=True):
         if isinstance(whole, torch.Tensor):
             assert isinstance(part, torch.Tensor)
             assert torch.equal(part, whole[:, : length - 1])
-    assert batch.cut(length) is batch
-    assert batch.cut(length + 1) is batch
+    assert batch.truncated(length) is batch
+    assert batch.truncated(length + 1) is batch
 
 
 def test_eod_gets_no_loss() -> None:
@@ -181,7 +181,7 @@ def test_data_that_is_refused_is_told_in_its_own_words(workers: int) -> None:
         def __getitem__(self, position: int) -> npt.NDArray[np.int64]:
             raise ValueError("p.bin: is damaged")
 
-    batches = MicroBatches(
+    batches = MicroBatchIterator(
         Broken(5), consumed=0, micro_batch_size=1, dp_rank=0, dp_size=1, num_workers=workers
     )
     with pytest.raises(ValueError, match=r"^p\.bin: is damaged$"):
@@ -231,7 +231,7 @@ def test_a_loader_dies_with_its_trainer() -> None:
 
 
 def _tell_the_signal_of_the_parent() -> None:
-    module._end_with_the_trainer(0)
+    module._die_with_parent(0)
     number = ctypes.c_int()
     get_pdeathsig = 2
     ctypes.CDLL(None).prctl(get_pdeathsig, ctypes.byref(number))

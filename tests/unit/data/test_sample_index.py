@@ -10,9 +10,9 @@ import pytest
 from megatron_ds.data import sample_index
 from megatron_ds.data.sample_index import (
     build_indexes,
+    build_sample_index,
     index_dtype,
     parse_split,
-    sample_starts,
     shuffle_dtype,
     split_bounds,
 )
@@ -142,9 +142,9 @@ def test_tokens_beyond_32_bits_are_counted(monkeypatch: pytest.MonkeyPatch, chun
 
 def test_positions_beyond_31_bits_are_wide(monkeypatch: pytest.MonkeyPatch) -> None:
     order = np.arange(4)
-    narrow = sample_starts(np.full(4, 9, dtype=np.int32), order, 5, 7)
+    narrow = build_sample_index(np.full(4, 9, dtype=np.int32), order, 5, 7)
     monkeypatch.setattr(sample_index, "index_dtype", lambda count: np.int64)
-    wide = sample_starts(np.full(4, 9, dtype=np.int32), order, 5, 7)
+    wide = build_sample_index(np.full(4, 9, dtype=np.int32), order, 5, 7)
     assert (narrow.dtype, wide.dtype) == (np.int32, np.int64)
     assert narrow.tolist() == wide.tolist()
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from megatron_ds.data import token_file_stats as module
 from megatron_ds.data.indexed_dataset import IndexedDataset, IndexedWriter
 from megatron_ds.data.token_file_stats import (
-    Bin,
-    Difference,
+    FirstDifference,
+    LengthBin,
     check,
     compare,
     document,
@@ -49,13 +49,13 @@ def test_counts_and_histogram(tmp_path: Path) -> None:
     assert found.quantiles[0.5] == 3
     assert (found.token_bytes, found.index_bytes) == (136, 34 + 8 * 12 + 10 * 8)
     assert found.histogram == [
-        Bin(0, 0, 1, 0),
-        Bin(1, 1, 1, 1),
-        Bin(2, 3, 3, 8),
-        Bin(4, 7, 2, 11),
-        Bin(8, 15, 1, 8),
-        Bin(16, 31, 0, 0),
-        Bin(32, 63, 1, 40),
+        LengthBin(0, 0, 1, 0),
+        LengthBin(1, 1, 1, 1),
+        LengthBin(2, 3, 3, 8),
+        LengthBin(4, 7, 2, 11),
+        LengthBin(8, 15, 1, 8),
+        LengthBin(16, 31, 0, 0),
+        LengthBin(32, 63, 1, 40),
     ]
     lines = list(summary_lines(found))
     assert "9 documents (1 empty), 8 sequences, 68 tokens" in lines[3]
@@ -77,7 +77,7 @@ def test_a_pair_without_documents(tmp_path: Path) -> None:
     data = pair(tmp_path / "p", [])
     assert summarize(data).histogram == []
     assert check(data, 10, 9).highest is None
-    assert compare(data, data) == Difference("")
+    assert compare(data, data) == FirstDifference("")
 
 
 @pytest.mark.parametrize("block", [2, 1 << 20])
@@ -108,7 +108,7 @@ def test_the_first_difference(
     a, b = pair(folder / "a", left), pair(folder / "b", right, "int32")
     found = compare(a, b)
     if left == right:
-        assert found == Difference("")
+        assert found == FirstDifference("")
         return
     expected = next((i for i, (x, y) in enumerate(zip(left, right, strict=False)) if x != y), None)
     if expected is None:

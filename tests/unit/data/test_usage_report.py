@@ -3,19 +3,31 @@
 from __future__ import annotations
 
 from megatron_ds.config import Config, DataConfig, ScheduleConfig
-from megatron_ds.data.blend_history import Identity, advanced, continued, started, with_requests
-from megatron_ds.data.usage_report import Share, change, mixture, summary, unrecorded
+from megatron_ds.data.blend_history import (
+    SourceId,
+    new_history,
+    record_consumed,
+    resume_history,
+    with_requests,
+)
+from megatron_ds.data.usage_report import (
+    FileUsage,
+    describe_blend,
+    describe_change,
+    summary,
+    unknown_history_warning,
+)
 
 MANY = 2500
 
 
-def identities(count: int, first: int = 0) -> list[Identity]:
-    return [Identity(f"f{number}", "hash", (0, 9)) for number in range(first, first + count)]
+def identities(count: int, first: int = 0) -> list[SourceId]:
+    return [SourceId(f"f{number}", "hash", (0, 9)) for number in range(first, first + count)]
 
 
 def test_very_many_files_are_told_in_a_screen() -> None:
-    shares = [Share("train", f"f{n}", (n + 1) / MANY, n, n / 100) for n in range(MANY)]
-    shares += [Share("valid", "v", 1.0, 8, 0.5, "V"), Share("valid", "w", 0.0, 0, 0.0, "V")]
+    shares = [FileUsage("train", f"f{n}", (n + 1) / MANY, n, n / 100) for n in range(MANY)]
+    shares += [FileUsage("valid", "v", 1.0, 8, 0.5, "V"), FileUsage("valid", "w", 0.0, 0, 0.0, "V")]
     lines = list(summary(shares, None))
     assert len(lines) == 12 + 1 + 2 + 1
     assert lines[0] == "train: f2499, weight 1: 2499 samples, 25 epochs"
@@ -28,11 +40,11 @@ def test_very_many_files_are_told_in_a_screen() -> None:
 
 
 def test_a_change_of_very_many_files_is_told_in_a_screen() -> None:
-    before = started(identities(MANY), [1 / MANY] * MANY, order=3)
-    before = with_requests(advanced(before, [4] * MANY), [(5,)] * MANY)
-    after = continued(before, identities(MANY, first=100), [1 / MANY] * MANY, 3, 4 * MANY)
+    before = new_history(identities(MANY), [1 / MANY] * MANY, order=3)
+    before = with_requests(record_consumed(before, [4] * MANY), [(5,)] * MANY)
+    after = resume_history(before, identities(MANY, first=100), [1 / MANY] * MANY, 3, 4 * MANY)
     after = with_requests(after, [(5, 6)] * (MANY - 100) + [(2,)] * 100)
-    lines = change(before, after)
+    lines = describe_change(before, after)
     assert lines[0] == "WARNING: the mixture of the training data changes after 10000 samples:"
     text = "\n".join(lines)
     for words in (
@@ -44,14 +56,14 @@ def test_a_change_of_very_many_files_is_told_in_a_screen() -> None:
     ):
         assert words in text
     assert max(map(len, lines)) < 250
-    assert change(after, after) == []
-    assert mixture(after).startswith("training data, 2500 in all: f100 0.0004, ")
-    assert mixture(after).endswith(" and 2494 more; changed after 10,000 samples")
+    assert describe_change(after, after) == []
+    assert describe_blend(after).startswith("training data, 2500 in all: f100 0.0004, ")
+    assert describe_blend(after).endswith(" and 2494 more; changed after 10,000 samples")
 
 
 def test_another_format_of_the_order_is_told() -> None:
-    before = started(identities(2), [0.5, 0.5], order=2)
-    lines = change(before, continued(before, identities(2), [0.5, 0.5], 3, 0))
+    before = new_history(identities(2), [0.5, 0.5], order=2)
+    lines = describe_change(before, resume_history(before, identities(2), [0.5, 0.5], 3, 0))
     assert lines[0].startswith("WARNING: sources are mixed in another order")
 
 
@@ -64,8 +76,8 @@ def config(path: str, iterations: int) -> Config:
 
 def test_without_a_record_the_flags_are_compared() -> None:
     before = config("a", 5).to_dict()
-    assert unrecorded(before, config("a", 5)) == []
-    lines = unrecorded(before, config("c", 6))
+    assert unknown_history_warning(before, config("a", 5)) == []
+    lines = unknown_history_warning(before, config("c", 6))
     assert lines[0].startswith("WARNING: the checkpoint does not say which data")
     assert lines[1:3] == [
         "    --data-path: before 1 a 2 b, now 1 c 2 b",
@@ -73,4 +85,4 @@ def test_without_a_record_the_flags_are_compared() -> None:
     ]
     # A checkpoint of a version that did not have all of today's fields.
     del before["data"]["data_args_path"]
-    assert unrecorded(before, config("a", 5)) == []
+    assert unknown_history_warning(before, config("a", 5)) == []

@@ -10,24 +10,24 @@ from typing import Any
 import pytest
 
 from megatron_ds import schedules
-from megatron_ds.cli.arguments import read
+from megatron_ds.cli.arguments import build_config
 from megatron_ds.config import Config, flag_of
 from megatron_ds.engine.ds_config import (
     LINKS,
     ZERO3_DEFAULTS,
     ZERO12_DEFAULTS,
     ZERO_DEFAULTS,
-    complete,
-    generate,
+    build_ds_config,
+    merge_file,
     zero_stage,
 )
 from megatron_ds.engine.ds_config_file import (
     BLOCKS,
-    DROPPED,
-    PIN,
+    IGNORED_KEYS,
+    OLD_PIN_KEY,
+    OLD_SWITCHES,
     REFUSED,
     RENAMED,
-    SWITCHES,
     TOP_KEYS,
 )
 from megatron_ds.train_state import TrainState
@@ -47,7 +47,7 @@ def config_of(line: str = "", file: object = None, folder: Path | None = None) -
         path = folder / "ds.json"
         path.write_text(file if isinstance(file, str) else json.dumps(file))
         line += f" --deepspeed_config {path}"
-    config, _ = read(f"{FLAGS} {line}".split(), world_size=2, warn=lambda _: None)
+    config, _ = build_config(f"{FLAGS} {line}".split(), world_size=2, warn=lambda _: None)
     assert config is not None
     return config
 
@@ -61,7 +61,7 @@ class Completing:
 
     def __call__(self, file: object, line: str = "") -> tuple[Config, list[str]]:
         self.warnings = []
-        return complete(config_of(line, file, self._folder), 2, self.warnings.append)
+        return merge_file(config_of(line, file, self._folder), 2, self.warnings.append)
 
 
 @pytest.fixture
@@ -77,10 +77,10 @@ def test_every_shipped_file_gives_its_golden_json(path):
 
 def generated(path: Path) -> object:
     warnings: list[str] = []
-    config, problems = complete(config_of(f"--deepspeed_config {path}"), 2, warnings.append)
+    config, problems = merge_file(config_of(f"--deepspeed_config {path}"), 2, warnings.append)
     assert problems == []
     assert warnings == []
-    return generate(config, dp_size=2)
+    return build_ds_config(config, dp_size=2)
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
@@ -106,8 +106,8 @@ def test_six_files_are_shipped():
 def test_deepspeed_accepts_what_is_generated(path):
     from deepspeed.runtime.config import DeepSpeedConfig
 
-    config, _ = complete(config_of(f"--deepspeed_config {path}"), 1)
-    read_back = DeepSpeedConfig(generate(config, dp_size=1))
+    config, _ = merge_file(config_of(f"--deepspeed_config {path}"), 1)
+    read_back = DeepSpeedConfig(build_ds_config(config, dp_size=1))
     assert read_back.train_batch_size == 16
     assert read_back.gradient_accumulation_steps == 8
     assert read_back.zero_config.stage == json.loads(path.read_text())["zero_optimization"]["stage"]
@@ -125,7 +125,7 @@ def with_stage(name: str, stage: int) -> dict[str, Any]:
 def test_editing_the_stage_of_the_file_switches_it(completed, name, stage):
     config, problems = completed(with_stage(name, stage))
     assert problems == []
-    assert generate(config, 2)["zero_optimization"]["stage"] == stage
+    assert build_ds_config(config, 2)["zero_optimization"]["stage"] == stage
 
 
 @pytest.mark.parametrize(
@@ -139,9 +139,9 @@ def test_a_file_that_offloads_refuses_stages_that_cannot(completed, name, refuse
 
 
 def test_without_a_file_the_flags_decide():
-    config, problems = complete(config_of("--clip-grad 0.5 --bf16 --zero-stage 2"), 2)
+    config, problems = merge_file(config_of("--clip-grad 0.5 --bf16 --zero-stage 2"), 2)
     assert problems == []
-    result = generate(config, 2)
+    result = build_ds_config(config, 2)
     assert result["train_batch_size"] == 16
     assert result["train_micro_batch_size_per_gpu"] == 2
     assert result["gradient_accumulation_steps"] == 4
@@ -162,14 +162,17 @@ def test_without_a_file_the_flags_decide():
 
 def test_the_reduction_bucket_is_no_larger_than_the_model(completed):
     config, _ = completed({"zero_optimization": {"reduce_bucket_size": "auto"}})
-    size = generate(config.with_vocab(1000), 2)["zero_optimization"]["reduce_bucket_size"]
+    size = build_ds_config(config.with_vocab(1000), 2)["zero_optimization"]["reduce_bucket_size"]
     assert 1000 * 64 < size < 1_000_000
     config, _ = completed({"zero_optimization": {"reduce_bucket_size": 5e7}})
-    assert generate(config.with_vocab(1000), 2)["zero_optimization"]["reduce_bucket_size"] == 5e7
+    assert (
+        build_ds_config(config.with_vocab(1000), 2)["zero_optimization"]["reduce_bucket_size"]
+        == 5e7
+    )
 
 
 def test_zero_1_is_the_default():
-    assert zero_stage(complete(config_of(), 2)[0]) == 1
+    assert zero_stage(merge_file(config_of(), 2)[0]) == 1
 
 
 def test_keys_of_the_file_fill_in_flags_left_at_their_defaults(completed):
@@ -185,7 +188,7 @@ def test_keys_of_the_file_fill_in_flags_left_at_their_defaults(completed):
         }
     )
     assert problems == []
-    result = generate(config, 2)
+    result = build_ds_config(config, 2)
     assert config.optimizer.clip_grad == result["gradient_clipping"] == 0.3
     assert config.precision.bf16 is True
     assert result["bf16"]["immediate_grad_update"] is True
@@ -206,7 +209,7 @@ def test_auto_and_absent_values_come_from_the_flags(completed):
         {"train_batch_size": "auto", "bf16": {"enabled": "auto"}, "zero_optimization": {}}, "--bf16"
     )
     assert problems == []
-    assert generate(config, 2)["train_batch_size"] == 16
+    assert build_ds_config(config, 2)["train_batch_size"] == 16
     assert config.precision.bf16 is True
 
 
@@ -286,7 +289,7 @@ def test_a_wrong_file_is_an_error_in_words(completed, file, words):
     ],
 )
 def test_layouts_that_would_be_wrong_are_refused(line, words):
-    _, problems = complete(config_of(line), 2)
+    _, problems = merge_file(config_of(line), 2)
     assert any(words in problem for problem in problems), problems
 
 
@@ -298,7 +301,7 @@ def test_accumulation_of_the_file_gives_the_batch_where_no_flag_does(tmp_path):
     config = dataclasses.replace(
         config, schedule=schedule, given=config.given - {"global_batch_size"}
     )
-    config, problems = complete(config, 2)
+    config, problems = merge_file(config, 2)
     assert problems == []
     assert config.schedule.global_batch_size == 12
 
@@ -325,7 +328,7 @@ def test_a_legacy_file_is_honoured_with_warnings(completed: Completing) -> None:
     assert config.precision.fp16
     assert zero_stage(config) == 3
     assert config.deepspeed.cpu_optimizer
-    zero = generate(config, 2)["zero_optimization"]
+    zero = build_ds_config(config, 2)["zero_optimization"]
     assert zero["offload_optimizer"] == {"device": "cpu"}
     assert zero["reduce_bucket_size"] == 2e8
     assert zero["overlap_comm"] is True
@@ -410,7 +413,7 @@ def test_old_and_idle_keys_are_converted_with_a_warning(
     config, problems = completed(file)
     assert problems == []
     assert any(warning in line and "ds.json:1" in line for line in completed.warnings)
-    assert at(generate(config, 2), key) == value
+    assert at(build_ds_config(config, 2), key) == value
 
 
 def at(values: Any, dotted: str) -> Any:
@@ -497,7 +500,7 @@ def test_every_key_that_contradicts_its_flag_is_named(link: Any, tmp_path: Path)
     group = next(name for name, values in config.to_dict().items() if link.field in values)
     changed = dataclasses.replace(getattr(config, group), **{link.field: flag_value})
     config = dataclasses.replace(config, **{group: changed}, given=config.given | {link.field})
-    _, problems = complete(config, 2)
+    _, problems = merge_file(config, 2)
     flag = flag_of(link.field).replace("--no-", "--")
     shown = flag if isinstance(flag_value, bool) else f"{flag} {flag_value}"
     line = 2 + link.key.count(".")
@@ -513,7 +516,7 @@ def test_a_problem_of_a_filled_value_names_its_key(tmp_path: Path) -> None:
         '"bf16": {"enabled": true}}'
     )
     line = f"{FLAGS} --deepspeed_config {path}".split()
-    _, problems = read(line, world_size=2, warn=lambda _: None, complete=complete)
+    _, problems = build_config(line, world_size=2, warn=lambda _: None, complete=merge_file)
     (clipping,) = [problem for problem in problems if "negative" in problem]
     assert clipping.startswith("--clip-grad -1")
     assert clipping.endswith(f"(--clip-grad is gradient_clipping of {path}:2)")
@@ -548,11 +551,11 @@ def test_a_curriculum_becomes_the_same_lengths(
     path = tmp_path / "ds.json"
     path.write_text(json.dumps({"curriculum_learning": block}))
     warnings: list[str] = []
-    config, _ = read(
+    config, _ = build_config(
         f"{FLAGS} --seq-length 128 --deepspeed_config {path}".split(),
         world_size=2,
         warn=warnings.append,
-        complete=complete,
+        complete=merge_file,
     )
     assert config is not None
     words = f"is taken as --curriculum-seqlen {start} {end} {total} --curriculum-seqlen-step {step}"
@@ -561,14 +564,14 @@ def test_a_curriculum_becomes_the_same_lengths(
     for done in range(40):
         # Engines and Megatron-DeepSpeed ask for the step to come, counted from 1.
         assert schedules.seq_length_at(config, done) == theirs.update_difficulty(done + 1), done
-    assert "curriculum_learning" not in generate(config, 2)
+    assert "curriculum_learning" not in build_ds_config(config, 2)
 
 
 def test_a_curriculum_that_is_auto_leaves_it_to_the_flags(tmp_path: Path) -> None:
     path = tmp_path / "ds.json"
     path.write_text('{"curriculum_learning": "auto"}')
     argv = f"{FLAGS} --deepspeed_config {path} --curriculum-seqlen 8 16 3".split()
-    config, problems = read(argv, world_size=2, warn=lambda _: None, complete=complete)
+    config, problems = build_config(argv, world_size=2, warn=lambda _: None, complete=merge_file)
     assert config is not None
     assert config.schedule.curriculum_seqlen == (8, 16, 3)
     assert not any("curriculum_learning" in problem for problem in problems)
@@ -605,7 +608,7 @@ def test_a_curriculum_that_is_not_ours_is_refused_in_words(
     path = tmp_path / "ds.json"
     path.write_text(json.dumps({"curriculum_learning": {**LINEAR, **changes}}))
     argv = f"{FLAGS} --seq-length 128 --deepspeed_config {path} {line}".split()
-    _, problems = read(argv, world_size=2, warn=lambda _: None, complete=complete)
+    _, problems = build_config(argv, world_size=2, warn=lambda _: None, complete=merge_file)
     assert any(words in problem for problem in problems), problems
 
 
@@ -635,11 +638,11 @@ def test_a_scheduler_becomes_the_same_rates(tmp_path: Path, kind: str, length: s
     path.write_text(json.dumps({"scheduler": block}))
     flags = FLAGS.replace("--train-iters 10", length)
     warnings: list[str] = []
-    config, _ = read(
+    config, _ = build_config(
         f"{flags} --deepspeed_config {path}".split(),
         world_size=2,
         warn=warnings.append,
-        complete=complete,
+        complete=merge_file,
     )
     assert config is not None
     assert any("scheduler is taken as --lr-decay-style" in line for line in warnings)
@@ -703,9 +706,9 @@ def test_the_line_of_a_key_is_its_own(completed: Completing) -> None:
 
 def test_no_key_is_both_known_and_otherwise_treated() -> None:
     known = set(TOP_KEYS) | {f"{block}.{key}" for block, keys in BLOCKS.items() for key in keys}
-    assert not known & {*REFUSED, *RENAMED, *SWITCHES, *DROPPED}
+    assert not known & {*REFUSED, *RENAMED, *OLD_SWITCHES, *IGNORED_KEYS}
     assert set(RENAMED.values()) <= known
-    assert {new for new, _ in SWITCHES.values()} <= known
+    assert {new for new, _ in OLD_SWITCHES.values()} <= known
 
 
 def test_the_keys_of_each_block_are_those_of_the_installed_deepspeed() -> None:
@@ -733,7 +736,7 @@ def test_the_keys_of_each_block_are_those_of_the_installed_deepspeed() -> None:
         spelled = theirs | set(model.model_fields)
         ours = set(BLOCKS[block])
         assert ours <= spelled, block
-        treated = {*REFUSED, *RENAMED, *SWITCHES, *DROPPED, PIN}
+        treated = {*REFUSED, *RENAMED, *OLD_SWITCHES, *IGNORED_KEYS, OLD_PIN_KEY}
         assert {f"{block}.{key}" for key in theirs - ours} <= treated, block
     defaults = ZERO_DEFAULTS | ZERO12_DEFAULTS | ZERO3_DEFAULTS
     assert defaults.keys() <= BLOCKS["zero_optimization"].keys()

@@ -28,7 +28,7 @@ def moved(scaler: Any) -> Any:
 def loaded(mine: Any, theirs: Any) -> tuple[Any, Optimizer]:
     optimizer = Optimizer(mine)
     scale = LossScale(optimizer)
-    with scale.loading():
+    with scale.keep_settings_on_load():
         optimizer.loss_scaler, optimizer.dynamic_loss_scale = theirs, theirs.dynamic
     return optimizer.loss_scaler, optimizer
 
@@ -66,4 +66,4 @@ def test_between_static_and_dynamic_nothing_is_carried_over(static_now: bool) ->
     ],
 )
 def test_a_scale_is_spent_where_deepspeed_would_give_up(scaler: Any, spent: bool) -> None:
-    assert LossScale(Optimizer(scaler)).spent is spent
+    assert LossScale(Optimizer(scaler)).is_exhausted is spent

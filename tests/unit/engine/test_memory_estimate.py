@@ -10,10 +10,10 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from megatron_ds.config import Config, DataConfig, ModelConfig, RecomputeConfig, ScheduleConfig
-from megatron_ds.engine.memory_estimate import FP32, Engine, Estimate, estimate
+from megatron_ds.engine.memory_estimate import FP32, MemoryEstimate, MemoryInputs, estimate
 from megatron_ds.model.gpt import GPTModel
-from megatron_ds.model.packed_attention import DocumentRules
-from megatron_ds.parallel.activation_checkpointing import Recompute
+from megatron_ds.model.packed_attention import PackingOptions
+from megatron_ds.parallel.activation_checkpointing import ActivationCheckpointing
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.parallel.rng import RngStreams
 
@@ -43,7 +43,7 @@ MODELS: dict[str, dict[str, Any]] = {
 CUT = ("plain", "attention dropout", "rope", "rope, attention dropout", "alibi", "grouped queries")
 """Models that are counted with attention that ends with a document, too."""
 COUNTED = [*((name, False) for name in MODELS), *((name, True) for name in CUT)]
-ALONE = Engine(
+ALONE = MemoryInputs(
     stage=0, tp=1, dp=1, parameter=4, accumulation=4, reduction=4, moments=2, bucket=0, on_cpu=True
 )
 
@@ -62,8 +62,8 @@ def config(
 def saved(config: Config, dtype: torch.dtype) -> int:
     """Bytes that a forward pass keeps for the backward pass, parameters and ids left out."""
     mesh, rng = Mesh.single(), RngStreams(0)
-    recompute = Recompute(config.recompute, rng, mesh.mpu())
-    documents = DocumentRules(1, False, True) if config.data.reset_attention_mask else None
+    recompute = ActivationCheckpointing(config.recompute, rng, mesh.mpu())
+    documents = PackingOptions(1, False, True) if config.data.reset_attention_mask else None
     model = GPTModel(
         config.model, mesh=mesh, rng=rng, seed=1, recompute=recompute, documents=documents
     ).to(dtype)
@@ -118,7 +118,7 @@ def test_selective_recomputation_keeps_no_scores(documents: bool) -> None:
     assert estimate(run, ALONE).activations == pytest.approx(measured, rel=0.02)
 
 
-def states(stage: int, **changes: Any) -> Estimate:
+def states(stage: int, **changes: Any) -> MemoryEstimate:
     """Of bf16 with fp32 accumulation over four data-parallel ranks."""
     engine = dataclasses.replace(ALONE, stage=stage, dp=4, parameter=2, accumulation=4, **changes)
     return estimate(config(), engine)
@@ -143,8 +143,8 @@ def test_offloaded_states_are_the_hosts() -> None:
 
 
 def test_the_peak_is_that_of_the_fullest_phase() -> None:
-    found = Estimate(phases={"in the loss": 5, "as the backward pass begins": 9, "later": 7})
-    assert (found.peak, found.fullest) == (9, "as the backward pass begins")
+    found = MemoryEstimate(phases={"in the loss": 5, "as the backward pass begins": 9, "later": 7})
+    assert (found.peak, found.peak_phase) == (9, "as the backward pass begins")
 
 
 def test_gradients_are_there_while_the_loss_is_computed_only_if_they_are_summed_up() -> None:

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from megatron_ds.fileio import file_lock
-from megatron_ds.fileio.file_lock import Patience, is_at, lock_now, locked
+from megatron_ds.fileio.file_lock import WaitPolicy, is_at, lock_now, locked
 
-QUIET = Patience(say=lambda text: None)
+QUIET = WaitPolicy(say=lambda text: None)
 
 
 def test_one_at_a_time_and_words_for_the_next(tmp_path: Path) -> None:
@@ -23,7 +23,7 @@ def test_one_at_a_time_and_words_for_the_next(tmp_path: Path) -> None:
     said: list[str] = []
 
     def wait() -> None:
-        with locked(path, Patience(say=said.append, words_after=0.0)) as alone:
+        with locked(path, WaitPolicy(say=said.append, words_after=0.0)) as alone:
             assert alone
             held.set()
 
@@ -44,7 +44,7 @@ def test_a_wait_that_is_too_long_is_an_error(tmp_path: Path) -> None:
     with (
         locked(tmp_path / "x.lock", QUIET),
         pytest.raises(ValueError, match=r"gave up after .* s: process .*x\.lock; if it hangs"),
-        locked(tmp_path / "x.lock", Patience(say=print, limit=0.0)),
+        locked(tmp_path / "x.lock", WaitPolicy(say=print, limit=0.0)),
     ):
         pass
 
@@ -52,20 +52,20 @@ def test_a_wait_that_is_too_long_is_an_error(tmp_path: Path) -> None:
 def test_of_many_that_wait_one_speaks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, asked = tmp_path / "x.lock", threading.Semaphore(0)
     speakers: list[int] = []
-    first_to_speak = file_lock._Waiting._first_to_speak
+    first_to_speak = file_lock._WaitReporter._first_to_speak
 
     def counted(self: Any) -> bool:
         speaks = first_to_speak(self)
         asked.release()
         return speaks
 
-    monkeypatch.setattr(file_lock._Waiting, "_first_to_speak", counted)
+    monkeypatch.setattr(file_lock._WaitReporter, "_first_to_speak", counted)
 
     def wait() -> None:
         def say(text: str) -> None:
             speakers.append(threading.get_ident())
 
-        with locked(path, Patience(say, words_after=0.0, words_every=0.0)):
+        with locked(path, WaitPolicy(say, words_after=0.0, words_every=0.0)):
             pass
 
     threads = [threading.Thread(target=wait) for _ in range(4)]
@@ -84,7 +84,7 @@ def test_a_lock_whose_file_was_deleted_is_taken_anew(tmp_path: Path) -> None:
     said: list[str] = []
 
     def wait() -> None:
-        with locked(path, Patience(say=said.append, words_after=0.0)), open(path, "ab") as other:
+        with locked(path, WaitPolicy(say=said.append, words_after=0.0)), open(path, "ab") as other:
             assert lock_now(other) is False, "the lock that is held is not that of the path"
 
     with locked(path, QUIET) as alone:

@@ -66,7 +66,7 @@ def test_more_files_than_a_process_may_open(tmp_path: Path) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (used + 20, limits[1]))
     try:
         files = [IndexedDataset(tmp_path / str(number)) for number in range(40)]
-        arrays = [cache.get("k", {"n": n}, lambda: {"a": np.arange(5)}) for n in range(40)]
+        arrays = [cache.get_or_build("k", {"n": n}, lambda: {"a": np.arange(5)}) for n in range(40)]
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
     assert [int(file.tokens[0]) for file in files] == list(range(40))

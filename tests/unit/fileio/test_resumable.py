@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from megatron_ds.fileio.resumable import RECORD, Work, packed, records
+from megatron_ds.fileio.resumable import RECORD, ResumableOutput, pack_record, read_records
 
 
-def work(folder: Path, resume: bool = True, **settings: Any) -> Work:
-    return Work(str(folder / "out.jsonl"), settings, {"a": "", "b": ".gz"}, resume)
+def work(folder: Path, resume: bool = True, **settings: Any) -> ResumableOutput:
+    return ResumableOutput(str(folder / "out.jsonl"), settings, {"a": "", "b": ".gz"}, resume)
 
 
 def test_what_was_written_after_the_last_commit_is_cut_off(tmp_path: Path) -> None:
@@ -41,7 +41,7 @@ def test_what_was_written_after_the_last_commit_is_cut_off(tmp_path: Path) -> No
 def test_compressed_bytes_have_no_time_and_no_name(tmp_path: Path, suffix: str) -> None:
     written: list[bytes] = []
     for name in ("x", "y"):
-        with Work(str(tmp_path / name), {}, {name: suffix}, False) as one:
+        with ResumableOutput(str(tmp_path / name), {}, {name: suffix}, False) as one:
             one.files[name].write(b"text\n" * 100)
             one.commit({}, finished=True)
             one.publish({name: str(tmp_path / "final")})
@@ -96,5 +96,5 @@ def test_changed_files_and_a_damaged_record_are_named(tmp_path: Path) -> None:
 def test_keys_come_back(tmp_path: Path) -> None:
     path = tmp_path / "keys"
     keys = [b"one", b"", b"three" * 100]
-    path.write_bytes(b"".join(map(packed, keys)) + b"cut off")
-    assert list(records(path, path.stat().st_size - 7)) == keys
+    path.write_bytes(b"".join(map(pack_record, keys)) + b"cut off")
+    assert list(read_records(path, path.stat().st_size - 7)) == keys

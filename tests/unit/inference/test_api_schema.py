@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_ds.inference.api_schema import FIELDS, MAX_BODY, Defaults, Query, read
+from megatron_ds.inference.api_schema import FIELDS, MAX_BODY, Defaults, GenerationRequest, read
 
 GOOD: dict[str, Any] = {"prompts": ["Hello"]}
 
 
-def read_fields(defaults: Defaults | None = None, **fields: Any) -> Query:
+def read_fields(defaults: Defaults | None = None, **fields: Any) -> GenerationRequest:
     return read(json.dumps({**GOOD, **fields}).encode(), defaults or Defaults())
 
 
@@ -28,7 +28,7 @@ def problem_of(body: bytes | dict[str, Any]) -> str:
 def test_absent_fields_are_megatrons_defaults() -> None:
     query = read_fields()
 
-    assert query == Query(
+    assert query == GenerationRequest(
         prompts=("Hello",),
         tokens_to_generate=None,
         logprobs=False,

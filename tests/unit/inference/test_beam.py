@@ -9,7 +9,7 @@ import torch
 
 from megatron_ds.inference.beam import Hypothesis, beam_search
 from megatron_ds.inference.generate import Cancelled, generate
-from megatron_ds.inference.sampling_params import Sampling
+from megatron_ds.inference.sampling_params import SamplingParams
 from megatron_ds.model.gpt import GPTModel
 from tests.unit.inference.models import KINDS, VOCAB, model_of
 
@@ -95,7 +95,7 @@ def test_the_cache_follows_the_beams(kind: str, penalty: float) -> None:
 
 def test_one_beam_is_greedy() -> None:
     model = model_of("learned")
-    greedy = Sampling(greedy=True)
+    greedy = SamplingParams(greedy=True)
     (expected,) = generate(model, [PROMPT], max_new_tokens=10, sampling=greedy, eod=None)
 
     (got,) = beam_search(model, PROMPT, max_new_tokens=10, width=1, stop_token=VOCAB - 1)

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from megatron_ds.inference.generate import Cancelled, generate
-from megatron_ds.inference.sampling_params import Sampling
+from megatron_ds.inference.sampling_params import SamplingParams
 from megatron_ds.model.gpt import GPTModel
 from tests.unit.inference.models import EOD, KINDS, VOCAB, model_of
 
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6], [EOD], [5, 3, 5], [8, 9, 7], [11, 12, 13, 14, 15]]
-GREEDY = Sampling(greedy=True)
+GREEDY = SamplingParams(greedy=True)
 
 
 def by_hand(model: GPTModel, prompt: list[int], new: int, eod: int | None) -> list[int]:
@@ -37,8 +37,10 @@ def test_greedy_is_the_argmax_of_the_whole_text_with_and_without_cache(kind: str
 
 
 @pytest.mark.parametrize("kind", ["learned", "rope-gqa"])
-@pytest.mark.parametrize("settings", [GREEDY, Sampling(), Sampling(False, 0.8, 20, 0.9, seed=3)])
-def test_a_prompt_gets_the_same_text_alone(kind: str, settings: Sampling) -> None:
+@pytest.mark.parametrize(
+    "settings", [GREEDY, SamplingParams(), SamplingParams(False, 0.8, 20, 0.9, seed=3)]
+)
+def test_a_prompt_gets_the_same_text_alone(kind: str, settings: SamplingParams) -> None:
     model = model_of(kind)
     options: dict[str, Any] = {"max_new_tokens": 20, "sampling": settings, "eod": EOD}
 
@@ -52,7 +54,7 @@ def test_samples_depend_on_seed_and_number() -> None:
     model = model_of("learned")
 
     def sample(seed: int, first: int = 0) -> list[list[int]]:
-        settings = Sampling(seed=seed)
+        settings = SamplingParams(seed=seed)
         return generate(
             model, [[7], [7]], max_new_tokens=10, sampling=settings, eod=None, first_index=first
         )
@@ -119,7 +121,7 @@ def test_other_positions_go_on_beyond_the_training(kind: str) -> None:
 
 def test_padding_of_the_vocabulary_is_never_drawn() -> None:
     model = model_of("learned")
-    settings = Sampling(temperature=100.0)
+    settings = SamplingParams(temperature=100.0)
 
     got = generate(model, [[1]] * 8, max_new_tokens=39, sampling=settings, eod=None)
 
@@ -183,7 +185,11 @@ def test_no_prompts_give_no_texts() -> None:
             {"max_length": 12},
             ["prompt 1: its 12 tokens leave no room for new ones in the sequence of 12"],
         ),
-        ([[], [VOCAB]], {"sampling": Sampling(top_p=2.0)}, ["prompt 1", "prompt 2", "--top-p"]),
+        (
+            [[], [VOCAB]],
+            {"sampling": SamplingParams(top_p=2.0)},
+            ["prompt 1", "prompt 2", "--top-p"],
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused_before_the_start(
@@ -239,9 +245,9 @@ def test_rules_end_a_text_and_forbid_tokens() -> None:
 
 def test_a_decaying_top_p_ends_as_the_most_probable_token() -> None:
     model = model_of("learned").eval()
-    decaying = Sampling(temperature=4.0, top_p=0.9, top_p_decay=0.5, seed=3)
-    bounded = Sampling(temperature=4.0, top_p=0.9, top_p_decay=0.5, top_p_bound=0.9, seed=3)
-    steady = Sampling(temperature=4.0, top_p=0.9, seed=3)
+    decaying = SamplingParams(temperature=4.0, top_p=0.9, top_p_decay=0.5, seed=3)
+    bounded = SamplingParams(temperature=4.0, top_p=0.9, top_p_decay=0.5, top_p_bound=0.9, seed=3)
+    steady = SamplingParams(temperature=4.0, top_p=0.9, seed=3)
     options: dict[str, Any] = {"max_new_tokens": 24, "eod": None}
 
     texts = generate(model, PROMPTS, sampling=decaying, **options)
@@ -257,10 +263,10 @@ def test_a_decaying_top_p_ends_as_the_most_probable_token() -> None:
 
 
 def test_top_p_never_decays_to_off() -> None:
-    assert 0.0 < Sampling(top_p=0.1, top_p_decay=0.1).after(5000).top_p < 1e-300
-    assert Sampling(top_p=0.8, top_p_decay=0.5).after(2).top_p == pytest.approx(0.2)
-    assert Sampling(top_p=0.8, top_p_decay=0.5, top_p_bound=0.3).after(9).top_p == 0.3
-    assert Sampling(top_p=0.8).after(9).top_p == 0.8
+    assert 0.0 < SamplingParams(top_p=0.1, top_p_decay=0.1).after(5000).top_p < 1e-300
+    assert SamplingParams(top_p=0.8, top_p_decay=0.5).after(2).top_p == pytest.approx(0.2)
+    assert SamplingParams(top_p=0.8, top_p_decay=0.5, top_p_bound=0.3).after(9).top_p == 0.3
+    assert SamplingParams(top_p=0.8).after(9).top_p == 0.8
 
 
 def test_it_can_be_cancelled_between_tokens() -> None:

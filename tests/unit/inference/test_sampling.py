@@ -9,7 +9,7 @@ import torch
 
 from megatron_ds.inference import sampling as module
 from megatron_ds.inference.sampling import candidates, choose, draw, generator_of
-from megatron_ds.inference.sampling_params import Sampling
+from megatron_ds.inference.sampling_params import SamplingParams
 
 SHARES = (0.05, 0.4, 0.25, 0.0, 0.2, 0.1)
 """Probabilities of six tokens; the fourth is padding."""
@@ -19,7 +19,7 @@ def logits(rows: int = 1) -> torch.Tensor:
     return torch.tensor([SHARES] * rows).log()
 
 
-def allowed(settings: Sampling) -> dict[int, float]:
+def allowed(settings: SamplingParams) -> dict[int, float]:
     """Each token that may be drawn and its probability."""
     weights, ids = candidates(logits(), settings)
     total = float(weights.sum())
@@ -30,26 +30,26 @@ def allowed(settings: Sampling) -> dict[int, float]:
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
-        (Sampling(), {0: 0.05, 1: 0.4, 2: 0.25, 4: 0.2, 5: 0.1}),
-        (Sampling(top_k=1), {1: 1.0}),
-        (Sampling(top_k=3), {1: 0.4 / 0.85, 2: 0.25 / 0.85, 4: 0.2 / 0.85}),
-        (Sampling(top_k=5000), {0: 0.05, 1: 0.4, 2: 0.25, 4: 0.2, 5: 0.1}),
-        (Sampling(top_p=0.3), {1: 1.0}),
+        (SamplingParams(), {0: 0.05, 1: 0.4, 2: 0.25, 4: 0.2, 5: 0.1}),
+        (SamplingParams(top_k=1), {1: 1.0}),
+        (SamplingParams(top_k=3), {1: 0.4 / 0.85, 2: 0.25 / 0.85, 4: 0.2 / 0.85}),
+        (SamplingParams(top_k=5000), {0: 0.05, 1: 0.4, 2: 0.25, 4: 0.2, 5: 0.1}),
+        (SamplingParams(top_p=0.3), {1: 1.0}),
         # 0.4 + 0.25 = 0.65 falls short of 0.7, so the token that crosses it belongs to the nucleus.
-        (Sampling(top_p=0.7), {1: 0.4 / 0.85, 2: 0.25 / 0.85, 4: 0.2 / 0.85}),
-        (Sampling(top_p=0.6), {1: 0.4 / 0.65, 2: 0.25 / 0.65}),
-        (Sampling(top_p=1e-9), {1: 1.0}),
-        (Sampling(top_p=1.0), {0: 0.05, 1: 0.4, 2: 0.25, 4: 0.2, 5: 0.1}),
+        (SamplingParams(top_p=0.7), {1: 0.4 / 0.85, 2: 0.25 / 0.85, 4: 0.2 / 0.85}),
+        (SamplingParams(top_p=0.6), {1: 0.4 / 0.65, 2: 0.25 / 0.65}),
+        (SamplingParams(top_p=1e-9), {1: 1.0}),
+        (SamplingParams(top_p=1.0), {0: 0.05, 1: 0.4, 2: 0.25, 4: 0.2, 5: 0.1}),
         # Of the three that top-k leaves, 0.4 / 0.85 = 0.47 is short of 0.5.
-        (Sampling(top_k=3, top_p=0.5), {1: 0.4 / 0.65, 2: 0.25 / 0.65}),
+        (SamplingParams(top_k=3, top_p=0.5), {1: 0.4 / 0.65, 2: 0.25 / 0.65}),
         (
-            Sampling(temperature=0.5, top_k=2),
+            SamplingParams(temperature=0.5, top_k=2),
             {1: 0.16 / (0.16 + 0.0625), 2: 0.0625 / (0.16 + 0.0625)},
         ),
     ],
     ids=str,
 )
-def test_what_may_be_drawn(settings: Sampling, expected: dict[int, float]) -> None:
+def test_what_may_be_drawn(settings: SamplingParams, expected: dict[int, float]) -> None:
     got = allowed(settings)
 
     assert got.keys() == expected.keys()
@@ -60,10 +60,10 @@ def test_a_nucleus_wider_than_usual_is_found_whole(monkeypatch: pytest.MonkeyPat
     generator = torch.Generator().manual_seed(0)
     rows = torch.randn(3, 50, generator=generator)
     rows[0, 0] = 20.0  # this row's nucleus is one token
-    expected = candidates(rows, Sampling(top_p=0.9))
+    expected = candidates(rows, SamplingParams(top_p=0.9))
 
     monkeypatch.setattr(module, "USUAL_NUCLEUS", 4)
-    weights, ids = candidates(rows, Sampling(top_p=0.9))
+    weights, ids = candidates(rows, SamplingParams(top_p=0.9))
 
     assert torch.equal(weights, expected[0])
     assert torch.equal(ids, expected[1])
@@ -101,12 +101,12 @@ def test_greedy_takes_the_highest_and_draws_nothing() -> None:
     generator = generator_of(1, 0)
     before = generator.get_state()
 
-    assert choose(logits(2), Sampling(greedy=True), [generator, generator]) == [1, 1]
+    assert choose(logits(2), SamplingParams(greedy=True), [generator, generator]) == [1, 1]
     assert torch.equal(generator.get_state(), before)
 
 
 def test_a_row_draws_once_from_its_own_stream() -> None:
-    settings = Sampling()
+    settings = SamplingParams()
     alone = [choose(logits(), settings, [generator_of(7, index)])[0] for index in range(50)]
 
     together = choose(logits(50), settings, [generator_of(7, index) for index in range(50)])
@@ -126,25 +126,25 @@ def test_streams_differ_by_seed_and_number() -> None:
 
 def test_the_default_generator_is_left_alone() -> None:
     before = torch.get_rng_state()
-    choose(logits(), Sampling(top_k=3, top_p=0.9), [generator_of(1, 0)])
+    choose(logits(), SamplingParams(top_k=3, top_p=0.9), [generator_of(1, 0)])
     assert torch.equal(torch.get_rng_state(), before)
 
 
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        (Sampling(temperature=0.0), "--temperature 0.0"),
-        (Sampling(temperature=math.nan), "--temperature nan"),
-        (Sampling(top_k=-1), "--top-k -1"),
-        (Sampling(top_p=1.5), "--top-p 1.5"),
-        (Sampling(top_p=-0.1), "--top-p -0.1"),
-        (Sampling(seed=-1), "--seed -1"),
-        (Sampling(greedy=True, top_k=4), "--greedy"),
-        (Sampling(greedy=True, temperature=0.7), "--greedy"),
+        (SamplingParams(temperature=0.0), "--temperature 0.0"),
+        (SamplingParams(temperature=math.nan), "--temperature nan"),
+        (SamplingParams(top_k=-1), "--top-k -1"),
+        (SamplingParams(top_p=1.5), "--top-p 1.5"),
+        (SamplingParams(top_p=-0.1), "--top-p -0.1"),
+        (SamplingParams(seed=-1), "--seed -1"),
+        (SamplingParams(greedy=True, top_k=4), "--greedy"),
+        (SamplingParams(greedy=True, temperature=0.7), "--greedy"),
     ],
     ids=str,
 )
-def test_settings_that_cannot_be(settings: Sampling, words: str) -> None:
+def test_settings_that_cannot_be(settings: SamplingParams, words: str) -> None:
     problems = list(settings.problems())
 
     assert len(problems) == 1
@@ -152,6 +152,6 @@ def test_settings_that_cannot_be(settings: Sampling, words: str) -> None:
 
 
 def test_all_problems_are_named_at_once() -> None:
-    assert len(list(Sampling(False, -1.0, -1, 2.0, -1).problems())) == 4
-    assert list(Sampling().problems()) == []
-    assert list(Sampling(greedy=True).problems()) == []
+    assert len(list(SamplingParams(False, -1.0, -1, 2.0, -1).problems())) == 4
+    assert list(SamplingParams().problems()) == []
+    assert list(SamplingParams(greedy=True).problems()) == []

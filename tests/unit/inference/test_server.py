@@ -14,7 +14,7 @@ from starlette.testclient import TestClient
 from megatron_ds.inference import server
 from megatron_ds.inference.generate import Cancelled
 from megatron_ds.inference.server import TextServer, listen
-from megatron_ds.inference.tp_group import CrewBroken
+from megatron_ds.inference.tp_group import TpGroupBroken
 
 Perform = Callable[[str, threading.Event], dict[str, Any]]
 
@@ -152,7 +152,7 @@ def raised_signals(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 
 def test_ranks_out_of_step_end_the_server(raised_signals: list[int]) -> None:
     def perform(job: str, cancelled: threading.Event) -> dict[str, Any]:
-        raise CrewBroken("rank 1 is gone")
+        raise TpGroupBroken("rank 1 is gone")
 
     asked = Asked(perform)
 

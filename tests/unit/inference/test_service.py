@@ -12,7 +12,7 @@ import pytest
 from megatron_ds.config import ModelConfig
 from megatron_ds.inference.api_schema import Defaults, read
 from megatron_ds.inference.logprobs import score
-from megatron_ds.inference.service import Answerer, longest_text
+from megatron_ds.inference.service import TextGenerationService, max_sequence_length
 from megatron_ds.model.gpt import GPTModel
 from tests.unit.inference.models import EOD, VOCAB, model_of
 
@@ -47,30 +47,34 @@ def model() -> GPTModel:
 
 
 @pytest.fixture
-def answerer(model: GPTModel) -> Answerer:
-    return Answerer(model, Signs(), max_length=MAX_LENGTH, usual_new_tokens=30, micro_batch_size=2)
+def answerer(model: GPTModel) -> TextGenerationService:
+    return TextGenerationService(
+        model, Signs(), max_length=MAX_LENGTH, usual_new_tokens=30, micro_batch_size=2
+    )
 
 
 @pytest.fixture
-def many(model: GPTModel) -> Answerer:
+def many(model: GPTModel) -> TextGenerationService:
     """As fast as can be with many prompts."""
-    return Answerer(model, Signs(), max_length=MAX_LENGTH, usual_new_tokens=9, micro_batch_size=128)
+    return TextGenerationService(
+        model, Signs(), max_length=MAX_LENGTH, usual_new_tokens=9, micro_batch_size=128
+    )
 
 
-def answer(answerer: Answerer, **fields: Any) -> dict[str, Any]:
+def answer(answerer: TextGenerationService, **fields: Any) -> dict[str, Any]:
     query = read(json.dumps(fields).encode(), Defaults())
     job = answerer.job(query)
-    found = answerer.answer(job, answerer.perform(job, lambda: True))
+    found = answerer.answer(job, answerer.run(job, lambda: True))
     return json.loads(json.dumps(found, allow_nan=False))
 
 
-def problem(answerer: Answerer, **fields: Any) -> str:
+def problem(answerer: TextGenerationService, **fields: Any) -> str:
     with pytest.raises(ValueError) as error:
         answerer.job(read(json.dumps(fields).encode(), Defaults()))
     return str(error.value)
 
 
-def test_an_answer_holds_prompt_and_continuation(answerer: Answerer) -> None:
+def test_an_answer_holds_prompt_and_continuation(answerer: TextGenerationService) -> None:
     got = answer(answerer, prompts=["abc", "d"], tokens_to_generate=5, top_k=1)
 
     assert set(got) == {"text", "segments", "tokens", "logprobs"}
@@ -86,7 +90,7 @@ def test_an_answer_holds_prompt_and_continuation(answerer: Answerer) -> None:
 
 
 def test_logprobs_are_those_of_every_token_but_the_first(
-    answerer: Answerer, model: GPTModel
+    answerer: TextGenerationService, model: GPTModel
 ) -> None:
     got = answer(
         answerer, prompts=["abc"], tokens_to_generate=4, logprobs=True, top_n_logprobs=2, top_k=1
@@ -101,14 +105,18 @@ def test_logprobs_are_those_of_every_token_but_the_first(
     assert got["logprobs"][0][2:] == [max(top.values()) for top in got["top_n_logprobs"][0][2:]]
 
 
-def test_no_token_to_generate_scores_the_prompts(answerer: Answerer, model: GPTModel) -> None:
+def test_no_token_to_generate_scores_the_prompts(
+    answerer: TextGenerationService, model: GPTModel
+) -> None:
     got = answer(answerer, prompts=["abcd", "b"], tokens_to_generate=0, logprobs=True)
 
     assert got["tokens"] == Signs().encode_batch(["abcd", "b"])
     assert got["logprobs"] == [pytest.approx(score(model, got["tokens"][0]).logprobs), []]
 
 
-def test_the_same_seed_gives_the_same_text_and_none_another(answerer: Answerer) -> None:
+def test_the_same_seed_gives_the_same_text_and_none_another(
+    answerer: TextGenerationService,
+) -> None:
     fields: dict[str, Any] = {"prompts": ["ab"] * 3, "tokens_to_generate": 8, "temperature": 3}
 
     first = answer(answerer, **fields, random_seed=5)
@@ -119,14 +127,14 @@ def test_the_same_seed_gives_the_same_text_and_none_another(answerer: Answerer) 
     assert answer(answerer, **fields)["text"] != answer(answerer, **fields)["text"]
 
 
-def test_without_a_number_there_is_as_much_as_fits(answerer: Answerer) -> None:
+def test_without_a_number_there_is_as_much_as_fits(answerer: TextGenerationService) -> None:
     short, long = answer(answerer, prompts=["a", "a" * 35], temperature=50)["tokens"]
 
     assert len(short) == 31 or short[-1] == EOD
     assert len(long) == MAX_LENGTH or long[-1] == EOD
 
 
-def test_what_does_not_fit_is_named(answerer: Answerer) -> None:
+def test_what_does_not_fit_is_named(answerer: TextGenerationService) -> None:
     prompts = ["a", "a" * 36]
     assert problem(answerer, prompts=prompts, tokens_to_generate=5) == (
         "prompt 2: its 36 tokens and the 5 to generate are more than the 40 that fit"
@@ -143,12 +151,12 @@ def test_what_does_not_fit_is_named(answerer: Answerer) -> None:
     )
 
 
-def test_add_bos_starts_after_the_end_of_a_document(answerer: Answerer) -> None:
+def test_add_bos_starts_after_the_end_of_a_document(answerer: TextGenerationService) -> None:
     got = answer(answerer, prompts=["", "b"], tokens_to_generate=2, add_BOS=True)
     assert [ids[:-2] for ids in got["tokens"]] == [[EOD], [EOD, ord("b") % VOCAB]]
 
 
-def test_beam_search_gives_texts_and_scores(answerer: Answerer) -> None:
+def test_beam_search_gives_texts_and_scores(answerer: TextGenerationService) -> None:
     got = answer(answerer, prompts=["abc"], tokens_to_generate=5, beam_width=3)
 
     assert set(got) == {"text", "segments", "tokens", "scores"}
@@ -157,7 +165,7 @@ def test_beam_search_gives_texts_and_scores(answerer: Answerer) -> None:
     assert all(text.startswith(Signs().decode(Signs().encode("abc"))) for text in got["text"])
 
 
-def texts(answerer: Answerer, **fields: Any) -> list[list[int]]:
+def texts(answerer: TextGenerationService, **fields: Any) -> list[list[int]]:
     """The new tokens of many drawn texts; with so high a temperature nearly any token is drawn."""
     prompt = fields.pop("prompt", "a")
     got = answer(
@@ -171,13 +179,13 @@ def texts(answerer: Answerer, **fields: Any) -> list[list[int]]:
     return [ids[len(Signs().encode(prompt)) :] for ids in got["tokens"]]
 
 
-def test_lines_end_texts(many: Answerer) -> None:
+def test_lines_end_texts(many: TextGenerationService) -> None:
     ended = [ids for ids in texts(many, stop_on_eol=True) if len(ids) < 36]
     assert {ids[-1] for ids in ended} == {LINE, TWO_LINES, EOD}
     assert not any({LINE, TWO_LINES} & set(ids[:-1]) for ids in ended)
 
 
-def test_empty_lines_end_texts(many: Answerer) -> None:
+def test_empty_lines_end_texts(many: TextGenerationService) -> None:
     # After one line end, another is an empty line.
     drawn = texts(many, stop_on_double_eol=True, prompt="a\n")
     assert all(TWO_LINES not in ids[:-1] for ids in drawn)
@@ -187,7 +195,7 @@ def test_empty_lines_end_texts(many: Answerer) -> None:
     assert (LINE, LINE) not in pairs
 
 
-def test_a_colon_is_followed_by_no_line_end(many: Answerer) -> None:
+def test_a_colon_is_followed_by_no_line_end(many: TextGenerationService) -> None:
     def after_colons(**fields: Any) -> set[int]:
         drawn = texts(many, prompt=":", **fields)
         return {after for ids in drawn for before, after in zip([COLON, *ids], ids, strict=False)
@@ -201,11 +209,11 @@ def test_how_long_a_text_may_be() -> None:
     learned = ModelConfig(seq_length=64, max_position_embeddings=80)
     rope = ModelConfig(seq_length=64, position_embedding_type="rope")
 
-    assert longest_text(learned, None) == 80
-    assert longest_text(learned, 70) == 70
-    assert longest_text(rope, None) == 64
-    assert longest_text(rope, 500) == 500
+    assert max_sequence_length(learned, None) == 80
+    assert max_sequence_length(learned, 70) == 70
+    assert max_sequence_length(rope, None) == 64
+    assert max_sequence_length(rope, 500) == 500
     with pytest.raises(ValueError, match="--inference-max-seq-length 81: the model has 80"):
-        longest_text(learned, 81)
+        max_sequence_length(learned, 81)
     with pytest.raises(ValueError, match="--inference-max-seq-length 1: must be 2 or more"):
-        longest_text(rope, 1)
+        max_sequence_length(rope, 1)

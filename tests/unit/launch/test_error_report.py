@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_ds.data.indexed_dataset import IndexedDataset
-from megatron_ds.launch.error_report import Report, is_of_a_collective, report_on
-from megatron_ds.launch.exit_codes import ExitCode, RunEnds
+from megatron_ds.launch.error_report import ErrorReport, is_collective_error, make_report
+from megatron_ds.launch.exit_codes import ExitCode, RunAborted
 
 
 @pytest.fixture(autouse=True)
@@ -28,32 +28,32 @@ def raised(error: BaseException) -> BaseException:
 def test_a_users_error_is_its_message() -> None:
     with pytest.raises(ValueError, match="there is no file") as caught:
         IndexedDataset("/nowhere/at/all")
-    report = report_on(caught.value)
+    report = make_report(caught.value)
     assert report.code == ExitCode.ERROR
-    assert report.in_full() == f"pretrain_gpt.py: rank 2: {caught.value}"
+    assert report.full_text() == f"pretrain_gpt.py: rank 2: {caught.value}"
 
 
 def test_an_end_that_is_known_keeps_its_status() -> None:
-    report = report_on(RunEnds("the disk is full", ExitCode.SAVE_FAILED))
+    report = make_report(RunAborted("the disk is full", ExitCode.SAVE_FAILED))
     assert report.code == ExitCode.SAVE_FAILED
-    assert report.in_full() == "pretrain_gpt.py: rank 2: the disk is full"
+    assert report.full_text() == "pretrain_gpt.py: rank 2: the disk is full"
 
 
 def test_a_bug_keeps_its_traceback_and_ends_with_the_rank() -> None:
-    report = report_on(raised(KeyError("a key")))
+    report = make_report(raised(KeyError("a key")))
     assert report.code == ExitCode.ERROR
-    assert report.in_full().startswith("Traceback (most recent call last):\n")
-    assert report.in_full().endswith("\npretrain_gpt.py: rank 2: failed: KeyError: 'a key'")
+    assert report.full_text().startswith("Traceback (most recent call last):\n")
+    assert report.full_text().endswith("\npretrain_gpt.py: rank 2: failed: KeyError: 'a key'")
     assert report.words == "failed: KeyError: 'a key'"
 
 
 def test_of_a_long_message_the_others_get_the_first_line() -> None:
-    assert report_on(raised(RuntimeError("one\ntwo"))).words == "failed: RuntimeError: one"
+    assert make_report(raised(RuntimeError("one\ntwo"))).words == "failed: RuntimeError: one"
 
 
 def test_a_single_process_says_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "1")
-    assert report_on(raised(KeyError("a key"))).in_full().endswith("\nKeyError: 'a key'")
+    assert make_report(raised(KeyError("a key"))).full_text().endswith("\nKeyError: 'a key'")
 
 
 @pytest.mark.parametrize(
@@ -70,11 +70,11 @@ def test_a_single_process_says_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
     ids=["device", "python", "torch", "loader"],
 )
 def test_a_full_memory_is_answered_with_what_to_try(error: BaseException, words: str) -> None:
-    report = report_on(raised(error))
-    last = report.in_full().splitlines()[-1]
+    report = make_report(raised(error))
+    last = report.full_text().splitlines()[-1]
     assert words in last
     # Where a reader waited for its loader says nothing.
-    assert ("Traceback" in report.in_full()) is ("loader" not in str(error).lower())
+    assert ("Traceback" in report.full_text()) is ("loader" not in str(error).lower())
 
 
 @pytest.mark.parametrize(
@@ -93,18 +93,18 @@ def test_which_errors_say_no_more_than_that_another_rank_did_not_answer(
 ) -> None:
     wrapped = KeyError("while handling")
     wrapped.__cause__ = error
-    assert is_of_a_collective(error) is expected
-    assert is_of_a_collective(wrapped) is expected
+    assert is_collective_error(error) is expected
+    assert is_collective_error(wrapped) is expected
 
 
 def test_a_timeout_names_its_flag_and_the_place() -> None:
-    report = report_on(raised(RuntimeError("gloo: Timed out waiting 1000ms for recv")))
-    assert "--distributed-timeout-minutes" in report.in_full()
-    assert "Traceback" not in report.in_full()
-    assert "It waited in" in report.in_full()
+    report = make_report(raised(RuntimeError("gloo: Timed out waiting 1000ms for recv")))
+    assert "--distributed-timeout-minutes" in report.full_text()
+    assert "Traceback" not in report.full_text()
+    assert "It waited in" in report.full_text()
 
 
 def test_a_report_without_a_text_says_the_words() -> None:
-    assert Report("was stopped", ExitCode.TERMINATED).in_full() == (
+    assert ErrorReport("was stopped", ExitCode.TERMINATED).full_text() == (
         "pretrain_gpt.py: rank 2: was stopped"
     )

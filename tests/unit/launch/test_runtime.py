@@ -31,7 +31,7 @@ def surroundings(alone: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """Nothing that preparing the environment sets stays set after the test."""
     alone.setenv("PATH", os.environ["PATH"])
     alone.delenv("TORCH_EXTENSIONS_DIR", raising=False)
-    alone.setattr(environment, "_quieten_libraries", lambda: None)
+    alone.setattr(environment, "_silence_libraries", lambda: None)
     return alone
 
 
@@ -87,7 +87,7 @@ def test_the_users_folder_of_ops_is_taken(surroundings: pytest.MonkeyPatch, tmp_
 def test_a_users_error_is_one_message_and_exit_1(
     capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    with pytest.raises(SystemExit) as ended, output.errors_in_words():
+    with pytest.raises(SystemExit) as ended, output.exit_on_user_error():
         IndexedDataset(tmp_path / "none")
 
     assert ended.value.code == 1
@@ -99,9 +99,9 @@ def test_a_users_error_is_one_message_and_exit_1(
 def test_errors_of_other_code_and_other_kinds_keep_their_tracebacks(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    with pytest.raises(ValueError, match="invalid literal"), output.errors_in_words():
+    with pytest.raises(ValueError, match="invalid literal"), output.exit_on_user_error():
         int("x")
-    with pytest.raises(IndexError, match="of a dataset of 0"), output.errors_in_words():
+    with pytest.raises(IndexError, match="of a dataset of 0"), output.exit_on_user_error():
         GPTDataset(MagicMock(), MagicMock(), 5)[0]
 
     assert capfd.readouterr().err == ""
@@ -114,11 +114,11 @@ def test_a_reader_that_is_gone_does_not_end_the_run(monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("RANK", "0")
     with os.fdopen(writing, "w") as stream:
         monkeypatch.setattr(sys, "stdout", stream)
-        output.say("heard")
+        output.print_on_rank("heard")
         assert os.read(reading, 100) == b"heard\n"
         os.close(reading)
-        output.say("to nobody")
-        output.say("to nobody either")
+        output.print_on_rank("to nobody")
+        output.print_on_rank("to nobody either")
 
 
 def test_torchruns_summary_gets_the_words(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -126,17 +126,17 @@ def test_torchruns_summary_gets_the_words(monkeypatch: pytest.MonkeyPatch, tmp_p
 
     file = tmp_path / "error.json"
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
-    output.note_for_launcher("rank 1: failed: words")
+    output.write_torchelastic_error_file("rank 1: failed: words")
     failure = ProcessFailure(local_rank=1, pid=5, exitcode=1, error_file=str(file))
     assert failure.message["extraInfo"]["py_callstack"] == "rank 1: failed: words"
     assert failure.timestamp > 0
 
     monkeypatch.delenv("TORCHELASTIC_ERROR_FILE")
-    output.note_for_launcher("other launchers have no summary")
+    output.write_torchelastic_error_file("other launchers have no summary")
 
 
 def test_a_run_of_one_process_has_nobody_to_watch(alone: pytest.MonkeyPatch) -> None:
-    assert distributed.meet() == (None, {})
+    assert distributed.exchange_process_info() == (None, {})
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's /proc")
@@ -163,8 +163,8 @@ def test_a_closed_terminal_ends_no_run(alone: pytest.MonkeyPatch) -> None:
         os.close(ours)
         alone.setattr(sys, "stdout", terminal)
         alone.setattr(sys, "stderr", terminal)
-        output.say("a line of the log")
-        output.complain("why the run ends")
+        output.print_on_rank("a line of the log")
+        output.print_error("why the run ends")
 
 
 def test_a_full_disk_costs_the_log_a_line_and_not_the_run(alone: pytest.MonkeyPatch) -> None:
@@ -178,9 +178,9 @@ def test_a_full_disk_costs_the_log_a_line_and_not_the_run(alone: pytest.MonkeyPa
 
     disk = Disk()
     alone.setattr(sys, "stderr", disk)
-    output.complain("lost")
+    output.print_error("lost")
     disk.full = False
-    output.complain("there is room")
+    output.print_error("there is room")
     assert disk.getvalue() == "there is room\n"
 
 
@@ -191,5 +191,5 @@ def test_a_folder_that_cannot_be_made_is_the_users_to_mend(tmp_path: Path) -> No
     with pytest.raises(OSError) as of_another:
         (tmp_path / "file" / "folder").mkdir()
 
-    assert output.is_the_users(of_the_package.value)
-    assert not output.is_the_users(of_another.value)
+    assert output.is_user_error(of_the_package.value)
+    assert not output.is_user_error(of_another.value)

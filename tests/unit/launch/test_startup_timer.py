@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ds.launch import startup_timer
-from megatron_ds.launch.startup_timer import Startup, process_age
+from megatron_ds.launch.startup_timer import StartupTimer, process_age
 
 
 def test_each_part_is_measured_from_the_end_of_the_one_before(
@@ -17,11 +17,11 @@ def test_each_part_is_measured_from_the_end_of_the_one_before(
     times = iter([10.0, 11.5, 15.5])
     monkeypatch.setattr(startup_timer, "process_age", lambda: 0.25)
     monkeypatch.setattr(time, "monotonic", lambda: next(times))
-    start = Startup()
-    start.done("settings")
-    start.done("libraries")
+    start = StartupTimer()
+    start.mark("settings")
+    start.mark("libraries")
     assert start.parts == [("interpreter", 0.25), ("settings", 1.5), ("libraries", 4.0)]
-    assert start.line() == (
+    assert start.summary_line() == (
         "start-up (s) | interpreter: 0.25 | settings: 1.50 | libraries: 4.00 | all: 5.75 |"
     )
 

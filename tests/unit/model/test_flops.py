@@ -18,14 +18,14 @@ from megatron_ds.model.flops import (
     parameters_per_rank,
 )
 from megatron_ds.model.gpt import GPTModel
-from megatron_ds.parallel.activation_checkpointing import Recompute
+from megatron_ds.parallel.activation_checkpointing import ActivationCheckpointing
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.parallel.rng import RngStreams
 
 BATCH = 2
 
 
-def measured(config: ModelConfig, recompute: Recompute | None = None) -> int:
+def measured(config: ModelConfig, recompute: ActivationCheckpointing | None = None) -> int:
     """Operations of one forward and backward pass, as torch counts them."""
     model = GPTModel(config, mesh=Mesh.single(), rng=RngStreams(0), seed=1, recompute=recompute)
     tokens = torch.randint(0, config.vocab, (BATCH, config.sequence))
@@ -64,7 +64,7 @@ def test_model_flops_are_torchs(groups: int | None, activation: str, untied: boo
 def test_hardware_flops_contain_what_is_recomputed(granularity: str) -> None:
     config = configuration(None, "gelu", False)
     options = RecomputeConfig(recompute_granularity=granularity)
-    recompute = Recompute(options, RngStreams(0), Mesh.single().mpu())
+    recompute = ActivationCheckpointing(options, RngStreams(0), Mesh.single().mpu())
     counted = BATCH * hardware_flops_per_sample(config, config.padded_vocab(1), granularity)
     # torch stops a recomputation early when nothing more is needed of it; a fused kernel cannot.
     with set_checkpoint_early_stop(False):

@@ -16,17 +16,17 @@ import torch.nn.functional as F
 from deepspeed.accelerator import get_accelerator
 
 from megatron_ds.config import ModelConfig, RecomputeConfig
-from megatron_ds.model.attention import kernel
+from megatron_ds.model.attention import describe_kernel
 from megatron_ds.model.gpt import GPTModel
 from megatron_ds.model.packed_attention import (
     BLOCK,
-    DocumentBlocks,
-    DocumentLoop,
-    DocumentRules,
+    DocumentFlexAttention,
+    PackingOptions,
+    PerDocumentSDPA,
     block_mask,
     find_documents,
-    find_flex,
     row_lengths,
+    select_flex_attention,
 )
 from megatron_ds.model.position_embedding import (
     AttentionContext,
@@ -34,7 +34,7 @@ from megatron_ds.model.position_embedding import (
     alibi_slopes,
     rope_table,
 )
-from megatron_ds.parallel.activation_checkpointing import Recompute
+from megatron_ds.parallel.activation_checkpointing import ActivationCheckpointing
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.parallel.rng import RngStreams
 from tests.unit.model.dense import dense_flex
@@ -67,11 +67,13 @@ POSITIONS = ("learned_absolute", "rope", "alibi", "none")
 KERNELS = {"loop": None, "blocks": dense_flex}
 
 
-def build(rules: DocumentRules | None, *, recompute: str | None = None, **options: Any) -> GPTModel:
+def build(
+    rules: PackingOptions | None, *, recompute: str | None = None, **options: Any
+) -> GPTModel:
     config = dataclasses.replace(CONFIG, **options)
     assert list(config.problems(1)) == []
     mesh, rng = Mesh.single(), RngStreams(0)
-    how = Recompute(RecomputeConfig(recompute_granularity=recompute), rng, mesh.mpu())
+    how = ActivationCheckpointing(RecomputeConfig(recompute_granularity=recompute), rng, mesh.mpu())
     return GPTModel(config, mesh=mesh, rng=rng, seed=3, recompute=how, documents=rules)
 
 
@@ -113,7 +115,7 @@ def test_a_document_has_the_losses_and_gradients_that_it_has_alone(
     options: dict[str, Any] = {"position_embedding_type": position}
     if position == "rope":
         options |= {"num_query_groups": 2, "rotary_percent": 0.5}
-    rules = DocumentRules(EOD, True, True, KERNELS[kernel])
+    rules = PackingOptions(EOD, True, True, KERNELS[kernel])
     packed, alone = build(rules, recompute=recompute, **options), build(None, **options)
     labels = TOKENS.roll(-1, 1)
 
@@ -168,7 +170,7 @@ def by_hand(model: GPTModel, tokens: torch.Tensor, *, restart: bool, ends: bool)
 @pytest.mark.parametrize("position", POSITIONS)
 @pytest.mark.parametrize(("restart", "ends"), [(True, False), (False, True), (True, True)])
 def test_each_flag_does_its_own_part(position: str, restart: bool, ends: bool) -> None:
-    model = build(DocumentRules(EOD, restart, ends), position_embedding_type=position)
+    model = build(PackingOptions(EOD, restart, ends), position_embedding_type=position)
     with torch.no_grad():
         expected = by_hand(model, TOKENS, restart=restart, ends=ends)
         torch.testing.assert_close(model(TOKENS), expected, rtol=1e-5, atol=1e-5)
@@ -179,7 +181,7 @@ def test_each_flag_does_its_own_part(position: str, restart: bool, ends: bool) -
 
 def test_rows_without_an_end_are_as_ever() -> None:
     tokens = TOKENS[:1]
-    torch.testing.assert_close(build(DocumentRules(EOD, True, True))(tokens), build(None)(tokens))
+    torch.testing.assert_close(build(PackingOptions(EOD, True, True))(tokens), build(None)(tokens))
 
 
 def test_a_cache_knows_no_bounds() -> None:
@@ -191,7 +193,7 @@ def test_a_cache_knows_no_bounds() -> None:
         def update(self, layer: int, k: Any, v: Any) -> Any:
             return k, v
 
-    rules = DocumentRules(EOD, True, True)
+    rules = PackingOptions(EOD, True, True)
     torch.testing.assert_close(build(rules)(TOKENS, cache=Empty()), build(None)(TOKENS))
 
 
@@ -200,7 +202,10 @@ def test_masks_of_dropout_are_drawn_again_for_every_document(recompute: str) -> 
     results = []
     for way in (None, recompute, recompute):
         model = build(
-            DocumentRules(EOD, True, True), recompute=way, attention_dropout=0.3, hidden_dropout=0.1
+            PackingOptions(EOD, True, True),
+            recompute=way,
+            attention_dropout=0.3,
+            hidden_dropout=0.1,
         )
         model.layers[0].attention.rng.seed_micro_batch(5, 7)
         loss = model(TOKENS, TOKENS)
@@ -212,7 +217,7 @@ def test_masks_of_dropout_are_drawn_again_for_every_document(recompute: str) -> 
 
 
 def test_dropout_falls_on_attention_inside_documents() -> None:
-    model = build(DocumentRules(EOD, True, True), attention_dropout=0.3)
+    model = build(PackingOptions(EOD, True, True), attention_dropout=0.3)
     losses = []
     for position in (7, 7, 8):
         model.layers[0].attention.rng.seed_micro_batch(5, position)
@@ -221,7 +226,7 @@ def test_dropout_falls_on_attention_inside_documents() -> None:
 
 
 def test_without_a_token_that_counts_the_loss_is_zero_and_so_is_every_gradient() -> None:
-    model = build(DocumentRules(EOD, True, True))
+    model = build(PackingOptions(EOD, True, True))
     tokens = TOKENS[-1:]
     loss = model(tokens, tokens, (tokens != EOD).float())
     loss.backward()
@@ -263,14 +268,14 @@ def test_torchs_flex_attention_gives_what_the_loop_gives(groups: int, alibi: boo
     q, k, v = (torch.randn(2, n, length, 16, generator=generator) for n in (4, groups, groups))
     slopes = alibi_slopes(4)
     bias = alibi_bias(slopes, length, length, CPU) if alibi else None
-    loop = DocumentLoop(row_lengths(numbers), bias)
-    blocks = DocumentBlocks(flex_attention, numbers, torch.tensor(slopes) if alibi else None)
+    loop = PerDocumentSDPA(row_lengths(numbers), bias)
+    blocks = DocumentFlexAttention(flex_attention, numbers, torch.tensor(slopes) if alibi else None)
     torch.testing.assert_close(blocks.attend(q, k, v, 0.0), loop.attend(q, k, v, 0.0))
 
 
 def find(flex: Any, **options: Any) -> tuple[Any, str]:
     config = dataclasses.replace(CONFIG, **options)
-    return find_flex(config, 2, 2, torch.float32, CPU, load=flex)
+    return select_flex_attention(config, 2, 2, torch.float32, CPU, load=flex)
 
 
 @pytest.mark.parametrize("position", POSITIONS)
@@ -297,19 +302,19 @@ def test_flex_attention_is_left_where_it_fails_or_is_wrong() -> None:
 
 
 def test_a_cpu_says_why_it_takes_the_loop() -> None:
-    flex, why = find_flex(CONFIG, 2, 1, torch.float32, CPU)
+    flex, why = select_flex_attention(CONFIG, 2, 1, torch.float32, CPU)
     assert flex is None
     assert "does not support backward on CPU" in why
 
 
 def test_what_computes_attention_is_told() -> None:
-    def told(rules: DocumentRules | None) -> str:
-        return kernel(CONFIG, 2, 1, torch.float32, CPU, rules)
+    def told(rules: PackingOptions | None) -> str:
+        return describe_kernel(CONFIG, 2, 1, torch.float32, CPU, rules)
 
-    assert told(None) == told(DocumentRules(EOD, True, False))
+    assert told(None) == told(PackingOptions(EOD, True, False))
     assert "scaled_dot_product_attention: " in told(None)
-    assert "per document" in told(DocumentRules(EOD, False, True))
-    assert "flex_attention" in told(DocumentRules(EOD, False, True, dense_flex))
+    assert "per document" in told(PackingOptions(EOD, False, True))
+    assert "flex_attention" in told(PackingOptions(EOD, False, True, dense_flex))
 
 
 @pytest.mark.gpu
@@ -327,5 +332,5 @@ def test_an_accelerator_takes_flex_attention(position: str, dtype: torch.dtype) 
         seq_length=5 * BLOCK + 3,
         position_embedding_type=position,
     )
-    flex, why = find_flex(config, 3, 1, dtype, device)
+    flex, why = select_flex_attention(config, 3, 1, dtype, device)
     assert flex is not None, why

@@ -7,7 +7,7 @@ import torch
 
 from megatron_ds.config import ModelConfig
 from megatron_ds.model.position_embedding import (
-    Positions,
+    PositionEncoder,
     alibi_bias,
     alibi_slopes,
     rope_table,
@@ -40,10 +40,10 @@ def test_alibi_slopes_follow_the_heads_of_the_rank() -> None:
         position_embedding_type="alibi",
     )
     parts = [
-        Positions(config, Group((0, 1), rank, None)).context(4, 0, torch.float32, CPU).bias
+        PositionEncoder(config, Group((0, 1), rank, None)).context(4, 0, torch.float32, CPU).bias
         for rank in (0, 1)
     ]
-    whole = Positions(config, Group((0,), 0, None)).context(4, 0, torch.float32, CPU).bias
+    whole = PositionEncoder(config, Group((0,), 0, None)).context(4, 0, torch.float32, CPU).bias
     assert whole is not None
     assert torch.equal(torch.cat([part for part in parts if part is not None]), whole)
 

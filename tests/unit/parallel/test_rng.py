@@ -9,7 +9,7 @@ from megatron_ds.parallel.rng import RngStreams, stable_seed
 
 def draws(rng: RngStreams) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     first = torch.rand(8)
-    with rng.sharded():
+    with rng.fork_tp_rng():
         cut = torch.rand(8)
     return first, cut, torch.rand(8)
 
@@ -49,7 +49,7 @@ def test_the_sharded_stream_goes_on_after_a_restored_region() -> None:
     rng.seed_micro_batch(1, 1)
     state = rng.sharded_state()
     _, first, _ = draws(rng)
-    with rng.restored(state):
+    with rng.restore_tp_rng(state):
         _, repeated, _ = draws(rng)
     _, second, _ = draws(rng)
     assert torch.equal(first, repeated)

@@ -21,7 +21,12 @@ import pytest
 from pyarrow import parquet
 
 from megatron_ds.preprocess import document_readers
-from megatron_ds.preprocess.document_readers import Inputs, Item, Reader, Unreadable
+from megatron_ds.preprocess.document_readers import (
+    DocumentReader,
+    InputSpec,
+    RawDocument,
+    UnreadableDocument,
+)
 
 TEXTS = [
     "plain",
@@ -38,13 +43,13 @@ ROWS: list[dict[str, Any]] = [
 ]
 
 
-def read(*paths: str | Path, keys: tuple[str, ...] = ("text",), **values: Any) -> list[Item]:
-    inputs = Inputs(tuple(str(path) for path in paths), **values)
+def read(*paths: str | Path, keys: tuple[str, ...] = ("text",), **values: Any) -> list[RawDocument]:
+    inputs = InputSpec(tuple(str(path) for path in paths), **values)
     assert list(inputs.problems()) == []
-    return list(Reader(inputs, keys))
+    return list(DocumentReader(inputs, keys))
 
 
-def fields(items: list[Item], key: str = "text") -> list[Any]:
+def fields(items: list[RawDocument], key: str = "text") -> list[Any]:
     values = (json.loads(v) if isinstance(v, bytes) else v for v in (item.value for item in items))
     return [value[key] for value in values]
 
@@ -107,13 +112,13 @@ def test_every_kind_gives_the_same_documents(
     monkeypatch.setattr(document_readers, "ROWS", batch)
     path = tmp_path / name
     WRITERS[name](path)
-    reader = Reader(Inputs((str(path),)), ("text",))
+    reader = DocumentReader(InputSpec((str(path),)), ("text",))
     items = list(reader)
     assert fields(items) == TEXTS
     assert {item.file for item in items} == {str(path)}
     lines = [2, 3, 5, 6, 7, 8, 9] if name in ("a.csv", "a.tsv") else list(range(1, 8))
     assert [item.line for item in items] == lines
-    assert reader.position == Inputs((str(path),)).total_bytes() == path.stat().st_size
+    assert reader.position == InputSpec((str(path),)).total_bytes() == path.stat().st_size
 
 
 @pytest.mark.parametrize(
@@ -166,7 +171,7 @@ def test_plain_text_by_file_and_by_block(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     path.write_bytes(b"\xef\xbb\xbf\r\nfirst\r\n more\r\n\r\n \n\nsecond\n\nthird")
     whole = "\r\nfirst\r\n more\r\n\r\n \n\nsecond\n\nthird"
-    assert read(path) == [Item(str(path), 1, {"text": whole})]
+    assert read(path) == [RawDocument(str(path), 1, {"text": whole})]
     blocks = read(path, text_documents="paragraph", keys=("body",))
     assert fields(blocks, "body") == ["first\r\n more", "second", "third"]
     assert [item.line for item in blocks] == [2, 7, 9]
@@ -189,16 +194,16 @@ def test_what_is_too_long_is_passed_over(tmp_path: Path) -> None:
     one, two, three, four = (item.value for item in read(path, max_document_bytes=10))
     assert (one, four) == (lines[0] + b"\n", lines[3])
     for value in (two, three):
-        assert isinstance(value, Unreadable)
+        assert isinstance(value, UnreadableDocument)
         assert value.reason == "too long"
         assert "longer than 10 bytes" in value.words
-        assert len(value.content) <= document_readers.HEAD
+        assert len(value.content) <= document_readers.PREVIEW_BYTES
     text = tmp_path / "a.txt"
     text.write_bytes(b"1\n2\n\n" + lines[2] + b"\n3\n\n4444\n5555\n6666\n\n7")
     blocks = [i.value for i in read(text, max_document_bytes=10, text_documents="paragraph")]
-    assert [isinstance(value, Unreadable) for value in blocks] == [False, True, True, False]
+    assert [isinstance(value, UnreadableDocument) for value in blocks] == [False, True, True, False]
     (whole,) = read(text, max_document_bytes=10)
-    assert isinstance(whole.value, Unreadable)
+    assert isinstance(whole.value, UnreadableDocument)
     assert "--text-documents paragraph" in whole.value.words
     assert fields(read(text, max_document_bytes=text.stat().st_size)) == [text.read_text()]
 
@@ -208,7 +213,7 @@ def test_rows_and_texts_that_are_broken_stay_alone(tmp_path: Path) -> None:
     path.write_bytes(b'text,b\n1,2\n3\n"x\ny",4\n\n5,6,7\n\xff,8\n')
     items = read(path)
     assert [item.line for item in items] == [2, 3, 4, 7, 8]
-    assert [isinstance(item.value, Unreadable) for item in items] == [
+    assert [isinstance(item.value, UnreadableDocument) for item in items] == [
         False,
         True,
         False,
@@ -221,7 +226,7 @@ def test_rows_and_texts_that_are_broken_stay_alone(tmp_path: Path) -> None:
     parquet.write_table(table, tmp_path / "a.parquet")
     good, bad, after = (item.value for item in read(tmp_path / "a.parquet"))
     assert (good, after) == ({"text": "1"}, {"text": "3"})
-    assert isinstance(bad, Unreadable)
+    assert isinstance(bad, UnreadableDocument)
     assert bad.reason == "invalid UTF-8"
 
 
@@ -258,7 +263,7 @@ def test_the_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:
     items = read("-")
     assert fields(items) == TEXTS
     assert items[6][:2] == ("<stdin>", 7)
-    assert Inputs(("-",)).total_bytes() is None
+    assert InputSpec(("-",)).total_bytes() is None
 
 
 def test_a_named_pipe(tmp_path: Path) -> None:
@@ -266,7 +271,7 @@ def test_a_named_pipe(tmp_path: Path) -> None:
     os.mkfifo(pipe)
     keeper = os.open(pipe, os.O_RDWR)  # so that neither end waits
     os.write(keeper, jsonl())
-    items: Iterator[Item] = iter(Reader(Inputs((str(pipe),)), ("text",)))
+    items: Iterator[RawDocument] = iter(DocumentReader(InputSpec((str(pipe),)), ("text",)))
     assert fields([next(items) for _ in TEXTS]) == TEXTS
     os.close(keeper)
     assert list(items) == []
@@ -325,7 +330,7 @@ def test_little_is_read_ahead(tmp_path: Path) -> None:
     )
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     for name in ("a.parquet", "a.jsonl"):
-        reader = Reader(Inputs((str(tmp_path / name),)), ("text",))
+        reader = DocumentReader(InputSpec((str(tmp_path / name),)), ("text",))
         items = iter(reader)
         for _ in range(2000):
             next(items)
@@ -446,7 +451,7 @@ def test_a_saved_data_set_has_no_split(tmp_path: Path) -> None:
     ],
 )
 def test_what_would_be_without_effect_is_refused(values: dict[str, Any], words: str) -> None:
-    assert any(words in problem for problem in Inputs(("-",), **values).problems())
+    assert any(words in problem for problem in InputSpec(("-",), **values).problems())
 
 
 def test_a_long_line_of_a_csv_is_not_held(tmp_path: Path) -> None:
@@ -459,7 +464,7 @@ def test_a_long_line_of_a_csv_is_not_held(tmp_path: Path) -> None:
     finally:
         tracemalloc.stop()
     long = items.pop(1)
-    assert isinstance(long.value, Unreadable)
+    assert isinstance(long.value, UnreadableDocument)
     assert "longer than 100000 characters" in long.value.words
     assert [(item.line, *item.value.values()) for item in items] == [  # type: ignore[union-attr]
         (2, "a", "1"),
@@ -484,25 +489,25 @@ def test_broken_text_does_not_hide_indices_that_lead_out_of_an_arrow_file(tmp_pa
         read(path)
 
 
-def read_on_from_everywhere(inputs: Inputs) -> None:
+def read_on_from_everywhere(inputs: InputSpec) -> None:
     """Stops after every document, and a second reader goes on from there."""
-    reader = Reader(inputs, ("text",))
-    items: list[Item] = []
+    reader = DocumentReader(inputs, ("text",))
+    items: list[RawDocument] = []
     places = [document_readers.START]
-    files: list[list[document_readers.Stamp]] = [[]]
+    files: list[list[document_readers.FileStamp]] = [[]]
     for item in reader:
         items.append(item)
         places.append(reader.place(item.line))
-        files.append(files[-1] + reader.new_stamps())
+        files.append(files[-1] + reader.take_new_stamps())
     places.append(reader.end)
-    files.append(files[-1] + reader.new_stamps())
-    assert files[-1] == list(inputs.stamps())
+    files.append(files[-1] + reader.take_new_stamps())
+    assert files[-1] == list(inputs.file_stamps())
     for at, (place, begun) in enumerate(zip(places, files, strict=True)):
         assert place.files == len(begun)
-        second = Reader(inputs, ("text",), document_readers.Place(*place))
+        second = DocumentReader(inputs, ("text",), document_readers.ReadPosition(*place))
         assert list(second) == items[at:]
         assert second.position == reader.position
-        assert begun + second.new_stamps() == files[-1]
+        assert begun + second.take_new_stamps() == files[-1]
         assert second.end == reader.end
 
 
@@ -516,7 +521,7 @@ def test_every_kind_is_read_on_from_anywhere(
     for path in paths:
         path.parent.mkdir()
         WRITERS[name](path)
-    read_on_from_everywhere(Inputs(tuple(map(str, paths))))
+    read_on_from_everywhere(InputSpec(tuple(map(str, paths))))
 
 
 def test_mixed_inputs_are_read_on_from_anywhere(tmp_path: Path) -> None:
@@ -533,7 +538,7 @@ def test_mixed_inputs_are_read_on_from_anywhere(tmp_path: Path) -> None:
     (tmp_path / "g.csv").write_text('text\n"1\n2"\n\n3,4\n5\n')
     fsspec.filesystem("memory").pipe("/more/a.jsonl", jsonl())
     values: dict[str, Any] = {"text_documents": "paragraph", "max_document_bytes": 8000}
-    read_on_from_everywhere(Inputs((str(tmp_path), "memory://more/a.jsonl"), **values))
+    read_on_from_everywhere(InputSpec((str(tmp_path), "memory://more/a.jsonl"), **values))
 
 
 def test_data_sets_are_read_on_from_anywhere(
@@ -544,31 +549,33 @@ def test_data_sets_are_read_on_from_anywhere(
     datasets.Dataset.from_list(ROWS).save_to_disk(tmp_path / "one")
     (tmp_path / "two").mkdir()
     write_parquet(tmp_path / "two" / "train.parquet")
-    read_on_from_everywhere(Inputs(hf_dataset=str(tmp_path / "one")))
-    read_on_from_everywhere(Inputs(hf_dataset=str(tmp_path / "two")))
+    read_on_from_everywhere(InputSpec(hf_dataset=str(tmp_path / "one")))
+    read_on_from_everywhere(InputSpec(hf_dataset=str(tmp_path / "two")))
 
 
 def test_files_that_were_read_are_not_opened_again(tmp_path: Path) -> None:
     for name in ("a", "b"):
         WRITERS["a.jsonl"](tmp_path / f"{name}.jsonl")
-    inputs = Inputs((str(tmp_path),))
+    inputs = InputSpec((str(tmp_path),))
     (tmp_path / "a.jsonl").write_bytes(b"\x00" * len(jsonl()))
-    assert fields(list(Reader(inputs, ("text",), document_readers.Place(1)))) == TEXTS
+    assert (
+        fields(list(DocumentReader(inputs, ("text",), document_readers.ReadPosition(1)))) == TEXTS
+    )
 
 
 def test_lines_that_were_read_are_not_read_again(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     WRITERS["a.jsonl"](path)
-    reader = Reader(Inputs((str(path),)), ("text",))
+    reader = DocumentReader(InputSpec((str(path),)), ("text",))
     items = iter(reader)
     place = [reader.place(item.line) for item, _ in zip(items, range(3), strict=False)][-1]
     content = path.read_bytes()
     path.write_bytes(b"\x00" * place.offset + content[place.offset :])
-    assert fields(list(Reader(Inputs((str(path),)), ("text",), place))) == TEXTS[3:]
+    assert fields(list(DocumentReader(InputSpec((str(path),)), ("text",), place))) == TEXTS[3:]
 
 
 def test_what_can_be_read_only_once_is_known(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "file").touch()
     paths = (str(tmp_path), str(tmp_path / "pipe"), "-", str(tmp_path / "file"), "s3://x/y")
-    assert Inputs(paths).read_once() == [str(tmp_path / "pipe"), "-"]
+    assert InputSpec(paths).unseekable_paths() == [str(tmp_path / "pipe"), "-"]

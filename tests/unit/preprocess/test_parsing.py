@@ -11,18 +11,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_ds.preprocess import parsing as module
-from megatron_ds.preprocess.document_readers import INVALID_TEXT, Item
-from megatron_ds.preprocess.parsing import BROKEN_JSON, Bad, Wanted, texts_of
+from megatron_ds.preprocess.document_readers import INVALID_TEXT, RawDocument
+from megatron_ds.preprocess.parsing import BROKEN_JSON, RejectedDocument, TextFields, texts_of
 
-WANTED = Wanted(("text", "meta.b"), 1000)
+WANTED = TextFields(("text", "meta.b"), 1000)
 
 
-def both(line: bytes, wanted: Wanted = WANTED) -> list[str] | Bad:
+def both(line: bytes, wanted: TextFields = WANTED) -> list[str] | RejectedDocument:
     """What is made of a line with the fast parser, which must be what is made of it without."""
-    quick = texts_of(Item("f", 1, line), wanted)
+    quick = texts_of(RawDocument("f", 1, line), wanted)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "orjson", None)
-        assert texts_of(Item("f", 1, line), wanted) == quick
+        assert texts_of(RawDocument("f", 1, line), wanted) == quick
     return quick
 
 
@@ -97,7 +97,7 @@ def test_both_parsers_agree_on_damaged_lines(
     for place, new in changes:
         line = line[:place] + new + line[place + 1 :]
     both(line)
-    both(line, Wanted(("text",), 3))
+    both(line, TextFields(("text",), 3))
 
 
 def test_the_fast_parser_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,27 +108,27 @@ def test_the_fast_parser_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
         return orjson.loads(line)
 
     monkeypatch.setattr(module, "orjson", SimpleNamespace(loads=loads))
-    assert texts_of(Item("f", 1, WELL % b"1"), WANTED) == ["x", "y"]
+    assert texts_of(RawDocument("f", 1, WELL % b"1"), WANTED) == ["x", "y"]
     assert len(seen) == 1
 
 
 def test_what_is_wrong_is_told_as_the_plain_parser_tells_it() -> None:
     broken = both(b'{"text": "x"')
-    assert isinstance(broken, Bad)
+    assert isinstance(broken, RejectedDocument)
     assert (broken.reason, broken.words) == (
         BROKEN_JSON,
         "not JSON: Expecting ',' delimiter: line 1 column 13 (char 12)",
     )
     number = both(b'{"text": 12345678901234567890123, "meta": {"b": "y"}}')
-    assert isinstance(number, Bad)
+    assert isinstance(number, RejectedDocument)
     assert number.words == "'text' must be text, not int"
     deep = both(WELL % (b"[" * 1020 + b"]" * 1020))
-    assert isinstance(deep, Bad)
+    assert isinstance(deep, RejectedDocument)
     assert "nested too deeply" in deep.words
 
 
 def test_half_of_a_surrogate_pair_in_another_field_does_no_harm() -> None:
     assert both(b'{"text": "x", "meta": {"b": "y"}, "c": "\\ud800"}') == ["x", "y"]
     half = both(b'{"text": "\\ud800", "meta": {"b": "y"}}')
-    assert isinstance(half, Bad)
+    assert isinstance(half, RejectedDocument)
     assert half.reason == INVALID_TEXT

@@ -16,10 +16,10 @@ from megatron_ds.config import TokenizerConfig
 from megatron_ds.data import indexed_dataset
 from megatron_ds.data.indexed_dataset import IndexedDataset
 from megatron_ds.preprocess import pipeline as module
-from megatron_ds.preprocess.document_readers import Inputs
+from megatron_ds.preprocess.document_readers import InputSpec
 from megatron_ds.preprocess.pipeline import PreprocessOptions, Progress, preprocess
 from megatron_ds.tokenizer import build_tokenizer
-from megatron_ds.tokenizer.fast_backend import choose
+from megatron_ds.tokenizer.fast_backend import select_backend
 from megatron_ds.tokenizer.null import NullTokenizer
 
 TOKENIZER = NullTokenizer(100)
@@ -34,7 +34,7 @@ def write(path: Path, lines: list[Any]) -> str:
 
 
 def options(folder: Path, lines: list[Any], **values: Any) -> PreprocessOptions:
-    inputs = Inputs((write(folder / "in.jsonl", lines),))
+    inputs = InputSpec((write(folder / "in.jsonl", lines),))
     return PreprocessOptions(inputs, str(folder / "out"), **values)
 
 
@@ -94,7 +94,7 @@ def test_bytes_are_the_same_for_any_library_that_encodes(tmp_path: Path) -> None
     base = options(tmp_path, lines, append_eod=True)
     seen = set()
     for backend in ("tokenizers", "fastokens"):
-        tokenizer = choose(reference, backend).tokenizer
+        tokenizer = select_backend(reference, backend).tokenizer
         for workers, chunk_size in ((1, 64), (2, 7), (3, 1)):
             given = dataclasses.replace(base, workers=workers, chunk_size=chunk_size)
             preprocess(given, tokenizer)
@@ -190,7 +190,7 @@ def test_no_documents_is_an_error(tmp_path: Path) -> None:
 
 def test_wrong_options_are_named_together(tmp_path: Path) -> None:
     given = PreprocessOptions(
-        inputs=Inputs((str(tmp_path / "none"),)),
+        inputs=InputSpec((str(tmp_path / "none"),)),
         output_prefix=str(tmp_path / "no" / "out"),
         keys=("a", "a"),
         workers=0,
@@ -219,9 +219,9 @@ def test_openwebtext(tmp_path: Path, shared_data: Path) -> None:
             merge_file=str(shared_data / "gpt2-merges.txt"),
         )
     )
-    tokenizer = choose(tokenizer, "fastokens").tokenizer
+    tokenizer = select_backend(tokenizer, "fastokens").tokenizer
     given = PreprocessOptions(
-        inputs=Inputs((str(shared_data / "openwebtext-1000.jsonl"),)),
+        inputs=InputSpec((str(shared_data / "openwebtext-1000.jsonl"),)),
         output_prefix=str(tmp_path / "out"),
         append_eod=True,
         workers=2,
@@ -259,7 +259,7 @@ def test_what_gives_no_document_is_left_out_and_listed_in_order(tmp_path: Path) 
         (str(second), 3, "broken row", '["x", "y"]'),
         (str(second), 4, "invalid UTF-8", '{"text": "\\udcff"}'),
     ]
-    inputs = Inputs((str(first), str(second)), max_document_bytes=60)
+    inputs = InputSpec((str(first), str(second)), max_document_bytes=60)
     seen = set()
     for workers, chunk_size in ((1, 64), (3, 1), (2, 3)):
         given = PreprocessOptions(
@@ -278,9 +278,9 @@ def test_what_gives_no_document_is_left_out_and_listed_in_order(tmp_path: Path) 
         assert done.input_bytes == inputs.total_bytes()
         seen.add(tuple(path.read_bytes() for path in sorted(tmp_path.glob("out*"))))
     assert len(seen) == 1
-    preprocess(PreprocessOptions(Inputs((str(second),)), str(tmp_path / "new")), TOKENIZER)
+    preprocess(PreprocessOptions(InputSpec((str(second),)), str(tmp_path / "new")), TOKENIZER)
     second.write_text("text\n1\n")
-    preprocess(PreprocessOptions(Inputs((str(second),)), str(tmp_path / "new")), TOKENIZER)
+    preprocess(PreprocessOptions(InputSpec((str(second),)), str(tmp_path / "new")), TOKENIZER)
     assert not (tmp_path / "new.quarantine").exists(), "the list of an earlier run"
 
 
@@ -327,7 +327,7 @@ def test_kinds_of_input_mixed_give_the_same_bytes_for_any_workers(tmp_path: Path
         file.writelines(json.dumps(row) + "\n" for row in rows[20:40])
     preprocess(options(tmp_path, rows, append_eod=True), TOKENIZER)
     expected = [(tmp_path / f"out_text_document{s}").read_bytes() for s in (".bin", ".idx")]
-    inputs = Inputs((str(tmp_path / "in"),), text_documents="paragraph")
+    inputs = InputSpec((str(tmp_path / "in"),), text_documents="paragraph")
     for workers, chunk_size in ((1, 1000), (2, 7), (3, 1)):
         prefix = str(tmp_path / "mixed")
         given = PreprocessOptions(
@@ -342,7 +342,7 @@ def test_a_damaged_archive_leaves_nothing(tmp_path: Path) -> None:
     path = tmp_path / "in.jsonl.gz"
     content = "".join(json.dumps(row) + "\n" for row in [{"text": "x"}, *numbered(5000)])
     path.write_bytes(gzip.compress(content.encode())[:-20])
-    given = PreprocessOptions(Inputs((str(path),)), str(tmp_path / "out"), workers=2)
+    given = PreprocessOptions(InputSpec((str(path),)), str(tmp_path / "out"), workers=2)
     with pytest.raises(ValueError, match=r"in\.jsonl\.gz: is damaged or cut off"):
         preprocess(given, TOKENIZER)
     assert written(tmp_path) == []

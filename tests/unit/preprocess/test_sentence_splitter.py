@@ -25,9 +25,9 @@ from megatron_ds.data.merge import merge
 from megatron_ds.data.token_file_stats import compare, summarize
 from megatron_ds.data.tokenizer_metadata import read_made_by, read_sentences
 from megatron_ds.preprocess import output_files
-from megatron_ds.preprocess.document_readers import Inputs
+from megatron_ds.preprocess.document_readers import InputSpec
 from megatron_ds.preprocess.pipeline import PreprocessOptions, preprocess
-from megatron_ds.preprocess.sentence_splitter import Rules, Splitter, choose_splitter
+from megatron_ds.preprocess.sentence_splitter import RuleSplitter, Splitter, choose_splitter
 from megatron_ds.tokenizer import Tokenizer, build_tokenizer
 from megatron_ds.tokenizer.null import NullTokenizer
 from tests.e2e.interrupted import contents, interrupt, resume, undisturbed
@@ -62,10 +62,12 @@ MARKED = [
 @pytest.mark.parametrize("marked", MARKED)
 def test_the_rules(marked: str) -> None:
     text = marked.replace("|", "")
-    assert Rules("english", keep_newlines=False)(text) == [s.strip() for s in marked.split("|")]
+    assert RuleSplitter("english", keep_newlines=False)(text) == [
+        s.strip() for s in marked.split("|")
+    ]
     # The space goes to the sentence before it; there is none after the last one.
     ends = [len(part) for part in marked.split("|")]
-    kept = Rules("english", keep_newlines=True)(text)
+    kept = RuleSplitter("english", keep_newlines=True)(text)
     assert "".join(kept) == text.rstrip()
     assert [one.rstrip() for one in kept] == [text[:end].rstrip() for end in ends[:1]] + [
         part.strip() for part in marked.split("|")[1:]
@@ -75,7 +77,7 @@ def test_the_rules(marked: str) -> None:
 @pytest.mark.parametrize("text", ["", " \n ", "\u2029"])
 @pytest.mark.parametrize("keep", [False, True])
 def test_no_sentences_in_no_text(text: str, keep: bool) -> None:
-    assert Rules("english", keep)(text) == []
+    assert RuleSplitter("english", keep)(text) == []
 
 
 TEXTS = st.lists(
@@ -96,7 +98,7 @@ def check_lossless(text: str, plain: list[str], kept: list[str]) -> None:
 @given(text=TEXTS)
 @settings(max_examples=120, deadline=None, derandomize=True, database=None)
 def test_rules_lose_no_text(text: str) -> None:
-    check_lossless(text, Rules("english", False)(text), Rules("english", True)(text))
+    check_lossless(text, RuleSplitter("english", False)(text), RuleSplitter("english", True)(text))
 
 
 @pytest.fixture(scope="module")
@@ -174,7 +176,7 @@ def choose_once(lang: str, keep: bool) -> Splitter:
 @pytest.mark.usefixtures("with_models")
 def test_without_a_model_the_rules_are_taken_and_it_is_said() -> None:
     english, german = (choose_splitter(lang, False) for lang in ("english", "german"))
-    assert isinstance(english, Rules)
+    assert isinstance(english, RuleSplitter)
     assert str(english) == (
         "the built-in rules: nltk has no punkt model of english here "
         "(python -m nltk.downloader punkt_tab)"
@@ -280,7 +282,7 @@ def pair(prefix: Path | str) -> tuple[bytes, bytes]:
 def options(folder: Path, rows: list[dict[str, str]], **values: Any) -> PreprocessOptions:
     path = folder / f"{values.pop('name', 'in')}.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return PreprocessOptions(Inputs((str(path),)), str(path.with_suffix("")), **values)
+    return PreprocessOptions(InputSpec((str(path),)), str(path.with_suffix("")), **values)
 
 
 def test_blank_sentences_and_documents_are_left_out(tmp_path: Path) -> None:
@@ -412,10 +414,10 @@ def test_an_interrupted_run_goes_on_with_the_same_splitter_alone(
     rows = [{"text": f"{n}\n\n{n} 1\n"} for n in range(40)]
     chosen = options(tmp_path, rows, name="out", append_eod=True, chunk_size=3, splitter=Lines())
     (tmp_path / "out.jsonl").rename(tmp_path / "rows.jsonl")
-    chosen = dataclasses.replace(chosen, inputs=Inputs((str(tmp_path / "rows.jsonl"),)))
+    chosen = dataclasses.replace(chosen, inputs=InputSpec((str(tmp_path / "rows.jsonl"),)))
     _, expected = undisturbed(chosen)
     interrupt(chosen, 4)
-    for other in (None, Rules("english", False)):
+    for other in (None, RuleSplitter("english", False)):
         with pytest.raises(ValueError, match=r"\"splitter\": \"lines\""):
             resume(chosen, splitter=other)
     resume(chosen, workers=2, chunk_size=5)

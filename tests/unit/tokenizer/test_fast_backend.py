@@ -24,9 +24,9 @@ from megatron_ds.tokenizer.fast_backend import (
     BACKENDS,
     EDGES,
     FastTokenizer,
-    choose,
-    edge_cases,
+    equivalence_cases,
     first_difference,
+    select_backend,
 )
 
 FOLDER = Path(__file__).resolve().parents[2] / "golden" / "tokenizers"
@@ -113,7 +113,7 @@ def test_added_tokens_and_normal_forms_of_a_file(tmp_path: Path) -> None:
         tokenizer.add_tokens([AddedToken("word", single_word=True), AddedToken("\u00e9t\u00e9")])
 
     reference = variant(tmp_path, change)
-    choice = choose(reference, "auto")
+    choice = select_backend(reference, "auto")
     assert choice.library == "fastokens"
     texts = [" a <x> b", "foo bar foo", "words word", "e\u0301te\u0301 \u00e9te\u0301", *CORPUS]
     assert choice.tokenizer.encode_batch(texts) == reference.encode_batch(texts)
@@ -124,21 +124,21 @@ def test_what_the_library_does_not_take_is_left_to_the_reference(tmp_path: Path)
         tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
 
     reference = variant(tmp_path, change)
-    choice = choose(reference, "auto")
+    choice = select_backend(reference, "auto")
     assert (choice.tokenizer, choice.library) == (reference, "tokenizers")
     assert choice.reason is not None
     assert choice.reason.startswith("fastokens cannot be used: it does not take the tokenizer: ")
     with pytest.raises(ValueError, match="--tokenizer-backend fastokens: fastokens cannot"):
-        choose(reference, "fastokens")
-    assert choose(reference, "tokenizers").tokenizer is reference
+        select_backend(reference, "fastokens")
+    assert select_backend(reference, "tokenizers").tokenizer is reference
 
 
 def test_kinds_that_it_does_not_serve() -> None:
     null = build_tokenizer(TokenizerConfig(tokenizer_type="NullTokenizer"), 5)
     for backend in ("auto", "tokenizers"):
-        assert choose(null, backend) == (null, "NullTokenizer", None)
+        assert select_backend(null, backend) == (null, "NullTokenizer", None)
     with pytest.raises(ValueError, match="does not serve NullTokenizer"):
-        choose(null, "fastokens")
+        select_backend(null, "fastokens")
     assert BACKENDS == ("auto", "tokenizers", "fastokens")
 
 
@@ -175,12 +175,12 @@ SIGNS = [
 def test_a_library_with_other_ids_is_not_used(sign: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever it is that it gets wrong of what such libraries get wrong."""
     monkeypatch.setitem(sys.modules, "fastokens", SimpleNamespace(Tokenizer=Wrong(sign)))
-    choice = choose(GPT2, "auto")
+    choice = select_backend(GPT2, "auto")
     assert choice.tokenizer is GPT2
     assert choice.reason is not None
     assert "it has other ids than tokenizers for " in choice.reason
     with pytest.raises(ValueError, match="other ids than tokenizers for") as raised:
-        choose(GPT2, "fastokens")
+        select_backend(GPT2, "fastokens")
     assert len(str(raised.value)) < 300
 
 
@@ -212,7 +212,7 @@ def test_a_library_that_only_fails_proves_nothing(monkeypatch: pytest.MonkeyPatc
     """As a version without the function that is called here."""
     old = SimpleNamespace(Tokenizer=SimpleNamespace(from_json_str=lambda content: object()))
     monkeypatch.setitem(sys.modules, "fastokens", old)
-    choice = choose(GPT2, "auto")
+    choice = select_backend(GPT2, "auto")
     assert choice.tokenizer is GPT2
     assert choice.reason is not None
     assert "fastokens cannot be used: it fails: " in choice.reason
@@ -220,6 +220,6 @@ def test_a_library_that_only_fails_proves_nothing(monkeypatch: pytest.MonkeyPatc
 
 
 def test_the_proof_takes_in_every_kind_of_text() -> None:
-    whole = "".join(edge_cases([END]))
+    whole = "".join(equivalence_cases([END]))
     for code in (0, 9, 0xA0, 0x85, 0x301, 0x5D0, 0x627, 0x4E2D, 0x200D, 0x1F469, 0x2028, 0xFEFF):
         assert chr(code) in whole, hex(code)

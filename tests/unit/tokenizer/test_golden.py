@@ -20,9 +20,9 @@ from hypothesis import strategies as st
 from megatron_ds.config import TOKENIZERS, TokenizerConfig
 from megatron_ds.data.indexed_dataset import IndexedDataset
 from megatron_ds.data.tokenizer_metadata import read_made_by
-from megatron_ds.preprocess.document_readers import Inputs
+from megatron_ds.preprocess.document_readers import InputSpec
 from megatron_ds.preprocess.pipeline import PreprocessOptions, preprocess
-from megatron_ds.preprocess.sentence_splitter import Rules
+from megatron_ds.preprocess.sentence_splitter import RuleSplitter
 from megatron_ds.tokenizer import Tokenizer, build_tokenizer
 
 FOLDER = Path(__file__).resolve().parents[2] / "golden" / "tokenizers"
@@ -72,7 +72,7 @@ def texts() -> list[str]:
         return [json.loads(line)["text"] for line in file]
 
 
-def make(kind: str, prefix: Path, splitter: Rules | None = None) -> Path:
+def make(kind: str, prefix: Path, splitter: RuleSplitter | None = None) -> Path:
     """The token files of the corpus; for the kind that reads numbers, of the characters."""
     path = FOLDER / "corpus.jsonl"
     if kind == "NullTokenizer":
@@ -80,7 +80,7 @@ def make(kind: str, prefix: Path, splitter: Rules | None = None) -> Path:
         lines = [json.dumps({"text": " ".join(str(ord(c) % 65535) for c in t)}) for t in texts()]
         path.write_text("\n".join(lines))
     options = PreprocessOptions(
-        inputs=Inputs(paths=(str(path),)),
+        inputs=InputSpec(paths=(str(path),)),
         output_prefix=str(prefix),
         append_eod=True,
         splitter=splitter,
@@ -93,7 +93,7 @@ def make_all(folder: Path) -> dict[str, Path]:
     """Token files by the names of the golden ones."""
     made = {kind: make(kind, folder / kind) for kind in FILES}
     for kind, keep_newlines in SENTENCES.items():
-        splitter = Rules("english", keep_newlines)
+        splitter = RuleSplitter("english", keep_newlines)
         made[f"{kind}_sentence"] = make(kind, folder / kind, splitter)
     return made
 
@@ -112,7 +112,7 @@ def test_token_files_are_the_golden_ones(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", SENTENCES)
 def test_golden_sentences_hold_the_sentences(kind: str) -> None:
     tokenizer = tokenizer_of(kind)
-    split = Rules("english", SENTENCES[kind])
+    split = RuleSplitter("english", SENTENCES[kind])
     data = IndexedDataset(FOLDER / f"{kind}_sentence")
     sentences = [split(text) for text in texts()]
     counts = [len(one) for one in sentences]

@@ -14,13 +14,16 @@ from hypothesis import strategies as st
 
 from megatron_ds.config import TokenizerConfig
 from megatron_ds.tokenizer import Tokenizer, base, build_tokenizer
-from megatron_ds.tokenizer.sentencepiece import MarkedSentencePiece, PlainSentencePiece
+from megatron_ds.tokenizer.sentencepiece import (
+    SentencePieceTokenizer,
+    SentencePieceWithSpecialTokens,
+)
 from tests.unit.tokenizer.references import marked_sentencepiece
 from tests.unit.tokenizer.test_golden import FOLDER, texts
 
 GOLDEN = str(FOLDER / "tokenizer.model")
-PLAIN = PlainSentencePiece(GOLDEN, kind="GPTSentencePieceTokenizer")
-MARKED = MarkedSentencePiece(GOLDEN, extra_ids=12)
+PLAIN = SentencePieceTokenizer(GOLDEN, kind="GPTSentencePieceTokenizer")
+MARKED = SentencePieceWithSpecialTokens(GOLDEN, extra_ids=12)
 MODEL = sentencepiece.SentencePieceProcessor(model_file=GOLDEN)
 MARKS = ["<CLS>", "<SEP>", "<EOD>", "<MASK>", "<PAD>", "<s>", "</s>", "<extra_id_1>"]
 MARKS += ["<extra_id_10>", "<unk>", "<EO", "D>", " ", "\n"]
@@ -74,7 +77,7 @@ def test_marks_are_cut_out_as_megatron_does(parts: list[str]) -> None:
 
 def test_marks_of_the_model_keep_their_ids(bpe: str) -> None:
     model = sentencepiece.SentencePieceProcessor(model_file=bpe)
-    tokenizer = MarkedSentencePiece(bpe, extra_ids=3)
+    tokenizer = SentencePieceWithSpecialTokens(bpe, extra_ids=3)
     size = model.get_piece_size()
     assert (tokenizer.cls, tokenizer.eod) == (
         model.piece_to_id("<CLS>"),
@@ -92,7 +95,7 @@ def test_of_two_marks_at_one_place_the_first_is_taken(tmp_path: Path) -> None:
     path = trained(tmp_path / "m", model_type="bpe", vocab_size=150, **pieces)
     model = sentencepiece.SentencePieceProcessor(model_file=path)
     for text in ("<xy", "the <xy<x dog<xyz"):
-        ids = MarkedSentencePiece(path).encode(text)
+        ids = SentencePieceWithSpecialTokens(path).encode(text)
         assert ids == marked_sentencepiece(model, text, 0)
         assert 1 in ids
         assert 2 not in ids
@@ -100,7 +103,7 @@ def test_of_two_marks_at_one_place_the_first_is_taken(tmp_path: Path) -> None:
 
 def test_absent_marks_come_after_the_model() -> None:
     size = MODEL.get_piece_size()
-    tokenizer = MarkedSentencePiece(GOLDEN)
+    tokenizer = SentencePieceWithSpecialTokens(GOLDEN)
     assert (tokenizer.cls, tokenizer.sep, tokenizer.eod, tokenizer.mask) == tuple(
         range(size, size + 4)
     )

@@ -49,7 +49,7 @@ def step_line() -> str:
 
 
 def test_a_step_line_says_loss_and_time_left() -> None:
-    shown = demo.readable(step_line(), until=200)
+    shown = demo.filter_line(step_line(), until=200)
 
     assert shown is not None
     assert "20/400" in shown
@@ -59,12 +59,12 @@ def test_a_step_line_says_loss_and_time_left() -> None:
 
 def test_the_banner_is_left_to_the_log() -> None:
     lines = banner(FACTS).splitlines()
-    assert [line for line in lines if demo.readable(line, 400) is not None] == []
+    assert [line for line in lines if demo.filter_line(line, 400) is not None] == []
 
 
 def test_an_evaluation_is_one_short_line() -> None:
     record = EvalRecord(100, 800, 204800, "validation", "iteration 100", 5.25)
-    shown = [demo.readable(line, 400) for line in evaluation_block(record).splitlines()]
+    shown = [demo.filter_line(line, 400) for line in evaluation_block(record).splitlines()]
 
     assert [line for line in shown if line] == ["  validation at iteration 100: loss 5.250"]
 
@@ -79,11 +79,11 @@ def test_an_evaluation_is_one_short_line() -> None:
     ],
 )
 def test_noise_is_for_the_log_alone(line: str) -> None:
-    assert demo.readable(line, 400) is None
+    assert demo.filter_line(line, 400) is None
 
 
 def test_other_lines_are_shown_as_they_are() -> None:
-    assert demo.readable("ValueError: --lr is required", 400) == "  ValueError: --lr is required"
+    assert demo.filter_line("ValueError: --lr is required", 400) == "  ValueError: --lr is required"
 
 
 def test_only_the_demos_own_files_are_removed(
@@ -152,7 +152,7 @@ def test_prompts_of_the_users_text_are_the_last_documents_beginnings(tmp_path: P
     texts = ["first", "a b c d e f g h i j", "x" * 99, "last\none"]
     corpus.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
 
-    assert demo.beginnings(corpus) == ["a b c d e f g h", "x" * 48, "last one"]
+    assert demo.prompt_prefixes(corpus) == ["a b c d e f g h", "x" * 48, "last one"]
 
 
 def test_a_failing_command_shows_its_last_lines_and_leaves_all_in_a_log(tmp_path: Path) -> None:
@@ -163,7 +163,7 @@ def test_a_failing_command_shows_its_last_lines_and_leaves_all_in_a_log(tmp_path
     )
 
     with pytest.raises(Failed, match=r"exit code 3(.|\n)*the cause"):
-        run.follow("train-1", sys.executable, "-c", code)
+        run.run_logged("train-1", sys.executable, "-c", code)
 
     assert (tmp_path / "logs" / "train-1.log").read_text().splitlines()[1] == "the cause"
 
@@ -208,4 +208,4 @@ def test_the_prompts_of_40_documents_are_held_out(tmp_path: Path) -> None:
     corpus.write_text("".join(f'{{"text": "{number}"}}\n' for number in range(40)))
     training = int(Demo(tmp_path).split(corpus).split(",")[0])
 
-    assert all(int(prompt) >= training for prompt in demo.beginnings(corpus))
+    assert all(int(prompt) >= training for prompt in demo.prompt_prefixes(corpus))

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ds.cli.arguments import read
-from megatron_ds.engine.ds_config import complete, generate
+from megatron_ds.cli.arguments import build_config
+from megatron_ds.engine.ds_config import build_ds_config, merge_file
 from tools import ds_config
 
 FLAGS = (
@@ -34,8 +34,8 @@ def test_the_json_is_the_run_s_and_can_be_given_to_it(
 ) -> None:
     ds_config.main(["--world-size", "4", *line])
     printed = json.loads(capsys.readouterr().out)
-    config, _ = read(line, world_size=4, warn=lambda _: None, complete=complete)
-    assert printed == generate(config.with_vocab(91), 4)
+    config, _ = build_config(line, world_size=4, warn=lambda _: None, complete=merge_file)
+    assert printed == build_ds_config(config.with_vocab(91), 4)
     assert printed["train_batch_size"] == 8
 
     again = tmp_path / "again.json"

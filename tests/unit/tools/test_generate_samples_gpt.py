@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from megatron_ds.config import ModelConfig
-from megatron_ds.inference.cli import disagreements
-from megatron_ds.inference.sampling_params import Sampling
+from megatron_ds.inference.cli import model_conflicts
+from megatron_ds.inference.sampling_params import SamplingParams
 from tools import generate_samples_gpt as tool
 
 REPOSITORY = Path(__file__).resolve().parents[3]
@@ -53,14 +53,14 @@ def test_both_spellings_are_read(tmp_path: Path) -> None:
     lines = parse("--load", tmp_path, "--top_k", 5, "--top_p", 0.5, "--tokens_to_generate", 7)
 
     assert dashes == lines
-    assert dashes.sampling == Sampling(top_k=5, top_p=0.5)
+    assert dashes.sampling == SamplingParams(top_k=5, top_p=0.5)
     assert dashes.max_new_tokens == 7
 
 
 def test_defaults_are_those_of_the_forks(tmp_path: Path) -> None:
     request = parse("--load", tmp_path)
 
-    assert request.sampling == Sampling(False, 1.0, 0, 0.0, 1234)
+    assert request.sampling == SamplingParams(False, 1.0, 0, 0.0, 1234)
     assert request.max_new_tokens == 1024
     assert request.is_interactive
     assert request.precision is None
@@ -166,13 +166,13 @@ MODEL = ModelConfig(
     ],
 )
 def test_model_flags_may_repeat_the_checkpoint(given: dict[str, Any]) -> None:
-    assert list(disagreements(given, MODEL, null_tokenizer=True)) == []
+    assert list(model_conflicts(given, MODEL, null_tokenizer=True)) == []
 
 
 def test_model_flags_that_differ_are_named_with_both_values() -> None:
     given = {"hidden_size": 64, "max_position_embeddings": 32, "vocab_size": 91}
 
-    problems = list(disagreements(given, MODEL, null_tokenizer=True))
+    problems = list(model_conflicts(given, MODEL, null_tokenizer=True))
 
     assert [problem.split(" (")[0] for problem in problems] == [
         "--hidden-size is 64, in the checkpoint 32",

@@ -14,6 +14,6 @@ def test_the_page_is_current() -> None:
 def test_the_page_names_every_flag() -> None:
     page = make_docs.page()
 
-    for flag in flags.known().values():
+    for flag in flags.all_flags().values():
         for name in (flag.names[0], *flags.other_names(flag)):
             assert f"`--{name}`" in page or f"`--{name} " in page, name

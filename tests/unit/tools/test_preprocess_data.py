@@ -295,7 +295,7 @@ def test_an_interrupted_run_says_how_it_goes_on(
     flags += ["--append-eod", "--workers", "1", "--chunk-size", "5"]
     with monkeypatch.context() as patch:
         patch.setattr(output_files, "RECORD_SECONDS", 0.0)
-        patch.setattr(preprocess_data, "reporting", interrupted)
+        patch.setattr(preprocess_data, "progress_reporter", interrupted)
         assert preprocess_data.main(flags) == 130
     assert capsys.readouterr().err == (
         "interrupted; the work on 15 documents is kept; the same command with --resume goes on "

@@ -73,7 +73,7 @@ def evaluation() -> Callable[..., EvalRecord]:
             consumed_samples=4 * iteration,
             consumed_tokens=32 * iteration,
             split=split,
-            where=f"iteration {iteration}",
+            label=f"iteration {iteration}",
             loss=2.0,
             group=group,
         )

@@ -14,10 +14,10 @@ from megatron_ds.config import (
     OptimizerConfig,
     ScheduleConfig,
 )
-from megatron_ds.engine.memory_estimate import Engine, estimate
+from megatron_ds.engine.memory_estimate import MemoryInputs, estimate
 from megatron_ds.parallel.mesh import Group, Mesh
 from megatron_ds.train_state import TrainState
-from megatron_ds.training.banner import Facts, banner
+from megatron_ds.training.banner import BannerData, banner
 
 CONFIG = Config(
     model=ModelConfig(
@@ -69,7 +69,7 @@ EFFECTIVE = {
     "compiled layers": 24,
     "document bounds": "positions restart, attention ends",
 }
-ENGINE = Engine(
+ENGINE = MemoryInputs(
     stage=3,
     tp=2,
     dp=4,
@@ -86,7 +86,7 @@ GROUPS = {
     "pp": Group((0,), 0, None),
     "model": Group((0, 1), 0, None),
 }
-FACTS = Facts(
+FACTS = BannerData(
     config=CONFIG,
     mesh=Mesh(world_size=8, rank=0, **GROUPS),
     effective=EFFECTIVE,

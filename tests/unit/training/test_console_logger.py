@@ -93,7 +93,7 @@ def test_the_console_writes_intervals_and_evaluations(
 ) -> None:
     lines: list[str] = []
     console = Console(lines.append)
-    console.steps([interval(1).last])
-    console.interval(interval(1))
-    console.evaluation(evaluation(1))
+    console.log_steps([interval(1).last])
+    console.log_interval(interval(1))
+    console.log_eval(evaluation(1))
     assert lines == [interval_line(interval(1)), evaluation_block(evaluation(1))]

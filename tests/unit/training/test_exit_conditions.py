@@ -11,9 +11,9 @@ import torch.distributed as dist
 
 from megatron_ds.config import LoggingConfig
 from megatron_ds.launch.exit_codes import ExitCode
-from megatron_ds.launch.lifecycle import Cause, Stop
+from megatron_ds.launch.lifecycle import StopReason, StopRequest
 from megatron_ds.training import exit_conditions
-from megatron_ds.training.exit_conditions import EarlyEnd, ExitConditions
+from megatron_ds.training.exit_conditions import ExitConditions, StopDecision
 from tests.distributed import run_ranks
 
 Make = Callable[..., ExitConditions]
@@ -28,12 +28,12 @@ def _one_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 @pytest.fixture
-def stop() -> Stop:
-    return Stop()
+def stop() -> StopRequest:
+    return StopRequest()
 
 
 @pytest.fixture
-def make(_one_process: None, stop: Stop) -> Make:
+def make(_one_process: None, stop: StopRequest) -> Make:
     """make(**logging flags): of a program that began when the clock stood at 1000 s."""
     return lambda **flags: ExitConditions(
         LoggingConfig(**flags), stop, torch.device("cpu"), began=1000.0
@@ -47,7 +47,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return now
 
 
-def words(end: EarlyEnd | None) -> str | None:
+def words(end: StopDecision | None) -> str | None:
     return None if end is None else end.words
 
 
@@ -55,56 +55,56 @@ def test_a_run_goes_on_while_nothing_asks_it_to_end(make: Make, tmp_path: Path) 
     conditions = make(
         exit_interval=5, kill_switch_path=str(tmp_path / "none"), exit_duration_in_mins=60.0
     )
-    assert [conditions.due(iteration) for iteration in range(1, 5)] == [None] * 4
-    assert make().due(1000) is None
-    assert make().asked(1000) is None
+    assert [conditions.after_step(iteration) for iteration in range(1, 5)] == [None] * 4
+    assert make().after_step(1000) is None
+    assert make().external_stop(1000) is None
 
 
 def test_the_exit_interval(make: Make) -> None:
     conditions = make(exit_interval=5)
-    assert conditions.due(10) == EarlyEnd(
-        "exiting program at iteration 10", ExitCode.FINISHED, at_once=False
+    assert conditions.after_step(10) == StopDecision(
+        "exiting program at iteration 10", ExitCode.FINISHED, urgent=False
     )
-    assert conditions.due(11) is None
+    assert conditions.after_step(11) is None
 
 
 def test_a_run_resumed_at_its_exit_interval_is_not_asked_to_end(make: Make) -> None:
-    assert make(exit_interval=5, exit_duration_in_mins=0.0).asked(10) is None
+    assert make(exit_interval=5, exit_duration_in_mins=0.0).external_stop(10) is None
 
 
 def test_the_kill_switch_may_come_at_any_time(make: Make, tmp_path: Path) -> None:
     switch = tmp_path / "switch"
     conditions = make(kill_switch_path=str(switch))
-    assert conditions.due(1) is None
+    assert conditions.after_step(1) is None
     switch.touch()
     pulled = f"Detected kill switch at {switch}. Exiting, iteration=2"
-    assert conditions.asked(2) == EarlyEnd(pulled, ExitCode.FINISHED, at_once=True)
-    assert conditions.due(2) == conditions.asked(2)
+    assert conditions.external_stop(2) == StopDecision(pulled, ExitCode.FINISHED, urgent=True)
+    assert conditions.after_step(2) == conditions.external_stop(2)
 
 
 def test_the_clock_counts_from_the_programs_start(make: Make, clock: list[float]) -> None:
     conditions = make(exit_duration_in_mins=2.0)
     clock[0] += 120
-    assert conditions.due(1) is None
+    assert conditions.after_step(1) is None
     clock[0] += 1
-    assert words(conditions.due(1)) == "exiting program after 2.0 minutes"
+    assert words(conditions.after_step(1)) == "exiting program after 2.0 minutes"
 
 
 @pytest.mark.parametrize(
     ("cause", "said", "code"),
     [
-        (Cause.SIGTERM, "exiting program after receiving SIGTERM.", 143),
-        (Cause.SIGINT, "exiting program after receiving SIGINT.", 130),
-        (Cause.LAUNCHER, "exiting program since its launcher is gone.", 143),
+        (StopReason.SIGTERM, "exiting program after receiving SIGTERM.", 143),
+        (StopReason.SIGINT, "exiting program after receiving SIGINT.", 130),
+        (StopReason.LAUNCHER, "exiting program since its launcher is gone.", 143),
     ],
 )
 def test_what_asks_from_outside_is_named_before_other_reasons(
-    cause: Cause, said: str, code: int, make: Make, stop: Stop
+    cause: StopReason, said: str, code: int, make: Make, stop: StopRequest
 ) -> None:
     conditions = make(exit_interval=1)
     stop.request(cause)
-    assert conditions.due(1) == EarlyEnd(said, ExitCode(code), at_once=True)
-    assert conditions.asked(1) == conditions.due(1)
+    assert conditions.after_step(1) == StopDecision(said, ExitCode(code), urgent=True)
+    assert conditions.external_stop(1) == conditions.after_step(1)
 
 
 def test_what_one_rank_sees_ends_all(tmp_path: Path) -> None:
@@ -119,16 +119,16 @@ def test_what_one_rank_sees_ends_all(tmp_path: Path) -> None:
 
 
 def _reasons_of_rank(rank: int, folder: str) -> list[str | None]:
-    stop = Stop()
+    stop = StopRequest()
     switch = Path(folder, "switch")
     config = LoggingConfig(kill_switch_path=str(switch))
     conditions = ExitConditions(config, stop, torch.device("cpu"), began=0.0)
-    reasons = [words(conditions.due(1))]
+    reasons = [words(conditions.after_step(1))]
     if rank == 0:
-        stop.request(Cause.SIGTERM)
-    reasons.append(words(conditions.due(2)))
+        stop.request(StopReason.SIGTERM)
+    reasons.append(words(conditions.after_step(2)))
     stop.cause = None
     dist.barrier()
     if rank == 1:
         switch.touch()
-    return [*reasons, words(conditions.due(3))]
+    return [*reasons, words(conditions.after_step(3))]

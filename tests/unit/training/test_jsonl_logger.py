@@ -34,7 +34,7 @@ def test_a_step_has_the_documented_keys_in_their_order(
     tmp_path: Path, step: Step, documented: Callable[[str], list[list[str]]]
 ) -> None:
     path = tmp_path / "below" / "metrics.jsonl"
-    JsonLines(path, 0).steps([step(1)])
+    JsonLines(path, 0).log_steps([step(1)])
     (record,) = read(path)
     assert list(record) == [row[0] for row in documented("metrics.jsonl")]
     assert record["lm_loss"] == 9.0
@@ -45,7 +45,7 @@ def test_a_step_has_the_documented_keys_in_their_order(
 def test_numbers_that_json_lacks_become_null(tmp_path: Path, step: Step) -> None:
     path = tmp_path / "metrics.jsonl"
     nan, inf = float("nan"), float("inf")
-    JsonLines(path, 0).steps([step(1, lm_loss=nan, grad_norm=inf, nan=True, skipped=True)])
+    JsonLines(path, 0).log_steps([step(1, lm_loss=nan, grad_norm=inf, nan=True, skipped=True)])
     (record,) = read(path)
     assert (record["lm_loss"], record["grad_norm"]) == (None, None)
     assert (record["nan"], record["skipped"]) == (True, True)
@@ -56,9 +56,9 @@ def test_records_can_be_read_while_the_run_goes_on(
 ) -> None:
     path = tmp_path / "metrics.jsonl"
     sink = JsonLines(path, 0)
-    sink.steps([step(1), step(2)])
+    sink.log_steps([step(1), step(2)])
     assert iterations(path) == [1, 2]
-    sink.evaluation(evaluation(2))
+    sink.log_eval(evaluation(2))
     assert read(path)[-1] == {
         "iteration": 2,
         "validation_loss": 2.0,
@@ -71,13 +71,13 @@ def test_a_resumed_run_leaves_every_step_once(
 ) -> None:
     path = tmp_path / "metrics.jsonl"
     before = JsonLines(path, 0)
-    before.steps([step(1), step(2), step(3)])
-    before.evaluation(evaluation(3))
+    before.log_steps([step(1), step(2), step(3)])
+    before.log_eval(evaluation(3))
     before.close()
     resumed = JsonLines(path, 2)
     assert iterations(path) == [1, 2]
-    resumed.steps([step(3, seconds=0.75)])
-    resumed.evaluation(evaluation(3))
+    resumed.log_steps([step(3, seconds=0.75)])
+    resumed.log_eval(evaluation(3))
     assert iterations(path) == [1, 2, 3, 3]
     assert [record.get("seconds") for record in read(path)] == [0.5, 0.5, 0.75, None]
     assert [item.name for item in tmp_path.iterdir()] == ["metrics.jsonl"]
@@ -87,7 +87,7 @@ def test_an_evaluation_of_a_group_names_it(tmp_path: Path, evaluation: Evaluatio
     path = tmp_path / "metrics.jsonl"
     sink = JsonLines(path, 0)
     for group in ("", "A", "B", "A"):
-        sink.evaluation(evaluation(1, "test", group))
+        sink.log_eval(evaluation(1, "test", group))
     assert read(path) == [
         {"iteration": 1, **named, "test_loss": 2.0, "ppl": pytest.approx(7.389056)}
         for named in ({}, {"group": "A"}, {"group": "B"})
@@ -99,12 +99,12 @@ def test_an_evaluation_of_the_same_weights_is_written_once(
 ) -> None:
     path = tmp_path / "metrics.jsonl"
     first = JsonLines(path, 0)
-    first.steps([step(1)])
-    first.evaluation(evaluation(1))
-    first.evaluation(evaluation(1))
-    first.evaluation(evaluation(1, "test"))
+    first.log_steps([step(1)])
+    first.log_eval(evaluation(1))
+    first.log_eval(evaluation(1))
+    first.log_eval(evaluation(1, "test"))
     first.close()
-    JsonLines(path, 1).evaluation(evaluation(1))
+    JsonLines(path, 1).log_eval(evaluation(1))
     assert [set(record) - {"iteration", "ppl"} for record in read(path)[1:]] == [
         {"validation_loss"},
         {"test_loss"},
@@ -114,18 +114,18 @@ def test_an_evaluation_of_the_same_weights_is_written_once(
 @pytest.mark.parametrize("tail", ['{"iteration": 2, "consu', "\0\0\0", '{"iteration": "'])
 def test_a_torn_last_line_is_dropped(tmp_path: Path, step: Step, tail: str) -> None:
     path = tmp_path / "metrics.jsonl"
-    JsonLines(path, 0).steps([step(1)])
+    JsonLines(path, 0).log_steps([step(1)])
     with path.open("a", encoding="utf-8") as file:
         file.write(tail)
-    JsonLines(path, 5).steps([step(2)])
+    JsonLines(path, 5).log_steps([step(2)])
     assert iterations(path) == [1, 2]
 
 
 def test_a_last_line_that_lacks_only_its_end_is_kept(tmp_path: Path, step: Step) -> None:
     path = tmp_path / "metrics.jsonl"
-    JsonLines(path, 0).steps([step(1)])
+    JsonLines(path, 0).log_steps([step(1)])
     path.write_text(path.read_text(encoding="utf-8").rstrip("\n"), encoding="utf-8")
-    JsonLines(path, 1).steps([step(2)])
+    JsonLines(path, 1).log_steps([step(2)])
     assert iterations(path) == [1, 2]
 
 
@@ -141,7 +141,7 @@ def test_a_file_of_something_else_is_refused_and_left_alone(tmp_path: Path) -> N
 def test_new_runs_keep_the_older_ones_files_under_numbers(tmp_path: Path, step: Step) -> None:
     path = tmp_path / "metrics.jsonl"
     for last in (3, 2, 1):
-        JsonLines(path, 0).steps([step(iteration) for iteration in range(1, last + 1)])
+        JsonLines(path, 0).log_steps([step(iteration) for iteration in range(1, last + 1)])
     assert iterations(path) == [1]
     assert iterations(tmp_path / "metrics.jsonl.1") == [1, 2, 3]
     assert iterations(tmp_path / "metrics.jsonl.2") == [1, 2]
@@ -152,17 +152,17 @@ def test_a_full_disk_delays_records_and_loses_none(tmp_path: Path, step: Step) -
     path = tmp_path / "metrics.jsonl"
     said: list[str] = []
     sink = JsonLines(path, 0, warn=said.append)
-    sink.steps([step(1)])
+    sink.log_steps([step(1)])
     descriptor = sink._file.fileno()
     own, full = os.dup(descriptor), os.open("/dev/full", os.O_WRONLY)
     os.dup2(full, descriptor)
-    sink.steps([step(2)])
-    sink.steps([step(3)])
+    sink.log_steps([step(2)])
+    sink.log_steps([step(3)])
     assert iterations(path) == [1]
     assert len(said) == 1
     assert f"{path} takes no more records ([Errno 28] No space left on device)" in said[0]
     os.dup2(own, descriptor)
-    sink.steps([step(4)])
+    sink.log_steps([step(4)])
     assert iterations(path) == [1, 2, 3, 4]
     os.close(own)
     os.close(full)

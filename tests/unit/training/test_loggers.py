@@ -56,11 +56,11 @@ def test_a_tensorboard_folder_that_is_deleted_ends_no_run(
     said: list[str] = []
     config = config_with(tensorboard_dir=str(tmp_path / "board"))
     _, board = open_sinks(config, TrainState(), world_size=1, dp_size=1, write=said.append)
-    board.steps([step(1)])
+    board.log_steps([step(1)])
     assert said == []
     shutil.rmtree(tmp_path / "board")
     for number in range(2, 5):
-        board.steps([step(number)])
+        board.log_steps([step(number)])
     board.close()
     assert len(said) == 1
     assert f"WARNING: --tensorboard-dir {tmp_path / 'board'} takes no more records" in said[0]
@@ -70,7 +70,7 @@ def test_flags_open_sinks(tmp_path: Path) -> None:
     assert kinds(config_with()) == ["Console"]
     assert kinds(config_with(tmp_path)) == ["Console", "JsonLines"]
     board = config_with(tmp_path, tensorboard_dir=str(tmp_path / "board"))
-    assert kinds(board) == ["Console", "JsonLines", "Dispensable"]
+    assert kinds(board) == ["Console", "JsonLines", "BestEffortLogger"]
 
 
 def test_tensorboard_is_imported_only_when_asked_for() -> None:

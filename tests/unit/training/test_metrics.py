@@ -8,26 +8,26 @@ from collections.abc import Sequence
 import pytest
 
 from megatron_ds.train_state import StepPlan, StepResult, TrainState
-from megatron_ds.training.metrics import Metrics, Workload
-from megatron_ds.training.records import EvalRecord, IntervalRecord, Sink, StepRecord
+from megatron_ds.training.metrics import Metrics, ThroughputModel
+from megatron_ds.training.records import EvalRecord, IntervalRecord, Logger, StepRecord
 
-WORKLOAD = Workload(lambda tokens: 3 * 10**12 * tokens // 8, seq_length=8, world_size=2)
+WORKLOAD = ThroughputModel(lambda tokens: 3 * 10**12 * tokens // 8, seq_length=8, world_size=2)
 
 
-class Notebook(Sink):
+class Notebook(Logger):
     """Keeps what it gets, in order."""
 
     def __init__(self) -> None:
         self.seen: list[object] = []
         self.closed = False
 
-    def steps(self, records: Sequence[StepRecord]) -> None:
+    def log_steps(self, records: Sequence[StepRecord]) -> None:
         self.seen.extend(records)
 
-    def interval(self, record: IntervalRecord) -> None:
+    def log_interval(self, record: IntervalRecord) -> None:
         self.seen.append(record)
 
-    def evaluation(self, record: EvalRecord) -> None:
+    def log_eval(self, record: EvalRecord) -> None:
         self.seen.append(record)
 
     def close(self) -> None:
@@ -41,7 +41,7 @@ class Run:
     """A loop of steps of 4 samples and half a second, without a model."""
 
     def __init__(
-        self, log_interval: int, workload: Workload = WORKLOAD, **settings: object
+        self, log_interval: int, workload: ThroughputModel = WORKLOAD, **settings: object
     ) -> None:
         self.notebook = Notebook()
         self.reductions: list[list[float]] = []
@@ -222,8 +222,8 @@ def test_a_step_record_tells_the_state_after_and_the_plan_before() -> None:
 def test_persist_hands_on_the_steps_and_leaves_the_interval_open() -> None:
     run = Run(log_interval=3)
     run.step(1.0)
-    run.metrics.persist()
-    run.metrics.persist()
+    run.metrics.write_pending()
+    run.metrics.write_pending()
     assert [record.iteration for record in run.steps()] == [1]
     assert run.intervals() == []
     run.step(2.0)
@@ -246,7 +246,7 @@ def test_flush_reports_an_interval_that_is_not_full_once() -> None:
 def test_an_evaluation_comes_after_the_steps_before_it() -> None:
     run = Run(log_interval=10)
     run.step(1.0)
-    run.metrics.record_eval(run.state, "test", "the end", 2.5)
+    run.metrics.log_eval(run.state, "test", "the end", 2.5)
     step, evaluation = run.notebook.seen
     assert isinstance(step, StepRecord)
     assert evaluation == EvalRecord(1, 4, 32, "test", "the end", 2.5)

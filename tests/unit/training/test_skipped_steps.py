@@ -13,7 +13,7 @@ from torch import nn
 
 from megatron_ds.config import PrecisionConfig
 from megatron_ds.train_state import StepResult
-from megatron_ds.training.skipped_steps import SkippedSteps, newest_of
+from megatron_ds.training.skipped_steps import SkippedSteps, latest_checkpoint
 
 GOOD = StepResult(1.0, 1.0)
 SKIPPED = StepResult(1.0, math.inf, skipped=True)
@@ -26,7 +26,7 @@ def skips(module: nn.Module | None = None, **options: Any) -> SkippedSteps:
 def ends_at(results: list[StepResult], **options: Any) -> int | None:
     """Number of the step after which the run must end."""
     counted = skips(**options)
-    return next((n for n, result in enumerate(results, 1) if counted.too_many(result)), None)
+    return next((n for n, result in enumerate(results, 1) if counted.limit_reached(result)), None)
 
 
 def test_only_skips_in_a_row_count() -> None:
@@ -39,13 +39,13 @@ def test_only_skips_in_a_row_count() -> None:
 def test_fifty_is_the_default_and_zero_never_ends() -> None:
     assert ends_at([SKIPPED] * 100) == 50
     assert ends_at([SKIPPED] * 100, max_skipped_in_a_row=0) is None
-    spent = StepResult(1.0, math.inf, skipped=True, loss_scale=1.0, scale_spent=True)
+    spent = StepResult(1.0, math.inf, skipped=True, loss_scale=1.0, loss_scale_exhausted=True)
     assert ends_at([spent], max_skipped_in_a_row=0) is None
 
 
 def test_a_skip_at_the_lowest_scale_ends_at_once() -> None:
     at_lowest = StepResult(1.0, math.inf, skipped=True, loss_scale=1.0)
-    spent = StepResult(1.0, math.inf, skipped=True, loss_scale=1.0, scale_spent=True)
+    spent = StepResult(1.0, math.inf, skipped=True, loss_scale=1.0, loss_scale_exhausted=True)
     assert ends_at([at_lowest, at_lowest, spent]) == 3
 
 
@@ -65,8 +65,8 @@ def test_gradients_are_looked_at_only_before_the_end(
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     counted = skips(model, max_skipped_in_a_row=3, min_loss_scale=4.0)
     for result in before:
-        assert not counted.too_many(result)
-    with counted.watching():
+        assert not counted.limit_reached(result)
+    with counted.record_gradients():
         (model(torch.ones(1, 2)) * torch.tensor([1.0, math.inf])).sum().backward()
     assert list(counted._finite) == (["1.bias", "1.weight", "0.bias", "0.weight"] * watched)
     assert not any(bool(finite) for finite in counted._finite.values())
@@ -77,7 +77,7 @@ def test_the_newest_checkpoint_before_a_step_is_named(tmp_path: Path) -> None:
     save, load = tmp_path / "save", tmp_path / "load"
     for folder in (load / "global_step3", load / "global_step8", load / "global_step40"):
         folder.mkdir(parents=True)
-    assert newest_of([str(save), str(load)], 9) == load / "global_step8"
+    assert latest_checkpoint([str(save), str(load)], 9) == load / "global_step8"
     (save / "global_step5").mkdir(parents=True)
-    assert newest_of([str(save), str(load)], 9) == save / "global_step5"
-    assert newest_of([None, str(save)], 5) is None
+    assert latest_checkpoint([str(save), str(load)], 9) == save / "global_step5"
+    assert latest_checkpoint([None, str(save)], 5) is None

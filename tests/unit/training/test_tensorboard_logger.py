@@ -57,12 +57,12 @@ def test_the_tags_are_the_documented_ones(
         if item.name.startswith("log_") and item.name.endswith("_to_tensorboard")
     ]
     sink = board(config_for(tmp_path, **dict.fromkeys(flags, True)))
-    sink.steps([step(1, loss_scale=8.0, curriculum_seqlen=8)])
-    sink.interval(interval(1, params_norm=3.0))
-    sink.evaluation(evaluation(1, "validation"))
-    sink.evaluation(evaluation(1, "test"))
-    sink.evaluation(evaluation(1, "validation", "GROUP"))
-    sink.evaluation(evaluation(1, "test", "GROUP"))
+    sink.log_steps([step(1, loss_scale=8.0, curriculum_seqlen=8)])
+    sink.log_interval(interval(1, params_norm=3.0))
+    sink.log_eval(evaluation(1, "validation"))
+    sink.log_eval(evaluation(1, "test"))
+    sink.log_eval(evaluation(1, "validation", "GROUP"))
+    sink.log_eval(evaluation(1, "test", "GROUP"))
     sink.close()
     expected = {
         tag + suffix
@@ -74,8 +74,8 @@ def test_the_tags_are_the_documented_ones(
 
 def test_points_stand_at_their_counts(tmp_path: Path, step: Step, evaluation: Evaluation) -> None:
     sink = board(config_for(tmp_path, log_timers_to_tensorboard=True))
-    sink.steps([step(1), step(2)])
-    sink.evaluation(evaluation(2))
+    sink.log_steps([step(1), step(2)])
+    sink.log_eval(evaluation(2))
     sink.close()
     found = points(tmp_path)
     assert found["lm-loss-training/lm loss"] == [(1, 9.0), (2, 8.0)]
@@ -112,22 +112,22 @@ def test_flags_choose_the_tags(
     expected: bool,
 ) -> None:
     sink = board(config_for(tmp_path, **{flag: value}))
-    sink.steps([step(1, loss_scale=8.0)])
-    sink.interval(interval(1))
+    sink.log_steps([step(1, loss_scale=8.0)])
+    sink.log_interval(interval(1))
     sink.close()
     assert any(tag.startswith(prefix) for tag in points(tmp_path)) == expected
 
 
 def test_perplexity_has_its_flag(tmp_path: Path, evaluation: Evaluation) -> None:
     sink = board(config_for(tmp_path))
-    sink.evaluation(evaluation(1))
+    sink.log_eval(evaluation(1))
     sink.close()
     assert not any("ppl" in tag for tag in points(tmp_path))
 
 
 def test_only_every_nth_iteration_is_drawn(tmp_path: Path, step: Step) -> None:
     sink = board(config_for(tmp_path, tensorboard_log_interval=2))
-    sink.steps([step(iteration) for iteration in range(1, 6)])
+    sink.log_steps([step(iteration) for iteration in range(1, 6)])
     sink.close()
     assert [x for x, _ in points(tmp_path)["grad-norm/grad-norm"]] == [2, 4]
 
@@ -148,11 +148,11 @@ def test_a_resumed_run_takes_the_crashed_future_out(
 ) -> None:
     config = config_for(tmp_path)
     crashed = board(config)
-    crashed.steps([step(iteration) for iteration in range(1, 6)])
-    crashed.evaluation(evaluation(5))
+    crashed.log_steps([step(iteration) for iteration in range(1, 6)])
+    crashed.log_eval(evaluation(5))
     crashed.close()
     resumed = board(config, iteration=3)
-    resumed.steps([step(4, lm_loss=1.0)])
+    resumed.log_steps([step(4, lm_loss=1.0)])
     resumed.close()
     found = points(tmp_path)
     expected = [9.0, 8.0, 7.0, 1.0]
@@ -169,11 +169,11 @@ def test_an_older_file_is_cleaned_too_if_the_newest_holds_no_past(
 ) -> None:
     config = config_for(tmp_path)
     first = board(config)
-    first.steps([step(1), step(2)])
+    first.log_steps([step(1), step(2)])
     first.close()
     rename(tmp_path, "events.out.tfevents.1000000001")
     second = board(config, iteration=2)
-    second.steps([step(3)])
+    second.log_steps([step(3)])
     second.close()
     board(config, iteration=1).close()
     assert [x for x, _ in points(tmp_path)["grad-norm/grad-norm"]] == [1]
@@ -182,7 +182,7 @@ def test_an_older_file_is_cleaned_too_if_the_newest_holds_no_past(
 def test_a_torn_event_file_is_read_up_to_the_tear(tmp_path: Path, step: Step) -> None:
     config = config_for(tmp_path)
     crashed = board(config)
-    crashed.steps([step(iteration) for iteration in range(1, 4)])
+    crashed.log_steps([step(iteration) for iteration in range(1, 4)])
     crashed.close()
     (path,) = tmp_path.iterdir()
     path.write_bytes(path.read_bytes()[:-5])
@@ -197,11 +197,11 @@ def test_the_same_weights_evaluation_is_drawn_once(
     for iteration in (0, 2, 2):
         run = board(config, iteration)
         if iteration == 0:
-            run.steps([step(1), step(2)])
-        run.evaluation(evaluation(2))
-        run.evaluation(evaluation(2))
+            run.log_steps([step(1), step(2)])
+        run.log_eval(evaluation(2))
+        run.log_eval(evaluation(2))
         if iteration == 2:
-            run.evaluation(evaluation(2, "test"))
+            run.log_eval(evaluation(2, "test"))
         run.close()
     found = points(tmp_path)
     assert found["lm-loss-validation/lm loss validation"] == [(2, 2.0)]
@@ -212,7 +212,7 @@ def test_a_new_run_sets_the_old_ones_files_aside(tmp_path: Path, step: Step) -> 
     config = config_for(tmp_path)
     for loss in (1.0, 2.0, 3.0):
         run = board(config)
-        run.steps([step(1, lm_loss=loss)])
+        run.log_steps([step(1, lm_loss=loss)])
         run.close()
     tag = "lm-loss-training/lm loss"
     assert points(tmp_path)[tag] == [(1, 3.0)]
@@ -222,7 +222,7 @@ def test_a_new_run_sets_the_old_ones_files_aside(tmp_path: Path, step: Step) -> 
 
 def test_a_warm_up_gives_no_speed(tmp_path: Path, step: Step) -> None:
     sink = board(config_for(tmp_path, log_timers_to_tensorboard=True))
-    sink.steps([step(1, warm_up=True), step(2)])
+    sink.log_steps([step(1, warm_up=True), step(2)])
     sink.close()
     found = points(tmp_path)
     speeds = [tag for tag in found if tag.startswith("iteration-time/")]

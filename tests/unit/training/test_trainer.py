@@ -22,8 +22,8 @@ from megatron_ds.data.build_datasets import Datasets
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.train_state import StepPlan, StepResult, TrainState
 from megatron_ds.training import trainer
-from megatron_ds.training.metrics import Metrics, Workload
-from megatron_ds.training.records import IntervalRecord, Sink
+from megatron_ds.training.metrics import Metrics, ThroughputModel
+from megatron_ds.training.records import IntervalRecord, Logger
 from megatron_ds.training.trainer import Trainer
 
 FIRST_STEP, STEP, EVALUATION, SAVE = 60.0, 2.0, 1000.0, 500.0
@@ -51,21 +51,21 @@ class World:
         self.now += SAVE
         self.saves.append(state.iteration)
 
-    def asked(self, iteration: int) -> None:
+    def external_stop(self, iteration: int) -> None:
         return None
 
-    def due(self, iteration: int) -> None:
+    def after_step(self, iteration: int) -> None:
         return None
 
     def close(self) -> None:
         return None
 
 
-class Intervals(Sink):
+class Intervals(Logger):
     def __init__(self) -> None:
         self.records: list[IntervalRecord] = []
 
-    def interval(self, record: IntervalRecord) -> None:
+    def log_interval(self, record: IntervalRecord) -> None:
         self.records.append(record)
 
 
@@ -98,7 +98,7 @@ def run(
         engine=anything,
         data=Datasets(train=anything, valid={"": anything}),
         metrics=Metrics(
-            Workload(flops_per_sample=lambda tokens: 10**12, seq_length=8, world_size=1),
+            ThroughputModel(flops_per_sample=lambda tokens: 10**12, seq_length=8, world_size=1),
             log_interval=2,
             total_iterations=6,
             mean_over_dp=lambda losses: losses,

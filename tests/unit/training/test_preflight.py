@@ -11,15 +11,22 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_ds.checkpoint.metadata import FORMAT_VERSION, MANIFEST, RUN, layout, order, seal
-from megatron_ds.cli import preflight
-from megatron_ds.cli.arguments import read
+from megatron_ds.checkpoint.metadata import (
+    FORMAT_VERSION,
+    MANIFEST,
+    RUN,
+    checksum_manifest,
+    data_order_settings,
+    parallel_layout,
+)
+from megatron_ds.cli.arguments import build_config
 from megatron_ds.config import Config
 from megatron_ds.data import validation
 from megatron_ds.data.indexed_dataset import IndexedWriter
 from megatron_ds.engine import ds_config
 from megatron_ds.launch import device
 from megatron_ds.train_state import TrainState
+from megatron_ds.training import preflight
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 BASE = {
@@ -80,7 +87,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def in_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
-    monkeypatch.setattr(device, "surely_lacks_fp16", lambda: True)
+    monkeypatch.setattr(device, "known_without_fp16", lambda: True)
 
 
 def judged(line: str, world_size: int = 1) -> tuple[Config, list[str], list[str]]:
@@ -96,11 +103,11 @@ def judged(line: str, world_size: int = 1) -> tuple[Config, list[str], list[str]
         word for name, value in flags.items() if value != "-" for word in (name, *value.split())
     ]
     said: list[str] = []
-    config, problems = read(
+    config, problems = build_config(
         words,
         world_size=world_size,
         warn=said.append,
-        complete=ds_config.complete,
+        complete=ds_config.merge_file,
         check=preflight.check,
     )
     return config, problems, said
@@ -406,12 +413,12 @@ def saved(config: Config, folder: Path, iteration: int) -> None:
         "format_version": FORMAT_VERSION,
         "state": TrainState(iteration=iteration).to_dict(),
         "config": config.to_dict(),
-        "layout": layout(config, 1),
-        "order": order(config, 1),
+        "layout": parallel_layout(config, 1),
+        "order": data_order_settings(config, 1),
         "shards": {},
     }
     (path / RUN).write_text(json.dumps(run))
-    (path / MANIFEST).write_text(seal({RUN: {"bytes": (path / RUN).stat().st_size}}))
+    (path / MANIFEST).write_text(checksum_manifest({RUN: {"bytes": (path / RUN).stat().st_size}}))
 
 
 @pytest.fixture
@@ -470,7 +477,7 @@ def test_the_checkpoint_before_a_damaged_one_is_looked_at(checkpoints: Path) -> 
 
 
 def test_fp16_is_left_to_torch_where_only_torch_can_tell(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device, "surely_lacks_fp16", lambda: False)
+    monkeypatch.setattr(device, "known_without_fp16", lambda: False)
 
     assert judged("--fp16")[1] == []
 
@@ -491,7 +498,7 @@ def test_a_cpu_without_fp16_is_known_by_its_features(
     monkeypatch.setenv("DS_ACCELERATOR", accelerator)
     monkeypatch.setattr(Path, "read_text", lambda *_, **__: f"processor : 0\n{processor}\n")
 
-    assert device.surely_lacks_fp16() is expected
+    assert device.known_without_fp16() is expected
 
 
 NOTHING_STARTED = """

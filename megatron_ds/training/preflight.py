@@ -15,14 +15,14 @@ from pathlib import Path
 from megatron_ds import schedules
 from megatron_ds.checkpoint.metadata import (
     REPLACED,
-    candidates,
-    mismatches,
-    problem_with,
+    find_damage,
+    list_checkpoints,
     read_run,
-    wrong_pointers,
+    resume_conflicts,
+    stale_pointers,
 )
 from megatron_ds.config import TOKENIZERS, Config, flag_of
-from megatron_ds.data.validation import data_problems, data_remarks
+from megatron_ds.data.validation import data_problems, data_warnings
 from megatron_ds.launch import device
 from megatron_ds.tokenizer import Tokenizer, build_tokenizer
 from megatron_ds.tokenizer.huggingface import needs_transformers
@@ -36,7 +36,10 @@ def check(config: Config, world_size: int, warn: Callable[[str], None]) -> list[
     """
     dp_size = config.parallel.data_parallel_size(world_size)
     sound = not config.problems(world_size) and not [*schedules.problems(config, dp_size)]
-    for line in [*without_effect(config), *(schedules.remarks(config, dp_size) if sound else ())]:
+    for line in [
+        *ineffective_flags(config),
+        *(schedules.warnings(config, dp_size) if sound else ()),
+    ]:
         warn(line)
     problems = list(_precision_problems(config))
     tokenizer_problems, tokenizer = _tokenizer(config, sound)
@@ -46,7 +49,7 @@ def check(config: Config, world_size: int, warn: Callable[[str], None]) -> list[
     samples = schedules.planned_samples(config, dp_size) if sound else None
     problems += data_problems(config.data, samples, vocab_size, identity)
     if not problems:
-        for line in data_remarks(config.data, None if tokenizer is None else tokenizer.eod):
+        for line in data_warnings(config.data, None if tokenizer is None else tokenizer.eod):
             warn(line)
     if sound:
         problems += _checkpoint_problems(config, dp_size, vocab_size)
@@ -54,7 +57,7 @@ def check(config: Config, world_size: int, warn: Callable[[str], None]) -> list[
 
 
 @dataclass(frozen=True)
-class Idle:
+class IneffectiveFlags:
     """Fields that do nothing where `when` holds."""
 
     fields: tuple[str, ...]
@@ -62,9 +65,9 @@ class Idle:
     reason: str
 
 
-def _of_tokenizers(fields: tuple[str, ...], *kinds: str) -> Idle:
+def _of_tokenizers(fields: tuple[str, ...], *kinds: str) -> IneffectiveFlags:
     """Fields that only these kinds of tokenizers read."""
-    return Idle(
+    return IneffectiveFlags(
         fields,
         lambda config: config.tokenizer.tokenizer_type not in kinds,
         f"without --tokenizer-type {' or '.join(kinds)}",
@@ -73,7 +76,7 @@ def _of_tokenizers(fields: tuple[str, ...], *kinds: str) -> Idle:
 
 WORDPIECE = ("BertWordPieceLowerCase", "BertWordPieceCase")
 IDLE = (
-    Idle(
+    IneffectiveFlags(
         (
             "loss_scale",
             "initial_loss_scale",
@@ -85,27 +88,27 @@ IDLE = (
         lambda config: not config.precision.fp16,
         "without --fp16",
     ),
-    Idle(
+    IneffectiveFlags(
         ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"),
         lambda config: config.precision.fp16 and config.precision.loss_scale is not None,
         "beside --loss-scale, which is static",
     ),
-    Idle(
+    IneffectiveFlags(
         ("accumulate_allreduce_grads_in_fp32",),
         lambda config: config.precision.name == "fp32",
         "without --bf16 or --fp16",
     ),
-    Idle(
+    IneffectiveFlags(
         ("adam_beta1", "adam_beta2", "adam_eps"),
         lambda config: config.optimizer.optimizer != "adam",
         "with --optimizer sgd",
     ),
-    Idle(
+    IneffectiveFlags(
         ("sgd_momentum",),
         lambda config: config.optimizer.optimizer != "sgd",
         "with --optimizer adam",
     ),
-    Idle(
+    IneffectiveFlags(
         (
             "lr_wsd_decay_style",
             "lr_wsd_decay_iters",
@@ -115,12 +118,12 @@ IDLE = (
         lambda config: config.schedule.lr_decay_style != "WSD",
         "without --lr-decay-style WSD",
     ),
-    Idle(
+    IneffectiveFlags(
         ("curriculum_seqlen_step",),
         lambda config: config.schedule.curriculum_seqlen is None,
         "without --curriculum-seqlen",
     ),
-    Idle(
+    IneffectiveFlags(
         ("min_lr",),
         lambda config: config.schedule.lr_decay_style == "constant",
         "with --lr-decay-style constant",
@@ -137,27 +140,27 @@ IDLE = (
         ("tiktoken_pattern", "tiktoken_num_special_tokens", "tiktoken_special_tokens"),
         "TikTokenizer",
     ),
-    Idle(
+    IneffectiveFlags(
         ("rotary_percent", "rotary_base"),
         lambda config: config.model.position_embedding_type != "rope",
         "without --position-embedding-type rope",
     ),
-    Idle(
+    IneffectiveFlags(
         ("reset_position_ids",),
         lambda config: config.model.position_embedding_type in ("alibi", "none"),
         "without --position-embedding-type learned_absolute or rope",
     ),
-    Idle(
+    IneffectiveFlags(
         ("bias_gelu_fusion",),
         lambda config: config.model.activation != "gelu",
         "without --activation gelu",
     ),
-    Idle(
+    IneffectiveFlags(
         ("add_qkv_bias",),
         lambda config: config.model.add_bias_linear,
         "without --disable-bias-linear",
     ),
-    Idle(
+    IneffectiveFlags(
         (
             "tensorboard_queue_size",
             "tensorboard_log_interval",
@@ -175,7 +178,7 @@ IDLE = (
 )
 
 
-def without_effect(config: Config) -> Iterator[str]:
+def ineffective_flags(config: Config) -> Iterator[str]:
     """Flags that were given and do nothing beside the others, a line each."""
     for idle in IDLE:
         given = [flag_of(name) for name in idle.fields if name in config.given]
@@ -186,8 +189,8 @@ def without_effect(config: Config) -> Iterator[str]:
 
 def _precision_problems(config: Config) -> Iterator[str]:
     precision = config.precision
-    if precision.fp16 and not precision.allow_fp16_on_cpu and device.surely_lacks_fp16():
-        yield device.no_fp16("this CPU")
+    if precision.fp16 and not precision.allow_fp16_on_cpu and device.known_without_fp16():
+        yield device.fp16_error("this CPU")
 
 
 def _tokenizer(config: Config, sound: bool) -> tuple[list[str], Tokenizer | None]:
@@ -221,17 +224,20 @@ def _checkpoint_problems(config: Config, dp_size: int, vocab_size: int | None) -
     if options.load is None:
         return
     folder = Path(options.load)
-    if _hidden(folder):
+    if _unreadable(folder):
         yield f"--load {folder}: cannot be read by this user"
         return
     if any(folder.glob(f"{REPLACED}*")):
         return  # an interrupted save is put right first, by the load
-    paths = candidates(folder)
+    paths = list_checkpoints(folder)
     if not paths and options.exit_on_missing_checkpoint:
         yield f"--load {folder}: no checkpoint in it, and --exit-on-missing-checkpoint is given"
     if not paths:
-        for words in wrong_pointers(folder, None):
-            yield f"--load {folder}: {words}, but there is no global_stepN folder{_foreign(folder)}"
+        for words in stale_pointers(folder, None):
+            yield (
+                f"--load {folder}: {words}, but there is no global_stepN folder"
+                f"{_other_checkpoints_hint(folder)}"
+            )
         if options.ckpt_step is not None:
             yield f"--ckpt-step {options.ckpt_step}: {folder} holds no checkpoint"
         return
@@ -245,19 +251,19 @@ def _checkpoint_problems(config: Config, dp_size: int, vocab_size: int | None) -
         paths = paths[:1]
     damaged = []
     for path in paths:
-        problem = problem_with(path)
+        problem = find_damage(path)
         if problem is None:
             found = read_run(path)
             if vocab_size is None:
                 vocab_size = found.run["config"]["model"].get("vocab_size")
-            for words in mismatches(found, config.with_vocab(vocab_size), dp_size):
+            for words in resume_conflicts(found, config.with_vocab(vocab_size), dp_size):
                 yield f"--load {folder}: {path.name} does not fit this run: {words}"
             return
         damaged.append(f"{path.name}: {problem}")
     yield f"--load {folder}: no checkpoint that is whole ({'; '.join(damaged)})"
 
 
-def _hidden(folder: Path) -> bool:
+def _unreadable(folder: Path) -> bool:
     """Whether a folder is there, or may be, and cannot be looked into."""
     try:
         folder.stat()
@@ -268,7 +274,7 @@ def _hidden(folder: Path) -> bool:
     return not os.access(folder, os.R_OK | os.X_OK)
 
 
-def _foreign(folder: Path) -> str:
+def _other_checkpoints_hint(folder: Path) -> str:
     """What else lies in a folder that should hold our checkpoints, for a message."""
     others = sorted(path.name for path in folder.glob("iter_*") if path.is_dir())
     if not others:
