@@ -392,8 +392,8 @@ def _unit_problems(config: Config, file: DeepSpeedFile) -> Iterator[str]:
     if config.recompute.checkpoint_num_layers > 0 and given != _recomputed_units(config):
         yield (
             f"{file.location(key)}: {key} {json.dumps(given)}: --num-layers "
-            f"{config.model.num_layers} in units of --checkpoint-num-layers "
-            f"{config.recompute.checkpoint_num_layers} are {_recomputed_units(config)}; leave it out"
+            f"{config.model.num_layers} in units of "
+            f"--checkpoint-num-layers {config.recompute.checkpoint_num_layers} are {_recomputed_units(config)}; leave it out"
         )
 
 
