@@ -393,7 +393,8 @@ def _unit_problems(config: Config, file: DeepSpeedFile) -> Iterator[str]:
         yield (
             f"{file.location(key)}: {key} {json.dumps(given)}: --num-layers "
             f"{config.model.num_layers} in units of "
-            f"--checkpoint-num-layers {config.recompute.checkpoint_num_layers} are {_recomputed_units(config)}; leave it out"
+            f"--checkpoint-num-layers {config.recompute.checkpoint_num_layers} are "
+            f"{_recomputed_units(config)}; leave it out"
         )
 
 
