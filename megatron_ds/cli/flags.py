@@ -80,6 +80,8 @@ class Flag:
     accepted_values: tuple[str, ...] = ()
     metavar: str = ""
     default: Any = None
+    required: bool = False
+    valid_range: str = ""
 
     @property
     def usage(self) -> str:
@@ -201,10 +203,12 @@ def _help_entry(flag: Flag) -> str:
 
 
 def explanation(flag: Flag) -> str:
-    """Meaning, default and aliases of a flag that sets a field."""
-    notes = []
+    """Help, default, valid range and aliases of a flag that sets a field."""
+    notes = ["required"] if flag.required else []
     if default_of(flag):
         notes.append(f"default: {default_of(flag)}")
+    if flag.valid_range:
+        notes.append(flag.valid_range)
     if other_names(flag):
         notes.append("also " + ", ".join(f"--{name}" for name in other_names(flag)))
     if not notes:
@@ -247,7 +251,9 @@ def _of_field(item: dataclasses.Field[Any], hint: Any) -> Flag:
         choices=choices,
         synonyms=meta["values"],
         metavar=meta["metavar"] or _metavar(kind, choices),
-        default=item.default,
+        default=None if meta["required"] else item.default,
+        required=meta["required"],
+        valid_range=meta["range"],
     )
 
 

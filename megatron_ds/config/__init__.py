@@ -17,40 +17,12 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any, TypeVar
 
+from megatron_ds.config.fields import option_field
+
 T = TypeVar("T")
 
 GLU_ACTIVATIONS = ("swiglu", "geglu", "reglu", "liglu")
 ACTIVATIONS = ("gelu", "openai-gelu", "squared-relu", *GLU_ACTIVATIONS)
-
-
-def option_field(
-    default: Any,
-    help: str,
-    *,
-    flag: str | None = None,
-    aliases: tuple[str, ...] = (),
-    choices: tuple[str, ...] | None = None,
-    values: Mapping[str, str] | None = None,
-    nargs: str | int | None = None,
-    metavar: str | None = None,
-) -> Any:
-    """A dataclass field that is also a command-line flag.
-
-    flag: the flag without its dashes, where it is not the field's name with `-` for `_`; a boolean
-    field whose default is True names its negative flag here (`disable-bias-linear`) or gets
-    `no-<name>`. aliases: further flags that set the same field. values: other spellings of a
-    choice, mapped to the choice.
-    """
-    metadata = {
-        "help": help,
-        "flag": flag,
-        "aliases": aliases,
-        "choices": choices,
-        "values": dict(values or {}),
-        "nargs": nargs,
-        "metavar": metavar,
-    }
-    return field(default=default, metadata=metadata)
 
 
 @dataclass(frozen=True)
