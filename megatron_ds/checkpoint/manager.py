@@ -188,7 +188,7 @@ class CheckpointManager:
                 f"WARNING: {' and '.join(wrong)}, but the newest checkpoint there is {newest.name}:"
                 " the folders decide (--ckpt-step takes an older one)"
             )
-        refuse = self._config.checkpoint.on_damaged_checkpoint == "refuse"
+        refuse = self._config.checkpoint.on_damaged_checkpoint == "error"
         problems = []
         for path in paths:
             problem = self._problem(path)
@@ -196,8 +196,8 @@ class CheckpointManager:
                 return read_run(path)
             if refuse:
                 raise ValueError(
-                    f"the checkpoint {path} is damaged, and --on-damaged-checkpoint is refuse: "
-                    f"{problem}. To take the one before it: --on-damaged-checkpoint previous"
+                    f"the checkpoint {path} is damaged, and --on-damaged-checkpoint is error: "
+                    f"{problem}. To take the one before it: --on-damaged-checkpoint fallback"
                 )
             self._say(f"WARNING: skipping the checkpoint {path}: {problem}")
             problems.append(f"\n  - {path}: {problem}")

@@ -983,10 +983,10 @@ class PrecisionConfig:
         1000, "steps without overflow after which the dynamic loss scale doubles"
     )
     hysteresis: int = option_field(2, "overflows before the dynamic loss scale is halved")
-    max_skipped_in_a_row: int = option_field(
+    max_consecutive_skipped_steps: int = option_field(
         50,
-        "end the run (status 3) when so many steps in a row, or one at the lowest loss scale, were "
-        "skipped for a gradient that was not finite; 0: never",
+        "exit (status 3) after this many consecutive steps with non-finite gradients, or one at "
+        "the minimum loss scale; 0 disables",
     )
     accumulate_allreduce_grads_in_fp32: bool = option_field(
         True,
@@ -1011,10 +1011,10 @@ class PrecisionConfig:
             value = getattr(self, name)
             if value is not None and value <= 0:
                 yield f"{flag_of(name)} {value}: must be positive"
-        if self.max_skipped_in_a_row < 0:
+        if self.max_consecutive_skipped_steps < 0:
             yield (
-                f"--max-skipped-in-a-row {self.max_skipped_in_a_row}: must not be negative (0 "
-                "never ends a run)"
+                f"--max-consecutive-skipped-steps {self.max_consecutive_skipped_steps}: must not "
+                "be negative (0 disables the limit)"
             )
 
 
@@ -1098,9 +1098,9 @@ class CheckpointConfig:
         None, "iteration of the checkpoint to load (default: the newest that is not damaged)"
     )
     on_damaged_checkpoint: str = option_field(
-        "previous",
-        "what follows if the newest checkpoint is damaged: the one before it is loaded, or none",
-        choices=("previous", "refuse"),
+        "fallback",
+        "what to do when the newest checkpoint is damaged: load the one before it, or exit",
+        choices=("fallback", "error"),
     )
     exit_on_missing_checkpoint: bool = option_field(
         False, "end with an error, instead of starting a new run, if --load holds no checkpoint"
@@ -1154,24 +1154,26 @@ class LoggingConfig:
     tensorboard_queue_size: int = option_field(1000, "events held back before TensorBoard writes")
     tensorboard_log_interval: int = option_field(1, "iterations between TensorBoard points")
     log_timers_to_tensorboard: bool = option_field(
-        False, "iteration times and throughput to TensorBoard"
+        False, "log iteration times and throughput to TensorBoard"
     )
     log_batch_size_to_tensorboard: bool = option_field(
-        False, "the global batch size to TensorBoard"
+        False, "log the global batch size to TensorBoard"
     )
     log_learning_rate_to_tensorboard: bool = option_field(
         True,
-        "no learning rate in TensorBoard",
+        "do not log the learning rate to TensorBoard",
         aliases=("no-log-learnig-rate-to-tensorboard",),
     )
-    log_loss_scale_to_tensorboard: bool = option_field(True, "no loss scale in TensorBoard")
+    log_loss_scale_to_tensorboard: bool = option_field(
+        True, "do not log the loss scale to TensorBoard"
+    )
     log_validation_ppl_to_tensorboard: bool = option_field(
-        False, "validation perplexity to TensorBoard"
+        False, "log the validation perplexity to TensorBoard"
     )
     log_world_size_to_tensorboard: bool = option_field(
-        False, "the number of processes to TensorBoard"
+        False, "log the number of processes to TensorBoard"
     )
-    log_memory_to_tensorboard: bool = option_field(False, "device memory to TensorBoard")
+    log_memory_to_tensorboard: bool = option_field(False, "log device memory to TensorBoard")
     log_params_norm: bool = option_field(
         False, "the norm of all parameters on the console line and in TensorBoard"
     )

@@ -14,7 +14,7 @@ from typing import Any
 from megatron_ds.config import PER_SPLIT_DATA_FIELDS, SPLIT_DATA_FIELDS, Config, flag_of
 from megatron_ds.data.blend_history import BlendHistory, BlendPhase
 
-SHARES = "data_shares.json"
+USAGE_FILE = "data_usage.json"
 """Name of the file with all shares."""
 SHOWN = 12
 """Sources that are told one by one; of more, the largest so many."""

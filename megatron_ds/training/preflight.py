@@ -247,7 +247,7 @@ def _checkpoint_problems(config: Config, dp_size: int, vocab_size: int | None) -
         if not paths:
             yield f"--ckpt-step {options.ckpt_step}: {folder} holds the iterations {there}"
             return
-    elif options.on_damaged_checkpoint == "refuse":
+    elif options.on_damaged_checkpoint == "error":
         paths = paths[:1]
     damaged = []
     for path in paths:

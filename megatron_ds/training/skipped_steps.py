@@ -48,7 +48,7 @@ class SkippedSteps:
         The engine's are averaged over ranks, and gone when it has skipped the step.
         """
         self._finite = {}
-        limit = self._config.max_skipped_in_a_row
+        limit = self._config.max_consecutive_skipped_steps
         if limit == 0 or (self._count < limit - 1 and not self._scale_may_be_spent):
             yield
             return
@@ -67,7 +67,7 @@ class SkippedSteps:
         self._count = self._count + 1 if result.skipped else 0
         scale, lowest = result.loss_scale, self._config.min_loss_scale
         self._scale_may_be_spent = scale is not None and scale <= lowest
-        limit = self._config.max_skipped_in_a_row
+        limit = self._config.max_consecutive_skipped_steps
         return limit > 0 and (self._count >= limit or result.loss_scale_exhausted)
 
     def make_error(
@@ -106,7 +106,7 @@ class SkippedSteps:
                 f"{words}, and the loss scale is at its lowest already (--min-loss-scale "
                 f"{self._config.min_loss_scale:g})"
             )
-        words += f" (--max-skipped-in-a-row {self._config.max_skipped_in_a_row})"
+        words += f" (--max-consecutive-skipped-steps {self._config.max_consecutive_skipped_steps})"
         return words if result.loss_scale is None else f"{words}; loss scale {result.loss_scale:g}"
 
     def _recovery_lines(
@@ -133,7 +133,7 @@ class SkippedSteps:
                 "represented"
             )
         yield "the data from there on (token ids, blends)"
-        yield "--max-skipped-in-a-row N to allow more, 0 to never stop"
+        yield "--max-consecutive-skipped-steps N to allow more, 0 to never stop"
 
 
 def latest_checkpoint(folders: Iterable[str | None], iteration: int) -> Path | None:

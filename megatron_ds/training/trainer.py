@@ -20,7 +20,7 @@ from megatron_ds.config import Config
 from megatron_ds.data.build_datasets import Datasets, build_datasets
 from megatron_ds.data.micro_batches import MicroBatchIterator
 from megatron_ds.data.usage_report import (
-    SHARES,
+    USAGE_FILE,
     as_json,
     describe_blend,
     summary,
@@ -275,7 +275,7 @@ def build_trainer(
         Path(config.checkpoint.save).mkdir(parents=True, exist_ok=True)
         checkpoints.warn_of_newer(state)
         write_json(Path(config.checkpoint.save) / "ds_config.json", engine.ds_config)
-        write_json(Path(config.checkpoint.save) / SHARES, as_json(data.shares))
+        write_json(Path(config.checkpoint.save) / USAGE_FILE, as_json(data.shares))
     return Trainer(
         config=config,
         mesh=mesh,
@@ -331,7 +331,7 @@ def _build_data(
         history=None if found is None else found.history,
         consumed=state.consumed_samples,
     )
-    full_list = None if save is None else str(Path(save) / SHARES)
+    full_list = None if save is None else str(Path(save) / USAGE_FILE)
     for line in summary(built.shares, full_list):
         output.print_on_rank(f"    {line}")
     if built.progress is not None and len(built.progress.history.phases) > 1:

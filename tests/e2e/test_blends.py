@@ -169,7 +169,7 @@ def test_groups_are_evaluated_and_logged_under_their_names(
     }
     (point,) = events.Scalars("lm-loss-validation/DOWN/lm loss validation")
     assert point.value == pytest.approx(told["DOWN", "validation_loss"]["validation_loss"])
-    shares = json.loads((run / "data_shares.json").read_text())
+    shares = json.loads((run / "data_usage.json").read_text())
     assert [(share["part"], share["group"], share["weight"]) for share in shares] == [
         ("train", "T", 1.0),
         ("valid", "UP", 1.0),

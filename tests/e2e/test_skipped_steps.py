@@ -61,9 +61,9 @@ def test_skips_are_counted_logged_and_survive_a_resume(
     ("scale", "words"),
     [
         (
-            {"loss_scale": 2**40, "max_skipped_in_a_row": 3},
+            {"loss_scale": 2**40, "max_consecutive_skipped_steps": 3},
             "iteration 3: 3 steps in a row skipped, as the gradient was not finite "
-            "(--max-skipped-in-a-row 3); loss scale 1.09951e+12",
+            "(--max-consecutive-skipped-steps 3); loss scale 1.09951e+12",
         ),
         (
             {"initial_loss_scale": 2**41, "min_loss_scale": 2**39, "hysteresis": 1},

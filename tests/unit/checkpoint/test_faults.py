@@ -129,7 +129,7 @@ def test_a_damaged_checkpoint_is_refused_where_the_flag_says_so(
 ) -> None:
     save(checkpoints, 4, 8)
     (folder / "global_step8" / "model_states.pt").unlink()
-    strict = with_knobs(config, said, on_damaged_checkpoint="refuse")
+    strict = with_knobs(config, said, on_damaged_checkpoint="error")
     with pytest.raises(ValueError, match=r"global_step8 is damaged.*model_states.pt is missing"):
         load(strict)
     shutil.rmtree(folder / "global_step8")

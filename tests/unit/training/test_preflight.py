@@ -471,7 +471,7 @@ def test_the_checkpoint_before_a_damaged_one_is_looked_at(checkpoints: Path) -> 
     (checkpoints / "global_step4" / RUN).write_text("{}")
 
     assert judged(f"--load {checkpoints}")[1] == []
-    refused = judged(f"--load {checkpoints} --on-damaged-checkpoint refuse")[1]
+    refused = judged(f"--load {checkpoints} --on-damaged-checkpoint error")[1]
     assert "no checkpoint that is whole (global_step4: its manifest.json or run.json" in refused[0]
     assert "global_step2 does not fit" in judged(f"--load {checkpoints} --seed 1")[1][0]
 

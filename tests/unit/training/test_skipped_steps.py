@@ -31,16 +31,16 @@ def ends_at(results: list[StepResult], **options: Any) -> int | None:
 
 def test_only_skips_in_a_row_count() -> None:
     broken = [SKIPPED, SKIPPED, GOOD, SKIPPED, SKIPPED, SKIPPED]
-    assert ends_at(broken, max_skipped_in_a_row=3) == 6
-    assert ends_at(broken[:5], max_skipped_in_a_row=3) is None
-    assert ends_at([SKIPPED], max_skipped_in_a_row=1) == 1
+    assert ends_at(broken, max_consecutive_skipped_steps=3) == 6
+    assert ends_at(broken[:5], max_consecutive_skipped_steps=3) is None
+    assert ends_at([SKIPPED], max_consecutive_skipped_steps=1) == 1
 
 
 def test_fifty_is_the_default_and_zero_never_ends() -> None:
     assert ends_at([SKIPPED] * 100) == 50
-    assert ends_at([SKIPPED] * 100, max_skipped_in_a_row=0) is None
+    assert ends_at([SKIPPED] * 100, max_consecutive_skipped_steps=0) is None
     spent = StepResult(1.0, math.inf, skipped=True, loss_scale=1.0, loss_scale_exhausted=True)
-    assert ends_at([spent], max_skipped_in_a_row=0) is None
+    assert ends_at([spent], max_consecutive_skipped_steps=0) is None
 
 
 def test_a_skip_at_the_lowest_scale_ends_at_once() -> None:
@@ -63,7 +63,7 @@ def test_gradients_are_looked_at_only_before_the_end(
     before: list[StepResult], watched: bool
 ) -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    counted = skips(model, max_skipped_in_a_row=3, min_loss_scale=4.0)
+    counted = skips(model, max_consecutive_skipped_steps=3, min_loss_scale=4.0)
     for result in before:
         assert not counted.limit_reached(result)
     with counted.record_gradients():
