@@ -1,16 +1,12 @@
-"""A corpus with all kinds of duplicates, a cleaning that writes every kind of file, and kills."""
+"""A corpus with all kinds of duplicates, and a cleaning that writes every kind of file."""
 
 from __future__ import annotations
 
 import json
-import os
-import signal
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from megatron_ds.cleaning.options import CleaningOptions
-from megatron_ds.fileio import resumable
 from megatron_ds.preprocess.document_readers import InputSpec
 
 
@@ -47,31 +43,3 @@ def everything(folder: Path, **other: Any) -> CleaningOptions:
 
 def files(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
-
-
-def killed_at(number: int, name: str, run: Callable[[], object]) -> bool:
-    """Runs in a child that kills itself at the n-th call of os.<name>; whether it came to that."""
-    child = os.fork()
-    if child == 0:
-        code = 1
-        try:
-            original = getattr(resumable.os, name)
-            calls = 0
-
-            def killing(*arguments: Any) -> Any:
-                nonlocal calls
-                calls += 1
-                if calls == number:
-                    os.kill(os.getpid(), signal.SIGKILL)
-                return original(*arguments)
-
-            setattr(resumable.os, name, killing)
-            run()
-            code = 0
-        finally:
-            os._exit(code)
-    _, status = os.waitpid(child, 0)
-    if os.WIFSIGNALED(status):
-        return True
-    assert status == 0
-    return False

@@ -5,13 +5,10 @@ from __future__ import annotations
 import dataclasses
 import gzip
 import json
-import os
-import signal
-import time
 from collections.abc import Callable
 from itertools import count
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import pyarrow as pa
 import pytest
@@ -20,6 +17,7 @@ from pyarrow import parquet
 from megatron_ds.preprocess.document_readers import InputSpec
 from megatron_ds.preprocess.pipeline import PreprocessOptions, Progress, preprocess
 from megatron_ds.tokenizer.null import NullTokenizer
+from tests.faults import is_killed, is_killed_at, kill
 
 TOKENIZER = NullTokenizer(100)
 ROWS = [{"a": f"{n % 100} {n % 7}", "b": " ".join(["5"] * (n % 4))} for n in range(60)]
@@ -98,48 +96,21 @@ def interrupt(options: PreprocessOptions, chunks: int) -> list[str]:
 
 def killed_after(options: PreprocessOptions, chunks: int) -> bool:
     """Runs in a process that is killed when so many chunks are written."""
-    child = os.fork()
-    if child == 0:
-        numbers = count(1)
+    numbers = count(1)
 
-        def report(progress: Progress) -> None:
-            if next(numbers) == chunks:
-                os.kill(os.getpid(), signal.SIGKILL)
+    def report(progress: Progress) -> None:
+        if next(numbers) == chunks:
+            kill()
 
-        try:
-            preprocess(options, TOKENIZER, report, say=lambda line: None)
-        finally:
-            os._exit(0)
-    return os.WIFSIGNALED(os.waitpid(child, 0)[1])
+    return is_killed(lambda: preprocess(options, TOKENIZER, report, say=lambda line: None))
 
 
 def killed_at(options: PreprocessOptions, step: int) -> bool:
-    """Runs in a process that is killed before its nth sync, renaming or removal of a file; whether
-    it came so far."""
-    child = os.fork()
-    if child == 0:
-        _die_at(options, step)
-    return os.WIFSIGNALED(os.waitpid(child, 0)[1])
-
-
-def _die_at(options: PreprocessOptions, step: int) -> NoReturn:
-    steps = count(1)
-
-    def counted(call: Callable[..., Any]) -> Callable[..., Any]:
-        def replacement(*args: Any, **kwargs: Any) -> Any:
-            if next(steps) == step:
-                os.kill(os.getpid(), signal.SIGKILL)
-                time.sleep(60)  # the signal may reach another thread first
-            return call(*args, **kwargs)
-
-        return replacement
-
-    for name in ("fsync", "replace", "unlink"):
-        setattr(os, name, counted(getattr(os, name)))
-    try:
-        preprocess(options, TOKENIZER, say=lambda line: None)
-    finally:
-        os._exit(0)
+    """Whether a process is killed before its nth sync, renaming or removal of a file."""
+    return is_killed_at(
+        f"os.fsync|os.replace|os.unlink:{step}",
+        lambda: preprocess(options, TOKENIZER, say=lambda line: None),
+    )
 
 
 def check_kills(folder: Path, name: str, every: int) -> int:

@@ -1,9 +1,9 @@
-"""Starts pretrain_gpt.py as a user does, reads what it left, and leaves no process behind.
+"""Starts pretrain_gpt.py as a user does, reads what it writes, and leaves no process behind.
 
-The ranks of a run are started with the environment that a launcher sets, as one process group: one
-signal reaches them all. They are forked from a process that has done the imports (zygote.py), or
-started as commands. Every process carries a mark in its environment, by which those that outlive
-their test are found, whatever started them.
+The ranks of a run get the environment that a launcher sets and form one process group, so that one
+signal reaches them all. They are forked from a process that has done the imports (fork_server.py)
+or started as commands. Every process carries a mark in its environment, which identifies those that
+outlive their test, however they were started.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from megatron_ds.engine.ds_checkpoint_io import read_tensors
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
 PRETRAIN = REPOSITORY / "pretrain_gpt.py"
+FAULTS = REPOSITORY / "tests" / "faults.py"
 DEADLINE = 300.0
 """Seconds after which a run is taken to hang."""
 MARK = "MEGATRON_DS_E2E"
@@ -72,10 +73,10 @@ class Process(Protocol):
 
 
 class ForkServer:
-    """The process of zygote.py, which forks runs."""
+    """The process of fork_server.py, which forks runs."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
-        command = [sys.executable, str(REPOSITORY / "tests" / "e2e" / "zygote.py")]
+        command = [sys.executable, str(REPOSITORY / "tests" / "e2e" / "fork_server.py")]
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
@@ -100,19 +101,19 @@ class ForkServer:
     def _answer(self) -> Any:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
-        assert line, f"the zygote ended with status {self._process.wait()}"
+        assert line, f"the fork server ended with status {self._process.wait()}"
         return json.loads(line)
 
 
 class ForkedProcess:
-    """A process that the zygote forked."""
+    """A process that the fork server forked."""
 
-    def __init__(self, zygote: ForkServer, pid: int) -> None:
-        self._zygote, self.pid, self._code = zygote, pid, None
+    def __init__(self, fork_server: ForkServer, pid: int) -> None:
+        self._fork_server, self.pid, self._code = fork_server, pid, None
 
     def poll(self) -> int | None:
         if self._code is None:
-            self._code = self._zygote.ask(poll=self.pid)
+            self._code = self._fork_server.ask(poll=self.pid)
         return self._code
 
     def wait(self, timeout: float | None = None) -> int:
@@ -184,7 +185,7 @@ class Launcher:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._mark = uuid.uuid4().hex
-        self._zygote: ForkServer | None = None
+        self._fork_server: ForkServer | None = None
         self._runs: list[Run] = []
 
     def start(
@@ -194,16 +195,30 @@ class Launcher:
         ranks: int = 1,
         script: Path = PRETRAIN,
         environment: Mapping[str, str] | None = None,
+        fault: str | None = None,
+        fault_rank: int | None = None,
         fork: bool = True,
     ) -> Run:
         """Starts a script (pretrain_gpt.py) on `ranks` processes, without a launcher.
 
-        fork: from the zygote; otherwise as commands of their own.
+        Args:
+            settings: Flags by field name.
+            ranks: Number of processes.
+            script: Program to run.
+            environment: Additional variables.
+            fault: Fault to inject, as tests/faults.py describes; runs pretrain_gpt.py.
+            fault_rank: Rank on which the fault occurs. If None, it occurs on all ranks.
+            fork: Fork the processes from the fork server; otherwise start commands.
         """
         port = str(free_port())
+        environment = dict(environment or {})
+        if fault is not None:
+            script, environment["FAULT"] = FAULTS, fault
+        if fault_rank is not None:
+            environment["FAULT_RANK"] = str(fault_rank)
         environments = [
             {
-                **(environment or {}),
+                **environment,
                 "RANK": str(rank),
                 "LOCAL_RANK": str(rank),
                 "WORLD_SIZE": str(ranks),
@@ -249,14 +264,14 @@ class Launcher:
         return min(pid for pid in self._marked() if f"RANK={rank}" in _environment_of(pid))
 
     def close(self) -> None:
-        if self._zygote is not None:
-            self._zygote.close()
+        if self._fork_server is not None:
+            self._fork_server.close()
 
     def _fork(self, script: Path, argv: list[str], extras: Sequence[Mapping[str, str]]) -> Run:
-        if self._zygote is None:
-            self._zygote = ForkServer(self._environment({}))
+        if self._fork_server is None:
+            self._fork_server = ForkServer(self._environment({}))
         logs = [self._log() for _ in extras]
-        pids = self._zygote.ask(
+        pids = self._fork_server.ask(
             start={
                 "script": str(script),
                 "argv": argv,
@@ -264,7 +279,7 @@ class Launcher:
                 "logs": [str(log) for log in logs],
             }
         )
-        return self._noted(Run([ForkedProcess(self._zygote, pid) for pid in pids], logs))
+        return self._noted(Run([ForkedProcess(self._fork_server, pid) for pid in pids], logs))
 
     def _start(
         self, commands: Sequence[list[str]], environments: Sequence[Mapping[str, str]]
@@ -299,14 +314,14 @@ class Launcher:
         return {**clean_environment(), MARK: self._mark, **extra}
 
     def _marked(self) -> dict[int, str]:
-        """Processes of this launcher that are alive, but for the zygote: pid -> command line.
+        """Processes of this launcher that are alive, except the fork server: pid -> command line.
 
         Empty on a system without /proc.
         """
         mark = f"{MARK}={self._mark}".encode()
         found = {}
         for folder in Path("/proc").glob("[0-9]*"):
-            if self._zygote is not None and folder.name == str(self._zygote.pid):
+            if self._fork_server is not None and folder.name == str(self._fork_server.pid):
                 continue
             try:
                 if mark in (folder / "environ").read_bytes():

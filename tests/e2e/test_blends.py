@@ -14,7 +14,6 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from megatron_ds.data.indexed_dataset import IndexedWriter
 from tests.e2e.conftest import VOCAB
 from tests.e2e.runs import (
-    REPOSITORY,
     Launcher,
     Settings,
     checkpoint_differences,
@@ -24,7 +23,6 @@ from tests.e2e.runs import (
     steps,
 )
 
-KILLED = REPOSITORY / "tests" / "e2e" / "killed.py"
 CHANGE, END, BATCH = 4, 8, 8
 """Iteration at which the mixture changes, the last one, and samples of each."""
 
@@ -77,8 +75,7 @@ def test_the_mixture_changes_on_resume_and_a_kill_changes_nothing(
     run = launcher.start(
         {**mixed, "save": killed, "load": killed},
         ranks=2,
-        script=KILLED,
-        environment={"KILL_AT": f"position:{6 * BATCH + BATCH // 2}"},
+        fault=f"micro-batch:{6 * BATCH + BATCH // 2}:kill-all",
     )
     assert set(run.wait().codes) == {-9}
     output = launcher.start({**mixed, "save": two, "load": two}, ranks=2).succeed()

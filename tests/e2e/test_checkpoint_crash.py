@@ -17,7 +17,6 @@ import pytest
 from megatron_ds.checkpoint.metadata import find_damage, list_checkpoints, read_run
 from megatron_ds.launch.exit_codes import ExitCode
 from tests.e2e.runs import (
-    REPOSITORY,
     Launcher,
     Run,
     Settings,
@@ -27,7 +26,6 @@ from tests.e2e.runs import (
     steps,
 )
 
-KILLED = REPOSITORY / "tests" / "e2e" / "killed.py"
 RANKS = 2
 SCHEDULE: Settings = {
     "global_batch_size": 8,
@@ -39,12 +37,12 @@ SCHEDULE: Settings = {
 CRASHED_AT = 4
 
 COMPLETE_BEFORE = {
-    "between_files": 2,
-    "before_run_facts": 2,
-    "before_manifest": 2,
-    "before_rename": 2,
-    "before_pointers": 4,
-    "between_pointers": 4,
+    "between-engine-files": 2,
+    "before-run-facts": 2,
+    "before-manifest": 2,
+    "before-rename": 2,
+    "before-pointers": 4,
+    "between-pointers": 4,
 }
 """Stage of the crash -> iteration of the newest complete checkpoint after it."""
 
@@ -75,9 +73,7 @@ def test_a_crash_during_a_save_costs_at_most_that_save(
 ) -> None:
     run = tmp_path / "run"
     settings = {**base, **SCHEDULE, "save": run, "load": run}
-    crashed = launcher.start(
-        settings, ranks=RANKS, script=KILLED, environment={"KILL_AT": f"{stage}:{CRASHED_AT}"}
-    ).wait()
+    crashed = launcher.start(settings, ranks=RANKS, fault=f"{stage}:{CRASHED_AT}:kill-all").wait()
     assert set(crashed.codes) == {-9}
     named = (run / f"global_step{CRASHED_AT}").exists()
     assert named == (COMPLETE_BEFORE[stage] == CRASHED_AT)

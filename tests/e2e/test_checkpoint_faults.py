@@ -7,8 +7,6 @@ The errors come from the system calls themselves: faulty_disk.cpp stands before 
 from __future__ import annotations
 
 import errno
-import shutil
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,7 +14,8 @@ import pytest
 
 from megatron_ds.checkpoint.metadata import find_damage
 from megatron_ds.launch.exit_codes import ExitCode
-from tests.e2e.runs import REPOSITORY, Launcher, Result, Settings, checkpoint_differences, steps
+from tests.e2e.runs import Launcher, Result, Settings, checkpoint_differences, steps
+from tests.faults import build_faulty_disk
 
 RANKS = 2
 FAILS_AT = 4
@@ -27,17 +26,9 @@ SCHEDULE: Settings = {"global_batch_size": 8, "train_iters": 6, "save_interval":
 @pytest.fixture(scope="module")
 def launcher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launcher]:
     """A launcher whose processes have the faulty disk loaded."""
-    compiler = shutil.which("g++")
-    if compiler is None:
-        pytest.skip("needs g++")
     folder = tmp_path_factory.mktemp("faulty")
-    library = folder / "faulty_disk.so"
-    source = REPOSITORY / "tests" / "e2e" / "faulty_disk.cpp"
-    subprocess.run(
-        [compiler, "-shared", "-fPIC", "-O1", "-o", str(library), str(source), "-ldl"], check=True
-    )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("LD_PRELOAD", str(library))
+        patch.setenv("LD_PRELOAD", str(build_faulty_disk(folder)))
         launcher = Launcher(folder)
         yield launcher
         launcher.close()

@@ -9,7 +9,8 @@ import pytest
 
 from megatron_ds.cleaning.pipeline import clean
 from megatron_ds.fileio.resumable import RECORD
-from tests.cleaning_runs import corpus, everything, files, killed_at, write
+from tests.cleaning_runs import corpus, everything, files, write
+from tests.faults import is_killed_at
 from tools.openwebtext import blacklist_urls, find_duplicates
 
 
@@ -24,10 +25,10 @@ def test_a_run_that_is_killed_anywhere_ends_as_an_undisturbed_one(tmp_path: Path
             for path in tmp_path.iterdir():
                 if path.name != "in.jsonl":
                     path.unlink()
-            if not killed_at(number, name, lambda: clean(everything(tmp_path))):
+            if not is_killed_at(f"os.{name}:{number}", lambda: clean(everything(tmp_path))):
                 break
             kills += 1
-            killed_at(2, "replace", lambda: clean(everything(tmp_path, resume=True)))
+            is_killed_at("os.replace:2", lambda: clean(everything(tmp_path, resume=True)))
             clean(everything(tmp_path, resume=True))
             assert files(tmp_path) == wanted
         else:
@@ -73,7 +74,7 @@ def test_the_old_names_go_on_after_a_kill(
     for name, numbers in (("replace", range(1, 100)), ("fsync", range(1, 1000, 4))):
         for number in numbers:
             (tmp_path / "out").unlink()
-            if not killed_at(number, name, lambda: main(asked)):
+            if not is_killed_at(f"os.{name}:{number}", lambda: main(asked)):
                 break
             kills += 1
             capsys.readouterr()

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.runs import Launcher, Settings, shared_memory_of
-from tests.e2e.test_signals import ENDLESS, TROUBLED, launched, linux, trained
+from tests.e2e.test_signals import ENDLESS, launched, linux, trained
+from tests.faults import FAILURE, HANG_MESSAGE
 
 
 @linux
@@ -63,14 +64,13 @@ def test_an_exception_in_one_rank_is_told_once_and_ends_all(
     culprit: int, launcher: Launcher, base: Settings, tmp_path: Path
 ) -> None:
     settings = {**base, "train_iters": ENDLESS, "save": tmp_path}
-    trouble = {"TROUBLE": "fail:3", "RANK_IN_TROUBLE": str(culprit)}
-    run = launcher.start(settings, ranks=2, script=TROUBLED, environment=trouble)
+    run = launcher.start(settings, ranks=2, fault="iteration:3:fail", fault_rank=culprit)
     result = run.wait()
     assert result.codes == ((1, 4) if culprit == 0 else (4, 1))
     assert result.output.count("Traceback") == 1
-    words = "failed: ZeroDivisionError: the trouble of this rank"
-    assert f"troubled.py: rank {culprit}: {words}\n" in result.output
-    other = f"troubled.py: rank {1 - culprit}: ends, because rank {culprit} {words}\n"
+    words = f"failed: ZeroDivisionError: {FAILURE}"
+    assert f"faults.py: rank {culprit}: {words}\n" in result.output
+    other = f"faults.py: rank {1 - culprit}: ends, because rank {culprit} {words}\n"
     assert result.output.count(other) == 1
 
 
@@ -78,7 +78,7 @@ def test_a_full_device_is_answered_with_the_flags_that_help(
     launcher: Launcher, base: Settings
 ) -> None:
     settings = {**base, "train_iters": 2}
-    run = launcher.start(settings, script=TROUBLED, environment={"TROUBLE": "memory:2"})
+    run = launcher.start(settings, fault="iteration:2:out-of-memory")
     result = run.wait()
     assert result.codes == (1,)
     last = result.output[result.output.index("the device's memory is full") :]
@@ -91,8 +91,8 @@ def test_a_rank_that_hangs_in_python_is_ended_with_the_others(
 ) -> None:
     """No collective of its own will ever fail."""
     settings = {**base, "train_iters": ENDLESS, "save": tmp_path}
-    run = launcher.start(settings, ranks=2, script=TROUBLED, environment={"TROUBLE": "hang:2"})
-    run.wait_until(lambda: "this rank hangs" in run.output)
+    run = launcher.start(settings, ranks=2, fault="iteration:2:hang", fault_rank=0)
+    run.wait_until(lambda: HANG_MESSAGE in run.output)
     os.kill(run.pids[1], signal.SIGKILL)
     result = run.wait()
     assert result.codes == (4, -9)
@@ -103,8 +103,7 @@ def test_a_collective_that_waits_too_long_names_the_flag(
     launcher: Launcher, base: Settings, tmp_path: Path
 ) -> None:
     settings = {**base, "train_iters": ENDLESS, "save": tmp_path}
-    trouble = {"TROUBLE": "hang-timeout:2"}
-    run = launcher.start(settings, ranks=2, script=TROUBLED, environment=trouble)
+    run = launcher.start(settings, ranks=2, fault="iteration:2:hang-past-timeout", fault_rank=0)
     result = run.wait()
     assert result.codes == (4, 1)
     assert "rank 1: another rank did not come to a collective within" in result.output

@@ -10,9 +10,8 @@ from tensorboard.backend.event_processing.event_accumulator import (  # type: ig
     EventAccumulator,
 )
 
-from tests.e2e.runs import REPOSITORY, Launcher, Settings, records, steps
+from tests.e2e.runs import Launcher, Settings, records, steps
 
-KILLED = REPOSITORY / "tests" / "e2e" / "killed.py"
 WHOLE, SAVED, KILL_POSITION = 8, 3, 20
 """Batches of 4 samples: the kill comes in iteration 6, three after the checkpoint."""
 TAG = "lm-loss-training/lm loss"
@@ -40,9 +39,7 @@ def test_a_killed_run_goes_on_without_a_step_twice(
         "eval_iters": 1,
         "log_timers_to_tensorboard": True,
     }
-    killed = launcher.start(
-        settings, ranks=2, script=KILLED, environment={"KILL_AT": f"position:{KILL_POSITION}"}
-    )
+    killed = launcher.start(settings, ranks=2, fault=f"micro-batch:{KILL_POSITION}:kill-all")
     assert set(killed.wait().codes) == {-9}
     assert [step["iteration"] for step in steps(save)] == [1, 2, 3, 4, 5]
     assert points(board)[TAG] == [1, 2, 3, 4, 5]
@@ -83,7 +80,7 @@ def test_a_run_that_dies_before_it_saves_begins_anew_beside_its_records(
         "tensorboard_dir": board,
         "global_batch_size": 2,
     }
-    dead = launcher.start(settings, script=KILLED, environment={"KILL_AT": "position:4"})
+    dead = launcher.start(settings, fault="micro-batch:4:kill-all")
     assert dead.wait().codes == (-9,)
     output = launcher.start(settings).succeed()
 

@@ -14,7 +14,6 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from megatron_ds.data.indexed_dataset import IndexedWriter
 from megatron_ds.data.validation import PROBED_BLOCKS, PROBED_TOKENS
 from tests.e2e.runs import (
-    REPOSITORY,
     Launcher,
     Settings,
     evaluations,
@@ -23,7 +22,6 @@ from tests.e2e.runs import (
     steps,
 )
 
-KILLED = REPOSITORY / "tests" / "e2e" / "killed.py"
 ENDLESS = 100_000
 """Iterations of a run that must be ended by something else."""
 
@@ -173,8 +171,7 @@ def test_a_crash_and_a_resume_leave_each_record_and_point_once(
     killed = launcher.start(
         {**settings, "global_batch_size": 8},
         ranks=2,
-        script=KILLED,
-        environment={"KILL_AT": "position:28"},
+        fault="micro-batch:28:kill-all",
     )
     assert set(killed.wait().codes) == {-9}
     assert [record["iteration"] for record in steps(run)] == [1, 2, 3]

@@ -8,7 +8,6 @@ from __future__ import annotations
 import errno
 import os
 import random
-import shutil
 import signal
 import subprocess
 import sys
@@ -17,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.runs import REPOSITORY
+from tests.faults import build_faulty_disk
 
 DOCUMENTS = 20_000
 TOOL = """
@@ -134,12 +134,7 @@ def test_a_full_disk(
     undisturbed: dict[str, bytes],
     part: str,
 ) -> None:
-    compiler = shutil.which("g++")
-    if compiler is None:
-        pytest.skip("needs g++")
-    library = str(tmp_path_factory.mktemp("faulty") / "faulty_disk.so")
-    source = str(REPOSITORY / "tests" / "e2e" / "faulty_disk.cpp")
-    subprocess.run([compiler, "-shared", "-fPIC", "-o", library, source, "-ldl"], check=True)
+    library = str(build_faulty_disk(tmp_path_factory.mktemp("faulty")))
     corpus(tmp_path)
     fault = f"write:{errno.ENOSPC}:50000:{part}"
     process = start(tmp_path, "--workers", "1", LD_PRELOAD=library, DISK_FAULT=fault)

@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 
 from tests.e2e.runs import (
-    REPOSITORY,
     Launcher,
     Run,
     Settings,
@@ -24,8 +23,6 @@ from tests.e2e.runs import (
     records,
     steps,
 )
-
-KILLED = REPOSITORY / "tests" / "e2e" / "killed.py"
 
 # Micro-batches of 2 samples. Batches 4 4 4 8 | 8 12 12 12: the checkpoint is that of iteration 4,
 # after 20 samples. The kill comes in iteration 6, at its second micro-step of two ranks or its
@@ -88,9 +85,7 @@ LAYOUTS = [
 def killed_run(
     launcher: Launcher, settings: Settings, ranks: int, position: int = KILL_POSITION
 ) -> Run:
-    return launcher.start(
-        settings, ranks=ranks, script=KILLED, environment={"KILL_AT": f"position:{position}"}
-    )
+    return launcher.start(settings, ranks=ranks, fault=f"micro-batch:{position}:kill-all")
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)

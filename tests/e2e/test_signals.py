@@ -15,7 +15,6 @@ import pytest
 from tests.e2e.runs import (
     DEADLINE,
     PRETRAIN,
-    REPOSITORY,
     Launcher,
     Run,
     Settings,
@@ -26,8 +25,8 @@ from tests.e2e.runs import (
     steps,
     to_flags,
 )
+from tests.faults import HANG_MESSAGE
 
-TROUBLED = REPOSITORY / "tests" / "e2e" / "troubled.py"
 PROGRAMS = Path(sys.executable).parent
 ENDLESS = 100_000
 
@@ -101,9 +100,8 @@ def test_a_further_sigint_ends_a_run_that_hangs(
 ) -> None:
     """The other rank waits in a collective, which no signal gets it out of."""
     settings = {**base, "train_iters": ENDLESS, "save": tmp_path}
-    trouble = {"TROUBLE": "hang:2"}
-    run = launcher.start(settings, ranks=2, script=TROUBLED, environment=trouble)
-    run.wait_until(lambda: "this rank hangs" in run.output)
+    run = launcher.start(settings, ranks=2, fault="iteration:2:hang", fault_rank=0)
+    run.wait_until(lambda: HANG_MESSAGE in run.output)
 
     end = time.monotonic() + DEADLINE
     while "was ended at once by a further SIGINT" not in run.output and time.monotonic() < end:
@@ -141,9 +139,8 @@ def test_a_signal_to_one_rank_at_the_start_ends_all(
 ) -> None:
     """Rank 0 hangs in Python, rank 1 in a collective that waits for it."""
     settings = {**base, "train_iters": 1}
-    trouble = {"TROUBLE": "hang-start:0"}
-    run = launcher.start(settings, ranks=2, script=TROUBLED, environment=trouble)
-    run.wait_until(lambda: "this rank hangs" in run.output)
+    run = launcher.start(settings, ranks=2, fault="build-engine:1:hang", fault_rank=0)
+    run.wait_until(lambda: HANG_MESSAGE in run.output)
     os.kill(run.pids[signalled], signal.SIGTERM)
     result = run.wait()
     assert result.codes == (143, 143)
@@ -158,8 +155,7 @@ def test_a_save_is_finished_and_no_step_follows(
     launcher: Launcher, base: Settings, tmp_path: Path
 ) -> None:
     settings = {**base, "train_iters": ENDLESS, "save_interval": 2, "save": tmp_path}
-    trouble = {"TROUBLE": "signal-save:2", "RANK_IN_TROUBLE": "1"}
-    run = launcher.start(settings, ranks=2, script=TROUBLED, environment=trouble)
+    run = launcher.start(settings, ranks=2, fault="after-engine-save:2:terminate", fault_rank=1)
     result = run.wait()
     assert result.codes == (143, 143)
     assert len(losses(tmp_path)) == 2
@@ -175,8 +171,8 @@ def test_an_evaluation_is_broken_off_and_the_state_saved(
 ) -> None:
     """Evaluations of six micro-batches on each rank, after iteration 2, 4 and at the end."""
     settings = {**base, "train_iters": 4, "eval_interval": 2, "eval_iters": 6, "save": tmp_path}
-    trouble = {"TROUBLE": f"signal-evaluation:{micro_batch}", "RANK_IN_TROUBLE": "1"}
-    run = launcher.start(settings, ranks=2, script=TROUBLED, environment=trouble)
+    fault = f"evaluation:{micro_batch}:terminate"
+    run = launcher.start(settings, ranks=2, fault=fault, fault_rank=1)
     result = run.wait()
     assert result.codes == (143, 143)
     assert len(losses(tmp_path)) == last

@@ -20,7 +20,8 @@ from megatron_ds.cleaning.pipeline import clean
 from megatron_ds.cleaning.stats import Counts
 from megatron_ds.fileio import resumable
 from megatron_ds.preprocess.document_readers import InputSpec
-from tests.cleaning_runs import corpus, everything, files, killed_at, write
+from tests.cleaning_runs import corpus, everything, files, write
+from tests.faults import is_killed_at
 
 TASK = "one two three four five six seven eight nine ten eleven twelve thirteen"
 
@@ -175,7 +176,7 @@ def test_an_input_that_changed_since_is_not_gone_on_with(tmp_path: Path) -> None
     wanted = files(tmp_path)
     for name in set(wanted) - {"in.jsonl"}:
         (tmp_path / name).unlink()
-    assert killed_at(3, "replace", lambda: clean(everything(tmp_path)))
+    assert is_killed_at("os.replace:3", lambda: clean(everything(tmp_path)))
     then = source.stat().st_mtime_ns
     os.utime(source, ns=(then, then + 1))
     with pytest.raises(ValueError) as caught:
