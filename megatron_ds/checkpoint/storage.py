@@ -5,7 +5,6 @@ Every function runs on one rank and knows no others. The order of the steps is n
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
@@ -22,7 +21,8 @@ from megatron_ds.checkpoint.metadata import (
     list_checkpoints,
     read_manifest,
 )
-from megatron_ds.engine.ds_checkpoint_io import naming, read_tensors
+from megatron_ds.engine.ds_checkpoint_io import read_tensors
+from megatron_ds.fileio.atomic import fsync_path, sha256_of, write_atomically
 
 INCOMPLETE = ".incomplete-"
 """Prefix of a folder that is being written."""
@@ -41,36 +41,16 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes a text file so that it is whole or not there."""
-    temporary = path.with_name(f".{path.name}.incomplete")
-    try:
-        with naming(path), open(temporary, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
-    flush(path.parent)
-
-
-def flush(path: Path) -> None:
-    """Waits until a file or a folder's entries are on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        with naming(path):
-            os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    """Replaces a text file atomically and durably."""
+    write_atomically(path, text.encode())
 
 
 def fsync_and_hash(path: Path, names: list[str]) -> dict[str, Any]:
     """The manifest's entries of some of a checkpoint's files, which are on the disk then."""
     entries = {}
     for name in names:
-        flush(path / name)
-        entries[name] = {"bytes": (path / name).stat().st_size, "sha256": _sha256(path / name)}
+        fsync_path(path / name)
+        entries[name] = {"bytes": (path / name).stat().st_size, "sha256": sha256_of(path / name)}
     return entries
 
 
@@ -81,7 +61,7 @@ def find_damaged_files(path: Path, names: list[str]) -> dict[str, str]:
     files = read_manifest(path)
     found = {}
     for name in names:
-        if name in files and _sha256(path / name) != files[name]["sha256"]:
+        if name in files and sha256_of(path / name) != files[name]["sha256"]:
             found[name] = f"{name} is damaged (its SHA-256 differs from the manifest's)"
         elif name.endswith(STATES):
             try:
@@ -89,11 +69,6 @@ def find_damaged_files(path: Path, names: list[str]) -> dict[str, str]:
             except ValueError as error:
                 found[name] = str(error)
     return found
-
-
-def _sha256(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def restore_replaced(folder: Path) -> None:
@@ -122,7 +97,7 @@ def publish(temporary: Path, target: Path) -> None:
         os.rename(target, replaced)
     os.rename(temporary, target)
     try:
-        flush(target.parent)
+        fsync_path(target.parent)
     except OSError:
         os.rename(target, temporary)  # a save that is told to have failed leaves no checkpoint
         raise

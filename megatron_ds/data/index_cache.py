@@ -11,20 +11,19 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-import os
 import shutil
 import tempfile
 import uuid
 import zlib
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import IO, Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
 
-from megatron_ds.fileio.atomic import sync_folder
+from megatron_ds.fileio.atomic import atomic_write, fsync_path
 from megatron_ds.fileio.file_lock import WaitPolicy, locked
 from megatron_ds.fileio.memory_map import map_file
 
@@ -160,23 +159,14 @@ def _store(folder: Path, name: str, arrays: Arrays, decides: Mapping[str, Any]) 
     with _replacing(folder / f"{name}.json") as file:
         text = json.dumps({"arrays": described, "made from": decides}, indent=1)
         file.write(f"{text}\n".encode())
-    sync_folder(folder)
+    fsync_path(folder)
 
 
 def _describe(array: npt.NDArray[np.integer]) -> dict[str, Any]:
     return {"dtype": array.dtype.str, "shape": list(array.shape), "crc32": zlib.crc32(array.data)}
 
 
-@contextmanager
-def _replacing(path: Path) -> Iterator[IO[bytes]]:
-    """A file under a temporary name of its own; what was written there gets the name at the end."""
+def _replacing(path: Path) -> AbstractContextManager[BinaryIO]:
+    """Replaces a file atomically; processes that build the same index do not share a temporary."""
     partial = path.with_name(f"{path.name}.{uuid.uuid4().hex}.partial")
-    try:
-        with open(partial, "wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, path)
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise
+    return atomic_write(path, temporary=partial, fsync_folder=False)

@@ -30,7 +30,13 @@ from typing import BinaryIO, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from megatron_ds.fileio.atomic import naming, open_read_write, sync, sync_folder, truncate_to
+from megatron_ds.fileio.atomic import (
+    fsync_file,
+    fsync_path,
+    name_in_errors,
+    open_read_write,
+    truncate_to,
+)
 from megatron_ds.fileio.file_lock import is_at, lock_now
 from megatron_ds.fileio.memory_map import map_file
 
@@ -213,7 +219,7 @@ class IndexedWriter:
             if written == NOTHING:
                 for file in self.files:
                     file.truncate(0)
-                with naming(self._index.name):
+                with name_in_errors(self._index.name):
                     self._index.truncate(HEADER.size)  # room for what is known at the end
             for file, size in zip(self.files, sizes, strict=True):
                 truncate_to(file, size)
@@ -273,15 +279,15 @@ class IndexedWriter:
         """Flush both files to disk, which may fail or take long, and leave them without names."""
         self._check_open()
         for file in (self._bin, self._documents):
-            sync(file)
-        with naming(self._index.name):
+            fsync_file(file)
+        with name_in_errors(self._index.name):
             self._write_index()
-            sync(self._index)
+            fsync_file(self._index)
         partial_made_by = f"{self.prefix}{TOKENIZER_SUFFIX}.partial"
         if self._made_by is not None:
-            with naming(partial_made_by), open(partial_made_by, "wb") as file:
+            with name_in_errors(partial_made_by), open(partial_made_by, "wb") as file:
                 file.write(self._made_by)
-                sync(file)
+                fsync_file(file)
         self._complete = True
 
     def finalize(self) -> None:
@@ -336,7 +342,7 @@ class IndexedWriter:
         self._check_open()
         parts = (tokens, lengths.astype("<i4"), (ends + self.written.sequences).astype("<i8"))
         for file, part in zip(self.files, parts, strict=True):
-            with naming(file.name):
+            with name_in_errors(file.name):
                 file.write(np.ascontiguousarray(part).data)
         added = zip(self.written, parts, strict=True)
         self.written = WriteCounts(*(before + part.size for before, part in added))
@@ -385,7 +391,7 @@ def publish_pair(prefix: str, *, made_by: bool) -> None:
         with suppress(FileNotFoundError):  # it has its name
             os.replace(f"{prefix}{suffix}.partial", prefix + suffix)
     Path(prefix + DOC_INDEX_SUFFIX).unlink(missing_ok=True)
-    sync_folder(os.path.dirname(prefix) or ".")
+    fsync_path(os.path.dirname(prefix) or ".")
 
 
 def _read_index(

@@ -6,7 +6,6 @@ tokenizer and no torch, and writes nothing.
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_ds.data.indexed_dataset import CODES, VERSION, IndexedDataset, Tokens
+from megatron_ds.fileio.atomic import sha256_of
 
 BLOCK = 1 << 22
 """Tokens that are looked at together."""
@@ -174,8 +174,8 @@ def check(
         lowest=min(lows, default=None),
         highest=max(highs, default=None),
         documents_ending_with_eod=None if eod is None else _ending_with(data, eod),
-        sha256_bin=_sha256(data.prefix + ".bin"),
-        sha256_idx=_sha256(data.prefix + ".idx"),
+        sha256_bin=sha256_of(data.prefix + ".bin"),
+        sha256_idx=sha256_of(data.prefix + ".idx"),
     )
 
 
@@ -185,11 +185,6 @@ def _ending_with(data: IndexedDataset, eod: int) -> int:
     return sum(
         int((data.tokens[last[at : at + BLOCK]] == eod).sum()) for at in range(0, last.size, BLOCK)
     )
-
-
-def _sha256(path: str) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def compare(left: IndexedDataset, right: IndexedDataset) -> FirstDifference:

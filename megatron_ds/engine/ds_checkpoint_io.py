@@ -21,6 +21,8 @@ from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 
+from megatron_ds.fileio.atomic import name_in_errors
+
 HARMLESS = (DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address)
 """Classes that DeepSpeed stores in its files, beside tensors and plain values."""
 
@@ -97,21 +99,12 @@ class _ErrorKeepingFile:
         """Nothing is held back."""
 
 
-@contextmanager
-def naming(path: Path) -> Iterator[None]:
-    """Adds the file's name to an error of the disk, which knows none after the file is open."""
-    try:
-        yield
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, str(error.filename or path)) from error
-
-
 def write_tensors(value: Any, path: Path) -> None:
     """Writes a file that `read_tensors` reads, and waits until it is on the disk.
 
     Raises OSError that names the file.
     """
-    with naming(path), open(path, "wb", buffering=0) as file:
+    with name_in_errors(path), open(path, "wb", buffering=0) as file:
         sink = _ErrorKeepingFile(file)
         torch.save(value, sink)  # type: ignore[arg-type]
         if sink.error is not None:

@@ -1,72 +1,111 @@
-"""Files that are to survive a crash: what is on the disk, and under which name.
+"""Durable file operations: atomic replacement, fsync and errors that name the file.
 
-Knows nothing of what the files hold.
+Owns the sequence write, fsync, rename, fsync of the folder. Knows nothing of file contents.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import BinaryIO
+
+StrPath = str | os.PathLike[str]
 
 
 @contextmanager
-def naming(path: str) -> Iterator[None]:
-    """Gives its file's name to an error that has none, such as that of a full disk."""
+def name_in_errors(path: StrPath) -> Iterator[None]:
+    """Adds the path to an OSError that has none, such as "No space left on device" of a write."""
     try:
         yield
     except OSError as error:
         if error.filename is not None or error.errno is None:
             raise
-        raise OSError(error.errno, error.strerror, path) from None
+        raise OSError(error.errno, error.strerror, os.fspath(path)) from None
 
 
-def sync(file: BinaryIO) -> None:
-    """Bring to the disk what was written to a file. Its name is in what goes wrong."""
-    with naming(file.name):
+def fsync_file(file: BinaryIO) -> None:
+    """Flush a file and wait until the disk has it.
+
+    Raises:
+        OSError: With the name of the file.
+    """
+    with name_in_errors(file.name):
         file.flush()
         os.fsync(file.fileno())
 
 
-def sync_folder(folder: str | os.PathLike[str]) -> None:
-    """Make renames inside a folder durable."""
-    descriptor = os.open(folder, os.O_RDONLY)
+def fsync_path(path: StrPath) -> None:
+    """Wait until the disk has a closed file, or the entries (renames) of a folder.
+
+    Raises:
+        OSError: With the path.
+    """
+    descriptor = os.open(path, os.O_RDONLY)
     try:
-        with naming(os.fspath(folder)):
+        with name_in_errors(path):
             os.fsync(descriptor)
     finally:
         os.close(descriptor)
 
 
+@contextmanager
+def atomic_write(
+    path: StrPath, *, temporary: StrPath | None = None, fsync_folder: bool = True
+) -> Iterator[BinaryIO]:
+    """Replace a file atomically: after a crash it has either the old or the new content.
+
+    Args:
+        path: The file to replace or create.
+        temporary: Path to write first, in the same folder. The default allows one writer at a time.
+        fsync_folder: Whether the rename is durable on return. Callers that write several files may
+            instead fsync the folder once.
+
+    Yields:
+        The new file. An error inside the block leaves the old file as it was.
+    """
+    path = Path(path)
+    new = path.with_name(f".{path.name}.partial") if temporary is None else Path(temporary)
+    try:
+        with name_in_errors(path):
+            with open(new, "wb") as file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(new, path)
+    except BaseException:
+        with suppress(OSError):
+            new.unlink(missing_ok=True)
+        raise
+    if fsync_folder:
+        fsync_path(path.parent)
+
+
+def write_atomically(path: StrPath, content: bytes) -> None:
+    """Replace a file atomically and durably by this content."""
+    with atomic_write(path) as file:
+        file.write(content)
+
+
+def sha256_of(path: StrPath) -> str:
+    """SHA-256 of a file's content, in hexadecimal."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 def open_read_write(path: str) -> BinaryIO:
-    """Opens a file to write over what is there; makes it if it is not."""
+    """Open a file to write over its content; create it if it does not exist."""
     return open(path, "r+b" if os.path.exists(path) else "w+b")
 
 
 def truncate_to(file: BinaryIO, size: int) -> None:
-    """Cuts off what follows after so many bytes, and goes on there. Raises ValueError if there are
-    fewer."""
-    there = os.fstat(file.fileno()).st_size
-    if there < size:
+    """Truncate a file and seek to its end. Raises ValueError if it is shorter."""
+    actual = os.fstat(file.fileno()).st_size
+    if actual < size:
         raise ValueError(
-            f"{file.name} has {there} bytes, and {size} were written when the run was interrupted"
+            f"{file.name} has {actual} bytes, and {size} were written when the run was interrupted"
         )
     file.truncate(size)
     file.seek(size)
-
-
-def replace_with(path: str, content: bytes) -> None:
-    """Write a file as a whole: at any moment the old one or the new one stands there, also after a
-    crash. One process at a time may write a path."""
-    new = path + ".new"
-    try:
-        with naming(new), open(new, "wb") as file:
-            file.write(content)
-            sync(file)
-        os.replace(new, path)
-    except OSError:
-        with suppress(OSError):
-            os.unlink(new)
-        raise
-    sync_folder(os.path.dirname(path) or ".")

@@ -23,7 +23,11 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from megatron_ds.data.indexed_dataset import IndexedWriter, open_locked, publish_pair
-from megatron_ds.fileio.atomic import naming, sync, truncate_to
+from megatron_ds.fileio.atomic import (
+    fsync_file,
+    name_in_errors,
+    truncate_to,
+)
 from megatron_ds.preprocess import run_record
 from megatron_ds.preprocess.document_readers import (
     QUARANTINE,
@@ -161,7 +165,7 @@ class OutputWriter:
         for writer in self.writers:
             writer.flush_all()
         self._quarantine.complete()
-        sync(self._sources.file)
+        fsync_file(self._sources.file)
         self._complete = True
 
     def discard_record(self) -> None:
@@ -260,12 +264,12 @@ class OutputWriter:
 
     def _flush(self) -> None:
         for file in self._files:
-            with naming(file.name):
+            with name_in_errors(file.name):
                 file.flush()
 
     def _make_durable(self, files: list[BinaryIO], snapshots: tuple[RunSnapshot, ...]) -> None:
         for file in files:
-            with naming(file.name):
+            with name_in_errors(file.name):
                 os.fsync(file.fileno())
         record = RunRecord(RUNNING, self._plan.settings, snapshots)
         run_record.write(self._names.record, record)
@@ -292,7 +296,7 @@ class _Sources:
     def add(self, stamps: Sequence[FileStamp]) -> None:
         for stamp in stamps:
             line = line_of(stamp)
-            with naming(self.file.name):
+            with name_in_errors(self.file.name):
                 self.file.write(line)
             self._hash.update(line)
             self.size += len(line)

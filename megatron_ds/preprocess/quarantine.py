@@ -8,7 +8,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from megatron_ds.fileio.atomic import naming, sync, truncate_to
+from megatron_ds.fileio.atomic import (
+    fsync_file,
+    name_in_errors,
+    truncate_to,
+)
 from megatron_ds.preprocess.parsing import RejectedDocument
 
 
@@ -41,14 +45,14 @@ class Quarantine:
         if self._file is None:
             self._file = open(self._path, "wb")  # noqa: SIM115
         line = line_of(bad).encode("ascii")
-        with naming(self._path):
+        with name_in_errors(self._path):
             self._file.write(line)
         self.size += len(line)
 
     def complete(self) -> None:
         """Bring it to the disk."""
         for file in self.files:
-            sync(file)
+            fsync_file(file)
 
     def abort(self) -> None:
         """Remove it."""

@@ -15,7 +15,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_ds.data.indexed_dataset import WriteCounts
-from megatron_ds.fileio.atomic import replace_with, sync_folder
+from megatron_ds.fileio.atomic import (
+    fsync_path,
+    write_atomically,
+)
 from megatron_ds.preprocess.document_readers import ReadPosition
 
 VERSION = 1
@@ -65,7 +68,7 @@ def write(path: str, record: RunRecord) -> None:
     """Replace the record of a prefix, durably."""
     content = dataclasses.asdict(record)
     whole = {"version": VERSION, "sha256": _sum(content), "run": content}
-    replace_with(path, (json.dumps(whole, indent=1) + "\n").encode())
+    write_atomically(path, (json.dumps(whole, indent=1) + "\n").encode())
 
 
 def read(path: str) -> RunRecord | None:
@@ -96,7 +99,7 @@ def remove(path: str) -> None:
         os.unlink(path)
     except FileNotFoundError:
         return
-    sync_folder(os.path.dirname(path) or ".")
+    fsync_path(os.path.dirname(path) or ".")
 
 
 def _sum(content: object) -> str:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron_ds.fileio.atomic import atomic_write
 from megatron_ds.training.records import EvalRecord, Logger, StepRecord
 
 
@@ -115,15 +116,8 @@ class JsonLines(Logger):
 
     def _truncate_after(self, path: Path, iteration: int) -> None:
         """Rewrites the file without the records of later iterations, all of it or nothing."""
-        temporary = path.with_name(f"{path.name}.tmp")
-        try:
-            with temporary.open("w", encoding="utf-8") as file:
-                for line, record in read_up_to(path, iteration):
-                    file.write(line)
-                    if "lm_loss" not in record:
-                        self._evaluations.add(line)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, path)
-        finally:
-            temporary.unlink(missing_ok=True)
+        with atomic_write(path) as file:
+            for line, record in read_up_to(path, iteration):
+                file.write(line.encode())
+                if "lm_loss" not in record:
+                    self._evaluations.add(line)

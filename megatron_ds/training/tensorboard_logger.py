@@ -9,7 +9,6 @@ tokens of the other axes, and hide their whole past. Imported only when TensorBo
 from __future__ import annotations
 
 import itertools
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from tensorboard.summary.writer.record_writer import RecordWriter  # type: ignor
 from torch.utils.tensorboard import SummaryWriter
 
 from megatron_ds.config import Config, LoggingConfig
+from megatron_ds.fileio.atomic import atomic_write
 from megatron_ds.train_state import TrainState
 from megatron_ds.training.records import EvalRecord, IntervalRecord, Logger, StepRecord
 
@@ -195,11 +195,8 @@ def _is_before(event: Event, state: TrainState) -> bool:
 
 def _rewrite(path: Path, raw: Sequence[bytes]) -> None:
     """Replaces an event file, all of it or nothing."""
-    temporary = path.with_name("rewritten.tmp")
-    with temporary.open("wb") as file:
+    # TensorBoard reads every file with "tfevents" in its name, also one left by a crash.
+    with atomic_write(path, temporary=path.with_name("rewritten.tmp")) as file:
         writer = RecordWriter(file)
         for item in raw:
             writer.write(item)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)

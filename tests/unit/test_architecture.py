@@ -45,12 +45,12 @@ ALLOWED = {
     "cli": "config launch schedules",
     "data": "config fileio tokenizer",
     "model": "config parallel",
-    "engine": "config data model parallel train_state",
+    "engine": "config data fileio model parallel train_state",
     "preprocess": "data fileio tokenizer",
-    "checkpoint": "config data engine launch parallel train_state",
+    "checkpoint": "config data engine fileio launch parallel train_state",
     "cleaning": "config fileio preprocess tokenizer",
     "inference": "checkpoint cli config launch model parallel tokenizer",
-    "training": "checkpoint config data engine launch model parallel schedules tokenizer "
+    "training": "checkpoint config data engine fileio launch model parallel schedules tokenizer "
     "train_state",
 }
 """What each folder imports of the package, exactly."""

@@ -1,0 +1,80 @@
+"""Atomic replacement of files."""
+
+from __future__ import annotations
+
+import errno
+import os
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_ds.fileio.atomic import atomic_write, name_in_errors, write_atomically
+
+
+class Crash(Exception):
+    """Ends a write."""
+
+
+@pytest.mark.parametrize("function", ["fsync", "replace"])
+@pytest.mark.parametrize("error", [Crash(), OSError(errno.ENOSPC, "No space left on device")])
+def test_failed_write_keeps_the_old_content(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: str, error: Exception
+) -> None:
+    path = tmp_path / "file"
+    write_atomically(path, b"old")
+
+    def fail(*arguments: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(os, function, fail)
+    with pytest.raises(type(error)) as raised:
+        write_atomically(path, b"new")
+
+    assert getattr(raised.value, "filename", str(path)) == str(path)
+    assert path.read_bytes() == b"old"
+    assert os.listdir(tmp_path) == ["file"]
+
+
+def test_error_inside_the_block_keeps_the_old_content(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    write_atomically(path, b"old")
+
+    with suppress(KeyboardInterrupt), atomic_write(path) as file:
+        file.write(b"new")
+        raise KeyboardInterrupt
+
+    assert path.read_bytes() == b"old"
+    assert os.listdir(tmp_path) == ["file"]
+
+
+def test_rename_follows_fsync_and_precedes_fsync_of_the_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+    fsync, replace = os.fsync, os.replace
+
+    def recorded_fsync(descriptor: int) -> None:
+        calls.append(os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}")))
+        fsync(descriptor)
+
+    def recorded_replace(source: Any, target: Any) -> None:
+        calls.append("replace")
+        replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", recorded_fsync)
+    monkeypatch.setattr(os, "replace", recorded_replace)
+    write_atomically(tmp_path / "file", b"content")
+
+    assert calls == [".file.partial", "replace", tmp_path.name]
+
+
+def test_path_is_added_only_to_errors_without_one() -> None:
+    with pytest.raises(OSError, match=r"other") as raised, name_in_errors("this"):
+        raise OSError(errno.EIO, "Input/output error", "other")
+    assert raised.value.filename == "other"
+
+    with pytest.raises(OSError, match=r"No space") as raised, name_in_errors("this"):
+        raise OSError(errno.ENOSPC, "No space left on device")
+    assert raised.value.filename == "this"
