@@ -10,7 +10,7 @@ from megatron_ds.cli import arguments
 from megatron_ds.config import Config
 from megatron_ds.engine import ds_config
 from megatron_ds.launch import environment
-from megatron_ds.launch.extension_locks import stale_locks
+from megatron_ds.launch.extension_locks import find_stale_locks
 from megatron_ds.launch.lifecycle import process_lifecycle
 from megatron_ds.launch.startup_timer import StartupTimer
 
@@ -33,7 +33,7 @@ def main() -> None:
             check=check,
         )
         startup.mark("settings")
-        environment.refuse_stale_locks(stale_locks(environment.prepare_environment()))
+        environment.require_no_stale_locks(find_stale_locks(environment.prepare_environment()))
         from megatron_ds.training.trainer import pretrain  # after the settings: torch takes seconds
 
         startup.mark("libraries")

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_ds.launch.environment import prepare_environment
-from megatron_ds.launch.extension_locks import stale_locks
+from megatron_ds.launch.extension_locks import find_stale_locks
 
 NO_COMPILER = """\
 There is no C++ compiler: {name} was not found. DeepSpeed builds its CPU ops with it.
@@ -67,7 +67,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def clear_stale_locks(folder: Path) -> None:
     """Removes the locks of killed builds, naming each."""
-    for lock in stale_locks(folder):
+    for lock in find_stale_locks(folder):
         print(f"Removing {lock}: a killed build left it behind, no process holds it")
         lock.unlink(missing_ok=True)
 

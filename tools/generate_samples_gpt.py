@@ -247,7 +247,7 @@ def run(request: Request) -> None:
                 if here.is_first:
                     output.write(batch, continuations)
     finally:
-        distributed.destroy()
+        distributed.destroy_process_group()
 
 
 def batches_of(

@@ -386,7 +386,7 @@ def main(argv: Sequence[str]) -> int:
         problems = [*options.problems(), *wrong, *config.problems(args.vocab_size)]
         if problems:
             raise ValueError("\n".join(problems))
-        environment.use_one_thread_per_tokenizer()  # the workers are the parallelism
+        environment.limit_tokenizer_threads()  # the workers are the parallelism
         chosen = select_backend(build_tokenizer(config, args.vocab_size), args.tokenizer_backend)
         if chosen.reason:
             print(f"encoding is slower than it could be: {chosen.reason}", file=sys.stderr)

@@ -193,7 +193,7 @@ def run(settings: Settings) -> None:
         output.print_error(output.with_rank_prefix(f"ends: {error}"))
         raise SystemExit(ExitCode.PEER_LOST) from None
     finally:
-        distributed.destroy()
+        distributed.destroy_process_group()
 
 
 class ServerRunner:

@@ -121,7 +121,7 @@ def end_with_launchers() -> None:
     processes = find_launchers()
 
     def watch() -> None:
-        while all(process.alive() for process in processes):
+        while all(process.is_alive() for process in processes):
             time.sleep(TICK)
         os.kill(os.getpid(), signal.SIGTERM)
 

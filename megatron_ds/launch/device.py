@@ -24,29 +24,30 @@ DEVICE_PACKAGES = (
     "torch_xmlir",
     "habana_frameworks",
 )
-"""Packages by which DeepSpeed finds devices that torch itself does not know."""
+"""Packages that bring devices which DeepSpeed supports and torch itself does not know."""
 
 
 FP16_FEATURES = frozenset({"avx512_fp16", "amx_fp16", "avx_ne_convert"})
-"""Features of an x86 processor, in Linux's names: with one of them torch may compute in fp16."""
+"""CPU features, as named by Linux, with any of which torch may compute in fp16 on a CPU."""
 
 
 def known_without_fp16() -> bool:
-    """Whether the device is a CPU that does not compute in fp16, as far as that can be told
-    without torch; False leaves it to `require_precision`.
+    """Whether the device is known, without importing torch, to be a CPU without fp16.
+
+    False if unknown: then the check after the import of torch decides.
     """
-    named = os.environ.get("DS_ACCELERATOR")
-    if named is not None and named != "cpu":
+    requested = os.environ.get("DS_ACCELERATOR")
+    if requested is not None and requested != "cpu":
         return False
-    if named is None and not (
+    if requested is None and not (
         version("torch").endswith("+cpu") and not any(map(find_spec, DEVICE_PACKAGES))
     ):
         return False
     try:
-        about = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+        cpu_info = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return False
-    features = next((line for line in about.splitlines() if line.startswith("flags")), None)
+    features = next((line for line in cpu_info.splitlines() if line.startswith("flags")), None)
     return features is not None and not FP16_FEATURES & set(features.split())
 
 
@@ -85,23 +86,24 @@ def deepspeed_version() -> str:
 
 
 def device_memory() -> dict[str, int]:
-    """Bytes (and number) of the device's allocations by TensorBoard tag; empty on a CPU."""
+    """Bytes and count of the device's allocations by TensorBoard tag; empty on a CPU."""
     from deepspeed.accelerator import get_accelerator
 
     accelerator = get_accelerator()
     if accelerator.device_name() == "cpu":
         return {}
-    figures = accelerator.memory_stats() or {}
+    stats = accelerator.memory_stats() or {}
     return {
-        "mem-reserved-bytes": figures.get("reserved_bytes.all.current", 0),
-        "mem-allocated-bytes": figures.get("allocated_bytes.all.current", 0),
-        "mem-allocated-count": figures.get("allocation.all.current", 0),
+        "mem-reserved-bytes": stats.get("reserved_bytes.all.current", 0),
+        "mem-allocated-bytes": stats.get("allocated_bytes.all.current", 0),
+        "mem-allocated-count": stats.get("allocation.all.current", 0),
     }
 
 
 class PeakMemory:
-    """The most memory that this process has had at a time since this was made, beyond what it had
-    then: the device's or, where that is a CPU, the process's own.
+    """Peak memory of this process since construction, beyond what was in use then.
+
+    Device memory, or the resident set size of the process on a CPU.
     """
 
     def __init__(self) -> None:
@@ -110,7 +112,9 @@ class PeakMemory:
         accelerator = get_accelerator()
         self._accelerator = None if accelerator.device_name() == "cpu" else accelerator
         if self._accelerator is None:
-            with suppress(OSError):  # not Linux, or not ours to reset: then the peak is all of it
+            with suppress(
+                OSError
+            ):  # not Linux, or not permitted: the peak is that since process start
                 Path("/proc/self/clear_refs").write_text("5")
             self._before = _process_status("VmRSS")
         else:
@@ -118,7 +122,7 @@ class PeakMemory:
             self._before = self._accelerator.memory_allocated()
 
     def bytes(self) -> int | None:
-        """None where the system does not say."""
+        """The peak in bytes; None if the system does not report it."""
         if self._accelerator is not None:
             return int(self._accelerator.max_memory_allocated()) - (self._before or 0)
         peak = _process_status("VmHWM")
@@ -126,7 +130,7 @@ class PeakMemory:
 
 
 def _process_status(name: str) -> int | None:
-    """Bytes of an entry of /proc/self/status, if there is one."""
+    """An entry of /proc/self/status in bytes, if there is one."""
     with suppress(OSError):
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith(f"{name}:"):

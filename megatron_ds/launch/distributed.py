@@ -9,19 +9,20 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_ds.config.problems import Problem, UserError
+from megatron_ds.launch.environment import local_rank, local_world_size, rank, world_size
 from megatron_ds.launch.liveness import HostLocation, ProcessHandle, RankExit
+from megatron_ds.launch.output import print_on_rank
 
 if TYPE_CHECKING:
     import torch
 
     from megatron_ds.config import RuntimeConfig
-from megatron_ds.launch.environment import local_rank, local_world_size, rank, world_size
-from megatron_ds.launch.output import print_on_rank
 
 
 @dataclass(frozen=True)
 class ProcessContext:
-    """Where this process runs."""
+    """Ranks, device and communication backend of this process."""
 
     rank: int
     world_size: int
@@ -35,14 +36,17 @@ class ProcessContext:
 
     @property
     def is_last(self) -> bool:
-        """The last rank prints the log lines, as in Megatron."""
+        """Whether this is the rank that prints the log lines, as in Megatron."""
         return self.rank == self.world_size - 1
 
 
 def init_distributed(config: RuntimeConfig) -> ProcessContext:
-    """Joins the process group and takes the device.
+    """Initializes the process group and selects the device.
 
-    Without a launcher the process is a world of its own.
+    Without a launcher, the world consists of this process.
+
+    Raises:
+        UserError: If the launcher set an incomplete environment.
     """
     _set_single_process_env()
     import deepspeed
@@ -55,12 +59,12 @@ def init_distributed(config: RuntimeConfig) -> ProcessContext:
         backend = "gloo"
     if config.distributed_backend not in (None, backend):
         print_on_rank(
-            f"WARNING: --distributed-backend {config.distributed_backend} is not what "
-            f"{accelerator.device_name()} uses; taking {backend}"
+            f"WARNING: --distributed-backend {config.distributed_backend} is not supported by "
+            f"DeepSpeed on {accelerator.device_name()}; using {backend}"
         )
     if accelerator.device_name() == "cpu":
-        # torch asks the system for fresh memory for every large tensor. In pages of 2 MiB (Linux)
-        # that costs a tenth of what it does in pages of 4 KiB, a sixth of a training step.
+        # torch maps fresh memory for every large tensor. Transparent huge pages (2 MiB instead of
+        # 4 KiB) make that ten times cheaper, which saves a sixth of a training step.
         os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
         if "OMP_NUM_THREADS" not in os.environ:
             cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
@@ -77,8 +81,8 @@ def init_distributed(config: RuntimeConfig) -> ProcessContext:
     return ProcessContext(rank(), world_size(), local_rank(), device, backend)
 
 
-def destroy() -> None:
-    """Leaves the process group."""
+def destroy_process_group() -> None:
+    """Destroys the process group, if it was initialized."""
     import torch.distributed
 
     if torch.distributed.is_initialized():
@@ -86,64 +90,77 @@ def destroy() -> None:
 
 
 class StoreExitBoard:
-    """What ended the first of the ranks, in the store through which they found each other."""
+    """An exit board in the store of the process group."""
 
     def __init__(self) -> None:
         from torch.distributed import distributed_c10d
 
-        # A connection of its own: the other one may be waiting for a rank that never comes.
+        # The existing connection may be blocked, waiting for a rank that never answers.
         store: Any = distributed_c10d._get_default_store()
         self._store = store.clone()
 
-    def post(self, ending: RankExit) -> RankExit:
-        text = self._store.compare_set("rank that ended", "", ending.to_json())
+    def post(self, rank_exit: RankExit) -> RankExit:
+        text = self._store.compare_set("first rank exit", "", rank_exit.to_json())
         return RankExit.from_json(text.decode())
 
     def read(self) -> RankExit | None:
-        if not self._store.check(["rank that ended"]):
+        if not self._store.check(["first rank exit"]):
             return None
-        return RankExit.from_json(self._store.get("rank that ended").decode())
+        return RankExit.from_json(self._store.get("first rank exit").decode())
 
-    def count(self, what: str, more: int) -> int:
-        return int(self._store.add(what, more))
+    def count(self, key: str, increment: int) -> int:
+        return int(self._store.add(key, increment))
 
 
 def exchange_process_info() -> tuple[StoreExitBoard | None, dict[int, ProcessHandle]]:
-    """What all ranks write on and read, and those of this machine by rank. Collective."""
+    """Exchanges the locations of all ranks. Collective.
+
+    Returns:
+        The exit board (None for a single process) and the other ranks of this host.
+    """
     import torch.distributed as dist
 
     if world_size() == 1:
         return None, {}
     here = HostLocation.here()
-    places: list[HostLocation] = [here] * world_size()
-    dist.all_gather_object(places, here)
-    others = ((number, place) for number, place in enumerate(places) if number != rank())
-    return StoreExitBoard(), {number: place.process for number, place in others if here.sees(place)}
+    locations: list[HostLocation] = [here] * world_size()
+    dist.all_gather_object(locations, here)
+    others = ((number, location) for number, location in enumerate(locations) if number != rank())
+    return StoreExitBoard(), {
+        number: location.process for number, location in others if here.is_same_host(location)
+    }
 
 
 def _unlink_shared_memory() -> None:
-    """Takes the name from the shared memory that DeepSpeed makes for ranks of one machine on CPUs:
-    it lasts as long as a process holds it, and a run that is killed leaves none (66 MB a rank).
+    """Unlinks the shared memory that DeepSpeed creates for CPU ranks of one host (66 MB per rank).
+
+    Its memory stays usable while a process maps it, and a killed run leaves no file behind.
     """
     if "LOCAL_SIZE" not in os.environ:
         return
     parts = (os.getuid(), os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"], rank())
     name = "_".join(["deepspeed_allreduce_buffer", *map(str, parts)])
-    made = Path("/dev/shm") / name
-    if made.exists():
+    file = Path("/dev/shm") / name
+    if file.exists():
         import torch.distributed as dist
 
-        dist.barrier()  # the others have opened it, who look it up by its name
-        made.unlink(missing_ok=True)
+        dist.barrier()  # the other ranks open it by its name
+        file.unlink(missing_ok=True)
 
 
 def _set_single_process_env() -> None:
+    """Sets what a launcher sets, for a world of one process."""
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     missing = [name for name in names if name not in os.environ]
     if not missing:
         return
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise ValueError(f"the launcher set WORLD_SIZE but not {', '.join(missing)}")
+        raise UserError(
+            Problem(
+                "incomplete-launcher-environment",
+                f"the launcher set WORLD_SIZE but not {', '.join(missing)}",
+            )
+        )
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

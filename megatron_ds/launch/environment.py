@@ -1,4 +1,7 @@
-"""Environment variables: the ranks that a launcher assigned, and the settings of libraries."""
+"""Environment variables: the rank that a launcher assigned, and settings of libraries.
+
+Only files of this folder read or write environment variables.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +10,8 @@ import os
 import sys
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    pass
+from megatron_ds.config.problems import Problem, UserError
 
 
 def world_size() -> int:
@@ -19,31 +20,32 @@ def world_size() -> int:
 
 
 def rank() -> int:
-    """Number of this process among all; 0 without a launcher."""
+    """Global rank of this process; 0 without a launcher."""
     return int(os.environ.get("RANK", "0"))
 
 
 def local_rank() -> int:
-    """Number of this process on its machine; 0 without a launcher."""
+    """Rank of this process on its host; 0 without a launcher."""
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
 def local_world_size() -> int:
-    """Number of processes on this machine. torchrun and DeepSpeed's launcher name it
-    differently.
-    """
-    for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE"):
+    """Number of processes on this host."""
+    for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE"):  # torchrun's name, DeepSpeed's name
         if name in os.environ:
             return int(os.environ[name])
     return world_size()
 
 
 def prepare_environment() -> Path:
-    """Sets what DeepSpeed needs before it is imported; gives the folder of its C++ ops.
+    """Sets what DeepSpeed needs before it is imported.
 
-    A virtual environment keeps its ops within itself: the shared default folder would be rebuilt
-    whenever another environment uses it. The environment's programs (ninja) are put on the path,
-    so that `.venv/bin/deepspeed` works in a shell that has not activated it.
+    A virtual environment keeps DeepSpeed's C++ ops inside itself: in the shared default folder they
+    would be rebuilt whenever another environment uses them. The environment's programs (ninja) are
+    added to PATH, so that `.venv/bin/deepspeed` works without activating the environment.
+
+    Returns:
+        The folder of the C++ ops.
     """
     _silence_libraries()
     programs = str(Path(sys.executable).parent)
@@ -56,34 +58,36 @@ def prepare_environment() -> Path:
     return Path(os.environ.get("TORCH_EXTENSIONS_DIR", default))
 
 
-def use_one_thread_per_tokenizer() -> None:
-    """Keeps tokenizer libraries from starting threads for all cores in every process that encodes.
+def limit_tokenizer_threads() -> None:
+    """Keeps tokenizer libraries from starting a thread per core in every process that encodes.
 
-    To be called before they encode: a process made by a fork lacks the threads of its parent.
+    Must be called before the first encoding: a forked process lacks its parent's threads.
     """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("FASTOKENS_BPE_THREADS", "1")
 
 
-def refuse_stale_locks(locks: list[Path]) -> None:
-    """Ends the program, naming the locks, if a killed build of a DeepSpeed op left any.
-
-    Every later load of that op would wait for the lock for ever, without a word.
+def require_no_stale_locks(locks: list[Path]) -> None:
+    """Raises:
+    UserError: If there are stale locks of DeepSpeed's ops: loading an op would wait forever.
     """
     if locks:
         names = "\n".join(f"  {path}" for path in locks)
-        raise SystemExit(
-            "a killed build of a DeepSpeed op left its lock behind, and loading the op would wait "
-            f"for it for ever:\n{names}\nDelete it, or run: python tools/build_ops.py"
+        raise UserError(
+            Problem(
+                "stale-build-lock",
+                "a killed build of a DeepSpeed op left its lock behind, and loading the op would "
+                f"hang:\n{names}\nDelete it, or run: python tools/build_ops.py",
+            )
         )
 
 
 def _silence_libraries() -> None:
-    """Keeps what is of no use to the reader of a log out of it; to be called before the imports.
+    """Suppresses library output that is of no use in a log; must run before the imports.
 
-    DeepSpeed logs a hundred lines per process at its default level, and warns that it found no
-    GPU; torch warns of each call of a collective that DeepSpeed makes by its old name, and lists
-    thirty frames of its own when another rank is gone, for which we have words.
+    DeepSpeed logs a hundred lines per process at its default level and warns that it found no GPU.
+    torch warns about each collective that DeepSpeed calls by a deprecated name, and prints thirty
+    C++ frames when a peer is gone, for which this package has messages of its own.
     """
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     logger = logging.getLogger("DeepSpeed")

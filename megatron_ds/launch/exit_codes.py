@@ -1,7 +1,7 @@
 """Exit statuses of the processes of a run; see docs/stopping_and_failures.md.
 
-Below 64, so that none is a shell's own, one of `sysexits.h`, or a signal's (128 + its number) but
-the two that mean just that signal.
+All are below 64, so that none collides with a shell's own statuses, with `sysexits.h` or with 128 +
+a signal number, except for the two that mean exactly that signal.
 """
 
 from __future__ import annotations
@@ -10,41 +10,42 @@ from enum import IntEnum
 
 
 class ExitCode(IntEnum):
-    """Launchers take any status but 0 for a failure, end the other ranks, and may start anew."""
+    """Exit status. Launchers treat any status but 0 as a failure and end the other ranks."""
 
     FINISHED = 0
-    """Trained to the end, or ended early, with the state saved, because a flag asked for it:
-    --exit-interval, --exit-duration-in-mins, --kill-switch-path."""
+    """Trained to the end, or stopped by a flag with the state saved: --exit-interval,
+    --exit-duration-in-mins, --kill-switch-path."""
 
     ERROR = 1
-    """An error in words (data, files, memory), or an exception with its traceback."""
+    """An error with a message (data, files, memory), or an exception with its traceback."""
 
     BAD_SETTINGS = 2
-    """The settings contradict each other or what is there; nothing was started or written."""
+    """The settings contradict each other or the files; nothing was started or written."""
 
     SKIPPED_STEPS = 3
-    """Too many steps in a row were skipped because their gradients were not finite."""
+    """Too many consecutive steps were skipped because of non-finite gradients."""
 
     PEER_LOST = 4
-    """Another rank, or the launcher, is gone."""
+    """Another rank or the launcher is gone."""
 
     SAVE_FAILED = 5
-    """A checkpoint could not be saved (disk full, input or output error)."""
+    """A checkpoint could not be saved (disk full, I/O error)."""
 
     INTERRUPTED = 130
-    """Ended after SIGINT; once training had begun, with the state saved."""
+    """Stopped by SIGINT, with the state saved once training had started."""
 
     TERMINATED = 143
-    """Ended after SIGTERM, as after SIGINT; also when the launcher was gone, with the state
-    saved."""
+    """Stopped by SIGTERM, or because the launcher was gone; the state is saved as for SIGINT."""
 
 
 class RunAborted(Exception):
-    """Ends the run with words for the user, no traceback, and a status of its own.
+    """Ends the run with a message, without a traceback, and with a status of its own.
 
-    Raised by one rank or by several; the first of them speaks, and the others end as well.
+    Args:
+        message: Printed by the first rank that raises it.
+        code: Exit status.
     """
 
-    def __init__(self, words: str, code: ExitCode) -> None:
-        super().__init__(words)
+    def __init__(self, message: str, code: ExitCode) -> None:
+        super().__init__(message)
         self.code = code

@@ -1,9 +1,9 @@
-"""Locks that a killed build of a C++ extension left behind.
+"""Stale locks of C++ extensions, left behind by a killed build.
 
-torch builds an extension under a lock file that the builder creates and holds open; everyone else
-waits, for ever and silently, until the file is gone (torch.utils.file_baton). A builder that is
-killed leaves the file, and every later run hangs. This file tells such a lock from one in use. It
-knows neither torch nor where extensions are kept.
+torch builds an extension under a lock file that the builder creates and holds open. Other processes
+wait indefinitely and silently until the file is gone (torch.utils.file_baton). A builder that is
+killed leaves the file, and every later run hangs. This file tells a stale lock from one in use. It
+imports no torch and does not know where extensions are stored.
 """
 
 from __future__ import annotations
@@ -14,32 +14,36 @@ from pathlib import Path
 PROCESSES = Path("/proc")
 
 
-def stale_locks(folder: Path) -> list[Path]:
-    """Locks below a folder of extensions that no process of this machine holds open, sorted.
+def find_stale_locks(folder: Path) -> list[Path]:
+    """Returns the locks below a folder of extensions that no process of this host holds open.
 
-    folder: what TORCH_EXTENSIONS_DIR names; it need not exist. Looks at `<extension>/lock` and, for
-    torch's default folder with its level per Python version, `<version>/<extension>/lock`. Empty
-    where the system has no /proc: then nobody can tell. Processes of another machine that shares
-    the folder are not seen.
+    Checks `<extension>/lock` and, for torch's default folder, `<version>/<extension>/lock`.
+    Processes of other hosts that share the folder are not seen.
+
+    Args:
+        folder: The folder that TORCH_EXTENSIONS_DIR names; it need not exist.
+
+    Returns:
+        Sorted paths. Empty without /proc.
     """
     if not PROCESSES.is_dir():
         return []
     found = {
-        lock: _identity(lock) for depth in ("*/lock", "*/*/lock") for lock in folder.glob(depth)
+        lock: _file_id(lock) for depth in ("*/lock", "*/*/lock") for lock in folder.glob(depth)
     }
     if not found:
         return []
     held = _open_files()
-    # A lock that was released, or released and taken anew, while we looked is in use.
+    # A lock that was released, or taken again, during the check is in use.
     return sorted(
         lock
-        for lock, identity in found.items()
-        if identity is not None and identity[:2] not in held and _identity(lock) == identity
+        for lock, file_id in found.items()
+        if file_id is not None and file_id[:2] not in held and _file_id(lock) == file_id
     )
 
 
-def _identity(path: Path) -> tuple[int, int, int] | None:
-    """Device, inode and time of a file; None if it is gone."""
+def _file_id(path: Path) -> tuple[int, int, int] | None:
+    """Device, inode and modification time; None if the file is gone."""
     try:
         status = path.stat()
     except OSError:
@@ -48,13 +52,13 @@ def _identity(path: Path) -> tuple[int, int, int] | None:
 
 
 def _open_files() -> set[tuple[int, int]]:
-    """Device and inode of every file that a process we may look into holds open."""
+    """Device and inode of every file that is held open by a process we may inspect."""
     held = set()
     for descriptor in _descriptors():
         try:
             status = os.stat(descriptor)
         except OSError:
-            continue  # closed, or its process ended, since it was listed
+            continue  # it was closed, or its process ended, since it was listed
         held.add((status.st_dev, status.st_ino))
     return held
 
@@ -66,5 +70,5 @@ def _descriptors() -> list[Path]:
             try:
                 found.extend((process / "fd").iterdir())
             except OSError:
-                continue  # it ended, or belongs to another user, who keeps other extensions
+                continue  # it ended, or belongs to another user, who has other extensions
     return found

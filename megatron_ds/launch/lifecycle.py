@@ -1,8 +1,25 @@
-"""How a process of a run comes to its end: signals, a lost launcher, lost ranks, errors; in words,
-with a status of `ExitCode`, and soon.
+"""Process lifecycle: handles signals, launcher loss, peer loss and errors.
 
-A thread of its own does what cannot wait for the main one, which may be inside a collective that
-never returns. Knows nothing of training: the loop asks `Life.stop` at the end of a step.
+A process exits promptly with a message and an `ExitCode`, whatever its main thread is waiting for.
+This file knows nothing of training: the training loop reads `stop_request` at the end of a step.
+
+States of a process, and which event leads to which exit::
+
+    STARTING ── on_training_started ──> TRAINING ── on_finished ──> finished, exits by itself
+       │                                   │
+       ├ signal: raised as an exception    ├ signal or launcher lost: stop request, the loop
+       │   (or after GRACE_S by the        │   saves and ends the run
+       │   monitor thread): 130, 143       ├ second SIGINT: exits at once: 130
+       ├ launcher lost: PEER_LOST          │
+       └───────────────┬───────────────────┘
+                       ├ own error: posted on the exit board, printed: status of the error
+                       └ another rank exited: GRACE_S for the main thread to fail by itself,
+                         then PEER_LOST (or 130, 143 if that exit was requested)
+
+Three threads take part. The main thread trains; it may hang in a collective that never returns. The
+monitor thread wakes up for signals and every POLL_S seconds, and ends the process if the main
+thread cannot. The board thread exchanges exits with the ranks of all hosts through the store of the
+process group, whose calls may block.
 """
 
 from __future__ import annotations
@@ -18,7 +35,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from enum import Enum
+from enum import Enum, auto
 from typing import NoReturn, TypeVar
 
 from megatron_ds.launch import environment, output
@@ -32,39 +49,37 @@ from megatron_ds.launch.liveness import (
     find_launchers,
 )
 
-Answer = TypeVar("Answer")
+Result = TypeVar("Result")
 
 POLL_S = 0.5
-"""Seconds between two looks at the other processes."""
+"""Interval at which the other processes are checked."""
 GRACE_S = 3.0
-"""Seconds for the main thread to get out of a collective by itself when a rank is lost, or out of
-whatever it does at the start when a signal came."""
-ACK_TIMEOUT_S = 10.0
-"""Seconds at most for the other ranks to hear why this one ends: they listen twice a second."""
+"""Time for the main thread to leave a collective after a peer was lost, or start-up after a signal,
+before the monitor thread ends the process."""
+PEER_EXIT_TIMEOUT_S = 10.0
+"""Longest wait for a failed rank of the same host to exit before this rank does: launchers blame
+the rank that exits first."""
 BLAME_TIMEOUT_S = 3.0
-"""Seconds in which it becomes known who is behind a failed collective, or nobody is."""
-EXIT_DELAY_S = 1.5
-"""Seconds by which those that were left alone end later than the one that left them: a launcher
-that looks once a second then blames the right one."""
+"""Time to find the rank that caused a failed collective."""
+SECOND_SIGINT_S = 1.0
+"""A SIGINT this long after the first one is another Ctrl-C; an earlier one is the same Ctrl-C, sent
+by the terminal to all processes and passed on by the launcher."""
 REQUESTED_EXITS = (ExitCode.INTERRUPTED, ExitCode.TERMINATED)
-"""Statuses of ends that were asked for: no rank is to blame."""
-NO_STORE = RankExit(
+"""Statuses of requested exits, for which no rank is blamed."""
+STORE_LOST = RankExit(
     0, "or its launcher is gone: the store of the run does not answer", ExitCode.PEER_LOST
 )
-SECOND_SIGINT_S = 1.0
-"""A second SIGINT so much later is another Ctrl-C; before, it is the launcher passing on the one
-that the terminal sent to all."""
 
 
 class StopReason(Enum):
-    """Why the run was asked from outside to end; the first one to apply is told."""
+    """Why the run was asked to end. The value completes the message `exiting program ...`."""
 
     SIGINT = "after receiving SIGINT."
     SIGTERM = "after receiving SIGTERM."
     LAUNCHER = "since its launcher is gone."
 
     @property
-    def code(self) -> ExitCode:
+    def exit_code(self) -> ExitCode:
         return ExitCode.INTERRUPTED if self is StopReason.SIGINT else ExitCode.TERMINATED
 
 
@@ -72,161 +87,167 @@ SIGNALS = {signal.SIGINT: StopReason.SIGINT, signal.SIGTERM: StopReason.SIGTERM}
 
 
 class StopRequest:
-    """A request to end, made from outside; the loop asks for it when it can end in order."""
+    """A request to end the run, which the training loop reads between steps."""
 
     def __init__(self) -> None:
-        self.cause: StopReason | None = None
+        self.reason: StopReason | None = None
 
-    def request(self, cause: StopReason) -> None:
-        if self.cause is None:
-            self.cause = cause
+    def request(self, reason: StopReason) -> None:
+        """Records the reason unless there already is one."""
+        if self.reason is None:
+            self.reason = reason
 
 
 class ProcessPhase(Enum):
-    STARTING = "nothing is lost by an end: a signal ends the process"
-    TRAINING = "a signal is a request, heard at the end of the step"
+    STARTING = auto()
+    """There is no state to lose: a signal ends the process."""
+    TRAINING = auto()
+    """A signal is a request, honoured at the end of the step."""
 
 
 class _StartupInterrupted(SystemExit):
-    """Takes the main thread out of what it does at the start."""
+    """Raised in the main thread by a signal during start-up."""
 
-    def __init__(self, cause: StopReason) -> None:
-        super().__init__(int(cause.code))
-        self.cause = cause
+    def __init__(self, reason: StopReason) -> None:
+        super().__init__(int(reason.exit_code))
+        self.reason = reason
 
 
-def _stopped(cause: StopReason) -> ErrorReport:
-    done = f"was stopped by {cause.name} before the training began"
-    text = f"{done}: nothing was trained, nothing is lost"
-    return ErrorReport(done, cause.code, text, is_of_all=True)
+def _startup_report(reason: StopReason) -> ErrorReport:
+    summary = f"was stopped by {reason.name} before the training began"
+    return ErrorReport(summary, reason.exit_code, f"{summary}: no progress is lost", is_common=True)
 
 
 class ProcessLifecycle:
-    """One process, from its first line to its exit status. To be made in the main thread."""
+    """Lifecycle of one rank, from its first line to its exit status.
+
+    Must be created in the main thread.
+    """
 
     def __init__(self) -> None:
-        self.stop = StopRequest()
-        self.began = time.monotonic()
+        self.stop_request = StopRequest()
+        self.started_at = time.monotonic()
         self._phase = ProcessPhase.STARTING
         self._launchers = find_launchers()
         self._peers: Mapping[int, ProcessHandle] = {}
         self._board: ExitBoard | None = None
-        self._left_by: RankExit | None = None
-        self._left_at = 0.0
+        self._peer_exit: RankExit | None = None
+        self._peer_exit_at = 0.0
         self._signalled_at: float | None = None
-        self._without_store = False
-        self._interruptible_in = os.getpid()
-        """Where a signal is an exception: not in processes that are forked from this one."""
-        self._over = threading.Event()
-        self._listener: threading.Thread | None = None
-        self._wakeup, self._woken_by = socket.socketpair()
-        self._ends = threading.Lock()
-        """Held by the thread that ends the process."""
+        self._store_lost = False
+        # Signal handlers are inherited by forked data loaders, where they must not raise.
+        self._interruptible_pid = os.getpid()
+        self._finished = threading.Event()
+        self._board_thread: threading.Thread | None = None
+        self._wakeup, self._wakeup_writer = socket.socketpair()
+        # Held by the thread that ends the process; never released.
+        self._exit_lock = threading.Lock()
 
     @property
-    def is_over(self) -> bool:
-        return self._over.is_set()
+    def is_finished(self) -> bool:
+        return self._finished.is_set()
 
     @property
-    def is_shared(self) -> bool:
-        """Whether other ranks know of this one."""
+    def is_known_to_peers(self) -> bool:
+        """Whether other ranks watch this one."""
         return self._board is not None
 
     def begin(self) -> None:
-        """Takes the signals over, but those that whoever started us had made us ignore."""
-        self._woken_by.setblocking(False)
-        signal.set_wakeup_fd(self._woken_by.fileno(), warn_on_full_buffer=False)
-        os.register_at_fork(after_in_child=_forget_wakeup)
+        """Installs signal handlers and starts the monitor thread.
+
+        Signals that the parent process ignores (nohup) stay ignored.
+        """
+        self._wakeup_writer.setblocking(False)
+        signal.set_wakeup_fd(self._wakeup_writer.fileno(), warn_on_full_buffer=False)
+        os.register_at_fork(after_in_child=_reset_wakeup_fd)
         for number in SIGNALS:
             if signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, self._on_signal)
-        threading.Thread(target=self._monitor_loop, name="guard", daemon=True).start()
+        threading.Thread(target=self._monitor_loop, name="monitor", daemon=True).start()
 
     def on_group_joined(self, board: ExitBoard | None, peers: Mapping[int, ProcessHandle]) -> None:
-        """From here on this rank notices when another one is gone.
+        """Starts watching the other ranks.
 
-        board: of all ranks; None for a run of one. peers: the other ranks of this machine.
+        Args:
+            board: Exit board of all ranks; None for a run of one process.
+            peers: The other ranks of this host.
         """
         self._board, self._peers = board, peers
         if board is not None:
-            self._listener = threading.Thread(target=self._watch_board, args=(board,), daemon=True)
-            self._listener.start()
+            self._board_thread = threading.Thread(
+                target=self._watch_board, args=(board,), daemon=True
+            )
+            self._board_thread.start()
 
     def on_training_started(self) -> None:
-        """From here on a signal is a request."""
+        """From now on a signal is a request to stop after the current step."""
         self._phase = ProcessPhase.TRAINING
 
     def on_finished(self) -> None:
-        """All ranks are through: any of them may be gone at any moment."""
+        """All ranks are done: from now on the exit of another rank is not an error."""
         _ignore_signals()
-        self._over.set()
-        if self._listener is not None:
-            # The interpreter's clean-up would abort it if it caught it inside the store's library.
-            self._listener.join(GRACE_S)
+        self._finished.set()
+        if self._board_thread is not None:
+            # The interpreter aborts at exit if this thread is still inside the store's C++ code.
+            self._board_thread.join(GRACE_S)
 
     def exit_with_error(self, error: BaseException) -> NoReturn:
-        """Says why this process ends, tells the others, and ends it.
+        """Reports the error, tells the other ranks and ends this process.
 
-        Without the interpreter's clean-up, which would wait for ranks that are gone.
+        Skips the interpreter's clean-up, which would wait for ranks that are gone.
         """
-        self._interruptible_in = 0
-        self._ends.acquire()  # for ever, if the guard is ending the process already
+        self._interruptible_pid = 0
+        self._exit_lock.acquire()  # blocks if the monitor thread is already ending the process
         _ignore_signals()
-        culprit = self._find_failed_peer(error)
-        if culprit is not None:
-            self._exit_after_peer(culprit)
-        self._exit_as_cause(
-            _stopped(error.cause) if isinstance(error, _StartupInterrupted) else make_report(error)
-        )
+        failed_peer = self._find_failed_peer(error)
+        if failed_peer is not None:
+            self._exit_after_peer(failed_peer)
+        if isinstance(error, _StartupInterrupted):
+            self._exit_as_cause(_startup_report(error.reason))
+        self._exit_as_cause(make_report(error))
 
     def _exit_as_cause(self, report: ErrorReport) -> NoReturn:
         """Ends a rank that failed by itself."""
-        ending = RankExit(environment.rank(), report.words, report.code)
-        board, first = self._board, ending
+        own_exit = RankExit(environment.rank(), report.summary, report.code)
+        board, first_exit = self._board, own_exit
         if board is not None:
-            first = _call_with_timeout(lambda: board.post(ending), otherwise=ending)
-        if first == ending:
-            if board is not None or not report.is_of_all or environment.local_rank() == 0:
+            first_exit = _call_with_timeout(lambda: board.post(own_exit), default=own_exit)
+        if first_exit == own_exit:
+            if board is not None or not report.is_common or environment.local_rank() == 0:
                 output.print_error(report.full_text())
             output.write_torchelastic_error_file(report.full_text())
-        elif first.words != report.words and report.code not in REQUESTED_EXITS:
+        elif first_exit.reason != report.summary and report.code not in REQUESTED_EXITS:
             output.print_error(
-                output.with_rank_prefix(f"{report.words} (as rank {first.rank}, before)")
+                output.with_rank_prefix(f"{report.summary} (as rank {first_exit.rank}, before)")
             )
         if board is not None:
-            _wait(lambda: self._all_acknowledged(board), ACK_TIMEOUT_S)
+            # The store lives in rank 0's process: it must outlast the other ranks' next two polls.
+            time.sleep(2.5 * POLL_S)
         _end_process(report.code)
 
-    def _all_acknowledged(self, board: ExitBoard) -> bool:
-        """Whether there is nobody left to wait for; also if the board is gone."""
-        others = environment.world_size() - 1
-        return _call_with_timeout(lambda: board.count("heard", 0), otherwise=others) >= others
-
-    def _exit_after_peer(self, culprit: RankExit) -> NoReturn:
-        """Ends a rank that another one left alone. The first of them names it."""
-        process, board = self._peers.get(culprit.rank), self._board
+    def _exit_after_peer(self, peer: RankExit) -> NoReturn:
+        """Ends a rank because another one exited. The first rank to do so names that one."""
+        process, board = self._peers.get(peer.rank), self._board
         if process is not None:
-            _wait(lambda: not process.alive(), ACK_TIMEOUT_S)
-        time.sleep(EXIT_DELAY_S)
-        if board is None or _call_with_timeout(lambda: board.count("left", 1), otherwise=1) == 1:
+            _wait_until(lambda: not process.is_alive(), PEER_EXIT_TIMEOUT_S)
+        if board is None or _call_with_timeout(lambda: board.count("reported", 1), default=1) == 1:
             output.print_error(
-                output.with_rank_prefix(f"ends, because rank {culprit.rank} {culprit.words}")
+                output.with_rank_prefix(f"ends, because rank {peer.rank} {peer.reason}")
             )
-        _end_process(
-            ExitCode(culprit.code) if culprit.code in REQUESTED_EXITS else ExitCode.PEER_LOST
-        )
+        _end_process(ExitCode(peer.code) if peer.code in REQUESTED_EXITS else ExitCode.PEER_LOST)
 
     def _find_failed_peer(self, error: BaseException) -> RankExit | None:
-        """The rank whose end let a collective of this one fail; None if the error is our own."""
+        """The rank whose exit made a collective of this one fail; None if the error is our own."""
         if not is_collective_error(error):
             return None
-        _wait(lambda: self._check_peers() is not None, BLAME_TIMEOUT_S)
-        return self._left_by or (NO_STORE if self._without_store else None)
+        _wait_until(lambda: self._check_peers() is not None, BLAME_TIMEOUT_S)
+        return self._peer_exit or (STORE_LOST if self._store_lost else None)
 
     def _on_signal(self, number: int, frame: object) -> None:
-        # Later than at the start it is the guard that deals with it, which gets the number as well.
-        if self._phase is ProcessPhase.STARTING and os.getpid() == self._interruptible_in:
-            self._interruptible_in = 0
+        # After start-up the monitor thread handles signals: it reads their numbers from the
+        # wakeup socket even while the main thread is blocked in a collective.
+        if self._phase is ProcessPhase.STARTING and os.getpid() == self._interruptible_pid:
+            self._interruptible_pid = 0
             raise _StartupInterrupted(SIGNALS[signal.Signals(number)])
 
     def _monitor_loop(self) -> None:
@@ -235,124 +256,122 @@ class ProcessLifecycle:
             for number in self._wakeup.recv(64) if readable else b"":
                 if number in list(SIGNALS):
                     self._on_signal_received(SIGNALS[signal.Signals(number)])
-            if not self.is_over:
+            if not self.is_finished:
                 self._check_launchers()
                 self._check_peers()
                 self._kill_if_stuck()
 
-    def _on_signal_received(self, cause: StopReason) -> None:
+    def _on_signal_received(self, reason: StopReason) -> None:
         now = time.monotonic()
         if self._signalled_at is None:
             self._signalled_at = now
-            self.stop.request(cause)
+            self.stop_request.request(reason)
             if self._phase is ProcessPhase.TRAINING and self._check_peers() is None:
                 output.print_on_rank(
-                    f"received {cause.name}: the run ends after this step, with its state saved "
-                    "(a further SIGINT ends it at once)"
+                    f"received {reason.name}: saving the state and exiting after this step "
+                    "(a second SIGINT exits immediately)"
                 )
-        elif cause is StopReason.SIGINT and now - self._signalled_at > SECOND_SIGINT_S:
-            self._ends.acquire(blocking=False)  # whatever else is going on
-            done = "was ended at once by a further SIGINT"
-            self._exit_as_cause(ErrorReport(done, cause.code, f"{done}: nothing more was saved"))
+        elif reason is StopReason.SIGINT and now - self._signalled_at > SECOND_SIGINT_S:
+            self._exit_lock.acquire(blocking=False)  # even if another thread is ending the process
+            summary = "was ended by a second SIGINT"
+            self._exit_as_cause(
+                ErrorReport(summary, reason.exit_code, f"{summary} without saving the state")
+            )
 
     def _check_launchers(self) -> None:
-        if self.stop.cause is None and not all(process.alive() for process in self._launchers):
-            self.stop.request(StopReason.LAUNCHER)
-            if self._phase is ProcessPhase.STARTING and self._ends.acquire(blocking=False):
+        if self.stop_request.reason is not None:
+            return
+        if not all(process.is_alive() for process in self._launchers):
+            self.stop_request.request(StopReason.LAUNCHER)
+            if self._phase is ProcessPhase.STARTING and self._exit_lock.acquire(blocking=False):
                 output.print_error(
                     output.with_rank_prefix("its launcher is gone: ends before the training")
                 )
                 _end_process(ExitCode.PEER_LOST)
 
     def _check_peers(self) -> RankExit | None:
-        """What ended another rank, as far as this one knows."""
+        """The exit of another rank, as far as this one knows."""
         board = self._board
-        if self._left_by is None and board is not None:
-            gone = find_dead_peer(self._peers)
-            if gone is not None:
-                # It may have left word, and another one before it.
-                self._record_peer_exit(
-                    _call_with_timeout(lambda: board.read(), otherwise=None) or gone
-                )
-        return self._left_by
+        if self._peer_exit is None and board is not None:
+            dead = find_dead_peer(self._peers)
+            if dead is not None:
+                # The dead rank may have posted its reason, or another one may have exited first.
+                posted = _call_with_timeout(lambda: board.read(), default=None)
+                self._record_peer_exit(posted or dead)
+        return self._peer_exit
 
-    def _record_peer_exit(self, found: RankExit) -> None:
-        if self._left_by is None and found.rank != environment.rank():
-            self._left_at = time.monotonic()
-            self._left_by = found
+    def _record_peer_exit(self, peer: RankExit) -> None:
+        if self._peer_exit is None and peer.rank != environment.rank():
+            self._peer_exit_at = time.monotonic()
+            self._peer_exit = peer
 
     def _kill_if_stuck(self) -> None:
-        """What the main thread is to do by itself, if it has not come to it within the grace."""
-        late = time.monotonic() - GRACE_S
-        starts, left_by, cause = (
-            self._phase is ProcessPhase.STARTING,
-            self._left_by,
-            self.stop.cause,
-        )
-        left = left_by is not None and self._left_at < late
-        signalled = starts and self._signalled_at is not None and self._signalled_at < late
-        if (left or signalled) and self._ends.acquire(blocking=False):
-            if left_by is not None:
-                self._exit_after_peer(left_by)
-            if cause is not None:
-                self._exit_as_cause(_stopped(cause))
+        """Ends the process if the main thread has not done so within the grace period."""
+        deadline = time.monotonic() - GRACE_S
+        peer, reason = self._peer_exit, self.stop_request.reason
+        starting = self._phase is ProcessPhase.STARTING
+        lost_peer = peer is not None and self._peer_exit_at < deadline
+        signalled = starting and self._signalled_at is not None and self._signalled_at < deadline
+        if (lost_peer or signalled) and self._exit_lock.acquire(blocking=False):
+            if peer is not None:
+                self._exit_after_peer(peer)
+            if reason is not None:
+                self._exit_as_cause(_startup_report(reason))
 
     def _watch_board(self, board: ExitBoard) -> None:
-        """Reads the board, and writes there what this rank finds out: the ranks of other machines
-        have nothing else to go by."""
-        while not self.is_over:
+        """Reads the board, and posts what this rank observes: ranks of other hosts cannot see the
+        processes of this one."""
+        while not self.is_finished:
             try:
                 found = board.read()
-                if found is None and self._left_by is not None:
-                    found = board.post(self._left_by)
+                if found is None and self._peer_exit is not None:
+                    found = board.post(self._peer_exit)
                 if found is not None:
                     self._record_peer_exit(found)
-                    if found.rank != environment.rank():
-                        board.count("heard", 1)
                     return
             except (RuntimeError, OSError):
-                # Its rank or launcher is gone. The ranks may be well all the same, and save.
-                self._without_store = True
-                self.stop.request(StopReason.LAUNCHER)
+                # Rank 0 or its launcher is gone. The ranks themselves may still be able to save.
+                self._store_lost = True
+                self.stop_request.request(StopReason.LAUNCHER)
                 return
-            self._over.wait(POLL_S)
+            self._finished.wait(POLL_S)
 
 
 @contextmanager
 def process_lifecycle() -> Iterator[ProcessLifecycle]:
-    """The life of a process that is a rank. Whatever ends it comes out as words and a status."""
-    life = ProcessLifecycle()
-    life.begin()
+    """Runs the body as a rank: any exception ends the process with a message and a status."""
+    lifecycle = ProcessLifecycle()
+    lifecycle.begin()
     try:
-        yield life
+        yield lifecycle
     except BaseException as error:
-        in_order = isinstance(error, SystemExit) and not isinstance(error, _StartupInterrupted)
-        if in_order and (life.is_over or not life.is_shared):
+        is_exit = isinstance(error, SystemExit) and not isinstance(error, _StartupInterrupted)
+        if is_exit and (lifecycle.is_finished or not lifecycle.is_known_to_peers):
             raise
-        life.exit_with_error(error)
+        lifecycle.exit_with_error(error)
 
 
-def _wait(until: Callable[[], bool], seconds: float) -> None:
-    end = time.monotonic() + seconds
-    while not until() and time.monotonic() < end:
+def _wait_until(condition: Callable[[], bool], timeout_s: float) -> None:
+    end = time.monotonic() + timeout_s
+    while not condition() and time.monotonic() < end:
         time.sleep(0.05)
 
 
-def _call_with_timeout(question: Callable[[], Answer], *, otherwise: Answer) -> Answer:
-    """The answer of something that may fail, or never answer at all."""
-    answers: queue.SimpleQueue[Answer] = queue.SimpleQueue()
+def _call_with_timeout(function: Callable[[], Result], *, default: Result) -> Result:
+    """Calls a function of the store, which may fail or never return."""
+    results: queue.SimpleQueue[Result] = queue.SimpleQueue()
 
     def run() -> None:
         with suppress(RuntimeError, OSError):
-            answers.put(question())
+            results.put(function())
             return
-        answers.put(otherwise)
+        results.put(default)
 
     threading.Thread(target=run, daemon=True).start()
     try:
-        return answers.get(timeout=1.0)
+        return results.get(timeout=1.0)
     except queue.Empty:
-        return otherwise
+        return default
 
 
 def _ignore_signals() -> None:
@@ -360,16 +379,16 @@ def _ignore_signals() -> None:
         signal.signal(number, signal.SIG_IGN)
 
 
-def _forget_wakeup() -> None:
+def _reset_wakeup_fd() -> None:
     signal.set_wakeup_fd(-1)
 
 
 def _end_process(code: ExitCode) -> NoReturn:
-    """Ends this process and those that it started (the data loaders), from any thread."""
+    """Ends this process and its children (the data loaders), from any thread."""
     for child in multiprocessing.active_children():
         child.kill()
     for stream in (sys.stdout, sys.stderr):
-        if stream is not None:  # as one is that was closed from the start
+        if stream is not None:  # it is None if the descriptor was closed from the start
             with suppress(OSError, ValueError):
                 stream.flush()
     os._exit(code)

@@ -1,8 +1,7 @@
-"""Who of a run is still alive: the other ranks of this machine, the launcher, and what the ranks
-tell each other before they end.
+"""Liveness checks of the other ranks of this host and of the launcher.
 
-Reads processes where the system lists them (/proc), and asks with signal 0 elsewhere. Knows no
-process group, starts no thread and ends nothing.
+Reads /proc where it exists and sends signal 0 elsewhere. Knows no process group, starts no thread
+and ends no process.
 """
 
 from __future__ import annotations
@@ -20,56 +19,55 @@ from typing import Protocol
 from megatron_ds.launch.exit_codes import ExitCode
 
 PROC = Path("/proc")
-STATE, PARENT, STARTED, STATUS = 0, 1, 19, 49
-"""Places in /proc/PID/stat, counted from the first field behind the command's name: proc(5)'s
-fields 3, 4, 22 and 52."""
+STAT_STATE, STAT_PARENT, STAT_START_TIME, STAT_EXIT_CODE = 0, 1, 19, 49
+"""Positions in /proc/PID/stat after the command's name: fields 3, 4, 22 and 52 of proc(5)."""
 
 DEEPSPEED_AGENT = "deepspeed.launcher.launch"
-"""What starts the ranks of one machine for the `deepspeed` command."""
-WRAPPERS = ("deepspeed", "deepspeed.pt", "ds", "deepspeed.launcher.runner")
+"""The process of the `deepspeed` command that starts the ranks of one host."""
+DEEPSPEED_WRAPPERS = ("deepspeed", "deepspeed.pt", "ds", "deepspeed.launcher.runner")
 TORCHRUN = ("torchrun", "torch.distributed.run", "torch.distributed.launch")
-LAUNCHER_WORDS = 4
-"""So far into a command line its program may stand: python -u -m NAME."""
+LAUNCHER_ARGUMENTS = 4
+"""Leading arguments of a command line that may be the program: python -u -m NAME."""
 
 
-OUT_OF_HOST_MEMORY = (
-    "If nobody killed it, the system did, being out of host memory (see: dmesg | grep -i 'out of "
-    "memory'). What takes less of it: fewer ranks on this machine, a smaller --micro-batch-size, "
-    "fewer --num-workers, nothing offloaded to the CPU"
+HOST_MEMORY_HINT = (
+    "If nobody killed it, it was out of host memory (see: dmesg | grep -i 'out of memory'). To "
+    "reduce the use of host memory: fewer ranks per host, a smaller --micro-batch-size, fewer "
+    "--num-workers, no offload to the CPU"
 )
 
 
 @dataclass(frozen=True)
 class ProcessHandle:
-    """A process, told apart from a later one with the same number by when it started."""
+    """A process, identified by its PID and start time: PIDs are reused."""
 
     pid: int
     started: str | None
-    """None where the system does not say."""
+    """None without /proc."""
 
     @classmethod
     def of(cls, pid: int) -> ProcessHandle:
         fields = _stat(pid)
-        return cls(pid, fields[STARTED] if fields else None)
+        return cls(pid, fields[STAT_START_TIME] if fields else None)
 
-    def alive(self) -> bool:
-        """A process that has ended and waits for its parent to notice counts as dead."""
+    def is_alive(self) -> bool:
+        """Whether the process runs; a zombie counts as dead."""
         fields = _stat(self.pid)
-        if self.started is None or not fields:  # unreadable also when this process opens no file
+        if self.started is None or not fields:  # also if this process is out of file descriptors
             return _exists(self.pid)
-        return fields[STARTED] == self.started and fields[STATE] not in "ZX"
+        return fields[STAT_START_TIME] == self.started and fields[STAT_STATE] not in "ZX"
 
     def exit_status(self) -> int | None:
-        """As subprocess gives it: minus the signal's number. None if nobody knows (any more)."""
+        """Status as of subprocess: negative for a signal. None once the zombie was reaped."""
         fields = _stat(self.pid)
-        if len(fields) <= STATUS or fields[STARTED] != self.started:
+        if len(fields) <= STAT_EXIT_CODE or fields[STAT_START_TIME] != self.started:
             return None
-        return os.waitstatus_to_exitcode(int(fields[STATUS]))
+        return os.waitstatus_to_exitcode(int(fields[STAT_EXIT_CODE]))
 
 
 @dataclass(frozen=True)
 class HostLocation:
-    """A process and where its number means something: ranks of one place can watch each other."""
+    """A process with its host and PID namespace: ranks of one location can watch each other."""
 
     machine: str
     namespace: str
@@ -77,8 +75,9 @@ class HostLocation:
 
     @classmethod
     def here(cls) -> HostLocation:
-        """Containers of one machine number their processes apart, and two machines may have one
-        name.
+        """The location of this process.
+
+        The PID namespace separates containers of one host, the boot ID hosts of one name.
         """
         namespace = boot = ""
         with suppress(OSError):
@@ -88,17 +87,22 @@ class HostLocation:
         machine = f"{socket.gethostname()} {boot}"
         return cls(machine, namespace, ProcessHandle.of(os.getpid()))
 
-    def sees(self, other: HostLocation) -> bool:
+    def is_same_host(self, other: HostLocation) -> bool:
         return (self.machine, self.namespace) == (other.machine, other.namespace)
 
 
 @dataclass(frozen=True)
 class RankExit:
-    """How a rank came to its end."""
+    """The exit of a rank.
+
+    Attributes:
+        rank: Global rank.
+        reason: What happened to it: `failed: ...`, `was killed by ...`.
+        code: Exit status.
+    """
 
     rank: int
-    words: str
-    """What the rank did: "failed: ...", "was killed by ..."."""
+    reason: str
     code: int
 
     def to_json(self) -> str:
@@ -110,57 +114,59 @@ class RankExit:
 
 
 class ExitBoard(Protocol):
-    """Where all ranks of a run, on whatever machine, read what ended the first of them."""
+    """Shared by all ranks of a run, on all hosts: the exit of the first rank that ended."""
 
-    def post(self, ending: RankExit) -> RankExit:
-        """Puts an ending there unless there is one; gives the one that is there."""
+    def post(self, rank_exit: RankExit) -> RankExit:
+        """Posts an exit unless there already is one; returns the one that is posted."""
         ...
 
-    def read(self) -> RankExit | None: ...
+    def read(self) -> RankExit | None:
+        """The posted exit, if any."""
+        ...
 
-    def count(self, what: str, more: int) -> int:
-        """Adds to a count of all ranks, and gives it."""
+    def count(self, key: str, increment: int) -> int:
+        """Adds to a counter shared by all ranks; returns its new value."""
         ...
 
 
 def find_dead_peer(peers: Mapping[int, ProcessHandle]) -> RankExit | None:
-    """A rank that is gone, in words; None while all are there."""
+    """The exit of a rank whose process is gone; None while all are alive."""
     for rank, process in peers.items():
-        if not process.alive():
+        if not process.is_alive():
             return RankExit(rank, describe_death(process), ExitCode.PEER_LOST)
     return None
 
 
 def describe_death(process: ProcessHandle) -> str:
-    """How a process died that did not tell it itself."""
+    """Describes the death of a process that posted no reason."""
     status = process.exit_status()
     number = -status if status else signal.SIGKILL
     if number < 0:
-        return f"(process {process.pid}) ended with status {status}, without saying why"
+        return f"(process {process.pid}) exited with status {status} without a message"
     names = {int(known): f" ({known.name})" for known in signal.Signals}
     name = f"signal {int(number)}{names.get(number, '')}"
     if number == signal.SIGABRT:
         return (
-            f"(process {process.pid}) was aborted ({name}), as torch does when a collective waits "
-            "longer than --distributed-timeout-minutes: what it printed says more"
+            f"(process {process.pid}) was aborted ({name}), as torch does when a collective "
+            "exceeds --distributed-timeout-minutes; see its own output"
         )
     if number != signal.SIGKILL:
         return f"(process {process.pid}) was killed by {name}"
-    known = f"was killed by {name}" if status else f"is gone without a word, as after {name}"
-    return f"(process {process.pid}) {known}. {OUT_OF_HOST_MEMORY}"
+    known = f"was killed by {name}" if status else f"is gone, as after {name}"
+    return f"(process {process.pid}) {known}. {HOST_MEMORY_HINT}"
 
 
 def find_launchers() -> tuple[ProcessHandle, ...]:
-    """The processes that started this one as a rank, and without which it has no business.
+    """The launcher processes of this rank, which must exit when they do.
 
-    DeepSpeed's command has two: a wrapper, which the user sees and signals, and below it an agent,
-    which does not notice the wrapper's death. A shell, a scheduler's step or anything else that is
-    no launcher may end without its program ending.
+    The `deepspeed` command has two: a wrapper, which the user sees and signals, and an agent below
+    it, which does not notice the wrapper's death. Other parents (a shell, a scheduler's step) are
+    not launchers: they may exit while their program continues.
     """
     parent = os.getppid()
     if _runs(parent, (DEEPSPEED_AGENT,)):
-        above = int((_stat(parent) or ["?", "0"])[PARENT])
-        pids = (parent, above) if _runs(above, WRAPPERS) else (parent,)
+        above = int((_stat(parent) or ["?", "0"])[STAT_PARENT])
+        pids = (parent, above) if _runs(above, DEEPSPEED_WRAPPERS) else (parent,)
         return tuple(ProcessHandle.of(pid) for pid in pids)
     return (ProcessHandle.of(parent),) if _runs(parent, TORCHRUN) else ()
 
@@ -170,11 +176,13 @@ def _runs(pid: int, programs: tuple[str, ...]) -> bool:
         line = (PROC / str(pid) / "cmdline").read_bytes().decode(errors="replace")
     except OSError:
         return False
-    return any(Path(word).name in programs for word in line.split("\0")[:LAUNCHER_WORDS])
+    return any(
+        Path(argument).name in programs for argument in line.split("\0")[:LAUNCHER_ARGUMENTS]
+    )
 
 
 def _stat(pid: int) -> list[str]:
-    """The fields of /proc/PID/stat behind the name, which may hold anything; empty without one."""
+    """The fields of /proc/PID/stat after the name (it may contain spaces); empty if unreadable."""
     try:
         return (PROC / str(pid) / "stat").read_text(errors="replace").rpartition(")")[2].split()
     except OSError:

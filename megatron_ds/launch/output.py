@@ -1,4 +1,4 @@
-"""What is printed by one rank or by all, and errors that are shown to users without a traceback."""
+"""Printing on one rank or on all, and reporting users' errors without a traceback."""
 
 from __future__ import annotations
 
@@ -14,20 +14,18 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TextIO
 
-if TYPE_CHECKING:
-    pass
+from megatron_ds.config.problems import UserError
 from megatron_ds.launch.environment import local_rank, rank, world_size
 
-FULL = (errno.ENOSPC, errno.EDQUOT)
-"""What a write to a full disk is answered with."""
+DISK_FULL_ERRORS = (errno.ENOSPC, errno.EDQUOT)
 
 
 @contextmanager
 def ignore_broken_pipe() -> Iterator[None]:
-    """Around what a tool prints when its work is done: who reads it may have seen enough, as `head`
-    has, and the rest goes nowhere."""
+    """Around the output of a tool that has done its work: its reader may quit early, as `head`
+    does."""
     with suppress(BrokenPipeError):
         try:
             yield
@@ -38,20 +36,24 @@ def ignore_broken_pipe() -> Iterator[None]:
 
 
 def redirect_stdout_to_null() -> None:
-    """What is still printed goes nowhere, and so does what waits to be flushed."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, sys.stdout.fileno())
-    os.close(nowhere)
+    """Discards all further standard output, including what is buffered."""
+    _redirect_to_null(sys.stdout)
+
+
+def _redirect_to_null(stream: TextIO) -> None:
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, stream.fileno())
+    os.close(null)
 
 
 @contextmanager
 def plain_warnings() -> Iterator[None]:
-    """Warnings go to stderr as lines for users, each once and without the code that warned."""
-    said: set[str] = set()
+    """Prints each Python warning once, as one line on stderr without its source line."""
+    shown: set[str] = set()
 
     def show(message: Warning | str, *_: object, **__: object) -> None:
-        if str(message) not in said:
-            said.add(str(message))
+        if str(message) not in shown:
+            shown.add(str(message))
             print(f"WARNING: {message}", file=sys.stderr)
 
     with warnings.catch_warnings():
@@ -59,41 +61,43 @@ def plain_warnings() -> Iterator[None]:
         yield
 
 
-def print_on_rank(text: str, *, on: int = 0) -> None:
-    """Prints on one rank, at once."""
-    if rank() == on % world_size():
+def print_on_rank(text: str, *, rank_to_print: int = 0) -> None:
+    """Prints on one rank and flushes.
+
+    Args:
+        text: One or more lines.
+        rank_to_print: Global rank; negative numbers count from the last one.
+    """
+    if rank() == rank_to_print % world_size():
         _print(text, sys.stdout)
 
 
 def print_error(text: str) -> None:
-    """Prints to the standard error, on this rank."""
+    """Prints to stderr on this rank."""
     _print(text, sys.stderr)
 
 
 def with_rank_prefix(text: str) -> str:
-    """A message with the program and, where there are several, the rank that it comes from."""
-    who = "" if world_size() == 1 else f"rank {rank()}: "
-    return f"{Path(sys.argv[0]).name}: {who}{text}"
+    """Prepends the program and, if there are several ranks, the rank to a message."""
+    prefix = "" if world_size() == 1 else f"rank {rank()}: "
+    return f"{Path(sys.argv[0]).name}: {prefix}{text}"
 
 
 def _print(text: str, stream: TextIO) -> None:
     try:
-        # In one write: without buffers print() would give the line's end apart, and the lines of
-        # two ranks would run into each other.
+        # One write: an unbuffered print() writes the line's end separately, and lines of two ranks
+        # would be interleaved.
         print(f"{text}\n", end="", file=stream, flush=True)
     except OSError as error:
-        # The run is to save all the same, and a rank that ends is not to stop at its last words.
-        if error.errno in FULL:
-            return  # there may be room for the next line
-        # Whoever read it is gone: Ctrl-C ends the `tee` of a pipe as well, and a terminal is
-        # closed. Nobody reads what the run says to that.
-        silent = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(silent, stream.fileno())
-        os.close(silent)
+        # A lost log line must not stop a run, which still has to save.
+        if error.errno in DISK_FULL_ERRORS:
+            return  # the next line may succeed
+        # The reader is gone: Ctrl-C also ends the `tee` of a pipe, and terminals get closed.
+        _redirect_to_null(stream)
 
 
 def write_torchelastic_error_file(text: str) -> None:
-    """Gives torchrun the words for its summary; other launchers have none."""
+    """Passes the message on to torchrun's summary; other launchers have no such file."""
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if file:
         extra = {"py_callstack": text, "timestamp": str(int(time.time()))}
@@ -101,20 +105,32 @@ def write_torchelastic_error_file(text: str) -> None:
             Path(file).write_text(json.dumps({"message": {"message": text, "extraInfo": extra}}))
 
 
+def error_message(error: BaseException) -> str:
+    """The message of an error; for a `UserError` with the codes of its problems."""
+    if isinstance(error, UserError):
+        return "\n".join(problem.render() for problem in error.problems)
+    return str(error)
+
+
 def is_user_error(error: BaseException) -> bool:
-    """Whether an error is the user's to mend: one of the values that this package checks, or of
-    the files that it asks Python's own library for."""
+    """Whether the user can fix an error.
+
+    True for a `UserError`, and for a ValueError or an OSError that was raised in this package or by
+    a call of this package into Python's standard library that names a file.
+    """
+    if isinstance(error, UserError):
+        return True
     if not isinstance(error, ValueError | OSError) or error.__traceback__ is None:
         return False
-    places = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+    files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
     if isinstance(error, OSError) and error.filename is not None:
-        while places and _is_stdlib_file(places[-1]):
-            places.pop()
-    return bool(places) and Path(__file__).parents[1] in Path(places[-1]).parents
+        while files and _is_stdlib_file(files[-1]):
+            files.pop()
+    return bool(files) and Path(__file__).parents[1] in Path(files[-1]).parents
 
 
 def _is_stdlib_file(filename: str) -> bool:
-    """Whether a file of code belongs to Python's library: <frozen os> and lib/python3.12/*."""
+    """Whether code belongs to the standard library: `<frozen os>`, `lib/python3.12/*`."""
     library = Path(sysconfig.get_path("stdlib"))
     installed = "site-packages" in filename
     return filename.startswith("<frozen ") or (library in Path(filename).parents and not installed)
@@ -122,33 +138,31 @@ def _is_stdlib_file(filename: str) -> bool:
 
 @contextmanager
 def exit_on_user_error() -> Iterator[None]:
-    """Ends the program with status 1 and one message for an error that is the user's to mend.
+    """Ends the program with status 1 and a message for a user's error (see `is_user_error`).
 
-    That is a ValueError or an OSError raised in this package; any other keeps its traceback. Of the
-    ranks that meet it, the first one speaks.
+    Other errors keep their traceback. If several ranks have the same error, one of them prints it.
     """
     try:
         yield
     except (ValueError, OSError) as error:
         if not is_user_error(error):
             raise
-        if _speaks_first():
-            print_error(with_rank_prefix(str(error)))
+        if _is_first_to_report():
+            print_error(with_rank_prefix(error_message(error)))
         raise SystemExit(1) from None
 
 
-def screen() -> tuple[int, bool]:
-    """Columns of the standard output, and whether it is a terminal."""
+def terminal_size() -> tuple[int, bool]:
+    """Columns of the standard output (100 without a terminal), and whether it is a terminal."""
     if not sys.stdout.isatty():
         return 100, False
     return shutil.get_terminal_size().columns, True
 
 
-def _speaks_first() -> bool:
-    """Whether no other rank has reported an error yet: most often they all have the same one.
+def _is_first_to_report() -> bool:
+    """Whether no other rank has reported an error yet: most often all of them have the same one.
 
-    Asks the store through which the ranks found each other. Before there is one, the first process
-    of each machine speaks.
+    Uses the store of the process group. Before it exists, the first process of each host reports.
     """
     import torch.distributed as dist
 
@@ -156,6 +170,6 @@ def _speaks_first() -> bool:
         return local_rank() == 0
     try:
         reports = dist.distributed_c10d._get_default_store().add("reported errors", 1)
-    except RuntimeError:  # the rank that held the store is gone: better twice than never
+    except RuntimeError:  # the rank that held the store is gone: report twice rather than never
         return True
     return bool(reports == 1)

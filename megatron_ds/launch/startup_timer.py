@@ -1,7 +1,4 @@
-"""Where the seconds go between the start of a process and the end of its first iteration.
-
-Knows neither what is started nor torch.
-"""
+"""Startup timing, from process start to the end of the first iteration. Imports no torch."""
 
 from __future__ import annotations
 
@@ -11,32 +8,32 @@ from pathlib import Path
 
 
 class StartupTimer:
-    """The parts of a start, each measured from the end of the one before it."""
+    """Durations of the consecutive phases of start-up."""
 
     def __init__(self) -> None:
         self._last = time.monotonic()
-        self._parts: list[tuple[str, float]] = [("interpreter", process_age())]
+        self._phases: list[tuple[str, float]] = [("interpreter", process_age())]
 
-    def mark(self, part: str) -> None:
-        """Notes that a part has just ended."""
+    def mark(self, phase: str) -> None:
+        """Records the end of a phase, which began at the end of the previous one."""
         now = time.monotonic()
-        self._parts.append((part, now - self._last))
+        self._phases.append((phase, now - self._last))
         self._last = now
 
     @property
-    def parts(self) -> list[tuple[str, float]]:
+    def phases(self) -> list[tuple[str, float]]:
         """Names and seconds, in order."""
-        return list(self._parts)
+        return list(self._phases)
 
     def summary_line(self) -> str:
         """One line for the log."""
-        fields = [f" {name}: {seconds:.2f} |" for name, seconds in self._parts]
-        total = sum(seconds for _, seconds in self._parts)
+        fields = [f" {name}: {seconds:.2f} |" for name, seconds in self._phases]
+        total = sum(seconds for _, seconds in self._phases)
         return f"start-up (s) |{''.join(fields)} all: {total:.2f} |"
 
 
 def process_age() -> float:
-    """Seconds since the system started this process; 0 where it does not say (no /proc)."""
+    """Seconds since this process was started; 0 without /proc."""
     try:
         fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
         uptime = float(Path("/proc/uptime").read_text().split()[0])

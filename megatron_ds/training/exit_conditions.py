@@ -72,8 +72,8 @@ class ExitConditions:
         )
         causes = [
             (
-                StopDecision(f"exiting program {cause.value}", cause.code, urgent=True),
-                self._stop.cause is cause,
+                StopDecision(f"exiting program {cause.value}", cause.exit_code, urgent=True),
+                self._stop.reason is cause,
             )
             for cause in StopReason
         ]

@@ -105,7 +105,7 @@ def print_banner(
         ),
         ops=tuple(cpp_ops()),
     )
-    width, terminal = output.screen()
+    width, terminal = output.terminal_size()
     output.print_on_rank(banner(facts, width=width, terminal=terminal))
 
 

@@ -230,7 +230,7 @@ def pretrain(config: Config, life: ProcessLifecycle, startup: StartupTimer) -> E
     code = trainer.run()
     dist.barrier()
     life.on_finished()
-    distributed.destroy()
+    distributed.destroy_process_group()
     return code
 
 
@@ -283,7 +283,7 @@ def build_trainer(
         data=data,
         metrics=_metrics(config, mesh, engine, state, here),
         checkpoints=checkpoints,
-        exits=ExitConditions(config.logging, life.stop, here.device, life.began),
+        exits=ExitConditions(config.logging, life.stop_request, here.device, life.started_at),
         state=state,
         total_iterations=(
             state.iteration
@@ -355,7 +355,7 @@ def _metrics(
             state,
             world_size=here.world_size,
             dp_size=mesh.dp.size,
-            write=lambda text: output.print_on_rank(text, on=-1),
+            write=lambda text: output.print_on_rank(text, rank_to_print=-1),
             memory=device.device_memory,
         )
     return Metrics(

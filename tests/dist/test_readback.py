@@ -254,7 +254,7 @@ def on_a_rank(rank: int, configs: dict[str, Config]) -> dict[str, dict[str, Any]
         def lying(*arguments: Any) -> dict[str, Any]:
             return overlaid(generate(*arguments), changes)  # noqa: B023
 
-        with mock.patch.object(build, "generate", lying):
+        with mock.patch.object(build, "build_ds_config", lying):
             passed[setting] = complaint(lambda: build_engine(config, meshes[1], CPU))  # noqa: B023
     from deepspeed.runtime.zero.muon import original_muon  # at the top it would be compiled
 

@@ -198,7 +198,7 @@ def test_the_start_up_line_of_a_run_is_understood():
     start.mark("model and engine")
     parts = startup.printed_parts(f"a line\n{start.summary_line()}\nand another\n")
     assert list(parts) == ["interpreter", "settings", "model and engine"]
-    assert parts["interpreter"] == pytest.approx(dict(start.parts)["interpreter"], abs=0.01)
+    assert parts["interpreter"] == pytest.approx(dict(start.phases)["interpreter"], abs=0.01)
 
 
 def test_the_launcher_takes_what_the_run_does_not():

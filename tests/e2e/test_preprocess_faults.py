@@ -21,13 +21,13 @@ from tests.faults import build_faulty_disk
 DOCUMENTS = 20_000
 TOOL = """
 import contextlib, multiprocessing, resource, sys
-from megatron_ds.data import outputs
+from megatron_ds.preprocess import output_files
 from tools import preprocess_data
 
-outputs.RECORD_SECONDS = 0.0
+output_files.RECORD_SECONDS = 0.0
 
 @contextlib.contextmanager
-def reporting(options, log_interval):
+def progress_reporter(options, log_interval):
     def report(progress):
         if WORKER_DIES_AT and progress.documents >= WORKER_DIES_AT:
             multiprocessing.active_children()[0].kill()
@@ -36,7 +36,7 @@ def reporting(options, log_interval):
     yield report
 
 WORKER_DIES_AT = int(sys.argv[1])
-preprocess_data.reporting = reporting
+preprocess_data.progress_reporter = progress_reporter
 code = preprocess_data.main(sys.argv[2:])
 with open("/proc/self/status") as file:  # of this program alone, unlike what getrusage tells
     peak = next(line.split()[1] for line in file if line.startswith("VmHWM"))

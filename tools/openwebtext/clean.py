@@ -392,7 +392,7 @@ def main(argv: Sequence[str], name: str = "clean.py") -> int:
     args = build_parser().parse_args(argv)
     options = options_from_args(args)
     start = time.perf_counter()
-    environment.use_one_thread_per_tokenizer()  # the workers are the parallelism
+    environment.limit_tokenizer_threads()  # the workers are the parallelism
     try:
         total = None if any(options.inputs.problems()) else options.inputs.total_bytes()
         with progress_reporter(total, args.log_interval) as report:

@@ -1,4 +1,4 @@
-"""What is said of the errors that end a run."""
+"""Messages of the errors that end a run."""
 
 from __future__ import annotations
 
@@ -6,9 +6,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_ds.data.indexed_dataset import IndexedDataset
-from megatron_ds.launch.error_report import ErrorReport, is_collective_error, make_report
+from megatron_ds.config.problems import Problem, UserError
+from megatron_ds.launch.error_report import (
+    DEVICE_MEMORY_HINT,
+    TIMEOUT_HINT,
+    ErrorReport,
+    is_collective_error,
+    make_report,
+)
 from megatron_ds.launch.exit_codes import ExitCode, RunAborted
+from megatron_ds.launch.liveness import HOST_MEMORY_HINT
 
 
 @pytest.fixture(autouse=True)
@@ -25,55 +32,52 @@ def raised(error: BaseException) -> BaseException:
         return caught
 
 
-def test_a_users_error_is_its_message() -> None:
-    with pytest.raises(ValueError, match="there is no file") as caught:
-        IndexedDataset("/nowhere/at/all")
-    report = make_report(caught.value)
+def test_user_error_is_reported_without_traceback() -> None:
+    report = make_report(raised(UserError(Problem("some-code", "a message"))))
     assert report.code == ExitCode.ERROR
-    assert report.full_text() == f"pretrain_gpt.py: rank 2: {caught.value}"
+    assert report.full_text() == "pretrain_gpt.py: rank 2: a message [some-code]"
 
 
-def test_an_end_that_is_known_keeps_its_status() -> None:
+def test_aborted_run_keeps_its_status() -> None:
     report = make_report(RunAborted("the disk is full", ExitCode.SAVE_FAILED))
     assert report.code == ExitCode.SAVE_FAILED
     assert report.full_text() == "pretrain_gpt.py: rank 2: the disk is full"
 
 
-def test_a_bug_keeps_its_traceback_and_ends_with_the_rank() -> None:
+def test_unexpected_error_keeps_its_traceback() -> None:
     report = make_report(raised(KeyError("a key")))
     assert report.code == ExitCode.ERROR
     assert report.full_text().startswith("Traceback (most recent call last):\n")
     assert report.full_text().endswith("\npretrain_gpt.py: rank 2: failed: KeyError: 'a key'")
-    assert report.words == "failed: KeyError: 'a key'"
+    assert report.summary == "failed: KeyError: 'a key'"
 
 
-def test_of_a_long_message_the_others_get_the_first_line() -> None:
-    assert make_report(raised(RuntimeError("one\ntwo"))).words == "failed: RuntimeError: one"
+def test_summary_is_the_first_line_of_the_message() -> None:
+    assert make_report(raised(RuntimeError("one\ntwo"))).summary == "failed: RuntimeError: one"
 
 
-def test_a_single_process_says_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_single_process_prints_only_the_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "1")
     assert make_report(raised(KeyError("a key"))).full_text().endswith("\nKeyError: 'a key'")
 
 
 @pytest.mark.parametrize(
-    ("error", "words"),
+    ("error", "hint"),
     [
-        (torch.OutOfMemoryError("tried to allocate 2 GiB"), "--recompute-granularity full"),
-        (MemoryError(), "out of host memory"),
+        (torch.OutOfMemoryError("tried to allocate 2 GiB"), DEVICE_MEMORY_HINT),
+        (MemoryError(), HOST_MEMORY_HINT),
         (
             RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9"),
-            "out of host memory",
+            HOST_MEMORY_HINT,
         ),
-        (RuntimeError("DataLoader worker (pid 5) is killed by signal: Killed."), "--num-workers"),
+        (RuntimeError("DataLoader worker (pid 5) is killed by signal: Killed."), HOST_MEMORY_HINT),
     ],
     ids=["device", "python", "torch", "loader"],
 )
-def test_a_full_memory_is_answered_with_what_to_try(error: BaseException, words: str) -> None:
+def test_out_of_memory_error_comes_with_a_hint(error: BaseException, hint: str) -> None:
     report = make_report(raised(error))
-    last = report.full_text().splitlines()[-1]
-    assert words in last
-    # Where a reader waited for its loader says nothing.
+    assert report.full_text().endswith(hint)
+    # Where the main process waited for its loader is of no interest.
     assert ("Traceback" in report.full_text()) is ("loader" not in str(error).lower())
 
 
@@ -88,23 +92,20 @@ def test_a_full_memory_is_answered_with_what_to_try(error: BaseException, words:
         (ConnectionResetError("Connection reset by peer"), False),
     ],
 )
-def test_which_errors_say_no_more_than_that_another_rank_did_not_answer(
-    error: BaseException, expected: bool
-) -> None:
+def test_collective_errors_are_recognized(error: BaseException, expected: bool) -> None:
     wrapped = KeyError("while handling")
     wrapped.__cause__ = error
     assert is_collective_error(error) is expected
     assert is_collective_error(wrapped) is expected
 
 
-def test_a_timeout_names_its_flag_and_the_place() -> None:
+def test_collective_timeout_is_reported_with_its_location() -> None:
     report = make_report(raised(RuntimeError("gloo: Timed out waiting 1000ms for recv")))
-    assert "--distributed-timeout-minutes" in report.full_text()
+    assert TIMEOUT_HINT in report.full_text()
     assert "Traceback" not in report.full_text()
-    assert "It waited in" in report.full_text()
 
 
-def test_a_report_without_a_text_says_the_words() -> None:
+def test_report_without_text_prints_its_summary() -> None:
     assert ErrorReport("was stopped", ExitCode.TERMINATED).full_text() == (
         "pretrain_gpt.py: rank 2: was stopped"
     )

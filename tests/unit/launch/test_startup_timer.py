@@ -1,4 +1,4 @@
-"""The parts of a start add up, and the process knows its age."""
+"""Durations of the phases of start-up."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron_ds.launch import startup_timer
 from megatron_ds.launch.startup_timer import StartupTimer, process_age
 
 
-def test_each_part_is_measured_from_the_end_of_the_one_before(
+def test_phase_begins_at_the_end_of_the_previous_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     times = iter([10.0, 11.5, 15.5])
@@ -20,14 +20,14 @@ def test_each_part_is_measured_from_the_end_of_the_one_before(
     start = StartupTimer()
     start.mark("settings")
     start.mark("libraries")
-    assert start.parts == [("interpreter", 0.25), ("settings", 1.5), ("libraries", 4.0)]
+    assert start.phases == [("interpreter", 0.25), ("settings", 1.5), ("libraries", 4.0)]
     assert start.summary_line() == (
         "start-up (s) | interpreter: 0.25 | settings: 1.50 | libraries: 4.00 | all: 5.75 |"
     )
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs Linux's /proc")
-def test_a_process_knows_its_age() -> None:
+def test_process_age_increases() -> None:
     first = process_age()
     time.sleep(0.05)
     assert 0 < first < process_age()

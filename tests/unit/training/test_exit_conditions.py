@@ -127,7 +127,7 @@ def _reasons_of_rank(rank: int, folder: str) -> list[str | None]:
     if rank == 0:
         stop.request(StopReason.SIGTERM)
     reasons.append(words(conditions.after_step(2)))
-    stop.cause = None
+    stop.reason = None
     dist.barrier()
     if rank == 1:
         switch.touch()
