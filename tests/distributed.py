@@ -1,21 +1,28 @@
-"""Runs a test's function on several processes of this machine, without leaving one behind.
+"""Runs a test's function on several ranks on this machine, without leaving a process behind.
 
-The processes are spawned, talk over gloo through a file, and use one thread each. Starting one
-costs seconds (it imports torch), so let one call check many cases.
+The ranks are forked from a process that has imported torch and DeepSpeed, communicate over gloo
+through a file, and use one thread each. Every call has new ranks, so that nothing leaks from one
+job into the next, and a job that crashes or hangs affects no other.
+
+Run as a program, this file is a rank.
 """
 
 from __future__ import annotations
 
-import multiprocessing
+import os
+import pickle
+import signal
+import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
-from multiprocessing.connection import Connection, wait
-from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import Any
+
+REPOSITORY = Path(__file__).resolve().parent.parent
 
 
 class RankError(AssertionError):
@@ -25,91 +32,96 @@ class RankError(AssertionError):
 def run_ranks(
     fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 300.0
 ) -> list[Any]:
-    """Call fn(rank, *args) on world_size processes inside an initialised torch.distributed (gloo).
+    """Calls fn(rank, *args) on `world_size` ranks inside an initialized process group (gloo).
 
-    fn: a function at the top level of a module. Returns what the ranks returned (it is pickled), in
-    rank order. Raises RankError with the traceback of the first rank that failed, and TimeoutError
-    if they are not all done after `timeout` seconds; every process has ended by then.
+    Args:
+        fn: A function at the top level of a module.
+        world_size: Number of ranks.
+        args: Further arguments; they are pickled.
+        timeout: Seconds until all ranks must have finished.
+
+    Returns:
+        What the ranks returned (it is pickled), in rank order.
+
+    Raises:
+        RankError: A rank failed; the message is the traceback of the first one.
+        TimeoutError: A rank did not finish in time. Every process has ended in both cases.
     """
-    context = multiprocessing.get_context("spawn")
-    with tempfile.TemporaryDirectory() as folder:
-        processes: list[SpawnProcess] = []
-        pipes: list[Connection] = []
+    from tests.fork_server import clean_environment, shared_fork_server
+
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "job").write_bytes(pickle.dumps((fn, args, timeout)))
+        ranks = range(world_size)
+        environments = [
+            {
+                **clean_environment(),
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(world_size),
+            }
+            for rank in ranks
+        ]
+        logs = [folder / f"{rank}.log" for rank in ranks]
+        processes = shared_fork_server().start(Path(__file__), [name], environments, logs)
         try:
-            for rank in range(world_size):
-                ours, theirs = context.Pipe(duplex=False)
-                job = (theirs, fn, rank, world_size, str(Path(folder) / "store"), timeout, args)
-                process = context.Process(target=_run_rank, args=job, daemon=True)
-                process.start()
-                theirs.close()
-                processes.append(process)
-                pipes.append(ours)
-            results = _collect(pipes, time.monotonic() + timeout)
-            for process in processes:
-                process.join(timeout=30.0)
-            return results
+            _wait(processes, folder, time.monotonic() + timeout)
         finally:
-            _end(processes)
+            with suppress(ProcessLookupError):  # the ranks are one process group
+                os.killpg(processes[0].pid, signal.SIGKILL)
+            for process in processes:
+                process.wait()
+        return [pickle.loads((folder / f"{rank}.result").read_bytes()) for rank in ranks]
 
 
-def _run_rank(
-    pipe: Connection,
-    fn: Callable[..., Any],
-    rank: int,
-    world_size: int,
-    store: str,
-    timeout: float,
-    args: tuple[Any, ...],
-) -> None:
+def _wait(processes: list[Any], folder: Path, deadline: float) -> None:
+    running = dict(enumerate(processes))
+    while running:
+        for rank, process in list(running.items()):
+            if (status := process.poll()) is None:
+                continue
+            del running[rank]
+            if status:
+                raise RankError(_failure(folder, rank, status))
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"ranks {sorted(running)} did not finish in time")
+        time.sleep(0.01)
+
+
+def _failure(folder: Path, rank: int, status: int) -> str:
+    """The first exception of any rank: its peers fail when they lose the connection."""
+    errors = sorted(folder.glob("*.error"), key=lambda path: path.stat().st_mtime_ns)
+    if errors:
+        return f"rank {errors[0].stem} failed:\n{errors[0].read_text(encoding='utf-8')}"
+    log = (folder / f"{rank}.log").read_text(errors="replace")
+    return f"rank {rank} died without an exception, status {status}:\n{log[-3000:]}"
+
+
+def main() -> None:
+    """Runs one rank of a job."""
+    import torch
+    import torch.distributed as dist
+
+    folder = Path(sys.argv[1])
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     try:
-        import torch
-        import torch.distributed as dist
-
+        fn, args, timeout = pickle.loads((folder / "job").read_bytes())
         torch.set_num_threads(1)
         dist.init_process_group(
             "gloo",
-            store=dist.FileStore(store, world_size),
+            store=dist.FileStore(str(folder / "store"), world_size),
             rank=rank,
             world_size=world_size,
             timeout=timedelta(seconds=timeout),
         )
         result = fn(rank, *args)
         dist.barrier()
-        pipe.send((True, result))
+        (folder / f"{rank}.result").write_bytes(pickle.dumps(result))
         dist.destroy_process_group()
     except BaseException:
-        pipe.send((False, traceback.format_exc()))
-        raise SystemExit(1) from None
+        (folder / f"{rank}.error").write_text(traceback.format_exc(), encoding="utf-8")
+        sys.exit(1)
 
 
-def _collect(pipes: list[Connection], deadline: float) -> list[Any]:
-    """The ranks' results, or the exception of the one that failed first."""
-    results: dict[int, Any] = {}
-    while len(results) < len(pipes):
-        waiting = [pipe for rank, pipe in enumerate(pipes) if rank not in results]
-        ready = wait(waiting, timeout=max(0.0, deadline - time.monotonic()))
-        if not ready:
-            missing = [rank for rank in range(len(pipes)) if rank not in results]
-            raise TimeoutError(f"ranks {missing} did not finish in time")
-        for pipe in ready:
-            rank = pipes.index(pipe)  # type: ignore[arg-type]
-            try:
-                succeeded, value = pipes[rank].recv()
-            except EOFError:
-                raise RankError(f"rank {rank} died without an exception") from None
-            if not succeeded:
-                raise RankError(f"rank {rank} failed:\n{value}")
-            results[rank] = value
-    return [results[rank] for rank in range(len(pipes))]
-
-
-def _end(processes: list[SpawnProcess]) -> None:
-    """End the processes that still run: the others of a failed or hanging one."""
-    for process in processes:
-        if process.exitcode is None:
-            process.terminate()
-    for process in processes:
-        process.join(timeout=5.0)
-        if process.exitcode is None:
-            process.kill()
-            process.join()
+if __name__ == "__main__":
+    main()

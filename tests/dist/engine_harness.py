@@ -6,7 +6,6 @@ Everything that reaches into DeepSpeed for a look stands here.
 from __future__ import annotations
 
 import gc
-import os
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -43,9 +42,6 @@ _ORIGINALS = {name: getattr(torch, name) for name in NEW_TENSORS}
 
 def prepare(tp_sizes: tuple[int, ...] = (1, 2)) -> dict[int, Mesh]:
     """Makes a rank of `run_ranks` ready for engines; the meshes by tensor-parallel size."""
-    for name in ("RANK", "LOCAL_RANK"):
-        os.environ[name] = str(dist.get_rank())
-    os.environ["WORLD_SIZE"] = str(dist.get_world_size())
     prepare_environment()
     deepspeed.init_distributed(dist_backend="gloo", verbose=False)
     deepspeed.utils.logger.setLevel("ERROR")

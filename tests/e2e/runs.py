@@ -24,12 +24,10 @@ from typing import Any, Protocol
 import torch
 
 from megatron_ds.engine.ds_checkpoint_io import read_tensors
+from tests.fork_server import DEADLINE, REPOSITORY, ForkServer, clean_environment
 
-REPOSITORY = Path(__file__).resolve().parent.parent.parent
 PRETRAIN = REPOSITORY / "pretrain_gpt.py"
 FAULTS = REPOSITORY / "tests" / "faults.py"
-DEADLINE = 300.0
-"""Seconds after which a run is taken to hang."""
 MARK = "MEGATRON_DS_E2E"
 CLOCK = ("seconds", "tokens_per_second", "tflops", "warm_up")
 """Keys of a step's record that two equal runs do not share: of its time, and whether its process
@@ -70,61 +68,6 @@ class Process(Protocol):
     def poll(self) -> int | None: ...
 
     def wait(self, timeout: float | None = None) -> int: ...
-
-
-class ForkServer:
-    """The process of fork_server.py, which forks runs."""
-
-    def __init__(self, environment: Mapping[str, str]) -> None:
-        command = [sys.executable, str(REPOSITORY / "tests" / "e2e" / "fork_server.py")]
-        self._process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            cwd=REPOSITORY,
-            env=dict(environment),
-            text=True,
-        )
-        self.pid = self._process.pid
-        assert self._answer() == "ready"
-
-    def ask(self, **request: Any) -> Any:
-        assert self._process.stdin is not None
-        print(json.dumps(request), file=self._process.stdin, flush=True)
-        return self._answer()
-
-    def close(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait(timeout=DEADLINE)
-
-    def _answer(self) -> Any:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        assert line, f"the fork server ended with status {self._process.wait()}"
-        return json.loads(line)
-
-
-class ForkedProcess:
-    """A process that the fork server forked."""
-
-    def __init__(self, fork_server: ForkServer, pid: int) -> None:
-        self._fork_server, self.pid, self._code = fork_server, pid, None
-
-    def poll(self) -> int | None:
-        if self._code is None:
-            self._code = self._fork_server.ask(poll=self.pid)
-        return self._code
-
-    def wait(self, timeout: float | None = None) -> int:
-        end = time.monotonic() + (DEADLINE if timeout is None else timeout)
-        while (code := self.poll()) is None:
-            if time.monotonic() > end:
-                raise subprocess.TimeoutExpired(
-                    f"process {self.pid}", 0 if timeout is None else timeout
-                )
-            time.sleep(0.01)
-        return code
 
 
 class Run:
@@ -271,15 +214,8 @@ class Launcher:
         if self._fork_server is None:
             self._fork_server = ForkServer(self._environment({}))
         logs = [self._log() for _ in extras]
-        pids = self._fork_server.ask(
-            start={
-                "script": str(script),
-                "argv": argv,
-                "environments": [self._environment(extra) for extra in extras],
-                "logs": [str(log) for log in logs],
-            }
-        )
-        return self._noted(Run([ForkedProcess(self._fork_server, pid) for pid in pids], logs))
+        environments = [self._environment(extra) for extra in extras]
+        return self._noted(Run(self._fork_server.start(script, argv, environments, logs), logs))
 
     def _start(
         self, commands: Sequence[list[str]], environments: Sequence[Mapping[str, str]]
@@ -342,13 +278,6 @@ def _environment_of(pid: int) -> list[str]:
 def shared_memory_of(port: int) -> list[str]:
     """Names of shared memory that DeepSpeed made for the run with that port."""
     return [path.name for path in Path("/dev/shm").glob(f"deepspeed_*_{port}_*")]
-
-
-def clean_environment() -> dict[str, str]:
-    """This process's environment without a launcher's variables: CPU, one thread per process."""
-    ours = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
-    kept = {name: value for name, value in os.environ.items() if name not in ours}
-    return {**kept, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
 
 
 def free_port() -> int:

@@ -1,0 +1,229 @@
+"""A process that has imported torch and DeepSpeed, and forks processes that need them.
+
+The imports take nine tenths of the time of a tiny run. A forked process has its own memory,
+environment, arguments and output, and begins where a Python that has finished its imports begins:
+no process group, random state or configuration of DeepSpeed survives from one to the next. The
+server itself never trains, starts no thread and joins no process group.
+
+Run as a program, this file is the server. It reads a JSON request per line and answers each with a
+line:
+    {"start": {"script", "argv", "environments", "logs"}}, the last two one per rank
+        -> the pids of the ranks: one process group, led by the first
+    {"poll": pid}
+        -> null while it runs, then its status as subprocess gives it
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import importlib
+import json
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+DEADLINE = 300.0
+"""Seconds after which a process is considered to hang."""
+PRELOADED = (
+    "megatron_ds.training.trainer",
+    "deepspeed.ops.adam",
+    "torch.utils.tensorboard",
+    "pytest",
+)
+LAUNCHER_VARIABLES = (
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
+
+
+def clean_environment() -> dict[str, str]:
+    """This process's environment without a launcher's variables: CPU, one thread per process."""
+    kept = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
+    return {**kept, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+
+
+class ForkServer:
+    """A client of the server, which it starts."""
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, __file__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            cwd=REPOSITORY,
+            env=dict(environment),
+            text=True,
+        )
+        self.pid = self._process.pid
+        assert self._answer() == "ready"
+
+    def start(
+        self,
+        script: Path,
+        argv: Sequence[str],
+        environments: Sequence[Mapping[str, str]],
+        logs: Sequence[Path],
+    ) -> list[ForkedProcess]:
+        """Forks one process group.
+
+        Args:
+            script: Program that every process runs.
+            argv: Its arguments.
+            environments: Environment of each process.
+            logs: File for the output of each process.
+        """
+        pids = self.ask(
+            start={
+                "script": str(script),
+                "argv": list(argv),
+                "environments": [dict(environment) for environment in environments],
+                "logs": [str(log) for log in logs],
+            }
+        )
+        return [ForkedProcess(self, pid) for pid in pids]
+
+    def ask(self, **request: Any) -> Any:
+        assert self._process.stdin is not None
+        print(json.dumps(request), file=self._process.stdin, flush=True)
+        return self._answer()
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(timeout=DEADLINE)
+
+    def _answer(self) -> Any:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        assert line, f"the fork server ended with status {self._process.wait()}"
+        return json.loads(line)
+
+
+@functools.cache
+def shared_fork_server() -> ForkServer:
+    """The server of this test session; it ends with this process."""
+    server = ForkServer(clean_environment())
+    atexit.register(server.close)
+    return server
+
+
+class ForkedProcess:
+    """A process that the fork server forked."""
+
+    def __init__(self, server: ForkServer, pid: int) -> None:
+        self._server, self.pid, self._code = server, pid, None
+
+    def poll(self) -> int | None:
+        if self._code is None:
+            self._code = self._server.ask(poll=self.pid)
+        return self._code
+
+    def wait(self, timeout: float | None = None) -> int:
+        end = time.monotonic() + (DEADLINE if timeout is None else timeout)
+        while (code := self.poll()) is None:
+            if time.monotonic() > end:
+                raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or DEADLINE)
+            time.sleep(0.01)
+        return code
+
+
+# The server.
+
+
+@dataclass(frozen=True)
+class Child:
+    """What a forked process is to run."""
+
+    script: str
+    argv: list[str]
+    environment: dict[str, str]
+    log: str
+
+    def run(self) -> None:
+        """Runs the script as the main program of this process."""
+        for descriptor, path in ((0, os.devnull), (1, self.log)):
+            opened = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
+            os.dup2(opened, descriptor)
+            os.close(opened)
+        os.dup2(1, 2)
+        sys.stdin = open(0, closefd=False)  # noqa: SIM115 (it lives as long as the process)
+        os.environ.clear()
+        os.environ.update(self.environment)
+        sys.argv = [self.script, *self.argv]
+        runpy.run_path(self.script, run_name="__main__")
+
+
+def serve() -> Child | None:
+    """Answers requests until the client closes; in a forked process, returns what to run there."""
+    running: set[int] = set()
+    for line in sys.stdin:
+        request = json.loads(line)
+        answer: Any
+        if "start" in request:
+            started = fork_ranks(**request["start"])
+            if isinstance(started, Child):
+                return started
+            running.update(started)
+            answer = started
+        else:
+            answer = poll(request["poll"])
+            if answer is not None:
+                running.discard(request["poll"])
+        print(json.dumps(answer), flush=True)
+    for pid in running:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    return None
+
+
+def fork_ranks(
+    script: str, argv: list[str], environments: list[dict[str, str]], logs: list[str]
+) -> list[int] | Child:
+    """The pids in the server; in a forked process, what to run there."""
+    pids: list[int] = []
+    for environment, log in zip(environments, logs, strict=True):
+        pid = os.fork()
+        if pid == 0:
+            os.setpgid(0, pids[0] if pids else 0)
+            return Child(script, argv, environment, log)
+        os.setpgid(pid, pids[0] if pids else pid)
+        pids.append(pid)
+    return pids
+
+
+def poll(pid: int) -> int | None:
+    done, status = os.waitpid(pid, os.WNOHANG)
+    return os.waitstatus_to_exitcode(status) if done else None
+
+
+def main() -> None:
+    sys.path[0] = str(REPOSITORY)
+    from megatron_ds.launch import environment
+
+    environment.prepare_environment()
+    for name in PRELOADED:
+        importlib.import_module(name)
+    assert threading.active_count() == 1, "a fork of several threads may hang"
+    print(json.dumps("ready"), flush=True)
+    child = serve()
+    if child is not None:
+        child.run()
+
+
+if __name__ == "__main__":
+    main()
