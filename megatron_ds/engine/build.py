@@ -15,6 +15,7 @@ from pydantic import ValidationError
 
 from megatron_ds.config import Config
 from megatron_ds.engine import readback
+from megatron_ds.engine.ds_activation_checkpointing import configure_checkpointing
 from megatron_ds.engine.ds_config import build_ds_config
 from megatron_ds.engine.param_groups import parameter_groups
 from megatron_ds.engine.zero import ZeroEngine
@@ -39,8 +40,11 @@ def build_engine(
     ds_config = build_ds_config(config, mesh.dp.size)
     mpu = mesh.mpu()
     _validate_with_deepspeed(ds_config, mpu, config.deepspeed.deepspeed_config)
-    rng = RngStreams(mesh.tp.rank)
-    recompute = ActivationCheckpointing(config.recompute, rng, mpu)
+    rng = RngStreams(mesh.tp.rank, device)
+    checkpoint = None
+    if config.recompute.by_deepspeed:
+        checkpoint = configure_checkpointing(config.recompute, config.model.layers, mpu, rng)
+    recompute = ActivationCheckpointing(config.recompute, rng, checkpoint)
     documents = _document_rules(config, mesh, device, eod)
     with _zero3_init_context(ds_config, mesh, mpu):
         model = GPTModel(

@@ -396,9 +396,9 @@ def _recomputation(model: nn.Module) -> str:
         cores = _unique_or_joined(layer.attention.recompute is not None for layer in model.layers)  # type: ignore[union-attr]
         return {True: "selective", False: "none"}.get(cores, f"selective in some layers: {cores}")
     if not recompute.by_deepspeed:
-        return _full(recompute.layers_per_unit)
+        return _full(recompute.layers_per_chunk)
     return _full(
-        recompute.layers_per_unit,
+        recompute.layers_per_chunk,
         by=f"DeepSpeed, {checkpointing.num_layers} units",
         partitioned=checkpointing.PARTITION_ACTIVATIONS,
         on_host=checkpointing.CPU_CHECKPOINT,

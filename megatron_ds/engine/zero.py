@@ -20,6 +20,7 @@ from megatron_ds.engine.ds_checkpoint_io import SafeCheckpointEngine
 from megatron_ds.engine.loss_scaler import LossScale
 from megatron_ds.engine.param_groups import reset_cpu_adam_beta_powers, set_lr_and_weight_decay
 from megatron_ds.engine.readback import States, Values, state_bytes
+from megatron_ds.model.output_layer import TokenLoss
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.parallel.rng import RngStreams
 from megatron_ds.parallel.sharding import shard_spec
@@ -89,7 +90,9 @@ class ZeroEngine:
             # wrong for good as soon as their number per step changes.
             engine.set_gradient_accumulation_boundary(last)
             batch = next(batches).truncated(plan.seq_length)
-            self._rng.seed_micro_batch(self._seed, batch.position)
+            if index == 0:
+                stride = batch.tokens_BS.shape[0] * self._mesh.dp.size
+                self._rng.begin_step(self._seed, batch.position, stride)
             loss = self._forward(batch)
             engine.backward(loss)
             losses.append(loss.detach())
@@ -140,8 +143,8 @@ class ZeroEngine:
     def _forward(self, batch: Batch) -> torch.Tensor:
         tensors = (batch.tokens_BS, batch.labels_BS, batch.loss_mask_BS)
         moved = (tensor.to(self._device, non_blocking=True) for tensor in tensors)
-        loss: torch.Tensor = self._engine(*moved)
-        return loss
+        loss: TokenLoss = self._engine(*moved)
+        return loss.mean()
 
     def _gradient_norm(self) -> torch.Tensor:
         """Norm of the averaged gradient at stage 0, for which DeepSpeed reports none."""

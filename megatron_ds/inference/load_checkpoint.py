@@ -102,7 +102,7 @@ def load_model(
     if problems:
         raise ValueError("\n".join(problems))
     dtype = DTYPES[precision or found.run["layout"]["precision"]]
-    model = GPTModel(config, mesh=mesh, rng=RngStreams(mesh.tp.rank), seed=None)
+    model = GPTModel(config, mesh=mesh, rng=RngStreams(mesh.tp.rank, device), seed=None)
     model = model.to(device=device, dtype=dtype)
     load_full_weights(model, iter_full_weights(found), mesh.tp.rank, mesh.tp.size)
     return model.eval()

@@ -15,7 +15,7 @@ from megatron_ds.config import ModelConfig
 from megatron_ds.model.attention import KeyValueCache
 from megatron_ds.model.block import Block
 from megatron_ds.model.norm import build_norm
-from megatron_ds.model.output_layer import OutputLayer
+from megatron_ds.model.output_layer import OutputLayer, TokenLoss
 from megatron_ds.model.packed_attention import PackingOptions
 from megatron_ds.model.position_embedding import AttentionContext, PositionEncoder
 from megatron_ds.model.weight_init import Initializer
@@ -107,6 +107,7 @@ class GPTModel(nn.Module):
         super().__init__()
         self.config = config
         self.documents = documents
+        self._rng = rng
         group, init = mesh.tp, Initializer(seed)
         padded_vocab = config.padded_vocab(group.size)
         granularity = recompute.granularity if recompute is not None else None
@@ -128,8 +129,6 @@ class GPTModel(nn.Module):
             if config.untie_embeddings_and_output_weights
             else None,
         )
-        if self.recompute is not None:
-            self.recompute.prepare(config.layers)
 
     def forward(
         self,
@@ -139,15 +138,17 @@ class GPTModel(nn.Module):
         cache: KeyValueCache | None = None,
         *,
         last_only: bool = False,
-    ) -> torch.Tensor:
+    ) -> torch.Tensor | TokenLoss:
         """The loss or, without labels, the logits.
 
-        Loss: the mean over the tokens that loss_mask counts (None: all), a scalar in fp32. Logits:
+        Loss: sum over and number of the tokens that loss_mask counts (None: all). Logits:
         [B, S, V] in fp32, whole on every tensor-parallel rank, -inf for padding.
         cache: keys and values of earlier tokens; positions go on where it ends. last_only: logits
         of the last position alone, [B, 1, V], without the cost of the others. Raises ValueError
         for an id outside the vocabulary and for a sequence longer than learned positions.
         """
+        if self.training:
+            self._rng.begin_micro_batch()
         offset = 0 if cache is None else cache.length
         documents = None
         if self.documents is not None and cache is None:
@@ -164,7 +165,7 @@ class GPTModel(nn.Module):
         tied = (
             None if self.config.untie_embeddings_and_output_weights else self.embedding.word.weight
         )
-        output: torch.Tensor = self.head(x_SBH, labels_BS, loss_mask_BS, tied)
+        output: torch.Tensor | TokenLoss = self.head(x_SBH, labels_BS, loss_mask_BS, tied)
         return output
 
     def compile_layers(self, *, lengths_vary: bool = False) -> None:
@@ -186,7 +187,7 @@ class GPTModel(nn.Module):
             for block in self.layers:
                 x_SBH = block(x_SBH, context, cache)
             return x_SBH
-        blocks, size = list(self.layers), self.recompute.layers_per_unit
+        blocks, size = list(self.layers), self.recompute.layers_per_chunk
         for start in range(0, len(blocks), size):
             unit = LayerChunk(blocks[start : start + size], context)
             x_SBH = self.recompute.run(unit, x_SBH)

@@ -5,6 +5,8 @@ Shapes: S sequence, B micro-batch, H hidden, v this rank's rows of the padded vo
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -14,6 +16,19 @@ from megatron_ds.parallel.embedding import validate_token_ids, vocab_parallel_we
 from megatron_ds.parallel.fused_linear_cross_entropy import linear_cross_entropy
 from megatron_ds.parallel.linear import Init
 from megatron_ds.parallel.mesh import Group
+
+
+class TokenLoss(NamedTuple):
+    """Loss of one micro-batch, not yet divided by the number of its tokens."""
+
+    loss_sum: torch.Tensor
+    """Sum over counted tokens of the cross entropy in nats, a scalar in fp32."""
+    num_tokens: torch.Tensor
+    """Number of counted tokens (sum of the loss mask), a scalar in fp32."""
+
+    def mean(self) -> torch.Tensor:
+        """Mean over the counted tokens; 0 if there are none, not 0 / 0."""
+        return self.loss_sum / torch.where(self.num_tokens > 0, self.num_tokens, 1.0)
 
 
 class OutputLayer(nn.Module):
@@ -40,10 +55,8 @@ class OutputLayer(nn.Module):
         labels_BS: torch.Tensor | None = None,
         loss_mask_BS: torch.Tensor | None = None,
         weight_vH: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """With labels: the masked mean loss, a scalar in fp32. Without: logits [B, S, V] in fp32,
-        padding -inf.
-        """
+    ) -> torch.Tensor | TokenLoss:
+        """With labels: the loss. Without: logits [B, S, V] in fp32, padding -inf."""
         weight = self.weight if weight_vH is None else weight_vH
         assert weight is not None
         if labels_BS is None:
@@ -56,7 +69,7 @@ class OutputLayer(nn.Module):
         labels_BS: torch.Tensor,
         loss_mask_BS: torch.Tensor | None,
         weight_vH: torch.Tensor,
-    ) -> torch.Tensor:
+    ) -> TokenLoss:
         validate_token_ids(labels_BS, self.vocab_size)
         weights = None if loss_mask_BS is None else loss_mask_BS.t().reshape(-1).float()
         total = linear_cross_entropy(
@@ -68,10 +81,8 @@ class OutputLayer(nn.Module):
             group=self.group,
         )
         if weights is None:
-            return total / labels_BS.numel()
-        # A micro-batch without any token that counts has loss 0, not 0 / 0.
-        counted = weights.sum()
-        return total / torch.where(counted > 0, counted, 1.0)
+            return TokenLoss(total, total.new_full((), labels_BS.numel()))
+        return TokenLoss(total, weights.sum())
 
     def _logits(self, x_SBH: torch.Tensor, weight_vH: torch.Tensor) -> torch.Tensor:
         local = F.linear(x_SBH.transpose(0, 1), weight_vH)

@@ -1,8 +1,7 @@
-"""Which process does what: rank arithmetic on a reshaped `arange`, and the process groups.
+"""Rank arithmetic and process groups.
 
-Owns the order of the ranks (pipeline, data, tensor; tensor fastest) and the `mpu` that DeepSpeed
-asks for. Knows nothing of layers or engines. All groups are made here, once, in the same order on
-every rank.
+Owns the order of the ranks along the parallel axes and the `mpu` that DeepSpeed expects. Knows
+nothing of layers or engines. Every process creates all groups, once and in the same order.
 """
 
 from __future__ import annotations
@@ -13,17 +12,79 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from megatron_ds.config.problems import Problem, UserError
+
+Ranks = tuple[int, ...]
+"""Global ranks of a group, in the group's order."""
+
+
+def axis_groups(
+    world_size: int, tp_size: int, *, pp_size: int = 1, sp_size: int = 1, ep_size: int = 1
+) -> dict[str, list[Ranks]]:
+    """All groups of every parallel axis, by rank arithmetic alone.
+
+    Ranks are ordered (pipeline, data, expert, sequence, tensor), tensor fastest, so that the groups
+    that communicate most hold neighbouring ranks. Expert parallelism takes no processes of its own:
+    it subdivides the data-parallel ranks (as in Megatron and DeepSpeed-MoE). Dense parameters
+    therefore have data parallelism over data x expert (`dp`), experts over data alone
+    (`expert_dp`).
+
+    Args:
+        world_size: Number of processes.
+        tp_size: Tensor-parallel size.
+        pp_size: Pipeline-parallel size.
+        sp_size: Sequence-parallel (Ulysses) size.
+        ep_size: Expert-parallel size.
+
+    Returns:
+        Groups by axis: "tp", "sp", "ep", "expert_dp", "dp", "pp", and "model": the tensor x
+        pipeline ranks that together hold one copy of the model.
+
+    Raises:
+        UserError: If the product of the sizes does not divide `world_size`.
+    """
+    sizes = {"tensor": tp_size, "pipeline": pp_size, "sequence": sp_size, "expert": ep_size}
+    product = tp_size * pp_size * sp_size * ep_size
+    if min(sizes.values()) < 1 or world_size % product:
+        asked = " x ".join(f"{name}-parallel size {size}" for name, size in sizes.items())
+        raise UserError(
+            Problem(
+                "world-size-not-divisible-by-parallel-sizes",
+                f"{world_size} processes cannot be arranged as {asked}",
+                "tensor_model_parallel_size",
+            )
+        )
+    grid = torch.arange(world_size).view(pp_size, -1, ep_size, sp_size, tp_size)
+    pp, edp, ep, sp, tp = range(5)
+    spans = {
+        "tp": (tp,),
+        "sp": (sp,),
+        "ep": (ep,),
+        "expert_dp": (edp,),
+        "dp": (edp, ep),
+        "pp": (pp,),
+        "model": (pp, tp),
+    }
+    groups = {}
+    for name, span in spans.items():
+        others = [dim for dim in range(5) if dim not in span]
+        size = torch.Size([grid.shape[dim] for dim in span]).numel()
+        groups[name] = [
+            tuple(row) for row in grid.permute(*others, *span).reshape(-1, size).tolist()
+        ]
+    return groups
+
 
 @dataclass(frozen=True)
 class Group:
-    """A set of processes that talk to each other, seen from this one."""
+    """A set of communicating processes, seen from this one."""
 
-    ranks: tuple[int, ...]
-    """Global ranks, in the group's order."""
+    ranks: Ranks
     rank: int
     """This process's position in `ranks`."""
     handle: dist.ProcessGroup | None
-    """None only where no process group exists (`Mesh.single`); never used when `size` is 1."""
+    """None only where no process group exists (`Mesh.single`). With None, torch.distributed would
+    communicate over all processes, so collectives must not run where `size` is 1."""
 
     @property
     def size(self) -> int:
@@ -31,10 +92,10 @@ class Group:
 
 
 class Mpu:
-    """The model-parallel unit: what DeepSpeed asks about the mesh, under the names it asks for.
+    """The model-parallel unit: the mesh under the method names that DeepSpeed calls.
 
-    It must never offer `initialize_sequence_parallel`: DeepSpeed takes an object that does for its
-    own Ulysses state.
+    It must never have a method `initialize_sequence_parallel`: DeepSpeed takes an object with that
+    name for its own Ulysses state.
     """
 
     def __init__(self, mesh: Mesh) -> None:
@@ -82,58 +143,72 @@ class Mpu:
 
 @dataclass(frozen=True)
 class Mesh:
-    """This process's place among all, and its groups along each axis."""
+    """This process's position among all processes, and its group along each axis.
+
+    The groups are those of `axis_groups`.
+    """
 
     world_size: int
     rank: int
     tp: Group
+    sp: Group
+    ep: Group
+    expert_dp: Group
     dp: Group
     pp: Group
     model: Group
-    """All tensor x pipeline ranks that together hold one copy of the model."""
 
     @classmethod
-    def build(cls, tp_size: int, pp_size: int = 1, timeout: timedelta | None = None) -> Mesh:
-        """The mesh of an initialised torch.distributed; every process must call it.
+    def build(
+        cls,
+        tp_size: int,
+        *,
+        pp_size: int = 1,
+        sp_size: int = 1,
+        ep_size: int = 1,
+        timeout: timedelta | None = None,
+    ) -> Mesh:
+        """Create the groups of an initialized torch.distributed. Collective.
 
-        timeout: how long a collective of these groups may wait (None: torch's default for the
-        backend). Raises ValueError if tp_size x pp_size does not divide the number of processes.
+        Args:
+            tp_size: Tensor-parallel size.
+            pp_size: Pipeline-parallel size.
+            sp_size: Sequence-parallel size.
+            ep_size: Expert-parallel size.
+            timeout: Timeout of the groups' collectives. None: torch's default for the backend.
+
+        Raises:
+            UserError: If the product of the sizes does not divide the number of processes.
         """
         world_size, rank = dist.get_world_size(), dist.get_rank()
-        if tp_size < 1 or pp_size < 1 or world_size % (tp_size * pp_size):
-            raise ValueError(
-                f"{world_size} processes cannot be cut into tensor-parallel size {tp_size} "
-                f"x pipeline-parallel size {pp_size}"
-            )
-        grid = torch.arange(world_size).view(pp_size, -1, tp_size)
-        axes = {
-            "tp": grid,
-            "dp": grid.transpose(1, 2),
-            "pp": grid.permute(1, 2, 0),
-            "model": grid.transpose(0, 1).flatten(1),
-        }
-        groups = {
-            name: _my_group(axis.reshape(-1, axis.shape[-1]), rank, timeout)
-            for name, axis in axes.items()
-        }
-        return cls(world_size=world_size, rank=rank, **groups)
+        axes = axis_groups(world_size, tp_size, pp_size=pp_size, sp_size=sp_size, ep_size=ep_size)
+        # Axes with the same ranks share their process groups: each costs connections and memory.
+        created: dict[tuple[Ranks, ...], Group] = {}
+        for groups in map(tuple, axes.values()):
+            if groups not in created:
+                created[groups] = _create_groups(groups, rank, timeout)
+        return cls(
+            world_size=world_size,
+            rank=rank,
+            **{name: created[tuple(groups)] for name, groups in axes.items()},
+        )
 
     @classmethod
     def single(cls) -> Mesh:
-        """The mesh of one process; needs no process group."""
-        alone = Group(ranks=(0,), rank=0, handle=None)
-        return cls(world_size=1, rank=0, tp=alone, dp=alone, pp=alone, model=alone)
+        """The mesh of one process, without process groups."""
+        axes = axis_groups(world_size=1, tp_size=1)
+        return cls(world_size=1, rank=0, **dict.fromkeys(axes, Group((0,), 0, None)))
 
     def mpu(self) -> Mpu:
         return Mpu(self)
 
 
-def _my_group(rows: torch.Tensor, rank: int, timeout: timedelta | None) -> Group:
-    """Create one process group per row of ranks and return the one that holds `rank`."""
-    mine: Group | None = None
-    for row in rows.tolist():
-        handle = dist.new_group(row, timeout=timeout)
-        if rank in row:
-            mine = Group(ranks=tuple(row), rank=row.index(rank), handle=handle)
-    assert mine is not None
-    return mine
+def _create_groups(groups: tuple[Ranks, ...], rank: int, timeout: timedelta | None) -> Group:
+    """Create a process group for each tuple of ranks and return the one that contains `rank`."""
+    own: Group | None = None
+    for ranks in groups:
+        handle = dist.new_group(list(ranks), timeout=timeout)
+        if rank in ranks:
+            own = Group(ranks=ranks, rank=ranks.index(rank), handle=handle)
+    assert own is not None
+    return own

@@ -1,10 +1,10 @@
-"""Random streams of a tensor-parallel run: one replicated, one per rank.
+"""Random streams of a tensor-parallel run: one replicated, one per tensor-parallel rank.
 
-Dropout where every tensor-parallel rank holds the same activations must draw the same mask
-everywhere: torch's default generator. Dropout inside a cut layer must differ: the sharded stream,
-kept in DeepSpeed's tracker, so that DeepSpeed's activation checkpointing restores it, and ours can.
-Both are seeded per micro-batch from the position in the data, so that a resumed run has no random
-state to restore.
+Owns when and from what the streams are seeded. Dropout on activations that every tensor-parallel
+rank holds must draw the same mask everywhere: the replicated stream, torch's default generator.
+Dropout on sharded activations must differ per rank: the sharded stream, which takes the default
+generator's place inside `fork_tp_rng`. Both are seeded per micro-batch from the position in the
+data, so a resumed run has no random state to restore.
 """
 
 from __future__ import annotations
@@ -12,56 +12,92 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
-from deepspeed.runtime.activation_checkpointing.checkpointing import get_cuda_rng_tracker
+
+CPU = torch.device("cpu")
 
 
 def stable_seed(*parts: int | str) -> int:
-    """A 63-bit seed that depends on the parts alone, the same in every process and version of
-    Python.
-    """
+    """A 63-bit seed that depends on `parts` alone, not on the process or the Python version."""
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
 
 
 class RngStreams:
-    """The replicated and the sharded stream of this process."""
+    """The replicated and the sharded stream of this process.
 
-    def __init__(self, tp_rank: int) -> None:
+    Args:
+        tp_rank: Tensor-parallel rank.
+        device: Device on which dropout masks are drawn.
+    """
+
+    def __init__(self, tp_rank: int, device: torch.device = CPU) -> None:
         self._tp_rank = tp_rank
-        self._tracker = get_cuda_rng_tracker()
-        self._seed_sharded(stable_seed("sharded", tp_rank))
+        self._device = device
+        self._sharded = self._seeded_state(stable_seed("sharded", tp_rank))
+        self._seed: int | None = None
+        self._position = self._stride = 0
 
-    def seed_micro_batch(self, seed: int, position: int) -> None:
-        """Make the dropout of the next micro-batch a function of these numbers alone.
+    def begin_step(self, seed: int, position: int, stride: int) -> None:
+        """Set from what the micro-batches of the next step are seeded.
 
-        seed: the run's. position: global number of the micro-batch's first sample.
+        Args:
+            seed: Seed of the run.
+            position: Position of the first micro-batch: the samples consumed before its first one.
+            stride: Samples from one micro-batch of this rank to its next.
         """
-        torch.manual_seed(stable_seed("replicated", seed, position))
-        self._seed_sharded(stable_seed("sharded", seed, position, self._tp_rank))
+        self._seed, self._position, self._stride = seed, position, stride
+
+    def begin_micro_batch(self) -> None:
+        """Seed both streams for the step's next micro-batch.
+
+        The model calls this in each training forward pass, and not in evaluation or when
+        activations are recomputed. Without `begin_step` the streams are left as they are.
+        """
+        if self._seed is None:
+            return
+        torch.manual_seed(stable_seed("replicated", self._seed, self._position))
+        self._sharded = self._seeded_state(
+            stable_seed("sharded", self._seed, self._position, self._tp_rank)
+        )
+        self._position += self._stride
 
     @contextmanager
     def fork_tp_rng(self) -> Iterator[None]:
-        """Inside, the default generator draws from the stream of this tensor-parallel rank."""
-        with self._tracker.fork():
-            yield
-
-    def sharded_state(self) -> Any:
-        """The sharded stream's state, for `restored`."""
-        return self._tracker.get_states()
-
-    @contextmanager
-    def restore_tp_rng(self, state: Any) -> Iterator[None]:
-        """Inside, the sharded stream starts from `state`; afterwards it goes on where it was."""
-        current = self._tracker.get_states()
-        self._tracker.set_states(state)
+        """Let torch's default generator draw from the sharded stream inside the context."""
+        replicated = self._default_state()
+        self._set_default_state(self._sharded)
         try:
             yield
         finally:
-            self._tracker.set_states(current)
+            self._sharded = self._default_state()
+            self._set_default_state(replicated)
 
-    def _seed_sharded(self, seed: int) -> None:
-        self._tracker.reset()
-        self._tracker.add("model-parallel-rng", seed)
+    def sharded_state(self) -> torch.Tensor:
+        """State of the sharded stream, for `restore_tp_rng`."""
+        return self._sharded
+
+    @contextmanager
+    def restore_tp_rng(self, state: torch.Tensor) -> Iterator[None]:
+        """Start the sharded stream from `state` inside the context; then continue where it was."""
+        current, self._sharded = self._sharded, state
+        try:
+            yield
+        finally:
+            self._sharded = current
+
+    def _seeded_state(self, seed: int) -> torch.Tensor:
+        return torch.Generator(self._device).manual_seed(seed).get_state()
+
+    def _default_state(self) -> torch.Tensor:
+        if self._device.type == "cpu":
+            return torch.get_rng_state()
+        state: torch.Tensor = torch.get_device_module(self._device).get_rng_state(self._device)
+        return state
+
+    def _set_default_state(self, state: torch.Tensor) -> None:
+        if self._device.type == "cpu":
+            torch.set_rng_state(state)
+        else:
+            torch.get_device_module(self._device).set_rng_state(state, self._device)

@@ -107,7 +107,7 @@ def train_alone(
         tokens = samples.batch(consumed, plan.global_batch_size)[:, : plan.seq_length + 1]
         consumed += plan.global_batch_size
         optimizer.zero_grad()
-        loss = model(tokens[:, :-1], tokens[:, 1:])
+        loss = model(tokens[:, :-1], tokens[:, 1:]).mean()
         loss.backward()
         run.losses.append(loss.item())
         run.gradients.append(_copy({name: p.grad for name, p in named.items()}))

@@ -178,7 +178,8 @@ def check_cross_entropy_in_chunks(group: Group) -> None:
 
 def check_random(group: Group) -> None:
     rng = RngStreams(group.rank)
-    rng.seed_micro_batch(1, 5)
+    rng.begin_step(1, 5, 1)
+    rng.begin_micro_batch()
     replicated = torch.rand(100)
     with rng.fork_tp_rng():
         sharded = torch.rand(100)
@@ -188,9 +189,10 @@ def check_random(group: Group) -> None:
     parts = all_gather(sharded, group)
     assert all((parts[0] != part).any() for part in parts[1:])
     torch.manual_seed(0)
-    rng.seed_micro_batch(1, 5)
+    rng.begin_step(1, 5, 1)
+    rng.begin_micro_batch()
     assert torch.equal(torch.rand(100), replicated)
-    rng.seed_micro_batch(1, 6)
+    rng.begin_micro_batch()
     assert not torch.equal(torch.rand(100), replicated)
 
 
@@ -203,8 +205,9 @@ def check_mesh(rank: int) -> None:
     assert pipelined.pp.ranks == (rank % 2, rank % 2 + 2)
     assert pipelined.model.ranks == (0, 1, 2, 3)
     assert pipelined.model.rank == rank
-    with pytest.raises(ValueError, match="4 processes cannot be cut into tensor-parallel size 3"):
-        Mesh.build(tp_size=3)
+    assert mesh.model.handle is mesh.tp.handle
+    assert mesh.dp.handle is mesh.expert_dp.handle
+    assert mesh.pp.handle is mesh.sp.handle is mesh.ep.handle
     sums = all_gather(torch.tensor([float(rank)]), mesh.dp).sum()
     assert sums == sum(mesh.dp.ranks)
 

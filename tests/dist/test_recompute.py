@@ -8,6 +8,7 @@ import deepspeed
 import torch
 
 from megatron_ds.config import ModelConfig, RecomputeConfig
+from megatron_ds.engine.ds_activation_checkpointing import configure_checkpointing
 from megatron_ds.model.packed_attention import PackingOptions
 from megatron_ds.model.gpt import GPTModel
 from megatron_ds.parallel.mesh import Mesh
@@ -48,7 +49,12 @@ def losses_and_gradients(
     """Two micro-batches, their gradients summed, then an evaluation of the same data."""
     config = dataclasses.replace(MODEL, position_embedding_type=position)
     rng = RngStreams(mesh.tp.rank)
-    recompute = None if options is None else ActivationCheckpointing(options, rng, mesh.mpu())
+    recompute = None
+    if options is not None:
+        checkpoint = None
+        if options.by_deepspeed:
+            checkpoint = configure_checkpointing(options, config.layers, mesh.mpu(), rng)
+        recompute = ActivationCheckpointing(options, rng, checkpoint)
     model = GPTModel(
         config, mesh=mesh, rng=rng, seed=5, recompute=recompute, documents=documents
     )
@@ -56,14 +62,14 @@ def losses_and_gradients(
     tokens[0, 2] = tokens[0, 3] = tokens[1, 5] = END
     losses = []
     for number in range(2):
-        rng.seed_micro_batch(11, 2 * number)
-        loss = model(tokens[:, :-1], tokens[:, 1:])
+        rng.begin_step(11, 2 * number, 0)
+        loss = model(tokens[:, :-1], tokens[:, 1:]).mean()
         loss.backward()
         losses.append(loss.detach())
     assert losses[0] != losses[1], "dropout did not change with the position"
     model.eval()
     with torch.no_grad():
-        losses.append(model(tokens[:, :-1], tokens[:, 1:]))
+        losses.append(model(tokens[:, :-1], tokens[:, 1:]).mean())
     return losses + [param.grad for param in model.parameters() if param.grad is not None]
 
 

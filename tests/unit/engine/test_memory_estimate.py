@@ -62,7 +62,7 @@ def config(
 def saved(config: Config, dtype: torch.dtype) -> int:
     """Bytes that a forward pass keeps for the backward pass, parameters and ids left out."""
     mesh, rng = Mesh.single(), RngStreams(0)
-    recompute = ActivationCheckpointing(config.recompute, rng, mesh.mpu())
+    recompute = ActivationCheckpointing(config.recompute, rng)
     documents = PackingOptions(1, False, True) if config.data.reset_attention_mask else None
     model = GPTModel(
         config.model, mesh=mesh, rng=rng, seed=1, recompute=recompute, documents=documents

@@ -31,7 +31,7 @@ def measured(config: ModelConfig, recompute: ActivationCheckpointing | None = No
     tokens = torch.randint(0, config.vocab, (BATCH, config.sequence))
     # The flash kernel's backward recomputes the scores; plain products count what the model needs.
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
-        model(tokens, tokens).backward()
+        model(tokens, tokens).loss_sum.backward()
     return counter.get_total_flops()
 
 
@@ -64,7 +64,7 @@ def test_model_flops_are_torchs(groups: int | None, activation: str, untied: boo
 def test_hardware_flops_contain_what_is_recomputed(granularity: str) -> None:
     config = configuration(None, "gelu", False)
     options = RecomputeConfig(recompute_granularity=granularity)
-    recompute = ActivationCheckpointing(options, RngStreams(0), Mesh.single().mpu())
+    recompute = ActivationCheckpointing(options, RngStreams(0))
     counted = BATCH * hardware_flops_per_sample(config, config.padded_vocab(1), granularity)
     # torch stops a recomputation early when nothing more is needed of it; a fused kernel cannot.
     with set_checkpoint_early_stop(False):

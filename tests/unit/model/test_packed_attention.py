@@ -73,7 +73,7 @@ def build(
     config = dataclasses.replace(CONFIG, **options)
     assert list(config.problems(1)) == []
     mesh, rng = Mesh.single(), RngStreams(0)
-    how = ActivationCheckpointing(RecomputeConfig(recompute_granularity=recompute), rng, mesh.mpu())
+    how = ActivationCheckpointing(RecomputeConfig(recompute_granularity=recompute), rng)
     return GPTModel(config, mesh=mesh, rng=rng, seed=3, recompute=how, documents=rules)
 
 
@@ -120,7 +120,7 @@ def test_a_document_has_the_losses_and_gradients_that_it_has_alone(
     labels = TOKENS.roll(-1, 1)
 
     losses = F.cross_entropy(packed(TOKENS).flatten(0, 1), labels.flatten(), reduction="none")
-    packed(TOKENS, labels).backward()
+    packed(TOKENS, labels).mean().backward()
 
     expected = []
     for row, tokens in enumerate(TOKENS.tolist()):
@@ -131,7 +131,7 @@ def test_a_document_has_the_losses_and_gradients_that_it_has_alone(
         ):
             logits = alone(torch.tensor([document]))[0]
             expected.append(F.cross_entropy(logits, follow, reduction="none"))
-            loss = alone(torch.tensor([document]), follow.unsqueeze(0))
+            loss = alone(torch.tensor([document]), follow.unsqueeze(0)).mean()
             (loss * len(document) / TOKENS.numel()).backward()
     torch.testing.assert_close(losses, torch.cat(expected), rtol=1e-5, atol=1e-5)
     for (name, got), want in zip(gradients(packed).items(), gradients(alone).values(), strict=True):
@@ -207,8 +207,8 @@ def test_masks_of_dropout_are_drawn_again_for_every_document(recompute: str) -> 
             attention_dropout=0.3,
             hidden_dropout=0.1,
         )
-        model.layers[0].attention.rng.seed_micro_batch(5, 7)
-        loss = model(TOKENS, TOKENS)
+        model.layers[0].attention.rng.begin_step(5, 7, 0)
+        loss = model(TOKENS, TOKENS).mean()
         loss.backward()
         results.append({"loss": loss.detach(), **gradients(model)})
     for other in results[1:]:
@@ -220,15 +220,15 @@ def test_dropout_falls_on_attention_inside_documents() -> None:
     model = build(PackingOptions(EOD, True, True), attention_dropout=0.3)
     losses = []
     for position in (7, 7, 8):
-        model.layers[0].attention.rng.seed_micro_batch(5, position)
-        losses.append(model(TOKENS, TOKENS).item())
+        model.layers[0].attention.rng.begin_step(5, position, 0)
+        losses.append(model(TOKENS, TOKENS).loss_sum.item())
     assert losses[0] == losses[1] != losses[2]
 
 
 def test_without_a_token_that_counts_the_loss_is_zero_and_so_is_every_gradient() -> None:
     model = build(PackingOptions(EOD, True, True))
     tokens = TOKENS[-1:]
-    loss = model(tokens, tokens, (tokens != EOD).float())
+    loss = model(tokens, tokens, (tokens != EOD).float()).mean()
     loss.backward()
     assert loss.item() == 0.0
     assert not any(gradient.any() for gradient in gradients(model).values())

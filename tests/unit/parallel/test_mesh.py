@@ -1,17 +1,59 @@
-"""The mesh of one process, and what DeepSpeed may ask of it."""
+"""Rank arithmetic, the mesh of one process, and what DeepSpeed asks of it."""
 
 from __future__ import annotations
 
-from megatron_ds.parallel.mesh import Mesh
+import pytest
+
+from megatron_ds.parallel.mesh import Mesh, axis_groups
+from tests.problems import raises_problem
 
 
-def test_a_single_process_is_alone_on_every_axis() -> None:
+def test_groups_are_those_of_a_table_written_by_hand() -> None:
+    groups = axis_groups(16, 2, pp_size=2, ep_size=2)
+    assert groups["tp"][:3] == [(0, 1), (2, 3), (4, 5)]
+    assert groups["sp"] == [(rank,) for rank in range(16)]
+    assert groups["ep"][:4] == [(0, 2), (1, 3), (4, 6), (5, 7)]
+    assert groups["expert_dp"] == [
+        (0, 4), (1, 5), (2, 6), (3, 7), (8, 12), (9, 13), (10, 14), (11, 15),
+    ]  # fmt: skip
+    assert groups["dp"] == [(0, 2, 4, 6), (1, 3, 5, 7), (8, 10, 12, 14), (9, 11, 13, 15)]
+    assert groups["pp"] == [(rank, rank + 8) for rank in range(8)]
+    assert groups["model"] == [(rank, rank + 1, rank + 8, rank + 9) for rank in (0, 2, 4, 6)]
+
+    groups = axis_groups(8, 2, sp_size=2)
+    assert groups["sp"] == [(0, 2), (1, 3), (4, 6), (5, 7)]
+    assert groups["dp"] == groups["expert_dp"] == [(0, 4), (1, 5), (2, 6), (3, 7)]
+    assert groups["model"] == groups["tp"] == [(0, 1), (2, 3), (4, 5), (6, 7)]
+
+
+@pytest.mark.parametrize(
+    ("world", "tp", "pp", "sp", "ep"),
+    [(1, 1, 1, 1, 1), (4, 2, 2, 1, 1), (12, 3, 2, 1, 2), (24, 2, 1, 3, 2), (16, 2, 2, 2, 2)],
+)
+def test_each_axis_has_every_rank_once(world: int, tp: int, pp: int, sp: int, ep: int) -> None:
+    groups = axis_groups(world, tp, pp_size=pp, sp_size=sp, ep_size=ep)
+    dp = world // (tp * pp * sp)
+    sizes = {
+        "tp": tp, "sp": sp, "ep": ep, "expert_dp": dp // ep, "dp": dp, "pp": pp, "model": tp * pp,
+    }  # fmt: skip
+    for name, size in sizes.items():
+        assert sorted(rank for ranks in groups[name] for rank in ranks) == list(range(world))
+        assert {len(ranks) for ranks in groups[name]} == {size}
+
+
+@pytest.mark.parametrize("sizes", [{"tp_size": 3}, {"tp_size": 2, "ep_size": 4}, {"tp_size": 0}])
+def test_sizes_that_do_not_divide_the_world_size_are_rejected(sizes: dict[str, int]) -> None:
+    with raises_problem("world-size-not-divisible-by-parallel-sizes"):
+        axis_groups(4, **sizes)
+
+
+def test_single_process_is_alone_on_every_axis() -> None:
     mesh = Mesh.single()
-    for group in (mesh.tp, mesh.dp, mesh.pp, mesh.model):
+    for group in (mesh.tp, mesh.sp, mesh.ep, mesh.expert_dp, mesh.dp, mesh.pp, mesh.model):
         assert (group.size, group.rank, group.ranks, group.handle) == (1, 0, (0,), None)
 
 
-def test_mpu_answers_deepspeeds_questions_and_hides_the_name_it_must_not_have() -> None:
+def test_mpu_answers_deepspeed_and_lacks_the_method_it_must_not_have() -> None:
     mpu = Mesh.single().mpu()
     for axis in ("data_parallel", "model_parallel", "tensor_model_parallel"):
         assert getattr(mpu, f"get_{axis}_world_size")() == 1
@@ -19,5 +61,4 @@ def test_mpu_answers_deepspeeds_questions_and_hides_the_name_it_must_not_have() 
         assert getattr(mpu, f"get_{axis}_group")() is None
     assert mpu.get_pipeline_model_parallel_world_size() == 1
     assert mpu.get_data_parallel_group_ranks() == [0]
-    # DeepSpeed takes an object with this name for its own sequence-parallel state.
     assert not hasattr(mpu, "initialize_sequence_parallel")

@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from megatron_ds.parallel.rng import RngStreams, stable_seed
 
 
 def draws(rng: RngStreams) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    first = torch.rand(8)
+    """Random numbers of the replicated, the sharded and again the replicated stream."""
+    before = torch.rand(8)
     with rng.fork_tp_rng():
-        cut = torch.rand(8)
-    return first, cut, torch.rand(8)
+        sharded = torch.rand(8)
+    return before, sharded, torch.rand(8)
+
+
+def draws_at(position: int, *, tp_rank: int = 0, stride: int = 1, steps: int = 1) -> list[float]:
+    """Numbers of the last of some micro-batches that start at a position."""
+    rng = RngStreams(tp_rank)
+    rng.begin_step(7, position, stride)
+    for _ in range(steps):
+        rng.begin_micro_batch()
+        drawn = torch.cat(draws(rng)).tolist()
+    return drawn
 
 
 def test_seeds_are_the_same_in_every_process() -> None:
@@ -19,40 +31,50 @@ def test_seeds_are_the_same_in_every_process() -> None:
     assert stable_seed(1, 23) != stable_seed(12, 3)
 
 
-def test_position_alone_decides() -> None:
+def test_numbers_are_those_of_generators_seeded_by_position_and_rank() -> None:
+    drawn = draws_at(40, tp_rank=1)
+    torch.manual_seed(stable_seed("replicated", 7, 40))
+    replicated = torch.rand(16).tolist()
+    torch.manual_seed(stable_seed("sharded", 7, 40, 1))
+    assert drawn == replicated[:8] + torch.rand(8).tolist() + replicated[8:]
+
+
+def test_position_alone_determines_the_numbers() -> None:
+    expected = draws_at(40)
+    assert draws_at(41) != expected
+    assert draws_at(40) == draws_at(32, stride=4, steps=3) == expected
+
+
+def test_streams_are_left_alone_before_the_first_step() -> None:
+    torch.manual_seed(1)
+    expected = torch.rand(4)
+    torch.manual_seed(1)
+    RngStreams(0).begin_micro_batch()
+    assert torch.equal(torch.rand(4), expected)
+
+
+def test_ranks_share_the_replicated_stream_only() -> None:
+    first, second = draws_at(40), draws_at(40, tp_rank=1)
+    assert first[:8] + first[16:] == second[:8] + second[16:]
+    assert first[8:16] != second[8:16]
+
+
+def test_sharded_stream_continues_after_a_restored_region() -> None:
     rng = RngStreams(0)
-    rng.seed_micro_batch(7, 40)
-    expected = draws(rng)
-    draws(rng)
-    rng.seed_micro_batch(7, 41)
-    assert not torch.equal(draws(rng)[0], expected[0])
-    again = RngStreams(0)
-    again.seed_micro_batch(7, 40)
-    for one, other in zip(draws(again), expected, strict=True):
-        assert torch.equal(one, other)
-
-
-def test_ranks_share_one_stream_and_not_the_other() -> None:
-    results = []
-    for tp_rank in (0, 1):
-        rng = RngStreams(tp_rank)
-        rng.seed_micro_batch(7, 40)
-        results.append(draws(rng))
-    (first, cut, after), (other_first, other_cut, other_after) = results
-    assert torch.equal(first, other_first)
-    assert torch.equal(after, other_after)
-    assert not torch.equal(cut, other_cut)
-
-
-def test_the_sharded_stream_goes_on_after_a_restored_region() -> None:
-    rng = RngStreams(0)
-    rng.seed_micro_batch(1, 1)
     state = rng.sharded_state()
     _, first, _ = draws(rng)
     with rng.restore_tp_rng(state):
         _, repeated, _ = draws(rng)
     _, second, _ = draws(rng)
     assert torch.equal(first, repeated)
-    rng.seed_micro_batch(1, 1)
-    assert torch.equal(draws(rng)[1], first)
-    assert torch.equal(draws(rng)[1], second)
+    expected = RngStreams(0)
+    assert torch.equal(draws(expected)[1], first)
+    assert torch.equal(draws(expected)[1], second)
+
+
+def test_streams_are_restored_after_an_error() -> None:
+    rng = RngStreams(0)
+    before = torch.get_rng_state()
+    with pytest.raises(RuntimeError), rng.fork_tp_rng():
+        raise RuntimeError
+    assert torch.equal(torch.get_rng_state(), before)

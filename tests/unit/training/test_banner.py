@@ -83,7 +83,10 @@ ENGINE = MemoryInputs(
 GROUPS = {
     "tp": Group((0, 1), 0, None),
     "dp": Group((0, 2, 4, 6), 0, None),
+    "expert_dp": Group((0, 2, 4, 6), 0, None),
     "pp": Group((0,), 0, None),
+    "sp": Group((0,), 0, None),
+    "ep": Group((0,), 0, None),
     "model": Group((0, 1), 0, None),
 }
 FACTS = BannerData(
