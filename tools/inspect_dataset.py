@@ -203,7 +203,7 @@ class Inspection:
             seq_length=args.seq_length,
             seed=args.seed,
             num_samples=(wanted[0], wanted[1], wanted[2]),
-            tokenizer_fingerprint=tokenizer.fingerprint if tokenizer else "",
+            tokenizer_fingerprint=tokenizer.fingerprint.digest if tokenizer else "",
             vocab_size=tokenizer.vocab_size if tokenizer else (check(data).highest or 0) + 1,
         )
         samples = built.train if args.part == "train" else getattr(built, args.part).get("")

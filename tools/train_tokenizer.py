@@ -18,7 +18,13 @@ from megatron_ds.launch import output
 from megatron_ds.preprocess.document_readers import DocumentReader, InputSpec
 from megatron_ds.preprocess.input_flags import add_input_flags, inputs_of
 from megatron_ds.preprocess.parsing import RejectedDocument, TextFields, texts_of
-from megatron_ds.tokenizer.train import KINDS, problems, train_bpe, train_unigram, train_wordpiece
+from megatron_ds.tokenizer.train import (
+    KINDS,
+    train_bpe,
+    train_unigram,
+    train_wordpiece,
+    vocab_size_problems,
+)
 
 USES = {
     "bpe": "--tokenizer-type GPT2BPETokenizer --vocab-file {0}/vocab.json --merge-file "
@@ -67,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         found = [
             *inputs.problems(),
-            *problems(arguments.type, arguments.vocab_size),
+            *vocab_size_problems(arguments.type, arguments.vocab_size),
             *_output_problems(arguments.output_dir),
         ]
         if found:

@@ -300,7 +300,7 @@ class CleaningOptions:
                 "--min-chars": self.min_chars,
                 "--min-words": self.min_words,
                 "--min-tokens": self.min_tokens,
-                "tokenizer": None if used is None else used.fingerprint,
+                "tokenizer": None if used is None else used.fingerprint.digest,
             }
         if isinstance(stage, UrlFilter):
             return {"--url-key": self.url_key, "--url-blacklist": file_hashes(self.url_lists)}

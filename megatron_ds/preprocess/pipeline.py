@@ -168,7 +168,7 @@ def preprocess(
         raise ValueError("\n".join(problems))
     dtype = token_dtype(tokenizer.vocab_size)
     sentences = options.splitter.description if options.splitter else None
-    made_by = content_of(tokenizer.identity, sentences)
+    made_by = content_of(tokenizer.fingerprint, sentences)
     settings = options.settings(made_by)
     start = find_resume_point(
         options.names, settings, dtype.itemsize, options.inputs, options.resume, say

@@ -1,7 +1,7 @@
-"""Text to token ids and back: one protocol, one file per kind of tokenizer.
+"""Tokenizers: one protocol, one module per kind.
 
-Importing this loads neither torch nor transformers; a kind's library is loaded when it is built.
-Must not know files of tokens, models or process groups.
+Imports neither torch nor transformers; the library of a kind is imported when its tokenizer is
+built. Must not know token files, models or process groups.
 """
 
 from __future__ import annotations
@@ -14,11 +14,15 @@ __all__ = ["FlatIds", "Tokenizer", "TokenizerFingerprint", "build_tokenizer", "e
 
 
 def build_tokenizer(config: TokenizerConfig, vocab_size: int | None = None) -> Tokenizer:
-    """The tokenizer that the configuration names.
+    """Builds the configured tokenizer.
 
-    vocab_size: number of ids of a NullTokenizer, without its end-of-document id, and of a
-    TikTokenizer, to which it is cut; unused by the others, which know theirs. Raises ValueError
-    with every problem of flags and files.
+    Args:
+        config: Kind, files and options.
+        vocab_size: Number of ids of a NullTokenizer, not counting its end-of-document id, or size
+            to which a TikTokenizer is truncated. The other kinds take their size from their files.
+
+    Raises:
+        UserError: If options contradict each other or a file is missing or damaged.
     """
     problems = list(config.problems(vocab_size))
     if problems:

@@ -1,13 +1,14 @@
-"""What the rest of the house asks of a tokenizer."""
+"""The tokenizer protocol, and what its implementations share.
+
+Must not know a kind of tokenizer.
+"""
 
 from __future__ import annotations
 
-import hashlib
 import importlib
 import itertools
 import json
-import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -15,6 +16,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
+from megatron_ds.config.problems import Problem, UserError, option
 from megatron_ds.tokenizer.fingerprint import TokenizerFingerprint
 
 LARGEST_ID = (1 << 31) - 1
@@ -22,37 +24,36 @@ LARGEST_ID = (1 << 31) - 1
 
 
 class Tokenizer(Protocol):
-    """Text to ids and back. Implementations can be pickled: preprocessing hands them to workers."""
+    """Converts text to ids and back. Implementations can be pickled, for worker processes."""
 
     @property
     def vocab_size(self) -> int:
-        """Number of ids: one more than the largest."""
+        """Number of ids: the largest id plus one."""
 
     @property
     def eod(self) -> int:
-        """Id that ends a document."""
+        """End-of-document id."""
 
     @property
-    def fingerprint(self) -> str:
-        """Hash of everything that decides the ids."""
-
-    @property
-    def identity(self) -> TokenizerFingerprint:
-        """What is kept beside the data."""
+    def fingerprint(self) -> TokenizerFingerprint:
+        """Everything that determines the ids."""
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a text. No end token is added, and no begin token but by Llama2Tokenizer."""
+        """Ids of a text. Adds no special token, except Llama2Tokenizer's <s>.
+
+        Raises:
+            UserError: If the tokenizer cannot encode the text.
+        """
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Ids of each text, the same as `encode` gives, faster."""
+        """Ids of each text, equal to those of `encode`, but faster."""
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of ids; special tokens appear as their text, except those of the kinds that say
-        otherwise."""
+        """Text of ids. Special tokens appear as their text unless the kind documents otherwise."""
 
 
 class FlatIds(NamedTuple):
-    """The ids of many texts, back to back, and how many each text has."""
+    """Concatenated ids of many texts, and the number of ids of each text."""
 
     ids: npt.NDArray[np.generic]
     lengths: npt.NDArray[np.int64]
@@ -60,14 +61,18 @@ class FlatIds(NamedTuple):
 
 @runtime_checkable
 class FlatTokenizer(Protocol):
-    """A tokenizer that makes arrays without a Python number for each id."""
+    """A tokenizer that creates arrays without a Python object per id."""
 
     def encode_flat(self, texts: Sequence[str]) -> FlatIds:
-        """The ids that `encode_batch` gives."""
+        """The ids of `encode_batch`."""
 
 
 def encode_flat(tokenizer: Tokenizer, texts: Sequence[str]) -> FlatIds:
-    """The ids of texts as one array. Raises ValueError where the tokenizer refuses a text."""
+    """Ids of texts as one array.
+
+    Raises:
+        UserError: If the tokenizer cannot encode a text.
+    """
     if isinstance(tokenizer, FlatTokenizer):
         return tokenizer.encode_flat(texts)
     encoded = tokenizer.encode_batch(texts)
@@ -76,65 +81,141 @@ def encode_flat(tokenizer: Tokenizer, texts: Sequence[str]) -> FlatIds:
     return FlatIds(np.fromiter(ids, np.int32, int(lengths.sum())), lengths)
 
 
-def checked_size(vocab: Mapping[str, int], source: str) -> int:
-    """The number of ids of a vocabulary: one more than the largest.
+def count_ids(vocab: Mapping[str, int], field: str, path: str | Path) -> int:
+    """Number of ids of a vocabulary: its largest id plus one.
 
-    source: flag and file, for errors. Raises ValueError for an empty vocabulary and for what is no
-    id.
+    Args:
+        vocab: Tokens and their ids, not yet validated.
+        field: Option field that names the file.
+        path: The file.
+
+    Raises:
+        UserError: If the vocabulary is empty or has an invalid id.
     """
+    file = f"{option(field)} {path}"
     if not vocab:
-        raise ValueError(f"{source}: its vocabulary is empty")
+        raise UserError(Problem("vocabulary-empty", f"{file}: the vocabulary is empty", field))
     for token, number in vocab.items():
         if isinstance(number, bool) or not isinstance(number, int):
-            raise ValueError(f"{source}: the id of {token!r} is {number!r}, no whole number")
+            raise UserError(
+                Problem(
+                    "token-id-not-integer",
+                    f"{file}: the id of {token!r} is {number!r}, expected an integer",
+                    field,
+                )
+            )
         if not 0 <= number < LARGEST_ID:
-            raise ValueError(
-                f"{source}: the id {number} of {token!r} is outside 0 ... {LARGEST_ID - 1}"
+            raise UserError(
+                Problem(
+                    "token-id-out-of-range",
+                    f"{file}: the id {number} of {token!r} is not in 0 ... {LARGEST_ID - 1}",
+                    field,
+                )
             )
     return max(vocab.values()) + 1
 
 
-def read_json(path: str | os.PathLike[str], flag: str) -> object:
-    """The content of a JSON file. Raises ValueError with the flag and file, whatever is wrong."""
+def read_bytes(path: str | Path, field: str) -> bytes:
+    """Content of a tokenizer's file.
+
+    Raises:
+        UserError: If it cannot be read.
+    """
     try:
-        return json.loads(Path(path).read_bytes())
+        return Path(path).read_bytes()
     except OSError as error:
-        raise ValueError(f"{flag} {path}: cannot be read: {error.strerror}") from error
-    except ValueError as error:
-        raise ValueError(f"{flag} {path}: not JSON: {error}") from error
-    except RecursionError:
-        raise ValueError(f"{flag} {path}: is nested too deeply") from None
+        raise _unreadable(path, field, error) from error
 
 
-def library(name: str, needed_by: str) -> Any:
-    """A library that not every installation has. Raises ValueError if it is not there."""
+def read_lines(path: str | Path, field: str) -> list[str]:
+    """Lines of a UTF-8 file of a tokenizer, with Unix or Windows line ends.
+
+    Raises:
+        UserError: If it cannot be read or is not UTF-8.
+    """
+    try:
+        # Not splitlines(): tokens may contain Unicode's other line separators.
+        return Path(path).read_text(encoding="utf-8").removesuffix("\n").split("\n")
+    except OSError as error:
+        raise _unreadable(path, field, error) from error
+    except UnicodeDecodeError as error:
+        raise UserError(
+            Problem("tokenizer-file-not-utf8", f"{option(field)} {path}: not UTF-8: {error}", field)
+        ) from error
+
+
+def _unreadable(path: str | Path, field: str, error: OSError) -> UserError:
+    return UserError(
+        Problem(
+            "tokenizer-file-unreadable",
+            f"{option(field)} {path}: cannot be read: {error.strerror}",
+            field,
+        )
+    )
+
+
+def read_json(path: str | Path, field: str) -> dict[str, Any]:
+    """The JSON object in a tokenizer's file.
+
+    Raises:
+        UserError: If the file cannot be read or holds anything else.
+    """
+    try:
+        content = json.loads(read_bytes(path, field))
+    except UserError:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise UserError(
+            Problem(
+                "tokenizer-file-not-json", f"{option(field)} {path}: not valid JSON: {error}", field
+            )
+        ) from None
+    if not isinstance(content, dict):
+        raise UserError(
+            Problem(
+                "tokenizer-file-not-json-object",
+                f"{option(field)} {path}: must be one JSON object, not a {type(content).__name__}",
+                field,
+            )
+        )
+    return content
+
+
+def import_library(name: str, needed_by: str) -> Any:
+    """Imports an optional library.
+
+    Args:
+        name: Library.
+        needed_by: Option that needs it, for the message.
+
+    Raises:
+        UserError: If it cannot be imported.
+    """
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        raise ValueError(
-            f"{needed_by} needs the library {name}, which cannot be imported ({error}): "
-            f"pip install {name}"
+        raise UserError(
+            Problem(
+                "library-missing",
+                f"{needed_by} needs the library {name}, which cannot be imported ({error}): "
+                f"pip install {name}",
+            )
         ) from None
 
 
 @contextmanager
-def library_errors(source: str) -> Iterator[None]:
-    """Puts `source`, flag and file, before whatever a tokenizer library raises about a file.
+def library_errors(describe: Callable[[str], Problem]) -> Iterator[None]:
+    """Converts everything that a tokenizer library raises into a `UserError`.
 
-    Those libraries raise exceptions of every kind; a panic of their Rust code is none of Exception.
+    Args:
+        describe: Makes the problem from the library's message.
+
+    Raises:
+        UserError: For any exception but those that end the process.
     """
     try:
         yield
     except (KeyboardInterrupt, SystemExit, GeneratorExit):
         raise
-    except BaseException as error:
-        raise ValueError(f"{source}: {str(error) or type(error).__name__}") from error
-
-
-def fingerprint_of(kind: str, parts: Iterable[bytes]) -> str:
-    """Hash of a kind of tokenizer and of the contents that define it."""
-    digest = hashlib.sha256(kind.encode())
-    for part in parts:
-        digest.update(len(part).to_bytes(8, "little"))
-        digest.update(part)
-    return f"{kind}-{digest.hexdigest()[:32]}"
+    except BaseException as error:  # a panic of Rust code is not a subclass of Exception
+        raise UserError(describe(str(error) or type(error).__name__)) from error

@@ -1,28 +1,33 @@
-"""Libraries that encode faster than the reference, `tokenizers`, and the proof that they may.
+"""Fast encoding backend: uses a library other than the reference, `tokenizers`, once it has proved
+equivalent.
 
-A fast library is taken only for tokenizers that it accepts and only after it gave the reference's
-ids for texts that such libraries get wrong. Nothing of it is imported before it is asked for. Must
-not know files or data.
+A fast library is used only if it loads the tokenizer and gives the reference's ids for texts that
+such libraries get wrong. It is imported only when requested. Must not know files or data.
 """
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
-from megatron_ds.tokenizer.base import FlatIds, Tokenizer, encode_flat, library_errors
+from megatron_ds.config.problems import Problem, UserError, option
+from megatron_ds.tokenizer.base import (
+    FlatIds,
+    Tokenizer,
+    encode_flat,
+    import_library,
+    library_errors,
+)
 from megatron_ds.tokenizer.fingerprint import TokenizerFingerprint
 
 REFERENCE = "tokenizers"
 FAST = "fastokens"
 BACKENDS = ("auto", REFERENCE, FAST)
-NEEDS = "pip install 'megatron_ds[preprocess]'"
 LONG_WORD = 70_000
-"""Letters: more than a number of two bytes can count."""
-SHOWN = 60
+"""Characters: exceeds a 16-bit counter."""
+DISPLAYED_CHARS = 60
 """Characters of a text in messages."""
 
 EDGES = (
@@ -53,49 +58,73 @@ EDGES = (
     "<s></s><unk><pad>[UNK] <0x0A> \u0120\u010a\u00c4 \u2581a",
     "ZZyzx qwrtpsdfgh XxXxXx iPhone McDonald ALLCAPS camelCase",
 )
-"""Spaces, ends of lines, contractions, digits, joined emoji, combining marks, scripts, controls,
-runs of signs, and what looks like the tokenizers' own notation."""
+"""Spaces, line ends, contractions, digits, joined emoji, combining marks, scripts, control
+characters, punctuation runs, and text that resembles the tokenizers' own notation."""
 
 
 @runtime_checkable
 class HasTokenizerJson(Protocol):
-    """A tokenizer that a tokenizer.json says all about."""
+    """A tokenizer that a tokenizer.json describes completely."""
 
     def tokenizer_json(self) -> str:
-        """The content of such a file."""
+        """Content of such a file."""
 
     def added_tokens(self) -> Sequence[str]:
-        """Texts that are tokens wherever they stand."""
+        """Texts that are tokens wherever they occur."""
 
 
 class BackendChoice(NamedTuple):
-    """A tokenizer and the library that encodes for it. reason: why it is not the fast one, where
-    that was wanted."""
+    """A tokenizer and the library that encodes for it."""
 
     tokenizer: Tokenizer
     library: str
-    reason: str | None = None
+    reason: Problem | None = None
+    """Why the fast library is not used although it was allowed."""
 
 
 class FastTokenizer:
-    """A tokenizer whose texts are encoded by fastokens; all else is the reference's.
-
-    Raises ValueError, in words, where fastokens does not take the tokenizer or has other ids, and
-    ImportError where it is not there.
-    """
+    """A tokenizer that encodes with fastokens, and leaves all else to the reference."""
 
     def __init__(self, reference: Tokenizer) -> None:
+        """
+        Raises:
+            UserError: If fastokens is not installed, does not support the tokenizer, or gives other
+                ids.
+        """
+        kind = reference.fingerprint.kind
         if not isinstance(reference, HasTokenizerJson):
-            raise ValueError(f"it does not serve {reference.identity.kind}")
+            raise UserError(
+                Problem(
+                    "fast-backend-unsupported-tokenizer-type",
+                    f"{FAST} does not support {kind}",
+                    "tokenizer_backend",
+                )
+            )
         self._reference = reference
-        library = importlib.import_module(FAST)
-        with library_errors("it does not take the tokenizer"):
+        library = import_library(FAST, f"{option('tokenizer_backend')} {FAST}")
+        with library_errors(
+            lambda why: Problem(
+                "fast-backend-rejects-tokenizer",
+                f"{FAST} cannot load the tokenizer: {why}",
+                "tokenizer_backend",
+            )
+        ):
             self._model: Any = library.Tokenizer.from_json_str(reference.tokenizer_json())
-        with library_errors("it fails"):
+        with library_errors(
+            lambda why: Problem(
+                "fast-backend-fails", f"{FAST} cannot encode: {why}", "tokenizer_backend"
+            )
+        ):
             cases = equivalence_cases(reference.added_tokens())
             difference = first_difference(self._encode_without_fallback, reference.encode, cases)
         if difference is not None:
-            raise ValueError(f"it has other ids than {REFERENCE} for {difference}")
+            raise UserError(
+                Problem(
+                    "fast-backend-ids-differ",
+                    f"{FAST} gives other ids than {REFERENCE} for {difference}",
+                    "tokenizer_backend",
+                )
+            )
 
     @property
     def vocab_size(self) -> int:
@@ -106,12 +135,8 @@ class FastTokenizer:
         return self._reference.eod
 
     @property
-    def fingerprint(self) -> str:
+    def fingerprint(self) -> TokenizerFingerprint:
         return self._reference.fingerprint
-
-    @property
-    def identity(self) -> TokenizerFingerprint:
-        return self._reference.identity
 
     def encode(self, text: str) -> list[int]:
         ids: list[int] = self.encode_flat([text]).ids.tolist()
@@ -124,20 +149,20 @@ class FastTokenizer:
 
     def encode_flat(self, texts: Sequence[str]) -> FlatIds:
         try:
-            return self._flat(texts)
+            return self._encode_flat(texts)
         except (KeyboardInterrupt, SystemExit, MemoryError):
             raise
-        except BaseException:  # a panic of its Rust code is no Exception
+        except BaseException:  # a panic of Rust code is not a subclass of Exception
             return encode_flat(self._reference, texts)
 
-    def _flat(self, texts: Sequence[str]) -> FlatIds:
+    def _encode_flat(self, texts: Sequence[str]) -> FlatIds:
         ids, offsets = self._model.encode_batch_flat(list(texts))
         lengths = np.diff(np.frombuffer(offsets, "<u8")).astype(np.int64)
         return FlatIds(np.frombuffer(ids, "<u4"), lengths)
 
     def _encode_without_fallback(self, text: str) -> list[int]:
-        """Without the reference's help, which would prove nothing."""
-        ids: list[int] = self._flat([text]).ids.tolist()
+        """For the equivalence check, where the reference's help would hide a failure."""
+        ids: list[int] = self._encode_flat([text]).ids.tolist()
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -148,23 +173,25 @@ class FastTokenizer:
 
 
 def select_backend(tokenizer: Tokenizer, backend: str) -> BackendChoice:
-    """The tokenizer with the library that `backend`, one of BACKENDS, names.
+    """Chooses the library that encodes.
 
-    auto: the fast one where it is there, takes the tokenizer and proves right, else the reference,
-    and why. Raises ValueError if a library that is asked for by name cannot be had.
+    Args:
+        tokenizer: Reference tokenizer.
+        backend: One of `BACKENDS`. "auto" takes the fast library if it is installed, supports the
+            tokenizer and proves equivalent, otherwise the reference.
+
+    Raises:
+        UserError: If a library that is requested by name cannot be used.
     """
-    own = REFERENCE if isinstance(tokenizer, HasTokenizerJson) else tokenizer.identity.kind
+    own = REFERENCE if isinstance(tokenizer, HasTokenizerJson) else tokenizer.fingerprint.kind
     if backend == REFERENCE or (backend == "auto" and own != REFERENCE):
         return BackendChoice(tokenizer, own)
     try:
         return BackendChoice(FastTokenizer(tokenizer), FAST)
-    except ImportError as error:
-        reason = f"{FAST} cannot be imported ({error}): {NEEDS}"
-    except ValueError as error:
-        reason = f"{FAST} cannot be used: {error}"
-    if backend != "auto":
-        raise ValueError(f"--tokenizer-backend {backend}: {reason}")
-    return BackendChoice(tokenizer, own, reason)
+    except UserError as error:
+        if backend == FAST:
+            raise
+        return BackendChoice(tokenizer, own, error.problems[0])
 
 
 def equivalence_cases(added_tokens: Iterable[str] = ()) -> Iterator[str]:
@@ -175,8 +202,8 @@ def equivalence_cases(added_tokens: Iterable[str] = ()) -> Iterator[str]:
     yield "".join(EDGES)
     yield "a" * LONG_WORD
     yield from (word * 1000 for word in ("\u00e9", " ", "ab", "-", "7", "\n", "\u4e2d"))
-    some = [*range(0x80, 0x3100, 5), *range(0x3100, 0xD800, 61), *range(0xE000, 0x1FC00, 61)]
-    yield "".join(f"a{char}b {char}{char} 1{char}" for char in map(chr, some))
+    codes = [*range(0x80, 0x3100, 5), *range(0x3100, 0xD800, 61), *range(0xE000, 0x1FC00, 61)]
+    yield "".join(f"a{char}b {char}{char} 1{char}" for char in map(chr, codes))
     for token in added_tokens:
         yield f"{token} {token}{token}a{token} b {token}\n{token.upper()} {token[:-1]}"
 
@@ -186,13 +213,11 @@ def first_difference(
     reference: Callable[[str], list[int]],
     texts: Iterable[str],
 ) -> str | None:
-    """The first text that two encoders do not give the same ids, shortened; None if all agree.
-
-    Each is encoded twice: libraries keep what they have seen.
-    """
+    """The first text, shortened, for which two encoders give different ids; None if all agree."""
     for text in texts:
         expected = reference(text)
-        for _ in range(2):
+        for _ in range(2):  # the second result may come from the library's cache
             if encode(text) != expected:
-                return repr(text if len(text) <= SHOWN else text[:SHOWN] + "...")
+                shown = text if len(text) <= DISPLAYED_CHARS else text[:DISPLAYED_CHARS] + "..."
+                return repr(shown)
     return None

@@ -1,6 +1,6 @@
-"""What a tokenizer is, in a few figures that are kept beside the data that it made.
+"""Tokenizer fingerprint: what determines a tokenizer's ids, stored next to the data it encoded.
 
-Owns the content of such a file and the words that show it. Must not know where it lies, nor how a
+Owns the content and the display of that record. Must not know where it is stored, nor how a
 tokenizer works.
 """
 
@@ -13,35 +13,35 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-SHOWN = 12
-"""Characters of a hash in messages."""
+DISPLAYED_HASH_CHARS = 12
 
 
 @dataclass(frozen=True)
 class TokenizerFingerprint:
-    """The kind of a tokenizer, its files and settings, the number of its ids and the id that ends
-    documents.
-
-    files: SHA-256 of each by its name, in the order that the kind gives them. settings: flags that
-    change the ids, by name.
-    """
+    """What determines the ids of a tokenizer."""
 
     kind: str
     files: Mapping[str, str]
+    """SHA-256 of each file by its name, in the order that the kind defines."""
     vocab_size: int
     eod: int
+    """End-of-document id."""
     settings: Mapping[str, str | int] = field(default_factory=dict)
+    """Options that change the ids, by flag."""
+
+    @property
+    def digest(self) -> str:
+        """Kind and hash; equal for tokenizers with the same ids. File names do not count."""
+        values = [*self.files.values()], dict(self.settings), self.vocab_size, self.eod
+        content = json.dumps(values, sort_keys=True).encode()
+        return f"{self.kind}-{hashlib.sha256(content).hexdigest()[:32]}"
 
     def same_as(self, other: TokenizerFingerprint) -> bool:
-        """Whether both give the same ids; the names of the files do not matter."""
-        return self._decisive() == other._decisive()
-
-    def _decisive(self) -> tuple[object, ...]:
-        hashes = tuple(self.files.values())
-        return (self.kind, hashes, dict(self.settings), self.vocab_size, self.eod)
+        """Whether both tokenizers give the same ids."""
+        return self.digest == other.digest
 
     def __str__(self) -> str:
-        files = [f"{name} {digest[:SHOWN]}" for name, digest in self.files.items()]
+        files = [f"{name} {digest[:DISPLAYED_HASH_CHARS]}" for name, digest in self.files.items()]
         settings = [f"{name} {value}" for name, value in self.settings.items()]
         ids = [f"{self.vocab_size} ids", f"end of document {self.eod}"]
         return f"{self.kind} ({', '.join([*files, *settings, *ids])})"
@@ -51,25 +51,31 @@ class TokenizerFingerprint:
 
     @staticmethod
     def from_json(content: bytes) -> TokenizerFingerprint:
-        """Raises ValueError for anything but what `to_json` writes; further keys do no harm."""
+        """Parses the output of `to_json`; ignores unknown keys.
+
+        Raises:
+            ValueError: For any other content.
+        """
         try:
             found = json.loads(content)
             kind, files, settings = found["kind"], found["files"], found["settings"]
             numbers = found["vocab_size"], found["eod"]
         except (ValueError, TypeError, KeyError, RecursionError) as error:
-            raise ValueError(f"no tokenizer's identity ({type(error).__name__}: {error})") from None
-        right = (
+            raise ValueError(
+                f"no tokenizer fingerprint ({type(error).__name__}: {error})"
+            ) from None
+        is_valid = (
             isinstance(kind, str)
             and isinstance(files, dict)
             and all(isinstance(digest, str) for digest in files.values())
             and isinstance(settings, dict)
             and all(type(number) is int for number in numbers)
         )
-        if not right:
-            raise ValueError("no tokenizer's identity: a value is of a wrong type")
+        if not is_valid:
+            raise ValueError("no tokenizer fingerprint (a value has the wrong type)")
         return TokenizerFingerprint(kind, files, *numbers, settings)
 
 
-def hashes_of(files: Iterable[str | Path]) -> dict[str, str]:
-    """SHA-256 of files by their names."""
+def hash_files(files: Iterable[str | Path]) -> dict[str, str]:
+    """SHA-256 of each file, by file name."""
     return {Path(f).name: hashlib.sha256(Path(f).read_bytes()).hexdigest() for f in files}

@@ -1,39 +1,59 @@
-"""The tokenizer of data that is already numbers: text is ids separated by blanks."""
+"""Tokenizer for data that is already numeric: text is ids separated by whitespace."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megatron_ds.tokenizer.base import LARGEST_ID, fingerprint_of
+from megatron_ds.config.problems import Problem, UserError, option
+from megatron_ds.tokenizer.base import LARGEST_ID
 from megatron_ds.tokenizer.fingerprint import TokenizerFingerprint
 
-LONGEST_ID = 1000
-"""Characters, for ids with zeros in front; Python refuses to read numbers of some thousands."""
+MAX_DIGITS = 1000
+"""Leading zeros included; Python refuses to parse numbers of several thousand digits."""
 
 
 class NullTokenizer:
-    """`"5 7 11"` is [5, 7, 11]. The end-of-document id is `vocab_size` as given, and comes on top.
-
-    Raises ValueError for a text that is not numbers of the vocabulary.
-    """
+    """Encodes `"5 7 11"` as [5, 7, 11]. The end-of-document id is the given `vocab_size`."""
 
     def __init__(self, vocab_size: int) -> None:
+        """
+        Args:
+            vocab_size: Number of ids, not counting the end-of-document id.
+
+        Raises:
+            UserError: If the ids do not fit into int32.
+        """
         if not 0 < vocab_size <= LARGEST_ID:
-            raise ValueError(f"--vocab-size {vocab_size}: must be 1 to {LARGEST_ID}")
+            raise UserError(
+                Problem(
+                    "vocab-size-out-of-range",
+                    f"{option('vocab_size')} {vocab_size}: must be between 1 and {LARGEST_ID}",
+                    "vocab_size",
+                )
+            )
         self.eod = vocab_size
         self.vocab_size = vocab_size + 1
-        self.fingerprint = fingerprint_of("NullTokenizer", [str(vocab_size).encode()])
-        self.identity = TokenizerFingerprint("NullTokenizer", {}, self.vocab_size, self.eod)
+        self.fingerprint = TokenizerFingerprint("NullTokenizer", {}, self.vocab_size, self.eod)
 
     def encode(self, text: str) -> list[int]:
         words = text.split()
         for word in words:
-            # int() takes more: 1_000, +1 and the digits of every script.
+            # int() also accepts 1_000, +1 and the digits of every script.
             if not word.isdigit() or not word.isascii():
-                raise ValueError(f"NullTokenizer reads ids separated by blanks, not {word[:40]!r}")
-            if len(word) > LONGEST_ID or int(word) >= self.eod:
-                raise ValueError(
-                    f"NullTokenizer: id {word[:40]} is outside 0 ... {self.eod - 1} (--vocab-size)"
+                raise UserError(
+                    Problem(
+                        "text-not-token-ids",
+                        f"NullTokenizer reads ids separated by whitespace, not {word[:40]!r}",
+                    )
+                )
+            if len(word) > MAX_DIGITS or int(word) >= self.eod:
+                raise UserError(
+                    Problem(
+                        "text-id-out-of-range",
+                        f"NullTokenizer: the id {word[:40]} is not in 0 ... {self.eod - 1} "
+                        f"({option('vocab_size')})",
+                        "vocab_size",
+                    )
                 )
         return [int(word) for word in words]
 

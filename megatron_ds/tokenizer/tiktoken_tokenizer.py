@@ -1,4 +1,4 @@
-"""Byte-level BPE by tiktoken, from a file of tokens and their ranks."""
+"""Byte-level BPE on the `tiktoken` library, from a file of tokens and their ranks."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import base64
 import binascii
 import json
 from collections.abc import Sequence
-from pathlib import Path
 
-from megatron_ds.tokenizer.base import fingerprint_of, library, library_errors
-from megatron_ds.tokenizer.fingerprint import TokenizerFingerprint, hashes_of
+from megatron_ds.config.problems import Problem, UserError, option
+from megatron_ds.tokenizer.base import import_library, library_errors, read_bytes
+from megatron_ds.tokenizer.fingerprint import TokenizerFingerprint, hash_files
 
-USUAL_SIZE = 1 << 17
-"""Ids of a vocabulary whose number is not given, if the file has tokens for so many."""
-BYTES = 256
-"""Tokens that every file begins with."""
-NEEDED = ("<unk>", "<s>", "</s>")
+DEFAULT_VOCAB_SIZE = 1 << 17
+"""As in Megatron-LM; smaller if the file has fewer tokens."""
+BYTE_TOKENS = 256
+"""Tokens at the start of every file."""
+REQUIRED_SPECIAL_TOKENS = ("<unk>", "<s>", "</s>")
 LETTERS = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}"
 SMALL = r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
 PATTERNS = {
@@ -41,18 +41,13 @@ PATTERNS = {
         )
     ),
 }
-"""How text is cut before tokens are merged: Megatron-LM's two ways."""
+"""Megatron-LM's two patterns that split text into words, within which tokens are merged."""
 
 
 class TikTokenizer:
-    """The file's tokens after `num_special` special ones: <unk>, <s>, </s>, ..., <SPECIAL_n>.
+    """Special tokens <unk>, <s>, </s>, ..., <SPECIAL_n>, followed by the tokens of a file.
 
-    The file is a JSON list of {"rank", "token_bytes" (base64), "token_str"}, as Megatron-LM reads,
-    or lines of base64 and rank, as tiktoken writes. </s> ends documents; the text of a special
-    token inside a document is plain text. vocab_size: number of ids, special ones included, to
-    which the file is cut; None: 131072, or fewer if the file has fewer.
-
-    Raises ValueError, naming file or flag.
+    </s> ends documents. The text of a special token inside a document is encoded as ordinary text.
     """
 
     def __init__(
@@ -64,17 +59,37 @@ class TikTokenizer:
         special: Sequence[str] | None,
         vocab_size: int | None,
     ) -> None:
-        tiktoken = library("tiktoken", "--tokenizer-type TikTokenizer")
-        tokens = _read(path)
+        """
+        Args:
+            path: A JSON list of {"rank", "token_bytes" (base64), "token_str"}, as of Megatron-LM,
+                or lines of base64 and rank, as of tiktoken.
+            pattern: Key of `PATTERNS`.
+            num_special: Number of special tokens, which have the first ids.
+            special: Names of the first special tokens (default: <unk>, <s>, </s>).
+            vocab_size: Number of ids, special tokens included, to which the file is truncated
+                (default: 131072, or as many as there are).
+
+        Raises:
+            UserError: If the file is damaged or has fewer tokens.
+        """
+        tiktoken = import_library("tiktoken", f"{option('tokenizer_type')} TikTokenizer")
+        tokens = _read_tokens(path)
         if vocab_size is None:
-            vocab_size = min(USUAL_SIZE, num_special + len(tokens))
-        if not BYTES <= vocab_size - num_special <= len(tokens):
-            raise ValueError(
-                f"--vocab-size {vocab_size}: --tokenizer-model {path} has {len(tokens)} tokens and "
-                f"--tiktoken-num-special-tokens is {num_special}: from {num_special + BYTES} to "
-                f"{num_special + len(tokens)} ids can be had"
+            vocab_size = min(DEFAULT_VOCAB_SIZE, num_special + len(tokens))
+        if not BYTE_TOKENS <= vocab_size - num_special <= len(tokens):
+            raise UserError(
+                Problem(
+                    "vocab-size-not-available",
+                    f"{option('vocab_size')} {vocab_size}: must be between "
+                    f"{num_special + BYTE_TOKENS} and {num_special + len(tokens)}: "
+                    f"{option('tokenizer_model')} {path} has {len(tokens)} tokens and "
+                    f"{option('tiktoken_num_special_tokens')} is {num_special}",
+                    "vocab_size",
+                    "tokenizer_model",
+                    "tiktoken_num_special_tokens",
+                )
             )
-        names = list(NEEDED if special is None else special)
+        names = list(REQUIRED_SPECIAL_TOKENS if special is None else special)
         names += [f"<SPECIAL_{number}>" for number in range(len(names), num_special)]
         ranks = {
             token: number
@@ -89,14 +104,16 @@ class TikTokenizer:
         }
         if special is not None:
             settings["--tiktoken-special-tokens"] = " ".join(special)
-        self.fingerprint = fingerprint_of(
-            "TikTokenizer",
-            [Path(path).read_bytes(), json.dumps([settings, vocab_size]).encode()],
+        self.fingerprint = TokenizerFingerprint(
+            "TikTokenizer", hash_files([path]), self.vocab_size, self.eod, settings
         )
-        self.identity = TokenizerFingerprint(
-            "TikTokenizer", hashes_of([path]), self.vocab_size, self.eod, settings
-        )
-        with library_errors(f"--tokenizer-model {path}: tiktoken cannot use it"):
+        with library_errors(
+            lambda why: Problem(
+                "tiktoken-file-unusable",
+                f"{option('tokenizer_model')} {path}: tiktoken cannot use it: {why}",
+                "tokenizer_model",
+            )
+        ):
             self._model = tiktoken.Encoding(
                 "megatron_ds",
                 pat_str=PATTERNS[pattern],
@@ -105,8 +122,10 @@ class TikTokenizer:
             )
 
     def encode(self, text: str) -> list[int]:
-        # Its regular expressions run out of stack in some 100 000 spaces: a panic, no Exception.
-        with library_errors("TikTokenizer"):
+        # On some 100,000 spaces, the library's regular expressions exhaust their stack and panic.
+        with library_errors(
+            lambda why: Problem("text-not-encodable", f"TikTokenizer cannot encode the text: {why}")
+        ):
             ids: list[int] = self._model.encode_ordinary(text)
         return ids
 
@@ -117,13 +136,10 @@ class TikTokenizer:
         return str(self._model.decode(list(ids)))
 
 
-def _read(path: str) -> list[bytes]:
-    """The tokens in the order of their ranks."""
-    source = f"--tokenizer-model {path}"
-    try:
-        content = Path(path).read_bytes()
-    except OSError as error:
-        raise ValueError(f"{source}: cannot be read: {error.strerror}") from error
+def _read_tokens(path: str) -> list[bytes]:
+    """Tokens of a file in order of rank."""
+    file = f"{option('tokenizer_model')} {path}"
+    content = read_bytes(path, "tokenizer_model")
     try:
         if content.lstrip()[:1] == b"[":
             pairs = [(item["token_bytes"], item["rank"]) for item in json.loads(content)]
@@ -132,16 +148,31 @@ def _read(path: str) -> list[bytes]:
             pairs = [(token, int(rank)) for token, rank in rows]
         ranks = {base64.b64decode(token, validate=True): rank for token, rank in pairs}
     except (ValueError, TypeError, KeyError, RecursionError, binascii.Error) as error:
-        raise ValueError(
-            f"{source}: neither a JSON list of rank, token_bytes and token_str nor lines of base64 "
-            f"and rank: {type(error).__name__}: {error}"
+        raise UserError(
+            Problem(
+                "tiktoken-file-invalid",
+                f"{file}: neither a JSON list of rank, token_bytes and token_str nor lines of "
+                f"base64 and rank: {type(error).__name__}: {error}",
+                "tokenizer_model",
+            )
         ) from None
-    whole = all(type(rank) is int for rank in ranks.values())
-    if not whole or set(ranks.values()) != set(range(len(pairs))):
-        raise ValueError(
-            f"{source}: {len(pairs)} tokens need the ranks 0 to {len(pairs) - 1}, each once"
+    is_integer = all(type(rank) is int for rank in ranks.values())
+    if not is_integer or set(ranks.values()) != set(range(len(pairs))):
+        raise UserError(
+            Problem(
+                "token-ranks-not-contiguous",
+                f"{file}: its {len(pairs)} tokens must have the ranks 0 to {len(pairs) - 1}, each "
+                "once",
+                "tokenizer_model",
+            )
         )
     tokens = sorted(ranks, key=ranks.__getitem__)
-    if {bytes([byte]) for byte in range(BYTES)} - set(tokens[:BYTES]):
-        raise ValueError(f"{source}: its first 256 tokens are not the 256 bytes")
+    if {bytes([byte]) for byte in range(BYTE_TOKENS)} - set(tokens[:BYTE_TOKENS]):
+        raise UserError(
+            Problem(
+                "tiktoken-byte-tokens-missing",
+                f"{file}: its first {BYTE_TOKENS} tokens are not the {BYTE_TOKENS} bytes",
+                "tokenizer_model",
+            )
+        )
     return tokens

@@ -1,7 +1,7 @@
-"""Trains tokenizers on texts: byte-level BPE, WordPiece and Unigram.
+"""Tokenizer training: byte-level BPE, WordPiece and Unigram.
 
 The same texts in the same order give the same files, byte for byte. Owns the settings of the
-libraries that train; must not know where texts come from.
+training libraries; must not know where texts come from.
 """
 
 from __future__ import annotations
@@ -15,48 +15,61 @@ from pathlib import Path
 import tokenizers
 from tokenizers import ByteLevelBPETokenizer, decoders, models, pre_tokenizers, trainers
 
-from megatron_ds.tokenizer.base import library
+from megatron_ds.config.problems import Problem, UserError, option, raise_if_any
+from megatron_ds.tokenizer.base import import_library
 from megatron_ds.tokenizer.gpt2 import END_OF_TEXT
-from megatron_ds.tokenizer.wordpiece import LONGEST_WORD, Splitter
+from megatron_ds.tokenizer.wordpiece import MAX_WORD_CHARS, Splitter
 
 KINDS = ("bpe", "wordpiece", "unigram")
 WORDPIECE_SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
-LARGEST_ALPHABET = 1000
-"""Characters of a WordPiece vocabulary, the most frequent; words with others are [UNK]."""
-LEAST_FREQUENT = 2
-"""A pair is merged if it is seen so often."""
-LEAST_BPE = 257
+MAX_ALPHABET = 1000
+"""Number of characters, the most frequent ones, in a WordPiece vocabulary; words with others are
+[UNK]."""
+MIN_FREQUENCY = 2
+"""Occurrences that a pair needs to be merged."""
+MIN_BPE_SIZE = 257
 """The bytes and <|endoftext|>."""
-WORDS_AT_ONCE = 1000
+WORDS_PER_TEXT = 1000
 UNIGRAM_THREADS = 16
-"""Sums depend on it in their last digits: a constant, whatever the machine."""
-LONGEST_SENTENCE = 4096
-"""Characters that Unigram's training takes at once; longer lines are cut."""
+"""Constant on all machines: the order of summation changes the result in the last digits."""
+MAX_SENTENCE_CHARS = 4096
+"""Longer lines are split for Unigram training."""
 
 
-def problems(kind: str, vocab_size: int) -> Iterator[str]:
-    """What is wrong with a vocabulary's size, as far as it is known without texts."""
-    if kind == "bpe" and vocab_size < LEAST_BPE:
-        yield (f"--vocab-size {vocab_size}: the bytes and {END_OF_TEXT} alone are {LEAST_BPE}")
-    elif vocab_size < 1:
-        yield f"--vocab-size {vocab_size}: must be at least 1"
+def vocab_size_problems(kind: str, vocab_size: int) -> Iterator[Problem]:
+    """Checks a vocabulary size, as far as possible without the texts."""
+    minimum = MIN_BPE_SIZE if kind == "bpe" else 1
+    if vocab_size < minimum:
+        yield Problem(
+            "vocab-size-too-small",
+            f"{option('vocab_size')} {vocab_size}: {kind} needs at least {minimum}",
+            "vocab_size",
+        )
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int, folder: Path, *, show: bool = False) -> int:
-    """Writes vocab.json and merges.txt, GPT-2's files, and a tokenizer.json with the same ids.
+    """Trains a byte-level BPE; its last token is <|endoftext|>, which ends documents.
 
-    The last token is <|endoftext|>, which ends documents. Returns the number of tokens: vocab_size,
-    or fewer if the texts have no more pairs to merge. Raises ValueError for a vocabulary below the
-    256 bytes and <|endoftext|>.
+    Args:
+        texts: Training texts.
+        vocab_size: Number of tokens; fewer if the texts have no more pairs to merge.
+        folder: Receives vocab.json and merges.txt, GPT-2's files, and a tokenizer.json with the
+            same ids.
+        show: Show the library's progress.
+
+    Returns:
+        Number of tokens.
+
+    Raises:
+        UserError: If the vocabulary is smaller than the 256 bytes and <|endoftext|>.
     """
-    for problem in problems("bpe", vocab_size):
-        raise ValueError(problem)
+    raise_if_any(vocab_size_problems("bpe", vocab_size))
     trained = ByteLevelBPETokenizer()
     trained.train_from_iterator(
         texts,
         vocab_size=vocab_size - 1,
         special_tokens=[],
-        min_frequency=LEAST_FREQUENT,
+        min_frequency=MIN_FREQUENCY,
         show_progress=show,
     )
     folder.mkdir(parents=True, exist_ok=True)
@@ -66,11 +79,11 @@ def train_bpe(texts: Iterable[str], vocab_size: int, folder: Path, *, show: bool
     vocab[END_OF_TEXT] = len(vocab)
     vocab_file.write_text(json.dumps(vocab, ensure_ascii=False), encoding="utf-8")
     model = models.BPE.from_file(str(vocab_file), str(folder / "merges.txt"))
-    whole = tokenizers.Tokenizer(model)
-    whole.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    whole.decoder = decoders.ByteLevel()
-    whole.add_special_tokens([END_OF_TEXT])
-    whole.save(str(folder / "tokenizer.json"))
+    complete = tokenizers.Tokenizer(model)
+    complete.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    complete.decoder = decoders.ByteLevel()
+    complete.add_special_tokens([END_OF_TEXT])
+    complete.save(str(folder / "tokenizer.json"))
     return len(vocab)
 
 
@@ -82,30 +95,45 @@ def train_wordpiece(
     lower_case: bool = True,
     show: bool = False,
 ) -> int:
-    """Writes vocab.txt of BertWordPieceLowerCase, or of BertWordPieceCase; returns its tokens.
+    """Trains a WordPiece vocabulary.
 
-    Raises ValueError for a vocabulary that has no room for the characters.
+    Args:
+        texts: Training texts.
+        vocab_size: Maximal number of tokens.
+        folder: Receives vocab.txt.
+        lower_case: For BertWordPieceLowerCase, otherwise for BertWordPieceCase.
+        show: Show the library's progress.
+
+    Returns:
+        Number of tokens.
+
+    Raises:
+        UserError: If the special tokens and single characters exceed the vocabulary.
     """
     splitter = Splitter(lower_case)
     words: Counter[str] = Counter()
     for text in texts:
         words.update(splitter(text).split())
-    for word in [word for word in words if len(word) > LONGEST_WORD]:
+    for word in [word for word in words if len(word) > MAX_WORD_CHARS]:
         del words[word]
-    fixed = [*WORDPIECE_SPECIAL, *_pieces_of_one(words)]
+    fixed = [*WORDPIECE_SPECIAL, *_character_pieces(words)]
     if vocab_size < len(fixed):
-        raise ValueError(
-            f"--vocab-size {vocab_size}: the special tokens and the characters alone are "
-            f"{len(fixed)}"
+        raise UserError(
+            Problem(
+                "vocab-size-below-characters",
+                f"{option('vocab_size')} {vocab_size}: must be at least {len(fixed)} for the "
+                "special tokens and the characters of the texts",
+                "vocab_size",
+            )
         )
-    # The library numbers single characters in an order that changes from run to run, unless they
-    # are there from the start.
+    # The library numbers single characters in an order that changes from run to run unless they
+    # are given as special tokens.
     trainer = trainers.WordPieceTrainer(
         vocab_size=vocab_size,
-        min_frequency=LEAST_FREQUENT,
+        min_frequency=MIN_FREQUENCY,
         special_tokens=fixed,
         initial_alphabet=[token for token in fixed if len(token) == 1],
-        limit_alphabet=LARGEST_ALPHABET,
+        limit_alphabet=MAX_ALPHABET,
         continuing_subword_prefix="##",
         show_progress=show,
     )
@@ -122,18 +150,28 @@ def train_wordpiece(
 def train_unigram(
     texts: Iterable[str], vocab_size: int, folder: Path, *, show: bool = False
 ) -> int:
-    """Writes tokenizer.model, a SentencePiece model that keeps every text as it is.
+    """Trains a SentencePiece Unigram model that is lossless for every text.
 
-    <unk>, <s> and </s> are its first tokens; bytes stand for characters that it lacks. Returns the
-    number of tokens, which is lower than vocab_size if the texts do not give so many. Raises
-    ValueError for too small a vocabulary.
+    Its first tokens are <unk>, <s> and </s>; characters without a token fall back to bytes.
+
+    Args:
+        texts: Training texts.
+        vocab_size: Number of tokens; fewer if the texts do not have as many candidates.
+        folder: Receives tokenizer.model.
+        show: Show the library's progress.
+
+    Returns:
+        Number of tokens.
+
+    Raises:
+        UserError: If the vocabulary is too small or sentencepiece is not installed.
     """
-    sentencepiece = library("sentencepiece", "--type unigram")
-    written = io.BytesIO()
+    sentencepiece = import_library("sentencepiece", "training a unigram tokenizer")
+    output = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(
             sentence_iterator=_sentences(texts),
-            model_writer=written,
+            model_writer=output,
             model_type="unigram",
             vocab_size=vocab_size,
             hard_vocab_limit=False,
@@ -141,7 +179,7 @@ def train_unigram(
             normalization_rule_name="identity",
             remove_extra_whitespaces=False,
             allow_whitespace_only_pieces=True,
-            max_sentence_length=4 * LONGEST_SENTENCE + 1,
+            max_sentence_length=4 * MAX_SENTENCE_CHARS + 1,
             num_threads=UNIGRAM_THREADS,
             unk_id=0,
             bos_id=1,
@@ -150,35 +188,41 @@ def train_unigram(
             minloglevel=0 if show else 2,
         )
     except RuntimeError as error:
-        raise ValueError(f"--vocab-size {vocab_size}: {error}") from error
+        raise UserError(
+            Problem(
+                "unigram-training-failed",
+                f"{option('vocab_size')} {vocab_size}: {error}",
+                "vocab_size",
+            )
+        ) from error
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "tokenizer.model").write_bytes(written.getvalue())
-    model = sentencepiece.SentencePieceProcessor(model_proto=written.getvalue())
+    (folder / "tokenizer.model").write_bytes(output.getvalue())
+    model = sentencepiece.SentencePieceProcessor(model_proto=output.getvalue())
     return int(model.get_piece_size())
 
 
-def _pieces_of_one(words: Counter[str]) -> list[str]:
-    """The characters that stand at the beginning of words, then those inside, with their ##."""
+def _character_pieces(words: Counter[str]) -> list[str]:
+    """The most frequent characters, followed by those that occur inside words, with ##."""
     counts: Counter[str] = Counter()
     for word, count in words.items():
         for char in word:
             counts[char] += count
-    kept = sorted(counts, key=lambda char: (-counts[char], char))[:LARGEST_ALPHABET]
+    kept = sorted(counts, key=lambda char: (-counts[char], char))[:MAX_ALPHABET]
     inside = {char for word in words for char in word[1:]}.intersection(kept)
     return [*sorted(kept), *(f"##{char}" for char in sorted(inside))]
 
 
 def _repeated(words: Counter[str]) -> Iterator[str]:
-    """Each word as often as it was seen."""
+    """Each word as often as it was counted."""
     for word in sorted(words):
-        left = words[word]
-        while left > 0:
-            yield " ".join([word] * min(left, WORDS_AT_ONCE))
-            left -= WORDS_AT_ONCE
+        remaining = words[word]
+        while remaining > 0:
+            yield " ".join([word] * min(remaining, WORDS_PER_TEXT))
+            remaining -= WORDS_PER_TEXT
 
 
 def _sentences(texts: Iterable[str]) -> Iterator[str]:
     for text in texts:
         for line in text.replace("\0", "\n").split("\n"):
-            for start in range(0, len(line), LONGEST_SENTENCE):
-                yield line[start : start + LONGEST_SENTENCE]
+            for start in range(0, len(line), MAX_SENTENCE_CHARS):
+                yield line[start : start + MAX_SENTENCE_CHARS]

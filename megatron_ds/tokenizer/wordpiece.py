@@ -1,27 +1,27 @@
-"""BERT's WordPiece, from a vocab.txt, with the ids of BERT's own code and of Megatron.
+"""BERT's WordPiece, from a vocab.txt, with the ids of the original BERT code and of Megatron.
 
-Text is split as Devlin et al. (2018) define it: control characters go, CJK characters and
-punctuation stand alone, and the lower-case kind loses case and accents. The words are cut into
-pieces by the `tokenizers` library. Its own splitting is not used: it differs in private and
-unassigned characters and in the Greek final sigma.
+Text is split as Devlin et al. (2018) define it: control characters are removed, CJK characters and
+punctuation become words of their own, and the lower-case kind removes case and accents. The
+`tokenizers` library splits the words into pieces. Its own word splitting is not used: it differs
+for private and unassigned characters and for the Greek final sigma.
 """
 
 from __future__ import annotations
 
 import unicodedata
 from collections.abc import Sequence
-from pathlib import Path
 
 import tokenizers
 from tokenizers import models, pre_tokenizers
 
-from megatron_ds.tokenizer.base import fingerprint_of, library_errors
-from megatron_ds.tokenizer.fingerprint import TokenizerFingerprint, hashes_of
+from megatron_ds.config.problems import Problem, UserError, option
+from megatron_ds.tokenizer.base import library_errors, read_lines
+from megatron_ds.tokenizer.fingerprint import TokenizerFingerprint, hash_files
 
-LONGEST_WORD = 200
-"""Characters; a longer word is [UNK]."""
-NEEDED = ("[UNK]", "[CLS]", "[SEP]", "[PAD]", "[MASK]")
-CJK = (
+MAX_WORD_CHARS = 200
+"""A longer word is [UNK]."""
+REQUIRED_TOKENS = ("[UNK]", "[CLS]", "[SEP]", "[PAD]", "[MASK]")
+CJK_BLOCKS = (
     (0x3400, 0x4DBF),
     (0x4E00, 0x9FFF),
     (0xF900, 0xFAFF),
@@ -35,34 +35,45 @@ CJK = (
 class WordPieceTokenizer:
     """BertWordPieceLowerCase and BertWordPieceCase.
 
-    [BOS] and [EOS] come after the vocabulary's last id where it lacks them, then `extra_ids`
-    sentinels <extra_id_0>, ...; [EOS] ends documents. The text of a special token inside a document
-    is plain text. Spaces and, in the lower-case kind, case and accents are not in the ids: `decode`
-    joins words by single spaces. Raises ValueError, naming the file, for no such vocabulary.
+    [BOS] and [EOS] follow the vocabulary's last id if it lacks them, then the sentinels; [EOS] ends
+    documents. The text of a special token inside a document is encoded as ordinary text. The ids
+    hold no spaces and, for the lower-case kind, no case and accents: `decode` joins words by single
+    spaces.
     """
 
     def __init__(self, vocab_file: str, *, lower_case: bool, extra_ids: int = 0) -> None:
+        """
+        Args:
+            vocab_file: One token per line; the id is the line number, from 0.
+            lower_case: Remove case and accents.
+            extra_ids: Number of sentinels <extra_id_0>, ...
+
+        Raises:
+            UserError: If the file is not such a vocabulary.
+        """
         vocab = read_vocab(vocab_file)
         for token in ("[BOS]", "[EOS]", *(f"<extra_id_{n}>" for n in range(extra_ids))):
             vocab.setdefault(token, len(vocab))
         self.cls, self.sep, self.pad = vocab["[CLS]"], vocab["[SEP]"], vocab["[PAD]"]
         self.mask, self.bos, self.eod = vocab["[MASK]"], vocab["[BOS]"], vocab["[EOS]"]
         self.vocab_size = len(vocab)
-        kind = "BertWordPieceLowerCase" if lower_case else "BertWordPieceCase"
-        self.fingerprint = fingerprint_of(
-            kind, [Path(vocab_file).read_bytes(), str(extra_ids).encode()]
-        )
-        self.identity = TokenizerFingerprint(
-            kind,
-            hashes_of([vocab_file]),
+        self.fingerprint = TokenizerFingerprint(
+            "BertWordPieceLowerCase" if lower_case else "BertWordPieceCase",
+            hash_files([vocab_file]),
             self.vocab_size,
             self.eod,
             {"--vocab-extra-ids": extra_ids} if extra_ids else {},
         )
         self._splitter = Splitter(lower_case)
-        with library_errors(f"--vocab-file {vocab_file}: not a WordPiece vocabulary"):
+        with library_errors(
+            lambda why: Problem(
+                "wordpiece-vocabulary-invalid",
+                f"{option('vocab_file')} {vocab_file}: not a WordPiece vocabulary: {why}",
+                "vocab_file",
+            )
+        ):
             model = models.WordPiece(
-                vocab, unk_token="[UNK]", max_input_chars_per_word=LONGEST_WORD
+                vocab, unk_token="[UNK]", max_input_chars_per_word=MAX_WORD_CHARS
             )
         self._tokenizer = tokenizers.Tokenizer(model)
         self._tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -80,16 +91,16 @@ class WordPieceTokenizer:
 
 
 class Splitter:
-    """Text to words, with one space between them.
+    """Splits text into words, separated by one space.
 
-    Two passes over the characters, each by a table that is filled in as characters turn up: before
-    lower-casing, and after it, when accents are characters of their own.
+    Translates characters twice: before lower-casing, and after it, when the normal form has
+    separated the accents. Both tables are filled on demand.
     """
 
     def __init__(self, lower_case: bool) -> None:
         self._lower_case = lower_case
-        self._clean = _Cleaned()
-        self._split = _Split(drop_accents=lower_case)
+        self._clean = _CleanTable()
+        self._split = _SplitTable(drop_accents=lower_case)
 
     def __call__(self, text: str) -> str:
         text = text.translate(self._clean)
@@ -98,8 +109,8 @@ class Splitter:
         return text.translate(self._split)
 
 
-class _Cleaned(dict[int, str]):
-    """What stands for a character: nothing, a space, itself, or itself between spaces."""
+class _CleanTable(dict[int, str]):
+    """Removes control characters, unifies whitespace, and isolates CJK characters."""
 
     def __missing__(self, code: int) -> str:
         char = chr(code)
@@ -109,7 +120,7 @@ class _Cleaned(dict[int, str]):
             new = ""
         elif char.isspace():
             new = " "
-        elif any(first <= code <= last for first, last in CJK):
+        elif any(first <= code <= last for first, last in CJK_BLOCKS):
             new = f" {char} "
         else:
             new = char
@@ -117,8 +128,8 @@ class _Cleaned(dict[int, str]):
         return new
 
 
-class _Split(dict[int, str]):
-    """Punctuation stands between spaces; accents go, where they do."""
+class _SplitTable(dict[int, str]):
+    """Isolates punctuation and, if requested, removes accents."""
 
     def __init__(self, drop_accents: bool) -> None:
         super().__init__()
@@ -126,11 +137,11 @@ class _Split(dict[int, str]):
 
     def __missing__(self, code: int) -> str:
         char = chr(code)
-        kind = unicodedata.category(char)
-        # All of ASCII that is no letter, digit, space or control counts, such as $ and ^.
-        if kind.startswith("P") or (33 <= code <= 126 and not char.isalnum()):
+        category = unicodedata.category(char)
+        # Every printable ASCII character but letters, digits and space counts, such as $ and ^.
+        if category.startswith("P") or (33 <= code <= 126 and not char.isalnum()):
             new = f" {char} "
-        elif self._drop_accents and kind == "Mn":
+        elif self._drop_accents and category == "Mn":
             new = ""
         else:
             new = char
@@ -139,25 +150,31 @@ class _Split(dict[int, str]):
 
 
 def read_vocab(path: str) -> dict[str, int]:
-    """Tokens by their line's number, from 0. Raises ValueError, naming file and line."""
-    try:
-        with open(path, encoding="utf-8") as file:
-            lines = [line.strip() for line in file]
-    except OSError as error:
-        raise ValueError(f"--vocab-file {path}: cannot be read: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise ValueError(f"--vocab-file {path}: not UTF-8: {error}") from error
+    """Tokens of a vocab.txt and their ids, which are their line numbers from 0.
+
+    Raises:
+        UserError: If the file cannot be read, repeats a token or lacks a special token.
+    """
     vocab: dict[str, int] = {}
-    for number, token in enumerate(lines):
+    for number, line in enumerate(read_lines(path, "vocab_file")):
+        token = line.strip()
         if vocab.setdefault(token, number) != number:
-            raise ValueError(
-                f"--vocab-file {path}:{number + 1}: {token[:40]!r} stands in line "
-                f"{vocab[token] + 1}, too; a vocab.txt has one token a line, each once"
+            raise UserError(
+                Problem(
+                    "vocabulary-token-repeated",
+                    f"{option('vocab_file')} {path}:{number + 1}: {token[:40]!r} repeats line "
+                    f"{vocab[token] + 1}; a vocab.txt has one token per line, each once",
+                    "vocab_file",
+                )
             )
-    missing = [token for token in NEEDED if token not in vocab]
+    missing = [token for token in REQUIRED_TOKENS if token not in vocab]
     if missing:
-        raise ValueError(
-            f"--vocab-file {path}: has no {', '.join(missing)}: it is no vocab.txt of BERT's, "
-            "which has one token a line"
+        raise UserError(
+            Problem(
+                "wordpiece-special-tokens-missing",
+                f"{option('vocab_file')} {path}: lacks {', '.join(missing)}; expected a vocab.txt "
+                "of BERT with one token per line",
+                "vocab_file",
+            )
         )
     return vocab

@@ -45,7 +45,7 @@ def check(config: Config, world_size: int, warn: Callable[[str], None]) -> list[
     tokenizer_problems, tokenizer = _tokenizer(config, sound)
     problems += tokenizer_problems
     vocab_size = None if tokenizer is None else tokenizer.vocab_size
-    identity = None if tokenizer is None else tokenizer.identity
+    identity = None if tokenizer is None else tokenizer.fingerprint
     samples = schedules.planned_samples(config, dp_size) if sound else None
     problems += data_problems(config.data, samples, vocab_size, identity)
     if not problems:

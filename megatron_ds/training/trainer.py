@@ -325,7 +325,7 @@ def _build_data(
         seq_length=config.model.sequence,
         seed=config.runtime.seed,
         num_samples=wanted,
-        tokenizer_fingerprint=tokenizer.fingerprint,
+        tokenizer_fingerprint=tokenizer.fingerprint.digest,
         vocab_size=tokenizer.vocab_size,
         fallback_cache=None if save is None else str(Path(save) / "index-cache"),
         history=None if found is None else found.history,

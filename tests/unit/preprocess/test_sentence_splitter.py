@@ -371,7 +371,7 @@ def test_merged_sentences_are_those_of_one_preprocessing(tmp_path: Path) -> None
     assert (done.documents, done.sequences) == (30, 90)
     assert pair(tmp_path / "merged") == pair(whole)
     assert read_sentences(str(tmp_path / "merged")) == Lines.description
-    assert read_made_by(str(tmp_path / "merged")) == tokenizer.identity
+    assert read_made_by(str(tmp_path / "merged")) == tokenizer.fingerprint
     assert not compare(IndexedDataset(tmp_path / "merged"), IndexedDataset(whole)).what
     summary = summarize(IndexedDataset(whole))
     assert (summary.documents, summary.sequences, summary.empty_documents) == (30, 90, 0)
@@ -379,7 +379,7 @@ def test_merged_sentences_are_those_of_one_preprocessing(tmp_path: Path) -> None
     preprocess(options(tmp_path, rows[:1], name="other"), tokenizer)
     merge([first, str(tmp_path / "other_text_document")], str(tmp_path / "mixed"))
     assert read_sentences(str(tmp_path / "mixed")) is None
-    assert read_made_by(str(tmp_path / "mixed")) == tokenizer.identity
+    assert read_made_by(str(tmp_path / "mixed")) == tokenizer.fingerprint
 
 
 def test_gpt_is_trained_on_the_sentences_as_megatron_does(tmp_path: Path) -> None:
@@ -396,7 +396,7 @@ def test_gpt_is_trained_on_the_sentences_as_megatron_does(tmp_path: Path) -> Non
         seq_length=4,
         seed=1,
         num_samples=(39, 0, 0),
-        tokenizer_fingerprint=tokenizer.fingerprint,
+        tokenizer_fingerprint=tokenizer.fingerprint.digest,
         vocab_size=tokenizer.vocab_size,
     )
     assert built.train is not None

@@ -1,7 +1,7 @@
-"""Plain statements of what the tokenizers do, slow and independent, to hold the real ones against.
+"""Slow, independent reference implementations of the tokenizers.
 
-BERT's are the definitions of Devlin et al. (2018) as published with the model; SentencePiece's
-marks are Megatron's.
+BERT's follow the definitions of Devlin et al. (2018), published with the model; SentencePiece's
+special tokens follow Megatron.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ def bert_words(text: str, lower_case: bool) -> list[str]:
     words: list[str] = []
     for word in clean.split():
         if lower_case:
-            apart = unicodedata.normalize("NFD", word.lower())
-            word = "".join(char for char in apart if unicodedata.category(char) != "Mn")
+            decomposed = unicodedata.normalize("NFD", word.lower())
+            word = "".join(char for char in decomposed if unicodedata.category(char) != "Mn")
         parts = [f" {char} " if is_punctuation(char) else char for char in word]
         words += "".join(parts).split()
     return words
@@ -41,7 +41,7 @@ def is_punctuation(char: str) -> bool:
 
 
 def word_pieces(word: str, vocab: dict[str, int]) -> list[int]:
-    """The longest piece from the left, again and again; [UNK] for the word if none fits."""
+    """Repeatedly the longest matching piece; [UNK] for the word if none matches."""
     ids: list[int] = []
     start = 0
     if len(word) > 200:
@@ -58,25 +58,23 @@ def word_pieces(word: str, vocab: dict[str, int]) -> list[int]:
     return ids
 
 
-def marked_sentencepiece(model: Any, text: str, extra_ids: int) -> list[int]:
-    """Megatron's SentencePieceTokenizer: the first mark in the text is cut out, then the next."""
+def sentencepiece_with_special_tokens(model: Any, text: str, extra_ids: int) -> list[int]:
+    """Megatron's SentencePieceTokenizer: splits the text at its first special token, repeatedly."""
     pieces = [model.id_to_piece(number) for number in range(model.get_piece_size())]
-    marks = ["<CLS>", "<SEP>", "<EOD>", "<MASK>"]
+    special = ["<CLS>", "<SEP>", "<EOD>", "<MASK>"]
     for number, name in (
         (model.pad_id(), "<PAD>"),
         (model.bos_id(), "<BOS>"),
         (model.eos_id(), "<EOS>"),
     ):
-        marks.append(name if number < 0 else pieces[number])
-    marks += [f"<extra_id_{number}>" for number in range(extra_ids)]
-    for mark in marks:
-        if mark not in pieces:
-            pieces.append(mark)
+        special.append(name if number < 0 else pieces[number])
+    special += [f"<extra_id_{number}>" for number in range(extra_ids)]
+    pieces += [token for token in special if token not in pieces]
     ids: list[int] = []
     while True:
-        found = [(text.index(mark), order) for order, mark in enumerate(marks) if mark in text]
+        found = [(text.index(token), n) for n, token in enumerate(special) if token in text]
         if not found:
             return [*ids, *model.encode_as_ids(text)]
         at, order = min(found)
-        ids += [*model.encode_as_ids(text[:at]), pieces.index(marks[order])]
-        text = text[at + len(marks[order]) :]
+        ids += [*model.encode_as_ids(text[:at]), pieces.index(special[order])]
+        text = text[at + len(special[order]) :]

@@ -1,4 +1,4 @@
-"""What is kept of a tokenizer beside its data, and what training says of another one's."""
+"""Tokenizer fingerprints next to token files, and training with the data of another tokenizer."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def pair(prefix: Path, made_by: bytes | None, tokens: int = 40) -> str:
     return str(prefix)
 
 
-def test_it_comes_back_from_its_file() -> None:
+def test_json_round_trip() -> None:
     again = TokenizerFingerprint.from_json(ONE.to_json())
     assert again == ONE
     assert again.same_as(ONE)
@@ -47,7 +47,7 @@ def test_it_comes_back_from_its_file() -> None:
     )
 
 
-def test_it_is_the_same_with_files_of_other_names() -> None:
+def test_file_names_do_not_count() -> None:
     assert ONE.same_as(
         TokenizerFingerprint("A", {"v": "12" * 32, "m": "34" * 32}, 9, 8, {"--x": 1})
     )
@@ -63,7 +63,7 @@ def test_it_is_the_same_with_files_of_other_names() -> None:
         TokenizerFingerprint("A", ONE.files, 9, 8, {"--x": 2}),
     ],
 )
-def test_each_part_counts(other: TokenizerFingerprint) -> None:
+def test_every_value_counts(other: TokenizerFingerprint) -> None:
     assert not ONE.same_as(other)
 
 
@@ -83,19 +83,17 @@ def test_each_part_counts(other: TokenizerFingerprint) -> None:
 )
 def test_damaged_files_are_named(tmp_path: Path, content: bytes) -> None:
     prefix = with_bytes(tmp_path, content)
-    with pytest.raises(ValueError, match=r"p\.tokenizer\.json: holds no tokenizer's identity"):
+    with pytest.raises(ValueError, match=r"p\.tokenizer\.json"):
         read_made_by(prefix)
-    assert f"{prefix}{TOKENIZER_SUFFIX}: holds no tokenizer" in next(
-        iter(tokenizer_mismatch(prefix, ONE))
-    )
+    assert f"{prefix}{TOKENIZER_SUFFIX}" in next(iter(tokenizer_mismatch(prefix, ONE)))
 
 
-def test_no_file_is_no_error(tmp_path: Path) -> None:
+def test_the_file_is_optional(tmp_path: Path) -> None:
     assert read_made_by(str(tmp_path / "p")) is None
     assert list(tokenizer_mismatch(str(tmp_path / "p"), ONE)) == []
 
 
-def test_preprocessing_writes_it_for_every_key(tmp_path: Path) -> None:
+def test_preprocessing_writes_the_fingerprint_for_every_key(tmp_path: Path) -> None:
     (tmp_path / "in.jsonl").write_text('{"a": "1", "b": "2 3"}\n')
     options = PreprocessOptions(
         inputs=InputSpec(paths=(str(tmp_path / "in.jsonl"),)),
@@ -108,7 +106,7 @@ def test_preprocessing_writes_it_for_every_key(tmp_path: Path) -> None:
         assert found == TokenizerFingerprint("NullTokenizer", {}, 10, 9)
 
 
-def test_a_new_pair_takes_the_old_ones_file_away(tmp_path: Path) -> None:
+def test_a_new_pair_removes_the_old_fingerprint(tmp_path: Path) -> None:
     pair(tmp_path / "p", ONE.to_json())
     assert read_made_by(str(tmp_path / "p")) == ONE
     pair(tmp_path / "p", None, tokens=3)
@@ -119,7 +117,7 @@ def test_a_new_pair_takes_the_old_ones_file_away(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["p.bin", "p.idx"]
 
 
-def test_of_pairs_that_are_put_together(tmp_path: Path) -> None:
+def test_merging_pairs_of_different_tokenizers_is_an_error(tmp_path: Path) -> None:
     other = TokenizerFingerprint("B", {}, 9, 8)
     a, b = (pair(tmp_path / name, ONE.to_json()) for name in "ab")
     c, d = pair(tmp_path / "c", other.to_json()), pair(tmp_path / "d", None)
@@ -127,36 +125,35 @@ def test_of_pairs_that_are_put_together(tmp_path: Path) -> None:
     assert made_by_of([a, d]) is None
     with pytest.raises(ValueError) as raised:
         made_by_of([a, d, c])
-    assert f"{c} was made with {other} and {a} with {ONE}" in str(raised.value)
+    assert all(str(value) in str(raised.value) for value in (a, ONE, c, other))
 
 
 def problems(prefix: str, tokenizer: str) -> list[str]:
-    words = f"{MODEL} --data-path {prefix} {tokenizer}".split()
-    return build_config(words, world_size=1, warn=lambda _: None, check=check)[1]
+    argv = f"{MODEL} --data-path {prefix} {tokenizer}".split()
+    return build_config(argv, world_size=1, warn=lambda _: None, check=check)[1]
 
 
-def test_training_with_another_tokenizer_is_refused_and_shows_both(tmp_path: Path) -> None:
-    made_with = NullTokenizer(100).identity
+def test_training_rejects_data_of_another_tokenizer(tmp_path: Path) -> None:
+    made_with = NullTokenizer(100).fingerprint
     prefix = pair(tmp_path / "p", made_with.to_json())
     assert problems(prefix, "--tokenizer-type NullTokenizer --vocab-size 100") == []
     (found,) = problems(prefix, "--tokenizer-type NullTokenizer --vocab-size 120")
-    assert found.startswith(f"--data-path {prefix}: was made with another tokenizer: ")
-    assert f"names {made_with}, and this run has {NullTokenizer(120).identity};" in found
+    assert all(str(value) in found for value in (prefix, made_with, NullTokenizer(120).fingerprint))
     (tmp_path / f"p{TOKENIZER_SUFFIX}").unlink()
     assert problems(prefix, "--tokenizer-type NullTokenizer --vocab-size 120") == []
 
 
-def test_every_part_of_a_mixture_is_looked_at(tmp_path: Path) -> None:
-    right = pair(tmp_path / "a", NullTokenizer(100).identity.to_json())
+def test_every_source_of_a_blend_is_checked(tmp_path: Path) -> None:
+    right = pair(tmp_path / "a", NullTokenizer(100).fingerprint.to_json())
     wrong = pair(tmp_path / "b", ONE.to_json())
-    mixture = f"0.5 {right} 0.5 {wrong}"
-    (found,) = problems(mixture, "--tokenizer-type NullTokenizer --vocab-size 100")
-    assert found.startswith(f"--data-path {wrong}: was made with another tokenizer")
+    blend = f"0.5 {right} 0.5 {wrong}"
+    (found,) = problems(blend, "--tokenizer-type NullTokenizer --vocab-size 100")
+    assert wrong in found
+    assert right not in found
 
 
 @pytest.mark.parametrize("kind", FILES)
-def test_each_kinds_data_trains_with_that_kind_alone(kind: str) -> None:
-    """The golden token files, against the tokenizers of all kinds."""
+def test_golden_files_match_only_their_own_kind(kind: str) -> None:
     for other in FILES:
-        found = list(tokenizer_mismatch(str(FOLDER / kind), tokenizer_of(other).identity))
+        found = list(tokenizer_mismatch(str(FOLDER / kind), tokenizer_of(other).fingerprint))
         assert bool(found) == (kind != other), other

@@ -1,7 +1,7 @@
-"""The bytes of the token files that each kind of tokenizer makes of one small corpus are frozen.
+"""Golden token files: the bytes that each kind of tokenizer makes of a small corpus.
 
-The corpus has many scripts, odd spaces, control characters, emoji, and texts that look like special
-tokens. `python tests/unit/tokenizer/test_golden.py` rewrites the token files.
+The corpus has many scripts, unusual spaces, control characters, emoji, and texts that resemble
+special tokens. `python tests/unit/tokenizer/test_golden.py` rewrites the token files.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ FILES: dict[str, dict[str, Any]] = {
     "NullTokenizer": {},
 }
 SENTENCES = {"BertWordPieceLowerCase": False, "SentencePieceTokenizer": True}
-"""Kinds of which there are sentences, too, and whether with the space after each."""
+"""Kinds that have sentence files too, and whether sentences keep the whitespace after them."""
 SUFFIXES = (".bin", ".idx", ".tokenizer.json")
 SIZES = {
     "GPT2BPETokenizer": (360, 359),
@@ -55,7 +55,7 @@ SIZES = {
     "TikTokenizer": (326, 2),
     "NullTokenizer": (65536, 65535),
 }
-"""Number of ids and end of document."""
+"""Number of ids and end-of-document id."""
 
 
 def tokenizer_of(kind: str) -> Tokenizer:
@@ -73,7 +73,7 @@ def texts() -> list[str]:
 
 
 def make(kind: str, prefix: Path, splitter: RuleSplitter | None = None) -> Path:
-    """The token files of the corpus; for the kind that reads numbers, of the characters."""
+    """Writes the token files of the corpus, for NullTokenizer those of its code points."""
     path = FOLDER / "corpus.jsonl"
     if kind == "NullTokenizer":
         path = prefix.with_name("numbers.jsonl")
@@ -90,7 +90,7 @@ def make(kind: str, prefix: Path, splitter: RuleSplitter | None = None) -> Path:
 
 
 def make_all(folder: Path) -> dict[str, Path]:
-    """Token files by the names of the golden ones."""
+    """Writes all token files; returns their prefixes by golden name."""
     made = {kind: make(kind, folder / kind) for kind in FILES}
     for kind, keep_newlines in SENTENCES.items():
         splitter = RuleSplitter("english", keep_newlines)
@@ -98,11 +98,11 @@ def make_all(folder: Path) -> dict[str, Path]:
     return made
 
 
-def test_every_kind_has_its_golden_files() -> None:
+def test_every_kind_has_golden_files() -> None:
     assert FILES.keys() == SIZES.keys() == TOKENIZERS.keys()
 
 
-def test_token_files_are_the_golden_ones(tmp_path: Path) -> None:
+def test_token_files_equal_the_golden_files(tmp_path: Path) -> None:
     for name, prefix in make_all(tmp_path).items():
         for suffix in SUFFIXES:
             made = Path(f"{prefix}{suffix}").read_bytes()
@@ -110,28 +110,28 @@ def test_token_files_are_the_golden_ones(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", SENTENCES)
-def test_golden_sentences_hold_the_sentences(kind: str) -> None:
+def test_golden_sentence_files_contain_the_sentences(kind: str) -> None:
     tokenizer = tokenizer_of(kind)
     split = RuleSplitter("english", SENTENCES[kind])
     data = IndexedDataset(FOLDER / f"{kind}_sentence")
     sentences = [split(text) for text in texts()]
-    counts = [len(one) for one in sentences]
+    counts = [len(document) for document in sentences]
     assert max(counts) > 1
     assert np.diff(data.document_index).tolist() == counts
-    expected = [tokenizer.encode(one) for document in sentences for one in document]
+    expected = [tokenizer.encode(sentence) for document in sentences for sentence in document]
     for last in data.document_index[1:] - 1:
         expected[last].append(tokenizer.eod)
     assert [data.get(number).tolist() for number in range(len(data))] == expected
 
 
 @pytest.mark.parametrize("kind", FILES)
-def test_golden_files_hold_what_the_kind_says(kind: str) -> None:
+def test_golden_files_decode_to_the_corpus(kind: str) -> None:
     tokenizer = tokenizer_of(kind)
     data = IndexedDataset(FOLDER / kind)
     made_by = read_made_by(str(FOLDER / kind))
     assert (tokenizer.vocab_size, tokenizer.eod) == SIZES[kind]
     assert made_by is not None
-    assert made_by.same_as(tokenizer.identity)
+    assert made_by.same_as(tokenizer.fingerprint)
     assert (made_by.vocab_size, made_by.eod) == SIZES[kind]
     assert len(data) == len(texts())
     assert all(data.get(number)[-1] == tokenizer.eod for number in range(len(data)))
@@ -145,9 +145,8 @@ GPT2, NULL = tokenizer_of("GPT2BPETokenizer"), tokenizer_of("NullTokenizer")
 
 @given(text=st.text(max_size=60), ids=st.lists(st.integers(0, 65534), max_size=20))
 @settings(max_examples=200, deadline=None, derandomize=True, database=None)
-def test_texts_and_numbers_come_back(text: str, ids: list[int]) -> None:
-    """Of the kinds that lose nothing; those of SentencePiece and tiktoken have tests of their own,
-    and BERT's lose spaces."""
+def test_texts_and_ids_are_recovered(text: str, ids: list[int]) -> None:
+    """SentencePiece and tiktoken have tests of their own; BERT's kinds lose spaces."""
     assert GPT2.decode(GPT2.encode(text)) == text
     assert GPT2.eod not in GPT2.encode(text)
     assert NULL.encode(NULL.decode(ids)) == ids

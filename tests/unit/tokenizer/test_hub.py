@@ -1,4 +1,4 @@
-"""Tokenizers by name, and those that bring their own code."""
+"""Tokenizers from the Hugging Face Hub, and those with code of their own."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import pytest
 from megatron_ds.config import TokenizerConfig
 from megatron_ds.tokenizer import Tokenizer, build_tokenizer
 from megatron_ds.tokenizer.huggingface import needs_transformers
+from tests.problems import raises_problem
 from tests.unit.tokenizer.test_golden import FOLDER, texts
 
 CODE = """
@@ -52,31 +53,31 @@ def build(name: str | Path, *, trust: bool = False) -> Tokenizer:
     )
 
 
-def test_a_name_is_fetched_and_read_as_the_folder_it_gives(
+def test_a_hub_name_is_downloaded_and_read_as_a_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[tuple[str, list[str]]] = []
+    requested: list[tuple[str, list[str]]] = []
     (tmp_path / "tokenizer.json").write_bytes((FOLDER / "tokenizer.json").read_bytes())
 
     def download(name: str, *, allow_patterns: Iterable[str]) -> str:
-        asked.append((name, list(allow_patterns)))
+        requested.append((name, list(allow_patterns)))
         return str(tmp_path)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     monkeypatch.chdir(tmp_path)
     named, local = build("someone/some-model_1.5"), build(FOLDER / "tokenizer.json")
     assert [named.encode(text) for text in texts()] == [local.encode(text) for text in texts()]
-    assert named.identity.same_as(local.identity)
-    ((name, patterns),) = asked
+    assert named.fingerprint.same_as(local.fingerprint)
+    ((name, patterns),) = requested
     assert name == "someone/some-model_1.5"
     assert "*.json" in patterns
     assert not any("py" in pattern for pattern in patterns)
     assert needs_transformers("someone/some-model_1.5")
 
 
-def test_what_lies_here_is_not_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_local_paths_are_not_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def download(*_: object, **__: object) -> str:
-        raise AssertionError("fetched")
+        raise AssertionError("downloaded")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     monkeypatch.chdir(tmp_path)
@@ -84,25 +85,24 @@ def test_what_lies_here_is_not_fetched(tmp_path: Path, monkeypatch: pytest.Monke
     (tmp_path / "gpt2" / "tokenizer.json").write_bytes((FOLDER / "tokenizer.json").read_bytes())
     assert build("gpt2").vocab_size == 360
     for path in ("/no/such", "../no", "a/b/c", "no such"):
-        with pytest.raises(ValueError, match="no such tokenizer"):
+        with raises_problem("tokenizer-not-found", contains=path):
             build(path)
 
 
-def test_a_name_that_cannot_be_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_download_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     def download(*_: object, **__: object) -> str:
         raise OSError("no network")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    with pytest.raises(ValueError) as raised:
+    with raises_problem("tokenizer-download-failed", contains="nobody/nothing") as raised:
         build("nobody/nothing")
-    assert "--tokenizer-model nobody/nothing: there is no such" in str(raised.value)
-    assert "Hugging Face Hub it cannot be fetched: no network" in str(raised.value)
+    assert "no network" in raised.problem
 
 
-def test_code_of_a_folder_is_run_only_if_it_is_trusted(
+def test_code_in_a_folder_runs_only_if_trusted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Where transformers copies such code to.
+    # transformers copies such code here before it imports it.
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "m"))
     monkeypatch.setattr("sys.path", [*sys.path])
     (tmp_path / "letters.txt").write_text("a b c .")
@@ -116,7 +116,7 @@ def test_code_of_a_folder_is_run_only_if_it_is_trusted(
             }
         )
     )
-    with pytest.raises(ValueError, match="no tokenizer can be read from it"):
+    with raises_problem("pretrained-tokenizer-unreadable", contains=str(tmp_path)):
         build(tmp_path)
     assert not (tmp_path / "ran").exists()
     trusted = build(tmp_path, trust=True)
@@ -125,7 +125,7 @@ def test_code_of_a_folder_is_run_only_if_it_is_trusted(
     assert (trusted.vocab_size, trusted.eod) == (4, 3)
 
 
-def test_a_trusted_folder_needs_no_other_file_than_its_tokenizer_json(tmp_path: Path) -> None:
+def test_a_trusted_folder_needs_only_its_tokenizer_json(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_bytes((FOLDER / "tokenizer.json").read_bytes())
     plain = build(tmp_path)
     end = plain.decode([plain.eod])

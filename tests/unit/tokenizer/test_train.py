@@ -1,4 +1,4 @@
-"""Trained tokenizers: files of the right form, readable by their kinds, the same each time."""
+"""Tokenizer training: readable files, the same bytes each time."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 
 from megatron_ds.config import TokenizerConfig
 from megatron_ds.tokenizer import Tokenizer, build_tokenizer, train
+from tests.problems import raises_problem
 from tests.unit.tokenizer.test_golden import texts
 from tools import train_tokenizer
 
@@ -43,7 +44,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("kind", train.KINDS)
-def test_two_trainings_give_the_same_bytes(kind: str, tmp_path: Path) -> None:
+def test_training_is_deterministic(kind: str, tmp_path: Path) -> None:
     made = []
     for number in range(2):
         size = TRAINED[kind](texts() * 3, SIZES[kind], tmp_path / str(number))
@@ -54,20 +55,20 @@ def test_two_trainings_give_the_same_bytes(kind: str, tmp_path: Path) -> None:
     assert made[0]
 
 
-def test_the_bpe_of_both_forms_gives_the_same_ids(tmp_path: Path) -> None:
+def test_both_bpe_formats_give_the_same_ids(tmp_path: Path) -> None:
     train.train_bpe(texts() * 3, 400, tmp_path)
     gpt2 = read("bpe", tmp_path)
     config = TokenizerConfig(
         tokenizer_type="HFTokenizer", tokenizer_model=str(tmp_path / "tokenizer.json")
     )
-    whole = build_tokenizer(config)
-    assert (whole.eod, whole.vocab_size) == (gpt2.eod, gpt2.vocab_size)
+    complete = build_tokenizer(config)
+    assert (complete.eod, complete.vocab_size) == (gpt2.eod, gpt2.vocab_size)
     for text in texts():
         if "<|endoftext|>" not in text:
-            assert whole.encode(text) == gpt2.encode(text)
+            assert complete.encode(text) == gpt2.encode(text)
 
 
-def test_wordpiece_keeps_case_where_it_is_asked_to(tmp_path: Path) -> None:
+def test_wordpiece_keeps_case_on_request(tmp_path: Path) -> None:
     words = ["Case case CASE case Case"] * 3
     train.train_wordpiece(words, 100, tmp_path / "lower")
     train.train_wordpiece(words, 100, tmp_path / "case", lower_case=False)
@@ -79,17 +80,17 @@ def test_wordpiece_keeps_case_where_it_is_asked_to(tmp_path: Path) -> None:
     assert lower == [token for token in lower if token == token.lower() or token in lower[:5]]
 
 
-def test_wordpiece_keeps_the_usual_characters(
+def test_wordpiece_keeps_the_most_frequent_characters(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(train, "LARGEST_ALPHABET", 3)
+    monkeypatch.setattr(train, "MAX_ALPHABET", 3)
     train.train_wordpiece(["aab aab cab da"], 100, tmp_path)
     tokens = (tmp_path / "vocab.txt").read_text().split()[5:]
     assert tokens[:5] == ["a", "b", "c", "##a", "##b"]
     assert not any("d" in token for token in tokens)
 
 
-def test_unigram_loses_nothing(tmp_path: Path) -> None:
+def test_unigram_is_lossless(tmp_path: Path) -> None:
     train.train_unigram(texts() * 3, 600, tmp_path)
     tokenizer = read("unigram", tmp_path)
     for text in texts():
@@ -97,10 +98,17 @@ def test_unigram_loses_nothing(tmp_path: Path) -> None:
             assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-def test_too_small_a_vocabulary_is_refused(tmp_path: Path) -> None:
-    for kind in train.KINDS:
-        with pytest.raises(ValueError, match="--vocab-size 20: "):
-            TRAINED[kind](texts(), 20, tmp_path)
+@pytest.mark.parametrize(
+    ("kind", "code"),
+    [
+        ("bpe", "vocab-size-too-small"),
+        ("wordpiece", "vocab-size-below-characters"),
+        ("unigram", "unigram-training-failed"),
+    ],
+)
+def test_too_small_a_vocabulary_is_rejected(kind: str, code: str, tmp_path: Path) -> None:
+    with raises_problem(code, "vocab_size", contains="20"):
+        TRAINED[kind](texts(), 20, tmp_path)
 
 
 def corpus(folder: Path, lines: Iterable[object] | None = None) -> Path:
@@ -111,19 +119,21 @@ def corpus(folder: Path, lines: Iterable[object] | None = None) -> Path:
 
 
 @pytest.mark.parametrize("kind", train.KINDS)
-def test_the_tool(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_tool_trains_each_kind(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     output = tmp_path / "out"
     flags = ["--type", kind, "--vocab-size", str(SIZES[kind]), "--output-dir", str(output)]
     assert train_tokenizer.main(["--input", str(corpus(tmp_path)), *flags]) == 0
-    shown = capsys.readouterr().out
-    assert f"tokens from {3 * len(texts())} documents, " in shown
-    assert f"{output}/" in shown.splitlines()[1]
+    printed = capsys.readouterr().out
+    assert f"tokens from {3 * len(texts())} documents, " in printed
+    assert f"{output}/" in printed.splitlines()[1]
     TRAINED[kind](texts() * 3, SIZES[kind], tmp_path / "again")
     assert contents(output) == contents(tmp_path / "again")
 
 
 @pytest.mark.parametrize("kind", train.KINDS)
-def test_the_tool_on_bad_lines(
+def test_the_tool_counts_or_rejects_lines_without_text(
     kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     lines = [{"text": text} for text in texts() * 3]
@@ -141,7 +151,7 @@ def test_the_tool_on_bad_lines(
     assert f"--input {tmp_path / 'nope'}" in capsys.readouterr().err
 
 
-def test_the_tool_takes_the_inputs_of_preprocessing_and_tells_all_problems_at_once(
+def test_the_tool_reads_inputs_like_preprocessing_and_reports_all_problems_at_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = corpus(tmp_path, [{"body": text} for text in ("abc", "x" * 50)])
@@ -150,23 +160,23 @@ def test_the_tool_takes_the_inputs_of_preprocessing_and_tells_all_problems_at_on
     assert "1 left out" in capsys.readouterr().out
     nowhere = ["--input", str(tmp_path / "nope"), "--vocab-size", "9", "--output-dir", str(path)]
     assert train_tokenizer.main([*flags, *nowhere]) == 1
-    said = capsys.readouterr().err
-    for problem in ("there is no such file", "--vocab-size 9: the bytes", "is no folder"):
-        assert problem in said
+    printed = capsys.readouterr().err
+    for problem in (str(tmp_path / "nope"), "--vocab-size 9", f"{path} is no folder"):
+        assert problem in printed
 
 
-def test_progress_is_told(
+def test_the_tool_prints_progress(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(train_tokenizer, "BETWEEN_LINES", -1.0)
     flags = ["--vocab-size", "300", "--output-dir", str(tmp_path / "out")]
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b'{"text": "abc"}\n' * 3)))
     assert train_tokenizer.main(["--input", "-", *flags]) == 0
-    said = capsys.readouterr().err.splitlines()
-    assert [line.split(",")[0] for line in said] == [f"read {n} documents" for n in (1, 2, 3)]
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split(",")[0] for line in lines] == [f"read {n} documents" for n in (1, 2, 3)]
 
 
-def test_where_nothing_can_be_written_is_told_before_the_training(
+def test_the_tool_checks_the_output_folder_before_training(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").touch()

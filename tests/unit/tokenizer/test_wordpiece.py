@@ -1,4 +1,4 @@
-"""BERT's WordPiece is exactly what its published definition says, on any text."""
+"""WordPiece equals its published definition on any text."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_ds.config import TokenizerConfig
-from megatron_ds.tokenizer import build_tokenizer
 from megatron_ds.tokenizer.wordpiece import Splitter, WordPieceTokenizer, read_vocab
+from tests.problems import raises_problem
 from tests.unit.tokenizer.references import bert_words, word_pieces
 from tests.unit.tokenizer.test_golden import FOLDER, texts
 
@@ -28,13 +27,13 @@ def write(folder: Path, tokens: list[str]) -> str:
 @pytest.mark.parametrize("lower", [True, False])
 @given(text=st.text(max_size=60))
 @settings(max_examples=400, deadline=None, derandomize=True, database=None)
-def test_words_are_those_of_the_definition(lower: bool, text: str) -> None:
+def test_words_equal_the_definition(lower: bool, text: str) -> None:
     assert SPLITTERS[lower](text).split() == bert_words(text, lower)
 
 
 @pytest.mark.parametrize("lower", [True, False])
 def test_every_character_is_split_as_defined(lower: bool) -> None:
-    """Alone and inside a word, in all planes that have characters."""
+    """Inside a word, in all planes that have characters."""
     for first in (0, 0x1F000, 0x20000, 0x2A600, 0x2F000, 0xE0000):
         size = 0x3000 if first else 0x10000
         for code in range(first, first + size):
@@ -44,7 +43,7 @@ def test_every_character_is_split_as_defined(lower: bool) -> None:
                     pytest.fail(f"U+{code:04X}")
 
 
-def test_ids_are_those_of_the_definition() -> None:
+def test_ids_equal_the_definition() -> None:
     for lower in (True, False):
         tokenizer = WordPieceTokenizer(str(FOLDER / "vocab.txt"), lower_case=lower)
         vocab = read_vocab(str(FOLDER / "vocab.txt"))
@@ -56,7 +55,7 @@ def test_ids_are_those_of_the_definition() -> None:
         assert tokenizer.encode_batch(texts()) == [tokenizer.encode(text) for text in texts()]
 
 
-def test_special_ids(tmp_path: Path) -> None:
+def test_special_tokens_have_ids_but_texts_cannot_contain_them(tmp_path: Path) -> None:
     path = write(tmp_path, [*NEEDED, "a", "##b", "[BOS]"])
     tokenizer = WordPieceTokenizer(path, lower_case=True, extra_ids=2)
     assert (tokenizer.pad, tokenizer.cls, tokenizer.sep, tokenizer.mask) == (0, 2, 3, 4)
@@ -67,40 +66,38 @@ def test_special_ids(tmp_path: Path) -> None:
     assert pickle.loads(pickle.dumps(tokenizer)).encode("ab") == [5, 6]
 
 
-def test_case_is_kept_where_it_counts(tmp_path: Path) -> None:
+def test_only_the_lower_case_kind_removes_case_and_accents(tmp_path: Path) -> None:
     path = write(tmp_path, [*NEEDED, "a", "A", "é"])
     assert WordPieceTokenizer(path, lower_case=False).encode("A a é") == [6, 5, 7]
     assert WordPieceTokenizer(path, lower_case=True).encode("A a é") == [5, 5, 1]
 
 
-def test_a_word_of_more_than_200_characters_is_unknown(tmp_path: Path) -> None:
+def test_words_of_more_than_200_characters_are_unknown(tmp_path: Path) -> None:
     tokenizer = WordPieceTokenizer(write(tmp_path, [*NEEDED, "a", "##a"]), lower_case=True)
     assert tokenizer.encode("a" * 200) == [5, *[6] * 199]
     assert tokenizer.encode("a" * 201) == [1]
 
 
 @pytest.mark.parametrize(
-    ("content", "message"),
+    ("content", "code", "shown"),
     [
-        (b"", "has no [UNK], [CLS], [SEP], [PAD], [MASK]"),
-        ("\n".join(NEEDED[:-1]).encode(), "has no [MASK]"),
-        ("\n".join([*NEEDED, "a", "b", "a"]).encode(), ":8: 'a' stands in line 6, too"),
-        (b"\xff\xfe", "not UTF-8"),
+        (b"", "wordpiece-special-tokens-missing", "[UNK], [CLS], [SEP], [PAD], [MASK]"),
+        ("\n".join(NEEDED[:-1]).encode(), "wordpiece-special-tokens-missing", " [MASK]"),
+        ("\n".join([*NEEDED, "a", "b", "a"]).encode(), "vocabulary-token-repeated", "txt:8: 'a'"),
+        (b"\xff\xfe", "tokenizer-file-not-utf8", "vocab.txt"),
     ],
 )
-def test_bad_vocabularies(tmp_path: Path, content: bytes, message: str) -> None:
-    (tmp_path / "vocab.txt").write_bytes(content)
-    with pytest.raises(ValueError) as raised:
-        build_tokenizer(
-            TokenizerConfig(
-                tokenizer_type="BertWordPieceCase", vocab_file=str(tmp_path / "vocab.txt")
-            )
-        )
-    assert f"--vocab-file {tmp_path / 'vocab.txt'}" in str(raised.value)
-    assert message in str(raised.value)
+def test_damaged_vocabularies_are_rejected(
+    tmp_path: Path, content: bytes, code: str, shown: str
+) -> None:
+    path = tmp_path / "vocab.txt"
+    path.write_bytes(content)
+    with raises_problem(code, "vocab_file", contains=shown) as raised:
+        WordPieceTokenizer(str(path), lower_case=False)
+    assert str(path) in raised.problem
 
 
-def test_the_real_vocabulary(shared_data: Path) -> None:
+def test_published_vocabulary(shared_data: Path) -> None:
     path = str(shared_data / "bert-base-uncased-vocab.txt")
     tokenizer = WordPieceTokenizer(path, lower_case=True)
     assert (tokenizer.vocab_size, tokenizer.bos, tokenizer.eod) == (30524, 30522, 30523)

@@ -50,7 +50,7 @@ def test_samples_are_those_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixtur
         seq_length=6,
         seed=7,
         num_samples=(60, 10, 0),
-        tokenizer_fingerprint=tokenizer.fingerprint,
+        tokenizer_fingerprint=tokenizer.fingerprint.digest,
         vocab_size=tokenizer.vocab_size,
     )
     flags = [prefix, "--seq-length", "6", "--seed", "7", "--split", "8,2", "--json", *NULL]

