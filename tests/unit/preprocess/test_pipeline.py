@@ -145,7 +145,7 @@ def test_bad_lines_are_named_together_and_leave_nothing(tmp_path: Path) -> None:
 
 
 def test_a_text_that_the_tokenizer_refuses_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"in\.jsonl:2: NullTokenizer: id 100 is outside"):
+    with pytest.raises(ValueError, match=r"in\.jsonl:2: NullTokenizer: .*100"):
         preprocess(options(tmp_path, [{"text": "1"}, {"text": "100"}], strict=True), TOKENIZER)
     assert written(tmp_path) == []
 
