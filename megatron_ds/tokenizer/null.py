@@ -50,7 +50,7 @@ class NullTokenizer:
                 raise UserError(
                     Problem(
                         "text-id-out-of-range",
-                        f"NullTokenizer: the id {word[:40]} is not in 0 ... {self.eod - 1} "
+                        f"NullTokenizer: id {word[:40]} is not in 0 ... {self.eod - 1} "
                         f"({option('vocab_size')})",
                         "vocab_size",
                     )
