@@ -26,7 +26,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -261,11 +261,18 @@ def _at_evaluation(fault: Fault, action: Action) -> None:
     is_nth = nth_call(fault)
     numbers = itertools.count(1)
 
-    def is_due(*arguments: Any) -> bool:
-        print(f"evaluation micro-batch {next(numbers)}", flush=True)
-        return is_nth()
+    eval_loss = ZeroEngine.eval_loss
 
-    before_call(ZeroEngine, ZeroEngine.eval_loss.__name__, action, is_due)
+    def watch(batch: Any) -> Any:
+        print(f"evaluation micro-batch {next(numbers)}", flush=True)
+        if is_nth():
+            action()
+        return batch
+
+    def watched_eval_loss(self: ZeroEngine, batches: Iterator[Any], count: int) -> Any:
+        return eval_loss(self, map(watch, batches), count)
+
+    ZeroEngine.eval_loss = watched_eval_loss  # type: ignore[method-assign]
 
 
 def _at_engine_build(fault: Fault, action: Action) -> None:

@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch.distributed as dist
-from torch import nn
 
 from megatron_ds.checkpoint import storage
 from megatron_ds.checkpoint.metadata import (
@@ -43,7 +42,6 @@ from megatron_ds.config import Config
 from megatron_ds.engine.protocol import Engine
 from megatron_ds.launch.exit_codes import ExitCode, RunAborted
 from megatron_ds.parallel.mesh import Mesh
-from megatron_ds.parallel.sharding import shard_spec
 from megatron_ds.train_state import TrainState
 
 T = TypeVar("T")
@@ -148,7 +146,7 @@ class CheckpointManager:
         temporary: Path,
     ) -> None:
         """All of a checkpoint, on the disk, under its temporary name."""
-        warning = self._rank0_result(lambda: _make_temp_dir(temporary, self._size(engine.module)))
+        warning = self._rank0_result(lambda: _make_temp_dir(temporary, self._size(engine)))
         if warning is not None:
             self._say(warning)
         self._all_ranks(lambda: engine.save(temporary.parent, temporary.name))
@@ -275,13 +273,11 @@ class CheckpointManager:
         parts = self._all_ranks(lambda: work(path, mine))
         return {name: value for part in parts for name, value in part.items()}
 
-    def _size(self, model: nn.Module) -> int:
+    def _size(self, engine: Engine) -> int:
         """Bytes of a checkpoint, estimated from above."""
-        own = sum(int(getattr(p, "ds_numel", p.numel())) for p in model.parameters())
-        return own * self._mesh.tp.size * BYTES_PER_PARAMETER
+        return engine.parameter_count() * self._mesh.tp.size * BYTES_PER_PARAMETER
 
     def _run_facts(self, engine: Engine, state: TrainState) -> dict[str, Any]:
-        specs = ((name, shard_spec(value)) for name, value in engine.module.named_parameters())
         return {
             "format_version": FORMAT_VERSION,
             "state": state.to_dict(),
@@ -290,8 +286,7 @@ class CheckpointManager:
             "order": data_order_settings(self._config, self._mesh.dp.size),
             "shards": {
                 name: {"dim": spec.dim, "sections": list(spec.sections)}
-                for name, spec in specs
-                if spec is not None
+                for name, spec in engine.shard_specs().items()
             },
         }
 

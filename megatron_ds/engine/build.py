@@ -1,23 +1,26 @@
-"""From the configuration to a running engine: the model is built here, for ZeRO-3 in pieces."""
+"""Builds the model and its DeepSpeed engine from the configuration."""
 
 from __future__ import annotations
 
 import copy
-import importlib
 from contextlib import nullcontext
 from typing import Any
 
 import deepspeed
 import torch
-from deepspeed.runtime import compiler
 from deepspeed.runtime.config import DeepSpeedConfig
 from pydantic import ValidationError
 
 from megatron_ds.config import Config
-from megatron_ds.engine import readback
+from megatron_ds.config.problems import Problem, UserError, option
+from megatron_ds.engine import deepspeed_patches, readback
 from megatron_ds.engine.ds_activation_checkpointing import configure_checkpointing
 from megatron_ds.engine.ds_config import build_ds_config
-from megatron_ds.engine.param_groups import parameter_groups
+from megatron_ds.engine.param_groups import (
+    MultiplierRule,
+    decay_matrices_only,
+    parameter_groups,
+)
 from megatron_ds.engine.zero import ZeroEngine
 from megatron_ds.model.gpt import GPTModel
 from megatron_ds.model.packed_attention import PackingOptions, select_flex_attention
@@ -27,16 +30,29 @@ from megatron_ds.parallel.rng import RngStreams
 
 
 def build_engine(
-    config: Config, mesh: Mesh, device: torch.device, eod: int | None = None
+    config: Config,
+    mesh: Mesh,
+    device: torch.device,
+    eod: int | None = None,
+    rule: MultiplierRule = decay_matrices_only,
 ) -> ZeroEngine:
-    """The model of `config`, cut as `mesh` says, in a DeepSpeed engine. Collective.
+    """Build the model of a configuration, sharded over a mesh, in a DeepSpeed engine. Collective.
 
-    eod: id of the end-of-document token; --reset-position-ids and --reset-attention-mask need it.
-    Needs an initialised process group and a configuration whose vocabulary is known. Raises
-    ValueError for values of the user's file that DeepSpeed does not take, and for an engine that
-    does not hold what the configuration says.
+    Needs an initialized process group and a configuration whose vocabulary size is known.
+
+    Args:
+        config: Complete configuration of the run.
+        mesh: Mesh of this process.
+        device: Device of this process.
+        eod: Id of the end-of-document token, for --reset-position-ids and --reset-attention-mask.
+        rule: Factors of learning rate and weight decay for each parameter.
+
+    Raises:
+        UserError: If DeepSpeed rejects values of the user's file, if the tokenizer lacks an
+            end-of-document token that is needed, or if the engine does not have the configured
+            settings.
     """
-    _import_muon_without_compile()
+    deepspeed_patches.import_muon_without_compile()
     ds_config = build_ds_config(config, mesh.dp.size)
     mpu = mesh.mpu()
     _validate_with_deepspeed(ds_config, mpu, config.deepspeed.deepspeed_config)
@@ -45,7 +61,7 @@ def build_engine(
     if config.recompute.by_deepspeed:
         checkpoint = configure_checkpointing(config.recompute, config.model.layers, mpu, rng)
     recompute = ActivationCheckpointing(config.recompute, rng, checkpoint)
-    documents = _document_rules(config, mesh, device, eod)
+    documents = _packing_options(config, mesh, device, eod)
     with _zero3_init_context(ds_config, mesh, mpu):
         model = GPTModel(
             config.model,
@@ -57,9 +73,10 @@ def build_engine(
         )
     if config.runtime.compile:
         model.compile_layers(lengths_vary=config.schedule.curriculum_seqlen is not None)
+    groups, multipliers = parameter_groups(model, config.optimizer.weight_decay, rule)
     engine, *_ = deepspeed.initialize(
         model=model,
-        model_parameters=parameter_groups(model, config.optimizer.weight_decay),
+        model_parameters=groups,
         config=ds_config,
         mpu=mpu,
         dist_init_required=False,
@@ -67,7 +84,9 @@ def build_engine(
     return ZeroEngine(
         engine,
         ds_config=ds_config,
-        effective=readback.check(config, mesh, engine, ds_config),
+        settings=readback.check(config, mesh, engine, ds_config, multipliers),
+        multipliers=multipliers,
+        packing=documents,
         mesh=mesh,
         rng=rng,
         seed=config.runtime.seed,
@@ -75,17 +94,22 @@ def build_engine(
     )
 
 
-def _document_rules(
+def _packing_options(
     config: Config, mesh: Mesh, device: torch.device, eod: int | None
 ) -> PackingOptions | None:
-    """What happens at the bounds of documents, and by which kernel; None if nothing does."""
+    """How document boundaries are treated and by which kernel; None if they are ignored."""
     data, micro = config.data, config.schedule.micro_batch_size
     if not (data.reset_position_ids or data.reset_attention_mask):
         return None
     if eod is None:
-        raise ValueError(
-            "--reset-position-ids and --reset-attention-mask find documents by the tokenizer's "
-            "end-of-document token, and this tokenizer has none"
+        raise UserError(
+            Problem(
+                "tokenizer-without-eod",
+                f"{option('reset_position_ids')} and {option('reset_attention_mask')} need a "
+                "tokenizer with an end-of-document token",
+                "reset_position_ids",
+                "reset_attention_mask",
+            )
         )
     flex, why_not = None, ""
     if data.reset_attention_mask:
@@ -95,47 +119,40 @@ def _document_rules(
     return PackingOptions(eod, data.reset_position_ids, data.reset_attention_mask, flex, why_not)
 
 
-def _import_muon_without_compile() -> None:
-    """Imports DeepSpeed's Muon with its kernels as plain functions.
-
-    Every ZeRO optimizer asks whether it was given Muon, and importing that compiles its kernels: a
-    second of each start and 40 MB of the compiler's modules, for an optimizer that is never built
-    here. DeepSpeed itself has the decorator that leaves a function alone, for a torch without a
-    compiler.
-    """
-    compiled = compiler.compile
-    compiler.compile = lambda: compiler.dummy_decorator
-    try:
-        importlib.import_module("deepspeed.runtime.zero.muon.original_muon")
-    finally:
-        compiler.compile = compiled
-
-
 def _validate_with_deepspeed(ds_config: dict[str, Any], mpu: object, path: str | None) -> None:
-    """Lets DeepSpeed read the configuration before anything is built.
+    """Let DeepSpeed parse its configuration before anything is built.
 
-    path: the user's file, which a value of the wrong kind must come from.
+    Args:
+        ds_config: Complete DeepSpeed configuration.
+        mpu: Model-parallel unit.
+        path: The user's file; only its values can have a wrong type.
     """
     try:
         DeepSpeedConfig(copy.deepcopy(ds_config), mpu)
     except ValidationError as error:
-        wrong = "".join(
+        rejected = "".join(
             f"\n  - {'.'.join(map(str, item['loc']))} {item['input']!r}: {item['msg']}"
             for item in error.errors()
         )
-        raise ValueError(f"{path}: DeepSpeed does not take{wrong}") from error
+        raise UserError(
+            Problem(
+                "deepspeed-rejects-value",
+                f"{path}: DeepSpeed rejects these values:{rejected}",
+                "deepspeed_config",
+            )
+        ) from error
 
 
 def _zero3_init_context(ds_config: dict[str, Any], mesh: Mesh, mpu: object) -> Any:
-    """Under ZeRO-3 each parameter is cut as soon as it is made, so no rank holds the whole model.
+    """Context in which ZeRO-3 partitions each parameter when it is created.
 
-    The group must be named: by default DeepSpeed cuts over the whole world, which mixes the
-    shards of different tensor-parallel ranks without an error.
+    No rank then holds the complete model. The group must be passed: by default DeepSpeed partitions
+    over all ranks, which mixes the shards of different tensor-parallel ranks without an error.
     """
     if ds_config["zero_optimization"]["stage"] != 3:
         return nullcontext()
-    # The dtype comes from ds_config: one given here would be replaced by bf16 on a device that has
-    # no fp16.
+    # The dtype comes from ds_config: DeepSpeed replaces one passed here by bf16 on a device
+    # without fp16.
     return deepspeed.zero.Init(
         config_dict_or_path=ds_config, mpu=mpu, data_parallel_group=mesh.dp.handle
     )

@@ -21,6 +21,7 @@ from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 
+from megatron_ds.engine.deepspeed_patches import replace_checkpoint_engine
 from megatron_ds.fileio.atomic import name_in_errors
 
 HARMLESS = (DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address)
@@ -34,9 +35,7 @@ class SafeCheckpointEngine(CheckpointEngine):
         super().__init__()
         self.name = "CheckpointFiles"
         self._error: OSError | None = None
-        engine.checkpoint_engine = self
-        copy_scripts = engine._copy_recovery_script
-        engine._copy_recovery_script = lambda folder: self._attempt(copy_scripts, folder)
+        replace_checkpoint_engine(engine, self, self._attempt)
 
     @contextmanager
     def errors_at_the_end(self) -> Iterator[None]:

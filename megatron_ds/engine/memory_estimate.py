@@ -11,9 +11,12 @@ data-parallel size, v this rank's rows of the vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from megatron_ds.config import Config, ModelConfig
+from megatron_ds.engine.settings import EngineSettings
 from megatron_ds.model.flops import parameters_per_rank
 from megatron_ds.parallel.fused_linear_cross_entropy import CHUNK_BYTES
 
@@ -22,6 +25,8 @@ ALLREDUCE_BUCKET = 500_000_000
 MALLOC_TRIM_LIMIT = 2**25
 """Bytes below which the C library may keep a freed block for itself."""
 FP32 = 4
+"""Bytes of an element in fp32."""
+DTYPE_BYTES = {"float32": FP32, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True)
@@ -79,6 +84,35 @@ class MemoryEstimate:
     def peak(self) -> int:
         """Of the device."""
         return self.phases[self.peak_phase]
+
+
+def memory_inputs(
+    config: Config, settings: EngineSettings, zero: Mapping[str, Any], tp_size: int, device: str
+) -> MemoryInputs:
+    """What the estimate needs of an engine.
+
+    Args:
+        config: Complete configuration of the run.
+        settings: Settings of the engine in effect.
+        zero: Block `zero_optimization` of the DeepSpeed configuration.
+        tp_size: Tensor-parallel size.
+        device: Kind of device, such as "cpu".
+    """
+    moments = 2 if config.optimizer.optimizer == "adam" else int(config.optimizer.sgd_momentum != 0)
+    return MemoryInputs(
+        stage=settings.zero_stage,
+        tp=tp_size,
+        dp=settings.dp_size,
+        parameter=DTYPE_BYTES[settings.param_dtype],
+        accumulation=DTYPE_BYTES[settings.accumulation_dtype],
+        reduction=DTYPE_BYTES[settings.reduction_dtype],
+        moments=moments,
+        bucket=int(zero["reduce_bucket_size"]),
+        buckets=2 if zero.get("overlap_comm") or settings.zero_stage == 3 else 1,
+        offload_optimizer=settings.optimizer_offload != "none",
+        offload_parameters=settings.param_offload != "none",
+        on_cpu=device == "cpu",
+    )
 
 
 def estimate(config: Config, engine: MemoryInputs) -> MemoryEstimate:

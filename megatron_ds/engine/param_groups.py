@@ -1,50 +1,65 @@
-"""Parameter groups: what is decayed and what is not."""
+"""Parameter groups: factors of learning rate and weight decay for each parameter, by a rule."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
-import torch
 from torch import nn
 
 
-def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Two groups: matrices are decayed; biases and the weights of norms are not.
+class Multipliers(NamedTuple):
+    """Factors by which a parameter's learning rate and weight decay differ from the schedule's."""
 
-    The key "decayed" tells the groups apart when a schedule sets the weight decay of a step.
+    lr: float = 1.0
+    weight_decay: float = 1.0
+
+
+MultiplierRule = Callable[[str, tuple[int, ...]], Multipliers]
+"""Maps a parameter's canonical name and shape (of this tensor-parallel rank) to its factors."""
+
+
+def decay_matrices_only(name: str, shape: tuple[int, ...]) -> Multipliers:
+    """The default rule, as in Megatron: no weight decay for biases and weights of norms."""
+    return Multipliers(weight_decay=1.0 if len(shape) > 1 else 0.0)
+
+
+def parameter_groups(
+    model: nn.Module, weight_decay: float, rule: MultiplierRule = decay_matrices_only
+) -> tuple[list[dict[str, Any]], tuple[Multipliers, ...]]:
+    """Group the parameters of a model by their factors.
+
+    Returns:
+        The groups for the optimizer, in the order in which the model has them, and the factors of
+        each group.
     """
-    decayed: list[nn.Parameter] = []
-    plain: list[nn.Parameter] = []
-    for parameter in model.parameters():
-        # A parameter cut by ZeRO-3 has lost its shape; DeepSpeed keeps it in ds_shape.
-        shape = getattr(parameter, "ds_shape", parameter.shape)
-        (decayed if len(shape) > 1 else plain).append(parameter)
-    groups = [
-        {"params": decayed, "weight_decay": weight_decay, "decayed": True},
-        {"params": plain, "weight_decay": 0.0, "decayed": False},
+    groups: dict[Multipliers, list[nn.Parameter]] = {}
+    for name, parameter in model.named_parameters():
+        # ZeRO-3 leaves an empty tensor in place of a partitioned parameter.
+        shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
+        groups.setdefault(rule(name, shape), []).append(parameter)
+    optimizer_groups = [
+        {"params": params, "weight_decay": weight_decay * factors.weight_decay}
+        for factors, params in groups.items()
     ]
-    return [group for group in groups if group["params"]]
+    return optimizer_groups, tuple(groups)
 
 
-def set_lr_and_weight_decay(groups: list[dict[str, Any]], lr: float, weight_decay: float) -> None:
-    """Sets the rates of the next step in the groups of an optimizer."""
-    for group in groups:
-        group["lr"] = lr
-        group["weight_decay"] = weight_decay if group["decayed"] else 0.0
+def set_lr_and_weight_decay(
+    groups: list[dict[str, Any]],
+    multipliers: Sequence[Multipliers],
+    lr: float,
+    weight_decay: float,
+) -> None:
+    """Set the learning rate and the weight decay of the next step.
 
-
-def reset_cpu_adam_beta_powers(optimizer: object) -> None:
-    """Makes DeepSpeedCPUAdam's next step a function of its arguments alone.
-
-    Its C++ side keeps the powers of the betas and multiplies them on when it is called with the
-    step after the last one, but takes pow() otherwise. After a resume that gives other last bits
-    than an uninterrupted run. A call with step 0 before each step forces pow() everywhere.
+    Args:
+        groups: `param_groups` of an optimizer.
+        multipliers: Factors of each group. They are not read from the groups, since loading a
+            checkpoint replaces these by those of the run that saved it.
+        lr: Learning rate of the schedule.
+        weight_decay: Weight decay of the schedule.
     """
-    kernel = getattr(optimizer, "ds_opt_adam", None)
-    if kernel is None:
-        return
-    nothing = [torch.zeros(1) for _ in range(4)]
-    options = optimizer.defaults  # type: ignore[attr-defined]
-    beta1, beta2 = options["betas"]
-    number = optimizer.opt_id  # type: ignore[attr-defined]
-    kernel.adam_update(number, 0, 0.0, beta1, beta2, options["eps"], 0.0, True, *nothing)
+    for group, factors in zip(groups, multipliers, strict=True):
+        group["lr"] = lr * factors.lr
+        group["weight_decay"] = weight_decay * factors.weight_decay

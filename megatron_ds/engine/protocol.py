@@ -1,56 +1,86 @@
-"""What the training loop asks of an engine, whatever runs below it."""
+"""The interface between the training loop and an engine, whatever runs below it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import nn
 
 from megatron_ds.data.micro_batches import Batch
+from megatron_ds.engine.settings import EngineSettings, StateBytes
+from megatron_ds.model.packed_attention import PackingOptions
+from megatron_ds.parallel.sharding import ShardSpec
 from megatron_ds.train_state import StepPlan, StepResult
 
 
-class Engine(Protocol):
-    """One verb for training, one for evaluation, two for persistence."""
+class LossSum(NamedTuple):
+    """Loss of several micro-batches on one data-parallel rank, before the division."""
 
-    @property
-    def module(self) -> nn.Module:
-        """The model, as the engine holds it."""
+    total: float
+    """Sum of the micro-batches' mean losses in nats per token or, with per-token loss, of all
+    tokens' losses."""
+    weight: float
+    """Number of micro-batches or, with per-token loss, of counted tokens."""
+
+
+class Engine(Protocol):
+    """Trains, evaluates, saves and loads one model. Every method is collective unless noted."""
 
     @property
     def ds_config(self) -> dict[str, Any]:
-        """The DeepSpeed configuration in force."""
+        """The complete DeepSpeed configuration. Local."""
 
     @property
-    def settings(self) -> dict[str, Any]:
-        """The settings in force, read from the engine itself: words -> plain value."""
+    def settings(self) -> EngineSettings:
+        """Settings in effect, read from the engine itself. Local."""
 
-    def state_bytes(self) -> dict[str, dict[str, int]]:
-        """Bytes of this process's lasting tensors: "device" or "host" -> kind -> bytes."""
+    @property
+    def packing(self) -> PackingOptions | None:
+        """How document boundaries of packed samples are treated; None: not at all. Local."""
 
-    def train_step(self, batches: Iterator[Batch], plan: StepPlan) -> StepResult:
-        """One optimizer step over plan.num_micro_batches batches.
+    def parameter_count(self) -> int:
+        """Number of parameters of this model-parallel rank, all ZeRO partitions included. Local."""
 
-        The result's loss is this rank's mean, a tensor on the device that nobody has waited for.
+    def shard_specs(self) -> dict[str, ShardSpec]:
+        """Sharding of the complete model's tensor-parallel parameters, by canonical name."""
+
+    def state_bytes(self) -> StateBytes:
+        """Bytes of this process's tensors that outlive a step. Local."""
+
+    def watch_gradients(self) -> AbstractContextManager[dict[str, torch.Tensor]]:
+        """Record which parameters' own gradients are finite, before they are averaged.
+
+        Local. Yields a mapping that backward passes inside the context fill, in their order:
+        canonical name -> unsynchronized boolean tensor.
         """
 
-    def eval_loss(self, batch: Batch) -> torch.Tensor:
-        """This rank's mean loss of one micro-batch, without gradients or dropout."""
+    def train_step(self, batches: Iterator[Batch], plan: StepPlan) -> StepResult:
+        """Take one optimizer step over `plan.num_micro_batches` batches.
+
+        Returns:
+            The result of the step. Its loss is this data-parallel rank's, an unsynchronized device
+            tensor.
+        """
+
+    def eval_loss(self, batches: Iterator[Batch], count: int) -> LossSum:
+        """Compute this rank's loss of `count` micro-batches, without gradients and dropout."""
 
     def params_norm(self) -> float:
-        """Norm of all parameters, each counted once. Collective."""
+        """Compute the L2 norm of all parameters, each counted once."""
 
     def save(self, folder: Path, tag: str) -> None:
-        """Writes this rank's files below folder/tag; collective, and not atomic by itself.
+        """Write this rank's files below folder/tag; not atomic.
 
-        Raises OSError where this rank's disk does, when the collective part is through.
+        Raises:
+            OSError: If this rank's disk failed; raised after the collective part has finished.
         """
 
     def load(self, folder: Path, tag: str) -> None:
-        """Restores weights and optimizer states from folder/tag; collective.
+        """Restore weights and optimizer states from folder/tag.
 
-        Raises ValueError for a file that holds other than tensors and plain values.
+        Raises:
+            UserError: If a file is damaged, or holds anything but tensors and plain values.
         """

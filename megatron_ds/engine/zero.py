@@ -1,13 +1,13 @@
 """A DeepSpeed ZeRO engine behind the `Engine` protocol.
 
-Owns the accumulation boundary, the rates of a step, and the gradient norm where DeepSpeed gives
-none. It knows nothing of schedules, logs or checkpoints' names.
+Owns the accumulation boundary, learning rate and weight decay of a step, and the gradient norm
+where DeepSpeed computes none. Knows nothing of schedules, logs and checkpoint names.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,25 +15,40 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from megatron_ds.config.problems import Problem, UserError
 from megatron_ds.data.micro_batches import Batch
+from megatron_ds.engine.deepspeed_patches import reset_cpu_adam_beta_powers
 from megatron_ds.engine.ds_checkpoint_io import SafeCheckpointEngine
+from megatron_ds.engine.gradient_watch import watch_gradients
 from megatron_ds.engine.loss_scaler import LossScale
-from megatron_ds.engine.param_groups import reset_cpu_adam_beta_powers, set_lr_and_weight_decay
-from megatron_ds.engine.readback import States, Values, state_bytes
+from megatron_ds.engine.param_groups import Multipliers, set_lr_and_weight_decay
+from megatron_ds.engine.protocol import LossSum
+from megatron_ds.engine.settings import EngineSettings, StateBytes
+from megatron_ds.engine.state_bytes import state_bytes
 from megatron_ds.model.output_layer import TokenLoss
+from megatron_ds.model.packed_attention import PackingOptions
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.parallel.rng import RngStreams
-from megatron_ds.parallel.sharding import shard_spec
+from megatron_ds.parallel.sharding import ShardSpec, shard_spec
 from megatron_ds.train_state import StepPlan, StepResult
 
-SQUARED_AT_ONCE = 2**20
-"""Elements of a norm that are in double precision at a time."""
+NORM_CHUNK = 2**20
+"""Elements that are converted to double precision at a time when a norm is computed."""
 
 
 class ZeroEngine:
-    """ZeRO stages 0 to 3 without a pipeline.
+    """ZeRO stages 0 to 3 without pipeline parallelism.
 
-    engine: what deepspeed.initialize gave. seed: of dropout. device: where batches are put.
+    Args:
+        engine: Engine of `deepspeed.initialize`.
+        ds_config: DeepSpeed configuration that was passed to it.
+        settings: Settings in effect.
+        multipliers: Factors of each parameter group.
+        packing: How document boundaries are treated.
+        mesh: Mesh of this process.
+        rng: Random number generators for dropout.
+        seed: Seed of dropout.
+        device: Device to which batches are copied.
     """
 
     def __init__(
@@ -41,7 +56,9 @@ class ZeroEngine:
         engine: Any,
         *,
         ds_config: dict[str, Any],
-        effective: Values,
+        settings: EngineSettings,
+        multipliers: tuple[Multipliers, ...],
+        packing: PackingOptions | None,
         mesh: Mesh,
         rng: RngStreams,
         seed: int,
@@ -49,45 +66,53 @@ class ZeroEngine:
     ) -> None:
         self._engine = engine
         self._files = SafeCheckpointEngine(engine)
-        self._ds_config = ds_config
-        self._effective = effective
+        self.ds_config = ds_config
+        self.settings = settings
+        self.packing = packing
+        self._multipliers = multipliers
         self._mesh = mesh
         self._rng = rng
         self._seed = seed
         self._device = device
-        self._stage: int = ds_config["zero_optimization"]["stage"]
+        self._stage = settings.zero_stage
         self._loss_scale = LossScale(engine.optimizer) if engine.fp16_enabled() else None
 
-    @property
-    def module(self) -> nn.Module:
-        module: nn.Module = self._engine.module
-        return module
+    def parameter_count(self) -> int:
+        return sum(getattr(p, "ds_numel", p.numel()) for _, p in self._parameters())
 
-    @property
-    def ds_config(self) -> dict[str, Any]:
-        return self._ds_config
+    def shard_specs(self) -> dict[str, ShardSpec]:
+        own = {
+            name: spec
+            for name, parameter in self._parameters()
+            if (spec := shard_spec(parameter)) is not None
+        }
+        stages = [own] * self._mesh.pp.size
+        if self._mesh.pp.size > 1:
+            dist.all_gather_object(stages, own, group=self._mesh.pp.handle)
+        return {name: spec for stage in stages for name, spec in stage.items()}
 
-    @property
-    def settings(self) -> Values:
-        return self._effective
-
-    def state_bytes(self) -> States:
+    def state_bytes(self) -> StateBytes:
         return state_bytes(self._engine)
+
+    def watch_gradients(self) -> AbstractContextManager[dict[str, torch.Tensor]]:
+        return watch_gradients(self._parameters())
 
     def train_step(self, batches: Iterator[Batch], plan: StepPlan) -> StepResult:
         engine = self._engine
         engine.train()
         engine.set_train_batch_size(plan.global_batch_size)
-        set_lr_and_weight_decay(engine.optimizer.param_groups, plan.lr, plan.weight_decay)
+        set_lr_and_weight_decay(
+            engine.optimizer.param_groups, self._multipliers, plan.lr, plan.weight_decay
+        )
         skipped_before = engine.skipped_steps
         losses = []
         norm: torch.Tensor | float | None = None
         dropped = False
-        spent = self._loss_scale is not None and self._loss_scale.is_exhausted
+        exhausted = self._loss_scale is not None and self._loss_scale.is_exhausted
         for index in range(plan.num_micro_batches):
             last = index == plan.num_micro_batches - 1
-            # DeepSpeed finds the boundary by counting micro-steps since the run began, which goes
-            # wrong for good as soon as their number per step changes.
+            # DeepSpeed finds the boundary by counting micro-steps since the start of the run, which
+            # is permanently off once the number of micro-steps per step changes.
             engine.set_gradient_accumulation_boundary(last)
             batch = next(batches).truncated(plan.seq_length)
             if index == 0:
@@ -100,7 +125,7 @@ class ZeroEngine:
                 norm = self._gradient_norm()
                 dropped = not bool(norm.isfinite())
             if dropped:
-                # The other stages drop a step without a finite gradient by themselves.
+                # At the other stages DeepSpeed itself skips a step with non-finite gradients.
                 engine.zero_grad()
                 break
             if last:
@@ -114,16 +139,19 @@ class ZeroEngine:
             grad_norm=None if norm is None else float(norm),
             skipped=skipped,
             loss_scale=None if self._loss_scale is None else self._loss_scale.value,
-            loss_scale_exhausted=skipped and spent,
+            loss_scale_exhausted=skipped and exhausted,
         )
 
-    def eval_loss(self, batch: Batch) -> torch.Tensor:
+    def eval_loss(self, batches: Iterator[Batch], count: int) -> LossSum:
         self._engine.eval()
+        total = 0.0
         with torch.no_grad():
-            return self._forward(batch).detach()
+            for _ in range(count):
+                total += float(self._forward(next(batches)))
+        return LossSum(total, count)
 
     def params_norm(self) -> float:
-        squares = self._sum_of_squares(self._local_shard)
+        squares = self._sum_of_squares(self._own_partition)
         if self._stage == 3:
             dist.all_reduce(squares, group=self._mesh.dp.handle)
         return float(squares.sqrt())
@@ -138,7 +166,9 @@ class ZeroEngine:
         ):
             path, _ = self._engine.load_checkpoint(str(folder), tag=tag)
         if path is None:
-            raise ValueError(f"DeepSpeed could not load the checkpoint {folder / tag}")
+            raise UserError(
+                Problem("checkpoint-not-loaded", f"DeepSpeed cannot load {folder / tag}", "load")
+            )
 
     def _forward(self, batch: Batch) -> torch.Tensor:
         tensors = (batch.tokens_BS, batch.labels_BS, batch.loss_mask_BS)
@@ -146,33 +176,39 @@ class ZeroEngine:
         loss: TokenLoss = self._engine(*moved)
         return loss.mean()
 
+    def _parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """This rank's parameters by canonical name."""
+        parameters: Iterator[tuple[str, nn.Parameter]] = self._engine.module.named_parameters()
+        return parameters
+
     def _gradient_norm(self) -> torch.Tensor:
-        """Norm of the averaged gradient at stage 0, for which DeepSpeed reports none."""
+        """Norm of the averaged gradient at stage 0, where DeepSpeed computes none."""
         return self._sum_of_squares(lambda parameter: parameter.grad).sqrt()
 
-    def _local_shard(self, parameter: nn.Parameter) -> torch.Tensor:
-        """What this data-parallel rank holds of a parameter: under ZeRO-3 a slice, else all."""
+    def _own_partition(self, parameter: nn.Parameter) -> torch.Tensor:
+        """This data-parallel rank's ZeRO-3 partition, without padding; else the parameter."""
         if self._stage != 3:
             return parameter.data
-        whole, piece = parameter.ds_numel, parameter.ds_tensor  # type: ignore[attr-defined]
-        start = self._mesh.dp.rank * piece.numel()
-        own: torch.Tensor = piece.flatten()[: max(0, whole - start)]
+        size, partition = parameter.ds_numel, parameter.ds_tensor  # type: ignore[attr-defined]
+        start = self._mesh.dp.rank * partition.numel()
+        own: torch.Tensor = partition.flatten()[: max(0, size - start)]
         return own
 
-    def _sum_of_squares(self, part: Callable[[nn.Parameter], torch.Tensor | None]) -> torch.Tensor:
-        """Sum over the tensor-parallel ranks of the squares of `part` of every parameter.
+    def _sum_of_squares(
+        self, values_of: Callable[[nn.Parameter], torch.Tensor | None]
+    ) -> torch.Tensor:
+        """Sum of squares over all parameters and the tensor-parallel ranks, a float64 scalar.
 
-        A parameter cut over the tensor-parallel ranks counts on each of them, a replicated one on
-        the first only.
+        A sharded parameter counts on every tensor-parallel rank, a replicated one on the first.
         """
-        first = self._mesh.tp.rank == 0
+        is_first = self._mesh.tp.rank == 0
         squares = torch.zeros((), dtype=torch.float64, device=self._device)
-        for parameter in self.module.parameters():
-            values = part(parameter)
-            if values is not None and (first or shard_spec(parameter) is not None):
-                # In pieces: the copies in double precision are four times the gradient's size.
-                for piece in values.to(self._device).flatten().split(SQUARED_AT_ONCE):
-                    squares += piece.double().square().sum()
+        for _, parameter in self._parameters():
+            values = values_of(parameter)
+            if values is not None and (is_first or shard_spec(parameter) is not None):
+                # Chunked: a copy in double precision is up to four times the tensor's size.
+                for chunk in values.to(self._device).flatten().split(NORM_CHUNK):
+                    squares += chunk.double().square().sum()
         if self._mesh.tp.size > 1:
             dist.all_reduce(squares, group=self._mesh.tp.handle)
         return squares

@@ -10,11 +10,8 @@ from contextlib import suppress
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from megatron_ds.config import PrecisionConfig
-
+from megatron_ds.config.problems import Problem, option
 
 DEVICE_PACKAGES = (
     "torch_npu",
@@ -51,31 +48,14 @@ def known_without_fp16() -> bool:
     return features is not None and not FP16_FEATURES & set(features.split())
 
 
-def fp16_error(device: str) -> str:
-    """Why --fp16 does not go, and what does."""
-    return (
-        f"--fp16: DeepSpeed does not train in fp16 on {device}; take --bf16 "
-        "(or, for a try, --allow-fp16-on-cpu)"
+def fp16_error(device: str) -> Problem:
+    """The problem of --fp16 on a device that does not train in fp16."""
+    return Problem(
+        "fp16-not-supported",
+        f"{option('fp16')}: DeepSpeed does not train in fp16 on {device}; use {option('bf16')} "
+        f"(or, for experiments, {option('allow_fp16_on_cpu')})",
+        "fp16",
     )
-
-
-def require_precision(config: PrecisionConfig) -> None:
-    """Raises ValueError for a number format that the device does not compute in.
-
-    --allow-fp16-on-cpu tells DeepSpeed that the device can: torch computes fp16 on a CPU, slowly.
-    """
-    from deepspeed.accelerator import get_accelerator
-
-    accelerator = get_accelerator()
-    if not config.fp16 or accelerator.is_fp16_supported():
-        return
-    if not config.allow_fp16_on_cpu:
-        raise ValueError(fp16_error(accelerator.device_name()))
-    import torch
-
-    kind, known = type(accelerator), accelerator.supported_dtypes()
-    kind.is_fp16_supported = lambda self: True
-    kind.supported_dtypes = lambda self: [*known, torch.half]
 
 
 def deepspeed_version() -> str:

@@ -7,9 +7,8 @@ neither engine nor device; how a value is found out is its callers' affair.
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -18,6 +17,7 @@ from rich.text import Text
 from megatron_ds import schedules
 from megatron_ds.config import Config
 from megatron_ds.engine.memory_estimate import MemoryEstimate
+from megatron_ds.engine.settings import EngineSettings
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.train_state import TrainState
 
@@ -34,8 +34,8 @@ class BannerData:
 
     config: Config
     mesh: Mesh
-    effective: Mapping[str, Any]
-    """The settings in force (engine/effective.py)."""
+    settings: EngineSettings
+    """The engine's settings in effect."""
     estimate: MemoryEstimate
     parameters: int
     """Of this tensor-parallel rank."""
@@ -79,7 +79,7 @@ def sections(facts: BannerData) -> list[Section]:
         ("model", _model(facts)),
         ("batch", _batch(facts)),
         ("schedule", _schedule(facts)),
-        ("in force", _engine_settings(facts.effective)),
+        ("in effect", _engine_settings(facts)),
         ("kernels", _kernels(facts)),
         ("memory", _memory(facts.estimate)),
     ]
@@ -115,11 +115,10 @@ def _model(facts: BannerData) -> list[tuple[str, str]]:
 
 
 def _batch(facts: BannerData) -> list[tuple[str, str]]:
-    effective = facts.effective
-    total = effective["global batch"]
+    total = facts.config.final_global_batch_size(facts.mesh.dp.size)
     text = (
-        f"{total} samples = micro-batch {effective['micro batch']} x data parallel "
-        f"{effective['data-parallel size']} x accumulation {effective['accumulation steps']}; "
+        f"{total} samples = micro-batch {facts.config.schedule.micro_batch_size} x data parallel "
+        f"{facts.settings.dp_size} x accumulation {facts.settings.accumulation_steps}; "
         f"{total * facts.config.model.sequence:,} tokens"
     )
     lines = [("step", text)]
@@ -157,48 +156,62 @@ def _schedule(facts: BannerData) -> list[tuple[str, str]]:
     return [("length", length), ("rate", course), ("rhythm", rhythm)]
 
 
-def _engine_settings(effective: Mapping[str, Any]) -> list[tuple[str, str]]:
+def _engine_settings(facts: BannerData) -> list[tuple[str, str]]:
+    settings, options = facts.settings, facts.config.optimizer
     zero = (
-        f"stage {effective['ZeRO stage']}; offloaded: optimizer {effective['optimizer offload']}, "
-        f"parameters {effective['parameter offload']}"
+        f"stage {settings.zero_stage}; offloaded: optimizer {settings.optimizer_offload}, "
+        f"parameters {settings.param_offload}"
     )
-    kind = [str(effective["optimizer"])]
-    if "betas" in effective:
-        first, second = effective["betas"]
-        kind.append(f"betas {first:g} {second:g}, epsilon {effective['epsilon']:g}")
+    if options.optimizer == "sgd":
+        coefficients = f"momentum {options.sgd_momentum:g}"
     else:
-        kind.append(f"momentum {effective['momentum']:g}")
-    decay = (
-        f"{effective['weight decay, matrices']:g} (biases and norms "
-        f"{effective['weight decay, biases and norms']:g})"
+        coefficients = (
+            f"betas {options.adam_beta1:g} {options.adam_beta2:g}, epsilon {options.adam_eps:g}"
+        )
+    decay = " ".join(f"{value:g}" for value in settings.weight_decay)
+    optimizer = (
+        f"{settings.optimizer}, {coefficients}, learning rate {options.lr:g}, weight decay by "
+        f"group {decay}, clipping {settings.clip_grad:g}"
     )
-    kind += [
-        f"rate {effective['learning rate']:g}",
-        f"weight decay {decay}",
-        f"clipping {effective['gradient clipping']:g}",
-    ]
-    numbers = (
-        f"parameters {effective['parameters']}; gradients {effective['gradients']}, summed in "
-        f"{effective['gradient accumulation']}, reduced in {effective['gradient reduction']}; "
-        f"master weights {effective['master weights']}, moments {effective['optimizer states']}"
+    types = (
+        f"parameters {settings.param_dtype}; gradients summed in {settings.accumulation_dtype}, "
+        f"reduced in {settings.reduction_dtype}; master weights {settings.master_dtype}"
     )
     return [
         ("ZeRO", zero),
-        ("optimizer", ", ".join(kind)),
-        ("numbers", numbers),
-        ("loss scale", str(effective["loss scale"])),
-        ("recomputed", str(effective["recomputation"])),
+        ("optimizer", optimizer),
+        ("data types", types),
+        ("loss scale", str(settings.loss_scale or "none")),
+        ("recompute", _recompute(facts.config)),
     ]
 
 
+def _recompute(config: Config) -> str:
+    recompute = config.recompute
+    if recompute.granularity != "full":
+        return recompute.granularity or "none"
+    switches = (
+        "partition_activations",
+        "checkpoint_in_cpu",
+        "contigious_checkpointing",
+        "synchronize_each_layer",
+        "profile_backward",
+    )
+    chosen = [name.replace("_", " ") for name in switches if getattr(recompute, name)]
+    by = "DeepSpeed" if recompute.by_deepspeed else "torch"
+    return ", ".join((f"full, every {recompute.checkpoint_num_layers} layers, by {by}", *chosen))
+
+
 def _kernels(facts: BannerData) -> list[tuple[str, str]]:
-    compiled = facts.effective["compiled layers"]
-    layers = f"{compiled} layers by torch.compile" if compiled else "nothing (eager)"
+    config = facts.config
+    compiled = f"{config.model.layers} layers by torch.compile" if config.runtime.compile else ""
+    positions = "positions restart" if config.data.reset_position_ids else "positions continue"
+    crosses = "stays within" if config.data.reset_attention_mask else "crosses"
     return [
         ("attention", facts.attention),
-        ("documents", facts.effective["document bounds"]),
+        ("documents", f"{positions}, attention {crosses} document boundaries"),
         ("head, loss", "one fused function; the logits are never kept in fp32"),
-        ("compiled", layers),
+        ("compiled", compiled or "nothing (eager)"),
         ("C++ ops", ", ".join(facts.ops) or "none"),
     ]
 

@@ -9,8 +9,10 @@ from megatron_ds.data.micro_batches import MicroBatchIterator
 from megatron_ds.engine.protocol import Engine
 from megatron_ds.parallel.mesh import Mesh
 
+MICRO_BATCHES_PER_CALL = 4
+"""Micro-batches that the engine evaluates before a request to stop is checked."""
 Stopped = Callable[[], bool]
-"""Whether to break off; a collective, asked before every micro-batch."""
+"""Whether to break off; a collective, asked every MICRO_BATCHES_PER_CALL micro-batches."""
 MeanOverDp = Callable[[list[float]], list[float]]
 """Element-wise mean of a list over the data-parallel ranks; a collective."""
 
@@ -42,11 +44,13 @@ def evaluate(
         eod=eod,
     )
     count = samples // (micro_batch_size * mesh.dp.size)
-    total = 0.0
-    for _ in range(count):
+    total = weight = 0.0
+    for done in range(0, count, MICRO_BATCHES_PER_CALL):
         if stopped():
             batches.close()
             return None
-        total += float(engine.eval_loss(next(batches)))
+        part = engine.eval_loss(batches, min(MICRO_BATCHES_PER_CALL, count - done))
+        total, weight = total + part.total, weight + part.weight
     batches.close()
-    return mean_over_dp([total / count])[0]
+    mean_total, mean_weight = mean_over_dp([total / count, weight / count])
+    return mean_total / mean_weight if mean_weight else 0.0

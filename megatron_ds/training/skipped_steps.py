@@ -7,7 +7,7 @@ was skipped is the engine's to say, and all ranks are told the same.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,15 +52,8 @@ class SkippedSteps:
         if limit == 0 or (self._count < limit - 1 and not self._scale_may_be_spent):
             yield
             return
-        hooks = [
-            parameter.register_hook(self._look(name))
-            for name, parameter in self._engine.module.named_parameters()
-        ]
-        try:
+        with self._engine.watch_gradients() as self._finite:
             yield
-        finally:
-            for hook in hooks:
-                hook.remove()
 
     def limit_reached(self, result: StepResult) -> bool:
         """Counts a step. Whether the run must end, on all ranks alike."""
@@ -90,13 +83,6 @@ class SkippedSteps:
             "Try: " + "; ".join(self._advice()),
         ]
         return RunAborted("\n  ".join(lines), ExitCode.SKIPPED_STEPS)
-
-    def _look(self, name: str) -> Callable[[torch.Tensor], None]:
-        def note(gradient: torch.Tensor) -> None:
-            finite = gradient.isfinite().all()
-            self._finite[name] = self._finite.get(name, finite) & finite
-
-        return note
 
     def _what(self, plan: StepPlan, result: StepResult) -> str:
         steps = "1 step" if self._count == 1 else f"{self._count} steps in a row"

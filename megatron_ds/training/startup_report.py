@@ -15,7 +15,7 @@ from megatron_ds import schedules
 from megatron_ds.config import Config
 from megatron_ds.engine import memory_estimate
 from megatron_ds.engine.protocol import Engine
-from megatron_ds.engine.readback import cpp_ops, memory_inputs
+from megatron_ds.engine.readback import loaded_ops
 from megatron_ds.launch import device, distributed, environment, output
 from megatron_ds.model.attention import describe_kernel
 from megatron_ds.model.flops import parameters_per_rank
@@ -58,10 +58,10 @@ def estimate_memory(
     config: Config, mesh: Mesh, engine: Engine, device: str
 ) -> memory_estimate.MemoryEstimate:
     """What a process of this run should take. device: its kind."""
-    zero = engine.ds_config["zero_optimization"]
-    return memory_estimate.estimate(
-        config, memory_inputs(engine.settings, mesh.tp.size, zero, device)
+    inputs = memory_estimate.memory_inputs(
+        config, engine.settings, engine.ds_config["zero_optimization"], mesh.tp.size, device
     )
+    return memory_estimate.estimate(config, inputs)
 
 
 def print_banner(
@@ -75,16 +75,17 @@ def print_banner(
     """The screen that tells what runs. On the first rank; no collective."""
     if not here.is_first:
         return
-    effective = engine.settings
     micro = config.schedule.micro_batch_size
     assert micro is not None
-    documents = getattr(engine.module, "documents", None)
-    if documents is not None and documents.why_not_flex:
-        output.print_on_rank(f" > attention goes document by document: {documents.why_not_flex}")
+    documents = engine.packing
+    if documents is not None and documents.flex_unavailable_reason:
+        output.print_on_rank(
+            f" > attention runs document by document: {documents.flex_unavailable_reason}"
+        )
     facts = BannerData(
         config=config,
         mesh=mesh,
-        effective=effective,
+        settings=engine.settings,
         estimate=estimate,
         parameters=parameters_per_rank(config.model, mesh.tp.size),
         state=state,
@@ -99,11 +100,11 @@ def print_banner(
             config.model,
             micro,
             mesh.tp.size,
-            getattr(torch, effective["parameters"]),
+            getattr(torch, engine.settings.param_dtype),
             here.device,
             documents,
         ),
-        ops=tuple(cpp_ops()),
+        ops=tuple(loaded_ops()),
     )
     width, terminal = output.terminal_size()
     output.print_on_rank(banner(facts, width=width, terminal=terminal))

@@ -27,6 +27,7 @@ from megatron_ds.data.usage_report import (
     unknown_history_warning,
 )
 from megatron_ds.engine.build import build_engine
+from megatron_ds.engine.deepspeed_patches import require_precision
 from megatron_ds.engine.protocol import Engine
 from megatron_ds.launch import device, distributed, output
 from megatron_ds.launch.exit_codes import ExitCode
@@ -221,7 +222,7 @@ def pretrain(config: Config, life: ProcessLifecycle, startup: StartupTimer) -> E
     """
     tokenizer = build_tokenizer(config.tokenizer, config.model.vocab_size)
     config = config.with_vocab(tokenizer.vocab_size)
-    device.require_precision(config.precision)
+    require_precision(config.precision)
     here = distributed.init_distributed(config.runtime)
     life.on_group_joined(*distributed.exchange_process_info())
     startup.mark("process group")
@@ -259,10 +260,9 @@ def build_trainer(
     peak = device.PeakMemory()
     engine = build_engine(config, mesh, here.device, tokenizer.eod)
     startup.mark("model and engine")
-    count = sum(getattr(p, "ds_numel", p.numel()) for p in engine.module.parameters())
     output.print_on_rank(
         f" > number of parameters on (tensor, pipeline) model parallel rank "
-        f"({mesh.tp.rank}, {mesh.pp.rank}): {count}"
+        f"({mesh.tp.rank}, {mesh.pp.rank}): {engine.parameter_count()}"
     )
     state = TrainState()
     if found is not None:

@@ -118,11 +118,11 @@ def train(
     """The plans' steps through the engine. Collective; every rank gets the same whole tensors."""
     with watched_construction() as construction:
         engine = build_engine(config, mesh, CPU, eod=END)
-    parameters = [weakref.ref(p) for p in engine.module.parameters()]
+    parameters = [weakref.ref(p) for p in engine._engine.module.parameters()]
     run = Run()
-    construction.left_whole = sum(p.numel() for p in engine.module.parameters())
+    construction.left_whole = sum(p.numel() for p in engine._engine.module.parameters())
     construction.kept = sum(
-        p.ds_tensor.numel() for p in engine.module.parameters() if hasattr(p, "ds_tensor")
+        p.ds_tensor.numel() for p in engine._engine.module.parameters() if hasattr(p, "ds_tensor")
     )
     run.notes["construction"] = construction
     run.notes["types"] = [str(kind) for kind in engine._engine.get_data_types()]
@@ -182,7 +182,7 @@ def _keep_gradients(engine: ZeroEngine, mesh: Mesh, run: Run) -> None:
             run.gradients.append(
                 {
                     name: whole(_known(safe_get_full_grad(param)), param, mesh)
-                    for name, param in engine.module.named_parameters()
+                    for name, param in engine._engine.module.named_parameters()
                 }
             )
         step()
@@ -193,7 +193,7 @@ def _keep_gradients(engine: ZeroEngine, mesh: Mesh, run: Run) -> None:
 def whole_weights(engine: ZeroEngine, mesh: Mesh) -> Tensors:
     """Every weight that the model computes with, whole."""
     weights = {}
-    for name, param in engine.module.named_parameters():
+    for name, param in engine._engine.module.named_parameters():
         with deepspeed.zero.GatheredParameters([param], enabled=hasattr(param, "ds_id")):
             weights[name] = whole(param.detach(), param, mesh)
     return weights

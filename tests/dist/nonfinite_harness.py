@@ -22,7 +22,7 @@ from megatron_ds.data.micro_batches import Batch, MicroBatchIterator
 from megatron_ds.engine.build import build_engine
 from megatron_ds.engine.zero import ZeroEngine
 from megatron_ds.parallel.mesh import Mesh
-from megatron_ds.launch.device import require_precision
+from megatron_ds.engine.deepspeed_patches import require_precision
 from megatron_ds.train_state import StepResult, TrainState
 from tests.dist import parity_cases
 from tests.dist.parity_cases import Case, completed, config_of
@@ -123,7 +123,7 @@ def spoilt(engine: ZeroEngine, value: float) -> Iterator[None]:
         changed.view(-1)[-1] = value
         return changed
 
-    named = engine.module.named_parameters()
+    named = engine._engine.module.named_parameters()
     parameter = next(parameter for name, parameter in named if name.endswith(SPOILT))
     hook = parameter.register_hook(spoil) if dist.get_rank() == WORLD - 1 else None
     yield

@@ -23,7 +23,7 @@ from megatron_ds.data.micro_batches import MicroBatchIterator
 from megatron_ds.engine.build import build_engine
 from megatron_ds.engine.ds_config import merge_file
 from megatron_ds.parallel.mesh import Mesh
-from megatron_ds.launch.device import require_precision
+from megatron_ds.engine.deepspeed_patches import require_precision
 from megatron_ds.train_state import TrainState
 from tests.dist.engine_harness import prepare
 from tests.dist.reference import Samples

@@ -19,8 +19,8 @@ def test_bounds_are_heeded_told_and_kept_on_resume(
     launcher.start({**heeded, "exit_interval": 2, "save": parts}, ranks=2).succeed()
     launcher.start({**heeded, "save": parts, "load": parts}, ranks=2).succeed()
 
-    assert "attention goes document by document: flex_attention knows no --attention-" in output
-    assert "documents  positions restart, attention ends" in output
+    assert "attention runs document by document: flex_attention knows no --attention-" in output
+    assert "documents  positions restart, attention stays within" in output
     assert "scaled_dot_product_attention per document" in output
     assert losses(whole)[0] != losses(plain)[0]
     assert steps(parts) == steps(whole)

@@ -45,7 +45,7 @@ ALLOWED = {
     "cli": "config launch schedules",
     "data": "config fileio tokenizer",
     "model": "config parallel",
-    "engine": "config data fileio model parallel train_state",
+    "engine": "config data fileio launch model parallel train_state",
     "preprocess": "data fileio tokenizer",
     "checkpoint": "config data engine fileio launch parallel train_state",
     "cleaning": "config fileio preprocess tokenizer",

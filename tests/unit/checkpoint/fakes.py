@@ -6,11 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from megatron_ds.checkpoint.manager import CheckpointManager
 from megatron_ds.engine.ds_checkpoint_io import read_tensors, write_tensors
-from megatron_ds.parallel.sharding import ShardSpec, mark_sharded
+from megatron_ds.parallel.sharding import ShardSpec
 from megatron_ds.train_state import TrainState
 
 
@@ -20,9 +19,13 @@ class FakeEngine:
     def __init__(self) -> None:
         self.content = ""
         self.loaded: tuple[Path, str] | None = None
-        self.module = nn.Linear(4, 6)
-        mark_sharded(self.module.weight, ShardSpec(0, (6,)))
         self.ds_config: dict[str, Any] = {}
+
+    def parameter_count(self) -> int:
+        return 30
+
+    def shard_specs(self) -> dict[str, ShardSpec]:
+        return {"weight": ShardSpec(0, (6,))}
 
     def save(self, folder: Path, tag: str) -> None:
         write_tensors({"content": self.content}, folder / tag / "model_states.pt")

@@ -12,9 +12,12 @@ from megatron_ds.config import (
     Config,
     ModelConfig,
     OptimizerConfig,
+    RecomputeConfig,
+    RuntimeConfig,
     ScheduleConfig,
 )
 from megatron_ds.engine.memory_estimate import MemoryInputs, estimate
+from megatron_ds.engine.settings import EngineSettings, LossScaleSettings
 from megatron_ds.parallel.mesh import Group, Mesh
 from megatron_ds.train_state import TrainState
 from megatron_ds.training.banner import BannerData, banner
@@ -31,6 +34,13 @@ CONFIG = Config(
         position_embedding_type="rope",
     ),
     optimizer=OptimizerConfig(lr=3e-4),
+    recompute=RecomputeConfig(
+        checkpoint_activations=True,
+        checkpoint_num_layers=2,
+        deepspeed_activation_checkpointing=True,
+        partition_activations=True,
+    ),
+    runtime=RuntimeConfig(compile=True),
     schedule=ScheduleConfig(
         micro_batch_size=8,
         global_batch_size=256,
@@ -42,33 +52,21 @@ CONFIG = Config(
     ),
     checkpoint=CheckpointConfig(save="/a/folder/with/a/rather/long/name/" * 3, save_interval=1000),
 )
-EFFECTIVE = {
-    "ZeRO stage": 3,
-    "data-parallel size": 4,
-    "global batch": 256,
-    "micro batch": 8,
-    "accumulation steps": 8,
-    "optimizer": "DeepSpeedCPUAdam",
-    "decoupled weight decay": True,
-    "betas": (0.9, 0.95),
-    "epsilon": 1e-8,
-    "learning rate": 3e-4,
-    "weight decay, matrices": 0.1,
-    "weight decay, biases and norms": 0.0,
-    "gradient clipping": 1.0,
-    "parameters": "float16",
-    "gradients": "float16",
-    "gradient accumulation": "float32",
-    "gradient reduction": "bfloat16",
-    "master weights": "float32",
-    "optimizer states": "float64",
-    "optimizer offload": "cpu",
-    "parameter offload": "nvme",
-    "loss scale": "dynamic from 65536, window 1000, hysteresis 2, at least 1",
-    "recomputation": "full, every 2 layers, by DeepSpeed, 12 units, partitioned, on host, timed",
-    "compiled layers": 24,
-    "document bounds": "positions restart, attention ends",
-}
+SETTINGS = EngineSettings(
+    zero_stage=3,
+    dp_size=4,
+    accumulation_steps=8,
+    optimizer="DeepSpeedCPUAdam",
+    weight_decay=(0.1, 0.0),
+    clip_grad=1.0,
+    param_dtype="float16",
+    accumulation_dtype="float32",
+    reduction_dtype="bfloat16",
+    master_dtype="float64",
+    optimizer_offload="cpu",
+    param_offload="nvme",
+    loss_scale=LossScaleSettings(65536, 1000, 2),
+)
 ENGINE = MemoryInputs(
     stage=3,
     tp=2,
@@ -92,7 +90,7 @@ GROUPS = {
 FACTS = BannerData(
     config=CONFIG,
     mesh=Mesh(world_size=8, rank=0, **GROUPS),
-    effective=EFFECTIVE,
+    settings=SETTINGS,
     estimate=estimate(CONFIG, ENGINE),
     parameters=176_000_000,
     state=TrainState(iteration=4000),
@@ -112,15 +110,16 @@ def test_the_fullest_banner_fits_on_a_screen(width: int) -> None:
     assert max(map(len, lines)) <= min(width, 100)
 
 
-def test_everything_in_force_stands_there() -> None:
+def test_banner_shows_every_engine_setting() -> None:
     text = " ".join(banner(FACTS).split())
-    apart = {"compiled layers", "betas", "decoupled weight decay"}
-    for setting, value in EFFECTIVE.items():
-        if setting not in apart:
-            shown = f"{value:g}" if isinstance(value, float) else str(value)
-            assert re.search(rf"(?<![\w.]){re.escape(shown)}(?![\w.])", text), setting
-    assert "betas 0.9 0.95" in text
-    assert "24 layers by torch.compile" in text
+    for field, value in dataclasses.asdict(SETTINGS).items():
+        values = tuple(value.values()) if isinstance(value, dict) else value
+        for one in values if isinstance(values, tuple) else (values,):
+            shown = f"{one:g}" if isinstance(one, float) else str(one)
+            assert re.search(rf"(?<![\w.]){re.escape(shown)}(?![\w.])", text), field
+    for shown in ("0.1 0", "betas 0.9 0.999", "24 layers by torch.compile"):
+        assert shown in text
+    assert "full, every 2 layers, by DeepSpeed, partition activations" in text
 
 
 def test_layout_and_memory_stand_there() -> None:

@@ -308,7 +308,7 @@ WRONG = [
         "--global-batch-size 4 contradicts train_batch_size 6 of batch.json",
     ),
     # The machine.
-    (1, "--fp16", "--fp16: DeepSpeed does not train in fp16 on this CPU; take --bf16"),
+    (1, "--fp16", "--fp16: DeepSpeed does not train in fp16 on this CPU; use --bf16"),
     (1, "--seed -1", "--seed -1: must be at least 0 and below 2^32"),
     (1, "--distributed-timeout-minutes 0", "--distributed-timeout-minutes 0.0: must be positive"),
 ]

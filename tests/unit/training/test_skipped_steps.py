@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from megatron_ds.config import PrecisionConfig
+from megatron_ds.engine.gradient_watch import watch_gradients
 from megatron_ds.train_state import StepResult
 from megatron_ds.training.skipped_steps import SkippedSteps, latest_checkpoint
 
@@ -20,7 +21,9 @@ SKIPPED = StepResult(1.0, math.inf, skipped=True)
 
 
 def skips(module: nn.Module | None = None, **options: Any) -> SkippedSteps:
-    return SkippedSteps(PrecisionConfig(**options), cast(Any, SimpleNamespace(module=module)))
+    named = () if module is None else tuple(module.named_parameters())
+    engine = SimpleNamespace(watch_gradients=lambda: watch_gradients(named))
+    return SkippedSteps(PrecisionConfig(**options), cast(Any, engine))
 
 
 def ends_at(results: list[StepResult], **options: Any) -> int | None:

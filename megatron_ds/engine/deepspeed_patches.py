@@ -1,0 +1,89 @@
+"""All places where this package replaces parts of DeepSpeed or resets its internal state.
+
+Written for DeepSpeed 0.19.x. Read this file first when upgrading DeepSpeed: every function says
+which behaviour it changes and why, so that it can be removed once DeepSpeed behaves differently.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime import compiler
+
+from megatron_ds.config import PrecisionConfig
+from megatron_ds.config.problems import UserError
+from megatron_ds.launch.device import fp16_error
+
+
+def require_precision(config: PrecisionConfig) -> None:
+    """Check that the accelerator trains in the configured number format.
+
+    With --allow-fp16-on-cpu, DeepSpeed's CPU accelerator is made to report fp16 as supported: torch
+    computes fp16 on every CPU, slowly.
+
+    Raises:
+        UserError: If it does not.
+    """
+    accelerator = get_accelerator()
+    if not config.fp16 or accelerator.is_fp16_supported():
+        return
+    if not config.allow_fp16_on_cpu:
+        raise UserError(fp16_error(accelerator.device_name()))
+    kind, supported = type(accelerator), accelerator.supported_dtypes()
+    kind.is_fp16_supported = lambda self: True
+    kind.supported_dtypes = lambda self: [*supported, torch.half]
+
+
+def import_muon_without_compile() -> None:
+    """Import DeepSpeed's Muon optimizer without compiling its kernels.
+
+    Every ZeRO optimizer checks whether it wraps Muon, and importing that module applies
+    torch.compile: one second of start-up and 40 MB for an optimizer that is not used here.
+    DeepSpeed's own `dummy_decorator`, meant for a torch without a compiler, leaves the functions
+    as they are.
+    """
+    original = compiler.compile
+    compiler.compile = lambda: compiler.dummy_decorator
+    try:
+        importlib.import_module("deepspeed.runtime.zero.muon.original_muon")
+    finally:
+        compiler.compile = original
+
+
+def replace_checkpoint_engine(
+    engine: Any, checkpoint_engine: object, attempt: Callable[..., None]
+) -> None:
+    """Make a DeepSpeed engine read and write its checkpoint files through our own object.
+
+    Args:
+        engine: Engine of `deepspeed.initialize`.
+        checkpoint_engine: Replacement of `engine.checkpoint_engine`.
+        attempt: Called with a function and its arguments; notes the function's OSError. DeepSpeed
+            copies its zero_to_fp32.py script in the middle of a collective save, where an exception
+            on one rank would leave the others waiting.
+    """
+    engine.checkpoint_engine = checkpoint_engine
+    copy_script = engine._copy_recovery_script
+    engine._copy_recovery_script = lambda folder: attempt(copy_script, folder)
+
+
+def reset_cpu_adam_beta_powers(optimizer: object) -> None:
+    """Make the next step of DeepSpeedCPUAdam depend on its arguments alone.
+
+    Its C++ code keeps the powers of the betas and multiplies them from step to step, but calls
+    pow() where the step number does not follow the last one. After a resume the result would
+    differ from an uninterrupted run's in the last bits. A call with step 0 before each step
+    forces pow() every time.
+    """
+    kernel = getattr(optimizer, "ds_opt_adam", None)
+    if kernel is None:
+        return
+    dummies = [torch.zeros(1) for _ in range(4)]
+    options = optimizer.defaults  # type: ignore[attr-defined]
+    beta1, beta2 = options["betas"]
+    number = optimizer.opt_id  # type: ignore[attr-defined]
+    kernel.adam_update(number, 0, 0.0, beta1, beta2, options["eps"], 0.0, True, *dummies)
