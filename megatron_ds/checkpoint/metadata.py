@@ -1,19 +1,22 @@
-"""What a checkpoint's folder says of itself, and whether it fits a run.
+"""A checkpoint folder's own description, and whether a run can resume from it.
 
-Owns names, sizes, run.json and the manifest; reads no weights and knows no torch, so that a
-checkpoint that does not fit is named before a run starts.
+Owns file names, `run.json` and the manifest. Reads no weights and imports no torch, so a checkpoint
+that does not fit is rejected before a run starts.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import re
-from dataclasses import dataclass, fields
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megatron_ds.config import GROUPS, SPLIT_DATA_FIELDS, Config, ModelConfig, flag_of
+from megatron_ds.config.problems import Problem, UserError, default_flag, option
 from megatron_ds.data.blend_history import BlendHistory
 from megatron_ds.engine.ds_config import zero_stage
 from megatron_ds.train_state import TrainState
@@ -22,199 +25,252 @@ MANIFEST = "manifest.json"
 RUN = "run.json"
 POINTERS = ("latest", "latest_checkpointed_iteration.txt")
 REPLACED = ".replaced-"
-"""Prefix of a checkpoint that made way for one of the same iteration."""
-FORMAT_VERSION = 2
+"""Prefix of a checkpoint that is being replaced by another one of the same iteration."""
+FORMAT_VERSION = 3
 RESUMABLE_FIELDS = frozenset({"attention_dropout", "hidden_dropout", "init_method_std"})
 """Fields of the model that may change on a resume."""
 VOCABULARY = ("vocab_size", "make_vocab_size_divisible_by")
-"""Fields of the model that make the rows of its embedding table."""
-FIELDS = frozenset(item.name for group in GROUPS.values() for item in fields(group))
+"""Fields of the model that determine the rows of its embedding table."""
+FIELDS = frozenset(item.name for group in GROUPS.values() for item in dataclasses.fields(group))
 STATES = ".pt"
-"""Ending of the files that hold tensors."""
+"""Suffix of the files that hold tensors."""
 CHECKSUM_PLACEHOLDER = "0" * 64
 
 
 @dataclass(frozen=True)
+class ParallelLayout:
+    """Distribution of a run over processes; a resume must repeat it."""
+
+    tensor_model_parallel_size: int
+    data_parallel_size: int
+    zero_stage: int
+    precision: str
+    optimizer: str
+
+    @classmethod
+    def of(cls, config: Config, dp_size: int) -> ParallelLayout:
+        return cls(
+            tensor_model_parallel_size=config.parallel.tensor_model_parallel_size,
+            data_parallel_size=dp_size,
+            zero_stage=zero_stage(config),
+            precision=config.precision.name,
+            optimizer=config.optimizer.optimizer,
+        )
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> ParallelLayout:
+        """Raises ValueError or TypeError for anything but the fields with values of their types."""
+        layout = cls(**values)
+        for item in dataclasses.fields(layout):
+            if type(getattr(layout, item.name)).__name__ != item.type:
+                raise ValueError(f"layout: {item.name} is not of type {item.type}")
+        return layout
+
+
+@dataclass(frozen=True)
+class DataOrder:
+    """The settings that determine, together with the data, which samples a step takes."""
+
+    seed: int
+    split: str | None
+    global_batch_size: int
+    """Samples per step after the ramp-up."""
+    rampup_batch_size: list[int] | None
+    step_batch_size_schedule: list[str] | None
+
+    @classmethod
+    def of(cls, config: Config, dp_size: int) -> DataOrder:
+        rampup, steps = config.schedule.rampup_batch_size, config.schedule.batch_size_steps
+        return cls(
+            seed=config.runtime.seed,
+            split=config.data.split,
+            global_batch_size=config.final_global_batch_size(dp_size),
+            rampup_batch_size=None if rampup is None else list(rampup),
+            step_batch_size_schedule=[f"{tokens}:{size}" for tokens, size in steps] or None,
+        )
+
+
+@dataclass(frozen=True)
+class ShardRecord:
+    """Tensor-parallel sharding of a parameter, as `parallel.sharding.ShardSpec`."""
+
+    dim: int
+    sections: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """The contents of `run.json`."""
+
+    state: TrainState
+    config: Mapping[str, Mapping[str, Any]]
+    """Settings of the run that saved the checkpoint, by group."""
+    layout: ParallelLayout
+    data_order: DataOrder
+    shards: Mapping[str, ShardRecord]
+    """Parameters that are sharded over the tensor-parallel ranks, by canonical name."""
+    data: BlendHistory | None = None
+    """Consumption of the training data."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return {
+            "format_version": FORMAT_VERSION,
+            "state": self.state.to_dict(),
+            "config": self.config,
+            "layout": dataclasses.asdict(self.layout),
+            "data_order": dataclasses.asdict(self.data_order),
+            "shards": {name: dataclasses.asdict(spec) for name, spec in self.shards.items()},
+            "data": None if self.data is None else self.data.to_dict(),
+        }
+
+    @classmethod
+    def from_dict(cls, values: Any) -> RunRecord:
+        """Inverse of `to_dict`.
+
+        Raises:
+            ValueError: For anything that `to_dict` does not produce.
+        """
+        if not isinstance(values, dict):
+            raise ValueError("not a JSON object")
+        if values.get("format_version") != FORMAT_VERSION:
+            raise ValueError(
+                f"format version {values.get('format_version')}, expected {FORMAT_VERSION}"
+            )
+        config = _objects(values, "config")
+        if not {"model", "tokenizer"} <= config.keys():
+            raise ValueError("config has no model or no tokenizer")
+        try:
+            return cls(
+                state=TrainState.from_dict(_object(values, "state")),
+                config=config,
+                layout=ParallelLayout.from_dict(_object(values, "layout")),
+                data_order=DataOrder(**_object(values, "data_order")),
+                shards={
+                    name: ShardRecord(int(entry["dim"]), tuple(map(int, entry["sections"])))
+                    for name, entry in _objects(values, "shards").items()
+                },
+                data=None if values["data"] is None else BlendHistory.from_dict(values["data"]),
+            )
+        except (TypeError, OverflowError, KeyError) as error:
+            raise ValueError(f"unexpected or missing values ({error})") from error
+
+
+def _object(values: Mapping[str, Any], name: str) -> dict[str, Any]:
+    if not isinstance(values.get(name), dict):
+        raise ValueError(f"{name} is missing or not a JSON object")
+    result: dict[str, Any] = values[name]
+    return result
+
+
+def _objects(values: Mapping[str, Any], name: str) -> dict[str, dict[str, Any]]:
+    return {key: _object(values[name], key) for key in _object(values, name)}
+
+
+@dataclass(frozen=True)
 class CheckpointMetadata:
-    """A complete checkpoint."""
+    """A complete checkpoint: its folder and its `run.json`."""
 
     path: Path
-    iteration: int
-    run: dict[str, Any]
+    run: RunRecord
 
     @property
-    def state(self) -> TrainState:
-        return TrainState.from_dict(self.run["state"])
-
-    @property
-    def history(self) -> BlendHistory | None:
-        """Of the training data; None if it is not known. Raises ValueError if it is damaged."""
-        if not self.run.get("data"):
-            return None
-        try:
-            return BlendHistory.from_dict(self.run["data"])
-        except ValueError as error:
-            raise ValueError(f"data: {error}") from error
+    def iteration(self) -> int:
+        return self.run.state.iteration
 
 
-def parallel_layout(config: Config, dp_size: int) -> dict[str, Any]:
-    """How the run is cut over processes, which a resume must repeat."""
-    return {
-        "tensor_model_parallel_size": config.parallel.tensor_model_parallel_size,
-        "data_parallel_size": dp_size,
-        "zero_stage": zero_stage(config),
-        "precision": config.precision.name,
-        "optimizer": config.optimizer.optimizer,
-    }
-
-
-def data_order_settings(config: Config, dp_size: int) -> dict[str, Any]:
-    """What decides, beside the data itself, which samples a step takes."""
-    rampup = config.schedule.rampup_batch_size
-    return {
-        "seed": config.runtime.seed,
-        "split": config.data.split,
-        "global_batch_size": config.final_global_batch_size(dp_size),
-        "rampup_batch_size": None if rampup is None else list(rampup),
-        "step_batch_size_schedule": [
-            f"{tokens}:{size}" for tokens, size in config.schedule.batch_size_steps
-        ]
-        or None,
-    }
-
-
-def resume_conflicts(found: CheckpointMetadata, config: Config, dp_size: int) -> list[str]:
-    """Why a run cannot continue from a checkpoint."""
-    problems = []
-    before = found.run["config"]
-    for key, now in config.to_dict()["model"].items():
-        saved = before["model"].get(key)
-        if saved != now and key not in RESUMABLE_FIELDS.union(VOCABULARY):
-            problems.append(f"{_named(key)} is {saved} in the checkpoint and {now} in this run")
-    there, here = (
-        _padding(model, config.parallel.tensor_model_parallel_size)
-        for model in (before["model"], config.to_dict()["model"])
-    )
-    if there != here:
-        problems.append(
-            f"the vocabulary, padded by --make-vocab-size-divisible-by, is {there} in the "
-            f"checkpoint and {here} in this run"
-        )
-    for key, now in parallel_layout(config, dp_size).items():
-        saved = found.run["layout"].get(key)
-        if saved != now:
-            problems.append(
-                f"{_named(key)} is {saved} in the checkpoint and {now} in this run "
-                "(a resume needs the same layout)"
-            )
-    cut = before.get("data", {}), config.to_dict()["data"]
-    for key, now in data_order_settings(config, dp_size).items():
-        saved = found.run["order"].get(key)
-        # Where --split does not cut the data of both runs, the documents' numbers are compared.
-        if key == "split" and not all(
-            any(data.get(each) for each in SPLIT_DATA_FIELDS) for data in cut
-        ):
-            continue
-        if saved != now:
-            problems.append(
-                f"{_named(key)} is {saved} in the checkpoint and {now} in this run "
-                "(it decides which samples come next)"
-            )
-    return problems
-
-
-def _padding(model: dict[str, Any], tp_size: int) -> str:
-    """The rows of the embedding table, with their origin."""
-    vocab, unit = (model.get(name) for name in VOCABULARY)
-    words = f"{vocab} tokens in units of {unit}"
-    if not (isinstance(vocab, int) and isinstance(unit, int) and unit > 0):
-        return words
-    padded = ModelConfig(vocab_size=vocab, make_vocab_size_divisible_by=unit).padded_vocab(tp_size)
-    return f"{words} = {padded} rows"
-
-
-def _named(key: str) -> str:
-    """The flag of a field, unless that says the opposite of the field; the plain name of others."""
-    spelled = f"--{key.replace('_', '-')}"
-    return spelled if key in FIELDS and flag_of(key) == spelled else key
+def iteration_of(path: Path) -> int:
+    """The iteration in the name of a `global_stepN` folder."""
+    return int(path.name.removeprefix("global_step"))
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
     """The folders named global_stepN, newest first."""
-    found = []
-    for path in folder.iterdir() if folder.is_dir() else ():
-        match = re.fullmatch(r"global_step(\d+)", path.name)
-        if match and path.is_dir():
-            found.append((int(match[1]), path))
-    return [path for _, path in sorted(found, reverse=True)]
-
-
-def find_damage(path: Path) -> str | None:
-    """What is wrong with a checkpoint's names, sizes and JSON files; None if nothing is."""
-    try:
-        expected = {name: int(entry["bytes"]) for name, entry in read_manifest(path).items()}
-        read_run(path)
-        for name, size in expected.items():
-            file = path / name
-            if not file.is_file():
-                return f"{name} is missing"
-            if file.stat().st_size != size:
-                return f"{name} has {file.stat().st_size} bytes, the manifest says {size}"
-        unknown = sorted({file.name for file in path.glob(f"*{STATES}")} - expected.keys())
-    except FileNotFoundError as error:
-        return f"it has no {Path(str(error.filename)).name}, so its save did not finish"
-    except OSError as error:
-        return f"it cannot be read ({error})"
-    except (ValueError, KeyError, TypeError, OverflowError) as error:
-        return f"its {MANIFEST} or {RUN} cannot be read ({error})"
-    if unknown:
-        return f"{unknown[0]} is not one of its files (the manifest does not name it)"
-    return None
+    found = [
+        path
+        for path in (folder.iterdir() if folder.is_dir() else ())
+        if re.fullmatch(r"global_step\d+", path.name) and path.is_dir()
+    ]
+    return sorted(found, key=lambda path: (iteration_of(path), path), reverse=True)
 
 
 def stale_pointers(folder: Path, newest: Path | None) -> list[str]:
-    """What the pointers say other than the newest folder's name: one line for each."""
-    expected = ("", "") if newest is None else (newest.name, newest.name[len("global_step") :])
+    """The pointer files that do not name the newest checkpoint, each with its contents."""
+    expected = ("", "") if newest is None else (newest.name, str(iteration_of(newest)))
     found = []
     for name, right in zip(POINTERS, expected, strict=True):
         path = folder / name
         if path.is_file():
             text = path.read_text(encoding="utf-8", errors="replace").strip()
             if text != right:
-                found.append(f"{path} says {text[:80]!r}")
+                found.append(f"{path} names {text[:80]!r}")
     return found
+
+
+def find_damage(path: Path) -> Problem | None:
+    """Checks a checkpoint's file names, sizes and JSON files, without reading tensors.
+
+    Returns:
+        The first problem found; None if there is none.
+    """
+    try:
+        expected = {name: int(entry["bytes"]) for name, entry in read_manifest(path).items()}
+        read_run(path)
+        for name, size in expected.items():
+            file = path / name
+            if not file.is_file():
+                return Problem("checkpoint-file-missing", f"{name} is missing")
+            if file.stat().st_size != size:
+                return Problem(
+                    "checkpoint-file-size",
+                    f"{name} has {file.stat().st_size} bytes, its manifest lists {size}",
+                )
+        unlisted = sorted({file.name for file in path.glob(f"*{STATES}")} - expected.keys())
+    except UserError as error:
+        return error.problems[0]
+    except FileNotFoundError as error:
+        return Problem(
+            "checkpoint-save-unfinished",
+            f"it has no {Path(str(error.filename)).name}, so its save did not finish",
+        )
+    except OSError as error:
+        return unreadable_checkpoint(error)
+    except (ValueError, KeyError, TypeError, OverflowError) as error:
+        return _metadata_damage(MANIFEST, error)
+    if unlisted:
+        return Problem("checkpoint-file-unlisted", f"{unlisted[0]} is not listed in its {MANIFEST}")
+    return None
+
+
+def unreadable_checkpoint(error: Exception) -> Problem:
+    return Problem("checkpoint-unreadable", f"it cannot be read ({error})")
+
+
+def _metadata_damage(name: str, reason: object) -> Problem:
+    return Problem("checkpoint-metadata-damaged", f"its {name} is damaged ({reason})")
 
 
 def read_run(path: Path) -> CheckpointMetadata:
-    """What a checkpoint says of itself. Raises ValueError if that is not ours."""
-    run = read_json(path / RUN)
-    if not isinstance(run, dict):
-        raise ValueError(f"{path / RUN}: not a JSON object")
-    if run.get("format_version") != FORMAT_VERSION:
-        raise ValueError(
-            f"{path / RUN}: format version {run.get('format_version')}, expected {FORMAT_VERSION}"
-        )
-    for name in ("state", "config", "layout", "order", "shards"):
-        if not isinstance(run.get(name), dict):
-            raise ValueError(f"{path / RUN}: {name} is missing or not a JSON object")
-    if not isinstance(run["config"].get("model"), dict):
-        raise ValueError(f"{path / RUN}: config.model is missing or not a JSON object")
-    found = CheckpointMetadata(path, int(path.name.removeprefix("global_step")), run)
+    """Reads a checkpoint's `run.json`.
+
+    Raises:
+        UserError: If it is not a run.json of this format and of the folder's iteration.
+        OSError: If it cannot be read.
+    """
     try:
-        iteration = found.state.iteration
-        _ = found.history
-    except (TypeError, OverflowError) as error:
-        raise ValueError(f"{path / RUN}: the state is not made of numbers ({error})") from error
-    if iteration != found.iteration:
-        raise ValueError(f"{path / RUN}: the state is of iteration {iteration}")
-    return found
+        run = RunRecord.from_dict(json.loads((path / RUN).read_bytes()))
+    except (ValueError, RecursionError) as error:
+        raise UserError(_metadata_damage(RUN, error)) from error
+    if run.state.iteration != iteration_of(path):
+        raise UserError(_metadata_damage(RUN, f"its state is of iteration {run.state.iteration}"))
+    return CheckpointMetadata(path, run)
 
 
-def checksum_manifest(files: dict[str, Any]) -> str:
-    """The text of a manifest that lists `files`; it carries its own SHA-256.
+def checksum_manifest(files: Mapping[str, Any]) -> str:
+    """The text of a manifest that lists `files` and contains its own SHA-256.
 
-    The digest is that of the text with zeros in the digest's place, so that no byte of it can
-    change unseen.
+    The digest is computed with zeros in the place of the digest, so a change of any byte is
+    detected.
     """
     values = {
         "format_version": FORMAT_VERSION,
@@ -226,16 +282,21 @@ def checksum_manifest(files: dict[str, Any]) -> str:
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """Files of a checkpoint -> bytes and sha256. Raises ValueError for one that was changed."""
+    """The files of a checkpoint, each with `bytes` and `sha256`.
+
+    Raises:
+        UserError: If the manifest was changed after it was written.
+        OSError: If it cannot be read.
+    """
     content = (path / MANIFEST).read_bytes()
     try:
         values = json.loads(content)
-        seal_of_file, files = str(values["sha256"]), values["files"]
-        unsealed = content.decode().replace(seal_of_file, CHECKSUM_PLACEHOLDER, 1)
+        digest, files = str(values["sha256"]), values["files"]
+        text = content.decode().replace(digest, CHECKSUM_PLACEHOLDER, 1)
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ValueError(f"{MANIFEST} is damaged ({error!r})") from error
-    if _digest(unsealed) != seal_of_file or not isinstance(files, dict):
-        raise ValueError(f"{MANIFEST} is damaged (its SHA-256 differs from the one in it)")
+        raise UserError(_metadata_damage(MANIFEST, repr(error))) from error
+    if _digest(text) != digest or not isinstance(files, dict):
+        raise UserError(_metadata_damage(MANIFEST, "its contents do not match its SHA-256"))
     return files
 
 
@@ -243,9 +304,75 @@ def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def read_json(path: Path) -> Any:
-    """Raises ValueError for what is no JSON."""
-    try:
-        return json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not JSON ({error})") from error
+def resume_conflicts(found: CheckpointMetadata, config: Config, dp_size: int) -> list[Problem]:
+    """The settings of a run that contradict the checkpoint it would resume from."""
+    return [
+        *_model_conflicts(found, config),
+        *_layout_conflicts(found, ParallelLayout.of(config, dp_size)),
+        *_data_order_conflicts(found, config, DataOrder.of(config, dp_size)),
+    ]
+
+
+def _model_conflicts(found: CheckpointMetadata, config: Config) -> Iterator[Problem]:
+    saved, now = found.run.config["model"], config.to_dict()["model"]
+    for name, value in now.items():
+        if saved.get(name) != value and name not in RESUMABLE_FIELDS.union(VOCABULARY):
+            yield Problem(
+                "resume-model-changed",
+                f"{_label(name)} is {saved.get(name)} in {found.path} and {value} in this run",
+                name,
+            )
+    before, after = (
+        _padding(model, config.parallel.tensor_model_parallel_size) for model in (saved, now)
+    )
+    if before != after:
+        yield Problem(
+            "resume-vocabulary-changed",
+            f"the vocabulary, padded by {option('make_vocab_size_divisible_by')}, is {before} in "
+            f"{found.path} and {after} in this run",
+            *VOCABULARY,
+        )
+
+
+def _layout_conflicts(found: CheckpointMetadata, layout: ParallelLayout) -> Iterator[Problem]:
+    for name, now in dataclasses.asdict(layout).items():
+        saved = getattr(found.run.layout, name)
+        if saved != now:
+            yield Problem(
+                "resume-layout-changed",
+                f"{_label(name)} is {saved} in {found.path} and {now} in this run; a resume needs "
+                "the same layout",
+                name,
+            )
+
+
+def _data_order_conflicts(
+    found: CheckpointMetadata, config: Config, order: DataOrder
+) -> Iterator[Problem]:
+    data = found.run.config.get("data", {}), config.to_dict()["data"]
+    # Without --split in both runs, the blend history compares the document ranges instead.
+    both_split = all(any(each.get(name) for name in SPLIT_DATA_FIELDS) for each in data)
+    for name, now in dataclasses.asdict(order).items():
+        saved = getattr(found.run.data_order, name)
+        if saved != now and (name != "split" or both_split):
+            yield Problem(
+                "resume-data-order-changed",
+                f"{_label(name)} is {saved} in {found.path} and {now} in this run; it determines "
+                "the order of the samples",
+                name,
+            )
+
+
+def _padding(model: Mapping[str, Any], tp_size: int) -> str:
+    """The rows of the embedding table and how they are computed."""
+    vocab, unit = (model.get(name) for name in VOCABULARY)
+    text = f"{vocab} tokens in units of {unit}"
+    if not (isinstance(vocab, int) and isinstance(unit, int) and unit > 0):
+        return text
+    padded = ModelConfig(vocab_size=vocab, make_vocab_size_divisible_by=unit).padded_vocab(tp_size)
+    return f"{text} = {padded} rows"
+
+
+def _label(name: str) -> str:
+    """A field's flag, unless the flag negates the field; the plain name of anything else."""
+    return option(name) if name in FIELDS and flag_of(name) == default_flag(name) else name

@@ -1,6 +1,6 @@
-"""The steps of a save and a load on the disk: flush, digest, rename, remove, measure.
+"""File operations of saving and loading: fsync, checksum, rename, remove, free space.
 
-Every function runs on one rank and knows no others. The order of the steps is native.py's.
+Each function runs on one rank and knows of no others. `manager.py` owns their order.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -21,32 +22,33 @@ from megatron_ds.checkpoint.metadata import (
     list_checkpoints,
     read_manifest,
 )
+from megatron_ds.config.problems import Problem
 from megatron_ds.engine.ds_checkpoint_io import read_tensors
 from megatron_ds.fileio.atomic import fsync_path, sha256_of, write_atomically
 
 INCOMPLETE = ".incomplete-"
-"""Prefix of a folder that is being written."""
+"""Prefix of a checkpoint that is being written."""
 REMOVED = ".removed-"
 """Prefix of a checkpoint that is being deleted."""
 
 
 def files_below(path: Path) -> list[str]:
-    """Names of all files below a folder, relative to it, sorted."""
+    """Paths of all files below a folder, relative to it, sorted."""
     return sorted(str(file.relative_to(path)) for file in path.rglob("*") if file.is_file())
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Writes JSON so that it is whole or not there."""
+    """Writes a JSON file atomically and durably."""
     write_text(path, json.dumps(value, indent=1) + "\n")
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replaces a text file atomically and durably."""
+    """Writes a text file atomically and durably."""
     write_atomically(path, text.encode())
 
 
 def fsync_and_hash(path: Path, names: list[str]) -> dict[str, Any]:
-    """The manifest's entries of some of a checkpoint's files, which are on the disk then."""
+    """Flushes files of a checkpoint to disk and returns their entries for the manifest."""
     entries = {}
     for name in names:
         fsync_path(path / name)
@@ -55,14 +57,17 @@ def fsync_and_hash(path: Path, names: list[str]) -> dict[str, Any]:
 
 
 def find_damaged_files(path: Path, names: list[str]) -> dict[str, str]:
-    """Which of a checkpoint's files are not what the manifest says, or hold other than tensors and
-    plain values: name -> words.
+    """Checks files of a checkpoint against the manifest's checksums, and their contents.
+
+    Returns:
+        The reason by name, for each file that differs from its checksum or that contains anything
+        but tensors and plain values.
     """
     files = read_manifest(path)
     found = {}
     for name in names:
         if name in files and sha256_of(path / name) != files[name]["sha256"]:
-            found[name] = f"{name} is damaged (its SHA-256 differs from the manifest's)"
+            found[name] = f"{name} does not match its SHA-256 in the manifest"
         elif name.endswith(STATES):
             try:
                 read_tensors(path / name, mmap=True)
@@ -71,18 +76,28 @@ def find_damaged_files(path: Path, names: list[str]) -> dict[str, str]:
     return found
 
 
+def files_damaged(damages: Mapping[str, str]) -> Problem | None:
+    """The results of `find_damaged_files` as one problem; None if there are none."""
+    if not damages:
+        return None
+    return Problem("checkpoint-files-damaged", "; ".join(damages.values()))
+
+
 def restore_replaced(folder: Path) -> None:
-    """Gives a checkpoint its name again that made way for one whose save did not get there."""
+    """Restores a checkpoint whose replacement was not completed."""
     for path in folder.glob(f"{REPLACED}global_step*"):
         target = folder / path.name.removeprefix(REPLACED)
         if not target.exists() and (path / MANIFEST).is_file():
-            # Where the folder cannot be written, the checkpoint stays unseen, as it was.
+            # In a read-only folder the checkpoint stays hidden, as before.
             with suppress(OSError):
                 os.rename(path, target)
 
 
 def remove_temporary(folder: Path) -> None:
-    """Removes what interrupted saves and removals left under temporary names."""
+    """Removes what interrupted saves and removals left under temporary names.
+
+    A checkpoint whose replacement was not completed is restored first.
+    """
     restore_replaced(folder)
     for prefix in (INCOMPLETE, REPLACED, REMOVED):
         for path in folder.glob(f"{prefix}global_step*"):
@@ -90,7 +105,7 @@ def remove_temporary(folder: Path) -> None:
 
 
 def publish(temporary: Path, target: Path) -> None:
-    """Renames; an older checkpoint of the same iteration makes way and is removed afterwards."""
+    """Renames a written checkpoint to its final name; replaces one of the same iteration."""
     replaced = target.with_name(f"{REPLACED}{target.name}")
     shutil.rmtree(replaced, ignore_errors=True)
     if target.exists():
@@ -99,15 +114,16 @@ def publish(temporary: Path, target: Path) -> None:
     try:
         fsync_path(target.parent)
     except OSError:
-        os.rename(target, temporary)  # a save that is told to have failed leaves no checkpoint
+        os.rename(target, temporary)  # a save that is reported as failed must leave no checkpoint
         raise
     shutil.rmtree(replaced, ignore_errors=True)
 
 
 def remove_older(folder: Path, newest: Path, keep: int) -> None:
-    """Deletes complete checkpoints of iterations before `newest`, but for the `keep` - 1 last ones.
+    """Deletes complete checkpoints before `newest`, except for the last `keep` - 1 of them.
 
-    A folder that is damaged is left for its owner to look at. A crash leaves no half checkpoint.
+    Damaged checkpoints are left for their owner. Each one is renamed before it is deleted, so that
+    a crash leaves no partial checkpoint under its name.
     """
     paths = list_checkpoints(folder)
     older = [path for path in paths[paths.index(newest) + 1 :] if find_damage(path) is None]
@@ -118,13 +134,13 @@ def remove_older(folder: Path, newest: Path, keep: int) -> None:
 
 
 def write_latest(target: Path, iteration: int) -> None:
-    """Writes the pointers, for other programs; a load of ours goes by the folders."""
+    """Writes the pointer files, for other programs; our load goes by the folders."""
     for name, text in zip(POINTERS, (target.name, str(iteration)), strict=True):
         write_text(target.parent / name, text)
 
 
 def size_of_newest(folder: Path) -> int | None:
-    """Bytes of the newest checkpoint that is complete by its names and sizes; None without one."""
+    """Bytes of the newest checkpoint whose names and sizes are right; None without one."""
     for path in list_checkpoints(folder):
         if find_damage(path) is None:
             return sum(int(entry["bytes"]) for entry in read_manifest(path).values())

@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -50,10 +49,10 @@ class BlendProgress:
     history: BlendHistory
     order: BlendOrder
 
-    def record(self, consumed: int) -> dict[str, Any]:
-        """What a checkpoint after `consumed` samples keeps of it."""
+    def history_after(self, consumed: int) -> BlendHistory:
+        """The history after `consumed` samples, for a checkpoint."""
         done = min(max(0, consumed - self.history.current.first), len(self.order))
-        return record_consumed(self.history, self.order.counts_at(done).tolist()).to_dict()
+        return record_consumed(self.history, self.order.counts_at(done).tolist())
 
 
 @dataclass(frozen=True)

@@ -7,21 +7,16 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_ds.config import PER_SPLIT_DATA_FIELDS, SPLIT_DATA_FIELDS, Config, flag_of
 from megatron_ds.data.blend_history import BlendHistory, BlendPhase
 
 USAGE_FILE = "data_usage.json"
 """Name of the file with all shares."""
 SHOWN = 12
 """Sources that are told one by one; of more, the largest so many."""
-PER_PART = (
-    *(name for names in PER_SPLIT_DATA_FIELDS.values() for name in names),
-    "per_split_data_args_path",
-)
 NAMED = 6
 """Sources that a sentence names."""
 
@@ -123,36 +118,6 @@ def describe_change(before: BlendHistory, after: BlendHistory) -> list[str]:
             "in an order of their own"
         )
     return lines
-
-
-def unknown_history_warning(before: Mapping[str, Mapping[str, Any]], now: Config) -> list[str]:
-    """What to say of a checkpoint without a record of its data, if the data may not be the same.
-
-    before: the settings of the run that wrote it.
-    """
-    values = now.to_dict()
-    fields = [
-        *(("data", name) for name in (*SPLIT_DATA_FIELDS, *PER_PART, "split")),
-        *(("schedule", name) for name in ("train_iters", "train_samples")),
-    ]
-    differences = []
-    for group, name in fields:
-        was, this = before.get(group, {}).get(name), values[group][name]
-        if _plain(was) != _plain(this):
-            differences.append(f"    {flag_of(name)}: before {_plain(was)}, now {_plain(this)}")
-    if not differences:
-        return []
-    return [
-        "WARNING: the checkpoint does not say which data it was trained on (an older version wrote "
-        "it), and these flags are not as they were:",
-        *differences,
-        "    the data is read as if the run had had them from its beginning: samples may come "
-        "again or be left out",
-    ]
-
-
-def _plain(value: Any) -> str:
-    return " ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
 
 
 def _source_changes(before: BlendHistory, after: BlendHistory) -> Iterator[str]:

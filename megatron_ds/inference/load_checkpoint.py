@@ -22,11 +22,18 @@ from megatron_ds.checkpoint.metadata import (
     RUN,
     CheckpointMetadata,
     find_damage,
-    list_checkpoints,
     read_run,
+    unreadable_checkpoint,
 )
-from megatron_ds.checkpoint.storage import find_damaged_files
+from megatron_ds.checkpoint.selection import (
+    CheckpointListing,
+    SelectionPolicy,
+    list_folder,
+    select_checkpoint,
+)
+from megatron_ds.checkpoint.storage import files_damaged, find_damaged_files
 from megatron_ds.config import ModelConfig, TokenizerConfig
+from megatron_ds.config.problems import Problem
 from megatron_ds.model.gpt import GPTModel
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.parallel.rng import RngStreams
@@ -37,43 +44,46 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def find_checkpoint(folder: Path, warn: Callable[[str], None]) -> CheckpointMetadata:
-    """The newest whole checkpoint of a --save folder, or the one whose own folder this is.
+    """Selects the newest undamaged checkpoint of a --save folder, or the folder's own.
 
-    Whole means that all files are there with their sizes, and that those with the weights are what
-    the manifest says. warn: called with a line for each newer one that is not. Raises ValueError
-    that names what was found instead.
+    The files with weights are checked against their checksums.
+
+    Args:
+        folder: A --save folder, or the folder of one checkpoint.
+        warn: Called with a line for each newer checkpoint that is damaged.
+
+    Raises:
+        UserError: If there is none.
     """
-    paths = [folder] if (folder / RUN).is_file() else list_checkpoints(folder)
-    problems: list[str] = []
-    for path in paths:
-        problem = find_damage(path) or _damage(path)
-        if problem is None:
-            for line in problems:
-                warn(f"WARNING: skipping the checkpoint {line}")
-            return read_run(path)
-        problems.append(f"{path}: {problem}")
-    why = "; ".join(problems) if problems else "there is no global_stepN folder in it"
-    raise ValueError(f"--load {folder}: no complete checkpoint ({why})")
+    is_checkpoint = (folder / RUN).is_file()
+    listing = CheckpointListing(folder, (folder,)) if is_checkpoint else list_folder(folder)
+    found = select_checkpoint(
+        listing,
+        SelectionPolicy(),
+        _find_damage,
+        lambda problem: warn(f"WARNING: {problem.render()}"),
+    )
+    assert found is not None
+    return found
 
 
-def _damage(path: Path) -> str | None:
-    """What is wrong inside the files with the weights."""
+def _find_damage(path: Path) -> Problem | None:
     try:
-        return (
-            "; ".join(find_damaged_files(path, files_with_weights(read_run(path))).values()) or None
+        return find_damage(path) or files_damaged(
+            find_damaged_files(path, files_with_weights(read_run(path)))
         )
     except OSError as error:
-        return str(error)  # a training that saves may remove it meanwhile
+        return unreadable_checkpoint(error)  # a running training may have removed it
 
 
 def model_config(found: CheckpointMetadata) -> ModelConfig:
     """The model's shape. Raises ValueError if the checkpoint knows a field that we do not."""
-    return _from_dict(ModelConfig, found.run["config"]["model"], found)
+    return _from_dict(ModelConfig, found.run.config["model"], found)
 
 
 def tokenizer_config(found: CheckpointMetadata, given: Mapping[str, Any]) -> TokenizerConfig:
     """The training's tokenizer, with the given fields in place of its own."""
-    saved = found.run["config"]["tokenizer"]
+    saved = found.run.config["tokenizer"]
     return _from_dict(TokenizerConfig, {**saved, **given}, found)
 
 
@@ -101,7 +111,7 @@ def load_model(
     problems = list(config.problems(mesh.tp.size))
     if problems:
         raise ValueError("\n".join(problems))
-    dtype = DTYPES[precision or found.run["layout"]["precision"]]
+    dtype = DTYPES[precision or found.run.layout.precision]
     model = GPTModel(config, mesh=mesh, rng=RngStreams(mesh.tp.rank, device), seed=None)
     model = model.to(device=device, dtype=dtype)
     load_full_weights(model, iter_full_weights(found), mesh.tp.rank, mesh.tp.size)

@@ -7,21 +7,16 @@ knows no process group, and loads torch only for a tokenizer that needs it, when
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from megatron_ds import schedules
-from megatron_ds.checkpoint.metadata import (
-    REPLACED,
-    find_damage,
-    list_checkpoints,
-    read_run,
-    resume_conflicts,
-    stale_pointers,
-)
+from megatron_ds.checkpoint.metadata import REPLACED, find_damage, resume_conflicts
+from megatron_ds.checkpoint.selection import SelectionPolicy, list_folder, select_checkpoint
 from megatron_ds.config import TOKENIZERS, Config, flag_of
+from megatron_ds.config.problems import Problem, UserError
 from megatron_ds.data.validation import data_problems, data_warnings
 from megatron_ds.launch import device
 from megatron_ds.tokenizer import Tokenizer, build_tokenizer
@@ -218,65 +213,22 @@ def _tokenizer(config: Config, sound: bool) -> tuple[list[str], Tokenizer | None
     return [], tokenizer
 
 
-def _checkpoint_problems(config: Config, dp_size: int, vocab_size: int | None) -> Iterator[str]:
-    """Why the checkpoint that a load would take does not fit; contents are looked at later."""
-    options = config.checkpoint
-    if options.load is None:
+def _checkpoint_problems(config: Config, dp_size: int, vocab_size: int | None) -> Iterator[Problem]:
+    """Why the checkpoint to load does not fit; its tensors are checked when it is loaded."""
+    if config.checkpoint.load is None:
         return
-    folder = Path(options.load)
-    if _unreadable(folder):
-        yield f"--load {folder}: cannot be read by this user"
-        return
-    if any(folder.glob(f"{REPLACED}*")):
-        return  # an interrupted save is put right first, by the load
-    paths = list_checkpoints(folder)
-    if not paths and options.exit_on_missing_checkpoint:
-        yield f"--load {folder}: no checkpoint in it, and --exit-on-missing-checkpoint is given"
-    if not paths:
-        for words in stale_pointers(folder, None):
-            yield (
-                f"--load {folder}: {words}, but there is no global_stepN folder"
-                f"{_other_checkpoints_hint(folder)}"
-            )
-        if options.ckpt_step is not None:
-            yield f"--ckpt-step {options.ckpt_step}: {folder} holds no checkpoint"
-        return
-    if options.ckpt_step is not None:
-        there = ", ".join(path.name.removeprefix("global_step") for path in reversed(paths))
-        paths = [path for path in paths if path.name == f"global_step{options.ckpt_step}"]
-        if not paths:
-            yield f"--ckpt-step {options.ckpt_step}: {folder} holds the iterations {there}"
-            return
-    elif options.on_damaged_checkpoint == "error":
-        paths = paths[:1]
-    damaged = []
-    for path in paths:
-        problem = find_damage(path)
-        if problem is None:
-            found = read_run(path)
-            if vocab_size is None:
-                vocab_size = found.run["config"]["model"].get("vocab_size")
-            for words in resume_conflicts(found, config.with_vocab(vocab_size), dp_size):
-                yield f"--load {folder}: {path.name} does not fit this run: {words}"
-            return
-        damaged.append(f"{path.name}: {problem}")
-    yield f"--load {folder}: no checkpoint that is whole ({'; '.join(damaged)})"
-
-
-def _unreadable(folder: Path) -> bool:
-    """Whether a folder is there, or may be, and cannot be looked into."""
+    folder = Path(config.checkpoint.load)
     try:
-        folder.stat()
-    except FileNotFoundError:
-        return False
-    except OSError:
-        return True
-    return not os.access(folder, os.R_OK | os.X_OK)
-
-
-def _other_checkpoints_hint(folder: Path) -> str:
-    """What else lies in a folder that should hold our checkpoints, for a message."""
-    others = sorted(path.name for path in folder.glob("iter_*") if path.is_dir())
-    if not others:
-        return ""
-    return f" ({others[-1]} is a checkpoint of Megatron-LM's, which cannot be loaded yet)"
+        listing = list_folder(folder)
+        if any(folder.glob(f"{REPLACED}*")):
+            return  # an interrupted save, which the load repairs first
+        policy = SelectionPolicy.of(config.checkpoint)
+        found = select_checkpoint(listing, policy, find_damage, warn=lambda problem: None)
+    except UserError as error:
+        yield from error.problems
+        return
+    if found is not None:
+        # Without a tokenizer, which is a problem of its own, the vocabulary is not compared.
+        vocab: Any = found.run.config["model"].get("vocab_size")
+        config = config.with_vocab(vocab if vocab_size is None else vocab_size)
+        yield from resume_conflicts(found, config, dp_size)

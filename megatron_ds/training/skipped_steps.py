@@ -7,7 +7,7 @@ was skipped is the engine's to say, and all ranks are told the same.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +15,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megatron_ds.checkpoint.metadata import list_checkpoints
 from megatron_ds.config import PrecisionConfig
 from megatron_ds.engine.protocol import Engine
 from megatron_ds.launch.exit_codes import ExitCode, RunAborted
@@ -120,17 +119,6 @@ class SkippedSteps:
             )
         yield "the data from there on (token ids, blends)"
         yield "--max-consecutive-skipped-steps N to allow more, 0 to never stop"
-
-
-def latest_checkpoint(folders: Iterable[str | None], iteration: int) -> Path | None:
-    """The newest checkpoint in the first folder that has one of before `iteration`."""
-    for folder in folders:
-        if folder is None:
-            continue
-        for path in list_checkpoints(Path(folder)):
-            if int(path.name.removeprefix("global_step")) < iteration:
-                return path
-    return None
 
 
 def _origin_lines(sights: list[_RankObservation]) -> Iterator[str]:

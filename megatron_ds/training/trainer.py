@@ -8,15 +8,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 
 from megatron_ds import schedules
 from megatron_ds.checkpoint.manager import CheckpointManager, SaveError
 from megatron_ds.checkpoint.metadata import CheckpointMetadata
+from megatron_ds.checkpoint.selection import latest_before
 from megatron_ds.checkpoint.storage import write_json
 from megatron_ds.config import Config
+from megatron_ds.data.blend_history import BlendHistory
 from megatron_ds.data.build_datasets import Datasets, build_datasets
 from megatron_ds.data.micro_batches import MicroBatchIterator
 from megatron_ds.data.usage_report import (
@@ -24,7 +25,6 @@ from megatron_ds.data.usage_report import (
     as_json,
     describe_blend,
     summary,
-    unknown_history_warning,
 )
 from megatron_ds.engine.build import build_engine
 from megatron_ds.engine.deepspeed_patches import require_precision
@@ -42,7 +42,7 @@ from megatron_ds.training.exit_conditions import ExitConditions, StopDecision
 from megatron_ds.training.loggers import open_sinks
 from megatron_ds.training.metrics import Metrics, ThroughputModel
 from megatron_ds.training.records import Logger
-from megatron_ds.training.skipped_steps import SkippedSteps, latest_checkpoint
+from megatron_ds.training.skipped_steps import SkippedSteps
 from megatron_ds.training.startup_report import (
     MemoryReport,
     estimate_memory,
@@ -127,9 +127,9 @@ class Trainer:
         self._report(plan.iteration)
         if self.skips.limit_reached(result):
             self.metrics.flush()
-            folders = (self.config.checkpoint.save, self.config.checkpoint.load)
+            folders = [self.config.checkpoint.save, self.config.checkpoint.load]
             raise self.skips.make_error(
-                plan, result, self.state, latest_checkpoint(folders, plan.iteration)
+                plan, result, self.state, latest_before(folders, plan.iteration)
             )
 
     def _report(self, iteration: int) -> None:
@@ -201,7 +201,7 @@ class Trainer:
             return saved
         self.metrics.write_pending()
         try:
-            self.checkpoints.save(self.engine, self.state, self._blend_record)
+            self.checkpoints.save(self.engine, self.state, self._blend_history)
         except SaveError as error:
             if final or self.config.checkpoint.on_save_error == "exit":
                 raise
@@ -209,9 +209,9 @@ class Trainer:
             return saved
         return self.state.iteration
 
-    def _blend_record(self) -> dict[str, Any]:
+    def _blend_history(self) -> BlendHistory:
         assert self.data.progress is not None
-        return self.data.progress.record(self.state.consumed_samples)
+        return self.data.progress.history_after(self.state.consumed_samples)
 
 
 def pretrain(config: Config, life: ProcessLifecycle, startup: StartupTimer) -> ExitCode:
@@ -315,7 +315,7 @@ def _build_data(
 ) -> Datasets:
     """found: the checkpoint from which the run goes on, if there is one."""
     output.print_on_rank(" > building train, validation, and test datasets for GPT ...")
-    state = TrainState() if found is None else found.state
+    state = TrainState() if found is None else found.run.state
     wanted = schedules.planned_samples(config, dp_size, state)
     for name, samples in zip(("train", "validation", "test"), wanted, strict=True):
         output.print_on_rank(f"    {name + ':':<12}{samples}")
@@ -328,7 +328,7 @@ def _build_data(
         tokenizer_fingerprint=tokenizer.fingerprint.digest,
         vocab_size=tokenizer.vocab_size,
         fallback_cache=None if save is None else str(Path(save) / "index-cache"),
-        history=None if found is None else found.history,
+        history=None if found is None else found.run.data,
         consumed=state.consumed_samples,
     )
     full_list = None if save is None else str(Path(save) / USAGE_FILE)
@@ -336,11 +336,8 @@ def _build_data(
         output.print_on_rank(f"    {line}")
     if built.progress is not None and len(built.progress.history.phases) > 1:
         output.print_on_rank(f"    {describe_blend(built.progress.history)}")
-    changes = built.changes
-    if found is not None and found.history is None:
-        changes = tuple(unknown_history_warning(found.run["config"], config))
-    if changes:
-        output.print_on_rank("\n".join(changes))
+    if built.changes:
+        output.print_on_rank("\n".join(built.changes))
     return built
 
 

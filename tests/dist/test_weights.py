@@ -1,8 +1,8 @@
-"""What real engines save, read back: every layout's files give the model's own weights.
+"""Checkpoints of real engines: the files of every layout give the model's weights.
 
-All of ZeRO 0 to 3 x tensor-parallel size 1 and 2 x fp32 and bf16, but for ZeRO 0 with bf16, which
-is refused; on four ranks, so that ZeRO-3 cuts over two and over four. The sizes divide by neither,
-so that its slices are padded.
+Covers ZeRO 0 to 3 x tensor-parallel size 1 and 2 x fp32 and bf16, except ZeRO 0 with bf16, which is
+rejected; on four ranks, so that ZeRO-3 partitions over two and over four. The sizes divide by
+neither, so its partitions are padded.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 
 from megatron_ds.checkpoint.metadata import read_run
 from megatron_ds.checkpoint.manager import CheckpointManager
-from megatron_ds.checkpoint.full_weights import Weights, read_weights
+from megatron_ds.checkpoint.full_weights import Weights, iter_full_weights
 from megatron_ds.config import CheckpointConfig, Config, DeepSpeedConfig, ModelConfig, OptimizerConfig, ParallelConfig, PrecisionConfig, ScheduleConfig
 from megatron_ds.data.micro_batches import Batch
 from megatron_ds.engine.build import build_engine
@@ -90,7 +90,7 @@ def save_and_read(rank: int, folder: str) -> None:
             state = state.advance(plan, engine.train_step(Batches(mesh.dp.rank), plan))
         CheckpointManager(config, mesh, lambda _: None).save(engine, state)
 
-        saved = read_weights(read_run(where / "global_step2"))
+        saved = dict(iter_full_weights(read_run(where / "global_step2")))
         own = whole_weights(engine, mesh)
         assert saved.keys() == own.keys(), (stage, tp_size, bf16)
         dtype = torch.bfloat16 if bf16 else torch.float32
@@ -108,13 +108,13 @@ def check_loaded_at_every_size(where: Path, saved: Weights, meshes: dict[int, Me
         model = load_model(found, mesh, CPU, precision="fp32")
         assert not model.training
         for name, parameter in model.named_parameters():
-            part, spec = parameter.detach(), shard_spec(parameter)
-            whole = part if spec is None else unshard(list(all_gather(part, mesh.tp)), spec)
+            shard, spec = parameter.detach(), shard_spec(parameter)
+            full = shard if spec is None else unshard(list(all_gather(shard, mesh.tp)), spec)
             expected = saved[name].float()
-            padding = whole[expected.shape[0] :]
-            assert torch.equal(whole[: expected.shape[0]], expected), (mesh.tp.size, name)
+            padding = full[expected.shape[0] :]
+            assert torch.equal(full[: expected.shape[0]], expected), (mesh.tp.size, name)
             assert padding.count_nonzero() == 0
 
 
-def test_every_layout_gives_the_models_own_weights(tmp_path: Path) -> None:
+def test_every_layout_gives_the_weights_of_the_model(tmp_path: Path) -> None:
     run_ranks(save_and_read, WORLD, str(tmp_path), timeout=400.0)

@@ -86,7 +86,7 @@ def test_a_crash_during_a_save_costs_at_most_that_save(
     assert [path.name for path in run.glob(".*")] == []
 
 
-def test_a_damaged_checkpoint_is_named_and_the_one_before_it_goes_on(
+def test_resume_falls_back_to_the_checkpoint_before_damaged_ones(
     undisturbed: Path, launcher: Launcher, base: Settings, tmp_path: Path
 ) -> None:
     """A flipped byte in one, a truncated file in the next, a missing one in the last."""
@@ -105,19 +105,17 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_goes_on(
     (run / "global_step6" / moments).unlink()
 
     output = launcher.start(settings, ranks=RANKS).succeed()
-    skipped = [line for line in output.splitlines() if "skipping the checkpoint" in line]
-    assert skipped == [
-        f"WARNING: skipping the checkpoint {run / 'global_step6'}: {moments} is missing",
-        f"WARNING: skipping the checkpoint {run / 'global_step5'}: {truncated.name} has "
-        f"{size - 1} bytes, the manifest says {size}",
-        f"WARNING: skipping the checkpoint {run / 'global_step4'}: {moments} is damaged "
-        "(its SHA-256 differs from the manifest's)",
-    ]
+    skipped = [line for line in output.splitlines() if "[checkpoint-skipped]" in line]
+    named = [(run / "global_step6", moments), (run / "global_step5", truncated.name)]
+    named.append((run / "global_step4", moments))
+    for line, (path, name) in zip(skipped, named, strict=True):
+        assert f"{path}: " in line
+        assert name in line
     assert f"loading checkpoint from {run} at iteration 3\n" in output
     assert_equal_runs(run, undisturbed)
 
 
-def test_where_every_checkpoint_is_damaged_the_run_is_refused(
+def test_a_run_is_rejected_if_every_checkpoint_is_damaged(
     launcher: Launcher, base: Settings, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
@@ -127,7 +125,8 @@ def test_where_every_checkpoint_is_damaged_the_run_is_refused(
     (run / "global_step1" / "manifest.json").unlink()
     result = launcher.start(settings).wait()
     assert result.codes == (ExitCode.BAD_SETTINGS,)
-    assert "global_step1: it has no manifest.json, so its save did not finish" in result.output
+    assert "[all-checkpoints-damaged]" in result.output
+    assert "manifest.json" in result.output
     assert "Traceback" not in result.output
     assert records(run) == before
 

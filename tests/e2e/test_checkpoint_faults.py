@@ -76,11 +76,8 @@ def test_a_full_disk_costs_one_checkpoint_and_the_run_goes_on(
     part = f"/.incomplete-global_step{FAILS_AT}/{name}"
     result = run_with_fault(launcher, settings, "write", errno.ENOSPC, bytes, part)
     assert result.codes == (0, 0), result.output[-3000:]
-    assert (
-        f"WARNING: could not save the checkpoint of iteration {FAILS_AT} to {run}: rank {rank}: "
-        f"[Errno 28] No space left on device: '{run}{part}"
-    ) in result.output
-    assert result.output.count("Training goes on") == 1
+    assert f"rank {rank}: [Errno 28] No space left on device: '{run}{part}" in result.output
+    assert result.output.count("[save-failed]") == 1
     assert checkpoints_in(run) == SAVED
     assert (run / "latest").read_text() == "global_step6"
     assert steps(run) == steps(undisturbed[stage])
@@ -98,7 +95,7 @@ def test_a_broken_disk_ends_the_run_where_the_flag_says_so(
     result = run_with_fault(launcher, settings, "fsync", errno.EIO, 0, part)
     assert result.codes == (ExitCode.SAVE_FAILED,) * RANKS, result.output[-3000:]
     assert f"rank 0: [Errno 5] Input/output error: '{run}{part}'" in result.output
-    assert result.output.count("could not save the checkpoint of iteration 4") == 1
+    assert result.output.count("[save-failed]") == 1
     assert "Traceback" not in result.output
     assert checkpoints_in(run) == {"global_step2"}
     assert (run / "latest").read_text() == "global_step2"
@@ -116,8 +113,7 @@ def test_a_run_whose_last_checkpoint_is_not_saved_has_failed(
     settings = {**base, **SCHEDULE, "save": run}
     result = run_with_fault(launcher, settings, "write", errno.ENOSPC, 400_000, f"{run}/")
     assert result.codes == (ExitCode.SAVE_FAILED,) * RANKS, result.output[-3000:]
-    assert "WARNING: could not save the checkpoint of iteration 4" in result.output
-    assert result.output.count("could not save the checkpoint of iteration 6") == 1
+    assert result.output.count("[save-failed]") == 2  # a warning, then the error
     assert "Traceback" not in result.output
     assert checkpoints_in(run) == {"global_step2"}
     assert find_damage(run / "global_step2") is None

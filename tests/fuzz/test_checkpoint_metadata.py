@@ -1,4 +1,4 @@
-"""Any JSON in run.json, the manifest and the pointers: the checkpoint is refused in words."""
+"""Arbitrary JSON in run.json, the manifest and the pointers is rejected with a problem."""
 
 from __future__ import annotations
 
@@ -37,37 +37,36 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def run(config: Config) -> dict[str, Any]:
-    values: dict[str, Any] = {
-        "format_version": metadata.FORMAT_VERSION,
-        "state": TrainState(iteration=7).to_dict(),
-        "config": config.to_dict(),
-        "layout": metadata.parallel_layout(config, 1),
-        "order": metadata.data_order_settings(config, 1),
-        "shards": {"x": {"dim": 0, "sections": [1]}},
-    }
+    values = metadata.RunRecord(
+        state=TrainState(iteration=7),
+        config=config.to_dict(),
+        layout=metadata.ParallelLayout.of(config, 1),
+        data_order=metadata.DataOrder.of(config, 1),
+        shards={"x": metadata.ShardRecord(0, (1,))},
+    ).to_dict()
     return json.loads(json.dumps(values))  # type: ignore[no-any-return]
 
 
 def write(path: Path, content: bytes, files: object = None) -> None:
-    """A checkpoint whose manifest is right, for a run.json of any content."""
+    """Writes a run.json of any content and a manifest that matches it."""
     (path / metadata.RUN).write_bytes(content)
     listed = {metadata.RUN: {"bytes": len(content), "sha256": "0" * 64}} if files is None else files
     (path / metadata.MANIFEST).write_text(metadata.checksum_manifest(listed))  # type: ignore[arg-type]
 
 
 def check(path: Path, config: Config) -> bool:
-    """Whether the checkpoint is taken for a complete one; what then is read of it is sound."""
+    """Whether the checkpoint is accepted; then its contents can be compared with a run."""
     problem = metadata.find_damage(path)
     if problem is not None:
         assert problem
         return False
-    taken = metadata.read_run(path)
-    assert taken.iteration == taken.state.iteration == 7
-    problems = read_or_refuse(lambda: metadata.resume_conflicts(taken, config, 1), str(path))
+    found = metadata.read_run(path)
+    assert found.iteration == 7
+    problems = read_or_refuse(lambda: metadata.resume_conflicts(found, config, 1), str(path))
     return problems is not REFUSED
 
 
-def test_the_good_one(path: Path, config: Config, run: dict[str, Any]) -> None:
+def test_a_valid_checkpoint_is_accepted(path: Path, config: Config, run: dict[str, Any]) -> None:
     write(path, json.dumps(run).encode())
     assert metadata.find_damage(path) is None
     assert metadata.resume_conflicts(metadata.read_run(path), config, 1) == []
@@ -75,10 +74,10 @@ def test_the_good_one(path: Path, config: Config, run: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(
     "content",
-    [b"", b"{", b"null", b"[]", b'"x"', b"\xff", b"\0\0", b"[" * 100_000, b'{"format_version": 2}'],
+    [b"", b"{", b"null", b"[]", b'"x"', b"\xff", b"\0\0", b"[" * 100_000, b'{"format_version": 3}'],
 )
 @pytest.mark.parametrize("name", [metadata.RUN, metadata.MANIFEST])
-def test_by_hand(
+def test_files_that_are_not_a_run_record_are_rejected(
     path: Path, config: Config, run: dict[str, Any], name: str, content: bytes
 ) -> None:
     write(path, content if name == metadata.RUN else json.dumps(run).encode())

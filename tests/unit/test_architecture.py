@@ -65,6 +65,8 @@ ENVIRONMENT = ("launch/",)
 HTTP = ("inference/server.py",)
 DEVICE = ("launch/device.py",)
 WITHOUT_TORCH = (
+    "checkpoint/metadata.py",
+    "checkpoint/selection.py",
     "config/",
     "fileio/",
     "train_state.py",

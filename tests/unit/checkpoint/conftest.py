@@ -1,4 +1,4 @@
-"""A group of one process, a run's configuration and its checkpoints."""
+"""Fixtures: a process group of one rank, a configuration and its checkpoint manager."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _one_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 @pytest.fixture
-def said() -> list[str]:
+def logged() -> list[str]:
     return []
 
 
@@ -43,5 +43,5 @@ def folder(config: Config) -> Path:
 
 
 @pytest.fixture
-def checkpoints(config: Config, said: list[str]) -> CheckpointManager:
-    return CheckpointManager(config, Mesh.build(1), said.append)
+def checkpoints(config: Config, logged: list[str]) -> CheckpointManager:
+    return CheckpointManager(config, Mesh.build(1), logged.append)

@@ -1,4 +1,4 @@
-"""An engine that writes two small files, and runs of it. No test."""
+"""An engine that writes two small files, and helpers that save and load it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron_ds.train_state import TrainState
 
 
 class FakeEngine:
-    """Writes what it is told; remembers what it was asked to load."""
+    """Saves and restores `content`; records what it was asked to load."""
 
     def __init__(self) -> None:
         self.content = ""

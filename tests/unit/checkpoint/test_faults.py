@@ -1,4 +1,4 @@
-"""Damage that is found and named, disks that fail in the middle of a save, and what is kept."""
+"""Damaged checkpoints, disks that fail during a save, and --keep-last."""
 
 from __future__ import annotations
 
@@ -22,14 +22,15 @@ from megatron_ds.engine.ds_checkpoint_io import write_tensors
 from megatron_ds.inference.load_checkpoint import find_checkpoint
 from megatron_ds.launch.exit_codes import ExitCode
 from megatron_ds.parallel.mesh import Mesh
+from tests.problems import raises_problem
 from tests.unit.checkpoint.fakes import FakeEngine, load, save, state_at
 from tests.unit.checkpoint.test_full_weights import Trap
 
 
-def with_knobs(config: Config, said: list[str], **knobs: Any) -> CheckpointManager:
-    checkpoint = dataclasses.replace(config.checkpoint, **knobs)
+def manager_with(config: Config, logged: list[str], **options: Any) -> CheckpointManager:
+    checkpoint = dataclasses.replace(config.checkpoint, **options)
     changed = dataclasses.replace(config, checkpoint=checkpoint)
-    return CheckpointManager(changed, Mesh.build(1), said.append)
+    return CheckpointManager(changed, Mesh.build(1), logged.append)
 
 
 def flipped(content: bytes, draw: random.Random) -> bytes:
@@ -37,168 +38,172 @@ def flipped(content: bytes, draw: random.Random) -> bytes:
     return content[:place] + bytes([content[place] ^ 1 << draw.randrange(8)]) + content[place + 1 :]
 
 
-def cut(content: bytes, draw: random.Random) -> bytes:
+def truncated(content: bytes, draw: random.Random) -> bytes:
     return content[: draw.randrange(len(content))]
 
 
 FILES = ("model_states.pt", "below/optim_states.pt", "run.json", "manifest.json")
 
 
-@pytest.mark.parametrize("change", [flipped, cut])
+@pytest.mark.parametrize("change", [flipped, truncated])
 @pytest.mark.parametrize("name", FILES)
-def test_any_flipped_bit_and_any_cut_is_found_and_its_file_named(
+def test_any_flipped_bit_or_truncation_is_found_and_its_file_named(
     name: str,
     change: Callable[[bytes, random.Random], bytes],
     checkpoints: CheckpointManager,
     folder: Path,
-    said: list[str],
+    logged: list[str],
 ) -> None:
     save(checkpoints, 4, 8)
     path = folder / "global_step8" / name
-    whole = path.read_bytes()
+    original = path.read_bytes()
     draw = random.Random(name)
     for _ in range(25):
-        path.write_bytes(change(whole, draw))
-        said.clear()
+        path.write_bytes(change(original, draw))
+        logged.clear()
         state, engine = load(checkpoints)
         assert (state, engine.content) == (state_at(4), "of iteration 4")
-        assert said[0].startswith(f"WARNING: skipping the checkpoint {folder / 'global_step8'}: ")
-        assert Path(name).name in said[0]
-    path.write_bytes(whole)
+        assert "[checkpoint-skipped]" in logged[0]
+        assert str(folder / "global_step8") in logged[0]
+        assert Path(name).name in logged[0]
+    path.write_bytes(original)
     assert load(checkpoints)[0] == state_at(8)
 
 
-@pytest.mark.parametrize("change", [flipped, cut])
+@pytest.mark.parametrize("change", [flipped, truncated])
 @pytest.mark.parametrize("name", [FILES[0], *FILES[2:]])
-def test_generation_takes_no_damaged_weights(
+def test_generation_loads_no_damaged_weights(
     name: str,
     change: Callable[[bytes, random.Random], bytes],
     checkpoints: CheckpointManager,
     folder: Path,
-    said: list[str],
+    logged: list[str],
 ) -> None:
     save(checkpoints, 4, 8)
     newest = folder / "global_step8"
-    whole = (newest / name).read_bytes()
+    original = (newest / name).read_bytes()
     draw = random.Random(name)
-    said.clear()
+    logged.clear()
     for count in range(1, 11):
-        (newest / name).write_bytes(change(whole, draw))
-        assert find_checkpoint(folder, said.append).iteration == 4
-        assert len(said) == count
-        assert said[-1].startswith(f"WARNING: skipping the checkpoint {newest}: ")
-        assert name in said[-1]
-    (newest / name).write_bytes(change(whole, draw))
+        (newest / name).write_bytes(change(original, draw))
+        assert find_checkpoint(folder, logged.append).iteration == 4
+        assert len(logged) == count
+        assert "[checkpoint-skipped]" in logged[-1]
+        assert f"{newest}: " in logged[-1]
+        assert name in logged[-1]
+    (newest / name).write_bytes(change(original, draw))
     shutil.rmtree(folder / "global_step4")
-    with pytest.raises(ValueError, match=f"no complete checkpoint .*{name}"):
-        find_checkpoint(folder, said.append)
-    (newest / name).write_bytes(whole)
-    assert find_checkpoint(folder, said.append).iteration == 8
+    with raises_problem("all-checkpoints-damaged", "load", contains=name):
+        find_checkpoint(folder, logged.append)
+    (newest / name).write_bytes(original)
+    assert find_checkpoint(folder, logged.append).iteration == 8
 
 
 @pytest.mark.parametrize("name", storage.POINTERS)
-def test_a_damaged_pointer_is_named_and_misleads_nobody(
-    name: str, checkpoints: CheckpointManager, folder: Path, said: list[str]
+def test_a_damaged_pointer_is_ignored_with_a_warning(
+    name: str, checkpoints: CheckpointManager, folder: Path, logged: list[str]
 ) -> None:
     save(checkpoints, 4, 8)
-    whole = (folder / name).read_bytes()
+    original = (folder / name).read_bytes()
     draw = random.Random(name)
-    for change in (flipped, cut) * 10:
-        (folder / name).write_bytes(change(whole, draw))
-        said.clear()
+    for change in (flipped, truncated) * 10:
+        (folder / name).write_bytes(change(original, draw))
+        logged.clear()
         assert load(checkpoints)[0] == state_at(8)
-        assert said[0].startswith(f"WARNING: {folder / name} says ")
-        assert "the newest checkpoint there is global_step8" in said[0]
+        assert "[checkpoint-pointer-ignored]" in logged[0]
+        assert str(folder / name) in logged[0]
+        assert "global_step8" in logged[0]
 
 
 def test_every_damaged_file_of_a_checkpoint_is_named(
-    checkpoints: CheckpointManager, folder: Path, said: list[str]
+    checkpoints: CheckpointManager, folder: Path, logged: list[str]
 ) -> None:
     save(checkpoints, 4, 8)
     draw = random.Random(0)
     for name in FILES[:2]:
         path = folder / "global_step8" / name
         path.write_bytes(flipped(path.read_bytes(), draw))
-    said.clear()
+    logged.clear()
     load(checkpoints)
-    assert all(f"{name} is damaged" in said[0] for name in FILES[:2])
+    assert all(name in logged[0] for name in FILES[:2])
 
 
-def test_a_damaged_checkpoint_is_refused_where_the_flag_says_so(
-    checkpoints: CheckpointManager, config: Config, folder: Path, said: list[str]
+def test_on_damaged_checkpoint_error_loads_no_older_one(
+    checkpoints: CheckpointManager, config: Config, folder: Path, logged: list[str]
 ) -> None:
     save(checkpoints, 4, 8)
     (folder / "global_step8" / "model_states.pt").unlink()
-    strict = with_knobs(config, said, on_damaged_checkpoint="error")
-    with pytest.raises(ValueError, match=r"global_step8 is damaged.*model_states.pt is missing"):
+    strict = manager_with(config, logged, on_damaged_checkpoint="error")
+    with raises_problem(
+        "checkpoint-damaged", "load", "on_damaged_checkpoint", contains="model_states.pt"
+    ):
         load(strict)
     shutil.rmtree(folder / "global_step8")
     (folder / "latest").write_text("global_step4")
     assert load(strict)[0] == state_at(4)
 
 
-def test_where_all_are_damaged_nothing_starts_anew(
-    checkpoints: CheckpointManager, folder: Path, said: list[str]
+def test_load_starts_no_new_run_if_all_checkpoints_are_damaged(
+    checkpoints: CheckpointManager, folder: Path
 ) -> None:
     save(checkpoints, 4, 8)
     (folder / "global_step4" / "manifest.json").unlink()
     (folder / "global_step8" / "run.json").write_text("{")
-    with pytest.raises(ValueError) as error:
+    with raises_problem("all-checkpoints-damaged", "load", contains=str(folder)) as raised:
         load(checkpoints)
-    lines = str(error.value).splitlines()
-    assert lines[0] == f"--load {folder}: every checkpoint in it is damaged:"
-    assert lines[1].startswith(f"  - {folder / 'global_step8'}: its manifest.json or run.json")
-    assert lines[2].startswith(f"  - {folder / 'global_step4'}: it has no manifest.json")
+    newest, oldest = raised.problem.index("global_step8: "), raised.problem.index("global_step4: ")
+    assert newest < raised.problem.index("run.json") < oldest
+    assert "manifest.json" in raised.problem[oldest:]
 
 
 @pytest.mark.parametrize("name", storage.POINTERS)
-def test_a_pointer_to_a_checkpoint_that_is_gone_starts_nothing_anew(
+def test_load_starts_no_new_run_if_a_pointer_names_a_missing_checkpoint(
     name: str, checkpoints: CheckpointManager, folder: Path
 ) -> None:
     save(checkpoints, 4)
     shutil.rmtree(folder / "global_step4")
     for other in set(storage.POINTERS) - {name}:
         (folder / other).unlink()
-    with pytest.raises(ValueError, match=f"{name} says '.*4'.*there is no global_stepN folder"):
+    with raises_problem("checkpoint-pointer-dangling", "load", contains=str(folder / name)):
         load(checkpoints)
 
 
-def test_a_missing_checkpoint_ends_the_run_where_the_flag_says_so(
-    config: Config, folder: Path, said: list[str]
+def test_exit_on_missing_checkpoint_starts_no_new_run(
+    config: Config, folder: Path, logged: list[str]
 ) -> None:
-    strict = with_knobs(config, said, exit_on_missing_checkpoint=True)
+    strict = manager_with(config, logged, exit_on_missing_checkpoint=True)
     for _ in ("no folder", "an empty folder"):
-        with pytest.raises(ValueError, match="--exit-on-missing-checkpoint"):
+        with raises_problem("checkpoint-missing", "load", contains=str(folder)):
             load(strict)
         folder.mkdir(exist_ok=True)
 
 
-def test_one_checkpoint_can_be_asked_for(
-    checkpoints: CheckpointManager, config: Config, folder: Path, said: list[str]
+def test_ckpt_step_selects_one_checkpoint(
+    checkpoints: CheckpointManager, config: Config, folder: Path, logged: list[str]
 ) -> None:
     save(checkpoints, 4, 8)
-    state, engine = load(with_knobs(config, said, ckpt_step=4))
+    state, engine = load(manager_with(config, logged, ckpt_step=4))
     assert (state, engine.content) == (state_at(4), "of iteration 4")
-    with pytest.raises(ValueError, match=r"--ckpt-step 6: .*are: global_step8, global_step4$"):
-        load(with_knobs(config, said, ckpt_step=6))
+    with raises_problem("ckpt-step-missing", "ckpt_step", contains="global_step8, global_step4"):
+        load(manager_with(config, logged, ckpt_step=6))
     (folder / "global_step8" / "run.json").unlink()
-    with pytest.raises(ValueError, match=r"--ckpt-step 8: .*global_step8 is damaged: .*run.json"):
-        load(with_knobs(config, said, ckpt_step=8))
+    with raises_problem("checkpoint-damaged", "load", "ckpt_step", contains="run.json"):
+        load(manager_with(config, logged, ckpt_step=8))
 
 
 @pytest.mark.parametrize("name", FILES[:2])
-def test_a_file_that_would_run_code_runs_nothing_and_is_named(
-    name: str, checkpoints: CheckpointManager, folder: Path, said: list[str], tmp_path: Path
+def test_a_pickle_that_would_run_code_is_rejected(
+    name: str, checkpoints: CheckpointManager, folder: Path, logged: list[str], tmp_path: Path
 ) -> None:
-    """Its manifest is right: this was made on purpose."""
+    """The manifest matches the file, as an attacker would write it."""
     save(checkpoints, 4, 8)
     path = folder / "global_step8"
     write_tensors({"content": Trap(tmp_path / "sprung")}, path / name)
     names = [file for file in storage.files_below(path) if file != "manifest.json"]
     (path / "manifest.json").write_text(checksum_manifest(storage.fsync_and_hash(path, names)))
-    said.clear()
+    logged.clear()
     assert load(checkpoints)[0] == state_at(4)
-    assert f"{path / name} cannot be read as tensors and plain values" in said[0]
+    assert f"{path / name}" in logged[0]
     assert not (tmp_path / "sprung").exists()
 
 
@@ -207,7 +212,7 @@ def names_in(folder: Path) -> set[str]:
 
 
 def failing_at(call: int, patch: pytest.MonkeyPatch, inside: Path, code: int) -> None:
-    """Lets the call-th opening for writing, fsync or rename below a folder fail, and no other."""
+    """Lets the n-th open for writing, fsync or rename below a folder fail, and no other."""
     left = [call]
 
     def count(path: Any) -> None:
@@ -244,20 +249,20 @@ def failing_at(call: int, patch: pytest.MonkeyPatch, inside: Path, code: int) ->
 @pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="needs /proc")
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
 @pytest.mark.parametrize("again", [False, True], ids=["a new iteration", "the same iteration"])
-def test_an_error_of_the_disk_at_any_step_costs_no_checkpoint(
+def test_a_disk_error_at_any_step_loses_no_checkpoint(
     code: int,
     again: bool,
     checkpoints: CheckpointManager,
     folder: Path,
-    said: list[str],
+    logged: list[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The first step of the save fails, then the second, and so on, until none is left."""
+    """Lets the first file operation of the save fail, then the second, and so on."""
     failed = warned = 0
     for call in range(60):
         shutil.rmtree(folder, ignore_errors=True)
         save(checkpoints, 4, *([8] if again else []))
-        said.clear()
+        logged.clear()
         error: SaveError | None = None
         with monkeypatch.context() as patch:
             failing_at(call, patch, folder, code)
@@ -269,10 +274,12 @@ def test_an_error_of_the_disk_at_any_step_costs_no_checkpoint(
             failed += 1
             assert error.code is ExitCode.SAVE_FAILED
             assert os.strerror(code) in str(error)
-            assert f"of iteration 8 to {folder}" in str(error)
-        elif any("WARNING" in line for line in said):
+            assert error.problem.code == "save-failed"
+            assert str(folder) in error.problem
+        elif any("WARNING" in line for line in logged):
             warned += 1
-            assert os.strerror(code) in said[1]
+            assert "[save-pointers-failed]" in logged[1]
+            assert os.strerror(code) in logged[1]
         else:
             break
         assert not [name for name in names_in(folder) if name.startswith(".")]
@@ -283,15 +290,15 @@ def test_an_error_of_the_disk_at_any_step_costs_no_checkpoint(
         save(checkpoints, 12)
         assert load(checkpoints)[0] == state_at(12)
     else:
-        pytest.fail("the save never came to its end")
-    # Two tensor files (open, flush, flush again), two JSON files and the folder's name before the
-    # checkpoint is there; two pointers after it.
+        pytest.fail("the save never completed")
+    # Before the checkpoint has its name: two tensor files (open, flush twice), two JSON files and
+    # the folder; two pointers after it.
     assert failed >= 15
     assert warned >= 6
 
 
-def test_an_error_of_the_engine_is_told_and_leaves_nothing(
-    checkpoints: CheckpointManager, folder: Path, said: list[str]
+def test_an_error_of_the_engine_is_reported_and_leaves_no_files(
+    checkpoints: CheckpointManager, folder: Path, logged: list[str]
 ) -> None:
     class Full(FakeEngine):
         def save(self, folder: Path, tag: str) -> None:
@@ -302,39 +309,37 @@ def test_an_error_of_the_engine_is_told_and_leaves_nothing(
     with pytest.raises(SaveError) as error:
         checkpoints.save(Full(), state_at(8))  # type: ignore[arg-type]
     place = folder / ".incomplete-global_step8" / "x.pt"
-    assert f"[Errno 28] No space left on device: '{place}'" in str(error.value)
+    assert str(place) in str(error.value)
     assert names_in(folder) == {"global_step4", *storage.POINTERS}
 
 
-def test_too_little_space_is_told_before_the_save(
+def test_too_little_space_gives_a_warning_before_the_save(
     checkpoints: CheckpointManager,
     folder: Path,
-    said: list[str],
+    logged: list[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Against the model's size at first (30 numbers of 16 bytes), then against the last one's."""
+    """Compared with the model's size (30 numbers of 16 bytes), then with the last checkpoint's."""
     monkeypatch.setattr(storage, "free_bytes", lambda folder: 16 * 30)
     save(checkpoints, 2)
-    assert not any("WARNING" in line for line in said)
+    assert not any("WARNING" in line for line in logged)
     save(checkpoints, 4)
-    assert next(line for line in said if "WARNING" in line).startswith(
-        f"WARNING: {folder} has 0.00 GB free, and a checkpoint takes about"
-    )
+    assert any("[disk-may-become-full]" in line for line in logged)
     shutil.rmtree(folder)
-    said.clear()
+    logged.clear()
     monkeypatch.setattr(storage, "free_bytes", lambda folder: 16 * 30 - 1)
     save(checkpoints, 2)
-    assert "the save may fail" in said[1]
+    assert "[disk-may-become-full]" in logged[1]
 
 
-def test_as_many_checkpoints_are_kept_as_asked_for(
-    config: Config, folder: Path, said: list[str]
+def test_keep_last_keeps_that_many_checkpoints(
+    config: Config, folder: Path, logged: list[str]
 ) -> None:
-    keeping = with_knobs(config, said, keep_last=2)
+    keeping = manager_with(config, logged, keep_last=2)
     save(keeping, 2, 4, 6)
     assert names_in(folder) == {"global_step4", "global_step6", *storage.POINTERS}
-    # Of a later iteration, which a run from an older checkpoint has not reached; and damaged.
-    save(with_knobs(config, said), 12)
+    # Later iterations, which this run has not reached, and damaged checkpoints are kept.
+    save(manager_with(config, logged), 12)
     (folder / "global_step4" / "run.json").unlink()
     save(keeping, 8, 10)
     kept = {"global_step4", "global_step8", "global_step10", "global_step12"}
@@ -342,9 +347,9 @@ def test_as_many_checkpoints_are_kept_as_asked_for(
 
 
 def test_a_save_that_fails_removes_no_older_checkpoint(
-    config: Config, folder: Path, said: list[str], monkeypatch: pytest.MonkeyPatch
+    config: Config, folder: Path, logged: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    keeping = with_knobs(config, said, keep_last=1)
+    keeping = manager_with(config, logged, keep_last=1)
     save(keeping, 2)
     failing_at(3, monkeypatch, folder, errno.ENOSPC)
     with pytest.raises(SaveError):
@@ -352,13 +357,13 @@ def test_a_save_that_fails_removes_no_older_checkpoint(
     assert names_in(folder) == {"global_step2", *storage.POINTERS}
 
 
-def test_a_crash_while_an_old_checkpoint_is_removed_leaves_no_half_one(
-    config: Config, folder: Path, said: list[str], monkeypatch: pytest.MonkeyPatch
+def test_a_crash_during_the_removal_leaves_no_partial_checkpoint(
+    config: Config, folder: Path, logged: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Crash(Exception):
         pass
 
-    keeping = with_knobs(config, said, keep_last=1)
+    keeping = manager_with(config, logged, keep_last=1)
     save(keeping, 2)
     removing = shutil.rmtree
 

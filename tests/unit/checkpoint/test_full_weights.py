@@ -1,4 +1,4 @@
-"""Reading and placing weights without an engine: names, shapes, padding, and files that lie."""
+"""Full weights without an engine: reading, loading, padding, and malicious files."""
 
 from __future__ import annotations
 
@@ -11,12 +11,23 @@ import torch
 from deepspeed.runtime.fp16.loss_scaler import LossScaler
 from torch import nn
 
-from megatron_ds.checkpoint.full_weights import Weights, load_full_weights, read_weights
-from megatron_ds.checkpoint.metadata import CheckpointMetadata
+from megatron_ds.checkpoint.full_weights import Weights, iter_full_weights, load_full_weights
+from megatron_ds.checkpoint.metadata import (
+    CheckpointMetadata,
+    DataOrder,
+    ParallelLayout,
+    RunRecord,
+    ShardRecord,
+)
+from megatron_ds.config import Config, ScheduleConfig
 from megatron_ds.parallel.sharding import ShardSpec, mark_sharded, take_shard, unshard
+from megatron_ds.train_state import TrainState
+from tests.problems import raises_problem
+
+CONFIG = Config(schedule=ScheduleConfig(micro_batch_size=1))
 
 
-def found(
+def checkpoint_of(
     path: Path,
     *,
     stage: int,
@@ -25,14 +36,18 @@ def found(
     shards: dict[str, ShardSpec],
     precision: str = "fp32",
 ) -> CheckpointMetadata:
-    entries = {name: {"dim": s.dim, "sections": list(s.sections)} for name, s in shards.items()}
-    layout = {
-        "zero_stage": stage,
-        "tensor_model_parallel_size": tp,
-        "data_parallel_size": dp,
-        "precision": precision,
-    }
-    return CheckpointMetadata(path, 1, {"layout": layout, "shards": entries})
+    run = RunRecord(
+        state=TrainState(),
+        config={},
+        layout=ParallelLayout(tp, dp, stage, precision, "adam"),
+        data_order=DataOrder.of(CONFIG, dp),
+        shards={name: ShardRecord(s.dim, s.sections) for name, s in shards.items()},
+    )
+    return CheckpointMetadata(path, run)
+
+
+def read_weights(checkpoint: CheckpointMetadata) -> Weights:
+    return dict(iter_full_weights(checkpoint))
 
 
 def full_weights() -> Weights:
@@ -52,13 +67,13 @@ def parts_of(weights: Weights, rank: int, size: int) -> Weights:
 
 
 @pytest.mark.parametrize("tp", [1, 2])
-def test_files_of_the_module_are_joined(tmp_path: Path, tp: int) -> None:
+def test_zero_0_to_2_shards_are_joined(tmp_path: Path, tp: int) -> None:
     weights = full_weights()
     for rank in range(tp):
         content = {"module": parts_of(weights, rank, tp), "ds_version": "0.19.8"}
         torch.save(content, tmp_path / f"mp_rank_{rank:02d}_model_states.pt")
 
-    read = read_weights(found(tmp_path, stage=1, tp=tp, dp=3, shards=SHARDS))
+    read = read_weights(checkpoint_of(tmp_path, stage=1, tp=tp, dp=3, shards=SHARDS))
 
     assert read.keys() == weights.keys()
     assert all(torch.equal(read[name], weights[name]) for name in weights)
@@ -74,7 +89,7 @@ def write_zero3(
 ) -> None:
     """ZeRO-3's files of one tensor-parallel rank.
 
-    groups: names by optimizer group and by flat tensor.
+    groups: parameter names, by optimizer group and flat tensor.
     """
     shapes = [{name: weights[name].shape for flat in group for name in flat} for group in groups]
     for rank in range(dp):
@@ -105,7 +120,7 @@ def write_zero3(
     ],
 )
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_slices_of_zero3_are_joined(
+def test_zero3_partitions_are_joined(
     tmp_path: Path, tp: int, dp: int, groups: list[list[list[str]]], precision: str
 ) -> None:
     weights = full_weights()
@@ -113,7 +128,7 @@ def test_slices_of_zero3_are_joined(
         stem = f"mp_rank_{rank:02d}"
         write_zero3(tmp_path, parts_of(weights, rank, tp), dp, groups, stem, precision)
 
-    checkpoint = found(tmp_path, stage=3, tp=tp, dp=dp, shards=SHARDS, precision=precision)
+    checkpoint = checkpoint_of(tmp_path, stage=3, tp=tp, dp=dp, shards=SHARDS, precision=precision)
     read = read_weights(checkpoint)
 
     assert read.keys() == weights.keys()
@@ -123,7 +138,7 @@ def test_slices_of_zero3_are_joined(
 
 
 class Trap:
-    """Pickled, it calls a function when it is read."""
+    """Calls a function when it is unpickled."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -140,7 +155,7 @@ def test_a_file_cannot_run_code(tmp_path: Path, stage: int) -> None:
         torch.save(content, tmp_path / f"{name}_model_states.pt")
 
     with pytest.raises(ValueError, match=r"(?s)model_states.pt cannot be read.*mkdir"):
-        read_weights(found(tmp_path, stage=stage, tp=1, dp=1, shards={}))
+        read_weights(checkpoint_of(tmp_path, stage=stage, tp=1, dp=1, shards={}))
 
     assert not trap.exists()
 
@@ -151,11 +166,11 @@ def test_a_damaged_file_is_named(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-100])
 
     with pytest.raises(ValueError, match=r"mp_rank_00_model_states.pt cannot be read"):
-        read_weights(found(tmp_path, stage=0, tp=1, dp=1, shards={}))
+        read_weights(checkpoint_of(tmp_path, stage=0, tp=1, dp=1, shards={}))
 
 
 class Model(nn.Module):
-    """One table of the vocabulary, one cut matrix, one whole vector; as rank 1 of 2."""
+    """A vocabulary table, a sharded matrix and a replicated vector of rank 1 of 2."""
 
     def __init__(self, rows: int = 12) -> None:
         super().__init__()
@@ -174,7 +189,7 @@ def weights_of_model(rows: int = 12) -> Weights:
     }
 
 
-def test_each_rank_gets_its_part() -> None:
+def test_each_rank_loads_its_shard() -> None:
     model, weights = Model(), weights_of_model()
 
     load_full_weights(model, weights.items(), rank=1, size=2)
@@ -185,7 +200,7 @@ def test_each_rank_gets_its_part() -> None:
 
 
 @pytest.mark.parametrize("rows", [10, 14])
-def test_a_table_is_cut_or_padded_with_zeros(rows: int) -> None:
+def test_vocabulary_tables_are_truncated_or_padded_with_zeros(rows: int) -> None:
     model, weights = Model(), weights_of_model(rows)
 
     load_full_weights(model, weights.items(), rank=1, size=2)
@@ -194,37 +209,39 @@ def test_a_table_is_cut_or_padded_with_zeros(rows: int) -> None:
     assert torch.equal(model.embedding.word.weight, table)
 
 
-def test_only_tables_of_the_vocabulary_are_padded() -> None:
+def test_only_vocabulary_tables_are_padded() -> None:
     weights = weights_of_model()
     weights["fc.weight"] = weights["fc.weight"][:2]
 
-    with pytest.raises(ValueError, match=r"fc.weight is \[2, 4\], the model expects \[4, 4\]"):
+    with raises_problem("weights-shape-mismatch", contains="fc.weight"):
         load_full_weights(Model(), weights.items(), rank=0, size=2)
 
 
-def test_a_wrong_width_is_named() -> None:
+def test_a_wrong_width_is_rejected() -> None:
     weights = weights_of_model()
     weights["embedding.word.weight"] = torch.zeros(12, 4)
 
-    with pytest.raises(ValueError, match=r"word.weight is \[12, 4\], the model expects \[12, 3\]"):
+    with raises_problem("weights-shape-mismatch", contains="embedding.word.weight is [12, 4]"):
         load_full_weights(Model(), weights.items(), rank=0, size=2)
 
 
-def test_missing_and_unknown_names_are_named_together() -> None:
+def test_missing_and_unknown_names_are_reported_together() -> None:
     weights = weights_of_model()
     weights["fc.biases"] = weights.pop("fc.bias")
 
-    with pytest.raises(ValueError, match=r"missing \['fc.bias'\], unknown \['fc.biases'\]"):
+    with raises_problem("weights-names-mismatch") as raised:
         load_full_weights(Model(), weights.items(), rank=0, size=2)
+    assert "['fc.bias']" in raised.problem
+    assert "['fc.biases']" in raised.problem
 
 
-def test_values_take_the_models_type() -> None:
+def test_values_are_converted_to_the_dtype_of_the_model() -> None:
     model, weights = Model().bfloat16(), weights_of_model()
     load_full_weights(model, weights.items(), rank=0, size=2)
     assert model.fc.weight.dtype == torch.bfloat16
 
 
-def test_join_is_the_inverse_of_the_cut() -> None:
+def test_unshard_is_the_inverse_of_take_shard() -> None:
     full = full_weights()["fused"]
     for size in (1, 2):
         spec = SHARDS["fused"]

@@ -1,4 +1,4 @@
-"""Checkpoints are complete or not there: on one process, with an engine that writes two files."""
+"""Saving and loading on one process, with an engine that writes two files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 
 from megatron_ds.checkpoint import storage
 from megatron_ds.checkpoint.manager import CheckpointManager
-from megatron_ds.checkpoint.metadata import checksum_manifest, read_json, read_manifest
+from megatron_ds.checkpoint.metadata import checksum_manifest, read_manifest
 from megatron_ds.config import (
     Config,
     DataConfig,
@@ -24,15 +24,21 @@ from megatron_ds.config import (
     RuntimeConfig,
     ScheduleConfig,
 )
+from megatron_ds.config.problems import UserError
 from megatron_ds.data.blend_history import SourceId, new_history
 from megatron_ds.engine.ds_checkpoint_io import write_tensors
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.train_state import TrainState
+from tests.problems import raises_problem
 from tests.unit.checkpoint.fakes import FakeEngine, load, save, state_at
 
 
-def test_a_save_leaves_one_folder_and_two_pointers(
-    checkpoints: CheckpointManager, folder: Path, said: list[str]
+def json_of(path: Path) -> Any:
+    return json.loads(path.read_text())
+
+
+def test_save_writes_one_folder_and_two_pointers(
+    checkpoints: CheckpointManager, folder: Path, logged: list[str]
 ) -> None:
     save(checkpoints, 7)
     assert sorted(path.name for path in folder.iterdir()) == [
@@ -48,15 +54,13 @@ def test_a_save_leaves_one_folder_and_two_pointers(
         "model_states.pt",
         "run.json",
     ]
-    assert said == [
+    assert logged == [
         f"saving checkpoint at iteration       7 to {folder}",
         f"  successfully saved checkpoint at iteration       7 to {folder}",
     ]
 
 
-def test_the_manifest_describes_every_other_file(
-    checkpoints: CheckpointManager, folder: Path
-) -> None:
+def test_the_manifest_lists_every_other_file(checkpoints: CheckpointManager, folder: Path) -> None:
     save(checkpoints, 1)
     files = read_manifest(folder / "global_step1")
     assert sorted(files) == ["below/optim_states.pt", "model_states.pt", "run.json"]
@@ -67,11 +71,11 @@ def test_the_manifest_describes_every_other_file(
     }
 
 
-def test_run_facts_hold_state_layout_and_how_parameters_are_cut(
+def test_run_json_contains_state_layout_and_sharding(
     checkpoints: CheckpointManager, folder: Path
 ) -> None:
     save(checkpoints, 3)
-    run = read_json(folder / "global_step3" / "run.json")
+    run = json_of(folder / "global_step3" / "run.json")
     assert TrainState.from_dict(run["state"]) == state_at(3)
     assert run["layout"] == {
         "tensor_model_parallel_size": 1,
@@ -84,16 +88,16 @@ def test_run_facts_hold_state_layout_and_how_parameters_are_cut(
     assert run["config"]["model"]["num_layers"] == 2
 
 
-def test_the_newest_by_number_is_loaded(
-    checkpoints: CheckpointManager, folder: Path, said: list[str]
+def test_load_selects_the_highest_iteration(
+    checkpoints: CheckpointManager, folder: Path, logged: list[str]
 ) -> None:
     save(checkpoints, 9, 8, 10)
-    said.clear()
+    logged.clear()
     state, engine = load(checkpoints)
     assert state == state_at(10)
     assert engine.loaded == (folder, "global_step10")
     assert engine.content == "of iteration 10"
-    assert said == [
+    assert logged == [
         f" loading checkpoint from {folder} at iteration 10",
         f"  successfully loaded checkpoint from {folder} at iteration 10",
     ]
@@ -111,10 +115,10 @@ def truncate(path: Path) -> None:
 
 
 def edit(change: Callable[[dict[str, Any]], None]) -> Callable[[Path], None]:
-    """Changes run.json and its entry in the manifest, as a program would that knows both."""
+    """Changes run.json and updates its entry in the manifest."""
 
     def apply(path: Path) -> None:
-        values = read_json(path / "run.json")
+        values = json_of(path / "run.json")
         change(values)
         (path / "run.json").write_text(json.dumps(values))
         names = [name for name in storage.files_below(path) if name != "manifest.json"]
@@ -124,10 +128,10 @@ def edit(change: Callable[[dict[str, Any]], None]) -> Callable[[Path], None]:
 
 
 def edit_manifest(path: Path) -> None:
-    """A size and a digest that fit a file, in a manifest that is not sealed anew."""
+    """Updates the entry of a changed file, but not the manifest's own checksum."""
     content = b"another model"
     (path / "model_states.pt").write_bytes(content)
-    values = read_json(path / "manifest.json")
+    values = json_of(path / "manifest.json")
     values["files"]["model_states.pt"] = {
         "bytes": len(content),
         "sha256": hashlib.sha256(content).hexdigest(),
@@ -135,106 +139,132 @@ def edit_manifest(path: Path) -> None:
     (path / "manifest.json").write_text(json.dumps(values, indent=1) + "\n")
 
 
-DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
-    "a flipped byte": (
-        flip_a_byte,
-        "model_states.pt is damaged (its SHA-256 differs from the manifest's)",
-    ),
-    "a truncated file": (
-        truncate,
-        "below/optim_states.pt has 4 bytes, the manifest says ",
-    ),
+DAMAGES: dict[str, tuple[Callable[[Path], None], str, str]] = {
+    "a flipped byte": (flip_a_byte, "checkpoint-files-damaged", "model_states.pt"),
+    "a truncated file": (truncate, "checkpoint-file-size", "below/optim_states.pt has 4 bytes"),
     "a missing file": (
         lambda path: (path / "model_states.pt").unlink(),
-        "model_states.pt is missing",
+        "checkpoint-file-missing",
+        "model_states.pt",
     ),
     "no manifest": (
         lambda path: (path / "manifest.json").unlink(),
-        "it has no manifest.json, so its save did not finish",
+        "checkpoint-save-unfinished",
+        "manifest.json",
     ),
     "no run.json": (
         lambda path: (path / "run.json").unlink(),
-        "it has no run.json, so its save did not finish",
+        "checkpoint-save-unfinished",
+        "run.json",
     ),
-    "a manifest that is no JSON": (
+    "a manifest that is not JSON": (
         lambda path: (path / "manifest.json").write_bytes(b"\xff{"),
-        "manifest.json is damaged (",
+        "checkpoint-metadata-damaged",
+        "manifest.json",
     ),
-    "a manifest of another kind": (
+    "a manifest that is a list": (
         lambda path: (path / "manifest.json").write_text("[1]"),
-        "manifest.json is damaged (",
+        "checkpoint-metadata-damaged",
+        "manifest.json",
     ),
     "a manifest without files": (
         lambda path: (path / "manifest.json").write_text('{"sha256": ""}'),
-        "manifest.json is damaged (KeyError('files'))",
+        "checkpoint-metadata-damaged",
+        "KeyError('files')",
     ),
-    "an edited manifest": (
-        edit_manifest,
-        "manifest.json is damaged (its SHA-256 differs from the one in it)",
-    ),
-    "a file that the manifest does not name": (
+    "an edited manifest": (edit_manifest, "checkpoint-metadata-damaged", "manifest.json"),
+    "a file that the manifest does not list": (
         lambda path: write_tensors({}, path / "mp_rank_01_model_states.pt"),
-        "mp_rank_01_model_states.pt is not one of its files",
+        "checkpoint-file-unlisted",
+        "mp_rank_01_model_states.pt",
     ),
     "an unknown format": (
         edit(lambda values: values.update(format_version=7)),
-        "format version 7, expected 2",
+        "checkpoint-metadata-damaged",
+        "format version 7, expected 3",
     ),
     "no layout": (
         edit(lambda values: values.pop("layout")),
-        "layout is missing or not a JSON object",
+        "checkpoint-metadata-damaged",
+        "layout",
+    ),
+    "a layout of another type": (
+        edit(lambda values: values["layout"].update(zero_stage="1")),
+        "checkpoint-metadata-damaged",
+        "zero_stage",
     ),
     "the state of another iteration": (
         edit(lambda values: values["state"].update(iteration=5)),
-        "the state is of iteration 5",
+        "checkpoint-metadata-damaged",
+        "iteration 5",
     ),
     "a state with an unknown key": (
         edit(lambda values: values["state"].update(epoch=1)),
-        "state has the keys",
+        "checkpoint-metadata-damaged",
+        "epoch",
     ),
-    "a state that is no number": (
+    "a state that is not a number": (
         edit(lambda values: values["state"].update(consumed_samples=None)),
-        "the state is not made of numbers",
+        "checkpoint-metadata-damaged",
+        "NoneType",
+    ),
+    "a damaged blend history": (
+        edit(lambda values: values.update(data={"format": 1, "sources": 3})),
+        "checkpoint-metadata-damaged",
+        "run.json",
     ),
 }
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_checkpoint_is_named_and_the_one_before_it_taken(
-    damage: str, checkpoints: CheckpointManager, folder: Path, said: list[str]
+def test_load_falls_back_to_the_checkpoint_before_a_damaged_one(
+    damage: str, checkpoints: CheckpointManager, folder: Path, logged: list[str]
 ) -> None:
     save(checkpoints, 4, 8)
-    apply, words = DAMAGES[damage]
+    apply, code, value = DAMAGES[damage]
     apply(folder / "global_step8")
-    said.clear()
+    logged.clear()
+
     state, engine = load(checkpoints)
+
     assert state == state_at(4)
     assert engine.content == "of iteration 4"
-    assert said[0].startswith(f"WARNING: skipping the checkpoint {folder / 'global_step8'}: ")
-    assert words in said[0]
-    assert said[1] == f" loading checkpoint from {folder} at iteration 4"
+    found = checkpoints._find_damage(folder / "global_step8")
+    assert found is not None
+    assert found.code == code
+    assert value in found
+    assert "[checkpoint-skipped]" in logged[0]
+    assert f"{folder / 'global_step8'}: {found}" in logged[0]
+    assert logged[1] == f" loading checkpoint from {folder} at iteration 4"
 
 
 def test_a_folder_without_a_checkpoint_starts_a_new_run(
-    checkpoints: CheckpointManager, folder: Path, said: list[str]
+    checkpoints: CheckpointManager, folder: Path, logged: list[str]
 ) -> None:
     for name in ("global_step5-copy", ".incomplete-global_step3", "index-cache"):
         (folder / name).mkdir(parents=True)
     (folder / "global_step6").write_text("a file of this name")
     state, engine = load(checkpoints)
     assert (state, engine.loaded) == (None, None)
-    assert said == [
+    assert logged == [
         f"WARNING: could not find a complete checkpoint in {folder}",
         "    will not load any checkpoints and will start from random",
     ]
 
 
-def test_a_folder_that_is_not_there_has_no_checkpoint(checkpoints: CheckpointManager) -> None:
+def test_a_missing_folder_has_no_checkpoint(checkpoints: CheckpointManager) -> None:
     assert load(checkpoints)[0] is None
 
 
-def test_another_model_or_layout_is_refused_with_every_difference(
-    checkpoints: CheckpointManager, config: Config, folder: Path, said: list[str]
+def conflicts(config: Config, logged: list[str]) -> list[tuple[str, tuple[str, ...]]]:
+    """Codes and fields of the problems that selecting a checkpoint raises."""
+    with pytest.raises(UserError) as raised:
+        CheckpointManager(config, Mesh.build(1), logged.append).select()
+    return [(problem.code, problem.fields) for problem in raised.value.problems]
+
+
+def test_resume_rejects_another_model_or_layout_with_every_difference(
+    checkpoints: CheckpointManager, config: Config, logged: list[str]
 ) -> None:
     save(checkpoints, 2)
     other = dataclasses.replace(
@@ -245,96 +275,56 @@ def test_another_model_or_layout_is_refused_with_every_difference(
         precision=PrecisionConfig(bf16=True),
         deepspeed=DeepSpeedConfig(zero_stage=2),
     )
-    with pytest.raises(ValueError) as error:
-        load(CheckpointManager(other, Mesh.build(1), said.append))
-    assert str(error.value).splitlines() == [
-        f"the checkpoint {folder / 'global_step2'} does not fit this run:",
-        "  - --num-layers is 2 in the checkpoint and 3 in this run",
-        "  - --zero-stage is 1 in the checkpoint and 2 in this run (a resume needs the same "
-        "layout)",
-        "  - precision is fp32 in the checkpoint and bf16 in this run (a resume needs the same "
-        "layout)",
+    assert conflicts(other, logged) == [
+        ("resume-model-changed", ("num_layers",)),
+        ("resume-layout-changed", ("zero_stage",)),
+        ("resume-layout-changed", ("precision",)),
     ]
 
 
-def test_what_decides_the_order_of_the_samples_may_not_change(
-    checkpoints: CheckpointManager, config: Config, said: list[str]
+def test_resume_rejects_another_order_of_the_samples(
+    checkpoints: CheckpointManager, config: Config, logged: list[str]
 ) -> None:
     save(checkpoints, 2)
-    other = dataclasses.replace(
+    rampup = dataclasses.replace(
         config,
         schedule=ScheduleConfig(
             micro_batch_size=1, global_batch_size=8, rampup_batch_size=(2, 2, 6), train_samples=9
         ),
         runtime=RuntimeConfig(seed=7),
     )
-    with pytest.raises(ValueError) as error:
-        load(CheckpointManager(other, Mesh.build(1), said.append))
-    words = " (it decides which samples come next)"
-    assert str(error.value).splitlines()[1:] == [
-        f"  - --seed is 1234 in the checkpoint and 7 in this run{words}",
-        f"  - --global-batch-size is 4 in the checkpoint and 8 in this run{words}",
-        f"  - --rampup-batch-size is None in the checkpoint and [2, 2, 6] in this run{words}",
-    ]
-
-
-def test_batch_sizes_by_tokens_may_not_change(
-    checkpoints: CheckpointManager, config: Config, said: list[str]
-) -> None:
-    save(checkpoints, 2)
     schedule = dataclasses.replace(
         config.schedule, global_batch_size=None, step_batch_size_schedule=("0:2 1K:4",)
     )
-    other = dataclasses.replace(config, schedule=schedule)
-    with pytest.raises(ValueError) as error:
-        load(CheckpointManager(other, Mesh.build(1), said.append))
-    assert str(error.value).splitlines()[1:] == [
-        "  - --step-batch-size-schedule is None in the checkpoint and ['0:2', '1000:4'] in this "
-        "run (it decides which samples come next)"
+    code = "resume-data-order-changed"
+    assert conflicts(rampup, logged) == [
+        (code, ("seed",)),
+        (code, ("global_batch_size",)),
+        (code, ("rampup_batch_size",)),
     ]
+    steps = dataclasses.replace(config, schedule=schedule)
+    assert conflicts(steps, logged) == [(code, ("step_batch_size_schedule",))]
 
 
 def test_dropout_may_change_on_a_resume(
-    checkpoints: CheckpointManager, config: Config, said: list[str]
+    checkpoints: CheckpointManager, config: Config, logged: list[str]
 ) -> None:
     save(checkpoints, 2)
     model = dataclasses.replace(config.model, hidden_dropout=0.0, attention_dropout=0.3)
     other = dataclasses.replace(config, model=model)
-    assert load(CheckpointManager(other, Mesh.build(1), said.append))[0] == state_at(2)
+    assert load(CheckpointManager(other, Mesh.build(1), logged.append))[0] == state_at(2)
 
 
-def test_the_record_of_the_data_comes_back(checkpoints: CheckpointManager, folder: Path) -> None:
+def test_the_blend_history_is_restored(checkpoints: CheckpointManager) -> None:
     history = new_history([SourceId("a", "hash", (0, 9))], [1.0], order=3)
-    checkpoints.save(FakeEngine(), state_at(2), history.to_dict)  # type: ignore[arg-type]
+    checkpoints.save(FakeEngine(), state_at(2), lambda: history)  # type: ignore[arg-type]
     found = checkpoints.select()
     assert found is not None
-    assert found.history == history
-    kept = read_json(folder / "global_step2" / "run.json")["data"]
-    assert kept == json.loads(json.dumps(history.to_dict()))
-
-
-def test_a_checkpoint_without_a_record_of_the_data_is_read(
-    checkpoints: CheckpointManager, folder: Path
-) -> None:
-    save(checkpoints, 2)
-    edit(lambda run: run.pop("data"))(folder / "global_step2")
-    found = checkpoints.select()
-    assert found is not None
-    assert found.history is None
-    assert load(checkpoints)[0] == state_at(2)
-
-
-def test_a_damaged_record_of_the_data_damages_the_checkpoint(
-    checkpoints: CheckpointManager, folder: Path
-) -> None:
-    save(checkpoints, 2)
-    edit(lambda run: run.update(data={"format": 1, "sources": 3}))(folder / "global_step2")
-    with pytest.raises(ValueError, match=r"run.json cannot be read \(data: it lacks what belongs"):
-        load(checkpoints)
+    assert found.run.data == history
 
 
 @pytest.mark.parametrize(
-    ("before", "now", "refused"),
+    ("before", "now", "rejected"),
     [
         ({"data_path": ("a",), "split": "9,1"}, {"data_path": ("a",), "split": "8,2"}, True),
         ({"data_path": ("a",)}, {"data_args_path": "f", "split": "8,2"}, True),
@@ -343,39 +333,37 @@ def test_a_damaged_record_of_the_data_damages_the_checkpoint(
         ({"train_data_path": ("a",)}, {"data_path": ("a",), "split": "9,1"}, False),
     ],
 )
-def test_split_is_compared_where_it_cuts(
+def test_split_is_compared_if_both_runs_use_it(
     checkpoints: CheckpointManager,
     config: Config,
-    said: list[str],
+    logged: list[str],
     before: dict[str, Any],
     now: dict[str, Any],
-    refused: bool,
+    rejected: bool,
 ) -> None:
     first, other = (
         CheckpointManager(
-            dataclasses.replace(config, data=DataConfig(**data)), Mesh.build(1), said.append
+            dataclasses.replace(config, data=DataConfig(**data)), Mesh.build(1), logged.append
         )
         for data in (before, now)
     )
     save(first, 2)
-    if refused:
-        with pytest.raises(
-            ValueError, match=r"--split is .* in the checkpoint and 8,2 in this run"
-        ):
+    if rejected:
+        with raises_problem("resume-data-order-changed", "split", contains="8,2"):
             load(other)
     else:
         assert load(other)[0] == state_at(2)
 
 
 class Crash(Exception):
-    """Stands for the end of the process."""
+    """The end of the process."""
 
 
 @pytest.mark.parametrize("again", [False, True], ids=["a new iteration", "the same iteration"])
-def test_a_crash_at_any_rename_leaves_a_complete_checkpoint(
+def test_crash_at_any_rename_leaves_a_complete_checkpoint(
     again: bool, checkpoints: CheckpointManager, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ends the save before its first rename, its second, and so on, until none is left."""
+    """Interrupts the save before its first rename, its second, and so on."""
     renames = {"replace": os.replace, "rename": os.rename}
     survived = 0
     for allowed in range(20):
@@ -403,12 +391,12 @@ def test_a_crash_at_any_rename_leaves_a_complete_checkpoint(
         assert state is not None
         assert engine.content == f"of iteration {state.iteration}"
     else:
-        pytest.fail("the save never came to its end")
+        pytest.fail("the save never completed")
     # run.json, manifest, the older folder, the folder, two pointers
     assert survived == (6 if again else 5)
 
 
-def test_the_next_save_removes_what_a_crash_left(
+def test_the_next_save_removes_leftovers_of_a_crash(
     checkpoints: CheckpointManager, folder: Path
 ) -> None:
     for name in (".incomplete-global_step5", ".replaced-global_step3"):
@@ -432,7 +420,7 @@ def test_a_checkpoint_of_the_same_iteration_is_replaced(
     assert [path.name for path in folder.glob(".*")] == []
 
 
-def test_a_checkpoint_that_made_way_comes_back_if_its_successor_did_not_arrive(
+def test_a_replaced_checkpoint_is_restored_if_its_replacement_was_not_completed(
     checkpoints: CheckpointManager, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(checkpoints, 4)
@@ -454,27 +442,27 @@ def test_a_checkpoint_that_made_way_comes_back_if_its_successor_did_not_arrive(
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="needs /proc")
-def test_everything_is_on_the_disk_before_it_gets_its_name(
+def test_files_are_flushed_before_the_rename(
     checkpoints: CheckpointManager, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The order of fsync and rename is what makes a power cut harmless."""
+    """The order of fsync and rename makes a power failure harmless."""
     events: list[tuple[str, str]] = []
     fsync, rename, replace = os.fsync, os.rename, os.replace
 
-    def noted_fsync(descriptor: int) -> None:
+    def recorded_fsync(descriptor: int) -> None:
         events.append(("flush", Path(os.readlink(f"/proc/self/fd/{descriptor}")).name))
         fsync(descriptor)
 
-    def noted(move: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
+    def recorded(move: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
         def call(source: Any, target: Any) -> None:
             events.append(("name", Path(target).name))
             move(source, target)
 
         return call
 
-    monkeypatch.setattr(os, "fsync", noted_fsync)
-    monkeypatch.setattr(os, "rename", noted(rename))
-    monkeypatch.setattr(os, "replace", noted(replace))
+    monkeypatch.setattr(os, "fsync", recorded_fsync)
+    monkeypatch.setattr(os, "rename", recorded(rename))
+    monkeypatch.setattr(os, "replace", recorded(replace))
     save(checkpoints, 1)
     before = events[: events.index(("name", "global_step1"))]
     for name in ("model_states.pt", "optim_states.pt", "run.json", ".incomplete-global_step1"):
@@ -485,7 +473,7 @@ def test_everything_is_on_the_disk_before_it_gets_its_name(
     assert ("flush", folder.name) in after
 
 
-def test_a_file_is_whole_or_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_write_text_is_atomic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "text"
     storage.write_text(path, "old")
 
@@ -499,12 +487,11 @@ def test_a_file_is_whole_or_as_it_was(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize(("start", "warned"), [(0, True), (4, True), (8, False), (9, False)])
-def test_a_folder_with_checkpoints_beyond_the_start_is_warned_of(
-    start: int, warned: bool, checkpoints: CheckpointManager, folder: Path, said: list[str]
+def test_a_save_folder_with_newer_checkpoints_gets_a_warning(
+    start: int, warned: bool, checkpoints: CheckpointManager, folder: Path, logged: list[str]
 ) -> None:
     save(checkpoints, 4, 8, 12)
     (folder / "global_step12" / "manifest.json").unlink()
-    said.clear()
+    logged.clear()
     checkpoints.warn_of_newer(state_at(start))
-    words = f"WARNING: {folder} holds a checkpoint of iteration 8, and this run starts from"
-    assert [line.startswith(f"{words} iteration {start}:") for line in said] == [True] * warned
+    assert ["[save-folder-has-newer]" in line for line in logged] == [True] * warned

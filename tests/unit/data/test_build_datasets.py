@@ -286,7 +286,7 @@ def run(
     assert built.progress is not None
     ids = [built.train.sample_id(position) for position in range(consumed, end)]
     assert all(len(built.train[position]) == 6 for position in range(consumed, end))
-    return ids, built.progress.record(end), built
+    return ids, built.progress.history_after(end).to_dict(), built
 
 
 def of(name: str, ids: list[str]) -> list[str]:

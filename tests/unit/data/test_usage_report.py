@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from megatron_ds.config import Config, DataConfig, ScheduleConfig
 from megatron_ds.data.blend_history import (
     SourceId,
     new_history,
@@ -15,7 +14,6 @@ from megatron_ds.data.usage_report import (
     describe_blend,
     describe_change,
     summary,
-    unknown_history_warning,
 )
 
 MANY = 2500
@@ -65,24 +63,3 @@ def test_another_format_of_the_order_is_told() -> None:
     before = new_history(identities(2), [0.5, 0.5], order=2)
     lines = describe_change(before, resume_history(before, identities(2), [0.5, 0.5], 3, 0))
     assert lines[0].startswith("WARNING: sources are mixed in another order")
-
-
-def config(path: str, iterations: int) -> Config:
-    return Config(
-        data=DataConfig(data_path=("1", path, "2", "b")),
-        schedule=ScheduleConfig(train_iters=iterations),
-    )
-
-
-def test_without_a_record_the_flags_are_compared() -> None:
-    before = config("a", 5).to_dict()
-    assert unknown_history_warning(before, config("a", 5)) == []
-    lines = unknown_history_warning(before, config("c", 6))
-    assert lines[0].startswith("WARNING: the checkpoint does not say which data")
-    assert lines[1:3] == [
-        "    --data-path: before 1 a 2 b, now 1 c 2 b",
-        "    --train-iters: before 5, now 6",
-    ]
-    # A checkpoint of a version that did not have all of today's fields.
-    del before["data"]["data_args_path"]
-    assert unknown_history_warning(before, config("a", 5)) == []

@@ -11,10 +11,11 @@ import pytest
 import torch
 from torch import nn
 
+from megatron_ds.checkpoint.selection import latest_before
 from megatron_ds.config import PrecisionConfig
 from megatron_ds.engine.gradient_watch import watch_gradients
 from megatron_ds.train_state import StepResult
-from megatron_ds.training.skipped_steps import SkippedSteps, latest_checkpoint
+from megatron_ds.training.skipped_steps import SkippedSteps
 
 GOOD = StepResult(1.0, 1.0)
 SKIPPED = StepResult(1.0, math.inf, skipped=True)
@@ -80,7 +81,7 @@ def test_the_newest_checkpoint_before_a_step_is_named(tmp_path: Path) -> None:
     save, load = tmp_path / "save", tmp_path / "load"
     for folder in (load / "global_step3", load / "global_step8", load / "global_step40"):
         folder.mkdir(parents=True)
-    assert latest_checkpoint([str(save), str(load)], 9) == load / "global_step8"
+    assert latest_before([str(save), str(load)], 9) == load / "global_step8"
     (save / "global_step5").mkdir(parents=True)
-    assert latest_checkpoint([str(save), str(load)], 9) == save / "global_step5"
-    assert latest_checkpoint([None, str(save)], 5) is None
+    assert latest_before([str(save), str(load)], 9) == save / "global_step5"
+    assert latest_before([None, str(save)], 5) is None
