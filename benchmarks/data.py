@@ -40,7 +40,8 @@ from megatron_ds.data.blend_schedule import blend_order
 from megatron_ds.data.build_datasets import build_datasets
 from megatron_ds.data.gpt_dataset import GPTDataset, TokenDataset, read_samples
 from megatron_ds.data.index_cache import ArrayCache
-from megatron_ds.data.indexed_dataset import HEADER, MAGIC, IndexedDataset, IndexedWriter
+from megatron_ds.data.indexed_dataset import HEADER, MAGIC, IndexedDataset
+from megatron_ds.data.indexed_writer import IndexedWriter
 from megatron_ds.data.micro_batches import MicroBatchIterator
 from megatron_ds.data.sample_index import (
     SampleIndexes,

@@ -25,7 +25,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.common import this_machine, versions, write_json
-from megatron_ds.data.indexed_dataset import IndexedWriter
+from megatron_ds.data.indexed_writer import IndexedWriter
 from tools.demo import MODEL
 
 HERE = Path(__file__).resolve().parent.parent

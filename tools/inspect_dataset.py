@@ -21,7 +21,7 @@ from megatron_ds.data.blend_spec import NAMES
 from megatron_ds.data.build_datasets import build_datasets
 from megatron_ds.data.indexed_dataset import IndexedDataset
 from megatron_ds.data.token_file_stats import check, compare, document, summarize, summary_lines
-from megatron_ds.data.tokenizer_metadata import read_sentences
+from megatron_ds.data.tokenizer_metadata import read_sentence_splitter
 from megatron_ds.launch import output
 from megatron_ds.tokenizer import Tokenizer, build_tokenizer
 
@@ -141,7 +141,7 @@ class Inspection:
         summary = summarize(self._data)
         self.found["summary"] = dataclasses.asdict(summary)
         self._say(*summary_lines(summary))
-        if (cut := read_sentences(self._data.prefix)) is not None:
+        if (cut := read_sentence_splitter(self._data.prefix)) is not None:
             self.found["sentences"] = cut
             self._say(f"  sentences cut by: {', '.join(f'{k} {v}' for k, v in cut.items())}")
         if self._args.check:
@@ -175,10 +175,10 @@ class Inspection:
         difference = compare(self._data, other)
         kinds = [str(pair.dtype) for pair in (self._data, other)]
         self.found["difference"] = dataclasses.asdict(difference) | {"dtypes": kinds}
-        self.good &= not difference.what
+        self.good &= not difference.description
         if kinds[0] != kinds[1]:
             self._say(f"  tokens are {kinds[0]} here and {kinds[1]} in {other.prefix}")
-        self._say(f"  difference: {difference.what or 'none'}")
+        self._say(f"  difference: {difference.description or 'none'}")
         at, token = difference.document, difference.token
         if at is None or token is None:
             return

@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Sequence
 
-from megatron_ds.data.merge import Merged, merge, prefixes_in
+from megatron_ds.data.merge import MergeProgress, merge, prefixes_in
 from megatron_ds.launch import output
 
 
@@ -48,8 +48,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     return args
 
 
-def _show(merged: Merged) -> None:
-    share = merged.size / merged.total_size if merged.total_size else 1.0
+def _show(merged: MergeProgress) -> None:
+    share = merged.copied_bytes / merged.total_bytes if merged.total_bytes else 1.0
     print(f"{merged.datasets} merged, {share:.0%} of the bytes", file=sys.stderr, flush=True)
 
 
@@ -70,7 +70,7 @@ def main(argv: Sequence[str]) -> int:
     with output.ignore_broken_pipe():
         print(
             f"{done.datasets} datasets: {done.documents} documents, {done.sequences} sequences, "
-            f"{done.tokens} tokens ({done.size / seconds / 1e6:.1f} MB/s)"
+            f"{done.tokens} tokens ({done.copied_bytes / seconds / 1e6:.1f} MB/s)"
         )
         print(f"wrote {args.output_prefix}.bin and .idx")
     return 0

@@ -1,5 +1,15 @@
-"""Documents to tokens on disk, tokens to samples, samples to micro-batches.
+"""Token files, samples and micro-batches: what training reads.
 
-Knows no process groups: ranks come in as integers. Only `stream.py` imports torch, so that
+The data flow, in the order of the files:
+
+    indexed_dataset                       a pair of token files
+    sample_index, lazy_index, index_cache which tokens make sample i
+    gpt_dataset                           samples of one file
+    blend_spec, blend_schedule, blended_dataset, blend_history, chained_datasets
+                                          blends of files, and their continuation on resume
+    build_datasets                        train, valid and test
+    micro_batches                         batches of one data-parallel rank
+
+Knows no process groups: ranks are integers. Only `micro_batches.py` imports torch, so that
 preprocessing starts quickly.
 """

@@ -31,7 +31,7 @@ from megatron_ds.data.chained_datasets import ConcatDataset, ResumedBlendDataset
 from megatron_ds.data.gpt_dataset import GPTDataset, TokenDataset
 from megatron_ds.data.index_cache import ArrayCache
 from megatron_ds.data.indexed_dataset import IndexedDataset
-from megatron_ds.data.lazy_index import CachedIndexes
+from megatron_ds.data.lazy_index import LazySampleIndexes
 from megatron_ds.data.sample_index import samples_per_source
 from megatron_ds.data.usage_report import FileUsage, describe_change
 from megatron_ds.data.validation import blocks_to_sample, empty_selection, out_of_vocabulary
@@ -160,7 +160,7 @@ class _DatasetBuilder:
     """Of what was built so far."""
     opened: dict[str, tuple[IndexedDataset, str]] = field(default_factory=dict)
     """Files by their prefix, with the SHA-256 of their documents' lengths."""
-    described: list[tuple[GPTDataset, CachedIndexes]] = field(default_factory=list)
+    described: list[tuple[GPTDataset, LazySampleIndexes]] = field(default_factory=list)
     """Datasets whose indexes were not asked for yet."""
     caches: dict[str, ArrayCache] = field(default_factory=dict)
     """By their first folder."""
@@ -261,10 +261,10 @@ class _DatasetBuilder:
             "seed": seed,
             "tokenizer": self.tokenizer_fingerprint,
         }
-        indexes = CachedIndexes(
+        indexes = LazySampleIndexes(
             file=file.data,
-            part=part,
-            bounds=file.bounds,
+            split=part,
+            document_range=file.bounds,
             tokens=file.tokens,
             samples=samples,
             seq_length=self.seq_length,

@@ -1,6 +1,6 @@
-"""Samples of one token file: sample i is seq_length + 1 tokens that run across documents.
+"""Samples of one token file: seq_length + 1 consecutive tokens, across document boundaries.
 
-Knows the token file and its indexes; not splits, caches, ranks or torch.
+Knows the token file and its indexes, but no splits, caches, ranks or torch.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from megatron_ds.config.problems import Problem, UserError
 from megatron_ds.data.indexed_dataset import IndexedDataset, Tokens
 from megatron_ds.data.sample_index import IntArray, SampleIndexes
 
@@ -26,50 +27,60 @@ class TokenDataset(Protocol):
 
     @property
     def vocab_size(self) -> int | None:
-        """Tokens are to be below it; None: nothing is known of them."""
+        """Exclusive upper bound of the token ids; None if unknown."""
 
     def __len__(self) -> int: ...
 
     def __getitem__(self, position: int) -> SampleArray:
-        """Tokens [seq_length + 1]. Raises ValueError for a token that is not below vocab_size."""
+        """Tokens of a sample, [seq_length + 1].
+
+        Raises:
+            UserError: If a token id is not below `vocab_size`.
+        """
 
     def read_into(self, position: int, row: SampleArray) -> None:
-        """Writes the sample's tokens into row [seq_length + 1] and does not look at them."""
+        """Copies the sample's tokens, unchecked, into `row` [seq_length + 1]."""
 
     def sample_id(self, position: int) -> str:
-        """A name of the sample that does not depend on how the data order is read."""
+        """A name of the sample that does not depend on its position in the data order."""
 
 
 def read_samples(dataset: TokenDataset, positions: Sequence[int]) -> SampleArray:
-    """The samples of these positions [positions, seq_length + 1].
+    """Reads samples: [len(positions), seq_length + 1].
 
-    All are held against the vocabulary at once: numpy takes about as long for one sample as for
-    ten. Raises ValueError for a token that is not below the dataset's vocab_size.
+    Token ids are checked for all samples at once: a numpy call takes about as long for one sample
+    as for ten.
+
+    Raises:
+        UserError: If a token id is not below the dataset's `vocab_size`.
     """
     rows = np.empty((len(positions), dataset.seq_length + 1), dtype=np.int64)
     for position, row in zip(positions, rows, strict=True):
         dataset.read_into(position, row)
     if dataset.vocab_size is not None and not _all_below(dataset.vocab_size, rows):
         for position in positions:
-            dataset[position]  # says which token of which file it is
+            dataset[position]  # raises the error, which names token and file
     return rows
 
 
 class SampleIndexProvider(Protocol):
-    """The indexes of a dataset, wherever they are: `SampleIndexes` are their own."""
+    """Gives the indexes of a dataset when they are needed."""
 
     def __len__(self) -> int:
         """Number of samples."""
 
-    def load(self) -> SampleIndexes: ...
+    def load(self) -> SampleIndexes:
+        """Loads or builds the indexes."""
 
 
 class GPTDataset:
-    """The samples that the indexes cut out of a token file, each [seq_length + 1] int64.
+    """Samples of a token file, each [seq_length + 1] int64. Implements `TokenDataset`.
 
-    indexes: loaded when the first sample is read.
-    A sample with a token that is not below vocab_size is a ValueError: the file is damaged or of
-    another tokenizer.
+    Args:
+        tokens: The token file.
+        indexes: Its indexes, loaded when the first sample is read.
+        seq_length: Tokens per sample, without the last label.
+        vocab_size: Exclusive upper bound of the token ids; None for no check.
     """
 
     def __init__(
@@ -81,7 +92,7 @@ class GPTDataset:
     ) -> None:
         self.seq_length = seq_length
         self.vocab_size = vocab_size
-        self._file = tokens
+        self._tokens = tokens
         self._indexes = indexes
         self._size = len(indexes)
         self._views: _FastViews | None = None
@@ -97,10 +108,13 @@ class GPTDataset:
         self.read_into(position, row)
         if self.vocab_size is not None and not _all_below(self.vocab_size, row):
             token = next(one for one in row.tolist() if not 0 <= one < self.vocab_size)
-            raise ValueError(
-                f"{self._file.prefix}.bin: sample {self._sample(position)} has the token {token}, "
-                f"which a vocabulary of {self.vocab_size} has not: the file is damaged, or made "
-                "with another tokenizer"
+            raise UserError(
+                Problem(
+                    "sample-token-outside-vocabulary",
+                    f"{self._tokens.prefix}.bin: sample {self._sample(position)} has the token id "
+                    f"{token}, but the vocabulary size is {self.vocab_size}: the file is damaged, "
+                    "or was made with another tokenizer",
+                )
             )
         return row
 
@@ -118,12 +132,12 @@ class GPTDataset:
             at, offset = at + 1, 0
 
     def sample_id(self, position: int) -> str:
-        return f"{os.path.basename(self._file.prefix)}:{self._sample(position)}"
+        return f"{os.path.basename(self._tokens.prefix)}:{self._sample(position)}"
 
     def open(self) -> _FastViews:
-        """Gets the indexes, if that has not been done: what is wrong with them is told now."""
+        """Loads the indexes now, instead of when the first sample is read."""
         if self._views is None:
-            indexes, file = self._indexes.load(), self._file
+            indexes, file = self._indexes.load(), self._tokens
             self._views = _FastViews(
                 _view(indexes.shuffle),
                 _view(indexes.documents),
@@ -143,25 +157,25 @@ class GPTDataset:
 
 
 class _FastViews(NamedTuple):
-    """A file and its indexes for reading one number at a time, several times faster than arrays."""
+    """Memory views of a file and its indexes, whose elements are read faster than numpy's."""
 
     shuffle: memoryview
     documents: memoryview
-    starts: memoryview
-    """Position in the documents and offset of sample i at 2 i and 2 i + 1."""
+    sample_starts: memoryview
+    """Position in `documents` and token offset of sample i, at 2 i and 2 i + 1."""
     lengths: memoryview
     pointers: memoryview
     tokens: Tokens
-    item: int
+    itemsize: int
 
 
 def _view(array: IntArray) -> memoryview:
-    """The numbers of an array, one after the other, whether its memory is aligned or not."""
+    """A flat view of an array, whose memory need not be aligned."""
     if not array.size:
         return memoryview(b"")
     return memoryview(array.reshape(-1).view(np.uint8)).cast(array.dtype.char)  # type: ignore
 
 
 def _all_below(limit: int, tokens: SampleArray) -> bool:
-    """Whether all tokens are from 0 to limit - 1: seen as unsigned, negative ones are huge."""
+    """Whether all tokens are in [0, limit): as unsigned numbers, negative ones are huge."""
     return int(np.maximum.reduce(tokens.view(np.uint64), axis=None)) < limit

@@ -1,9 +1,8 @@
-"""Arrays that are computed once and kept in a folder under a name that hashes all that decides
-them.
+"""A cache of arrays on disk, under names that hash everything that determines their content.
 
-Complete or absent: arrays are written under temporary names, flushed and renamed, the description
-with their checksums last; what does not fit its description is made again. Several processes may
-ask at once; one computes, the others wait and read. Knows nothing of what the arrays mean.
+An entry is complete or absent: arrays are written under temporary names, fsynced and renamed, their
+description with checksums last. An entry that does not match its description is rebuilt. If several
+processes request an entry, one builds it while the others wait. Knows nothing about the arrays.
 """
 
 from __future__ import annotations
@@ -23,123 +22,141 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
+from megatron_ds.config.problems import Problem, UserError, option
 from megatron_ds.fileio.atomic import atomic_write, fsync_path
 from megatron_ds.fileio.file_lock import WaitPolicy, locked
 from megatron_ds.fileio.memory_map import map_file
 
 Arrays = dict[str, npt.NDArray[np.integer]]
 
-KIND_LENGTH = 100
-"""Longer beginnings of file names are cut: a file's name has at most 255 bytes."""
+MAX_KIND_LENGTH = 100
+"""Longest readable prefix of a file name: file systems allow 255 bytes."""
 ATTEMPTS = 3
-"""How often a folder is made and filled while something deletes it."""
+"""Attempts to build an entry while another process deletes the folder."""
 
 
 class ArrayCache:
     """Named sets of arrays in one of several folders.
 
-    folders: looked up in order; what is missing is made in the first that can be written. patience:
-    how to wait for a process that makes the same.
+    Args:
+        folders: Searched in order. A missing entry is built in the first that is writable.
+        wait_policy: How to wait for another process that builds the same entry.
     """
 
-    def __init__(self, folders: list[Path], patience: WaitPolicy | None = None) -> None:
+    def __init__(self, folders: list[Path], wait_policy: WaitPolicy | None = None) -> None:
         self._folders = folders
-        self._patience = patience or WaitPolicy()
+        self._wait_policy = wait_policy or WaitPolicy()
 
     def get_or_build(
-        self, kind: str, decides: Mapping[str, Any], make: Callable[[], Arrays]
+        self, kind: str, key: Mapping[str, Any], build: Callable[[], Arrays]
     ) -> Arrays:
-        """The arrays that `make` gives for the values in `decides`, memory-mapped.
+        """The arrays of a key, memory-mapped; builds them if they are missing.
 
-        kind: a readable beginning of the file names. Raises ValueError if the arrays are in none of
-        the folders and none can be written, or if the process that makes them does not finish.
+        Args:
+            kind: Readable prefix of the file names.
+            key: Everything that determines the arrays.
+            build: Computes the arrays.
+
+        Raises:
+            UserError: If no folder has the arrays and none is writable, or if another process that
+                builds them does not finish.
         """
-        name = _name(kind, decides)
+        name = _entry_name(kind, key)
         for folder in self._folders:
             found = _load(folder, name)
             if found is not None:
                 return found
-        once = functools.cache(make)
-        problems = []
+        build_once = functools.cache(build)
+        reasons = []
         for folder in self._folders:
             try:
-                return self._build_in(folder, name, decides, once)
+                return self._build_in(folder, name, key, build_once)
             except OSError as error:
-                problems.append(f"{folder}: {error.strerror or error}")
-        raise ValueError(_unwritable(problems))
+                reasons.append(f"{folder}: {error.strerror or error}")
+        raise _unwritable_error(reasons)
 
-    def contains(self, kind: str, decides: Mapping[str, Any]) -> bool:
-        """Whether these arrays seem to be there; that they are whole is seen when they are read."""
-        name = _name(kind, decides)
+    def contains(self, kind: str, key: Mapping[str, Any]) -> bool:
+        """Whether an entry exists; its checksums are verified when it is read."""
+        name = _entry_name(kind, key)
         return any((folder / f"{name}.json").exists() for folder in self._folders)
 
     def require_space(self, size: int) -> None:
-        """Raises ValueError unless `size` bytes can be kept in one of the folders."""
-        problems = []
+        """Raises:
+        UserError: If no folder is writable and has `size` bytes free.
+        """
+        reasons = []
         for folder in self._folders:
             try:
                 folder.mkdir(parents=True, exist_ok=True)
                 with tempfile.TemporaryFile(dir=folder):
                     free = shutil.disk_usage(folder).free
             except OSError as error:
-                problems.append(f"{folder}: {error.strerror or error}")
+                reasons.append(f"{folder}: {error.strerror or error}")
                 continue
             if free >= size:
                 return
-            problems.append(f"{folder}: {free / 1e9:.1f} GB free of {size / 1e9:.1f} GB needed")
-        raise ValueError(_unwritable(problems))
+            reasons.append(f"{folder}: {free / 1e9:.1f} GB free of {size / 1e9:.1f} GB needed")
+        raise _unwritable_error(reasons)
 
     def _build_in(
-        self, folder: Path, name: str, decides: Mapping[str, Any], make: Callable[[], Arrays]
+        self, folder: Path, name: str, key: Mapping[str, Any], build: Callable[[], Arrays]
     ) -> Arrays:
-        """The entry in this folder, made if it is not there. Raises OSError where the disk does."""
+        """The entry of this folder, built if missing.
+
+        Raises:
+            OSError: If the folder cannot be written.
+        """
         for attempts_left in reversed(range(ATTEMPTS)):
             try:
                 folder.mkdir(parents=True, exist_ok=True)
-                with locked(folder / f"{name}.lock", self._patience) as alone:
+                with locked(folder / f"{name}.lock", self._wait_policy) as is_locked:
                     found = _load(folder, name)
                     if found is not None:
                         return found
-                    if alone:
+                    if is_locked:
                         for leftover in folder.glob(f"{name}.*.partial"):
                             leftover.unlink(missing_ok=True)
-                    _store(folder, name, make(), decides)
+                    _store(folder, name, build(), key)
                 found = _load(folder, name)
                 if found is not None:
                     return found
             except FileNotFoundError:
                 if not attempts_left:
                     raise
-        raise OSError("what is written there vanishes or cannot be read back")
+        raise OSError("files vanish or cannot be read back")
 
 
-def _name(kind: str, decides: Mapping[str, Any]) -> str:
-    """Of an entry: beginning of its files' names."""
-    text = json.dumps(decides, sort_keys=True)
-    return f"{kind[:KIND_LENGTH]}-{hashlib.sha256(text.encode()).hexdigest()[:24]}"
+def _entry_name(kind: str, key: Mapping[str, Any]) -> str:
+    """Common prefix of the file names of an entry."""
+    text = json.dumps(key, sort_keys=True)
+    return f"{kind[:MAX_KIND_LENGTH]}-{hashlib.sha256(text.encode()).hexdigest()[:24]}"
 
 
-def _unwritable(problems: list[str]) -> str:
-    return (
-        f"the index cache cannot be written ({'; '.join(problems)}): give a folder that can be "
-        "written and has space as --data-cache-path"
+def _unwritable_error(reasons: list[str]) -> UserError:
+    return UserError(
+        Problem(
+            "index-cache-not-writable",
+            f"the index cache cannot be written ({'; '.join(reasons)}): set "
+            f"{option('data_cache_path')} to a writable folder with enough space",
+            "data_cache_path",
+        )
     )
 
 
 def _load(folder: Path, name: str) -> Arrays | None:
-    """The arrays of a complete entry; None if there is none or it does not fit its description."""
+    """The arrays of an entry; None if it is missing, incomplete or damaged."""
     try:
         described = json.loads((folder / f"{name}.json").read_bytes())["arrays"]
         arrays = {key: _mapped(folder / f"{name}.{key}.npy") for key in described}
         if not arrays or any(_describe(arrays[key]) != described[key] for key in arrays):
             return None
-    except Exception:  # whatever the libraries say of a damaged file, the entry is made again
+    except Exception:  # any error of a library on a damaged file: the entry is rebuilt
         return None
     return arrays
 
 
 def _mapped(path: Path) -> npt.NDArray[np.integer]:
-    """The array of a file that `_store` wrote. Raises what the libraries raise of another."""
+    """Memory-maps an array written by `_store`; any exception means a damaged file."""
     with open(path, "rb") as file:
         np.lib.format.read_magic(file)
         shape, _, dtype = np.lib.format.read_array_header_1_0(file)
@@ -147,17 +164,17 @@ def _mapped(path: Path) -> npt.NDArray[np.integer]:
     return content.view(dtype).reshape(shape)
 
 
-def _store(folder: Path, name: str, arrays: Arrays, decides: Mapping[str, Any]) -> None:
+def _store(folder: Path, name: str, arrays: Arrays, key: Mapping[str, Any]) -> None:
     described = {}
-    for key, values in arrays.items():
+    for array_name, values in arrays.items():
         array = np.ascontiguousarray(values)
-        described[key] = _describe(array)
-        with _replacing(folder / f"{name}.{key}.npy") as file:
+        described[array_name] = _describe(array)
+        with _replacing(folder / f"{name}.{array_name}.npy") as file:
             header = np.lib.format.header_data_from_array_1_0(array)
             np.lib.format.write_array_header_1_0(file, header)
             file.write(array.data)
     with _replacing(folder / f"{name}.json") as file:
-        text = json.dumps({"arrays": described, "made from": decides}, indent=1)
+        text = json.dumps({"arrays": described, "key": key}, indent=1)
         file.write(f"{text}\n".encode())
     fsync_path(folder)
 
@@ -167,6 +184,6 @@ def _describe(array: npt.NDArray[np.integer]) -> dict[str, Any]:
 
 
 def _replacing(path: Path) -> AbstractContextManager[BinaryIO]:
-    """Replaces a file atomically; processes that build the same index do not share a temporary."""
+    """Writes a file atomically; concurrent builders use different temporary files."""
     partial = path.with_name(f"{path.name}.{uuid.uuid4().hex}.partial")
     return atomic_write(path, temporary=partial, fsync_folder=False)

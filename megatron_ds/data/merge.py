@@ -1,7 +1,7 @@
-"""Several `.bin/.idx` pairs into one, as if all of their text had been preprocessed at once.
+"""Merges pairs of token files, as if all of their text had been preprocessed at once.
 
-Owns which pairs are meant and whether they belong together; how a pair is read and written stands
-in `indexed.py`. Knows no tokenizer and no torch.
+Owns the selection of the pairs and whether they are compatible; `indexed_dataset.py` and
+`indexed_writer.py` own the format. Knows no tokenizer and no torch.
 """
 
 from __future__ import annotations
@@ -12,57 +12,89 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_ds.data.indexed_dataset import IndexedDataset, IndexedWriter
-from megatron_ds.data.tokenizer_metadata import made_by_of
+from megatron_ds.config.problems import Problem, UserError, option, raise_if_any
+from megatron_ds.data.indexed_dataset import IndexedDataset
+from megatron_ds.data.indexed_writer import IndexedWriter
+from megatron_ds.data.tokenizer_metadata import merged_metadata
 
 
 @dataclass(frozen=True)
-class Merged:
-    """Counts so far. size, total_size: bytes of tokens copied, and of all inputs."""
+class MergeProgress:
+    """Counts so far.
+
+    Attributes:
+        datasets: Pairs copied.
+        documents: Documents copied.
+        sequences: Sequences copied.
+        tokens: Tokens copied.
+        copied_bytes: Bytes of tokens copied.
+        total_bytes: Bytes of tokens of all inputs.
+    """
 
     datasets: int = 0
     documents: int = 0
     sequences: int = 0
     tokens: int = 0
-    size: int = 0
-    total_size: int = 0
+    copied_bytes: int = 0
+    total_bytes: int = 0
 
 
 def prefixes_in(folder: str) -> list[str]:
-    """The prefixes of every pair in a folder, sorted by name.
+    """The prefixes of all pairs of a folder, sorted by name.
 
-    Raises ValueError for no folder, a folder without pairs, and halves of pairs.
+    Raises:
+        UserError: If there is no such folder, no pair, or a file without its counterpart.
     """
     if not os.path.isdir(folder):
-        raise ValueError(f"--input {folder}: there is no such folder")
+        raise UserError(
+            Problem("folder-missing", f"{option('input')} {folder}: no such folder", "input")
+        )
     found: dict[str, set[str]] = {}
     for name in os.listdir(folder):
         stem, suffix = os.path.splitext(name)
         if suffix in (".bin", ".idx") and os.path.isfile(os.path.join(folder, name)):
             found.setdefault(stem, set()).add(suffix)
-    halves = [
-        f"--input {folder}: {stem}{next(iter(there))} is there without its "
-        f"{'.idx' if '.bin' in there else '.bin'}"
-        for stem, there in sorted(found.items())
-        if len(there) == 1
-    ]
-    if halves:
-        raise ValueError("\n".join(halves))
+    raise_if_any(
+        Problem(
+            "incomplete-pair",
+            f"{option('input')} {folder}: {stem}{next(iter(suffixes))} has no "
+            f"{'.idx' if '.bin' in suffixes else '.bin'} file",
+            "input",
+        )
+        for stem, suffixes in sorted(found.items())
+        if len(suffixes) == 1
+    )
     if not found:
-        raise ValueError(f"--input {folder}: holds no pair of .bin and .idx")
+        raise UserError(
+            Problem(
+                "folder-without-pairs",
+                f"{option('input')} {folder}: has no pair of .bin and .idx files",
+                "input",
+            )
+        )
     return [os.path.join(folder, stem) for stem in sorted(found)]
 
 
 def merge(
     prefixes: Sequence[str],
     output_prefix: str,
-    report: Callable[[Merged], None] = lambda merged: None,
-) -> Merged:
-    """Write one pair with the documents of all, in the order given; returns the final counts.
+    report: Callable[[MergeProgress], None] = lambda merged: None,
+) -> MergeProgress:
+    """Writes one pair with the documents of all, in the given order.
 
-    Tokens and index are copied in blocks. report: called after every
-    pair. The output appears under its name when it is complete. Raises ValueError, before anything
-    is written, for pairs that are damaged or of unlike types, and for an output that is an input.
+    The output gets its name when it is complete. Memory use is constant.
+
+    Args:
+        prefixes: The pairs to merge.
+        output_prefix: The pair to write.
+        report: Called after every pair.
+
+    Returns:
+        The final counts.
+
+    Raises:
+        UserError: Before anything is written, if a pair is damaged, if the pairs have different
+            dtypes or tokenizers, or if the output is an input or cannot be written.
     """
     problems = list(_output_problems(prefixes, output_prefix))
     types: dict[str, np.dtype[np.generic]] = {}
@@ -71,51 +103,70 @@ def merge(
     for prefix in prefixes:
         try:
             pair = IndexedDataset(prefix)
-        except ValueError as error:
-            problems.append(str(error))
+        except UserError as error:
+            problems += error.problems
             continue
         types[prefix] = pair.dtype
         total_size += pair.tokens.nbytes
     first = next(iter(types), "")
     problems += [
-        f"{prefix} holds {dtype} and {first} {types[first]}: they were made with different "
-        "tokenizers and do not go together"
+        Problem(
+            "merging-different-dtypes",
+            f"{prefix} has {dtype} tokens, but {first} has {types[first]}: they were made with "
+            "different tokenizers and cannot be merged",
+        )
         for prefix, dtype in types.items()
         if dtype != types[first]
     ]
-    if problems:
-        raise ValueError("\n".join(problems))
-    made_by = made_by_of(list(prefixes))
-    merged = Merged(total_size=total_size)
+    raise_if_any(problems)
+    made_by = merged_metadata(list(prefixes))
+    merged = MergeProgress(total_bytes=total_size)
     with IndexedWriter(output_prefix, types[first], made_by) as writer:
         for prefix in prefixes:
             pair = IndexedDataset(prefix)
             writer.add_dataset(pair)
-            merged = Merged(
+            merged = MergeProgress(
                 datasets=merged.datasets + 1,
                 documents=merged.documents + len(pair.document_index) - 1,
                 sequences=merged.sequences + len(pair),
                 tokens=merged.tokens + pair.tokens.size,
-                size=merged.size + pair.tokens.nbytes,
-                total_size=total_size,
+                copied_bytes=merged.copied_bytes + pair.tokens.nbytes,
+                total_bytes=total_size,
             )
             report(merged)
     return merged
 
 
-def _output_problems(prefixes: Sequence[str], output_prefix: str) -> Iterator[str]:
+def _output_problems(prefixes: Sequence[str], output_prefix: str) -> Iterator[Problem]:
     if not prefixes:
-        yield "--datasets: at least one prefix is needed"
+        yield Problem(
+            "no-datasets-to-merge",
+            f"{option('datasets')}: at least one prefix is required",
+            "datasets",
+        )
     folder, name = os.path.split(output_prefix)
+    given = f"{option('output_prefix')} {output_prefix}"
     if not name:
-        yield f"--output-prefix {output_prefix}: has no file name after the folder"
+        yield Problem(
+            "output-prefix-without-name",
+            f"{given}: has no file name after the folder",
+            "output_prefix",
+        )
     elif not os.path.isdir(folder or "."):
-        yield f"--output-prefix {output_prefix}: there is no folder {folder}"
+        yield Problem(
+            "output-folder-missing", f"{given}: there is no folder {folder}", "output_prefix"
+        )
     elif not os.access(folder or ".", os.W_OK | os.X_OK):
-        yield f"--output-prefix {output_prefix}: the folder {folder or '.'} cannot be written"
+        yield Problem(
+            "output-folder-not-writable",
+            f"{given}: the folder {folder or '.'} is not writable",
+            "output_prefix",
+        )
     output = os.path.realpath(output_prefix + ".bin")
     if any(os.path.realpath(prefix + ".bin") == output for prefix in prefixes):
-        yield (
-            f"--output-prefix {output_prefix}: is one of the inputs; choose another name, or "
-            "remove what an earlier run left there"
+        yield Problem(
+            "output-is-an-input",
+            f"{given}: is one of the inputs; choose another name, or remove the output of an "
+            "earlier run",
+            "output_prefix",
         )

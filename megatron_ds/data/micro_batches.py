@@ -1,8 +1,7 @@
-"""Micro-batches for one data-parallel rank, in an order that seed and consumed samples alone
-decide.
+"""Micro-batches of one data-parallel rank, in an order determined by seed and consumed samples.
 
-Knows a dataset and three integers (consumed samples, rank, number of ranks); no process group and
-no device. Legend: B micro-batch, S sequence.
+Knows a dataset and three integers (consumed samples, rank, number of ranks), but no process group
+and no device. Shapes: B micro-batch, S sequence.
 """
 
 from __future__ import annotations
@@ -20,30 +19,31 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from megatron_ds.config.problems import UserError
 from megatron_ds.data.gpt_dataset import SampleArray, TokenDataset, read_samples
 
 T = TypeVar("T")
 
 SAMPLES_PER_MESSAGE = 256
-"""A loader process sends so many at once: torch's loader takes about as long for one as for ten."""
+"""Samples that a loader process sends at once: a message costs as much as ten samples."""
 PR_SET_PDEATHSIG = 1
-"""prctl(2): the signal that a process gets when its parent ends."""
+"""Option of prctl(2): the signal that a process gets when its parent exits."""
 
 
 class Batch(NamedTuple):
-    """One micro-batch on the CPU, to be read only: inputs and labels are views of one array."""
+    """One micro-batch on the CPU, read-only: inputs and labels are views of one array."""
 
     tokens_BS: torch.Tensor
     """int64, the inputs."""
     labels_BS: torch.Tensor
-    """int64, for each input the token that follows."""
+    """int64, the token that follows each input."""
     loss_mask_BS: torch.Tensor
-    """float32, 0 where no loss is taken."""
+    """float32, 0 for tokens without loss."""
     position: int
-    """Place of the first sample in the data order: samples consumed before it by all ranks."""
+    """Position of the first sample in the data order: samples before it, over all ranks."""
 
     def truncated(self, length: int) -> Batch:
-        """The first `length` tokens of each sample, or all where there are no more."""
+        """Truncates each sample to its first `length` tokens."""
         if length >= self.tokens_BS.shape[1]:
             return self
         parts = (value[:, :length] if isinstance(value, torch.Tensor) else value for value in self)
@@ -51,15 +51,24 @@ class Batch(NamedTuple):
 
 
 class MicroBatchIterator:
-    """The micro-batches of one data-parallel rank from `consumed` samples on.
+    """The micro-batches of one data-parallel rank, after `consumed` samples.
 
-    Micro-step k of rank r takes samples [consumed + (k * dp_size + r) * micro_batch_size,
-    + micro_batch_size), so that the ranks together read the data order without a gap, whatever
-    their number. Ends, on all ranks at the same step, when the dataset has no further step of
-    dp_size * micro_batch_size samples.
+    Micro-step k of rank r consists of the `micro_batch_size` samples from position
+    consumed + (k * dp_size + r) * micro_batch_size on: together, any number of ranks reads the data
+    order without a gap. Stops on all ranks at the same micro-step, when fewer than
+    dp_size * micro_batch_size samples are left.
 
-    num_workers: loader processes that read ahead; 0 reads in this process. The order is the same.
-    eod: id whose positions get no loss; None takes loss everywhere.
+    Args:
+        dataset: The samples, in data order.
+        consumed: Samples consumed by all ranks.
+        micro_batch_size: Samples per micro-batch.
+        dp_rank: Data-parallel rank.
+        dp_size: Number of data-parallel ranks.
+        num_workers: Loader processes; 0 reads in this process. Does not change the order.
+        eod: Token id without loss; None for loss everywhere.
+
+    Raises:
+        ValueError: If the numbers are out of range.
     """
 
     def __init__(
@@ -75,22 +84,22 @@ class MicroBatchIterator:
     ) -> None:
         if not 0 <= dp_rank < dp_size or micro_batch_size < 1 or consumed < 0:
             raise ValueError(
-                f"no micro-batches of {micro_batch_size} for rank {dp_rank} of {dp_size} after "
-                f"{consumed} samples"
+                f"invalid micro_batch_size {micro_batch_size}, dp_rank {dp_rank}, dp_size "
+                f"{dp_size} or consumed {consumed}"
             )
         per_step = dp_size * micro_batch_size
         steps = max(0, (len(dataset) - consumed) // per_step)
         first = consumed + dp_rank * micro_batch_size
         self._positions = range(first, first + steps * per_step, per_step)
         self._micro_batch_size = micro_batch_size
-        self._rows = _RowsDataset(dataset, micro_batch_size)
+        self._rows = _MicroBatchDataset(dataset, micro_batch_size)
         self._num_workers = num_workers
         self._eod = eod
         self._iterator: Iterator[tuple[int, SampleArray | _DataError]] | None = None
         self._closed = False
 
     def __len__(self) -> int:
-        """Micro-steps from `consumed` to the end of the dataset."""
+        """Number of micro-steps to the end of the dataset."""
         return len(self._positions)
 
     def __iter__(self) -> MicroBatchIterator:
@@ -100,48 +109,48 @@ class MicroBatchIterator:
         if self._closed:
             raise StopIteration
         if self._iterator is None:
-            self._iterator = self._reading()
+            self._iterator = self._read_all()
         position, rows = next(self._iterator)
         if isinstance(rows, _DataError):
-            raise ValueError(rows.why)
+            raise rows.error
         return collate(rows, position, self._eod)
 
     def close(self) -> None:
-        """End the loader processes. The iterator gives nothing more."""
+        """Ends the loader processes and the iteration."""
         self._closed = True
         self._iterator = None
 
-    def _reading(self) -> Iterator[tuple[int, SampleArray | _DataError]]:
+    def _read_all(self) -> Iterator[tuple[int, SampleArray | _DataError]]:
         if not self._num_workers:
             return map(self._rows.read, self._positions)
-        together = max(1, SAMPLES_PER_MESSAGE // self._micro_batch_size)
+        per_message = max(1, SAMPLES_PER_MESSAGE // self._micro_batch_size)
         return itertools.chain.from_iterable(
             DataLoader(
                 self._rows,
                 batch_size=None,
-                sampler=_PositionBatches(self._positions, together),
+                sampler=_PositionBatches(self._positions, per_message),
                 num_workers=self._num_workers,
-                # Arrays come through the pipe. Each tensor would come as a descriptor that has to
-                # be asked for: several milliseconds on a busy machine.
+                # numpy arrays are sent through the pipe. torch would send a file descriptor for
+                # each tensor, which costs several milliseconds on a busy machine.
                 collate_fn=_identity,
-                # Else the loader would draw from torch's global generator, and dropout with it.
+                # By default the loader draws from torch's global generator, which dropout uses.
                 generator=torch.Generator(),
                 worker_init_fn=_die_with_parent,
             )
         )
 
 
-def _identity(sent: T) -> T:
-    return sent
+def _identity(message: T) -> T:
+    return message
 
 
 def _die_with_parent(worker: int) -> None:
-    """Makes a loader process end with the trainer, neither before it nor after.
+    """Makes a loader process exit with the trainer, neither before nor after it.
 
-    Launchers and terminals end a run by signalling every process of its group, and the trainer is
-    to finish its step and save, for which it needs its loader. A trainer that is killed takes its
-    loader with it at once, where the system can do that (Linux): it holds the trainer's connections
-    open, and the other ranks would go on waiting at them.
+    Launchers and terminals send signals to every process of a run, but the trainer still needs its
+    loader to finish the step and save. If the trainer is killed, the loader must exit at once
+    (supported by Linux only): it holds the trainer's connections open, and the other ranks would
+    keep waiting for them.
     """
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
@@ -151,15 +160,14 @@ def _die_with_parent(worker: int) -> None:
 
 @dataclass(frozen=True)
 class _DataError:
-    """What a loader process sends for data that is not what it should be: an exception would come
-    out of torch's loader wrapped into a traceback."""
+    """A user's error in a loader process; torch's loader would wrap an exception in a traceback."""
 
-    why: str
+    error: UserError
 
 
 @dataclass(frozen=True)
 class _PositionBatches:
-    """Positions, `size` at a time: one after the other, since a run may have billions."""
+    """A sampler that yields `size` positions at a time, without a list of them all."""
 
     positions: range
     size: int
@@ -172,15 +180,15 @@ class _PositionBatches:
             yield self.positions[first : first + self.size]
 
 
-class _RowsDataset(Dataset["list[tuple[int, SampleArray | _DataError]]"]):
-    """The samples of micro-batches, [B, S + 1] each, by the positions of their first."""
+class _MicroBatchDataset(Dataset["list[tuple[int, SampleArray | _DataError]]"]):
+    """Maps the positions of first samples to the samples of micro-batches, [B, S + 1] each."""
 
     def __init__(self, dataset: TokenDataset, micro_batch_size: int) -> None:
         self._dataset = dataset
         self._micro_batch_size = micro_batch_size
 
     def __getitem__(self, positions: Sequence[int]) -> list[tuple[int, SampleArray | _DataError]]:
-        """What a loader process sends at once, in as few bytes as the tokens take."""
+        """One message of a loader process, in the smallest integer type."""
         return [(position, _narrow_dtype(rows)) for position, rows in map(self.read, positions)]
 
     def read(self, position: int) -> tuple[int, SampleArray | _DataError]:
@@ -188,8 +196,8 @@ class _RowsDataset(Dataset["list[tuple[int, SampleArray | _DataError]]"]):
             return position, read_samples(
                 self._dataset, range(position, position + self._micro_batch_size)
             )
-        except ValueError as error:
-            return position, _DataError(str(error))
+        except UserError as error:
+            return position, _DataError(error)
 
 
 def _narrow_dtype(rows: SampleArray | _DataError) -> SampleArray | _DataError:
@@ -200,7 +208,7 @@ def _narrow_dtype(rows: SampleArray | _DataError) -> SampleArray | _DataError:
 
 
 def collate(rows: SampleArray, position: int, eod: int | None) -> Batch:
-    """Samples [B, S + 1] of any integer type to one micro-batch."""
+    """Makes a micro-batch of samples [B, S + 1] of any integer type."""
     both = torch.from_numpy(rows.astype(np.int64, copy=False))
     tokens_BS, labels_BS = both[:, :-1], both[:, 1:]
     if eod is None:
@@ -212,5 +220,5 @@ def collate(rows: SampleArray, position: int, eod: int | None) -> Batch:
 
 @functools.lru_cache(maxsize=2)
 def _ones(shape: torch.Size) -> torch.Tensor:
-    """The mask that takes loss everywhere, which all micro-batches share."""
+    """A mask with loss everywhere, shared by all micro-batches."""
     return torch.ones(shape, dtype=torch.float32)

@@ -1,7 +1,7 @@
-"""Which tokens make sample i: Megatron's document, sample and shuffle index, splits and blends.
+"""Megatron's document, sample and shuffle index, splits and blends: which tokens make sample i.
 
-Pure arithmetic, numpy in and numpy out. The three indexes equal, number for number, those of
-Megatron-LM and microsoft/Megatron-DeepSpeed. This file knows no files, no tokenizers and no torch.
+Pure arithmetic on numpy arrays. The three indexes are equal, element by element, to those of
+Megatron-LM and microsoft/Megatron-DeepSpeed. This file knows no files, tokenizers or torch.
 """
 
 from __future__ import annotations
@@ -15,24 +15,27 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from megatron_ds.config.problems import Problem, UserError, option
+
 IntArray = npt.NDArray[np.integer]
 
-SEPARATE_LAST_EPOCH_BELOW = 0.80
-"""A last epoch that gives less than this share of an epoch's samples is shuffled apart."""
+SEPARATE_LAST_EPOCH_FRACTION = 0.80
+"""A last epoch that contributes less than this fraction of its samples is shuffled separately."""
 BLEND_MARGIN = 1.005
-"""Every source of a blend is asked for this much more than its share, as in Megatron."""
+"""Factor on the samples requested from each source of a blend, as in Megatron."""
 CHUNK_DOCUMENTS = 1 << 16
-"""Documents per vectorised step: enough to amortise numpy, few enough to stay in the cache."""
+"""Documents per vectorized step: enough to amortize numpy's overhead, and fit the CPU cache."""
 
 
 @dataclass(frozen=True)
 class SampleIndexes:
-    """The arrays that turn a sample number into tokens.
+    """The arrays that map a position in the data order to tokens.
 
-    documents [D]: sequence numbers, every epoch's documents one after the other, shuffled.
-    samples [S + 1, 2]: position in `documents` and token offset at which sample i begins; it ends
-    one token after the beginning of the next, so that neighbours share a token.
-    shuffle [S]: sample number for each position of the data order.
+    Attributes:
+        documents: [D], document numbers of all epochs, shuffled.
+        samples: [S + 1, 2], position in `documents` and token offset at which sample i begins. A
+            sample ends one token after the beginning of the next one: neighbours share a token.
+        shuffle: [S], sample number of each position in the data order.
     """
 
     documents: IntArray
@@ -43,22 +46,23 @@ class SampleIndexes:
         return len(self.shuffle)
 
     def load(self) -> SampleIndexes:
+        """Implements `SampleIndexProvider`."""
         return self
 
 
 def epochs_needed(num_samples: int, tokens_per_epoch: int, seq_length: int) -> int:
-    """Fewest passes over the documents that give `num_samples` samples of seq_length + 1 tokens."""
+    """Fewest epochs that give `num_samples` samples of seq_length + 1 tokens."""
     return max(1, -(-(num_samples * seq_length + 1) // tokens_per_epoch))
 
 
 def total_samples(num_samples: int, tokens_per_epoch: int, seq_length: int) -> int:
-    """Samples in the whole epochs that give at least `num_samples`."""
+    """Number of samples in the complete epochs that give at least `num_samples`."""
     epochs = epochs_needed(num_samples, tokens_per_epoch, seq_length)
     return (epochs * tokens_per_epoch - 1) // seq_length
 
 
 def index_bytes(num_samples: int, documents: int, tokens_per_epoch: int, seq_length: int) -> int:
-    """Size of the three indexes, as long as narrow types hold them."""
+    """Bytes of the three indexes, assuming 32-bit element types."""
     epochs = epochs_needed(num_samples, tokens_per_epoch, seq_length)
     total = total_samples(num_samples, tokens_per_epoch, seq_length)
     return 4 * epochs * documents + 8 * (total + 1) + 4 * total
@@ -71,22 +75,29 @@ def build_indexes(
     seq_length: int,
     seed: int,
 ) -> SampleIndexes:
-    """The three indexes of one dataset.
+    """Builds the three indexes of a dataset.
 
-    lengths [n]: tokens of every sequence of the file. documents [m]: the sequences that belong to
-    this dataset. num_samples: samples that will be asked for; the dataset holds all that its whole
-    epochs give. Raises ValueError if the documents hold no token.
+    Args:
+        lengths: [n], tokens of every sequence of the file.
+        documents: [m], the sequences that belong to this dataset.
+        num_samples: Samples that will be requested. The dataset has all samples of its epochs.
+        seq_length: Tokens per sample, without the last label.
+        seed: Seed of both shuffles.
+
+    Raises:
+        ValueError: If the documents have no tokens.
     """
     tokens_per_epoch = int(np.sum(lengths[documents], dtype=np.int64))
     if tokens_per_epoch == 0:
-        raise ValueError(f"the {len(documents)} documents hold no tokens")
+        raise ValueError(f"the {len(documents)} documents have no tokens")
     epochs = epochs_needed(num_samples, tokens_per_epoch, seq_length)
     total = total_samples(num_samples, tokens_per_epoch, seq_length)
     before_last = ((epochs - 1) * tokens_per_epoch - 1) // seq_length
     per_epoch = (tokens_per_epoch - 1) // seq_length
-    # Otherwise the few samples drawn from a last, barely begun epoch would come from a random part
-    # of it while the epoch's documents were spread over the whole run.
-    separate = epochs > 1 and num_samples - before_last < int(SEPARATE_LAST_EPOCH_BELOW * per_epoch)
+    # Shuffled together with the others, most documents of a barely used last epoch would be spread
+    # over the whole run.
+    limit = int(SEPARATE_LAST_EPOCH_FRACTION * per_epoch)
+    separate = epochs > 1 and num_samples - before_last < limit
     rng = np.random.RandomState(seed)
     documents = documents.astype(index_dtype(len(lengths)))
     order = document_order(documents, epochs, rng, separate)
@@ -96,19 +107,19 @@ def build_indexes(
 
 
 def index_dtype(count: int) -> type[np.signedinteger[Any]]:
-    """Megatron's type for the numbers of `count` things."""
+    """Megatron's integer type for indexes below `count`."""
     return np.int32 if count < np.iinfo(np.int32).max else np.int64
 
 
 def shuffle_dtype(total: int) -> type[np.integer[Any]]:
-    """Megatron's type for the numbers of `total` samples."""
+    """Megatron's integer type for the shuffle index of `total` samples."""
     return np.uint32 if total < np.iinfo(np.uint32).max - 1 else np.int64
 
 
 def document_order(
     documents: IntArray, epochs: int, rng: np.random.RandomState, separate_last: bool
 ) -> IntArray:
-    """The documents of all epochs, shuffled together; the last epoch apart if `separate_last`."""
+    """The documents of all epochs, shuffled; the last epoch separately if `separate_last`."""
     if separate_last:
         first = document_order(documents, epochs - 1, rng, separate_last=False)
         last = document_order(documents, 1, rng, separate_last=False)
@@ -119,10 +130,10 @@ def document_order(
 
 
 def build_sample_index(lengths: IntArray, order: IntArray, seq_length: int, total: int) -> IntArray:
-    """[total + 1, 2]: where in `order` each sample begins, as (position in order, token offset).
+    """The begin of each sample: [total + 1, 2], (position in `order`, token offset).
 
-    Sample i begins at token i * seq_length of the concatenated documents. The search goes through
-    the documents in chunks, so that memory stays flat beside the result.
+    Sample i begins at token i * seq_length of the concatenated documents. The documents are
+    processed in chunks, which bounds the memory in addition to the result.
     """
     starts = np.empty((total + 1, 2), dtype=index_dtype(len(order)))
     starts[0] = 0
@@ -130,7 +141,7 @@ def build_sample_index(lengths: IntArray, order: IntArray, seq_length: int, tota
     for at in range(0, len(order), CHUNK_DOCUMENTS):
         ends = np.cumsum(lengths[order[at : at + CHUNK_DOCUMENTS]], dtype=np.int64)
         ends += first_token
-        # Samples that begin before the end of each document.
+        # Number of samples that begin before the end of each document.
         begun = (ends + (seq_length - 1)) // seq_length
         np.clip(begun, first_sample, total + 1, out=begun)
         stop = int(begun[-1])
@@ -141,12 +152,12 @@ def build_sample_index(lengths: IntArray, order: IntArray, seq_length: int, tota
         tokens -= np.repeat(np.concatenate([[first_token], ends[:-1]]), begin_in_each)
         rows[:, 1] = tokens
         first_token, first_sample = int(ends[-1]), stop
-    assert first_sample == total + 1, "the documents end before the samples do"
+    assert first_sample == total + 1, "the documents have fewer tokens than the samples"
     return starts
 
 
 def build_shuffle_index(first: int, total: int, rng: np.random.RandomState) -> IntArray:
-    """0 ... total - 1, the first `first` numbers shuffled among themselves, the others too."""
+    """The numbers below `total`; the first `first` and the others are shuffled separately."""
     order: IntArray = np.arange(total, dtype=shuffle_dtype(total))
     rng.shuffle(order[:first])
     if first < total:
@@ -155,35 +166,48 @@ def build_shuffle_index(first: int, total: int, rng: np.random.RandomState) -> I
 
 
 def parse_split(text: str) -> tuple[float, float, float]:
-    """Shares of training, validation and test of `969,30,1` (or `969/30/1`); they sum to 1.
+    """Parses the fractions of train, valid and test, such as `969,30,1` or `969/30/1`.
 
-    Missing parts are 0. Raises ValueError for what is not up to three non-negative numbers.
+    Returns:
+        Three fractions that sum to 1; missing ones are 0.
+
+    Raises:
+        UserError: If the text is not up to three non-negative numbers, or all are 0.
     """
     separator = "/" if "/" in text else ","
     try:
         parts = [float(part) for part in text.split(separator)]
     except ValueError:
         parts = []
-    valid = 0 < len(parts) <= 3 and all(part >= 0 and math.isfinite(part) for part in parts)
-    if not valid or not 0 < sum(parts) < math.inf:
-        raise ValueError(
-            f"--split {text}: must be up to three non-negative shares for training, validation and "
-            "test, such as 969,30,1"
+    numbers = 0 < len(parts) <= 3 and all(part >= 0 and math.isfinite(part) for part in parts)
+    if not numbers or not 0 < sum(parts) < math.inf:
+        raise UserError(
+            Problem(
+                "invalid-split",
+                f"{option('split')} {text}: must be up to three non-negative weights of train, "
+                "valid and test, such as 969,30,1",
+                "split",
+            )
         )
-    train, valid_share, test = (part / sum(parts) for part in [*parts, 0.0, 0.0][:3])
-    return train, valid_share, test
+    train, valid, test = (part / sum(parts) for part in [*parts, 0.0, 0.0][:3])
+    return train, valid, test
 
 
-def split_bounds(shares: Sequence[float], size: int) -> list[tuple[int, int]]:
-    """First and one-past-last of `size` documents for each share, as Megatron rounds them."""
+def split_bounds(fractions: Sequence[float], size: int) -> list[tuple[int, int]]:
+    """Document range (first, end) of each fraction of `size` documents, rounded as in Megatron."""
     bounds = [0]
-    for share in shares:
-        bounds.append(bounds[-1] + round(share * float(size)))
+    for fraction in fractions:
+        bounds.append(bounds[-1] + round(fraction * float(size)))
     surplus = bounds[-1] - size
     bounds = [0, *(max(0, bound - surplus) for bound in bounds[1:])]
     return list(itertools.pairwise(bounds))
 
 
 def samples_per_source(weights: Sequence[float], num_samples: int) -> list[int]:
-    """Samples that each source is asked for. weights: normalised."""
+    """Number of samples to request from each source of a blend.
+
+    Args:
+        weights: Weights of the sources, which sum to 1.
+        num_samples: Samples of the blend.
+    """
     return [math.ceil(num_samples * weight * BLEND_MARGIN) for weight in weights]

@@ -1,7 +1,7 @@
-"""What a pair of token files holds: counts, lengths, integrity, and where two pairs part.
+"""Statistics, integrity check and comparison of pairs of token files.
 
-Reads through `IndexedDataset`, which itself refuses a pair whose offsets do not fit. Knows no
-tokenizer and no torch, and writes nothing.
+`IndexedDataset` already rejects a pair whose offsets are inconsistent. Knows no tokenizer and no
+torch, and writes nothing.
 """
 
 from __future__ import annotations
@@ -13,17 +13,18 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from megatron_ds.data.indexed_dataset import CODES, VERSION, IndexedDataset, Tokens
+from megatron_ds.config.problems import Problem, UserError
+from megatron_ds.data.indexed_dataset import DTYPE_CODES, VERSION, IndexedDataset, Tokens
 from megatron_ds.fileio.atomic import sha256_of
 
-BLOCK = 1 << 22
-"""Tokens that are looked at together."""
+BLOCK_TOKENS = 1 << 22
+"""Tokens processed at once."""
 QUANTILES = (0.01, 0.25, 0.5, 0.75, 0.99)
 
 
 @dataclass(frozen=True)
 class LengthBin:
-    """Documents of `low` to `high` tokens, and the tokens in them."""
+    """Number of documents with `low` to `high` tokens, and of their tokens."""
 
     low: int
     high: int
@@ -33,9 +34,11 @@ class LengthBin:
 
 @dataclass(frozen=True)
 class Summary:
-    """A pair's header and what its index counts.
+    """Header and index of a pair.
 
-    quantiles: tokens of a document at each of QUANTILES. histogram: one bin per power of two.
+    Attributes:
+        quantiles: Tokens of a document, by the quantiles of QUANTILES.
+        histogram: Document lengths, one bin per power of two.
     """
 
     prefix: str
@@ -57,9 +60,9 @@ class Summary:
 
 @dataclass(frozen=True)
 class IntegrityReport:
-    """What reading every token told. lowest, highest: None in a pair without tokens."""
+    """Result of reading every token. `lowest` and `highest` are None without tokens."""
 
-    problems: list[str]
+    problems: list[Problem]
     lowest: int | None
     highest: int | None
     documents_ending_with_eod: int | None
@@ -69,13 +72,15 @@ class IntegrityReport:
 
 @dataclass(frozen=True)
 class FirstDifference:
-    """Where two pairs part for the first time.
+    """The first difference of two pairs.
 
-    what: in words; empty for pairs that hold the same. document: the first that is not the same in
-    both. token: the place in it; None if it begins with a cut into other sequences alone.
+    Attributes:
+        description: Message; empty if the pairs have the same content.
+        document: First document that differs.
+        token: First token of it that differs; None if only its sequence boundaries differ.
     """
 
-    what: str
+    description: str
     document: int | None = None
     token: int | None = None
 
@@ -86,17 +91,26 @@ def document_lengths(data: IndexedDataset) -> npt.NDArray[np.int64]:
 
 
 def document_starts(data: IndexedDataset) -> npt.NDArray[np.int64]:
-    """Where in `data.tokens` each document begins, and where the last one ends, [documents + 1]."""
+    """Position in `data.tokens` at which each document begins, and the end, [documents + 1]."""
     ends = np.zeros(len(data) + 1, dtype=np.int64)
     np.cumsum(data.lengths, out=ends[1:])
     return ends[data.document_index]
 
 
 def document(data: IndexedDataset, number: int) -> Tokens:
-    """All tokens of a document, its sequences back to back. Raises ValueError if there is none."""
+    """All tokens of a document.
+
+    Raises:
+        UserError: If the pair has no document of this number.
+    """
     count = len(data.document_index) - 1
     if not 0 <= number < count:
-        raise ValueError(f"{data.prefix}: there is no document {number}; it has {count}, from 0 on")
+        raise UserError(
+            Problem(
+                "no-such-document",
+                f"{data.prefix}: there is no document {number}; valid: 0 to {count - 1}",
+            )
+        )
     first, end = (int(at) for at in data.document_index[number : number + 2])
     if first == end:
         return data.tokens[:0]
@@ -105,31 +119,32 @@ def document(data: IndexedDataset, number: int) -> Tokens:
 
 
 def summarize(data: IndexedDataset) -> Summary:
+    """Summarizes header and index; reads no tokens."""
     lengths = document_lengths(data)
-    some = lengths.size > 0
-    quantiles = np.quantile(lengths, QUANTILES) if some else np.zeros(len(QUANTILES))
+    not_empty = lengths.size > 0
+    quantiles = np.quantile(lengths, QUANTILES) if not_empty else np.zeros(len(QUANTILES))
     return Summary(
         prefix=data.prefix,
         version=VERSION,
         dtype=str(data.dtype),
-        dtype_code=CODES[data.dtype],
+        dtype_code=DTYPE_CODES[data.dtype],
         index_bytes=os.path.getsize(data.prefix + ".idx"),
         token_bytes=os.path.getsize(data.prefix + ".bin"),
         sequences=len(data),
         documents=lengths.size,
         tokens=data.tokens.size,
         empty_documents=int((lengths == 0).sum()),
-        shortest=int(lengths.min()) if some else 0,
-        longest=int(lengths.max()) if some else 0,
-        mean=float(lengths.mean()) if some else 0.0,
+        shortest=int(lengths.min()) if not_empty else 0,
+        longest=int(lengths.max()) if not_empty else 0,
+        mean=float(lengths.mean()) if not_empty else 0.0,
         quantiles=dict(zip(QUANTILES, quantiles.tolist(), strict=True)),
         histogram=_histogram(lengths),
     )
 
 
 def _histogram(lengths: npt.NDArray[np.int64]) -> list[LengthBin]:
-    """Bins 0, 1, 2-3, 4-7, ...: from the first that has documents to the last."""
-    powers = np.frexp(lengths.astype(np.float64))[1]  # 0 has 0; 2^k to 2^(k+1) - 1 have k + 1
+    """Bins 0, 1, 2-3, 4-7, ..., from the first to the last that is not empty."""
+    powers = np.frexp(lengths.astype(np.float64))[1]  # 0 for 0, k + 1 for 2^k to 2^(k+1) - 1
     counts = np.bincount(powers)
     tokens = np.bincount(powers, weights=lengths)
     filled = np.flatnonzero(counts)
@@ -144,17 +159,21 @@ def _histogram(lengths: npt.NDArray[np.int64]) -> list[LengthBin]:
 def check(
     data: IndexedDataset, vocab_size: int | None = None, eod: int | None = None
 ) -> IntegrityReport:
-    """Read every token. vocab_size, eod: of the tokenizer, if it is known.
+    """Reads every token and checks it against the vocabulary.
 
-    A problem is what training would stumble over: tokens outside of the vocabulary. That the
-    offsets fit was proven when the pair was opened.
+    Offsets and lengths were checked when the pair was opened.
+
+    Args:
+        data: The pair.
+        vocab_size: Vocabulary size of the tokenizer; None if unknown.
+        eod: Its end-of-document token; None if unknown.
     """
     limit = vocab_size if vocab_size is not None else int(np.iinfo(np.int64).max)
-    problems: list[str] = []
+    problems: list[Problem] = []
     outside, first_outside = 0, -1
     lows, highs = [], []
-    for start in range(0, data.tokens.size, BLOCK):
-        block = data.tokens[start : start + BLOCK].astype(np.int64)
+    for start in range(0, data.tokens.size, BLOCK_TOKENS):
+        block = data.tokens[start : start + BLOCK_TOKENS].astype(np.int64)
         lows.append(int(block.min()))
         highs.append(int(block.max()))
         wrong = np.flatnonzero((block < 0) | (block >= limit))
@@ -165,42 +184,46 @@ def check(
         at = int(np.searchsorted(document_starts(data), first_outside, side="right")) - 1
         size = "" if vocab_size is None else f" of {vocab_size}"
         problems.append(
-            f"{data.prefix}: {outside} tokens are outside of the vocabulary{size}; the first is "
-            f"{data.tokens[first_outside]}, in document {at}: the file is damaged, or made with "
-            "another tokenizer"
+            Problem(
+                "tokens-outside-vocabulary",
+                f"{data.prefix}: {outside} tokens are outside the vocabulary{size}; the first is "
+                f"{data.tokens[first_outside]} in document {at}: the file is damaged, or was made "
+                "with another tokenizer",
+            )
         )
     return IntegrityReport(
         problems=problems,
         lowest=min(lows, default=None),
         highest=max(highs, default=None),
-        documents_ending_with_eod=None if eod is None else _ending_with(data, eod),
+        documents_ending_with_eod=None if eod is None else _count_eod_endings(data, eod),
         sha256_bin=sha256_of(data.prefix + ".bin"),
         sha256_idx=sha256_of(data.prefix + ".idx"),
     )
 
 
-def _ending_with(data: IndexedDataset, eod: int) -> int:
+def _count_eod_endings(data: IndexedDataset, eod: int) -> int:
     starts = document_starts(data)
     last = starts[1:][starts[1:] > starts[:-1]] - 1
     return sum(
-        int((data.tokens[last[at : at + BLOCK]] == eod).sum()) for at in range(0, last.size, BLOCK)
+        int((data.tokens[last[at : at + BLOCK_TOKENS]] == eod).sum())
+        for at in range(0, last.size, BLOCK_TOKENS)
     )
 
 
 def compare(left: IndexedDataset, right: IndexedDataset) -> FirstDifference:
-    """The first difference of two pairs in what they hold; the type of the tokens is no part of it.
+    """Finds the first difference of two pairs in documents, tokens or sequence boundaries.
 
-    Tokens are compared in blocks.
+    The dtype of the tokens is not compared. Tokens are compared in blocks.
     """
-    starts, others = document_starts(left), document_starts(right)
-    ours, theirs = np.diff(starts), np.diff(others)
-    both = min(ours.size, theirs.size)
-    unlike = np.flatnonzero(ours[:both] != theirs[:both])
-    at = int(unlike[0]) if unlike.size else both
-    common = int(starts[at])  # tokens of the documents before, of the same length in both
+    starts = document_starts(left)
+    left_sizes, right_sizes = np.diff(starts), document_lengths(right)
+    documents = min(left_sizes.size, right_sizes.size)
+    unlike = np.flatnonzero(left_sizes[:documents] != right_sizes[:documents])
+    at = int(unlike[0]) if unlike.size else documents
+    common = int(starts[at])  # tokens of the documents before it, which have equal lengths
     if unlike.size:
-        common += int(min(ours[at], theirs[at]))
-    token = _first_unlike(left.tokens[:common], right.tokens[:common])
+        common += int(min(left_sizes[at], right_sizes[at]))
+    token = _first_mismatch(left.tokens[:common], right.tokens[:common])
     if token is not None:
         found = int(np.searchsorted(starts, token, side="right")) - 1
         within = token - int(starts[found])
@@ -212,34 +235,42 @@ def compare(left: IndexedDataset, right: IndexedDataset) -> FirstDifference:
         )
     if unlike.size:
         return FirstDifference(
-            f"document {at} has {ours[at]} tokens in {left.prefix} and {theirs[at]} in "
-            f"{right.prefix}; all of the shorter one are the same",
+            f"document {at} has {left_sizes[at]} tokens in {left.prefix} and {right_sizes[at]} in "
+            f"{right.prefix}; the tokens of the shorter one are equal",
             at,
-            int(min(ours[at], theirs[at])),
+            int(min(left_sizes[at], right_sizes[at])),
         )
-    if ours.size != theirs.size:
-        longer, shorter = (left, right) if ours.size > theirs.size else (right, left)
+    if left_sizes.size != right_sizes.size:
+        is_left_longer = left_sizes.size > right_sizes.size
+        longer, shorter = (left, right) if is_left_longer else (right, left)
         return FirstDifference(
-            f"{longer.prefix} goes on where {shorter.prefix} ends, after {both} documents", both, 0
+            f"{shorter.prefix} ends after {documents} documents, {longer.prefix} has more",
+            documents,
+            0,
         )
-    cut = _first_unlike(left.lengths, right.lengths)
-    if cut is None and len(left) == len(right):
-        cut = _first_unlike(left.document_index, right.document_index)
-        if cut is None:
+    return _first_boundary_difference(left, right)
+
+
+def _first_boundary_difference(left: IndexedDataset, right: IndexedDataset) -> FirstDifference:
+    """Compares the sequence boundaries of pairs with equal documents and tokens."""
+    sequence = _first_mismatch(left.lengths, right.lengths)
+    if sequence is None and len(left) == len(right):
+        entry = _first_mismatch(left.document_index, right.document_index)
+        if entry is None:
             return FirstDifference("")
-        found = cut - 1
+        found = entry - 1
     else:
-        sequence = min(len(left), len(right)) - 1 if cut is None else cut
-        found = int(np.searchsorted(left.document_index, sequence, side="right")) - 1
+        at = min(len(left), len(right)) - 1 if sequence is None else sequence
+        found = int(np.searchsorted(left.document_index, at, side="right")) - 1
     return FirstDifference(
-        f"the tokens are the same, but document {found} is cut into other sequences", found
+        f"the tokens are equal, but document {found} is split into different sequences", found
     )
 
 
-def _first_unlike(left: npt.NDArray[np.generic], right: npt.NDArray[np.generic]) -> int | None:
-    """The first place of the common length at which two arrays differ."""
-    for start in range(0, min(left.size, right.size), BLOCK):
-        a, b = left[start : start + BLOCK], right[start : start + BLOCK]
+def _first_mismatch(left: npt.NDArray[np.generic], right: npt.NDArray[np.generic]) -> int | None:
+    """First index of the common length at which two arrays differ."""
+    for start in range(0, min(left.size, right.size), BLOCK_TOKENS):
+        a, b = left[start : start + BLOCK_TOKENS], right[start : start + BLOCK_TOKENS]
         size = min(a.size, b.size)
         wrong = np.flatnonzero(a[:size] != b[:size])
         if wrong.size:
@@ -248,7 +279,7 @@ def _first_unlike(left: npt.NDArray[np.generic], right: npt.NDArray[np.generic])
 
 
 def summary_lines(summary: Summary) -> Iterator[str]:
-    """The summary as text, with the histogram drawn in characters."""
+    """Lines of text with the summary and a histogram."""
     yield f"{summary.prefix}"
     yield (
         f"  format: MMIDIDX, version {summary.version}, tokens {summary.dtype} "
@@ -256,17 +287,17 @@ def summary_lines(summary: Summary) -> Iterator[str]:
     )
     yield f"  files: .idx {summary.index_bytes:,} bytes, .bin {summary.token_bytes:,} bytes"
     yield (
-        f"  holds: {summary.documents:,} documents ({summary.empty_documents:,} empty), "
+        f"  content: {summary.documents:,} documents ({summary.empty_documents:,} empty), "
         f"{summary.sequences:,} sequences, {summary.tokens:,} tokens"
     )
-    shares = ", ".join(f"{share:.0%} {value:,.0f}" for share, value in summary.quantiles.items())
+    quantiles = ", ".join(f"{q:.0%} {value:,.0f}" for q, value in summary.quantiles.items())
     yield (
         f"  tokens per document: {summary.shortest:,} to {summary.longest:,}, "
-        f"mean {summary.mean:,.1f}; quantiles {shares}"
+        f"mean {summary.mean:,.1f}; quantiles {quantiles}"
     )
-    most = max((part.documents for part in summary.histogram), default=0)
-    for part in summary.histogram:
-        span = f"{part.low:,}" if part.low == part.high else f"{part.low:,}-{part.high:,}"
-        bar = "#" * -(-40 * part.documents // most)
-        counts = f"{part.documents:>13,} documents {part.tokens:>16,} tokens"
+    most = max((row.documents for row in summary.histogram), default=0)
+    for row in summary.histogram:
+        span = f"{row.low:,}" if row.low == row.high else f"{row.low:,}-{row.high:,}"
+        bar = "#" * -(-40 * row.documents // most)
+        counts = f"{row.documents:>13,} documents {row.tokens:>16,} tokens"
         yield f"  {span:>25} {counts} {bar}".rstrip()

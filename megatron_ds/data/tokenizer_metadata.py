@@ -1,7 +1,7 @@
-"""Which tokenizer made a pair of token files: `PREFIX.tokenizer.json` beside it.
+"""The file `PREFIX.tokenizer.json`, which records the tokenizer of a pair of token files.
 
-Owns that file's content, its reading and what to say where it does not fit. It is written with the
-pair, by `indexed.py`; pairs of other programs have none. Knows no torch.
+Owns its content and its comparison with the tokenizer of a run. It is written with the pair, by
+`indexed_writer.py`; pairs of other programs have none. Knows no torch.
 """
 
 from __future__ import annotations
@@ -10,80 +10,104 @@ import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from megatron_ds.config.problems import Problem, UserError
 from megatron_ds.data.indexed_dataset import TOKENIZER_SUFFIX
 from megatron_ds.tokenizer.fingerprint import TokenizerFingerprint
 
-Description = Mapping[str, str | int | bool]
-"""What is recorded of a sentence splitter."""
+SplitterDescription = Mapping[str, str | int | bool]
+"""Recorded settings of a sentence splitter."""
 
-SENTENCES = "sentences"
-"""The key that only pairs of sentences have. Training does not look at it."""
+SENTENCES_KEY = "sentences"
+"""Key of the sentence splitter, present if sequences are sentences. Training does not read it."""
 
 
-def read_made_by(prefix: str) -> TokenizerFingerprint | None:
-    """The tokenizer of a pair; None if nothing says it. Raises ValueError, naming the file."""
+def read_tokenizer(prefix: str) -> TokenizerFingerprint | None:
+    """The tokenizer of a pair; None if it is not recorded.
+
+    Raises:
+        UserError: If the file is unreadable or damaged.
+    """
     path = Path(prefix + TOKENIZER_SUFFIX)
     try:
         return TokenizerFingerprint.from_json(path.read_bytes())
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise ValueError(f"{path}: cannot be read: {error.strerror}") from error
+        raise UserError(
+            Problem("tokenizer-metadata-unreadable", f"{path}: cannot be read: {error.strerror}")
+        ) from error
     except ValueError as error:
-        raise ValueError(f"{path}: holds {error}") from error
+        raise UserError(
+            Problem("tokenizer-metadata-damaged", f"{path}: is damaged: {error}")
+        ) from error
 
 
-def read_sentences(prefix: str) -> Description | None:
-    """What cut a pair's documents into sentences; None for one sequence per document, and if
-    nothing says it. Raises ValueError as `read_made_by` does."""
-    if read_made_by(prefix) is None:
+def read_sentence_splitter(prefix: str) -> SplitterDescription | None:
+    """The sentence splitter of a pair; None if not recorded, or for one sequence per document.
+
+    Raises:
+        UserError: As `read_tokenizer` does.
+    """
+    if read_tokenizer(prefix) is None:
         return None
-    found = json.loads(Path(prefix + TOKENIZER_SUFFIX).read_bytes()).get(SENTENCES)
+    found = json.loads(Path(prefix + TOKENIZER_SUFFIX).read_bytes()).get(SENTENCES_KEY)
     return found if isinstance(found, dict) else None
 
 
-def content_of(identity: TokenizerFingerprint, sentences: Description | None) -> bytes:
-    """What is written beside a pair. sentences: what cut its documents into sentences."""
+def metadata_json(identity: TokenizerFingerprint, sentences: SplitterDescription | None) -> bytes:
+    """Content of the file.
+
+    Args:
+        identity: The tokenizer.
+        sentences: The sentence splitter; None for one sequence per document.
+    """
     if sentences is None:
         return identity.to_json()
     found = json.loads(identity.to_json())
     return (
-        json.dumps({**found, SENTENCES: sentences}, indent=2, ensure_ascii=False) + "\n"
+        json.dumps({**found, SENTENCES_KEY: sentences}, indent=2, ensure_ascii=False) + "\n"
     ).encode()
 
 
-def tokenizer_mismatch(prefix: str, identity: TokenizerFingerprint) -> Iterator[str]:
-    """What shows that a pair was made with another tokenizer."""
+def tokenizer_mismatch(prefix: str, identity: TokenizerFingerprint) -> Iterator[Problem]:
+    """Problems of a pair that was made with another tokenizer, or whose record is unreadable."""
     try:
-        found = read_made_by(prefix)
-    except ValueError as error:
-        yield str(error)
+        found = read_tokenizer(prefix)
+    except UserError as error:
+        yield from error.problems
         return
     if found is not None and not found.same_as(identity):
-        yield (
-            f"{prefix}: was made with another tokenizer: {prefix}{TOKENIZER_SUFFIX} names "
-            f"{found}, and this run has {identity}; give the data's tokenizer or make the data "
-            "again (if both give the same ids, remove that file)"
+        yield Problem(
+            "tokenizer-mismatch",
+            f"{prefix}: was made with another tokenizer: {prefix}{TOKENIZER_SUFFIX} records "
+            f"{found}, but this run has {identity}; use the data's tokenizer or preprocess the "
+            "data again (if both give the same ids, remove that file)",
+            "tokenizer_type",
         )
 
 
-def made_by_of(prefixes: list[str]) -> bytes | None:
-    """What to write beside a pair put together from these; None if one of them says nothing. What
-    cut documents into sentences is told if it was the same for all.
+def merged_metadata(prefixes: list[str]) -> bytes | None:
+    """Content of the file for a pair merged from others; None if one of them has no record.
 
-    Raises ValueError, showing both, if two were made with different tokenizers.
+    The sentence splitter is recorded if it is the same for all.
+
+    Raises:
+        UserError: If two of them were made with different tokenizers.
     """
-    found = {prefix: read_made_by(prefix) for prefix in prefixes}
+    found = {prefix: read_tokenizer(prefix) for prefix in prefixes}
     known = {prefix: identity for prefix, identity in found.items() if identity is not None}
     for prefix, identity in known.items():
         first, other = next(iter(known.items()))
         if not identity.same_as(other):
-            raise ValueError(
-                f"{prefix} was made with {identity} and {first} with {other}: different "
-                "tokenizers' ids do not go together"
+            raise UserError(
+                Problem(
+                    "merging-different-tokenizers",
+                    f"{prefix} was made with {identity}, but {first} with {other}: they cannot be "
+                    "merged",
+                )
             )
     if len(known) < len(found):
         return None
-    splitters = [read_sentences(prefix) for prefix in prefixes]
+    splitters = [read_sentence_splitter(prefix) for prefix in prefixes]
     same = all(splitter == splitters[0] for splitter in splitters)
-    return content_of(next(iter(known.values())), splitters[0] if same else None)
+    return metadata_json(next(iter(known.values())), splitters[0] if same else None)

@@ -22,7 +22,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from megatron_ds.data.indexed_dataset import IndexedWriter, open_locked, publish_pair
+from megatron_ds.data.indexed_writer import IndexedWriter, open_locked, publish_pair
 from megatron_ds.fileio.atomic import (
     fsync_file,
     name_in_errors,
@@ -321,7 +321,7 @@ def publish_all(names: OutputPaths, record: RunRecord) -> None:
     """Give all files of a sealed run their names; begun before, it is continued."""
     name_quarantine(names.quarantine, record.last.quarantine)
     for prefix in names.pairs:
-        publish_pair(prefix, made_by=True)
+        publish_pair(prefix, has_tokenizer_metadata=True)
     Path(names.sources).unlink(missing_ok=True)
     run_record.write(names.record, dataclasses.replace(record, state=FINISHED))
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 from megatron_ds.data.indexed_dataset import token_dtype
-from megatron_ds.data.tokenizer_metadata import content_of
+from megatron_ds.data.tokenizer_metadata import metadata_json
 from megatron_ds.preprocess.document_readers import (
     DocumentReader,
     FileStamp,
@@ -168,7 +168,7 @@ def preprocess(
         raise ValueError("\n".join(problems))
     dtype = token_dtype(tokenizer.vocab_size)
     sentences = options.splitter.description if options.splitter else None
-    made_by = content_of(tokenizer.fingerprint, sentences)
+    made_by = metadata_json(tokenizer.fingerprint, sentences)
     settings = options.settings(made_by)
     start = find_resume_point(
         options.names, settings, dtype.itemsize, options.inputs, options.resume, say

@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_ds.data.indexed_dataset import DOC_INDEX_SUFFIX, HEADER, TOKENIZER_SUFFIX, WriteCounts
+from megatron_ds.data.indexed_dataset import HEADER, TOKENIZER_SUFFIX
+from megatron_ds.data.indexed_writer import DOC_INDEX_SUFFIX, WriteCounts
 from megatron_ds.preprocess import run_record
 from megatron_ds.preprocess.document_readers import START, FileStamp, InputSpec
 from megatron_ds.preprocess.output_files import OutputPaths, line_of

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_ds.data.indexed_dataset import WriteCounts
+from megatron_ds.data.indexed_writer import WriteCounts
 from megatron_ds.fileio.atomic import (
     fsync_path,
     write_atomically,

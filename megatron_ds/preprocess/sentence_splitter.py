@@ -13,7 +13,7 @@ import os
 from pathlib import Path
 from typing import Any, Protocol
 
-from megatron_ds.data.tokenizer_metadata import Description
+from megatron_ds.data.tokenizer_metadata import SplitterDescription
 from megatron_ds.preprocess import sentence_rules
 
 SPLITTERS = ("auto", "punkt", "rules")
@@ -33,7 +33,7 @@ class Splitter(Protocol):
     """Text to sentences. Implementations can be pickled: preprocessing hands them to workers."""
 
     @property
-    def description(self) -> Description:
+    def description(self) -> SplitterDescription:
         """What decides the sentences; kept beside the data."""
 
     def __call__(self, text: str) -> list[str]:
@@ -50,7 +50,7 @@ class RuleSplitter:
         self._lang, self._keep, self._why = lang, keep_newlines, why
 
     @property
-    def description(self) -> Description:
+    def description(self) -> SplitterDescription:
         version = sentence_rules.VERSION
         return {"splitter": "rules", "version": version, "keep_newlines": self._keep}
 
@@ -90,7 +90,7 @@ class PunktSplitter:
         )  # nltk's objects with other rules cannot be pickled
 
     @property
-    def description(self) -> Description:
+    def description(self) -> SplitterDescription:
         return {
             "splitter": "punkt",
             "lang": self._lang,

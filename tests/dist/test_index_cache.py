@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from megatron_ds.data.indexed_dataset import IndexedWriter
+from megatron_ds.data.indexed_writer import IndexedWriter
 
 CREW = Path(__file__).with_name("cache_processes.py")
 PROCESSES = 8

@@ -9,7 +9,7 @@ import pytest
 from megatron_ds.config import DataConfig
 from megatron_ds.data.build_datasets import build_datasets
 from megatron_ds.data.gpt_dataset import TokenDataset
-from megatron_ds.data.indexed_dataset import IndexedWriter
+from megatron_ds.data.indexed_writer import IndexedWriter
 from megatron_ds.data.micro_batches import MicroBatchIterator
 
 SAMPLES = 24

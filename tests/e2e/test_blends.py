@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from megatron_ds.data.indexed_dataset import IndexedWriter
+from megatron_ds.data.indexed_writer import IndexedWriter
 from tests.e2e.conftest import VOCAB
 from tests.e2e.runs import (
     Launcher,

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_ds.data.indexed_dataset import IndexedWriter
+from megatron_ds.data.indexed_writer import IndexedWriter
 from tests.e2e.runs import clean_environment, free_port
 
 REPOSITORY = Path(__file__).resolve().parents[2]

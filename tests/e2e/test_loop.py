@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from megatron_ds.data.indexed_dataset import IndexedWriter
+from megatron_ds.data.indexed_writer import IndexedWriter
 from megatron_ds.data.validation import PROBED_BLOCKS, PROBED_TOKENS
 from tests.e2e.runs import (
     Launcher,

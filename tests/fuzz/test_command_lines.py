@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from megatron_ds.cli import arguments
-from megatron_ds.data.indexed_dataset import IndexedDataset, IndexedWriter
+from megatron_ds.data.indexed_dataset import IndexedDataset
+from megatron_ds.data.indexed_writer import IndexedWriter
 from megatron_ds.engine import ds_config
 from pretrain_gpt import check
 from tools import preprocess_data

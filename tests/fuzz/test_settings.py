@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from megatron_ds.config import DataConfig
 from megatron_ds.data.blend_spec import parse_blend
 from megatron_ds.data.build_datasets import build_datasets
-from megatron_ds.data.indexed_dataset import IndexedWriter
+from megatron_ds.data.indexed_writer import IndexedWriter
 from megatron_ds.data.sample_index import parse_split, split_bounds
 from tests.fuzz.fuzz_helpers import FUZZ, REFUSED, read_or_refuse
 

@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 
 from megatron_ds.config import DataConfig, TokenizerConfig
 from megatron_ds.data.build_datasets import build_datasets
-from megatron_ds.data.indexed_dataset import IndexedDataset, IndexedWriter, token_dtype
+from megatron_ds.data.indexed_dataset import IndexedDataset, token_dtype
+from megatron_ds.data.indexed_writer import IndexedWriter
 from megatron_ds.data.merge import merge
 from megatron_ds.data.sample_index import build_indexes
 from megatron_ds.preprocess.document_readers import InputSpec

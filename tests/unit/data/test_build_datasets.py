@@ -21,7 +21,7 @@ from megatron_ds.data.blend_history import BlendHistory
 from megatron_ds.data.build_datasets import Datasets, FileUsage, build_datasets
 from megatron_ds.data.gpt_dataset import TokenDataset
 from megatron_ds.data.index_cache import ArrayCache
-from megatron_ds.data.indexed_dataset import IndexedWriter
+from megatron_ds.data.indexed_writer import IndexedWriter
 from megatron_ds.data.usage_report import as_json, summary
 
 REPOSITORY = Path(__file__).resolve().parents[3]

@@ -1,4 +1,4 @@
-"""Samples cut from a token file, and samples mixed from several."""
+"""Samples of a token file, and of a blend."""
 
 from __future__ import annotations
 
@@ -12,15 +12,17 @@ from megatron_ds.data.blend_schedule import blend_order
 from megatron_ds.data.blended_dataset import BlendedDataset
 from megatron_ds.data.chained_datasets import SingleSourceOrder
 from megatron_ds.data.gpt_dataset import GPTDataset, read_samples
-from megatron_ds.data.indexed_dataset import HEADER, MAGIC, IndexedDataset, IndexedWriter
+from megatron_ds.data.indexed_dataset import HEADER, MAGIC, IndexedDataset
+from megatron_ds.data.indexed_writer import IndexedWriter
 from megatron_ds.data.sample_index import SampleIndexes, build_indexes, build_sample_index
+from tests.problems import raises_problem
 
 LENGTHS = [4, 1, 9, 0, 3, 6]
 
 
 @pytest.fixture
 def dataset(tmp_path: Path) -> GPTDataset:
-    """Documents of consecutive numbers from 100 x document on, 30 samples of 4 + 1 tokens."""
+    """At least 30 samples of 4 + 1 tokens; document d consists of 100 d, 100 d + 1, ..."""
     with IndexedWriter(tmp_path / "p", "uint16") as writer:
         for number, length in enumerate(LENGTHS):
             writer.add_document(np.arange(100 * number, 100 * number + length))
@@ -40,14 +42,14 @@ def test_samples_are_slices_of_the_shuffled_documents(dataset: GPTDataset) -> No
         assert dataset.sample_id(position) == f"p:{sample}"
 
 
-def test_samples_are_read_together(dataset: GPTDataset) -> None:
+def test_read_samples_equals_single_reads(dataset: GPTDataset) -> None:
     rows = read_samples(dataset, range(3, 9))
     assert rows.dtype == np.int64
     assert rows.tolist() == [dataset[position].tolist() for position in range(3, 9)]
     assert read_samples(dataset, []).shape == (0, 5)
 
 
-def test_positions_outside_are_refused_and_pickling_reopens(dataset: GPTDataset) -> None:
+def test_invalid_positions_are_rejected_and_pickling_works(dataset: GPTDataset) -> None:
     for position in (-1, len(dataset)):
         with pytest.raises(IndexError):
             dataset[position]
@@ -60,7 +62,7 @@ def test_positions_outside_are_refused_and_pickling_reopens(dataset: GPTDataset)
 @pytest.mark.parametrize(
     ("dtype", "bad", "limit"), [("uint16", 505, 505), ("int32", 2**31 - 1, 600), ("int32", -1, 600)]
 )
-def test_a_token_outside_the_vocabulary_is_refused(
+def test_token_outside_the_vocabulary_is_rejected(
     tmp_path: Path, dtype: str, bad: int, limit: int
 ) -> None:
     with IndexedWriter(tmp_path / "p", dtype) as writer:
@@ -77,20 +79,19 @@ def test_a_token_outside_the_vocabulary_is_refused(
         if vocab_size is None:
             assert len(read_samples(dataset, every)) == len(dataset)
             continue
-        words = rf"p\.bin: sample \d+ has the token {bad}, which a vocabulary of {limit} has not"
         for position in every:
             if position in wrong:
-                with pytest.raises(ValueError, match=words):
+                with raises_problem("sample-token-outside-vocabulary", contains=str(bad)):
                     dataset[position]
             else:
                 dataset[position]
-        with pytest.raises(ValueError, match=words):
+        with raises_problem("sample-token-outside-vocabulary"):
             read_samples(BlendedDataset([dataset], SingleSourceOrder(len(dataset))), every)
         read_samples(dataset, [p for p in every if p not in wrong])
 
 
-def test_tokens_beyond_32_bits_are_read(tmp_path: Path) -> None:
-    """The file has holes: it takes no room on the disk."""
+def test_token_positions_beyond_32_bits(tmp_path: Path) -> None:
+    """With a sparse file."""
     lengths = [2**31 - 1, 2**31 - 1, 2**31 - 1, 8]
     pointers = [2 * sum(lengths[:number]) for number in range(4)]
     with open(tmp_path / "p.idx", "wb") as file:
@@ -103,7 +104,7 @@ def test_tokens_beyond_32_bits_are_read(tmp_path: Path) -> None:
     data = IndexedDataset(tmp_path / "p")
     assert len(data.tokens) > 2**32
     documents = np.arange(4)
-    # 100 samples; the last but one ends with the first token of the last document.
+    # 100 samples; the second to last ends with the first token of the last document.
     seq_length = (sum(lengths) - 8) // 100
     starts = build_sample_index(data.lengths, documents, seq_length, 100)
     at, offset = starts[99].tolist()
@@ -116,7 +117,7 @@ def test_tokens_beyond_32_bits_are_read(tmp_path: Path) -> None:
     assert dataset[1].tolist() == [0] * 18
 
 
-def test_blend_reads_its_sources(dataset: GPTDataset) -> None:
+def test_blend_reads_its_sources_in_order(dataset: GPTDataset) -> None:
     order = blend_order([0.5, 0.5], 3)
     mixed = BlendedDataset([dataset, dataset], order)
     assert len(mixed) == 3
@@ -134,7 +135,7 @@ def test_blend_reads_its_sources(dataset: GPTDataset) -> None:
             mixed[position]
 
 
-def test_blend_needs_enough_samples(dataset: GPTDataset) -> None:
+def test_blend_with_too_few_samples_is_rejected(dataset: GPTDataset) -> None:
     many = len(dataset) + 1
     with pytest.raises(
         ValueError, match=f"source 1 has {many - 1} samples, the blend takes {many}"

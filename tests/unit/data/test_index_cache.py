@@ -1,4 +1,4 @@
-"""The array cache: complete or absent, made once, whoever asks and whoever dies."""
+"""Entries of the array cache are complete or absent, and built once."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from megatron_ds.data.index_cache import ArrayCache, Arrays
+from tests.problems import raises_problem
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 BUILDER = """
@@ -23,8 +24,8 @@ from megatron_ds.data.index_cache import ArrayCache
 
 folder, die = Path(sys.argv[1]), sys.argv[2] == "die"
 
-def make():
-    with open(folder / "made", "a") as file:
+def build():
+    with open(folder / "built", "a") as file:
         file.write("x")
     return {"a": np.arange(1 << 20), "b": np.arange(3)}
 
@@ -34,13 +35,13 @@ if die:
         replace(*names)
         os.kill(os.getpid(), signal.SIGKILL)
     os.replace = once
-arrays = ArrayCache([folder / "cache"]).get_or_build("kind", {"seed": 1}, make)
+arrays = ArrayCache([folder / "cache"]).get_or_build("kind", {"seed": 1}, build)
 print(int(arrays["a"].sum()), arrays["b"].tolist())
 """
 EXPECTED = f"{sum(range(1 << 20))} [0, 1, 2]"
 
 
-class Maker:
+class CountingBuilder:
     def __init__(self, values: Arrays | None = None) -> None:
         self.calls = 0
         self._values = values or {"a": np.arange(5), "b": np.ones((2, 3), dtype=np.uint32)}
@@ -59,40 +60,40 @@ def start(folder: Path, mode: str) -> subprocess.Popen[str]:
     )
 
 
-def test_made_once_and_read_back(tmp_path: Path) -> None:
-    cache, make = ArrayCache([tmp_path / "new" / "cache"]), Maker()
+def test_entry_is_built_once(tmp_path: Path) -> None:
+    cache, build = ArrayCache([tmp_path / "new" / "cache"]), CountingBuilder()
     for _ in range(2):
-        arrays = cache.get_or_build("kind", {"seed": 1}, make)
+        arrays = cache.get_or_build("kind", {"seed": 1}, build)
         assert arrays["a"].tolist() == [0, 1, 2, 3, 4]
         assert arrays["b"].dtype == np.uint32
         assert not arrays["b"].flags.writeable
-    assert make.calls == 1
-    cache.get_or_build("kind", {"seed": 2}, make)
-    assert make.calls == 2
+    assert build.calls == 1
+    cache.get_or_build("kind", {"seed": 2}, build)
+    assert build.calls == 2
 
 
-def test_an_entry_that_is_not_complete_is_made_again(tmp_path: Path) -> None:
-    cache, make = ArrayCache([tmp_path]), Maker()
-    cache.get_or_build("kind", {}, make)
+def test_incomplete_entry_is_rebuilt(tmp_path: Path) -> None:
+    cache, build = ArrayCache([tmp_path]), CountingBuilder()
+    cache.get_or_build("kind", {}, build)
     (array,) = tmp_path.glob("*.a.npy")
     content = array.read_bytes()
     other = tmp_path / "other.npy"
     np.save(other, np.arange(6))
     for damage in (content[:-1], b"", other.read_bytes()):
         array.write_bytes(damage)
-        assert cache.get_or_build("kind", {}, make)["a"].tolist() == [0, 1, 2, 3, 4]
-    assert make.calls == 4
+        assert cache.get_or_build("kind", {}, build)["a"].tolist() == [0, 1, 2, 3, 4]
+    assert build.calls == 4
     (description,) = tmp_path.glob("*.json")
     description.write_text("{")
-    cache.get_or_build("kind", {}, make)
+    cache.get_or_build("kind", {}, build)
     array.unlink()
-    cache.get_or_build("kind", {}, make)
-    assert make.calls == 6
+    cache.get_or_build("kind", {}, build)
+    assert build.calls == 6
 
 
-def test_a_changed_byte_anywhere_is_found(tmp_path: Path) -> None:
-    cache, make = ArrayCache([tmp_path]), Maker()
-    cache.get_or_build("kind", {}, make)
+def test_damaged_entry_is_rebuilt(tmp_path: Path) -> None:
+    cache, build = ArrayCache([tmp_path]), CountingBuilder()
+    cache.get_or_build("kind", {}, build)
     files = [path for path in tmp_path.iterdir() if path.suffix in (".npy", ".json")]
     assert len(files) == 3
     for path in files:
@@ -101,7 +102,7 @@ def test_a_changed_byte_anywhere_is_found(tmp_path: Path) -> None:
             damaged = bytearray(content)
             damaged[at] ^= 1 + at % 255
             path.write_bytes(damaged)
-            arrays = cache.get_or_build("kind", {}, make)
+            arrays = cache.get_or_build("kind", {}, build)
             assert arrays["a"].tolist() == [0, 1, 2, 3, 4]
             assert arrays["b"].tolist() == [[1, 1, 1], [1, 1, 1]]
     assert sorted(path.name for path in tmp_path.iterdir() if path.suffix == ".partial") == []
@@ -111,15 +112,15 @@ def test_a_changed_byte_anywhere_is_found(tmp_path: Path) -> None:
     "text",
     ["[]", "5", '{"arrays": 5}', '{"arrays": {"a": 1}}', "[" * 100_000, "\0", '{"arrays": []}'],
 )
-def test_a_description_of_another_kind(tmp_path: Path, text: str) -> None:
-    cache, make = ArrayCache([tmp_path]), Maker()
-    cache.get_or_build("kind", {}, make)
+def test_invalid_description_is_rebuilt(tmp_path: Path, text: str) -> None:
+    cache, build = ArrayCache([tmp_path]), CountingBuilder()
+    cache.get_or_build("kind", {}, build)
     (description,) = tmp_path.glob("*.json")
     description.write_text(text)
-    assert sorted(cache.get_or_build("kind", {}, make)) == ["a", "b"]
+    assert sorted(cache.get_or_build("kind", {}, build)) == ["a", "b"]
 
 
-def test_a_disk_without_room_gives_way_to_the_next_folder(
+def test_full_disk_falls_back_to_the_next_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fsync = os.fsync
@@ -130,54 +131,48 @@ def test_a_disk_without_room_gives_way_to_the_next_folder(
         fsync(descriptor)
 
     monkeypatch.setattr(os, "fsync", full)
-    small, large, make = tmp_path / "small", tmp_path / "large", Maker()
-    assert ArrayCache([small, large]).get_or_build("kind", {}, make)["a"].tolist() == [
-        0,
-        1,
-        2,
-        3,
-        4,
-    ]
-    assert make.calls == 1
+    small, large, build = tmp_path / "small", tmp_path / "large", CountingBuilder()
+    assert ArrayCache([small, large]).get_or_build("kind", {}, build)["a"].size == 5
+    assert build.calls == 1
     assert not [path for path in small.iterdir() if path.suffix != ".lock"]
-    with pytest.raises(ValueError, match=r"small: No space left on device.*--data-cache-path"):
-        ArrayCache([small]).get_or_build("kind", {}, make)
+    with raises_problem("index-cache-not-writable", "data_cache_path", contains=str(small)):
+        ArrayCache([small]).get_or_build("kind", {}, build)
 
 
-def test_a_long_kind_and_a_failing_maker(tmp_path: Path) -> None:
-    cache, make = ArrayCache([tmp_path]), Maker()
+def test_long_kind_and_failing_build(tmp_path: Path) -> None:
+    cache, build = ArrayCache([tmp_path]), CountingBuilder()
     for _ in range(2):
-        cache.get_or_build("k" * 300, {}, make)
-    assert make.calls == 1
+        cache.get_or_build("k" * 300, {}, build)
+    assert build.calls == 1
 
     def fail() -> Arrays:
         raise ValueError("no tokens")
 
     with pytest.raises(ValueError, match="no tokens"):
         cache.get_or_build("kind", {}, fail)
-    assert sorted(cache.get_or_build("kind", {}, make)) == ["a", "b"]
+    assert sorted(cache.get_or_build("kind", {}, build)) == ["a", "b"]
 
 
-def test_a_later_folder_is_read_and_the_first_writable_one_written(tmp_path: Path) -> None:
-    first, second, make = tmp_path / "file" / "x", tmp_path / "second", Maker()
-    (tmp_path / "file").write_text("no folder can be made below a file")
+def test_first_writable_folder_is_used(tmp_path: Path) -> None:
+    first, second, build = tmp_path / "file" / "x", tmp_path / "second", CountingBuilder()
+    (tmp_path / "file").write_text("")
     cache = ArrayCache([first, second])
-    cache.get_or_build("kind", {}, make)
+    cache.get_or_build("kind", {}, build)
     assert list(second.glob("*.json"))
-    cache.get_or_build("kind", {}, make)
-    assert make.calls == 1
-    with pytest.raises(ValueError, match="--data-cache-path"):
-        ArrayCache([first]).get_or_build("kind", {}, make)
+    cache.get_or_build("kind", {}, build)
+    assert build.calls == 1
+    with raises_problem("index-cache-not-writable", "data_cache_path"):
+        ArrayCache([first]).get_or_build("kind", {}, build)
 
 
-def test_four_processes_at_once_make_it_once(tmp_path: Path) -> None:
+def test_concurrent_processes_build_once(tmp_path: Path) -> None:
     processes = [start(tmp_path, "live") for _ in range(4)]
     outputs = [process.communicate(timeout=60)[0].strip() for process in processes]
     assert outputs == [EXPECTED] * 4
-    assert (tmp_path / "made").read_text() == "x"
+    assert (tmp_path / "built").read_text() == "x"
 
 
-def test_a_builder_killed_midway_is_followed_by_another(tmp_path: Path) -> None:
+def test_entry_of_a_killed_builder_is_rebuilt(tmp_path: Path) -> None:
     killed = start(tmp_path, "die")
     killed.communicate(timeout=60)
     assert killed.returncode == -signal.SIGKILL
@@ -185,4 +180,4 @@ def test_a_builder_killed_midway_is_followed_by_another(tmp_path: Path) -> None:
     processes = [start(tmp_path, "live") for _ in range(2)]
     outputs = [process.communicate(timeout=60)[0].strip() for process in processes]
     assert outputs == [EXPECTED] * 2
-    assert (tmp_path / "made").read_text() == "xx"
+    assert (tmp_path / "built").read_text() == "xx"

@@ -1,5 +1,6 @@
-"""The three indexes against Megatron's definition of a sample, told in plain Python over a list of
-every token, on random files, parts of files, lengths and seeds.
+"""Property test of the three indexes against Megatron's definition of a sample.
+
+The definition is implemented in plain Python on a list of all tokens.
 """
 
 from __future__ import annotations
@@ -15,41 +16,42 @@ from megatron_ds.data.sample_index import build_indexes
 
 @dataclass(frozen=True)
 class Case:
-    """tokens: of each sequence of the file. part: first and one past the last that may be read."""
+    """A dataset: token counts of the file's sequences, document range, requested samples."""
 
     tokens: list[int]
-    part: tuple[int, int]
-    wanted: int
+    document_range: tuple[int, int]
+    num_samples: int
     seq_length: int
     seed: int
 
     @property
     def documents(self) -> list[int]:
-        return list(range(*self.part))
+        return list(range(*self.document_range))
 
 
 @dataclass(frozen=True)
 class Plan:
-    """epochs: passes over the documents. samples: that they give. apart: those of all but the last
-    epoch, if the last one is shuffled for itself."""
+    """Number of epochs, their samples, and the samples before a separately shuffled last epoch."""
 
     epochs: int
     samples: int
-    apart: int | None
+    before_last: int | None
 
 
 def plan_of(case: Case) -> Plan:
-    """As many whole epochs as the samples take. Neighbours share a token, so a stream of T tokens
-    has (T - 1) // S samples. A last epoch of which less than 80 % of its samples are asked for is
-    not mixed with the others."""
+    """The fewest complete epochs with enough samples.
+
+    Neighbours share a token, so T tokens give (T - 1) // S samples. A last epoch of which less than
+    80 % of the samples are requested is not mixed with the others.
+    """
     epoch = sum(case.tokens[number] for number in case.documents)
     epochs = 1
-    while (epochs * epoch - 1) // case.seq_length < case.wanted:
+    while (epochs * epoch - 1) // case.seq_length < case.num_samples:
         epochs += 1
     samples = (epochs * epoch - 1) // case.seq_length
     before = ((epochs - 1) * epoch - 1) // case.seq_length
     enough = int(0.80 * ((epoch - 1) // case.seq_length))
-    separate = epochs > 1 and case.wanted - before < enough
+    separate = epochs > 1 and case.num_samples - before < enough
     return Plan(epochs, samples, before if separate else None)
 
 
@@ -59,10 +61,10 @@ def shuffled(numbers: list[int], rng: np.random.RandomState, dtype: type) -> lis
     return [int(number) for number in array]
 
 
-def defined(case: Case) -> tuple[list[int], list[tuple[int, int]], list[int]]:
-    """Document, sample and shuffle index. One generator makes all choices, in this order."""
+def reference_indexes(case: Case) -> tuple[list[int], list[tuple[int, int]], list[int]]:
+    """Document, sample and shuffle index, shuffled by one generator in this order."""
     plan, rng = plan_of(case), np.random.RandomState(case.seed)
-    if plan.apart is None:
+    if plan.before_last is None:
         order = shuffled(case.documents * plan.epochs, rng, np.int32)
     else:
         order = shuffled(case.documents * (plan.epochs - 1), rng, np.int32)
@@ -73,10 +75,10 @@ def defined(case: Case) -> tuple[list[int], list[tuple[int, int]], list[int]]:
         for offset in range(case.tokens[number])
     ]
     starts = [stream[sample * case.seq_length] for sample in range(plan.samples + 1)]
-    starts[0] = (0, 0)  # the first begins with the first document, even one without tokens
-    cut = plan.samples if plan.apart is None else plan.apart
-    mixed = shuffled(list(range(cut)), rng, np.uint32)
-    mixed += shuffled(list(range(cut, plan.samples)), rng, np.uint32)
+    starts[0] = (0, 0)  # also if the first document has no tokens
+    middle = plan.samples if plan.before_last is None else plan.before_last
+    mixed = shuffled(list(range(middle)), rng, np.uint32)
+    mixed += shuffled(list(range(middle, plan.samples)), rng, np.uint32)
     return order, starts, mixed
 
 
@@ -96,7 +98,7 @@ def cases(draw: st.DrawFn) -> Case:
 
 
 SEEN: set[tuple[bool, bool]] = set()
-"""Whether more than one epoch was needed, and whether the last one stood apart."""
+"""Covered cases: several epochs, and a separate last epoch."""
 
 
 @settings(max_examples=60, deadline=None, derandomize=True, database=None)
@@ -105,18 +107,18 @@ def check_case(case: Case) -> None:
     built = build_indexes(
         np.array(case.tokens, dtype=np.int32),
         np.array(case.documents),
-        case.wanted,
+        case.num_samples,
         case.seq_length,
         case.seed,
     )
-    order, starts, mixed = defined(case)
+    order, starts, mixed = reference_indexes(case)
     assert built.documents.tolist() == order
     assert [tuple(row) for row in built.samples.tolist()] == starts
     assert built.shuffle.tolist() == mixed
     plan = plan_of(case)
-    SEEN.add((plan.epochs > 1, plan.apart is not None))
+    SEEN.add((plan.epochs > 1, plan.before_last is not None))
 
 
-def test_all_three_indexes_are_as_megatron_defines_them() -> None:
+def test_indexes_equal_megatrons_definition() -> None:
     check_case()
     assert {(False, False), (True, False), (True, True)} == SEEN

@@ -1,4 +1,4 @@
-"""Merged pairs: the bytes of one preprocessing, all that a pair holds, and what is refused."""
+"""Merged pairs equal the output of one preprocessing run."""
 
 from __future__ import annotations
 
@@ -10,9 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_ds.data import indexed_dataset
-from megatron_ds.data.indexed_dataset import IndexedDataset, IndexedWriter
-from megatron_ds.data.merge import Merged, merge, prefixes_in
+from megatron_ds.config.problems import UserError
+from megatron_ds.data import indexed_writer
+from megatron_ds.data.indexed_dataset import IndexedDataset
+from megatron_ds.data.indexed_writer import IndexedWriter
+from megatron_ds.data.merge import MergeProgress, merge, prefixes_in
+from tests.problems import codes, raises_problem
 
 
 def pair(prefix: Path, documents: list[list[int]], dtype: str = "uint16") -> str:
@@ -27,23 +30,23 @@ def content(prefix: Path | str) -> tuple[bytes, bytes]:
 
 
 @pytest.mark.parametrize("block", [1, 3, 1 << 20])
-def test_merged_bytes_are_those_of_one_pair(
+def test_merged_bytes_equal_those_of_one_pair(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: int
 ) -> None:
-    """In the order given, an input twice, whatever the size of the blocks that are copied."""
+    """In the given order, with an input twice, for several block sizes."""
     a, b, c = [[1, 2, 3], [4]], [[5] * 10], [[6, 7], [8], [9]]
     prefixes = [pair(tmp_path / name, texts) for name, texts in zip("cab", (c, a, b), strict=True)]
-    whole = pair(tmp_path / "whole", [*c, *a, *b, *c])
-    monkeypatch.setattr(indexed_dataset, "CHUNK", block)
-    seen: list[Merged] = []
-    done = merge([*prefixes, prefixes[0]], str(tmp_path / "out"), seen.append)
-    assert content(tmp_path / "out") == content(whole)
-    assert done == Merged(4, 9, 9, 22, 44, 44)
-    assert [merged.documents for merged in seen] == [3, 5, 6, 9]
+    expected = pair(tmp_path / "expected", [*c, *a, *b, *c])
+    monkeypatch.setattr(indexed_writer, "BLOCK_ITEMS", block)
+    reports: list[MergeProgress] = []
+    done = merge([*prefixes, prefixes[0]], str(tmp_path / "out"), reports.append)
+    assert content(tmp_path / "out") == content(expected)
+    assert done == MergeProgress(4, 9, 9, 22, 44, 44)
+    assert [merged.documents for merged in reports] == [3, 5, 6, 9]
 
 
-def test_documents_of_many_sequences_and_of_none_are_kept(tmp_path: Path) -> None:
-    """Pairs of other writers: sentences of a document, and documents without a sequence."""
+def test_documents_with_many_and_without_sequences_are_kept(tmp_path: Path) -> None:
+    """Other writers store sentences as sequences, and documents without sequences."""
     lengths, starts = [2, 1, 3], [0, 2, 2, 3]
     tokens = np.arange(6, dtype="<u2")
     index = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 8, 3, 4)
@@ -59,13 +62,13 @@ def test_documents_of_many_sequences_and_of_none_are_kept(tmp_path: Path) -> Non
     assert content(tmp_path / "same") == content(tmp_path / "p")
 
 
-def test_an_empty_pair_adds_nothing(tmp_path: Path) -> None:
+def test_empty_pair_adds_nothing(tmp_path: Path) -> None:
     full, empty = pair(tmp_path / "full", [[1]]), pair(tmp_path / "empty", [])
     merge([empty, full, empty], str(tmp_path / "out"))
     assert content(tmp_path / "out") == content(full)
 
 
-def test_the_pairs_of_a_folder_are_taken_by_name(tmp_path: Path) -> None:
+def test_pairs_of_a_folder_are_sorted_by_name(tmp_path: Path) -> None:
     for name in ("b", "a.x", "c"):
         pair(tmp_path / name, [[1]])
     (tmp_path / "notes.txt").write_text("")
@@ -73,41 +76,46 @@ def test_the_pairs_of_a_folder_are_taken_by_name(tmp_path: Path) -> None:
     assert prefixes_in(str(tmp_path)) == [str(tmp_path / name) for name in ("a.x", "b", "c")]
     (tmp_path / "a.x.bin").unlink()
     (tmp_path / "c.idx").unlink()
-    with pytest.raises(ValueError, match=r"(?s)a\.x\.idx is there without its \.bin.*c\.bin is"):
+    with pytest.raises(UserError) as raised:
         prefixes_in(str(tmp_path))
-    with pytest.raises(ValueError, match="holds no pair"):
+    assert codes(raised.value.problems) == ["incomplete-pair"] * 2
+    assert ["a.x.idx" in raised.value.problems[0], "c.bin" in raised.value.problems[1]] == [
+        True
+    ] * 2
+    with raises_problem("folder-without-pairs", "input"):
         prefixes_in(str(tmp_path / "sub"))
-    with pytest.raises(ValueError, match="no such folder"):
+    with raises_problem("folder-missing", "input"):
         prefixes_in(str(tmp_path / "none"))
 
 
-def test_all_problems_are_named_and_nothing_is_written(tmp_path: Path) -> None:
+def test_all_problems_are_reported_before_anything_is_written(tmp_path: Path) -> None:
     small, wide = pair(tmp_path / "small", [[1]]), pair(tmp_path / "wide", [[1]], "int32")
-    cut = pair(tmp_path / "cut", [[1, 2]])
-    Path(cut + ".bin").write_bytes(b"\x01\x00")
+    truncated = pair(tmp_path / "truncated", [[1, 2]])
+    Path(truncated + ".bin").write_bytes(b"\x01\x00")
     before = sorted(os.listdir(tmp_path))
-    with pytest.raises(ValueError) as raised:
-        merge([small, wide, cut, str(tmp_path / "none")], str(tmp_path / "no" / "out"))
-    found = str(raised.value)
-    assert "there is no folder" in found
-    assert f"{wide} holds int32 and {small} uint16" in found
-    assert f"{cut}.bin has 2 bytes, but {cut}.idx describes 4" in found
-    assert f"there is no file {tmp_path / 'none'}.idx" in found
+    with pytest.raises(UserError) as raised:
+        merge([small, wide, truncated, str(tmp_path / "none")], str(tmp_path / "no" / "out"))
+    assert codes(raised.value.problems) == [
+        "output-folder-missing",
+        "token-file-size-mismatch",
+        "token-file-missing",
+        "merging-different-dtypes",
+    ]
     assert sorted(os.listdir(tmp_path)) == before
 
 
-def test_the_output_may_not_be_an_input(tmp_path: Path) -> None:
+def test_output_that_is_an_input_is_rejected(tmp_path: Path) -> None:
     small = pair(tmp_path / "small", [[1]])
     before = content(small)
-    with pytest.raises(ValueError, match="is one of the inputs"):
+    with raises_problem("output-is-an-input", "output_prefix"):
         merge([small], f"{tmp_path}/../{tmp_path.name}/small")
     assert content(small) == before
 
 
-def test_a_failure_on_the_way_leaves_nothing(tmp_path: Path) -> None:
+def test_failed_merge_leaves_no_output(tmp_path: Path) -> None:
     small = pair(tmp_path / "small", [[1]])
 
-    def fail(merged: Merged) -> None:
+    def fail(merged: MergeProgress) -> None:
         raise OSError("full")
 
     with pytest.raises(OSError, match="full"):
@@ -115,7 +123,7 @@ def test_a_failure_on_the_way_leaves_nothing(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == ["small.bin", "small.idx"]
 
 
-def test_more_pairs_than_files_that_can_be_open(tmp_path: Path) -> None:
+def test_merge_of_more_pairs_than_file_descriptors(tmp_path: Path) -> None:
     prefixes = [pair(tmp_path / str(number), [[number]]) for number in range(40)]
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     few = max(map(int, os.listdir("/dev/fd"))) + 20

@@ -1,5 +1,4 @@
-"""Data order: a function of seed and consumed samples alone, for any layout, workers and
-resumes."""
+"""The data order depends on seed and consumed samples only, not on layout, workers or resumes."""
 
 from __future__ import annotations
 
@@ -14,14 +13,16 @@ import numpy.typing as npt
 import pytest
 import torch
 
+from megatron_ds.config.problems import Problem, UserError
 from megatron_ds.data import micro_batches as module
 from megatron_ds.data.micro_batches import Batch, MicroBatchIterator
+from tests.problems import raises_problem
 
 SEQUENCE = 3
 
 
-class Numbers:
-    """Sample i is i, i + 1, ...: its first token is its id."""
+class CountingDataset:
+    """Sample i consists of i, i + 1, ...: its first token is its id."""
 
     seq_length = SEQUENCE
     vocab_size = None
@@ -43,22 +44,22 @@ class Numbers:
         return str(position)
 
 
-def stream(size: int, **values: int | None) -> MicroBatchIterator:
+def make_iterator(size: int, **values: int | None) -> MicroBatchIterator:
     settings: dict[str, int | None] = {"consumed": 0, "micro_batch_size": 1, "dp_rank": 0}
-    return MicroBatchIterator(Numbers(size), **{**settings, "dp_size": 1, **values})  # type: ignore
+    return MicroBatchIterator(CountingDataset(size), **{**settings, "dp_size": 1, **values})  # type: ignore
 
 
 def consumed_ids(
     dp_size: int, micro: int, workers: int, resumes: list[int], steps: int, size: int
 ) -> list[int]:
-    """Sample ids in the order in which all ranks together use them, over several runs.
+    """Sample ids in the order in which all ranks consume them.
 
-    resumes: micro-steps after which a run stops and the next begins.
+    resumes: micro-steps after which the run is resumed.
     """
     ids: list[int] = []
     for end in [*resumes, steps]:
         ranks = [
-            stream(
+            make_iterator(
                 size,
                 consumed=len(ids),
                 micro_batch_size=micro,
@@ -80,23 +81,25 @@ def consumed_ids(
 
 @pytest.mark.parametrize("dp_size", [1, 2, 4])
 @pytest.mark.parametrize("micro", [1, 2, 4])
-def test_the_order_is_the_same_for_any_layout_and_resumes(dp_size: int, micro: int) -> None:
+def test_order_is_independent_of_layout_and_resumes(dp_size: int, micro: int) -> None:
     steps = 48 // (dp_size * micro)
     for resumes in ([], [1], [1, 2], [steps - 1, steps - 1]):
         assert consumed_ids(dp_size, micro, 0, resumes, steps, 50) == list(range(48))
 
 
 @pytest.mark.parametrize(("dp_size", "micro"), [(1, 1), (2, 4), (4, 2)])
-def test_workers_do_not_change_the_order(dp_size: int, micro: int) -> None:
+def test_order_is_independent_of_workers(dp_size: int, micro: int) -> None:
     steps = 16 // (dp_size * micro)
     assert consumed_ids(dp_size, micro, 2, [1], steps, 17) == list(range(16))
 
 
-def test_a_change_of_layout_between_runs_leaves_no_gap() -> None:
+def test_resume_on_another_layout_leaves_no_gap() -> None:
     ids: list[int] = []
     for dp_size, micro, steps in ((2, 1, 3), (1, 4, 2), (4, 2, 1)):
         ranks = [
-            stream(99, consumed=len(ids), micro_batch_size=micro, dp_rank=rank, dp_size=dp_size)
+            make_iterator(
+                99, consumed=len(ids), micro_batch_size=micro, dp_rank=rank, dp_size=dp_size
+            )
             for rank in range(dp_size)
         ]
         for _ in range(steps):
@@ -106,22 +109,22 @@ def test_a_change_of_layout_between_runs_leaves_no_gap() -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_all_ranks_end_at_the_same_step(workers: int) -> None:
+def test_all_ranks_stop_at_the_same_step(workers: int) -> None:
     values = {"consumed": 3, "micro_batch_size": 2, "dp_size": 2, "num_workers": workers}
     for rank in range(2):
-        batches = stream(3 + 4 * 2 + 3, dp_rank=rank, **values)
+        batches = make_iterator(3 + 4 * 2 + 3, dp_rank=rank, **values)
         assert len(batches) == 2
         assert len(list(batches)) == 2
-    assert len(stream(5, consumed=9)) == 0
+    assert len(make_iterator(5, consumed=9)) == 0
 
 
-def batch_of(**values: int | None) -> Batch:
-    return next(stream(20, micro_batch_size=2, consumed=4, **values))
+def get_batch(**values: int | None) -> Batch:
+    return next(make_iterator(20, micro_batch_size=2, consumed=4, **values))
 
 
-def test_a_batch() -> None:
+def test_batch_content() -> None:
     for workers in (0, 1):
-        batch = batch_of(num_workers=workers)
+        batch = get_batch(num_workers=workers)
         assert batch.tokens_BS.tolist() == [[4, 5, 6], [5, 6, 7]]
         assert batch.labels_BS.tolist() == [[5, 6, 7], [6, 7, 8]]
         assert batch.loss_mask_BS.tolist() == [[1, 1, 1], [1, 1, 1]]
@@ -130,20 +133,18 @@ def test_a_batch() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
-def test_what_is_sent_together_is_what_is_read_one_by_one(
-    monkeypatch: pytest.MonkeyPatch, size: int
-) -> None:
+def test_message_size_does_not_change_batches(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
     monkeypatch.setattr(module, "SAMPLES_PER_MESSAGE", size)
-    alone, sent = (list(stream(40, micro_batch_size=2, num_workers=n)) for n in (0, 1))
-    assert [batch.position for batch in sent] == [batch.position for batch in alone]
-    assert len(alone) > 5
-    for one, other in zip(alone, sent, strict=True):
+    direct, sent = (list(make_iterator(40, micro_batch_size=2, num_workers=n)) for n in (0, 1))
+    assert [batch.position for batch in sent] == [batch.position for batch in direct]
+    assert len(direct) > 5
+    for one, other in zip(direct, sent, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(one[:3], other[:3], strict=True))
 
 
 @pytest.mark.parametrize("largest", [0, 255, 256, 65_535, 65_536, 2**31, 2**32, 2**40])
 @pytest.mark.parametrize("smallest", [0, -1])
-def test_any_ids_are_sent_as_they_are(largest: int, smallest: int) -> None:
+def test_ids_survive_narrowing(largest: int, smallest: int) -> None:
     rows = np.array([[smallest, largest, 1]])
     sent = module._narrow_dtype(rows)
     assert isinstance(sent, np.ndarray)
@@ -151,46 +152,46 @@ def test_any_ids_are_sent_as_they_are(largest: int, smallest: int) -> None:
     assert smallest or sent.itemsize <= max(1, (largest.bit_length() + 7) // 8 * 2 - 1)
 
 
-def test_a_batch_is_cut_in_all_its_parts() -> None:
-    batch = next(stream(8, micro_batch_size=2))
+def test_batch_is_truncated() -> None:
+    batch = next(make_iterator(8, micro_batch_size=2))
     length = batch.tokens_BS.shape[1]
-    cut = batch.truncated(length - 1)
-    assert cut.position == batch.position
-    for whole, part in zip(batch, cut, strict=True):
-        if isinstance(whole, torch.Tensor):
+    truncated = batch.truncated(length - 1)
+    assert truncated.position == batch.position
+    for full, part in zip(batch, truncated, strict=True):
+        if isinstance(full, torch.Tensor):
             assert isinstance(part, torch.Tensor)
-            assert torch.equal(part, whole[:, : length - 1])
+            assert torch.equal(part, full[:, : length - 1])
     assert batch.truncated(length) is batch
     assert batch.truncated(length + 1) is batch
 
 
-def test_eod_gets_no_loss() -> None:
-    assert batch_of(eod=6).loss_mask_BS.tolist() == [[1, 1, 0], [1, 0, 1]]
+def test_eod_has_no_loss() -> None:
+    assert get_batch(eod=6).loss_mask_BS.tolist() == [[1, 1, 0], [1, 0, 1]]
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_reading_leaves_torchs_generator_alone(workers: int) -> None:
+def test_reading_does_not_advance_torchs_generator(workers: int) -> None:
     before = torch.get_rng_state()
-    batch_of(num_workers=workers)
+    get_batch(num_workers=workers)
     assert torch.equal(before, torch.get_rng_state())
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_data_that_is_refused_is_told_in_its_own_words(workers: int) -> None:
-    class Broken(Numbers):
+def test_data_error_reaches_the_trainer_unchanged(workers: int) -> None:
+    class DamagedDataset(CountingDataset):
         def __getitem__(self, position: int) -> npt.NDArray[np.int64]:
-            raise ValueError("p.bin: is damaged")
+            raise UserError(Problem("some-code", "p.bin: is damaged"))
 
     batches = MicroBatchIterator(
-        Broken(5), consumed=0, micro_batch_size=1, dp_rank=0, dp_size=1, num_workers=workers
+        DamagedDataset(5), consumed=0, micro_batch_size=1, dp_rank=0, dp_size=1, num_workers=workers
     )
-    with pytest.raises(ValueError, match=r"^p\.bin: is damaged$"):
+    with raises_problem("some-code", contains="p.bin"):
         next(batches)
     batches.close()
 
 
-def test_close_ends_the_workers() -> None:
-    batches = stream(50, num_workers=2)
+def test_close_ends_the_loader_processes() -> None:
+    batches = make_iterator(50, num_workers=2)
     next(batches)
     assert len(multiprocessing.active_children()) == 2
     batches.close()
@@ -202,16 +203,15 @@ def test_close_ends_the_workers() -> None:
     "values",
     [{"dp_rank": 2, "dp_size": 2}, {"dp_rank": -1}, {"micro_batch_size": 0}, {"consumed": -1}],
 )
-def test_impossible_layouts_are_refused(values: dict[str, int]) -> None:
-    with pytest.raises(ValueError, match="no micro-batches"):
-        stream(5, **values)
+def test_invalid_layouts_are_rejected(values: dict[str, int]) -> None:
+    with pytest.raises(ValueError):
+        make_iterator(5, **values)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_the_loader_outlives_the_signal_that_ends_a_run(number: signal.Signals) -> None:
-    """Launchers and terminals signal the whole process group; the trainer still has a step to
-    finish."""
-    batches = stream(64, num_workers=1)
+def test_loader_process_ignores_signals(number: signal.Signals) -> None:
+    """Launchers and terminals signal the whole process group, but the step must be finished."""
+    batches = make_iterator(64, num_workers=1)
     first = next(batches)
     (worker,) = multiprocessing.active_children()
     assert worker.pid is not None
@@ -222,15 +222,15 @@ def test_the_loader_outlives_the_signal_that_ends_a_run(number: signal.Signals) 
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux signals the death of a parent")
-def test_a_loader_dies_with_its_trainer() -> None:
-    """At once, and not when it next looks whether the trainer is there."""
-    loader = multiprocessing.get_context("fork").Process(target=_tell_the_signal_of_the_parent)
+def test_loader_process_is_killed_with_its_parent() -> None:
+    """Immediately, not at its next check for the parent."""
+    loader = multiprocessing.get_context("fork").Process(target=_exit_with_parent_death_signal)
     loader.start()
     loader.join()
     assert loader.exitcode == int(signal.SIGKILL)
 
 
-def _tell_the_signal_of_the_parent() -> None:
+def _exit_with_parent_death_signal() -> None:
     module._die_with_parent(0)
     number = ctypes.c_int()
     get_pdeathsig = 2

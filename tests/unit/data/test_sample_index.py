@@ -1,4 +1,4 @@
-"""The indexes against a slow reference that follows Megatron's description token by token."""
+"""The indexes, compared with a naive implementation of Megatron's definition."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ from megatron_ds.data.sample_index import (
     shuffle_dtype,
     split_bounds,
 )
+from tests.problems import raises_problem
 
 
 def naive_indexes(
     lengths: list[int], documents: list[int], wanted: int, seq_length: int, seed: int
 ) -> tuple[list[int], list[tuple[int, int]], list[int], bool]:
-    """Megatron's three indexes, walked in Python, and whether the last epoch stands apart."""
+    """Megatron's three indexes in plain Python, and whether the last epoch is separate."""
     per_epoch = sum(lengths[d] for d in documents)
     epochs = 1
     while (epochs * per_epoch - 1) // seq_length < wanted:
@@ -29,8 +30,8 @@ def naive_indexes(
     separate = False
     before_last = ((epochs - 1) * per_epoch - 1) // seq_length
     if epochs > 1:
-        whole = (per_epoch - 1) // seq_length
-        separate = wanted - before_last < int(0.80 * whole)
+        samples_per_epoch = (per_epoch - 1) // seq_length
+        separate = wanted - before_last < int(0.80 * samples_per_epoch)
     rng = np.random.RandomState(seed)
     if separate:
         first = np.array(documents * (epochs - 1), dtype=np.int32)
@@ -56,10 +57,10 @@ def naive_indexes(
             else:
                 at, offset = at + 1, 0
         starts.append((at, offset))
-    cut = before_last if separate else total
-    head = np.arange(cut, dtype=np.uint32)
+    middle = before_last if separate else total
+    head = np.arange(middle, dtype=np.uint32)
     rng.shuffle(head)
-    tail = np.arange(cut, total, dtype=np.uint32)
+    tail = np.arange(middle, total, dtype=np.uint32)
     rng.shuffle(tail)
     return order, starts, [*head.tolist(), *tail.tolist()], separate
 
@@ -88,9 +89,9 @@ def test_indexes_equal_the_reference(monkeypatch: pytest.MonkeyPatch, chunk: int
     assert 0 < separated < 60
 
 
-def test_a_barely_begun_last_epoch_is_shuffled_apart() -> None:
-    # An epoch of 100 tokens gives 9 samples of 10; 80 % of that, rounded down, is 7. The second
-    # epoch is asked for 2 and for 9.
+def test_barely_used_last_epoch_is_shuffled_separately() -> None:
+    # An epoch of 100 tokens has 9 samples of 10; 80 % of that, rounded down, is 7. The second epoch
+    # contributes 2 and 9 samples.
     lengths = np.full(10, 10, dtype=np.int32)
     few = build_indexes(lengths, np.arange(10), 11, 10, seed=3)
     assert sorted(few.documents[:10].tolist()) == list(range(10))
@@ -100,7 +101,7 @@ def test_a_barely_begun_last_epoch_is_shuffled_apart() -> None:
     assert sorted(many.shuffle[:9].tolist()) != list(range(9))
 
 
-def test_types_are_megatrons() -> None:
+def test_index_dtypes_are_megatrons() -> None:
     built = build_indexes(np.array([5, 5], dtype=np.int32), np.arange(2), 2, 4, seed=0)
     assert (built.documents.dtype, built.samples.dtype, built.shuffle.dtype) == (
         np.int32,
@@ -109,12 +110,12 @@ def test_types_are_megatrons() -> None:
     )
 
 
-def test_types_at_their_limits() -> None:
+def test_index_dtypes_at_their_limits() -> None:
     assert [index_dtype(2**31 + n) for n in (-2, -1, 0)] == [np.int32, np.int64, np.int64]
     assert [shuffle_dtype(2**32 + n) for n in (-3, -2)] == [np.uint32, np.int64]
 
 
-def test_documents_beyond_31_bits_keep_their_numbers() -> None:
+def test_document_numbers_beyond_31_bits() -> None:
     lengths = np.broadcast_to(np.int32(7), 2**31 + 10)  # four bytes
     documents = np.arange(2**31 - 5, 2**31 + 5)
     built = build_indexes(lengths, documents, 10, 5, seed=1)
@@ -126,7 +127,7 @@ def test_documents_beyond_31_bits_keep_their_numbers() -> None:
 
 
 @pytest.mark.parametrize("chunk", [1, 1 << 18])
-def test_tokens_beyond_32_bits_are_counted(monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
+def test_token_counts_beyond_32_bits(monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
     monkeypatch.setattr(sample_index, "CHUNK_DOCUMENTS", chunk)
     most = 2**31 - 1
     lengths = np.array([most, 0, most, 3, most - 1, most], dtype=np.int32)
@@ -140,7 +141,7 @@ def test_tokens_beyond_32_bits_are_counted(monkeypatch: pytest.MonkeyPatch, chun
         assert 0 <= offset < lengths[built.documents[at]]
 
 
-def test_positions_beyond_31_bits_are_wide(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sample_index_with_wide_positions(monkeypatch: pytest.MonkeyPatch) -> None:
     order = np.arange(4)
     narrow = build_sample_index(np.full(4, 9, dtype=np.int32), order, 5, 7)
     monkeypatch.setattr(sample_index, "index_dtype", lambda count: np.int64)
@@ -149,13 +150,13 @@ def test_positions_beyond_31_bits_are_wide(monkeypatch: pytest.MonkeyPatch) -> N
     assert narrow.tolist() == wide.tolist()
 
 
-def test_no_tokens_is_an_error() -> None:
-    with pytest.raises(ValueError, match="hold no tokens"):
+def test_documents_without_tokens_are_rejected() -> None:
+    with pytest.raises(ValueError):
         build_indexes(np.zeros(3, dtype=np.int32), np.arange(3), 1, 4, seed=0)
 
 
 @pytest.mark.parametrize(
-    ("text", "shares"),
+    ("text", "fractions"),
     [
         ("969,30,1", (0.969, 0.03, 0.001)),
         ("100", (1, 0, 0)),
@@ -163,13 +164,13 @@ def test_no_tokens_is_an_error() -> None:
         ("8/1/1", (0.8, 0.1, 0.1)),
     ],
 )
-def test_split_is_normalised(text: str, shares: tuple[float, float, float]) -> None:
-    assert parse_split(text) == pytest.approx(shares)
+def test_split_is_normalized(text: str, fractions: tuple[float, float, float]) -> None:
+    assert parse_split(text) == pytest.approx(fractions)
 
 
 @pytest.mark.parametrize("text", ["", "a,b", "1,2,3,4", "-1,2", "0,0,0", "nan,1", "inf"])
-def test_bad_split_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="--split"):
+def test_invalid_split_is_rejected(text: str) -> None:
+    with raises_problem("invalid-split", "split"):
         parse_split(text)
 
 
@@ -181,7 +182,7 @@ def test_bad_split_is_refused(text: str) -> None:
         (25, [(0, 24), (24, 25), (25, 25)]),
     ],
 )
-def test_split_bounds(size: int, bounds: list[tuple[int, int]]) -> None:
+def test_split_bounds_are_rounded_as_in_megatron(size: int, bounds: list[tuple[int, int]]) -> None:
     assert split_bounds(parse_split("969,30,1"), size) == bounds
 
 

@@ -1,4 +1,4 @@
-"""What is told of a pair: counts against plain Python, tokens outside, and the first difference."""
+"""Summary, integrity check and comparison of pairs of token files."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_ds.data import token_file_stats as module
-from megatron_ds.data.indexed_dataset import IndexedDataset, IndexedWriter
+from megatron_ds.data.indexed_dataset import IndexedDataset
+from megatron_ds.data.indexed_writer import IndexedWriter
 from megatron_ds.data.token_file_stats import (
     FirstDifference,
     LengthBin,
@@ -21,6 +22,7 @@ from megatron_ds.data.token_file_stats import (
     summarize,
     summary_lines,
 )
+from tests.problems import codes, raises_problem
 
 
 def pair(prefix: Path, documents: list[list[int]], dtype: str = "uint16") -> IndexedDataset:
@@ -31,7 +33,7 @@ def pair(prefix: Path, documents: list[list[int]], dtype: str = "uint16") -> Ind
 
 
 def regroup(data: IndexedDataset, starts: list[int]) -> IndexedDataset:
-    """The same sequences in other documents."""
+    """Assigns the sequences to other documents."""
     path = Path(data.prefix + ".idx")
     head = bytearray(path.read_bytes()[: 34 + 12 * len(data)])
     head[26:34] = len(starts).to_bytes(8, "little")
@@ -39,7 +41,7 @@ def regroup(data: IndexedDataset, starts: list[int]) -> IndexedDataset:
     return IndexedDataset(data.prefix)
 
 
-def test_counts_and_histogram(tmp_path: Path) -> None:
+def test_summary_and_histogram(tmp_path: Path) -> None:
     sizes = [1, 2, 3, 3, 4, 7, 8, 40]
     data = pair(tmp_path / "p", [[5] * size for size in sizes])
     data = regroup(data, [0, 1, 2, 2, *range(3, 9)])  # the third document has no sequence
@@ -63,17 +65,17 @@ def test_counts_and_histogram(tmp_path: Path) -> None:
     assert document(data, 2).tolist() == []
     assert document(data, 8).tolist() == [5] * 40
     for number in (-1, 9):
-        with pytest.raises(ValueError, match=f"no document {number}; it has 9"):
+        with raises_problem("no-such-document", contains=str(number)):
             document(data, number)
 
 
-def test_a_document_is_all_of_its_sequences(tmp_path: Path) -> None:
+def test_document_consists_of_its_sequences(tmp_path: Path) -> None:
     data = regroup(pair(tmp_path / "p", [[1, 2], [3], [4, 5]]), [0, 2, 3])
     assert [document(data, number).tolist() for number in (0, 1)] == [[1, 2, 3], [4, 5]]
     assert summarize(data).longest == 3
 
 
-def test_a_pair_without_documents(tmp_path: Path) -> None:
+def test_pair_without_documents(tmp_path: Path) -> None:
     data = pair(tmp_path / "p", [])
     assert summarize(data).histogram == []
     assert check(data, 10, 9).highest is None
@@ -81,27 +83,26 @@ def test_a_pair_without_documents(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("block", [2, 1 << 20])
-def test_tokens_outside_of_the_vocabulary_are_found_wherever_they_are(
+def test_tokens_outside_the_vocabulary_are_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: int
 ) -> None:
-    monkeypatch.setattr(module, "BLOCK", block)
+    monkeypatch.setattr(module, "BLOCK_TOKENS", block)
     data = pair(tmp_path / "p", [[1, 2, 9], [3], [10, 4, 9], [11]], "int32")
     found = check(data, 10, 9)
     assert (found.lowest, found.highest, found.documents_ending_with_eod) == (1, 11, 2)
-    assert len(found.problems) == 1
-    assert "2 tokens are outside of the vocabulary of 10" in found.problems[0]
-    assert "the first is 10, in document 2" in found.problems[0]
+    assert codes(found.problems) == ["tokens-outside-vocabulary"]
+    assert "first is 10 in document 2" in found.problems[0]
     assert found.sha256_bin == hashlib.sha256((tmp_path / "p.bin").read_bytes()).hexdigest()
     assert check(data, 12).problems == []
     negative = check(pair(tmp_path / "n", [[1], [-1]], "int32"))
-    assert "the first is -1, in document 1" in negative.problems[0]
+    assert "first is -1 in document 1" in negative.problems[0]
 
 
 DOCUMENTS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=4), max_size=5)
 
 
 @given(DOCUMENTS, DOCUMENTS)
-def test_the_first_difference(
+def test_first_difference(
     tmp_path_factory: pytest.TempPathFactory, left: list[list[int]], right: list[list[int]]
 ) -> None:
     folder = tmp_path_factory.mktemp("pairs")
@@ -117,15 +118,15 @@ def test_the_first_difference(
         x, y = left[expected], right[expected]
         size = min(len(x), len(y))
         token = next((i for i in range(size) if x[i] != y[i]), size)
-    assert found.what
+    assert found.description
     assert (found.document, found.token) == (expected, token)
 
 
-def test_the_same_tokens_in_other_sequences_or_documents(tmp_path: Path) -> None:
-    whole = pair(tmp_path / "whole", [[1], [2, 3]])
-    cut = regroup(pair(tmp_path / "cut", [[1], [2], [3]]), [0, 1, 3])
-    found = compare(whole, cut)
-    assert "cut into other sequences" in found.what
+def test_equal_tokens_with_other_boundaries(tmp_path: Path) -> None:
+    joined = pair(tmp_path / "joined", [[1], [2, 3]])
+    split = regroup(pair(tmp_path / "split", [[1], [2], [3]]), [0, 1, 3])
+    found = compare(joined, split)
+    assert found.description
     assert (found.document, found.token) == (1, None)
     empty = [
         regroup(pair(tmp_path / name, [[1], [2]]), starts)

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from megatron_ds.data.index_cache import ArrayCache
-from megatron_ds.data.indexed_dataset import IndexedDataset, IndexedWriter
+from megatron_ds.data.indexed_dataset import IndexedDataset
+from megatron_ds.data.indexed_writer import IndexedWriter
 from megatron_ds.fileio.memory_map import map_file
 
 

@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 import pytest
 
 from megatron_ds.config import TokenizerConfig
-from megatron_ds.data import indexed_dataset
+from megatron_ds.data import indexed_writer
 from megatron_ds.data.indexed_dataset import IndexedDataset
 from megatron_ds.preprocess import pipeline as module
 from megatron_ds.preprocess.document_readers import InputSpec
@@ -366,14 +366,14 @@ def test_a_second_run_leaves_the_first_ones_list_alone(tmp_path: Path) -> None:
 def test_no_key_has_its_pair_if_another_cannot_be_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str
 ) -> None:
-    flush = indexed_dataset.sync
+    flush = indexed_writer.fsync_file
 
     def full(file: BinaryIO) -> None:
         if file.name.endswith(f"_{key}_document.idx.partial"):
             raise OSError(errno.ENOSPC, "No space left on device")
         flush(file)
 
-    monkeypatch.setattr(indexed_dataset, "sync", full)
+    monkeypatch.setattr(indexed_writer, "fsync_file", full)
     with pytest.raises(OSError, match="No space left"):
         preprocess(options(tmp_path, [{"a": "1", "b": "2"}], keys=("a", "b")), TOKENIZER)
     assert written(tmp_path) == []

@@ -23,7 +23,7 @@ from megatron_ds.data.build_datasets import build_datasets
 from megatron_ds.data.indexed_dataset import IndexedDataset
 from megatron_ds.data.merge import merge
 from megatron_ds.data.token_file_stats import compare, summarize
-from megatron_ds.data.tokenizer_metadata import read_made_by, read_sentences
+from megatron_ds.data.tokenizer_metadata import read_sentence_splitter, read_tokenizer
 from megatron_ds.preprocess import output_files
 from megatron_ds.preprocess.document_readers import InputSpec
 from megatron_ds.preprocess.pipeline import PreprocessOptions, preprocess
@@ -299,7 +299,7 @@ def test_blank_sentences_and_documents_are_left_out(tmp_path: Path) -> None:
         assert data.document_index.tolist() == [0, 2, 3, 5]
         assert (done.documents, done.dropped) == (5, {"empty text": 2})
     assert not list(tmp_path.glob("*_document*"))
-    assert read_sentences(str(tmp_path / "in_text_sentence")) == Lines.description
+    assert read_sentence_splitter(str(tmp_path / "in_text_sentence")) == Lines.description
 
 
 def test_a_sentence_that_the_tokenizer_refuses_leaves_its_document_out(tmp_path: Path) -> None:
@@ -370,16 +370,16 @@ def test_merged_sentences_are_those_of_one_preprocessing(tmp_path: Path) -> None
     done = merge([first, second], str(tmp_path / "merged"))
     assert (done.documents, done.sequences) == (30, 90)
     assert pair(tmp_path / "merged") == pair(whole)
-    assert read_sentences(str(tmp_path / "merged")) == Lines.description
-    assert read_made_by(str(tmp_path / "merged")) == tokenizer.fingerprint
-    assert not compare(IndexedDataset(tmp_path / "merged"), IndexedDataset(whole)).what
+    assert read_sentence_splitter(str(tmp_path / "merged")) == Lines.description
+    assert read_tokenizer(str(tmp_path / "merged")) == tokenizer.fingerprint
+    assert not compare(IndexedDataset(tmp_path / "merged"), IndexedDataset(whole)).description
     summary = summarize(IndexedDataset(whole))
     assert (summary.documents, summary.sequences, summary.empty_documents) == (30, 90, 0)
     # Sentences that were cut in another way may be merged, and then nothing says how.
     preprocess(options(tmp_path, rows[:1], name="other"), tokenizer)
     merge([first, str(tmp_path / "other_text_document")], str(tmp_path / "mixed"))
-    assert read_sentences(str(tmp_path / "mixed")) is None
-    assert read_made_by(str(tmp_path / "mixed")) == tokenizer.fingerprint
+    assert read_sentence_splitter(str(tmp_path / "mixed")) is None
+    assert read_tokenizer(str(tmp_path / "mixed")) == tokenizer.fingerprint
 
 
 def test_gpt_is_trained_on_the_sentences_as_megatron_does(tmp_path: Path) -> None:

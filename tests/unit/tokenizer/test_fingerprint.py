@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from megatron_ds.cli.arguments import build_config
-from megatron_ds.data.indexed_dataset import TOKENIZER_SUFFIX, IndexedDataset, IndexedWriter
-from megatron_ds.data.tokenizer_metadata import made_by_of, read_made_by, tokenizer_mismatch
+from megatron_ds.data.indexed_dataset import TOKENIZER_SUFFIX, IndexedDataset
+from megatron_ds.data.indexed_writer import IndexedWriter
+from megatron_ds.data.tokenizer_metadata import merged_metadata, read_tokenizer, tokenizer_mismatch
 from megatron_ds.preprocess.document_readers import InputSpec
 from megatron_ds.preprocess.pipeline import PreprocessOptions, preprocess
 from megatron_ds.tokenizer.fingerprint import TokenizerFingerprint
@@ -84,12 +85,12 @@ def test_every_value_counts(other: TokenizerFingerprint) -> None:
 def test_damaged_files_are_named(tmp_path: Path, content: bytes) -> None:
     prefix = with_bytes(tmp_path, content)
     with pytest.raises(ValueError, match=r"p\.tokenizer\.json"):
-        read_made_by(prefix)
+        read_tokenizer(prefix)
     assert f"{prefix}{TOKENIZER_SUFFIX}" in next(iter(tokenizer_mismatch(prefix, ONE)))
 
 
 def test_the_file_is_optional(tmp_path: Path) -> None:
-    assert read_made_by(str(tmp_path / "p")) is None
+    assert read_tokenizer(str(tmp_path / "p")) is None
     assert list(tokenizer_mismatch(str(tmp_path / "p"), ONE)) == []
 
 
@@ -102,15 +103,15 @@ def test_preprocessing_writes_the_fingerprint_for_every_key(tmp_path: Path) -> N
     )
     preprocess(options, NullTokenizer(9))
     for key in "ab":
-        found = read_made_by(str(tmp_path / f"out_{key}_document"))
+        found = read_tokenizer(str(tmp_path / f"out_{key}_document"))
         assert found == TokenizerFingerprint("NullTokenizer", {}, 10, 9)
 
 
 def test_a_new_pair_removes_the_old_fingerprint(tmp_path: Path) -> None:
     pair(tmp_path / "p", ONE.to_json())
-    assert read_made_by(str(tmp_path / "p")) == ONE
+    assert read_tokenizer(str(tmp_path / "p")) == ONE
     pair(tmp_path / "p", None, tokens=3)
-    assert read_made_by(str(tmp_path / "p")) is None
+    assert read_tokenizer(str(tmp_path / "p")) is None
     assert IndexedDataset(tmp_path / "p").get(0).size == 3
     with pytest.raises(RuntimeError), IndexedWriter(tmp_path / "p", np.uint16, b"{}"):
         raise RuntimeError
@@ -121,10 +122,10 @@ def test_merging_pairs_of_different_tokenizers_is_an_error(tmp_path: Path) -> No
     other = TokenizerFingerprint("B", {}, 9, 8)
     a, b = (pair(tmp_path / name, ONE.to_json()) for name in "ab")
     c, d = pair(tmp_path / "c", other.to_json()), pair(tmp_path / "d", None)
-    assert made_by_of([a, b]) == ONE.to_json()
-    assert made_by_of([a, d]) is None
+    assert merged_metadata([a, b]) == ONE.to_json()
+    assert merged_metadata([a, d]) is None
     with pytest.raises(ValueError) as raised:
-        made_by_of([a, d, c])
+        merged_metadata([a, d, c])
     assert all(str(value) in str(raised.value) for value in (a, ONE, c, other))
 
 

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from megatron_ds.config import TOKENIZERS, TokenizerConfig
 from megatron_ds.data.indexed_dataset import IndexedDataset
-from megatron_ds.data.tokenizer_metadata import read_made_by
+from megatron_ds.data.tokenizer_metadata import read_tokenizer
 from megatron_ds.preprocess.document_readers import InputSpec
 from megatron_ds.preprocess.pipeline import PreprocessOptions, preprocess
 from megatron_ds.preprocess.sentence_splitter import RuleSplitter
@@ -128,7 +128,7 @@ def test_golden_sentence_files_contain_the_sentences(kind: str) -> None:
 def test_golden_files_decode_to_the_corpus(kind: str) -> None:
     tokenizer = tokenizer_of(kind)
     data = IndexedDataset(FOLDER / kind)
-    made_by = read_made_by(str(FOLDER / kind))
+    made_by = read_tokenizer(str(FOLDER / kind))
     assert (tokenizer.vocab_size, tokenizer.eod) == SIZES[kind]
     assert made_by is not None
     assert made_by.same_as(tokenizer.fingerprint)

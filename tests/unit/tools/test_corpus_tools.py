@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_ds.data.indexed_dataset import IndexedWriter
+from megatron_ds.data.indexed_writer import IndexedWriter
 from megatron_ds.tokenizer.gpt2 import GPT2BPETokenizer
 from tools import make_corpus, plot_loss, train_tokenizer, unigram_loss
 

@@ -22,7 +22,7 @@ from megatron_ds.checkpoint.metadata import (
 from megatron_ds.cli.arguments import build_config
 from megatron_ds.config import Config
 from megatron_ds.data import validation
-from megatron_ds.data.indexed_dataset import IndexedWriter
+from megatron_ds.data.indexed_writer import IndexedWriter
 from megatron_ds.engine import ds_config
 from megatron_ds.launch import device
 from megatron_ds.train_state import TrainState
