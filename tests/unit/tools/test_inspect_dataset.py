@@ -81,7 +81,7 @@ def test_damage_is_an_error_of_one_sentence(
 ) -> None:
     prefix = pair(tmp_path / "p", [[1, 2], [200]])
     assert main([prefix, "--check", *NULL]) == 1
-    assert "1 tokens are outside of the vocabulary of 101" in capsys.readouterr().err
+    assert "first is 200 in document 1" in capsys.readouterr().err
     with open(prefix + ".bin", "ab") as file:
         file.write(b"\0\0")
     assert main([prefix]) == 1
