@@ -5,6 +5,7 @@ configuration.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, SupportsFloat
 
@@ -43,6 +44,8 @@ class StepResult:
     """Loss scale of fp16."""
     loss_scale_exhausted: bool = False
     """The step was dropped though the dynamic loss scale stood at its lowest."""
+    extras: Mapping[str, SupportsFloat] = dataclasses.field(default_factory=dict)
+    """Further metrics of this data-parallel rank by name, such as auxiliary losses."""
 
 
 @dataclass(frozen=True)

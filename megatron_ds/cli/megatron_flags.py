@@ -339,11 +339,6 @@ REFUSED: dict[str, ForeignFlag] = {
         switches="data-parallel-random-init",
     ),
     **_flags(
-        "the loss is the mean over micro-batches, which is the same unless --eod-mask-loss is "
-        "given; leave the flag out",
-        switches="calculate-per-token-loss",
-    ),
-    **_flags(
         "for the exact gelu give --no-bias-gelu-fusion; otherwise leave the flag out",
         valued="onnx-safe",
     ),

@@ -652,6 +652,11 @@ class OptimizerConfig:
         choices=("constant", "linear", "cosine"),
     )
     clip_grad: float = option_field(1.0, "clip the gradient to this global norm; 0 is off")
+    calculate_per_token_loss: bool = option_field(
+        False,
+        "average loss and gradients over all counted tokens of the global batch, instead of the "
+        "means of the micro-batches",
+    )
 
     def problems(self) -> Iterator[str]:
         if self.lr is None:

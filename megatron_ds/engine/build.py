@@ -87,6 +87,7 @@ def build_engine(
         settings=readback.check(config, mesh, engine, ds_config, multipliers),
         multipliers=multipliers,
         packing=documents,
+        per_token_loss=config.optimizer.calculate_per_token_loss,
         mesh=mesh,
         rng=rng,
         seed=config.runtime.seed,

@@ -45,6 +45,7 @@ class ZeroEngine:
         settings: Settings in effect.
         multipliers: Factors of each parameter group.
         packing: How document boundaries are treated.
+        per_token_loss: Average over all counted tokens of a step, not over its micro-batches.
         mesh: Mesh of this process.
         rng: Random number generators for dropout.
         seed: Seed of dropout.
@@ -59,6 +60,7 @@ class ZeroEngine:
         settings: EngineSettings,
         multipliers: tuple[Multipliers, ...],
         packing: PackingOptions | None,
+        per_token_loss: bool,
         mesh: Mesh,
         rng: RngStreams,
         seed: int,
@@ -70,6 +72,7 @@ class ZeroEngine:
         self.settings = settings
         self.packing = packing
         self._multipliers = multipliers
+        self._per_token_loss = per_token_loss
         self._mesh = mesh
         self._rng = rng
         self._seed = seed
@@ -105,20 +108,20 @@ class ZeroEngine:
             engine.optimizer.param_groups, self._multipliers, plan.lr, plan.weight_decay
         )
         skipped_before = engine.skipped_steps
+        exhausted = self._loss_scale is not None and self._loss_scale.is_exhausted
         losses = []
         norm: torch.Tensor | float | None = None
         dropped = False
-        exhausted = self._loss_scale is not None and self._loss_scale.is_exhausted
-        for index in range(plan.num_micro_batches):
+        for index, (batch, weight) in enumerate(self._weighted(batches, plan)):
             last = index == plan.num_micro_batches - 1
             # DeepSpeed finds the boundary by counting micro-steps since the start of the run, which
             # is permanently off once the number of micro-steps per step changes.
             engine.set_gradient_accumulation_boundary(last)
-            batch = next(batches).truncated(plan.seq_length)
             if index == 0:
                 stride = batch.tokens_BS.shape[0] * self._mesh.dp.size
                 self._rng.begin_step(self._seed, batch.position, stride)
-            loss = self._forward(batch)
+            token_loss = self._forward(batch)
+            loss = token_loss.mean() if weight is None else token_loss.loss_sum * weight
             engine.backward(loss)
             losses.append(loss.detach())
             if last and self._stage == 0:
@@ -144,11 +147,13 @@ class ZeroEngine:
 
     def eval_loss(self, batches: Iterator[Batch], count: int) -> LossSum:
         self._engine.eval()
-        total = 0.0
+        total = weight = 0.0
         with torch.no_grad():
             for _ in range(count):
-                total += float(self._forward(next(batches)))
-        return LossSum(total, count)
+                loss = self._forward(next(batches))
+                total += float(loss.loss_sum if self._per_token_loss else loss.mean())
+                weight += float(loss.num_tokens) if self._per_token_loss else 1.0
+        return LossSum(total, weight)
 
     def params_norm(self) -> float:
         squares = self._sum_of_squares(self._own_partition)
@@ -170,11 +175,35 @@ class ZeroEngine:
                 Problem("checkpoint-not-loaded", f"DeepSpeed cannot load {folder / tag}", "load")
             )
 
-    def _forward(self, batch: Batch) -> torch.Tensor:
+    def _weighted(
+        self, batches: Iterator[Batch], plan: StepPlan
+    ) -> Iterator[tuple[Batch, torch.Tensor | None]]:
+        """The micro-batches of a step, and the factor of each one's summed loss.
+
+        The factor is None if a micro-batch's loss is the mean over its tokens. With per-token loss
+        it makes the mean over micro-batches and data-parallel ranks, which DeepSpeed takes of the
+        gradients, the mean over all tokens of the step. The tokens must be counted before the first
+        backward pass, so all micro-batches are read first.
+        """
+        truncated = (
+            next(batches).truncated(plan.seq_length) for _ in range(plan.num_micro_batches)
+        )
+        if not self._per_token_loss:
+            yield from ((batch, None) for batch in truncated)
+            return
+        step_batches = list(truncated)
+        own = sum(int(batch.loss_mask_BS.sum()) for batch in step_batches)
+        tokens = torch.tensor(own, dtype=torch.int64, device=self._device)
+        if self._mesh.dp.size > 1:
+            dist.all_reduce(tokens, group=self._mesh.dp.handle)
+        factor = self._mesh.dp.size * plan.num_micro_batches / tokens.clamp(min=1).float()
+        yield from ((batch, factor) for batch in step_batches)
+
+    def _forward(self, batch: Batch) -> TokenLoss:
         tensors = (batch.tokens_BS, batch.labels_BS, batch.loss_mask_BS)
         moved = (tensor.to(self._device, non_blocking=True) for tensor in tensors)
         loss: TokenLoss = self._engine(*moved)
-        return loss.mean()
+        return loss
 
     def _parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """This rank's parameters by canonical name."""

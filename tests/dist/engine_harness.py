@@ -166,7 +166,12 @@ def _batches(config: Config, mesh: Mesh, samples: Samples) -> Iterator[Batch]:
     micro = config.schedule.micro_batch_size
     assert micro is not None
     return MicroBatchIterator(
-        samples, consumed=0, micro_batch_size=micro, dp_rank=mesh.dp.rank, dp_size=mesh.dp.size
+        samples,
+        consumed=0,
+        micro_batch_size=micro,
+        dp_rank=mesh.dp.rank,
+        dp_size=mesh.dp.size,
+        eod=END if config.data.eod_mask_loss else None,
     )
 
 

@@ -107,7 +107,8 @@ def train_alone(
         tokens = samples.batch(consumed, plan.global_batch_size)[:, : plan.seq_length + 1]
         consumed += plan.global_batch_size
         optimizer.zero_grad()
-        loss = model(tokens[:, :-1], tokens[:, 1:]).mean()
+        mask = tokens[:, :-1] != END if config.data.eod_mask_loss else None
+        loss = model(tokens[:, :-1], tokens[:, 1:], mask).mean()
         loss.backward()
         run.losses.append(loss.item())
         run.gradients.append(_copy({name: p.grad for name, p in named.items()}))
