@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -41,3 +42,8 @@ def raises_problem(code: str, *names: str, contains: str = "") -> Iterator[Simpl
     if names:
         assert result.problem.fields == names
     assert contains in result.problem
+
+
+def printed_codes(text: str) -> list[str]:
+    """The codes at the ends of printed lines, in order."""
+    return re.findall(r" \[([a-z0-9-]+)\]$", text, flags=re.MULTILINE)

@@ -1,33 +1,32 @@
 #!/usr/bin/env python
-"""Continue prompts with a trained GPT, or let it write from nothing.
+"""Continue prompts with a trained GPT, or sample texts without a prompt.
 
-The command line over `megatron_ds.inference`: flags, prompts, output. Runs with python, and on
-several processes (torchrun, deepspeed), which then share the model by tensor parallelism; the first
+The command line of `megatron_ds.inference`: options, prompts, output. Runs with python, or as
+several processes (torchrun, deepspeed), which share the model by tensor parallelism; the first one
 reads and prints.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, TextIO
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, TextIO
 
+from megatron_ds import cli
+from megatron_ds.cli.command import table_of
 from megatron_ds.config import ModelConfig, file_problems
-from megatron_ds.inference import cli
+from megatron_ds.config.fields import option_field, option_group
+from megatron_ds.config.problems import Problem, option
 from megatron_ds.inference.cli import (
-    TrainingFlags,
-    add_flag,
-    add_model_flags,
-    add_sampling_flags,
+    CheckpointOptions,
+    GenerationOptions,
     broadcast_from_rank0,
-    fail,
-    requested_dtype,
-    say,
+    log_rank0,
+    tokenizer_for,
 )
 from megatron_ds.inference.sampling_params import SamplingParams
 from megatron_ds.launch import distributed, environment, output
@@ -35,213 +34,160 @@ from megatron_ds.launch import distributed, environment, output
 if TYPE_CHECKING:
     from megatron_ds.tokenizer import Tokenizer
 
-NAME = Path(__file__).name
 DEFAULT_NEW_TOKENS = 1024
-EPILOG = """
-Also read are pretrain_gpt.py's flags of the tokenizer (--tokenizer-type, --vocab-file,
---merge-file, --tokenizer-model), which then stand in for those of the training, and of the model,
-which must agree with the checkpoint. Its other flags have no effect.
-Without --prompt, --sample-input-file and --num-samples prompts are read from the terminal, until
-the end of the input or the prompt "stop".
-"""
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """What is to be continued. text: None for a sample from nothing."""
+    """A text to continue; None for a sample without a prompt."""
 
     text: str | None
     ids: list[int]
 
 
 class Limits(NamedTuple):
-    """How long a text may become; see `generate`."""
+    """Maximum length of a text; see `generate`."""
 
     max_new_tokens: int
     max_length: int | None
 
 
 @dataclass(frozen=True)
-class Request:
-    """A checked command line."""
+class Options(GenerationOptions):
+    """Continues prompts with a trained GPT, or samples texts without a prompt.
 
-    args: argparse.Namespace
-    sampling: SamplingParams
-    training: TrainingFlags
+    Without --prompt, --sample-input-file and --num-samples, prompts are read from the terminal,
+    until the end of the input or the prompt "stop".
+
+    Flags of pretrain_gpt.py are accepted, too: those of the tokenizer (--tokenizer-type,
+    --vocab-file, --merge-file, --tokenizer-model) override the checkpoint's, those of the model
+    must agree with the checkpoint, the others have no effect.
+    """
+
+    PROGRAM: ClassVar[str] = "generate_samples_gpt.py"
+
+    prompt: tuple[str, ...] = option_field(
+        (), "prompts; repeatable", nargs="*", aliases=("prompts",), repeatable=True
+    )
+    sample_input_file: str | None = option_field(
+        None, "text file with a prompt per line", metavar="FILE"
+    )
+    sample_output_file: str | None = option_field(
+        None,
+        "output file of prompts and continuations (default: the terminal, or "
+        "SAMPLE_INPUT_FILE.out)",
+        metavar="FILE",
+    )
+    num_samples: int = option_field(
+        0,
+        "number of samples without a prompt (they start with the end-of-document token)",
+        minimum=0,
+    )
+    genfile: str | None = option_field(
+        None,
+        "output file of --num-samples, JSON lines with text, length in tokens, finished (default: "
+        "the terminal)",
+        metavar="FILE",
+    )
+    out_seq_length: int | None = option_field(
+        None,
+        f"new tokens per prompt (default: up to {DEFAULT_NEW_TOKENS}, within the training's "
+        "sequence length; with rope, alibi or no positions N may exceed it)",
+        aliases=("tokens-to-generate",),
+        minimum=1,
+    )
+    micro_batch_size: int = option_field(
+        8, "prompts per batch; the text does not depend on it", minimum=1
+    )
+    kv_cache: bool = option_field(
+        True, "recompute the entire text for each token", aliases=("recompute",)
+    )
+    checkpoint: CheckpointOptions = option_group(CheckpointOptions())
+    sampling: SamplingParams = option_group(SamplingParams())
 
     @property
     def max_new_tokens(self) -> int:
-        return int(self.args.out_seq_length or DEFAULT_NEW_TOKENS)
+        return self.out_seq_length or DEFAULT_NEW_TOKENS
 
     def max_length(self, model: ModelConfig) -> int | None:
-        """Where a sequence ends, unless --out-seq-length says how much is wanted."""
-        return model.sequence if self.args.out_seq_length is None else None
+        """Maximum length of a sequence; None if --out-seq-length limits the new tokens."""
+        return model.sequence if self.out_seq_length is None else None
 
     @property
     def is_interactive(self) -> bool:
-        return not (self.args.prompt or self.args.sample_input_file or self.args.num_samples)
+        return not (self.prompt or self.sample_input_file or self.num_samples)
 
-    @property
-    def precision(self) -> str | None:
-        return requested_dtype(self.args)
-
-
-def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=NAME, description=__doc__, epilog=EPILOG, allow_abbrev=False, exit_on_error=False
-    )
-
-    model = parser.add_argument_group("model")
-    add_model_flags(model)
-    add_flag(
-        model,
-        "recompute",
-        action="store_true",
-        help="keep no keys and values: compute the whole text anew for each token",
-    )
-    prompts = parser.add_argument_group("prompts and output")
-    add_flag(
-        prompts,
-        "prompt",
-        "prompts",
-        nargs="+",
-        action="extend",
-        metavar="TEXT",
-        help="prompts; can be given often",
-    )
-    add_flag(prompts, "sample-input-file", metavar="FILE", help="text file with a prompt per line")
-    add_flag(
-        prompts,
-        "sample-output-file",
-        metavar="FILE",
-        help="where prompts and continuations go (default: the terminal, or SAMPLE_INPUT_FILE.out)",
-    )
-    add_flag(
-        prompts,
-        "num-samples",
-        type=int,
-        default=0,
-        metavar="N",
-        help="this many samples from nothing (they start with the end-of-document token)",
-    )
-    add_flag(
-        prompts,
-        "genfile",
-        metavar="FILE",
-        help="JSON lines for --num-samples: text, length in tokens, finished (default: the "
-        "terminal)",
-    )
-    add_flag(
-        prompts,
-        "out-seq-length",
-        "tokens-to-generate",
-        type=int,
-        metavar="N",
-        help=f"new tokens per prompt (default: up to {DEFAULT_NEW_TOKENS}, within the training's "
-        "sequence length; with rope, alibi or no positions N may lead beyond it)",
-    )
-    add_flag(
-        prompts,
-        "micro-batch-size",
-        type=int,
-        default=8,
-        metavar="N",
-        help="prompts that are continued together (default: %(default)s); the text does not "
-        "depend on it",
-    )
-    sampling = parser.add_argument_group("sampling")
-    default = SamplingParams()
-    add_flag(sampling, "greedy", action="store_true", help="take the most probable token")
-    add_sampling_flags(sampling, default)
-    add_flag(
-        sampling,
-        "seed",
-        type=int,
-        default=default.seed,
-        metavar="N",
-        help="decides all samples (default: %(default)s)",
-    )
-    return parser
+    def problems(self) -> Iterator[str]:
+        yield from self.checkpoint.problems()
+        yield from self.sampling.problems()
+        sources = ("prompt", "sample_input_file", "num_samples")
+        if sum(bool(getattr(self, name)) for name in sources) > 1:
+            flags = ", ".join(map(option, sources))
+            yield Problem("several-prompt-sources", f"{flags} are mutually exclusive", *sources)
+        if self.sample_input_file is not None:
+            yield from file_problems("--sample-input-file", self.sample_input_file)
+        if self.genfile is not None and not self.num_samples:
+            yield Problem(
+                "genfile-without-samples",
+                f"{option('genfile')} requires {option('num_samples')}",
+                "genfile",
+            )
+        if self.sample_output_file is not None and self.num_samples:
+            yield Problem(
+                "output-file-of-samples",
+                f"{option('sample_output_file')} is for prompts; samples go to {option('genfile')}",
+                "sample_output_file",
+            )
+        for name in ("genfile", "sample_output_file"):
+            path = getattr(self, name)
+            if path is not None and not Path(path).parent.is_dir():
+                text = f"{option(name)} {path}: no such folder: {Path(path).parent}"
+                yield Problem("samples-folder-missing", text, name)
 
 
-def parse(argv: Sequence[str]) -> tuple[Request | None, list[str]]:
-    """The command line and every problem that can be seen without the checkpoint."""
-    parser = build_parser()
-    try:
-        args, rest = parser.parse_known_args(list(argv))
-    except argparse.ArgumentError as error:
-        return None, [str(error)]
-    training, problems = cli.read(rest, vars(args))
-    sampling = SamplingParams(args.greedy, args.temperature, args.top_k, args.top_p, args.seed)
-    problems += [*sampling.problems(), *_problems(args)]
-    return Request(args, sampling, training), problems
+def run(options: Options) -> None:
+    """Load the model and generate.
 
-
-def _problems(args: argparse.Namespace) -> Iterator[str]:
-    yield from cli.model_problems(args)
-    if sum(map(bool, (args.prompt, args.sample_input_file, args.num_samples))) > 1:
-        yield "--prompt, --sample-input-file and --num-samples exclude each other"
-    if args.sample_input_file is not None:
-        yield from file_problems("--sample-input-file", args.sample_input_file)
-    if args.genfile is not None and not args.num_samples:
-        yield "--genfile takes the samples of --num-samples, which is missing"
-    if args.sample_output_file is not None and args.num_samples:
-        yield "--sample-output-file takes continued prompts; --num-samples has --genfile"
-    for flag, path in (
-        ("--genfile", args.genfile),
-        ("--sample-output-file", args.sample_output_file),
-    ):
-        if path is not None and not Path(path).parent.is_dir():
-            yield f"{flag} {path}: there is no folder {Path(path).parent}"
-    if args.num_samples < 0:
-        yield f"--num-samples {args.num_samples}: must not be negative"
-    for flag, value in (
-        ("--out-seq-length", args.out_seq_length),
-        ("--micro-batch-size", args.micro_batch_size),
-    ):
-        if value is not None and value < 1:
-            yield f"{flag} {value}: must be positive"
-
-
-def run(request: Request) -> None:
-    """Loads and generates. Raises ValueError for what does not fit the checkpoint."""
+    Raises:
+        UserError: If options and checkpoint do not fit.
+    """
     from megatron_ds.inference import load_checkpoint
     from megatron_ds.inference.generate import generate, prompt_problems
     from megatron_ds.parallel.mesh import Mesh
 
-    found = load_checkpoint.find_checkpoint(Path(request.args.load), say)
+    found = load_checkpoint.find_checkpoint(Path(options.checkpoint.load), log_rank0)
     config = load_checkpoint.model_config(found)
-    tokenizer = cli.tokenizer_for(request.training, found, NAME)
-    limits = Limits(request.max_new_tokens, request.max_length(config))
+    tokenizer = tokenizer_for(options, found)
+    limits = Limits(options.max_new_tokens, options.max_length(config))
 
     def problems_with(prompts: Sequence[Prompt]) -> list[str]:
         return list(prompt_problems(config, [prompt.ids for prompt in prompts], *limits))
 
     batches: Iterator[list[Prompt]] = iter(())
     if environment.rank() == 0:
-        batches = batches_of(request, tokenizer, problems_with)
-    with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed prints which ops it loads
-        here = distributed.init_distributed(
-            request.training.runtime_config(endless=request.is_interactive)
-        )
+        batches = batches_of(options, tokenizer, problems_with)
+    with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed prints the ops that it loads
+        here = distributed.init_distributed(options.runtime_config(endless=options.is_interactive))
     try:
         mesh = Mesh.build(here.world_size)
-        # A training may save while we start: all ranks take what the first one found.
+        # A training may save meanwhile: all ranks use the checkpoint of the first one.
         found = broadcast_from_rank0(found)
-        say(f"loading the checkpoint {found.path}")
-        model = load_checkpoint.load_model(found, mesh, here.device, precision=request.precision)
+        log_rank0(f"loading the checkpoint {found.path}")
+        model = load_checkpoint.load_model(
+            found, mesh, here.device, precision=options.checkpoint.precision
+        )
         done = 0
-        with Output(request.args, tokenizer) as output:
+        with Output(options, tokenizer) as output:
             while batch := broadcast_from_rank0(next(batches, None)):
                 continuations = generate(
                     model,
                     [prompt.ids for prompt in batch],
                     max_new_tokens=limits.max_new_tokens,
                     max_length=limits.max_length,
-                    sampling=request.sampling,
+                    sampling=options.sampling,
                     eod=tokenizer.eod,
                     first_index=done,
-                    cache=not request.args.recompute,
+                    cache=options.kv_cache,
                 )
                 done += len(batch)
                 if here.is_first:
@@ -251,23 +197,27 @@ def run(request: Request) -> None:
 
 
 def batches_of(
-    request: Request, tokenizer: Tokenizer, problems_with: Callable[[Sequence[Prompt]], list[str]]
+    options: Options, tokenizer: Tokenizer, problems_with: Callable[[Sequence[Prompt]], list[str]]
 ) -> Iterator[list[Prompt]]:
-    """The prompts in batches. What was given beforehand is checked at once, and a problem ends the
-    program; what is typed is checked when it comes."""
-    args = request.args
-    if request.is_interactive:
+    """The prompts in batches. Prompts on the command line are checked immediately, and a problem
+    ends the program; typed prompts are checked when they are read."""
+    if options.is_interactive:
         return _typed(tokenizer, problems_with)
-    if args.num_samples:
-        prompts = [Prompt(None, [tokenizer.eod])] * args.num_samples
+    if options.num_samples:
+        prompts = [Prompt(None, [tokenizer.eod])] * options.num_samples
     else:
-        texts = args.prompt or Path(args.sample_input_file).read_text("utf-8").splitlines()
+        texts = options.prompt or _lines(options.sample_input_file)
         prompts = [_encode(text, tokenizer) for text in texts]
     problems = problems_with(prompts)
     if problems:
-        fail(NAME, problems)
-    size = args.micro_batch_size
+        cli.fail(problems, table_of(Options), rank=environment.rank())
+    size = options.micro_batch_size
     return iter([prompts[start : start + size] for start in range(0, len(prompts), size)])
+
+
+def _lines(path: str | None) -> list[str]:
+    assert path is not None
+    return Path(path).read_text("utf-8").splitlines()
 
 
 def _typed(
@@ -287,25 +237,25 @@ def _typed(
         except ValueError as error:
             problems = [str(error)]
         if problems:
-            say("\n".join(problems))
+            log_rank0("\n".join(problems))
         else:
             yield [prompt]
 
 
 def _encode(text: str, tokenizer: Tokenizer) -> Prompt:
-    """A prompt without tokens starts, like a document, after the end of another."""
+    """The prompt of a text. One without tokens starts like a document, after the end of another."""
     return Prompt(text, tokenizer.encode(text) or [tokenizer.eod])
 
 
 class Output:
-    """Where the text goes, on the first rank."""
+    """Writes the texts, on the first rank."""
 
-    def __init__(self, args: argparse.Namespace, tokenizer: Tokenizer) -> None:
+    def __init__(self, options: Options, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._as_json = args.genfile is not None
-        self._path = args.genfile or args.sample_output_file
-        if self._path is None and args.sample_input_file is not None:
-            self._path = f"{args.sample_input_file}.out"
+        self._as_json = options.genfile is not None
+        self._path = options.genfile or options.sample_output_file
+        if self._path is None and options.sample_input_file is not None:
+            self._path = f"{options.sample_input_file}.out"
         self._stack = contextlib.ExitStack()
         self._file: TextIO = sys.stdout
         self._count = 0
@@ -318,7 +268,7 @@ class Output:
     def __exit__(self, *error: object) -> None:
         self._stack.close()
         if self._path is not None:
-            say(f"wrote {self._count} texts to {self._path}")
+            log_rank0(f"wrote {self._count} texts to {self._path}")
 
     def write(self, prompts: Sequence[Prompt], continuations: Sequence[list[int]]) -> None:
         for prompt, ids in zip(prompts, continuations, strict=True):
@@ -338,12 +288,10 @@ class Output:
 
 
 def main(argv: Sequence[str]) -> None:
-    request, problems = parse(argv)
-    if problems or request is None:
-        fail(NAME, problems)
+    options = cli.parse(Options, argv, rank=environment.rank())
     environment.prepare_environment()
     with output.exit_on_user_error():
-        run(request)
+        run(options)
 
 
 if __name__ == "__main__":

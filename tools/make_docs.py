@@ -1,43 +1,48 @@
-"""Write docs/flags.md: every flag of pretrain_gpt.py, and what becomes of those of the peers."""
+"""Write docs/flags.md: the flags of pretrain_gpt.py and of all tools, and those of the peers."""
 
 from __future__ import annotations
 
-import argparse
+import importlib
+import sys
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
+from megatron_ds import cli
+from megatron_ds.cli.command import table_of
 from megatron_ds.cli.flags import (
     Flag,
-    default_of,
-    foreign_flags,
-    groups,
-    other_names,
-    preprocess_flags,
+    FlagTable,
+    different_defaults,
+    refused_values,
+    training_flags,
 )
-from megatron_ds.cli.megatron_flags import DEFAULTS, REFUSED_VALUES
+from megatron_ds.cli.help import default_of, explanation, other_names
 
-OUTPUT = Path(__file__).resolve().parents[1] / "docs" / "flags.md"
+REPOSITORY = Path(__file__).resolve().parents[1]
+OUTPUT = REPOSITORY / "docs" / "flags.md"
 
 HEAD = """\
 # Flags
 
-Written by `python tools/make_docs.py` from the code; `pretrain_gpt.py --help` shows the first part.
+Written by `python tools/make_docs.py` from the code; `--help` of a program shows its part.
 
-The flags of `pretrain_gpt.py`, group by group; then those of Megatron-LM (core 0.8) and of the two
-Megatron-DeepSpeed forks, bigscience's and microsoft's, that are no settings here: what they ask for
-happens anyway, or they have no effect, or they are refused.
+The flags of `pretrain_gpt.py`, group by group; those of Megatron-LM (core 0.8) and of the two
+Megatron-DeepSpeed forks, bigscience's and microsoft's, that are not options here: what they request
+happens anyway, or they have no effect, or they are refused; then the flags of the tools.
 
-Dashes and underscores in a flag's name are the same. N is a whole number, which may be written
-`1_000` or `1e3`, X a number. A flag that is given twice counts the last time, with a warning; two
-flags that give one setting different values are an error. All errors of a line are named at once.
-Keys of a `--deepspeed_config` file fill in where a flag was not given.
+Dashes and underscores in a flag's name are the same. N is an integer, which may be written `1_000`
+or `1e3`, X a number. If a flag is repeated, the last one applies, with a warning; two flags that
+give one option different values are an error. All problems of a line are reported at once. Keys of
+a `--deepspeed_config` file apply where a flag was not given.
 """
-ALWAYS = """\
+NO_OP = """\
 ## What every run does
 
-These switches are accepted without a word, since they ask for what is done in any case.
+These switches are accepted silently, since they request what is done in any case.
 """
-WITHOUT_EFFECT = """\
+IGNORED = """\
 ## Without effect
 
 These flags are accepted, with a warning that gives the reason. None of them changes what is
@@ -46,65 +51,94 @@ learned.
 REFUSED = """\
 ## Refused
 
-These flags would change the run, or promise what is not there. They end the program before it
-starts, with the words of the second column.
+These flags would change the run, or request what does not exist. They end the program before it
+starts, with the message of the second column.
 """
 DEFAULT_TABLE = """\
 ## Defaults that differ
 
-All other flags that the peers have, too, have their defaults.
+All other flags that the peers share have their defaults.
 """
-PREPROCESSING = """\
-## tools/preprocess_data.py
 
-`--help` lists its flags. Of those of the peers' tool that it does not read:
-"""
+
+@dataclass(frozen=True)
+class Options:
+    """Writes docs/flags.md from the code."""
+
+    PROGRAM: ClassVar[str] = "make_docs.py"
+
+
+def tool_tables() -> dict[str, FlagTable]:
+    """The flags of all tools that have any, by the path of the tool."""
+    sys.path.insert(0, str(REPOSITORY))  # a script's path has only its own folder
+    tables = {}
+    for path in sorted((REPOSITORY / "tools").rglob("*.py")):
+        name = path.relative_to(REPOSITORY)
+        module = importlib.import_module(".".join(name.with_suffix("").parts))
+        options = getattr(module, "Options", None)
+        if options is not None and (table := table_of(options)).groups:
+            tables[name.as_posix()] = table
+    return tables
 
 
 def page() -> str:
     """The text of docs/flags.md."""
-    by_outcome = {
-        outcome: [flag for flag in foreign_flags() if flag.outcome == outcome]
-        for outcome in ("always", "dropped", "refused")
-    }
-    parts = [HEAD]
-    for title, flags in groups().items():
-        name, _, words = title.partition(": ")
-        parts += [f"## {name.capitalize()}\n\n{words}\n", _settings(flags)]
+    training = training_flags()
+    parts = [HEAD, *_groups(training, "##")]
     parts += [DEFAULT_TABLE, _defaults()]
-    parts += [ALWAYS, _by_words(by_outcome["always"], "because")]
-    parts += [WITHOUT_EFFECT, _by_words(by_outcome["dropped"], "because")]
-    parts += [REFUSED, _by_words(by_outcome["refused"], "what to do")]
-    parts += ["Values that are refused, of flags that are not:\n", _values(REFUSED_VALUES)]
-    parts += [PREPROCESSING, _by_words(preprocess_flags().values(), "no effect, or refused")]
+    for head, outcome, title in (
+        (NO_OP, "no_op", "because"),
+        (IGNORED, "ignored", "because"),
+        (REFUSED, "refused", "what to do"),
+    ):
+        parts += [head, _reasons(training, outcome, title)]
+    parts += ["Refused values of flags that are supported:\n", _values(refused_values())]
+    for name, table in tool_tables().items():
+        parts += [f"## {name}\n", *_groups(table, "###")]
+        if table.foreign and table.shown == table.groups:
+            parts += ["Flags of the peers' tool that are not options here:\n"]
+            parts += [_reasons(table, "", "no effect, or refused")]
     return "\n".join(parts)
 
 
-def _settings(flags: Iterable[Flag]) -> str:
+def _groups(table: FlagTable, level: str) -> list[str]:
+    parts = []
+    for group in table.shown:
+        name, _, doc = group.title.partition(": ")
+        parts += [f"{level} {name.capitalize()}\n"] if len(table.shown) > 1 else []
+        parts += [f"{doc}\n"] if doc else []
+        parts += [_settings(group.flags, table)]
+    return parts
+
+
+def _settings(flags: Iterable[Flag], table: FlagTable) -> str:
     rows = []
     for flag in flags:
         names = " ".join(f"`--{name}`" for name in (flag.names[0], *other_names(flag)))
-        values = flag.usage.partition(" ")[2]
-        if flag.choices:
-            values = ", ".join(flag.choices)
-        rows.append((names, values, default_of(flag), flag.explanation))
+        values = ", ".join(flag.choices) or flag.usage.partition(" ")[2]
+        if flag.is_positional:
+            names, values = f"`{flag.metavar}`", ""
+        rows.append((names, values, default_of(flag), explanation(flag, table, in_table=True)))
     return _table(("flag", "value", "default", "meaning"), rows)
 
 
 def _defaults() -> str:
-    rows = [(f"`--{name}`", *columns) for name, columns in DEFAULTS.items()]
+    rows = [
+        (f"`--{entry['flag']}`", entry["peers"], entry["ours"], entry["note"])
+        for entry in different_defaults()
+    ]
     return _table(("flag", "peers' default", "default here", "so"), rows)
 
 
-def _by_words(flags: Iterable[Flag], title: str) -> str:
-    """A row for each reason, with all flags that share it."""
+def _reasons(table: FlagTable, outcome: str, title: str) -> str:
+    """A row for each reason, with all flags of an outcome that share it; of any outcome if ""."""
     named: dict[str, list[str]] = {}
-    for flag in flags:
-        words = flag.explanation + (
-            f" (accepted: {', '.join(flag.accepted_values)})" if flag.accepted_values else ""
-        )
-        named.setdefault(words, []).append(f"`{flag.usage.removesuffix(' ...')}`")
-    return _table(("flags", title), [(" ".join(flags), words) for words, flags in named.items()])
+    for flag in table.foreign:
+        if outcome in ("", flag.outcome):
+            accepted = ", ".join(flag.accepted_values)
+            reason = flag.help + (f" (accepted: {accepted})" if accepted else "")
+            named.setdefault(reason, []).append(f"`{flag.usage.removesuffix(' ...')}`")
+    return _table(("flags", title), [(" ".join(flags), why) for why, flags in named.items()])
 
 
 def _values(values: Mapping[str, Mapping[str, str]]) -> str:
@@ -123,11 +157,10 @@ def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
     return "".join(f"| {line} |\n".replace("*", "\\*").replace("<", "\\<") for line in lines)
 
 
-def main() -> None:
-    argparse.ArgumentParser(description=__doc__).parse_args()
+def work(options: Options) -> None:
     OUTPUT.write_text(page(), encoding="utf-8")
     print(f"wrote {OUTPUT}")
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(cli.run(Options, work, sys.argv[1:]))

@@ -1,18 +1,34 @@
-"""Draws the loss curve of a run: a PNG, and a chart of characters for the terminal.
+"""Plot the loss curve of a run as a PNG and as text.
 
-Reads the metrics.jsonl that a run writes beside its checkpoints.
+Reads the metrics.jsonl that a run writes next to its checkpoints.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
+
+from megatron_ds import cli
+from megatron_ds.config.fields import option_field
+from megatron_ds.config.problems import Problem, UserError
 
 Points = list[tuple[int, float]]
+
+
+@dataclass(frozen=True)
+class Options:
+    """Plots the loss curve of a run as text, and as a PNG with --output."""
+
+    PROGRAM: ClassVar[str] = "plot_loss.py"
+
+    metrics: str = option_field("", "metrics.jsonl of the run", metavar="FILE", required=True)
+    output: str | None = option_field(None, "PNG file to write", metavar="FILE")
+    baseline: float | None = option_field(None, "loss of a horizontal line")
+    baseline_name: str = option_field("unigram model", "name of the line")
 
 
 @dataclass(frozen=True)
@@ -24,26 +40,12 @@ class Curves:
     test: Points
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
-    parser.add_argument("--metrics", type=Path, required=True, help="metrics.jsonl of the run")
-    parser.add_argument("--output", type=Path, help="the PNG to write")
-    parser.add_argument("--baseline", type=float, help="a loss to draw a line at")
-    parser.add_argument("--baseline-name", default="unigram model", help="its name")
-    arguments = parser.parse_args(argv)
-    try:
-        curves = read_curves(arguments.metrics)
-    except (OSError, ValueError) as error:
-        parser.error(str(error))
-    print(chart(curves, arguments.baseline, arguments.baseline_name))
-    if arguments.output is not None:
-        draw(curves, arguments.output, arguments.baseline, arguments.baseline_name)
-        print(f"The same as a picture: {arguments.output}")
-    return 0
-
-
 def read_curves(path: Path) -> Curves:
-    """Losses that are not finite are left out. Raises ValueError if there is no training step."""
+    """The curves of a run, without losses that are not finite.
+
+    Raises:
+        UserError: If there is no training step.
+    """
     curves = Curves([], [], [])
     series = {
         "lm_loss": curves.train,
@@ -57,14 +59,14 @@ def read_curves(path: Path) -> Curves:
                 if record.get(key) is not None:
                     points.append((record["iteration"], record[key]))
     if not curves.train:
-        raise ValueError(f"{path}: there is no training step in it")
+        raise UserError(Problem("metrics-without-steps", f"{path}: no training step", "metrics"))
     return curves
 
 
 def chart(
     curves: Curves, baseline: float | None, name: str, width: int = 64, height: int = 16
 ) -> str:
-    """The curves in characters: `.` training (a column's mean), `o` validation, `-` baseline."""
+    """The curves as text: `.` training (mean of a column), `o` validation, `-` baseline."""
     first = curves.train[0][0]
     last = max(iteration for iteration, _ in [*curves.train, *curves.validation])
 
@@ -98,7 +100,7 @@ def chart(
 
 
 def draw(curves: Curves, path: Path, baseline: float | None, name: str) -> None:
-    """Writes the PNG."""
+    """Write the PNG."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 4.5), layout="constrained")
@@ -115,9 +117,21 @@ def draw(curves: Curves, path: Path, baseline: float | None, name: str) -> None:
 
 
 def split(points: Points) -> tuple[Sequence[int], Sequence[float]]:
-    """Iterations and losses apart."""
+    """Iterations and losses."""
     return [iteration for iteration, _ in points], [loss for _, loss in points]
 
 
+def work(options: Options) -> None:
+    curves = read_curves(Path(options.metrics))
+    print(chart(curves, options.baseline, options.baseline_name))
+    if options.output is not None:
+        draw(curves, Path(options.output), options.baseline, options.baseline_name)
+        print(f"wrote {options.output}")
+
+
+def main(argv: Sequence[str]) -> int:
+    return cli.run(Options, work, argv, invalid=2)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

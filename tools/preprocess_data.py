@@ -1,234 +1,146 @@
-"""Turn documents of any kind into Megatron's token files, <prefix>_<key>_document.bin and .idx, or
+"""Turn documents into Megatron's token files, <prefix>_<key>_document.bin and .idx, or
 <prefix>_<key>_sentence.bin and .idx with --split-sentences.
 
-The command line over `megatron_ds.preprocess.pipeline`: flags, progress and exit code.
+The command line of `megatron_ds.preprocess.pipeline`.
 """
 
 from __future__ import annotations
 
-import argparse
 import io
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import ClassVar
 
-from megatron_ds.cli import arguments, flags
-from megatron_ds.cli.megatron_flags import REFUSED_VALUES
-from megatron_ds.config import TOKENIZERS, TokenizerConfig
+from megatron_ds import cli
+from megatron_ds.config import TokenizerConfig
+from megatron_ds.config.fields import missing_problem, option_field, option_group, when
 from megatron_ds.launch import environment, output
-from megatron_ds.preprocess.input_flags import add_input_flags, inputs_of
+from megatron_ds.preprocess.input_flags import InputOptions
 from megatron_ds.preprocess.pipeline import PreprocessOptions, Progress, dropped, preprocess
 from megatron_ds.preprocess.sentence_splitter import SPLITTERS, Splitter, choose_splitter
 from megatron_ds.tokenizer import build_tokenizer
 from megatron_ds.tokenizer.fast_backend import BACKENDS, select_backend
 
-KINDS = {
-    **{kind: kind for kind in TOKENIZERS},
-    "HuggingFaceTokenizer": "HFTokenizer",
-    "PretrainedFromHF": "HFTokenizer",
-}
 Report = Callable[[Progress], None]
 
 
-def parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
-    data = parser.add_argument_group("input and output")
-    add_input_flags(data)
-    data.add_argument(
-        "--json-keys",
-        "--json-key",
-        "--columns",
-        nargs="+",
-        default=["text"],
+@dataclass(frozen=True)
+class SentenceOptions:
+    """Sentences, for models such as BERT and T5."""
+
+    split_sentences: bool = option_field(
+        False,
+        "make a sequence of each sentence; the files are <prefix>_<key>_sentence.bin and .idx",
+    )
+    keep_newlines: bool = option_field(
+        False,
+        "keep the space and the line breaks after a sentence as part of it",
+        only_with=when(split_sentences=True),
+    )
+    lang: str = option_field(
+        "english", "language, by nltk's name", metavar="NAME", only_with=when(split_sentences=True)
+    )
+    sentence_splitter: str = option_field(
+        SPLITTERS[0],
+        "nltk's punkt, or built-in rules; auto takes punkt if nltk and its model of the language "
+        "are installed",
+        choices=SPLITTERS,
+        only_with=when(split_sentences=True),
+    )
+
+    def splitter(self) -> Splitter | None:
+        """Raises UserError: If the splitter is not installed or does not know the language."""
+        if not self.split_sentences:
+            return None
+        return choose_splitter(self.lang, self.keep_newlines, self.sentence_splitter)
+
+
+@dataclass(frozen=True)
+class Options:
+    """Turns documents into Megatron's token files, <prefix>_<key>_document.bin and .idx.
+
+    The output does not depend on --workers, --chunk-size and --tokenizer-backend. Texts without
+    tokens are left out.
+    """
+
+    PROGRAM: ClassVar[str] = "preprocess_data.py"
+
+    json_keys: tuple[str, ...] = option_field(
+        ("text",),
+        "keys or columns of the texts, a.b for b inside of a; each has files of its own",
+        nargs="*",
+        aliases=("json-key", "columns"),
         metavar="KEY",
-        help="keys or columns whose texts are taken, a.b for b inside of a; each makes files of "
-        "its own (default: text)",
     )
-    data.add_argument(
-        "--output-prefix", required=True, help="beginning of the output files' names, with path"
+    output_prefix: str = option_field(
+        "", "path and start of the output files' names", metavar="PREFIX", required=True
     )
-    data.add_argument(
-        "--append-eod", action="store_true", help="end every document with the EOD token"
-    )
-    data.add_argument(
-        "--strict",
-        action="store_true",
-        help="stop at a line that gives no document (default: leave it out, and list it in "
+    append_eod: bool = option_field(False, "end every document with the EOD token")
+    fail_on_bad_document: bool = option_field(
+        False,
+        "stop at a line without a document (default: leave it out and list it in "
         "<prefix>.quarantine)",
     )
-    data.add_argument(
-        "--dataset-impl",
-        default="mmap",
-        type=_taken_elsewhere("data_impl"),
-        choices=["mmap"],
-        help="output format; the old lazy and cached formats are not written",
+    workers: int = option_field(
+        environment.available_cores(), "encoding processes (default: one per core)", minimum=1
     )
-    sentences = parser.add_argument_group("sentences, for models such as BERT and T5")
-    sentences.add_argument(
-        "--split-sentences",
-        action="store_true",
-        help="make a sequence of each sentence; the files are <prefix>_<key>_sentence.bin and .idx",
+    chunk_size: int = option_field(
+        PreprocessOptions.chunk_size, "documents that a worker receives at once", minimum=1
     )
-    sentences.add_argument(
-        "--keep-newlines",
-        action="store_true",
-        help="keep the space and the line breaks after a sentence as its end",
+    resume: bool = option_field(
+        False,
+        "continue an interrupted run with the same --output-prefix; the output is that of an "
+        "uninterrupted run. Inputs and settings must be the same (default: start over)",
     )
-    sentences.add_argument(
-        "--lang", metavar="NAME", help="language, under nltk's name for it (default: english)"
+    log_interval: int = option_field(
+        1000, "documents between progress lines if stderr is not a terminal", minimum=1
     )
-    sentences.add_argument(
-        "--sentence-splitter",
-        choices=SPLITTERS,
-        default=SPLITTERS[0],
-        help="nltk's punkt, or built-in rules; auto takes punkt if nltk and its model of the "
-        "language are there (default: %(default)s)",
+    dataset_impl: str = option_field(
+        "mmap", "output format; the old formats lazy and cached are not written", choices=("mmap",)
     )
-    tokenizer = parser.add_argument_group("tokenizer")
-    tokenizer.add_argument(
-        "--tokenizer-type",
-        required=True,
-        type=_taken_elsewhere("tokenizer_type"),
-        choices=list(KINDS),
-        help="HuggingFaceTokenizer and PretrainedFromHF are other names of HFTokenizer",
+    vocab_size: int | None = option_field(
+        None, "number of ids of NullTokenizer or TikTokenizer", minimum=1
     )
-    tokenizer.add_argument(
-        "--vocab-file",
-        "--vocab",
-        help="vocab.json of GPT2BPETokenizer, vocab.txt of the BertWordPiece kinds",
-    )
-    tokenizer.add_argument("--merge-file", help="merges.txt of GPT2BPETokenizer")
-    tokenizer.add_argument(
-        "--tokenizer-model",
-        "--tokenizer-name-or-path",
-        help="folder, tokenizer.json or name on the Hugging Face Hub of HFTokenizer; model file of "
-        "the SentencePiece kinds, Llama2Tokenizer and TikTokenizer",
-    )
-    tokenizer.add_argument(
-        "--vocab-size", type=int, help="number of ids of NullTokenizer or TikTokenizer"
-    )
-    tokenizer.add_argument(
-        "--vocab-extra-ids",
-        type=int,
-        default=TokenizerConfig.vocab_extra_ids,
-        help="sentinel tokens <extra_id_N> to add (BertWordPiece kinds, SentencePieceTokenizer)",
-    )
-    tokenizer.add_argument(
-        "--trust-remote-code",
-        action="store_true",
-        help="run the Python code that an HFTokenizer's folder brings; never do so for strangers",
-    )
-    tokenizer.add_argument(
-        "--tiktoken-pattern", choices=["v1", "v2"], help="how TikTokenizer cuts text into words"
-    )
-    tokenizer.add_argument(
-        "--tiktoken-num-special-tokens",
-        type=int,
-        default=TokenizerConfig.tiktoken_num_special_tokens,
-        help="ids of TikTokenizer before the tokens of its file (default: %(default)s)",
-    )
-    tokenizer.add_argument(
-        "--tiktoken-special-tokens",
-        "--tokenizer-special-tokens",
-        nargs="+",
-        metavar="TOKEN",
-        help="names of the first of these ids (default: <unk> <s> </s>)",
-    )
-    tokenizer.add_argument(
-        "--tokenizer-backend",
+    tokenizer_backend: str = option_field(
+        BACKENDS[0],
+        "library that encodes for GPT2BPETokenizer and an HFTokenizer with a tokenizer.json: auto "
+        "takes fastokens if it is installed and gives the ids of tokenizers",
         choices=BACKENDS,
-        default=BACKENDS[0],
-        help="library that encodes for GPT2BPETokenizer and an HFTokenizer with a tokenizer.json: "
-        "auto takes fastokens where it is installed and proves to give the ids of tokenizers; the "
-        "ids are the same with any (default: %(default)s)",
     )
-    work = parser.add_argument_group(
-        "work", "The output is the same for any values. Texts without tokens are left out."
+    inputs: InputOptions = option_group(InputOptions())
+    sentences: SentenceOptions = option_group(SentenceOptions())
+    tokenizer: TokenizerConfig = option_group(
+        TokenizerConfig(), flags={"vocab_file": ("vocab-file", "vocab")}
     )
-    work.add_argument(
-        "--workers",
-        type=int,
-        default=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1,
-        help="processes that encode (default: as many as there are cores)",
-    )
-    work.add_argument(
-        "--chunk-size",
-        type=int,
-        default=PreprocessOptions.chunk_size,
-        help="documents that a worker gets at once (default: %(default)s)",
-    )
-    work.add_argument(
-        "--resume",
-        action="store_true",
-        help="go on where an interrupted run with the same --output-prefix stopped; the output is "
-        "that of a run without interruption. Inputs and settings must be the same (default: begin "
-        "anew)",
-    )
-    work.add_argument(
-        "--log-interval",
-        type=int,
-        default=1000,
-        help="documents between progress lines when stderr is no terminal (default: %(default)s)",
-    )
-    args, rest = parser.parse_known_args([_dashed(argument) for argument in argv])
-    said = arguments.scan(
-        rest, among=flags.preprocess_flags(), also=list(parser._option_string_actions)
-    )
-    for line in said.warnings:
-        print(f"WARNING: {line}", file=sys.stderr)
-    if said.problems:
-        parser.error("; ".join(said.problems))
-    if not args.split_sentences:
-        idle = [
-            name
-            for name, value in (
-                ("--keep-newlines", args.keep_newlines),
-                ("--lang", args.lang),
-                ("--sentence-splitter", args.sentence_splitter != SPLITTERS[0]),
-            )
-            if value
-        ]
-        for name in idle:
-            print(
-                f"WARNING: {name} has no effect: only read with --split-sentences", file=sys.stderr
-            )
-    return args
+    given: frozenset[str] = frozenset()
 
+    def problems(self) -> Iterator[str]:
+        splitter = None
+        try:
+            splitter = self.sentences.splitter()
+        except ValueError as error:
+            yield from getattr(error, "problems", [str(error)])
+        yield from self.settings(splitter).problems()
+        if "tokenizer_type" in self.given:
+            yield from self.tokenizer.problems(self.vocab_size)
+        else:
+            yield missing_problem("tokenizer_type")
 
-def build_splitter(args: argparse.Namespace) -> tuple[Splitter | None, list[str]]:
-    """What cuts documents into sentences, which a line on stderr says, and what is wrong."""
-    if not args.split_sentences:
-        return None, []
-    try:
-        lang = args.lang or "english"
-        splitter = choose_splitter(lang, args.keep_newlines, args.sentence_splitter)
-    except ValueError as error:
-        return None, [str(error)]
-    print(f"sentences are split by {splitter}", file=sys.stderr)
-    return splitter, []
-
-
-def _taken_elsewhere(field: str) -> Callable[[str], str]:
-    """A value's type that refuses, in words, what other Megatrons take for the field."""
-
-    def check(value: str) -> str:
-        if value in REFUSED_VALUES[field]:
-            raise argparse.ArgumentTypeError(
-                f"{value} is not supported: {REFUSED_VALUES[field][value]}"
-            )
-        return value
-
-    return check
-
-
-def _dashed(argument: str) -> str:
-    """`--json_keys` as `--json-keys`; values stay as they are."""
-    if not argument.startswith("--"):
-        return argument
-    flag, equals, value = argument.partition("=")
-    return flag.replace("_", "-") + equals + value
+    def settings(self, splitter: Splitter | None) -> PreprocessOptions:
+        return PreprocessOptions(
+            inputs=self.inputs,
+            output_prefix=self.output_prefix,
+            keys=self.json_keys,
+            append_eod=self.append_eod,
+            strict=self.fail_on_bad_document,
+            workers=self.workers,
+            chunk_size=self.chunk_size,
+            splitter=splitter,
+            resume=self.resume,
+        )
 
 
 class LineReport:
@@ -340,69 +252,36 @@ def time_line(parts: Mapping[str, float], seconds: float, library: str) -> str:
     )
 
 
-def notes(error: BaseException) -> list[str]:
-    """What is left of the run that an error ended."""
-    return list(getattr(error, "__notes__", []))
+def work(options: Options) -> None:
+    start = time.perf_counter()
+    splitter = options.sentences.splitter()
+    if splitter is not None:
+        log(f"sentences are split by {splitter}")
+    if not options.append_eod:
+        log(
+            "WARNING: without --append-eod nothing marks the end of a document: a model trained on "
+            "these files reads neighbors as one text, and does not learn to stop"
+        )
+    environment.limit_tokenizer_threads()  # the workers are the parallelism
+    tokenizer = build_tokenizer(options.tokenizer, options.vocab_size)
+    backend = select_backend(tokenizer, options.tokenizer_backend)
+    if backend.reason:
+        log(f"encoding is slower than it could be: {backend.reason}")
+    settings = options.settings(splitter)
+    with progress_reporter(settings, options.log_interval) as report:
+        done = preprocess(settings, backend.tokenizer, report, log)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a path may not be text
+    with output.ignore_broken_pipe():
+        print(*closing(done, settings, time.perf_counter() - start, backend.library), sep="\n")
 
 
-def say(line: str) -> None:
+def log(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-@output.plain_warnings()
 def main(argv: Sequence[str]) -> int:
-    args = parse(argv)
-    splitter, wrong = build_splitter(args)
-    options = PreprocessOptions(
-        inputs=inputs_of(args),
-        output_prefix=args.output_prefix,
-        keys=tuple(args.json_keys),
-        append_eod=args.append_eod,
-        strict=args.strict,
-        workers=args.workers,
-        chunk_size=args.chunk_size,
-        splitter=splitter,
-        resume=args.resume,
-    )
-    config = TokenizerConfig(
-        tokenizer_type=KINDS[args.tokenizer_type],
-        vocab_file=args.vocab_file,
-        merge_file=args.merge_file,
-        tokenizer_model=args.tokenizer_model,
-        trust_remote_code=args.trust_remote_code,
-        vocab_extra_ids=args.vocab_extra_ids,
-        tiktoken_pattern=args.tiktoken_pattern,
-        tiktoken_num_special_tokens=args.tiktoken_num_special_tokens,
-        tiktoken_special_tokens=args.tiktoken_special_tokens,
-    )
-    if not args.append_eod:
-        print(
-            "WARNING: without --append-eod nothing marks where a document ends: a model trained on "
-            "these files takes neighbours for one text, and does not learn to stop",
-            file=sys.stderr,
-        )
-    start = time.perf_counter()
-    try:
-        problems = [*options.problems(), *wrong, *config.problems(args.vocab_size)]
-        if problems:
-            raise ValueError("\n".join(problems))
-        environment.limit_tokenizer_threads()  # the workers are the parallelism
-        chosen = select_backend(build_tokenizer(config, args.vocab_size), args.tokenizer_backend)
-        if chosen.reason:
-            print(f"encoding is slower than it could be: {chosen.reason}", file=sys.stderr)
-        with progress_reporter(options, args.log_interval) as report:
-            done = preprocess(options, chosen.tokenizer, report, say)
-    except (ValueError, OSError) as error:
-        print(f"preprocess_data.py: error:\n{error}", *notes(error), sep="\n", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt as error:
-        print("interrupted;", *(notes(error) or ["nothing was written"]), file=sys.stderr)
-        return 130
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # a path may be no text
-    with output.ignore_broken_pipe():
-        print(*closing(done, options, time.perf_counter() - start, chosen.library), sep="\n")
-    return 0
+    return cli.run(Options, work, argv, invalid=1)
 
 
 if __name__ == "__main__":

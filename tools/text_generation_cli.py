@@ -1,24 +1,58 @@
 #!/usr/bin/env python
-"""Ask a text generation server, prompt by prompt: text_generation_cli.py HOST:PORT."""
+"""Query a text generation server interactively: text_generation_cli.py HOST:PORT."""
 
 from __future__ import annotations
 
-import argparse
 import http.client
 import json
 import sys
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from megatron_ds import cli
+from megatron_ds.config.fields import option_field
+from megatron_ds.config.problems import Problem, option
 
 PATH = "/api"
 
 
+@dataclass(frozen=True)
+class Options:
+    """Queries a text generation server interactively."""
+
+    PROGRAM: ClassVar[str] = "text_generation_cli.py"
+
+    address: str = option_field(
+        "",
+        "address of the server, such as 127.0.0.1:5000",
+        metavar="HOST:PORT",
+        positional=True,
+        required=True,
+    )
+
+    @property
+    def host_and_port(self) -> str:
+        return self.address.removeprefix("http://").removesuffix("/")
+
+    def problems(self) -> Iterator[Problem]:
+        try:
+            http.client.HTTPConnection(self.host_and_port)
+        except http.client.InvalidURL:
+            text = f"{option('address')} {self.address}: must be such as 127.0.0.1:5000"
+            yield Problem("invalid-server-address", text, "address")
+
+
 class ServerUnreachable(Exception):
-    """In words."""
+    """The server gives no usable response."""
 
 
 def ask(address: str, prompt: str, tokens: int) -> str:
-    """The prompt with its continuation. Raises NoAnswer."""
+    """The prompt with its continuation.
+
+    Raises:
+        ServerUnreachable: If the server does not respond, or responds with an error.
+    """
     body = json.dumps({"prompts": [prompt], "tokens_to_generate": tokens})
     connection = http.client.HTTPConnection(address)
     try:
@@ -26,9 +60,9 @@ def ask(address: str, prompt: str, tokens: int) -> str:
         response = connection.getresponse()
         answer: Any = json.loads(response.read())
     except (OSError, http.client.HTTPException) as error:
-        raise ServerUnreachable(f"no answer from http://{address}{PATH}: {error}") from None
+        raise ServerUnreachable(f"no response from http://{address}{PATH}: {error}") from None
     except ValueError:
-        raise ServerUnreachable(f"http://{address}{PATH} is no text generation server") from None
+        raise ServerUnreachable(f"http://{address}{PATH} is not a text generation server") from None
     finally:
         connection.close()
     if response.status != 200:
@@ -37,31 +71,28 @@ def ask(address: str, prompt: str, tokens: int) -> str:
     try:
         return str(answer["text"][0])
     except (KeyError, IndexError, TypeError):
-        raise ServerUnreachable(f"http://{address}{PATH} is no text generation server") from None
+        raise ServerUnreachable(f"http://{address}{PATH} is not a text generation server") from None
 
 
-def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("address", metavar="HOST:PORT", help="of the server: 127.0.0.1:5000")
-    address = parser.parse_args(argv).address.removeprefix("http://").removesuffix("/")
-    try:
-        http.client.HTTPConnection(address)
-    except http.client.InvalidURL:
-        parser.error(f"{address} is no HOST:PORT such as 127.0.0.1:5000")
+def work(options: Options) -> None:
     while True:
         try:
             prompt = input("Enter prompt: ")
             count = input("Enter number of tokens to generate: ")
         except (EOFError, KeyboardInterrupt):
             print()
-            return 0
+            return
         if not count.strip().isdecimal():
-            print(f"{count!r} is no number of tokens")
+            print(f"{count!r} is not a number of tokens")
             continue
         try:
-            print(f"Megatron Response:\n{ask(address, prompt, int(count))}")
+            print(f"Megatron Response:\n{ask(options.host_and_port, prompt, int(count))}")
         except ServerUnreachable as error:
             print(error)
+
+
+def main(argv: Sequence[str]) -> int:
+    return cli.run(Options, work, argv, invalid=2)
 
 
 if __name__ == "__main__":

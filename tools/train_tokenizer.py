@@ -1,22 +1,24 @@
 """Train a tokenizer on text: byte-level BPE, WordPiece, or Unigram.
 
-bpe writes GPT-2's vocab.json and merges.txt and a tokenizer.json; wordpiece writes BERT's
-vocab.txt; unigram writes a SentencePiece model, tokenizer.model. The same text gives the same
-files.
+The command line of `megatron_ds.tokenizer.train`.
 """
 
 from __future__ import annotations
 
-import argparse
-import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
+from megatron_ds import cli
+from megatron_ds.config import folder_problems
+from megatron_ds.config.fields import option_field, option_group, when
+from megatron_ds.config.problems import Problem, UserError
 from megatron_ds.launch import output
 from megatron_ds.preprocess.document_readers import DocumentReader, InputSpec
-from megatron_ds.preprocess.input_flags import add_input_flags, inputs_of
+from megatron_ds.preprocess.input_flags import InputOptions
 from megatron_ds.preprocess.parsing import RejectedDocument, TextFields, texts_of
 from megatron_ds.tokenizer.train import (
     KINDS,
@@ -26,97 +28,68 @@ from megatron_ds.tokenizer.train import (
     vocab_size_problems,
 )
 
-USES = {
+FLAGS = {
     "bpe": "--tokenizer-type GPT2BPETokenizer --vocab-file {0}/vocab.json --merge-file "
     "{0}/merges.txt",
     "wordpiece": "--tokenizer-type {1} --vocab-file {0}/vocab.txt",
     "unigram": "--tokenizer-type GPTSentencePieceTokenizer --tokenizer-model {0}/tokenizer.model",
 }
-BETWEEN_LINES = 5.0
-"""Seconds between progress lines."""
+"""The flags that use a trained tokenizer, given its folder and kind of WordPiece."""
+REPORT_SECONDS = 5.0
 
 
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
-    add_input_flags(parser)
-    parser.add_argument(
-        "--json-keys",
-        "--json-key",
-        "--columns",
-        nargs="+",
-        default=["text"],
+@dataclass(frozen=True)
+class Options:
+    """Trains a tokenizer on text: byte-level BPE, WordPiece, or Unigram.
+
+    bpe writes GPT-2's vocab.json and merges.txt and a tokenizer.json; wordpiece writes BERT's
+    vocab.txt; unigram writes a SentencePiece model, tokenizer.model. The same text gives the same
+    files.
+    """
+
+    PROGRAM: ClassVar[str] = "train_tokenizer.py"
+
+    json_keys: tuple[str, ...] = option_field(
+        ("text",),
+        "keys or columns of the texts",
+        nargs="*",
+        aliases=("json-key", "columns"),
         metavar="KEY",
-        help="keys or columns of the texts (default: text)",
     )
-    parser.add_argument("--type", default="bpe", choices=KINDS, help="what to train (default: bpe)")
-    parser.add_argument("--vocab-size", type=int, default=4096, help="tokens (default: 4096)")
-    parser.add_argument(
-        "--keep-case",
-        action="store_true",
-        help="wordpiece: a vocabulary of BertWordPieceCase, not of BertWordPieceLowerCase",
+    type: str = option_field("bpe", "kind of tokenizer", choices=KINDS)
+    vocab_size: int = option_field(4096, "number of tokens")
+    keep_case: bool = option_field(
+        False,
+        "train a vocabulary of BertWordPieceCase instead of BertWordPieceLowerCase",
+        requires=when(type="wordpiece"),
     )
-    parser.add_argument(
-        "--strict", action="store_true", help="stop at a line without a text, do not pass over it"
+    fail_on_bad_document: bool = option_field(
+        False, "stop at a line without a text instead of leaving it out"
     )
-    parser.add_argument("--output-dir", type=Path, required=True, help="where the files go")
-    arguments = parser.parse_args(argv)
-    if arguments.keep_case and arguments.type != "wordpiece":
-        parser.error("--keep-case is for --type wordpiece")
-    return arguments
+    output_dir: str = option_field("", "output folder", metavar="FOLDER", required=True)
+    inputs: InputOptions = option_group(InputOptions())
+
+    def problems(self) -> Iterator[str]:
+        yield from self.inputs.problems()
+        yield from vocab_size_problems(self.type, self.vocab_size)
+        yield from folder_problems("--output-dir", self.output_dir or ".")
 
 
-@output.plain_warnings()
-def main(argv: Sequence[str] | None = None) -> int:
-    arguments = parse(argv)
-    inputs = inputs_of(arguments)
-    reading = TextIterator(inputs, tuple(arguments.json_keys), strict=arguments.strict)
-    try:
-        found = [
-            *inputs.problems(),
-            *vocab_size_problems(arguments.type, arguments.vocab_size),
-            *_output_problems(arguments.output_dir),
-        ]
-        if found:
-            raise ValueError("\n".join(found))
-        size = train(arguments, reading)
-    except (ValueError, OSError) as error:
-        print(f"train_tokenizer.py: error:\n{error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
-    kind = "BertWordPieceCase" if arguments.keep_case else "BertWordPieceLowerCase"
-    with output.ignore_broken_pipe():
-        print(f"{size} tokens from {reading.summary}")
-        print(f"use it with {USES[arguments.type].format(arguments.output_dir, kind)}")
-    return 0
-
-
-def _output_problems(folder: Path) -> Iterator[str]:
-    """Why a folder cannot be written, before hours of training."""
-    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    if not there.is_dir():
-        yield f"--output-dir {folder}: {there} is no folder"
-    elif not os.access(there, os.W_OK | os.X_OK):
-        yield f"--output-dir {folder}: the folder {there} cannot be written"
-
-
-def train(arguments: argparse.Namespace, texts: TextIterator) -> int:
+def train(options: Options, texts: TextIterator) -> int:
     """Number of tokens."""
-    folder, size, show = arguments.output_dir, arguments.vocab_size, sys.stderr.isatty()
-    if arguments.type == "wordpiece":
-        lower_case = not arguments.keep_case
-        return train_wordpiece(texts, size, folder, lower_case=lower_case, show=show)
-    if arguments.type == "unigram":
+    folder, size, show = Path(options.output_dir), options.vocab_size, sys.stderr.isatty()
+    if options.type == "wordpiece":
+        return train_wordpiece(texts, size, folder, lower_case=not options.keep_case, show=show)
+    if options.type == "unigram":
         return train_unigram(texts, size, folder, show=show)
     return train_bpe(texts, size, folder, show=show)
 
 
 class TextIterator:
-    """The texts of the inputs, with a progress line now and then; what has none is counted.
+    """The texts of the inputs, with progress lines; counts documents without a text.
 
-    Iterating raises ValueError if there is no text at all, or at the first line without one if
-    `strict`.
+    Iterating raises UserError if there is no text at all, or, if `strict`, at the first document
+    without one.
     """
 
     def __init__(self, inputs: InputSpec, keys: tuple[str, ...], *, strict: bool = False) -> None:
@@ -125,37 +98,51 @@ class TextIterator:
         self._strict = strict
         self._documents = 0
         self._bytes = 0
-        self._left_out = 0
-        self._first_bad: RejectedDocument | None = None
+        self._rejected = 0
+        self._first_rejected: RejectedDocument | None = None
 
     def __iter__(self) -> Iterator[str]:
-        start = said = time.perf_counter()
+        start = reported = time.perf_counter()
         for item in DocumentReader(self._inputs, self._wanted.keys):
             found = texts_of(item, self._wanted)
             if isinstance(found, RejectedDocument):
                 if self._strict:
-                    raise ValueError(str(found))
-                self._left_out += 1
-                self._first_bad = self._first_bad or found
+                    raise UserError(Problem("document-without-text", str(found)))
+                self._rejected += 1
+                self._first_rejected = self._first_rejected or found
                 continue
             yield from found
             self._documents += 1
             self._bytes += sum(len(text.encode()) for text in found)
             now = time.perf_counter()
-            if now - said > BETWEEN_LINES:
-                said = now
+            if now - reported > REPORT_SECONDS:
+                reported = now
                 speed = self._bytes / (now - start) / 1e6
                 print(f"read {self.summary} ({speed:.1f} MB/s)", file=sys.stderr, flush=True)
         if not self._documents:
-            why = f"; the first line without one: {self._first_bad}" if self._first_bad else ""
-            raise ValueError(f"{self._inputs.name}: has no text{why}")
+            first = f"; the first document without one: {self._first_rejected}"
+            text = f"{self._inputs.name}: no text{first if self._first_rejected else ''}"
+            raise UserError(Problem("input-without-text", text, "paths"))
 
     @property
     def summary(self) -> str:
-        left_out = f", {self._left_out} left out, the first {self._first_bad}"
-        left_out = left_out if self._left_out else ""
+        left_out = f", {self._rejected} left out, the first {self._first_rejected}"
+        left_out = left_out if self._rejected else ""
         return f"{self._documents} documents, {self._bytes / 1e6:.1f} MB{left_out}"
 
 
+def work(options: Options) -> None:
+    texts = TextIterator(options.inputs, options.json_keys, strict=options.fail_on_bad_document)
+    size = train(options, texts)
+    kind = "BertWordPieceCase" if options.keep_case else "BertWordPieceLowerCase"
+    with output.ignore_broken_pipe():
+        print(f"{size} tokens from {texts.summary}")
+        print(f"use it with {FLAGS[options.type].format(options.output_dir, kind)}")
+
+
+def main(argv: Sequence[str]) -> int:
+    return cli.run(Options, work, argv, invalid=1)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

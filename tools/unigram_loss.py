@@ -1,46 +1,46 @@
-"""The loss of a model that knows only how frequent each token is: what any training must beat.
+"""Loss of a unigram model, which knows only token frequencies: a baseline for every training.
 
-Counts the tokens of the training documents, one added to each count, and prices the validation
+Counts the tokens of the training documents, with add-one smoothing, and scores the validation
 documents with these frequencies.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
+from megatron_ds import cli
+from megatron_ds.config.fields import option_field
+from megatron_ds.config.problems import Problem, UserError, option
 from megatron_ds.data.indexed_dataset import IndexedDataset
 from megatron_ds.data.sample_index import parse_split, split_bounds
 
 Tokens = npt.NDArray[np.integer]
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
-    parser.add_argument("--data-path", required=True, help="prefix of the .bin/.idx pair")
-    parser.add_argument("--split", default="969,30,1", help="as for training")
-    parser.add_argument("--vocab-size", type=int, required=True, help="number of tokens")
-    parser.add_argument("--output", type=Path, help="a JSON file for the result")
-    arguments = parser.parse_args(argv)
-    try:
-        train, valid = train_and_validation(arguments.data_path, arguments.split)
-        loss = unigram_loss(train, valid, arguments.vocab_size)
-    except ValueError as error:
-        parser.error(str(error))
-    print(f"unigram loss: {loss:.4f} nats per token on {valid.size} validation tokens")
-    if arguments.output is not None:
-        result = {"loss": loss, "train_tokens": train.size, "validation_tokens": valid.size}
-        arguments.output.write_text(json.dumps(result) + "\n")
-    return 0
+@dataclass(frozen=True)
+class Options:
+    """Computes the loss of a unigram model, which knows only token frequencies."""
+
+    PROGRAM: ClassVar[str] = "unigram_loss.py"
+
+    data_path: str = option_field(
+        "", "prefix of the .bin/.idx pair", metavar="PREFIX", required=True
+    )
+    split: str = option_field("969,30,1", "as for training", metavar="SHARES")
+    vocab_size: int | None = option_field(None, "number of tokens", required=True, minimum=1)
+    output: str | None = option_field(None, "JSON file for the result", metavar="FILE")
 
 
 def train_and_validation(prefix: str, split: str) -> tuple[Tokens, Tokens]:
-    """The tokens of the documents that --split gives to training and to validation."""
+    """The tokens of the training and of the validation documents of a split."""
     data = IndexedDataset(prefix)
     train, valid, _ = (
         np.concatenate([np.zeros(0, data.dtype), *(data.get(i) for i in range(first, end))])
@@ -52,17 +52,34 @@ def train_and_validation(prefix: str, split: str) -> tuple[Tokens, Tokens]:
 def unigram_loss(train: Tokens, valid: Tokens, vocab_size: int) -> float:
     """Mean over the validation tokens of -log((count + 1) / (train tokens + vocab_size)), in nats.
 
-    Raises ValueError if there is nothing to price, or a token outside the vocabulary.
+    Raises:
+        UserError: If there are no validation tokens, or a token is outside the vocabulary.
     """
     if valid.size == 0:
-        raise ValueError("--split leaves validation no tokens")
+        text = f"{option('split')} leaves no validation tokens"
+        raise UserError(Problem("no-validation-tokens", text, "split"))
     highest = max(int(part.max(initial=0)) for part in (train, valid))
     if highest >= vocab_size:
-        raise ValueError(f"--vocab-size {vocab_size}: the data has the token {highest}")
+        text = f"{option('vocab_size')} {vocab_size}: the data has the token {highest}"
+        raise UserError(Problem("token-outside-vocabulary", text, "vocab_size"))
     counts = np.bincount(train, minlength=vocab_size) + 1
     costs = np.log(counts.sum()) - np.log(counts)
     return float(costs[valid].mean())
 
 
+def work(options: Options) -> None:
+    assert options.vocab_size is not None
+    train, valid = train_and_validation(options.data_path, options.split)
+    loss = unigram_loss(train, valid, options.vocab_size)
+    print(f"unigram loss: {loss:.4f} nats per token on {valid.size} validation tokens")
+    if options.output is not None:
+        result = {"loss": loss, "train_tokens": train.size, "validation_tokens": valid.size}
+        Path(options.output).write_text(json.dumps(result) + "\n")
+
+
+def main(argv: Sequence[str]) -> int:
+    return cli.run(Options, work, argv, invalid=2)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -1,247 +1,216 @@
-"""Which flags there are: the configuration's fields, their other spellings, and the peers' flags.
+"""Flags of a program: those of a dataclass of options, and those that only other frameworks have.
 
-Owns the declarations and how --help shows them. How a command line is read stands in
-`arguments.py`. Knows no torch.
+Owns the flag tables. How --help shows them is in `help.py`, how a command line is read in
+`scan.py`. Knows no torch.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib.metadata
-import platform
-import re
-import textwrap
+import tomllib
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
-from megatron_ds.cli.megatron_flags import (
-    FIXED_VALUES,
-    IGNORED,
-    NO_OP,
-    PREPROCESS_WITHOUT_EFFECT,
-    REFUSED,
-    ForeignFlag,
-    Takes,
-)
-from megatron_ds.config import GLU_ACTIVATIONS, GROUPS
+from megatron_ds.config import GLU_ACTIVATIONS, Config
+from megatron_ds.config.fields import option_fields
+from megatron_ds.config.problems import MARKER, default_flag
 
-WIDTH = 80
-"""Columns of --help."""
-INDENT = 26
-"""Column at which the explanations of --help start."""
+Takes = int | str
+"""Number of values that a flag takes; "*": any number."""
+Outcome = Literal["set", "no_op", "ignored", "refused"]
+Names = str | tuple[str, ...] | None
 
-Outcome = Literal["set", "always", "dropped", "refused"]
-
-USAGE = """\
-usage: [LAUNCHER] pretrain_gpt.py FLAGS
-
-Pretrains a GPT with DeepSpeed. Needed are the model's shape (--num-layers,
---hidden-size, --num-attention-heads, --seq-length), --micro-batch-size, --lr,
---train-iters or --train-samples, --data-path and the tokenizer's files; all
-else has a default. Dashes and underscores in a flag's name are the same, and
-numbers may be written 1_000 or 1e3.
-
-  -h, --help              show this and end
-  --version               show the versions of this package, torch and
-                          deepspeed, and end
-"""
-EPILOG = """\
-Flags of Megatron-LM and of the Megatron-DeepSpeed forks that are not listed
-here have no effect, which a warning says, or are refused with what to use
-instead: docs/flags.md lists them all.
-"""
+PRETRAIN = "pretrain_gpt"
+FOREIGN_OUTCOMES: tuple[Outcome, ...] = ("no_op", "ignored", "refused")
 
 
 @dataclass(frozen=True)
 class Flag:
-    """One flag: what it takes, and what becomes of it.
+    """One flag: its values and its effect.
 
-    outcome: "set" gives a field its value; "always" asks for what every run does; "dropped" has no
-    effect, with a warning; "refused" is an error, except at the values `same`.
+    Attributes:
+        names: The name that is shown, then the aliases, without leading dashes.
+        outcome: "set" gives a field its value; "no_op" requests what every run does; "ignored" has
+            no effect, with a warning; "refused" is an error, except at `accepted_values`.
+        takes: Number of values.
+        help: Help text, or the reason of `outcome`.
+        field: Name of the option field that is set.
+        const: Value that a flag without values sets.
+        choices: Valid values.
+        synonyms: Other spellings of a choice.
+        yields_to: Values of the field that take precedence if another flag gives them.
+        is_repeatable: Whether a repeated flag adds values.
     """
 
     names: tuple[str, ...]
-    """The name that is shown, then the aliases; without dashes in front."""
     outcome: Outcome
     takes: Takes
-    explanation: str
-    """Help, reason, or what to use instead."""
+    help: str
     field: str = ""
     kind: type = str
     const: Any = None
-    """What a flag without a value sets."""
     choices: tuple[str, ...] = ()
     synonyms: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Other spellings of a choice."""
     accepted_values: tuple[str, ...] = ()
+    yields_to: tuple[str, ...] = ()
     metavar: str = ""
     default: Any = None
     required: bool = False
     valid_range: str = ""
+    is_positional: bool = False
+    is_repeatable: bool = False
 
     @property
     def usage(self) -> str:
         """The flag and its values: `--lr X`, `--data-path PATH ...`."""
-        if self.takes == "*":
-            return f"--{self.names[0]} {self.metavar} ..."
-        return f"--{self.names[0]}" + f" {self.metavar}" * int(self.takes)
+        if self.is_positional:
+            return self.metavar
+        values = f" {self.metavar} ..." if self.takes == "*" else f" {self.metavar}" * self.count
+        return f"--{self.names[0]}{values}"
+
+    @property
+    def count(self) -> int:
+        """Smallest number of values."""
+        return 1 if self.takes == "*" else int(self.takes)
+
+
+@dataclass(frozen=True)
+class FlagGroup:
+    """Flags with a common title in --help."""
+
+    title: str
+    flags: tuple[Flag, ...]
+    hidden: bool = False
+
+
+@dataclass(frozen=True)
+class FlagTable:
+    """All flags of a program."""
+
+    program: str
+    groups: tuple[FlagGroup, ...]
+    foreign: tuple[Flag, ...]
+
+    @functools.cached_property
+    def shown(self) -> tuple[FlagGroup, ...]:
+        """The groups in --help."""
+        return tuple(group for group in self.groups if not group.hidden)
+
+    @functools.cached_property
+    def positionals(self) -> tuple[Flag, ...]:
+        """Values without a flag, in order."""
+        return tuple(flag for group in self.groups for flag in group.flags if flag.is_positional)
+
+    @functools.cached_property
+    def by_name(self) -> Mapping[str, Flag]:
+        """Every flag by each of its names, with dashes; of two with one name the first."""
+        found: dict[str, Flag] = {}
+        for flag in (*(flag for group in self.groups for flag in group.flags), *self.foreign):
+            for name in () if flag.is_positional else flag.names:
+                found.setdefault(dashed(name), flag)
+        return found
+
+    @functools.cached_property
+    def _flag_by_field(self) -> Mapping[str, str]:
+        found: dict[str, str] = {}
+        for group in self.groups:
+            for flag in group.flags:
+                shown = flag.metavar if flag.is_positional else f"--{flag.names[0]}"
+                found.setdefault(flag.field, shown)
+        return found
+
+    def flag_of(self, field: str) -> str:
+        """The flag of a field in this program; the default flag if the program has none."""
+        return self._flag_by_field.get(field) or default_flag(field)
+
+    def resolve(self, text: str) -> str:
+        """Replaces references to option fields by the flags of this program."""
+        return MARKER.sub(lambda found: self.flag_of(found[1]), text)
 
 
 def dashed(name: str) -> str:
-    """A flag's name whatever way it was typed: `--num_layers` is `num-layers`."""
+    """The canonical name of a flag: `--num_layers` is `num-layers`."""
     return name.removeprefix("--").replace("_", "-")
 
 
-def spellings(flag: str) -> list[str]:
-    """The usual forms of a flag: as it is, with dashes, with underscores."""
-    forms = (flag, flag.replace("_", "-"), flag.replace("-", "_"))
-    return [f"--{form}" for form in dict.fromkeys(forms)]
+@functools.cache
+def flag_table(options: type, program: str, peers: str = "") -> FlagTable:
+    """The flags of a program.
+
+    Args:
+        options: Dataclass of options, whose fields all have defaults. A field that holds another
+            dataclass of options is a group.
+        program: Name of the program, such as `clean.py`.
+        peers: Section of megatron_flags.toml. Defaults to the program's name.
+    """
+    section = _peer_flags().get(peers or program.removesuffix(".py"), {})
+    groups = tuple(_groups(options(), "options", {}))
+    if "sets" in section:
+        hidden = any(group.hidden for group in groups)
+        groups += (FlagGroup(FIXED_TITLE, tuple(_fixed_values(section["sets"])), hidden),)
+    return FlagTable(program, groups, tuple(_foreign(section)))
 
 
-def groups() -> dict[str, list[Flag]]:
-    """The flags that set fields, by the title of their group, in the order of --help."""
-    found = {}
-    for name, group in GROUPS.items():
-        hints = typing.get_type_hints(group)
-        doc = " ".join((group.__doc__ or "").split())
-        found[f"{name}: {doc}"] = [
-            _of_field(item, hints[item.name]) for item in dataclasses.fields(group)
-        ]
-    found["other spellings: Flags that stand for values of the flags above."] = [
-        *(
-            Flag((name,), "set", 0, words, field=target, const=value)
-            for name, (target, value, words) in FIXED_VALUES.items()
-        ),
-        Flag(
-            ("no-position-embedding",),
-            "set",
-            0,
-            "--position-embedding-type none, where no other flag gives the type",
-            field="position_embedding_type",
-            const="none",
-        ),
-        Flag(
-            ("glu-activation",),
-            "set",
-            1,
-            "--activation X with --ffn-hidden-size 4 x hidden, where that is not given",
-            field="activation",
-            choices=GLU_ACTIVATIONS,
-            metavar=_metavar(str, GLU_ACTIVATIONS),
-        ),
-    ]
-    return found
+def training_flags() -> FlagTable:
+    """The flags of pretrain_gpt.py."""
+    return flag_table(Config, f"{PRETRAIN}.py")
 
 
-def foreign_flags() -> list[Flag]:
-    """The flags of the peers that set nothing."""
-    tables: tuple[tuple[Outcome, dict[str, ForeignFlag]], ...] = (
-        ("always", NO_OP),
-        ("dropped", IGNORED),
-        ("refused", REFUSED),
+def refused_values() -> Mapping[str, Mapping[str, str]]:
+    """Values that a peer accepts and this package does not: by field and value the reason."""
+    return typing.cast("Mapping[str, Mapping[str, str]]", _peer_flags()["refused_values"])
+
+
+def different_defaults() -> list[dict[str, str]]:
+    """Flags whose default is not the peers': `flag`, `peers`, `ours` and `note`."""
+    return typing.cast("list[dict[str, str]]", _peer_flags()["defaults"])
+
+
+@functools.cache
+def _peer_flags() -> dict[str, Any]:
+    return tomllib.loads(Path(__file__).with_name("megatron_flags.toml").read_text("utf-8"))
+
+
+def _groups(
+    options: Any, title: str, names: Mapping[str, Names], hidden: bool = False
+) -> Iterator[FlagGroup]:
+    """The flags of a dataclass, then those of the groups in it, depth first."""
+    hints = typing.get_type_hints(type(options))
+    declared = option_fields(options)
+    own = tuple(
+        _of_field(item, hints[item.name], getattr(options, item.name), names.get(item.name, ""))
+        for item in declared
+        if names.get(item.name, "") is not None
     )
-    return [
-        of_peer(name, peer, outcome) for outcome, table in tables for name, peer in table.items()
-    ]
+    if own:
+        yield FlagGroup(title, own, hidden)
+    for item in dataclasses.fields(options):
+        group = getattr(options, item.name)
+        if item not in declared and dataclasses.is_dataclass(group):
+            doc = " ".join((group.__doc__ or "").split("\n\n")[0].split())
+            yield from _groups(
+                group,
+                f"{item.name.replace('_', ' ')}: {doc}",
+                {**item.metadata.get("flags", {}), **names},
+                hidden or item.metadata.get("hidden", False),
+            )
 
 
-def of_peer(name: str, peer: ForeignFlag, outcome: Outcome) -> Flag:
-    return Flag((name,), outcome, peer.takes, peer.words, accepted_values=peer.same, metavar="X")
-
-
-@functools.cache
-def all_flags() -> Mapping[str, Flag]:
-    """Every flag of pretrain_gpt.py, by each of its names with dashes between the words."""
-    flags = [*(flag for group in groups().values() for flag in group), *foreign_flags()]
-    return {dashed(name): flag for flag in flags for name in flag.names}
-
-
-@functools.cache
-def preprocess_flags() -> Mapping[str, Flag]:
-    """The flags of the peers' preprocess_data.py that tools/preprocess_data.py does not read."""
-    return {
-        name: of_peer(name, peer, "dropped") for name, peer in PREPROCESS_WITHOUT_EFFECT.items()
-    }
-
-
-def help_text() -> str:
-    """The flags that set something, with defaults, for a terminal of 80 columns."""
-    parts = [USAGE]
-    for title, flags in groups().items():
-        entries = "\n".join(_help_entry(flag) for flag in flags)
-        parts.append(f"{textwrap.fill(title, WIDTH - 1, break_on_hyphens=False)}\n{entries}\n")
-    return "\n".join([*parts, EPILOG])
-
-
-def version_text() -> str:
-    """The versions that decide what a run computes, without importing what they are of."""
-    packages = [f"{name} {_version_of(name)}" for name in ("megatron_ds", "torch", "deepspeed")]
-    return ", ".join([*packages, f"Python {platform.python_version()}"])
-
-
-def _version_of(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "(not installed)"
-
-
-def _help_entry(flag: Flag) -> str:
-    left = f"  {flag.usage}"
-    if len(left) >= WIDTH:
-        spaced = left.replace(",", ", ")
-        left = textwrap.fill(spaced, WIDTH - 1, subsequent_indent="      ")
-    words = textwrap.wrap(explanation(flag), WIDTH - 1 - INDENT, break_on_hyphens=False)
-    if len(left) <= INDENT - 2:
-        words[0] = f"{left:<{INDENT}}{words[0]}"
-        return f"\n{' ' * INDENT}".join(words)
-    return f"\n{' ' * INDENT}".join([left, *words])
-
-
-def explanation(flag: Flag) -> str:
-    """Help, default, valid range and aliases of a flag that sets a field."""
-    notes = ["required"] if flag.required else []
-    if default_of(flag):
-        notes.append(f"default: {default_of(flag)}")
-    if flag.valid_range:
-        notes.append(flag.valid_range)
-    if other_names(flag):
-        notes.append("also " + ", ".join(f"--{name}" for name in other_names(flag)))
-    if not notes:
-        return flag.explanation
-    if re.search(r" \(default[^()]*\)$", flag.explanation):
-        return f"{flag.explanation[:-1]}; {'; '.join(notes)})"
-    return f"{flag.explanation} ({'; '.join(notes)})"
-
-
-def default_of(flag: Flag) -> str:
-    """The default as users write it, 1e-8 or 65536; "" if there is none or the help names it."""
-    if flag.default is None or "(default" in flag.explanation:
-        return ""
-    if isinstance(flag.default, float):
-        return f"{flag.default:.15g}".replace("e-0", "e-").replace("e+0", "e")
-    return str(flag.default)
-
-
-def other_names(flag: Flag) -> list[str]:
-    """The aliases that are more than another way to write the dashes."""
-    return [name for name in flag.names[1:] if dashed(name) != dashed(flag.names[0])]
-
-
-def _of_field(item: dataclasses.Field[Any], hint: Any) -> Flag:
+def _of_field(item: dataclasses.Field[Any], hint: Any, default: Any, named: Names) -> Flag:
     meta = item.metadata
     kind = _value_type(hint)
     name = item.name.replace("_", "-")
-    main = meta["flag"] or (f"no-{name}" if item.default is True else name)
+    main = meta["flag"] or (f"no-{name}" if default is True else name)
     names = (main, *meta["aliases"])
-    if kind is bool:
-        return Flag(names, "set", 0, meta["help"], item.name, bool, const=item.default is not True)
+    if named:
+        names = (named,) if isinstance(named, str) else named
     choices = tuple(meta["choices"] or ())
-    return Flag(
+    flag = Flag(
         names,
         "set",
         meta["nargs"] or 1,
@@ -251,22 +220,71 @@ def _of_field(item: dataclasses.Field[Any], hint: Any) -> Flag:
         choices=choices,
         synonyms=meta["values"],
         metavar=meta["metavar"] or _metavar(kind, choices),
-        default=None if meta["required"] else item.default,
+        default=None if meta["required"] else default,
         required=meta["required"],
         valid_range=meta["range"],
+        is_positional=meta["positional"],
+        is_repeatable=meta["repeatable"],
     )
+    if kind is bool:
+        return dataclasses.replace(flag, takes=0, const=default is not True, default=None)
+    return flag
 
 
 def _metavar(kind: Any, choices: tuple[str, ...]) -> str:
     if choices:
         return "{" + ",".join(choices) + "}"
-    return {int: "N", float: "X"}.get(kind, "TEXT")
+    return {int: "N", float: "X", range: "N"}.get(kind, "TEXT")
 
 
 def _value_type(hint: Any) -> Any:
-    """int, float, str or bool, out of `int | None` and `tuple[int, ...]`."""
+    """int, float, str, bool or range, out of `int | None` and `tuple[int, ...]`."""
     if isinstance(hint, types.UnionType):
         hint = next(arm for arm in typing.get_args(hint) if arm is not type(None))
     if typing.get_origin(hint) is tuple:
         hint = typing.get_args(hint)[0]
     return hint
+
+
+FIXED_TITLE = "other spellings: Flags that stand for values of the flags above."
+
+
+def _fixed_values(entries: Iterable[Mapping[str, Any]]) -> Iterator[Flag]:
+    """Flags that stand for values of other flags."""
+    for entry in entries:
+        yield Flag(
+            (entry["flag"],),
+            "set",
+            0,
+            entry["help"],
+            field=entry["field"],
+            const=entry["value"],
+            yields_to=tuple(entry.get("unless", ())),
+        )
+    yield Flag(
+        ("glu-activation",),
+        "set",
+        1,
+        "--activation X with --ffn-hidden-size 4 x hidden, unless that is given",
+        field="activation",
+        choices=GLU_ACTIVATIONS,
+        metavar=_metavar(str, GLU_ACTIVATIONS),
+    )
+
+
+def _foreign(section: Mapping[str, Any]) -> Iterator[Flag]:
+    """The flags of a program that only other frameworks have; they set nothing."""
+    for outcome in FOREIGN_OUTCOMES:
+        for entry in section.get(outcome, ()):
+            accepted = tuple(entry.get("accepted_values", ()))
+            kinds: tuple[tuple[str, Takes], ...] = (("switches", 0), ("valued", 1), ("lists", "*"))
+            for key, takes in kinds:
+                for name in entry.get(key, "").split():
+                    yield Flag(
+                        (name,),
+                        outcome,
+                        takes,
+                        entry["reason"],
+                        accepted_values=accepted,
+                        metavar="X",
+                    )

@@ -81,6 +81,8 @@ def option_field(
     below: float | None = None,
     requires: Condition | None = None,
     only_with: Condition | tuple[Condition, ...] = (),
+    positional: bool = False,
+    repeatable: bool = False,
 ) -> Any:
     """A dataclass field that is also a command-line flag.
 
@@ -103,6 +105,8 @@ def option_field(
         requires: Condition without which a value other than the default is an error.
         only_with: Conditions, all of which must hold for the option to have an effect. Otherwise a
             flag that the user gave causes a warning.
+        positional: Whether the value is given without a flag.
+        repeatable: Whether a repeated flag adds values instead of replacing them.
     """
     metadata = {
         "help": help,
@@ -117,7 +121,27 @@ def option_field(
         "bounds": (minimum, above, maximum, below),
         "requires": requires,
         "only_with": only_with if isinstance(only_with, tuple) else (only_with,),
+        "positional": positional,
+        "repeatable": repeatable,
     }
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def option_group(
+    default: Any,
+    *,
+    flags: Mapping[str, str | tuple[str, ...] | None] | None = None,
+    hidden: bool = False,
+) -> Any:
+    """A dataclass field that holds a group of options, an instance of another such dataclass.
+
+    Args:
+        default: Default values of the group.
+        flags: The tool's flags for fields of the group, or of groups in it, that are not the
+            declared ones: by field the flag's name, or name and aliases, or None for no flag.
+        hidden: Whether the help leaves the group out.
+    """
+    metadata = {"flags": dict(flags or {}), "hidden": hidden}
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -141,7 +165,7 @@ def field_problems(options: Any, given: Collection[str] = ()) -> Iterator[Proble
     for item in option_fields(options):
         name, value = item.name, getattr(options, item.name)
         if item.metadata["required"] and name not in given and is_unset(item, value):
-            yield Problem("required", f"{option(name)} is required", name)
+            yield missing_problem(name)
             continue
         requires = item.metadata["requires"]
         is_default = value is None or value == item.default
@@ -165,6 +189,11 @@ def _value_problems(item: dataclasses.Field[Any], value: Any) -> Iterator[Proble
         yield Problem(
             "out-of-range", f"{option(name)} {value}: must be {item.metadata['range']}", name
         )
+
+
+def missing_problem(name: str) -> Problem:
+    """The problem of a field without a value."""
+    return Problem("required", f"{option(name)} is required", name)
 
 
 def choice_problem(name: str, value: str, choices: Collection[str], hint: str = "") -> Problem:

@@ -14,6 +14,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_ds.config.fields import option_field
+
 MAX_BODY = 8 * 2**20
 """Bytes."""
 MAX_PROMPTS = 128
@@ -36,12 +38,25 @@ NOT_WITH_BEAMS = (
 
 @dataclass(frozen=True)
 class Defaults:
-    """What a request gets that does not say it."""
+    """Values for requests that do not set them."""
 
-    tokens_to_generate: int = 64
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 0.0
+    tokens_to_generate: int = option_field(
+        64,
+        "new tokens per prompt, as far as the sequence has room",
+        flag="out-seq-length",
+        aliases=("tokens-to-generate",),
+        minimum=1,
+    )
+    temperature: float = option_field(
+        1.0, "divides the logits; below 1 favors probable tokens", above=0
+    )
+    top_k: int = option_field(0, "sample from the N most probable tokens; 0 is off", minimum=0)
+    top_p: float = option_field(
+        0.0,
+        "sample from the fewest tokens with at least this total probability; 0 is off",
+        minimum=0,
+        maximum=1,
+    )
 
 
 @dataclass(frozen=True)

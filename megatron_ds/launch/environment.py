@@ -58,6 +58,11 @@ def prepare_environment() -> Path:
     return Path(os.environ.get("TORCH_EXTENSIONS_DIR", default))
 
 
+def available_cores() -> int:
+    """The cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def limit_tokenizer_threads() -> None:
     """Keeps tokenizer libraries from starting a thread per core in every process that encodes.
 

@@ -1,10 +1,46 @@
-"""The flags that say what to read, the same for every tool that reads documents."""
+"""Options that select the documents to read, the same for every tool that reads documents."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, Protocol
 
+from megatron_ds.config.fields import option_field
 from megatron_ds.preprocess.document_readers import FORMATS, TEXT_DOCUMENTS, InputSpec
+
+
+@dataclass(frozen=True)
+class InputOptions(InputSpec):
+    """Documents to read."""
+
+    paths: tuple[str, ...] = option_field(
+        (),
+        "files, patterns, folders, addresses (s3://, hf://, ...) or - for the standard input: JSON "
+        "lines, parquet, arrow, csv, tsv or plain text, by name; .gz .xz .zst .bz2 as well",
+        flag="input",
+        nargs="*",
+        metavar="PATH",
+    )
+    format: str = option_field(
+        "auto",
+        "format of all files (auto: by the name of each, else jsonl)",
+        flag="input-format",
+        choices=("auto", *FORMATS),
+    )
+    text_documents: str = option_field(
+        "file",
+        "document of a plain text: the entire file, or a paragraph between blank lines",
+        flag="text-document-unit",
+        choices=TEXT_DOCUMENTS,
+    )
+    hf_dataset: str | None = option_field(
+        None, "Hugging Face data set: name, path or saved folder", metavar="NAME"
+    )
+    hf_config: str | None = option_field(None, "configuration of --hf-dataset", metavar="NAME")
+    hf_split: str = option_field("train", "split of --hf-dataset", metavar="NAME")
+    max_document_bytes: int = option_field(
+        1 << 27, "longer documents are rejected", minimum=1, below=1 << 31
+    )
 
 
 class Flags(Protocol):

@@ -46,7 +46,7 @@ ALLOWED = {
     "data": "config fileio tokenizer",
     "model": "config parallel",
     "engine": "config data fileio launch model parallel train_state",
-    "preprocess": "data fileio tokenizer",
+    "preprocess": "config data fileio tokenizer",
     "checkpoint": "config data engine fileio launch parallel train_state",
     "cleaning": "config fileio preprocess tokenizer",
     "inference": "checkpoint cli config launch model parallel tokenizer",

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ds.cli.arguments import build_config
-from megatron_ds.cli.flags import all_flags, dashed
+from megatron_ds.cli.flags import dashed, training_flags
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PAGES = sorted([REPOSITORY / "README.md", *(REPOSITORY / "docs").glob("*.md")])
@@ -46,6 +46,6 @@ def test_the_forks_command_line_starts_as_it_is() -> None:
 
 
 def test_the_flags_that_the_page_names_exist() -> None:
-    elsewhere = {"--num_gpus", "--json-key", "--vocab", "--world-size", "--override-"}
+    others = {"--num_gpus", "--json-key", "--vocab", "--world-size", "--override-"}
     for name in re.findall(r"--[a-z][\w-]*", COMING.read_text(encoding="utf-8")):
-        assert name in elsewhere or dashed(name) in all_flags(), name
+        assert name in others or dashed(name) in training_flags().by_name, name

@@ -6,10 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ds.training.banner import banner
 from megatron_ds.training.console_logger import evaluation_block, interval_line
 from megatron_ds.training.records import EvalRecord, IntervalRecord, StepRecord
-from tests.unit.training.test_banner import FACTS
 from tools import demo
 from tools.demo import Demo, Failed
 
@@ -55,11 +53,6 @@ def test_a_step_line_says_loss_and_time_left() -> None:
     assert "20/400" in shown
     assert "loss 6.500" in shown
     assert "90 s to go" in shown
-
-
-def test_the_banner_is_left_to_the_log() -> None:
-    lines = banner(FACTS).splitlines()
-    assert [line for line in lines if demo.filter_line(line, 400) is not None] == []
 
 
 def test_an_evaluation_is_one_short_line() -> None:

@@ -13,6 +13,7 @@ from megatron_ds.config import DataConfig
 from megatron_ds.data.build_datasets import build_datasets
 from megatron_ds.data.indexed_writer import IndexedWriter
 from megatron_ds.tokenizer.null import NullTokenizer
+from tests.problems import printed_codes
 from tools.inspect_dataset import main
 
 NULL = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "100"]
@@ -25,15 +26,15 @@ def pair(prefix: Path, documents: list[list[int]]) -> str:
     return str(prefix)
 
 
-def test_text_and_json_say_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_text_and_json_agree(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     prefix = pair(tmp_path / "p", [[1, 2, 100], [3, 100], [4]])
     flags = [prefix, "--check", "--documents", "0", "1-2", "--max-tokens", "2", *NULL]
     assert main(flags) == 0
-    said = capsys.readouterr().out
-    assert "3 documents (0 empty), 3 sequences, 6 tokens" in said
-    assert "tokens 1 to 100" in said
-    assert "end with the EOD token: 2" in said
-    assert "--- document 0, 3 tokens\n1 2\n--- document 1, 2 tokens\n3 100\n" in said
+    shown = capsys.readouterr().out
+    assert "3 documents (0 empty), 3 sequences, 6 tokens" in shown
+    assert "tokens 1 to 100" in shown
+    assert "end with the EOD token: 2" in shown
+    assert "--- document 0, 3 tokens\n1 2\n--- document 1, 2 tokens\n3 100\n" in shown
     assert main([*flags, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["summary"]["tokens"] == 6
@@ -65,20 +66,20 @@ def test_samples_are_those_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert not (tmp_path / "index-cache").exists()
 
 
-def test_a_comparison_shows_the_place(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_comparison_shows_the_first_difference(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     left = pair(tmp_path / "a", [[1], [2, 3, 4]])
     right = pair(tmp_path / "b", [[1], [2, 7, 4]])
     assert main([left, "--compare", left]) == 0
     assert "difference: none" in capsys.readouterr().out
     assert main([left, "--compare", right]) == 1
-    said = capsys.readouterr().out
-    assert f"token 1 of document 1 is 3 in {left} and 7 in {right}" in said
-    assert f"{right}, around it: '2 7 4'" in said
+    shown = capsys.readouterr().out
+    assert f"token 1 of document 1 is 3 in {left} and 7 in {right}" in shown
+    assert f"{right}, around it: '2 7 4'" in shown
 
 
-def test_damage_is_an_error_of_one_sentence(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_damage_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     prefix = pair(tmp_path / "p", [[1, 2], [200]])
     assert main([prefix, "--check", *NULL]) == 1
     assert "first is 200 in document 1" in capsys.readouterr().err
@@ -91,37 +92,36 @@ def test_damage_is_an_error_of_one_sentence(
 
 
 @pytest.mark.parametrize(
-    ("flags", "words"),
+    ("flags", "code"),
     [
-        (["--samples", "1"], "--samples needs --seq-length"),
-        (["--documents", "-1"], "--documents"),
-        (["--documents", "7-3"], "7-3: ends before it begins"),
-        (["--check", "--vocab-size", "5"], "--vocab-size needs --tokenizer-type"),
-        (["--documents", "3-x"], "3-x: must be a number, or a range"),
-        (["--samples", "1", "--seq-length", "0"], "--seq-length 0: must be at least 1"),
+        (["--samples", "1"], "samples-without-length"),
+        (["--documents", "-1"], "not-a-range"),
+        (["--check", "--vocab-size", "5"], "vocab-size-without-tokenizer"),
+        (["--samples", "1", "--seq-length", "0"], "out-of-range"),
     ],
 )
-def test_wrong_flags(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: list[str], words: str
+def test_rejects_invalid_options(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: list[str], code: str
 ) -> None:
-    with pytest.raises(SystemExit):
-        main([pair(tmp_path / "p", [[1]]), *flags])
-    assert words in capsys.readouterr().err
+    assert main([pair(tmp_path / "p", [[1]]), *flags]) == 2
+    assert printed_codes(capsys.readouterr().err) == [code]
 
 
-def test_what_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rejects_missing_documents_and_samples(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     prefix = pair(tmp_path / "p", [[1, 2, 3]])
     assert main([prefix, "--documents", "1"]) == 1
     assert "document 1" in capsys.readouterr().err
     flags = [prefix, "--seq-length", "1", "--split", "1,0", "--samples", "5"]
     assert main([*flags, "--num-samples", "5"]) == 1
-    assert "--samples 5: the run takes 5" in capsys.readouterr().err
+    assert printed_codes(capsys.readouterr().err) == ["sample-beyond-run"]
     assert main([*flags, "--part", "valid"]) == 1
-    assert "gives valid no documents" in capsys.readouterr().err
+    assert printed_codes(capsys.readouterr().err) == ["split-without-documents"]
 
 
 @pytest.mark.parametrize("flags", [[], ["--json"], ["--documents", "0-1999"]])
-def test_a_reader_that_has_seen_enough_ends_it_without_words(
+def test_a_closed_output_ends_it_silently(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],

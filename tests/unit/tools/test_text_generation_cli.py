@@ -1,4 +1,4 @@
-"""The client: what it sends to a server that answers as told."""
+"""The client, with a server whose responses are set by the test."""
 
 from __future__ import annotations
 
@@ -10,26 +10,27 @@ from typing import Any
 
 import pytest
 
+from tests.problems import printed_codes
 from tools import text_generation_cli as tool
 
 
-class Told(HTTPServer):
-    """Keeps what it was asked."""
+class FakeServer(HTTPServer):
+    """Records its requests."""
 
-    answer: tuple[int, bytes] = (200, b"")
+    response: tuple[int, bytes] = (200, b"")
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
-        self.asked: list[tuple[str, Any]] = []
+        self.requests: list[tuple[str, Any]] = []
 
 
 class Handler(BaseHTTPRequestHandler):
-    server: Told
+    server: FakeServer
 
     def do_PUT(self) -> None:
         body = self.rfile.read(int(self.headers["Content-Length"]))
-        self.server.asked.append((self.path, json.loads(body)))
-        status, answer = self.server.answer
+        self.server.requests.append((self.path, json.loads(body)))
+        status, answer = self.server.response
         self.send_response(status)
         self.end_headers()
         self.wfile.write(answer)
@@ -39,8 +40,8 @@ class Handler(BaseHTTPRequestHandler):
 
 
 @pytest.fixture
-def server() -> Iterator[Told]:
-    with Told() as server:
+def server() -> Iterator[FakeServer]:
+    with FakeServer() as server:
         threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         yield server
         server.shutdown()
@@ -58,19 +59,19 @@ def typed(monkeypatch: pytest.MonkeyPatch, address: str, *lines: str) -> int:
     return tool.main([address])
 
 
-def test_prompts_are_sent_and_answers_printed(
-    server: Told, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_prompts_are_sent_and_responses_printed(
+    server: FakeServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    server.answer = (200, json.dumps({"text": ["héllo\nthere"]}).encode())
+    server.response = (200, json.dumps({"text": ["héllo\nthere"]}).encode())
     address = f"127.0.0.1:{server.server_port}"
 
     assert typed(monkeypatch, address, "hé", "5", "hé", "__import__('os')", "x", "-1") == 0
 
-    assert server.asked == [("/api", {"prompts": ["hé"], "tokens_to_generate": 5})]
+    assert server.requests == [("/api", {"prompts": ["hé"], "tokens_to_generate": 5})]
     printed = capsys.readouterr().out
     assert "Megatron Response:\nhéllo\nthere\n" in printed
-    assert "\"__import__('os')\" is no number of tokens" in printed
-    assert "'-1' is no number of tokens" in printed
+    assert "__import__('os')" in printed
+    assert "'-1'" in printed
 
 
 @pytest.mark.parametrize(
@@ -78,31 +79,31 @@ def test_prompts_are_sent_and_answers_printed(
     [
         (400, b'{"message": "too long"}', "Error 400: too long"),
         (500, b'"what"', "Error 500: what"),
-        (200, b"<html>", "is no text generation server"),
-        (200, b'{"texts": []}', "is no text generation server"),
-        (200, b"[]", "is no text generation server"),
+        (200, b"<html>", "is not a text generation server"),
+        (200, b'{"texts": []}', "is not a text generation server"),
+        (200, b"[]", "is not a text generation server"),
     ],
 )
-def test_errors_are_told_and_the_next_prompt_asked(
+def test_errors_are_printed_and_the_next_prompt_is_read(
     status: int,
     answer: bytes,
     words: str,
-    server: Told,
+    server: FakeServer,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    server.answer = (status, answer)
+    server.response = (status, answer)
     assert typed(monkeypatch, f"127.0.0.1:{server.server_port}", "a", "1", "b", "2") == 0
     assert capsys.readouterr().out.count(words) == 2
 
 
-def test_nobody_there(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unreachable_server_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert typed(monkeypatch, "127.0.0.1:9", "a", "1") == 0
-    assert "no answer from http://127.0.0.1:9/api" in capsys.readouterr().out
+    assert "http://127.0.0.1:9/api" in capsys.readouterr().out
 
 
-def test_a_wrong_address_ends_it(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as end:
-        tool.main(["127.0.0.1:port"])
-    assert end.value.code == 2
-    assert "is no HOST:PORT" in capsys.readouterr().err
+def test_rejects_an_invalid_address(capsys: pytest.CaptureFixture[str]) -> None:
+    assert tool.main(["127.0.0.1:port"]) == 2
+    assert printed_codes(capsys.readouterr().err) == ["invalid-server-address"]

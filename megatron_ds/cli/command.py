@@ -1,0 +1,222 @@
+"""Runs a tool: reads its command line into its options, reports errors, sets the exit status.
+
+Owns what all tools have in common around their work. The flags are those of the tool's dataclass of
+options; pretrain_gpt.py, which needs more, is in `arguments.py`. Knows no torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import signal
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar, NoReturn, Protocol, TypeVar
+
+from megatron_ds.cli.flags import FlagTable, dashed, flag_table
+from megatron_ds.cli.help import tool_help
+from megatron_ds.cli.scan import ParsedLine, scan
+from megatron_ds.config.fields import field_problems, ineffective, option_fields
+from megatron_ds.config.problems import Problem, UserError
+from megatron_ds.launch import output
+from megatron_ds.launch.exit_codes import ExitCode
+
+HELP = ("--help", "-h")
+
+
+class ToolOptions(Protocol):
+    """A dataclass of a tool's options, all with defaults; its docstring describes the tool.
+
+    `PEERS` may name the program whose flags in other frameworks are accepted, if it is another one.
+
+    A field `given: frozenset[str]` of it, or of a group, receives the names of the fields that were
+    set. A method `problems()` yields what the ranges of the fields do not say.
+    """
+
+    PROGRAM: ClassVar[str]
+    """Name of the tool's file."""
+
+
+T = TypeVar("T", bound=ToolOptions)
+
+
+def table_of(options: type[ToolOptions]) -> FlagTable:
+    """The flags of a tool."""
+    return flag_table(options, options.PROGRAM, getattr(options, "PEERS", ""))
+
+
+def parse(
+    options: type[T],
+    argv: Sequence[str],
+    *,
+    program: str = "",
+    rank: int = 0,
+    invalid: int = ExitCode.BAD_SETTINGS,
+    unknown: list[str] | None = None,
+) -> T:
+    """Read the options of a tool.
+
+    Args:
+        options: Dataclass of the options.
+        argv: The arguments without the program's name.
+        program: Name for messages, if it is not `options.PROGRAM`.
+        rank: Only rank 0 prints.
+        invalid: Exit status if the line can be read, but its values are invalid.
+        unknown: Receives the arguments of unknown flags, which are an error otherwise.
+
+    Raises:
+        SystemExit: After --help, with status 0, and after all problems are printed, with status 2
+            or `invalid`.
+    """
+    table = table_of(options)
+    program = program or table.program
+    if any(word in HELP for word in argv):
+        if rank == 0:
+            print(tool_help(table, options, program))
+        raise SystemExit(0)
+    line = scan(argv, table, keep_unknown=unknown is not None)
+    result: T = build(options(), line.values)
+    found = [
+        problem
+        for problem in _problems(result, line)
+        if not concerns(problem, line.unreadable, table)
+    ]
+    problems = list(dict.fromkeys([*line.problems, *found]))
+    if rank == 0:
+        for warning in [*line.warnings, *_each(result, ineffective, line.values)]:
+            print_warning(warning, table)
+    if problems:
+        status = ExitCode.BAD_SETTINGS if line.problems else invalid
+        fail(problems, table, program=program, rank=rank, status=status)
+    if unknown is not None:
+        unknown += line.unknown
+    return result
+
+
+def run(
+    options: type[T],
+    work: Callable[[T], int | None],
+    argv: Sequence[str],
+    *,
+    program: str = "",
+    invalid: int = ExitCode.ERROR,
+) -> int:
+    """Run a tool and return its exit status.
+
+    Args:
+        options: Dataclass of the options.
+        work: The tool. Its result is the exit status; None is 0. Users' errors are `UserError` and
+            OSError; their notes are printed, too, and so are those of a KeyboardInterrupt.
+        argv: The arguments without the program's name.
+        program: Name for messages, if it is not `options.PROGRAM`.
+        invalid: Exit status for values that can be read but are invalid.
+    """
+    table = table_of(options)
+    program = program or table.program
+    with output.plain_warnings():
+        try:
+            result = work(parse(options, argv, program=program, invalid=invalid)) or 0
+            sys.stdout.flush()
+        except SystemExit as end:
+            return int(end.code or 0)
+        except BrokenPipeError:  # the reader of the output has exited, as `head` does
+            output.redirect_stdout_to_null()
+            return 128 + signal.SIGPIPE
+        except (ValueError, OSError) as error:
+            shown = [f"{program}: error:", *rendered(error, table), *_notes(error)]
+            print(*shown, sep="\n", file=sys.stderr)
+            return ExitCode.ERROR
+        except KeyboardInterrupt as error:
+            print("; ".join(["interrupted", *_notes(error)]), file=sys.stderr)
+            return ExitCode.INTERRUPTED
+    return result
+
+
+def rendered(error: ValueError | OSError, table: FlagTable) -> list[str]:
+    """The messages of an error, with the flags of a program."""
+    if isinstance(error, UserError):
+        return [problem.render(table.flag_of) for problem in error.problems]
+    return [str(error)]
+
+
+def fail(
+    problems: Sequence[str],
+    table: FlagTable,
+    *,
+    program: str = "",
+    rank: int = 0,
+    status: int = ExitCode.BAD_SETTINGS,
+) -> NoReturn:
+    """Print the problems of a command line on rank 0 and exit."""
+    if rank == 0:
+        count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+        lines = "\n".join(f"  - {render(problem, table)}" for problem in problems)
+        program = program or table.program
+        print(f"{program}: {count} with the settings:\n{lines}", file=sys.stderr, flush=True)
+    raise SystemExit(int(status))
+
+
+def render(problem: str, table: FlagTable) -> str:
+    """A message with the flags of a program and, if it has one, its code."""
+    return problem.render(table.flag_of) if isinstance(problem, Problem) else problem
+
+
+def print_warning(warning: str, table: FlagTable) -> None:
+    print(f"WARNING: {render(warning, table)}", file=sys.stderr, flush=True)
+
+
+def build(options: Any, values: Mapping[str, Any]) -> Any:
+    """Options with new values.
+
+    Args:
+        options: An instance of a dataclass of options.
+        values: By field, also of groups and of groups in them.
+    """
+    changes: dict[str, Any] = {
+        item.name: values[item.name] for item in option_fields(options) if item.name in values
+    }
+    for item in dataclasses.fields(options):
+        value = getattr(options, item.name)
+        if item.name == "given":
+            changes["given"] = frozenset(values)
+        elif item.name not in changes and dataclasses.is_dataclass(value):
+            changes[item.name] = build(value, values)
+    return dataclasses.replace(options, **changes)
+
+
+def concerns(problem: str, fields: frozenset[str], table: FlagTable) -> bool:
+    """Whether a problem is about one of the fields.
+
+    Consequences of a value that could not be read are unknown: reporting them would mislead.
+    """
+    if isinstance(problem, Problem):
+        return bool(fields.intersection(problem.fields))
+    flags = {dashed(name) for name in re.findall(r"--[A-Za-z][\w-]*", problem)}
+    return any(
+        flag.field in fields and flags.intersection(map(dashed, flag.names))
+        for group in table.groups
+        for flag in group.flags
+    )
+
+
+def _problems(options: Any, line: ParsedLine) -> Iterator[Problem]:
+    yield from _each(options, field_problems, line.values)
+    if hasattr(options, "problems"):
+        yield from options.problems()
+
+
+def _each(
+    options: Any,
+    check: Callable[[Any, Mapping[str, Any]], Iterable[Problem]],
+    given: Mapping[str, Any],
+) -> Iterator[Problem]:
+    """The problems of a dataclass of options and of the groups that --help shows."""
+    yield from check(options, given)
+    for item in dataclasses.fields(options):
+        value = getattr(options, item.name)
+        if dataclasses.is_dataclass(value) and not item.metadata.get("hidden"):
+            yield from _each(value, check, given)
+
+
+def _notes(error: BaseException) -> list[str]:
+    return list(getattr(error, "__notes__", []))

@@ -1,0 +1,130 @@
+"""The text of --help and --version, for terminals of 80 columns.
+
+Owns the layout and how a flag is explained; docs/flags.md uses the same explanations. Knows no
+torch: versions are read from the packages' metadata.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import inspect
+import platform
+import re
+import textwrap
+
+from megatron_ds.cli.flags import Flag, FlagTable, dashed
+
+WIDTH = 80
+INDENT = 26
+"""Column at which explanations start."""
+
+PRETRAIN_HEAD = """\
+usage: [LAUNCHER] pretrain_gpt.py FLAGS
+
+Pretrains a GPT with DeepSpeed. Required are the model's shape (--num-layers,
+--hidden-size, --num-attention-heads, --seq-length), --micro-batch-size, --lr,
+--train-iters or --train-samples, --data-path and the tokenizer's files; all
+other flags have defaults. Dashes and underscores in a flag's name are the same,
+and numbers may be written 1_000 or 1e3.
+
+  -h, --help              show this and exit
+  --version               show the versions of this package, torch and
+                          deepspeed, and exit
+"""
+PRETRAIN_TAIL = """\
+Flags of Megatron-LM and of the Megatron-DeepSpeed forks that are not listed
+here have no effect, with a warning, or are refused with an alternative:
+docs/flags.md lists them all.
+"""
+
+
+def training_help(table: FlagTable) -> str:
+    """The help of pretrain_gpt.py."""
+    return "\n".join([PRETRAIN_HEAD, *_groups(table), PRETRAIN_TAIL])
+
+
+def tool_help(table: FlagTable, options: type, program: str = "") -> str:
+    """The help of a tool.
+
+    Args:
+        options: The tool's dataclass of options. Its docstring describes the tool.
+        program: Name under which the tool was called, if it has several.
+    """
+    values = "".join(f"{flag.usage} " for flag in table.positionals)
+    paragraphs = inspect.cleandoc(options.__doc__ or "").split("\n\n")
+    described = [
+        text if text.startswith(" ") else _filled(table.resolve(text)) for text in paragraphs
+    ]
+    usage = f"usage: {program or table.program} {values}{'FLAGS' if table.groups else ''}"
+    head = [usage.rstrip(), *described]
+    return "\n\n".join([*head, "\n".join(_groups(table)).rstrip("\n")])
+
+
+def version_text() -> str:
+    """The versions that decide what a run computes."""
+    packages = [f"{name} {_version_of(name)}" for name in ("megatron_ds", "torch", "deepspeed")]
+    return ", ".join([*packages, f"Python {platform.python_version()}"])
+
+
+def explanation(flag: Flag, table: FlagTable, *, in_table: bool = False) -> str:
+    """Explain a flag that sets a field: help, default, valid range and aliases.
+
+    Args:
+        in_table: Leave out default and aliases, which have columns of their own.
+    """
+    text = table.resolve(flag.help)
+    notes = ["required"] if flag.required else []
+    if default_of(flag) and not in_table:
+        notes.append(f"default: {default_of(flag)}")
+    if flag.valid_range:
+        notes.append(flag.valid_range)
+    if other_names(flag) and not in_table:
+        notes.append("also " + ", ".join(f"--{name}" for name in other_names(flag)))
+    if not notes:
+        return text
+    if re.search(r" \(default[^()]*\)$", text):
+        return f"{text[:-1]}; {'; '.join(notes)})"
+    return f"{text} ({'; '.join(notes)})"
+
+
+def default_of(flag: Flag) -> str:
+    """The default as users write it, such as 1e-8; "" if there is none or the help names it."""
+    if flag.default in (None, "", ()) or "(default" in flag.help:
+        return ""
+    if isinstance(flag.default, float):
+        return f"{flag.default:.15g}".replace("e-0", "e-").replace("e+0", "e")
+    return " ".join(map(str, flag.default)) if flag.takes == "*" else str(flag.default)
+
+
+def other_names(flag: Flag) -> list[str]:
+    """The aliases that differ from the first name in more than dashes and underscores."""
+    return [name for name in flag.names[1:] if dashed(name) != dashed(flag.names[0])]
+
+
+def _groups(table: FlagTable) -> list[str]:
+    return [
+        f"{_filled(group.title)}\n" + "\n".join(_entry(flag, table) for flag in group.flags) + "\n"
+        for group in table.shown
+    ]
+
+
+def _filled(text: str) -> str:
+    return textwrap.fill(text, WIDTH - 1, break_on_hyphens=False)
+
+
+def _entry(flag: Flag, table: FlagTable) -> str:
+    left = f"  {flag.usage}"
+    if len(left) >= WIDTH:
+        left = textwrap.fill(left.replace(",", ", "), WIDTH - 1, subsequent_indent="      ")
+    lines = textwrap.wrap(explanation(flag, table), WIDTH - 1 - INDENT, break_on_hyphens=False)
+    if len(left) <= INDENT - 2:
+        lines[0] = f"{left:<{INDENT}}{lines[0]}"
+        return f"\n{' ' * INDENT}".join(lines)
+    return f"\n{' ' * INDENT}".join([left, *lines])
+
+
+def _version_of(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "(not installed)"

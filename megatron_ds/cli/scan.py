@@ -1,0 +1,306 @@
+"""Reads the arguments of a command line with a table of flags.
+
+Owns how arguments become values and the problems of arguments; the flags themselves are in
+`flags.py`. argparse stops at the first invalid value, so lines are scanned here: all problems of a
+line are reported at once. Knows no torch.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron_ds.cli.flags import Flag, FlagTable, dashed, refused_values
+from megatron_ds.config.fields import choice_problem
+from megatron_ds.config.problems import Problem, UserError
+
+LARGEST_EXACT = 2**53
+"""Larger numbers with a point or an exponent may not be the integer that was written."""
+
+
+@dataclass(frozen=True)
+class ParsedLine:
+    """The content of a command line.
+
+    Attributes:
+        values: By option field.
+        unreadable: Fields whose value could not be read or whose flag was misspelt, so that
+            nothing is known about them.
+        unknown: The arguments of unknown flags, if they were not reported as problems.
+    """
+
+    values: dict[str, Any]
+    problems: list[Problem]
+    warnings: list[Problem]
+    unreadable: frozenset[str]
+    unknown: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class GivenFlag:
+    """A flag that sets a field, as it was written."""
+
+    flag: Flag
+    option: str
+    arguments: tuple[str, ...]
+    value: Any
+
+    def __str__(self) -> str:
+        return " ".join((self.option, *self.arguments))
+
+
+def scan(argv: Sequence[str], table: FlagTable, *, keep_unknown: bool = False) -> ParsedLine:
+    """Read a command line.
+
+    Args:
+        argv: The arguments without the program's name.
+        table: The flags of the program.
+        keep_unknown: Collect the arguments of unknown flags instead of reporting them.
+    """
+    return _Scanner(table, keep_unknown).scan(argv)
+
+
+class _Scanner:
+    """State of one scan."""
+
+    def __init__(self, table: FlagTable, keep_unknown: bool) -> None:
+        self._table = table
+        self._keep_unknown = keep_unknown
+        self._given: dict[str, GivenFlag] = {}
+        self._extra: list[tuple[str, Flag | None, str]] = []
+        self._ignored: dict[str, list[str]] = {}
+        self._problems: list[Problem] = []
+        self._warnings: list[Problem] = []
+        self._unreadable: set[str] = set()
+        self._misspelt: list[str] = []
+        self._unknown: list[str] = []
+
+    def scan(self, argv: Sequence[str]) -> ParsedLine:
+        for option, arguments in _options(argv):
+            flag = self._table.by_name.get(dashed(option)) if option.startswith("--") else None
+            if flag is not None:
+                self._read_flag(flag, option, arguments)
+            elif not option:
+                self._extra += [(argument, None, "") for argument in arguments]
+            elif self._keep_unknown:
+                self._unknown += [option, *arguments]
+            else:
+                self._report_unknown(option)
+        self._read_positionals()
+        for reason, options in self._ignored.items():
+            has = "has" if len(options) == 1 else "have"
+            shown = ", ".join(dict.fromkeys(options))
+            self._warnings.append(Problem("ignored-flag", f"{shown} {has} no effect: {reason}"))
+        values, contradictions = _resolve(list(self._given.values()))
+        missing = {name for name in self._misspelt if name not in values}
+        return ParsedLine(
+            values,
+            [*self._problems, *contradictions],
+            self._warnings,
+            frozenset(self._unreadable | missing),
+            self._unknown,
+        )
+
+    def _report_unknown(self, option: str) -> None:
+        names = self._table.by_name
+        near = difflib.get_close_matches(dashed(option).lstrip("-"), names, n=1, cutoff=0.6)
+        hint = f"; did you mean --{near[0]}?" if near else " (--help lists the flags)"
+        self._problems.append(Problem("unknown-flag", f"there is no flag {option}{hint}"))
+        self._misspelt += [names[name].field for name in near if names[name].field]
+
+    def _read_flag(self, flag: Flag, option: str, arguments: list[str]) -> None:
+        count = len(arguments) if flag.takes == "*" else flag.count
+        self._extra += [(argument, flag, option) for argument in arguments[count:]]
+        try:
+            value = _value(flag, option, arguments[:count])
+        except UserError as error:
+            self._problems += error.problems
+            self._unreadable |= {flag.field} - {""}
+            return
+        if flag.outcome == "ignored" and not _is_accepted(flag, arguments[:count]):
+            self._ignored.setdefault(flag.help, []).append(option)
+        elif flag.outcome == "set":
+            self._set(GivenFlag(flag, option, tuple(arguments[:count]), value))
+
+    def _set(self, new: GivenFlag) -> None:
+        if new.flag.is_repeatable:
+            # All names of a repeatable flag add to one list.
+            old = self._given.get(new.flag.names[0])
+            values = (*old.value, *new.value) if old else new.value
+            self._given[new.flag.names[0]] = GivenFlag(new.flag, new.option, new.arguments, values)
+            return
+        old = self._given.pop(dashed(new.option), new)
+        if old.value != new.value:
+            self._warnings.append(
+                Problem("repeated-flag", f"{old} is overridden by {new}", new.flag.field)
+            )
+        self._given[dashed(new.option)] = new
+
+    def _read_positionals(self) -> None:
+        """Arguments that belong to no flag are the values without a flag, in order."""
+        count = len(self._table.positionals)
+        for flag, (argument, _, _) in zip(self._table.positionals, self._extra, strict=False):
+            name = flag.metavar
+            try:
+                self._set(GivenFlag(flag, name, (argument,), _converted(flag, name, argument)))
+            except UserError as error:
+                self._problems += error.problems
+                self._unreadable.add(flag.field)
+        for argument, owner, option in self._extra[count:]:
+            expected = ""
+            if owner is not None:
+                numbers = {0: "no value", 1: "one value"}
+                expected = f": {option} takes {numbers.get(owner.count, f'{owner.takes} values')}"
+            self._problems.append(
+                Problem("unexpected-argument", f"{argument!r} belongs to no flag{expected}")
+            )
+
+
+def _options(argv: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
+    """Split a line into flags, each with the arguments up to the next one; `--a=b` is `--a b`.
+
+    Arguments before the first flag come with the flag "".
+    """
+    option, arguments = "", list[str]()
+    for word in argv:
+        # A dash before a digit is a sign, and text such as "- a b" is a value.
+        if not re.match(r"-(?!\.?\d)[^\s=]+(=|$)", word, flags=re.DOTALL):
+            arguments.append(word)
+            continue
+        if option or arguments:
+            yield option, arguments
+        option, equals, value = word.partition("=")
+        arguments = [value] if equals else []
+    if option or arguments:
+        yield option, arguments
+
+
+def _value(flag: Flag, option: str, arguments: Sequence[str]) -> Any:
+    """The value that a flag sets; None if it sets nothing.
+
+    Raises:
+        UserError: If the flag is refused or its values cannot be read.
+    """
+    if flag.outcome == "refused":
+        if _is_accepted(flag, arguments):
+            return None
+        shown = " ".join([option, *arguments])
+        raise UserError(Problem("unsupported-flag", f"{shown} is not supported: {flag.help}"))
+    if flag.outcome == "ignored" and flag.takes == "*":
+        return None
+    if flag.takes == 0:
+        return flag.const
+    if len(arguments) < flag.count:
+        number = flag.count
+        needed = "a value" if number == 1 else f"{number} values, not {len(arguments)}"
+        text = f"{option} needs {needed}: {flag.usage}"
+        raise UserError(Problem("flag-needs-a-value", text, *_fields(flag)))
+    if flag.outcome == "ignored":
+        return None
+    values = tuple(_converted(flag, option, argument) for argument in arguments)
+    return values[0] if flag.takes == 1 else values
+
+
+def _fields(flag: Flag) -> tuple[str, ...]:
+    return (flag.field,) if flag.field else ()
+
+
+def _is_accepted(flag: Flag, arguments: Sequence[str]) -> bool:
+    return bool(arguments) and all(
+        any(_is_same(argument, value) for value in flag.accepted_values) for argument in arguments
+    )
+
+
+def _is_same(argument: str, other: str) -> bool:
+    try:
+        return float(argument) == float(other)
+    except ValueError:
+        return argument == other
+
+
+def _converted(flag: Flag, option: str, argument: str) -> Any:
+    if not argument.strip():
+        raise UserError(Problem("empty-value", f"{option} has an empty value", flag.field))
+    if flag.kind is int:
+        return _integer(flag, option, argument)
+    if flag.kind is range:
+        return _range(flag, option, argument)
+    if flag.kind is float:
+        try:
+            return float(argument)
+        except ValueError:
+            text = f"{option} {argument}: must be a number"
+            raise UserError(Problem("not-a-number", text, flag.field)) from None
+    chosen = flag.synonyms.get(argument, argument)
+    if flag.choices and chosen not in flag.choices:
+        raise UserError(_invalid_choice(flag, option, argument))
+    return chosen
+
+
+def _integer(flag: Flag, option: str, argument: str) -> int:
+    """An integer, which may be written 1e6 or 1000.0."""
+    try:
+        return int(argument)
+    except ValueError:
+        pass
+    try:
+        number = float(argument)
+    except ValueError:
+        number = math.nan
+    if not number.is_integer() or abs(number) > LARGEST_EXACT:
+        text = f"{option} {argument}: must be an integer"
+        raise UserError(Problem("not-an-integer", text, flag.field))
+    return int(number)
+
+
+def _range(flag: Flag, option: str, argument: str) -> range:
+    """A number from 0, or an inclusive range such as 3-7."""
+    first, dash, last = argument.partition("-")
+    if first.isdecimal() and (last.isdecimal() or not dash):
+        numbers = range(int(first), int(last or first) + 1)
+        if numbers:
+            return numbers
+    text = f"{option} {argument}: must be a number from 0, or an ascending range such as 3-7"
+    raise UserError(Problem("not-a-range", text, flag.field))
+
+
+def _invalid_choice(flag: Flag, option: str, argument: str) -> Problem:
+    known_elsewhere = refused_values().get(flag.field, {})
+    if argument in known_elsewhere:
+        text = f"{option} {argument} is not supported: {known_elsewhere[argument]}"
+        return Problem("unsupported-value", text, flag.field)
+    lowered = {each.lower(): each for each in (*flag.synonyms, *flag.choices)}
+    near = difflib.get_close_matches(argument.lower(), list(lowered), n=1, cutoff=0.6)
+    hint = f"; did you mean {lowered[near[0]]}?" if near else ""
+    return choice_problem(flag.field, argument, flag.choices, hint)
+
+
+def _resolve(given: list[GivenFlag]) -> tuple[dict[str, Any], list[Problem]]:
+    """The values by field, and the flags that give one field different values."""
+    problems = []
+    first: dict[str, GivenFlag] = {}
+    for each in sorted(given, key=lambda each: bool(each.flag.yields_to)):
+        before = first.setdefault(each.flag.field, each)
+        if before.value in each.flag.yields_to:
+            continue
+        if before.value != each.value:
+            problems.append(
+                Problem(
+                    "contradicting-flags",
+                    f"{before} and {each} contradict each other",
+                    each.flag.field,
+                )
+            )
+    values = {name: each.value for name, each in first.items()}
+    if (
+        any(dashed(each.option) == "glu-activation" for each in given)
+        and "hidden_size" in values
+        and "ffn_hidden_size" not in values
+    ):
+        # The fork that has the flag does not shrink the MLP of gated activations.
+        values["ffn_hidden_size"] = 4 * values["hidden_size"]
+    return values, problems

@@ -1,0 +1,225 @@
+"""Every flag of Megatron-LM core 0.8 and of both forks sets an option, is ignored with a reason, or
+is refused with an alternative.
+
+The peers' flags are listed by name in tests/golden/peer_flags.txt; what happens to each is in
+`megatron_ds/cli/megatron_flags.toml` alone. Where the peers' own declarations are next to the
+repository (`../shared/reference/peer_flags.json`), the list is compared with them, and each flag is
+tried with values of its peer's type. `python tests/unit/cli/test_peer_flags.py` rewrites the list.
+"""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_ds.cli import flags
+from megatron_ds.cli.command import table_of
+from megatron_ds.cli.flags import Flag, FlagTable, dashed, training_flags
+from megatron_ds.cli.scan import scan
+from megatron_ds.config import Config
+from tests.problems import codes
+from tools import generate_samples_gpt, preprocess_data, run_text_generation_server
+from tools.make_docs import tool_tables
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+GOLDEN = REPOSITORY / "tests" / "golden" / "peer_flags.txt"
+PEERS = REPOSITORY.parent / "shared" / "reference" / "peer_flags.json"
+NAMES = {"bigscience": "B", "microsoft": "M", "megatron-lm-core-0.8": "L"}
+PRETRAIN = "pretrain"
+TABLES: dict[str, FlagTable] = {
+    PRETRAIN: training_flags(),
+    "preprocess_data": table_of(preprocess_data.Options),
+    "generate_samples_gpt": table_of(generate_samples_gpt.Options),
+    "run_text_generation_server": table_of(run_text_generation_server.Options),
+}
+COUNTS = {"set": 184, "no_op": 18, "ignored": 217, "refused": 75}
+"""Flags of all programs by outcome. A flag that becomes an option, or ceases to be one, counts."""
+SAMPLES = {"int": ["3"], "float": ["0.5"], "bool": ["True"]}
+EXPRESSIONS = {
+    "megatron.model.glu_activations.GLU_ACTIVATIONS.keys()": ["geglu", "liglu", "reglu", "swiglu"],
+    "list(PositionEmbeddingType)": ["rotary", "absolute", "alibi"],
+    "list(log_levels.keys())": ["debug", "info", "warning", "error", "critical", "passive"],
+    "[e.value for e in StrictHandling]": ["assume_ok_unexpected", "ignore_all"],
+    "range(0, 3)": ["0", "1", "2"],
+}
+"""Choices that the peers compute."""
+CHECKED_LATER = {"--tiktoken-pattern": ["v1", "v2"]}
+"""Choices that a peer checks after parsing."""
+
+
+def peers() -> dict[str, dict[str, dict[str, dict[str, Any]]]]:
+    """Declarations by flag, peer and tool."""
+    if not PEERS.is_file():
+        pytest.skip("the peers' declarations are not next to the repository")
+    loaded: dict[str, dict[str, dict[str, dict[str, Any]]]] = json.loads(PEERS.read_text())
+    return loaded
+
+
+def rendered() -> str:
+    """The list of names: a block for each tool and set of peers."""
+    blocks: dict[str, list[str]] = {}
+    for name, by_peer in sorted(peers().items()):
+        for tool in sorted({tool for tools in by_peer.values() for tool in tools}):
+            letters = "".join(NAMES[peer] for peer in by_peer if tool in by_peer[peer])
+            blocks.setdefault(f"{tool} {letters}", []).append(name)
+    wrapped = (
+        f"{head}\n" + textwrap.fill(" ".join(names), 98, break_on_hyphens=False) + "\n"
+        for head, names in sorted(blocks.items())
+    )
+    return "\n".join(wrapped)
+
+
+def listed() -> Iterator[tuple[str, str]]:
+    """(tool, flag) of the frozen list."""
+    for block in GOLDEN.read_text().split("\n\n"):
+        head, _, names = block.partition("\n")
+        yield from ((head.split()[0], name) for name in names.split())
+
+
+def test_every_flag_of_the_peers_is_known() -> None:
+    flags_by_tool = list(listed())
+    unknown = [
+        (tool, name) for tool, name in flags_by_tool if dashed(name) not in TABLES[tool].by_name
+    ]
+    assert unknown == []
+    assert len({name for _, name in flags_by_tool}) == 478
+    counts = Counter(TABLES[tool].by_name[dashed(name)].outcome for tool, name in flags_by_tool)
+    assert counts == COUNTS
+
+
+def test_the_frozen_list_is_that_of_the_peers() -> None:
+    assert GOLDEN.read_text() == rendered()
+
+
+def test_every_flag_that_sets_nothing_gives_its_reason() -> None:
+    for table in (*TABLES.values(), *tool_tables().values()):
+        for flag in table.foreign:
+            assert len(flag.help) > 10, flag
+            assert flag.help[-1] not in ".;", flag
+
+
+def test_every_flag_is_declared_once() -> None:
+    table = training_flags()
+    declared = [*(flag for group in table.groups for flag in group.flags), *table.foreign]
+    names = Counter(name for flag in declared for name in {dashed(each) for each in flag.names})
+    assert [name for name, count in names.items() if count > 1] == []
+
+
+def arguments_of(name: str, spec: dict[str, Any]) -> Iterator[list[str]]:
+    """Values that a peer's parser accepts for a flag: each choice, or one of its type."""
+    if "action" in spec and spec["action"].startswith("store_"):
+        yield []
+        return
+    choices = CHECKED_LATER.get(name, spec.get("choices"))
+    if isinstance(choices, str):
+        choices = EXPRESSIONS[choices]
+    for value in choices or SAMPLES.get(str(spec.get("type")), ["text"]):
+        count = {"*": 3, "+": 2}.get(spec.get("nargs"), 1)
+        yield [str(value)] * count
+    default = spec.get("default")
+    if isinstance(default, int | float) and not choices and spec.get("nargs") is None:
+        yield [str(default)]
+
+
+def outcome_of(name: str, arguments: list[str]) -> str:
+    """What a flag with these values leads to."""
+    flag = training_flags().by_name[dashed(name)]
+    line = scan([name, *arguments], training_flags())
+    if line.problems:
+        (problem,) = line.problems
+        assert problem.code in ("unsupported-flag", "unsupported-value", "not-an-integer"), problem
+        return "refused"
+    if line.warnings:
+        assert codes(line.warnings) == ["ignored-flag"]
+        return "ignored"
+    assert flag.outcome == "no_op" or flag.field in line.values or flag.accepted_values
+    return "set"
+
+
+def test_every_value_that_a_peer_accepts_has_an_outcome() -> None:
+    """With each choice, type and default of each peer."""
+    counts: Counter[str] = Counter()
+    for name, by_peer in peers().items():
+        for tools in by_peer.values():
+            for arguments in arguments_of(name, tools[PRETRAIN]) if PRETRAIN in tools else ():
+                outcome = outcome_of(name, arguments)
+                flag = training_flags().by_name[dashed(name)]
+                expected = {"no_op": "set", "ignored": "ignored"}.get(flag.outcome)
+                if expected is not None:
+                    assert outcome == expected, name
+                if flag.outcome == "refused" and not flag.accepted_values:
+                    assert outcome == "refused", name
+                counts[outcome] += 1
+    assert counts.keys() == {"set", "ignored", "refused"}
+
+
+def test_the_accepted_values_of_refused_flags_are_the_peers_defaults() -> None:
+    """A command line that spells a default out still runs."""
+    loaded = peers()
+    for flag in training_flags().foreign:
+        for value in flag.accepted_values:
+            specs = [tools[PRETRAIN] for tools in loaded[f"--{flag.names[0]}"].values()]
+            defaults = {str(spec.get("default")).strip("[]") for spec in specs}
+            choices = {choice for spec in specs for choice in spec.get("choices", [])}
+            assert {value, f"{value}.0"} & (defaults | choices), flag
+
+
+SAME_DEFAULTS = {
+    "--glu-activation", "--model-parallel-size", "--position-embedding-type",
+    "--recompute-num-layers", "--split", "--zero-stage",
+}  # fmt: skip
+"""Flags whose peer's default is spelled differently, or is that of another name."""
+
+
+def test_every_different_default_is_documented() -> None:
+    ours = {name: value for group in Config().to_dict().values() for name, value in group.items()}
+    differ = set()
+    for name, by_peer in peers().items():
+        flag = training_flags().by_name.get(dashed(name))
+        if flag is None or flag.outcome != "set":
+            continue
+        for spec in (tools[PRETRAIN] for tools in by_peer.values() if PRETRAIN in tools):
+            own = ours[flag.field]
+            same = flag.const != own if flag.takes == 0 else is_same(spec.get("default"), own, flag)
+            differ |= set() if same else {name}
+    assert differ - SAME_DEFAULTS == {f"--{entry['flag']}" for entry in flags.different_defaults()}
+
+
+def is_same(theirs: Any, ours: Any, flag: Flag) -> bool:
+    if isinstance(theirs, int | float) and isinstance(ours, int | float):
+        return float(theirs) == float(ours)
+    return flag.synonyms.get(str(theirs), theirs) == ours
+
+
+def test_numeric_flags_of_the_peers_are_numeric() -> None:
+    table = training_flags()
+    for name, by_peer in peers().items():
+        for tools in by_peer.values():
+            spec = tools.get(PRETRAIN, {})
+            flag = table.by_name.get(dashed(name))
+            if flag is None or flag.outcome != "set" or spec.get("type") not in ("int", "float"):
+                continue
+            assert flag.kind in (int, float), name
+            assert "1" in spec["type"] or scan([name, "1"], table).values == {
+                flag.field: flag.kind(1)
+            }
+
+
+@pytest.mark.parametrize(
+    ("flag", "field"), [("--tokenizer-type", "tokenizer_type"), ("--data-impl", "data_impl")]
+)
+def test_refused_values_of_supported_flags_name_the_reason(flag: str, field: str) -> None:
+    for value, reason in flags.refused_values()[field].items():
+        (problem,) = scan([flag, value], training_flags()).problems
+        assert problem.code == "unsupported-value"
+        assert reason in problem
+
+
+if __name__ == "__main__":
+    GOLDEN.write_text(rendered())
