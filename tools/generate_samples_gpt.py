@@ -152,7 +152,7 @@ def run(options: Options) -> None:
         UserError: If options and checkpoint do not fit.
     """
     from megatron_ds.inference import load_checkpoint
-    from megatron_ds.inference.generate import generate, prompt_problems
+    from megatron_ds.inference.generate import GenerationConfig, generate, prompt_problems
     from megatron_ds.parallel.mesh import Mesh
 
     found = load_checkpoint.find_checkpoint(Path(options.checkpoint.load), log_rank0)
@@ -176,18 +176,21 @@ def run(options: Options) -> None:
         model = load_checkpoint.load_model(
             found, mesh, here.device, precision=options.checkpoint.precision
         )
+        generation = GenerationConfig(
+            limits.max_new_tokens,
+            options.sampling,
+            tokenizer.eod,
+            limits.max_length,
+            use_cache=options.kv_cache,
+        )
         done = 0
         with Output(options, tokenizer) as output:
             while batch := broadcast_from_rank0(next(batches, None)):
                 continuations = generate(
                     model,
                     [prompt.ids for prompt in batch],
-                    max_new_tokens=limits.max_new_tokens,
-                    max_length=limits.max_length,
-                    sampling=options.sampling,
-                    eod=tokenizer.eod,
+                    generation,
                     first_index=done,
-                    cache=options.kv_cache,
                 )
                 done += len(batch)
                 if here.is_first:

@@ -126,7 +126,7 @@ def run(options: Options) -> None:
             ),
             tokenizer,
             max_length=max_length,
-            usual_new_tokens=options.defaults.tokens_to_generate,
+            default_new_tokens=options.defaults.tokens_to_generate,
             micro_batch_size=options.micro_batch_size,
         )
         workers = TpWorkerGroup[GenerationJob, GenerationResult](service.run)
@@ -165,19 +165,19 @@ class ServerRunner:
     def read(self, body: bytes) -> GenerationJob:
         from megatron_ds.inference import api_schema
 
-        return self._service.job(api_schema.read(body, self._defaults))
+        return self._service.build_job(api_schema.read(body, self._defaults))
 
     def perform(self, job: GenerationJob, cancelled: threading.Event) -> dict[str, Any]:
         start = time.monotonic()
         outcome = self._workers.run_as_leader(job, cancelled)
-        if not job.query.no_log:
+        if not job.request.no_log:
             given, all_tokens = (sum(map(len, each)) for each in (job.prompts, outcome.texts))
             seconds = time.monotonic() - start
             log_rank0(
                 f"{time.strftime('%Y-%m-%d %H:%M:%S')} prompts: {len(job.prompts)} of {given} "
                 f"tokens, texts: {len(outcome.texts)} of {all_tokens} tokens, {seconds:.2f} s"
             )
-        return self._service.answer(job, outcome)
+        return self._service.build_response(job, outcome)
 
 
 def main(argv: Sequence[str]) -> None:

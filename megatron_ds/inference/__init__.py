@@ -1,1 +1,1 @@
-"""From a checkpoint and prompts to generated tokens."""
+"""Text generation from a checkpoint."""

@@ -1,8 +1,7 @@
-"""What a body of `PUT /api` may say: from bytes to a checked query. Loads no torch.
+"""Schema of `PUT /api`: parses and validates a request body. Loads no torch.
 
-The fields and their limits are those of Megatron's text generation server. What is wrong there and
-answered with a shrug is an error here: an unknown field, a number where a truth value belongs, a
-field that has no effect beside another.
+The fields and their limits are those of Megatron's text generation server. In addition, unknown
+fields, values of a wrong type and fields without an effect are errors.
 """
 
 from __future__ import annotations
@@ -15,13 +14,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_ds.config.fields import option_field
+from megatron_ds.config.problems import Problem, UserError, raise_if_any
 
 MAX_BODY = 8 * 2**20
 """Bytes."""
 MAX_PROMPTS = 128
 MAX_PROBLEMS = 20
-"""Named in one answer."""
-REPLACED = {
+"""Problems in one response."""
+MAX_VALUE_CHARS = 60
+"""Characters of a value in messages."""
+RENAMED_FIELDS = {
     "max_len": "tokens_to_generate",
     "sentences": "prompts",
     "prompt": "prompts",
@@ -29,8 +31,8 @@ REPLACED = {
     "max_new_tokens": "tokens_to_generate",
     "seed": "random_seed",
 }
-"""Names of older servers and of others, and what they are called here."""
-NOT_WITH_BEAMS = (
+"""Fields of older and other servers, and their names here."""
+SAMPLING_ONLY = (
     "logprobs", "top_n_logprobs", "temperature", "top_k", "top_p", "top_p_decay", "top_p_bound",
     "stop_on_eol", "stop_on_double_eol", "random_seed",
 )  # fmt: skip
@@ -61,11 +63,11 @@ class Defaults:
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """A checked request, as far as it can be checked without tokenizer and model."""
+    """A request, validated as far as possible without tokenizer and model."""
 
     prompts: tuple[str, ...]
     tokens_to_generate: int | None
-    """None: as many as the defaults say and the model's length leaves room for."""
+    """None: the default number, limited by the maximal length of a text."""
     logprobs: bool
     top_n_logprobs: int
     temperature: float
@@ -89,46 +91,43 @@ class _Int:
     low: int
     high: int
 
-    def problem(self, value: object) -> str | None:
-        # True and False are numbers to Python.
-        whole = value if isinstance(value, int) and not isinstance(value, bool) else None
-        if whole is not None and self.low <= whole <= self.high:
+    def expected(self, value: object) -> str | None:
+        # bool is a subclass of int.
+        is_integer = isinstance(value, int) and not isinstance(value, bool)
+        if is_integer and self.low <= value <= self.high:  # type: ignore[operator]
             return None
-        return f"must be a whole number from {self.low} to {self.high}"
+        return f"an integer from {self.low} to {self.high}"
 
 
 @dataclass(frozen=True)
 class _Number:
     low: float
     high: float
-    without_low: bool = False
+    is_open: bool = False
+    """Whether `low` itself is excluded."""
 
-    def problem(self, value: object) -> str | None:
+    def expected(self, value: object) -> str | None:
         if isinstance(value, int | float) and not isinstance(value, bool):
-            above = self.low < value if self.without_low else self.low <= value
-            if above and value <= self.high:
+            is_above = self.low < value if self.is_open else self.low <= value
+            if is_above and value <= self.high:
                 return None
-        more = "more than " if self.without_low else ""
-        return f"must be a number from {more}{self.low:g} to {self.high:g}"
+        above = "above " if self.is_open else "from "
+        return f"a number {above}{self.low:g} to {self.high:g}"
 
 
 class _Bool:
-    def problem(self, value: object) -> str | None:
-        return None if isinstance(value, bool) else "must be true or false"
+    def expected(self, value: object) -> str | None:
+        return None if isinstance(value, bool) else "true or false"
 
 
 class _Strings:
-    def problem(self, value: object) -> str | None:
-        if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
-            return "must be a list of strings"
-        if not 1 <= len(value) <= MAX_PROMPTS:
-            return f"must be a list of 1 to {MAX_PROMPTS} strings"
-        for number, text in enumerate(value, start=1):
-            try:
-                text.encode()
-            except UnicodeEncodeError:
-                return f"must be text, but prompt {number} holds half a surrogate pair"
-        return None
+    def expected(self, value: object) -> str | None:
+        is_valid = (
+            isinstance(value, list)
+            and 1 <= len(value) <= MAX_PROMPTS
+            and all(isinstance(text, str) and _is_unicode(text) for text in value)
+        )
+        return None if is_valid else f"a list of 1 to {MAX_PROMPTS} strings of valid Unicode"
 
 
 FIELDS: Mapping[str, _Int | _Number | _Bool | _Strings] = {
@@ -136,7 +135,7 @@ FIELDS: Mapping[str, _Int | _Number | _Bool | _Strings] = {
     "tokens_to_generate": _Int(0, 2**31 - 1),
     "logprobs": _Bool(),
     "top_n_logprobs": _Int(0, 10),
-    "temperature": _Number(0, 100, without_low=True),
+    "temperature": _Number(0, 100, is_open=True),
     "top_k": _Int(0, 1000),
     "top_p": _Number(0, 1),
     "top_p_decay": _Number(0, 1),
@@ -154,100 +153,157 @@ FIELDS: Mapping[str, _Int | _Number | _Bool | _Strings] = {
 
 
 def read(body: bytes, defaults: Defaults) -> GenerationRequest:
-    """Raises ValueError that names the problems."""
-    given = _object(body)
-    problems = list(itertools.islice(_field_problems(given), MAX_PROBLEMS))
-    if not problems:
-        problems = list(_contradictions(given))
-    if problems:
-        raise ValueError("; ".join(problems))
-    return _query(given, defaults)
+    """Parses and validates a request.
+
+    Raises:
+        UserError: With all problems, at most `MAX_PROBLEMS`.
+    """
+    given = _read_object(body)
+    raise_if_any(itertools.islice(_field_problems(given), MAX_PROBLEMS))
+    raise_if_any([*_sampling_problems(given), *_beam_problems(given)])
+    return _with_defaults(given, defaults)
 
 
-def _object(body: bytes) -> dict[str, Any]:
+def body_too_long(limit: int) -> UserError:
+    return UserError(Problem("request-too-long", f"the body is longer than {limit} bytes"))
+
+
+def _read_object(body: bytes) -> dict[str, Any]:
     if len(body) > MAX_BODY:
-        raise ValueError(f"the body is longer than {MAX_BODY} bytes")
+        raise body_too_long(MAX_BODY)
     try:
         given = json.loads(
-            body, parse_constant=_refuse_constant, object_pairs_hook=_without_repetition
+            body, parse_constant=_reject_constant, object_pairs_hook=_reject_repetition
         )
-    except UnicodeDecodeError as error:
-        raise ValueError(f"the body is not UTF-8: {error}") from None
-    except RecursionError:
-        raise ValueError("the body is not a request: it is nested too deeply") from None
-    except ValueError as error:
-        raise ValueError(f"the body is not JSON: {error}") from None
+    except UserError:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise UserError(
+            Problem("request-not-json", f"the body is not valid JSON: {error}")
+        ) from None
     if not isinstance(given, dict):
-        raise ValueError('the body must be a JSON object such as {"prompts": ["Hello"]}')
+        raise UserError(
+            Problem(
+                "request-not-json-object",
+                'the body must be a JSON object such as {"prompts": ["Hello"]}',
+            )
+        )
     return given
 
 
-def _refuse_constant(name: str) -> Any:
-    raise ValueError(f"{name} is no number of JSON")
+def _reject_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not a JSON number")
 
 
-def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _reject_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
         names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"the field {_shown(twice)} stands there twice")
+        repeated = next(name for name in names if names.count(name) > 1)
+        raise UserError(
+            Problem(
+                "request-field-repeated", f"the field {_as_json(repeated)} is given more than once"
+            )
+        )
     return found
 
 
-def _field_problems(given: Mapping[str, Any]) -> Iterator[str]:
+def _field_problems(given: Mapping[str, Any]) -> Iterator[Problem]:
     if "prompts" not in given:
-        yield "the field prompts is required"
+        yield Problem("request-field-missing", "the field prompts is required", "prompts")
     for name, value in given.items():
-        if name in FIELDS:
-            problem = FIELDS[name].problem(value)
-            if problem is not None:
-                yield f"{name} {problem}, not {_shown(value)}"
+        if name not in FIELDS:
+            yield Problem(
+                "request-field-unknown", f"unknown field {_as_json(name)}{_field_hint(name)}"
+            )
             continue
-        near = difflib.get_close_matches(name[:100], FIELDS, n=1, cutoff=0.6)
-        if name in REPLACED:
-            yield f"there is no field {name}; it is called {REPLACED[name]} here"
-        elif near:
-            yield f"there is no field {_shown(name)}; did you mean {near[0]}?"
-        else:
-            yield f"there is no field {_shown(name)} (there are {', '.join(FIELDS)})"
+        expected = FIELDS[name].expected(value)
+        if expected is not None:
+            yield Problem(
+                "request-value-invalid", f"{name} must be {expected}, not {_as_json(value)}", name
+            )
 
 
-def _contradictions(given: Mapping[str, Any]) -> Iterator[str]:
+def _field_hint(name: str) -> str:
+    if name in RENAMED_FIELDS:
+        return f"; it is called {RENAMED_FIELDS[name]} here"
+    similar = difflib.get_close_matches(name[:100], FIELDS, n=1, cutoff=0.6)
+    return f"; did you mean {similar[0]}?" if similar else f" (known are {', '.join(FIELDS)})"
+
+
+def _sampling_problems(given: Mapping[str, Any]) -> Iterator[Problem]:
     if "" in given["prompts"] and not given.get("add_BOS"):
-        yield "an empty prompt needs add_BOS: true"
-    if given.get("top_k") and given.get("top_p"):
-        yield "top_k and top_p exclude each other"
-    for name in ("top_p_decay", "top_p_bound"):
-        if given.get(name) and not given.get("top_p"):
-            yield f"{name} has an effect only with top_p"
+        yield Problem(
+            "empty-prompt-needs-bos", "an empty prompt needs add_BOS: true", "prompts", "add_BOS"
+        )
+    for first, second in (("top_k", "top_p"), ("stop_on_eol", "stop_on_double_eol")):
+        if given.get(first) and given.get(second):
+            yield Problem(
+                "request-fields-exclusive",
+                f"{first} and {second} exclude each other",
+                first,
+                second,
+            )
+    for name, needed in (
+        ("top_p_decay", "top_p"),
+        ("top_p_bound", "top_p"),
+        ("top_p_bound", "top_p_decay"),
+        ("top_n_logprobs", "logprobs"),
+    ):
+        if given.get(name) and not given.get(needed):
+            yield Problem("request-field-needs-another", f"{name} needs {needed}", name, needed)
     if given.get("top_p") and given.get("top_p_bound", 0) > given["top_p"]:
-        yield f"top_p_bound {given['top_p_bound']} is more than top_p {given['top_p']}"
-    if given.get("top_p_bound") and not given.get("top_p_decay"):
-        yield "top_p_bound has an effect only with top_p_decay"
-    if given.get("stop_on_eol") and given.get("stop_on_double_eol"):
-        yield "stop_on_eol and stop_on_double_eol exclude each other"
-    if given.get("top_n_logprobs") and not given.get("logprobs"):
-        yield "top_n_logprobs needs logprobs: true"
-    scoring = given.get("tokens_to_generate") == 0
-    if scoring and not given.get("logprobs") and "beam_width" not in given:
-        yield "tokens_to_generate 0 only scores the prompts, which needs logprobs: true"
-    if "beam_width" in given:
-        if scoring:
-            yield "beam_width needs tokens_to_generate of 1 or more"
-        if len(given["prompts"]) > 1:
-            yield f"beam_width takes one prompt, not {len(given['prompts'])}"
-        useless = [name for name in NOT_WITH_BEAMS if given.get(name)]
-        if useless:
-            yield f"with beam_width there is no effect of {', '.join(useless)}"
-    else:
-        useless = [name for name in ("stop_token", "length_penalty") if name in given]
-        if useless:
-            yield f"only with beam_width there is an effect of {', '.join(useless)}"
+        yield Problem(
+            "top-p-bound-above-top-p",
+            f"top_p_bound {given['top_p_bound']} is above top_p {given['top_p']}",
+            "top_p_bound",
+            "top_p",
+        )
 
 
-def _query(given: Mapping[str, Any], defaults: Defaults) -> GenerationRequest:
-    # What a request says of one kind of choice puts the server's default of the other aside.
+def _beam_problems(given: Mapping[str, Any]) -> Iterator[Problem]:
+    scores_only = given.get("tokens_to_generate") == 0
+    if "beam_width" not in given:
+        if scores_only and not given.get("logprobs"):
+            yield Problem(
+                "scoring-without-logprobs",
+                "tokens_to_generate 0 only scores the prompts, which needs logprobs: true",
+                "tokens_to_generate",
+                "logprobs",
+            )
+        beam_only = [name for name in ("stop_token", "length_penalty") if name in given]
+        if beam_only:
+            yield Problem(
+                "request-fields-only-for-beam-search",
+                f"{', '.join(beam_only)}: only effective with beam_width",
+                *beam_only,
+            )
+        return
+    if scores_only:
+        yield Problem(
+            "beam-search-without-new-tokens",
+            "beam_width needs tokens_to_generate of 1 or more",
+            "beam_width",
+            "tokens_to_generate",
+        )
+    if len(given["prompts"]) > 1:
+        yield Problem(
+            "beam-search-with-several-prompts",
+            f"beam_width takes one prompt, not {len(given['prompts'])}",
+            "beam_width",
+            "prompts",
+        )
+    sampling_only = [name for name in SAMPLING_ONLY if given.get(name)]
+    if sampling_only:
+        yield Problem(
+            "request-fields-not-for-beam-search",
+            f"{', '.join(sampling_only)}: not effective with beam_width",
+            *sampling_only,
+        )
+
+
+def _with_defaults(given: Mapping[str, Any], defaults: Defaults) -> GenerationRequest:
+    # Setting top_k in a request disables the server's default top_p, and vice versa.
     top_k = 0 if given.get("top_p") else defaults.top_k
     top_p = 0.0 if given.get("top_k") else defaults.top_p
     values: dict[str, Any] = {
@@ -268,10 +324,19 @@ def _query(given: Mapping[str, Any], defaults: Defaults) -> GenerationRequest:
     return GenerationRequest(**{**values, "prompts": tuple(given["prompts"])})
 
 
-def _shown(value: object) -> str:
-    """A value as JSON, not too long."""
+def _is_unicode(text: str) -> bool:
+    """Whether a text has no lone surrogate, which JSON can express but UTF-8 cannot."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _as_json(value: object) -> str:
+    """A value for messages, shortened."""
     try:
         text = json.dumps(value)
     except RecursionError:
-        return "a deep nest"
-    return text if len(text) <= 60 else f"{text[:57]}..."
+        return "a deeply nested value"
+    return text if len(text) <= MAX_VALUE_CHARS else f"{text[: MAX_VALUE_CHARS - 3]}..."

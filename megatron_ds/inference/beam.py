@@ -2,19 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-from megatron_ds.inference.generate import Cancelled, StopRules, eval_mode
+from megatron_ds.inference.generate import ShouldContinue, StopRules, check_cancelled, eval_mode
 from megatron_ds.inference.kv_cache import PreallocatedCache
 from megatron_ds.model.gpt import GPTModel
 
 
 @dataclass(frozen=True)
+class BeamSearchConfig:
+    """How a prompt is continued by beam search."""
+
+    max_new_tokens: int
+    width: int
+    """Number of beams, and of results."""
+    stop_token: int
+    length_penalty: float = 1.0
+    """Exponent of the length by which a sum of log-probabilities is divided."""
+    rules: StopRules | None = None
+    """Only the forbidden tokens count."""
+
+
+@dataclass(frozen=True)
 class Hypothesis:
-    """A continuation, without the prompt, and how good it is."""
+    """A continuation, without the prompt, and its score."""
 
     ids: list[int]
     score: float
@@ -22,76 +36,84 @@ class Hypothesis:
 
 @dataclass(frozen=True)
 class _Beam:
-    """A continuation that has not ended."""
+    """A continuation in progress."""
 
     ids: list[int]
     logprob: float
+
+    def hypothesis(self, length_penalty: float) -> Hypothesis:
+        return Hypothesis(self.ids, self.logprob / len(self.ids) ** length_penalty)
 
 
 def beam_search(
     model: GPTModel,
     prompt: Sequence[int],
+    config: BeamSearchConfig,
     *,
-    max_new_tokens: int,
-    width: int,
-    stop_token: int,
-    length_penalty: float = 1.0,
-    rules: StopRules | None = None,
-    go_on: Callable[[], bool] | None = None,
+    should_continue: ShouldContinue | None = None,
 ) -> list[Hypothesis]:
-    """At most `width` continuations, the best first: each ends with stop_token or is
-    max_new_tokens long.
+    """Searches as Megatron does. Collective on tensor-parallel ranks, with equal arguments.
 
-    Score, as Megatron's: the sum of a continuation's log-probabilities / its length to the power of
-    length_penalty. Each step takes the 2 x width most probable extensions of the beams; those that
-    end are kept if they are among the first `width`, of the others `width` stay as beams. It is
-    over when no beam, were it to end now, would be better than the worst of `width` ended ones.
-    Of the rules only the forbidden tokens count. go_on: as of `generate`.
+    The score is the sum of a continuation's log-probabilities divided by length ** length_penalty.
+    Each step takes the 2 x width most probable extensions of the beams. Those that end are kept if
+    they are among the first `width`; of the others, `width` remain as beams. The search ends when
+    no beam, if it ended now, would have a higher score than the worst of `width` ended ones.
+
+    Args:
+        model: This rank's shard of the model.
+        prompt: Ids of the prompt.
+        config: How the prompt is continued.
+        should_continue: See `ShouldContinue`.
+
+    Returns:
+        At most `width` continuations, the best first. Each ends with the stop token or has the
+        maximal length.
+
+    Raises:
+        Cancelled: If `should_continue` returned False.
     """
-
-    def hypothesis(beam: _Beam) -> Hypothesis:
-        return Hypothesis(beam.ids, beam.logprob / len(beam.ids) ** length_penalty)
-
     device = next(model.parameters()).device
-    store = PreallocatedCache(model.config.layers, len(prompt) + max_new_tokens - 1)
+    width, penalty = config.width, config.length_penalty
+    cache = PreallocatedCache(model.config.layers, len(prompt) + config.max_new_tokens - 1)
     beams, ended = [_Beam([], 0.0)], list[Hypothesis]()
     tokens = [list(prompt)]
     with torch.no_grad(), eval_mode(model):
-        for _ in range(max_new_tokens):
-            if go_on is not None and not go_on():
-                raise Cancelled
-            logits_BV = model(torch.tensor(tokens, device=device), cache=store, last_only=True)
+        for _ in range(config.max_new_tokens):
+            check_cancelled(should_continue)
+            logits_BV = model(torch.tensor(tokens, device=device), cache=cache, last_only=True)
             logprobs_BV = logits_BV[:, 0].log_softmax(dim=-1)
-            if rules is not None:
+            if config.rules is not None:
                 for row, previous in enumerate(tokens):
-                    logprobs_BV[row, list(rules.forbidden(previous[-1]))] = -torch.inf
+                    logprobs_BV[row, list(config.rules.forbidden(previous[-1]))] = -torch.inf
             grown = _best_extensions(beams, logprobs_BV, 2 * width)
-            ends = [beam for _, beam in grown[:width] if beam.ids[-1] == stop_token]
-            ended = _best([*ended, *map(hypothesis, ends)], width)
-            grown = [(row, beam) for row, beam in grown if beam.ids[-1] != stop_token][:width]
+            ends = [beam for _, beam in grown[:width] if beam.ids[-1] == config.stop_token]
+            ended = _best([*ended, *(beam.hypothesis(penalty) for beam in ends)], width)
+            grown = [(row, beam) for row, beam in grown if beam.ids[-1] != config.stop_token]
+            grown = grown[:width]
             beams = [beam for _, beam in grown]
-            best_open = max((hypothesis(beam).score for beam in beams), default=-torch.inf)
+            best_open = max((beam.hypothesis(penalty).score for beam in beams), default=-torch.inf)
             if not beams or (len(ended) == width and ended[-1].score >= best_open):
                 return ended
-            store.keep([row for row, _ in grown])
+            cache.keep([row for row, _ in grown])
             tokens = [[beam.ids[-1]] for beam in beams]
-    return _best([*ended, *map(hypothesis, beams)], width)
+    return _best([*ended, *(beam.hypothesis(penalty) for beam in beams)], width)
 
 
 def _best_extensions(
     beams: Sequence[_Beam], logprobs_BV: torch.Tensor, count: int
 ) -> list[tuple[int, _Beam]]:
-    """The most probable beams that are longer by one token, each with the row it grew from."""
+    """The most probable beams with one more token, each with the row that it extends."""
     vocab = logprobs_BV.shape[-1]
-    before_B = torch.tensor([beam.logprob for beam in beams], dtype=torch.float64)
-    sums = (before_B[:, None] + logprobs_BV.double().cpu()).flatten()
-    values, places = sums.topk(min(count, sums.numel()))
+    # fp64: the differences between long sums are small.
+    sums_B = torch.tensor([beam.logprob for beam in beams], dtype=torch.float64)
+    sums = (sums_B[:, None] + logprobs_BV.double().cpu()).flatten()
+    values, indexes = sums.topk(min(count, sums.numel()))
     return [
-        (place // vocab, _Beam([*beams[place // vocab].ids, place % vocab], value))
-        for place, value in zip(places.tolist(), values.tolist(), strict=True)
+        (index // vocab, _Beam([*beams[index // vocab].ids, index % vocab], value))
+        for index, value in zip(indexes.tolist(), values.tolist(), strict=True)
         if value > -torch.inf
     ]
 
 
 def _best(hypotheses: list[Hypothesis], count: int) -> list[Hypothesis]:
-    return sorted(hypotheses, key=lambda each: each.score, reverse=True)[:count]
+    return sorted(hypotheses, key=lambda hypothesis: hypothesis.score, reverse=True)[:count]

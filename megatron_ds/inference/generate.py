@@ -1,9 +1,9 @@
-"""Generation: ids in, ids out. Knows no tokenizer, no checkpoint and no process group.
+"""Token generation: ids in, ids out. Must not know tokenizers, checkpoints or process groups.
 
 Prompts of different lengths share a batch without padding: the batch starts with as many tokens as
-the shortest prompt has, and a longer prompt's next token is given instead of chosen. So every row
-has the same number of tokens at any time, and no position or mask differs from those of a prompt
-that is alone.
+the shortest prompt has; for a longer prompt, the next prompt token takes the place of a sampled
+one. So all rows have the same number of tokens at any time, with the positions and masks of a
+prompt on its own.
 """
 
 from __future__ import annotations
@@ -16,18 +16,23 @@ from typing import Protocol
 import torch
 
 from megatron_ds.config import ModelConfig
+from megatron_ds.config.problems import Problem, raise_if_any
 from megatron_ds.inference.kv_cache import PreallocatedCache
-from megatron_ds.inference.sampling import choose, generator_of
+from megatron_ds.inference.sampling import choose, prompt_generator
 from megatron_ds.inference.sampling_params import SamplingParams
 from megatron_ds.model.gpt import GPTModel
 
+ShouldContinue = Callable[[], bool]
+"""Called before each forward pass; False cancels the generation. All tensor-parallel ranks must get
+the same results."""
+
 
 class Cancelled(Exception):
-    """Nobody wants the texts any more."""
+    """The result is no longer wanted."""
 
 
 class StopRules(Protocol):
-    """What is asked of the tokens beside sampling."""
+    """Conditions on the tokens of a text, in addition to sampling."""
 
     def ends(self, previous: int, new: int) -> bool:
         """Whether a text ends with this new token."""
@@ -36,161 +41,198 @@ class StopRules(Protocol):
         """Tokens that must not follow this one."""
 
 
+@dataclass(frozen=True)
+class GenerationConfig:
+    """How prompts are continued."""
+
+    max_new_tokens: int
+    sampling: SamplingParams
+    eod: int | None = None
+    """Token that ends a text; it is part of the result."""
+    max_length: int | None = None
+    """Tokens of a text, prompt included."""
+    rules: StopRules | None = None
+    use_cache: bool = True
+    """Keep keys and values; otherwise every new token recomputes all tokens."""
+
+    def final_length(self, prompt_length: int) -> int:
+        """Maximal number of tokens of a prompt and its continuation."""
+        length = prompt_length + self.max_new_tokens
+        return length if self.max_length is None else min(length, self.max_length)
+
+
 @dataclass
 class _Row:
-    """One prompt on its way."""
+    """A prompt in progress."""
 
     ids: list[int]
-    """The prompt, and what was chosen after it."""
+    """The prompt and the tokens chosen so far."""
     prompt_length: int
-    end: int
-    """Length at which it ends at the latest."""
+    final_length: int
     generator: torch.Generator
 
     @property
     def new_tokens(self) -> int:
         return len(self.ids) - self.prompt_length
 
-    def is_done(self, eod: int | None, rules: StopRules | None) -> bool:
-        """An end of document inside the prompt ends nothing."""
-        if len(self.ids) == self.end:
+    def is_done(self, config: GenerationConfig) -> bool:
+        """An end of document inside the prompt does not end the text."""
+        if len(self.ids) == self.final_length:
             return True
         if self.new_tokens == 0:
             return False
         previous, new = self.ids[-2:]
-        return new == eod or (rules is not None and rules.ends(previous, new))
+        return new == config.eod or (config.rules is not None and config.rules.ends(previous, new))
 
 
 def generate(
     model: GPTModel,
     prompts: Sequence[Sequence[int]],
+    config: GenerationConfig,
     *,
-    max_new_tokens: int,
-    sampling: SamplingParams,
-    eod: int | None,
-    max_length: int | None = None,
     first_index: int = 0,
-    cache: bool = True,
-    rules: StopRules | None = None,
-    go_on: Callable[[], bool] | None = None,
+    should_continue: ShouldContinue | None = None,
 ) -> list[list[int]]:
-    """The continuation of every prompt, without the prompt; it ends with `eod` if the model ended
-    it, where the rules end it, else at max_new_tokens or at max_length tokens (prompt included).
+    """Continues every prompt. Collective on tensor-parallel ranks, with equal arguments.
 
-    first_index: number of the first prompt, which with the seed decides what is drawn: a prompt's
-    sample does not depend on the others of the batch. cache: keep keys and values; otherwise all
-    tokens are computed anew for each new one. go_on: asked before each token; where it says no,
-    Cancelled is raised. On tensor-parallel ranks it is collective, with the same arguments on all
-    and the same answers of go_on. Raises ValueError, before anything is computed, for prompts that
-    are empty, outside the vocabulary, or do not fit: learned positions end, while rope, alibi and
-    no positions go on beyond the training's sequence length (how well is the model's affair).
+    Learned positions limit the length of a text; rope, alibi and no positions can exceed the
+    training's sequence length.
+
+    Args:
+        model: This rank's shard of the model.
+        prompts: Ids of each prompt.
+        config: How prompts are continued.
+        first_index: Number of the first prompt. With the seed it determines the random stream, so
+            that a prompt's sample does not depend on the other prompts in the batch.
+        should_continue: See `ShouldContinue`.
+
+    Returns:
+        The new tokens of each prompt. A text ends with `eod`, where the stop rules end it, or at
+        its maximal length.
+
+    Raises:
+        UserError: Before any computation, if a prompt is empty, has ids outside the vocabulary or
+            does not fit, or if the sampling parameters are invalid.
+        Cancelled: If `should_continue` returned False.
     """
-    problems = list(prompt_problems(model.config, prompts, max_new_tokens, max_length))
-    problems += sampling.problems()
-    if problems:
-        raise ValueError("\n".join(problems))
+    problems = prompt_problems(model.config, prompts, config.max_new_tokens, config.max_length)
+    raise_if_any([*problems, *config.sampling.problems()])
     rows = [
         _Row(
             ids=list(prompt),
             prompt_length=len(prompt),
-            end=_end(len(prompt), max_new_tokens, max_length),
-            generator=generator_of(sampling.seed, first_index + index),
+            final_length=config.final_length(len(prompt)),
+            generator=prompt_generator(config.sampling.seed, first_index + index),
         )
         for index, prompt in enumerate(prompts)
     ]
     with torch.no_grad(), eval_mode(model):
-        _extend(model, rows, sampling, eod, cache, rules, go_on)
+        _extend(model, rows, config, should_continue)
     return [row.ids[row.prompt_length :] for row in rows]
 
 
 def prompt_problems(
-    config: ModelConfig,
+    model: ModelConfig,
     prompts: Sequence[Sequence[int]],
     max_new_tokens: int,
     max_length: int | None,
-) -> Iterator[str]:
-    """Why a model cannot continue these prompts; nothing if it can. Arguments as of `generate`."""
+) -> Iterator[Problem]:
+    """Checks that a model can continue prompts; arguments as in `GenerationConfig`."""
     if max_new_tokens < 1:
-        yield f"{max_new_tokens} new tokens: must be positive"
+        yield Problem("no-new-tokens", f"{max_new_tokens} new tokens: must be positive")
         return
-    learned = config.position_embedding_type == "learned_absolute"
+    has_learned_positions = model.position_embedding_type == "learned_absolute"
     for number, prompt in enumerate(prompts, start=1):
         if not prompt:
-            yield f"prompt {number} has no tokens"
+            yield Problem("prompt-without-tokens", f"prompt {number} has no tokens")
             continue
-        wrong = [token for token in prompt if not 0 <= token < config.vocab]
-        if wrong:
-            yield f"prompt {number}: id {wrong[0]} is outside the vocabulary of {config.vocab}"
+        invalid = [token for token in prompt if not 0 <= token < model.vocab]
+        if invalid:
+            yield Problem(
+                "prompt-id-out-of-range",
+                f"prompt {number}: id {invalid[0]} is not in the vocabulary of {model.vocab}",
+            )
         if max_length is not None and len(prompt) >= max_length:
-            yield (
-                f"prompt {number}: its {len(prompt)} tokens leave no room for new ones in the "
-                f"sequence of {max_length}"
-            )
+            yield no_room_problem(number, len(prompt), max_length)
             continue
-        end = _end(len(prompt), max_new_tokens, max_length)
-        if learned and end > config.positions:
-            yield (
-                f"prompt {number}: {len(prompt)} tokens and {end - len(prompt)} new ones exceed "
-                f"the model's {config.positions} learned positions"
+        new = max_new_tokens
+        if max_length is not None:
+            new = min(new, max_length - len(prompt))
+        if has_learned_positions and len(prompt) + new > model.positions:
+            yield Problem(
+                "prompt-exceeds-learned-positions",
+                f"prompt {number}: {len(prompt)} tokens and {new} new tokens exceed the model's "
+                f"{model.positions} learned positions",
             )
+
+
+def no_room_problem(number: int, length: int, max_length: int) -> Problem:
+    """A prompt, counted from 1, that fills the sequence."""
+    return Problem(
+        "prompt-fills-sequence",
+        f"prompt {number}: its {length} tokens leave no room for new tokens in a sequence of "
+        f"{max_length}",
+    )
+
+
+def check_cancelled(should_continue: ShouldContinue | None) -> None:
+    """
+    Raises:
+        Cancelled: If `should_continue` returns False.
+    """
+    if should_continue is not None and not should_continue():
+        raise Cancelled
 
 
 def _extend(
     model: GPTModel,
     rows: list[_Row],
-    sampling: SamplingParams,
-    eod: int | None,
-    cache: bool,
-    rules: StopRules | None,
-    go_on: Callable[[], bool] | None,
+    config: GenerationConfig,
+    should_continue: ShouldContinue | None,
 ) -> None:
     """Appends to the rows' ids until every row is done."""
     device = next(model.parameters()).device
-    store = None
-    if cache and rows:
-        # The last token of a row is never fed.
-        store = PreallocatedCache(model.config.layers, max(row.end for row in rows) - 1)
+    cache = None
+    if config.use_cache and rows:
+        # The last token of a row is never fed to the model.
+        cache = PreallocatedCache(model.config.layers, max(row.final_length for row in rows) - 1)
     while rows:
-        if go_on is not None and not go_on():
-            raise Cancelled
-        start = 0 if store is None else store.length
+        check_cancelled(should_continue)
+        start = 0 if cache is None else cache.length
         length = min(len(row.ids) for row in rows)
         tokens_BS = torch.tensor([row.ids[start:length] for row in rows], device=device)
-        logits_BV = model(tokens_BS, cache=store, last_only=True)[:, 0]
-        open_ends = [index for index, row in enumerate(rows) if len(row.ids) == length]
-        if rules is not None:
-            for index in open_ends:
-                logits_BV[index, list(rules.forbidden(rows[index].ids[-1]))] = -torch.inf
-        _choose(rows, open_ends, logits_BV, sampling)
-        staying = [index for index, row in enumerate(rows) if not row.is_done(eod, rules)]
-        if len(staying) < len(rows):
-            rows = [rows[index] for index in staying]
-            if store is not None:
-                store.keep(staying)
+        logits_BV = model(tokens_BS, cache=cache, last_only=True)[:, 0]
+        # The other rows are longer: their next token is still one of the prompt.
+        rows_to_sample = [index for index, row in enumerate(rows) if len(row.ids) == length]
+        if config.rules is not None:
+            for index in rows_to_sample:
+                logits_BV[index, list(config.rules.forbidden(rows[index].ids[-1]))] = -torch.inf
+        _sample(rows, rows_to_sample, logits_BV, config.sampling)
+        remaining = [index for index, row in enumerate(rows) if not row.is_done(config)]
+        if len(remaining) < len(rows):
+            rows = [rows[index] for index in remaining]
+            if cache is not None:
+                cache.keep(remaining)
 
 
-def _choose(
-    rows: list[_Row], open_ends: list[int], logits_BV: torch.Tensor, sampling: SamplingParams
+def _sample(
+    rows: list[_Row], rows_to_sample: list[int], logits_BV: torch.Tensor, sampling: SamplingParams
 ) -> None:
-    """Appends a token to the rows at these indexes; together where they are drawn alike."""
-    alike: dict[SamplingParams, list[int]] = {}
-    for index in open_ends:
-        alike.setdefault(sampling.after(rows[index].new_tokens), []).append(index)
-    for settings, indexes in alike.items():
+    """Appends a token to each of these rows; rows with equal parameters are sampled together."""
+    by_params: dict[SamplingParams, list[int]] = {}
+    for index in rows_to_sample:
+        by_params.setdefault(sampling.after(rows[index].new_tokens), []).append(index)
+    for params, indexes in by_params.items():
         generators = [rows[index].generator for index in indexes]
-        chosen = choose(logits_BV[indexes], settings, generators)
-        for index, token in zip(indexes, chosen, strict=True):
+        for index, token in zip(
+            indexes, choose(logits_BV[indexes], params, generators), strict=True
+        ):
             rows[index].ids.append(token)
-
-
-def _end(prompt_length: int, max_new_tokens: int, max_length: int | None) -> int:
-    end = prompt_length + max_new_tokens
-    return end if max_length is None else min(end, max_length)
 
 
 @contextmanager
 def eval_mode(model: GPTModel) -> Iterator[None]:
-    """Without dropout; afterwards the model is in the mode in which it was."""
+    """Disables dropout, and restores the model's mode at the end."""
     training = model.training
     model.eval()
     try:

@@ -1,7 +1,7 @@
-"""Keys and values of the tokens that were already fed, in memory that is allocated once.
+"""Key-value cache in memory that is allocated once.
 
-Honours `model.attention.KeyValueCache`. Type, device and this rank's number of heads are those of
-the first keys that come.
+Implements `model.attention.KeyValueCache`. Data type, device and this rank's number of heads are
+those of the first keys.
 
 Shapes: B prompts, k this rank's key-value heads, S new tokens, L all tokens so far, D head size.
 """
@@ -12,10 +12,14 @@ import torch
 
 
 class PreallocatedCache:
-    """The cache of one batch, which all layers of one model share."""
+    """The cache of one batch, shared by all layers of a model."""
 
     def __init__(self, layers: int, capacity: int) -> None:
-        """capacity: tokens, those of the prompts included."""
+        """
+        Args:
+            layers: Number of layers.
+            capacity: Number of tokens, prompts included.
+        """
         self._layers = layers
         self._capacity = capacity
         self._length = 0
@@ -28,9 +32,18 @@ class PreallocatedCache:
     def update(
         self, layer: int, k: torch.Tensor, v: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append [B, k, S, D] of a layer; return views of all, [B, k, L, D]. Layers come in order.
+        """Appends a layer's keys and values. Layers must be updated in order.
 
-        Raises ValueError if the capacity is exceeded.
+        Args:
+            layer: Number of the layer, from 0.
+            k: [B, k, S, D].
+            v: [B, k, S, D].
+
+        Returns:
+            Views of all keys and values of the layer, each [B, k, L, D].
+
+        Raises:
+            ValueError: If the capacity is exceeded.
         """
         end = self._length + k.shape[2]
         if end > self._capacity:
@@ -46,5 +59,5 @@ class PreallocatedCache:
         return keys[:, :, :end], values[:, :, :end]
 
     def keep(self, rows: list[int]) -> None:
-        """Forget all prompts of the batch but these, which stay in this order."""
+        """Keeps these rows of the batch, in this order, and drops the others."""
         self._buffers = [(keys[rows], values[rows]) for keys, values in self._buffers]

@@ -1,7 +1,6 @@
-"""From a checkpoint's folder to a model and a tokenizer that are ready to generate.
+"""Loads a checkpoint's model and tokenizer for generation.
 
-All that decides them comes from the checkpoint itself; it may have been written at any
-tensor-parallel size and by any ZeRO stage.
+The checkpoint itself determines both; it may have any tensor-parallel size and ZeRO stage.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from megatron_ds.checkpoint.selection import (
 )
 from megatron_ds.checkpoint.storage import files_damaged, find_damaged_files
 from megatron_ds.config import ModelConfig, TokenizerConfig
-from megatron_ds.config.problems import Problem
+from megatron_ds.config.problems import Problem, UserError
 from megatron_ds.model.gpt import GPTModel
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.parallel.rng import RngStreams
@@ -77,24 +76,42 @@ def _find_damage(path: Path) -> Problem | None:
 
 
 def model_config(found: CheckpointMetadata) -> ModelConfig:
-    """The model's shape. Raises ValueError if the checkpoint knows a field that we do not."""
+    """The model's configuration.
+
+    Raises:
+        UserError: If the checkpoint has a field unknown to this version.
+    """
     return _from_dict(ModelConfig, found.run.config["model"], found)
 
 
 def tokenizer_config(found: CheckpointMetadata, given: Mapping[str, Any]) -> TokenizerConfig:
-    """The training's tokenizer, with the given fields in place of its own."""
+    """The training's tokenizer configuration, with some fields replaced.
+
+    Raises:
+        UserError: If the checkpoint has a field unknown to this version.
+    """
     saved = found.run.config["tokenizer"]
     return _from_dict(TokenizerConfig, {**saved, **given}, found)
 
 
 def load_tokenizer(config: TokenizerConfig, model: ModelConfig) -> Tokenizer:
-    """Raises ValueError if its files are missing or its ids are not those of the model."""
-    # A NullTokenizer's end-of-document id comes on top of its --vocab-size.
+    """Builds the tokenizer of a model.
+
+    Raises:
+        UserError: If its files are missing or its vocabulary is not the model's.
+    """
+    # A NullTokenizer's end-of-document id is not counted in its --vocab-size.
     tokenizer = build_tokenizer(config, model.vocab - (config.tokenizer_type == "NullTokenizer"))
     if tokenizer.vocab_size != model.vocab:
-        raise ValueError(
-            f"the tokenizer has {tokenizer.vocab_size} tokens, the checkpoint's model "
-            f"{model.vocab}: give the files of the training's tokenizer"
+        raise UserError(
+            Problem(
+                "tokenizer-does-not-match-model",
+                f"the tokenizer has {tokenizer.vocab_size} tokens, the checkpoint's model "
+                f"{model.vocab}: pass the files of the training's tokenizer",
+                "vocab_file",
+                "merge_file",
+                "tokenizer_model",
+            )
         )
     return tokenizer
 
@@ -102,10 +119,16 @@ def load_tokenizer(config: TokenizerConfig, model: ModelConfig) -> Tokenizer:
 def load_model(
     found: CheckpointMetadata, mesh: Mesh, device: torch.device, *, precision: str | None = None
 ) -> GPTModel:
-    """The checkpoint's model on a device, this rank's part of it.
+    """Loads this rank's shard of a checkpoint's model.
 
-    precision: "fp32", "bf16" or "fp16"; None: the training's. Raises ValueError if the model cannot
-    be cut so.
+    Args:
+        found: The checkpoint.
+        mesh: Its tensor-parallel group may differ from the training's.
+        device: Device of the parameters.
+        precision: "fp32", "bf16" or "fp16" (default: the training's).
+
+    Raises:
+        UserError: If the model cannot be sharded over this many ranks.
     """
     config = model_config(found)
     problems = list(config.problems(mesh.tp.size))
@@ -124,8 +147,11 @@ def _from_dict(
     known = {item.name for item in dataclasses.fields(kind)}
     unknown = sorted(values.keys() - known)
     if unknown:
-        raise ValueError(
-            f"{found.path / RUN}: {', '.join(unknown)} of {kind.__name__} is not known; the "
-            "checkpoint is of a newer version"
+        raise UserError(
+            Problem(
+                "checkpoint-of-newer-version",
+                f"{found.path / RUN}: unknown fields of {kind.__name__}: {', '.join(unknown)}; a "
+                "newer version wrote the checkpoint",
+            )
         )
     return kind(**values)

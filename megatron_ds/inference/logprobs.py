@@ -1,27 +1,27 @@
-"""How probable a text is, token by token. Ids in, numbers out; knows no tokenizer."""
+"""Log-probabilities of the tokens of a text. Ids in, numbers out; must not know tokenizers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-from megatron_ds.inference.generate import Cancelled, eval_mode
+from megatron_ds.inference.generate import ShouldContinue, check_cancelled, eval_mode
 from megatron_ds.inference.kv_cache import PreallocatedCache
 from megatron_ds.model.gpt import GPTModel
 
-PIECE = 128
-"""Tokens whose logits are in memory together: a whole text's may not fit."""
+CHUNK_TOKENS = 128
+"""Tokens whose logits are in memory together; those of a complete text may not fit."""
 
 
 @dataclass(frozen=True)
 class Scores:
-    """Natural logarithms of probabilities, for every token but the first, which follows nothing."""
+    """Natural logarithms of probabilities, for every token but the first."""
 
     logprobs: list[float]
     top: list[list[tuple[int, float]]]
-    """The most probable ids in each token's place, in falling order."""
+    """The most probable ids at each position and their log-probabilities, in descending order."""
 
 
 def score(
@@ -29,21 +29,29 @@ def score(
     ids: Sequence[int],
     *,
     top_n: int = 0,
-    go_on: Callable[[], bool] | None = None,
+    should_continue: ShouldContinue | None = None,
 ) -> Scores:
-    """The model's own probabilities of a text, before temperature and the like.
+    """Scores a text with the model's probabilities, without temperature, top-k and top-p.
 
-    go_on: as of `generate`. On tensor-parallel ranks it is collective, with the same arguments.
+    Collective on tensor-parallel ranks, with equal arguments.
+
+    Args:
+        model: This rank's shard of the model.
+        ids: Ids of the text.
+        top_n: Number of most probable ids to return for each position.
+        should_continue: See `ShouldContinue`.
+
+    Raises:
+        Cancelled: If `should_continue` returned False.
     """
     scores = Scores([], [])
     device = next(model.parameters()).device
-    store = PreallocatedCache(model.config.layers, len(ids))
+    cache = PreallocatedCache(model.config.layers, len(ids))
     with torch.no_grad(), eval_mode(model):
-        for start in range(0, len(ids) - 1, PIECE):
-            if go_on is not None and not go_on():
-                raise Cancelled
-            end = min(start + PIECE, len(ids) - 1)
-            logits_SV = model(torch.tensor([ids[start:end]], device=device), cache=store)[0]
+        for start in range(0, len(ids) - 1, CHUNK_TOKENS):
+            check_cancelled(should_continue)
+            end = min(start + CHUNK_TOKENS, len(ids) - 1)
+            logits_SV = model(torch.tensor([ids[start:end]], device=device), cache=cache)[0]
             logprobs_SV = logits_SV.log_softmax(dim=-1)
             following = torch.tensor(ids[start + 1 : end + 1], device=device)
             scores.logprobs.extend(logprobs_SV.gather(-1, following[:, None])[:, 0].tolist())

@@ -1,9 +1,9 @@
-"""From logits to the next token: pure functions of logits, settings and generators.
+"""Sampling of the next token: pure functions of logits, parameters and generators.
 
-The vocabulary's padding comes as -inf and is never chosen. Every prompt has a generator of its own,
-on the CPU, so that its sample depends neither on the prompts beside it nor on the device (but for
-the rounding of the logits), and all tensor-parallel ranks, which hold the same logits, draw the
-same token.
+The vocabulary's padding has the logit -inf and is never chosen. Every prompt has its own generator,
+on the CPU, so that its sample depends neither on the other prompts nor on the device (except by
+rounding of the logits), and all tensor-parallel ranks, which have the same logits, draw the same
+token.
 
 Shapes: B prompts, V vocabulary, n candidates of each prompt.
 """
@@ -17,13 +17,13 @@ import torch
 
 from megatron_ds.inference.sampling_params import SamplingParams
 
-USUAL_NUCLEUS = 1024
-"""Candidates among which top-p looks first: sorting a whole vocabulary takes longer than a small
-model's forward pass."""
+TOP_P_CANDIDATES = 1024
+"""Most probable tokens that top-p tries first: sorting the full vocabulary takes longer than the
+forward pass of a small model."""
 
 
-def generator_of(seed: int, index: int) -> torch.Generator:
-    """The random stream of the prompt with this number."""
+def prompt_generator(seed: int, index: int) -> torch.Generator:
+    """The random stream of the prompt with this index."""
     digest = hashlib.blake2b(f"{seed}:{index}".encode(), digest_size=8).digest()
     return torch.Generator("cpu").manual_seed(int.from_bytes(digest, "big") >> 1)
 
@@ -31,7 +31,16 @@ def generator_of(seed: int, index: int) -> torch.Generator:
 def choose(
     logits_BV: torch.Tensor, sampling: SamplingParams, generators: Sequence[torch.Generator]
 ) -> list[int]:
-    """The next token of every row; row i draws once from generators[i], or not at all if greedy."""
+    """Chooses the next token of every row.
+
+    Args:
+        logits_BV: Logits.
+        sampling: Parameters of all rows.
+        generators: One per row, from which the row draws once, or not at all if greedy.
+
+    Returns:
+        An id for each row.
+    """
     if sampling.greedy:
         chosen = logits_BV.argmax(dim=-1, keepdim=True)
     else:
@@ -44,11 +53,14 @@ def choose(
 def candidates(
     logits_BV: torch.Tensor, sampling: SamplingParams
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What may be drawn: probabilities (not normalised; 0 is never drawn) and ids, each [B, n].
+    """Candidates for the next token.
 
-    The logits are divided by the temperature; then top-k keeps the k most probable tokens, and of
-    those top-p (nucleus sampling, Holtzman et al. 2020) the most probable ones up to the one with
-    which their share reaches p.
+    The logits are divided by the temperature. Top-k keeps the k most probable tokens. Of those,
+    top-p (nucleus sampling, Holtzman et al. 2020) keeps the fewest most probable tokens whose total
+    probability reaches p.
+
+    Returns:
+        Unnormalized probabilities, 0 for excluded tokens, and ids, each [B, n].
     """
     logits_BV = logits_BV.float() / sampling.temperature
     vocab = logits_BV.shape[-1]
@@ -58,7 +70,7 @@ def candidates(
         return _nucleus(probabilities, sampling.top_p), ids
     probabilities = logits_BV.softmax(dim=-1)
     if 0.0 < sampling.top_p < 1.0:
-        highest, ids = probabilities.topk(min(USUAL_NUCLEUS, vocab), dim=-1)
+        highest, ids = probabilities.topk(min(TOP_P_CANDIDATES, vocab), dim=-1)
         if (highest.sum(dim=-1) < sampling.top_p).any():
             highest, ids = probabilities.topk(vocab, dim=-1)
         return _nucleus(highest, sampling.top_p), ids
@@ -66,25 +78,30 @@ def candidates(
 
 
 def _nucleus(probabilities_Bn: torch.Tensor, p: float) -> torch.Tensor:
-    """Zeros after the candidate with which the sum reaches p; the candidates are in falling order.
-    0 or 1: all stay."""
+    """Sets candidates to 0 after the one with which the sum reaches p; 0 and 1 keep all.
+
+    The candidates are in descending order.
+    """
     if not 0.0 < p < 1.0:
         return probabilities_Bn
-    before = probabilities_Bn.cumsum(dim=-1) - probabilities_Bn
-    outside = before >= p
-    outside[:, 0] = False
-    return probabilities_Bn.masked_fill(outside, 0.0)
+    preceding = probabilities_Bn.cumsum(dim=-1) - probabilities_Bn
+    is_excluded = preceding >= p
+    is_excluded[:, 0] = False
+    return probabilities_Bn.masked_fill(is_excluded, 0.0)
 
 
 def draw(weights_Bn: torch.Tensor, generators: Sequence[torch.Generator]) -> torch.Tensor:
-    """A column [B, 1] for each row, as probable as its share of the row's sum; on the CPU.
+    """Draws a column for each row with a probability proportional to its weight.
 
-    One uniform number per row is looked up in the cumulative sum. torch.multinomial draws a number
-    per column, which takes milliseconds for a vocabulary.
+    Inverts the cumulative sum at one uniform number per row. torch.multinomial draws a number per
+    column, which takes milliseconds for a vocabulary.
+
+    Returns:
+        Columns, [B, 1], on the CPU.
     """
     sums = weights_Bn.cpu().double().cumsum(dim=-1)
     total = sums[:, -1:].contiguous()
     uniform = [torch.rand(1, generator=each, dtype=torch.float64) for each in generators]
     found = torch.searchsorted(sums, torch.stack(uniform) * total, right=True)
-    # A product rounded up to the total would lie behind the last column that has any weight.
+    # If the product is rounded up to the total, the search ends after the last nonzero weight.
     return found.minimum(torch.searchsorted(sums, total))

@@ -1,21 +1,28 @@
-"""From a query to its answer: tokens in between. Knows no HTTP and no process group.
+"""Text generation service: requests in, responses out. Must not know HTTP or process groups.
 
-A `Job` is what all tensor-parallel ranks need to compute the same; the first rank alone makes it
-of a query, and an answer of its outcome.
+A job contains what all tensor-parallel ranks need to compute the same result. Only the first rank
+converts requests into jobs, and results into responses.
 """
 
 from __future__ import annotations
 
 import functools
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from megatron_ds.config import ModelConfig
+from megatron_ds.config.problems import Problem, UserError, option, raise_if_any
 from megatron_ds.inference.api_schema import GenerationRequest
-from megatron_ds.inference.beam import beam_search
-from megatron_ds.inference.generate import StopRules, generate
+from megatron_ds.inference.beam import BeamSearchConfig, beam_search
+from megatron_ds.inference.generate import (
+    GenerationConfig,
+    ShouldContinue,
+    StopRules,
+    generate,
+    no_room_problem,
+)
 from megatron_ds.inference.logprobs import Scores, score
 from megatron_ds.inference.sampling_params import SamplingParams
 from megatron_ds.inference.stop_rules import NewlineStopRules, NewlineTokens
@@ -25,28 +32,28 @@ from megatron_ds.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class GenerationJob:
-    """A query in tokens, complete."""
+    """A request in tokens, with all defaults."""
 
-    query: GenerationRequest
+    request: GenerationRequest
     prompts: list[list[int]]
     new_tokens: int
-    """How many are wanted at most; 0: the prompts are scored."""
+    """Maximal number; 0 only scores the prompts."""
     sampling: SamplingParams
 
 
 @dataclass(frozen=True)
 class GenerationResult:
-    """Tokens of every text, its prompt's first."""
+    """Texts in tokens, prompts included."""
 
     texts: list[list[int]]
     scores: list[Scores] | None
-    """If log-probabilities are wanted."""
+    """If log-probabilities are requested."""
     beam_scores: list[float] | None
-    """If it was a beam search."""
+    """For a beam search."""
 
 
 class TextGenerationService:
-    """A model and its tokenizer, at the service of queries."""
+    """Serves requests with a model and its tokenizer."""
 
     def __init__(
         self,
@@ -54,161 +61,202 @@ class TextGenerationService:
         tokenizer: Tokenizer,
         *,
         max_length: int,
-        usual_new_tokens: int,
+        default_new_tokens: int,
         micro_batch_size: int,
     ) -> None:
-        """max_length: of a text in tokens, prompt included. usual_new_tokens: where a query does
-        not say how many. micro_batch_size: prompts that are continued together."""
+        """
+        Args:
+            model: This rank's shard of the model.
+            tokenizer: The model's tokenizer.
+            max_length: Tokens of a text, prompt included.
+            default_new_tokens: New tokens for requests that do not set their number.
+            micro_batch_size: Prompts that are continued together.
+        """
         self._model = model
         self._tokenizer = tokenizer
         self._max_length = max_length
-        self._usual_new_tokens = usual_new_tokens
+        self._default_new_tokens = default_new_tokens
         self._micro_batch_size = micro_batch_size
 
-    def job(self, query: GenerationRequest) -> GenerationJob:
-        """Raises ValueError that names what does not fit the tokenizer or the model."""
+    def build_job(self, request: GenerationRequest) -> GenerationJob:
+        """
+        Raises:
+            UserError: If the request does not fit the tokenizer or the model.
+        """
         prompts = [
-            self._encode(text, query, number) for number, text in enumerate(query.prompts, start=1)
+            self._encode(text, request, number)
+            for number, text in enumerate(request.prompts, start=1)
         ]
-        problems = [
-            problem
-            for number, ids in enumerate(prompts, start=1)
-            for problem in self._length_problems(number, len(ids), query.tokens_to_generate)
-        ]
-        stop_token = query.stop_token
-        if stop_token is not None and stop_token >= self._model.config.vocab:
-            problems.append(
-                f"stop_token {stop_token} is outside the vocabulary of {self._model.config.vocab}"
-            )
-        if problems:
-            raise ValueError("; ".join(problems))
-        seed = secrets.randbits(63) if query.random_seed is None else query.random_seed
+        raise_if_any(self._problems(request, prompts))
         sampling = SamplingParams(
-            temperature=query.temperature,
-            top_k=query.top_k,
-            top_p=query.top_p,
-            seed=seed,
-            top_p_decay=query.top_p_decay,
-            top_p_bound=query.top_p_bound,
+            temperature=request.temperature,
+            top_k=request.top_k,
+            top_p=request.top_p,
+            seed=secrets.randbits(63) if request.random_seed is None else request.random_seed,
+            top_p_decay=request.top_p_decay,
+            top_p_bound=request.top_p_bound,
         )
-        new_tokens = query.tokens_to_generate
-        return GenerationJob(
-            query, prompts, self._usual_new_tokens if new_tokens is None else new_tokens, sampling
-        )
+        new_tokens = request.tokens_to_generate
+        if new_tokens is None:
+            new_tokens = self._default_new_tokens
+        return GenerationJob(request, prompts, new_tokens, sampling)
 
-    def run(self, job: GenerationJob, go_on: Callable[[], bool]) -> GenerationResult:
-        """Computes; collective on tensor-parallel ranks. Raises Cancelled where go_on says no."""
-        query = job.query
-        if query.beam_width is not None:
-            found = beam_search(
-                self._model,
-                job.prompts[0],
-                max_new_tokens=min(job.new_tokens, self._max_length - len(job.prompts[0])),
-                width=query.beam_width,
-                stop_token=self._tokenizer.eod if query.stop_token is None else query.stop_token,
-                length_penalty=query.length_penalty,
-                rules=self._rules(query),
-                go_on=go_on,
-            )
-            texts = [[*job.prompts[0], *each.ids] for each in found]
-            return GenerationResult(texts, None, [each.score for each in found])
-        texts = self._continued(job, go_on) if job.new_tokens else job.prompts
-        if not query.logprobs:
+    def run(self, job: GenerationJob, should_continue: ShouldContinue) -> GenerationResult:
+        """Runs a job. Collective on tensor-parallel ranks.
+
+        Raises:
+            Cancelled: If `should_continue` returned False.
+        """
+        request = job.request
+        if request.beam_width is not None:
+            return self._search(job, request.beam_width, should_continue)
+        texts = self._continue(job, should_continue) if job.new_tokens else job.prompts
+        if not request.logprobs:
             return GenerationResult(texts, None, None)
-        scores = [score(self._model, ids, top_n=query.top_n_logprobs, go_on=go_on) for ids in texts]
+        top_n = request.top_n_logprobs
+        scores = [
+            score(self._model, ids, top_n=top_n, should_continue=should_continue) for ids in texts
+        ]
         return GenerationResult(texts, scores, None)
 
-    def answer(self, job: GenerationJob, outcome: GenerationResult) -> dict[str, Any]:
-        """The JSON object of Megatron's servers."""
+    def build_response(self, job: GenerationJob, result: GenerationResult) -> dict[str, Any]:
+        """The JSON object of Megatron's server."""
         decode = self._tokenizer.decode
-        answer: dict[str, Any] = {
-            "text": [decode(ids) for ids in outcome.texts],
-            "segments": [[decode([number]) for number in ids] for ids in outcome.texts],
-            "tokens": outcome.texts,
+        response: dict[str, Any] = {
+            "text": [decode(ids) for ids in result.texts],
+            "segments": [[decode([number]) for number in ids] for ids in result.texts],
+            "tokens": result.texts,
         }
-        if outcome.beam_scores is not None:
-            return {**answer, "scores": outcome.beam_scores}
-        scores = outcome.scores
-        answer["logprobs"] = None if scores is None else [each.logprobs for each in scores]
-        if scores is not None and job.query.top_n_logprobs:
-            # Of two ids with the same text, parts of characters, the more probable one stays.
-            answer["top_n_logprobs"] = [
-                [{decode([number]): value for number, value in reversed(top)} for top in each.top]
-                for each in scores
+        if result.beam_scores is not None:
+            return {**response, "scores": result.beam_scores}
+        scores = result.scores
+        response["logprobs"] = None if scores is None else [text.logprobs for text in scores]
+        if scores is not None and job.request.top_n_logprobs:
+            # Ids that are parts of characters may share a text: the most probable one is kept.
+            response["top_n_logprobs"] = [
+                [{decode([number]): value for number, value in reversed(top)} for top in text.top]
+                for text in scores
             ]
-        return answer
+        return response
 
-    def _continued(self, job: GenerationJob, go_on: Callable[[], bool]) -> list[list[int]]:
-        """A few prompts together; their texts do not depend on that."""
+    def _search(
+        self, job: GenerationJob, width: int, should_continue: ShouldContinue
+    ) -> GenerationResult:
+        request, (prompt,) = job.request, job.prompts
+        config = BeamSearchConfig(
+            max_new_tokens=min(job.new_tokens, self._max_length - len(prompt)),
+            width=width,
+            stop_token=self._tokenizer.eod if request.stop_token is None else request.stop_token,
+            length_penalty=request.length_penalty,
+            rules=self._rules(request),
+        )
+        found = beam_search(self._model, prompt, config, should_continue=should_continue)
+        texts = [[*prompt, *hypothesis.ids] for hypothesis in found]
+        return GenerationResult(texts, None, [hypothesis.score for hypothesis in found])
+
+    def _continue(self, job: GenerationJob, should_continue: ShouldContinue) -> list[list[int]]:
+        """Continues the prompts in micro-batches, on which the texts do not depend."""
         texts: list[list[int]] = []
         size = self._micro_batch_size
+        config = GenerationConfig(
+            max_new_tokens=job.new_tokens,
+            sampling=job.sampling,
+            eod=self._tokenizer.eod,
+            max_length=self._max_length,
+            rules=self._rules(job.request),
+        )
         for start in range(0, len(job.prompts), size):
             batch = job.prompts[start : start + size]
             continuations = generate(
-                self._model,
-                batch,
-                max_new_tokens=job.new_tokens,
-                max_length=self._max_length,
-                sampling=job.sampling,
-                eod=self._tokenizer.eod,
-                first_index=start,
-                rules=self._rules(job.query),
-                go_on=go_on,
+                self._model, batch, config, first_index=start, should_continue=should_continue
             )
             texts += [[*ids, *more] for ids, more in zip(batch, continuations, strict=True)]
         return texts
 
-    def _encode(self, text: str, query: GenerationRequest, number: int) -> list[int]:
+    def _encode(self, text: str, request: GenerationRequest, number: int) -> list[int]:
         try:
             ids = self._tokenizer.encode(text)
         except ValueError as error:
-            raise ValueError(f"prompt {number}: {error}") from None
-        if query.add_BOS:
-            # As in Megatron, a text begins after the end of another.
+            raise UserError(
+                Problem("prompt-not-encodable", f"prompt {number}: {error}", "prompts")
+            ) from None
+        if request.add_BOS:
+            # As in Megatron, a text starts after the end of another.
             ids = [self._tokenizer.eod, *ids]
         if not ids:
-            raise ValueError(f"prompt {number} has no tokens, which needs add_BOS: true")
+            raise UserError(
+                Problem(
+                    "prompt-needs-bos",
+                    f"prompt {number} has no tokens, which needs add_BOS: true",
+                    "prompts",
+                    "add_BOS",
+                )
+            )
         return ids
 
-    def _length_problems(self, number: int, length: int, wanted: int | None) -> Iterator[str]:
-        if wanted is not None and length + wanted > self._max_length:
-            yield (
-                f"prompt {number}: its {length} tokens and the {wanted} to generate are more than "
-                f"the {self._max_length} that fit"
-            )
-        elif wanted is None and length >= self._max_length:
-            yield (
-                f"prompt {number}: its {length} tokens leave no room for new ones among the "
-                f"{self._max_length} that fit"
+    def _problems(self, request: GenerationRequest, prompts: list[list[int]]) -> Iterator[Problem]:
+        new_tokens, vocab = request.tokens_to_generate, self._model.config.vocab
+        for number, ids in enumerate(prompts, start=1):
+            if new_tokens is not None and len(ids) + new_tokens > self._max_length:
+                yield Problem(
+                    "prompt-and-new-tokens-exceed-length",
+                    f"prompt {number}: its {len(ids)} tokens and {new_tokens} new tokens exceed "
+                    f"the maximal length of {self._max_length}",
+                    "tokens_to_generate",
+                )
+            elif new_tokens is None and len(ids) >= self._max_length:
+                yield no_room_problem(number, len(ids), self._max_length)
+        if request.stop_token is not None and request.stop_token >= vocab:
+            yield Problem(
+                "stop-token-out-of-range",
+                f"stop_token {request.stop_token} is not in the vocabulary of {vocab}",
+                "stop_token",
             )
 
-    def _rules(self, query: GenerationRequest) -> StopRules | None:
-        if not (query.stop_on_eol or query.stop_on_double_eol or query.prevent_newline_after_colon):
+    def _rules(self, request: GenerationRequest) -> StopRules | None:
+        stop_on_eol, stop_on_double_eol = request.stop_on_eol, request.stop_on_double_eol
+        if not (stop_on_eol or stop_on_double_eol or request.prevent_newline_after_colon):
             return None
         return NewlineStopRules(
-            self._line_tokens,
-            stop_on_eol=query.stop_on_eol,
-            stop_on_double_eol=query.stop_on_double_eol,
-            no_eol_after_colon=query.prevent_newline_after_colon,
+            self._newline_tokens,
+            stop_on_eol=stop_on_eol,
+            stop_on_double_eol=stop_on_double_eol,
+            no_eol_after_colon=request.prevent_newline_after_colon,
         )
 
     @functools.cached_property
-    def _line_tokens(self) -> NewlineTokens:
+    def _newline_tokens(self) -> NewlineTokens:
         return NewlineTokens(self._tokenizer)
 
 
-def max_sequence_length(model: ModelConfig, wanted: int | None) -> int:
-    """Tokens that a text may have, prompt included. wanted: None for as many as in the training.
+def max_sequence_length(model: ModelConfig, requested: int | None) -> int:
+    """Tokens that a text may have, prompt included.
 
-    Raises ValueError where learned positions end before.
+    Args:
+        model: The model.
+        requested: Length from the command line (default: that of the training).
+
+    Raises:
+        UserError: If there are fewer learned positions.
     """
-    learned = model.position_embedding_type == "learned_absolute"
-    if wanted is None:
-        return model.positions if learned else model.sequence
-    if wanted < 2:
-        raise ValueError(f"--inference-max-seq-length {wanted}: must be 2 or more")
-    if learned and wanted > model.positions:
-        raise ValueError(
-            f"--inference-max-seq-length {wanted}: the model has {model.positions} positions"
+    is_learned = model.position_embedding_type == "learned_absolute"
+    if requested is None:
+        return model.positions if is_learned else model.sequence
+    if requested < 2:
+        raise UserError(
+            Problem(
+                "inference-length-too-small",
+                f"{option('inference_max_seq_length')} {requested}: must be 2 or more",
+                "inference_max_seq_length",
+            )
         )
-    return wanted
+    if is_learned and requested > model.positions:
+        raise UserError(
+            Problem(
+                "inference-length-exceeds-positions",
+                f"{option('inference_max_seq_length')} {requested}: the model has "
+                f"{model.positions} positions",
+                "inference_max_seq_length",
+            )
+        )
+    return requested

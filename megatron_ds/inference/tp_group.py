@@ -1,7 +1,7 @@
-"""The ranks that share a model: the first hands out work, the others wait for it.
+"""Leader/follower execution on the tensor-parallel ranks of a server.
 
-Waiting costs nothing and has no end: it is a group of its own, over gloo whatever the device,
-whose receives sleep. Knows nothing of what the work is.
+Followers wait indefinitely and without load: their group uses gloo on any device, whose receives
+sleep instead of polling. Must not know what the jobs are.
 """
 
 from __future__ import annotations
@@ -20,42 +20,48 @@ import torch.distributed as dist
 
 from megatron_ds.launch.liveness import find_launchers
 
-ENDLESS = timedelta(days=365)
-TICK = 0.5
-"""Seconds between two looks at the launcher."""
+NO_TIMEOUT = timedelta(days=365)
+LAUNCHER_POLL_S = 0.5
 Job = TypeVar("Job")
 Result = TypeVar("Result")
-GoOn = Callable[[], bool]
+ShouldContinue = Callable[[], bool]
 
 
 class TpGroupBroken(Exception):
-    """The ranks are no longer in step: one is gone, or failed where others did not."""
+    """The ranks are out of step: one is lost, or failed where others did not."""
 
 
 class TpWorkerGroup(Generic[Job, Result]):
-    """One work done by all ranks of the process group alike.
+    """Runs jobs on all ranks of the process group."""
 
-    perform: the work, collective; it asks its second argument now and then whether to go on, on all
-    ranks equally often, and gets the same answer on all.
-    """
+    def __init__(self, run: Callable[[Job, ShouldContinue], Result]) -> None:
+        """Collective.
 
-    def __init__(self, perform: Callable[[Job, GoOn], Result]) -> None:
-        """Collective."""
-        self._perform = perform
+        Args:
+            run: Runs a job; collective. It calls its second argument equally often on all ranks,
+                which get the same results.
+        """
+        self._run = run
         self._group: dist.ProcessGroup | None = None
         if dist.is_initialized() and dist.get_world_size() > 1:
-            self._group = dist.new_group(backend="gloo", timeout=ENDLESS)
+            self._group = dist.new_group(backend="gloo", timeout=NO_TIMEOUT)
 
     def run_as_leader(self, job: Job, cancelled: threading.Event) -> Result:
-        """The first rank's result. Raises what perform raised on all ranks; CrewBroken otherwise.
+        """Runs a job on all ranks, on the first rank.
 
-        cancelled: while it is set, perform is told not to go on.
+        Args:
+            job: Is sent to the followers.
+            cancelled: While set, `should_continue` of the job returns False.
+
+        Raises:
+            TpGroupBroken: If the ranks did not end the job alike.
+            Exception: The job's own, if all ranks raised it.
         """
         self._broadcast([job])
         error: Exception | None = None
         result: list[Result] = []
         try:
-            result.append(self._perform(job, lambda: self._broadcast_flag(not cancelled.is_set())))
+            result.append(self._run(job, lambda: self._broadcast_flag(not cancelled.is_set())))
         except Exception as caught:
             error = caught
         self._check_in_step(error)
@@ -64,21 +70,25 @@ class TpWorkerGroup(Generic[Job, Result]):
         return result[0]
 
     def run_as_follower(self) -> None:
-        """Works with the first rank until it dismisses; on the others. Raises CrewBroken."""
-        # The first rank hears an interrupt of the terminal too, and ends this one in order.
+        """Runs the leader's jobs, on the other ranks, until it shuts them down.
+
+        Raises:
+            TpGroupBroken: If the ranks did not end a job alike.
+        """
+        # A terminal sends its interrupt to the leader as well, which shuts this rank down.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        # Python's own handlers do not run within a receive.
+        # Python's own handlers do not run during a receive.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        while (told := self._broadcast(None)) is not None:
+        while (message := self._broadcast(None)) is not None:
             error: Exception | None = None
             try:
-                self._perform(told[0], lambda: self._broadcast_flag(None))
+                self._run(message[0], lambda: self._broadcast_flag(None))
             except Exception as caught:
                 error = caught
             self._check_in_step(error)
 
     def shutdown_followers(self) -> None:
-        """Ends the others' waiting; also of those that a launcher has ended already."""
+        """Ends the followers; those that a launcher has already ended are ignored."""
         with suppress(TpGroupBroken):
             self._broadcast(None)
 
@@ -91,38 +101,45 @@ class TpWorkerGroup(Generic[Job, Result]):
             dist.broadcast_object_list(box, src=0, group=self._group)
         return box[0]
 
-    def _broadcast_flag(self, go_on: bool | None) -> bool:
-        """The first rank's word, on every rank."""
+    def _broadcast_flag(self, flag: bool | None) -> bool:
+        """The first rank's flag, on every rank."""
         if self._group is None:
-            return bool(go_on)
-        word = torch.tensor([bool(go_on)])
+            return bool(flag)
+        tensor = torch.tensor([bool(flag)])
         with _wrap_lost_rank():
-            dist.broadcast(word, src=0, group=self._group)
-        return bool(word.item())
+            dist.broadcast(tensor, src=0, group=self._group)
+        return bool(tensor.item())
 
     def _check_in_step(self, error: Exception | None) -> None:
-        """Raises CrewBroken unless the ranks ended a work alike."""
+        """
+        Raises:
+            TpGroupBroken: Unless all ranks ended the job without or with the same kind of error.
+        """
         if isinstance(error, TpGroupBroken):
             raise error
         if self._group is None:
             return
-        ends: list[Any] = [None] * dist.get_world_size()
+        errors: list[Any] = [None] * dist.get_world_size()
         with _wrap_lost_rank():
-            dist.all_gather_object(ends, None if error is None else repr(error), group=self._group)
-        kinds = {None if end is None else end.partition("(")[0] for end in ends}
+            own = None if error is None else repr(error)
+            dist.all_gather_object(errors, own, group=self._group)
+        # The messages may differ, for instance in the rank that they name.
+        kinds = {None if text is None else text.partition("(")[0] for text in errors}
         if len(kinds) > 1:
-            words = [f"rank {rank}: {end or 'no error'}" for rank, end in enumerate(ends)]
-            raise TpGroupBroken("; ".join(words)) from error
+            lines = [f"rank {rank}: {text or 'no error'}" for rank, text in enumerate(errors)]
+            raise TpGroupBroken("; ".join(lines)) from error
 
 
 def end_with_launchers() -> None:
-    """From here on this process gets a SIGTERM when a launcher that started it is gone: DeepSpeed's
-    leaves its ranks alone."""
+    """Sends this process a SIGTERM once a launcher that started it is gone.
+
+    DeepSpeed's launcher does not end its ranks when it is killed.
+    """
     processes = find_launchers()
 
     def watch() -> None:
         while all(process.is_alive() for process in processes):
-            time.sleep(TICK)
+            time.sleep(LAUNCHER_POLL_S)
         os.kill(os.getpid(), signal.SIGTERM)
 
     if processes:
@@ -131,8 +148,8 @@ def end_with_launchers() -> None:
 
 @contextmanager
 def _wrap_lost_rank() -> Iterator[None]:
-    """torch reports a lost process as a RuntimeError."""
+    """Converts the RuntimeError by which torch reports a lost process."""
     try:
         yield
     except RuntimeError as error:
-        raise TpGroupBroken("a process that shares the model is gone") from error
+        raise TpGroupBroken("a rank of the model is lost") from error

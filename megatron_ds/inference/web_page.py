@@ -1,4 +1,4 @@
-"""The page that a browser gets from the server: a prompt, a button, the text."""
+"""The server's page for browsers: a prompt, a button, the text."""
 
 PAGE = """<!doctype html>
 <html lang="en">
@@ -28,18 +28,18 @@ document.querySelector("form").addEventListener("submit", async event => {
   const button = document.querySelector("button");
   button.disabled = true;
   by("text").textContent = "...";
-  let words, failed = true;
+  let text, failed = true;
   try {
     const response = await fetch("api", {method: "PUT", body: JSON.stringify({
       prompts: [by("prompt").value], add_BOS: by("prompt").value === "",
       tokens_to_generate: by("tokens").valueAsNumber,
       temperature: by("temperature").valueAsNumber})});
-    const answer = await response.json();
+    const reply = await response.json();
     failed = !response.ok;
-    words = failed ? answer.message : answer.text[0];
-  } catch (error) { words = String(error) }
+    text = failed ? reply.message : reply.text[0];
+  } catch (error) { text = String(error) }
   by("text").className = failed ? "error" : "";
-  by("text").textContent = words;
+  by("text").textContent = text;
   button.disabled = false;
 });
 </script>

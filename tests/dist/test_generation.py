@@ -1,10 +1,10 @@
-"""Generation at tensor-parallel size 2: against one process, and one rank against the other."""
+"""Generation on two tensor-parallel ranks, compared with one process and with each other."""
 
 from __future__ import annotations
 
 import torch
 
-from megatron_ds.inference.generate import generate
+from megatron_ds.inference.generate import GenerationConfig, generate
 from megatron_ds.inference.sampling_params import SamplingParams
 from megatron_ds.parallel.mesh import Mesh
 from tests.distributed import run_ranks
@@ -16,27 +16,21 @@ Texts = dict[str, list[list[int]]]
 
 
 def generate_all(rank: int) -> tuple[Texts, Texts]:
-    """What this rank wrote as one of two, and alone."""
+    """Texts of this rank as one of two, and alone."""
     pair, alone = Mesh.build(tp_size=2), Mesh.single()
     texts: tuple[Texts, Texts] = ({}, {})
     for kind in KINDS:
         for found, mesh in zip(texts, (pair, alone), strict=True):
             model = model_of(kind, mesh)
             for settings in SETTINGS:
-                for cache in (True, False):
-                    found[f"{kind} {settings} {cache}"] = generate(
-                        model,
-                        PROMPTS,
-                        max_new_tokens=16,
-                        sampling=settings,
-                        eod=EOD,
-                        cache=cache,
-                    )
+                for use_cache in (True, False):
+                    config = GenerationConfig(16, settings, EOD, use_cache=use_cache)
+                    found[f"{kind} {settings} {use_cache}"] = generate(model, PROMPTS, config)
         compare_logits(kind, pair, alone)
-    # From nearly flat logits every draw is another one, on every rank.
+    # From nearly flat logits, ranks with different random numbers would sample different tokens.
     model = model_of("learned", pair)
     hot = SamplingParams(temperature=50.0, seed=1)
-    texts[0]["hot"] = generate(model, [[1]] * 4, max_new_tokens=30, sampling=hot, eod=None)
+    texts[0]["hot"] = generate(model, [[1]] * 4, GenerationConfig(30, hot))
     return texts
 
 
@@ -50,7 +44,7 @@ def compare_logits(kind: str, pair: Mesh, alone: Mesh) -> None:
     torch.testing.assert_close(last, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_two_ranks_write_what_one_process_writes() -> None:
+def test_two_ranks_generate_the_texts_of_one_process() -> None:
     (first, alone), (second, _) = run_ranks(generate_all, 2)
 
     assert first == second

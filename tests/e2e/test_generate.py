@@ -1,4 +1,4 @@
-"""A tiny training by pretrain_gpt.py, and texts from its checkpoint, started as users do."""
+"""A tiny training by pretrain_gpt.py, and texts from its checkpoint, run as commands."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ PROGRAMS = Path(sys.executable).parent
 TOOL = "tools/generate_samples_gpt.py"
 VOCAB = 30
 PERIOD = 7
-"""The data count 0 ... 6 again and again, which a small model learns in seconds."""
+"""The data count 0 ... 6 repeatedly, which a small model learns in seconds."""
 DEADLINE = 300
 
 
 @dataclass
-class Done:
-    """A command that has ended."""
+class CommandResult:
+    """Output of a finished command."""
 
     stdout: str
     stderr: str
 
 
-def run(*words: object, code: int = 0, stdin: str = "") -> Done:
-    """The output of a command, which must end with this status; its processes end with it."""
+def run(*argv: object, code: int = 0, stdin: str = "") -> CommandResult:
+    """Runs a command, which must exit with `code`, and ends all its processes."""
     process = subprocess.Popen(
-        [str(word) for word in words],
+        [str(argument) for argument in argv],
         cwd=REPOSITORY,
         env=clean_environment(),
         stdin=subprocess.PIPE,
@@ -53,7 +53,7 @@ def run(*words: object, code: int = 0, stdin: str = "") -> Done:
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
     assert process.returncode == code, stdout + stderr
-    return Done(stdout, stderr)
+    return CommandResult(stdout, stderr)
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +83,7 @@ EXPECTED = "".join(
     f"Context: {counted(start, length)}\nGenerated: {counted(start + length, 24)}\n\n"
     for start, length in ((0, 3), (5, 9))
 )
-"""Beyond the training's 16 tokens, too: these positions are relative."""
+"""Exceeds the training's 16 tokens: rotary positions are relative."""
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ EXPECTED = "".join(
     ],
     ids=["python", "torchrun", "deepspeed"],
 )
-def test_every_launcher_writes_the_same(trained: Path, start: tuple[object, ...]) -> None:
+def test_every_launcher_gives_the_same_texts(trained: Path, start: tuple[object, ...]) -> None:
     prompts = ("--prompt", counted(0, 3), "--prompt", counted(5, 9))
     done = run(*start, TOOL, "--load", trained, *prompts, "--greedy", "--out-seq-length", 24)
     if "deepspeed" in str(start[0]):
@@ -104,7 +104,7 @@ def test_every_launcher_writes_the_same(trained: Path, start: tuple[object, ...]
         assert done.stdout == EXPECTED
 
 
-def test_recomputed_and_drawn_from_a_file(trained: Path, tmp_path: Path) -> None:
+def test_prompts_from_a_file_without_cache(trained: Path, tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.txt"
     prompts.write_text(f"{counted(0, 3)}\n{counted(5, 9)}\n", encoding="utf-8")
     checkpoint = trained / "global_step60"
@@ -118,10 +118,10 @@ def test_recomputed_and_drawn_from_a_file(trained: Path, tmp_path: Path) -> None
     assert f"loading the checkpoint {checkpoint}" in done.stderr
 
 
-def test_samples_from_nothing_are_those_of_the_seed(trained: Path, tmp_path: Path) -> None:
-    def samples(name: str, *words: object) -> list[dict[str, object]]:
+def test_unconditional_samples_depend_on_the_seed(trained: Path, tmp_path: Path) -> None:
+    def samples(name: str, *flags: object) -> list[dict[str, object]]:
         command = (sys.executable, TOOL, "--load", trained, "--num-samples", 5)
-        run(*command, "--genfile", tmp_path / name, "--temperature", 3, *words)
+        run(*command, "--genfile", tmp_path / name, "--temperature", 3, *flags)
         lines = (tmp_path / name).read_text("utf-8").splitlines()
         return [json.loads(line) for line in lines]
 
@@ -129,27 +129,27 @@ def test_samples_from_nothing_are_those_of_the_seed(trained: Path, tmp_path: Pat
 
     assert len({str(record["text"]) for record in first}) == 5
     assert all(record.keys() == {"text", "length", "finished"} for record in first)
-    # Without --out-seq-length the training's sequence length is the end; one is taken by the start.
+    # Without --out-seq-length a text fills the training's sequence length; one token is the start.
     assert all(record["finished"] or record["length"] == 15 for record in first)
     assert samples("b", "--seed", 3, "--micro-batch-size", 2) == first
 
 
-def test_typed_prompts_are_answered(trained: Path) -> None:
+def test_interactive_prompts_are_continued(trained: Path) -> None:
     done = run(
         *(sys.executable, TOOL, "--load", trained, "--greedy", "--out-seq-length", 24),
         stdin=f"{counted(0, 3)}\nnot a number\n{counted(5, 9)}\nstop\n",
     )
     assert done.stdout == EXPECTED
-    assert "NullTokenizer reads ids separated by blanks, not 'not'" in done.stderr
+    assert "NullTokenizer" in done.stderr
 
 
-def test_what_does_not_fit_is_said_in_words(trained: Path, tmp_path: Path) -> None:
+def test_unsuitable_checkpoints_and_prompts_are_reported(trained: Path, tmp_path: Path) -> None:
     command = (sys.executable, TOOL, "--load")
     differing = run(*command, trained, "--prompt", 1, "--hidden-size", 64, code=2)
     assert "--hidden-size is 64, in the checkpoint 32" in differing.stderr
     empty = run(*command, tmp_path, "--prompt", 1, code=1)
     assert f"--load {tmp_path}" in empty.stderr
     long = run(*command, trained, "--prompt", counted(0, 16), code=2)
-    assert "its 16 tokens leave no room for new ones in the sequence of 16" in long.stderr
+    assert "prompt 1: its 16 tokens" in long.stderr
     for done in (differing, empty, long):
         assert "Traceback" not in done.stderr

@@ -1,4 +1,4 @@
-"""The text generation server as a process of its own, alone and shared by two."""
+"""The text generation server on one and on two ranks."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from tests.e2e.runs import DEADLINE, REPOSITORY, Launcher, Run, Settings, free_p
 
 SERVER = REPOSITORY / "tools" / "run_text_generation_server.py"
 LONG: dict[str, Any] = {"prompts": ["1 2 3"] * 128, "tokens_to_generate": 29}
-"""With the servers' micro-batches of one this is thousands of forward passes."""
+"""Thousands of forward passes with micro-batches of one."""
 
 
 class Server:
-    """A running one."""
+    """A running server."""
 
     def __init__(self, launcher: Launcher, folder: Path, ranks: int, **more: Any) -> None:
         self.port = free_port()
         settings = {"load": folder, "port": self.port, "micro_batch_size": 1, **more}
         self.run: Run = launcher.start(settings, ranks=ranks, script=SERVER)
-        self.run.wait_until(self._answers)
+        self.run.wait_until(self._is_up)
 
     def send(self, method: str, path: str, body: bytes = b"") -> tuple[int, Any]:
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=DEADLINE)
@@ -45,7 +45,7 @@ class Server:
     def is_busy(self) -> bool:
         return bool(self.send("GET", "/health")[1]["requests"])
 
-    def _answers(self) -> bool:
+    def _is_up(self) -> bool:
         try:
             return self.send("GET", "/health")[0] == 200
         except OSError:
@@ -61,8 +61,8 @@ def trained(launcher: Launcher, base: Settings, tmp_path_factory: pytest.TempPat
 
 
 @pytest.fixture
-def closing(launcher: Launcher) -> Iterator[list[Server]]:
-    """Servers that end with the test."""
+def running(launcher: Launcher) -> Iterator[list[Server]]:
+    """Servers to be stopped after the test."""
     servers: list[Server] = []
     yield servers
     for server in servers:
@@ -77,10 +77,12 @@ REQUESTS: list[dict[str, Any]] = [
 ]
 
 
-def test_two_ranks_answer_as_one(trained: Path, launcher: Launcher, closing: list[Server]) -> None:
+def test_two_ranks_respond_like_one_process(
+    trained: Path, launcher: Launcher, running: list[Server]
+) -> None:
     alone = Server(launcher, trained, 1, num_layers=2, hidden_size=32, seed=1)
     pair = Server(launcher, trained, 2, tensor_model_parallel_size=2)
-    closing += [alone, pair]
+    running += [alone, pair]
 
     for fields in REQUESTS:
         (status, first), (_, second) = alone.put(fields), pair.put(fields)
@@ -94,26 +96,29 @@ def test_two_ranks_answer_as_one(trained: Path, launcher: Launcher, closing: lis
         assert one == pytest.approx(other, abs=1e-4)
 
     for server in (alone, pair):
-        for fields, words in (
-            ({"prompts": ["x"]}, "prompt 1: NullTokenizer reads ids"),
-            ({"prompts": ["1"], "tokens_to_generate": 99}, "more than the 32 that fit"),
-            ({"prompts": ["1"], "tokens_to_generate": True}, "must be a whole number"),
+        for fields, code in (
+            ({"prompts": ["x"]}, "prompt-not-encodable"),
+            (
+                {"prompts": ["1"], "tokens_to_generate": 99},
+                "prompt-and-new-tokens-exceed-length",
+            ),
+            ({"prompts": ["1"], "tokens_to_generate": True}, "request-value-invalid"),
         ):
-            status, answer = server.put(fields)
-            assert (status, words in answer["message"]) == (400, True), answer
-        # Those that come together are answered one after the other, each as if alone.
+            status, response = server.put(fields)
+            assert (status, response["codes"]) == (400, [code]), response
+        # Concurrent requests run one after another, with the same results.
         with ThreadPoolExecutor(6) as pool:
-            answers = list(pool.map(server.put, REQUESTS * 2))
-        assert answers[:3] == answers[3:]
-        assert [status for status, _ in answers] == [200] * 6
+            responses = list(pool.map(server.put, REQUESTS * 2))
+        assert responses[:3] == responses[3:]
+        assert [status for status, _ in responses] == [200] * 6
     assert "WARNING: no effect on generation: --seed" in alone.run.output
 
 
-def test_nobody_generates_for_a_client_that_is_gone(
-    trained: Path, launcher: Launcher, closing: list[Server]
+def test_a_closed_connection_cancels_its_request(
+    trained: Path, launcher: Launcher, running: list[Server]
 ) -> None:
     server = Server(launcher, trained, 2)
-    closing.append(server)
+    running.append(server)
     body = json.dumps(LONG).encode()
     head = f"PUT /api HTTP/1.1\r\nHost: here\r\nContent-Length: {len(body)}\r\n\r\n".encode()
 
@@ -127,39 +132,39 @@ def test_nobody_generates_for_a_client_that_is_gone(
     assert "prompts: 2 of 4 tokens, texts: 2 of " in server.run.output
 
 
-def test_a_signal_ends_all_ranks_under_way(trained: Path, launcher: Launcher) -> None:
+def test_a_signal_stops_all_ranks_during_a_request(trained: Path, launcher: Launcher) -> None:
     server = Server(launcher, trained, 2)
     with ThreadPoolExecutor(1) as pool:
-        answer = pool.submit(server.put, LONG)
+        response = pool.submit(server.put, LONG)
         server.run.wait_until(server.is_busy)
         os.kill(server.run.pids[0], signal.SIGTERM)
-        assert answer.result() == (503, {"message": "the server is stopping"})
+        assert response.result()[0] == 503
 
     result = server.run.wait()
     assert result.codes == (0, 0), result.output
     assert "Traceback" not in result.output
 
 
-def test_a_lost_rank_ends_the_server_in_words(trained: Path, launcher: Launcher) -> None:
+def test_a_lost_rank_stops_the_server_with_a_message(trained: Path, launcher: Launcher) -> None:
     server = Server(launcher, trained, 2)
     os.kill(server.run.pids[1], signal.SIGKILL)
 
-    status, answer = server.put(REQUESTS[0])
-
-    assert status == 500
-    assert "the server ends: a process that shares the model is gone" in answer["message"]
+    assert server.put(REQUESTS[0])[0] == 500
     result = server.run.wait()
     assert result.codes == (4, -signal.SIGKILL), result.output
     assert "Traceback" not in result.output
 
 
-def test_a_taken_port_and_a_wrong_flag_are_named(trained: Path, launcher: Launcher) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
+def test_an_occupied_port_and_a_wrong_model_flag_are_reported(
+    trained: Path, launcher: Launcher
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as occupied:
+        port = occupied.getsockname()[1]
         busy = launcher.start({"load": trained, "port": port}, script=SERVER).wait()
     wrong = launcher.start({"load": trained, "hidden_size": 64}, script=SERVER).wait()
 
     assert busy.codes == (1,)
-    assert f"--host 127.0.0.1 --port {port}: " in busy.output
+    assert str(port) in busy.output
+    assert "[server-address-unusable]" in busy.output
     assert wrong.codes == (2,)
     assert "--hidden-size is 64, in the checkpoint 32" in wrong.output

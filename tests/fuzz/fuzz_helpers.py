@@ -1,4 +1,4 @@
-"""What a malformed input must lead to: an error in words that names it, or the right reading."""
+"""Malformed input must be read correctly or rejected with an error that names it."""
 
 from __future__ import annotations
 
@@ -11,25 +11,26 @@ from hypothesis import strategies as st
 
 Result = TypeVar("Result")
 
-FUZZ = settings(derandomize=True, deadline=None, database=None, max_examples=200)
-"""The same examples on every machine, and none judged by its time."""
+FUZZ_SETTINGS = settings(derandomize=True, deadline=None, database=None, max_examples=200)
+"""The same examples on every machine, without time limits."""
 
-REFUSED = object()
+REJECTED = object()
 
 
-def read_or_refuse(read: Callable[[], Result], *named: str) -> Result | object:
-    """What `read` gives, or REFUSED if it raises an error that names one of `named`.
+def read_or_error(read: Callable[[], Result], *names: str) -> Result | object:
+    """The result of `read`, or `REJECTED` if its error names one of `names`.
 
-    An error of any other kind, or without the name, comes through.
+    Raises:
+        AssertionError: If the error names none of them.
     """
     try:
         return read()
     except (ValueError, OSError) as error:
         text = str(error)
-        # A bare UnicodeError or JSONDecodeError is a ValueError too, but says nothing of a file.
-        if not any(name in text for name in named):
+        # UnicodeError and JSONDecodeError are ValueErrors, too, but do not name the file.
+        if not any(name in text for name in names):
             raise AssertionError(f"{type(error).__name__}: {text}") from error
-        return REFUSED
+        return REJECTED
 
 
 SCALARS = (
@@ -48,11 +49,11 @@ JSON = st.recursive(
     ),
     max_leaves=6,
 )
-"""Any JSON value, and the numbers that JSON of other writers holds: NaN, Infinity, huge ones."""
+"""Any JSON value, with the numbers that some writers emit: NaN, Infinity, huge ones."""
 
 
 def paths_in(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """Where a JSON value has values: () is the whole, ("a", 0) the first of the list `a`."""
+    """Paths of all values in a JSON value: () is the value itself, ("a", 0) the first of `a`."""
     found = [path]
     pairs = value.items() if isinstance(value, dict) else ()
     pairs = enumerate(value) if isinstance(value, list) else pairs
@@ -65,15 +66,15 @@ MISSING = object()
 
 
 def replaced(value: Any, path: tuple[Any, ...], new: Any) -> Any:
-    """A copy of a JSON value with another one at a place; MISSING takes the place away."""
+    """A copy of a JSON value with `new` at a path; MISSING deletes the path."""
     if not path:
         return new
     changed = copy.deepcopy(value)
-    at = changed
+    parent = changed
     for key in path[:-1]:
-        at = at[key]
+        parent = parent[key]
     if new is MISSING:
-        del at[path[-1]]
+        del parent[path[-1]]
     else:
-        at[path[-1]] = new
+        parent[path[-1]] = new
     return changed

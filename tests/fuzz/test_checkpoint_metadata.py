@@ -14,7 +14,15 @@ from megatron_ds.checkpoint import metadata
 from megatron_ds.cli import arguments
 from megatron_ds.config import Config
 from megatron_ds.train_state import TrainState
-from tests.fuzz.fuzz_helpers import FUZZ, JSON, MISSING, REFUSED, paths_in, read_or_refuse, replaced
+from tests.fuzz.fuzz_helpers import (
+    FUZZ_SETTINGS,
+    JSON,
+    MISSING,
+    REJECTED,
+    paths_in,
+    read_or_error,
+    replaced,
+)
 
 FLAGS = (
     "--num-layers 2 --hidden-size 8 --num-attention-heads 2 --seq-length 8 --train-iters 10 "
@@ -62,8 +70,8 @@ def check(path: Path, config: Config) -> bool:
         return False
     found = metadata.read_run(path)
     assert found.iteration == 7
-    problems = read_or_refuse(lambda: metadata.resume_conflicts(found, config, 1), str(path))
-    return problems is not REFUSED
+    problems = read_or_error(lambda: metadata.resume_conflicts(found, config, 1), str(path))
+    return problems is not REJECTED
 
 
 def test_a_valid_checkpoint_is_accepted(path: Path, config: Config, run: dict[str, Any]) -> None:
@@ -88,7 +96,7 @@ def test_files_that_are_not_a_run_record_are_rejected(
 
 
 @given(data=st.data(), value=JSON | st.just(MISSING))
-@FUZZ
+@FUZZ_SETTINGS
 def test_any_value_anywhere_in_the_run(
     path: Path, config: Config, run: dict[str, Any], data: st.DataObject, value: object
 ) -> None:
@@ -104,7 +112,7 @@ def test_any_value_anywhere_in_the_run(
         st.sampled_from([metadata.RUN, "x"]), st.fixed_dictionaries({"bytes": JSON, "sha256": JSON})
     )
 )
-@FUZZ
+@FUZZ_SETTINGS
 def test_any_list_of_files(
     path: Path, config: Config, run: dict[str, Any], files: dict[str, object]
 ) -> None:
@@ -113,7 +121,7 @@ def test_any_list_of_files(
 
 
 @given(content=st.binary(max_size=30) | JSON.map(lambda value: json.dumps(value).encode()))
-@FUZZ
+@FUZZ_SETTINGS
 def test_any_manifest(path: Path, config: Config, run: dict[str, Any], content: bytes) -> None:
     write(path, json.dumps(run).encode())
     (path / metadata.MANIFEST).write_bytes(content)
@@ -121,7 +129,7 @@ def test_any_manifest(path: Path, config: Config, run: dict[str, Any], content: 
 
 
 @given(content=st.binary(max_size=30), name=st.sampled_from(metadata.POINTERS))
-@FUZZ
+@FUZZ_SETTINGS
 def test_any_pointer(path: Path, content: bytes, name: str) -> None:
     (path.parent / name).write_bytes(content)
     for problem in metadata.stale_pointers(path.parent, path):
@@ -130,7 +138,7 @@ def test_any_pointer(path: Path, content: bytes, name: str) -> None:
 
 
 @given(state=JSON | st.dictionaries(st.sampled_from(list(TrainState().to_dict())), JSON))
-@FUZZ
+@FUZZ_SETTINGS
 def test_any_state(path: Path, config: Config, run: dict[str, Any], state: object) -> None:
     full = {**TrainState(iteration=7).to_dict(), **state} if isinstance(state, dict) else state
     write(path, json.dumps({**run, "state": full}).encode())

@@ -18,11 +18,11 @@ from megatron_ds.engine.ds_config_file import (
     BLOCKS,
     IGNORED_KEYS,
     OLD_SWITCHES,
-    REFUSED,
+    REJECTED,
     RENAMED,
     TOP_KEYS,
 )
-from tests.fuzz.fuzz_helpers import FUZZ, JSON
+from tests.fuzz.fuzz_helpers import FUZZ_SETTINGS, JSON
 
 FLAGS = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --train-iters 10 "
@@ -32,7 +32,7 @@ KEYS = sorted(
     {
         *TOP_KEYS,
         *(f"{block}.{key}" for block, keys in BLOCKS.items() for key in keys),
-        *REFUSED,
+        *REJECTED,
         *RENAMED,
         *OLD_SWITCHES,
         *IGNORED_KEYS,
@@ -117,7 +117,7 @@ def test_by_hand(config: Config, content: bytes, message: str) -> None:
 
 
 @given(keys=st.lists(st.sampled_from(KEYS), min_size=1, max_size=2), values=st.tuples(JSON, JSON))
-@FUZZ
+@FUZZ_SETTINGS
 def test_any_value_at_any_key(
     config: Config, keys: list[str], values: tuple[object, object]
 ) -> None:
@@ -136,13 +136,13 @@ def test_every_kind_of_value_at_every_key(config: Config) -> None:
 
 
 @given(value=JSON)
-@FUZZ
+@FUZZ_SETTINGS
 def test_any_value_for_the_whole(config: Config, value: object) -> None:
     check(config, json.dumps(value).encode())
 
 
 @given(at=st.integers(0, len(json.dumps(GOOD)) - 1), new=st.integers(0, 255))
-@FUZZ
+@FUZZ_SETTINGS
 def test_one_byte_changed(config: Config, at: int, new: int) -> None:
     content = bytearray(json.dumps(GOOD).encode())
     content[at] = new

@@ -19,7 +19,7 @@ from megatron_ds.preprocess.document_readers import InputSpec
 from megatron_ds.preprocess.pipeline import PreprocessOptions, preprocess
 from megatron_ds.preprocess.worker_pool import Workers
 from megatron_ds.tokenizer.null import NullTokenizer
-from tests.fuzz.fuzz_helpers import FUZZ, JSON, REFUSED, read_or_refuse
+from tests.fuzz.fuzz_helpers import FUZZ_SETTINGS, JSON, REJECTED, read_or_error
 
 
 class Here(Workers):  # type: ignore[type-arg]
@@ -151,13 +151,13 @@ def test_odd_but_right(tmp_path: Path, content: bytes, expected: list[list[int]]
 
 
 @given(content=st.binary(max_size=20) | st.lists(JSON, max_size=3).map(lambda v: dumped(v)))
-@settings(FUZZ, max_examples=50)
+@settings(FUZZ_SETTINGS, max_examples=50)
 def test_what_is_no_document_is_left_out_and_listed(folder: Path, content: bytes) -> None:
     lines = content.split(b"\n")
     good, bad = [], []
     for number, line in enumerate(lines, 1):
-        found = read_or_refuse(lambda one=line: run(folder, one + b"\n"), "")  # type: ignore[misc]
-        if found is not REFUSED and found:
+        found = read_or_error(lambda one=line: run(folder, one + b"\n"), "")  # type: ignore[misc]
+        if found is not REJECTED and found:
             good += found  # type: ignore[operator]
         elif line.strip():
             bad.append(number)
@@ -173,31 +173,31 @@ def dumped(values: list[object]) -> bytes:
 
 
 @given(content=st.binary(max_size=60) | st.binary(max_size=8).map(lambda b: GOOD + b + GOOD))
-@FUZZ
+@FUZZ_SETTINGS
 def test_any_bytes(folder: Path, content: bytes) -> None:
-    read_or_refuse(lambda: run(folder, content), str(folder / "in.jsonl"))
+    read_or_error(lambda: run(folder, content), str(folder / "in.jsonl"))
 
 
 @given(
     values=st.lists(JSON, min_size=1, max_size=3), key=st.none() | st.sampled_from(["text", "a"])
 )
-@FUZZ
+@FUZZ_SETTINGS
 def test_any_values(folder: Path, values: list[object], key: str | None) -> None:
     wrapped = values if key is None else [{key: value} for value in values]
     content = "\n".join(json.dumps(value) for value in wrapped).encode()
-    result = read_or_refuse(lambda: run(folder, content), str(folder / "in.jsonl"))
-    if result is not REFUSED:
+    result = read_or_error(lambda: run(folder, content), str(folder / "in.jsonl"))
+    if result is not REJECTED:
         texts = [value["text"] for value in wrapped]  # type: ignore[index, call-overload]
         assert result == [[int(word) for word in text.split()] for text in texts if text.split()]
 
 
 @given(at=st.integers(0, 3 * len(GOOD) - 1), new=st.integers(0, 255))
-@FUZZ
+@FUZZ_SETTINGS
 def test_one_byte_changed(folder: Path, at: int, new: int) -> None:
     content = bytearray(GOOD * 3)
     content[at] = new
-    result = read_or_refuse(lambda: run(folder, bytes(content)), str(folder / "in.jsonl"))
-    if result is not REFUSED:
+    result = read_or_error(lambda: run(folder, bytes(content)), str(folder / "in.jsonl"))
+    if result is not REJECTED:
         right = [json.loads(line)["text"] for line in bytes(content).split(b"\n") if line.strip()]
         assert result == [[int(word) for word in text.split()] for text in right if text.split()]
 

@@ -1,4 +1,4 @@
-"""Any bytes as the body of a request for text: a checked query, or an error in words."""
+"""Request bodies of any bytes: a valid request or a UserError."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_ds.inference.api_schema import FIELDS, Defaults, GenerationRequest, read
-from tests.fuzz.fuzz_helpers import FUZZ, JSON, REFUSED, read_or_refuse
+from tests.fuzz.fuzz_helpers import FUZZ_SETTINGS, JSON, REJECTED, read_or_error
 
 GOOD: dict[str, Any] = {
     "prompts": ["a", "b"],
@@ -22,39 +22,40 @@ GOOD: dict[str, Any] = {
 }
 
 
-def check(body: bytes, *named: str) -> None:
-    query = read_or_refuse(lambda: read(body, Defaults()), "the body", "there", *named)
-    if query is REFUSED:
+def check(body: bytes, *names: str) -> None:
+    """`names`: fields, one of which an error about a field must name."""
+    request = read_or_error(lambda: read(body, Defaults()), "the body", "field", *names)
+    if request is REJECTED:
         return
-    assert isinstance(query, GenerationRequest)
-    assert query.prompts
-    assert all(isinstance(prompt, str) for prompt in query.prompts)
-    assert 0 < query.temperature <= 100
-    assert math.isfinite(query.length_penalty)
-    assert query.random_seed is None or query.random_seed >= 0
+    assert isinstance(request, GenerationRequest)
+    assert request.prompts
+    assert all(isinstance(prompt, str) for prompt in request.prompts)
+    assert 0 < request.temperature <= 100
+    assert math.isfinite(request.length_penalty)
+    assert request.random_seed is None or request.random_seed >= 0
 
 
 @given(body=st.binary(max_size=40) | st.text(max_size=20).map(lambda text: text.encode("utf-16")))
-@FUZZ
+@FUZZ_SETTINGS
 def test_any_bytes(body: bytes) -> None:
     check(body)
 
 
 @given(value=JSON)
-@FUZZ
+@FUZZ_SETTINGS
 def test_any_json(value: object) -> None:
     check(json.dumps(value).encode(), "prompts")
 
 
 @given(fields=st.dictionaries(st.sampled_from([*FIELDS, "max_len", "x"]), JSON, max_size=3))
-@FUZZ
+@FUZZ_SETTINGS
 def test_any_value_in_any_field(fields: dict[str, object]) -> None:
     check(json.dumps({**GOOD, **fields}).encode(), *fields, *GOOD)
 
 
 @given(at=st.integers(0, len(json.dumps(GOOD)) - 1), new=st.integers(0, 255))
-@FUZZ
-def test_one_byte_changed(at: int, new: int) -> None:
+@FUZZ_SETTINGS
+def test_one_changed_byte(at: int, new: int) -> None:
     body = bytearray(json.dumps(GOOD).encode())
     body[at] = new
     check(bytes(body), *FIELDS)

@@ -15,7 +15,7 @@ from megatron_ds.data.blend_spec import parse_blend
 from megatron_ds.data.build_datasets import build_datasets
 from megatron_ds.data.indexed_writer import IndexedWriter
 from megatron_ds.data.sample_index import parse_split, split_bounds
-from tests.fuzz.fuzz_helpers import FUZZ, REFUSED, read_or_refuse
+from tests.fuzz.fuzz_helpers import FUZZ_SETTINGS, REJECTED, read_or_error
 
 NUMBERS = st.floats().map(str) | st.sampled_from(
     ["0", "1", "-0", "1e308", "1e-320", "1_0", "0x1", "", " ", "１", "1e999", "nan", "a.bin"]
@@ -58,10 +58,10 @@ def test_splits_by_hand(name: str) -> None:
 
 
 @given(paths=st.lists(NUMBERS | st.text(max_size=5), min_size=2, max_size=8))
-@FUZZ
+@FUZZ_SETTINGS
 def test_any_blend(paths: list[str]) -> None:
-    result = read_or_refuse(lambda: parse_blend(paths, "--data-path"), "--data-path")
-    if result is not REFUSED:
+    result = read_or_error(lambda: parse_blend(paths, "--data-path"), "--data-path")
+    if result is not REJECTED:
         weights, prefixes = result  # type: ignore[misc]
         if weights is None:
             assert prefixes == paths
@@ -74,10 +74,10 @@ def test_any_blend(paths: list[str]) -> None:
 @given(
     text=st.lists(NUMBERS, max_size=4).map(",".join) | st.text(max_size=8), size=st.integers(0, 50)
 )
-@FUZZ
+@FUZZ_SETTINGS
 def test_any_split(text: str, size: int) -> None:
-    result = read_or_refuse(lambda: parse_split(text), "--split")
-    if result is not REFUSED:
+    result = read_or_error(lambda: parse_split(text), "--split")
+    if result is not REJECTED:
         shares = list(result)  # type: ignore[call-overload]
         assert math.isclose(sum(shares), 1.0)
         bounds = split_bounds(shares, size)

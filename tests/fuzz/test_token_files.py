@@ -20,7 +20,7 @@ from megatron_ds.data.gpt_dataset import GPTDataset
 from megatron_ds.data.indexed_dataset import IndexedDataset
 from megatron_ds.data.indexed_writer import IndexedWriter
 from megatron_ds.data.sample_index import build_indexes
-from tests.fuzz.fuzz_helpers import FUZZ, REFUSED, read_or_refuse
+from tests.fuzz.fuzz_helpers import FUZZ_SETTINGS, REJECTED, read_or_error
 from tests.problems import raises_problem
 
 DOCUMENTS = [[5, 6, 7], [], [1], [65000, 2, 3, 4], [9, 9]]
@@ -67,8 +67,8 @@ def samples(folder: Path, pair: Pair) -> list[list[int]]:
 
 
 def read(folder: Path, pair: Pair) -> object:
-    """All samples of a pair, or REFUSED."""
-    return read_or_refuse(lambda: samples(folder, pair), str(folder / "p"))
+    """All samples of a pair, or REJECTED."""
+    return read_or_error(lambda: samples(folder, pair), str(folder / "p"))
 
 
 DAMAGES: dict[str, tuple[Callable[[Pair], Pair], str]] = {
@@ -223,9 +223,9 @@ def test_undamaged_pair_is_read(folder: Path, good: Pair) -> None:
 
 def test_truncation_at_every_byte_is_rejected(folder: Path, good: Pair) -> None:
     for size in range(len(good.idx)):
-        assert read(folder, good._replace(idx=good.idx[:size])) is REFUSED, size
+        assert read(folder, good._replace(idx=good.idx[:size])) is REJECTED, size
     for size in range(len(good.bin)):
-        assert read(folder, good._replace(bin=good.bin[:size])) is REFUSED, size
+        assert read(folder, good._replace(bin=good.bin[:size])) is REJECTED, size
 
 
 def test_every_flipped_bit_of_the_index_is_found_or_harmless(folder: Path, good: Pair) -> None:
@@ -235,7 +235,7 @@ def test_every_flipped_bit_of_the_index_is_found_or_harmless(folder: Path, good:
         damaged = bytearray(good.idx)
         damaged[bit // 8] ^= 1 << bit % 8
         result = read(folder, good._replace(idx=bytes(damaged)))
-        if result is not REFUSED:
+        if result is not REJECTED:
             assert result == expected, bit
             harmless.append(bit // 8)
     # Document boundaries do not affect samples.
@@ -248,12 +248,12 @@ def test_every_flipped_bit_of_the_index_is_found_or_harmless(folder: Path, good:
     counts=st.tuples(*[st.integers(0, 12) | st.integers(0, (1 << 64) - 1)] * 2),
     rest=st.binary(max_size=120),
 )
-@FUZZ
+@FUZZ_SETTINGS
 def test_random_header_is_rejected(
     folder: Path, code: int, version: int, counts: tuple[int, int], rest: bytes
 ) -> None:
     header = b"MMIDIDX\0\0" + struct.pack("<QBQQ", version, code, *counts)
-    assert read(folder, Pair(header + rest, b"\1\0" * 10)) is REFUSED
+    assert read(folder, Pair(header + rest, b"\1\0" * 10)) is REJECTED
 
 
 @given(
@@ -267,7 +267,7 @@ def test_random_header_is_rejected(
         max_size=3,
     )
 )
-@FUZZ
+@FUZZ_SETTINGS
 def test_changed_numbers_are_found_or_harmless(
     folder: Path, good: Pair, edits: list[tuple[str, int, int]]
 ) -> None:
@@ -275,15 +275,15 @@ def test_changed_numbers_are_found_or_harmless(
     for layout, offset, value in edits:
         pair = pair.change(offset, layout, abs(value) if layout == "Q" else value)
     result = read(folder, pair)
-    assert result is REFUSED or result == read(folder, good)
+    assert result is REJECTED or result == read(folder, good)
 
 
 def test_huge_counts_allocate_no_memory(folder: Path, good: Pair) -> None:
     tracemalloc.start()
     try:
         for counts in ((1 << 40, 1 << 40), ((1 << 64) - 1, 1), (1 << 61, COUNT + 1)):
-            assert read(folder, good.change(N_AT, "QQ", *counts)) is REFUSED
-        assert read(folder, good.change(LENGTHS_AT, "i", (1 << 31) - 1)) is REFUSED
+            assert read(folder, good.change(N_AT, "QQ", *counts)) is REJECTED
+        assert read(folder, good.change(LENGTHS_AT, "i", (1 << 31) - 1)) is REJECTED
         assert tracemalloc.get_traced_memory()[1] < 10_000_000
     finally:
         tracemalloc.stop()

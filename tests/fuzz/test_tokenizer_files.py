@@ -15,7 +15,7 @@ from tokenizers import pre_tokenizers
 from megatron_ds.config import TokenizerConfig
 from megatron_ds.tokenizer import Tokenizer, build_tokenizer
 from megatron_ds.tokenizer.null import NullTokenizer
-from tests.fuzz.fuzz_helpers import FUZZ, JSON, MISSING, paths_in, read_or_refuse, replaced
+from tests.fuzz.fuzz_helpers import FUZZ_SETTINGS, JSON, MISSING, paths_in, read_or_error, replaced
 from tests.problems import raises_problem
 
 END = "<|endoftext|>"
@@ -155,22 +155,22 @@ def test_gpt2_rejects_missing_files(tmp_path: Path, missing: str, is_folder: boo
 
 
 @given(value=JSON | st.dictionaries(st.sampled_from([*BYTES, END]), JSON, max_size=4))
-@FUZZ
+@FUZZ_SETTINGS
 def test_gpt2_with_any_vocabulary(folder: Path, value: object) -> None:
-    read_or_refuse(lambda: gpt2(folder, json.dumps(value)), str(folder / "vocab.json"))
+    read_or_error(lambda: gpt2(folder, json.dumps(value)), str(folder / "vocab.json"))
 
 
 @given(token=st.sampled_from(["a", "he", "hel", END]), value=JSON)
-@FUZZ
+@FUZZ_SETTINGS
 def test_gpt2_with_any_id(folder: Path, token: str, value: object) -> None:
-    read_or_refuse(lambda: gpt2(folder, vocab(**{token: value})), str(folder / "vocab.json"))
+    read_or_error(lambda: gpt2(folder, vocab(**{token: value})), str(folder / "vocab.json"))
 
 
 @given(merges=st.text(max_size=30) | st.binary(max_size=30) | st.text("he \n#l", max_size=20))
-@FUZZ
+@FUZZ_SETTINGS
 def test_gpt2_with_any_merges(folder: Path, merges: str | bytes) -> None:
     content = merges if isinstance(merges, bytes) else merges.encode(errors="replace")
-    read_or_refuse(lambda: gpt2(folder, merges=content), str(folder / "merges.txt"))
+    read_or_error(lambda: gpt2(folder, merges=content), str(folder / "merges.txt"))
 
 
 def test_hf_reads_an_intact_file(tmp_path: Path) -> None:
@@ -282,10 +282,10 @@ def test_hf_rejects_paths_that_do_not_exist() -> None:
 
 
 @given(path=st.sampled_from(paths_in(FILE)), value=JSON)
-@FUZZ
+@FUZZ_SETTINGS
 def test_hf_with_any_value_anywhere(folder: Path, path: tuple[Any, ...], value: object) -> None:
     content = json.dumps(replaced(FILE, path, value))
-    read_or_refuse(lambda: hf(folder, tokenizer__json=content), str(folder))
+    read_or_error(lambda: hf(folder, tokenizer__json=content), str(folder))
 
 
 MODELS: list[Callable[[Any], dict[str, Any]]] = [
@@ -298,20 +298,20 @@ MODELS: list[Callable[[Any], dict[str, Any]]] = [
 
 
 @given(model=st.sampled_from(MODELS), value=JSON)
-@FUZZ
+@FUZZ_SETTINGS
 def test_hf_with_any_value_in_every_model(
     folder: Path, model: Callable[[Any], dict[str, Any]], value: object
 ) -> None:
     content = json.dumps({**FILE, "model": model(value)})
-    read_or_refuse(lambda: hf(folder, tokenizer__json=content), str(folder))
+    read_or_error(lambda: hf(folder, tokenizer__json=content), str(folder))
 
 
 @given(value=JSON, key=st.sampled_from(["eos_token", "content"]))
-@FUZZ
+@FUZZ_SETTINGS
 def test_hf_with_any_side_file(folder: Path, value: object, key: str) -> None:
     side = {"eos_token": value} if key == "eos_token" else {"eos_token": {"content": value}}
     files = {"tokenizer__json": GOOD, "tokenizer_config__json": json.dumps(side)}
-    read_or_refuse(lambda: hf(folder, **files), str(folder))
+    read_or_error(lambda: hf(folder, **files), str(folder))
 
 
 @pytest.mark.parametrize("size", [0, -1, 1 << 31, 10**400])
@@ -321,9 +321,9 @@ def test_null_tokenizer_rejects_sizes_beyond_int32(size: int) -> None:
 
 
 @given(text=st.text(max_size=12) | st.text("0123456789+-_. ", max_size=12))
-@FUZZ
+@FUZZ_SETTINGS
 def test_null_tokenizer_with_any_text(text: str) -> None:
     tokenizer = NullTokenizer(500)
-    result = read_or_refuse(lambda: tokenizer.encode(text), "NullTokenizer")
+    result = read_or_error(lambda: tokenizer.encode(text), "NullTokenizer")
     if isinstance(result, list):
         assert [word.lstrip("0") or "0" for word in text.split()] == list(map(str, result))

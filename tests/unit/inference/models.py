@@ -1,4 +1,4 @@
-"""Small models whose next token is not the same everywhere."""
+"""Small models whose next token varies with the context."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ KINDS: dict[str, dict[str, Any]] = {
         "add_bias_linear": False,
     },
 }
-"""All positions, with and without grouped queries."""
+"""All position embeddings, with and without grouped queries."""
 
 
 def config_of(kind: str, **changes: Any) -> ModelConfig:
@@ -38,7 +38,7 @@ def config_of(kind: str, **changes: Any) -> ModelConfig:
         "seq_length": 40,
         "vocab_size": VOCAB,
         "make_vocab_size_divisible_by": 48,
-        # Generation must turn it off.
+        # Generation must disable dropout.
         "attention_dropout": 0.3,
         "hidden_dropout": 0.3,
         "init_method_std": 0.4,

@@ -1,14 +1,15 @@
-"""Beam search against all continuations there are, and against a search without a cache."""
+"""Beam search against exhaustive search, and against a search without a cache."""
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import pytest
 import torch
 
-from megatron_ds.inference.beam import Hypothesis, beam_search
-from megatron_ds.inference.generate import Cancelled, generate
+from megatron_ds.inference.beam import BeamSearchConfig, Hypothesis, beam_search
+from megatron_ds.inference.generate import Cancelled, GenerationConfig, generate
 from megatron_ds.inference.sampling_params import SamplingParams
 from megatron_ds.model.gpt import GPTModel
 from tests.unit.inference.models import KINDS, VOCAB, model_of
@@ -24,87 +25,85 @@ def logprobs_after(model: GPTModel, ids: list[int]) -> torch.Tensor:
 
 
 def all_continuations(model: GPTModel, prompt: list[int], length: int) -> list[Hypothesis]:
-    """Every text that ends with STOP or at the length, with the sum of its log-probabilities."""
+    """Every text that ends with STOP or at the length, with its total log-probability."""
     found = []
     for size in range(1, length + 1):
         for ids in itertools.product(range(model.config.vocab), repeat=size):
             if STOP in ids[:-1] or (size < length and ids[-1] != STOP):
                 continue
             score = sum(
-                float(logprobs_after(model, [*prompt, *ids[:place]])[token])
-                for place, token in enumerate(ids)
+                float(logprobs_after(model, [*prompt, *ids[:index]])[token])
+                for index, token in enumerate(ids)
             )
             found.append(Hypothesis(list(ids), score))
-    return sorted(found, key=lambda each: -each.score)
+    return sorted(found, key=lambda text: -text.score)
 
 
-def test_a_wide_beam_finds_the_best_of_all_continuations() -> None:
+def assert_same(found: list[Hypothesis], expected: list[Hypothesis]) -> None:
+    assert [text.ids for text in found] == [text.ids for text in expected]
+    assert [text.score for text in found] == pytest.approx([e.score for e in expected], abs=1e-4)
+
+
+def test_a_wide_beam_equals_exhaustive_search() -> None:
     model = model_of("rope", **SMALL)
-    # No prefix is dropped: of 5 tokens, there are 125 of 3.
-    got = beam_search(
-        model, [1, 4], max_new_tokens=3, width=125, stop_token=STOP, length_penalty=0.0
-    )
-    expected = all_continuations(model, [1, 4], 3)
+    # Wide enough to keep every prefix: 5 tokens have 125 texts of length 3.
+    config = BeamSearchConfig(max_new_tokens=3, width=125, stop_token=STOP, length_penalty=0.0)
 
-    assert [each.ids for each in got] == [each.ids for each in expected]
-    assert [each.score for each in got] == pytest.approx([e.score for e in expected], abs=1e-4)
-    assert {len(each.ids) for each in got} == {1, 2, 3}
+    found = beam_search(model, [1, 4], config)
+
+    assert_same(found, all_continuations(model, [1, 4], 3))
+    assert {len(text.ids) for text in found} == {1, 2, 3}
 
 
-def by_hand(
-    model: GPTModel, prompt: list[int], *, new: int, width: int, stop: int, penalty: float
-) -> list[Hypothesis]:
-    """The rules of Megatron's beam search on whole texts."""
+def reference(model: GPTModel, prompt: list[int], config: BeamSearchConfig) -> list[Hypothesis]:
+    """The rules of Megatron's beam search, applied to complete texts."""
+    width, stop, penalty = config.width, config.stop_token, config.length_penalty
     beams, ended = [([], 0.0)], list[Hypothesis]()
-    for _ in range(new):
+    for _ in range(config.max_new_tokens):
         grown = [
             ([*ids, token], total + value)
             for ids, total in beams
             for token, value in enumerate(logprobs_after(model, [*prompt, *ids]).tolist())
         ]
-        grown = sorted(grown, key=lambda each: -each[1])[: 2 * width]
+        grown = sorted(grown, key=lambda beam: -beam[1])[: 2 * width]
         for ids, total in grown[:width]:
             if ids[-1] == stop:
                 ended.append(Hypothesis(ids, total / len(ids) ** penalty))
-        ended = sorted(ended, key=lambda each: -each.score)[:width]
+        ended = sorted(ended, key=lambda text: -text.score)[:width]
         beams = [(ids, total) for ids, total in grown if ids[-1] != stop][:width]
         best_open = max(total / len(ids) ** penalty for ids, total in beams)
         if len(ended) == width and ended[-1].score >= best_open:
             return ended
     ended += [Hypothesis(ids, total / len(ids) ** penalty) for ids, total in beams]
-    return sorted(ended, key=lambda each: -each.score)[:width]
+    return sorted(ended, key=lambda text: -text.score)[:width]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("penalty", [1.0, 0.3])
 def test_the_cache_follows_the_beams(kind: str, penalty: float) -> None:
     model = model_of(kind)
-    # A token that ends some beams.
+    # This token ends some of the beams.
     stop = int(logprobs_after(model, PROMPT).topk(3).indices[-1])
 
-    got = beam_search(
-        model, PROMPT, max_new_tokens=8, width=3, stop_token=stop, length_penalty=penalty
-    )
+    config = BeamSearchConfig(8, width=3, stop_token=stop, length_penalty=penalty)
+    found = beam_search(model, PROMPT, config)
 
-    expected = by_hand(model, PROMPT, new=8, width=3, stop=stop, penalty=penalty)
-    assert [each.ids for each in got] == [each.ids for each in expected]
-    assert [each.score for each in got] == pytest.approx([e.score for e in expected], abs=1e-4)
-    # A low penalty is kind to short texts.
-    assert penalty == 1.0 or any(each.ids[-1] == stop for each in got)
+    assert_same(found, reference(model, PROMPT, config))
+    # A low penalty favors short texts.
+    assert penalty == 1.0 or any(text.ids[-1] == stop for text in found)
 
 
 def test_one_beam_is_greedy() -> None:
     model = model_of("learned")
-    greedy = SamplingParams(greedy=True)
-    (expected,) = generate(model, [PROMPT], max_new_tokens=10, sampling=greedy, eod=None)
+    (expected,) = generate(model, [PROMPT], GenerationConfig(10, SamplingParams(greedy=True)))
 
-    (got,) = beam_search(model, PROMPT, max_new_tokens=10, width=1, stop_token=VOCAB - 1)
+    (found,) = beam_search(model, PROMPT, BeamSearchConfig(10, width=1, stop_token=VOCAB - 1))
 
-    assert got.ids == expected
+    assert found.ids == expected
 
 
-class Never:
-    """Rules: this token follows nothing."""
+class Forbidding:
+    """Stop rules that always forbid a token."""
 
     def __init__(self, token: int) -> None:
         self.token = token
@@ -118,17 +117,15 @@ class Never:
 
 def test_forbidden_tokens_are_in_no_beam() -> None:
     model = model_of("learned")
-    (free,) = beam_search(model, PROMPT, max_new_tokens=6, width=1, stop_token=VOCAB - 1)
+    config = BeamSearchConfig(6, width=1, stop_token=VOCAB - 1)
+    (free,) = beam_search(model, PROMPT, config)
+    config = dataclasses.replace(config, width=4, rules=Forbidding(free.ids[0]))
 
-    got = beam_search(
-        model, PROMPT, max_new_tokens=6, width=4, stop_token=VOCAB - 1, rules=Never(free.ids[0])
-    )
+    found = beam_search(model, PROMPT, config)
 
-    assert all(free.ids[0] not in each.ids for each in got)
+    assert all(free.ids[0] not in text.ids for text in found)
 
 
-def test_it_can_be_cancelled() -> None:
+def test_beam_search_can_be_cancelled() -> None:
     with pytest.raises(Cancelled):
-        beam_search(
-            model_of("rope"), [1], max_new_tokens=2, width=1, stop_token=0, go_on=lambda: False
-        )
+        beam_search(model_of("rope"), [1], BeamSearchConfig(2, 1, 0), should_continue=lambda: False)

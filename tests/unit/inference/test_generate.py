@@ -1,23 +1,26 @@
-"""Ids in, ids out."""
+"""Token generation on small models."""
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
 import torch
 
-from megatron_ds.inference.generate import Cancelled, generate
+from megatron_ds.config.problems import UserError
+from megatron_ds.inference.generate import Cancelled, GenerationConfig, generate
 from megatron_ds.inference.sampling_params import SamplingParams
 from megatron_ds.model.gpt import GPTModel
+from tests.problems import codes
 from tests.unit.inference.models import EOD, KINDS, VOCAB, model_of
 
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6], [EOD], [5, 3, 5], [8, 9, 7], [11, 12, 13, 14, 15]]
 GREEDY = SamplingParams(greedy=True)
 
 
-def by_hand(model: GPTModel, prompt: list[int], new: int, eod: int | None) -> list[int]:
-    """The most probable token after all tokens so far, one after the other."""
+def reference(model: GPTModel, prompt: list[int], new: int, eod: int | None = None) -> list[int]:
+    """Greedy decoding that recomputes all tokens for each new one."""
     ids = list(prompt)
     with torch.no_grad():
         while len(ids) < len(prompt) + new and (len(ids) == len(prompt) or ids[-1] != eod):
@@ -26,38 +29,36 @@ def by_hand(model: GPTModel, prompt: list[int], new: int, eod: int | None) -> li
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_greedy_is_the_argmax_of_the_whole_text_with_and_without_cache(kind: str) -> None:
+def test_greedy_decoding_with_and_without_cache(kind: str) -> None:
     model = model_of(kind).eval()
-    expected = [by_hand(model, prompt, 24, None) for prompt in PROMPTS]
+    expected = [reference(model, prompt, 24) for prompt in PROMPTS]
     assert len({token for ids in expected for token in ids}) > 10
 
-    for cache in (True, False):
-        got = generate(model, PROMPTS, max_new_tokens=24, sampling=GREEDY, eod=None, cache=cache)
-        assert got == expected
+    for use_cache in (True, False):
+        config = GenerationConfig(24, GREEDY, use_cache=use_cache)
+        assert generate(model, PROMPTS, config) == expected
 
 
 @pytest.mark.parametrize("kind", ["learned", "rope-gqa"])
 @pytest.mark.parametrize(
-    "settings", [GREEDY, SamplingParams(), SamplingParams(False, 0.8, 20, 0.9, seed=3)]
+    "params", [GREEDY, SamplingParams(), SamplingParams(False, 0.8, 20, 0.9, seed=3)]
 )
-def test_a_prompt_gets_the_same_text_alone(kind: str, settings: SamplingParams) -> None:
+def test_a_text_does_not_depend_on_its_batch(kind: str, params: SamplingParams) -> None:
     model = model_of(kind)
-    options: dict[str, Any] = {"max_new_tokens": 20, "sampling": settings, "eod": EOD}
+    config = GenerationConfig(20, params, EOD)
 
-    together = generate(model, PROMPTS, first_index=4, **options)
+    together = generate(model, PROMPTS, config, first_index=4)
 
     for index, prompt in enumerate(PROMPTS):
-        assert generate(model, [prompt], first_index=4 + index, **options) == [together[index]]
+        assert generate(model, [prompt], config, first_index=4 + index) == [together[index]]
 
 
-def test_samples_depend_on_seed_and_number() -> None:
+def test_samples_depend_on_seed_and_index() -> None:
     model = model_of("learned")
 
     def sample(seed: int, first: int = 0) -> list[list[int]]:
-        settings = SamplingParams(seed=seed)
-        return generate(
-            model, [[7], [7]], max_new_tokens=10, sampling=settings, eod=None, first_index=first
-        )
+        config = GenerationConfig(10, SamplingParams(seed=seed))
+        return generate(model, [[7], [7]], config, first_index=first)
 
     first, second = sample(1)
     assert first != second
@@ -66,81 +67,75 @@ def test_samples_depend_on_seed_and_number() -> None:
     assert sample(2)[0] != first
 
 
-def test_a_text_ends_with_the_end_of_document() -> None:
+def test_the_end_of_document_ends_a_text() -> None:
     model = model_of("learned").eval()
-    free = [by_hand(model, prompt, 24, None) for prompt in PROMPTS]
-    # The end is a token that some texts reach, at different places, and others do not.
+    free = [reference(model, prompt, 24) for prompt in PROMPTS]
+    # Some texts reach this token, at different positions, and others do not.
     end = free[0][5]
-    expected = [by_hand(model, prompt, 24, end) for prompt in PROMPTS]
+    expected = [reference(model, prompt, 24, end) for prompt in PROMPTS]
     assert len({len(ids) for ids in expected}) > 1
 
-    for cache in (True, False):
-        got = generate(model, PROMPTS, max_new_tokens=24, sampling=GREEDY, eod=end, cache=cache)
-        assert got == expected
-    assert got[0][-1] == end
-    assert end not in got[0][:-1]
+    for use_cache in (True, False):
+        config = GenerationConfig(24, GREEDY, eod=end, use_cache=use_cache)
+        assert generate(model, PROMPTS, config) == expected
+    assert expected[0].index(end) == len(expected[0]) - 1
 
 
-def test_an_end_inside_the_prompt_ends_nothing() -> None:
+def test_an_end_of_document_in_the_prompt_is_ignored() -> None:
     model = model_of("learned").eval()
-    # The second one is still being fed when the first one's tokens are chosen.
+    # The second prompt is still being fed when tokens of the first one are chosen.
     prompts = [[4], [4, 3, EOD]]
-    expected = [by_hand(model, prompt, 5, None) for prompt in prompts]
+    expected = [reference(model, prompt, 5) for prompt in prompts]
     assert all(EOD not in ids for ids in expected)
 
-    got = generate(model, prompts, max_new_tokens=5, sampling=GREEDY, eod=EOD)
-
-    assert got == expected
+    assert generate(model, prompts, GenerationConfig(5, GREEDY, EOD)) == expected
 
 
-def test_lengths_end_where_they_are_told() -> None:
+def test_texts_end_at_the_maximal_length() -> None:
     model = model_of("learned").eval()
-    expected = [by_hand(model, prompt, 10, None) for prompt in PROMPTS]
+    expected = [reference(model, prompt, 10) for prompt in PROMPTS]
 
-    got = generate(model, PROMPTS, max_new_tokens=10, max_length=12, sampling=GREEDY, eod=None)
+    found = generate(model, PROMPTS, GenerationConfig(10, GREEDY, max_length=12))
 
-    assert [len(ids) for ids in got] == [4, 10, 9, 9, 7]
-    for ids, longer in zip(got, expected, strict=True):
-        assert ids == longer[: len(ids)]
+    lengths = [4, 10, 9, 9, 7]
+    assert found == [ids[:length] for ids, length in zip(expected, lengths, strict=True)]
 
 
-def test_learned_positions_can_be_filled_to_the_last() -> None:
-    model = model_of("learned")
-    got = generate(model, [[1, 2, 3]], max_new_tokens=37, sampling=GREEDY, eod=None)
-    assert len(got[0]) == 37
+def test_all_learned_positions_can_be_used() -> None:
+    (ids,) = generate(model_of("learned"), [[1, 2, 3]], GenerationConfig(37, GREEDY))
+    assert len(ids) == 37
 
 
 @pytest.mark.parametrize("kind", ["rope", "alibi", "none"])
-def test_other_positions_go_on_beyond_the_training(kind: str) -> None:
+def test_other_positions_exceed_the_training_length(kind: str) -> None:
     model = model_of(kind).eval()
 
-    got = generate(model, [[1, 2, 3]], max_new_tokens=50, sampling=GREEDY, eod=None)
+    found = generate(model, [[1, 2, 3]], GenerationConfig(50, GREEDY))
 
-    assert got == [by_hand(model, [1, 2, 3], 50, None)]
+    assert found == [reference(model, [1, 2, 3], 50)]
 
 
-def test_padding_of_the_vocabulary_is_never_drawn() -> None:
+def test_vocabulary_padding_is_never_sampled() -> None:
     model = model_of("learned")
-    settings = SamplingParams(temperature=100.0)
+    config = GenerationConfig(39, SamplingParams(temperature=100.0))
 
-    got = generate(model, [[1]] * 8, max_new_tokens=39, sampling=settings, eod=None)
+    tokens = {token for ids in generate(model, [[1]] * 8, config) for token in ids}
 
-    tokens = {token for ids in got for token in ids}
     assert max(tokens) < VOCAB
     assert len(tokens) > 0.8 * VOCAB
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_the_model_stays_in_its_mode(training: bool) -> None:
+def test_the_mode_of_the_model_is_restored(training: bool) -> None:
     model = model_of("learned").train(training)
-    generate(model, [[1]], max_new_tokens=2, sampling=GREEDY, eod=None)
+    generate(model, [[1]], GenerationConfig(2, GREEDY))
     assert model.training is training
     assert model.layers.training is training
 
 
-def test_training_goes_on_after_a_generation() -> None:
+def test_training_continues_after_a_generation() -> None:
     model = model_of("alibi").train()
-    generate(model, [[1, 2, 3]], max_new_tokens=1, sampling=GREEDY, eod=None)
+    generate(model, [[1, 2, 3]], GenerationConfig(1, GREEDY))
     tokens = torch.tensor([[1, 2, 3]])
 
     model(tokens, tokens).loss_sum.backward()
@@ -148,7 +143,7 @@ def test_training_goes_on_after_a_generation() -> None:
     assert all(param.grad is not None for param in model.parameters())
 
 
-def test_the_cache_feeds_no_token_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_token_is_fed_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_of("learned")
     fed: list[tuple[int, ...]] = []
     forward = model.forward
@@ -158,61 +153,49 @@ def test_the_cache_feeds_no_token_twice(monkeypatch: pytest.MonkeyPatch) -> None
         return forward(tokens, *args, **options)
 
     monkeypatch.setattr(model, "forward", spy)
-    generate(model, [[1, 2, 3], [4] * 9], max_new_tokens=4, sampling=GREEDY, eod=None)
+    generate(model, [[1, 2, 3], [4] * 9], GenerationConfig(4, GREEDY))
 
-    # The short prompt ends before the long one begins, whose remainder is then fed at once.
+    # The short text ends inside the long prompt, whose remainder is then fed in one pass.
     assert fed == [(2, 3), (2, 1), (2, 1), (2, 1), (1, 3), (1, 1), (1, 1), (1, 1)]
 
 
 def test_no_prompts_give_no_texts() -> None:
-    assert generate(model_of("none"), [], max_new_tokens=3, sampling=GREEDY, eod=None) == []
+    assert generate(model_of("none"), [], GenerationConfig(3, GREEDY)) == []
 
 
 @pytest.mark.parametrize(
-    ("prompts", "options", "words"),
+    ("prompts", "config", "expected"),
     [
-        ([[1], []], {}, ["prompt 2 has no tokens"]),
-        ([[1, VOCAB]], {}, ["prompt 1: id 90 is outside the vocabulary of 90"]),
-        ([[-1]], {}, ["prompt 1: id -1 is outside"]),
-        ([[1]], {"max_new_tokens": 0}, ["0 new tokens: must be positive"]),
-        (
-            [[1] * 33, [1] * 32],
-            {"max_new_tokens": 8},
-            ["prompt 1: 33 tokens and 8 new ones exceed the model's 40 learned positions"],
-        ),
-        (
-            [[1] * 12],
-            {"max_length": 12},
-            ["prompt 1: its 12 tokens leave no room for new ones in the sequence of 12"],
-        ),
+        ([[1], []], GenerationConfig(3, GREEDY), ["prompt-without-tokens"]),
+        ([[1, VOCAB], [-1]], GenerationConfig(3, GREEDY), ["prompt-id-out-of-range"] * 2),
+        ([[1]], GenerationConfig(0, GREEDY), ["no-new-tokens"]),
+        ([[1] * 33, [1] * 32], GenerationConfig(8, GREEDY), ["prompt-exceeds-learned-positions"]),
+        ([[1] * 12], GenerationConfig(3, GREEDY, max_length=12), ["prompt-fills-sequence"]),
         (
             [[], [VOCAB]],
-            {"sampling": SamplingParams(top_p=2.0)},
-            ["prompt 1", "prompt 2", "--top-p"],
+            GenerationConfig(3, SamplingParams(True, top_k=2)),
+            ["prompt-without-tokens", "prompt-id-out-of-range", "greedy-does-not-sample"],
         ),
     ],
+    ids=str,
 )
-def test_what_does_not_fit_is_refused_before_the_start(
+def test_unsuitable_prompts_are_rejected_before_any_computation(
     prompts: list[list[int]],
-    options: dict[str, Any],
-    words: list[str],
+    config: GenerationConfig,
+    expected: list[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model = model_of("learned")
     monkeypatch.setattr(model, "forward", lambda *_, **__: pytest.fail("the model was run"))
-    chosen = {"max_new_tokens": 3, "sampling": GREEDY, "eod": EOD, **options}
 
-    with pytest.raises(ValueError) as error:
-        generate(model, prompts, **chosen)
+    with pytest.raises(UserError) as raised:
+        generate(model, prompts, config)
 
-    lines = str(error.value).splitlines()
-    assert len(lines) == len(words)
-    for line, start in zip(lines, words, strict=True):
-        assert line.startswith(start)
+    assert codes(raised.value.problems) == expected
 
 
-class Ends:
-    """Rules: a text ends when the second of these follows the first; nothing follows `last`."""
+class PairRules:
+    """Stop rules: a text ends with this pair of tokens; `never` must not follow `last`."""
 
     def __init__(self, pair: tuple[int, int], last: int | None = None, never: int = 0) -> None:
         self.pair, self.last, self.never = pair, last, never
@@ -224,58 +207,58 @@ class Ends:
         return [self.never] if previous == self.last else []
 
 
-def test_rules_end_a_text_and_forbid_tokens() -> None:
+def test_stop_rules_end_texts_and_forbid_tokens() -> None:
     model = model_of("learned").eval()
-    free = by_hand(model, PROMPTS[0], 12, None)
-    options: dict[str, Any] = {"max_new_tokens": 12, "sampling": GREEDY, "eod": None}
+    free = reference(model, PROMPTS[0], 12)
+    last = PROMPTS[0][-1]
 
-    (ended,) = generate(model, PROMPTS[:1], rules=Ends((free[4], free[5])), **options)
-    # The prompt's last token is a previous one, too.
-    (first,) = generate(model, PROMPTS[:1], rules=Ends((PROMPTS[0][-1], free[0])), **options)
-    (other,) = generate(
-        model, PROMPTS[:1], rules=Ends((-1, -1), last=PROMPTS[0][-1], never=free[0]), **options
-    )
+    def generate_with(rules: PairRules) -> list[int]:
+        (ids,) = generate(model, PROMPTS[:1], GenerationConfig(12, GREEDY, rules=rules))
+        return ids
 
-    assert ended == free[:6]
-    assert first == free[:1]
+    assert generate_with(PairRules((free[4], free[5]))) == free[:6]
+    # The previous token may belong to the prompt.
+    assert generate_with(PairRules((last, free[0]))) == free[:1]
+    other = generate_with(PairRules((-1, -1), last=last, never=free[0]))
     with torch.no_grad():
         second = model(torch.tensor([PROMPTS[0]]))[0, -1].topk(2).indices[1]
     assert other[0] == int(second)
 
 
-def test_a_decaying_top_p_ends_as_the_most_probable_token() -> None:
+def test_a_decaying_top_p_becomes_greedy() -> None:
     model = model_of("learned").eval()
     decaying = SamplingParams(temperature=4.0, top_p=0.9, top_p_decay=0.5, seed=3)
     bounded = SamplingParams(temperature=4.0, top_p=0.9, top_p_decay=0.5, top_p_bound=0.9, seed=3)
     steady = SamplingParams(temperature=4.0, top_p=0.9, seed=3)
-    options: dict[str, Any] = {"max_new_tokens": 24, "eod": None}
 
-    texts = generate(model, PROMPTS, sampling=decaying, **options)
-
-    assert generate(model, PROMPTS, sampling=bounded, **options) == generate(
-        model, PROMPTS, sampling=steady, **options
+    texts, bounded_texts, steady_texts = (
+        generate(model, PROMPTS, GenerationConfig(24, params))
+        for params in (decaying, bounded, steady)
     )
-    for prompt, text in zip(PROMPTS, texts, strict=True):
-        assert text != by_hand(model, prompt, 24, None)
-        assert text[12:] == by_hand(model, [*prompt, *text[:12]], 12, None)
-        assert generate(model, [prompt], sampling=decaying, first_index=PROMPTS.index(prompt),
-                        **options) == [text]  # fmt: skip
+
+    assert bounded_texts == steady_texts
+    for index, (prompt, text) in enumerate(zip(PROMPTS, texts, strict=True)):
+        assert text != reference(model, prompt, 24)
+        assert text[12:] == reference(model, [*prompt, *text[:12]], 12)
+        config = GenerationConfig(24, decaying)
+        assert generate(model, [prompt], config, first_index=index) == [text]
 
 
-def test_top_p_never_decays_to_off() -> None:
+def test_top_p_never_decays_to_zero() -> None:
     assert 0.0 < SamplingParams(top_p=0.1, top_p_decay=0.1).after(5000).top_p < 1e-300
     assert SamplingParams(top_p=0.8, top_p_decay=0.5).after(2).top_p == pytest.approx(0.2)
     assert SamplingParams(top_p=0.8, top_p_decay=0.5, top_p_bound=0.3).after(9).top_p == 0.3
     assert SamplingParams(top_p=0.8).after(9).top_p == 0.8
 
 
-def test_it_can_be_cancelled_between_tokens() -> None:
-    asked: list[bool] = []
-
-    def go_on() -> bool:
-        asked.append(True)
-        return len(asked) < 4
+def test_generation_can_be_cancelled_between_tokens() -> None:
+    calls = itertools.count(1)
 
     with pytest.raises(Cancelled):
-        generate(model_of("rope"), [[1]], max_new_tokens=9, sampling=GREEDY, eod=None, go_on=go_on)
-    assert len(asked) == 4
+        generate(
+            model_of("rope"),
+            [[1]],
+            GenerationConfig(9, GREEDY),
+            should_continue=lambda: next(calls) < 4,
+        )
+    assert next(calls) == 5

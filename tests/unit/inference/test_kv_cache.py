@@ -1,4 +1,4 @@
-"""The cache itself, and the model that reads it."""
+"""The key-value cache, and the model that reads it."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from megatron_ds.inference.kv_cache import PreallocatedCache
 from tests.unit.inference.models import KINDS, VOCAB, model_of
 
 
-def piece(tokens: int, start: int) -> torch.Tensor:
-    """[2, 3, tokens, 4], with another number everywhere."""
+def values(tokens: int, start: int) -> torch.Tensor:
+    """[2, 3, tokens, 4], all different."""
     numbers = torch.arange(2 * 3 * 100 * 4).view(2, 3, 100, 4).float()
     return numbers[:, :, start : start + tokens]
 
@@ -20,41 +20,41 @@ def test_keys_and_values_are_appended_per_layer() -> None:
     for start, tokens in ((0, 4), (4, 1), (5, 3)):
         assert cache.length == start
         for layer in range(2):
-            k, v = cache.update(layer, piece(tokens, start) + layer, -piece(tokens, start))
-            assert torch.equal(k, piece(start + tokens, 0) + layer)
-            assert torch.equal(v, -piece(start + tokens, 0))
+            k, v = cache.update(layer, values(tokens, start) + layer, -values(tokens, start))
+            assert torch.equal(k, values(start + tokens, 0) + layer)
+            assert torch.equal(v, -values(start + tokens, 0))
     assert cache.length == 8
 
 
-def test_the_memory_is_allocated_once() -> None:
+def test_memory_is_allocated_once() -> None:
     cache = PreallocatedCache(layers=1, capacity=10)
-    places = {
+    addresses = {
         part.untyped_storage().data_ptr()
         for start in range(10)
-        for part in cache.update(0, piece(1, start), piece(1, start))
+        for part in cache.update(0, values(1, start), values(1, start))
     }
-    assert len(places) == 2
+    assert len(addresses) == 2
 
 
-def test_only_the_kept_prompts_stay() -> None:
+def test_keep_drops_the_other_prompts() -> None:
     cache = PreallocatedCache(layers=2, capacity=10)
     for layer in range(2):
-        cache.update(layer, piece(4, 0), -piece(4, 0))
+        cache.update(layer, values(4, 0), -values(4, 0))
 
     cache.keep([1])
 
     assert cache.length == 4
     for layer in range(2):
-        k, v = cache.update(layer, piece(1, 4)[1:], -piece(1, 4)[1:])
-        assert torch.equal(k, piece(5, 0)[1:])
-        assert torch.equal(v, -piece(5, 0)[1:])
+        k, v = cache.update(layer, values(1, 4)[1:], -values(1, 4)[1:])
+        assert torch.equal(k, values(5, 0)[1:])
+        assert torch.equal(v, -values(5, 0)[1:])
 
 
-def test_more_than_the_capacity_is_an_error() -> None:
+def test_exceeding_the_capacity_is_an_error() -> None:
     cache = PreallocatedCache(layers=1, capacity=4)
-    cache.update(0, piece(3, 0), piece(3, 0))
-    with pytest.raises(ValueError, match="5 tokens do not fit into a cache of 4"):
-        cache.update(0, piece(2, 3), piece(2, 3))
+    cache.update(0, values(3, 0), values(3, 0))
+    with pytest.raises(ValueError, match=r"5 .* 4"):
+        cache.update(0, values(2, 3), values(2, 3))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -65,14 +65,14 @@ def test_logits_with_the_cache_equal_those_without(kind: str) -> None:
 
     with torch.no_grad():
         expected = model(tokens)
-        # Several tokens at once, too, after the first.
+        # Also several tokens in one pass after the first.
         parts = [model(part, cache=cache) for part in tokens.split([5, 1, 1, 7, 1, 6], dim=1)]
 
     torch.testing.assert_close(torch.cat(parts, dim=1), expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["learned", "none"])
-def test_the_last_position_alone_is_that_of_all(kind: str) -> None:
+def test_last_only_gives_the_logits_of_the_last_position(kind: str) -> None:
     model = model_of(kind).eval()
     tokens = torch.randint(0, VOCAB, (3, 9), generator=torch.Generator().manual_seed(2))
 

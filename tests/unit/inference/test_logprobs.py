@@ -1,4 +1,4 @@
-"""Log-probabilities of texts, against the model's logits of the whole text."""
+"""Log-probabilities of texts, against the model's logits of the complete text."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ IDS = [3, 1, 4, 1, 5, 9, 2, 6, 5, 35, 89, 79]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_scores_are_those_of_the_whole_text(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron_ds.inference.logprobs.PIECE", 5)
+def test_scores_equal_the_full_forward_pass(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatron_ds.inference.logprobs.CHUNK_TOKENS", 5)
     model = model_of(kind)
     model.train()
     with torch.no_grad():
@@ -23,25 +23,25 @@ def test_scores_are_those_of_the_whole_text(kind: str, monkeypatch: pytest.Monke
     scores = score(model, IDS, top_n=3)
 
     assert len(scores.logprobs) == len(scores.top) == len(IDS) - 1
-    for place, (value, top) in enumerate(zip(scores.logprobs, scores.top, strict=True)):
-        assert value == pytest.approx(float(expected[place, IDS[place + 1]]), abs=1e-4)
-        values, ids = expected[place].topk(3)
+    for index, (value, top) in enumerate(zip(scores.logprobs, scores.top, strict=True)):
+        assert value == pytest.approx(float(expected[index, IDS[index + 1]]), abs=1e-4)
+        values, ids = expected[index].topk(3)
         assert [number for number, _ in top] == ids.tolist()
         assert [number for _, number in top] == pytest.approx(values.tolist(), abs=1e-4)
     assert model.training
 
 
-def test_the_padding_has_no_probability() -> None:
+def test_vocabulary_padding_has_no_probability() -> None:
     scores = score(model_of("learned"), [1, 2], top_n=VOCAB + 6)
 
     assert len(scores.top[0]) == VOCAB
     assert sum(torch.tensor([value for _, value in scores.top[0]]).exp()) == pytest.approx(1.0)
 
 
-def test_one_token_has_nothing_to_score() -> None:
+def test_a_single_token_has_no_score() -> None:
     assert score(model_of("rope"), [5], top_n=2).logprobs == []
 
 
-def test_it_can_be_cancelled() -> None:
+def test_scoring_can_be_cancelled() -> None:
     with pytest.raises(Cancelled):
-        score(model_of("rope"), IDS, go_on=lambda: False)
+        score(model_of("rope"), IDS, should_continue=lambda: False)

@@ -1,4 +1,4 @@
-"""What may be drawn, how often, and from which stream."""
+"""Sampling: candidates, frequencies, random streams, parameters."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_ds.inference import sampling as module
-from megatron_ds.inference.sampling import candidates, choose, draw, generator_of
+from megatron_ds.inference.sampling import candidates, choose, draw, prompt_generator
 from megatron_ds.inference.sampling_params import SamplingParams
 
 SHARES = (0.05, 0.4, 0.25, 0.0, 0.2, 0.1)
@@ -20,7 +20,7 @@ def logits(rows: int = 1) -> torch.Tensor:
 
 
 def allowed(settings: SamplingParams) -> dict[int, float]:
-    """Each token that may be drawn and its probability."""
+    """Candidates and their probabilities."""
     weights, ids = candidates(logits(), settings)
     total = float(weights.sum())
     pairs = zip(ids[0].tolist(), weights[0].tolist(), strict=True)
@@ -35,12 +35,12 @@ def allowed(settings: SamplingParams) -> dict[int, float]:
         (SamplingParams(top_k=3), {1: 0.4 / 0.85, 2: 0.25 / 0.85, 4: 0.2 / 0.85}),
         (SamplingParams(top_k=5000), {0: 0.05, 1: 0.4, 2: 0.25, 4: 0.2, 5: 0.1}),
         (SamplingParams(top_p=0.3), {1: 1.0}),
-        # 0.4 + 0.25 = 0.65 falls short of 0.7, so the token that crosses it belongs to the nucleus.
+        # 0.4 + 0.25 < 0.7: the token that crosses 0.7 belongs to the nucleus.
         (SamplingParams(top_p=0.7), {1: 0.4 / 0.85, 2: 0.25 / 0.85, 4: 0.2 / 0.85}),
         (SamplingParams(top_p=0.6), {1: 0.4 / 0.65, 2: 0.25 / 0.65}),
         (SamplingParams(top_p=1e-9), {1: 1.0}),
         (SamplingParams(top_p=1.0), {0: 0.05, 1: 0.4, 2: 0.25, 4: 0.2, 5: 0.1}),
-        # Of the three that top-k leaves, 0.4 / 0.85 = 0.47 is short of 0.5.
+        # Of the three that top-k keeps, 0.4 / 0.85 = 0.47 < 0.5.
         (SamplingParams(top_k=3, top_p=0.5), {1: 0.4 / 0.65, 2: 0.25 / 0.65}),
         (
             SamplingParams(temperature=0.5, top_k=2),
@@ -49,20 +49,20 @@ def allowed(settings: SamplingParams) -> dict[int, float]:
     ],
     ids=str,
 )
-def test_what_may_be_drawn(settings: SamplingParams, expected: dict[int, float]) -> None:
-    got = allowed(settings)
+def test_candidates(settings: SamplingParams, expected: dict[int, float]) -> None:
+    found = allowed(settings)
 
-    assert got.keys() == expected.keys()
-    assert got == pytest.approx(expected, abs=1e-6)
+    assert found.keys() == expected.keys()
+    assert found == pytest.approx(expected, abs=1e-6)
 
 
-def test_a_nucleus_wider_than_usual_is_found_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_nucleus_may_exceed_the_first_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
     generator = torch.Generator().manual_seed(0)
     rows = torch.randn(3, 50, generator=generator)
     rows[0, 0] = 20.0  # this row's nucleus is one token
     expected = candidates(rows, SamplingParams(top_p=0.9))
 
-    monkeypatch.setattr(module, "USUAL_NUCLEUS", 4)
+    monkeypatch.setattr(module, "TOP_P_CANDIDATES", 4)
     weights, ids = candidates(rows, SamplingParams(top_p=0.9))
 
     assert torch.equal(weights, expected[0])
@@ -71,8 +71,8 @@ def test_a_nucleus_wider_than_usual_is_found_whole(monkeypatch: pytest.MonkeyPat
     assert (weights > 0).sum(dim=-1).tolist()[1] > 4
 
 
-def test_frequencies_are_the_probabilities() -> None:
-    generator = generator_of(5, 0)
+def test_frequencies_match_the_probabilities() -> None:
+    generator = prompt_generator(5, 0)
     count = 20_000
 
     drawn = draw(torch.tensor([SHARES] * count), [generator] * count).flatten()
@@ -83,75 +83,71 @@ def test_frequencies_are_the_probabilities() -> None:
         assert abs(frequency - share) <= 5.0 * math.sqrt(share * (1 - share) / count)
 
 
-def test_a_number_at_the_end_of_the_interval_finds_the_last_token_with_weight(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(
+    ("uniform", "weights", "column"),
+    [(1.0, [0.5, 0.25, 0.0, 0.0], 1), (0.0, [0.0, 0.0, 0.5, 0.25], 2)],
+)
+def test_the_bounds_of_the_interval_select_columns_with_weight(
+    uniform: float, weights: list[float], column: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch, "rand", lambda *_, **__: torch.ones(1, dtype=torch.float64))
+    number = torch.tensor([uniform], dtype=torch.float64)
+    monkeypatch.setattr(torch, "rand", lambda *_, **__: number)
 
-    assert draw(torch.tensor([[0.5, 0.25, 0.0, 0.0]]), [torch.Generator()]).tolist() == [[1]]
-
-
-def test_zero_finds_the_first_token_with_weight(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "rand", lambda *_, **__: torch.zeros(1, dtype=torch.float64))
-
-    assert draw(torch.tensor([[0.0, 0.0, 0.5, 0.25]]), [torch.Generator()]).tolist() == [[2]]
+    assert draw(torch.tensor([weights]), [torch.Generator()]).tolist() == [[column]]
 
 
-def test_greedy_takes_the_highest_and_draws_nothing() -> None:
-    generator = generator_of(1, 0)
+def test_greedy_takes_the_maximum_without_drawing() -> None:
+    generator = prompt_generator(1, 0)
     before = generator.get_state()
 
     assert choose(logits(2), SamplingParams(greedy=True), [generator, generator]) == [1, 1]
     assert torch.equal(generator.get_state(), before)
 
 
-def test_a_row_draws_once_from_its_own_stream() -> None:
+def test_each_row_draws_once_from_its_own_stream() -> None:
     settings = SamplingParams()
-    alone = [choose(logits(), settings, [generator_of(7, index)])[0] for index in range(50)]
+    alone = [choose(logits(), settings, [prompt_generator(7, index)])[0] for index in range(50)]
 
-    together = choose(logits(50), settings, [generator_of(7, index) for index in range(50)])
+    together = choose(logits(50), settings, [prompt_generator(7, index) for index in range(50)])
 
     assert together == alone
     assert len(set(together)) > 1
 
 
-def test_streams_differ_by_seed_and_number() -> None:
+def test_streams_differ_by_seed_and_index() -> None:
     def stream(seed: int, index: int) -> list[float]:
-        return torch.rand(4, generator=generator_of(seed, index)).tolist()
+        return torch.rand(4, generator=prompt_generator(seed, index)).tolist()
 
     streams = [stream(1, 0), stream(1, 1), stream(2, 0), stream(11, 0), stream(1, 10)]
     assert len({tuple(values) for values in streams}) == len(streams)
     assert stream(1, 0) == streams[0]
 
 
-def test_the_default_generator_is_left_alone() -> None:
+def test_the_default_generator_is_not_used() -> None:
     before = torch.get_rng_state()
-    choose(logits(), SamplingParams(top_k=3, top_p=0.9), [generator_of(1, 0)])
+    choose(logits(), SamplingParams(top_k=3, top_p=0.9), [prompt_generator(1, 0)])
     assert torch.equal(torch.get_rng_state(), before)
 
 
 @pytest.mark.parametrize(
-    ("settings", "words"),
+    "params",
     [
-        (SamplingParams(temperature=0.0), "--temperature 0.0"),
-        (SamplingParams(temperature=math.nan), "--temperature nan"),
-        (SamplingParams(top_k=-1), "--top-k -1"),
-        (SamplingParams(top_p=1.5), "--top-p 1.5"),
-        (SamplingParams(top_p=-0.1), "--top-p -0.1"),
-        (SamplingParams(seed=-1), "--seed -1"),
-        (SamplingParams(greedy=True, top_k=4), "--greedy"),
-        (SamplingParams(greedy=True, temperature=0.7), "--greedy"),
+        SamplingParams(temperature=0.0),
+        SamplingParams(temperature=math.nan),
+        SamplingParams(top_k=-1),
+        SamplingParams(top_p=1.5),
+        SamplingParams(top_p=-0.1),
+        SamplingParams(seed=-1),
+        SamplingParams(greedy=True, top_k=4),
+        SamplingParams(greedy=True, temperature=0.7),
     ],
     ids=str,
 )
-def test_settings_that_cannot_be(settings: SamplingParams, words: str) -> None:
-    problems = list(settings.problems())
-
-    assert len(problems) == 1
-    assert problems[0].startswith(words)
+def test_invalid_parameters_are_rejected(params: SamplingParams) -> None:
+    assert len(list(params.problems())) == 1
 
 
-def test_all_problems_are_named_at_once() -> None:
+def test_all_problems_are_reported_at_once() -> None:
     assert len(list(SamplingParams(False, -1.0, -1, 2.0, -1).problems())) == 4
     assert list(SamplingParams().problems()) == []
     assert list(SamplingParams(greedy=True).problems()) == []

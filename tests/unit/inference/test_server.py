@@ -1,8 +1,7 @@
-"""HTTP: what comes in, what goes out, one at a time; no model."""
+"""The HTTP server without a model: requests, responses, order, cancellation."""
 
 from __future__ import annotations
 
-import re
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -11,17 +10,19 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
+from megatron_ds.config.problems import Problem, UserError
 from megatron_ds.inference import server
 from megatron_ds.inference.generate import Cancelled
 from megatron_ds.inference.server import TextServer, listen
 from megatron_ds.inference.tp_group import TpGroupBroken
+from tests.problems import raises_problem
 
-Perform = Callable[[str, threading.Event], dict[str, Any]]
+Run = Callable[[str, threading.Event], dict[str, Any]]
 
 
 def read(body: bytes) -> str:
     if body == b"bad":
-        raise ValueError("this is bad")
+        raise UserError(Problem("bad-request", "this is bad"))
     return body.decode()
 
 
@@ -29,59 +30,56 @@ def echo(job: str, cancelled: threading.Event) -> dict[str, Any]:
     return {"text": [job]}
 
 
-class Asked:
-    """A server in this process, and its log."""
+class Client:
+    """A client of a server in this process, and the server's log."""
 
-    def __init__(self, perform: Perform) -> None:
+    def __init__(self, run: Run) -> None:
         self.log: list[str] = []
-        self.server = TextServer[str](read, perform, self.log.append)
-        self.client = TestClient(self.server.app)
+        self.server = TextServer[str](read, run, self.log.append)
+        self.http = TestClient(self.server.app)
 
     def put(self, body: bytes) -> tuple[int, Any]:
-        response = self.client.put("/api", content=body)
+        response = self.http.put("/api", content=body)
         return response.status_code, response.json()
 
 
 @pytest.mark.parametrize("method", ["PUT", "POST"])
-def test_an_answer(method: str) -> None:
-    response = Asked(echo).client.request(method, "/api", content="é".encode())
+def test_a_request_is_answered(method: str) -> None:
+    response = Client(echo).http.request(method, "/api", content="é".encode())
 
     assert response.status_code == 200
     assert response.json() == {"text": ["é"]}
     assert response.headers["content-type"] == "application/json"
 
 
-def test_a_bad_request_says_why() -> None:
-    assert Asked(echo).put(b"bad") == (400, {"message": "this is bad"})
+def test_an_invalid_request_is_explained() -> None:
+    assert Client(echo).put(b"bad") == (
+        400,
+        {"message": "this is bad", "codes": ["bad-request"]},
+    )
 
 
-def test_a_body_that_is_too_long_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_body_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "MAX_BODY", 10)
-    asked = Asked(echo)
+    client = Client(echo)
 
-    assert asked.put(b"x" * 10)[0] == 200
-    assert asked.put(b"x" * 11) == (400, {"message": "the body is longer than 10 bytes"})
+    assert client.put(b"x" * 10)[0] == 200
+    status, response = client.put(b"x" * 11)
+    assert (status, response["codes"]) == (400, ["request-too-long"])
 
 
 @pytest.mark.parametrize(
-    ("method", "path", "status", "words"),
-    [
-        ("GET", "/api", 405, "GET does not go with /api; requests go to PUT /api"),
-        ("PUT", "/", 405, "PUT does not go with /"),
-        ("PUT", "/apis", 404, "there is no /apis; requests go to PUT /api"),
-        ("GET", "/docs", 404, "there is no /docs"),
-    ],
+    ("method", "path", "status"),
+    [("GET", "/api", 405), ("PUT", "/", 405), ("PUT", "/apis", 404), ("GET", "/docs", 404)],
 )
-def test_other_requests_are_answered_in_json(
-    method: str, path: str, status: int, words: str
-) -> None:
-    response = Asked(echo).client.request(method, path)
+def test_other_requests_are_answered_in_json(method: str, path: str, status: int) -> None:
+    response = Client(echo).http.request(method, path)
     assert response.status_code == status
-    assert words in response.json()["message"]
+    assert path in response.json()["message"]
 
 
 def test_health_and_page() -> None:
-    client = Asked(echo).client
+    client = Client(echo).http
 
     assert client.get("/health").json() == {"status": "ok", "requests": 0}
     page = client.get("/")
@@ -89,58 +87,58 @@ def test_health_and_page() -> None:
     assert 'method: "PUT"' in page.text
 
 
-def test_a_failing_request_is_told_and_the_next_one_answered() -> None:
-    def perform(job: str, cancelled: threading.Event) -> dict[str, Any]:
+def test_a_failed_request_does_not_stop_the_server() -> None:
+    def run(job: str, cancelled: threading.Event) -> dict[str, Any]:
         if job == "divide":
             return {"text": 1 / 0}
         return {"text": float("nan")} if job == "nan" else echo(job, cancelled)
 
-    asked = Asked(perform)
+    client = Client(run)
 
-    assert asked.put(b"divide") == (500, {"message": "ZeroDivisionError: division by zero"})
-    assert "Traceback" in asked.log[0]
-    assert asked.put(b"nan")[0] == 500
-    assert asked.put(b"well") == (200, {"text": ["well"]})
+    assert client.put(b"divide") == (500, {"message": "ZeroDivisionError: division by zero"})
+    assert "Traceback" in client.log[0]
+    assert client.put(b"nan")[0] == 500
+    assert client.put(b"well") == (200, {"text": ["well"]})
 
 
-def test_requests_are_performed_one_after_another() -> None:
-    at_once: list[int] = []
-    now = threading.Semaphore(1)
+def test_requests_run_one_after_another() -> None:
+    was_alone: list[bool] = []
+    running = threading.Semaphore(1)
 
-    def perform(job: str, cancelled: threading.Event) -> dict[str, Any]:
-        alone = now.acquire(blocking=False)
-        at_once.append(alone)
+    def run(job: str, cancelled: threading.Event) -> dict[str, Any]:
+        is_alone = running.acquire(blocking=False)
+        was_alone.append(is_alone)
         threading.Event().wait(0.02)
-        if alone:
-            now.release()
+        if is_alone:
+            running.release()
         return echo(job, cancelled)
 
-    asked = Asked(perform)
-    with asked.client, ThreadPoolExecutor(6) as pool:
-        answers = list(pool.map(asked.put, [b"%d" % number for number in range(6)]))
+    client = Client(run)
+    with client.http, ThreadPoolExecutor(6) as pool:
+        responses = list(pool.map(client.put, [b"%d" % number for number in range(6)]))
 
-    assert at_once == [True] * 6
-    assert answers == [(200, {"text": [str(number)]}) for number in range(6)]
+    assert was_alone == [True] * 6
+    assert responses == [(200, {"text": [str(number)]}) for number in range(6)]
 
 
-def test_a_bad_request_does_not_wait_for_its_turn() -> None:
+def test_an_invalid_request_is_answered_immediately() -> None:
     started, release = threading.Event(), threading.Event()
 
-    def perform(job: str, cancelled: threading.Event) -> dict[str, Any]:
+    def run(job: str, cancelled: threading.Event) -> dict[str, Any]:
         started.set()
         assert release.wait(60)
         return echo(job, cancelled)
 
-    asked = Asked(perform)
-    many = 40  # more than there are threads to read requests
-    with asked.client, ThreadPoolExecutor(many) as pool:
-        slow = [pool.submit(asked.put, b"slow") for _ in range(many)]
+    client = Client(run)
+    many = 40  # more than the server has threads that read requests
+    with client.http, ThreadPoolExecutor(many) as pool:
+        slow = [pool.submit(client.put, b"slow") for _ in range(many)]
         assert started.wait(60)
-        while asked.client.get("/health").json()["requests"] < many:
+        while client.http.get("/health").json()["requests"] < many:
             pass
-        assert asked.put(b"bad")[0] == 400
+        assert client.put(b"bad")[0] == 400
         release.set()
-        assert all(each.result(60)[0] == 200 for each in slow)
+        assert all(response.result(60)[0] == 200 for response in slow)
 
 
 @pytest.fixture
@@ -150,40 +148,43 @@ def raised_signals(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     return numbers
 
 
-def test_ranks_out_of_step_end_the_server(raised_signals: list[int]) -> None:
-    def perform(job: str, cancelled: threading.Event) -> dict[str, Any]:
-        raise TpGroupBroken("rank 1 is gone")
+def test_ranks_out_of_step_stop_the_server(raised_signals: list[int]) -> None:
+    def run(job: str, cancelled: threading.Event) -> dict[str, Any]:
+        raise TpGroupBroken("rank 1 is lost")
 
-    asked = Asked(perform)
+    client = Client(run)
 
-    assert asked.put(b"x") == (500, {"message": "the server ends: rank 1 is gone"})
+    status, response = client.put(b"x")
+
+    assert status == 500
+    assert "rank 1 is lost" in response["message"]
     assert raised_signals == [server.signal.SIGTERM]
 
 
-def test_a_request_is_cancelled_when_the_server_stops() -> None:
+def test_stopping_the_server_cancels_a_request() -> None:
     started = threading.Event()
 
-    def perform(job: str, cancelled: threading.Event) -> dict[str, Any]:
+    def run(job: str, cancelled: threading.Event) -> dict[str, Any]:
         started.set()
         assert cancelled.wait(60)
         raise Cancelled
 
-    asked = Asked(perform)
-    with asked.client, ThreadPoolExecutor(1) as pool:
-        slow = pool.submit(asked.put, b"slow")
+    client = Client(run)
+    with client.http, ThreadPoolExecutor(1) as pool:
+        slow = pool.submit(client.put, b"slow")
         assert started.wait(60)
-        asked.server.stop()
-        assert slow.result(60) == (503, {"message": "the server is stopping"})
+        client.server.stop()
+        assert slow.result(60)[0] == 503
 
 
-def test_a_port_that_is_taken_is_named() -> None:
+def test_an_occupied_port_is_reported() -> None:
     with listen("127.0.0.1", 0) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(ValueError, match=f"--host 127.0.0.1 --port {port}: .*in use"):
+        with raises_problem("server-address-unusable", "host", "port", contains=f" {port}: "):
             listen("127.0.0.1", port)
 
 
 @pytest.mark.parametrize("host", ["203.0.113.7", "a..b"])
-def test_a_host_that_is_not_here_is_named(host: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(f"--host {host} --port 5000: ")):
+def test_a_foreign_host_is_reported(host: str) -> None:
+    with raises_problem("server-address-unusable", "host", "port", contains=host):
         listen(host, 5000)

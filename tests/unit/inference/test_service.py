@@ -1,4 +1,4 @@
-"""Queries to answers, with a small model and a tokenizer of bytes."""
+"""Requests to responses, with a small model and a character tokenizer."""
 
 from __future__ import annotations
 
@@ -14,25 +14,27 @@ from megatron_ds.inference.api_schema import Defaults, read
 from megatron_ds.inference.logprobs import score
 from megatron_ds.inference.service import TextGenerationService, max_sequence_length
 from megatron_ds.model.gpt import GPTModel
+from megatron_ds.tokenizer import TokenizerFingerprint
+from tests.problems import raises_problem
 from tests.unit.inference.models import EOD, VOCAB, model_of
 
-LINE, TWO_LINES, COLON = 10, 11, 12
+EOL, TWO_EOLS, COLON = 10, 11, 12
 MAX_LENGTH = 40
-SPECIAL = {LINE: "\n", TWO_LINES: "\n\n", COLON: ":", EOD: "<end>"}
+SPECIAL = {EOL: "\n", TWO_EOLS: "\n\n", COLON: ":", EOD: "<end>"}
 
 
-class Signs:
-    """A tokenizer of single characters; id 89 ends a document."""
+class CharTokenizer:
+    """A tokenizer of single characters."""
 
     vocab_size = VOCAB
     eod = EOD
-    fingerprint = "signs"
+    fingerprint = TokenizerFingerprint("CharTokenizer", {}, VOCAB, EOD)
 
     def encode(self, text: str) -> list[int]:
         if "?" in text:
             raise ValueError("there is no ?")
-        ids = {sign: number for number, sign in SPECIAL.items() if len(sign) == 1}
-        return [ids.get(sign, ord(sign) % VOCAB) for sign in text]
+        ids = {char: number for number, char in SPECIAL.items() if len(char) == 1}
+        return [ids.get(char, ord(char) % VOCAB) for char in text]
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         return [self.encode(text) for text in texts]
@@ -47,41 +49,34 @@ def model() -> GPTModel:
 
 
 @pytest.fixture
-def answerer(model: GPTModel) -> TextGenerationService:
+def service(model: GPTModel) -> TextGenerationService:
     return TextGenerationService(
-        model, Signs(), max_length=MAX_LENGTH, usual_new_tokens=30, micro_batch_size=2
+        model, CharTokenizer(), max_length=MAX_LENGTH, default_new_tokens=30, micro_batch_size=2
     )
 
 
 @pytest.fixture
-def many(model: GPTModel) -> TextGenerationService:
-    """As fast as can be with many prompts."""
+def large_batch(model: GPTModel) -> TextGenerationService:
+    """Continues 128 prompts at once, which is fastest."""
     return TextGenerationService(
-        model, Signs(), max_length=MAX_LENGTH, usual_new_tokens=9, micro_batch_size=128
+        model, CharTokenizer(), max_length=MAX_LENGTH, default_new_tokens=9, micro_batch_size=128
     )
 
 
-def answer(answerer: TextGenerationService, **fields: Any) -> dict[str, Any]:
-    query = read(json.dumps(fields).encode(), Defaults())
-    job = answerer.job(query)
-    found = answerer.answer(job, answerer.run(job, lambda: True))
-    return json.loads(json.dumps(found, allow_nan=False))
+def respond(service: TextGenerationService, **fields: Any) -> dict[str, Any]:
+    job = service.build_job(read(json.dumps(fields).encode(), Defaults()))
+    response = service.build_response(job, service.run(job, lambda: True))
+    return json.loads(json.dumps(response, allow_nan=False))
 
 
-def problem(answerer: TextGenerationService, **fields: Any) -> str:
-    with pytest.raises(ValueError) as error:
-        answerer.job(read(json.dumps(fields).encode(), Defaults()))
-    return str(error.value)
+def test_a_response_contains_prompt_and_continuation(service: TextGenerationService) -> None:
+    response = respond(service, prompts=["abc", "d"], tokens_to_generate=5, top_k=1)
 
-
-def test_an_answer_holds_prompt_and_continuation(answerer: TextGenerationService) -> None:
-    got = answer(answerer, prompts=["abc", "d"], tokens_to_generate=5, top_k=1)
-
-    assert set(got) == {"text", "segments", "tokens", "logprobs"}
-    assert got["logprobs"] is None
-    decode, encode = Signs().decode, Signs().encode
+    assert set(response) == {"text", "segments", "tokens", "logprobs"}
+    assert response["logprobs"] is None
+    decode, encode = CharTokenizer().decode, CharTokenizer().encode
     for prompt, text, segments, tokens in zip(
-        ["abc", "d"], got["text"], got["segments"], got["tokens"], strict=True
+        ["abc", "d"], response["text"], response["segments"], response["tokens"], strict=True
     ):
         assert tokens[: len(prompt)] == encode(prompt)
         assert len(tokens) == len(prompt) + 5
@@ -89,123 +84,142 @@ def test_an_answer_holds_prompt_and_continuation(answerer: TextGenerationService
         assert len(segments) == len(tokens)
 
 
-def test_logprobs_are_those_of_every_token_but_the_first(
-    answerer: TextGenerationService, model: GPTModel
+def test_logprobs_of_every_token_but_the_first(
+    service: TextGenerationService, model: GPTModel
 ) -> None:
-    got = answer(
-        answerer, prompts=["abc"], tokens_to_generate=4, logprobs=True, top_n_logprobs=2, top_k=1
+    response = respond(
+        service, prompts=["abc"], tokens_to_generate=4, logprobs=True, top_n_logprobs=2, top_k=1
     )
 
-    expected = score(model, got["tokens"][0], top_n=2)
-    assert got["logprobs"] == [pytest.approx(expected.logprobs)]
-    assert len(got["logprobs"][0]) == 6
-    for shown, top in zip(got["top_n_logprobs"][0], expected.top, strict=True):
-        assert shown == pytest.approx({Signs().decode([number]): value for number, value in top})
-    # Greedy: what was chosen is the most probable.
-    assert got["logprobs"][0][2:] == [max(top.values()) for top in got["top_n_logprobs"][0][2:]]
+    expected = score(model, response["tokens"][0], top_n=2)
+    assert response["logprobs"] == [pytest.approx(expected.logprobs)]
+    assert len(response["logprobs"][0]) == 6
+    (most_probable,) = response["top_n_logprobs"]
+    decode = CharTokenizer().decode
+    for found, top in zip(most_probable, expected.top, strict=True):
+        assert found == pytest.approx({decode([number]): value for number, value in top})
+    # Greedy: the chosen tokens are the most probable ones.
+    assert response["logprobs"][0][2:] == [max(top.values()) for top in most_probable[2:]]
 
 
-def test_no_token_to_generate_scores_the_prompts(
-    answerer: TextGenerationService, model: GPTModel
-) -> None:
-    got = answer(answerer, prompts=["abcd", "b"], tokens_to_generate=0, logprobs=True)
+def test_zero_new_tokens_score_the_prompts(service: TextGenerationService, model: GPTModel) -> None:
+    response = respond(service, prompts=["abcd", "b"], tokens_to_generate=0, logprobs=True)
 
-    assert got["tokens"] == Signs().encode_batch(["abcd", "b"])
-    assert got["logprobs"] == [pytest.approx(score(model, got["tokens"][0]).logprobs), []]
+    assert response["tokens"] == CharTokenizer().encode_batch(["abcd", "b"])
+    assert response["logprobs"] == [pytest.approx(score(model, response["tokens"][0]).logprobs), []]
 
 
-def test_the_same_seed_gives_the_same_text_and_none_another(
-    answerer: TextGenerationService,
+def test_texts_depend_on_the_seed_and_are_random_without_one(
+    service: TextGenerationService,
 ) -> None:
     fields: dict[str, Any] = {"prompts": ["ab"] * 3, "tokens_to_generate": 8, "temperature": 3}
 
-    first = answer(answerer, **fields, random_seed=5)
+    first = respond(service, **fields, random_seed=5)
 
-    assert answer(answerer, **fields, random_seed=5) == first
-    assert answer(answerer, **fields, random_seed=6) != first
+    assert respond(service, **fields, random_seed=5) == first
+    assert respond(service, **fields, random_seed=6) != first
     assert len(set(first["text"])) == 3
-    assert answer(answerer, **fields)["text"] != answer(answerer, **fields)["text"]
+    assert respond(service, **fields)["text"] != respond(service, **fields)["text"]
 
 
-def test_without_a_number_there_is_as_much_as_fits(answerer: TextGenerationService) -> None:
-    short, long = answer(answerer, prompts=["a", "a" * 35], temperature=50)["tokens"]
+def test_texts_without_a_requested_length_fill_the_sequence(service: TextGenerationService) -> None:
+    short, long = respond(service, prompts=["a", "a" * 35], temperature=50)["tokens"]
 
     assert len(short) == 31 or short[-1] == EOD
     assert len(long) == MAX_LENGTH or long[-1] == EOD
 
 
-def test_what_does_not_fit_is_named(answerer: TextGenerationService) -> None:
-    prompts = ["a", "a" * 36]
-    assert problem(answerer, prompts=prompts, tokens_to_generate=5) == (
-        "prompt 2: its 36 tokens and the 5 to generate are more than the 40 that fit"
-    )
-    assert answer(answerer, prompts=prompts, tokens_to_generate=4)
-    assert "41 tokens and the 0" in problem(
-        answerer, prompts=["a" * 41], tokens_to_generate=0, logprobs=True
-    )
-    assert answer(answerer, prompts=["a" * 40], tokens_to_generate=0, logprobs=True)
-    assert "its 40 tokens leave no room" in problem(answerer, prompts=["a" * 40])
-    assert "prompt 2: there is no ?" in problem(answerer, prompts=["a", "?"])
-    assert f"stop_token {VOCAB} is outside" in problem(
-        answerer, prompts=["a"], beam_width=2, stop_token=VOCAB
-    )
+@pytest.mark.parametrize(
+    ("fields", "code", "shown"),
+    [
+        (
+            {"prompts": ["a", "a" * 36], "tokens_to_generate": 5},
+            "prompt-and-new-tokens-exceed-length",
+            "prompt 2: its 36 ",
+        ),
+        (
+            {"prompts": ["a" * 41], "tokens_to_generate": 0, "logprobs": True},
+            "prompt-and-new-tokens-exceed-length",
+            "41",
+        ),
+        ({"prompts": ["a" * 40]}, "prompt-fills-sequence", "40"),
+        ({"prompts": ["a", "?"]}, "prompt-not-encodable", "prompt 2"),
+        (
+            {"prompts": ["a"], "beam_width": 2, "stop_token": VOCAB},
+            "stop-token-out-of-range",
+            str(VOCAB),
+        ),
+    ],
+)
+def test_unsuitable_requests_are_rejected(
+    service: TextGenerationService, fields: dict[str, Any], code: str, shown: str
+) -> None:
+    request = read(json.dumps(fields).encode(), Defaults())
+    with raises_problem(code, contains=shown):
+        service.build_job(request)
 
 
-def test_add_bos_starts_after_the_end_of_a_document(answerer: TextGenerationService) -> None:
-    got = answer(answerer, prompts=["", "b"], tokens_to_generate=2, add_BOS=True)
-    assert [ids[:-2] for ids in got["tokens"]] == [[EOD], [EOD, ord("b") % VOCAB]]
+def test_the_sequence_can_be_filled(service: TextGenerationService) -> None:
+    assert respond(service, prompts=["a", "a" * 36], tokens_to_generate=4)
+    assert respond(service, prompts=["a" * 40], tokens_to_generate=0, logprobs=True)
 
 
-def test_beam_search_gives_texts_and_scores(answerer: TextGenerationService) -> None:
-    got = answer(answerer, prompts=["abc"], tokens_to_generate=5, beam_width=3)
-
-    assert set(got) == {"text", "segments", "tokens", "scores"}
-    assert len(got["text"]) == len(got["scores"]) == 3
-    assert got["scores"] == sorted(got["scores"], reverse=True)
-    assert all(text.startswith(Signs().decode(Signs().encode("abc"))) for text in got["text"])
+def test_add_bos_starts_with_the_end_of_document(service: TextGenerationService) -> None:
+    response = respond(service, prompts=["", "b"], tokens_to_generate=2, add_BOS=True)
+    assert [ids[:-2] for ids in response["tokens"]] == [[EOD], [EOD, ord("b") % VOCAB]]
 
 
-def texts(answerer: TextGenerationService, **fields: Any) -> list[list[int]]:
-    """The new tokens of many drawn texts; with so high a temperature nearly any token is drawn."""
+def test_beam_search_returns_texts_and_scores(service: TextGenerationService) -> None:
+    response = respond(service, prompts=["abc"], tokens_to_generate=5, beam_width=3)
+
+    assert set(response) == {"text", "segments", "tokens", "scores"}
+    assert len(response["text"]) == len(response["scores"]) == 3
+    assert response["scores"] == sorted(response["scores"], reverse=True)
+    prompt = CharTokenizer().decode(CharTokenizer().encode("abc"))
+    assert all(text.startswith(prompt) for text in response["text"])
+
+
+def texts(service: TextGenerationService, **fields: Any) -> list[list[int]]:
+    """New tokens of many samples; at this temperature nearly any token occurs."""
     prompt = fields.pop("prompt", "a")
-    got = answer(
-        answerer,
+    response = respond(
+        service,
         prompts=[prompt] * 128,
         tokens_to_generate=36,
         temperature=100,
         random_seed=1,
         **fields,
     )
-    return [ids[len(Signs().encode(prompt)) :] for ids in got["tokens"]]
+    return [ids[len(CharTokenizer().encode(prompt)) :] for ids in response["tokens"]]
 
 
-def test_lines_end_texts(many: TextGenerationService) -> None:
-    ended = [ids for ids in texts(many, stop_on_eol=True) if len(ids) < 36]
-    assert {ids[-1] for ids in ended} == {LINE, TWO_LINES, EOD}
-    assert not any({LINE, TWO_LINES} & set(ids[:-1]) for ids in ended)
+def test_a_newline_ends_texts(large_batch: TextGenerationService) -> None:
+    ended = [ids for ids in texts(large_batch, stop_on_eol=True) if len(ids) < 36]
+    assert {ids[-1] for ids in ended} == {EOL, TWO_EOLS, EOD}
+    assert not any({EOL, TWO_EOLS} & set(ids[:-1]) for ids in ended)
 
 
-def test_empty_lines_end_texts(many: TextGenerationService) -> None:
-    # After one line end, another is an empty line.
-    drawn = texts(many, stop_on_double_eol=True, prompt="a\n")
-    assert all(TWO_LINES not in ids[:-1] for ids in drawn)
-    assert any(LINE in ids[1:-1] for ids in drawn)
-    assert any(ids == [LINE] for ids in drawn) == any(ids[0] == LINE for ids in drawn)
-    pairs = [pair for ids in drawn for pair in itertools.pairwise(ids[:-1])]
-    assert (LINE, LINE) not in pairs
+def test_an_empty_line_ends_texts(large_batch: TextGenerationService) -> None:
+    # The prompt ends with a newline: a second one makes an empty line.
+    samples = texts(large_batch, stop_on_double_eol=True, prompt="a\n")
+    assert all(TWO_EOLS not in ids[:-1] for ids in samples)
+    assert any(EOL in ids[1:-1] for ids in samples)
+    assert any(ids == [EOL] for ids in samples) == any(ids[0] == EOL for ids in samples)
+    pairs = [pair for ids in samples for pair in itertools.pairwise(ids[:-1])]
+    assert (EOL, EOL) not in pairs
 
 
-def test_a_colon_is_followed_by_no_line_end(many: TextGenerationService) -> None:
+def test_newlines_after_colons_can_be_prevented(large_batch: TextGenerationService) -> None:
     def after_colons(**fields: Any) -> set[int]:
-        drawn = texts(many, prompt=":", **fields)
-        return {after for ids in drawn for before, after in zip([COLON, *ids], ids, strict=False)
+        samples = texts(large_batch, prompt=":", **fields)
+        return {after for ids in samples for before, after in zip([COLON, *ids], ids, strict=False)
                 if before == COLON}  # fmt: skip
 
-    assert {LINE, TWO_LINES} & after_colons()
-    assert not {LINE, TWO_LINES} & after_colons(prevent_newline_after_colon=True)
+    assert {EOL, TWO_EOLS} & after_colons()
+    assert not {EOL, TWO_EOLS} & after_colons(prevent_newline_after_colon=True)
 
 
-def test_how_long_a_text_may_be() -> None:
+def test_maximal_sequence_length() -> None:
     learned = ModelConfig(seq_length=64, max_position_embeddings=80)
     rope = ModelConfig(seq_length=64, position_embedding_type="rope")
 
@@ -213,7 +227,7 @@ def test_how_long_a_text_may_be() -> None:
     assert max_sequence_length(learned, 70) == 70
     assert max_sequence_length(rope, None) == 64
     assert max_sequence_length(rope, 500) == 500
-    with pytest.raises(ValueError, match="--inference-max-seq-length 81: the model has 80"):
+    with raises_problem("inference-length-exceeds-positions", contains="80"):
         max_sequence_length(learned, 81)
-    with pytest.raises(ValueError, match="--inference-max-seq-length 1: must be 2 or more"):
+    with raises_problem("inference-length-too-small", contains="1"):
         max_sequence_length(rope, 1)
