@@ -75,7 +75,7 @@ def inject(text: str, action: Action | None = None) -> None:
         action: Happens instead of the one that the text names.
     """
     fault = Fault.parse(text)
-    action = action or _action(fault.action)
+    action = action or action_of(fault)
     if fault.point in POINTS:
         POINTS[fault.point](fault, action)
         return
@@ -221,10 +221,10 @@ ACTIONS: dict[str, Action] = {
 }
 
 
-def _action(name: str) -> Action:
-    if name in ACTIONS:
-        return ACTIONS[name]
-    code = getattr(errno, name)
+def action_of(fault: Fault) -> Action:
+    if fault.action in ACTIONS:
+        return ACTIONS[fault.action]
+    code = getattr(errno, fault.action)
 
     def raise_error(*_: Any) -> NoReturn:
         raise OSError(code, os.strerror(code))
@@ -366,7 +366,7 @@ def main() -> None:
     from megatron_ds.launch import environment
 
     environment.prepare_environment()
-    action = _action(Fault.parse(os.environ["FAULT"]).action)
+    action = action_of(Fault.parse(os.environ["FAULT"]))
     acts_here = _is_fault_rank() or action is hang_past_timeout
     inject(os.environ["FAULT"], action if acts_here else lambda *_: None)
     import pretrain_gpt

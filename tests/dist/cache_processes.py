@@ -1,22 +1,23 @@
-"""A process that forks crews which all build the same datasets at once; a line of JSON in, a line
-of JSON out for each crew. No test by itself.
+"""A process that forks groups of processes which all build the same datasets at once.
 
-It loads no torch, so that eight processes start within a moment. A request:
+It loads no torch, so that eight processes start within a moment. It reads a line of JSON for each
+group and answers with one. A request:
 
-    paths      --data-path        cache      --data-cache-path
+    paths      --data-path
+    cache      --data-cache-path
     fallback   another folder for the indexes
-    fault      what befalls the crew: a key of FAULTS, with its argument after a colon
+    marks      a folder for files that the processes leave for each other
+    fault      a fault for tests/faults.py, or a key of SPECIAL_FAULTS. A fault at one call happens in
+               the first process that gets there, a repeated one in all.
     patience   seconds until a waiting process gives up
-    nobody     run as the user `nobody` if this one is root, whom no permission stops
+    nobody     run as the user `nobody` if this one is root, which ignores permissions
 
-An answer: for each process its samples' SHA-256, or the error in words, or the signal that killed
-it; and what it said while it waited.
+An answer: for each process its samples' SHA-256, or the error message, or the signal that killed
+it; and what it reported while it waited.
 """
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import functools
 import hashlib
 import json
@@ -29,17 +30,16 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
 from megatron_ds.config import DataConfig
-from megatron_ds.data import index_cache
-from megatron_ds.data import blend_schedule
+from megatron_ds.data import blend_schedule, index_cache
 from megatron_ds.data.build_datasets import build_datasets
 from megatron_ds.fileio.file_lock import WaitPolicy
+from tests import faults
 
 PROCESSES = 8
 DEADLINE = 100.0
@@ -47,8 +47,8 @@ NOBODY = 65534
 
 
 def build(request: dict[str, Any]) -> str:
-    """A hash of every sample of training and validation."""
-    blend_schedule.BLOCK = 16  # else so short a mixture would not be kept
+    """Returns a hash of every training and validation sample."""
+    blend_schedule.BLOCK = 16  # otherwise so short a blend would not be cached
     datasets = build_datasets(
         DataConfig(
             data_path=tuple(request["paths"]), split="8,2", data_cache_path=request.get("cache")
@@ -68,8 +68,8 @@ def build(request: dict[str, Any]) -> str:
     return digest.hexdigest()
 
 
-def first(folder: Path) -> bool:
-    """True for the first process of a crew that asks."""
+def is_first(folder: Path) -> bool:
+    """True for the first process of a group that asks."""
     try:
         os.close(os.open(folder / "first", os.O_CREAT | os.O_EXCL))
     except FileExistsError:
@@ -77,109 +77,69 @@ def first(folder: Path) -> bool:
     return True
 
 
-def at(module: Any, name: str, count: int, happens: Callable[..., None]) -> None:
-    """Before the count-th call of a function, something happens; it gets the call's arguments."""
-    function, calls = getattr(module, name), iter(range(1, 1 << 30))
+def inject(request: dict[str, Any], marks: Path) -> None:
+    text = request["fault"]
+    name, _, argument = text.partition(":")
+    if name in SPECIAL_FAULTS:
+        SPECIAL_FAULTS[name](request, marks, argument)
+        return
+    fault = faults.Fault.parse(text)
+    action = faults.action_of(fault)
 
-    @functools.wraps(function)
-    def called(*arguments: Any, **keywords: Any) -> Any:
-        if next(calls) == count:
-            happens(*arguments)
-        return function(*arguments, **keywords)
+    def act_once(*arguments: Any) -> None:
+        if fault.repeats or is_first(marks):
+            action(*arguments)
 
-    setattr(module, name, called)
-
-
-def end_first(marks: Path, how: signal.Signals) -> Callable[..., None]:
-    def end(*arguments: Any) -> None:
-        if first(marks):
-            os.kill(os.getpid(), how)
-
-    return end
+    faults.inject(text, act_once)
 
 
-def killed_making(marks: Path, request: dict[str, Any], argument: str) -> None:
-    at(index_cache, "_store", int(argument), end_first(marks, signal.SIGKILL))
-
-
-def killed_writing(marks: Path, request: dict[str, Any], argument: str) -> None:
-    def cut_and_end(descriptor: int) -> None:
-        if first(marks):
-            with suppress(OSError):  # it may be the folder's
-                os.ftruncate(descriptor, os.fstat(descriptor).st_size // 2)
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    at(os, "fsync", int(argument), cut_and_end)
-
-
-def killed_renaming(marks: Path, request: dict[str, Any], argument: str) -> None:
-    at(os, "replace", int(argument), end_first(marks, signal.SIGKILL))
-
-
-def stopped(marks: Path, request: dict[str, Any], argument: str) -> None:
-    at(index_cache, "_store", 1, end_first(marks, signal.SIGSTOP))
-
-
-def waited_for(marks: Path, request: dict[str, Any], argument: str) -> None:
-    """The first to build goes on when another has said that it waits."""
+def wait_for_peers(request: dict[str, Any], marks: Path, argument: str) -> None:
+    """The first process to build an index continues when a peer has reported that it waits."""
 
     def wait(*arguments: Any) -> None:
-        while first(marks) or not (marks / "said").exists():
+        while is_first(marks) or not (marks / "reported").exists():
             time.sleep(0.01)
 
-    at(index_cache, "_store", 1, wait)
+    faults.inject(f"{STORE}:1", wait)
 
 
-def without_locks(marks: Path, request: dict[str, Any], argument: str) -> None:
-    def flock(*arguments: Any) -> None:
-        raise OSError(getattr(errno, argument), os.strerror(getattr(errno, argument)))
-
-    fcntl.flock = flock  # type: ignore[assignment]
-
-
-def no_room(marks: Path, request: dict[str, Any], argument: str) -> None:
+def limit_file_size(request: dict[str, Any], marks: Path, argument: str) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (int(argument), int(argument)))
 
 
-def deleted(marks: Path, request: dict[str, Any], argument: str) -> None:
-    """The folder of the cache vanishes once in the middle, or whenever it is written to."""
+def delete_cache(request: dict[str, Any], marks: Path, argument: str) -> None:
+    """The cache folder vanishes once, before the second rename, or before every rename."""
 
     def delete(*arguments: Any) -> None:
-        if argument == "always" or first(marks):
+        if argument == "always" or is_first(marks):
             shutil.rmtree(request["cache"], ignore_errors=True)
 
-    for count in range(1, 20) if argument == "always" else (2,):
-        at(os, "replace", count, delete)
+    faults.inject("os.replace:1+" if argument == "always" else "os.replace:2", delete)
 
 
-FAULTS: dict[str, Callable[[Path, dict[str, Any], str], None]] = {
-    "killed_making": killed_making,
-    "killed_writing": killed_writing,
-    "killed_renaming": killed_renaming,
-    "stopped": stopped,
-    "waited_for": waited_for,
-    "without_locks": without_locks,
-    "no_room": no_room,
-    "deleted": deleted,
+STORE = f"{index_cache.__name__}.{index_cache._store.__name__}"
+SPECIAL_FAULTS: dict[str, Callable[[dict[str, Any], Path, str], None]] = {
+    "wait-for-peers": wait_for_peers,
+    "limit-file-size": limit_file_size,
+    "delete-cache": delete_cache,
 }
 
 
-def member(request: dict[str, Any], marks: Path) -> dict[str, Any]:
-    """What one process of the crew does."""
-    said: list[str] = []
+def run_member(request: dict[str, Any], marks: Path) -> dict[str, Any]:
+    """What one process of the group does."""
+    reports: list[str] = []
 
-    def say(text: str) -> None:
-        said.append(text)
-        (marks / "said").touch()
+    def report(text: str) -> None:
+        reports.append(text)
+        (marks / "reported").touch()
 
     if request.get("nobody") and os.geteuid() == 0:
         os.setegid(NOBODY)
         os.seteuid(NOBODY)
-    fault, _, argument = request.get("fault", "").partition(":")
-    if fault:
-        FAULTS[fault](marks, request, argument)
+    if "fault" in request:
+        inject(request, marks)
     index_cache.WaitPolicy = functools.partial(  # type: ignore[assignment, misc]
-        WaitPolicy, say=say, words_after=0.2, limit=request.get("patience", DEADLINE)
+        WaitPolicy, say=report, words_after=0.2, limit=request.get("patience", DEADLINE)
     )
     try:
         answer = {"samples": build(request)}
@@ -187,18 +147,20 @@ def member(request: dict[str, Any], marks: Path) -> dict[str, Any]:
         answer = {"error": str(error)}
     except BaseException:
         answer = {"traceback": traceback.format_exc()}
-    return {**answer, "said": said}
+    return {**answer, "reports": reports}
 
 
-def crew(request: dict[str, Any]) -> list[dict[str, Any]]:
+def run_group(request: dict[str, Any]) -> list[dict[str, Any]]:
     marks = Path(request["marks"])
     children = {}
     pipes = [os.pipe() for _ in range(PROCESSES)]
     for number, (_, theirs) in enumerate(pipes):
         child = os.fork()
         if not child:
-            os.write(theirs, json.dumps(member(request, marks)).encode())
-            os._exit(0)
+            try:
+                os.write(theirs, json.dumps(run_member(request, marks)).encode())
+            finally:
+                os._exit(0)
         children[child] = number
     answers: list[dict[str, Any]] = [{"hung": True}] * PROCESSES
     deadline = time.monotonic() + DEADLINE
@@ -228,10 +190,10 @@ def main() -> None:
     for line in sys.stdin:
         request = json.loads(line)
         if request.get("warm"):
-            build(request)  # whatever is imported late is imported before a crew is `nobody`
+            build(request)  # late imports happen before a group runs as `nobody`
             print("[]", flush=True)
         else:
-            print(json.dumps(crew(request)), flush=True)
+            print(json.dumps(run_group(request)), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""How two runs are compared: every figure, and every tensor by its largest element."""
+"""Compares two runs: every number, and every tensor relative to its largest element."""
 
 from __future__ import annotations
 
@@ -10,37 +10,37 @@ RELATIVE = 1e-5
 
 
 def differences(run: Run, reference: Run, relative: float = RELATIVE) -> list[str]:
-    """Every way in which `run` differs from `reference` by more than `relative`, a line each."""
+    """Lists every difference between `run` and `reference` larger than `relative`."""
     found = []
     for kind in ("losses", "norms", "gradients", "weights"):
-        ours, theirs = getattr(run, kind), getattr(reference, kind)
-        if len(ours) != len(theirs):
-            found.append(f"{len(ours)} {kind} instead of {len(theirs)}")
+        ours, reference_values = getattr(run, kind), getattr(reference, kind)
+        if len(ours) != len(reference_values):
+            found.append(f"{len(ours)} {kind} instead of {len(reference_values)}")
     for kind in ("losses", "norms"):
         pairs = zip(getattr(run, kind), getattr(reference, kind), strict=False)
-        for step, (value, wanted) in enumerate(pairs):
-            if value is None or not abs(value - wanted) <= relative * abs(wanted):
-                found.append(f"{kind}[{step}] {value} instead of {wanted}")
+        for step, (value, expected) in enumerate(pairs):
+            if value is None or not abs(value - expected) <= relative * abs(expected):
+                found.append(f"{kind}[{step}] {value} instead of {expected}")
     for kind in ("gradients", "weights"):
         pairs = zip(getattr(run, kind), getattr(reference, kind), strict=False)
-        for step, (tensors, wanted) in enumerate(pairs):
-            if tensors.keys() != wanted.keys():
-                found.append(f"{kind}[{step}]: {sorted(tensors.keys() ^ wanted.keys())}")
+        for step, (tensors, expected) in enumerate(pairs):
+            if tensors.keys() != expected.keys():
+                found.append(f"{kind}[{step}]: {sorted(tensors.keys() ^ expected.keys())}")
                 continue
-            error, name = worst(tensors, wanted)
+            error, name = worst_difference(tensors, expected)
             if not error <= relative:
                 found.append(f"{kind}[{step}] of {name}: off by {error:.2e} of the largest")
     return found
 
 
-def worst(tensors: Tensors, reference: Tensors) -> tuple[float, str]:
+def worst_difference(tensors: Tensors, reference: Tensors) -> tuple[float, str]:
     """The largest difference relative to the largest element of its tensor, and the tensor's name.
 
-    A tensor that is all zeros must be so exactly.
+    Where the reference is all zeros, so must be the tensor.
     """
     errors = []
-    for name, wanted in reference.items():
-        off, scale = (tensors[name] - wanted).abs().max(), wanted.abs().max()
+    for name, expected in reference.items():
+        off, scale = (tensors[name] - expected).abs().max(), expected.abs().max()
         if torch.isnan(off):
             return float("inf"), name
         errors.append((0.0 if off == 0 else (off / scale).item(), name))

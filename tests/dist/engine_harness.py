@@ -1,6 +1,6 @@
-"""What a rank does: build the engine, train, and hand back whole tensors; and what it watches.
+"""What a rank of a test does: build the engine, train, record full tensors and observations.
 
-Everything that reaches into DeepSpeed for a look stands here.
+Owns everything that reads internals of DeepSpeed's engine.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.parallel.sharding import unshard, shard_spec
 from megatron_ds.launch.environment import prepare_environment
 from megatron_ds.train_state import StepPlan
-from tests.dist.reference import END, Run, Samples, Tensors
+from tests.dist.reference import EOD, Run, Samples, Tensors
 
 CPU = torch.device("cpu")
-Look = Callable[[Any], None]
-"""Something done to DeepSpeed's engine before the first step."""
+EngineProbe = Callable[[Any], None]
+"""Called with DeepSpeed's engine before the first step."""
 NEW_TENSORS = ("empty", "zeros", "ones", "full", "tensor", "arange", "eye", "randn")
-"""Functions of torch that zero.Init replaces while it is active."""
+"""Functions of torch that deepspeed.zero.Init replaces while it is active."""
 _ORIGINALS = {name: getattr(torch, name) for name in NEW_TENSORS}
 
 
 def prepare(tp_sizes: tuple[int, ...] = (1, 2)) -> dict[int, Mesh]:
-    """Makes a rank of `run_ranks` ready for engines; the meshes by tensor-parallel size."""
+    """Prepares a rank of `run_ranks` for engines; returns the meshes by tensor-parallel size."""
     prepare_environment()
     deepspeed.init_distributed(dist_backend="gloo", verbose=False)
     deepspeed.utils.logger.setLevel("ERROR")
@@ -50,58 +50,58 @@ def prepare(tp_sizes: tuple[int, ...] = (1, 2)) -> dict[int, Mesh]:
 
 @dataclass
 class Construction:
-    """What was seen of the parameters while the model was built."""
+    """Parameter counts observed while the model was built."""
 
     peak: int = 0
-    """Most elements of parameters that were whole at one time."""
+    """Most elements of unpartitioned parameters at one time."""
     largest_module: int = 0
-    """Elements of the module that has the most, its children not counted."""
+    """Elements of the largest module, without its children."""
     total: int = 0
     """Elements of all parameters of this tensor-parallel rank."""
-    left_whole: int = 0
-    """Elements that are whole when the engine is built."""
-    kept: int = 0
-    """Elements of the slices that this data-parallel rank keeps under ZeRO-3, padding included."""
+    unpartitioned: int = 0
+    """Elements that are not partitioned when the engine is built."""
+    local: int = 0
+    """Elements of this data-parallel rank's ZeRO-3 partitions, including padding."""
 
 
 @contextmanager
-def watched_construction() -> Iterator[Construction]:
-    """Inside, every parameter that a module registers is counted as long as it is not cut."""
-    seen = Construction()
+def watch_construction() -> Iterator[Construction]:
+    """Counts every registered parameter until it is partitioned."""
+    construction = Construction()
     known: list[weakref.ref[nn.Parameter]] = []
     sizes: dict[int, int] = {}
     register = nn.Module.register_parameter
 
-    def watching(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+    def count_and_register(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
         register(module, name, param)
         if param is None:
             return
         known.append(weakref.ref(param))
         alive = {id(p): p.numel() for p in (ref() for ref in known) if p is not None}
         sizes[id(module)] = sizes.get(id(module), 0) + param.numel()
-        seen.peak = max(seen.peak, sum(alive.values()))
-        seen.largest_module = max(sizes.values())
-        seen.total += param.numel()
+        construction.peak = max(construction.peak, sum(alive.values()))
+        construction.largest_module = max(sizes.values())
+        construction.total += param.numel()
 
-    nn.Module.register_parameter = watching  # type: ignore[method-assign, assignment]
+    nn.Module.register_parameter = count_and_register  # type: ignore[method-assign, assignment]
     try:
-        yield seen
+        yield construction
     finally:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
 @contextmanager
-def counted_attention() -> Iterator[list[int]]:
-    """Inside, the calls of the attention kernel are counted in the list's only element."""
+def count_attention_calls() -> Iterator[list[int]]:
+    """Counts calls of the attention kernel in the only element of the list."""
     calls = [0]
     attend = functional.scaled_dot_product_attention
 
-    def counting(*inputs: Any, **options: Any) -> torch.Tensor:
+    def count_and_attend(*inputs: Any, **options: Any) -> torch.Tensor:
         calls[0] += 1
         output: torch.Tensor = attend(*inputs, **options)
         return output
 
-    functional.scaled_dot_product_attention = counting
+    functional.scaled_dot_product_attention = count_and_attend
     try:
         yield calls
     finally:
@@ -113,24 +113,24 @@ def train(
     mesh: Mesh,
     samples: Samples,
     plans: list[StepPlan],
-    look: Look | None = None,
+    probe: EngineProbe | None = None,
 ) -> Run:
-    """The plans' steps through the engine. Collective; every rank gets the same whole tensors."""
-    with watched_construction() as construction:
-        engine = build_engine(config, mesh, CPU, eod=END)
+    """Trains the plans' steps. Collective; every rank gets the same full tensors."""
+    with watch_construction() as construction:
+        engine = build_engine(config, mesh, CPU, eod=EOD)
     parameters = [weakref.ref(p) for p in engine._engine.module.parameters()]
     run = Run()
-    construction.left_whole = sum(p.numel() for p in engine._engine.module.parameters())
-    construction.kept = sum(
+    construction.unpartitioned = sum(p.numel() for p in engine._engine.module.parameters())
+    construction.local = sum(
         p.ds_tensor.numel() for p in engine._engine.module.parameters() if hasattr(p, "ds_tensor")
     )
     run.notes["construction"] = construction
     run.notes["types"] = [str(kind) for kind in engine._engine.get_data_types()]
-    run.weights.append(whole_weights(engine, mesh))
-    if look is not None:
-        look(engine._engine)
-    # A count in compiled code would compile it anew for each number.
-    counted = nullcontext([0]) if config.runtime.compile else counted_attention()
+    run.weights.append(full_weights(engine, mesh))
+    if probe is not None:
+        probe(engine._engine)
+    # A counter in compiled code would recompile it for every value.
+    counted = nullcontext([0]) if config.runtime.compile else count_attention_calls()
     compiled = counters["frames"]["ok"]
     with counted as calls:
         _train(engine, run, config, mesh, samples, plans)
@@ -152,14 +152,14 @@ def _train(
     samples: Samples,
     plans: list[StepPlan],
 ) -> None:
-    _keep_gradients(engine, mesh, run)
+    _record_gradients(engine, mesh, run)
     batches = _batches(config, mesh, samples)
     for plan in plans:
         result = engine.train_step(batches, plan)
         assert not result.skipped
         run.losses.append(_mean(result.loss, mesh))
         run.norms.append(result.grad_norm)
-        run.weights.append(whole_weights(engine, mesh))
+        run.weights.append(full_weights(engine, mesh))
 
 
 def _batches(config: Config, mesh: Mesh, samples: Samples) -> Iterator[Batch]:
@@ -171,41 +171,41 @@ def _batches(config: Config, mesh: Mesh, samples: Samples) -> Iterator[Batch]:
         micro_batch_size=micro,
         dp_rank=mesh.dp.rank,
         dp_size=mesh.dp.size,
-        eod=END if config.data.eod_mask_loss else None,
+        eod=EOD if config.data.eod_mask_loss else None,
     )
 
 
-def _keep_gradients(engine: ZeroEngine, mesh: Mesh, run: Run) -> None:
-    """Notes rate and gradients where an optimizer step is about to use them."""
+def _record_gradients(engine: ZeroEngine, mesh: Mesh, run: Run) -> None:
+    """Records the learning rate and the gradients right before each optimizer step uses them."""
     ds_engine = engine._engine
     step = ds_engine.step
 
-    def noting() -> None:
+    def record_and_step() -> None:
         if ds_engine.is_gradient_accumulation_boundary():
             (rate,) = {group["lr"] for group in ds_engine.optimizer.param_groups}
             run.rates.append(rate)
             run.gradients.append(
                 {
-                    name: whole(_known(safe_get_full_grad(param)), param, mesh)
+                    name: full_tensor(_require(safe_get_full_grad(param)), param, mesh)
                     for name, param in engine._engine.module.named_parameters()
                 }
             )
         step()
 
-    ds_engine.step = noting
+    ds_engine.step = record_and_step
 
 
-def whole_weights(engine: ZeroEngine, mesh: Mesh) -> Tensors:
-    """Every weight that the model computes with, whole."""
+def full_weights(engine: ZeroEngine, mesh: Mesh) -> Tensors:
+    """The full tensor of every weight that the model computes with."""
     weights = {}
     for name, param in engine._engine.module.named_parameters():
         with deepspeed.zero.GatheredParameters([param], enabled=hasattr(param, "ds_id")):
-            weights[name] = whole(param.detach(), param, mesh)
+            weights[name] = full_tensor(param.detach(), param, mesh)
     return weights
 
 
-def whole(value: torch.Tensor, param: nn.Parameter, mesh: Mesh) -> torch.Tensor:
-    """A tensor shaped like a parameter, its tensor-parallel parts joined, as a copy in fp32."""
+def full_tensor(value: torch.Tensor, param: nn.Parameter, mesh: Mesh) -> torch.Tensor:
+    """Joins the tensor-parallel shards of a tensor shaped like a parameter; a copy in fp32."""
     spec = shard_spec(param)
     parts = [value] if spec is None else list(all_gather(value, mesh.tp))
     full = parts[0] if spec is None else unshard(parts, spec)
@@ -218,16 +218,18 @@ def _mean(loss: SupportsFloat, mesh: Mesh) -> float:
     return total.item() / mesh.dp.size
 
 
-def _known(value: torch.Tensor | None) -> torch.Tensor:
+def _require(value: torch.Tensor | None) -> torch.Tensor:
     assert value is not None
     return value
 
 
 def _assert_nothing_left(parameters: list[weakref.ref[nn.Parameter]]) -> None:
-    """A finished engine leaves no parameter and no patched function of torch behind.
+    """A destroyed engine must release its parameters and restore the functions of torch.
 
-    parameters: those to ask about. A ZeRO-3 engine's and a bf16 optimizer's would be found alive:
-    DeepSpeed ties them into autograd classes and hooks that Python cannot collect.
+    Args:
+        parameters: Those that must be released. The parameters of a ZeRO-3 engine and of a bf16
+            optimizer are not: DeepSpeed references them from autograd classes and hooks that
+            Python cannot collect.
     """
     gc.collect()
     alive = sum(ref() is not None for ref in parameters)

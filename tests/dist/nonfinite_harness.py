@@ -1,6 +1,6 @@
-"""What the tests of skipped steps look at: a rank's optimizer states, and how a gradient is spoilt.
+"""Trains with a corrupted gradient on one rank, and reads the states of the optimizer.
 
-Layouts run one after the other in one set of processes; each leaves words if it failed.
+The layouts of a test run one after the other on one set of ranks; a failed one returns its traceback.
 """
 
 from __future__ import annotations
@@ -25,15 +25,14 @@ from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.engine.deepspeed_patches import require_precision
 from megatron_ds.train_state import StepResult, TrainState
 from tests.dist import parity_cases
-from tests.dist.parity_cases import Case, completed, config_of
-from tests.dist.engine_harness import CPU, prepare, whole_weights
+from tests.dist.parity_cases import Case, complete_config, config_of
+from tests.dist.engine_harness import CPU, prepare, full_weights
 from tests.dist.reference import Samples, Tensors
 from tests.distributed import run_ranks
 
 WORLD = 2
-SPOILT = "fc_in.weight"
-"""The gradient that is spoilt, of the first layer; its parameter is cut over tensor-parallel
-ranks."""
+CORRUPTED_PARAMETER = "fc_in.weight"
+"""Parameter of the first layer whose gradient is corrupted; sharded over tensor-parallel ranks."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +46,7 @@ class Layout:
         return f"{self.precision.name}-zero{self.stage}-tp{self.tp}"
 
     def config(self, folder: Path) -> Config:
-        """Two micro-batches a step, and a learning rate that every applied step moves."""
+        """Two micro-batches per step, and a learning rate that every applied step changes."""
         case = Case(WORLD, self.stage, self.tp, 2, "learned", "adamw")
         config = dataclasses.replace(config_of(case, folder), precision=self.precision)
         schedule = ScheduleConfig(
@@ -57,11 +56,11 @@ class Layout:
             lr_warmup_iters=50,
             lr_warmup_init=1e-3,
         )
-        return completed(dataclasses.replace(config, schedule=schedule), WORLD)
+        return complete_config(dataclasses.replace(config, schedule=schedule), WORLD)
 
 
 class Training:
-    """An engine that is driven step by step, as the loop does it."""
+    """An engine that is driven step by step, as by the training loop."""
 
     def __init__(self, config: Config, mesh: Mesh, steps: int) -> None:
         self.config, self.mesh = config, mesh
@@ -85,75 +84,74 @@ class Training:
         self.rates.append(plan.lr)
         return result
 
-    def pass_over(self) -> None:
-        """Lets a step's samples go by."""
+    def skip_samples(self) -> None:
+        """Skips the samples of one step."""
         for _ in range(2):
             next(self.batches)
 
-    def kept(self) -> Tensors:
-        """Everything that a step moves: whole weights, this rank's master weights and moments."""
-        return {**whole_weights(self.engine, self.mesh), **_optimizer_tensors(self.engine)}
+    def state_tensors(self) -> Tensors:
+        """Everything that a step changes: full weights, this rank's master weights and moments."""
+        return {**full_weights(self.engine, self.mesh), **_optimizer_tensors(self.engine)}
 
     def close(self) -> None:
         self.engine._engine.destroy()
 
 
 def _optimizer_tensors(engine: ZeroEngine) -> Tensors:
-    """Of the torch optimizer below DeepSpeed's: its parameters and its state, in order; there is
-    none before the first applied step."""
-    kept: Tensors = {}
+    """Parameters and states of torch's optimizer; empty before the first applied step."""
+    tensors: Tensors = {}
     for index, (master, state) in enumerate(engine._engine.basic_optimizer.state.items()):
-        kept[f"master {index}"] = master.detach().clone()
+        tensors[f"master {index}"] = master.detach().clone()
         for name, value in state.items():
-            kept[f"{name} {index}"] = torch.as_tensor(value).detach().clone()
-    return kept
+            tensors[f"{name} {index}"] = torch.as_tensor(value).detach().clone()
+    return tensors
 
 
 @contextmanager
-def spoilt(engine: ZeroEngine, value: float) -> Iterator[None]:
-    """Inside, one element of one gradient of the last rank is `value` in the first micro-batch."""
-    fresh = True
+def corrupt_gradient(engine: ZeroEngine, value: float) -> Iterator[None]:
+    """Sets one element of one gradient to `value` on the last rank in the first micro-batch."""
+    pending = True
 
-    def spoil(gradient: torch.Tensor) -> torch.Tensor:
-        nonlocal fresh
-        if not fresh:
+    def corrupt(gradient: torch.Tensor) -> torch.Tensor:
+        nonlocal pending
+        if not pending:
             return gradient
-        fresh = False
+        pending = False
         changed = gradient.clone()
         changed.view(-1)[-1] = value
         return changed
 
     named = engine._engine.module.named_parameters()
-    parameter = next(parameter for name, parameter in named if name.endswith(SPOILT))
-    hook = parameter.register_hook(spoil) if dist.get_rank() == WORLD - 1 else None
+    parameter = next(parameter for name, parameter in named if name.endswith(CORRUPTED_PARAMETER))
+    hook = parameter.register_hook(corrupt) if dist.get_rank() == WORLD - 1 else None
     yield
     if hook is not None:
-        assert not fresh
+        assert not pending
         hook.remove()
 
 
-def same(one: Tensors, other: Tensors) -> list[str]:
-    """Names of what is not equal, bit for bit."""
+def differing_names(one: Tensors, other: Tensors) -> list[str]:
+    """Names of the tensors that are not equal bit for bit."""
     assert one.keys() == other.keys()
     return [name for name in one if not torch.equal(one[name], other[name])]
 
 
-Look = Callable[[Layout, dict[int, Mesh], Path], Any]
+LayoutJob = Callable[[Layout, dict[int, Mesh], Path], Any]
 
 
-def run_layouts(look: Look, layouts: list[Layout], folder: Path) -> dict[str, list[Any]]:
-    """What `look` gave for each layout on each rank; a text where it failed."""
-    ranks = run_ranks(_run, WORLD, look, layouts, folder)
+def run_layouts(job: LayoutJob, layouts: list[Layout], folder: Path) -> dict[str, list[Any]]:
+    """Returns what the job returned for each layout on each rank; a traceback where it failed."""
+    ranks = run_ranks(_run, WORLD, job, layouts, folder)
     return {layout.name: [rank[layout.name] for rank in ranks] for layout in layouts}
 
 
-def _run(rank: int, look: Look, layouts: list[Layout], folder: Path) -> dict[str, Any]:
+def _run(rank: int, job: LayoutJob, layouts: list[Layout], folder: Path) -> dict[str, Any]:
     meshes = prepare((1, 2))
     require_precision(PrecisionConfig(fp16=True, allow_fp16_on_cpu=True))
     results: dict[str, Any] = {}
     for layout in layouts:
         try:
-            results[layout.name] = look(layout, meshes, folder)
+            results[layout.name] = job(layout, meshes, folder)
         except Exception:
             results[layout.name] = traceback.format_exc()
         dist.barrier()

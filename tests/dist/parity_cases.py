@@ -1,11 +1,11 @@
-"""The parity cases: what is combined, and the written rule that chooses what runs.
+"""The parity cases: their axes, and the rule that selects the cases that run.
 
-The rule: a case is one value for each of six axes (`AXES`), and the cases chosen are a covering
+The rule: a case is one value for each of six axes (`AXES`), and the selected cases are a covering
 array of strength three: *any three values of any three different axes occur together in at least
 one case*. So every ZeRO stage meets every tensor-parallel size with every accumulation, every
 model meets every stage under every optimizer, and so on; an error that only four particular values
-together provoke can be missed. The array is built greedily and without chance: the same cases in
-every run. The whole product, 448 cases, is run by
+together provoke can be missed. The array is built greedily and deterministically: the same cases
+in every run. The full product, 448 cases, is run by
 
     MEGATRON_DS_PARITY=all python -m pytest --timeout 0 tests/dist/test_parity.py
 """
@@ -20,13 +20,20 @@ from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from megatron_ds.config import Config, DeepSpeedConfig, ModelConfig, OptimizerConfig, ParallelConfig, ScheduleConfig
+from megatron_ds.config import (
+    Config,
+    DeepSpeedConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    ScheduleConfig,
+)
 from megatron_ds.engine.ds_config import merge_file
 from megatron_ds.train_state import StepPlan
 
 STEPS = 3
 SAMPLES_PER_STEP = 16
-"""Global batch of every case, so that one reference serves all layouts of a model."""
+"""Global batch of every case, so that one reference run serves all layouts of a model."""
 SEED = 5
 
 SHAPE: dict[str, Any] = {
@@ -35,7 +42,7 @@ SHAPE: dict[str, Any] = {
     "num_attention_heads": 4,
     "ffn_hidden_size": 48,
     "seq_length": 16,
-    "vocab_size": 90,  # of 96 padded rows: the last rank's part is cut short
+    "vocab_size": 90,  # of 96 padded rows: the last rank's shard has padding
     "make_vocab_size_divisible_by": 32,
     "attention_dropout": 0.0,
     "hidden_dropout": 0.0,
@@ -61,9 +68,9 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 # AdamW divides by sqrt(v) + eps. Where a gradient g is far above eps its first update is lr times
-# the sign of g, and where g is rounding noise that sign is chance, in torch against torch too. The
+# the sign of g, and where g is rounding noise that sign is random, even between two runs of torch. The
 # update's slope is at most lr / eps: lr 0.01, eps 1e-3 and gradients that are right to 1e-8 after
-# clipping keep the chance below 1e-7 of a weight, and the elements on both sides of eps (0.001
+# clipping keep the error below 1e-7 of a weight, and the elements on both sides of eps (0.001
 # against clipped gradients of up to 0.01) still take Adam's nonlinear path.
 OPTIMIZERS: dict[str, OptimizerConfig] = {
     "sgd": OptimizerConfig(
@@ -119,7 +126,7 @@ Triple = frozenset[tuple[str, Any]]
 
 
 def triples(case: Case) -> set[Triple]:
-    """The values of a case, three axes at a time."""
+    """All combinations of the values of three axes of a case."""
     values = zip(AXES, astuple(case), strict=True)
     return {frozenset(chosen) for chosen in itertools.combinations(values, 3)}
 
@@ -132,7 +139,7 @@ def product() -> tuple[Case, ...]:
 
 @functools.cache
 def covering() -> tuple[Case, ...]:
-    """The covering array: each case is the first of those that bring the most that is missing."""
+    """The covering array: each case is the first of those with the most uncovered triples."""
     missing: set[Triple] = set().union(*(triples(case) for case in product()))
     left = {case: triples(case) for case in product()}
     chosen = []
@@ -144,15 +151,15 @@ def covering() -> tuple[Case, ...]:
 
 
 def chosen() -> tuple[Case, ...]:
-    """What runs: the covering array, or everything if MEGATRON_DS_PARITY is "all"."""
+    """The cases that run: the covering array, or all if MEGATRON_DS_PARITY is "all"."""
     return product() if os.environ.get("MEGATRON_DS_PARITY") == "all" else covering()
 
 
 def config_of(case: Case, folder: Path) -> Config:
     """The configuration of a case, the ZeRO stage taken from a DeepSpeed file as a user would.
 
-    The file makes toy parameters count as large ones: ZeRO-3 cuts each of them, and gradients are
-    reduced in several buckets.
+    The file lowers the thresholds: ZeRO-3 partitions even toy parameters, and gradients are reduced
+    in several buckets.
     """
     zero = {
         "stage": case.stage,
@@ -161,7 +168,7 @@ def config_of(case: Case, folder: Path) -> Config:
         "allgather_bucket_size": 4000,
     }
     path = folder / f"zero{case.stage}.json"
-    # Every rank writes the file: none may read it while another has emptied it.
+    # Several processes write the file: a rename never shows a reader an empty one.
     own = path.with_suffix(f".{os.getpid()}")
     own.write_text(json.dumps({"zero_optimization": zero}), encoding="utf-8")
     own.replace(path)
@@ -176,12 +183,11 @@ def config_of(case: Case, folder: Path) -> Config:
         ),
         deepspeed=DeepSpeedConfig(deepspeed_config=str(path)),
     )
-    return completed(config, case.world)
+    return complete_config(config, case.world)
 
 
-def completed(config: Config, world: int) -> Config:
-    """The configuration with its DeepSpeed file filled in, checked as the command line checks it
-    (but for the data, which these tests make up)."""
+def complete_config(config: Config, world: int) -> Config:
+    """Merges the DeepSpeed file and validates, as the command line does, except for the data."""
     config, problems = merge_file(config, world)
     dp_size = config.parallel.data_parallel_size(world)
     problems += config.model.problems(config.parallel.tensor_model_parallel_size)

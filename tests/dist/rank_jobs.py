@@ -1,6 +1,6 @@
-"""Many trainings in one set of processes: starting the processes costs more than a toy training.
+"""Runs many trainings on one set of ranks.
 
-Each job leaves a file per rank, so that a job that fails, or never ends, hides no other.
+Each job writes a file per rank, so that a job that fails or hangs hides no other.
 """
 
 from __future__ import annotations
@@ -15,29 +15,29 @@ import torch.distributed as dist
 
 from megatron_ds.config import Config
 from megatron_ds.train_state import StepPlan
-from tests.dist.engine_harness import Look, prepare, train
+from tests.dist.engine_harness import EngineProbe, prepare, train
 from tests.dist.reference import Run, Samples
 from tests.distributed import run_ranks
 
 
 @dataclass(frozen=True)
 class Job:
-    """One training. `look` must be a function at the top level of a module."""
+    """One training. `probe` must be a function at the top level of a module."""
 
     name: str
     config: Config
     plans: list[StepPlan]
     samples: Samples
-    look: Look | None = None
+    probe: EngineProbe | None = None
 
 
-def run_jobs(world: int, jobs: list[Job], folder: Path) -> Outcomes:
-    """Runs the jobs one after the other on `world` ranks; what they did is asked of the result."""
+def run_jobs(world: int, jobs: list[Job], folder: Path) -> JobResults:
+    """Runs the jobs one after the other on `world` ranks. Failures are raised by the results."""
     try:
         run_ranks(_run_jobs, world, jobs, folder, timeout=300.0 + 15.0 * len(jobs))
     except Exception:
         (folder / f"{world}-ranks.txt").write_text(traceback.format_exc(), encoding="utf-8")
-    return Outcomes(world, folder)
+    return JobResults(world, folder)
 
 
 def _run_jobs(rank: int, jobs: list[Job], folder: Path) -> None:
@@ -45,7 +45,7 @@ def _run_jobs(rank: int, jobs: list[Job], folder: Path) -> None:
     for job in jobs:
         mesh = meshes[_tp_size(job)]
         try:
-            run = train(job.config, mesh, job.samples, job.plans, job.look)
+            run = train(job.config, mesh, job.samples, job.plans, job.probe)
             torch.save(run, folder / f"{job.name}.{rank}.pt")
         except Exception:
             (folder / f"{job.name}.{rank}.txt").write_text(traceback.format_exc(), encoding="utf-8")
@@ -57,18 +57,18 @@ def _tp_size(job: Job) -> int:
 
 
 @dataclass(frozen=True)
-class Outcomes:
-    """What the ranks of one world left in a folder."""
+class JobResults:
+    """What the ranks of one world wrote to a folder."""
 
     world: int
     folder: Path
 
     def of(self, name: str) -> list[Run]:
-        """Each rank's run of a job; fails with the ranks' own words if there is none."""
+        """Each rank's run of a job; fails the test with the ranks' tracebacks if there is none."""
         paths = [self.folder / f"{name}.{rank}.pt" for rank in range(self.world)]
         if not all(path.exists() for path in paths):
             texts = [path.with_suffix(".txt") for path in paths]
             texts.append(self.folder / f"{self.world}-ranks.txt")
-            words = [text.read_text(encoding="utf-8") for text in texts if text.exists()]
-            pytest.fail("\n".join([f"{name} did not run to its end", *words]))
+            reports = [text.read_text(encoding="utf-8") for text in texts if text.exists()]
+            pytest.fail("\n".join([f"{name} did not finish", *reports]))
         return [torch.load(path, weights_only=False) for path in paths]

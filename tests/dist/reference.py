@@ -1,6 +1,6 @@
-"""The one process that every layout is held against: the model and plain torch, nothing else.
+"""The reference that every layout is compared with: the model in one process and plain torch.
 
-No engine, no DeepSpeed, no accumulation: autograd over the whole global batch at once,
+No engine, no DeepSpeed, no gradient accumulation: autograd over the full global batch at once,
 `clip_grad_norm_` and an optimizer of torch.
 """
 
@@ -22,15 +22,15 @@ from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.parallel.rng import RngStreams
 from megatron_ds.train_state import StepPlan
 
-END = 7
-"""The token that ends a document."""
+EOD = 7
+"""Token that ends a document."""
 Tensors = dict[str, torch.Tensor]
-"""Whole tensors in fp32 by canonical name."""
+"""Full tensors in fp32 by canonical name."""
 
 
 @dataclass
 class Run:
-    """What a training did, step by step."""
+    """The record of a training, step by step."""
 
     losses: list[float] = field(default_factory=list)
     """Mean over the global batch."""
@@ -43,13 +43,16 @@ class Run:
     rates: list[float] = field(default_factory=list)
     """Learning rate of each optimizer step."""
     notes: dict[str, Any] = field(default_factory=dict)
-    """What else was seen."""
+    """Further observations."""
 
 
 class Samples:
-    """A dataset of `count` samples of seq_length + 1 random tokens, for models of this shape.
+    """A dataset of samples of seq_length + 1 random tokens.
 
-    different: number of samples that differ; they are repeated (None: all differ).
+    Args:
+        count: Number of samples.
+        shape: Fields of the ModelConfig.
+        different: Number of distinct samples, which are repeated. If None, all are distinct.
     """
 
     def __init__(self, count: int, shape: dict[str, Any], different: int | None = None) -> None:
@@ -59,11 +62,11 @@ class Samples:
         self._tokens = np.resize(tokens, (count, distinct[1]))
         self.seq_length, self.vocab_size = shape["seq_length"], vocab
 
-    def with_ends(self, share: float) -> Samples:
-        """The same samples with END in the place of a share of their tokens."""
+    def with_document_ends(self, fraction: float) -> Samples:
+        """The same samples with EOD instead of a fraction of their tokens."""
         ended = copy.copy(self)
-        ends = np.random.default_rng(13).random(self._tokens.shape) < share
-        ended._tokens = np.where(ends, END, self._tokens)
+        ends = np.random.default_rng(13).random(self._tokens.shape) < fraction
+        ended._tokens = np.where(ends, EOD, self._tokens)
         return ended
 
     def __len__(self) -> int:
@@ -85,13 +88,13 @@ class Samples:
         return torch.from_numpy(self._tokens[first : first + count])
 
 
-def train_alone(
+def train_reference(
     config: Config,
     samples: Samples,
     plans: list[StepPlan],
     documents: PackingOptions | None = None,
 ) -> Run:
-    """Trains in this process as the plans say, in fp32."""
+    """Trains the plans' steps in this process, in fp32."""
     model = GPTModel(
         config.model,
         mesh=Mesh.single(),
@@ -125,7 +128,7 @@ def train_alone(
 def _optimizer(
     options: OptimizerConfig, parameters: list[torch.nn.Parameter]
 ) -> torch.optim.Optimizer:
-    """Matrices are decayed; biases and norms are not."""
+    """Weight decay applies to matrices, not to biases and norms."""
     groups = [
         {"params": [p for p in parameters if p.dim() > 1], "weight_decay": options.weight_decay},
         {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},

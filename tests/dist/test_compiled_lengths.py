@@ -1,4 +1,4 @@
-"""Compiled layers under a sequence length that changes: traced anew once, not for each length."""
+"""Compiled layers with varying sequence lengths are traced twice, not once per length."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.parallel.rng import RngStreams
 
 LENGTHS = (8, 12, 24)
-END = 5
-"""The token that ends a document: at several places of each length."""
+EOD = 5
+"""Token that ends a document; occurs several times in each length."""
 
 
 @pytest.fixture(autouse=True)
-def traced_and_not_compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Layers are traced as for the compiler, which is what a new length may bring again."""
-    compiled = nn.Module.compile
+def eager_backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Traces layers without compiling them: a new length may only cause a new trace."""
+    compile_module = nn.Module.compile
 
-    def traced(module: nn.Module, **options: Any) -> None:
-        compiled(module, backend="eager", **options)
+    def trace(module: nn.Module, **options: Any) -> None:
+        compile_module(module, backend="eager", **options)
 
-    monkeypatch.setattr(nn.Module, "compile", traced)
+    monkeypatch.setattr(nn.Module, "compile", trace)
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
 
 
 def graphs(positions: str, documents: PackingOptions | None) -> list[int]:
-    """Graphs that were made up to each length, forwards and backwards."""
+    """Number of graphs traced up to each length, forward and backward."""
     config = ModelConfig(
         num_layers=1,
         hidden_size=16,
@@ -56,9 +56,9 @@ def graphs(positions: str, documents: PackingOptions | None) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("positions", ["rope", "alibi"])
-def test_the_second_length_stands_for_all_others(positions: str, inside: bool) -> None:
-    found = graphs(positions, PackingOptions(END, True, True) if inside else None)
+def test_two_traces_serve_all_lengths(positions: str, packed: bool) -> None:
+    found = graphs(positions, PackingOptions(EOD, True, True) if packed else None)
     assert found[0] > 0
     assert found[1:] == [2 * found[0]] * (len(LENGTHS) - 1)

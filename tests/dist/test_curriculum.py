@@ -17,10 +17,10 @@ from megatron_ds.config import Config, DataConfig, OptimizerConfig, RecomputeCon
 from megatron_ds.model.packed_attention import PackingOptions
 from megatron_ds.train_state import StepPlan, StepResult, TrainState
 from tests.dist import parity_cases
-from tests.dist.parity_cases import Case, completed, config_of
+from tests.dist.parity_cases import Case, complete_config, config_of
 from tests.dist.compare import differences
-from tests.dist.rank_jobs import Job, Outcomes, run_jobs
-from tests.dist.reference import END, Samples, train_alone
+from tests.dist.rank_jobs import Job, JobResults, run_jobs
+from tests.dist.reference import EOD, Samples, train_reference
 from tests.unit.model.dense import dense_flex
 
 WORLD = 2
@@ -29,7 +29,7 @@ BATCHES = [4, 4, 4, 8, 8, 16]
 BEFORE = [0, 16, 48, 96, 224, 352]
 """Tokens before each step: the warm-up takes 64, the decay ends at 576."""
 RATES = [0.1 + 0.3 * n / 64 if n < 64 else 0.4 * (576 - n) / 512 for n in BEFORE]
-SAMPLES = Samples(sum(BATCHES), parity_cases.SHAPE).with_ends(0.2)
+SAMPLES = Samples(sum(BATCHES), parity_cases.SHAPE).with_document_ends(0.2)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +89,7 @@ def grown(way: Way, folder: Path) -> Config:
         data=DataConfig(reset_position_ids=way.inside, reset_attention_mask=way.inside),
         recompute=way.recompute,
     )
-    return completed(config, WORLD)
+    return complete_config(config, WORLD)
 
 
 def plans_of(config: Config) -> list[StepPlan]:
@@ -103,7 +103,7 @@ def plans_of(config: Config) -> list[StepPlan]:
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> JobResults:
     folder = tmp_path_factory.mktemp("curriculum")
     jobs = []
     for way in WAYS:
@@ -113,13 +113,13 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
 
 
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.name)
-def test_growing_samples_equal_one_process(way: Way, outcomes: Outcomes, tmp_path: Path) -> None:
+def test_growing_samples_equal_one_process(way: Way, outcomes: JobResults, tmp_path: Path) -> None:
     config = grown(way, tmp_path)
     plans = plans_of(config)
     assert [plan.seq_length for plan in plans] == LENGTHS
     assert [plan.global_batch_size for plan in plans] == BATCHES
-    rules = PackingOptions(END, True, True, flex=dense_flex) if way.inside else None
-    reference = train_alone(config, SAMPLES, plans, rules)
+    rules = PackingOptions(EOD, True, True, flex=dense_flex) if way.inside else None
+    reference = train_reference(config, SAMPLES, plans, rules)
     assert min(norm for norm in reference.norms if norm is not None) > config.optimizer.clip_grad
     for run in outcomes.of(way.name):
         assert run.rates == pytest.approx(RATES, rel=1e-12)

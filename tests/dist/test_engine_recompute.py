@@ -12,8 +12,8 @@ import torch
 from megatron_ds.config import Config, RecomputeConfig
 from tests.dist import parity_cases
 from tests.dist.parity_cases import Case, config_of, plans_of
-from tests.dist.rank_jobs import Job, Outcomes, run_jobs
-from tests.dist.reference import Samples, train_alone
+from tests.dist.rank_jobs import Job, JobResults, run_jobs
+from tests.dist.reference import Samples, train_reference
 
 LAYOUTS = list(itertools.product((1, 3), (1, 2)))
 """ZeRO stage and tensor-parallel size."""
@@ -41,7 +41,7 @@ def with_dropout(stage: int, tp: int, recompute: RecomputeConfig, folder: Path) 
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> JobResults:
     folder = tmp_path_factory.mktemp("recompute")
     jobs = []
     for stage, tp in LAYOUTS:
@@ -54,7 +54,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(("stage", "tp"), LAYOUTS)
 def test_recomputation_gives_the_same_bits(
-    stage: int, tp: int, way: str, outcomes: Outcomes
+    stage: int, tp: int, way: str, outcomes: JobResults
 ) -> None:
     stored, recomputed = outcomes.of(f"{stage}-{tp}-{STORED}"), outcomes.of(f"{stage}-{tp}-{way}")
     for one, other in zip(stored, recomputed, strict=True):
@@ -67,8 +67,8 @@ def test_recomputation_gives_the_same_bits(
 
 
 @pytest.mark.parametrize(("stage", "tp"), LAYOUTS)
-def test_dropout_was_on(stage: int, tp: int, outcomes: Outcomes, tmp_path: Path) -> None:
+def test_dropout_was_on(stage: int, tp: int, outcomes: JobResults, tmp_path: Path) -> None:
     case = layout(stage, tp)
-    without = train_alone(config_of(case, tmp_path), SAMPLES, plans_of(case))
+    without = train_reference(config_of(case, tmp_path), SAMPLES, plans_of(case))
     for run in outcomes.of(f"{stage}-{tp}-{STORED}"):
         assert abs(run.losses[0] - without.losses[0]) > 1e-3

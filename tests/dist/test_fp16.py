@@ -15,8 +15,15 @@ from megatron_ds.parallel.mesh import Mesh
 from tests.dist import parity_cases
 from tests.dist.parity_cases import Case, config_of, plans_of
 from tests.dist.engine_harness import train
-from tests.dist.nonfinite_harness import WORLD, Layout, Training, run_layouts, same, spoilt
-from tests.dist.reference import Samples, train_alone
+from tests.dist.nonfinite_harness import (
+    WORLD,
+    Layout,
+    Training,
+    run_layouts,
+    differing_names,
+    corrupt_gradient,
+)
+from tests.dist.reference import Samples, train_reference
 
 FP16 = PrecisionConfig(fp16=True, allow_fp16_on_cpu=True)
 STATIC = dataclasses.replace(FP16, loss_scale=512.0)
@@ -51,14 +58,14 @@ def both_scales(layout: Layout, meshes: dict[int, Mesh], folder: Path) -> dict[s
     run = Training(layout.config(folder), mesh, STEPS)
     results, changed, held = [], [], []
     for step in range(1, STEPS + 1):
-        before = run.kept()
+        before = run.state_tensors()
         if step in OVERFLOWS:
-            with spoilt(run.engine, math.inf):
+            with corrupt_gradient(run.engine, math.inf):
                 results.append(run.step())
         else:
             results.append(run.step())
         if results[-1].skipped:
-            changed += same(before, run.kept())
+            changed += differing_names(before, run.state_tensors())
         held.append(run.state.applied_iterations)
     rates = run.rates
     run.close()
@@ -151,7 +158,7 @@ def test_fp16_follows_fp32(
 ) -> None:
     """Losses to 2e-3 nats and norms, unscaled, to a hundredth."""
     which = case(stage, tp)
-    reference = train_alone(config_of(which, tmp_path), SAMPLES, plans_of(which))
+    reference = train_reference(config_of(which, tmp_path), SAMPLES, plans_of(which))
     for seen in seen_by(outcomes, stage, tp):
         assert seen["types"] == ["torch.float16", "torch.float32"]
         assert seen["losses"] == pytest.approx(reference.losses, rel=0, abs=2e-3)

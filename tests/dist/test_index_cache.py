@@ -1,4 +1,4 @@
-"""Eight processes at one index cache, and what may befall them: all end well, or in words."""
+"""Eight processes share one index cache and encounter faults: all succeed, or report an error."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from typing import Any
 import pytest
 
 from megatron_ds.data.indexed_writer import IndexedWriter
+from tests.dist.cache_processes import PROCESSES, STORE
 
-CREW = Path(__file__).with_name("cache_processes.py")
-PROCESSES = 8
+SERVER = Path(__file__).with_name("cache_processes.py")
 Answers = list[dict[str, Any]]
-Crew = Callable[..., Answers]
+Ask = Callable[..., Answers]
 
 
 @pytest.fixture(scope="module")
-def place() -> Iterator[Path]:
-    """A folder that other users may enter too, unlike those of pytest."""
+def root() -> Iterator[Path]:
+    """A folder that other users may enter, unlike the temporary folders of pytest."""
     with tempfile.TemporaryDirectory() as folder:
         os.chmod(folder, 0o755)
         yield Path(folder)
 
 
 @pytest.fixture(scope="module")
-def data(place: Path) -> Iterator[list[str]]:
-    """A blend of two token files, as --data-path, in a folder that nobody may write."""
-    folder = place / "data"
+def data(root: Path) -> Iterator[list[str]]:
+    """A blend of two token files, as --data-path, in a folder without write permission."""
+    folder = root / "data"
     folder.mkdir()
     for name, first in (("a", 0), ("b", 500)):
         with IndexedWriter(folder / name, "uint16") as writer:
@@ -43,33 +43,33 @@ def data(place: Path) -> Iterator[list[str]]:
     folder.chmod(0o755)
 
 
-@pytest.fixture(scope="module")
-def ask(place: Path, data: list[str]) -> Iterator[Crew]:
+@pytest.fixture(scope="module", name="ask")
+def start_server(root: Path, data: list[str]) -> Iterator[Ask]:
     process = subprocess.Popen(
-        [sys.executable, str(CREW)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, str(SERVER)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     assert process.stdin is not None
     assert process.stdout is not None
     stdin, stdout = process.stdin, process.stdout
 
-    def asked(**request: Any) -> Answers:
-        marks = Path(tempfile.mkdtemp(dir=place))
+    def ask(**request: Any) -> Answers:
+        marks = Path(tempfile.mkdtemp(dir=root))
         marks.chmod(0o777)
         stdin.write(json.dumps({"paths": data, "marks": str(marks), **request}) + "\n")
         stdin.flush()
         answers: Answers = json.loads(stdout.readline())
         return answers
 
-    asked(warm=True, cache=str(place / "warm"))
-    yield asked
+    ask(warm=True, cache=str(root / "warm"))
+    yield ask
     stdin.close()
     process.wait(timeout=60)
 
 
 @pytest.fixture(scope="module")
-def samples(place: Path, ask: Crew) -> str:
-    """The SHA-256 of the right samples: what eight processes find in a cache that is complete."""
-    answers = ask(cache=str(place / "warm"))
+def samples(root: Path, ask: Ask) -> str:
+    """The SHA-256 of the samples that eight processes read from a complete cache."""
+    answers = ask(cache=str(root / "warm"))
     (found,) = {answer["samples"] for answer in answers}
     return str(found)
 
@@ -82,11 +82,11 @@ def cache(tmp_path: Path) -> Path:
 def outcomes(answers: Answers) -> list[str]:
     assert len(answers) == PROCESSES
     assert not [answer for answer in answers if "traceback" in answer or "hung" in answer]
-    return [next(key for key in answer if key != "said") for answer in answers]
+    return [next(key for key in answer if key != "reports") for answer in answers]
 
 
-def check_complete(ask: Crew, cache: Path, samples: str) -> None:
-    """The cache is whole, holds nothing else, and is taken as it is."""
+def check_complete(ask: Ask, cache: Path, samples: str) -> None:
+    """The cache is complete, contains nothing else, and is reused unchanged."""
     assert not list(cache.glob("*.partial"))
     before = {path.name: path.stat().st_ino for path in cache.iterdir()}
     assert sum(name.endswith(".json") for name in before) == 6
@@ -94,7 +94,7 @@ def check_complete(ask: Crew, cache: Path, samples: str) -> None:
     assert {path.name: path.stat().st_ino for path in cache.iterdir()} == before
 
 
-def test_an_empty_cache(ask: Crew, cache: Path, samples: str) -> None:
+def test_empty_cache_is_built_once(ask: Ask, cache: Path, samples: str) -> None:
     answers = ask(cache=str(cache))
     assert [answer.get("samples") for answer in answers] == [samples] * PROCESSES
     check_complete(ask, cache, samples)
@@ -103,21 +103,23 @@ def test_an_empty_cache(ask: Crew, cache: Path, samples: str) -> None:
 @pytest.mark.parametrize(
     "fault",
     [
-        *(f"killed_making:{store}" for store in (1, 3)),
-        *(f"killed_writing:{fsync}" for fsync in (1, 2, 4, 5, 8)),
-        *(f"killed_renaming:{replace}" for replace in (1, 2, 4)),
+        *(f"{STORE}:{number}:kill" for number in (1, 3)),
+        *(f"os.fsync:{number}:truncate-kill" for number in (1, 2, 4, 5, 8)),
+        *(f"os.replace:{number}:kill" for number in (1, 2, 4)),
     ],
 )
-def test_the_builder_is_killed(ask: Crew, cache: Path, samples: str, fault: str) -> None:
+def test_peers_finish_when_the_builder_is_killed(
+    ask: Ask, cache: Path, samples: str, fault: str
+) -> None:
     answers = ask(cache=str(cache), fault=fault)
     assert sorted(outcomes(answers)) == ["killed"] + ["samples"] * (PROCESSES - 1)
     assert {answer.get("samples", samples) for answer in answers} == {samples}
     check_complete(ask, cache, samples)
 
 
-def test_a_half_built_cache(ask: Crew, cache: Path, place: Path, samples: str) -> None:
+def test_incomplete_cache_is_completed(ask: Ask, cache: Path, root: Path, samples: str) -> None:
     cache.mkdir()
-    for path in (place / "warm").iterdir():
+    for path in (root / "warm").iterdir():
         content = path.read_bytes()
         if path.suffix == ".npy":
             (cache / path.name).write_bytes(content[: len(content) // 2])
@@ -129,8 +131,8 @@ def test_a_half_built_cache(ask: Crew, cache: Path, place: Path, samples: str) -
     check_complete(ask, cache, samples)
 
 
-def test_the_builder_hangs(ask: Crew, cache: Path, samples: str) -> None:
-    answers = ask(cache=str(cache), fault="stopped", patience=1.0)
+def test_peers_give_up_when_the_builder_hangs(ask: Ask, cache: Path, samples: str) -> None:
+    answers = ask(cache=str(cache), fault=f"{STORE}:1:stop", patience=1.0)
     assert sorted(outcomes(answers)) == ["error"] * (PROCESSES - 1) + ["stopped"]
     stopped = next(answer["stopped"] for answer in answers if "stopped" in answer)
     for answer in answers:
@@ -141,25 +143,25 @@ def test_the_builder_hangs(ask: Crew, cache: Path, samples: str) -> None:
     assert {answer.get("samples") for answer in ask(cache=str(cache))} == {samples}
 
 
-def test_a_waiting_process_says_what_it_waits_for(ask: Crew, cache: Path, samples: str) -> None:
-    answers = ask(cache=str(cache), fault="waited_for")
+def test_waiting_process_reports_what_it_waits_for(ask: Ask, cache: Path, samples: str) -> None:
+    answers = ask(cache=str(cache), fault="wait-for-peers")
     assert [answer.get("samples") for answer in answers] == [samples] * PROCESSES
-    said = [text for answer in answers for text in answer["said"]]
-    assert said
-    assert "waiting for " in said[0]
-    assert f"{cache}/a-train-" in said[0]
+    reports = [text for answer in answers for text in answer["reports"]]
+    assert reports
+    assert "waiting for " in reports[0]
+    assert f"{cache}/a-train-" in reports[0]
 
 
 @pytest.mark.parametrize("code", ["ENOLCK", "ENOSYS", "EOPNOTSUPP"])
-def test_a_file_system_without_locks(ask: Crew, cache: Path, samples: str, code: str) -> None:
-    answers = ask(cache=str(cache), fault=f"without_locks:{code}")
+def test_file_system_without_locks(ask: Ask, cache: Path, samples: str, code: str) -> None:
+    answers = ask(cache=str(cache), fault=f"fcntl.flock:1+:{code}")
     assert [answer.get("samples") for answer in answers] == [samples] * PROCESSES
     check_complete(ask, cache, samples)
 
 
 @pytest.mark.parametrize("room", [0, 200, 400])
-def test_a_full_disk(ask: Crew, cache: Path, room: int) -> None:
-    answers = ask(cache=str(cache), fault=f"no_room:{room}")
+def test_full_disk_is_reported(ask: Ask, cache: Path, room: int) -> None:
+    answers = ask(cache=str(cache), fault=f"limit-file-size:{room}")
     assert outcomes(answers) == ["error"] * PROCESSES
     for answer in answers:
         assert f"cannot be written ({cache}: File too large)" in answer["error"]
@@ -167,36 +169,34 @@ def test_a_full_disk(ask: Crew, cache: Path, room: int) -> None:
     assert not list(cache.glob("*.partial"))
 
 
-def test_the_folder_is_deleted_once(ask: Crew, cache: Path, samples: str) -> None:
-    answers = ask(cache=str(cache), fault="deleted:once")
+def test_folder_deleted_once_is_rebuilt(ask: Ask, cache: Path, samples: str) -> None:
+    answers = ask(cache=str(cache), fault="delete-cache:once")
     assert [answer.get("samples") for answer in answers] == [samples] * PROCESSES
 
 
-def test_the_folder_is_deleted_always(ask: Crew, cache: Path) -> None:
-    for answer in ask(cache=str(cache), fault="deleted:always"):
+def test_folder_deleted_repeatedly_is_reported(ask: Ask, cache: Path) -> None:
+    for answer in ask(cache=str(cache), fault="delete-cache:always"):
         assert f"the index cache cannot be written ({cache}: " in answer["error"]
 
 
-def test_a_folder_of_data_that_cannot_be_written(
-    ask: Crew, place: Path, data: list[str], samples: str
+def test_read_only_data_folder_uses_the_fallback(
+    ask: Ask, root: Path, data: list[str], samples: str
 ) -> None:
     answers = ask(nobody=True)
     assert outcomes(answers) == ["error"] * PROCESSES
     for answer in answers:
-        assert f"{place}/data/index-cache: Permission denied" in answer["error"]
+        assert f"{root}/data/index-cache: Permission denied" in answer["error"]
         assert "--data-cache-path" in answer["error"]
-    fallback = Path(tempfile.mkdtemp(dir=place))
+    fallback = Path(tempfile.mkdtemp(dir=root))
     fallback.chmod(0o777)
     answers = ask(nobody=True, fallback=str(fallback))
     assert [answer.get("samples") for answer in answers] == [samples] * PROCESSES
     assert sum(path.suffix == ".json" for path in fallback.iterdir()) == 6
-    assert sorted(os.listdir(place / "data")) == ["a.bin", "a.idx", "b.bin", "b.idx"]
+    assert sorted(os.listdir(root / "data")) == ["a.bin", "a.idx", "b.bin", "b.idx"]
 
 
-def test_a_complete_cache_in_a_folder_that_cannot_be_written(
-    ask: Crew, place: Path, samples: str
-) -> None:
-    cache = Path(tempfile.mkdtemp(dir=place))
+def test_complete_cache_in_a_read_only_folder(ask: Ask, root: Path, samples: str) -> None:
+    cache = Path(tempfile.mkdtemp(dir=root))
     ask(cache=str(cache))
     cache.chmod(0o555)
     answers = ask(cache=str(cache), nobody=True)

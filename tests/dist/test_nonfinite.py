@@ -10,8 +10,14 @@ import pytest
 
 from megatron_ds.config import PrecisionConfig
 from megatron_ds.parallel.mesh import Mesh
-from tests.dist.engine_harness import whole_weights
-from tests.dist.nonfinite_harness import Layout, Training, run_layouts, same, spoilt
+from tests.dist.engine_harness import full_weights
+from tests.dist.nonfinite_harness import (
+    Layout,
+    Training,
+    run_layouts,
+    differing_names,
+    corrupt_gradient,
+)
 
 LAYOUTS = [
     Layout(PrecisionConfig(bf16=bf16), stage, tp)
@@ -27,20 +33,20 @@ def dropped_step(layout: Layout, meshes: dict[int, Mesh], folder: Path) -> dict[
     config, mesh = layout.config(folder), meshes[layout.tp]
     run = Training(config, mesh, steps=3)
     first = run.step()
-    before = run.kept()
-    with spoilt(run.engine, math.inf if layout.stage % 2 else math.nan):
+    before = run.state_tensors()
+    with corrupt_gradient(run.engine, math.inf if layout.stage % 2 else math.nan):
         dropped = run.step()
-    changed = same(before, run.kept())
+    changed = differing_names(before, run.state_tensors())
     last = run.step()
-    end = whole_weights(run.engine, mesh)
+    end = full_weights(run.engine, mesh)
     state, rates = run.state, run.rates
     run.close()
 
     never = Training(config, mesh, steps=3)
     never.step()
-    never.pass_over()
+    never.skip_samples()
     expected = never.step()
-    traces = same(end, whole_weights(never.engine, mesh))
+    traces = differing_names(end, full_weights(never.engine, mesh))
     wanted_rates = never.rates
     never.close()
     return {
@@ -48,7 +54,7 @@ def dropped_step(layout: Layout, meshes: dict[int, Mesh], folder: Path) -> dict[
         "norm": dropped.grad_norm,
         "moments": [name for name in before if name.startswith("exp_avg_sq")],
         "changed by the dropped step": changed,
-        "trained": [name for name in same(before, {**before, **end}) if name in end],
+        "trained": [name for name in differing_names(before, {**before, **end}) if name in end],
         "traces": traces,
         "norms": (last.grad_norm, expected.grad_norm),
         "rates": (rates[1:], wanted_rates[1:]),

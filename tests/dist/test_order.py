@@ -1,5 +1,5 @@
-"""Data order of real data sets, from token files to micro-batches: the same samples with the same
-tokens in the same order, however many ranks, loader processes and resumes there are."""
+"""Sample order from token files to micro-batches: the same for any number of ranks, loader
+processes and resumes."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from megatron_ds.data.micro_batches import MicroBatchIterator
 
 SAMPLES = 24
 RESUMES = (8, 16)
-"""Samples consumed when a run stops and the next begins."""
+"""Consumed samples at which a run stops and the next one resumes."""
 Sample = tuple[str, list[int]]
 
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, ...]]:
-    """--data-path of one file and of a blend of two. No token stands twice in them."""
+    """--data-path of one file and of a blend of two. No token occurs twice."""
     folder = tmp_path_factory.mktemp("tokens")
     for name, first in (("a", 0), ("b", 10_000)):
         with IndexedWriter(folder / name, "uint16") as writer:
@@ -45,15 +45,15 @@ def dataset(path: tuple[str, ...]) -> TokenDataset:
 
 
 def in_order(path: tuple[str, ...]) -> list[Sample]:
-    """Id and tokens of the samples, as the data set has them."""
+    """Ids and tokens of the samples in the order of the dataset."""
     data = dataset(path)
     return [(data.sample_id(i), data[i].tolist()) for i in range(SAMPLES)]
 
 
 def read(path: tuple[str, ...], dp_size: int, micro: int, workers: int) -> list[Sample]:
-    """Id and tokens in the order in which all ranks together use them, over several runs.
+    """Ids and tokens in the order in which all ranks together use them, over several runs.
 
-    Each rank of each run opens the files for itself, as its process would.
+    Each rank of each run opens the files separately, as its process would.
     """
     samples: list[Sample] = []
     for end in (*RESUMES, SAMPLES):
@@ -84,15 +84,15 @@ def read(path: tuple[str, ...], dp_size: int, micro: int, workers: int) -> list[
 @pytest.mark.parametrize("micro", [1, 2])
 @pytest.mark.parametrize("dp_size", [1, 2, 4])
 @pytest.mark.parametrize("kind", ["one file", "blend"])
-def test_the_samples_are_the_same_for_any_layout_workers_and_resumes(
+def test_order_is_the_same_for_any_layout_workers_and_resumes(
     files: dict[str, tuple[str, ...]], kind: str, dp_size: int, micro: int, workers: int
 ) -> None:
     assert read(files[kind], dp_size, micro, workers) == in_order(files[kind])
 
 
 @pytest.mark.parametrize("kind", ["one file", "blend"])
-def test_an_order_that_differs_would_be_seen(files: dict[str, tuple[str, ...]], kind: str) -> None:
-    """No two samples are alike, they are not in the files' order, and a blend has both sources."""
+def test_samples_are_distinct_and_shuffled(files: dict[str, tuple[str, ...]], kind: str) -> None:
+    """Otherwise the comparison above would not detect a different order."""
     samples = in_order(files[kind])
     ids, tokens = [name for name, _ in samples], [first for _, (first, *_) in samples]
     assert len(set(ids)) == len(set(tokens)) == SAMPLES

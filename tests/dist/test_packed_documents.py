@@ -20,12 +20,12 @@ from tests.dist import parity_cases
 from tests.dist.parity_cases import Case, config_of, plans_of
 from tests.dist.compare import differences
 from tests.dist.engine_harness import CPU
-from tests.dist.rank_jobs import Job, Outcomes, run_jobs
-from tests.dist.reference import END, Samples, train_alone
+from tests.dist.rank_jobs import Job, JobResults, run_jobs
+from tests.dist.reference import EOD, Samples, train_reference
 from tests.unit.model.dense import dense_flex
 
 PLAIN = Samples(parity_cases.STEPS * parity_cases.SAMPLES_PER_STEP, parity_cases.SHAPE)
-SAMPLES = PLAIN.with_ends(0.2)
+SAMPLES = PLAIN.with_document_ends(0.2)
 BOTH = (True, True)
 CASES: dict[str, tuple[Case, tuple[bool, bool], str | None]] = {
     "zero0 learned full": (Case(2, 0, 2, 1, "learned", "sgd"), BOTH, "full"),
@@ -64,7 +64,7 @@ def knows_why_it_loops(engine: Any) -> None:
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> JobResults:
     folder = tmp_path_factory.mktemp("documents")
     jobs = [
         Job(name, config(name, folder), plans_of(case), SAMPLES, knows_why_it_loops)
@@ -75,11 +75,11 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
 
 @pytest.mark.parametrize("name", [name for name in CASES if name not in DROPPED])
 def test_layout_equals_one_process_with_a_dense_mask(
-    name: str, outcomes: Outcomes, tmp_path: Path
+    name: str, outcomes: JobResults, tmp_path: Path
 ) -> None:
     case, flags, _ = CASES[name]
-    rules = PackingOptions(END, *flags, flex=dense_flex)
-    reference = train_alone(config(name, tmp_path), SAMPLES, plans_of(case), rules)
+    rules = PackingOptions(EOD, *flags, flex=dense_flex)
+    reference = train_reference(config(name, tmp_path), SAMPLES, plans_of(case), rules)
     for rank, run in enumerate(outcomes.of(name)):
         assert differences(run, reference) == [], f"rank {rank}"
         # Each layer is compiled in the pieces before and behind its attention, once for all
@@ -89,7 +89,7 @@ def test_layout_equals_one_process_with_a_dense_mask(
 
 
 @pytest.mark.parametrize("name", DROPPED[1:])
-def test_recomputation_drops_what_was_dropped(name: str, outcomes: Outcomes) -> None:
+def test_recomputation_drops_what_was_dropped(name: str, outcomes: JobResults) -> None:
     for run, stored in zip(outcomes.of(name), outcomes.of(DROPPED[0]), strict=True):
         assert run.losses == stored.losses
         assert run.norms == stored.norms
@@ -98,8 +98,10 @@ def test_recomputation_drops_what_was_dropped(name: str, outcomes: Outcomes) -> 
 def test_bounds_change_what_is_learned(tmp_path: Path) -> None:
     case = CASES["zero3 learned"][0]
     losses = [
-        train_alone(config("zero3 learned", tmp_path), SAMPLES, plans_of(case)[:1], rules).losses
-        for rules in (None, PackingOptions(END, True, True))
+        train_reference(
+            config("zero3 learned", tmp_path), SAMPLES, plans_of(case)[:1], rules
+        ).losses
+        for rules in (None, PackingOptions(EOD, True, True))
     ]
     assert losses[0] != pytest.approx(losses[1], rel=1e-4)
 

@@ -1,8 +1,8 @@
 """Every layout trains like one process: {ZeRO 0, 1, 2, 3} x {TP 1, 2} x {accumulation 1, 4} x
 {learned, rope, alibi, GQA, swiglu, tied, untied}, on 2 and 4 ranks, under SGD without clipping and
-AdamW with clipping. Which combinations run is decided by the rule in `cases.py`.
+AdamW with clipping. The rule in `parity_cases.py` selects the combinations.
 
-The other side is `twin.train_alone`: torch over the whole global batch. Three steps in fp32; loss,
+The reference is `reference.train_reference`: torch over the full global batch. Three steps in fp32; loss,
 global norm, every parameter's gradient (taken from DeepSpeed before each step and, under SGD, from
 what the step did to the weights) and every weight after each step agree within 1e-5.
 """
@@ -19,20 +19,20 @@ import torch
 from tests.dist import parity_cases
 from tests.dist.parity_cases import Case
 from tests.dist.compare import differences
-from tests.dist.rank_jobs import Job, Outcomes, run_jobs
-from tests.dist.reference import Run, Samples, Tensors, train_alone
+from tests.dist.rank_jobs import Job, JobResults, run_jobs
+from tests.dist.reference import Run, Samples, Tensors, train_reference
 
-AGAIN = "again-"
-"""Before the name of a world's first case in its second run, after all others."""
+REPEATED = "repeated-"
+"""Prefix of the second run of a world's first case, after all others."""
 SAMPLES = Samples(parity_cases.STEPS * parity_cases.SAMPLES_PER_STEP, parity_cases.SHAPE)
 
-Worlds = dict[int, Outcomes]
+Worlds = dict[int, JobResults]
 References = dict[tuple[str, str], Run]
 
 
 @pytest.fixture(scope="module")
 def worlds(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Worlds:
-    """The selected cases, trained: two ranks started once, four ranks started once."""
+    """The selected cases, trained by one set of two ranks and one of four."""
     folder = tmp_path_factory.mktemp("parity")
     items = [item for item in request.session.items if item.path == request.path]
     parameters = [item.callspec.params for item in items if hasattr(item, "callspec")]
@@ -41,18 +41,20 @@ def worlds(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     for world in parity_cases.AXES["world"]:
         jobs = [_job(case, folder) for case in selected if case.world == world]
         if jobs:
-            jobs.append(dataclasses.replace(jobs[0], name=AGAIN + jobs[0].name))
+            jobs.append(dataclasses.replace(jobs[0], name=REPEATED + jobs[0].name))
             results[world] = run_jobs(world, jobs, folder)
     return results
 
 
 def _job(case: Case, folder: Path) -> Job:
-    return Job(case.name, parity_cases.config_of(case, folder), parity_cases.plans_of(case), SAMPLES)
+    return Job(
+        case.name, parity_cases.config_of(case, folder), parity_cases.plans_of(case), SAMPLES
+    )
 
 
 @pytest.fixture(scope="module")
 def references() -> References:
-    """Runs of one process by model and optimizer, as they are asked for."""
+    """Reference runs by model and optimizer, computed on demand."""
     return {}
 
 
@@ -60,7 +62,7 @@ def reference_of(case: Case, known: References, folder: Path) -> Run:
     key = case.model, case.optimizer
     if key not in known:
         config = parity_cases.config_of(case, folder)
-        known[key] = train_alone(config, SAMPLES, parity_cases.plans_of(case))
+        known[key] = train_reference(config, SAMPLES, parity_cases.plans_of(case))
     return known[key]
 
 
@@ -80,40 +82,41 @@ def test_layout_equals_one_process(
 
 
 def _error_of_first_step(run: Run, reference: Run) -> float:
-    """Plain SGD's step shows the gradient: (before - after) / rate. As a share of what is allowed,
-    which is 1e-5 of the largest element and the rounding of the weights before and after to fp32.
+    """The error of the gradient that a step of plain SGD applied, (before - after) / rate.
+
+    Relative to the tolerance: 1e-5 of the largest element, plus the rounding of both weights to
+    fp32.
     """
-    rate, shares = reference.rates[0], []
+    rate, ratios = reference.rates[0], []
     for name, gradient in reference.gradients[0].items():
         before, after = run.weights[0][name], run.weights[1][name]
         rounding = 2.0**-24 * (before.abs().max() + after.abs().max()).item() / rate
         allowed = 1e-5 * gradient.abs().max().item() + rounding
-        shares.append(((before - after) / rate - gradient).abs().max().item() / allowed)
-    return max(shares)
+        ratios.append(((before - after) / rate - gradient).abs().max().item() / allowed)
+    return max(ratios)
 
 
 ZERO3 = [case for case in parity_cases.chosen() if case.stage == 3]
 
 
 @pytest.mark.parametrize("case", ZERO3, ids=lambda case: case.name)
-def test_zero3_never_holds_the_whole_model(case: Case, worlds: Worlds) -> None:
+def test_zero3_never_materializes_the_full_model(case: Case, worlds: Worlds) -> None:
     for run in worlds[case.world].of(case.name):
         seen = run.notes["construction"]
         # The largest single table is less than half of this model.
         assert seen.largest_module < seen.total / 2
         assert 0 < seen.peak <= seen.largest_module
-        assert seen.left_whole == 0
+        assert seen.unpartitioned == 0
         dp_size = case.world // case.tp
-        assert seen.total <= dp_size * seen.kept < 1.05 * seen.total
+        assert seen.total <= dp_size * seen.local < 1.05 * seen.total
 
 
-def test_a_case_leaves_nothing_behind(worlds: Worlds) -> None:
-    """A world's first case, run again after all others in the same processes, gives the same
-    bits."""
+def test_cases_do_not_influence_each_other(worlds: Worlds) -> None:
+    """A world's first case, repeated after all others on the same ranks, is equal bit for bit."""
     for world in worlds.values():
-        (path,) = world.folder.glob(f"{AGAIN}{world.world}ranks*.0.pt")
-        name = path.name.removeprefix(AGAIN).removesuffix(".0.pt")
-        for run, again in zip(world.of(name), world.of(AGAIN + name), strict=True):
+        (path,) = world.folder.glob(f"{REPEATED}{world.world}ranks*.0.pt")
+        name = path.name.removeprefix(REPEATED).removesuffix(".0.pt")
+        for run, again in zip(world.of(name), world.of(REPEATED + name), strict=True):
             assert run.losses == again.losses
             assert run.norms == again.norms
             for before, after in zip(run.weights, again.weights, strict=True):
@@ -124,8 +127,8 @@ def _same(one: Tensors, other: Tensors) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-def test_any_three_values_occur_together() -> None:
-    """The rule of `cases.py`, by another way than the one that made the array."""
+def test_covering_array_contains_every_triple() -> None:
+    """Checks the rule of `parity_cases.py` independently of the construction of the array."""
     chosen = parity_cases.covering()
     assert len(chosen) == len(set(chosen)) < len(parity_cases.product()) == 448
     for axes in itertools.combinations(parity_cases.AXES, 3):
@@ -134,8 +137,8 @@ def test_any_three_values_occur_together() -> None:
         assert len(found) == sizes[0] * sizes[1] * sizes[2], axes
 
 
-def test_a_wrong_gradient_is_found() -> None:
-    """The comparison itself: one element off by 2e-5 of its tensor's largest is a difference."""
+def test_comparison_detects_a_wrong_gradient() -> None:
+    """One element off by 2e-5 of the largest element is a difference."""
     reference = Run([1.0], [1.0], [{"w": torch.tensor([1.0, 0.1])}], [{"w": torch.ones(2)}] * 2)
     wrong = Run([1.0], [1.0], [{"w": torch.tensor([1.0, 0.10002])}], [{"w": torch.ones(2)}] * 2)
     assert differences(reference, reference) == []

@@ -20,8 +20,8 @@ from tests.dist import parity_cases
 from tests.dist.compare import differences
 from tests.dist.engine_harness import CPU, prepare
 from tests.dist.parity_cases import OPTIMIZERS, RATES, Case, config_of
-from tests.dist.rank_jobs import Job, Outcomes, run_jobs
-from tests.dist.reference import END, Samples, train_alone
+from tests.dist.rank_jobs import Job, JobResults, run_jobs
+from tests.dist.reference import EOD, Samples, train_reference
 from tests.distributed import run_ranks
 
 WORLD = 2
@@ -31,7 +31,7 @@ LAYOUTS = [
     for optimizer in OPTIMIZERS
 ]
 BATCH_SIZES = [4, 8, 16]
-SAMPLES = Samples(sum(BATCH_SIZES), parity_cases.SHAPE).with_ends(0.4)
+SAMPLES = Samples(sum(BATCH_SIZES), parity_cases.SHAPE).with_document_ends(0.4)
 MEAN_OF_MEANS = "mean of means"
 
 
@@ -61,7 +61,7 @@ def plans_for(config: Config, tp: int, optimizer: str) -> list[StepPlan]:
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> JobResults:
     folder = tmp_path_factory.mktemp("per-token")
     jobs = []
     for stage, tp, optimizer in LAYOUTS:
@@ -77,20 +77,20 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
 
 @pytest.mark.parametrize(("stage", "tp", "optimizer"), LAYOUTS)
 def test_per_token_loss_equals_one_process(
-    stage: int, tp: int, optimizer: str, outcomes: Outcomes, tmp_path: Path
+    stage: int, tp: int, optimizer: str, outcomes: JobResults, tmp_path: Path
 ) -> None:
     config = config_for(stage, tp, optimizer, tmp_path)
-    reference = train_alone(config, SAMPLES, plans_for(config, tp, optimizer))
+    reference = train_reference(config, SAMPLES, plans_for(config, tp, optimizer))
     for run in outcomes.of(f"{stage}-{tp}-{optimizer}"):
         assert differences(run, reference) == []
 
 
 def test_mean_over_micro_batches_differs_with_unequal_masks(
-    outcomes: Outcomes, tmp_path: Path
+    outcomes: JobResults, tmp_path: Path
 ) -> None:
     """The default averages micro-batches' means, so the comparison above can see the flag."""
     config = config_for(1, 1, "sgd", tmp_path)
-    reference = train_alone(config, SAMPLES, plans_for(config, 1, "sgd"))
+    reference = train_reference(config, SAMPLES, plans_for(config, 1, "sgd"))
     for run in outcomes.of(MEAN_OF_MEANS):
         assert any(line.startswith("losses[0]") for line in differences(run, reference))
 
@@ -101,13 +101,13 @@ def evaluate_on_a_rank(rank: int, config: Config) -> tuple[float, float, float, 
     engine = build_engine(config, mesh, CPU)
     halves = [SAMPLES.batch(first, 2).numpy() for first in (0, 2)]
     both = SAMPLES.batch(0, 4).numpy()
-    batches = [collate(rows, 0, END) for rows in (*halves, both)]
+    batches = [collate(rows, 0, EOD) for rows in (*halves, both)]
     return *engine.eval_loss(iter(batches[:2]), 2), *engine.eval_loss(iter(batches[2:]), 1)
 
 
 def test_evaluation_weights_every_token_equally(tmp_path: Path) -> None:
     config = config_for(1, 2, "sgd", tmp_path)
-    counted = float((SAMPLES.batch(0, 4)[:, :-1] != END).sum())
+    counted = float((SAMPLES.batch(0, 4)[:, :-1] != EOD).sum())
     for total, weight, total_at_once, weight_at_once in run_ranks(
         evaluate_on_a_rank, WORLD, config
     ):

@@ -18,10 +18,10 @@ from megatron_ds.config import Config, DeepSpeedConfig, PrecisionConfig, Schedul
 from megatron_ds.engine.ds_config import merge_file
 from megatron_ds.train_state import StepPlan
 from tests.dist import parity_cases
-from tests.dist.parity_cases import Case, completed, config_of, plans_of
+from tests.dist.parity_cases import Case, complete_config, config_of, plans_of
 from tests.dist.compare import differences
-from tests.dist.rank_jobs import Job, Outcomes, run_jobs
-from tests.dist.reference import Samples, Tensors, train_alone
+from tests.dist.rank_jobs import Job, JobResults, run_jobs
+from tests.dist.reference import Samples, Tensors, train_reference
 
 LAYOUTS = list(itertools.product((1, 2, 3), (1, 2)))
 """ZeRO stage and tensor-parallel size."""
@@ -49,7 +49,7 @@ def bf16_config(stage: int, tp: int, folder: Path) -> Config:
 def offloaded_config(stage: int, tp: int, remote: str, folder: Path) -> Config:
     config = config_of(layout(stage, tp), folder)
     deepspeed = dataclasses.replace(config.deepspeed, cpu_optimizer=True, remote_device=remote)
-    return completed(dataclasses.replace(config, deepspeed=deepspeed), 2)
+    return complete_config(dataclasses.replace(config, deepspeed=deepspeed), 2)
 
 
 def accumulating_config(stage: int, in_fp32: bool, folder: Path) -> Config:
@@ -68,7 +68,7 @@ ONE_LONG_STEP = [StepPlan(1, 2 * MICRO_BATCHES, MICRO_BATCHES, 1.0, 0.0, seq_len
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> JobResults:
     folder = tmp_path_factory.mktemp("precision")
     jobs = []
     for stage, tp in LAYOUTS:
@@ -85,8 +85,8 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
 
 
 @pytest.mark.parametrize(("stage", "tp"), LAYOUTS)
-def test_bf16_follows_fp32(stage: int, tp: int, outcomes: Outcomes, tmp_path: Path) -> None:
-    reference = train_alone(
+def test_bf16_follows_fp32(stage: int, tp: int, outcomes: JobResults, tmp_path: Path) -> None:
+    reference = train_reference(
         config_of(layout(stage, tp), tmp_path), SAMPLES, plans_of(layout(stage, tp))
     )
     for run in outcomes.of(f"bf16-{stage}-{tp}"):
@@ -98,10 +98,10 @@ def test_bf16_follows_fp32(stage: int, tp: int, outcomes: Outcomes, tmp_path: Pa
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_bf16_gradients_are_accumulated_in_fp32(
-    stage: int, outcomes: Outcomes, tmp_path: Path
+    stage: int, outcomes: JobResults, tmp_path: Path
 ) -> None:
     """Against fp32, from which the bf16 arithmetic of the model itself takes it a little away."""
-    reference = train_alone(accumulating_config(stage, True, tmp_path), ALIKE, ONE_LONG_STEP)
+    reference = train_reference(accumulating_config(stage, True, tmp_path), ALIKE, ONE_LONG_STEP)
     (wanted,) = reference.gradients
     for run in outcomes.of(f"accumulating-{stage}-True"):
         assert run.notes["types"] == ["torch.bfloat16", "torch.float32"]
@@ -119,11 +119,11 @@ def distance(one: Tensors, other: Tensors) -> float:
 
 @pytest.mark.parametrize(("stage", "tp", "remote"), OFFLOADED)
 def test_offloading_changes_nothing(
-    stage: int, tp: int, remote: str, outcomes: Outcomes, tmp_path: Path
+    stage: int, tp: int, remote: str, outcomes: JobResults, tmp_path: Path
 ) -> None:
     """The process it is held against knows no offloading; the parity cases run without it equal the
     same process."""
-    reference = train_alone(
+    reference = train_reference(
         config_of(layout(stage, tp), tmp_path), SAMPLES, plans_of(layout(stage, tp))
     )
     for run in outcomes.of(f"offloaded-{stage}-{tp}-{remote}"):

@@ -16,10 +16,10 @@ from megatron_ds import schedules
 from megatron_ds.config import Config, OptimizerConfig, ScheduleConfig
 from megatron_ds.train_state import StepPlan, StepResult, TrainState
 from tests.dist import parity_cases
-from tests.dist.parity_cases import Case, completed, config_of
+from tests.dist.parity_cases import Case, complete_config, config_of
 from tests.dist.compare import differences
-from tests.dist.rank_jobs import Job, Outcomes, run_jobs
-from tests.dist.reference import Samples, train_alone
+from tests.dist.rank_jobs import Job, JobResults, run_jobs
+from tests.dist.reference import Samples, train_reference
 
 WORLD = 2
 LAYOUTS = [(0, 1), (1, 1), (2, 1), (3, 1), (1, 2), (3, 2)]
@@ -49,7 +49,7 @@ def ramp(stage: int, tp: int, folder: Path) -> Config:
             lr_warmup_samples=8,
         ),
     )
-    return completed(config, WORLD)
+    return complete_config(config, WORLD)
 
 
 def plans_of(config: Config) -> list[StepPlan]:
@@ -68,33 +68,33 @@ def unguided(ds_engine: Any) -> None:
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> JobResults:
     folder = tmp_path_factory.mktemp("rampup")
     jobs = []
     for stage, tp in LAYOUTS:
         config = ramp(stage, tp, folder)
         jobs.append(Job(f"{stage}-{tp}", config, plans_of(config), SAMPLES))
-    jobs.append(dataclasses.replace(jobs[1], name=UNGUIDED, look=unguided))
+    jobs.append(dataclasses.replace(jobs[1], name=UNGUIDED, probe=unguided))
     return run_jobs(WORLD, jobs, folder)
 
 
 @pytest.mark.parametrize(("stage", "tp"), LAYOUTS)
-def test_ramp_equals_one_process(stage: int, tp: int, outcomes: Outcomes, tmp_path: Path) -> None:
+def test_ramp_equals_one_process(stage: int, tp: int, outcomes: JobResults, tmp_path: Path) -> None:
     config = ramp(stage, tp, tmp_path)
     plans = plans_of(config)
     assert [plan.global_batch_size for plan in plans] == BATCHES
     assert [plan.num_micro_batches for plan in plans] == [1, 2, 4, 4]
-    reference = train_alone(config, SAMPLES, plans)
+    reference = train_reference(config, SAMPLES, plans)
     assert min(norm for norm in reference.norms if norm is not None) > config.optimizer.clip_grad
     for run in outcomes.of(f"{stage}-{tp}"):
         assert run.rates == pytest.approx(RATES, rel=1e-12)
         assert differences(run, reference) == []
 
 
-def test_deepspeeds_own_boundary_would_drift(outcomes: Outcomes, tmp_path: Path) -> None:
+def test_deepspeeds_own_boundary_would_drift(outcomes: JobResults, tmp_path: Path) -> None:
     """The same ramp without our boundary differs: the comparison above sees it."""
     config = ramp(1, 1, tmp_path)
-    reference = train_alone(config, SAMPLES, plans_of(config))
+    reference = train_reference(config, SAMPLES, plans_of(config))
     for run in outcomes.of(UNGUIDED):
         found = differences(run, reference)
         assert any(line.startswith("weights[2]") for line in found), found

@@ -20,7 +20,13 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron_ds.config import Config, ParallelConfig, PrecisionConfig, RecomputeConfig, RuntimeConfig
+from megatron_ds.config import (
+    Config,
+    ParallelConfig,
+    PrecisionConfig,
+    RecomputeConfig,
+    RuntimeConfig,
+)
 from megatron_ds.data.micro_batches import MicroBatchIterator
 from megatron_ds.engine import build
 from megatron_ds.engine import readback
@@ -32,7 +38,7 @@ from megatron_ds.engine.memory_estimate import MemoryInputs, estimate, memory_in
 from megatron_ds.engine.settings import EngineSettings, StateBytes
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.train_state import StepPlan
-from tests.dist.parity_cases import SAMPLES_PER_STEP, SHAPE, Case, completed, config_of
+from tests.dist.parity_cases import SAMPLES_PER_STEP, SHAPE, Case, complete_config, config_of
 from tests.dist.engine_harness import CPU, prepare
 from tests.dist.reference import Samples
 from tests.distributed import run_ranks
@@ -55,7 +61,7 @@ def layouts(folder: Path) -> dict[str, Config]:
         base = config_of(Case(2, stage, tp, 4, "learned", optimizer), folder)
         zero = groups.pop("deepspeed", {})
         changed = dataclasses.replace(base.deepspeed, **zero)
-        return completed(dataclasses.replace(base, deepspeed=changed, **groups), 2)
+        return complete_config(dataclasses.replace(base, deepspeed=changed, **groups), 2)
 
     bf16, offload = PrecisionConfig(bf16=True), {"cpu_optimizer": True}
     fp16 = PrecisionConfig(fp16=True, allow_fp16_on_cpu=True, initial_loss_scale=2.0**8)
@@ -264,9 +270,7 @@ def test_setting_that_deepspeed_got_differently_stops_run(
         assert f"\n  {setting}  " in rank.overridden[setting]
 
 
-def test_memory_estimate_equals_allocated_states(
-    results: list[RankResult], tmp_path: Path
-) -> None:
+def test_memory_estimate_equals_allocated_states(results: list[RankResult], tmp_path: Path) -> None:
     for layout, config in layouts(tmp_path).items():
         for rank in results:
             expected = estimate(config, rank.inputs[layout])

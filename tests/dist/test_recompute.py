@@ -55,9 +55,7 @@ def losses_and_gradients(
         if options.by_deepspeed:
             checkpoint = configure_checkpointing(options, config.layers, mesh.mpu(), rng)
         recompute = ActivationCheckpointing(options, rng, checkpoint)
-    model = GPTModel(
-        config, mesh=mesh, rng=rng, seed=5, recompute=recompute, documents=documents
-    )
+    model = GPTModel(config, mesh=mesh, rng=rng, seed=5, recompute=recompute, documents=documents)
     tokens = torch.randint(0, 32, (2, 9), generator=torch.Generator().manual_seed(2))
     tokens[0, 2] = tokens[0, 3] = tokens[1, 5] = END
     losses = []

@@ -15,7 +15,16 @@ import torch
 from megatron_ds.checkpoint.metadata import read_run
 from megatron_ds.checkpoint.manager import CheckpointManager
 from megatron_ds.checkpoint.full_weights import Weights, iter_full_weights
-from megatron_ds.config import CheckpointConfig, Config, DeepSpeedConfig, ModelConfig, OptimizerConfig, ParallelConfig, PrecisionConfig, ScheduleConfig
+from megatron_ds.config import (
+    CheckpointConfig,
+    Config,
+    DeepSpeedConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    PrecisionConfig,
+    ScheduleConfig,
+)
 from megatron_ds.data.micro_batches import Batch
 from megatron_ds.engine.build import build_engine
 from megatron_ds.inference.load_checkpoint import load_model
@@ -23,7 +32,7 @@ from megatron_ds.parallel.collectives import all_gather
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.parallel.sharding import unshard, shard_spec
 from megatron_ds.train_state import StepPlan, TrainState
-from tests.dist.engine_harness import CPU, prepare, whole_weights
+from tests.dist.engine_harness import CPU, prepare, full_weights
 from tests.distributed import run_ranks
 
 WORLD = 4
@@ -91,7 +100,7 @@ def save_and_read(rank: int, folder: str) -> None:
         CheckpointManager(config, mesh, lambda _: None).save(engine, state)
 
         saved = dict(iter_full_weights(read_run(where / "global_step2")))
-        own = whole_weights(engine, mesh)
+        own = full_weights(engine, mesh)
         assert saved.keys() == own.keys(), (stage, tp_size, bf16)
         dtype = torch.bfloat16 if bf16 else torch.float32
         for name, value in own.items():

@@ -1,4 +1,4 @@
-"""Worker processes: order, bounds, errors, and nobody left behind."""
+"""Worker processes: order, backpressure, errors, and termination."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def big(number: int) -> bytes:
 
 
 @pytest.mark.parametrize("count", [1, 2, 5])
-def test_results_come_in_order(count: int) -> None:
+def test_results_are_in_order(count: int) -> None:
     with Workers(square, count) as workers:
         assert list(workers.map(range(10))) == [n * n for n in range(10)]
     assert multiprocessing.active_children() == []
@@ -44,7 +44,7 @@ def test_large_items_in_both_directions_do_not_block() -> None:
         assert [result[0] for result in workers.map(range(8))] == list(range(8))
 
 
-def test_items_are_taken_as_they_are_needed() -> None:
+def test_items_are_read_on_demand() -> None:
     taken = []
 
     def items() -> Iterator[int]:
@@ -59,7 +59,7 @@ def test_items_are_taken_as_they_are_needed() -> None:
         assert list(workers.finish_pending()) == [n * n for n in taken[1:]]
 
 
-def test_an_error_of_the_function_reaches_the_caller() -> None:
+def test_exception_reaches_the_caller() -> None:
     def run() -> None:
         with Workers(square, 2) as workers:
             list(workers.map(range(20)))
@@ -70,7 +70,7 @@ def test_an_error_of_the_function_reaches_the_caller() -> None:
 
 
 @pytest.mark.parametrize("count", [1, 3])
-def test_a_killed_worker_is_an_error_and_no_hang(count: int) -> None:
+def test_killed_worker_raises(count: int) -> None:
     def run() -> None:
         with Workers(square, count) as workers:
             list(workers.map([1, 2, 99, 4, 5]))
@@ -80,7 +80,7 @@ def test_a_killed_worker_is_an_error_and_no_hang(count: int) -> None:
     assert multiprocessing.active_children() == []
 
 
-def test_workers_end_when_the_parent_is_killed() -> None:
+def test_workers_exit_when_the_parent_is_killed() -> None:
     code = (
         "import os, signal\n"
         "from megatron_ds.preprocess.worker_pool import Workers\n"
@@ -91,7 +91,7 @@ def test_workers_end_when_the_parent_is_killed() -> None:
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=REPOSITORY, stdout=subprocess.PIPE, text=True, check=False
     )
-    # The pipe of stdout ends when the last worker, which holds it too, has ended.
+    # The pipe of stdout closes when the last worker, which inherits it, has exited.
     assert done.returncode == -signal.SIGKILL
     pids = [int(pid) for pid in done.stdout.split()]
     assert len(pids) == 3
@@ -99,8 +99,8 @@ def test_workers_end_when_the_parent_is_killed() -> None:
     assert alive == []
 
 
-def test_an_interrupt_in_the_middle_of_a_fork_is_not_lost() -> None:
-    """Python prints and forgets what is raised while it puts itself in order after a fork."""
+def test_interrupt_during_fork_is_not_lost() -> None:
+    """Python prints and ignores exceptions that are raised in its hooks after a fork."""
     armed = [True]
 
     def interrupt() -> None:
@@ -108,7 +108,7 @@ def test_an_interrupt_in_the_middle_of_a_fork_is_not_lost() -> None:
             armed.pop()
             os.kill(os.getpid(), signal.SIGINT)
 
-    os.register_at_fork(after_in_parent=interrupt)  # there is no way back: it works but once
+    os.register_at_fork(after_in_parent=interrupt)  # cannot be unregistered: acts once
     with pytest.raises(KeyboardInterrupt), Workers(str, 1):
         pass
     for child in multiprocessing.active_children():
