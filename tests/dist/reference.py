@@ -110,7 +110,7 @@ def train_reference(
         tokens = samples.batch(consumed, plan.global_batch_size)[:, : plan.seq_length + 1]
         consumed += plan.global_batch_size
         optimizer.zero_grad()
-        mask = tokens[:, :-1] != END if config.data.eod_mask_loss else None
+        mask = tokens[:, :-1] != EOD if config.data.eod_mask_loss else None
         loss = model(tokens[:, :-1], tokens[:, 1:], mask).mean()
         loss.backward()
         run.losses.append(loss.item())
