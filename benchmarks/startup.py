@@ -3,8 +3,9 @@
 
     python benchmarks/startup.py [--rounds 3] [--output startup.json]
 
-The model is that of `make demo`, the corpus is made up. Wall time: nothing else should run beside
-it. A first start is not measured; it fills the page cache, builds the C++ ops and the data's index.
+The model has the size of the demo's, the corpus is synthetic. Wall time: nothing else should run at
+the same time. A first start is not measured; it fills the page cache, builds the C++ ops and the
+index of the data.
 """
 
 from __future__ import annotations
@@ -26,9 +27,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.common import this_machine, versions, write_json
 from megatron_ds.data.indexed_writer import IndexedWriter
-from tools.demo import MODEL
 
 HERE = Path(__file__).resolve().parent.parent
+MODEL = (
+    *("--num-layers", "4", "--hidden-size", "192", "--num-attention-heads", "6"),
+    *("--seq-length", "256", "--attention-dropout", "0", "--hidden-dropout", "0"),
+)
+"""The size of the demo's model."""
 VOCABULARY, DOCUMENTS, LENGTH = 4096, 200, 600
 TARGETS = {"--help": 1.5, "argument error": 3.0, "first iteration": 15.0}
 """Seconds, on two cores and warm."""
@@ -107,7 +112,7 @@ def made_up_corpus(folder: Path) -> Path:
 
 
 def settings(prefix: Path) -> list[str]:
-    """Two iterations of the demo's model."""
+    """Two iterations of MODEL."""
     return [
         *MODEL,
         *("--micro-batch-size", "4", "--global-batch-size", "8", "--train-iters", "2"),

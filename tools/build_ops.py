@@ -1,20 +1,22 @@
-"""Builds DeepSpeed's C++ ops ahead of the first run, with a message, and clears stale locks.
+"""Build DeepSpeed's C++ ops before the first run, with a message, and remove stale locks.
 
-DeepSpeed compiles an op when it is first used: half a minute of silence in the middle of a first
-step, and a run that hangs for ever if that compilation is killed. `make` calls this once after
-installation; calling it again is harmless.
+DeepSpeed compiles an op at its first use: half a minute of silence in the first step, and a run
+that hangs indefinitely if that compilation is killed. `make` calls this once after installation;
+calling it again is harmless.
 """
 
 from __future__ import annotations
 
-import argparse
 import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
+from megatron_ds import cli
 from megatron_ds.launch.environment import prepare_environment
 from megatron_ds.launch.extension_locks import find_stale_locks
 
@@ -26,7 +28,7 @@ and run the same command again."""
 
 @dataclass(frozen=True)
 class Op:
-    """A builder in deepspeed.ops.op_builder, and what it is for."""
+    """A builder in deepspeed.ops.op_builder, and its purpose."""
 
     builder: str
     purpose: str
@@ -38,7 +40,7 @@ CPU_OPS = (
     Op("FusedAdamBuilder", "Adam"),
     OFFLOAD_ADAM,
 )
-"""What a machine without an accelerator uses. With one, only OFFLOAD_ADAM runs on the CPU."""
+"""Ops of a machine without an accelerator. With one, only OFFLOAD_ADAM runs on the CPU."""
 
 BUILD = """
 import sys
@@ -47,10 +49,15 @@ get_accelerator().create_op_builder(sys.argv[1]).load(verbose=True)
 """
 
 
-def main(argv: list[str] | None = None) -> int:
-    """The exit code: 0 if what every run needs is there."""
-    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
-    parser.parse_args(argv)
+@dataclass(frozen=True)
+class Options:
+    """Builds DeepSpeed's C++ ops before the first run, and removes the locks of killed builds."""
+
+    PROGRAM: ClassVar[str] = "build_ops.py"
+
+
+def work(options: Options) -> int:
+    """The exit status: 0 if the ops that every run needs are built."""
     folder = prepare_environment()
     clear_stale_locks(folder)
     compiler = missing_compiler()
@@ -61,19 +68,19 @@ def main(argv: list[str] | None = None) -> int:
         failed = [op for op in CPU_OPS if not build(op, folder)]
         return 1 if failed else 0
     if not build(OFFLOAD_ADAM, folder):
-        print("Runs with the optimizer on the accelerator do not need this op: going on without it")
+        print("Only runs with --cpu-optimizer need this op: continuing without it")
     return 0
 
 
 def clear_stale_locks(folder: Path) -> None:
-    """Removes the locks of killed builds, naming each."""
+    """Remove the locks of killed builds, and print each."""
     for lock in find_stale_locks(folder):
-        print(f"Removing {lock}: a killed build left it behind, no process holds it")
+        print(f"Removing {lock}: the lock of a killed build")
         lock.unlink(missing_ok=True)
 
 
 def missing_compiler() -> str | None:
-    """The name of the C++ compiler that torch would call, if there is no such program."""
+    """The C++ compiler that torch would call, if it does not exist."""
     from torch.utils.cpp_extension import get_cxx_compiler
 
     name = str(get_cxx_compiler())
@@ -81,16 +88,16 @@ def missing_compiler() -> str | None:
 
 
 def accelerator() -> str:
-    """The kind of device DeepSpeed finds."""
+    """The kind of device that DeepSpeed detects."""
     from deepspeed.accelerator import get_accelerator
 
     return str(get_accelerator().device_name())
 
 
 def build(op: Op, folder: Path) -> bool:
-    """Builds one op, or finds it built; False, after printing why, if that fails.
+    """Build an op, unless it is built; False, after printing the reason, if that fails.
 
-    In a process of its own, so that what the compiler prints goes to a file.
+    In a process of its own, so that the compiler's output goes to a file.
     """
     log = folder / f"{op.builder}.log"
     folder.mkdir(parents=True, exist_ok=True)
@@ -107,9 +114,13 @@ def build(op: Op, folder: Path) -> bool:
     if code:
         tail = log.read_text(errors="replace").splitlines()[-15:]
         print("\n".join(f"  {line}" for line in tail), file=sys.stderr)
-        print(f"All that the build printed is in {log}", file=sys.stderr)
+        print(f"The complete output is in {log}", file=sys.stderr)
     return code == 0
 
 
+def main(argv: Sequence[str]) -> int:
+    return cli.run(Options, work, argv)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -60,7 +60,6 @@ DEEPSPEED = (
     "checkpoint/",
     "launch/",
 )
-ARGPARSE: tuple[str, ...] = ()  # the package reads command lines itself; tools/ do as they like
 ENVIRONMENT = ("launch/",)
 HTTP = ("inference/server.py",)
 DEVICE = ("launch/device.py",)
@@ -222,12 +221,11 @@ def test_there_is_no_import_circle() -> None:
     ("package", "places"),
     [
         ("deepspeed", DEEPSPEED),
-        ("argparse", ARGPARSE),
         ("fastapi", HTTP),
         ("starlette", HTTP),
         ("uvicorn", HTTP),
     ],
-    ids=["deepspeed", "argparse", "fastapi", "starlette", "uvicorn"],
+    ids=["deepspeed", "fastapi", "starlette", "uvicorn"],
 )
 def test_a_package_is_imported_in_its_places_alone(package: str, places: tuple[str, ...]) -> None:
     report(
@@ -237,6 +235,11 @@ def test_a_package_is_imported_in_its_places_alone(package: str, places: tuple[s
             if uses(path, package) and not allowed(path, places)
         ]
     )
+
+
+def test_command_lines_are_read_by_cli_alone() -> None:
+    paths = [*sources(), *(REPOSITORY / "tools").glob("*.py"), REPOSITORY / "pretrain_gpt.py"]
+    report([f"{path} imports argparse" for path in paths if uses(path, "argparse")])
 
 
 def test_environment_variables_are_the_runtimes() -> None:
