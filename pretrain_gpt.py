@@ -34,7 +34,7 @@ def main() -> None:
         )
         startup.mark("settings")
         environment.require_no_stale_locks(find_stale_locks(environment.prepare_environment()))
-        from megatron_ds.training.trainer import pretrain  # after the settings: torch takes seconds
+        from megatron_ds.training.setup import pretrain  # after the settings: torch takes seconds
 
         startup.mark("libraries")
         code = pretrain(config, life, startup)

@@ -45,7 +45,8 @@ class StepResult:
     loss_scale_exhausted: bool = False
     """The step was dropped though the dynamic loss scale stood at its lowest."""
     extras: Mapping[str, SupportsFloat] = dataclasses.field(default_factory=dict)
-    """Further metrics of this data-parallel rank by name, such as auxiliary losses."""
+    """Further metrics of this data-parallel rank by name, such as auxiliary losses. Every rank has
+    the same names; means over the data-parallel ranks are logged."""
 
 
 @dataclass(frozen=True)

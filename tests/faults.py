@@ -277,9 +277,9 @@ def _at_evaluation(fault: Fault, action: Action) -> None:
 
 def _at_engine_build(fault: Fault, action: Action) -> None:
     """Peer ranks then wait for this one."""
-    from megatron_ds.training import trainer
+    from megatron_ds.training import setup
 
-    before_call(trainer, trainer.build_engine.__name__, action, nth_call(fault))
+    before_call(setup, setup.build_engine.__name__, action, nth_call(fault))
 
 
 def _after_engine_save(fault: Fault, action: Action) -> None:

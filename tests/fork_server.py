@@ -36,7 +36,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 DEADLINE = 300.0
 """Seconds after which a process is considered to hang."""
 PRELOADED = (
-    "megatron_ds.training.trainer",
+    "megatron_ds.training.setup",
     "deepspeed.ops.adam",
     "torch.utils.tensorboard",
     "pytest",

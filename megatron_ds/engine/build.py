@@ -35,6 +35,8 @@ def build_engine(
     device: torch.device,
     eod: int | None = None,
     rule: MultiplierRule = decay_matrices_only,
+    *,
+    init_weights: bool = True,
 ) -> ZeroEngine:
     """Build the model of a configuration, sharded over a mesh, in a DeepSpeed engine. Collective.
 
@@ -46,6 +48,8 @@ def build_engine(
         device: Device of this process.
         eod: Id of the end-of-document token, for --reset-position-ids and --reset-attention-mask.
         rule: Factors of learning rate and weight decay for each parameter.
+        init_weights: Draw initial weights. If False, weights are undefined until a checkpoint is
+            loaded.
 
     Raises:
         UserError: If DeepSpeed rejects values of the user's file, if the tokenizer lacks an
@@ -67,7 +71,7 @@ def build_engine(
             config.model,
             mesh=mesh,
             rng=rng,
-            seed=config.runtime.seed,
+            seed=config.runtime.seed if init_weights else None,
             recompute=recompute,
             documents=documents,
         )

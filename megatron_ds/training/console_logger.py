@@ -1,6 +1,6 @@
-"""The lines that people read and grep: the forks' fields, order and number formats.
+"""Console lines with the fields, order and number formats of Megatron-LM and its forks.
 
-This file knows records and text, nothing of how the numbers came about.
+Knows records and text, and nothing about how the numbers are measured.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from megatron_ds.training.records import EvalRecord, IntervalRecord, Logger
 
 
 def interval_line(record: IntervalRecord) -> str:
-    """The training line of a log interval; fields that are not known are left out."""
+    """The training line of a log interval, without unknown fields."""
     last = record.last
     fields = [
         f"iteration {last.iteration:8d}/{record.total_iterations:8d}",
@@ -25,6 +25,7 @@ def interval_line(record: IntervalRecord) -> str:
         last.grad_norm is not None and f"grad norm: {last.grad_norm:.3f}",
         record.params_norm is not None and f"params norm: {record.params_norm:.3f}",
         last.curriculum_seqlen is not None and f"curriculum seqlen: {last.curriculum_seqlen:5d}",
+        *(f"{name}: {value:.6E}" for name, value in record.extras.items()),
         f"number of skipped iterations: {record.skipped:3d}",
         f"number of nan iterations: {record.nan:3d}",
         record.samples_per_second is not None
@@ -37,8 +38,11 @@ def interval_line(record: IntervalRecord) -> str:
 
 
 def evaluation_block(record: EvalRecord) -> str:
-    """The three lines of an evaluation; the test's too says "validation", as in the forks, and a
-    group its name, without a space before it."""
+    """The three lines of an evaluation.
+
+    As in Megatron, the test split is called "validation", too, and the name of a dataset replaces
+    " validation" with its leading space.
+    """
     text = (
         f"{record.group or ' validation'} loss at {record.label} | "
         f"lm loss value: {record.loss:.6E} | lm loss PPL: {record.ppl:.6E} | "
@@ -48,7 +52,7 @@ def evaluation_block(record: EvalRecord) -> str:
 
 
 class Console(Logger):
-    """Writes lines to a function that ends and flushes each."""
+    """Passes lines to a function that prints and flushes them."""
 
     def __init__(self, write: Callable[[str], object]) -> None:
         self._write = write

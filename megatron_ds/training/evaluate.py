@@ -1,4 +1,4 @@
-"""Validation and test loss over a fixed set of samples."""
+"""Computes validation and test losses over a fixed set of samples."""
 
 from __future__ import annotations
 
@@ -10,11 +10,9 @@ from megatron_ds.engine.protocol import Engine
 from megatron_ds.parallel.mesh import Mesh
 
 MICRO_BATCHES_PER_CALL = 4
-"""Micro-batches that the engine evaluates before a request to stop is checked."""
-Stopped = Callable[[], bool]
-"""Whether to break off; a collective, asked every MICRO_BATCHES_PER_CALL micro-batches."""
+"""Micro-batches that are evaluated between two checks for a request to stop."""
 MeanOverDp = Callable[[list[float]], list[float]]
-"""Element-wise mean of a list over the data-parallel ranks; a collective."""
+"""Element-wise mean of a list over the data-parallel ranks; collective."""
 
 
 def evaluate(
@@ -26,14 +24,26 @@ def evaluate(
     micro_batch_size: int,
     eod: int | None,
     mean_over_dp: MeanOverDp,
-    stopped: Stopped = lambda: False,
+    is_stopped: Callable[[], bool] = lambda: False,
 ) -> float | None:
-    """Mean loss, in nats per token, over the first `samples` samples of a dataset. Collective.
+    """Computes the mean loss over the first `samples` samples of a dataset. Collective.
 
-    None if it was stopped.
+    Every evaluation of a run reads the same samples, so losses are comparable and a resumed run
+    repeats them.
 
-    Every evaluation of a run reads the same samples, whatever came before: the losses can be
-    compared with each other, and a resumed run repeats them.
+    Args:
+        engine: Engine with the model.
+        dataset: Samples to read.
+        mesh: Process groups of the run.
+        samples: Number of samples over all data-parallel ranks.
+        micro_batch_size: Samples per forward pass.
+        eod: Id of the end-of-document token if it is masked in the loss.
+        mean_over_dp: Averages over the data-parallel ranks.
+        is_stopped: Whether to interrupt the evaluation; collective, called every
+            MICRO_BATCHES_PER_CALL micro-batches.
+
+    Returns:
+        Loss in nats per token; None if the evaluation was interrupted.
     """
     batches = MicroBatchIterator(
         dataset,
@@ -46,7 +56,7 @@ def evaluate(
     count = samples // (micro_batch_size * mesh.dp.size)
     total = weight = 0.0
     for done in range(0, count, MICRO_BATCHES_PER_CALL):
-        if stopped():
+        if is_stopped():
             batches.close()
             return None
         part = engine.eval_loss(batches, min(MICRO_BATCHES_PER_CALL, count - done))

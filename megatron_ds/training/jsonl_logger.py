@@ -1,7 +1,7 @@
-"""One JSON object per step and per evaluation, in a file that survives crashes and resumes.
+"""Writes one JSON object per step and per evaluation.
 
-A resumed run takes out what an earlier process wrote beyond the checkpoint, so that every step
-stands in the file once. The keys are documented in docs/logging.md. This file knows no torch.
+A resumed run removes the records after its checkpoint, so every step is in the file once, whatever
+crashed before. docs/logging.md documents the keys. Imports no torch.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron_ds.config.problems import Problem, UserError, option
 from megatron_ds.fileio.atomic import atomic_write
 from megatron_ds.training.records import EvalRecord, Logger, StepRecord
 
 
 def to_line(values: Mapping[str, Any]) -> str:
-    """A JSON line; numbers that JSON does not have (nan, inf) become null."""
+    """A JSON line; nan and inf, which JSON lacks, become null."""
     known = {
         key: None if isinstance(value, float) and not math.isfinite(value) else value
         for key, value in values.items()
@@ -28,10 +29,21 @@ def to_line(values: Mapping[str, Any]) -> str:
     return json.dumps(known, allow_nan=False) + "\n"
 
 
-def read_up_to(path: Path, iteration: int) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The lines up to an iteration, with their objects; a last line that is torn is left out.
+def step_values(record: StepRecord) -> dict[str, Any]:
+    """The keys and values of a step, with its further metrics at the end."""
+    values = dataclasses.asdict(record)
+    extras: dict[str, float] = values.pop("extras")
+    return values | extras
 
-    Raises ValueError for a line that is no record.
+
+def read_up_to(path: Path, iteration: int) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Reads the records up to an iteration. An incomplete last line is left out.
+
+    Yields:
+        Each line and its object.
+
+    Raises:
+        UserError: For a line that is not a record.
     """
     with path.open(encoding="utf-8", errors="replace") as file:
         for number, line in enumerate(file, start=1):
@@ -41,16 +53,20 @@ def read_up_to(path: Path, iteration: int) -> Iterator[tuple[str, dict[str, Any]
             except (ValueError, TypeError, KeyError):
                 if not line.endswith("\n"):
                     return
-                raise ValueError(
-                    f"{path} line {number} is not a record of this program: move the file away, "
-                    "or name another one with --metrics-jsonl"
+                raise UserError(
+                    Problem(
+                        "metrics-jsonl-foreign",
+                        f"{path}, line {number}: not a record of this program; move the file away, "
+                        f"or choose another one by {option('metrics_jsonl')}",
+                        "metrics_jsonl",
+                    )
                 ) from None
             if done <= iteration:
                 yield line.rstrip("\n") + "\n", record
 
 
 def _free_name(path: Path) -> Path:
-    """The file's name with the first number behind it that no older one has."""
+    """The name of the file with the first number appended that is not in use."""
     taken = {item.name for item in path.parent.iterdir()}
     return next(
         path.with_name(name)
@@ -60,13 +76,16 @@ def _free_name(path: Path) -> Path:
 
 
 class JsonLines(Logger):
-    """Appends to a file; it is on disk (as far as the process is concerned) after each call.
+    """Appends to a file without buffering, so that a crash of the process loses nothing.
 
-    What a full or broken disk does not take is held and tried again with the next call: no reason
-    for a run to die.
+    If the disk is full or fails, lines are kept in memory and written with the next call; the run
+    continues.
 
-    iteration: where the run starts. Records beyond it are taken out; a run that starts from 0
-    keeps what it finds as `<path>.1`, or under the next number that is free. warn: prints a line.
+    Args:
+        path: File to append to.
+        iteration: Iteration from which the run starts. Later records are removed. A run that starts
+            from 0 renames an existing file to `<path>.1`, or to the next free number.
+        warn: Prints a line.
     """
 
     def __init__(self, path: Path, iteration: int, warn: Callable[[str], object] = print) -> None:
@@ -78,10 +97,10 @@ class JsonLines(Logger):
             self._truncate_after(path, iteration)
         self._file = path.open("ab", buffering=0)
         self._warn = warn
-        self._held = b""
+        self._unwritten = b""
 
     def log_steps(self, records: Sequence[StepRecord]) -> None:
-        self._write("".join(to_line(dataclasses.asdict(record)) for record in records))
+        self._write("".join(to_line(step_values(record)) for record in records))
 
     def log_eval(self, record: EvalRecord) -> None:
         line = to_line(
@@ -92,7 +111,7 @@ class JsonLines(Logger):
                 "ppl": record.ppl,
             }
         )
-        # A run that ended on an evaluation and is started again evaluates the same weights again.
+        # A finished run that is started again repeats the evaluation of the same weights.
         if line not in self._evaluations:
             self._evaluations.add(line)
             self._write(line)
@@ -102,20 +121,22 @@ class JsonLines(Logger):
         self._file.close()
 
     def _write(self, text: str) -> None:
-        was_whole = not self._held
-        self._held += text.encode()
+        was_empty = not self._unwritten
+        self._unwritten += text.encode()
         try:
-            while self._held:
-                self._held = self._held[self._file.write(self._held) :]
+            while self._unwritten:
+                self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
         except OSError as error:
-            if was_whole:
-                self._warn(
-                    f"WARNING: {self._file.name} takes no more records ({error}); they are held "
-                    "in memory and written when it does"
+            if was_empty:
+                warning = Problem(
+                    "metrics-jsonl-unwritable",
+                    f"{self._file.name} cannot be written ({error}); records are kept in memory "
+                    "until it can",
                 )
+                self._warn(f"WARNING: {warning.render()}")
 
     def _truncate_after(self, path: Path, iteration: int) -> None:
-        """Rewrites the file without the records of later iterations, all of it or nothing."""
+        """Rewrites the file atomically without the records of later iterations."""
         with atomic_write(path) as file:
             for line, record in read_up_to(path, iteration):
                 file.write(line.encode())

@@ -1,6 +1,6 @@
-"""Opens what the run's flags ask for: the console, the JSONL file, TensorBoard.
+"""Opens the loggers that the flags of a run select: console, JSONL file, TensorBoard.
 
-Only the reporting rank calls this. It knows the flags; the formats are its neighbours'.
+Called on the reporting rank only. Knows flags, no formats.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from megatron_ds.config import Config
+from megatron_ds.config.problems import Problem, option
 from megatron_ds.train_state import TrainState
 from megatron_ds.training.console_logger import Console
 from megatron_ds.training.jsonl_logger import JsonLines
@@ -16,37 +17,42 @@ from megatron_ds.training.records import EvalRecord, IntervalRecord, Logger, Ste
 
 
 class BestEffortLogger(Logger):
-    """A sink that a run goes on without, after a word, when it has an error of the disk.
+    """Disables a logger, with a warning, when the disk fails; the run continues without it.
 
-    name: what the user calls it. warn: prints a line.
+    Args:
+        logger: Logger to wrap.
+        name: Its name for users.
+        warn: Prints a line.
     """
 
-    def __init__(self, sink: Logger, name: str, warn: Callable[[str], object]) -> None:
-        self._sink, self._name, self._warn = sink, name, warn
+    def __init__(self, logger: Logger, name: str, warn: Callable[[str], object]) -> None:
+        self._logger, self._name, self._warn = logger, name, warn
 
     def log_steps(self, records: Sequence[StepRecord]) -> None:
-        self._attempt(lambda: self._sink.log_steps(records))
+        self._attempt(lambda: self._logger.log_steps(records))
 
     def log_interval(self, record: IntervalRecord) -> None:
-        self._attempt(lambda: self._sink.log_interval(record))
+        self._attempt(lambda: self._logger.log_interval(record))
 
     def log_eval(self, record: EvalRecord) -> None:
-        self._attempt(lambda: self._sink.log_eval(record))
+        self._attempt(lambda: self._logger.log_eval(record))
 
     def close(self) -> None:
-        self._attempt(self._sink.close)
+        self._attempt(self._logger.close)
 
     def _attempt(self, work: Callable[[], None]) -> None:
         try:
             work()
         except OSError as error:
-            self._sink = Logger()  # takes records and drops them
-            self._warn(
-                f"WARNING: {self._name} takes no more records ({error}); the run goes on without it"
+            self._logger = Logger()  # discards records
+            warning = Problem(
+                "logger-disabled",
+                f"{self._name} cannot be written ({error}); the run continues without it",
             )
+            self._warn(f"WARNING: {warning.render()}")
 
 
-def open_sinks(
+def open_loggers(
     config: Config,
     state: TrainState,
     *,
@@ -55,27 +61,35 @@ def open_sinks(
     write: Callable[[str], object],
     memory: Callable[[], dict[str, int]] = dict,
 ) -> list[Logger]:
-    """The sinks of a run that starts from `state`.
+    """Opens the loggers of a run.
 
-    write: prints a line and flushes it. memory: the device's figures by TensorBoard tag, in bytes.
-    Raises ValueError if the JSONL file holds something else.
+    Args:
+        config: Configuration of the run.
+        state: State from which the run starts; records after it are removed.
+        world_size: Number of processes.
+        dp_size: Data-parallel size.
+        write: Prints a line and flushes it.
+        memory: Returns the device's memory figures in bytes, by TensorBoard tag.
+
+    Raises:
+        UserError: If the JSONL file contains anything but records.
     """
-    sinks: list[Logger] = [Console(write)]
+    loggers: list[Logger] = [Console(write)]
     path = jsonl_path(config)
     if path is not None:
-        sinks.append(JsonLines(path, state.iteration, warn=write))
+        loggers.append(JsonLines(path, state.iteration, warn=write))
     if config.logging.tensorboard_dir is not None:
-        # Here, and not at the top: TensorBoard costs a second, and most runs want none.
+        # Importing TensorBoard takes a second, and most runs do not use it.
         from megatron_ds.training.tensorboard_logger import TensorBoard
 
         board = TensorBoard(config, state, world_size=world_size, dp_size=dp_size, memory=memory)
-        name = f"--tensorboard-dir {config.logging.tensorboard_dir}"
-        sinks.append(BestEffortLogger(board, name, warn=write))
-    return sinks
+        name = f"{option('tensorboard_dir')} {config.logging.tensorboard_dir}"
+        loggers.append(BestEffortLogger(board, name, warn=write))
+    return loggers
 
 
 def jsonl_path(config: Config) -> Path | None:
-    """--metrics-jsonl, or metrics.jsonl in --save, or none."""
+    """--metrics-jsonl, or metrics.jsonl in --save; None without both."""
     if config.logging.metrics_jsonl is not None:
         return Path(config.logging.metrics_jsonl)
     return None if config.checkpoint.save is None else Path(config.checkpoint.save, "metrics.jsonl")

@@ -1,44 +1,86 @@
-"""Records are produced by the loop, reduced here at the log interval, and formatted by the sinks.
+"""Reduces the records of steps once per log interval and passes them to the loggers.
 
-Nothing waits for a device between two log intervals: a step's loss may be a tensor that is still
-being computed, and it is read when its interval ends. This file owns the averages and the clock's
-arithmetic; it knows no process group (the mean over data-parallel ranks is a function given in), no
-format and no file.
+A step's loss may be an unsynchronized device tensor; it is read when the log interval ends. Owns
+the averages, the step timer and throughput. Knows no process group (the mean over data-parallel
+ranks is passed in as a function), no format and no file.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from megatron_ds.train_state import StepPlan, StepResult, TrainState
 from megatron_ds.training.records import SPLITS, EvalRecord, IntervalRecord, Logger, StepRecord
 
+STEP_FIELDS = frozenset(item.name for item in dataclasses.fields(StepRecord))
+
 
 @dataclass(frozen=True)
 class ThroughputModel:
-    """What turns samples into tokens and operations."""
+    """Converts samples to tokens and floating-point operations."""
 
     flops_per_sample: Callable[[int], int]
-    """Of the whole model, forward and backward, for a sample of so many tokens; recomputation not
-    counted.
-    """
+    """Model operations, forward and backward, of a sample of this many tokens; recomputation is not
+    counted."""
     seq_length: int
-    """Of a sample that is not cut."""
+    """Tokens of a full sample."""
     world_size: int
     curriculum: bool = False
-    """Samples may be cut (--curriculum-seqlen)."""
+    """Samples may be truncated (--curriculum-seqlen)."""
 
     def tokens(self, step: StepRecord) -> int:
         return step.global_batch_size * (step.curriculum_seqlen or self.seq_length)
 
     def tflops(self, step: StepRecord) -> float:
-        """10^12 operations for each device."""
+        """10^12 operations per device."""
         length = step.curriculum_seqlen or self.seq_length
         operations = step.global_batch_size * self.flops_per_sample(length)
         return operations / self.world_size / 1e12
+
+
+class StepTimer:
+    """Times steps and detects those whose time is not representative.
+
+    Args:
+        first_iteration: First iteration of this process, which fills caches.
+        compiled: torch.compile is in use, so a step may include a compilation.
+        clock: Returns seconds.
+    """
+
+    def __init__(
+        self,
+        first_iteration: int,
+        *,
+        compiled: bool = False,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._first_iteration = first_iteration
+        self._compiled = compiled
+        self._clock = clock
+        self.seconds = 0.0
+        """Duration of the last step."""
+        self.is_warm_up = False
+        """The last step was the first one, or compiled a graph."""
+
+    @contextmanager
+    def measure(self, iteration: int) -> Iterator[None]:
+        """Times a step."""
+        graphs, start = self._graph_count(), self._clock()
+        yield
+        self.seconds = self._clock() - start
+        self.is_warm_up = iteration == self._first_iteration or self._graph_count() > graphs
+
+    def _graph_count(self) -> int:
+        if not self._compiled:
+            return 0
+        from torch._dynamo.utils import counters
+
+        return int(counters["stats"]["unique_graphs"])
 
 
 @dataclass(frozen=True)
@@ -51,11 +93,15 @@ class _Step:
 
 
 class Metrics:
-    """A run's figures. All ranks build one and call it alike; the reporting rank's alone has sinks.
+    """Metrics of a run. Every rank builds one and makes the same calls.
 
-    log_interval: iterations between two reductions.
-    mean_over_dp: element-wise mean of a list over the data-parallel ranks; a collective.
-    params_norm: norm of all parameters; a collective, called once per log interval if given.
+    Args:
+        workload: Converts samples to tokens and operations.
+        log_interval: Iterations between two reductions.
+        total_iterations: Iterations of the run, for the printed line.
+        mean_over_dp: Element-wise mean of a list over the data-parallel ranks; collective.
+        params_norm: Norm of all parameters; collective. Called once per log interval if given.
+        loggers: Where records go; empty except on the reporting rank.
     """
 
     def __init__(
@@ -66,14 +112,14 @@ class Metrics:
         total_iterations: int,
         mean_over_dp: Callable[[list[float]], list[float]],
         params_norm: Callable[[], float] | None = None,
-        sinks: Sequence[Logger] = (),
+        loggers: Sequence[Logger] = (),
     ) -> None:
         self._workload = workload
         self._log_interval = log_interval
         self._total_iterations = total_iterations
         self._mean_over_dp = mean_over_dp
         self._params_norm = params_norm
-        self._sinks = tuple(sinks)
+        self._loggers = tuple(loggers)
         self._pending: list[_Step] = []
         self._interval: list[StepRecord] = []
 
@@ -86,23 +132,30 @@ class Metrics:
         *,
         warm_up: bool = False,
     ) -> None:
-        """Notes a step; reports at the end of a log interval.
+        """Records a step, and logs the interval if it ends there.
 
-        state: after the step. result.loss and result.grad_norm: numbers or 0-d tensors without
-        history; the loss is this rank's own mean. seconds: of the step alone. warm_up: its
-        seconds are kept out of the interval's speeds.
+        Args:
+            state: State after the step.
+            plan: Plan of the step.
+            result: Result of the step on this rank. Its loss and extras may be 0-d tensors.
+            seconds: Duration of the step without evaluation and saving.
+            warm_up: Exclude the step from the throughput of its interval.
         """
         self._pending.append(_Step(state, plan, result, seconds, warm_up))
         if state.iteration % self._log_interval == 0:
             self.flush()
 
     def log_eval(
-        self, state: TrainState, split: str, where: str, loss: float, group: str = ""
+        self, state: TrainState, split: str, label: str, loss: float, group: str = ""
     ) -> None:
-        """Notes an evaluation, after the steps before it.
+        """Logs an evaluation, after the steps before it. Collective.
 
-        split: "validation" or "test". where: what stands in the printed line. loss: the mean over
-        all ranks. group: name of the group of data, if it has one.
+        Args:
+            state: State that was evaluated.
+            split: "validation" or "test".
+            label: Point of the run, for the printed line.
+            loss: Mean over all ranks, in nats per token.
+            group: Name of the dataset, if it has one.
         """
         assert split in SPLITS, split
         self.write_pending()
@@ -111,46 +164,49 @@ class Metrics:
             consumed_samples=state.consumed_samples,
             consumed_tokens=state.consumed_tokens,
             split=split,
-            label=where,
+            label=label,
             loss=loss,
             group=group,
         )
-        for sink in self._sinks:
-            sink.log_eval(record)
+        for logger in self._loggers:
+            logger.log_eval(record)
 
     def write_pending(self) -> None:
-        """Hands the steps so far to the sinks without ending the log interval; a collective.
-
-        To be called before a checkpoint is written: a run that resumes from it does not repeat the
-        steps before it, so their records must not be lost with the process.
-        """
+        """Passes the steps so far to the loggers without ending the log interval. Collective."""
         if not self._pending:
             return
-        losses = self._mean_over_dp([float(step.result.loss) for step in self._pending])
-        records = [self._step_record(*pair) for pair in zip(self._pending, losses, strict=True)]
+        losses = [float(step.result.loss) for step in self._pending]
+        extras = [float(value) for step in self._pending for value in step.result.extras.values()]
+        means = iter(self._mean_over_dp([*losses, *extras]))
+        mean_losses = [next(means) for _ in losses]
+        records = [
+            self._step_record(step, loss, {name: next(means) for name in step.result.extras})
+            for step, loss in zip(self._pending, mean_losses, strict=True)
+        ]
         self._pending.clear()
         self._interval.extend(records)
-        for sink in self._sinks:
-            sink.log_steps(records)
+        for logger in self._loggers:
+            logger.log_steps(records)
 
     def flush(self) -> None:
-        """Reports all that was recorded, be the log interval full or not; a collective."""
+        """Logs everything recorded so far as an interval, complete or not. Collective."""
         self.write_pending()
         if not self._interval:
             return
         record = self._interval_record()
         self._interval.clear()
-        for sink in self._sinks:
-            sink.log_interval(record)
+        for logger in self._loggers:
+            logger.log_interval(record)
 
     def close(self) -> None:
-        """Closes the sinks. No collective, so that a failing rank may call it; `flush` first."""
-        for sink in self._sinks:
-            sink.close()
+        """Closes the loggers; call `flush` first. Not collective, so a failing rank may call it."""
+        for logger in self._loggers:
+            logger.close()
 
-    def _step_record(self, step: _Step, lm_loss: float) -> StepRecord:
+    def _step_record(self, step: _Step, lm_loss: float, extras: Mapping[str, float]) -> StepRecord:
         state, plan, result = step.state, step.plan, step.result
         workload = self._workload
+        assert not extras.keys() & STEP_FIELDS, f"names of fields in {sorted(extras)}"
         record = StepRecord(
             iteration=state.iteration,
             consumed_samples=state.consumed_samples,
@@ -168,6 +224,7 @@ class Metrics:
             tflops=0.0,
             warm_up=step.warm_up,
             curriculum_seqlen=plan.seq_length if workload.curriculum else None,
+            extras=extras,
         )
         return dataclasses.replace(
             record,
@@ -177,13 +234,13 @@ class Metrics:
 
     def _interval_record(self) -> IntervalRecord:
         steps = self._interval
-        advanced = [step.lm_loss for step in steps if not step.skipped]
+        applied = [step for step in steps if not step.skipped]
         timed = [step for step in steps if not step.warm_up]
         workload, seconds = self._workload, _seconds(timed)
         return IntervalRecord(
             last=steps[-1],
             total_iterations=self._total_iterations,
-            lm_loss=sum(advanced) / len(advanced) if advanced else None,
+            lm_loss=_mean(step.lm_loss for step in applied),
             params_norm=None if self._params_norm is None else self._params_norm(),
             skipped=sum(step.skipped for step in steps),
             nan=sum(step.nan for step in steps),
@@ -195,8 +252,23 @@ class Metrics:
                 sum(map(workload.tokens, timed)) / seconds / workload.world_size if timed else None
             ),
             tflops=math.fsum(map(workload.tflops, timed)) / seconds if timed else None,
+            extras=_mean_extras(applied),
         )
 
 
 def _seconds(steps: Sequence[StepRecord]) -> float:
     return math.fsum(step.seconds for step in steps)
+
+
+def _mean(values: Iterable[float]) -> float | None:
+    listed = list(values)
+    return sum(listed) / len(listed) if listed else None
+
+
+def _mean_extras(steps: Sequence[StepRecord]) -> dict[str, float]:
+    """Means by name, each over the steps that have the metric."""
+    names = dict.fromkeys(name for step in steps for name in step.extras)
+    means = {
+        name: _mean(step.extras[name] for step in steps if name in step.extras) for name in names
+    }
+    return {name: mean for name, mean in means.items() if mean is not None}

@@ -1,70 +1,74 @@
-"""What a run reports: one record per step, per log interval and per evaluation, and who takes them.
+"""Records of a step, of a log interval and of an evaluation, and the interface of loggers.
 
-The records are plain numbers, averaged over the data-parallel ranks already. This file knows
-neither how they were measured nor how they are written.
+Records contain plain numbers that are already averaged over the data-parallel ranks. This file
+knows neither how they are measured nor how they are written.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 SPLITS = ("validation", "test")
 
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One optimizer step. Its fields, in this order, are the keys of the JSONL file."""
+    """One optimizer step. The JSONL file has its fields as keys, in this order."""
 
     iteration: int
     consumed_samples: int
     consumed_tokens: int
     lm_loss: float
-    """Mean over the global batch, nats per token."""
+    """Mean over the global batch, in nats per token."""
     grad_norm: float | None
-    """Before clipping; not finite for a skipped step, None if the engine does not know it."""
+    """Before clipping; not finite for a skipped step, None if unknown."""
     learning_rate: float
-    """The rate that this step used."""
+    """Learning rate used in this step."""
     weight_decay: float
     global_batch_size: int
     loss_scale: float | None
-    """Of fp16; None otherwise."""
+    """None without fp16."""
     skipped: bool
-    """The weights were left as they were, because the gradient was not finite."""
+    """The weights did not change, because the gradient was not finite."""
     nan: bool
     """The loss was not finite."""
     seconds: float
-    """Of the step alone, without evaluation and saving."""
+    """Duration without evaluation and saving."""
     tokens_per_second: float
-    """Of all devices together."""
+    """Sum over all devices."""
     tflops: float
-    """10^12 model floating-point operations per second and device, recomputation not counted."""
+    """10^12 model operations per second and device; recomputation is not counted."""
     warm_up: bool
-    """Its time says nothing of the others': the first step of a process, or one that compiled."""
+    """The duration is not representative: first step of a process, or a compilation."""
     curriculum_seqlen: int | None = None
-    """Tokens of each sample in this step; None without --curriculum-seqlen."""
+    """Tokens per sample in this step; None without --curriculum-seqlen."""
+    extras: Mapping[str, float] = field(default_factory=dict)
+    """Further metrics by name, as `StepResult.extras`."""
 
 
 @dataclass(frozen=True)
 class IntervalRecord:
-    """The steps since the last one of its kind."""
+    """The steps since the previous log interval."""
 
     last: StepRecord
-    """The interval's last step; counters and settings are read from it."""
+    """Last step, the source of counters and settings."""
     total_iterations: int
     lm_loss: float | None
-    """Mean over the steps that were not skipped; None if all were."""
+    """Mean over the steps that were not skipped; None if all were skipped."""
     params_norm: float | None
-    """After the last step; None if it was not asked for."""
+    """After the last step; None without --log-params-norm."""
     skipped: int
     nan: int
     seconds_per_iteration: float
-    """Over the steps that are no warm-up; over all if there are no others."""
+    """Over the steps that are not warm-up; over all if there are no others."""
     samples_per_second: float | None
-    """Over the steps that are no warm-up, as are the next two; None if there are no others."""
+    """Over the steps that are not warm-up, as the next two; None if there are no others."""
     tokens_per_second_per_device: float | None
     tflops: float | None
+    extras: Mapping[str, float] = field(default_factory=dict)
+    """Means of further metrics over the steps that were not skipped."""
 
 
 @dataclass(frozen=True)
@@ -77,28 +81,28 @@ class EvalRecord:
     split: str
     """ "validation" or "test"."""
     label: str
-    """In words: "iteration 100", "the end of training for test data"."""
+    """Point of the run: "iteration 100", "the end of training for test data"."""
     loss: float
     group: str = ""
-    """Name of the group of data, where the user gave one."""
+    """Name of the dataset, if the user gave one."""
 
     @property
     def ppl(self) -> float:
-        """Perplexity, its exponent held at 20 as in Megatron so that it stays printable."""
+        """Perplexity; its exponent is limited to 20, as in Megatron, to stay printable."""
         return math.exp(min(20.0, self.loss))
 
 
 class Logger:
-    """Takes records on the one rank that reports; this one drops them all."""
+    """Receives records on the reporting rank; this base class discards them."""
 
     def log_steps(self, records: Sequence[StepRecord]) -> None:
-        """Takes the steps since the last call; they must be safe when this returns."""
+        """Writes the steps since the last call; they must be durable when this returns."""
 
     def log_interval(self, record: IntervalRecord) -> None:
-        """Takes a log interval; the steps of it came before."""
+        """Writes a log interval, after its steps."""
 
     def log_eval(self, record: EvalRecord) -> None:
-        """Takes an evaluation; the steps before it came before."""
+        """Writes an evaluation, after the steps before it."""
 
     def close(self) -> None:
-        """Nothing comes after this."""
+        """Finishes writing; no call follows."""

@@ -1,6 +1,6 @@
-"""What a run says of itself before its first step, and of its memory: gathered here, then printed.
+"""Reports at the start of a run: arguments, banner, JSON files, startup times, memory.
 
-Knows the parts of a run that is put together, and changes none of them.
+Collects values from the parts of a run and prints or writes them; changes none of the parts.
 """
 
 from __future__ import annotations
@@ -8,15 +8,21 @@ from __future__ import annotations
 import platform
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
 
 import torch
 
 from megatron_ds import schedules
+from megatron_ds.checkpoint.storage import write_json
 from megatron_ds.config import Config
+from megatron_ds.data.build_datasets import Datasets
+from megatron_ds.data.usage_report import USAGE_FILE, as_json
 from megatron_ds.engine import memory_estimate
 from megatron_ds.engine.protocol import Engine
 from megatron_ds.engine.readback import loaded_ops
 from megatron_ds.launch import device, distributed, environment, output
+from megatron_ds.launch.startup_timer import StartupTimer
 from megatron_ds.model.attention import describe_kernel
 from megatron_ds.model.flops import parameters_per_rank
 from megatron_ds.parallel.mesh import Mesh
@@ -26,11 +32,11 @@ from megatron_ds.training.banner import MIB, BannerData, banner
 DOTS = 48
 
 
-def print_arguments(config: Config, here: distributed.ProcessContext, mesh: Mesh) -> None:
-    """The lines that users look for at a run's start."""
+def print_arguments(config: Config, context: distributed.ProcessContext, mesh: Mesh) -> None:
+    """Prints the settings, in the format of Megatron-LM and its forks."""
     output.print_on_rank(
-        f"DeepSpeed info: version={device.deepspeed_version()}; {here.world_size} processes on "
-        f"{here.device.type} ({here.backend}), torch {torch.__version__}, tensor parallel "
+        f"DeepSpeed info: version={device.deepspeed_version()}; {context.world_size} processes on "
+        f"{context.device.type} ({context.backend}), torch {torch.__version__}, tensor parallel "
         f"{mesh.tp.size} x data parallel {mesh.dp.size}"
     )
     output.print_on_rank("------------------------ arguments ------------------------")
@@ -57,7 +63,14 @@ def print_arguments(config: Config, here: distributed.ProcessContext, mesh: Mesh
 def estimate_memory(
     config: Config, mesh: Mesh, engine: Engine, device: str
 ) -> memory_estimate.MemoryEstimate:
-    """What a process of this run should take. device: its kind."""
+    """Estimates the memory of one process.
+
+    Args:
+        config: Configuration of the run.
+        mesh: Process groups of the run.
+        engine: Engine whose settings are in effect.
+        device: Type of its device.
+    """
     inputs = memory_estimate.memory_inputs(
         config, engine.settings, engine.ds_config["zero_optimization"], mesh.tp.size, device
     )
@@ -66,14 +79,14 @@ def estimate_memory(
 
 def print_banner(
     config: Config,
-    here: distributed.ProcessContext,
+    context: distributed.ProcessContext,
     mesh: Mesh,
     engine: Engine,
     state: TrainState,
     estimate: memory_estimate.MemoryEstimate,
 ) -> None:
-    """The screen that tells what runs. On the first rank; no collective."""
-    if not here.is_first:
+    """Prints layout, model, schedule, settings and kernels on the first rank. Not collective."""
+    if not context.is_first:
         return
     micro = config.schedule.micro_batch_size
     assert micro is not None
@@ -94,14 +107,14 @@ def print_banner(
             f"DeepSpeed {device.deepspeed_version()}, torch {torch.__version__}, "
             f"Python {platform.python_version()}"
         ),
-        device=f"{here.device.type} ({here.backend})",
+        device=f"{context.device.type} ({context.backend})",
         threads=torch.get_num_threads(),
         attention=describe_kernel(
             config.model,
             micro,
             mesh.tp.size,
             getattr(torch, engine.settings.param_dtype),
-            here.device,
+            context.device,
             documents,
         ),
         ops=tuple(loaded_ops()),
@@ -110,9 +123,21 @@ def print_banner(
     output.print_on_rank(banner(facts, width=width, terminal=terminal))
 
 
+def write_run_files(folder: Path, engine: Engine, data: Datasets) -> None:
+    """Writes the DeepSpeed configuration and the usage of each data file to --save."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(folder / "ds_config.json", engine.ds_config)
+    write_json(folder / USAGE_FILE, as_json(data.shares))
+
+
+def log_timestamp(label: str) -> None:
+    """Prints a point of the run with the time, as Megatron does."""
+    output.print_on_rank(f"[{label}] datetime: {datetime.now():%Y-%m-%d %H:%M:%S}")
+
+
 @dataclass(frozen=True)
 class MemoryReport:
-    """Compares what this process has taken with the sum of its states, and with the estimate."""
+    """Compares the memory peak of this process with the estimate and with its states."""
 
     engine: Engine
     estimate: memory_estimate.MemoryEstimate
@@ -120,23 +145,45 @@ class MemoryReport:
     peak: device.PeakMemory
 
     def line(self, iteration: int) -> str:
-        """Megatron's line, with what was expected beside what was measured."""
+        """Megatron's memory line, extended by the estimate and the states."""
         states = self.engine.state_bytes()
         peak, expected = self.peak.bytes(), self.estimate.peak
-        held = {
+        sizes = {
             f"{kind} ({place})": size for place in states for kind, size in states[place].items()
         }
         if self.on_cpu:
-            # Host and device are one memory.
+            # Host and device share one memory.
             expected += sum(self.estimate.host.values())
-            held = _merged(states)
-        measured = "not known" if peak is None else f"{peak / MIB:.1f}"
-        parts = ", ".join(f"{kind} {size / MIB:.1f}" for kind, size in held.items())
+            sizes = _merged(states)
+        measured = "unknown" if peak is None else f"{peak / MIB:.1f}"
+        parts = ", ".join(f"{kind} {size / MIB:.1f}" for kind, size in sizes.items())
         return (
             f"[Rank {environment.rank()}] (after {iteration} iterations) memory (MB) | "
             f"max allocated: {measured} | estimated peak: {expected / MIB:.1f} | "
-            f"states: {sum(held.values()) / MIB:.1f} ({parts}) |"
+            f"states: {sum(sizes.values()) / MIB:.1f} ({parts}) |"
         )
+
+
+@dataclass(frozen=True)
+class FirstStepsReport:
+    """Prints startup times after the first step and memory after the first log interval."""
+
+    startup: StartupTimer
+    memory: MemoryReport | None
+    first_iteration: int
+    log_interval: int
+
+    def after_step(self, iteration: int) -> None:
+        if iteration == self.first_iteration:
+            self.startup.mark("first iteration")
+            output.print_on_rank(self.startup.summary_line())
+        is_first_interval = iteration - self.first_iteration < self.log_interval
+        if iteration % self.log_interval == 0 and is_first_interval:
+            self.print_memory(iteration)
+
+    def print_memory(self, iteration: int) -> None:
+        if self.memory is not None:
+            output.print_on_rank(self.memory.line(iteration))
 
 
 def _merged(states: Mapping[str, Mapping[str, int]]) -> dict[str, int]:

@@ -1,9 +1,9 @@
-"""TensorBoard points under the forks' tags.
+"""Writes TensorBoard scalars under the tags of Megatron-LM and its forks.
 
-A tag is written against iterations, and with the suffixes ` vs samples` and ` vs tokens` against
-those counts. Points that an earlier process wrote beyond the checkpoint are taken out of its event
-files when a run resumes: SummaryWriter's purge_step would compare an iteration with the samples and
-tokens of the other axes, and hide their whole past. Imported only when TensorBoard is asked for.
+Each tag is plotted over iterations and, with the suffixes ` vs samples` and ` vs tokens`, over
+these counts. A resumed run removes the points after its checkpoint from existing event files: the
+purge_step of SummaryWriter would compare an iteration with the samples and tokens of the other
+axes and hide their entire past. Imported only if TensorBoard is used.
 """
 
 from __future__ import annotations
@@ -30,7 +30,12 @@ EVALUATIONS = "lm-loss-validation/"
 class TensorBoard(Logger):
     """Writes event files below --tensorboard-dir, every --tensorboard-log-interval iterations.
 
-    memory: figures of the device under their tags (--log-memory-to-tensorboard), in bytes.
+    Args:
+        config: Configuration of the run.
+        state: State from which the run starts.
+        world_size: Number of processes.
+        dp_size: Data-parallel size.
+        memory: Returns the device's memory figures in bytes, by tag.
     """
 
     def __init__(
@@ -102,11 +107,13 @@ class TensorBoard(Logger):
             self._add("grad-norm/grad-norm", norm, record, SAMPLES, TOKENS)
         if record.curriculum_seqlen is not None:
             self._add("seqlen/curriculum_seqlen", record.curriculum_seqlen, record, SAMPLES, TOKENS)
+        for name, value in record.extras.items():
+            self._add(name, value, record, SAMPLES, TOKENS)
         if logging.log_timers_to_tensorboard and not record.warm_up:
             self._speed(record)
 
     def _progress_axes(self, record: StepRecord) -> None:
-        """Iterations against samples and tokens, and the reverse."""
+        """Iterations over samples and tokens, and the reverse."""
         steps = record.iteration
         for name, count in (
             ("samples", record.consumed_samples),
@@ -128,7 +135,7 @@ class TensorBoard(Logger):
             self._add(f"iteration-time/{tag}", value, record)
 
     def _add(self, tag: str, value: float, record: StepRecord | EvalRecord, *axes: str) -> None:
-        """A point against iterations, and against the further axes."""
+        """Adds a point over iterations and over each further axis."""
         counts = {SAMPLES: record.consumed_samples, TOKENS: record.consumed_tokens}
         self._writer.add_scalar(tag, value, record.iteration)
         for axis in axes:
@@ -136,9 +143,9 @@ class TensorBoard(Logger):
 
 
 def archive_old_events(folder: Path) -> None:
-    """Moves the event files of earlier runs to the folder's first free `previous-N`.
+    """Moves the event files of earlier runs to the first free subfolder `previous-N`.
 
-    There TensorBoard shows them as a run of their own, and not as steps that happened twice.
+    TensorBoard then shows them as a separate run instead of repeated steps.
     """
     old = list(folder.glob(EVENT_FILES))
     if not old:
@@ -151,10 +158,13 @@ def archive_old_events(folder: Path) -> None:
 
 
 def truncate_events(folder: Path, state: TrainState) -> set[tuple[str, int]]:
-    """Takes the points after `state` out of a folder's event files.
+    """Removes the points after `state` from the event files of a folder.
 
-    Newest file first, up to one that keeps steps: what came before it was clean when it began.
-    Returns the evaluations that were met and stay, as tag and iteration.
+    Files are read from the newest to the first one that keeps steps: those before it were truncated
+    when it was created.
+
+    Returns:
+        Tag and iteration of the evaluations that remain in the files read.
     """
     evaluated: set[tuple[str, int]] = set()
     for path in sorted(folder.glob(EVENT_FILES), reverse=True):
@@ -170,13 +180,13 @@ def truncate_events(folder: Path, state: TrainState) -> set[tuple[str, int]]:
             for value in event.summary.value
             if value.tag.startswith(EVALUATIONS)
         }
-        if any(_is_of_a_step(event) for event in kept_events):
+        if any(_is_step_scalar(event) for event in kept_events):
             break
     return evaluated
 
 
-def _is_of_a_step(event: Event) -> bool:
-    """Whether an event is a step's number: no evaluation, no argument's text, no file's head."""
+def _is_step_scalar(event: Event) -> bool:
+    """Whether an event is a scalar of a step, not an evaluation, a text or a file header."""
     return any(
         value.metadata.plugin_data.plugin_name != "text" and not value.tag.startswith(EVALUATIONS)
         for value in event.summary.value
@@ -184,17 +194,17 @@ def _is_of_a_step(event: Event) -> bool:
 
 
 def _is_before(event: Event, state: TrainState) -> bool:
-    """Whether an event lies at or before `state`, on the axis that its tag names."""
+    """Whether an event is at or before `state`, on the axis of its tag."""
     for value in event.summary.value:
-        if value.tag.endswith("samples"):
+        if value.tag.endswith((SAMPLES, "x=samples")):
             return bool(event.step <= state.consumed_samples)
-        if value.tag.endswith("tokens"):
+        if value.tag.endswith((TOKENS, "x=tokens")):
             return bool(event.step <= state.consumed_tokens)
     return bool(event.step <= state.iteration)
 
 
 def _rewrite(path: Path, raw: Sequence[bytes]) -> None:
-    """Replaces an event file, all of it or nothing."""
+    """Replaces an event file atomically."""
     # TensorBoard reads every file with "tfevents" in its name, also one left by a crash.
     with atomic_write(path, temporary=path.with_name("rewritten.tmp")) as file:
         writer = RecordWriter(file)

@@ -1,4 +1,4 @@
-"""Records to feed the sinks with, and the tables of docs/logging.md that the sinks must keep."""
+"""Records for the loggers, and the tables of docs/logging.md that the loggers must match."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def step() -> Callable[..., StepRecord]:
 
 @pytest.fixture
 def interval(step: Callable[..., StepRecord]) -> Callable[..., IntervalRecord]:
-    """interval(iteration, **changes): an interval that ends there."""
+    """interval(iteration, **changes): an interval that ends with this iteration."""
 
     def make(iteration: int, **changes: object) -> IntervalRecord:
         record = IntervalRecord(
@@ -83,7 +83,7 @@ def evaluation() -> Callable[..., EvalRecord]:
 
 @pytest.fixture
 def documented() -> Callable[[str], list[list[str]]]:
-    """documented(heading): the rows of the table of that section, cells without backquotes."""
+    """documented(heading): rows of the table in that section, cells without backquotes."""
 
     def rows(heading: str) -> list[list[str]]:
         _, _, rest = DOCUMENT.read_text(encoding="utf-8").partition(f"## {heading}\n")

@@ -1,4 +1,4 @@
-"""The lines that scripts grep, letter by letter."""
+"""Console lines, which scripts grep, character by character."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ Interval = Callable[..., IntervalRecord]
 
 
 def full(interval: Interval) -> IntervalRecord:
-    """An interval with every field known."""
+    """An interval with every field."""
     record = interval(12, params_norm=77.5, skipped=1, nan=2)
     last = dataclasses.replace(record.last, loss_scale=65536.0, curriculum_seqlen=64)
     return dataclasses.replace(record, last=last)
 
 
-def test_the_line_is_the_forks(interval: Interval) -> None:
+def test_interval_line_has_the_format_of_megatron(interval: Interval) -> None:
     assert interval_line(full(interval)) == (
         " iteration       12/     100 | consumed samples:           48 |"
         " consumed tokens:          384 | elapsed time per iteration (s): 0.50 |"
@@ -31,7 +31,7 @@ def test_the_line_is_the_forks(interval: Interval) -> None:
     )
 
 
-def test_fields_that_are_not_known_are_left_out(interval: Interval) -> None:
+def test_unknown_fields_are_left_out(interval: Interval) -> None:
     record = interval(
         1,
         lm_loss=None,
@@ -47,7 +47,7 @@ def test_fields_that_are_not_known_are_left_out(interval: Interval) -> None:
         assert field not in line
 
 
-def test_a_zero_is_a_known_value(interval: Interval) -> None:
+def test_zeros_are_shown(interval: Interval) -> None:
     record = interval(1, lm_loss=0.0, params_norm=0.0)
     line = interval_line(
         dataclasses.replace(record, last=dataclasses.replace(record.last, grad_norm=0.0))
@@ -56,11 +56,16 @@ def test_a_zero_is_a_known_value(interval: Interval) -> None:
         assert field in line
 
 
-def test_a_loss_that_is_not_finite_is_shown(interval: Interval) -> None:
+def test_a_nonfinite_loss_is_shown(interval: Interval) -> None:
     assert "| lm loss: NAN |" in interval_line(interval(1, lm_loss=float("nan")))
 
 
-def test_the_document_lists_the_fields_in_their_order(
+def test_further_metrics_are_shown_under_their_names(interval: Interval) -> None:
+    line = interval_line(interval(1, params_norm=1.0, extras={"aux loss": 0.25, "z-loss": 2.0}))
+    assert " params norm: 1.000 | aux loss: 2.500000E-01 | z-loss: 2.000000E+00 | number" in line
+
+
+def test_the_document_lists_the_fields_in_order(
     interval: Interval, documented: Callable[[str], list[list[str]]]
 ) -> None:
     fields = interval_line(full(interval)).strip(" |").split(" | ")
@@ -68,7 +73,7 @@ def test_the_document_lists_the_fields_in_their_order(
     assert names == [row[0] for row in documented("The training line")]
 
 
-def test_the_evaluation_block_is_the_forks(evaluation: Callable[..., EvalRecord]) -> None:
+def test_evaluation_block_has_the_format_of_megatron(evaluation: Callable[..., EvalRecord]) -> None:
     first, text, last = evaluation_block(evaluation(7)).split("\n")
     assert text == (
         " validation loss at iteration 7 | lm loss value: 2.000000E+00 | "
@@ -78,7 +83,7 @@ def test_the_evaluation_block_is_the_forks(evaluation: Callable[..., EvalRecord]
 
 
 @pytest.mark.parametrize("split", ["validation", "test"])
-def test_a_group_has_its_name_in_the_place_of_the_word(
+def test_the_name_of_a_dataset_replaces_the_split(
     split: str, evaluation: Callable[..., EvalRecord]
 ) -> None:
     first, text, last = evaluation_block(evaluation(7, split, "VALID 1")).split("\n")

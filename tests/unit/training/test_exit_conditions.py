@@ -1,4 +1,4 @@
-"""The reasons to end a run early, on one process."""
+"""Conditions that end a run early."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ def stop() -> StopRequest:
 
 @pytest.fixture
 def make(_one_process: None, stop: StopRequest) -> Make:
-    """make(**logging flags): of a program that began when the clock stood at 1000 s."""
+    """make(**logging flags): conditions of a program of 2000 iterations, started at 1000 s."""
     return lambda **flags: ExitConditions(
-        LoggingConfig(**flags), stop, torch.device("cpu"), began=1000.0
+        LoggingConfig(**flags), 2000, stop, torch.device("cpu"), started_at=1000.0
     )
 
 
@@ -47,11 +47,11 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return now
 
 
-def words(end: StopDecision | None) -> str | None:
-    return None if end is None else end.words
+def message(stop: StopDecision | None) -> str | None:
+    return None if stop is None else stop.message
 
 
-def test_a_run_goes_on_while_nothing_asks_it_to_end(make: Make, tmp_path: Path) -> None:
+def test_without_a_condition_the_run_continues(make: Make, tmp_path: Path) -> None:
     conditions = make(
         exit_interval=5, kill_switch_path=str(tmp_path / "none"), exit_duration_in_mins=60.0
     )
@@ -60,7 +60,7 @@ def test_a_run_goes_on_while_nothing_asks_it_to_end(make: Make, tmp_path: Path) 
     assert make().external_stop(1000) is None
 
 
-def test_the_exit_interval(make: Make) -> None:
+def test_exit_interval_stops_the_run(make: Make) -> None:
     conditions = make(exit_interval=5)
     assert conditions.after_step(10) == StopDecision(
         "exiting program at iteration 10", ExitCode.FINISHED, urgent=False
@@ -68,47 +68,55 @@ def test_the_exit_interval(make: Make) -> None:
     assert conditions.after_step(11) is None
 
 
-def test_a_run_resumed_at_its_exit_interval_is_not_asked_to_end(make: Make) -> None:
+def test_the_last_iteration_ends_regularly(make: Make, stop: StopRequest) -> None:
+    conditions = make(exit_interval=5, exit_duration_in_mins=0.0)
+    assert conditions.after_step(2000) is None
+    stop.request(StopReason.SIGTERM)
+    assert conditions.after_step(2000) == conditions.external_stop(2000)
+    assert conditions.after_step(2000) is not None
+
+
+def test_exit_interval_and_duration_are_no_external_requests(make: Make) -> None:
     assert make(exit_interval=5, exit_duration_in_mins=0.0).external_stop(10) is None
 
 
-def test_the_kill_switch_may_come_at_any_time(make: Make, tmp_path: Path) -> None:
+def test_the_kill_switch_may_appear_at_any_time(make: Make, tmp_path: Path) -> None:
     switch = tmp_path / "switch"
     conditions = make(kill_switch_path=str(switch))
     assert conditions.after_step(1) is None
     switch.touch()
-    pulled = f"Detected kill switch at {switch}. Exiting, iteration=2"
-    assert conditions.external_stop(2) == StopDecision(pulled, ExitCode.FINISHED, urgent=True)
+    detected = f"Detected kill switch at {switch}. Exiting, iteration=2"
+    assert conditions.external_stop(2) == StopDecision(detected, ExitCode.FINISHED, urgent=True)
     assert conditions.after_step(2) == conditions.external_stop(2)
 
 
-def test_the_clock_counts_from_the_programs_start(make: Make, clock: list[float]) -> None:
+def test_the_duration_counts_from_the_start_of_the_program(make: Make, clock: list[float]) -> None:
     conditions = make(exit_duration_in_mins=2.0)
     clock[0] += 120
     assert conditions.after_step(1) is None
     clock[0] += 1
-    assert words(conditions.after_step(1)) == "exiting program after 2.0 minutes"
+    assert message(conditions.after_step(1)) == "exiting program after 2.0 minutes"
 
 
 @pytest.mark.parametrize(
-    ("cause", "said", "code"),
+    ("reason", "expected", "code"),
     [
         (StopReason.SIGTERM, "exiting program after receiving SIGTERM.", 143),
         (StopReason.SIGINT, "exiting program after receiving SIGINT.", 130),
         (StopReason.LAUNCHER, "exiting program since its launcher is gone.", 143),
     ],
 )
-def test_what_asks_from_outside_is_named_before_other_reasons(
-    cause: StopReason, said: str, code: int, make: Make, stop: StopRequest
+def test_external_requests_precede_other_conditions(
+    reason: StopReason, expected: str, code: int, make: Make, stop: StopRequest
 ) -> None:
     conditions = make(exit_interval=1)
-    stop.request(cause)
-    assert conditions.after_step(1) == StopDecision(said, ExitCode(code), urgent=True)
+    stop.request(reason)
+    assert conditions.after_step(1) == StopDecision(expected, ExitCode(code), urgent=True)
     assert conditions.external_stop(1) == conditions.after_step(1)
 
 
-def test_what_one_rank_sees_ends_all(tmp_path: Path) -> None:
-    """Each rank has a reason of its own in one of the iterations; the answers are the same."""
+def test_a_condition_of_one_rank_stops_all(tmp_path: Path) -> None:
+    """Each rank sees a condition in one of the iterations; the decisions are the same."""
     answers = run_ranks(_reasons_of_rank, 2, str(tmp_path))
     assert answers[0] == answers[1]
     assert answers[0] == [
@@ -122,13 +130,13 @@ def _reasons_of_rank(rank: int, folder: str) -> list[str | None]:
     stop = StopRequest()
     switch = Path(folder, "switch")
     config = LoggingConfig(kill_switch_path=str(switch))
-    conditions = ExitConditions(config, stop, torch.device("cpu"), began=0.0)
-    reasons = [words(conditions.after_step(1))]
+    conditions = ExitConditions(config, 10, stop, torch.device("cpu"), started_at=0.0)
+    reasons = [message(conditions.after_step(1))]
     if rank == 0:
         stop.request(StopReason.SIGTERM)
-    reasons.append(words(conditions.after_step(2)))
+    reasons.append(message(conditions.after_step(2)))
     stop.reason = None
     dist.barrier()
     if rank == 1:
         switch.touch()
-    return [*reasons, words(conditions.after_step(3))]
+    return [*reasons, message(conditions.after_step(3))]

@@ -1,4 +1,4 @@
-"""metrics.jsonl: valid JSON, one record per step, whatever happened before."""
+"""metrics.jsonl: valid JSON and one record per step, after crashes and resumes."""
 
 from __future__ import annotations
 
@@ -12,25 +12,26 @@ import pytest
 
 from megatron_ds.training.jsonl_logger import JsonLines
 from megatron_ds.training.records import EvalRecord, StepRecord
+from tests.problems import raises_problem
 
 Step = Callable[..., StepRecord]
 Evaluation = Callable[..., EvalRecord]
 
 
-def refuse(constant: str) -> None:
+def reject(constant: str) -> None:
     raise AssertionError(f"{constant} is not JSON")
 
 
 def read(path: Path) -> list[dict[str, Any]]:
     lines = path.read_text(encoding="utf-8").splitlines()
-    return [json.loads(line, parse_constant=refuse) for line in lines]
+    return [json.loads(line, parse_constant=reject) for line in lines]
 
 
 def iterations(path: Path) -> list[int]:
     return [record["iteration"] for record in read(path)]
 
 
-def test_a_step_has_the_documented_keys_in_their_order(
+def test_steps_have_the_documented_keys_in_order(
     tmp_path: Path, step: Step, documented: Callable[[str], list[list[str]]]
 ) -> None:
     path = tmp_path / "below" / "metrics.jsonl"
@@ -42,6 +43,14 @@ def test_a_step_has_the_documented_keys_in_their_order(
     assert record["skipped"] is False
 
 
+def test_further_metrics_follow_under_their_names(tmp_path: Path, step: Step) -> None:
+    path = tmp_path / "metrics.jsonl"
+    JsonLines(path, 0).log_steps([step(1, extras={"aux loss": 0.25, "router z-loss": 2.0})])
+    (record,) = read(path)
+    assert list(record.items())[-2:] == [("aux loss", 0.25), ("router z-loss", 2.0)]
+    assert "extras" not in record
+
+
 def test_numbers_that_json_lacks_become_null(tmp_path: Path, step: Step) -> None:
     path = tmp_path / "metrics.jsonl"
     nan, inf = float("nan"), float("inf")
@@ -51,14 +60,14 @@ def test_numbers_that_json_lacks_become_null(tmp_path: Path, step: Step) -> None
     assert (record["nan"], record["skipped"]) == (True, True)
 
 
-def test_records_can_be_read_while_the_run_goes_on(
+def test_records_can_be_read_during_the_run(
     tmp_path: Path, step: Step, evaluation: Evaluation
 ) -> None:
     path = tmp_path / "metrics.jsonl"
-    sink = JsonLines(path, 0)
-    sink.log_steps([step(1), step(2)])
+    logger = JsonLines(path, 0)
+    logger.log_steps([step(1), step(2)])
     assert iterations(path) == [1, 2]
-    sink.log_eval(evaluation(2))
+    logger.log_eval(evaluation(2))
     assert read(path)[-1] == {
         "iteration": 2,
         "validation_loss": 2.0,
@@ -66,7 +75,7 @@ def test_records_can_be_read_while_the_run_goes_on(
     }
 
 
-def test_a_resumed_run_leaves_every_step_once(
+def test_a_resumed_run_has_every_step_once(
     tmp_path: Path, step: Step, evaluation: Evaluation
 ) -> None:
     path = tmp_path / "metrics.jsonl"
@@ -83,11 +92,11 @@ def test_a_resumed_run_leaves_every_step_once(
     assert [item.name for item in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
-def test_an_evaluation_of_a_group_names_it(tmp_path: Path, evaluation: Evaluation) -> None:
+def test_evaluations_name_their_dataset(tmp_path: Path, evaluation: Evaluation) -> None:
     path = tmp_path / "metrics.jsonl"
-    sink = JsonLines(path, 0)
+    logger = JsonLines(path, 0)
     for group in ("", "A", "B", "A"):
-        sink.log_eval(evaluation(1, "test", group))
+        logger.log_eval(evaluation(1, "test", group))
     assert read(path) == [
         {"iteration": 1, **named, "test_loss": 2.0, "ppl": pytest.approx(7.389056)}
         for named in ({}, {"group": "A"}, {"group": "B"})
@@ -112,7 +121,7 @@ def test_an_evaluation_of_the_same_weights_is_written_once(
 
 
 @pytest.mark.parametrize("tail", ['{"iteration": 2, "consu', "\0\0\0", '{"iteration": "'])
-def test_a_torn_last_line_is_dropped(tmp_path: Path, step: Step, tail: str) -> None:
+def test_an_incomplete_last_line_is_dropped(tmp_path: Path, step: Step, tail: str) -> None:
     path = tmp_path / "metrics.jsonl"
     JsonLines(path, 0).log_steps([step(1)])
     with path.open("a", encoding="utf-8") as file:
@@ -121,7 +130,7 @@ def test_a_torn_last_line_is_dropped(tmp_path: Path, step: Step, tail: str) -> N
     assert iterations(path) == [1, 2]
 
 
-def test_a_last_line_that_lacks_only_its_end_is_kept(tmp_path: Path, step: Step) -> None:
+def test_a_last_line_without_newline_is_kept(tmp_path: Path, step: Step) -> None:
     path = tmp_path / "metrics.jsonl"
     JsonLines(path, 0).log_steps([step(1)])
     path.write_text(path.read_text(encoding="utf-8").rstrip("\n"), encoding="utf-8")
@@ -129,16 +138,16 @@ def test_a_last_line_that_lacks_only_its_end_is_kept(tmp_path: Path, step: Step)
     assert iterations(path) == [1, 2]
 
 
-def test_a_file_of_something_else_is_refused_and_left_alone(tmp_path: Path) -> None:
+def test_a_foreign_file_is_rejected_and_not_changed(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"iteration": 1}\nmy notes\n{"iteration": 2}\n', encoding="utf-8")
-    with pytest.raises(ValueError, match=r"metrics\.jsonl line 2 is not a record"):
+    with raises_problem("metrics-jsonl-foreign", "metrics_jsonl", contains=f"{path}, line 2"):
         JsonLines(path, 2)
     assert "my notes" in path.read_text(encoding="utf-8")
     assert [item.name for item in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
-def test_new_runs_keep_the_older_ones_files_under_numbers(tmp_path: Path, step: Step) -> None:
+def test_new_runs_keep_older_files_under_numbers(tmp_path: Path, step: Step) -> None:
     path = tmp_path / "metrics.jsonl"
     for last in (3, 2, 1):
         JsonLines(path, 0).log_steps([step(iteration) for iteration in range(1, last + 1)])
@@ -148,21 +157,22 @@ def test_new_runs_keep_the_older_ones_files_under_numbers(tmp_path: Path, step: 
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
-def test_a_full_disk_delays_records_and_loses_none(tmp_path: Path, step: Step) -> None:
+def test_a_full_disk_delays_records_without_loss(tmp_path: Path, step: Step) -> None:
     path = tmp_path / "metrics.jsonl"
-    said: list[str] = []
-    sink = JsonLines(path, 0, warn=said.append)
-    sink.log_steps([step(1)])
-    descriptor = sink._file.fileno()
+    logged: list[str] = []
+    logger = JsonLines(path, 0, warn=logged.append)
+    logger.log_steps([step(1)])
+    descriptor = logger._file.fileno()
     own, full = os.dup(descriptor), os.open("/dev/full", os.O_WRONLY)
     os.dup2(full, descriptor)
-    sink.log_steps([step(2)])
-    sink.log_steps([step(3)])
+    logger.log_steps([step(2)])
+    logger.log_steps([step(3)])
     assert iterations(path) == [1]
-    assert len(said) == 1
-    assert f"{path} takes no more records ([Errno 28] No space left on device)" in said[0]
+    assert len(logged) == 1
+    assert "[metrics-jsonl-unwritable]" in logged[0]
+    assert str(path) in logged[0]
     os.dup2(own, descriptor)
-    sink.log_steps([step(4)])
+    logger.log_steps([step(4)])
     assert iterations(path) == [1, 2, 3, 4]
     os.close(own)
     os.close(full)

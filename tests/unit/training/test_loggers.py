@@ -1,4 +1,4 @@
-"""Which sinks a run's flags open."""
+"""Loggers that the flags of a run open."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 from megatron_ds.config import Config
 from megatron_ds.train_state import TrainState
-from megatron_ds.training.loggers import jsonl_path, open_sinks
+from megatron_ds.training.loggers import jsonl_path, open_loggers
 from megatron_ds.training.records import StepRecord
 
 
@@ -35,50 +35,51 @@ def config_with(save: Path | None = None, **logging: object) -> Config:
         (None, "elsewhere.jsonl", Path("elsewhere.jsonl")),
     ],
 )
-def test_the_jsonl_file_is_named_or_lies_beside_the_checkpoints(
+def test_the_jsonl_file_is_given_or_in_the_save_folder(
     save: Path | None, named: str | None, expected: Path | None
 ) -> None:
     assert jsonl_path(config_with(save, metrics_jsonl=named)) == expected
 
 
 def kinds(config: Config) -> list[str]:
-    sinks = open_sinks(config, TrainState(), world_size=1, dp_size=1, write=print)
-    for sink in sinks:
-        sink.close()
-    return [type(sink).__name__ for sink in sinks]
+    loggers = open_loggers(config, TrainState(), world_size=1, dp_size=1, write=print)
+    for logger in loggers:
+        logger.close()
+    return [type(logger).__name__ for logger in loggers]
 
 
 # TensorBoard's own thread prints the error as well.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_tensorboard_folder_that_is_deleted_ends_no_run(
+def test_a_deleted_tensorboard_folder_does_not_stop_the_run(
     tmp_path: Path, step: Callable[..., StepRecord]
 ) -> None:
-    said: list[str] = []
+    logged: list[str] = []
     config = config_with(tensorboard_dir=str(tmp_path / "board"))
-    _, board = open_sinks(config, TrainState(), world_size=1, dp_size=1, write=said.append)
+    _, board = open_loggers(config, TrainState(), world_size=1, dp_size=1, write=logged.append)
     board.log_steps([step(1)])
-    assert said == []
+    assert logged == []
     shutil.rmtree(tmp_path / "board")
     for number in range(2, 5):
         board.log_steps([step(number)])
     board.close()
-    assert len(said) == 1
-    assert f"WARNING: --tensorboard-dir {tmp_path / 'board'} takes no more records" in said[0]
+    assert len(logged) == 1
+    assert "[logger-disabled]" in logged[0]
+    assert str(tmp_path / "board") in logged[0]
 
 
-def test_flags_open_sinks(tmp_path: Path) -> None:
+def test_flags_select_loggers(tmp_path: Path) -> None:
     assert kinds(config_with()) == ["Console"]
     assert kinds(config_with(tmp_path)) == ["Console", "JsonLines"]
     board = config_with(tmp_path, tensorboard_dir=str(tmp_path / "board"))
     assert kinds(board) == ["Console", "JsonLines", "BestEffortLogger"]
 
 
-def test_tensorboard_is_imported_only_when_asked_for() -> None:
+def test_tensorboard_is_imported_only_if_used() -> None:
     code = (
         "import sys; import megatron_ds.training.loggers as s;"
         "from megatron_ds.config import Config;"
         "from megatron_ds.train_state import TrainState;"
-        "s.open_sinks(Config(), TrainState(), world_size=1, dp_size=1, write=print);"
+        "s.open_loggers(Config(), TrainState(), world_size=1, dp_size=1, write=print);"
         "sys.exit('tensorboard' in sys.modules)"
     )
     root = Path(__file__).resolve().parents[3]

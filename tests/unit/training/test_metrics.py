@@ -1,4 +1,4 @@
-"""When figures are reduced and handed on, and what the averages are."""
+"""When records are reduced and logged, and their averages."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from megatron_ds.training.records import EvalRecord, IntervalRecord, Logger, Ste
 WORKLOAD = ThroughputModel(lambda tokens: 3 * 10**12 * tokens // 8, seq_length=8, world_size=2)
 
 
-class Notebook(Logger):
-    """Keeps what it gets, in order."""
+class RecordingLogger(Logger):
+    """Keeps records in order."""
 
     def __init__(self) -> None:
         self.seen: list[object] = []
@@ -38,25 +38,25 @@ class Notebook(Logger):
 
 
 class Run:
-    """A loop of steps of 4 samples and half a second, without a model."""
+    """A training loop without a model; steps take 4 samples and half a second."""
 
     def __init__(
         self, log_interval: int, workload: ThroughputModel = WORKLOAD, **settings: object
     ) -> None:
-        self.notebook = Notebook()
+        self.logger = RecordingLogger()
         self.reductions: list[list[float]] = []
         self.metrics = Metrics(
             workload,
             log_interval=log_interval,
             total_iterations=50,
             mean_over_dp=self.mean,
-            sinks=[self.notebook],
+            loggers=[self.logger],
             **settings,  # type: ignore[arg-type]
         )
         self.state = TrainState()
 
     def mean(self, losses: list[float]) -> list[float]:
-        """As if another rank had losses that are 2 higher."""
+        """The mean with another rank whose values are higher by 2."""
         self.reductions.append(losses)
         return [loss + 1.0 for loss in losses]
 
@@ -76,10 +76,10 @@ class Run:
         self.metrics.record(self.state, plan, done, seconds, warm_up=warm_up)
 
     def intervals(self) -> list[IntervalRecord]:
-        return self.notebook.of(IntervalRecord)  # type: ignore[return-value]
+        return self.logger.of(IntervalRecord)  # type: ignore[return-value]
 
     def steps(self) -> list[StepRecord]:
-        return self.notebook.of(StepRecord)  # type: ignore[return-value]
+        return self.logger.of(StepRecord)  # type: ignore[return-value]
 
 
 def test_one_collective_per_log_interval() -> None:
@@ -93,11 +93,11 @@ def test_one_collective_per_log_interval() -> None:
     assert [record.lm_loss for record in run.steps()] == [2.0, 3.0, 4.0, 5.0, 6.0, 7.0]
 
 
-def test_a_loss_is_not_waited_for_before_the_interval_ends() -> None:
+def test_losses_are_read_when_the_interval_ends() -> None:
     read = []
 
     class Unfinished:
-        """Like a tensor: reading it waits for the device."""
+        """Like a device tensor: reading it synchronizes."""
 
         def __init__(self, value: float) -> None:
             self.value = value
@@ -114,7 +114,7 @@ def test_a_loss_is_not_waited_for_before_the_interval_ends() -> None:
     assert run.steps()[0].grad_norm == 7.0
 
 
-def test_a_rank_that_does_not_report_takes_part_in_the_collectives() -> None:
+def test_ranks_without_loggers_take_part_in_collectives() -> None:
     reductions, norms = [], []
     metrics = Metrics(
         WORKLOAD,
@@ -128,7 +128,7 @@ def test_a_rank_that_does_not_report_takes_part_in_the_collectives() -> None:
     assert (reductions, norms) == ([[3.0]], [1])
 
 
-def test_the_interval_averages_the_steps_that_advanced() -> None:
+def test_the_interval_averages_steps_that_were_not_skipped() -> None:
     run = Run(log_interval=4)
     run.step(1.0)
     run.step(float("nan"), skipped=True, grad_norm=float("inf"))
@@ -141,7 +141,7 @@ def test_the_interval_averages_the_steps_that_advanced() -> None:
     assert [step.nan for step in run.steps()] == [False, True, False, False]
 
 
-def test_counts_of_skipped_steps_start_anew_with_each_interval() -> None:
+def test_skipped_steps_are_counted_per_interval() -> None:
     run = Run(log_interval=1)
     run.step(1.0, skipped=True)
     run.step(1.0)
@@ -150,7 +150,7 @@ def test_counts_of_skipped_steps_start_anew_with_each_interval() -> None:
     assert (second.lm_loss, second.skipped) == (2.0, 0)
 
 
-def test_speeds_come_from_the_seconds_of_the_steps() -> None:
+def test_throughput_is_computed_from_step_durations() -> None:
     run = Run(log_interval=2)
     run.step(1.0, batch=4, seconds=1.0)
     run.step(1.0, batch=8, seconds=3.0)
@@ -164,7 +164,7 @@ def test_speeds_come_from_the_seconds_of_the_steps() -> None:
     assert record.tflops == pytest.approx(4.5)
 
 
-def test_a_cut_sample_counts_with_its_own_tokens_and_operations() -> None:
+def test_truncated_samples_count_with_their_length() -> None:
     workload = dataclasses.replace(WORKLOAD, curriculum=True)
     run = Run(log_interval=2, workload=workload)
     run.step(1.0, batch=4, seconds=1.0, seq_length=4)
@@ -179,13 +179,13 @@ def test_a_cut_sample_counts_with_its_own_tokens_and_operations() -> None:
     assert record.tflops == pytest.approx((3.0 + 12.0) / 4)
 
 
-def test_without_a_curriculum_no_length_is_told() -> None:
+def test_without_a_curriculum_no_length_is_logged() -> None:
     run = Run(log_interval=1)
     run.step(1.0)
     assert run.steps()[0].curriculum_seqlen is None
 
 
-def test_a_warm_up_is_left_out_of_the_intervals_speeds() -> None:
+def test_warm_up_is_excluded_from_throughput() -> None:
     run = Run(log_interval=3)
     run.step(1.0, batch=8, seconds=60.0, warm_up=True)
     run.step(4.0, seconds=1.0)
@@ -201,7 +201,7 @@ def test_a_warm_up_is_left_out_of_the_intervals_speeds() -> None:
     ]
 
 
-def test_an_interval_of_nothing_but_warm_up_has_its_time_and_no_speeds() -> None:
+def test_an_interval_of_warm_up_only_has_no_throughput() -> None:
     run = Run(log_interval=1)
     run.step(1.0, seconds=60.0, warm_up=True)
     (record,) = run.intervals()
@@ -210,7 +210,7 @@ def test_an_interval_of_nothing_but_warm_up_has_its_time_and_no_speeds() -> None
     assert speeds == (None, None, None)
 
 
-def test_a_step_record_tells_the_state_after_and_the_plan_before() -> None:
+def test_a_step_record_has_the_state_after_and_the_plan_of_the_step() -> None:
     run = Run(log_interval=1)
     run.step(1.0, loss_scale=64.0)
     (record,) = run.steps()
@@ -219,7 +219,7 @@ def test_a_step_record_tells_the_state_after_and_the_plan_before() -> None:
     assert (record.loss_scale, record.grad_norm) == (64.0, 1.0)
 
 
-def test_persist_hands_on_the_steps_and_leaves_the_interval_open() -> None:
+def test_write_pending_logs_steps_without_ending_the_interval() -> None:
     run = Run(log_interval=3)
     run.step(1.0)
     run.metrics.write_pending()
@@ -233,7 +233,22 @@ def test_persist_hands_on_the_steps_and_leaves_the_interval_open() -> None:
     assert run.reductions == [[1.0], [2.0, 3.0]]
 
 
-def test_flush_reports_an_interval_that_is_not_full_once() -> None:
+def test_further_metrics_are_averaged_over_ranks_and_steps() -> None:
+    run = Run(log_interval=3)
+    run.step(1.0, extras={"aux loss": 2.0})
+    run.step(5.0, extras={"aux loss": 100.0}, skipped=True)
+    run.step(3.0, extras={"aux loss": 4.0, "z-loss": 0.5})
+    assert run.reductions == [[1.0, 5.0, 3.0, 2.0, 100.0, 4.0, 0.5]]
+    assert [record.lm_loss for record in run.steps()] == [2.0, 6.0, 4.0]
+    assert [dict(record.extras) for record in run.steps()] == [
+        {"aux loss": 3.0},
+        {"aux loss": 101.0},
+        {"aux loss": 5.0, "z-loss": 1.5},
+    ]
+    assert run.intervals()[0].extras == {"aux loss": 4.0, "z-loss": 1.5}
+
+
+def test_flush_logs_an_incomplete_interval_once() -> None:
     run = Run(log_interval=10)
     run.step(1.0)
     run.step(3.0)
@@ -243,11 +258,11 @@ def test_flush_reports_an_interval_that_is_not_full_once() -> None:
     assert (record.last.iteration, record.lm_loss) == (2, 3.0)
 
 
-def test_an_evaluation_comes_after_the_steps_before_it() -> None:
+def test_an_evaluation_is_logged_after_the_steps_before_it() -> None:
     run = Run(log_interval=10)
     run.step(1.0)
     run.metrics.log_eval(run.state, "test", "the end", 2.5)
-    step, evaluation = run.notebook.seen
+    step, evaluation = run.logger.seen
     assert isinstance(step, StepRecord)
     assert evaluation == EvalRecord(1, 4, 32, "test", "the end", 2.5)
 
@@ -260,11 +275,11 @@ def test_the_parameter_norm_is_computed_once_per_interval() -> None:
     assert [record.params_norm for record in run.intervals()] == [1.5, 2.5]
 
 
-def test_close_closes_the_sinks_and_calls_no_collective() -> None:
+def test_close_closes_the_loggers_without_a_collective() -> None:
     run = Run(log_interval=10)
     run.step(1.0)
     run.metrics.close()
-    assert run.notebook.closed
+    assert run.logger.closed
     assert run.reductions == []
 
 

@@ -1,4 +1,4 @@
-"""When skipped steps end a run, and what is looked at before they do."""
+"""When skipped steps end a run, and which gradients are recorded before."""
 
 from __future__ import annotations
 
@@ -27,30 +27,30 @@ def skips(module: nn.Module | None = None, **options: Any) -> SkippedSteps:
     return SkippedSteps(PrecisionConfig(**options), cast(Any, engine))
 
 
-def ends_at(results: list[StepResult], **options: Any) -> int | None:
-    """Number of the step after which the run must end."""
+def stops_at(results: list[StepResult], **options: Any) -> int | None:
+    """Number of the step after which the run must stop."""
     counted = skips(**options)
     return next((n for n, result in enumerate(results, 1) if counted.limit_reached(result)), None)
 
 
-def test_only_skips_in_a_row_count() -> None:
+def test_only_consecutive_skips_count() -> None:
     broken = [SKIPPED, SKIPPED, GOOD, SKIPPED, SKIPPED, SKIPPED]
-    assert ends_at(broken, max_consecutive_skipped_steps=3) == 6
-    assert ends_at(broken[:5], max_consecutive_skipped_steps=3) is None
-    assert ends_at([SKIPPED], max_consecutive_skipped_steps=1) == 1
+    assert stops_at(broken, max_consecutive_skipped_steps=3) == 6
+    assert stops_at(broken[:5], max_consecutive_skipped_steps=3) is None
+    assert stops_at([SKIPPED], max_consecutive_skipped_steps=1) == 1
 
 
-def test_fifty_is_the_default_and_zero_never_ends() -> None:
-    assert ends_at([SKIPPED] * 100) == 50
-    assert ends_at([SKIPPED] * 100, max_consecutive_skipped_steps=0) is None
+def test_the_limit_is_fifty_by_default_and_zero_disables_it() -> None:
+    assert stops_at([SKIPPED] * 100) == 50
+    assert stops_at([SKIPPED] * 100, max_consecutive_skipped_steps=0) is None
     spent = StepResult(1.0, math.inf, skipped=True, loss_scale=1.0, loss_scale_exhausted=True)
-    assert ends_at([spent], max_consecutive_skipped_steps=0) is None
+    assert stops_at([spent], max_consecutive_skipped_steps=0) is None
 
 
-def test_a_skip_at_the_lowest_scale_ends_at_once() -> None:
+def test_a_skip_at_the_minimum_scale_stops_immediately() -> None:
     at_lowest = StepResult(1.0, math.inf, skipped=True, loss_scale=1.0)
     spent = StepResult(1.0, math.inf, skipped=True, loss_scale=1.0, loss_scale_exhausted=True)
-    assert ends_at([at_lowest, at_lowest, spent]) == 3
+    assert stops_at([at_lowest, at_lowest, spent]) == 3
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def test_a_skip_at_the_lowest_scale_ends_at_once() -> None:
         ([StepResult(1.0, math.inf, skipped=True, loss_scale=4.0)], True),
     ],
 )
-def test_gradients_are_looked_at_only_before_the_end(
+def test_gradients_are_recorded_only_before_the_limit(
     before: list[StepResult], watched: bool
 ) -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
@@ -77,7 +77,7 @@ def test_gradients_are_looked_at_only_before_the_end(
     assert not any(parameter._backward_hooks for parameter in model.parameters())
 
 
-def test_the_newest_checkpoint_before_a_step_is_named(tmp_path: Path) -> None:
+def test_latest_before_prefers_the_first_folder(tmp_path: Path) -> None:
     save, load = tmp_path / "save", tmp_path / "load"
     for folder in (load / "global_step3", load / "global_step8", load / "global_step40"):
         folder.mkdir(parents=True)

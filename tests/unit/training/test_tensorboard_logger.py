@@ -1,4 +1,4 @@
-"""TensorBoard: the documented tags, the flags, and a past without a crashed future."""
+"""TensorBoard: tags, flags, and event files after a resume."""
 
 from __future__ import annotations
 
@@ -56,14 +56,14 @@ def test_the_tags_are_the_documented_ones(
         for item in dataclasses.fields(Config().logging)
         if item.name.startswith("log_") and item.name.endswith("_to_tensorboard")
     ]
-    sink = board(config_for(tmp_path, **dict.fromkeys(flags, True)))
-    sink.log_steps([step(1, loss_scale=8.0, curriculum_seqlen=8)])
-    sink.log_interval(interval(1, params_norm=3.0))
-    sink.log_eval(evaluation(1, "validation"))
-    sink.log_eval(evaluation(1, "test"))
-    sink.log_eval(evaluation(1, "validation", "GROUP"))
-    sink.log_eval(evaluation(1, "test", "GROUP"))
-    sink.close()
+    logger = board(config_for(tmp_path, **dict.fromkeys(flags, True)))
+    logger.log_steps([step(1, loss_scale=8.0, curriculum_seqlen=8)])
+    logger.log_interval(interval(1, params_norm=3.0))
+    logger.log_eval(evaluation(1, "validation"))
+    logger.log_eval(evaluation(1, "test"))
+    logger.log_eval(evaluation(1, "validation", "GROUP"))
+    logger.log_eval(evaluation(1, "test", "GROUP"))
+    logger.close()
     expected = {
         tag + suffix
         for tag, axes, _ in documented("TensorBoard")
@@ -72,11 +72,11 @@ def test_the_tags_are_the_documented_ones(
     assert set(points(tmp_path)) == expected
 
 
-def test_points_stand_at_their_counts(tmp_path: Path, step: Step, evaluation: Evaluation) -> None:
-    sink = board(config_for(tmp_path, log_timers_to_tensorboard=True))
-    sink.log_steps([step(1), step(2)])
-    sink.log_eval(evaluation(2))
-    sink.close()
+def test_points_have_their_counts(tmp_path: Path, step: Step, evaluation: Evaluation) -> None:
+    logger = board(config_for(tmp_path, log_timers_to_tensorboard=True))
+    logger.log_steps([step(1), step(2)])
+    logger.log_eval(evaluation(2))
+    logger.close()
     found = points(tmp_path)
     assert found["lm-loss-training/lm loss"] == [(1, 9.0), (2, 8.0)]
     assert found["lm-loss-training/lm loss vs samples"] == [(4, 9.0), (8, 8.0)]
@@ -102,7 +102,7 @@ def test_points_stand_at_their_counts(tmp_path: Path, step: Step, evaluation: Ev
         ("log_timers_to_tensorboard", False, "iteration-time/", False),
     ],
 )
-def test_flags_choose_the_tags(
+def test_flags_select_tags(
     tmp_path: Path,
     step: Step,
     interval: Callable[..., IntervalRecord],
@@ -111,28 +111,28 @@ def test_flags_choose_the_tags(
     prefix: str,
     expected: bool,
 ) -> None:
-    sink = board(config_for(tmp_path, **{flag: value}))
-    sink.log_steps([step(1, loss_scale=8.0)])
-    sink.log_interval(interval(1))
-    sink.close()
+    logger = board(config_for(tmp_path, **{flag: value}))
+    logger.log_steps([step(1, loss_scale=8.0)])
+    logger.log_interval(interval(1))
+    logger.close()
     assert any(tag.startswith(prefix) for tag in points(tmp_path)) == expected
 
 
-def test_perplexity_has_its_flag(tmp_path: Path, evaluation: Evaluation) -> None:
-    sink = board(config_for(tmp_path))
-    sink.log_eval(evaluation(1))
-    sink.close()
+def test_perplexity_needs_its_flag(tmp_path: Path, evaluation: Evaluation) -> None:
+    logger = board(config_for(tmp_path))
+    logger.log_eval(evaluation(1))
+    logger.close()
     assert not any("ppl" in tag for tag in points(tmp_path))
 
 
-def test_only_every_nth_iteration_is_drawn(tmp_path: Path, step: Step) -> None:
-    sink = board(config_for(tmp_path, tensorboard_log_interval=2))
-    sink.log_steps([step(iteration) for iteration in range(1, 6)])
-    sink.close()
+def test_tensorboard_log_interval_selects_iterations(tmp_path: Path, step: Step) -> None:
+    logger = board(config_for(tmp_path, tensorboard_log_interval=2))
+    logger.log_steps([step(iteration) for iteration in range(1, 6)])
+    logger.close()
     assert [x for x, _ in points(tmp_path)["grad-norm/grad-norm"]] == [2, 4]
 
 
-def test_every_setting_is_there_as_text(tmp_path: Path) -> None:
+def test_every_setting_is_written_as_text(tmp_path: Path) -> None:
     board(config_for(tmp_path, log_interval=7)).close()
     events = EventAccumulator(str(tmp_path))
     events.Reload()
@@ -143,7 +143,7 @@ def test_every_setting_is_there_as_text(tmp_path: Path) -> None:
     assert event.tensor_proto.string_val == [b"7"]
 
 
-def test_a_resumed_run_takes_the_crashed_future_out(
+def test_a_resumed_run_removes_points_after_its_checkpoint(
     tmp_path: Path, step: Step, evaluation: Evaluation
 ) -> None:
     config = config_for(tmp_path)
@@ -164,7 +164,7 @@ def test_a_resumed_run_takes_the_crashed_future_out(
     assert not any("validation" in tag for tag in found)
 
 
-def test_an_older_file_is_cleaned_too_if_the_newest_holds_no_past(
+def test_older_files_are_truncated_if_the_newest_has_no_remaining_steps(
     tmp_path: Path, step: Step
 ) -> None:
     config = config_for(tmp_path)
@@ -179,7 +179,7 @@ def test_an_older_file_is_cleaned_too_if_the_newest_holds_no_past(
     assert [x for x, _ in points(tmp_path)["grad-norm/grad-norm"]] == [1]
 
 
-def test_a_torn_event_file_is_read_up_to_the_tear(tmp_path: Path, step: Step) -> None:
+def test_a_truncated_event_file_is_read_up_to_its_end(tmp_path: Path, step: Step) -> None:
     config = config_for(tmp_path)
     crashed = board(config)
     crashed.log_steps([step(iteration) for iteration in range(1, 4)])
@@ -190,7 +190,7 @@ def test_a_torn_event_file_is_read_up_to_the_tear(tmp_path: Path, step: Step) ->
     assert [x for x, _ in points(tmp_path)["grad-norm/grad-norm"]] == [1, 2]
 
 
-def test_the_same_weights_evaluation_is_drawn_once(
+def test_a_repeated_evaluation_is_written_once(
     tmp_path: Path, step: Step, evaluation: Evaluation
 ) -> None:
     config = config_for(tmp_path)
@@ -208,7 +208,7 @@ def test_the_same_weights_evaluation_is_drawn_once(
     assert found["lm-loss-validation/lm loss test vs tokens"] == [(64, 2.0)]
 
 
-def test_a_new_run_sets_the_old_ones_files_aside(tmp_path: Path, step: Step) -> None:
+def test_a_new_run_archives_older_event_files(tmp_path: Path, step: Step) -> None:
     config = config_for(tmp_path)
     for loss in (1.0, 2.0, 3.0):
         run = board(config)
@@ -220,10 +220,21 @@ def test_a_new_run_sets_the_old_ones_files_aside(tmp_path: Path, step: Step) -> 
     assert points(tmp_path / "previous-2")[tag] == [(1, 2.0)]
 
 
-def test_a_warm_up_gives_no_speed(tmp_path: Path, step: Step) -> None:
-    sink = board(config_for(tmp_path, log_timers_to_tensorboard=True))
-    sink.log_steps([step(1, warm_up=True), step(2)])
-    sink.close()
+def test_further_metrics_have_their_names_as_tags(tmp_path: Path, step: Step) -> None:
+    config = config_for(tmp_path)
+    crashed = board(config)
+    crashed.log_steps([step(n, extras={"dropped tokens": n / 2}) for n in (1, 2, 3)])
+    crashed.close()
+    board(config, iteration=2).close()
+    found = points(tmp_path)
+    assert found["dropped tokens"] == [(1, 0.5), (2, 1.0)]
+    assert found["dropped tokens vs tokens"] == [(32, 0.5), (64, 1.0)]
+
+
+def test_warm_up_has_no_throughput(tmp_path: Path, step: Step) -> None:
+    logger = board(config_for(tmp_path, log_timers_to_tensorboard=True))
+    logger.log_steps([step(1, warm_up=True), step(2)])
+    logger.close()
     found = points(tmp_path)
     speeds = [tag for tag in found if tag.startswith("iteration-time/")]
     assert len(speeds) == 8
@@ -232,6 +243,6 @@ def test_a_warm_up_gives_no_speed(tmp_path: Path, step: Step) -> None:
 
 
 def rename(folder: Path, name: str) -> None:
-    """Gives the folder's only file an older name; names hold seconds, and tests are faster."""
+    """Gives the only file an older name: names contain seconds, and tests are faster."""
     (path,) = folder.iterdir()
     path.rename(folder / name)

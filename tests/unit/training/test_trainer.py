@@ -1,4 +1,4 @@
-"""What the loop counts as training time, on a clock that only moves when something is done."""
+"""Training time of the loop, on a simulated clock."""
 
 from __future__ import annotations
 
@@ -19,18 +19,20 @@ from megatron_ds.config import (
     ScheduleConfig,
 )
 from megatron_ds.data.build_datasets import Datasets
+from megatron_ds.launch.startup_timer import StartupTimer
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.train_state import StepPlan, StepResult, TrainState
 from megatron_ds.training import trainer
 from megatron_ds.training.metrics import Metrics, ThroughputModel
 from megatron_ds.training.records import IntervalRecord, Logger
+from megatron_ds.training.startup_report import FirstStepsReport
 from megatron_ds.training.trainer import Trainer
 
 FIRST_STEP, STEP, EVALUATION, SAVE = 60.0, 2.0, 1000.0, 500.0
 
 
 class World:
-    """A clock, and the parts of a run that take time on it."""
+    """A clock and the parts of a run that advance it."""
 
     def __init__(self, compiles_in: int | None = None) -> None:
         self.now, self.taken, self.compiles_in = 0.0, 0, compiles_in
@@ -76,7 +78,7 @@ def run(
     *,
     compile: bool = False,
 ) -> list[IntervalRecord]:
-    """Six iterations with an evaluation after each second and a save after each third."""
+    """Six iterations with an evaluation after every second and a save after every third."""
 
     def evaluate(*_: object, **__: object) -> float:
         world.now += EVALUATION
@@ -102,19 +104,21 @@ def run(
             log_interval=2,
             total_iterations=6,
             mean_over_dp=lambda losses: losses,
-            sinks=[intervals],
+            loggers=[intervals],
         ),
         checkpoints=anything,
         exits=anything,
         state=state or TrainState(),
         total_iterations=6,
         eod=None,
+        mean_over_dp=lambda losses: losses,
+        report=FirstStepsReport(StartupTimer(), None, 1, 2),
         clock=world.clock,
     ).run()
     return intervals.records
 
 
-def test_warm_up_evaluations_and_saves_are_no_training_time(
+def test_warm_up_evaluations_and_saves_are_not_training_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     world = World()
@@ -133,6 +137,6 @@ def test_a_resumed_run_warms_up_again(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (first.last.consumed_samples, first.last.consumed_tokens) == (16, 128)
 
 
-def test_a_step_that_compiles_is_no_training_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_compiles_is_not_training_time(monkeypatch: pytest.MonkeyPatch) -> None:
     records = run(monkeypatch, World(compiles_in=4), compile=True)
     assert [record.seconds_per_iteration for record in records] == [STEP, STEP, STEP]

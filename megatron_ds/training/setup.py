@@ -1,0 +1,210 @@
+"""Puts a run together: process group, data, model and engine, checkpoint, loggers.
+
+Owns the order of construction. Collective: every rank calls the same functions.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from megatron_ds import schedules
+from megatron_ds.checkpoint.manager import CheckpointManager
+from megatron_ds.checkpoint.metadata import CheckpointMetadata
+from megatron_ds.config import Config
+from megatron_ds.data.build_datasets import Datasets, build_datasets
+from megatron_ds.data.usage_report import USAGE_FILE, describe_blend, summary
+from megatron_ds.engine.build import build_engine
+from megatron_ds.engine.deepspeed_patches import require_precision
+from megatron_ds.engine.protocol import Engine
+from megatron_ds.launch import device, distributed, output
+from megatron_ds.launch.exit_codes import ExitCode
+from megatron_ds.launch.lifecycle import ProcessLifecycle
+from megatron_ds.launch.startup_timer import StartupTimer
+from megatron_ds.model.flops import model_flops_per_sample
+from megatron_ds.parallel.mesh import Group, Mesh
+from megatron_ds.tokenizer import Tokenizer, build_tokenizer
+from megatron_ds.train_state import TrainState
+from megatron_ds.training.evaluate import MeanOverDp
+from megatron_ds.training.exit_conditions import ExitConditions
+from megatron_ds.training.loggers import open_loggers
+from megatron_ds.training.metrics import Metrics, ThroughputModel
+from megatron_ds.training.startup_report import (
+    FirstStepsReport,
+    MemoryReport,
+    estimate_memory,
+    log_timestamp,
+    print_arguments,
+    print_banner,
+    write_run_files,
+)
+from megatron_ds.training.trainer import Trainer
+
+
+def pretrain(config: Config, life: ProcessLifecycle, startup: StartupTimer) -> ExitCode:
+    """Runs one process of a training run.
+
+    Errors propagate as exceptions; only a clean finish destroys the process group.
+    """
+    tokenizer = build_tokenizer(config.tokenizer, config.model.vocab_size)
+    config = config.with_vocab(tokenizer.vocab_size)
+    require_precision(config.precision)
+    context = distributed.init_distributed(config.runtime)
+    life.on_group_joined(*distributed.exchange_process_info())
+    startup.mark("process group")
+    trainer = build_trainer(config, tokenizer, context, life, startup)
+    life.on_training_started()
+    code = trainer.run()
+    dist.barrier()
+    life.on_finished()
+    distributed.destroy_process_group()
+    return code
+
+
+def build_trainer(
+    config: Config,
+    tokenizer: Tokenizer,
+    context: distributed.ProcessContext,
+    life: ProcessLifecycle,
+    startup: StartupTimer,
+) -> Trainer:
+    """Builds everything that a run needs and restores the checkpoint, if there is one.
+
+    Raises:
+        UserError: If the checkpoint or the data does not fit the run.
+    """
+    mesh = Mesh.build(
+        config.parallel.tensor_model_parallel_size,
+        timeout=timedelta(minutes=config.runtime.distributed_timeout_minutes),
+    )
+    print_arguments(config, context, mesh)
+    checkpoints = CheckpointManager(config, mesh, output.print_on_rank)
+    found: CheckpointMetadata | None = None
+    if config.checkpoint.load is not None:
+        found = checkpoints.select()
+        startup.mark("checkpoint's check")
+    data = _build_data(config, tokenizer, mesh, found)
+    log_timestamp("after dataloaders are built")
+    startup.mark("data")
+    peak = device.PeakMemory()
+    # Initial weights are not drawn if a checkpoint replaces them.
+    engine = build_engine(config, mesh, context.device, tokenizer.eod, init_weights=found is None)
+    startup.mark("model and engine")
+    output.print_on_rank(
+        f" > number of parameters on (tensor, pipeline) model parallel rank "
+        f"({mesh.tp.rank}, {mesh.pp.rank}): {engine.parameter_count()}"
+    )
+    state = TrainState()
+    if found is not None:
+        state = checkpoints.load(engine, found)
+        startup.mark("checkpoint")
+    log_timestamp("after model, optimizer, and learning rate scheduler are built")
+    estimate = estimate_memory(config, mesh, engine, context.device.type)
+    print_banner(config, context, mesh, engine, state, estimate)
+    if config.checkpoint.save is not None and context.is_first:
+        write_run_files(Path(config.checkpoint.save), engine, data)
+        checkpoints.warn_of_newer(state)
+    total_iterations = schedules.total_iterations(config, mesh.dp.size, state)
+    last = state.iteration if config.logging.skip_train else total_iterations
+    mean_over_dp = functools.partial(mean_over_group, group=mesh.dp, device=context.device)
+    memory = MemoryReport(engine, estimate, context.device.type == "cpu", peak)
+    first = state.iteration + 1
+    return Trainer(
+        config=config,
+        mesh=mesh,
+        engine=engine,
+        data=data,
+        metrics=_build_metrics(config, mesh, engine, state, context, mean_over_dp),
+        checkpoints=checkpoints,
+        exits=ExitConditions(
+            config.logging, last, life.stop_request, context.device, life.started_at
+        ),
+        state=state,
+        total_iterations=last,
+        eod=tokenizer.eod if config.data.eod_mask_loss else None,
+        mean_over_dp=mean_over_dp,
+        report=FirstStepsReport(startup, memory, first, config.logging.log_interval),
+    )
+
+
+def mean_over_group(values: list[float], *, group: Group, device: torch.device) -> list[float]:
+    """Element-wise mean over the ranks of a group, in one float64 all-reduce."""
+    if group.size == 1:
+        return values
+    total = torch.tensor(values, dtype=torch.float64, device=device)
+    dist.all_reduce(total, group=group.handle)
+    mean: list[float] = (total / group.size).tolist()
+    return mean
+
+
+def _build_data(
+    config: Config, tokenizer: Tokenizer, mesh: Mesh, found: CheckpointMetadata | None
+) -> Datasets:
+    """Builds the datasets, continuing those of a checkpoint, and prints their composition."""
+    output.print_on_rank(" > building train, validation, and test datasets for GPT ...")
+    state = TrainState() if found is None else found.run.state
+    num_samples = schedules.planned_samples(config, mesh.dp.size, state)
+    for name, samples in zip(("train", "validation", "test"), num_samples, strict=True):
+        output.print_on_rank(f"    {name + ':':<12}{samples}")
+    save = None if config.checkpoint.save is None else Path(config.checkpoint.save)
+    data = build_datasets(
+        config.data,
+        seq_length=config.model.sequence,
+        seed=config.runtime.seed,
+        num_samples=num_samples,
+        tokenizer_fingerprint=tokenizer.fingerprint.digest,
+        vocab_size=tokenizer.vocab_size,
+        fallback_cache=None if save is None else str(save / "index-cache"),
+        history=None if found is None else found.run.data,
+        consumed=state.consumed_samples,
+    )
+    lines = [*summary(data.shares, None if save is None else str(save / USAGE_FILE))]
+    if data.progress is not None and len(data.progress.history.phases) > 1:
+        lines.append(describe_blend(data.progress.history))
+    for line in lines:
+        output.print_on_rank(f"    {line}")
+    for line in data.changes:
+        output.print_on_rank(line)
+    return data
+
+
+def _build_metrics(
+    config: Config,
+    mesh: Mesh,
+    engine: Engine,
+    state: TrainState,
+    context: distributed.ProcessContext,
+    mean_over_dp: MeanOverDp,
+) -> Metrics:
+    """Metrics of this rank; the last rank, which reports as in Megatron, has loggers."""
+    padded = config.model.padded_vocab(mesh.tp.size)
+    loggers = []
+    if context.is_last:
+        loggers = open_loggers(
+            config,
+            state,
+            world_size=context.world_size,
+            dp_size=mesh.dp.size,
+            write=lambda text: output.print_on_rank(text, rank_to_print=-1),
+            memory=device.device_memory,
+        )
+    return Metrics(
+        ThroughputModel(
+            flops_per_sample=lambda tokens: model_flops_per_sample(
+                dataclasses.replace(config.model, seq_length=tokens), padded
+            ),
+            seq_length=config.model.sequence,
+            world_size=context.world_size,
+            curriculum=config.schedule.curriculum_seqlen is not None,
+        ),
+        log_interval=config.logging.log_interval,
+        total_iterations=schedules.total_iterations(config, mesh.dp.size, state),
+        mean_over_dp=mean_over_dp,
+        params_norm=engine.params_norm if config.logging.log_params_norm else None,
+        loggers=loggers,
+    )
