@@ -1,33 +1,38 @@
-# Two commands do everything: `make demo` and `make test`. Both install what is missing first.
+# `make demo`, `make quick` and `make test` install what is missing first.
 
 VENV ?= .venv
 RUN := $(VENV)/bin
-# Pythons to make the environment with, the first that runs and is new enough.
+# Interpreters for the environment; the first one that runs and is new enough is used.
 PYTHONS ?= python3.11 python3.12 python3.13 python3 python
-# The demo's text: a jsonl file with the key "text"; empty takes the standard library of Python.
+# The demo's text: a jsonl file with the key "text". If empty, the standard library of Python.
 DATA ?=
-# Megatron-LM's own package, which only `make test-interop` sees.
+# Megatron-LM's own package, which only `make test-interop` uses.
 INTEROP := build/interop
-# One thread for each process of a test: two processes with two threads each fight over two cores.
+# One thread per process: two processes with two threads each would compete for two cores.
 PYTEST := OMP_NUM_THREADS=1 $(RUN)/python -m pytest
+# Files run in two workers, each with its own fork server; fixtures of a file are built once.
+PARALLEL := $(PYTEST) -n 2 --dist loadfile --no-loadscope-reorder
 CODE := megatron_ds tools tests benchmarks pretrain_gpt.py setup.py
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-interop lint unit install clean
+.PHONY: help demo quick test test-interop lint unit install clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
-demo: install ## make a corpus, train, resume, evaluate and generate; DATA=my.jsonl takes your text
+demo: install ## make a corpus, train, resume, evaluate and generate; DATA=my.jsonl uses your text
 	@$(RUN)/python tools/demo.py $(if $(DATA),--data "$(DATA)")
 
-test: lint ## lint, then all tests (tests/unit, then damaged input, several processes, whole runs)
-	$(PYTEST) -n 2 --dist loadfile tests/unit
-	$(PYTEST) -n 2 --dist loadfile tests/fuzz
-	$(PYTEST) tests/dist tests/e2e
+quick: lint ## lint, unit tests and one case of each proof, in about three minutes
+	$(PARALLEL) tests/unit
+	$(PARALLEL) -m smoke tests/dist tests/e2e
 
-test-interop: $(INTEROP)/.installed ## token files and samples against megatron-core, which it downloads
+test: lint ## lint, then all tests: unit, fuzz, multi-process and end-to-end
+	$(PARALLEL) tests/unit tests/fuzz
+	$(PARALLEL) tests/e2e tests/dist
+
+test-interop: $(INTEROP)/.installed ## compare token files and samples with megatron-core, which it downloads
 	PYTHONPATH=$(INTEROP) $(PYTEST) -m interop tests/interop
 
 lint: install ## ruff and mypy
@@ -35,18 +40,18 @@ lint: install ## ruff and mypy
 	$(RUN)/ruff format --check $(CODE)
 	$(RUN)/mypy
 
-unit: install ## only the tests of tests/unit
-	$(PYTEST) -n 2 --dist loadfile tests/unit
+unit: install ## only the unit tests
+	$(PARALLEL) tests/unit
 
-install: $(VENV)/.ops-built ## make the environment and build DeepSpeed's C++ ops, where missing
+install: $(VENV)/.ops-built ## create the environment and build DeepSpeed's C++ ops, if missing
 
 $(VENV)/.installed: requirements.txt setup.py
 	@"$(RUN)/python" -m pip --version >/dev/null 2>&1 || { \
 	  for python in $(PYTHONS); do \
 	    $$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || continue; \
-	    echo "== Making the environment $(VENV) with $$($$python --version)"; \
+	    echo "== Creating the environment $(VENV) with $$($$python --version)"; \
 	    $$python -m venv "$(VENV)" && exit 0; \
-	    echo "$$python could not make an environment; on Debian: apt install python3-venv"; exit 1; \
+	    echo "$$python could not create an environment; on Debian: apt install python3-venv"; exit 1; \
 	  done; \
 	  echo "No Python 3.11 or newer among: $(PYTHONS). Name one: make PYTHONS=/path/to/python"; exit 1; }
 	@echo "== Installing requirements.txt (once; minutes)"
@@ -65,6 +70,6 @@ $(INTEROP)/.installed: tests/interop/requirements.txt $(VENV)/.installed
 	  --target $(INTEROP) -r tests/interop/requirements.txt
 	@touch $@
 
-clean: ## remove caches and the demo's results; the environment stays
+clean: ## remove caches and the demo's results; keep the environment
 	rm -rf demo_run build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
 	find megatron_ds tools tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

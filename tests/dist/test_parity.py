@@ -66,7 +66,18 @@ def reference_of(case: Case, known: References, folder: Path) -> Run:
     return known[key]
 
 
-@pytest.mark.parametrize("case", parity_cases.chosen(), ids=lambda case: case.name)
+SMOKE = {case.stage: case for case in parity_cases.covering() if case.world == 2}.values()
+"""One case of each ZeRO stage."""
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=[pytest.mark.smoke] if case in SMOKE else [])
+        for case in parity_cases.chosen()
+    ],
+    ids=lambda case: case.name,
+)
 def test_layout_equals_one_process(
     case: Case, worlds: Worlds, references: References, tmp_path: Path
 ) -> None:

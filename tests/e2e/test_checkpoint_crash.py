@@ -67,7 +67,13 @@ def assert_equal_runs(run: Path, undisturbed: Path) -> None:
     assert (run / "latest_checkpointed_iteration.txt").read_text() == "6"
 
 
-@pytest.mark.parametrize("stage", COMPLETE_BEFORE)
+@pytest.mark.parametrize(
+    "stage",
+    [
+        pytest.param(stage, marks=[pytest.mark.smoke] if stage == "before-rename" else [])
+        for stage in COMPLETE_BEFORE
+    ],
+)
 def test_a_crash_during_a_save_costs_at_most_that_save(
     stage: str, undisturbed: Path, launcher: Launcher, base: Settings, tmp_path: Path
 ) -> None:

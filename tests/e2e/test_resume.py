@@ -88,7 +88,11 @@ def killed_run(
     return launcher.start(settings, ranks=ranks, fault=f"micro-batch:{position}:kill-all")
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
+@pytest.mark.parametrize(
+    "layout",
+    [pytest.param(LAYOUTS[0], marks=pytest.mark.smoke), *LAYOUTS[1:]],
+    ids=lambda layout: layout.name,
+)
 def test_killed_and_resumed_equals_undisturbed(
     layout: Layout, launcher: Launcher, base: Settings, tmp_path: Path
 ) -> None:
