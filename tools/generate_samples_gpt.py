@@ -111,7 +111,7 @@ class Options(GenerationOptions):
 
     def max_length(self, model: ModelConfig) -> int | None:
         """Maximum length of a sequence; None if --out-seq-length limits the new tokens."""
-        return model.sequence if self.out_seq_length is None else None
+        return model.seq_length if self.out_seq_length is None else None
 
     @property
     def is_interactive(self) -> bool:
@@ -125,7 +125,7 @@ class Options(GenerationOptions):
             flags = ", ".join(map(option, sources))
             yield Problem("several-prompt-sources", f"{flags} are mutually exclusive", *sources)
         if self.sample_input_file is not None:
-            yield from file_problems("--sample-input-file", self.sample_input_file)
+            yield from file_problems("sample_input_file", self.sample_input_file)
         if self.genfile is not None and not self.num_samples:
             yield Problem(
                 "genfile-without-samples",

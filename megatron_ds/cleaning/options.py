@@ -23,7 +23,7 @@ from megatron_ds.cleaning.language_filter import LanguageFilter
 from megatron_ds.cleaning.length_filter import LengthFilter
 from megatron_ds.cleaning.stages import SeenKeys, Stage
 from megatron_ds.cleaning.url_filter import UrlFilter
-from megatron_ds.config import TokenizerConfig
+from megatron_ds.config import TokenizerConfig, field_problems
 from megatron_ds.fileio.resumable import COMPRESSIONS
 from megatron_ds.preprocess.document_readers import QUARANTINE, STDIN, InputSpec
 from megatron_ds.tokenizer import build_tokenizer
@@ -178,6 +178,7 @@ class CleaningOptions:
         if (self.min_tokens > 0) != (self.tokenizer is not None):
             yield "--min-tokens and --tokenizer-type go together: one counts with the other"
         elif self.tokenizer is not None:
+            yield from field_problems(self.tokenizer)
             yield from self.tokenizer.problems(self.tokenizer_vocab_size)
         for flag, share in (
             ("--min-language-score", self.min_language_score),

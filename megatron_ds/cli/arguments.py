@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from megatron_ds import schedules
+from megatron_ds import schedule_validation
 from megatron_ds.cli.command import HELP, build, concerns, fail, print_warning
 from megatron_ds.cli.flags import training_flags
 from megatron_ds.cli.help import training_help, version_text
@@ -56,7 +56,7 @@ def build_config(
     if complete is not None:
         config, found = complete(config, world_size, warn)
     found += config.problems(world_size)
-    found += schedules.problems(config, config.parallel.data_parallel_size(world_size))
+    found += schedule_validation.problems(config, config.parallel.data_parallel_size(world_size))
     if check is not None:
         found += check(config, world_size, warn)
     sound = [

@@ -44,6 +44,7 @@ class Flag:
         choices: Valid values.
         synonyms: Other spellings of a choice.
         yields_to: Values of the field that take precedence if another flag gives them.
+        requires: Name of a field that must be given with the flag.
         is_repeatable: Whether a repeated flag adds values.
     """
 
@@ -58,6 +59,7 @@ class Flag:
     synonyms: Mapping[str, str] = dataclasses.field(default_factory=dict)
     accepted_values: tuple[str, ...] = ()
     yields_to: tuple[str, ...] = ()
+    requires: str = ""
     metavar: str = ""
     default: Any = None
     required: bool = False
@@ -286,5 +288,6 @@ def _foreign(section: Mapping[str, Any]) -> Iterator[Flag]:
                         takes,
                         entry["reason"],
                         accepted_values=accepted,
+                        requires=entry.get("requires", ""),
                         metavar="X",
                     )

@@ -17,6 +17,7 @@ from typing import Any
 from megatron_ds.cli.flags import Flag, FlagTable, dashed, refused_values
 from megatron_ds.config.fields import choice_problem
 from megatron_ds.config.problems import Problem, UserError
+from megatron_ds.config.problems import option as reference
 
 LARGEST_EXACT = 2**53
 """Larger numbers with a point or an exponent may not be the integer that was written."""
@@ -78,6 +79,7 @@ class _Scanner:
         self._unreadable: set[str] = set()
         self._misspelt: list[str] = []
         self._unknown: list[str] = []
+        self._requirements: list[tuple[str, str]] = []
 
     def scan(self, argv: Sequence[str]) -> ParsedLine:
         for option, arguments in _options(argv):
@@ -97,6 +99,11 @@ class _Scanner:
             self._warnings.append(Problem("ignored-flag", f"{shown} {has} no effect: {reason}"))
         values, contradictions = _resolve(list(self._given.values()))
         missing = {name for name in self._misspelt if name not in values}
+        self._problems += [
+            Problem("flag-requires-another", f"{flag} requires {reference(field)}", field)
+            for flag, field in self._requirements
+            if field not in values and field not in missing | self._unreadable
+        ]
         return ParsedLine(
             values,
             [*self._problems, *contradictions],
@@ -121,6 +128,8 @@ class _Scanner:
             self._problems += error.problems
             self._unreadable |= {flag.field} - {""}
             return
+        if flag.requires:
+            self._requirements.append((option, flag.requires))
         if flag.outcome == "ignored" and not _is_accepted(flag, arguments[:count]):
             self._ignored.setdefault(flag.help, []).append(option)
         elif flag.outcome == "set":

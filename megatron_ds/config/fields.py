@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from megatron_ds.config.problems import Problem, option
@@ -169,9 +169,14 @@ def field_problems(options: Any, given: Collection[str] = ()) -> Iterator[Proble
             continue
         requires = item.metadata["requires"]
         is_default = value is None or value == item.default
+        if is_default and name not in given:
+            continue
         if requires is not None and not is_default and not requires.holds(options):
             yield Problem(
-                "missing-requirement", f"{option(name)} requires {requires.describe()}", name
+                "missing-requirement",
+                f"{option(name)} requires {requires.describe()}",
+                name,
+                *requires.admitted,
             )
         for each in value if isinstance(value, tuple) else (value,):
             yield from _value_problems(item, each)
@@ -209,25 +214,52 @@ def choice_problem(name: str, value: str, choices: Collection[str], hint: str = 
     )
 
 
-def ineffective(options: Any, given: Collection[str]) -> Iterator[Problem]:
+def ineffective(options: Any, given: Collection[str], context: Any = None) -> Iterator[Problem]:
     """Warn of flags that have no effect next to the values of other options.
 
     Args:
         options: An instance of a dataclass with option fields.
         given: Names of the fields that the user set.
+        context: Object with the attributes that the conditions name. Default: `options`.
     """
+    context = options if context is None else context
     unmet: dict[str, list[str]] = {}
     for item in option_fields(options):
         if item.name not in given:
             continue
         for condition in item.metadata["only_with"]:
-            if not condition.holds(options):
+            if not condition.holds(context):
                 unmet.setdefault(condition.describe_unmet(), []).append(item.name)
                 break
     for reason, names in unmet.items():
         flags = ", ".join(map(option, names))
         have = "has" if len(names) == 1 else "have"
         yield Problem("no-effect", f"{flags} {have} no effect {reason}", *names)
+
+
+def exclusive_problem(*names: str, reason: str = "") -> Problem:
+    """The problem of options that cannot be combined.
+
+    Args:
+        reason: Continues the message after a colon.
+    """
+    because = f": {reason}" if reason else ""
+    return Problem(
+        "mutually-exclusive", f"{join_flags(names)} are mutually exclusive{because}", *names
+    )
+
+
+def join_flags(names: Sequence[str]) -> str:
+    """References to fields as a list: `--a, --b and --c`."""
+    *others, last = map(option, names)
+    return f"{', '.join(others)} and {last}" if others else last
+
+
+def with_value(options: Any, name: str) -> str:
+    """A field's flag and value as on a command line: `--rampup-batch-size 4 4 100`."""
+    value = getattr(options, name)
+    values = value if isinstance(value, tuple) else (value,)
+    return " ".join([option(name), *map(str, values)])
 
 
 def _is_within(

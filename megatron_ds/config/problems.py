@@ -48,6 +48,10 @@ class Problem(str):
         problem._template = text
         return problem
 
+    def extended(self, text: str) -> Problem:
+        """The same problem with text appended."""
+        return type(self)(self.code, self._template + text, *self.fields)
+
     def __getnewargs__(self) -> tuple[Any, ...]:
         return (self.code, self._template, *self.fields)
 

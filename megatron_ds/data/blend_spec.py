@@ -327,7 +327,7 @@ def _words(value: Any, flag: str) -> list[str]:
 
 
 def _text_of(flag: str, path: str) -> str:
-    for problem in file_problems(flag, path):
+    for problem in file_problems(flag.removeprefix("--").replace("-", "_"), path):
         raise ValueError(problem)
     try:
         return Path(path).read_text(encoding="utf-8")

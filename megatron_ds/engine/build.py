@@ -62,8 +62,8 @@ def build_engine(
     _validate_with_deepspeed(ds_config, mpu, config.deepspeed.deepspeed_config)
     rng = RngStreams(mesh.tp.rank, device)
     checkpoint = None
-    if config.recompute.by_deepspeed:
-        checkpoint = configure_checkpointing(config.recompute, config.model.layers, mpu, rng)
+    if config.recompute.is_by_deepspeed:
+        checkpoint = configure_checkpointing(config.recompute, config.model.num_layers, mpu, rng)
     recompute = ActivationCheckpointing(config.recompute, rng, checkpoint)
     documents = _packing_options(config, mesh, device, eod)
     with _zero3_init_context(ds_config, mesh, mpu):
@@ -118,7 +118,6 @@ def _packing_options(
         )
     flex, why_not = None, ""
     if data.reset_attention_mask:
-        assert micro is not None
         dtype = getattr(torch, readback.DTYPES[config.precision.name])
         flex, why_not = select_flex_attention(config.model, micro, mesh.tp.size, dtype, device)
     return PackingOptions(eod, data.reset_position_ids, data.reset_attention_mask, flex, why_not)

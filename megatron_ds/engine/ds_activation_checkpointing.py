@@ -29,7 +29,7 @@ def configure_checkpointing(
     deepspeed.checkpointing.configure(
         mpu,
         partition_activations=config.partition_activations,
-        contiguous_checkpointing=config.contigious_checkpointing,
+        contiguous_checkpointing=config.contiguous_checkpointing,
         num_checkpoints=-(-layers // config.checkpoint_num_layers),
         checkpoint_in_cpu=config.checkpoint_in_cpu,
         synchronize=config.synchronize_each_layer,

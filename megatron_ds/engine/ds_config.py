@@ -96,7 +96,7 @@ LINKS = (
     KeyFieldMapping("activation_checkpointing.partition_activations", "partition_activations"),
     KeyFieldMapping("activation_checkpointing.cpu_checkpointing", "checkpoint_in_cpu"),
     KeyFieldMapping(
-        "activation_checkpointing.contiguous_memory_optimization", "contigious_checkpointing"
+        "activation_checkpointing.contiguous_memory_optimization", "contiguous_checkpointing"
     ),
     KeyFieldMapping(
         "activation_checkpointing.synchronize_checkpoint_boundary", "synchronize_each_layer"
@@ -407,7 +407,6 @@ def build_ds_config(config: Config, dp_size: int) -> Json:
     if config.deepspeed.deepspeed_config is not None:
         user = read_file(config.deepspeed.deepspeed_config).values
     micro = config.schedule.micro_batch_size
-    assert micro is not None
     total = config.final_global_batch_size(dp_size)
     precision = config.precision
     fp32_accumulation = precision.name == "fp32" or precision.accumulate_allreduce_grads_in_fp32
@@ -556,7 +555,7 @@ def _zero(config: Config, user: Json) -> Json:
 def _bucket_size(config: Config) -> int:
     """DeepSpeed's default, but no more than the model has: the bucket is memory that it takes."""
     largest: int = ZERO_DEFAULTS["reduce_bucket_size"]
-    if config.model.vocab_size is None:
+    if not config.model.vocab_size:
         return largest
     tp_size = config.parallel.tensor_model_parallel_size
     return min(largest, parameters_per_rank(config.model, tp_size))
@@ -606,7 +605,7 @@ def _recompute_block(config: Config) -> Json:
     return {
         "partition_activations": recompute.partition_activations,
         "cpu_checkpointing": recompute.checkpoint_in_cpu,
-        "contiguous_memory_optimization": recompute.contigious_checkpointing,
+        "contiguous_memory_optimization": recompute.contiguous_checkpointing,
         "number_checkpoints": _recomputed_units(config),
         "synchronize_checkpoint_boundary": recompute.synchronize_each_layer,
         "profile": recompute.profile_backward,
@@ -614,7 +613,7 @@ def _recompute_block(config: Config) -> Json:
 
 
 def _recomputed_units(config: Config) -> int:
-    return -(-config.model.layers // config.recompute.checkpoint_num_layers)
+    return -(-config.model.num_layers // config.recompute.checkpoint_num_layers)
 
 
 def _field(config: Config, name: str) -> Any:

@@ -150,7 +150,7 @@ def _not_yet_allocated(config: Config, engine: MemoryInputs, device: dict[str, i
     second micro-batch, unless DeepSpeed keeps its buffer.
     """
     once = config.final_global_batch_size(engine.dp) == engine.dp * (
-        config.schedule.micro_batch_size or 0
+        config.schedule.micro_batch_size
     )
     summed_apart = engine.parameter != engine.accumulation
     absent = device.get("gradients", 0) if once or summed_apart else 0
@@ -212,9 +212,8 @@ def _has_bucket(engine: MemoryInputs) -> bool:
 
 def _retained_by_malloc(config: Config, engine: MemoryInputs, activations: int) -> int:
     """Freed activations that a CPU's process keeps all the same."""
-    assert config.schedule.micro_batch_size is not None
-    tokens = config.schedule.micro_batch_size * config.model.sequence
-    block = tokens * config.model.ffn * engine.parameter // engine.tp
+    tokens = config.schedule.micro_batch_size * config.model.seq_length
+    block = tokens * config.model.mlp_hidden_size * engine.parameter // engine.tp
     return activations if engine.on_cpu and block < MALLOC_TRIM_LIMIT else 0
 
 
@@ -227,26 +226,29 @@ def _gathered(config: Config, engine: MemoryInputs) -> int:
 
 def _activations(config: Config, engine: MemoryInputs) -> int:
     model, recompute = config.model, config.recompute
-    assert config.schedule.micro_batch_size is not None
-    tokens = config.schedule.micro_batch_size * model.sequence
-    stream = tokens * model.hidden * engine.parameter
+    tokens = config.schedule.micro_batch_size * model.seq_length
+    stream = tokens * model.hidden_size * engine.parameter
     # Where flex attention does not serve, each document is attended to by itself.
     apart = config.data.reset_attention_mask and (engine.on_cpu or model.attention_dropout > 0)
     layer = _layer(
-        model, engine, tokens, core=recompute.granularity != "selective", per_document=apart
+        model,
+        engine,
+        tokens,
+        core=recompute.recompute_granularity != "selective",
+        per_document=apart,
     )
     ends = stream + _norm(model, engine, tokens)  # the last norm, which the head follows
     if model.hidden_dropout > 0:
         ends += _mask(engine, stream)
     if model.position_embedding_type == "alibi":
-        ends += model.heads // engine.tp * model.sequence**2 * engine.parameter
-    if recompute.granularity != "full":
-        return ends + model.layers * layer
-    units = -(-model.layers // recompute.checkpoint_num_layers)
+        ends += model.num_attention_heads // engine.tp * model.seq_length**2 * engine.parameter
+    if recompute.recompute_granularity != "full":
+        return ends + model.num_layers * layer
+    units = -(-model.num_layers // recompute.checkpoint_num_layers)
     kept = 0 if recompute.checkpoint_in_cpu else units * stream
     if recompute.partition_activations:
         kept //= engine.tp
-    return ends + kept + min(recompute.checkpoint_num_layers, model.layers) * layer
+    return ends + kept + min(recompute.checkpoint_num_layers, model.num_layers) * layer
 
 
 def _layer(
@@ -256,8 +258,8 @@ def _layer(
     per_document as much as a sample that is one document needs.
     """
     size = tokens * engine.parameter
-    stream = size * model.hidden
-    q, kv = (n * model.head_dim // engine.tp for n in (model.heads, model.kv_heads))
+    stream = size * model.hidden_size
+    q, kv = (n * model.head_dim // engine.tp for n in (model.num_attention_heads, model.kv_heads))
     saved = 4 * stream  # inputs of both norms, and of the projections behind them
     saved += size * (q + 2 * kv)  # queries, keys and values as they are projected
     fused = _fused(model, engine)
@@ -266,8 +268,8 @@ def _layer(
     elif model.position_embedding_type == "rope" and (fused or not core):
         saved += size * (q + kv)  # where scores are kept, attention's copies are counted with them
     saved += size * q  # what attention gives, and the output projection takes
-    inner = 2 if not model.gated else 3 if model.activation == "liglu" else 4
-    saved += size * model.ffn // engine.tp * inner
+    inner = 2 if not model.is_gated else 3 if model.activation == "liglu" else 4
+    saved += size * model.mlp_hidden_size // engine.tp * inner
     if model.hidden_dropout > 0:
         saved += 2 * _mask(engine, stream)
     saved += 2 * _norm(model, engine, tokens)
@@ -281,7 +283,7 @@ def _norm(model: ModelConfig, engine: MemoryInputs, tokens: int) -> int:
     apart = 0
     if engine.on_cpu:
         in_fp32 = FP32 if engine.parameter < FP32 else 0
-        apart = tokens * model.hidden * (engine.parameter + in_fp32)
+        apart = tokens * model.hidden_size * (engine.parameter + in_fp32)
     return tokens * FP32 + apart
 
 
@@ -296,11 +298,11 @@ def _core(model: ModelConfig, engine: MemoryInputs, tokens: int) -> int:
 
     On a CPU torch has no fused kernel for dropout or a bias: it keeps the scores, in fp32.
     """
-    heads = model.heads // engine.tp
+    heads = model.num_attention_heads // engine.tp
     if _fused(model, engine):
         return tokens * heads * FP32
     dropped = model.attention_dropout > 0
-    scores = tokens * model.sequence * heads * FP32
+    scores = tokens * model.seq_length * heads * FP32
     copies = 3 * tokens * heads * model.head_dim * engine.parameter
     return scores * (3 if dropped else 1) + (copies if engine.parameter < FP32 else 0)
 
@@ -315,11 +317,10 @@ class _Head:
 
     def __init__(self, config: Config, engine: MemoryInputs) -> None:
         model, element = config.model, engine.parameter
-        assert config.schedule.micro_batch_size is not None
-        tokens = config.schedule.micro_batch_size * model.sequence
+        tokens = config.schedule.micro_batch_size * model.seq_length
         rows = model.padded_vocab(engine.tp) // engine.tp
-        table, logits = rows * model.hidden, tokens * rows * element
-        self.kept = tokens * model.hidden * element
+        table, logits = rows * model.hidden_size, tokens * rows * element
+        self.kept = tokens * model.hidden_size * element
         self.kept += table * (FP32 if logits > CHUNK_BYTES else element)
         self.logits = min(logits, CHUNK_BYTES)
         if not engine.on_cpu:

@@ -79,7 +79,6 @@ def expected_settings(
 ) -> EngineSettings:
     """The settings that a configuration asks for."""
     micro, precision = config.schedule.micro_batch_size, config.precision
-    assert micro is not None
     in_fp32 = precision.accumulate_allreduce_grads_in_fp32 or precision.name == "fp32"
     return EngineSettings(
         zero_stage=zero_stage(config),

@@ -74,7 +74,7 @@ def beam_search(
     """
     device = next(model.parameters()).device
     width, penalty = config.width, config.length_penalty
-    cache = PreallocatedCache(model.config.layers, len(prompt) + config.max_new_tokens - 1)
+    cache = PreallocatedCache(model.config.num_layers, len(prompt) + config.max_new_tokens - 1)
     beams, ended = [_Beam([], 0.0)], list[Hypothesis]()
     tokens = [list(prompt)]
     with torch.no_grad(), eval_mode(model):

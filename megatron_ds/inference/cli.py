@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 ENDLESS_MINUTES = 60.0 * 24 * 365
 """Timeout of the other ranks while a person types on rank 0."""
-RUNTIME_FIELDS = ("distributed_backend", "distributed_timeout_minutes", "local_rank")
+RUNTIME_FIELDS = ("distributed_backend", "distributed_timeout_minutes")
 FREE_MODEL_FIELDS = ("attention_dropout", "hidden_dropout", "init_method_std")
 """Fields without a meaning for generation, so that any value agrees with the checkpoint."""
 PRECISIONS = ("fp32", "bf16", "fp16")
@@ -133,13 +133,12 @@ def model_conflicts(
 ) -> Iterator[Problem]:
     """Model flags that differ from the checkpoint's model."""
     effective = {
-        "ffn_hidden_size": model.ffn,
+        "ffn_hidden_size": model.mlp_hidden_size,
         "num_query_groups": model.kv_heads,
         "kv_channels": model.head_dim,
-        "max_position_embeddings": model.positions,
-        "group_query_attention": model.kv_heads != model.heads,
+        "max_position_embeddings": model.num_positions,
         # A NullTokenizer's end-of-document id is added to the flag's number.
-        "vocab_size": model.vocab - null_tokenizer,
+        "vocab_size": model.vocab_size - null_tokenizer,
     }
     for name, value in given.items():
         saved = effective.get(name, getattr(model, name))
@@ -166,7 +165,7 @@ def tokenizer_for(options: GenerationOptions, found: CheckpointMetadata) -> Toke
     problems = [
         *model_conflicts(options.given_in("model"), model, null_tokenizer),
         *model.problems(environment.world_size()),
-        *config.problems(model.vocab),
+        *config.problems(model.vocab_size),
     ]
     if problems:
         fail(problems, table_of(type(options)), rank=environment.rank())

@@ -146,11 +146,11 @@ def prompt_problems(
         if not prompt:
             yield Problem("prompt-without-tokens", f"prompt {number} has no tokens")
             continue
-        invalid = [token for token in prompt if not 0 <= token < model.vocab]
+        invalid = [token for token in prompt if not 0 <= token < model.vocab_size]
         if invalid:
             yield Problem(
                 "prompt-id-out-of-range",
-                f"prompt {number}: id {invalid[0]} is not in the vocabulary of {model.vocab}",
+                f"prompt {number}: id {invalid[0]} is not in the vocabulary of {model.vocab_size}",
             )
         if max_length is not None and len(prompt) >= max_length:
             yield no_room_problem(number, len(prompt), max_length)
@@ -158,11 +158,11 @@ def prompt_problems(
         new = max_new_tokens
         if max_length is not None:
             new = min(new, max_length - len(prompt))
-        if has_learned_positions and len(prompt) + new > model.positions:
+        if has_learned_positions and len(prompt) + new > model.num_positions:
             yield Problem(
                 "prompt-exceeds-learned-positions",
                 f"prompt {number}: {len(prompt)} tokens and {new} new tokens exceed the model's "
-                f"{model.positions} learned positions",
+                f"{model.num_positions} learned positions",
             )
 
 
@@ -195,7 +195,9 @@ def _extend(
     cache = None
     if config.use_cache and rows:
         # The last token of a row is never fed to the model.
-        cache = PreallocatedCache(model.config.layers, max(row.final_length for row in rows) - 1)
+        cache = PreallocatedCache(
+            model.config.num_layers, max(row.final_length for row in rows) - 1
+        )
     while rows:
         check_cancelled(should_continue)
         start = 0 if cache is None else cache.length

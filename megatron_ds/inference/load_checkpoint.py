@@ -101,13 +101,15 @@ def load_tokenizer(config: TokenizerConfig, model: ModelConfig) -> Tokenizer:
         UserError: If its files are missing or its vocabulary is not the model's.
     """
     # A NullTokenizer's end-of-document id is not counted in its --vocab-size.
-    tokenizer = build_tokenizer(config, model.vocab - (config.tokenizer_type == "NullTokenizer"))
-    if tokenizer.vocab_size != model.vocab:
+    tokenizer = build_tokenizer(
+        config, model.vocab_size - (config.tokenizer_type == "NullTokenizer")
+    )
+    if tokenizer.vocab_size != model.vocab_size:
         raise UserError(
             Problem(
                 "tokenizer-does-not-match-model",
                 f"the tokenizer has {tokenizer.vocab_size} tokens, the checkpoint's model "
-                f"{model.vocab}: pass the files of the training's tokenizer",
+                f"{model.vocab_size}: pass the files of the training's tokenizer",
                 "vocab_file",
                 "merge_file",
                 "tokenizer_model",

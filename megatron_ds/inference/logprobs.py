@@ -46,7 +46,7 @@ def score(
     """
     scores = Scores([], [])
     device = next(model.parameters()).device
-    cache = PreallocatedCache(model.config.layers, len(ids))
+    cache = PreallocatedCache(model.config.num_layers, len(ids))
     with torch.no_grad(), eval_mode(model):
         for start in range(0, len(ids) - 1, CHUNK_TOKENS):
             check_cancelled(should_continue)
@@ -55,7 +55,7 @@ def score(
             logprobs_SV = logits_SV.log_softmax(dim=-1)
             following = torch.tensor(ids[start + 1 : end + 1], device=device)
             scores.logprobs.extend(logprobs_SV.gather(-1, following[:, None])[:, 0].tolist())
-            values, tokens = logprobs_SV.topk(min(top_n, model.config.vocab), dim=-1)
+            values, tokens = logprobs_SV.topk(min(top_n, model.config.vocab_size), dim=-1)
             for row, numbers in zip(tokens.tolist(), values.tolist(), strict=True):
                 scores.top.append(list(zip(row, numbers, strict=True)))
     return scores

@@ -195,7 +195,7 @@ class TextGenerationService:
         return ids
 
     def _problems(self, request: GenerationRequest, prompts: list[list[int]]) -> Iterator[Problem]:
-        new_tokens, vocab = request.tokens_to_generate, self._model.config.vocab
+        new_tokens, vocab = request.tokens_to_generate, self._model.config.vocab_size
         for number, ids in enumerate(prompts, start=1):
             if new_tokens is not None and len(ids) + new_tokens > self._max_length:
                 yield Problem(
@@ -241,7 +241,7 @@ def max_sequence_length(model: ModelConfig, requested: int | None) -> int:
     """
     is_learned = model.position_embedding_type == "learned_absolute"
     if requested is None:
-        return model.positions if is_learned else model.sequence
+        return model.num_positions if is_learned else model.seq_length
     if requested < 2:
         raise UserError(
             Problem(
@@ -250,12 +250,12 @@ def max_sequence_length(model: ModelConfig, requested: int | None) -> int:
                 "inference_max_seq_length",
             )
         )
-    if is_learned and requested > model.positions:
+    if is_learned and requested > model.num_positions:
         raise UserError(
             Problem(
                 "inference-length-exceeds-positions",
                 f"{option('inference_max_seq_length')} {requested}: the model has "
-                f"{model.positions} positions",
+                f"{model.num_positions} positions",
                 "inference_max_seq_length",
             )
         )

@@ -44,13 +44,13 @@ def _sdpa_backend(
     config: ModelConfig, batch: int, tp_size: int, dtype: torch.dtype, device: torch.device
 ) -> str:
     """The kernel behind scaled_dot_product_attention, in a word."""
-    queries = config.sequence
+    queries = config.seq_length
 
     def heads(count: int) -> torch.Tensor:
         shape = batch, count // tp_size, queries, config.head_dim
         return torch.empty(shape, dtype=dtype, device=device, requires_grad=True)
 
-    q, k = heads(config.heads), heads(config.kv_heads)
+    q, k = heads(config.num_attention_heads), heads(config.kv_heads)
     alibi = config.position_embedding_type == "alibi"
     bias = torch.empty(q.shape[1], queries, queries, dtype=dtype, device=device) if alibi else None
     try:
@@ -61,7 +61,7 @@ def _sdpa_backend(
             attn_mask=bias,
             dropout_p=config.attention_dropout,
             is_causal=not alibi,
-            enable_gqa=config.kv_heads != config.heads,
+            enable_gqa=config.kv_heads != config.num_attention_heads,
         )
     except (AttributeError, RuntimeError, TypeError):  # it is not among torch's public functions
         return "torch's choice"
@@ -105,12 +105,15 @@ class Attention(nn.Module):
         self.dropout = config.attention_dropout
         self.rng = rng
         self.recompute = recompute
-        self.grouped = config.kv_heads != config.heads
-        q_size, kv_size = config.heads * config.head_dim, config.kv_heads * config.head_dim
+        self.grouped = config.kv_heads != config.num_attention_heads
+        q_size, kv_size = (
+            config.num_attention_heads * config.head_dim,
+            config.kv_heads * config.head_dim,
+        )
         self.local_sizes = [size // group.size for size in (q_size, kv_size, kv_size)]
         name, std = f"layers.{layer}.attention", config.init_method_std
         self.qkv = ColumnParallelLinear(
-            config.hidden,
+            config.hidden_size,
             (q_size, kv_size, kv_size),
             bias=config.qkv_bias,
             group=group,
@@ -118,10 +121,10 @@ class Attention(nn.Module):
         )
         self.proj = RowParallelLinear(
             q_size,
-            config.hidden,
+            config.hidden_size,
             bias=config.add_bias_linear,
             group=group,
-            init=init.normal(f"{name}.proj.weight", std / (2.0 * config.layers) ** 0.5),
+            init=init.normal(f"{name}.proj.weight", std / (2.0 * config.num_layers) ** 0.5),
         )
 
     def forward(

@@ -62,16 +62,18 @@ class Embedding(nn.Module):
         std = config.init_method_std
         self.dropout = config.hidden_dropout
         self.word = VocabParallelEmbedding(
-            config.vocab,
+            config.vocab_size,
             padded_vocab,
-            config.hidden,
+            config.hidden_size,
             group=group,
             init=init.normal("embedding.word.weight", std),
         )
         self.norm = build_norm(config) if config.embed_layernorm else None
         self.position: LearnedPositionEmbedding | None = None
         if config.position_embedding_type == "learned_absolute":
-            self.position = LearnedPositionEmbedding(config.positions, config.hidden, init, std)
+            self.position = LearnedPositionEmbedding(
+                config.num_positions, config.hidden_size, init, std
+            )
 
     def forward(
         self, tokens_BS: torch.Tensor, offset: int, places_BS: torch.Tensor | None = None
@@ -117,13 +119,13 @@ class GPTModel(nn.Module):
         self.embedding = Embedding(config, padded_vocab, group=group, init=init)
         self.layers = nn.ModuleList(
             Block(config, layer, group=group, rng=rng, init=init, recompute_core=core)
-            for layer in range(config.layers)
+            for layer in range(config.num_layers)
         )
         self.final_norm = build_norm(config)
         self.head = OutputLayer(
-            config.vocab,
+            config.vocab_size,
             padded_vocab,
-            config.hidden,
+            config.hidden_size,
             group=group,
             init=init.normal("head.weight", config.init_method_std)
             if config.untie_embeddings_and_output_weights

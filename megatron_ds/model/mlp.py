@@ -20,22 +20,24 @@ class MLP(nn.Module):
     def __init__(self, config: ModelConfig, layer: int, *, group: Group, init: Initializer) -> None:
         super().__init__()
         self.activation = config.activation
-        self.gated = config.gated
-        self.gelu_approximation = "tanh" if config.bias_gelu_fusion else "none"
+        self.gated = config.is_gated
+        self.gelu_approximation = config.gelu_approximation
         name, std = f"layers.{layer}.mlp", config.init_method_std
         self.fc_in = ColumnParallelLinear(
-            config.hidden,
-            (config.ffn, config.ffn) if config.gated else (config.ffn,),
+            config.hidden_size,
+            (config.mlp_hidden_size, config.mlp_hidden_size)
+            if config.is_gated
+            else (config.mlp_hidden_size,),
             bias=config.add_bias_linear,
             group=group,
             init=init.normal(f"{name}.fc_in.weight", std),
         )
         self.fc_out = RowParallelLinear(
-            config.ffn,
-            config.hidden,
+            config.mlp_hidden_size,
+            config.hidden_size,
             bias=config.add_bias_linear,
             group=group,
-            init=init.normal(f"{name}.fc_out.weight", std / (2.0 * config.layers) ** 0.5),
+            init=init.normal(f"{name}.fc_out.weight", std / (2.0 * config.num_layers) ** 0.5),
         )
 
     def forward(self, x_SBH: torch.Tensor) -> torch.Tensor:

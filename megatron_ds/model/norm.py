@@ -13,5 +13,5 @@ def build_norm(config: ModelConfig) -> nn.Module:
     torch's own: both compute in fp32 inside, whatever the model's type.
     """
     if config.normalization == "RMSNorm":
-        return nn.RMSNorm(config.hidden, eps=config.norm_epsilon)
-    return nn.LayerNorm(config.hidden, eps=config.norm_epsilon)
+        return nn.RMSNorm(config.hidden_size, eps=config.norm_epsilon)
+    return nn.LayerNorm(config.hidden_size, eps=config.norm_epsilon)

@@ -269,11 +269,13 @@ def _max_relative_error(
 ) -> float:
     """The largest relative error of flex attention's output and gradients against the loop's."""
     generator = torch.Generator().manual_seed(0)
-    numbers = torch.rand((micro_batch, config.sequence), generator=generator) * config.sequence < 6
+    numbers = (
+        torch.rand((micro_batch, config.seq_length), generator=generator) * config.seq_length < 6
+    )
     numbers = numbers.cumsum(1, dtype=torch.int32).to(device)
-    local = config.heads // tp_size, *[config.kv_heads // tp_size] * 2
+    local = config.num_attention_heads // tp_size, *[config.kv_heads // tp_size] * 2
     width = sum(local) * config.head_dim
-    shape = config.sequence, micro_batch, width
+    shape = config.seq_length, micro_batch, width
     x_SBW = torch.randn(shape, generator=generator).to(device, dtype).requires_grad_()
     towards = torch.randn((*shape[:2], local[0], config.head_dim), generator=generator)
     towards = towards.permute(1, 2, 0, 3).to(device, dtype)

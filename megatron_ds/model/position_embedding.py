@@ -46,11 +46,11 @@ class PositionEncoder:
     def __init__(self, config: ModelConfig, group: Group) -> None:
         """group: the tensor-parallel group over which the heads are cut."""
         self._kind = config.position_embedding_type
-        self._longest = config.sequence
+        self._longest = config.seq_length
         self._rotated = int(config.head_dim * config.rotary_percent)
         self._base = config.rotary_base
-        local = config.heads // group.size
-        slopes = alibi_slopes(config.heads)
+        local = config.num_attention_heads // group.size
+        slopes = alibi_slopes(config.num_attention_heads)
         self._slopes = slopes[group.rank * local : (group.rank + 1) * local]
         self._rope_table: tuple[torch.Tensor, torch.Tensor] | None = None
         self._alibi_key: tuple[int, int, torch.dtype, torch.device] | None = None

@@ -51,7 +51,7 @@ class ActivationCheckpointing:
     @property
     def granularity(self) -> str | None:
         """None, "full" (chunks of layers) or "selective" (the attention core)."""
-        return self._config.granularity
+        return self._config.recompute_granularity
 
     @property
     def layers_per_chunk(self) -> int:
@@ -59,7 +59,7 @@ class ActivationCheckpointing:
 
     @property
     def by_deepspeed(self) -> bool:
-        return self._config.by_deepspeed
+        return self._config.is_by_deepspeed
 
     def run(self, function: Function, *inputs: torch.Tensor) -> torch.Tensor:
         """Compute function(*inputs), keeping only the inputs for the backward pass."""

@@ -6,7 +6,8 @@ built. Must not know token files, models or process groups.
 
 from __future__ import annotations
 
-from megatron_ds.config import TokenizerConfig
+from megatron_ds.config import TokenizerConfig, field_problems
+from megatron_ds.config.problems import raise_if_any
 from megatron_ds.tokenizer.base import FlatIds, Tokenizer, encode_flat
 from megatron_ds.tokenizer.fingerprint import TokenizerFingerprint
 
@@ -24,9 +25,7 @@ def build_tokenizer(config: TokenizerConfig, vocab_size: int | None = None) -> T
     Raises:
         UserError: If options contradict each other or a file is missing or damaged.
     """
-    problems = list(config.problems(vocab_size))
-    if problems:
-        raise ValueError("\n".join(problems))
+    raise_if_any([*field_problems(config), *config.problems(vocab_size)])
     if config.tokenizer_type == "NullTokenizer":
         from megatron_ds.tokenizer.null import NullTokenizer
 

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from megatron_ds import schedules
+from megatron_ds import schedule_lengths, schedules
 from megatron_ds.config import Config
 from megatron_ds.engine.memory_estimate import MemoryEstimate
 from megatron_ds.engine.settings import EngineSettings
@@ -103,13 +103,15 @@ def _layout(facts: BannerData) -> list[tuple[str, str]]:
 def _model(facts: BannerData) -> list[tuple[str, str]]:
     model, tp = facts.config.model, facts.mesh.tp.size
     shape = (
-        f"{model.layers} layers, hidden {model.hidden}, {model.heads} heads of {model.head_dim}"
-        f" ({model.kv_heads} of keys, values), feed-forward {model.ffn} ({model.activation}), "
+        f"{model.num_layers} layers, hidden {model.hidden_size}, {model.num_attention_heads} heads "
+        f"of {model.head_dim} ({model.kv_heads} of keys, values), feed-forward "
+        f"{model.mlp_hidden_size} ({model.activation}), "
         f"{model.normalization}, positions {model.position_embedding_type}"
     )
     size = (
         f"{facts.parameters:,} parameters{' of each tensor-parallel rank' if tp > 1 else ''}; "
-        f"vocabulary {model.vocab}, padded to {model.padded_vocab(tp)}; sequence {model.sequence}"
+        f"vocabulary {model.vocab_size}, padded to {model.padded_vocab(tp)}; "
+        f"sequence {model.seq_length}"
     )
     return [("shape", shape), ("size", size)]
 
@@ -119,7 +121,7 @@ def _batch(facts: BannerData) -> list[tuple[str, str]]:
     text = (
         f"{total} samples = micro-batch {facts.config.schedule.micro_batch_size} x data parallel "
         f"{facts.settings.dp_size} x accumulation {facts.settings.accumulation_steps}; "
-        f"{total * facts.config.model.sequence:,} tokens"
+        f"{total * facts.config.model.seq_length:,} tokens"
     )
     lines = [("step", text)]
     if facts.config.schedule.rampup_batch_size is not None:
@@ -137,7 +139,7 @@ def _schedule(facts: BannerData) -> list[tuple[str, str]]:
         f"the whole run takes {samples:,} samples, {tokens:,} tokens"
     )
     warmup, decay = schedules.warmup_and_decay(config, dp)
-    schedule, options, unit = config.schedule, config.optimizer, schedules.lr_unit(config)
+    schedule, options, unit = config.schedule, config.optimizer, schedule_lengths.lr_unit(config)
     course = f"{schedule.lr_decay_style} from {options.lr:g}"
     if schedule.lr_decay_style != "constant":
         course += f" to {schedule.min_lr:g} at {unit.removesuffix('s')} {decay:,.0f}"
@@ -188,23 +190,25 @@ def _engine_settings(facts: BannerData) -> list[tuple[str, str]]:
 
 def _recompute(config: Config) -> str:
     recompute = config.recompute
-    if recompute.granularity != "full":
-        return recompute.granularity or "none"
+    if recompute.recompute_granularity != "full":
+        return recompute.recompute_granularity or "none"
     switches = (
         "partition_activations",
         "checkpoint_in_cpu",
-        "contigious_checkpointing",
+        "contiguous_checkpointing",
         "synchronize_each_layer",
         "profile_backward",
     )
     chosen = [name.replace("_", " ") for name in switches if getattr(recompute, name)]
-    by = "DeepSpeed" if recompute.by_deepspeed else "torch"
+    by = "DeepSpeed" if recompute.is_by_deepspeed else "torch"
     return ", ".join((f"full, every {recompute.checkpoint_num_layers} layers, by {by}", *chosen))
 
 
 def _kernels(facts: BannerData) -> list[tuple[str, str]]:
     config = facts.config
-    compiled = f"{config.model.layers} layers by torch.compile" if config.runtime.compile else ""
+    compiled = (
+        f"{config.model.num_layers} layers by torch.compile" if config.runtime.compile else ""
+    )
     positions = "positions restart" if config.data.reset_position_ids else "positions continue"
     crosses = "stays within" if config.data.reset_attention_mask else "crosses"
     return [

@@ -154,7 +154,7 @@ def _build_data(
     save = None if config.checkpoint.save is None else Path(config.checkpoint.save)
     data = build_datasets(
         config.data,
-        seq_length=config.model.sequence,
+        seq_length=config.model.seq_length,
         seed=config.runtime.seed,
         num_samples=num_samples,
         tokenizer_fingerprint=tokenizer.fingerprint.digest,
@@ -198,7 +198,7 @@ def _build_metrics(
             flops_per_sample=lambda tokens: model_flops_per_sample(
                 dataclasses.replace(config.model, seq_length=tokens), padded
             ),
-            seq_length=config.model.sequence,
+            seq_length=config.model.seq_length,
             world_size=context.world_size,
             curriculum=config.schedule.curriculum_seqlen is not None,
         ),

@@ -44,7 +44,7 @@ def print_arguments(config: Config, context: distributed.ProcessContext, mesh: M
         for name, value in group.items():
             output.print_on_rank(f"  {name} {'.' * (DOTS - len(name))} {value}")
     output.print_on_rank("-------------------- end of arguments ---------------------")
-    padded, vocab = config.model.padded_vocab(mesh.tp.size), config.model.vocab
+    padded, vocab = config.model.padded_vocab(mesh.tp.size), config.model.vocab_size
     output.print_on_rank(
         f" > padded vocab (size: {vocab}) with {padded - vocab} dummy tokens (new size: {padded})"
     )
@@ -89,7 +89,6 @@ def print_banner(
     if not context.is_first:
         return
     micro = config.schedule.micro_batch_size
-    assert micro is not None
     documents = engine.packing
     if documents is not None and documents.flex_unavailable_reason:
         output.print_on_rank(

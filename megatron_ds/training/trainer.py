@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from megatron_ds import schedules
 from megatron_ds.checkpoint.manager import CheckpointManager, SaveError
 from megatron_ds.checkpoint.selection import latest_before
-from megatron_ds.config import Config, required
+from megatron_ds.config import Config
 from megatron_ds.config.problems import Problem, UserError, option
 from megatron_ds.data.blend_history import BlendHistory
 from megatron_ds.data.build_datasets import Datasets
@@ -124,7 +124,7 @@ class Trainer:
         return MicroBatchIterator(
             self.data.train,
             consumed=self.state.consumed_samples,
-            micro_batch_size=required(self.config.schedule.micro_batch_size),
+            micro_batch_size=self.config.schedule.micro_batch_size,
             dp_rank=self.mesh.dp.rank,
             dp_size=self.mesh.dp.size,
             num_workers=self.config.data.num_workers,
@@ -152,7 +152,7 @@ class Trainer:
                 dataset,
                 self.mesh,
                 samples=self.config.logging.eval_iters * batch_size,
-                micro_batch_size=required(self.config.schedule.micro_batch_size),
+                micro_batch_size=self.config.schedule.micro_batch_size,
                 eod=self.eod,
                 mean_over_dp=self.mean_over_dp,
                 is_stopped=is_stopped,

@@ -45,7 +45,7 @@ class Way:
 
     @property
     def name(self) -> str:
-        way = "partitioned" if self.recompute.by_deepspeed else self.recompute.granularity
+        way = "partitioned" if self.recompute.is_by_deepspeed else self.recompute.recompute_granularity
         attention = ["inside"] if self.inside else []
         parts = [f"zero{self.stage}", f"tp{self.tp}", self.model, way or "stored", *attention]
         return "-".join(parts)

@@ -19,12 +19,12 @@ LAYOUTS = list(itertools.product((1, 3), (1, 2)))
 """ZeRO stage and tensor-parallel size."""
 WAYS = {
     "full": RecomputeConfig(recompute_granularity="full"),
-    "pairs of layers": RecomputeConfig(checkpoint_activations=True, checkpoint_num_layers=2),
+    "pairs of layers": RecomputeConfig(recompute_granularity="full", checkpoint_num_layers=2),
     "selective": RecomputeConfig(recompute_granularity="selective"),
     "deepspeed": RecomputeConfig(
-        checkpoint_activations=True, deepspeed_activation_checkpointing=True
+        recompute_granularity="full", deepspeed_activation_checkpointing=True
     ),
-    "partitioned": RecomputeConfig(checkpoint_activations=True, partition_activations=True),
+    "partitioned": RecomputeConfig(recompute_granularity="full", partition_activations=True),
 }
 STORED = "stored"
 SAMPLES = Samples(parity_cases.STEPS * parity_cases.SAMPLES_PER_STEP, parity_cases.SHAPE)

@@ -38,7 +38,7 @@ def combinations() -> list[dict[str, Any]]:
                 "normalization": "RMSNorm" if index % 3 == 1 else "LayerNorm",
                 "embed_layernorm": index % 5 == 2,
                 "rotary_percent": 0.5 if index == 3 else 1.0,
-                "bias_gelu_fusion": index % 2 == 0,
+                "gelu_approximation": "tanh" if index % 2 == 0 else "none",
             }
         )
     return chosen

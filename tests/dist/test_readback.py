@@ -46,7 +46,7 @@ from tests.problems import codes
 
 BASE = "zero1 bf16"
 DEEPSPEED_UNITS = RecomputeConfig(
-    checkpoint_activations=True,
+    recompute_granularity="full",
     checkpoint_num_layers=2,
     deepspeed_activation_checkpointing=True,
     partition_activations=True,
@@ -224,7 +224,6 @@ def on_a_rank(rank: int, configs: dict[str, Config]) -> RankResult:
 
 def train_a_step(engine: ZeroEngine, config: Config, mesh: Mesh) -> None:
     micro = config.schedule.micro_batch_size
-    assert micro is not None
     batches = MicroBatchIterator(
         Samples(SAMPLES_PER_STEP, SHAPE),
         consumed=0,

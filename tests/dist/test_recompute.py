@@ -29,7 +29,7 @@ MODEL = ModelConfig(
 )
 END = 7
 """The token that ends a document."""
-FULL = RecomputeConfig(checkpoint_activations=True)
+FULL = RecomputeConfig(recompute_granularity="full")
 PARTITIONED = dataclasses.replace(FULL, partition_activations=True)
 VARIANTS = [
     FULL,
@@ -39,7 +39,7 @@ VARIANTS = [
     dataclasses.replace(FULL, deepspeed_activation_checkpointing=True, checkpoint_num_layers=2),
     PARTITIONED,
     dataclasses.replace(PARTITIONED, checkpoint_in_cpu=True, synchronize_each_layer=True),
-    dataclasses.replace(PARTITIONED, contigious_checkpointing=True),
+    dataclasses.replace(PARTITIONED, contiguous_checkpointing=True),
 ]
 
 
@@ -52,8 +52,8 @@ def losses_and_gradients(
     recompute = None
     if options is not None:
         checkpoint = None
-        if options.by_deepspeed:
-            checkpoint = configure_checkpointing(options, config.layers, mesh.mpu(), rng)
+        if options.is_by_deepspeed:
+            checkpoint = configure_checkpointing(options, config.num_layers, mesh.mpu(), rng)
         recompute = ActivationCheckpointing(options, rng, checkpoint)
     model = GPTModel(config, mesh=mesh, rng=rng, seed=5, recompute=recompute, documents=documents)
     tokens = torch.randint(0, 32, (2, 9), generator=torch.Generator().manual_seed(2))

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_ds import schedules
+from megatron_ds import schedule_validation
 from megatron_ds.cli import arguments
 from megatron_ds.config import Config
 from megatron_ds.engine.ds_config import build_ds_config, merge_file
@@ -70,7 +70,7 @@ def check(config: Config, content: bytes) -> list[str]:
     path = str(config.deepspeed.deepspeed_config)
     Path(path).write_bytes(content)
     filled, problems = merge_file(config, 2)
-    problems = [*problems, *filled.problems(2), *schedules.problems(filled, 2)]
+    problems = [*problems, *filled.problems(2), *schedule_validation.problems(filled, 2)]
     for problem in problems:
         assert path in problem or "--" in problem, problem
     if not problems:

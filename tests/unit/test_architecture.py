@@ -17,18 +17,20 @@ PACKAGE = REPOSITORY / "megatron_ds"
 LAYERS = {
     "config": 0,
     "fileio": 0,
-    "train_state": 0,
     "launch": 1,
     "parallel": 1,
-    "schedules": 1,
+    "schedule_lengths": 1,
     "tokenizer": 1,
-    "cli": 2,
+    "train_state": 1,
     "data": 2,
     "model": 2,
+    "schedules": 2,
     "engine": 3,
     "preprocess": 3,
+    "schedule_validation": 3,
     "checkpoint": 4,
     "cleaning": 4,
+    "cli": 4,
     "inference": 5,
     "training": 5,
 }
@@ -37,12 +39,14 @@ LAYERS = {
 ALLOWED = {
     "config": "",
     "fileio": "",
-    "train_state": "",
+    "train_state": "config",
     "launch": "config",
     "parallel": "config",
-    "schedules": "config train_state",
+    "schedule_lengths": "config",
+    "schedule_validation": "config schedule_lengths schedules",
+    "schedules": "config schedule_lengths train_state",
     "tokenizer": "config",
-    "cli": "config launch schedules",
+    "cli": "config launch schedule_validation",
     "data": "config fileio tokenizer",
     "model": "config parallel",
     "engine": "config data fileio launch model parallel train_state",
@@ -50,8 +54,8 @@ ALLOWED = {
     "checkpoint": "config data engine fileio launch parallel train_state",
     "cleaning": "config fileio preprocess tokenizer",
     "inference": "checkpoint cli config launch model parallel tokenizer",
-    "training": "checkpoint config data engine fileio launch model parallel schedules tokenizer "
-    "train_state",
+    "training": "checkpoint config data engine fileio launch model parallel schedule_lengths "
+    "schedule_validation schedules tokenizer train_state",
 }
 """What each folder imports of the package, exactly."""
 
@@ -69,6 +73,8 @@ WITHOUT_TORCH = (
     "config/",
     "fileio/",
     "train_state.py",
+    "schedule_lengths.py",
+    "schedule_validation.py",
     "schedules.py",
     "launch/extension_locks.py",
     "data/blend_schedule.py",

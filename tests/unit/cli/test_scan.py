@@ -60,7 +60,7 @@ def test_rejects_a_value_that_is_not_an_integer(value: str) -> None:
         (["--num-layers", "--fp16"], "flag-needs-a-value", "num_layers"),
         (["--data-path"], "flag-needs-a-value", "data_path"),
         (["--rampup-batch-size", "2", "2"], "flag-needs-a-value", "rampup_batch_size"),
-        (["--data-impl", "lazy"], "unsupported-value", "data_impl"),
+        (["--tokenizer-type", "Llama3Tokenizer"], "unsupported-value", "tokenizer_type"),
         (["--lr-decay-style", "Cosin"], "invalid-choice", "lr_decay_style"),
     ],
 )
@@ -150,9 +150,14 @@ def test_the_last_of_a_repeated_flag_applies_with_a_warning() -> None:
 
 
 def test_glu_activation_keeps_the_width_of_its_fork() -> None:
-    assert config_of("--hidden-size 96 --glu-activation swiglu").model.ffn == 384
-    assert config_of("--hidden-size 96 --swiglu").model.ffn == 256
-    assert config_of("--hidden-size 96 --ffn-hidden-size 8 --glu-activation geglu").model.ffn == 8
+    assert config_of("--hidden-size 96 --glu-activation swiglu").model.mlp_hidden_size == 384
+    assert config_of("--hidden-size 96 --swiglu").model.mlp_hidden_size == 256
+    assert (
+        config_of(
+            "--hidden-size 96 --ffn-hidden-size 8 --glu-activation geglu"
+        ).model.mlp_hidden_size
+        == 8
+    )
 
 
 @pytest.mark.parametrize(

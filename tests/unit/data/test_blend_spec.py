@@ -22,6 +22,7 @@ from megatron_ds.data.blend_spec import (
     read_groups,
 )
 from megatron_ds.data.validation import data_problems
+from tests.problems import codes, fields
 
 FLAG = "--valid-weighted-split-paths"
 STEADY = settings(derandomize=True, deadline=None, database=None, max_examples=40)
@@ -224,17 +225,17 @@ def test_split_cuts_lists_and_a_part_of_share_0_is_not_there() -> None:
         ("data_args_path", "", "the file is empty"),
         ("data_args_path", "1 a b", "must be prefixes alone"),
         ("data_args_path", b"\xff\xfe", "cannot be read"),
-        ("data_args_path", None, "there is no such file"),
+        ("data_args_path", None, "file not found"),
         ("per_split_data_args_path", "{", "is not JSON"),
         ("per_split_data_args_path", "[]", "must be a JSON object with the keys"),
         ("per_split_data_args_path", '{"training": ["a"]}', "has the key 'training': there are"),
         ("per_split_data_args_path", '{"train": 3}', "train must be a list of prefixes"),
         ("per_split_data_args_path", '{"train": [["a"]]}', "train must be a list of prefixes"),
         ("per_split_data_args_path", '{"valid": ["a"]}', "names no data for train"),
-        ("per_split_data_args_path", None, "there is no such file"),
+        ("per_split_data_args_path", None, "file not found"),
         ("train_weighted_split_paths_path", "\n", "holds no groups of the form"),
         ("train_weighted_split_paths_path", '"T: 1 0:1', "is not WEIGHT START:END PREFIX"),
-        ("train_weighted_split_paths_path", None, "there is no such file"),
+        ("train_weighted_split_paths_path", None, "file not found"),
     ],
 )
 def test_a_wrong_file_is_named(
@@ -251,42 +252,34 @@ def test_a_wrong_file_is_named(
 
 
 @pytest.mark.parametrize(
-    ("given_fields", "words"),
+    ("given_fields", "code", "names"),
     [
-        (
-            "data_path train_data_path",
-            "--data-path cannot go with --train-data-path: give",
-        ),
-        (
-            "data_path valid_weighted_split_paths test_data_path",
-            "--data-path cannot go with --valid-weighted-split-paths and --test-data-path",
-        ),
-        ("data_path data_args_path", "--data-path and --data-args-path exclude each other"),
-        (
-            "data_args_path per_split_data_args_path",
-            "--data-args-path cannot go with --per-split-data-args-path",
-        ),
-        (
-            "per_split_data_args_path test_data_path",
-            "--per-split-data-args-path and --test-data-path exclude each other",
-        ),
-        (
-            "train_data_path train_weighted_split_paths train_weighted_split_paths_path",
-            "--train-data-path, --train-weighted-split-paths and --train-weighted-split-paths-path "
-            "exclude each other",
-        ),
-        ("valid_data_path", "--data-path is required (or --train-data-path"),
-        ("train_weighted_split_paths split", "--split cuts --data-path; it has no meaning with"),
+        (f"{first} {others}", "mutually-exclusive", f"{first} {others}")
+        for first, others in [
+            ("data_path", "train_data_path"),
+            ("data_path", "valid_weighted_split_paths test_data_path"),
+            ("data_path", "data_args_path"),
+            ("data_args_path", "per_split_data_args_path"),
+            ("per_split_data_args_path", "test_data_path"),
+            (
+                "train_data_path",
+                "train_weighted_split_paths train_weighted_split_paths_path",
+            ),
+        ]
+    ]
+    + [
+        ("valid_data_path", "training-data-required", "data_path"),
+        ("train_weighted_split_paths split", "split-without-shared-data", "split"),
     ],
 )
-def test_flags_that_contradict_each_other(given_fields: str, words: str) -> None:
+def test_contradicting_data_flags_are_rejected(given_fields: str, code: str, names: str) -> None:
     values = {
         name: "1" if name == "split" else "x" if name.endswith("args_path") else ("x",)
         for name in given_fields.split()
     }
     found = list(DataConfig(**values).problems())  # type: ignore[arg-type]
-    assert len(found) == 1
-    assert words in found[0]
+    assert codes(found) == [code]
+    assert fields(found) == [tuple(names.split())]
 
 
 @pytest.mark.parametrize(

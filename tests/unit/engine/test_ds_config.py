@@ -517,7 +517,7 @@ def test_a_problem_of_a_filled_value_names_its_key(tmp_path: Path) -> None:
     )
     line = f"{FLAGS} --deepspeed_config {path}".split()
     _, problems = build_config(line, world_size=2, warn=lambda _: None, complete=merge_file)
-    (clipping,) = [problem for problem in problems if "negative" in problem]
+    (clipping,) = [problem for problem in problems if "gradient_clipping" in problem]
     assert clipping.startswith("--clip-grad -1")
     assert clipping.endswith(f"(--clip-grad is gradient_clipping of {path}:2)")
     (stage,) = [problem for problem in problems if "take --zero-stage 1" in problem]
@@ -595,9 +595,9 @@ def test_a_curriculum_that_is_auto_leaves_it_to_the_flags(tmp_path: Path) -> Non
         ({"schedule_config": {"difficulty_step": 8}}, "", "needs curriculum_learning.schedule_con"),
         ({"max_difficulty": 126}, "", "DeepSpeed ends at 124; write that"),
         ({"min_dificulty": 4}, "", "did you mean 'min_difficulty'"),
-        ({"min_difficulty": 9}, "", "its first length 9 is not a multiple"),
+        ({"min_difficulty": 9}, "", "START 9 is not a multiple"),
         ({"min_difficulty": "a"}, "", "curriculum_learning.min_difficulty"),
-        ({"max_difficulty": 256}, "", "its last length 256 is above --seq-length 128"),
+        ({"max_difficulty": 256}, "", "END 256 exceeds --seq-length 128"),
         ({}, "--curriculum-seqlen 8 64 30", "contradicts curriculum_learning [8, 128, 30] of"),
         ({}, "--curriculum-seqlen-step 8", "--curriculum-seqlen-step 8 contradicts"),
     ],

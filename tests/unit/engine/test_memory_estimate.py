@@ -101,7 +101,7 @@ def test_activations_are_what_autograd_saves(
 
 
 def test_recomputation_keeps_the_inputs_of_its_units_and_one_units_inside() -> None:
-    unit = {"checkpoint_activations": True, "checkpoint_num_layers": 2}
+    unit = {"recompute_granularity": "full", "checkpoint_num_layers": 2}
     recomputed, stored = config(RecomputeConfig(**unit)), config()
     layer = saved(stored, torch.float32) - saved(config(num_layers=3), torch.float32)
 

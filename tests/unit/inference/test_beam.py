@@ -28,7 +28,7 @@ def all_continuations(model: GPTModel, prompt: list[int], length: int) -> list[H
     """Every text that ends with STOP or at the length, with its total log-probability."""
     found = []
     for size in range(1, length + 1):
-        for ids in itertools.product(range(model.config.vocab), repeat=size):
+        for ids in itertools.product(range(model.config.vocab_size), repeat=size):
             if STOP in ids[:-1] or (size < length and ids[-1] != STOP):
                 continue
             score = sum(

@@ -103,7 +103,7 @@ def test_parameters_have_their_canonical_names_and_shapes() -> None:
     model = build(activation="swiglu", num_query_groups=2, embed_layernorm=True)
     shapes = {name: tuple(param.shape) for name, param in model.named_parameters()}
     layer = {name: shape for name, shape in shapes.items() if name.startswith("layers.1.")}
-    ffn = model.config.ffn
+    ffn = model.config.mlp_hidden_size
     assert layer == {
         "layers.1.attention_norm.weight": (32,),
         "layers.1.attention_norm.bias": (32,),
@@ -231,8 +231,8 @@ def test_bf16_is_close_to_fp32(position: str) -> None:
 
 def test_the_exact_and_the_approximate_gelu_differ() -> None:
     tokens = some_tokens()
-    tanh, exact = build(init_method_std=0.5), build(init_method_std=0.5, bias_gelu_fusion=False)
-    openai = build(init_method_std=0.5, activation="openai-gelu", bias_gelu_fusion=False)
+    tanh, exact = build(init_method_std=0.5), build(init_method_std=0.5, gelu_approximation="none")
+    openai = build(init_method_std=0.5, activation="openai-gelu", gelu_approximation="none")
     assert torch.equal(tanh(tokens), openai(tokens))
     difference = (tanh(tokens) - exact(tokens))[..., :50].abs().max()
     assert 1e-6 < difference < 0.1

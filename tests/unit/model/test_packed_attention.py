@@ -157,7 +157,7 @@ def by_hand(model: GPTModel, tokens: torch.Tensor, *, restart: bool, ends: bool)
     if ends:
         mask = mask & (number[:, None, :, None] == number[:, None, None, :])
     if config.position_embedding_type == "alibi":
-        slope = alibi_bias(alibi_slopes(config.heads), length, length, CPU)
+        slope = alibi_bias(alibi_slopes(config.num_attention_heads), length, length, CPU)
         mask = slope.expand(len(tokens), -1, -1, -1).masked_fill(~mask, -torch.inf)
     for block in model.layers:
         x_SBH = block(x_SBH, AttentionContext(rotation, mask, is_causal=False))

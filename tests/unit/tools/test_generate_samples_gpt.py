@@ -156,7 +156,6 @@ MODEL = ModelConfig(
     num_attention_heads=4,
     seq_length=16,
     vocab_size=91,
-    group_query_attention=False,
 )
 
 

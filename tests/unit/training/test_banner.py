@@ -35,7 +35,7 @@ CONFIG = Config(
     ),
     optimizer=OptimizerConfig(lr=3e-4),
     recompute=RecomputeConfig(
-        checkpoint_activations=True,
+        recompute_granularity="full",
         checkpoint_num_layers=2,
         deepspeed_activation_checkpointing=True,
         partition_activations=True,

@@ -1,0 +1,80 @@
+"""Options of checkpoints."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megatron_ds.config.fields import ANY_VALUE, option_field, when, with_value
+from megatron_ds.config.path_checks import folder_problems
+from megatron_ds.config.problems import Problem
+
+SAVE = when(save=ANY_VALUE)
+LOAD = when(load=ANY_VALUE)
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """Saving and loading of checkpoints."""
+
+    save: str | None = option_field(None, "output folder for checkpoints", metavar="FOLDER")
+    load: str | None = option_field(
+        None,
+        "folder of checkpoints to resume from; if it has none, training starts from scratch",
+        metavar="FOLDER",
+    )
+    save_interval: int | None = option_field(
+        None,
+        "number of iterations between checkpoints; the last iteration is always saved",
+        minimum=1,
+        requires=SAVE,
+    )
+    keep_last: int | None = option_field(
+        None,
+        "number of checkpoints to keep in --save; older ones are removed after each complete save "
+        "(default: all)",
+        minimum=1,
+        requires=SAVE,
+    )
+    on_save_error: str = option_field(
+        "continue",
+        "what to do when saving fails: continue training until the next checkpoint, or exit. If "
+        "the final checkpoint fails, the run always exits with an error",
+        choices=("continue", "exit"),
+    )
+    ckpt_step: int | None = option_field(
+        None,
+        "iteration of the checkpoint to load (default: the newest that is not damaged)",
+        minimum=1,
+        requires=LOAD,
+    )
+    on_damaged_checkpoint: str = option_field(
+        "fallback",
+        "what to do when the newest checkpoint is damaged: load the one before it, or exit",
+        choices=("fallback", "error"),
+    )
+    exit_on_missing_checkpoint: bool = option_field(
+        False, "exit with an error if --load has no checkpoint", requires=LOAD
+    )
+
+    def problems(self) -> Iterator[Problem]:
+        """Check that the folders can be used."""
+        yield from folder_problems("save", self.save)
+        if self.load is None:
+            return
+        folder, name = os.path.split(os.path.normpath(self.load))
+        if name.startswith("global_step"):
+            yield Problem(
+                "load-is-one-checkpoint",
+                f"{with_value(self, 'load')}: give the folder that contains {name}: "
+                f"{folder or '.'}",
+                "load",
+            )
+        elif os.path.exists(self.load) and not os.path.isdir(self.load):
+            yield Problem(
+                "load-is-a-file",
+                f"{with_value(self, 'load')}: is a file; give the folder that contains "
+                "global_stepN",
+                "load",
+            )

@@ -1,0 +1,151 @@
+"""Options of the training data."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megatron_ds.config.fields import exclusive_problem, option_field, when
+from megatron_ds.config.path_checks import folder_problems
+from megatron_ds.config.problems import Problem, option
+
+SPLIT_DATA_FIELDS = ("data_path", "data_args_path")
+"""Fields that name data for all dataset splits, divided by --split."""
+PER_SPLIT_DATA_FIELDS = {
+    split: (
+        f"{split}_data_path",
+        f"{split}_weighted_split_paths",
+        f"{split}_weighted_split_paths_path",
+    )
+    for split in ("train", "valid", "test")
+}
+"""Fields that name the data of one dataset split."""
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Training data and how it is read."""
+
+    data_path: tuple[str, ...] | None = option_field(
+        None,
+        "prefix of a .bin/.idx pair, several prefixes (weighted by their size), or WEIGHT PREFIX "
+        "WEIGHT PREFIX ...",
+        nargs="*",
+        metavar="PATH",
+    )
+    split: str | None = option_field(
+        None,
+        "proportions of --data-path used for training, validation and test (default: 969,30,1)",
+        metavar="A,B,C",
+    )
+    train_data_path: tuple[str, ...] | None = option_field(
+        None, "training data, as --data-path", nargs="*", metavar="PATH"
+    )
+    valid_data_path: tuple[str, ...] | None = option_field(
+        None, "validation data, as --data-path", nargs="*", metavar="PATH"
+    )
+    test_data_path: tuple[str, ...] | None = option_field(
+        None, "test data, as --data-path", nargs="*", metavar="PATH"
+    )
+    data_args_path: str | None = option_field(
+        None, "file with the values of --data-path, separated by whitespace", metavar="FILE"
+    )
+    per_split_data_args_path: str | None = option_field(
+        None,
+        "JSON file with the keys train, valid and test: the values of --train-, --valid- and "
+        "--test-data-path",
+        metavar="FILE",
+    )
+    train_weighted_split_paths: tuple[str, ...] | None = option_field(
+        None,
+        'training data as one group "NAME: WEIGHT START:END PREFIX, ..."; START:END is a range of '
+        "documents as fractions of the file, such as 0:0.95",
+        nargs="*",
+        metavar="GROUP",
+    )
+    valid_weighted_split_paths: tuple[str, ...] | None = option_field(
+        None,
+        "validation data as groups of the same form; each group is evaluated and logged under its "
+        "name",
+        nargs="*",
+        metavar="GROUP",
+    )
+    test_weighted_split_paths: tuple[str, ...] | None = option_field(
+        None, "test data as groups of the same form", nargs="*", metavar="GROUP"
+    )
+    train_weighted_split_paths_path: str | None = option_field(
+        None,
+        "file with the values of --train-weighted-split-paths, each group in quotes",
+        metavar="FILE",
+    )
+    valid_weighted_split_paths_path: str | None = option_field(
+        None,
+        "file with the values of --valid-weighted-split-paths, each group in quotes",
+        metavar="FILE",
+    )
+    test_weighted_split_paths_path: str | None = option_field(
+        None,
+        "file with the values of --test-weighted-split-paths, each group in quotes",
+        metavar="FILE",
+    )
+    data_cache_path: str | None = option_field(
+        None,
+        "folder of the index cache (default: index-cache next to the data, or in --save if the "
+        "data's folder is read-only)",
+        metavar="FOLDER",
+    )
+    num_workers: int = option_field(
+        2, "number of data loader processes; 0 loads in the training process", minimum=0
+    )
+    mmap_warmup: bool = option_field(
+        False, "read the token files at startup to warm up the page cache"
+    )
+    reset_position_ids: bool = option_field(
+        False,
+        "reset position ids after each end-of-document token",
+        only_with=when(position_embedding_type=("learned_absolute", "rope")),
+    )
+    reset_attention_mask: bool = option_field(
+        False, "restrict attention to tokens of the same document"
+    )
+    eod_mask_loss: bool = option_field(
+        False, "mask the loss at end-of-document tokens of the input"
+    )
+
+    def problems(self) -> Iterator[Problem]:
+        """Check that the data of each split is given once."""
+        shared = [name for name in SPLIT_DATA_FIELDS if getattr(self, name)]
+        by_split = {
+            split: [name for name in names if getattr(self, name)]
+            for split, names in PER_SPLIT_DATA_FIELDS.items()
+        }
+        separate = [name for names in by_split.values() for name in names]
+        listed = [] if self.per_split_data_args_path is None else ["per_split_data_args_path"]
+        if shared and (separate or listed):
+            yield exclusive_problem(
+                *(*shared, *separate, *listed),
+                reason="give the data of all splits together, or of each split separately",
+            )
+        elif listed and separate:
+            yield exclusive_problem(*listed, *separate)
+        for names in (shared, *by_split.values()):
+            if len(names) > 1:
+                yield exclusive_problem(*names)
+        if not shared and not listed and not by_split["train"]:
+            yield Problem(
+                "training-data-required",
+                f"{option('data_path')} is required (or {option('train_data_path')}, "
+                f"{option('train_weighted_split_paths')}, {option('data_args_path')}, "
+                f"{option('per_split_data_args_path')})",
+                "data_path",
+            )
+        if self.split is not None and not shared:
+            yield Problem(
+                "split-without-shared-data",
+                f"{option('split')} divides {option('data_path')} and cannot be used with "
+                "separate data for each split",
+                "split",
+            )
+        if self.data_cache_path is not None and not os.path.isdir(self.data_cache_path):
+            yield from folder_problems("data_cache_path", self.data_cache_path)

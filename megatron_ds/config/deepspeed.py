@@ -1,0 +1,36 @@
+"""Options of DeepSpeed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megatron_ds.config.fields import option_field
+from megatron_ds.config.path_checks import file_problems
+from megatron_ds.config.problems import Problem
+
+
+@dataclass(frozen=True)
+class DeepSpeedConfig:
+    """DeepSpeed. Keys of the --deepspeed_config file set options whose flags are not given."""
+
+    deepspeed_config: str | None = option_field(
+        None, "DeepSpeed JSON configuration file", flag="deepspeed_config", metavar="FILE"
+    )
+    zero_stage: int | None = option_field(
+        None,
+        "ZeRO stage: 0 partitions nothing; 1 optimizer states; 2 gradients, too; 3 parameters, "
+        "too (default: 1)",
+        minimum=0,
+        maximum=3,
+    )
+    cpu_optimizer: bool = option_field(
+        False, "offload optimizer states to host memory (offload_optimizer: cpu)"
+    )
+    remote_device: str = option_field(
+        "none", "offload ZeRO-3 parameters (offload_param)", choices=("none", "cpu", "nvme")
+    )
+
+    def problems(self) -> Iterator[Problem]:
+        if self.deepspeed_config is not None:
+            yield from file_problems("deepspeed_config", self.deepspeed_config)

@@ -1,0 +1,99 @@
+"""Options of logging, evaluation and the end of a run."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megatron_ds.config.fields import ANY_VALUE, option_field, when
+from megatron_ds.config.path_checks import file_problems, folder_problems
+from megatron_ds.config.problems import Problem, option
+
+TENSORBOARD = when(tensorboard_dir=ANY_VALUE)
+
+
+@dataclass(frozen=True)
+class LoggingConfig:
+    """Logging, evaluation and exit conditions."""
+
+    log_interval: int = option_field(100, "number of iterations between log lines", minimum=1)
+    eval_interval: int | None = option_field(
+        1000, "number of iterations between validations", minimum=1
+    )
+    eval_iters: int = option_field(
+        100, "number of global batches per validation and test; 0 disables them", minimum=0
+    )
+    skip_train: bool = option_field(False, "skip training; only evaluate on validation and test")
+    exit_interval: int | None = option_field(
+        None, "save and exit when the iteration is divisible by this value", minimum=1
+    )
+    exit_duration_in_mins: float | None = option_field(
+        None, "save and exit after this many minutes", above=0
+    )
+    kill_switch_path: str | None = option_field(
+        None,
+        "save and exit when this file exists",
+        aliases=("kill-switch-file",),
+        metavar="FILE",
+    )
+    tensorboard_dir: str | None = option_field(
+        None, "folder for TensorBoard logs (default: no TensorBoard logs)", metavar="FOLDER"
+    )
+    tensorboard_queue_size: int = option_field(
+        1000,
+        "maximum number of pending TensorBoard events before a flush",
+        minimum=1,
+        only_with=TENSORBOARD,
+    )
+    tensorboard_log_interval: int = option_field(
+        1, "number of iterations between TensorBoard events", minimum=1, only_with=TENSORBOARD
+    )
+    log_timers_to_tensorboard: bool = option_field(
+        False, "log iteration times and throughput to TensorBoard", only_with=TENSORBOARD
+    )
+    log_batch_size_to_tensorboard: bool = option_field(
+        False, "log the global batch size to TensorBoard", only_with=TENSORBOARD
+    )
+    log_learning_rate_to_tensorboard: bool = option_field(
+        True,
+        "do not log the learning rate to TensorBoard",
+        aliases=("no-log-learnig-rate-to-tensorboard",),
+        only_with=TENSORBOARD,
+    )
+    log_loss_scale_to_tensorboard: bool = option_field(
+        True, "do not log the loss scale to TensorBoard", only_with=TENSORBOARD
+    )
+    log_validation_ppl_to_tensorboard: bool = option_field(
+        False, "log the validation perplexity to TensorBoard", only_with=TENSORBOARD
+    )
+    log_world_size_to_tensorboard: bool = option_field(
+        False, "log the number of processes to TensorBoard", only_with=TENSORBOARD
+    )
+    log_memory_to_tensorboard: bool = option_field(
+        False, "log device memory to TensorBoard", only_with=TENSORBOARD
+    )
+    log_params_norm: bool = option_field(
+        False, "log the norm of all parameters to the console and TensorBoard"
+    )
+    metrics_jsonl: str | None = option_field(
+        None,
+        "file for metrics, one JSON record per step (default: metrics.jsonl in --save, if given)",
+        metavar="FILE",
+    )
+
+    def problems(self) -> Iterator[Problem]:
+        if self.skip_train and self.eval_iters == 0:
+            yield Problem(
+                "nothing-to-evaluate",
+                f"{option('skip_train')} only evaluates, and {option('eval_iters')} 0 disables "
+                "evaluation",
+                "skip_train",
+                "eval_iters",
+            )
+        yield from folder_problems("tensorboard_dir", self.tensorboard_dir)
+        if self.metrics_jsonl is not None and os.path.isdir(self.metrics_jsonl):
+            yield from file_problems("metrics_jsonl", self.metrics_jsonl)
+        elif self.metrics_jsonl is not None:
+            folder = os.path.dirname(os.path.abspath(self.metrics_jsonl))
+            yield from folder_problems("metrics_jsonl", folder)

@@ -1,0 +1,259 @@
+"""Options of the model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megatron_ds.config.arithmetic import divisors, join_numbers, nearest_multiples
+from megatron_ds.config.fields import UNSET_INT, option_field, when, with_value
+from megatron_ds.config.problems import Problem, option
+
+GLU_ACTIVATIONS = ("swiglu", "geglu", "reglu", "liglu")
+ACTIVATIONS = ("gelu", "openai-gelu", "squared-relu", *GLU_ACTIVATIONS)
+
+ROPE = when(position_embedding_type="rope")
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Architecture of the transformer."""
+
+    num_layers: int = option_field(
+        UNSET_INT,
+        "number of transformer layers",
+        aliases=("encoder-num-layers",),
+        required=True,
+        minimum=1,
+    )
+    hidden_size: int = option_field(UNSET_INT, "hidden size", required=True, minimum=1)
+    ffn_hidden_size: int | None = option_field(
+        None,
+        "hidden size of the MLP (default: 4 x hidden size; with --swiglu the multiple of 64 below "
+        "8/3 x hidden size)",
+        minimum=1,
+    )
+    num_attention_heads: int = option_field(
+        UNSET_INT, "number of attention heads", required=True, minimum=1
+    )
+    kv_channels: int | None = option_field(
+        None, "dimension of each attention head (default: hidden size / heads)", minimum=1
+    )
+    num_query_groups: int | None = option_field(
+        None,
+        "number of key-value heads for grouped-query attention (default: --num-attention-heads)",
+        aliases=("num-key-value-heads",),
+        minimum=1,
+    )
+    seq_length: int = option_field(
+        UNSET_INT,
+        "sequence length in tokens",
+        aliases=("encoder-seq-length",),
+        required=True,
+        minimum=1,
+    )
+    max_position_embeddings: int | None = option_field(
+        None,
+        "number of learned position embeddings (default: --seq-length)",
+        minimum=1,
+    )
+    position_embedding_type: str = option_field(
+        "learned_absolute",
+        "type of position embedding",
+        choices=("learned_absolute", "rope", "alibi", "none"),
+        values={"absolute": "learned_absolute", "rotary": "rope"},
+    )
+    rotary_percent: float = option_field(
+        1.0, "fraction of each head that RoPE rotates", above=0, maximum=1, only_with=ROPE
+    )
+    rotary_base: float = option_field(
+        10000.0,
+        "base period of RoPE",
+        aliases=("rotary-position-embeddings-theta",),
+        above=0,
+        only_with=ROPE,
+    )
+    normalization: str = option_field(
+        "LayerNorm",
+        "type of normalization",
+        choices=("LayerNorm", "RMSNorm"),
+        values={"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"},
+    )
+    norm_epsilon: float = option_field(
+        1e-5, "epsilon of the normalization", aliases=("layernorm-epsilon",), above=0
+    )
+    activation: str = option_field(
+        "gelu",
+        "activation function of the MLP; the *glu functions are gated: act(gate) * up. Also "
+        "--swiglu, --openai-gelu, --squared-relu, --glu-activation X",
+        choices=ACTIVATIONS,
+    )
+    gelu_approximation: str = option_field(
+        "tanh",
+        "approximation of gelu: tanh, as in Megatron's fused kernel, or none (exact, erf)",
+        choices=("tanh", "none"),
+        only_with=when(activation="gelu"),
+    )
+    untie_embeddings_and_output_weights: bool = option_field(
+        False, "do not share the weights of embedding and output layer"
+    )
+    add_bias_linear: bool = option_field(
+        True, "disable bias in the linear layers", flag="disable-bias-linear"
+    )
+    add_qkv_bias: bool = option_field(
+        False,
+        "keep bias in the QKV projection with --disable-bias-linear",
+        only_with=when(add_bias_linear=False),
+    )
+    embed_layernorm: bool = option_field(
+        False, "normalize the token embedding, before position embeddings are added"
+    )
+    attention_dropout: float = option_field(
+        0.1, "dropout probability of the attention weights", minimum=0, below=1
+    )
+    hidden_dropout: float = option_field(
+        0.1, "dropout probability before each residual addition", minimum=0, below=1
+    )
+    init_method_std: float = option_field(
+        0.02,
+        "standard deviation of the initial weights; layers that write to the residual stream use "
+        "it / sqrt(2 x layers)",
+        minimum=0,
+    )
+    make_vocab_size_divisible_by: int = option_field(
+        128,
+        "pad the vocabulary to a multiple of this value and of the tensor-parallel size",
+        minimum=1,
+    )
+    vocab_size: int = option_field(
+        UNSET_INT,
+        "vocabulary size of NullTokenizer or TikTokenizer (default: the tokenizer's)",
+        minimum=1,
+    )
+
+    # The following are defined if neither `field_problems` nor `problems` finds anything.
+
+    @property
+    def kv_heads(self) -> int:
+        return self.num_query_groups or self.num_attention_heads
+
+    @property
+    def head_dim(self) -> int:
+        return self.kv_channels or self.hidden_size // self.num_attention_heads
+
+    @property
+    def is_gated(self) -> bool:
+        return self.activation in GLU_ACTIVATIONS
+
+    @property
+    def mlp_hidden_size(self) -> int:
+        """`ffn_hidden_size`, or its default. For gated activations the size of one half."""
+        if self.ffn_hidden_size is not None:
+            return self.ffn_hidden_size
+        if self.activation == "swiglu":
+            return max(64, 64 * (8 * self.hidden_size // 3 // 64))
+        return 4 * self.hidden_size
+
+    @property
+    def num_positions(self) -> int:
+        return self.max_position_embeddings or self.seq_length
+
+    @property
+    def qkv_bias(self) -> bool:
+        return self.add_bias_linear or self.add_qkv_bias
+
+    def padded_vocab(self, tp_size: int) -> int:
+        """Rows of the embedding table.
+
+        All tensor-parallel sizes that divide `make_vocab_size_divisible_by` give the same number.
+        """
+        unit = math.lcm(self.make_vocab_size_divisible_by, tp_size)
+        return -(-self.vocab_size // unit) * unit
+
+    def problems(self, tp_size: int) -> Iterator[Problem]:
+        """Check sizes against each other and against the tensor-parallel size."""
+        sizes = (
+            self.hidden_size,
+            self.num_attention_heads,
+            *(self.kv_channels, self.num_query_groups, self.ffn_hidden_size),
+        )
+        if all(size is None or size > 0 for size in sizes):
+            yield from self._shape_problems()
+            if tp_size > 1:
+                yield from self._tensor_parallel_problems(tp_size)
+        if (
+            self.position_embedding_type == "learned_absolute"
+            and 0 < (self.max_position_embeddings or 0) < self.seq_length
+        ):
+            yield Problem(
+                "sequence-exceeds-position-embeddings",
+                f"{with_value(self, 'seq_length')} exceeds "
+                f"{with_value(self, 'max_position_embeddings')}, the number of learned position "
+                f"embeddings: increase it, or reduce {option('seq_length')}",
+                "seq_length",
+                "max_position_embeddings",
+            )
+
+    def _shape_problems(self) -> Iterator[Problem]:
+        hidden, heads = self.hidden_size, self.num_attention_heads
+        if self.kv_channels is None and hidden % heads:
+            yield Problem(
+                "hidden-size-not-divisible-by-heads",
+                f"{option('hidden_size')} {hidden} is not divisible by "
+                f"{option('num_attention_heads')} {heads} (nearest: "
+                f"{nearest_multiples(hidden, heads)}; or set {option('kv_channels')})",
+                "hidden_size",
+                "num_attention_heads",
+            )
+        else:
+            yield from self._rope_problems()
+        if heads % self.kv_heads:
+            yield Problem(
+                "heads-not-divisible-by-query-groups",
+                f"{option('num_attention_heads')} {heads} is not divisible by "
+                f"{with_value(self, 'num_query_groups')} (valid: {join_numbers(divisors(heads))})",
+                "num_attention_heads",
+                "num_query_groups",
+            )
+
+    def _rope_problems(self) -> Iterator[Problem]:
+        rotated = int(self.head_dim * self.rotary_percent)
+        if self.position_embedding_type == "rope" and (rotated % 2 or rotated <= 0):
+            yield Problem(
+                "odd-rotary-dimension",
+                f"RoPE rotates pairs: head dimension {self.head_dim} x "
+                f"{with_value(self, 'rotary_percent')} = {rotated} must be even and positive "
+                f"(nearest: {nearest_multiples(rotated, 2)})",
+                "rotary_percent",
+                "kv_channels",
+            )
+
+    def _tensor_parallel_problems(self, tp_size: int) -> Iterator[Problem]:
+        """Check that heads, query groups and MLP divide evenly over tensor-parallel ranks.
+
+        The vocabulary always fits: it is padded to a multiple of the tensor-parallel size.
+        """
+        valid = [
+            size
+            for size in divisors(self.num_attention_heads)
+            if self.kv_heads % size == 0 and self.mlp_hidden_size % size == 0
+        ]
+        for name, value in (
+            ("num_attention_heads", self.num_attention_heads),
+            ("num_query_groups", self.num_query_groups),
+            ("ffn_hidden_size", self.mlp_hidden_size),
+        ):
+            if value is None or value % tp_size == 0:
+                continue
+            is_derived = getattr(self, name) is None
+            origin = f" (from {with_value(self, 'hidden_size')})" if is_derived else ""
+            yield Problem(
+                "not-divisible-by-tensor-parallel-size",
+                f"{option(name)} {value}{origin} is not divisible by "
+                f"{option('tensor_model_parallel_size')} {tp_size} (nearest: "
+                f"{nearest_multiples(value, tp_size)}; tensor-parallel sizes valid for this model: "
+                f"{join_numbers(valid)})",
+                name,
+                "tensor_model_parallel_size",
+            )

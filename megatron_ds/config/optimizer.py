@@ -1,0 +1,83 @@
+"""Options of the optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megatron_ds.config.fields import UNSET_FLOAT, join_flags, option_field, when, with_value
+from megatron_ds.config.problems import Problem, option
+
+ADAM = when(optimizer="adam")
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """Optimizer. Biases and one-dimensional weights have no weight decay."""
+
+    optimizer: str = option_field(
+        "adam", "optimizer; adam is AdamW (decoupled weight decay)", choices=("adam", "sgd")
+    )
+    lr: float = option_field(UNSET_FLOAT, "maximum learning rate", required=True, minimum=0)
+    adam_beta1: float = option_field(
+        0.9,
+        "decay rate of Adam's first moment",
+        minimum=0,
+        below=1,
+        only_with=ADAM,
+    )
+    adam_beta2: float = option_field(
+        0.999,
+        "decay rate of Adam's second moment",
+        minimum=0,
+        below=1,
+        only_with=ADAM,
+    )
+    adam_eps: float = option_field(
+        1e-8, "epsilon added to the denominator of Adam", minimum=0, only_with=ADAM
+    )
+    sgd_momentum: float = option_field(
+        0.9, "momentum of SGD", minimum=0, below=1, only_with=when(optimizer="sgd")
+    )
+    weight_decay: float = option_field(0.01, "weight decay coefficient", minimum=0)
+    start_weight_decay: float | None = option_field(
+        None, "initial weight decay (default: --weight-decay)", minimum=0
+    )
+    end_weight_decay: float | None = option_field(
+        None, "final weight decay (default: --weight-decay)", minimum=0
+    )
+    weight_decay_incr_style: str = option_field(
+        "constant",
+        "weight decay schedule",
+        choices=("constant", "linear", "cosine"),
+    )
+    clip_grad: float = option_field(
+        1.0, "maximum global norm of the gradient; 0 disables clipping", minimum=0
+    )
+
+    calculate_per_token_loss: bool = option_field(
+        False,
+        "average loss and gradients over all counted tokens of the global batch instead of over "
+        "micro-batches",
+    )
+
+    def problems(self) -> Iterator[Problem]:
+        """Check that the weight decay schedule has a start and an end if it is not constant."""
+        bounds = ("start_weight_decay", "end_weight_decay")
+        if self.weight_decay_incr_style == "constant":
+            for name in bounds:
+                if getattr(self, name) not in (None, self.weight_decay):
+                    yield Problem(
+                        "constant-weight-decay-changes",
+                        f"{with_value(self, name)} differs from "
+                        f"{with_value(self, 'weight_decay')}: set "
+                        f"{option('weight_decay_incr_style')} to linear or cosine",
+                        name,
+                        "weight_decay",
+                    )
+        elif self.start_weight_decay is None or self.end_weight_decay is None:
+            yield Problem(
+                "weight-decay-bounds-required",
+                f"{with_value(self, 'weight_decay_incr_style')} requires {join_flags(bounds)}",
+                *bounds,
+            )

@@ -1,0 +1,58 @@
+"""Options of model parallelism."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megatron_ds.config.arithmetic import (
+    count_processes,
+    divisors,
+    join_numbers,
+    nearest_multiples,
+)
+from megatron_ds.config.fields import option_field, with_value
+from megatron_ds.config.problems import Problem
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """Model parallelism. The data-parallel size follows from the number of processes."""
+
+    tensor_model_parallel_size: int = option_field(
+        1, "degree of tensor parallelism", aliases=("model-parallel-size",), minimum=1
+    )
+    pipeline_model_parallel_size: int = option_field(
+        1, "degree of pipeline parallelism; only 1 is supported", minimum=1
+    )
+
+    def data_parallel_size(self, world_size: int) -> int:
+        """Number of model replicas; 0 if the number of processes does not fit."""
+        tp, pp = self.tensor_model_parallel_size, self.pipeline_model_parallel_size
+        return world_size // (tp * pp) if tp > 0 and pp > 0 and world_size % (tp * pp) == 0 else 0
+
+    def describe_data_parallel_size(self, world_size: int) -> str:
+        """How the data-parallel size is computed, for messages."""
+        terms = [count_processes(world_size), with_value(self, "tensor_model_parallel_size")]
+        if self.pipeline_model_parallel_size != 1:
+            terms.append(with_value(self, "pipeline_model_parallel_size"))
+        return f"{' / '.join(terms)} = {self.data_parallel_size(world_size)}"
+
+    def problems(self, world_size: int) -> Iterator[Problem]:
+        tp = self.tensor_model_parallel_size
+        if tp > 0 and world_size % tp:
+            yield Problem(
+                "world-size-not-divisible",
+                f"{with_value(self, 'tensor_model_parallel_size')} does not divide the "
+                f"{count_processes(world_size)} of this run (valid: "
+                f"{join_numbers(divisors(world_size))}; or start "
+                f"{nearest_multiples(world_size, tp)} processes)",
+                "tensor_model_parallel_size",
+            )
+        if self.pipeline_model_parallel_size > 1:
+            yield Problem(
+                "pipeline-parallelism-unsupported",
+                f"{with_value(self, 'pipeline_model_parallel_size')}: pipeline parallelism is not "
+                "supported yet; use tensor parallelism",
+                "pipeline_model_parallel_size",
+            )

@@ -1,0 +1,48 @@
+"""Checks of paths in options: whether a file can be read, or a folder created or written."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+from megatron_ds.config.problems import Problem, option
+
+
+def file_problems(field: str, path: str) -> Iterator[Problem]:
+    """Check that a path is a regular file.
+
+    Every rank reads the file, so a pipe does not work.
+
+    Args:
+        field: Name of the option field that holds the path.
+    """
+    if os.path.isdir(path):
+        yield Problem("not-a-file", f"{option(field)} {path}: is a folder, not a file", field)
+    elif not os.path.exists(path):
+        yield Problem("file-not-found", f"{option(field)} {path}: file not found", field)
+    elif not os.path.isfile(path):
+        yield Problem(
+            "path-not-a-regular-file",
+            f"{option(field)} {path}: is not a regular file, which every rank could read",
+            field,
+        )
+
+
+def folder_problems(field: str, path: str | None) -> Iterator[Problem]:
+    """Check, without creating it, that a folder is writable or can be created.
+
+    Args:
+        field: Name of the option field that holds the path.
+        path: The folder. None is valid.
+    """
+    if path is None:
+        return
+    existing = os.path.abspath(path)
+    while not os.path.exists(existing):
+        existing = os.path.dirname(existing)
+    if not os.path.isdir(existing):
+        yield Problem("not-a-folder", f"{option(field)} {path}: {existing} is not a folder", field)
+    elif not os.access(existing, os.W_OK | os.X_OK):
+        yield Problem(
+            "folder-not-writable", f"{option(field)} {path}: {existing} is not writable", field
+        )

@@ -1,0 +1,73 @@
+"""Options of number formats and loss scaling."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megatron_ds.config.fields import exclusive_problem, option_field, when, with_value
+from megatron_ds.config.problems import Problem
+
+FP16 = when(fp16=True)
+DYNAMIC_SCALE = (FP16, when(loss_scale=None))
+
+
+@dataclass(frozen=True)
+class PrecisionConfig:
+    """Mixed precision. bf16 and fp16 keep fp32 master weights."""
+
+    fp16: bool = option_field(False, "train in fp16 with loss scaling")
+    bf16: bool = option_field(False, "train in bf16")
+    loss_scale: float | None = option_field(
+        None,
+        "static loss scale of fp16 (default: dynamic loss scaling)",
+        above=0,
+        only_with=FP16,
+    )
+    initial_loss_scale: float = option_field(
+        2.0**16, "initial dynamic loss scale", above=0, only_with=DYNAMIC_SCALE
+    )
+    min_loss_scale: float = option_field(
+        1.0, "minimum dynamic loss scale", minimum=1, only_with=DYNAMIC_SCALE
+    )
+    loss_scale_window: int = option_field(
+        1000,
+        "number of consecutive steps without overflow before the loss scale is doubled",
+        minimum=1,
+        only_with=DYNAMIC_SCALE,
+    )
+    hysteresis: int = option_field(
+        2,
+        "number of overflows before the loss scale is halved",
+        minimum=1,
+        only_with=DYNAMIC_SCALE,
+    )
+    max_consecutive_skipped_steps: int = option_field(
+        50,
+        "exit (status 3) after this many consecutive steps with non-finite gradients, or one at "
+        "the minimum loss scale; 0 disables",
+        minimum=0,
+    )
+    accumulate_allreduce_grads_in_fp32: bool = option_field(
+        True,
+        "accumulate gradients in bf16 or fp16 instead of fp32",
+        only_with=when(bf16=True, fp16=True),
+    )
+    allow_fp16_on_cpu: bool = option_field(
+        False, "allow fp16 on a CPU, where it is slow", only_with=FP16
+    )
+
+    @property
+    def name(self) -> str:
+        """ "fp32", "fp16" or "bf16"."""
+        return "fp16" if self.fp16 else "bf16" if self.bf16 else "fp32"
+
+    def problems(self) -> Iterator[Problem]:
+        if self.fp16 and self.bf16:
+            yield exclusive_problem("fp16", "bf16")
+        if self.min_loss_scale != int(self.min_loss_scale):
+            yield Problem(
+                "min-loss-scale-not-an-integer",
+                f"{with_value(self, 'min_loss_scale')}: must be an integer",
+                "min_loss_scale",
+            )

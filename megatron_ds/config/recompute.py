@@ -1,0 +1,69 @@
+"""Options of activation checkpointing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megatron_ds.config.fields import option_field, when, with_value
+from megatron_ds.config.problems import Problem
+
+FULL = when(recompute_granularity="full")
+PARTITIONED = when(partition_activations=True)
+BY_DEEPSPEED = when(deepspeed_activation_checkpointing=True, partition_activations=True)
+
+
+@dataclass(frozen=True)
+class RecomputeConfig:
+    """Activation checkpointing: recompute activations in the backward pass to save memory."""
+
+    recompute_granularity: str | None = option_field(
+        None,
+        "full: recompute entire layers; selective: recompute the attention core only",
+        choices=("full", "selective"),
+    )
+    checkpoint_num_layers: int = option_field(
+        1,
+        "number of layers between stored activations",
+        aliases=("recompute-num-layers",),
+        minimum=1,
+        requires=FULL,
+    )
+    deepspeed_activation_checkpointing: bool = option_field(
+        False, "use DeepSpeed's activation checkpointing", requires=FULL
+    )
+    partition_activations: bool = option_field(
+        False,
+        "partition stored activations across tensor-parallel ranks, by DeepSpeed",
+        aliases=("distribute-checkpointed-activations", "distribute-saved-activations"),
+        requires=FULL,
+    )
+    checkpoint_in_cpu: bool = option_field(
+        False, "offload partitioned activations to host memory", requires=PARTITIONED
+    )
+    contiguous_checkpointing: bool = option_field(
+        False,
+        "keep partitioned activations in one contiguous buffer",
+        aliases=("contigious-checkpointing",),
+        requires=PARTITIONED,
+    )
+    synchronize_each_layer: bool = option_field(
+        False, "synchronize the device at each checkpointed layer", requires=BY_DEEPSPEED
+    )
+    profile_backward: bool = option_field(
+        False, "time the recomputation in the backward pass", requires=BY_DEEPSPEED
+    )
+
+    @property
+    def is_by_deepspeed(self) -> bool:
+        return self.recompute_granularity == "full" and BY_DEEPSPEED.holds(self)
+
+    def problems(self, num_layers: int) -> Iterator[Problem]:
+        if 0 < num_layers < self.checkpoint_num_layers:
+            yield Problem(
+                "recompute-layers-exceed-model",
+                f"{with_value(self, 'checkpoint_num_layers')} exceeds the {num_layers} layers of "
+                "the model",
+                "checkpoint_num_layers",
+                "num_layers",
+            )

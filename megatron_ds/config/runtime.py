@@ -1,0 +1,27 @@
+"""Options of processes and kernels."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_ds.config.fields import option_field
+
+
+@dataclass(frozen=True)
+class RuntimeConfig:
+    """Seed, process groups and compilation."""
+
+    seed: int = option_field(
+        1234, "random seed of weights, data order and dropout", minimum=0, below=1 << 32
+    )
+    distributed_backend: str | None = option_field(
+        None,
+        "backend of torch.distributed (default: the accelerator's)",
+        choices=("nccl", "gloo", "ccl", "hccl"),
+    )
+    distributed_timeout_minutes: float = option_field(
+        10.0, "timeout of collective operations in minutes", above=0
+    )
+    compile: bool = option_field(
+        False, "compile each layer with torch.compile (output layer and loss are already fused)"
+    )

@@ -1,0 +1,140 @@
+"""Options of the tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megatron_ds.config.fields import Condition, option_field, when, with_value
+from megatron_ds.config.path_checks import file_problems
+from megatron_ds.config.problems import Problem, option
+
+TOKENIZERS: dict[str, tuple[str, ...]] = {
+    "GPT2BPETokenizer": ("vocab_file", "merge_file"),
+    "BertWordPieceLowerCase": ("vocab_file",),
+    "BertWordPieceCase": ("vocab_file",),
+    "SentencePieceTokenizer": ("tokenizer_model",),
+    "GPTSentencePieceTokenizer": ("tokenizer_model",),
+    "Llama2Tokenizer": ("tokenizer_model",),
+    "HFTokenizer": ("tokenizer_model",),
+    "TikTokenizer": ("tokenizer_model", "tiktoken_pattern"),
+    "NullTokenizer": (),
+}
+"""Tokenizer types and the fields that each requires."""
+WORDPIECE = ("BertWordPieceLowerCase", "BertWordPieceCase")
+REQUIRED_SPECIAL_TOKENS = ("<unk>", "<s>", "</s>")
+
+
+def _types_with(field: str) -> Condition:
+    """A tokenizer type that requires a field."""
+    return when(tokenizer_type=tuple(kind for kind, needs in TOKENIZERS.items() if field in needs))
+
+
+TIKTOKEN = when(tokenizer_type="TikTokenizer")
+
+
+@dataclass(frozen=True)
+class TokenizerConfig:
+    """Tokenizer and its files."""
+
+    tokenizer_type: str = option_field(
+        "GPT2BPETokenizer",
+        "type of tokenizer",
+        choices=tuple(TOKENIZERS),
+        values={"PretrainedFromHF": "HFTokenizer", "HuggingFaceTokenizer": "HFTokenizer"},
+    )
+    vocab_file: str | None = option_field(
+        None,
+        "vocab.json of GPT2BPETokenizer, vocab.txt of BertWordPiece...",
+        metavar="FILE",
+        only_with=_types_with("vocab_file"),
+    )
+    merge_file: str | None = option_field(
+        None,
+        "merges.txt of GPT2BPETokenizer",
+        metavar="FILE",
+        only_with=_types_with("merge_file"),
+    )
+    tokenizer_model: str | None = option_field(
+        None,
+        "folder, tokenizer.json or name on the Hugging Face Hub of HFTokenizer; model file of the "
+        "SentencePiece tokenizers and TikTokenizer",
+        aliases=("tokenizer-name-or-path",),
+        metavar="PATH",
+        only_with=_types_with("tokenizer_model"),
+    )
+    trust_remote_code: bool = option_field(
+        False,
+        "run Python code from the folder of HFTokenizer; only for sources you trust",
+        only_with=when(tokenizer_type="HFTokenizer"),
+    )
+    vocab_extra_ids: int = option_field(
+        0,
+        "number of sentinel tokens <extra_id_N> added to BertWordPiece... and "
+        "SentencePieceTokenizer",
+        minimum=0,
+        only_with=when(tokenizer_type=(*WORDPIECE, "SentencePieceTokenizer")),
+    )
+    tiktoken_pattern: str | None = option_field(
+        None, "pre-tokenization pattern of TikTokenizer", choices=("v1", "v2"), only_with=TIKTOKEN
+    )
+    tiktoken_num_special_tokens: int = option_field(
+        1000, "number of special token ids of TikTokenizer", only_with=TIKTOKEN
+    )
+    tiktoken_special_tokens: tuple[str, ...] | None = option_field(
+        None,
+        "names of the first special tokens; must include <unk>, <s> and </s> (default: these)",
+        nargs="*",
+        aliases=("tokenizer-special-tokens",),
+        only_with=TIKTOKEN,
+    )
+
+    def problems(self, vocab_size: int | None) -> Iterator[Problem]:
+        """Check that the tokenizer has the files and the vocabulary size that it requires.
+
+        Args:
+            vocab_size: --vocab-size; None if not given.
+        """
+        kind = self.tokenizer_type
+        for name in TOKENIZERS[kind]:
+            value = getattr(self, name)
+            if value is None:
+                yield _requirement(kind, name)
+            elif name != "tiktoken_pattern" and kind != "HFTokenizer":
+                yield from file_problems(name, value)
+        if kind == "NullTokenizer" and vocab_size is None:
+            yield _requirement(kind, "vocab_size")
+        if kind == "TikTokenizer":
+            yield from self._special_token_problems()
+
+    def _special_token_problems(self) -> Iterator[Problem]:
+        names = self.tiktoken_special_tokens or REQUIRED_SPECIAL_TOKENS
+        if len(set(names)) != len(names):
+            yield Problem(
+                "duplicate-special-token",
+                f"{with_value(self, 'tiktoken_special_tokens')}: a token is repeated",
+                "tiktoken_special_tokens",
+            )
+        if not set(REQUIRED_SPECIAL_TOKENS) <= set(names):
+            yield Problem(
+                "special-token-missing",
+                f"{with_value(self, 'tiktoken_special_tokens')}: must include "
+                f"{', '.join(REQUIRED_SPECIAL_TOKENS)}",
+                "tiktoken_special_tokens",
+            )
+        if len(names) > self.tiktoken_num_special_tokens:
+            yield Problem(
+                "too-few-special-token-ids",
+                f"{with_value(self, 'tiktoken_num_special_tokens')}: must be at least "
+                f"{len(names)}, the number of named special tokens",
+                "tiktoken_num_special_tokens",
+            )
+
+
+def _requirement(kind: str, name: str) -> Problem:
+    return Problem(
+        "tokenizer-option-required",
+        f"{option('tokenizer_type')} {kind} requires {option(name)}",
+        name,
+        "tokenizer_type",
+    )

@@ -1,0 +1,224 @@
+"""Checks of schedules that need the computed schedule; warnings of unexpected effects.
+
+`Config.problems` checks the options themselves and is not repeated here. Knows no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron_ds.config import SCHEDULE_LENGTHS, Config
+from megatron_ds.config.fields import exclusive_problem, with_value
+from megatron_ds.config.problems import Problem, option
+from megatron_ds.schedule_lengths import (
+    ScheduleLength,
+    decay_as_given,
+    given_length,
+    in_lr_units,
+    lr_unit,
+)
+from megatron_ds.schedules import (
+    batch_size_at,
+    batch_size_steps,
+    run_totals,
+    seq_length_at,
+    total_iterations,
+)
+
+
+def problems(config: Config, dp_size: int) -> Iterator[Problem]:
+    """Check the schedules against each other and against the model.
+
+    Args:
+        dp_size: Data-parallel size; 0 if unknown.
+    """
+    schedule, lr = config.schedule, config.optimizer.lr
+    for name in ("lr_warmup_init", "min_lr"):
+        if getattr(schedule, name) > lr:
+            yield Problem(
+                "learning-rate-exceeds-maximum",
+                f"{with_value(schedule, name)} exceeds {option('lr')} {lr}",
+                name,
+                "lr",
+            )
+    yield from _lr_length_problems(config, dp_size)
+    yield from _curriculum_problems(config)
+    if _is_countable(config, dp_size) and total_iterations(config, dp_size) == 0:
+        first = batch_size_at(config, 0, 0, dp_size)
+        yield Problem(
+            "run-shorter-than-one-batch",
+            f"{with_value(schedule, 'train_samples')} is less than the first batch of {first} "
+            "samples",
+            "train_samples",
+        )
+
+
+def _curriculum_problems(config: Config) -> Iterator[Problem]:
+    schedule, longest = config.schedule, config.model.seq_length
+    if schedule.curriculum_seqlen is None:
+        return
+    end = schedule.curriculum_seqlen[1]
+    if longest > 0 and end > longest:
+        yield Problem(
+            "curriculum-exceeds-sequence",
+            f"{with_value(schedule, 'curriculum_seqlen')}: END {end} exceeds "
+            f"{option('seq_length')} {longest}",
+            "curriculum_seqlen",
+            "seq_length",
+        )
+    if config.recompute.contiguous_checkpointing:
+        yield exclusive_problem(
+            "curriculum_seqlen",
+            "contiguous_checkpointing",
+            reason="the buffer is allocated for one sequence length",
+        )
+
+
+def warnings(config: Config, dp_size: int) -> Iterator[Problem]:
+    """Warn of effects of a valid schedule that the user may not expect."""
+    if not _is_countable(config, dp_size):
+        return
+    schedule, run = config.schedule, run_totals(config, dp_size)
+    reaches_tokens = schedule.train_tokens is not None and run.tokens >= schedule.train_tokens
+    samples = schedule.train_samples
+    if samples is not None and run.samples < samples and not reaches_tokens:
+        yield Problem(
+            "incomplete-last-batch",
+            f"{with_value(schedule, 'train_samples')}: the run's {run.iterations} iterations use "
+            f"{run.samples} samples; the last {samples - run.samples} do not fill a batch",
+            "train_samples",
+        )
+    if schedule.train_tokens is not None and not reaches_tokens:
+        ended_by = "train_iters" if samples is None else "train_samples"
+        yield Problem(
+            "tokens-not-reached",
+            f"{with_value(schedule, 'train_tokens')} is not reached: "
+            f"{with_value(schedule, ended_by)} ends the run after {run.tokens:,} tokens",
+            "train_tokens",
+            ended_by,
+        )
+    for tokens, size in batch_size_steps(config):
+        if tokens >= run.tokens:
+            yield Problem(
+                "batch-size-not-reached",
+                f"{option('step_batch_size_schedule')}: the run ends after {run.tokens:,} tokens, "
+                f"before batch size {size} starts at {tokens:,}",
+                "step_batch_size_schedule",
+            )
+    if schedule.curriculum_seqlen is not None:
+        yield from _curriculum_warnings(config, run.iterations)
+
+
+def _curriculum_warnings(config: Config, iterations: int) -> Iterator[Problem]:
+    _, end, steps = config.schedule.curriculum_seqlen or (0, 0, 0)
+    given, longest = with_value(config.schedule, "curriculum_seqlen"), config.model.seq_length
+    if steps > iterations:
+        yield Problem(
+            "curriculum-not-completed",
+            f"{given}: the run ends after {iterations} iterations, at a sequence length of "
+            f"{seq_length_at(config, iterations - 1)}",
+            "curriculum_seqlen",
+        )
+    if end < longest:
+        yield Problem(
+            "curriculum-below-sequence",
+            f"{given} ends below {option('seq_length')} {longest}: the last {longest - end} tokens "
+            "of each sample are never trained on",
+            "curriculum_seqlen",
+            "seq_length",
+        )
+
+
+def _is_countable(config: Config, dp_size: int) -> bool:
+    """Whether the batches of the run can be counted; if not, `Config.problems` reports why."""
+    schedule = config.schedule
+    lengths = (schedule.train_iters, schedule.train_samples, schedule.train_tokens)
+    given = [length for length in lengths if length is not None]
+    sizes = (schedule.micro_batch_size, config.model.seq_length, dp_size)
+    if not given or min(*given, *sizes, schedule.curriculum_seqlen_step) <= 0:
+        return False
+    final = config.final_global_batch_size(dp_size)
+    if final <= 0:
+        return False
+    if schedule.step_batch_size_schedule is not None:
+        starts = [start for start, _ in schedule.batch_size_steps]
+        if not starts or starts[0] != 0 or starts != sorted(starts):
+            return False
+    if schedule.curriculum_seqlen is not None:
+        first, last, steps = schedule.curriculum_seqlen
+        if min(first, steps) <= 0 or first > last or first % schedule.curriculum_seqlen_step:
+            return False
+    if schedule.rampup_batch_size is None:
+        return True
+    start, increment, samples = schedule.rampup_batch_size
+    return min(start, increment) > 0 and samples >= 0 and start <= final
+
+
+def _lr_length_problems(config: Config, dp_size: int) -> Iterator[Problem]:
+    """Check warmup, decay and annealing against each other.
+
+    They are compared in the unit in which all are given, otherwise in that of the learning rate.
+    """
+    schedule = config.schedule
+    if schedule.train_iters is not None and schedule.train_samples is not None:
+        return
+    if any(len(schedule.given_lengths(stem)) > 1 for stem in SCHEDULE_LENGTHS):
+        return
+    decay = decay_as_given(config)
+    warmup, annealing = (given_length(config, stem) for stem in ("lr_warmup", "lr_wsd_decay"))
+    fraction = schedule.lr_warmup_fraction
+    if decay is None or decay.value <= 0 or not 0.0 <= (fraction or 0.0) <= 1.0:
+        return
+    given = [length for length in (decay, warmup, annealing) if length is not None]
+    unit = decay.unit
+    if any(length.unit != unit for length in given):
+        unit = lr_unit(config)
+        if unit == "tokens" and schedule.curriculum_seqlen is not None:
+            yield from (_not_in_tokens(length) for length in given if length.unit != unit)
+            return
+        if not _is_countable(config, dp_size):
+            return
+
+    def in_unit(length: ScheduleLength | None) -> float:
+        if length is None:
+            return 0
+        return length.value if length.unit == unit else in_lr_units(config, length, dp_size)
+
+    def described(length: ScheduleLength) -> str:
+        return str(length) if length.unit == unit else f"{length} ({in_unit(length):.15g} {unit})"
+
+    end, part = in_unit(decay), in_unit(annealing)
+    start = in_unit(warmup) if fraction is None else fraction * end
+    if start >= end:
+        name = "lr_warmup_fraction" if warmup is None else warmup.field
+        shown = "" if warmup is None else described(warmup)
+        if fraction is not None:
+            shown = f"{with_value(schedule, name)} x {end:.15g} = {start:.15g} {unit}"
+        yield Problem(
+            "warmup-not-shorter-than-decay",
+            f"{shown}: the warmup must be shorter than the decay, {described(decay)} (give at most "
+            f"{end - 1:.15g} {unit}, or increase {option(f'lr_decay_{unit}')})",
+            name,
+            decay.field,
+        )
+    elif schedule.lr_decay_style == "WSD" and annealing is not None and part > end - start:
+        yield Problem(
+            "annealing-exceeds-decay",
+            f"{annealing} exceeds what {described(decay)} leaves after a warmup of {start:.15g}: "
+            f"give at most {end - start:.15g}",
+            annealing.field,
+            decay.field,
+        )
+
+
+def _not_in_tokens(length: ScheduleLength) -> Problem:
+    """The problem of a length that a curriculum prevents from being converted to tokens."""
+    instead = "lr_decay_tokens" if length.stem == "train" else f"{length.stem}_tokens"
+    return Problem(
+        "curriculum-requires-tokens",
+        f"{length} cannot be converted to the tokens that the learning rate schedule counts, "
+        f"because {option('curriculum_seqlen')} varies the tokens of a sample: give "
+        f"{option(instead)}",
+        length.field,
+        "curriculum_seqlen",
+    )

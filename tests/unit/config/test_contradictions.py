@@ -1,0 +1,459 @@
+"""Every contradiction between options of a run, by code and fields."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from megatron_ds import schedule_validation
+from megatron_ds.config import GROUPS, Config
+from megatron_ds.config.problems import Problem
+from tests.problems import codes, fields
+
+VALID = {
+    "num_layers": 2,
+    "hidden_size": 48,
+    "num_attention_heads": 6,
+    "seq_length": 64,
+    "vocab_size": 91,
+    "tokenizer_type": "NullTokenizer",
+    "data_path": ("data",),
+    "micro_batch_size": 2,
+    "train_samples": 1000,
+    "lr": 1.0,
+}
+DP_SIZE = 2
+ROPE = {"position_embedding_type": "rope"}
+FULL = {"recompute_granularity": "full"}
+WSD = {"lr_decay_style": "WSD"}
+
+
+def config_of(**changes: Any) -> Config:
+    values = {**VALID, **changes}
+    groups = {
+        name: group(
+            **{
+                item.name: values.pop(item.name)
+                for item in dataclasses.fields(group)
+                if item.name in values
+            }
+        )
+        for name, group in GROUPS.items()
+    }
+    assert not values
+    return Config(**groups)
+
+
+def problems(config: Config, dp_size: int = DP_SIZE) -> list[Problem]:
+    world_size = dp_size * config.parallel.tensor_model_parallel_size
+    return [*config.problems(world_size), *schedule_validation.problems(config, dp_size)]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"num_query_groups": 2, "tensor_model_parallel_size": 2},
+        {"vocab_size": 91, "make_vocab_size_divisible_by": 1},
+        {"global_batch_size": 16, "rampup_batch_size": (4, 4, 100)},
+        FULL,
+        {**FULL, "deepspeed_activation_checkpointing": True, "profile_backward": True},
+        {**FULL, "partition_activations": True, "checkpoint_in_cpu": True},
+        {**FULL, "checkpoint_num_layers": 2},
+        {**WSD, "lr_wsd_decay_samples": 400},
+        {"train_samples": None, "train_iters": 5},
+        {"weight_decay_incr_style": "cosine", "start_weight_decay": 0.1, "end_weight_decay": 0.2},
+    ],
+)
+def test_valid_configurations_have_no_problem(changes):
+    assert problems(config_of(**changes)) == []
+
+
+BATCH_SIZES = "step_batch_size_schedule"
+CASES: list[tuple[dict[str, Any], str, str]] = [
+    # Model.
+    ({"hidden_size": 50}, "hidden-size-not-divisible-by-heads", "hidden_size num_attention_heads"),
+    (
+        {"num_query_groups": 4},
+        "heads-not-divisible-by-query-groups",
+        "num_attention_heads num_query_groups",
+    ),
+    (
+        {"max_position_embeddings": 8},
+        "sequence-exceeds-position-embeddings",
+        "seq_length max_position_embeddings",
+    ),
+    ({**ROPE, "rotary_percent": 0.4}, "odd-rotary-dimension", "rotary_percent kv_channels"),
+    ({"pipeline_model_parallel_size": 2}, "pipeline-parallelism-unsupported", ""),
+    # Activation checkpointing.
+    ({"deepspeed_activation_checkpointing": True}, "missing-requirement", ""),
+    ({"partition_activations": True}, "missing-requirement", ""),
+    ({"checkpoint_num_layers": 2}, "missing-requirement", ""),
+    ({**FULL, "profile_backward": True}, "missing-requirement", "profile_backward"),
+    ({**FULL, "checkpoint_in_cpu": True}, "missing-requirement", "checkpoint_in_cpu"),
+    (
+        {**FULL, "checkpoint_num_layers": 3},
+        "recompute-layers-exceed-model",
+        "checkpoint_num_layers num_layers",
+    ),
+    # Data, tokenizer, checkpoints and logging.
+    ({"data_path": None}, "training-data-required", "data_path"),
+    ({"train_data_path": ("x",)}, "mutually-exclusive", "data_path train_data_path"),
+    ({"data_args_path": "x"}, "mutually-exclusive", "data_path data_args_path"),
+    (
+        {"data_path": None, "train_data_path": ("x",), "per_split_data_args_path": "x"},
+        "mutually-exclusive",
+        "per_split_data_args_path train_data_path",
+    ),
+    (
+        {"data_path": None, "train_data_path": ("x",), "split": "1"},
+        "split-without-shared-data",
+        "split",
+    ),
+    ({"vocab_size": 0}, "tokenizer-option-required", "vocab_size"),
+    ({"tokenizer_type": "HFTokenizer"}, "tokenizer-option-required", "tokenizer_model"),
+    (
+        {"tokenizer_type": "TikTokenizer", "tiktoken_special_tokens": ("a", "a")},
+        "duplicate-special-token",
+        "tiktoken_special_tokens",
+    ),
+    (
+        {"tokenizer_type": "TikTokenizer", "tiktoken_special_tokens": ("a",)},
+        "special-token-missing",
+        "tiktoken_special_tokens",
+    ),
+    (
+        {"tokenizer_type": "TikTokenizer", "tiktoken_num_special_tokens": 2},
+        "too-few-special-token-ids",
+        "tiktoken_num_special_tokens",
+    ),
+    ({"save_interval": 2}, "missing-requirement", "save_interval"),
+    ({"ckpt_step": 2}, "missing-requirement", "ckpt_step"),
+    ({"exit_on_missing_checkpoint": True}, "missing-requirement", "exit_on_missing_checkpoint"),
+    ({"load": "x/global_step3"}, "load-is-one-checkpoint", "load"),
+    ({"load": __file__}, "load-is-a-file", "load"),
+    ({"save": f"{__file__}/x"}, "not-a-folder", "save"),
+    ({"deepspeed_config": "no such file"}, "file-not-found", "deepspeed_config"),
+    ({"metrics_jsonl": "/"}, "not-a-file", "metrics_jsonl"),
+    ({"skip_train": True, "eval_iters": 0}, "nothing-to-evaluate", "skip_train eval_iters"),
+    # Precision and optimizer.
+    ({"fp16": True, "bf16": True}, "mutually-exclusive", "fp16 bf16"),
+    ({"min_loss_scale": 1.5}, "min-loss-scale-not-an-integer", "min_loss_scale"),
+    (
+        {"start_weight_decay": 0.5},
+        "constant-weight-decay-changes",
+        "start_weight_decay weight_decay",
+    ),
+    (
+        {"weight_decay_incr_style": "linear", "start_weight_decay": 0.1},
+        "weight-decay-bounds-required",
+        "start_weight_decay end_weight_decay",
+    ),
+    ({"min_lr": 2.0}, "learning-rate-exceeds-maximum", "min_lr lr"),
+    ({"lr_warmup_init": 1.5}, "learning-rate-exceeds-maximum", "lr_warmup_init lr"),
+    # Run length and its unit.
+    ({"train_samples": None}, "run-length-required", "train_iters train_samples train_tokens"),
+    ({"train_iters": 5}, "mutually-exclusive", "train_iters train_samples"),
+    ({"train_samples": 3}, "run-shorter-than-one-batch", "train_samples"),
+    ({"lr_decay_iters": 5}, "schedule-unit-differs-from-run", "lr_decay_iters train_samples"),
+    (
+        {"lr_warmup_fraction": 0.1, "lr_warmup_samples": 4},
+        "mutually-exclusive",
+        "lr_warmup_fraction lr_warmup_samples",
+    ),
+    (
+        {"lr_warmup_fraction": 0.1, "lr_warmup_tokens": 4},
+        "mutually-exclusive",
+        "lr_warmup_fraction lr_warmup_tokens",
+    ),
+    (
+        {"lr_decay_samples": 7, "lr_decay_tokens": 9},
+        "mutually-exclusive",
+        "lr_decay_samples lr_decay_tokens",
+    ),
+    # Warmup, decay and annealing.
+    (
+        {"lr_decay_samples": 500, "lr_warmup_samples": 500},
+        "warmup-not-shorter-than-decay",
+        "lr_warmup_samples lr_decay_samples",
+    ),
+    (
+        {"lr_decay_samples": 500, "lr_warmup_fraction": 1.0},
+        "warmup-not-shorter-than-decay",
+        "lr_warmup_fraction lr_decay_samples",
+    ),
+    (
+        {"train_samples": None, "train_iters": 3, "lr_warmup_iters": 4},
+        "warmup-not-shorter-than-decay",
+        "lr_warmup_iters train_iters",
+    ),
+    (
+        {"lr_warmup_tokens": 90, "lr_decay_tokens": 90},
+        "warmup-not-shorter-than-decay",
+        "lr_warmup_tokens lr_decay_tokens",
+    ),
+    (
+        {"lr_warmup_samples": 2, "lr_decay_tokens": 90},
+        "warmup-not-shorter-than-decay",
+        "lr_warmup_samples lr_decay_tokens",
+    ),
+    (WSD, "wsd-decay-required", "lr_wsd_decay_samples"),
+    (
+        {**WSD, "lr_decay_samples": 500, "lr_warmup_samples": 100, "lr_wsd_decay_samples": 401},
+        "annealing-exceeds-decay",
+        "lr_wsd_decay_samples lr_decay_samples",
+    ),
+    (
+        {**WSD, "lr_decay_tokens": 900, "lr_wsd_decay_tokens": 901},
+        "annealing-exceeds-decay",
+        "lr_wsd_decay_tokens lr_decay_tokens",
+    ),
+    # Batch size.
+    ({"global_batch_size": 10}, "batch-size-not-divisible", "global_batch_size micro_batch_size"),
+    *(
+        ({"global_batch_size": 16, "rampup_batch_size": rampup}, code, "")
+        for rampup, code in [
+            ((4, 5, 100), "rampup-misses-final"),
+            ((6, 2, 100), "batch-size-not-divisible"),
+            ((4, 2, 100), "batch-size-not-divisible"),
+            ((0, 4, 100), "rampup-not-positive"),
+            ((32, 4, 100), "rampup-start-exceeds-final"),
+        ]
+    ),
+    ({"rampup_batch_size": (4, 4, 9)}, "rampup-requires-global-batch-size", ""),
+    (
+        {"train_samples": None, "train_iters": 7, "rampup_batch_size": (4, 4, 9)},
+        "batch-size-schedule-with-iterations",
+        "rampup_batch_size train_iters",
+    ),
+    *(
+        ({BATCH_SIZES: schedule}, code, BATCH_SIZES)
+        for schedule, code in [
+            (("0:4 5X:4",), "malformed-batch-size-step"),
+            (("0:4 7:0",), "malformed-batch-size-step"),
+            (("0:4 0.0001K:4",), "malformed-batch-size-step"),
+            ((), "malformed-batch-size-step"),
+            (("1K:4",), "first-batch-size-step-not-at-zero"),
+            (("0:4 1M:4 1K:8",), "batch-size-steps-not-ascending"),
+        ]
+    ),
+    (
+        {BATCH_SIZES: ("0:4 10:6", "1M:8")},
+        "batch-size-not-divisible",
+        f"{BATCH_SIZES} micro_batch_size",
+    ),
+    (
+        {BATCH_SIZES: ("0:4",), "rampup_batch_size": (4, 4, 9)},
+        "mutually-exclusive",
+        f"rampup_batch_size {BATCH_SIZES}",
+    ),
+    (
+        {BATCH_SIZES: ("0:4 1K:8",), "global_batch_size": 4},
+        "final-batch-size-differs",
+        f"global_batch_size {BATCH_SIZES}",
+    ),
+    (
+        {BATCH_SIZES: ("0:4",), "train_samples": None, "train_iters": 7},
+        "batch-size-schedule-with-iterations",
+        f"{BATCH_SIZES} train_iters",
+    ),
+    (
+        {
+            BATCH_SIZES: ("0:4 1K:8",),
+            "train_samples": None,
+            "train_tokens": 9999,
+            "lr_warmup_iters": 5,
+        },
+        "iterations-with-changing-batch-size",
+        f"lr_warmup_iters {BATCH_SIZES}",
+    ),
+    # Curriculum.
+    (
+        {"curriculum_seqlen": (12, 64, 9)},
+        "curriculum-start-not-a-multiple",
+        "curriculum_seqlen curriculum_seqlen_step",
+    ),
+    ({"curriculum_seqlen": (64, 32, 9)}, "curriculum-descends", "curriculum_seqlen"),
+    ({"curriculum_seqlen": (8, 64, 0)}, "curriculum-not-positive", "curriculum_seqlen"),
+    (
+        {"curriculum_seqlen": (8, 128, 9)},
+        "curriculum-exceeds-sequence",
+        "curriculum_seqlen seq_length",
+    ),
+    (
+        {"curriculum_seqlen": (8, 64, 9), "lr_warmup_samples": 2, "lr_decay_tokens": 900},
+        "curriculum-requires-tokens",
+        "lr_warmup_samples curriculum_seqlen",
+    ),
+    (
+        {"curriculum_seqlen": (8, 64, 9), "lr_warmup_tokens": 2},
+        "curriculum-requires-tokens",
+        "train_samples curriculum_seqlen",
+    ),
+    (
+        {
+            **FULL,
+            "curriculum_seqlen": (8, 64, 9),
+            "partition_activations": True,
+            "contiguous_checkpointing": True,
+        },
+        "mutually-exclusive",
+        "curriculum_seqlen contiguous_checkpointing",
+    ),
+]
+
+
+@pytest.mark.parametrize(("changes", "code", "names"), CASES)
+def test_contradiction_is_reported(changes, code, names):
+    found = problems(config_of(**changes))
+    matching = [problem for problem in found if problem.code == code]
+    assert matching, codes(found)
+    expected = tuple(names.split())
+    assert any(names[: len(expected)] == expected for names in fields(matching))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("num_layers", -1),
+        ("kv_channels", -4),
+        ("num_query_groups", 0),
+        ("norm_epsilon", 0.0),
+        ("attention_dropout", 1.0),
+        ("rotary_percent", 1.5),
+        ("tensor_model_parallel_size", 0),
+        ("num_workers", -1),
+        ("vocab_extra_ids", -1),
+        ("adam_beta2", 7.0),
+        ("weight_decay", -0.1),
+        ("clip_grad", -1.0),
+        ("min_loss_scale", 0.5),
+        ("max_consecutive_skipped_steps", -1),
+        ("zero_stage", 4),
+        ("exit_duration_in_mins", -1.0),
+        ("curriculum_seqlen_step", 0),
+        ("train_tokens", 0),
+        ("lr_decay_samples", 0),
+        ("lr_decay_tokens", -1),
+        ("lr_warmup_samples", -1),
+        ("lr_warmup_tokens", -1),
+        ("lr_warmup_fraction", 1.5),
+        ("seed", 1 << 32),
+    ],
+)
+def test_value_out_of_range_is_reported(name, value):
+    found = problems(config_of(**{name: value}))
+    assert ("out-of-range", (name,)) in zip(codes(found), fields(found), strict=True)
+
+
+def test_required_options_are_reported_together():
+    found = Config().problems(world_size=1)
+    required = {"num_layers", "hidden_size", "num_attention_heads", "seq_length"}
+    required |= {"micro_batch_size", "lr"}
+    names = {problem.fields[0] for problem in found if problem.code == "required"}
+    assert names == required
+    assert {"training-data-required", "tokenizer-option-required"} <= set(codes(found))
+
+
+def test_numbers_that_are_not_finite_suppress_other_problems():
+    config = config_of(lr=float("inf"), clip_grad=float("inf"), hidden_size=50)
+    found = config.problems(1)
+    assert codes(found) == ["not-finite", "not-finite"]
+    assert fields(found) == [("lr",), ("clip_grad",)]
+
+
+def test_tensor_parallel_size_must_divide_heads_groups_and_mlp():
+    def found(tp_size: int, **changes: Any) -> dict[str, Problem]:
+        problems = config_of(**changes).model.problems(tp_size)
+        assert all(problem.code == "not-divisible-by-tensor-parallel-size" for problem in problems)
+        return {
+            problem.fields[0]: problem for problem in config_of(**changes).model.problems(tp_size)
+        }
+
+    sizes = found(4, ffn_hidden_size=90)
+    assert set(sizes) == {"num_attention_heads", "ffn_hidden_size"}
+    assert "(nearest: 4 or 8; " in sizes["num_attention_heads"]
+    assert ": 1, 2, 3, 6)" in sizes["num_attention_heads"]
+    groups = found(6, num_query_groups=2)["num_query_groups"]
+    assert ": 1, 2)" in groups
+    assert "(from --hidden-size 48)" in found(5)["ffn_hidden_size"]
+
+
+def test_world_size_must_be_divisible_by_tensor_parallel_size():
+    (problem,) = config_of(tensor_model_parallel_size=3).parallel.problems(world_size=4)
+    assert problem.code == "world-size-not-divisible"
+    assert "1, 2, 4; or start 3 or 6 processes" in problem
+
+
+def test_batch_size_problem_shows_its_arithmetic():
+    config = config_of(tensor_model_parallel_size=2, global_batch_size=10)
+    (problem,) = problems(config)
+    assert "--micro-batch-size 2 x data-parallel size 2 = 4" in problem
+    assert "4 processes / --tensor-model-parallel-size 2 = 2" in problem
+    assert "(nearest: 8 or 12)" in problem
+
+
+@pytest.mark.parametrize(
+    ("changes", "code"),
+    [
+        ({"train_samples": 32, "global_batch_size": 8}, None),
+        ({"train_samples": None, "train_iters": 5}, None),
+        ({"train_samples": 35, "global_batch_size": 8}, "incomplete-last-batch"),
+        (
+            {"train_samples": 35, "global_batch_size": 8, "rampup_batch_size": (4, 4, 10)},
+            "incomplete-last-batch",
+        ),
+        ({"train_samples": 36, "curriculum_seqlen": (8, 64, 9)}, None),
+        ({"train_samples": 36, "curriculum_seqlen": (8, 64, 18)}, "curriculum-not-completed"),
+        ({"train_samples": 36, "curriculum_seqlen": (8, 48, 9)}, "curriculum-below-sequence"),
+        ({"train_samples": 36, "train_tokens": 36 * 64 + 1}, "tokens-not-reached"),
+        ({"train_samples": 38, "train_tokens": 36 * 64}, None),
+        ({"train_samples": 36, BATCH_SIZES: ("0:4 2304:8",)}, "batch-size-not-reached"),
+    ],
+)
+def test_unexpected_effect_of_a_valid_schedule_is_warned_of(changes, code):
+    config = config_of(**changes)
+    assert problems(config) == []
+    found = list(schedule_validation.warnings(config, DP_SIZE))
+    assert codes(found) == ([] if code is None else [code])
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"loss_scale": 1.0, "hysteresis": 3}, [("loss_scale", "hysteresis")]),
+        ({"fp16": True, "loss_scale": 1.0, "hysteresis": 3}, [("hysteresis",)]),
+        ({"fp16": True, "hysteresis": 3}, []),
+        ({"accumulate_allreduce_grads_in_fp32": False}, [("accumulate_allreduce_grads_in_fp32",)]),
+        ({"accumulate_allreduce_grads_in_fp32": False, "bf16": True}, []),
+        ({"optimizer": "sgd", "adam_eps": 1e-6}, [("adam_eps",)]),
+        ({"sgd_momentum": 0.5}, [("sgd_momentum",)]),
+        ({"lr_wsd_decay_style": "linear"}, [("lr_wsd_decay_style",)]),
+        ({"lr_decay_style": "constant", "min_lr": 0.1}, [("min_lr",)]),
+        ({"curriculum_seqlen_step": 4}, [("curriculum_seqlen_step",)]),
+        ({"merge_file": "x"}, [("merge_file",)]),
+        ({"rotary_base": 5.0}, [("rotary_base",)]),
+        ({**ROPE, "rotary_base": 5.0, "reset_position_ids": True}, []),
+        (
+            {"position_embedding_type": "alibi", "reset_position_ids": True},
+            [("reset_position_ids",)],
+        ),
+        ({"gelu_approximation": "none", "activation": "swiglu"}, [("gelu_approximation",)]),
+        ({"add_qkv_bias": True}, [("add_qkv_bias",)]),
+        ({"add_qkv_bias": True, "add_bias_linear": False}, []),
+        ({"log_memory_to_tensorboard": True}, [("log_memory_to_tensorboard",)]),
+        ({"log_memory_to_tensorboard": True, "tensorboard_dir": "x"}, []),
+    ],
+)
+def test_flag_without_effect_is_warned_of(changes, expected):
+    config = dataclasses.replace(config_of(**changes), given=frozenset(changes))
+    found = list(config.warnings())
+    assert set(codes(found)) <= {"no-effect"}
+    assert fields(found) == expected
+
+
+def test_schedule_checks_accept_an_incomplete_configuration():
+    assert list(schedule_validation.problems(Config(), 1)) == []
+    assert list(schedule_validation.problems(config_of(train_samples=0), 0)) == []
