@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.common import this_machine, versions, write_json
-from megatron_ds.model.packed_attention import PerDocumentSDPA, row_lengths
+from megatron_ds.model.packed_attention import PerDocumentSDPA, document_lengths
 
 LOOP, MASKED, CAUSAL = "each document", "a mask of S x S", "the whole sample"
 
@@ -81,7 +81,7 @@ def measure(shape: Shape, mean: int, rounds: int) -> dict[str, list[float]]:
     ends = torch.rand(shape.samples, shape.sequence, generator=generator) < 1.0 / mean
     numbers = ends.cumsum(1, dtype=torch.int32)
     ways: dict[str, Callable[..., torch.Tensor]] = {
-        LOOP: lambda q, k, v: PerDocumentSDPA(row_lengths(numbers)).attend(q, k, v, 0.0),
+        LOOP: lambda q, k, v: PerDocumentSDPA(document_lengths(numbers)).attend(q, k, v, 0.0),
         MASKED: lambda q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=dense(numbers)),
         CAUSAL: lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True),
     }

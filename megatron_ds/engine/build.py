@@ -22,8 +22,9 @@ from megatron_ds.engine.param_groups import (
     parameter_groups,
 )
 from megatron_ds.engine.zero import ZeroEngine
+from megatron_ds.model.flex_trial import select_flex_attention
 from megatron_ds.model.gpt import GPTModel
-from megatron_ds.model.packed_attention import PackingOptions, select_flex_attention
+from megatron_ds.model.packed_attention import PackingOptions
 from megatron_ds.parallel.activation_checkpointing import ActivationCheckpointing
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.parallel.rng import RngStreams
@@ -64,16 +65,16 @@ def build_engine(
     checkpoint = None
     if config.recompute.is_by_deepspeed:
         checkpoint = configure_checkpointing(config.recompute, config.model.num_layers, mpu, rng)
-    recompute = ActivationCheckpointing(config.recompute, rng, checkpoint)
-    documents = _packing_options(config, mesh, device, eod)
+    checkpointing = ActivationCheckpointing(config.recompute, rng, checkpoint)
+    packing = _packing_options(config, mesh, device, eod)
     with _zero3_init_context(ds_config, mesh, mpu):
         model = GPTModel(
             config.model,
             mesh=mesh,
             rng=rng,
             seed=config.runtime.seed if init_weights else None,
-            recompute=recompute,
-            documents=documents,
+            checkpointing=checkpointing,
+            packing=packing,
         )
     if config.runtime.compile:
         model.compile_layers(lengths_vary=config.schedule.curriculum_seqlen is not None)
@@ -90,7 +91,7 @@ def build_engine(
         ds_config=ds_config,
         settings=readback.check(config, mesh, engine, ds_config, multipliers),
         multipliers=multipliers,
-        packing=documents,
+        packing=packing,
         per_token_loss=config.optimizer.calculate_per_token_loss,
         mesh=mesh,
         rng=rng,

@@ -1,1 +1,1 @@
-"""The GPT model as a list of layers."""
+"""The GPT model, built from a list of layer specifications."""

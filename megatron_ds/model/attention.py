@@ -1,4 +1,7 @@
-"""Causal self-attention with cut heads: project, rotate, attend, project.
+"""Causal self-attention with heads sharded over the tensor-parallel group.
+
+Owns the projections and the random stream of attention dropout. How positions and masks act comes
+in with the `AttentionContext`.
 
 Shapes: S sequence, B micro-batch, H hidden, n this rank's query heads, k its key-value heads, D
 head size, L keys (those of the cache included).
@@ -9,63 +12,16 @@ from __future__ import annotations
 from typing import Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import nn
-from torch.nn.attention import SDPBackend
 
 from megatron_ds.config import ModelConfig
-from megatron_ds.model.packed_attention import PackingOptions
+from megatron_ds.model.attention_cores import AttentionCore
 from megatron_ds.model.position_embedding import AttentionContext, rotate
 from megatron_ds.model.weight_init import Initializer
 from megatron_ds.parallel.activation_checkpointing import ActivationCheckpointing
 from megatron_ds.parallel.linear import ColumnParallelLinear, RowParallelLinear
 from megatron_ds.parallel.mesh import Group
 from megatron_ds.parallel.rng import RngStreams
-
-
-def describe_kernel(
-    config: ModelConfig,
-    micro_batch: int,
-    tp_size: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    documents: PackingOptions | None = None,
-) -> str:
-    """What computes a training step's attention, and which of its kernels torch takes for that."""
-    per_document = documents is not None and documents.reset_attention
-    if documents is not None and per_document and documents.flex is not None:
-        return "torch's flex_attention, over what a document needs"
-    choice = _sdpa_backend(config, 1 if per_document else micro_batch, tp_size, dtype, device)
-    how = " per document" if per_document else ""
-    return f"torch's scaled_dot_product_attention{how}: {choice}"
-
-
-def _sdpa_backend(
-    config: ModelConfig, batch: int, tp_size: int, dtype: torch.dtype, device: torch.device
-) -> str:
-    """The kernel behind scaled_dot_product_attention, in a word."""
-    queries = config.seq_length
-
-    def heads(count: int) -> torch.Tensor:
-        shape = batch, count // tp_size, queries, config.head_dim
-        return torch.empty(shape, dtype=dtype, device=device, requires_grad=True)
-
-    q, k = heads(config.num_attention_heads), heads(config.kv_heads)
-    alibi = config.position_embedding_type == "alibi"
-    bias = torch.empty(q.shape[1], queries, queries, dtype=dtype, device=device) if alibi else None
-    try:
-        choice = torch._fused_sdp_choice(
-            q,
-            k,
-            k,
-            attn_mask=bias,
-            dropout_p=config.attention_dropout,
-            is_causal=not alibi,
-            enable_gqa=config.kv_heads != config.num_attention_heads,
-        )
-    except (AttributeError, RuntimeError, TypeError):  # it is not among torch's public functions
-        return "torch's choice"
-    return str(SDPBackend(choice)).rpartition(".")[2].removesuffix("_ATTENTION").lower()
 
 
 class KeyValueCache(Protocol):
@@ -84,7 +40,16 @@ class KeyValueCache(Protocol):
 
 
 class Attention(nn.Module):
-    """[S, B, H] to [S, B, H]."""
+    """Project, rotate, attend, project: [S, B, H] to [S, B, H].
+
+    Args:
+        config: Architecture.
+        layer: Number of the layer, from 0.
+        group: Tensor-parallel group over which the heads are sharded.
+        rng: Random streams; dropout draws from the sharded one.
+        init: Draws the initial weights.
+        checkpointing: Recomputes the attention core (selective recomputation). None: it is stored.
+    """
 
     def __init__(
         self,
@@ -94,18 +59,14 @@ class Attention(nn.Module):
         group: Group,
         rng: RngStreams,
         init: Initializer,
-        recompute: ActivationCheckpointing | None,
+        checkpointing: ActivationCheckpointing | None,
     ) -> None:
-        """layer: number from 0. recompute: given if it is this attention's core that is to be
-        recomputed.
-        """
         super().__init__()
         self.layer = layer
         self.head_dim = config.head_dim
         self.dropout = config.attention_dropout
         self.rng = rng
-        self.recompute = recompute
-        self.grouped = config.kv_heads != config.num_attention_heads
+        self.checkpointing = checkpointing
         q_size, kv_size = (
             config.num_attention_heads * config.head_dim,
             config.kv_heads * config.head_dim,
@@ -136,7 +97,7 @@ class Attention(nn.Module):
         q, k, v = (part.permute(1, 2, 0, 3) for part in (q, k, v))
         if cache is not None:
             k, v = cache.update(self.layer, k, v)
-        attended_BnSD = self._attention_core(q, k, v, context)
+        attended_BnSD = self._attend(q, k, v, context.core)
         out_SBH: torch.Tensor = self.proj(attended_BnSD.permute(2, 0, 1, 3).flatten(2))
         return out_SBH
 
@@ -144,51 +105,24 @@ class Attention(nn.Module):
         """[S, B, n x D] to [S, B, n, D]."""
         return x.view(*x.shape[:-1], -1, self.head_dim)
 
-    def _attention_core(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: AttentionContext
+    def _attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, core: AttentionCore
     ) -> torch.Tensor:
-        def core(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             if self.training and self.dropout > 0.0:
-                dropped: torch.Tensor = self._attend_with_dropout(q, k, v, context)
+                dropped: torch.Tensor = self._attend_with_dropout(q, k, v, core)
                 return dropped
-            if context.documents is not None:
-                inside: torch.Tensor = self._attend_in_documents(q, k, v, context)
-                return inside
-            return self._attend(q, k, v, context, 0.0)
+            return core.attend(q, k, v, 0.0)
 
-        return core(q, k, v) if self.recompute is None else self.recompute.run(core, q, k, v)
+        if self.checkpointing is None:
+            return attend(q, k, v)
+        return self.checkpointing.run(attend, q, k, v)
 
+    # Random states cannot be exchanged inside a compiled graph.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _attend_with_dropout(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: AttentionContext
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, core: AttentionCore
     ) -> torch.Tensor:
-        # The heads are cut over the ranks, so each rank draws its own mask.
+        # The heads are sharded over the ranks, so each rank draws its own mask.
         with self.rng.fork_tp_rng():
-            return self._attend(q, k, v, context, self.dropout)
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _attend_in_documents(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: AttentionContext
-    ) -> torch.Tensor:
-        # Every micro-batch has documents of other lengths, each of which would be compiled for.
-        return self._attend(q, k, v, context, 0.0)
-
-    def _attend(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        context: AttentionContext,
-        dropout: float,
-    ) -> torch.Tensor:
-        if context.documents is not None:
-            return context.documents.attend(q, k, v, dropout)
-        return F.scaled_dot_product_attention(
-            q,
-            k,
-            v,
-            attn_mask=context.bias,
-            dropout_p=dropout,
-            is_causal=context.is_causal,
-            enable_gqa=self.grouped,
-        )
+            return core.attend(q, k, v, self.dropout)

@@ -1,6 +1,8 @@
-"""One transformer layer, normalised before each part (pre-norm)."""
+"""One transformer layer with pre-normalization."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -8,7 +10,6 @@ from torch import nn
 
 from megatron_ds.config import ModelConfig
 from megatron_ds.model.attention import Attention, KeyValueCache
-from megatron_ds.model.mlp import MLP
 from megatron_ds.model.norm import build_norm
 from megatron_ds.model.position_embedding import AttentionContext
 from megatron_ds.model.weight_init import Initializer
@@ -16,9 +17,22 @@ from megatron_ds.parallel.activation_checkpointing import ActivationCheckpointin
 from megatron_ds.parallel.mesh import Group
 from megatron_ds.parallel.rng import RngStreams
 
+MLPFactory = Callable[[int], nn.Module]
+"""Makes the feed-forward layer ([S, B, H] to [S, B, H]) of the layer with this number."""
+
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)): [S, B, H] to [S, B, H]."""
+    """x + attention(norm(x)), then x + mlp(norm(x)): [S, B, H] to [S, B, H].
+
+    Args:
+        config: Architecture.
+        layer: Number of the layer, from 0.
+        group: Tensor-parallel group.
+        rng: Random streams of dropout.
+        init: Draws the initial weights.
+        mlp: Makes the feed-forward layer.
+        checkpoint_core: Recomputes the attention core. None: it is stored.
+    """
 
     def __init__(
         self,
@@ -28,17 +42,17 @@ class Block(nn.Module):
         group: Group,
         rng: RngStreams,
         init: Initializer,
-        recompute_core: ActivationCheckpointing | None,
+        mlp: MLPFactory,
+        checkpoint_core: ActivationCheckpointing | None,
     ) -> None:
-        """layer: number from 0. recompute_core: given if the attention core is to be recomputed."""
         super().__init__()
         self.dropout = config.hidden_dropout
         self.attention_norm = build_norm(config)
         self.attention = Attention(
-            config, layer, group=group, rng=rng, init=init, recompute=recompute_core
+            config, layer, group=group, rng=rng, init=init, checkpointing=checkpoint_core
         )
         self.mlp_norm = build_norm(config)
-        self.mlp = MLP(config, layer, group=group, init=init)
+        self.mlp = mlp(layer)
 
     def forward(
         self, x_SBH: torch.Tensor, context: AttentionContext, cache: KeyValueCache | None = None
@@ -47,5 +61,5 @@ class Block(nn.Module):
         return x + self._drop(self.mlp(self.mlp_norm(x)))
 
     def _drop(self, x: torch.Tensor) -> torch.Tensor:
-        # Whole on every tensor-parallel rank, so the mask is that of the replicated stream.
+        # Every tensor-parallel rank has all of x, so the mask is that of the replicated stream.
         return F.dropout(x, self.dropout, training=self.training) if self.dropout > 0.0 else x

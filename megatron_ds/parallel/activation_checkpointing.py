@@ -57,10 +57,6 @@ class ActivationCheckpointing:
     def layers_per_chunk(self) -> int:
         return self._config.checkpoint_num_layers
 
-    @property
-    def by_deepspeed(self) -> bool:
-        return self._config.is_by_deepspeed
-
     def run(self, function: Function, *inputs: torch.Tensor) -> torch.Tensor:
         """Compute function(*inputs), keeping only the inputs for the backward pass."""
         # Without a backward pass nothing is kept anyway, and DeepSpeed's contiguous buffers, which

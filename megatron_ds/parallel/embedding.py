@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from megatron_ds.config.problems import Problem, UserError
 from megatron_ds.parallel.collectives import reduce_from_group
 from megatron_ds.parallel.linear import Init
 from megatron_ds.parallel.mesh import Group
@@ -29,9 +30,12 @@ def validate_token_ids(ids: torch.Tensor, vocab_size: int) -> None:
     low, high = (int(bound) for bound in torch.aminmax(ids))
     if low < 0 or high >= vocab_size:
         wrong = low if low < 0 else high
-        raise ValueError(
-            f"token id {wrong} is outside the vocabulary of {vocab_size} "
-            f"(valid: 0 to {vocab_size - 1}); the data was made with another tokenizer"
+        raise UserError(
+            Problem(
+                "token-id-outside-vocabulary",
+                f"token id {wrong} is outside the vocabulary of {vocab_size} (valid: 0 to "
+                f"{vocab_size - 1}); was the data preprocessed with another tokenizer?",
+            )
         )
 
 

@@ -23,10 +23,10 @@ from megatron_ds.engine.protocol import Engine
 from megatron_ds.engine.readback import loaded_ops
 from megatron_ds.launch import device, distributed, environment, output
 from megatron_ds.launch.startup_timer import StartupTimer
-from megatron_ds.model.attention import describe_kernel
 from megatron_ds.model.flops import parameters_per_rank
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.train_state import TrainState
+from megatron_ds.training.attention_kernel import describe_kernel
 from megatron_ds.training.banner import MIB, BannerData, banner
 
 DOTS = 48

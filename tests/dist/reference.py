@@ -100,7 +100,7 @@ def train_reference(
         mesh=Mesh.single(),
         rng=RngStreams(0),
         seed=config.runtime.seed,
-        documents=documents,
+        packing=documents,
     )
     named = dict(model.named_parameters())
     optimizer = _optimizer(config.optimizer, list(named.values()))

@@ -46,7 +46,7 @@ def graphs(positions: str, documents: PackingOptions | None) -> list[int]:
         position_embedding_type=positions,
         attention_dropout=0.0,
     )
-    model = GPTModel(config, mesh=Mesh.single(), rng=RngStreams(0), seed=1, documents=documents)
+    model = GPTModel(config, mesh=Mesh.single(), rng=RngStreams(0), seed=1, packing=documents)
     model.compile_layers(lengths_vary=True)
     before, found = counters["stats"]["unique_graphs"], []
     for length in LENGTHS:

@@ -57,7 +57,7 @@ def config(name: str, folder: Path) -> Config:
 
 
 def knows_why_it_loops(engine: Any) -> None:
-    rules: PackingOptions = engine.module.documents
+    rules: PackingOptions = engine.packing
     assert rules.flex is None
     wanted = "backward on CPU" if engine.module.config.attention_dropout == 0.0 else "dropout"
     assert (wanted in rules.flex_unavailable_reason) == rules.reset_attention

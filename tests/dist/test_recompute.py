@@ -55,7 +55,9 @@ def losses_and_gradients(
         if options.is_by_deepspeed:
             checkpoint = configure_checkpointing(options, config.num_layers, mesh.mpu(), rng)
         recompute = ActivationCheckpointing(options, rng, checkpoint)
-    model = GPTModel(config, mesh=mesh, rng=rng, seed=5, recompute=recompute, documents=documents)
+    model = GPTModel(
+        config, mesh=mesh, rng=rng, seed=5, checkpointing=recompute, packing=documents
+    )
     tokens = torch.randint(0, 32, (2, 9), generator=torch.Generator().manual_seed(2))
     tokens[0, 2] = tokens[0, 3] = tokens[1, 5] = END
     losses = []

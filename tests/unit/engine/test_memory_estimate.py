@@ -65,7 +65,7 @@ def saved(config: Config, dtype: torch.dtype) -> int:
     recompute = ActivationCheckpointing(config.recompute, rng)
     documents = PackingOptions(1, False, True) if config.data.reset_attention_mask else None
     model = GPTModel(
-        config.model, mesh=mesh, rng=rng, seed=1, recompute=recompute, documents=documents
+        config.model, mesh=mesh, rng=rng, seed=1, checkpointing=recompute, packing=documents
     ).to(dtype)
     ours = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     kept: dict[int, torch.Tensor] = {}

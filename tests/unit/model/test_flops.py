@@ -27,7 +27,7 @@ BATCH = 2
 
 def measured(config: ModelConfig, recompute: ActivationCheckpointing | None = None) -> int:
     """Operations of one forward and backward pass, as torch counts them."""
-    model = GPTModel(config, mesh=Mesh.single(), rng=RngStreams(0), seed=1, recompute=recompute)
+    model = GPTModel(config, mesh=Mesh.single(), rng=RngStreams(0), seed=1, checkpointing=recompute)
     tokens = torch.randint(0, config.vocab_size, (BATCH, config.seq_length))
     # The flash kernel's backward recomputes the scores; plain products count what the model needs.
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):

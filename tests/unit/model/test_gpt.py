@@ -14,6 +14,7 @@ from megatron_ds.model.gpt import GPTModel
 from megatron_ds.model.weight_init import Initializer
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.parallel.rng import RngStreams
+from tests.problems import raises_problem
 
 CONFIG = ModelConfig(
     num_layers=2,
@@ -174,20 +175,19 @@ def test_padding_does_not_change_the_model() -> None:
 
 
 @pytest.mark.parametrize("wrong", [50, 63, -1])
-def test_ids_outside_the_vocabulary_are_refused(wrong: int) -> None:
+def test_token_ids_outside_the_vocabulary_are_rejected(wrong: int) -> None:
     model, tokens = build(), some_tokens()
     broken = tokens.clone()
     broken[1, 3] = wrong
-    with pytest.raises(ValueError, match=f"token id {wrong} is outside the vocabulary of 50"):
-        model(broken)
-    with pytest.raises(ValueError, match=f"token id {wrong} is outside the vocabulary of 50"):
-        model(tokens, broken)
+    for inputs in ((broken, None), (tokens, broken)):
+        with raises_problem("token-id-outside-vocabulary", contains=f"token id {wrong} "):
+            model(*inputs)
 
 
-def test_learned_positions_end() -> None:
+def test_sequences_longer_than_the_learned_positions_are_rejected() -> None:
     model = build(max_position_embeddings=16)
     model(some_tokens(length=16))
-    with pytest.raises(ValueError, match="17 tokens does not fit into the 16 learned positions"):
+    with raises_problem("sequence-longer-than-learned-positions", "max_position_embeddings"):
         model(some_tokens(length=17))
     build(position_embedding_type="rope")(some_tokens(length=40))
 

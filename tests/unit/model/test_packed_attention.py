@@ -1,8 +1,8 @@
-"""Documents of a sample: where they are, and that each is to the model what it is alone.
+"""Packed samples: document boundaries, and the equality of packed and separate documents.
 
-Attention is held against a dense [S, S] mask made here from the definition, with the loop over
-documents and with the blocks of flex attention. torch has no backward pass of flex attention on a
-CPU: there its part is played by `dense_flex`, which asks the same functions of every score.
+Attention is compared with a dense [S, S] mask made here from the definition, for both
+implementations. torch has no backward pass of flex attention on a CPU: `dense_flex` replaces it and
+evaluates the same functions for every score.
 """
 
 from __future__ import annotations
@@ -13,10 +13,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from deepspeed.accelerator import get_accelerator
 
 from megatron_ds.config import ModelConfig, RecomputeConfig
-from megatron_ds.model.attention import describe_kernel
+from megatron_ds.model.attention_cores import BiasSDPA
 from megatron_ds.model.gpt import GPTModel
 from megatron_ds.model.packed_attention import (
     BLOCK,
@@ -24,9 +23,8 @@ from megatron_ds.model.packed_attention import (
     PackingOptions,
     PerDocumentSDPA,
     block_mask,
+    document_lengths,
     find_documents,
-    row_lengths,
-    select_flex_attention,
 )
 from megatron_ds.model.position_embedding import (
     AttentionContext,
@@ -64,27 +62,27 @@ CONFIG = ModelConfig(
 POSITIONS = ("learned_absolute", "rope", "alibi", "none")
 
 
-KERNELS = {"loop": None, "blocks": dense_flex}
+KERNELS = {"sdpa": None, "flex": dense_flex}
 
 
 def build(
-    rules: PackingOptions | None, *, recompute: str | None = None, **options: Any
+    packing: PackingOptions | None, *, recompute: str | None = None, **options: Any
 ) -> GPTModel:
     config = dataclasses.replace(CONFIG, **options)
     assert list(config.problems(1)) == []
     mesh, rng = Mesh.single(), RngStreams(0)
     how = ActivationCheckpointing(RecomputeConfig(recompute_granularity=recompute), rng)
-    return GPTModel(config, mesh=mesh, rng=rng, seed=3, recompute=how, documents=rules)
+    return GPTModel(config, mesh=mesh, rng=rng, seed=3, checkpointing=how, packing=packing)
 
 
-def cut(row: list[int]) -> list[list[int]]:
-    """The documents of a row, each with its end."""
-    found: list[list[int]] = [[]]
+def split(row: list[int]) -> list[list[int]]:
+    """The documents of a row, each with its end token."""
+    documents: list[list[int]] = [[]]
     for token in row:
-        found[-1].append(token)
+        documents[-1].append(token)
         if token == EOD:
-            found.append([])
-    return [document for document in found if document]
+            documents.append([])
+    return [document for document in documents if document]
 
 
 def gradients(model: GPTModel) -> dict[str, torch.Tensor]:
@@ -96,27 +94,27 @@ def gradients(model: GPTModel) -> dict[str, torch.Tensor]:
     return found
 
 
-def test_numbers_and_places_are_those_of_the_cut_rows() -> None:
-    numbers, places = find_documents(TOKENS, EOD)
+def test_documents_and_positions_are_those_of_the_split_rows() -> None:
+    doc_ids, positions = find_documents(TOKENS, EOD)
     for row, tokens in enumerate(TOKENS.tolist()):
-        cuts = cut(tokens)
-        assert numbers[row].tolist() == [i for i, one in enumerate(cuts) for _ in one]
-        assert places[row].tolist() == [place for one in cuts for place in range(len(one))]
-        assert row_lengths(numbers)[row] == [len(one) for one in cuts]
+        documents = split(tokens)
+        assert doc_ids[row].tolist() == [i for i, doc in enumerate(documents) for _ in doc]
+        assert positions[row].tolist() == [at for doc in documents for at in range(len(doc))]
+        assert document_lengths(doc_ids)[row] == [len(doc) for doc in documents]
 
 
 @pytest.mark.parametrize(
-    ("kernel", "recompute"), [("loop", None), ("loop", "selective"), ("blocks", "full")]
+    ("kernel", "recompute"), [("sdpa", None), ("sdpa", "selective"), ("flex", "full")]
 )
 @pytest.mark.parametrize("position", POSITIONS)
-def test_a_document_has_the_losses_and_gradients_that_it_has_alone(
+def test_packed_documents_have_the_losses_and_gradients_of_separate_ones(
     position: str, kernel: str, recompute: str | None
 ) -> None:
     options: dict[str, Any] = {"position_embedding_type": position}
     if position == "rope":
         options |= {"num_query_groups": 2, "rotary_percent": 0.5}
-    rules = PackingOptions(EOD, True, True, KERNELS[kernel])
-    packed, alone = build(rules, recompute=recompute, **options), build(None, **options)
+    packing = PackingOptions(EOD, True, True, KERNELS[kernel])
+    packed, alone = build(packing, recompute=recompute, **options), build(None, **options)
     labels = TOKENS.roll(-1, 1)
 
     losses = F.cross_entropy(packed(TOKENS).flatten(0, 1), labels.flatten(), reduction="none")
@@ -125,8 +123,8 @@ def test_a_document_has_the_losses_and_gradients_that_it_has_alone(
     expected = []
     for row, tokens in enumerate(TOKENS.tolist()):
         for document, follow in zip(
-            cut(tokens),
-            labels[row].split([len(one) for one in cut(tokens)]),
+            split(tokens),
+            labels[row].split([len(one) for one in split(tokens)]),
             strict=True,
         ):
             logits = alone(torch.tensor([document]))[0]
@@ -138,13 +136,18 @@ def test_a_document_has_the_losses_and_gradients_that_it_has_alone(
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-6, msg=name)
 
 
-def by_hand(model: GPTModel, tokens: torch.Tensor, *, restart: bool, ends: bool) -> torch.Tensor:
-    """Logits, with a dense mask and with positions from the definition."""
-    rows = [cut(row) for row in tokens.tolist()]
+def dense_logits(
+    model: GPTModel, tokens: torch.Tensor, *, positions: bool, attention: bool
+) -> torch.Tensor:
+    """Logits by a dense mask and positions from the definition.
+
+    positions, attention: whether they end with a document.
+    """
+    rows = [split(row) for row in tokens.tolist()]
     number = torch.tensor([[i for i, one in enumerate(row) for _ in one] for row in rows])
     place = torch.tensor([[p for one in row for p in range(len(one))] for row in rows])
     length = tokens.shape[1]
-    at = place if restart else torch.arange(length).expand_as(tokens)
+    at = place if positions else torch.arange(length).expand_as(tokens)
     x_SBH = model.embedding.word(tokens.t())
     config, rotation = model.config, None
     if model.embedding.position is not None:
@@ -154,13 +157,13 @@ def by_hand(model: GPTModel, tokens: torch.Tensor, *, restart: bool, ends: bool)
         rotation = cos[at.t(), 0], sin[at.t(), 0]
     seen = torch.ones(length, length).tril().bool()
     mask = seen.expand(len(tokens), 1, length, length)
-    if ends:
+    if attention:
         mask = mask & (number[:, None, :, None] == number[:, None, None, :])
     if config.position_embedding_type == "alibi":
         slope = alibi_bias(alibi_slopes(config.num_attention_heads), length, length, CPU)
         mask = slope.expand(len(tokens), -1, -1, -1).masked_fill(~mask, -torch.inf)
-    for block in model.layers:
-        x_SBH = block(x_SBH, AttentionContext(rotation, mask, is_causal=False))
+    for block in model.layers.values():
+        x_SBH = block(x_SBH, AttentionContext(rotation, BiasSDPA(mask)))
     logits: torch.Tensor = model.head(
         model.final_norm(x_SBH), None, None, model.embedding.word.weight
     )
@@ -168,23 +171,23 @@ def by_hand(model: GPTModel, tokens: torch.Tensor, *, restart: bool, ends: bool)
 
 
 @pytest.mark.parametrize("position", POSITIONS)
-@pytest.mark.parametrize(("restart", "ends"), [(True, False), (False, True), (True, True)])
-def test_each_flag_does_its_own_part(position: str, restart: bool, ends: bool) -> None:
-    model = build(PackingOptions(EOD, restart, ends), position_embedding_type=position)
+@pytest.mark.parametrize(("positions", "attention"), [(True, False), (False, True), (True, True)])
+def test_each_flag_has_its_own_effect(position: str, positions: bool, attention: bool) -> None:
+    model = build(PackingOptions(EOD, positions, attention), position_embedding_type=position)
     with torch.no_grad():
-        expected = by_hand(model, TOKENS, restart=restart, ends=ends)
+        expected = dense_logits(model, TOKENS, positions=positions, attention=attention)
         torch.testing.assert_close(model(TOKENS), expected, rtol=1e-5, atol=1e-5)
         plain = build(None, position_embedding_type=position)(TOKENS)
-    idle = restart and not ends and position in ("alibi", "none")
-    assert torch.allclose(plain, expected, rtol=1e-3, atol=1e-4) == idle
+    no_effect = positions and not attention and position in ("alibi", "none")
+    assert torch.allclose(plain, expected, rtol=1e-3, atol=1e-4) == no_effect
 
 
-def test_rows_without_an_end_are_as_ever() -> None:
+def test_packing_has_no_effect_on_rows_of_one_document() -> None:
     tokens = TOKENS[:1]
     torch.testing.assert_close(build(PackingOptions(EOD, True, True))(tokens), build(None)(tokens))
 
 
-def test_a_cache_knows_no_bounds() -> None:
+def test_generation_ignores_document_boundaries() -> None:
     """A generator's tokens are one document, whatever the model was trained with."""
 
     class Empty:
@@ -193,21 +196,21 @@ def test_a_cache_knows_no_bounds() -> None:
         def update(self, layer: int, k: Any, v: Any) -> Any:
             return k, v
 
-    rules = PackingOptions(EOD, True, True)
-    torch.testing.assert_close(build(rules)(TOKENS, cache=Empty()), build(None)(TOKENS))
+    packing = PackingOptions(EOD, True, True)
+    torch.testing.assert_close(build(packing)(TOKENS, cache=Empty()), build(None)(TOKENS))
 
 
 @pytest.mark.parametrize("recompute", ["selective", "full"])
-def test_masks_of_dropout_are_drawn_again_for_every_document(recompute: str) -> None:
+def test_recomputation_draws_the_same_dropout_masks_per_document(recompute: str) -> None:
     results = []
-    for way in (None, recompute, recompute):
+    for granularity in (None, recompute, recompute):
         model = build(
             PackingOptions(EOD, True, True),
-            recompute=way,
+            recompute=granularity,
             attention_dropout=0.3,
             hidden_dropout=0.1,
         )
-        model.layers[0].attention.rng.begin_step(5, 7, 0)
+        model.layers["0"].attention.rng.begin_step(5, 7, 0)
         loss = model(TOKENS, TOKENS).mean()
         loss.backward()
         results.append({"loss": loss.detach(), **gradients(model)})
@@ -216,16 +219,16 @@ def test_masks_of_dropout_are_drawn_again_for_every_document(recompute: str) -> 
             assert torch.equal(value, other[name]), name
 
 
-def test_dropout_falls_on_attention_inside_documents() -> None:
+def test_attention_dropout_acts_within_documents() -> None:
     model = build(PackingOptions(EOD, True, True), attention_dropout=0.3)
     losses = []
     for position in (7, 7, 8):
-        model.layers[0].attention.rng.begin_step(5, position, 0)
+        model.layers["0"].attention.rng.begin_step(5, position, 0)
         losses.append(model(TOKENS, TOKENS).loss_sum.item())
     assert losses[0] == losses[1] != losses[2]
 
 
-def test_without_a_token_that_counts_the_loss_is_zero_and_so_is_every_gradient() -> None:
+def test_loss_and_gradients_are_zero_without_a_counted_token() -> None:
     model = build(PackingOptions(EOD, True, True))
     tokens = TOKENS[-1:]
     loss = model(tokens, tokens, (tokens != EOD).float()).mean()
@@ -234,17 +237,17 @@ def test_without_a_token_that_counts_the_loss_is_zero_and_so_is_every_gradient()
     assert not any(gradient.any() for gradient in gradients(model).values())
 
 
-def some_numbers(rows: int, length: int) -> torch.Tensor:
+def random_doc_ids(rows: int, length: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(length)
     return (torch.rand(rows, length, generator=generator) < 0.01).cumsum(1, dtype=torch.int32)
 
 
 @pytest.mark.parametrize("length", [1, 100, BLOCK, 3 * BLOCK, 4 * BLOCK + 5])
-def test_blocks_are_those_that_torch_finds_from_all_scores(length: int) -> None:
+def test_block_mask_is_torchs_of_all_scores(length: int) -> None:
     from torch.nn.attention.flex_attention import create_block_mask
 
-    numbers = some_numbers(3, length)
-    ours = block_mask(numbers)
+    doc_ids = random_doc_ids(3, length)
+    ours = block_mask(doc_ids)
     theirs = create_block_mask(ours.mask_mod, 3, None, length, length, device="cpu")
     assert ours.shape == theirs.shape
     for count, which in (
@@ -259,78 +262,15 @@ def test_blocks_are_those_that_torch_finds_from_all_scores(length: int) -> None:
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize(("groups", "alibi"), [(4, False), (2, True)])
-def test_torchs_flex_attention_gives_what_the_loop_gives(groups: int, alibi: bool) -> None:
+def test_flex_attention_equals_per_document_sdpa(groups: int, alibi: bool) -> None:
     from torch.nn.attention.flex_attention import flex_attention
 
     length = 2 * BLOCK + 9
-    numbers = some_numbers(2, length)
+    doc_ids = random_doc_ids(2, length)
     generator = torch.Generator().manual_seed(1)
     q, k, v = (torch.randn(2, n, length, 16, generator=generator) for n in (4, groups, groups))
     slopes = alibi_slopes(4)
     bias = alibi_bias(slopes, length, length, CPU) if alibi else None
-    loop = PerDocumentSDPA(row_lengths(numbers), bias)
-    blocks = DocumentFlexAttention(flex_attention, numbers, torch.tensor(slopes) if alibi else None)
+    loop = PerDocumentSDPA(document_lengths(doc_ids), bias)
+    blocks = DocumentFlexAttention(flex_attention, doc_ids, torch.tensor(slopes) if alibi else None)
     torch.testing.assert_close(blocks.attend(q, k, v, 0.0), loop.attend(q, k, v, 0.0))
-
-
-def find(flex: Any, **options: Any) -> tuple[Any, str]:
-    config = dataclasses.replace(CONFIG, **options)
-    return select_flex_attention(config, 2, 2, torch.float32, CPU, load=flex)
-
-
-@pytest.mark.parametrize("position", POSITIONS)
-def test_flex_attention_is_taken_where_it_agrees(position: str) -> None:
-    assert find(lambda: dense_flex, position_embedding_type=position) == (dense_flex, "")
-
-
-def test_flex_attention_is_left_where_it_fails_or_is_wrong() -> None:
-    def broken() -> Any:
-        raise RuntimeError("No triton here. Please install it.\nAt length.")
-
-    def forgetful(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **_: Any) -> torch.Tensor:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
-
-    def lost(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **_: Any) -> torch.Tensor:
-        return q * torch.nan
-
-    assert find(broken) == (None, "flex_attention fails here: No triton here")
-    for wrong in (forgetful, lost):
-        flex, why = find(lambda: wrong)  # noqa: B023
-        assert flex is None
-        assert "is wrong by" in why
-    assert find(lambda: dense_flex, attention_dropout=0.1)[0] is None
-
-
-def test_a_cpu_says_why_it_takes_the_loop() -> None:
-    flex, why = select_flex_attention(CONFIG, 2, 1, torch.float32, CPU)
-    assert flex is None
-    assert "does not support backward on CPU" in why
-
-
-def test_what_computes_attention_is_told() -> None:
-    def told(rules: PackingOptions | None) -> str:
-        return describe_kernel(CONFIG, 2, 1, torch.float32, CPU, rules)
-
-    assert told(None) == told(PackingOptions(EOD, True, False))
-    assert "scaled_dot_product_attention: " in told(None)
-    assert "per document" in told(PackingOptions(EOD, False, True))
-    assert "flex_attention" in told(PackingOptions(EOD, False, True, dense_flex))
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(
-    get_accelerator().device_name() == "cpu", reason="needs an accelerator other than the CPU"
-)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("position", POSITIONS)
-def test_an_accelerator_takes_flex_attention(position: str, dtype: torch.dtype) -> None:
-    device = torch.device(get_accelerator().current_device_name())
-    config = dataclasses.replace(
-        CONFIG,
-        hidden_size=256,
-        num_query_groups=2,
-        seq_length=5 * BLOCK + 3,
-        position_embedding_type=position,
-    )
-    flex, why = select_flex_attention(config, 3, 1, dtype, device)
-    assert flex is not None, why

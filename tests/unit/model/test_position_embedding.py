@@ -1,4 +1,4 @@
-"""Rope, alibi and the causal mask."""
+"""Rope, ALiBi and the causal mask."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from megatron_ds.config import ModelConfig
+from megatron_ds.model.attention_cores import BiasSDPA
 from megatron_ds.model.position_embedding import (
     PositionEncoder,
     alibi_bias,
@@ -19,7 +20,7 @@ from megatron_ds.parallel.mesh import Group
 CPU = torch.device("cpu")
 
 
-def test_alibi_slopes_are_the_papers() -> None:
+def test_alibi_slopes_are_those_of_the_paper() -> None:
     assert alibi_slopes(8) == [2.0**-power for power in range(1, 9)]
     # For 12 heads: those of 8, then every other one of 16.
     assert alibi_slopes(12)[8:] == pytest.approx([2.0**-0.5, 2.0**-1.5, 2.0**-2.5, 2.0**-3.5])
@@ -39,20 +40,22 @@ def test_alibi_slopes_follow_the_heads_of_the_rank() -> None:
         seq_length=4,
         position_embedding_type="alibi",
     )
-    parts = [
-        PositionEncoder(config, Group((0, 1), rank, None)).context(4, 0, torch.float32, CPU).bias
-        for rank in (0, 1)
-    ]
-    whole = PositionEncoder(config, Group((0,), 0, None)).context(4, 0, torch.float32, CPU).bias
-    assert whole is not None
-    assert torch.equal(torch.cat([part for part in parts if part is not None]), whole)
+
+    def bias(group: Group) -> torch.Tensor:
+        core = PositionEncoder(config, group).context(4, 0, torch.float32, CPU).core
+        assert isinstance(core, BiasSDPA)
+        assert core.bias is not None
+        return core.bias
+
+    shards = [bias(Group((0, 1), rank, None)) for rank in (0, 1)]
+    assert torch.equal(torch.cat(shards), bias(Group((0,), 0, None)))
 
 
-def test_mask_is_aligned_with_the_last_key() -> None:
+def test_causal_mask_is_aligned_with_the_last_key() -> None:
     assert visible_keys(2, 4, CPU).int().tolist() == [[1, 1, 1, 0], [1, 1, 1, 1]]
 
 
-def test_rope_scores_depend_on_distance_alone() -> None:
+def test_rope_scores_depend_on_distance_only() -> None:
     table = rope_table(32, 8, 10000.0, CPU)
     q, k = torch.randn(1, 1, 1, 8), torch.randn(1, 1, 1, 8)
 
@@ -64,24 +67,24 @@ def test_rope_scores_depend_on_distance_alone() -> None:
     assert score(5, 2) != pytest.approx(score(5, 4), abs=1e-3)
 
 
-def test_rope_turns_pairs_by_their_own_frequency() -> None:
+def test_rope_rotates_each_pair_by_its_frequency() -> None:
     cos, sin = rope_table(4, 4, 100.0, CPU)
     x = torch.tensor([1.0, 1.0, 0.0, 0.0]).view(1, 1, 1, 4)
-    turned = rotate(x, (cos[3:], sin[3:])).flatten()
+    rotated = rotate(x, (cos[3:], sin[3:])).flatten()
     angles = torch.tensor([3.0, 0.3])  # base ** (-2 i / 4) per position
     expected = torch.cat([angles.cos(), angles.sin()])
-    torch.testing.assert_close(turned, expected)
+    torch.testing.assert_close(rotated, expected)
 
 
-def test_rope_leaves_the_unrotated_part_alone() -> None:
+def test_rope_leaves_the_unrotated_part_unchanged() -> None:
     x = torch.randn(3, 1, 2, 8)
-    turned = rotate(x, rope_table(3, 4, 10000.0, CPU))
-    assert torch.equal(turned[..., 4:], x[..., 4:])
-    assert not torch.equal(turned[1:, ..., :4], x[1:, ..., :4])
+    rotated = rotate(x, rope_table(3, 4, 10000.0, CPU))
+    assert torch.equal(rotated[..., 4:], x[..., 4:])
+    assert not torch.equal(rotated[1:, ..., :4], x[1:, ..., :4])
 
 
 def test_rope_is_exact_in_bf16_runs() -> None:
-    """Positions beyond 256 are not numbers of bf16: the table must not be in it."""
+    """bf16 cannot represent all positions beyond 256, so the table must not be bf16."""
     x = torch.randn(512, 1, 1, 8).bfloat16()
     table = rope_table(512, 8, 10000.0, CPU)
     error = rotate(x, table).float() - rotate(x.float(), table)

@@ -1,0 +1,105 @@
+"""The input embedding: words, optional norm, learned positions, dropout.
+
+Shapes: B micro-batch, S sequence, H hidden.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from megatron_ds.config import ModelConfig
+from megatron_ds.config.problems import Problem, UserError, option
+from megatron_ds.model.norm import build_norm
+from megatron_ds.model.weight_init import Initializer
+from megatron_ds.parallel.embedding import VocabParallelEmbedding
+from megatron_ds.parallel.mesh import Group
+
+
+def build_word_embedding(
+    config: ModelConfig, group: Group, init: Initializer
+) -> VocabParallelEmbedding:
+    """The word embedding, whose weight a tied output layer shares."""
+    return VocabParallelEmbedding(
+        config.vocab_size,
+        config.padded_vocab(group.size),
+        config.hidden_size,
+        group=group,
+        init=init.normal("embedding.word.weight", config.init_method_std),
+    )
+
+
+class LearnedPositionEmbedding(nn.Module):
+    """A table of learned positions."""
+
+    def __init__(self, positions: int, hidden: int, init: Initializer, std: float) -> None:
+        super().__init__()
+        draw = init.normal("embedding.position.weight", std)
+        self.weight = nn.Parameter(torch.empty(positions, hidden))
+        with torch.no_grad():
+            self.weight.copy_(draw((positions, hidden)))
+
+    def forward(
+        self, queries: int, offset: int, positions_BS: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Look up positions.
+
+        Args:
+            queries: Tokens of this pass.
+            offset: Position of the first one.
+            positions_BS: Positions of the tokens, where they are not offset, offset + 1, ...
+
+        Returns:
+            [S, 1, H], or [S, B, H] with `positions_BS`.
+
+        Raises:
+            UserError: If the sequence is longer than the table.
+        """
+        end = offset + queries
+        if end > self.weight.shape[0]:
+            raise UserError(
+                Problem(
+                    "sequence-longer-than-learned-positions",
+                    f"a sequence of {end} tokens exceeds the {self.weight.shape[0]} learned "
+                    f"positions of the model ({option('max_position_embeddings')})",
+                    "max_position_embeddings",
+                )
+            )
+        if positions_BS is not None:
+            return F.embedding(positions_BS.t(), self.weight)
+        return self.weight[offset:end].unsqueeze(1)
+
+
+class Embedding(nn.Module):
+    """Token ids [B, S] to [S, B, H]: word, norm (--embed-layernorm), position, dropout.
+
+    Args:
+        config: Architecture.
+        group: Tensor-parallel group over which the vocabulary is sharded.
+        init: Draws the initial weights.
+    """
+
+    def __init__(self, config: ModelConfig, *, group: Group, init: Initializer) -> None:
+        super().__init__()
+        self.dropout = config.hidden_dropout
+        self.word = build_word_embedding(config, group, init)
+        self.norm = build_norm(config) if config.embed_layernorm else None
+        self.position: LearnedPositionEmbedding | None = None
+        if config.position_embedding_type == "learned_absolute":
+            self.position = LearnedPositionEmbedding(
+                config.num_positions, config.hidden_size, init, config.init_method_std
+            )
+
+    def forward(
+        self, tokens_BS: torch.Tensor, offset: int, positions_BS: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Embed tokens; arguments as for `LearnedPositionEmbedding`."""
+        x_SBH: torch.Tensor = self.word(tokens_BS.t())
+        if self.norm is not None:
+            x_SBH = self.norm(x_SBH)
+        if self.position is not None:
+            x_SBH = x_SBH + self.position(tokens_BS.shape[1], offset, positions_BS)
+        if self.dropout > 0.0:
+            x_SBH = F.dropout(x_SBH, self.dropout, training=self.training)
+        return x_SBH

@@ -1,0 +1,111 @@
+"""The model as an ordered list of layer specifications.
+
+Owns the order of the layers and their canonical names, the prefixes of their parameters in every
+checkpoint. A plain model, or a pipeline stage, is built from the list or a part of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import nn
+
+from megatron_ds.config import ModelConfig
+from megatron_ds.model.block import Block, MLPFactory
+from megatron_ds.model.embedding import Embedding, build_word_embedding
+from megatron_ds.model.mlp import MLP
+from megatron_ds.model.norm import build_norm
+from megatron_ds.model.output_layer import OutputLayer
+from megatron_ds.model.weight_init import Initializer
+from megatron_ds.parallel.activation_checkpointing import ActivationCheckpointing
+from megatron_ds.parallel.mesh import Group
+from megatron_ds.parallel.rng import RngStreams
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """One layer, built where it is needed."""
+
+    name: str
+    """Canonical name, e.g. "layers.3"."""
+    build: Callable[[], nn.Module]
+    tied_to: LayerSpec | None = None
+    """Part of an earlier layer whose weight this layer uses. A stage that lacks the earlier layer
+    builds this part, with the same initial weight; the gradients of both must be summed."""
+
+
+def layer_specs(
+    config: ModelConfig,
+    *,
+    group: Group,
+    rng: RngStreams,
+    init: Initializer,
+    mlp: MLPFactory | None = None,
+    checkpoint_core: ActivationCheckpointing | None = None,
+) -> list[LayerSpec]:
+    """Embedding, transformer layers, final norm and output layer, in this order.
+
+    Args:
+        config: Architecture.
+        group: Tensor-parallel group.
+        rng: Random streams of dropout.
+        init: Draws the initial weights.
+        mlp: Makes the feed-forward layer of a transformer layer. None: the dense `MLP`.
+        checkpoint_core: Recomputes the attention cores. None: they are stored.
+    """
+
+    def dense_mlp(layer: int) -> nn.Module:
+        return MLP(config, layer, group=group, init=init)
+
+    def block(layer: int) -> nn.Module:
+        return Block(
+            config,
+            layer,
+            group=group,
+            rng=rng,
+            init=init,
+            mlp=dense_mlp if mlp is None else mlp,
+            checkpoint_core=checkpoint_core,
+        )
+
+    untied = config.untie_embeddings_and_output_weights
+
+    def head() -> nn.Module:
+        draw = init.normal("head.weight", config.init_method_std) if untied else None
+        padded_vocab = config.padded_vocab(group.size)
+        return OutputLayer(
+            config.vocab_size, padded_vocab, config.hidden_size, group=group, init=draw
+        )
+
+    word = LayerSpec("embedding.word", lambda: build_word_embedding(config, group, init))
+    return [
+        LayerSpec("embedding", lambda: Embedding(config, group=group, init=init)),
+        *(
+            LayerSpec(f"layers.{layer}", lambda layer=layer: block(layer))  # type: ignore[misc]
+            for layer in range(config.num_layers)
+        ),
+        LayerSpec("final_norm", lambda: build_norm(config)),
+        LayerSpec("head", head, tied_to=None if untied else word),
+    ]
+
+
+def build_layers(model: nn.Module, specs: list[LayerSpec]) -> None:
+    """Build layers as submodules of a model, under their canonical names."""
+    names = [spec.name for spec in specs]
+    for spec in specs:
+        tied = spec.tied_to
+        if tied is not None and tied.name.partition(".")[0] not in names:
+            _add(model, tied.name, tied.build())
+        _add(model, spec.name, spec.build())
+
+
+def _add(root: nn.Module, name: str, layer: nn.Module) -> None:
+    """Add a submodule with a dotted name."""
+    *parents, last = name.split(".")
+    for parent in parents:
+        if not hasattr(root, parent):
+            # Not a ModuleList: a later stage's layers do not begin at 0.
+            root.add_module(parent, nn.ModuleDict())
+        root = root.get_submodule(parent)
+    root.add_module(last, layer)

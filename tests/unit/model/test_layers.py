@@ -1,0 +1,64 @@
+"""The list of layers: pipeline stages made of it compute what the plain model computes."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_ds.model.gpt import ALL_LAYERS, GPTModel
+from megatron_ds.model.packed_attention import PackingOptions
+from megatron_ds.parallel.mesh import Mesh
+from megatron_ds.parallel.rng import RngStreams
+from tests.unit.model.test_packed_attention import CONFIG, EOD, POSITIONS, TOKENS
+
+LABELS = TOKENS.roll(-1, 1)
+PACKING = PackingOptions(EOD, reset_positions=True, reset_attention=True)
+
+
+def build(stage: slice = ALL_LAYERS, **options: Any) -> GPTModel:
+    config = dataclasses.replace(CONFIG, **options)
+    mesh, rng = Mesh.single(), RngStreams(0)
+    return GPTModel(config, mesh=mesh, rng=rng, seed=3, packing=PACKING, stage=stage)
+
+
+def gradients(model: GPTModel) -> dict[str, torch.Tensor]:
+    found = {name: param.grad for name, param in model.named_parameters()}
+    return {name: grad for name, grad in found.items() if grad is not None}
+
+
+@pytest.mark.parametrize("cut", [1, 2, 3])
+@pytest.mark.parametrize("untied", [False, True])
+@pytest.mark.parametrize("position", POSITIONS)
+def test_two_stages_equal_the_plain_model(position: str, untied: bool, cut: int) -> None:
+    options = {"position_embedding_type": position, "untie_embeddings_and_output_weights": untied}
+    plain = build(**options)
+    loss = plain(TOKENS, LABELS).mean()
+    loss.backward()
+
+    first, second = build(slice(cut), **options), build(slice(cut, None), **options)
+    hidden = first(TOKENS)
+    received = hidden.detach().requires_grad_()
+    staged_loss = second(TOKENS, LABELS, x_SBH=received).mean()
+    staged_loss.backward()
+    hidden.backward(received.grad)
+
+    assert torch.equal(staged_loss, loss)
+    found = gradients(first)
+    for name, grad in gradients(second).items():
+        # Both stages have the tied weight, whose gradient is the sum of theirs.
+        found[name] = found[name] + grad if name in found else grad
+    expected = gradients(plain)
+    assert found.keys() == expected.keys()
+    assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
+
+
+def test_stages_have_canonical_names_and_share_the_tied_weight() -> None:
+    stages = (ALL_LAYERS, slice(2), slice(2, None))
+    plain, first, second = (dict(build(stage).named_parameters()) for stage in stages)
+    assert first.keys() & second.keys() == {"embedding.word.weight"}
+    assert first.keys() | second.keys() == plain.keys()
+    for params in (first, second):
+        assert [name for name in params if not torch.equal(params[name], plain[name])] == []
