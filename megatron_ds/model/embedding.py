@@ -38,7 +38,7 @@ class LearnedPositionEmbedding(nn.Module):
         draw = init.normal("embedding.position.weight", std)
         self.weight = nn.Parameter(torch.empty(positions, hidden))
         with torch.no_grad():
-            self.weight.copy_(draw((positions, hidden)))
+            self.weight.copy_(draw((positions, hidden), 0, [range(positions)]))
 
     def forward(
         self, queries: int, offset: int, positions_BS: torch.Tensor | None = None

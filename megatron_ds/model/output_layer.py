@@ -14,8 +14,8 @@ from torch import nn
 from megatron_ds.parallel.collectives import gather_from_group
 from megatron_ds.parallel.embedding import validate_token_ids, vocab_parallel_weight
 from megatron_ds.parallel.fused_linear_cross_entropy import linear_cross_entropy
-from megatron_ds.parallel.linear import Init
 from megatron_ds.parallel.mesh import Group
+from megatron_ds.parallel.sharding import Init
 
 
 class TokenLoss(NamedTuple):

@@ -1,35 +1,112 @@
-"""Initial weights: a function of the run's seed and of a parameter's name alone.
+"""Initial weights: a function of the run's seed, the parameter's name and the element alone.
 
-Every parameter is drawn whole from a generator of its own, on the CPU, and cut afterwards, so that
-every layout starts from the same model.
+Owns the random numbers. They come from a counter-based generator (Philox; Salmon et al. 2011), in
+which every element of a parameter has its own counter. A rank draws its shard only, in as many
+threads as it likes, and every layout starts from the same model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from megatron_ds.parallel.rng import stable_seed
+from megatron_ds.parallel.sharding import Init
+
+BLOCK = 2**15
+"""Elements that are always computed together: vector instructions may round the last elements of an
+array differently, so results must not depend on where a shard ends. A block stays in the cache."""
+CHUNK = 2**20
+"""Elements of a thread's task; a multiple of BLOCK."""
+COUNTER_ELEMENTS = 8
+"""fp32 numbers that Philox4x64 makes of one counter."""
+MAX_THREADS = 8
+
+Array = npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True)
 class Initializer:
-    """Draws the initial values of one model."""
+    """Draws the initial values of one model.
+
+    Args:
+        seed: Seed of the run. None: nothing is drawn, and the values are arbitrary until a
+            checkpoint replaces them.
+        threads: Threads of a draw. None: one per available core, at most MAX_THREADS.
+    """
 
     seed: int | None
-    """None: nothing is drawn; the values are arbitrary until a checkpoint replaces them."""
+    threads: int | None = None
 
-    def normal(self, name: str, std: float) -> Callable[[tuple[int, ...]], torch.Tensor]:
-        """A function from full shape to normal(0, std) values in fp32, for the parameter of this
-        canonical name.
-        """
+    def normal(self, name: str, std: float) -> Init:
+        """Return a function that draws normal(0, std) values for the parameter of this name."""
 
-        def draw(shape: tuple[int, ...]) -> torch.Tensor:
-            if self.seed is None:
-                return torch.empty(shape, dtype=torch.float32)
-            generator = torch.Generator("cpu").manual_seed(stable_seed(self.seed, name))
-            return torch.normal(0.0, std, shape, generator=generator, dtype=torch.float32)
+        def draw(shape: tuple[int, ...], dim: int, ranges: Sequence[range]) -> torch.Tensor:
+            # The sharded dimension is the slowest, so that each range is contiguous.
+            rest = [size for index, size in enumerate(shape) if index != dim]
+            row = math.prod(rest)
+            values = np.empty((sum(map(len, ranges)), *rest), dtype=np.float32)
+            if self.seed is not None:
+                flat, filled = values.reshape(-1), 0
+                for rows in ranges:
+                    part = flat[filled : filled + len(rows) * row]
+                    self._fill(part, rows.start * row, stable_seed(self.seed, name), std)
+                    filled += len(part)
+            return torch.from_numpy(values).movedim(0, dim)
 
         return draw
+
+    def _fill(self, out: Array, first: int, key: int, std: float) -> None:
+        """Fill `out` with the elements from `first` on."""
+        last = first + len(out)
+        starts = range(first - first % CHUNK, last, CHUNK)
+        threads = min(self.threads or _default_threads(), len(starts))
+
+        def fill_chunk(start: int) -> None:
+            low, high = max(start, first), min(start + CHUNK, last)
+            _fill_normal(out[low - first : high - first], low, key, std)
+
+        if threads <= 1:
+            for start in starts:
+                fill_chunk(start)
+            return
+        with ThreadPoolExecutor(threads) as pool:
+            list(pool.map(fill_chunk, starts))
+
+
+def _fill_normal(out: Array, first: int, key: int, std: float) -> None:
+    """Fill `out` with normal(0, std) values of the elements from `first` on (Box and Muller 1958).
+
+    numpy releases the interpreter's lock in each of these calls.
+    """
+    start = first - first % BLOCK
+    generator = np.random.Generator(np.random.Philox(key=key, counter=start // COUNTER_ELEMENTS))
+    block = np.empty(BLOCK, dtype=np.float32)
+    radius, angle = block[: BLOCK // 2], block[BLOCK // 2 :]
+    cosine = np.empty_like(angle)
+    while start < first + len(out):
+        generator.random(out=block, dtype=np.float32)
+        np.subtract(np.float32(1.0), radius, out=radius)  # from [0, 1) to (0, 1]
+        np.log(radius, out=radius)
+        np.multiply(radius, np.float32(-2.0 * std * std), out=radius)
+        np.sqrt(radius, out=radius)
+        np.multiply(angle, np.float32(2.0 * math.pi), out=angle)
+        np.cos(angle, out=cosine)
+        np.sin(angle, out=angle)
+        np.multiply(angle, radius, out=angle)
+        np.multiply(radius, cosine, out=radius)
+        low, high = max(start, first), min(start + BLOCK, first + len(out))
+        out[low - first : high - first] = block[low - start : high - start]
+        start += BLOCK
+
+
+def _default_threads() -> int:
+    available = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return min(available or 1, MAX_THREADS)

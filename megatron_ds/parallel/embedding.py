@@ -1,5 +1,5 @@
-"""Vocabulary-parallel embedding: the rows of the table are cut over the group (Shoeybi et al. 2019,
-section 3).
+"""Vocabulary-parallel embedding: the rows of the table are sharded over the group (Shoeybi et al.
+2019, section 3).
 """
 
 from __future__ import annotations
@@ -10,20 +10,22 @@ from torch import nn
 
 from megatron_ds.config.problems import Problem, UserError
 from megatron_ds.parallel.collectives import reduce_from_group
-from megatron_ds.parallel.linear import Init
 from megatron_ds.parallel.mesh import Group
-from megatron_ds.parallel.sharding import ShardSpec, sharded_parameter
+from megatron_ds.parallel.sharding import Init, ShardSpec, sharded_parameter
 
 
 def validate_token_ids(ids: torch.Tensor, vocab_size: int) -> None:
-    """Refuse token ids outside the vocabulary.
+    """Validate that token ids are in the vocabulary.
 
-    Raises ValueError that names the id on the CPU. An accelerator would have to be waited for, so
-    there the check runs on the device and fails asynchronously.
+    On an accelerator, reading the result would force a synchronization, so the check runs on the
+    device and fails asynchronously.
+
+    Raises:
+        UserError: If an id is outside (on the CPU).
     """
     if ids.device.type != "cpu":
-        inside = ((ids >= 0) & (ids < vocab_size)).all()
-        torch._assert_async(inside, f"a token id is outside the vocabulary of {vocab_size}")
+        valid = ((ids >= 0) & (ids < vocab_size)).all()
+        torch._assert_async(valid, f"a token id is outside the vocabulary of {vocab_size}")
         return
     if ids.numel() == 0:
         return
@@ -43,19 +45,27 @@ def vocab_parallel_weight(
     vocab_size: int, padded_size: int, hidden: int, *, group: Group, init: Init
 ) -> nn.Parameter:
     """This rank's rows of a [padded_size, hidden] table whose padding rows are zero."""
-    full = F.pad(init((vocab_size, hidden)), (0, 0, 0, padded_size - vocab_size))
-    return sharded_parameter(full, ShardSpec(0, (padded_size,)), group.rank, group.size)
+    spec = ShardSpec(0, (padded_size,))
+    (rows,) = spec.ranges(group.rank, group.size)
+    drawn = range(min(rows.start, vocab_size), min(rows.stop, vocab_size))
+    values = init((vocab_size, hidden), 0, [drawn])
+    return sharded_parameter(F.pad(values, (0, 0, 0, len(rows) - len(drawn))), spec)
 
 
 class VocabParallelEmbedding(nn.Module):
-    """Token ids of any shape to [..., hidden], whole on every rank."""
+    """Token ids of any shape to [..., hidden], replicated on every rank.
+
+    Args:
+        vocab_size: Rows that are tokens.
+        padded_size: Rows of the full table. The padding rows are zero and never looked up.
+        hidden: Size of a row.
+        group: Tensor-parallel group.
+        init: Draws the table.
+    """
 
     def __init__(
         self, vocab_size: int, padded_size: int, hidden: int, *, group: Group, init: Init
     ) -> None:
-        """padded_size: rows of the whole table; those from vocab_size on are padding and never
-        looked up.
-        """
         super().__init__()
         self.vocab_size = vocab_size
         self.group = group

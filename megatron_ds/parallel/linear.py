@@ -1,14 +1,11 @@
 """Column- and row-parallel linear layers (Shoeybi et al. 2019, section 3).
 
-Column: the output features are cut, the input is whole. Row: the input features are cut, the output
-is whole. One after the other they need one sum over the group in each direction. The group is an
-argument; how initial values are drawn is the caller's affair: `init` maps the full shape to the
-full matrix, so that any cut has the same weights.
+Column-parallel: the output features are sharded, the input is replicated. Row-parallel: the input
+features are sharded, the output is replicated. One after the other, they need one all-reduce over
+the group in each direction. Owns no initial values: `init` draws them.
 """
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -16,15 +13,18 @@ from torch import nn
 
 from megatron_ds.parallel.collectives import copy_to_group, reduce_from_group
 from megatron_ds.parallel.mesh import Group
-from megatron_ds.parallel.sharding import ShardSpec, sharded_parameter
-
-Init = Callable[[tuple[int, ...]], torch.Tensor]
-"""Full shape to full fp32 tensor of initial values."""
+from megatron_ds.parallel.sharding import Init, ShardSpec, sharded_parameter
 
 
 class ColumnParallelLinear(nn.Module):
-    """y = x W^T + b with the rows of W cut over the group: [..., in] -> [..., sum(sections) /
-    size].
+    """y = x W^T + b with the rows of W sharded: [..., in] -> [..., sum(sections) / group size].
+
+    Args:
+        in_features: Size of the input.
+        sections: Sizes of the fused parts of the output, e.g. (q, k, v); each is sharded evenly.
+        bias: Whether there is a bias; it starts at zero.
+        group: Tensor-parallel group.
+        init: Draws the weight.
     """
 
     def __init__(
@@ -36,23 +36,23 @@ class ColumnParallelLinear(nn.Module):
         group: Group,
         init: Init,
     ) -> None:
-        """sections: sizes of the fused parts of the output, e.g. (q, k, v); each is cut evenly."""
         super().__init__()
         self.group = group
         spec, out_features = ShardSpec(0, sections), sum(sections)
-        full = init((out_features, in_features))
-        self.weight = sharded_parameter(full, spec, group.rank, group.size)
+        rows = spec.ranges(group.rank, group.size)
+        self.weight = sharded_parameter(init((out_features, in_features), 0, rows), spec)
         self.bias: nn.Parameter | None = None
         if bias:
-            self.bias = sharded_parameter(torch.zeros(out_features), spec, group.rank, group.size)
+            self.bias = sharded_parameter(torch.zeros(out_features // group.size), spec)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return F.linear(copy_to_group(x, self.group), self.weight, self.bias)
 
 
 class RowParallelLinear(nn.Module):
-    """y = x W^T + b with the columns of W cut over the group: [..., in / size] -> [..., out]; the
-    bias is whole.
+    """y = x W^T + b with the columns of W sharded: [..., in / group size] -> [..., out].
+
+    The bias is replicated. Arguments as for `ColumnParallelLinear`.
     """
 
     def __init__(
@@ -60,12 +60,14 @@ class RowParallelLinear(nn.Module):
     ) -> None:
         super().__init__()
         self.group = group
-        full = init((out_features, in_features))
-        self.weight = sharded_parameter(full, ShardSpec(1, (in_features,)), group.rank, group.size)
+        spec = ShardSpec(1, (in_features,))
+        columns = spec.ranges(group.rank, group.size)
+        self.weight = sharded_parameter(init((out_features, in_features), 1, columns), spec)
         self.bias = nn.Parameter(torch.zeros(out_features)) if bias else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.group.size == 1:
             return F.linear(x, self.weight, self.bias)
+        # The bias is added after the reduction, so that it counts once.
         y = reduce_from_group(F.linear(x, self.weight), self.group)
         return y if self.bias is None else y + self.bias

@@ -1,25 +1,30 @@
-"""How a parameter is cut over tensor-parallel ranks: declared where it is born, read by everyone
-else.
+"""How a parameter is sharded over tensor-parallel ranks.
 
-Norms, checkpoints and conversions read the declaration and guess nothing from names. This file also
-sets the mark by which DeepSpeed tells sharded from replicated parameters when it sums gradient
-norms.
+Owns the declaration, attached to a parameter where it is created. Gradient norms, checkpoints and
+conversions read it and guess nothing from names. Also sets the mark by which DeepSpeed
+distinguishes sharded from replicated parameters when it sums gradient norms.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
+from megatron_ds.config.problems import Problem, UserError
+
+Init = Callable[[tuple[int, ...], int, Sequence[range]], torch.Tensor]
+"""Initial values of part of a parameter, fp32. Takes the full shape, a dimension, and ranges of this
+dimension; returns the values of these ranges, concatenated along it."""
+
 
 @dataclass(frozen=True)
 class ShardSpec:
-    """A cut along one dimension, made of sections that are each split evenly over the ranks.
+    """Sharding along one dimension, made of sections that are each split evenly over the ranks.
 
-    Rank i holds the concatenation of the i-th slice of every section: a fused [Q; K; V] or [gate;
-    up] matrix thus gives every rank its own slice of each part.
+    Rank i holds the concatenation of the i-th slice of every section: of a fused [Q; K; V] or
+    [gate; up] matrix, every rank has its slice of each part.
     """
 
     dim: int
@@ -27,25 +32,39 @@ class ShardSpec:
     """Sizes along `dim`; their sum is the full size."""
 
     def check(self, size: int) -> None:
-        """Raise ValueError if a section cannot be split over `size` ranks."""
+        """Raises:
+        UserError: If a section cannot be split evenly over `size` ranks.
+        """
         for section in self.sections:
             if section % size:
-                raise ValueError(
-                    f"a section of {section} rows or columns cannot be split over {size} "
-                    "tensor-parallel ranks"
+                raise UserError(
+                    Problem(
+                        "section-not-divisible-by-tensor-parallel-size",
+                        f"a section of {section} rows or columns cannot be split evenly over "
+                        f"{size} tensor-parallel ranks",
+                        "tensor_model_parallel_size",
+                    )
                 )
+
+    def ranges(self, rank: int, size: int) -> list[range]:
+        """Indices along `dim` that `rank` of `size` holds, one range per section."""
+        self.check(size)
+        ranges, start = [], 0
+        for section in self.sections:
+            local = section // size
+            ranges.append(range(start + rank * local, start + (rank + 1) * local))
+            start += section
+        return ranges
 
 
 def take_shard(full: torch.Tensor, spec: ShardSpec, rank: int, size: int) -> torch.Tensor:
-    """The part of a full tensor that `rank` of `size` holds."""
-    spec.check(size)
-    sections = full.split(list(spec.sections), dim=spec.dim)
-    slices = [section.chunk(size, dim=spec.dim)[rank] for section in sections]
+    """The shard of a full tensor that `rank` of `size` holds."""
+    slices = [full.narrow(spec.dim, rows.start, len(rows)) for rows in spec.ranges(rank, size)]
     return slices[0] if len(slices) == 1 else torch.cat(slices, dim=spec.dim)
 
 
 def unshard(shards: Sequence[torch.Tensor], spec: ShardSpec) -> torch.Tensor:
-    """The full tensor of all ranks' parts, in rank order: the inverse of `shard_of`."""
+    """The full tensor of all ranks' shards, in rank order: the inverse of `take_shard`."""
     size = len(shards)
     spec.check(size)
     local = [section // size for section in spec.sections]
@@ -55,29 +74,24 @@ def unshard(shards: Sequence[torch.Tensor], spec: ShardSpec) -> torch.Tensor:
 
 
 def mark_sharded(param: torch.nn.Parameter, spec: ShardSpec) -> None:
-    """Mark a parameter as this rank's part of a larger one."""
+    """Mark a parameter as this rank's shard."""
     param.shard_spec = spec  # type: ignore[attr-defined]
-    # DeepSpeed counts an unmarked parameter's gradient norm on tensor-parallel rank 0 alone.
+    # DeepSpeed counts the gradient norm of an unmarked parameter on tensor-parallel rank 0 only.
     param.tensor_model_parallel = True  # type: ignore[attr-defined]
 
 
 def shard_spec(param: torch.nn.Parameter) -> ShardSpec | None:
-    """The declaration, or None for a replicated parameter."""
+    """How a parameter is sharded; None if it is replicated."""
     spec: ShardSpec | None = getattr(param, "shard_spec", None)
     return spec
 
 
-def sharded_parameter(
-    full: torch.Tensor, spec: ShardSpec, rank: int, size: int
-) -> torch.nn.Parameter:
-    """A declared parameter that holds this rank's part of `full`.
-
-    The storage comes from torch.empty, so that its type and device are those of the surrounding
-    context (deepspeed.zero.Init builds in bf16 on the accelerator).
-    """
-    part = take_shard(full, spec, rank, size)
-    param = torch.nn.Parameter(torch.empty(part.shape))
+def sharded_parameter(shard: torch.Tensor, spec: ShardSpec) -> torch.nn.Parameter:
+    """A marked parameter with the values of this rank's shard."""
+    # The context determines type and device of torch.empty: deepspeed.zero.Init builds parameters
+    # in the run's precision on the accelerator.
+    param = torch.nn.Parameter(torch.empty(shard.shape))
     with torch.no_grad():
-        param.copy_(part)
+        param.copy_(shard)
     mark_sharded(param, spec)
     return param

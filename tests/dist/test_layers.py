@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -31,6 +31,11 @@ VOCAB, PADDED, HIDDEN = 21, 32, 8  # with 4 ranks the last one holds nothing but
 
 def draw(shape: tuple[int, ...]) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def draw_shard(shape: tuple[int, ...], dim: int, ranges: Sequence[range]) -> torch.Tensor:
+    index = torch.tensor([at for one in ranges for at in one], dtype=torch.int64)
+    return draw(shape).index_select(dim, index)
 
 
 def leaf(*shape: int) -> torch.Tensor:
@@ -90,7 +95,7 @@ def check_linear(group: Group) -> None:
         inner = sum(sections)
         cut = ShardSpec(2, sections)
         column, one_column = (
-            ColumnParallelLinear(HIDDEN, sections, bias=bias, group=g, init=draw)
+            ColumnParallelLinear(HIDDEN, sections, bias=bias, group=g, init=draw_shard)
             for g in (group, single)
         )
         x, one_x = leaf(*x_shape), leaf(*x_shape)
@@ -102,7 +107,7 @@ def check_linear(group: Group) -> None:
         compare_gradients(column, one_column, group)
 
         row, one_row = (
-            RowParallelLinear(inner, HIDDEN, bias=bias, group=g, init=draw) for g in (group, single)
+            RowParallelLinear(inner, HIDDEN, bias=bias, group=g, init=draw_shard) for g in (group, single)
         )
         for layer in (row, one_row):
             if layer.bias is not None:
@@ -124,7 +129,7 @@ def compare_gradients(layer: nn.Module, one: nn.Module, group: Group) -> None:
 
 def check_embedding(group: Group) -> None:
     table, one = (
-        VocabParallelEmbedding(VOCAB, PADDED, HIDDEN, group=g, init=draw)
+        VocabParallelEmbedding(VOCAB, PADDED, HIDDEN, group=g, init=draw_shard)
         for g in (group, Mesh.single().tp)
     )
     ids = torch.tensor([[0, 20, 7], [8, 7, 15]])

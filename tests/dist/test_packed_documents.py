@@ -22,6 +22,7 @@ from tests.dist.compare import differences
 from tests.dist.engine_harness import CPU
 from tests.dist.rank_jobs import Job, JobResults, run_jobs
 from tests.dist.reference import EOD, Samples, train_reference
+from tests.problems import codes, raises_problem
 from tests.unit.model.dense import dense_flex
 
 PLAIN = Samples(parity_cases.STEPS * parity_cases.SAMPLES_PER_STEP, parity_cases.SHAPE)
@@ -56,18 +57,22 @@ def config(name: str, folder: Path) -> Config:
     )
 
 
-def knows_why_it_loops(engine: Any) -> None:
-    rules: PackingOptions = engine.packing
-    assert rules.flex is None
-    wanted = "backward on CPU" if engine.module.config.attention_dropout == 0.0 else "dropout"
-    assert (wanted in rules.flex_unavailable_reason) == rules.reset_attention
+def check_reason_without_flex(engine: Any) -> None:
+    packing: PackingOptions = engine.packing
+    dropout = engine._engine.module.config.attention_dropout
+    assert packing.flex is None
+    if packing.reset_attention:
+        code = "flex-attention-without-dropout" if dropout else "flex-attention-failed"
+        assert codes([packing.flex_unavailable_reason]) == [code]
+    else:
+        assert not packing.flex_unavailable_reason
 
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> JobResults:
     folder = tmp_path_factory.mktemp("documents")
     jobs = [
-        Job(name, config(name, folder), plans_of(case), SAMPLES, knows_why_it_loops)
+        Job(name, config(name, folder), plans_of(case), SAMPLES, check_reason_without_flex)
         for name, (case, *_) in CASES.items()
     ]
     return run_jobs(2, jobs, folder)
@@ -106,6 +111,6 @@ def test_bounds_change_what_is_learned(tmp_path: Path) -> None:
     assert losses[0] != pytest.approx(losses[1], rel=1e-4)
 
 
-def test_a_tokenizer_without_an_end_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="this tokenizer has none"):
+def test_tokenizer_without_eod_is_rejected(tmp_path: Path) -> None:
+    with raises_problem("tokenizer-without-eod"):
         build_engine(config("zero3 learned", tmp_path), Mesh.single(), CPU, eod=None)

@@ -1,0 +1,67 @@
+"""How fast initial weights are drawn: numbers per second, by the number of threads.
+
+    python benchmarks/weight_init.py --threads 1 2 --output weight_init.json
+
+Each measurement draws one matrix; torch.normal, which fills a matrix from one generator, takes turns
+with it on one thread.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from benchmarks.common import this_machine, versions, write_json
+from megatron_ds.model.weight_init import Initializer
+
+SEQUENTIAL = "torch.normal"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], help="threads (1 2)")
+    parser.add_argument("--rows", type=int, default=8192, help="rows of the matrix (8192)")
+    parser.add_argument("--columns", type=int, default=4096, help="its columns (4096)")
+    parser.add_argument("--rounds", type=int, default=5, help="measurements of each (5)")
+    parser.add_argument("--output", type=Path, default=None, help="also write JSON here")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    machine = this_machine()
+    shape = options.rows, options.columns
+
+    def by_threads(threads: int) -> Callable[[], object]:
+        init = Initializer(1, threads).normal("weight", 0.02)
+        return lambda: init(shape, 0, [range(shape[0])])
+
+    draws: dict[str, Callable[[], object]] = {
+        f"{threads} threads": by_threads(threads) for threads in options.threads
+    }
+    draws[SEQUENTIAL] = lambda: torch.normal(0.0, 0.02, shape)
+    seconds: dict[str, list[float]] = {name: [] for name in draws}
+    for _ in range(options.rounds):
+        for name, draw in draws.items():
+            start = time.perf_counter()
+            draw()
+            seconds[name].append(time.perf_counter() - start)
+    rates = {name: shape[0] * shape[1] / min(taken) / 1e6 for name, taken in seconds.items()}
+    for name, rate in rates.items():
+        print(f"{name}: {rate:.0f} million numbers a second")
+    if options.output is not None:
+        result = {
+            "machine": dataclasses.asdict(machine),
+            "versions": versions(["torch", "numpy"]),
+            "shape": shape,
+            "million numbers a second": rates,
+        }
+        write_json(options.output, result)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
