@@ -2,8 +2,8 @@
 
     python benchmarks/weight_init.py --threads 1 2 --output weight_init.json
 
-Each measurement draws one matrix; torch.normal, which fills a matrix from one generator, takes turns
-with it on one thread.
+Each measurement draws one matrix. For comparison, torch.normal fills it from one generator in one
+thread.
 """
 
 from __future__ import annotations

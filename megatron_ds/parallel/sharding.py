@@ -15,8 +15,8 @@ import torch
 from megatron_ds.config.problems import Problem, UserError
 
 Init = Callable[[tuple[int, ...], int, Sequence[range]], torch.Tensor]
-"""Initial values of part of a parameter, fp32. Takes the full shape, a dimension, and ranges of this
-dimension; returns the values of these ranges, concatenated along it."""
+"""Initial values of part of a parameter, fp32. Takes the full shape, a dimension, and ranges of
+this dimension; returns the values of these ranges, concatenated along it."""
 
 
 @dataclass(frozen=True)

@@ -58,8 +58,8 @@ def config(name: str, folder: Path) -> Config:
 
 
 def check_reason_without_flex(engine: Any) -> None:
-    packing: PackingOptions = engine.packing
-    dropout = engine._engine.module.config.attention_dropout
+    packing: PackingOptions = engine.module.packing
+    dropout = engine.module.config.attention_dropout
     assert packing.flex is None
     if packing.reset_attention:
         code = "flex-attention-without-dropout" if dropout else "flex-attention-failed"
