@@ -78,57 +78,47 @@ def vocab(**changes: Any) -> str:
     return json.dumps({**VOCAB, **changes})
 
 
-GPT2: dict[str, tuple[dict[str, str | bytes], str, str]] = {
-    "empty vocabulary file": ({"vocab": ""}, "tokenizer-file-not-json", "vocab.json"),
-    "not JSON": ({"vocab": "a 0\nb 1\n"}, "tokenizer-file-not-json", "vocab.json"),
-    "truncated": ({"vocab": json.dumps(VOCAB)[:-100]}, "tokenizer-file-not-json", "vocab.json"),
-    "not UTF-8": ({"vocab": b'{"\xff": 0}'}, "tokenizer-file-not-json", "vocab.json"),
-    "NUL bytes": ({"vocab": b"\0" * 64}, "tokenizer-file-not-json", "vocab.json"),
-    "nested deeply": ({"vocab": "[" * 100_000}, "tokenizer-file-not-json", "vocab.json"),
-    "list": ({"vocab": json.dumps(list(VOCAB))}, "tokenizer-file-not-json-object", "vocab.json"),
-    "null": ({"vocab": "null"}, "tokenizer-file-not-json-object", "vocab.json"),
-    "no tokens": ({"vocab": "{}"}, "vocabulary-empty", "vocab.json"),
-    "id as text": ({"vocab": vocab(he="256")}, "token-id-not-integer", "'he' is '256'"),
-    "id true": ({"vocab": vocab(he=True)}, "token-id-not-integer", "'he' is True"),
-    "id fraction": ({"vocab": vocab(he=256.5)}, "token-id-not-integer", "'he' is 256.5"),
-    "id null": ({"vocab": vocab(he=None)}, "token-id-not-integer", "'he' is None"),
-    "negative id": ({"vocab": vocab(he=-1)}, "token-id-out-of-range", "-1 of 'he'"),
-    "id beyond int32": ({"vocab": vocab(he=1 << 40)}, "token-id-out-of-range", "1099511627776"),
-    "id repeated": ({"vocab": vocab(he=5)}, "token-ids-not-contiguous", "256 is missing"),
-    "gap": ({"vocab": vocab(hel=300)}, "token-ids-not-contiguous", "257 is missing"),
-    "ids from 1": (
-        {"vocab": json.dumps({t: n + 1 for t, n in VOCAB.items()})},
-        "token-ids-not-contiguous",
-        "0 is missing",
-    ),
-    "token repeated": (
-        {"vocab": json.dumps(VOCAB)[:-1] + ', "a": 300}'},
-        "token-ids-not-contiguous",
-        "vocab.json",
-    ),
-    "no end of text": (
-        {"vocab": json.dumps({t: n for t, n in VOCAB.items() if t != END})},
-        "end-of-text-token-missing",
-        END,
-    ),
-    "no bytes": ({"vocab": json.dumps({END: 0, "a": 1})}, "byte-tokens-missing", "255"),
-    "merges of no tokens": ({"merges": "zz zz\n"}, "merges-of-another-vocabulary", "merges.txt"),
-    "merges of three": ({"merges": "h e l\n"}, "merge-not-a-pair", "merges.txt:1: 'h e l'"),
-    "merges of one": ({"merges": MERGES + "he\n"}, "merge-not-a-pair", "merges.txt:4: 'he'"),
-    "merges with a tab": ({"merges": "h\te\n"}, "merge-not-a-pair", "merges.txt:1: 'h\\te'"),
-    "merges with an empty half": ({"merges": "h \n"}, "merge-not-a-pair", "merges.txt:1: 'h '"),
-    "merges in JSON": ({"merges": '{"h": 1}'}, "merges-of-another-vocabulary", "merges.txt"),
-    "merges not UTF-8": ({"merges": b"h \xff\n"}, "tokenizer-file-not-utf8", "merges.txt"),
-    "merges of NUL bytes": ({"merges": b"\0" * 9}, "merge-not-a-pair", "merges.txt:1: "),
+BAD_VOCABS: dict[str, list[str | bytes]] = {
+    "tokenizer-file-not-json": [
+        *("", "a 0\nb 1\n", json.dumps(VOCAB)[:-100], "[" * 100_000),
+        *(b'{"\xff": 0}', b"\0" * 64),
+    ],
+    "tokenizer-file-not-json-object": [json.dumps(list(VOCAB)), "null"],
+    "vocabulary-empty": ["{}"],
+    "token-id-not-integer": [vocab(he=number) for number in ("256", True, 256.5, None)],
+    "token-id-out-of-range": [vocab(he=-1), vocab(he=1 << 40)],
+    "token-ids-not-contiguous": [
+        *(vocab(he=5), vocab(hel=300), json.dumps(VOCAB)[:-1] + ', "a": 300}'),
+        json.dumps({token: number + 1 for token, number in VOCAB.items()}),
+    ],
+    "end-of-text-token-missing": [json.dumps({t: n for t, n in VOCAB.items() if t != END})],
+    "byte-tokens-missing": [json.dumps({END: 0, "a": 1})],
 }
+BAD_MERGES: list[tuple[str, str | bytes, str]] = [
+    ("merges-of-another-vocabulary", "zz zz\n", "merges.txt"),
+    ("merges-of-another-vocabulary", '{"h": 1}', "merges.txt"),
+    ("merge-not-a-pair", "h e l\n", "merges.txt:1: 'h e l'"),
+    ("merge-not-a-pair", MERGES + "he\n", "merges.txt:4: 'he'"),
+    ("merge-not-a-pair", "h\te\n", "merges.txt:1: 'h\\te'"),
+    ("merge-not-a-pair", "h \n", "merges.txt:1: 'h '"),
+    ("merge-not-a-pair", b"\0" * 9, "merges.txt:1: "),
+    ("tokenizer-file-not-utf8", b"h \xff\n", "merges.txt"),
+]
 
 
-@pytest.mark.parametrize("name", GPT2)
-def test_gpt2_rejects_damaged_files(tmp_path: Path, name: str) -> None:
-    files, code, shown = GPT2[name]
-    with raises_problem(code, contains=shown) as raised:
-        gpt2(tmp_path, **files)  # type: ignore[arg-type]
-    assert str(tmp_path) in raised.problem
+@pytest.mark.parametrize("code", BAD_VOCABS)
+def test_gpt2_rejects_damaged_vocabularies(tmp_path: Path, code: str) -> None:
+    for content in BAD_VOCABS[code]:
+        with raises_problem(code, "vocab_file", contains=f"{tmp_path}/vocab.json"):
+            gpt2(tmp_path, content)
+
+
+@pytest.mark.parametrize(("code", "content", "shown"), BAD_MERGES)
+def test_gpt2_rejects_damaged_merges(
+    tmp_path: Path, code: str, content: str | bytes, shown: str
+) -> None:
+    with raises_problem(code, contains=f"{tmp_path}/{shown}"):
+        gpt2(tmp_path, merges=content)
 
 
 def test_gpt2_rejects_truncated_merges(tmp_path: Path) -> None:
@@ -184,91 +174,63 @@ def changed(*path: Any, to: Any) -> str:
 
 GOOD = json.dumps(FILE)
 EMPTY_MODEL = {"type": "WordLevel", "vocab": {}, "unk_token": "x"}
-BAD_TOKENIZER_JSON: dict[str, str | bytes] = {
-    "empty file": "",
-    "not JSON": "hello",
-    "not UTF-8": b"\xff\xfe",
-    "list": "[]",
-    "empty object": "{}",
-    "nested deeply": "[" * 100_000,
-    "truncated": GOOD[:-9],
-    "no model": changed("model", to=MISSING),
-    "model null": changed("model", to=None),
-    "unknown model": changed("model", "type", to="X"),
-    "vocabulary a list": changed("model", "vocab", to=[]),
-    "negative id": changed("model", "vocab", "a", to=-1),
-}
 GPT2_CLASS = '{"tokenizer_class": "GPT2Tokenizer"}'
-HF: dict[str, tuple[dict[str, str | bytes], str, str]] = {
-    **{
-        name: ({"tokenizer__json": content}, "tokenizer-json-invalid", "tokenizer.json")
-        for name, content in BAD_TOKENIZER_JSON.items()
-    },
-    "no files": ({}, "pretrained-tokenizer-unreadable", ""),
-    "id beyond int32": (
-        {"tokenizer__json": changed("model", "vocab", "a", to=(1 << 32) - 1)},
-        "token-id-out-of-range",
-        "4294967295 of 'a'",
+BAD_TOKENIZER_JSON: list[str | bytes] = [
+    *("", "hello", b"\xff\xfe", "[]", "{}", "[" * 100_000, GOOD[:-9]),
+    *(changed("model", to=MISSING), changed("model", to=None), changed("model", "type", to="X")),
+    *(changed("model", "vocab", to=[]), changed("model", "vocab", "a", to=-1)),
+]
+# The code of the problem, the file or folder that it names, and the files.
+BAD_FOLDERS: list[tuple[str, str, dict[str, str | bytes]]] = [
+    *(
+        ("tokenizer-json-invalid", "tokenizer.json", {"tokenizer__json": content})
+        for content in BAD_TOKENIZER_JSON
     ),
-    "no vocabulary": (
-        {"tokenizer__json": json.dumps({**FILE, "added_tokens": [], "model": EMPTY_MODEL})},
-        "vocabulary-empty",
-        "tokenizer.json",
+    *(
+        (code, "tokenizer.json", {"tokenizer__json": content})
+        for code, content in (
+            ("token-id-out-of-range", changed("model", "vocab", "a", to=(1 << 32) - 1)),
+            ("vocabulary-empty", json.dumps({**FILE, "added_tokens": [], "model": EMPTY_MODEL})),
+            ("end-token-unknown", changed("added_tokens", to=[])),
+        )
     ),
-    "no end token": (
-        {"tokenizer__json": changed("added_tokens", to=[])},
-        "end-token-unknown",
-        "tokenizer.json",
+    *(
+        (
+            code,
+            "tokenizer_config.json",
+            {"tokenizer__json": GOOD, "tokenizer_config__json": content},
+        )
+        for code, content in (
+            ("tokenizer-file-not-json", "{"),
+            ("tokenizer-file-not-json", b"\xff"),
+            ("tokenizer-file-not-json-object", "[]"),
+            ("end-token-not-in-vocabulary", '{"eos_token": ["</s>"]}'),
+            ("end-token-not-in-vocabulary", '{"eos_token": "<end>"}'),
+        )
     ),
-    "side file not JSON": (
-        {"tokenizer__json": GOOD, "tokenizer_config__json": "{"},
-        "tokenizer-file-not-json",
-        "tokenizer_config.json",
-    ),
-    "side file a list": (
-        {"tokenizer__json": GOOD, "tokenizer_config__json": "[]"},
-        "tokenizer-file-not-json-object",
-        "tokenizer_config.json",
-    ),
-    "side file not UTF-8": (
-        {"tokenizer__json": GOOD, "special_tokens_map__json": b"\xff"},
-        "tokenizer-file-not-json",
+    (
+        "end-token-not-in-vocabulary",
         "special_tokens_map.json",
-    ),
-    "end token a list": (
-        {"tokenizer__json": GOOD, "tokenizer_config__json": '{"eos_token": ["</s>"]}'},
-        "end-token-not-in-vocabulary",
-        "['</s>']",
-    ),
-    "end token unknown": (
         {"tokenizer__json": GOOD, "special_tokens_map__json": '{"eos_token": "<end>"}'},
-        "end-token-not-in-vocabulary",
-        "'<end>'",
     ),
-    "only a configuration": (
-        {"tokenizer_config__json": GPT2_CLASS},
-        "pretrained-tokenizer-incomplete",
-        "vocab.json, merges.txt",
+    ("pretrained-tokenizer-incomplete", "", {"tokenizer_config__json": GPT2_CLASS}),
+    *(
+        ("pretrained-tokenizer-unreadable", "", files)
+        for files in (
+            {},
+            {"tokenizer_config__json": GPT2_CLASS, "vocab__json": json.dumps(VOCAB)},
+            {"tokenizer_config__json": '{"tokenizer_class": 5}', "config__json": "[]"},
+        )
     ),
-    "merges missing": (
-        {"tokenizer_config__json": GPT2_CLASS, "vocab__json": json.dumps(VOCAB)},
-        "pretrained-tokenizer-unreadable",
-        "`vocab` and `merges`",
-    ),
-    "configuration without a class": (
-        {"tokenizer_config__json": '{"tokenizer_class": 5}', "config__json": "[]"},
-        "pretrained-tokenizer-unreadable",
-        "",
-    ),
-}
+]
 
 
-@pytest.mark.parametrize("name", HF)
-def test_hf_rejects_damaged_files(tmp_path: Path, name: str) -> None:
-    files, code, shown = HF[name]
-    with raises_problem(code, "tokenizer_model", contains=shown) as raised:
+@pytest.mark.parametrize(("code", "file", "files"), BAD_FOLDERS)
+def test_hf_rejects_damaged_files(
+    tmp_path: Path, code: str, file: str, files: dict[str, str | bytes]
+) -> None:
+    with raises_problem(code, "tokenizer_model", contains=str(tmp_path / file)):
         hf(tmp_path, **files)
-    assert str(tmp_path) in raised.problem
 
 
 def test_hf_rejects_paths_that_do_not_exist() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from megatron_ds.config.problems import UserError
 from megatron_ds.inference.api_schema import FIELDS, MAX_BODY, Defaults, GenerationRequest, read
-from tests.problems import codes, fields, raises_problem
+from tests.problems import codes, raises_problem
 
 GOOD: dict[str, Any] = {"prompts": ["Hello"]}
 
@@ -19,26 +19,12 @@ def read_fields(defaults: Defaults | None = None, **given: Any) -> GenerationReq
 
 
 def test_defaults_are_those_of_megatron() -> None:
-    assert read_fields() == GenerationRequest(
-        prompts=("Hello",),
-        tokens_to_generate=None,
-        logprobs=False,
-        top_n_logprobs=0,
-        temperature=1.0,
-        top_k=0,
-        top_p=0.0,
-        top_p_decay=0.0,
-        top_p_bound=0.0,
-        add_BOS=False,
-        stop_on_eol=False,
-        stop_on_double_eol=False,
-        prevent_newline_after_colon=False,
-        random_seed=None,
-        no_log=False,
-        beam_width=None,
-        stop_token=None,
-        length_penalty=1.0,
-    )
+    zero = dict.fromkeys(("top_n_logprobs", "top_k", "top_p", "top_p_decay", "top_p_bound"), 0)
+    absent = dict.fromkeys(("tokens_to_generate", "random_seed", "beam_width", "stop_token"))
+    one = {"temperature": 1.0, "length_penalty": 1.0}
+    off = {name: False for name in FIELDS if name not in {*GOOD, *zero, *absent, *one}}
+
+    assert vars(read_fields()) == {"prompts": ("Hello",), **zero, **absent, **one, **off}
     assert Defaults().tokens_to_generate == 64
 
 
@@ -124,60 +110,33 @@ def test_invalid_values_are_rejected(name: str) -> None:
             read_fields(**{name: value})
 
 
-@pytest.mark.parametrize(
-    ("given", "code", "expected"),
-    [
-        ({"prompts": ["a", ""]}, "empty-prompt-needs-bos", "prompts add_BOS"),
-        ({"tokens_to_generate": 0}, "scoring-without-logprobs", "tokens_to_generate logprobs"),
-        ({"top_n_logprobs": 1}, "request-field-needs-another", "top_n_logprobs logprobs"),
-        ({"top_k": 1, "top_p": 0.1}, "request-fields-exclusive", "top_k top_p"),
-        ({"top_p_decay": 0.5}, "request-field-needs-another", "top_p_decay top_p"),
-        (
-            {"top_p_bound": 0.5, "top_p_decay": 0.5, "top_p": 0},
-            "request-field-needs-another",
-            "top_p_bound top_p",
-        ),
-        (
-            {"top_p": 0.5, "top_p_bound": 0.2},
-            "request-field-needs-another",
-            "top_p_bound top_p_decay",
-        ),
-        (
-            {"top_p": 0.5, "top_p_decay": 0.5, "top_p_bound": 0.6},
-            "top-p-bound-above-top-p",
-            "top_p_bound top_p",
-        ),
-        (
-            {"stop_on_eol": True, "stop_on_double_eol": True},
-            "request-fields-exclusive",
-            "stop_on_eol stop_on_double_eol",
-        ),
-        (
-            {"beam_width": 2, "prompts": ["a", "b"]},
-            "beam-search-with-several-prompts",
-            "beam_width prompts",
-        ),
-        (
-            {"beam_width": 2, "tokens_to_generate": 0},
-            "beam-search-without-new-tokens",
-            "beam_width tokens_to_generate",
-        ),
-        (
-            {"beam_width": 2, "top_k": 3, "logprobs": True},
-            "request-fields-not-for-beam-search",
-            "logprobs top_k",
-        ),
-        ({"stop_token": 3}, "request-fields-only-for-beam-search", "stop_token"),
-    ],
-    ids=str,
-)
-def test_contradicting_fields_are_rejected(given: dict[str, Any], code: str, expected: str) -> None:
+CONTRADICTIONS: list[tuple[dict[str, Any], str, str]] = [
+    ({"prompts": ["a", ""]}, "empty-prompt-needs-bos", "prompts"),
+    ({"tokens_to_generate": 0}, "scoring-without-logprobs", "tokens_to_generate"),
+    ({"top_n_logprobs": 1}, "request-field-needs-another", "logprobs"),
+    ({"top_k": 1, "top_p": 0.1}, "request-fields-exclusive", "top_p"),
+    ({"stop_on_eol": True, "stop_on_double_eol": True}, "request-fields-exclusive", "stop_on_eol"),
+    ({"top_p_decay": 0.5}, "request-field-needs-another", "top_p_decay"),
+    ({"top_p_bound": 0.5, "top_p_decay": 0.5}, "request-field-needs-another", "top_p_bound"),
+    ({"top_p": 0.5, "top_p_bound": 0.2}, "request-field-needs-another", "top_p_decay"),
+    (
+        {"top_p": 0.5, "top_p_decay": 0.5, "top_p_bound": 0.6},
+        "top-p-bound-above-top-p",
+        "top_p_bound",
+    ),
+    ({"beam_width": 2, "prompts": ["a", "b"]}, "beam-search-with-several-prompts", "prompts"),
+    ({"beam_width": 2, "tokens_to_generate": 0}, "beam-search-without-new-tokens", "beam_width"),
+    ({"beam_width": 2, "top_k": 3}, "request-fields-not-for-beam-search", "top_k"),
+    ({"stop_token": 3}, "request-fields-only-for-beam-search", "stop_token"),
+]
+
+
+@pytest.mark.parametrize(("given", "code", "name"), CONTRADICTIONS)
+def test_contradicting_fields_are_rejected(given: dict[str, Any], code: str, name: str) -> None:
     with pytest.raises(UserError) as raised:
         read_fields(**given)
 
-    assert (code, tuple(expected.split())) in zip(
-        codes(raised.value.problems), fields(raised.value.problems), strict=True
-    )
+    assert any(problem.code == code and name in problem.fields for problem in raised.value.problems)
 
 
 @pytest.mark.parametrize(
