@@ -144,12 +144,12 @@ def test_interactive_prompts_are_continued(trained: Path) -> None:
 
 
 def test_unsuitable_checkpoints_and_prompts_are_reported(trained: Path, tmp_path: Path) -> None:
-    command = (sys.executable, TOOL, "--load")
-    differing = run(*command, trained, "--prompt", 1, "--hidden-size", 64, code=2)
-    assert "--hidden-size is 64, in the checkpoint 32" in differing.stderr
-    empty = run(*command, tmp_path, "--prompt", 1, code=1)
-    assert f"--load {tmp_path}" in empty.stderr
-    long = run(*command, trained, "--prompt", counted(0, 16), code=2)
-    assert "prompt 1: its 16 tokens" in long.stderr
-    for done in (differing, empty, long):
-        assert "Traceback" not in done.stderr
+    for folder, prompt, flags, status, code in (
+        (trained, "1", ("--hidden-size", 64), 2, "flag-differs-from-checkpoint"),
+        (tmp_path, "1", (), 1, "checkpoint-missing"),
+        (trained, counted(0, 16), (), 2, "prompt-fills-sequence"),
+    ):
+        command = (sys.executable, TOOL, "--load", folder, "--prompt", prompt, *flags)
+        result = run(*command, code=status)
+        assert f"[{code}]" in result.stderr
+        assert "Traceback" not in result.stderr
