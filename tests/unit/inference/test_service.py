@@ -129,32 +129,27 @@ def test_texts_without_a_requested_length_fill_the_sequence(service: TextGenerat
     assert len(long) == MAX_LENGTH or long[-1] == EOD
 
 
+TOO_LONG = "prompt-and-new-tokens-exceed-length"
+
+
 @pytest.mark.parametrize(
-    ("fields", "code", "shown"),
+    ("prompts", "fields", "code", "shown"),
     [
-        (
-            {"prompts": ["a", "a" * 36], "tokens_to_generate": 5},
-            "prompt-and-new-tokens-exceed-length",
-            "prompt 2: its 36 ",
-        ),
-        (
-            {"prompts": ["a" * 41], "tokens_to_generate": 0, "logprobs": True},
-            "prompt-and-new-tokens-exceed-length",
-            "41",
-        ),
-        ({"prompts": ["a" * 40]}, "prompt-fills-sequence", "40"),
-        ({"prompts": ["a", "?"]}, "prompt-not-encodable", "prompt 2"),
-        (
-            {"prompts": ["a"], "beam_width": 2, "stop_token": VOCAB},
-            "stop-token-out-of-range",
-            str(VOCAB),
-        ),
+        (["a", "a" * 36], {"tokens_to_generate": 5}, TOO_LONG, "prompt 2: its 36 "),
+        (["a" * 41], {"tokens_to_generate": 0, "logprobs": True}, TOO_LONG, "41"),
+        (["a" * 40], {}, "prompt-fills-sequence", "40"),
+        (["a", "?"], {}, "prompt-not-encodable", "prompt 2"),
+        (["a"], {"beam_width": 2, "stop_token": VOCAB}, "stop-token-out-of-range", str(VOCAB)),
     ],
 )
 def test_unsuitable_requests_are_rejected(
-    service: TextGenerationService, fields: dict[str, Any], code: str, shown: str
+    service: TextGenerationService,
+    prompts: list[str],
+    fields: dict[str, Any],
+    code: str,
+    shown: str,
 ) -> None:
-    request = read(json.dumps(fields).encode(), Defaults())
+    request = read(json.dumps({"prompts": prompts, **fields}).encode(), Defaults())
     with raises_problem(code, contains=shown):
         service.build_job(request)
 

@@ -18,8 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, normalizers, pre_tokenizers
 
-from megatron_ds.config import TokenizerConfig
-from megatron_ds.tokenizer import Tokenizer, build_tokenizer, encode_flat
+from megatron_ds.tokenizer import Tokenizer, encode_flat
 from megatron_ds.tokenizer.fast_backend import (
     BACKENDS,
     EDGES,
@@ -29,20 +28,19 @@ from megatron_ds.tokenizer.fast_backend import (
     select_backend,
 )
 from tests.problems import codes, raises_problem
+from tests.unit.tokenizer.test_golden import FOLDER, build, texts
 
-FOLDER = Path(__file__).resolve().parents[2] / "golden" / "tokenizers"
-LINES = (FOLDER / "corpus.jsonl").read_text(encoding="utf-8").split("\n")
-CORPUS = [json.loads(line)["text"] for line in LINES if line]
+CORPUS = texts()
 END = "<|endoftext|>"
 
 
 def gpt2(folder: Path = FOLDER, vocab: str = "vocab.json", merges: str = "merges.txt") -> Tokenizer:
-    config = TokenizerConfig(vocab_file=str(folder / vocab), merge_file=str(folder / merges))
-    return build_tokenizer(config)
+    files = {"vocab_file": str(folder / vocab), "merge_file": str(folder / merges)}
+    return build("GPT2BPETokenizer", **files)
 
 
 def from_json(path: Path) -> Tokenizer:
-    return build_tokenizer(TokenizerConfig(tokenizer_type="HFTokenizer", tokenizer_model=str(path)))
+    return build("HFTokenizer", tokenizer_model=str(path))
 
 
 def variant(folder: Path, change: Callable[[tokenizers.Tokenizer], None]) -> Tokenizer:
@@ -132,7 +130,7 @@ def test_unsupported_tokenizers_use_the_reference(tmp_path: Path) -> None:
 
 
 def test_kinds_without_a_tokenizer_json_use_their_own_library() -> None:
-    null = build_tokenizer(TokenizerConfig(tokenizer_type="NullTokenizer"), 5)
+    null = build("NullTokenizer", 5)
     for backend in ("auto", "tokenizers"):
         assert select_backend(null, backend) == (null, "NullTokenizer", None)
     with raises_problem("fast-backend-unsupported-tokenizer-type", contains="NullTokenizer"):
@@ -156,22 +154,10 @@ class WrongLibrary:
         )
 
 
-FRAGMENTS = [
-    "\r\n",
-    "\u00a0",
-    "\0",
-    "\u200d",
-    "\u0301",
-    "'LL",
-    END,
-    "\u05e9",
-    "\u4e2d",
-    "1234",
-    "a" * 65536,
-]
+FRAGMENTS = ["\r\n", "\u00a0", "\0", "\u200d", "\u0301", "'LL", END, "\u05e9", "\u4e2d", "1234"]
 
 
-@pytest.mark.parametrize("fragment", FRAGMENTS)
+@pytest.mark.parametrize("fragment", [*FRAGMENTS, "a" * 65536])
 def test_a_library_with_other_ids_is_not_used(
     fragment: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,11 +10,10 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 
-from megatron_ds.config import TokenizerConfig
-from megatron_ds.tokenizer import Tokenizer, build_tokenizer
+from megatron_ds.tokenizer import Tokenizer
 from megatron_ds.tokenizer.huggingface import needs_transformers
 from tests.problems import raises_problem
-from tests.unit.tokenizer.test_golden import FOLDER, texts
+from tests.unit.tokenizer.test_golden import FOLDER, build, texts
 
 CODE = """
 from transformers import PreTrainedTokenizer
@@ -45,12 +44,8 @@ class Letters(PreTrainedTokenizer):
 """
 
 
-def build(name: str | Path, *, trust: bool = False) -> Tokenizer:
-    return build_tokenizer(
-        TokenizerConfig(
-            tokenizer_type="HFTokenizer", tokenizer_model=str(name), trust_remote_code=trust
-        )
-    )
+def build_hf(name: str | Path, *, trust: bool = False) -> Tokenizer:
+    return build("HFTokenizer", tokenizer_model=str(name), trust_remote_code=trust)
 
 
 def test_a_hub_name_is_downloaded_and_read_as_a_folder(
@@ -65,7 +60,7 @@ def test_a_hub_name_is_downloaded_and_read_as_a_folder(
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     monkeypatch.chdir(tmp_path)
-    named, local = build("someone/some-model_1.5"), build(FOLDER / "tokenizer.json")
+    named, local = build_hf("someone/some-model_1.5"), build_hf(FOLDER / "tokenizer.json")
     assert [named.encode(text) for text in texts()] == [local.encode(text) for text in texts()]
     assert named.fingerprint.same_as(local.fingerprint)
     ((name, patterns),) = requested
@@ -83,10 +78,10 @@ def test_local_paths_are_not_downloaded(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.chdir(tmp_path)
     (tmp_path / "gpt2").mkdir()
     (tmp_path / "gpt2" / "tokenizer.json").write_bytes((FOLDER / "tokenizer.json").read_bytes())
-    assert build("gpt2").vocab_size == 360
+    assert build_hf("gpt2").vocab_size == 360
     for path in ("/no/such", "../no", "a/b/c", "no such"):
         with raises_problem("tokenizer-not-found", contains=path):
-            build(path)
+            build_hf(path)
 
 
 def test_a_failed_download_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,7 +90,7 @@ def test_a_failed_download_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     with raises_problem("tokenizer-download-failed", contains="nobody/nothing") as raised:
-        build("nobody/nothing")
+        build_hf("nobody/nothing")
     assert "no network" in raised.problem
 
 
@@ -117,9 +112,9 @@ def test_code_in_a_folder_runs_only_if_trusted(
         )
     )
     with raises_problem("pretrained-tokenizer-unreadable", contains=str(tmp_path)):
-        build(tmp_path)
+        build_hf(tmp_path)
     assert not (tmp_path / "ran").exists()
-    trusted = build(tmp_path, trust=True)
+    trusted = build_hf(tmp_path, trust=True)
     assert (tmp_path / "ran").exists()
     assert trusted.encode("abca") == [0, 1, 2, 0]
     assert (trusted.vocab_size, trusted.eod) == (4, 3)
@@ -127,11 +122,11 @@ def test_code_in_a_folder_runs_only_if_trusted(
 
 def test_a_trusted_folder_needs_only_its_tokenizer_json(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_bytes((FOLDER / "tokenizer.json").read_bytes())
-    plain = build(tmp_path)
+    plain = build_hf(tmp_path)
     end = plain.decode([plain.eod])
     (tmp_path / "tokenizer_config.json").write_text(
         json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end})
     )
-    trusted = build(tmp_path, trust=True)
+    trusted = build_hf(tmp_path, trust=True)
     assert trusted.encode_batch(texts()) == plain.encode_batch(texts())
     assert trusted.encode_batch([]) == []

@@ -13,15 +13,13 @@ import sentencepiece
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_ds.config import TokenizerConfig
-from megatron_ds.tokenizer import Tokenizer, build_tokenizer
 from megatron_ds.tokenizer.sentencepiece import (
     SentencePieceTokenizer,
     SentencePieceWithSpecialTokens,
 )
 from tests.problems import raises_problem
 from tests.unit.tokenizer.references import sentencepiece_with_special_tokens
-from tests.unit.tokenizer.test_golden import FOLDER, texts
+from tests.unit.tokenizer.test_golden import FOLDER, build, texts
 
 GOLDEN = str(FOLDER / "tokenizer.model")
 PLAIN = SentencePieceTokenizer(GOLDEN, kind="GPTSentencePieceTokenizer")
@@ -54,10 +52,6 @@ def bpe(tmp_path_factory: pytest.TempPathFactory) -> str:
         control_symbols=["<EOD>"],
         user_defined_symbols=["<CLS>"],
     )
-
-
-def build(kind: str, path: str | Path, **more: Any) -> Tokenizer:
-    return build_tokenizer(TokenizerConfig(tokenizer_type=kind, tokenizer_model=str(path), **more))
 
 
 @given(text=st.text(st.characters(exclude_characters="▁", exclude_categories=["Cs"]), max_size=40))
@@ -117,7 +111,10 @@ def test_missing_special_tokens_follow_the_ids_of_the_model() -> None:
 
 
 def test_only_llama_starts_texts_with_bos(bpe: str) -> None:
-    llama, gpt = build("Llama2Tokenizer", bpe), build("GPTSentencePieceTokenizer", bpe)
+    llama, gpt = (
+        build("Llama2Tokenizer", tokenizer_model=str(bpe)),
+        build("GPTSentencePieceTokenizer", tokenizer_model=str(bpe)),
+    )
     model = sentencepiece.SentencePieceProcessor(model_file=bpe)
     for text in ("", "the dog", "<s></s><EOD>"):
         assert gpt.encode(text) == model.encode(text)
@@ -143,7 +140,7 @@ def test_damaged_models_are_rejected(kind: str, tmp_path: Path) -> None:
     for content in (b"", b"{}", Path(GOLDEN).read_bytes()[:100], b"\xff" * 99):
         path.write_bytes(content)
         with raises_problem("sentencepiece-model-invalid", contains=str(path)):
-            build(kind, path)
+            build(kind, tokenizer_model=str(path))
 
 
 def test_models_need_their_control_tokens(tmp_path: Path) -> None:
@@ -156,12 +153,14 @@ def test_models_need_their_control_tokens(tmp_path: Path) -> None:
         ("Llama2Tokenizer", without_bos, "bos_id"),
     ):
         with raises_problem("sentencepiece-control-token-missing", contains=name):
-            build(kind, path)
+            build(kind, tokenizer_model=str(path))
     assert "<EOS>" not in [MODEL.id_to_piece(n) for n in range(MODEL.get_piece_size())]
-    assert build("SentencePieceTokenizer", without_eos).vocab_size == 150 + 4 + 2
+    assert (
+        build("SentencePieceTokenizer", tokenizer_model=str(without_eos)).vocab_size == 150 + 4 + 2
+    )
 
 
 def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "sentencepiece", None)
     with raises_problem("library-missing", contains="pip install sentencepiece"):
-        build("Llama2Tokenizer", GOLDEN)
+        build("Llama2Tokenizer", tokenizer_model=str(GOLDEN))

@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ds.config import TokenizerConfig
-from megatron_ds.tokenizer import Tokenizer, build_tokenizer, train
+from megatron_ds.tokenizer import Tokenizer, train
 from tests.problems import raises_problem
-from tests.unit.tokenizer.test_golden import texts
+from tests.unit.tokenizer.test_golden import build, texts
 from tools import train_tokenizer
 
 SIZES = {"bpe": 400, "wordpiece": 500, "unigram": 600}
@@ -24,19 +23,16 @@ TRAINED: dict[str, Train] = {
 }
 
 
+TOKENIZERS: dict[str, tuple[str, dict[str, str]]] = {
+    "bpe": ("GPT2BPETokenizer", {"vocab_file": "vocab.json", "merge_file": "merges.txt"}),
+    "wordpiece": ("BertWordPieceLowerCase", {"vocab_file": "vocab.txt"}),
+    "unigram": ("GPTSentencePieceTokenizer", {"tokenizer_model": "tokenizer.model"}),
+}
+
+
 def read(kind: str, folder: Path) -> Tokenizer:
-    fields = {
-        "bpe": {"vocab_file": "vocab.json", "merge_file": "merges.txt"},
-        "wordpiece": {"vocab_file": "vocab.txt"},
-        "unigram": {"tokenizer_model": "tokenizer.model"},
-    }
-    types = {
-        "bpe": "GPT2BPETokenizer",
-        "wordpiece": "BertWordPieceLowerCase",
-        "unigram": "GPTSentencePieceTokenizer",
-    }
-    paths = {name: str(folder / file) for name, file in fields[kind].items()}
-    return build_tokenizer(TokenizerConfig(tokenizer_type=types[kind], **paths))
+    tokenizer_type, files = TOKENIZERS[kind]
+    return build(tokenizer_type, **{name: str(folder / file) for name, file in files.items()})
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -58,10 +54,7 @@ def test_training_is_deterministic(kind: str, tmp_path: Path) -> None:
 def test_both_bpe_formats_give_the_same_ids(tmp_path: Path) -> None:
     train.train_bpe(texts() * 3, 400, tmp_path)
     gpt2 = read("bpe", tmp_path)
-    config = TokenizerConfig(
-        tokenizer_type="HFTokenizer", tokenizer_model=str(tmp_path / "tokenizer.json")
-    )
-    complete = build_tokenizer(config)
+    complete = build("HFTokenizer", tokenizer_model=str(tmp_path / "tokenizer.json"))
     assert (complete.eod, complete.vocab_size) == (gpt2.eod, gpt2.vocab_size)
     for text in texts():
         if "<|endoftext|>" not in text:
