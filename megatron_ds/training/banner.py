@@ -1,7 +1,7 @@
-"""What a run is, on one screen: what the engine has in force, layout, schedule, kernels, memory.
+"""Formats the banner: layout, model, schedule, engine settings, kernels and memory of a run.
 
-Values come in, text goes out: on a terminal with bold headings, elsewhere plain. This file asks
-neither engine nor device; how a value is found out is its callers' affair.
+Turns values into text, with bold headings on a terminal. Asks neither engine nor device; callers
+collect the values.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ WIDTH = 100
 MIB = 2**20
 
 Section = tuple[str, list[tuple[str, str]]]
-"""A heading, and labelled lines."""
+"""A heading and its labelled lines."""
 
 
 @dataclass(frozen=True)
 class BannerData:
-    """What is known of a run once it is put together."""
+    """Values that the banner shows."""
 
     config: Config
     mesh: Mesh
@@ -38,22 +38,28 @@ class BannerData:
     """The engine's settings in effect."""
     estimate: MemoryEstimate
     parameters: int
-    """Of this tensor-parallel rank."""
+    """Parameters of one tensor-parallel rank."""
     state: TrainState
-    """Where the run starts."""
+    """State from which the run starts."""
     total_iterations: int
     versions: str
     device: str
-    """Kind of device and communication backend."""
+    """Device type and communication backend."""
     threads: int
     attention: str
-    """What computes it, and the kernel that torch takes."""
+    """Attention implementation and the kernel that torch selects."""
     ops: tuple[str, ...]
-    """DeepSpeed's C++ ops that are loaded."""
+    """Loaded C++ ops of DeepSpeed."""
 
 
 def banner(facts: BannerData, *, width: int = WIDTH, terminal: bool = False) -> str:
-    """The screen, at most `width` columns wide. terminal: with bold headings."""
+    """Formats the banner.
+
+    Args:
+        facts: Values to show.
+        width: Maximum number of columns, at most WIDTH.
+        terminal: Print headings in bold.
+    """
     grid = Table.grid(padding=(0, 1))
     grid.add_column(no_wrap=True)
     grid.add_column(overflow="fold")
@@ -72,7 +78,7 @@ def banner(facts: BannerData, *, width: int = WIDTH, terminal: bool = False) -> 
 
 
 def sections(facts: BannerData) -> list[Section]:
-    """The screen's content."""
+    """The contents of the banner."""
     return [
         ("run", [("", facts.versions)]),
         ("layout", _layout(facts)),
@@ -249,7 +255,7 @@ def _mib(size: int) -> str:
 
 
 def _others(ranks: tuple[int, ...]) -> str:
-    """All but the first of a group, or two and the last of them."""
+    """All ranks of a group but the first, abbreviated if there are many."""
     others = [str(rank) for rank in ranks[1:]]
     if len(others) > 4:
         others = [*others[:2], "...", others[-1]]

@@ -1,6 +1,7 @@
-"""A crash during a save, at any stage, and damage afterwards: some checkpoint always loads, and the
-run goes on exactly. The saves of tests/unit/checkpoint are crashed at every single rename; here it
-is whole runs, killed in earnest."""
+"""Crashes during a save and damage afterwards: an older checkpoint loads, and the run is exact.
+
+The unit tests of checkpoints interrupt saves at every rename; here complete runs are killed.
+"""
 
 from __future__ import annotations
 
@@ -48,20 +49,20 @@ COMPLETE_BEFORE = {
 
 
 @pytest.fixture(scope="module")
-def undisturbed(
+def uninterrupted(
     launcher: Launcher, base: Settings, tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
     """The folder of a run without a crash."""
-    folder = tmp_path_factory.mktemp("undisturbed") / "run"
+    folder = tmp_path_factory.mktemp("uninterrupted") / "run"
     launcher.start({**base, **SCHEDULE, "save": folder}, ranks=RANKS).succeed()
     return folder
 
 
-def assert_equal_runs(run: Path, undisturbed: Path) -> None:
-    assert steps(run) == steps(undisturbed)
-    assert evaluations(run) == evaluations(undisturbed)
+def assert_equal_runs(run: Path, uninterrupted: Path) -> None:
+    assert steps(run) == steps(uninterrupted)
+    assert evaluations(run) == evaluations(uninterrupted)
     for tag in ("global_step4", "global_step6"):
-        found = checkpoint_differences(undisturbed / tag, run / tag)
+        found = checkpoint_differences(uninterrupted / tag, run / tag)
         assert not found, found[:10]
     assert (run / "latest").read_text() == "global_step6"
     assert (run / "latest_checkpointed_iteration.txt").read_text() == "6"
@@ -74,28 +75,28 @@ def assert_equal_runs(run: Path, undisturbed: Path) -> None:
         for stage in COMPLETE_BEFORE
     ],
 )
-def test_a_crash_during_a_save_costs_at_most_that_save(
-    stage: str, undisturbed: Path, launcher: Launcher, base: Settings, tmp_path: Path
+def test_a_crash_during_a_save_loses_at_most_that_save(
+    stage: str, uninterrupted: Path, launcher: Launcher, base: Settings, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
     settings = {**base, **SCHEDULE, "save": run, "load": run}
     crashed = launcher.start(settings, ranks=RANKS, fault=f"{stage}:{CRASHED_AT}:kill-all").wait()
     assert set(crashed.codes) == {-9}
-    named = (run / f"global_step{CRASHED_AT}").exists()
-    assert named == (COMPLETE_BEFORE[stage] == CRASHED_AT)
+    is_published = (run / f"global_step{CRASHED_AT}").exists()
+    assert is_published == (COMPLETE_BEFORE[stage] == CRASHED_AT)
     assert (run / "latest").exists()
 
     output = launcher.start(settings, ranks=RANKS).succeed()
     assert f"loading checkpoint from {run} at iteration {COMPLETE_BEFORE[stage]}\n" in output
-    assert "skipping" not in output
-    assert_equal_runs(run, undisturbed)
+    assert "[checkpoint-skipped]" not in output
+    assert_equal_runs(run, uninterrupted)
     assert [path.name for path in run.glob(".*")] == []
 
 
 def test_resume_falls_back_to_the_checkpoint_before_damaged_ones(
-    undisturbed: Path, launcher: Launcher, base: Settings, tmp_path: Path
+    uninterrupted: Path, launcher: Launcher, base: Settings, tmp_path: Path
 ) -> None:
-    """A flipped byte in one, a truncated file in the next, a missing one in the last."""
+    """A flipped byte in one checkpoint, a truncated file in the next, a missing one in the last."""
     run = tmp_path / "run"
     settings = {**base, **SCHEDULE, "save": run, "load": run, "save_interval": 1}
     launcher.start(settings, ranks=RANKS).succeed()
@@ -118,7 +119,7 @@ def test_resume_falls_back_to_the_checkpoint_before_damaged_ones(
         assert f"{path}: " in line
         assert name in line
     assert f"loading checkpoint from {run} at iteration 3\n" in output
-    assert_equal_runs(run, undisturbed)
+    assert_equal_runs(run, uninterrupted)
 
 
 def test_a_run_is_rejected_if_every_checkpoint_is_damaged(
@@ -139,25 +140,25 @@ def test_a_run_is_rejected_if_every_checkpoint_is_damaged(
 
 @dataclass(frozen=True)
 class Moment:
-    """When and whom to kill. A save is told by its iteration's number."""
+    """When and which rank to kill during a save."""
 
-    sign: str
-    """What the save does before: a file that appears, or the checkpoint's own name."""
+    event: str
+    """Event of the save to wait for: a file that appears, the rename, or the pointer."""
     delay: float
-    """Seconds after it."""
+    """Seconds after the event."""
     victim: int | None
-    """A rank; None: all."""
+    """Rank to kill; None for all."""
 
-    def has_come(self, run: Path, iteration: int) -> bool:
+    def has_happened(self, run: Path, iteration: int) -> bool:
         name = f"global_step{iteration}"
-        if self.sign == "pointer":
+        if self.event == "pointer":
             return read_pointer(run) == name
-        if self.sign == "name":
+        if self.event == "name":
             return (run / name).exists()
-        return (run / f".incomplete-{name}" / self.sign).exists()
+        return (run / f".incomplete-{name}" / self.event).exists()
 
 
-SIGNS = (
+EVENTS = (
     ".",
     "mp_rank_00_model_states.pt",
     "zero_pp_rank_0_mp_rank_00_optim_states.pt",
@@ -171,12 +172,12 @@ KILLS = 40
 
 
 def moments(seed: int) -> list[Moment]:
-    """Every sign five times, with delays up to the length of a save; about a quarter kill one rank
-    alone."""
+    """Every event five times, with delays up to the duration of a save; about a quarter of them
+    kill one rank only."""
     draw = random.Random(seed)
     found = [
         Moment(
-            sign=SIGNS[number % len(SIGNS)],
+            event=EVENTS[number % len(EVENTS)],
             delay=draw.choice((0.0, draw.uniform(0.0, 0.005), draw.uniform(0.0, 0.05))),
             victim=draw.choice((None, None, None, draw.randrange(RANKS))),
         )
@@ -190,19 +191,19 @@ def read_pointer(run: Path) -> str:
     return (run / "latest").read_text() if (run / "latest").exists() else ""
 
 
-def newest_whole(run: Path) -> int:
+def newest_complete(run: Path) -> int:
     return next(
         (read_run(path).iteration for path in list_checkpoints(run) if find_damage(path) is None), 0
     )
 
 
 def fail_if_ended(run: Run) -> None:
-    answers = iter((False, True))  # it looks at the run between the two
+    answers = iter((False, True))  # the run is checked between the two
     run.wait_until(lambda: next(answers))
 
 
 def wait_closely(run: Run, reached: Callable[[], bool]) -> None:
-    """As Run.wait_until, for what lasts less than a millisecond."""
+    """As Run.wait_until, for events that last less than a millisecond."""
     polls = 0
     while not reached():
         time.sleep(0.0002)
@@ -212,10 +213,10 @@ def wait_closely(run: Run, reached: Callable[[], bool]) -> None:
 
 
 def kill_at(run: Run, moment: Moment, folder: Path, iteration: int) -> None:
-    """Waits for the moment and kills; of a victim alone, the others end by their own means."""
-    # The folder of an earlier save that was killed may still be there.
+    """Waits for the moment and kills. After the loss of one rank, the others exit by themselves."""
+    # The folder of an earlier killed save may still exist.
     wait_closely(run, lambda: f"saving checkpoint at iteration {iteration:7d}" in run.output)
-    wait_closely(run, lambda: moment.has_come(folder, iteration))
+    wait_closely(run, lambda: moment.has_happened(folder, iteration))
     time.sleep(moment.delay)
     if moment.victim is None:
         run.kill()
@@ -226,34 +227,36 @@ def kill_at(run: Run, moment: Moment, folder: Path, iteration: int) -> None:
         assert codes[1 - moment.victim] != 0
 
 
-def test_forty_kills_during_saves_cost_no_checkpoint_and_no_bit(
+def test_forty_kills_during_saves_lose_no_checkpoint_and_change_no_bit(
     launcher: Launcher, base: Settings, tmp_path: Path
 ) -> None:
-    """One run, killed at forty moments of its saves and resumed each time from the newest whole
-    checkpoint; in the end every step's loss is that of a run that nobody disturbed."""
-    whole, run = tmp_path / "whole", tmp_path / "run"
-    # No two saves are passed between two kills.
+    """One run is killed forty times during saves and resumed from the newest complete checkpoint.
+
+    Every step's loss finally equals that of an uninterrupted run.
+    """
+    full, run = tmp_path / "full", tmp_path / "run"
+    # Each kill is at the first or second save after a resume.
     settings = {**base, "global_batch_size": 4, "train_iters": 2 * KILLS + 1}
-    undisturbed = launcher.start({**settings, "save": whole}, ranks=RANKS)
+    uninterrupted = launcher.start({**settings, "save": full}, ranks=RANKS)
     settings |= {"save": run, "load": run, "save_interval": 1, "keep_last": 3}
     draw = random.Random(1)
-    undisturbed.succeed()
-    halves = 0
+    uninterrupted.succeed()
+    partial_saves = 0
     for number, moment in enumerate(moments(seed=0)):
-        newest = newest_whole(run)
+        newest = newest_complete(run)
         started = launcher.start(settings, ranks=RANKS)
         kill_at(started, moment, run, newest + draw.choice((1, 1, 2)))
         assert (f"loading checkpoint from {run} at iteration {newest}\n" in started.output) == (
             newest > 0
         ), f"kill {number}: {moment}"
-        assert "skipping" not in started.output
-        halves += any(path.is_dir() for path in run.glob(".incomplete-*"))
-    assert newest_whole(run) > 3
-    # Most signs come before the checkpoint's name; if all kills came late, nothing was tested.
-    assert halves > 0
+        assert "[checkpoint-skipped]" not in started.output
+        partial_saves += any(path.is_dir() for path in run.glob(".incomplete-*"))
+    assert newest_complete(run) > 3
+    # Most events precede the rename; if all kills came later, nothing was tested.
+    assert partial_saves > 0
 
     launcher.start({**settings, "save_interval": None}, ranks=RANKS).succeed()
-    assert steps(run) == steps(whole)
+    assert steps(run) == steps(full)
     last = f"global_step{2 * KILLS + 1}"
-    assert not checkpoint_differences(whole / last, run / last)
+    assert not checkpoint_differences(full / last, run / last)
     assert not list(run.glob(".*"))

@@ -1,7 +1,7 @@
-"""A disk that becomes full or breaks while a checkpoint is written, on one rank or on all: the run
-says so, keeps the older checkpoint, removes the half one, and goes on or ends, as the flag says.
+"""A disk that becomes full or fails during a save, on one rank or on all.
 
-The errors come from the system calls themselves: faulty_disk.cpp stands before libc.
+The run reports it, keeps the older checkpoint, removes the partial one, and continues or exits as
+--on-save-error says. faulty_disk.cpp lets the system calls themselves fail.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ def run_with_fault(
 
 
 def checkpoints_in(run: Path) -> set[str]:
-    """Names of all folders, hidden ones too, but for the index cache."""
+    """Names of all folders, including hidden ones, except the index cache."""
     return {path.name for path in run.iterdir() if path.is_dir()} - {"index-cache"}
 
 
 @pytest.fixture(scope="module")
-def undisturbed(
+def uninterrupted(
     launcher: Launcher, base: Settings, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[int, Path]:
     """ZeRO stage -> folder of a run on a disk without faults."""
-    folder = tmp_path_factory.mktemp("undisturbed")
+    folder = tmp_path_factory.mktemp("uninterrupted")
     for stage in (1, 3):
         settings = {**base, **SCHEDULE, "zero_stage": stage, "save": folder / str(stage)}
         launcher.start(settings, ranks=RANKS).succeed()
@@ -67,8 +67,8 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_full_disk_costs_one_checkpoint_and_the_run_goes_on(
-    case: str, launcher: Launcher, base: Settings, undisturbed: dict[int, Path], tmp_path: Path
+def test_a_full_disk_loses_one_checkpoint_and_the_run_continues(
+    case: str, launcher: Launcher, base: Settings, uninterrupted: dict[int, Path], tmp_path: Path
 ) -> None:
     stage, rank, name, bytes = CASES[case]
     run = tmp_path / "run"
@@ -80,15 +80,15 @@ def test_a_full_disk_costs_one_checkpoint_and_the_run_goes_on(
     assert result.output.count("[save-failed]") == 1
     assert checkpoints_in(run) == SAVED
     assert (run / "latest").read_text() == "global_step6"
-    assert steps(run) == steps(undisturbed[stage])
+    assert steps(run) == steps(uninterrupted[stage])
     for tag in SAVED:
-        assert not checkpoint_differences(undisturbed[stage] / tag, run / tag)
+        assert not checkpoint_differences(uninterrupted[stage] / tag, run / tag)
 
 
-def test_a_broken_disk_ends_the_run_where_the_flag_says_so(
-    launcher: Launcher, base: Settings, undisturbed: dict[int, Path], tmp_path: Path
+def test_on_save_error_exit_ends_the_run(
+    launcher: Launcher, base: Settings, uninterrupted: dict[int, Path], tmp_path: Path
 ) -> None:
-    """Written, but not brought to the disk; the repaired run goes on from the older checkpoint."""
+    """fsync fails; after the repair the run resumes from the older checkpoint."""
     run = tmp_path / "run"
     settings = {**base, **SCHEDULE, "save": run, "load": run, "on_save_error": "exit"}
     part = f"/.incomplete-global_step{FAILS_AT}/mp_rank_00_model_states.pt"
@@ -102,13 +102,13 @@ def test_a_broken_disk_ends_the_run_where_the_flag_says_so(
 
     output = launcher.start(settings, ranks=RANKS).succeed()
     assert f"loading checkpoint from {run} at iteration 2\n" in output
-    assert steps(run) == steps(undisturbed[1])
+    assert steps(run) == steps(uninterrupted[1])
 
 
-def test_a_run_whose_last_checkpoint_is_not_saved_has_failed(
+def test_a_run_whose_last_checkpoint_cannot_be_saved_fails(
     launcher: Launcher, base: Settings, tmp_path: Path
 ) -> None:
-    """The disk becomes full during the second checkpoint, for all files, and stays so."""
+    """The disk becomes full during the second checkpoint and stays full."""
     run = tmp_path / "run"
     settings = {**base, **SCHEDULE, "save": run}
     result = run_with_fault(launcher, settings, "write", errno.ENOSPC, 400_000, f"{run}/")

@@ -1,4 +1,4 @@
-"""What a run reports when it is killed and goes on: every step once, to any reader."""
+"""Logs of a run that is killed and resumed contain every step once."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from tensorboard.backend.event_processing.event_accumulator import (  # type: ig
 
 from tests.e2e.runs import Launcher, Settings, records, steps
 
-WHOLE, SAVED, KILL_POSITION = 8, 3, 20
-"""Batches of 4 samples: the kill comes in iteration 6, three after the checkpoint."""
+LAST, SAVED, KILL_POSITION = 8, 3, 20
+"""Batches of 4 samples: the kill is in iteration 6, three after the checkpoint."""
 TAG = "lm-loss-training/lm loss"
 
 
 def points(folder: Path) -> dict[str, list[int]]:
-    """Tag -> where its points stand, in the order of a reader."""
+    """The x values of each tag, in order."""
     events = EventAccumulator(str(folder), size_guidance={"scalars": 0})
     events.Reload()
     return {tag: [e.step for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
 
 
-def test_a_killed_run_goes_on_without_a_step_twice(
+def test_a_killed_and_resumed_run_logs_every_step_once(
     launcher: Launcher, base: Settings, tmp_path: Path
 ) -> None:
     save, board = tmp_path / "run", tmp_path / "board"
     settings = {
         **base,
-        "train_iters": WHOLE,
+        "train_iters": LAST,
         "save_interval": SAVED,
         "save": save,
         "load": save,
@@ -45,30 +45,30 @@ def test_a_killed_run_goes_on_without_a_step_twice(
     assert points(board)[TAG] == [1, 2, 3, 4, 5]
     for path in (save / "metrics.jsonl", *board.glob("events*")):
         with path.open("ab") as file:
-            file.write(b'{"iteration": 6, "consumed_sam')  # what a torn write leaves
+            file.write(b'{"iteration": 6, "consumed_sam')  # an interrupted write
 
     output = launcher.start(settings, ranks=2).succeed()
 
-    everyone = list(range(1, WHOLE + 1))
-    assert [step["iteration"] for step in steps(save)] == everyone
-    assert [step["consumed_samples"] for step in steps(save)] == [4 * n for n in everyone]
-    assert [step["consumed_tokens"] for step in steps(save)] == [128 * n for n in everyone]
+    all_steps = list(range(1, LAST + 1))
+    assert [step["iteration"] for step in steps(save)] == all_steps
+    assert [step["consumed_samples"] for step in steps(save)] == [4 * n for n in all_steps]
+    assert [step["consumed_tokens"] for step in steps(save)] == [128 * n for n in all_steps]
     lines = [json.dumps(record, sort_keys=True) for record in records(save)]
     assert Counter(lines).most_common(1)[0][1] == 1
     evaluated = [record["iteration"] for record in records(save) if "validation_loss" in record]
     assert evaluated == [2, 4, 6, 8]
     found = points(board)
-    assert found[TAG] == everyone
-    assert found[f"{TAG} vs samples"] == [4 * n for n in everyone]
-    assert found[f"{TAG} vs tokens"] == [128 * n for n in everyone]
+    assert found[TAG] == all_steps
+    assert found[f"{TAG} vs samples"] == [4 * n for n in all_steps]
+    assert found[f"{TAG} vs tokens"] == [128 * n for n in all_steps]
     # The first step of each process is a warm-up, and iteration 4 is the resumed one's.
     assert found["iteration-time/iteration-time"] == [2, 3, 5, 6, 7, 8]
     for tag, steps_of_tag in found.items():
         assert len(set(steps_of_tag)) == len(steps_of_tag), tag
-    assert f"consumed tokens: {128 * WHOLE:12d} |" in output
+    assert f"consumed tokens: {128 * LAST:12d} |" in output
 
 
-def test_a_run_that_dies_before_it_saves_begins_anew_beside_its_records(
+def test_a_run_killed_before_its_first_save_starts_over_and_keeps_old_logs(
     launcher: Launcher, base: Settings, tmp_path: Path
 ) -> None:
     save, board = tmp_path / "run", tmp_path / "board"
@@ -80,8 +80,8 @@ def test_a_run_that_dies_before_it_saves_begins_anew_beside_its_records(
         "tensorboard_dir": board,
         "global_batch_size": 2,
     }
-    dead = launcher.start(settings, fault="micro-batch:4:kill-all")
-    assert dead.wait().codes == (-9,)
+    killed = launcher.start(settings, fault="micro-batch:4:kill-all")
+    assert killed.wait().codes == (-9,)
     output = launcher.start(settings).succeed()
 
     assert [step["iteration"] for step in steps(save)] == [1, 2, 3]

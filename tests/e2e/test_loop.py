@@ -1,4 +1,4 @@
-"""How a run ends, evaluates and reports, and what it says to bad input."""
+"""How a run ends, evaluates and reports, and its errors for bad input."""
 
 from __future__ import annotations
 
@@ -23,19 +23,17 @@ from tests.e2e.runs import (
 )
 
 ENDLESS = 100_000
-"""Iterations of a run that must be ended by something else."""
+"""Iterations of a run that something else must end."""
 
 
 def saved(run: Path) -> list[str]:
     return sorted(path.name for path in run.glob("global_step*"))
 
 
-# How a run ends.
+# Exit conditions.
 
 
-def test_exit_interval_saves_and_says_so(
-    launcher: Launcher, base: Settings, tmp_path: Path
-) -> None:
+def test_exit_interval_saves_and_exits(launcher: Launcher, base: Settings, tmp_path: Path) -> None:
     settings = {**base, "train_iters": 10, "exit_interval": 4, "save": tmp_path}
     output = launcher.start(settings).succeed()
     assert output.endswith("\nexiting program at iteration 4\n")
@@ -44,21 +42,21 @@ def test_exit_interval_saves_and_says_so(
     assert "the end of training" not in output
 
 
-def test_a_run_that_ends_every_so_often_equals_one_that_does_not(
+def test_a_run_with_exit_interval_equals_an_uninterrupted_one(
     launcher: Launcher, base: Settings, tmp_path: Path
 ) -> None:
-    """Exit and resume until done, with log intervals that the exits cut."""
+    """Exits and resumes until the end, with exits inside log intervals."""
     settings = {**base, "train_iters": 6, "eval_iters": 1, "eval_interval": 5, "log_interval": 4}
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    launcher.start({**settings, "save": whole}).succeed()
+    full, parts = tmp_path / "full", tmp_path / "parts"
+    launcher.start({**settings, "save": full}).succeed()
     for _ in range(2):
         launcher.start({**settings, "exit_interval": 3, "save": parts, "load": parts}).succeed()
     launcher.start({**settings, "save": parts, "load": parts}).succeed()
-    assert steps(parts) == steps(whole)
-    assert evaluations(parts) == evaluations(whole)
+    assert steps(parts) == steps(full)
+    assert evaluations(parts) == evaluations(full)
 
 
-def test_the_kill_switch_ends_the_run(launcher: Launcher, base: Settings, tmp_path: Path) -> None:
+def test_the_kill_switch_stops_the_run(launcher: Launcher, base: Settings, tmp_path: Path) -> None:
     run, switch = tmp_path / "run", tmp_path / "switch"
     settings = {**base, "train_iters": ENDLESS, "kill_switch_path": switch, "save": run}
     started = launcher.start(settings, ranks=2)
@@ -75,7 +73,7 @@ def losses_so_far(run: Path) -> list[str]:
     return [line for line in (run / "metrics.jsonl").read_text().splitlines(True) if "\n" in line]
 
 
-def test_the_clock_ends_the_run(launcher: Launcher, base: Settings, tmp_path: Path) -> None:
+def test_exit_duration_stops_the_run(launcher: Launcher, base: Settings, tmp_path: Path) -> None:
     settings = {**base, "train_iters": ENDLESS, "exit_duration_in_mins": 0.001, "save": tmp_path}
     output = launcher.start(settings, ranks=2).succeed()
     assert "exiting program after 0.001 minutes" in output
@@ -83,7 +81,7 @@ def test_the_clock_ends_the_run(launcher: Launcher, base: Settings, tmp_path: Pa
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_sigterm_to_one_rank_ends_all_with_a_save(
+def test_sigterm_to_one_rank_stops_all_with_a_save(
     rank: int, launcher: Launcher, base: Settings, tmp_path: Path
 ) -> None:
     settings = {**base, "train_iters": ENDLESS, "save": tmp_path}
@@ -98,10 +96,10 @@ def test_sigterm_to_one_rank_ends_all_with_a_save(
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == str(last)
 
 
-# What it evaluates and reports.
+# Evaluations and logs.
 
 
-def test_skip_train_evaluates_what_was_saved_and_nothing_else(
+def test_skip_train_only_evaluates_the_checkpoint(
     launcher: Launcher, base: Settings, tmp_path: Path
 ) -> None:
     settings = {**base, "train_iters": 2, "eval_iters": 2, "save": tmp_path, "load": tmp_path}
@@ -113,7 +111,7 @@ def test_skip_train_evaluates_what_was_saved_and_nothing_else(
     assert (steps(tmp_path), evaluations(tmp_path), saved(tmp_path)) == before
 
 
-def test_evaluations_come_at_their_interval_and_at_the_end(
+def test_evaluations_run_at_their_interval_and_at_the_end(
     launcher: Launcher, base: Settings, tmp_path: Path
 ) -> None:
     settings = {**base, "train_iters": 5, "eval_interval": 2, "eval_iters": 2, "save": tmp_path}
@@ -143,7 +141,7 @@ def test_evaluations_come_at_their_interval_and_at_the_end(
         assert set(lines[place - 1]) == set(lines[place + 1]) == {"-"}
 
 
-def test_evaluation_changes_nothing_of_the_training(
+def test_evaluation_does_not_change_the_training(
     launcher: Launcher, base: Settings, tmp_path: Path
 ) -> None:
     with_it, without = tmp_path / "with", tmp_path / "without"
@@ -153,10 +151,10 @@ def test_evaluation_changes_nothing_of_the_training(
     assert steps(with_it) == steps(without)
 
 
-def test_a_crash_and_a_resume_leave_each_record_and_point_once(
+def test_logs_have_each_record_and_point_once_after_a_crash(
     launcher: Launcher, base: Settings, tmp_path: Path
 ) -> None:
-    """Killed in iteration 4, two steps after the checkpoint that the second run starts from."""
+    """The run is killed in iteration 4, two steps after the checkpoint that it resumes from."""
     run, board = tmp_path / "run", tmp_path / "board"
     settings = {
         **base,
@@ -200,7 +198,7 @@ def test_a_crash_and_a_resume_leave_each_record_and_point_once(
     assert [point.step for point in points] == [3, 5]
 
 
-def test_a_step_stands_in_the_log_as_in_the_records(
+def test_the_console_shows_the_values_of_the_records(
     launcher: Launcher, base: Settings, tmp_path: Path
 ) -> None:
     settings = {**base, "train_iters": 4, "log_interval": 2, "save": tmp_path}
@@ -220,10 +218,10 @@ def test_a_step_stands_in_the_log_as_in_the_records(
     assert f"| grad norm: {seen[3]['grad_norm']:.3f} |" in lines[1]
 
 
-# What it says to bad input: words and a status, never a traceback.
+# Bad input: a message and a status, no traceback.
 
 
-def refuse(launcher: Launcher, settings: Settings, *, code: int, ranks: int = 1) -> str:
+def reject(launcher: Launcher, settings: Settings, *, code: int, ranks: int = 1) -> str:
     """The output of a run that must end with a status and without a traceback."""
     result = launcher.start({"train_iters": 2, **settings}, ranks=ranks).wait()
     assert set(result.codes) == {code}, result.output
@@ -231,7 +229,7 @@ def refuse(launcher: Launcher, settings: Settings, *, code: int, ranks: int = 1)
     return result.output
 
 
-def test_settings_that_cannot_be_are_all_named_at_once(
+def test_all_problems_with_the_settings_are_reported_together(
     launcher: Launcher, base: Settings, tmp_path: Path
 ) -> None:
     settings = {
@@ -242,7 +240,7 @@ def test_settings_that_cannot_be_are_all_named_at_once(
         "tensor_model_parallel_size": 3,
         "hidden_layers": 2,
     }
-    output = refuse(launcher, settings, code=2, ranks=2)
+    output = reject(launcher, settings, code=2, ranks=2)
     for words in (
         "there is no flag --hidden-layers",
         "--hidden-size 33 is not divisible by --num-attention-heads 4",
@@ -250,7 +248,7 @@ def test_settings_that_cannot_be_are_all_named_at_once(
         f"--data-path {tmp_path / 'nothing'}: there is no file {tmp_path / 'nothing'}.bin",
     ):
         assert output.count(words) == 1, f"{words!r} in\n{output}"
-    output = refuse(launcher, {**base, "global_batch_size": 6}, code=2, ranks=2)
+    output = reject(launcher, {**base, "global_batch_size": 6}, code=2, ranks=2)
     assert "= 4, with data-parallel size = 2 processes / " in output
     assert "(nearest: 4 or 8)" in output
 
@@ -267,7 +265,7 @@ def test_settings_that_cannot_be_are_all_named_at_once(
     ],
     ids=["index", "truncated", "pair"],
 )
-def test_damaged_data_is_named(
+def test_damaged_data_is_rejected(
     damage: object,
     words: str,
     launcher: Launcher,
@@ -280,16 +278,15 @@ def test_damaged_data_is_named(
         shutil.copy(f"{corpus}{suffix}", f"{prefix}{suffix}")
     assert callable(damage)
     damage(tmp_path / "tokens.idx")
-    output = refuse(launcher, {**base, "data_path": prefix}, code=2, ranks=2)
+    output = reject(launcher, {**base, "data_path": prefix}, code=2, ranks=2)
     assert output.count(words) == 1, output
     assert str(prefix) in output
 
 
-def test_data_of_another_tokenizer_is_named(
+def test_data_of_another_tokenizer_is_rejected(
     launcher: Launcher, base: Settings, tmp_path: Path
 ) -> None:
-    """Ids beyond the vocabulary, met in the middle of the training: nowhere else than where the
-    check before the start does not look."""
+    """Ids beyond the vocabulary are only where the check before the start does not sample."""
     tokens = np.full(3 * PROBED_BLOCKS * PROBED_TOKENS, 500)
     starts = np.linspace(0, len(tokens) - PROBED_TOKENS, PROBED_BLOCKS, dtype=np.int64)
     for start in starts:
@@ -297,23 +294,23 @@ def test_data_of_another_tokenizer_is_named(
     with IndexedWriter(tmp_path / "tokens", np.uint16) as writer:
         writer.add_documents(tokens, np.full(len(tokens) // 64, 64))
     settings = {**base, "data_path": tmp_path / "tokens", "split": "100,0,0"}
-    output = refuse(launcher, settings, code=1, ranks=2)
+    output = reject(launcher, settings, code=1, ranks=2)
     assert "has the token 500, which a vocabulary of 121 has not" in output
     assert "made with another tokenizer" in output
 
 
-def test_too_little_data_for_a_split_is_named(
+def test_too_little_data_for_a_split_is_rejected(
     launcher: Launcher, base: Settings, tmp_path: Path
 ) -> None:
     with IndexedWriter(tmp_path / "tokens", np.uint16) as writer:
         writer.add_document(np.arange(100))
     settings = {**base, "data_path": tmp_path / "tokens", "eval_iters": 1}
-    output = refuse(launcher, settings, code=2)
+    output = reject(launcher, settings, code=2)
     assert "--split" in output
     assert str(tmp_path / "tokens") in output
 
 
-def test_paths_of_the_wrong_kind_are_named(
+def test_paths_of_the_wrong_kind_are_rejected(
     launcher: Launcher, base: Settings, tmp_path: Path
 ) -> None:
     file = tmp_path / "file"
@@ -325,7 +322,7 @@ def test_paths_of_the_wrong_kind_are_named(
         "tensorboard_dir": file,
         "metrics_jsonl": tmp_path,
     }
-    output = refuse(launcher, settings, code=2, ranks=2)
+    output = reject(launcher, settings, code=2, ranks=2)
     for words in (
         f"--save {file / 'run'}: {file} is not a folder",
         f"--tensorboard-dir {file}: {file} is not a folder",
@@ -333,15 +330,16 @@ def test_paths_of_the_wrong_kind_are_named(
         f"--metrics-jsonl {tmp_path}: is a folder; give a file",
     ):
         assert output.count(words) == 1, f"{words!r} in\n{output}"
-    output = refuse(launcher, {**base, "load": tmp_path / "global_step4"}, code=2)
+    output = reject(launcher, {**base, "load": tmp_path / "global_step4"}, code=2)
     assert f"give the folder that holds global_step4, {tmp_path}" in output
 
 
-def test_a_metrics_file_of_something_else_is_named(
+def test_a_foreign_metrics_file_is_rejected(
     launcher: Launcher, base: Settings, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
     launcher.start({**base, "train_iters": 1, "save": run}).succeed()
     (run / "metrics.jsonl").write_text("a poem\nof two lines\n")
-    output = refuse(launcher, {**base, "save": run, "load": run}, code=1, ranks=1)
-    assert "metrics.jsonl line 1 is not a record of this program" in output
+    output = reject(launcher, {**base, "save": run, "load": run}, code=1, ranks=1)
+    assert "[metrics-jsonl-foreign]" in output
+    assert "metrics.jsonl, line 1" in output

@@ -1,9 +1,9 @@
-"""A run that is killed and resumed ends bit for bit where an undisturbed one ends.
+"""A killed and resumed run is bit-identical to an uninterrupted one.
 
-All layouts stop in the middle of the batch-size ramp-up, at the second micro-batch of a step, with
-dropout on. Chosen are: every ZeRO stage with tensor-parallel size 1 and 2 in fp32; every stage that
-bf16 has, over both sizes; both kinds of offload; and stage 3 with both kinds of parallelism at
-once, in bf16. The remaining products differ from these only in ways that the parallel tests cover.
+All layouts are killed during the batch-size ramp-up, in the middle of a step, with dropout. They
+cover every ZeRO stage with tensor-parallel size 1 and 2 in fp32, every stage in bf16 over both
+sizes, both kinds of offload, and stage 3 with both kinds of parallelism in bf16. Other combinations
+differ from these only in ways that the tests of several ranks cover.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ from tests.e2e.runs import (
 )
 
 # Micro-batches of 2 samples. Batches 4 4 4 8 | 8 12 12 12: the checkpoint is that of iteration 4,
-# after 20 samples. The kill comes in iteration 6, at its second micro-step of two ranks or its
-# third of one; iteration 5 is done again by the resumed run.
-HALF, WHOLE, KILL_POSITION = 4, 8, 32
+# after 20 samples. The kill is in iteration 6, at the second micro-step of two ranks or the third
+# of one; the resumed run repeats iteration 5.
+SAVED, LAST, KILL_POSITION = 4, 8, 32
 SCHEDULE: Settings = {
     "rampup_batch_size": (4, 4, 24),
     "global_batch_size": 12,
     "train_samples": 64,
     "lr_warmup_samples": 30,
     "lr_decay_style": "cosine",
-    # In fp32 its powers differ from its repeated products at all of these steps, so that a bias
-    # correction that depends on where the process began is seen.
+    # In fp32 its powers differ from its repeated products at all of these steps, which reveals a
+    # bias correction that depends on where the process started.
     "adam_beta2": 0.98,
-    "save_interval": HALF,
+    "save_interval": SAVED,
 }
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How the model is cut, in what numbers, and what is offloaded."""
+    """Parallel layout, precision and offloading."""
 
     stage: int
     tp: int = 1
@@ -59,7 +59,7 @@ class Layout:
     def settings(self, folder: Path) -> dict[str, Any]:
         zero: dict[str, Any] = {"stage": self.stage}
         if self.stage == 3:
-            zero["stage3_param_persistence_threshold"] = 0  # else a toy model is not cut at all
+            zero["stage3_param_persistence_threshold"] = 0  # else a small model is not partitioned
         for what in self.offload:
             zero[f"offload_{what}"] = {"device": "cpu"}
         file = folder / "ds.json"
@@ -93,32 +93,32 @@ def killed_run(
     [pytest.param(LAYOUTS[0], marks=pytest.mark.smoke), *LAYOUTS[1:]],
     ids=lambda layout: layout.name,
 )
-def test_killed_and_resumed_equals_undisturbed(
+def test_killed_and_resumed_equals_uninterrupted(
     layout: Layout, launcher: Launcher, base: Settings, tmp_path: Path
 ) -> None:
     ranks = layout.tp * layout.dp
     settings = {**base, **SCHEDULE, **layout.settings(tmp_path)}
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    full, parts = tmp_path / "full", tmp_path / "parts"
 
-    undisturbed = launcher.start({**settings, "save": whole}, ranks=ranks)
+    uninterrupted = launcher.start({**settings, "save": full}, ranks=ranks)
     killed = killed_run(launcher, {**settings, "save": parts}, ranks)
     assert set(killed.wait().codes) == {-9}
     assert [record["iteration"] for record in steps(parts)] == [1, 2, 3, 4, 5]
     resumed = launcher.start({**settings, "save": parts, "load": parts}, ranks=ranks)
-    undisturbed.succeed()
+    uninterrupted.succeed()
     output = resumed.succeed()
 
-    assert f"successfully loaded checkpoint from {parts} at iteration {HALF}" in output
-    assert [record["iteration"] for record in steps(parts)] == list(range(1, WHOLE + 1))
+    assert f"successfully loaded checkpoint from {parts} at iteration {SAVED}" in output
+    assert [record["iteration"] for record in steps(parts)] == list(range(1, LAST + 1))
     sizes = [record["global_batch_size"] for record in steps(parts)]
     assert sizes == [4, 4, 4, 8, 8, 12, 12, 12]
-    assert steps(parts) == steps(whole)
-    for step in (HALF, WHOLE):
-        found = checkpoint_differences(whole / f"global_step{step}", parts / f"global_step{step}")
+    assert steps(parts) == steps(full)
+    for step in (SAVED, LAST):
+        found = checkpoint_differences(full / f"global_step{step}", parts / f"global_step{step}")
         assert not found, found[:10]
 
 
-# Lengths 8 16 16 24 | 24 32 32 32 32 and batches 4 4 4 4 | 8 8 8 8 12; the kill comes in iteration
+# Lengths 8 16 16 24 | 24 32 32 32 32 and batches 4 4 4 4 | 8 8 8 8 12; the kill is in iteration
 # 6, after 24 samples.
 BY_TOKENS: Settings = {
     "curriculum_seqlen": (8, 32, 6),
@@ -130,7 +130,7 @@ BY_TOKENS: Settings = {
     "weight_decay_incr_style": "linear",
     "start_weight_decay": 0.01,
     "end_weight_decay": 0.1,
-    "save_interval": HALF,
+    "save_interval": SAVED,
 }
 
 
@@ -138,23 +138,23 @@ BY_TOKENS_LAYOUTS = [Layout(2, dp=2), Layout(1, tp=2, bf16=True)]
 
 
 @pytest.mark.parametrize("layout", BY_TOKENS_LAYOUTS, ids=lambda layout: layout.name)
-def test_lengths_batches_and_rates_by_tokens_resume_bit_for_bit(
+def test_token_schedules_resume_bit_for_bit(
     layout: Layout, launcher: Launcher, base: Settings, tmp_path: Path
 ) -> None:
     settings = {**base, **BY_TOKENS, **layout.settings(tmp_path)}
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    undisturbed = launcher.start({**settings, "save": whole}, ranks=2)
+    full, parts = tmp_path / "full", tmp_path / "parts"
+    uninterrupted = launcher.start({**settings, "save": full}, ranks=2)
     killed = killed_run(launcher, {**settings, "save": parts}, 2, position=28)
     assert set(killed.wait().codes) == {-9}
     assert [record["iteration"] for record in steps(parts)] == [1, 2, 3, 4, 5]
     resumed = launcher.start({**settings, "save": parts, "load": parts}, ranks=2)
-    undisturbed.succeed()
+    uninterrupted.succeed()
     output = resumed.succeed()
 
-    assert f"successfully loaded checkpoint from {parts} at iteration {HALF}" in output
+    assert f"successfully loaded checkpoint from {parts} at iteration {SAVED}" in output
     found = [
         (record["curriculum_seqlen"], record["global_batch_size"], record["consumed_tokens"])
-        for record in steps(whole)
+        for record in steps(full)
     ]
     assert found == [
         (8, 4, 32),
@@ -167,14 +167,14 @@ def test_lengths_batches_and_rates_by_tokens_resume_bit_for_bit(
         (32, 8, 1216),
         (32, 12, 1600),
     ]
-    rates = [record["learning_rate"] for record in steps(whole)]
+    rates = [record["learning_rate"] for record in steps(full)]
     assert rates[:4] == pytest.approx([0.0, 0.0016, 0.0048, 0.008])
-    assert steps(parts) == steps(whole)
-    different = checkpoint_differences(whole / "global_step9", parts / "global_step9")
+    assert steps(parts) == steps(full)
+    different = checkpoint_differences(full / "global_step9", parts / "global_step9")
     assert not different, different[:10]
 
 
-def test_a_run_ends_at_its_tokens_though_its_lengths_were_others_before(
+def test_a_run_ends_at_its_tokens_after_a_change_of_lengths(
     launcher: Launcher, base: Settings, tmp_path: Path
 ) -> None:
     settings = {**base, "save": tmp_path, "train_tokens": 300, "lr_decay_style": "constant"}
@@ -195,11 +195,11 @@ def test_a_run_ends_at_its_tokens_though_its_lengths_were_others_before(
     assert "iterations 4 to 7; the whole run takes 14 samples, 304 tokens" in output
 
 
-def test_killed_from_outside_by_the_clock_and_resumed_twice(
+def test_a_run_killed_at_arbitrary_times_and_resumed_twice_equals_uninterrupted(
     launcher: Launcher, base: Settings, tmp_path: Path
 ) -> None:
-    """Nothing injected: the moments of the kills are not chosen, only that steps follow a save."""
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    """No fault is injected: the kills come at any time after some steps that follow a save."""
+    full, parts = tmp_path / "full", tmp_path / "parts"
     settings = {
         **base,
         "global_batch_size": 16,
@@ -209,7 +209,7 @@ def test_killed_from_outside_by_the_clock_and_resumed_twice(
     }
     pointer = parts / "latest_checkpointed_iteration.txt"
 
-    def beyond(iteration: int) -> bool:
+    def is_beyond(iteration: int) -> bool:
         if not pointer.exists() or int(pointer.read_text()) < iteration:
             return False
         with (parts / "metrics.jsonl").open() as file:
@@ -217,14 +217,14 @@ def test_killed_from_outside_by_the_clock_and_resumed_twice(
 
     for kill_after in (10, 30):
         run = launcher.start({**settings, "save": parts, "load": parts}, ranks=2)
-        run.wait_until(lambda after=kill_after: beyond(after))  # type: ignore[misc]
+        run.wait_until(lambda after=kill_after: is_beyond(after))  # type: ignore[misc]
         run.kill()
         assert not (parts / "global_step60").exists(), "the kill came too late to test anything"
     launcher.start({**settings, "save": parts, "load": parts}, ranks=2).succeed()
-    launcher.start({**settings, "save": whole}, ranks=2).succeed()
+    launcher.start({**settings, "save": full}, ranks=2).succeed()
 
-    assert steps(parts) == steps(whole)
-    assert not checkpoint_differences(whole / "global_step60", parts / "global_step60")
+    assert steps(parts) == steps(full)
+    assert not checkpoint_differences(full / "global_step60", parts / "global_step60")
 
 
 def test_a_folder_without_a_checkpoint_starts_a_new_run(
@@ -237,7 +237,7 @@ def test_a_folder_without_a_checkpoint_starts_a_new_run(
     assert [record["iteration"] for record in steps(tmp_path / "run")] == [1, 2]
 
 
-def test_a_finished_run_started_again_repeats_its_evaluation_and_trains_nothing(
+def test_a_finished_run_that_is_started_again_only_evaluates(
     launcher: Launcher, base: Settings, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"

@@ -1,4 +1,4 @@
-"""The screen that tells what runs: what stands on it, that it fits, and that a log stays plain."""
+"""The banner: contents, width, and plain text in logs."""
 
 from __future__ import annotations
 
