@@ -32,7 +32,7 @@ from megatron_ds.checkpoint.selection import (
 )
 from megatron_ds.checkpoint.storage import files_damaged, find_damaged_files
 from megatron_ds.config import ModelConfig, TokenizerConfig
-from megatron_ds.config.problems import Problem, UserError
+from megatron_ds.config.problems import Problem, UserError, raise_if_any
 from megatron_ds.model.gpt import GPTModel
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.parallel.rng import RngStreams
@@ -133,9 +133,7 @@ def load_model(
         UserError: If the model cannot be sharded over this many ranks.
     """
     config = model_config(found)
-    problems = list(config.problems(mesh.tp.size))
-    if problems:
-        raise ValueError("\n".join(problems))
+    raise_if_any(config.problems(mesh.tp.size))
     dtype = DTYPES[precision or found.run.layout.precision]
     model = GPTModel(config, mesh=mesh, rng=RngStreams(mesh.tp.rank, device), seed=None)
     model = model.to(device=device, dtype=dtype)

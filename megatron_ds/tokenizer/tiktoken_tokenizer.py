@@ -8,6 +8,7 @@ import json
 from collections.abc import Sequence
 
 from megatron_ds.config.problems import Problem, UserError, option
+from megatron_ds.config.tokenizer import REQUIRED_SPECIAL_TOKENS
 from megatron_ds.tokenizer.base import import_library, library_errors, read_bytes
 from megatron_ds.tokenizer.fingerprint import TokenizerFingerprint, hash_files
 
@@ -15,7 +16,6 @@ DEFAULT_VOCAB_SIZE = 1 << 17
 """As in Megatron-LM; smaller if the file has fewer tokens."""
 BYTE_TOKENS = 256
 """Tokens at the start of every file."""
-REQUIRED_SPECIAL_TOKENS = ("<unk>", "<s>", "</s>")
 LETTERS = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}"
 SMALL = r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
 PATTERNS = {

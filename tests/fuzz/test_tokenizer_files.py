@@ -140,7 +140,7 @@ def test_gpt2_rejects_missing_files(tmp_path: Path, missing: str, is_folder: boo
     config = TokenizerConfig(
         vocab_file=str(tmp_path / "vocab.json"), merge_file=str(tmp_path / "merges.txt")
     )
-    with pytest.raises(ValueError, match=missing):
+    with raises_problem("not-a-file" if is_folder else "file-not-found", contains=missing):
         build_tokenizer(config)
 
 

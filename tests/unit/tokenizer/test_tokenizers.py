@@ -15,8 +15,9 @@ from tokenizers import Tokenizer as Library
 from tokenizers import models, pre_tokenizers
 
 from megatron_ds.config import TokenizerConfig
+from megatron_ds.config.problems import UserError
 from megatron_ds.tokenizer import Tokenizer, build_tokenizer, gpt2
-from tests.problems import raises_problem
+from tests.problems import fields, raises_problem
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 END = "<|endoftext|>"
@@ -114,9 +115,10 @@ def test_gpt2_fingerprint_depends_on_both_files(tmp_path: Path) -> None:
 
 
 def test_all_missing_options_are_reported_at_once() -> None:
-    with pytest.raises(ValueError, match=r"(?s)--vocab-file.*--merge-file"):
+    with pytest.raises(UserError) as raised:
         build_tokenizer(TokenizerConfig())
-    with pytest.raises(ValueError, match="--vocab-size"):
+    assert [names[0] for names in fields(raised.value.problems)] == ["vocab_file", "merge_file"]
+    with raises_problem("tokenizer-option-required", contains="NullTokenizer"):
         build_tokenizer(TokenizerConfig(tokenizer_type="NullTokenizer"))
 
 
