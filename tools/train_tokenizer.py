@@ -72,7 +72,7 @@ class Options:
     def problems(self) -> Iterator[str]:
         yield from self.inputs.problems()
         yield from vocab_size_problems(self.type, self.vocab_size)
-        yield from folder_problems("--output-dir", self.output_dir or ".")
+        yield from folder_problems("output_dir", self.output_dir or ".")
 
 
 def train(options: Options, texts: TextIterator) -> int:

@@ -28,6 +28,7 @@ from megatron_ds.config import (
     ParallelConfig,
     ScheduleConfig,
 )
+from megatron_ds.config.schedule_checks import schedule_problems
 from megatron_ds.engine.ds_config import merge_file
 from megatron_ds.train_state import StepPlan
 
@@ -191,7 +192,7 @@ def complete_config(config: Config, world: int) -> Config:
     config, problems = merge_file(config, world)
     dp_size = config.parallel.data_parallel_size(world)
     problems += config.model.problems(config.parallel.tensor_model_parallel_size)
-    problems += [*config.optimizer.problems(), *config.schedule.problems(dp_size)]
+    problems += [*config.optimizer.problems(), *schedule_problems(config.schedule, dp_size)]
     assert problems == [], problems
     return config
 

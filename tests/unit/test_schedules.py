@@ -1,4 +1,4 @@
-"""Schedules against values worked out by hand, and against a walk over single batches."""
+"""Schedules compared with tables of expected values and with step-by-step simulation."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ BY_SAMPLES = {
 }
 WARMUP = {0: 0.0, 50: 0.5, 100: 1.0}
 WSD_START = {**WARMUP, 200: 1.0, 300: 1.0}
-# Peak 1.0, floor 0.1, warm-up until 100, decay until 500, WSD's annealing from 300 on.
+# Maximum 1.0, minimum 0.1, warmup until 100, decay until 500, WSD annealing from 300.
 LEARNING_RATES = {
     ("constant", ""): {**WARMUP, 101: 1.0, 500: 1.0, 900: 1.0},
     ("linear", ""): {**WARMUP, 200: 0.775, 300: 0.55, 500: 0.1, 501: 0.1, 900: 0.1},
@@ -81,7 +81,7 @@ def test_learning_rate_follows_the_table(style: str, annealing: str) -> None:
     assert rates == pytest.approx(table, abs=1e-9)
 
 
-def test_lengths_in_iterations_count_global_batches() -> None:
+def test_lengths_in_iterations_are_converted_by_the_global_batch_size() -> None:
     config = config_with(
         {"train_iters": 10, "global_batch_size": 4, "lr_warmup_iters": 2, "min_lr": 0.1}
     )
@@ -96,13 +96,13 @@ def test_warmup_starts_at_its_initial_rate() -> None:
     assert schedules.learning_rate(config, after(50), 1) == pytest.approx(0.6)
 
 
-def test_warmup_fraction_is_a_share_of_the_decay() -> None:
+def test_warmup_fraction_is_relative_to_the_decay() -> None:
     config = config_with({**BY_SAMPLES, "lr_warmup_samples": 0, "lr_warmup_fraction": 0.25})
     assert schedules.learning_rate(config, after(25), 1) == pytest.approx(0.2)
     assert schedules.learning_rate(config, after(125), 1) == pytest.approx(1.0)
 
 
-def test_first_step_without_warmup_takes_the_peak() -> None:
+def test_first_step_without_warmup_has_the_maximum_learning_rate() -> None:
     config = config_with({**BY_SAMPLES, "lr_warmup_samples": 0})
     assert schedules.learning_rate(config, after(0), 1) == 1.0
 
@@ -123,7 +123,7 @@ def test_weight_decay_follows_the_table(style: str, table: dict[int, float]) -> 
 
 
 def batches(config: Config, dp_size: int, count: int) -> list[int]:
-    """The first batch sizes of a run, one plan after the other."""
+    """The first global batch sizes of a run."""
     state, sizes = TrainState(), []
     for _ in range(count):
         plan = schedules.plan(config, state, dp_size)
@@ -146,7 +146,7 @@ def batches(config: Config, dp_size: int, count: int) -> list[int]:
         (None, 8, [8, 8]),
     ],
 )
-def test_batch_size_climbs_by_samples(
+def test_batch_size_ramps_up_with_consumed_samples(
     rampup: tuple[int, int, int] | None, final: int, expected: list[int]
 ) -> None:
     config = config_with(
@@ -159,7 +159,7 @@ def test_batch_size_climbs_by_samples(
     ("samples", "iterations"),
     [(3, 0), (4, 1), (15, 2), (16, 3), (27, 3), (28, 4), (59, 5), (60, 6)],
 )
-def test_total_iterations_are_the_full_batches_of_the_ramp(samples: int, iterations: int) -> None:
+def test_total_iterations_with_batch_size_rampup(samples: int, iterations: int) -> None:
     """Batches of 4, 4, 8, 12, then 16: 4, 8, 16, 28, 44, 60 samples."""
     config = config_with(
         {"train_samples": samples, "global_batch_size": 16, "rampup_batch_size": (4, 4, 24)}
@@ -167,7 +167,7 @@ def test_total_iterations_are_the_full_batches_of_the_ramp(samples: int, iterati
     assert schedules.total_iterations(config, 1) == iterations
 
 
-def test_total_iterations_equal_a_walk_over_every_batch() -> None:
+def test_total_iterations_equal_those_of_a_simulation() -> None:
     shapes = itertools.product((1, 3), (1, 4), (0, 1, 3), (0, 7, 60), (1, 20, 61, 200))
     for start, increment, levels, ramp, samples in shapes:
         final = start + increment * levels
@@ -188,7 +188,7 @@ def test_total_iterations_equal_a_walk_over_every_batch() -> None:
         assert schedules.total_iterations(config, 1) == steps, config.schedule
 
 
-def test_a_ramp_over_many_samples_is_not_walked_sample_by_sample() -> None:
+def test_long_rampup_is_computed_by_segments() -> None:
     config = config_with(
         {
             "train_samples": 10**15,
@@ -199,11 +199,11 @@ def test_a_ramp_over_many_samples_is_not_walked_sample_by_sample() -> None:
     assert schedules.total_iterations(config, 1) == 10**14 // 16 + (10**15 - 10**14) // 32
 
 
-def test_total_iterations_are_train_iters_where_given() -> None:
+def test_total_iterations_equal_train_iters() -> None:
     assert schedules.total_iterations(config_with({"train_iters": 7}), 1) == 7
 
 
-def test_plan_counts_the_micro_batches_of_each_rank() -> None:
+def test_plan_counts_micro_batches_per_rank() -> None:
     config = config_with(
         {**BY_SAMPLES, "micro_batch_size": 2, "global_batch_size": 24, "lr_decay_style": "linear"}
     )
@@ -213,7 +213,7 @@ def test_plan_counts_the_micro_batches_of_each_rank() -> None:
     assert (plan.lr, plan.weight_decay) == (pytest.approx(0.5), 0.01)
 
 
-def test_a_skipped_step_moves_the_batch_size_and_not_the_learning_rate() -> None:
+def test_skipped_step_advances_batch_size_but_not_learning_rate() -> None:
     config = config_with(
         {
             "train_samples": 100,
@@ -229,7 +229,7 @@ def test_a_skipped_step_moves_the_batch_size_and_not_the_learning_rate() -> None
     assert first.lr == second.lr == 0.0
 
 
-def test_planned_samples_cover_training_and_every_evaluation() -> None:
+def test_planned_samples_cover_training_and_evaluation() -> None:
     logging = dataclasses.replace(Config().logging, eval_iters=3)
     by_iterations = config_with({"train_iters": 10, "micro_batch_size": 2})
     by_samples = config_with({"train_samples": 33, "global_batch_size": 8})
