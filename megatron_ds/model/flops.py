@@ -1,8 +1,8 @@
-"""Floating-point operations of a training step, counted from the configuration.
+"""Floating-point operations and parameters, counted from the configuration.
 
-Matrix products only, a multiplication and an addition each; attention is counted whole, not halved
-for the causal mask. That is the forks' convention (Narayanan et al. 2021, section 5.1) without its
-approximations.
+Operations are those of matrix products only, a multiplication and an addition each; the causal mask
+does not halve attention. This is Megatron's convention (Narayanan et al. 2021, section 5.1) without
+its approximations.
 """
 
 from __future__ import annotations
@@ -11,27 +11,18 @@ from megatron_ds.config import ModelConfig
 
 
 def model_flops_per_sample(config: ModelConfig, padded_vocab: int) -> int:
-    """Forward and backward pass of one sample, in operations.
+    """Operations of one sample's forward and backward pass, without recomputation.
 
-    What the model needs, whatever is recomputed. padded_vocab: rows of the output layer.
+    Args:
+        config: Architecture.
+        padded_vocab: Rows of the output layer.
     """
-    return 3 * (_transformer_layers(config) + _head(config, padded_vocab))
-
-
-def hardware_flops_per_sample(
-    config: ModelConfig, padded_vocab: int, granularity: str | None
-) -> int:
-    """The same with what the machine does again: granularity is that of the recomputation."""
-    again = {
-        None: 0,
-        "full": _transformer_layers(config),
-        "selective": config.num_layers * _attention_scores(config),
-    }
-    return model_flops_per_sample(config, padded_vocab) + again[granularity]
+    # The backward pass has two products for each of the forward pass.
+    return 3 * (_transformer_layers(config) + _output_layer(config, padded_vocab))
 
 
 def _transformer_layers(config: ModelConfig) -> int:
-    """Forward pass of all layers."""
+    """Operations of all layers' forward pass."""
     q_size = config.num_attention_heads * config.head_dim
     kv_size = config.kv_heads * config.head_dim
     attention = config.hidden_size * (2 * q_size + 2 * kv_size)
@@ -42,25 +33,25 @@ def _transformer_layers(config: ModelConfig) -> int:
 
 
 def _attention_scores(config: ModelConfig) -> int:
-    """Forward pass of one layer's scores and weighted values."""
+    """Operations of one layer's q k^T and softmax x v."""
     return 4 * config.seq_length * config.seq_length * config.num_attention_heads * config.head_dim
 
 
-def _head(config: ModelConfig, padded_vocab: int) -> int:
+def _output_layer(config: ModelConfig, padded_vocab: int) -> int:
     return 2 * config.seq_length * config.hidden_size * padded_vocab
 
 
 def parameters_per_rank(config: ModelConfig, tp_size: int) -> int:
-    """Parameters of one tensor-parallel rank, with the padding of the vocabulary."""
+    """Parameters of one tensor-parallel rank, including the padding of the vocabulary."""
     hidden = config.hidden_size
     norm = hidden * (1 if config.normalization == "RMSNorm" else 2)
     qkv = config.head_dim * (config.num_attention_heads + 2 * config.kv_heads)
     fc_in = config.mlp_hidden_size * (2 if config.is_gated else 1)
-    cut = (
+    sharded = (
         qkv + fc_in + config.mlp_hidden_size + config.num_attention_heads * config.head_dim
     ) * hidden
-    cut += qkv * config.qkv_bias + fc_in * config.add_bias_linear
-    layer = cut // tp_size + 2 * norm + 2 * hidden * config.add_bias_linear
+    sharded += qkv * config.qkv_bias + fc_in * config.add_bias_linear
+    layer = sharded // tp_size + 2 * norm + 2 * hidden * config.add_bias_linear
     tables = config.padded_vocab(tp_size) // tp_size * hidden
     if config.untie_embeddings_and_output_weights:
         tables *= 2

@@ -1,4 +1,4 @@
-"""The feed-forward layer, plain or gated, its width cut over the group."""
+"""The feed-forward layer, plain or gated, with its width sharded over the tensor-parallel group."""
 
 from __future__ import annotations
 
@@ -13,8 +13,14 @@ from megatron_ds.parallel.mesh import Group
 
 
 class MLP(nn.Module):
-    """[S, B, H] to [S, B, H]: fc_out(act(fc_in(x))), or fc_out(act(gate) * up) with [gate; up] =
-    fc_in(x).
+    """fc_out(act(fc_in(x))), or fc_out(act(gate) * up) with [gate; up] = fc_in(x): [S, B, H] to
+    [S, B, H].
+
+    Args:
+        config: Architecture.
+        layer: Number of the layer, from 0.
+        group: Tensor-parallel group.
+        init: Draws the initial weights.
     """
 
     def __init__(self, config: ModelConfig, layer: int, *, group: Group, init: Initializer) -> None:
@@ -25,9 +31,8 @@ class MLP(nn.Module):
         name, std = f"layers.{layer}.mlp", config.init_method_std
         self.fc_in = ColumnParallelLinear(
             config.hidden_size,
-            (config.mlp_hidden_size, config.mlp_hidden_size)
-            if config.is_gated
-            else (config.mlp_hidden_size,),
+            # Gate and up are sections of one matrix, so that each rank has its slice of both.
+            (config.mlp_hidden_size,) * (2 if config.is_gated else 1),
             bias=config.add_bias_linear,
             group=group,
             init=init.normal(f"{name}.fc_in.weight", std),
@@ -58,7 +63,7 @@ class MLP(nn.Module):
                 return F.gelu(x, approximate="tanh")
             case "squared-relu":  # So et al. 2021
                 return F.relu(x).square()
-            case "swiglu":  # this and the following: Shazeer 2020
+            case "swiglu":  # this and the other gated ones: Shazeer 2020
                 return F.silu(x)
             case "geglu":
                 return F.gelu(x)
@@ -67,4 +72,4 @@ class MLP(nn.Module):
             case "liglu":
                 return x
             case unknown:
-                raise ValueError(f"activation {unknown!r} is not known")
+                raise AssertionError(unknown)

@@ -1,4 +1,4 @@
-"""The normalisation layers."""
+"""The normalization layers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megatron_ds.config import ModelConfig
 def build_norm(config: ModelConfig) -> nn.Module:
     """LayerNorm (Ba et al. 2016) or RMSNorm (Zhang and Sennrich 2019) over the hidden dimension.
 
-    torch's own: both compute in fp32 inside, whatever the model's type.
+    Both of torch's layers compute in fp32, whatever the model's type.
     """
     if config.normalization == "RMSNorm":
         return nn.RMSNorm(config.hidden_size, eps=config.norm_epsilon)

@@ -32,14 +32,19 @@ class TokenLoss(NamedTuple):
 
 
 class OutputLayer(nn.Module):
-    """Output layer and loss in one, because the loss is computed without keeping the logits."""
+    """Output layer and loss in one, because the loss is computed without storing the logits.
+
+    Args:
+        vocab_size: Rows that are tokens.
+        padded_size: Rows of the full weight.
+        hidden: Size of a row.
+        group: Tensor-parallel group.
+        init: Draws a weight of its own. None: the weight is the embedding's, passed to each call.
+    """
 
     def __init__(
         self, vocab_size: int, padded_size: int, hidden: int, *, group: Group, init: Init | None
     ) -> None:
-        """init: initial values of a weight of its own; None: the weight is the embedding's, given
-        to each call.
-        """
         super().__init__()
         self.vocab_size = vocab_size
         self.group = group
@@ -56,7 +61,20 @@ class OutputLayer(nn.Module):
         loss_mask_BS: torch.Tensor | None = None,
         weight_vH: torch.Tensor | None = None,
     ) -> torch.Tensor | TokenLoss:
-        """With labels: the loss. Without: logits [B, S, V] in fp32, padding -inf."""
+        """Compute the loss or, without labels, the logits.
+
+        Args:
+            x_SBH: Hidden states.
+            labels_BS: Token ids.
+            loss_mask_BS: Weight of each label's loss. None: ones.
+            weight_vH: The embedding's weight, if it is tied.
+
+        Returns:
+            The loss, or logits [B, S, V] in fp32, -inf for padding.
+
+        Raises:
+            UserError: If a label is outside the vocabulary (on the CPU).
+        """
         weight = self.weight if weight_vH is None else weight_vH
         assert weight is not None
         if labels_BS is None:

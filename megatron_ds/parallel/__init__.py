@@ -1,3 +1,1 @@
-"""Tensor parallelism: rank arithmetic, collectives, parallel layers and the random streams they
-need.
-"""
+"""Tensor parallelism: rank arithmetic, collectives, sharded layers and their random streams."""

@@ -1,8 +1,8 @@
-"""The four tensor-parallel collectives as conjugate autograd pairs.
+"""Tensor-parallel collectives with their conjugate backward passes.
 
-Names and pairs are those of Megatron-LM (Shoeybi et al. 2019, section 3): copy/reduce and
-split/gather, each the other's backward. In a group of one they are the identity and leave no trace
-in the graph. Knows no layers.
+Names are those of Megatron-LM (Shoeybi et al. 2019, section 3): copy and reduce, each the other's
+backward, and gather, whose backward is a split. In a group of size 1 they are the identity and add
+nothing to the autograd graph. Knows no layers.
 """
 
 from __future__ import annotations
@@ -26,39 +26,24 @@ def reduce_from_group(x: torch.Tensor, group: Group) -> torch.Tensor:
 
 
 def gather_from_group(x: torch.Tensor, group: Group) -> torch.Tensor:
-    """Forward: concatenation of the ranks' tensors along the last dimension. Backward: this rank's
-    slice.
-    """
+    """Forward: concatenation along the last dimension. Backward: this rank's slice."""
     return x if group.size == 1 else _Gather.apply(x, group)
 
 
-def split_to_group(x: torch.Tensor, group: Group) -> torch.Tensor:
-    """Forward: this rank's slice of the last dimension. Backward: concatenation."""
-    return x if group.size == 1 else _Split.apply(x, group)
-
-
 def all_reduce(x: torch.Tensor, group: Group) -> torch.Tensor:
-    """Sum over the group, into a tensor of its own; no autograd."""
+    """Sum over the group, into a new tensor; no autograd."""
     total = x.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(total, group=group.handle)
     return total
 
 
 def all_gather(x: torch.Tensor, group: Group) -> torch.Tensor:
-    """[size, *x.shape]: every rank's tensor; no autograd."""
+    """Every rank's tensor, [size, *x.shape]; no autograd."""
     if group.size == 1:
         return x.unsqueeze(0)
     gathered = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in group.ranks]
     dist.all_gather(gathered, x.contiguous(), group=group.handle)
     return torch.stack(gathered)
-
-
-def _concatenate(x: torch.Tensor, group: Group) -> torch.Tensor:
-    return torch.cat(list(all_gather(x, group)), dim=-1)
-
-
-def _slice(x: torch.Tensor, group: Group) -> torch.Tensor:
-    return x.chunk(group.size, dim=-1)[group.rank].contiguous()
 
 
 class _Copy(torch.autograd.Function):
@@ -86,19 +71,9 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: Group) -> torch.Tensor:
         ctx.group = group
-        return _concatenate(x, group)
+        return torch.cat(list(all_gather(x, group)), dim=-1)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _slice(grad, ctx.group), None
-
-
-class _Split(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: Group) -> torch.Tensor:
-        ctx.group = group
-        return _slice(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _concatenate(grad, ctx.group), None
+        group = ctx.group
+        return grad.chunk(group.size, dim=-1)[group.rank].contiguous(), None

@@ -1,4 +1,4 @@
-"""The counted operations against those that torch sees."""
+"""Counted operations and parameters, compared with those of the model."""
 
 from __future__ import annotations
 
@@ -8,26 +8,20 @@ import itertools
 import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.checkpoint import set_checkpoint_early_stop
 from torch.utils.flop_counter import FlopCounterMode
 
-from megatron_ds.config import ModelConfig, RecomputeConfig
-from megatron_ds.model.flops import (
-    hardware_flops_per_sample,
-    model_flops_per_sample,
-    parameters_per_rank,
-)
+from megatron_ds.config import ModelConfig
+from megatron_ds.model.flops import model_flops_per_sample, parameters_per_rank
 from megatron_ds.model.gpt import GPTModel
-from megatron_ds.parallel.activation_checkpointing import ActivationCheckpointing
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.parallel.rng import RngStreams
 
 BATCH = 2
 
 
-def measured(config: ModelConfig, recompute: ActivationCheckpointing | None = None) -> int:
+def measured_flops(config: ModelConfig) -> int:
     """Operations of one forward and backward pass, as torch counts them."""
-    model = GPTModel(config, mesh=Mesh.single(), rng=RngStreams(0), seed=1, checkpointing=recompute)
+    model = GPTModel(config, mesh=Mesh.single(), rng=RngStreams(0), seed=1)
     tokens = torch.randint(0, config.vocab_size, (BATCH, config.seq_length))
     # The flash kernel's backward recomputes the scores; plain products count what the model needs.
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
@@ -54,24 +48,15 @@ def configuration(groups: int | None, activation: str, untied: bool) -> ModelCon
     ("groups", "activation", "untied"),
     list(itertools.product((None, 2), ("gelu", "swiglu"), (False, True))),
 )
-def test_model_flops_are_torchs(groups: int | None, activation: str, untied: bool) -> None:
+def test_model_flops_are_those_that_torch_counts(
+    groups: int | None, activation: str, untied: bool
+) -> None:
     config = configuration(groups, activation, untied)
     counted = BATCH * model_flops_per_sample(config, config.padded_vocab(1))
-    assert counted == pytest.approx(measured(config), rel=0.01)
+    assert counted == pytest.approx(measured_flops(config), rel=0.01)
 
 
-@pytest.mark.parametrize("granularity", ["full", "selective"])
-def test_hardware_flops_contain_what_is_recomputed(granularity: str) -> None:
-    config = configuration(None, "gelu", False)
-    options = RecomputeConfig(recompute_granularity=granularity)
-    recompute = ActivationCheckpointing(options, RngStreams(0))
-    counted = BATCH * hardware_flops_per_sample(config, config.padded_vocab(1), granularity)
-    # torch stops a recomputation early when nothing more is needed of it; a fused kernel cannot.
-    with set_checkpoint_early_stop(False):
-        assert counted == pytest.approx(measured(config, recompute), rel=0.01)
-
-
-def test_reference_model_needs_what_its_formula_says() -> None:
+def test_flops_of_the_reference_model_are_those_of_the_formula() -> None:
     """6 (12 L H^2 + V H) + 12 L H S per token."""
     config = ModelConfig(
         num_layers=6, hidden_size=256, num_attention_heads=8, seq_length=256, vocab_size=50304
@@ -90,7 +75,7 @@ def test_reference_model_needs_what_its_formula_says() -> None:
         {"untie_embeddings_and_output_weights": True, "max_position_embeddings": 40},
     ],
 )
-def test_parameters_are_those_of_the_model(changes: dict[str, object]) -> None:
+def test_parameter_count_is_that_of_the_model(changes: dict[str, object]) -> None:
     config = dataclasses.replace(configuration(None, "gelu", False), **changes)
     model = GPTModel(config, mesh=Mesh.single(), rng=RngStreams(0), seed=1)
     assert parameters_per_rank(config, 1) == sum(p.numel() for p in model.parameters())

@@ -1,4 +1,4 @@
-"""Output layer and loss in one, against torch's separate ones."""
+"""The fused output layer and loss, compared with separate ones in fp64."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TOKENS, VOCAB, PADDED, HIDDEN = 24, 50, 64, 16
 GROUP = Mesh.single().tp
 
 
-def problem(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def inputs(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(TOKENS, HIDDEN, generator=generator).to(dtype).requires_grad_()
     weight = torch.randn(PADDED, HIDDEN, generator=generator).to(dtype).requires_grad_()
@@ -36,7 +36,7 @@ def reference(
     return loss.detach(), x.grad, weight.grad
 
 
-def relative(actual: torch.Tensor | None, expected: torch.Tensor) -> float:
+def relative_error(actual: torch.Tensor | None, expected: torch.Tensor) -> float:
     assert actual is not None
     return ((actual.double() - expected).norm() / expected.norm()).item()
 
@@ -45,10 +45,10 @@ def relative(actual: torch.Tensor | None, expected: torch.Tensor) -> float:
 @pytest.mark.parametrize(
     ("dtype", "limit"), [(torch.float32, 1e-6), (torch.bfloat16, 1e-2), (torch.float16, 2e-3)]
 )
-def test_loss_and_gradients(
+def test_loss_and_gradients_equal_those_of_separate_layers(
     dtype: torch.dtype, limit: float, chunk_tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    x, weight, labels, weights = problem(dtype)
+    x, weight, labels, weights = inputs(dtype)
     monkeypatch.setattr(
         fused_linear_cross_entropy,
         "CHUNK_BYTES",
@@ -59,18 +59,18 @@ def test_loss_and_gradients(
     loss = linear_cross_entropy(x, weight, labels, weights, vocab_size=VOCAB, group=GROUP)
     assert loss.dtype == torch.float32
     # The logits are of the model's type, so a single one is no better than that type.
-    assert relative(loss, expected) < limit
+    assert relative_error(loss, expected) < limit
     loss.backward()
     assert x.grad is not None
     assert x.grad.dtype == dtype
-    assert relative(x.grad, grad_x) < limit
-    assert relative(weight.grad, grad_weight) < limit
+    assert relative_error(x.grad, grad_x) < limit
+    assert relative_error(weight.grad, grad_weight) < limit
     assert weight.grad is not None
     assert weight.grad[VOCAB:].eq(0.0).all()
 
 
-def test_evaluation_gives_the_same_loss_and_no_graph() -> None:
-    x, weight, labels, weights = problem(torch.float32)
+def test_evaluation_has_the_same_loss_and_no_graph() -> None:
+    x, weight, labels, weights = inputs(torch.float32)
     training = linear_cross_entropy(x, weight, labels, weights, vocab_size=VOCAB, group=GROUP)
     with torch.no_grad():
         loss = linear_cross_entropy(x, weight, labels, weights, vocab_size=VOCAB, group=GROUP)
@@ -78,21 +78,21 @@ def test_evaluation_gives_the_same_loss_and_no_graph() -> None:
     assert not loss.requires_grad
 
 
-def test_half_precision_gradients_scale_with_the_incoming_one() -> None:
-    """Dividing by many tokens and multiplying by the loss scale must not go through fp16."""
-    x, weight, labels, weights = problem(torch.float16)
+def test_fp16_gradients_are_scaled_in_fp32() -> None:
+    """Division by many tokens and multiplication by the loss scale would underflow in fp16."""
+    x, weight, labels, weights = inputs(torch.float16)
     _, grad_x, _ = reference(x, weight, labels, weights)
     loss = linear_cross_entropy(x, weight, labels, weights, vocab_size=VOCAB, group=GROUP)
     (loss / 1e7 * 2.0**16).backward()
-    assert relative(x.grad, grad_x / 1e7 * 2.0**16) < 2e-3
+    assert relative_error(x.grad, grad_x / 1e7 * 2.0**16) < 2e-3
 
 
 def test_extreme_logits_stay_finite() -> None:
-    x, weight, labels, weights = problem(torch.float32)
+    x, weight, labels, weights = inputs(torch.float32)
     huge = (x * 1e3).detach().requires_grad_()
     loss = linear_cross_entropy(huge, weight, labels, None, vocab_size=VOCAB, group=GROUP)
     loss.backward()
     expected, grad_x, _ = reference(huge, weight, labels, torch.ones(TOKENS))
-    assert relative(loss, expected) < 1e-6
-    assert relative(huge.grad, grad_x) < 1e-3
+    assert relative_error(loss, expected) < 1e-6
+    assert relative_error(huge.grad, grad_x) < 1e-3
     assert weights.sum() > 0
