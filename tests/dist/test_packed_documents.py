@@ -1,7 +1,7 @@
-"""Documents' bounds in every layout: trained by two ranks as by one process with a dense mask.
+"""Packed documents in every layout: two ranks train as one process with a dense mask.
 
-The rule that chooses the cases: each kind of position, ZeRO stage, tensor-parallel size, way of
-recomputation, optimizer and flag occurs; one case is compiled.
+Among the cases, each position embedding, ZeRO stage, tensor-parallel size, recompute granularity,
+optimizer and flag occurs; one case is compiled.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ CASES: dict[str, tuple[Case, tuple[bool, bool], str | None]] = {
     "zero3 gqa": (Case(2, 3, 1, 1, "gqa", "sgd"), (False, True), "full"),
     "zero1 rope positions": (Case(2, 1, 1, 1, "rope", "sgd"), (True, False), None),
     "compiled": (Case(2, 1, 2, 1, "gqa", "adamw"), BOTH, None),
-    "dropped": (Case(2, 1, 2, 4, "learned", "adamw"), BOTH, None),
-    "dropped selective": (Case(2, 1, 2, 4, "learned", "adamw"), BOTH, "selective"),
-    "dropped full": (Case(2, 1, 2, 4, "learned", "adamw"), BOTH, "full"),
+    "dropout": (Case(2, 1, 2, 4, "learned", "adamw"), BOTH, None),
+    "dropout selective": (Case(2, 1, 2, 4, "learned", "adamw"), BOTH, "selective"),
+    "dropout full": (Case(2, 1, 2, 4, "learned", "adamw"), BOTH, "full"),
 }
-"""By name: layout, which of positions and attention heed documents, and what is recomputed."""
-DROPPED = [name for name in CASES if name.startswith("dropped")]
+"""By name: layout, whether positions and attention end with a document, recompute granularity."""
+WITH_DROPOUT = [name for name in CASES if name.startswith("dropout")]
 
 
 def config(name: str, folder: Path) -> Config:
     case, (positions, attention), granularity = CASES[name]
     base = config_of(case, folder)
-    dropout = 0.1 if name in DROPPED else 0.0
+    dropout = 0.1 if name in WITH_DROPOUT else 0.0
     return dataclasses.replace(
         base,
         model=dataclasses.replace(base.model, attention_dropout=dropout, hidden_dropout=dropout),
@@ -78,7 +78,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> JobResults:
     return run_jobs(2, jobs, folder)
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name not in DROPPED])
+@pytest.mark.parametrize("name", [name for name in CASES if name not in WITH_DROPOUT])
 def test_layout_equals_one_process_with_a_dense_mask(
     name: str, outcomes: JobResults, tmp_path: Path
 ) -> None:
@@ -87,15 +87,15 @@ def test_layout_equals_one_process_with_a_dense_mask(
     reference = train_reference(config(name, tmp_path), SAMPLES, plans_of(case), rules)
     for rank, run in enumerate(outcomes.of(name)):
         assert differences(run, reference) == [], f"rank {rank}"
-        # Each layer is compiled in the pieces before and behind its attention, once for all
-        # micro-batches, however their documents are cut.
+        # Each layer is compiled in two parts, before and after its attention, once for all
+        # micro-batches, whatever their document lengths.
         assert (run.notes["compiled"] > 0) == (name == "compiled")
         assert run.notes["compiled"] <= 6 * parity_cases.SHAPE["num_layers"]
 
 
-@pytest.mark.parametrize("name", DROPPED[1:])
+@pytest.mark.parametrize("name", WITH_DROPOUT[1:])
 def test_recomputation_drops_what_was_dropped(name: str, outcomes: JobResults) -> None:
-    for run, stored in zip(outcomes.of(name), outcomes.of(DROPPED[0]), strict=True):
+    for run, stored in zip(outcomes.of(name), outcomes.of(WITH_DROPOUT[0]), strict=True):
         assert run.losses == stored.losses
         assert run.norms == stored.norms
 

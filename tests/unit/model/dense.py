@@ -1,4 +1,4 @@
-"""Flex attention with every score: the twin of kernels that leave scores out."""
+"""A dense reference of flex attention."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def dense_flex(
     block_mask: Any,
     enable_gqa: bool,
 ) -> torch.Tensor:
-    """What flex attention computes, with every score, on any device and with gradients."""
+    """Flex attention that computes every score, on any device and with gradients."""
     assert enable_gqa == (q.shape[1] != k.shape[1])
     k, v = (part.repeat_interleave(q.shape[1] // part.shape[1], dim=1) for part in (k, v))
     scores = q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5

@@ -1,4 +1,4 @@
-"""The model in one process: its loss, its logits, its start, its cache, its refusals."""
+"""The model in one process: loss, logits, initial weights, cache, rejected inputs."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def some_tokens(rows: int = 2, length: int = 12) -> torch.Tensor:
 
 
 class GrowingCache:
-    """The protocol, by concatenation."""
+    """A cache that concatenates."""
 
     def __init__(self) -> None:
         self.stored: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -67,7 +67,7 @@ def test_loss_is_the_cross_entropy_of_the_logits() -> None:
     torch.testing.assert_close(model(tokens, tokens).mean(), expected)
 
 
-def test_masked_tokens_do_not_count() -> None:
+def test_masked_tokens_are_not_counted() -> None:
     model, tokens = build(), some_tokens()
     mask = torch.ones(2, 12)
     mask[0, :5] = 0.0
@@ -79,7 +79,7 @@ def test_masked_tokens_do_not_count() -> None:
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("position", POSITIONS)
-def test_later_tokens_change_nothing_before_them(activation: str, position: str) -> None:
+def test_later_tokens_do_not_change_earlier_logits(activation: str, position: str) -> None:
     model = build(activation=activation, position_embedding_type=position, num_query_groups=2)
     tokens = some_tokens()
     changed = tokens.clone()
@@ -91,7 +91,7 @@ def test_later_tokens_change_nothing_before_them(activation: str, position: str)
 
 @pytest.mark.parametrize("groups", [None, 2])
 @pytest.mark.parametrize("position", POSITIONS)
-def test_cache_gives_the_logits_of_the_whole_sequence(position: str, groups: int | None) -> None:
+def test_cache_gives_the_logits_of_the_full_sequence(position: str, groups: int | None) -> None:
     model = build(position_embedding_type=position, num_query_groups=groups).eval()
     tokens, cache = some_tokens(), GrowingCache()
     with torch.no_grad():
@@ -99,7 +99,7 @@ def test_cache_gives_the_logits_of_the_whole_sequence(position: str, groups: int
         torch.testing.assert_close(torch.cat(parts, dim=1), model(tokens), rtol=1e-4, atol=1e-5)
 
 
-def test_parameters_have_their_canonical_names_and_shapes() -> None:
+def test_parameters_have_canonical_names_and_shapes() -> None:
     model = build(activation="swiglu", num_query_groups=2, embed_layernorm=True)
     shapes = {name: tuple(param.shape) for name, param in model.named_parameters()}
     layer = {name: shape for name, shape in shapes.items() if name.startswith("layers.1.")}
@@ -130,7 +130,7 @@ def test_parameters_have_their_canonical_names_and_shapes() -> None:
     assert untied.get_parameter("head.weight").shape == (64, 32)
 
 
-def test_biases_come_and_go_with_their_flags() -> None:
+def test_biases_follow_their_flags() -> None:
     def linear_biases(**options: bool) -> set[str]:
         names = (name for name, _ in build(**options).named_parameters())
         return {name.split(".", 2)[2] for name in names if name.endswith("bias") and ".0." in name}
@@ -143,7 +143,7 @@ def test_biases_come_and_go_with_their_flags() -> None:
     assert with_qkv == norms | {"attention.qkv.bias"}
 
 
-def test_initial_weights_have_the_configured_spread() -> None:
+def test_initial_weights_have_the_configured_standard_deviation() -> None:
     model = build(hidden_size=256, num_layers=8, vocab_size=200, init_method_std=0.05)
     qkv, proj = (
         model.get_parameter(f"layers.3.attention.{name}.weight") for name in ("qkv", "proj")
@@ -182,26 +182,27 @@ def test_sequences_longer_than_the_learned_positions_are_rejected() -> None:
     build(position_embedding_type="rope")(some_tokens(length=40))
 
 
-def test_dropout_is_in_training_alone_and_follows_the_position() -> None:
+def test_dropout_follows_the_position_in_training_only() -> None:
     rng = RngStreams(0)
     config = dataclasses.replace(CONFIG, attention_dropout=0.2, hidden_dropout=0.2)
     model = GPTModel(config, mesh=Mesh.single(), rng=rng, seed=3)
     tokens = some_tokens()
 
-    def loss(position: int) -> torch.Tensor:
-        rng.begin_step(1, position, 0)
-        value: torch.Tensor = model(tokens, tokens).loss_sum
-        return value
+    def losses(position: int, stride: int, *modes: bool) -> list[float]:
+        """Losses of consecutive forward passes in training (True) or evaluation (False)."""
+        rng.begin_step(1, position, stride)
+        return [model.train(mode)(tokens, tokens).loss_sum.item() for mode in modes]
 
-    assert torch.equal(loss(8), loss(8))
-    assert not torch.equal(loss(8), loss(9))
-    model.eval()
-    assert torch.equal(loss(8), loss(9))
-    torch.testing.assert_close(loss(8), build()(tokens, tokens).loss_sum)
+    at_8, at_10, evaluated = losses(8, 2, True, True, False)
+    assert len({at_8, at_10, evaluated}) == 3
+    assert losses(10, 1, True) == [at_10]
+    # Evaluation does not take a micro-batch's place.
+    assert losses(8, 2, True, False, True) == [at_8, evaluated, at_10]
+    assert evaluated == build()(tokens, tokens).loss_sum.item()
 
 
 @pytest.mark.parametrize("dropouts", [(0.3, 0.0), (0.0, 0.3)])
-def test_either_dropout_acts(dropouts: tuple[float, float]) -> None:
+def test_each_dropout_has_an_effect(dropouts: tuple[float, float]) -> None:
     attention, hidden = dropouts
     model = build(attention_dropout=attention, hidden_dropout=hidden)
     tokens = some_tokens()
@@ -219,7 +220,7 @@ def test_bf16_is_close_to_fp32(position: str) -> None:
     assert all(param.grad is not None for param in model.parameters())
 
 
-def test_the_exact_and_the_approximate_gelu_differ() -> None:
+def test_exact_and_approximate_gelu_differ() -> None:
     tokens = some_tokens()
     tanh, exact = build(init_method_std=0.5), build(init_method_std=0.5, gelu_approximation="none")
     openai = build(init_method_std=0.5, activation="openai-gelu", gelu_approximation="none")

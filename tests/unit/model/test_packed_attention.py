@@ -188,7 +188,7 @@ def test_packing_has_no_effect_on_rows_of_one_document() -> None:
 
 
 def test_generation_ignores_document_boundaries() -> None:
-    """A generator's tokens are one document, whatever the model was trained with."""
+    """A generator's tokens are one document."""
 
     class Empty:
         length = 0
@@ -243,7 +243,7 @@ def random_doc_ids(rows: int, length: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("length", [1, 100, BLOCK, 3 * BLOCK, 4 * BLOCK + 5])
-def test_block_mask_is_torchs_of_all_scores(length: int) -> None:
+def test_block_mask_equals_that_of_create_block_mask(length: int) -> None:
     from torch.nn.attention.flex_attention import create_block_mask
 
     doc_ids = random_doc_ids(3, length)
