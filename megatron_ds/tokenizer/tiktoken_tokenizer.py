@@ -5,9 +5,9 @@ from __future__ import annotations
 import base64
 import binascii
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
-from megatron_ds.config.problems import Problem, UserError, option
+from megatron_ds.config.problems import Problem, UserError, option, raise_if_any
 from megatron_ds.config.tokenizer import REQUIRED_SPECIAL_TOKENS
 from megatron_ds.tokenizer.base import import_library, library_errors, read_bytes
 from megatron_ds.tokenizer.fingerprint import TokenizerFingerprint, hash_files
@@ -76,19 +76,7 @@ class TikTokenizer:
         tokens = _read_tokens(path)
         if vocab_size is None:
             vocab_size = min(DEFAULT_VOCAB_SIZE, num_special + len(tokens))
-        if not BYTE_TOKENS <= vocab_size - num_special <= len(tokens):
-            raise UserError(
-                Problem(
-                    "vocab-size-not-available",
-                    f"{option('vocab_size')} {vocab_size}: must be between "
-                    f"{num_special + BYTE_TOKENS} and {num_special + len(tokens)}: "
-                    f"{option('tokenizer_model')} {path} has {len(tokens)} tokens and "
-                    f"{option('tiktoken_num_special_tokens')} is {num_special}",
-                    "vocab_size",
-                    "tokenizer_model",
-                    "tiktoken_num_special_tokens",
-                )
-            )
+        raise_if_any(_vocab_size_problems(vocab_size, path, len(tokens), num_special))
         names = list(REQUIRED_SPECIAL_TOKENS if special is None else special)
         names += [f"<SPECIAL_{number}>" for number in range(len(names), num_special)]
         ranks = {
@@ -134,6 +122,22 @@ class TikTokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         return str(self._model.decode(list(ids)))
+
+
+def _vocab_size_problems(
+    vocab_size: int, path: str, num_tokens: int, num_special: int
+) -> Iterator[Problem]:
+    lowest, highest = num_special + BYTE_TOKENS, num_special + num_tokens
+    if not lowest <= vocab_size <= highest:
+        yield Problem(
+            "vocab-size-not-available",
+            f"{option('vocab_size')} {vocab_size}: must be between {lowest} and {highest}: "
+            f"{option('tokenizer_model')} {path} has {num_tokens} tokens and "
+            f"{option('tiktoken_num_special_tokens')} is {num_special}",
+            "vocab_size",
+            "tokenizer_model",
+            "tiktoken_num_special_tokens",
+        )
 
 
 def _read_tokens(path: str) -> list[bytes]:
