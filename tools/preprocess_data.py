@@ -19,7 +19,8 @@ from megatron_ds.config import TokenizerConfig
 from megatron_ds.config.fields import missing_problem, option_field, option_group, when
 from megatron_ds.launch import environment, output
 from megatron_ds.preprocess.input_flags import InputOptions
-from megatron_ds.preprocess.pipeline import PreprocessOptions, Progress, dropped, preprocess
+from megatron_ds.preprocess.options import PreprocessOptions
+from megatron_ds.preprocess.pipeline import Progress, describe_rejects, preprocess
 from megatron_ds.preprocess.sentence_splitter import SPLITTERS, Splitter, choose_splitter
 from megatron_ds.tokenizer import build_tokenizer
 from megatron_ds.tokenizer.fast_backend import BACKENDS, select_backend
@@ -230,7 +231,7 @@ def closing(
     else:  # nothing was left to do
         yield f"{progress.documents} documents, {progress.tokens} tokens"
     if progress.dropped:
-        yield f"left out: {dropped(progress)}; listed in {options.quarantine}"
+        yield f"left out: {describe_rejects(progress)}; listed in {options.quarantine}"
     for key in options.keys:
         yield f"{'wrote' if progress.seconds else 'in'} {options.prefix(key)}.bin and .idx"
 

@@ -17,8 +17,9 @@ from megatron_ds.config import folder_problems
 from megatron_ds.config.fields import option_field, option_group, when
 from megatron_ds.config.problems import Problem, UserError
 from megatron_ds.launch import output
-from megatron_ds.preprocess.document_readers import DocumentReader, InputSpec
+from megatron_ds.preprocess.document_readers import DocumentReader
 from megatron_ds.preprocess.input_flags import InputOptions
+from megatron_ds.preprocess.inputs import InputSpec
 from megatron_ds.preprocess.parsing import RejectedDocument, TextFields, texts_of
 from megatron_ds.tokenizer.train import (
     KINDS,

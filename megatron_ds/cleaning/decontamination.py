@@ -15,12 +15,9 @@ from hashlib import sha256
 
 from megatron_ds.cleaning.deduplication import WORD
 from megatron_ds.cleaning.stages import Document, Dropped, SplitInto
-from megatron_ds.preprocess.document_readers import (
-    DocumentReader,
-    InputSpec,
-    RawDocument,
-    UnreadableDocument,
-)
+from megatron_ds.preprocess.document_readers import DocumentReader
+from megatron_ds.preprocess.formats import RawDocument, UnreadableDocument
+from megatron_ds.preprocess.inputs import InputSpec
 from megatron_ds.preprocess.parsing import (
     BROKEN_JSON,
     RejectedDocument,
@@ -151,7 +148,7 @@ def _texts(options: TaskOptions, problems: list[str]) -> Iterator[str]:
         max_document_bytes=MAX_DOCUMENT_BYTES,
     )
     whole = not options.keys
-    for item in DocumentReader(inputs, options.keys, whole=whole):
+    for item in DocumentReader(inputs, options.keys, all_columns=whole):
         found = _all_texts(item) if whole else texts_of(item, TextFields(options.keys, 1 << 31))
         if isinstance(found, RejectedDocument):
             problems.append(f"--task-files {found}")
@@ -163,7 +160,7 @@ def _all_texts(item: RawDocument) -> list[str] | RejectedDocument:
     """Every text in an item, at any depth."""
     value: object = item.value
     if isinstance(value, UnreadableDocument):
-        return reject(item, value.reason, value.words)
+        return reject(item, value.reason, value.message)
     if isinstance(value, bytes):
         try:
             value = json.loads(value)

@@ -25,7 +25,7 @@ from megatron_ds.cleaning.stages import SeenKeys, Stage
 from megatron_ds.cleaning.url_filter import UrlFilter
 from megatron_ds.config import TokenizerConfig, field_problems
 from megatron_ds.fileio.resumable import COMPRESSIONS
-from megatron_ds.preprocess.document_readers import QUARANTINE, STDIN, InputSpec
+from megatron_ds.preprocess.inputs import QUARANTINE, STDIN, InputSpec
 from megatron_ds.tokenizer import build_tokenizer
 
 STAGES = ("url", "fix", "length", "language", "exact", "near", "decontaminate")
@@ -212,7 +212,7 @@ class CleaningOptions:
         if self.tasks.handling not in HANDLINGS:
             yield f"--contaminated {self.tasks.handling}: must be one of {', '.join(HANDLINGS)}"
         for problem in InputSpec(paths=self.tasks.files or (STDIN,)).problems():
-            yield problem.replace("--input", "--task-files")
+            yield problem.replace("--paths", "--task-files")
         if STDIN in self.tasks.files:
             yield "--task-files -: the standard input is no file of tasks"
 
@@ -331,11 +331,8 @@ def _is_below(real: str, folder: str) -> bool:
 
 
 def file_stamps(inputs: InputSpec) -> dict[str, str]:
-    """Each file of the inputs, and how it is told from another: settings of a run."""
-    return {
-        f"input {stamp.name}": f"{stamp.size} bytes, mark {stamp.mark or 'none'}"
-        for stamp in inputs.file_stamps()
-    }
+    """Name and version of each input file: settings of a run."""
+    return inputs.describe_files()
 
 
 def file_hashes(paths: Sequence[str]) -> list[str]:

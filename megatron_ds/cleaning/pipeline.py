@@ -27,16 +27,11 @@ from megatron_ds.cleaning.stages import (
     run_stages,
 )
 from megatron_ds.cleaning.stats import Counts
+from megatron_ds.config.problems import Problem, UserError
 from megatron_ds.fileio.resumable import ResumableOutput, pack_record, read_records
-from megatron_ds.preprocess.document_readers import (
-    START,
-    DocumentReader,
-    RawDocument,
-    ReadPosition,
-    UnreadableDocument,
-)
+from megatron_ds.preprocess.document_readers import START, DocumentReader, ReadPosition
+from megatron_ds.preprocess.formats import RawDocument, UnreadableDocument
 from megatron_ds.preprocess.parsing import RejectedDocument, TextFields, texts_of
-from megatron_ds.preprocess.quarantine import line_of
 from megatron_ds.preprocess.worker_pool import Workers
 
 CHUNK_BYTES = 1 << 19
@@ -143,7 +138,7 @@ class ChunkedInput:
             part += length
             ends_part = part >= self.part_bytes
             if ends_part or size >= CHUNK_BYTES or len(chunk) >= CHUNK_DOCUMENTS:
-                yield self._marked(chunk, self.reader.place(item.line), ends_part)
+                yield self._marked(chunk, self.reader.position(item.line), ends_part)
                 chunk, size, part = [], 0, 0 if ends_part else part
         if chunk:
             yield self._marked(chunk, self.reader.end, False)
@@ -151,7 +146,7 @@ class ChunkedInput:
     def _marked(
         self, chunk: list[RawDocument], place: ReadPosition, ends_part: bool
     ) -> list[RawDocument]:
-        self.marks.append(ChunkEnd(place, ends_part, self.reader.position))
+        self.marks.append(ChunkEnd(place, ends_part, self.reader.bytes_read))
         return chunk
 
 
@@ -177,7 +172,7 @@ class ResultWriter:
     def take(self, answer: TracedDocument | RejectedDocument) -> None:
         if isinstance(answer, RejectedDocument):
             self.counts.bad[answer.reason] += 1
-            self.write(QUARANTINED, line_of(answer).encode())
+            self.write(QUARANTINED, answer.to_json_line())
             return
         self.counts.before.add(answer.length)
         self.counts.without_url += "url" in self.order and not answer.has_url
@@ -281,7 +276,9 @@ def _work(
     done = work.progress
     place = START if done is None else ReadPosition(*done["place"])
     keys = (options.key,) if options.order else ()
-    feed = ChunkedInput(DocumentReader(options.inputs, keys, place, whole=True), options.part_bytes)
+    feed = ChunkedInput(
+        DocumentReader(options.inputs, keys, place, all_columns=True), options.part_bytes
+    )
     counts = ledger.counts
 
     def progress() -> dict[str, Any]:
@@ -297,7 +294,7 @@ def _work(
             work.commit(progress())
     if not counts.after.documents:
         work.discard()
-        raise ValueError(f"{options.inputs.name}: {_nothing_left(counts)}")
+        raise UserError(_nothing_left(options, counts))
     if options.report_numbers is not None:
         write_numbers(work.folder / NUMBERS, counts)
     if options.report_picture is not None:
@@ -305,12 +302,14 @@ def _work(
     work.commit(progress(), finished=True)
 
 
-def _nothing_left(counts: Counts) -> str:
+def _nothing_left(options: CleaningOptions, counts: Counts) -> Problem:
     reasons = [f"{count} {reason}" for reason, count in sorted(counts.bad.items())]
     for name, stage in counts.stages.items():
         reasons += (f"{count} {reason} ({name})" for reason, count in sorted(stage.dropped.items()))
-    what = "no document is left" if counts.before.documents else "has no documents"
-    return f"{what}; left out were {', '.join(reasons)}" if reasons else what
+    dropped = f"; dropped: {', '.join(reasons)}" if reasons else ""
+    return Problem(
+        "no-documents-left", f"{options.inputs.name}: no document is left{dropped}", "paths"
+    )
 
 
 def _publish(options: CleaningOptions, work: ResumableOutput) -> None:

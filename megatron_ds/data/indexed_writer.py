@@ -32,8 +32,6 @@ from megatron_ds.fileio.atomic import (
     fsync_file,
     fsync_path,
     name_in_errors,
-    open_read_write,
-    truncate_to,
 )
 from megatron_ds.fileio.file_lock import is_at, lock_now
 
@@ -55,69 +53,36 @@ class WriteCounts(NamedTuple):
 NOTHING_WRITTEN = WriteCounts()
 
 
-class IndexedWriter:
-    """Writes a pair of token files, which get their names only when they are complete.
+class TokenFileWriter:
+    """Writes sequences and documents to the three files from which a pair is made.
 
     Memory use is constant: the index is written as it grows, lengths in their final place and the
     document index to a file of its own, and is assembled in blocks.
 
-    Use as a context manager, or call `finalize`. Leaving the `with` block by an exception removes
-    the files. A killed process leaves files that end in `.partial`; the next writer of the same
-    prefix overwrites or continues them.
-
     Args:
-        prefix: Path of the pair without `.bin` and `.idx`.
+        prefix: Path of the pair, for messages.
         dtype: Storage type of the tokens, see `token_dtype`.
-        tokenizer_metadata: Content of the file that records the tokenizer; None for no such file.
-        written: How much of an interrupted pair to keep; everything after it is truncated.
-
-    Raises:
-        UserError: If another process writes the same prefix, if the interrupted pair is shorter
-            than `written`, or if a token does not fit the dtype.
+        files: The `.bin` file, the `.idx` file and the document index, open for reading and
+            writing, at the end of what `written` counts. The caller syncs and names them.
+        written: What the files contain already.
     """
 
     def __init__(
         self,
-        prefix: str | os.PathLike[str],
+        prefix: str,
         dtype: npt.DTypeLike,
-        tokenizer_metadata: bytes | None = None,
+        files: tuple[BinaryIO, BinaryIO, BinaryIO],
         written: WriteCounts = NOTHING_WRITTEN,
     ) -> None:
-        self.prefix = os.fspath(prefix)
-        self._tokenizer_metadata = tokenizer_metadata
-        self.dtype = np.dtype(dtype).newbyteorder("<")
-        if self.dtype not in DTYPE_CODES:
-            raise ValueError(
-                f"{self.prefix}: tokens cannot be stored as {self.dtype}; supported: "
-                f"{', '.join(str(d) for d in DTYPE_CODES)}"
-            )
+        self.prefix = prefix
+        self.dtype = _checked_dtype(prefix, dtype)
+        self.files = files
         self.written = written
-        self._complete = False
-        self._closed = False
-        sizes = (
-            written.tokens * self.dtype.itemsize,
-            HEADER.size + 4 * written.sequences,
-            8 * written.documents,
-        )
-        with ExitStack() as undo:
-            self._bin = undo.enter_context(open_locked(self.prefix + ".bin.partial", self.prefix))
-            if written == NOTHING_WRITTEN:
-                undo.callback(self._remove)
-            self._index = undo.enter_context(open_read_write(self.prefix + ".idx.partial"))
-            self._documents = undo.enter_context(open_read_write(self.prefix + DOC_INDEX_SUFFIX))
-            if written == NOTHING_WRITTEN:
-                for file in self.files:
-                    file.truncate(0)
-                with name_in_errors(self._index.name):
-                    self._index.truncate(HEADER.size)  # room for the header
-            for file, size in zip(self.files, sizes, strict=True):
-                truncate_to(file, size)
-            undo.pop_all()
-
-    @property
-    def files(self) -> tuple[BinaryIO, BinaryIO, BinaryIO]:
-        """The files that grow with `written`; callers that need durability must fsync them."""
-        return self._bin, self._index, self._documents
+        self._bin, self._index, self._documents = files
+        if written == NOTHING_WRITTEN:
+            with name_in_errors(self._index.name):
+                self._index.truncate(HEADER.size)  # room for the header
+                self._index.seek(HEADER.size)
 
     def add_document(self, tokens: npt.ArrayLike) -> None:
         """Appends a document of one sequence.
@@ -182,75 +147,9 @@ class IndexedWriter:
         for first in range(0, len(data), BLOCK_ITEMS):
             self._add(data.tokens[:0], data.lengths[first : first + BLOCK_ITEMS], nothing)
 
-    def flush_all(self) -> None:
-        """Completes the files and fsyncs them, under their temporary names.
-
-        Raises:
-            OSError: If the disk does, with the name of the file.
-        """
-        self._check_open()
-        for file in (self._bin, self._documents):
-            fsync_file(file)
-        with name_in_errors(self._index.name):
-            self._write_index()
-            fsync_file(self._index)
-        partial = f"{self.prefix}{TOKENIZER_SUFFIX}.partial"
-        if self._tokenizer_metadata is not None:
-            with name_in_errors(partial), open(partial, "wb") as file:
-                file.write(self._tokenizer_metadata)
-                fsync_file(file)
-        self._complete = True
-
-    def finalize(self) -> None:
-        """Completes and fsyncs the files, then gives them their names, the index last."""
-        if not self._complete:
-            self.flush_all()
-        self._check_open()
-        publish_pair(self.prefix, has_tokenizer_metadata=self._tokenizer_metadata is not None)
-        self._close()
-
-    def abort(self) -> None:
-        """Removes the files."""
-        if self._closed:
-            return
-        self._remove()
-        self.close_keeping()
-
-    def _remove(self) -> None:
-        for suffix in (
-            ".bin.partial",
-            ".idx.partial",
-            DOC_INDEX_SUFFIX,
-            f"{TOKENIZER_SUFFIX}.partial",
-        ):
-            Path(self.prefix + suffix).unlink(missing_ok=True)
-
-    def close_keeping(self) -> None:
-        """Closes and keeps the files under their temporary names, to be continued later."""
-        self._closed = True
-        for file in self.files:
-            with suppress(OSError):  # closing flushes, which fails on a full disk
-                file.close()
-
-    def __enter__(self) -> IndexedWriter:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        try:
-            if kind is None and not self._closed:
-                self.finalize()
-        finally:
-            self.abort()
-
     def _add(self, tokens: Tokens, lengths: IntArray, ends: IntArray) -> None:
         """Appends tokens of this dtype, sequence lengths, and document ends, which count from the
         next sequence to be added."""
-        self._check_open()
         parts = (tokens, lengths.astype("<i4"), (ends + self.written.sequences).astype("<i8"))
         for file, part in zip(self.files, parts, strict=True):
             with name_in_errors(file.name):
@@ -258,10 +157,20 @@ class IndexedWriter:
         added = zip(self.written, parts, strict=True)
         self.written = WriteCounts(*(before + part.size for before, part in added))
 
-    def _write_index(self) -> None:
-        """Completes the index: lengths are in place; adds pointers, documents and the header."""
+    def finish(self) -> None:
+        """Completes the index: adds pointers, documents and the header to the lengths.
+
+        Raises:
+            OSError: If a file cannot be written, with its name.
+        """
+        for file in self.files:
+            with name_in_errors(file.name):
+                file.flush()
+        with name_in_errors(self._index.name):
+            self._complete_index()
+
+    def _complete_index(self) -> None:
         _, sequences, documents = self.written
-        self._index.flush()
         self._index.truncate(HEADER.size + 4 * sequences)
         self._index.seek(0, os.SEEK_END)
         end = 0
@@ -280,35 +189,114 @@ class IndexedWriter:
         head = HEADER.pack(MAGIC, VERSION, DTYPE_CODES[self.dtype], sequences, documents + 1)
         self._index.write(head)
 
+
+class IndexedWriter(TokenFileWriter):
+    """Writes a pair of token files, which get their names only when they are complete.
+
+    Use as a context manager, or call `finalize`. Leaving the `with` block by an exception removes
+    the files. A killed process leaves files that end in `.partial`; the next writer of the same
+    prefix overwrites them.
+
+    Args:
+        prefix: Path of the pair without `.bin` and `.idx`.
+        dtype: Storage type of the tokens, see `token_dtype`.
+        tokenizer_metadata: Content of the file that records the tokenizer; None for no such file.
+
+    Raises:
+        UserError: If another process writes the same prefix, or if a token does not fit the dtype.
+    """
+
+    def __init__(
+        self,
+        prefix: str | os.PathLike[str],
+        dtype: npt.DTypeLike,
+        tokenizer_metadata: bytes | None = None,
+    ) -> None:
+        prefix = os.fspath(prefix)
+        _checked_dtype(prefix, dtype)
+        self._tokenizer_metadata = tokenizer_metadata
+        self._closed = False
+        with ExitStack() as undo:
+            tokens = undo.enter_context(_open_locked(prefix + ".bin.partial", prefix))
+            undo.callback(_remove_partial_files, prefix)
+            tokens.truncate(0)
+            index = undo.enter_context(open(prefix + ".idx.partial", "w+b"))
+            documents = undo.enter_context(open(prefix + DOC_INDEX_SUFFIX, "w+b"))
+            super().__init__(prefix, dtype, (tokens, index, documents))
+            undo.pop_all()
+
+    def finalize(self) -> None:
+        """Completes and fsyncs the files, then gives them their names, the index last.
+
+        Raises:
+            OSError: If the disk does, with the name of the file.
+        """
+        assert not self._closed, "the pair is already closed"
+        self.finish()
+        for file in (self._bin, self._index):
+            fsync_file(file)
+        suffixes = [".bin", ".idx"]
+        if self._tokenizer_metadata is not None:
+            path = f"{self.prefix}{TOKENIZER_SUFFIX}.partial"
+            with name_in_errors(path), open(path, "wb") as file:
+                file.write(self._tokenizer_metadata)
+                fsync_file(file)
+            suffixes.insert(1, TOKENIZER_SUFFIX)
+        # An older index must never describe the new tokens, not even for a moment.
+        for suffix in (".idx", TOKENIZER_SUFFIX):
+            Path(self.prefix + suffix).unlink(missing_ok=True)
+        for suffix in suffixes:
+            os.replace(f"{self.prefix}{suffix}.partial", self.prefix + suffix)
+        Path(self.prefix + DOC_INDEX_SUFFIX).unlink()
+        fsync_path(os.path.dirname(self.prefix) or ".")
+        self._close()
+
+    def abort(self) -> None:
+        """Removes the files."""
+        if not self._closed:
+            _remove_partial_files(self.prefix)
+            self._close()
+
+    def __enter__(self) -> IndexedWriter:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            if kind is None and not self._closed:
+                self.finalize()
+        finally:
+            self.abort()
+
+    def _add(self, tokens: Tokens, lengths: IntArray, ends: IntArray) -> None:
+        assert not self._closed, "the pair is already closed"
+        super()._add(tokens, lengths, ends)
+
     def _close(self) -> None:
         self._closed = True
         for file in self.files:
-            file.close()
-
-    def _check_open(self) -> None:
-        assert not self._closed, "the pair is already closed"
+            with suppress(OSError):  # closing flushes, which fails on a full disk
+                file.close()
 
 
-def publish_pair(prefix: str, *, has_tokenizer_metadata: bool) -> None:
-    """Gives the files of a complete pair their names, the index last.
+def _remove_partial_files(prefix: str) -> None:
+    suffixes = (".bin.partial", ".idx.partial", f"{TOKENIZER_SUFFIX}.partial", DOC_INDEX_SUFFIX)
+    for suffix in suffixes:
+        Path(prefix + suffix).unlink(missing_ok=True)
 
-    Can be repeated after an interruption.
 
-    Args:
-        prefix: Path of the pair.
-        has_tokenizer_metadata: Whether the pair has a file that records its tokenizer.
-    """
-    if os.path.exists(prefix + ".bin.partial"):
-        # An older index must never describe the new tokens, not even for a moment.
-        for suffix in (".idx", TOKENIZER_SUFFIX):
-            Path(prefix + suffix).unlink(missing_ok=True)
-    for suffix in (
-        (".bin", TOKENIZER_SUFFIX, ".idx") if has_tokenizer_metadata else (".bin", ".idx")
-    ):
-        with suppress(FileNotFoundError):  # already renamed
-            os.replace(f"{prefix}{suffix}.partial", prefix + suffix)
-    Path(prefix + DOC_INDEX_SUFFIX).unlink(missing_ok=True)
-    fsync_path(os.path.dirname(prefix) or ".")
+def _checked_dtype(prefix: str, dtype: npt.DTypeLike) -> np.dtype[np.generic]:
+    checked = np.dtype(dtype).newbyteorder("<")
+    if checked not in DTYPE_CODES:
+        raise ValueError(
+            f"{prefix}: tokens cannot be stored as {checked}; supported: "
+            f"{', '.join(str(d) for d in DTYPE_CODES)}"
+        )
+    return checked
 
 
 def _cast_checked(tokens: Tokens, dtype: np.dtype[np.generic], prefix: str) -> Tokens:
@@ -326,7 +314,7 @@ def _cast_checked(tokens: Tokens, dtype: np.dtype[np.generic], prefix: str) -> T
     return tokens.astype(dtype)
 
 
-def open_locked(path: str, prefix: str) -> BinaryIO:
+def _open_locked(path: str, prefix: str) -> BinaryIO:
     """Opens the file of a writer for appending, for one process at a time.
 
     Raises:

@@ -93,19 +93,3 @@ def sha256_of(path: StrPath) -> str:
     """SHA-256 of a file's content, in hexadecimal."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def open_read_write(path: str) -> BinaryIO:
-    """Open a file to write over its content; create it if it does not exist."""
-    return open(path, "r+b" if os.path.exists(path) else "w+b")
-
-
-def truncate_to(file: BinaryIO, size: int) -> None:
-    """Truncate a file and seek to its end. Raises ValueError if it is shorter."""
-    actual = os.fstat(file.fileno()).st_size
-    if actual < size:
-        raise ValueError(
-            f"{file.name} has {actual} bytes, and {size} were written when the run was interrupted"
-        )
-    file.truncate(size)
-    file.seek(size)

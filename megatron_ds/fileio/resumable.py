@@ -1,39 +1,50 @@
-"""The folder of a cleaning that is under way, from which a killed one goes on.
+"""Resumable output: a job that is killed at any point and resumed ends with the same bytes.
 
-Files grow in it; a record says up to where they count. What was written after the last record is
-cut off when the work goes on, so that the end is the same, byte for byte, as without an
-interruption. Files get their own names when all is done. Knows nothing of documents.
+Files grow in a work folder. A commit makes them durable and atomically replaces a record of their
+sizes and of the job's progress; a resumed job truncates them to these sizes. When the job is
+finished, renames publish them under their final names. Knows nothing of the content.
 """
 
 from __future__ import annotations
 
 import bz2
 import gzip
+import hashlib
 import json
 import lzma
 import os
 import struct
-from collections.abc import Iterator
-from contextlib import ExitStack, suppress
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, nullcontext, suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
-from megatron_ds.fileio.file_lock import lock_now
+from megatron_ds.config.problems import Problem, UserError, option
+from megatron_ds.fileio.atomic import fsync_path, name_in_errors, write_atomically
+from megatron_ds.fileio.file_lock import is_at, lock_now
 
-WORK = ".work"
-"""Ends the name of the folder beside the output."""
-RECORD, SETTINGS = "record.json", "settings.json"
+WORK_SUFFIX = ".work"
+"""Suffix of the work folder, next to the output."""
+RECORD, SETTINGS, LOCK = "record.json", "settings.json", "lock"
+COMMIT_SECONDS = 10.0
+"""Interval of time-based commits. A run that fails earlier leaves nothing."""
 DIFFERENCES_SHOWN = 20
 COMPRESSIONS = (".gz", ".bz2", ".xz")
-"""What can be written: formats in which two files, one after the other, are one."""
+"""Compressions of output files: formats in which concatenated members are one file."""
 LENGTH = struct.Struct("<I")
 
 
-class AppendFile:
-    """A file that grows, in pieces that are compressed each by itself.
+class GrowingFile:
+    """A file of the work folder. With a compression, each commit ends a compressed member.
 
-    suffix: of the final name, which says how. committed: bytes that count.
+    Args:
+        path: Path in the work folder.
+        suffix: Suffix of the final name, which selects the compression.
+        committed: Bytes to keep; the file has exactly these.
     """
 
     def __init__(self, path: Path, suffix: str, committed: int) -> None:
@@ -43,26 +54,40 @@ class AppendFile:
         self._stream: BinaryIO | None = None
         self.committed = committed
 
-    def write(self, data: bytes) -> None:
+    @property
+    def raw(self) -> BinaryIO:
+        """The uncompressed file, positioned at its end when it is opened."""
         if self._raw is None:
-            self._raw = open(self._path, "ab")  # noqa: SIM115
-        if self._stream is None:
-            self._stream = _compressed(self._raw, self._suffix)
-        self._stream.write(data)
+            self._raw = open(self._path, "r+b")  # noqa: SIM115
+            self._raw.seek(0, os.SEEK_END)
+        return self._raw
 
-    def flush(self) -> None:
-        """Ends the piece; what was written is on the disk when this returns."""
-        if self._raw is None or self._stream is None:  # nothing new
-            return
-        if self._stream is not self._raw:
-            self._stream.close()
-        self._stream = None
-        self._raw.flush()
-        os.fsync(self._raw.fileno())
-        self.committed = self._raw.tell()
+    def write(self, data: bytes) -> None:
+        """Append bytes. Raises OSError with the name of the file."""
+        with name_in_errors(self._path):
+            if self._stream is None:
+                self._stream = _compressor(self.raw, self._suffix)
+            self._stream.write(data)
+
+    def flush(self) -> BinaryIO | None:
+        """Hand all bytes to the system.
+
+        Returns:
+            The file, to be fsynced, if it has grown since the last call.
+        """
+        if self._raw is None:
+            return None
+        with name_in_errors(self._path):
+            if self._stream is not None and self._stream is not self._raw:
+                self._stream.close()
+            self._stream = None
+            self._raw.flush()
+        size = os.fstat(self._raw.fileno()).st_size
+        grown, self.committed = size != self.committed, size
+        return self._raw if grown else None
 
     def close(self) -> None:
-        """What was not flushed does not count: that there is no room for it is no matter."""
+        """Close the file. Bytes that were not flushed do not count, so errors are ignored."""
         for file in (self._stream, self._raw):
             if file is not None:
                 with suppress(OSError):
@@ -71,26 +96,61 @@ class AppendFile:
 
 
 class ResumableOutput:
-    """The folder `<output>.work`, held by one process. A context manager.
+    """The work folder `<output>.work`, locked by one process. A context manager.
 
-    names: the growing files with the suffixes of their final names. Raises ValueError for a folder
-    of an interrupted run unless `resume`, for one whose run had other settings, naming each with
-    both values, and for one that another process holds.
+    An error inside the block keeps what was committed, and has a note that says so; without a
+    commit it removes the folder.
+
+    Args:
+        output: Path or prefix of the output.
+        settings: All that determines the output. Keys that are identifiers are option fields.
+        names: Names of the growing files, with the suffixes of their final names.
+        resume: Whether to continue the work of an interrupted run.
+        restart: Whether a run without `resume` replaces such work instead of raising.
+        completed: Path of a record that stays after publication, by which a resumed run recognizes
+            that nothing is left to do. None for no such record.
+        warn: Takes warnings.
+
+    Attributes:
+        folder: The work folder.
+        files: The growing files, by name.
+        progress: Progress of the last commit; None for a new run.
+        finished: Whether all files are complete and only `publish` may be left to do.
+        published: Whether the output of an earlier run is complete.
+
+    Raises:
+        UserError: On entry: if there is work of an interrupted run and neither `resume` nor
+            `restart`; if that run had other settings; if the work is damaged; if another process
+            writes the same output.
     """
 
     def __init__(
-        self, output: str, settings: dict[str, Any], names: dict[str, str], resume: bool
+        self,
+        output: str,
+        settings: Mapping[str, Any],
+        names: Mapping[str, str],
+        resume: bool,
+        *,
+        restart: bool = False,
+        completed: str | None = None,
+        warn: Callable[[Problem], None] = warnings.warn,
     ) -> None:
-        self.folder = Path(output + WORK)
+        self.folder = Path(output + WORK_SUFFIX)
         self._output = output
-        self._settings = settings
+        self._settings: dict[str, Any] = json.loads(json.dumps(settings))
         self._names = names
         self._resume = resume
+        self._restart = restart
+        self._completed = None if completed is None else Path(completed)
+        self._warn = warn
         self._stack = ExitStack()
-        self._begun = False
-        self.files: dict[str, AppendFile] = {}
+        self._pending: Future[None] | None = None
+        self._has_settings = False
+        self._last_commit = time.monotonic()
+        self.files: dict[str, GrowingFile] = {}
         self.progress: dict[str, Any] | None = None
         self.finished = False
+        self.published = False
 
     def __enter__(self) -> ResumableOutput:
         with ExitStack() as stack:
@@ -99,35 +159,94 @@ class ResumableOutput:
         return self
 
     def _open(self, stack: ExitStack) -> None:
-        if (self.folder / RECORD).exists() and not self._resume:
-            raise ValueError(
-                f"--output {self._output}: {self.folder} has the work of an interrupted run: "
-                "--resume goes on with it, or remove it to begin anew"
-            )
-        self.folder.mkdir(exist_ok=True)
-        lock = stack.enter_context((self.folder / "lock").open("ab"))
-        if lock_now(lock) is False:
-            raise ValueError(f"--output {self._output}: another process is writing it")
-        record = _read(self.folder / RECORD)
-        sizes = dict.fromkeys(self._names, 0)
-        if record is not None:
-            problems = list(_differences(_read(self.folder / SETTINGS) or {}, self._settings))
-            if problems:
-                raise ValueError(
-                    f"--resume: {self.folder} has the work of a run with other settings; give its "
-                    "own, or remove the folder to begin anew:\n"
-                    + "\n".join(problems[:DIFFERENCES_SHOWN])
+        record_path = self.folder / RECORD
+        if not self._resume and not self._restart and record_path.exists():
+            raise UserError(
+                Problem(
+                    "interrupted-run-exists",
+                    f"{self.folder} holds the work of an interrupted run: {option('resume')} "
+                    "continues it; remove the folder to start over",
+                    "resume",
                 )
-            sizes = record["sizes"]
-            self.progress = record["progress"]
-            self._begun = True
-            self.finished = record["finished"]
+            )
+        if self._resume and not record_path.exists() and self._is_published():
+            if self.folder.exists():  # its removal was interrupted
+                self._lock(stack)
+                self._remove()
+            return
+        self._lock(stack)
+        if not self._resume and record_path.exists():
+            self._warn(
+                Problem(
+                    "interrupted-run-replaced",
+                    f"{self.folder}: replacing the work of an interrupted run, which "
+                    f"{option('resume')} would have continued",
+                    "resume",
+                )
+            )
+            # Before any file changes: the record must not describe files of the new run.
+            record_path.unlink()
+            fsync_path(self.folder)
+        record = _read(record_path)
+        if record is not None:
+            self._check_settings(_read(self.folder / SETTINGS) or {}, str(self.folder))
+            self._has_settings = True
+            self.progress, self.finished = record["progress"], record["finished"]
         for name, suffix in self._names.items():
-            path = self.folder / name
+            size = 0 if record is None else record["sizes"][name]
             if not self.finished:
-                _cut(path, sizes[name])
-            self.files[name] = AppendFile(path, suffix, sizes[name])
+                _truncate(self.folder / name, size)
+            self.files[name] = GrowingFile(self.folder / name, suffix, size)
             stack.callback(self.files[name].close)
+        self._background = stack.enter_context(ThreadPoolExecutor(1))
+
+    def _lock(self, stack: ExitStack) -> None:
+        self.folder.mkdir(exist_ok=True)
+        path = self.folder / LOCK
+        lock = stack.enter_context(path.open("ab"))
+        locked = lock_now(lock)
+        # Between opening and locking, another process may have published and removed the folder.
+        if locked is False or not is_at(lock, path):
+            raise UserError(
+                Problem("output-in-use", f"{self._output}: another process is writing this output")
+            )
+        if locked is None:
+            self._warn(
+                Problem(
+                    "no-file-locks",
+                    f"{path} is on a file system without locks: let no other process write this "
+                    "output",
+                )
+            )
+
+    def _is_published(self) -> bool:
+        """Whether the complete output of a run with these settings exists."""
+        record = None if self._completed is None else _read(self._completed)
+        if record is None:
+            return False
+        self._check_settings(record["settings"], str(self._completed))
+        for path, size in record["files"].items():
+            if not os.path.exists(path) or os.path.getsize(path) != size:
+                self._warn(
+                    Problem(
+                        "completed-output-changed",
+                        f"{path} is missing or not {size} bytes long, as written by the completed "
+                        "run; starting over",
+                    )
+                )
+                return False
+        self.progress = record["progress"]
+        self.finished = self.published = True
+        return True
+
+    def _check_settings(self, before: Mapping[str, Any], place: str) -> None:
+        problems = [
+            _difference(name, before.get(name), self._settings.get(name), place)
+            for name in sorted({*before, *self._settings})
+            if before.get(name) != self._settings.get(name)
+        ]
+        if problems:
+            raise UserError(*problems[:DIFFERENCES_SHOWN])
 
     def __exit__(
         self,
@@ -135,122 +254,184 @@ class ResumableOutput:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._stack.close()
-        if kind is not None and self.folder.is_dir() and not (self.folder / RECORD).exists():
-            self._remove()
+        try:
+            with nullcontext() if error is None else suppress(Exception):
+                self._wait()
+        finally:
+            self._stack.close()
+        if error is not None and self.folder.is_dir():
+            if (self.folder / RECORD).exists():
+                error.add_note(f"the work is kept in {self.folder}: --resume continues it")
+            else:
+                self._remove()
 
     def discard(self) -> None:
-        """Gives the work up."""
-        for file in self.files.values():
-            file.close()
+        """Remove all work."""
+        self._wait()
+        (self.folder / RECORD).unlink(missing_ok=True)
         self._remove()
 
     def _remove(self) -> None:
-        # The record goes last: as long as it is there, the work can go on, or be published again.
-        for path in sorted(self.folder.iterdir(), key=lambda path: path.name == RECORD):
-            path.unlink()
+        for file in self.files.values():
+            file.close()
+        # The record after the files: as long as it exists, an interrupted publication can be
+        # repeated. The settings after the record, which is not valid without them.
+        order = [path.name for path in self.folder.iterdir() if path.name not in (RECORD, SETTINGS)]
+        for name in (*order, RECORD, SETTINGS):
+            (self.folder / name).unlink(missing_ok=True)
         self.folder.rmdir()
 
-    def commit(self, progress: dict[str, Any], finished: bool = False) -> None:
-        """From here on the work goes on after a kill. progress: what `progress` is then."""
-        for file in self.files.values():
-            file.flush()
-        if not self._begun:
-            _write(self.folder / SETTINGS, self._settings)
-            self._begun = True
-        sizes = {name: file.committed for name, file in self.files.items()}
-        _write(self.folder / RECORD, {"sizes": sizes, "progress": progress, "finished": finished})
-        self.finished = finished
+    @property
+    def is_commit_due(self) -> bool:
+        """Whether `COMMIT_SECONDS` have passed since the last commit, which is complete."""
+        is_idle = self._pending is None or self._pending.done()
+        return is_idle and time.monotonic() - self._last_commit >= COMMIT_SECONDS
 
-    def publish(self, finals: dict[str, str]) -> None:
-        """Gives the files their final names and removes the folder. May be called again."""
+    def commit(self, progress: Mapping[str, Any], finished: bool = False) -> None:
+        """Make all that was written so far survive a kill, in the background.
+
+        Args:
+            progress: What `progress` is when the job is resumed from here.
+            finished: Whether nothing more will be written. The commit is complete on return then.
+
+        Raises:
+            OSError: If this or the previous commit fails. The last successful commit stays valid.
+        """
+        self._wait()
+        grown = [raw for file in self.files.values() if (raw := file.flush()) is not None]
+        sizes = {name: file.committed for name, file in self.files.items()}
+        record = _encode({"sizes": sizes, "progress": progress, "finished": finished})
+        self._pending = self._background.submit(self._make_durable, grown, record)
+        self._last_commit = time.monotonic()
+        if finished:
+            self._wait()
+            self.progress, self.finished = json.loads(json.dumps(progress)), True
+
+    def _make_durable(self, files: Sequence[BinaryIO], record: bytes) -> None:
+        for file in files:
+            with name_in_errors(file.name):
+                os.fsync(file.fileno())
+        if not self._has_settings:
+            write_atomically(self.folder / SETTINGS, _encode(self._settings))
+            self._has_settings = True
+        write_atomically(self.folder / RECORD, record)
+
+    def _wait(self) -> None:
+        """Wait for the commit that is in progress. Raises its error."""
+        if self._pending is not None:
+            pending, self._pending = self._pending, None
+            pending.result()
+
+    def publish(
+        self, finals: Mapping[str, str], stale: Mapping[str, Sequence[str]] | None = None
+    ) -> None:
+        """Give files of the work folder their final names, and remove the folder.
+
+        May be repeated after an interruption.
+
+        Args:
+            finals: Final path by name in the work folder, in the order of renaming.
+            stale: By name, files to remove before this file is renamed: older files that must not
+                exist next to the new one.
+        """
         assert self.finished
         for file in self.files.values():
             file.close()
+        if self._completed is not None:
+            self._completed.unlink(missing_ok=True)
         for name, final in finals.items():
-            path = self.folder / name
-            if path.exists():
-                os.replace(path, final)
-                _sync_folder(Path(final).parent)
+            if (self.folder / name).exists():  # otherwise it was renamed before an interruption
+                for path in (stale or {}).get(name, ()):
+                    Path(path).unlink(missing_ok=True)
+                os.replace(self.folder / name, final)
+        for folder in {os.path.dirname(final) or "." for final in finals.values()}:
+            fsync_path(folder)
+        if self._completed is not None:
+            files = {final: os.path.getsize(final) for final in finals.values()}
+            record = {"settings": self._settings, "progress": self.progress, "files": files}
+            write_atomically(self._completed, _encode(record))
         self._remove()
+        self.published = True
 
 
 def read_records(path: Path, size: int) -> Iterator[bytes]:
-    """The keys that `packed` wrote, of the first `size` bytes of a file."""
+    """The records that `pack_record` wrote, in the first `size` bytes of a file."""
     with open(path, "rb") as file:
         while file.tell() < size:
             (length,) = LENGTH.unpack(file.read(LENGTH.size))
             yield file.read(length)
 
 
-def pack_record(key: bytes) -> bytes:
-    return LENGTH.pack(len(key)) + key
+def pack_record(record: bytes) -> bytes:
+    """A record with its length, for files of variable-length records."""
+    return LENGTH.pack(len(record)) + record
 
 
-def _compressed(raw: BinaryIO, suffix: str) -> BinaryIO:
+def _compressor(raw: BinaryIO, suffix: str) -> BinaryIO:
     stream: Any = raw
     if suffix == ".gz":
-        # Neither name nor time: the same text gives the same bytes.
+        # Neither name nor time, so that the same content gives the same bytes.
         stream = gzip.GzipFile("", "wb", 6, raw, mtime=0)
     elif suffix == ".bz2":
         stream = bz2.BZ2File(raw, "wb")
     elif suffix == ".xz":
         stream = lzma.LZMAFile(raw, "wb")  # noqa: SIM115
-    return stream  # type: ignore[no-any-return]
+    return cast(BinaryIO, stream)
 
 
-def _cut(path: Path, size: int) -> None:
-    """Cuts off what does not count. Raises ValueError if there is less than counts."""
-    there = path.stat().st_size if path.exists() else 0
-    if there < size:
-        raise ValueError(
-            f"--resume: {path} has {there} bytes, and its record says {size}: it was changed; "
-            "remove the folder to begin anew"
-        )
+def _truncate(path: Path, size: int) -> None:
+    actual = path.stat().st_size if path.exists() else 0
+    if actual < size:
+        raise UserError(_damaged(path, f"it has {actual} bytes, and {size} were committed"))
     with open(path, "ab") as file:
         file.truncate(size)
 
 
-def _write(path: Path, value: dict[str, Any]) -> None:
-    """Replaces a file as a whole; it is on the disk when this returns."""
-    partial = path.with_suffix(".partial")
-    with open(partial, "w", encoding="ascii") as out:
-        json.dump(value, out)
-        out.flush()
-        os.fsync(out.fileno())
-    os.replace(partial, path)
-    _sync_folder(path.parent)
+def _damaged(path: Path, reason: object) -> Problem:
+    return Problem(
+        "interrupted-work-damaged",
+        f"{path} is damaged ({reason}); start over without {option('resume')}, after removing "
+        f"{path.parent if path.parent.name.endswith(WORK_SUFFIX) else path}",
+        "resume",
+    )
+
+
+def _encode(content: object) -> bytes:
+    text = json.dumps(content, sort_keys=True)
+    return f'{{"sha256": "{_digest(text)}", "content": {text}}}\n'.encode()
 
 
 def _read(path: Path) -> dict[str, Any] | None:
+    """The content of a file written from `_encode`; None if it does not exist."""
     try:
-        text = path.read_text(encoding="ascii")
+        data = path.read_bytes()
     except FileNotFoundError:
         return None
     try:
-        return json.loads(text)  # type: ignore[no-any-return]
-    except ValueError as error:
-        raise ValueError(
-            f"--resume: {path} is damaged ({error}); remove its folder to begin anew"
-        ) from error
+        parsed = json.loads(data)
+        content, digest = parsed["content"], parsed["sha256"]
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise UserError(_damaged(path, f"{type(error).__name__}: {error}")) from error
+    if digest != _digest(json.dumps(content, sort_keys=True)):
+        raise UserError(_damaged(path, "its checksum does not match"))
+    return cast("dict[str, Any]", content)
 
 
-def _differences(old: dict[str, Any], new: dict[str, Any]) -> Iterator[str]:
-    for name in sorted(old.keys() | new.keys()):
-        before, now = (_shown(settings.get(name)) for settings in (old, new))
-        if before != now:
-            yield f"{name}: the interrupted run had {before}, this one has {now}"
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _shown(value: Any) -> str:
-    if isinstance(value, (list, tuple)):
-        return " ".join(map(str, value)) or "none"
-    return "none" if value is None else str(value)
+def _difference(name: str, before: object, now: object, place: str) -> Problem:
+    is_field = name.isidentifier()
+    return Problem(
+        "resumed-run-differs",
+        f"{option('resume')}: {option(name) if is_field else name} is {_show(now)}, but was "
+        f"{_show(before)} in the run recorded in {place}",
+        *([name] if is_field else []),
+    )
 
 
-def _sync_folder(folder: Path) -> None:
-    handle = os.open(folder or ".", os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+def _show(value: object) -> str:
+    if value is None or value == []:
+        return "not set"
+    return " ".join(map(str, value)) if isinstance(value, list) else " ".join(str(value).split())

@@ -1,4 +1,4 @@
-"""Chunks of items to tokens: the work of one worker.
+"""Encoding of chunks of documents to tokens: the work of one worker process.
 
 Knows the protocols of tokenizers and sentence splitters; no files and no processes.
 """
@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_ds.data.indexed_dataset import token_dtype
-from megatron_ds.preprocess.document_readers import RawDocument, UnreadableDocument
+from megatron_ds.preprocess.formats import RawDocument, UnreadableDocument
 from megatron_ds.preprocess.parsing import (
     EMPTY_TEXT,
     REFUSED_TEXT,
@@ -31,7 +31,7 @@ from megatron_ds.tokenizer import Tokenizer, encode_flat
 
 
 class Chunk(NamedTuple):
-    """Items by column, which travel to a worker much faster than one by one."""
+    """Raw documents by column, which are pickled much faster than a list of tuples."""
 
     files: list[str]
     lines: list[int]
@@ -42,8 +42,12 @@ class Chunk(NamedTuple):
 
 
 class EncodedColumn(NamedTuple):
-    """The tokens of one key: all sequences back to back, their lengths, and how many of them make
-    each document.
+    """The tokens of one key.
+
+    Attributes:
+        tokens: All sequences, concatenated.
+        lengths: [sequences] length of each in tokens.
+        sequences: [documents] number of sequences in each document.
     """
 
     tokens: npt.NDArray[np.generic]
@@ -52,89 +56,100 @@ class EncodedColumn(NamedTuple):
 
 
 class EncodedChunk(NamedTuple):
-    """A chunk's tokens, a column for each key. bad: what gave no document, in the items' order.
+    """An encoded chunk.
 
-    seconds: by stage.
+    Attributes:
+        columns: Tokens, one column per key.
+        documents: Number of documents that were encoded.
+        text_bytes: Bytes of their texts.
+        rejected: Rejected documents, in input order.
+        seconds: Time by stage.
     """
 
     columns: list[EncodedColumn]
     documents: int
     text_bytes: int
-    bad: list[RejectedDocument]
+    rejected: list[RejectedDocument]
     seconds: Mapping[str, float]
 
 
 @dataclass(frozen=True)
 class Encoder:
-    """Items to tokens: the work of one worker. splitter: makes a sequence of each sentence; None
-    for one sequence per document.
+    """Encodes chunks. Pickled to the workers where processes are not forked.
+
+    Attributes:
+        tokenizer: Encodes texts.
+        fields: The texts to encode.
+        append_eod: Whether each document ends with the end-of-document token.
+        splitter: Splits texts into sentences, one sequence each. None: one sequence per document.
     """
 
     tokenizer: Tokenizer
-    wanted: TextFields
+    fields: TextFields
     append_eod: bool
     splitter: Splitter | None = None
 
     def __call__(self, chunk: Chunk) -> EncodedChunk:
         items = chunk.items()
-        spent = StageTimer()
-        with spent.stage("parsing"):
-            documents, bad = parse(items, self.wanted)
-        with spent.stage("encoding"):
+        timer = StageTimer()
+        with timer.stage("parsing"):
+            documents, rejected = parse(items, self.fields)
+        with timer.stage("encoding"):
             try:
-                columns = self._encode(documents, spent)
-            except ValueError:  # says neither which text nor whether it is the only one
-                found = {at: one for at, one in enumerate(map(self._refused, documents)) if one}
-                bad += found.values()
-                documents = [one for at, one in enumerate(documents) if at not in found]
-                columns = self._encode(documents, spent)
-            finished = [self._finished(column) for column in columns]
-        bad += [
+                columns = self._encode(documents, timer)
+            except ValueError:  # does not name the text, so each document is tried alone
+                refused = {at: one for at, one in enumerate(map(self._refuse, documents)) if one}
+                rejected += refused.values()
+                documents = [one for at, one in enumerate(documents) if at not in refused]
+                columns = self._encode(documents, timer)
+            finished = [self._finish(column) for column in columns]
+        rejected += [
             reject(documents[at].item, EMPTY_TEXT, f"{key!r} has no tokens")
-            for key, column in zip(self.wanted.keys, columns, strict=True)
+            for key, column in zip(self.fields.keys, columns, strict=True)
             for at in np.flatnonzero(_by_document(column.lengths, column.sequences) == 0)
         ]
-        order = {item[:2]: at for at, item in enumerate(items)} if bad else {}
+        order = {item[:2]: at for at, item in enumerate(items)} if rejected else {}
         return EncodedChunk(
             finished,
             len(documents),
             sum(utf8_size(text) for document in documents for text in document.texts),
-            sorted(bad, key=lambda one: order[one.file, one.line]),
-            spent.seconds,
+            sorted(rejected, key=lambda one: order[one.file, one.line]),
+            timer.seconds,
         )
 
-    def _encode(self, documents: list[Document], spent: StageTimer) -> list[EncodedColumn]:
-        """With the sequences and documents that have no tokens, and without the ends of documents.
+    def _encode(self, documents: list[Document], timer: StageTimer) -> list[EncodedColumn]:
+        """Columns including empty sequences and documents, without end-of-document tokens.
 
-        Raises ValueError where the tokenizer refuses a text.
+        Raises:
+            ValueError: If the tokenizer refuses a text.
         """
         return [
-            self._column([document.texts[at] for document in documents], spent)
-            for at in range(len(self.wanted.keys))
+            self._column([document.texts[at] for document in documents], timer)
+            for at in range(len(self.fields.keys))
         ]
 
-    def _column(self, texts: list[str], spent: StageTimer) -> EncodedColumn:
+    def _column(self, texts: list[str], timer: StageTimer) -> EncodedColumn:
         if self.splitter is None:
             return EncodedColumn(*encode_flat(self.tokenizer, texts), np.ones(len(texts), np.int64))
-        with spent.stage("splitting"):
+        with timer.stage("splitting"):
             sentences = [self.splitter(text) for text in texts]
         counts = np.fromiter(map(len, sentences), np.int64, len(sentences))
         return EncodedColumn(
             *encode_flat(self.tokenizer, list(itertools.chain(*sentences))), counts
         )
 
-    def _refused(self, document: Document) -> RejectedDocument | None:
+    def _refuse(self, document: Document) -> RejectedDocument | None:
         try:
             self._encode([document], StageTimer())
         except ValueError as error:
             return reject(document.item, REFUSED_TEXT, str(error))
         return None
 
-    def _finished(self, encoded: EncodedColumn) -> EncodedColumn:
-        """Without what has no tokens, and with the ends of documents, in their last sequences."""
-        some = encoded.lengths > 0
-        lengths = encoded.lengths[some]
-        sequences = _by_document(some, encoded.sequences)
+    def _finish(self, encoded: EncodedColumn) -> EncodedColumn:
+        """Drop empty sequences and documents; append end-of-document tokens to last sequences."""
+        is_nonempty = encoded.lengths > 0
+        lengths = encoded.lengths[is_nonempty]
+        sequences = _by_document(is_nonempty, encoded.sequences)
         sequences = sequences[sequences > 0]
         dtype = token_dtype(self.tokenizer.vocab_size)
         if not self.append_eod:
@@ -153,7 +168,7 @@ class Encoder:
 def _by_document(
     values: npt.NDArray[np.generic], sequences: npt.NDArray[np.int64]
 ) -> npt.NDArray[np.int64]:
-    """The sum of each document's sequences. values: [sequences]; sequences: [documents]."""
+    """Sum of values [sequences] over the sequences of each document: [documents]."""
     before = np.zeros(len(values) + 1, np.int64)
     np.cumsum(values, out=before[1:])
     ends = np.cumsum(sequences)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from megatron_ds.config.fields import option_field
-from megatron_ds.preprocess.document_readers import FORMATS, TEXT_DOCUMENTS, InputSpec
+from megatron_ds.preprocess.inputs import FORMATS, TEXT_DOCUMENTS, InputSpec
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
-"""Items of the input to the texts they hold, or to what is wrong with them, in words.
+"""Parsing of raw documents: the texts of the requested keys, or the reason of a rejection.
 
-Knows JSON and the keys; how inputs are read stands in `sources.py`. Knows no tokenizer.
+Knows JSON and the keys; reading is defined in `document_readers.py`. Knows no tokenizer.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from megatron_ds.preprocess.document_readers import (
+from megatron_ds.preprocess.formats import (
     INVALID_TEXT,
     TOO_LONG,
     RawDocument,
@@ -20,12 +20,12 @@ from megatron_ds.preprocess.document_readers import (
 
 try:
     import orjson
-except ImportError:  # slower, and the same result
+except ImportError:  # json gives the same result, more slowly
     orjson = None  # type: ignore[assignment]
 
 KEYS_SHOWN = 8
 MAX_NESTING = 400
-"""Levels that json reads for certain."""
+"""Nesting depth that json reads on any platform."""
 
 BROKEN_JSON = "broken JSON"
 MISSING_KEY = "missing key"
@@ -36,8 +36,11 @@ REFUSED_TEXT = "refused by the tokenizer"
 
 @dataclass(frozen=True)
 class TextFields:
-    """Which texts are taken. keys: `a.b` is the field b of a, where there is no field of that very
-    name. max_document_bytes: of one text; longer ones are refused.
+    """The texts of a document that are used.
+
+    Attributes:
+        keys: `a.b` is the field b of a, unless there is a field named `a.b`.
+        max_document_bytes: Longer texts are rejected.
     """
 
     keys: Sequence[str]
@@ -45,16 +48,28 @@ class TextFields:
 
 
 class RejectedDocument(NamedTuple):
-    """What gives no document, and why. content: the line or the fields, as text."""
+    """A line or row without a usable document.
+
+    Attributes:
+        file: Name of the file.
+        line: Line or row, from 1.
+        reason: Category, by which rejected documents are counted.
+        message: What is wrong.
+        content: The line or the fields, as text.
+    """
 
     file: str
     line: int
     reason: str
-    words: str
+    message: str
     content: str
 
     def __str__(self) -> str:
-        return f"{self.file}:{self.line}: {self.words}"
+        return f"{self.file}:{self.line}: {self.message}"
+
+    def to_json_line(self) -> bytes:
+        """Entry of the list of rejected documents, with the line's end."""
+        return (json.dumps(self._asdict()) + "\n").encode("ascii")
 
 
 class Document(NamedTuple):
@@ -65,37 +80,37 @@ class Document(NamedTuple):
 
 
 def parse(
-    items: Iterable[RawDocument], wanted: TextFields
+    items: Iterable[RawDocument], fields: TextFields
 ) -> tuple[list[Document], list[RejectedDocument]]:
-    """What gives documents, and what does not."""
+    """Parse documents; returns the parsed and the rejected ones."""
     documents: list[Document] = []
-    problems: list[RejectedDocument] = []
+    rejected: list[RejectedDocument] = []
     for item in items:
-        found = texts_of(item, wanted)
+        found = texts_of(item, fields)
         if isinstance(found, RejectedDocument):
-            problems.append(found)
+            rejected.append(found)
         else:
             documents.append(Document(item, found))
-    return documents, problems
+    return documents, rejected
 
 
-def texts_of(item: RawDocument, wanted: TextFields) -> list[str] | RejectedDocument:
-    """The texts of an item, one per key."""
+def texts_of(item: RawDocument, fields: TextFields) -> list[str] | RejectedDocument:
+    """The texts of a raw document, one per key."""
     if isinstance(item.value, bytes):
         quick = _fast_parse(item.value)
         if quick is not None:
-            found = _texts_in(item, quick, wanted)
+            found = _texts_in(item, quick, fields)
             if not isinstance(found, RejectedDocument):
                 return found
-    # Whatever is not right is told by what json makes of it, whichever parser is installed.
-    return _strict_parse(item, wanted)
+    # Messages come from json, so that they do not depend on whether orjson is installed.
+    return _strict_parse(item, fields)
 
 
 def _fast_parse(line: bytes) -> object | None:
-    """What orjson makes of a line; None if it is not there or does not take the line.
+    """A line parsed by orjson; None if it is not installed or rejects the line.
 
-    It takes nothing that json refuses but deep nesting, and less: no NaN, no half of a surrogate
-    pair, no byte order mark.
+    orjson accepts less than json (no NaN, lone surrogates or byte order marks), except for deep
+    nesting, which is excluded here.
     """
     if orjson is None or (
         len(line) > MAX_NESTING and line.count(b"[") + line.count(b"{") > MAX_NESTING
@@ -108,10 +123,10 @@ def _fast_parse(line: bytes) -> object | None:
     return value
 
 
-def _strict_parse(item: RawDocument, wanted: TextFields) -> list[str] | RejectedDocument:
+def _strict_parse(item: RawDocument, fields: TextFields) -> list[str] | RejectedDocument:
     value: object = item.value
     if isinstance(value, UnreadableDocument):
-        return reject(item, value.reason, value.words)
+        return reject(item, value.reason, value.message)
     if isinstance(value, bytes):
         try:
             value = json.loads(value)
@@ -120,15 +135,15 @@ def _strict_parse(item: RawDocument, wanted: TextFields) -> list[str] | Rejected
         except ValueError as error:
             return reject(item, BROKEN_JSON, f"not JSON: {error}")
         except RecursionError:
-            return reject(item, BROKEN_JSON, "not read: it is nested too deeply")
-    return _texts_in(item, value, wanted)
+            return reject(item, BROKEN_JSON, "nested too deeply")
+    return _texts_in(item, value, fields)
 
 
-def _texts_in(item: RawDocument, value: object, wanted: TextFields) -> list[str] | RejectedDocument:
+def _texts_in(item: RawDocument, value: object, fields: TextFields) -> list[str] | RejectedDocument:
     if not isinstance(value, dict):
         return reject(item, WRONG_TYPE, f"must be a JSON object, not {type(value).__name__}")
     texts: list[str] = []
-    for key in wanted.keys:
+    for key in fields.keys:
         try:
             text = _field(value, key)
         except KeyError:
@@ -139,21 +154,21 @@ def _texts_in(item: RawDocument, value: object, wanted: TextFields) -> list[str]
         if not isinstance(text, str):
             return reject(item, WRONG_TYPE, f"{key!r} must be text, not {type(text).__name__}")
         try:
-            size, limit = utf8_size(text), wanted.max_document_bytes
+            size, limit = utf8_size(text), fields.max_document_bytes
         except UnicodeEncodeError:
-            words = f"{key!r} holds half of a surrogate pair, which is no text"
-            if not isinstance(item.value, bytes):  # that is how the reader marks such bytes
-                words = f"{key!r} is no UTF-8"
-            return reject(item, INVALID_TEXT, words)
+            message = f"{key!r} contains a lone surrogate, which is not valid text"
+            if not isinstance(item.value, bytes):  # readers decode invalid bytes to surrogates
+                message = f"{key!r} is not UTF-8"
+            return reject(item, INVALID_TEXT, message)
         if size > limit:
-            words = f"{key!r} has {size} bytes, more than {limit} (--max-document-bytes)"
-            return reject(item, TOO_LONG, words)
+            message = f"{key!r} has {size} bytes, more than the maximum document size {limit}"
+            return reject(item, TOO_LONG, message)
         texts.append(text)
     return texts
 
 
 def _field(value: dict[str, Any], key: str) -> Any:
-    """The value of a key, or of `a.b` the field b of a. Raises KeyError if there is none."""
+    """The value of a key, or for `a.b` the field b of a. Raises KeyError if there is none."""
     if key in value or "." not in key:
         return value[key]
     inner: Any = value
@@ -164,17 +179,17 @@ def _field(value: dict[str, Any], key: str) -> Any:
     return inner
 
 
-def reject(item: RawDocument, reason: str, words: str) -> RejectedDocument:
-    """What is wrong with an item, with its content."""
+def reject(item: RawDocument, reason: str, message: str) -> RejectedDocument:
+    """A rejected document, with its content."""
     if isinstance(item.value, bytes):
         content = item.value.rstrip(b"\r\n").decode("utf-8", "surrogateescape")
     elif isinstance(item.value, UnreadableDocument):
         content = item.value.content
     else:
         content = json.dumps(item.value, default=str)
-    return RejectedDocument(item.file, item.line, reason, words, content)
+    return RejectedDocument(item.file, item.line, reason, message, content)
 
 
 def utf8_size(text: str) -> int:
-    """Bytes of a text in UTF-8. Raises UnicodeEncodeError for half of a surrogate pair."""
+    """Bytes of a text in UTF-8. Raises UnicodeEncodeError for a lone surrogate."""
     return len(text) if text.isascii() else len(text.encode())

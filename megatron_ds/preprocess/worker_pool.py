@@ -1,7 +1,7 @@
-"""Worker processes that apply one function to a stream of items, results in the items' order.
+"""Worker processes that apply a function to a stream of items, with results in input order.
 
 Each worker has a pipe and a thread of the parent that serves it, so neither side can block the
-other for ever. A worker ends when its pipe closes: nothing outlives the parent, however it ends.
+other indefinitely. A worker exits when its pipe closes: none outlives the parent, however it dies.
 """
 
 from __future__ import annotations
@@ -19,19 +19,23 @@ from multiprocessing.process import BaseProcess
 from types import TracebackType
 from typing import Any, Generic, TypeVar
 
+from megatron_ds.config.problems import Problem, UserError, option
+
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 MAX_IN_FLIGHT_PER_WORKER = 3
-"""Items in memory per worker: being worked on, waiting, or done and waiting for its turn."""
-OOM_HINT = "try fewer --workers, a smaller --chunk-size or a smaller --max-document-bytes"
+"""Items in memory per worker: in progress, queued, or done and waiting for their turn."""
 
 
 class Workers(Generic[Item, Result]):
-    """A context manager; `map` gives the results in order, with a bounded number under way.
+    """A context manager of worker processes.
 
-    Raises in the parent what the function raised in a worker, and ValueError if a worker was
-    killed. Start it before threads and files: with fork, workers inherit what is open.
+    Enter it before starting threads and opening files, which forked workers would inherit.
+
+    Args:
+        function: Applied to each item in a worker.
+        count: Number of workers.
     """
 
     def __init__(self, function: Callable[[Item], Result], count: int) -> None:
@@ -40,10 +44,10 @@ class Workers(Generic[Item, Result]):
         self._idle: queue.SimpleQueue[Connection] = queue.SimpleQueue()
         self._connections: list[Connection] = []
         self._processes: list[BaseProcess] = []
-        self._under_way: deque[Future[Result]] = deque()
+        self._in_flight: deque[Future[Result]] = deque()
 
     def __enter__(self) -> Workers[Item, Result]:
-        # A fork shares the function's tables and starts at once; elsewhere they are sent over.
+        # Forked processes share the function's tables; otherwise they are pickled.
         fork = "fork" in multiprocessing.get_all_start_methods()
         context: Any = multiprocessing.get_context("fork" if fork else "spawn")
         for _ in range(self._count):
@@ -51,9 +55,10 @@ class Workers(Generic[Item, Result]):
             process = context.Process(
                 target=_serve, args=(self._function, theirs, ours), daemon=True
             )
-            with _interrupts_later():
+            with _defer_interrupts():
                 process.start()
-            # Closed before the next fork, so that this worker's death is seen as the pipe's end.
+            # Closed before the next fork: otherwise the next worker keeps this pipe open, and the
+            # death of this worker is not seen as the end of its pipe.
             theirs.close()
             self._processes.append(process)
             self._connections.append(ours)
@@ -77,17 +82,22 @@ class Workers(Generic[Item, Result]):
             process.join()
 
     def map(self, items: Iterable[Item]) -> Iterator[Result]:
-        """The results, in order. Takes from `items` as workers get free."""
+        """Results in order, with a bounded number of items in flight.
+
+        Raises:
+            UserError: If a worker is killed or runs out of memory.
+            Exception: What the function raised in a worker.
+        """
         for item in items:
-            self._under_way.append(self._threads.submit(self._ask, item))
-            if len(self._under_way) >= self._count * MAX_IN_FLIGHT_PER_WORKER:
-                yield self._under_way.popleft().result()
+            self._in_flight.append(self._threads.submit(self._ask, item))
+            if len(self._in_flight) >= self._count * MAX_IN_FLIGHT_PER_WORKER:
+                yield self._in_flight.popleft().result()
         yield from self.finish_pending()
 
     def finish_pending(self) -> Iterator[Result]:
-        """The results of what is under way, without taking further items."""
-        while self._under_way:
-            yield self._under_way.popleft().result()
+        """Results of the items in flight, without taking further items."""
+        while self._in_flight:
+            yield self._in_flight.popleft().result()
 
     def _ask(self, item: Item) -> Result:
         connection = self._idle.get()
@@ -95,41 +105,49 @@ class Workers(Generic[Item, Result]):
             connection.send(item)
             good, answer = connection.recv()
         except (EOFError, OSError):
-            raise ValueError(f"a worker process was killed (out of memory?); {OOM_HINT}") from None
+            raise UserError(_lost("was killed, possibly for lack of memory")) from None
         finally:
             self._idle.put(connection)
         if isinstance(answer, MemoryError):
-            raise ValueError(f"a worker process ran out of memory; {OOM_HINT}")
+            raise UserError(_lost("ran out of memory"))
         if not good:
             raise answer
         return answer  # type: ignore[no-any-return]
 
 
-@contextmanager
-def _interrupts_later() -> Iterator[None]:
-    """Holds Ctrl-C back: Python loses what comes in the middle of a fork, and would work on.
+def _lost(reason: str) -> Problem:
+    return Problem(
+        "worker-process-lost",
+        f"a worker process {reason}; with fewer {option('workers')}, less memory is needed",
+        "workers",
+    )
 
-    By a handler, since a mask holds it back for this thread alone and another one would get it.
+
+@contextmanager
+def _defer_interrupts() -> Iterator[None]:
+    """Defers Ctrl-C: Python loses an interrupt that arrives during a fork.
+
+    A signal mask would not do: it is per thread, and another thread would take the signal.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    came: list[int] = []
-    before = signal.signal(signal.SIGINT, lambda number, _: came.append(number))
+    received: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, _: received.append(number))
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
-    if came:
+    if received:
         signal.raise_signal(signal.SIGINT)
 
 
 def _serve(
     function: Callable[[Item], Result], connection: Connection, parents_end: Connection
 ) -> None:
-    # While this process holds the other end too, the pipe would never end.
+    # As long as this process holds the parent's end, the pipe is not closed by the parent's exit.
     parents_end.close()
-    # Ctrl-C reaches the whole group; the parent ends the workers.
+    # Ctrl-C reaches the entire process group; the parent terminates the workers.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     while True:
         try:

@@ -1,9 +1,8 @@
-"""Broken JSON lines: each named by file and line, and no output left; an older pair stays."""
+"""Broken JSON lines: rejected with file and line; a strict run keeps an older pair."""
 
 from __future__ import annotations
 
 import json
-import os
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,19 +12,23 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_ds.config.problems import UserError
 from megatron_ds.data.indexed_dataset import IndexedDataset
 from megatron_ds.preprocess import pipeline as module
-from megatron_ds.preprocess.document_readers import InputSpec
-from megatron_ds.preprocess.pipeline import PreprocessOptions, preprocess
+from megatron_ds.preprocess.inputs import InputSpec
+from megatron_ds.preprocess.options import PreprocessOptions
+from megatron_ds.preprocess.parsing import REFUSED_TEXT
+from megatron_ds.preprocess.pipeline import preprocess
 from megatron_ds.preprocess.worker_pool import Workers
 from megatron_ds.tokenizer.null import NullTokenizer
 from tests.fuzz.fuzz_helpers import FUZZ_SETTINGS, JSON, REJECTED, read_or_error
+from tests.problems import codes, raises_problem
 
 
-class Here(Workers):  # type: ignore[type-arg]
+class InProcessWorkers(Workers):  # type: ignore[type-arg]
     """The worker in this process: hundreds of runs without a fork."""
 
-    def __enter__(self) -> Here:
+    def __enter__(self) -> InProcessWorkers:
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -38,7 +41,7 @@ class Here(Workers):  # type: ignore[type-arg]
 @pytest.fixture(scope="module", autouse=True)
 def _no_processes() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "Workers", Here)
+        patch.setattr(module, "Workers", InProcessWorkers)
         yield
 
 
@@ -62,73 +65,80 @@ def run(folder: Path, content: bytes, strict: bool = True) -> list[list[int]]:
 
 
 GOOD = b'{"text": "1 2"}\n'
-BY_HAND = {
-    "empty file": (b"", "has no documents"),
-    "blank lines": (b"\n  \n\t\r\n", "has no documents"),
-    "a NUL byte": (b"\0", ":1: not JSON"),
-    "NUL bytes": (GOOD + b"\0" * 100, ":2: not JSON"),
-    "no JSON": (GOOD + b"hello\n", ":2: not JSON"),
-    "a cut object": (GOOD + b'{"text": "1 2', ":2: not JSON"),
-    "a cut object with more after it": (b'{"text": "1\n' + GOOD, ":1: not JSON"),
-    "single quotes": (b"{'text': '1'}\n", ":1: not JSON"),
-    "a comma at the end": (b'{"text": "1",}\n', ":1: not JSON"),
-    "two objects in a line": (b'{"text": "1"} {"text": "2"}\n', ":1: not JSON: Extra data"),
-    "a raw control character": (b'{"text": "1\x01"}\n', ":1: not JSON"),
-    "a raw line break": (b'{"text": "1\r2"}\n', ":1: not JSON"),
-    "lines that end in CR alone": (b'{"text": "1"}\r{"text": "2"}\r', ":1: not JSON"),
-    "a bad escape": (rb'{"text": "\x31"}', ":1: not JSON"),
-    "invalid UTF-8": (b'{"text": "\xff\xfe"}\n', ":1: not JSON: 'utf-8' codec"),
-    "UTF-8 cut midway": (b'{"text": "\xc3"}\n', ":1: not JSON: 'utf-8' codec"),
-    "Latin-1": ('{"text": "é"}'.encode("latin-1"), ":1: not JSON"),
-    "UTF-16": ('{"text": "1"}\n{"text": "2"}\n'.encode("utf-16"), ":1: not JSON"),
-    "UTF-32": ('{"text": "1"}\n{"text": "2"}\n'.encode("utf-32"), ":1: not JSON"),
-    "gzip": (bytes.fromhex("1f8b0808d1") + GOOD, ":1: not JSON"),
-    "half a surrogate pair": (rb'{"text": "\ud800"}', ":1: 'text' holds half of a surrogate"),
-    "half a surrogate pair, raw": (b'{"text": "\xed\xa0\x80"}', "half of a surrogate pair"),
-    "a list": (b'["text"]\n', ":1: must be a JSON object, not list"),
-    "a string": (b'"text"\n', ":1: must be a JSON object, not str"),
-    "a number": (b"5\n", ":1: must be a JSON object, not int"),
-    "null": (b"null\n", ":1: must be a JSON object, not NoneType"),
-    "NaN": (b"NaN\n", ":1: must be a JSON object, not float"),
-    "a number of 5000 digits": (b"1" * 5000, ":1: not JSON: Exceeds the limit"),
-    "an empty object": (b"{}\n", ":1: has no key 'text' (it has none)"),
-    "another key": (b'{"Text": "1"}\n', ":1: has no key 'text' (it has 'Text')"),
+REJECTED_LINES = {
+    "a NUL byte": (b"\0", 1, "broken JSON"),
+    "NUL bytes": (GOOD + b"\0" * 100, 2, "invalid UTF-8"),
+    "no JSON": (GOOD + b"hello\n", 2, "broken JSON"),
+    "a truncated object": (GOOD + b'{"text": "1 2', 2, "broken JSON"),
+    "a truncated object with more after it": (b'{"text": "1\n' + GOOD, 1, "broken JSON"),
+    "single quotes": (b"{'text': '1'}\n", 1, "broken JSON"),
+    "a comma at the end": (b'{"text": "1",}\n', 1, "broken JSON"),
+    "two objects in a line": (b'{"text": "1"} {"text": "2"}\n', 1, "broken JSON"),
+    "a raw control character": (b'{"text": "1\x01"}\n', 1, "broken JSON"),
+    "a raw line break": (b'{"text": "1\r2"}\n', 1, "broken JSON"),
+    "lines that end in CR alone": (b'{"text": "1"}\r{"text": "2"}\r', 1, "broken JSON"),
+    "a bad escape": (rb'{"text": "\x31"}', 1, "broken JSON"),
+    "invalid UTF-8": (b'{"text": "\xff\xfe"}\n', 1, "invalid UTF-8"),
+    "UTF-8 truncated midway": (b'{"text": "\xc3"}\n', 1, "invalid UTF-8"),
+    "Latin-1": ('{"text": "é"}'.encode("latin-1"), 1, "invalid UTF-8"),
+    "UTF-16": ('{"text": "1"}\n{"text": "2"}\n'.encode("utf-16"), 1, "invalid UTF-8"),
+    "UTF-32": ('{"text": "1"}\n{"text": "2"}\n'.encode("utf-32"), 1, "invalid UTF-8"),
+    "gzip": (bytes.fromhex("1f8b0808d1") + GOOD, 1, "invalid UTF-8"),
+    "a lone surrogate": (rb'{"text": "\ud800"}', 1, "invalid UTF-8"),
+    "a lone surrogate, raw": (b'{"text": "\xed\xa0\x80"}', 1, "invalid UTF-8"),
+    "a list": (b'["text"]\n', 1, "wrong type"),
+    "a string": (b'"text"\n', 1, "wrong type"),
+    "a number": (b"5\n", 1, "wrong type"),
+    "null": (b"null\n", 1, "wrong type"),
+    "NaN": (b"NaN\n", 1, "wrong type"),
+    "a number of 5000 digits": (b"1" * 5000, 1, "broken JSON"),
+    "an empty object": (b"{}\n", 1, "missing key"),
+    "another key": (b'{"Text": "1"}\n', 1, "missing key"),
     "a thousand other keys": (
         json.dumps({f"k{n}": n for n in range(1000)}).encode(),
-        "'k6', 'k7', ...)",
+        1,
+        "missing key",
     ),
-    "a key of a megabyte": (json.dumps({"k" * 1_000_000: 1}).encode(), f"'{'k' * 40}')"),
-    "null for text": (b'{"text": null}\n', ":1: 'text' must be text, not NoneType"),
-    "a number for text": (b'{"text": 12}\n', ":1: 'text' must be text, not int"),
-    "a list for text": (b'{"text": ["1"]}\n', ":1: 'text' must be text, not list"),
-    "an object for text": (b'{"text": {"a": 1}}\n', ":1: 'text' must be text, not dict"),
-    "true for text": (b'{"text": true}\n', ":1: 'text' must be text, not bool"),
-    "lists nested deeply": (b"[" * 100_000, ":1: not read: it is nested too deeply"),
-    "objects nested deeply": (b'{"a":' * 100_000 + b"1" + b"}" * 100_000, "nested too deeply"),
-    "text the tokenizer refuses": (b'{"text": "x"}\n', ":1: NullTokenizer reads ids"),
-    "ids beyond the vocabulary": (b'{"text": "1 1000"}\n', ":1: NullTokenizer: id 1000 is"),
-    "an id of 5000 digits": (b'{"text": "' + b"9" * 5000 + b'"}', ":1: NullTokenizer: id 999"),
-    "an id of other digits": ('{"text": "١"}'.encode(), ":1: NullTokenizer reads ids"),
-    "an id with an underscore": (b'{"text": "1_0"}', ":1: NullTokenizer reads ids"),
-    "a superscript": ('{"text": "²"}'.encode(), ":1: NullTokenizer reads ids"),
-    "a line that is too long": (
-        b'{"text": "' + b"1 " * 3_000_000 + b'"}',
-        ":1: the line is longer",
-    ),
+    "a key of a megabyte": (json.dumps({"k" * 1_000_000: 1}).encode(), 1, "missing key"),
+    "null for text": (b'{"text": null}\n', 1, "wrong type"),
+    "a number for text": (b'{"text": 12}\n', 1, "wrong type"),
+    "a list for text": (b'{"text": ["1"]}\n', 1, "wrong type"),
+    "an object for text": (b'{"text": {"a": 1}}\n', 1, "wrong type"),
+    "true for text": (b'{"text": true}\n', 1, "wrong type"),
+    "lists nested deeply": (b"[" * 100_000, 1, "broken JSON"),
+    "objects nested deeply": (b'{"a":' * 100_000 + b"1" + b"}" * 100_000, 1, "broken JSON"),
+    "text the tokenizer refuses": (b'{"text": "x"}\n', 1, REFUSED_TEXT),
+    "ids beyond the vocabulary": (b'{"text": "1 1000"}\n', 1, REFUSED_TEXT),
+    "an id of 5000 digits": (b'{"text": "' + b"9" * 5000 + b'"}', 1, REFUSED_TEXT),
+    "an id of other digits": ('{"text": "١"}'.encode(), 1, REFUSED_TEXT),
+    "an id with an underscore": (b'{"text": "1_0"}', 1, REFUSED_TEXT),
+    "a superscript": ('{"text": "²"}'.encode(), 1, REFUSED_TEXT),
+    "a line that is too long": (b'{"text": "' + b"1 " * 3_000_000 + b'"}', 1, "too long"),
 }
 
 
-@pytest.mark.parametrize("name", BY_HAND)
-def test_by_hand(tmp_path: Path, name: str) -> None:
-    content, message = BY_HAND[name]
+@pytest.mark.parametrize("name", REJECTED_LINES)
+def test_rejected_line_is_an_error_if_strict_and_listed_otherwise(
+    tmp_path: Path, name: str
+) -> None:
+    content, line, reason = REJECTED_LINES[name]
     assert run(tmp_path, GOOD) == [[1, 2]]
     older = {path.name: path.read_bytes() for path in tmp_path.glob("out*")}
-    with pytest.raises(ValueError) as raised:
+    with pytest.raises(UserError) as raised:
         run(tmp_path, content)
-    assert message in str(raised.value)
-    assert str(tmp_path / "in.jsonl") in str(raised.value)
+    assert set(codes(raised.value.problems)) == {"rejected-document"}
+    assert raised.value.problems[0].startswith(f"{tmp_path / 'in.jsonl'}:{line}: ")
     assert len(str(raised.value)) < 5000
     assert {path.name: path.read_bytes() for path in tmp_path.glob("out*")} == older
+    run(tmp_path, content + b"\n" + GOOD, strict=False)
+    first = json.loads((tmp_path / "out.quarantine").read_text().splitlines()[0])
+    assert (first["line"], first["reason"]) == (line, reason)
+
+
+@pytest.mark.parametrize("content", [b"", b"\n  \n\t\r\n"], ids=["empty", "blank lines"])
+def test_input_without_lines_is_an_error(tmp_path: Path, content: bytes) -> None:
+    with raises_problem("no-documents", contains=str(tmp_path / "in.jsonl")):
+        run(tmp_path, content)
 
 
 @pytest.mark.parametrize(
@@ -146,13 +156,13 @@ def test_by_hand(tmp_path: Path, name: str) -> None:
     ],
     ids=["BOM", "blank", "CRLF", "empty", "spaces", "long", "nested", "infinity", "zeros"],
 )
-def test_odd_but_right(tmp_path: Path, content: bytes, expected: list[list[int]]) -> None:
+def test_unusual_valid_lines(tmp_path: Path, content: bytes, expected: list[list[int]]) -> None:
     assert run(tmp_path, content, strict=False) == expected
 
 
 @given(content=st.binary(max_size=20) | st.lists(JSON, max_size=3).map(lambda v: dumped(v)))
 @settings(FUZZ_SETTINGS, max_examples=50)
-def test_what_is_no_document_is_left_out_and_listed(folder: Path, content: bytes) -> None:
+def test_rejected_lines_are_listed(folder: Path, content: bytes) -> None:
     lines = content.split(b"\n")
     good, bad = [], []
     for number, line in enumerate(lines, 1):
@@ -214,45 +224,42 @@ def largest_file(size: int) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("room", [1 << 20, 61, 0])
-def test_a_disk_without_room_is_named_and_costs_nothing_older(tmp_path: Path, room: int) -> None:
+def test_full_disk_is_named_and_keeps_the_older_output(tmp_path: Path, room: int) -> None:
     assert run(tmp_path, GOOD) == [[1, 2]]
     older = {path.name: path.read_bytes() for path in tmp_path.glob("out*")}
     content = b'{"text": "' + b"7 " * 30 + b'"}\n'
     (tmp_path / "in.jsonl").write_bytes(content * (20_000 if room > 100 else 1))
     options = PreprocessOptions(InputSpec((str(tmp_path / "in.jsonl"),)), str(tmp_path / "out"))
-    with largest_file(room), pytest.raises(OSError, match=r"out_text_document\.(bin|idx)\.partial"):
+    with largest_file(room), pytest.raises(OSError, match=r"out\.work"):
         preprocess(options, NullTokenizer(1000))
     assert {path.name: path.read_bytes() for path in tmp_path.glob("out*")} == older
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("changes", "code"),
     [
-        ({"inputs": InputSpec(())}, "--input or --hf-dataset is needed"),
-        ({"inputs": InputSpec((__file__,), hf_dataset="x")}, "one of them"),
-        ({"inputs": InputSpec((__file__, __file__))}, "would be read twice"),
-        ({"inputs": InputSpec(("/dev",))}, "--input /dev: the folder has no file of a kind"),
-        ({"inputs": InputSpec(("",))}, "--input : there is no such file"),
-        ({"inputs": InputSpec(("no\0where",))}, "there is no such file"),
-        ({"inputs": InputSpec(("no*where",))}, "--input no*where: there is no such file"),
-        ({"inputs": InputSpec((__file__,), max_document_bytes=0)}, "--max-document-bytes 0"),
-        ({"output_prefix": "/dev/null/x"}, "there is no folder /dev/null"),
-        ({"output_prefix": "x" * 5000 + "/y"}, "there is no folder"),
-        ({"keys": ()}, "at least one key"),
-        ({"keys": ("a", "a")}, "given twice"),
-        ({"keys": ("a/b",)}, "'a/b': cannot be part of"),
-        ({"keys": ("a\0",)}, "cannot be part of"),
-        ({"workers": -1}, "--workers -1"),
-        ({"chunk_size": 0}, "--chunk-size 0"),
+        ({"inputs": InputSpec(())}, "input-not-unique"),
+        ({"inputs": InputSpec((__file__,), hf_dataset="x")}, "input-not-unique"),
+        ({"inputs": InputSpec((__file__, __file__))}, "input-file-twice"),
+        ({"inputs": InputSpec(("/dev",))}, "no-input-file-in-folder"),
+        ({"inputs": InputSpec(("",))}, "no-input-file"),
+        ({"inputs": InputSpec(("no\0where",))}, "no-input-file"),
+        ({"inputs": InputSpec(("no*where",))}, "no-input-file"),
+        (
+            {"inputs": InputSpec((__file__,), max_document_bytes=0)},
+            "max-document-bytes-out-of-range",
+        ),
+        ({"output_prefix": "/dev/null/x"}, "output-folder-unusable"),
+        ({"output_prefix": "x" * 5000 + "/y"}, "output-folder-unusable"),
+        ({"keys": ()}, "no-keys"),
+        ({"keys": ("a", "a")}, "key-twice"),
+        ({"keys": ("a/b",)}, "key-not-a-file-name"),
+        ({"keys": ("a\0",)}, "key-not-a-file-name"),
+        ({"workers": -1}, "preprocess-option-below-1"),
+        ({"chunk_size": 0}, "preprocess-option-below-1"),
     ],
 )
-def test_settings(changes: dict[str, object], message: str) -> None:
-    values: dict[str, object] = {
-        "inputs": InputSpec((__file__,)),
-        "output_prefix": "x",
-        **changes,
-    }
-    with pytest.raises(ValueError) as raised:
+def test_wrong_option_is_an_error(changes: dict[str, object], code: str) -> None:
+    values: dict[str, object] = {"inputs": InputSpec((__file__,)), "output_prefix": "x", **changes}
+    with raises_problem(code):
         preprocess(PreprocessOptions(**values), NullTokenizer(9))  # type: ignore[arg-type]
-    assert message in str(raised.value)
-    assert not os.path.exists("x_text_document.bin.partial")

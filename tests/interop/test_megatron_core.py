@@ -23,8 +23,9 @@ from megatron_ds.data.indexed_dataset import IndexedDataset, token_dtype
 from megatron_ds.data.indexed_writer import IndexedWriter
 from megatron_ds.data.merge import merge
 from megatron_ds.data.sample_index import build_indexes
-from megatron_ds.preprocess.document_readers import InputSpec
-from megatron_ds.preprocess.pipeline import PreprocessOptions, preprocess
+from megatron_ds.preprocess.inputs import InputSpec
+from megatron_ds.preprocess.options import PreprocessOptions
+from megatron_ds.preprocess.pipeline import preprocess
 from megatron_ds.preprocess.sentence_splitter import Splitter, choose_splitter
 from megatron_ds.tokenizer import Tokenizer, build_tokenizer
 

@@ -16,7 +16,7 @@ PACKAGE = REPOSITORY / "megatron_ds"
 
 LAYERS = {
     "config": 0,
-    "fileio": 0,
+    "fileio": 1,
     "launch": 1,
     "parallel": 1,
     "schedule_lengths": 1,
@@ -38,7 +38,7 @@ LAYERS = {
 
 ALLOWED = {
     "config": "",
-    "fileio": "",
+    "fileio": "config",
     "train_state": "config",
     "launch": "config",
     "parallel": "config",

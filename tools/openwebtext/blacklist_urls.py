@@ -20,7 +20,7 @@ from megatron_ds.cleaning.options import file_hashes, file_stamps
 from megatron_ds.cleaning.pipeline import OUTPUT
 from megatron_ds.cleaning.url_filter import UrlFilter
 from megatron_ds.fileio.resumable import ResumableOutput
-from megatron_ds.preprocess.document_readers import InputSpec
+from megatron_ds.preprocess.inputs import InputSpec
 from tools.openwebtext import clean
 
 KEPT = "kept"

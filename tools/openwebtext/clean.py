@@ -18,7 +18,7 @@ from megatron_ds.cleaning.options import STAGES, CleaningOptions
 from megatron_ds.cleaning.pipeline import Progress, clean
 from megatron_ds.cleaning.stats import Counts
 from megatron_ds.config import TOKENIZERS, TokenizerConfig
-from megatron_ds.fileio.resumable import WORK
+from megatron_ds.fileio.resumable import WORK_SUFFIX
 from megatron_ds.launch import environment
 from megatron_ds.preprocess.input_flags import add_input_flags, inputs_of
 
@@ -82,7 +82,7 @@ def _add_data(parser: argparse.ArgumentParser) -> None:
     data.add_argument(
         "--resume",
         action="store_true",
-        help=f"go on with a run that was interrupted, whose work is in OUTPUT{WORK}; the end is "
+        help=f"continue an interrupted run, whose work is in OUTPUT{WORK_SUFFIX}; the output is "
         "the same, byte for byte",
     )
 
@@ -371,19 +371,30 @@ def closing(counts: Counts, options: CleaningOptions, seconds: float) -> Iterato
     yield "wrote " + ", ".join(file for file in files if file is not None)
 
 
+FLAGS = {"paths": "--input", "format": "--input-format", "json_keys": "--json-key"}
+
+
+def render_error(error: BaseException) -> str:
+    """The message of an error, with the flags of this tool and the codes of its problems."""
+    if not isinstance(error, UserError):
+        return str(error)
+    return "\n".join(
+        problem.render(lambda field: FLAGS.get(field, default_flag(field)))
+        for problem in error.problems
+    )
+
+
 def exit_code_for(error: BaseException, name: str, output: str) -> int:
     """Says what ended a run, and how it can go on; the exit status."""
-    folder = output + WORK
+    folder = output + WORK_SUFFIX
     there = os.path.isdir(folder)
     if isinstance(error, KeyboardInterrupt):
         goes_on = f"; --resume goes on from {folder}" if there else ""
         print(f"interrupted{goes_on}", file=sys.stderr)
         return 130
-    # The readers name the flag of preprocess_data.py, which takes several keys.
-    words = str(error).replace("with --json-keys", "with --json-key")
-    print(f"{name}: error:\n{words}", file=sys.stderr)
+    print(f"{name}: error:\n{render_error(error)}", file=sys.stderr)
     if isinstance(error, OSError) and there:
-        print(f"what was done until then is in {folder}: --resume goes on", file=sys.stderr)
+        print(*getattr(error, "__notes__", []), sep="\n", file=sys.stderr)
     return 1
 
 

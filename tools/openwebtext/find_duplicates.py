@@ -24,13 +24,9 @@ from megatron_ds.cleaning.options import file_stamps
 from megatron_ds.cleaning.pipeline import OUTPUT, ChunkedInput
 from megatron_ds.cleaning.stages import Document
 from megatron_ds.fileio.resumable import ResumableOutput, pack_record, read_records
-from megatron_ds.preprocess.document_readers import (
-    START,
-    DocumentReader,
-    InputSpec,
-    RawDocument,
-    ReadPosition,
-)
+from megatron_ds.preprocess.document_readers import START, DocumentReader, ReadPosition
+from megatron_ds.preprocess.formats import RawDocument
+from megatron_ds.preprocess.inputs import InputSpec
 from megatron_ds.preprocess.parsing import RejectedDocument, TextFields, texts_of
 from megatron_ds.preprocess.worker_pool import Workers
 from tools.openwebtext import clean
@@ -123,7 +119,7 @@ def problems(args: argparse.Namespace) -> Iterator[str]:
     for file in args.inputs[::2]:
         inputs = InputSpec(paths=(file,))
         for problem in inputs.problems():
-            yield problem.replace("--input", "--inputs")
+            yield problem.replace("--paths", "--inputs")
         if os.path.realpath(args.output) in map(os.path.realpath, inputs.local_files()):
             yield f"--output {args.output}: is a file of --inputs, too"
         if args.resume and inputs.unseekable_paths():

@@ -14,8 +14,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from megatron_ds.fileio.resumable import WORK
-from megatron_ds.preprocess.document_readers import COMPRESSIONS, QUARANTINE
+from megatron_ds.fileio.resumable import WORK_SUFFIX
+from megatron_ds.preprocess.inputs import COMPRESSIONS, QUARANTINE
 from tools.openwebtext import clean
 
 SUFFIXES = (".json", ".jsonl", ".ndjson")
@@ -54,7 +54,9 @@ def files_of(path: str, output: str) -> Iterator[str]:
     written = {os.path.realpath(output), os.path.realpath(output + QUARANTINE)}
     for folder, folders, names in os.walk(path):
         folders[:] = sorted(
-            name for name in folders if not name.startswith((".", "_")) and not name.endswith(WORK)
+            name
+            for name in folders
+            if not name.startswith((".", "_")) and not name.endswith(WORK_SUFFIX)
         )
         for name in sorted(names):
             stem, suffix = os.path.splitext(name.lower())

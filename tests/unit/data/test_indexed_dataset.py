@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tracemalloc
 import warnings
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +18,7 @@ import pytest
 from megatron_ds.config.problems import UserError
 from megatron_ds.data import indexed_writer
 from megatron_ds.data.indexed_dataset import IndexedDataset, token_dtype
-from megatron_ds.data.indexed_writer import IndexedWriter
+from megatron_ds.data.indexed_writer import IndexedWriter, TokenFileWriter
 from tests.problems import raises_problem
 
 DOCUMENTS = [[5, 6, 7], [1], [65000, 2, 3, 4]]
@@ -248,21 +249,29 @@ def test_interrupted_pair_is_continued(tmp_path: Path) -> None:
     with IndexedWriter(tmp_path / "uninterrupted", "uint16") as writer:
         for length in (3, 1, 2, 5):
             writer.add_document(np.arange(length))
-    writer = IndexedWriter(tmp_path / "p", "uint16")
-    writer.add_document(np.arange(3))
-    writer.add_document(np.arange(1))
-    kept = writer.written
-    writer.add_document(np.arange(7))  # is truncated
-    writer.flush_all()
-    writer.close_keeping()
-    with IndexedWriter(tmp_path / "p", "uint16", written=kept) as writer:
-        writer.add_document(np.arange(2))
-        writer.add_document(np.arange(5))
+    paths = [tmp_path / f"p{suffix}" for suffix in (".bin", ".idx", ".documents")]
+    with ExitStack() as stack:
+        tokens, index, documents = (stack.enter_context(path.open("w+b")) for path in paths)
+        first = TokenFileWriter("p", "uint16", (tokens, index, documents))
+        first.add_document(np.arange(3))
+        first.add_document(np.arange(1))
+        kept = first.written
+        sizes = [file.tell() for file in first.files]
+        first.add_document(np.arange(7))
+        first.finish()
+    for path, size in zip(paths, sizes, strict=True):
+        os.truncate(path, size)
+    with ExitStack() as stack:
+        tokens, index, documents = (stack.enter_context(path.open("r+b")) for path in paths)
+        for file in (tokens, index, documents):
+            file.seek(0, os.SEEK_END)
+        second = TokenFileWriter("p", "uint16", (tokens, index, documents), kept)
+        second.add_document(np.arange(2))
+        second.add_document(np.arange(5))
+        second.finish()
     for suffix in (".bin", ".idx"):
         expected = (tmp_path / f"uninterrupted{suffix}").read_bytes()
         assert (tmp_path / f"p{suffix}").read_bytes() == expected
-    with pytest.raises(ValueError, match=r"p\.bin\.partial"):
-        IndexedWriter(tmp_path / "p", "uint16", written=kept)
 
 
 def test_tokens_and_dtypes_that_do_not_fit_are_rejected(tmp_path: Path) -> None:

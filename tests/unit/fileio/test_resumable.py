@@ -1,39 +1,114 @@
-"""The folder of a run that is under way: what counts, what is cut off, who may have it."""
+"""Resumable output: kills at any point, what a commit keeps, and which work is refused."""
 
 from __future__ import annotations
 
+import errno
 import gzip
 import json
 import os
+import shutil
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from megatron_ds.config.problems import Problem
+from megatron_ds.fileio import resumable
 from megatron_ds.fileio.resumable import RECORD, ResumableOutput, pack_record, read_records
+from tests.faults import is_killed_at
+from tests.problems import codes, raises_problem
+
+NAMES = {"a": "", "b": ".gz", "scratch": ""}
 
 
-def work(folder: Path, resume: bool = True, **settings: Any) -> ResumableOutput:
-    return ResumableOutput(str(folder / "out.jsonl"), settings, {"a": "", "b": ".gz"}, resume)
+def open_output(folder: Path, resume: bool = True, **settings: Any) -> ResumableOutput:
+    return ResumableOutput(str(folder / "out"), settings, NAMES, resume)
 
 
-def test_what_was_written_after_the_last_commit_is_cut_off(tmp_path: Path) -> None:
-    with work(tmp_path) as first:
-        first.files["a"].write(b"one\n")
-        first.files["b"].write(b"eins\n")
-        first.commit({"done": 1})
-        first.files["a"].write(b"two\n")
-        first.files["b"].write(b"zwei\n")
+def write_items(folder: Path, resume: bool = True) -> None:
+    """A job of 12 items with a commit after every third, which replaces the output of another."""
+    done = str(folder / "out.done")
+    with ResumableOutput(str(folder / "out"), {}, NAMES, resume, completed=done) as output:
+        if output.published:
+            return
+        start = 0 if output.progress is None else output.progress["items"]
+        for item in range(start, 0 if output.finished else 12):
+            for file in output.files.values():
+                file.write(f"{item}\n".encode())
+            if item % 3 == 2:
+                output.commit({"items": item + 1}, finished=item == 11)
+        output.publish({n: str(folder / f"out.{n}") for n in "ab"}, {"a": [str(folder / "out.b")]})
+
+
+def read_files(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("resumable")
+
+
+@settings(max_examples=40, deadline=None)
+@given(kills=st.lists(st.integers(1, 45), min_size=1, max_size=4))
+def test_killed_and_resumed_job_writes_the_same_bytes(folder: Path, kills: list[int]) -> None:
+    """Killed before the n-th fsync, rename or removal, then again before the m-th of the next."""
+    for clean in (True, False):
+        shutil.rmtree(folder)
+        folder.mkdir()
+        for name in "ab":
+            (folder / f"out.{name}").write_bytes(b"older")
+        if clean:
+            write_items(folder)
+            expected = read_files(folder)
+            assert expected["out.a"] == b"".join(b"%d\n" % item for item in range(12))
+            assert gzip.decompress(expected["out.b"]) == expected["out.a"]
+            assert set(expected) == {"out.a", "out.b", "out.done"}
+    for step in kills:
+        if not is_killed_at(f"os.fsync|os.replace|os.unlink:{step}", lambda: write_items(folder)):
+            break
+        found = read_files_below_final_names(folder)
+        assert found.get("out.a") in (None, b"older", expected["out.a"])
+        assert found.get("out.b") in (None, b"older", expected["out.b"])
+        # The stale file goes before its new companion appears.
+        assert not (found.get("out.a") == expected["out.a"] and found.get("out.b") == b"older")
+    write_items(folder)
+    assert read_files(folder) == expected
+
+
+def read_files_below_final_names(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+
+
+def test_a_kill_at_every_step_of_a_job_is_covered(tmp_path: Path) -> None:
+    """The steps of the property above reach the end of the job."""
+    for step in range(1, 46):
+        shutil.rmtree(tmp_path)
+        tmp_path.mkdir()
+        if not is_killed_at(f"os.fsync|os.replace|os.unlink:{step}", lambda: write_items(tmp_path)):
+            break
+    assert 25 < step < 45
+
+
+def test_resume_truncates_to_the_last_commit(tmp_path: Path) -> None:
+    with open_output(tmp_path) as first:
+        for data in (b"one\n", b"two\n"):
+            first.files["a"].write(data)
+            first.files["b"].write(data)
+            if data == b"one\n":
+                first.commit({"done": 1})
         first.files["a"].flush()
-    with work(tmp_path) as second:
+    with open_output(tmp_path) as second:
         assert second.progress == {"done": 1}
         second.files["a"].write(b"TWO\n")
-        second.files["b"].write(b"ZWEI\n")
+        second.files["b"].write(b"TWO\n")
         second.commit({"done": 2}, finished=True)
         second.publish({"a": str(tmp_path / "A"), "b": str(tmp_path / "B")})
     assert (tmp_path / "A").read_bytes() == b"one\nTWO\n"
-    assert gzip.decompress((tmp_path / "B").read_bytes()) == b"eins\nZWEI\n"
+    assert gzip.decompress((tmp_path / "B").read_bytes()) == b"one\nTWO\n"
     assert sorted(os.listdir(tmp_path)) == ["A", "B"]
 
 
@@ -41,60 +116,155 @@ def test_what_was_written_after_the_last_commit_is_cut_off(tmp_path: Path) -> No
 def test_compressed_bytes_have_no_time_and_no_name(tmp_path: Path, suffix: str) -> None:
     written: list[bytes] = []
     for name in ("x", "y"):
-        with ResumableOutput(str(tmp_path / name), {}, {name: suffix}, False) as one:
-            one.files[name].write(b"text\n" * 100)
-            one.commit({}, finished=True)
-            one.publish({name: str(tmp_path / "final")})
+        with ResumableOutput(str(tmp_path / name), {}, {name: suffix}, False) as output:
+            output.files[name].write(b"text\n" * 100)
+            output.commit({}, finished=True)
+            output.publish({name: str(tmp_path / "final")})
         written.append((tmp_path / "final").read_bytes())
     assert written[0] == written[1]
     assert suffix == "" or len(written[0]) < 200
 
 
-def test_work_is_not_overwritten_and_other_settings_are_named(tmp_path: Path) -> None:
-    with work(tmp_path, size=1, names=["a", "b"], gone=None) as first:
+def test_interrupted_work_is_kept_unless_resumed_or_restarted(tmp_path: Path) -> None:
+    with open_output(tmp_path, size=1, names=["a", "b"], gone=None) as first:
         first.commit({})
-    with pytest.raises(ValueError, match=r"has the work of an interrupted run: --resume goes on"):
-        work(tmp_path, resume=False, size=1, names=["a", "b"]).__enter__()
-    with pytest.raises(ValueError) as caught:
-        work(tmp_path, size=2, names=["a"]).__enter__()
-    assert str(caught.value).splitlines()[1:] == [
-        "names: the interrupted run had a b, this one has a",
-        "size: the interrupted run had 1, this one has 2",
+    with raises_problem("interrupted-run-exists", "resume", contains=str(first.folder)):
+        open_output(tmp_path, resume=False, size=1, names=["a", "b"]).__enter__()
+    with pytest.raises(ValueError) as raised:
+        open_output(tmp_path, size=2, names=["a"], **{"input x": 1}).__enter__()
+    assert [
+        (problem.code, problem.fields)
+        for problem in raised.value.problems  # type: ignore[attr-defined]
+    ] == [
+        ("resumed-run-differs", ()),
+        ("resumed-run-differs", ("names",)),
+        ("resumed-run-differs", ("size",)),
     ]
-    with work(tmp_path, size=1, names=["a", "b"]) as again:
+    with open_output(tmp_path, size=1, names=["a", "b"]) as again:
         assert again.progress == {}
 
 
-def test_work_of_another_process_is_left_alone(tmp_path: Path) -> None:
-    with work(tmp_path) as first:
+def test_killed_restart_is_not_taken_for_the_work_before(tmp_path: Path) -> None:
+    with open_output(tmp_path, size=1) as first:
+        first.files["a"].write(b"one")
         first.commit({})
-        with pytest.raises(ValueError, match=r"out\.jsonl: another process is writing it"):
-            work(tmp_path).__enter__()
-        assert (tmp_path / "out.jsonl.work" / RECORD).exists()
+    warnings: list[Problem] = []
+
+    def restart() -> None:
+        with ResumableOutput(
+            str(tmp_path / "out"), {"size": 2}, NAMES, False, restart=True, warn=warnings.append
+        ) as second:
+            assert second.progress is None
+            second.files["a"].write(b"other content, longer")
+            second.files["a"].flush()
+            second.commit({})
+
+    assert is_killed_at("os.fsync:2", restart)  # in the first commit
+    with open_output(tmp_path, size=1) as third:
+        assert third.progress is None
+        third.commit({})
+    restart()
+    assert codes(warnings) == ["interrupted-run-replaced"]
 
 
-def test_a_run_that_committed_nothing_leaves_nothing(tmp_path: Path) -> None:
-    with suppress(KeyboardInterrupt), work(tmp_path, resume=False) as first:
+def test_second_writer_of_an_output_is_refused(tmp_path: Path) -> None:
+    with open_output(tmp_path) as first:
+        first.commit({}, finished=True)
+        with raises_problem("output-in-use", contains=str(tmp_path / "out")):
+            open_output(tmp_path).__enter__()
+        assert (first.folder / RECORD).exists()
+        first.publish({})
+
+
+def test_run_without_a_commit_leaves_nothing(tmp_path: Path) -> None:
+    with suppress(KeyboardInterrupt), open_output(tmp_path, resume=False) as first:
         first.files["a"].write(b"x")
         raise KeyboardInterrupt
     assert os.listdir(tmp_path) == []
 
 
-def test_changed_files_and_a_damaged_record_are_named(tmp_path: Path) -> None:
-    with work(tmp_path) as first:
+def test_failed_commit_keeps_the_one_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(OSError, match=f"{tmp_path}/out.work/a") as raised:  # noqa: PT012, SIM117
+        with open_output(tmp_path) as first:
+            first.files["a"].write(b"one")
+            first.commit({"done": 1})
+            first.files["a"].write(b"two")
+            first._wait()
+            monkeypatch.setattr(os, "fsync", fail)
+            first.commit({"done": 2})
+            first.commit({"done": 3})
+    assert str(first.folder) in raised.value.__notes__[0]
+    monkeypatch.undo()
+    with open_output(tmp_path) as second:
+        assert second.progress == {"done": 1}
+
+
+@pytest.mark.parametrize("name", ["a", RECORD, resumable.SETTINGS])
+@settings(max_examples=20, deadline=None)
+@given(data=st.data())
+def test_damaged_work_is_refused(folder: Path, name: str, data: st.DataObject) -> None:
+    """Truncated files, and records with other bytes."""
+    shutil.rmtree(folder)
+    folder.mkdir()
+    with open_output(folder, setting="value") as first:
         first.files["a"].write(b"one\n")
-        first.commit({})
-    folder = tmp_path / "out.jsonl.work"
-    (folder / "a").write_bytes(b"on")
-    with pytest.raises(ValueError, match="a has 2 bytes, and its record says 4: it was changed"):
-        work(tmp_path).__enter__()
-    (folder / RECORD).write_text(json.dumps({})[:1])
-    with pytest.raises(ValueError, match=r"record\.json is damaged"):
-        work(tmp_path).__enter__()
+        first.commit({"documents": 11})
+    path = first.folder / name
+    content = path.read_bytes()
+    size = data.draw(st.integers(0, len(content.rstrip(b"\n")) - 1), "size")
+    damaged = content[:size]
+    if name != "a" and data.draw(st.booleans(), "replaced"):
+        damaged += data.draw(st.binary(min_size=1, max_size=3), "bytes")
+        damaged += content[len(damaged) :]
+    path.write_bytes(damaged)
+    if len(damaged) == len(content) and json_equal(damaged, content):
+        return
+    with raises_problem("interrupted-work-damaged", "resume", contains=str(path)):
+        open_output(folder, setting="value").__enter__()
 
 
-def test_keys_come_back(tmp_path: Path) -> None:
+def json_equal(one: bytes, other: bytes) -> bool:
+    try:
+        return bool(json.loads(one) == json.loads(other))
+    except ValueError:
+        return False
+
+
+def test_one_wrong_digit_in_a_record_is_found(tmp_path: Path) -> None:
+    with open_output(tmp_path) as first:
+        first.commit({"documents": 11})
+    path = first.folder / RECORD
+    path.write_text(path.read_text().replace('"documents": 11', '"documents": 12'))
+    with raises_problem("interrupted-work-damaged", contains=str(path)):
+        open_output(tmp_path).__enter__()
+
+
+def test_completed_output_is_recognized_until_it_changes(tmp_path: Path) -> None:
+    write_items(tmp_path)
+    times = {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
+    write_items(tmp_path)
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()} == times
+    done = str(tmp_path / "out.done")
+    with raises_problem("resumed-run-differs", "size"):
+        ResumableOutput(str(tmp_path / "out"), {"size": 1}, NAMES, True, completed=done).__enter__()
+    expected = read_files(tmp_path)
+    for damage in (b"x", None):
+        if damage is None:
+            (tmp_path / "out.b").unlink()
+        else:
+            (tmp_path / "out.b").write_bytes(damage)
+        with pytest.warns(UserWarning, match=str(tmp_path / "out.b")):
+            write_items(tmp_path)
+        assert read_files(tmp_path) == expected
+
+
+def test_records_of_any_length_are_read_back(tmp_path: Path) -> None:
     path = tmp_path / "keys"
     keys = [b"one", b"", b"three" * 100]
-    path.write_bytes(b"".join(map(pack_record, keys)) + b"cut off")
-    assert list(read_records(path, path.stat().st_size - 7)) == keys
+    path.write_bytes(b"".join(map(pack_record, keys)) + b"not committed")
+    assert list(read_records(path, path.stat().st_size - 13)) == keys

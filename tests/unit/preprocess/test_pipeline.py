@@ -1,4 +1,4 @@
-"""Documents to token files: contents, invariance, what is left out and what is refused."""
+"""Preprocessing: contents, invariance, rejected documents and refused options."""
 
 from __future__ import annotations
 
@@ -8,19 +8,21 @@ import gzip
 import json
 import os
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import pytest
 
 from megatron_ds.config import TokenizerConfig
-from megatron_ds.data import indexed_writer
+from megatron_ds.config.problems import UserError
 from megatron_ds.data.indexed_dataset import IndexedDataset
 from megatron_ds.preprocess import pipeline as module
-from megatron_ds.preprocess.document_readers import InputSpec
-from megatron_ds.preprocess.pipeline import PreprocessOptions, Progress, preprocess
+from megatron_ds.preprocess.inputs import InputSpec
+from megatron_ds.preprocess.options import PreprocessOptions
+from megatron_ds.preprocess.pipeline import Progress, preprocess
 from megatron_ds.tokenizer import build_tokenizer
 from megatron_ds.tokenizer.fast_backend import select_backend
 from megatron_ds.tokenizer.null import NullTokenizer
+from tests.problems import codes, fields, raises_problem
 
 TOKENIZER = NullTokenizer(100)
 GOLDEN = Path(__file__).resolve().parents[2] / "golden" / "tokenizers"
@@ -110,7 +112,7 @@ def test_seconds_are_counted_for_every_stage(tmp_path: Path) -> None:
     assert all(spent > 0 for spent in seconds.values())
 
 
-def test_the_last_line_needs_no_end(tmp_path: Path) -> None:
+def test_last_line_needs_no_newline(tmp_path: Path) -> None:
     given = options(tmp_path, [])
     Path(given.inputs.paths[0]).write_text('{"text": "1"}\n{"text": "2"}')
     assert preprocess(given, TOKENIZER).documents == 2
@@ -123,72 +125,58 @@ def test_reports_grow_to_the_end(tmp_path: Path) -> None:
     assert seen[-1] == done
 
 
-def test_bad_lines_are_named_together_and_leave_nothing(tmp_path: Path) -> None:
+def test_strict_run_reports_rejected_lines_together_and_leaves_nothing(tmp_path: Path) -> None:
     lines: list[Any] = numbered(30)
-    lines[4] = "{"
-    lines[11] = {"txt": "1"}
-    lines[12] = {"text": 5}
-    lines[20] = [1]
-    lines[21] = '{"text": "\\ud83d"}'
+    for at, line in ((4, "{"), (11, {"txt": "1"}), (12, {"text": 5}), (20, [1]), (21, "x")):
+        lines[at] = line
     for workers, chunk_size in ((1, 64), (2, 1)):
         given = options(tmp_path, lines, strict=True, workers=workers, chunk_size=chunk_size)
-        with pytest.raises(ValueError) as raised:
+        with pytest.raises(UserError) as raised:
             preprocess(given, TOKENIZER)
-        found = str(raised.value).splitlines()
-        assert [line.split(":")[1] for line in found] == ["5", "12", "13", "21", "22"]
-        assert found[0].startswith(f"{given.inputs.paths[0]}:5: not JSON")
-        assert found[1].endswith("has no key 'text' (it has 'txt')")
-        assert found[2].endswith("'text' must be text, not int")
-        assert found[3].endswith("must be a JSON object, not list")
-        assert found[4].endswith("half of a surrogate pair, which is no text")
+        found = raised.value.problems
+        assert codes(found) == ["rejected-document"] * 5
+        assert [line.split(":")[:2] for line in found] == [
+            [given.inputs.paths[0], number] for number in ("5", "12", "13", "21", "22")
+        ]
         assert written(tmp_path) == []
 
 
-def test_a_text_that_the_tokenizer_refuses_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"in\.jsonl:2: NullTokenizer: .*100"):
+def test_text_that_the_tokenizer_refuses_is_named(tmp_path: Path) -> None:
+    with raises_problem("rejected-document", contains="in.jsonl:2: "):
         preprocess(options(tmp_path, [{"text": "1"}, {"text": "100"}], strict=True), TOKENIZER)
     assert written(tmp_path) == []
 
 
-def test_many_bad_lines_are_cut_short(tmp_path: Path) -> None:
+def test_number_of_reported_rejects_is_limited(tmp_path: Path) -> None:
     given = options(tmp_path, [*numbered(3), *["x"] * 500], strict=True, chunk_size=5)
-    with pytest.raises(ValueError) as raised:
+    with pytest.raises(UserError) as raised:
         preprocess(given, TOKENIZER)
-    found = str(raised.value).splitlines()
-    assert len(found) == module.PROBLEMS_SHOWN + 2
-    assert ":4: not JSON" in found[0]
-    assert "more)" in found[-2]
-    assert "nothing was looked at" in found[-1]
+    expected = ["rejected-document"] * module.PROBLEMS_SHOWN + ["more-rejected-documents"]
+    assert codes(raised.value.problems) == expected
 
 
-def test_few_bad_lines_in_much_text_stop_the_search(
+def test_check_after_a_rejected_line_is_limited(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "DOCUMENTS_CHECKED_AHEAD", 10)
     given = options(tmp_path, ["x", *numbered(200), "y"], strict=True, chunk_size=5)
-    with pytest.raises(ValueError, match=r"(?s):1: not JSON.*nothing was looked at") as raised:
+    with pytest.raises(UserError) as raised:
         preprocess(given, TOKENIZER)
-    assert len(str(raised.value).splitlines()) == 2
+    assert codes(raised.value.problems) == ["rejected-document", "more-rejected-documents"]
 
 
-def test_an_older_pair_survives_a_failed_run(tmp_path: Path) -> None:
+def test_failed_run_keeps_an_older_pair(tmp_path: Path) -> None:
     preprocess(options(tmp_path, numbered(3)), TOKENIZER)
     before = (tmp_path / "out_text_document.idx").read_bytes()
-    with pytest.raises(ValueError, match="not JSON"):
-        preprocess(options(tmp_path, ["x"]), TOKENIZER)
+    with raises_problem("no-documents", contains="in.jsonl:1: "):
+        preprocess(options(tmp_path, ["x", {"a": 1}]), TOKENIZER)
     assert (tmp_path / "out_text_document.idx").read_bytes() == before
-    assert written(tmp_path) == ["out.run.json"] + [
+    assert written(tmp_path) == ["out.progress.json"] + [
         f"out_text_document.{end}" for end in ("bin", "idx", "tokenizer.json")
     ]
 
 
-def test_no_documents_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="has no documents"):
-        preprocess(options(tmp_path, [""]), TOKENIZER)
-    assert written(tmp_path) == []
-
-
-def test_wrong_options_are_named_together(tmp_path: Path) -> None:
+def test_wrong_options_are_reported_together(tmp_path: Path) -> None:
     given = PreprocessOptions(
         inputs=InputSpec((str(tmp_path / "none"),)),
         output_prefix=str(tmp_path / "no" / "out"),
@@ -196,10 +184,15 @@ def test_wrong_options_are_named_together(tmp_path: Path) -> None:
         workers=0,
         chunk_size=-1,
     )
-    with pytest.raises(ValueError) as raised:
+    with pytest.raises(UserError) as raised:
         preprocess(given, TOKENIZER)
-    found = [line.split()[0] for line in str(raised.value).splitlines()]
-    assert found == ["--input", "--output-prefix", "--json-keys", "--workers", "--chunk-size"]
+    assert fields(raised.value.problems) == [
+        ("paths",),
+        ("output_prefix",),
+        ("json_keys",),
+        ("workers",),
+        ("chunk_size",),
+    ]
 
 
 def test_few_chunks_are_read_ahead(tmp_path: Path) -> None:
@@ -241,7 +234,7 @@ def quarantined(folder: Path) -> list[dict[str, Any]]:
         return [json.loads(line) for line in file]
 
 
-def test_what_gives_no_document_is_left_out_and_listed_in_order(tmp_path: Path) -> None:
+def test_rejected_documents_are_listed_in_input_order(tmp_path: Path) -> None:
     first, second = tmp_path / "a.jsonl", tmp_path / "b.csv"
     lines = [b'{"text": "1"}', b"{", b'{"txt": "2"}', b'{"text": 3}', b"[4]", b'{"text": "\xff"}']
     lines += [b'{"text": " "}', b'{"text": "7 x"}', b'{"text": "' + b"8 " * 50 + b'"}', b""]
@@ -284,23 +277,13 @@ def test_what_gives_no_document_is_left_out_and_listed_in_order(tmp_path: Path) 
     assert not (tmp_path / "new.quarantine").exists(), "the list of an earlier run"
 
 
-def test_nothing_but_bad_lines_is_an_error_that_says_so(tmp_path: Path) -> None:
-    with pytest.raises(ValueError) as raised:
-        preprocess(options(tmp_path, ["[", {"a": 1}, "["]), TOKENIZER)
-    assert "has no documents; left out were 2 broken JSON, 1 missing key, the first" in str(
-        raised.value
-    )
-    assert "in.jsonl:1: not JSON" in str(raised.value)
-    assert written(tmp_path) == []
-
-
-def test_one_bad_key_leaves_out_the_line_and_an_empty_text_only_itself(tmp_path: Path) -> None:
+def test_missing_key_rejects_the_line_and_an_empty_text_only_itself(tmp_path: Path) -> None:
     lines = [{"a": "1", "b": "2"}, {"a": "3"}, {"a": "", "b": "4"}]
     done = preprocess(options(tmp_path, lines, keys=("a", "b")), TOKENIZER)
     a, b = (IndexedDataset(tmp_path / f"out_{key}_document").tokens.tolist() for key in "ab")
     assert (a, b) == ([1], [2, 4])
     assert done.dropped == {"missing key": 1, "empty text": 1}
-    assert quarantined(tmp_path)[1]["message"] == "'a' has no tokens"
+    assert quarantined(tmp_path)[1]["reason"] == "empty text"
 
 
 def test_nested_keys(tmp_path: Path) -> None:
@@ -343,20 +326,20 @@ def test_a_damaged_archive_leaves_nothing(tmp_path: Path) -> None:
     content = "".join(json.dumps(row) + "\n" for row in [{"text": "x"}, *numbered(5000)])
     path.write_bytes(gzip.compress(content.encode())[:-20])
     given = PreprocessOptions(InputSpec((str(path),)), str(tmp_path / "out"), workers=2)
-    with pytest.raises(ValueError, match=r"in\.jsonl\.gz: is damaged or cut off"):
+    with raises_problem("input-file-unreadable", contains=str(path)):
         preprocess(given, TOKENIZER)
     assert written(tmp_path) == []
 
 
-def test_a_second_run_leaves_the_first_ones_list_alone(tmp_path: Path) -> None:
+def test_second_run_does_not_touch_the_rejects_of_the_first(tmp_path: Path) -> None:
     chosen = options(tmp_path, ["broken", *numbered(5)], chunk_size=1)
     refused = []
 
     def second(progress: Progress) -> None:
         if not refused:
-            with pytest.raises(ValueError, match="another process is writing") as error:
+            with raises_problem("output-in-use"):
                 preprocess(chosen, TOKENIZER)
-            refused.append(error)
+            refused.append(True)
 
     preprocess(chosen, TOKENIZER, second)
     assert [entry["line"] for entry in quarantined(tmp_path)] == [1]
@@ -366,14 +349,14 @@ def test_a_second_run_leaves_the_first_ones_list_alone(tmp_path: Path) -> None:
 def test_no_key_has_its_pair_if_another_cannot_be_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str
 ) -> None:
-    flush = indexed_writer.fsync_file
+    fsync = os.fsync
 
-    def full(file: BinaryIO) -> None:
-        if file.name.endswith(f"_{key}_document.idx.partial"):
+    def fail(descriptor: int) -> None:
+        if os.readlink(f"/proc/self/fd/{descriptor}").endswith(f"/{key}_document.idx"):
             raise OSError(errno.ENOSPC, "No space left on device")
-        flush(file)
+        fsync(descriptor)
 
-    monkeypatch.setattr(indexed_writer, "fsync_file", full)
+    monkeypatch.setattr(os, "fsync", fail)
     with pytest.raises(OSError, match="No space left"):
         preprocess(options(tmp_path, [{"a": "1", "b": "2"}], keys=("a", "b")), TOKENIZER)
     assert written(tmp_path) == []

@@ -24,13 +24,15 @@ from megatron_ds.data.indexed_dataset import IndexedDataset
 from megatron_ds.data.merge import merge
 from megatron_ds.data.token_file_stats import compare, summarize
 from megatron_ds.data.tokenizer_metadata import read_sentence_splitter, read_tokenizer
-from megatron_ds.preprocess import output_files
-from megatron_ds.preprocess.document_readers import InputSpec
-from megatron_ds.preprocess.pipeline import PreprocessOptions, preprocess
+from megatron_ds.fileio import resumable
+from megatron_ds.preprocess.inputs import InputSpec
+from megatron_ds.preprocess.options import PreprocessOptions
+from megatron_ds.preprocess.pipeline import preprocess
 from megatron_ds.preprocess.sentence_splitter import RuleSplitter, Splitter, choose_splitter
 from megatron_ds.tokenizer import Tokenizer, build_tokenizer
 from megatron_ds.tokenizer.null import NullTokenizer
-from tests.e2e.interrupted import contents, interrupt, resume, undisturbed
+from tests.preprocess_runs import interrupt, output_files, resume, run_uninterrupted
+from tests.problems import raises_problem
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 
@@ -407,18 +409,16 @@ def test_gpt_is_trained_on_the_sentences_as_megatron_does(tmp_path: Path) -> Non
     assert sorted(set(tokens)) == [*range(40), 100]
 
 
-def test_an_interrupted_run_goes_on_with_the_same_splitter_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(output_files, "RECORD_SECONDS", 0.0)
+def test_resume_requires_the_same_splitter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resumable, "COMMIT_SECONDS", 0.0)
     rows = [{"text": f"{n}\n\n{n} 1\n"} for n in range(40)]
     chosen = options(tmp_path, rows, name="out", append_eod=True, chunk_size=3, splitter=Lines())
     (tmp_path / "out.jsonl").rename(tmp_path / "rows.jsonl")
     chosen = dataclasses.replace(chosen, inputs=InputSpec((str(tmp_path / "rows.jsonl"),)))
-    _, expected = undisturbed(chosen)
+    _, expected = run_uninterrupted(chosen)
     interrupt(chosen, 4)
     for other in (None, RuleSplitter("english", False)):
-        with pytest.raises(ValueError, match=r"\"splitter\": \"lines\""):
+        with raises_problem("resumed-run-differs", contains='"splitter": "lines"'):
             resume(chosen, splitter=other)
     resume(chosen, workers=2, chunk_size=5)
-    assert contents(tmp_path) == expected
+    assert output_files(tmp_path) == expected

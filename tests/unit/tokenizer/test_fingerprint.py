@@ -12,8 +12,9 @@ from megatron_ds.cli.arguments import build_config
 from megatron_ds.data.indexed_dataset import TOKENIZER_SUFFIX, IndexedDataset
 from megatron_ds.data.indexed_writer import IndexedWriter
 from megatron_ds.data.tokenizer_metadata import merged_metadata, read_tokenizer, tokenizer_mismatch
-from megatron_ds.preprocess.document_readers import InputSpec
-from megatron_ds.preprocess.pipeline import PreprocessOptions, preprocess
+from megatron_ds.preprocess.inputs import InputSpec
+from megatron_ds.preprocess.options import PreprocessOptions
+from megatron_ds.preprocess.pipeline import preprocess
 from megatron_ds.tokenizer.fingerprint import TokenizerFingerprint
 from megatron_ds.tokenizer.null import NullTokenizer
 from megatron_ds.training.preflight import check

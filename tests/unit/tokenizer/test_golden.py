@@ -20,8 +20,9 @@ from hypothesis import strategies as st
 from megatron_ds.config import TOKENIZERS, TokenizerConfig
 from megatron_ds.data.indexed_dataset import IndexedDataset
 from megatron_ds.data.tokenizer_metadata import read_tokenizer
-from megatron_ds.preprocess.document_readers import InputSpec
-from megatron_ds.preprocess.pipeline import PreprocessOptions, preprocess
+from megatron_ds.preprocess.inputs import InputSpec
+from megatron_ds.preprocess.options import PreprocessOptions
+from megatron_ds.preprocess.pipeline import preprocess
 from megatron_ds.preprocess.sentence_splitter import RuleSplitter
 from megatron_ds.tokenizer import Tokenizer, build_tokenizer
 

@@ -1,0 +1,392 @@
+"""Input selection: which files a run reads, in which order, and how a changed file is recognized.
+
+Owns the meaning of paths, patterns, folders, addresses and data set names. Knows no file format
+beyond the names of the formats. fsspec is imported only for addresses.
+"""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import glob
+import hashlib
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass
+from typing import Any, BinaryIO, NamedTuple
+
+from megatron_ds.config.problems import Problem, UserError, option
+from megatron_ds.data.indexed_dataset import TOKENIZER_SUFFIX
+from megatron_ds.fileio.resumable import WORK_SUFFIX
+
+STDIN = "-"
+FORMATS = ("jsonl", "parquet", "arrow", "csv", "tsv", "text")
+SUFFIXES = {
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".json": "jsonl",
+    ".parquet": "parquet",
+    ".arrow": "arrow",
+    ".feather": "arrow",
+    ".csv": "csv",
+    ".tsv": "tsv",
+    ".txt": "text",
+    ".text": "text",
+    ".md": "text",
+}
+COMPRESSIONS = (".gz", ".xz", ".zst", ".bz2")
+TEXT_DOCUMENTS = ("file", "paragraph")
+MAX_DOCUMENT_BYTES = (1 << 31) - 1
+QUARANTINE = ".quarantine"
+"""Suffix of the list of rejected documents."""
+PROGRESS_SUFFIX = ".progress.json"
+"""Suffix of the record of a completed run."""
+OUTPUT_SUFFIXES = (".bin", ".idx", TOKENIZER_SUFFIX, QUARANTINE, PROGRESS_SUFFIX)
+"""Suffixes of files that preprocessing writes; a folder's files of these names are no input."""
+INSTALL_HINT = "pip install 'megatron_ds[preprocess]'"
+
+
+class FileStamp(NamedTuple):
+    """Identity of an input file at the time of the run.
+
+    Attributes:
+        name: Path or address.
+        size: Bytes; 0 if unknown.
+        version: Changes with the content as far as the file system reports it: a modification time
+            or a hash of the metadata. Empty if unknown.
+    """
+
+    name: str
+    size: int
+    version: str
+
+
+class InputFile(NamedTuple):
+    """An input file that is not opened yet."""
+
+    stamp: FileStamp
+    open: Callable[[], AbstractContextManager[BinaryIO]]
+
+
+@dataclass(frozen=True)
+class InputSpec:
+    """Which documents are read.
+
+    Attributes:
+        paths: Files, patterns, folders, addresses with a protocol, or `-` for standard input.
+        format: One of FORMATS, or "auto" to decide by a file's name.
+        text_documents: Whether a document of plain text is an entire file or a paragraph between
+            blank lines.
+        hf_dataset: A Hugging Face data set instead of paths: name or saved folder.
+        hf_config: Configuration of the data set.
+        hf_split: Split of the data set.
+        max_document_bytes: Longer documents are rejected.
+    """
+
+    paths: tuple[str, ...] = ()
+    format: str = "auto"
+    text_documents: str = "file"
+    hf_dataset: str | None = None
+    hf_config: str | None = None
+    hf_split: str = "train"
+    max_document_bytes: int = 1 << 27
+
+    @property
+    def name(self) -> str:
+        """The option and its value, for messages."""
+        if self.hf_dataset is not None:
+            return f"{option('hf_dataset')} {self.hf_dataset}"
+        return f"{option('paths')} {' '.join(self.paths)}"
+
+    def problems(self) -> Iterator[Problem]:
+        """Problems that can be found without reading. Addresses are not accessed."""
+        if bool(self.paths) == (self.hf_dataset is not None):
+            yield Problem(
+                "input-not-unique",
+                f"exactly one of {option('paths')} and {option('hf_dataset')} is required",
+                "paths",
+                "hf_dataset",
+            )
+        if self.format not in ("auto", *FORMATS):
+            yield Problem(
+                "unknown-input-format",
+                f"{option('format')} {self.format}: must be auto or one of {', '.join(FORMATS)}",
+                "format",
+            )
+        if self.text_documents not in TEXT_DOCUMENTS:
+            yield Problem(
+                "unknown-text-document-unit",
+                f"{option('text_documents')} {self.text_documents}: must be one of "
+                f"{', '.join(TEXT_DOCUMENTS)}",
+                "text_documents",
+            )
+        if not 1 <= self.max_document_bytes <= MAX_DOCUMENT_BYTES:
+            yield Problem(
+                "max-document-bytes-out-of-range",
+                f"{option('max_document_bytes')} {self.max_document_bytes}: must be 1 to "
+                f"{MAX_DOCUMENT_BYTES}",
+                "max_document_bytes",
+            )
+        if self.hf_dataset is None and (self.hf_config is not None or self.hf_split != "train"):
+            yield Problem(
+                "needs-hf-dataset",
+                f"{option('hf_config')} and {option('hf_split')} require {option('hf_dataset')}",
+                "hf_config",
+                "hf_split",
+            )
+        yield from self._path_problems()
+
+    def _path_problems(self) -> Iterator[Problem]:
+        seen: set[str] = set()
+        for path in filter(lambda path: not _is_address(path), self.paths):
+            try:
+                files = _local_files(path, self.format)
+            except UserError as error:
+                yield from error.problems
+                continue
+            for file in files:
+                if file != STDIN and not os.access(file, os.R_OK):
+                    yield _input_problem(file, "permission denied")
+                if file in seen:
+                    yield Problem(
+                        "input-file-twice",
+                        f"{option('paths')} {file}: is selected by two paths",
+                        "paths",
+                    )
+                seen.add(file)
+
+    def local_files(self) -> Iterator[str]:
+        """Files of this machine that are read; not standard input, pipes, or missing files."""
+        for path in self.paths:
+            if not (path == STDIN or _is_address(path) or _is_pipe(path)):
+                with suppress(UserError):
+                    yield from _local_files(path, self.format)
+
+    def unseekable_paths(self) -> list[str]:
+        """Paths that cannot be read a second time: standard input and named pipes."""
+        return [path for path in self.paths if path == STDIN or _is_pipe(path)]
+
+    def files(self) -> Iterator[InputFile]:
+        """The files, in reading order. Each path is resolved when its turn comes.
+
+        Raises:
+            UserError: For a path without files, or an address that cannot be accessed.
+        """
+        for path in self.paths:
+            if path == STDIN:
+                yield InputFile(FileStamp("<stdin>", 0, ""), lambda: nullcontext(sys.stdin.buffer))
+            elif _is_address(path):
+                yield from _remote_files(path, self.format)
+            else:
+                for name in _local_files(path, self.format):
+                    yield InputFile(_local_stamp(name), functools.partial(_open, name))
+
+    def file_stamps(self) -> Iterator[FileStamp]:
+        """All files in reading order, unopened."""
+        if self.hf_dataset is not None:
+            yield _dataset_stamp(self.hf_dataset, self.hf_split)
+            return
+        for file in self.files():
+            yield file.stamp
+
+    def describe_files(self) -> dict[str, str]:
+        """Name and version of every file, as settings that a resumed run must share."""
+        return {
+            f"input {stamp.name}": f"{stamp.size} bytes, version {stamp.version or 'unknown'}"
+            for stamp in self.file_stamps()
+        }
+
+    def total_bytes(self) -> int | None:
+        """Stored size of all files; None if unknown before reading."""
+        if self.hf_dataset is not None or any(p == STDIN or _is_address(p) for p in self.paths):
+            return None
+        files = [file for path in self.paths for file in _local_files(path, self.format)]
+        return sum(os.path.getsize(file) for file in files)
+
+
+def format_of(name: str, format: str) -> tuple[str, str]:
+    """Format and compression suffix of a file; JSON lines if the name does not tell."""
+    suffix, compression = _suffixes(name)
+    return (SUFFIXES.get(suffix, "jsonl") if format == "auto" else format), compression
+
+
+def _suffixes(name: str) -> tuple[str, str]:
+    """Suffix of the format and of the compression: ".jsonl" and ".gz"."""
+    stem, suffix = os.path.splitext(name.lower().partition("?")[0] if _is_address(name) else name)
+    suffix = suffix.lower()
+    if suffix in COMPRESSIONS:
+        return os.path.splitext(stem)[1].lower(), suffix
+    return suffix, ""
+
+
+def _open(name: str) -> BinaryIO:
+    return open(name, "rb")
+
+
+def _is_pipe(path: str) -> bool:
+    return os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path)
+
+
+def _is_address(path: str) -> bool:
+    return "://" in path
+
+
+def _input_problem(path: str, reason: object) -> Problem:
+    return Problem("input-not-accessible", f"{option('paths')} {path}: {reason}", "paths")
+
+
+def _no_such_file(path: str) -> UserError:
+    return UserError(Problem("no-input-file", f"{option('paths')} {path}: no such file", "paths"))
+
+
+def _local_files(path: str, format: str) -> list[str]:
+    """The files that a path selects. Raises UserError if there are none."""
+    if path == STDIN or os.path.isfile(path):
+        return [path]
+    if os.path.isdir(path):
+        return _select_in_folder(path, _walk(path), format, len(path.rstrip("/")))
+    # A named pipe, such as the shell's <(command).
+    if os.path.exists(path):
+        return [path]
+    matching = sorted(glob.glob(path, recursive=True)) if glob.has_magic(path) else []
+    files = [file for file in matching if os.path.isfile(file)]
+    if not files:
+        raise _no_such_file(path)
+    return files
+
+
+def _walk(path: str) -> list[str]:
+    """All files below a folder. Warns of skipped folders."""
+    found: list[str] = []
+    skipped: list[str] = []
+
+    def skip(error: OSError) -> None:
+        skipped.append(str(error.filename))
+
+    for folder, folders, names in os.walk(path, onerror=skip):
+        folders[:] = [name for name in folders if not _is_hidden(name)]
+        found += (os.path.join(folder, name) for name in names)
+        inner = (os.path.join(folder, name) for name in folders)
+        skipped += filter(os.path.islink, inner)  # symbolic links may form cycles
+    if skipped:
+        warnings.warn(
+            Problem(
+                "input-folders-skipped",
+                f"{option('paths')} {path}: skips folders that are symbolic links or unreadable, "
+                f"such as {min(skipped)}; give their paths to read them",
+                "paths",
+            ),
+            stacklevel=2,
+        )
+    return found
+
+
+def _is_hidden(name: str) -> bool:
+    """Whether a file or folder is metadata, a cache, or the work folder of a run."""
+    return name.startswith((".", "_")) or name.endswith(WORK_SUFFIX)
+
+
+def _select_in_folder(folder: str, files: Iterable[str], format: str, prefix: int) -> list[str]:
+    """The files of a folder that are read, sorted by name. Warns of files of unknown formats.
+
+    Args:
+        prefix: Length of the folder's own name in the files' names.
+    """
+    visible = [
+        file
+        for file in sorted(files)
+        if not any(map(_is_hidden, file[prefix:].split("/"))) and not file.endswith(OUTPUT_SUFFIXES)
+    ]
+    selected = [file for file in visible if format != "auto" or _suffixes(file)[0] in SUFFIXES]
+    others = sorted(set(visible) - set(selected))
+    if not selected:
+        raise UserError(
+            Problem(
+                "no-input-file-in-folder",
+                f"{option('paths')} {folder}: no file in the folder has a known suffix "
+                f"({' '.join(SUFFIXES)}); give the files, or {option('format')}",
+                "paths",
+                "format",
+            )
+        )
+    if others:
+        warnings.warn(
+            Problem(
+                "input-files-skipped",
+                f"{option('paths')} {folder}: skips {len(others)} files of unknown formats, such "
+                f"as {others[0]}",
+                "paths",
+            ),
+            stacklevel=2,
+        )
+    return selected
+
+
+def _remote_files(address: str, format: str) -> Iterator[InputFile]:
+    try:
+        import fsspec
+    except ImportError:
+        raise UserError(missing_package(address, "fsspec")) from None
+    prefix = 0
+    try:
+        system, path = fsspec.core.url_to_fs(address)
+        web = address.startswith(("http://", "https://"))  # no folders, and ? is no pattern
+        if not web and glob.has_magic(path):
+            paths = sorted(system.glob(path))
+        elif not web and system.isdir(path):
+            paths, prefix = system.find(path), len(path)
+        else:
+            paths = [path]
+    except OSError:
+        raise
+    except Exception as error:  # file systems raise their own types: no credentials, no access
+        raise UserError(_input_problem(address, describe_error(error))) from error
+    if prefix:
+        paths = _select_in_folder(address, paths, format, prefix)
+    if not paths:
+        raise _no_such_file(address)
+    for path in paths:
+        stamp = FileStamp(system.unstrip_protocol(path), *_remote_version(system, path))
+        yield InputFile(stamp, functools.partial(system.open, path, "rb"))
+
+
+def _remote_version(system: Any, path: str) -> tuple[int, str]:
+    """Size and version of a remote file; 0 and "" if its system reports none before opening it."""
+    try:
+        info = system.info(path)
+    except Exception:  # an error of any type; opening the file reports it
+        return 0, ""
+    return int(info.get("size") or 0), hashlib.sha256(repr(info).encode()).hexdigest()[:16]
+
+
+def _local_stamp(name: str) -> FileStamp:
+    status = os.stat(name)
+    return FileStamp(name, status.st_size, _format_time(status.st_mtime_ns))
+
+
+def _dataset_stamp(name: str, split: str) -> FileStamp:
+    """Stamp of a data set. Only a saved folder has a version."""
+    states = (os.path.join(name, part, "state.json") for part in ("", split))
+    saved = next(filter(os.path.isfile, states), None)
+    return FileStamp(name, 0, "" if saved is None else _format_time(os.stat(saved).st_mtime_ns))
+
+
+def _format_time(nanoseconds: int) -> str:
+    seconds, fraction = divmod(nanoseconds, 10**9)
+    moment = datetime.datetime.fromtimestamp(seconds, datetime.UTC)
+    return f"{moment:%Y-%m-%dT%H:%M:%S}.{fraction:09}Z"
+
+
+def missing_package(name: str, package: str) -> Problem:
+    """An input that needs a package that is not installed."""
+    return Problem("missing-input-package", f"{name}: requires {package}: {INSTALL_HINT}")
+
+
+def describe_error(error: Exception) -> str:
+    """Message of an error, with the type where the message alone would not tell."""
+    if isinstance(error, (ValueError, OSError, ImportError)):
+        return str(error)
+    return f"{type(error).__name__}: {error}"
