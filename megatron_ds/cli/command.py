@@ -113,7 +113,7 @@ def run(
     """
     table = table_of(options)
     program = program or table.program
-    with output.plain_warnings():
+    with output.plain_warnings(lambda text: render(text, table)):
         try:
             result = work(parse(options, argv, program=program, invalid=invalid)) or 0
             sys.stdout.flush()

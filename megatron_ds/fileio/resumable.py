@@ -282,6 +282,11 @@ class ResumableOutput:
         self.folder.rmdir()
 
     @property
+    def has_commit(self) -> bool:
+        """Whether there is work that a resumed run continues."""
+        return (self.folder / RECORD).exists()
+
+    @property
     def is_commit_due(self) -> bool:
         """Whether `COMMIT_SECONDS` have passed since the last commit, which is complete."""
         is_idle = self._pending is None or self._pending.done()
@@ -397,7 +402,7 @@ def _damaged(path: Path, reason: object) -> Problem:
 
 
 def _encode(content: object) -> bytes:
-    text = json.dumps(content, sort_keys=True)
+    text = json.dumps(content)
     return f'{{"sha256": "{_digest(text)}", "content": {text}}}\n'.encode()
 
 
@@ -412,7 +417,7 @@ def _read(path: Path) -> dict[str, Any] | None:
         content, digest = parsed["content"], parsed["sha256"]
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise UserError(_damaged(path, f"{type(error).__name__}: {error}")) from error
-    if digest != _digest(json.dumps(content, sort_keys=True)):
+    if digest != _digest(json.dumps(content)):
         raise UserError(_damaged(path, "its checksum does not match"))
     return cast("dict[str, Any]", content)
 

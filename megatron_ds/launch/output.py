@@ -11,7 +11,7 @@ import sysconfig
 import time
 import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TextIO
@@ -47,14 +47,21 @@ def _redirect_to_null(stream: TextIO) -> None:
 
 
 @contextmanager
-def plain_warnings() -> Iterator[None]:
-    """Prints each Python warning once, as one line on stderr without its source line."""
+def plain_warnings(render: Callable[[str], str] = str) -> Iterator[None]:
+    """Prints each Python warning once, as one line on stderr without its source line.
+
+    Args:
+        render: Gives the text of a message, which may be a `Problem`.
+    """
     shown: set[str] = set()
 
     def show(message: Warning | str, *_: object, **__: object) -> None:
-        if str(message) not in shown:
-            shown.add(str(message))
-            print(f"WARNING: {message}", file=sys.stderr)
+        text = message if isinstance(message, str) else str(message)
+        if isinstance(message, Warning) and message.args and isinstance(message.args[0], str):
+            text = message.args[0]
+        if str(text) not in shown:
+            shown.add(str(text))
+            print(f"WARNING: {render(text)}", file=sys.stderr)
 
     with warnings.catch_warnings():
         warnings.showwarning = show

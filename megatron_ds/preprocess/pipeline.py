@@ -12,7 +12,7 @@ import dataclasses
 import warnings
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -152,8 +152,8 @@ class _Run:
                 Problem(
                     "strict-resume-after-rejects",
                     f"{option('fail_on_bad_document')}: the interrupted run has rejected "
-                    f"{describe_rejects(self._progress)}; resume without {option('fail_on_bad_document')}, or "
-                    f"start over without {option('resume')}",
+                    f"{describe_rejects(self._progress)}; resume without this flag, or start over "
+                    f"without {option('resume')}",
                     "fail_on_bad_document",
                     "resume",
                 )
@@ -161,6 +161,7 @@ class _Run:
         dtype = token_dtype(tokenizer.vocab_size)
         self._output = TokenOutput(options.paths, dtype, work, written)
         self._is_resumable = not options.inputs.unseekable_paths()
+        self._is_writing = False
         self._timer = StageTimer()
         self._first_reject: RejectedDocument | None = None
 
@@ -170,7 +171,27 @@ class _Run:
         metadata: bytes,
         report: Callable[[Progress], None],
     ) -> Progress:
-        """Encode and write all documents. Returns the counts."""
+        """Encode and write all documents. Returns the counts.
+
+        An error or an interrupt commits what was written, unless nothing was committed before.
+        """
+        try:
+            return self._encode(workers, metadata, report)
+        except OSError:
+            # After a failed fsync a second one may succeed although the data is lost.
+            raise
+        except BaseException:
+            if self._work.has_commit and not self._is_writing:
+                with suppress(OSError):
+                    self._commit()
+            raise
+
+    def _encode(
+        self,
+        workers: Workers[Chunk, EncodedChunk],
+        metadata: bytes,
+        report: Callable[[Progress], None],
+    ) -> Progress:
         options, timer = self._options, self._timer
         reader = DocumentReader(options.inputs, options.keys, self._position)
         ends: deque[ReadPosition] = deque()
@@ -190,6 +211,7 @@ class _Run:
             self._work.discard()
             raise UserError(self._no_documents())
         with timer.stage("writing"):
+            self._is_writing = True
             self._output.finish(metadata)
             self._position = reader.end  # the same record for any size of chunks
             self._commit(finished=True)
@@ -198,9 +220,11 @@ class _Run:
         )
 
     def _write(self, encoded: EncodedChunk, position: ReadPosition, input_bytes: int) -> None:
+        self._is_writing = True
         self._output.add(encoded.columns, encoded.rejected)
         self._progress = _advance(self._progress, encoded, input_bytes, self._timer)
         self._position = position
+        self._is_writing = False
         if self._is_resumable and self._work.is_commit_due:
             self._commit()
 

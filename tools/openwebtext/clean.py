@@ -18,6 +18,7 @@ from megatron_ds.cleaning.options import STAGES, CleaningOptions
 from megatron_ds.cleaning.pipeline import Progress, clean
 from megatron_ds.cleaning.stats import Counts
 from megatron_ds.config import TOKENIZERS, TokenizerConfig
+from megatron_ds.config.problems import UserError, default_flag
 from megatron_ds.fileio.resumable import WORK_SUFFIX
 from megatron_ds.launch import environment
 from megatron_ds.preprocess.input_flags import add_input_flags, inputs_of
