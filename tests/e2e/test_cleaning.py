@@ -80,7 +80,7 @@ def test_the_old_names_go_on_after_a_kill(
             capsys.readouterr()
             if (tmp_path / "out.work" / RECORD).exists():
                 assert main(asked) == 1
-                assert "has the work of an interrupted run: --resume" in capsys.readouterr().err
+                assert "[interrupted-run-exists]" in capsys.readouterr().err
             assert main([*asked, "--resume"]) == 0
             assert capsys.readouterr().out == said
             assert files(tmp_path) == wanted

@@ -101,7 +101,7 @@ def test_a_table_without_the_column_names_the_flag_of_this_tool(
     (tmp_path / "in.csv").write_text("a,b\n1,2\n")
     asked = ["--input", str(tmp_path / "in.csv"), "--output", str(tmp_path / "out.jsonl")]
     assert clean.main([*asked, "--stages", "exact", "--workers", "1"]) == 1
-    assert capsys.readouterr().err.endswith("(it has 'a', 'b'): name one with --json-key\n")
+    assert capsys.readouterr().err.endswith("--json-key [column-missing]\n")
 
 
 def test_tokens_are_counted_with_a_tokenizer(tmp_path: Path) -> None:

@@ -71,7 +71,7 @@ def test_preprocess_data(
     assert IndexedDataset("out_text_document").get(0).tolist() == [7]
     names = sorted(path.name for path in tmp_path.iterdir())
     pair = [f"out_text_document{end}" for end in (".bin", ".idx", ".tokenizer.json")]
-    assert names == ["in.jsonl", "out.run.json", *pair, "vocab.json"]
+    assert names == ["in.jsonl", "out.progress.json", *pair, "vocab.json"]
 
 
 MODEL = (
