@@ -7,7 +7,8 @@ messages are listed in tests/golden/messages.txt, which `python tools/make_messa
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 MARKER = re.compile("\x02([a-z0-9_]+)\x03")
@@ -55,6 +56,10 @@ class Problem(str):
     def __getnewargs__(self) -> tuple[Any, ...]:
         return (self.code, self._template, *self.fields)
 
+    def with_prefix(self, prefix: str, *fields: str) -> Problem:
+        """The same problem, with a prefix such as a flag or a path, and further fields."""
+        return Problem(self.code, f"{prefix}{self._template}", *fields, *self.fields)
+
     def render(self, flag_of: Callable[[str], str] = default_flag) -> str:
         """The message and the code, with the flags of a tool.
 
@@ -78,9 +83,16 @@ class UserError(ValueError):
 
 
 def raise_if_any(problems: Iterable[Problem]) -> None:
-    """Raises:
-    UserError: If there is any problem, with all of them.
-    """
+    """Raises a `UserError` with all problems, if there are any."""
     found = tuple(problems)
     if found:
         raise UserError(*found)
+
+
+@contextmanager
+def collect(problems: list[Problem]) -> Iterator[None]:
+    """Appends the problems of a `UserError` in the body to a list, instead of raising it."""
+    try:
+        yield
+    except UserError as error:
+        problems.extend(error.problems)

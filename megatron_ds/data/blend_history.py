@@ -1,9 +1,9 @@
-"""Which sources a run's training data came from so far, and how far each of them was read.
+"""The history of a run's blend: which sources were read, and how many samples of each.
 
-A run reads its sources in phases: a new one begins where a resumed run has another mixture than the
-run before. A source is an endless row of samples, of which every phase takes the next ones; so
-nothing is repeated or left out within a source, whatever becomes of the weights and of the other
-sources. This file owns that bookkeeping and its JSON form; it knows no files and no torch.
+A run reads its sources in phases; a resumed run with another blend begins a new one. Each source is
+an endless stream of samples, and every phase continues where the previous one stopped. So no sample
+of a source is repeated or left out when weights or other sources change. This file owns that
+bookkeeping and its JSON form; it knows no files and no torch.
 """
 
 from __future__ import annotations
@@ -16,19 +16,21 @@ from typing import Any
 
 from megatron_ds.data.sample_index import epochs_needed
 
-FORMAT = 1
-"""Of the JSON form."""
+HISTORY_FORMAT = 2
+"""Version of the JSON form."""
 WEIGHT_RTOL = 1e-9
-"""Weights that differ by less than this share are the same: they were written in another way."""
+"""Relative tolerance of weights, which may be given with different precision."""
 
 
 @dataclass(frozen=True)
 class SourceId:
-    """What makes two sources of two runs the same one.
+    """Identity of a source across runs.
 
-    name: of the token file, without its folder. lengths: SHA-256 of all its documents' lengths.
-    documents: first and one-past-last that are read. copy: how many sources before it in the
-    mixture have the same of all these.
+    Attributes:
+        name: Name of the token file, without its folder.
+        lengths: SHA-256 of the lengths of all its sequences.
+        documents: Range of documents that are read.
+        copy: Number of earlier sources in the blend that are equal in all of these.
     """
 
     name: str
@@ -41,35 +43,43 @@ class SourceId:
 class SourceProgress:
     """How far a source was read.
 
-    requests: its samples come from one index after the other; these are the numbers of samples that
-    the indexes were made for. An index orders its documents by that number, so it must be kept.
-    taken: samples that it has given.
+    Attributes:
+        identity: The source.
+        requests: Number of samples that each of its consecutive indexes was built for. The number
+            determines the order of an index, so it must be kept.
+        consumed: Samples read.
     """
 
     identity: SourceId
     requests: tuple[int, ...] = ()
-    taken: int = 0
+    consumed: int = 0
 
 
 @dataclass(frozen=True)
 class BlendPhase:
-    """A mixture and where it began.
+    """A blend, and where it begins in the run.
 
-    first: samples of the run before it. sources: numbers in `History.sources`. weights: of each,
-    normalised. starts: samples that each had given before.
+    Attributes:
+        first_sample: Samples of the run before it.
+        sources: Indexes into `BlendHistory.sources`.
+        weights: Weights of the sources, which sum to 1.
+        source_starts: Samples that each source gave before.
     """
 
-    first: int
+    first_sample: int
     sources: tuple[int, ...]
     weights: tuple[float, ...]
-    starts: tuple[int, ...]
+    source_starts: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class BlendHistory:
-    """The sources of a run, those that it reads no more among them, and its phases, in order.
+    """All sources that a run has read, and its phases.
 
-    order: format of the order in which sources are mixed.
+    Attributes:
+        order: Version of the blend schedule.
+        sources: Current and former sources.
+        phases: In order; the last one is current.
     """
 
     order: int
@@ -81,27 +91,31 @@ class BlendHistory:
         return self.phases[-1]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
-        return {"format": FORMAT, **dataclasses.asdict(self)}
+        """The JSON form."""
+        return {"format": HISTORY_FORMAT, **dataclasses.asdict(self)}
 
     @classmethod
     def from_dict(cls, values: Any) -> BlendHistory:
-        """Raises ValueError for what `to_dict` would not give."""
+        """Parses the JSON form.
+
+        Raises:
+            ValueError: If it is not what `to_dict` returns.
+        """
         try:
-            if values["format"] != FORMAT:
-                raise ValueError(f"its format is {values['format']}, expected {FORMAT}")
-            sources = tuple(_source(one) for one in values["sources"])
-            phases = tuple(_phase(one, len(sources)) for one in values["phases"])
-            order = _count(values["order"])
+            if values["format"] != HISTORY_FORMAT:
+                raise ValueError(f"unknown format {values['format']}, expected {HISTORY_FORMAT}")
+            sources = tuple(_parse_source(one) for one in values["sources"])
+            phases = tuple(_parse_phase(one, len(sources)) for one in values["phases"])
+            order = _parse_count(values["order"])
         except (KeyError, TypeError, OverflowError) as error:
-            raise ValueError(f"it lacks what belongs there ({error!r})") from error
+            raise ValueError(f"missing or invalid entry: {error!r}") from error
         if not phases:
-            raise ValueError("it has no phase")
+            raise ValueError("no phase")
         return cls(order, sources, phases)
 
 
 def with_copy_numbers(identities: Sequence[SourceId]) -> list[SourceId]:
-    """The same, with each one's number among its equals as `copy`."""
+    """Numbers equal identities by their `copy`."""
     seen: dict[SourceId, int] = {}
     result = []
     for one in identities:
@@ -113,7 +127,7 @@ def with_copy_numbers(identities: Sequence[SourceId]) -> list[SourceId]:
 def new_history(
     identities: Sequence[SourceId], weights: Sequence[float], order: int
 ) -> BlendHistory:
-    """The history of a run that begins with this mixture."""
+    """The history at the start of a run."""
     count = len(identities)
     phase = BlendPhase(0, tuple(range(count)), tuple(weights), (0,) * count)
     return BlendHistory(order, tuple(SourceProgress(one) for one in identities), (phase,))
@@ -126,10 +140,17 @@ def resume_history(
     order: int,
     consumed: int,
 ) -> BlendHistory:
-    """The history of a run that goes on after `consumed` samples, as of which `before` is.
+    """The history of a resumed run.
 
-    The same as before if the mixture is the same; otherwise with one more phase, in which known
-    sources go on where they were and new ones begin.
+    Unchanged if the blend is the same. Otherwise it gets another phase, in which known sources
+    continue where they stopped.
+
+    Args:
+        before: The history at the checkpoint.
+        identities: Sources of the current blend.
+        weights: Their weights, which sum to 1.
+        order: Version of the blend schedule.
+        consumed: Samples of the run at the checkpoint.
     """
     now = before.current
     known = [before.sources[number].identity for number in now.sources]
@@ -142,25 +163,25 @@ def resume_history(
     numbers = {source.identity: number for number, source in enumerate(before.sources)}
     new = [one for one in identities if one not in numbers]
     sources = (*before.sources, *(SourceProgress(one) for one in new))
-    numbers |= {one: len(before.sources) + place for place, one in enumerate(new)}
+    numbers |= {one: len(before.sources) + index for index, one in enumerate(new)}
     members = tuple(numbers[one] for one in identities)
-    starts = tuple(sources[number].taken for number in members)
+    starts = tuple(sources[number].consumed for number in members)
     phase = BlendPhase(consumed, members, tuple(weights), starts)
-    passed = (each for each in before.phases if each.first < consumed)
+    passed = (each for each in before.phases if each.first_sample < consumed)
     return BlendHistory(order, sources, (*passed, phase))
 
 
-def record_consumed(history: BlendHistory, taken: Sequence[int]) -> BlendHistory:
-    """The history after the present phase's sources have given so many samples in it."""
+def record_consumed(history: BlendHistory, counts: Sequence[int]) -> BlendHistory:
+    """The history after reading `counts` samples of each source in the current phase."""
     sources = list(history.sources)
     now = history.current
-    for number, start, count in zip(now.sources, now.starts, taken, strict=True):
-        sources[number] = dataclasses.replace(sources[number], taken=start + int(count))
+    for number, start, count in zip(now.sources, now.source_starts, counts, strict=True):
+        sources[number] = dataclasses.replace(sources[number], consumed=start + int(count))
     return dataclasses.replace(history, sources=tuple(sources))
 
 
 def with_requests(history: BlendHistory, requests: Sequence[tuple[int, ...]]) -> BlendHistory:
-    """The history with the present phase's sources read through these indexes."""
+    """The history with these indexes (see `SourceProgress.requests`) of the current sources."""
     sources = list(history.sources)
     for number, each in zip(history.current.sources, requests, strict=True):
         sources[number] = dataclasses.replace(sources[number], requests=each)
@@ -170,48 +191,50 @@ def with_requests(history: BlendHistory, requests: Sequence[tuple[int, ...]]) ->
 def extend_requests(
     requests: tuple[int, ...], needed: int, tokens_per_epoch: int, seq_length: int
 ) -> tuple[int, ...]:
-    """The indexes of a source that is to give `needed` samples in all: those that it has and, if
-    they hold too few, one more for the rest.
+    """The indexes that a source needs for `needed` samples: another one if they are too few.
 
-    An index holds all samples of its whole epochs, and they are all given before the next one
-    begins: each document is read as often as any other.
+    An index has all samples of its complete epochs, and they are all read before the next index
+    begins, so that all documents are read equally often.
     """
-    held = sum(samples_held(each, tokens_per_epoch, seq_length) for each in requests)
-    return requests if held >= needed else (*requests, needed - held)
+    available = sum(samples_of_request(each, tokens_per_epoch, seq_length) for each in requests)
+    return requests if available >= needed else (*requests, needed - available)
 
 
-def samples_held(request: int, tokens_per_epoch: int, seq_length: int) -> int:
-    """Samples of an index that was made for `request` samples."""
+def samples_of_request(request: int, tokens_per_epoch: int, seq_length: int) -> int:
+    """Samples of an index that was built for `request` samples."""
     epochs = epochs_needed(request, tokens_per_epoch, seq_length)
     return (epochs * tokens_per_epoch - 1) // seq_length
 
 
-def _source(values: Any) -> SourceProgress:
+def _parse_source(values: Any) -> SourceProgress:
     identity = values["identity"]
-    first, end = (_count(each) for each in identity["documents"])
+    first, end = (_parse_count(each) for each in identity["documents"])
     return SourceProgress(
         SourceId(
-            str(identity["name"]), str(identity["lengths"]), (first, end), _count(identity["copy"])
+            str(identity["name"]),
+            str(identity["lengths"]),
+            (first, end),
+            _parse_count(identity["copy"]),
         ),
-        tuple(_count(each) for each in values["requests"]),
-        _count(values["taken"]),
+        tuple(_parse_count(each) for each in values["requests"]),
+        _parse_count(values["consumed"]),
     )
 
 
-def _phase(values: Any, sources: int) -> BlendPhase:
-    numbers = tuple(_count(each) for each in values["sources"])
+def _parse_phase(values: Any, sources: int) -> BlendPhase:
+    numbers = tuple(_parse_count(each) for each in values["sources"])
     weights = tuple(float(each) for each in values["weights"])
-    starts = tuple(_count(each) for each in values["starts"])
+    starts = tuple(_parse_count(each) for each in values["source_starts"])
     if not len(numbers) == len(weights) == len(starts) > 0:
-        raise ValueError("a phase's sources, weights and starts are not equally many")
+        raise ValueError("a phase has different numbers of sources, weights and starts")
     if not all(number < sources for number in numbers):
-        raise ValueError("a phase names a source that is not there")
+        raise ValueError("a phase has an unknown source")
     if not all(0 < weight <= 1 for weight in weights):
-        raise ValueError("a phase has a weight that is not between 0 and 1")
-    return BlendPhase(_count(values["first"]), numbers, weights, starts)
+        raise ValueError("a phase has a weight outside (0, 1]")
+    return BlendPhase(_parse_count(values["first_sample"]), numbers, weights, starts)
 
 
-def _count(value: Any) -> int:
+def _parse_count(value: Any) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise ValueError(f"{value!r} is no count")
+        raise ValueError(f"{value!r} is not a count")
     return value

@@ -1,8 +1,7 @@
-"""What the data flags ask for: groups of token files with weights, and the part that is read of
-each.
+"""Parses the data flags: datasets of train, valid and test, with files, weights and documents.
 
-Owns the grammar of the flags and of the files that stand for them. Reads those files; opens no
-token files, and knows no ranks and no torch.
+Owns the syntax of the flags and of the files that they name. Opens no token files, and knows no
+ranks and no torch.
 """
 
 from __future__ import annotations
@@ -16,29 +15,30 @@ from pathlib import Path
 from typing import Any, Protocol, cast
 
 from megatron_ds.config import PER_SPLIT_DATA_FIELDS, DataConfig, file_problems, flag_of
+from megatron_ds.config.problems import Problem, UserError, collect, raise_if_any
 from megatron_ds.data.sample_index import parse_split, split_bounds
 
 DEFAULT_SPLIT = "969,30,1"
-NAMES = ("train", "valid", "test")
+SPLITS = ("train", "valid", "test")
 GROUP_SYNTAX = '"NAME: WEIGHT START:END PREFIX, WEIGHT START:END PREFIX, ..."'
-NAMELESS = re.compile(r"\s*[\d.eE+-]+\s+[\d.]+:[\d.]+\s+[^\s,]+\s*(,|$)")
-"""A group that begins with an entry."""
-SHOWN = 12
-"""Words of a list that messages repeat; of a longer one the first half."""
+UNNAMED_GROUP = re.compile(r"\s*[\d.eE+-]+\s+[\d.]+:[\d.]+\s+[^\s,]+\s*(,|$)")
+"""Matches a group that begins with an entry instead of its name."""
+MAX_SHOWN_WORDS = 12
+"""Most words of a flag that a message repeats."""
 
 
 class DocumentSelection(Protocol):
-    """The documents of a token file that are read."""
+    """Selects the documents of a token file that are read."""
 
     @property
     def text(self) -> str | None:
-        """How the user wrote it; None for all documents."""
+        """As given by the user; None for all documents."""
 
-    def bounds(self, size: int) -> tuple[int, int]:
-        """First and one-past-last of a file's `size` documents."""
+    def range_of(self, size: int) -> tuple[int, int]:
+        """First document and end, for a file of `size` documents."""
 
-    def empty_message(self, part: str, size: int) -> str:
-        """What to say where these documents hold no token, and what to do about it."""
+    def empty_message(self, split: str, size: int) -> str:
+        """Why the selection has no tokens, and what to change; completes a sentence."""
 
 
 @dataclass(frozen=True)
@@ -47,323 +47,405 @@ class AllDocuments:
 
     text: str | None = None
 
-    def bounds(self, size: int) -> tuple[int, int]:
+    def range_of(self, size: int) -> tuple[int, int]:
         return 0, size
 
-    def empty_message(self, part: str, size: int) -> str:
-        return "which holds no tokens: "
+    def empty_message(self, split: str, size: int) -> str:
+        return "which has no tokens: "
 
 
 @dataclass(frozen=True)
 class SplitSelection:
-    """A part's documents of a file that --split cuts."""
+    """The documents of a split, by --split."""
 
     text: str
-    part: str
+    split: str
 
-    def bounds(self, size: int) -> tuple[int, int]:
-        return split_bounds(parse_split(self.text), size)[NAMES.index(self.part)]
+    def range_of(self, size: int) -> tuple[int, int]:
+        return split_bounds(parse_split(self.text), size)[SPLITS.index(self.split)]
 
-    def empty_message(self, part: str, size: int) -> str:
+    def empty_message(self, split: str, size: int) -> str:
         return (
-            f"but --split {self.text} leaves {part} none of its {size} documents: choose another "
-            f"--split (0 for no {part} part), or "
+            f"but --split {self.text} gives {split} none of its {size} documents: choose another "
+            f"--split (0 for no {split} data), or "
         )
 
 
 @dataclass(frozen=True)
 class FractionRange:
-    """A share of a file's documents, from `start` to `end`, 0 <= start < end <= 1.
+    """The fraction of a file's documents from `start` to `end`, 0 <= start < end <= 1.
 
-    The first and the one-past-last document are start and end times their number, rounded to the
-    nearest whole number (a half to the even one), as bigscience's fork does it: neighbouring ranges
-    share no document.
+    Bounds are rounded to the nearest document (halves to even), as in bigscience's fork, so that
+    adjacent ranges are disjoint.
     """
 
     text: str
     start: float
     end: float
 
-    def bounds(self, size: int) -> tuple[int, int]:
+    def range_of(self, size: int) -> tuple[int, int]:
         return round(self.start * float(size)), round(self.end * float(size))
 
-    def empty_message(self, part: str, size: int) -> str:
-        return f"but {self.text} leaves none of its {size} documents: choose a wider range, or "
+    def empty_message(self, split: str, size: int) -> str:
+        return f"but {self.text} selects none of its {size} documents: choose a wider range, or "
 
 
 @dataclass(frozen=True)
 class BlendSource:
-    """A token file in a group. weight: normalised; None: each file gives according to its size."""
+    """A token file of a blend.
+
+    Attributes:
+        prefix: Path of the pair of token files.
+        weight: The weights of a blend sum to 1; None to weight files by size.
+        documents: The documents to read.
+    """
 
     prefix: str
     weight: float | None
-    cut: DocumentSelection
+    documents: DocumentSelection
 
 
 @dataclass(frozen=True)
 class DatasetGroup:
-    """Files that are mixed to one data set.
+    """Token files that form one dataset.
 
-    part: train, valid or test. name: "" unless the user named it. flag: where it comes from, for
-    messages. silent: files of weight 0, which are not opened.
+    Attributes:
+        split: train, valid or test.
+        name: Name given by the user, or "".
+        flag: Where it comes from, for messages.
+        sources: The files of the blend.
+        zero_weight_files: Files of weight 0, which are not opened.
     """
 
-    part: str
+    split: str
     name: str
     flag: str
     sources: tuple[BlendSource, ...]
     zero_weight_files: tuple[str, ...] = ()
 
 
-def read_groups(config: DataConfig) -> tuple[list[DatasetGroup], list[str]]:
-    """The groups of all parts, and what is wrong with the flags, a line each.
+def read_groups(config: DataConfig) -> tuple[list[DatasetGroup], list[Problem]]:
+    """Parses the data flags.
 
-    What flags say against each other is left to `DataConfig.problems`.
+    Contradictions between flags are reported by `DataConfig.problems`.
+
+    Returns:
+        The datasets of all splits, and the problems of the flags.
     """
     groups: list[DatasetGroup] = []
-    problems: list[str] = []
-    try:
-        cuts, problems = _split_selections(config)
-        groups += _whole_groups(config, cuts)
-    except ValueError as error:
-        problems.append(str(error))
-    for part, fields in PER_SPLIT_DATA_FIELDS.items():
+    problems: list[Problem] = []
+    with collect(problems):
+        selections, found = _split_selections(config)
+        problems += found
+        groups += _split_groups(config, selections)
+    for split, fields in PER_SPLIT_DATA_FIELDS.items():
         for field in fields:
             given = getattr(config, field)
             if not given:
                 continue
-            try:
+            with collect(problems):
                 if field.endswith("_data_path"):
-                    groups.append(_prefix_group(part, flag_of(field), given, AllDocuments()))
+                    groups.append(
+                        _prefix_group(split, flag_of(field), given, AllDocuments(), field)
+                    )
                 else:
-                    found, wrong = _weighted_groups(part, field, given)
-                    groups += found
-                    problems += wrong
-            except ValueError as error:
-                problems.append(str(error))
+                    weighted, found = _weighted_groups(split, field, given)
+                    groups += weighted
+                    problems += found
     if config.per_split_data_args_path is not None:
-        try:
+        with collect(problems):
             groups += _per_split_groups(config.per_split_data_args_path)
-        except ValueError as error:
-            problems += str(error).split("\n")
     return groups, problems
 
 
-def parse_blend(paths: Sequence[str], flag: str) -> tuple[list[float] | None, list[str]]:
-    """Normalised weights and prefixes of `WEIGHT PREFIX WEIGHT PREFIX ...`; weight 0 drops out.
+def parse_blend(
+    paths: Sequence[str], flag: str, field: str = "data_path"
+) -> tuple[list[float] | None, list[str]]:
+    """Parses `WEIGHT PREFIX WEIGHT PREFIX ...` or `PREFIX PREFIX ...`.
 
-    `PREFIX PREFIX ...`, where no prefix is a number, has no weights: each file gives according to
-    its size. Raises ValueError for anything else.
+    Args:
+        paths: The words.
+        flag: Where they come from, for messages.
+        field: Option field concerned.
+
+    Returns:
+        Weights that sum to 1, or None without weights, and the prefixes. Sources of weight 0 are
+        left out.
+
+    Raises:
+        UserError: For anything else.
     """
-    given = f"{flag} {_shown(paths)}"
+    given = f"{flag} {_shorten(paths)}"
     if not any(_is_number(path) for path in paths):
         return None, list(paths)
     if len(paths) % 2:
-        raise ValueError(f"{given}: must be prefixes alone, or WEIGHT PREFIX WEIGHT PREFIX ...")
-    weights = [_weight(text, given) for text in paths[::2]]
+        raise UserError(
+            Problem(
+                "blend-syntax",
+                f"{given}: must be a list of prefixes, or WEIGHT PREFIX WEIGHT PREFIX ...",
+                field,
+            )
+        )
+    weights = [_parse_weight(text, given, field) for text in paths[::2]]
     kept = [prefix for weight, prefix in zip(weights, paths[1::2], strict=True) if weight]
-    return _normalised(weights, given), kept
+    return _normalize(weights, given, field), kept
 
 
-def parse_group(text: str, part: str, flag: str) -> tuple[DatasetGroup, list[str]]:
-    """A group of `NAME: WEIGHT START:END PREFIX, ...`, and what is wrong with it, a line each.
+def parse_group(
+    text: str, split: str, flag: str, field: str = ""
+) -> tuple[DatasetGroup, list[Problem]]:
+    """Parses `NAME: WEIGHT START:END PREFIX, ...`.
 
-    Where something is, the group holds what could be read, of which only the prefixes count.
+    Returns:
+        The group and its problems. If there are any, only the prefixes of the group are valid.
     """
     given = f"{flag} {text!r}"
     name, _, rest = text.partition(":")
-    if ":" not in text or not name.strip() or NAMELESS.match(text):
-        nameless = f"{given}: a group begins with its name and a colon: {GROUP_SYNTAX}, in quotes"
-        return DatasetGroup(part, "", flag, ()), [nameless]
+    if ":" not in text or not name.strip() or UNNAMED_GROUP.match(text):
+        unnamed = Problem(
+            "unnamed-group",
+            f"{given}: a group begins with its name and a colon: {GROUP_SYNTAX}, in quotes",
+            field,
+        )
+        return DatasetGroup(split, "", flag, ()), [unnamed]
     name = name.strip()
-    problems: list[str] = []
+    problems: list[Problem] = []
     found: list[tuple[float, DocumentSelection, str]] = []
     for entry in rest.split(","):
         words = entry.split()
         if len(words) != 3:
-            problems.append(f"{given}: {entry.strip()!r} is not WEIGHT START:END PREFIX")
+            problems.append(
+                Problem(
+                    "group-entry-syntax",
+                    f"{given}: {entry.strip()!r} is not WEIGHT START:END PREFIX",
+                    field,
+                )
+            )
             continue
-        weight, cut = 1.0, cast(DocumentSelection, AllDocuments())
-        try:
-            weight = _weight(words[0], given)
-        except ValueError as error:
-            problems.append(str(error))
-        try:
-            cut = _range(words[1], given)
-        except ValueError as error:
-            problems.append(str(error))
-        found.append((weight, cut, words[2]))
-    kept = [(cut, prefix) for weight, cut, prefix in found if weight]
+        weight, documents = 1.0, cast(DocumentSelection, AllDocuments())
+        with collect(problems):
+            weight = _parse_weight(words[0], given, field)
+        with collect(problems):
+            documents = _parse_range(words[1], given, field)
+        found.append((weight, documents, words[2]))
+    kept = [(documents, prefix) for weight, documents, prefix in found if weight]
     weights = [0.0] * len(kept)
     if not problems:
-        try:
-            weights = _normalised([weight for weight, _, _ in found], given)
-        except ValueError as error:
-            problems.append(str(error))
+        with collect(problems):
+            weights = _normalize([weight for weight, _, _ in found], given, field)
     sources = tuple(
-        BlendSource(prefix, weight, cut)
-        for weight, (cut, prefix) in zip(weights, kept, strict=True)
+        BlendSource(prefix, weight, documents)
+        for weight, (documents, prefix) in zip(weights, kept, strict=True)
     )
-    silent = tuple(prefix for weight, _, prefix in found if not weight)
-    return DatasetGroup(part, name, f"{flag} {name}:", sources, silent), problems
+    unread = tuple(prefix for weight, _, prefix in found if not weight)
+    return DatasetGroup(split, name, f"{flag} {name}:", sources, unread), problems
 
 
-def _split_selections(config: DataConfig) -> tuple[dict[str, DocumentSelection], list[str]]:
-    """The parts that --split gives documents to. A split that is none counts as one of training,
-    so that the files are looked at all the same."""
+def _split_selections(config: DataConfig) -> tuple[dict[str, DocumentSelection], list[Problem]]:
+    """The documents of each split by --split.
+
+    An invalid --split counts as all documents for train, so that the files are still checked.
+    """
     if not config.data_path and config.data_args_path is None:
         return {}, []
     text = config.split or DEFAULT_SPLIT
     try:
-        shares = parse_split(text)
-    except ValueError as error:
-        return {"train": AllDocuments()}, [str(error)]
-    cuts: dict[str, DocumentSelection] = {
-        part: SplitSelection(text, part) for part, share in zip(NAMES, shares, strict=True) if share
+        fractions = parse_split(text)
+    except UserError as error:
+        return {"train": AllDocuments()}, list(error.problems)
+    selections: dict[str, DocumentSelection] = {
+        split: SplitSelection(text, split)
+        for split, fraction in zip(SPLITS, fractions, strict=True)
+        if fraction
     }
-    problems = [] if shares[0] else [f"--split {text}: leaves no documents for training"]
-    return cuts, problems
+    if fractions[0]:
+        return selections, []
+    return selections, [
+        Problem("split-without-train", f"--split {text}: leaves no documents for train", "split")
+    ]
 
 
-def _whole_groups(config: DataConfig, cuts: dict[str, DocumentSelection]) -> list[DatasetGroup]:
-    """Of the flags whose data --split cuts."""
-    paths, flag = config.data_path, "--data-path"
+def _split_groups(
+    config: DataConfig, selections: dict[str, DocumentSelection]
+) -> list[DatasetGroup]:
+    """Datasets of the flags to which --split applies."""
+    paths, flag, field = config.data_path, "--data-path", "data_path"
     if not paths and config.data_args_path is not None:
+        field = "data_args_path"
         flag = f"--data-args-path {config.data_args_path}:"
-        paths = tuple(_text_of("--data-args-path", config.data_args_path).split())
+        paths = tuple(_read_text("--data-args-path", config.data_args_path, field).split())
         if not paths:
-            raise ValueError(f"{flag} the file is empty")
-    return [_prefix_group(part, flag, paths, cut) for part, cut in cuts.items()] if paths else []
+            raise UserError(Problem("empty-data-args-file", f"{flag} the file is empty", field))
+    if not paths:
+        return []
+    return [
+        _prefix_group(split, flag, paths, documents, field)
+        for split, documents in selections.items()
+    ]
 
 
 def _prefix_group(
-    part: str, flag: str, paths: Sequence[str], cut: DocumentSelection
+    split: str, flag: str, paths: Sequence[str], documents: DocumentSelection, field: str
 ) -> DatasetGroup:
-    """Of a list of prefixes, or of weights and prefixes."""
+    """The dataset of a list of prefixes, or of weights and prefixes."""
     if len(paths) == 1:
-        return DatasetGroup(part, "", flag, (BlendSource(paths[0], None, cut),))
-    weights, prefixes = parse_blend(paths, flag)
-    if weights is None:
-        return DatasetGroup(
-            part, "", flag, tuple(BlendSource(prefix, None, cut) for prefix in prefixes)
-        )
-    silent = (path for text, path in zip(paths[::2], paths[1::2], strict=True) if not float(text))
-    sources = zip(prefixes, weights, strict=True)
-    return DatasetGroup(
-        part,
-        "",
-        flag,
-        tuple(BlendSource(prefix, weight, cut) for prefix, weight in sources),
-        tuple(silent),
-    )
+        return DatasetGroup(split, "", flag, (BlendSource(paths[0], None, documents),))
+    weights, prefixes = parse_blend(paths, flag, field)
+    unread: tuple[str, ...] = ()
+    given: Sequence[float | None] = weights or [None] * len(prefixes)
+    if weights is not None:
+        entries = zip(paths[::2], paths[1::2], strict=True)
+        unread = tuple(path for text, path in entries if not float(text))
+    sources = zip(prefixes, given, strict=True)
+    blend = tuple(BlendSource(prefix, weight, documents) for prefix, weight in sources)
+    return DatasetGroup(split, "", flag, blend, unread)
 
 
 def _weighted_groups(
-    part: str, field: str, given: str | tuple[str, ...]
-) -> tuple[list[DatasetGroup], list[str]]:
+    split: str, field: str, given: str | tuple[str, ...]
+) -> tuple[list[DatasetGroup], list[Problem]]:
     flag = flag_of(field)
     if isinstance(given, str):
-        texts = _groups_in(_text_of(flag, given))
+        texts = _parse_group_file(_read_text(flag, given, field))
         flag = f"{flag} {given}:"
         if not texts:
-            raise ValueError(f"{flag} holds no groups of the form {GROUP_SYNTAX}")
+            raise UserError(
+                Problem(
+                    "no-groups-in-file", f"{flag} has no groups of the form {GROUP_SYNTAX}", field
+                )
+            )
     else:
         texts = list(given)
         if len(texts) > 1 and not any(len(text.split()) > 1 for text in texts):
-            raise ValueError(
-                f"{flag} {_shown(texts)}: each group must stand in quotes: {GROUP_SYNTAX}"
+            raise UserError(
+                Problem(
+                    "group-not-quoted",
+                    f"{flag} {_shorten(texts)}: put each group in quotes: {GROUP_SYNTAX}",
+                    field,
+                )
             )
-    parsed = [parse_group(text, part, flag) for text in texts]
+    parsed = [parse_group(text, split, flag, field) for text in texts]
     groups = [group for group, _ in parsed]
-    problems = [problem for _, wrong in parsed for problem in wrong]
+    problems = [problem for _, found in parsed for problem in found]
     names = [group.name for group in groups if group.name]
     problems += [
-        f"{flag} has two groups of the name {name}: give each its own"
+        Problem("duplicate-group-name", f"{flag} has two groups of the name {name}", field)
         for name in dict.fromkeys(names)
         if names.count(name) > 1
     ]
-    if part == "train" and len(texts) > 1:
-        problems.append(f"{flag} has {len(texts)} groups: training has one (put its data into it)")
+    if split == "train" and len(texts) > 1:
+        problems.append(
+            Problem(
+                "several-train-groups",
+                f"{flag} has {len(texts)} groups: train takes one; put all of its data into it",
+                field,
+            )
+        )
     return groups, problems
 
 
 def _per_split_groups(path: str) -> list[DatasetGroup]:
+    """Datasets of a JSON object with the keys train, valid and test."""
+    field = "per_split_data_args_path"
     flag = f"--per-split-data-args-path {path}:"
     try:
-        found = json.loads(_text_of("--per-split-data-args-path", path))
+        found = json.loads(_read_text("--per-split-data-args-path", path, field))
     except (json.JSONDecodeError, RecursionError) as error:
-        raise ValueError(f"{flag} is not JSON ({error})") from error
-    if not isinstance(found, dict):
-        raise ValueError(f"{flag} must be a JSON object with the keys {', '.join(NAMES)}")
-    if unknown := [key for key in found if key not in NAMES]:
-        raise ValueError(f"{flag} has the key {unknown[0]!r}: there are {', '.join(NAMES)}")
-    groups, problems = [], []
-    for part in NAMES:
-        try:
-            words = _words(found.get(part), f"{flag} {part}")
+        raise UserError(
+            Problem("per-split-file-not-json", f"{flag} is not JSON ({error})", field)
+        ) from error
+    if not isinstance(found, dict) or any(key not in SPLITS for key in found):
+        raise UserError(
+            Problem(
+                "per-split-file-keys",
+                f"{flag} must be a JSON object with the keys {', '.join(SPLITS)}",
+                field,
+            )
+        )
+    groups: list[DatasetGroup] = []
+    problems: list[Problem] = []
+    for split in SPLITS:
+        with collect(problems):
+            words = _as_words(found.get(split), f"{flag} {split}", field)
             if words:
-                groups.append(_prefix_group(part, f"{flag} {part}", words, AllDocuments()))
-        except ValueError as error:
-            problems.append(str(error))
+                groups.append(_prefix_group(split, f"{flag} {split}", words, AllDocuments(), field))
     if not found.get("train"):
-        problems.append(f"{flag} names no data for train")
-    if problems:
-        raise ValueError("\n".join(problems))
+        problems.append(
+            Problem("per-split-file-without-train", f"{flag} has no data for train", field)
+        )
+    raise_if_any(problems)
     return groups
 
 
-def _words(value: Any, flag: str) -> list[str]:
-    """A list of prefixes and weights, or a text of them."""
+def _as_words(value: Any, flag: str, field: str) -> list[str]:
+    """A list of prefixes and weights, or a string of them."""
     if value is None:
         return []
     if isinstance(value, str):
         return value.split()
-    plain = isinstance(value, list) and all(
+    is_plain = isinstance(value, list) and all(
         isinstance(word, str | int | float) and not isinstance(word, bool) for word in value
     )
-    if not plain:
-        raise ValueError(f"{flag} must be a list of prefixes, or of weights and prefixes")
+    if not is_plain:
+        raise UserError(
+            Problem(
+                "per-split-file-entry",
+                f"{flag} must be a list of prefixes, or of weights and prefixes",
+                field,
+            )
+        )
     return [str(word) for word in value]
 
 
-def _text_of(flag: str, path: str) -> str:
-    for problem in file_problems(flag.removeprefix("--").replace("-", "_"), path):
-        raise ValueError(problem)
+def _read_text(flag: str, path: str, field: str) -> str:
+    raise_if_any(file_problems(field, path))
     try:
         return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{flag} {path}: cannot be read ({error})") from error
+        raise UserError(
+            Problem("data-args-file-unreadable", f"{flag} {path}: cannot be read ({error})", field)
+        ) from error
 
 
-def _groups_in(text: str) -> list[str]:
-    """The groups of a file: what stands in quotes or, without any quotes, its lines."""
+def _parse_group_file(text: str) -> list[str]:
+    """The groups of a file: quoted strings or, without quotes, lines."""
     quoted = re.findall(r'"([^"]*)"', text)
     rest = re.sub(r'"[^"]*"', "", text)
     return [group for group in (*quoted, *rest.splitlines()) if group.strip()]
 
 
-def _range(text: str, given: str) -> FractionRange:
+def _parse_range(text: str, given: str, field: str) -> FractionRange:
     try:
         start, end = (float(bound) for bound in text.split(":"))
     except ValueError:
         start, end = math.nan, math.nan
     if not 0 <= start < end <= 1:
-        raise ValueError(
-            f"{given}: the range {text!r} must be START:END with 0 <= START < END <= 1, such as "
-            "0:0.95"
+        raise UserError(
+            Problem(
+                "invalid-document-range",
+                f"{given}: the range {text!r} must be START:END with 0 <= START < END <= 1, such "
+                "as 0:0.95",
+                field,
+            )
         )
     return FractionRange(text, start, end)
 
 
-def _normalised(weights: Sequence[float], given: str) -> list[float]:
-    """The weights that are not 0, made to sum to 1."""
+def _normalize(weights: Sequence[float], given: str, field: str) -> list[float]:
+    """The non-zero weights, scaled to sum to 1."""
     kept = [weight for weight in weights if weight]
     try:
         total = math.fsum(kept)
     except OverflowError:
-        raise ValueError(f"{given}: the weights' sum is no number") from None
-    if total <= 0:
-        raise ValueError(f"{given}: all weights are 0")
+        total = math.inf
+    if not 0 < total < math.inf:
+        raise UserError(
+            Problem(
+                "invalid-weight-sum",
+                f"{given}: the sum of the weights must be positive and finite, not {total}",
+                field,
+            )
+        )
     return [weight / total for weight in kept]
 
 
@@ -375,17 +457,23 @@ def _is_number(text: str) -> bool:
     return True
 
 
-def _weight(text: str, given: str) -> float:
+def _parse_weight(text: str, given: str, field: str) -> float:
     try:
         weight = float(text)
     except ValueError:
         weight = math.nan
     if not (math.isfinite(weight) and weight >= 0):
-        raise ValueError(f"{given}: the weight {text!r} must be a number of at least 0")
+        raise UserError(
+            Problem(
+                "invalid-weight",
+                f"{given}: the weight {text!r} must be a non-negative number",
+                field,
+            )
+        )
     return weight
 
 
-def _shown(words: Sequence[str]) -> str:
-    if len(words) <= SHOWN:
+def _shorten(words: Sequence[str]) -> str:
+    if len(words) <= MAX_SHOWN_WORDS:
         return " ".join(words)
-    return f"{' '.join(words[: SHOWN // 2])} ... ({len(words)} words)"
+    return f"{' '.join(words[: MAX_SHOWN_WORDS // 2])} ... ({len(words)} words)"

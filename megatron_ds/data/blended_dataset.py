@@ -1,6 +1,6 @@
-"""Samples of several datasets, mixed by weight in a fixed order.
+"""Datasets that take their samples from several others: blends and concatenations.
 
-Knows the mixing order and its sources; not how either was made.
+Knows datasets and the order of a blend, but not how either is made.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from megatron_ds.data.gpt_dataset import SampleArray, TokenDataset
 
 
 class BlendOrder(Protocol):
-    """Which source gives each sample of a mixture, and which of its samples that is."""
+    """Maps each position of a blend to a source and one of its samples."""
 
     def __len__(self) -> int: ...
 
     def locate(self, position: int) -> tuple[int, int]:
-        """Source and number of its sample at a position, 0 <= position < len."""
+        """Index of the source and of its sample at a position, 0 <= position < len."""
 
     def counts_at(self, end: int) -> npt.NDArray[np.int64]:
-        """[number of sources]: how many samples each gives to the first `end` positions."""
+        """Samples of each source within the first `end` positions, [number of sources]."""
 
 
-class _RoutingDataset:
-    """Samples that are read from one of several datasets of the same length and vocabulary."""
+class RoutingDataset:
+    """Reads each sample from one of several datasets of equal seq_length and vocab_size."""
 
     def __init__(self, datasets: Sequence[TokenDataset]) -> None:
         self._datasets = tuple(datasets)
@@ -35,33 +35,38 @@ class _RoutingDataset:
         self.vocab_size = datasets[0].vocab_size
 
     def __getitem__(self, position: int) -> SampleArray:
-        number, sample = self._find(position)
+        number, sample = self._locate(position)
         return self._datasets[number][sample]
 
     def read_into(self, position: int, row: SampleArray) -> None:
-        number, sample = self._find(position)
+        number, sample = self._locate(position)
         self._datasets[number].read_into(sample, row)
 
     def sample_id(self, position: int) -> str:
-        number, sample = self._find(position)
+        number, sample = self._locate(position)
         return f"{number}/{self._datasets[number].sample_id(sample)}"
 
-    def _find(self, position: int) -> tuple[int, int]:
-        """Number of the dataset and of its sample. Raises IndexError for no position."""
+    def _locate(self, position: int) -> tuple[int, int]:
+        """Index of the dataset and of its sample.
+
+        Raises:
+            IndexError: If there is no such position.
+        """
         raise NotImplementedError
 
 
-class BlendedDataset(_RoutingDataset):
-    """Position i is the sample of the source that `order` names.
+class BlendedDataset(RoutingDataset):
+    """A blend: samples of several datasets, in the order of a schedule.
 
-    Raises ValueError if a dataset holds fewer samples than the order takes from it.
+    Raises:
+        ValueError: If a dataset has fewer samples than the order takes from it.
     """
 
     def __init__(self, datasets: Sequence[TokenDataset], order: BlendOrder) -> None:
-        taken = order.counts_at(len(order)).tolist()
+        needed = order.counts_at(len(order)).tolist()
         short = [
-            f"source {number} has {len(dataset)} samples, the blend takes {count}"
-            for number, (dataset, count) in enumerate(zip(datasets, taken, strict=True))
+            f"source {number} has {len(dataset)} samples, but the blend needs {count}"
+            for number, (dataset, count) in enumerate(zip(datasets, needed, strict=True))
             if len(dataset) < count
         ]
         if short:
@@ -72,7 +77,7 @@ class BlendedDataset(_RoutingDataset):
     def __len__(self) -> int:
         return len(self._order)
 
-    def _find(self, position: int) -> tuple[int, int]:
+    def _locate(self, position: int) -> tuple[int, int]:
         if not 0 <= position < len(self):
             raise IndexError(f"sample {position} of a blend of {len(self)}")
         return self._order.locate(position)

@@ -1,6 +1,8 @@
-"""From the data flags to the three datasets: which files, which part of each, which cached indexes.
+"""Builds the train, valid and test datasets of the data flags.
 
-Knows flags, files and the index cache; no ranks, and no torch.
+For each dataset: open its token files, select their documents, continue the blend of the resumed
+run, find or build the cached indexes, and blend. Knows flags, files and the index cache, but no
+ranks and no torch.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron_ds.config import DataConfig
+from megatron_ds.config.problems import Problem, UserError, raise_if_any
 from megatron_ds.data.blend_history import (
     BlendHistory,
     SourceId,
@@ -25,7 +28,7 @@ from megatron_ds.data.blend_history import (
     with_requests,
 )
 from megatron_ds.data.blend_schedule import BLEND_FORMAT, blend_order
-from megatron_ds.data.blend_spec import NAMES, BlendSource, DatasetGroup, read_groups
+from megatron_ds.data.blend_spec import SPLITS, BlendSource, DatasetGroup, read_groups
 from megatron_ds.data.blended_dataset import BlendedDataset, BlendOrder
 from megatron_ds.data.chained_datasets import ConcatDataset, ResumedBlendDataset, SingleSourceOrder
 from megatron_ds.data.gpt_dataset import GPTDataset, TokenDataset
@@ -36,38 +39,44 @@ from megatron_ds.data.sample_index import samples_per_source
 from megatron_ds.data.usage_report import FileUsage, describe_change
 from megatron_ds.data.validation import blocks_to_sample, empty_selection, out_of_vocabulary
 
-FORMAT = 1
-"""Raised when the same inputs begin to give other indexes."""
+INDEX_FORMAT = 1
+"""Version of the indexes: to be increased if the same inputs give other indexes."""
 OPENED_AT_START = 1 << 26
-"""Samples of a mixture: the indexes of so many are made in some seconds and a GB of room."""
+"""Samples of a blend up to which all indexes are built at start, in seconds and about 1 GB."""
 
 
 @dataclass(frozen=True)
 class BlendProgress:
-    """How far a run's training data is read, as a function of the samples consumed."""
+    """Gives the blend history of a run as a function of the consumed samples."""
 
     history: BlendHistory
     order: BlendOrder
 
     def history_after(self, consumed: int) -> BlendHistory:
         """The history after `consumed` samples, for a checkpoint."""
-        done = min(max(0, consumed - self.history.current.first), len(self.order))
-        return record_consumed(self.history, self.order.counts_at(done).tolist())
+        position = min(max(0, consumed - self.history.current.first_sample), len(self.order))
+        return record_consumed(self.history, self.order.counts_at(position).tolist())
 
 
 @dataclass(frozen=True)
 class Datasets:
-    """What a run reads. None or nothing: no samples were asked for, or the user gave this part no
-    data.
+    """The datasets of a run.
 
-    valid, test: by the name of their group; "" is that of data without one. shares: of every file.
-    changes: what is not as it was in the run that this one continues, in words.
+    A split is None or empty if no samples are needed or the user gave it no data.
+
+    Attributes:
+        train: The training data.
+        valid: By the name of the group, or "" for data without groups.
+        test: As `valid`.
+        usage: Samples and epochs of every file.
+        progress: Blend history of the training data.
+        changes: Lines on differences from the run that is resumed.
     """
 
     train: TokenDataset | None
     valid: Mapping[str, TokenDataset] = field(default_factory=dict)
     test: Mapping[str, TokenDataset] = field(default_factory=dict)
-    shares: tuple[FileUsage, ...] = ()
+    usage: tuple[FileUsage, ...] = ()
     progress: BlendProgress | None = None
     changes: tuple[str, ...] = ()
 
@@ -84,21 +93,29 @@ def build_datasets(
     history: BlendHistory | None = None,
     consumed: int = 0,
 ) -> Datasets:
-    """The datasets of training, validation and test, their indexes cached on disk.
+    """Builds the datasets of train, valid and test, with their indexes cached on disk.
 
-    num_samples: samples that the run will take of each (of each group, in validation and test); a
-    dataset holds at least so many. Every process may call this at the same time. fallback_cache:
-    folder for the indexes if --data-cache-path is not given and the folder of the data cannot be
-    written. history: of the run that this one continues, after `consumed` samples; the training
-    data then begins there if its mixture has changed.
+    All processes may call this at the same time. Valid or test without data (weight 0 in --split,
+    or --train-data-path without --valid-data-path) is empty.
 
-    Validation or test that the user gave no data (a share of 0 in --split, or --train-data-path
-    without --valid-data-path) is empty. Raises ValueError if data was meant for a part but none
-    falls to it, if training has none, and for files that are not what they should be.
+    Args:
+        config: The data flags.
+        seq_length: Tokens per sample, without the last label.
+        seed: Seed of the shuffles.
+        num_samples: Samples that the run needs of train, valid and test (of each group).
+        tokenizer_fingerprint: Identifies the tokenizer in the index cache.
+        vocab_size: Exclusive upper bound of the token ids.
+        fallback_cache: Folder for the indexes if --data-cache-path is not given and the folder of
+            the data is not writable.
+        history: Blend history of the run that is resumed.
+        consumed: Its consumed samples. If the blend has changed, the new one begins there.
+
+    Raises:
+        UserError: If a flag is invalid, a file is damaged or was made with another tokenizer, or a
+            split that needs samples has no tokens.
     """
     groups, problems = read_groups(config)
-    if problems:
-        raise ValueError("; ".join(problems))
+    raise_if_any(problems)
     builder = _DatasetBuilder(
         config=config,
         seq_length=seq_length,
@@ -106,44 +123,55 @@ def build_datasets(
         tokenizer_fingerprint=tokenizer_fingerprint,
         vocab_size=vocab_size,
         fallback_cache=fallback_cache,
-        blocks=blocks_to_sample(sum(len(group.sources) for group in groups)),
+        probed_blocks=blocks_to_sample(sum(len(group.sources) for group in groups)),
     )
     train: TokenDataset | None = None
     progress: BlendProgress | None = None
     others: dict[str, dict[str, TokenDataset]] = {"valid": {}, "test": {}}
-    wanted = dict(zip(NAMES, num_samples, strict=True))
+    needed = dict(zip(SPLITS, num_samples, strict=True))
     for group in groups:
-        if not wanted[group.part]:
+        if not needed[group.split]:
             continue
-        if group.part == "train":
-            train, progress = builder.mixture(group, wanted["train"], history, consumed)
+        if group.split == "train":
+            train, progress = builder.blend(group, needed["train"], history, consumed)
         else:
-            others[group.part][group.name] = builder.mixture(group, wanted[group.part])[0]
-    if wanted["train"] and train is None:
-        raise ValueError("--train-data-path (or --data-path) is required")
+            others[group.split][group.name] = builder.blend(group, needed[group.split])[0]
+    if needed["train"] and train is None:
+        raise UserError(
+            Problem(
+                "no-training-data",
+                "--train-data-path (or --data-path) is required",
+                "train_data_path",
+                "data_path",
+            )
+        )
     changes = describe_change(history, progress.history) if history and progress else []
     return Datasets(
-        train, others["valid"], others["test"], tuple(builder.shares), progress, tuple(changes)
+        train, others["valid"], others["test"], tuple(builder.usage), progress, tuple(changes)
     )
 
 
 @dataclass(frozen=True)
 class _OpenedFile:
-    """A token file, and the documents that a part reads of it.
+    """A token file and its selected documents.
 
-    bounds: first and one-past-last document. tokens: of these documents. lengths_hash: SHA-256 of
-    the lengths of all of the file's documents.
+    Attributes:
+        data: The file.
+        source: Its entry in the blend.
+        document_range: First selected document and end.
+        tokens: Tokens of these documents.
+        lengths_hash: SHA-256 of the lengths of all sequences of the file.
     """
 
     data: IndexedDataset
     source: BlendSource
-    bounds: tuple[int, int]
+    document_range: tuple[int, int]
     tokens: int
     lengths_hash: str
 
     @property
     def identity(self) -> SourceId:
-        return SourceId(Path(self.source.prefix).name, self.lengths_hash, self.bounds)
+        return SourceId(Path(self.source.prefix).name, self.lengths_hash, self.document_range)
 
 
 @dataclass(frozen=True)
@@ -154,81 +182,83 @@ class _DatasetBuilder:
     tokenizer_fingerprint: str
     vocab_size: int
     fallback_cache: str | None
-    blocks: int
-    """Of each file that are looked at for tokens of another tokenizer."""
-    shares: list[FileUsage] = field(default_factory=list)
-    """Of what was built so far."""
+    probed_blocks: int
+    """Blocks of each file whose token ids are checked."""
+    usage: list[FileUsage] = field(default_factory=list)
+    """Of the datasets built so far."""
     opened: dict[str, tuple[IndexedDataset, str]] = field(default_factory=dict)
-    """Files by their prefix, with the SHA-256 of their documents' lengths."""
-    described: list[tuple[GPTDataset, LazySampleIndexes]] = field(default_factory=list)
-    """Datasets whose indexes were not asked for yet."""
+    """Files by prefix, with the SHA-256 of their sequence lengths."""
+    pending: list[tuple[GPTDataset, LazySampleIndexes]] = field(default_factory=list)
+    """Datasets whose indexes are not loaded yet."""
     caches: dict[str, ArrayCache] = field(default_factory=dict)
-    """By their first folder."""
+    """By first folder."""
 
-    def mixture(
+    def blend(
         self,
         group: DatasetGroup,
         samples: int,
         before: BlendHistory | None = None,
         consumed: int = 0,
     ) -> tuple[TokenDataset, BlendProgress]:
-        """`samples` samples of a group, of which `consumed` came before, in the run of `before`."""
+        """Builds a blend of `samples` samples, `consumed` of which were read by a previous run."""
         files = [self._file(group, source, samples) for source in group.sources]
         identities = with_copy_numbers([file.identity for file in files])
-        weights = _weights(files)
+        weights = _source_weights(files)
         if before is None:
             history = new_history(identities, weights, BLEND_FORMAT)
         else:
             history = resume_history(before, identities, weights, BLEND_FORMAT, consumed)
         phase = history.current
-        length = max(1, samples - phase.first)
+        length = max(1, samples - phase.first_sample)
         if len(files) == 1 and group.sources[0].weight is None:
-            parts = [length]
+            needed = [length]
         else:
-            parts = samples_per_source(phase.weights, length)
+            needed = samples_per_source(phase.weights, length)
         requests = [
             extend_requests(
-                history.sources[number].requests, start + part, file.tokens, self.seq_length
+                history.sources[number].requests, start + count, file.tokens, self.seq_length
             )
-            for number, start, part, file in zip(
-                phase.sources, phase.starts, parts, files, strict=True
+            for number, start, count, file in zip(
+                phase.sources, phase.source_starts, needed, files, strict=True
             )
         ]
         history = with_requests(history, requests)
         datasets = [
-            self._dataset_of_file(group.part, file, each)
+            self._dataset_of_file(group.split, file, each)
             for file, each in zip(files, requests, strict=True)
         ]
         self._open_indexes()
         order: BlendOrder = SingleSourceOrder(length)
         if len(files) > 1:
             order = blend_order(phase.weights, length, self._cache(group.sources[0].prefix))
-        taken = order.counts_at(len(order)).tolist()
+        counts = order.counts_at(len(order)).tolist()
         for file, weight, start, count in zip(
-            files, phase.weights, phase.starts, taken, strict=True
+            files, phase.weights, phase.source_starts, counts, strict=True
         ):
             self._record_usage(group, file, weight, start + count)
-        self.shares.extend(
-            FileUsage(group.part, prefix, 0.0, 0, 0.0, group.name)
+        self.usage.extend(
+            FileUsage(group.split, prefix, 0.0, 0, 0.0, group.name)
             for prefix in group.zero_weight_files
         )
         progress = BlendProgress(history, order)
-        if phase.first or any(phase.starts):
-            return ResumedBlendDataset(datasets, order, phase.first, phase.starts), progress
+        if phase.first_sample or any(phase.source_starts):
+            return ResumedBlendDataset(
+                datasets, order, phase.first_sample, phase.source_starts
+            ), progress
         return datasets[0] if len(files) == 1 else BlendedDataset(datasets, order), progress
 
     def _file(self, group: DatasetGroup, source: BlendSource, samples: int) -> _OpenedFile:
-        """A file of a group that is to give `samples` samples, which must hold some tokens."""
+        """Opens and checks a file of a group that needs `samples` samples."""
         if source.prefix not in self.opened:
             data = IndexedDataset(source.prefix)
-            _raise_first(out_of_vocabulary(data, self.vocab_size, self.blocks))
+            _raise_first(out_of_vocabulary(data, self.vocab_size, self.probed_blocks))
             if self.config.mmap_warmup:
                 data.warm_up()
             digest = hashlib.sha256(data.lengths.view(np.uint8).data).hexdigest()
             self.opened[source.prefix] = data, digest
         data, digest = self.opened[source.prefix]
-        _raise_first(empty_selection(group.part, data, samples, source.cut))
-        first, end = source.cut.bounds(len(data))
+        _raise_first(empty_selection(group.split, data, samples, source.documents))
+        first, end = source.documents.range_of(len(data))
         tokens = int(data.lengths[first:end].sum(dtype=np.int64))
         return _OpenedFile(data, source, (first, end), tokens, digest)
 
@@ -237,25 +267,25 @@ class _DatasetBuilder:
     ) -> None:
         epochs = samples * self.seq_length / file.tokens
         prefix = file.source.prefix
-        self.shares.append(FileUsage(group.part, prefix, weight, samples, epochs, group.name))
+        self.usage.append(FileUsage(group.split, prefix, weight, samples, epochs, group.name))
 
     def _dataset_of_file(
         self, part: str, file: _OpenedFile, requests: Sequence[int]
     ) -> TokenDataset:
-        """The samples of a file, from one index after the other."""
+        """The samples of a file, by its consecutive indexes."""
         datasets = [self._indexed(part, file, *each) for each in enumerate(requests)]
         return datasets[0] if len(datasets) == 1 else ConcatDataset(datasets)
 
     def _indexed(self, part: str, file: _OpenedFile, number: int, samples: int) -> GPTDataset:
-        """The samples of a file's index of this number, which is made for so many samples."""
-        # Another seed for each, else an index would repeat the order of the one before it.
+        """The samples of one index of a file."""
+        # Each index has another seed: it must not repeat the order of the previous one.
         seed = (self.seed + number) % (1 << 32)
-        decides = {
-            "format": FORMAT,
+        cache_key = {
+            "format": INDEX_FORMAT,
             "sequences": len(file.data),
-            "lengths sha256": file.lengths_hash,
-            "split": file.source.cut.text,
-            "documents": list(file.bounds),
+            "lengths_sha256": file.lengths_hash,
+            "split": file.source.documents.text,
+            "documents": list(file.document_range),
             "samples": samples,
             "seq_length": self.seq_length,
             "seed": seed,
@@ -264,35 +294,36 @@ class _DatasetBuilder:
         indexes = LazySampleIndexes(
             file=file.data,
             split=part,
-            document_range=file.bounds,
+            document_range=file.document_range,
             tokens=file.tokens,
             samples=samples,
             seq_length=self.seq_length,
             seed=seed,
-            cache_key=decides,
+            cache_key=cache_key,
             cache=self._cache(file.source.prefix),
         )
         dataset = GPTDataset(file.data, indexes, self.seq_length, self.vocab_size)
-        self.described.append((dataset, indexes))
+        self.pending.append((dataset, indexes))
         return dataset
 
     def _open_indexes(self) -> None:
-        """Gets the indexes of what was described; of much, only sees that there is room for them.
+        """Loads the indexes of the pending datasets.
 
-        A file's index is then made, or loaded, when its first sample is read.
+        For very large blends it only checks the disk space: then the index of a file is loaded or
+        built when its first sample is read.
         """
-        size = sum(len(indexes) for _, indexes in self.described)
-        if size <= OPENED_AT_START or len(self.described) == 1:
-            for dataset, _ in self.described:
+        size = sum(len(indexes) for _, indexes in self.pending)
+        if size <= OPENED_AT_START or len(self.pending) == 1:
+            for dataset, _ in self.pending:
                 dataset.open()
         else:
             needed: Counter[ArrayCache] = Counter()
-            for _, indexes in self.described:
+            for _, indexes in self.pending:
                 needed[indexes.cache] += indexes.missing_bytes()
-            for cache, room in needed.items():
-                if room:
-                    cache.require_space(room)
-        self.described.clear()
+            for cache, size in needed.items():
+                if size:
+                    cache.require_space(size)
+        self.pending.clear()
 
     def _cache(self, prefix: str) -> ArrayCache:
         folder = str(self.config.data_cache_path or Path(prefix).parent / "index-cache")
@@ -304,16 +335,15 @@ class _DatasetBuilder:
         return self.caches[folder]
 
 
-def _weights(files: Sequence[_OpenedFile]) -> list[float]:
-    """Normalised; by size where the user gave none."""
+def _source_weights(files: Sequence[_OpenedFile]) -> list[float]:
+    """Weights that sum to 1; by size where the user gave none."""
     total = sum(file.tokens for file in files)
     return [
         file.tokens / total if file.source.weight is None else file.source.weight for file in files
     ]
 
 
-def _raise_first(problems: Iterator[str]) -> None:
-    """Raises ValueError for the first problem, if there is one."""
+def _raise_first(problems: Iterator[Problem]) -> None:
     problem = next(problems, None)
     if problem is not None:
-        raise ValueError(problem)
+        raise UserError(problem)

@@ -1,6 +1,6 @@
-"""What a run's data sets take of each file, and what a change of mixture means, in words.
+"""Reports: samples and epochs of each token file, and changes of the blend on resume.
 
-Knows figures; no files.
+Knows counts, but no files.
 """
 
 from __future__ import annotations
@@ -14,21 +14,27 @@ from typing import Any
 from megatron_ds.data.blend_history import BlendHistory, BlendPhase
 
 USAGE_FILE = "data_usage.json"
-"""Name of the file with all shares."""
-SHOWN = 12
-"""Sources that are told one by one; of more, the largest so many."""
-NAMED = 6
-"""Sources that a sentence names."""
+"""Name of the file that lists all token files."""
+MAX_LISTED = 12
+"""Most files of a split that are printed, the largest first."""
+MAX_NAMED = 6
+"""Most sources named in a line."""
 
 
 @dataclass(frozen=True)
 class FileUsage:
-    """What one token file gives to a part, or to a group of it, in the whole run.
+    """Samples that a token file contributes to a split, or to a group of it, in the entire run.
 
-    weight: normalised. epochs: passes over its documents of the part.
+    Attributes:
+        split: train, valid or test.
+        prefix: Path of the pair of token files.
+        weight: Its weight in the blend; the weights of a blend sum to 1.
+        samples: Number of samples.
+        epochs: Passes over its documents.
+        group: Name of the group, if the user gave one.
     """
 
-    part: str
+    split: str
     prefix: str
     weight: float
     samples: int
@@ -37,75 +43,75 @@ class FileUsage:
 
     @property
     def label(self) -> str:
-        return f"{self.part} {self.group}" if self.group else self.part
+        """Split and group, for messages."""
+        return f"{self.split} {self.group}" if self.group else self.split
 
     def __str__(self) -> str:
         if not self.weight:
-            return f"{self.label}: {self.prefix}, weight 0: gives nothing"
+            return f"{self.label}: {self.prefix}, weight 0: not read"
         return (
             f"{self.label}: {self.prefix}, weight {self.weight:.6g}: {self.samples} samples, "
             f"{self.epochs:.3g} epochs"
         )
 
 
-def summary(shares: Sequence[FileUsage], full_list: str | None) -> Iterator[str]:
-    """The shares in lines, the smaller ones of a part with many files in one.
+def summary(usage: Sequence[FileUsage], full_list: str | None) -> Iterator[str]:
+    """Lines with the largest files of each split; the others are summed up.
 
-    full_list: where all of them stand; None if nowhere.
+    Args:
+        usage: All files.
+        full_list: Path of the file that lists all of them, if there is one.
     """
-    cut = False
-    for place, each in itertools.groupby(shares, lambda share: share.label):
-        members = list(each)
-        if len(members) <= SHOWN:
-            yield from map(str, members)
-            continue
-        cut = True
-        ordered = sorted(members, key=lambda share: -share.samples)
-        yield from map(str, ordered[:SHOWN])
-        rest = [share for share in ordered[SHOWN:] if share.weight]
-        silent = len(ordered) - SHOWN - len(rest)
+    is_limited = False
+    for label, group in itertools.groupby(usage, lambda file: file.label):
+        files = sorted(group, key=lambda file: -file.samples)
+        if len(files) > MAX_LISTED:
+            is_limited = True
+        yield from map(str, files[:MAX_LISTED])
+        rest = [file for file in files[MAX_LISTED:] if file.weight]
+        unread = len(files[MAX_LISTED:]) - len(rest)
         if rest:
-            epochs = [share.epochs for share in rest]
+            epochs = [file.epochs for file in rest]
             yield (
-                f"{place}: {len(rest)} more files, weights {sum(s.weight for s in rest):.6g} in "
-                f"all: {sum(s.samples for s in rest)} samples, {min(epochs):.3g} to "
-                f"{max(epochs):.3g} epochs"
+                f"{label}: {len(rest)} more files, total weight {sum(f.weight for f in rest):.6g}: "
+                f"{sum(f.samples for f in rest)} samples, {min(epochs):.3g} to {max(epochs):.3g} "
+                "epochs"
             )
-        if silent:
-            yield f"{place}: files of weight 0, which give nothing: {silent}"
-    if cut:
-        yield f"all files: {full_list}" if full_list else "all files are listed below --save"
+        if unread:
+            yield f"{label}: {unread} files of weight 0, not read"
+    if is_limited:
+        yield f"all files: {full_list}" if full_list else "--save lists all files"
 
 
-def as_json(shares: Sequence[FileUsage]) -> list[dict[str, Any]]:
-    """All shares, for JSON."""
-    return [dataclasses.asdict(share) for share in shares]
+def as_json(usage: Sequence[FileUsage]) -> list[dict[str, Any]]:
+    """All files, for JSON."""
+    return [dataclasses.asdict(file) for file in usage]
 
 
 def describe_blend(history: BlendHistory) -> str:
-    """The training's mixture in a line."""
+    """One line with the sources and weights of the training data."""
     now = history.current
-    line = f"training data, {len(now.sources)} in all: {_mixture(history, now)}"
-    later = [phase.first for phase in history.phases if phase.first]
+    line = f"training data, {len(now.sources)} sources: {_blend(history, now)}"
+    later = [phase.first_sample for phase in history.phases if phase.first_sample]
     if later:
         line += f"; changed after {_join_limited([f'{first:,}' for first in later])} samples"
     return line
 
 
 def describe_change(before: BlendHistory, after: BlendHistory) -> list[str]:
-    """What a resumed run reads in another way than the run before it; empty if nothing."""
+    """Lines on what a resumed run reads differently; empty if nothing changes."""
     lines = []
     was, now = before.current, after.current
     if before.order != after.order:
         lines.append(
-            "WARNING: sources are mixed in another order than by the program of the checkpoint: a "
-            "new order begins, in which each source goes on where it was"
+            "WARNING: the checkpoint was written with another version of the blend schedule: a new "
+            "schedule begins, in which each source continues where it stopped"
         )
     if now is not was:
         lines += [
-            f"WARNING: the mixture of the training data changes after {now.first} samples:",
-            f"    before: {_mixture(before, was)}",
-            f"    now:    {_mixture(after, now)}",
+            f"WARNING: the blend of the training data changes after {now.first_sample} samples:",
+            f"    before: {_blend(before, was)}",
+            f"    now:    {_blend(after, now)}",
             *(f"    {line}" for line in _source_changes(before, after)),
         ]
     known = {n: source.requests for n, source in enumerate(before.sources) if source.requests}
@@ -113,9 +119,9 @@ def describe_change(before: BlendHistory, after: BlendHistory) -> list[str]:
     if longer:
         names = _join_limited([after.sources[number].identity.name for number in longer])
         lines.append(
-            f" > more samples are needed than the indexes of the run before hold: {names} "
-            f"{'gives' if len(longer) == 1 else 'give'} those that are left, then further epochs "
-            "in an order of their own"
+            f" > more samples are needed than the indexes of the previous run have: {names} "
+            f"{'continues' if len(longer) == 1 else 'continue'} with the remaining ones, then with "
+            "newly shuffled epochs"
         )
     return lines
 
@@ -123,32 +129,27 @@ def describe_change(before: BlendHistory, after: BlendHistory) -> list[str]:
 def _source_changes(before: BlendHistory, after: BlendHistory) -> Iterator[str]:
     old, new = set(before.current.sources), set(after.current.sources)
     sources = after.sources
-    known = {number for number, source in enumerate(before.sources) if source.taken}
+    known = {number for number, source in enumerate(before.sources) if source.consumed}
     names = {source.identity.name for source in before.sources}
     kept = sorted(new & known)
     if kept:
-        yield "goes on: " + _join_limited(
-            [f"{sources[n].identity.name} at its sample {sources[n].taken}" for n in kept]
+        yield "continued: " + _join_limited(
+            [f"{sources[n].identity.name} at its sample {sources[n].consumed}" for n in kept]
         )
     gone = sorted(old - new)
     if gone:
         yield "no longer read: " + _join_limited(
-            [f"{sources[n].identity.name}, after {sources[n].taken} samples" for n in gone]
+            [f"{sources[n].identity.name}, after {sources[n].consumed} samples" for n in gone]
         )
     fresh = sorted(new - known)
     if fresh:
-        yield "starts at its first sample: " + _join_limited(
-            [sources[n].identity.name for n in fresh]
-        )
+        yield "new: " + _join_limited([sources[n].identity.name for n in fresh])
     other = sorted({sources[n].identity.name for n in new if n >= len(before.sources)} & names)
     if other:
-        yield (
-            f"of the same name, but with other documents than before: {_join_limited(other)}: text "
-            "that was trained on may come again"
-        )
+        yield (f"same name, but different documents: {_join_limited(other)}: text may be repeated")
 
 
-def _mixture(history: BlendHistory, phase: BlendPhase) -> str:
+def _blend(history: BlendHistory, phase: BlendPhase) -> str:
     pairs = zip(phase.sources, phase.weights, strict=True)
     ordered = sorted(pairs, key=lambda pair: -pair[1])
     return _join_limited(
@@ -157,5 +158,5 @@ def _mixture(history: BlendHistory, phase: BlendPhase) -> str:
 
 
 def _join_limited(words: Sequence[str]) -> str:
-    more = len(words) - NAMED
-    return ", ".join(words) if more <= 0 else f"{', '.join(words[:NAMED])} and {more} more"
+    more = len(words) - MAX_NAMED
+    return ", ".join(words) if more <= 0 else f"{', '.join(words[:MAX_NAMED])} and {more} more"

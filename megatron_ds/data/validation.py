@@ -1,7 +1,7 @@
-"""What can be told of a run's data before anything is built: files, shares, ids.
+"""Checks of the training data before anything is built: files, tokenizer, token ids, splits.
 
-Owns the sentences about data that does not fit its run. Knows flags and files; no ranks, no cache
-and no torch, and writes nothing.
+Owns the messages about data that does not fit its run. Knows flags and files, but no ranks, cache
+or torch, and writes nothing.
 """
 
 from __future__ import annotations
@@ -12,138 +12,166 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from megatron_ds.config import DataConfig, flag_of
-from megatron_ds.data.blend_spec import NAMES, DocumentSelection, read_groups
+from megatron_ds.config.problems import Problem, UserError
+from megatron_ds.data.blend_spec import SPLITS, DocumentSelection, read_groups
 from megatron_ds.data.indexed_dataset import IndexedDataset, Tokens
 from megatron_ds.data.tokenizer_metadata import tokenizer_mismatch
 from megatron_ds.tokenizer.fingerprint import TokenizerFingerprint
 
-PROBED_BLOCKS = 64
-PROBED_IN_ALL = 4096
-"""Blocks of all files together, beyond one of each."""
-PROBED_TOKENS = 4096
-"""Tokens of a block: a token file is looked at in so many blocks of this size, evenly spread."""
-DOCUMENTS_LOOKED_AT = 64
-"""First documents of a file whose last token is looked at."""
-FILES_NAMED = 3
-"""Of those to which a remark applies."""
+MAX_BLOCKS_PER_FILE = 64
+MAX_BLOCKS = 4096
+"""Blocks of all files together; every file has at least one."""
+BLOCK_TOKENS = 4096
+"""Tokens of a block. Token ids are checked in blocks that are spread evenly over a file."""
+CHECKED_DOCUMENTS = 64
+"""First documents of a file whose last token is checked."""
+MAX_NAMED_FILES = 3
+"""Most files that a warning names."""
 
 
 def data_problems(
     config: DataConfig,
     num_samples: tuple[int, int, int] | None,
     vocab_size: int | None,
-    identity: TokenizerFingerprint | None = None,
-) -> Iterator[str]:
-    """Why the data flags and their files cannot feed the run, a line each.
+    fingerprint: TokenizerFingerprint | None = None,
+) -> Iterator[Problem]:
+    """Checks the data flags and the token files.
 
-    num_samples: samples that the run takes of each part. vocab_size: number of the tokenizer's ids.
-    identity: the tokenizer's, to be held against what lies beside the data. What is None is not
-    known, and what depends on it is not judged.
+    What depends on a value that is None is not checked.
+
+    Args:
+        config: The data flags.
+        num_samples: Samples that the run needs of train, valid and test.
+        vocab_size: Vocabulary size of the tokenizer.
+        fingerprint: Compared with the tokenizer recorded with each pair of files.
     """
     groups, problems = read_groups(config)
     yield from problems
-    samples = dict(zip(NAMES, num_samples or (0, 0, 0), strict=True))
+    samples = dict(zip(SPLITS, num_samples or (0, 0, 0), strict=True))
     uses: dict[tuple[str, str], list[tuple[str, DocumentSelection]]] = {}
     for group in groups:
         for source in group.sources:
-            uses.setdefault((group.flag, source.prefix), []).append((group.part, source.cut))
+            uses.setdefault((group.flag, source.prefix), []).append((group.split, source.documents))
     blocks = blocks_to_sample(len({prefix for _, prefix in uses}))
-    for (flag, prefix), parts in uses.items():
-        needed = [(part, samples[part], cut) for part, cut in parts if samples[part]]
-        for problem in _file_problems(prefix, vocab_size, identity, needed, blocks):
-            yield f"{flag} {problem}"
+    for (flag, prefix), splits in uses.items():
+        needed = [
+            (split, samples[split], documents) for split, documents in splits if samples[split]
+        ]
+        for problem in _file_problems(prefix, vocab_size, fingerprint, needed, blocks):
+            yield problem.with_prefix(f"{flag} ")
 
 
 def _file_problems(
     prefix: str,
     vocab_size: int | None,
-    identity: TokenizerFingerprint | None,
+    fingerprint: TokenizerFingerprint | None,
     needed: Sequence[tuple[str, int, DocumentSelection]],
     blocks: int,
-) -> Iterator[str]:
-    """needed: parts that read the file, their samples, and the documents that they read."""
-    missing = list(_missing(prefix))
+) -> Iterator[Problem]:
+    """Checks one pair.
+
+    Args:
+        prefix: Path of the pair.
+        vocab_size: As for `data_problems`.
+        fingerprint: As for `data_problems`.
+        needed: Splits that read the file, their samples, and the documents that they read.
+        blocks: Number of blocks whose token ids are checked.
+    """
+    missing = list(_missing_files(prefix))
     if missing:
         yield from missing
         return
     try:
         file = IndexedDataset(prefix)
-    except (ValueError, OSError) as error:
-        yield f"{prefix}: {error}"
+    except UserError as error:
+        yield from (problem.with_prefix(f"{prefix}: ") for problem in error.problems)
         return
-    other = [] if identity is None else list(tokenizer_mismatch(prefix, identity))
-    yield from other
-    if vocab_size is not None and not other:
+    mismatch = [] if fingerprint is None else list(tokenizer_mismatch(prefix, fingerprint))
+    yield from mismatch
+    if vocab_size is not None and not mismatch:
         yield from out_of_vocabulary(file, vocab_size, blocks)
-    for part, samples, cut in dict.fromkeys(needed):
-        yield from (f"{prefix}: {words}" for words in empty_selection(part, file, samples, cut))
+    for split, samples, documents in dict.fromkeys(needed):
+        for problem in empty_selection(split, file, samples, documents):
+            yield problem.with_prefix(f"{prefix}: ")
 
 
 def blocks_to_sample(files: int) -> int:
-    """Blocks of each file that are looked at: fewer if there are many files."""
-    return max(1, min(PROBED_BLOCKS, PROBED_IN_ALL // max(1, files)))
+    """Number of blocks of each file whose token ids are checked: fewer if there are many files."""
+    return max(1, min(MAX_BLOCKS_PER_FILE, MAX_BLOCKS // max(1, files)))
 
 
 def out_of_vocabulary(
-    file: IndexedDataset, vocab_size: int, blocks: int = PROBED_BLOCKS
-) -> Iterator[str]:
-    """What shows that a token file was made with another tokenizer. No proof that it was not: only
-    `blocks` blocks of its tokens are looked at."""
+    file: IndexedDataset, vocab_size: int, probed_blocks: int = MAX_BLOCKS_PER_FILE
+) -> Iterator[Problem]:
+    """Checks a sample of a file's token ids against the vocabulary.
+
+    Args:
+        file: The token file.
+        vocab_size: Vocabulary size of the tokenizer.
+        probed_blocks: Number of blocks to read.
+    """
     limit = int(np.iinfo(file.dtype).max)  # type: ignore[type-var]
     if limit < vocab_size - 1:
-        yield (
-            f"{file.prefix}: its .bin holds {8 * file.dtype.itemsize}-bit tokens ({file.dtype}), "
-            f"which cannot reach a vocabulary of {vocab_size}: it was made with another tokenizer"
+        yield Problem(
+            "token-dtype-too-small",
+            f"{file.prefix}: its .bin has {8 * file.dtype.itemsize}-bit tokens ({file.dtype}), "
+            f"too small for a vocabulary of {vocab_size}: it was made with another tokenizer",
         )
-    probed = _probe(file.tokens, blocks)
+    probed = _probe(file.tokens, probed_blocks)
     for token in (int(probed.min()), int(probed.max())) if probed.size else ():  # type: ignore[type-var]
         if not 0 <= token < vocab_size:
-            yield (
-                f"{file.prefix}: its .bin holds the token {token}, but the tokenizer's ids are 0 "
-                f"to {vocab_size - 1}: it was made with another tokenizer, or is damaged"
+            yield Problem(
+                "token-outside-vocabulary",
+                f"{file.prefix}: its .bin has the token id {token}, but the tokenizer's ids are 0 "
+                f"to {vocab_size - 1}: it was made with another tokenizer, or is damaged",
             )
 
 
 def empty_selection(
-    part: str, file: IndexedDataset, samples: int, cut: DocumentSelection
-) -> Iterator[str]:
-    """Whether the documents that are to give a part's samples hold no token."""
-    first, end = cut.bounds(len(file))
+    split: str, file: IndexedDataset, samples: int, documents: DocumentSelection
+) -> Iterator[Problem]:
+    """Checks that the documents of a split, which needs samples, have tokens."""
+    first, end = documents.range_of(len(file))
     if file.lengths[first:end].any():
         return
-    remedy = "give more text"
-    if part != "train":
-        remedy += ", or none are read with --eval-iters 0"
-    asked = f"{samples} {part} samples are asked of {file.prefix}"
-    yield f"{asked}, {cut.empty_message(part, len(file))}{remedy}"
+    remedy = "add text" if split == "train" else "add text, or disable it with --eval-iters 0"
+    yield Problem(
+        "split-without-tokens",
+        f"the run needs {samples} {split} samples of {file.prefix}, "
+        f"{documents.empty_message(split, len(file))}{remedy}",
+    )
 
 
-def _missing(prefix: str) -> Iterator[str]:
-    """A prefix's files that are not there, with the prefix that was likely meant."""
+def _missing_files(prefix: str) -> Iterator[Problem]:
+    """Checks that both files exist; suggests the prefix that was probably meant."""
     stem, suffix = os.path.splitext(prefix)
     document = f"{prefix}_text_document"
     hint = ""
     if suffix in (".bin", ".idx") and os.path.isfile(prefix):
-        hint = f" (give the prefix alone: {stem})"
+        hint = f" (give the prefix only: {stem})"
     elif os.path.isfile(f"{document}.idx"):
         hint = f" (did you mean {document}?)"
     for suffix in (".bin", ".idx"):
         if not os.path.exists(prefix + suffix):
-            yield f"{prefix}: there is no file {prefix + suffix}{hint}"
+            yield Problem("data-file-missing", f"{prefix}: {prefix + suffix} does not exist{hint}")
 
 
 def _probe(tokens: Tokens, blocks: int) -> Tokens:
-    """Some of the tokens: all of a small file, else blocks from its beginning to its end."""
-    if tokens.size <= blocks * PROBED_TOKENS:
+    """All tokens of a small file; otherwise evenly spread blocks."""
+    if tokens.size <= blocks * BLOCK_TOKENS:
         return tokens
-    starts = np.linspace(0, tokens.size - PROBED_TOKENS, blocks, dtype=np.int64)
-    return np.concatenate([tokens[start : start + PROBED_TOKENS] for start in starts])
+    starts = np.linspace(0, tokens.size - BLOCK_TOKENS, blocks, dtype=np.int64)
+    return np.concatenate([tokens[start : start + BLOCK_TOKENS] for start in starts])
 
 
-def data_warnings(config: DataConfig, eod: int | None) -> Iterator[str]:
-    """What the flags on documents' ends lack in the data. eod: the tokenizer's; None: not known.
+def data_warnings(config: DataConfig, eod: int | None) -> Iterator[Problem]:
+    """Warns about flags that need end-of-document tokens which the data lacks.
 
-    Files that cannot be read are passed over: `data_problems` tells of them.
+    Unreadable files are skipped; `data_problems` reports them.
+
+    Args:
+        config: The data flags.
+        eod: End-of-document token of the tokenizer; None if unknown.
     """
     fields = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
     flags = [flag_of(name) for name in fields if getattr(config, name)]
@@ -151,35 +179,36 @@ def data_warnings(config: DataConfig, eod: int | None) -> Iterator[str]:
         return
     prefixes = _prefixes(config)
     blocks = blocks_to_sample(len(prefixes))
-    endless = [prefix for prefix in prefixes if _has_no_eod(prefix, eod, blocks)]
-    if endless:
-        named = ", ".join(endless[:FILES_NAMED])
-        if len(endless) > FILES_NAMED:
-            named += f" and {len(endless) - FILES_NAMED} more"
+    without_eod = [prefix for prefix in prefixes if _has_no_eod(prefix, eod, blocks)]
+    if without_eod:
+        named = ", ".join(without_eod[:MAX_NAMED_FILES])
+        if len(without_eod) > MAX_NAMED_FILES:
+            named += f" and {len(without_eod) - MAX_NAMED_FILES} more"
         have = "has" if len(flags) == 1 else "have"
-        yield (
+        yield Problem(
+            "data-without-eod",
             f"{', '.join(flags)} {have} no effect on {named}: none of the first "
-            f"{DOCUMENTS_LOOKED_AT} documents ends with the end-of-document token {eod}; "
-            "preprocess with --append-eod"
+            f"{CHECKED_DOCUMENTS} documents ends with the end-of-document token {eod}; "
+            "preprocess with --append-eod",
+            *(name for name in fields if getattr(config, name)),
         )
 
 
 def _prefixes(config: DataConfig) -> list[str]:
-    """All token files, each once."""
+    """Prefixes of all token files, without duplicates."""
     groups, _ = read_groups(config)
     return list(dict.fromkeys(source.prefix for group in groups for source in group.sources))
 
 
 def _has_no_eod(prefix: str, eod: int, blocks: int) -> bool:
-    """Whether the end-of-document token is neither at the end of the first documents of a file nor
-    anywhere else that is looked at."""
+    """Whether neither the first documents nor the sampled blocks have the end-of-document token."""
     try:
         file = IndexedDataset(prefix)
-    except (ValueError, OSError):
+    except UserError:
         return False
-    # A document without tokens ends nowhere.
+    # Documents without tokens have no last token.
     starts, ends = file.document_index[:-1], file.document_index[1:]
-    last = (ends[ends > starts] - 1)[:DOCUMENTS_LOOKED_AT]
+    last = (ends[ends > starts] - 1)[:CHECKED_DOCUMENTS]
     last = last[file.lengths[last] > 0]
     if not last.size:
         return False

@@ -12,7 +12,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megatron_ds.data.indexed_writer import IndexedWriter
-from megatron_ds.data.validation import PROBED_BLOCKS, PROBED_TOKENS
+from megatron_ds.data.validation import BLOCK_TOKENS, MAX_BLOCKS_PER_FILE
 from tests.e2e.runs import (
     Launcher,
     Settings,
@@ -290,7 +290,7 @@ def test_data_of_another_tokenizer_is_rejected(
     tokens = np.full(3 * PROBED_BLOCKS * PROBED_TOKENS, 500)
     starts = np.linspace(0, len(tokens) - PROBED_TOKENS, PROBED_BLOCKS, dtype=np.int64)
     for start in starts:
-        tokens[start : start + PROBED_TOKENS] = 1
+        tokens[start : start + BLOCK_TOKENS] = 1
     with IndexedWriter(tmp_path / "tokens", np.uint16) as writer:
         writer.add_documents(tokens, np.full(len(tokens) // 64, 64))
     settings = {**base, "data_path": tmp_path / "tokens", "split": "100,0,0"}

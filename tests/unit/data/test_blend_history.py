@@ -1,4 +1,4 @@
-"""Phases and cursors: whatever becomes of a mixture, a source gives its samples one by one."""
+"""Blend history: each source gives its samples in order, whatever changes in the blend."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megatron_ds.data.blend_history import (
     new_history,
     record_consumed,
     resume_history,
-    samples_held,
+    samples_of_request,
     with_copy_numbers,
     with_requests,
 )
@@ -33,7 +33,7 @@ def named(*names: str) -> list[SourceId]:
     return with_copy_numbers([SourceId(name, f"hash of {name}", (0, 9)) for name in names])
 
 
-def test_a_run_with_the_same_mixture_has_the_same_history() -> None:
+def test_unchanged_blend_keeps_the_history() -> None:
     a, b = named("a", "b")
     first = record_consumed(new_history([a, b], [0.25, 0.75], ORDER), [1, 3])
     assert resume_history(first, [a, b], [0.25, 0.75 * (1 + 1e-15)], ORDER, 4) is first
@@ -49,30 +49,28 @@ def test_a_run_with_the_same_mixture_has_the_same_history() -> None:
         ("ab", [0.25, 0.75], ORDER + 1),
     ],
 )
-def test_a_change_begins_a_phase_where_each_source_was(
-    names: str, weights: list[float], order: int
-) -> None:
+def test_changed_blend_begins_a_phase(names: str, weights: list[float], order: int) -> None:
     a, b = named("a", "b")
     first = record_consumed(new_history([a, b], [0.25, 0.75], ORDER), [1, 3])
     after = resume_history(first, named(*names), weights, order, 4)
     assert after.phases[0] == first.phases[0]
-    cursors = {"a": 1, "b": 3, "c": 0}
+    starts = {"a": 1, "b": 3, "c": 0}
     assert after.current == BlendPhase(
-        4, tuple("abc".index(n) for n in names), tuple(weights), tuple(cursors[n] for n in names)
+        4, tuple("abc".index(n) for n in names), tuple(weights), tuple(starts[n] for n in names)
     )
     assert len(after.sources) == (3 if "c" in names else 2)
 
 
-def test_a_source_that_comes_back_goes_on_where_it_was() -> None:
+def test_returning_source_continues() -> None:
     a, b = named("a", "b")
     both = record_consumed(new_history([a, b], [0.5, 0.5], ORDER), [2, 2])
     alone = record_consumed(resume_history(both, [a], [1.0], ORDER, 4), [6])
     again = resume_history(alone, [b, a], [0.5, 0.5], ORDER, 10)
-    assert again.current.starts == (2, 8)
-    assert [phase.first for phase in again.phases] == [0, 4, 10]
+    assert again.current.source_starts == (2, 8)
+    assert [phase.first_sample for phase in again.phases] == [0, 4, 10]
 
 
-def test_a_change_before_any_sample_replaces_the_phase() -> None:
+def test_change_before_the_first_sample_replaces_the_phase() -> None:
     a, b = named("a", "b")
     first = record_consumed(new_history([a, b], [0.5, 0.5], ORDER), [2, 2])
     second = record_consumed(resume_history(first, [a], [1.0], ORDER, 4), [0])
@@ -82,7 +80,7 @@ def test_a_change_before_any_sample_replaces_the_phase() -> None:
     )
 
 
-def test_other_documents_make_another_source_and_equal_ones_are_counted() -> None:
+def test_source_identity_includes_documents_and_copies() -> None:
     a = SourceId("a", "x", (0, 9))
     assert [one.copy for one in with_copy_numbers([a, a, SourceId("a", "x", (0, 8)), a])] == [
         0,
@@ -91,55 +89,55 @@ def test_other_documents_make_another_source_and_equal_ones_are_counted() -> Non
         2,
     ]
     first = record_consumed(new_history([a], [1.0], ORDER), [5])
-    assert resume_history(first, [SourceId("a", "x", (0, 8))], [1.0], ORDER, 5).current.starts == (
-        0,
-    )
-    assert resume_history(first, [SourceId("a", "y", (0, 9))], [1.0], ORDER, 5).current.starts == (
-        0,
-    )
+    assert resume_history(
+        first, [SourceId("a", "x", (0, 8))], [1.0], ORDER, 5
+    ).current.source_starts == (0,)
+    assert resume_history(
+        first, [SourceId("a", "y", (0, 9))], [1.0], ORDER, 5
+    ).current.source_starts == (0,)
 
 
-def test_json_and_back() -> None:
+def test_json_round_trip() -> None:
     a, b = named("a", "b")
     history = with_requests(new_history([a, b], [1 / 3, 2 / 3], ORDER), [(7,), (12, 5)])
     history = resume_history(record_consumed(history, [4, 8]), [b], [1.0], ORDER, 12)
     assert BlendHistory.from_dict(json.loads(json.dumps(history.to_dict()))) == history
 
 
-def damaged(place: list[Any], value: Any) -> dict[str, Any]:
-    """A record with another value at a place; None takes it out."""
+def damaged(path: list[Any], value: Any) -> dict[str, Any]:
+    """A record with another value at a path; None removes it."""
     record = json.loads(json.dumps(new_history(named("a", "b"), [0.5, 0.5], ORDER).to_dict()))
     at = record
-    for key in place[:-1]:
+    for key in path[:-1]:
         at = at[key]
-    at[place[-1]] = value
+    at[path[-1]] = value
     if value is None:
-        del at[place[-1]]
+        del at[path[-1]]
     return record  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize(
-    ("place", "value"),
+    ("path", "value"),
     [
-        (["format"], 2),
+        (["format"], 1),
         (["format"], None),
         (["order"], "2"),
         (["phases"], []),
         (["phases"], None),
         (["sources"], [1]),
-        (["sources", 0, "taken"], -1),
-        (["sources", 0, "taken"], 1.5),
+        (["sources", 0, "consumed"], -1),
+        (["sources", 0, "consumed"], 1.5),
         (["sources", 0, "requests"], [True]),
         (["sources", 0, "identity", "documents"], [0]),
         (["phases", 0, "sources"], [0, 7]),
         (["phases", 0, "weights"], [0.5]),
         (["phases", 0, "weights"], [0.5, float("nan")]),
-        (["phases", 0, "starts"], "00"),
+        (["phases", 0, "source_starts"], "00"),
     ],
 )
-def test_a_damaged_record_is_refused(place: list[Any], value: Any) -> None:
+def test_damaged_record_is_rejected(path: list[Any], value: Any) -> None:
     with pytest.raises(ValueError, match=r"\w"):
-        BlendHistory.from_dict(damaged(place, value))
+        BlendHistory.from_dict(damaged(path, value))
 
 
 @given(
@@ -148,7 +146,7 @@ def test_a_damaged_record_is_refused(place: list[Any], value: Any) -> None:
     steps=st.lists(st.integers(0, 60), min_size=1, max_size=5),
 )
 @STEADY
-def test_indexes_are_kept_and_added_to(tokens: int, seq_length: int, steps: list[int]) -> None:
+def test_requests_are_kept_and_extended(tokens: int, seq_length: int, steps: list[int]) -> None:
     requests: tuple[int, ...] = ()
     needed = 0
     for step in steps:
@@ -156,22 +154,22 @@ def test_indexes_are_kept_and_added_to(tokens: int, seq_length: int, steps: list
         longer = extend_requests(requests, needed, tokens, seq_length)
         assert longer[: len(requests)] == requests
         assert len(longer) <= len(requests) + 1
-        assert sum(samples_held(each, tokens, seq_length) for each in longer) >= needed
+        assert sum(samples_of_request(each, tokens, seq_length) for each in longer) >= needed
         assert extend_requests(longer, needed, tokens, seq_length) is longer
         requests = longer
 
 
 @given(tokens=st.integers(1, 200), seq_length=st.integers(1, 20), request=st.integers(1, 50))
 @STEADY
-def test_samples_held_are_those_of_the_index(tokens: int, seq_length: int, request: int) -> None:
+def test_samples_of_request_equals_the_index(tokens: int, seq_length: int, request: int) -> None:
     made = build_indexes(np.array([tokens]), np.array([0]), request, seq_length, 1)
-    assert samples_held(request, tokens, seq_length) == len(made.shuffle)
+    assert samples_of_request(request, tokens, seq_length) == len(made.shuffle)
 
 
 @given(data=st.data())
 @STEADY
-def test_every_source_gives_each_of_its_samples_once_and_in_order(data: st.DataObject) -> None:
-    """Runs of random lengths with random mixtures; the samples of each source are 0, 1, 2, ..."""
+def test_every_source_gives_its_samples_once_and_in_order(data: st.DataObject) -> None:
+    """Runs of random lengths with random blends: the samples of each source are 0, 1, 2, ..."""
     history: BlendHistory | None = None
     consumed, given_of = 0, {name: list[int]() for name in "abcde"}
     for _ in range(data.draw(st.integers(1, 5))):
@@ -186,13 +184,13 @@ def test_every_source_gives_each_of_its_samples_once_and_in_order(data: st.DataO
         members = [history.sources[number].identity.name for number in phase.sources]
         assert members == names
         end = consumed + data.draw(st.integers(0, 30))
-        order = blend_order(phase.weights, end - phase.first)
+        order = blend_order(phase.weights, end - phase.first_sample)
         for position in range(consumed, end):
-            source, sample = order.locate(position - phase.first)
-            given_of[members[source]].append(phase.starts[source] + sample)
+            source, sample = order.locate(position - phase.first_sample)
+            given_of[members[source]].append(phase.source_starts[source] + sample)
         consumed = end
-        history = record_consumed(history, order.counts_at(end - phase.first).tolist())
+        history = record_consumed(history, order.counts_at(end - phase.first_sample).tolist())
         for source_now in history.sources:
-            assert source_now.taken == len(given_of[source_now.identity.name])
+            assert source_now.consumed == len(given_of[source_now.identity.name])
     assert all(found == list(range(len(found))) for found in given_of.values())
     assert sum(map(len, given_of.values())) == consumed

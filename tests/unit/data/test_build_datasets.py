@@ -1,4 +1,4 @@
-"""From flags to datasets: splits, blends, caches and what is refused."""
+"""Datasets of the data flags: splits, blends, caches and resumed runs."""
 
 from __future__ import annotations
 
@@ -23,12 +23,13 @@ from megatron_ds.data.gpt_dataset import TokenDataset
 from megatron_ds.data.index_cache import ArrayCache
 from megatron_ds.data.indexed_writer import IndexedWriter
 from megatron_ds.data.usage_report import as_json, summary
+from tests.problems import raises_problem
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 
 
 def write(prefix: Path, documents: int = 40, first: int = 0, size: int = 7) -> str:
-    """Document d is `size` tokens of the value first + d."""
+    """Writes documents; document d has `size` tokens of the value first + d."""
     with IndexedWriter(prefix, "uint16") as writer:
         for number in range(documents):
             writer.add_document([first + number] * size)
@@ -54,7 +55,7 @@ def cached(folder: Path) -> int:
     return len(list(folder.glob("*.json")))
 
 
-def test_parts_are_disjoint_and_long_enough(tmp_path: Path) -> None:
+def test_splits_are_disjoint_and_long_enough(tmp_path: Path) -> None:
     config = DataConfig(data_path=(write(tmp_path / "p"),), split="80,10,10")
     built = datasets(config, (200, 9, 7))
     assert built.train is not None
@@ -66,7 +67,7 @@ def test_parts_are_disjoint_and_long_enough(tmp_path: Path) -> None:
     assert tokens_of(built.test[""]) == set(range(36, 40))
 
 
-def test_parts_given_alone(tmp_path: Path) -> None:
+def test_data_of_single_splits(tmp_path: Path) -> None:
     config = DataConfig(
         train_data_path=(write(tmp_path / "a"),),
         test_data_path=("1", write(tmp_path / "b", first=100), "0", str(tmp_path / "none")),
@@ -77,7 +78,7 @@ def test_parts_given_alone(tmp_path: Path) -> None:
     assert tokens_of(built.test[""]) <= set(range(100, 140))
 
 
-def test_none_asked_and_none_given_are_none(tmp_path: Path) -> None:
+def test_splits_without_samples_or_data_are_empty(tmp_path: Path) -> None:
     path = (write(tmp_path / "p"),)
     built = datasets(DataConfig(data_path=path), (10, 0, 0))
     assert (built.valid, built.test) == ({}, {})
@@ -87,31 +88,31 @@ def test_none_asked_and_none_given_are_none(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("split", "samples", "message"),
+    ("split", "samples", "code"),
     [
-        ("0,1,1", (1, 0, 0), "--split 0,1,1: leaves no documents for training"),
-        (None, (1, 0, 3), "3 test samples are asked of .* but --split 969,30,1 leaves test none"),
-        ("900,1,99", (1, 3, 0), "3 valid samples are asked of .* leaves valid none of its 40"),
-        ("1,999,0", (1, 3, 0), "1 train samples are asked of .* leaves train none"),
+        ("0,1,1", (1, 0, 0), "split-without-train"),
+        (None, (1, 0, 3), "split-without-tokens"),
+        ("900,1,99", (1, 3, 0), "split-without-tokens"),
+        ("1,999,0", (1, 3, 0), "split-without-tokens"),
     ],
 )
-def test_a_part_that_gets_nothing(
-    tmp_path: Path, split: str | None, samples: tuple[int, int, int], message: str
+def test_split_without_documents_is_rejected(
+    tmp_path: Path, split: str | None, samples: tuple[int, int, int], code: str
 ) -> None:
     config = DataConfig(data_path=(write(tmp_path / "p"),), split=split)
-    with pytest.raises(ValueError, match=message):
+    with raises_problem(code):
         datasets(config, samples)
 
 
-def test_a_file_without_tokens(tmp_path: Path) -> None:
+def test_file_without_tokens_is_rejected(tmp_path: Path) -> None:
     config = DataConfig(train_data_path=(write(tmp_path / "p", documents=0),))
-    with pytest.raises(ValueError, match="holds no tokens"):
+    with raises_problem("split-without-tokens"):
         datasets(config, (1, 0, 0))
 
 
-def test_16_bit_tokens_for_a_larger_vocabulary(tmp_path: Path) -> None:
+def test_16_bit_tokens_for_a_larger_vocabulary_are_rejected(tmp_path: Path) -> None:
     config = DataConfig(data_path=(write(tmp_path / "p"),))
-    with pytest.raises(ValueError, match="another tokenizer"):
+    with raises_problem("token-dtype-too-small"):
         datasets(config, (1, 0, 0), vocab_size=65537)
 
 
@@ -124,8 +125,8 @@ def test_blend_follows_the_weights(tmp_path: Path) -> None:
     ids = [train.sample_id(i) for i in range(400)]
     assert sum(name.startswith("0/a:") for name in ids) == 300
     assert [name[:2] for name in ids[:8]].count("1/") == 2
-    # 40 documents of 7 tokens in each, of which a sample takes 5
-    assert built.shares == (
+    # Each has 40 documents of 7 tokens, and a sample takes 5.
+    assert built.usage == (
         FileUsage("train", a, 0.75, 300, 300 * 5 / 280),
         FileUsage("train", b, 0.25, 100, 100 * 5 / 280),
     )
@@ -134,32 +135,32 @@ def test_blend_follows_the_weights(tmp_path: Path) -> None:
         assert all(low <= t < high for t in train[position])
 
 
-def test_without_weights_each_file_gives_according_to_its_size(tmp_path: Path) -> None:
+def test_files_without_weights_are_weighted_by_size(tmp_path: Path) -> None:
     paths = tuple(write(tmp_path / name, size) for name, size in (("a", 10), ("b", 30), ("c", 40)))
     built = datasets(DataConfig(data_path=paths, split="1,1"), (400, 80, 0))
-    assert [(share.part, share.samples, share.weight) for share in built.shares] == [
+    assert [(file.split, file.samples, file.weight) for file in built.usage] == [
         *(("train", samples, samples / 400) for samples in (50, 150, 200)),
         *(("valid", samples, samples / 80) for samples in (10, 30, 40)),
     ]
-    assert len({share.epochs for share in built.shares if share.part == "train"}) == 1
+    assert len({file.epochs for file in built.usage if file.split == "train"}) == 1
 
 
 @pytest.mark.parametrize(
-    ("paths", "message"),
+    ("paths", "code"),
     [
-        (("1", "a", "2"), "WEIGHT PREFIX"),
-        (("x", "a", "2", "b"), "the weight 'x'"),
-        (("-1", "a"), "the weight '-1'"),
-        (("nan", "a"), "the weight 'nan'"),
-        (("0", "a", "0.0", "b"), "all weights are 0"),
+        (("1", "a", "2"), "blend-syntax"),
+        (("x", "a", "2", "b"), "invalid-weight"),
+        (("-1", "a"), "invalid-weight"),
+        (("nan", "a"), "invalid-weight"),
+        (("0", "a", "0.0", "b"), "invalid-weight-sum"),
     ],
 )
-def test_bad_blends(paths: tuple[str, ...], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+def test_invalid_blend_is_rejected(paths: tuple[str, ...], code: str) -> None:
+    with raises_problem(code, "data_path"):
         datasets(DataConfig(data_path=paths), (1, 0, 0))
 
 
-def test_the_cache_is_read_and_its_name_hashes_what_decides(
+def test_indexes_are_cached_by_everything_that_determines_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = DataConfig(data_path=(write(tmp_path / "p"),), split="80,20,0")
@@ -184,7 +185,7 @@ def test_the_cache_is_read_and_its_name_hashes_what_decides(
     assert cached(folder) == count + 3
 
 
-def test_of_many_samples_the_indexes_are_made_when_they_are_read(
+def test_indexes_of_large_blends_are_built_on_first_use(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "index-cache"
@@ -198,7 +199,7 @@ def test_of_many_samples_the_indexes_are_made_when_they_are_read(
     assert later.train is not None
     assert at_once.train is not None
     assert cached(folder) == 0
-    assert later.shares == at_once.shares
+    assert later.usage == at_once.usage
     assert len(later.train) == 400
     later.train[0]
     assert cached(folder) == 1
@@ -208,12 +209,12 @@ def test_of_many_samples_the_indexes_are_made_when_they_are_read(
         assert later.train[position].tolist() == tokens
         assert again[position].tolist() == tokens
     assert cached(folder) == 2
-    # What is there needs no room and no right to write.
+    # Existing indexes need no space and no write permission.
     monkeypatch.setattr(ArrayCache, "require_space", None)
     datasets(config, (400, 0, 0))
 
 
-def test_room_for_indexes_that_are_made_later_is_looked_for_at_the_start(
+def test_space_for_indexes_is_checked_at_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     paths = (write(tmp_path / "a"), write(tmp_path / "b"))
@@ -221,37 +222,37 @@ def test_room_for_indexes_that_are_made_later_is_looked_for_at_the_start(
     monkeypatch.setattr(module, "OPENED_AT_START", 0)
     folder = tmp_path / "index-cache"
     disk = shutil.disk_usage(tmp_path)
-    # Of each, 40 documents of 7 tokens are 55 samples and an end: 4 * 40 + 8 * 56 + 4 * 55 bytes.
+    # 40 documents of 7 tokens give 55 samples: 4 * 40 + 8 * 56 + 4 * 55 bytes per file.
     monkeypatch.setattr(shutil, "disk_usage", lambda path: disk._replace(free=2 * 828 - 1))
-    with pytest.raises(ValueError, match=r"index-cache: 0\.0 GB free of 0\.0 GB.*--data-cache"):
+    with raises_problem("index-cache-not-writable", contains="0.0 GB free"):
         datasets(config, (100, 0, 0))
     monkeypatch.setattr(shutil, "disk_usage", lambda path: disk._replace(free=2 * 828))
     train = datasets(config, (100, 0, 0)).train
     assert train is not None
-    assert train[0].tolist() == train[1].tolist(), "one of each file: both have been asked"
+    assert train[0].tolist() == train[1].tolist(), "one sample of each file"
     assert sum(np.load(path).nbytes for path in folder.glob("*.npy")) == 2 * 828
     shutil.rmtree(folder)
-    folder.write_text("a file in its place")
-    with pytest.raises(ValueError, match=r"cannot be written.*--data-cache-path"):
+    folder.write_text("")
+    with raises_problem("index-cache-not-writable"):
         datasets(config, (100, 0, 0))
 
 
-def test_where_the_cache_goes(tmp_path: Path) -> None:
+def test_cache_folders(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     config = DataConfig(data_path=(write(tmp_path / "data" / "p"),))
     given = dataclasses.replace(config, data_cache_path=str(tmp_path / "given"))
     datasets(given, (5, 0, 0))
     assert cached(tmp_path / "given") == 1
     assert not (tmp_path / "data" / "index-cache").exists()
-    # A file in the folder's place stands for a data folder that cannot be written.
+    # A file of this name simulates a data folder that is not writable.
     (tmp_path / "data" / "index-cache").write_text("")
-    with pytest.raises(ValueError, match="--data-cache-path"):
+    with raises_problem("index-cache-not-writable"):
         datasets(config, (5, 0, 0))
     datasets(config, (5, 0, 0), fallback_cache=str(tmp_path / "fallback"))
     assert cached(tmp_path / "fallback") == 1
 
 
-def test_four_processes_at_once_read_the_same(tmp_path: Path) -> None:
+def test_concurrent_processes_read_the_same(tmp_path: Path) -> None:
     prefix = write(tmp_path / "p")
     code = (
         "import zlib\n"
@@ -276,9 +277,9 @@ def test_four_processes_at_once_read_the_same(tmp_path: Path) -> None:
 def run(
     config: DataConfig, end: int, consumed: int = 0, total: int | None = None, record: Any = None
 ) -> tuple[list[str], dict[str, Any], Datasets]:
-    """Ids of the samples that a run takes from `consumed` to `end`, and what its checkpoint keeps.
+    """Sample ids of a run from `consumed` to `end`, and its history for a checkpoint.
 
-    total: samples that the run is laid out for; `end` of them if not given.
+    total: samples of the entire run; `end` by default.
     """
     history = None if record is None else BlendHistory.from_dict(json.loads(json.dumps(record)))
     built = datasets(config, (total or end, 0, 0), history=history, consumed=consumed)
@@ -293,68 +294,67 @@ def of(name: str, ids: list[str]) -> list[str]:
     return [one.rpartition("/")[2] for one in ids if f"{name}:" in one]
 
 
-def test_a_resume_with_the_same_mixture_reads_what_the_run_would_have(tmp_path: Path) -> None:
+def test_resume_with_the_same_blend_equals_an_uninterrupted_run(tmp_path: Path) -> None:
     for paths in (("a",), ("1", "a"), ("2", "a", "1", "b"), ("a", "b", "c")):
         for name, first in (("a", 0), ("b", 100), ("c", 200)):
             write(tmp_path / name, first=first)
         given = tuple(str(tmp_path / path) if path.isalpha() else path for path in paths)
         config = DataConfig(data_path=given, split="1")
-        whole, at_the_end, _ = run(config, 150)
+        uninterrupted, final_record, _ = run(config, 150)
         before, record, _ = run(config, 60, total=150)
         after, again, built = run(config, 150, 60, record=record)
-        assert before + after == whole
-        assert again == at_the_end
+        assert before + after == uninterrupted
+        assert again == final_record
         assert built.changes == ()
 
 
-def test_another_mixture_goes_on_in_each_source_where_it_was(tmp_path: Path) -> None:
+def test_changed_blend_continues_each_source(tmp_path: Path) -> None:
     a, b, c = (write(tmp_path / name, first=100 * n) for n, name in enumerate("abc"))
-    mixture = DataConfig(data_path=("3", a, "1", b), split="1")
-    undisturbed, _, _ = run(mixture, 400)
-    before, record, _ = run(mixture, 160, total=400)
+    blend = DataConfig(data_path=("3", a, "1", b), split="1")
+    uninterrupted, _, _ = run(blend, 400)
+    before, record, _ = run(blend, 160, total=400)
     other = DataConfig(data_path=("1", c, "1", a), split="1")
     after, record, built = run(other, 240, 160, total=400, record=record)
     assert len(of("a", after)) == len(of("c", after)) == 40
     both = before + after
-    assert of("a", both) == of("a", undisturbed)[: 120 + 40]
-    assert of("b", both) == of("b", undisturbed)[:40]
-    assert [source["taken"] for source in record["sources"]] == [160, 40, 40]
-    assert [phase["first"] for phase in record["phases"]] == [0, 160]
+    assert of("a", both) == of("a", uninterrupted)[: 120 + 40]
+    assert of("b", both) == of("b", uninterrupted)[:40]
+    assert [source["consumed"] for source in record["sources"]] == [160, 40, 40]
+    assert [phase["first_sample"] for phase in record["phases"]] == [0, 160]
     text = "\n".join(built.changes)
-    for words in (
-        "the mixture of the training data changes after 160 samples",
-        "before: a 0.75, b 0.25",
-        "now:    c 0.5, a 0.5",
-        "goes on: a at its sample 120",
-        "no longer read: b, after 40 samples",
-        "starts at its first sample: c",
+    for part in (
+        "160 samples",
+        "a 0.75, b 0.25",
+        "c 0.5, a 0.5",
+        "a at its sample 120",
+        "b, after 40",
     ):
-        assert words in text
+        assert part in text
 
-    # Back to the first mixture: b goes on after its 40, too, and the change is told once.
-    last, record, built = run(mixture, 400, 240, record=record)
-    assert of("b", both + last) == of("b", undisturbed)[:80]
+    # Back to the first blend: b continues after its 40 samples, and the change is reported once.
+    last, record, built = run(blend, 400, 240, record=record)
+    assert of("b", both + last) == of("b", uninterrupted)[:80]
     assert len(of("a", last)) == 120
-    repeated, _, built = run(mixture, 400, 240, record=record)
+    repeated, _, built = run(blend, 400, 240, record=record)
     assert built.changes == ()
     assert repeated == last
 
 
-def test_one_file_becomes_a_mixture_and_one_file_again(tmp_path: Path) -> None:
+def test_single_file_becomes_a_blend_and_single_again(tmp_path: Path) -> None:
     a, b = write(tmp_path / "a"), write(tmp_path / "b", first=100)
-    alone = DataConfig(data_path=(a,), split="1")
-    undisturbed, _, _ = run(alone, 300)
-    first, record, _ = run(alone, 100, total=300)
+    single = DataConfig(data_path=(a,), split="1")
+    uninterrupted, _, _ = run(single, 300)
+    first, record, _ = run(single, 100, total=300)
     second, record, _ = run(
         DataConfig(data_path=("1", a, "1", b), split="1"), 200, 100, 300, record
     )
-    third, record, _ = run(alone, 300, 200, record=record)
+    third, record, _ = run(single, 300, 200, record=record)
     ids = of("a", first + second + third)
-    assert ids == of("a", undisturbed)[:250]
-    assert record["sources"][0]["taken"] == 250
+    assert ids == of("a", uninterrupted)[:250]
+    assert record["sources"][0]["consumed"] == 250
 
 
-def test_a_longer_run_first_ends_its_index_and_repeats_nothing(tmp_path: Path) -> None:
+def test_longer_run_finishes_its_index_first(tmp_path: Path) -> None:
     """The order of an index depends on its number of epochs, as in Megatron."""
     config = DataConfig(data_path=(write(tmp_path / "a"),), split="1")  # 280 tokens, 55 samples
     before, record, built = run(config, 40)
@@ -367,16 +367,16 @@ def test_a_longer_run_first_ends_its_index_and_repeats_nothing(tmp_path: Path) -
     assert ids[:55] == index
     assert all("+1" in one for one in ids[55:])
     assert len(set(ids)) == 140
-    assert "indexes of the run before hold: a gives those that are left" in built.changes[0]
+    assert " a continues" in built.changes[0]
     longer, record, _ = run(config, 300, 140, record=record)
     assert len(set(ids + longer)) == 300
     assert record["sources"][0]["requests"] == (40, 85, 300 - 55 - 111)
-    # All documents were read equally often, within one epoch.
-    shares = [share.epochs for share in built.shares]
+    # All documents were read equally often, up to one epoch.
+    shares = [file.epochs for file in built.usage]
     assert shares == [140 * 5 / 280]
 
 
-def test_a_further_index_has_an_order_of_its_own(tmp_path: Path) -> None:
+def test_further_index_has_another_order(tmp_path: Path) -> None:
     config = DataConfig(data_path=(write(tmp_path / "a"),), split="1")
     before, record, _ = run(config, 40)
     after, record, _ = run(config, 110, 40, record=record)
@@ -386,25 +386,25 @@ def test_a_further_index_has_an_order_of_its_own(tmp_path: Path) -> None:
     assert first != second
 
 
-def test_a_shorter_run_keeps_its_order(tmp_path: Path) -> None:
+def test_shorter_run_keeps_its_order(tmp_path: Path) -> None:
     config = DataConfig(data_path=(write(tmp_path / "a"),), split="1")
-    whole, _, _ = run(config, 200)
+    longer, _, _ = run(config, 200)
     _, record, _ = run(config, 60, total=200)
     after, _, built = run(config, 90, 60, record=record)
-    assert after == whole[60:90]
+    assert after == longer[60:90]
     assert built.changes == ()
 
 
-def test_a_file_of_another_content_is_a_source_of_its_own(tmp_path: Path) -> None:
+def test_file_with_changed_content_is_another_source(tmp_path: Path) -> None:
     config = DataConfig(data_path=(write(tmp_path / "a"),), split="1")
     _, record, _ = run(config, 30, total=60)
     write(tmp_path / "a", documents=41)
     _, record, built = run(config, 60, 30, record=record)
-    assert [source["taken"] for source in record["sources"]] == [30, 30]
-    assert "of the same name, but with other documents than before: a" in "\n".join(built.changes)
+    assert [source["consumed"] for source in record["sources"]] == [30, 30]
+    assert "different documents: a" in "\n".join(built.changes)
 
 
-def test_a_folder_that_moved_holds_the_same_sources(tmp_path: Path) -> None:
+def test_moved_folder_has_the_same_sources(tmp_path: Path) -> None:
     for folder in ("old", "new"):
         (tmp_path / folder).mkdir()
         write(tmp_path / folder / "a")
@@ -415,7 +415,7 @@ def test_a_folder_that_moved_holds_the_same_sources(tmp_path: Path) -> None:
     assert before + after == run(moved, 40)[0]
 
 
-def test_groups_are_data_sets_of_their_own(tmp_path: Path) -> None:
+def test_groups_are_separate_datasets(tmp_path: Path) -> None:
     a, b = write(tmp_path / "a"), write(tmp_path / "b", first=100)
     config = DataConfig(
         train_weighted_split_paths=(f"T: 2 0:0.8 {a}, 1 0:0.5 {b}",),
@@ -428,30 +428,30 @@ def test_groups_are_data_sets_of_their_own(tmp_path: Path) -> None:
     assert tokens_of(built.valid["V1"]) == set(range(32, 36))
     assert tokens_of(built.valid["V2"]) <= {*range(36, 40), *range(120, 140)}
     assert list(built.test) == ["X"]
-    told = [str(share) for share in built.shares]
-    assert f"valid V1: {a}, weight 1: 40 samples, 7.14 epochs" in told
-    assert f"valid V2: {b}, weight 0.5: 20 samples, 0.714 epochs" in told
-    assert f"test X: {tmp_path / 'none'}, weight 0: gives nothing" in told
+    lines = [str(file) for file in built.usage]
+    assert f"valid V1: {a}, weight 1: 40 samples, 7.14 epochs" in lines
+    assert f"valid V2: {b}, weight 0.5: 20 samples, 0.714 epochs" in lines
+    assert f"test X: {tmp_path / 'none'}, weight 0: not read" in lines
 
 
-def test_more_files_than_a_byte_counts_with_tiny_and_zero_weights(tmp_path: Path) -> None:
+def test_300_files_with_tiny_and_zero_weights(tmp_path: Path) -> None:
     prefix = write(tmp_path / "a")
     paths: list[str] = []
     for number in range(300):
         paths += [{0: "0", 1: "1e-12"}.get(number, "1"), prefix]
     built = datasets(DataConfig(data_path=tuple(paths), split="1"), (600, 0, 0))
     assert built.train is not None
-    counts = [share.samples for share in built.shares]
+    counts = [file.samples for file in built.usage]
     assert len(counts) == 300
     assert sum(counts) == 600
     assert counts[0] <= 1
     assert set(counts[1:-1]) <= {2, 3}
-    assert (built.shares[-1].weight, counts[-1]) == (0, 0)
+    assert (built.usage[-1].weight, counts[-1]) == (0, 0)
     numbers = {int(built.train.sample_id(i).split("/")[0]) for i in range(600)}
     assert max(numbers) == 298
-    lines = list(summary(built.shares, "all.json"))
+    lines = list(summary(built.usage, "all.json"))
     assert len(lines) == 12 + 3
-    assert "train: 287 more files, weights 0.959732 in all: 572 samples" in lines[12]
-    assert lines[13] == "train: files of weight 0, which give nothing: 1"
-    assert lines[14] == "all files: all.json"
-    assert [one["samples"] for one in as_json(built.shares)] == counts
+    assert "287 more files, total weight 0.959732: 572 samples" in lines[12]
+    assert "1 files of weight 0" in lines[13]
+    assert "all.json" in lines[14]
+    assert [one["samples"] for one in as_json(built.usage)] == counts

@@ -138,6 +138,6 @@ def test_blend_reads_its_sources_in_order(dataset: GPTDataset) -> None:
 def test_blend_with_too_few_samples_is_rejected(dataset: GPTDataset) -> None:
     many = len(dataset) + 1
     with pytest.raises(
-        ValueError, match=f"source 1 has {many - 1} samples, the blend takes {many}"
+        ValueError, match=f"source 1 has {many - 1} samples, but the blend needs {many}"
     ):
         BlendedDataset([dataset, dataset], blend_order([0.0, 1.0], many))
