@@ -18,7 +18,7 @@ from megatron_ds import cli
 from megatron_ds.config import DataConfig, TokenizerConfig
 from megatron_ds.config.fields import option_field, option_group
 from megatron_ds.config.problems import Problem, UserError, option
-from megatron_ds.data.blend_spec import NAMES
+from megatron_ds.data.blend_spec import SPLITS
 from megatron_ds.data.build_datasets import build_datasets
 from megatron_ds.data.indexed_dataset import IndexedDataset
 from megatron_ds.data.token_file_stats import check, compare, document, summarize, summary_lines
@@ -44,7 +44,7 @@ class SampleOptions:
     split: str | None = option_field(
         None, "shares of training, validation and test data", metavar="SHARES"
     )
-    part: str = option_field("train", "dataset split to show", choices=NAMES)
+    part: str = option_field("train", "dataset split to show", choices=SPLITS)
     data_cache_path: str | None = option_field(
         None, "folder of index caches (default: none is kept)", metavar="FOLDER"
     )
@@ -192,7 +192,7 @@ class Inspection:
             text = f"{option('samples')} {last}: the run has {args.num_samples} samples, from 0"
             raise UserError(Problem("sample-beyond-run", text, "samples"))
         sample_counts = [0, 0, 0]
-        sample_counts[NAMES.index(args.part)] = args.num_samples or last + 1
+        sample_counts[SPLITS.index(args.part)] = args.num_samples or last + 1
         tokenizer = self._tokenizer
         built = build_datasets(
             DataConfig(data_path=(data.prefix,), split=args.split, data_cache_path=cache),

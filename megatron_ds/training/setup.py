@@ -163,7 +163,7 @@ def _build_data(
         history=None if found is None else found.run.data,
         consumed=state.consumed_samples,
     )
-    lines = [*summary(data.shares, None if save is None else str(save / USAGE_FILE))]
+    lines = [*summary(data.usage, None if save is None else str(save / USAGE_FILE))]
     if data.progress is not None and len(data.progress.history.phases) > 1:
         lines.append(describe_blend(data.progress.history))
     for line in lines:

@@ -126,7 +126,7 @@ def write_run_files(folder: Path, engine: Engine, data: Datasets) -> None:
     """Writes the DeepSpeed configuration and the usage of each data file to --save."""
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / "ds_config.json", engine.ds_config)
-    write_json(folder / USAGE_FILE, as_json(data.shares))
+    write_json(folder / USAGE_FILE, as_json(data.usage))
 
 
 def log_timestamp(label: str) -> None:
