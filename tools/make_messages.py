@@ -36,6 +36,7 @@ def messages() -> dict[str, set[str]]:
                     isinstance(node, ast.Call)
                     and ast.unparse(node.func).split(".")[-1] == "Problem"
                     and len(node.args) >= 2
+                    and isinstance(node.args[0], ast.Constant)
                 ):
                     code, text, *fields = map(template, node.args)
                     names = ", ".join(fields) or "-"

@@ -228,7 +228,7 @@ def test_ten_problems_come_at_once() -> None:
         "--fp16: DeepSpeed does not train in fp16",
         "--split 5,x",
         "--data-path nothing: nothing.bin",
-        "--data-path large: its .bin holds the token",
+        "--data-path large: its .bin has the token id",
         "--load file: is a file",
         "--save file/x:",
         "--seed -3",
