@@ -121,7 +121,7 @@ def out_of_vocabulary(
     for token in (int(probed.min()), int(probed.max())) if probed.size else ():  # type: ignore[type-var]
         if not 0 <= token < vocab_size:
             yield Problem(
-                "token-outside-vocabulary",
+                "data-token-outside-vocabulary",
                 f"{file.prefix}: its .bin has the token id {token}, but the tokenizer's ids are 0 "
                 f"to {vocab_size - 1}: it was made with another tokenizer, or is damaged",
             )

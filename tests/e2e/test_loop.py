@@ -12,7 +12,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megatron_ds.data.indexed_writer import IndexedWriter
-from megatron_ds.data.validation import BLOCK_TOKENS, MAX_BLOCKS_PER_FILE
+from megatron_ds.data.validation import BLOCK_TOKENS
 from tests.e2e.runs import (
     Launcher,
     Settings,
@@ -287,8 +287,8 @@ def test_data_of_another_tokenizer_is_rejected(
     launcher: Launcher, base: Settings, tmp_path: Path
 ) -> None:
     """Ids beyond the vocabulary are only where the check before the start does not sample."""
-    tokens = np.full(3 * PROBED_BLOCKS * PROBED_TOKENS, 500)
-    starts = np.linspace(0, len(tokens) - PROBED_TOKENS, PROBED_BLOCKS, dtype=np.int64)
+    tokens = np.full(3 * MAX_BLOCKS_PER_FILE * BLOCK_TOKENS, 500)
+    starts = np.linspace(0, len(tokens) - BLOCK_TOKENS, MAX_BLOCKS_PER_FILE, dtype=np.int64)
     for start in starts:
         tokens[start : start + BLOCK_TOKENS] = 1
     with IndexedWriter(tmp_path / "tokens", np.uint16) as writer:
