@@ -12,7 +12,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megatron_ds.data.indexed_writer import IndexedWriter
-from megatron_ds.data.validation import BLOCK_TOKENS
+from megatron_ds.data.validation import BLOCK_TOKENS, MAX_BLOCKS_PER_FILE
 from tests.e2e.runs import (
     Launcher,
     Settings,
