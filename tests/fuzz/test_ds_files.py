@@ -18,7 +18,7 @@ from megatron_ds.engine.ds_config_file import (
     BLOCKS,
     IGNORED_KEYS,
     OLD_SWITCHES,
-    REJECTED,
+    REFUSED,
     RENAMED,
     TOP_KEYS,
 )
@@ -32,7 +32,7 @@ KEYS = sorted(
     {
         *TOP_KEYS,
         *(f"{block}.{key}" for block, keys in BLOCKS.items() for key in keys),
-        *REJECTED,
+        *REFUSED,
         *RENAMED,
         *OLD_SWITCHES,
         *IGNORED_KEYS,
