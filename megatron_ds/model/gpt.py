@@ -8,6 +8,8 @@ Megatron, so that a sequence split is dimension 0.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import nn
 
@@ -146,26 +148,16 @@ class GPTModel(nn.Module):
     def _run_blocks(
         self, x_SBH: torch.Tensor, context: AttentionContext, cache: KeyValueCache | None
     ) -> torch.Tensor:
-        blocks = list(self.layers.values())
-        if self.checkpointing is None or cache is not None:
+        def run(blocks: list[nn.Module], x_SBH: torch.Tensor) -> torch.Tensor:
             for block in blocks:
                 x_SBH = block(x_SBH, context, cache)
             return x_SBH
+
+        blocks = list(self.layers.values())
+        if self.checkpointing is None or cache is not None:
+            return run(blocks, x_SBH)
         size = self.checkpointing.layers_per_chunk
         for start in range(0, len(blocks), size):
-            chunk = LayerChunk(blocks[start : start + size], context)
+            chunk = partial(run, blocks[start : start + size])
             x_SBH = self.checkpointing.run(chunk, x_SBH)
-        return x_SBH
-
-
-class LayerChunk:
-    """Consecutive layers as one function of the hidden states, for recomputation."""
-
-    def __init__(self, blocks: list[nn.Module], context: AttentionContext) -> None:
-        self.blocks = blocks
-        self.context = context
-
-    def __call__(self, x_SBH: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x_SBH = block(x_SBH, self.context)
         return x_SBH

@@ -94,51 +94,25 @@ class Group:
 class Mpu:
     """The model-parallel unit: the mesh under the method names that DeepSpeed calls.
 
+    For each axis of DeepSpeed's it has get_AXIS_rank, get_AXIS_world_size, get_AXIS_group and
+    get_AXIS_group_ranks, e.g. `get_data_parallel_rank`.
+
     It must never have a method `initialize_sequence_parallel`: DeepSpeed takes an object with that
     name for its own Ulysses state.
     """
 
     def __init__(self, mesh: Mesh) -> None:
-        self._mesh = mesh
-
-    def get_data_parallel_rank(self) -> int:
-        return self._mesh.dp.rank
-
-    def get_data_parallel_world_size(self) -> int:
-        return self._mesh.dp.size
-
-    def get_data_parallel_group(self) -> dist.ProcessGroup | None:
-        return self._mesh.dp.handle
-
-    def get_data_parallel_group_ranks(self) -> list[int]:
-        return list(self._mesh.dp.ranks)
-
-    def get_model_parallel_rank(self) -> int:
-        return self._mesh.model.rank
-
-    def get_model_parallel_world_size(self) -> int:
-        return self._mesh.model.size
-
-    def get_model_parallel_group(self) -> dist.ProcessGroup | None:
-        return self._mesh.model.handle
-
-    def get_tensor_model_parallel_rank(self) -> int:
-        return self._mesh.tp.rank
-
-    def get_tensor_model_parallel_world_size(self) -> int:
-        return self._mesh.tp.size
-
-    def get_tensor_model_parallel_group(self) -> dist.ProcessGroup | None:
-        return self._mesh.tp.handle
-
-    def get_pipeline_model_parallel_rank(self) -> int:
-        return self._mesh.pp.rank
-
-    def get_pipeline_model_parallel_world_size(self) -> int:
-        return self._mesh.pp.size
-
-    def get_pipeline_model_parallel_group(self) -> dist.ProcessGroup | None:
-        return self._mesh.pp.handle
+        axes = {
+            "data_parallel": mesh.dp,
+            "model_parallel": mesh.model,
+            "tensor_model_parallel": mesh.tp,
+            "pipeline_model_parallel": mesh.pp,
+        }
+        for axis, group in axes.items():
+            setattr(self, f"get_{axis}_rank", lambda group=group: group.rank)
+            setattr(self, f"get_{axis}_world_size", lambda group=group: group.size)
+            setattr(self, f"get_{axis}_group", lambda group=group: group.handle)
+            setattr(self, f"get_{axis}_group_ranks", lambda group=group: list(group.ranks))
 
 
 @dataclass(frozen=True)

@@ -55,10 +55,10 @@ def test_single_process_is_alone_on_every_axis() -> None:
 
 def test_mpu_answers_deepspeed_and_lacks_the_method_it_must_not_have() -> None:
     mpu = Mesh.single().mpu()
-    for axis in ("data_parallel", "model_parallel", "tensor_model_parallel"):
+    kinds = ("data", "model", "tensor_model", "pipeline_model")
+    for axis in (f"{kind}_parallel" for kind in kinds):
         assert getattr(mpu, f"get_{axis}_world_size")() == 1
         assert getattr(mpu, f"get_{axis}_rank")() == 0
         assert getattr(mpu, f"get_{axis}_group")() is None
-    assert mpu.get_pipeline_model_parallel_world_size() == 1
-    assert mpu.get_data_parallel_group_ranks() == [0]
+        assert getattr(mpu, f"get_{axis}_group_ranks")() == [0]
     assert not hasattr(mpu, "initialize_sequence_parallel")
