@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from megatron_ds.cli import arguments
 from megatron_ds.config import Config
-from megatron_ds.engine import ds_config
+from megatron_ds.engine.ds_config_merge import merge_file
 from megatron_ds.launch import environment
 from megatron_ds.launch.extension_locks import find_stale_locks
 from megatron_ds.launch.lifecycle import process_lifecycle
@@ -29,7 +29,7 @@ def main() -> None:
             sys.argv[1:],
             world_size=environment.world_size(),
             rank=environment.local_rank(),  # a file may be missing on one machine alone
-            complete=ds_config.merge_file,
+            complete=merge_file,
             check=check,
         )
         startup.mark("settings")

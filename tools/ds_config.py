@@ -13,7 +13,8 @@ from megatron_ds import cli
 from megatron_ds.cli import arguments
 from megatron_ds.config import Config
 from megatron_ds.config.fields import option_field
-from megatron_ds.engine.ds_config import build_ds_config, merge_file, value_origins
+from megatron_ds.engine.ds_config import build_ds_config, value_origins
+from megatron_ds.engine.ds_config_merge import merge_file
 from megatron_ds.tokenizer import build_tokenizer
 
 

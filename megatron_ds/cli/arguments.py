@@ -21,7 +21,7 @@ FIRST_RANK_TIMEOUT_S = 10.0
 """Seconds within which a launcher terminates this rank after the first rank has failed."""
 
 Warn = Callable[[str], None]
-Complete = Callable[[Config, int, Warn], tuple[Config, list[str]]]
+Complete = Callable[[Config, int, Warn], tuple[Config, Sequence[str]]]
 """Fills in a configuration from elsewhere, given the number of processes; returns problems."""
 Check = Callable[[Config, int, Warn], list[str]]
 """Finds problems beyond those of the fields, given the number of processes."""
@@ -54,7 +54,8 @@ def build_config(
     config: Config = build(Config(), line.values)
     found: list[str] = []
     if complete is not None:
-        config, found = complete(config, world_size, warn)
+        config, merge_problems = complete(config, world_size, warn)
+        found += merge_problems
     found += config.problems(world_size)
     found += schedule_validation.problems(config, config.parallel.data_parallel_size(world_size))
     if check is not None:

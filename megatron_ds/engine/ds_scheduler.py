@@ -1,17 +1,19 @@
-"""The scheduler block of a DeepSpeed file in the words of the flags.
+"""Translates the `scheduler` block of a DeepSpeed file into our schedule flags.
 
-DeepSpeed's schedulers give the rate after each number of steps; those whose course one of ours has
-exactly are translated, the others are refused with the flags that come nearest. Knows what the keys
-mean, not what flags were given. Source: deepspeed.runtime.lr_schedules
+A DeepSpeed scheduler is translated if one of our schedules gives exactly its learning rates.
+Others are refused with the flags of the nearest schedule. Does not know which flags were given.
+Source: deepspeed.runtime.lr_schedules
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_ds.config import Config, flag_of
+from megatron_ds.config import Config
+from megatron_ds.config.problems import Problem, option
 from megatron_ds.engine.ds_config_file import DeepSpeedFile
 
 TRANSLATED = ("WarmupLR", "WarmupDecayLR")
@@ -19,7 +21,7 @@ TRANSLATED = ("WarmupLR", "WarmupDecayLR")
 
 @dataclass(frozen=True)
 class TranslatedKey:
-    """A key that says what a field of the configuration says."""
+    """The value that a key gives a field of the configuration."""
 
     key: str
     field: str
@@ -27,10 +29,15 @@ class TranslatedKey:
 
 
 def translate(config: Config, file: DeepSpeedFile, batch_size: int) -> Iterator[TranslatedKey]:
-    """What a scheduler block without problems says of the fields of `config`.
+    """Translate a scheduler block without problems.
 
-    batch_size: samples of a step. DeepSpeed's own engine takes the first rate twice, since it asks
-    the scheduler for the first time after a step; here the rate after n steps is used after n.
+    DeepSpeed's own engine uses the first learning rate twice, because it steps the scheduler for
+    the first time after a step. Here the rate of step n is used in step n.
+
+    Args:
+        config: Configuration filled so far.
+        file: DeepSpeed file.
+        batch_size: Samples per step.
     """
     kind = file.get("scheduler.type")
     if kind not in TRANSLATED:
@@ -49,7 +56,7 @@ def translate(config: Config, file: DeepSpeedFile, batch_size: int) -> Iterator[
         yield TranslatedKey("scheduler.params.warmup_max_lr", "lr", float(highest))
     steps = file.get("scheduler.params.warmup_num_steps")
     if steps is not None:
-        # DeepSpeed takes 1 for 2: its logarithmic course cannot have one step.
+        # DeepSpeed replaces 1 by 2, since its logarithmic warm-up cannot have one step.
         samples = max(2, int(steps)) * per_step
         yield TranslatedKey("scheduler.params.warmup_num_steps", f"lr_warmup_{unit}", samples)
     total = file.get("scheduler.params.total_num_steps")
@@ -58,50 +65,59 @@ def translate(config: Config, file: DeepSpeedFile, batch_size: int) -> Iterator[
         yield TranslatedKey("scheduler.params.total_num_steps", f"lr_decay_{unit}", length)
 
 
-def problems(config: Config, file: DeepSpeedFile) -> Iterator[str]:
-    """Why a scheduler block cannot be what the run does, and which flags to give instead."""
+def problems(config: Config, file: DeepSpeedFile) -> Iterator[Problem]:
+    """Find out why a scheduler block cannot be translated, and which flags replace it."""
     if file.get("scheduler") is None:
         return
     kind = file.get("scheduler.type")
-    place = file.location("scheduler.type" if kind else "scheduler")
+    location = file.location("scheduler.type" if kind else "scheduler")
     if kind == "WarmupCosineLR":
-        yield (
-            f"{place}: the scheduler WarmupCosineLR has no exact counterpart (its cosine runs one "
-            f"step ahead); leave the block out and give {_cosine_flags(config, file)}"
+        yield Problem(
+            "ds-scheduler-inexact",
+            f"{location}: no schedule equals WarmupCosineLR, whose cosine is one step ahead; "
+            f"replace the block by {_cosine_flags(config, file)}",
+            "lr_decay_style",
         )
     elif kind not in TRANSLATED:
-        yield (
-            f"{place}: the scheduler {kind!r} is not supported: leave the block out and give "
-            "--lr-decay-style, --lr-warmup-iters, --lr-decay-iters and --min-lr; those that can be "
-            f"translated are {' and '.join(TRANSLATED)}"
+        yield Problem(
+            "ds-scheduler-unsupported",
+            f"{location}: scheduler {kind!r} is not supported, only {' and '.join(TRANSLATED)}; "
+            f"replace the block by {option('lr_decay_style')}, {option('lr_warmup_iters')}, "
+            f"{option('lr_decay_iters')} and {option('min_lr')}",
+            "lr_decay_style",
         )
     else:
         yield from _translation_problems(config, file, kind)
 
 
-def _translation_problems(config: Config, file: DeepSpeedFile, kind: str) -> Iterator[str]:
-    course = file.get("scheduler.params.warmup_type")
-    if course != "linear":
-        said = "is absent, which DeepSpeed takes for" if course is None else "is"
-        key = "scheduler.params.warmup_type"
-        yield (
-            f"{file.location(key if course else 'scheduler.type')}: {key} {said} "
-            f'"{course or "log"}": the warm-up is linear here; write "warmup_type": "linear"'
+def _translation_problems(config: Config, file: DeepSpeedFile, kind: str) -> Iterator[Problem]:
+    key = "scheduler.params.warmup_type"
+    if file.get(key) != "linear":
+        # DeepSpeed's default is "log".
+        given = json.dumps(file.get(key) or "log (the default)")
+        yield Problem(
+            "ds-warmup-not-linear",
+            f"{file.location(key if file.get(key) else 'scheduler.type')}: {key} {given}: only "
+            '"linear" is supported',
         )
-    steps = file.get("scheduler.params.warmup_num_steps")
-    if steps is not None and steps <= 0:
-        key = "scheduler.params.warmup_num_steps"
-        yield f"{file.location(key)}: {key} {steps}: must be positive"
+    steps = "scheduler.params.warmup_num_steps"
+    if file.get(steps) is not None and file.get(steps) <= 0:
+        yield file.invalid(steps, "must be positive", "lr_warmup_iters")
     params = file.values["scheduler"].get("params") or {}
     if kind == "WarmupDecayLR" and not params.get("total_num_steps"):
-        place = file.location("scheduler.type")
-        yield f"{place}: WarmupDecayLR needs scheduler.params.total_num_steps"
+        yield Problem(
+            "ds-scheduler-without-total-steps",
+            f"{file.location('scheduler.type')}: WarmupDecayLR needs "
+            "scheduler.params.total_num_steps",
+        )
     for name in ("rampup_batch_size", "step_batch_size_schedule"):
         if getattr(config.schedule, name) is not None:
-            yield (
+            yield Problem(
+                "ds-scheduler-with-varying-batch",
                 f"{file.location('scheduler')}: a scheduler counts steps, whose size "
-                f"{flag_of(name)} changes; leave the block out and give "
-                "--lr-warmup-samples and --lr-decay-samples"
+                f"{option(name)} changes; replace the block by {option('lr_warmup_samples')} and "
+                f"{option('lr_decay_samples')}",
+                name,
             )
 
 
@@ -111,11 +127,11 @@ def _cosine_flags(config: Config, file: DeepSpeedFile) -> str:
         return default if value is None else value
 
     lr = config.optimizer.lr or 0.0
-    flags = [
-        "--lr-decay-style cosine",
-        f"--lr-warmup-iters {param('warmup_num_steps', 1000)}",
-        f"--lr-decay-iters {param('total_num_steps', 'N')}",
-        f"--lr-warmup-init {lr * param('warmup_min_ratio', 0.0):g}",
-        f"--min-lr {lr * param('cos_min_ratio', 0.0001):g}",
-    ]
-    return " ".join(flags)
+    flags = {
+        "lr_decay_style": "cosine",
+        "lr_warmup_iters": param("warmup_num_steps", 1000),
+        "lr_decay_iters": param("total_num_steps", "N"),
+        "lr_warmup_init": f"{lr * param('warmup_min_ratio', 0.0):g}",
+        "min_lr": f"{lr * param('cos_min_ratio', 0.0001):g}",
+    }
+    return " ".join(f"{option(name)} {value}" for name, value in flags.items())

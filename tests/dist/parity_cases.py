@@ -29,7 +29,7 @@ from megatron_ds.config import (
     ScheduleConfig,
 )
 from megatron_ds.config.schedule_checks import schedule_problems
-from megatron_ds.engine.ds_config import merge_file
+from megatron_ds.engine.ds_config_merge import merge_file
 from megatron_ds.train_state import StepPlan
 
 STEPS = 3

@@ -83,42 +83,19 @@ def test_the_files_saved_with_a_checkpoint_name_the_same_configuration(
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("changes", "code"),
     [
-        ({"bf16": True}, "ZeRO stage 0 with --bf16 is computed wrongly by DeepSpeed"),
-        (
-            {"fp16": True},
-            "ZeRO stage 0 with --fp16 is computed wrongly by DeepSpeed (gradient norm and "
-            "clipping): take --zero-stage 1",
-        ),
-        ({"cpu_optimizer": True}, "ZeRO stage 0 cannot offload the optimizer: take --zero-stage 1"),
-        ({"remote_device": "cpu"}, "by ZeRO stage 3 alone, but the stage is 0"),
-        (
-            {"zero_stage": 2},
-            "--zero-stage 2 contradicts zero_optimization.stage 0 of",
-        ),
+        ({"bf16": True}, "zero0-with-half-precision"),
+        ({"zero_stage": 2}, "ds-key-contradicts-flag"),
     ],
-    ids=["bf16", "fp16", "optimizer", "parameters", "flag"],
 )
-def test_what_a_stage_cannot_do_is_refused_before_anything_starts(
-    changes: Settings, words: str, launcher: Launcher, base: Settings, tmp_path: Path
+def test_unsupported_stage_is_rejected_before_anything_starts(
+    changes: Settings, code: str, launcher: Launcher, base: Settings, tmp_path: Path
 ) -> None:
     settings = {**base, **SCHEDULE, **changes, "save": tmp_path / "run"}
     settings["deepspeed_config"] = with_stage(0, tmp_path)
     result = launcher.start(settings, ranks=2).wait()
     assert result.codes == (2, 2)
-    assert result.output.count(words) == 1, result.output
+    assert result.output.count(f"[{code}]") == 1, result.output
     assert "DeepSpeed info" not in result.output
     assert not (tmp_path / "run").exists()
-
-
-def test_a_value_of_the_wrong_kind_is_named(
-    launcher: Launcher, base: Settings, tmp_path: Path
-) -> None:
-    file = tmp_path / "ds.json"
-    file.write_text('{"zero_optimization": {"stage": 2, "reduce_bucket_size": "x"}}')
-    result = launcher.start({**base, **SCHEDULE, "deepspeed_config": file}, ranks=2).wait()
-    assert result.codes == (2, 2)
-    words = f'{file}:1: zero_optimization.reduce_bucket_size "x": must be a number'
-    assert result.output.count(words) == 1
-    assert "Traceback" not in result.output

@@ -11,7 +11,7 @@ import pytest
 from megatron_ds.cli import arguments
 from megatron_ds.data.indexed_dataset import IndexedDataset
 from megatron_ds.data.indexed_writer import IndexedWriter
-from megatron_ds.engine import ds_config
+from megatron_ds.engine.ds_config_merge import merge_file
 from pretrain_gpt import check
 from tools import preprocess_data
 
@@ -118,7 +118,7 @@ def test_pretrain_gpt(
     argv = [*MODEL.split(), "--data-path", "p", *NULL.split()]
 
     def run(argv: list[str]) -> None:
-        arguments.parse(argv, complete=ds_config.merge_file, check=check)
+        arguments.parse(argv, complete=merge_file, check=check)
 
     run(argv)  # without the damage there is nothing to say
     for file, change in changes.items():
@@ -147,7 +147,5 @@ def test_a_cut_checkpoint_is_named(
     (folder / "manifest.json").write_text("{")
     argv = [*MODEL.split(), "--data-path", "p", *NULL.split(), "--load", "save"]
     with pytest.raises(SystemExit):
-        arguments.parse(
-            [*argv, "--exit-on-missing-checkpoint"], complete=ds_config.merge_file, check=check
-        )
+        arguments.parse([*argv, "--exit-on-missing-checkpoint"], complete=merge_file, check=check)
     assert "global_step5" in capsys.readouterr().err

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from megatron_ds.cli.arguments import build_config
-from megatron_ds.engine.ds_config import build_ds_config, merge_file
+from megatron_ds.engine.ds_config import build_ds_config
+from megatron_ds.engine.ds_config_merge import merge_file
 from tools import ds_config
 
 FLAGS = (
@@ -63,8 +64,8 @@ def test_the_origin_of_each_value_is_told(
         "zero_optimization.stage": "zero_optimization.stage of ds.json:4",
         "zero_optimization.sub_group_size": "zero_optimization.sub_group_size of ds.json:6",
     }
-    assert "cpu_offload is an old key" in told
-    assert "scheduler is taken as --lr-decay-style constant" in told
+    assert "[ds-old-key]" in told
+    assert "[ds-scheduler-translated]" in told
 
 
 def test_wrong_settings_end_with_every_problem(
@@ -73,6 +74,4 @@ def test_wrong_settings_end_with_every_problem(
     with pytest.raises(SystemExit) as ended:
         ds_config.main([*line, "--zero-stage", "1", "--clip-grad", "2"])
     assert ended.value.code == 2
-    told = capsys.readouterr().err
-    assert "--zero-stage 1 contradicts zero_optimization.stage 3" in told
-    assert "--clip-grad 2.0 contradicts gradient_clipping 0.5" in told
+    assert capsys.readouterr().err.count("[ds-key-contradicts-flag]") == 2

@@ -1,0 +1,145 @@
+"""Kinds of values in a DeepSpeed file, and access to nested keys by dotted name.
+
+A kind checks a value of the file and converts it to the type of the configuration.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+Json = dict[str, Any]
+
+Kind = Callable[[Any], Any]
+"""Checks and converts a value. Raises ValueError with the reason if the value is invalid."""
+
+DTYPES = {
+    "fp32": "fp32",
+    "float32": "fp32",
+    "fp16": "fp16",
+    "float16": "fp16",
+    "half": "fp16",
+    "bf16": "bf16",
+    "bfloat16": "bf16",
+}
+"""DeepSpeed's spellings of number formats, and ours."""
+OPTIMIZERS = {
+    "adam": "adam",
+    "adamw": "adam",
+    "fusedadam": "adam",
+    "cpuadam": "adam",
+    "deepspeedcpuadam": "adam",
+    "sgd": "sgd",
+}
+"""Optimizer types of files in lower case, and the values of --optimizer."""
+
+
+def as_bool(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError("must be true or false")
+    return value
+
+
+def as_float(value: Any) -> float:
+    # Python's integers are unbounded; one beyond the range of floats is not a usable number.
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not abs(value) <= sys.float_info.max:
+        raise ValueError("must be a number")
+    return float(value)
+
+
+def as_int(value: Any) -> int:
+    """An integer, which may be written as 2e8."""
+    if as_float(value) != int(value):
+        raise ValueError("must be an integer")
+    return int(value)
+
+
+def as_size(value: Any) -> int:
+    if as_int(value) < 0:
+        raise ValueError("must not be negative")
+    return int(value)
+
+
+def as_str(value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError("must be a string")
+    return value
+
+
+def as_dtype(value: Any) -> str:
+    """ "fp32", "fp16" or "bf16"."""
+    if str(value) not in DTYPES:
+        raise ValueError("must be fp32, fp16 or bf16")
+    return DTYPES[str(value)]
+
+
+def as_device(value: Any) -> str:
+    if value not in ("none", "cpu", "nvme"):
+        raise ValueError('must be "none", "cpu" or "nvme"')
+    return str(value)
+
+
+def as_optimizer(value: Any) -> str:
+    if str(value).lower() not in OPTIMIZERS:
+        raise ValueError("must be Adam, AdamW or SGD")
+    return OPTIMIZERS[str(value).lower()]
+
+
+def as_object(value: Any) -> Json:
+    if not isinstance(value, dict):
+        raise ValueError("must be an object")
+    return value
+
+
+KINDS: dict[str, Kind] = {
+    "bool": as_bool,
+    "float": as_float,
+    "int": as_int,
+    "size": as_size,
+    "str": as_str,
+    "dtype": as_dtype,
+    "device": as_device,
+    "object": as_object,
+    "any": lambda value: value,
+}
+
+
+def get(values: Json, dotted: str) -> Any:
+    """The value of a dotted key; None if it or an object on the way is absent."""
+    parent, last = _parent(values, dotted)
+    return parent.get(last) if isinstance(parent, dict) else None
+
+
+def has(values: Json, dotted: str) -> bool:
+    parent, last = _parent(values, dotted)
+    return isinstance(parent, dict) and last in parent
+
+
+def pop(values: Json, dotted: str) -> Any:
+    parent, last = _parent(values, dotted)
+    return parent.pop(last, None) if isinstance(parent, dict) else None
+
+
+def put(values: Json, dotted: str, value: Any) -> None:
+    """Set a dotted key, whose parent must exist."""
+    parent, last = _parent(values, dotted)
+    parent[last] = value
+
+
+def leaves(values: Json, prefix: str = "") -> list[str]:
+    """The dotted keys of all values that are not objects."""
+    found = []
+    for key, value in values.items():
+        is_object = isinstance(value, dict)
+        found += leaves(value, f"{prefix}{key}.") if is_object else [f"{prefix}{key}"]
+    return found
+
+
+def _parent(values: Json, dotted: str) -> tuple[Any, str]:
+    *above, last = dotted.split(".")
+    value: Any = values
+    for part in above:
+        value = value.get(part) if isinstance(value, dict) else None
+    return value, last

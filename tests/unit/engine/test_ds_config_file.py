@@ -1,0 +1,256 @@
+"""DeepSpeed files: unknown, old, unsupported and invalid keys."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from megatron_ds.engine import ds_values
+from megatron_ds.engine.ds_config import (
+    ZERO3_DEFAULTS,
+    ZERO12_DEFAULTS,
+    ZERO_DEFAULTS,
+    build_ds_config,
+    zero_stage,
+)
+from megatron_ds.engine.ds_keys import (
+    BLOCKS,
+    IGNORED_KEYS,
+    OLD_PIN_KEY,
+    OLD_SWITCHES,
+    REFUSED,
+    RENAMED,
+    TOP_KEYS,
+)
+from tests.problems import codes
+from tests.unit.engine.ds_files import Merge, merge
+from tools import make_ds_keys
+
+__all__ = ["merge"]
+
+
+@pytest.mark.parametrize(
+    ("file", "suggestion"),
+    [
+        ({"zero_optimisation": {}}, "'zero_optimization'"),
+        ({"zero_optimization": {"stge": 1}}, "'stage'"),
+        ({"bf16": {"enable": True}}, "'enabled'"),
+        ({"optimizer": {"params": {"lrr": 1}}}, "'lr'"),
+        ({"data_types": {"params": "fp32"}}, "data_types.params"),
+        ({"activation_checkpointing": {"profil": True}}, "'profile'"),
+        ({"timers": {"throughput": {"enable": 1}}}, "'enabled'"),
+        ({"zero_optimization": {"offload_param": {"device": "none", "pin_mem": 1}}}, "pin_memory"),
+        ({"scheduler": {"type": "WarmupLR", "params": {"warmup_nu_steps": 0}}}, "warmup_num_steps"),
+    ],
+)
+def test_unknown_key_is_reported_with_nearest_key(
+    merge: Merge, file: object, suggestion: str
+) -> None:
+    problem = next(one for one in merge(file).problems if one.code == "ds-key-unknown")
+    assert suggestion in problem
+
+
+@pytest.mark.parametrize(
+    ("file", "key"),
+    [
+        ({"bf16": {"enabled": "yes"}}, "bf16.enabled"),
+        ({"optimizer": {"type": "Lamb"}}, "optimizer.type"),
+        ({"optimizer": {"params": {"betas": [0.9]}}}, "optimizer.params.betas"),
+        (
+            {"zero_optimization": {"offload_optimizer": {"device": "gpuu"}}},
+            "zero_optimization.offload_optimizer.device",
+        ),
+        ({"zero_optimization": {"offload_param": "cpu"}}, "zero_optimization.offload_param"),
+        ({"zero_optimization": {"cpu_offload": "yes"}}, "zero_optimization.cpu_offload"),
+        ({"zero_optimization": {"reduce_bucket_size": -1}}, "zero_optimization.reduce_bucket_size"),
+        ({"fp16": []}, "fp16"),
+        ({"fp16": {"initial_scale_power": 1e400}}, "fp16.initial_scale_power"),
+        ({"fp16": {"initial_scale_power": 5000}}, "fp16.initial_scale_power"),
+        ({"train_batch_size": 2.5}, "train_batch_size"),
+        ({"steps_per_print": "ten"}, "steps_per_print"),
+        ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps"),
+    ],
+)
+def test_invalid_value_is_reported(merge: Merge, file: object, key: str) -> None:
+    problems = merge(file).problems
+    assert "ds-value-invalid" in codes(problems)
+    assert any(f"ds.json:1: {key} " in problem for problem in problems)
+
+
+@pytest.mark.parametrize(
+    "text", ["{", '{"bf16": {}, "bf16": {}}', "[]", '{"a": ' + "9" * 5000 + "}", "[" * 100_000]
+)
+def test_file_that_is_no_json_object_is_rejected(merge: Merge, text: str) -> None:
+    problems = merge(text).problems
+    assert codes(problems) == ["ds-config-unreadable"]
+    assert "ds.json" in problems[0]
+
+
+@pytest.mark.parametrize(
+    "file",
+    [
+        {"zero_optimization": {"mics_shard_size": 2}},
+        {"compression_training": {"a": {"shared": {"enabled": True}}}},
+        {"elasticity": {"enabled": True}},
+        {"checkpoint": {"load_universal": True}},
+        {"optimizer": {"params": {"bias_correction": False}}},
+    ],
+)
+def test_unsupported_key_is_rejected(merge: Merge, file: object) -> None:
+    assert codes(merge(file).problems) == ["ds-key-unsupported"]
+
+
+@pytest.mark.parametrize(
+    "file",
+    [
+        {"zero_optimization": {"cpu_offload": True, "offload_optimizer": {"device": "nvme"}}},
+        {"gradient_clipping": 0.5, "optimizer": {"params": {"max_grad_norm": 1.0}}},
+    ],
+)
+def test_old_key_that_contradicts_current_one_is_rejected(merge: Merge, file: object) -> None:
+    assert "ds-old-key-contradicts" in codes(merge(file).problems)
+
+
+OFFLOAD = "zero_optimization.offload_optimizer"
+PARAM_DEVICE = "zero_optimization.offload_param.device"
+GATHER = "zero_optimization.stage3_gather_16bit_weights_on_model_save"
+
+
+@pytest.mark.parametrize(
+    ("file", "key", "value"),
+    [
+        ({"bfloat16": {"enabled": True}}, "bf16.enabled", True),
+        ({"zero_optimization": True}, "zero_optimization.stage", 1),
+        ({"zero_optimization": False}, "zero_optimization.stage", 0),
+        ({"zero_optimization": {"stage": 3, "cpu_offload_params": True}}, PARAM_DEVICE, "cpu"),
+        ({"zero_optimization": {"stage": 3, "cpu_offload_param": True}}, PARAM_DEVICE, "cpu"),
+        (
+            {"zero_optimization": {"cpu_offload": True, "cpu_offload_use_pin_memory": False}},
+            OFFLOAD,
+            {"device": "cpu", "pin_memory": False},
+        ),
+        (
+            {"zero_optimization": {"stage": 3, "stage3_gather_fp16_weights_on_model_save": True}},
+            GATHER,
+            True,
+        ),
+        (
+            {"zero_optimization": {"stage": 3, "max_live_parameters": 1e8}},
+            "zero_optimization.stage3_max_live_parameters",
+            1e8,
+        ),
+        ({"optimizer": {"params": {"max_grad_norm": 0.3}}}, "gradient_clipping", 0.3),
+        ({"fp32_allreduce": True}, "communication_data_type", "fp32"),
+    ],
+)
+def test_old_key_is_translated_with_a_warning(
+    merge: Merge, file: object, key: str, value: object
+) -> None:
+    config, problems, warnings = merge(file)
+    assert problems == []
+    assert set(codes(warnings)) == {"ds-old-key"}
+    assert ds_values.get(build_ds_config(config, 2), key) == value
+
+
+@pytest.mark.parametrize(
+    "file",
+    [
+        {"amp": {"enabled": False}},
+        {"curriculum_learning": {"enabled": False, "x": 1}},
+        {"compression_training": {"a": {"shared": {"enabled": False}, "b": {"bits": 8}}}},
+        {"sparse_gradients": False},
+        {"zero_optimization": {"mics_shard_size": 0}},
+        {"dataloader_drop_last": True},
+    ],
+)
+def test_unsupported_key_that_is_off_is_dropped_with_a_warning(merge: Merge, file: Any) -> None:
+    config, problems, warnings = merge(file)
+    assert (problems, codes(warnings)) == ([], ["ds-key-dropped"])
+    assert ds_values.get(build_ds_config(config, 2), next(iter(file))) in (
+        None,
+        build_ds_config(merge({}).config, 2).get(next(iter(file))),
+    )
+
+
+def test_legacy_file_is_translated(merge: Merge) -> None:
+    """A file of 2020, without batch sizes."""
+    config, problems, warnings = merge(
+        json.dumps(
+            {
+                "fp16": {"enabled": True},
+                "zero_optimization": {
+                    "stage": 3,
+                    "allgather_partitions": True,
+                    "allgather_bucket_size": 2e8,
+                    "overlap_comm": True,
+                    "reduce_bucket_size": 2e8,
+                    "cpu_offload": True,
+                },
+            },
+            indent=2,
+        )
+    )
+    assert problems == []
+    assert (config.precision.fp16, zero_stage(config)) == (True, 3)
+    assert config.deepspeed.cpu_optimizer
+    zero = build_ds_config(config, 2)["zero_optimization"]
+    assert zero["offload_optimizer"] == {"device": "cpu"}
+    assert (zero["reduce_bucket_size"], zero["overlap_comm"]) == (2e8, True)
+    assert "cpu_offload" not in zero
+    assert codes(warnings) == ["ds-old-key", "ds-keys-ineffective"]
+    assert ["ds.json:11" in warnings[0], "ds.json:7" in warnings[1]] == [True, True]
+    assert "allgather_bucket_size" in warnings[1]
+
+
+def test_problem_shows_line_of_its_key(merge: Merge) -> None:
+    """Blocks share the names of their keys, and strings may look like keys."""
+    problems = merge(
+        """{
+  "tensorboard": {"job_name": "\\"stge\\": {", "output_path": "x"},
+  "comms_logger": {"prof_ops": ["stge", {"stge": 1}]},
+  "fp16": {"enabled": false},
+  "bf16": {
+    "enabled": 7
+  },
+  "zero_optimization": {"stage": 1,
+    "stge": 2}
+}"""
+    ).problems
+    found = {problem.code: problem.split("ds.json:")[1].split(":")[0] for problem in problems}
+    assert found == {"ds-key-unknown": "9", "ds-value-invalid": "6"}
+
+
+def test_every_key_has_one_treatment() -> None:
+    known = set(TOP_KEYS) | {f"{block}.{key}" for block, keys in BLOCKS.items() for key in keys}
+    assert not known & {*REFUSED, *RENAMED, *OLD_SWITCHES, *IGNORED_KEYS, OLD_PIN_KEY}
+    assert set(RENAMED.values()) <= known
+    assert {new for new, _ in OLD_SWITCHES.values()} <= known
+    defaults = ZERO_DEFAULTS | ZERO12_DEFAULTS | ZERO3_DEFAULTS
+    assert defaults.keys() <= BLOCKS["zero_optimization"].keys()
+
+
+def test_key_table_is_current_for_installed_deepspeed() -> None:
+    """`python tools/make_ds_keys.py` rewrites it."""
+    assert json.loads(make_ds_keys.OUTPUT.read_text()) == make_ds_keys.keys()
+
+
+def test_deprecated_keys_of_deepspeed_models_are_translated() -> None:
+    translated = {*RENAMED, *OLD_SWITCHES, OLD_PIN_KEY, *REFUSED}
+    for block, model in make_ds_keys.models().items():
+        for name, field in model.model_fields.items():
+            key = f"{block}.{field.alias or name}"
+            assert (
+                key in translated
+                or key.rpartition(".")[2] in {*BLOCKS[block]}
+                or (key in IGNORED_KEYS)
+            )
+
+
+def test_keys_that_deepspeed_has_removed_are_refused() -> None:
+    from deepspeed.runtime import config as theirs
+
+    removed = set(theirs._REMOVED_TOP_LEVEL_CONFIG_KEYS)
+    removed |= {f"zero_optimization.{key}" for key in theirs._REMOVED_ZERO_CONFIG_KEYS}
+    assert removed <= REFUSED.keys() | {"curriculum_learning"}  # which is translated

@@ -1,0 +1,379 @@
+"""Filling the configuration from a DeepSpeed file, and contradictions between them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_ds import schedules
+from megatron_ds.cli.arguments import build_config
+from megatron_ds.config import Config
+from megatron_ds.engine import ds_values
+from megatron_ds.engine.ds_config import build_ds_config, zero_stage
+from megatron_ds.engine.ds_config_merge import merge_file
+from megatron_ds.engine.ds_fields import MAPPINGS, KeyFieldMapping, replace_fields
+from megatron_ds.train_state import TrainState
+from tests.problems import codes, fields
+from tests.unit.engine.ds_files import FLAGS, Merge, config_of, merge, merged
+
+__all__ = ["merge"]
+
+ROOT = Path(__file__).parents[3]
+
+
+def with_stage(name: str, stage: int) -> dict[str, Any]:
+    """A file of ds_configs with another stage."""
+    file: dict[str, Any] = json.loads((ROOT / "ds_configs" / f"{name}.json").read_text())
+    file["zero_optimization"]["stage"] = stage
+    return file
+
+
+@pytest.mark.parametrize("name", ["zero0", "zero1", "zero2", "zero3"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_editing_stage_of_file_is_enough(merge: Merge, name: str, stage: int) -> None:
+    config, problems, _ = merge(with_stage(name, stage))
+    assert problems == []
+    assert build_ds_config(config, 2)["zero_optimization"]["stage"] == stage
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("zero2_offload", {0: ["zero0-with-offload"]}),
+        (
+            "zero3_offload",
+            {
+                0: ["zero0-with-offload", "param-offload-without-zero3"],
+                1: ["param-offload-without-zero3"],
+                2: ["param-offload-without-zero3"],
+            },
+        ),
+    ],
+)
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_offloading_file_rejects_stages_that_cannot(
+    merge: Merge, name: str, expected: dict[int, list[str]], stage: int
+) -> None:
+    assert codes(merge(with_stage(name, stage)).problems) == expected.get(stage, [])
+
+
+def test_zero_stage_1_is_the_default() -> None:
+    assert zero_stage(merged("").config) == 1
+
+
+def test_keys_set_fields_without_flags(merge: Merge) -> None:
+    config, problems, _ = merge(
+        {
+            "gradient_clipping": 0.3,
+            "bf16": {"enabled": True, "immediate_grad_update": True},
+            "zero_optimization": {"stage": 3, "cpu_offload": True, "reduce_bucket_size": 2e8},
+            "optimizer": {"type": "AdamW", "params": {"eps": 1e-6, "betas": [0.8, 0.95]}},
+            "data_types": {"grad_accum_dtype": "bf16"},
+            "activation_checkpointing": {"number_checkpoints": 4, "profile": True},
+            "wall_clock_breakdown": True,
+        }
+    )
+    assert problems == []
+    result = build_ds_config(config, 2)
+    assert config.optimizer.clip_grad == result["gradient_clipping"] == 0.3
+    assert config.precision.bf16 is True
+    assert result["bf16"]["immediate_grad_update"] is True
+    assert config.optimizer.adam_beta1 == 0.8
+    assert result["optimizer"]["params"]["eps"] == 1e-6
+    assert result["optimizer"]["params"]["torch_adam"] is False
+    assert "fused" not in result["optimizer"]["params"]
+    assert result["zero_optimization"]["offload_optimizer"] == {"device": "cpu"}
+    assert result["zero_optimization"]["reduce_bucket_size"] == 2e8
+    assert result["data_types"]["grad_accum_dtype"] == "bf16"
+    assert result["activation_checkpointing"]["number_checkpoints"] == 4
+    assert result["activation_checkpointing"]["profile"] is True
+    assert result["wall_clock_breakdown"] is True
+
+
+def test_auto_and_absent_values_come_from_flags(merge: Merge) -> None:
+    file = {"train_batch_size": "auto", "bf16": {"enabled": "auto"}, "zero_optimization": {}}
+    config, problems, _ = merge(file, "--bf16")
+    assert problems == []
+    assert build_ds_config(config, 2)["train_batch_size"] == 16
+    assert config.precision.bf16 is True
+
+
+def test_accumulation_steps_give_batch_size_without_flag(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text('{"gradient_accumulation_steps": 3}')
+    config = replace_fields(config_of(f"--deepspeed_config {path}"), {"global_batch_size": None})
+    config = dataclasses.replace(config, given=config.given - {"global_batch_size"})
+    config, problems = merge_file(config, 2)
+    assert problems == []
+    assert config.schedule.global_batch_size == 12
+
+
+INVALID = "ds-value-invalid"
+VALUES: dict[str, tuple[Any, Any]] = {
+    "zero_optimization.stage": (1, 2),
+    "zero_optimization.offload_optimizer.device": (True, "none"),
+    "zero_optimization.offload_param.device": ("cpu", "nvme"),
+    "fp16.loss_scale": (128.0, 0),
+    "fp16.initial_scale_power": (2.0**16, 12),
+    "data_types.grad_accum_dtype": (True, "bf16"),
+    "fp16.min_loss_scale": (2.0, 1),
+    "optimizer.type": ("adam", "SGD"),
+}
+"""Key -> contradicting values of the flag and the key, where they are not simply two numbers."""
+
+
+@pytest.mark.parametrize("mapping", MAPPINGS, ids=lambda mapping: mapping.key)
+def test_contradiction_names_flag_and_key_with_values_and_line(
+    mapping: KeyFieldMapping, tmp_path: Path
+) -> None:
+    kinds = {ds_values.as_bool: (True, False), ds_values.as_int: (3, 4)}
+    flag_value, key_value = VALUES.get(mapping.key, kinds.get(mapping.read, (0.5, 0.25)))
+    file: Any = key_value
+    for part in reversed(mapping.key.split(".")):
+        file = {part: file}
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps(file, indent=1))
+    config = replace_fields(config_of(f"--deepspeed_config {path}"), {mapping.field: flag_value})
+    config = dataclasses.replace(config, given=config.given | {mapping.field})
+    _, problems = merge_file(config, 2)
+    (problem,) = [one for one in problems if one.code == "ds-key-contradicts-flag"]
+    assert problem.fields == (mapping.field,)
+    line = 2 + mapping.key.count(".")
+    assert f"{mapping.key} {json.dumps(key_value)} of {path}:{line}" in problem
+    assert (str(flag_value) in problem) or isinstance(flag_value, bool)
+
+
+@pytest.mark.parametrize(
+    ("file", "flags", "code", "names"),
+    [
+        (
+            {"optimizer": {"params": {"betas": [0.9, 0.5]}}},
+            "",
+            "ds-key-contradicts-flag",
+            "adam_beta2",
+        ),
+        (
+            {"gradient_accumulation_steps": 3},
+            "",
+            "ds-accumulation-contradicts-batch",
+            "global_batch_size micro_batch_size",
+        ),
+        ({"optimizer": {"type": "CPUAdam"}}, "", "ds-cpu-adam-without-offload", "cpu_optimizer"),
+        ({"optimizer": {"params": {"adam_w_mode": False}}}, "", INVALID, "optimizer"),
+        (
+            {"optimizer": {"params": {"torch_adam": True}}},
+            "--cpu-optimizer",
+            INVALID,
+            "cpu_optimizer",
+        ),
+        (
+            {"optimizer": {"type": "SGD"}, "zero_allow_untested_optimizer": False},
+            "",
+            INVALID,
+            "optimizer",
+        ),
+        (
+            {"zero_optimization": {"stage": 2}, "prescale_gradients": True},
+            "",
+            INVALID,
+            "zero_stage",
+        ),
+        (
+            {"activation_checkpointing": {"number_checkpoints": 7}},
+            "",
+            INVALID,
+            "num_layers checkpoint_num_layers",
+        ),
+        ({"zero_optimization": {"offload_optimizer": {"device": "nvme"}}}, "", INVALID, ""),
+        ({"zero_optimization": {"offload_optimizer": {"pin_memory": True}}}, "", INVALID, ""),
+    ],
+)
+def test_key_that_cannot_be_honoured_is_rejected(
+    merge: Merge, file: object, flags: str, code: str, names: str
+) -> None:
+    problems = merge(file, flags).problems
+    assert (codes(problems), fields(problems)) == ([code], [tuple(names.split())])
+    assert "ds.json:1" in problems[0]
+
+
+def test_two_keys_of_one_field_must_agree(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    scheduler = {"type": "WarmupLR", "params": {"warmup_type": "linear", "warmup_max_lr": 1e-3}}
+    path.write_text(json.dumps({"optimizer": {"params": {"lr": 1e-4}}, "scheduler": scheduler}))
+    config = config_of(f"--deepspeed_config {path}")
+    _, problems = merge_file(dataclasses.replace(config, given=config.given - {"lr"}), 2)
+    assert (codes(problems), fields(problems)) == (["ds-keys-contradict"], [("lr",)])
+
+
+@pytest.mark.parametrize(
+    ("file", "warning"),
+    [
+        ({"optimizer": {"type": "FusedAdam"}}, "ds-optimizer-is-class-name"),
+        ({"zero_optimization": {"stage3_max_live_parameters": 5}}, "ds-keys-ineffective"),
+    ],
+)
+def test_ineffective_key_is_reported(merge: Merge, file: object, warning: str) -> None:
+    config, problems, warnings = merge(file)
+    assert (problems, codes(warnings)) == ([], [warning])
+    uses_fused_adam = warning == "ds-optimizer-is-class-name"
+    assert build_ds_config(config, 2)["optimizer"]["params"]["torch_adam"] != uses_fused_adam
+
+
+@pytest.mark.parametrize(
+    ("flags", "code"),
+    [
+        ("--zero-stage 0 --bf16", "zero0-with-half-precision"),
+        ("--zero-stage 0 --fp16", "zero0-with-half-precision"),
+        ("--zero-stage 0 --cpu-optimizer", "zero0-with-offload"),
+        ("--zero-stage 2 --remote-device cpu", "param-offload-without-zero3"),
+        ("--zero-stage 3 --remote-device nvme", "remote-device-without-nvme-path"),
+        ("--optimizer sgd --cpu-optimizer", "sgd-with-offload"),
+        ("--fp16 --initial-loss-scale 1000", "initial-loss-scale-not-power-of-two"),
+    ],
+)
+def test_layout_that_deepspeed_computes_wrongly_is_rejected(flags: str, code: str) -> None:
+    assert codes(merged(flags).problems) == [code]
+
+
+def test_problem_of_a_value_from_the_file_shows_its_key(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text(
+        '{\n"gradient_clipping": -1,\n"zero_optimization": {"stage": 0},\n'
+        '"bf16": {"enabled": true}}'
+    )
+    argv = f"{FLAGS} --deepspeed_config {path}".split()
+    _, problems = build_config(argv, world_size=2, warn=lambda _: None, complete=merge_file)
+    assert any(f"gradient_clipping of {path}:2" in problem for problem in problems)
+    (stage,) = [
+        problem for problem in problems if f"zero_optimization.stage of {path}:3" in problem
+    ]
+    assert f"bf16.enabled of {path}:4" in stage
+
+
+CURRICULUM = {
+    "enabled": True,
+    "curriculum_type": "seqlen",
+    "min_difficulty": 8,
+    "max_difficulty": 128,
+    "schedule_type": "fixed_linear",
+    "schedule_config": {"total_curriculum_step": 30, "difficulty_step": 4},
+}
+
+
+@pytest.mark.parametrize(("start", "end", "total", "step"), [(8, 128, 30, 4), (16, 64, 7, 8)])
+def test_curriculum_gives_lengths_of_deepspeed_scheduler(
+    merge: Merge, start: int, end: int, total: int, step: int
+) -> None:
+    from deepspeed.runtime.data_pipeline.curriculum_scheduler import CurriculumScheduler
+
+    block = {
+        **CURRICULUM,
+        "min_difficulty": start,
+        "max_difficulty": end,
+        "schedule_config": {"total_curriculum_step": total, "difficulty_step": step},
+    }
+    config, problems, warnings = merge({"curriculum_learning": block}, "--seq-length 128")
+    assert (problems, codes(warnings)) == ([], ["ds-curriculum-translated"])
+    theirs = CurriculumScheduler(block)
+    for done in range(40):
+        # Engines and Megatron-DeepSpeed ask for the step to come, counted from 1.
+        assert schedules.seq_length_at(config, done) == theirs.update_difficulty(done + 1), done
+    assert "curriculum_learning" not in build_ds_config(config, 2)
+
+
+def test_curriculum_auto_leaves_flags_alone(merge: Merge) -> None:
+    config, problems, _ = merge({"curriculum_learning": "auto"}, "--curriculum-seqlen 8 16 3")
+    assert (config.schedule.curriculum_seqlen, problems) == ((8, 16, 3), [])
+
+
+@pytest.mark.parametrize(
+    ("changes", "flags", "code"),
+    [
+        ({"enabled": None}, "", "ds-curriculum-incomplete"),
+        ({"schedule_type": None}, "", "ds-curriculum-incomplete"),
+        ({"schedule_config": {"difficulty_step": 8}}, "", "ds-curriculum-incomplete"),
+        ({"curriculum_type": "vocab"}, "", "ds-value-invalid"),
+        ({"schedule_type": "fixed_root"}, "", "ds-value-invalid"),
+        ({"max_difficulty": 126}, "", "ds-value-invalid"),
+        ({}, "--curriculum-seqlen 8 64 30", "ds-key-contradicts-flag"),
+        ({}, "--curriculum-seqlen-step 8", "ds-key-contradicts-flag"),
+    ],
+)
+def test_unsupported_curriculum_is_rejected(
+    merge: Merge, changes: dict[str, Any], flags: str, code: str
+) -> None:
+    block = {**CURRICULUM, **changes}
+    problems = merge({"curriculum_learning": block}, f"--seq-length 128 {flags}").problems
+    assert codes(problems) == [code]
+    assert all("curriculum_seqlen" in problem.fields[0] for problem in problems)
+
+
+WARMUP = {
+    "warmup_min_lr": 1e-5,
+    "warmup_max_lr": 1e-4,
+    "warmup_num_steps": 3,
+    "total_num_steps": 10,
+    "warmup_type": "linear",
+}
+
+
+@pytest.mark.parametrize("length", ["--train-iters 12", "--train-samples 192"])
+@pytest.mark.parametrize("kind", ["WarmupLR", "WarmupDecayLR"])
+def test_scheduler_gives_learning_rates_of_deepspeed(
+    tmp_path: Path, kind: str, length: str
+) -> None:
+    import torch
+    from deepspeed.runtime import lr_schedules
+
+    params = {**WARMUP}
+    if kind == "WarmupLR":
+        del params["total_num_steps"]
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps({"scheduler": {"type": kind, "params": params}}))
+    argv = f"{FLAGS.replace('--train-iters 10', length)} --deepspeed_config {path}".split()
+    warnings: list[Any] = []
+    config: Config
+    config, _ = build_config(argv, world_size=2, warn=warnings.append, complete=merge_file)
+    assert codes(warnings) == ["ds-scheduler-translated"]
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=1e-4)
+    theirs = getattr(lr_schedules, kind)(optimizer, **params)
+    for step in range(12):
+        theirs.step(step)
+        ours = schedules.learning_rate(config, TrainState(applied_samples=16 * step), 2)
+        assert ours == pytest.approx(theirs.get_last_lr()[0], rel=1e-12), step
+
+
+LINEAR = {"warmup_type": "linear"}
+
+
+@pytest.mark.parametrize(
+    ("params", "kind", "flags", "code"),
+    [
+        ({"warmup_type": "log"}, "WarmupLR", "", "ds-warmup-not-linear"),
+        ({}, "WarmupLR", "", "ds-warmup-not-linear"),
+        (WARMUP, "WarmupDecayLR", "--lr-warmup-iters 5", "ds-key-contradicts-flag"),
+        (LINEAR | {"warmup_max_lr": 1.0}, "WarmupLR", "", "ds-key-contradicts-flag"),
+        (LINEAR, "WarmupDecayLR", "", "ds-scheduler-without-total-steps"),
+        (LINEAR | {"warmup_num_steps": 0}, "WarmupLR", "", "ds-value-invalid"),
+        ({"cycle_min_lr": 1}, "OneCycle", "", "ds-scheduler-unsupported"),
+        (LINEAR, "WarmupLR", "--rampup-batch-size 4 4 100", "ds-scheduler-with-varying-batch"),
+    ],
+)
+def test_unsupported_scheduler_is_rejected(
+    merge: Merge, params: Any, kind: str, flags: str, code: str
+) -> None:
+    assert codes(merge({"scheduler": {"type": kind, "params": params}}, flags).problems) == [code]
+
+
+def test_cosine_scheduler_is_rejected_with_flags_of_nearest_schedule(merge: Merge) -> None:
+    params = {"warmup_num_steps": 4, "total_num_steps": 9, "cos_min_ratio": 0.1}
+    (problem,) = merge({"scheduler": {"type": "WarmupCosineLR", "params": params}}).problems
+    assert problem.code == "ds-scheduler-inexact"
+    assert (
+        "--lr-decay-style cosine --lr-warmup-iters 4 --lr-decay-iters 9 --lr-warmup-init 0 "
+        "--min-lr 1e-05"
+    ) in problem
