@@ -1,9 +1,9 @@
-"""How fast initial weights are drawn: numbers per second, by the number of threads.
+"""Speed of drawing initial weights: numbers per second, by the number of threads.
 
     python benchmarks/weight_init.py --threads 1 2 --output weight_init.json
 
 Each measurement draws one matrix. For comparison, torch.normal fills it from one generator in one
-thread.
+thread. The rate per CPU second does not depend on other programs.
 """
 
 from __future__ import annotations
@@ -43,21 +43,24 @@ def main() -> int:
         f"{threads} threads": by_threads(threads) for threads in options.threads
     }
     draws[SEQUENTIAL] = lambda: torch.normal(0.0, 0.02, shape)
-    seconds: dict[str, list[float]] = {name: [] for name in draws}
+    taken: dict[str, list[tuple[float, float]]] = {name: [] for name in draws}
     for _ in range(options.rounds):
         for name, draw in draws.items():
-            start = time.perf_counter()
+            start, cpu_start = time.perf_counter(), time.process_time()
             draw()
-            seconds[name].append(time.perf_counter() - start)
-    rates = {name: shape[0] * shape[1] / min(taken) / 1e6 for name, taken in seconds.items()}
+            taken[name].append((time.perf_counter() - start, time.process_time() - cpu_start))
+    numbers = shape[0] * shape[1] / 1e6
+    rates = {name: numbers / min(wall for wall, _ in times) for name, times in taken.items()}
+    cpu_rates = {name: numbers / min(cpu for _, cpu in times) for name, times in taken.items()}
     for name, rate in rates.items():
-        print(f"{name}: {rate:.0f} million numbers a second")
+        print(f"{name}: {rate:.0f} million per second, {cpu_rates[name]:.0f} per CPU second")
     if options.output is not None:
         result = {
             "machine": dataclasses.asdict(machine),
             "versions": versions(["torch", "numpy"]),
             "shape": shape,
-            "million numbers a second": rates,
+            "million numbers per second": rates,
+            "million numbers per CPU second": cpu_rates,
         }
         write_json(options.output, result)
     return 0

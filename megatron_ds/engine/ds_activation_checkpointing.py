@@ -1,7 +1,7 @@
 """DeepSpeed's activation checkpointing: partitioned, on the host, or in contiguous buffers.
 
 Owns the configuration of DeepSpeed's checkpointing module, whose settings are global to the
-process, and restores our sharded random stream, of which DeepSpeed knows nothing.
+process, and restores our sharded random stream, which DeepSpeed does not know.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ def select_flex_attention(
     try:
         flex = _compiled_flex(device) if load is None else load()
         error = _max_relative_error(flex, config, micro_batch, tp_size, dtype, device)
-    except Exception as refusal:  # whatever a compiler and a device may raise
+    except Exception as refusal:  # compilers and devices raise any type
         reason = str(refusal).strip().partition("\n")[0].partition(". ")[0]
         reason = reason or type(refusal).__name__
         return None, Problem("flex-attention-failed", f"flex_attention fails here: {reason}")

@@ -38,7 +38,7 @@ class PackingOptions:
     flex: FlexAttention | None = None
     """Computes intra-document attention. None: `PerDocumentSDPA` does."""
     flex_unavailable_reason: str = ""
-    """Why flex attention was not selected; empty where nobody asked for it."""
+    """Why flex attention was not selected; empty if it was, or is not needed."""
 
     def find_documents(self, tokens_BS: torch.Tensor) -> PackedBatchInfo:
         return PackedBatchInfo(self, *find_documents(tokens_BS, self.eod))

@@ -1,8 +1,8 @@
 """Initial weights: a function of the run's seed, the parameter's name and the element alone.
 
 Owns the random numbers. They come from a counter-based generator (Philox; Salmon et al. 2011), in
-which every element of a parameter has its own counter. A rank draws its shard only, in as many
-threads as it likes, and every layout starts from the same model.
+which every element of a parameter has its own counter. A rank draws its shard only, in any number
+of threads, and every layout starts from the same model.
 """
 
 from __future__ import annotations

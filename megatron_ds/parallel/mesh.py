@@ -24,7 +24,7 @@ def axis_groups(
     """All groups of every parallel axis, by rank arithmetic alone.
 
     Ranks are ordered (pipeline, data, expert, sequence, tensor), tensor fastest, so that the groups
-    that communicate most hold neighbouring ranks. Expert parallelism takes no processes of its own:
+    that communicate most have neighbouring ranks. Expert parallelism adds no processes:
     it subdivides the data-parallel ranks (as in Megatron and DeepSpeed-MoE). Dense parameters
     therefore have data parallelism over data x expert (`dp`), experts over data alone
     (`expert_dp`).
@@ -46,11 +46,11 @@ def axis_groups(
     sizes = {"tensor": tp_size, "pipeline": pp_size, "sequence": sp_size, "expert": ep_size}
     product = tp_size * pp_size * sp_size * ep_size
     if min(sizes.values()) < 1 or world_size % product:
-        asked = " x ".join(f"{name}-parallel size {size}" for name, size in sizes.items())
+        layout = " x ".join(f"{name}-parallel size {size}" for name, size in sizes.items())
         raise UserError(
             Problem(
                 "world-size-not-divisible-by-parallel-sizes",
-                f"{world_size} processes cannot be arranged as {asked}",
+                f"{world_size} processes cannot be arranged as {layout}",
                 "tensor_model_parallel_size",
             )
         )
