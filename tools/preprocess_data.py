@@ -46,8 +46,7 @@ class SentenceOptions:
     )
     sentence_splitter: str = option_field(
         SPLITTERS[0],
-        "nltk's punkt, or built-in rules; auto takes punkt if nltk and its model of the language "
-        "are installed",
+        "nltk's punkt, which needs nltk's model of the language, or built-in rules",
         choices=SPLITTERS,
         only_with=when(split_sentences=True),
     )

@@ -1,19 +1,23 @@
-"""The stage `fix`: broken Unicode, by ftfy."""
+"""The stage `fix`: repairs broken Unicode, using ftfy."""
 
 from __future__ import annotations
 
 import re
 
-from megatron_ds.cleaning.stages import MISSING_EXTRA, Document, Replaced
+from megatron_ds.cleaning.stages import Document, Replaced, missing_package
+from megatron_ds.config.problems import UserError
 
 SUSPICIOUS = re.compile(r"[^\n\t\x20-\x25\x27-\x7e]")
-"""What ftfy may change: `&`, control characters, and everything beyond ASCII."""
+"""Characters that ftfy may change: `&`, control characters, and everything beyond ASCII."""
 
 
 class FixUnicode:
-    """Mends mojibake, HTML entities, ligatures, widths, quotes and line ends; the result is NFC.
+    """Repairs mojibake, HTML entities, ligatures, widths, quotes and line ends; the result is NFC.
 
-    The same as `ftfy.fix_text` with its defaults. Raises ValueError where ftfy is missing.
+    Equal to `ftfy.fix_text` with its defaults.
+
+    Raises:
+        UserError: If ftfy is not installed.
     """
 
     name = "fix"
@@ -22,7 +26,7 @@ class FixUnicode:
         try:
             import ftfy
         except ImportError:
-            raise ValueError(f"--stages fix: needs ftfy: {MISSING_EXTRA}") from None
+            raise UserError(missing_package("fix", "ftfy")) from None
         self._fix_text = ftfy.fix_text
         self._config = ftfy.TextFixerConfig(explain=False)
 
@@ -34,12 +38,12 @@ class FixUnicode:
         return None if fixed == text else Replaced(fixed)
 
     def _fixed(self, text: str) -> str:
-        """ftfy works line by line and is slow: it gets only the lines that it may change."""
+        """Apply ftfy, which is slow and works line by line, to the lines that it may change."""
         config = self._config
         lines = text.split("\n")
         lines[:-1] = [line + "\n" for line in lines[:-1]]
         for number, line in enumerate(lines):
-            if "<" in line:  # from here on it is HTML, whose entities ftfy leaves alone
+            if "<" in line:  # ftfy takes the rest for HTML and keeps its entities
                 config = config._replace(unescape_html=False)
             if SUSPICIOUS.search(line) is not None:
                 lines[number] = self._fix_text(line, config)

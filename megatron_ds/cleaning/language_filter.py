@@ -1,7 +1,7 @@
-"""The stage `language`: keeps documents of the wanted languages, by py3langid.
+"""The stage `language`: keeps documents of the chosen languages, using py3langid.
 
-py3langid (a fork of Lui and Baldwin's langid.py, 2012) brings its model, needs no network, and
-gives the same answer for the same text.
+py3langid (a fork of Lui and Baldwin's langid.py, 2012) includes its model, needs no network, and is
+deterministic.
 """
 
 from __future__ import annotations
@@ -9,17 +9,22 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from megatron_ds.cleaning.stages import MISSING_EXTRA, Document, Dropped
+from megatron_ds.cleaning.stages import Document, Dropped, missing_package
+from megatron_ds.config.problems import Problem, UserError, option
 
 SAMPLE = 500
-"""Of a long text so many characters are looked at: at its beginning, in its middle, at its end."""
+"""Characters sampled from the start, the middle and the end of a long text."""
 
 
 class LanguageFilter:
-    """Drops what is of another language, and what is not surely of a wanted one.
+    """Drops documents of other languages, and those of uncertain language.
 
-    codes: ISO 639 codes. min_score: the model's probability of the language, 0 to 1. Raises
-    ValueError where py3langid is missing.
+    Args:
+        codes: ISO 639 codes of the languages to keep.
+        min_score: Minimum probability of the language, 0 to 1.
+
+    Raises:
+        UserError: If py3langid is not installed.
     """
 
     name = "language"
@@ -29,11 +34,15 @@ class LanguageFilter:
         self._min_score = min_score
         self._identifier = _identifier()
 
-    def problems(self) -> Iterator[str]:
-        """Codes that the model does not know."""
+    def problems(self) -> Iterator[Problem]:
+        """Unknown language codes."""
         known = self._identifier.labels
         for code in sorted(self._codes - set(known)):
-            yield f"--languages {code}: is not known; known are {' '.join(sorted(known))}"
+            yield Problem(
+                "unknown-language",
+                f"{option('languages')} {code}: must be one of {' '.join(sorted(known))}",
+                "languages",
+            )
 
     def __call__(self, document: Document) -> Dropped | None:
         sample = _sample(document.text)
@@ -56,5 +65,5 @@ def _identifier() -> Any:
     try:
         from py3langid.langid import MODEL_FILE, LanguageIdentifier
     except ImportError:
-        raise ValueError(f"--stages language: needs py3langid: {MISSING_EXTRA}") from None
+        raise UserError(missing_package("language", "py3langid")) from None
     return LanguageIdentifier.from_model_file(MODEL_FILE, norm_probs=True)

@@ -8,14 +8,18 @@ from megatron_ds.cleaning.stages import Document, Dropped
 from megatron_ds.tokenizer import Tokenizer
 
 CHARS_PER_TOKEN = 64
-"""Tokens are counted in so many characters per wanted token: text has far fewer of them."""
+"""Characters that are tokenized per required token; a token has far fewer."""
 
 
 @dataclass(frozen=True)
 class LengthFilter:
-    """Drops texts with fewer characters (without space around them), words or tokens.
+    """Drops texts with fewer characters, words or tokens.
 
-    min_words: of what stands between spaces. tokenizer: counts tokens; None if min_tokens is 0.
+    Attributes:
+        min_chars: Minimum characters, not counting surrounding whitespace.
+        min_words: Minimum words, separated by whitespace.
+        min_tokens: Minimum tokens.
+        tokenizer: Counts tokens; None if `min_tokens` is 0.
     """
 
     min_chars: int

@@ -1,4 +1,4 @@
-"""The report of a cleaning: its numbers as JSON, and a picture of them."""
+"""Report of a cleaning run: statistics as JSON, and a figure of them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from megatron_ds.cleaning.stats import EDGES, Counts
 
 REASONS_SHOWN = 5
-"""Per stage; the others are drawn as one bar."""
+"""Reasons shown per stage; the others are summed in one bar."""
 KEPT, LOST, BEFORE = "tab:blue", "tab:red", "0.75"
 
 
@@ -18,8 +18,7 @@ def write_numbers(path: Path, counts: Counts) -> None:
 
 
 def draw(path: Path, counts: Counts) -> None:
-    """Writes the PNG: documents after each stage, what was dropped and why, lengths before and
-    after."""
+    """Write a PNG with documents after each stage, drop reasons, and lengths before and after."""
     from matplotlib.figure import Figure
 
     lost = _reasons(counts)
@@ -67,7 +66,7 @@ def _flow_label(count: int, before: int) -> str:
 
 
 def _reasons(counts: Counts) -> list[tuple[str, int]]:
-    """Bars: what was not read, then each stage's reasons, the most frequent first."""
+    """Bars: rejected lines, then the reasons of each stage, most frequent first."""
     shown: list[tuple[str, int]] = []
     of_all = {"not read": counts.bad} | {
         name: stage.dropped for name, stage in counts.stages.items()
@@ -90,7 +89,7 @@ def _bars(
     axes.barh(places, values, color=color, height=0.7)
     axes.set_yticks(places, names)
     axes.invert_yaxis()
-    # Room on the right for the numbers, which stand behind the bars' ends.
+    # Space on the right for the labels at the ends of the bars.
     axes.set_xlim(0, max(*values, 1) * 1.25)
     for place, value, label in zip(places, values, labels, strict=True):
         axes.annotate(label, (value, place), xytext=(4, 0), textcoords="offset points", va="center")

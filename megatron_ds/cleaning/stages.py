@@ -1,7 +1,7 @@
-"""What becomes of a document on its way through the stages.
+"""Stage protocol and the outcome of a document at each stage.
 
-A worker takes each document through all stages. What depends on other documents is claimed there
-and judged afterwards, in order, by the one process that knows them.
+A worker passes each document through all stages. Where the outcome depends on other documents, a
+stage requests a unique key, which the one writing process grants or rejects later, in order.
 """
 
 from __future__ import annotations
@@ -10,46 +10,62 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+from megatron_ds.config.problems import Problem, option
+
 MISSING_EXTRA = "pip install 'megatron_ds[cleaning]'"
 
 
+def missing_package(stage: str, package: str) -> Problem:
+    """A stage whose package is not installed."""
+    return Problem(
+        "missing-cleaning-package",
+        f"{option('stages')} {stage}: requires {package}: {MISSING_EXTRA}",
+        "stages",
+    )
+
+
 class Document(NamedTuple):
-    """What a stage sees. url: None where the document names none."""
+    """Input of a stage.
+
+    Attributes:
+        text: The text.
+        url: Address of the document; None if it has none.
+    """
 
     text: str
     url: str | None
 
 
 class Dropped(NamedTuple):
-    """The document ends here. reason: in few words; documents are counted by it."""
+    """The document is dropped, and counted by the reason."""
 
     reason: str
 
 
 class Replaced(NamedTuple):
-    """The document goes on with another text."""
+    """The document continues with another text."""
 
     text: str
 
 
 class SplitInto(NamedTuple):
-    """Each of the texts goes on as a document of its own."""
+    """Each text continues as a document of its own."""
 
     texts: list[str]
 
 
 class NeedsUniqueKey(NamedTuple):
-    """The document goes on if a judge finds no document before it that claimed the same."""
+    """The document continues unless an earlier document has the same or a similar key."""
 
     key: bytes
 
 
 Outcome = Dropped | Replaced | SplitInto | NeedsUniqueKey | None
-"""None: the document goes on as it is."""
+"""None: the document continues unchanged."""
 
 
 class Stage(Protocol):
-    """One stage, in a worker: a pure function of the document."""
+    """A pure function of a document, called in a worker."""
 
     @property
     def name(self) -> str:
@@ -59,31 +75,32 @@ class Stage(Protocol):
 
 
 class SeenKeys(Protocol):
-    """The memory of a stage whose outcome depends on earlier documents."""
+    """Keys of the documents that a stage has kept so far."""
 
     def add_or_reject(self, key: bytes) -> str | None:
-        """Why the document is dropped; else None, and its key is kept."""
+        """Reason for which the document is dropped, or None; then its key is kept."""
 
     def reload(self, key: bytes) -> None:
-        """Keeps a key that was kept by an earlier process."""
+        """Keep a key that an interrupted run has kept."""
 
 
 @dataclass(slots=True)
 class TextChanged:
-    """In a journey: at this stage the text was mended."""
+    """In a trace: this stage changed the text."""
 
 
 StageResult = TextChanged | Dropped | NeedsUniqueKey | list["DocumentTrace"] | None
-"""What became of a text at one stage; a list: its pieces, which go on from the next stage."""
+"""Outcome of a text at one stage; a list holds the traces of its fragments from the next stage."""
 
 
 @dataclass(slots=True)
 class DocumentTrace:
-    """What became of a text, stage by stage, up to its end.
+    """Outcomes of a text, stage by stage.
 
-    steps: one for each stage from the first that it met. length: of the text in characters, as it
-    was at the end. line: the document as it was at the end, a JSON line with its end, or b"" where
-    nobody asks for it.
+    Attributes:
+        steps: One per stage, from the first stage that the text passed.
+        length: Characters of the text at the end.
+        line: The document at the end as a JSON line, or b"" if it is not needed.
     """
 
     steps: list[StageResult]
@@ -98,10 +115,14 @@ def run_stages(
     line_of: Callable[[str], bytes],
     keep_dropped: bool,
 ) -> DocumentTrace:
-    """Takes a text through the stages.
+    """Pass a text through the stages.
 
-    line_of: the whole document as a JSON line, with this text. keep_dropped: make the lines of
-    dropped documents, too.
+    Args:
+        text: Text of the document.
+        url: Address of the document.
+        stages: Stages to pass.
+        line_of: Gives the document as a JSON line, with a text.
+        keep_dropped: Whether the lines of dropped documents are needed.
     """
     steps: list[StageResult] = []
     ended = False
@@ -122,6 +143,6 @@ def run_stages(
             ended = isinstance(outcome, Dropped)
         if ended:
             break
-    # Of a document that goes on, and of one that a judge may drop, the line is needed.
+    # A document whose key is still undecided may be kept, so its line is needed.
     line = line_of(text) if keep_dropped or not ended else b""
     return DocumentTrace(steps, len(text), line)

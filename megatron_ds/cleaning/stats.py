@@ -1,7 +1,6 @@
-"""What a cleaning has counted: documents by stage and reason, lengths before and after.
+"""Statistics of a cleaning run: documents by stage and reason, lengths before and after.
 
-Counts of one input in one order are the same whoever takes part in the work; they can be written
-down and read back.
+They do not depend on the number of workers, and can be saved and loaded as JSON.
 """
 
 from __future__ import annotations
@@ -13,14 +12,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 EDGES = tuple(sorted({round(2 ** (half / 2)) for half in range(63)}))
-"""Bins of lengths in characters: from each edge up to the next, the last without an end; shorter
-than the first are empty texts."""
+"""Bin edges of lengths in characters. The last bin is open; the first one holds empty texts."""
 
 
 @dataclass
 class StageCounts:
-    """Documents that came to a stage, whose text it changed, that it made by cutting, and that it
-    dropped, by reason."""
+    """Documents that entered a stage, that it changed, added by splitting, or dropped."""
 
     entered: int = 0
     changed: int = 0
@@ -30,13 +27,13 @@ class StageCounts:
 
     @property
     def left(self) -> int:
-        """Documents that went on."""
+        """Documents that continued."""
         return self.entered + self.added - self.dropped.total()
 
 
 @dataclass
 class Lengths:
-    """A histogram of lengths in characters, and their sum."""
+    """Histogram of document lengths in characters, and their sum."""
 
     bins: list[int] = field(default_factory=lambda: [0] * (len(EDGES) + 1))
     characters: int = 0
@@ -52,7 +49,15 @@ class Lengths:
 
 @dataclass
 class Counts:
-    """Of one cleaning. bad: lines and rows that gave no document, by reason."""
+    """Statistics of a run.
+
+    Attributes:
+        stages: By stage, in order.
+        bad: Rejected lines and rows by reason.
+        before: Lengths of the documents read.
+        after: Lengths of the documents kept.
+        without_url: Documents that the stage `url` could not check.
+    """
 
     stages: dict[str, StageCounts]
     bad: Counter[str] = field(default_factory=Counter)
@@ -65,7 +70,7 @@ class Counts:
         return cls({name: StageCounts() for name in stages})
 
     def to_json(self) -> dict[str, Any]:
-        """For people and programs, and for `from_json`."""
+        """The statistics as written to the report, for `from_json`."""
         return {
             "documents_before": self.before.documents,
             "documents_after": self.after.documents,

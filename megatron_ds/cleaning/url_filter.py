@@ -1,11 +1,11 @@
-"""The stage `url`: drops documents by where they come from.
+"""The stage `url`: drops documents by their address.
 
-A file of unwanted addresses has one entry per line; what follows a # is a remark.
+A block list has one entry per line; text after a # is a comment.
 
-    example.com       this host and those below it: www.example.com
-    reddit            the name before the end of any host: reddit.com, old.reddit.co.uk
-    .pdf              files whose names end so
-    regex:/tag/\\d+    addresses in which the pattern is found, in upper or lower case
+    example.com       this host and its subdomains: www.example.com
+    reddit            the registered name of a host: reddit.com, old.reddit.co.uk
+    .pdf              files with this suffix
+    regex:/tag/\\d+    addresses that contain the pattern, ignoring case
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from urllib.parse import unquote, urlsplit
 
 from megatron_ds.cleaning.stages import Document, Dropped
+from megatron_ds.config.problems import Problem, option, raise_if_any
 
 PICTURES = {".bmp", ".eps", ".gif", ".gifv", ".heic", ".ico", ".jpeg", ".jpg", ".png", ".psd"}
 PICTURES |= {".svg", ".tif", ".tiff", ".webp"}
@@ -26,20 +27,23 @@ PROGRAMS = {".apk", ".bin", ".css", ".deb", ".dmg", ".exe", ".iso", ".jar", ".js
 PROGRAMS |= {".pkg", ".rpm", ".ttf", ".woff"}
 ARCHIVES = {".7z", ".bz2", ".gz", ".rar", ".tar", ".tgz", ".xz", ".zip"}
 FILE_TYPES = frozenset(PICTURES | SOUND | FILMS | OFFICE | PROGRAMS | ARCHIVES)
-"""Ends of files that hold no page of text, whatever a list names."""
+"""Suffixes of files that are no text pages, always dropped."""
 SECOND_LEVEL = frozenset(
     ["ac", "co", "com", "edu", "gob", "gov", "govt", "mil", "ne", "net", "nom", "or", "org", "sch"]
 )
-"""Names that stand before a country's, as in .co.uk, and belong to nobody."""
+"""Second-level domains of countries, as in .co.uk, which are no registered names."""
 HOST = re.compile(r"(?!-)[\w-]+(\.[\w-]+)*")
 SUFFIX = re.compile(r"(\.\w+)+")
 REGEX = "regex:"
 
 
 class UrlFilter:
-    """Drops documents of unwanted hosts, kinds of file and patterns, and of what is no address.
+    """Drops documents with blocked hosts, file types or patterns, and with invalid addresses.
 
-    Documents without an address go on. Raises ValueError with every wrong line of the files.
+    Documents without an address continue.
+
+    Raises:
+        UserError: With every invalid line of the lists.
     """
 
     name = "url"
@@ -49,17 +53,15 @@ class UrlFilter:
         self._names: set[str] = set()
         self._suffixes = set(FILE_TYPES)
         self._patterns: list[re.Pattern[str]] = []
-        problems = [problem for path in lists for problem in self._read(path)]
-        if problems:
-            raise ValueError("\n".join(problems))
+        raise_if_any(problem for path in lists for problem in self._read(path))
 
-    def _read(self, path: str) -> Iterator[str]:
-        """Takes a list; yields what is wrong with it."""
+    def _read(self, path: str) -> Iterator[Problem]:
+        """Read a list; yields the invalid entries."""
         try:
             with open(path, encoding="utf-8-sig") as file:
                 lines = file.read().splitlines()
         except (OSError, UnicodeDecodeError) as error:
-            yield f"--url-blacklist {path}: cannot be read: {error}"
+            yield _list_problem(path, f"cannot be read: {error}")
             return
         for number, line in enumerate(lines, 1):
             entry = line.partition(" #")[0].strip()
@@ -69,7 +71,7 @@ class UrlFilter:
                 try:
                     self._patterns.append(re.compile(entry.removeprefix(REGEX), re.IGNORECASE))
                 except re.error as error:
-                    yield f"--url-blacklist {path}:{number}: is no pattern: {error}"
+                    yield _list_problem(f"{path}:{number}", f"invalid pattern: {error}")
                 continue
             entry = entry.lower()
             if SUFFIX.fullmatch(entry):
@@ -77,9 +79,10 @@ class UrlFilter:
             elif HOST.fullmatch(entry):
                 (self._hosts if "." in entry else self._names).add(entry)
             else:
-                yield (
-                    f"--url-blacklist {path}:{number}: {entry!r} is no host (example.com), no end "
-                    f"of a file's name (.pdf) and no {REGEX}PATTERN"
+                yield _list_problem(
+                    f"{path}:{number}",
+                    f"{entry!r} is neither a host (example.com) nor a file suffix (.pdf) nor "
+                    f"{REGEX}PATTERN",
                 )
 
     def __call__(self, document: Document) -> Dropped | None:
@@ -89,7 +92,7 @@ class UrlFilter:
         return None if reason is None else Dropped(reason)
 
     def judge(self, url: str) -> str | None:
-        """Why an address is unwanted; None if it is not."""
+        """Reason for which an address is dropped, or None."""
         try:
             parts = urlsplit(url.strip())
             host = (parts.hostname or "").rstrip(".")
@@ -111,8 +114,14 @@ class UrlFilter:
         return None
 
 
+def _list_problem(place: str, reason: str) -> Problem:
+    return Problem(
+        "invalid-url-blacklist", f"{option('url_blacklist')} {place}: {reason}", "url_blacklist"
+    )
+
+
 def _name_of(labels: list[str]) -> str:
-    """What was registered of a host: `example` of www.example.co.uk."""
+    """The registered name of a host: `example` of www.example.co.uk."""
     if len(labels) > 2 and len(labels[-1]) == 2 and labels[-2] in SECOND_LEVEL:
         return labels[-3]
     return labels[-2] if len(labels) > 1 else labels[0]

@@ -1,6 +1,6 @@
-"""One process at a time, by a lock on a file, which the kernel frees when its holder dies.
+"""Inter-process file lock, released by the kernel when the holder dies.
 
-Knows nothing of what is guarded.
+Knows nothing of what the lock protects.
 """
 
 from __future__ import annotations
@@ -17,16 +17,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from megatron_ds.config.problems import Problem, UserError
+
 WITHOUT_LOCKS = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP})
-"""What file systems answer that have no locks: some network mounts."""
+"""Errors of file systems without locks, such as some network mounts."""
 POLL_SECONDS = 0.05
 
 
 @dataclass(frozen=True)
 class WaitPolicy:
-    """How a process waits, in seconds: it says so after some, then again and again; then gives up.
+    """How a process waits for a lock.
 
-    say: gets the line; of several processes that wait for files of one folder, one speaks.
+    Attributes:
+        say: Takes messages about the wait. Of the processes that wait for files of one folder, only
+            one reports.
+        words_after: Seconds until the first message.
+        words_every: Seconds between messages.
+        limit: Seconds until waiting is given up.
     """
 
     say: Callable[[str], None] = warnings.warn
@@ -36,7 +43,11 @@ class WaitPolicy:
 
 
 def lock_now(file: IO[Any]) -> bool | None:
-    """Locks an open file unless another process has; None where the file system has no locks."""
+    """Lock an open file without waiting.
+
+    Returns:
+        Whether the lock was acquired; None if the file system has no locks.
+    """
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -49,16 +60,20 @@ def lock_now(file: IO[Any]) -> bool | None:
 
 
 @contextmanager
-def locked(path: Path, patience: WaitPolicy) -> Iterator[bool]:
-    """Holds the lock of a file, which is made; False where there are no locks, and none is held.
+def locked(path: Path, policy: WaitPolicy) -> Iterator[bool]:
+    """Hold the lock of a file, which is created if necessary.
 
-    Raises ValueError if another process keeps it for longer than the patience lasts, and OSError if
-    the file cannot be made.
+    Yields:
+        Whether the lock is held; False if the file system has no locks.
+
+    Raises:
+        UserError: If another process holds it for longer than the policy's limit.
+        OSError: If the file cannot be created.
     """
-    with _WaitReporter(path, patience) as waiting:
+    with _WaitReporter(path, policy) as waiting:
         file, held = _acquire(path, waiting)
     with file:
-        with suppress(OSError):  # only for those who wait
+        with suppress(OSError):  # the content only serves the messages of waiting processes
             file.truncate(0)
             file.write(f"process {os.getpid()} on {socket.gethostname()}".encode())
             file.flush()
@@ -66,43 +81,45 @@ def locked(path: Path, patience: WaitPolicy) -> Iterator[bool]:
 
 
 class _WaitReporter:
-    """The words and the end of one wait."""
+    """Reports and limits one wait."""
 
-    def __init__(self, path: Path, patience: WaitPolicy) -> None:
+    def __init__(self, path: Path, policy: WaitPolicy) -> None:
         self._path = path
-        self._patience = patience
+        self._policy = policy
         self._start = time.monotonic()
-        self._due = patience.words_after
-        self._voice = ExitStack()
-        self._speaks: bool | None = None
+        self._due = policy.words_after
+        self._reporter_lock = ExitStack()
+        self._reports: bool | None = None
 
     def __enter__(self) -> _WaitReporter:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._voice.close()
+        self._reporter_lock.close()
 
     def pause(self, file: IO[bytes]) -> None:
         waited = time.monotonic() - self._start
-        if waited > self._patience.limit:
-            raise ValueError(f"gave up after {waited:.0f} s: {self._words(file)}")
+        if waited > self._policy.limit:
+            raise UserError(
+                Problem("lock-wait-timeout", f"gave up after {waited:.0f} s: {self._holder(file)}")
+            )
         if waited > self._due:
-            self._due = waited + self._patience.words_every
-            if self._speaks is None:
-                self._speaks = self._first_to_speak()
-            if self._speaks:
-                self._patience.say(f"waiting for {waited:.0f} s: {self._words(file)}")
+            self._due = waited + self._policy.words_every
+            if self._reports is None:
+                self._reports = self._is_first_waiter()
+            if self._reports:
+                self._policy.say(f"waiting for {waited:.0f} s: {self._holder(file)}")
         time.sleep(POLL_SECONDS)
 
-    def _words(self, file: IO[bytes]) -> str:
+    def _holder(self, file: IO[bytes]) -> str:
         file.seek(0)
         holder = file.read(200).decode(errors="replace") or "another process"
-        return f"{holder} holds {self._path}; if it hangs, end it"
+        return f"{holder} holds {self._path}; kill it if it hangs"
 
-    def _first_to_speak(self) -> bool:
+    def _is_first_waiter(self) -> bool:
         try:
             path = self._path.with_name("waiting.lock")
-            return lock_now(self._voice.enter_context(open(path, "ab"))) is not False
+            return lock_now(self._reporter_lock.enter_context(open(path, "ab"))) is not False
         except OSError:
             return True
 
@@ -113,14 +130,14 @@ def _acquire(path: Path, waiting: _WaitReporter) -> tuple[IO[bytes], bool]:
             file = undo.enter_context(open(path, "a+b"))
             while (held := lock_now(file)) is False:
                 waiting.pause(file)
-            # Who deletes the folder deletes the lock: others then lock a newer file of its name.
+            # Deleting the folder deletes the lock file; others then lock a new file of that name.
             if is_at(file, path):
                 undo.pop_all()
                 return file, held is True
 
 
 def is_at(file: IO[bytes], path: str | Path) -> bool:
-    """Whether an open file still has that name: it may have been removed, renamed or replaced."""
+    """Whether an open file still has this path, and was not removed, renamed or replaced."""
     try:
         return os.path.samestat(os.fstat(file.fileno()), os.stat(path))
     except FileNotFoundError:

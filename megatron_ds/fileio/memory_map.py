@@ -1,7 +1,7 @@
-"""Files as arrays in memory, without an open descriptor for each.
+"""Memory-mapped files as arrays, without an open descriptor for each.
 
-`mmap.mmap` and `np.memmap` keep one open as long as they live, and a mixture of a thousand files,
-each of a pair with three indexes, would need more than most systems let a process have.
+`mmap.mmap` and `np.memmap` keep a descriptor open as long as they live; a blend of a thousand
+sources, with a pair of files and three indexes each, would exceed the limit of most systems.
 """
 
 from __future__ import annotations
@@ -18,10 +18,13 @@ import numpy.typing as npt
 
 
 def map_file(file: IO[Any]) -> npt.NDArray[np.uint8]:
-    """The bytes of an open file, read-only and shared with all who map it; they stay when the file
-    is closed. Raises OSError if the system cannot map it.
+    """Map an open file, read-only and shared. The mapping outlives the open file.
 
-    A plain array: slices of np.memmap are slow to make.
+    Returns:
+        [size] bytes, as a plain array, since slicing np.memmap is slow.
+
+    Raises:
+        OSError: If the system cannot map the file.
     """
     size = os.fstat(file.fileno()).st_size
     if size == 0:
@@ -37,7 +40,7 @@ def map_file(file: IO[Any]) -> npt.NDArray[np.uint8]:
 
 
 class _UnmapOnRelease:
-    """What an array over mapped memory holds on to; the memory goes with the last of them."""
+    """Base object of arrays over mapped memory; unmaps when the last of them is deleted."""
 
     def __init__(self, address: int, size: int, unmap: Callable[[int, int], int]) -> None:
         self.__array_interface__ = {
@@ -46,5 +49,5 @@ class _UnmapOnRelease:
             "typestr": "|u1",
             "shape": (size,),
         }
-        # At the end of the process, arrays may still be looked at: the system does it.
+        # At exit, arrays may still be in use; the system unmaps then.
         weakref.finalize(self, unmap, address, size).atexit = False

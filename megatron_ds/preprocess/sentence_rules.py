@@ -1,7 +1,7 @@
-"""Where sentences end, by a few rules: what is used where nltk has no model of the language.
+"""Rules for sentence ends, used on request where nltk has no model of the language.
 
-Made for English and for the full stops of Chinese and Japanese; of other languages it knows no
-abbreviations. Pure text in, text out; the time is linear in the text.
+Made for English and for the full stops of Chinese and Japanese; abbreviations of other languages
+are not known. Pure functions of the text, in linear time.
 """
 
 from __future__ import annotations
@@ -10,16 +10,16 @@ import re
 from collections.abc import Iterator
 
 VERSION = 1
-"""Raised when a text begins to be cut otherwise; kept beside the data."""
+"""Increased when any text is split differently; recorded next to the data."""
 
 SPACED = ".!?…؟۔।॥‼⁇⁈⁉"
-"""End a sentence where a space or the end of the text follows."""
+"""End a sentence if whitespace or the end of the text follows."""
 WIDE = "。｡！？"
-"""End a sentence whatever follows."""
+"""Always end a sentence."""
 CLOSERS = "\"'”’»)]}」』）】》〉〕］"
-"""Belong to the sentence before them if they follow its end."""
+"""Belong to the sentence that they follow."""
 OPENERS = "\"'“‘«‹([{¿¡「『（【《〈〔［*_-–—"
-"""May stand before the first word of a sentence."""
+"""May precede the first word of a sentence."""
 
 
 def _words(listed: str) -> frozenset[str]:
@@ -30,16 +30,16 @@ NEVER_LAST = _words(
     "mr mrs ms mx dr prof st mt rev hon gov sen rep gen col lt sgt capt cmdr maj adm messrs vs cf "
     "e.g i.e viz ca approx resp"
 )
-"""Something always follows these in their sentence."""
+"""Abbreviations that never end a sentence."""
 NUMBERED = _words(
     "no nos nr fig figs p pp pg vol vols ch chap sec sect eq eqs art par ref refs jan feb mar apr "
     "jun jul aug sep sept oct nov dec"
 )
-"""The dot belongs to these where a number follows."""
+"""Abbreviations if a number follows."""
 MAYBE_LAST = _words(
     "etc al inc ltd co corp llc bros jr sr esq dept univ assn ave blvd rd ed eds est"
 )
-"""May end a sentence; they do so here if the next word is one that often begins one."""
+"""Abbreviations that end a sentence only if the next word is one of STARTERS."""
 STARTERS = _words(
     "a after all also although an and as at because before but by during each even finally first "
     "for from having he her here his how however i if in instead is it its last later many "
@@ -48,10 +48,10 @@ STARTERS = _words(
     "those though thus to today under until we what when where whether which while who why with "
     "yet you your"
 )
-"""Words that often begin a sentence."""
+"""Words that often start a sentence."""
 
-# One class of characters after another, so that no text makes it slow; a blank line ends a
-# sentence, too: headlines have no full stop.
+# Character classes in sequence, without nested repetition, keep matching linear. A blank line
+# ends a sentence too, since headlines have no full stop.
 CANDIDATE = re.compile(
     rf"[{re.escape(SPACED + WIDE)}][{re.escape(SPACED + WIDE + CLOSERS)}]*|\n[^\S\n]*(?=\n)"
 )
@@ -59,13 +59,13 @@ SPACE = re.compile(r"\s*")
 OPENING = re.compile(rf"[{re.escape(OPENERS)}]*")
 NEXT_WORD = re.compile(r"[^\W\d_]*")
 WINDOW = 24
-"""Characters before a full stop that are looked at."""
+"""Characters before a full stop that are examined."""
 
 
 def spans(text: str) -> Iterator[tuple[int, int, int]]:
-    """(begin, end, begin of the next) of each sentence: between the last two is only space.
+    """(start, end, start of the next sentence) of each sentence.
 
-    The sentences begin at the first character that is no space and hold all that are none.
+    Sentences cover all characters but whitespace.
     """
     start = _after_space(text, 0)
     for found in CANDIDATE.finditer(text):
@@ -88,7 +88,7 @@ def _after_space(text: str, at: int) -> int:
 
 
 def _ends(text: str, start: int, mark: int, end: int) -> bool:
-    """Whether the marks text[mark:end] end the sentence that begins at `start`."""
+    """Whether the punctuation text[mark:end] ends the sentence that starts at `start`."""
     marks = text[mark:end]
     if any(one in WIDE for one in marks):
         return True
@@ -121,7 +121,7 @@ def _ends(text: str, start: int, mark: int, end: int) -> bool:
 
 
 def _word_before(text: str, start: int, mark: int) -> str:
-    """Letters, digits and inner dots right before `mark`, not beyond `start`."""
+    """Letters, digits and inner dots directly before `mark`, from `start` on."""
     at = mark
     while at > max(start, mark - WINDOW) and (text[at - 1].isalnum() or text[at - 1] == "."):
         at -= 1

@@ -1,8 +1,7 @@
-"""Documents cut into sentences, for models such as BERT and T5 that are trained on them.
+"""Sentence splitting, for models such as BERT and T5 that are trained on sentences.
 
-Owns which splitter a run takes: nltk's punkt where it has a model of the language, else the rules
-of `sentence_rules.py`. nltk is imported only by who asks for it here. Knows no tokenizer and no
-token files.
+Owns the choice of the splitter: nltk's punkt, or on request the rules of `sentence_rules.py`. nltk
+is imported only when punkt is used. Knows no tokenizer and no token files.
 """
 
 from __future__ import annotations
@@ -13,41 +12,42 @@ import os
 from pathlib import Path
 from typing import Any, Protocol
 
+from megatron_ds.config.problems import Problem, UserError, option
 from megatron_ds.data.tokenizer_metadata import SplitterDescription
 from megatron_ds.preprocess import sentence_rules
 
-SPLITTERS = ("auto", "punkt", "rules")
+SPLITTERS = ("punkt", "rules")
 RULES_LANGUAGES = (
     *("chinese", "czech", "danish", "dutch", "english", "estonian", "finnish", "french", "german"),
     *("greek", "italian", "japanese", "malayalam", "norwegian", "polish", "portuguese", "russian"),
     *("slovene", "spanish", "swedish", "turkish"),
 )
-"""Those that nltk publishes models of, under its names, and two that need no abbreviations."""
+"""Languages of nltk's models, by nltk's names, and two that need no abbreviations."""
 DOWNLOAD = "python -m nltk.downloader punkt_tab"
 INSTALL = "pip install 'megatron_ds[preprocess]'"
 LONGEST_WORD = 200
-"""Characters of a word that punkt gets to see: all of it, but for what is no word."""
+"""Longest word that punkt sees entirely. Longer runs of characters are not words."""
 
 
 class Splitter(Protocol):
-    """Text to sentences. Implementations can be pickled: preprocessing hands them to workers."""
+    """Splits texts into sentences. Implementations can be pickled, for worker processes."""
 
     @property
     def description(self) -> SplitterDescription:
-        """What decides the sentences; kept beside the data."""
+        """Settings that determine the sentences, recorded next to the data."""
 
     def __call__(self, text: str) -> list[str]:
-        """The sentences in their order; nothing but space between them is left out.
+        """The sentences of a text, without the whitespace between them.
 
-        With keep_newlines each but the last has the space that follows it, too.
+        With `keep_newlines`, each but the last includes the whitespace after it.
         """
 
 
 class RuleSplitter:
-    """Sentences by the built-in rules. why: what to tell the user of the choice."""
+    """Splits sentences by the built-in rules."""
 
-    def __init__(self, lang: str, keep_newlines: bool, why: str = "") -> None:
-        self._lang, self._keep, self._why = lang, keep_newlines, why
+    def __init__(self, lang: str, keep_newlines: bool) -> None:
+        self._lang, self._keep = lang, keep_newlines
 
     @property
     def description(self) -> SplitterDescription:
@@ -55,24 +55,27 @@ class RuleSplitter:
         return {"splitter": "rules", "version": version, "keep_newlines": self._keep}
 
     def __str__(self) -> str:
-        foreign = "" if self._lang == "english" else ", which know abbreviations of English alone"
-        return f"the built-in rules{foreign}{self._why}"
+        foreign = "" if self._lang == "english" else ", which know only English abbreviations"
+        return f"the built-in rules{foreign}"
 
     def __call__(self, text: str) -> list[str]:
         if not self._keep:
             return [text[begin:end] for begin, end, _ in sentence_rules.spans(text)]
         found = [(begin, following) for begin, _, following in sentence_rules.spans(text)]
         sentences = [text[begin:following] for begin, following in found]
-        if found:  # punkt has the space before the first and not that after the last
+        if found:  # as punkt: whitespace before the first sentence is kept, after the last not
             sentences[0] = text[: found[0][0]] + sentences[0]
             sentences[-1] = sentences[-1].rstrip()
         return sentences
 
 
 class PunktSplitter:
-    """Sentences by nltk's punkt, with the model of a language that is among nltk's data.
+    """Splits sentences by nltk's punkt, with a model of the language from nltk's data.
 
-    Raises LookupError if there is none, ImportError without nltk, and ValueError for a broken one.
+    Raises:
+        ImportError: If nltk is not installed.
+        LookupError: If there is no model of the language.
+        UserError: If the model is damaged.
     """
 
     def __init__(self, lang: str, keep_newlines: bool) -> None:
@@ -107,44 +110,59 @@ class PunktSplitter:
         return sentences
 
 
-def choose_splitter(lang: str, keep_newlines: bool, splitter: str = "auto") -> Splitter:
-    """What cuts texts of a language, under nltk's name for it, into sentences.
+def choose_splitter(lang: str, keep_newlines: bool, splitter: str = SPLITTERS[0]) -> Splitter:
+    """The splitter of a run.
 
-    auto: punkt if nltk and its model of the language are there, else the rules. Raises ValueError,
-    naming the flag and what is there, for an unknown language and for punkt that is not there.
+    Args:
+        lang: Language, by nltk's name.
+        keep_newlines: Whether a sentence includes the whitespace after it.
+        splitter: One of `SPLITTERS`.
+
+    Raises:
+        UserError: If the splitter is not available for the language.
     """
     if splitter == "rules":
-        _require_rules(lang, "")
+        if lang not in RULES_LANGUAGES:
+            raise UserError(
+                Problem(
+                    "no-sentence-rules-for-language",
+                    f"{option('lang')} {lang}: the built-in rules are for "
+                    f"{', '.join(RULES_LANGUAGES)}",
+                    "lang",
+                    "sentence_splitter",
+                )
+            )
         return RuleSplitter(lang, keep_newlines)
     try:
         return PunktSplitter(lang, keep_newlines)
     except ImportError as error:
-        missing, remedy = f"nltk cannot be imported ({error})", INSTALL
-        there = ""
+        reason, remedy = f"nltk cannot be imported ({error})", INSTALL
     except LookupError:
-        missing, remedy = f"nltk has no punkt model of {lang} here", DOWNLOAD
-        there = f"; it has {', '.join(_languages()) or 'none'}"
-    if splitter == "punkt":
-        raise ValueError(f"--sentence-splitter punkt: {missing}{there}; get it with {remedy}")
-    _require_rules(lang, f"{missing}{there}, and ")
-    return RuleSplitter(lang, keep_newlines, f": {missing} ({remedy})")
-
-
-def _require_rules(lang: str, beside: str) -> None:
-    if lang not in RULES_LANGUAGES:
-        raise ValueError(
-            f"--lang {lang}: {beside}the built-in rules are for {', '.join(RULES_LANGUAGES)}"
+        found = ", ".join(_languages()) or "none"
+        reason, remedy = f"nltk has no punkt model of {lang}, only {found}", DOWNLOAD
+    raise UserError(
+        Problem(
+            "punkt-unavailable",
+            f"{option('lang')} {lang}: {reason}: get it with `{remedy}`, or choose the built-in "
+            f"rules with {option('sentence_splitter')} rules",
+            "lang",
+            "sentence_splitter",
         )
+    )
 
 
 def _model(punkt: Any, lang: str) -> tuple[str, Any]:
-    """Which of nltk's data, and the parameters in it. Raises LookupError if there are none, and
-    ValueError if they are broken."""
+    """Name of nltk's data set, and the model's parameters.
+
+    Raises:
+        LookupError: If there is no model of the language.
+        UserError: If the model is damaged.
+    """
     if not lang.replace("-", "").replace("_", "").isalnum():
-        raise LookupError(lang)  # a path, which might lead anywhere
+        raise LookupError(lang)  # a path could lead out of nltk's data
     find = importlib.import_module("nltk.data").find
     kinds = {f"punkt_tab/{lang}/": punkt.load_punkt_params}
-    # The older data are pickles, which nltk reads without running what else may be in them.
+    # The older models are pickles, which nltk reads with a restricted unpickler.
     load: Any = getattr(punkt, "punkt_pickle_load", None)
 
     def unpickle(found: Any) -> Any:
@@ -160,16 +178,22 @@ def _model(punkt: Any, lang: str) -> tuple[str, Any]:
             continue
         try:
             return name.split("/")[0], read(found)
-        except Exception as error:  # of any kind: what is in the file decides
-            raise ValueError(
-                f"--lang {lang}: nltk's model {found} cannot be read ({error}); get it again with "
-                f"{DOWNLOAD}, or give --sentence-splitter rules"
+        except Exception as error:  # of any type, depending on the damage
+            raise UserError(
+                Problem(
+                    "punkt-model-damaged",
+                    f"{option('lang')} {lang}: nltk's model {found} cannot be read ({error}); get "
+                    f"it again with `{DOWNLOAD}`, or choose the built-in rules with "
+                    f"{option('sentence_splitter')} rules",
+                    "lang",
+                    "sentence_splitter",
+                )
             ) from error
     raise LookupError(lang)
 
 
 def _languages() -> list[str]:
-    """Those that nltk has unpacked models of."""
+    """Languages of the unpacked models in nltk's data."""
     found: set[str] = set()
     for root in importlib.import_module("nltk.data").path:
         folder = Path(root) / "tokenizers"
@@ -180,21 +204,21 @@ def _languages() -> list[str]:
 
 
 def _keeping_space(punkt: Any) -> Any:
-    """Punkt's rules of a language with the space after a sentence as a part of it.
+    """Punkt's language rules, with the whitespace after a sentence as part of it.
 
-    nltk reads where a sentence may end from `_period_context_fmt`: a match ends where the sentence
-    does, `next_tok` is where the next one begins, and `after_tok` is what punkt decides by. With
-    --keep-newlines, Megatron lets the match have the space, of which there may then be none.
+    nltk finds possible sentence ends by `_period_context_fmt`: a match ends where the sentence
+    ends, `next_tok` is the start of the next one, and punkt decides by `after_tok`. For
+    --keep-newlines, Megatron includes the whitespace in the match.
     """
     pattern = (
-        r"\S{0,LONGEST}%(SentEndChars)s\s*"  # all of a word, to begin with its last end
+        r"\S{0,LONGEST}%(SentEndChars)s\s*"  # the longest match ends at the word's last end
         r"(?=(?P<after_tok>%(NonWord)s|(?P<next_tok>\S{1,LONGEST})))"
     ).replace("LONGEST", str(LONGEST_WORD))
     return type("KeepingSpace", (punkt.PunktLanguageVars,), {"_period_context_fmt": pattern})()
 
 
 def _sha256(parameters: Any) -> str:
-    """Of all that a model of punkt knows."""
+    """SHA-256 of all parameters of a punkt model."""
     sets = (parameters.abbrev_types, parameters.collocations, parameters.sent_starters)
     content = [*map(sorted, sets), sorted(parameters.ortho_context.items())]
     return hashlib.sha256(repr(content).encode()).hexdigest()

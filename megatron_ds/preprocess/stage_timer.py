@@ -1,4 +1,4 @@
-"""What the time of a pipeline went to, in seconds by stage."""
+"""Time by stage of a pipeline, in seconds."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 class StageTimer:
-    """Adds up seconds by stage. A stage inside another counts for the inner one alone."""
+    """Sums seconds by stage. Time of a nested stage counts only for the inner one."""
 
     def __init__(self) -> None:
         self._seconds: dict[str, float] = {}
@@ -22,7 +22,7 @@ class StageTimer:
         return dict(self._seconds)
 
     def add(self, stage: str, seconds: float) -> None:
-        """Seconds that were measured elsewhere, as in another process."""
+        """Add seconds that were measured in another process."""
         self._seconds[stage] = self._seconds.get(stage, 0.0) + seconds
 
     @contextmanager
@@ -32,12 +32,12 @@ class StageTimer:
         try:
             yield
         finally:
-            whole = time.perf_counter() - start
-            self.add(stage, whole - self._inner)
-            self._inner = outer + whole
+            elapsed = time.perf_counter() - start
+            self.add(stage, elapsed - self._inner)
+            self._inner = outer + elapsed
 
     def timed_iter(self, stage: str, items: Iterable[T]) -> Iterator[T]:
-        """The items; the time that getting them takes is the stage's."""
+        """Yield the items; the time until each is available counts for the stage."""
         iterator = iter(items)
         while True:
             with self.stage(stage):
