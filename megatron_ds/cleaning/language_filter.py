@@ -39,8 +39,8 @@ class LanguageFilter:
         known = self._identifier.labels
         for code in sorted(self._codes - set(known)):
             yield Problem(
-                "unknown-language",
-                f"{option('languages')} {code}: must be one of {' '.join(sorted(known))}",
+                "language-not-supported",
+                f"{option('languages')} {code}: is not known; known are {' '.join(sorted(known))}",
                 "languages",
             )
 

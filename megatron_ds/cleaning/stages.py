@@ -19,7 +19,7 @@ def missing_package(stage: str, package: str) -> Problem:
     """A stage whose package is not installed."""
     return Problem(
         "missing-cleaning-package",
-        f"{option('stages')} {stage}: requires {package}: {MISSING_EXTRA}",
+        f"{option('stages')} {stage}: needs {package}: {MISSING_EXTRA}",
         "stages",
     )
 

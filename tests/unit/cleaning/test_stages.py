@@ -1,4 +1,4 @@
-"""What each stage that looks at one document mends and drops; what it says of wrong settings."""
+"""Stages that depend on one document: changes, drops and errors of their settings."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from megatron_ds.cleaning.language_filter import LanguageFilter
 from megatron_ds.cleaning.length_filter import LengthFilter
 from megatron_ds.cleaning.stages import Document, Dropped, Replaced
 from megatron_ds.cleaning.url_filter import UrlFilter
+from megatron_ds.config.problems import UserError
 from megatron_ds.tokenizer.null import NullTokenizer
+from tests.problems import codes
 
 ENGLISH = "The committee will meet on Thursday to talk about the new bridge over the river. "
 GERMAN = "Der Ausschuss tritt am Donnerstag zusammen, um über die neue Brücke zu beraten. "
@@ -95,10 +97,10 @@ def test_an_uncertain_language_is_dropped() -> None:
 
 
 def test_unknown_languages_are_named() -> None:
-    (first, second) = LanguageFilter(["xx", "en", "klingon"], 0.5).problems()
-    assert first.startswith("--languages klingon: is not known; known are ")
-    assert " en " in first
-    assert second.startswith("--languages xx:")
+    first, second = LanguageFilter(["xx", "en", "klingon"], 0.5).problems()
+    assert codes([first, second]) == ["language-not-supported"] * 2
+    assert "--languages klingon: " in first
+    assert "--languages xx: " in second
 
 
 def test_short_texts_are_dropped_by_each_measure() -> None:
@@ -155,14 +157,14 @@ def test_documents_without_an_address_go_on() -> None:
     assert UrlFilter([])(document("text")) is None
 
 
-def test_wrong_lines_of_all_lists_are_named(tmp_path: Path) -> None:
+def test_invalid_lines_of_all_lists_are_reported(tmp_path: Path) -> None:
     first, second = tmp_path / "1.txt", tmp_path / "2.txt"
     first.write_text("example.com\nhttp://x.org/\nregex:(\n")
     second.write_bytes(b"\xff\xfe")
-    with pytest.raises(ValueError) as caught:
-        UrlFilter([str(first), str(second), str(tmp_path / "none")])
-    lines = str(caught.value).splitlines()
-    assert lines[0].startswith(f"--url-blacklist {first}:2: 'http://x.org/' is no host")
-    assert lines[1].startswith(f"--url-blacklist {first}:3: is no pattern: ")
-    assert lines[2].startswith(f"--url-blacklist {second}: cannot be read: ")
-    assert "none: cannot be read" in lines[3]
+    missing = tmp_path / "none"
+    with pytest.raises(UserError) as raised:
+        UrlFilter([str(first), str(second), str(missing)])
+    problems = raised.value.problems
+    assert codes(problems) == ["invalid-url-blacklist"] * 4
+    for problem, place in zip(problems, (f"{first}:2", f"{first}:3", second, missing), strict=True):
+        assert f"{place}: " in problem

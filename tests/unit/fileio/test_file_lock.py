@@ -1,4 +1,4 @@
-"""One process at a time, and words for those who wait."""
+"""Inter-process file lock and the messages of waiting processes."""
 
 from __future__ import annotations
 
@@ -14,56 +14,59 @@ import pytest
 
 from megatron_ds.fileio import file_lock
 from megatron_ds.fileio.file_lock import WaitPolicy, is_at, lock_now, locked
+from tests.problems import raises_problem
 
 QUIET = WaitPolicy(say=lambda text: None)
 
 
-def test_one_at_a_time_and_words_for_the_next(tmp_path: Path) -> None:
+def test_lock_is_exclusive_and_a_wait_is_reported(tmp_path: Path) -> None:
     path, held = tmp_path / "x.lock", threading.Event()
-    said: list[str] = []
+    messages: list[str] = []
 
     def wait() -> None:
-        with locked(path, WaitPolicy(say=said.append, words_after=0.0)) as alone:
-            assert alone
+        with locked(path, WaitPolicy(say=messages.append, words_after=0.0)) as is_locked:
+            assert is_locked
             held.set()
 
     thread = threading.Thread(target=wait)
     with locked(path, QUIET):
         thread.start()
-        while not said:
+        while not messages:
             time.sleep(0.01)
         assert not held.is_set()
     thread.join()
     assert held.is_set()
-    (text,) = said
+    (text,) = messages
     assert f"process {os.getpid()} on " in text
     assert str(path) in text
 
 
-def test_a_wait_that_is_too_long_is_an_error(tmp_path: Path) -> None:
+def test_too_long_wait_is_an_error(tmp_path: Path) -> None:
     with (
         locked(tmp_path / "x.lock", QUIET),
-        pytest.raises(ValueError, match=r"gave up after .* s: process .*x\.lock; if it hangs"),
+        raises_problem("lock-wait-timeout", contains="x.lock"),
         locked(tmp_path / "x.lock", WaitPolicy(say=print, limit=0.0)),
     ):
         pass
 
 
-def test_of_many_that_wait_one_speaks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_of_several_waiting_threads_reports(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path, asked = tmp_path / "x.lock", threading.Semaphore(0)
-    speakers: list[int] = []
-    first_to_speak = file_lock._WaitReporter._first_to_speak
+    reporters: list[int] = []
+    is_first_waiter = file_lock._WaitReporter._is_first_waiter
 
     def counted(self: Any) -> bool:
-        speaks = first_to_speak(self)
+        reports = is_first_waiter(self)
         asked.release()
-        return speaks
+        return reports
 
-    monkeypatch.setattr(file_lock._WaitReporter, "_first_to_speak", counted)
+    monkeypatch.setattr(file_lock._WaitReporter, "_is_first_waiter", counted)
 
     def wait() -> None:
         def say(text: str) -> None:
-            speakers.append(threading.get_ident())
+            reporters.append(threading.get_ident())
 
         with locked(path, WaitPolicy(say, words_after=0.0, words_every=0.0)):
             pass
@@ -76,19 +79,22 @@ def test_of_many_that_wait_one_speaks(tmp_path: Path, monkeypatch: pytest.Monkey
             asked.acquire()
     for thread in threads:
         thread.join()
-    assert len(set(speakers)) == 1
+    assert len(set(reporters)) == 1
 
 
-def test_a_lock_whose_file_was_deleted_is_taken_anew(tmp_path: Path) -> None:
+def test_lock_of_a_deleted_file_is_acquired_again(tmp_path: Path) -> None:
     path = tmp_path / "x.lock"
-    said: list[str] = []
+    messages: list[str] = []
 
     def wait() -> None:
-        with locked(path, WaitPolicy(say=said.append, words_after=0.0)), open(path, "ab") as other:
+        with (
+            locked(path, WaitPolicy(say=messages.append, words_after=0.0)),
+            open(path, "ab") as other,
+        ):
             assert lock_now(other) is False, "the lock that is held is not that of the path"
 
-    with locked(path, QUIET) as alone:
-        assert alone
+    with locked(path, QUIET) as is_locked:
+        assert is_locked
         errors: list[BaseException] = []
 
         def run() -> None:
@@ -99,14 +105,14 @@ def test_a_lock_whose_file_was_deleted_is_taken_anew(tmp_path: Path) -> None:
 
         thread = threading.Thread(target=run)
         thread.start()
-        while not said:
+        while not messages:
             time.sleep(0.01)
         path.unlink()
     thread.join()
     assert not errors
 
 
-def test_files_that_were_renamed_or_replaced(tmp_path: Path) -> None:
+def test_is_at_detects_renamed_and_replaced_files(tmp_path: Path) -> None:
     path = tmp_path / "x"
     with open(path, "ab") as file:
         assert is_at(file, path)
@@ -117,18 +123,18 @@ def test_files_that_were_renamed_or_replaced(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("code", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP])
-def test_without_locks_nobody_is_kept_out(
+def test_file_systems_without_locks_grant_no_lock(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
     def flock(*arguments: Any) -> None:
         raise OSError(code, os.strerror(code))
 
     monkeypatch.setattr(fcntl, "flock", flock)
-    with locked(tmp_path / "x", QUIET) as alone, locked(tmp_path / "x", QUIET) as other:
-        assert (alone, other) == (False, False)
+    with locked(tmp_path / "x", QUIET) as is_locked, locked(tmp_path / "x", QUIET) as other:
+        assert (is_locked, other) == (False, False)
 
 
-def test_other_errors_come_through(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_errors_propagate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def flock(*arguments: Any) -> None:
         raise OSError(errno.EIO, "broken")
 

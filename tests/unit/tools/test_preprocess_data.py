@@ -252,7 +252,7 @@ def test_sentences_in_one_call(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert f"wrote {prefix}.bin and .idx" in said.out
     assert " s, cutting sentences 0." in said.out
     assert said.err == (
-        "sentences are split by the built-in rules, which know abbreviations of English alone\n"
+        "sentences are split by the built-in rules, which know only English abbreviations\n"
     )
     assert IndexedDataset(prefix).document_index.tolist() == [0, 2]
     assert inspect_dataset.main([prefix, "--json"]) == 0
