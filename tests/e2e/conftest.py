@@ -1,4 +1,4 @@
-"""A tiny corpus, settings to train on it, and the launcher that leaves nothing behind."""
+"""Fixtures: a tiny corpus, settings to train on it, and a launcher that cleans up its processes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ VOCAB = 120
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Prefix of a pair of token files: documents that count upwards from a random token."""
+    """Prefix of token files whose documents count up from a random token."""
     prefix = tmp_path_factory.mktemp("corpus") / "tokens"
     draw = np.random.default_rng(0)
     with IndexedWriter(prefix, np.uint16) as writer:
@@ -28,8 +28,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def base(corpus: Path) -> Settings:
-    """A model of two layers on the corpus, with dropout; no length, no batch sizes but the
-    micro-batch's."""
+    """A model of two layers with dropout on the corpus; no training length and no global batch."""
     return {
         "num_layers": 2,
         "hidden_size": 32,
@@ -58,8 +57,8 @@ def launcher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launcher]:
 
 
 @pytest.fixture(autouse=True)
-def _nothing_left_behind(launcher: Launcher) -> Iterator[None]:
-    """A test's runs end with it, and a run's processes with the run."""
+def _no_process_left_behind(launcher: Launcher) -> Iterator[None]:
+    """All runs end with their test, and all processes with their run."""
     yield
     left = launcher.end_all()
     assert not left, f"processes outlived their run: {left}"

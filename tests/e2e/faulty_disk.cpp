@@ -1,9 +1,9 @@
-// Loaded before libc by LD_PRELOAD: lets a process's disk fail below chosen paths.
+// Preloaded before libc by LD_PRELOAD: makes a process's writes below chosen paths fail.
 //
 //     DISK_FAULT  CALL:ERRNO:BYTES:PART
 //
-// CALL is write or fsync. It fails with ERRNO for files whose path contains PART; writes do so once
-// the process has written BYTES to such files, after a short write, as on a disk that becomes full.
+// CALL is write or fsync. It fails with ERRNO for files whose path contains PART. Writes fail once the
+// process has written BYTES to such files, after a short write, as on a disk that becomes full.
 
 #include <dlfcn.h>
 #include <unistd.h>

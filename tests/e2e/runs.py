@@ -29,16 +29,15 @@ from tests.fork_server import DEADLINE, REPOSITORY, ForkServer, clean_environmen
 PRETRAIN = REPOSITORY / "pretrain_gpt.py"
 FAULTS = REPOSITORY / "tests" / "faults.py"
 MARK = "MEGATRON_DS_E2E"
-CLOCK = ("seconds", "tokens_per_second", "tflops", "warm_up")
-"""Keys of a step's record that two equal runs do not share: of its time, and whether its process
-had just begun."""
+TIMING_KEYS = ("seconds", "tokens_per_second", "tflops", "warm_up")
+"""Keys of a step's record that differ between equal runs: timings, and whether it was a warm-up."""
 
 Settings = Mapping[str, Any]
 Record = dict[str, Any]
 
 
 def to_flags(settings: Settings) -> list[str]:
-    """Flags by field name; True is a flag without a value, None and False leave it out."""
+    """Command-line flags of fields; True is a flag without a value, None and False omit it."""
     words: list[str] = []
     for name, value in settings.items():
         if value is None or value is False:
@@ -51,16 +50,16 @@ def to_flags(settings: Settings) -> list[str]:
 
 @dataclass(frozen=True)
 class Result:
-    """A run that has ended."""
+    """Exit statuses and output of a finished run."""
 
     codes: tuple[int, ...]
-    """Exit status of each started process; minus the signal's number if it was killed."""
+    """Exit status of each process; the negative signal number if it was killed."""
     output: str
-    """What the processes printed, one after the other."""
+    """Output of all processes, concatenated."""
 
 
 class Process(Protocol):
-    """What a run needs of subprocess.Popen."""
+    """The part of subprocess.Popen that a run uses."""
 
     @property
     def pid(self) -> int: ...
@@ -86,8 +85,11 @@ class Run:
         return "".join(log.read_text(errors="replace") for log in self._logs)
 
     def wait(self) -> Result:
-        """The result when all processes have ended. Raises TimeoutError, after killing them, for
-        a run that hangs."""
+        """Waits until all processes have exited.
+
+        Raises:
+            TimeoutError: The run hangs; it has been killed.
+        """
         end = time.monotonic() + DEADLINE
         try:
             codes = [p.wait(timeout=max(0.0, end - time.monotonic())) for p in self._processes]
@@ -97,18 +99,18 @@ class Run:
         return Result(tuple(codes), self.output)
 
     def succeed(self) -> str:
-        """The output of a run that must end well."""
+        """Waits, requires that all processes succeed, and returns the output."""
         result = self.wait()
         assert not any(result.codes), f"exit status {result.codes}:\n{result.output[-5000:]}"
         return result.output
 
     def wait_until(self, reached: Callable[[], bool]) -> None:
-        """Waits for something that the run does; an error if it ends or hangs before."""
+        """Waits for a condition; fails if the run ends or hangs before it holds."""
         end = time.monotonic() + DEADLINE
         while not reached():
             ended = all(process.poll() is not None for process in self._processes)
             if ended or time.monotonic() > end:
-                raise AssertionError(f"the run did not get there:\n{self.output[-3000:]}")
+                raise AssertionError(f"the run did not reach the condition:\n{self.output[-3000:]}")
             time.sleep(0.005)
 
     def kill(self) -> None:
@@ -120,9 +122,10 @@ class Run:
 
 
 class Launcher:
-    """Starts runs and knows which processes came of them.
+    """Starts runs and finds all processes that they started.
 
-    folder: for their output.
+    Args:
+        folder: For the output of the runs.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -177,11 +180,11 @@ class Launcher:
         return self._start([[sys.executable, str(script), *argv]] * ranks, environments)
 
     def command(self, words: Sequence[str], environment: Mapping[str, str] | None = None) -> Run:
-        """Starts one command of the user's: a launcher, or plain Python."""
+        """Starts a command as a user does: a launcher, or plain Python."""
         return self._start([list(words)], [dict(environment or {})])
 
     def end_all(self) -> list[str]:
-        """Kills what still runs; the command lines of processes that outlived their run."""
+        """Kills all runs; returns the command lines of processes that outlived their run."""
         for run in self._runs:
             run.kill()
         self._runs.clear()
@@ -193,7 +196,7 @@ class Launcher:
         return list(left.values())
 
     def wait_until_all_ended(self) -> None:
-        """Waits for processes that outlive a launcher for a while; TimeoutError if they stay."""
+        """Waits for processes that outlive their launcher; raises TimeoutError if they remain."""
         end = time.monotonic() + DEADLINE
         while left := self._marked():
             if time.monotonic() > end:
@@ -201,9 +204,7 @@ class Launcher:
             time.sleep(0.05)
 
     def process_of_rank(self, rank: int) -> int:
-        """The number of the process that is a rank of the one run under way; its loaders have
-        higher ones.
-        """
+        """The pid of a rank of the only active run; its data loaders have higher pids."""
         return min(pid for pid in self._marked() if f"RANK={rank}" in _environment_of(pid))
 
     def close(self) -> None:
@@ -215,7 +216,7 @@ class Launcher:
             self._fork_server = ForkServer(self._environment({}))
         logs = [self._log() for _ in extras]
         environments = [self._environment(extra) for extra in extras]
-        return self._noted(Run(self._fork_server.start(script, argv, environments, logs), logs))
+        return self._register(Run(self._fork_server.start(script, argv, environments, logs), logs))
 
     def _start(
         self, commands: Sequence[list[str]], environments: Sequence[Mapping[str, str]]
@@ -235,9 +236,9 @@ class Launcher:
                         process_group=processes[0].pid if processes else 0,
                     )
                 )
-        return self._noted(Run(processes, logs))
+        return self._register(Run(processes, logs))
 
-    def _noted(self, run: Run) -> Run:
+    def _register(self, run: Run) -> Run:
         self._runs.append(run)
         return run
 
@@ -250,7 +251,7 @@ class Launcher:
         return {**clean_environment(), MARK: self._mark, **extra}
 
     def _marked(self) -> dict[int, str]:
-        """Processes of this launcher that are alive, except the fork server: pid -> command line.
+        """Running processes of this launcher except the fork server: pid -> command line.
 
         Empty on a system without /proc.
         """
@@ -264,7 +265,7 @@ class Launcher:
                     words = (folder / "cmdline").read_bytes().split(b"\0")
                     found[int(folder.name)] = b" ".join(words).decode(errors="replace")
             except OSError:
-                continue  # it ended while we looked, or is another user's
+                continue  # it has exited meanwhile, or belongs to another user
         return found
 
 
@@ -276,7 +277,7 @@ def _environment_of(pid: int) -> list[str]:
 
 
 def shared_memory_of(port: int) -> list[str]:
-    """Names of shared memory that DeepSpeed made for the run with that port."""
+    """Names of shared memory that DeepSpeed created for the run with that port."""
     return [path.name for path in Path("/dev/shm").glob(f"deepspeed_*_{port}_*")]
 
 
@@ -293,9 +294,9 @@ def records(save: Path) -> list[Record]:
 
 
 def steps(save: Path) -> list[Record]:
-    """The steps of a run's metrics.jsonl, without what the clock decides."""
+    """The steps of a run's metrics.jsonl, without timings."""
     return [
-        {key: value for key, value in record.items() if key not in CLOCK}
+        {key: value for key, value in record.items() if key not in TIMING_KEYS}
         for record in records(save)
         if "lm_loss" in record
     ]
@@ -310,7 +311,7 @@ def losses(save: Path) -> list[float]:
 
 
 def checkpoint_differences(first: Path, second: Path) -> list[str]:
-    """Where the contents of DeepSpeed's files of two checkpoints are not the same, bit for bit."""
+    """Lists where DeepSpeed's files of two checkpoints differ, compared bit for bit."""
     names = sorted(path.name for path in first.glob("*.pt"))
     others = sorted(path.name for path in second.glob("*.pt"))
     if names != others or not names:

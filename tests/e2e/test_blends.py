@@ -1,4 +1,4 @@
-"""Groups of data under their names, and a mixture that changes on resume: whole runs."""
+"""End-to-end runs with named validation groups, and with a blend that changes on resume."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from tests.e2e.runs import (
 )
 
 CHANGE, END, BATCH = 4, 8, 8
-"""Iteration at which the mixture changes, the last one, and samples of each."""
+"""Iteration at which the blend changes, the last iteration, and samples per iteration."""
 
 
 @pytest.fixture(scope="module")
-def others(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Prefix of a pair of token files: documents that count downwards."""
-    prefix = tmp_path_factory.mktemp("others") / "other"
+def second_corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Prefix of token files whose documents count down."""
+    prefix = tmp_path_factory.mktemp("second") / "other"
     draw = np.random.default_rng(1)
     with IndexedWriter(prefix, np.uint16) as writer:
         for _ in range(100):
@@ -40,16 +40,16 @@ def others(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def record_of(folder: Path, step: int) -> dict[str, Any]:
-    """What a checkpoint says of its data."""
+    """What a checkpoint records about its data."""
     values = json.loads((folder / f"global_step{step}" / "run.json").read_text())
     return values["data"]  # type: ignore[no-any-return]
 
 
-def test_the_mixture_changes_on_resume_and_a_kill_changes_nothing(
-    launcher: Launcher, base: Settings, corpus: Path, others: Path, tmp_path: Path
+def test_blend_changes_on_resume_and_survives_a_kill(
+    launcher: Launcher, base: Settings, corpus: Path, second_corpus: Path, tmp_path: Path
 ) -> None:
-    """One file, then a mixture of its part with another file: on two ranks, undisturbed and with a
-    kill, and on one rank, which reads the same samples."""
+    """One file, then a blend of its training split with another file: on two ranks, uninterrupted
+    and killed, and on one rank, which reads the same samples."""
     one, two, killed = (tmp_path / name for name in ("one", "two", "killed"))
     settings = {
         **base,
@@ -59,12 +59,12 @@ def test_the_mixture_changes_on_resume_and_a_kill_changes_nothing(
         "train_iters": END,
         "save_interval": 2,
     }
-    mixed = {
+    blended = {
         **settings,
         "data_path": None,
         "split": None,
-        # The same documents as those of --split 80,10,10, so that the file goes on.
-        "train_weighted_split_paths": f"T: 1 0:0.8 {corpus}, 3 0:1 {others}",
+        # The same documents as with --split 80,10,10: the file continues where it stopped.
+        "train_weighted_split_paths": f"T: 1 0:0.8 {corpus}, 3 0:1 {second_corpus}",
     }
     first = {**settings, "exit_interval": CHANGE}
     runs = [launcher.start({**first, "save": each}, ranks=n) for each, n in ((one, 1), (two, 2))]
@@ -73,14 +73,14 @@ def test_the_mixture_changes_on_resume_and_a_kill_changes_nothing(
     shutil.copytree(two, killed)
 
     run = launcher.start(
-        {**mixed, "save": killed, "load": killed},
+        {**blended, "save": killed, "load": killed},
         ranks=2,
         fault=f"micro-batch:{6 * BATCH + BATCH // 2}:kill-all",
     )
     assert set(run.wait().codes) == {-9}
-    output = launcher.start({**mixed, "save": two, "load": two}, ranks=2).succeed()
-    launcher.start({**mixed, "save": one, "load": one}, ranks=1).succeed()
-    again = launcher.start({**mixed, "save": killed, "load": killed}, ranks=2).succeed()
+    output = launcher.start({**blended, "save": two, "load": two}, ranks=2).succeed()
+    launcher.start({**blended, "save": one, "load": one}, ranks=1).succeed()
+    resumed = launcher.start({**blended, "save": killed, "load": killed}, ranks=2).succeed()
 
     assert [record["iteration"] for record in steps(killed)] == list(range(1, END + 1))
     assert steps(killed) == steps(two)
@@ -107,14 +107,14 @@ def test_the_mixture_changes_on_resume_and_a_kill_changes_nothing(
         "tokens, weight 0.25: 40 samples",
     ):
         assert words in output, words
-    assert "the mixture of the training data changes" not in again
+    assert "the mixture of the training data changes" not in resumed
 
 
-def test_groups_are_evaluated_and_logged_under_their_names(
-    launcher: Launcher, base: Settings, corpus: Path, others: Path, tmp_path: Path
+def test_groups_are_evaluated_and_logged_by_name(
+    launcher: Launcher, base: Settings, corpus: Path, second_corpus: Path, tmp_path: Path
 ) -> None:
     groups = tmp_path / "groups"
-    groups.write_text(f'"X 1: 1 0.9:1 {corpus}" "X2: 1 0.5:1 {others}, 0 0:1 nowhere"\n')
+    groups.write_text(f'"X 1: 1 0.9:1 {corpus}" "X2: 1 0.5:1 {second_corpus}, 0 0:1 nowhere"\n')
     run, board = tmp_path / "run", tmp_path / "board"
     settings = {
         **base,
@@ -123,7 +123,7 @@ def test_groups_are_evaluated_and_logged_under_their_names(
         "train_weighted_split_paths": f"T: 1 0:0.8 {corpus}",
         "valid_weighted_split_paths": (
             f"UP: 1 0.8:0.9 {corpus}",
-            f"DOWN: 3 0:0.5 {others}, 1 0.8:0.9 {corpus}",
+            f"DOWN: 3 0:0.5 {second_corpus}, 1 0.8:0.9 {corpus}",
         ),
         "test_weighted_split_paths_path": groups,
         "train_iters": 2,
@@ -144,16 +144,16 @@ def test_groups_are_evaluated_and_logged_under_their_names(
     assert len(lines) == len(expected)
     for line, (name, _, where) in zip(lines, expected, strict=True):
         assert line.startswith(f"{name} loss at {where} | lm loss value: ")
-    told = {
+    logged = {
         (record["group"], f"{split}_loss"): record
         for split in ("validation", "test")
         for record in evaluations(run)
         if f"{split}_loss" in record
     }
-    assert sorted(told) == sorted(
+    assert sorted(logged) == sorted(
         [(name, "validation_loss") for name in VALID] + [(name, "test_loss") for name in TEST]
     )
-    assert told["UP", "validation_loss"] != told["DOWN", "validation_loss"]
+    assert logged["UP", "validation_loss"] != logged["DOWN", "validation_loss"]
     events = EventAccumulator(str(board))
     events.Reload()
     tags = {tag for tag in events.Tags()["scalars"] if tag.startswith("lm-loss-validation/")}
@@ -165,7 +165,7 @@ def test_groups_are_evaluated_and_logged_under_their_names(
         for axis in ("", " vs samples", " vs tokens")
     }
     (point,) = events.Scalars("lm-loss-validation/DOWN/lm loss validation")
-    assert point.value == pytest.approx(told["DOWN", "validation_loss"]["validation_loss"])
+    assert point.value == pytest.approx(logged["DOWN", "validation_loss"]["validation_loss"])
     shares = json.loads((run / "data_usage.json").read_text())
     assert [(share["part"], share["group"], share["weight"]) for share in shares] == [
         ("train", "T", 1.0),

@@ -1,5 +1,4 @@
-"""A rank that dies or hangs takes the others with it, and the last words say which, why and what
-to try."""
+"""A rank that dies or hangs ends its peers; the message names the rank, the cause and a remedy."""
 
 from __future__ import annotations
 
@@ -10,47 +9,49 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.runs import Launcher, Settings, shared_memory_of
-from tests.e2e.test_signals import ENDLESS, launched, linux, trained
+from tests.e2e.test_signals import ENDLESS, has_trained, launched, linux
 from tests.faults import FAILURE, HANG_MESSAGE
 
 
 @linux
 @pytest.mark.parametrize(
     ("name", "statuses"),
-    # DeepSpeed's agent passes on what it sees first when it looks, once a second: most often the
-    # victim's, 256 - 9, and on a busy machine that of the rank that it left.
+    # DeepSpeed's launcher polls once a second and returns the first status it finds: usually the
+    # victim's, 256 - 9, and on a busy machine its peer's.
     [("deepspeed", (247, 4)), ("torchrun", (1,))],
 )
-def test_a_killed_rank_of_a_launcher(
+def test_killed_rank_of_a_launcher(
     name: str, statuses: tuple[int, ...], launcher: Launcher, base: Settings, tmp_path: Path
 ) -> None:
     settings = {**base, "num_workers": 1, "train_iters": ENDLESS, "save": tmp_path}
     run, port = launched(launcher, name, settings)
-    run.wait_until(trained(tmp_path))
+    run.wait_until(has_trained(tmp_path))
     victim = launcher.process_of_rank(1)
     os.kill(victim, signal.SIGKILL)
     result = run.wait()
     launcher.wait_until_all_ended()
     assert result.codes[0] in statuses
-    said = [line for line in result.output.splitlines() if "rank 0: ends, because rank 1" in line]
-    assert len(said) == 1, result.output
-    assert f"(process {victim})" in said[0]
-    assert "signal 9" in said[0]
-    assert "out of host memory" in said[0]
-    assert "--num-workers" in said[0]
-    # torchrun's own summary has a traceback, of itself.
+    reports = [
+        line for line in result.output.splitlines() if "rank 0: ends, because rank 1" in line
+    ]
+    assert len(reports) == 1, result.output
+    assert f"(process {victim})" in reports[0]
+    assert "signal 9" in reports[0]
+    assert "out of host memory" in reports[0]
+    assert "--num-workers" in reports[0]
+    # torchrun prints a traceback of its own.
     assert result.output.count("Traceback") == (name == "torchrun")
     assert shared_memory_of(port) == []
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_killed_rank_without_a_launcher(
+def test_killed_rank_without_a_launcher(
     victim: int, launcher: Launcher, base: Settings, tmp_path: Path
 ) -> None:
-    """Rank 0 holds the store through which the ranks talk."""
+    """Rank 0 hosts the store through which the ranks communicate."""
     settings = {**base, "train_iters": ENDLESS, "save": tmp_path}
     run = launcher.start(settings, ranks=2)
-    run.wait_until(trained(tmp_path))
+    run.wait_until(has_trained(tmp_path))
     os.kill(run.pids[victim], signal.SIGKILL)
     result = run.wait()
     assert result.codes == ((-9, 4) if victim == 0 else (4, -9))
@@ -60,7 +61,7 @@ def test_a_killed_rank_without_a_launcher(
 
 
 @pytest.mark.parametrize("culprit", [0, 1])
-def test_an_exception_in_one_rank_is_told_once_and_ends_all(
+def test_exception_in_one_rank_is_reported_once_and_ends_all(
     culprit: int, launcher: Launcher, base: Settings, tmp_path: Path
 ) -> None:
     settings = {**base, "train_iters": ENDLESS, "save": tmp_path}
@@ -68,15 +69,13 @@ def test_an_exception_in_one_rank_is_told_once_and_ends_all(
     result = run.wait()
     assert result.codes == ((1, 4) if culprit == 0 else (4, 1))
     assert result.output.count("Traceback") == 1
-    words = f"failed: ZeroDivisionError: {FAILURE}"
-    assert f"faults.py: rank {culprit}: {words}\n" in result.output
-    other = f"faults.py: rank {1 - culprit}: ends, because rank {culprit} {words}\n"
+    cause = f"failed: ZeroDivisionError: {FAILURE}"
+    assert f"faults.py: rank {culprit}: {cause}\n" in result.output
+    other = f"faults.py: rank {1 - culprit}: ends, because rank {culprit} {cause}\n"
     assert result.output.count(other) == 1
 
 
-def test_a_full_device_is_answered_with_the_flags_that_help(
-    launcher: Launcher, base: Settings
-) -> None:
+def test_out_of_memory_names_flags_that_help(launcher: Launcher, base: Settings) -> None:
     settings = {**base, "train_iters": 2}
     run = launcher.start(settings, fault="iteration:2:out-of-memory")
     result = run.wait()
@@ -86,10 +85,10 @@ def test_a_full_device_is_answered_with_the_flags_that_help(
         assert flag in last
 
 
-def test_a_rank_that_hangs_in_python_is_ended_with_the_others(
+def test_peer_ends_a_rank_that_hangs_in_python(
     launcher: Launcher, base: Settings, tmp_path: Path
 ) -> None:
-    """No collective of its own will ever fail."""
+    """None of its own collectives would ever fail."""
     settings = {**base, "train_iters": ENDLESS, "save": tmp_path}
     run = launcher.start(settings, ranks=2, fault="iteration:2:hang", fault_rank=0)
     run.wait_until(lambda: HANG_MESSAGE in run.output)
@@ -99,7 +98,7 @@ def test_a_rank_that_hangs_in_python_is_ended_with_the_others(
     assert "rank 0: ends, because rank 1 " in result.output
 
 
-def test_a_collective_that_waits_too_long_names_the_flag(
+def test_timeout_of_a_collective_names_the_flag(
     launcher: Launcher, base: Settings, tmp_path: Path
 ) -> None:
     settings = {**base, "train_iters": ENDLESS, "save": tmp_path}

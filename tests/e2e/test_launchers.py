@@ -1,4 +1,4 @@
-"""Each way to start a run ends well, and the same layout gives the same losses."""
+"""Every launcher trains successfully, and the same layout gives the same losses."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SCHEDULE: Settings = {"global_batch_size": 8, "train_iters": 3}
 def two_ranks(
     launcher: Launcher, base: Settings, tmp_path_factory: pytest.TempPathFactory
 ) -> list[float]:
-    """Losses of a run whose two ranks were started without a launcher."""
+    """Losses of a run of two ranks without a launcher."""
     run = tmp_path_factory.mktemp("reference")
     launcher.start({**base, **SCHEDULE, "save": run}, ranks=2).succeed()
     return losses(run)
@@ -46,25 +46,25 @@ def test_two_processes(
 def test_one_process_without_a_launcher(
     two_ranks: list[float], launcher: Launcher, base: Settings, tmp_path: Path
 ) -> None:
-    """The same batches on one process give the same losses, but for the order of additions."""
+    """The same batches on one process give the same losses up to the order of additions."""
     flags = to_flags({**base, **SCHEDULE, "save": tmp_path})
     output = launcher.command([sys.executable, str(PRETRAIN), *flags]).succeed()
     assert "1 processes on cpu" in output
     assert losses(tmp_path) == pytest.approx(two_ranks, rel=1e-5)
 
 
-def test_a_slow_first_rank_still_names_what_is_wrong(launcher: Launcher, base: Settings) -> None:
-    """The launcher ends it as soon as another rank has ended, which found the same."""
-    late = 'if [ "$LOCAL_RANK" = 0 ]; then sleep 1; fi; exec "$@"'
+def test_slow_first_rank_still_reports_the_problem(launcher: Launcher, base: Settings) -> None:
+    """The launcher kills it as soon as a peer has exited, which found the same problem."""
+    delayed = 'if [ "$LOCAL_RANK" = 0 ]; then sleep 1; fi; exec "$@"'
     words = [str(PROGRAMS / "torchrun"), "--nproc_per_node", "2", "--no-python"]
-    command = [*words, "--master_port", str(free_port()), "sh", "-c", late, "sh", sys.executable]
+    command = [*words, "--master_port", str(free_port()), "sh", "-c", delayed, "sh", sys.executable]
     flags = to_flags({**base, "hidden_size": 33, "train_iters": 3})
     result = launcher.command([*command, str(PRETRAIN), *flags]).wait()
     assert result.output.count("pretrain_gpt.py: 1 problem with the settings") == 1, result.output
     assert "[hidden-size-not-divisible-by-heads]" in result.output
 
 
-def test_a_wrong_setting_ends_a_launched_run_with_its_message_once(
+def test_invalid_setting_is_reported_once_by_a_launched_run(
     launcher: Launcher, base: Settings
 ) -> None:
     flags = to_flags({**base, "global_batch_size": 7, "train_iters": 3})

@@ -1,5 +1,8 @@
-"""A run that is asked to end, whoever is asked and whenever, ends in order: in words, with the
-documented status, with its state saved, without a process, a port or shared memory left."""
+"""A signal to any process of a run, at any time, stops the run cleanly.
+
+It prints a message, exits with the documented status, saves its state, and leaves no process, port
+or shared memory behind.
+"""
 
 from __future__ import annotations
 
@@ -34,14 +37,14 @@ linux = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="finds r
 
 
 def launched(launcher: Launcher, name: str, settings: Settings) -> tuple[Run, int]:
-    """A run of two ranks by a launcher, and its port."""
+    """Starts a run of two ranks with a launcher; returns it and its port."""
     port = free_port()
     number = {"deepspeed": "--num_gpus", "torchrun": "--nproc_per_node"}[name]
-    words = [PROGRAMS / name, number, 2, "--master_port", port, PRETRAIN, *to_flags(settings)]
-    return launcher.command([str(word) for word in words]), port
+    command = [PROGRAMS / name, number, 2, "--master_port", port, PRETRAIN, *to_flags(settings)]
+    return launcher.command([str(word) for word in command]), port
 
 
-def trained(run: Path, iterations: int = 2) -> Callable[[], bool]:
+def has_trained(run: Path, iterations: int = 2) -> Callable[[], bool]:
     def reached() -> bool:
         file = run / "metrics.jsonl"
         return file.exists() and file.read_text().count("\n") >= iterations
@@ -49,13 +52,13 @@ def trained(run: Path, iterations: int = 2) -> Callable[[], bool]:
     return reached
 
 
-def goes_on(launcher: Launcher, settings: Settings, save: Path, *, ranks: int = 2) -> None:
-    """The run left one checkpoint, of the step it ended with, and another one continues it."""
+def assert_resumes(launcher: Launcher, settings: Settings, save: Path, *, ranks: int = 2) -> None:
+    """The run saved one checkpoint, of its last step, and another run resumes from it."""
     last = len(losses(save))
     assert sorted(path.name for path in save.glob("global_step*")) == [f"global_step{last}"]
     assert (save / "latest_checkpointed_iteration.txt").read_text() == str(last)
-    more = {**settings, "load": save, "exit_interval": last + 1}
-    launcher.start(more, ranks=ranks).succeed()
+    continued = {**settings, "load": save, "exit_interval": last + 1}
+    launcher.start(continued, ranks=ranks).succeed()
     assert [step["iteration"] for step in steps(save)] == list(range(1, last + 2))
 
 
@@ -63,7 +66,7 @@ def goes_on(launcher: Launcher, settings: Settings, save: Path, *, ranks: int = 
 @pytest.mark.parametrize(
     ("name", "status", "words"),
     [
-        # The wrapper dies of the signal and passes nothing on; its ranks notice.
+        # The wrapper is killed by the signal without forwarding it; its ranks notice.
         ("deepspeed", -signal.SIGTERM, "exiting program since its launcher is gone."),
         ("torchrun", 1, "exiting program after receiving SIGTERM."),
     ],
@@ -73,32 +76,32 @@ def test_sigterm_to_the_launcher(
 ) -> None:
     settings = {**base, "num_workers": 1, "train_iters": ENDLESS, "save": tmp_path}
     run, port = launched(launcher, name, settings)
-    run.wait_until(trained(tmp_path))
+    run.wait_until(has_trained(tmp_path))
     os.kill(run.pids[0], signal.SIGTERM)
     assert run.wait().codes == (status,)
     launcher.wait_until_all_ended()
     assert run.output.count(words) == 1, run.output
     assert shared_memory_of(port) == []
-    goes_on(launcher, settings, tmp_path)
+    assert_resumes(launcher, settings, tmp_path)
 
 
 def test_sigint_to_all_processes(launcher: Launcher, base: Settings, tmp_path: Path) -> None:
-    """As the terminal does it: the loaders get it too."""
+    """A terminal sends Ctrl-C to all processes, including the data loaders."""
     settings = {**base, "num_workers": 1, "train_iters": ENDLESS, "save": tmp_path}
     run = launcher.start(settings, ranks=2)
-    run.wait_until(trained(tmp_path))
+    run.wait_until(has_trained(tmp_path))
     os.killpg(run.pids[0], signal.SIGINT)
     result = run.wait()
     assert result.codes == (130, 130)
     assert "exiting program after receiving SIGINT." in result.output
     assert "Traceback" not in result.output
-    goes_on(launcher, {**settings, "num_workers": 0}, tmp_path)
+    assert_resumes(launcher, {**settings, "num_workers": 0}, tmp_path)
 
 
-def test_a_further_sigint_ends_a_run_that_hangs(
+def test_second_sigint_ends_a_run_that_hangs(
     launcher: Launcher, base: Settings, tmp_path: Path
 ) -> None:
-    """The other rank waits in a collective, which no signal gets it out of."""
+    """The peer rank waits in a collective, which no signal interrupts."""
     settings = {**base, "train_iters": ENDLESS, "save": tmp_path}
     run = launcher.start(settings, ranks=2, fault="iteration:2:hang", fault_rank=0)
     run.wait_until(lambda: HANG_MESSAGE in run.output)
@@ -112,11 +115,11 @@ def test_a_further_sigint_ends_a_run_that_hangs(
     assert "received SIGINT: saving the state" in result.output
 
 
-def test_a_signal_before_the_imports(launcher: Launcher, base: Settings) -> None:
-    """As soon as the process listens at all."""
+def test_signal_before_the_imports(launcher: Launcher, base: Settings) -> None:
+    """The handler is installed before anything heavy is imported."""
     flags = to_flags({**base, "train_iters": 1})
     run = launcher.command([sys.executable, str(PRETRAIN), *flags])
-    run.wait_until(lambda: catches(run.pids[0], signal.SIGTERM))
+    run.wait_until(lambda: has_handler(run.pids[0], signal.SIGTERM))
     os.kill(run.pids[0], signal.SIGTERM)
     result = run.wait()
     assert result.codes == (143,)
@@ -124,20 +127,20 @@ def test_a_signal_before_the_imports(launcher: Launcher, base: Settings) -> None
     assert result.output.startswith(said)
 
 
-def catches(pid: int, number: signal.Signals) -> bool:
-    """Whether a process has a handler for a signal."""
+def has_handler(pid: int, number: signal.Signals) -> bool:
+    """Whether a process has installed a handler for a signal."""
     status = Path(f"/proc/{pid}/status")
     if not status.exists():
-        pytest.skip("looks up handlers in /proc")
+        pytest.skip("reads handlers from /proc")
     caught = next(line for line in status.read_text().splitlines() if line.startswith("SigCgt"))
     return bool(int(caught.split()[1], 16) >> (number - 1) & 1)
 
 
 @pytest.mark.parametrize("signalled", [0, 1])
-def test_a_signal_to_one_rank_at_the_start_ends_all(
+def test_signal_to_one_rank_during_startup_ends_all(
     signalled: int, launcher: Launcher, base: Settings
 ) -> None:
-    """Rank 0 hangs in Python, rank 1 in a collective that waits for it."""
+    """Rank 0 hangs in Python, rank 1 waits for it in a collective."""
     settings = {**base, "train_iters": 1}
     run = launcher.start(settings, ranks=2, fault="build-engine:1:hang", fault_rank=0)
     run.wait_until(lambda: HANG_MESSAGE in run.output)
@@ -151,7 +154,7 @@ def test_a_signal_to_one_rank_at_the_start_ends_all(
     assert "Traceback" not in result.output
 
 
-def test_a_save_is_finished_and_no_step_follows(
+def test_signal_during_a_save_finishes_the_save(
     launcher: Launcher, base: Settings, tmp_path: Path
 ) -> None:
     settings = {**base, "train_iters": ENDLESS, "save_interval": 2, "save": tmp_path}
@@ -164,9 +167,11 @@ def test_a_save_is_finished_and_no_step_follows(
 
 
 @pytest.mark.parametrize(
-    ("micro_batch", "unread", "last"), [(2, 5, 2), (14, 17, 4)], ids=["on the way", "at the end"]
+    ("micro_batch", "unread", "last"),
+    [(2, 5, 2), (14, 17, 4)],
+    ids=["during training", "at the end"],
 )
-def test_an_evaluation_is_broken_off_and_the_state_saved(
+def test_signal_interrupts_an_evaluation_and_saves(
     micro_batch: int,
     unread: int,
     last: int,
@@ -174,7 +179,7 @@ def test_an_evaluation_is_broken_off_and_the_state_saved(
     base: Settings,
     tmp_path: Path,
 ) -> None:
-    """Evaluations of six micro-batches on each rank, in calls of four, after iteration 2, 4 and at
+    """Evaluations have six micro-batches per rank, in calls of four, after iteration 2, 4 and at
     the end."""
     settings = {**base, "train_iters": 4, "eval_interval": 2, "eval_iters": 6, "save": tmp_path}
     fault = f"evaluation:{micro_batch}:terminate"
@@ -188,7 +193,7 @@ def test_an_evaluation_is_broken_off_and_the_state_saved(
     assert f"evaluation micro-batch {unread}\n" not in result.output
 
 
-def test_a_kill_switch_that_is_there_already_lets_nothing_begin(
+def test_existing_kill_switch_prevents_training(
     launcher: Launcher, base: Settings, tmp_path: Path
 ) -> None:
     switch = tmp_path / "switch"

@@ -1,4 +1,4 @@
-"""The stage in a DeepSpeed file, and nothing else, switches ZeRO."""
+"""The stage in a DeepSpeed file switches ZeRO; nothing else has to change."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def run_facts(run: Path) -> dict[str, Any]:
     return facts
 
 
-def test_the_stage_of_a_copied_file_switches_zero(
+def test_stage_of_a_copied_file_switches_zero(
     launcher: Launcher, base: Settings, tmp_path: Path
 ) -> None:
     norms = {}
@@ -42,39 +42,39 @@ def test_the_stage_of_a_copied_file_switches_zero(
         assert losses(run) == pytest.approx(losses(tmp_path / "0"), rel=1e-5)
         norms[stage] = [record["grad_norm"] for record in steps(run)]
         assert norms[stage] == pytest.approx(norms[0], rel=1e-5)
-        in_force = json.loads((run / "ds_config.json").read_text())
-        assert in_force["zero_optimization"]["stage"] == stage
-        assert in_force["train_batch_size"] == 8
+        effective = json.loads((run / "ds_config.json").read_text())
+        assert effective["zero_optimization"]["stage"] == stage
+        assert effective["train_batch_size"] == 8
         optimizer_files = len(list((run / "global_step4").glob("zero_pp_rank_*_optim_states.pt")))
         assert optimizer_files == (0 if stage == 0 else 2)
 
 
 @pytest.mark.parametrize("name", ["zero2_offload.json", "zero3.json", "zero3_offload.json"])
-def test_the_files_of_the_repository_run_and_are_written_beside_the_checkpoints(
+def test_provided_files_run_and_are_saved_with_the_checkpoints(
     name: str, launcher: Launcher, base: Settings, tmp_path: Path
 ) -> None:
-    """What is written is what the engine was given: it starts the same run again."""
-    first, again = tmp_path / "first", tmp_path / "again"
+    """The saved file is the engine's configuration: a run with it is the same."""
+    first, second = tmp_path / "first", tmp_path / "second"
     settings = {**base, **SCHEDULE, "bf16": True}
     launcher.start({**settings, "save": first, "deepspeed_config": FILES / name}, ranks=2).succeed()
-    written = json.loads((first / "ds_config.json").read_text())
+    saved = json.loads((first / "ds_config.json").read_text())
     given = json.loads((FILES / name).read_text())["zero_optimization"]
     fixed = {key: value for key, value in given.items() if value != "auto"}
-    assert {key: written["zero_optimization"][key] for key in fixed} == fixed
-    assert written["zero_optimization"].keys() >= given.keys()
-    assert "auto" not in written["zero_optimization"].values()
-    assert written["bf16"]["enabled"] is True
+    assert {key: saved["zero_optimization"][key] for key in fixed} == fixed
+    assert saved["zero_optimization"].keys() >= given.keys()
+    assert "auto" not in saved["zero_optimization"].values()
+    assert saved["bf16"]["enabled"] is True
     launcher.start(
-        {**settings, "save": again, "deepspeed_config": first / "ds_config.json"}, ranks=2
+        {**settings, "save": second, "deepspeed_config": first / "ds_config.json"}, ranks=2
     ).succeed()
-    assert json.loads((again / "ds_config.json").read_text()) == written
-    assert losses(again) == losses(first)
+    assert json.loads((second / "ds_config.json").read_text()) == saved
+    assert losses(second) == losses(first)
 
 
-def test_the_files_saved_with_a_checkpoint_name_the_same_configuration(
+def test_checkpoint_files_contain_the_same_configuration(
     launcher: Launcher, base: Settings, tmp_path: Path
 ) -> None:
-    """DeepSpeed keeps the configuration that its engine runs with in its own files."""
+    """DeepSpeed saves the configuration of its engine in its own files."""
     settings = {**base, **SCHEDULE, "save": tmp_path, "deepspeed_config": FILES / "zero2.json"}
     launcher.start(settings).succeed()
     states = tmp_path / "global_step4" / "mp_rank_00_model_states.pt"
