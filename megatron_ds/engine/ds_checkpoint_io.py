@@ -1,8 +1,8 @@
-"""How DeepSpeed's checkpoint files are written and read in place of DeepSpeed's own way.
+"""Writes and reads the files of DeepSpeed's checkpoints in place of DeepSpeed's own code.
 
-An error of the disk on one rank is noted and raised when the collective save is through, so that
-no rank is left waiting in a barrier. What is read can be tensors and plain values only: no file can
-run code. It knows nothing of checkpoints' folders and names.
+A disk error on one rank is kept and raised after the collective save, so that no rank is left
+waiting in a barrier. Files may contain only tensors and plain values: reading one never runs code.
+Knows nothing of the folders and names of checkpoints.
 """
 
 from __future__ import annotations
@@ -21,15 +21,16 @@ from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 
+from megatron_ds.config.problems import Problem, UserError
 from megatron_ds.engine.deepspeed_patches import replace_checkpoint_engine
 from megatron_ds.fileio.atomic import name_in_errors
 
-HARMLESS = (DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address)
-"""Classes that DeepSpeed stores in its files, beside tensors and plain values."""
+SAFE_CLASSES = (DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address)
+"""Classes that DeepSpeed stores in its files, in addition to tensors and plain values."""
 
 
 class SafeCheckpointEngine(CheckpointEngine):
-    """Writes and reads for one DeepSpeed engine, whose `checkpoint_engine` it becomes."""
+    """The `checkpoint_engine` of one DeepSpeed engine."""
 
     def __init__(self, engine: Any) -> None:
         super().__init__()
@@ -39,21 +40,23 @@ class SafeCheckpointEngine(CheckpointEngine):
 
     @contextmanager
     def errors_at_the_end(self) -> Iterator[None]:
-        """Raises the first OSError of what is written within, when all of it has been tried.
+        """Raise the first OSError of the files written inside, after all of them were tried.
 
-        An error that broke off a collective is no OSError: this rank has lost its place among
-        the others, and cannot go on with them.
+        Raises:
+            OSError: If this rank's disk failed.
+            RuntimeError: If an error interrupted a collective. This rank is then out of step with
+                its peers and cannot continue.
         """
         self._error = None
         try:
             yield
         except (OSError, ValueError) as error:
-            raise RuntimeError(f"the save broke off: {error}") from error
+            raise RuntimeError(f"the save was interrupted: {error}") from error
         if self._error is not None:
             raise self._error
 
     def create(self, info: object) -> None:
-        """Part of DeepSpeed's protocol: nothing is to be prepared."""
+        """Part of DeepSpeed's interface: needs no preparation."""
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
         self._attempt(os.makedirs, path, exist_ok=exist_ok)
@@ -65,7 +68,7 @@ class SafeCheckpointEngine(CheckpointEngine):
         return read_tensors(Path(path), map_location=map_location)
 
     def commit(self, info: object) -> bool:
-        """Part of DeepSpeed's protocol: the caller makes the checkpoint complete."""
+        """Part of DeepSpeed's interface: the caller completes the checkpoint."""
         return True
 
     def _attempt(self, work: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
@@ -76,9 +79,7 @@ class SafeCheckpointEngine(CheckpointEngine):
 
 
 class _ErrorKeepingFile:
-    """A file that takes everything, so that torch's writer always comes to its end; the first
-    error of the disk is kept in `error`.
-    """
+    """A file that accepts all data, so that torch's writer completes, and keeps the first error."""
 
     def __init__(self, file: FileIO) -> None:
         self._file = file
@@ -95,13 +96,14 @@ class _ErrorKeepingFile:
         return size
 
     def flush(self) -> None:
-        """Nothing is held back."""
+        """The file is unbuffered."""
 
 
 def write_tensors(value: Any, path: Path) -> None:
-    """Writes a file that `read_tensors` reads, and waits until it is on the disk.
+    """Write a file for `read_tensors` and wait until it is on the disk.
 
-    Raises OSError that names the file.
+    Raises:
+        OSError: If the disk fails; names the file.
     """
     with name_in_errors(path), open(path, "wb", buffering=0) as file:
         sink = _ErrorKeepingFile(file)
@@ -112,13 +114,23 @@ def write_tensors(value: Any, path: Path) -> None:
 
 
 def read_tensors(path: Path, *, map_location: Any = "cpu", mmap: bool = False) -> Any:
-    """A file of tensors and plain values.
+    """Read a file of tensors and plain values.
 
-    mmap: the tensors' bytes are read when they are used. Raises ValueError that names the file if
-    it is damaged or holds anything else.
+    Args:
+        path: File of `write_tensors` or of DeepSpeed.
+        map_location: Device of the tensors.
+        mmap: Read the bytes of a tensor when it is used.
+
+    Raises:
+        UserError: If the file is damaged or contains other objects.
     """
     try:
-        with torch.serialization.safe_globals(list(HARMLESS)):
+        with torch.serialization.safe_globals(list(SAFE_CLASSES)):
             return torch.load(path, map_location=map_location, weights_only=True, mmap=mmap)
     except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError) as error:
-        raise ValueError(f"{path} cannot be read as tensors and plain values: {error}") from error
+        raise UserError(
+            Problem(
+                "tensor-file-unreadable",
+                f"{path} cannot be read as tensors and plain values: {error}",
+            )
+        ) from error

@@ -1,8 +1,8 @@
-"""The dynamic loss scale of fp16, as DeepSpeed's ZeRO optimizers keep it.
+"""The loss scaler of fp16 in DeepSpeed's ZeRO optimizers.
 
-Owns what DeepSpeed leaves to chance: at the lowest scale it raises a bare exception in the middle
-of a step, and a checkpoint brings the settings of the run that wrote it. It decides nothing: when a
-run ends for its skipped steps stands in `training/skips`.
+Corrects two behaviours of DeepSpeed: at the minimum scale its scaler raises an exception in the
+middle of a step, and loading a checkpoint replaces the run's settings by those of the run that
+saved it. When skipped steps end a run is decided in `training/skipped_steps`.
 """
 
 from __future__ import annotations
@@ -11,17 +11,21 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-POSITION = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
-"""What of a dynamic scaler moves; the rest are settings."""
+STATE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+"""Attributes of a dynamic scaler that change during a run; the others are settings."""
 
 
 class LossScale:
-    """The scaler of an fp16 optimizer. optimizer: what DeepSpeed's engine holds."""
+    """The loss scaler of an fp16 optimizer.
+
+    Args:
+        optimizer: ZeRO optimizer of DeepSpeed's engine.
+    """
 
     def __init__(self, optimizer: Any) -> None:
         self._optimizer = optimizer
         if self._scaler.dynamic:
-            # A step at the lowest scale is then skipped like any other, on all ranks.
+            # An overflow at the minimum scale then skips the step on all ranks, as any other does.
             self._scaler.raise_error_at_min_scale = False
 
     @property
@@ -30,7 +34,7 @@ class LossScale:
 
     @property
     def is_exhausted(self) -> bool:
-        """Whether the next overflow finds the scale at its lowest and no hysteresis left."""
+        """Whether the scale is at its minimum and the next overflow would lower it."""
         scaler = self._scaler
         return bool(
             scaler.dynamic
@@ -40,19 +44,21 @@ class LossScale:
 
     @contextmanager
     def keep_settings_on_load(self) -> Iterator[None]:
-        """Around loading a checkpoint: the scale and its counts come from there, the settings stay
-        this run's. Between a static and a dynamic scale nothing is carried over.
+        """Restore the run's settings after a checkpoint is loaded inside.
+
+        The scale and its counters come from the checkpoint. Nothing is restored from a static
+        scale into a dynamic one, or the other way round.
         """
-        mine = self._scaler
+        own = self._scaler
         yield
-        theirs = self._scaler
-        if mine.dynamic and theirs.dynamic:
-            for name in POSITION:
-                setattr(mine, name, getattr(theirs, name))
-            mine.cur_scale = max(mine.cur_scale, mine.min_scale)
-            mine.cur_hysteresis = min(mine.cur_hysteresis, mine.delayed_shift)
-        self._optimizer.loss_scaler = mine
-        self._optimizer.dynamic_loss_scale = mine.dynamic
+        loaded = self._scaler
+        if own.dynamic and loaded.dynamic:
+            for name in STATE:
+                setattr(own, name, getattr(loaded, name))
+            own.cur_scale = max(own.cur_scale, own.min_scale)
+            own.cur_hysteresis = min(own.cur_hysteresis, own.delayed_shift)
+        self._optimizer.loss_scaler = own
+        self._optimizer.dynamic_loss_scale = own.dynamic
 
     @property
     def _scaler(self) -> Any:

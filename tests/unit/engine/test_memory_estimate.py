@@ -44,7 +44,15 @@ CUT = ("plain", "attention dropout", "rope", "rope, attention dropout", "alibi",
 """Models that are counted with attention that ends with a document, too."""
 COUNTED = [*((name, False) for name in MODELS), *((name, True) for name in CUT)]
 ALONE = MemoryInputs(
-    stage=0, tp=1, dp=1, parameter=4, accumulation=4, reduction=4, moments=2, bucket=0, on_cpu=True
+    zero_stage=0,
+    tp_size=1,
+    dp_size=1,
+    param_bytes=4,
+    accumulation_bytes=4,
+    reduction_bytes=4,
+    moments=2,
+    bucket_elements=0,
+    on_cpu=True,
 )
 
 
@@ -93,7 +101,7 @@ def test_activations_are_what_autograd_saves(
     model: str, documents: bool, dtype: torch.dtype
 ) -> None:
     run = config(documents=documents, **MODELS[model])
-    engine = dataclasses.replace(ALONE, parameter=dtype.itemsize)
+    engine = dataclasses.replace(ALONE, param_bytes=dtype.itemsize)
 
     measured = saved(run, dtype) - kept_by_head(dtype.itemsize)
 
@@ -120,13 +128,17 @@ def test_selective_recomputation_keeps_no_scores(documents: bool) -> None:
 
 def states(stage: int, **changes: Any) -> MemoryEstimate:
     """Of bf16 with fp32 accumulation over four data-parallel ranks."""
-    engine = dataclasses.replace(ALONE, stage=stage, dp=4, parameter=2, accumulation=4, **changes)
+    engine = dataclasses.replace(
+        ALONE, zero_stage=stage, dp_size=4, param_bytes=2, accumulation_bytes=4, **changes
+    )
     return estimate(config(), engine)
 
 
 def whole() -> int:
     """Bytes of the parameters in bf16."""
-    return estimate(config(), dataclasses.replace(ALONE, stage=1, parameter=2)).device["parameters"]
+    return estimate(config(), dataclasses.replace(ALONE, zero_stage=1, param_bytes=2)).device[
+        "parameters"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -143,8 +155,8 @@ def test_offloaded_states_are_the_hosts() -> None:
 
 
 def test_the_peak_is_that_of_the_fullest_phase() -> None:
-    found = MemoryEstimate(phases={"in the loss": 5, "as the backward pass begins": 9, "later": 7})
-    assert (found.peak, found.peak_phase) == (9, "as the backward pass begins")
+    found = MemoryEstimate(phases={"loss": 5, "start of the backward pass": 9, "later": 7})
+    assert (found.peak, found.peak_phase) == (9, "start of the backward pass")
 
 
 def test_gradients_are_there_while_the_loss_is_computed_only_if_they_are_summed_up() -> None:
@@ -153,13 +165,13 @@ def test_gradients_are_there_while_the_loss_is_computed_only_if_they_are_summed_
     twice = dataclasses.replace(once, schedule=schedule)
     first, second = (estimate(run, ALONE) for run in (once, twice))
     gradients = first.device["gradients"]
-    assert second.phases["in the loss"] - first.phases["in the loss"] == gradients
-    assert first.phases["as gradients are reduced"] == second.phases["as gradients are reduced"]
+    assert second.phases["loss"] - first.phases["loss"] == gradients
+    assert first.phases["gradient reduction"] == second.phases["gradient reduction"]
 
 
 def test_a_device_keeps_more_of_the_loss_and_gives_activations_back() -> None:
     on_cpu = estimate(config(), ALONE)
     elsewhere = estimate(config(), dataclasses.replace(ALONE, on_cpu=False))
     assert elsewhere.head > on_cpu.head
-    reduced = "as gradients are reduced"
+    reduced = "gradient reduction"
     assert on_cpu.phases[reduced] - elsewhere.phases[reduced] == on_cpu.activations

@@ -68,14 +68,14 @@ SETTINGS = EngineSettings(
     loss_scale=LossScaleSettings(65536, 1000, 2),
 )
 ENGINE = MemoryInputs(
-    stage=3,
-    tp=2,
-    dp=4,
-    parameter=2,
-    accumulation=4,
-    reduction=2,
+    zero_stage=3,
+    tp_size=2,
+    dp_size=4,
+    param_bytes=2,
+    accumulation_bytes=4,
+    reduction_bytes=2,
     moments=2,
-    bucket=500_000_000,
+    bucket_elements=500_000_000,
     offload_optimizer=True,
 )
 GROUPS = {
