@@ -29,17 +29,17 @@ class WaitPolicy:
     """How a process waits for a lock.
 
     Attributes:
-        say: Takes messages about the wait. Of the processes that wait for files of one folder, only
-            one reports.
-        words_after: Seconds until the first message.
-        words_every: Seconds between messages.
-        limit: Seconds until waiting is given up.
+        report: Takes messages about the wait. Of the processes that wait for files of one folder,
+            only one reports.
+        report_after: Seconds until the first message.
+        report_every: Seconds between messages.
+        timeout: Seconds until waiting is given up.
     """
 
-    say: Callable[[str], None] = warnings.warn
-    words_after: float = 10.0
-    words_every: float = 60.0
-    limit: float = 7200.0
+    report: Callable[[str], None] = warnings.warn
+    report_after: float = 10.0
+    report_every: float = 60.0
+    timeout: float = 7200.0
 
 
 def lock_now(file: IO[Any]) -> bool | None:
@@ -67,7 +67,7 @@ def locked(path: Path, policy: WaitPolicy) -> Iterator[bool]:
         Whether the lock is held; False if the file system has no locks.
 
     Raises:
-        UserError: If another process holds it for longer than the policy's limit.
+        UserError: If another process holds it for longer than the timeout of the policy.
         OSError: If the file cannot be created.
     """
     with _WaitReporter(path, policy) as waiting:
@@ -87,7 +87,7 @@ class _WaitReporter:
         self._path = path
         self._policy = policy
         self._start = time.monotonic()
-        self._due = policy.words_after
+        self._due = policy.report_after
         self._reporter_lock = ExitStack()
         self._reports: bool | None = None
 
@@ -99,16 +99,16 @@ class _WaitReporter:
 
     def pause(self, file: IO[bytes]) -> None:
         waited = time.monotonic() - self._start
-        if waited > self._policy.limit:
+        if waited > self._policy.timeout:
             raise UserError(
                 Problem("lock-wait-timeout", f"gave up after {waited:.0f} s: {self._holder(file)}")
             )
         if waited > self._due:
-            self._due = waited + self._policy.words_every
+            self._due = waited + self._policy.report_every
             if self._reports is None:
                 self._reports = self._is_first_waiter()
             if self._reports:
-                self._policy.say(f"waiting for {waited:.0f} s: {self._holder(file)}")
+                self._policy.report(f"waiting for {waited:.0f} s: {self._holder(file)}")
         time.sleep(POLL_SECONDS)
 
     def _holder(self, file: IO[bytes]) -> str:

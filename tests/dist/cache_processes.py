@@ -139,7 +139,7 @@ def run_member(request: dict[str, Any], marks: Path) -> dict[str, Any]:
     if "fault" in request:
         inject(request, marks)
     index_cache.WaitPolicy = functools.partial(  # type: ignore[assignment, misc]
-        WaitPolicy, say=report, words_after=0.2, limit=request.get("patience", DEADLINE)
+        WaitPolicy, report=report, report_after=0.2, timeout=request.get("patience", DEADLINE)
     )
     try:
         answer = {"samples": build(request)}

@@ -1,6 +1,6 @@
-"""Preprocessing as a whole process: killed, its disk full, a worker gone; and how much it holds.
+"""Preprocessing processes that are killed, lose a worker or run out of disk space; memory use.
 
-In all of these it leaves nothing under its final names and goes on with --resume.
+Each leaves nothing under the final names and can be resumed.
 """
 
 from __future__ import annotations
@@ -71,31 +71,31 @@ def start(
 
 
 def pair(folder: Path) -> dict[str, bytes]:
-    """What stands under its final name."""
+    """Files under their final names, by suffix."""
     return {
         path.suffix: path.read_bytes() for path in folder.glob("out_text_document.[bi][id][nx]")
     }
 
 
 def finish(folder: Path) -> str:
-    """Goes on to the end; what was said."""
+    """Resumes to the end. Returns stderr."""
     process = start(folder, "--resume", "--workers", "1")
-    shown, said = process.communicate()
-    assert process.returncode == 0, said
-    assert f"Processed {DOCUMENTS} documents" in shown
-    return said
+    stdout, stderr = process.communicate()
+    assert process.returncode == 0, stderr
+    assert f"Processed {DOCUMENTS} documents" in stdout
+    return stderr
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
-    folder = tmp_path_factory.mktemp("undisturbed")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    folder = tmp_path_factory.mktemp("uninterrupted")
     corpus(folder)
     finish(folder)
     return pair(folder)
 
 
-def test_killed_at_any_moment(tmp_path: Path, undisturbed: dict[str, bytes]) -> None:
-    """One run that is killed five times, while a record is being written or not."""
+def test_killed_process_resumes(tmp_path: Path, uninterrupted: dict[str, bytes]) -> None:
+    """One run that is killed five times, during commits or between them."""
     corpus(tmp_path)
     for kill in range(5):
         flags = ["--resume", "--workers", "2", "--chunk-size", "64"]
@@ -111,52 +111,52 @@ def test_killed_at_any_moment(tmp_path: Path, undisturbed: dict[str, bytes]) -> 
         assert process.returncode == -signal.SIGKILL
         assert pair(tmp_path) == {}
     assert "resuming after" in finish(tmp_path)
-    assert pair(tmp_path) == undisturbed
+    assert pair(tmp_path) == uninterrupted
 
 
-def test_a_killed_worker(tmp_path: Path, undisturbed: dict[str, bytes]) -> None:
+def test_run_with_a_killed_worker_resumes(tmp_path: Path, uninterrupted: dict[str, bytes]) -> None:
     corpus(tmp_path)
     process = start(tmp_path, "--workers", "2", "--chunk-size", "64", worker_dies_at=5000)
-    said = process.communicate()[1]
+    stderr = process.communicate()[1]
     assert process.returncode == 1
-    assert "Traceback" not in said
-    assert "worker-process-lost" in said
-    assert str(tmp_path / "out.work") in said
+    assert "Traceback" not in stderr
+    assert "worker-process-lost" in stderr
+    assert str(tmp_path / "out.work") in stderr
     assert pair(tmp_path) == {}
     assert "resuming after" in finish(tmp_path)
-    assert pair(tmp_path) == undisturbed
+    assert pair(tmp_path) == uninterrupted
 
 
 @pytest.mark.parametrize("part", ["document.bin", "document.idx", "document.documents"])
-def test_a_full_disk(
+def test_run_with_a_full_disk_resumes(
     tmp_path: Path,
     tmp_path_factory: pytest.TempPathFactory,
-    undisturbed: dict[str, bytes],
+    uninterrupted: dict[str, bytes],
     part: str,
 ) -> None:
     library = str(build_faulty_disk(tmp_path_factory.mktemp("faulty")))
     corpus(tmp_path)
     fault = f"write:{errno.ENOSPC}:50000:{part}"
     process = start(tmp_path, "--workers", "1", LD_PRELOAD=library, DISK_FAULT=fault)
-    said = process.communicate()[1]
+    stderr = process.communicate()[1]
     assert process.returncode == 1
-    assert "Traceback" not in said
-    assert "No space left on device: '" in said
-    assert f"{part}'" in said
-    assert str(tmp_path / "out.work") in said
+    assert "Traceback" not in stderr
+    assert "No space left on device: '" in stderr
+    assert f"{part}'" in stderr
+    assert str(tmp_path / "out.work") in stderr
     assert pair(tmp_path) == {}
     assert "resuming after" in finish(tmp_path)
-    assert pair(tmp_path) == undisturbed
+    assert pair(tmp_path) == uninterrupted
 
 
-def test_ten_times_the_documents_take_the_same_memory(tmp_path: Path) -> None:
-    """Of this process and of the workers, in documents so small that their index is the most."""
+def test_memory_does_not_grow_with_the_input(tmp_path: Path) -> None:
+    """Memory of the process and of its worker, for tiny documents, whose index is larger."""
     peaks = []
     for documents in (30_000, 300_000):
         corpus(tmp_path, documents)
         process = start(tmp_path, "--workers", "1")
-        shown = process.communicate()[0]
+        stdout = process.communicate()[0]
         assert process.returncode == 0
-        peaks.append([int(number) for number in shown.splitlines()[-1].split()[1:]])
+        peaks.append([int(number) for number in stdout.splitlines()[-1].split()[1:]])
     for small, large in zip(*peaks, strict=True):
         assert large < 1.2 * small, peaks

@@ -16,7 +16,7 @@ from megatron_ds.fileio import file_lock
 from megatron_ds.fileio.file_lock import WaitPolicy, is_at, lock_now, locked
 from tests.problems import raises_problem
 
-QUIET = WaitPolicy(say=lambda text: None)
+QUIET = WaitPolicy(report=lambda text: None)
 
 
 def test_lock_is_exclusive_and_a_wait_is_reported(tmp_path: Path) -> None:
@@ -24,7 +24,7 @@ def test_lock_is_exclusive_and_a_wait_is_reported(tmp_path: Path) -> None:
     messages: list[str] = []
 
     def wait() -> None:
-        with locked(path, WaitPolicy(say=messages.append, words_after=0.0)) as is_locked:
+        with locked(path, WaitPolicy(report=messages.append, report_after=0.0)) as is_locked:
             assert is_locked
             held.set()
 
@@ -45,7 +45,7 @@ def test_too_long_wait_is_an_error(tmp_path: Path) -> None:
     with (
         locked(tmp_path / "x.lock", QUIET),
         raises_problem("lock-wait-timeout", contains="x.lock"),
-        locked(tmp_path / "x.lock", WaitPolicy(say=print, limit=0.0)),
+        locked(tmp_path / "x.lock", WaitPolicy(report=print, timeout=0.0)),
     ):
         pass
 
@@ -65,10 +65,10 @@ def test_one_of_several_waiting_threads_reports(
     monkeypatch.setattr(file_lock._WaitReporter, "_is_first_waiter", counted)
 
     def wait() -> None:
-        def say(text: str) -> None:
+        def report(text: str) -> None:
             reporters.append(threading.get_ident())
 
-        with locked(path, WaitPolicy(say, words_after=0.0, words_every=0.0)):
+        with locked(path, WaitPolicy(report, report_after=0.0, report_every=0.0)):
             pass
 
     threads = [threading.Thread(target=wait) for _ in range(4)]
@@ -88,7 +88,7 @@ def test_lock_of_a_deleted_file_is_acquired_again(tmp_path: Path) -> None:
 
     def wait() -> None:
         with (
-            locked(path, WaitPolicy(say=messages.append, words_after=0.0)),
+            locked(path, WaitPolicy(report=messages.append, report_after=0.0)),
             open(path, "ab") as other,
         ):
             assert lock_now(other) is False, "the lock that is held is not that of the path"
