@@ -36,6 +36,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
 from megatron_ds.config import DataConfig
+from megatron_ds.config.problems import UserError
 from megatron_ds.data import blend_schedule, index_cache
 from megatron_ds.data.build_datasets import build_datasets
 from megatron_ds.fileio.file_lock import WaitPolicy
@@ -142,9 +143,9 @@ def run_member(request: dict[str, Any], marks: Path) -> dict[str, Any]:
         WaitPolicy, report=report, report_after=0.2, timeout=request.get("patience", DEADLINE)
     )
     try:
-        answer = {"samples": build(request)}
-    except (ValueError, OSError) as error:
-        answer = {"error": str(error)}
+        answer: dict[str, Any] = {"samples": build(request)}
+    except UserError as error:
+        answer = {"error": str(error), "codes": [problem.code for problem in error.problems]}
     except BaseException:
         answer = {"traceback": traceback.format_exc()}
     return {**answer, "reports": reports}

@@ -137,9 +137,9 @@ def test_peers_give_up_when_the_builder_hangs(ask: Ask, cache: Path, samples: st
     stopped = next(answer["stopped"] for answer in answers if "stopped" in answer)
     for answer in answers:
         if "error" in answer:
-            assert f"process {stopped} on " in answer["error"]
+            assert str(stopped) in answer["error"]
             assert f"{cache}/a-train-" in answer["error"]
-            assert "if it hangs, end it" in answer["error"]
+            assert answer["codes"] == ["lock-wait-timeout"]
     assert {answer.get("samples") for answer in ask(cache=str(cache))} == {samples}
 
 
@@ -148,7 +148,6 @@ def test_waiting_process_reports_what_it_waits_for(ask: Ask, cache: Path, sample
     assert [answer.get("samples") for answer in answers] == [samples] * PROCESSES
     reports = [text for answer in answers for text in answer["reports"]]
     assert reports
-    assert "waiting for " in reports[0]
     assert f"{cache}/a-train-" in reports[0]
 
 
@@ -164,8 +163,8 @@ def test_full_disk_is_reported(ask: Ask, cache: Path, room: int) -> None:
     answers = ask(cache=str(cache), fault=f"limit-file-size:{room}")
     assert outcomes(answers) == ["error"] * PROCESSES
     for answer in answers:
-        assert f"cannot be written ({cache}: File too large)" in answer["error"]
-        assert "--data-cache-path" in answer["error"]
+        assert answer["codes"] == ["index-cache-not-writable"]
+        assert f"{cache}: File too large" in answer["error"]
     assert not list(cache.glob("*.partial"))
 
 
@@ -176,7 +175,8 @@ def test_folder_deleted_once_is_rebuilt(ask: Ask, cache: Path, samples: str) -> 
 
 def test_folder_deleted_repeatedly_is_reported(ask: Ask, cache: Path) -> None:
     for answer in ask(cache=str(cache), fault="delete-cache:always"):
-        assert f"the index cache cannot be written ({cache}: " in answer["error"]
+        assert answer["codes"] == ["index-cache-not-writable"]
+        assert f"{cache}: " in answer["error"]
 
 
 def test_read_only_data_folder_uses_the_fallback(
@@ -185,8 +185,8 @@ def test_read_only_data_folder_uses_the_fallback(
     answers = ask(nobody=True)
     assert outcomes(answers) == ["error"] * PROCESSES
     for answer in answers:
+        assert answer["codes"] == ["index-cache-not-writable"]
         assert f"{root}/data/index-cache: Permission denied" in answer["error"]
-        assert "--data-cache-path" in answer["error"]
     fallback = Path(tempfile.mkdtemp(dir=root))
     fallback.chmod(0o777)
     answers = ask(nobody=True, fallback=str(fallback))

@@ -20,6 +20,7 @@ from tests.dist import parity_cases
 from tests.dist.parity_cases import Case, config_of, plans_of
 from tests.dist.compare import differences
 from tests.dist.engine_harness import CPU
+from tests.problems import raises_problem
 from tests.dist.rank_jobs import Job, JobResults, run_jobs
 from tests.dist.reference import EOD, Samples, train_reference
 from tests.problems import codes, raises_problem

@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from megatron_ds.preprocess.worker_pool import MAX_IN_FLIGHT_PER_WORKER, Workers
+from tests.problems import raises_problem
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -75,7 +76,7 @@ def test_killed_worker_raises(count: int) -> None:
         with Workers(square, count) as workers:
             list(workers.map([1, 2, 99, 4, 5]))
 
-    with pytest.raises(ValueError, match="a worker process was killed"):
+    with raises_problem("worker-process-lost"):
         run()
     assert multiprocessing.active_children() == []
 
