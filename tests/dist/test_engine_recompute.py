@@ -1,4 +1,4 @@
-"""Activation checkpointing through the engine, with dropout: the same bits as without it."""
+"""Activation checkpointing with dropout is bitwise equal to training without it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.dist.reference import Samples, train_reference
 
 LAYOUTS = list(itertools.product((1, 3), (1, 2)))
 """ZeRO stage and tensor-parallel size."""
-WAYS = {
+RECOMPUTE = {
     "full": RecomputeConfig(recompute_granularity="full"),
     "pairs of layers": RecomputeConfig(recompute_granularity="full", checkpoint_num_layers=2),
     "selective": RecomputeConfig(recompute_granularity="selective"),
@@ -45,18 +45,16 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> JobResults:
     folder = tmp_path_factory.mktemp("recompute")
     jobs = []
     for stage, tp in LAYOUTS:
-        for way, recompute in {STORED: RecomputeConfig(), **WAYS}.items():
+        for kind, recompute in {STORED: RecomputeConfig(), **RECOMPUTE}.items():
             config = with_dropout(stage, tp, recompute, folder)
-            jobs.append(Job(f"{stage}-{tp}-{way}", config, plans_of(layout(stage, tp)), SAMPLES))
+            jobs.append(Job(f"{stage}-{tp}-{kind}", config, plans_of(layout(stage, tp)), SAMPLES))
     return run_jobs(2, jobs, folder)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kind", RECOMPUTE)
 @pytest.mark.parametrize(("stage", "tp"), LAYOUTS)
-def test_recomputation_gives_the_same_bits(
-    stage: int, tp: int, way: str, outcomes: JobResults
-) -> None:
-    stored, recomputed = outcomes.of(f"{stage}-{tp}-{STORED}"), outcomes.of(f"{stage}-{tp}-{way}")
+def test_recompute_is_bitwise_equal(stage: int, tp: int, kind: str, outcomes: JobResults) -> None:
+    stored, recomputed = outcomes.of(f"{stage}-{tp}-{STORED}"), outcomes.of(f"{stage}-{tp}-{kind}")
     for one, other in zip(stored, recomputed, strict=True):
         assert other.notes["attention calls"] == 2 * one.notes["attention calls"] > 0
         assert other.losses == one.losses
@@ -67,7 +65,7 @@ def test_recomputation_gives_the_same_bits(
 
 
 @pytest.mark.parametrize(("stage", "tp"), LAYOUTS)
-def test_dropout_was_on(stage: int, tp: int, outcomes: JobResults, tmp_path: Path) -> None:
+def test_dropout_is_active(stage: int, tp: int, outcomes: JobResults, tmp_path: Path) -> None:
     case = layout(stage, tp)
     without = train_reference(config_of(case, tmp_path), SAMPLES, plans_of(case))
     for run in outcomes.of(f"{stage}-{tp}-{STORED}"):

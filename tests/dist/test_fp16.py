@@ -1,4 +1,4 @@
-"""fp16 on two ranks: it follows fp32, and its loss scale moves as the flags tell, on all ranks."""
+"""fp16 on two ranks: agreement with fp32, and the loss scale on all ranks."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ FP16 = PrecisionConfig(fp16=True, allow_fp16_on_cpu=True)
 STATIC = dataclasses.replace(FP16, loss_scale=512.0)
 STEPS = 14
 OVERFLOWS = (1, 2, 3, 8, 9, 13)
-"""Steps of which one rank's gradient is spoilt. No other overflows: a scale of 2^12, the highest
-that is reached, leaves room for gradients of 16."""
+"""Steps in which one rank's gradient is corrupted. No other step overflows: at the highest scale
+reached, 2^12, gradients of up to 16 are representable."""
 FIRST_SCALE, WINDOW = 2.0**10, 2
 SAMPLES = Samples(parity_cases.STEPS * parity_cases.SAMPLES_PER_STEP, parity_cases.SHAPE)
 
@@ -52,11 +52,11 @@ def case(stage: int, tp: int) -> Case:
     return Case(WORLD, stage, tp, 2, "learned", "adamw")
 
 
-def both_scales(layout: Layout, meshes: dict[int, Mesh], folder: Path) -> dict[str, Any]:
-    """A run of which some gradients are spoilt on one rank; and one with a static scale."""
+def train_with_both_scales(layout: Layout, meshes: dict[int, Mesh], folder: Path) -> dict[str, Any]:
+    """A run with corrupted gradients on one rank, and one with a static scale."""
     mesh = meshes[layout.tp]
     run = Training(layout.config(folder), mesh, STEPS)
-    results, changed, held = [], [], []
+    results, changed, applied_counts = [], [], []
     for step in range(1, STEPS + 1):
         before = run.state_tensors()
         if step in OVERFLOWS:
@@ -66,7 +66,7 @@ def both_scales(layout: Layout, meshes: dict[int, Mesh], folder: Path) -> dict[s
             results.append(run.step())
         if results[-1].skipped:
             changed += differing_names(before, run.state_tensors())
-        held.append(run.state.applied_iterations)
+        applied_counts.append(run.state.applied_iterations)
     rates = run.rates
     run.close()
 
@@ -79,7 +79,7 @@ def both_scales(layout: Layout, meshes: dict[int, Mesh], folder: Path) -> dict[s
         "norms": [result.grad_norm for result in results],
         "changed": changed,
         "moments": [name for name in before if name.startswith("exp_avg_sq")],
-        "applied": held,
+        "applied": applied_counts,
         "rates": rates,
         "types": static.notes["types"],
         "losses": static.losses,
@@ -90,10 +90,10 @@ def both_scales(layout: Layout, meshes: dict[int, Mesh], folder: Path) -> dict[s
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     layouts = [layout(*which) for which in LAYOUTS]
-    return run_layouts(both_scales, layouts, tmp_path_factory.mktemp("fp16"))
+    return run_layouts(train_with_both_scales, layouts, tmp_path_factory.mktemp("fp16"))
 
 
-def seen_by(outcomes: dict[str, list[Any]], stage: int, tp: int) -> tuple[Any, Any]:
+def results_of(outcomes: dict[str, list[Any]], stage: int, tp: int) -> tuple[Any, Any]:
     first, second = outcomes[layout(stage, tp).name]
     assert isinstance(first, dict), first
     assert isinstance(second, dict), second
@@ -101,32 +101,34 @@ def seen_by(outcomes: dict[str, list[Any]], stage: int, tp: int) -> tuple[Any, A
 
 
 def expected_scales(skipped: list[bool], hysteresis: int) -> list[float]:
-    """The flags' rule: an overflow halves the scale once the credits are used up; it doubles with
-    every WINDOW-th good step that follows the first good one, which also gives the credits back.
+    """Scales by DeepSpeed's rule.
+
+    An overflow halves the scale once the hysteresis is used up. The scale doubles with every
+    WINDOW-th good step after the first good one, which also restores the hysteresis.
     """
-    scale, credits, good = FIRST_SCALE, hysteresis, 0
+    scale, hysteresis_left, good = FIRST_SCALE, hysteresis, 0
     scales = []
     for step, overflow in enumerate(skipped):
         if overflow:
             good = 0
-            if credits == 1:
+            if hysteresis_left == 1:
                 scale /= 2
             else:
-                credits -= 1
+                hysteresis_left -= 1
         else:
             good += 1
             since = good - 1 if any(skipped[:step]) else good
             if since > 0 and since % WINDOW == 0:
-                scale, credits = scale * 2, hysteresis
+                scale, hysteresis_left = scale * 2, hysteresis
         scales.append(scale)
     return scales
 
 
 @pytest.mark.parametrize(("stage", "tp"), LAYOUTS)
-def test_the_loss_scale_moves_as_told_on_all_ranks(
+def test_loss_scale_follows_flags_on_all_ranks(
     stage: int, tp: int, outcomes: dict[str, list[Any]]
 ) -> None:
-    first, second = seen_by(outcomes, stage, tp)
+    first, second = results_of(outcomes, stage, tp)
     assert first["skipped"] == second["skipped"]
     assert first["scales"] == second["scales"]
     assert first["skipped"] == [step in OVERFLOWS for step in range(1, STEPS + 1)]
@@ -137,10 +139,10 @@ def test_the_loss_scale_moves_as_told_on_all_ranks(
 
 
 @pytest.mark.parametrize(("stage", "tp"), LAYOUTS)
-def test_a_skipped_step_moves_neither_weights_nor_moments_nor_the_rate(
+def test_skipped_step_changes_neither_weights_nor_moments_nor_learning_rate(
     stage: int, tp: int, outcomes: dict[str, list[Any]]
 ) -> None:
-    for seen in seen_by(outcomes, stage, tp):
+    for seen in results_of(outcomes, stage, tp):
         assert seen["moments"] != []
         assert seen["changed"] == []
         steps = zip(seen["skipped"], seen["norms"], seen["applied"], seen["rates"], strict=True)
@@ -159,7 +161,7 @@ def test_fp16_follows_fp32(
     """Losses to 2e-3 nats and norms, unscaled, to a hundredth."""
     which = case(stage, tp)
     reference = train_reference(config_of(which, tmp_path), SAMPLES, plans_of(which))
-    for seen in seen_by(outcomes, stage, tp):
+    for seen in results_of(outcomes, stage, tp):
         assert seen["types"] == ["torch.float16", "torch.float32"]
         assert seen["losses"] == pytest.approx(reference.losses, rel=0, abs=2e-3)
         assert seen["losses"] != reference.losses

@@ -1,4 +1,4 @@
-"""A gradient that is not finite on one rank: the step is dropped on all, and leaves no trace."""
+"""A non-finite gradient on one rank: all ranks skip the step, and nothing changes."""
 
 from __future__ import annotations
 
@@ -28,47 +28,49 @@ LAYOUTS = [
 ]
 
 
-def dropped_step(layout: Layout, meshes: dict[int, Mesh], folder: Path) -> dict[str, Any]:
-    """A good step, a spoilt one, a good one; against a run that never saw the spoilt one's data."""
+def train_with_skipped_step(
+    layout: Layout, meshes: dict[int, Mesh], folder: Path
+) -> dict[str, Any]:
+    """Steps with good, corrupted and good gradients, and a run that omits the corrupted step."""
     config, mesh = layout.config(folder), meshes[layout.tp]
     run = Training(config, mesh, steps=3)
     first = run.step()
     before = run.state_tensors()
     with corrupt_gradient(run.engine, math.inf if layout.stage % 2 else math.nan):
-        dropped = run.step()
+        skipped = run.step()
     changed = differing_names(before, run.state_tensors())
     last = run.step()
     end = full_weights(run.engine, mesh)
     state, rates = run.state, run.rates
     run.close()
 
-    never = Training(config, mesh, steps=3)
-    never.step()
-    never.skip_samples()
-    expected = never.step()
-    traces = differing_names(end, full_weights(never.engine, mesh))
-    wanted_rates = never.rates
-    never.close()
+    reference = Training(config, mesh, steps=3)
+    reference.step()
+    reference.skip_samples()
+    expected = reference.step()
+    differences = differing_names(end, full_weights(reference.engine, mesh))
+    expected_rates = reference.rates
+    reference.close()
     return {
-        "skipped": [result.skipped for result in (first, dropped, last)],
-        "norm": dropped.grad_norm,
+        "skipped": [result.skipped for result in (first, skipped, last)],
+        "norm": skipped.grad_norm,
         "moments": [name for name in before if name.startswith("exp_avg_sq")],
-        "changed by the dropped step": changed,
+        "changed by the skipped step": changed,
         "trained": [name for name in differing_names(before, {**before, **end}) if name in end],
-        "traces": traces,
+        "differences": differences,
         "norms": (last.grad_norm, expected.grad_norm),
-        "rates": (rates[1:], wanted_rates[1:]),
+        "rates": (rates[1:], expected_rates[1:]),
         "state": state,
     }
 
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
-    return run_layouts(dropped_step, LAYOUTS, tmp_path_factory.mktemp("nonfinite"))
+    return run_layouts(train_with_skipped_step, LAYOUTS, tmp_path_factory.mktemp("nonfinite"))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
-def test_a_step_without_a_finite_gradient_leaves_no_trace(
+def test_step_with_nonfinite_gradient_changes_nothing(
     layout: Layout, outcomes: dict[str, list[Any]]
 ) -> None:
     for seen in outcomes[layout.name]:
@@ -76,12 +78,12 @@ def test_a_step_without_a_finite_gradient_leaves_no_trace(
         assert seen["skipped"] == [False, True, False]
         assert not math.isfinite(seen["norm"])
         assert seen["moments"] != []
-        assert seen["changed by the dropped step"] == []
+        assert seen["changed by the skipped step"] == []
         assert seen["trained"] != []
-        assert seen["traces"] == []
+        assert seen["differences"] == []
         assert seen["norms"][0] == seen["norms"][1]
-        # The rate stands still for the dropped step, and the data moves on.
-        (dropped_rate, last_rate), (expected_rate,) = seen["rates"]
-        assert dropped_rate == last_rate == expected_rate
+        # The learning rate stays for the skipped step, and the data advances.
+        (skipped_rate, last_rate), (expected_rate,) = seen["rates"]
+        assert skipped_rate == last_rate == expected_rate
         assert (seen["state"].applied_samples, seen["state"].consumed_samples) == (32, 48)
         assert seen["state"].skipped_iterations == 1

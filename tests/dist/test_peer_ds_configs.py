@@ -1,7 +1,7 @@
-"""DeepSpeed files as users have them: each is converted and trains a step, or is refused and why.
+"""DeepSpeed files of users: each trains a step or is rejected with its reason.
 
-Legacy and foreign files written for this test always run. Those of other projects' examples run
-where a copy of them lies beside the repository; their templates' placeholders are filled first.
+Legacy files written for this test always run. Those of other projects' examples run if a copy is
+next to the repository; placeholders of templates are filled first.
 """
 
 from __future__ import annotations
@@ -138,9 +138,9 @@ EXPECTED = {
     f"{ROOT}sequence_parallel_ds_config_gpt_TEMPLATE": RUNS,
     f"{ROOT}universal_checkpointing_ds_config": RUNS,
 }
-"""Every file of the peers: "runs", or the code of the problem for which it is rejected."""
+"""File of another project -> "runs", or the code of the problem for which it is rejected."""
 
-FILLED = {
+PLACEHOLDERS = {
     "CONFIG_BATCH_SIZE": "4",
     "GBSIZE": "4",
     "CONFIG_MBSIZE": "2",
@@ -157,13 +157,13 @@ FILLED = {
 """Placeholders of the templates; all others are numbers."""
 
 
-def filled(text: str) -> str:
+def fill_placeholders(text: str) -> str:
     """A template with its placeholders outside of quotes replaced."""
     pattern = re.compile(r'"[^"]*"|\b[A-Z][A-Za-z0-9]*(?:_[A-Za-z0-9]+)+\b|\bM?G?BSIZE\b')
 
     def value(match: re.Match[str]) -> str:
         word = match.group()
-        return word if word.startswith('"') else FILLED.get(word, "8")
+        return word if word.startswith('"') else PLACEHOLDERS.get(word, "8")
 
     return pattern.sub(value, text)
 
@@ -177,7 +177,7 @@ def micro_batch_flag(values: Any) -> str:
     )
 
 
-def configured(name: str, text: str, line: str, folder: Path) -> tuple[Config, list[str]]:
+def configure(name: str, text: str, line: str, folder: Path) -> tuple[Config, list[str]]:
     """The configuration of one process, and the problems found."""
     for suffix in (".bin", ".idx"):
         (folder / f"tokens{suffix}").touch()
@@ -187,11 +187,11 @@ def configured(name: str, text: str, line: str, folder: Path) -> tuple[Config, l
     return build_config(argv, world_size=1, warn=lambda _: None, complete=merge_file)
 
 
-def peers(folder: Path) -> dict[str, tuple[Config, list[str]]]:
+def configure_files_of_peers(folder: Path) -> dict[str, tuple[Config, list[str]]]:
     made = {}
     for path in sorted(FOLDER.glob("*.json")):
-        text = filled(path.read_text(encoding="utf-8"))
-        made[path.stem] = configured(path.stem, text, micro_batch_flag(json.loads(text)), folder)
+        text = fill_placeholders(path.read_text(encoding="utf-8"))
+        made[path.stem] = configure(path.stem, text, micro_batch_flag(json.loads(text)), folder)
     return made
 
 
@@ -230,9 +230,9 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[list[str]
     """For each file its problems, and what it did if it had none."""
     folder = tmp_path_factory.mktemp("files")
     made = {
-        name: configured(name, json.dumps(file), line, folder) for name, (file, line) in OWN.items()
+        name: configure(name, json.dumps(file), line, folder) for name, (file, line) in OWN.items()
     }
-    made |= peers(folder)
+    made |= configure_files_of_peers(folder)
     sound = {name: config for name, (config, problems) in made.items() if not problems}
     (results,) = run_ranks(train_a_step, 1, sound)
     return {name: (problems, results.get(name)) for name, (_, problems) in made.items()}
@@ -243,7 +243,7 @@ def test_file_trains_or_is_rejected_with_its_reason(
     name: str, found: dict[str, tuple[list[str], Any]]
 ) -> None:
     if name not in OWN and not FOLDER.is_dir():
-        pytest.skip(f"the peers' files are not here: {FOLDER}")
+        pytest.skip(f"no copy of the files: {FOLDER}")
     problems, loss = found[name]
     expected = EXPECTED.get(name, RUNS)
     if expected == RUNS:
@@ -255,7 +255,7 @@ def test_file_trains_or_is_rejected_with_its_reason(
         assert all(f"{name}.json" in problem for problem in problems), problems
 
 
-def test_no_file_is_left_out() -> None:
+def test_every_file_is_covered() -> None:
     if not FOLDER.is_dir():
-        pytest.skip(f"the peers' files are not here: {FOLDER}")
+        pytest.skip(f"no copy of the files: {FOLDER}")
     assert {path.stem for path in FOLDER.glob("*.json")} == set(EXPECTED)

@@ -1,8 +1,8 @@
-"""Number formats and offloading through the engine, on two ranks against one process in fp32.
+"""Number formats and offloading on two ranks, compared with one process in fp32.
 
-bf16 follows fp32 at every stage and tensor-parallel size; its gradients are accumulated in fp32,
-which is shown by what would go wrong otherwise; optimizer states and parameters kept in host memory
-change nothing; the layouts that DeepSpeed computes wrongly are refused.
+bf16 agrees with fp32 at every stage and tensor-parallel size and accumulates gradients in fp32.
+Offloaded optimizer states and parameters change nothing. Layouts that DeepSpeed computes wrongly
+are rejected.
 """
 
 from __future__ import annotations
@@ -27,15 +27,14 @@ from tests.dist.reference import Samples, Tensors, train_reference
 LAYOUTS = list(itertools.product((1, 2, 3), (1, 2)))
 """ZeRO stage and tensor-parallel size."""
 OFFLOADED = [(stage, tp, "none") for stage, tp in LAYOUTS] + [(3, 1, "cpu"), (3, 2, "cpu")]
-"""Stage, tensor-parallel size and where ZeRO-3 keeps the parameters; the optimizer's states are in
-host memory."""
+"""Stage, tensor-parallel size and device of the parameters; optimizer states are in host memory."""
 SAMPLES = Samples(parity_cases.STEPS * parity_cases.SAMPLES_PER_STEP, parity_cases.SHAPE)
 
 MICRO_BATCHES = 96
-# All micro-batches are alike, so each adds the same to a sum that is up to 95 times as large. A
-# bf16 number has 8 bits: at the end its last place is a quarter to most of what is added, and the
-# roundings, alike too, run up to percents of the gradient. In fp32 nothing is lost.
-ALIKE = Samples(2 * MICRO_BATCHES, parity_cases.SHAPE, different=1)
+# All micro-batches are equal, so each adds the same gradient to a sum up to 95 times as large. bf16
+# has 8 significant bits: rounding errors, equal too, add up to percents of the gradient. fp32 loses
+# nothing.
+EQUAL_SAMPLES = Samples(2 * MICRO_BATCHES, parity_cases.SHAPE, different=1)
 
 
 def layout(stage: int, tp: int) -> Case:
@@ -81,7 +80,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> JobResults:
         jobs.append(Job(f"offloaded-{stage}-{tp}-{remote}", config, plans, SAMPLES))
     for stage, in_fp32 in itertools.product((1, 2, 3), (True, False)):
         config = accumulating_config(stage, in_fp32, folder)
-        jobs.append(Job(f"accumulating-{stage}-{in_fp32}", config, ONE_LONG_STEP, ALIKE))
+        jobs.append(Job(f"accumulating-{stage}-{in_fp32}", config, ONE_LONG_STEP, EQUAL_SAMPLES))
     return run_jobs(2, jobs, folder)
 
 
@@ -101,8 +100,10 @@ def test_bf16_follows_fp32(stage: int, tp: int, outcomes: JobResults, tmp_path: 
 def test_bf16_gradients_are_accumulated_in_fp32(
     stage: int, outcomes: JobResults, tmp_path: Path
 ) -> None:
-    """Against fp32, from which the bf16 arithmetic of the model itself takes it a little away."""
-    reference = train_reference(accumulating_config(stage, True, tmp_path), ALIKE, ONE_LONG_STEP)
+    """The tolerance leaves room for the bf16 arithmetic of the model itself."""
+    reference = train_reference(
+        accumulating_config(stage, True, tmp_path), EQUAL_SAMPLES, ONE_LONG_STEP
+    )
     (wanted,) = reference.gradients
     for run in outcomes.of(f"accumulating-{stage}-True"):
         assert run.notes["types"] == ["torch.bfloat16", "torch.float32"]

@@ -1,7 +1,7 @@
-"""A batch size that grows through the engine: 4, 8, 16 samples in 1, 2, 4 micro-batches per rank.
+"""Batch size ramp-up: 4, 8, 16 samples in 1, 2, 4 micro-batches per rank.
 
-DeepSpeed by itself would step in the middle of a batch as soon as the number of micro-batches
-changes. Every stage takes the steps of one process, at the learning rates of the schedule.
+DeepSpeed's own accumulation boundary would step in the middle of a batch once the number of
+micro-batches changes. Every stage equals one process, with the schedule's learning rates.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ WORLD = 2
 LAYOUTS = [(0, 1), (1, 1), (2, 1), (3, 1), (1, 2), (3, 2)]
 """ZeRO stage and tensor-parallel size."""
 BATCHES = [4, 8, 16, 16]
-# Half of the warm-up's way up after 4 samples; then down from 0.4 on a line that would reach 0
-# after 44 samples, 36 after the warm-up's end.
+# Half of the warmup after 4 samples; then a linear decay from 0.4 that would reach 0 after 44
+# samples, 36 after the warmup.
 RATES = [0.1, 0.25, 0.4 * 32 / 36, 0.4 * 16 / 36]
 SAMPLES = Samples(sum(BATCHES), parity_cases.SHAPE)
-UNGUIDED = "unguided"
+OWN_BOUNDARY = "own boundary"
 
 
-def ramp(stage: int, tp: int, folder: Path) -> Config:
+def rampup_config(stage: int, tp: int, folder: Path) -> Config:
     config = config_of(Case(WORLD, stage, tp, 4, "rope", "sgd"), folder)
     config = dataclasses.replace(
         config,
@@ -53,7 +53,7 @@ def ramp(stage: int, tp: int, folder: Path) -> Config:
 
 
 def plans_of(config: Config) -> list[StepPlan]:
-    """What the loop would plan."""
+    """The plans of the training loop."""
     dp_size = config.parallel.data_parallel_size(WORLD)
     state, plans = TrainState(), []
     while state.iteration < schedules.total_iterations(config, dp_size):
@@ -62,8 +62,8 @@ def plans_of(config: Config) -> list[StepPlan]:
     return plans
 
 
-def unguided(ds_engine: Any) -> None:
-    """Leaves DeepSpeed to find the end of a step by its own counter."""
+def use_deepspeed_boundary(ds_engine: Any) -> None:
+    """Let DeepSpeed determine the accumulation boundary by its own counter."""
     ds_engine.set_gradient_accumulation_boundary = lambda last: None
 
 
@@ -72,15 +72,17 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> JobResults:
     folder = tmp_path_factory.mktemp("rampup")
     jobs = []
     for stage, tp in LAYOUTS:
-        config = ramp(stage, tp, folder)
+        config = rampup_config(stage, tp, folder)
         jobs.append(Job(f"{stage}-{tp}", config, plans_of(config), SAMPLES))
-    jobs.append(dataclasses.replace(jobs[1], name=UNGUIDED, probe=unguided))
+    jobs.append(dataclasses.replace(jobs[1], name=OWN_BOUNDARY, probe=use_deepspeed_boundary))
     return run_jobs(WORLD, jobs, folder)
 
 
 @pytest.mark.parametrize(("stage", "tp"), LAYOUTS)
-def test_ramp_equals_one_process(stage: int, tp: int, outcomes: JobResults, tmp_path: Path) -> None:
-    config = ramp(stage, tp, tmp_path)
+def test_rampup_equals_one_process(
+    stage: int, tp: int, outcomes: JobResults, tmp_path: Path
+) -> None:
+    config = rampup_config(stage, tp, tmp_path)
     plans = plans_of(config)
     assert [plan.global_batch_size for plan in plans] == BATCHES
     assert [plan.num_micro_batches for plan in plans] == [1, 2, 4, 4]
@@ -91,10 +93,10 @@ def test_ramp_equals_one_process(stage: int, tp: int, outcomes: JobResults, tmp_
         assert differences(run, reference) == []
 
 
-def test_deepspeeds_own_boundary_would_drift(outcomes: JobResults, tmp_path: Path) -> None:
-    """The same ramp without our boundary differs: the comparison above sees it."""
-    config = ramp(1, 1, tmp_path)
+def test_deepspeed_own_boundary_differs(outcomes: JobResults, tmp_path: Path) -> None:
+    """The comparison above detects a missing boundary."""
+    config = rampup_config(1, 1, tmp_path)
     reference = train_reference(config, SAMPLES, plans_of(config))
-    for run in outcomes.of(UNGUIDED):
+    for run in outcomes.of(OWN_BOUNDARY):
         found = differences(run, reference)
         assert any(line.startswith("weights[2]") for line in found), found

@@ -274,7 +274,9 @@ def test_memory_estimate_equals_allocated_states(results: list[RankResult], tmp_
         for rank in results:
             expected = estimate(config, rank.inputs[layout])
             kinds = ["parameters", "master weights", "moments"]
-            if rank.inputs[layout].zero_stage == 3:  # the other stages free their buffer after a step
+            if (
+                rank.inputs[layout].zero_stage == 3
+            ):  # the other stages free their buffer after a step
                 kinds.append("accumulated gradients")
             for kind in kinds:
                 counted = expected.device.get(kind, 0) + expected.host.get(kind, 0)

@@ -1,4 +1,4 @@
-"""What a checkpoint brings of a loss scale, and what stays this run's."""
+"""Which parts of a loss scaler a checkpoint restores."""
 
 from __future__ import annotations
 
@@ -20,44 +20,44 @@ def dynamic(scale: float, window: int = 10, lowest: float = 1.0, hysteresis: int
     return DynamicLossScaler(scale, window, lowest, hysteresis, consecutive_hysteresis=False)
 
 
-def moved(scaler: Any) -> Any:
+def after_steps(scaler: Any) -> Any:
     scaler.cur_iter, scaler.last_overflow_iter, scaler.cur_hysteresis = 7, 4, 2
     return scaler
 
 
-def loaded(mine: Any, theirs: Any) -> tuple[Any, Optimizer]:
-    optimizer = Optimizer(mine)
+def loaded(own: Any, saved: Any) -> tuple[Any, Optimizer]:
+    optimizer = Optimizer(own)
     scale = LossScale(optimizer)
     with scale.keep_settings_on_load():
-        optimizer.loss_scaler, optimizer.dynamic_loss_scale = theirs, theirs.dynamic
+        optimizer.loss_scaler, optimizer.dynamic_loss_scale = saved, saved.dynamic
     return optimizer.loss_scaler, optimizer
 
 
-def test_the_scale_comes_from_the_checkpoint_and_the_settings_from_the_run() -> None:
-    scaler, optimizer = loaded(dynamic(2.0**16, window=3), moved(dynamic(64.0, window=1000)))
+def test_scale_is_restored_and_settings_are_kept() -> None:
+    scaler, optimizer = loaded(dynamic(2.0**16, window=3), after_steps(dynamic(64.0, window=1000)))
     assert (scaler.cur_scale, scaler.cur_iter, scaler.last_overflow_iter) == (64.0, 7, 4)
     assert (scaler.scale_window, scaler.cur_hysteresis) == (3, 2)
     assert optimizer.dynamic_loss_scale is True
     assert scaler.raise_error_at_min_scale is False
 
 
-def test_the_run_s_limits_hold_for_what_is_loaded() -> None:
-    scaler, _ = loaded(dynamic(2.0**16, lowest=128.0, hysteresis=1), moved(dynamic(64.0)))
+def test_restored_scale_is_limited_by_settings() -> None:
+    scaler, _ = loaded(dynamic(2.0**16, lowest=128.0, hysteresis=1), after_steps(dynamic(64.0)))
     assert (scaler.cur_scale, scaler.cur_hysteresis) == (128.0, 1)
 
 
-@pytest.mark.parametrize("static_now", [True, False])
-def test_between_static_and_dynamic_nothing_is_carried_over(static_now: bool) -> None:
+@pytest.mark.parametrize("is_static", [True, False])
+def test_nothing_is_restored_between_static_and_dynamic_scale(is_static: bool) -> None:
     both = (LossScaler(8.0), dynamic(2.0**16))
-    mine, theirs = both if static_now else both[::-1]
-    scaler, optimizer = loaded(mine, theirs)
-    assert scaler is mine
-    assert scaler.cur_scale == (8.0 if static_now else 2.0**16)
-    assert optimizer.dynamic_loss_scale is not static_now
+    own, saved = both if is_static else both[::-1]
+    scaler, optimizer = loaded(own, saved)
+    assert scaler is own
+    assert scaler.cur_scale == (8.0 if is_static else 2.0**16)
+    assert optimizer.dynamic_loss_scale is not is_static
 
 
 @pytest.mark.parametrize(
-    ("scaler", "spent"),
+    ("scaler", "exhausted"),
     [
         (dynamic(1.0, hysteresis=1), True),
         (dynamic(1.0, hysteresis=2), False),
@@ -65,5 +65,5 @@ def test_between_static_and_dynamic_nothing_is_carried_over(static_now: bool) ->
         (LossScaler(1.0), False),
     ],
 )
-def test_a_scale_is_spent_where_deepspeed_would_give_up(scaler: Any, spent: bool) -> None:
-    assert LossScale(Optimizer(scaler)).is_exhausted is spent
+def test_scale_is_exhausted_where_deepspeed_would_raise(scaler: Any, exhausted: bool) -> None:
+    assert LossScale(Optimizer(scaler)).is_exhausted is exhausted

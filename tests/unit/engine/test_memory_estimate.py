@@ -1,4 +1,4 @@
-"""The memory estimate against what autograd really saves, and its own arithmetic."""
+"""The memory estimate, compared with what autograd saves, and its arithmetic."""
 
 from __future__ import annotations
 
@@ -40,10 +40,17 @@ MODELS: dict[str, dict[str, Any]] = {
     "liglu": {"activation": "liglu"},
     "squared relu": {"activation": "squared-relu"},
 }
-CUT = ("plain", "attention dropout", "rope", "rope, attention dropout", "alibi", "grouped queries")
-"""Models that are counted with attention that ends with a document, too."""
-COUNTED = [*((name, False) for name in MODELS), *((name, True) for name in CUT)]
-ALONE = MemoryInputs(
+PER_DOCUMENT = (
+    "plain",
+    "attention dropout",
+    "rope",
+    "rope, attention dropout",
+    "alibi",
+    "grouped queries",
+)
+"""Models that are also measured with attention inside documents."""
+COUNTED = [*((name, False) for name in MODELS), *((name, True) for name in PER_DOCUMENT)]
+SINGLE = MemoryInputs(
     zero_stage=0,
     tp_size=1,
     dp_size=1,
@@ -67,8 +74,8 @@ def config(
     )
 
 
-def saved(config: Config, dtype: torch.dtype) -> int:
-    """Bytes that a forward pass keeps for the backward pass, parameters and ids left out."""
+def saved_bytes(config: Config, dtype: torch.dtype) -> int:
+    """Bytes that a forward pass saves for the backward pass, without parameters and token ids."""
     mesh, rng = Mesh.single(), RngStreams(0)
     recompute = ActivationCheckpointing(config.recompute, rng)
     documents = PackingOptions(1, False, True) if config.data.reset_attention_mask else None
@@ -90,53 +97,53 @@ def saved(config: Config, dtype: torch.dtype) -> int:
     return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
 
 
-def kept_by_head(element: int) -> int:
-    """The gradients of the head's input and of its weight."""
+def saved_by_output_layer(element: int) -> int:
+    """Gradients of the input and the weight of the output layer."""
     return element * HIDDEN * (BATCH * SEQUENCE + VOCAB)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("model", "documents"), COUNTED)
-def test_activations_are_what_autograd_saves(
+def test_activations_equal_what_autograd_saves(
     model: str, documents: bool, dtype: torch.dtype
 ) -> None:
     run = config(documents=documents, **MODELS[model])
-    engine = dataclasses.replace(ALONE, param_bytes=dtype.itemsize)
+    engine = dataclasses.replace(SINGLE, param_bytes=dtype.itemsize)
 
-    measured = saved(run, dtype) - kept_by_head(dtype.itemsize)
+    measured = saved_bytes(run, dtype) - saved_by_output_layer(dtype.itemsize)
 
     assert estimate(run, engine).activations == pytest.approx(measured, rel=0.02)
 
 
-def test_recomputation_keeps_the_inputs_of_its_units_and_one_units_inside() -> None:
+def test_full_recompute_saves_chunk_inputs_and_one_chunk() -> None:
     unit = {"recompute_granularity": "full", "checkpoint_num_layers": 2}
     recomputed, stored = config(RecomputeConfig(**unit)), config()
-    layer = saved(stored, torch.float32) - saved(config(num_layers=3), torch.float32)
+    layer = saved_bytes(stored, torch.float32) - saved_bytes(config(num_layers=3), torch.float32)
 
-    measured = saved(recomputed, torch.float32) - kept_by_head(FP32) + 2 * layer
+    measured = saved_bytes(recomputed, torch.float32) - saved_by_output_layer(FP32) + 2 * layer
 
-    assert estimate(recomputed, ALONE).activations == pytest.approx(measured, rel=0.02)
+    assert estimate(recomputed, SINGLE).activations == pytest.approx(measured, rel=0.02)
 
 
 @pytest.mark.parametrize("documents", [False, True])
-def test_selective_recomputation_keeps_no_scores(documents: bool) -> None:
+def test_selective_recompute_saves_no_scores(documents: bool) -> None:
     selective = RecomputeConfig(recompute_granularity="selective")
     run = config(selective, documents=documents, attention_dropout=0.1)
-    measured = saved(run, torch.float32) - kept_by_head(FP32)
-    assert estimate(run, ALONE).activations == pytest.approx(measured, rel=0.02)
+    measured = saved_bytes(run, torch.float32) - saved_by_output_layer(FP32)
+    assert estimate(run, SINGLE).activations == pytest.approx(measured, rel=0.02)
 
 
 def states(stage: int, **changes: Any) -> MemoryEstimate:
-    """Of bf16 with fp32 accumulation over four data-parallel ranks."""
+    """Estimate for bf16 with fp32 accumulation and data-parallel size 4."""
     engine = dataclasses.replace(
-        ALONE, zero_stage=stage, dp_size=4, param_bytes=2, accumulation_bytes=4, **changes
+        SINGLE, zero_stage=stage, dp_size=4, param_bytes=2, accumulation_bytes=4, **changes
     )
     return estimate(config(), engine)
 
 
-def whole() -> int:
+def parameter_bytes() -> int:
     """Bytes of the parameters in bf16."""
-    return estimate(config(), dataclasses.replace(ALONE, zero_stage=1, param_bytes=2)).device[
+    return estimate(config(), dataclasses.replace(SINGLE, zero_stage=1, param_bytes=2)).device[
         "parameters"
     ]
 
@@ -144,34 +151,36 @@ def whole() -> int:
 @pytest.mark.parametrize(
     ("stage", "bytes_per_parameter"), [(1, 8 + 12 / 4), (2, 2 + 16 / 4), (3, 18 / 4)]
 )
-def test_states_are_those_of_the_readme(stage: int, bytes_per_parameter: float) -> None:
-    assert states(stage).states == pytest.approx(bytes_per_parameter / 2 * whole(), rel=1e-3)
+def test_states_take_documented_bytes_per_parameter(stage: int, bytes_per_parameter: float) -> None:
+    assert states(stage).states == pytest.approx(
+        bytes_per_parameter / 2 * parameter_bytes(), rel=1e-3
+    )
 
 
-def test_offloaded_states_are_the_hosts() -> None:
+def test_offloaded_states_are_in_host_memory() -> None:
     found = states(3, offload_optimizer=True, offload_parameters=True)
     assert found.states == 0
-    assert sum(found.host.values()) == pytest.approx(18 / 4 / 2 * whole(), rel=1e-3)
+    assert sum(found.host.values()) == pytest.approx(18 / 4 / 2 * parameter_bytes(), rel=1e-3)
 
 
-def test_the_peak_is_that_of_the_fullest_phase() -> None:
+def test_peak_is_maximum_over_phases() -> None:
     found = MemoryEstimate(phases={"loss": 5, "start of the backward pass": 9, "later": 7})
     assert (found.peak, found.peak_phase) == (9, "start of the backward pass")
 
 
-def test_gradients_are_there_while_the_loss_is_computed_only_if_they_are_summed_up() -> None:
-    once = config()
-    schedule = dataclasses.replace(once.schedule, global_batch_size=2 * BATCH)
-    twice = dataclasses.replace(once, schedule=schedule)
-    first, second = (estimate(run, ALONE) for run in (once, twice))
+def test_gradients_exist_during_loss_only_with_accumulation() -> None:
+    single = config()
+    schedule = dataclasses.replace(single.schedule, global_batch_size=2 * BATCH)
+    accumulated = dataclasses.replace(single, schedule=schedule)
+    first, second = (estimate(run, SINGLE) for run in (single, accumulated))
     gradients = first.device["gradients"]
     assert second.phases["loss"] - first.phases["loss"] == gradients
     assert first.phases["gradient reduction"] == second.phases["gradient reduction"]
 
 
-def test_a_device_keeps_more_of_the_loss_and_gives_activations_back() -> None:
-    on_cpu = estimate(config(), ALONE)
-    elsewhere = estimate(config(), dataclasses.replace(ALONE, on_cpu=False))
+def test_accelerator_saves_softmax_and_frees_activations() -> None:
+    on_cpu = estimate(config(), SINGLE)
+    elsewhere = estimate(config(), dataclasses.replace(SINGLE, on_cpu=False))
     assert elsewhere.head > on_cpu.head
     reduced = "gradient reduction"
     assert on_cpu.phases[reduced] - elsewhere.phases[reduced] == on_cpu.activations
