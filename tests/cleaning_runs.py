@@ -34,7 +34,7 @@ def everything(folder: Path, **other: Any) -> CleaningOptions:
         "stages": ("length", "exact", "near"),
         "min_chars": 15,
         "output": str(folder / "out.jsonl.gz"),
-        "dropped": str(folder / "dropped.jsonl"),
+        "dropped_output": str(folder / "dropped.jsonl"),
         "report": str(folder / "report.json"),
         "part_bytes": 30_000,
     }

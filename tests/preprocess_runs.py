@@ -49,7 +49,7 @@ def options(folder: Path, name: str = "in.jsonl", **values: Any) -> PreprocessOp
     path = folder / name
     if not path.exists():
         KINDS[name](path)
-    given = {"keys": ("a", "b"), "append_eod": True, "chunk_size": 4, "workers": 1, **values}
+    given = {"json_keys": ("a", "b"), "append_eod": True, "chunk_size": 4, "workers": 1, **values}
     return PreprocessOptions(InputSpec((str(path),)), str(folder / "out"), **given)
 
 

@@ -117,7 +117,7 @@ class Options(GenerationOptions):
     def is_interactive(self) -> bool:
         return not (self.prompt or self.sample_input_file or self.num_samples)
 
-    def problems(self) -> Iterator[str]:
+    def problems(self) -> Iterator[Problem]:
         yield from self.checkpoint.problems()
         yield from self.sampling.problems()
         sources = ("prompt", "sample_input_file", "num_samples")

@@ -91,7 +91,7 @@ class Options:
     def has_tokenizer(self) -> bool:
         return not self.given.isdisjoint(vars(self.tokenizer))
 
-    def problems(self) -> Iterator[str]:
+    def problems(self) -> Iterator[Problem]:
         if self.has_tokenizer:
             yield from self.tokenizer.problems(self.vocab_size)
         elif self.vocab_size is not None:

@@ -18,7 +18,6 @@ from megatron_ds.config.fields import option_field, option_group, when
 from megatron_ds.config.problems import Problem, UserError
 from megatron_ds.launch import output
 from megatron_ds.preprocess.document_readers import DocumentReader
-from megatron_ds.preprocess.input_flags import InputOptions
 from megatron_ds.preprocess.inputs import InputSpec
 from megatron_ds.preprocess.parsing import RejectedDocument, TextFields, texts_of
 from megatron_ds.tokenizer.train import (
@@ -68,9 +67,9 @@ class Options:
         False, "stop at a line without a text instead of leaving it out"
     )
     output_dir: str = option_field("", "output folder", metavar="FOLDER", required=True)
-    inputs: InputOptions = option_group(InputOptions())
+    inputs: InputSpec = option_group(InputSpec())
 
-    def problems(self) -> Iterator[str]:
+    def problems(self) -> Iterator[Problem]:
         yield from self.inputs.problems()
         yield from vocab_size_problems(self.type, self.vocab_size)
         yield from folder_problems("output_dir", self.output_dir or ".")

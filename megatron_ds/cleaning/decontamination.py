@@ -15,9 +15,11 @@ from hashlib import sha256
 
 from megatron_ds.cleaning.deduplication import WORD
 from megatron_ds.cleaning.stages import Document, Dropped, SplitInto
+from megatron_ds.config.fields import option_field
+from megatron_ds.config.problems import Problem, option
 from megatron_ds.preprocess.document_readers import DocumentReader
 from megatron_ds.preprocess.formats import RawDocument, UnreadableDocument
-from megatron_ds.preprocess.inputs import InputSpec
+from megatron_ds.preprocess.inputs import STDIN, InputSpec
 from megatron_ds.preprocess.parsing import (
     BROKEN_JSON,
     RejectedDocument,
@@ -28,28 +30,61 @@ from megatron_ds.preprocess.parsing import (
 
 SENTENCE_ENDS = ".!?。！？\n"
 SENTENCE_END = re.compile(f"[{re.escape(SENTENCE_ENDS)}]")
-HANDLINGS = ("cut", "drop")
+CONTAMINATION_ACTIONS = ("cut", "drop")
 PROBLEMS_SHOWN = 20
 MAX_DOCUMENT_BYTES = 1 << 27
 
 
 @dataclass(frozen=True)
 class TaskOptions:
-    """files: of JSON lines, tables or plain text (a task per block between blank lines). keys: of
-    the texts in them; all texts if there are none. ngram: words that a document must not share.
-    min_ngram: words of the shortest task text that counts. handling: one of HANDLINGS. margin:
-    characters that go with a match on each side, to the end of a sentence. min_piece: shorter rests
-    are dropped. max_pieces: a document that falls into more is dropped.
-    """
+    """Texts of evaluation tasks, removed by the stage decontaminate."""
 
-    files: tuple[str, ...] = ()
-    keys: tuple[str, ...] = ()
-    ngram: int = 13
-    min_ngram: int = 8
-    handling: str = "cut"
-    margin: int = 200
-    min_piece: int = 200
-    max_pieces: int = 10
+    eval_task_files: tuple[str, ...] = option_field(
+        (),
+        "texts of evaluation tasks: JSON lines, tables, or plain text with a task per paragraph",
+        nargs="*",
+        metavar="FILE",
+    )
+    eval_task_keys: tuple[str, ...] = option_field(
+        (),
+        "keys or columns of the texts in the task files (default: all texts in them)",
+        nargs="*",
+        metavar="KEY",
+    )
+    ngram_size: int = option_field(
+        13, "consecutive words that no document may share with a task", minimum=2
+    )
+    min_ngram_size: int = option_field(
+        8, "minimum words of a task text; one below --ngram-size counts as one n-gram", minimum=2
+    )
+    contamination_action: str = option_field(
+        "cut",
+        "cut matches out, which may split a document into several, or drop the document",
+        choices=CONTAMINATION_ACTIONS,
+    )
+    contamination_margin_chars: int = option_field(
+        200,
+        "characters to remove on each side of a match, extended to the end of the sentence",
+        minimum=0,
+    )
+    min_fragment_chars: int = option_field(200, "drop shorter fragments", minimum=0)
+    max_fragments: int = option_field(
+        10, "drop documents that would be split into more fragments", minimum=1
+    )
+
+    def problems(self) -> Iterator[Problem]:
+        if self.min_ngram_size > self.ngram_size:
+            text = (
+                f"{option('min_ngram_size')} {self.min_ngram_size}: must not exceed "
+                f"{option('ngram_size')} {self.ngram_size}"
+            )
+            yield Problem("min-ngram-size-too-large", text, "min_ngram_size", "ngram_size")
+        if self.eval_task_files:
+            for problem in InputSpec(paths=self.eval_task_files).problems():
+                yield problem.about(paths="eval_task_files")
+        if STDIN in self.eval_task_files:
+            text = f"{option('eval_task_files')} {STDIN}: must be a file"
+            yield Problem("tasks-from-standard-input", text, "eval_task_files")
 
 
 class Decontaminate:
@@ -68,8 +103,8 @@ class Decontaminate:
         problems: list[str] = []
         for text in _texts(options, problems):
             words = [match.group().casefold() for match in WORD.finditer(text)]
-            size = min(options.ngram, len(words))
-            if size < options.min_ngram:
+            size = min(options.ngram_size, len(words))
+            if size < options.min_ngram_size:
                 continue
             sizes.add(size)
             for at in range(len(words) - size + 1):
@@ -81,8 +116,8 @@ class Decontaminate:
             raise ValueError("\n".join(problems))
         if not self._grams:
             raise ValueError(
-                f"--task-files {' '.join(options.files)}: no text in them has the "
-                f"{options.min_ngram} words of --min-ngram-size"
+                f"--eval-task-files {' '.join(options.eval_task_files)}: no text in them has the "
+                f"{options.min_ngram_size} words of --min-ngram-size"
             )
         self._sizes = sorted(sizes, reverse=True)
 
@@ -101,12 +136,12 @@ class Decontaminate:
         first = next(matches, None)
         if first is None:
             return None
-        if self._options.handling == "drop":
+        if self._options.contamination_action == "drop":
             return Dropped("task text")
         pieces = self._pieces(document.text)
         if not pieces:
             return Dropped("task text")
-        if len(pieces) > self._options.max_pieces:
+        if len(pieces) > self._options.max_fragments:
             return Dropped("task text in too many places")
         return SplitInto(pieces)
 
@@ -129,29 +164,30 @@ class Decontaminate:
         begin = 0
         for start, end in self._matches(text):
             if start >= begin:
-                stop = max(0, start - options.margin)
+                stop = max(0, start - options.contamination_margin_chars)
                 last = max(text.rfind(mark, begin, stop) for mark in SENTENCE_ENDS)
                 pieces.append(text[begin : last + 1] if last >= 0 else "")
             # A match in what is gone already still has its own margin.
-            after = SENTENCE_END.search(text, end + options.margin)
+            after = SENTENCE_END.search(text, end + options.contamination_margin_chars)
             begin = max(begin, len(text) if after is None else after.end())
         pieces.append(text[begin:])
         stripped = (piece.strip() for piece in pieces)
-        return [piece for piece in stripped if piece and len(piece) >= options.min_piece]
+        return [piece for piece in stripped if piece and len(piece) >= options.min_fragment_chars]
 
 
 def _texts(options: TaskOptions, problems: list[str]) -> Iterator[str]:
     """The texts of the task files; what gives none goes to the problems."""
     inputs = InputSpec(
-        paths=options.files,
-        text_documents="paragraph",
+        paths=options.eval_task_files,
+        text_document_unit="paragraph",
         max_document_bytes=MAX_DOCUMENT_BYTES,
     )
-    whole = not options.keys
-    for item in DocumentReader(inputs, options.keys, all_columns=whole):
-        found = _all_texts(item) if whole else texts_of(item, TextFields(options.keys, 1 << 31))
+    whole = not options.eval_task_keys
+    wanted = TextFields(options.eval_task_keys, 1 << 31)
+    for item in DocumentReader(inputs, options.eval_task_keys, all_columns=whole):
+        found = _all_texts(item) if whole else texts_of(item, wanted)
         if isinstance(found, RejectedDocument):
-            problems.append(f"--task-files {found}")
+            problems.append(f"--eval-task-files {found}")
         else:
             yield from found
 

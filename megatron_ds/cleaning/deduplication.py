@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_ds.cleaning.stages import MISSING_EXTRA, Document, NeedsUniqueKey
+from megatron_ds.config.fields import option_field
 
 HASH_BYTES = 16
 WORD = re.compile(r"\w+")
@@ -57,15 +58,27 @@ class SeenHashes:
 
 @dataclass(frozen=True)
 class NearOptions:
-    """threshold: the Jaccard similarity of two texts' shingles from which the later one is dropped.
-    num_perm: values of a signature. ngram: units of a shingle. unit: one of UNITS.
-    """
+    """Near duplicates (stage near), found by MinHash signatures."""
 
-    threshold: float = 0.8
-    num_perm: int = 128
-    ngram: int = 5
-    unit: str = "words"
-    seed: int = 1234
+    near_duplicate_threshold: float = option_field(
+        0.8,
+        "drop documents whose n-grams have at least this Jaccard similarity with those of an "
+        "earlier document, as estimated by MinHash",
+        above=0,
+        maximum=1,
+        metavar="J",
+    )
+    num_perm: int = option_field(
+        128,
+        "values of a signature: more give better estimates and need more memory",
+        minimum=16,
+        maximum=4096,
+    )
+    near_ngram_size: int = option_field(5, "units of an n-gram", minimum=1)
+    near_ngram_unit: str = option_field(
+        "words", "unit of n-grams; characters for text without spaces", choices=UNITS
+    )
+    seed: int = option_field(1234, "seed of the hash functions", minimum=0, below=1 << 64)
 
     @property
     def bands(self) -> int:
@@ -77,7 +90,7 @@ class NearOptions:
         for bands in range(1, self.num_perm + 1):
             if self.num_perm % bands == 0:
                 rows = self.num_perm // bands
-                if 1 - (1 - self.threshold**rows) ** bands >= MIN_RECALL:
+                if 1 - (1 - self.near_duplicate_threshold**rows) ** bands >= MIN_RECALL:
                     return bands
         return self.num_perm
 
@@ -97,7 +110,9 @@ class MinHashSignature:
 
     def __call__(self, document: Document) -> NeedsUniqueKey:
         signature = self._rensa.RMinHash(self._options.num_perm, self._options.seed)
-        signature.update(shingles(document.text, self._options.ngram, self._options.unit))
+        signature.update(
+            shingles(document.text, self._options.near_ngram_size, self._options.near_ngram_unit)
+        )
         return NeedsUniqueKey(np.array(signature.digest(), np.uint32).astype(VALUE).tobytes())
 
 
@@ -153,7 +168,7 @@ class LshIndex:
         share_a_band = equal.reshape(-1, self._bands, self._rows).all(2).any(1)
         similarity = np.where(share_a_band, equal.mean(1), -1)
         best = int(similarity.argmax())
-        if similarity[best] < self._options.threshold:
+        if similarity[best] < self._options.near_duplicate_threshold:
             return None
         return int(chained[best]), float(similarity[best])
 

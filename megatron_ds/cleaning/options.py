@@ -1,17 +1,17 @@
-"""What a cleaning is asked to do, what is wrong with that, and the stages that come of it."""
+"""Options of cleaning, their problems, and the stages that they define."""
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from hashlib import sha256
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from typing import Any
 
-from megatron_ds.cleaning.decontamination import HANDLINGS, Decontaminate, TaskOptions
+from megatron_ds.cleaning.decontamination import Decontaminate, TaskOptions
 from megatron_ds.cleaning.deduplication import (
-    UNITS,
     ExactHash,
     LshIndex,
     MinHashSignature,
@@ -23,62 +23,97 @@ from megatron_ds.cleaning.language_filter import LanguageFilter
 from megatron_ds.cleaning.length_filter import LengthFilter
 from megatron_ds.cleaning.stages import SeenKeys, Stage
 from megatron_ds.cleaning.url_filter import UrlFilter
-from megatron_ds.config import TokenizerConfig, field_problems
+from megatron_ds.config import TokenizerConfig
+from megatron_ds.config.fields import field_problems, missing_problem, option_field, option_group
+from megatron_ds.config.problems import Problem, UserError, option
 from megatron_ds.fileio.resumable import COMPRESSIONS
-from megatron_ds.preprocess.inputs import QUARANTINE, STDIN, InputSpec
+from megatron_ds.preprocess.inputs import QUARANTINE, InputSpec
+from megatron_ds.preprocess.options import cannot_resume
 from megatron_ds.tokenizer import build_tokenizer
 
 STAGES = ("url", "fix", "length", "language", "exact", "near", "decontaminate")
-"""In the order in which they run if none is asked for: what is cheap comes first, and what drops
-least words last."""
+"""In their default order: cheap stages first, stages that drop few words last."""
+NO_STAGES = "none"
 LIBRARIES = {"fix": "ftfy", "language": "py3langid", "near": "rensa"}
-"""What stages need of the extra `cleaning`."""
+"""Packages of the extra `cleaning` that stages need."""
 FIGURE = ".png"
 NUMBERS = ".json"
 
 
 @dataclass(frozen=True)
 class CleaningOptions:
-    """What to read, what to write and what to do in between.
+    """Input, output and stages."""
 
-    stages: names, in their order; None takes those of STAGES that have what they need. key: of the
-    text; `a.b` is the field b of a. url_key: of the address. dropped: a file for what was dropped.
-    report: a picture, beside which the numbers are written, or these alone. part_bytes: of input
-    after which a killed run need not begin again. workers: processes that work.
-    """
-
-    inputs: InputSpec
-    output: str
-    stages: tuple[str, ...] | None = None
-    key: str = "text"
-    url_key: str = "url"
-    dropped: str | None = None
-    report: str | None = None
-    resume: bool = False
-    languages: tuple[str, ...] = ("en",)
-    min_language_score: float = 0.5
-    min_chars: int = 512
-    min_words: int = 0
-    min_tokens: int = 0
+    inputs: InputSpec = option_group(InputSpec())
+    output: str = option_field(
+        "",
+        "output: JSON lines with all fields of the documents, in their order; .gz .xz .bz2 by name",
+        metavar="FILE",
+        required=True,
+    )
+    stages: tuple[str, ...] | None = option_field(
+        None,
+        f"stages in this order: {' '.join(STAGES)}, or {NO_STAGES} (default: all, url and "
+        "decontaminate if they have files)",
+        nargs="*",
+        metavar="STAGE",
+    )
+    json_key: str = option_field(
+        "text", "key or column of the text, a.b for b inside of a", metavar="KEY"
+    )
+    url_key: str = option_field(
+        "url",
+        "key or column of the address for the stage url, which keeps documents without one",
+        metavar="KEY",
+    )
+    dropped_output: str | None = option_field(
+        None, "output of dropped documents, with stage and reason", metavar="FILE"
+    )
+    report: str | None = option_field(
+        None,
+        "output of a figure of the results, a .png with its numbers in a .json next to it; or of "
+        "the .json alone",
+        metavar="FILE",
+    )
+    resume: bool = option_field(
+        False, "continue an interrupted run; the output is that of an uninterrupted run"
+    )
+    url_blacklist: tuple[str, ...] = option_field(
+        (),
+        "stage url: files with a host (example.com), a name (reddit), a suffix of a file's name "
+        "(.pdf) or a regex:PATTERN per line",
+        nargs="*",
+        metavar="FILE",
+    )
+    min_chars: int = option_field(512, "stage length: minimum characters", minimum=0)
+    min_words: int = option_field(0, "stage length: minimum words", minimum=0)
+    min_tokens: int = option_field(0, "stage length: minimum tokens of --tokenizer-type", minimum=0)
+    languages: tuple[str, ...] = option_field(
+        ("en",), "stage language: languages to keep, by ISO 639 code", nargs="*", metavar="CODE"
+    )
+    min_language_score: float = option_field(
+        0.5, "stage language: minimum probability of the language", minimum=0, maximum=1
+    )
+    workers: int = option_field(1, "worker processes (default: one per core)", minimum=1)
+    near: NearOptions = option_group(NearOptions())
+    tasks: TaskOptions = option_group(TaskOptions())
     tokenizer: TokenizerConfig | None = None
     tokenizer_vocab_size: int | None = None
-    url_lists: tuple[str, ...] = ()
-    near: NearOptions = field(default_factory=NearOptions)
-    tasks: TaskOptions = field(default_factory=TaskOptions)
-    workers: int = 1
     part_bytes: int = 1 << 24
+    """Bytes of input between commits."""
 
     @property
     def order(self) -> tuple[str, ...]:
         """The stages that run."""
         if self.stages is not None:
-            return self.stages
-        lacking = {"url": not self.url_lists, "decontaminate": not self.tasks.files}
-        return tuple(name for name in STAGES if not lacking.get(name))
+            names = tuple(name for word in self.stages for name in word.split(",") if name)
+            return () if names == (NO_STAGES,) else names
+        missing = {"url": not self.url_blacklist, "decontaminate": not self.tasks.eval_task_files}
+        return tuple(name for name in STAGES if not missing.get(name))
 
     @property
     def quarantine(self) -> str:
-        """The file of what gave no document."""
+        """The list of rejected documents."""
         return self.output + QUARANTINE
 
     @property
@@ -87,159 +122,155 @@ class CleaningOptions:
         return None if self.report is None else os.path.splitext(self.report)[0] + NUMBERS
 
     @property
-    def report_picture(self) -> str | None:
-        """The file of the report's picture."""
+    def report_figure(self) -> str | None:
+        """The file of the report's figure."""
         return self.report if self.report and self.report.lower().endswith(FIGURE) else None
 
-    def problems(self) -> Iterator[str]:
-        """What is wrong before anything is read, but for what the stages' own files hold."""
+    def problems(self) -> Iterator[Problem]:
+        """Problems that can be found without reading the documents or the stages' files."""
+        for group in (self, self.near, self.tasks):
+            yield from field_problems(group)
         yield from self.inputs.problems()
         yield from self._output_problems()
+        yield from self._report_problems()
+        yield from self._stage_problems()
+        yield from self.tasks.problems()
+        if self.resume:
+            yield from map(cannot_resume, self.inputs.unseekable_paths())
+
+    def _output_problems(self) -> Iterator[Problem]:
+        if not self.output:
+            return
+        given = {
+            name: path
+            for name in ("output", "dropped_output", "report")
+            if (path := getattr(self, name)) is not None
+        }
+        files = {option(name): path for name, path in given.items()}
+        files["the list of rejected documents"] = self.quarantine
+        if self.report_figure is not None:
+            files[f"the numbers of {option('report')}"] = str(self.report_numbers)
+        for name, path in given.items():
+            yield from self._folder_problems(name, path)
+            suffix = os.path.splitext(path)[1].lower()
+            if name != "report" and suffix in (".zst", ".parquet", ".arrow", ".csv", ".tsv"):
+                known = " ".join(f".jsonl{suffix}" for suffix in ("", *COMPRESSIONS))
+                text = f"{option(name)} {path}: the output is JSON lines, with a suffix of {known}"
+                yield Problem("cleaning-output-suffix", text, name)
+        readers = self._files_read()
+        written: dict[str, str] = {}
+        for role, path in files.items():
+            real = os.path.realpath(path)
+            if real in readers:
+                text = f"{role} {path}: is also a file of {option(readers[real])}"
+                yield Problem("cleaning-output-is-input", text, readers[real])
+            if real in written:
+                text = f"{role} {path}: is also {written[real]}"
+                yield Problem("cleaning-outputs-collide", text)
+            written[real] = role
+
+    def _files_read(self) -> dict[str, str]:
+        """By real path, the field that names a file that is read."""
+        tasks = InputSpec(paths=self.tasks.eval_task_files)
+        named = {
+            "url_blacklist": self.url_blacklist,
+            "eval_task_files": tasks.local_files(),
+            "paths": self.inputs.local_files(),
+        }
+        return {os.path.realpath(path): name for name, paths in named.items() for path in paths}
+
+    def _folder_problems(self, name: str, path: str) -> Iterator[Problem]:
+        folder = os.path.dirname(path) or "."
+        reason = ""
+        if os.path.isdir(path):
+            reason = "is a folder"
+        elif not os.path.isdir(folder):
+            reason = f"there is no folder {folder}"
+        elif not os.access(folder, os.W_OK | os.X_OK):
+            reason = f"the folder {folder} is not writable"
+        if reason:
+            yield Problem("cleaning-output-unusable", f"{option(name)} {path}: {reason}", name)
+            return
+        for inner in filter(os.path.isdir, self.inputs.paths):
+            if os.path.realpath(path).startswith(os.path.join(os.path.realpath(inner), "")):
+                text = (
+                    f"{option(name)} {path}: is in the folder {inner}, all files of which are "
+                    "read: choose a file in another folder"
+                )
+                yield Problem("cleaning-output-in-input", text, name, "paths")
+
+    def _report_problems(self) -> Iterator[Problem]:
+        if self.report is None:
+            return
+        if not self.report.lower().endswith((FIGURE, NUMBERS)):
+            text = f"{option('report')} {self.report}: must end with {FIGURE} or {NUMBERS}"
+            yield Problem("report-suffix", text, "report")
+        elif self.report_figure and importlib.util.find_spec("matplotlib") is None:
+            text = (
+                f"{option('report')} {self.report}: a figure needs matplotlib: "
+                f"pip install 'megatron_ds[plot]'; a name that ends with {NUMBERS} does not"
+            )
+            yield Problem("report-needs-matplotlib", text, "report")
+
+    def _stage_problems(self) -> Iterator[Problem]:
         for name in self.order:
             if name not in STAGES:
-                yield f"--stages {name}: there is no such stage; there are {', '.join(STAGES)}"
+                known = ", ".join(STAGES)
+                text = f"{option('stages')} {name}: no such stage; there are {known}"
+                yield Problem("unknown-stage", text, "stages")
         if len(set(self.order)) != len(self.order):
-            yield f"--stages {' '.join(self.order)}: a stage is named twice"
-        if self.workers < 1:
-            yield f"--workers {self.workers}: must be at least 1"
-        if self.resume:
-            for path in self.inputs.unseekable_paths():
-                yield f"--resume: --input {path} cannot be read a second time"
-        yield from self._stage_problems()
-
-    def _output_problems(self) -> Iterator[str]:
-        named = [
-            ("--output", self.output),
-            ("--dropped", self.dropped),
-            ("--report", self.report),
-            ("the list of what gives no document,", self.quarantine),
-        ]
-        if self.report_picture is not None:
-            named.append(("the numbers of --report,", self.report_numbers))
-        tasks = InputSpec(paths=self.tasks.files)
-        read = {os.path.realpath(path): "--url-blacklist" for path in self.url_lists}
-        read |= {os.path.realpath(path): "--task-files" for path in tasks.local_files()}
-        read |= {os.path.realpath(path): "--input" for path in self.inputs.local_files()}
-        folders = [path for path in self.inputs.paths if os.path.isdir(path)]
-        taken: dict[str, str] = {}
-        for flag, path in named:
-            if path is None:
-                continue
-            folder = os.path.dirname(path) or "."
-            real = os.path.realpath(path)
-            if os.path.isdir(path):
-                yield f"{flag} {path}: is a folder"
-            elif flag.startswith("--"):  # the others are beside one of these
-                if not os.path.isdir(folder):
-                    yield f"{flag} {path}: there is no folder {folder}"
-                elif not os.access(folder, os.W_OK | os.X_OK):
-                    yield f"{flag} {path}: the folder {folder} cannot be written"
-                for inner in folders:
-                    if _is_below(real, inner):
-                        yield (
-                            f"{flag} {path}: is in the folder {inner}, all files of which are "
-                            "read: name a file in another folder"
-                        )
-            if real in read:
-                yield f"{flag} {path}: is a file of {read[real]}, too"
-            if real in taken:
-                yield f"{flag} {path}: is {taken[real]}, too"
-            taken[real] = flag
-        for flag, path in named[:2]:
-            suffix = os.path.splitext(path or "")[1].lower()
-            if suffix in (".zst", ".parquet", ".arrow", ".csv", ".tsv"):
-                known = " ".join(f".jsonl{suffix}" for suffix in ("", *COMPRESSIONS))
-                yield f"{flag} {path}: JSON lines are written, with a name that ends so: {known}"
-        if self.report is not None:
-            if not self.report.lower().endswith((FIGURE, NUMBERS)):
-                yield f"--report {self.report}: must end with {FIGURE} or {NUMBERS}"
-            elif self.report_picture is not None:
-                try:
-                    version("matplotlib")
-                except PackageNotFoundError:
-                    yield (
-                        f"--report {self.report}: a picture needs matplotlib: "
-                        f"pip install 'megatron_ds[plot]'; a name that ends with {NUMBERS} does not"
-                    )
-
-    def _stage_problems(self) -> Iterator[str]:
-        given = {
-            "url": ("--url-blacklist", bool(self.url_lists)),
-            "decontaminate": ("--task-files", bool(self.tasks.files)),
-            "length": ("--min-tokens", self.min_tokens > 0),
-        }
-        for stage, (flag, is_given) in given.items():
+            text = f"{option('stages')} {' '.join(self.order)}: a stage is repeated"
+            yield Problem("repeated-stage", text, "stages")
+        for stage, field, is_given in (
+            ("url", "url_blacklist", bool(self.url_blacklist)),
+            ("decontaminate", "eval_task_files", bool(self.tasks.eval_task_files)),
+            ("length", "min_tokens", self.min_tokens > 0),
+        ):
             if is_given and stage not in self.order:
-                yield f"{flag}: is for the stage {stage}, which --stages does not name"
-        if "decontaminate" in self.order and not self.tasks.files:
-            yield "--stages decontaminate: needs --task-files"
+                text = f"{option(field)} is for the stage {stage}, which does not run"
+                yield Problem("option-of-unused-stage", text, field, "stages")
+        if "decontaminate" in self.order and not self.tasks.eval_task_files:
+            text = f"{option('stages')} decontaminate requires {option('eval_task_files')}"
+            yield Problem("decontamination-without-tasks", text, "stages", "eval_task_files")
         if not self.languages:
-            yield "--languages: at least one code is needed"
+            yield missing_problem("languages")
         if (self.min_tokens > 0) != (self.tokenizer is not None):
-            yield "--min-tokens and --tokenizer-type go together: one counts with the other"
+            text = f"{option('min_tokens')} and {option('tokenizer_type')} require each other"
+            yield Problem("min-tokens-and-tokenizer", text, "min_tokens", "tokenizer_type")
         elif self.tokenizer is not None:
             yield from field_problems(self.tokenizer)
             yield from self.tokenizer.problems(self.tokenizer_vocab_size)
-        for flag, share in (
-            ("--min-language-score", self.min_language_score),
-            ("--near-duplicate-threshold", self.near.threshold),
-        ):
-            if not 0 <= share <= 1 or (share == 0 and "near" in flag):
-                yield f"{flag} {share}: must be above 0, and 1 at most"
-        for flag, number, least, most in (
-            ("--min-chars", self.min_chars, 0, None),
-            ("--min-words", self.min_words, 0, None),
-            ("--min-tokens", self.min_tokens, 0, None),
-            ("--num-perm", self.near.num_perm, 16, 4096),
-            ("--near-ngram-size", self.near.ngram, 1, None),
-            ("--seed", self.near.seed, 0, (1 << 64) - 1),
-            ("--min-ngram-size", self.tasks.min_ngram, 2, None),
-            ("--ngram-size", self.tasks.ngram, 2, None),
-            ("--cut-margin", self.tasks.margin, 0, None),
-            ("--min-piece-chars", self.tasks.min_piece, 0, None),
-            ("--max-pieces", self.tasks.max_pieces, 1, None),
-        ):
-            if number < least or (most is not None and number > most):
-                bound = f"at least {least}" if most is None else f"{least} to {most}"
-                yield f"{flag} {number}: must be {bound}"
-        if self.tasks.min_ngram > self.tasks.ngram:
-            yield (
-                f"--min-ngram-size {self.tasks.min_ngram}: must not be above --ngram-size "
-                f"{self.tasks.ngram}"
-            )
-        if self.near.unit not in UNITS:
-            yield f"--near-ngram-unit {self.near.unit}: must be one of {', '.join(UNITS)}"
-        if self.tasks.handling not in HANDLINGS:
-            yield f"--contaminated {self.tasks.handling}: must be one of {', '.join(HANDLINGS)}"
-        for problem in InputSpec(paths=self.tasks.files or (STDIN,)).problems():
-            yield problem.replace("--paths", "--task-files")
-        if STDIN in self.tasks.files:
-            yield "--task-files -: the standard input is no file of tasks"
 
     def build(self) -> list[Stage]:
-        """The stages. Raises ValueError with everything that is wrong, here and in their files."""
+        """The stages.
+
+        Raises:
+            UserError: With all problems of the options and of the stages' files.
+        """
         problems = list(self.problems())
         stages: list[Stage] = []
-        sound = not problems
+        is_valid = not problems
         for name in self.order:
-            if sound or name in LIBRARIES:  # the others read files, which are known to be there
+            if is_valid or name in LIBRARIES:  # the other ones read files, which must exist
                 try:
-                    stages.append(self._makers()[name]())
+                    stages.append(self._builders()[name]())
+                except UserError as error:
+                    problems += error.problems
                 except ValueError as error:
-                    problems.append(str(error))
+                    problems.append(Problem("stage-unusable", str(error), "stages"))
         for stage in stages:
             if isinstance(stage, LanguageFilter):
                 problems += stage.problems()
         if problems:
-            raise ValueError("\n".join(problems))
+            raise UserError(*problems)
         return stages
 
-    def _makers(self) -> dict[str, Callable[[], Stage]]:
+    def _builders(self) -> dict[str, Callable[[], Stage]]:
         return {
             "fix": FixUnicode,
             "language": lambda: LanguageFilter(self.languages, self.min_language_score),
             "length": self._length,
-            "url": lambda: UrlFilter(self.url_lists),
+            "url": lambda: UrlFilter(self.url_blacklist),
             "exact": ExactHash,
             "near": lambda: MinHashSignature(self.near),
             "decontaminate": lambda: Decontaminate(self.tasks),
@@ -252,93 +283,61 @@ class CleaningOptions:
         return LengthFilter(self.min_chars, self.min_words, self.min_tokens, tokenizer)
 
     def build_seen_keys(self) -> dict[str, SeenKeys]:
-        """By stage, for those whose outcome depends on earlier documents."""
-        made: dict[str, SeenKeys] = {}
+        """By stage, for stages whose outcome depends on earlier documents."""
+        seen: dict[str, SeenKeys] = {}
         if "exact" in self.order:
-            made["exact"] = SeenHashes()
+            seen["exact"] = SeenHashes()
         if "near" in self.order:
-            made["near"] = LshIndex(self.near)
-        return made
+            seen["near"] = LshIndex(self.near)
+        return seen
 
-    def resume_key(self, stages: list[Stage]) -> dict[str, Any]:
-        """All that decides the output, by flag: an interrupted run goes on only if it is the same.
+    def resume_settings(self, stages: list[Stage]) -> dict[str, Any]:
+        """All that determines the output, which a resumed run must share.
 
-        stages: those that `build` made. Files are named with what they hold.
+        Args:
+            stages: The result of `build`.
         """
-        inputs = self.inputs
-        chosen: dict[str, Any] = {
-            "--input": [*inputs.paths],
-            "--input-format": inputs.format,
-            "--text-documents": inputs.text_documents,
-            "--hf-dataset": inputs.hf_dataset,
-            "--hf-config": inputs.hf_config,
-            "--split": inputs.hf_split,
-            "--max-document-bytes": inputs.max_document_bytes,
-            "--output": os.path.basename(self.output),
-            "--dropped": self.dropped,
-            "--stages": [*self.order],
-            "--json-key": self.key,
-            "part": self.part_bytes,
+        settings: dict[str, Any] = {
+            **vars(self.inputs),
+            "paths": [*self.inputs.paths],
+            "output": os.path.basename(self.output),
+            "dropped_output": self.dropped_output,
+            "stages": [*self.order],
+            "json_key": self.json_key,
+            "bytes between commits": self.part_bytes,
+            **self.inputs.describe_files(),
         }
-        chosen |= file_stamps(inputs)
         for stage in stages:
-            chosen |= self._settings_of(stage)
+            settings |= self._settings_of(stage)
         for name in self.order:
             if name in LIBRARIES:
-                chosen[f"version of {LIBRARIES[name]}"] = version(LIBRARIES[name])
-        return chosen
+                settings[f"version of {LIBRARIES[name]}"] = version(LIBRARIES[name])
+        return settings
 
     def _settings_of(self, stage: Stage) -> dict[str, Any]:
-        near, tasks = self.near, self.tasks
         if isinstance(stage, LanguageFilter):
             return {
-                "--languages": sorted(self.languages),
-                "--min-language-score": self.min_language_score,
+                "languages": sorted(self.languages),
+                "min_language_score": self.min_language_score,
             }
         if isinstance(stage, LengthFilter):
-            used = stage.tokenizer
-            return {
-                "--min-chars": self.min_chars,
-                "--min-words": self.min_words,
-                "--min-tokens": self.min_tokens,
-                "tokenizer": None if used is None else used.fingerprint.digest,
-            }
+            names = ("min_chars", "min_words", "min_tokens")
+            tokenizer = stage.tokenizer
+            fingerprint = None if tokenizer is None else tokenizer.fingerprint.digest
+            return {**{name: getattr(self, name) for name in names}, "tokenizer": fingerprint}
         if isinstance(stage, UrlFilter):
-            return {"--url-key": self.url_key, "--url-blacklist": file_hashes(self.url_lists)}
+            return {"url_key": self.url_key, "url_blacklist": file_hashes(self.url_blacklist)}
         if isinstance(stage, MinHashSignature):
-            return {
-                "--near-duplicate-threshold": near.threshold,
-                "--num-perm": near.num_perm,
-                "--near-ngram-size": near.ngram,
-                "--near-ngram-unit": near.unit,
-                "--seed": near.seed,
-            }
+            return dict(vars(self.near))
         if isinstance(stage, Decontaminate):
-            return {
-                "--task-files": stage.fingerprint,
-                "--ngram-size": tasks.ngram,
-                "--min-ngram-size": tasks.min_ngram,
-                "--contaminated": tasks.handling,
-                "--cut-margin": tasks.margin,
-                "--min-piece-chars": tasks.min_piece,
-                "--max-pieces": tasks.max_pieces,
-            }
+            return {**vars(self.tasks), "eval_task_files": stage.fingerprint}
         return {}
 
 
-def _is_below(real: str, folder: str) -> bool:
-    return real.startswith(os.path.join(os.path.realpath(folder), ""))
-
-
-def file_stamps(inputs: InputSpec) -> dict[str, str]:
-    """Name and version of each input file: settings of a run."""
-    return inputs.describe_files()
-
-
 def file_hashes(paths: Sequence[str]) -> list[str]:
-    """Each file with the beginning of what it hashes to."""
-    named: list[str] = []
+    """Each file with the start of the hash of its content."""
+    hashes: list[str] = []
     for path in paths:
         with open(path, "rb") as file:
-            named.append(f"{path} ({sha256(file.read()).hexdigest()[:12]})")
-    return named
+            hashes.append(f"{path} ({sha256(file.read()).hexdigest()[:12]})")
+    return hashes

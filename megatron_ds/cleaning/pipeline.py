@@ -229,17 +229,17 @@ def clean(
     for files that cannot be written. What was done until then `options.resume` goes on with.
     """
     stages = options.build()
-    settings = options.resume_key(stages)
+    settings = options.resume_settings(stages)
     judges = options.build_seen_keys()
-    dropped = {} if options.dropped is None else {DROPPED: _suffix(options.dropped)}
+    dropped = {} if options.dropped_output is None else {DROPPED: _suffix(options.dropped_output)}
     names = {OUTPUT: _suffix(options.output), QUARANTINED: "", **dropped}
     names |= {keys_of(name): "" for name in judges}
     cleaner = Cleaner(
         stages,
-        options.key if stages else None,
+        options.json_key if stages else None,
         options.url_key,
         options.inputs.max_document_bytes,
-        keep_dropped=options.dropped is not None,
+        keep_dropped=options.dropped_output is not None,
     )
     with ExitStack() as stack:
         # First, so that they inherit no files, nor the lock.
@@ -275,7 +275,7 @@ def _work(
             judge.reload(key)
     done = work.progress
     place = START if done is None else ReadPosition(*done["place"])
-    keys = (options.key,) if options.order else ()
+    keys = (options.json_key,) if options.order else ()
     feed = ChunkedInput(
         DocumentReader(options.inputs, keys, place, all_columns=True), options.part_bytes
     )
@@ -297,7 +297,7 @@ def _work(
         raise UserError(_nothing_left(options, counts))
     if options.report_numbers is not None:
         write_numbers(work.folder / NUMBERS, counts)
-    if options.report_picture is not None:
+    if options.report_figure is not None:
         draw(work.folder / PICTURE, counts)
     work.commit(progress(), finished=True)
 
@@ -314,16 +314,16 @@ def _nothing_left(options: CleaningOptions, counts: Counts) -> Problem:
 
 def _publish(options: CleaningOptions, work: ResumableOutput) -> None:
     finals = {OUTPUT: options.output}
-    if options.dropped is not None:
-        finals[DROPPED] = options.dropped
+    if options.dropped_output is not None:
+        finals[DROPPED] = options.dropped_output
     if work.files[QUARANTINED].committed:
         finals[QUARANTINED] = options.quarantine
     elif os.path.exists(options.quarantine):  # of an earlier run, which this one has replaced
         os.remove(options.quarantine)
     if options.report_numbers is not None:
         finals[NUMBERS] = options.report_numbers
-    if options.report_picture is not None:
-        finals[PICTURE] = options.report_picture
+    if options.report_figure is not None:
+        finals[PICTURE] = options.report_figure
     work.publish(finals)
 
 

@@ -27,7 +27,8 @@ HELP = ("--help", "-h")
 class ToolOptions(Protocol):
     """A dataclass of a tool's options, all with defaults; its docstring describes the tool.
 
-    `PEERS` may name the program whose flags in other frameworks are accepted, if it is another one.
+    `PEERS` may name the program whose flags in other frameworks are accepted, if it is another one,
+    and `FIELD_FLAGS` the flags for messages about fields that are not options of the tool.
 
     A field `given: frozenset[str]` of it, or of a group, receives the names of the fields that were
     set. A method `problems()` yields what the ranges of the fields do not say.
@@ -78,12 +79,12 @@ def parse(
     result: T = build(options(), line.values)
     found = [
         problem
-        for problem in _problems(result, line)
+        for problem in _problems(result, line, table)
         if not concerns(problem, line.unreadable, table)
     ]
     problems = list(dict.fromkeys([*line.problems, *found]))
     if rank == 0:
-        for warning in [*line.warnings, *_each(result, ineffective, line.values)]:
+        for warning in [*line.warnings, *_each(result, ineffective, line.values, table)]:
             print_warning(warning, table)
     if problems:
         status = ExitCode.BAD_SETTINGS if line.problems else invalid
@@ -135,7 +136,7 @@ def run(
 def rendered(error: ValueError | OSError, table: FlagTable) -> list[str]:
     """The messages of an error, with the flags of a program."""
     if isinstance(error, UserError):
-        return [problem.render(table.flag_of) for problem in error.problems]
+        return [render(problem, table) for problem in error.problems]
     return [str(error)]
 
 
@@ -199,8 +200,8 @@ def concerns(problem: str, fields: frozenset[str], table: FlagTable) -> bool:
     )
 
 
-def _problems(options: Any, line: ParsedLine) -> Iterator[Problem]:
-    yield from _each(options, field_problems, line.values)
+def _problems(options: Any, line: ParsedLine, table: FlagTable) -> Iterator[Problem]:
+    yield from _each(options, field_problems, line.values, table)
     if hasattr(options, "problems"):
         yield from options.problems()
 
@@ -209,13 +210,16 @@ def _each(
     options: Any,
     check: Callable[[Any, Mapping[str, Any]], Iterable[Problem]],
     given: Mapping[str, Any],
+    table: FlagTable,
 ) -> Iterator[Problem]:
-    """The problems of a dataclass of options and of the groups that --help shows."""
-    yield from check(options, given)
+    """The problems of fields with flags, of a dataclass of options and of its groups."""
+    for problem in check(options, given):
+        if table.fields.intersection(problem.fields):
+            yield problem
     for item in dataclasses.fields(options):
         value = getattr(options, item.name)
         if dataclasses.is_dataclass(value) and not item.metadata.get("hidden"):
-            yield from _each(value, check, given)
+            yield from _each(value, check, given, table)
 
 
 def _notes(error: BaseException) -> list[str]:

@@ -97,6 +97,8 @@ class FlagTable:
     program: str
     groups: tuple[FlagGroup, ...]
     foreign: tuple[Flag, ...]
+    references: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Flags for messages about fields that are not options of the program."""
 
     @functools.cached_property
     def shown(self) -> tuple[FlagGroup, ...]:
@@ -118,8 +120,13 @@ class FlagTable:
         return found
 
     @functools.cached_property
+    def fields(self) -> frozenset[str]:
+        """The option fields that have a flag."""
+        return frozenset(flag.field for group in self.groups for flag in group.flags)
+
+    @functools.cached_property
     def _flag_by_field(self) -> Mapping[str, str]:
-        found: dict[str, str] = {}
+        found = dict(self.references)
         for group in self.groups:
             for flag in group.flags:
                 shown = flag.metavar if flag.is_positional else f"--{flag.names[0]}"
@@ -155,7 +162,8 @@ def flag_table(options: type, program: str, peers: str = "") -> FlagTable:
     if "sets" in section:
         hidden = any(group.hidden for group in groups)
         groups += (FlagGroup(FIXED_TITLE, tuple(_fixed_values(section["sets"])), hidden),)
-    return FlagTable(program, groups, tuple(_foreign(section)))
+    references = getattr(options, "FIELD_FLAGS", {})
+    return FlagTable(program, groups, tuple(_foreign(section)), references)
 
 
 def training_flags() -> FlagTable:

@@ -60,6 +60,15 @@ class Problem(str):
         """The same problem, with a prefix such as a flag or a path, and further fields."""
         return Problem(self.code, f"{prefix}{self._template}", *fields, *self.fields)
 
+    def about(self, **fields: str) -> Problem:
+        """The same problem of other fields.
+
+        Args:
+            fields: New field by field.
+        """
+        text = MARKER.sub(lambda found: option(fields.get(found[1], found[1])), self._template)
+        return type(self)(self.code, text, *(fields.get(name, name) for name in self.fields))
+
     def render(self, flag_of: Callable[[str], str] = default_flag) -> str:
         """The message and the code, with the flags of a tool.
 

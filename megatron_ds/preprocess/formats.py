@@ -177,7 +177,7 @@ def plain_text(name: str, file: BinaryIO, selection: Selection) -> Iterator[RawD
             )
         )
     first = first.removeprefix(b"\xef\xbb\xbf")
-    if selection.inputs.text_documents == "paragraph":
+    if selection.inputs.text_document_unit == "paragraph":
         yield from _paragraphs(name, key, itertools.chain([(first, complete)], lines), selection)
         return
     content = first + file.read(max(0, limit + 1 - len(first)))

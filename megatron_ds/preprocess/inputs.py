@@ -18,6 +18,7 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any, BinaryIO, NamedTuple
 
+from megatron_ds.config.fields import field_problems, option_field
 from megatron_ds.config.problems import Problem, UserError, option
 from megatron_ds.data.indexed_dataset import TOKENIZER_SUFFIX
 from megatron_ds.fileio.resumable import WORK_SUFFIX
@@ -73,26 +74,35 @@ class InputFile(NamedTuple):
 
 @dataclass(frozen=True)
 class InputSpec:
-    """Which documents are read.
+    """Documents to read."""
 
-    Attributes:
-        paths: Files, patterns, folders, addresses with a protocol, or `-` for standard input.
-        format: One of FORMATS, or "auto" to decide by a file's name.
-        text_documents: Whether a document of plain text is an entire file or a paragraph between
-            blank lines.
-        hf_dataset: A Hugging Face data set instead of paths: name or saved folder.
-        hf_config: Configuration of the data set.
-        hf_split: Split of the data set.
-        max_document_bytes: Longer documents are rejected.
-    """
-
-    paths: tuple[str, ...] = ()
-    format: str = "auto"
-    text_documents: str = "file"
-    hf_dataset: str | None = None
-    hf_config: str | None = None
-    hf_split: str = "train"
-    max_document_bytes: int = 1 << 27
+    paths: tuple[str, ...] = option_field(
+        (),
+        "files, patterns, folders, addresses (s3://, hf://, ...) or - for the standard input: JSON "
+        "lines, parquet, arrow, csv, tsv or plain text, by name; .gz .xz .zst .bz2 as well",
+        flag="input",
+        nargs="*",
+        metavar="PATH",
+    )
+    format: str = option_field(
+        "auto",
+        "format of all files; auto decides by the name of each, else jsonl",
+        flag="input-format",
+        choices=("auto", *FORMATS),
+    )
+    text_document_unit: str = option_field(
+        "file",
+        "document of a plain text: the entire file, or a paragraph between blank lines",
+        choices=TEXT_DOCUMENTS,
+    )
+    hf_dataset: str | None = option_field(
+        None, "Hugging Face data set: name, path or saved folder", metavar="NAME"
+    )
+    hf_config: str | None = option_field(None, "configuration of --hf-dataset", metavar="NAME")
+    hf_split: str = option_field("train", "split of --hf-dataset", metavar="NAME")
+    max_document_bytes: int = option_field(
+        1 << 27, "longer documents are rejected", minimum=1, maximum=MAX_DOCUMENT_BYTES
+    )
 
     @property
     def name(self) -> str:
@@ -103,32 +113,13 @@ class InputSpec:
 
     def problems(self) -> Iterator[Problem]:
         """Problems that can be found without reading. Addresses are not accessed."""
+        yield from field_problems(self)
         if bool(self.paths) == (self.hf_dataset is not None):
             yield Problem(
                 "input-not-unique",
                 f"exactly one of {option('paths')} and {option('hf_dataset')} is required",
                 "paths",
                 "hf_dataset",
-            )
-        if self.format not in ("auto", *FORMATS):
-            yield Problem(
-                "unknown-input-format",
-                f"{option('format')} {self.format}: must be auto or one of {', '.join(FORMATS)}",
-                "format",
-            )
-        if self.text_documents not in TEXT_DOCUMENTS:
-            yield Problem(
-                "unknown-text-document-unit",
-                f"{option('text_documents')} {self.text_documents}: must be one of "
-                f"{', '.join(TEXT_DOCUMENTS)}",
-                "text_documents",
-            )
-        if not 1 <= self.max_document_bytes <= MAX_DOCUMENT_BYTES:
-            yield Problem(
-                "max-document-bytes-out-of-range",
-                f"{option('max_document_bytes')} {self.max_document_bytes}: must be 1 to "
-                f"{MAX_DOCUMENT_BYTES}",
-                "max_document_bytes",
             )
         if self.hf_dataset is None and (self.hf_config is not None or self.hf_split != "train"):
             yield Problem(

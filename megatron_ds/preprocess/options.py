@@ -7,6 +7,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_ds.config.fields import (
+    field_problems,
+    option_field,
+    option_group,
+)
 from megatron_ds.config.problems import Problem, option
 from megatron_ds.preprocess.inputs import InputSpec
 from megatron_ds.preprocess.output_files import OutputPaths
@@ -16,35 +21,39 @@ from megatron_ds.preprocess.sentence_splitter import Splitter
 
 @dataclass(frozen=True)
 class PreprocessOptions:
-    """What to read, what to write and how.
+    """Output and work."""
 
-    Attributes:
-        inputs: Documents to read.
-        output_prefix: Start of all output paths.
-        keys: Names of the texts. Each gets a pair `<output_prefix>_<key>_document.bin/.idx`, or
-            `_sentence` with a splitter. `a.b` is the field b of a, unless a field has that name.
-        append_eod: Whether every document ends with the end-of-document token.
-        strict: Whether a line that holds no document is an error instead of being rejected.
-        workers: Encoding processes.
-        chunk_size: Documents that a worker gets at once.
-        splitter: Splits texts into sentences, each of which becomes a sequence.
-        resume: Whether to continue an interrupted run of the same output prefix.
-    """
-
-    inputs: InputSpec
-    output_prefix: str
-    keys: tuple[str, ...] = ("text",)
-    append_eod: bool = False
-    strict: bool = False
-    workers: int = 1
-    chunk_size: int = 512
+    inputs: InputSpec = option_group(InputSpec())
+    output_prefix: str = option_field(
+        "", "path and start of the output files' names", metavar="PREFIX", required=True
+    )
+    json_keys: tuple[str, ...] = option_field(
+        ("text",),
+        "keys or columns of the texts, a.b for b inside of a; each has files of its own",
+        nargs="*",
+        aliases=("json-key", "columns"),
+        metavar="KEY",
+    )
+    append_eod: bool = option_field(False, "end every document with the EOD token")
+    fail_on_bad_document: bool = option_field(
+        False,
+        "stop at a line without a document (default: leave it out and list it in "
+        "<prefix>.quarantine)",
+    )
+    workers: int = option_field(1, "encoding processes (default: one per core)", minimum=1)
+    chunk_size: int = option_field(512, "documents that a worker receives at once", minimum=1)
     splitter: Splitter | None = None
-    resume: bool = False
+    """Splits texts into sentences, each of which becomes a sequence."""
+    resume: bool = option_field(
+        False,
+        "continue an interrupted run with the same --output-prefix; the output is that of an "
+        "uninterrupted run. Inputs and settings must be the same (default: start over)",
+    )
 
     @property
     def paths(self) -> OutputPaths:
         level = "document" if self.splitter is None else "sentence"
-        return OutputPaths(self.output_prefix, self.keys, level)
+        return OutputPaths(self.output_prefix, self.json_keys, level)
 
     def prefix(self, key: str) -> str:
         """The pair of a key, without .bin and .idx."""
@@ -57,7 +66,7 @@ class PreprocessOptions:
 
     @property
     def text_fields(self) -> TextFields:
-        return TextFields(self.keys, self.inputs.max_document_bytes)
+        return TextFields(self.json_keys, self.inputs.max_document_bytes)
 
     def resume_settings(self, tokenizer_metadata: bytes) -> dict[str, Any]:
         """All that determines the output, which a resumed run must share.
@@ -67,7 +76,7 @@ class PreprocessOptions:
         """
         inputs = {name: value for name, value in vars(self.inputs).items() if name != "paths"}
         return {
-            "json_keys": self.keys,
+            "json_keys": self.json_keys,
             "append_eod": self.append_eod,
             **inputs,
             **self.inputs.describe_files(),
@@ -76,34 +85,30 @@ class PreprocessOptions:
 
     def problems(self) -> Iterator[Problem]:
         """Problems that can be found before any work is done."""
+        yield from field_problems(self)
         yield from self.inputs.problems()
         folder = os.path.dirname(self.output_prefix) or "."
         if not os.path.isdir(folder):
             yield self._output_problem(f"there is no folder {folder}")
         elif not os.access(folder, os.W_OK | os.X_OK):
             yield self._output_problem(f"the folder {folder} is not writable")
-        if not self.keys:
+        if not self.json_keys:
             yield Problem(
                 "no-keys", f"{option('json_keys')}: at least one key is required", "json_keys"
             )
-        for key in self.keys:
+        for key in self.json_keys:
             if "/" in key or "\0" in key:
                 yield Problem(
                     "key-not-a-file-name",
                     f"{option('json_keys')} {key!r}: cannot be part of the output files' names",
                     "json_keys",
                 )
-        if len(set(self.keys)) != len(self.keys):
+        if len(set(self.json_keys)) != len(self.json_keys):
             yield Problem(
                 "key-twice",
-                f"{option('json_keys')} {' '.join(self.keys)}: a key is repeated",
+                f"{option('json_keys')} {' '.join(self.json_keys)}: a key is repeated",
                 "json_keys",
             )
-        for name, value in (("workers", self.workers), ("chunk_size", self.chunk_size)):
-            if value < 1:
-                yield Problem(
-                    "preprocess-option-below-1", f"{option(name)} {value}: must be at least 1", name
-                )
         if self.resume:
             for path in self.inputs.unseekable_paths():
                 yield cannot_resume(path)

@@ -147,7 +147,7 @@ class _Run:
             log(f"resuming after {self._progress.documents} documents")
         elif options.resume:
             log(_nothing_to_resume(work))
-        if options.strict and self._progress.dropped:
+        if options.fail_on_bad_document and self._progress.dropped:
             raise UserError(
                 Problem(
                     "strict-resume-after-rejects",
@@ -193,11 +193,11 @@ class _Run:
         report: Callable[[Progress], None],
     ) -> Progress:
         options, timer = self._options, self._timer
-        reader = DocumentReader(options.inputs, options.keys, self._position)
+        reader = DocumentReader(options.inputs, options.json_keys, self._position)
         ends: deque[ReadPosition] = deque()
         chunks = timer.timed_iter("reading", _chunks(reader, options, ends))
         for encoded in timer.timed_iter("waiting", workers.map(chunks)):
-            if encoded.rejected and options.strict:
+            if encoded.rejected and options.fail_on_bad_document:
                 raise UserError(
                     *_strict_problems(encoded.rejected, workers.finish_pending(), chunks, options)
                 )

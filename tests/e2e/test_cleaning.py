@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron_ds.cleaning import find_duplicates as duplicates_module
+from megatron_ds.cleaning import url_lists
 from megatron_ds.cleaning.pipeline import clean
 from megatron_ds.fileio.resumable import RECORD
 from tests.cleaning_runs import corpus, everything, files, write
@@ -64,8 +66,8 @@ def test_the_old_names_go_on_after_a_kill(
     made: Callable[[Path], list[str]],
 ) -> None:
     """Killed before each rename and at every fourth flush: the same list, and the same counts."""
-    monkeypatch.setattr(find_duplicates, "PART", 64)
-    monkeypatch.setattr(blacklist_urls, "PART", 20)
+    monkeypatch.setattr(duplicates_module, "COMMIT_DOCUMENTS", 64)
+    monkeypatch.setattr(url_lists, "COMMIT_URLS", 20)
     asked = made(tmp_path)
     assert main(asked) == 0
     said, wanted = capsys.readouterr().out, files(tmp_path)

@@ -107,9 +107,9 @@ def test_other_settings_are_reported_together(tmp_path: Path) -> None:
     with raises_problem("resumed-run-differs", contains='"vocab_size": 101'):
         preprocess(dataclasses.replace(chosen, resume=True), NullTokenizer(200))
     with raises_problem("resumed-run-differs", "json_keys"):
-        resume(chosen, keys=("b", "a"))
+        resume(chosen, json_keys=("b", "a"))
     with raises_problem("strict-resume-after-rejects", "fail_on_bad_document", "resume"):
-        resume(chosen, strict=True)
+        resume(chosen, fail_on_bad_document=True)
     assert output_files(tmp_path) == before
     assert resume(chosen)[0].documents == 60
 

@@ -58,7 +58,7 @@ def run(folder: Path, content: bytes, strict: bool = True) -> list[list[int]]:
     path = folder / "in.jsonl"
     path.write_bytes(content)
     inputs = InputSpec((str(path),), max_document_bytes=LONGEST)
-    options = PreprocessOptions(inputs, str(folder / "out"), strict=strict)
+    options = PreprocessOptions(inputs, str(folder / "out"), fail_on_bad_document=strict)
     preprocess(options, NullTokenizer(1000))
     data = IndexedDataset(options.prefix("text"))
     return [data.get(number).tolist() for number in range(len(data))]
@@ -247,16 +247,16 @@ def test_full_disk_is_named_and_keeps_the_older_output(tmp_path: Path, room: int
         ({"inputs": InputSpec(("no*where",))}, "no-input-file"),
         (
             {"inputs": InputSpec((__file__,), max_document_bytes=0)},
-            "max-document-bytes-out-of-range",
+            "out-of-range",
         ),
         ({"output_prefix": "/dev/null/x"}, "output-folder-unusable"),
         ({"output_prefix": "x" * 5000 + "/y"}, "output-folder-unusable"),
-        ({"keys": ()}, "no-keys"),
-        ({"keys": ("a", "a")}, "key-twice"),
-        ({"keys": ("a/b",)}, "key-not-a-file-name"),
-        ({"keys": ("a\0",)}, "key-not-a-file-name"),
-        ({"workers": -1}, "preprocess-option-below-1"),
-        ({"chunk_size": 0}, "preprocess-option-below-1"),
+        ({"json_keys": ()}, "no-keys"),
+        ({"json_keys": ("a", "a")}, "key-twice"),
+        ({"json_keys": ("a/b",)}, "key-not-a-file-name"),
+        ({"json_keys": ("a\0",)}, "key-not-a-file-name"),
+        ({"workers": -1}, "out-of-range"),
+        ({"chunk_size": 0}, "out-of-range"),
     ],
 )
 def test_wrong_option_is_an_error(changes: dict[str, object], code: str) -> None:

@@ -5,25 +5,65 @@ The stages fix, language and length of clean.py, whose other flags may follow.
 
 from __future__ import annotations
 
-import argparse
+import dataclasses
 import sys
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from megatron_ds import cli
+from megatron_ds.cleaning.command import CleaningCommand, work
+from megatron_ds.cleaning.options import CleaningOptions
+from megatron_ds.config.fields import option_field, option_group
+from megatron_ds.launch import environment
+from megatron_ds.preprocess.inputs import InputSpec
 
-from tools.openwebtext import clean
+
+@dataclass(frozen=True)
+class Options(CleaningCommand):
+    """Fixes Unicode, keeps English, drops short documents: the stages fix, language and length of
+    clean.py.
+    """
+
+    PROGRAM: ClassVar[str] = "cleanup_dataset.py"
+    FIELD_FLAGS: ClassVar[Mapping[str, str]] = {
+        **CleaningCommand.FIELD_FLAGS,
+        "paths": "INPUT",
+        "output": "OUTPUT",
+    }
+
+    input_file: str = option_field(
+        "",
+        "JSON lines, or another input of clean.py",
+        metavar="INPUT",
+        positional=True,
+        required=True,
+    )
+    output_file: str = option_field(
+        "", "the cleaned JSON lines", metavar="OUTPUT", positional=True, required=True
+    )
+    cleaning: CleaningOptions = option_group(
+        CleaningOptions(
+            stages=("fix", "language", "length"), workers=environment.available_cores()
+        ),
+        flags={
+            "paths": None,
+            "output": None,
+            "hf_dataset": None,
+            "hf_config": None,
+            "hf_split": None,
+        },
+    )
+
+    @property
+    def options(self) -> CleaningOptions:
+        options = super().options
+        inputs: InputSpec = dataclasses.replace(options.inputs, paths=(self.input_file,))
+        return dataclasses.replace(options, inputs=inputs, output=self.output_file)
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
-    parser.add_argument("input", help="JSON lines, or what else clean.py reads")
-    parser.add_argument("output", help="the cleaned JSON lines")
-    args, rest = parser.parse_known_args(argv)
-    flags = ["--input", args.input, "--output", args.output]
-    return clean.main(
-        [*flags, "--stages", "fix", "language", "length", *rest], "cleanup_dataset.py"
-    )
+    return cli.run(Options, work, argv)
 
 
 if __name__ == "__main__":

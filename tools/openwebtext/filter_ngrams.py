@@ -1,4 +1,4 @@
-"""Take texts of evaluation tasks out of documents, with the flags of Megatron's filter_ngrams.py.
+"""Remove texts of evaluation tasks from documents, with the flags of Megatron's filter_ngrams.py.
 
 The stage decontaminate of clean.py, whose other flags may follow. Tasks are read from files:
 nothing is fetched.
@@ -6,83 +6,87 @@ nothing is fetched.
 
 from __future__ import annotations
 
-import argparse
+import dataclasses
 import sys
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
-from tools.openwebtext import clean
+from megatron_ds import cli
+from megatron_ds.cleaning.command import CleaningCommand, work
+from megatron_ds.cleaning.options import CleaningOptions
+from megatron_ds.config.fields import missing_problem, option_field, option_group
+from megatron_ds.config.problems import Problem, option
+from megatron_ds.launch import environment
 
 LAMBADA = "lambada"
-RENAMED = {
-    "max_ngram_size": "--ngram-size",
-    "min_ngram_size": "--min-ngram-size",
-    "filter_text_char_len": "--min-piece-chars",
-    "splits_count": "--max-pieces",
-    "remove_char_each_side": "--cut-margin",
-    "num_threads": "--workers",
-}
 
 
-def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
-    parser.add_argument(
-        "--dedup-dataset",
-        nargs=2,
-        required=True,
-        metavar=("FILE", "KEY"),
-        help="the documents, and the key of their text",
+@dataclass(frozen=True)
+class Options(CleaningCommand):
+    """Removes texts of evaluation tasks from documents: the stage decontaminate of clean.py.
+
+    Tasks are read from files: nothing is fetched.
+    """
+
+    PROGRAM: ClassVar[str] = "filter_ngrams.py"
+    FIELD_FLAGS: ClassVar[Mapping[str, str]] = dict.fromkeys(
+        ("paths", "json_key", "json_keys"), "--dedup-dataset"
     )
-    parser.add_argument("--output", required=True, help="the documents without the tasks")
-    parser.add_argument(
-        "--task-files", nargs="+", default=[], metavar="FILE", help="the tasks, as in clean.py"
+
+    dedup_dataset: tuple[str, ...] = option_field(
+        (), "the documents, and the key of their text", nargs=2, metavar="TEXT", required=True
     )
-    parser.add_argument("--tasks", nargs="*", default=[], help=f"only {LAMBADA}")
-    parser.add_argument("--lambada-path", metavar="FILE", help="the same as --task-files")
-    for name, flag in RENAMED.items():
-        shown = f"{flag} of clean.py"
-        parser.add_argument("--" + name.replace("_", "-"), type=int, metavar="N", help=shown)
-    parser.add_argument("--key-threshold", type=int, help="without effect: every match counts")
-    parser.add_argument("--save-dictionary", help=argparse.SUPPRESS)
-    parser.add_argument("--load-dictionary", help=argparse.SUPPRESS)
-    args, rest = parser.parse_known_args(argv)
-    problems = [
-        f"--tasks {task}: nothing is fetched; write its texts to a file, and give it with "
-        "--task-files"
-        for task in args.tasks
-        if task != LAMBADA
-    ]
-    if LAMBADA in args.tasks and args.lambada_path is None:
-        problems.append(f"--tasks {LAMBADA}: needs --lambada-path")
-    for flag in ("save_dictionary", "load_dictionary"):
-        if getattr(args, flag) is not None:
-            dashed = flag.replace("_", "-")
-            problems.append(f"--{dashed}: pickled files are not used; give --task-files")
-    if not args.task_files and args.lambada_path is None:
-        problems.append("--task-files is needed")
-    if problems:
-        parser.error("\n".join(problems))
-    if args.key_threshold is not None:
-        print(
-            "WARNING: --key-threshold: has no effect: runs of words that are frequent in the "
-            "documents are taken out, too",
-            file=sys.stderr,
+    tasks: tuple[str, ...] = option_field((), f"only {LAMBADA}", nargs="*", metavar="TASK")
+    lambada_path: str | None = option_field(None, "the same as --eval-task-files", metavar="FILE")
+    cleaning: CleaningOptions = option_group(
+        CleaningOptions(stages=("decontaminate",), workers=environment.available_cores()),
+        flags={
+            "paths": None,
+            "json_key": None,
+            "hf_dataset": None,
+            "hf_config": None,
+            "hf_split": None,
+            "ngram_size": ("max-ngram-size", "ngram-size"),
+            "min_fragment_chars": ("filter-text-char-len", "min-fragment-chars"),
+            "max_fragments": ("splits-count", "max-fragments"),
+            "contamination_margin_chars": (
+                "remove-char-each-side",
+                "contamination-margin-chars",
+            ),
+            "workers": ("num-threads", "workers"),
+        },
+    )
+
+    @property
+    def options(self) -> CleaningOptions:
+        options = super().options
+        path, key = self.dedup_dataset
+        files = (*options.tasks.eval_task_files, *filter(None, [self.lambada_path]))
+        return dataclasses.replace(
+            options,
+            inputs=dataclasses.replace(options.inputs, paths=(path,)),
+            json_key=key,
+            tasks=dataclasses.replace(options.tasks, eval_task_files=files),
         )
-    return args, rest
+
+    def problems(self) -> Iterator[Problem]:
+        for task in self.tasks:
+            if task != LAMBADA:
+                text = (
+                    f"{option('tasks')} {task}: nothing is fetched; write its texts to a file for "
+                    f"{option('eval_task_files')}"
+                )
+                yield Problem("task-not-fetched", text, "tasks")
+        if LAMBADA in self.tasks and self.lambada_path is None:
+            text = f"{option('tasks')} {LAMBADA} requires {option('lambada_path')}"
+            yield Problem("lambada-without-file", text, "tasks", "lambada_path")
+        elif not self.cleaning.tasks.eval_task_files and self.lambada_path is None:
+            yield missing_problem("eval_task_files")
 
 
 def main(argv: Sequence[str]) -> int:
-    args, rest = parse(argv)
-    file, key = args.dedup_dataset
-    tasks = [*args.task_files, *([args.lambada_path] if args.lambada_path else [])]
-    flags = ["--input", file, "--json-key", key, "--output", args.output]
-    for name, flag in RENAMED.items():
-        if getattr(args, name) is not None:
-            flags += [flag, str(getattr(args, name))]
-    stage = ["--stages", "decontaminate", "--task-files", *tasks]
-    return clean.main([*flags, *stage, *rest], "filter_ngrams.py")
+    return cli.run(Options, work, argv, invalid=2)
 
 
 if __name__ == "__main__":

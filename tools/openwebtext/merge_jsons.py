@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
-from tools.openwebtext.merge_data import main
+from megatron_ds import cli
+from megatron_ds.cleaning.merge_files import MergeOptions, merge_files
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(cli.run(MergeOptions, merge_files, sys.argv[1:], program="merge_jsons.py"))

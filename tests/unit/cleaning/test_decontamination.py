@@ -22,8 +22,8 @@ def task_file(folder: Path, *values: Any) -> str:
 
 
 def stage(folder: Path, *values: Any, **options: Any) -> Decontaminate:
-    small = {"margin": 0, "min_piece": 0, **options}
-    return Decontaminate(TaskOptions(files=(task_file(folder, *values),), **small))
+    small = {"contamination_margin_chars": 0, "min_fragment_chars": 0, **options}
+    return Decontaminate(TaskOptions(eval_task_files=(task_file(folder, *values),), **small))
 
 
 def cut(stage: Decontaminate, text: str) -> list[str]:
@@ -63,13 +63,20 @@ def test_a_short_task_counts_as_a_whole(tmp_path: Path) -> None:
 
 def test_margins_pieces_and_dropping(tmp_path: Path) -> None:
     text = "Far before. Near. " + QUESTION + " Near. Far after."
-    assert cut(stage(tmp_path, QUESTION, margin=4), text) == ["Far before.", "Far after."]
-    assert cut(stage(tmp_path, QUESTION, min_piece=17), text) == ["Far before. Near."]
-    assert stage(tmp_path, QUESTION, min_piece=100)(Document(text, None)) == Dropped("task text")
-    assert stage(tmp_path, QUESTION, handling="drop")(Document(text, None)) == Dropped("task text")
+    assert cut(stage(tmp_path, QUESTION, contamination_margin_chars=4), text) == [
+        "Far before.",
+        "Far after.",
+    ]
+    assert cut(stage(tmp_path, QUESTION, min_fragment_chars=17), text) == ["Far before. Near."]
+    assert stage(tmp_path, QUESTION, min_fragment_chars=100)(Document(text, None)) == Dropped(
+        "task text"
+    )
+    assert stage(tmp_path, QUESTION, contamination_action="drop")(Document(text, None)) == Dropped(
+        "task text"
+    )
     many = "A. " + f"{QUESTION} B. " * 3
-    assert len(cut(stage(tmp_path, QUESTION, max_pieces=4), many)) == 4
-    outcome = stage(tmp_path, QUESTION, max_pieces=3)(Document(many, None))
+    assert len(cut(stage(tmp_path, QUESTION, max_fragments=4), many)) == 4
+    outcome = stage(tmp_path, QUESTION, max_fragments=3)(Document(many, None))
     assert outcome == Dropped("task text in too many places")
 
 
@@ -78,7 +85,7 @@ def test_nothing_of_any_task_is_left(tmp_path: Path, shared_data: Path) -> None:
     lines = (shared_data / "openwebtext-1000.jsonl").read_text().splitlines()[:40]
     texts = [json.loads(line)["text"] for line in lines]
     tasks = [" ".join(text.split()[40:60]) for text in texts[:20]]
-    decontaminate = stage(tmp_path, *tasks, margin=200, min_piece=200)
+    decontaminate = stage(tmp_path, *tasks, contamination_margin_chars=200, min_fragment_chars=200)
     for number, text in enumerate(texts):
         outcome = decontaminate(Document(text, None))
         assert (outcome is not None) == (number < 20)
@@ -90,20 +97,23 @@ def test_nothing_of_any_task_is_left(tmp_path: Path, shared_data: Path) -> None:
 def test_texts_at_any_depth_or_of_the_keys(tmp_path: Path) -> None:
     value = {"id": 1, "inner": {"a": [SHORT]}, "question": QUESTION}
     assert len(stage(tmp_path, value)) == 1 + len(QUESTION.split()) - 12
-    assert len(stage(tmp_path, value, keys=("question",))) == len(QUESTION.split()) - 12
+    assert len(stage(tmp_path, value, eval_task_keys=("question",))) == len(QUESTION.split()) - 12
     path = tmp_path / "tasks.txt"
     path.write_text(f"{SHORT}\n\n{QUESTION}\n")
-    assert len(Decontaminate(TaskOptions(files=(str(path),)))) == 1 + len(QUESTION.split()) - 12
+    assert (
+        len(Decontaminate(TaskOptions(eval_task_files=(str(path),))))
+        == 1 + len(QUESTION.split()) - 12
+    )
 
 
 def test_wrong_lines_of_task_files_are_all_named(tmp_path: Path) -> None:
     path = tmp_path / "task.jsonl"
     path.write_text('{"q": "x"}\n{"q": \n5\n')
     with pytest.raises(ValueError) as caught:
-        Decontaminate(TaskOptions(files=(str(path),), keys=("question",)))
+        Decontaminate(TaskOptions(eval_task_files=(str(path),), eval_task_keys=("question",)))
     lines = str(caught.value).splitlines()
     assert [line.split(": ")[0] for line in lines] == [
-        f"--task-files {path}:{n}" for n in (1, 2, 3)
+        f"--eval-task-files {path}:{n}" for n in (1, 2, 3)
     ]
     assert "has no key 'question'" in lines[0]
 

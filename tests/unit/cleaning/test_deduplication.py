@@ -80,7 +80,7 @@ def test_near_duplicates_are_found_and_others_are_kept() -> None:
 
 def test_the_estimate_is_the_similarity() -> None:
     source = random.Random(2)
-    options = NearOptions(threshold=0.3, num_perm=1024)
+    options = NearOptions(near_duplicate_threshold=0.3, num_perm=1024)
     judge = LshIndex(options)
     words = text_of(source, 300)
     other = edited(source, words, 20)
@@ -122,7 +122,7 @@ def test_shingles_of_words_and_of_characters() -> None:
     ("threshold", "num_perm", "bands"), [(0.8, 128, 16), (0.5, 128, 64), (0.95, 128, 8), (1, 64, 1)]
 )
 def test_bands_find_what_is_at_the_threshold(threshold: float, num_perm: int, bands: int) -> None:
-    options = NearOptions(threshold=threshold, num_perm=num_perm)
+    options = NearOptions(near_duplicate_threshold=threshold, num_perm=num_perm)
     assert options.bands == bands
     rows = num_perm // bands
     assert 1 - (1 - threshold**rows) ** bands >= 0.9
@@ -134,7 +134,7 @@ def test_many_texts_are_judged_as_by_comparing_each_with_all(
     """The tables grow, with few slots at first; short signatures give bands that many texts share,
     and pairs at the threshold."""
     monkeypatch.setattr(deduplication, "BLOCK", 8)
-    options = NearOptions(threshold=0.5, num_perm=16)
+    options = NearOptions(near_duplicate_threshold=0.5, num_perm=16)
     source = np.random.default_rng(4)
     keys = source.integers(4, size=(400, 16), dtype=np.uint16)
     judge = LshIndex(options)
@@ -146,7 +146,7 @@ def test_many_texts_are_judged_as_by_comparing_each_with_all(
             if (key == other).reshape(options.bands, -1).all(1).any()
         ]
         best = max(similar, default=(0.0, 0))
-        found = (-best[1], best[0]) if best[0] >= options.threshold else None
+        found = (-best[1], best[0]) if best[0] >= options.near_duplicate_threshold else None
         assert judge.most_similar(key.tobytes()) == found
         assert judge.add_or_reject(key.tobytes()) == (None if found is None else "near duplicate")
         if found is None:

@@ -18,11 +18,12 @@ from megatron_ds.cleaning.decontamination import TaskOptions
 from megatron_ds.cleaning.options import CleaningOptions
 from megatron_ds.cleaning.pipeline import clean
 from megatron_ds.cleaning.stats import Counts
+from megatron_ds.config.problems import UserError
 from megatron_ds.fileio import resumable
 from megatron_ds.preprocess.inputs import InputSpec
 from tests.cleaning_runs import corpus, everything, files, write
 from tests.faults import is_killed_at
-from tests.problems import raises_problem
+from tests.problems import codes, raises_problem
 
 TASK = "one two three four five six seven eight nine ten eleven twelve thirteen"
 
@@ -58,7 +59,7 @@ def test_nested_keys_and_other_fields_that_are_no_text(tmp_path: Path) -> None:
         {"meta": {"text": "schÃ¶n", "n": 1}, "title": "\ud800", "url": "https://a.org"},
         {"meta.text": "schÃ¶n", "meta": 1},
     )
-    clean(options(source, "fix", key="meta.text"))
+    clean(options(source, "fix", json_key="meta.text"))
     assert output(source) == [
         {"meta": {"text": "schön", "n": 1}, "title": "\ud800", "url": "https://a.org"},
         {"meta.text": "schön", "meta": 1},
@@ -79,9 +80,11 @@ def test_stages_run_in_their_order_and_count(tmp_path: Path) -> None:
         {"text": TASK},
     )
     tasks = write(tmp_path / "tasks.jsonl", {"q": TASK})
-    settings = TaskOptions(files=(str(tasks),), margin=0, min_piece=1)
+    settings = TaskOptions(
+        eval_task_files=(str(tasks),), contamination_margin_chars=0, min_fragment_chars=1
+    )
     chosen = options(source, "length", "exact", "decontaminate", tasks=settings)
-    counts = clean(replace(chosen, dropped=str(tmp_path / "dropped.jsonl")))
+    counts = clean(replace(chosen, dropped_output=str(tmp_path / "dropped.jsonl")))
     assert [line["text"] for line in output(source)] == ["a first text", *[pad.strip()] * 2, pad]
     stages = {name: vars(stage) for name, stage in counts.stages.items()}
     for stage in stages.values():
@@ -234,47 +237,44 @@ def test_all_problems_are_named_at_once(tmp_path: Path) -> None:
         min_language_score=2.0,
         min_chars=-1,
         workers=0,
-        tasks=TaskOptions(files=(str(tmp_path / "none"),), ngram=5),
+        tasks=TaskOptions(eval_task_files=(str(tmp_path / "none"),), ngram_size=5),
     )
-    with pytest.raises(ValueError) as caught:
+    with pytest.raises(UserError) as caught:
         clean(wrong)
-    for words in (
-        f"--output {source}: is a file of --input, too",
-        "there is no folder",
-        "must end with .png or .json",
-        "--stages lenght: there is no such stage; there are url, fix,",
-        "a stage is named twice",
-        "--languages klingon: is not known",
-        "--min-language-score 2.0: must be",
-        "--min-chars -1: must be at least 0",
-        "--workers 0",
-        "--task-files: is for the stage decontaminate",
-        f"--task-files {tmp_path}/none: no such file",
-        "--min-ngram-size 8: must not be above --ngram-size 5",
-    ):
-        assert words in str(caught.value), words
+    assert sorted(codes(caught.value.problems)) == [
+        "cleaning-output-is-input",
+        "cleaning-output-unusable",
+        "language-not-supported",
+        "min-ngram-size-too-large",
+        "no-input-file",
+        "option-of-unused-stage",
+        "out-of-range",
+        "out-of-range",
+        "out-of-range",
+        "repeated-stage",
+        "report-suffix",
+        "unknown-stage",
+    ]
 
 
 @pytest.mark.parametrize(
-    ("chosen", "words"),
+    ("chosen", "code", "path"),
     [
-        ({"output": "in.jsonl"}, "--output {}/in.jsonl: is a file of --input, too"),
-        ({"dropped": "hosts.txt"}, "--dropped {}/hosts.txt: is a file of --url-blacklist, too"),
-        ({"report": "tasks.json"}, "--report {}/tasks.json: is a file of --task-files, too"),
+        ({"output": "in.jsonl"}, "cleaning-output-is-input", "in.jsonl"),
+        ({"dropped_output": "hosts.txt"}, "cleaning-output-is-input", "hosts.txt"),
+        ({"report": "tasks.json"}, "cleaning-output-is-input", "tasks.json"),
+        ({"report": "tasks.png"}, "cleaning-output-is-input", "tasks.json"),
+        ({"output": "a.json", "report": "a.png"}, "cleaning-outputs-collide", "a.json"),
         (
-            {"report": "tasks.png"},
-            "the numbers of --report, {}/tasks.json: is a file of --task-files, too",
+            {"dropped_output": "out.jsonl.quarantine"},
+            "cleaning-outputs-collide",
+            "out.jsonl.quarantine",
         ),
-        ({"output": "a.json", "report": "a.png"}, "{}/a.json: is --output, too"),
-        (
-            {"dropped": "out.jsonl.quarantine"},
-            "the list of what gives no document, {}/out.jsonl.quarantine: is --dropped, too",
-        ),
-        ({"dropped": "more/d.jsonl"}, "--dropped {0}/more/d.jsonl: is in the folder {0}/more"),
+        ({"dropped_output": "more/d.jsonl"}, "cleaning-output-in-input", "more/d.jsonl"),
     ],
 )
 def test_nothing_is_written_over_what_is_read_or_written(
-    tmp_path: Path, chosen: dict[str, str], words: str
+    tmp_path: Path, chosen: dict[str, str], code: str, path: str
 ) -> None:
     (tmp_path / "more").mkdir()
     (tmp_path / "hosts.txt").write_text("a.org\n")
@@ -286,12 +286,11 @@ def test_nothing_is_written_over_what_is_read_or_written(
     wrong = replace(
         options(source, "url", "decontaminate", **paths),
         inputs=InputSpec(paths=(str(tmp_path / "*.jsonl"), str(tmp_path / "more"))),
-        url_lists=(str(tmp_path / "hosts.txt"),),
-        tasks=TaskOptions(files=(str(tasks),)),
+        url_blacklist=(str(tmp_path / "hosts.txt"),),
+        tasks=TaskOptions(eval_task_files=(str(tasks),)),
     )
-    with pytest.raises(ValueError) as caught:
+    with raises_problem(code, contains=str(tmp_path / path)):
         clean(wrong)
-    assert words.format(tmp_path) in str(caught.value)
     assert files_below(tmp_path) == before
 
 

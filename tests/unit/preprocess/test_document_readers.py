@@ -170,7 +170,7 @@ def test_plain_text_by_file_and_by_block(tmp_path: Path) -> None:
     path.write_bytes(b"\xef\xbb\xbf\r\nfirst\r\n more\r\n\r\n \n\nsecond\n\nthird")
     whole = "\r\nfirst\r\n more\r\n\r\n \n\nsecond\n\nthird"
     assert read(path) == [RawDocument(str(path), 1, {"text": whole})]
-    blocks = read(path, text_documents="paragraph", keys=("body",))
+    blocks = read(path, text_document_unit="paragraph", keys=("body",))
     assert fields(blocks, "body") == ["first\r\n more", "second", "third"]
     assert [item.line for item in blocks] == [2, 7, 9]
     packed = tmp_path / "b.txt.gz"
@@ -198,7 +198,7 @@ def test_too_long_documents_are_skipped(tmp_path: Path) -> None:
         assert len(value.content) <= formats.PREVIEW_BYTES
     text = tmp_path / "a.txt"
     text.write_bytes(b"1\n2\n\n" + lines[2] + b"\n3\n\n4444\n5555\n6666\n\n7")
-    blocks = [i.value for i in read(text, max_document_bytes=10, text_documents="paragraph")]
+    blocks = [i.value for i in read(text, max_document_bytes=10, text_document_unit="paragraph")]
     assert [isinstance(value, UnreadableDocument) for value in blocks] == [False, True, True, False]
     (whole,) = read(text, max_document_bytes=10)
     assert isinstance(whole.value, UnreadableDocument)
@@ -441,9 +441,9 @@ def test_split_of_a_saved_data_set_without_splits_is_an_error(tmp_path: Path) ->
     [
         ({"hf_split": "test"}, "needs-hf-dataset"),
         ({"hf_config": "x"}, "needs-hf-dataset"),
-        ({"max_document_bytes": 1 << 64}, "max-document-bytes-out-of-range"),
-        ({"format": "xml"}, "unknown-input-format"),
-        ({"text_documents": "line"}, "unknown-text-document-unit"),
+        ({"max_document_bytes": 1 << 64}, "out-of-range"),
+        ({"format": "xml"}, "invalid-choice"),
+        ({"text_document_unit": "line"}, "invalid-choice"),
     ],
 )
 def test_wrong_or_ineffective_option_is_an_error(values: dict[str, Any], code: str) -> None:
@@ -527,7 +527,7 @@ def test_mixed_inputs_continue_from_any_position(tmp_path: Path) -> None:
     (tmp_path / "f.txt").write_text("1\n2\n\n\n3\n\n4")
     (tmp_path / "g.csv").write_text('text\n"1\n2"\n\n3,4\n5\n')
     fsspec.filesystem("memory").pipe("/more/a.jsonl", jsonl())
-    values: dict[str, Any] = {"text_documents": "paragraph", "max_document_bytes": 8000}
+    values: dict[str, Any] = {"text_document_unit": "paragraph", "max_document_bytes": 8000}
     check_continuation(InputSpec((str(tmp_path), "memory://more/a.jsonl"), **values))
 
 

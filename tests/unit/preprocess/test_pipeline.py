@@ -63,7 +63,7 @@ def test_documents_eod_and_empty_texts(tmp_path: Path) -> None:
 
 def test_every_key_has_its_own_pair(tmp_path: Path) -> None:
     lines = [{"a": "1", "b": "2 3"}, {"a": "", "b": "4"}]
-    preprocess(options(tmp_path, lines, keys=("a", "b")), TOKENIZER)
+    preprocess(options(tmp_path, lines, json_keys=("a", "b")), TOKENIZER)
     a, b = (IndexedDataset(tmp_path / f"out_{key}_document") for key in "ab")
     assert a.tokens.tolist() == [1]
     assert b.tokens.tolist() == [2, 3, 4]
@@ -130,7 +130,9 @@ def test_strict_run_reports_rejected_lines_together_and_leaves_nothing(tmp_path:
     for at, line in ((4, "{"), (11, {"txt": "1"}), (12, {"text": 5}), (20, [1]), (21, "x")):
         lines[at] = line
     for workers, chunk_size in ((1, 64), (2, 1)):
-        given = options(tmp_path, lines, strict=True, workers=workers, chunk_size=chunk_size)
+        given = options(
+            tmp_path, lines, fail_on_bad_document=True, workers=workers, chunk_size=chunk_size
+        )
         with pytest.raises(UserError) as raised:
             preprocess(given, TOKENIZER)
         found = raised.value.problems
@@ -143,12 +145,15 @@ def test_strict_run_reports_rejected_lines_together_and_leaves_nothing(tmp_path:
 
 def test_text_that_the_tokenizer_refuses_is_named(tmp_path: Path) -> None:
     with raises_problem("rejected-document", contains="in.jsonl:2: "):
-        preprocess(options(tmp_path, [{"text": "1"}, {"text": "100"}], strict=True), TOKENIZER)
+        preprocess(
+            options(tmp_path, [{"text": "1"}, {"text": "100"}], fail_on_bad_document=True),
+            TOKENIZER,
+        )
     assert written(tmp_path) == []
 
 
 def test_number_of_reported_rejects_is_limited(tmp_path: Path) -> None:
-    given = options(tmp_path, [*numbered(3), *["x"] * 500], strict=True, chunk_size=5)
+    given = options(tmp_path, [*numbered(3), *["x"] * 500], fail_on_bad_document=True, chunk_size=5)
     with pytest.raises(UserError) as raised:
         preprocess(given, TOKENIZER)
     expected = ["rejected-document"] * module.PROBLEMS_SHOWN + ["more-rejected-documents"]
@@ -159,7 +164,7 @@ def test_check_after_a_rejected_line_is_limited(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "DOCUMENTS_CHECKED_AHEAD", 10)
-    given = options(tmp_path, ["x", *numbered(200), "y"], strict=True, chunk_size=5)
+    given = options(tmp_path, ["x", *numbered(200), "y"], fail_on_bad_document=True, chunk_size=5)
     with pytest.raises(UserError) as raised:
         preprocess(given, TOKENIZER)
     assert codes(raised.value.problems) == ["rejected-document", "more-rejected-documents"]
@@ -180,18 +185,18 @@ def test_wrong_options_are_reported_together(tmp_path: Path) -> None:
     given = PreprocessOptions(
         inputs=InputSpec((str(tmp_path / "none"),)),
         output_prefix=str(tmp_path / "no" / "out"),
-        keys=("a", "a"),
+        json_keys=("a", "a"),
         workers=0,
         chunk_size=-1,
     )
     with pytest.raises(UserError) as raised:
         preprocess(given, TOKENIZER)
     assert fields(raised.value.problems) == [
+        ("workers",),
+        ("chunk_size",),
         ("paths",),
         ("output_prefix",),
         ("json_keys",),
-        ("workers",),
-        ("chunk_size",),
     ]
 
 
@@ -279,7 +284,7 @@ def test_rejected_documents_are_listed_in_input_order(tmp_path: Path) -> None:
 
 def test_missing_key_rejects_the_line_and_an_empty_text_only_itself(tmp_path: Path) -> None:
     lines = [{"a": "1", "b": "2"}, {"a": "3"}, {"a": "", "b": "4"}]
-    done = preprocess(options(tmp_path, lines, keys=("a", "b")), TOKENIZER)
+    done = preprocess(options(tmp_path, lines, json_keys=("a", "b")), TOKENIZER)
     a, b = (IndexedDataset(tmp_path / f"out_{key}_document").tokens.tolist() for key in "ab")
     assert (a, b) == ([1], [2, 4])
     assert done.dropped == {"missing key": 1, "empty text": 1}
@@ -294,7 +299,7 @@ def test_nested_keys(tmp_path: Path) -> None:
         {"meta": {"text": None, "deep": {"er": "6"}}},
     ]
     keys = ("meta.text", "meta.deep.er")
-    done = preprocess(options(tmp_path, lines, keys=keys), TOKENIZER)
+    done = preprocess(options(tmp_path, lines, json_keys=keys), TOKENIZER)
     found = [IndexedDataset(tmp_path / f"out_{key}_document").tokens.tolist() for key in keys]
     assert found == [[1, 3], [2, 4]]
     assert done.dropped == {"missing key": 1, "wrong type": 1}
@@ -310,7 +315,7 @@ def test_kinds_of_input_mixed_give_the_same_bytes_for_any_workers(tmp_path: Path
         file.writelines(json.dumps(row) + "\n" for row in rows[20:40])
     preprocess(options(tmp_path, rows, append_eod=True), TOKENIZER)
     expected = [(tmp_path / f"out_text_document{s}").read_bytes() for s in (".bin", ".idx")]
-    inputs = InputSpec((str(tmp_path / "in"),), text_documents="paragraph")
+    inputs = InputSpec((str(tmp_path / "in"),), text_document_unit="paragraph")
     for workers, chunk_size in ((1, 1000), (2, 7), (3, 1)):
         prefix = str(tmp_path / "mixed")
         given = PreprocessOptions(
@@ -358,5 +363,5 @@ def test_no_key_has_its_pair_if_another_cannot_be_written(
 
     monkeypatch.setattr(os, "fsync", fail)
     with pytest.raises(OSError, match="No space left"):
-        preprocess(options(tmp_path, [{"a": "1", "b": "2"}], keys=("a", "b")), TOKENIZER)
+        preprocess(options(tmp_path, [{"a": "1", "b": "2"}], json_keys=("a", "b")), TOKENIZER)
     assert written(tmp_path) == []

@@ -316,7 +316,7 @@ def test_bytes_are_megatrons_for_any_keys_workers_and_chunks(
     tokenizer, letter, code = NullTokenizer(size), *((("i", 4)) if size > 65499 else ("H", 8))
     for workers, chunk_size in ((1, 64), (2, 7), (3, 1)):
         given = options(
-            tmp_path, rows, keys=("a", "b"), append_eod=append_eod, splitter=Lines(),
+            tmp_path, rows, json_keys=("a", "b"), append_eod=append_eod, splitter=Lines(),
             workers=workers, chunk_size=chunk_size,
         )  # fmt: skip
         preprocess(given, tokenizer)

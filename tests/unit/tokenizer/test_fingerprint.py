@@ -100,7 +100,7 @@ def test_preprocessing_writes_the_fingerprint_for_every_key(tmp_path: Path) -> N
     options = PreprocessOptions(
         inputs=InputSpec(paths=(str(tmp_path / "in.jsonl"),)),
         output_prefix=str(tmp_path / "out"),
-        keys=("a", "b"),
+        json_keys=("a", "b"),
     )
     preprocess(options, NullTokenizer(9))
     for key in "ab":

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
+from megatron_ds.cli.progress import Update
 from megatron_ds.data.indexed_dataset import IndexedDataset
 from megatron_ds.fileio import resumable
-from megatron_ds.preprocess.pipeline import Progress
 from tests.problems import printed_codes
 from tools import inspect_dataset, preprocess_data
 
@@ -64,7 +64,7 @@ def test_flags_with_underscores_and_several_keys(tmp_path: Path) -> None:
     flags = ["--output_prefix", tmp_path / "o_p", "--json_keys", "a", "b", "--append_eod"]
     done = run(f"--input={path}", *flags, *NULL)
     assert done.returncode == 0, done.stderr
-    assert f"left out: 1 empty text; listed in {tmp_path / 'o_p'}.quarantine" in done.stdout
+    assert f"rejected: 1 empty text; listed in {tmp_path / 'o_p'}.quarantine" in done.stdout
     names = sorted(os.listdir(tmp_path))
     assert names[1:] == ["o_p.progress.json", "o_p.quarantine"] + [
         f"o_p_{key}_document.{end}" for key in "ab" for end in ("bin", "idx", "tokenizer.json")
@@ -88,7 +88,7 @@ def test_the_standard_input_with_a_bad_line_and_without_eod(tmp_path: Path) -> N
     assert lines[1].endswith(" tokens/s)")
     assert lines[2].startswith("time: start 0.")
     assert "encoding by NullTokenizer 0." in lines[2]
-    assert lines[3] == f"left out: 1 broken JSON; listed in {tmp_path / 'out'}.quarantine"
+    assert lines[3] == f"rejected: 1 broken JSON; listed in {tmp_path / 'out'}.quarantine"
     assert "<stdin>" in (tmp_path / "out.quarantine").read_text()
 
 
@@ -250,7 +250,7 @@ def test_sentences_in_one_call(tmp_path: Path, capsys: pytest.CaptureFixture[str
     said = capsys.readouterr()
     prefix = str(tmp_path / "out_text_sentence")
     assert f"wrote {prefix}.bin and .idx" in said.out
-    assert " s, cutting sentences 0." in said.out
+    assert " s, splitting sentences 0." in said.out
     assert said.err == (
         "sentences are split by the built-in rules, which know only English abbreviations\n"
     )
@@ -279,15 +279,15 @@ def test_flags_of_sentences(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 
 
 @contextmanager
-def interrupted(options: object, log_interval: int) -> Iterator[preprocess_data.Report]:
-    """A report that acts like Ctrl-C after three chunks."""
+def interrupted(*_: object) -> Iterator[Update]:
+    """Progress that acts like Ctrl-C after three chunks."""
     numbers = count(1)
 
-    def report(progress: Progress) -> None:
+    def update(documents: int, input_bytes: int, description: str) -> None:
         if next(numbers) == 3:
             raise KeyboardInterrupt
 
-    yield report
+    yield update
 
 
 def test_an_interrupted_run_says_how_it_goes_on(
@@ -297,7 +297,7 @@ def test_an_interrupted_run_says_how_it_goes_on(
     flags += ["--append-eod", "--workers", "1", "--chunk-size", "5"]
     with monkeypatch.context() as patch:
         patch.setattr(resumable, "COMMIT_SECONDS", 0.0)
-        patch.setattr(preprocess_data, "progress_reporter", interrupted)
+        patch.setattr(preprocess_data, "progress", interrupted)
         assert preprocess_data.main(flags) == 130
     assert str(tmp_path / "out.work") in capsys.readouterr().err
     assert preprocess_data.main([*flags, "--resume"]) == 0

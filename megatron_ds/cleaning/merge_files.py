@@ -1,0 +1,96 @@
+"""Merges files of JSON lines into one: a cleaning run without stages."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+from megatron_ds.cleaning.command import clean_and_report
+from megatron_ds.cleaning.options import CleaningOptions
+from megatron_ds.config.fields import option_field
+from megatron_ds.config.problems import Problem, option
+from megatron_ds.fileio.resumable import WORK_SUFFIX
+from megatron_ds.preprocess.inputs import COMPRESSIONS, QUARANTINE, InputSpec
+
+SUFFIXES = (".json", ".jsonl", ".ndjson")
+
+
+@dataclass(frozen=True)
+class MergeOptions:
+    """Merges files of JSON lines into one.
+
+    Lines are copied as they are; lines that are not a JSON object are left out, listed in
+    OUTPUT_FILE.quarantine and counted.
+    """
+
+    PROGRAM: ClassVar[str] = "merge_data.py"
+    FIELD_FLAGS: ClassVar[Mapping[str, str]] = {"paths": "--json_path", "output": "--output_file"}
+
+    json_path: tuple[str, ...] = option_field(
+        (".",),
+        "files, and folders, whose files of JSON lines are merged by name, also those in their "
+        "folders",
+        flag="json_path",
+        nargs="*",
+        metavar="PATH",
+    )
+    output_file: str = option_field(
+        "merged_output.json",
+        "the merged file; .gz .xz .bz2 by name",
+        flag="output_file",
+        metavar="FILE",
+    )
+    workers: int = option_field(1, "processes that check lines", minimum=1)
+    resume: bool = option_field(
+        False, "continue an interrupted run; the output is that of an uninterrupted run"
+    )
+
+    @property
+    def files(self) -> list[str]:
+        return [file for path in self.json_path for file in files_of(path, self.output_file)]
+
+    def problems(self) -> Iterator[Problem]:
+        for path in self.json_path:
+            if not any(files_of(path, self.output_file)):
+                text = (
+                    f"{option('json_path')} {path}: the folder has no files of JSON lines "
+                    f"({' '.join(SUFFIXES)}, compressed or not); name others: "
+                    f"{option('json_path')} {path}/*"
+                )
+                yield Problem("no-files-to-merge", text, "json_path")
+
+
+def files_of(path: str, output: str) -> Iterator[str]:
+    """The files of a path, by name, without those that this or an earlier run has written."""
+    if not os.path.isdir(path):
+        yield path
+        return
+    written = {os.path.realpath(output), os.path.realpath(output + QUARANTINE)}
+    for folder, folders, names in os.walk(path):
+        folders[:] = sorted(
+            name
+            for name in folders
+            if not name.startswith((".", "_")) and not name.endswith(WORK_SUFFIX)
+        )
+        for name in sorted(names):
+            stem, suffix = os.path.splitext(name.lower())
+            if suffix in COMPRESSIONS:
+                suffix = os.path.splitext(stem)[1]
+            file = os.path.join(folder, name)
+            is_listed = suffix in SUFFIXES and not name.startswith((".", "_"))
+            if is_listed and os.path.realpath(file) not in written:
+                yield file
+
+
+def merge_files(options: MergeOptions) -> None:
+    """Merge the files and report the results."""
+    cleaning = CleaningOptions(
+        InputSpec(paths=tuple(options.files), format="jsonl"),
+        options.output_file,
+        stages=(),
+        workers=options.workers,
+        resume=options.resume,
+    )
+    clean_and_report(cleaning, log_interval=10_000)

@@ -1,0 +1,132 @@
+"""Filters lists of addresses by the rules of the stage `url`, and removes repeated ones."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import ClassVar
+
+from megatron_ds.cleaning.deduplication import HASH_BYTES
+from megatron_ds.cleaning.options import file_hashes
+from megatron_ds.cleaning.pipeline import OUTPUT
+from megatron_ds.cleaning.url_filter import UrlFilter
+from megatron_ds.config.fields import option_field
+from megatron_ds.config.problems import Problem, option
+from megatron_ds.fileio.resumable import ResumableOutput
+from megatron_ds.preprocess.inputs import InputSpec
+
+KEPT = "kept"
+INVALID_TEXT = "invalid UTF-8"
+DUPLICATE = "duplicate"
+COMMIT_URLS = 100_000
+"""Kept addresses between commits."""
+Position = tuple[int, int]
+"""Number of a file, and a byte of it."""
+
+
+@dataclass(frozen=True)
+class UrlListOptions:
+    """Drops unwanted and repeated addresses from lists.
+
+    The rules are those of the stage url of clean.py.
+    """
+
+    PROGRAM: ClassVar[str] = "blacklist_urls.py"
+
+    path: str = option_field(
+        "",
+        "folder with .txt files, or one file, with an address per line",
+        metavar="PATH",
+        positional=True,
+        required=True,
+    )
+    output: str = option_field(
+        "", "file of the kept addresses, in order", metavar="OUTPUT", positional=True, required=True
+    )
+    url_blacklist: tuple[str, ...] = option_field(
+        (),
+        "files with a host (example.com), a name (reddit), a suffix of a file's name (.pdf) or a "
+        "regex:PATTERN per line; without one only addresses of files without text are dropped",
+        nargs="*",
+        metavar="FILE",
+    )
+    resume: bool = option_field(
+        False, "continue an interrupted run; the output is that of an uninterrupted run"
+    )
+
+    @property
+    def files(self) -> list[Path]:
+        path = Path(self.path)
+        files = sorted(path.glob("*.txt")) if path.is_dir() else [path]
+        return [file for file in files if file.resolve() != Path(self.output).resolve()]
+
+    def problems(self) -> Iterator[Problem]:
+        if not self.files:
+            text = f"{option('path')} {self.path}: has no .txt files"
+            yield Problem("no-url-lists", text, "path")
+        if os.path.realpath(self.output) in map(os.path.realpath, self.url_blacklist):
+            text = f"{option('output')} {self.output}: is also a file of {option('url_blacklist')}"
+            yield Problem("url-list-is-blacklist", text, "output", "url_blacklist")
+
+
+def filter_urls(options: UrlListOptions) -> Counter[str]:
+    """Write the kept addresses.
+
+    Returns:
+        Counts of `KEPT` addresses and, by reason, of dropped ones.
+    """
+    files, urls = options.files, UrlFilter(options.url_blacklist)
+    settings: dict[str, object] = {"url_blacklist": file_hashes(options.url_blacklist)}
+    settings |= InputSpec(paths=tuple(map(str, files))).describe_files()
+    with ResumableOutput(options.output, settings, {OUTPUT: ""}, options.resume) as work:
+        counts = Counter({} if work.progress is None else work.progress["counts"])
+        if not work.finished:
+            position: Position = (0, 0)
+            for url, position in _kept(files, urls, work, counts):
+                counts[KEPT] += 1
+                work.files[OUTPUT].write(f"{url}\n".encode())
+                if counts[KEPT] % COMMIT_URLS == 0:
+                    work.commit({"place": position, "counts": counts})
+            work.commit({"place": position, "counts": counts}, finished=True)
+        work.publish({OUTPUT: options.output})
+    return counts
+
+
+def _kept(
+    files: Sequence[Path], urls: UrlFilter, work: ResumableOutput, counts: Counter[str]
+) -> Iterator[tuple[str, Position]]:
+    """Kept addresses after those of the work, each with its end in the input; counts the dropped
+    ones. Keeps a hash of each address in memory."""
+    file_number, offset = (0, 0) if work.progress is None else work.progress["place"]
+    seen: set[bytes] = set()
+    if work.files[OUTPUT].committed:
+        with (work.folder / OUTPUT).open("rb") as lines:
+            seen.update(_hash(line.rstrip(b"\n")) for line in lines)
+    for number, file in enumerate(files[file_number:], file_number):
+        with file.open("rb") as lines:
+            lines.seek(offset if number == file_number else 0)
+            while line := lines.readline():
+                try:
+                    url = line.decode("utf-8-sig").strip()
+                except UnicodeDecodeError:
+                    counts[INVALID_TEXT] += 1
+                    continue
+                if not url:
+                    continue
+                reason = urls.judge(url)
+                key = _hash(url.encode())
+                if reason is None and key in seen:
+                    reason = DUPLICATE
+                if reason is not None:
+                    counts[reason] += 1
+                    continue
+                seen.add(key)
+                yield url, (number, lines.tell())
+
+
+def _hash(url: bytes) -> bytes:
+    return blake2b(url, digest_size=HASH_BYTES).digest()
