@@ -29,8 +29,7 @@ ALL_LAYERS = slice(None)
 
 
 class GPTModel(nn.Module):
-    """A decoder-only language model, or a pipeline stage of one, sharded over a tensor-parallel
-    group.
+    """A decoder-only language model, or a pipeline stage of one, on one tensor-parallel rank.
 
     Args:
         config: Architecture.

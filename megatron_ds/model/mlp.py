@@ -13,8 +13,9 @@ from megatron_ds.parallel.mesh import Group
 
 
 class MLP(nn.Module):
-    """fc_out(act(fc_in(x))), or fc_out(act(gate) * up) with [gate; up] = fc_in(x): [S, B, H] to
-    [S, B, H].
+    """The feed-forward layer: [S, B, H] to [S, B, H].
+
+    fc_out(act(fc_in(x))), or gated fc_out(act(gate) * up) with [gate; up] = fc_in(x).
 
     Args:
         config: Architecture.

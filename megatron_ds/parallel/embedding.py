@@ -1,6 +1,4 @@
-"""Vocabulary-parallel embedding: the rows of the table are sharded over the group (Shoeybi et al.
-2019, section 3).
-"""
+"""Vocabulary-parallel embedding (Shoeybi et al. 2019, section 3): the rows are sharded."""
 
 from __future__ import annotations
 
