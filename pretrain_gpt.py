@@ -1,43 +1,55 @@
 #!/usr/bin/env python
-"""Pretrain a GPT: read the settings, put the run together, train."""
+"""Pretrains a GPT: reads the settings, checks them, builds the run and trains."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from megatron_ds.cli import arguments
 from megatron_ds.config import Config
+from megatron_ds.config.problems import Problem
 from megatron_ds.engine.ds_config_merge import merge_file
 from megatron_ds.launch import environment
 from megatron_ds.launch.extension_locks import find_stale_locks
 from megatron_ds.launch.lifecycle import process_lifecycle
 from megatron_ds.launch.startup_timer import StartupTimer
 
-
-def check(config: Config, world_size: int, warn: Callable[[str], None]) -> list[str]:
-    """What the settings need of files and machine; loaded after --help has been answered."""
-    from megatron_ds.training import preflight
-
-    return preflight.check(config, world_size, warn)
+if TYPE_CHECKING:
+    from megatron_ds.training.preflight import RunInputs
 
 
 def main() -> None:
     startup = StartupTimer()
+    opened: list[RunInputs | None] = []
+
+    def check(
+        config: Config, world_size: int, is_sound: bool, warn: Callable[[str], None]
+    ) -> list[Problem]:
+        """Checks files and machine; imported here, after --help has been answered."""
+        from megatron_ds.training import preflight
+
+        problems, inputs = preflight.check(config, world_size, is_sound, warn)
+        opened.append(inputs)
+        return problems
+
     with process_lifecycle() as life:
         config = arguments.parse(
             sys.argv[1:],
             world_size=environment.world_size(),
-            rank=environment.local_rank(),  # a file may be missing on one machine alone
+            rank=environment.local_rank(),  # a file may be missing on one machine only
             complete=merge_file,
             check=check,
         )
         startup.mark("settings")
         environment.require_no_stale_locks(find_stale_locks(environment.prepare_environment()))
-        from megatron_ds.training.setup import pretrain  # after the settings: torch takes seconds
+        from megatron_ds.training.setup import pretrain  # torch takes seconds to import
 
         startup.mark("libraries")
-        code = pretrain(config, life, startup)
+        (inputs,) = opened
+        assert inputs is not None
+        code = pretrain(config, inputs, life, startup)
     sys.exit(code)
 
 

@@ -14,6 +14,7 @@ from megatron_ds.cli.flags import training_flags
 from megatron_ds.cli.help import training_help, version_text
 from megatron_ds.cli.scan import scan
 from megatron_ds.config import Config
+from megatron_ds.config.problems import Problem
 from megatron_ds.launch.liveness import find_launchers
 
 VERSION = "--version"
@@ -23,8 +24,9 @@ FIRST_RANK_TIMEOUT_S = 10.0
 Warn = Callable[[str], None]
 Complete = Callable[[Config, int, Warn], tuple[Config, Sequence[str]]]
 """Fills in a configuration from elsewhere, given the number of processes; returns problems."""
-Check = Callable[[Config, int, Warn], list[str]]
-"""Finds problems beyond those of the fields, given the number of processes."""
+Check = Callable[[Config, int, bool, Warn], list[Problem]]
+"""Finds problems of machine and files, given the number of processes and whether the settings
+themselves have no problems."""
 
 
 def build_config(
@@ -56,10 +58,13 @@ def build_config(
     if complete is not None:
         config, merge_problems = complete(config, world_size, warn)
         found += merge_problems
-    found += config.problems(world_size)
-    found += schedule_validation.problems(config, config.parallel.data_parallel_size(world_size))
+    own = [
+        *config.problems(world_size),
+        *schedule_validation.problems(config, config.parallel.data_parallel_size(world_size)),
+    ]
+    found += own
     if check is not None:
-        found += check(config, world_size, warn)
+        found += check(config, world_size, not own, warn)
     sound = [
         config.with_origin(problem)
         for problem in found

@@ -28,9 +28,10 @@ from megatron_ds.data.blend_history import (
     with_requests,
 )
 from megatron_ds.data.blend_schedule import BLEND_FORMAT, blend_order
-from megatron_ds.data.blend_spec import SPLITS, BlendSource, DatasetGroup, read_groups
+from megatron_ds.data.blend_spec import SPLITS, BlendSource, DatasetGroup
 from megatron_ds.data.blended_dataset import BlendedDataset, BlendOrder
 from megatron_ds.data.chained_datasets import ConcatDataset, ResumedBlendDataset, SingleSourceOrder
+from megatron_ds.data.data_files import DataFiles
 from megatron_ds.data.gpt_dataset import GPTDataset, TokenDataset
 from megatron_ds.data.index_cache import ArrayCache
 from megatron_ds.data.indexed_dataset import IndexedDataset
@@ -92,6 +93,7 @@ def build_datasets(
     fallback_cache: str | None = None,
     history: BlendHistory | None = None,
     consumed: int = 0,
+    files: DataFiles | None = None,
 ) -> Datasets:
     """Builds the datasets of train, valid and test, with their indexes cached on disk.
 
@@ -109,27 +111,28 @@ def build_datasets(
             the data is not writable.
         history: Blend history of the run that is resumed.
         consumed: Its consumed samples. If the blend has changed, the new one begins there.
+        files: Files of `config` that are already open and checked.
 
     Raises:
         UserError: If a flag is invalid, a file is damaged or was made with another tokenizer, or a
             split that needs samples has no tokens.
     """
-    groups, problems = read_groups(config)
-    raise_if_any(problems)
+    files = files or DataFiles(config)
+    raise_if_any(files.problems)
     builder = _DatasetBuilder(
-        config=config,
+        files=files,
         seq_length=seq_length,
         seed=seed,
         tokenizer_fingerprint=tokenizer_fingerprint,
         vocab_size=vocab_size,
         fallback_cache=fallback_cache,
-        probed_blocks=blocks_to_sample(sum(len(group.sources) for group in groups)),
+        probed_blocks=blocks_to_sample(sum(len(group.sources) for group in files.groups)),
     )
     train: TokenDataset | None = None
     progress: BlendProgress | None = None
     others: dict[str, dict[str, TokenDataset]] = {"valid": {}, "test": {}}
     needed = dict(zip(SPLITS, num_samples, strict=True))
-    for group in groups:
+    for group in files.groups:
         if not needed[group.split]:
             continue
         if group.split == "train":
@@ -176,7 +179,7 @@ class _OpenedFile:
 
 @dataclass(frozen=True)
 class _DatasetBuilder:
-    config: DataConfig
+    files: DataFiles
     seq_length: int
     seed: int
     tokenizer_fingerprint: str
@@ -250,9 +253,10 @@ class _DatasetBuilder:
     def _file(self, group: DatasetGroup, source: BlendSource, samples: int) -> _OpenedFile:
         """Opens and checks a file of a group that needs `samples` samples."""
         if source.prefix not in self.opened:
-            data = IndexedDataset(source.prefix)
-            _raise_first(out_of_vocabulary(data, self.vocab_size, self.probed_blocks))
-            if self.config.mmap_warmup:
+            data = self.files.open(source.prefix)
+            if self.files.checked_vocab_size != self.vocab_size:
+                _raise_first(out_of_vocabulary(data, self.vocab_size, self.probed_blocks))
+            if self.files.config.mmap_warmup:
                 data.warm_up()
             digest = hashlib.sha256(data.lengths.view(np.uint8).data).hexdigest()
             self.opened[source.prefix] = data, digest
@@ -326,10 +330,10 @@ class _DatasetBuilder:
         self.pending.clear()
 
     def _cache(self, prefix: str) -> ArrayCache:
-        folder = str(self.config.data_cache_path or Path(prefix).parent / "index-cache")
+        folder = str(self.files.config.data_cache_path or Path(prefix).parent / "index-cache")
         if folder not in self.caches:
             folders = [Path(folder)]
-            if self.fallback_cache and not self.config.data_cache_path:
+            if self.fallback_cache and not self.files.config.data_cache_path:
                 folders.append(Path(self.fallback_cache))
             self.caches[folder] = ArrayCache(folders)
         return self.caches[folder]

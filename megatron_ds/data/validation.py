@@ -11,9 +11,10 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from megatron_ds.config import DataConfig, flag_of
+from megatron_ds.config import flag_of
 from megatron_ds.config.problems import Problem, UserError
-from megatron_ds.data.blend_spec import SPLITS, DocumentSelection, read_groups
+from megatron_ds.data.blend_spec import SPLITS, DocumentSelection
+from megatron_ds.data.data_files import DataFiles
 from megatron_ds.data.indexed_dataset import IndexedDataset, Tokens
 from megatron_ds.data.tokenizer_metadata import tokenizer_mismatch
 from megatron_ds.tokenizer.fingerprint import TokenizerFingerprint
@@ -30,7 +31,7 @@ MAX_NAMED_FILES = 3
 
 
 def data_problems(
-    config: DataConfig,
+    files: DataFiles,
     num_samples: tuple[int, int, int] | None,
     vocab_size: int | None,
     fingerprint: TokenizerFingerprint | None = None,
@@ -40,16 +41,15 @@ def data_problems(
     What depends on a value that is None is not checked.
 
     Args:
-        config: The data flags.
+        files: The data flags and their files, which are opened here.
         num_samples: Samples that the run needs of train, valid and test.
         vocab_size: Vocabulary size of the tokenizer.
         fingerprint: Compared with the tokenizer recorded with each pair of files.
     """
-    groups, problems = read_groups(config)
-    yield from problems
+    yield from files.problems
     samples = dict(zip(SPLITS, num_samples or (0, 0, 0), strict=True))
     uses: dict[tuple[str, str], list[tuple[str, DocumentSelection]]] = {}
-    for group in groups:
+    for group in files.groups:
         for source in group.sources:
             uses.setdefault((group.flag, source.prefix), []).append((group.split, source.documents))
     blocks = blocks_to_sample(len({prefix for _, prefix in uses}))
@@ -57,11 +57,13 @@ def data_problems(
         needed = [
             (split, samples[split], documents) for split, documents in splits if samples[split]
         ]
-        for problem in _file_problems(prefix, vocab_size, fingerprint, needed, blocks):
+        for problem in _file_problems(files, prefix, vocab_size, fingerprint, needed, blocks):
             yield problem.with_prefix(f"{flag} ")
+    files.checked_vocab_size = vocab_size
 
 
 def _file_problems(
+    files: DataFiles,
     prefix: str,
     vocab_size: int | None,
     fingerprint: TokenizerFingerprint | None,
@@ -71,6 +73,7 @@ def _file_problems(
     """Checks one pair.
 
     Args:
+        files: Opens the pair.
         prefix: Path of the pair.
         vocab_size: As for `data_problems`.
         fingerprint: As for `data_problems`.
@@ -82,7 +85,7 @@ def _file_problems(
         yield from missing
         return
     try:
-        file = IndexedDataset(prefix)
+        file = files.open(prefix)
     except UserError as error:
         yield from (problem.with_prefix(f"{prefix}: ") for problem in error.problems)
         return
@@ -164,22 +167,22 @@ def _probe(tokens: Tokens, blocks: int) -> Tokens:
     return np.concatenate([tokens[start : start + BLOCK_TOKENS] for start in starts])
 
 
-def data_warnings(config: DataConfig, eod: int | None) -> Iterator[Problem]:
+def data_warnings(files: DataFiles, eod: int | None) -> Iterator[Problem]:
     """Warns about flags that need end-of-document tokens which the data lacks.
 
     Unreadable files are skipped; `data_problems` reports them.
 
     Args:
-        config: The data flags.
+        files: The data flags and their files.
         eod: End-of-document token of the tokenizer; None if unknown.
     """
     fields = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
-    flags = [flag_of(name) for name in fields if getattr(config, name)]
+    flags = [flag_of(name) for name in fields if getattr(files.config, name)]
     if not flags or eod is None:
         return
-    prefixes = _prefixes(config)
+    prefixes = files.prefixes
     blocks = blocks_to_sample(len(prefixes))
-    without_eod = [prefix for prefix in prefixes if _has_no_eod(prefix, eod, blocks)]
+    without_eod = [prefix for prefix in prefixes if _has_no_eod(files, prefix, eod, blocks)]
     if without_eod:
         named = ", ".join(without_eod[:MAX_NAMED_FILES])
         if len(without_eod) > MAX_NAMED_FILES:
@@ -190,20 +193,14 @@ def data_warnings(config: DataConfig, eod: int | None) -> Iterator[Problem]:
             f"{', '.join(flags)} {have} no effect on {named}: none of the first "
             f"{CHECKED_DOCUMENTS} documents ends with the end-of-document token {eod}; "
             "preprocess with --append-eod",
-            *(name for name in fields if getattr(config, name)),
+            *(name for name in fields if getattr(files.config, name)),
         )
 
 
-def _prefixes(config: DataConfig) -> list[str]:
-    """Prefixes of all token files, without duplicates."""
-    groups, _ = read_groups(config)
-    return list(dict.fromkeys(source.prefix for group in groups for source in group.sources))
-
-
-def _has_no_eod(prefix: str, eod: int, blocks: int) -> bool:
+def _has_no_eod(files: DataFiles, prefix: str, eod: int, blocks: int) -> bool:
     """Whether neither the first documents nor the sampled blocks have the end-of-document token."""
     try:
-        file = IndexedDataset(prefix)
+        file = files.open(prefix)
     except UserError:
         return False
     # Documents without tokens have no last token.

@@ -100,7 +100,8 @@ def _layout(facts: BannerData) -> list[tuple[str, str]]:
     lines = [("processes", processes)]
     if mesh.world_size > 1:
         ranks = (
-            f"0 shares layers with {_others(mesh.tp.ranks)}, states with {_others(mesh.dp.ranks)}"
+            f"0 shares layers with {_others(mesh.tp.ranks)}, data-parallel states with "
+            f"{_others(mesh.dp.ranks)}"
         )
         lines.append(("ranks", ranks))
     return lines
@@ -115,7 +116,7 @@ def _model(facts: BannerData) -> list[tuple[str, str]]:
         f"{model.normalization}, positions {model.position_embedding_type}"
     )
     size = (
-        f"{facts.parameters:,} parameters{' of each tensor-parallel rank' if tp > 1 else ''}; "
+        f"{facts.parameters:,} parameters{' per tensor-parallel rank' if tp > 1 else ''}; "
         f"vocabulary {model.vocab_size}, padded to {model.padded_vocab(tp)}; "
         f"sequence {model.seq_length}"
     )
@@ -142,7 +143,7 @@ def _schedule(facts: BannerData) -> list[tuple[str, str]]:
     tokens = schedules.planned_tokens(config, dp, facts.state)
     length = (
         f"iterations {facts.state.iteration + 1:,} to {facts.total_iterations:,}; "
-        f"the whole run takes {samples:,} samples, {tokens:,} tokens"
+        f"the run uses {samples:,} samples, {tokens:,} tokens in total"
     )
     warmup, decay = schedules.warmup_and_decay(config, dp)
     schedule, options, unit = config.schedule, config.optimizer, schedule_lengths.lr_unit(config)
@@ -152,16 +153,14 @@ def _schedule(facts: BannerData) -> list[tuple[str, str]]:
     if warmup:
         course = f"{schedule.lr_warmup_init:g} to {options.lr:g} in {warmup:,.0f} {unit}, {course}"
     saves, logging = config.checkpoint, config.logging
-    rhythm = (
-        f"a line each {logging.log_interval}, evaluation each {logging.eval_interval}, "
-        f"checkpoint each {saves.save_interval} iterations, to {saves.save}"
-    )
+    intervals = f"log {logging.log_interval}, evaluation {logging.eval_interval}"
+    intervals += f", checkpoint {saves.save_interval} iterations, to {saves.save}"
     if saves.save is None:
-        rhythm = (
-            f"a line each {logging.log_interval}, evaluation each {logging.eval_interval} "
-            "iterations; nothing is saved (no --save)"
+        intervals = (
+            f"log {logging.log_interval}, evaluation {logging.eval_interval} iterations; no "
+            "checkpoints (no --save)"
         )
-    return [("length", length), ("rate", course), ("rhythm", rhythm)]
+    return [("length", length), ("rate", course), ("intervals", intervals)]
 
 
 def _engine_settings(facts: BannerData) -> list[tuple[str, str]]:
@@ -220,7 +219,7 @@ def _kernels(facts: BannerData) -> list[tuple[str, str]]:
     return [
         ("attention", facts.attention),
         ("documents", f"{positions}, attention {crosses} document boundaries"),
-        ("head, loss", "one fused function; the logits are never kept in fp32"),
+        ("head, loss", "one fused function without fp32 logits"),
         ("compiled", compiled or "nothing (eager)"),
         ("C++ ops", ", ".join(facts.ops) or "none"),
     ]
@@ -235,11 +234,11 @@ def _memory(estimate: MemoryEstimate) -> list[tuple[str, str]]:
         ("gathered parameters", estimate.gathered),
     ]
     text = ", ".join(f"{name} {_mib(size)}" for name, size in working if size)
-    lines.append(("at work", f"{text} (not all at a time)"))
+    lines.append(("temporary", f"{text} (not all at the same time)"))
     if estimate.host:
         lines.append(("on host", _sum(estimate.host.items())))
     lines.append(
-        ("peak", f"{_mib(estimate.peak)} MiB of each process, estimated; {estimate.peak_phase}")
+        ("peak", f"{_mib(estimate.peak)} MiB per process, estimated; {estimate.peak_phase}")
     )
     return lines
 

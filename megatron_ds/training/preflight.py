@@ -1,13 +1,14 @@
-"""What a run needs beside its flags, looked at before anything of it exists.
+"""Checks the machine and the files that a run needs before anything of the run is built.
 
-Owns the checks that take a look at the machine and at files: number formats, tokenizer, data and
-the checkpoint to load; and the remarks on flags that do nothing beside others. It writes nothing,
-knows no process group, and loads torch only for a tokenizer that needs it, when all else is right.
+Owns the checks of number formats, tokenizer, data and the checkpoint to load, and opens tokenizer
+and data files for the run. Writes nothing and knows no process group. Imports torch only for a
+tokenizer that needs it, once all settings are right.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,70 +16,94 @@ from megatron_ds import schedule_validation, schedules
 from megatron_ds.checkpoint.metadata import REPLACED, find_damage, resume_conflicts
 from megatron_ds.checkpoint.selection import SelectionPolicy, list_folder, select_checkpoint
 from megatron_ds.config import Config, field_problems
-from megatron_ds.config.problems import Problem, UserError
+from megatron_ds.config.problems import Problem, UserError, option
+from megatron_ds.data.data_files import DataFiles
 from megatron_ds.data.validation import data_problems, data_warnings
 from megatron_ds.launch import device
 from megatron_ds.tokenizer import Tokenizer, build_tokenizer
 from megatron_ds.tokenizer.huggingface import needs_transformers
 
 
-def check(config: Config, world_size: int, warn: Callable[[str], None]) -> list[str]:
-    """Every reason why the run could not start or go on that its flags alone do not show.
+@dataclass(frozen=True)
+class RunInputs:
+    """What the checks have opened, for use by the run."""
 
-    config: may hold contradictions; what depends on them is not judged. warn: called with one line
-    per remark on settings that are sound and do nothing.
+    tokenizer: Tokenizer
+    data: DataFiles
+
+
+def check(
+    config: Config, world_size: int, is_sound: bool, warn: Callable[[Problem], None]
+) -> tuple[list[Problem], RunInputs | None]:
+    """Checks what the settings need of machine and files.
+
+    Args:
+        config: Configuration. What depends on contradictory settings is not checked.
+        world_size: Number of processes.
+        is_sound: Whether the settings have no problems.
+        warn: Called with each warning.
+
+    Returns:
+        Every problem, and the opened inputs; None if the tokenizer could not be built.
     """
     dp_size = config.parallel.data_parallel_size(world_size)
-    sound = not config.problems(world_size) and not [*schedule_validation.problems(config, dp_size)]
-    for line in [
-        *config.warnings(),
-        *(schedule_validation.warnings(config, dp_size) if sound else ()),
-    ]:
-        warn(line)
+    warnings = schedule_validation.warnings(config, dp_size) if is_sound else ()
+    for warning in (*config.warnings(), *warnings):
+        warn(warning)
     problems = list(_precision_problems(config))
-    tokenizer_problems, tokenizer = _tokenizer(config, sound)
-    problems += tokenizer_problems
+    tokenizer: Tokenizer | None = None
+    try:
+        tokenizer = _build_tokenizer(config, is_sound)
+    except UserError as error:
+        problems += error.problems
+    except OSError as error:
+        problems.append(Problem("tokenizer-unreadable", f"the tokenizer cannot be read: {error}"))
     vocab_size = None if tokenizer is None else tokenizer.vocab_size
-    identity = None if tokenizer is None else tokenizer.fingerprint
-    samples = schedules.planned_samples(config, dp_size) if sound else None
-    problems += data_problems(config.data, samples, vocab_size, identity)
+    problems += _vocab_problems(config, vocab_size)
+    samples = schedules.planned_samples(config, dp_size) if is_sound else None
+    data = DataFiles(config.data)
+    fingerprint = None if tokenizer is None else tokenizer.fingerprint
+    problems += data_problems(data, samples, vocab_size, fingerprint)
     if not problems:
-        for line in data_warnings(config.data, None if tokenizer is None else tokenizer.eod):
-            warn(line)
-    if sound:
+        for warning in data_warnings(data, None if tokenizer is None else tokenizer.eod):
+            warn(warning)
+    if is_sound:
         problems += _checkpoint_problems(config, dp_size, vocab_size)
-    return problems
+    return problems, None if tokenizer is None else RunInputs(tokenizer, data)
 
 
-def _precision_problems(config: Config) -> Iterator[str]:
+def _precision_problems(config: Config) -> Iterator[Problem]:
     precision = config.precision
     if precision.fp16 and not precision.allow_fp16_on_cpu and device.known_without_fp16():
         yield device.fp16_error("this CPU")
 
 
-def _tokenizer(config: Config, sound: bool) -> tuple[list[str], Tokenizer | None]:
-    """What is wrong with the tokenizer, and the tokenizer if it could be built.
+def _build_tokenizer(config: Config, is_sound: bool) -> Tokenizer | None:
+    """Builds the tokenizer; None if its settings have problems or it is not worth the time.
 
-    A tokenizer whose library takes seconds to load is built only if all flags are right.
+    Raises:
+        UserError: If its files are missing or damaged.
     """
     options, given = config.tokenizer, config.model.vocab_size or None
     if [*field_problems(options), *options.problems(given)]:
-        return [], None  # Config.problems() tells
-    slow = options.tokenizer_type == "HFTokenizer" and (
+        return None  # reported by Config.problems()
+    # transformers takes seconds to import, too long for a run that cannot start anyway.
+    is_slow = options.tokenizer_type == "HFTokenizer" and (
         options.trust_remote_code or needs_transformers(options.tokenizer_model or "")
     )
-    if slow and not sound:
-        return [], None
-    try:
-        tokenizer = build_tokenizer(options, given)
-    except (ValueError, OSError) as error:
-        return [str(error).replace("\n", " ")], None
-    size = tokenizer.vocab_size
-    if options.tokenizer_type != "NullTokenizer" and given not in (None, size):
-        return [
-            f"--vocab-size {given}: the tokenizer's vocabulary has {size} ids; leave the flag out"
-        ], tokenizer
-    return [], tokenizer
+    return None if is_slow and not is_sound else build_tokenizer(options, given)
+
+
+def _vocab_problems(config: Config, vocab_size: int | None) -> Iterator[Problem]:
+    given = config.model.vocab_size or None
+    is_null = config.tokenizer.tokenizer_type == "NullTokenizer"  # it adds an end-of-document id
+    if vocab_size is not None and not is_null and given not in (None, vocab_size):
+        yield Problem(
+            "vocab-size-differs-from-tokenizer",
+            f"{option('vocab_size')} {given}: the tokenizer's vocabulary has {vocab_size} ids; "
+            "leave the flag out",
+            "vocab_size",
+        )
 
 
 def _checkpoint_problems(config: Config, dp_size: int, vocab_size: int | None) -> Iterator[Problem]:

@@ -28,12 +28,12 @@ from megatron_ds.launch.lifecycle import ProcessLifecycle
 from megatron_ds.launch.startup_timer import StartupTimer
 from megatron_ds.model.flops import model_flops_per_sample
 from megatron_ds.parallel.mesh import Group, Mesh
-from megatron_ds.tokenizer import Tokenizer, build_tokenizer
 from megatron_ds.train_state import TrainState
 from megatron_ds.training.evaluate import MeanOverDp
 from megatron_ds.training.exit_conditions import ExitConditions
 from megatron_ds.training.loggers import open_loggers
 from megatron_ds.training.metrics import Metrics, ThroughputModel
+from megatron_ds.training.preflight import RunInputs
 from megatron_ds.training.startup_report import (
     FirstStepsReport,
     MemoryReport,
@@ -41,23 +41,31 @@ from megatron_ds.training.startup_report import (
     log_timestamp,
     print_arguments,
     print_banner,
+    print_parameter_count,
     write_run_files,
 )
 from megatron_ds.training.trainer import Trainer
 
 
-def pretrain(config: Config, life: ProcessLifecycle, startup: StartupTimer) -> ExitCode:
+def pretrain(
+    config: Config, inputs: RunInputs, life: ProcessLifecycle, startup: StartupTimer
+) -> ExitCode:
     """Runs one process of a training run.
 
     Errors propagate as exceptions; only a clean finish destroys the process group.
+
+    Args:
+        config: Configuration without problems.
+        inputs: Tokenizer and data files that the checks of this process have opened.
+        life: Handles signals and the loss of other processes.
+        startup: Measures the phases of the start.
     """
-    tokenizer = build_tokenizer(config.tokenizer, config.model.vocab_size)
-    config = config.with_vocab(tokenizer.vocab_size)
+    config = config.with_vocab(inputs.tokenizer.vocab_size)
     require_precision(config.precision)
     context = distributed.init_distributed(config.runtime)
     life.on_group_joined(*distributed.exchange_process_info())
     startup.mark("process group")
-    trainer = build_trainer(config, tokenizer, context, life, startup)
+    trainer = build_trainer(config, inputs, context, life, startup)
     life.on_training_started()
     code = trainer.run()
     dist.barrier()
@@ -68,16 +76,17 @@ def pretrain(config: Config, life: ProcessLifecycle, startup: StartupTimer) -> E
 
 def build_trainer(
     config: Config,
-    tokenizer: Tokenizer,
+    inputs: RunInputs,
     context: distributed.ProcessContext,
     life: ProcessLifecycle,
     startup: StartupTimer,
 ) -> Trainer:
-    """Builds everything that a run needs and restores the checkpoint, if there is one.
+    """Builds all parts of a run and restores its checkpoint, if there is one.
 
     Raises:
         UserError: If the checkpoint or the data does not fit the run.
     """
+    tokenizer = inputs.tokenizer
     mesh = Mesh.build(
         config.parallel.tensor_model_parallel_size,
         timeout=timedelta(minutes=config.runtime.distributed_timeout_minutes),
@@ -88,17 +97,14 @@ def build_trainer(
     if config.checkpoint.load is not None:
         found = checkpoints.select()
         startup.mark("checkpoint's check")
-    data = _build_data(config, tokenizer, mesh, found)
+    data = _build_data(config, inputs, mesh, found)
     log_timestamp("after dataloaders are built")
     startup.mark("data")
     peak = device.PeakMemory()
     # Initial weights are not drawn if a checkpoint replaces them.
     engine = build_engine(config, mesh, context.device, tokenizer.eod, init_weights=found is None)
     startup.mark("model and engine")
-    output.print_on_rank(
-        f" > number of parameters on (tensor, pipeline) model parallel rank "
-        f"({mesh.tp.rank}, {mesh.pp.rank}): {engine.parameter_count()}"
-    )
+    print_parameter_count(mesh, engine)
     state = TrainState()
     if found is not None:
         state = checkpoints.load(engine, found)
@@ -113,7 +119,6 @@ def build_trainer(
     last = state.iteration if config.logging.skip_train else total_iterations
     mean_over_dp = functools.partial(mean_over_group, group=mesh.dp, device=context.device)
     memory = MemoryReport(engine, estimate, context.device.type == "cpu", peak)
-    first = state.iteration + 1
     return Trainer(
         config=config,
         mesh=mesh,
@@ -128,7 +133,7 @@ def build_trainer(
         total_iterations=last,
         eod=tokenizer.eod if config.data.eod_mask_loss else None,
         mean_over_dp=mean_over_dp,
-        report=FirstStepsReport(startup, memory, first, config.logging.log_interval),
+        report=FirstStepsReport(startup, memory, state.iteration + 1, config.logging.log_interval),
     )
 
 
@@ -143,7 +148,7 @@ def mean_over_group(values: list[float], *, group: Group, device: torch.device) 
 
 
 def _build_data(
-    config: Config, tokenizer: Tokenizer, mesh: Mesh, found: CheckpointMetadata | None
+    config: Config, inputs: RunInputs, mesh: Mesh, found: CheckpointMetadata | None
 ) -> Datasets:
     """Builds the datasets, continuing those of a checkpoint, and prints their composition."""
     output.print_on_rank(" > building train, validation, and test datasets for GPT ...")
@@ -157,11 +162,12 @@ def _build_data(
         seq_length=config.model.seq_length,
         seed=config.runtime.seed,
         num_samples=num_samples,
-        tokenizer_fingerprint=tokenizer.fingerprint.digest,
-        vocab_size=tokenizer.vocab_size,
+        tokenizer_fingerprint=inputs.tokenizer.fingerprint.digest,
+        vocab_size=inputs.tokenizer.vocab_size,
         fallback_cache=None if save is None else str(save / "index-cache"),
         history=None if found is None else found.run.data,
         consumed=state.consumed_samples,
+        files=inputs.data,
     )
     lines = [*summary(data.usage, None if save is None else str(save / USAGE_FILE))]
     if data.progress is not None and len(data.progress.history.phases) > 1:

@@ -60,6 +60,13 @@ def print_arguments(config: Config, context: distributed.ProcessContext, mesh: M
         output.print_on_rank(f"will use {label} {text}.")
 
 
+def print_parameter_count(mesh: Mesh, engine: Engine) -> None:
+    output.print_on_rank(
+        f" > number of parameters on (tensor, pipeline) model parallel rank "
+        f"({mesh.tp.rank}, {mesh.pp.rank}): {engine.parameter_count()}"
+    )
+
+
 def estimate_memory(
     config: Config, mesh: Mesh, engine: Engine, device: str
 ) -> memory_estimate.MemoryEstimate:

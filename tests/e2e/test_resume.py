@@ -192,7 +192,7 @@ def test_a_run_ends_at_its_tokens_after_a_change_of_lengths(
         240,
         304,
     ]
-    assert "iterations 4 to 7; the whole run takes 14 samples, 304 tokens" in output
+    assert "iterations 4 to 7; the run uses 14 samples, 304 tokens in total" in output
 
 
 def test_a_run_killed_at_arbitrary_times_and_resumed_twice_equals_uninterrupted(

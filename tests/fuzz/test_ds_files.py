@@ -20,7 +20,7 @@ from megatron_ds.engine.ds_keys import (
     BLOCKS,
     IGNORED_KEYS,
     OLD_SWITCHES,
-    REFUSED,
+    REJECTED,
     RENAMED,
     TOP_KEYS,
 )
@@ -35,7 +35,7 @@ KEYS = sorted(
     {
         *TOP_KEYS,
         *(f"{block}.{key}" for block, keys in BLOCKS.items() for key in keys),
-        *REFUSED,
+        *REJECTED,
         *RENAMED,
         *OLD_SWITCHES,
         *IGNORED_KEYS,

@@ -80,6 +80,7 @@ WITHOUT_TORCH = (
     "data/blend_schedule.py",
     "data/blend_spec.py",
     "data/build_datasets.py",
+    "data/data_files.py",
     "data/index_cache.py",
     "data/indexed_dataset.py",
     "data/merge.py",

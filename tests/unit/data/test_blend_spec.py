@@ -21,6 +21,7 @@ from megatron_ds.data.blend_spec import (
     parse_group,
     read_groups,
 )
+from megatron_ds.data.data_files import DataFiles
 from megatron_ds.data.validation import data_problems
 from tests.problems import codes, fields
 
@@ -292,7 +293,7 @@ def test_group_without_quotes_is_one_problem() -> None:
 
 def test_files_of_an_invalid_group_are_checked() -> None:
     config = DataConfig(train_weighted_split_paths=("T: x 0:2 no/file",))
-    found = list(data_problems(config, None, None))
+    found = list(data_problems(DataFiles(config), None, None))
     assert codes(found) == [
         "invalid-weight",
         "invalid-document-range",

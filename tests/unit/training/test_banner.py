@@ -104,7 +104,7 @@ FACTS = BannerData(
 
 
 @pytest.mark.parametrize("width", [80, 100, 200])
-def test_the_fullest_banner_fits_on_a_screen(width: int) -> None:
+def test_the_longest_banner_fits_on_a_screen(width: int) -> None:
     lines = banner(FACTS, width=width).splitlines()
     assert len(lines) <= 40
     assert max(map(len, lines)) <= min(width, 100)
@@ -122,20 +122,20 @@ def test_banner_shows_every_engine_setting() -> None:
     assert "full, every 2 layers, by DeepSpeed, partition activations" in text
 
 
-def test_layout_and_memory_stand_there() -> None:
+def test_banner_shows_layout_and_memory() -> None:
     text = " ".join(banner(FACTS).split())
     assert "8 on cpu (gloo) = tensor parallel 2 x data parallel 4" in text
     assert "256 samples = micro-batch 8 x data parallel 4 x accumulation 8" in text
-    assert "0 shares layers with 1, states with 2 4 6" in text
+    assert "0 shares layers with 1, data-parallel states with 2 4 6" in text
     assert "iterations 4,001 to 101,500" in text
     assert "scaled_dot_product_attention per document: flash" in text
     assert "cpu_adam, deepspeed_shm_comm" in text
     for kind, size in (*FACTS.estimate.device.items(), *FACTS.estimate.host.items()):
         assert f"{kind} {size / 2**20:,.1f}" in text
-    assert f"{FACTS.estimate.peak / 2**20:,.1f} MiB of each process" in text
+    assert f"{FACTS.estimate.peak / 2**20:,.1f} MiB per process" in text
 
 
-def test_a_log_file_gets_no_colour_codes_and_a_terminal_bold_headings(
+def test_headings_are_bold_on_a_terminal_only(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("TERM", "xterm-256color")
@@ -146,6 +146,6 @@ def test_a_log_file_gets_no_colour_codes_and_a_terminal_bold_headings(
     assert re.sub(r"\x1b\[[\d;]*m", "", coloured).split() == banner(FACTS).split()
 
 
-def test_a_run_that_saves_nothing_says_so() -> None:
+def test_banner_shows_that_nothing_is_saved() -> None:
     config = dataclasses.replace(CONFIG, checkpoint=CheckpointConfig())
-    assert "nothing is saved (no --save)" in banner(dataclasses.replace(FACTS, config=config))
+    assert "no checkpoints (no --save)" in banner(dataclasses.replace(FACTS, config=config))

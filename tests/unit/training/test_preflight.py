@@ -1,5 +1,4 @@
-"""Wrong command lines as a stranger types them: each is named with its flags and what would be
-right, all together, before anything of the run exists."""
+"""Checks of machine and files before a run: each problem is reported, together with all others."""
 
 from __future__ import annotations
 
@@ -7,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -21,10 +21,13 @@ from megatron_ds.checkpoint.metadata import (
 )
 from megatron_ds.cli.arguments import build_config
 from megatron_ds.config import Config
-from megatron_ds.data import validation
+from megatron_ds.config.problems import Problem
+from megatron_ds.data import data_files, validation
+from megatron_ds.data.build_datasets import build_datasets
 from megatron_ds.data.indexed_writer import IndexedWriter
 from megatron_ds.engine.ds_config_merge import merge_file
 from megatron_ds.launch import device
+from megatron_ds.tokenizer.null import NullTokenizer
 from megatron_ds.train_state import TrainState
 from megatron_ds.training import preflight
 from tests.problems import codes, fields
@@ -47,7 +50,7 @@ BASE = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Files that are right, and files that are wrong in all the ways of the table below."""
+    """Valid files, and files with the errors of the table below."""
     here = tmp_path_factory.mktemp("preflight")
     draw = np.random.default_rng(0)
     for name, dtype, vocab, documents in (
@@ -91,8 +94,8 @@ def in_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "known_without_fp16", lambda: True)
 
 
-def judged(line: str, world_size: int = 1) -> tuple[Config, list[str], list[str]]:
-    """The configuration, problems and warnings of the base's flags with those of `line` in place.
+def check(line: str, world_size: int = 1) -> tuple[Config, list[Problem], list[Problem]]:
+    """The configuration, problems and warnings of the base's flags, replaced by those of `line`.
 
     A flag followed by `-` is left out.
     """
@@ -103,177 +106,190 @@ def judged(line: str, world_size: int = 1) -> tuple[Config, list[str], list[str]
     words = [
         word for name, value in flags.items() if value != "-" for word in (name, *value.split())
     ]
-    said: list[str] = []
+    warnings: list[Any] = []
     config, problems = build_config(
         words,
         world_size=world_size,
-        warn=said.append,
+        warn=warnings.append,
         complete=merge_file,
-        check=preflight.check,
+        check=lambda *arguments: preflight.check(*arguments)[0],
     )
-    return config, problems, said
+    return config, cast(list[Problem], problems), warnings
 
 
-def test_the_base_is_sound() -> None:
-    assert judged("")[1:] == ([], [])
+def test_the_base_is_valid() -> None:
+    assert check("")[1:] == ([], [])
 
 
 WRONG = [
     # Data.
-    (1, "--data-path nothing", "--data-path nothing: nothing.idx"),
-    (1, "--data-path small.bin", "--data-path small.bin: small.bin.idx", ": small)"),
-    (1, "--data-path corpus", "(did you mean corpus_text_document?)"),
-    (1, "--data-path 0.5 small 0.5", "--data-path 0.5 small 0.5: "),
-    (1, "--data-path x small 1 large", "the weight 'x'"),
-    (1, "--data-path 0 small 0 large", "--data-path 0 small 0 large: "),
-    (1, "--split 1,a", "--split 1,a: must be up to three", "such as 969,30,1"),
-    (1, "--split 0,1,1", "--split 0,1,1: "),
+    ("--data-path nothing", "data-file-missing", "nothing.idx"),
+    ("--data-path small.bin", "data-file-missing", ": small)"),
+    ("--data-path corpus", "data-file-missing", "corpus_text_document?"),
+    ("--data-path single --eval-iters 2", "split-without-tokens", "single"),
+    ("--data-path junk", "not-a-token-index", "junk.idx"),
+    ("--data-path directory", "token-file-is-a-folder", "directory."),
+    ("--data-path short", "token-file-size-mismatch", "232 bytes"),
+    ("--data-path large", "data-token-outside-vocabulary", "699"),
+    ("--vocab-size 70_000", "token-dtype-too-small", "uint16"),
+    ("--data-path - --data-args-path blend", "data-file-missing", "nothing.bin"),
     (
-        1,
-        "--data-path single --eval-iters 2",
-        "4 valid samples of single",
-    ),
-    (1, "--data-path junk", "--data-path junk: junk.idx"),
-    (1, "--data-path directory", "--data-path directory: directory."),
-    (1, "--data-path short", "short.bin has 232 bytes, but short.idx describes 240"),
-    (
-        1,
-        "--data-path large",
-        "--data-path large: its .bin has the token id 699",
-        "but the tokenizer's ids are 0 to 120",
-    ),
-    (
-        1,
-        "--vocab-size 70_000",
-        "16-bit tokens (uint16)",
-    ),
-    (
-        1,
-        "--data-path - --data-args-path blend",
-        "--data-args-path blend: nothing: nothing.bin",
-    ),
-    (
-        1,
         "--data-path - --train-data-path small --valid-weighted-split-paths-path groups",
-        "--valid-weighted-split-paths-path groups: V: large: its .bin has the token id 699",
+        "data-token-outside-vocabulary",
+        "groups: V: large: ",
     ),
     (
-        1,
         "--data-path - --train-data-path small --valid-weighted-split-paths-path narrow "
         "--eval-iters 2",
-        "narrow: V: small: the run needs 4 valid samples of small, but 0.999:1",
+        "split-without-tokens",
+        "0.999:1",
     ),
     # The tokenizer.
     (
-        1,
         "--tokenizer-type GPT2BPETokenizer --vocab-file list.json --merge-file merges.txt",
-        "--vocab-file list.json: must be one JSON object",
+        "tokenizer-file-not-json-object",
+        "list.json",
     ),
     (
-        1,
         "--vocab-size - --tokenizer-type HFTokenizer --tokenizer-model tokenizer",
-        "--tokenizer-model tokenizer/tokenizer.json: not a tokenizer.json",
+        "tokenizer-json-invalid",
+        "tokenizer/tokenizer.json",
     ),
     (
-        1,
         "--vocab-size - --tokenizer-type HFTokenizer --tokenizer-model nope",
-        "--tokenizer-model nope: there is no such",
+        "tokenizer-download-failed",
+        "nope",
     ),
-    # Folders, checkpoints, the DeepSpeed file.
-    (
-        1,
-        "--load megatron",
-        "--load megatron: megatron/latest_checkpointed_iteration.txt names '10'",
-        "iter_0000010",
-    ),
-    (1, "--load unfinished", "unfinished/global_step3: it has no manifest.json"),
-    (1, "--load none --exit-on-missing-checkpoint", "--load none: there is no checkpoint"),
-    (1, "--load none --ckpt-step 5", "--ckpt-step 5: none contains no checkpoint"),
-    (1, "--deepspeed_config torn.json", "torn.json:1:"),
-    (
-        1,
-        "--deepspeed_config batch.json --global-batch-size 4",
-        "--global-batch-size 4 contradicts train_batch_size 6 of batch.json",
-    ),
-    # The machine.
-    (1, "--fp16", "--fp16: DeepSpeed does not train in fp16 on this CPU; use --bf16"),
+    # The checkpoint, the DeepSpeed file, the machine.
+    ("--load megatron", "checkpoint-pointer-dangling", "iter_0000010"),
+    ("--load unfinished", "all-checkpoints-damaged", "unfinished/global_step3"),
+    ("--load none --exit-on-missing-checkpoint", "checkpoint-missing", "none"),
+    ("--load none --ckpt-step 5", "ckpt-step-missing", "none"),
+    ("--deepspeed_config torn.json", "", "torn.json:1:"),
+    ("--deepspeed_config batch.json --global-batch-size 4", "", "train_batch_size 6"),
+    ("--fp16", "fp16-not-supported", "--bf16"),
 ]
 
 
-@pytest.mark.parametrize("case", WRONG, ids=lambda case: case[1])
-def test_a_wrong_line_is_named_with_what_would_be_right(case: tuple[int, str, str]) -> None:
-    world_size, line, *words = case
+@pytest.mark.parametrize(("line", "code", "value"), WRONG)
+def test_a_wrong_command_line_is_rejected(line: str, code: str, value: str) -> None:
+    _, problems, _ = check(line)
 
-    _, problems, _ = judged(line, world_size)
+    matching = [problem for problem in problems if value in problem]
+    assert matching, problems
+    assert not code or code in codes(matching)
 
-    assert any(all(part in problem for part in words) for problem in problems), problems
 
-
-def test_ten_problems_come_at_once() -> None:
+def test_problems_of_flags_files_and_machine_are_reported_together() -> None:
     line = (
         "--num-layers -1 --hidden-size 33 --global-batch-size 5 --lr-warmup-samples 9 --fp16 "
         "--split 5,x --data-path 1 nothing 1 large --load file --save file/x --seed -3 --bf16 "
         "--deepspeed_config none --num-layerz 3"
     )
 
-    _, problems, _ = judged(line, 2)
+    _, problems, _ = check(line, 2)
 
-    for words in (
-        "there is no flag --num-layerz",
-        "--num-layers -1: must be",
-        "--hidden-size 33 is not divisible",
-        "--global-batch-size 5 is not divisible",
-        "--lr-warmup-samples 9 cannot be combined with --train-iters",
-        "--fp16 and --bf16 are mutually exclusive",
-        "--fp16: DeepSpeed does not train in fp16",
+    for value in (
+        "--num-layerz",
+        "--num-layers -1",
+        "--hidden-size 33",
+        "--global-batch-size 5",
+        "--lr-warmup-samples 9",
+        "--fp16 and --bf16",
+        "--fp16: ",
         "--split 5,x",
-        "--data-path nothing: nothing.bin",
-        "--data-path large: its .bin has the token id",
-        "--load file: is a file",
-        "--save file/x:",
+        "nothing.bin",
+        "--data-path large: ",
+        "--load file: ",
+        "--save file/x: ",
         "--seed -3",
         "--deepspeed-config none",
     ):
-        assert sum(words in problem for problem in problems) == 1, (words, problems)
+        assert sum(value in problem for problem in problems) == 1, (value, problems)
+
+
+def test_a_vocab_size_other_than_that_of_the_tokenizer_is_rejected(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(preflight, "build_tokenizer", lambda *_: NullTokenizer(120))
+    line = "--tokenizer-type GPT2BPETokenizer --vocab-file list.json --merge-file merges.txt"
+    assert codes(check(f"{line} --vocab-size 7")[1]) == ["vocab-size-differs-from-tokenizer"]
+    assert check(f"{line} --vocab-size -")[1] == []
 
 
 @pytest.mark.parametrize(
-    ("line", "words"),
+    ("line", "code", "named"),
     [
-        ("--sgd-momentum 0.2", "--sgd-momentum has no effect"),
+        ("--sgd-momentum 0.2", "no-effect", ("sgd_momentum",)),
         (
             "--reset-attention-mask --eod-mask-loss",
-            "--reset-attention-mask, --eod-mask-loss have no effect on small: none of the first 64",
+            "data-without-eod",
+            ("reset_attention_mask", "eod_mask_loss"),
         ),
         (
             "--reset-position-ids --data-path 1 small 2 ended 1 single",
-            "--reset-position-ids has no effect on small, single: none of the first 64 documents "
-            "ends with the end-of-document token 120; preprocess with --append-eod",
+            "data-without-eod",
+            ("reset_position_ids",),
         ),
-        ("--train-iters - --train-samples 9", "--train-samples 9"),
+        ("--train-iters - --train-samples 9", "incomplete-last-batch", ("train_samples",)),
     ],
 )
-def test_flags_that_do_nothing_are_remarked(line: str, words: str) -> None:
-    assert any(words in text for text in judged(line)[2])
+def test_flags_without_effect_cause_a_warning(line: str, code: str, named: tuple[str, ...]) -> None:
+    warnings = check(line)[2]
+    assert (code, named) in zip(codes(warnings), fields(warnings), strict=True)
+
+
+def test_warnings_name_the_files_without_end_of_document_tokens() -> None:
+    (warning,) = check("--reset-position-ids --data-path 1 small 2 ended 1 single")[2]
+    assert "small, single" in warning
+    assert "ended" not in warning
 
 
 @pytest.mark.parametrize("line", ["--reset-attention-mask --data-path ended", "--data-path small"])
-def test_data_with_ends_and_runs_without_flags_on_them_get_no_remark(line: str) -> None:
-    assert not any("documents ends with" in text for text in judged(line)[2])
+def test_no_warning_without_reason(line: str) -> None:
+    assert check(line)[2] == []
 
 
-def test_an_end_is_looked_for_behind_the_first_documents_and_in_between(
+def test_end_of_document_tokens_are_searched_at_ends_and_in_blocks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     line = "--reset-attention-mask --data-path "
-    assert not any("documents ends with" in text for text in judged(line + "joined")[2])
+    assert check(line + "joined")[2] == []
     monkeypatch.setattr(validation, "_probe", lambda tokens, *_: tokens[:0])
-    assert any("documents ends with" in text for text in judged(line + "joined")[2])
-    assert not any("documents ends with" in text for text in judged(line + "ended")[2])
+    assert codes(check(line + "joined")[2]) == ["data-without-eod"]
+    assert check(line + "ended")[2] == []
+
+
+def test_tokenizer_and_data_files_are_opened_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[str] = []
+    build, load = preflight.build_tokenizer, data_files.IndexedDataset
+    monkeypatch.setattr(
+        preflight, "build_tokenizer", lambda *args: opened.append("tokenizer") or build(*args)
+    )
+    monkeypatch.setattr(
+        data_files, "IndexedDataset", lambda prefix: opened.append(prefix) or load(prefix)
+    )
+    config = check("--reset-attention-mask --data-path ended")[0]
+    opened.clear()
+
+    problems, inputs = preflight.check(config, 1, True, lambda _: None)
+
+    assert problems == []
+    assert inputs is not None
+    build_datasets(
+        config.data,
+        seq_length=32,
+        seed=1,
+        num_samples=(4, 0, 0),
+        tokenizer_fingerprint="x",
+        vocab_size=inputs.tokenizer.vocab_size,
+        files=inputs.data,
+    )
+    assert opened == ["tokenizer", "ended"]
 
 
 def saved(config: Config, folder: Path, iteration: int) -> None:
-    """A checkpoint of a run on one process as far as a preflight sees it."""
+    """A checkpoint of one process, as far as the checks read it."""
     path = folder / f"global_step{iteration}"
     path.mkdir(parents=True)
     run = RunRecord(
@@ -289,7 +305,7 @@ def saved(config: Config, folder: Path, iteration: int) -> None:
 
 @pytest.fixture
 def checkpoints(tmp_path: Path) -> Path:
-    config = judged("")[0].with_vocab(121)
+    config = check("")[0].with_vocab(121)
     for iteration in (2, 4):
         saved(config, tmp_path / "saved", iteration)
     return tmp_path / "saved"
@@ -318,16 +334,16 @@ def checkpoints(tmp_path: Path) -> Path:
         ),
     ],
 )
-def test_a_checkpoint_that_does_not_fit_is_reported(
+def test_a_checkpoint_of_other_settings_is_rejected(
     checkpoints: Path, line: str, expected: list[tuple[str, tuple[str, ...]]]
 ) -> None:
-    _, problems, _ = judged(f"--load {checkpoints} {line}")
+    _, problems, _ = check(f"--load {checkpoints} {line}")
 
     assert list(zip(codes(problems), fields(problems), strict=True)) == expected
 
 
-def test_checkpoints_are_not_judged_while_settings_contradict(checkpoints: Path) -> None:
-    _, problems, _ = judged(f"--load {checkpoints} --micro-batch-size 0 --seed 7")
+def test_checkpoints_are_not_compared_with_contradictory_settings(checkpoints: Path) -> None:
+    _, problems, _ = check(f"--load {checkpoints} --micro-batch-size 0 --seed 7")
 
     assert len(problems) == 1
     assert "--micro-batch-size 0" in problems[0]
@@ -336,16 +352,16 @@ def test_checkpoints_are_not_judged_while_settings_contradict(checkpoints: Path)
 def test_the_checkpoint_before_a_damaged_one_is_compared(checkpoints: Path) -> None:
     (checkpoints / "global_step4" / RUN).write_text("{}")
 
-    assert judged(f"--load {checkpoints}")[1] == []
-    rejected = judged(f"--load {checkpoints} --on-damaged-checkpoint error")[1]
+    assert check(f"--load {checkpoints}")[1] == []
+    rejected = check(f"--load {checkpoints} --on-damaged-checkpoint error")[1]
     assert codes(rejected) == ["checkpoint-damaged"]
-    assert "global_step2" in judged(f"--load {checkpoints} --seed 1")[1][0]
+    assert "global_step2" in check(f"--load {checkpoints} --seed 1")[1][0]
 
 
-def test_fp16_is_left_to_torch_where_only_torch_can_tell(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fp16_is_checked_by_torch_if_the_cpu_does_not_tell(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "known_without_fp16", lambda: False)
 
-    assert judged("--fp16")[1] == []
+    assert check("--fp16")[1] == []
 
 
 @pytest.mark.parametrize(
@@ -357,7 +373,7 @@ def test_fp16_is_left_to_torch_where_only_torch_can_tell(monkeypatch: pytest.Mon
         ("cuda", "flags : fpu", False),
     ],
 )
-def test_a_cpu_without_fp16_is_known_by_its_features(
+def test_a_cpu_without_fp16_is_detected_by_its_features(
     monkeypatch: pytest.MonkeyPatch, accelerator: str, processor: str, expected: bool
 ) -> None:
     monkeypatch.undo()
@@ -367,11 +383,11 @@ def test_a_cpu_without_fp16_is_known_by_its_features(
     assert device.known_without_fp16() is expected
 
 
-NOTHING_STARTED = """
+RUN_WITHOUT_SOCKETS = """
 import sys, socket, runpy
-def refuse(*arguments, **keywords):
+def reject(*arguments, **keywords):
     raise AssertionError(f"something was started: {arguments}")
-socket.socket.bind = socket.socket.connect = refuse
+socket.socket.bind = socket.socket.connect = reject
 del sys.argv[0]
 try:
     runpy.run_path(sys.argv[0], run_name="__main__")
@@ -382,7 +398,7 @@ except SystemExit as end:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_wrong_line_starts_loads_and_writes_nothing(
+def test_a_wrong_command_line_starts_imports_and_writes_nothing(
     tmp_path: Path, folder: Path, rank: int
 ) -> None:
     line = (
@@ -402,7 +418,13 @@ def test_a_wrong_line_starts_loads_and_writes_nothing(
     }
 
     ended = subprocess.run(
-        [sys.executable, "-c", NOTHING_STARTED, str(REPOSITORY / "pretrain_gpt.py"), *line.split()],
+        [
+            sys.executable,
+            "-c",
+            RUN_WITHOUT_SOCKETS,
+            str(REPOSITORY / "pretrain_gpt.py"),
+            *line.split(),
+        ],
         cwd=tmp_path,
         env=environment,
         capture_output=True,
