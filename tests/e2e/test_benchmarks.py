@@ -56,6 +56,16 @@ def test_failure_of_a_contender_is_reported(
         contender.close()
 
 
+def test_contender_survives_failing_work() -> None:
+    contender = Contender("fails once", functools.partial, operator.truediv, 12)
+    try:
+        with pytest.raises(RuntimeError, match="ZeroDivisionError"):
+            contender.run(0)
+        assert contender.run(4) == 3
+    finally:
+        contender.close()
+
+
 def test_ratio_pairs_rounds() -> None:
     # The machine was slow in the second round, and while we worked in the third.
     ours = [[1.0, 1.0, 9.0], [10.0, 10.0, 10.0], [12.0, 12.0, 12.0]]
@@ -82,6 +92,13 @@ def test_targets_depend_on_the_dtype_and_the_fastest_peer() -> None:
         (COMPILED, PLAIN): (1.5, 0.7),
         (COMPILED, DEEPSPEED): (0.75, None),
     }
+
+
+def test_summary_of_a_contender() -> None:
+    reports = [Report([value], [1.0], loss=4.0, peak_mib=100.0) for value in (2.0, 4.0, 3.0)]
+    figures = train_step.summary(OURS, reports, flops=600, tokens=90, rate=400.0)
+    assert (figures["step_seconds"], figures["tokens_per_second"], figures["mfu"]) == (3, 30, 0.5)
+    assert figures["model_gflops"] == pytest.approx(200e-9)
 
 
 def test_all_contenders_train_the_same_model(capsys: pytest.CaptureFixture[str]) -> None:
@@ -156,7 +173,9 @@ def test_packed_attention_is_compared_with_a_causal_document_mask() -> None:
     shape = documents.Shape(samples=2, sequence=24, heads=2, head_dim=8, dtype="float32")
     seconds = documents.measure(shape, mean=5, rounds=2)
     assert [len(times) for times in seconds.values()] == [2, 2, 2]
-    assert all(ratio > 0 for ratio in documents.speedups(seconds).values())
+    assert all(value > 0 for times in seconds.values() for value in times)
+    rounds = {documents.LOOP: [1, 2, 4], documents.MASKED: [3, 4, 4], documents.CAUSAL: [1, 1, 1]}
+    assert documents.speedups(rounds) == {documents.MASKED: 2, documents.CAUSAL: 0.5}
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
