@@ -1,0 +1,1 @@
+"""File utilities: atomic writes, file locks, memory maps and resumable output."""

@@ -42,7 +42,7 @@ def fixed(text: str) -> str:
     return text if outcome is None else outcome.text
 
 
-def test_broken_unicode_is_mended() -> None:
+def test_broken_unicode_is_repaired() -> None:
     assert FixUnicode()(document("schÃ¶n")) == Replaced("schön")
     assert FixUnicode()(document("plain\n\ttext, 100% of it")) is None
     assert FixUnicode()(document("schön")) is None
@@ -74,36 +74,36 @@ BROKEN = [
     ).map("".join)
 )
 @settings(max_examples=60, deadline=None)
-def test_the_lines_that_are_passed_by_are_those_that_ftfy_leaves_alone(text: str) -> None:
+def test_result_equals_ftfy(text: str) -> None:
     assert fixed(text) == ftfy.fix_text(text)
 
 
-def test_languages_are_kept_and_dropped() -> None:
+def test_documents_of_other_languages_are_dropped() -> None:
     english = LanguageFilter(["en"], 0.5)
     both = LanguageFilter(["en", "de"], 0.5)
     assert english(document(ENGLISH * 3)) is None
     assert english(document(GERMAN * 3)) == Dropped("language de")
     assert both(document(GERMAN * 3)) is None
     assert both(document(" 12:30 -- 14:00 ")) == Dropped("no letters")
-    # A long text is looked at in three places.
+    # A long text is sampled in three places.
     assert english(document(ENGLISH * 10 + GERMAN * 1000 + ENGLISH)) == Dropped("language de")
 
 
-def test_an_uncertain_language_is_dropped() -> None:
+def test_documents_of_uncertain_language_are_dropped() -> None:
     assert LanguageFilter(["en"], 1.0)(document("bar")) is not None
     assert LanguageFilter(["en"], 0.0)(document(ENGLISH)) is None
     outcome = LanguageFilter(["en"], 1.0)(document(ENGLISH[:40]))
     assert outcome in (None, Dropped("uncertain language"))
 
 
-def test_unknown_languages_are_named() -> None:
+def test_unknown_languages_are_errors() -> None:
     first, second = LanguageFilter(["xx", "en", "klingon"], 0.5).problems()
     assert codes([first, second]) == ["language-not-supported"] * 2
     assert "--languages klingon: " in first
     assert "--languages xx: " in second
 
 
-def test_short_texts_are_dropped_by_each_measure() -> None:
+def test_short_texts_are_dropped() -> None:
     assert LengthFilter(0)(document(" \n ")) == Dropped("empty")
     assert LengthFilter(5)(document("  abcd  ")) == Dropped("fewer than 5 characters")
     assert LengthFilter(4)(document("  abcd  ")) is None
@@ -115,8 +115,8 @@ def test_short_texts_are_dropped_by_each_measure() -> None:
 
 
 LIST = """\
-# remark
-example.com   # and those below it
+# comment
+example.com   # and its subdomains
 Reddit
 .xyz
 regex:/tag/\\d+
@@ -153,7 +153,7 @@ def test_addresses(tmp_path: Path, url: str, reason: str | None) -> None:
     assert UrlFilter([str(path)])(document("", url)) == (reason and Dropped(reason))
 
 
-def test_documents_without_an_address_go_on() -> None:
+def test_documents_without_an_address_are_kept() -> None:
     assert UrlFilter([])(document("text")) is None
 
 

@@ -1,4 +1,4 @@
-"""Files in memory that take no descriptors."""
+"""Memory-mapped files without open descriptors."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from megatron_ds.data.indexed_writer import IndexedWriter
 from megatron_ds.fileio.memory_map import map_file
 
 
-def maps_of(path: Path) -> int:
+def count_mappings(path: Path) -> int:
     return Path("/proc/self/maps").read_text().count(str(path))
 
 
-def test_a_file_in_memory(tmp_path: Path) -> None:
+def test_mapped_content(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(bytes(range(256)) * 100)
     with open(path, "rb") as file:
@@ -42,7 +42,7 @@ def test_a_file_in_memory(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs Linux's /proc")
-def test_its_memory_lives_as_long_as_an_array_over_it(tmp_path: Path) -> None:
+def test_mapping_lives_as_long_as_an_array_over_it(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(bytes(10_000))
     with open(path, "rb") as file:
@@ -50,14 +50,14 @@ def test_its_memory_lives_as_long_as_an_array_over_it(tmp_path: Path) -> None:
     view = memoryview(part)
     del part
     gc.collect()
-    assert maps_of(path) == 1
+    assert count_mappings(path) == 1
     assert view[17] == 0
     del view
     gc.collect()
-    assert maps_of(path) == 0
+    assert count_mappings(path) == 0
 
 
-def test_more_files_than_a_process_may_open(tmp_path: Path) -> None:
+def test_more_files_than_the_descriptor_limit(tmp_path: Path) -> None:
     for number in range(40):
         with IndexedWriter(tmp_path / str(number), "uint16") as writer:
             writer.add_document([number] * 3)

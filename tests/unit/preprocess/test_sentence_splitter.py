@@ -1,4 +1,4 @@
-"""Sentences: where they end, that no text is lost, which splitter is taken, their token files."""
+"""Sentence splitting: sentence ends, losslessness, choice of the splitter, token files."""
 
 from __future__ import annotations
 
@@ -58,16 +58,16 @@ MARKED = [
     "...",
     "!",
 ]
-"""Texts with | where sentences part."""
+"""Texts with | between sentences."""
 
 
 @pytest.mark.parametrize("marked", MARKED)
-def test_the_rules(marked: str) -> None:
+def test_sentence_rules(marked: str) -> None:
     text = marked.replace("|", "")
     assert RuleSplitter("english", keep_newlines=False)(text) == [
         s.strip() for s in marked.split("|")
     ]
-    # The space goes to the sentence before it; there is none after the last one.
+    # Whitespace belongs to the sentence before it; after the last one it is dropped.
     ends = [len(part) for part in marked.split("|")]
     kept = RuleSplitter("english", keep_newlines=True)(text)
     assert "".join(kept) == text.rstrip()
@@ -78,7 +78,7 @@ def test_the_rules(marked: str) -> None:
 
 @pytest.mark.parametrize("text", ["", " \n ", "\u2029"])
 @pytest.mark.parametrize("keep", [False, True])
-def test_no_sentences_in_no_text(text: str, keep: bool) -> None:
+def test_blank_text_has_no_sentences(text: str, keep: bool) -> None:
     assert RuleSplitter("english", keep)(text) == []
 
 
@@ -90,7 +90,7 @@ TEXTS = st.lists(
 
 
 def check_lossless(text: str, plain: list[str], kept: list[str]) -> None:
-    """Nothing but space is left out, and with the space kept, nothing but that at the end."""
+    """Only whitespace is dropped; with `keep_newlines`, only that at the end."""
     assert all(one and one == one.strip() for one in plain)
     assert "".join(kept) == text.rstrip()
     assert [one.strip() for one in kept] == plain
@@ -105,8 +105,7 @@ def test_rules_lose_no_text(text: str) -> None:
 
 @pytest.fixture(scope="module")
 def nltk_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Models of punkt that were trained on a few sentences, in both of the layouts that nltk reads:
-    `small` in punkt_tab, `older` as a pickle."""
+    """Small punkt models in both layouts of nltk's data: `small` in punkt_tab, `older` pickled."""
     punkt = pytest.importorskip("nltk.tokenize.punkt")
     text = " ".join(
         f"The man saw approx. {n} birds. A bird sang to approx. {n} men. Then the birds left."
@@ -134,14 +133,14 @@ PUNKT = 'A man saw approx. 5 birds. They sang.\n\nHe "went." He came.  So?  Yes'
 
 @pytest.mark.usefixtures("with_models")
 @pytest.mark.parametrize("lang", ["small", "older"])
-def test_punkt_is_nltks_with_either_kind_of_data(lang: str) -> None:
+def test_punkt_reads_both_layouts_of_nltk_data(lang: str) -> None:
     plain, kept = (choose_splitter(lang, keep) for keep in (False, True))
     sentences = ["A man saw approx. 5 birds.", "They sang.", 'He "went."', "He came.", "So?", "Yes"]
     assert plain(PUNKT) == sentences
     assert kept(PUNKT) == [
         "A man saw approx. 5 birds. ",
         "They sang.\n\n",
-        'He "went."',  # what closes a sentence ends it: Megatron, too, leaves the space out here
+        'He "went."',  # as in Megatron, whitespace after a closing quote is dropped
         "He came.  ",
         "So?  ",
         "Yes",
@@ -153,7 +152,7 @@ def test_punkt_is_nltks_with_either_kind_of_data(lang: str) -> None:
 
 
 @pytest.mark.usefixtures("with_models")
-def test_the_same_model_is_the_same_whatever_it_lies_in() -> None:
+def test_description_does_not_depend_on_the_layout() -> None:
     small, older = (choose_splitter(lang, False).description for lang in ("small", "older"))
     assert small["model"] == older["model"]
 
@@ -171,7 +170,7 @@ CHOSEN: dict[tuple[str, bool], Splitter] = {}
 
 
 def choose_once(lang: str, keep: bool) -> Splitter:
-    """Opening a model takes longer than a text."""
+    """Loads each model once, since loading is slow."""
     return CHOSEN.setdefault((lang, keep), choose_splitter(lang, keep))
 
 
@@ -218,7 +217,7 @@ def test_punkt_without_nltk_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None
         choose_splitter("english", False)
 
 
-def test_nltk_is_not_imported_unless_it_is_asked_for() -> None:
+def test_nltk_is_imported_only_for_punkt() -> None:
     code = (
         "import sys, megatron_ds.preprocess.pipeline as _\n"
         "from megatron_ds.preprocess.sentence_splitter import *\n"
@@ -228,7 +227,7 @@ def test_nltk_is_not_imported_unless_it_is_asked_for() -> None:
 
 
 class Lines:
-    """A splitter whose sentences are lines, blank ones among them."""
+    """A splitter whose sentences are lines, including blank ones."""
 
     description: dict[str, Any] = {"splitter": "lines"}  # noqa: RUF012
 
@@ -236,9 +235,10 @@ class Lines:
         return text.split("\n")
 
 
-def by_hand(documents: list[list[list[int]]], letter: str, code: int) -> tuple[bytes, bytes]:
-    """The pair of documents, each a list of sentences, from the description of the format: what
-    Megatron's builder writes for `add_document(tokens of all sentences, their lengths)`."""
+def reference_bytes(
+    documents: list[list[list[int]]], letter: str, code: int
+) -> tuple[bytes, bytes]:
+    """Reference bytes of a pair of documents, each a list of sentences, by the format's description."""
     sentences = [sentence for document in documents for sentence in document]
     ends = [0]
     for document in documents:
@@ -276,7 +276,7 @@ def options(folder: Path, rows: list[dict[str, str]], **values: Any) -> Preproce
     return PreprocessOptions(InputSpec((str(path),)), str(path.with_suffix("")), **values)
 
 
-def test_blank_sentences_and_documents_are_left_out(tmp_path: Path) -> None:
+def test_blank_sentences_and_documents_are_dropped(tmp_path: Path) -> None:
     rows = [{"text": text} for text in ("1 2\n\n3\n", "\n \n", "4", "", "\n5\n6 7")]
     for append_eod, expected in (
         (True, [[1, 2], [3, 100], [4, 100], [5], [6, 7, 100]]),
@@ -293,7 +293,7 @@ def test_blank_sentences_and_documents_are_left_out(tmp_path: Path) -> None:
     assert read_sentence_splitter(str(tmp_path / "in_text_sentence")) == Lines.description
 
 
-def test_a_sentence_that_the_tokenizer_refuses_leaves_its_document_out(tmp_path: Path) -> None:
+def test_refused_sentence_rejects_its_document(tmp_path: Path) -> None:
     rows = [{"text": "1\n2"}, {"text": "3\nx"}, {"text": "4"}]
     done = preprocess(options(tmp_path, rows, splitter=Lines()), NullTokenizer(100))
     assert IndexedDataset(tmp_path / "in_text_sentence").tokens.tolist() == [1, 2, 4]
@@ -302,10 +302,10 @@ def test_a_sentence_that_the_tokenizer_refuses_leaves_its_document_out(tmp_path:
 
 @pytest.mark.parametrize("size", [100, 70000])
 @pytest.mark.parametrize("append_eod", [False, True])
-def test_bytes_are_megatrons_for_any_keys_workers_and_chunks(
+def test_bytes_equal_megatrons_for_any_keys_workers_and_chunks(
     tmp_path: Path, size: int, append_eod: bool
 ) -> None:
-    """Both types of token."""
+    """For both token dtypes."""
     rows = [
         {
             "a": "\n".join(" ".join(["7"] * (n * k % 4)) for k in range(n % 5)),
@@ -322,12 +322,14 @@ def test_bytes_are_megatrons_for_any_keys_workers_and_chunks(
         preprocess(given, tokenizer)
         for key in "ab":
             documents = as_megatron([row[key] for row in rows], Lines(), tokenizer, append_eod)
-            expected = by_hand(documents, letter, code)
+            expected = reference_bytes(documents, letter, code)
             assert pair(tmp_path / f"in_{key}_sentence") == expected
 
 
 @pytest.mark.parametrize("keep", [False, True])
-def test_the_tutorials_t5_data_are_megatrons(tmp_path: Path, shared_data: Path, keep: bool) -> None:
+def test_t5_data_of_the_tutorial_equal_megatrons(
+    tmp_path: Path, shared_data: Path, keep: bool
+) -> None:
     """my-t5_text_sentence, of BERT's published vocabulary and English text."""
     tokenizer = build_tokenizer(
         TokenizerConfig(
@@ -345,11 +347,11 @@ def test_the_tutorials_t5_data_are_megatrons(tmp_path: Path, shared_data: Path, 
         tokenizer,
     )
     documents = as_megatron(texts, splitter, tokenizer, append_eod=True)
-    assert pair(tmp_path / "my-t5_text_sentence") == by_hand(documents, "H", 8)
+    assert pair(tmp_path / "my-t5_text_sentence") == reference_bytes(documents, "H", 8)
     assert sum(map(len, documents)) > 20 * len(documents)
 
 
-def test_merged_sentences_are_those_of_one_preprocessing(tmp_path: Path) -> None:
+def test_merged_sentences_equal_those_of_one_run(tmp_path: Path) -> None:
     rows = [{"text": f"{n}\n{n} 1\n\n2"} for n in range(30)]
     tokenizer = NullTokenizer(100)
     parts = {"whole": rows, "first": rows[:11], "second": rows[11:]}
@@ -366,15 +368,15 @@ def test_merged_sentences_are_those_of_one_preprocessing(tmp_path: Path) -> None
     assert not compare(IndexedDataset(tmp_path / "merged"), IndexedDataset(whole)).description
     summary = summarize(IndexedDataset(whole))
     assert (summary.documents, summary.sequences, summary.empty_documents) == (30, 90, 0)
-    # Sentences that were cut in another way may be merged, and then nothing says how.
+    # Pairs of different splitters may be merged; the result then names no splitter.
     preprocess(options(tmp_path, rows[:1], name="other"), tokenizer)
     merge([first, str(tmp_path / "other_text_document")], str(tmp_path / "mixed"))
     assert read_sentence_splitter(str(tmp_path / "mixed")) is None
     assert read_tokenizer(str(tmp_path / "mixed")) == tokenizer.fingerprint
 
 
-def test_gpt_is_trained_on_the_sentences_as_megatron_does(tmp_path: Path) -> None:
-    """A sequence is what is shuffled: the sentences of a document do not stay together."""
+def test_gpt_shuffles_sentences_as_megatron_does(tmp_path: Path) -> None:
+    """Sequences are shuffled, so the sentences of a document are separated."""
     rows = [{"text": f"{n}\n{n}\n{n}"} for n in range(40)]
     tokenizer = NullTokenizer(100)
     preprocess(options(tmp_path, rows, splitter=Lines(), append_eod=True), tokenizer)
