@@ -238,7 +238,7 @@ class Lines:
 def reference_bytes(
     documents: list[list[list[int]]], letter: str, code: int
 ) -> tuple[bytes, bytes]:
-    """Reference bytes of a pair of documents, each a list of sentences, by the format's description."""
+    """Reference pair of documents, each a list of sentences, by the format's description."""
     sentences = [sentence for document in documents for sentence in document]
     ends = [0]
     for document in documents:
