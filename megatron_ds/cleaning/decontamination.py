@@ -1,7 +1,7 @@
-"""The stage `decontaminate`: takes texts of evaluation tasks out of documents.
+"""The stage `decontaminate`: removes texts of evaluation tasks from documents.
 
-Runs of words are compared, as for GPT-3 (Brown et al., 2020, appendix C): 13 of them, in lower case
-and without punctuation. A task text that is shorter counts as a whole if it is not too short.
+Word n-grams are compared, as for GPT-3 (Brown et al., 2020, appendix C): 13 words, in lower case
+and without punctuation. A shorter task text is one n-gram, if it has enough words.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from hashlib import sha256
 from megatron_ds.cleaning.deduplication import WORD
 from megatron_ds.cleaning.stages import Document, Dropped, SplitInto
 from megatron_ds.config.fields import option_field
-from megatron_ds.config.problems import Problem, option
+from megatron_ds.config.problems import Problem, UserError, option, raise_if_any
 from megatron_ds.preprocess.document_readers import DocumentReader
 from megatron_ds.preprocess.formats import RawDocument, UnreadableDocument
 from megatron_ds.preprocess.inputs import STDIN, InputSpec
@@ -88,9 +88,10 @@ class TaskOptions:
 
 
 class Decontaminate:
-    """Cuts matches out of documents, or drops these.
+    """Cuts matches out of documents, or drops the documents.
 
-    Raises ValueError for files that cannot be read, and for every line in them that gives no text.
+    Raises:
+        UserError: For task files that cannot be read, and for every line without a text.
     """
 
     name = "decontaminate"
@@ -100,8 +101,8 @@ class Decontaminate:
         self._grams: set[str] = set()
         self._heads: set[tuple[str, str]] = set()
         sizes: set[int] = set()
-        problems: list[str] = []
-        for text in _texts(options, problems):
+        rejected: list[RejectedDocument] = []
+        for text in _texts(options, rejected):
             words = [match.group().casefold() for match in WORD.finditer(text)]
             size = min(options.ngram_size, len(words))
             if size < options.min_ngram_size:
@@ -110,25 +111,23 @@ class Decontaminate:
             for at in range(len(words) - size + 1):
                 self._grams.add(" ".join(words[at : at + size]))
                 self._heads.add((words[at], words[at + 1]))
-        if problems:
-            hidden = len(problems) - PROBLEMS_SHOWN
-            problems[PROBLEMS_SHOWN:] = [f"(and {hidden} more)"] if hidden > 0 else []
-            raise ValueError("\n".join(problems))
+        raise_if_any(_reject_problems(rejected))
         if not self._grams:
-            raise ValueError(
-                f"--eval-task-files {' '.join(options.eval_task_files)}: no text in them has the "
-                f"{options.min_ngram_size} words of --min-ngram-size"
+            text = (
+                f"{option('eval_task_files')} {' '.join(options.eval_task_files)}: no text has the "
+                f"{options.min_ngram_size} words of {option('min_ngram_size')}"
             )
+            raise UserError(Problem("no-task-texts", text, "eval_task_files", "min_ngram_size"))
         self._sizes = sorted(sizes, reverse=True)
 
     @property
     def fingerprint(self) -> str:
-        """Of what is looked for, whatever the files' names."""
+        """Digest of the n-grams, independent of the files' names."""
         digest = sha256("\n".join(sorted(self._grams)).encode()).hexdigest()[:12]
         return f"{len(self)} runs of words ({digest})"
 
     def __len__(self) -> int:
-        """The number of runs of words that are looked for."""
+        """Number of n-grams."""
         return len(self._grams)
 
     def __call__(self, document: Document) -> Dropped | SplitInto | None:
@@ -146,7 +145,7 @@ class Decontaminate:
         return SplitInto(pieces)
 
     def _matches(self, text: str, begin: int = 0) -> Iterator[tuple[int, int]]:
-        """Where task texts stand: first and past the last character; they may overlap."""
+        """Spans of task texts, which may overlap."""
         found = list(WORD.finditer(text, begin))
         words = [match.group().casefold() for match in found]
         for at, head in enumerate(itertools.pairwise(words)):
@@ -158,7 +157,7 @@ class Decontaminate:
                     break
 
     def _pieces(self, text: str) -> list[str]:
-        """What is left of a text: each match goes with its margins and the sentences they cut."""
+        """Fragments of a text without the matches, their margins and the sentences these touch."""
         options = self._options
         pieces: list[str] = []
         begin = 0
@@ -167,7 +166,7 @@ class Decontaminate:
                 stop = max(0, start - options.contamination_margin_chars)
                 last = max(text.rfind(mark, begin, stop) for mark in SENTENCE_ENDS)
                 pieces.append(text[begin : last + 1] if last >= 0 else "")
-            # A match in what is gone already still has its own margin.
+            # A match within a removed span still extends it by its own margin.
             after = SENTENCE_END.search(text, end + options.contamination_margin_chars)
             begin = max(begin, len(text) if after is None else after.end())
         pieces.append(text[begin:])
@@ -175,8 +174,16 @@ class Decontaminate:
         return [piece for piece in stripped if piece and len(piece) >= options.min_fragment_chars]
 
 
-def _texts(options: TaskOptions, problems: list[str]) -> Iterator[str]:
-    """The texts of the task files; what gives none goes to the problems."""
+def _reject_problems(rejected: Sequence[RejectedDocument]) -> Iterator[Problem]:
+    for document in rejected[:PROBLEMS_SHOWN]:
+        yield Problem("rejected-task", f"{option('eval_task_files')} {document}", "eval_task_files")
+    if len(rejected) > PROBLEMS_SHOWN:
+        hidden = len(rejected) - PROBLEMS_SHOWN
+        yield Problem("more-rejected-tasks", f"{hidden} more task lines", "eval_task_files")
+
+
+def _texts(options: TaskOptions, rejected: list[RejectedDocument]) -> Iterator[str]:
+    """Texts of the task files. Collects rejected lines."""
     inputs = InputSpec(
         paths=options.eval_task_files,
         text_document_unit="paragraph",
@@ -187,13 +194,13 @@ def _texts(options: TaskOptions, problems: list[str]) -> Iterator[str]:
     for item in DocumentReader(inputs, options.eval_task_keys, all_columns=whole):
         found = _all_texts(item) if whole else texts_of(item, wanted)
         if isinstance(found, RejectedDocument):
-            problems.append(f"--eval-task-files {found}")
+            rejected.append(found)
         else:
             yield from found
 
 
 def _all_texts(item: RawDocument) -> list[str] | RejectedDocument:
-    """Every text in an item, at any depth."""
+    """Every text in a document, at any depth."""
     value: object = item.value
     if isinstance(value, UnreadableDocument):
         return reject(item, value.reason, value.message)

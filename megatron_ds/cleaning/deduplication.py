@@ -1,7 +1,8 @@
-"""The stages `exact` and `near`: documents that were there before.
+"""The stages `exact` and `near`: drop duplicates of earlier documents.
 
-The first of several stays. Near duplicates are found by MinHash (Broder, 1997) with banding, as Lee
-et al. (2021, "Deduplicating Training Data Makes Language Models Better") do it, through rensa.
+The first of several duplicates is kept. Near duplicates are found by MinHash (Broder, 1997) with
+banded locality-sensitive hashing (LSH), as in Lee et al. (2021, "Deduplicating Training Data Makes
+Language Models Better"), with signatures by rensa.
 """
 
 from __future__ import annotations
@@ -14,34 +15,35 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megatron_ds.cleaning.stages import MISSING_EXTRA, Document, NeedsUniqueKey
+from megatron_ds.cleaning.stages import Document, NeedsUniqueKey, missing_package
 from megatron_ds.config.fields import option_field
+from megatron_ds.config.problems import UserError
 
 HASH_BYTES = 16
 WORD = re.compile(r"\w+")
 UNITS = ("words", "characters")
 VALUE = np.dtype("<u2")
-"""Of the values of a signature, as they are kept in memory and in files."""
+"""Storage type of the values of a signature, in memory and in files."""
 BLOCK = 1 << 10
-"""Documents that are taken together when the tables grow."""
+"""Documents that are inserted together when the tables grow."""
 MIN_RECALL = 0.9
-"""Pairs just as similar as the threshold share a band with at least this probability."""
+"""Minimum probability that two documents at the threshold share a band."""
 
 
 class ExactHash:
-    """Claims a text's hash: of its letters without their case, each run of spaces as one space."""
+    """Requests a unique hash of the text in lower case, with whitespace collapsed."""
 
     name = "exact"
 
     def __call__(self, document: Document) -> NeedsUniqueKey:
         text = " ".join(document.text.casefold().split())
-        # No text has halves of surrogate pairs; what a lone pass may leave must not stop a run.
+        # Parsing rejects lone surrogates; one that a stage leaves must not stop the run.
         data = text.encode("utf-8", "surrogatepass")
         return NeedsUniqueKey(blake2b(data, digest_size=HASH_BYTES).digest())
 
 
 class SeenHashes:
-    """The hashes so far."""
+    """Hashes of the kept documents."""
 
     def __init__(self) -> None:
         self._seen: set[bytes] = set()
@@ -96,10 +98,13 @@ class NearOptions:
 
 
 class MinHashSignature:
-    """Claims a text's MinHash signature. Raises ValueError where rensa is missing.
+    """Requests a unique MinHash signature.
 
-    Of each value its last 16 bits are kept: other values that are taken for equal are one in 65,536
-    (b-bit minwise hashing; Li and König, 2010).
+    Only the last 16 bits of each value are kept, so that different values are taken for equal once
+    in 65,536 (b-bit minwise hashing; Li and König, 2010).
+
+    Raises:
+        UserError: If rensa is not installed.
     """
 
     name = "near"
@@ -117,11 +122,11 @@ class MinHashSignature:
 
 
 class LshIndex:
-    """The signatures so far, and for each band a table that leads to those with the same values.
+    """Signatures of the kept documents, with a hash table per band (LSH).
 
-    What shares a band is a candidate; the share of equal values estimates its similarity. Memory of
-    a document is 2 * num_perm bytes for its values and 8 to 12 for each band, and an eighth of that
-    may be kept free.
+    Documents that share a band are candidates; the fraction of equal values estimates their
+    similarity. A document needs 2 * num_perm bytes for its values and 8 to 12 per band, plus up to
+    an eighth for growth: 600 bytes by default, where the index of rensa needs 2,100.
     """
 
     def __init__(self, options: NearOptions) -> None:
@@ -134,8 +139,8 @@ class LshIndex:
         self._factors = np.array(factors)
         self._count = 0
         self._signatures = np.empty((0, options.num_perm), VALUE)
-        # Documents whose band falls into the same slot are a chain: each has the number of the one
-        # before it, plus one; 0 ends it. The slots have the last of each.
+        # Documents whose band hashes to the same slot form a chain: each entry is the number of the
+        # previous document plus one, or 0 at the end. A slot holds the last document of its chain.
         self._earlier = np.empty((0, self._bands), np.uint32)
         self._last = np.zeros((self._bands, BLOCK), np.uint32)
 
@@ -148,8 +153,8 @@ class LshIndex:
         return None
 
     def most_similar(self, key: bytes) -> tuple[int, float] | None:
-        """The number of the kept document that is most similar, the first of them, and how similar
-        it is; None if none reaches the threshold."""
+        """Number and similarity of the most similar kept document, the first of several; None if
+        none reaches the threshold."""
         values = np.frombuffer(key, VALUE)
         return self._nearest(values, self._slots(values[None])[0])
 
@@ -164,7 +169,7 @@ class LshIndex:
         if not chained.size:
             return None
         equal = self._signatures[chained] == values
-        # Others share a slot alone.
+        # Different bands may hash to the same slot.
         share_a_band = equal.reshape(-1, self._bands, self._rows).all(2).any(1)
         similarity = np.where(share_a_band, equal.mean(1), -1)
         best = int(similarity.argmax())
@@ -182,7 +187,7 @@ class LshIndex:
         self._last[self._columns, slots] = self._count
 
     def _chained(self, slots: npt.NDArray[np.intp]) -> npt.NDArray[np.intp]:
-        """The numbers of the documents in a slot of each band, in their order."""
+        """Sorted numbers of the documents in one slot per band."""
         found = [np.empty(0, np.intp)]
         bands, numbers = self._columns, self._last[self._columns, slots]
         while numbers.any():
@@ -193,7 +198,7 @@ class LshIndex:
         return np.unique(np.concatenate(found)) if len(found) > 1 else found[0]
 
     def _slots(self, signatures: npt.NDArray[np.uint16]) -> npt.NDArray[np.intp]:
-        """For each signature and band, from the highest bits of a product: [signatures, bands]."""
+        """Slot of each signature and band, by multiplicative hashing: [signatures, bands]."""
         values = signatures.reshape(-1, self._bands, self._rows).astype(np.uint64)
         mixed = (values * self._factors).sum(2, dtype=np.uint64)
         mixed = (mixed ^ (mixed >> np.uint64(32))) * self._mixer
@@ -202,7 +207,7 @@ class LshIndex:
         return slots
 
     def _enter(self, begin: int, end: int) -> None:
-        """Puts documents at the ends of their chains, many at once."""
+        """Append many documents to their chains at once."""
         slots = self._slots(self._signatures[begin:end])
         for band, of_band in enumerate(slots.T):
             order = np.argsort(of_band, kind="stable")
@@ -216,8 +221,8 @@ class LshIndex:
             self._last[band, ranked[ends]] = order[ends] + begin + 1
 
     def _grow(self) -> None:
-        """Room for an eighth more documents, without a copy where the system can move pages; and
-        for more documents than slots, twice the slots."""
+        """Make room for an eighth more documents, without a copy if the system can remap pages, and
+        double the slots if there are more documents than slots."""
         rows = self._count + max(BLOCK, self._count // 8)
         self._signatures.resize((rows, self._options.num_perm), refcheck=False)
         self._earlier.resize((rows, self._bands), refcheck=False)
@@ -226,16 +231,16 @@ class LshIndex:
             return
         while slots < rows:
             slots *= 2
-        del self._last  # before there is another
+        del self._last  # before the new table is allocated
         self._last = np.zeros((self._bands, slots), np.uint32)
         for begin in range(0, self._count, BLOCK):
             self._enter(begin, min(begin + BLOCK, self._count))
 
 
 def shingles(text: str, ngram: int, unit: str) -> set[str]:
-    """The runs of `ngram` words, or characters, of a text in lower case; of a shorter one, itself.
+    """The n-grams of words or characters of a text in lower case; of a shorter text, the text.
 
-    Between words only what is no letter or digit is passed over; spaces count as one.
+    Punctuation between words is ignored, and whitespace between characters collapsed.
     """
     text = text.casefold()
     if unit == "words":
@@ -250,5 +255,5 @@ def _rensa() -> Any:
     try:
         import rensa
     except ImportError:
-        raise ValueError(f"near duplicates are found with rensa: {MISSING_EXTRA}") from None
+        raise UserError(missing_package("near", "rensa")) from None
     return rensa

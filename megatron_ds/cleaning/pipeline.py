@@ -1,7 +1,7 @@
-"""The cleaning: one reader, workers that take documents through the stages, one judge and writer.
+"""Cleaning: one reader, worker processes that apply the stages, one writer, in order.
 
-The output keeps the order of the input and is the same for any number of workers and of kills on
-the way. Memory is flat but for what the judges keep of each document. Knows no command line.
+The output keeps the order of the input and is the same for any number of workers and any
+interruption. Memory is flat except for the keys of kept documents. Knows no command line.
 """
 
 from __future__ import annotations
@@ -36,33 +36,41 @@ from megatron_ds.preprocess.worker_pool import Workers
 
 CHUNK_BYTES = 1 << 19
 CHUNK_DOCUMENTS = 64
-"""What a worker gets at once."""
+"""Limits of a chunk, which a worker gets at once."""
 OUTPUT, DROPPED, QUARANTINED = "output", "dropped", "quarantine"
 PICTURE, NUMBERS = "report.png", "report.json"
-"""Names in the folder of the work."""
+"""Names in the work folder."""
 BOM = b"\xef\xbb\xbf"
 
 
 class Progress(NamedTuple):
-    """input_bytes: of the files, as they are stored."""
+    """Counts so far, and bytes read of the input files as stored."""
 
     counts: Counts
     input_bytes: int
 
 
 class TracedDocument(NamedTuple):
-    """A document's journey. length: characters of the text as it was read."""
+    """Outcome of a document at the stages.
+
+    Attributes:
+        file: Name of the file.
+        line: Line or row, from 1.
+        length: Characters of the text as read.
+        has_url: Whether it has an address.
+        trace: Outcomes by stage.
+    """
 
     file: str
     line: int
     length: int
     has_url: bool
-    journey: DocumentTrace
+    trace: DocumentTrace
 
 
 @dataclass(frozen=True)
 class Cleaner:
-    """What a worker does. key: None if no stage looks at the text."""
+    """Applies the stages, in a worker. `key` is None if no stage reads the text."""
 
     stages: Sequence[Stage]
     key: str | None
@@ -92,7 +100,7 @@ class Cleaner:
 
 
 def _line(item: RawDocument, key: str | None, before: str, text: str) -> bytes:
-    """The document as a JSON line: as it was read, if its text is as it was."""
+    """The document as a JSON line, byte for byte as read if the text is unchanged."""
     value: Any = item.value
     if isinstance(value, bytes):
         if text == before and b"\0" not in value:  # else it may be UTF-16
@@ -113,7 +121,7 @@ def _replaced(value: dict[str, Any], path: Sequence[str], text: str) -> dict[str
 
 
 class ChunkEnd(NamedTuple):
-    """Where the input is after a chunk, and whether a part ends there."""
+    """Position after a chunk, and whether a part ends there."""
 
     place: ReadPosition
     ends_part: bool
@@ -122,7 +130,7 @@ class ChunkEnd(NamedTuple):
 
 @dataclass
 class ChunkedInput:
-    """Items in chunks, and where each chunk ends. Parts end at the same items in every run."""
+    """Documents in chunks, with the end of each. Parts end at the same documents in every run."""
 
     reader: DocumentReader
     part_bytes: int
@@ -161,7 +169,7 @@ def _size(item: RawDocument) -> int:
 
 @dataclass
 class ResultWriter:
-    """Settles journeys in order: judges claims, writes what is kept and dropped, counts."""
+    """Decides requested keys in order, writes kept and dropped documents, and counts."""
 
     order: Sequence[str]
     seen_keys: dict[str, SeenKeys]
@@ -176,10 +184,10 @@ class ResultWriter:
             return
         self.counts.before.add(answer.length)
         self.counts.without_url += "url" in self.order and not answer.has_url
-        self._settle(answer, answer.journey, 0)
+        self._settle(answer, answer.trace, 0)
 
-    def _settle(self, answer: TracedDocument, journey: DocumentTrace, first: int) -> None:
-        for number, step in enumerate(journey.steps, first):
+    def _settle(self, answer: TracedDocument, trace: DocumentTrace, first: int) -> None:
+        for number, step in enumerate(trace.steps, first):
             name = self.order[number]
             counts = self.counts.stages[name]
             counts.entered += 1
@@ -200,16 +208,16 @@ class ResultWriter:
                 return
             if reason is not None:
                 counts.dropped[reason] += 1
-                counts.dropped_characters += journey.length
+                counts.dropped_characters += trace.length
                 if self.keep_dropped:
-                    self.write(DROPPED, _dropped_line(answer, name, reason, journey.line))
+                    self.write(DROPPED, _dropped_line(answer, name, reason, trace.line))
                 return
-        self.counts.after.add(journey.length)
-        self.write(OUTPUT, journey.line)
+        self.counts.after.add(trace.length)
+        self.write(OUTPUT, trace.line)
 
 
 def keys_of(stage: str) -> str:
-    """The file of a judge's memory in the folder of the work."""
+    """File of a stage's kept keys in the work folder."""
     return f"{stage}.keys"
 
 
@@ -221,19 +229,26 @@ def _dropped_line(answer: TracedDocument, stage: str, reason: str, line: bytes) 
 def clean(
     options: CleaningOptions, report: Callable[[Progress], None] = lambda progress: None
 ) -> Counts:
-    """Writes the cleaned documents of the inputs; returns the final counts.
+    """Write the cleaned documents of the inputs. Rejected lines are listed in `options.quarantine`.
 
-    report: called with the counts after every chunk. What gives no document is listed in
-    `options.quarantine`. Raises ValueError, before anything is written, with everything that is
-    wrong with the options; later for inputs that cannot be read, or if no document is left; OSError
-    for files that cannot be written. What was done until then `options.resume` goes on with.
+    Args:
+        options: What to read, apply and write.
+        report: Called with the counts after every chunk.
+
+    Returns:
+        The final counts.
+
+    Raises:
+        UserError: Before anything is written, with all problems of the options; later for
+            unreadable inputs, or if no document is left.
+        OSError: If a file cannot be written.
     """
     stages = options.build()
     settings = options.resume_settings(stages)
-    judges = options.build_seen_keys()
+    seen_keys = options.build_seen_keys()
     dropped = {} if options.dropped_output is None else {DROPPED: _suffix(options.dropped_output)}
     names = {OUTPUT: _suffix(options.output), QUARANTINED: "", **dropped}
-    names |= {keys_of(name): "" for name in judges}
+    names |= {keys_of(name): "" for name in seen_keys}
     cleaner = Cleaner(
         stages,
         options.json_key if stages else None,
@@ -242,7 +257,7 @@ def clean(
         keep_dropped=options.dropped_output is not None,
     )
     with ExitStack() as stack:
-        # First, so that they inherit no files, nor the lock.
+        # Before any file is opened: forked workers inherit what is open, also the lock.
         workers = stack.enter_context(Workers(cleaner, options.workers))
         work = stack.enter_context(ResumableOutput(options.output, settings, names, options.resume))
         if work.progress is None:
@@ -250,43 +265,43 @@ def clean(
         else:
             counts = Counts.from_json(work.progress["counts"])
         if not work.finished:
-            ledger = ResultWriter(
+            writer = ResultWriter(
                 options.order,
-                judges,
+                seen_keys,
                 counts,
                 lambda name, data: work.files[name].write(data),
                 cleaner.keep_dropped,
             )
-            _work(options, ledger, workers, work, report)
+            _work(options, writer, workers, work, report)
         _publish(options, work)
     return counts
 
 
 def _work(
     options: CleaningOptions,
-    ledger: ResultWriter,
+    writer: ResultWriter,
     workers: Workers[list[RawDocument], list[TracedDocument | RejectedDocument]],
     work: ResumableOutput,
     report: Callable[[Progress], None],
 ) -> None:
-    for name, judge in ledger.seen_keys.items():
+    for name, seen in writer.seen_keys.items():
         file = keys_of(name)
         for key in read_records(work.folder / file, work.files[file].committed):
-            judge.reload(key)
+            seen.reload(key)
     done = work.progress
     place = START if done is None else ReadPosition(*done["place"])
     keys = (options.json_key,) if options.order else ()
     feed = ChunkedInput(
         DocumentReader(options.inputs, keys, place, all_columns=True), options.part_bytes
     )
-    counts = ledger.counts
+    counts = writer.counts
 
     def progress() -> dict[str, Any]:
         return {"place": place, "counts": counts.to_json()}
 
     for answers in workers.map(feed.chunks()):
         for answer in answers:
-            ledger.take(answer)
+            writer.take(answer)
         mark = feed.marks.popleft()
         place = mark.place
         report(Progress(counts, mark.input_bytes))
@@ -318,7 +333,7 @@ def _publish(options: CleaningOptions, work: ResumableOutput) -> None:
         finals[DROPPED] = options.dropped_output
     if work.files[QUARANTINED].committed:
         finals[QUARANTINED] = options.quarantine
-    elif os.path.exists(options.quarantine):  # of an earlier run, which this one has replaced
+    elif os.path.exists(options.quarantine):  # of an earlier run
         os.remove(options.quarantine)
     if options.report_numbers is not None:
         finals[NUMBERS] = options.report_numbers

@@ -10,6 +10,8 @@ import pytest
 
 from megatron_ds.cleaning.decontamination import Decontaminate, TaskOptions
 from megatron_ds.cleaning.stages import Document, Dropped, SplitInto
+from megatron_ds.config.problems import UserError
+from tests.problems import codes, raises_problem
 
 QUESTION = "Which of the seven old bridges over the river Pregel did nobody ever cross twice?"
 SHORT = "The quick brown fox jumps over lazy dogs"
@@ -106,18 +108,18 @@ def test_texts_at_any_depth_or_of_the_keys(tmp_path: Path) -> None:
     )
 
 
-def test_wrong_lines_of_task_files_are_all_named(tmp_path: Path) -> None:
+def test_rejected_task_lines_are_reported_together(tmp_path: Path) -> None:
     path = tmp_path / "task.jsonl"
     path.write_text('{"q": "x"}\n{"q": \n5\n')
-    with pytest.raises(ValueError) as caught:
+    with pytest.raises(UserError) as raised:
         Decontaminate(TaskOptions(eval_task_files=(str(path),), eval_task_keys=("question",)))
-    lines = str(caught.value).splitlines()
-    assert [line.split(": ")[0] for line in lines] == [
+    problems = raised.value.problems
+    assert codes(problems) == ["rejected-task"] * 3
+    assert [problem.split(": ")[0] for problem in problems] == [
         f"--eval-task-files {path}:{n}" for n in (1, 2, 3)
     ]
-    assert "has no key 'question'" in lines[0]
 
 
 def test_tasks_that_are_all_too_short_are_an_error(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="has the 8 words of --min-ngram-size"):
+    with raises_problem("no-task-texts", "eval_task_files", "min_ngram_size"):
         stage(tmp_path, "a b c")
