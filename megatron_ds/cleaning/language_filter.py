@@ -39,7 +39,7 @@ class LanguageFilter:
         known = self._identifier.labels
         for code in sorted(self._codes - set(known)):
             yield Problem(
-                "unknown-language",
+                "language-not-supported",
                 f"{option('languages')} {code}: is not known; known are {' '.join(sorted(known))}",
                 "languages",
             )

@@ -98,7 +98,7 @@ def test_documents_of_uncertain_language_are_dropped() -> None:
 
 def test_unknown_languages_are_errors() -> None:
     first, second = LanguageFilter(["xx", "en", "klingon"], 0.5).problems()
-    assert codes([first, second]) == ["unknown-language"] * 2
+    assert codes([first, second]) == ["language-not-supported"] * 2
     assert "--languages klingon: " in first
     assert "--languages xx: " in second
 
