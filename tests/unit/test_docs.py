@@ -1,7 +1,9 @@
-"""What the pages under docs/ say: their links lead somewhere, their commands are read."""
+"""Links, commands and named tests in the documentation resolve."""
 
 from __future__ import annotations
 
+import ast
+import fnmatch
 import re
 import shlex
 from pathlib import Path
@@ -13,12 +15,15 @@ from megatron_ds.cli.flags import dashed, training_flags
 from tests.problems import codes
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-PAGES = sorted([REPOSITORY / "README.md", *(REPOSITORY / "docs").glob("*.md")])
-COMING = REPOSITORY / "docs" / "migration.md"
+DOCS = REPOSITORY / "docs"
+PAGES = sorted([*REPOSITORY.glob("*.md"), *DOCS.glob("*.md"), REPOSITORY / "examples/README.md"])
+MIGRATION = DOCS / "migration.md"
+OTHERS_TOOLS = {"tools/merge_preprocessed_data.py"}
+"""Scripts of other frameworks that the pages mention."""
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_lead_to_files_and_headings(page: Path) -> None:
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(REPOSITORY).as_posix())
+def test_links_resolve(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     for link in re.findall(r"\]\(([^)\s]+)\)", text):
         if "://" in link:
@@ -28,24 +33,69 @@ def test_links_lead_to_files_and_headings(page: Path) -> None:
         assert target.exists(), link
         if heading:
             titles = re.findall(r"^#+ (.*)$", target.read_text(encoding="utf-8"), re.MULTILINE)
-            assert heading in [title.lower().replace(" ", "-") for title in titles], link
+            anchors = [re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in titles]
+            assert heading in anchors, link
 
 
-def test_the_forks_command_line_starts_as_it_is() -> None:
-    text = COMING.read_text(encoding="utf-8")
+def names_of_tests(path: Path) -> set[str]:
+    """Names of the tests that pytest collects from a file; empty if it does not collect it."""
+    if not fnmatch.fnmatch(path.name, "test_*.py"):
+        return set()
+    return {
+        node.name
+        for node in ast.parse(path.read_text(encoding="utf-8")).body
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("test")
+    }
+
+
+CLAIMS = re.findall(
+    r"^\| (?!claim \|).* \| `?([^|`]*)`? \|$",
+    (DOCS / "verified.md").read_text(encoding="utf-8"),
+    flags=re.MULTILINE,
+)
+"""Second column of the tables of verified claims."""
+
+
+@pytest.mark.parametrize("test", CLAIMS)
+def test_every_verified_claim_names_a_test(test: str) -> None:
+    file, _, name = test.partition("::")
+    found = names_of_tests(REPOSITORY / file)
+
+    assert found
+    assert not name or name in found
+
+
+def test_verified_claims_are_found() -> None:
+    assert len(CLAIMS) > 70
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(REPOSITORY).as_posix())
+def test_files_and_tests_in_backquotes_exist(page: Path) -> None:
+    """Paths below the folders of this repository, and the tests after their `::`."""
+    text = page.read_text(encoding="utf-8")
+    pattern = (
+        r"`((?:megatron_ds|tools|tests|benchmarks|docs|examples|ds_configs)/[\w./-]*)(?:::(\w+))?`"
+    )
+    for path, name in re.findall(pattern, text):
+        assert path in OTHERS_TOOLS or (REPOSITORY / path).exists(), path
+        assert not name or name in names_of_tests(REPOSITORY / path), name
+
+
+def test_command_line_of_the_forks_parses() -> None:
+    text = MIGRATION.read_text(encoding="utf-8")
     (command,) = re.findall(r"```\n(deepspeed .*?)```", text, flags=re.DOTALL)
     words = shlex.split(command.replace("\\\n", " "))
-    said: list[str] = []
+    warnings: list[str] = []
 
     _, problems = build_config(
-        words[words.index("pretrain_gpt.py") + 1 :], world_size=8, warn=said.append
+        words[words.index("pretrain_gpt.py") + 1 :], world_size=8, warn=warnings.append
     )
 
-    assert [line.split()[0] for line in said] == ["--use-flash-attn-v2"]
+    assert [line.split()[0] for line in warnings] == ["--use-flash-attn-v2"]
     assert set(codes(problems)) == {"file-not-found"}
 
 
-def test_the_flags_that_the_page_names_exist() -> None:
+def test_flags_named_in_the_migration_page_exist() -> None:
     others = {"--num_gpus", "--json-key", "--vocab", "--world-size", "--override-"}
-    for name in re.findall(r"--[a-z][\w-]*", COMING.read_text(encoding="utf-8")):
+    for name in re.findall(r"--[a-z][\w-]*", MIGRATION.read_text(encoding="utf-8")):
         assert name in others or dashed(name) in training_flags().by_name, name
