@@ -42,10 +42,7 @@ PREPROCESS: dict[str, tuple[bytes, str, list[str]]] = {
 
 @pytest.mark.parametrize("name", PREPROCESS)
 def test_preprocess_data(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    name: str,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
     content, tokenizer, messages = PREPROCESS[name]
     monkeypatch.chdir(tmp_path)
@@ -83,11 +80,7 @@ PRETRAIN: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
     "tokens cut": ({"p.bin": lambda content: content[:-1]}, [], ["p.bin has 19 bytes"]),
     "an index of text": ({"p.idx": lambda content: b"text"}, [], ["p.idx is ", "MMIDIDX"]),
     "no tokens": ({"p.bin": lambda content: None}, [], ["p.bin"]),
-    "a broken DeepSpeed file": (
-        {},
-        ["--deepspeed_config", "bad.json"],
-        ["bad.json:1:2: "],
-    ),
+    "a broken DeepSpeed file": ({}, ["--deepspeed_config", "bad.json"], ["bad.json:1:2: "]),
     "a strange split": ({}, ["--split", "nan"], ["--split nan"]),
     "a strange blend": ({}, ["--data-path", "-1", "p"], ["'-1'"]),
     "a broken tokenizer": (
@@ -105,10 +98,7 @@ PRETRAIN: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
 
 @pytest.mark.parametrize("name", PRETRAIN)
 def test_pretrain_gpt(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    name: str,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
     changes, flags, messages = PRETRAIN[name]
     monkeypatch.chdir(tmp_path)

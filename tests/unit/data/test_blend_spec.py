@@ -189,8 +189,7 @@ def test_argument_files_equal_flags(tmp_path: Path) -> None:
         parse(train_data_path=("3", "a", "1", "b"), valid_data_path=("c", "d"))
     )
     by_flag = parse(
-        train_data_path=("t",),
-        valid_weighted_split_paths=("V1: 1 0:1 a, 1 0:0.5 b", "V2: 1 0:1 c"),
+        train_data_path=("t",), valid_weighted_split_paths=("V1: 1 0:1 a, 1 0:0.5 b", "V2: 1 0:1 c")
     )
     for text in (line, "V1: 1 0:1 a, 1 0:0.5 b\nV2: 1 0:1 c", line.replace('" "', '"\n\n"')):
         groups.write_text(text)
@@ -250,10 +249,7 @@ def test_invalid_argument_file_is_rejected(
             ("data_path", "data_args_path"),
             ("data_args_path", "per_split_data_args_path"),
             ("per_split_data_args_path", "test_data_path"),
-            (
-                "train_data_path",
-                "train_weighted_split_paths train_weighted_split_paths_path",
-            ),
+            ("train_data_path", "train_weighted_split_paths train_weighted_split_paths_path"),
         ]
     ]
     + [

@@ -59,8 +59,7 @@ def write_reference(
 
 
 @pytest.mark.parametrize(
-    ("dtype", "code", "letter"),
-    [("uint16", 8, "H"), ("int32", 4, "i"), ("int64", 5, "q")],
+    ("dtype", "code", "letter"), [("uint16", 8, "H"), ("int32", 4, "i"), ("int64", 5, "q")]
 )
 def test_written_bytes_equal_the_reference(
     tmp_path: Path, dtype: str, code: int, letter: str

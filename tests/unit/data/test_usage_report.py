@@ -9,12 +9,7 @@ from megatron_ds.data.blend_history import (
     resume_history,
     with_requests,
 )
-from megatron_ds.data.usage_report import (
-    FileUsage,
-    describe_blend,
-    describe_change,
-    summary,
-)
+from megatron_ds.data.usage_report import FileUsage, describe_blend, describe_change, summary
 
 MANY = 2500
 

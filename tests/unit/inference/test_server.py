@@ -53,10 +53,7 @@ def test_a_request_is_answered(method: str) -> None:
 
 
 def test_an_invalid_request_is_explained() -> None:
-    assert Client(echo).put(b"bad") == (
-        400,
-        {"message": "this is bad", "codes": ["bad-request"]},
-    )
+    assert Client(echo).put(b"bad") == (400, {"message": "this is bad", "codes": ["bad-request"]})
 
 
 def test_a_long_body_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:

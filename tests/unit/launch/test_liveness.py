@@ -87,9 +87,7 @@ def test_reused_pid_is_another_process() -> None:
 
 
 @linux
-def test_liveness_without_free_file_descriptors(
-    child: subprocess.Popen[bytes],
-) -> None:
+def test_liveness_without_free_file_descriptors(child: subprocess.Popen[bytes]) -> None:
     process = ProcessHandle.of(child.pid)
     limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (3, most))

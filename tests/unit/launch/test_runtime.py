@@ -92,9 +92,7 @@ def test_user_error_exits_with_its_message(capfd: pytest.CaptureFixture[str]) ->
     assert err == "pretrain_gpt.py: a message [some-code]\n"
 
 
-def test_other_errors_keep_their_tracebacks(
-    capfd: pytest.CaptureFixture[str],
-) -> None:
+def test_other_errors_keep_their_tracebacks(capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ValueError, match="invalid literal"), output.exit_on_user_error():
         int("x")
     with pytest.raises(IndexError, match="of a dataset of 0"), output.exit_on_user_error():
@@ -148,9 +146,7 @@ def test_peak_memory_includes_freed_memory() -> None:
     assert after - start > 50 * 2**20
 
 
-def test_terminal_size_without_a_terminal(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_terminal_size_without_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdout", io.StringIO())
     assert output.terminal_size() == (100, False)
 

@@ -11,9 +11,7 @@ from megatron_ds.launch import startup_timer
 from megatron_ds.launch.startup_timer import StartupTimer, process_age
 
 
-def test_phase_begins_at_the_end_of_the_previous_one(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_phase_begins_at_the_end_of_the_previous_one(monkeypatch: pytest.MonkeyPatch) -> None:
     times = iter([10.0, 11.5, 15.5])
     monkeypatch.setattr(startup_timer, "process_age", lambda: 0.25)
     monkeypatch.setattr(time, "monotonic", lambda: next(times))

@@ -123,9 +123,7 @@ def test_packed_documents_have_the_losses_and_gradients_of_separate_ones(
     expected = []
     for row, tokens in enumerate(TOKENS.tolist()):
         for document, follow in zip(
-            split(tokens),
-            labels[row].split([len(one) for one in split(tokens)]),
-            strict=True,
+            split(tokens), labels[row].split([len(one) for one in split(tokens)]), strict=True
         ):
             logits = alone(torch.tensor([document]))[0]
             expected.append(F.cross_entropy(logits, follow, reduction="none"))
