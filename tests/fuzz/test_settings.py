@@ -81,8 +81,7 @@ def test_any_split(text: str, size: int) -> None:
         shares = list(result)  # type: ignore[call-overload]
         assert math.isclose(sum(shares), 1.0)
         bounds = split_bounds(shares, size)
-        assert bounds[0][0] == 0
-        assert bounds[-1][1] == size
+        assert (bounds[0][0], bounds[-1][1]) == (0, size)
         assert all(first <= end for first, end in bounds)
         assert all(before[1] == after[0] for before, after in pairwise(bounds))
 

@@ -256,8 +256,7 @@ def test_document_sample_and_shuffle_index_are_theirs(
         (theirs.sample_index, ours.samples),
         (theirs.shuffle_index, ours.shuffle),
     ):
-        assert their.dtype == our.dtype
-        assert their.tolist() == our.tolist()
+        assert (their.dtype, their.tolist()) == (our.dtype, our.tolist())
 
 
 @pytest.mark.parametrize("split", ["8,1,1", "90,6,4", "1,0,0", "50/50"])

@@ -59,8 +59,7 @@ def read(order: BlendOrder) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64
 def check_shares(weights: list[float], source: npt.NDArray[np.integer]) -> None:
     positions = np.arange(1, len(source) + 1)
     for number, weight in enumerate(weights):
-        given_so_far = np.cumsum(source == number)
-        assert np.abs(given_so_far - weight * positions).max() < 1 + 1e-9
+        assert np.abs(np.cumsum(source == number) - weight * positions).max() < 1 + 1e-9
 
 
 @pytest.mark.parametrize("name", WEIGHTS)

@@ -68,8 +68,7 @@ def test_group_with_weights_and_ranges() -> None:
 def test_group_name_may_contain_numbers(text: str, name: str) -> None:
     group, found = parse_group(text, "valid", FLAG)
     assert not found
-    assert group.name == name
-    assert [source.prefix for source in group.sources] == ["a"]
+    assert (group.name, [source.prefix for source in group.sources]) == (name, ["a"])
 
 
 @pytest.mark.parametrize(
@@ -152,8 +151,7 @@ def test_any_text_is_a_group_or_a_problem(text: str) -> None:
 @STEADY
 def test_adjacent_ranges_partition_the_documents(bounds: list[float], size: int) -> None:
     ranges = [FractionRange("", low, high).range_of(size) for low, high in pairwise(bounds)]
-    assert ranges[0][0] == 0
-    assert ranges[-1][1] == size
+    assert (ranges[0][0], ranges[-1][1]) == (0, size)
     assert all(before[1] == after[0] for before, after in pairwise(ranges))
 
 
@@ -234,8 +232,7 @@ def test_invalid_argument_file_is_rejected(
     elif content is not None:
         path.write_bytes(content)
     found = problems(**{field: str(path)})
-    assert codes(found) == [code]
-    assert fields(found) == [(field,)]
+    assert (codes(found), fields(found)) == ([code], [(field,)])
     assert str(path) in found[0]
 
 
@@ -263,8 +260,7 @@ def test_contradicting_data_flags_are_rejected(given_fields: str, code: str, nam
         for name in given_fields.split()
     }
     found = list(DataConfig(**values).problems())  # type: ignore[arg-type]
-    assert codes(found) == [code]
-    assert fields(found) == [tuple(names.split())]
+    assert (codes(found), fields(found)) == ([code], [tuple(names.split())])
 
 
 @pytest.mark.parametrize(

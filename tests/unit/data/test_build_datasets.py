@@ -60,8 +60,7 @@ def test_splits_are_disjoint_and_long_enough(tmp_path: Path) -> None:
     built = datasets(config, (200, 9, 7))
     assert built.train is not None
     assert len(built.train) >= 200
-    assert built.train[0].dtype == np.int64
-    assert built.train[0].shape == (6,)
+    assert (built.train[0].dtype, built.train[0].shape) == (np.int64, (6,))
     assert tokens_of(built.train) == set(range(32))
     assert tokens_of(built.valid[""]) == set(range(32, 36))
     assert tokens_of(built.test[""]) == set(range(36, 40))
@@ -198,16 +197,13 @@ def test_indexes_of_large_blends_are_built_on_first_use(
     later = datasets(config, (400, 0, 0))
     assert later.train is not None
     assert at_once.train is not None
-    assert cached(folder) == 0
-    assert later.usage == at_once.usage
-    assert len(later.train) == 400
+    assert (cached(folder), later.usage, len(later.train)) == (0, at_once.usage, 400)
     later.train[0]
     assert cached(folder) == 1
     again = pickle.loads(pickle.dumps(later.train))
     for position in range(400):
         tokens = at_once.train[position].tolist()
-        assert later.train[position].tolist() == tokens
-        assert again[position].tolist() == tokens
+        assert (later.train[position].tolist(), again[position].tolist()) == (tokens, tokens)
     assert cached(folder) == 2
     # Existing indexes need no space and no write permission.
     monkeypatch.setattr(ArrayCache, "require_space", None)
@@ -303,9 +299,7 @@ def test_resume_with_the_same_blend_equals_an_uninterrupted_run(tmp_path: Path) 
         uninterrupted, final_record, _ = run(config, 150)
         before, record, _ = run(config, 60, total=150)
         after, again, built = run(config, 150, 60, record=record)
-        assert before + after == uninterrupted
-        assert again == final_record
-        assert built.changes == ()
+        assert (before + after, again, built.changes) == (uninterrupted, final_record, ())
 
 
 def test_changed_blend_continues_each_source(tmp_path: Path) -> None:
@@ -333,11 +327,9 @@ def test_changed_blend_continues_each_source(tmp_path: Path) -> None:
 
     # Back to the first blend: b continues after its 40 samples, and the change is reported once.
     last, record, built = run(blend, 400, 240, record=record)
-    assert of("b", both + last) == of("b", uninterrupted)[:80]
-    assert len(of("a", last)) == 120
+    assert (of("b", both + last), len(of("a", last))) == (of("b", uninterrupted)[:80], 120)
     repeated, _, built = run(blend, 400, 240, record=record)
-    assert built.changes == ()
-    assert repeated == last
+    assert (built.changes, repeated) == ((), last)
 
 
 def test_single_file_becomes_a_blend_and_single_again(tmp_path: Path) -> None:
@@ -350,8 +342,7 @@ def test_single_file_becomes_a_blend_and_single_again(tmp_path: Path) -> None:
     )
     third, record, _ = run(single, 300, 200, record=record)
     ids = of("a", first + second + third)
-    assert ids == of("a", uninterrupted)[:250]
-    assert record["sources"][0]["consumed"] == 250
+    assert (ids, record["sources"][0]["consumed"]) == (of("a", uninterrupted)[:250], 250)
 
 
 def test_longer_run_finishes_its_index_first(tmp_path: Path) -> None:
@@ -391,8 +382,7 @@ def test_shorter_run_keeps_its_order(tmp_path: Path) -> None:
     longer, _, _ = run(config, 200)
     _, record, _ = run(config, 60, total=200)
     after, _, built = run(config, 90, 60, record=record)
-    assert after == longer[60:90]
-    assert built.changes == ()
+    assert (after, built.changes) == (longer[60:90], ())
 
 
 def test_file_with_changed_content_is_another_source(tmp_path: Path) -> None:
@@ -411,8 +401,7 @@ def test_moved_folder_has_the_same_sources(tmp_path: Path) -> None:
     before, record, _ = run(DataConfig(data_path=(str(tmp_path / "old" / "a"),)), 20, total=40)
     moved = DataConfig(data_path=(str(tmp_path / "new" / "a"),))
     after, _, built = run(moved, 40, 20, record=record)
-    assert built.changes == ()
-    assert before + after == run(moved, 40)[0]
+    assert (built.changes, before + after) == ((), run(moved, 40)[0])
 
 
 def test_groups_are_separate_datasets(tmp_path: Path) -> None:
@@ -424,8 +413,7 @@ def test_groups_are_separate_datasets(tmp_path: Path) -> None:
     )
     built = datasets(config, (300, 40, 20))
     assert tokens_of(built.train) == {*range(32), *range(100, 120)}
-    assert list(built.valid) == ["V1", "V2"]
-    assert tokens_of(built.valid["V1"]) == set(range(32, 36))
+    assert (list(built.valid), tokens_of(built.valid["V1"])) == (["V1", "V2"], set(range(32, 36)))
     assert tokens_of(built.valid["V2"]) <= {*range(36, 40), *range(120, 140)}
     assert list(built.test) == ["X"]
     lines = [str(file) for file in built.usage]
@@ -442,13 +430,11 @@ def test_300_files_with_tiny_and_zero_weights(tmp_path: Path) -> None:
     built = datasets(DataConfig(data_path=tuple(paths), split="1"), (600, 0, 0))
     assert built.train is not None
     counts = [file.samples for file in built.usage]
-    assert len(counts) == 300
-    assert sum(counts) == 600
+    assert (len(counts), sum(counts)) == (300, 600)
     assert counts[0] <= 1
     assert set(counts[1:-1]) <= {2, 3}
     assert (built.usage[-1].weight, counts[-1]) == (0, 0)
-    numbers = {int(built.train.sample_id(i).split("/")[0]) for i in range(600)}
-    assert max(numbers) == 298
+    assert max({int(built.train.sample_id(i).split("/")[0]) for i in range(600)}) == 298
     lines = list(summary(built.usage, "all.json"))
     assert len(lines) == 12 + 3
     assert "287 more files, total weight 0.959732: 572 samples" in lines[12]

@@ -37,8 +37,7 @@ def test_samples_are_slices_of_the_shuffled_documents(dataset: GPTDataset) -> No
     for position in range(len(dataset)):
         sample = int(indexes.shuffle[position])
         tokens = dataset[position]
-        assert tokens.dtype == np.int64
-        assert tokens.tolist() == stream[4 * sample : 4 * sample + 5]
+        assert (tokens.dtype, tokens.tolist()) == (np.int64, stream[4 * sample : 4 * sample + 5])
         assert dataset.sample_id(position) == f"p:{sample}"
 
 
@@ -55,8 +54,7 @@ def test_invalid_positions_are_rejected_and_pickling_works(dataset: GPTDataset) 
             dataset[position]
         with pytest.raises(IndexError):
             read_samples(dataset, [position])
-    again = pickle.loads(pickle.dumps(dataset))
-    assert again[3].tolist() == dataset[3].tolist()
+    assert pickle.loads(pickle.dumps(dataset))[3].tolist() == dataset[3].tolist()
 
 
 @pytest.mark.parametrize(
@@ -120,8 +118,7 @@ def test_token_positions_beyond_32_bits(tmp_path: Path) -> None:
 def test_blend_reads_its_sources_in_order(dataset: GPTDataset) -> None:
     order = blend_order([0.5, 0.5], 3)
     mixed = BlendedDataset([dataset, dataset], order)
-    assert len(mixed) == 3
-    assert (mixed.seq_length, mixed.vocab_size) == (4, None)
+    assert (len(mixed), mixed.seq_length, mixed.vocab_size) == (3, 4, None)
     found = [order.locate(position) for position in range(3)]
     assert found == [(0, 0), (1, 0), (0, 1)]
     for position, (source, sample) in enumerate(found):

@@ -64,8 +64,7 @@ def test_entry_is_built_once(tmp_path: Path) -> None:
     cache, build = ArrayCache([tmp_path / "new" / "cache"]), CountingBuilder()
     for _ in range(2):
         arrays = cache.get_or_build("kind", {"seed": 1}, build)
-        assert arrays["a"].tolist() == [0, 1, 2, 3, 4]
-        assert arrays["b"].dtype == np.uint32
+        assert (arrays["a"].tolist(), arrays["b"].dtype) == ([0, 1, 2, 3, 4], np.uint32)
         assert not arrays["b"].flags.writeable
     assert build.calls == 1
     cache.get_or_build("kind", {"seed": 2}, build)
@@ -168,8 +167,7 @@ def test_first_writable_folder_is_used(tmp_path: Path) -> None:
 def test_concurrent_processes_build_once(tmp_path: Path) -> None:
     processes = [start(tmp_path, "live") for _ in range(4)]
     outputs = [process.communicate(timeout=60)[0].strip() for process in processes]
-    assert outputs == [EXPECTED] * 4
-    assert (tmp_path / "built").read_text() == "x"
+    assert (outputs, (tmp_path / "built").read_text()) == ([EXPECTED] * 4, "x")
 
 
 def test_entry_of_a_killed_builder_is_rebuilt(tmp_path: Path) -> None:
@@ -179,5 +177,4 @@ def test_entry_of_a_killed_builder_is_rebuilt(tmp_path: Path) -> None:
     assert [name for name in os.listdir(tmp_path / "cache") if name.endswith(".npy")]
     processes = [start(tmp_path, "live") for _ in range(2)]
     outputs = [process.communicate(timeout=60)[0].strip() for process in processes]
-    assert outputs == [EXPECTED] * 2
-    assert (tmp_path / "built").read_text() == "xx"
+    assert (outputs, (tmp_path / "built").read_text()) == ([EXPECTED] * 2, "xx")

@@ -86,13 +86,10 @@ def test_documents_with_several_and_without_sequences_are_read(
     documents = [[[1, 2], [3]], [], [[4, 5, 6]]]
     write_reference(tmp_path / "p", documents, code=code, letter=letter)
     data = IndexedDataset(tmp_path / "p")
-    assert data.dtype == np.dtype(dtype)
-    assert len(data) == 3
-    assert data.lengths.tolist() == [2, 1, 3]
+    assert (data.dtype, len(data), data.lengths.tolist()) == (np.dtype(dtype), 3, [2, 1, 3])
     assert data.document_index.tolist() == [0, 2, 2, 3]
     assert [data.get(i).tolist() for i in range(3)] == [[1, 2], [3], [4, 5, 6]]
-    assert data.get(2, 1).tolist() == [5, 6]
-    assert data.get(2, 1, 1).tolist() == [5]
+    assert (data.get(2, 1).tolist(), data.get(2, 1, 1).tolist()) == ([5, 6], [5])
     with pytest.raises(ValueError):
         data.get(2, 2, 2)
 
@@ -285,5 +282,4 @@ def test_tokens_and_dtypes_that_do_not_fit_are_rejected(tmp_path: Path) -> None:
 
 
 def test_token_dtype_depends_on_the_vocabulary_size() -> None:
-    assert token_dtype(65499) == np.uint16
-    assert token_dtype(65500) == np.int32
+    assert (token_dtype(65499), token_dtype(65500)) == (np.uint16, np.int32)

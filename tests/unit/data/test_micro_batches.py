@@ -113,8 +113,7 @@ def test_all_ranks_stop_at_the_same_step(workers: int) -> None:
     values = {"consumed": 3, "micro_batch_size": 2, "dp_size": 2, "num_workers": workers}
     for rank in range(2):
         batches = make_iterator(3 + 4 * 2 + 3, dp_rank=rank, **values)
-        assert len(batches) == 2
-        assert len(list(batches)) == 2
+        assert (len(batches), len(list(batches))) == (2, 2)
     assert len(make_iterator(5, consumed=9)) == 0
 
 
@@ -127,8 +126,7 @@ def test_batch_content() -> None:
         batch = get_batch(num_workers=workers)
         assert batch.tokens_BS.tolist() == [[4, 5, 6], [5, 6, 7]]
         assert batch.labels_BS.tolist() == [[5, 6, 7], [6, 7, 8]]
-        assert batch.loss_mask_BS.tolist() == [[1, 1, 1], [1, 1, 1]]
-        assert batch.position == 4
+        assert (batch.loss_mask_BS.tolist(), batch.position) == ([[1, 1, 1], [1, 1, 1]], 4)
         assert [t.dtype for t in batch[:3]] == [torch.int64, torch.int64, torch.float32]
 
 
@@ -195,8 +193,7 @@ def test_close_ends_the_loader_processes() -> None:
     next(batches)
     assert len(multiprocessing.active_children()) == 2
     batches.close()
-    assert multiprocessing.active_children() == []
-    assert list(batches) == []
+    assert (multiprocessing.active_children(), list(batches)) == ([], [])
 
 
 @pytest.mark.parametrize(

@@ -188,5 +188,4 @@ def test_split_bounds_are_rounded_as_in_megatron(size: int, bounds: list[tuple[i
 
 def test_split_bounds_always_end_at_the_size() -> None:
     for size in range(1, 200):
-        bounds = split_bounds(parse_split("1,1,1"), size)
-        assert bounds[-1][1] == size
+        assert split_bounds(parse_split("1,1,1"), size)[-1][1] == size

@@ -11,8 +11,7 @@ from tests.unit.inference.models import KINDS, VOCAB, model_of
 
 def values(tokens: int, start: int) -> torch.Tensor:
     """[2, 3, tokens, 4], all different."""
-    numbers = torch.arange(2 * 3 * 100 * 4).view(2, 3, 100, 4).float()
-    return numbers[:, :, start : start + tokens]
+    return torch.arange(2 * 3 * 100 * 4).view(2, 3, 100, 4).float()[:, :, start : start + tokens]
 
 
 def test_keys_and_values_are_appended_per_layer() -> None:

@@ -78,8 +78,7 @@ def test_a_response_contains_prompt_and_continuation(service: TextGenerationServ
     for prompt, text, segments, tokens in zip(
         ["abc", "d"], response["text"], response["segments"], response["tokens"], strict=True
     ):
-        assert tokens[: len(prompt)] == encode(prompt)
-        assert len(tokens) == len(prompt) + 5
+        assert (tokens[: len(prompt)], len(tokens)) == (encode(prompt), len(prompt) + 5)
         assert text == decode(tokens) == "".join(segments)
         assert len(segments) == len(tokens)
 
@@ -218,10 +217,8 @@ def test_maximal_sequence_length() -> None:
     learned = ModelConfig(seq_length=64, max_position_embeddings=80)
     rope = ModelConfig(seq_length=64, position_embedding_type="rope")
 
-    assert max_sequence_length(learned, None) == 80
-    assert max_sequence_length(learned, 70) == 70
-    assert max_sequence_length(rope, None) == 64
-    assert max_sequence_length(rope, 500) == 500
+    assert (max_sequence_length(learned, None), max_sequence_length(learned, 70)) == (80, 70)
+    assert (max_sequence_length(rope, None), max_sequence_length(rope, 500)) == (64, 500)
     with raises_problem("inference-length-exceeds-positions", contains="80"):
         max_sequence_length(learned, 81)
     with raises_problem("inference-length-too-small", contains="1"):

@@ -38,8 +38,7 @@ def test_lock_is_stale_once_its_builder_was_killed(tmp_path: Path) -> None:
     )
     try:
         assert builder.stdout is not None
-        assert builder.stdout.readline() == "held\n"
-        assert find_stale_locks(tmp_path) == []
+        assert (builder.stdout.readline(), find_stale_locks(tmp_path)) == ("held\n", [])
     finally:
         builder.kill()
         builder.communicate()

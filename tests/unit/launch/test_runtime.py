@@ -88,8 +88,7 @@ def test_user_error_exits_with_its_message(capfd: pytest.CaptureFixture[str]) ->
 
     assert ended.value.code == 1
     out, err = capfd.readouterr()
-    assert out == ""
-    assert err == "pretrain_gpt.py: a message [some-code]\n"
+    assert (out, err) == ("", "pretrain_gpt.py: a message [some-code]\n")
 
 
 def test_other_errors_keep_their_tracebacks(capfd: pytest.CaptureFixture[str]) -> None:

@@ -137,10 +137,8 @@ def test_biases_follow_their_flags() -> None:
 
     norms = {"attention_norm.bias", "mlp_norm.bias"}
     linear = {"attention.qkv.bias", "attention.proj.bias", "mlp.fc_in.bias", "mlp.fc_out.bias"}
-    assert linear_biases() == norms | linear
-    assert linear_biases(add_bias_linear=False) == norms
-    with_qkv = linear_biases(add_bias_linear=False, add_qkv_bias=True)
-    assert with_qkv == norms | {"attention.qkv.bias"}
+    assert (linear_biases(), linear_biases(add_bias_linear=False)) == (norms | linear, norms)
+    assert linear_biases(add_bias_linear=False, add_qkv_bias=True) == norms | {"attention.qkv.bias"}
 
 
 def test_initial_weights_have_the_configured_standard_deviation() -> None:
@@ -194,8 +192,7 @@ def test_dropout_follows_the_position_in_training_only() -> None:
         return [model.train(mode)(tokens, tokens).loss_sum.item() for mode in modes]
 
     at_8, at_10, evaluated = losses(8, 2, True, True, False)
-    assert len({at_8, at_10, evaluated}) == 3
-    assert losses(10, 1, True) == [at_10]
+    assert (len({at_8, at_10, evaluated}), losses(10, 1, True)) == (3, [at_10])
     # Evaluation does not take a micro-batch's place.
     assert losses(8, 2, True, False, True) == [at_8, evaluated, at_10]
     assert evaluated == build()(tokens, tokens).loss_sum.item()
@@ -225,5 +222,4 @@ def test_exact_and_approximate_gelu_differ() -> None:
     tanh, exact = build(init_method_std=0.5), build(init_method_std=0.5, gelu_approximation="none")
     openai = build(init_method_std=0.5, activation="openai-gelu", gelu_approximation="none")
     assert torch.equal(tanh(tokens), openai(tokens))
-    difference = (tanh(tokens) - exact(tokens))[..., :50].abs().max()
-    assert 1e-6 < difference < 0.1
+    assert 1e-6 < (tanh(tokens) - exact(tokens))[..., :50].abs().max() < 0.1

@@ -19,8 +19,7 @@ def inputs(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor
     x = torch.randn(TOKENS, HIDDEN, generator=generator).to(dtype).requires_grad_()
     weight = torch.randn(PADDED, HIDDEN, generator=generator).to(dtype).requires_grad_()
     labels = torch.randint(0, VOCAB, (TOKENS,), generator=generator)
-    weights = torch.randint(0, 3, (TOKENS,), generator=generator).float()
-    return x, weight, labels, weights
+    return x, weight, labels, torch.randint(0, 3, (TOKENS,), generator=generator).float()
 
 
 def reference(

@@ -116,8 +116,7 @@ def test_code_in_a_folder_runs_only_if_trusted(
     assert not (tmp_path / "ran").exists()
     trusted = build_hf(tmp_path, trust=True)
     assert (tmp_path / "ran").exists()
-    assert trusted.encode("abca") == [0, 1, 2, 0]
-    assert (trusted.vocab_size, trusted.eod) == (4, 3)
+    assert (trusted.encode("abca"), trusted.vocab_size, trusted.eod) == ([0, 1, 2, 0], 4, 3)
 
 
 def test_a_trusted_folder_needs_only_its_tokenizer_json(tmp_path: Path) -> None:

@@ -58,8 +58,7 @@ def bpe(tmp_path_factory: pytest.TempPathFactory) -> str:
 @settings(max_examples=300, deadline=None, derandomize=True, database=None)
 def test_any_text_is_recovered(text: str) -> None:
     ids = PLAIN.encode(text)
-    assert PLAIN.decode(ids) == text
-    assert ids == MODEL.encode_as_ids(text)
+    assert (PLAIN.decode(ids), ids) == (text, MODEL.encode_as_ids(text))
 
 
 @given(parts=st.lists(st.sampled_from(FRAGMENTS) | st.text(max_size=5), max_size=8))
@@ -106,8 +105,7 @@ def test_missing_special_tokens_follow_the_ids_of_the_model() -> None:
     assert (tokenizer.pad, tokenizer.bos, tokenizer.eos) == (size + 4, 1, 2)
     assert tokenizer.vocab_size == size + 5
     ids = tokenizer.encode("the dog<EOD>the fox")
-    assert ids.count(tokenizer.eod) == 1
-    assert tokenizer.decode(ids) == "the dog <EOD> the fox"
+    assert (ids.count(tokenizer.eod), tokenizer.decode(ids)) == (1, "the dog <EOD> the fox")
 
 
 def test_only_llama_starts_texts_with_bos(bpe: str) -> None:

@@ -55,8 +55,7 @@ def reference(text: str, pattern: str, tokens: list[bytes], special: int) -> lis
 def test_any_text_has_the_reference_ids_and_is_recovered(text: str) -> None:
     for tokenizer, pattern in ((V1, "v1"), (V2, "v2")):
         ids = tokenizer.encode(text)
-        assert tokenizer.decode(ids) == text
-        assert ids == reference(text, pattern, TOKENS, 10)
+        assert (tokenizer.decode(ids), ids) == (text, reference(text, pattern, TOKENS, 10))
 
 
 def test_the_corpus_has_the_reference_ids() -> None:
@@ -70,8 +69,7 @@ def test_special_tokens_have_the_first_ids() -> None:
     assert (V2.eod, V2.vocab_size) == (2, 10 + len(TOKENS))
     assert V2.decode([0, 1, 2, 3, 9]) == "<unk><s></s><SPECIAL_3><SPECIAL_9>"
     named = build(tiktoken_special_tokens=("<s>", "<x>", "</s>", "<unk>"))
-    assert named.eod == 2
-    assert named.decode([1, 4]) == "<x><SPECIAL_4>"
+    assert (named.eod, named.decode([1, 4])) == (2, "<x><SPECIAL_4>")
     assert named.encode("</s>") == V2.encode("</s>")
     assert 2 not in named.encode("</s>")
     assert not named.fingerprint.same_as(V2.fingerprint)

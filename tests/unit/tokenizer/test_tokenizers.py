@@ -60,11 +60,9 @@ def test_gpt2_recovers_texts_and_no_text_forges_an_end_of_document(
 ) -> None:
     tokenizer = build_tokenizer(gpt2_files(tmp_path))
     ids = tokenizer.encode(text)
-    assert tokenizer.decode(ids) == text
-    assert [ids] == tokenizer.encode_batch([text])
+    assert (tokenizer.decode(ids), [ids]) == (text, tokenizer.encode_batch([text]))
     again = pickle.loads(pickle.dumps(tokenizer))
-    assert again.encode(text) == ids
-    assert again.eod == tokenizer.eod
+    assert (again.encode(text), again.eod) == (ids, tokenizer.eod)
     assert tokenizer.eod not in ids
     assert tokenizer.decode([tokenizer.eod]) == END
 
@@ -78,8 +76,7 @@ def test_gpt2_pieces_of_a_long_text_keep_its_ids(
     expected = tokenizer.encode(text)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gpt2, "LONG_TEXT", 3)
-        assert "".join(gpt2._pieces(text)) == text
-        assert tokenizer.encode(text) == expected
+        assert ("".join(gpt2._pieces(text)), tokenizer.encode(text)) == (text, expected)
         assert tokenizer.encode_batch(["h", text]) == [tokenizer.encode("h"), expected]
 
 
@@ -110,8 +107,7 @@ def test_gpt2_fingerprint_depends_on_both_files(tmp_path: Path) -> None:
     digests.append(build_tokenizer(config).fingerprint.digest)
     gpt2_files(tmp_path)
     digests.append(build_tokenizer(config).fingerprint.digest)
-    assert len({*digests[:3]}) == 3
-    assert digests[3] == digests[0]
+    assert (len({*digests[:3]}), digests[3]) == (3, digests[0])
 
 
 def test_all_missing_options_are_reported_at_once() -> None:
@@ -125,8 +121,7 @@ def test_all_missing_options_are_reported_at_once() -> None:
 def test_null_tokenizer_reads_ids() -> None:
     tokenizer = build_tokenizer(TokenizerConfig(tokenizer_type="NullTokenizer"), 10)
     assert (tokenizer.vocab_size, tokenizer.eod) == (11, 10)
-    assert tokenizer.encode(" 3  9 0\n") == [3, 9, 0]
-    assert tokenizer.decode([3, 9]) == "3 9"
+    assert (tokenizer.encode(" 3  9 0\n"), tokenizer.decode([3, 9])) == ([3, 9, 0], "3 9")
     for text, code in (("10", "text-id-out-of-range"), ("-1", "text-not-token-ids")):
         with raises_problem(code, contains=text):
             tokenizer.encode(text)

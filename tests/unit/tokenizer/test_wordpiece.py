@@ -74,8 +74,7 @@ def test_only_the_lower_case_kind_removes_case_and_accents(tmp_path: Path) -> No
 
 def test_words_of_more_than_200_characters_are_unknown(tmp_path: Path) -> None:
     tokenizer = WordPieceTokenizer(write(tmp_path, [*NEEDED, "a", "##a"]), lower_case=True)
-    assert tokenizer.encode("a" * 200) == [5, *[6] * 199]
-    assert tokenizer.encode("a" * 201) == [1]
+    assert (tokenizer.encode("a" * 200), tokenizer.encode("a" * 201)) == ([5, *[6] * 199], [1])
 
 
 @pytest.mark.parametrize(
