@@ -8,7 +8,7 @@ import tracemalloc
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -28,6 +28,8 @@ COUNT = len(DOCUMENTS)
 VERSION_AT, CODE_AT, N_AT, D_AT, LENGTHS_AT = 9, 17, 18, 26, 34
 POINTERS_AT = LENGTHS_AT + 4 * COUNT
 DOCUMENTS_AT = LENGTHS_AT + 12 * COUNT
+END_AT = DOCUMENTS_AT + 8 * COUNT
+UINT64 = (1 << 64) - 1
 VOCABULARY = 65400
 
 
@@ -71,148 +73,80 @@ def read(folder: Path, pair: Pair) -> object:
     return read_or_error(lambda: samples(folder, pair), str(folder / "p"))
 
 
-DAMAGES: dict[str, tuple[Callable[[Pair], Pair], str]] = {
-    "empty index": (lambda p: p._replace(idx=b""), "not-a-token-index"),
-    "only the magic": (lambda p: p._replace(idx=p.idx[:9]), "not-a-token-index"),
-    "only the header": (lambda p: p._replace(idx=p.idx[:34]), "token-index-size-mismatch"),
-    "header cut": (lambda p: p._replace(idx=p.idx[:33]), "not-a-token-index"),
-    "another magic": (lambda p: p._replace(idx=b"PK\3\4" + p.idx[4:]), "not-a-token-index"),
-    "text": (lambda p: p._replace(idx=b"once upon a time " * 9), "not-a-token-index"),
-    "the lazy format": (lambda p: p._replace(idx=b"TNTIDX\0\0" + p.idx), "legacy-token-file"),
-    "version 0": (lambda p: p.change(VERSION_AT, "Q", 0), "unknown-token-index-version"),
-    "version 2": (lambda p: p.change(VERSION_AT, "Q", 2), "unknown-token-index-version"),
-    "big-endian version": (
-        lambda p: p.change(VERSION_AT, "Q", 1 << 56),
-        "unknown-token-index-version",
-    ),
-    "dtype code 0": (lambda p: p.change(CODE_AT, "B", 0), "unknown-token-dtype"),
-    "dtype code 6": (lambda p: p.change(CODE_AT, "B", 6), "floating-point-tokens"),
-    "dtype code 7": (lambda p: p.change(CODE_AT, "B", 7), "floating-point-tokens"),
-    "dtype code 9": (lambda p: p.change(CODE_AT, "B", 9), "unknown-token-dtype"),
-    "dtype code 255": (lambda p: p.change(CODE_AT, "B", 255), "unknown-token-dtype"),
-    "narrower dtype": (lambda p: p.change(CODE_AT, "B", 1), "sequences-not-contiguous"),
-    "wider dtype": (lambda p: p.change(CODE_AT, "B", 4), "sequences-not-contiguous"),
-    "signed dtype": (lambda p: p.change(CODE_AT, "B", 3), "sample-token-outside-vocabulary"),
-    "no sequences": (lambda p: p.change(N_AT, "Q", 0), "token-index-size-mismatch"),
-    "one more sequence": (lambda p: p.change(N_AT, "Q", COUNT + 1), "token-index-size-mismatch"),
-    "2^31 sequences": (lambda p: p.change(N_AT, "Q", 1 << 31), "token-index-size-mismatch"),
-    "2^64 - 1 sequences": (
-        lambda p: p.change(N_AT, "Q", (1 << 64) - 1),
-        "token-index-size-mismatch",
-    ),
-    "sequences that overflow": (
-        lambda p: p.change(N_AT, "Q", (1 << 62) + COUNT),
-        "token-index-size-mismatch",
-    ),
-    "no documents": (lambda p: p.change(D_AT, "Q", 0), "token-index-size-mismatch"),
-    "2^64 - 1 documents": (
-        lambda p: p.change(D_AT, "Q", (1 << 64) - 1),
-        "token-index-size-mismatch",
-    ),
-    "counts exchanged": (
-        lambda p: p.change(N_AT, "QQ", COUNT + 1, COUNT),
-        "token-index-size-mismatch",
-    ),
-    "no counts at all": (
-        lambda p: p._replace(idx=p.change(N_AT, "QQ", 0, 0).idx[:34]),
-        "damaged-document-index",
-    ),
-    "a negative length": (lambda p: p.change(LENGTHS_AT, "i", -3), "negative-sequence-length"),
-    "a length too long": (lambda p: p.change(LENGTHS_AT, "i", 4), "sequences-not-contiguous"),
-    "a huge length": (
-        lambda p: p.change(LENGTHS_AT, "i", (1 << 31) - 1),
-        "sequences-not-contiguous",
-    ),
-    "a length of 0": (lambda p: p.change(LENGTHS_AT, "i", 0), "sequences-not-contiguous"),
-    "the last length too long": (
-        lambda p: p.change(POINTERS_AT - 4, "i", 3),
-        "token-file-size-mismatch",
-    ),
-    "the last length too short": (
-        lambda p: p.change(POINTERS_AT - 4, "i", 1),
-        "token-file-size-mismatch",
-    ),
-    "the last length negative": (
-        lambda p: p.change(POINTERS_AT - 4, "i", -1),
-        "negative-sequence-length",
-    ),
-    "the last length huge": (
-        lambda p: p.change(POINTERS_AT - 4, "i", 1 << 30),
-        "token-file-size-mismatch",
-    ),
-    "lengths exchanged": (lambda p: p.change(LENGTHS_AT, "ii", 0, 3), "sequences-not-contiguous"),
-    "first pointer not 0": (lambda p: p.change(POINTERS_AT, "q", 2), "sequences-not-contiguous"),
-    "a negative pointer": (lambda p: p.change(POINTERS_AT, "q", -2), "sequences-not-contiguous"),
-    "an odd pointer": (lambda p: p.change(POINTERS_AT + 8, "q", 5), "sequences-not-contiguous"),
-    "a pointer beyond the tokens": (
-        lambda p: p.change(POINTERS_AT + 24, "q", 1 << 40),
-        "sequences-not-contiguous",
-    ),
-    "a pointer that overflows": (
-        lambda p: p.change(POINTERS_AT + 32, "q", (1 << 63) - 1),
-        "sequences-not-contiguous",
-    ),
-    "pointers backwards": (
-        lambda p: p.change(POINTERS_AT + 16, "qq", 8, 6),
-        "sequences-not-contiguous",
-    ),
-    "all pointers 0": (
-        lambda p: p.change(POINTERS_AT, f"{COUNT}q", *[0] * COUNT),
-        "sequences-not-contiguous",
-    ),
-    "pointers in tokens": (
-        lambda p: p.change(POINTERS_AT, f"{COUNT}q", 0, 3, 3, 4, 8),
-        "sequences-not-contiguous",
-    ),
-    "documents begin at 1": (lambda p: p.change(DOCUMENTS_AT, "q", 1), "damaged-document-index"),
-    "documents end early": (
-        lambda p: p.change(DOCUMENTS_AT + 8 * COUNT, "q", COUNT - 1),
-        "damaged-document-index",
-    ),
-    "documents end late": (
-        lambda p: p.change(DOCUMENTS_AT + 8 * COUNT, "q", 99),
-        "damaged-document-index",
-    ),
-    "documents backwards": (
-        lambda p: p.change(DOCUMENTS_AT + 8, "qq", 3, 1),
-        "documents-not-in-order",
-    ),
-    "a negative document": (
-        lambda p: p.change(DOCUMENTS_AT + 8, "q", -1),
-        "documents-not-in-order",
-    ),
-    "a document beyond the end": (
-        lambda p: p.change(DOCUMENTS_AT + 8, "q", 1 << 50),
-        "documents-not-in-order",
-    ),
-    "one byte more in the index": (
-        lambda p: p._replace(idx=p.idx + b"\0"),
-        "token-index-size-mismatch",
-    ),
-    "no tokens": (lambda p: p._replace(bin=b""), "token-file-size-mismatch"),
-    "one byte of tokens less": (lambda p: p._replace(bin=p.bin[:-1]), "token-file-size-mismatch"),
-    "one byte of tokens more": (
-        lambda p: p._replace(bin=p.bin + b"\0"),
-        "token-file-size-mismatch",
-    ),
-    "one token more": (lambda p: p._replace(bin=p.bin + b"\0\0"), "token-file-size-mismatch"),
-    "another's tokens": (lambda p: p._replace(bin=p.bin * 2), "token-file-size-mismatch"),
-    "one EOD per document, not the same": (
-        lambda p: p._replace(bin=p.bin + bytes(range(2 * COUNT))),
-        "token-file-size-mismatch",
-    ),
-    "tokens beyond the vocabulary": (
-        lambda p: p._replace(bin=b"\xff\xff" + p.bin[2:]),
-        "sample-token-outside-vocabulary",
-    ),
+# What the index contains instead, by the code of the problem: offset, layout, numbers.
+CHANGES: dict[str, list[tuple[Any, ...]]] = {
+    "unknown-token-index-version": [(VERSION_AT, "Q", version) for version in (0, 2, 1 << 56)],
+    "unknown-token-dtype": [(CODE_AT, "B", dtype) for dtype in (0, 9, 255)],
+    "floating-point-tokens": [(CODE_AT, "B", dtype) for dtype in (6, 7)],
+    "sample-token-outside-vocabulary": [(CODE_AT, "B", 3)],  # signed
+    "token-index-size-mismatch": [
+        *((N_AT, "Q", count) for count in (0, COUNT + 1, 1 << 31, UINT64, (1 << 62) + COUNT)),
+        *((D_AT, "Q", count) for count in (0, UINT64)),
+        (N_AT, "QQ", COUNT + 1, COUNT),
+    ],
+    "negative-sequence-length": [(LENGTHS_AT, "i", -3), (POINTERS_AT - 4, "i", -1)],
+    "token-file-size-mismatch": [(POINTERS_AT - 4, "i", length) for length in (1, 3, 1 << 30)],
+    "sequences-not-contiguous": [
+        *((CODE_AT, "B", dtype) for dtype in (1, 4)),  # narrower and wider
+        *((LENGTHS_AT, "i", length) for length in (0, 4, (1 << 31) - 1)),
+        (LENGTHS_AT, "ii", 0, 3),
+        *((POINTERS_AT, "q", pointer) for pointer in (2, -2)),
+        (POINTERS_AT + 8, "q", 5),
+        (POINTERS_AT + 16, "qq", 8, 6),
+        *((POINTERS_AT + 24, "q", 1 << 40), (POINTERS_AT + 32, "q", (1 << 63) - 1)),
+        (POINTERS_AT, f"{COUNT}q", *[0] * COUNT),
+        (POINTERS_AT, f"{COUNT}q", 0, 3, 3, 4, 8),  # counted in tokens
+    ],
+    "damaged-document-index": [
+        *((DOCUMENTS_AT, "q", 1), (END_AT, "q", COUNT - 1), (END_AT, "q", 99))
+    ],
+    "documents-not-in-order": [
+        *((DOCUMENTS_AT + 8, "qq", 3, 1), (DOCUMENTS_AT + 8, "q", -1)),
+        (DOCUMENTS_AT + 8, "q", 1 << 50),
+    ],
+}
+# The content of the index and of the tokens, from those of the good pair.
+CONTENTS: dict[str, list[Callable[[bytes, bytes], tuple[bytes, bytes]]]] = {
+    "not-a-token-index": [
+        *(lambda idx, bin, size=size: (idx[:size], bin) for size in (0, 9, 33)),  # type: ignore[misc]
+        *(
+            lambda idx, bin: (b"PK\3\4" + idx[4:], bin),
+            lambda _, bin: (b"once upon a time " * 9, bin),
+        ),
+    ],
+    "legacy-token-file": [lambda idx, bin: (b"TNTIDX\0\0" + idx, bin)],
+    "damaged-document-index": [lambda idx, bin: (idx[:N_AT] + bytes(16), bin)],
+    "token-index-size-mismatch": [
+        *(lambda idx, bin: (idx[:34], bin), lambda idx, bin: (idx + b"\0", bin))
+    ],
+    "token-file-size-mismatch": [
+        *(
+            lambda idx, bin: (idx, b""),
+            lambda idx, bin: (idx, bin[:-1]),
+            lambda idx, bin: (idx, bin * 2),
+        ),
+        *(lambda idx, bin: (idx, bin + b"\0"), lambda idx, bin: (idx, bin + b"\0\0")),
+        lambda idx, bin: (idx, bin + bytes(range(2 * COUNT))),  # different tokens, not one EOD
+    ],
+    "sample-token-outside-vocabulary": [lambda idx, bin: (idx, b"\xff\xff" + bin[2:])],
 }
 
 
-@pytest.mark.parametrize("name", DAMAGES)
-def test_damaged_pair_is_rejected(tmp_path: Path, good: Pair, name: str) -> None:
-    damage, code = DAMAGES[name]
+@pytest.mark.parametrize(
+    ("code", "change"), [(code, change) for code in CHANGES for change in CHANGES[code]]
+)
+def test_changed_index_is_rejected(
+    tmp_path: Path, good: Pair, code: str, change: tuple[Any, ...]
+) -> None:
     with raises_problem(code, contains=str(tmp_path / "p")):
-        samples(tmp_path, damage(good))
+        samples(tmp_path, good.change(*change))
+
+
+@pytest.mark.parametrize("code", CONTENTS)
+def test_damaged_file_is_rejected(tmp_path: Path, good: Pair, code: str) -> None:
+    for damage in CONTENTS[code]:
+        with raises_problem(code, contains=str(tmp_path / "p")):
+            samples(tmp_path, Pair(*damage(*good)))
 
 
 def test_undamaged_pair_is_read(folder: Path, good: Pair) -> None:
