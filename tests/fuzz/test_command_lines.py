@@ -15,29 +15,27 @@ from megatron_ds.engine.ds_config_merge import merge_file
 from pretrain_gpt import check
 from tools import preprocess_data
 
-NULL = "--tokenizer-type NullTokenizer --vocab-size 100"
+NULL_SIZE = "--tokenizer-type NullTokenizer --vocab-size"
+NULL = f"{NULL_SIZE} 100"
+FILES = "--input in.jsonl --output-prefix out --workers 1 --fail-on-bad-document"
+GPT2 = "--tokenizer-type GPT2BPETokenizer --vocab-file vocab.json --merge-file in.jsonl"
+HF = "--tokenizer-type HFTokenizer --tokenizer-model"
+GOOD = b'{"text": "1"}\n'
 PREPROCESS: dict[str, tuple[bytes, str, list[str]]] = {
     "broken JSON": (b'{"text": "1"}\n{"text": \n', NULL, ["in.jsonl:2: "]),
     "an empty file": (b"", NULL, ["in.jsonl: "]),
     "invalid UTF-8": (b'{"text": "\xff"}\n', NULL, ["in.jsonl:1: "]),
     "nested deeply": (b"[" * 100_000, NULL, ["in.jsonl:1: "]),
     "two bad lines": (b'5\n{"a": "1"}\n', NULL, ["in.jsonl:1: ", "in.jsonl:2: "]),
-    "a broken vocabulary": (
-        b'{"text": "1"}\n',
-        "--tokenizer-type GPT2BPETokenizer --vocab-file vocab.json --merge-file in.jsonl",
-        ["--vocab-file vocab.json: "],
-    ),
-    "a broken tokenizer.json": (
-        b'{"text": "1"}\n',
-        "--tokenizer-type HFTokenizer --tokenizer-model vocab.json",
-        ["--tokenizer-model vocab.json: "],
-    ),
-    "a vocabulary too large": (
-        b'{"text": "1"}\n',
-        f"--tokenizer-type NullTokenizer --vocab-size {1 << 40}",
-        ["--vocab-size 1099511627776: "],
-    ),
+    "a broken vocabulary": (GOOD, GPT2, ["--vocab-file vocab.json: "]),
+    "a broken tokenizer.json": (GOOD, f"{HF} vocab.json", ["--tokenizer-model vocab.json: "]),
+    "a vocabulary too large": (GOOD, f"{NULL_SIZE} {1 << 40}", ["--vocab-size 1099511627776: "]),
 }
+
+
+def check_messages(shown: str, messages: list[str]) -> None:
+    assert "Traceback" not in shown
+    assert [message for message in messages if message not in shown] == []
 
 
 @pytest.mark.parametrize("name", PREPROCESS)
@@ -48,23 +46,12 @@ def test_preprocess_data(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "vocab.json").write_text('{"a": ')
     (tmp_path / "in.jsonl").write_bytes(b'{"text": "7"}\n')
-    files = [
-        "--input",
-        "in.jsonl",
-        "--output-prefix",
-        "out",
-        "--workers",
-        "1",
-        "--fail-on-bad-document",
-    ]
+    files = FILES.split()
     assert preprocess_data.main([*files, *NULL.split()]) == 0
     (tmp_path / "in.jsonl").write_bytes(content)
     capsys.readouterr()
     assert preprocess_data.main([*files, *tokenizer.split()]) == 1
-    shown = capsys.readouterr().err
-    assert "Traceback" not in shown
-    for message in messages:
-        assert message in shown
+    check_messages(capsys.readouterr().err, messages)
     assert IndexedDataset("out_text_document").get(0).tolist() == [7]
     names = sorted(path.name for path in tmp_path.iterdir())
     pair = [f"out_text_document{end}" for end in (".bin", ".idx", ".tokenizer.json")]
@@ -75,22 +62,19 @@ MODEL = (
     "--num-layers 2 --hidden-size 8 --num-attention-heads 2 --seq-length 8 --train-iters 10 "
     "--micro-batch-size 1 --global-batch-size 2 --lr 1e-3 --split 1"
 )
+BAD = ["--deepspeed_config", "bad.json"]
 PRETRAIN: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
     "an index cut": ({"p.idx": lambda content: content[:-5]}, [], ["p.idx has "]),
     "tokens cut": ({"p.bin": lambda content: content[:-1]}, [], ["p.bin has 19 bytes"]),
     "an index of text": ({"p.idx": lambda content: b"text"}, [], ["p.idx is ", "MMIDIDX"]),
     "no tokens": ({"p.bin": lambda content: None}, [], ["p.bin"]),
-    "a broken DeepSpeed file": ({}, ["--deepspeed_config", "bad.json"], ["bad.json:1:2: "]),
+    "a broken DeepSpeed file": ({}, BAD, ["bad.json:1:2: "]),
     "a strange split": ({}, ["--split", "nan"], ["--split nan"]),
     "a strange blend": ({}, ["--data-path", "-1", "p"], ["'-1'"]),
-    "a broken tokenizer": (
-        {},
-        ["--tokenizer-type", "HFTokenizer", "--tokenizer-model", "bad.json"],
-        ["--tokenizer-model bad.json: "],
-    ),
+    "a broken tokenizer": ({}, [*HF.split(), "bad.json"], ["--tokenizer-model bad.json: "]),
     "several at once": (
         {"p.idx": lambda content: content[:20]},
-        ["--deepspeed_config", "bad.json"],
+        BAD,
         ["bad.json:1:2: ", "p.idx is "],
     ),
 }
@@ -119,10 +103,7 @@ def test_pretrain_gpt(
     with pytest.raises(SystemExit) as ended:
         run([*argv, *flags])  # of a flag that is given twice, the last counts
     assert ended.value.code == 2
-    shown = capsys.readouterr().err
-    assert "Traceback" not in shown
-    for message in messages:
-        assert message in shown
+    check_messages(capsys.readouterr().err, messages)
 
 
 def test_a_cut_checkpoint_is_named(

@@ -7,6 +7,7 @@ import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -65,63 +66,48 @@ def run(folder: Path, content: bytes, strict: bool = True) -> list[list[int]]:
 
 
 GOOD = b'{"text": "1 2"}\n'
+# Files of a single rejected line, by the reason.
 REJECTED_LINES = {
-    "a NUL byte": (b"\0", 1, "broken JSON"),
-    "NUL bytes": (GOOD + b"\0" * 100, 2, "invalid UTF-8"),
-    "no JSON": (GOOD + b"hello\n", 2, "broken JSON"),
-    "a truncated object": (GOOD + b'{"text": "1 2', 2, "broken JSON"),
-    "a truncated object with more after it": (b'{"text": "1\n' + GOOD, 1, "broken JSON"),
-    "single quotes": (b"{'text': '1'}\n", 1, "broken JSON"),
-    "a comma at the end": (b'{"text": "1",}\n', 1, "broken JSON"),
-    "two objects in a line": (b'{"text": "1"} {"text": "2"}\n', 1, "broken JSON"),
-    "a raw control character": (b'{"text": "1\x01"}\n', 1, "broken JSON"),
-    "a raw line break": (b'{"text": "1\r2"}\n', 1, "broken JSON"),
-    "lines that end in CR alone": (b'{"text": "1"}\r{"text": "2"}\r', 1, "broken JSON"),
-    "a bad escape": (rb'{"text": "\x31"}', 1, "broken JSON"),
-    "invalid UTF-8": (b'{"text": "\xff\xfe"}\n', 1, "invalid UTF-8"),
-    "UTF-8 truncated midway": (b'{"text": "\xc3"}\n', 1, "invalid UTF-8"),
-    "Latin-1": ('{"text": "é"}'.encode("latin-1"), 1, "invalid UTF-8"),
-    "UTF-16": ('{"text": "1"}\n{"text": "2"}\n'.encode("utf-16"), 1, "invalid UTF-8"),
-    "UTF-32": ('{"text": "1"}\n{"text": "2"}\n'.encode("utf-32"), 1, "invalid UTF-8"),
-    "gzip": (bytes.fromhex("1f8b0808d1") + GOOD, 1, "invalid UTF-8"),
-    "a lone surrogate": (rb'{"text": "\ud800"}', 1, "invalid UTF-8"),
-    "a lone surrogate, raw": (b'{"text": "\xed\xa0\x80"}', 1, "invalid UTF-8"),
-    "a list": (b'["text"]\n', 1, "wrong type"),
-    "a string": (b'"text"\n', 1, "wrong type"),
-    "a number": (b"5\n", 1, "wrong type"),
-    "null": (b"null\n", 1, "wrong type"),
-    "NaN": (b"NaN\n", 1, "wrong type"),
-    "a number of 5000 digits": (b"1" * 5000, 1, "broken JSON"),
-    "an empty object": (b"{}\n", 1, "missing key"),
-    "another key": (b'{"Text": "1"}\n', 1, "missing key"),
-    "a thousand other keys": (
+    "broken JSON": [
+        *(b"\0", b"{'text': '1'}\n", b'{"text": "1",}\n', b'{"text": "1"} {"text": "2"}\n'),
+        *(b'{"text": "1\x01"}\n', b'{"text": "1\r2"}\n', rb'{"text": "\x31"}', b"1" * 5000),
+        b'{"text": "1"}\r{"text": "2"}\r',  # lines that end in CR alone
+        b'{"text": "1\n' + GOOD,  # a truncated object with more after it
+        *(b"[" * 100_000, b'{"a":' * 100_000 + b"1" + b"}" * 100_000),
+    ],
+    "invalid UTF-8": [
+        *(b'{"text": "\xff\xfe"}\n', b'{"text": "\xc3"}\n', '{"text": "é"}'.encode("latin-1")),
+        *('{"text": "1"}\n{"text": "2"}\n'.encode(name) for name in ("utf-16", "utf-32")),
+        bytes.fromhex("1f8b0808d1") + GOOD,  # gzip
+        *(rb'{"text": "\ud800"}', b'{"text": "\xed\xa0\x80"}'),  # a lone surrogate
+    ],
+    "wrong type": [
+        *(b'["text"]\n', b'"text"\n', b"5\n", b"null\n", b"NaN\n", b'{"text": null}\n'),
+        *(b'{"text": 12}\n', b'{"text": ["1"]}\n', b'{"text": {"a": 1}}\n', b'{"text": true}\n'),
+    ],
+    "missing key": [
+        *(b"{}\n", b'{"Text": "1"}\n', json.dumps({"k" * 1_000_000: 1}).encode()),
         json.dumps({f"k{n}": n for n in range(1000)}).encode(),
-        1,
-        "missing key",
-    ),
-    "a key of a megabyte": (json.dumps({"k" * 1_000_000: 1}).encode(), 1, "missing key"),
-    "null for text": (b'{"text": null}\n', 1, "wrong type"),
-    "a number for text": (b'{"text": 12}\n', 1, "wrong type"),
-    "a list for text": (b'{"text": ["1"]}\n', 1, "wrong type"),
-    "an object for text": (b'{"text": {"a": 1}}\n', 1, "wrong type"),
-    "true for text": (b'{"text": true}\n', 1, "wrong type"),
-    "lists nested deeply": (b"[" * 100_000, 1, "broken JSON"),
-    "objects nested deeply": (b'{"a":' * 100_000 + b"1" + b"}" * 100_000, 1, "broken JSON"),
-    "text the tokenizer refuses": (b'{"text": "x"}\n', 1, REFUSED_TEXT),
-    "ids beyond the vocabulary": (b'{"text": "1 1000"}\n', 1, REFUSED_TEXT),
-    "an id of 5000 digits": (b'{"text": "' + b"9" * 5000 + b'"}', 1, REFUSED_TEXT),
-    "an id of other digits": ('{"text": "١"}'.encode(), 1, REFUSED_TEXT),
-    "an id with an underscore": (b'{"text": "1_0"}', 1, REFUSED_TEXT),
-    "a superscript": ('{"text": "²"}'.encode(), 1, REFUSED_TEXT),
-    "a line that is too long": (b'{"text": "' + b"1 " * 3_000_000 + b'"}', 1, "too long"),
+    ],
+    REFUSED_TEXT: [
+        *(b'{"text": "x"}\n', b'{"text": "1 1000"}\n', b'{"text": "' + b"9" * 5000 + b'"}'),
+        *('{"text": "١"}'.encode(), b'{"text": "1_0"}', '{"text": "²"}'.encode()),
+    ],
+    "too long": [b'{"text": "' + b"1 " * 3_000_000 + b'"}'],
 }
+REJECTED_FILES = [
+    *((reason, content, 1) for reason, contents in REJECTED_LINES.items() for content in contents),
+    ("invalid UTF-8", GOOD + b"\0" * 100, 2),
+    *(("broken JSON", GOOD + line, 2) for line in (b"hello\n", b'{"text": "1 2')),
+]
 
 
-@pytest.mark.parametrize("name", REJECTED_LINES)
+@pytest.mark.parametrize(
+    ("reason", "content", "line"), REJECTED_FILES, ids=range(len(REJECTED_FILES))
+)
 def test_rejected_line_is_an_error_if_strict_and_listed_otherwise(
-    tmp_path: Path, name: str
+    tmp_path: Path, reason: str, content: bytes, line: int
 ) -> None:
-    content, line, reason = REJECTED_LINES[name]
     assert run(tmp_path, GOOD) == [[1, 2]]
     older = {path.name: path.read_bytes() for path in tmp_path.glob("out*")}
     with pytest.raises(UserError) as raised:
@@ -182,6 +168,10 @@ def dumped(values: list[object]) -> bytes:
     return "\n".join(json.dumps(value) for value in values).encode()
 
 
+def ids_of(texts: list[str]) -> list[list[int]]:
+    return [[int(word) for word in text.split()] for text in texts if text.split()]
+
+
 @given(content=st.binary(max_size=60) | st.binary(max_size=8).map(lambda b: GOOD + b + GOOD))
 @FUZZ_SETTINGS
 def test_any_bytes(folder: Path, content: bytes) -> None:
@@ -197,8 +187,7 @@ def test_any_values(folder: Path, values: list[object], key: str | None) -> None
     content = "\n".join(json.dumps(value) for value in wrapped).encode()
     result = read_or_error(lambda: run(folder, content), str(folder / "in.jsonl"))
     if result is not REJECTED:
-        texts = [value["text"] for value in wrapped]  # type: ignore[index, call-overload]
-        assert result == [[int(word) for word in text.split()] for text in texts if text.split()]
+        assert result == ids_of([value["text"] for value in wrapped])  # type: ignore[index, call-overload]
 
 
 @given(at=st.integers(0, 3 * len(GOOD) - 1), new=st.integers(0, 255))
@@ -208,8 +197,8 @@ def test_one_byte_changed(folder: Path, at: int, new: int) -> None:
     content[at] = new
     result = read_or_error(lambda: run(folder, bytes(content)), str(folder / "in.jsonl"))
     if result is not REJECTED:
-        right = [json.loads(line)["text"] for line in bytes(content).split(b"\n") if line.strip()]
-        assert result == [[int(word) for word in text.split()] for text in right if text.split()]
+        lines = [line for line in content.split(b"\n") if line.strip()]
+        assert result == ids_of([json.loads(line)["text"] for line in lines])
 
 
 @contextmanager
@@ -235,31 +224,26 @@ def test_full_disk_is_named_and_keeps_the_older_output(tmp_path: Path, room: int
     assert {path.name: path.read_bytes() for path in tmp_path.glob("out*")} == older
 
 
-@pytest.mark.parametrize(
-    ("changes", "code"),
-    [
-        ({"inputs": InputSpec(())}, "input-not-unique"),
-        ({"inputs": InputSpec((__file__,), hf_dataset="x")}, "input-not-unique"),
-        ({"inputs": InputSpec((__file__, __file__))}, "input-file-twice"),
-        ({"inputs": InputSpec(("/dev",))}, "no-input-file-in-folder"),
-        ({"inputs": InputSpec(("",))}, "no-input-file"),
-        ({"inputs": InputSpec(("no\0where",))}, "no-input-file"),
-        ({"inputs": InputSpec(("no*where",))}, "no-input-file"),
-        (
-            {"inputs": InputSpec((__file__,), max_document_bytes=0)},
-            "out-of-range",
-        ),
-        ({"output_prefix": "/dev/null/x"}, "output-folder-unusable"),
-        ({"output_prefix": "x" * 5000 + "/y"}, "output-folder-unusable"),
-        ({"json_keys": ()}, "no-keys"),
-        ({"json_keys": ("a", "a")}, "key-twice"),
-        ({"json_keys": ("a/b",)}, "key-not-a-file-name"),
-        ({"json_keys": ("a\0",)}, "key-not-a-file-name"),
-        ({"workers": -1}, "out-of-range"),
-        ({"chunk_size": 0}, "out-of-range"),
-    ],
-)
-def test_wrong_option_is_an_error(changes: dict[str, object], code: str) -> None:
-    values: dict[str, object] = {"inputs": InputSpec((__file__,)), "output_prefix": "x", **changes}
-    with raises_problem(code):
-        preprocess(PreprocessOptions(**values), NullTokenizer(9))  # type: ignore[arg-type]
+def inputs(*paths: str, **options: Any) -> dict[str, Any]:
+    return {"inputs": InputSpec(paths, **options)}
+
+
+WRONG_OPTIONS: dict[str, list[dict[str, Any]]] = {
+    "input-not-unique": [inputs(), inputs(__file__, hf_dataset="x")],
+    "input-file-twice": [inputs(__file__, __file__)],
+    "no-input-file-in-folder": [inputs("/dev")],
+    "no-input-file": [inputs(path) for path in ("", "no\0where", "no*where")],
+    "output-folder-unusable": [{"output_prefix": p} for p in ("/dev/null/x", "x" * 5000 + "/y")],
+    "no-keys": [{"json_keys": ()}],
+    "key-twice": [{"json_keys": ("a", "a")}],
+    "key-not-a-file-name": [{"json_keys": ("a/b",)}, {"json_keys": ("a\0",)}],
+    "out-of-range": [inputs(__file__, max_document_bytes=0), {"workers": -1}, {"chunk_size": 0}],
+}
+
+
+@pytest.mark.parametrize("code", WRONG_OPTIONS)
+def test_wrong_option_is_an_error(code: str) -> None:
+    for changes in WRONG_OPTIONS[code]:
+        options = PreprocessOptions(**{**inputs(__file__), "output_prefix": "x", **changes})
+        with raises_problem(code):
+            preprocess(options, NullTokenizer(9))

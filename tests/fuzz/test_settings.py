@@ -16,45 +16,32 @@ from megatron_ds.data.build_datasets import build_datasets
 from megatron_ds.data.indexed_writer import IndexedWriter
 from megatron_ds.data.sample_index import parse_split, split_bounds
 from tests.fuzz.fuzz_helpers import FUZZ_SETTINGS, REJECTED, read_or_error
+from tests.problems import raises_problem
 
 NUMBERS = st.floats().map(str) | st.sampled_from(
     ["0", "1", "-0", "1e308", "1e-320", "1_0", "0x1", "", " ", "１", "1e999", "nan", "a.bin"]
 )
-BLENDS = {
-    "prefix first": ["a", "1"],
-    "three": ["1", "a", "2"],
-    "negative": ["-1", "a", "2", "b"],
-    "infinite": ["inf", "a", "1", "b"],
-    "no number": ["nan", "a"],
-    "all zero": ["0", "a", "-0", "b"],
-    "an infinite sum": ["1e308", "a", "1e308", "b"],
-}
-SPLITS = {
-    "empty": "",
-    "a word": "train",
-    "four": "1,1,1,1",
-    "negative": "2,-1,0",
-    "all zero": "0,0,0",
-    "infinite": "inf,1,1",
-    "no number": "nan,1,1",
-    "an infinite sum": "1e308,1e308,1e308",
-    "an empty part": "9,,1",
-    "semicolons": "8;1;1",
-    "both separators": "8/1,1",
-    "percent": "80%,10%,10%",
-}
+# A prefix first, an odd number of words, then weights that are no shares.
+BLENDS = [
+    *("a 1", "1 a 2", "-1 a 2 b", "inf a 1 b", "nan a", "0 a -0 b"),
+    "1e308 a 1e308 b",  # an infinite sum
+]
+SPLITS = [
+    *("", "train", "1,1,1,1", "2,-1,0", "0,0,0", "inf,1,1", "nan,1,1", "1e308,1e308,1e308"),
+    *("9,,1", "8;1;1", "8/1,1", "80%,10%,10%"),
+]
 
 
-@pytest.mark.parametrize("name", BLENDS)
-def test_blends_by_hand(name: str) -> None:
+@pytest.mark.parametrize("text", BLENDS)
+def test_invalid_blend_is_rejected(text: str) -> None:
     with pytest.raises(ValueError, match="--data-path "):
-        parse_blend(BLENDS[name], "--data-path")
+        parse_blend(text.split(), "--data-path")
 
 
-@pytest.mark.parametrize("name", SPLITS)
-def test_splits_by_hand(name: str) -> None:
-    with pytest.raises(ValueError, match=r"--split .*: must be up to three"):
-        parse_split(SPLITS[name])
+@pytest.mark.parametrize("text", SPLITS)
+def test_invalid_split_is_rejected(text: str) -> None:
+    with raises_problem("invalid-split", "split"):
+        parse_split(text)
 
 
 @given(paths=st.lists(NUMBERS | st.text(max_size=5), min_size=2, max_size=8))
@@ -90,14 +77,9 @@ def test_any_split(text: str, size: int) -> None:
 def test_more_samples_than_memory_holds(tmp_path: Path, samples: int) -> None:
     with IndexedWriter(tmp_path / "p", "uint16") as writer:
         writer.add_document([1, 2, 3])
-    with pytest.raises(ValueError, match=f"{tmp_path}/p: {samples} train samples") as raised:
-        build_datasets(
-            DataConfig(data_path=(str(tmp_path / "p"),), split="1"),
-            seq_length=8,
-            seed=1,
-            num_samples=(samples, 0, 0),
-            tokenizer_fingerprint="t",
-            vocab_size=100,
-        )
-    assert "fewer samples" in str(raised.value)
+    config = DataConfig(data_path=(str(tmp_path / "p"),), split="1")
+    options = {"seq_length": 8, "seed": 1, "tokenizer_fingerprint": "t", "vocab_size": 100}
+    with raises_problem("index-too-large", contains=f" {samples} train ") as raised:
+        build_datasets(config, num_samples=(samples, 0, 0), **options)
+    assert f"{tmp_path}/p" in raised.problem
     assert not list(tmp_path.glob("index-cache/*.npy"))

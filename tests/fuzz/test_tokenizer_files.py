@@ -22,25 +22,12 @@ END = "<|endoftext|>"
 BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())
 VOCAB: dict[str, Any] = {token: number for number, token in enumerate([*BYTES, "he", "hel", END])}
 MERGES = "#version: 0.2\nh e\nhe l\n"
+SWITCHES = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
 FILE: dict[str, Any] = {
+    **dict.fromkeys(("truncation", "padding", "normalizer", "post_processor", "decoder")),
     "version": "1.0",
-    "truncation": None,
-    "padding": None,
-    "added_tokens": [
-        {
-            "id": 3,
-            "content": "</s>",
-            "single_word": False,
-            "lstrip": False,
-            "rstrip": False,
-            "normalized": False,
-            "special": True,
-        }
-    ],
-    "normalizer": None,
+    "added_tokens": [{"id": 3, "content": "</s>", "special": True, **SWITCHES}],
     "pre_tokenizer": {"type": "Whitespace"},
-    "post_processor": None,
-    "decoder": None,
     "model": {"type": "WordLevel", "vocab": {"a": 0, "b": 1, "[UNK]": 2}, "unk_token": "[UNK]"},
 }
 
@@ -50,16 +37,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("tokenizers")
 
 
+def gpt2_config(folder: Path) -> TokenizerConfig:
+    return TokenizerConfig(vocab_file=f"{folder}/vocab.json", merge_file=f"{folder}/merges.txt")
+
+
 def gpt2(folder: Path, vocab: str | bytes | None = None, merges: str | bytes = MERGES) -> Tokenizer:
     vocab = json.dumps(VOCAB) if vocab is None else vocab
     for name, content in (("vocab.json", vocab), ("merges.txt", merges)):
         content = content.encode() if isinstance(content, str) else content
         (folder / name).write_bytes(content)
-    return build_tokenizer(
-        TokenizerConfig(
-            vocab_file=str(folder / "vocab.json"), merge_file=str(folder / "merges.txt")
-        )
-    )
+    return build_tokenizer(gpt2_config(folder))
+
+
+def hf_config(name: str) -> TokenizerConfig:
+    return TokenizerConfig(tokenizer_type="HFTokenizer", tokenizer_model=name)
 
 
 def hf(folder: Path, **files: str | bytes) -> Tokenizer:
@@ -69,9 +60,7 @@ def hf(folder: Path, **files: str | bytes) -> Tokenizer:
     for name, content in files.items():
         content = content.encode() if isinstance(content, str) else content
         (folder / name.replace("__", ".")).write_bytes(content)
-    return build_tokenizer(
-        TokenizerConfig(tokenizer_type="HFTokenizer", tokenizer_model=str(folder))
-    )
+    return build_tokenizer(hf_config(str(folder)))
 
 
 def vocab(**changes: Any) -> str:
@@ -137,11 +126,8 @@ def test_gpt2_rejects_missing_files(tmp_path: Path, missing: str, is_folder: boo
     (tmp_path / missing).unlink()
     if is_folder:
         (tmp_path / missing).mkdir()
-    config = TokenizerConfig(
-        vocab_file=str(tmp_path / "vocab.json"), merge_file=str(tmp_path / "merges.txt")
-    )
     with raises_problem("not-a-file" if is_folder else "file-not-found", contains=missing):
-        build_tokenizer(config)
+        build_tokenizer(gpt2_config(tmp_path))
 
 
 @given(value=JSON | st.dictionaries(st.sampled_from([*BYTES, END]), JSON, max_size=4))
@@ -175,53 +161,43 @@ def changed(*path: Any, to: Any) -> str:
 GOOD = json.dumps(FILE)
 EMPTY_MODEL = {"type": "WordLevel", "vocab": {}, "unk_token": "x"}
 GPT2_CLASS = '{"tokenizer_class": "GPT2Tokenizer"}'
-BAD_TOKENIZER_JSON: list[str | bytes] = [
-    *("", "hello", b"\xff\xfe", "[]", "{}", "[" * 100_000, GOOD[:-9]),
-    *(changed("model", to=MISSING), changed("model", to=None), changed("model", "type", to="X")),
-    *(changed("model", "vocab", to=[]), changed("model", "vocab", "a", to=-1)),
+BAD_TOKENIZER_JSON: dict[str, list[str | bytes]] = {
+    "tokenizer-json-invalid": [
+        *("", "hello", b"\xff\xfe", "[]", "{}", "[" * 100_000, GOOD[:-9]),
+        *(changed("model", to=MISSING), changed("model", to=None)),
+        *(changed("model", "type", to="X"), changed("model", "vocab", to=[])),
+        changed("model", "vocab", "a", to=-1),
+    ],
+    "token-id-out-of-range": [changed("model", "vocab", "a", to=(1 << 32) - 1)],
+    "vocabulary-empty": [json.dumps({**FILE, "added_tokens": [], "model": EMPTY_MODEL})],
+    "end-token-unknown": [changed("added_tokens", to=[])],
+}
+BAD_SIDE_FILES: list[tuple[str, str, str | bytes]] = [
+    ("tokenizer-file-not-json", "tokenizer_config", "{"),
+    ("tokenizer-file-not-json", "tokenizer_config", b"\xff"),
+    ("tokenizer-file-not-json-object", "tokenizer_config", "[]"),
+    ("end-token-not-in-vocabulary", "tokenizer_config", '{"eos_token": ["</s>"]}'),
+    ("end-token-not-in-vocabulary", "tokenizer_config", '{"eos_token": "<end>"}'),
+    ("end-token-not-in-vocabulary", "special_tokens_map", '{"eos_token": "<end>"}'),
+]
+UNREADABLE_FOLDERS: list[dict[str, str | bytes]] = [
+    {},
+    {"tokenizer_config__json": GPT2_CLASS, "vocab__json": json.dumps(VOCAB)},
+    {"tokenizer_config__json": '{"tokenizer_class": 5}', "config__json": "[]"},
 ]
 # The code of the problem, the file or folder that it names, and the files.
 BAD_FOLDERS: list[tuple[str, str, dict[str, str | bytes]]] = [
     *(
-        ("tokenizer-json-invalid", "tokenizer.json", {"tokenizer__json": content})
-        for content in BAD_TOKENIZER_JSON
-    ),
-    *(
         (code, "tokenizer.json", {"tokenizer__json": content})
-        for code, content in (
-            ("token-id-out-of-range", changed("model", "vocab", "a", to=(1 << 32) - 1)),
-            ("vocabulary-empty", json.dumps({**FILE, "added_tokens": [], "model": EMPTY_MODEL})),
-            ("end-token-unknown", changed("added_tokens", to=[])),
-        )
+        for code, contents in BAD_TOKENIZER_JSON.items()
+        for content in contents
     ),
     *(
-        (
-            code,
-            "tokenizer_config.json",
-            {"tokenizer__json": GOOD, "tokenizer_config__json": content},
-        )
-        for code, content in (
-            ("tokenizer-file-not-json", "{"),
-            ("tokenizer-file-not-json", b"\xff"),
-            ("tokenizer-file-not-json-object", "[]"),
-            ("end-token-not-in-vocabulary", '{"eos_token": ["</s>"]}'),
-            ("end-token-not-in-vocabulary", '{"eos_token": "<end>"}'),
-        )
-    ),
-    (
-        "end-token-not-in-vocabulary",
-        "special_tokens_map.json",
-        {"tokenizer__json": GOOD, "special_tokens_map__json": '{"eos_token": "<end>"}'},
+        (code, f"{name}.json", {"tokenizer__json": GOOD, f"{name}__json": content})
+        for code, name, content in BAD_SIDE_FILES
     ),
     ("pretrained-tokenizer-incomplete", "", {"tokenizer_config__json": GPT2_CLASS}),
-    *(
-        ("pretrained-tokenizer-unreadable", "", files)
-        for files in (
-            {},
-            {"tokenizer_config__json": GPT2_CLASS, "vocab__json": json.dumps(VOCAB)},
-            {"tokenizer_config__json": '{"tokenizer_class": 5}', "config__json": "[]"},
-        )
-    ),
+    *(("pretrained-tokenizer-unreadable", "", files) for files in UNREADABLE_FOLDERS),
 ]
 
 
@@ -235,12 +211,10 @@ def test_hf_rejects_damaged_files(
 
 def test_hf_rejects_paths_that_do_not_exist() -> None:
     for name in ("no where", "", "no\0where", "x/" * 500):
-        config = TokenizerConfig(tokenizer_type="HFTokenizer", tokenizer_model=name)
         with raises_problem("tokenizer-not-found", "tokenizer_model", contains=name):
-            build_tokenizer(config)
-    config = TokenizerConfig(tokenizer_type="HFTokenizer", tokenizer_model="x" * 5000)
+            build_tokenizer(hf_config(name))
     with raises_problem("tokenizer-download-failed", "tokenizer_model"):
-        build_tokenizer(config)
+        build_tokenizer(hf_config("x" * 5000))
 
 
 @given(path=st.sampled_from(paths_in(FILE)), value=JSON)

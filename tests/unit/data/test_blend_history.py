@@ -42,11 +42,8 @@ def test_unchanged_blend_keeps_the_history() -> None:
 @pytest.mark.parametrize(
     ("names", "weights", "order"),
     [
-        ("ab", [0.5, 0.5], ORDER),
-        ("ba", [0.75, 0.25], ORDER),
-        ("a", [1.0], ORDER),
-        ("abc", [0.2, 0.6, 0.2], ORDER),
-        ("ab", [0.25, 0.75], ORDER + 1),
+        *(("ab", [0.5, 0.5], ORDER), ("ba", [0.75, 0.25], ORDER), ("a", [1.0], ORDER)),
+        *(("abc", [0.2, 0.6, 0.2], ORDER), ("ab", [0.25, 0.75], ORDER + 1)),
     ],
 )
 def test_changed_blend_begins_a_phase(names: str, weights: list[float], order: int) -> None:
@@ -74,27 +71,17 @@ def test_change_before_the_first_sample_replaces_the_phase() -> None:
     a, b = named("a", "b")
     first = record_consumed(new_history([a, b], [0.5, 0.5], ORDER), [2, 2])
     second = record_consumed(resume_history(first, [a], [1.0], ORDER, 4), [0])
-    assert resume_history(second, [b], [1.0], ORDER, 4).phases == (
-        first.current,
-        BlendPhase(4, (1,), (1.0,), (2,)),
-    )
+    third = resume_history(second, [b], [1.0], ORDER, 4)
+    assert third.phases == (first.current, BlendPhase(4, (1,), (1.0,), (2,)))
 
 
 def test_source_identity_includes_documents_and_copies() -> None:
     a = SourceId("a", "x", (0, 9))
-    assert [one.copy for one in with_copy_numbers([a, a, SourceId("a", "x", (0, 8)), a])] == [
-        0,
-        1,
-        0,
-        2,
-    ]
+    shorter, changed = SourceId("a", "x", (0, 8)), SourceId("a", "y", (0, 9))
+    assert [one.copy for one in with_copy_numbers([a, a, shorter, a])] == [0, 1, 0, 2]
     first = record_consumed(new_history([a], [1.0], ORDER), [5])
-    assert resume_history(
-        first, [SourceId("a", "x", (0, 8))], [1.0], ORDER, 5
-    ).current.source_starts == (0,)
-    assert resume_history(
-        first, [SourceId("a", "y", (0, 9))], [1.0], ORDER, 5
-    ).current.source_starts == (0,)
+    for other in (shorter, changed):
+        assert resume_history(first, [other], [1.0], ORDER, 5).current.source_starts == (0,)
 
 
 def test_json_round_trip() -> None:
@@ -104,7 +91,7 @@ def test_json_round_trip() -> None:
     assert BlendHistory.from_dict(json.loads(json.dumps(history.to_dict()))) == history
 
 
-def damaged(path: list[Any], value: Any) -> dict[str, Any]:
+def damaged(path: tuple[Any, ...], value: Any) -> dict[str, Any]:
     """A record with another value at a path; None removes it."""
     record = json.loads(json.dumps(new_history(named("a", "b"), [0.5, 0.5], ORDER).to_dict()))
     at = record
@@ -116,28 +103,25 @@ def damaged(path: list[Any], value: Any) -> dict[str, Any]:
     return record  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize(
-    ("path", "value"),
-    [
-        (["format"], 1),
-        (["format"], None),
-        (["order"], "2"),
-        (["phases"], []),
-        (["phases"], None),
-        (["sources"], [1]),
-        (["sources", 0, "consumed"], -1),
-        (["sources", 0, "consumed"], 1.5),
-        (["sources", 0, "requests"], [True]),
-        (["sources", 0, "identity", "documents"], [0]),
-        (["phases", 0, "sources"], [0, 7]),
-        (["phases", 0, "weights"], [0.5]),
-        (["phases", 0, "weights"], [0.5, float("nan")]),
-        (["phases", 0, "source_starts"], "00"),
-    ],
-)
-def test_damaged_record_is_rejected(path: list[Any], value: Any) -> None:
-    with pytest.raises(ValueError, match=r"\w"):
-        BlendHistory.from_dict(damaged(path, value))
+DAMAGED_VALUES: dict[tuple[Any, ...], list[Any]] = {
+    ("format",): [1, None],
+    ("order",): ["2"],
+    ("phases",): [[], None],
+    ("sources",): [[1]],
+    ("sources", 0, "consumed"): [-1, 1.5],
+    ("sources", 0, "requests"): [[True]],
+    ("sources", 0, "identity", "documents"): [[0]],
+    ("phases", 0, "sources"): [[0, 7]],
+    ("phases", 0, "weights"): [[0.5], [0.5, float("nan")]],
+    ("phases", 0, "source_starts"): ["00"],
+}
+
+
+@pytest.mark.parametrize("path", DAMAGED_VALUES)
+def test_damaged_record_is_rejected(path: tuple[Any, ...]) -> None:
+    for value in DAMAGED_VALUES[path]:
+        with pytest.raises(ValueError, match=r"\w"):
+            BlendHistory.from_dict(damaged(path, value))
 
 
 @given(

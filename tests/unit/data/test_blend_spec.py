@@ -26,6 +26,7 @@ from megatron_ds.data.validation import data_problems
 from tests.problems import codes, fields
 
 FLAG = "--valid-weighted-split-paths"
+BOUNDS = st.tuples(st.floats(0, 1), st.floats(0, 1)).filter(lambda pair: pair[0] != pair[1])
 STEADY = settings(derandomize=True, deadline=None, database=None, max_examples=40)
 
 
@@ -44,31 +45,27 @@ def parse(**values: Any) -> list[DatasetGroup]:
 def test_group_with_weights_and_ranges() -> None:
     group, found = parse_group(" A B : 3 0:0.6 data/a,1 .5:1 b , 0 0:1 c", "valid", FLAG)
     assert not found
-    assert group == DatasetGroup(
-        "valid",
-        "A B",
-        f"{FLAG} A B:",
-        (
-            BlendSource("data/a", 0.75, FractionRange("0:0.6", 0.0, 0.6)),
-            BlendSource("b", 0.25, FractionRange(".5:1", 0.5, 1.0)),
-        ),
-        ("c",),
+    sources = (
+        BlendSource("data/a", 0.75, FractionRange("0:0.6", 0.0, 0.6)),
+        BlendSource("b", 0.25, FractionRange(".5:1", 0.5, 1.0)),
     )
+    assert group == DatasetGroup("valid", "A B", f"{FLAG} A B:", sources, ("c",))
 
 
 @pytest.mark.parametrize(
     ("text", "name"),
     [
-        ("X 1: 1 0.9:1 a", "X 1"),
-        ("2 1:1 0:1 a", "2 1"),
-        ("0.5:1 0:1 a", "0.5"),
-        ("1: 1 0:1 a", "1"),
+        *(("X 1: 1 0.9:1 a", "X 1"), ("2 1:1 0:1 a", "2 1")),
+        *(("0.5:1 0:1 a", "0.5"), ("1: 1 0:1 a", "1")),
     ],
 )
 def test_group_name_may_contain_numbers(text: str, name: str) -> None:
     group, found = parse_group(text, "valid", FLAG)
     assert not found
     assert (group.name, [source.prefix for source in group.sources]) == (name, ["a"])
+
+
+INVALID_RANGES = ("0.5", "0:50", "1:0", ".5:.5", "-0.1:1", "nan:1", "0:.5:1")
 
 
 @pytest.mark.parametrize(
@@ -78,8 +75,7 @@ def test_group_name_may_contain_numbers(text: str, name: str) -> None:
         ("group-entry-syntax", ["V:", "V: 1 0:1", "V: 1 0:1 a b", "V: 1 0:1 a,"]),
         ("invalid-weight", ["V: x 0:1 a", "V: -1 0:1 a", "V: inf 0:1 a"]),
         ("invalid-weight-sum", ["V: 0 0:1 a", "V: 1e308 0:1 a, 1e308 0:1 b"]),
-        ("invalid-document-range", ["V: 1 0.5 a", "V: 1 0:50 a", "V: 1 1:0 a", "V: 1 .5:.5 a"]),
-        ("invalid-document-range", ["V: 1 -0.1:1 a", "V: 1 nan:1 a", "V: 1 0:.5:1 a"]),
+        ("invalid-document-range", [f"V: 1 {bad} a" for bad in INVALID_RANGES]),
     ],
 )
 def test_invalid_group_is_rejected(code: str, texts: list[str]) -> None:
@@ -96,22 +92,13 @@ def test_all_problems_are_reported_at_once() -> None:
         valid_weighted_split_paths=("V: x 0:1 a, 1 0:2 b", "W: 1 0:1 c", "W: 1 0:1 d"),
         test_data_path=("1", "a", "b"),
     )
-    assert codes(found) == [
-        "several-train-groups",
-        "invalid-weight",
-        "invalid-document-range",
-        "duplicate-group-name",
-        "blend-syntax",
-    ]
+    group_problems = ["invalid-weight", "invalid-document-range", "duplicate-group-name"]
+    assert codes(found) == ["several-train-groups", *group_problems, "blend-syntax"]
 
 
 @given(
     entries=st.lists(
-        st.tuples(
-            st.floats(1e-6, 1e6),
-            st.tuples(st.floats(0, 1), st.floats(0, 1)).filter(lambda pair: pair[0] != pair[1]),
-            st.from_regex(r"[\w./-]+", fullmatch=True),
-        ),
+        st.tuples(st.floats(1e-6, 1e6), BOUNDS, st.from_regex(r"[\w./-]+", fullmatch=True)),
         min_size=1,
         max_size=5,
     ),
@@ -180,12 +167,10 @@ def test_argument_files_equal_flags(tmp_path: Path) -> None:
     def comparable(found: list[DatasetGroup]) -> list[Any]:
         return [(group.split, group.name, group.sources) for group in found]
 
-    assert comparable(parse(data_args_path=str(blend), split="1,1")) == comparable(
-        parse(data_path=("3", "a", "1", "b"), split="1,1")
-    )
-    assert comparable(parse(per_split_data_args_path=str(splits))) == comparable(
-        parse(train_data_path=("3", "a", "1", "b"), valid_data_path=("c", "d"))
-    )
+    by_flag = parse(data_path=("3", "a", "1", "b"), split="1,1")
+    assert comparable(parse(data_args_path=str(blend), split="1,1")) == comparable(by_flag)
+    by_flag = parse(train_data_path=("3", "a", "1", "b"), valid_data_path=("c", "d"))
+    assert comparable(parse(per_split_data_args_path=str(splits))) == comparable(by_flag)
     by_flag = parse(
         train_data_path=("t",), valid_weighted_split_paths=("V1: 1 0:1 a, 1 0:0.5 b", "V2: 1 0:1 c")
     )
@@ -199,27 +184,30 @@ def test_split_of_weight_0_has_no_dataset() -> None:
     groups = parse(data_path=("a", "b"), split="9,0,1")
     assert [group.split for group in groups] == ["train", "test"]
     assert {source.documents for source in groups[1].sources} == {SplitSelection("9,0,1", "test")}
-    assert {source.documents for source in parse(train_data_path=("a",))[0].sources} == {
-        AllDocuments()
-    }
+    (group,) = parse(train_data_path=("a",))
+    assert {source.documents for source in group.sources} == {AllDocuments()}
 
 
 @pytest.mark.parametrize(
     ("field", "content", "code"),
     [
-        ("data_args_path", "", "empty-data-args-file"),
-        ("data_args_path", "1 a b", "blend-syntax"),
+        *(
+            ("data_args_path", "", "empty-data-args-file"),
+            ("data_args_path", "1 a b", "blend-syntax"),
+        ),
         ("data_args_path", b"\xff\xfe", "data-args-file-unreadable"),
-        ("data_args_path", None, "file-not-found"),
         ("per_split_data_args_path", "{", "per-split-file-not-json"),
         ("per_split_data_args_path", "[]", "per-split-file-keys"),
         ("per_split_data_args_path", '{"training": ["a"]}', "per-split-file-keys"),
         ("per_split_data_args_path", '{"train": 3}', "per-split-file-entry"),
         ("per_split_data_args_path", '{"train": [["a"]]}', "per-split-file-entry"),
         ("per_split_data_args_path", '{"valid": ["a"]}', "per-split-file-without-train"),
-        ("per_split_data_args_path", None, "file-not-found"),
         ("train_weighted_split_paths_path", "\n", "no-groups-in-file"),
         ("train_weighted_split_paths_path", '"T: 1 0:1', "group-entry-syntax"),
+        *(
+            (f"{name}_path", None, "file-not-found")
+            for name in ("data_args", "per_split_data_args")
+        ),
         ("train_weighted_split_paths_path", None, "file-not-found"),
     ],
 )
@@ -266,10 +254,7 @@ def test_contradicting_data_flags_are_rejected(given_fields: str, code: str, nam
 @pytest.mark.parametrize(
     "fields",
     [
-        "data_path",
-        "data_path split",
-        "data_args_path split",
-        "per_split_data_args_path",
+        *("data_path", "data_path split", "data_args_path split", "per_split_data_args_path"),
         "train_data_path valid_weighted_split_paths test_weighted_split_paths_path",
     ],
 )
@@ -286,12 +271,8 @@ def test_group_without_quotes_is_one_problem() -> None:
 def test_files_of_an_invalid_group_are_checked() -> None:
     config = DataConfig(train_weighted_split_paths=("T: x 0:2 no/file",))
     found = list(data_problems(DataFiles(config), None, None))
-    assert codes(found) == [
-        "invalid-weight",
-        "invalid-document-range",
-        "data-file-missing",
-        "data-file-missing",
-    ]
+    missing = ["data-file-missing"] * 2
+    assert codes(found) == ["invalid-weight", "invalid-document-range", *missing]
 
 
 def test_long_list_is_shortened_in_messages() -> None:

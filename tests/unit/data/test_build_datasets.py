@@ -37,12 +37,7 @@ def write(prefix: Path, documents: int = 40, first: int = 0, size: int = 7) -> s
 
 
 def datasets(config: DataConfig, samples: tuple[int, int, int], **changes: Any) -> Datasets:
-    values: dict[str, Any] = {
-        "seq_length": 5,
-        "seed": 11,
-        "tokenizer_fingerprint": "t",
-        "vocab_size": 1000,
-    }
+    values = {"seq_length": 5, "seed": 11, "tokenizer_fingerprint": "t", "vocab_size": 1000}
     return build_datasets(config, num_samples=samples, **{**values, **changes})
 
 
@@ -147,11 +142,8 @@ def test_files_without_weights_are_weighted_by_size(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("paths", "code"),
     [
-        (("1", "a", "2"), "blend-syntax"),
-        (("x", "a", "2", "b"), "invalid-weight"),
-        (("-1", "a"), "invalid-weight"),
-        (("nan", "a"), "invalid-weight"),
-        (("0", "a", "0.0", "b"), "invalid-weight-sum"),
+        *((("1", "a", "2"), "blend-syntax"), (("0", "a", "0.0", "b"), "invalid-weight-sum")),
+        *((paths, "invalid-weight") for paths in (("x", "a", "2", "b"), ("-1", "a"), ("nan", "a"))),
     ],
 )
 def test_invalid_blend_is_rejected(paths: tuple[str, ...], code: str) -> None:
@@ -316,13 +308,8 @@ def test_changed_blend_continues_each_source(tmp_path: Path) -> None:
     assert [source["consumed"] for source in record["sources"]] == [160, 40, 40]
     assert [phase["first_sample"] for phase in record["phases"]] == [0, 160]
     text = "\n".join(built.changes)
-    for part in (
-        "160 samples",
-        "a 0.75, b 0.25",
-        "c 0.5, a 0.5",
-        "a at its sample 120",
-        "b, after 40",
-    ):
+    weights = ("a 0.75, b 0.25", "c 0.5, a 0.5")
+    for part in ("160 samples", *weights, "a at its sample 120", "b, after 40"):
         assert part in text
 
     # Back to the first blend: b continues after its 40 samples, and the change is reported once.
@@ -337,9 +324,8 @@ def test_single_file_becomes_a_blend_and_single_again(tmp_path: Path) -> None:
     single = DataConfig(data_path=(a,), split="1")
     uninterrupted, _, _ = run(single, 300)
     first, record, _ = run(single, 100, total=300)
-    second, record, _ = run(
-        DataConfig(data_path=("1", a, "1", b), split="1"), 200, 100, 300, record
-    )
+    blend = DataConfig(data_path=("1", a, "1", b), split="1")
+    second, record, _ = run(blend, 200, 100, 300, record)
     third, record, _ = run(single, 300, 200, record=record)
     ids = of("a", first + second + third)
     assert (ids, record["sources"][0]["consumed"]) == (of("a", uninterrupted)[:250], 250)

@@ -71,12 +71,8 @@ def test_written_bytes_equal_the_reference(
     for suffix in (".bin", ".idx"):
         ours, reference = (tmp_path / f"{name}{suffix}" for name in ("ours", "reference"))
         assert ours.read_bytes() == reference.read_bytes()
-    assert sorted(os.listdir(tmp_path)) == [
-        "ours.bin",
-        "ours.idx",
-        "reference.bin",
-        "reference.idx",
-    ]
+    names = [path.name for path in sorted(tmp_path.iterdir())]
+    assert names == ["ours.bin", "ours.idx", "reference.bin", "reference.idx"]
 
 
 @pytest.mark.parametrize(("code", "letter", "dtype"), [(8, "H", "uint16"), (4, "i", "int32")])

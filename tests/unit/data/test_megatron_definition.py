@@ -88,13 +88,8 @@ def cases(draw: st.DrawFn) -> Case:
     first = draw(st.integers(0, len(tokens) - 1))
     end = draw(st.integers(first + 1, len(tokens)))
     assume(sum(tokens[first:end]) > 1)
-    return Case(
-        tokens,
-        (first, end),
-        draw(st.integers(1, 80)),
-        draw(st.integers(1, 40)),
-        draw(st.integers(0, 2**32 - 1)),
-    )
+    request = draw(st.tuples(st.integers(1, 80), st.integers(1, 40), st.integers(0, 2**32 - 1)))
+    return Case(tokens, (first, end), *request)
 
 
 SEEN: set[tuple[bool, bool]] = set()
@@ -104,13 +99,8 @@ SEEN: set[tuple[bool, bool]] = set()
 @settings(max_examples=60, deadline=None, derandomize=True, database=None)
 @given(case=cases())
 def check_case(case: Case) -> None:
-    built = build_indexes(
-        np.array(case.tokens, dtype=np.int32),
-        np.array(case.documents),
-        case.num_samples,
-        case.seq_length,
-        case.seed,
-    )
+    request = (case.num_samples, case.seq_length, case.seed)
+    built = build_indexes(np.array(case.tokens, np.int32), np.array(case.documents), *request)
     order, starts, mixed = reference_indexes(case)
     assert built.documents.tolist() == order
     assert [tuple(row) for row in built.samples.tolist()] == starts

@@ -76,12 +76,9 @@ def test_indexes_equal_the_reference(monkeypatch: pytest.MonkeyPatch, chunk: int
         documents = list(range(first, len(lengths)))
         seq_length = rng.choice([1, 3, 8, 50])
         wanted = rng.randint(1, 60)
-        built = build_indexes(
-            np.array(lengths, dtype=np.int32), np.array(documents), wanted, seq_length, seed
-        )
-        order, starts, shuffle, separate = naive_indexes(
-            lengths, documents, wanted, seq_length, seed
-        )
+        request = (wanted, seq_length, seed)
+        built = build_indexes(np.array(lengths, dtype=np.int32), np.array(documents), *request)
+        order, starts, shuffle, separate = naive_indexes(lengths, documents, *request)
         assert built.documents.tolist() == order
         assert [tuple(row) for row in built.samples.tolist()] == starts
         assert built.shuffle.tolist() == shuffle
@@ -103,11 +100,8 @@ def test_barely_used_last_epoch_is_shuffled_separately() -> None:
 
 def test_index_dtypes_are_megatrons() -> None:
     built = build_indexes(np.array([5, 5], dtype=np.int32), np.arange(2), 2, 4, seed=0)
-    assert (built.documents.dtype, built.samples.dtype, built.shuffle.dtype) == (
-        np.int32,
-        np.int32,
-        np.uint32,
-    )
+    found = [array.dtype for array in (built.documents, built.samples, built.shuffle)]
+    assert found == [np.int32, np.int32, np.uint32]
 
 
 def test_index_dtypes_at_their_limits() -> None:
@@ -158,10 +152,8 @@ def test_documents_without_tokens_are_rejected() -> None:
 @pytest.mark.parametrize(
     ("text", "fractions"),
     [
-        ("969,30,1", (0.969, 0.03, 0.001)),
-        ("100", (1, 0, 0)),
-        ("90,10", (0.9, 0.1, 0)),
-        ("8/1/1", (0.8, 0.1, 0.1)),
+        *(("969,30,1", (0.969, 0.03, 0.001)), ("8/1/1", (0.8, 0.1, 0.1))),
+        *(("100", (1, 0, 0)), ("90,10", (0.9, 0.1, 0))),
     ],
 )
 def test_split_is_normalized(text: str, fractions: tuple[float, float, float]) -> None:

@@ -12,37 +12,28 @@ from megatron_ds.parallel.rng import RngStreams
 VOCAB = 90  # of 96 padded rows
 EOD = 89
 
-KINDS: dict[str, dict[str, Any]] = {
-    "learned": {"position_embedding_type": "learned_absolute"},
-    "rope": {"position_embedding_type": "rope", "rotary_percent": 0.5},
-    "alibi": {"position_embedding_type": "alibi", "num_query_groups": 2},
-    "none": {"position_embedding_type": "none", "untie_embeddings_and_output_weights": True},
-    "learned-gqa": {"position_embedding_type": "learned_absolute", "num_query_groups": 2},
-    "rope-gqa": {
-        "position_embedding_type": "rope",
-        "num_query_groups": 2,
-        "activation": "swiglu",
-        "normalization": "RMSNorm",
-        "add_bias_linear": False,
-    },
+
+def kind_of(position: str, groups: int | None = None, **more: Any) -> dict[str, Any]:
+    return {"position_embedding_type": position, "num_query_groups": groups, **more}
+
+
+LLAMA = {"activation": "swiglu", "normalization": "RMSNorm", "add_bias_linear": False}
+KINDS = {
+    "learned": kind_of("learned_absolute"),
+    "rope": kind_of("rope", rotary_percent=0.5),
+    "alibi": kind_of("alibi", 2),
+    "none": kind_of("none", untie_embeddings_and_output_weights=True),
+    "learned-gqa": kind_of("learned_absolute", 2),
+    "rope-gqa": kind_of("rope", 2, **LLAMA),
 }
 """All position embeddings, with and without grouped queries."""
 
 
 def config_of(kind: str, **changes: Any) -> ModelConfig:
-    shape: dict[str, Any] = {
-        "num_layers": 2,
-        "hidden_size": 32,
-        "num_attention_heads": 4,
-        "ffn_hidden_size": 48,
-        "seq_length": 40,
-        "vocab_size": VOCAB,
-        "make_vocab_size_divisible_by": 48,
-        # Generation must disable dropout.
-        "attention_dropout": 0.3,
-        "hidden_dropout": 0.3,
-        "init_method_std": 0.4,
-    }
+    shape: dict[str, Any] = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4}
+    shape |= {"ffn_hidden_size": 48, "seq_length": 40, "init_method_std": 0.4}
+    shape |= {"vocab_size": VOCAB, "make_vocab_size_divisible_by": 48}
+    shape |= {"attention_dropout": 0.3, "hidden_dropout": 0.3}  # generation must disable it
     return ModelConfig(**{**shape, **KINDS[kind], **changes})
 
 

@@ -29,21 +29,10 @@ def test_defaults_are_those_of_megatron() -> None:
 
 
 def test_every_field_is_read() -> None:
-    sampling = {
-        "prompts": ["a", ""],
-        "tokens_to_generate": 3,
-        "logprobs": True,
-        "top_n_logprobs": 10,
-        "temperature": 100,
-        "top_p": 0.5,
-        "top_p_decay": 0.9,
-        "top_p_bound": 0.5,
-        "add_BOS": True,
-        "stop_on_eol": True,
-        "prevent_newline_after_colon": True,
-        "random_seed": 2**63 - 1,
-        "no_log": True,
-    }
+    flags = ("logprobs", "add_BOS", "stop_on_eol", "prevent_newline_after_colon", "no_log")
+    sampling = {"prompts": ["a", ""], "tokens_to_generate": 3, "top_n_logprobs": 10}
+    sampling |= {"top_p": 0.5, "top_p_decay": 0.9, "top_p_bound": 0.5, "temperature": 100}
+    sampling |= {"random_seed": 2**63 - 1, **dict.fromkeys(flags, True)}
     other_sampling = {"stop_on_double_eol": True, "top_k": 1000}
     beams = {"beam_width": 2, "stop_token": 5, "length_penalty": -0.5}
     for given in (sampling, other_sampling, beams):
@@ -62,45 +51,36 @@ def test_top_k_in_a_request_disables_the_default_top_p_and_vice_versa() -> None:
     assert read_fields(top).temperature == 0.5
 
 
-@pytest.mark.parametrize(
-    ("body", "code"),
-    [
-        (b"", "request-not-json"),
-        (b"{", "request-not-json"),
-        (b"\xff\xfe\x00", "request-not-json"),
-        (b'{"prompts": ["\xe9"]}', "request-not-json"),
-        (b"[" * 100_000, "request-not-json"),
-        (b'{"prompts": ["a"], "temperature": NaN}', "request-not-json"),
-        (b'{"prompts": ["a"], "random_seed": ' + b"9" * 5000 + b"}", "request-not-json"),
-        (b'{"prompts": ["a"], "prompts": ["b"]}', "request-field-repeated"),
-        (b" " * (MAX_BODY + 1), "request-too-long"),
-        (b"[]", "request-not-json-object"),
-        (b"null", "request-not-json-object"),
-        (b'"prompts"', "request-not-json-object"),
-        (b"{}", "request-field-missing"),
-        (b'{"prompts": ["\\ud800"]}', "request-value-invalid"),
+INVALID_BODIES: dict[str, list[bytes]] = {
+    "request-not-json": [
+        *(b"", b"{", b"\xff\xfe\x00", b'{"prompts": ["\xe9"]}', b"[" * 100_000),
+        b'{"prompts": ["a"], "temperature": NaN}',
+        b'{"prompts": ["a"], "random_seed": ' + b"9" * 5000 + b"}",
     ],
-    ids=range(14),
-)
-def test_invalid_bodies_are_rejected(body: bytes, code: str) -> None:
-    with raises_problem(code):
-        read(body, Defaults())
+    "request-field-repeated": [b'{"prompts": ["a"], "prompts": ["b"]}'],
+    "request-too-long": [b" " * (MAX_BODY + 1)],
+    "request-not-json-object": [b"[]", b"null", b'"prompts"'],
+    "request-field-missing": [b"{}"],
+    "request-value-invalid": [b'{"prompts": ["\\ud800"]}'],
+}
+
+
+@pytest.mark.parametrize("code", INVALID_BODIES)
+def test_invalid_bodies_are_rejected(code: str) -> None:
+    for body in INVALID_BODIES[code]:
+        with raises_problem(code):
+            read(body, Defaults())
 
 
 INVALID_VALUES: dict[str, list[Any]] = {
     "prompts": ["a", [1], [["a"]], [], ["a"] * 129],
     "tokens_to_generate": [-1, 1.0, True, "3", None],
-    "logprobs": [1],
-    "top_n_logprobs": [11],
     "temperature": [0, 100.1, "hot", False],
     "top_k": [-1, 1001, 0.5],
-    "top_p": [1.5],
-    "add_BOS": ["yes"],
-    "stop_on_eol": [1],
     "random_seed": [-1, 2**63],
-    "beam_width": [0],
-    "length_penalty": ["1"],
 }
+INVALID_VALUES |= {"top_p": [1.5], "logprobs": [1], "top_n_logprobs": [11], "stop_on_eol": [1]}
+INVALID_VALUES |= {"add_BOS": ["yes"], "beam_width": [0], "length_penalty": ["1"]}
 
 
 @pytest.mark.parametrize("name", INVALID_VALUES)
@@ -110,20 +90,17 @@ def test_invalid_values_are_rejected(name: str) -> None:
             read_fields(**{name: value})
 
 
+DECAY = {"top_p_decay": 0.5}
 CONTRADICTIONS: list[tuple[dict[str, Any], str, str]] = [
     ({"prompts": ["a", ""]}, "empty-prompt-needs-bos", "prompts"),
     ({"tokens_to_generate": 0}, "scoring-without-logprobs", "tokens_to_generate"),
     ({"top_n_logprobs": 1}, "request-field-needs-another", "logprobs"),
     ({"top_k": 1, "top_p": 0.1}, "request-fields-exclusive", "top_p"),
     ({"stop_on_eol": True, "stop_on_double_eol": True}, "request-fields-exclusive", "stop_on_eol"),
-    ({"top_p_decay": 0.5}, "request-field-needs-another", "top_p_decay"),
-    ({"top_p_bound": 0.5, "top_p_decay": 0.5}, "request-field-needs-another", "top_p_bound"),
+    (DECAY, "request-field-needs-another", "top_p_decay"),
+    ({**DECAY, "top_p_bound": 0.5}, "request-field-needs-another", "top_p_bound"),
     ({"top_p": 0.5, "top_p_bound": 0.2}, "request-field-needs-another", "top_p_decay"),
-    (
-        {"top_p": 0.5, "top_p_decay": 0.5, "top_p_bound": 0.6},
-        "top-p-bound-above-top-p",
-        "top_p_bound",
-    ),
+    ({**DECAY, "top_p": 0.5, "top_p_bound": 0.6}, "top-p-bound-above-top-p", "top_p_bound"),
     ({"beam_width": 2, "prompts": ["a", "b"]}, "beam-search-with-several-prompts", "prompts"),
     ({"beam_width": 2, "tokens_to_generate": 0}, "beam-search-without-new-tokens", "beam_width"),
     ({"beam_width": 2, "top_k": 3}, "request-fields-not-for-beam-search", "top_k"),
@@ -142,10 +119,8 @@ def test_contradicting_fields_are_rejected(given: dict[str, Any], code: str, nam
 @pytest.mark.parametrize(
     ("name", "suggestion"),
     [
-        ("max_len", "tokens_to_generate"),
-        ("sentences", "prompts"),
-        ("temprature", "temperature"),
-        ("zzz", "prompts, tokens_to_generate"),
+        *(("max_len", "tokens_to_generate"), ("sentences", "prompts")),
+        *(("temprature", "temperature"), ("zzz", "prompts, tokens_to_generate")),
     ],
 )
 def test_unknown_fields_are_rejected_with_a_suggestion(name: str, suggestion: str) -> None:

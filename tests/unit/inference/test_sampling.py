@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,11 @@ from megatron_ds.inference.sampling_params import SamplingParams
 
 SHARES = (0.05, 0.4, 0.25, 0.0, 0.2, 0.1)
 """Probabilities of six tokens; the fourth is padding."""
+
+
+ALL = {0: 0.05, 1: 0.4, 2: 0.25, 4: 0.2, 5: 0.1}
+THREE = {1: 0.4 / 0.85, 2: 0.25 / 0.85, 4: 0.2 / 0.85}
+TWO = {1: 0.4 / 0.65, 2: 0.25 / 0.65}
 
 
 def logits(rows: int = 1) -> torch.Tensor:
@@ -30,35 +36,25 @@ def allowed(settings: SamplingParams) -> dict[int, float]:
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
-        (SamplingParams(), {0: 0.05, 1: 0.4, 2: 0.25, 4: 0.2, 5: 0.1}),
-        (SamplingParams(top_k=1), {1: 1.0}),
-        (SamplingParams(top_k=3), {1: 0.4 / 0.85, 2: 0.25 / 0.85, 4: 0.2 / 0.85}),
-        (SamplingParams(top_k=5000), {0: 0.05, 1: 0.4, 2: 0.25, 4: 0.2, 5: 0.1}),
-        (SamplingParams(top_p=0.3), {1: 1.0}),
+        *((SamplingParams(top_k=count), ALL) for count in (0, 5000)),
+        *((SamplingParams(top_k=1), {1: 1.0}), (SamplingParams(top_p=1.0), ALL)),
+        *((SamplingParams(top_p=share), {1: 1.0}) for share in (0.3, 1e-9)),
         # 0.4 + 0.25 < 0.7: the token that crosses 0.7 belongs to the nucleus.
-        (SamplingParams(top_p=0.7), {1: 0.4 / 0.85, 2: 0.25 / 0.85, 4: 0.2 / 0.85}),
-        (SamplingParams(top_p=0.6), {1: 0.4 / 0.65, 2: 0.25 / 0.65}),
-        (SamplingParams(top_p=1e-9), {1: 1.0}),
-        (SamplingParams(top_p=1.0), {0: 0.05, 1: 0.4, 2: 0.25, 4: 0.2, 5: 0.1}),
+        *((SamplingParams(top_k=3), THREE), (SamplingParams(top_p=0.7), THREE)),
         # Of the three that top-k keeps, 0.4 / 0.85 = 0.47 < 0.5.
-        (SamplingParams(top_k=3, top_p=0.5), {1: 0.4 / 0.65, 2: 0.25 / 0.65}),
-        (
-            SamplingParams(temperature=0.5, top_k=2),
-            {1: 0.16 / (0.16 + 0.0625), 2: 0.0625 / (0.16 + 0.0625)},
-        ),
+        *((SamplingParams(top_p=0.6), TWO), (SamplingParams(top_k=3, top_p=0.5), TWO)),
+        (SamplingParams(temperature=0.5, top_k=2), {1: 0.16 / 0.2225, 2: 0.0625 / 0.2225}),
     ],
     ids=str,
 )
 def test_candidates(settings: SamplingParams, expected: dict[int, float]) -> None:
     found = allowed(settings)
 
-    assert found.keys() == expected.keys()
     assert found == pytest.approx(expected, abs=1e-6)
 
 
 def test_a_nucleus_may_exceed_the_first_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
-    generator = torch.Generator().manual_seed(0)
-    rows = torch.randn(3, 50, generator=generator)
+    rows = torch.randn(3, 50, generator=torch.Generator().manual_seed(0))
     rows[0, 0] = 20.0  # this row's nucleus is one token
     expected = candidates(rows, SamplingParams(top_p=0.9))
 
@@ -67,8 +63,8 @@ def test_a_nucleus_may_exceed_the_first_candidates(monkeypatch: pytest.MonkeyPat
 
     assert torch.equal(weights, expected[0])
     assert torch.equal(ids, expected[1])
-    assert (weights > 0).sum(dim=-1).tolist()[0] == 1
-    assert (weights > 0).sum(dim=-1).tolist()[1] > 4
+    first, second, _ = (weights > 0).sum(dim=-1).tolist()
+    assert first == 1 < 4 < second
 
 
 def test_frequencies_match_the_probabilities() -> None:
@@ -130,21 +126,19 @@ def test_the_default_generator_is_not_used() -> None:
 
 
 @pytest.mark.parametrize(
-    "params",
+    ("name", "value"),
     [
-        SamplingParams(temperature=0.0),
-        SamplingParams(temperature=math.nan),
-        SamplingParams(top_k=-1),
-        SamplingParams(top_p=1.5),
-        SamplingParams(top_p=-0.1),
-        SamplingParams(seed=-1),
-        SamplingParams(greedy=True, top_k=4),
-        SamplingParams(greedy=True, temperature=0.7),
+        *(("temperature", 0.0), ("temperature", math.nan), ("top_k", -1), ("seed", -1)),
+        *(("top_p", 1.5), ("top_p", -0.1)),
     ],
-    ids=str,
 )
-def test_invalid_parameters_are_rejected(params: SamplingParams) -> None:
-    assert len(list(params.problems())) == 1
+def test_invalid_parameters_are_rejected(name: str, value: Any) -> None:
+    assert len(list(SamplingParams(**{name: value}).problems())) == 1
+
+
+def test_parameters_of_sampling_are_rejected_for_greedy_decoding() -> None:
+    for options in ({"top_k": 4}, {"temperature": 0.7}):
+        assert len(list(SamplingParams(greedy=True, **options).problems())) == 1
 
 
 def test_all_problems_are_reported_at_once() -> None:

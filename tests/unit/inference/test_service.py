@@ -48,19 +48,20 @@ def model() -> GPTModel:
     return model_of("rope")
 
 
+def build_service(model: GPTModel, new_tokens: int, batch: int) -> TextGenerationService:
+    lengths = {"max_length": MAX_LENGTH, "default_new_tokens": new_tokens}
+    return TextGenerationService(model, CharTokenizer(), **lengths, micro_batch_size=batch)
+
+
 @pytest.fixture
 def service(model: GPTModel) -> TextGenerationService:
-    return TextGenerationService(
-        model, CharTokenizer(), max_length=MAX_LENGTH, default_new_tokens=30, micro_batch_size=2
-    )
+    return build_service(model, 30, 2)
 
 
 @pytest.fixture
 def large_batch(model: GPTModel) -> TextGenerationService:
     """Continues 128 prompts at once, which is fastest."""
-    return TextGenerationService(
-        model, CharTokenizer(), max_length=MAX_LENGTH, default_new_tokens=9, micro_batch_size=128
-    )
+    return build_service(model, 9, 128)
 
 
 def respond(service: TextGenerationService, **fields: Any) -> dict[str, Any]:
@@ -142,11 +143,7 @@ TOO_LONG = "prompt-and-new-tokens-exceed-length"
     ],
 )
 def test_unsuitable_requests_are_rejected(
-    service: TextGenerationService,
-    prompts: list[str],
-    fields: dict[str, Any],
-    code: str,
-    shown: str,
+    service: TextGenerationService, prompts: list[str], fields: Any, code: str, shown: str
 ) -> None:
     request = read(json.dumps({"prompts": prompts, **fields}).encode(), Defaults())
     with raises_problem(code, contains=shown):
@@ -159,7 +156,8 @@ def test_the_sequence_can_be_filled(service: TextGenerationService) -> None:
 
 
 def test_add_bos_starts_with_the_end_of_document(service: TextGenerationService) -> None:
-    response = respond(service, prompts=["", "b"], tokens_to_generate=2, add_BOS=True)
+    fields = {"tokens_to_generate": 2, "top_k": 1}  # an end of document could be drawn otherwise
+    response = respond(service, prompts=["", "b"], add_BOS=True, **fields)
     assert [ids[:-2] for ids in response["tokens"]] == [[EOD], [EOD, ord("b") % VOCAB]]
 
 
@@ -176,14 +174,8 @@ def test_beam_search_returns_texts_and_scores(service: TextGenerationService) ->
 def texts(service: TextGenerationService, **fields: Any) -> list[list[int]]:
     """New tokens of many samples; at this temperature nearly any token occurs."""
     prompt = fields.pop("prompt", "a")
-    response = respond(
-        service,
-        prompts=[prompt] * 128,
-        tokens_to_generate=36,
-        temperature=100,
-        random_seed=1,
-        **fields,
-    )
+    fields |= {"tokens_to_generate": 36, "temperature": 100, "random_seed": 1}
+    response = respond(service, prompts=[prompt] * 128, **fields)
     return [ids[len(CharTokenizer().encode(prompt)) :] for ids in response["tokens"]]
 
 

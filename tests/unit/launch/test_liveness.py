@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+import shlex
 import signal
 import subprocess
 import sys
@@ -143,35 +144,31 @@ def test_rank_exit_survives_serialization() -> None:
 
 
 PYTHON = "/venv/bin/python"
-AGENT_LINE = [PYTHON, "-u", "-m", "deepspeed.launcher.launch", "--world_info=x", "train.py"]
+AGENT_LINE = f"{PYTHON} -u -m deepspeed.launcher.launch --world_info=x train.py"
 
 
 @pytest.mark.parametrize(
     ("parent", "above", "watched"),
     [
-        (AGENT_LINE, [PYTHON, "/venv/bin/deepspeed", "train.py"], 2),
-        (AGENT_LINE, [PYTHON, "-m", "deepspeed.launcher.runner", "train.py"], 2),
-        (AGENT_LINE, ["bash", "job.sh"], 1),
-        ([PYTHON, "/venv/bin/torchrun", "train.py"], ["bash"], 1),
-        ([PYTHON, "-m", "torch.distributed.run", "train.py"], ["bash"], 1),
-        ([PYTHON, "-u", "-m", "torch.distributed.launch", "train.py"], ["bash"], 1),
+        (AGENT_LINE, f"{PYTHON} /venv/bin/deepspeed train.py", 2),
+        (AGENT_LINE, f"{PYTHON} -m deepspeed.launcher.runner train.py", 2),
+        (AGENT_LINE, "bash job.sh", 1),
+        (f"{PYTHON} /venv/bin/torchrun train.py", "bash", 1),
+        (f"{PYTHON} -m torch.distributed.run train.py", "bash", 1),
+        (f"{PYTHON} -u -m torch.distributed.launch train.py", "bash", 1),
         # Parents that may exit while the run continues.
-        (["bash", "-c", "deepspeed train.py"], [PYTHON, "/venv/bin/deepspeed"], 0),
-        (["nohup", "python", "train.py"], ["bash"], 0),
-        (["slurmstepd: [1.0]"], ["slurmstepd"], 0),
+        ("bash -c 'deepspeed train.py'", f"{PYTHON} /venv/bin/deepspeed", 0),
+        ("nohup python train.py", "bash", 0),
+        ("'slurmstepd: [1.0]'", "slurmstepd", 0),
     ],
 )
 def test_launchers_are_recognized_by_their_command_lines(
-    parent: list[str],
-    above: list[str],
-    watched: int,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
+    parent: str, above: str, watched: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     for pid, up, line in ((4711, 4700, parent), (4700, 1, above)):
         folder = tmp_path / str(pid)
         folder.mkdir()
-        (folder / "cmdline").write_bytes("\0".join([*line, ""]).encode())
+        (folder / "cmdline").write_bytes("\0".join([*shlex.split(line), ""]).encode())
         (folder / "stat").write_text(f"{pid} (a (strange) name) S {up} " + "0 " * 17 + f"{pid}0 0")
     monkeypatch.setattr(liveness, "PROC", tmp_path)
     monkeypatch.setattr(os, "getppid", lambda: 4711)

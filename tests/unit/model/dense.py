@@ -1,10 +1,13 @@
-"""A dense reference of flex attention."""
+"""A tiny configuration, and a dense reference of flex attention."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
+
+TINY: dict[str, Any] = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4}
+TINY |= {"attention_dropout": 0.0, "hidden_dropout": 0.0}
 
 
 def dense_flex(

@@ -61,12 +61,7 @@ def test_flex_attention_is_rejected_on_a_cpu() -> None:
 @pytest.mark.parametrize("position", POSITIONS)
 def test_flex_attention_is_selected_on_an_accelerator(position: str, dtype: torch.dtype) -> None:
     device = torch.device(get_accelerator().current_device_name())
-    config = dataclasses.replace(
-        CONFIG,
-        hidden_size=256,
-        num_query_groups=2,
-        seq_length=5 * BLOCK + 3,
-        position_embedding_type=position,
-    )
+    shape = {"hidden_size": 256, "num_query_groups": 2, "seq_length": 5 * BLOCK + 3}
+    config = dataclasses.replace(CONFIG, **shape, position_embedding_type=position)
     flex, reason = select_flex_attention(config, 3, 1, dtype, device)
     assert flex is not None, reason

@@ -15,6 +15,7 @@ from megatron_ds.model.flops import model_flops_per_sample, parameters_per_rank
 from megatron_ds.model.gpt import GPTModel
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.parallel.rng import RngStreams
+from tests.unit.model.dense import TINY
 
 BATCH = 2
 
@@ -31,16 +32,12 @@ def measured_flops(config: ModelConfig) -> int:
 
 def configuration(groups: int | None, activation: str, untied: bool) -> ModelConfig:
     return ModelConfig(
-        num_layers=2,
-        hidden_size=32,
-        num_attention_heads=4,
+        **TINY,
+        seq_length=16,
+        vocab_size=128,
         num_query_groups=groups,
         activation=activation,
         untie_embeddings_and_output_weights=untied,
-        seq_length=16,
-        vocab_size=128,
-        attention_dropout=0.0,
-        hidden_dropout=0.0,
     )
 
 

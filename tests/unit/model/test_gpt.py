@@ -14,17 +14,9 @@ from megatron_ds.model.gpt import GPTModel
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.parallel.rng import RngStreams
 from tests.problems import raises_problem
+from tests.unit.model.dense import TINY
 
-CONFIG = ModelConfig(
-    num_layers=2,
-    hidden_size=32,
-    num_attention_heads=4,
-    seq_length=12,
-    vocab_size=50,
-    make_vocab_size_divisible_by=64,
-    attention_dropout=0.0,
-    hidden_dropout=0.0,
-)
+CONFIG = ModelConfig(**TINY, seq_length=12, vocab_size=50, make_vocab_size_divisible_by=64)
 POSITIONS = ("learned_absolute", "rope", "alibi", "none")
 
 
@@ -104,19 +96,16 @@ def test_parameters_have_canonical_names_and_shapes() -> None:
     shapes = {name: tuple(param.shape) for name, param in model.named_parameters()}
     layer = {name: shape for name, shape in shapes.items() if name.startswith("layers.1.")}
     ffn = model.config.mlp_hidden_size
+    weights = {
+        **dict.fromkeys(("attention_norm", "mlp_norm"), (32,)),
+        "attention.qkv": (64, 32),
+        "attention.proj": (32, 32),
+        "mlp.fc_in": (2 * ffn, 32),
+        "mlp.fc_out": (32, ffn),
+    }
     assert layer == {
-        "layers.1.attention_norm.weight": (32,),
-        "layers.1.attention_norm.bias": (32,),
-        "layers.1.attention.qkv.weight": (64, 32),
-        "layers.1.attention.qkv.bias": (64,),
-        "layers.1.attention.proj.weight": (32, 32),
-        "layers.1.attention.proj.bias": (32,),
-        "layers.1.mlp_norm.weight": (32,),
-        "layers.1.mlp_norm.bias": (32,),
-        "layers.1.mlp.fc_in.weight": (2 * ffn, 32),
-        "layers.1.mlp.fc_in.bias": (2 * ffn,),
-        "layers.1.mlp.fc_out.weight": (32, ffn),
-        "layers.1.mlp.fc_out.bias": (32,),
+        **{f"layers.1.{name}.weight": shape for name, shape in weights.items()},
+        **{f"layers.1.{name}.bias": shape[:1] for name, shape in weights.items()},
     }
     assert {name: shape for name, shape in shapes.items() if not name.startswith("layers.")} == {
         "embedding.word.weight": (64, 32),

@@ -35,7 +35,7 @@ from megatron_ds.model.position_embedding import (
 from megatron_ds.parallel.activation_checkpointing import ActivationCheckpointing
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.parallel.rng import RngStreams
-from tests.unit.model.dense import dense_flex
+from tests.unit.model.dense import TINY, dense_flex
 
 CPU = torch.device("cpu")
 EOD = 0
@@ -48,17 +48,8 @@ ROWS = {
     "ends alone": [0] * 11,
 }
 TOKENS = torch.tensor(list(ROWS.values()))
-CONFIG = ModelConfig(
-    num_layers=2,
-    hidden_size=32,
-    num_attention_heads=4,
-    seq_length=TOKENS.shape[1],
-    vocab_size=50,
-    make_vocab_size_divisible_by=64,
-    attention_dropout=0.0,
-    hidden_dropout=0.0,
-    init_method_std=0.1,
-)
+SHAPE = {"seq_length": TOKENS.shape[1], "vocab_size": 50, "make_vocab_size_divisible_by": 64}
+CONFIG = ModelConfig(**TINY, **SHAPE, init_method_std=0.1)
 POSITIONS = ("learned_absolute", "rope", "alibi", "none")
 
 
@@ -162,10 +153,7 @@ def dense_logits(
         mask = slope.expand(len(tokens), -1, -1, -1).masked_fill(~mask, -torch.inf)
     for block in model.layers.values():
         x_SBH = block(x_SBH, AttentionContext(rotation, BiasSDPA(mask)))
-    logits: torch.Tensor = model.head(
-        model.final_norm(x_SBH), None, None, model.embedding.word.weight
-    )
-    return logits
+    return model.head(model.final_norm(x_SBH), None, None, model.embedding.word.weight)
 
 
 @pytest.mark.parametrize("position", POSITIONS)
@@ -202,12 +190,8 @@ def test_generation_ignores_document_boundaries() -> None:
 def test_recomputation_draws_the_same_dropout_masks_per_document(recompute: str) -> None:
     results = []
     for granularity in (None, recompute, recompute):
-        model = build(
-            PackingOptions(EOD, True, True),
-            recompute=granularity,
-            attention_dropout=0.3,
-            hidden_dropout=0.1,
-        )
+        dropout = {"attention_dropout": 0.3, "hidden_dropout": 0.1}
+        model = build(PackingOptions(EOD, True, True), recompute=granularity, **dropout)
         model.layers["0"].attention.rng.begin_step(5, 7, 0)
         loss = model(TOKENS, TOKENS).mean()
         loss.backward()
@@ -248,14 +232,9 @@ def test_block_mask_equals_that_of_create_block_mask(length: int) -> None:
     ours = block_mask(doc_ids)
     theirs = create_block_mask(ours.mask_mod, 3, None, length, length, device="cpu")
     assert ours.shape == theirs.shape
-    for count, which in (
-        ("kv_num_blocks", "kv_indices"),
-        ("full_kv_num_blocks", "full_kv_indices"),
-        ("q_num_blocks", "q_indices"),
-        ("full_q_num_blocks", "full_q_indices"),
-    ):
-        assert torch.equal(getattr(ours, count), getattr(theirs, count)), count
-        assert torch.equal(getattr(ours, which), getattr(theirs, which)), which
+    for kind in ("kv", "full_kv", "q", "full_q"):
+        for name in (f"{kind}_num_blocks", f"{kind}_indices"):
+            assert torch.equal(getattr(ours, name), getattr(theirs, name)), name
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")

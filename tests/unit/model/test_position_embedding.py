@@ -16,6 +16,7 @@ from megatron_ds.model.position_embedding import (
     visible_keys,
 )
 from megatron_ds.parallel.mesh import Group
+from tests.unit.model.dense import TINY
 
 CPU = torch.device("cpu")
 
@@ -33,13 +34,7 @@ def test_alibi_bias_grows_with_distance_and_hides_the_future() -> None:
 
 
 def test_alibi_slopes_follow_the_heads_of_the_rank() -> None:
-    config = ModelConfig(
-        num_layers=1,
-        hidden_size=8,
-        num_attention_heads=4,
-        seq_length=4,
-        position_embedding_type="alibi",
-    )
+    config = ModelConfig(**TINY, seq_length=4, position_embedding_type="alibi")
 
     def bias(group: Group) -> torch.Tensor:
         core = PositionEncoder(config, group).context(4, 0, torch.float32, CPU).core

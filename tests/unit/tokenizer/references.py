@@ -62,11 +62,8 @@ def sentencepiece_with_special_tokens(model: Any, text: str, extra_ids: int) -> 
     """Megatron's SentencePieceTokenizer: splits the text at its first special token, repeatedly."""
     pieces = [model.id_to_piece(number) for number in range(model.get_piece_size())]
     special = ["<CLS>", "<SEP>", "<EOD>", "<MASK>"]
-    for number, name in (
-        (model.pad_id(), "<PAD>"),
-        (model.bos_id(), "<BOS>"),
-        (model.eos_id(), "<EOS>"),
-    ):
+    numbers = (model.pad_id(), model.bos_id(), model.eos_id())
+    for number, name in zip(numbers, ("<PAD>", "<BOS>", "<EOS>"), strict=True):
         special.append(name if number < 0 else pieces[number])
     special += [f"<extra_id_{number}>" for number in range(extra_ids)]
     pieces += [token for token in special if token not in pieces]

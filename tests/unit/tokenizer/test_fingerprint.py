@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,9 +22,8 @@ from megatron_ds.tokenizer.null import NullTokenizer
 from megatron_ds.training.preflight import check
 from tests.unit.tokenizer.test_golden import FILES, FOLDER, tokenizer_of
 
-ONE = TokenizerFingerprint(
-    "A", {"vocab.json": "12" * 32, "merges.txt": "34" * 32}, 9, 8, {"--x": 1}
-)
+HASHES = {"vocab.json": "12" * 32, "merges.txt": "34" * 32}
+ONE = TokenizerFingerprint("A", HASHES, 9, 8, {"--x": 1})
 MODEL = (
     "--num-layers 1 --hidden-size 8 --num-attention-heads 1 --seq-length 8 --micro-batch-size 1 "
     "--lr 1e-3 --train-iters 1 --eval-iters 0 --split 1,0,0"
@@ -50,37 +51,31 @@ def test_json_round_trip() -> None:
 
 
 def test_file_names_do_not_count() -> None:
-    assert ONE.same_as(
-        TokenizerFingerprint("A", {"v": "12" * 32, "m": "34" * 32}, 9, 8, {"--x": 1})
-    )
+    assert ONE.same_as(dataclasses.replace(ONE, files={"v": "12" * 32, "m": "34" * 32}))
 
 
 @pytest.mark.parametrize(
-    "other",
+    "change",
     [
-        TokenizerFingerprint("B", ONE.files, 9, 8, ONE.settings),
-        TokenizerFingerprint("A", {"v": "34" * 32, "m": "12" * 32}, 9, 8, ONE.settings),
-        TokenizerFingerprint("A", ONE.files, 10, 8, ONE.settings),
-        TokenizerFingerprint("A", ONE.files, 9, 7, ONE.settings),
-        TokenizerFingerprint("A", ONE.files, 9, 8, {"--x": 2}),
+        *({"kind": "B"}, {"files": {"v": "34" * 32, "m": "12" * 32}}, {"vocab_size": 10}),
+        *({"eod": 7}, {"settings": {"--x": 2}}),
     ],
 )
-def test_every_value_counts(other: TokenizerFingerprint) -> None:
-    assert not ONE.same_as(other)
+def test_every_value_counts(change: dict[str, Any]) -> None:
+    assert not ONE.same_as(dataclasses.replace(ONE, **change))
+
+
+RECORD = json.loads(ONE.to_json())
 
 
 @pytest.mark.parametrize(
     "content",
     [
-        b"",
-        b"[]",
-        b"{",
-        b"\xff",
-        b'{"kind": "A"}',
-        json.dumps({**json.loads(ONE.to_json()), "eod": "8"}).encode(),
-        json.dumps({**json.loads(ONE.to_json()), "files": ["x"]}).encode(),
-        json.dumps({**json.loads(ONE.to_json()), "vocab_size": True}).encode(),
-        b"[" * 100_000,
+        *(b"", b"[]", b"{", b"\xff", b'{"kind": "A"}', b"[" * 100_000),
+        *(
+            json.dumps({**RECORD, **change}).encode()
+            for change in ({"eod": "8"}, {"files": ["x"]}, {"vocab_size": True})
+        ),
     ],
 )
 def test_damaged_files_are_named(tmp_path: Path, content: bytes) -> None:
@@ -97,12 +92,10 @@ def test_the_file_is_optional(tmp_path: Path) -> None:
 
 def test_preprocessing_writes_the_fingerprint_for_every_key(tmp_path: Path) -> None:
     (tmp_path / "in.jsonl").write_text('{"a": "1", "b": "2 3"}\n')
-    options = PreprocessOptions(
-        inputs=InputSpec(paths=(str(tmp_path / "in.jsonl"),)),
-        output_prefix=str(tmp_path / "out"),
-        json_keys=("a", "b"),
+    inputs = InputSpec(paths=(str(tmp_path / "in.jsonl"),))
+    preprocess(
+        PreprocessOptions(inputs, str(tmp_path / "out"), json_keys=("a", "b")), NullTokenizer(9)
     )
-    preprocess(options, NullTokenizer(9))
     for key in "ab":
         found = read_tokenizer(str(tmp_path / f"out_{key}_document"))
         assert found == TokenizerFingerprint("NullTokenizer", {}, 10, 9)

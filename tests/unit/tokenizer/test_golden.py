@@ -27,6 +27,7 @@ from megatron_ds.preprocess.sentence_splitter import RuleSplitter
 from megatron_ds.tokenizer import Tokenizer, build_tokenizer
 
 FOLDER = Path(__file__).resolve().parents[2] / "golden" / "tokenizers"
+TIKTOKEN = {"tiktoken_pattern": "v2", "tiktoken_num_special_tokens": 10}
 FILES: dict[str, dict[str, Any]] = {
     "GPT2BPETokenizer": {"vocab_file": "vocab.json", "merge_file": "merges.txt"},
     "BertWordPieceLowerCase": {"vocab_file": "vocab.txt", "vocab_extra_ids": 2},
@@ -35,11 +36,7 @@ FILES: dict[str, dict[str, Any]] = {
     "GPTSentencePieceTokenizer": {"tokenizer_model": "tokenizer.model"},
     "Llama2Tokenizer": {"tokenizer_model": "tokenizer.model"},
     "HFTokenizer": {"tokenizer_model": "tokenizer.json"},
-    "TikTokenizer": {
-        "tokenizer_model": "tiktoken.json",
-        "tiktoken_pattern": "v2",
-        "tiktoken_num_special_tokens": 10,
-    },
+    "TikTokenizer": {"tokenizer_model": "tiktoken.json", **TIKTOKEN},
     "NullTokenizer": {},
 }
 SENTENCES = {"BertWordPieceLowerCase": False, "SentencePieceTokenizer": True}
@@ -71,12 +68,8 @@ def make(kind: str, prefix: Path, splitter: RuleSplitter | None = None) -> Path:
         path = prefix.with_name("numbers.jsonl")
         lines = [json.dumps({"text": " ".join(str(ord(c) % 65535) for c in t)}) for t in texts()]
         path.write_text("\n".join(lines))
-    options = PreprocessOptions(
-        inputs=InputSpec(paths=(str(path),)),
-        output_prefix=str(prefix),
-        append_eod=True,
-        splitter=splitter,
-    )
+    inputs = InputSpec(paths=(str(path),))
+    options = PreprocessOptions(inputs, str(prefix), append_eod=True, splitter=splitter)
     preprocess(options, tokenizer_of(kind))
     return Path(options.prefix("text"))
 

@@ -102,15 +102,9 @@ def test_code_in_a_folder_runs_only_if_trusted(
     monkeypatch.setattr("sys.path", [*sys.path])
     (tmp_path / "letters.txt").write_text("a b c .")
     (tmp_path / "letters.py").write_text(f"{CODE}\nopen({str(tmp_path / 'ran')!r}, 'w').close()\n")
-    (tmp_path / "tokenizer_config.json").write_text(
-        json.dumps(
-            {
-                "tokenizer_class": "Letters",
-                "auto_map": {"AutoTokenizer": ["letters.Letters", None]},
-                "eos_token": ".",
-            }
-        )
-    )
+    auto_map = {"AutoTokenizer": ["letters.Letters", None]}
+    config = {"tokenizer_class": "Letters", "auto_map": auto_map, "eos_token": "."}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     with raises_problem("pretrained-tokenizer-unreadable", contains=str(tmp_path)):
         build_hf(tmp_path)
     assert not (tmp_path / "ran").exists()

@@ -43,15 +43,9 @@ def trained(path: Path, **options: Any) -> str:
 def bpe(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A BPE model with its own padding and special tokens, and the default normalization."""
     folder = tmp_path_factory.mktemp("sentencepiece")
-    return trained(
-        folder / "bpe.model",
-        model_type="bpe",
-        vocab_size=400,
-        byte_fallback=True,
-        pad_id=3,
-        control_symbols=["<EOD>"],
-        user_defined_symbols=["<CLS>"],
-    )
+    special = {"pad_id": 3, "control_symbols": ["<EOD>"], "user_defined_symbols": ["<CLS>"]}
+    shape = {"model_type": "bpe", "vocab_size": 400, "byte_fallback": True}
+    return trained(folder / "bpe.model", **shape, **special)
 
 
 @given(text=st.text(st.characters(exclude_characters="▁", exclude_categories=["Cs"]), max_size=40))
@@ -74,10 +68,8 @@ def test_special_tokens_of_the_model_keep_their_ids(bpe: str) -> None:
     model = sentencepiece.SentencePieceProcessor(model_file=bpe)
     tokenizer = SentencePieceWithSpecialTokens(bpe, extra_ids=3)
     size = model.get_piece_size()
-    assert (tokenizer.cls, tokenizer.eod) == (
-        model.piece_to_id("<CLS>"),
-        model.piece_to_id("<EOD>"),
-    )
+    own = (model.piece_to_id("<CLS>"), model.piece_to_id("<EOD>"))
+    assert (tokenizer.cls, tokenizer.eod) == own
     assert (tokenizer.sep, tokenizer.mask, tokenizer.vocab_size) == (size, size + 1, size + 5)
     assert (tokenizer.pad, tokenizer.bos, tokenizer.eos) == (3, 1, 2)
     for text in [*texts(), "a<EOD>b<CLS><pad> <extra_id_2>"]:
@@ -99,20 +91,16 @@ def test_of_two_special_tokens_at_one_position_the_first_is_taken(tmp_path: Path
 def test_missing_special_tokens_follow_the_ids_of_the_model() -> None:
     size = MODEL.get_piece_size()
     tokenizer = SentencePieceWithSpecialTokens(GOLDEN)
-    assert (tokenizer.cls, tokenizer.sep, tokenizer.eod, tokenizer.mask) == tuple(
-        range(size, size + 4)
-    )
-    assert (tokenizer.pad, tokenizer.bos, tokenizer.eos) == (size + 4, 1, 2)
-    assert tokenizer.vocab_size == size + 5
+    added = [tokenizer.cls, tokenizer.sep, tokenizer.eod, tokenizer.mask, tokenizer.pad]
+    assert added == list(range(size, size + 5))
+    assert (tokenizer.bos, tokenizer.eos, tokenizer.vocab_size) == (1, 2, size + 5)
     ids = tokenizer.encode("the dog<EOD>the fox")
     assert (ids.count(tokenizer.eod), tokenizer.decode(ids)) == (1, "the dog <EOD> the fox")
 
 
 def test_only_llama_starts_texts_with_bos(bpe: str) -> None:
-    llama, gpt = (
-        build("Llama2Tokenizer", tokenizer_model=str(bpe)),
-        build("GPTSentencePieceTokenizer", tokenizer_model=str(bpe)),
-    )
+    kinds = ("Llama2Tokenizer", "GPTSentencePieceTokenizer")
+    llama, gpt = (build(kind, tokenizer_model=bpe) for kind in kinds)
     model = sentencepiece.SentencePieceProcessor(model_file=bpe)
     for text in ("", "the dog", "<s></s><EOD>"):
         assert gpt.encode(text) == model.encode(text)
@@ -153,9 +141,8 @@ def test_models_need_their_control_tokens(tmp_path: Path) -> None:
         with raises_problem("sentencepiece-control-token-missing", contains=name):
             build(kind, tokenizer_model=str(path))
     assert "<EOS>" not in [MODEL.id_to_piece(n) for n in range(MODEL.get_piece_size())]
-    assert (
-        build("SentencePieceTokenizer", tokenizer_model=str(without_eos)).vocab_size == 150 + 4 + 2
-    )
+    special = build("SentencePieceTokenizer", tokenizer_model=without_eos)
+    assert special.vocab_size == 150 + 4 + 2
 
 
 def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

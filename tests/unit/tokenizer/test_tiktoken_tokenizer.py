@@ -14,10 +14,10 @@ import regex
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_ds.config import TokenizerConfig
-from megatron_ds.tokenizer import Tokenizer, build_tokenizer
+from megatron_ds.tokenizer import Tokenizer
 from megatron_ds.tokenizer.tiktoken_tokenizer import PATTERNS
 from tests.problems import raises_problem
+from tests.unit.tokenizer import test_golden
 from tests.unit.tokenizer.test_golden import FOLDER, texts
 
 ITEMS = json.loads((FOLDER / "tiktoken.json").read_text())
@@ -26,9 +26,7 @@ TOKENS = [base64.b64decode(item["token_bytes"]) for item in ITEMS]
 
 def build(path: Path = FOLDER / "tiktoken.json", size: int | None = None, **more: Any) -> Tokenizer:
     fields = {"tiktoken_pattern": "v2", "tiktoken_num_special_tokens": 10, **more}
-    return build_tokenizer(
-        TokenizerConfig(tokenizer_type="TikTokenizer", tokenizer_model=str(path), **fields), size
-    )
+    return test_golden.build("TikTokenizer", size, tokenizer_model=str(path), **fields)
 
 
 V1, V2 = build(tiktoken_pattern="v1"), build()
@@ -110,26 +108,25 @@ def test_the_patterns_differ_inside_words(tmp_path: Path) -> None:
     assert build(path, tiktoken_pattern="v2").encode("aB//") == [10 + 97, 10 + 66, 267]
 
 
-@pytest.mark.parametrize(
-    ("content", "code"),
-    [
-        ("", "tiktoken-byte-tokens-missing"),
-        ("[", "tiktoken-file-invalid"),
-        ('[{"rank": 0}]', "tiktoken-file-invalid"),
-        ('[{"rank": true, "token_bytes": "YQ=="}]', "token-ranks-not-contiguous"),
-        ('[{"rank": 1, "token_bytes": "YQ=="}]', "token-ranks-not-contiguous"),
-        ('[{"rank": 0, "token_bytes": "!"}]', "tiktoken-file-invalid"),
-        ("YQ== x\n", "tiktoken-file-invalid"),
-        ("YQ== 0\nYQ== 1\n", "token-ranks-not-contiguous"),
-        ("YQ== 0\n", "tiktoken-byte-tokens-missing"),
-        ("[" * 100_000, "tiktoken-file-invalid"),
+INVALID_FILES = {
+    "tiktoken-byte-tokens-missing": ["", "YQ== 0\n"],
+    "tiktoken-file-invalid": [
+        *("[", '[{"rank": 0}]', '[{"rank": 0, "token_bytes": "!"}]', "YQ== x\n", "[" * 100_000)
     ],
-)
-def test_damaged_files_are_rejected(tmp_path: Path, content: str, code: str) -> None:
+    "token-ranks-not-contiguous": [
+        *(f'[{{"rank": {rank}, "token_bytes": "YQ=="}}]' for rank in ("true", "1")),
+        "YQ== 0\nYQ== 1\n",
+    ],
+}
+
+
+@pytest.mark.parametrize("code", INVALID_FILES)
+def test_damaged_files_are_rejected(tmp_path: Path, code: str) -> None:
     path = tmp_path / "t.json"
-    path.write_text(content)
-    with raises_problem(code, "tokenizer_model", contains=str(path)):
-        build(path)
+    for content in INVALID_FILES[code]:
+        path.write_text(content)
+        with raises_problem(code, "tokenizer_model", contains=str(path)):
+            build(path)
 
 
 def test_a_panic_of_tiktoken_is_an_error() -> None:

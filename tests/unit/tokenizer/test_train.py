@@ -16,11 +16,7 @@ from tools import train_tokenizer
 
 SIZES = {"bpe": 400, "wordpiece": 500, "unigram": 600}
 Train = Callable[[Iterable[str], int, Path], int]
-TRAINED: dict[str, Train] = {
-    "bpe": train.train_bpe,
-    "wordpiece": train.train_wordpiece,
-    "unigram": train.train_unigram,
-}
+TRAINED: dict[str, Train] = {kind: getattr(train, f"train_{kind}") for kind in SIZES}
 
 
 TOKENIZERS: dict[str, tuple[str, dict[str, str]]] = {

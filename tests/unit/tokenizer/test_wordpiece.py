@@ -24,6 +24,10 @@ def write(folder: Path, tokens: list[str]) -> str:
     return str(folder / "vocab.txt")
 
 
+def reference(text: str, lower: bool, vocab: dict[str, int]) -> list[int]:
+    return [number for word in bert_words(text, lower) for number in word_pieces(word, vocab)]
+
+
 @pytest.mark.parametrize("lower", [True, False])
 @given(text=st.text(max_size=60))
 @settings(max_examples=400, deadline=None, derandomize=True, database=None)
@@ -48,10 +52,7 @@ def test_ids_equal_the_definition() -> None:
         tokenizer = WordPieceTokenizer(str(FOLDER / "vocab.txt"), lower_case=lower)
         vocab = read_vocab(str(FOLDER / "vocab.txt"))
         for text in texts():
-            ids = [
-                number for word in bert_words(text, lower) for number in word_pieces(word, vocab)
-            ]
-            assert tokenizer.encode(text) == ids
+            assert tokenizer.encode(text) == reference(text, lower, vocab)
         assert tokenizer.encode_batch(texts()) == [tokenizer.encode(text) for text in texts()]
 
 
@@ -106,6 +107,4 @@ def test_published_vocabulary(shared_data: Path) -> None:
     with open(shared_data / "openwebtext-1000.jsonl") as file:
         sample = [json.loads(line)["text"] for _, line in zip(range(40), file, strict=False)]
     for text, ids in zip(sample, tokenizer.encode_batch(sample), strict=True):
-        assert ids == [
-            number for word in bert_words(text, True) for number in word_pieces(word, vocab)
-        ]
+        assert ids == reference(text, True, vocab)
