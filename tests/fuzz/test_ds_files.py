@@ -20,7 +20,7 @@ from megatron_ds.engine.ds_keys import (
     BLOCKS,
     IGNORED_KEYS,
     OLD_SWITCHES,
-    REJECTED,
+    REFUSED,
     RENAMED,
     TOP_KEYS,
 )
@@ -32,7 +32,7 @@ FLAGS = (
     "--micro-batch-size 2 --data-path p --tokenizer-type NullTokenizer --vocab-size 99"
 )
 BLOCK_KEYS = {f"{block}.{key}" for block, keys in BLOCKS.items() for key in keys}
-KEYS = sorted({*TOP_KEYS, *BLOCK_KEYS, *REJECTED, *RENAMED, *OLD_SWITCHES, *IGNORED_KEYS})
+KEYS = sorted({*TOP_KEYS, *BLOCK_KEYS, *REFUSED, *RENAMED, *OLD_SWITCHES, *IGNORED_KEYS})
 GOOD: dict[str, Any] = {
     "train_batch_size": 16,
     "gradient_accumulation_steps": 4,
