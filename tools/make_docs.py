@@ -1,4 +1,4 @@
-"""Write docs/flags.md: the flags of pretrain_gpt.py and of all tools, and those of the peers."""
+"""Write docs/flags.md from the declared flags, and the import diagram of docs/architecture.md."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ All other flags that the peers share have their defaults.
 
 @dataclass(frozen=True)
 class Options:
-    """Writes docs/flags.md from the code."""
+    """Writes docs/flags.md and the diagram of docs/architecture.md from the code."""
 
     PROGRAM: ClassVar[str] = "make_docs.py"
 
@@ -158,8 +158,12 @@ def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
 
 
 def work(options: Options) -> None:
-    OUTPUT.write_text(page(), encoding="utf-8")
-    print(f"wrote {OUTPUT}")
+    flags = page()
+    from tools import import_graph  # `page` has added the repository to the path
+
+    for path, text in ((OUTPUT, flags), (import_graph.PAGE, import_graph.page())):
+        path.write_text(text, encoding="utf-8")
+        print(f"wrote {path}")
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import functools
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,8 +10,14 @@ from pathlib import Path
 
 import pytest
 
-REPOSITORY = Path(__file__).resolve().parents[2]
-PACKAGE = REPOSITORY / "megatron_ds"
+from tools.import_graph import (
+    PACKAGE,
+    REPOSITORY,
+    imports,
+    module_of,
+    sources,
+    tree,
+)
 
 LAYERS = {
     "config": 0,
@@ -92,52 +97,9 @@ WITHOUT_TORCH = (
 WITHOUT_GROUPS = ("data/", "preprocess/", "tokenizer/", "cleaning/", "fileio/")
 
 
-def sources() -> list[Path]:
-    return sorted(PACKAGE.rglob("*.py"))
-
-
-@functools.cache
-def tree(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(encoding="utf-8"), str(path))
-
-
 def name_of(path: Path) -> str:
     """Path below the package: `data/indexed.py`."""
     return path.relative_to(PACKAGE).as_posix()
-
-
-def module_of(path: Path) -> str:
-    """Dotted name: `megatron_ds.data.indexed_dataset`."""
-    parts = path.relative_to(REPOSITORY).with_suffix("").parts
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-
-
-def imports(path: Path, *, at_runtime: bool = False) -> Iterator[str]:
-    """Every module imported anywhere in a file, absolute; `from a import b` gives a and a.b.
-
-    at_runtime: leave out what only the type checker sees.
-    """
-    for node in nodes(tree(path), at_runtime):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            base = node.module or ""
-            if node.level:
-                inside = module_of(path).split(".")
-                if path.name != "__init__.py":
-                    inside = inside[:-1]
-                above = inside[: len(inside) - (node.level - 1)]
-                base = ".".join([*above, base] if base else above)
-            yield base
-            yield from (f"{base}.{alias.name}" for alias in node.names)
-
-
-def nodes(node: ast.AST, at_runtime: bool) -> Iterator[ast.AST]:
-    for child in ast.iter_child_nodes(node):
-        if at_runtime and isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
-            continue
-        yield child
-        yield from nodes(child, at_runtime)
 
 
 def uses(path: Path, package: str) -> bool:

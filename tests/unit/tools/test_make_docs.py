@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from megatron_ds.cli.flags import training_flags
 from megatron_ds.cli.help import other_names
-from tools import make_docs
+from tools import import_graph, make_docs
 
 
 def test_the_page_is_current() -> None:
     """`python tools/make_docs.py` writes it."""
     assert make_docs.OUTPUT.read_text(encoding="utf-8") == make_docs.page()
+
+
+def test_import_diagram_is_current() -> None:
+    """`python tools/make_docs.py` writes it."""
+    assert import_graph.PAGE.read_text(encoding="utf-8") == import_graph.page()
 
 
 def test_the_page_names_every_flag() -> None:
