@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 from megatron_ds.cli import arguments
+from megatron_ds.config.problems import Problem
 from megatron_ds.data.indexed_dataset import IndexedDataset
-from megatron_ds.data.indexed_writer import IndexedWriter
 from megatron_ds.engine.ds_config_merge import merge_file
-from pretrain_gpt import check
+from megatron_ds.training import preflight
+from tests.token_files import write_pair
 from tools import preprocess_data
 
 NULL_SIZE = "--tokenizer-type NullTokenizer --vocab-size"
@@ -31,6 +32,10 @@ PREPROCESS: dict[str, tuple[bytes, str, list[str]]] = {
     "a broken tokenizer.json": (GOOD, f"{HF} vocab.json", ["--tokenizer-model vocab.json: "]),
     "a vocabulary too large": (GOOD, f"{NULL_SIZE} {1 << 40}", ["--vocab-size 1099511627776: "]),
 }
+
+
+def check(*arguments: Any) -> list[Problem]:
+    return preflight.check(*arguments)[0]
 
 
 def check_messages(shown: str, messages: list[str]) -> None:
@@ -87,8 +92,7 @@ def test_pretrain_gpt(
     changes, flags, messages = PRETRAIN[name]
     monkeypatch.chdir(tmp_path)
     (tmp_path / "bad.json").write_text("{")
-    with IndexedWriter("p", "uint16") as writer:
-        writer.add_document(range(10))
+    write_pair("p", [range(10)])
     argv = [*MODEL.split(), "--data-path", "p", *NULL.split()]
 
     def run(argv: list[str]) -> None:
@@ -110,8 +114,7 @@ def test_a_cut_checkpoint_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with IndexedWriter("p", "uint16") as writer:
-        writer.add_document(range(10))
+    write_pair("p", [range(10)])
     folder = tmp_path / "save" / "global_step5"
     folder.mkdir(parents=True)
     (folder / "run.json").write_text(json.dumps([1]))

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from megatron_ds.config import DataConfig
 from megatron_ds.data.blend_spec import parse_blend
 from megatron_ds.data.build_datasets import build_datasets
-from megatron_ds.data.indexed_writer import IndexedWriter
 from megatron_ds.data.sample_index import parse_split, split_bounds
 from tests.fuzz.fuzz_helpers import FUZZ_SETTINGS, REJECTED, read_or_error
 from tests.problems import raises_problem
+from tests.token_files import write_pair
 
 NUMBERS = st.floats().map(str) | st.sampled_from(
     ["0", "1", "-0", "1e308", "1e-320", "1_0", "0x1", "", " ", "１", "1e999", "nan", "a.bin"]
@@ -75,8 +75,7 @@ def test_any_split(text: str, size: int) -> None:
 
 @pytest.mark.parametrize("samples", [1 << 50, 1 << 61, 1 << 70])
 def test_more_samples_than_memory_holds(tmp_path: Path, samples: int) -> None:
-    with IndexedWriter(tmp_path / "p", "uint16") as writer:
-        writer.add_document([1, 2, 3])
+    write_pair(tmp_path / "p", [[1, 2, 3]])
     config = DataConfig(data_path=(str(tmp_path / "p"),), split="1")
     options = {"seq_length": 8, "seed": 1, "tokenizer_fingerprint": "t", "vocab_size": 100}
     with raises_problem("index-too-large", contains=f" {samples} train ") as raised:

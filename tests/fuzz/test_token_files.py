@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 from megatron_ds.config.problems import UserError
 from megatron_ds.data.gpt_dataset import GPTDataset
 from megatron_ds.data.indexed_dataset import IndexedDataset
-from megatron_ds.data.indexed_writer import IndexedWriter
 from megatron_ds.data.sample_index import build_indexes
 from tests.fuzz.fuzz_helpers import FUZZ_SETTINGS, REJECTED, read_or_error
 from tests.problems import raises_problem
+from tests.token_files import write_pair
 
 DOCUMENTS = [[5, 6, 7], [], [1], [65000, 2, 3, 4], [9, 9]]
 COUNT = len(DOCUMENTS)
@@ -50,9 +50,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def good(folder: Path) -> Pair:
-    with IndexedWriter(folder / "good", "uint16") as writer:
-        for document in DOCUMENTS:
-            writer.add_document(document)
+    write_pair(folder / "good", DOCUMENTS)
     return Pair((folder / "good.idx").read_bytes(), (folder / "good.bin").read_bytes())
 
 
@@ -245,10 +243,7 @@ def test_path_that_is_not_a_regular_file_is_rejected(
 
 def test_pairs_without_tokens_are_read(tmp_path: Path) -> None:
     for documents in ([], [[]], [[], []]):
-        with IndexedWriter(tmp_path / "p", "int32") as writer:
-            for document in documents:
-                writer.add_document(document)
-        data = IndexedDataset(tmp_path / "p")
+        data = IndexedDataset(write_pair(tmp_path / "p", documents, "int32"))
         assert [data.get(number).tolist() for number in range(len(data))] == documents
         with pytest.raises(ValueError):
             build_indexes(data.lengths, np.arange(len(data)), 1, 3, 1)

@@ -122,8 +122,8 @@ def test_merging_gives_their_merged_bytes(megatron: SimpleNamespace, tmp_path: P
 KINDS = {
     "BertWordPieceLowerCase": {"vocab_file": str(CORPUS / "vocab.txt")},
     "GPT2BPETokenizer": {
-        "vocab_file": str(CORPUS / "vocab.json"),
-        "merge_file": str(CORPUS / "merges.txt"),
+        "vocab_file": f"{CORPUS}/vocab.json",
+        "merge_file": f"{CORPUS}/merges.txt",
     },
 }
 
@@ -190,9 +190,8 @@ def test_their_t5_samples_are_neighbouring_sentences_of_one_document(
     for begin, end, _ in mapping.tolist():
         document = int(np.searchsorted(starts, begin, side="right")) - 1
         assert starts[document] <= begin < end <= starts[document + 1]
-    assert {int(np.searchsorted(starts, row[0], side="right")) for row in mapping} == set(
-        range(1, 51)
-    )
+    found = {int(np.searchsorted(starts, row[0], side="right")) for row in mapping}
+    assert found == set(range(1, 51))
 
 
 class Named(SimpleNamespace):
@@ -203,14 +202,8 @@ class Named(SimpleNamespace):
 
 
 def gpt_config(megatron: SimpleNamespace, **values: Any) -> Any:
-    return megatron.gpt.GPTDatasetConfig(
-        tokenizer=Named(),
-        reset_position_ids=False,
-        reset_attention_mask=False,
-        eod_mask_loss=False,
-        create_attention_mask=False,
-        **values,
-    )
+    flags = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss", "create_attention_mask")
+    return megatron.gpt.GPTDatasetConfig(tokenizer=Named(), **dict.fromkeys(flags, False), **values)
 
 
 @settings(max_examples=60, deadline=None, derandomize=True, database=None)
@@ -282,14 +275,9 @@ def test_a_run_reads_the_samples_that_theirs_would(
         ),
     ).build()  # fmt: skip
     shares = [float(part) > 0 for part in split.replace("/", ",").split(",")] + [False] * 2
-    ours = build_datasets(
-        DataConfig(data_path=(prefix,), split=split, data_cache_path=str(tmp_path / "ours")),
-        seq_length=16,
-        seed=5,
-        num_samples=wanted,
-        tokenizer_fingerprint="",
-        vocab_size=100,
-    )
+    config = DataConfig(data_path=(prefix,), split=split, data_cache_path=str(tmp_path / "ours"))
+    options = {"seq_length": 16, "seed": 5, "tokenizer_fingerprint": "", "vocab_size": 100}
+    ours = build_datasets(config, num_samples=wanted, **options)
     parts = (ours.train, ours.valid.get(""), ours.test.get(""))
     for given_share, their, our, count in zip(shares, theirs, parts, wanted, strict=False):
         assert (our is None) == (not given_share)

@@ -21,19 +21,16 @@ from megatron_ds.data.blend_history import BlendHistory
 from megatron_ds.data.build_datasets import Datasets, FileUsage, build_datasets
 from megatron_ds.data.gpt_dataset import TokenDataset
 from megatron_ds.data.index_cache import ArrayCache
-from megatron_ds.data.indexed_writer import IndexedWriter
 from megatron_ds.data.usage_report import as_json, summary
 from tests.problems import raises_problem
+from tests.token_files import write_pair
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 
 
 def write(prefix: Path, documents: int = 40, first: int = 0, size: int = 7) -> str:
     """Writes documents; document d has `size` tokens of the value first + d."""
-    with IndexedWriter(prefix, "uint16") as writer:
-        for number in range(documents):
-            writer.add_document([first + number] * size)
-    return str(prefix)
+    return write_pair(prefix, ([first + number] * size for number in range(documents)))
 
 
 def datasets(config: DataConfig, samples: tuple[int, int, int], **changes: Any) -> Datasets:

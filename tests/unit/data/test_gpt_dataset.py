@@ -13,9 +13,9 @@ from megatron_ds.data.blended_dataset import BlendedDataset
 from megatron_ds.data.chained_datasets import SingleSourceOrder
 from megatron_ds.data.gpt_dataset import GPTDataset, read_samples
 from megatron_ds.data.indexed_dataset import HEADER, MAGIC, IndexedDataset
-from megatron_ds.data.indexed_writer import IndexedWriter
 from megatron_ds.data.sample_index import SampleIndexes, build_indexes, build_sample_index
 from tests.problems import raises_problem
+from tests.token_files import write_pair
 
 LENGTHS = [4, 1, 9, 0, 3, 6]
 
@@ -23,10 +23,8 @@ LENGTHS = [4, 1, 9, 0, 3, 6]
 @pytest.fixture
 def dataset(tmp_path: Path) -> GPTDataset:
     """At least 30 samples of 4 + 1 tokens; document d consists of 100 d, 100 d + 1, ..."""
-    with IndexedWriter(tmp_path / "p", "uint16") as writer:
-        for number, length in enumerate(LENGTHS):
-            writer.add_document(np.arange(100 * number, 100 * number + length))
-    file = IndexedDataset(tmp_path / "p")
+    documents = (100 * number + np.arange(length) for number, length in enumerate(LENGTHS))
+    file = IndexedDataset(write_pair(tmp_path / "p", documents))
     return GPTDataset(file, build_indexes(file.lengths, np.arange(6), 30, 4, seed=5), 4)
 
 
@@ -63,11 +61,8 @@ def test_invalid_positions_are_rejected_and_pickling_works(dataset: GPTDataset) 
 def test_token_outside_the_vocabulary_is_rejected(
     tmp_path: Path, dtype: str, bad: int, limit: int
 ) -> None:
-    with IndexedWriter(tmp_path / "p", dtype) as writer:
-        for number in range(4):
-            writer.add_document(np.arange(100 * number, 100 * number + 9))
-        writer.add_document([1, 2, bad, 3, 4, 5, 6, 7, 8])
-    file = IndexedDataset(tmp_path / "p")
+    documents = [*(100 * n + np.arange(9) for n in range(4)), [1, 2, bad, 3, 4, 5, 6, 7, 8]]
+    file = IndexedDataset(write_pair(tmp_path / "p", documents, dtype))
     indexes = build_indexes(file.lengths, np.arange(5), 10, 4, seed=5)
     every = range(len(indexes))
     for vocab_size in (limit, None):

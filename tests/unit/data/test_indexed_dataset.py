@@ -20,6 +20,7 @@ from megatron_ds.data import indexed_writer
 from megatron_ds.data.indexed_dataset import IndexedDataset, token_dtype
 from megatron_ds.data.indexed_writer import IndexedWriter, TokenFileWriter
 from tests.problems import raises_problem
+from tests.token_files import write_pair
 
 DOCUMENTS = [[5, 6, 7], [1], [65000, 2, 3, 4]]
 REPOSITORY = Path(__file__).resolve().parents[3]
@@ -91,9 +92,7 @@ def test_documents_with_several_and_without_sequences_are_read(
 
 
 def test_empty_pair_is_written_and_read(tmp_path: Path) -> None:
-    with IndexedWriter(tmp_path / "p", "uint16"):
-        pass
-    assert len(IndexedDataset(tmp_path / "p")) == 0
+    assert len(IndexedDataset(write_pair(tmp_path / "p", []))) == 0
 
 
 def test_uncounted_eod_is_corrected_with_a_warning(tmp_path: Path) -> None:
@@ -157,8 +156,7 @@ def test_truncated_and_missing_files_are_rejected(tmp_path: Path, suffix: str) -
 
 
 def test_failed_writer_keeps_the_older_pair(tmp_path: Path) -> None:
-    with IndexedWriter(tmp_path / "p", "uint16") as writer:
-        writer.add_document([1])
+    write_pair(tmp_path / "p", [[1]])
 
     def fail() -> None:
         with IndexedWriter(tmp_path / "p", "uint16") as writer:
@@ -182,9 +180,7 @@ def test_killed_writer_leaves_no_pair(tmp_path: Path) -> None:
     killed = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, check=False)
     assert killed.returncode == -signal.SIGKILL
     assert all(name.endswith(".partial") for name in os.listdir(tmp_path))
-    with IndexedWriter(tmp_path / "p", "uint16") as writer:
-        writer.add_document([8])
-    assert IndexedDataset(tmp_path / "p").get(0).tolist() == [8]
+    assert IndexedDataset(write_pair(tmp_path / "p", [[8]])).get(0).tolist() == [8]
 
 
 def test_second_writer_of_a_prefix_is_rejected(tmp_path: Path) -> None:
@@ -238,9 +234,7 @@ def test_memory_does_not_grow_with_the_number_of_documents(
 
 
 def test_interrupted_pair_is_continued(tmp_path: Path) -> None:
-    with IndexedWriter(tmp_path / "uninterrupted", "uint16") as writer:
-        for length in (3, 1, 2, 5):
-            writer.add_document(np.arange(length))
+    write_pair(tmp_path / "uninterrupted", map(np.arange, (3, 1, 2, 5)))
     paths = [tmp_path / f"p{suffix}" for suffix in (".bin", ".idx", ".documents")]
     with ExitStack() as stack:
         tokens, index, documents = (stack.enter_context(path.open("w+b")) for path in paths)

@@ -13,16 +13,9 @@ import pytest
 from megatron_ds.config.problems import UserError
 from megatron_ds.data import indexed_writer
 from megatron_ds.data.indexed_dataset import IndexedDataset
-from megatron_ds.data.indexed_writer import IndexedWriter
 from megatron_ds.data.merge import MergeProgress, merge, prefixes_in
 from tests.problems import codes, raises_problem
-
-
-def pair(prefix: Path, documents: list[list[int]], dtype: str = "uint16") -> str:
-    with IndexedWriter(prefix, dtype) as writer:
-        for document in documents:
-            writer.add_document(document)
-    return str(prefix)
+from tests.token_files import write_pair
 
 
 def content(prefix: Path | str) -> tuple[bytes, bytes]:
@@ -35,8 +28,10 @@ def test_merged_bytes_equal_those_of_one_pair(
 ) -> None:
     """In the given order, with an input twice, for several block sizes."""
     a, b, c = [[1, 2, 3], [4]], [[5] * 10], [[6, 7], [8], [9]]
-    prefixes = [pair(tmp_path / name, texts) for name, texts in zip("cab", (c, a, b), strict=True)]
-    expected = pair(tmp_path / "expected", [*c, *a, *b, *c])
+    prefixes = [
+        write_pair(tmp_path / name, texts) for name, texts in (("c", c), ("a", a), ("b", b))
+    ]
+    expected = write_pair(tmp_path / "expected", [*c, *a, *b, *c])
     monkeypatch.setattr(indexed_writer, "BLOCK_ITEMS", block)
     reports: list[MergeProgress] = []
     done = merge([*prefixes, prefixes[0]], str(tmp_path / "out"), reports.append)
@@ -63,14 +58,14 @@ def test_documents_with_many_and_without_sequences_are_kept(tmp_path: Path) -> N
 
 
 def test_empty_pair_adds_nothing(tmp_path: Path) -> None:
-    full, empty = pair(tmp_path / "full", [[1]]), pair(tmp_path / "empty", [])
+    full, empty = write_pair(tmp_path / "full", [[1]]), write_pair(tmp_path / "empty", [])
     merge([empty, full, empty], str(tmp_path / "out"))
     assert content(tmp_path / "out") == content(full)
 
 
 def test_pairs_of_a_folder_are_sorted_by_name(tmp_path: Path) -> None:
     for name in ("b", "a.x", "c"):
-        pair(tmp_path / name, [[1]])
+        write_pair(tmp_path / name, [[1]])
     (tmp_path / "notes.txt").write_text("")
     (tmp_path / "sub").mkdir()
     assert prefixes_in(str(tmp_path)) == [str(tmp_path / name) for name in ("a.x", "b", "c")]
@@ -88,8 +83,9 @@ def test_pairs_of_a_folder_are_sorted_by_name(tmp_path: Path) -> None:
 
 
 def test_all_problems_are_reported_before_anything_is_written(tmp_path: Path) -> None:
-    small, wide = pair(tmp_path / "small", [[1]]), pair(tmp_path / "wide", [[1]], "int32")
-    truncated = pair(tmp_path / "truncated", [[1, 2]])
+    small = write_pair(tmp_path / "small", [[1]])
+    wide = write_pair(tmp_path / "wide", [[1]], "int32")
+    truncated = write_pair(tmp_path / "truncated", [[1, 2]])
     Path(truncated + ".bin").write_bytes(b"\x01\x00")
     before = sorted(os.listdir(tmp_path))
     with pytest.raises(UserError) as raised:
@@ -104,7 +100,7 @@ def test_all_problems_are_reported_before_anything_is_written(tmp_path: Path) ->
 
 
 def test_output_that_is_an_input_is_rejected(tmp_path: Path) -> None:
-    small = pair(tmp_path / "small", [[1]])
+    small = write_pair(tmp_path / "small", [[1]])
     before = content(small)
     with raises_problem("output-is-an-input", "output_prefix"):
         merge([small], f"{tmp_path}/../{tmp_path.name}/small")
@@ -112,7 +108,7 @@ def test_output_that_is_an_input_is_rejected(tmp_path: Path) -> None:
 
 
 def test_failed_merge_leaves_no_output(tmp_path: Path) -> None:
-    small = pair(tmp_path / "small", [[1]])
+    small = write_pair(tmp_path / "small", [[1]])
 
     def fail(merged: MergeProgress) -> None:
         raise OSError("full")
@@ -123,7 +119,7 @@ def test_failed_merge_leaves_no_output(tmp_path: Path) -> None:
 
 
 def test_merge_of_more_pairs_than_file_descriptors(tmp_path: Path) -> None:
-    prefixes = [pair(tmp_path / str(number), [[number]]) for number in range(40)]
+    prefixes = [write_pair(tmp_path / str(number), [[number]]) for number in range(40)]
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     few = max(map(int, os.listdir("/dev/fd"))) + 20
     resource.setrlimit(resource.RLIMIT_NOFILE, (few, limits[1]))

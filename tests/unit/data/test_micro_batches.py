@@ -58,15 +58,9 @@ def consumed_ids(
     """
     ids: list[int] = []
     for end in [*resumes, steps]:
+        layout = {"micro_batch_size": micro, "dp_size": dp_size, "num_workers": workers}
         ranks = [
-            make_iterator(
-                size,
-                consumed=len(ids),
-                micro_batch_size=micro,
-                dp_rank=rank,
-                dp_size=dp_size,
-                num_workers=workers,
-            )
+            make_iterator(size, consumed=len(ids), dp_rank=rank, **layout)
             for rank in range(dp_size)
         ]
         while len(ids) < end * dp_size * micro:
@@ -96,12 +90,8 @@ def test_order_is_independent_of_workers(dp_size: int, micro: int) -> None:
 def test_resume_on_another_layout_leaves_no_gap() -> None:
     ids: list[int] = []
     for dp_size, micro, steps in ((2, 1, 3), (1, 4, 2), (4, 2, 1)):
-        ranks = [
-            make_iterator(
-                99, consumed=len(ids), micro_batch_size=micro, dp_rank=rank, dp_size=dp_size
-            )
-            for rank in range(dp_size)
-        ]
+        layout = {"consumed": len(ids), "micro_batch_size": micro, "dp_size": dp_size}
+        ranks = [make_iterator(99, dp_rank=rank, **layout) for rank in range(dp_size)]
         for _ in range(steps):
             for rank in ranks:
                 ids += next(rank).tokens_BS[:, 0].tolist()

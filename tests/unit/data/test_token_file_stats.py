@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from megatron_ds.data import token_file_stats as module
 from megatron_ds.data.indexed_dataset import IndexedDataset
-from megatron_ds.data.indexed_writer import IndexedWriter
 from megatron_ds.data.token_file_stats import (
     FirstDifference,
     LengthBin,
@@ -23,13 +22,11 @@ from megatron_ds.data.token_file_stats import (
     summary_lines,
 )
 from tests.problems import codes, raises_problem
+from tests.token_files import write_pair
 
 
 def pair(prefix: Path, documents: list[list[int]], dtype: str = "uint16") -> IndexedDataset:
-    with IndexedWriter(prefix, dtype) as writer:
-        for one in documents:
-            writer.add_document(one)
-    return IndexedDataset(prefix)
+    return IndexedDataset(write_pair(prefix, documents, dtype))
 
 
 def regroup(data: IndexedDataset, starts: list[int]) -> IndexedDataset:

@@ -103,6 +103,5 @@ def test_collective_timeout_is_reported_with_its_location() -> None:
 
 
 def test_report_without_text_prints_its_summary() -> None:
-    assert ErrorReport("was stopped", ExitCode.TERMINATED).full_text() == (
-        "pretrain_gpt.py: rank 2: was stopped"
-    )
+    report = ErrorReport("was stopped", ExitCode.TERMINATED)
+    assert report.full_text() == "pretrain_gpt.py: rank 2: was stopped"

@@ -20,6 +20,7 @@ from megatron_ds.preprocess.pipeline import preprocess
 from megatron_ds.tokenizer.fingerprint import TokenizerFingerprint
 from megatron_ds.tokenizer.null import NullTokenizer
 from megatron_ds.training.preflight import check
+from tests.token_files import write_pair
 from tests.unit.tokenizer.test_golden import FILES, FOLDER, tokenizer_of
 
 HASHES = {"vocab.json": "12" * 32, "merges.txt": "34" * 32}
@@ -36,9 +37,7 @@ def with_bytes(folder: Path, content: bytes) -> str:
 
 
 def pair(prefix: Path, made_by: bytes | None, tokens: int = 40) -> str:
-    with IndexedWriter(prefix, np.uint16, made_by) as writer:
-        writer.add_document(np.arange(tokens) % 7)
-    return str(prefix)
+    return write_pair(prefix, [np.arange(tokens) % 7], np.uint16, made_by)
 
 
 def test_json_round_trip() -> None:

@@ -30,9 +30,7 @@ def gpt2_files(folder: Path, words: tuple[str, ...] = ("h e", "he l")) -> Tokeni
     vocab[END] = len(vocab)
     (folder / "vocab.json").write_text(json.dumps(vocab))
     (folder / "merges.txt").write_text("\n".join(["#version: 0.2", *words, ""]))
-    return TokenizerConfig(
-        vocab_file=str(folder / "vocab.json"), merge_file=str(folder / "merges.txt")
-    )
+    return TokenizerConfig(vocab_file=f"{folder}/vocab.json", merge_file=f"{folder}/merges.txt")
 
 
 def hf_file(folder: Path, end: str = "</s>") -> Path:
@@ -86,12 +84,8 @@ def test_gpt2_splits_long_texts_only_between_words(monkeypatch: pytest.MonkeyPat
 
 
 def test_gpt2_published_vocabulary(shared_data: Path) -> None:
-    tokenizer = build_tokenizer(
-        TokenizerConfig(
-            vocab_file=str(shared_data / "gpt2-vocab.json"),
-            merge_file=str(shared_data / "gpt2-merges.txt"),
-        )
-    )
+    files = [str(shared_data / f"gpt2-{name}") for name in ("vocab.json", "merges.txt")]
+    tokenizer = build_tokenizer(TokenizerConfig(vocab_file=files[0], merge_file=files[1]))
     assert tokenizer.encode("Hello world") == [15496, 995]
     assert (tokenizer.vocab_size, tokenizer.eod) == (50257, 50256)
     # The ids of the original GPT-2 code for these characters.

@@ -1,0 +1,26 @@
+"""Token files of given documents."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_ds.data.indexed_writer import IndexedWriter
+
+
+def write_pair(
+    prefix: Path | str, documents: Iterable[Sequence[int] | Any], dtype: Any = "uint16", *more: Any
+) -> str:
+    """Writes one sequence per document.
+
+    Args:
+        more: Further arguments of `IndexedWriter`.
+
+    Returns:
+        The prefix.
+    """
+    with IndexedWriter(prefix, dtype, *more) as writer:
+        for document in documents:
+            writer.add_document(document)
+    return str(prefix)
