@@ -30,12 +30,9 @@ def test_lock_that_no_process_holds_is_stale(tmp_path: Path) -> None:
 def test_lock_is_stale_once_its_builder_was_killed(tmp_path: Path) -> None:
     lock = tmp_path / "cpu_adam" / "lock"
     lock.parent.mkdir()
-    builder = subprocess.Popen(
-        [sys.executable, "-S", "-c", HOLD, str(lock)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+    command = [sys.executable, "-S", "-c", HOLD, str(lock)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    builder = subprocess.Popen(command, **pipes, text=True)
     try:
         assert builder.stdout is not None
         assert (builder.stdout.readline(), find_stale_locks(tmp_path)) == ("held\n", [])

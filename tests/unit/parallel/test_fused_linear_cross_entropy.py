@@ -48,11 +48,8 @@ def test_loss_and_gradients_equal_those_of_separate_layers(
     dtype: torch.dtype, limit: float, chunk_tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     x, weight, labels, weights = inputs(dtype)
-    monkeypatch.setattr(
-        fused_linear_cross_entropy,
-        "CHUNK_BYTES",
-        chunk_tokens * VOCAB * torch.finfo(dtype).bits // 8,
-    )
+    chunk_bytes = chunk_tokens * VOCAB * torch.finfo(dtype).bits // 8
+    monkeypatch.setattr(fused_linear_cross_entropy, "CHUNK_BYTES", chunk_bytes)
     monkeypatch.setattr(fused_linear_cross_entropy, "CACHED_LOGITS", 3 * VOCAB)
     expected, grad_x, grad_weight = reference(x, weight, labels, weights)
     loss = linear_cross_entropy(x, weight, labels, weights, vocab_size=VOCAB, group=GROUP)

@@ -35,9 +35,7 @@ def test_unshard_is_the_inverse_of_take_shard(spec: ShardSpec, size: int) -> Non
 
 
 def test_section_that_cannot_be_split_evenly_is_rejected() -> None:
-    with raises_problem(
-        "section-not-divisible-by-tensor-parallel-size", contains="a section of 6 "
-    ):
+    with raises_problem("section-not-divisible-by-tensor-parallel-size", contains=" 6 "):
         take_shard(torch.zeros(14), ShardSpec(0, (8, 6)), 0, 4)
 
 

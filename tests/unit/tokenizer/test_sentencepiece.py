@@ -141,8 +141,7 @@ def test_models_need_their_control_tokens(tmp_path: Path) -> None:
         with raises_problem("sentencepiece-control-token-missing", contains=name):
             build(kind, tokenizer_model=str(path))
     assert "<EOS>" not in [MODEL.id_to_piece(n) for n in range(MODEL.get_piece_size())]
-    special = build("SentencePieceTokenizer", tokenizer_model=without_eos)
-    assert special.vocab_size == 150 + 4 + 2
+    assert build("SentencePieceTokenizer", tokenizer_model=without_eos).vocab_size == 150 + 4 + 2
 
 
 def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
