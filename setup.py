@@ -10,7 +10,11 @@ setup(
     license_files=["LICENSE"],
     python_requires=">=3.11",
     packages=find_namespace_packages(include=["megatron_ds", "megatron_ds.*"]),
-    package_data={"megatron_ds.cli": ["*.toml"], "megatron_ds.engine": ["*.json"]},
+    package_data={
+        "megatron_ds.cli": ["*.toml"],
+        "megatron_ds.config": ["*.toml"],
+        "megatron_ds.engine": ["*.json"],
+    },
     install_requires=[
         "torch>=2.6",
         "deepspeed>=0.19.4,<0.20",

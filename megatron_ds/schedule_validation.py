@@ -37,9 +37,10 @@ def problems(config: Config, dp_size: int) -> Iterator[Problem]:
         if getattr(schedule, name) > lr:
             yield Problem(
                 "learning-rate-exceeds-maximum",
-                f"{with_value(schedule, name)} exceeds {option('lr')} {lr}",
                 name,
                 "lr",
+                with_value=with_value(schedule, name),
+                lr=lr,
             )
     yield from _lr_length_problems(config, dp_size)
     yield from _curriculum_problems(config)
@@ -47,9 +48,8 @@ def problems(config: Config, dp_size: int) -> Iterator[Problem]:
         first = batch_size_at(config, 0, 0, dp_size)
         yield Problem(
             "run-shorter-than-one-batch",
-            f"{with_value(schedule, 'train_samples')} is less than the first batch of {first} "
-            "samples",
-            "train_samples",
+            with_value=with_value(schedule, "train_samples"),
+            first=first,
         )
 
 
@@ -61,10 +61,9 @@ def _curriculum_problems(config: Config) -> Iterator[Problem]:
     if longest > 0 and end > longest:
         yield Problem(
             "curriculum-exceeds-sequence",
-            f"{with_value(schedule, 'curriculum_seqlen')}: END {end} exceeds "
-            f"{option('seq_length')} {longest}",
-            "curriculum_seqlen",
-            "seq_length",
+            with_value=with_value(schedule, "curriculum_seqlen"),
+            end=end,
+            longest=longest,
         )
     if config.recompute.contiguous_checkpointing:
         yield exclusive_problem(
@@ -84,27 +83,24 @@ def warnings(config: Config, dp_size: int) -> Iterator[Problem]:
     if samples is not None and run.samples < samples and not reaches_tokens:
         yield Problem(
             "incomplete-last-batch",
-            f"{with_value(schedule, 'train_samples')}: the run's {run.iterations} iterations use "
-            f"{run.samples} samples; the last {samples - run.samples} do not fill a batch",
-            "train_samples",
+            with_value=with_value(schedule, "train_samples"),
+            iterations=run.iterations,
+            samples=run.samples,
+            remainder=samples - run.samples,
         )
     if schedule.train_tokens is not None and not reaches_tokens:
         ended_by = "train_iters" if samples is None else "train_samples"
         yield Problem(
             "tokens-not-reached",
-            f"{with_value(schedule, 'train_tokens')} is not reached: "
-            f"{with_value(schedule, ended_by)} ends the run after {run.tokens:,} tokens",
             "train_tokens",
             ended_by,
+            tokens_flag=with_value(schedule, "train_tokens"),
+            end_flag=with_value(schedule, ended_by),
+            tokens=run.tokens,
         )
     for tokens, size in batch_size_steps(config):
         if tokens >= run.tokens:
-            yield Problem(
-                "batch-size-not-reached",
-                f"{option('step_batch_size_schedule')}: the run ends after {run.tokens:,} tokens, "
-                f"before batch size {size} starts at {tokens:,}",
-                "step_batch_size_schedule",
-            )
+            yield Problem("batch-size-not-reached", tokens=run.tokens, size=size, start=tokens)
     if schedule.curriculum_seqlen is not None:
         yield from _curriculum_warnings(config, run.iterations)
 
@@ -115,17 +111,13 @@ def _curriculum_warnings(config: Config, iterations: int) -> Iterator[Problem]:
     if steps > iterations:
         yield Problem(
             "curriculum-not-completed",
-            f"{given}: the run ends after {iterations} iterations, at a sequence length of "
-            f"{seq_length_at(config, iterations - 1)}",
-            "curriculum_seqlen",
+            given=given,
+            iterations=iterations,
+            seq_length_at=seq_length_at(config, iterations - 1),
         )
     if end < longest:
         yield Problem(
-            "curriculum-below-sequence",
-            f"{given} ends below {option('seq_length')} {longest}: the last {longest - end} tokens "
-            "of each sample are never trained on",
-            "curriculum_seqlen",
-            "seq_length",
+            "curriculum-below-sequence", given=given, seq_length=longest, unused=longest - end
         )
 
 
@@ -196,18 +188,23 @@ def _lr_length_problems(config: Config, dp_size: int) -> Iterator[Problem]:
             shown = f"{with_value(schedule, name)} x {end:.15g} = {start:.15g} {unit}"
         yield Problem(
             "warmup-not-shorter-than-decay",
-            f"{shown}: the warmup must be shorter than the decay, {described(decay)} (give at most "
-            f"{end - 1:.15g} {unit}, or increase {option(f'lr_decay_{unit}')})",
             name,
             decay.field,
+            shown=shown,
+            described=described(decay),
+            end=end - 1,
+            unit=unit,
+            flag=option(f"lr_decay_{unit}"),
         )
     elif schedule.lr_decay_style == "WSD" and annealing is not None and part > end - start:
         yield Problem(
             "annealing-exceeds-decay",
-            f"{annealing} exceeds what {described(decay)} leaves after a warmup of {start:.15g}: "
-            f"give at most {end - start:.15g}",
             annealing.field,
             decay.field,
+            annealing=annealing,
+            described=described(decay),
+            start=start,
+            end=end - start,
         )
 
 
@@ -216,9 +213,8 @@ def _not_in_tokens(length: ScheduleLength) -> Problem:
     instead = "lr_decay_tokens" if length.stem == "train" else f"{length.stem}_tokens"
     return Problem(
         "curriculum-requires-tokens",
-        f"{length} cannot be converted to the tokens that the learning rate schedule counts, "
-        f"because {option('curriculum_seqlen')} varies the tokens of a sample: give "
-        f"{option(instead)}",
         length.field,
         "curriculum_seqlen",
+        length=length,
+        flag=option(instead),
     )

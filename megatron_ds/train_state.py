@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, SupportsFloat
 
-from megatron_ds.config.problems import Problem, UserError
+from megatron_ds.config.problems import user_error
 
 
 @dataclass(frozen=True)
@@ -93,12 +93,8 @@ class TrainState:
         """
         names = {item.name for item in dataclasses.fields(cls)}
         if set(values) != names and set(values) != names - {"applied_tokens"}:
-            raise UserError(
-                Problem(
-                    "train-state-keys-differ",
-                    f"the saved training state has the keys {sorted(values)}, expected "
-                    f"{sorted(names)}",
-                )
+            raise user_error(
+                "train-state-keys-differ", found=sorted(values), expected=sorted(names)
             )
         state = cls(**{name: int(value) for name, value in values.items()})
         if "applied_tokens" in values or state.consumed_samples <= 0:

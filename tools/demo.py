@@ -20,7 +20,7 @@ from typing import ClassVar
 
 from megatron_ds import cli
 from megatron_ds.config.fields import option_field
-from megatron_ds.config.problems import Problem, UserError
+from megatron_ds.config.problems import user_error
 from megatron_ds.launch.environment import prepare_environment
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -152,7 +152,7 @@ def run(title: str, command: Sequence[object]) -> None:
     code = subprocess.call(words, cwd=REPOSITORY)
     if code:
         script = next(word for word in words if word.endswith(".py"))
-        raise UserError(Problem("demo-command-failed", f"{script} failed (exit code {code})"))
+        raise user_error("demo-command-failed", script=script, status=code)
 
 
 def clear(folder: Path, data: Path | None) -> None:
@@ -162,14 +162,14 @@ def clear(folder: Path, data: Path | None) -> None:
         UserError: If that would delete other files.
     """
     if data is not None and not data.is_file():
-        raise UserError(Problem("demo-data-missing", f"{data}: no such file", "data"))
+        raise user_error("demo-data-missing", data=data)
     old = [folder / name for name in OUTPUTS if (folder / name).exists()]
     if data is not None and any(data.resolve().is_relative_to(path.resolve()) for path in old):
         text = f"{data} would be overwritten by the demo: copy it out of {folder}"
-        raise UserError(Problem("demo-data-among-results", text, "data"))
+        raise user_error("demo-data-among-results", text=text)
     if old and not (folder / MARK).exists():
         text = f"{old[0]} is not a result of a demo: choose another folder with --output"
-        raise UserError(Problem("demo-folder-not-empty", text, "output"))
+        raise user_error("demo-folder-not-empty", text=text)
     for path in old:
         print(f"Removing {path} of an earlier demo")
         shutil.rmtree(path) if path.is_dir() else path.unlink()
@@ -187,7 +187,7 @@ def split_of(corpus: Path) -> str:
         documents = sum(1 for line in file if line.strip())
     if documents < 3:
         text = f"{corpus} has {documents} documents (lines); training, validation and test need one"
-        raise UserError(Problem("demo-corpus-too-small", text, "data"))
+        raise user_error("demo-corpus-too-small", text=text)
     held_out = max(1, documents // 20)
     return f"{documents - 2 * held_out},{held_out},{held_out}"
 

@@ -123,26 +123,18 @@ class Options(GenerationOptions):
         sources = ("prompt", "sample_input_file", "num_samples")
         if sum(bool(getattr(self, name)) for name in sources) > 1:
             flags = ", ".join(map(option, sources))
-            yield Problem("several-prompt-sources", f"{flags} are mutually exclusive", *sources)
+            yield Problem("several-prompt-sources", *sources, flags=flags)
         if self.sample_input_file is not None:
             yield from file_problems("sample_input_file", self.sample_input_file)
         if self.genfile is not None and not self.num_samples:
-            yield Problem(
-                "genfile-without-samples",
-                f"{option('genfile')} requires {option('num_samples')}",
-                "genfile",
-            )
+            yield Problem("genfile-without-samples")
         if self.sample_output_file is not None and self.num_samples:
-            yield Problem(
-                "output-file-of-samples",
-                f"{option('sample_output_file')} is for prompts; samples go to {option('genfile')}",
-                "sample_output_file",
-            )
+            yield Problem("output-file-of-samples")
         for name in ("genfile", "sample_output_file"):
             path = getattr(self, name)
             if path is not None and not Path(path).parent.is_dir():
                 text = f"{option(name)} {path}: no such folder: {Path(path).parent}"
-                yield Problem("samples-folder-missing", text, name)
+                yield Problem("samples-folder-missing", name, text=text)
 
 
 def run(options: Options) -> None:

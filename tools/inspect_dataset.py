@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 from megatron_ds import cli
 from megatron_ds.config import DataConfig, TokenizerConfig
 from megatron_ds.config.fields import option_field, option_group
-from megatron_ds.config.problems import Problem, UserError, option
+from megatron_ds.config.problems import Problem, option, user_error
 from megatron_ds.data.blend_spec import SPLITS
 from megatron_ds.data.build_datasets import build_datasets
 from megatron_ds.data.indexed_dataset import IndexedDataset
@@ -95,19 +95,9 @@ class Options:
         if self.has_tokenizer:
             yield from self.tokenizer.problems(self.vocab_size)
         elif self.vocab_size is not None:
-            yield Problem(
-                "vocab-size-without-tokenizer",
-                f"{option('vocab_size')} requires {option('tokenizer_type')} NullTokenizer or "
-                "TikTokenizer",
-                "vocab_size",
-            )
+            yield Problem("vocab-size-without-tokenizer")
         if self.sample.samples and self.sample.seq_length is None:
-            yield Problem(
-                "samples-without-length",
-                f"{option('samples')} requires {option('seq_length')}",
-                "samples",
-                "seq_length",
-            )
+            yield Problem("samples-without-length")
 
 
 class Inspection:
@@ -190,7 +180,7 @@ class Inspection:
         last = max(at for numbers in args.samples for at in numbers)
         if args.num_samples is not None and last >= args.num_samples:
             text = f"{option('samples')} {last}: the run has {args.num_samples} samples, from 0"
-            raise UserError(Problem("sample-beyond-run", text, "samples"))
+            raise user_error("sample-beyond-run", text=text)
         sample_counts = [0, 0, 0]
         sample_counts[SPLITS.index(args.part)] = args.num_samples or last + 1
         tokenizer = self._tokenizer
@@ -205,7 +195,7 @@ class Inspection:
         samples = built.train if args.part == "train" else getattr(built, args.part).get("")
         if samples is None:
             text = f"{option('split')} {args.split}: gives {args.part} no documents"
-            raise UserError(Problem("split-without-documents", text, "split"))
+            raise user_error("split-without-documents", text=text)
         return samples
 
     def _show(self, kind: str, numbers: Sequence[range], get: Any, name: Any = None) -> None:

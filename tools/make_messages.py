@@ -1,59 +1,85 @@
 #!/usr/bin/env python
-"""Write tests/golden/messages.txt: every message of the package with its code and its fields.
-
-Read from the source: each call `Problem(code, text, *fields)` gives one entry.
-"""
+"""Write docs/errors.md: the code, the option fields and the message of every problem."""
 
 from __future__ import annotations
 
 import ast
+import string
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_ds.config.problems import catalogue, default_flag
+
 REPOSITORY = Path(__file__).resolve().parents[1]
-OUTPUT = REPOSITORY / "tests" / "golden" / "messages.txt"
+OUTPUT = REPOSITORY / "docs" / "errors.md"
+HEADER = """# Errors and warnings
+
+Every message of `pretrain_gpt.py` and of the tools ends with a code in brackets. This page lists
+all of them; `python tools/make_messages.py` writes it from `megatron_ds/config/messages.toml`.
+
+| code | flags | message |
+|---|---|---|
+"""
 
 
-def template(node: ast.expr) -> str:
-    """The text of an expression, with `{...}` for what is filled in."""
-    if isinstance(node, ast.Constant):
-        return str(node.value)
-    if isinstance(node, ast.JoinedStr):
-        return "".join(map(template, node.values))
-    if isinstance(node, ast.FormattedValue):
-        return f"{{{ast.unparse(node.value)}}}"
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
-        return template(node.left) + template(node.right)
-    return f"{{{ast.unparse(node)}}}"
+@dataclass(frozen=True)
+class Use:
+    """A call `Problem(code, *fields, **values)` or `user_error(...)` in the source."""
+
+    code: str
+    names: frozenset[str]
+    """Names of the values."""
+    location: str
 
 
-def messages() -> dict[str, set[str]]:
-    """Entries by code. More than one entry of a code is listed, too."""
-    found: dict[str, set[str]] = {}
+def uses() -> Iterator[Use]:
+    """All problems that the package and the tools create."""
     for folder in ("megatron_ds", "tools"):
         for path in sorted((REPOSITORY / folder).rglob("*.py")):
             for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"), str(path))):
                 if (
                     isinstance(node, ast.Call)
-                    and ast.unparse(node.func).split(".")[-1] == "Problem"
-                    and len(node.args) >= 2
+                    and ast.unparse(node.func).split(".")[-1] in ("Problem", "user_error")
                     and isinstance(node.args[0], ast.Constant)
                 ):
-                    code, text, *fields = map(template, node.args)
-                    names = ", ".join(fields) or "-"
-                    found.setdefault(code, set()).add(f"{code}\n  fields: {names}\n  {text}\n")
-    return found
+                    names = frozenset(str(keyword.arg) for keyword in node.keywords)
+                    location = f"{path.relative_to(REPOSITORY)}:{node.lineno}"
+                    yield Use(str(node.args[0].value), names, location)
 
 
-def catalogue() -> str:
-    """The content of the file."""
-    return "\n".join(
-        entry for _, entries in sorted(messages().items()) for entry in sorted(entries)
+def placeholders(text: str) -> frozenset[str]:
+    """Names of the values that a message needs."""
+    return frozenset(
+        name for _, name, _, _ in string.Formatter().parse(text) if name and name != "option"
     )
 
 
+def readable(text: str) -> str:
+    """A message for the table: placeholders by name, references to fields as flags."""
+    parts = []
+    for literal, name, spec, _ in string.Formatter().parse(text):
+        parts.append(literal)
+        if name == "option":
+            parts.append(default_flag(spec or ""))
+        elif name:
+            parts.append(f"{{{name}}}")
+    return "".join(parts).replace("|", "\\|").replace("\n", "<br>")
+
+
+def page() -> str:
+    """The content of the file."""
+    rows = (
+        f"| `{code}` | {' '.join(f'`{default_flag(name)}`' for name in entry.get('fields', ()))} "
+        f"| {readable(entry['text'])} |\n"
+        for code, entry in sorted(catalogue().items())
+    )
+    return HEADER + "".join(rows)
+
+
 def main() -> None:
-    OUTPUT.write_text(catalogue(), encoding="utf-8")
-    print(f"wrote {OUTPUT.relative_to(REPOSITORY)}: {len(messages())} codes")
+    OUTPUT.write_text(page(), encoding="utf-8")
+    print(f"wrote {OUTPUT.relative_to(REPOSITORY)}: {len(catalogue())} codes")
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from typing import ClassVar
 
 from megatron_ds import cli
 from megatron_ds.config.fields import option_field
-from megatron_ds.config.problems import Problem, option
+from megatron_ds.config.problems import Problem
 from megatron_ds.data.merge import MergeProgress, merge, prefixes_in
 from megatron_ds.launch import output
 
@@ -41,12 +41,7 @@ class Options:
 
     def problems(self) -> Iterator[Problem]:
         if (self.input is None) == (not self.datasets):
-            yield Problem(
-                "merge-input-not-unique",
-                f"exactly one of {option('input')} and {option('datasets')} is required",
-                "input",
-                "datasets",
-            )
+            yield Problem("merge-input-not-unique")
 
 
 def _report(merged: MergeProgress) -> None:

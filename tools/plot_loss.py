@@ -14,7 +14,7 @@ from typing import ClassVar
 
 from megatron_ds import cli
 from megatron_ds.config.fields import option_field
-from megatron_ds.config.problems import Problem, UserError
+from megatron_ds.config.problems import user_error
 
 Points = list[tuple[int, float]]
 
@@ -59,7 +59,7 @@ def read_curves(path: Path) -> Curves:
                 if record.get(key) is not None:
                     points.append((record["iteration"], record[key]))
     if not curves.train:
-        raise UserError(Problem("metrics-without-steps", f"{path}: no training step", "metrics"))
+        raise user_error("metrics-without-steps", path=path)
     return curves
 
 

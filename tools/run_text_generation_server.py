@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from megatron_ds import cli
 from megatron_ds.config.fields import option_field, option_group
-from megatron_ds.config.problems import Problem, option
+from megatron_ds.config.problems import Problem
 from megatron_ds.inference.api_schema import Defaults
 from megatron_ds.inference.cli import (
     CheckpointOptions,
@@ -75,18 +75,10 @@ class Options(GenerationOptions):
             name for name in ("fastapi", "uvicorn") if importlib.util.find_spec(name) is None
         ]
         if missing:
-            yield Problem(
-                "server-packages-missing",
-                f"{' and '.join(missing)} not installed: pip install 'megatron_ds[server]'",
-            )
+            yield Problem("server-packages-missing", missing=" and ".join(missing))
         yield from self.checkpoint.problems()
         if self.defaults.top_k and self.defaults.top_p:
-            yield Problem(
-                "top-k-and-top-p",
-                f"{option('top_k')} and {option('top_p')} are mutually exclusive",
-                "top_k",
-                "top_p",
-            )
+            yield Problem("top-k-and-top-p")
 
 
 def run(options: Options) -> None:

@@ -40,7 +40,7 @@ class Options:
             http.client.HTTPConnection(self.host_and_port)
         except http.client.InvalidURL:
             text = f"{option('address')} {self.address}: must be such as 127.0.0.1:5000"
-            yield Problem("invalid-server-address", text, "address")
+            yield Problem("invalid-server-address", text=text)
 
 
 class ServerUnreachable(Exception):

@@ -15,7 +15,7 @@ from typing import ClassVar
 from megatron_ds import cli
 from megatron_ds.config import folder_problems
 from megatron_ds.config.fields import option_field, option_group, when
-from megatron_ds.config.problems import Problem, UserError
+from megatron_ds.config.problems import Problem, user_error
 from megatron_ds.launch import output
 from megatron_ds.preprocess.document_readers import DocumentReader
 from megatron_ds.preprocess.inputs import InputSpec
@@ -107,7 +107,7 @@ class TextIterator:
             found = texts_of(item, self._wanted)
             if isinstance(found, RejectedDocument):
                 if self._strict:
-                    raise UserError(Problem("document-without-text", str(found)))
+                    raise user_error("document-without-text", found=str(found))
                 self._rejected += 1
                 self._first_rejected = self._first_rejected or found
                 continue
@@ -122,7 +122,7 @@ class TextIterator:
         if not self._documents:
             first = f"; the first document without one: {self._first_rejected}"
             text = f"{self._inputs.name}: no text{first if self._first_rejected else ''}"
-            raise UserError(Problem("input-without-text", text, "paths"))
+            raise user_error("input-without-text", text=text)
 
     @property
     def summary(self) -> str:

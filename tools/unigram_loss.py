@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from megatron_ds import cli
 from megatron_ds.config.fields import option_field
-from megatron_ds.config.problems import Problem, UserError, option
+from megatron_ds.config.problems import option, user_error
 from megatron_ds.data.indexed_dataset import IndexedDataset
 from megatron_ds.data.sample_index import parse_split, split_bounds
 
@@ -57,11 +57,11 @@ def unigram_loss(train: Tokens, valid: Tokens, vocab_size: int) -> float:
     """
     if valid.size == 0:
         text = f"{option('split')} leaves no validation tokens"
-        raise UserError(Problem("no-validation-tokens", text, "split"))
+        raise user_error("no-validation-tokens", text=text)
     highest = max(int(part.max(initial=0)) for part in (train, valid))
     if highest >= vocab_size:
         text = f"{option('vocab_size')} {vocab_size}: the data has the token {highest}"
-        raise UserError(Problem("token-outside-vocabulary", text, "vocab_size"))
+        raise user_error("token-outside-vocabulary", text=text)
     counts = np.bincount(train, minlength=vocab_size) + 1
     costs = np.log(counts.sum()) - np.log(counts)
     return float(costs[valid].mean())

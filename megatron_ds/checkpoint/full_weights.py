@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from megatron_ds.checkpoint.metadata import CheckpointMetadata, ParallelLayout, read_manifest
-from megatron_ds.config.problems import Problem, UserError
+from megatron_ds.config.problems import user_error
 from megatron_ds.engine.ds_checkpoint_io import read_tensors
 from megatron_ds.parallel.sharding import ShardSpec, shard_spec, take_shard, unshard
 
@@ -80,12 +80,8 @@ def load_full_weights(
         else:
             _load_one(name, parameter, full, rank, size)
     if parameters or unknown:
-        raise UserError(
-            Problem(
-                "weights-names-mismatch",
-                f"weights do not fit the model: missing {sorted(parameters)}, unknown "
-                f"{sorted(unknown)}",
-            )
+        raise user_error(
+            "weights-names-mismatch", parameters=sorted(parameters), unknown=sorted(unknown)
         )
 
 
@@ -97,11 +93,8 @@ def _load_one(name: str, parameter: nn.Parameter, full: torch.Tensor, rank: int,
     if name in VOCABULARY_TABLES:
         full = _with_rows(full, expected[0])
     if list(full.shape) != expected:
-        raise UserError(
-            Problem(
-                "weights-shape-mismatch",
-                f"{name} is {list(full.shape)}, the model expects {expected}",
-            )
+        raise user_error(
+            "weights-shape-mismatch", name=name, shape=list(full.shape), expected=expected
         )
     with torch.no_grad():
         parameter.copy_(full if spec is None else take_shard(full, spec, rank, size))

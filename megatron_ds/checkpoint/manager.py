@@ -43,7 +43,7 @@ from megatron_ds.checkpoint.selection import (
     select_checkpoint,
 )
 from megatron_ds.config import Config
-from megatron_ds.config.problems import Problem, option, raise_if_any
+from megatron_ds.config.problems import Problem, raise_if_any
 from megatron_ds.data.blend_history import BlendHistory
 from megatron_ds.engine.protocol import Engine
 from megatron_ds.launch.exit_codes import ExitCode, RunAborted
@@ -104,11 +104,7 @@ class CheckpointManager:
         except OSError as error:
             self._rank0_result(lambda: _clean_up(folder))
             raise SaveError(
-                Problem(
-                    "save-failed",
-                    f"could not save the checkpoint of iteration {state.iteration} to {folder}: "
-                    f"{error}. Its files were removed; older checkpoints are intact",
-                )
+                Problem("save-failed", iteration=state.iteration, folder=folder, error=error)
             ) from error
         self._update_pointers(target, state.iteration)
         self._log(f"  successfully saved checkpoint at iteration {state.iteration:7d} to {folder}")
@@ -164,10 +160,9 @@ class CheckpointManager:
             self._warn(
                 Problem(
                     "save-folder-has-newer",
-                    f"{folder} contains a checkpoint of iteration {found.iteration}, and this run "
-                    f"starts from iteration {state.iteration}: a later {option('load')} would "
-                    f"select the older run's. Move it away, or choose another {option('save')}",
-                    "save",
+                    folder=folder,
+                    newest=found.iteration,
+                    start=state.iteration,
                 )
             )
 
@@ -214,13 +209,7 @@ class CheckpointManager:
             if keep is not None:
                 self._rank0_result(lambda: storage.remove_older(target.parent, target, keep))
         except OSError as error:
-            self._warn(
-                Problem(
-                    "save-pointers-failed",
-                    f"{target} is complete, but its pointers could not be written, or an older "
-                    f"checkpoint could not be removed: {error}",
-                )
-            )
+            self._warn(Problem("save-pointers-failed", target=target, error=error))
 
     def _find_damage(self, path: Path) -> Problem | None:
         """Checks a checkpoint on every rank, checksums included."""
@@ -298,9 +287,9 @@ def _make_temp_dir(temporary: Path, estimate: int) -> Problem | None:
         return None
     return Problem(
         "disk-may-become-full",
-        f"{folder} has {free / 1e9:.2f} GB free, and a checkpoint takes about {needed / 1e9:.2f} "
-        f"GB: the save may fail. Free some space; {option('keep_last')} N keeps fewer checkpoints",
-        "keep_last",
+        folder=folder,
+        free=free / 1000000000.0,
+        needed=needed / 1000000000.0,
     )
 
 

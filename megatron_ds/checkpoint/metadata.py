@@ -219,35 +219,31 @@ def find_damage(path: Path) -> Problem | None:
         for name, size in expected.items():
             file = path / name
             if not file.is_file():
-                return Problem("checkpoint-file-missing", f"{name} is missing")
+                return Problem("checkpoint-file-missing", name=name)
             if file.stat().st_size != size:
                 return Problem(
-                    "checkpoint-file-size",
-                    f"{name} has {file.stat().st_size} bytes, its manifest lists {size}",
+                    "checkpoint-file-size", name=name, actual=file.stat().st_size, expected=size
                 )
         unlisted = sorted({file.name for file in path.glob(f"*{STATES}")} - expected.keys())
     except UserError as error:
         return error.problems[0]
     except FileNotFoundError as error:
-        return Problem(
-            "checkpoint-save-unfinished",
-            f"it has no {Path(str(error.filename)).name}, so its save did not finish",
-        )
+        return Problem("checkpoint-save-unfinished", name=Path(str(error.filename)).name)
     except OSError as error:
         return unreadable_checkpoint(error)
     except (ValueError, KeyError, TypeError, OverflowError) as error:
         return _metadata_damage(MANIFEST, error)
     if unlisted:
-        return Problem("checkpoint-file-unlisted", f"{unlisted[0]} is not listed in its {MANIFEST}")
+        return Problem("checkpoint-file-unlisted", unlisted=unlisted[0], manifest=MANIFEST)
     return None
 
 
 def unreadable_checkpoint(error: Exception) -> Problem:
-    return Problem("checkpoint-unreadable", f"it cannot be read ({error})")
+    return Problem("checkpoint-unreadable", error=error)
 
 
 def _metadata_damage(name: str, reason: object) -> Problem:
-    return Problem("checkpoint-metadata-damaged", f"its {name} is damaged ({reason})")
+    return Problem("checkpoint-metadata-damaged", name=name, reason=reason)
 
 
 def read_run(path: Path) -> CheckpointMetadata:
@@ -319,18 +315,18 @@ def _model_conflicts(found: CheckpointMetadata, config: Config) -> Iterator[Prob
         if saved.get(name) != value and name not in RESUMABLE_FIELDS.union(VOCABULARY):
             yield Problem(
                 "resume-model-changed",
-                f"{_label(name)} is {saved.get(name)} in {found.path} and {value} in this run",
                 name,
+                label=_label(name),
+                saved=saved.get(name),
+                path=found.path,
+                value=value,
             )
     before, after = (
         _padding(model, config.parallel.tensor_model_parallel_size) for model in (saved, now)
     )
     if before != after:
         yield Problem(
-            "resume-vocabulary-changed",
-            f"the vocabulary, padded by {option('make_vocab_size_divisible_by')}, is {before} in "
-            f"{found.path} and {after} in this run",
-            *VOCABULARY,
+            "resume-vocabulary-changed", *VOCABULARY, before=before, path=found.path, after=after
         )
 
 
@@ -340,9 +336,11 @@ def _layout_conflicts(found: CheckpointMetadata, layout: ParallelLayout) -> Iter
         if saved != now:
             yield Problem(
                 "resume-layout-changed",
-                f"{_label(name)} is {saved} in {found.path} and {now} in this run; a resume needs "
-                "the same layout",
                 name,
+                label=_label(name),
+                saved=saved,
+                path=found.path,
+                now=now,
             )
 
 
@@ -357,9 +355,11 @@ def _data_order_conflicts(
         if saved != now and (name != "split" or both_split):
             yield Problem(
                 "resume-data-order-changed",
-                f"{_label(name)} is {saved} in {found.path} and {now} in this run; it determines "
-                "the order of the samples",
                 name,
+                label=_label(name),
+                saved=saved,
+                path=found.path,
+                now=now,
             )
 
 

@@ -19,7 +19,7 @@ from megatron_ds.checkpoint.metadata import (
     stale_pointers,
 )
 from megatron_ds.config import CheckpointConfig
-from megatron_ds.config.problems import Problem, UserError, option
+from megatron_ds.config.problems import Problem, UserError, option, user_error
 
 DamageCheck = Callable[[Path], Problem | None]
 
@@ -62,13 +62,7 @@ def list_folder(folder: Path) -> CheckpointListing:
         UserError: If this user may not read it.
     """
     if _is_unreadable(folder):
-        raise UserError(
-            Problem(
-                "load-folder-unreadable",
-                f"{option('load')} {folder}: cannot be read by this user",
-                "load",
-            )
-        )
+        raise user_error("load-folder-unreadable", folder=folder)
     paths = list_checkpoints(folder)
     stale = stale_pointers(folder, paths[0] if paths else None)
     return CheckpointListing(folder, tuple(paths), tuple(stale))
@@ -103,8 +97,8 @@ def select_checkpoint(
         warn(
             Problem(
                 "checkpoint-pointer-ignored",
-                f"{' and '.join(listing.stale)}, but the newest checkpoint is "
-                f"{listing.paths[0]}, which is loaded ({option('ckpt_step')} selects another one)",
+                stale=" and ".join(listing.stale),
+                paths=listing.paths[0],
             )
         )
     damaged = []
@@ -115,16 +109,9 @@ def select_checkpoint(
         if not policy.fallback:
             hint = f"; {option('on_damaged_checkpoint')} fallback loads an older one"
             raise UserError(_damaged(path, damage, "on_damaged_checkpoint", hint))
-        warn(Problem("checkpoint-skipped", f"skipping the checkpoint {path}: {damage}"))
+        warn(Problem("checkpoint-skipped", path=path, damage=damage))
         damaged.append(f"\n  - {path}: {damage}")
-    raise UserError(
-        Problem(
-            "all-checkpoints-damaged",
-            f"{option('load')} {listing.folder}: every checkpoint in it is damaged:"
-            f"{''.join(damaged)}\nRepair or restore one, or move them away to start a new run",
-            "load",
-        )
-    )
+    raise user_error("all-checkpoints-damaged", folder=listing.folder, damaged="".join(damaged))
 
 
 def latest_before(folders: list[str | None], iteration: int) -> Path | None:
@@ -142,13 +129,7 @@ def _select_step(
     path = next((path for path in listing.paths if iteration_of(path) == step), None)
     if path is None:
         names = ", ".join(path.name for path in listing.paths) or "no checkpoint"
-        raise UserError(
-            Problem(
-                "ckpt-step-missing",
-                f"{option('ckpt_step')} {step}: {listing.folder} contains {names}",
-                "ckpt_step",
-            )
-        )
+        raise user_error("ckpt-step-missing", step=step, folder=listing.folder, names=names)
     damage = find_damage(path)
     if damage is not None:
         raise UserError(_damaged(path, damage, "ckpt_step"))
@@ -158,30 +139,18 @@ def _select_step(
 def _raise_if_expected(listing: CheckpointListing, policy: SelectionPolicy) -> None:
     """A new run where a checkpoint is expected would overwrite what was trained."""
     if listing.stale:
-        raise UserError(
-            Problem(
-                "checkpoint-pointer-dangling",
-                f"{option('load')} {listing.folder}: {' and '.join(listing.stale)}, but there is "
-                f"no global_stepN folder{_megatron_hint(listing.folder)}. Restore it, or remove "
-                "the pointer to start a new run",
-                "load",
-            )
+        raise user_error(
+            "checkpoint-pointer-dangling",
+            folder=listing.folder,
+            stale=" and ".join(listing.stale),
+            megatron_hint=_megatron_hint(listing.folder),
         )
     if policy.required:
-        raise UserError(
-            Problem(
-                "checkpoint-missing",
-                f"{option('load')} {listing.folder}: there is no checkpoint (global_stepN folder) "
-                "in it",
-                "load",
-            )
-        )
+        raise user_error("checkpoint-missing", folder=listing.folder)
 
 
 def _damaged(path: Path, damage: Problem, field: str, hint: str = "") -> Problem:
-    return Problem(
-        "checkpoint-damaged", f"the checkpoint {path} is damaged: {damage}{hint}", "load", field
-    )
+    return Problem("checkpoint-damaged", "load", field, path=path, damage=damage, hint=hint)
 
 
 def _is_unreadable(folder: Path) -> bool:

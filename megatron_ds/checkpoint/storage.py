@@ -80,7 +80,7 @@ def files_damaged(damages: Mapping[str, str]) -> Problem | None:
     """The results of `find_damaged_files` as one problem; None if there are none."""
     if not damages:
         return None
-    return Problem("checkpoint-files-damaged", "; ".join(damages.values()))
+    return Problem("checkpoint-files-damaged", damages="; ".join(damages.values()))
 
 
 def restore_replaced(folder: Path) -> None:

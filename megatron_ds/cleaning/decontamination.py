@@ -16,7 +16,7 @@ from hashlib import sha256
 from megatron_ds.cleaning.deduplication import WORD
 from megatron_ds.cleaning.stages import Document, Dropped, SplitInto
 from megatron_ds.config.fields import option_field
-from megatron_ds.config.problems import Problem, UserError, option, raise_if_any
+from megatron_ds.config.problems import Problem, option, raise_if_any, user_error
 from megatron_ds.preprocess.document_readers import DocumentReader
 from megatron_ds.preprocess.formats import RawDocument, UnreadableDocument
 from megatron_ds.preprocess.inputs import STDIN, InputSpec
@@ -78,13 +78,13 @@ class TaskOptions:
                 f"{option('min_ngram_size')} {self.min_ngram_size}: must not exceed "
                 f"{option('ngram_size')} {self.ngram_size}"
             )
-            yield Problem("min-ngram-size-too-large", text, "min_ngram_size", "ngram_size")
+            yield Problem("min-ngram-size-too-large", text=text)
         if self.eval_task_files:
             for problem in InputSpec(paths=self.eval_task_files).problems():
                 yield problem.about(paths="eval_task_files")
         if STDIN in self.eval_task_files:
             text = f"{option('eval_task_files')} {STDIN}: must be a file"
-            yield Problem("tasks-from-standard-input", text, "eval_task_files")
+            yield Problem("tasks-from-standard-input", text=text)
 
 
 class Decontaminate:
@@ -117,7 +117,7 @@ class Decontaminate:
                 f"{option('eval_task_files')} {' '.join(options.eval_task_files)}: no text has the "
                 f"{options.min_ngram_size} words of {option('min_ngram_size')}"
             )
-            raise UserError(Problem("no-task-texts", text, "eval_task_files", "min_ngram_size"))
+            raise user_error("no-task-texts", text=text)
         self._sizes = sorted(sizes, reverse=True)
 
     @property
@@ -176,10 +176,10 @@ class Decontaminate:
 
 def _reject_problems(rejected: Sequence[RejectedDocument]) -> Iterator[Problem]:
     for document in rejected[:PROBLEMS_SHOWN]:
-        yield Problem("rejected-task", f"{option('eval_task_files')} {document}", "eval_task_files")
+        yield Problem("rejected-task", document=document)
     if len(rejected) > PROBLEMS_SHOWN:
         hidden = len(rejected) - PROBLEMS_SHOWN
-        yield Problem("more-rejected-tasks", f"{hidden} more task lines", "eval_task_files")
+        yield Problem("more-rejected-tasks", hidden=hidden)
 
 
 def _texts(options: TaskOptions, rejected: list[RejectedDocument]) -> Iterator[str]:

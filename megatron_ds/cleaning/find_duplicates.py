@@ -19,7 +19,7 @@ from megatron_ds.cleaning.deduplication import LshIndex, MinHashSignature, NearO
 from megatron_ds.cleaning.pipeline import OUTPUT, ChunkedInput
 from megatron_ds.cleaning.stages import Document
 from megatron_ds.config.fields import option_field, option_group
-from megatron_ds.config.problems import Problem, UserError, option
+from megatron_ds.config.problems import Problem, option, user_error
 from megatron_ds.fileio.resumable import ResumableOutput, pack_record, read_records
 from megatron_ds.preprocess.document_readers import START, DocumentReader, ReadPosition
 from megatron_ds.preprocess.formats import RawDocument
@@ -75,19 +75,19 @@ class DuplicateOptions:
     def problems(self) -> Iterator[Problem]:
         if len(self.inputs) % 2:
             text = f"{option('inputs')} {' '.join(self.inputs)}: must be pairs of a file and a key"
-            yield Problem("inputs-not-pairs", text, "inputs")
+            yield Problem("inputs-not-pairs", text=text)
         for file in self.inputs[::2]:
             spec = InputSpec(paths=(file,))
             yield from spec.problems()
             if os.path.realpath(self.output) in map(os.path.realpath, spec.local_files()):
                 text = f"{option('output')} {self.output}: is also a file of {option('inputs')}"
-                yield Problem("list-is-input", text, "output", "inputs")
+                yield Problem("list-is-input", text=text)
             if self.resume:
                 yield from map(cannot_resume, spec.unseekable_paths())
         folder = os.path.dirname(self.output) or "."
         if not os.path.isdir(folder):
             text = f"{option('output')} {self.output}: there is no folder {folder}"
-            yield Problem("list-folder-missing", text, "output")
+            yield Problem("list-folder-missing", text=text)
 
     def resume_settings(self) -> dict[str, Any]:
         """All that determines the list, which a resumed run must share."""
@@ -179,7 +179,7 @@ class _Search:
             self._work.discard()
             inputs = " ".join(self._options.inputs)
             text = f"{option('inputs')} {inputs}: no documents; {self.counts['rejected']} rejected"
-            raise UserError(Problem("no-documents-to-compare", text, "inputs"))
+            raise user_error("no-documents-to-compare", text=text)
         self._work.commit(self._progress(), finished=True)
 
     def _progress(self) -> dict[str, Any]:

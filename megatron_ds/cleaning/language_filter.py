@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from megatron_ds.cleaning.stages import Document, Dropped, missing_package
-from megatron_ds.config.problems import Problem, UserError, option
+from megatron_ds.config.problems import Problem, UserError
 
 SAMPLE = 500
 """Characters sampled from the start, the middle and the end of a long text."""
@@ -38,11 +38,7 @@ class LanguageFilter:
         """Unknown language codes."""
         known = self._identifier.labels
         for code in sorted(self._codes - set(known)):
-            yield Problem(
-                "language-not-supported",
-                f"{option('languages')} {code}: is not known; known are {' '.join(sorted(known))}",
-                "languages",
-            )
+            yield Problem("language-not-supported", code_=code, known=" ".join(sorted(known)))
 
     def __call__(self, document: Document) -> Dropped | None:
         sample = _sample(document.text)

@@ -59,7 +59,7 @@ class MergeOptions:
                     f"({' '.join(SUFFIXES)}, compressed or not); name others: "
                     f"{option('json_path')} {path}/*"
                 )
-                yield Problem("no-files-to-merge", text, "json_path")
+                yield Problem("no-files-to-merge", text=text)
 
 
 def files_of(path: str, output: str) -> Iterator[str]:

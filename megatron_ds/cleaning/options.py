@@ -156,17 +156,17 @@ class CleaningOptions:
             if name != "report" and suffix in (".zst", ".parquet", ".arrow", ".csv", ".tsv"):
                 known = " ".join(f".jsonl{suffix}" for suffix in ("", *COMPRESSIONS))
                 text = f"{option(name)} {path}: the output is JSON lines, with a suffix of {known}"
-                yield Problem("cleaning-output-suffix", text, name)
+                yield Problem("cleaning-output-suffix", name, text=text)
         readers = self._files_read()
         written: dict[str, str] = {}
         for role, path in files.items():
             real = os.path.realpath(path)
             if real in readers:
                 text = f"{role} {path}: is also a file of {option(readers[real])}"
-                yield Problem("cleaning-output-is-input", text, readers[real])
+                yield Problem("cleaning-output-is-input", readers[real], text=text)
             if real in written:
                 text = f"{role} {path}: is also {written[real]}"
-                yield Problem("cleaning-outputs-collide", text)
+                yield Problem("cleaning-outputs-collide", text=text)
             written[real] = role
 
     def _files_read(self) -> dict[str, str]:
@@ -189,7 +189,9 @@ class CleaningOptions:
         elif not os.access(folder, os.W_OK | os.X_OK):
             reason = f"the folder {folder} is not writable"
         if reason:
-            yield Problem("cleaning-output-unusable", f"{option(name)} {path}: {reason}", name)
+            yield Problem(
+                "cleaning-output-unusable", name, flag=option(name), path=path, reason=reason
+            )
             return
         for inner in filter(os.path.isdir, self.inputs.paths):
             if os.path.realpath(path).startswith(os.path.join(os.path.realpath(inner), "")):
@@ -197,30 +199,30 @@ class CleaningOptions:
                     f"{option(name)} {path}: is in the folder {inner}, all files of which are "
                     "read: choose a file in another folder"
                 )
-                yield Problem("cleaning-output-in-input", text, name, "paths")
+                yield Problem("cleaning-output-in-input", name, "paths", text=text)
 
     def _report_problems(self) -> Iterator[Problem]:
         if self.report is None:
             return
         if not self.report.lower().endswith((FIGURE, NUMBERS)):
             text = f"{option('report')} {self.report}: must end with {FIGURE} or {NUMBERS}"
-            yield Problem("report-suffix", text, "report")
+            yield Problem("report-suffix", text=text)
         elif self.report_figure and importlib.util.find_spec("matplotlib") is None:
             text = (
                 f"{option('report')} {self.report}: a figure needs matplotlib: "
                 f"pip install 'megatron_ds[plot]'; a name that ends with {NUMBERS} does not"
             )
-            yield Problem("report-needs-matplotlib", text, "report")
+            yield Problem("report-needs-matplotlib", text=text)
 
     def _stage_problems(self) -> Iterator[Problem]:
         for name in self.order:
             if name not in STAGES:
                 known = ", ".join(STAGES)
                 text = f"{option('stages')} {name}: no such stage; there are {known}"
-                yield Problem("unknown-stage", text, "stages")
+                yield Problem("unknown-stage", text=text)
         if len(set(self.order)) != len(self.order):
             text = f"{option('stages')} {' '.join(self.order)}: a stage is repeated"
-            yield Problem("repeated-stage", text, "stages")
+            yield Problem("repeated-stage", text=text)
         for stage, field, is_given in (
             ("url", "url_blacklist", bool(self.url_blacklist)),
             ("decontaminate", "eval_task_files", bool(self.tasks.eval_task_files)),
@@ -228,15 +230,15 @@ class CleaningOptions:
         ):
             if is_given and stage not in self.order:
                 text = f"{option(field)} is for the stage {stage}, which does not run"
-                yield Problem("option-of-unused-stage", text, field, "stages")
+                yield Problem("option-of-unused-stage", field, "stages", text=text)
         if "decontaminate" in self.order and not self.tasks.eval_task_files:
             text = f"{option('stages')} decontaminate requires {option('eval_task_files')}"
-            yield Problem("decontamination-without-tasks", text, "stages", "eval_task_files")
+            yield Problem("decontamination-without-tasks", text=text)
         if not self.languages:
             yield missing_problem("languages")
         if (self.min_tokens > 0) != (self.tokenizer is not None):
             text = f"{option('min_tokens')} and {option('tokenizer_type')} require each other"
-            yield Problem("min-tokens-and-tokenizer", text, "min_tokens", "tokenizer_type")
+            yield Problem("min-tokens-and-tokenizer", text=text)
         elif self.tokenizer is not None:
             yield from field_problems(self.tokenizer)
             yield from self.tokenizer.problems(self.tokenizer_vocab_size)
@@ -257,7 +259,7 @@ class CleaningOptions:
                 except UserError as error:
                     problems += error.problems
                 except ValueError as error:
-                    problems.append(Problem("stage-unusable", str(error), "stages"))
+                    problems.append(Problem("stage-unusable", error=str(error)))
         for stage in stages:
             if isinstance(stage, LanguageFilter):
                 problems += stage.problems()

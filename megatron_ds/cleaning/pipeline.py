@@ -322,9 +322,7 @@ def _nothing_left(options: CleaningOptions, counts: Counts) -> Problem:
     for name, stage in counts.stages.items():
         reasons += (f"{count} {reason} ({name})" for reason, count in sorted(stage.dropped.items()))
     dropped = f"; dropped: {', '.join(reasons)}" if reasons else ""
-    return Problem(
-        "no-documents-left", f"{options.inputs.name}: no document is left{dropped}", "paths"
-    )
+    return Problem("no-documents-left", name=options.inputs.name, dropped=dropped)
 
 
 def _publish(options: CleaningOptions, work: ResumableOutput) -> None:

@@ -10,18 +10,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from megatron_ds.config.problems import Problem, option
+from megatron_ds.config.problems import Problem
 
 MISSING_EXTRA = "pip install 'megatron_ds[cleaning]'"
 
 
 def missing_package(stage: str, package: str) -> Problem:
     """A stage whose package is not installed."""
-    return Problem(
-        "missing-cleaning-package",
-        f"{option('stages')} {stage}: needs {package}: {MISSING_EXTRA}",
-        "stages",
-    )
+    return Problem("missing-cleaning-package", stage=stage, package=package, missing=MISSING_EXTRA)
 
 
 class Document(NamedTuple):

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from urllib.parse import unquote, urlsplit
 
 from megatron_ds.cleaning.stages import Document, Dropped
-from megatron_ds.config.problems import Problem, option, raise_if_any
+from megatron_ds.config.problems import Problem, raise_if_any
 
 PICTURES = {".bmp", ".eps", ".gif", ".gifv", ".heic", ".ico", ".jpeg", ".jpg", ".png", ".psd"}
 PICTURES |= {".svg", ".tif", ".tiff", ".webp"}
@@ -115,9 +115,7 @@ class UrlFilter:
 
 
 def _list_problem(place: str, reason: str) -> Problem:
-    return Problem(
-        "invalid-url-blacklist", f"{option('url_blacklist')} {place}: {reason}", "url_blacklist"
-    )
+    return Problem("invalid-url-blacklist", place=place, reason=reason)
 
 
 def _name_of(labels: list[str]) -> str:

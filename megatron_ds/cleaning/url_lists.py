@@ -67,10 +67,10 @@ class UrlListOptions:
     def problems(self) -> Iterator[Problem]:
         if not self.files:
             text = f"{option('path')} {self.path}: has no .txt files"
-            yield Problem("no-url-lists", text, "path")
+            yield Problem("no-url-lists", text=text)
         if os.path.realpath(self.output) in map(os.path.realpath, self.url_blacklist):
             text = f"{option('output')} {self.output}: is also a file of {option('url_blacklist')}"
-            yield Problem("url-list-is-blacklist", text, "output", "url_blacklist")
+            yield Problem("url-list-is-blacklist", text=text)
 
 
 def filter_urls(options: UrlListOptions) -> Counter[str]:

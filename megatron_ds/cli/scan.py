@@ -16,7 +16,7 @@ from typing import Any
 
 from megatron_ds.cli.flags import Flag, FlagTable, dashed, refused_values
 from megatron_ds.config.fields import choice_problem
-from megatron_ds.config.problems import Problem, UserError
+from megatron_ds.config.problems import Problem, UserError, user_error
 from megatron_ds.config.problems import option as reference
 
 LARGEST_EXACT = 2**53
@@ -96,11 +96,11 @@ class _Scanner:
         for reason, options in self._ignored.items():
             has = "has" if len(options) == 1 else "have"
             shown = ", ".join(dict.fromkeys(options))
-            self._warnings.append(Problem("ignored-flag", f"{shown} {has} no effect: {reason}"))
+            self._warnings.append(Problem("ignored-flag", shown=shown, has=has, reason=reason))
         values, contradictions = _resolve(list(self._given.values()))
         missing = {name for name in self._misspelt if name not in values}
         self._problems += [
-            Problem("flag-requires-another", f"{flag} requires {reference(field)}", field)
+            Problem("flag-requires-another", field, flag=flag, reference=reference(field))
             for flag, field in self._requirements
             if field not in values and field not in missing | self._unreadable
         ]
@@ -116,7 +116,7 @@ class _Scanner:
         names = self._table.by_name
         near = difflib.get_close_matches(dashed(option).lstrip("-"), names, n=1, cutoff=0.6)
         hint = f"; did you mean --{near[0]}?" if near else " (--help lists the flags)"
-        self._problems.append(Problem("unknown-flag", f"there is no flag {option}{hint}"))
+        self._problems.append(Problem("unknown-flag", flag=option, hint=hint))
         self._misspelt += [names[name].field for name in near if names[name].field]
 
     def _read_flag(self, flag: Flag, option: str, arguments: list[str]) -> None:
@@ -144,9 +144,7 @@ class _Scanner:
             return
         old = self._given.pop(dashed(new.option), new)
         if old.value != new.value:
-            self._warnings.append(
-                Problem("repeated-flag", f"{old} is overridden by {new}", new.flag.field)
-            )
+            self._warnings.append(Problem("repeated-flag", new.flag.field, old=old, new=new))
         self._given[dashed(new.option)] = new
 
     def _read_positionals(self) -> None:
@@ -165,7 +163,7 @@ class _Scanner:
                 numbers = {0: "no value", 1: "one value"}
                 expected = f": {option} takes {numbers.get(owner.count, f'{owner.takes} values')}"
             self._problems.append(
-                Problem("unexpected-argument", f"{argument!r} belongs to no flag{expected}")
+                Problem("unexpected-argument", argument=argument, expected=expected)
             )
 
 
@@ -198,7 +196,7 @@ def _value(flag: Flag, option: str, arguments: Sequence[str]) -> Any:
         if _is_accepted(flag, arguments):
             return None
         shown = " ".join([option, *arguments])
-        raise UserError(Problem("unsupported-flag", f"{shown} is not supported: {flag.help}"))
+        raise user_error("unsupported-flag", shown=shown, help=flag.help)
     if flag.outcome == "ignored" and flag.takes == "*":
         return None
     if flag.takes == 0:
@@ -207,7 +205,7 @@ def _value(flag: Flag, option: str, arguments: Sequence[str]) -> Any:
         number = flag.count
         needed = "a value" if number == 1 else f"{number} values, not {len(arguments)}"
         text = f"{option} needs {needed}: {flag.usage}"
-        raise UserError(Problem("flag-needs-a-value", text, *_fields(flag)))
+        raise user_error("flag-needs-a-value", *_fields(flag), text=text)
     if flag.outcome == "ignored":
         return None
     values = tuple(_converted(flag, option, argument) for argument in arguments)
@@ -233,7 +231,7 @@ def _is_same(argument: str, other: str) -> bool:
 
 def _converted(flag: Flag, option: str, argument: str) -> Any:
     if not argument.strip():
-        raise UserError(Problem("empty-value", f"{option} has an empty value", flag.field))
+        raise user_error("empty-value", flag.field, flag=option)
     if flag.kind is int:
         return _integer(flag, option, argument)
     if flag.kind is range:
@@ -243,7 +241,7 @@ def _converted(flag: Flag, option: str, argument: str) -> Any:
             return float(argument)
         except ValueError:
             text = f"{option} {argument}: must be a number"
-            raise UserError(Problem("not-a-number", text, flag.field)) from None
+            raise user_error("not-a-number", flag.field, text=text) from None
     chosen = flag.synonyms.get(argument, argument)
     if flag.choices and chosen not in flag.choices:
         raise UserError(_invalid_choice(flag, option, argument))
@@ -262,7 +260,7 @@ def _integer(flag: Flag, option: str, argument: str) -> int:
         number = math.nan
     if not number.is_integer() or abs(number) > LARGEST_EXACT:
         text = f"{option} {argument}: must be an integer"
-        raise UserError(Problem("not-an-integer", text, flag.field))
+        raise user_error("not-an-integer", flag.field, text=text)
     return int(number)
 
 
@@ -274,14 +272,14 @@ def _range(flag: Flag, option: str, argument: str) -> range:
         if numbers:
             return numbers
     text = f"{option} {argument}: must be a number from 0, or an ascending range such as 3-7"
-    raise UserError(Problem("not-a-range", text, flag.field))
+    raise user_error("not-a-range", flag.field, text=text)
 
 
 def _invalid_choice(flag: Flag, option: str, argument: str) -> Problem:
     known_elsewhere = refused_values().get(flag.field, {})
     if argument in known_elsewhere:
         text = f"{option} {argument} is not supported: {known_elsewhere[argument]}"
-        return Problem("unsupported-value", text, flag.field)
+        return Problem("unsupported-value", flag.field, text=text)
     lowered = {each.lower(): each for each in (*flag.synonyms, *flag.choices)}
     near = difflib.get_close_matches(argument.lower(), list(lowered), n=1, cutoff=0.6)
     hint = f"; did you mean {lowered[near[0]]}?" if near else ""
@@ -298,11 +296,7 @@ def _resolve(given: list[GivenFlag]) -> tuple[dict[str, Any], list[Problem]]:
             continue
         if before.value != each.value:
             problems.append(
-                Problem(
-                    "contradicting-flags",
-                    f"{before} and {each} contradict each other",
-                    each.flag.field,
-                )
+                Problem("contradicting-flags", each.flag.field, before=before, each=each)
             )
     values = {name: each.value for name, each in first.items()}
     if (

@@ -67,14 +67,9 @@ class CheckpointConfig:
         if name.startswith("global_step"):
             yield Problem(
                 "load-is-one-checkpoint",
-                f"{with_value(self, 'load')}: give the folder that contains {name}: "
-                f"{folder or '.'}",
-                "load",
+                with_value=with_value(self, "load"),
+                name=name,
+                folder=folder or ".",
             )
         elif os.path.exists(self.load) and not os.path.isdir(self.load):
-            yield Problem(
-                "load-is-a-file",
-                f"{with_value(self, 'load')}: is a file; give the folder that contains "
-                "global_stepN",
-                "load",
-            )
+            yield Problem("load-is-a-file", with_value=with_value(self, "load"))

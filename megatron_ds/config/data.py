@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from megatron_ds.config.fields import exclusive_problem, option_field, when
 from megatron_ds.config.path_checks import folder_problems
-from megatron_ds.config.problems import Problem, option
+from megatron_ds.config.problems import Problem
 
 SPLIT_DATA_FIELDS = ("data_path", "data_args_path")
 """Fields that name data for all dataset splits, divided by --split."""
@@ -133,19 +133,8 @@ class DataConfig:
             if len(names) > 1:
                 yield exclusive_problem(*names)
         if not shared and not listed and not by_split["train"]:
-            yield Problem(
-                "training-data-required",
-                f"{option('data_path')} is required (or {option('train_data_path')}, "
-                f"{option('train_weighted_split_paths')}, {option('data_args_path')}, "
-                f"{option('per_split_data_args_path')})",
-                "data_path",
-            )
+            yield Problem("training-data-required")
         if self.split is not None and not shared:
-            yield Problem(
-                "split-without-shared-data",
-                f"{option('split')} divides {option('data_path')} and cannot be used with "
-                "separate data for each split",
-                "split",
-            )
+            yield Problem("split-without-shared-data")
         if self.data_cache_path is not None and not os.path.isdir(self.data_cache_path):
             yield from folder_problems("data_cache_path", self.data_cache_path)

@@ -174,9 +174,10 @@ def field_problems(options: Any, given: Collection[str] = ()) -> Iterator[Proble
         if requires is not None and not is_default and not requires.holds(options):
             yield Problem(
                 "missing-requirement",
-                f"{option(name)} requires {requires.describe()}",
                 name,
                 *requires.admitted,
+                flag=option(name),
+                describe=requires.describe(),
             )
         for each in value if isinstance(value, tuple) else (value,):
             yield from _value_problems(item, each)
@@ -189,16 +190,16 @@ def _value_problems(item: dataclasses.Field[Any], value: Any) -> Iterator[Proble
     if isinstance(value, bool) or not isinstance(value, int | float):
         return
     if not math.isfinite(value):
-        yield Problem("not-finite", f"{option(name)} {value}: must be a finite number", name)
+        yield Problem("not-finite", name, flag=option(name), value=value)
     elif not _is_within(value, *item.metadata["bounds"]):
         yield Problem(
-            "out-of-range", f"{option(name)} {value}: must be {item.metadata['range']}", name
+            "out-of-range", name, flag=option(name), value=value, range=item.metadata["range"]
         )
 
 
 def missing_problem(name: str) -> Problem:
     """The problem of a field without a value."""
-    return Problem("required", f"{option(name)} is required", name)
+    return Problem("required", name, flag=option(name))
 
 
 def choice_problem(name: str, value: str, choices: Collection[str], hint: str = "") -> Problem:
@@ -209,8 +210,11 @@ def choice_problem(name: str, value: str, choices: Collection[str], hint: str = 
     """
     return Problem(
         "invalid-choice",
-        f"{option(name)} {value}: must be one of {', '.join(choices)}{hint}",
         name,
+        flag=option(name),
+        value=value,
+        choices=", ".join(choices),
+        hint=hint,
     )
 
 
@@ -234,7 +238,7 @@ def ineffective(options: Any, given: Collection[str], context: Any = None) -> It
     for reason, names in unmet.items():
         flags = ", ".join(map(option, names))
         have = "has" if len(names) == 1 else "have"
-        yield Problem("no-effect", f"{flags} {have} no effect {reason}", *names)
+        yield Problem("no-effect", *names, flags=flags, have=have, reason=reason)
 
 
 def exclusive_problem(*names: str, reason: str = "") -> Problem:
@@ -244,9 +248,7 @@ def exclusive_problem(*names: str, reason: str = "") -> Problem:
         reason: Continues the message after a colon.
     """
     because = f": {reason}" if reason else ""
-    return Problem(
-        "mutually-exclusive", f"{join_flags(names)} are mutually exclusive{because}", *names
-    )
+    return Problem("mutually-exclusive", *names, join_flags=join_flags(names), because=because)
 
 
 def join_flags(names: Sequence[str]) -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from megatron_ds.config.fields import ANY_VALUE, option_field, when
 from megatron_ds.config.path_checks import file_problems, folder_problems
-from megatron_ds.config.problems import Problem, option
+from megatron_ds.config.problems import Problem
 
 TENSORBOARD = when(tensorboard_dir=ANY_VALUE)
 
@@ -84,13 +84,7 @@ class LoggingConfig:
 
     def problems(self) -> Iterator[Problem]:
         if self.skip_train and self.eval_iters == 0:
-            yield Problem(
-                "nothing-to-evaluate",
-                f"{option('skip_train')} only evaluates, and {option('eval_iters')} 0 disables "
-                "evaluation",
-                "skip_train",
-                "eval_iters",
-            )
+            yield Problem("nothing-to-evaluate")
         yield from folder_problems("tensorboard_dir", self.tensorboard_dir)
         if self.metrics_jsonl is not None and os.path.isdir(self.metrics_jsonl):
             yield from file_problems("metrics_jsonl", self.metrics_jsonl)

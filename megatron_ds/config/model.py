@@ -188,11 +188,8 @@ class ModelConfig:
         ):
             yield Problem(
                 "sequence-exceeds-position-embeddings",
-                f"{with_value(self, 'seq_length')} exceeds "
-                f"{with_value(self, 'max_position_embeddings')}, the number of learned position "
-                f"embeddings: increase it, or reduce {option('seq_length')}",
-                "seq_length",
-                "max_position_embeddings",
+                sequence=with_value(self, "seq_length"),
+                positions=with_value(self, "max_position_embeddings"),
             )
 
     def _shape_problems(self) -> Iterator[Problem]:
@@ -200,21 +197,18 @@ class ModelConfig:
         if self.kv_channels is None and hidden % heads:
             yield Problem(
                 "hidden-size-not-divisible-by-heads",
-                f"{option('hidden_size')} {hidden} is not divisible by "
-                f"{option('num_attention_heads')} {heads} (nearest: "
-                f"{nearest_multiples(hidden, heads)}; or set {option('kv_channels')})",
-                "hidden_size",
-                "num_attention_heads",
+                hidden=hidden,
+                heads=heads,
+                nearest_multiples=nearest_multiples(hidden, heads),
             )
         else:
             yield from self._rope_problems()
         if heads % self.kv_heads:
             yield Problem(
                 "heads-not-divisible-by-query-groups",
-                f"{option('num_attention_heads')} {heads} is not divisible by "
-                f"{with_value(self, 'num_query_groups')} (valid: {join_numbers(divisors(heads))})",
-                "num_attention_heads",
-                "num_query_groups",
+                heads=heads,
+                with_value=with_value(self, "num_query_groups"),
+                join_numbers=join_numbers(divisors(heads)),
             )
 
     def _rope_problems(self) -> Iterator[Problem]:
@@ -222,11 +216,10 @@ class ModelConfig:
         if self.position_embedding_type == "rope" and (rotated % 2 or rotated <= 0):
             yield Problem(
                 "odd-rotary-dimension",
-                f"RoPE rotates pairs: head dimension {self.head_dim} x "
-                f"{with_value(self, 'rotary_percent')} = {rotated} must be even and positive "
-                f"(nearest: {nearest_multiples(rotated, 2)})",
-                "rotary_percent",
-                "kv_channels",
+                head_dim=self.head_dim,
+                with_value=with_value(self, "rotary_percent"),
+                rotated=rotated,
+                nearest_multiples=nearest_multiples(rotated, 2),
             )
 
     def _tensor_parallel_problems(self, tp_size: int) -> Iterator[Problem]:
@@ -250,10 +243,12 @@ class ModelConfig:
             origin = f" (from {with_value(self, 'hidden_size')})" if is_derived else ""
             yield Problem(
                 "not-divisible-by-tensor-parallel-size",
-                f"{option(name)} {value}{origin} is not divisible by "
-                f"{option('tensor_model_parallel_size')} {tp_size} (nearest: "
-                f"{nearest_multiples(value, tp_size)}; tensor-parallel sizes valid for this model: "
-                f"{join_numbers(valid)})",
                 name,
                 "tensor_model_parallel_size",
+                flag=option(name),
+                value=value,
+                origin=origin,
+                tp_size=tp_size,
+                nearest_multiples=nearest_multiples(value, tp_size),
+                join_numbers=join_numbers(valid),
             )

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron_ds.config.fields import UNSET_FLOAT, join_flags, option_field, when, with_value
-from megatron_ds.config.problems import Problem, option
+from megatron_ds.config.problems import Problem
 
 ADAM = when(optimizer="adam")
 
@@ -69,15 +69,15 @@ class OptimizerConfig:
                 if getattr(self, name) not in (None, self.weight_decay):
                     yield Problem(
                         "constant-weight-decay-changes",
-                        f"{with_value(self, name)} differs from "
-                        f"{with_value(self, 'weight_decay')}: set "
-                        f"{option('weight_decay_incr_style')} to linear or cosine",
                         name,
                         "weight_decay",
+                        start=with_value(self, name),
+                        end=with_value(self, "weight_decay"),
                     )
         elif self.start_weight_decay is None or self.end_weight_decay is None:
             yield Problem(
                 "weight-decay-bounds-required",
-                f"{with_value(self, 'weight_decay_incr_style')} requires {join_flags(bounds)}",
                 *bounds,
+                with_value=with_value(self, "weight_decay_incr_style"),
+                join_flags=join_flags(bounds),
             )

@@ -43,16 +43,13 @@ class ParallelConfig:
         if tp > 0 and world_size % tp:
             yield Problem(
                 "world-size-not-divisible",
-                f"{with_value(self, 'tensor_model_parallel_size')} does not divide the "
-                f"{count_processes(world_size)} of this run (valid: "
-                f"{join_numbers(divisors(world_size))}; or start "
-                f"{nearest_multiples(world_size, tp)} processes)",
-                "tensor_model_parallel_size",
+                with_value=with_value(self, "tensor_model_parallel_size"),
+                count_processes=count_processes(world_size),
+                join_numbers=join_numbers(divisors(world_size)),
+                nearest_multiples=nearest_multiples(world_size, tp),
             )
         if self.pipeline_model_parallel_size > 1:
             yield Problem(
                 "pipeline-parallelism-unsupported",
-                f"{with_value(self, 'pipeline_model_parallel_size')}: pipeline parallelism is not "
-                "supported yet; use tensor parallelism",
-                "pipeline_model_parallel_size",
+                with_value=with_value(self, "pipeline_model_parallel_size"),
             )

@@ -17,15 +17,11 @@ def file_problems(field: str, path: str) -> Iterator[Problem]:
         field: Name of the option field that holds the path.
     """
     if os.path.isdir(path):
-        yield Problem("not-a-file", f"{option(field)} {path}: is a folder, not a file", field)
+        yield Problem("not-a-file", field, flag=option(field), path=path)
     elif not os.path.exists(path):
-        yield Problem("file-not-found", f"{option(field)} {path}: file not found", field)
+        yield Problem("file-not-found", field, flag=option(field), path=path)
     elif not os.path.isfile(path):
-        yield Problem(
-            "path-not-a-regular-file",
-            f"{option(field)} {path}: is not a regular file, which every rank could read",
-            field,
-        )
+        yield Problem("path-not-a-regular-file", field, flag=option(field), path=path)
 
 
 def folder_problems(field: str, path: str | None) -> Iterator[Problem]:
@@ -41,8 +37,8 @@ def folder_problems(field: str, path: str | None) -> Iterator[Problem]:
     while not os.path.exists(existing):
         existing = os.path.dirname(existing)
     if not os.path.isdir(existing):
-        yield Problem("not-a-folder", f"{option(field)} {path}: {existing} is not a folder", field)
+        yield Problem("not-a-folder", field, flag=option(field), path=path, existing=existing)
     elif not os.access(existing, os.W_OK | os.X_OK):
         yield Problem(
-            "folder-not-writable", f"{option(field)} {path}: {existing} is not writable", field
+            "folder-not-writable", field, flag=option(field), path=path, existing=existing
         )

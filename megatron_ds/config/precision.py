@@ -67,7 +67,5 @@ class PrecisionConfig:
             yield exclusive_problem("fp16", "bf16")
         if self.min_loss_scale != int(self.min_loss_scale):
             yield Problem(
-                "min-loss-scale-not-an-integer",
-                f"{with_value(self, 'min_loss_scale')}: must be an integer",
-                "min_loss_scale",
+                "min-loss-scale-not-an-integer", with_value=with_value(self, "min_loss_scale")
             )

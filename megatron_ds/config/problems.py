@@ -1,16 +1,21 @@
 """Problems that a user can fix: a code, the option fields concerned, and a message.
 
-Code and tests identify a problem by its code and fields; the message is free to be improved. All
-messages are listed in tests/golden/messages.txt, which `python tools/make_messages.py` rewrites.
+Messages are data: `messages.toml` has the text of each code, so that code and tests identify a
+problem by its code and fields, and improving a message changes nothing else. docs/errors.md lists
+all of them; `python tools/make_messages.py` rewrites it.
 """
 
 from __future__ import annotations
 
+import functools
 import re
-from collections.abc import Callable, Iterable, Iterator
+import tomllib
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
+MESSAGES = Path(__file__).with_name("messages.toml")
 MARKER = re.compile("\x02([a-z0-9_]+)\x03")
 
 
@@ -28,21 +33,49 @@ def default_flag(field: str) -> str:
     return f"--{field.replace('_', '-')}"
 
 
+class _OptionReference:
+    """Makes `{option:seq_length}` in a message a reference to that field."""
+
+    def __format__(self, field: str) -> str:
+        return option(field)
+
+
+@functools.cache
+def catalogue() -> Mapping[str, Mapping[str, Any]]:
+    """Text and fields of every code."""
+    return tomllib.loads(MESSAGES.read_text(encoding="utf-8"))
+
+
 class Problem(str):
     """A message for the user, with a code that identifies its kind.
 
     Args:
-        code: Kind of the problem, in lower case with dashes. Unique in the package.
-        text: Message: what is wrong, with the value, and what would be valid. Names fields of
-            options by `option`.
-        fields: Names of the option fields concerned.
+        code: Kind of the problem, a key of messages.toml.
+        fields: Names of the option fields concerned, unless messages.toml has them.
+        values: Values of the placeholders of the message.
+
+    Raises:
+        KeyError: If messages.toml has no such code, or a placeholder has no value.
     """
 
     code: str
     fields: tuple[str, ...]
     _template: str
 
-    def __new__(cls, code: str, text: str, *fields: str) -> Problem:
+    def __new__(cls, code: str, *fields: str, **values: Any) -> Problem:
+        entry = catalogue()[code]
+        text = entry["text"].format(option=_OptionReference(), **values)
+        return cls.of(code, text, *(fields or entry.get("fields", ())))
+
+    @classmethod
+    def of(cls, code: str, text: str, *fields: str) -> Problem:
+        """A problem with a text of its own.
+
+        Args:
+            code: Kind of the problem.
+            text: Message, in which `option` refers to fields.
+            fields: Names of the option fields concerned.
+        """
         problem = super().__new__(cls, MARKER.sub(lambda found: default_flag(found[1]), text))
         problem.code = code
         problem.fields = fields
@@ -51,14 +84,11 @@ class Problem(str):
 
     def extended(self, text: str) -> Problem:
         """The same problem with text appended."""
-        return type(self)(self.code, self._template + text, *self.fields)
-
-    def __getnewargs__(self) -> tuple[Any, ...]:
-        return (self.code, self._template, *self.fields)
+        return self.of(self.code, self._template + text, *self.fields)
 
     def with_prefix(self, prefix: str, *fields: str) -> Problem:
         """The same problem, with a prefix such as a flag or a path, and further fields."""
-        return Problem(self.code, f"{prefix}{self._template}", *fields, *self.fields)
+        return self.of(self.code, f"{prefix}{self._template}", *fields, *self.fields)
 
     def about(self, **fields: str) -> Problem:
         """The same problem of other fields.
@@ -67,7 +97,10 @@ class Problem(str):
             fields: New field by field.
         """
         text = MARKER.sub(lambda found: option(fields.get(found[1], found[1])), self._template)
-        return type(self)(self.code, text, *(fields.get(name, name) for name in self.fields))
+        return self.of(self.code, text, *(fields.get(name, name) for name in self.fields))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self).of, (self.code, self._template, *self.fields)
 
     def render(self, flag_of: Callable[[str], str] = default_flag) -> str:
         """The message and the code, with the flags of a tool.
@@ -89,6 +122,11 @@ class UserError(ValueError):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), self.problems
+
+
+def user_error(code: str, *fields: str, **values: Any) -> UserError:
+    """The error of one problem; see `Problem` for the arguments."""
+    return UserError(Problem(code, *fields, **values))
 
 
 def raise_if_any(problems: Iterable[Problem]) -> None:

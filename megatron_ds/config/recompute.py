@@ -62,8 +62,6 @@ class RecomputeConfig:
         if 0 < num_layers < self.checkpoint_num_layers:
             yield Problem(
                 "recompute-layers-exceed-model",
-                f"{with_value(self, 'checkpoint_num_layers')} exceeds the {num_layers} layers of "
-                "the model",
-                "checkpoint_num_layers",
-                "num_layers",
+                with_value=with_value(self, "checkpoint_num_layers"),
+                num_layers=num_layers,
             )

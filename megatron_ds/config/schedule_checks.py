@@ -25,7 +25,7 @@ def schedule_problems(
     if schedule.train_iters is None and schedule.train_samples is None:
         if schedule.train_tokens is None:
             names = ("train_iters", "train_samples", "train_tokens")
-            yield Problem("run-length-required", f"one of {join_flags(names)} is required", *names)
+            yield Problem("run-length-required", *names, join_flags=join_flags(names))
     elif schedule.train_iters is not None and schedule.train_samples is not None:
         yield exclusive_problem(
             "train_iters", "train_samples", reason="both set the length of the run"
@@ -61,25 +61,25 @@ def _unit_problems(schedule: ScheduleConfig) -> Iterator[Problem]:
         elif wrong is not None and given == [f"{stem}_{wrong}"]:
             yield Problem(
                 "schedule-unit-differs-from-run",
-                f"{with_value(schedule, given[0])} cannot be combined with "
-                f"{option(f'train_{right}')}: use {option(f'{stem}_{right}')} instead",
                 given[0],
                 f"train_{right}",
+                with_value=with_value(schedule, given[0]),
+                flag=option(f"train_{right}"),
+                instead=option(f"{stem}_{right}"),
             )
         elif given == [f"{stem}_iters"] and changing is not None:
             yield Problem(
                 "iterations-with-changing-batch-size",
-                f"{with_value(schedule, given[0])} counts iterations, whose batch size "
-                f"{option(changing)} changes: use {option(f'{stem}_samples')} or "
-                f"{option(f'{stem}_tokens')} instead",
                 given[0],
                 changing,
+                with_value=with_value(schedule, given[0]),
+                flag=option(changing),
+                by_samples=option(f"{stem}_samples"),
+                by_tokens=option(f"{stem}_tokens"),
             )
     if schedule.lr_decay_style == "WSD" and not schedule.given_lengths("lr_wsd_decay"):
         yield Problem(
-            "wsd-decay-required",
-            f"{option('lr_decay_style')} WSD requires {option(f'lr_wsd_decay_{right}')}",
-            f"lr_wsd_decay_{right}",
+            "wsd-decay-required", f"lr_wsd_decay_{right}", flag=option(f"lr_wsd_decay_{right}")
         )
 
 
@@ -96,10 +96,11 @@ def _batch_size_schedule(schedule: ScheduleConfig) -> str | None:
 def _counted_in_iterations(schedule: ScheduleConfig, name: str, instead: str) -> Problem:
     return Problem(
         "batch-size-schedule-with-iterations",
-        f"{with_value(schedule, name)} cannot be combined with "
-        f"{with_value(schedule, 'train_iters')}: use {instead} instead",
         name,
         "train_iters",
+        schedule=with_value(schedule, name),
+        other=with_value(schedule, "train_iters"),
+        instead=instead,
     )
 
 
@@ -112,36 +113,29 @@ def _batch_size_step_problems(schedule: ScheduleConfig) -> Iterator[Problem]:
         yield _counted_in_iterations(schedule, name, join_flags(("train_samples", "train_tokens")))
     wrong = [entry for entry in entries if parse_batch_size_step(entry) is None]
     for entry in wrong or ([] if entries else [""]):
-        yield Problem(
-            "malformed-batch-size-step",
-            f"{option(name)}: {entry!r} is not of the form TOKENS:BATCH, such as 250B:1536 (tokens "
-            "with an optional suffix K, M, B or T; a batch of at least 1 sample)",
-            name,
-        )
+        yield Problem("malformed-batch-size-step", name, flag=option(name), entry=entry)
     if wrong or not entries:
         return
     steps = schedule.batch_size_steps
     if steps[0][0] != 0:
-        yield Problem(
-            "first-batch-size-step-not-at-zero",
-            f"{given}: the first entry must start at 0 tokens, not {entries[0]}",
-            name,
-        )
+        yield Problem("first-batch-size-step-not-at-zero", name, given=given, entries=entries[0])
     for number in range(1, len(steps)):
         if steps[number][0] <= steps[number - 1][0]:
             yield Problem(
                 "batch-size-steps-not-ascending",
-                f"{given}: tokens must increase, but {entries[number]} follows "
-                f"{entries[number - 1]}",
                 name,
+                given=given,
+                entry=entries[number],
+                previous=entries[number - 1],
             )
     if schedule.global_batch_size not in (None, steps[-1][1]):
         yield Problem(
             "final-batch-size-differs",
-            f"{with_value(schedule, 'global_batch_size')} differs from the final batch size "
-            f"{steps[-1][1]} of {given}: remove {option('global_batch_size')}",
             "global_batch_size",
             name,
+            with_value=with_value(schedule, "global_batch_size"),
+            steps=steps[-1][1],
+            given=given,
         )
 
 
@@ -151,25 +145,16 @@ def _curriculum_problems(
     given = with_value(schedule, "curriculum_seqlen")
     unit = schedule.curriculum_seqlen_step
     if start <= 0 or steps <= 0:
-        yield Problem(
-            "curriculum-not-positive",
-            f"{given}: START and STEPS must be at least 1",
-            "curriculum_seqlen",
-        )
+        yield Problem("curriculum-not-positive", given=given)
     elif start > end:
-        yield Problem(
-            "curriculum-descends",
-            f"{given}: START {start} exceeds END {end}",
-            "curriculum_seqlen",
-        )
+        yield Problem("curriculum-descends", given=given, start=start, end=end)
     elif unit > 0 and start % unit:
         yield Problem(
             "curriculum-start-not-a-multiple",
-            f"{given}: START {start} is not a multiple of "
-            f"{with_value(schedule, 'curriculum_seqlen_step')} (nearest: "
-            f"{nearest_multiples(start, unit)})",
-            "curriculum_seqlen",
-            "curriculum_seqlen_step",
+            given=given,
+            start=start,
+            with_value=with_value(schedule, "curriculum_seqlen_step"),
+            nearest_multiples=nearest_multiples(start, unit),
         )
 
 
@@ -180,35 +165,26 @@ def _rampup_problems(
     if schedule.train_iters is not None:
         yield _counted_in_iterations(schedule, "rampup_batch_size", option("train_samples"))
     if final is None:
-        yield Problem(
-            "rampup-requires-global-batch-size",
-            f"{given} requires {option('global_batch_size')}, the final batch size",
-            "rampup_batch_size",
-            "global_batch_size",
-        )
+        yield Problem("rampup-requires-global-batch-size", given=given)
     if start <= 0 or increment <= 0 or samples < 0:
-        yield Problem(
-            "rampup-not-positive",
-            f"{given}: START and INCREMENT must be at least 1, SAMPLES at least 0",
-            "rampup_batch_size",
-        )
+        yield Problem("rampup-not-positive", given=given)
     elif final is not None and start > final > 0:
         yield Problem(
             "rampup-start-exceeds-final",
-            f"{given}: START {start} exceeds {with_value(schedule, 'global_batch_size')}, the "
-            "final batch size",
-            "rampup_batch_size",
-            "global_batch_size",
+            given=given,
+            start=start,
+            with_value=with_value(schedule, "global_batch_size"),
         )
     elif final is not None and (final - start) % increment:
         below = start + (final - start) // increment * increment
         yield Problem(
             "rampup-misses-final",
-            f"{given}: increments of {increment} from {start} do not reach "
-            f"{with_value(schedule, 'global_batch_size')} (nearest: {below} or "
-            f"{below + increment})",
-            "rampup_batch_size",
-            "global_batch_size",
+            given=given,
+            increment=increment,
+            start=start,
+            with_value=with_value(schedule, "global_batch_size"),
+            below=below,
+            above=below + increment,
         )
 
 
@@ -224,9 +200,11 @@ def _divisibility_problems(
     def not_divisible(what: str, size: int, name: str) -> Problem:
         return Problem(
             "batch-size-not-divisible",
-            f"{what} is not divisible by {terms} (nearest: {nearest_multiples(size, unit)})",
             name,
             "micro_batch_size",
+            what=what,
+            terms=terms,
+            nearest_multiples=nearest_multiples(size, unit),
         )
 
     for tokens, size in schedule.batch_size_steps:

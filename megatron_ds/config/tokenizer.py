@@ -111,30 +111,23 @@ class TokenizerConfig:
         names = self.tiktoken_special_tokens or REQUIRED_SPECIAL_TOKENS
         if len(set(names)) != len(names):
             yield Problem(
-                "duplicate-special-token",
-                f"{with_value(self, 'tiktoken_special_tokens')}: a token is repeated",
-                "tiktoken_special_tokens",
+                "duplicate-special-token", with_value=with_value(self, "tiktoken_special_tokens")
             )
         if not set(REQUIRED_SPECIAL_TOKENS) <= set(names):
             yield Problem(
                 "special-token-missing",
-                f"{with_value(self, 'tiktoken_special_tokens')}: must include "
-                f"{', '.join(REQUIRED_SPECIAL_TOKENS)}",
-                "tiktoken_special_tokens",
+                with_value=with_value(self, "tiktoken_special_tokens"),
+                required_special=", ".join(REQUIRED_SPECIAL_TOKENS),
             )
         if len(names) > self.tiktoken_num_special_tokens:
             yield Problem(
                 "too-few-special-token-ids",
-                f"{with_value(self, 'tiktoken_num_special_tokens')}: must be at least "
-                f"{len(names)}, the number of named special tokens",
-                "tiktoken_num_special_tokens",
+                with_value=with_value(self, "tiktoken_num_special_tokens"),
+                num_names=len(names),
             )
 
 
 def _requirement(kind: str, name: str) -> Problem:
     return Problem(
-        "tokenizer-option-required",
-        f"{option('tokenizer_type')} {kind} requires {option(name)}",
-        name,
-        "tokenizer_type",
+        "tokenizer-option-required", name, "tokenizer_type", kind=kind, flag=option(name)
     )

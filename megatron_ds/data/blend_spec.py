@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol, cast
 
 from megatron_ds.config import PER_SPLIT_DATA_FIELDS, DataConfig, file_problems, flag_of
-from megatron_ds.config.problems import Problem, UserError, collect, raise_if_any
+from megatron_ds.config.problems import Problem, UserError, collect, raise_if_any, user_error
 from megatron_ds.data.sample_index import parse_split, split_bounds
 
 DEFAULT_SPLIT = "969,30,1"
@@ -179,13 +179,7 @@ def parse_blend(
     if not any(_is_number(path) for path in paths):
         return None, list(paths)
     if len(paths) % 2:
-        raise UserError(
-            Problem(
-                "blend-syntax",
-                f"{given}: must be a list of prefixes, or WEIGHT PREFIX WEIGHT PREFIX ...",
-                field,
-            )
-        )
+        raise user_error("blend-syntax", field, given=given)
     weights = [_parse_weight(text, given, field) for text in paths[::2]]
     kept = [prefix for weight, prefix in zip(weights, paths[1::2], strict=True) if weight]
     return _normalize(weights, given, field), kept
@@ -202,11 +196,7 @@ def parse_group(
     given = f"{flag} {text!r}"
     name, _, rest = text.partition(":")
     if ":" not in text or not name.strip() or UNNAMED_GROUP.match(text):
-        unnamed = Problem(
-            "unnamed-group",
-            f"{given}: a group begins with its name and a colon: {GROUP_SYNTAX}, in quotes",
-            field,
-        )
+        unnamed = Problem("unnamed-group", field, given=given, group=GROUP_SYNTAX)
         return DatasetGroup(split, "", flag, ()), [unnamed]
     name = name.strip()
     problems: list[Problem] = []
@@ -214,13 +204,7 @@ def parse_group(
     for entry in rest.split(","):
         words = entry.split()
         if len(words) != 3:
-            problems.append(
-                Problem(
-                    "group-entry-syntax",
-                    f"{given}: {entry.strip()!r} is not WEIGHT START:END PREFIX",
-                    field,
-                )
-            )
+            problems.append(Problem("group-entry-syntax", field, given=given, entry=entry.strip()))
             continue
         weight, documents = 1.0, cast(DocumentSelection, AllDocuments())
         with collect(problems):
@@ -260,9 +244,7 @@ def _split_selections(config: DataConfig) -> tuple[dict[str, DocumentSelection],
     }
     if fractions[0]:
         return selections, []
-    return selections, [
-        Problem("split-without-train", f"--split {text}: leaves no documents for train", "split")
-    ]
+    return selections, [Problem("split-without-train", text=text)]
 
 
 def _split_groups(
@@ -275,7 +257,7 @@ def _split_groups(
         flag = f"--data-args-path {config.data_args_path}:"
         paths = tuple(_read_text("--data-args-path", config.data_args_path, field).split())
         if not paths:
-            raise UserError(Problem("empty-data-args-file", f"{flag} the file is empty", field))
+            raise user_error("empty-data-args-file", field, flag=flag)
     if not paths:
         return []
     return [
@@ -309,38 +291,24 @@ def _weighted_groups(
         texts = _parse_group_file(_read_text(flag, given, field))
         flag = f"{flag} {given}:"
         if not texts:
-            raise UserError(
-                Problem(
-                    "no-groups-in-file", f"{flag} has no groups of the form {GROUP_SYNTAX}", field
-                )
-            )
+            raise user_error("no-groups-in-file", field, flag=flag, group=GROUP_SYNTAX)
     else:
         texts = list(given)
         if len(texts) > 1 and not any(len(text.split()) > 1 for text in texts):
-            raise UserError(
-                Problem(
-                    "group-not-quoted",
-                    f"{flag} {_shorten(texts)}: put each group in quotes: {GROUP_SYNTAX}",
-                    field,
-                )
+            raise user_error(
+                "group-not-quoted", field, flag=flag, shorten=_shorten(texts), group=GROUP_SYNTAX
             )
     parsed = [parse_group(text, split, flag, field) for text in texts]
     groups = [group for group, _ in parsed]
     problems = [problem for _, found in parsed for problem in found]
     names = [group.name for group in groups if group.name]
     problems += [
-        Problem("duplicate-group-name", f"{flag} has two groups of the name {name}", field)
+        Problem("duplicate-group-name", field, flag=flag, name=name)
         for name in dict.fromkeys(names)
         if names.count(name) > 1
     ]
     if split == "train" and len(texts) > 1:
-        problems.append(
-            Problem(
-                "several-train-groups",
-                f"{flag} has {len(texts)} groups: train takes one; put all of its data into it",
-                field,
-            )
-        )
+        problems.append(Problem("several-train-groups", field, flag=flag, num_texts=len(texts)))
     return groups, problems
 
 
@@ -351,17 +319,9 @@ def _per_split_groups(path: str) -> list[DatasetGroup]:
     try:
         found = json.loads(_read_text("--per-split-data-args-path", path, field))
     except (json.JSONDecodeError, RecursionError) as error:
-        raise UserError(
-            Problem("per-split-file-not-json", f"{flag} is not JSON ({error})", field)
-        ) from error
+        raise user_error("per-split-file-not-json", field, flag=flag, error=error) from error
     if not isinstance(found, dict) or any(key not in SPLITS for key in found):
-        raise UserError(
-            Problem(
-                "per-split-file-keys",
-                f"{flag} must be a JSON object with the keys {', '.join(SPLITS)}",
-                field,
-            )
-        )
+        raise user_error("per-split-file-keys", field, flag=flag, splits=", ".join(SPLITS))
     groups: list[DatasetGroup] = []
     problems: list[Problem] = []
     for split in SPLITS:
@@ -370,9 +330,7 @@ def _per_split_groups(path: str) -> list[DatasetGroup]:
             if words:
                 groups.append(_prefix_group(split, f"{flag} {split}", words, AllDocuments(), field))
     if not found.get("train"):
-        problems.append(
-            Problem("per-split-file-without-train", f"{flag} has no data for train", field)
-        )
+        problems.append(Problem("per-split-file-without-train", field, flag=flag))
     raise_if_any(problems)
     return groups
 
@@ -387,13 +345,7 @@ def _as_words(value: Any, flag: str, field: str) -> list[str]:
         isinstance(word, str | int | float) and not isinstance(word, bool) for word in value
     )
     if not is_plain:
-        raise UserError(
-            Problem(
-                "per-split-file-entry",
-                f"{flag} must be a list of prefixes, or of weights and prefixes",
-                field,
-            )
-        )
+        raise user_error("per-split-file-entry", field, flag=flag)
     return [str(word) for word in value]
 
 
@@ -402,8 +354,8 @@ def _read_text(flag: str, path: str, field: str) -> str:
     try:
         return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(
-            Problem("data-args-file-unreadable", f"{flag} {path}: cannot be read ({error})", field)
+        raise user_error(
+            "data-args-file-unreadable", field, flag=flag, path=path, error=error
         ) from error
 
 
@@ -420,14 +372,7 @@ def _parse_range(text: str, given: str, field: str) -> FractionRange:
     except ValueError:
         start, end = math.nan, math.nan
     if not 0 <= start < end <= 1:
-        raise UserError(
-            Problem(
-                "invalid-document-range",
-                f"{given}: the range {text!r} must be START:END with 0 <= START < END <= 1, such "
-                "as 0:0.95",
-                field,
-            )
-        )
+        raise user_error("invalid-document-range", field, given=given, text=text)
     return FractionRange(text, start, end)
 
 
@@ -439,13 +384,7 @@ def _normalize(weights: Sequence[float], given: str, field: str) -> list[float]:
     except OverflowError:
         total = math.inf
     if not 0 < total < math.inf:
-        raise UserError(
-            Problem(
-                "invalid-weight-sum",
-                f"{given}: the sum of the weights must be positive and finite, not {total}",
-                field,
-            )
-        )
+        raise user_error("invalid-weight-sum", field, given=given, total=total)
     return [weight / total for weight in kept]
 
 
@@ -463,13 +402,7 @@ def _parse_weight(text: str, given: str, field: str) -> float:
     except ValueError:
         weight = math.nan
     if not (math.isfinite(weight) and weight >= 0):
-        raise UserError(
-            Problem(
-                "invalid-weight",
-                f"{given}: the weight {text!r} must be a non-negative number",
-                field,
-            )
-        )
+        raise user_error("invalid-weight", field, given=given, text=text)
     return weight
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron_ds.config import DataConfig
-from megatron_ds.config.problems import Problem, UserError, raise_if_any
+from megatron_ds.config.problems import Problem, UserError, raise_if_any, user_error
 from megatron_ds.data.blend_history import (
     BlendHistory,
     SourceId,
@@ -140,14 +140,7 @@ def build_datasets(
         else:
             others[group.split][group.name] = builder.blend(group, needed[group.split])[0]
     if needed["train"] and train is None:
-        raise UserError(
-            Problem(
-                "no-training-data",
-                "--train-data-path (or --data-path) is required",
-                "train_data_path",
-                "data_path",
-            )
-        )
+        raise user_error("no-training-data")
     changes = describe_change(history, progress.history) if history and progress else []
     return Datasets(
         train, others["valid"], others["test"], tuple(builder.usage), progress, tuple(changes)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from megatron_ds.config.problems import Problem, UserError
+from megatron_ds.config.problems import user_error
 from megatron_ds.data.indexed_dataset import IndexedDataset, Tokens
 from megatron_ds.data.sample_index import IntArray, SampleIndexes
 
@@ -108,13 +108,12 @@ class GPTDataset:
         self.read_into(position, row)
         if self.vocab_size is not None and not _all_below(self.vocab_size, row):
             token = next(one for one in row.tolist() if not 0 <= one < self.vocab_size)
-            raise UserError(
-                Problem(
-                    "sample-token-outside-vocabulary",
-                    f"{self._tokens.prefix}.bin: sample {self._sample(position)} has the token id "
-                    f"{token}, but the vocabulary size is {self.vocab_size}: the file is damaged, "
-                    "or was made with another tokenizer",
-                )
+            raise user_error(
+                "sample-token-outside-vocabulary",
+                prefix=self._tokens.prefix,
+                sample=self._sample(position),
+                token=token,
+                vocab_size=self.vocab_size,
             )
         return row
 

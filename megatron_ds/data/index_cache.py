@@ -22,7 +22,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
-from megatron_ds.config.problems import Problem, UserError, option
+from megatron_ds.config.problems import UserError, user_error
 from megatron_ds.fileio.atomic import atomic_write, fsync_path
 from megatron_ds.fileio.file_lock import WaitPolicy, locked
 from megatron_ds.fileio.memory_map import map_file
@@ -133,14 +133,7 @@ def _entry_name(kind: str, key: Mapping[str, Any]) -> str:
 
 
 def _unwritable_error(reasons: list[str]) -> UserError:
-    return UserError(
-        Problem(
-            "index-cache-not-writable",
-            f"the index cache cannot be written ({'; '.join(reasons)}): set "
-            f"{option('data_cache_path')} to a writable folder with enough space",
-            "data_cache_path",
-        )
-    )
+    return user_error("index-cache-not-writable", reasons="; ".join(reasons))
 
 
 def _load(folder: Path, name: str) -> Arrays | None:

@@ -25,7 +25,7 @@ import warnings
 import numpy as np
 import numpy.typing as npt
 
-from megatron_ds.config.problems import Problem, UserError
+from megatron_ds.config.problems import user_error
 from megatron_ds.fileio.memory_map import map_file
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -131,13 +131,8 @@ class IndexedDataset:
         if size == expected:
             return
         if not self._count_missing_eod(size):
-            raise UserError(
-                Problem(
-                    "token-file-size-mismatch",
-                    f"{self.prefix}.bin has {size} bytes, but {self.prefix}.idx describes "
-                    f"{expected}: the pair is incomplete, or its files belong to different runs; "
-                    "preprocess the data again",
-                )
+            raise user_error(
+                "token-file-size-mismatch", prefix=self.prefix, size=size, expected=expected
             )
 
     def _count_missing_eod(self, size: int) -> bool:
@@ -175,64 +170,37 @@ def _read_index(
     data = _map(path)
     head = data[: HEADER.size].tobytes()
     if head.startswith(LEGACY_MAGIC):
-        raise UserError(
-            Problem(
-                "legacy-token-file",
-                f"{path} has the legacy `lazy`/`cached` format (TNTIDX), which is not supported; "
-                "preprocess the text again, or convert the file with the fork that wrote it "
-                "(--dataset-impl mmap)",
-            )
-        )
+        raise user_error("legacy-token-file", path=path)
     if len(head) < HEADER.size or not head.startswith(MAGIC):
-        raise UserError(
-            Problem(
-                "not-a-token-index", f"{path} is not a Megatron index: it lacks the magic MMIDIDX"
-            )
-        )
+        raise user_error("not-a-token-index", path=path)
     _, version, code, n, d = HEADER.unpack(head)
     if version != VERSION:
-        raise UserError(
-            Problem(
-                "unknown-token-index-version",
-                f"{path} has format version {version}; only version {VERSION} is supported",
-            )
+        raise user_error(
+            "unknown-token-index-version", path=path, version=version, supported=VERSION
         )
     if code in (6, 7):
-        raise UserError(
-            Problem(
-                "floating-point-tokens",
-                f"{path} has dtype code {code}, a floating-point type (float32 or float64, "
-                "depending on the fork), but tokens are integers; preprocess the data again",
-            )
-        )
+        raise user_error("floating-point-tokens", path=path, dtype_code=code)
     if code not in DTYPES:
-        raise UserError(
-            Problem(
-                "unknown-token-dtype",
-                f"{path} has dtype code {code}; supported: {sorted(DTYPES)}",
-            )
+        raise user_error(
+            "unknown-token-dtype", path=path, dtype_code=code, supported=sorted(DTYPES)
         )
     expected = HEADER.size + 12 * n + 8 * d
     # Megatron-LM's multimodal files have one more byte per sequence, without a sign in the header.
     if data.size not in (expected, expected + n):
-        raise UserError(
-            Problem(
-                "token-index-size-mismatch",
-                f"{path} has {data.size} bytes, but its header describes {expected} ({n} "
-                f"sequences, {d - 1} documents): it is truncated or damaged",
-            )
+        raise user_error(
+            "token-index-size-mismatch",
+            path=path,
+            size=data.size,
+            expected=expected,
+            sequences=n,
+            documents=d - 1,
         )
     documents_at = HEADER.size + 12 * n
     lengths = data[HEADER.size : HEADER.size + 4 * n].view("<i4")
     pointers = data[HEADER.size + 4 * n : documents_at].view("<i8")
     documents = data[documents_at:expected].view("<i8")
     if d == 0 or int(documents[0]) != 0 or int(documents[-1]) != n:
-        raise UserError(
-            Problem(
-                "damaged-document-index",
-                f"{path}: its document index does not cover its {n} sequences",
-            )
-        )
+        raise user_error("damaged-document-index", path=path, sequences=n)
     _check_order(path, lengths, pointers, documents, DTYPES[code].itemsize)
     return DTYPES[code], lengths, pointers, documents
 
@@ -250,22 +218,19 @@ def _check_order(
         sizes = lengths[first : first + CHECKED_SEQUENCES]
         if int(sizes.min()) < 0:
             at = first + int(sizes.argmin())
-            raise UserError(
-                Problem(
-                    "negative-sequence-length",
-                    f"{path} is damaged: sequence {at} has {lengths[at]} tokens",
-                )
+            raise user_error(
+                "negative-sequence-length", path=path, sequence=at, lengths=lengths[at]
             )
         expected = sequence_offsets(sizes, itemsize) + end
         wrong = np.flatnonzero(expected != pointers[first : first + CHECKED_SEQUENCES])
         if len(wrong):
             at = first + int(wrong[0])
-            raise UserError(
-                Problem(
-                    "sequences-not-contiguous",
-                    f"{path} is damaged: sequence {at} begins at byte {pointers[at]}, but the "
-                    f"previous one ends at {expected[wrong[0]]}",
-                )
+            raise user_error(
+                "sequences-not-contiguous",
+                path=path,
+                sequence=at,
+                pointers=pointers[at],
+                expected=expected[wrong[0]],
             )
         end = int(expected[-1]) + int(sizes[-1]) * itemsize
     for first in range(0, len(documents) - 1, CHECKED_SEQUENCES):
@@ -273,12 +238,12 @@ def _check_order(
         wrong = np.flatnonzero(starts[1:] < starts[:-1])
         if len(wrong):
             at = first + int(wrong[0])
-            raise UserError(
-                Problem(
-                    "documents-not-in-order",
-                    f"{path} is damaged: document {at} begins at sequence {documents[at]} and "
-                    f"ends at {documents[at + 1]}",
-                )
+            raise user_error(
+                "documents-not-in-order",
+                path=path,
+                document=at,
+                begin=documents[at],
+                end=documents[at + 1],
             )
 
 
@@ -292,18 +257,14 @@ def _map(path: str) -> npt.NDArray[np.uint8]:
         with open(path, "rb", opener=_open_nonblocking) as file:
             status = os.fstat(file.fileno())
             if not stat.S_ISREG(status.st_mode):
-                raise UserError(Problem("not-a-regular-file", f"{path} is not a regular file"))
+                raise user_error("not-a-regular-file", path=path)
             return map_file(file)
     except FileNotFoundError:
-        raise UserError(Problem("token-file-missing", f"{path} does not exist")) from None
+        raise user_error("token-file-missing", path=path) from None
     except IsADirectoryError:
-        raise UserError(
-            Problem("token-file-is-a-folder", f"{path} is a folder, not a file")
-        ) from None
+        raise user_error("token-file-is-a-folder", path=path) from None
     except OSError as error:
-        raise UserError(
-            Problem("token-file-unreadable", f"{path} cannot be read: {error.strerror}")
-        ) from error
+        raise user_error("token-file-unreadable", path=path, strerror=error.strerror) from error
 
 
 def _open_nonblocking(path: str, flags: int) -> int:

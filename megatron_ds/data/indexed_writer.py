@@ -16,7 +16,7 @@ from typing import BinaryIO, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from megatron_ds.config.problems import Problem, UserError
+from megatron_ds.config.problems import user_error
 from megatron_ds.data.indexed_dataset import (
     DTYPE_CODES,
     HEADER,
@@ -116,12 +116,7 @@ class TokenFileWriter:
                 f"{self.prefix}: {array.size} tokens, but sequences of {sizes.sum()} tokens"
             )
         if sizes.size and int(sizes.max()) > np.iinfo(np.int32).max:
-            raise UserError(
-                Problem(
-                    "sequence-too-long",
-                    f"{self.prefix}: a sequence of {sizes.max()} tokens exceeds the format's limit",
-                )
-            )
+            raise user_error("sequence-too-long", prefix=self.prefix, max=sizes.max())
         if sequences is None:
             ends = np.arange(1, sizes.size + 1)
         else:
@@ -305,12 +300,7 @@ def _cast_checked(tokens: Tokens, dtype: np.dtype[np.generic], prefix: str) -> T
     limits = np.iinfo(dtype)  # type: ignore[type-var]
     low, high = int(tokens.min()), int(tokens.max())  # type: ignore[type-var]
     if low < limits.min or high > limits.max:
-        raise UserError(
-            Problem(
-                "token-exceeds-dtype",
-                f"{prefix}: token ids from {low} to {high} do not fit {dtype}",
-            )
-        )
+        raise user_error("token-exceeds-dtype", prefix=prefix, low=low, high=high, dtype=dtype)
     return tokens.astype(dtype)
 
 
@@ -325,9 +315,7 @@ def _open_locked(path: str, prefix: str) -> BinaryIO:
         locked = lock_now(file)
         # Between the two lines above, another process may have finished and renamed this file.
         if locked is False or not is_at(file, path):
-            raise UserError(
-                Problem("prefix-in-use", f"{prefix}: another process is writing this prefix")
-            )
+            raise user_error("prefix-in-use", prefix=prefix)
         if locked is None:
             warnings.warn(
                 f"{path} is on a file system without locks: no other process may write it",
@@ -343,10 +331,5 @@ def _read_blocks(file: BinaryIO, dtype: str, count: int) -> Iterator[IntArray]:
         size = min(BLOCK_ITEMS, count - first)
         block = np.fromfile(file, dtype, size)
         if len(block) < size:
-            raise UserError(
-                Problem(
-                    "truncated-while-written",
-                    f"{file.name} was truncated by another process while it was written",
-                )
-            )
+            raise user_error("truncated-while-written", name=file.name)
         yield block

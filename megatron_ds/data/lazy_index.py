@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_ds.config.problems import Problem, UserError
+from megatron_ds.config.problems import UserError, user_error
 from megatron_ds.data.index_cache import ArrayCache, Arrays
 from megatron_ds.data.indexed_dataset import IndexedDataset
 from megatron_ds.data.sample_index import SampleIndexes, build_indexes, index_bytes, total_samples
@@ -84,10 +84,10 @@ class LazySampleIndexes:
         return {"documents": made.documents, "samples": made.samples, "shuffle": made.shuffle}
 
     def _too_large(self, reason: str) -> UserError:
-        return UserError(
-            Problem(
-                "index-too-large",
-                f"{self.file.prefix}: the index of {self.samples} {self.split} samples cannot be "
-                f"built ({reason}): request fewer samples",
-            )
+        return user_error(
+            "index-too-large",
+            prefix=self.file.prefix,
+            samples=self.samples,
+            split=self.split,
+            reason=reason,
         )

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_ds.config.problems import Problem, UserError, option, raise_if_any
+from megatron_ds.config.problems import Problem, UserError, option, raise_if_any, user_error
 from megatron_ds.data.indexed_dataset import IndexedDataset
 from megatron_ds.data.indexed_writer import IndexedWriter
 from megatron_ds.data.tokenizer_metadata import merged_metadata
@@ -46,9 +46,7 @@ def prefixes_in(folder: str) -> list[str]:
         UserError: If there is no such folder, no pair, or a file without its counterpart.
     """
     if not os.path.isdir(folder):
-        raise UserError(
-            Problem("folder-missing", f"{option('input')} {folder}: no such folder", "input")
-        )
+        raise user_error("folder-missing", folder=folder)
     found: dict[str, set[str]] = {}
     for name in os.listdir(folder):
         stem, suffix = os.path.splitext(name)
@@ -57,21 +55,16 @@ def prefixes_in(folder: str) -> list[str]:
     raise_if_any(
         Problem(
             "incomplete-pair",
-            f"{option('input')} {folder}: {stem}{next(iter(suffixes))} has no "
-            f"{'.idx' if '.bin' in suffixes else '.bin'} file",
-            "input",
+            folder=folder,
+            stem=stem,
+            suffix=next(iter(suffixes)),
+            missing=".idx" if ".bin" in suffixes else ".bin",
         )
         for stem, suffixes in sorted(found.items())
         if len(suffixes) == 1
     )
     if not found:
-        raise UserError(
-            Problem(
-                "folder-without-pairs",
-                f"{option('input')} {folder}: has no pair of .bin and .idx files",
-                "input",
-            )
-        )
+        raise user_error("folder-without-pairs", folder=folder)
     return [os.path.join(folder, stem) for stem in sorted(found)]
 
 
@@ -111,9 +104,7 @@ def merge(
     first = next(iter(types), "")
     problems += [
         Problem(
-            "merging-different-dtypes",
-            f"{prefix} has {dtype} tokens, but {first} has {types[first]}: they were made with "
-            "different tokenizers and cannot be merged",
+            "merging-different-dtypes", prefix=prefix, dtype=dtype, first=first, types=types[first]
         )
         for prefix, dtype in types.items()
         if dtype != types[first]
@@ -139,34 +130,15 @@ def merge(
 
 def _output_problems(prefixes: Sequence[str], output_prefix: str) -> Iterator[Problem]:
     if not prefixes:
-        yield Problem(
-            "no-datasets-to-merge",
-            f"{option('datasets')}: at least one prefix is required",
-            "datasets",
-        )
+        yield Problem("no-datasets-to-merge")
     folder, name = os.path.split(output_prefix)
     given = f"{option('output_prefix')} {output_prefix}"
     if not name:
-        yield Problem(
-            "output-prefix-without-name",
-            f"{given}: has no file name after the folder",
-            "output_prefix",
-        )
+        yield Problem("output-prefix-without-name", given=given)
     elif not os.path.isdir(folder or "."):
-        yield Problem(
-            "output-folder-missing", f"{given}: there is no folder {folder}", "output_prefix"
-        )
+        yield Problem("output-folder-missing", given=given, folder=folder)
     elif not os.access(folder or ".", os.W_OK | os.X_OK):
-        yield Problem(
-            "output-folder-not-writable",
-            f"{given}: the folder {folder or '.'} is not writable",
-            "output_prefix",
-        )
+        yield Problem("output-folder-not-writable", given=given, folder=folder or ".")
     output = os.path.realpath(output_prefix + ".bin")
     if any(os.path.realpath(prefix + ".bin") == output for prefix in prefixes):
-        yield Problem(
-            "output-is-an-input",
-            f"{given}: is one of the inputs; choose another name, or remove the output of an "
-            "earlier run",
-            "output_prefix",
-        )
+        yield Problem("output-is-an-input", given=given)

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megatron_ds.config.problems import Problem, UserError, option
+from megatron_ds.config.problems import user_error
 
 IntArray = npt.NDArray[np.integer]
 
@@ -181,14 +181,7 @@ def parse_split(text: str) -> tuple[float, float, float]:
         parts = []
     numbers = 0 < len(parts) <= 3 and all(part >= 0 and math.isfinite(part) for part in parts)
     if not numbers or not 0 < sum(parts) < math.inf:
-        raise UserError(
-            Problem(
-                "invalid-split",
-                f"{option('split')} {text}: must be up to three non-negative weights of train, "
-                "valid and test, such as 969,30,1",
-                "split",
-            )
-        )
+        raise user_error("invalid-split", text=text)
     train, valid, test = (part / sum(parts) for part in [*parts, 0.0, 0.0][:3])
     return train, valid, test
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from megatron_ds.config.problems import Problem, UserError
+from megatron_ds.config.problems import Problem, user_error
 from megatron_ds.data.indexed_dataset import DTYPE_CODES, VERSION, IndexedDataset, Tokens
 from megatron_ds.fileio.atomic import sha256_of
 
@@ -105,12 +105,7 @@ def document(data: IndexedDataset, number: int) -> Tokens:
     """
     count = len(data.document_index) - 1
     if not 0 <= number < count:
-        raise UserError(
-            Problem(
-                "no-such-document",
-                f"{data.prefix}: there is no document {number}; valid: 0 to {count - 1}",
-            )
-        )
+        raise user_error("no-such-document", prefix=data.prefix, number=number, count=count - 1)
     first, end = (int(at) for at in data.document_index[number : number + 2])
     if first == end:
         return data.tokens[:0]
@@ -186,9 +181,11 @@ def check(
         problems.append(
             Problem(
                 "tokens-outside-vocabulary",
-                f"{data.prefix}: {outside} tokens are outside the vocabulary{size}; the first is "
-                f"{data.tokens[first_outside]} in document {at}: the file is damaged, or was made "
-                "with another tokenizer",
+                prefix=data.prefix,
+                outside=outside,
+                size=size,
+                tokens=data.tokens[first_outside],
+                at=at,
             )
         )
     return IntegrityReport(

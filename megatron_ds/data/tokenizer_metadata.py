@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from megatron_ds.config.problems import Problem, UserError
+from megatron_ds.config.problems import Problem, UserError, user_error
 from megatron_ds.data.indexed_dataset import TOKENIZER_SUFFIX
 from megatron_ds.tokenizer.fingerprint import TokenizerFingerprint
 
@@ -33,13 +33,11 @@ def read_tokenizer(prefix: str) -> TokenizerFingerprint | None:
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise UserError(
-            Problem("tokenizer-metadata-unreadable", f"{path}: cannot be read: {error.strerror}")
+        raise user_error(
+            "tokenizer-metadata-unreadable", path=path, strerror=error.strerror
         ) from error
     except ValueError as error:
-        raise UserError(
-            Problem("tokenizer-metadata-damaged", f"{path}: is damaged: {error}")
-        ) from error
+        raise user_error("tokenizer-metadata-damaged", path=path, error=error) from error
 
 
 def read_sentence_splitter(prefix: str) -> SplitterDescription | None:
@@ -79,10 +77,10 @@ def tokenizer_mismatch(prefix: str, identity: TokenizerFingerprint) -> Iterator[
     if found is not None and not found.same_as(identity):
         yield Problem(
             "tokenizer-mismatch",
-            f"{prefix}: was made with another tokenizer: {prefix}{TOKENIZER_SUFFIX} records "
-            f"{found}, but this run has {identity}; use the data's tokenizer or preprocess the "
-            "data again (if both give the same ids, remove that file)",
-            "tokenizer_type",
+            prefix=prefix,
+            tokenizer=TOKENIZER_SUFFIX,
+            found=found,
+            identity=identity,
         )
 
 
@@ -99,12 +97,12 @@ def merged_metadata(prefixes: list[str]) -> bytes | None:
     for prefix, identity in known.items():
         first, other = next(iter(known.items()))
         if not identity.same_as(other):
-            raise UserError(
-                Problem(
-                    "merging-different-tokenizers",
-                    f"{prefix} was made with {identity}, but {first} with {other}: they cannot be "
-                    "merged",
-                )
+            raise user_error(
+                "merging-different-tokenizers",
+                prefix=prefix,
+                identity=identity,
+                first=first,
+                other=other,
             )
     if len(known) < len(found):
         return None

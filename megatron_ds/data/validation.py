@@ -117,16 +117,19 @@ def out_of_vocabulary(
     if limit < vocab_size - 1:
         yield Problem(
             "token-dtype-too-small",
-            f"{file.prefix}: its .bin has {8 * file.dtype.itemsize}-bit tokens ({file.dtype}), "
-            f"too small for a vocabulary of {vocab_size}: it was made with another tokenizer",
+            prefix=file.prefix,
+            itemsize=8 * file.dtype.itemsize,
+            dtype=file.dtype,
+            vocab_size=vocab_size,
         )
     probed = _probe(file.tokens, probed_blocks)
     for token in (int(probed.min()), int(probed.max())) if probed.size else ():  # type: ignore[type-var]
         if not 0 <= token < vocab_size:
             yield Problem(
                 "data-token-outside-vocabulary",
-                f"{file.prefix}: its .bin has the token id {token}, but the tokenizer's ids are 0 "
-                f"to {vocab_size - 1}: it was made with another tokenizer, or is damaged",
+                prefix=file.prefix,
+                token=token,
+                vocab_size=vocab_size - 1,
             )
 
 
@@ -140,8 +143,11 @@ def empty_selection(
     remedy = "add text" if split == "train" else "add text, or disable it with --eval-iters 0"
     yield Problem(
         "split-without-tokens",
-        f"the run needs {samples} {split} samples of {file.prefix}, "
-        f"{documents.empty_message(split, len(file))}{remedy}",
+        samples=samples,
+        split=split,
+        prefix=file.prefix,
+        empty_message=documents.empty_message(split, len(file)),
+        remedy=remedy,
     )
 
 
@@ -156,7 +162,7 @@ def _missing_files(prefix: str) -> Iterator[Problem]:
         hint = f" (did you mean {document}?)"
     for suffix in (".bin", ".idx"):
         if not os.path.exists(prefix + suffix):
-            yield Problem("data-file-missing", f"{prefix}: {prefix + suffix} does not exist{hint}")
+            yield Problem("data-file-missing", prefix=prefix, path=prefix + suffix, hint=hint)
 
 
 def _probe(tokens: Tokens, blocks: int) -> Tokens:
@@ -190,10 +196,12 @@ def data_warnings(files: DataFiles, eod: int | None) -> Iterator[Problem]:
         have = "has" if len(flags) == 1 else "have"
         yield Problem(
             "data-without-eod",
-            f"{', '.join(flags)} {have} no effect on {named}: none of the first "
-            f"{CHECKED_DOCUMENTS} documents ends with the end-of-document token {eod}; "
-            "preprocess with --append-eod",
             *(name for name in fields if getattr(files.config, name)),
+            flags=", ".join(flags),
+            have=have,
+            named=named,
+            checked=CHECKED_DOCUMENTS,
+            eod=eod,
         )
 
 

@@ -12,7 +12,7 @@ from deepspeed.runtime.config import DeepSpeedConfig
 from pydantic import ValidationError
 
 from megatron_ds.config import Config
-from megatron_ds.config.problems import Problem, UserError, option
+from megatron_ds.config.problems import user_error
 from megatron_ds.engine import deepspeed_patches, readback
 from megatron_ds.engine.ds_activation_checkpointing import configure_checkpointing
 from megatron_ds.engine.ds_config import build_ds_config
@@ -108,15 +108,7 @@ def _packing_options(
     if not (data.reset_position_ids or data.reset_attention_mask):
         return None
     if eod is None:
-        raise UserError(
-            Problem(
-                "tokenizer-without-eod",
-                f"{option('reset_position_ids')} and {option('reset_attention_mask')} need a "
-                "tokenizer with an end-of-document token",
-                "reset_position_ids",
-                "reset_attention_mask",
-            )
-        )
+        raise user_error("tokenizer-without-eod")
     flex, why_not = None, ""
     if data.reset_attention_mask:
         dtype = getattr(torch, readback.DTYPES[config.precision.name])
@@ -139,13 +131,7 @@ def _validate_with_deepspeed(ds_config: dict[str, Any], mpu: object, path: str |
             f"\n  - {'.'.join(map(str, item['loc']))} {item['input']!r}: {item['msg']}"
             for item in error.errors()
         )
-        raise UserError(
-            Problem(
-                "deepspeed-rejects-value",
-                f"{path}: DeepSpeed rejects these values:{rejected}",
-                "deepspeed_config",
-            )
-        ) from error
+        raise user_error("deepspeed-rejects-value", path=path, rejected=rejected) from error
 
 
 def _zero3_init_context(ds_config: dict[str, Any], mesh: Mesh, mpu: object) -> Any:

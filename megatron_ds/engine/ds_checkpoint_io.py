@@ -21,7 +21,7 @@ from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 
-from megatron_ds.config.problems import Problem, UserError
+from megatron_ds.config.problems import user_error
 from megatron_ds.engine.deepspeed_patches import replace_checkpoint_engine
 from megatron_ds.fileio.atomic import name_in_errors
 
@@ -128,9 +128,4 @@ def read_tensors(path: Path, *, map_location: Any = "cpu", mmap: bool = False) -
         with torch.serialization.safe_globals(list(SAFE_CLASSES)):
             return torch.load(path, map_location=map_location, weights_only=True, mmap=mmap)
     except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError) as error:
-        raise UserError(
-            Problem(
-                "tensor-file-unreadable",
-                f"{path} cannot be read as tensors and plain values: {error}",
-            )
-        ) from error
+        raise user_error("tensor-file-unreadable", path=path, error=error) from error

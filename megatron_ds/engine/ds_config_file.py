@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron_ds.config.problems import Problem, UserError, option
+from megatron_ds.config.problems import Problem, UserError, user_error
 from megatron_ds.engine.ds_keys import (
     BLOCKS,
     DROPPED_IF,
@@ -82,17 +82,18 @@ def read_file(path: str) -> DeepSpeedFile:
 
 def invalid_value(location: str, key: str, value: Any, reason: object, *fields: str) -> Problem:
     """The problem of a key of a file whose value is invalid."""
-    return Problem("ds-value-invalid", f"{location}: {key} {json.dumps(value)}: {reason}", *fields)
+    return Problem(
+        "ds-value-invalid",
+        *fields,
+        location=location,
+        key=key,
+        value=json.dumps(value),
+        reason=reason,
+    )
 
 
 def _unreadable(location: str, reason: object) -> UserError:
-    return UserError(
-        Problem(
-            "ds-config-unreadable",
-            f"{option('deepspeed_config')}: {location}: {reason}",
-            "deepspeed_config",
-        )
-    )
+    return user_error("ds-config-unreadable", location=location, reason=reason)
 
 
 class _Normalizer:
@@ -173,8 +174,11 @@ class _Normalizer:
             self._problems.append(
                 Problem(
                     "ds-old-key-contradicts",
-                    f"{self._location(old)}: {old} contradicts {new} {json.dumps(present)} of "
-                    f"{self._location(new)}: leave the old key out",
+                    location=self._location(old),
+                    old=old,
+                    new=new,
+                    present=json.dumps(present),
+                    other_location=self._location(new),
                 )
             )
             return
@@ -225,24 +229,22 @@ class _Normalizer:
     def _unknown(self, key: str, near: list[str]) -> None:
         hint = f"; did you mean {near[0]!r}?" if near else ""
         self._problems.append(
-            Problem("ds-key-unknown", f"{self._location(key)}: unknown key {key}{hint}")
+            Problem("ds-key-unknown", location=self._location(key), key=key, hint=hint)
         )
 
     def _refused(self, key: str, reason: str) -> None:
         self._problems.append(
-            Problem(
-                "ds-key-unsupported", f"{self._location(key)}: {key} is not supported: {reason}"
-            )
+            Problem("ds-key-unsupported", location=self._location(key), key=key, reason=reason)
         )
 
     def _dropped(self, key: str, reason: str) -> None:
         self._warnings.append(
-            Problem("ds-key-dropped", f"{self._location(key)}: {key} has no effect: {reason}")
+            Problem("ds-key-dropped", location=self._location(key), key=key, reason=reason)
         )
 
     def _translated(self, key: str, current: str) -> None:
         self._warnings.append(
-            Problem("ds-old-key", f"{self._location(key)}: {key} is an old form of {current}")
+            Problem("ds-old-key", location=self._location(key), key=key, current=current)
         )
 
     def _location(self, key: str) -> str:

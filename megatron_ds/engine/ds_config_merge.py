@@ -112,9 +112,9 @@ class _ConfigMerger:
                 self.problems.append(
                     Problem(
                         "ds-key-contradicts-flag",
-                        f"{as_flag(name, current)} contradicts {self._file.describe(key)}: make "
-                        'them equal, or write "auto" in the file',
                         name,
+                        as_flag=as_flag(name, current),
+                        describe=self._file.describe(key),
                     )
                 )
             return
@@ -123,9 +123,10 @@ class _ConfigMerger:
             self.problems.append(
                 Problem(
                     "ds-keys-contradict",
-                    f"{self._file.describe(key)} contradicts {self._file.describe(other)}: both "
-                    f"set {option(name)}; leave one out",
                     name,
+                    first=self._file.describe(key),
+                    second=self._file.describe(other),
+                    flag=option(name),
                 )
             )
 
@@ -164,11 +165,11 @@ class _ConfigMerger:
             self.problems.append(
                 Problem(
                     "ds-accumulation-contradicts-batch",
-                    f"{self._file.describe(key)} x micro-batch size {micro} x data-parallel size "
-                    f"{dp_size} = {product}, but the global batch size is {total}: make them "
-                    'equal, or write "auto" in the file',
-                    "global_batch_size",
-                    "micro_batch_size",
+                    describe=self._file.describe(key),
+                    micro=micro,
+                    dp_size=dp_size,
+                    product=product,
+                    total=total,
                 )
             )
 
@@ -189,8 +190,8 @@ class _ConfigMerger:
             self._warn(
                 Problem(
                     "ds-scheduler-translated",
-                    f"{self._file.location('scheduler.type')}: scheduler is translated to "
-                    f"{' '.join(flags)}",
+                    location=self._file.location("scheduler.type"),
+                    flags=" ".join(flags),
                 )
             )
 
@@ -207,9 +208,10 @@ class _ConfigMerger:
             self._warn(
                 Problem(
                     "ds-curriculum-translated",
-                    f"{self._file.location(ds_curriculum.BLOCK)}: {ds_curriculum.BLOCK} is "
-                    f"translated to {as_flag('curriculum_seqlen', lengths)} "
-                    f"{as_flag('curriculum_seqlen_step', step)}",
+                    location=self._file.location(ds_curriculum.BLOCK),
+                    block=ds_curriculum.BLOCK,
+                    first=as_flag("curriculum_seqlen", lengths),
+                    second=as_flag("curriculum_seqlen_step", step),
                 )
             )
 
@@ -226,12 +228,7 @@ def _model_ranks(config: Config) -> int:
 def _optimizer_problems(config: Config, file: DeepSpeedFile) -> Iterator[Problem]:
     kind, params = str(file.get("optimizer.type")).lower(), "optimizer.params"
     if kind.endswith("cpuadam") and not config.deepspeed.cpu_optimizer:
-        yield Problem(
-            "ds-cpu-adam-without-offload",
-            f"{file.describe('optimizer.type')}: DeepSpeed's CPU Adam is for offloaded optimizer "
-            f"states; give offload_optimizer or {option('cpu_optimizer')}, or use AdamW",
-            "cpu_optimizer",
-        )
+        yield Problem("ds-cpu-adam-without-offload", describe=file.describe("optimizer.type"))
     if file.get(f"{params}.adam_w_mode") is False:
         yield file.invalid(f"{params}.adam_w_mode", "adam is always AdamW", "optimizer")
     if file.get(f"{params}.torch_adam") and config.deepspeed.cpu_optimizer:
@@ -281,13 +278,12 @@ def _ineffective_keys(config: Config, file: DeepSpeedFile) -> Iterator[Problem]:
     for reason, keys in by_reason.items():
         yield Problem(
             "ds-keys-ineffective",
-            f"{file.location(keys[0])}: {', '.join(keys)}: no effect: {reason}",
+            location=file.location(keys[0]),
+            keys=", ".join(keys),
+            reason=reason,
         )
     if str(file.get("optimizer.type")).lower() in ("fusedadam", "cpuadam", "deepspeedcpuadam"):
-        yield Problem(
-            "ds-optimizer-is-class-name",
-            f"{file.describe('optimizer.type')} is the name of a class: taken as AdamW",
-        )
+        yield Problem("ds-optimizer-is-class-name", describe=file.describe("optimizer.type"))
 
 
 def _checkpoint_number_problems(config: Config, file: DeepSpeedFile) -> Iterator[Problem]:

@@ -63,7 +63,5 @@ def problems(file: DeepSpeedFile) -> Iterator[Problem]:
 
 def _incomplete(file: DeepSpeedFile, missing: str) -> Problem:
     return Problem(
-        "ds-curriculum-incomplete",
-        f"{file.location(BLOCK)}: {BLOCK} needs {missing}",
-        "curriculum_seqlen",
+        "ds-curriculum-incomplete", location=file.location(BLOCK), block=BLOCK, missing=missing
     )

@@ -73,18 +73,14 @@ def problems(config: Config, file: DeepSpeedFile) -> Iterator[Problem]:
     location = file.location("scheduler.type" if kind else "scheduler")
     if kind == "WarmupCosineLR":
         yield Problem(
-            "ds-scheduler-inexact",
-            f"{location}: no schedule equals WarmupCosineLR, whose cosine is one step ahead; "
-            f"replace the block by {_cosine_flags(config, file)}",
-            "lr_decay_style",
+            "ds-scheduler-inexact", location=location, cosine_flags=_cosine_flags(config, file)
         )
     elif kind not in TRANSLATED:
         yield Problem(
             "ds-scheduler-unsupported",
-            f"{location}: scheduler {kind!r} is not supported, only {' and '.join(TRANSLATED)}; "
-            f"replace the block by {option('lr_decay_style')}, {option('lr_warmup_iters')}, "
-            f"{option('lr_decay_iters')} and {option('min_lr')}",
-            "lr_decay_style",
+            location=location,
+            kind=kind,
+            translated=" and ".join(TRANSLATED),
         )
     else:
         yield from _translation_problems(config, file, kind)
@@ -97,27 +93,23 @@ def _translation_problems(config: Config, file: DeepSpeedFile, kind: str) -> Ite
         given = json.dumps(file.get(key) or "log (the default)")
         yield Problem(
             "ds-warmup-not-linear",
-            f"{file.location(key if file.get(key) else 'scheduler.type')}: {key} {given}: only "
-            '"linear" is supported',
+            location=file.location(key if file.get(key) else "scheduler.type"),
+            key=key,
+            given=given,
         )
     steps = "scheduler.params.warmup_num_steps"
     if file.get(steps) is not None and file.get(steps) <= 0:
         yield file.invalid(steps, "must be positive", "lr_warmup_iters")
     params = file.values["scheduler"].get("params") or {}
     if kind == "WarmupDecayLR" and not params.get("total_num_steps"):
-        yield Problem(
-            "ds-scheduler-without-total-steps",
-            f"{file.location('scheduler.type')}: WarmupDecayLR needs "
-            "scheduler.params.total_num_steps",
-        )
+        yield Problem("ds-scheduler-without-total-steps", location=file.location("scheduler.type"))
     for name in ("rampup_batch_size", "step_batch_size_schedule"):
         if getattr(config.schedule, name) is not None:
             yield Problem(
                 "ds-scheduler-with-varying-batch",
-                f"{file.location('scheduler')}: a scheduler counts steps, whose size "
-                f"{option(name)} changes; replace the block by {option('lr_warmup_samples')} and "
-                f"{option('lr_decay_samples')}",
                 name,
+                location=file.location("scheduler"),
+                flag=option(name),
             )
 
 

@@ -15,7 +15,7 @@ import torch
 from deepspeed.ops.op_builder.builder import OpBuilder
 
 from megatron_ds.config import Config
-from megatron_ds.config.problems import Problem, UserError
+from megatron_ds.config.problems import user_error
 from megatron_ds.engine.ds_config import zero_stage
 from megatron_ds.engine.param_groups import Multipliers
 from megatron_ds.engine.settings import EngineSettings, LossScaleSettings
@@ -60,15 +60,7 @@ def check(
         return expected
     widths = [max(len(row[column]) for row in rows) for column in range(2)]
     table = "\n".join(f"  {a:<{widths[0]}}  {b:<{widths[1]}}  {c}" for a, b, c in rows)
-    raise UserError(
-        Problem(
-            "engine-settings-mismatch",
-            "DeepSpeed's engine does not have the configured settings; nothing was trained.\n"
-            f"{table}\n"
-            "No flag fixes this: either the installed DeepSpeed is not the version that "
-            "requirements.txt pins, or this is a bug.",
-        )
-    )
+    raise user_error("engine-settings-mismatch", table=table)
 
 
 def expected_settings(

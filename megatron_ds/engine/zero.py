@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron_ds.config.problems import Problem, UserError
+from megatron_ds.config.problems import user_error
 from megatron_ds.data.micro_batches import Batch
 from megatron_ds.engine.deepspeed_patches import reset_cpu_adam_beta_powers
 from megatron_ds.engine.ds_checkpoint_io import SafeCheckpointEngine
@@ -171,9 +171,7 @@ class ZeroEngine:
         ):
             path, _ = self._engine.load_checkpoint(str(folder), tag=tag)
         if path is None:
-            raise UserError(
-                Problem("checkpoint-not-loaded", f"DeepSpeed cannot load {folder / tag}", "load")
-            )
+            raise user_error("checkpoint-not-loaded", folder=folder / tag)
 
     def _weighted(
         self, batches: Iterator[Batch], plan: StepPlan

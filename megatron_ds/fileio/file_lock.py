@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from megatron_ds.config.problems import Problem, UserError
+from megatron_ds.config.problems import user_error
 
 WITHOUT_LOCKS = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP})
 """Errors of file systems without locks, such as some network mounts."""
@@ -100,9 +100,7 @@ class _WaitReporter:
     def pause(self, file: IO[bytes]) -> None:
         waited = time.monotonic() - self._start
         if waited > self._policy.timeout:
-            raise UserError(
-                Problem("lock-wait-timeout", f"gave up after {waited:.0f} s: {self._holder(file)}")
-            )
+            raise user_error("lock-wait-timeout", waited=waited, holder=self._holder(file))
         if waited > self._due:
             self._due = waited + self._policy.report_every
             if self._reports is None:

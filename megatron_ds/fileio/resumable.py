@@ -23,7 +23,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, cast
 
-from megatron_ds.config.problems import Problem, UserError, option
+from megatron_ds.config.problems import Problem, UserError, option, user_error
 from megatron_ds.fileio.atomic import fsync_path, name_in_errors, write_atomically
 from megatron_ds.fileio.file_lock import is_at, lock_now
 
@@ -161,14 +161,7 @@ class ResumableOutput:
     def _open(self, stack: ExitStack) -> None:
         record_path = self.folder / RECORD
         if not self._resume and not self._restart and record_path.exists():
-            raise UserError(
-                Problem(
-                    "interrupted-run-exists",
-                    f"{self.folder} holds the work of an interrupted run: {option('resume')} "
-                    "continues it; remove the folder to start over",
-                    "resume",
-                )
-            )
+            raise user_error("interrupted-run-exists", folder=self.folder)
         if self._resume and not record_path.exists() and self._is_published():
             if self.folder.exists():  # its removal was interrupted
                 self._lock(stack)
@@ -176,14 +169,7 @@ class ResumableOutput:
             return
         self._lock(stack)
         if not self._resume and record_path.exists():
-            self._warn(
-                Problem(
-                    "interrupted-run-replaced",
-                    f"{self.folder}: replacing the work of an interrupted run, which "
-                    f"{option('resume')} would have continued",
-                    "resume",
-                )
-            )
+            self._warn(Problem("interrupted-run-replaced", folder=self.folder))
             # Before any file changes: the record must not describe files of the new run.
             record_path.unlink()
             fsync_path(self.folder)
@@ -207,17 +193,9 @@ class ResumableOutput:
         locked = lock_now(lock)
         # Between opening and locking, another process may have published and removed the folder.
         if locked is False or not is_at(lock, path):
-            raise UserError(
-                Problem("output-in-use", f"{self._output}: another process is writing this output")
-            )
+            raise user_error("output-in-use", output=self._output)
         if locked is None:
-            self._warn(
-                Problem(
-                    "no-file-locks",
-                    f"{path} is on a file system without locks: let no other process write this "
-                    "output",
-                )
-            )
+            self._warn(Problem("no-file-locks", path=path))
 
     def _is_published(self) -> bool:
         """Whether the complete output of a run with these settings exists."""
@@ -227,13 +205,7 @@ class ResumableOutput:
         self._check_settings(record["settings"], str(self._completed))
         for path, size in record["files"].items():
             if not os.path.exists(path) or os.path.getsize(path) != size:
-                self._warn(
-                    Problem(
-                        "completed-output-changed",
-                        f"{path} is missing or not {size} bytes long, as written by the completed "
-                        "run; starting over",
-                    )
-                )
+                self._warn(Problem("completed-output-changed", path=path, size=size))
                 return False
         self.progress = record["progress"]
         self.finished = self.published = True
@@ -395,9 +367,9 @@ def _truncate(path: Path, size: int) -> None:
 def _damaged(path: Path, reason: object) -> Problem:
     return Problem(
         "interrupted-work-damaged",
-        f"{path} is damaged ({reason}); start over without {option('resume')}, after removing "
-        f"{path.parent if path.parent.name.endswith(WORK_SUFFIX) else path}",
-        "resume",
+        path=path,
+        reason=reason,
+        parent=path.parent if path.parent.name.endswith(WORK_SUFFIX) else path,
     )
 
 
@@ -430,9 +402,11 @@ def _difference(name: str, before: object, now: object, place: str) -> Problem:
     is_field = name.isidentifier()
     return Problem(
         "resumed-run-differs",
-        f"{option('resume')}: {option(name) if is_field else name} is {_show(now)}, but was "
-        f"{_show(before)} in the run recorded in {place}",
         *([name] if is_field else []),
+        flag=option(name) if is_field else name,
+        current=_show(now),
+        recorded=_show(before),
+        place=place,
     )
 
 

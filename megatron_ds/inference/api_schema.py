@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_ds.config.fields import option_field
-from megatron_ds.config.problems import Problem, UserError, raise_if_any
+from megatron_ds.config.problems import Problem, UserError, raise_if_any, user_error
 
 MAX_BODY = 8 * 2**20
 """Bytes."""
@@ -165,7 +165,7 @@ def read(body: bytes, defaults: Defaults) -> GenerationRequest:
 
 
 def body_too_long(limit: int) -> UserError:
-    return UserError(Problem("request-too-long", f"the body is longer than {limit} bytes"))
+    return user_error("request-too-long", limit=limit)
 
 
 def _read_object(body: bytes) -> dict[str, Any]:
@@ -178,16 +178,9 @@ def _read_object(body: bytes) -> dict[str, Any]:
     except UserError:
         raise
     except (ValueError, RecursionError) as error:
-        raise UserError(
-            Problem("request-not-json", f"the body is not valid JSON: {error}")
-        ) from None
+        raise user_error("request-not-json", error=error) from None
     if not isinstance(given, dict):
-        raise UserError(
-            Problem(
-                "request-not-json-object",
-                'the body must be a JSON object such as {"prompts": ["Hello"]}',
-            )
-        )
+        raise user_error("request-not-json-object")
     return given
 
 
@@ -200,27 +193,23 @@ def _reject_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) < len(pairs):
         names = [name for name, _ in pairs]
         repeated = next(name for name in names if names.count(name) > 1)
-        raise UserError(
-            Problem(
-                "request-field-repeated", f"the field {_as_json(repeated)} is given more than once"
-            )
-        )
+        raise user_error("request-field-repeated", as_json=_as_json(repeated))
     return found
 
 
 def _field_problems(given: Mapping[str, Any]) -> Iterator[Problem]:
     if "prompts" not in given:
-        yield Problem("request-field-missing", "the field prompts is required", "prompts")
+        yield Problem("request-field-missing")
     for name, value in given.items():
         if name not in FIELDS:
             yield Problem(
-                "request-field-unknown", f"unknown field {_as_json(name)}{_field_hint(name)}"
+                "request-field-unknown", as_json=_as_json(name), field_hint=_field_hint(name)
             )
             continue
         expected = FIELDS[name].expected(value)
         if expected is not None:
             yield Problem(
-                "request-value-invalid", f"{name} must be {expected}, not {_as_json(value)}", name
+                "request-value-invalid", name, name=name, expected=expected, as_json=_as_json(value)
             )
 
 
@@ -233,17 +222,10 @@ def _field_hint(name: str) -> str:
 
 def _sampling_problems(given: Mapping[str, Any]) -> Iterator[Problem]:
     if "" in given["prompts"] and not given.get("add_BOS"):
-        yield Problem(
-            "empty-prompt-needs-bos", "an empty prompt needs add_BOS: true", "prompts", "add_BOS"
-        )
+        yield Problem("empty-prompt-needs-bos")
     for first, second in (("top_k", "top_p"), ("stop_on_eol", "stop_on_double_eol")):
         if given.get(first) and given.get(second):
-            yield Problem(
-                "request-fields-exclusive",
-                f"{first} and {second} exclude each other",
-                first,
-                second,
-            )
+            yield Problem("request-fields-exclusive", first, second, first=first, second=second)
     for name, needed in (
         ("top_p_decay", "top_p"),
         ("top_p_bound", "top_p"),
@@ -251,54 +233,32 @@ def _sampling_problems(given: Mapping[str, Any]) -> Iterator[Problem]:
         ("top_n_logprobs", "logprobs"),
     ):
         if given.get(name) and not given.get(needed):
-            yield Problem("request-field-needs-another", f"{name} needs {needed}", name, needed)
+            yield Problem("request-field-needs-another", name, needed, name=name, needed=needed)
     if given.get("top_p") and given.get("top_p_bound", 0) > given["top_p"]:
-        yield Problem(
-            "top-p-bound-above-top-p",
-            f"top_p_bound {given['top_p_bound']} is above top_p {given['top_p']}",
-            "top_p_bound",
-            "top_p",
-        )
+        yield Problem("top-p-bound-above-top-p", bound=given["top_p_bound"], top_p=given["top_p"])
 
 
 def _beam_problems(given: Mapping[str, Any]) -> Iterator[Problem]:
     scores_only = given.get("tokens_to_generate") == 0
     if "beam_width" not in given:
         if scores_only and not given.get("logprobs"):
-            yield Problem(
-                "scoring-without-logprobs",
-                "tokens_to_generate 0 only scores the prompts, which needs logprobs: true",
-                "tokens_to_generate",
-                "logprobs",
-            )
+            yield Problem("scoring-without-logprobs")
         beam_only = [name for name in ("stop_token", "length_penalty") if name in given]
         if beam_only:
             yield Problem(
-                "request-fields-only-for-beam-search",
-                f"{', '.join(beam_only)}: only effective with beam_width",
-                *beam_only,
+                "request-fields-only-for-beam-search", *beam_only, beam_only=", ".join(beam_only)
             )
         return
     if scores_only:
-        yield Problem(
-            "beam-search-without-new-tokens",
-            "beam_width needs tokens_to_generate of 1 or more",
-            "beam_width",
-            "tokens_to_generate",
-        )
+        yield Problem("beam-search-without-new-tokens")
     if len(given["prompts"]) > 1:
-        yield Problem(
-            "beam-search-with-several-prompts",
-            f"beam_width takes one prompt, not {len(given['prompts'])}",
-            "beam_width",
-            "prompts",
-        )
+        yield Problem("beam-search-with-several-prompts", num_given=len(given["prompts"]))
     sampling_only = [name for name in SAMPLING_ONLY if given.get(name)]
     if sampling_only:
         yield Problem(
             "request-fields-not-for-beam-search",
-            f"{', '.join(sampling_only)}: not effective with beam_width",
             *sampling_only,
+            sampling_only=", ".join(sampling_only),
         )
 
 

@@ -61,21 +61,12 @@ class CheckpointOptions:
     def problems(self) -> Iterator[Problem]:
         tp_size, processes = self.tensor_model_parallel_size, environment.world_size()
         if self.load and not Path(self.load).is_dir():
-            yield Problem(
-                "load-folder-missing", f"{option('load')} {self.load}: no such folder", "load"
-            )
+            yield Problem("load-folder-missing", load=self.load)
         if tp_size not in (None, processes):
-            yield Problem(
-                "generation-needs-all-processes",
-                f"{option('tensor_model_parallel_size')} {tp_size}: all processes share the model, "
-                f"and {processes} were started",
-                "tensor_model_parallel_size",
-            )
+            yield Problem("generation-needs-all-processes", tp_size=tp_size, processes=processes)
         if sum(getattr(self, name) for name in PRECISIONS) > 1:
             flags = ", ".join(map(option, PRECISIONS))
-            yield Problem(
-                "several-precisions", f"{flags} are mutually exclusive", "fp32", "bf16", "fp16"
-            )
+            yield Problem("several-precisions", flags=flags)
 
 
 @dataclass(frozen=True)
@@ -144,10 +135,7 @@ def model_conflicts(
         saved = effective.get(name, getattr(model, name))
         if value != saved and name not in FREE_MODEL_FIELDS:
             yield Problem(
-                "flag-differs-from-checkpoint",
-                f"{option(name)} is {value}, but {saved} in the checkpoint (leave the flag out: "
-                "the checkpoint defines the model)",
-                name,
+                "flag-differs-from-checkpoint", name, flag=option(name), value=value, saved=saved
             )
 
 

@@ -139,18 +139,20 @@ def prompt_problems(
 ) -> Iterator[Problem]:
     """Checks that a model can continue prompts; arguments as in `GenerationConfig`."""
     if max_new_tokens < 1:
-        yield Problem("no-new-tokens", f"{max_new_tokens} new tokens: must be positive")
+        yield Problem("no-new-tokens", max_new_tokens=max_new_tokens)
         return
     has_learned_positions = model.position_embedding_type == "learned_absolute"
     for number, prompt in enumerate(prompts, start=1):
         if not prompt:
-            yield Problem("prompt-without-tokens", f"prompt {number} has no tokens")
+            yield Problem("prompt-without-tokens", number=number)
             continue
         invalid = [token for token in prompt if not 0 <= token < model.vocab_size]
         if invalid:
             yield Problem(
                 "prompt-id-out-of-range",
-                f"prompt {number}: id {invalid[0]} is not in the vocabulary of {model.vocab_size}",
+                number=number,
+                invalid=invalid[0],
+                vocab_size=model.vocab_size,
             )
         if max_length is not None and len(prompt) >= max_length:
             yield no_room_problem(number, len(prompt), max_length)
@@ -161,18 +163,16 @@ def prompt_problems(
         if has_learned_positions and len(prompt) + new > model.num_positions:
             yield Problem(
                 "prompt-exceeds-learned-positions",
-                f"prompt {number}: {len(prompt)} tokens and {new} new tokens exceed the model's "
-                f"{model.num_positions} learned positions",
+                number=number,
+                num_prompt=len(prompt),
+                new=new,
+                num_positions=model.num_positions,
             )
 
 
 def no_room_problem(number: int, length: int, max_length: int) -> Problem:
     """A prompt, counted from 1, that fills the sequence."""
-    return Problem(
-        "prompt-fills-sequence",
-        f"prompt {number}: its {length} tokens leave no room for new tokens in a sequence of "
-        f"{max_length}",
-    )
+    return Problem("prompt-fills-sequence", number=number, length=length, max_length=max_length)
 
 
 def check_cancelled(should_continue: ShouldContinue | None) -> None:

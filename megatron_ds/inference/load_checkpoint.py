@@ -32,7 +32,7 @@ from megatron_ds.checkpoint.selection import (
 )
 from megatron_ds.checkpoint.storage import files_damaged, find_damaged_files
 from megatron_ds.config import ModelConfig, TokenizerConfig
-from megatron_ds.config.problems import Problem, UserError, raise_if_any
+from megatron_ds.config.problems import Problem, raise_if_any, user_error
 from megatron_ds.model.gpt import GPTModel
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.parallel.rng import RngStreams
@@ -105,15 +105,10 @@ def load_tokenizer(config: TokenizerConfig, model: ModelConfig) -> Tokenizer:
         config, model.vocab_size - (config.tokenizer_type == "NullTokenizer")
     )
     if tokenizer.vocab_size != model.vocab_size:
-        raise UserError(
-            Problem(
-                "tokenizer-does-not-match-model",
-                f"the tokenizer has {tokenizer.vocab_size} tokens, the checkpoint's model "
-                f"{model.vocab_size}: pass the files of the training's tokenizer",
-                "vocab_file",
-                "merge_file",
-                "tokenizer_model",
-            )
+        raise user_error(
+            "tokenizer-does-not-match-model",
+            vocab_size=tokenizer.vocab_size,
+            model_vocab_size=model.vocab_size,
         )
     return tokenizer
 
@@ -147,11 +142,10 @@ def _from_dict(
     known = {item.name for item in dataclasses.fields(kind)}
     unknown = sorted(values.keys() - known)
     if unknown:
-        raise UserError(
-            Problem(
-                "checkpoint-of-newer-version",
-                f"{found.path / RUN}: unknown fields of {kind.__name__}: {', '.join(unknown)}; a "
-                "newer version wrote the checkpoint",
-            )
+        raise user_error(
+            "checkpoint-of-newer-version",
+            path=found.path / RUN,
+            group=kind.__name__,
+            unknown=", ".join(unknown),
         )
     return kind(**values)

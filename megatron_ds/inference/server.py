@@ -21,7 +21,7 @@ from fastapi.responses import HTMLResponse, JSONResponse, Response
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from megatron_ds.config.problems import Problem, UserError, option
+from megatron_ds.config.problems import UserError, user_error
 from megatron_ds.inference.api_schema import MAX_BODY, body_too_long
 from megatron_ds.inference.generate import Cancelled
 from megatron_ds.inference.tp_group import TpGroupBroken
@@ -171,14 +171,7 @@ def listen(host: str, port: int) -> socket.socket:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         return socket.create_server(address[:2], family=family)
     except (OSError, OverflowError, UnicodeError) as error:
-        raise UserError(
-            Problem(
-                "server-address-unusable",
-                f"{option('host')} {host} {option('port')} {port}: {error}",
-                "host",
-                "port",
-            )
-        ) from None
+        raise user_error("server-address-unusable", host=host, port=port, error=error) from None
 
 
 async def _body(request: Request) -> bytes:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_ds.config import ModelConfig
-from megatron_ds.config.problems import Problem, UserError, option, raise_if_any
+from megatron_ds.config.problems import Problem, raise_if_any, user_error
 from megatron_ds.inference.api_schema import GenerationRequest
 from megatron_ds.inference.beam import BeamSearchConfig, beam_search
 from megatron_ds.inference.generate import (
@@ -177,21 +177,12 @@ class TextGenerationService:
         try:
             ids = self._tokenizer.encode(text)
         except ValueError as error:
-            raise UserError(
-                Problem("prompt-not-encodable", f"prompt {number}: {error}", "prompts")
-            ) from None
+            raise user_error("prompt-not-encodable", number=number, error=error) from None
         if request.add_BOS:
             # As in Megatron, a text starts after the end of another.
             ids = [self._tokenizer.eod, *ids]
         if not ids:
-            raise UserError(
-                Problem(
-                    "prompt-needs-bos",
-                    f"prompt {number} has no tokens, which needs add_BOS: true",
-                    "prompts",
-                    "add_BOS",
-                )
-            )
+            raise user_error("prompt-needs-bos", number=number)
         return ids
 
     def _problems(self, request: GenerationRequest, prompts: list[list[int]]) -> Iterator[Problem]:
@@ -200,18 +191,15 @@ class TextGenerationService:
             if new_tokens is not None and len(ids) + new_tokens > self._max_length:
                 yield Problem(
                     "prompt-and-new-tokens-exceed-length",
-                    f"prompt {number}: its {len(ids)} tokens and {new_tokens} new tokens exceed "
-                    f"the maximal length of {self._max_length}",
-                    "tokens_to_generate",
+                    number=number,
+                    num_ids=len(ids),
+                    new_tokens=new_tokens,
+                    max_length=self._max_length,
                 )
             elif new_tokens is None and len(ids) >= self._max_length:
                 yield no_room_problem(number, len(ids), self._max_length)
         if request.stop_token is not None and request.stop_token >= vocab:
-            yield Problem(
-                "stop-token-out-of-range",
-                f"stop_token {request.stop_token} is not in the vocabulary of {vocab}",
-                "stop_token",
-            )
+            yield Problem("stop-token-out-of-range", stop_token=request.stop_token, vocab=vocab)
 
     def _rules(self, request: GenerationRequest) -> StopRules | None:
         stop_on_eol, stop_on_double_eol = request.stop_on_eol, request.stop_on_double_eol
@@ -243,20 +231,11 @@ def max_sequence_length(model: ModelConfig, requested: int | None) -> int:
     if requested is None:
         return model.num_positions if is_learned else model.seq_length
     if requested < 2:
-        raise UserError(
-            Problem(
-                "inference-length-too-small",
-                f"{option('inference_max_seq_length')} {requested}: must be 2 or more",
-                "inference_max_seq_length",
-            )
-        )
+        raise user_error("inference-length-too-small", requested=requested)
     if is_learned and requested > model.num_positions:
-        raise UserError(
-            Problem(
-                "inference-length-exceeds-positions",
-                f"{option('inference_max_seq_length')} {requested}: the model has "
-                f"{model.num_positions} positions",
-                "inference_max_seq_length",
-            )
+        raise user_error(
+            "inference-length-exceeds-positions",
+            requested=requested,
+            num_positions=model.num_positions,
         )
     return requested

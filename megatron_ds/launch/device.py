@@ -11,7 +11,7 @@ from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
-from megatron_ds.config.problems import Problem, option
+from megatron_ds.config.problems import Problem
 
 DEVICE_PACKAGES = (
     "torch_npu",
@@ -50,12 +50,7 @@ def known_without_fp16() -> bool:
 
 def fp16_error(device: str) -> Problem:
     """The problem of --fp16 on a device that does not train in fp16."""
-    return Problem(
-        "fp16-not-supported",
-        f"{option('fp16')}: DeepSpeed does not train in fp16 on {device}; use {option('bf16')} "
-        f"(or, for experiments, {option('allow_fp16_on_cpu')})",
-        "fp16",
-    )
+    return Problem("fp16-not-supported", device=device)
 
 
 def deepspeed_version() -> str:

@@ -9,7 +9,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_ds.config.problems import Problem, UserError
+from megatron_ds.config.problems import user_error
 from megatron_ds.launch.environment import (
     available_cores,
     local_rank,
@@ -160,12 +160,7 @@ def _set_single_process_env() -> None:
     if not missing:
         return
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise UserError(
-            Problem(
-                "incomplete-launcher-environment",
-                f"the launcher set WORLD_SIZE but not {', '.join(missing)}",
-            )
-        )
+        raise user_error("incomplete-launcher-environment", missing=", ".join(missing))
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

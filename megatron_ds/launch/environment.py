@@ -11,7 +11,7 @@ import sys
 import warnings
 from pathlib import Path
 
-from megatron_ds.config.problems import Problem, UserError
+from megatron_ds.config.problems import user_error
 
 
 def world_size() -> int:
@@ -78,13 +78,7 @@ def require_no_stale_locks(locks: list[Path]) -> None:
     """
     if locks:
         names = "\n".join(f"  {path}" for path in locks)
-        raise UserError(
-            Problem(
-                "stale-build-lock",
-                "a killed build of a DeepSpeed op left its lock behind, and loading the op would "
-                f"hang:\n{names}\nDelete it, or run: python tools/build_ops.py",
-            )
-        )
+        raise user_error("stale-build-lock", names=names)
 
 
 def _silence_libraries() -> None:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from megatron_ds.config import ModelConfig
-from megatron_ds.config.problems import Problem, UserError, option
+from megatron_ds.config.problems import user_error
 from megatron_ds.model.norm import build_norm
 from megatron_ds.model.weight_init import Initializer
 from megatron_ds.parallel.embedding import VocabParallelEmbedding
@@ -58,13 +58,8 @@ class LearnedPositionEmbedding(nn.Module):
         """
         end = offset + queries
         if end > self.weight.shape[0]:
-            raise UserError(
-                Problem(
-                    "sequence-longer-than-learned-positions",
-                    f"a sequence of {end} tokens exceeds the {self.weight.shape[0]} learned "
-                    f"positions of the model ({option('max_position_embeddings')})",
-                    "max_position_embeddings",
-                )
+            raise user_error(
+                "sequence-longer-than-learned-positions", end=end, shape=self.weight.shape[0]
             )
         if positions_BS is not None:
             return F.embedding(positions_BS.t(), self.weight)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 
 from megatron_ds.config import ModelConfig
-from megatron_ds.config.problems import Problem, option
+from megatron_ds.config.problems import Problem
 from megatron_ds.model.packed_attention import (
     DocumentFlexAttention,
     FlexAttention,
@@ -50,23 +50,16 @@ def select_flex_attention(
         The function and "", or None and the reason (a `Problem`).
     """
     if config.attention_dropout > 0.0:
-        return None, Problem(
-            "flex-attention-without-dropout",
-            f"flex_attention does not support {option('attention_dropout')}",
-            "attention_dropout",
-        )
+        return None, Problem("flex-attention-without-dropout")
     try:
         flex = _compiled_flex(device) if load is None else load()
         error = _max_relative_error(flex, config, micro_batch, tp_size, dtype, device)
     except Exception as refusal:  # compilers and devices raise any type
         reason = str(refusal).strip().partition("\n")[0].partition(". ")[0]
         reason = reason or type(refusal).__name__
-        return None, Problem("flex-attention-failed", f"flex_attention fails here: {reason}")
+        return None, Problem("flex-attention-failed", reason=reason)
     if not error <= TOLERANCES[dtype]:  # also if the error is nan
-        return None, Problem(
-            "flex-attention-inaccurate",
-            f"flex_attention has a relative error of {error:.2g} on this device",
-        )
+        return None, Problem("flex-attention-inaccurate", error=error)
     return flex, ""
 
 

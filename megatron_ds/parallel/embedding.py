@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from megatron_ds.config.problems import Problem, UserError
+from megatron_ds.config.problems import user_error
 from megatron_ds.parallel.collectives import reduce_from_group
 from megatron_ds.parallel.mesh import Group
 from megatron_ds.parallel.sharding import Init, ShardSpec, sharded_parameter
@@ -30,12 +30,11 @@ def validate_token_ids(ids: torch.Tensor, vocab_size: int) -> None:
     low, high = (int(bound) for bound in torch.aminmax(ids))
     if low < 0 or high >= vocab_size:
         wrong = low if low < 0 else high
-        raise UserError(
-            Problem(
-                "token-id-outside-vocabulary",
-                f"token id {wrong} is outside the vocabulary of {vocab_size} (valid: 0 to "
-                f"{vocab_size - 1}); was the data preprocessed with another tokenizer?",
-            )
+        raise user_error(
+            "token-id-outside-vocabulary",
+            wrong=wrong,
+            vocab_size=vocab_size,
+            largest=vocab_size - 1,
         )
 
 

@@ -12,7 +12,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from megatron_ds.config.problems import Problem, UserError
+from megatron_ds.config.problems import user_error
 
 Ranks = tuple[int, ...]
 """Global ranks of a group, in the group's order."""
@@ -47,12 +47,8 @@ def axis_groups(
     product = tp_size * pp_size * sp_size * ep_size
     if min(sizes.values()) < 1 or world_size % product:
         layout = " x ".join(f"{name}-parallel size {size}" for name, size in sizes.items())
-        raise UserError(
-            Problem(
-                "world-size-not-divisible-by-parallel-sizes",
-                f"{world_size} processes cannot be arranged as {layout}",
-                "tensor_model_parallel_size",
-            )
+        raise user_error(
+            "world-size-not-divisible-by-parallel-sizes", world_size=world_size, layout=layout
         )
     grid = torch.arange(world_size).view(pp_size, -1, ep_size, sp_size, tp_size)
     pp, edp, ep, sp, tp = range(5)

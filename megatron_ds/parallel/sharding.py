@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_ds.config.problems import Problem, UserError
+from megatron_ds.config.problems import user_error
 
 Init = Callable[[tuple[int, ...], int, Sequence[range]], torch.Tensor]
 """Initial values of part of a parameter, fp32. Takes the full shape, a dimension, and ranges of
@@ -37,13 +37,8 @@ class ShardSpec:
         """
         for section in self.sections:
             if section % size:
-                raise UserError(
-                    Problem(
-                        "section-not-divisible-by-tensor-parallel-size",
-                        f"a section of {section} rows or columns cannot be split evenly over "
-                        f"{size} tensor-parallel ranks",
-                        "tensor_model_parallel_size",
-                    )
+                raise user_error(
+                    "section-not-divisible-by-tensor-parallel-size", section=section, size=size
                 )
 
     def ranges(self, rank: int, size: int) -> list[range]:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import BinaryIO, NamedTuple, cast
 
-from megatron_ds.config.problems import Problem, UserError
+from megatron_ds.config.problems import Problem, UserError, user_error
 from megatron_ds.preprocess.formats import (
     RawDocument,
     Selection,
@@ -130,12 +130,7 @@ class DocumentReader:
         selection = self._selection
         if format in ("parquet", "arrow"):
             if compression or not raw.seekable():
-                raise UserError(
-                    Problem(
-                        "table-not-seekable",
-                        f"{name}: {format} files cannot be read compressed or from a pipe",
-                    )
-                )
+                raise user_error("table-not-seekable", name=name, format=format)
             if format == "arrow":
                 return arrow_rows(name, raw, selection, after.line)
 
@@ -189,4 +184,4 @@ def _name_in_errors(name: str) -> Iterator[None]:
 
 
 def _unreadable(name: str, reason: str) -> Problem:
-    return Problem("input-file-unreadable", f"{name}: {reason}")
+    return Problem("input-file-unreadable", name=name, reason=reason)

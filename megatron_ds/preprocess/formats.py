@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, BinaryIO, NamedTuple, TextIO
 
-from megatron_ds.config.problems import Problem, UserError, option
+from megatron_ds.config.problems import Problem, UserError, option, user_error
 from megatron_ds.preprocess.inputs import InputSpec, describe_error, missing_package
 
 ROWS = 128
@@ -89,21 +89,12 @@ class Selection:
         }
         for key, column in found.items():
             if column is None:
-                raise UserError(
-                    Problem(
-                        "column-missing",
-                        f"{name}: has no column {key!r}, only {', '.join(map(repr, names))}: "
-                        f"choose one with {option('json_keys')}",
-                        "json_keys",
-                    )
+                raise user_error(
+                    "column-missing", name=name, key=key, names=", ".join(map(repr, names))
                 )
             if names.count(column) > 1:
-                raise UserError(
-                    Problem(
-                        "column-not-unique",
-                        f"{name}: has {names.count(column)} columns named {column!r}",
-                        "json_keys",
-                    )
+                raise user_error(
+                    "column-not-unique", name=name, count=names.count(column), column=column
                 )
         if self.all_columns:
             return list(names)
@@ -118,13 +109,7 @@ class Selection:
         if self.all_columns and not self.keys:
             return "text"
         if len(self.keys) != 1:
-            raise UserError(
-                Problem(
-                    "plain-text-needs-one-key",
-                    f"{name}: plain text is one field: give one key with {option('json_keys')}",
-                    "json_keys",
-                )
-            )
+            raise user_error("plain-text-needs-one-key", name=name)
         return self.keys[0]
 
     def too_long(self, unit: str, head: bytes) -> UnreadableDocument:
@@ -168,14 +153,7 @@ def plain_text(name: str, file: BinaryIO, selection: Selection) -> Iterator[RawD
     lines = _lines(file, limit)
     first, complete = next(lines, (b"", True))
     if selection.inputs.format == "auto" and _is_object(first):
-        raise UserError(
-            Problem(
-                "text-file-holds-json-lines",
-                f"{name}: has the suffix of plain text but begins with a JSON object: choose "
-                f"{option('format')} text or {option('format')} jsonl",
-                "format",
-            )
-        )
+        raise user_error("text-file-holds-json-lines", name=name)
     first = first.removeprefix(b"\xef\xbb\xbf")
     if selection.inputs.text_document_unit == "paragraph":
         yield from _paragraphs(name, key, itertools.chain([(first, complete)], lines), selection)
@@ -228,9 +206,7 @@ def csv_rows(
         try:
             header = next(rows, None)
         except csv.Error as error:
-            raise UserError(
-                Problem("csv-header-broken", f"{name}: the first line names no columns: {error}")
-            ) from error
+            raise user_error("csv-header-broken", name=name, error=error) from error
         if header is None:
             return
         selection.columns(name, header)
@@ -406,11 +382,11 @@ def _load_dataset(name: str, inputs: InputSpec) -> Any:
 
 
 def _dataset_problem(name: str, reason: str) -> Problem:
-    return Problem("dataset-not-readable", f"{option('hf_dataset')} {name}: {reason}", "hf_dataset")
+    return Problem("dataset-not-readable", name=name, reason=reason)
 
 
 def _split_problem(split: str, reason: str) -> Problem:
-    return Problem("no-such-split", f"{option('hf_split')} {split}: {reason}", "hf_split")
+    return Problem("no-such-split", split=split, reason=reason)
 
 
 def import_pyarrow(name: str) -> Any:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any, BinaryIO, NamedTuple
 
 from megatron_ds.config.fields import field_problems, option_field
-from megatron_ds.config.problems import Problem, UserError, option
+from megatron_ds.config.problems import Problem, UserError, option, user_error
 from megatron_ds.data.indexed_dataset import TOKENIZER_SUFFIX
 from megatron_ds.fileio.resumable import WORK_SUFFIX
 
@@ -115,19 +115,9 @@ class InputSpec:
         """Problems that can be found without reading. Addresses are not accessed."""
         yield from field_problems(self)
         if bool(self.paths) == (self.hf_dataset is not None):
-            yield Problem(
-                "input-not-unique",
-                f"exactly one of {option('paths')} and {option('hf_dataset')} is required",
-                "paths",
-                "hf_dataset",
-            )
+            yield Problem("input-not-unique")
         if self.hf_dataset is None and (self.hf_config is not None or self.hf_split != "train"):
-            yield Problem(
-                "needs-hf-dataset",
-                f"{option('hf_config')} and {option('hf_split')} require {option('hf_dataset')}",
-                "hf_config",
-                "hf_split",
-            )
+            yield Problem("needs-hf-dataset")
         yield from self._path_problems()
 
     def _path_problems(self) -> Iterator[Problem]:
@@ -142,11 +132,7 @@ class InputSpec:
                 if file != STDIN and not os.access(file, os.R_OK):
                     yield _input_problem(file, "permission denied")
                 if file in seen:
-                    yield Problem(
-                        "input-file-twice",
-                        f"{option('paths')} {file}: is selected by two paths",
-                        "paths",
-                    )
+                    yield Problem("input-file-twice", file=file)
                 seen.add(file)
 
     def local_files(self) -> Iterator[str]:
@@ -226,11 +212,11 @@ def _is_address(path: str) -> bool:
 
 
 def _input_problem(path: str, reason: object) -> Problem:
-    return Problem("input-not-accessible", f"{option('paths')} {path}: {reason}", "paths")
+    return Problem("input-not-accessible", path=path, reason=reason)
 
 
 def _no_such_file(path: str) -> UserError:
-    return UserError(Problem("no-input-file", f"{option('paths')} {path}: no such file", "paths"))
+    return user_error("no-input-file", path=path)
 
 
 def _local_files(path: str, format: str) -> list[str]:
@@ -264,12 +250,7 @@ def _walk(path: str) -> list[str]:
         skipped += filter(os.path.islink, inner)  # symbolic links may form cycles
     if skipped:
         warnings.warn(
-            Problem(
-                "input-folders-skipped",
-                f"{option('paths')} {path}: skips folders that are symbolic links or unreadable, "
-                f"such as {min(skipped)}; give their paths to read them",
-                "paths",
-            ),
+            Problem("input-folders-skipped", path=path, skipped=min(skipped)),
             stacklevel=2,
         )
     return found
@@ -294,23 +275,10 @@ def _select_in_folder(folder: str, files: Iterable[str], format: str, prefix: in
     selected = [file for file in visible if format != "auto" or _suffixes(file)[0] in SUFFIXES]
     others = sorted(set(visible) - set(selected))
     if not selected:
-        raise UserError(
-            Problem(
-                "no-input-file-in-folder",
-                f"{option('paths')} {folder}: no file in the folder has a known suffix "
-                f"({' '.join(SUFFIXES)}); give the files, or {option('format')}",
-                "paths",
-                "format",
-            )
-        )
+        raise user_error("no-input-file-in-folder", folder=folder, suffixes=" ".join(SUFFIXES))
     if others:
         warnings.warn(
-            Problem(
-                "input-files-skipped",
-                f"{option('paths')} {folder}: skips {len(others)} files of unknown formats, such "
-                f"as {others[0]}",
-                "paths",
-            ),
+            Problem("input-files-skipped", folder=folder, num_others=len(others), others=others[0]),
             stacklevel=2,
         )
     return selected
@@ -373,7 +341,7 @@ def _format_time(nanoseconds: int) -> str:
 
 def missing_package(name: str, package: str) -> Problem:
     """An input that needs a package that is not installed."""
-    return Problem("missing-input-package", f"{name}: requires {package}: {INSTALL_HINT}")
+    return Problem("missing-input-package", name=name, package=package, install=INSTALL_HINT)
 
 
 def describe_error(error: Exception) -> str:

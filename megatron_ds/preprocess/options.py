@@ -12,7 +12,7 @@ from megatron_ds.config.fields import (
     option_field,
     option_group,
 )
-from megatron_ds.config.problems import Problem, option
+from megatron_ds.config.problems import Problem
 from megatron_ds.preprocess.inputs import InputSpec
 from megatron_ds.preprocess.output_files import OutputPaths
 from megatron_ds.preprocess.parsing import TextFields
@@ -93,40 +93,20 @@ class PreprocessOptions:
         elif not os.access(folder, os.W_OK | os.X_OK):
             yield self._output_problem(f"the folder {folder} is not writable")
         if not self.json_keys:
-            yield Problem(
-                "no-keys", f"{option('json_keys')}: at least one key is required", "json_keys"
-            )
+            yield Problem("no-keys")
         for key in self.json_keys:
             if "/" in key or "\0" in key:
-                yield Problem(
-                    "key-not-a-file-name",
-                    f"{option('json_keys')} {key!r}: cannot be part of the output files' names",
-                    "json_keys",
-                )
+                yield Problem("key-not-a-file-name", key=key)
         if len(set(self.json_keys)) != len(self.json_keys):
-            yield Problem(
-                "key-twice",
-                f"{option('json_keys')} {' '.join(self.json_keys)}: a key is repeated",
-                "json_keys",
-            )
+            yield Problem("key-twice", json_keys=" ".join(self.json_keys))
         if self.resume:
             for path in self.inputs.unseekable_paths():
                 yield cannot_resume(path)
 
     def _output_problem(self, reason: str) -> Problem:
-        return Problem(
-            "output-folder-unusable",
-            f"{option('output_prefix')} {self.output_prefix}: {reason}",
-            "output_prefix",
-        )
+        return Problem("output-folder-unusable", output_prefix=self.output_prefix, reason=reason)
 
 
 def cannot_resume(path: str) -> Problem:
     """A resumed run whose input can be read only once."""
-    return Problem(
-        "resume-of-unseekable-input",
-        f"{option('resume')}: {option('paths')} {path} can be read only once, and the interrupted "
-        f"run read part of it; start over without {option('resume')}",
-        "resume",
-        "paths",
-    )
+    return Problem("resume-of-unseekable-input", path=path)

@@ -16,7 +16,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_ds.config.problems import Problem, UserError, option, raise_if_any
+from megatron_ds.config.problems import Problem, UserError, raise_if_any, user_error
 from megatron_ds.data.indexed_dataset import token_dtype
 from megatron_ds.data.tokenizer_metadata import metadata_json
 from megatron_ds.fileio.resumable import ResumableOutput
@@ -148,15 +148,8 @@ class _Run:
         elif options.resume:
             log(_nothing_to_resume(work))
         if options.fail_on_bad_document and self._progress.dropped:
-            raise UserError(
-                Problem(
-                    "strict-resume-after-rejects",
-                    f"{option('fail_on_bad_document')}: the interrupted run has rejected "
-                    f"{describe_rejects(self._progress)}; resume without this flag, or start over "
-                    f"without {option('resume')}",
-                    "fail_on_bad_document",
-                    "resume",
-                )
+            raise user_error(
+                "strict-resume-after-rejects", describe_rejects=describe_rejects(self._progress)
             )
         dtype = token_dtype(tokenizer.vocab_size)
         self._output = TokenOutput(options.paths, dtype, work, written)
@@ -239,20 +232,11 @@ class _Run:
     def _no_documents(self) -> Problem:
         rejected = describe_rejects(self._progress)
         first = f"; rejected: {rejected}, first {self._first_reject}" if rejected else ""
-        return Problem(
-            "no-documents",
-            f"{self._options.inputs.name}: has no documents{first}",
-            "paths",
-        )
+        return Problem("no-documents", name=self._options.inputs.name, first=first)
 
 
 def _nothing_to_resume(work: ResumableOutput) -> Problem:
-    return Problem(
-        "nothing-to-resume",
-        f"{option('resume')}: there is no work of an interrupted run in {work.folder}; starting "
-        "from the beginning",
-        "resume",
-    )
+    return Problem("nothing-to-resume", folder=work.folder)
 
 
 def describe_rejects(progress: Progress) -> str:
@@ -318,11 +302,7 @@ def _strict_problems(
         rejected += parse(chunk.items(), options.text_fields)[1]
         checked += len(chunk.lines)
     for document in rejected[:PROBLEMS_SHOWN]:
-        yield Problem("rejected-document", f"{document}", "fail_on_bad_document")
+        yield Problem("rejected-document", document=document)
     hidden = len(rejected) - PROBLEMS_SHOWN
     if hidden > 0 or end:
-        yield Problem(
-            "more-rejected-documents",
-            f"{max(hidden, 0)} more rejected documents{end}",
-            "fail_on_bad_document",
-        )
+        yield Problem("more-rejected-documents", hidden=max(hidden, 0), end=end)

@@ -12,7 +12,7 @@ import os
 from pathlib import Path
 from typing import Any, Protocol
 
-from megatron_ds.config.problems import Problem, UserError, option
+from megatron_ds.config.problems import user_error
 from megatron_ds.data.tokenizer_metadata import SplitterDescription
 from megatron_ds.preprocess import sentence_rules
 
@@ -123,14 +123,8 @@ def choose_splitter(lang: str, keep_newlines: bool, splitter: str = SPLITTERS[0]
     """
     if splitter == "rules":
         if lang not in RULES_LANGUAGES:
-            raise UserError(
-                Problem(
-                    "no-sentence-rules-for-language",
-                    f"{option('lang')} {lang}: the built-in rules are for "
-                    f"{', '.join(RULES_LANGUAGES)}",
-                    "lang",
-                    "sentence_splitter",
-                )
+            raise user_error(
+                "no-sentence-rules-for-language", lang=lang, rules=", ".join(RULES_LANGUAGES)
             )
         return RuleSplitter(lang, keep_newlines)
     try:
@@ -140,15 +134,7 @@ def choose_splitter(lang: str, keep_newlines: bool, splitter: str = SPLITTERS[0]
     except LookupError:
         found = ", ".join(_languages()) or "none"
         reason, remedy = f"nltk has no punkt model of {lang}, only {found}", DOWNLOAD
-    raise UserError(
-        Problem(
-            "punkt-unavailable",
-            f"{option('lang')} {lang}: {reason}: get it with `{remedy}`, or choose the built-in "
-            f"rules with {option('sentence_splitter')} rules",
-            "lang",
-            "sentence_splitter",
-        )
-    )
+    raise user_error("punkt-unavailable", lang=lang, reason=reason, remedy=remedy)
 
 
 def _model(punkt: Any, lang: str) -> tuple[str, Any]:
@@ -179,15 +165,8 @@ def _model(punkt: Any, lang: str) -> tuple[str, Any]:
         try:
             return name.split("/")[0], read(found)
         except Exception as error:  # of any type, depending on the damage
-            raise UserError(
-                Problem(
-                    "punkt-model-damaged",
-                    f"{option('lang')} {lang}: nltk's model {found} cannot be read ({error}); get "
-                    f"it again with `{DOWNLOAD}`, or choose the built-in rules with "
-                    f"{option('sentence_splitter')} rules",
-                    "lang",
-                    "sentence_splitter",
-                )
+            raise user_error(
+                "punkt-model-damaged", lang=lang, found=found, error=error, download=DOWNLOAD
             ) from error
     raise LookupError(lang)
 

@@ -19,7 +19,7 @@ from multiprocessing.process import BaseProcess
 from types import TracebackType
 from typing import Any, Generic, TypeVar
 
-from megatron_ds.config.problems import Problem, UserError, option
+from megatron_ds.config.problems import Problem, UserError
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -116,11 +116,7 @@ class Workers(Generic[Item, Result]):
 
 
 def _lost(reason: str) -> Problem:
-    return Problem(
-        "worker-process-lost",
-        f"a worker process {reason}; with fewer {option('workers')}, less memory is needed",
-        "workers",
-    )
+    return Problem("worker-process-lost", reason=reason)
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
-from megatron_ds.config.problems import Problem, UserError, option
+from megatron_ds.config.problems import Problem, UserError, option, user_error
 from megatron_ds.tokenizer.fingerprint import TokenizerFingerprint
 
 LARGEST_ID = (1 << 31) - 1
@@ -94,23 +94,18 @@ def count_ids(vocab: Mapping[str, int], field: str, path: str | Path) -> int:
     """
     file = f"{option(field)} {path}"
     if not vocab:
-        raise UserError(Problem("vocabulary-empty", f"{file}: the vocabulary is empty", field))
+        raise user_error("vocabulary-empty", field, file=file)
     for token, number in vocab.items():
         if isinstance(number, bool) or not isinstance(number, int):
-            raise UserError(
-                Problem(
-                    "token-id-not-integer",
-                    f"{file}: the id of {token!r} is {number!r}, expected an integer",
-                    field,
-                )
-            )
+            raise user_error("token-id-not-integer", field, file=file, token=token, number=number)
         if not 0 <= number < LARGEST_ID:
-            raise UserError(
-                Problem(
-                    "token-id-out-of-range",
-                    f"{file}: the id {number} of {token!r} is not in 0 ... {LARGEST_ID - 1}",
-                    field,
-                )
+            raise user_error(
+                "token-id-out-of-range",
+                field,
+                file=file,
+                number=number,
+                token=token,
+                largest=LARGEST_ID - 1,
             )
     return max(vocab.values()) + 1
 
@@ -139,18 +134,14 @@ def read_lines(path: str | Path, field: str) -> list[str]:
     except OSError as error:
         raise _unreadable(path, field, error) from error
     except UnicodeDecodeError as error:
-        raise UserError(
-            Problem("tokenizer-file-not-utf8", f"{option(field)} {path}: not UTF-8: {error}", field)
+        raise user_error(
+            "tokenizer-file-not-utf8", field, flag=option(field), path=path, error=error
         ) from error
 
 
 def _unreadable(path: str | Path, field: str, error: OSError) -> UserError:
-    return UserError(
-        Problem(
-            "tokenizer-file-unreadable",
-            f"{option(field)} {path}: cannot be read: {error.strerror}",
-            field,
-        )
+    return user_error(
+        "tokenizer-file-unreadable", field, flag=option(field), path=path, strerror=error.strerror
     )
 
 
@@ -165,18 +156,16 @@ def read_json(path: str | Path, field: str) -> dict[str, Any]:
     except UserError:
         raise
     except (ValueError, RecursionError) as error:
-        raise UserError(
-            Problem(
-                "tokenizer-file-not-json", f"{option(field)} {path}: not valid JSON: {error}", field
-            )
+        raise user_error(
+            "tokenizer-file-not-json", field, flag=option(field), path=path, error=error
         ) from None
     if not isinstance(content, dict):
-        raise UserError(
-            Problem(
-                "tokenizer-file-not-json-object",
-                f"{option(field)} {path}: must be one JSON object, not a {type(content).__name__}",
-                field,
-            )
+        raise user_error(
+            "tokenizer-file-not-json-object",
+            field,
+            flag=option(field),
+            path=path,
+            kind=type(content).__name__,
         )
     return content
 
@@ -194,13 +183,7 @@ def import_library(name: str, needed_by: str) -> Any:
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        raise UserError(
-            Problem(
-                "library-missing",
-                f"{needed_by} needs the library {name}, which cannot be imported ({error}): "
-                f"pip install {name}",
-            )
-        ) from None
+        raise user_error("library-missing", needed_by=needed_by, name=name, error=error) from None
 
 
 @contextmanager

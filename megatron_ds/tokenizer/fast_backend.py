@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
-from megatron_ds.config.problems import Problem, UserError, option
+from megatron_ds.config.problems import Problem, UserError, option, user_error
 from megatron_ds.tokenizer.base import (
     FlatIds,
     Tokenizer,
@@ -93,37 +93,19 @@ class FastTokenizer:
         """
         kind = reference.fingerprint.kind
         if not isinstance(reference, HasTokenizerJson):
-            raise UserError(
-                Problem(
-                    "fast-backend-unsupported-tokenizer-type",
-                    f"{FAST} does not support {kind}",
-                    "tokenizer_backend",
-                )
-            )
+            raise user_error("fast-backend-unsupported-tokenizer-type", fast=FAST, kind=kind)
         self._reference = reference
         library = import_library(FAST, f"{option('tokenizer_backend')} {FAST}")
         with library_errors(
-            lambda why: Problem(
-                "fast-backend-rejects-tokenizer",
-                f"{FAST} cannot load the tokenizer: {why}",
-                "tokenizer_backend",
-            )
+            lambda why: Problem("fast-backend-rejects-tokenizer", fast=FAST, why=why)
         ):
             self._model: Any = library.Tokenizer.from_json_str(reference.tokenizer_json())
-        with library_errors(
-            lambda why: Problem(
-                "fast-backend-fails", f"{FAST} cannot encode: {why}", "tokenizer_backend"
-            )
-        ):
+        with library_errors(lambda why: Problem("fast-backend-fails", fast=FAST, why=why)):
             cases = equivalence_cases(reference.added_tokens())
             difference = first_difference(self._encode_without_fallback, reference.encode, cases)
         if difference is not None:
-            raise UserError(
-                Problem(
-                    "fast-backend-ids-differ",
-                    f"{FAST} gives other ids than {REFERENCE} for {difference}",
-                    "tokenizer_backend",
-                )
+            raise user_error(
+                "fast-backend-ids-differ", fast=FAST, reference=REFERENCE, difference=difference
             )
 
     @property

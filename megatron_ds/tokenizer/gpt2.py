@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from megatron_ds.config.problems import Problem, UserError, option
+from megatron_ds.config.problems import Problem, user_error
 from megatron_ds.tokenizer.base import count_ids, library_errors, read_json, read_lines
 from megatron_ds.tokenizer.fingerprint import TokenizerFingerprint, hash_files
 
@@ -40,10 +40,9 @@ class GPT2BPETokenizer:
         with library_errors(
             lambda why: Problem(
                 "merges-of-another-vocabulary",
-                f"{option('merge_file')} {merge_file}: not the merges of {option('vocab_file')} "
-                f"{vocab_file}: {why}",
-                "merge_file",
-                "vocab_file",
+                merge_file=merge_file,
+                vocab_file=vocab_file,
+                why=why,
             )
         ):
             model = models.BPE.from_file(vocab_file, merge_file)
@@ -92,32 +91,23 @@ def _read_vocab(path: str) -> dict[str, int]:
     count_ids(vocab, "vocab_file", path)
     gaps = set(range(len(vocab))) - set(vocab.values())
     if gaps:
-        raise UserError(
-            Problem(
-                "token-ids-not-contiguous",
-                f"{option('vocab_file')} {path}: its {len(vocab)} tokens must have the ids 0 to "
-                f"{len(vocab) - 1}, each once; {min(gaps)} is missing",
-                "vocab_file",
-            )
+        raise user_error(
+            "token-ids-not-contiguous",
+            path=path,
+            num_vocab=len(vocab),
+            largest=len(vocab) - 1,
+            gaps=min(gaps),
         )
     if END_OF_TEXT not in vocab:
-        raise UserError(
-            Problem(
-                "end-of-text-token-missing",
-                f"{option('vocab_file')} {path}: has no {END_OF_TEXT}, which ends documents",
-                "vocab_file",
-            )
-        )
+        raise user_error("end-of-text-token-missing", path=path, end_of=END_OF_TEXT)
     # The encoder silently drops characters that are missing in the vocabulary.
     missing = sorted(set(pre_tokenizers.ByteLevel.alphabet()) - set(vocab))
     if missing:
-        raise UserError(
-            Problem(
-                "byte-tokens-missing",
-                f"{option('vocab_file')} {path}: lacks {len(missing)} of the 256 byte tokens of a "
-                f"byte-level BPE ({' '.join(missing[:8])} ...)",
-                "vocab_file",
-            )
+        raise user_error(
+            "byte-tokens-missing",
+            path=path,
+            num_missing=len(missing),
+            missing=" ".join(missing[:8]),
         )
     return vocab
 
@@ -133,24 +123,14 @@ def _check_merges(path: str, vocab_file: str, vocab: Mapping[str, int]) -> None:
         if not line.strip() or line.startswith("#version"):
             continue
         if len(pair) != 2 or not all(pair):
-            raise UserError(
-                Problem(
-                    "merge-not-a-pair",
-                    f"{option('merge_file')} {path}:{number}: {line[:40]!r} is not a pair of "
-                    "tokens",
-                    "merge_file",
-                )
-            )
+            raise user_error("merge-not-a-pair", path=path, number=number, line=line[:40])
         merged.add("".join(pair))
     unmerged = [token for token in vocab if token not in merged]
     if len(unmerged) > MAX_UNMERGED_TOKENS:
-        raise UserError(
-            Problem(
-                "merges-incomplete",
-                f"{option('merge_file')} {path}: has no merges for {len(unmerged)} tokens of "
-                f"{option('vocab_file')} {vocab_file} ({' '.join(unmerged[:3])} ...); the file is "
-                "truncated or belongs to another vocabulary",
-                "merge_file",
-                "vocab_file",
-            )
+        raise user_error(
+            "merges-incomplete",
+            path=path,
+            num_unmerged=len(unmerged),
+            vocab_file=vocab_file,
+            unmerged=" ".join(unmerged[:3]),
         )

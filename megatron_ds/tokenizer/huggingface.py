@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_ds.config.problems import Problem, UserError, option
+from megatron_ds.config.problems import Problem, user_error
 from megatron_ds.tokenizer.base import Tokenizer, count_ids, library_errors, read_json
 from megatron_ds.tokenizer.fingerprint import TokenizerFingerprint, hash_files
 
@@ -53,13 +53,7 @@ def build_hf_tokenizer(path: str, *, trust_remote_code: bool = False) -> Tokeniz
     file = os.path.join(folder, "tokenizer.json") if os.path.isdir(folder) else folder
     if os.path.isfile(file):
         return FileTokenizer(Path(file))
-    raise UserError(
-        Problem(
-            "tokenizer-not-found",
-            f"{option('tokenizer_model')} {path}: there is no such tokenizer.json or folder",
-            "tokenizer_model",
-        )
-    )
+    raise user_error("tokenizer-not-found", path=path)
 
 
 def needs_transformers(path: str) -> bool:
@@ -73,14 +67,7 @@ def _download(name: str, files: Sequence[str]) -> str:
     """The local folder of a tokenizer on the Hub."""
     import huggingface_hub
 
-    with library_errors(
-        lambda why: Problem(
-            "tokenizer-download-failed",
-            f"{option('tokenizer_model')} {name}: there is no such tokenizer.json or folder, and "
-            f"the download from the Hugging Face Hub failed: {why}",
-            "tokenizer_model",
-        )
-    ):
+    with library_errors(lambda why: Problem("tokenizer-download-failed", name=name, why=why)):
         return huggingface_hub.snapshot_download(name, allow_patterns=list(files))
 
 
@@ -99,13 +86,7 @@ class FileTokenizer:
         """
         import tokenizers
 
-        with library_errors(
-            lambda why: Problem(
-                "tokenizer-json-invalid",
-                f"{option('tokenizer_model')} {file}: not a tokenizer.json: {why}",
-                "tokenizer_model",
-            )
-        ):
+        with library_errors(lambda why: Problem("tokenizer-json-invalid", file=file, why=why)):
             self._tokenizer = tokenizers.Tokenizer.from_file(str(file))
             self._tokenizer.no_padding()
             self._tokenizer.no_truncation()
@@ -148,11 +129,7 @@ class PretrainedTokenizer:
         from transformers import AutoTokenizer
 
         with library_errors(
-            lambda why: Problem(
-                "pretrained-tokenizer-unreadable",
-                f"{option('tokenizer_model')} {folder}: transformers cannot load it: {why}",
-                "tokenizer_model",
-            )
+            lambda why: Problem("pretrained-tokenizer-unreadable", folder=folder, why=why)
         ):
             self._tokenizer: Any = AutoTokenizer.from_pretrained(
                 folder, local_files_only=True, trust_remote_code=trust_remote_code
@@ -162,13 +139,7 @@ class PretrainedTokenizer:
         self._check_files(folder, names)
         self.vocab_size = count_ids(vocab, "tokenizer_model", folder)
         if self._tokenizer.eos_token_id is None:
-            raise UserError(
-                Problem(
-                    "end-token-not-configured",
-                    f"{option('tokenizer_model')} {folder}: has no eos_token to end documents",
-                    "tokenizer_model",
-                )
-            )
+            raise user_error("end-token-not-configured", folder=folder)
         self.eod = int(self._tokenizer.eos_token_id)
         files = [Path(folder) / name for name in sorted({*names.values(), *SIDE_FILES})]
         self.fingerprint = TokenizerFingerprint(
@@ -185,13 +156,8 @@ class PretrainedTokenizer:
         missing = [name for name in missing if not os.path.isfile(os.path.join(folder, name))]
         complete = names.get("tokenizer_file")  # replaces the others
         if missing and not (complete and os.path.isfile(os.path.join(folder, complete))):
-            raise UserError(
-                Problem(
-                    "pretrained-tokenizer-incomplete",
-                    f"{option('tokenizer_model')} {folder}: has no tokenizer.json and no "
-                    f"{', '.join(missing)}",
-                    "tokenizer_model",
-                )
+            raise user_error(
+                "pretrained-tokenizer-incomplete", folder=folder, missing=", ".join(missing)
             )
 
     def encode(self, text: str) -> list[int]:
@@ -219,24 +185,9 @@ def _end_token(file: Path, vocab: Mapping[str, int]) -> str:
         if token is None:
             continue
         if not isinstance(token, str) or token not in vocab:
-            raise UserError(
-                Problem(
-                    "end-token-not-in-vocabulary",
-                    f"{option('tokenizer_model')} {path}: its eos_token {token!r} is not a token "
-                    f"of {file}",
-                    "tokenizer_model",
-                )
-            )
+            raise user_error("end-token-not-in-vocabulary", path=path, token=token, file=file)
         return token
     for token in COMMON_END_TOKENS:
         if token in vocab:
             return token
-    raise UserError(
-        Problem(
-            "end-token-unknown",
-            f"{option('tokenizer_model')} {file}: the token that ends documents is unknown (none "
-            f"of {', '.join(COMMON_END_TOKENS)}): set eos_token in a tokenizer_config.json next "
-            "to it",
-            "tokenizer_model",
-        )
-    )
+    raise user_error("end-token-unknown", file=file, common_end=", ".join(COMMON_END_TOKENS))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megatron_ds.config.problems import Problem, UserError, option
+from megatron_ds.config.problems import user_error
 from megatron_ds.tokenizer.base import LARGEST_ID
 from megatron_ds.tokenizer.fingerprint import TokenizerFingerprint
 
@@ -24,13 +24,7 @@ class NullTokenizer:
             UserError: If the ids do not fit into int32.
         """
         if not 0 < vocab_size <= LARGEST_ID:
-            raise UserError(
-                Problem(
-                    "vocab-size-out-of-range",
-                    f"{option('vocab_size')} {vocab_size}: must be between 1 and {LARGEST_ID}",
-                    "vocab_size",
-                )
-            )
+            raise user_error("vocab-size-out-of-range", vocab_size=vocab_size, largest=LARGEST_ID)
         self.eod = vocab_size
         self.vocab_size = vocab_size + 1
         self.fingerprint = TokenizerFingerprint("NullTokenizer", {}, self.vocab_size, self.eod)
@@ -40,21 +34,9 @@ class NullTokenizer:
         for word in words:
             # int() also accepts 1_000, +1 and the digits of every script.
             if not word.isdigit() or not word.isascii():
-                raise UserError(
-                    Problem(
-                        "text-not-token-ids",
-                        f"NullTokenizer reads ids separated by whitespace, not {word[:40]!r}",
-                    )
-                )
+                raise user_error("text-not-token-ids", word=word[:40])
             if len(word) > MAX_DIGITS or int(word) >= self.eod:
-                raise UserError(
-                    Problem(
-                        "text-id-out-of-range",
-                        f"NullTokenizer: id {word[:40]} is not in 0 ... {self.eod - 1} "
-                        f"({option('vocab_size')})",
-                        "vocab_size",
-                    )
-                )
+                raise user_error("text-id-out-of-range", word=word[:40], eod=self.eod - 1)
         return [int(word) for word in words]
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:

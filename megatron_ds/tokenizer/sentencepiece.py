@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_ds.config.problems import Problem, UserError, option
+from megatron_ds.config.problems import Problem, option, user_error
 from megatron_ds.tokenizer.base import import_library, library_errors
 from megatron_ds.tokenizer.fingerprint import TokenizerFingerprint, hash_files
 
@@ -124,13 +124,7 @@ class SentencePieceWithSpecialTokens:
 
 def _load(path: str) -> Any:
     sentencepiece = import_library("sentencepiece", f"{option('tokenizer_model')} {path}")
-    with library_errors(
-        lambda why: Problem(
-            "sentencepiece-model-invalid",
-            f"{option('tokenizer_model')} {path}: not a SentencePiece model: {why}",
-            "tokenizer_model",
-        )
-    ):
+    with library_errors(lambda why: Problem("sentencepiece-model-invalid", path=path, why=why)):
         content = Path(path).read_bytes()
         # The library loads an empty file without an error and fails only when it encodes.
         if not content:
@@ -144,13 +138,7 @@ def _load(path: str) -> Any:
 def _control_id(model: Any, name: str, path: str) -> int:
     number = int(getattr(model, name)())
     if number < 0:
-        raise UserError(
-            Problem(
-                "sentencepiece-control-token-missing",
-                f"{option('tokenizer_model')} {path}: the model has no {name}",
-                "tokenizer_model",
-            )
-        )
+        raise user_error("sentencepiece-control-token-missing", path=path, name=name)
     return number
 
 

@@ -7,7 +7,7 @@ import binascii
 import json
 from collections.abc import Iterator, Sequence
 
-from megatron_ds.config.problems import Problem, UserError, option, raise_if_any
+from megatron_ds.config.problems import Problem, option, raise_if_any, user_error
 from megatron_ds.config.tokenizer import REQUIRED_SPECIAL_TOKENS
 from megatron_ds.tokenizer.base import import_library, library_errors, read_bytes
 from megatron_ds.tokenizer.fingerprint import TokenizerFingerprint, hash_files
@@ -95,13 +95,7 @@ class TikTokenizer:
         self.fingerprint = TokenizerFingerprint(
             "TikTokenizer", hash_files([path]), self.vocab_size, self.eod, settings
         )
-        with library_errors(
-            lambda why: Problem(
-                "tiktoken-file-unusable",
-                f"{option('tokenizer_model')} {path}: tiktoken cannot use it: {why}",
-                "tokenizer_model",
-            )
-        ):
+        with library_errors(lambda why: Problem("tiktoken-file-unusable", path=path, why=why)):
             self._model = tiktoken.Encoding(
                 "megatron_ds",
                 pat_str=PATTERNS[pattern],
@@ -111,9 +105,7 @@ class TikTokenizer:
 
     def encode(self, text: str) -> list[int]:
         # On some 100,000 spaces, the library's regular expressions exhaust their stack and panic.
-        with library_errors(
-            lambda why: Problem("text-not-encodable", f"TikTokenizer cannot encode the text: {why}")
-        ):
+        with library_errors(lambda why: Problem("text-not-encodable", why=why)):
             ids: list[int] = self._model.encode_ordinary(text)
         return ids
 
@@ -131,12 +123,12 @@ def _vocab_size_problems(
     if not lowest <= vocab_size <= highest:
         yield Problem(
             "vocab-size-not-available",
-            f"{option('vocab_size')} {vocab_size}: must be between {lowest} and {highest}: "
-            f"{option('tokenizer_model')} {path} has {num_tokens} tokens and "
-            f"{option('tiktoken_num_special_tokens')} is {num_special}",
-            "vocab_size",
-            "tokenizer_model",
-            "tiktoken_num_special_tokens",
+            vocab_size=vocab_size,
+            lowest=lowest,
+            highest=highest,
+            path=path,
+            num_tokens=num_tokens,
+            num_special=num_special,
         )
 
 
@@ -152,31 +144,15 @@ def _read_tokens(path: str) -> list[bytes]:
             pairs = [(token, int(rank)) for token, rank in rows]
         ranks = {base64.b64decode(token, validate=True): rank for token, rank in pairs}
     except (ValueError, TypeError, KeyError, RecursionError, binascii.Error) as error:
-        raise UserError(
-            Problem(
-                "tiktoken-file-invalid",
-                f"{file}: neither a JSON list of rank, token_bytes and token_str nor lines of "
-                f"base64 and rank: {type(error).__name__}: {error}",
-                "tokenizer_model",
-            )
+        raise user_error(
+            "tiktoken-file-invalid", file=file, kind=type(error).__name__, error=error
         ) from None
     is_integer = all(type(rank) is int for rank in ranks.values())
     if not is_integer or set(ranks.values()) != set(range(len(pairs))):
-        raise UserError(
-            Problem(
-                "token-ranks-not-contiguous",
-                f"{file}: its {len(pairs)} tokens must have the ranks 0 to {len(pairs) - 1}, each "
-                "once",
-                "tokenizer_model",
-            )
+        raise user_error(
+            "token-ranks-not-contiguous", file=file, num_pairs=len(pairs), largest=len(pairs) - 1
         )
     tokens = sorted(ranks, key=ranks.__getitem__)
     if {bytes([byte]) for byte in range(BYTE_TOKENS)} - set(tokens[:BYTE_TOKENS]):
-        raise UserError(
-            Problem(
-                "tiktoken-byte-tokens-missing",
-                f"{file}: its first {BYTE_TOKENS} tokens are not the {BYTE_TOKENS} bytes",
-                "tokenizer_model",
-            )
-        )
+        raise user_error("tiktoken-byte-tokens-missing", file=file, byte=BYTE_TOKENS)
     return tokens

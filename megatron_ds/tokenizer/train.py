@@ -15,7 +15,7 @@ from pathlib import Path
 import tokenizers
 from tokenizers import ByteLevelBPETokenizer, decoders, models, pre_tokenizers, trainers
 
-from megatron_ds.config.problems import Problem, UserError, option, raise_if_any
+from megatron_ds.config.problems import Problem, raise_if_any, user_error
 from megatron_ds.tokenizer.base import import_library
 from megatron_ds.tokenizer.gpt2 import END_OF_TEXT
 from megatron_ds.tokenizer.wordpiece import MAX_WORD_CHARS, Splitter
@@ -40,11 +40,7 @@ def vocab_size_problems(kind: str, vocab_size: int) -> Iterator[Problem]:
     """Checks a vocabulary size, as far as possible without the texts."""
     minimum = MIN_BPE_SIZE if kind == "bpe" else 1
     if vocab_size < minimum:
-        yield Problem(
-            "vocab-size-too-small",
-            f"{option('vocab_size')} {vocab_size}: {kind} needs at least {minimum}",
-            "vocab_size",
-        )
+        yield Problem("vocab-size-too-small", vocab_size=vocab_size, kind=kind, minimum=minimum)
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int, folder: Path, *, show: bool = False) -> int:
@@ -118,14 +114,7 @@ def train_wordpiece(
         del words[word]
     fixed = [*WORDPIECE_SPECIAL, *_character_pieces(words)]
     if vocab_size < len(fixed):
-        raise UserError(
-            Problem(
-                "vocab-size-below-characters",
-                f"{option('vocab_size')} {vocab_size}: must be at least {len(fixed)} for the "
-                "special tokens and the characters of the texts",
-                "vocab_size",
-            )
-        )
+        raise user_error("vocab-size-below-characters", vocab_size=vocab_size, num_fixed=len(fixed))
     # The library numbers single characters in an order that changes from run to run unless they
     # are given as special tokens.
     trainer = trainers.WordPieceTrainer(
@@ -188,13 +177,7 @@ def train_unigram(
             minloglevel=0 if show else 2,
         )
     except RuntimeError as error:
-        raise UserError(
-            Problem(
-                "unigram-training-failed",
-                f"{option('vocab_size')} {vocab_size}: {error}",
-                "vocab_size",
-            )
-        ) from error
+        raise user_error("unigram-training-failed", vocab_size=vocab_size, error=error) from error
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "tokenizer.model").write_bytes(output.getvalue())
     model = sentencepiece.SentencePieceProcessor(model_proto=output.getvalue())

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import tokenizers
 from tokenizers import models, pre_tokenizers
 
-from megatron_ds.config.problems import Problem, UserError, option
+from megatron_ds.config.problems import Problem, user_error
 from megatron_ds.tokenizer.base import library_errors, read_lines
 from megatron_ds.tokenizer.fingerprint import TokenizerFingerprint, hash_files
 
@@ -66,11 +66,7 @@ class WordPieceTokenizer:
         )
         self._splitter = Splitter(lower_case)
         with library_errors(
-            lambda why: Problem(
-                "wordpiece-vocabulary-invalid",
-                f"{option('vocab_file')} {vocab_file}: not a WordPiece vocabulary: {why}",
-                "vocab_file",
-            )
+            lambda why: Problem("wordpiece-vocabulary-invalid", vocab_file=vocab_file, why=why)
         ):
             model = models.WordPiece(
                 vocab, unk_token="[UNK]", max_input_chars_per_word=MAX_WORD_CHARS
@@ -159,22 +155,14 @@ def read_vocab(path: str) -> dict[str, int]:
     for number, line in enumerate(read_lines(path, "vocab_file")):
         token = line.strip()
         if vocab.setdefault(token, number) != number:
-            raise UserError(
-                Problem(
-                    "vocabulary-token-repeated",
-                    f"{option('vocab_file')} {path}:{number + 1}: {token[:40]!r} repeats line "
-                    f"{vocab[token] + 1}; a vocab.txt has one token per line, each once",
-                    "vocab_file",
-                )
+            raise user_error(
+                "vocabulary-token-repeated",
+                path=path,
+                number=number + 1,
+                token=token[:40],
+                vocab=vocab[token] + 1,
             )
     missing = [token for token in REQUIRED_TOKENS if token not in vocab]
     if missing:
-        raise UserError(
-            Problem(
-                "wordpiece-special-tokens-missing",
-                f"{option('vocab_file')} {path}: lacks {', '.join(missing)}; expected a vocab.txt "
-                "of BERT with one token per line",
-                "vocab_file",
-            )
-        )
+        raise user_error("wordpiece-special-tokens-missing", path=path, missing=", ".join(missing))
     return vocab

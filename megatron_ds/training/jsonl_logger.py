@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_ds.config.problems import Problem, UserError, option
+from megatron_ds.config.problems import Problem, user_error
 from megatron_ds.fileio.atomic import atomic_write
 from megatron_ds.training.records import EvalRecord, Logger, StepRecord
 
@@ -53,14 +53,7 @@ def read_up_to(path: Path, iteration: int) -> Iterator[tuple[str, dict[str, Any]
             except (ValueError, TypeError, KeyError):
                 if not line.endswith("\n"):
                     return
-                raise UserError(
-                    Problem(
-                        "metrics-jsonl-foreign",
-                        f"{path}, line {number}: not a record of this program; move the file away, "
-                        f"or choose another one by {option('metrics_jsonl')}",
-                        "metrics_jsonl",
-                    )
-                ) from None
+                raise user_error("metrics-jsonl-foreign", path=path, number=number) from None
             if done <= iteration:
                 yield line.rstrip("\n") + "\n", record
 
@@ -128,11 +121,7 @@ class JsonLines(Logger):
                 self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
         except OSError as error:
             if was_empty:
-                warning = Problem(
-                    "metrics-jsonl-unwritable",
-                    f"{self._file.name} cannot be written ({error}); records are kept in memory "
-                    "until it can",
-                )
+                warning = Problem("metrics-jsonl-unwritable", name=self._file.name, error=error)
                 self._warn(f"WARNING: {warning.render()}")
 
     def _truncate_after(self, path: Path, iteration: int) -> None:

@@ -45,10 +45,7 @@ class BestEffortLogger(Logger):
             work()
         except OSError as error:
             self._logger = Logger()  # discards records
-            warning = Problem(
-                "logger-disabled",
-                f"{self._name} cannot be written ({error}); the run continues without it",
-            )
+            warning = Problem("logger-disabled", name=self._name, error=error)
             self._warn(f"WARNING: {warning.render()}")
 
 

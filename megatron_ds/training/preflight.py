@@ -16,7 +16,7 @@ from megatron_ds import schedule_validation, schedules
 from megatron_ds.checkpoint.metadata import REPLACED, find_damage, resume_conflicts
 from megatron_ds.checkpoint.selection import SelectionPolicy, list_folder, select_checkpoint
 from megatron_ds.config import Config, field_problems
-from megatron_ds.config.problems import Problem, UserError, option
+from megatron_ds.config.problems import Problem, UserError
 from megatron_ds.data.data_files import DataFiles
 from megatron_ds.data.validation import data_problems, data_warnings
 from megatron_ds.launch import device
@@ -57,7 +57,7 @@ def check(
     except UserError as error:
         problems += error.problems
     except OSError as error:
-        problems.append(Problem("tokenizer-unreadable", f"the tokenizer cannot be read: {error}"))
+        problems.append(Problem("tokenizer-unreadable", error=error))
     vocab_size = None if tokenizer is None else tokenizer.vocab_size
     problems += _vocab_problems(config, vocab_size)
     samples = schedules.planned_samples(config, dp_size) if is_sound else None
@@ -98,12 +98,7 @@ def _vocab_problems(config: Config, vocab_size: int | None) -> Iterator[Problem]
     given = config.model.vocab_size or None
     is_null = config.tokenizer.tokenizer_type == "NullTokenizer"  # it adds an end-of-document id
     if vocab_size is not None and not is_null and given not in (None, vocab_size):
-        yield Problem(
-            "vocab-size-differs-from-tokenizer",
-            f"{option('vocab_size')} {given}: the tokenizer's vocabulary has {vocab_size} ids; "
-            "leave the flag out",
-            "vocab_size",
-        )
+        yield Problem("vocab-size-differs-from-tokenizer", given=given, vocab_size=vocab_size)
 
 
 def _checkpoint_problems(config: Config, dp_size: int, vocab_size: int | None) -> Iterator[Problem]:

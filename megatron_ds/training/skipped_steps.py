@@ -93,7 +93,7 @@ class SkippedSteps:
                 "Try: " + "; ".join(self._advice()),
             ]
         )
-        problem = Problem("too-many-skipped-steps", f"{text}", "max_consecutive_skipped_steps")
+        problem = Problem("too-many-skipped-steps", text=text)
         return RunAborted(problem.render(), ExitCode.SKIPPED_STEPS)
 
     def _summary(self, plan: StepPlan, result: StepResult) -> str:

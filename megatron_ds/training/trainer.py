@@ -14,7 +14,7 @@ from megatron_ds import schedules
 from megatron_ds.checkpoint.manager import CheckpointManager, SaveError
 from megatron_ds.checkpoint.selection import latest_before
 from megatron_ds.config import Config
-from megatron_ds.config.problems import Problem, UserError, option
+from megatron_ds.config.problems import Problem, option, user_error
 from megatron_ds.data.blend_history import BlendHistory
 from megatron_ds.data.build_datasets import Datasets
 from megatron_ds.data.micro_batches import MicroBatchIterator
@@ -91,13 +91,7 @@ class Trainer:
             with self.timer.measure(plan.iteration), self.skips.record_gradients():
                 result = self.engine.train_step(batches, plan)
         except StopIteration:
-            raise UserError(
-                Problem(
-                    "training-data-exhausted",
-                    f"the training data ends in iteration {plan.iteration}: its indexes were built "
-                    "for fewer samples than this run needs",
-                )
-            ) from None
+            raise user_error("training-data-exhausted", iteration=plan.iteration) from None
         self.state = self.state.advance(plan, result)
         self.metrics.record(
             self.state, plan, result, self.timer.seconds, warm_up=self.timer.is_warm_up
@@ -178,9 +172,7 @@ class Trainer:
             if final or self.config.checkpoint.on_save_error == "exit":
                 raise
             flag = option("on_save_error")
-            warning = Problem(
-                "save-skipped", f"{error.problem}. Training continues ({flag} continue)"
-            )
+            warning = Problem("save-skipped", problem=error.problem, flag=flag)
             output.print_on_rank(f"WARNING: {warning.render()}")
 
     def _blend_history(self) -> BlendHistory:

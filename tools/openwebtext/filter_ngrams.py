@@ -77,10 +77,10 @@ class Options(CleaningCommand):
                     f"{option('tasks')} {task}: nothing is fetched; write its texts to a file for "
                     f"{option('eval_task_files')}"
                 )
-                yield Problem("task-not-fetched", text, "tasks")
+                yield Problem("task-not-fetched", text=text)
         if LAMBADA in self.tasks and self.lambada_path is None:
             text = f"{option('tasks')} {LAMBADA} requires {option('lambada_path')}"
-            yield Problem("lambada-without-file", text, "tasks", "lambada_path")
+            yield Problem("lambada-without-file", text=text)
         elif not self.cleaning.tasks.eval_task_files and self.lambada_path is None:
             yield missing_problem("eval_task_files")
 

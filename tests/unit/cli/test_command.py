@@ -47,7 +47,7 @@ class Options:
 
     def problems(self) -> Iterator[Problem]:
         if not self.files.paths:
-            yield Problem("test-no-files", f"{option('paths')} missing", "paths")
+            yield Problem.of("test-no-files", f"{option('paths')} missing", "paths")
 
 
 def status(*line: str, work: object = lambda options: None, **how: int) -> int:
@@ -111,7 +111,7 @@ def test_unknown_flags_can_be_collected() -> None:
 @pytest.mark.parametrize(
     ("error", "code", "shown"),
     [
-        (UserError(Problem("test-no-files", f"{option('paths')} a")), 1, "--task-files a [test"),
+        (UserError(Problem.of("test-no-files", f"{option('paths')} a")), 1, "--task-files a [test"),
         (OSError(errno.EACCES, "denied", "x"), 1, "denied"),
         (KeyboardInterrupt(), 130, "interrupted"),
         (BrokenPipeError(), 141, ""),

@@ -7,36 +7,52 @@ import re
 
 import pytest
 
-from megatron_ds.config.problems import Problem, UserError, option, raise_if_any
+from megatron_ds.config.problems import Problem, UserError, catalogue, option, raise_if_any
 from tests.problems import raises_problem
 from tools import make_messages
 
-PROBLEM = Problem("not-positive", f"{option('seq_length')} 0: must be positive", "seq_length")
+PROBLEM = Problem.of("not-positive", f"{option('seq_length')} 0: must be positive", "seq_length")
 
 
-def test_the_catalogue_is_current() -> None:
+def test_page_of_messages_is_current() -> None:
     """If this fails, run `python tools/make_messages.py` and read the difference."""
-    assert make_messages.OUTPUT.read_text(encoding="utf-8") == make_messages.catalogue()
+    assert make_messages.OUTPUT.read_text(encoding="utf-8") == make_messages.page()
 
 
-def test_a_code_is_one_kind_of_problem() -> None:
-    for code, entries in make_messages.messages().items():
-        assert re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", code), code
-        assert len(entries) == 1, "\n".join(["one code, several messages:", *sorted(entries)])
+def test_every_problem_has_a_message_and_its_values() -> None:
+    used = list(make_messages.uses())
+    for use in used:
+        assert use.code in catalogue(), use
+        assert use.names == make_messages.placeholders(catalogue()[use.code]["text"]), use
+    assert {use.code for use in used} == set(catalogue()), "remove messages that are not used"
 
 
-def test_a_problem_is_its_message_with_the_default_flag() -> None:
-    assert PROBLEM == "--seq-length 0: must be positive"
-    assert (PROBLEM.code, PROBLEM.fields) == ("not-positive", ("seq_length",))
+def test_codes_are_sorted_and_well_formed() -> None:
+    assert list(catalogue()) == sorted(catalogue())
+    assert all(re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", code) for code in catalogue())
 
 
-def test_a_problem_is_rendered_with_the_flags_of_a_tool() -> None:
+def test_message_shows_values_and_default_flags() -> None:
+    problem = Problem("invalid-split", text="1,x")
+
+    assert problem.startswith("--split 1,x: ")
+    assert (problem.code, problem.fields) == ("invalid-split", ("split",))
+
+
+def test_message_is_rendered_with_the_flags_of_a_tool() -> None:
     text = PROBLEM.render({"seq_length": "--length"}.__getitem__)
 
     assert text == "--length 0: must be positive [not-positive]"
 
 
-def test_an_error_passes_a_process_boundary_with_its_problems() -> None:
+def test_prefix_and_extension_keep_code_and_fields() -> None:
+    problem = PROBLEM.with_prefix("a: ", "first").extended(" (b)")
+
+    assert problem.render() == "a: --seq-length 0: must be positive (b) [not-positive]"
+    assert problem.fields == ("first", "seq_length")
+
+
+def test_error_passes_a_process_boundary_with_its_problems() -> None:
     error = pickle.loads(pickle.dumps(UserError(PROBLEM)))
 
     assert error.problems[0].render() == PROBLEM.render()
@@ -45,11 +61,11 @@ def test_an_error_passes_a_process_boundary_with_its_problems() -> None:
 def test_all_problems_are_raised_at_once() -> None:
     raise_if_any([])
     with pytest.raises(UserError) as raised:
-        raise_if_any([PROBLEM, Problem("other", "another")])
+        raise_if_any([PROBLEM, Problem.of("other", "another")])
 
     assert raised.value.problems == (PROBLEM, "another")
 
 
-def test_an_expected_problem_is_compared_by_code_and_fields() -> None:
+def test_expected_problem_is_compared_by_code_and_fields() -> None:
     with raises_problem("not-positive", "seq_length", contains="0"):
         raise UserError(PROBLEM)

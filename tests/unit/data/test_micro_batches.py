@@ -168,7 +168,7 @@ def test_reading_does_not_advance_torchs_generator(workers: int) -> None:
 def test_data_error_reaches_the_trainer_unchanged(workers: int) -> None:
     class DamagedDataset(CountingDataset):
         def __getitem__(self, position: int) -> npt.NDArray[np.int64]:
-            raise UserError(Problem("some-code", "p.bin: is damaged"))
+            raise UserError(Problem.of("some-code", "p.bin: is damaged"))
 
     batches = MicroBatchIterator(
         DamagedDataset(5), consumed=0, micro_batch_size=1, dp_rank=0, dp_size=1, num_workers=workers

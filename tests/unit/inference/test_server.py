@@ -22,7 +22,7 @@ Run = Callable[[str, threading.Event], dict[str, Any]]
 
 def read(body: bytes) -> str:
     if body == b"bad":
-        raise UserError(Problem("bad-request", "this is bad"))
+        raise UserError(Problem.of("bad-request", "this is bad"))
     return body.decode()
 
 

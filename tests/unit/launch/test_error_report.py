@@ -33,7 +33,7 @@ def raised(error: BaseException) -> BaseException:
 
 
 def test_user_error_is_reported_without_traceback() -> None:
-    report = make_report(raised(UserError(Problem("some-code", "a message"))))
+    report = make_report(raised(UserError(Problem.of("some-code", "a message"))))
     assert report.code == ExitCode.ERROR
     assert report.full_text() == "pretrain_gpt.py: rank 2: a message [some-code]"
 

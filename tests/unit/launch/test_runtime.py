@@ -84,7 +84,7 @@ def test_folder_of_ops_set_by_the_user_is_kept(
 @pytest.mark.usefixtures("single_process")
 def test_user_error_exits_with_its_message(capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended, output.exit_on_user_error():
-        raise UserError(Problem("some-code", "a message"))
+        raise UserError(Problem.of("some-code", "a message"))
 
     assert ended.value.code == 1
     out, err = capfd.readouterr()
