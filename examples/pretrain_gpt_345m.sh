@@ -1,5 +1,5 @@
 #!/bin/bash
-# One process, 345 million parameters. Variables: see README.md beside this file.
+# One process, 345 million parameters. README.md in this folder lists the variables.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 

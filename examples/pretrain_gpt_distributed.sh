@@ -1,6 +1,6 @@
 #!/bin/bash
-# Four processes, each with its share of the batch, after the text has become token files.
-# Variables: see README.md beside this file.
+# Preprocessing, then four data-parallel processes.
+# README.md in this folder lists the variables.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 

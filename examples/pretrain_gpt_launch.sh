@@ -1,5 +1,6 @@
 #!/bin/bash
-# torch's older launcher, with activations recomputed. Variables: see README.md beside this file.
+# torch's older launcher, with activation checkpointing.
+# README.md in this folder lists the variables.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 

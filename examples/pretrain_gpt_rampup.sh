@@ -1,6 +1,6 @@
 #!/bin/bash
-# Batches that grow, two processes that share every layer, a DeepSpeed file, and everything that can
-# be logged; after the text has become token files. Variables: see README.md beside this file.
+# Preprocessing, then a batch size ramp-up with tensor parallelism over two processes, a DeepSpeed
+# file and full logging. README.md in this folder lists the variables.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 

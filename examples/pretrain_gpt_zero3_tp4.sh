@@ -1,10 +1,10 @@
 #!/bin/bash
-# Every layer cut over four processes, the optimizer on the CPU (ZeRO 3, from an old DeepSpeed
-# file). Variables: see README.md beside this file.
+# Tensor parallelism over four processes, ZeRO 3 with the optimizer on the CPU, from a DeepSpeed file
+# in old syntax. README.md in this folder lists the variables.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-# PORT: another than DeepSpeed's 29500.
+# PORT: DeepSpeed's default is 29500.
 deepspeed --num_gpus "${PROCESSES:-4}" ${PORT:+--master_port "$PORT"} pretrain_gpt.py \
     --tensor-model-parallel-size "${PROCESSES:-4}" \
     --num-layers "${LAYERS:-24}" \

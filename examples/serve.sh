@@ -1,11 +1,11 @@
 #!/bin/bash
-# A server for a checkpoint, and the client that asks it. Variables: see README.md beside this file.
+# A server for a checkpoint and its client. README.md in this folder lists the variables.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 PORT=${PORT:-5000}
 
-# Several processes share the model with LAUNCHER="torchrun --nproc_per_node 2" PROCESSES=2.
+# LAUNCHER="torchrun --nproc_per_node 2" PROCESSES=2 shards the model over two processes.
 ${LAUNCHER:-python} tools/run_text_generation_server.py \
     --tensor-model-parallel-size "${PROCESSES:-1}" \
     --pipeline-model-parallel-size 1 \
@@ -29,7 +29,7 @@ ${LAUNCHER:-python} tools/run_text_generation_server.py \
 SERVER=$!
 trap 'kill $SERVER 2>/dev/null || true; wait $SERVER || true' EXIT
 
-# Its port is open before its model is loaded; the first answer takes so much longer.
+# The port opens before the model is loaded, so the first response takes longer.
 until (exec 3<>"/dev/tcp/127.0.0.1/$PORT") 2>/dev/null; do
     kill -0 $SERVER || exit 1
     sleep 1

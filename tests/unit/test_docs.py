@@ -16,7 +16,11 @@ from tests.problems import codes
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 DOCS = REPOSITORY / "docs"
-PAGES = sorted([*REPOSITORY.glob("*.md"), *DOCS.glob("*.md"), REPOSITORY / "examples/README.md"])
+PAGES = sorted(
+    page
+    for folder in (".", "docs", "examples", "benchmarks/results")
+    for page in (REPOSITORY / folder).glob("*.md")
+)
 MIGRATION = DOCS / "migration.md"
 OTHERS_TOOLS = {"tools/merge_preprocessed_data.py"}
 """Scripts of other frameworks that the pages mention."""
