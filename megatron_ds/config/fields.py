@@ -103,8 +103,7 @@ def option_field(
         maximum: Largest valid value.
         below: Bound that no valid value reaches.
         requires: Condition without which a value other than the default is an error.
-        only_with: Conditions, all of which must hold for the option to have an effect. Otherwise a
-            flag that the user gave causes a warning.
+        only_with: Conditions without any of which a given flag has no effect, with a warning.
         positional: Whether the value is given without a flag.
         repeatable: Whether a repeated flag adds values instead of replacing them.
     """

@@ -97,8 +97,7 @@ def build_datasets(
 ) -> Datasets:
     """Builds the datasets of train, valid and test, with their indexes cached on disk.
 
-    All processes may call this at the same time. Valid or test without data (weight 0 in --split,
-    or --train-data-path without --valid-data-path) is empty.
+    All processes may call this at the same time. Valid or test without data is empty.
 
     Args:
         config: The data flags.
@@ -107,15 +106,13 @@ def build_datasets(
         num_samples: Samples that the run needs of train, valid and test (of each group).
         tokenizer_fingerprint: Identifies the tokenizer in the index cache.
         vocab_size: Exclusive upper bound of the token ids.
-        fallback_cache: Folder for the indexes if --data-cache-path is not given and the folder of
-            the data is not writable.
+        fallback_cache: Folder for the indexes if the folder of the data is not writable.
         history: Blend history of the run that is resumed.
         consumed: Its consumed samples. If the blend has changed, the new one begins there.
         files: Files of `config` that are already open and checked.
 
     Raises:
-        UserError: If a flag is invalid, a file is damaged or was made with another tokenizer, or a
-            split that needs samples has no tokens.
+        UserError: If a flag is invalid, a file is damaged, or a split has no tokens.
     """
     files = files or DataFiles(config)
     raise_if_any(files.problems)

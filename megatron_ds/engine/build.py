@@ -62,20 +62,9 @@ def build_engine(
     mpu = mesh.mpu()
     _validate_with_deepspeed(ds_config, mpu, config.deepspeed.deepspeed_config)
     rng = RngStreams(mesh.tp.rank, device)
-    checkpoint = None
-    if config.recompute.is_by_deepspeed:
-        checkpoint = configure_checkpointing(config.recompute, config.model.num_layers, mpu, rng)
-    checkpointing = ActivationCheckpointing(config.recompute, rng, checkpoint)
     packing = _packing_options(config, mesh, device, eod)
     with _zero3_init_context(ds_config, mesh, mpu):
-        model = GPTModel(
-            config.model,
-            mesh=mesh,
-            rng=rng,
-            seed=config.runtime.seed if init_weights else None,
-            checkpointing=checkpointing,
-            packing=packing,
-        )
+        model = _build_model(config, mesh, rng, packing, init_weights)
     if config.runtime.compile:
         model.compile_layers(lengths_vary=config.schedule.curriculum_seqlen is not None)
     groups, multipliers = parameter_groups(model, config.optimizer.weight_decay, rule)
@@ -97,6 +86,23 @@ def build_engine(
         rng=rng,
         seed=config.runtime.seed,
         device=device,
+    )
+
+
+def _build_model(
+    config: Config, mesh: Mesh, rng: RngStreams, packing: PackingOptions | None, init_weights: bool
+) -> GPTModel:
+    checkpoint = None
+    if config.recompute.is_by_deepspeed:
+        num_layers = config.model.num_layers
+        checkpoint = configure_checkpointing(config.recompute, num_layers, mesh.mpu(), rng)
+    return GPTModel(
+        config.model,
+        mesh=mesh,
+        rng=rng,
+        seed=config.runtime.seed if init_weights else None,
+        checkpointing=ActivationCheckpointing(config.recompute, rng, checkpoint),
+        packing=packing,
     )
 
 

@@ -87,10 +87,8 @@ def build_trainer(
         UserError: If the checkpoint or the data does not fit the run.
     """
     tokenizer = inputs.tokenizer
-    mesh = Mesh.build(
-        config.parallel.tensor_model_parallel_size,
-        timeout=timedelta(minutes=config.runtime.distributed_timeout_minutes),
-    )
+    timeout = timedelta(minutes=config.runtime.distributed_timeout_minutes)
+    mesh = Mesh.build(config.parallel.tensor_model_parallel_size, timeout=timeout)
     print_arguments(config, context, mesh)
     checkpoints = CheckpointManager(config, mesh, output.print_on_rank)
     found: CheckpointMetadata | None = None
@@ -119,6 +117,7 @@ def build_trainer(
     last = state.iteration if config.logging.skip_train else total_iterations
     mean_over_dp = functools.partial(mean_over_group, group=mesh.dp, device=context.device)
     memory = MemoryReport(engine, estimate, context.device.type == "cpu", peak)
+    exits = ExitConditions(config.logging, last, life.stop_request, context.device, life.started_at)
     return Trainer(
         config=config,
         mesh=mesh,
@@ -126,9 +125,7 @@ def build_trainer(
         data=data,
         metrics=_build_metrics(config, mesh, engine, state, context, mean_over_dp),
         checkpoints=checkpoints,
-        exits=ExitConditions(
-            config.logging, last, life.stop_request, context.device, life.started_at
-        ),
+        exits=exits,
         state=state,
         total_iterations=last,
         eod=tokenizer.eod if config.data.eod_mask_loss else None,
