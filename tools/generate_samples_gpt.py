@@ -70,23 +70,23 @@ class Options(GenerationOptions):
         (), "prompts; repeatable", nargs="*", aliases=("prompts",), repeatable=True
     )
     sample_input_file: str | None = option_field(
-        None, "text file with a prompt per line", metavar="FILE"
+        None, "text file with one prompt per line", metavar="FILE"
     )
     sample_output_file: str | None = option_field(
         None,
-        "output file of prompts and continuations (default: the terminal, or "
+        "output file for prompts and continuations (default: the terminal, or "
         "SAMPLE_INPUT_FILE.out)",
         metavar="FILE",
     )
     num_samples: int = option_field(
         0,
-        "number of samples without a prompt (they start with the end-of-document token)",
+        "number of samples to generate without a prompt (starting from the end-of-document token)",
         minimum=0,
     )
     genfile: str | None = option_field(
         None,
-        "output file of --num-samples, JSON lines with text, length in tokens, finished (default: "
-        "the terminal)",
+        "output file for --num-samples: JSON lines with text, length in tokens, finished "
+        "(default: the terminal)",
         metavar="FILE",
     )
     out_seq_length: int | None = option_field(
@@ -97,10 +97,12 @@ class Options(GenerationOptions):
         minimum=1,
     )
     micro_batch_size: int = option_field(
-        8, "prompts per batch; the text does not depend on it", minimum=1
+        8, "prompts per batch; does not affect the output", minimum=1
     )
     kv_cache: bool = option_field(
-        True, "recompute the entire text for each token", aliases=("recompute",)
+        True,
+        "disable the KV cache and recompute the entire sequence for each token",
+        aliases=("recompute",),
     )
     checkpoint: CheckpointOptions = option_group(CheckpointOptions())
     sampling: SamplingParams = option_group(SamplingParams())

@@ -31,22 +31,22 @@ class SampleOptions:
     """Training samples as a run reads them that has the same flags and this data alone."""
 
     samples: tuple[range, ...] = option_field(
-        (), "positions of the run's order to show, from 0; 3-7 is a range", nargs="*"
+        (), "samples to show, by position in the training order, from 0; 3-7 is a range", nargs="*"
     )
     seq_length: int | None = option_field(None, "tokens per sample", minimum=1)
     num_samples: int | None = option_field(
         None,
-        "samples of the run: --train-iters x --global-batch-size (default: as many as are shown); "
-        "the order depends on it if it needs more than one pass over the data",
+        "samples of the run: --train-iters x --global-batch-size (default: as many as "
+        "needed to show --samples); affects the order if the run needs several epochs",
         minimum=1,
     )
     seed: int = option_field(1234, "seed of the run")
     split: str | None = option_field(
-        None, "shares of training, validation and test data", metavar="SHARES"
+        None, "proportions of training, validation and test data", metavar="A,B,C"
     )
     part: str = option_field("train", "dataset split to show", choices=SPLITS)
     data_cache_path: str | None = option_field(
-        None, "folder of index caches (default: none is kept)", metavar="FOLDER"
+        None, "folder of the index cache (default: no cache)", metavar="FOLDER"
     )
 
 
@@ -70,9 +70,9 @@ class Options:
         required=True,
     )
     json: bool = option_field(False, "print one JSON object")
-    check: bool = option_field(False, "read every token; add the hashes")
+    check: bool = option_field(False, "read and validate all tokens, and add hashes")
     compare: str | None = option_field(
-        None, "find the first difference from another pair", metavar="PREFIX"
+        None, "report the first difference from another pair", metavar="PREFIX"
     )
     documents: tuple[range, ...] = option_field(
         (), "documents to show, from 0; 3-7 is a range", nargs="*"

@@ -44,8 +44,8 @@ class Options:
 
     PROGRAM: ClassVar[str] = "make_corpus.py"
 
-    output: str = option_field("", "JSON lines file to write", metavar="FILE", required=True)
-    megabytes: float = option_field(8.0, "size limit of the text", above=0)
+    output: str = option_field("", "output file (JSON lines)", metavar="FILE", required=True)
+    megabytes: float = option_field(8.0, "maximum size of the text in MB", above=0)
 
 
 def topics() -> Iterator[str]:

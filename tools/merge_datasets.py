@@ -27,7 +27,7 @@ class Options:
     PROGRAM: ClassVar[str] = "merge_datasets.py"
 
     input: str | None = option_field(
-        None, "folder, all pairs of which are merged by name", metavar="DIR"
+        None, "folder whose pairs are merged in order of name", metavar="DIR"
     )
     datasets: tuple[str, ...] = option_field(
         (),

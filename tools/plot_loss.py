@@ -26,9 +26,9 @@ class Options:
     PROGRAM: ClassVar[str] = "plot_loss.py"
 
     metrics: str = option_field("", "metrics.jsonl of the run", metavar="FILE", required=True)
-    output: str | None = option_field(None, "PNG file to write", metavar="FILE")
-    baseline: float | None = option_field(None, "loss of a horizontal line")
-    baseline_name: str = option_field("unigram model", "name of the line")
+    output: str | None = option_field(None, "output file (PNG)", metavar="FILE")
+    baseline: float | None = option_field(None, "loss to show as a horizontal line")
+    baseline_name: str = option_field("unigram model", "name of the horizontal line")
 
 
 @dataclass(frozen=True)

@@ -33,19 +33,22 @@ class SentenceOptions:
 
     split_sentences: bool = option_field(
         False,
-        "make a sequence of each sentence; the files are <prefix>_<key>_sentence.bin and .idx",
+        "write each sentence as a sequence, to <prefix>_<key>_sentence.bin and .idx",
     )
     keep_newlines: bool = option_field(
         False,
-        "keep the space and the line breaks after a sentence as part of it",
+        "keep the whitespace and line breaks after each sentence",
         only_with=when(split_sentences=True),
     )
     lang: str = option_field(
-        "english", "language, by nltk's name", metavar="NAME", only_with=when(split_sentences=True)
+        "english",
+        "language of the text, as named by nltk",
+        metavar="NAME",
+        only_with=when(split_sentences=True),
     )
     sentence_splitter: str = option_field(
         SPLITTERS[0],
-        "nltk's punkt, which needs nltk's model of the language, or built-in rules",
+        "nltk's punkt, which requires its model of the language, or built-in rules",
         choices=SPLITTERS,
         only_with=when(split_sentences=True),
     )
@@ -71,15 +74,17 @@ class Options:
         1000, "documents between progress lines if stderr is not a terminal", minimum=1
     )
     dataset_impl: str = option_field(
-        "mmap", "output format; the old formats lazy and cached are not written", choices=("mmap",)
+        "mmap",
+        "output format; the legacy formats lazy and cached are not supported",
+        choices=("mmap",),
     )
     vocab_size: int | None = option_field(
         None, "number of ids of NullTokenizer or TikTokenizer", minimum=1
     )
     tokenizer_backend: str = option_field(
         BACKENDS[0],
-        "library that encodes for GPT2BPETokenizer and an HFTokenizer with a tokenizer.json: auto "
-        "takes fastokens if it is installed and gives the ids of tokenizers",
+        "encoding library of GPT2BPETokenizer and of HFTokenizer with a tokenizer.json; "
+        "auto uses fastokens if it is installed and gives the same ids as tokenizers",
         choices=BACKENDS,
     )
     run: PreprocessOptions = option_group(PreprocessOptions(workers=environment.available_cores()))

@@ -54,18 +54,20 @@ class Options(GenerationOptions):
 
     host: str = option_field(
         "127.0.0.1",
-        "address to listen on (default: 127.0.0.1, this machine only; there is no password: anyone "
-        "who can reach another address can use the model)",
+        "address to listen on (default: 127.0.0.1, this machine only). There is no "
+        "authentication: anyone who can reach the address can use the model",
         metavar="HOST",
     )
-    port: int = option_field(5000, "port; 0 is any free one", minimum=0, maximum=65535)
+    port: int = option_field(
+        5000, "port to listen on; 0 selects a free port", minimum=0, maximum=65535
+    )
     inference_max_seq_length: int | None = option_field(
         None,
-        "maximum tokens of a text, including the prompt (default: the training's sequence length, "
-        "or the number of learned positions)",
+        "maximum length of prompt and new tokens (default: the training's sequence "
+        "length, or the number of learned positions)",
     )
     micro_batch_size: int = option_field(
-        8, "prompts of a request per batch; the text does not depend on it", minimum=1
+        8, "prompts of a request per batch; does not affect the output", minimum=1
     )
     checkpoint: CheckpointOptions = option_group(CheckpointOptions())
     defaults: Defaults = option_group(Defaults())

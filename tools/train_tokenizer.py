@@ -56,7 +56,7 @@ class Options:
         aliases=("json-key", "columns"),
         metavar="KEY",
     )
-    type: str = option_field("bpe", "kind of tokenizer", choices=KINDS)
+    type: str = option_field("bpe", "type of tokenizer", choices=KINDS)
     vocab_size: int = option_field(4096, "number of tokens")
     keep_case: bool = option_field(
         False,
@@ -64,7 +64,7 @@ class Options:
         requires=when(type="wordpiece"),
     )
     fail_on_bad_document: bool = option_field(
-        False, "stop at a line without a text instead of leaving it out"
+        False, "stop at the first rejected document instead of skipping it"
     )
     output_dir: str = option_field("", "output folder", metavar="FOLDER", required=True)
     inputs: InputSpec = option_group(InputSpec())

@@ -34,9 +34,13 @@ class Options:
     data_path: str = option_field(
         "", "prefix of the .bin/.idx pair", metavar="PREFIX", required=True
     )
-    split: str = option_field("969,30,1", "as for training", metavar="SHARES")
-    vocab_size: int | None = option_field(None, "number of tokens", required=True, minimum=1)
-    output: str | None = option_field(None, "JSON file for the result", metavar="FILE")
+    split: str = option_field(
+        "969,30,1",
+        "proportions of training, validation and test data, as in training",
+        metavar="A,B,C",
+    )
+    vocab_size: int | None = option_field(None, "vocabulary size", required=True, minimum=1)
+    output: str | None = option_field(None, "output file (JSON)", metavar="FILE")
 
 
 def train_and_validation(prefix: str, split: str) -> tuple[Tokens, Tokens]:

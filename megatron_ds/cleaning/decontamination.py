@@ -41,25 +41,27 @@ class TaskOptions:
 
     eval_task_files: tuple[str, ...] = option_field(
         (),
-        "texts of evaluation tasks: JSON lines, tables, or plain text with a task per paragraph",
+        "texts of evaluation tasks: JSON lines, tables, or plain text with one task per paragraph",
         nargs="*",
         metavar="FILE",
     )
     eval_task_keys: tuple[str, ...] = option_field(
         (),
-        "keys or columns of the texts in the task files (default: all texts in them)",
+        "keys or columns of the texts in the task files (default: all strings)",
         nargs="*",
         metavar="KEY",
     )
     ngram_size: int = option_field(
-        13, "consecutive words that no document may share with a task", minimum=2
+        13,
+        "length of n-grams in words; documents that share one with a task are contaminated",
+        minimum=2,
     )
     min_ngram_size: int = option_field(
-        8, "minimum words of a task text; one below --ngram-size counts as one n-gram", minimum=2
+        8, "minimum words of a task text; a text shorter than --ngram-size is one n-gram", minimum=2
     )
     contamination_action: str = option_field(
         "cut",
-        "cut matches out, which may split a document into several, or drop the document",
+        "cut: remove matches, which may split a document into fragments; drop: drop the document",
         choices=CONTAMINATION_ACTIONS,
     )
     contamination_margin_chars: int = option_field(
@@ -67,9 +69,11 @@ class TaskOptions:
         "characters to remove on each side of a match, extended to the end of the sentence",
         minimum=0,
     )
-    min_fragment_chars: int = option_field(200, "drop shorter fragments", minimum=0)
+    min_fragment_chars: int = option_field(
+        200, "minimum characters of a fragment; shorter ones are dropped", minimum=0
+    )
     max_fragments: int = option_field(
-        10, "drop documents that would be split into more fragments", minimum=1
+        10, "maximum fragments of a document; documents with more are dropped", minimum=1
     )
 
     def problems(self) -> Iterator[Problem]:

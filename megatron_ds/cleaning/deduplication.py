@@ -72,13 +72,13 @@ class NearOptions:
     )
     num_perm: int = option_field(
         128,
-        "values of a signature: more give better estimates and need more memory",
+        "number of MinHash values per document; more improve the estimate and need more memory",
         minimum=16,
         maximum=4096,
     )
-    near_ngram_size: int = option_field(5, "units of an n-gram", minimum=1)
+    near_ngram_size: int = option_field(5, "length of n-grams", minimum=1)
     near_ngram_unit: str = option_field(
-        "words", "unit of n-grams; characters for text without spaces", choices=UNITS
+        "words", "unit of n-grams; use characters for text without spaces", choices=UNITS
     )
     seed: int = option_field(1234, "seed of the hash functions", minimum=0, below=1 << 64)
 

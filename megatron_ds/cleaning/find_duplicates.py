@@ -47,15 +47,17 @@ class DuplicateOptions:
 
     inputs: tuple[str, ...] = option_field(
         (),
-        "files, and for each the key of the documents' ids: cc.json cc_id news.json id",
+        "files, each followed by the key of the documents' ids: cc.json cc_id news.json id",
         nargs="*",
         metavar="FILE KEY",
         required=True,
     )
-    output: str = option_field("", "list of duplicates", metavar="FILE", required=True)
-    workers: int = option_field(1, "worker processes", minimum=1)
+    output: str = option_field(
+        "", "output file for the list of duplicates", metavar="FILE", required=True
+    )
+    workers: int = option_field(1, "number of worker processes", minimum=1)
     resume: bool = option_field(
-        False, "continue an interrupted run; the output is that of an uninterrupted run"
+        False, "continue an interrupted run; the output equals that of an uninterrupted run"
     )
     near: NearOptions = option_group(
         NearOptions(near_duplicate_threshold=0.5),

@@ -30,21 +30,21 @@ class MergeOptions:
 
     json_path: tuple[str, ...] = option_field(
         (".",),
-        "files, and folders, whose files of JSON lines are merged by name, also those in their "
-        "folders",
+        "JSON lines files, or folders whose files (including subfolders) are merged in "
+        "order of name",
         flag="json_path",
         nargs="*",
         metavar="PATH",
     )
     output_file: str = option_field(
         "merged_output.json",
-        "the merged file; .gz .xz .bz2 by name",
+        "output file; compressed if the name ends with .gz, .xz or .bz2",
         flag="output_file",
         metavar="FILE",
     )
-    workers: int = option_field(1, "processes that check lines", minimum=1)
+    workers: int = option_field(1, "number of worker processes", minimum=1)
     resume: bool = option_field(
-        False, "continue an interrupted run; the output is that of an uninterrupted run"
+        False, "continue an interrupted run; the output equals that of an uninterrupted run"
     )
 
     @property

@@ -47,7 +47,8 @@ class CleaningOptions:
     inputs: InputSpec = option_group(InputSpec())
     output: str = option_field(
         "",
-        "output: JSON lines with all fields of the documents, in their order; .gz .xz .bz2 by name",
+        "output file: JSON lines with all fields of the documents, in input order; "
+        "compressed if the name ends with .gz, .xz or .bz2",
         metavar="FILE",
         required=True,
     )
@@ -59,29 +60,29 @@ class CleaningOptions:
         metavar="STAGE",
     )
     json_key: str = option_field(
-        "text", "key or column of the text, a.b for b inside of a", metavar="KEY"
+        "text", "key or column of the text; a.b is key b nested in a", metavar="KEY"
     )
     url_key: str = option_field(
         "url",
-        "key or column of the address for the stage url, which keeps documents without one",
+        "stage url: key or column of the URL; documents without a URL are kept",
         metavar="KEY",
     )
     dropped_output: str | None = option_field(
-        None, "output of dropped documents, with stage and reason", metavar="FILE"
+        None, "output file for dropped documents, with stage and reason", metavar="FILE"
     )
     report: str | None = option_field(
         None,
-        "output of a figure of the results, a .png with its numbers in a .json next to it; or of "
-        "the .json alone",
+        "output file for a figure of the results (.png, with its numbers in a .json next "
+        "to it), or for the numbers only (.json)",
         metavar="FILE",
     )
     resume: bool = option_field(
-        False, "continue an interrupted run; the output is that of an uninterrupted run"
+        False, "continue an interrupted run; the output equals that of an uninterrupted run"
     )
     url_blacklist: tuple[str, ...] = option_field(
         (),
-        "stage url: files with a host (example.com), a name (reddit), a suffix of a file's name "
-        "(.pdf) or a regex:PATTERN per line",
+        "stage url: files with one entry per line: a host (example.com), a name (reddit), "
+        "a file suffix (.pdf) or regex:PATTERN",
         nargs="*",
         metavar="FILE",
     )
@@ -89,12 +90,12 @@ class CleaningOptions:
     min_words: int = option_field(0, "stage length: minimum words", minimum=0)
     min_tokens: int = option_field(0, "stage length: minimum tokens of --tokenizer-type", minimum=0)
     languages: tuple[str, ...] = option_field(
-        ("en",), "stage language: languages to keep, by ISO 639 code", nargs="*", metavar="CODE"
+        ("en",), "stage language: ISO 639 codes of the languages to keep", nargs="*", metavar="CODE"
     )
     min_language_score: float = option_field(
         0.5, "stage language: minimum probability of the language", minimum=0, maximum=1
     )
-    workers: int = option_field(1, "worker processes (default: one per core)", minimum=1)
+    workers: int = option_field(1, "number of worker processes (default: one per core)", minimum=1)
     near: NearOptions = option_group(NearOptions())
     tasks: TaskOptions = option_group(TaskOptions())
     tokenizer: TokenizerConfig | None = None

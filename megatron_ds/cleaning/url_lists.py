@@ -39,23 +39,24 @@ class UrlListOptions:
 
     path: str = option_field(
         "",
-        "folder with .txt files, or one file, with an address per line",
+        "folder of .txt files, or a file, with one URL per line",
         metavar="PATH",
         positional=True,
         required=True,
     )
     output: str = option_field(
-        "", "file of the kept addresses, in order", metavar="OUTPUT", positional=True, required=True
+        "", "output file for the kept URLs", metavar="OUTPUT", positional=True, required=True
     )
     url_blacklist: tuple[str, ...] = option_field(
         (),
-        "files with a host (example.com), a name (reddit), a suffix of a file's name (.pdf) or a "
-        "regex:PATTERN per line; without one only addresses of files without text are dropped",
+        "files with one entry per line: a host (example.com), a name (reddit), a file "
+        "suffix (.pdf) or regex:PATTERN; by default only URLs of non-text files are "
+        "dropped",
         nargs="*",
         metavar="FILE",
     )
     resume: bool = option_field(
-        False, "continue an interrupted run; the output is that of an uninterrupted run"
+        False, "continue an interrupted run; the output equals that of an uninterrupted run"
     )
 
     @property

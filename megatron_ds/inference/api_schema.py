@@ -44,18 +44,18 @@ class Defaults:
 
     tokens_to_generate: int = option_field(
         64,
-        "new tokens per prompt, as far as the sequence has room",
+        "maximum number of new tokens per prompt",
         flag="out-seq-length",
         aliases=("tokens-to-generate",),
         minimum=1,
     )
     temperature: float = option_field(
-        1.0, "divides the logits; below 1 favors probable tokens", above=0
+        1.0, "sampling temperature; values below 1 favor probable tokens", above=0
     )
-    top_k: int = option_field(0, "sample from the N most probable tokens; 0 is off", minimum=0)
+    top_k: int = option_field(0, "sample from the N most probable tokens; 0 disables", minimum=0)
     top_p: float = option_field(
         0.0,
-        "sample from the fewest tokens with at least this total probability; 0 is off",
+        "sample from the smallest set of tokens with at least this total probability; 0 disables",
         minimum=0,
         maximum=1,
     )

@@ -40,13 +40,14 @@ class CheckpointOptions:
 
     load: str = option_field(
         "",
-        "--save folder of a training (its newest checkpoint), or one of its checkpoints",
+        "folder of a training run's checkpoints (--save), of which the newest is loaded, "
+        "or a single checkpoint",
         metavar="FOLDER",
         required=True,
     )
     tensor_model_parallel_size: int | None = option_field(
         None,
-        "processes that share the model; may differ from the training (default: all processes)",
+        "degree of tensor parallelism; may differ from training (default: number of processes)",
         aliases=("model-parallel-size",),
     )
     fp32: bool = option_field(False, "compute in fp32 instead of the training's type")

@@ -15,18 +15,18 @@ from megatron_ds.config.problems import Problem
 class SamplingParams:
     """How the next token is chosen from the logits."""
 
-    greedy: bool = option_field(False, "take the most probable token")
+    greedy: bool = option_field(False, "select the most probable token")
     temperature: float = option_field(
-        1.0, "divides the logits; below 1 favors probable tokens", above=0
+        1.0, "sampling temperature; values below 1 favor probable tokens", above=0
     )
-    top_k: int = option_field(0, "sample from the N most probable tokens; 0 is off", minimum=0)
+    top_k: int = option_field(0, "sample from the N most probable tokens; 0 disables", minimum=0)
     top_p: float = option_field(
         0.0,
-        "sample from the fewest tokens with at least this total probability; 0 is off",
+        "sample from the smallest set of tokens with at least this total probability; 0 disables",
         minimum=0,
         maximum=1,
     )
-    seed: int = option_field(1234, "seed of all samples", minimum=0, below=2**63)
+    seed: int = option_field(1234, "random seed of sampling", minimum=0, below=2**63)
     top_p_decay: float = 0.0
     """Factor of top_p for every new token; 0 is off."""
     top_p_bound: float = 0.0

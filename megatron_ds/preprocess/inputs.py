@@ -78,30 +78,34 @@ class InputSpec:
 
     paths: tuple[str, ...] = option_field(
         (),
-        "files, patterns, folders, addresses (s3://, hf://, ...) or - for the standard input: JSON "
-        "lines, parquet, arrow, csv, tsv or plain text, by name; .gz .xz .zst .bz2 as well",
+        "files, glob patterns, folders, URLs (s3://, hf://, ...) or - for standard input; "
+        "JSON lines, parquet, arrow, csv, tsv or plain text by suffix, optionally "
+        "compressed (.gz .xz .zst .bz2)",
         flag="input",
         nargs="*",
         metavar="PATH",
     )
     format: str = option_field(
         "auto",
-        "format of all files; auto decides by the name of each, else jsonl",
+        "format of all files; auto selects it by suffix, with jsonl as the default",
         flag="input-format",
         choices=("auto", *FORMATS),
     )
     text_document_unit: str = option_field(
         "file",
-        "document of a plain text: the entire file, or a paragraph between blank lines",
+        "unit of a document in plain text: the file, or a paragraph separated by blank lines",
         choices=TEXT_DOCUMENTS,
     )
     hf_dataset: str | None = option_field(
-        None, "Hugging Face data set: name, path or saved folder", metavar="NAME"
+        None, "Hugging Face dataset: name, path or saved folder", metavar="NAME"
     )
     hf_config: str | None = option_field(None, "configuration of --hf-dataset", metavar="NAME")
     hf_split: str = option_field("train", "split of --hf-dataset", metavar="NAME")
     max_document_bytes: int = option_field(
-        1 << 27, "longer documents are rejected", minimum=1, maximum=MAX_DOCUMENT_BYTES
+        1 << 27,
+        "maximum size of a document; larger ones are rejected",
+        minimum=1,
+        maximum=MAX_DOCUMENT_BYTES,
     )
 
     @property

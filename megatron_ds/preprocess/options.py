@@ -25,29 +25,30 @@ class PreprocessOptions:
 
     inputs: InputSpec = option_group(InputSpec())
     output_prefix: str = option_field(
-        "", "path and start of the output files' names", metavar="PREFIX", required=True
+        "", "path prefix of the output files", metavar="PREFIX", required=True
     )
     json_keys: tuple[str, ...] = option_field(
         ("text",),
-        "keys or columns of the texts, a.b for b inside of a; each has files of its own",
+        "keys or columns of the texts, each written to its own files; a.b is key b nested in a",
         nargs="*",
         aliases=("json-key", "columns"),
         metavar="KEY",
     )
-    append_eod: bool = option_field(False, "end every document with the EOD token")
+    append_eod: bool = option_field(False, "append the end-of-document token to each document")
     fail_on_bad_document: bool = option_field(
         False,
-        "stop at a line without a document (default: leave it out and list it in "
-        "<prefix>.quarantine)",
+        "stop at the first rejected document (default: skip it and list it in <prefix>.quarantine)",
     )
-    workers: int = option_field(1, "encoding processes (default: one per core)", minimum=1)
-    chunk_size: int = option_field(512, "documents that a worker receives at once", minimum=1)
+    workers: int = option_field(1, "number of worker processes (default: one per core)", minimum=1)
+    chunk_size: int = option_field(
+        512, "number of documents sent to a worker process at a time", minimum=1
+    )
     splitter: Splitter | None = None
     """Splits texts into sentences, each of which becomes a sequence."""
     resume: bool = option_field(
         False,
-        "continue an interrupted run with the same --output-prefix; the output is that of an "
-        "uninterrupted run. Inputs and settings must be the same (default: start over)",
+        "continue an interrupted run with the same --output-prefix, inputs and settings; "
+        "the output equals that of an uninterrupted run (default: start over)",
     )
 
     @property

@@ -34,13 +34,13 @@ class Options(CleaningCommand):
 
     input_file: str = option_field(
         "",
-        "JSON lines, or another input of clean.py",
+        "JSON lines, or another input format of clean.py",
         metavar="INPUT",
         positional=True,
         required=True,
     )
     output_file: str = option_field(
-        "", "the cleaned JSON lines", metavar="OUTPUT", positional=True, required=True
+        "", "output file (JSON lines)", metavar="OUTPUT", positional=True, required=True
     )
     cleaning: CleaningOptions = option_group(
         CleaningOptions(

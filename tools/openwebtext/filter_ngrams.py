@@ -35,10 +35,14 @@ class Options(CleaningCommand):
     )
 
     dedup_dataset: tuple[str, ...] = option_field(
-        (), "the documents, and the key of their text", nargs=2, metavar="TEXT", required=True
+        (),
+        "file of documents, followed by the key of the text",
+        nargs=2,
+        metavar="TEXT",
+        required=True,
     )
     tasks: tuple[str, ...] = option_field((), f"only {LAMBADA}", nargs="*", metavar="TASK")
-    lambada_path: str | None = option_field(None, "the same as --eval-task-files", metavar="FILE")
+    lambada_path: str | None = option_field(None, "same as --eval-task-files", metavar="FILE")
     cleaning: CleaningOptions = option_group(
         CleaningOptions(stages=("decontaminate",), workers=environment.available_cores()),
         flags={
