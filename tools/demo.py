@@ -186,7 +186,7 @@ def split_of(corpus: Path) -> str:
     with corpus.open("rb") as file:
         documents = sum(1 for line in file if line.strip())
     if documents < 3:
-        text = f"{corpus} has {documents} documents (lines); training, validation and test need one"
+        text = f"{corpus} has {documents} documents (lines): at least 3 are required"
         raise user_error("demo-corpus-too-small", text=text)
     held_out = max(1, documents // 20)
     return f"{documents - 2 * held_out},{held_out},{held_out}"

@@ -179,7 +179,7 @@ class Inspection:
         assert args.seq_length is not None
         last = max(at for numbers in args.samples for at in numbers)
         if args.num_samples is not None and last >= args.num_samples:
-            text = f"{option('samples')} {last}: the run has {args.num_samples} samples, from 0"
+            text = f"{option('samples')} {last}: the run has samples 0 to {args.num_samples - 1}"
             raise user_error("sample-beyond-run", text=text)
         sample_counts = [0, 0, 0]
         sample_counts[SPLITS.index(args.part)] = args.num_samples or last + 1
@@ -194,7 +194,7 @@ class Inspection:
         )
         samples = built.train if args.part == "train" else getattr(built, args.part).get("")
         if samples is None:
-            text = f"{option('split')} {args.split}: gives {args.part} no documents"
+            text = f"{option('split')} {args.split}: leaves no documents for {args.part}"
             raise user_error("split-without-documents", text=text)
         return samples
 

@@ -39,7 +39,7 @@ class Options:
         try:
             http.client.HTTPConnection(self.host_and_port)
         except http.client.InvalidURL:
-            text = f"{option('address')} {self.address}: must be such as 127.0.0.1:5000"
+            text = f"{option('address')} {self.address}: must be HOST:PORT, such as 127.0.0.1:5000"
             yield Problem("invalid-server-address", text=text)
 
 

@@ -64,7 +64,7 @@ def unigram_loss(train: Tokens, valid: Tokens, vocab_size: int) -> float:
         raise user_error("no-validation-tokens", text=text)
     highest = max(int(part.max(initial=0)) for part in (train, valid))
     if highest >= vocab_size:
-        text = f"{option('vocab_size')} {vocab_size}: the data has the token {highest}"
+        text = f"{option('vocab_size')} {vocab_size}: the data contains token id {highest}"
         raise user_error("token-outside-vocabulary", text=text)
     counts = np.bincount(train, minlength=vocab_size) + 1
     costs = np.log(counts.sum()) - np.log(counts)

@@ -118,8 +118,8 @@ class Decontaminate:
         raise_if_any(_reject_problems(rejected))
         if not self._grams:
             text = (
-                f"{option('eval_task_files')} {' '.join(options.eval_task_files)}: no text has the "
-                f"{options.min_ngram_size} words of {option('min_ngram_size')}"
+                f"{option('eval_task_files')} {' '.join(options.eval_task_files)}: no text has at "
+                f"least {options.min_ngram_size} words ({option('min_ngram_size')})"
             )
             raise user_error("no-task-texts", text=text)
         self._sizes = sorted(sizes, reverse=True)

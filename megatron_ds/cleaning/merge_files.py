@@ -55,8 +55,8 @@ class MergeOptions:
         for path in self.json_path:
             if not any(files_of(path, self.output_file)):
                 text = (
-                    f"{option('json_path')} {path}: the folder has no files of JSON lines "
-                    f"({' '.join(SUFFIXES)}, compressed or not); name others: "
+                    f"{option('json_path')} {path}: no JSON lines files in the folder "
+                    f"({' '.join(SUFFIXES)}, compressed or not); pass others explicitly: "
                     f"{option('json_path')} {path}/*"
                 )
                 yield Problem("no-files-to-merge", text=text)

@@ -156,7 +156,7 @@ class CleaningOptions:
             suffix = os.path.splitext(path)[1].lower()
             if name != "report" and suffix in (".zst", ".parquet", ".arrow", ".csv", ".tsv"):
                 known = " ".join(f".jsonl{suffix}" for suffix in ("", *COMPRESSIONS))
-                text = f"{option(name)} {path}: the output is JSON lines, with a suffix of {known}"
+                text = f"{option(name)} {path}: the output is JSON lines; use a suffix of {known}"
                 yield Problem("cleaning-output-suffix", name, text=text)
         readers = self._files_read()
         written: dict[str, str] = {}
@@ -197,8 +197,7 @@ class CleaningOptions:
         for inner in filter(os.path.isdir, self.inputs.paths):
             if os.path.realpath(path).startswith(os.path.join(os.path.realpath(inner), "")):
                 text = (
-                    f"{option(name)} {path}: is in the folder {inner}, all files of which are "
-                    "read: choose a file in another folder"
+                    f"{option(name)} {path}: is in the input folder {inner}: choose another folder"
                 )
                 yield Problem("cleaning-output-in-input", name, "paths", text=text)
 
@@ -210,8 +209,8 @@ class CleaningOptions:
             yield Problem("report-suffix", text=text)
         elif self.report_figure and importlib.util.find_spec("matplotlib") is None:
             text = (
-                f"{option('report')} {self.report}: a figure needs matplotlib: "
-                f"pip install 'megatron_ds[plot]'; a name that ends with {NUMBERS} does not"
+                f"{option('report')} {self.report}: a figure requires matplotlib: "
+                f"pip install 'megatron_ds[plot]'; or use a name that ends with {NUMBERS}"
             )
             yield Problem("report-needs-matplotlib", text=text)
 
@@ -219,7 +218,7 @@ class CleaningOptions:
         for name in self.order:
             if name not in STAGES:
                 known = ", ".join(STAGES)
-                text = f"{option('stages')} {name}: no such stage; there are {known}"
+                text = f"{option('stages')} {name}: unknown stage; valid: {known}"
                 yield Problem("unknown-stage", text=text)
         if len(set(self.order)) != len(self.order):
             text = f"{option('stages')} {' '.join(self.order)}: a stage is repeated"

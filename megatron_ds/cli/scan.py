@@ -204,7 +204,7 @@ def _value(flag: Flag, option: str, arguments: Sequence[str]) -> Any:
     if len(arguments) < flag.count:
         number = flag.count
         needed = "a value" if number == 1 else f"{number} values, not {len(arguments)}"
-        text = f"{option} needs {needed}: {flag.usage}"
+        text = f"{option} requires {needed}: {flag.usage}"
         raise user_error("flag-needs-a-value", *_fields(flag), text=text)
     if flag.outcome == "ignored":
         return None

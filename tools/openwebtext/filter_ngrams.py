@@ -1,7 +1,7 @@
 """Remove texts of evaluation tasks from documents, with the flags of Megatron's filter_ngrams.py.
 
-The stage decontaminate of clean.py, whose other flags may follow. Tasks are read from files:
-nothing is fetched.
+The stage decontaminate of clean.py, whose other flags may follow. Tasks are read from files,
+not downloaded.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LAMBADA = "lambada"
 class Options(CleaningCommand):
     """Removes texts of evaluation tasks from documents: the stage decontaminate of clean.py.
 
-    Tasks are read from files: nothing is fetched.
+    Tasks are read from files, not downloaded.
     """
 
     PROGRAM: ClassVar[str] = "filter_ngrams.py"
@@ -78,8 +78,8 @@ class Options(CleaningCommand):
         for task in self.tasks:
             if task != LAMBADA:
                 text = (
-                    f"{option('tasks')} {task}: nothing is fetched; write its texts to a file for "
-                    f"{option('eval_task_files')}"
+                    f"{option('tasks')} {task}: tasks are not downloaded; pass a file of its texts "
+                    f"with {option('eval_task_files')}"
                 )
                 yield Problem("task-not-fetched", text=text)
         if LAMBADA in self.tasks and self.lambada_path is None:

@@ -11,6 +11,7 @@ import pytest
 
 from megatron_ds.data.indexed_writer import IndexedWriter
 from megatron_ds.tokenizer.gpt2 import GPT2BPETokenizer
+from tests.problems import raises_problem
 from tools import make_corpus, plot_loss, train_tokenizer, unigram_loss
 
 
@@ -67,7 +68,7 @@ def test_the_unigram_loss_is_the_one_computed_by_hand(tmp_path: Path) -> None:
     assert unigram_loss.unigram_loss(train, valid, 3) == pytest.approx(
         -(math.log(4 / 7) + math.log(1 / 7)) / 2
     )
-    with pytest.raises(ValueError, match="--vocab-size 2: the data has the token 2"):
+    with raises_problem("token-outside-vocabulary", "vocab_size", contains="2"):
         unigram_loss.unigram_loss(train, valid, 2)
 
 
@@ -112,5 +113,5 @@ def test_a_file_without_steps_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text("")
 
-    with pytest.raises(ValueError, match="no training step"):
+    with raises_problem("metrics-without-steps"):
         plot_loss.read_curves(path)
