@@ -1,7 +1,7 @@
-"""What the benchmarks share: contenders in processes of their own, driven in turn; the machine.
+"""Shared infrastructure of the benchmarks: contenders that run in turn, and machine information.
 
-A contender lives in its own process, so that no two of them share caches, threads or memory, and
-is asked for work only while all others wait. It knows nothing of what is measured.
+Each contender runs in its own process, so that contenders share no caches, threads or memory. Only
+one contender works at a time. This module does not know what is measured.
 """
 
 from __future__ import annotations
@@ -23,42 +23,53 @@ T = TypeVar("T")
 
 
 class Work(Protocol):
-    """What a contender does when it is asked: something `count` times, and a report of it."""
+    """The work of a contender: runs `count` times and returns a report."""
 
     def __call__(self, count: int) -> Any: ...
 
 
 class Contender:
-    """Work in a process of its own, which waits between two requests."""
+    """Runs work in a separate process, which is idle between requests."""
 
     def __init__(
         self, name: str, build: Callable[..., Work], *arguments: object, daemon: bool = True
     ) -> None:
-        """build: a module's function that makes the work, in the new process. daemon: it may have
-        no processes of its own, and ends with this one."""
+        """Start the process.
+
+        Args:
+            name: Name in error messages.
+            build: Module-level function that builds the work in the new process.
+            *arguments: Arguments of `build`.
+            daemon: Whether the process is a daemon, which exits with this process and cannot have
+                child processes.
+        """
         self.name = name
         context = multiprocessing.get_context("spawn")
-        self._connection, far_end = context.Pipe()
+        self._connection, child_connection = context.Pipe()
         self._process = context.Process(
-            target=_serve, args=(far_end, build, arguments), daemon=daemon, name=name
+            target=_serve, args=(child_connection, build, arguments), daemon=daemon, name=name
         )
         self._process.start()
-        far_end.close()
+        child_connection.close()
 
     def run(self, count: int) -> Any:
-        """The work's report. Raises RuntimeError with the contender's traceback if it failed."""
+        """Run the work and return its report.
+
+        Raises:
+            RuntimeError: If the work failed, with the contender's traceback, or its process exited.
+        """
         self._connection.send(count)
         try:
             failure, report = self._connection.recv()
         except EOFError:
             self._process.join()
-            raise RuntimeError(f"{self.name} ended with status {self._process.exitcode}") from None
+            raise RuntimeError(f"{self.name} exited with status {self._process.exitcode}") from None
         if failure is not None:
             raise RuntimeError(f"{self.name} failed:\n{failure}")
         return report
 
     def close(self) -> None:
-        """Ends the process."""
+        """Stop the process."""
         self._connection.close()
         self._process.join(timeout=20)
         if self._process.is_alive():
@@ -67,7 +78,7 @@ class Contender:
 
 
 def _serve(connection: Connection, build: Callable[..., Work], arguments: Sequence[Any]) -> None:
-    """The contender's process: builds the work, does it when asked, ends when the pipe closes."""
+    """Main function of a contender's process: serve requests until the pipe is closed."""
     failure, work = _attempt(build, *arguments)
     while True:
         try:
@@ -81,7 +92,7 @@ def _serve(connection: Connection, build: Callable[..., Work], arguments: Sequen
 
 
 def _attempt(function: Callable[..., T], *arguments: Any) -> tuple[str | None, T | None]:
-    """(traceback, None) or (None, result)."""
+    """Return (None, result), or (traceback, None) if the function raised."""
     try:
         return None, function(*arguments)
     except Exception:
@@ -89,17 +100,18 @@ def _attempt(function: Callable[..., T], *arguments: Any) -> tuple[str | None, T
 
 
 def in_turn(contenders: Sequence[Contender], rounds: int, count: int) -> list[list[Any]]:
-    """For each contender its report of each round: A B C, A B C, ..."""
+    """Run the contenders alternately (A B C, A B C, ...); return each one's reports by round."""
     reports: list[list[Any]] = [[] for _ in contenders]
     for _ in range(rounds):
-        for contender, kept in zip(contenders, reports, strict=True):
-            kept.append(contender.run(count))
+        for contender, own_reports in zip(contenders, reports, strict=True):
+            own_reports.append(contender.run(count))
     return reports
 
 
 def paired_ratio(ours: Sequence[Sequence[float]], theirs: Sequence[Sequence[float]]) -> float:
-    """Median over the rounds of the ratio of the rounds' medians: both sides of each ratio were
-    measured within the same minute.
+    """Return the median over rounds of the ratio of medians.
+
+    Pairing by round cancels slow changes of the machine's load.
     """
     pairs = zip(ours, theirs, strict=True)
     return statistics.median(statistics.median(a) / statistics.median(b) for a, b in pairs)
@@ -107,14 +119,14 @@ def paired_ratio(ours: Sequence[Sequence[float]], theirs: Sequence[Sequence[floa
 
 @dataclass(frozen=True)
 class Machine:
-    """Where the figures were taken."""
+    """The machine of the measurements."""
 
     cpu: str
     cores: int
     memory_gib: float
     system: str
     load: float
-    """Processes that wanted to run in the last minute, before the first measurement."""
+    """Load average of the last minute, before the first measurement."""
 
 
 def this_machine() -> Machine:
@@ -139,9 +151,9 @@ def _cpu_name() -> str:
 
 
 def versions(packages: Sequence[str]) -> dict[str, str]:
-    """Installed versions of packages, Python's among them."""
-    found = {name: metadata.version(name) for name in packages}
-    return {"python": platform.python_version(), **found}
+    """Return the versions of Python and of installed packages."""
+    installed = {name: metadata.version(name) for name in packages}
+    return {"python": platform.python_version(), **installed}
 
 
 def write_json(path: Path, result: dict[str, Any]) -> None:

@@ -1,15 +1,16 @@
-"""How fast training data is indexed, mixed and read, against the least that could do the work.
+"""Benchmark of indexing, blending and reading training data, against minimal implementations.
 
-    python benchmarks/data.py [--only index|mixture|reading] [--rounds 5] [--output data.json]
+    python benchmarks/data.py [--only index|blend|reading] [--rounds 5] [--output data.json]
 
-`index`: the three indexes of one large file, against the same with the sample index written in C++
-(compiled by this benchmark alone, where there is a g++): what Megatron's compiled helper does, from
-its definition. `mixture`: thousands of files with a billion samples in all, made, then opened
-again; the token files are sparse and take no room, their indexes take a GB. `reading`: samples per
-second in random order, against a loop over bare memory-mapped numpy arrays that looks at nothing.
+index: Builds the three indexes of a large file. The baseline builds the sample index in C++, as
+    Megatron's compiled helper does (an independent implementation, compiled here if g++ exists).
+blend: Builds a blend of thousands of files with a billion samples in total, and opens it again.
+    The token files are sparse and use no disk space; their indexes use 1 GB.
+reading: Samples per second in random order. The baseline is a loop over memory-mapped numpy arrays
+    without any checks.
 
-Contenders are processes of their own, in turn, on one thread; a ratio is the median over the
-rounds, so that a busy machine slows both sides of it.
+Contenders run in turn, each in its own process with one thread. Ratios are medians over rounds, so
+that other load on the machine affects both sides.
 """
 
 from __future__ import annotations
@@ -77,23 +78,27 @@ Lengths = npt.NDArray[np.int32]
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
-    parser.add_argument("--only", choices=("index", "mixture", "reading"), help="one of the three")
-    parser.add_argument("--rounds", type=int, default=5, help="measurements of each")
-    parser.add_argument("--documents", type=int, default=1_000_000, help="of the file to index")
-    parser.add_argument("--epochs", type=int, default=20, help="passes over its documents")
-    parser.add_argument("--files", type=int, default=2500, help="of the mixture")
-    parser.add_argument("--samples", type=int, default=1_000_000_000, help="of the mixture")
-    parser.add_argument("--read", type=int, default=50_000, help="samples read in a round")
-    parser.add_argument("--folder", type=Path, help="for temporary files (5 GB of room)")
-    parser.add_argument("--output", type=Path, help="JSON file for the figures")
+    parser.add_argument(
+        "--only", choices=("index", "blend", "reading"), help="run a single benchmark"
+    )
+    parser.add_argument("--rounds", type=int, default=5, help="number of rounds")
+    parser.add_argument(
+        "--documents", type=int, default=1_000_000, help="documents of the indexed file"
+    )
+    parser.add_argument("--epochs", type=int, default=20, help="epochs of the indexed file")
+    parser.add_argument("--files", type=int, default=2500, help="files of the blend")
+    parser.add_argument("--samples", type=int, default=1_000_000_000, help="samples of the blend")
+    parser.add_argument("--read", type=int, default=50_000, help="samples to read per round")
+    parser.add_argument("--folder", type=Path, help="folder for temporary files (needs 5 GB)")
+    parser.add_argument("--output", type=Path, help="output file (JSON)")
     arguments = parser.parse_args(argv)
-    parts = {"index": index, "mixture": mixture, "reading": reading}
+    benchmarks = {"index": index, "blend": blend, "reading": reading}
     machine = this_machine()
     results = {}
-    for name, part in parts.items():
+    for name, benchmark in benchmarks.items():
         if arguments.only in (None, name):
             with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
-                results[name] = part(arguments, Path(folder))
+                results[name] = benchmark(arguments, Path(folder))
             print(report(name, results[name]), flush=True)
     if arguments.output is not None:
         about = {"machine": asdict(machine), "versions": versions(["numpy", "torch"])}
@@ -102,7 +107,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def report(name: str, figures: dict[str, Any]) -> str:
-    """The figures of a part, one a line."""
+    """Format the figures of a benchmark, one per line."""
     lines = [f"{name}:"]
     for key, value in figures.items():
         text = f"{value:,.2f}" if isinstance(value, float) else f"{value}"
@@ -110,11 +115,11 @@ def report(name: str, figures: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-# --- the indexes of one file
+# Indexes of one file.
 
 
 def index(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Ours and the compiled stand-in, in turn: CPU seconds of all three indexes."""
+    """Measure the CPU time of all three indexes, ours and with the compiled baseline."""
     size = (arguments.documents, arguments.epochs)
     library = compiled(folder)
     contenders = [Contender("ours", our_indexes, *size)]
@@ -127,21 +132,23 @@ def index(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     ours = rounds[0]
     figures: dict[str, Any] = {
         "samples": ours[0]["samples"],
-        "megatron_ds, CPU s": statistics.median(one["seconds"] for one in ours),
-        "megatron_ds, peak memory beyond the arrays, MiB": max(one["beyond"] for one in ours),
+        "megatron_ds, CPU s": statistics.median(entry["seconds"] for entry in ours),
+        "megatron_ds, peak memory beyond the arrays, MiB": max(entry["beyond"] for entry in ours),
     }
     if library is not None:
         theirs = rounds[1]
-        assert {one["sum"] for one in ours} == {one["sum"] for one in theirs}
+        assert {entry["sum"] for entry in ours} == {entry["sum"] for entry in theirs}
         pairs = [a["seconds"] / b["seconds"] for a, b in zip(ours, theirs, strict=True)]
-        figures["sample index in C++, CPU s"] = statistics.median(one["seconds"] for one in theirs)
+        figures["sample index in C++, CPU s"] = statistics.median(
+            entry["seconds"] for entry in theirs
+        )
         figures["ratio of each round"] = " ".join(f"{pair:.2f}" for pair in pairs)
         figures[f"ratio (target {TARGETS['index']})"] = statistics.median(pairs)
     return figures
 
 
 def compiled(folder: Path) -> str | None:
-    """A library of COMPILED; None without a compiler."""
+    """Compile COMPILED to a shared library; None if there is no compiler."""
     compiler = shutil.which("g++")
     if compiler is None:
         return None
@@ -153,14 +160,14 @@ def compiled(folder: Path) -> str | None:
 
 
 def our_indexes(documents: int, epochs: int) -> Work:
-    lengths = drawn_lengths(documents, 0)
+    lengths = random_lengths(documents, 0)
     samples = epochs * int(lengths.sum(dtype=np.int64)) // SEQUENCE - 1
     every = np.arange(documents)
     return timed_indexes(lambda: build_indexes(lengths, every, samples, SEQUENCE, 1))
 
 
 def compiled_indexes(documents: int, epochs: int, library: str) -> Work:
-    lengths = drawn_lengths(documents, 0)
+    lengths = random_lengths(documents, 0)
     function = ctypes.CDLL(library).sample_starts
     numbers = np.ctypeslib.ndpointer(dtype=np.int32, flags="C")
     function.argtypes = [numbers, numbers, ctypes.c_int64, ctypes.c_int64, numbers]
@@ -183,12 +190,12 @@ def compiled_indexes(documents: int, epochs: int, library: str) -> Work:
 def timed_indexes(make: Callable[[], SampleIndexes]) -> Work:
     def work(count: int) -> dict[str, Any]:
         before, begin = peak_mib(), time.process_time()
-        made = make()
+        indexes = make()
         seconds = time.process_time() - begin
-        arrays = (made.documents, made.samples, made.shuffle)
+        arrays = (indexes.documents, indexes.samples, indexes.shuffle)
         return {
             "seconds": seconds,
-            "samples": len(made),
+            "samples": len(indexes),
             "beyond": peak_mib() - before - sum(array.nbytes for array in arrays) / 2**20,
             "sum": sum(int(array[:: len(array) // 999].sum(dtype=np.int64)) for array in arrays),
         }
@@ -196,37 +203,37 @@ def timed_indexes(make: Callable[[], SampleIndexes]) -> Work:
     return work
 
 
-# --- a mixture of many files
+# A blend of many files.
 
 
-def mixture(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """The order alone, then all that a run does before its first step, and the first samples."""
+def blend(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Measure the blend order alone, then the complete setup of a run and its first samples."""
     files, samples = arguments.files, arguments.samples
     figures: dict[str, Any] = {"files": files, "samples": samples}
     weights = np.random.RandomState(0).dirichlet(np.full(files, 0.7)).tolist()
     for state in ("cold", "warm"):
-        report = alone(mixed_order, weights, samples, str(folder / "order"))
+        report = run_once(measure_blend_order, weights, samples, str(folder / "order"))
         figures[f"order alone, {state}, s"] = report["seconds"]
         figures[f"order alone, {state}, CPU s"] = report["cpu"]
         figures[f"order alone, {state}, peak memory, MiB"] = report["mib"]
         figures[f"order alone, {state}, s per million samples read"] = report["reading"]
-    figures["order alone, kept on disk, MiB"] = size_of(folder / "order") / 2**20
+    figures["order alone, on disk, MiB"] = size_of(folder / "order") / 2**20
     prefixes = list(sparse_files(folder / "files", files, samples))
     for state in ("cold", "warm"):
-        report = alone(mixed_files, prefixes, samples, str(folder / "cache"))
-        figures[f"mixture, {state}, s (target {TARGETS[state]:.0f})"] = report["seconds"]
-        figures[f"mixture, {state}, CPU s"] = report["cpu"]
-        figures[f"mixture, {state}, memory of its own, MiB"] = report["own"]
-        figures[f"mixture, {state}, with the pages of files, peak, MiB"] = report["mib"]
-        figures[f"mixture, {state}, s to its first sample"] = report["first"]
-        figures[f"mixture, {state}, ms for a file's first sample"] = report["touch"]
+        report = run_once(measure_blend, prefixes, samples, str(folder / "cache"))
+        figures[f"blend, {state}, s (target {TARGETS[state]:.0f})"] = report["seconds"]
+        figures[f"blend, {state}, CPU s"] = report["cpu"]
+        figures[f"blend, {state}, anonymous memory, MiB"] = report["anonymous"]
+        figures[f"blend, {state}, peak memory with file pages, MiB"] = report["mib"]
+        figures[f"blend, {state}, s to the first sample"] = report["first"]
+        figures[f"blend, {state}, ms for the first sample of a file"] = report["touch"]
         if state == "cold":
-            figures["mixture, a file's indexes, made when first read, MiB"] = report["index"]
+            figures["blend, indexes of a file, built when first read, MiB"] = report["index"]
     return figures
 
 
-def alone(build: Callable[..., Any], *arguments: object) -> Any:
-    """The report of work that is done once in a process of its own."""
+def run_once(build: Callable[..., Any], *arguments: object) -> Any:
+    """Run work once in a new process and return its report."""
     contender = Contender(build.__name__, build, *arguments)
     try:
         return contender.run(1)
@@ -234,7 +241,7 @@ def alone(build: Callable[..., Any], *arguments: object) -> Any:
         contender.close()
 
 
-def mixed_order(weights: Sequence[float], samples: int, folder: str) -> Work:
+def measure_blend_order(weights: Sequence[float], samples: int, folder: str) -> Work:
     def work(count: int) -> dict[str, float]:
         before, begin, cpu = peak_mib(), time.perf_counter(), time.process_time()
         order = blend_order(weights, samples, ArrayCache([Path(folder)]))
@@ -252,27 +259,27 @@ def mixed_order(weights: Sequence[float], samples: int, folder: str) -> Work:
     return work
 
 
-def mixed_files(prefixes: Sequence[str], samples: int, cache: str) -> Work:
+def measure_blend(prefixes: Sequence[str], samples: int, cache: str) -> Work:
     def work(count: int) -> dict[str, float]:
-        before, own = peak_mib(), own_mib()
+        before, anonymous = peak_mib(), anonymous_mib()
         begin, cpu = time.perf_counter(), time.process_time()
         train = dataset(prefixes, samples, cache)
         seconds, cpu = time.perf_counter() - begin, time.process_time() - cpu
-        own = own_mib() - own
+        anonymous = anonymous_mib() - anonymous
         train[0]
         first = time.perf_counter() - begin
         begin, mark = time.perf_counter(), size_of(Path(cache))
         train[1], train[2], train[3]
         touch = (time.perf_counter() - begin) / 3 * 1e3
-        made = (size_of(Path(cache)) - mark) / 3 / 2**20
+        index_mib = (size_of(Path(cache)) - mark) / 3 / 2**20
         return {
             "seconds": seconds,
             "cpu": cpu,
             "first": first,
             "touch": touch,
-            "own": own,
+            "anonymous": anonymous,
             "mib": peak_mib() - before,
-            "index": made,
+            "index": index_mib,
         }
 
     return work
@@ -292,12 +299,12 @@ def dataset(prefixes: Sequence[str], samples: int, cache: str) -> TokenDataset:
 
 
 def sparse_files(folder: Path, files: int, samples: int) -> Iterator[str]:
-    """Prefixes of pairs whose tokens are holes; 20 epochs of all of them give the samples."""
+    """Write sparse pairs of which 20 epochs give `samples`; yield their prefixes."""
     folder.mkdir()
     documents = max(1, round(samples / 20 / files * SEQUENCE / MEAN_TOKENS))
     for number in range(files):
         prefix = folder / f"{number:05}_text_document"
-        lengths = drawn_lengths(documents, number)
+        lengths = random_lengths(documents, number)
         pointers = np.cumsum(lengths, dtype=np.int64)
         with open(f"{prefix}.bin", "wb") as file:
             file.truncate(2 * int(pointers[-1]))
@@ -309,11 +316,11 @@ def sparse_files(folder: Path, files: int, samples: int) -> Iterator[str]:
         yield str(prefix)
 
 
-# --- reading
+# Reading.
 
 
 def reading(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Samples per second in random order: bare arrays, the dataset, and the loader over it."""
+    """Measure samples per second in random order: bare arrays, dataset and data loader."""
     prefix = write_tokens(folder, arguments.read)
     figures: dict[str, Any] = {}
     for cold in (False, True):
@@ -345,30 +352,30 @@ def reading(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 def run_reading(way: Callable[..., float], prefix: str, cold: bool) -> Work:
-    """Reads in a way; from the disk if `cold`, and with the files opened anew."""
-    indexes = None if cold else opened(prefix)
+    """Read samples with `way`; if `cold`, drop the page cache and reopen the files first."""
+    indexes = None if cold else open_indexed(prefix)
 
     def work(count: int) -> float:
         if indexes is None:
             drop_pages(prefix)
-        return way(*(indexes or opened(prefix)), count)
+        return way(*(indexes or open_indexed(prefix)), count)
 
     return work
 
 
-def opened(prefix: str) -> tuple[IndexedDataset, SampleIndexes]:
+def open_indexed(prefix: str) -> tuple[IndexedDataset, SampleIndexes]:
     file = IndexedDataset(prefix)
     return file, build_indexes(file.lengths, np.arange(len(file)), len(file) - 9, SEQUENCE, 1)
 
 
 def drop_pages(prefix: str) -> None:
-    """The token file leaves the page cache, as far as no process has it mapped."""
+    """Drop the token file from the page cache, except pages that a process has mapped."""
     with open(f"{prefix}.bin", "rb") as file:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def bare_loop(file: IndexedDataset, indexes: SampleIndexes, count: int) -> float:
-    """What is needed to copy a sample's tokens together, without a test of anything."""
+    """Baseline: copy the tokens of each sample without any checks."""
     tokens, documents = file.tokens, indexes.documents
     begins, lengths = (file.pointers // 2).tolist(), file.lengths.tolist()
     starts, shuffle = indexes.samples, indexes.shuffle
@@ -413,7 +420,7 @@ def our_loader(file: IndexedDataset, indexes: SampleIndexes, count: int, workers
         dp_size=1,
         num_workers=workers,
     )
-    next(batches)  # starts the worker
+    next(batches)  # starts the worker process
     begin = time.perf_counter()
     for _ in range(count // MICRO_BATCH):
         next(batches)
@@ -427,32 +434,32 @@ def our_worker(file: IndexedDataset, indexes: SampleIndexes, count: int) -> floa
 
 
 def write_tokens(folder: Path, samples: int) -> str:
-    """Prefix of a pair of real random tokens that gives some more samples than are read."""
+    """Write a pair of random tokens with slightly more samples than are read; return its prefix."""
     prefix = folder / "tokens"
-    draw = np.random.RandomState(0)
-    lengths = drawn_lengths(samples + samples // 10 + 1000, 0)
+    rng = np.random.RandomState(0)
+    lengths = random_lengths(samples + samples // 10 + 1000, 0)
     with IndexedWriter(prefix, np.uint16) as writer:
         for part in np.array_split(lengths, max(1, len(lengths) // 10_000)):
-            tokens = draw.randint(0, VOCABULARY - 47, int(part.sum())).astype(np.uint16)
+            tokens = rng.randint(0, VOCABULARY - 47, int(part.sum())).astype(np.uint16)
             writer.add_documents(tokens, part)
     return str(prefix)
 
 
-# --- what they share
+# Shared helpers.
 
 
-def drawn_lengths(documents: int, seed: int) -> Lengths:
-    """Tokens of documents, lognormal as those of the web."""
-    draw = np.random.RandomState(seed).lognormal(np.log(MEAN_TOKENS) - 0.5, 1.0, documents)
-    return np.clip(draw, 1, 1 << 20).astype(np.int32)
+def random_lengths(documents: int, seed: int) -> Lengths:
+    """Draw document lengths in tokens, log-normal like those of web text."""
+    lengths = np.random.RandomState(seed).lognormal(np.log(MEAN_TOKENS) - 0.5, 1.0, documents)
+    return np.clip(lengths, 1, 1 << 20).astype(np.int32)
 
 
 def peak_mib() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
-def own_mib() -> float:
-    """Memory of this process that is no file's, now."""
+def anonymous_mib() -> float:
+    """Return the current anonymous memory of this process."""
     status = Path("/proc/self/status").read_text(encoding="ascii")
     return int(status.partition("RssAnon:")[2].split()[0]) / 1024
 

@@ -1,11 +1,9 @@
-"""What attention within documents costs: each document by itself, against a mask of S x S scores
-and against causal attention over the whole sample.
+"""Speed of intra-document attention: per-document kernels, dense S x S mask, causal attention.
 
     python benchmarks/documents.py --threads 1 --output documents.json
 
-The core of attention alone is timed, forwards and backwards, in this process; the three take turns,
-and a ratio is the median over the rounds of the ratios within a round. The figures and how to read
-them: docs/performance.md.
+Measures the forward and backward pass of the attention core only, in this process. The three
+implementations run in turn; ratios are medians over rounds. Results: docs/performance.md.
 """
 
 from __future__ import annotations
@@ -24,12 +22,12 @@ import torch.nn.functional as F
 from benchmarks.common import this_machine, versions, write_json
 from megatron_ds.model.packed_attention import PerDocumentSDPA, document_lengths
 
-LOOP, MASKED, CAUSAL = "each document", "a mask of S x S", "the whole sample"
+LOOP, MASKED, CAUSAL = "per document", "dense mask", "causal"
 
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """Attention of one layer over a micro-batch."""
+    """Shape of the attention of one layer over a micro-batch."""
 
     samples: int
     sequence: int
@@ -40,17 +38,19 @@ class Shape:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
-    parser.add_argument("--samples", type=int, default=4, help="samples of a micro-batch (4)")
-    parser.add_argument("--sequence", type=int, default=1024, help="tokens of a sample (1024)")
-    parser.add_argument("--heads", type=int, default=12, help="heads (12)")
-    parser.add_argument("--head-dim", type=int, default=64, help="size of a head (64)")
+    parser.add_argument("--samples", type=int, default=4, help="samples per micro-batch (4)")
+    parser.add_argument("--sequence", type=int, default=1024, help="sequence length (1024)")
+    parser.add_argument("--heads", type=int, default=12, help="attention heads (12)")
+    parser.add_argument("--head-dim", type=int, default=64, help="head dimension (64)")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument(
-        "--documents", type=int, nargs="+", default=[20, 200, 1000], help="mean tokens of each"
+        "--documents", type=int, nargs="+", default=[20, 200, 1000], help="mean document lengths"
     )
-    parser.add_argument("--rounds", type=int, default=7, help="measurements of each (7)")
-    parser.add_argument("--threads", type=int, default=None, help="torch's threads (its choice)")
-    parser.add_argument("--output", type=Path, default=None, help="also write JSON here")
+    parser.add_argument("--rounds", type=int, default=7, help="number of rounds (7)")
+    parser.add_argument(
+        "--threads", type=int, default=None, help="torch threads (default: torch's)"
+    )
+    parser.add_argument("--output", type=Path, default=None, help="output file (JSON)")
     options = parser.parse_args()
     if options.threads is not None:
         torch.set_num_threads(options.threads)
@@ -59,10 +59,10 @@ def main() -> int:
     results = {}
     for mean in options.documents:
         seconds = measure(shape, mean, options.rounds)
-        results[mean] = {"seconds": seconds, "times as fast": speedups(seconds)}
+        results[mean] = {"seconds": seconds, "speedups": speedups(seconds)}
         times = ", ".join(f"{name} {min(taken) * 1e3:.1f} ms" for name, taken in seconds.items())
-        ratios = ", ".join(f"{r:.2f} to {name}" for name, r in speedups(seconds).items())
-        print(f"documents of {mean} tokens: {times}; times as fast: {ratios}")
+        ratios = ", ".join(f"{ratio:.2f} over {name}" for name, ratio in speedups(seconds).items())
+        print(f"documents of {mean} tokens: {times}; speedup: {ratios}")
     if options.output is not None:
         result = {
             "machine": dataclasses.asdict(machine),
@@ -76,30 +76,30 @@ def main() -> int:
 
 
 def measure(shape: Shape, mean: int, rounds: int) -> dict[str, list[float]]:
-    """Seconds of each way, round by round, after a round that does not count."""
+    """Return the seconds of each implementation by round, after a warm-up round."""
     generator = torch.Generator().manual_seed(mean)
     ends = torch.rand(shape.samples, shape.sequence, generator=generator) < 1.0 / mean
     numbers = ends.cumsum(1, dtype=torch.int32)
-    ways: dict[str, Callable[..., torch.Tensor]] = {
+    implementations: dict[str, Callable[..., torch.Tensor]] = {
         LOOP: lambda q, k, v: PerDocumentSDPA(document_lengths(numbers)).attend(q, k, v, 0.0),
         MASKED: lambda q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=dense(numbers)),
         CAUSAL: lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True),
     }
-    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    seconds: dict[str, list[float]] = {name: [] for name in implementations}
     for _ in range(rounds + 1):
-        for name, attend in ways.items():
+        for name, attend in implementations.items():
             seconds[name].append(_step(shape, attend))
     return {name: taken[1:] for name, taken in seconds.items()}
 
 
 def dense(numbers: torch.Tensor) -> torch.Tensor:
-    """[B, 1, S, S]: where attention may look, as the forks hand it to their attention."""
+    """Return the boolean attention mask [B, 1, S, S] that the forks pass to attention."""
     same = numbers[:, None, :, None] == numbers[:, None, None, :]
     return same & torch.ones_like(same[0, 0]).tril()
 
 
 def speedups(seconds: dict[str, list[float]]) -> dict[str, float]:
-    """How many times as fast each document by itself is, by what it is held against."""
+    """Return the speedup of per-document attention over each other implementation."""
     return {
         name: statistics.median(b / a for a, b in zip(seconds[LOOP], taken, strict=True))
         for name, taken in seconds.items()

@@ -1,15 +1,16 @@
-"""tools/preprocess_data.py against plain batch encoding with `tokenizers`, as a ratio in one run.
+"""Benchmark of tools/preprocess_data.py against plain batch encoding with `tokenizers`.
 
     python benchmarks/preprocess.py [--rounds 3] [--output preprocess.json]
 
-The floor is the shortest program for the job: read, json.loads, encode_batch on as many threads as
-the tool has workers, write the tokens as raw uint16. All run as whole processes, start-up included,
-in turn; each round gives one ratio (tool seconds / floor seconds, so less is better) and the median
-over the rounds is stated. The input is taken once, 4 times and 16 times, its lines shuffled: once
-is text that no cache has seen, and the difference of the others is the steady state.
+The baseline ("floor") is a minimal program: read, json.loads, encode_batch with as many threads as
+the tool has workers, and write the tokens as raw uint16. Both run in turn as complete processes,
+including start-up. Each round gives a ratio (tool seconds / floor seconds; lower is better); the
+result is the median. The input is repeated 1, 4 and 16 times with shuffled lines: a single copy
+measures text that is in no cache, the difference between 4 and 16 copies the steady state.
 
-The input: OpenWebText and GPT-2's vocabulary from ../shared/data where that folder is, else what
-the flags name, else Python's standard library and a vocabulary trained on it.
+The input is given by flags; by default it is OpenWebText with GPT-2's vocabulary from
+../shared/data if that folder exists, else Python's standard library with a vocabulary trained on
+it.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 COPIES = {"once": 1, "middle": 4, "large": 16}
 FLOOR, TOOL = "floor large", "tool large"
 TARGETS = {"ratio": 0.2, "steady": 60.0}
-"""At most so much of the floor's time; at least so many MB/s."""
+"""Maximum ratio to the floor's time; minimum MB/s in the steady state."""
 FLOOR_CODE = """
 import json, sys
 import numpy as np
@@ -55,7 +56,7 @@ ENCODING = re.compile(r"encoding by (?P<library>\S+) (?P<seconds>[\d.]+) s")
 
 @dataclass(frozen=True)
 class Run:
-    """A whole process and its children. stages: its own line on what the time went to."""
+    """Seconds of a process and its children, and the line of stage times that it printed."""
 
     wall: float
     cpu: float
@@ -64,12 +65,12 @@ class Run:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
-    parser.add_argument("--input", help="jsonl with key text")
+    parser.add_argument("--input", help="JSON lines file with the key text")
     parser.add_argument("--vocab-file", help="vocab.json")
     parser.add_argument("--merge-file", help="merges.txt")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--output", type=Path, help="JSON file for the figures")
+    parser.add_argument("--output", type=Path, help="output file (JSON)")
     args = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as name:
         result = measure(args, Path(name))
@@ -81,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     machine = asdict(this_machine())
-    source, vocab, merges = chosen_input(args, folder)
+    source, vocab, merges = find_input(args, folder)
     lines = source.read_bytes().splitlines(keepends=True)
     for name, copies in COPIES.items():
         write_shuffled(lines, copies, folder / f"{name}.jsonl")
@@ -98,25 +99,33 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "workers": args.workers,
         "text_bytes": {name: text_bytes * copies for name, copies in COPIES.items()},
         "tokens": (folder / "floor.bin").stat().st_size // 2,
-        "rounds": [{name: asdict(run) for name, run in one.items()} for one in rounds],
+        "rounds": [{name: asdict(run) for name, run in runs.items()} for runs in rounds],
         **figures(rounds, text_bytes),
     }
 
 
 def figures(rounds: Sequence[Mapping[str, Run]], text_bytes: int) -> dict[str, Any]:
-    """Medians over the rounds. text_bytes: of the input taken once. The steady state is None where
-    the machine was too busy for the larger input to take longer.
+    """Return medians over the rounds.
+
+    Args:
+        rounds: By round, the run of each command.
+        text_bytes: Size of one copy of the input.
+
+    Returns:
+        The figures. The steady state is None if the larger input was not slower, on a busy machine.
     """
-    seconds = {name: statistics.median(one[name].wall for one in rounds) for name in rounds[0]}
+    seconds = {name: statistics.median(runs[name].wall for runs in rounds) for name in rounds[0]}
     grown = (COPIES["large"] - COPIES["middle"]) * text_bytes / 1e6
     longer = seconds[TOOL] - seconds["tool middle"]
-    stages = [one["tool once"].stages for one in rounds]
-    encoding = [found for line in stages if (found := ENCODING.search(line))]
-    cold = [text_bytes / 1e6 / max(float(found["seconds"]), 0.005) for found in encoding]
+    stages = [runs["tool once"].stages for runs in rounds]
+    encoding = [match for line in stages if (match := ENCODING.search(line))]
+    cold = [text_bytes / 1e6 / max(float(match["seconds"]), 0.005) for match in encoding]
     return {
         "seconds": {name: round(value, 3) for name, value in seconds.items()},
-        "ratio": round(statistics.median(one[TOOL].wall / one[FLOOR].wall for one in rounds), 3),
-        "ratio_cpu": round(statistics.median(one[TOOL].cpu / one[FLOOR].cpu for one in rounds), 3),
+        "ratio": round(statistics.median(runs[TOOL].wall / runs[FLOOR].wall for runs in rounds), 3),
+        "ratio_cpu": round(
+            statistics.median(runs[TOOL].cpu / runs[FLOOR].cpu for runs in rounds), 3
+        ),
         "steady_MB_s": round(grown / longer, 1) if longer > 0 else None,
         "once_MB_s": round(text_bytes / 1e6 / seconds["tool once"], 1),
         "once_encoding_MB_s_per_worker": round(statistics.median(cold), 1),
@@ -126,7 +135,7 @@ def figures(rounds: Sequence[Mapping[str, Run]], text_bytes: int) -> dict[str, A
 
 
 def report(result: Mapping[str, Any]) -> str:
-    """The figures against their targets, as lines for people."""
+    """Format the figures with their targets."""
     sizes = {name: size / 1e6 for name, size in result["text_bytes"].items()}
     lines = [f"{'':16}{'MB of text':>12}{'s':>8}{'MB/s':>8}"]
     for name, seconds in result["seconds"].items():
@@ -138,8 +147,8 @@ def report(result: Mapping[str, Any]) -> str:
             *lines,
             f"ratio {result['ratio']} (CPU time {result['ratio_cpu']}; target at most "
             f"{TARGETS['ratio']}), steady {result['steady_MB_s']} MB/s (target at least "
-            f"{TARGETS['steady']:.0f}); a worker encodes text for the first time at "
-            f"{result['once_encoding_MB_s_per_worker']} MB/s by {result['library']}",
+            f"{TARGETS['steady']:.0f}); each worker encodes new text at "
+            f"{result['once_encoding_MB_s_per_worker']} MB/s with {result['library']}",
             f"{TOOL}, {last}",
             f"{result['machine']['cpu']}, {result['machine']['cores']} cores, load before "
             f"{result['machine']['load']}",
@@ -167,23 +176,23 @@ def all_commands(folder: Path, vocab: str, merges: str, workers: int) -> dict[st
 
 
 def timed(command: list[str]) -> Run:
-    """Wall and CPU seconds of a whole process and its children."""
+    """Run a command; measure wall and CPU seconds of its process and children."""
     before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
-    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    completed = subprocess.run(command, check=True, capture_output=True, text=True)
     wall, after = time.perf_counter() - start, resource.getrusage(resource.RUSAGE_CHILDREN)
     cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    stages = [line for line in done.stdout.splitlines() if line.startswith("time: ")]
+    stages = [line for line in completed.stdout.splitlines() if line.startswith("time: ")]
     return Run(round(wall, 3), round(cpu, 3), "".join(stages))
 
 
 def check_equal(folder: Path) -> None:
-    """A faster program that writes something else proves nothing."""
+    """Check that both programs wrote the same tokens."""
     if (folder / "floor.bin").read_bytes() != (folder / "large_text_document.bin").read_bytes():
         raise ValueError("the floor and the tool wrote different tokens")
 
 
 def write_shuffled(lines: list[bytes], copies: int, path: Path) -> None:
-    """Copies of lines in an order that is the same every time; once, their own."""
+    """Write copies of the lines in a fixed random order; a single copy keeps its order."""
     repeated = lines * copies
     if copies > 1:
         random.Random(0).shuffle(repeated)
@@ -191,11 +200,10 @@ def write_shuffled(lines: list[bytes], copies: int, path: Path) -> None:
         file.writelines(repeated)
 
 
-def chosen_input(args: argparse.Namespace, folder: Path) -> tuple[Path, str, str]:
-    """Text, vocabulary and merges."""
+def find_input(args: argparse.Namespace, folder: Path) -> tuple[Path, str, str]:
+    """Return the paths of text, vocabulary and merges."""
     shared = REPOSITORY.parent / "shared" / "data"
-    beside = shared.is_dir() and not (args.input or args.vocab_file or args.merge_file)
-    if beside:
+    if shared.is_dir() and not (args.input or args.vocab_file or args.merge_file):
         names = ("openwebtext-1000.jsonl", "gpt2-vocab.json", "gpt2-merges.txt")
         text, vocab, merges = (shared / name for name in names)
         return text, str(vocab), str(merges)
@@ -206,7 +214,7 @@ def chosen_input(args: argparse.Namespace, folder: Path) -> tuple[Path, str, str
 
 
 def library_corpus(path: Path) -> Path:
-    """The sources of Python's standard library, a document per file."""
+    """Write the sources of Python's standard library, one document per file."""
     root = Path(sysconfig.get_path("stdlib"))
     files = sorted(f for f in root.rglob("*.py") if "site-packages" not in f.parts)
     with open(path, "w", encoding="utf-8") as out:
@@ -218,16 +226,16 @@ def library_corpus(path: Path) -> Path:
 
 
 def train_tokenizer(corpus: Path, folder: Path) -> tuple[str, str]:
-    """vocab.json and merges.txt of a byte-level BPE of the corpus."""
+    """Train a byte-level BPE; return the paths of vocab.json and merges.txt."""
     from tokenizers import ByteLevelBPETokenizer
 
     with open(corpus, "rb") as lines:
         texts = [json.loads(line)["text"] for _, line in zip(range(2000), lines, strict=False)]
-    trained = ByteLevelBPETokenizer()
-    trained.train_from_iterator(
+    tokenizer = ByteLevelBPETokenizer()
+    tokenizer.train_from_iterator(
         texts, vocab_size=8000, special_tokens=["<|endoftext|>"], show_progress=False
     )
-    trained.save_model(str(folder))
+    tokenizer.save_model(str(folder))
     return str(folder / "vocab.json"), str(folder / "merges.txt")
 
 

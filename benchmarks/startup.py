@@ -1,11 +1,10 @@
-"""How long a run takes to start: --help, an argument error, and the first iteration under
-`deepspeed`, with the parts of it that a run prints.
+"""Start-up time of --help, an argument error and the first iteration under `deepspeed`.
 
     python benchmarks/startup.py [--rounds 3] [--output startup.json]
 
-The model has the size of the demo's, the corpus is synthetic. Wall time: nothing else should run at
-the same time. A first start is not measured; it fills the page cache, builds the C++ ops and the
-index of the data.
+The time to the first iteration is split into the phases that a run prints. The model has the size
+of the demo's, the corpus is synthetic. Times are wall times, so nothing else should run at the same
+time. A warm-up run fills the page cache and builds the C++ ops and the data index.
 """
 
 from __future__ import annotations
@@ -36,34 +35,34 @@ MODEL = (
 """The size of the demo's model."""
 VOCABULARY, DOCUMENTS, LENGTH = 4096, 200, 600
 TARGETS = {"--help": 1.5, "argument error": 3.0, "first iteration": 15.0}
-"""Seconds, on two cores and warm."""
+"""Seconds, with two cores and a warm page cache."""
 LINE = re.compile(r"^start-up \(s\) \|(?P<parts>.*)\| all: (?P<all>[\d.]+) \|", re.MULTILINE)
 PART = re.compile(r" (?P<name>[^|:]+): (?P<seconds>[\d.]+) ")
 
 
 @dataclass(frozen=True)
 class Start:
-    """One start of a run."""
+    """Start-up times of one run."""
 
     seconds: float
     """From the command to the end of the first iteration."""
     parts: dict[str, float]
-    """As the first rank printed them; what the launcher takes comes before."""
+    """Seconds by phase, as printed by the first rank; without the launcher."""
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=3, help="measurements of each")
-    parser.add_argument("--processes", type=int, default=2, help="ranks of the run")
-    parser.add_argument("--output", type=Path, help="JSON file for the figures")
+    parser.add_argument("--rounds", type=int, default=3, help="number of rounds")
+    parser.add_argument("--processes", type=int, default=2, help="processes of the run")
+    parser.add_argument("--output", type=Path, help="output file (JSON)")
     arguments = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as folder:
-        prefix = made_up_corpus(Path(folder))
+        prefix = synthetic_corpus(Path(folder))
         start(prefix, arguments.processes)
         helps, errors, starts = [], [], []
         for _ in range(arguments.rounds):
-            helps.append(seconds_of(["--help"], expected=0))
-            errors.append(seconds_of([*settings(prefix), "--num-layer", "4"], expected=2))
+            helps.append(time_command(["--help"], expected=0))
+            errors.append(time_command([*settings(prefix), "--num-layer", "4"], expected=2))
             starts.append(start(prefix, arguments.processes))
     figures = {
         "--help": statistics.median(helps),
@@ -85,34 +84,34 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def report(figures: dict[str, float], parts: dict[str, float]) -> str:
-    """The figures against their targets, and the parts of the first iteration, largest first."""
+    """Format the figures with their targets, and the phases in descending order."""
     lines = [f"{'':24}{'s':>8}{'target':>8}"]
     lines += [f"{name:24}{value:8.2f}{TARGETS[name]:8.1f}" for name, value in figures.items()]
-    lines += ["", "parts of the first iteration:"]
+    lines += ["", "phases of the first iteration:"]
     ordered = sorted(parts.items(), key=lambda part: -part[1])
     lines += [f"  {name:22}{value:8.2f}" for name, value in ordered]
     return "\n".join(lines)
 
 
 def parts_of(starts: list[Start]) -> dict[str, float]:
-    """Medians; the launcher's is what the first rank's own parts leave over."""
+    """Return the median of each phase, and of the launcher before them."""
     parts = {name: statistics.median(one.parts[name] for one in starts) for name in starts[0].parts}
     launcher = statistics.median(one.seconds - sum(one.parts.values()) for one in starts)
     return {"launcher": launcher, **parts}
 
 
-def made_up_corpus(folder: Path) -> Path:
-    """Prefix of a pair of token files."""
+def synthetic_corpus(folder: Path) -> Path:
+    """Write a pair of random tokens and return its prefix."""
     prefix = folder / "tokens"
-    draw = np.random.default_rng(0)
+    rng = np.random.default_rng(0)
     with IndexedWriter(prefix, np.uint16) as writer:
         for _ in range(DOCUMENTS):
-            writer.add_document(draw.integers(0, VOCABULARY, LENGTH, dtype=np.uint16))
+            writer.add_document(rng.integers(0, VOCABULARY, LENGTH, dtype=np.uint16))
     return prefix
 
 
 def settings(prefix: Path) -> list[str]:
-    """Two iterations of MODEL."""
+    """Return the flags of a run of two iterations."""
     return [
         *MODEL,
         *("--micro-batch-size", "4", "--global-batch-size", "8", "--train-iters", "2"),
@@ -122,23 +121,31 @@ def settings(prefix: Path) -> list[str]:
     ]
 
 
-def seconds_of(words: list[str], *, expected: int) -> float:
-    """Of a command that answers without a run. Raises RuntimeError if it ends otherwise."""
+def time_command(arguments: list[str], *, expected: int) -> float:
+    """Return the seconds of a command that exits without training.
+
+    Raises:
+        RuntimeError: If the exit status is not `expected`.
+    """
     begin = time.perf_counter()
     done = subprocess.run(
-        [sys.executable, "pretrain_gpt.py", *words],
+        [sys.executable, "pretrain_gpt.py", *arguments],
         cwd=HERE,
         capture_output=True,
         text=True,
         check=False,
     )
     if done.returncode != expected:
-        raise RuntimeError(f"{words} ended with {done.returncode}:\n{done.stderr}")
+        raise RuntimeError(f"{arguments} exited with {done.returncode}:\n{done.stderr}")
     return time.perf_counter() - begin
 
 
 def start(prefix: Path, processes: int) -> Start:
-    """Starts a run under `deepspeed` and waits for its end; notes when its first step was done."""
+    """Run under `deepspeed` to the end, and measure the time to the first iteration.
+
+    Raises:
+        RuntimeError: If the run fails.
+    """
     launcher = Path(sys.executable).parent / "deepspeed"
     command = [str(launcher), "--num_gpus", str(processes), "--master_port", str(free_port())]
     output = []
@@ -163,11 +170,11 @@ def start(prefix: Path, processes: int) -> Start:
 
 
 def printed_parts(output: str) -> dict[str, float]:
-    """The seconds in a run's start-up line; empty without one."""
-    found = LINE.search(output)
-    if found is None:
+    """Parse the seconds by phase from the start-up line of a run; empty if there is none."""
+    match = LINE.search(output)
+    if match is None:
         return {}
-    return {part["name"]: float(part["seconds"]) for part in PART.finditer(found["parts"])}
+    return {part["name"]: float(part["seconds"]) for part in PART.finditer(match["parts"])}
 
 
 def free_port() -> int:

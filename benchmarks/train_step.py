@@ -1,10 +1,10 @@
 #!/usr/bin/env python
-"""Time of a training step against transformers' GPT-2, plain and under DeepSpeed, in one run.
+"""Training step time compared with transformers' GPT-2, with and without DeepSpeed.
 
-Each contender trains the same model (6 layers, hidden 256, 8 heads, tied) on the same tokens in a
-process of its own; the processes work in turn, round after round, and the ratios are medians over
-the rounds. The machine's matrix product rate is measured in the same rounds, so that the model
-FLOPs utilisation can be stated.
+Each contender trains the same model (6 layers, hidden size 256, 8 heads, tied embeddings) on the
+same tokens in its own process. The processes run in turn; ratios are medians over rounds. The
+matrix multiplication rate of the machine is measured in the same rounds, to compute the model FLOPs
+utilization (MFU).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ OURS, COMPILED, PLAIN, PLAIN_COMPILED, DEEPSPEED, MATMUL = (
     "transformers",
     "transformers, torch.compile",
     "transformers, DeepSpeed ZeRO-1",
-    "matrix product",
+    "matmul",
 )
 MATRIX = 2048
 LR, BETAS, WEIGHT_DECAY, CLIP = 1e-4, (0.9, 0.95), 0.1, 1.0
@@ -60,7 +60,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Setting:
-    """What every contender of a table is told."""
+    """Settings of all contenders of a table."""
 
     shape: Shape
     dtype: str
@@ -69,23 +69,23 @@ class Setting:
 
 @dataclass(frozen=True)
 class Report:
-    """One round of a contender."""
+    """Measurements of a contender in one round."""
 
     seconds: list[float]
     cpu_seconds: list[float]
-    """Of the process, all threads: steadier than the wall clock on a busy machine."""
+    """CPU time of all threads, which varies less than wall time on a busy machine."""
     loss: float | None
     peak_mib: float
 
 
 @dataclass(frozen=True)
 class Target:
-    """A bound on the ratio of two contenders' step times."""
+    """Upper bound of the ratio of two contenders' step times."""
 
     dtype: str
     ours: str
     peers: tuple[str, ...]
-    """The fastest of them counts."""
+    """Compared with the fastest of them."""
     bound: float
 
 
@@ -123,7 +123,7 @@ def main(argv: list[str] | None = None) -> int:
         show(table, result)
     if options.output is not None:
         write_json(options.output, result)
-        print(f"The same as JSON: {options.output}")
+        print(f"wrote {options.output}")
     return 0
 
 
@@ -133,17 +133,17 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
-    add("--rounds", type=_positive, default=5, help="times that each contender is asked")
+    add("--rounds", type=_positive, default=5, help="number of rounds")
     add("--steps", type=_positive, default=3, help="training steps per contender and round")
     add("--dtype", nargs="+", choices=("fp32", "bf16"), default=["fp32", "bf16"])
-    add("--threads", type=_positive, default=2, help="threads of each contender")
+    add("--threads", type=_positive, default=2, help="threads per contender")
     add(
         "--compile",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="also measure both models compiled (about two minutes of compilation per type)",
+        help="also measure both models with torch.compile (about two minutes per dtype)",
     )
-    add("--output", type=Path, help="JSON file for all figures")
+    add("--output", type=Path, help="output file (JSON)")
     return parser
 
 
@@ -155,7 +155,7 @@ def _positive(text: str) -> int:
 
 
 def contenders(compiled: bool) -> dict[str, Callable[[Setting], Work]]:
-    """What makes each contender's work, by name, in the order of the rounds."""
+    """Return the function that builds each contender's work, in the order of a round."""
     eager: dict[str, Callable[[Setting], Work]] = {
         OURS: functools.partial(build_ours, compiled=False),
         PLAIN: functools.partial(build_transformers, compiled=False),
@@ -177,7 +177,7 @@ def measure(
     steps: int,
     matrix: int = MATRIX,
 ) -> dict[str, Any]:
-    """One number format's table: each contender's figures, the matrix product rate, the ratios."""
+    """Measure the contenders for one dtype: their figures, the matmul rate and the ratios."""
     trainers = [Contender(name, build, setting) for name, build in builders.items()]
     product = Contender(MATMUL, build_matmul, setting, matrix)
     running = [*trainers, product]
@@ -205,7 +205,15 @@ def measure(
 def summary(
     name: str, reports: Sequence[Report], *, flops: int, tokens: int, rate: float
 ) -> dict[str, Any]:
-    """A contender's figures. flops, tokens: of a step. rate: of the machine, FLOP/s."""
+    """Return the figures of a contender.
+
+    Args:
+        name: Name of the contender.
+        reports: Its reports by round.
+        flops: Model FLOPs per step.
+        tokens: Tokens per step.
+        rate: Matmul rate of the machine in FLOP/s.
+    """
     seconds = statistics.median(flatten(report.seconds for report in reports))
     return {
         "name": name,
@@ -221,7 +229,7 @@ def summary(
 
 
 def ratios(dtype: str, reports: dict[str, list[Report]]) -> list[dict[str, Any]]:
-    """Each of our step times over each peer's; the targets that this table can judge."""
+    """Return the ratios of our step times to each peer's, with the targets that apply."""
     wall = {name: [report.seconds for report in kept] for name, kept in reports.items()}
     cpu = {name: [report.cpu_seconds for report in kept] for name, kept in reports.items()}
     found: list[dict[str, Any]] = []
@@ -256,21 +264,19 @@ def flatten(lists: Iterator[list[float]]) -> list[float]:
 
 
 def flops_per_step(shape: Shape) -> int:
-    """Forward and backward, as the training log counts them."""
+    """Return the model FLOPs of forward and backward, as in the training log."""
     from megatron_ds.model.flops import model_flops_per_sample
 
     return shape.micro_batch * model_flops_per_sample(_model_config(shape), shape.vocab)
 
 
 def show(table: dict[str, Any], result: dict[str, Any]) -> None:
-    """The table on the terminal."""
+    """Print the table."""
     from rich.console import Console
     from rich.table import Table
 
     threads = result["settings"]["threads"]
-    title = (
-        f"{table['dtype']}, {threads} threads, matrix product {table['matmul_gflops']:.0f} GFLOP/s"
-    )
+    title = f"{table['dtype']}, {threads} threads, matmul {table['matmul_gflops']:.0f} GFLOP/s"
     figures = Table(title=title)
     for column in ("contender", "s/step", "CPU s/step", "tokens/s", "GFLOP/s", "MFU", "peak MiB"):
         figures.add_column(column, justify="left" if column == "contender" else "right")
@@ -284,7 +290,7 @@ def show(table: dict[str, Any], result: dict[str, Any]) -> None:
             f"{row['mfu']:.0%}",
             f"{row['peak_mib']:.0f}",
         )
-    pairs = Table(title="step time, ratio of ours to the peer's (paired rounds)")
+    pairs = Table(title="step time ratio, ours / peer (paired rounds)")
     for column in ("ours", "peer", "wall", "CPU", "target"):
         pairs.add_column(column, justify="right" if column in ("wall", "CPU", "target") else "left")
     for pair in table["ratios"]:
@@ -299,16 +305,21 @@ def show(table: dict[str, Any], result: dict[str, Any]) -> None:
 
 
 class Training:
-    """A contender's work: training steps on tokens that are the same for every contender."""
+    """Work of a contender: training steps on the same tokens for every contender."""
 
     def __init__(self, shape: Shape, step: Callable[[Any, Any], float]) -> None:
-        """step: takes token ids and labels [B, S], trains, gives the loss."""
+        """Create the work.
+
+        Args:
+            shape: Shape of the model and the micro-batch.
+            step: Trains on token ids and labels [B, S] and returns the loss.
+        """
         self._shape = shape
         self._step = step
-        self._done = 0
+        self._num_steps = 0
 
     def __call__(self, count: int) -> Report:
-        """`count` steps that count, after one that does not: a process that has waited is slow."""
+        """Measure `count` steps after a warm-up step, since an idle process starts slowly."""
         seconds, cpu_seconds, loss = [], [], float("nan")
         for _ in range(count + 1):
             tokens, labels = self._next_batch()
@@ -321,15 +332,15 @@ class Training:
     def _next_batch(self) -> tuple[Any, Any]:
         import torch
 
-        generator = torch.Generator().manual_seed(self._done)
-        self._done += 1
+        generator = torch.Generator().manual_seed(self._num_steps)
+        self._num_steps += 1
         shape = (self._shape.micro_batch, self._shape.sequence + 1)
         ids = torch.randint(self._shape.vocab, shape, generator=generator)
         return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
 
 
 def build_ours(setting: Setting, *, compiled: bool) -> Work:
-    """Our engine: ZeRO-1 of one process."""
+    """Build our engine with ZeRO-1 on one process."""
     device = _start(setting.threads)
     from megatron_ds.data.micro_batches import Batch
     from megatron_ds.engine.build import build_engine
@@ -357,7 +368,7 @@ def build_ours(setting: Setting, *, compiled: bool) -> Work:
 
 
 def build_transformers(setting: Setting, *, compiled: bool) -> Work:
-    """transformers' GPT-2 with torch's AdamW; bf16 is torch.autocast, weights stay in fp32."""
+    """Build transformers' GPT-2 with torch's AdamW; bf16 uses torch.autocast with fp32 weights."""
     device = _start_peer(setting.threads)
     import torch
 
@@ -379,7 +390,7 @@ def build_transformers(setting: Setting, *, compiled: bool) -> Work:
 
 
 def build_deepspeed(setting: Setting) -> Work:
-    """transformers' GPT-2 in a DeepSpeed engine: ZeRO-1, bf16 weights with fp32 master copies."""
+    """Build transformers' GPT-2 in a ZeRO-1 engine; bf16 weights have fp32 master copies."""
     device = _start_peer(setting.threads)
     import deepspeed
 
@@ -409,7 +420,7 @@ def build_deepspeed(setting: Setting) -> Work:
 
 
 def build_matmul(setting: Setting, size: int) -> Work:
-    """Square matrix products, the machine's practical ceiling."""
+    """Build square matrix multiplications, the practical peak of the machine."""
     device = _start(setting.threads)
     import torch
 
@@ -431,7 +442,7 @@ def build_matmul(setting: Setting, size: int) -> Work:
 
 
 def our_config(setting: Setting, *, compiled: bool) -> Any:
-    """The configuration of our contender."""
+    """Return the configuration of our contender."""
     from megatron_ds import config
 
     return config.Config(
@@ -465,7 +476,7 @@ def _model_config(shape: Shape) -> Any:
 
 
 def _start(threads: int) -> Any:
-    """The device, with a process group of one and `threads` threads."""
+    """Set up a process group of one process and the number of threads; return the device."""
     from megatron_ds.config import RuntimeConfig
     from megatron_ds.launch import distributed, environment
 
@@ -479,9 +490,9 @@ def _start(threads: int) -> Any:
 
 
 def _start_peer(threads: int) -> Any:
-    """The same without the large pages that our runtime asks for: peers run as they come.
+    """Set up a peer: like `_start`, without the transparent huge pages that our runtime enables.
 
-    Whoever exports THP_MEM_ALLOC_ENABLE=1 gives them to every contender.
+    Exporting THP_MEM_ALLOC_ENABLE=1 enables them for all contenders.
     """
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "0")
     return _start(threads)
@@ -507,7 +518,7 @@ def _gpt2(shape: Shape) -> Any:
 
 
 def _gpt2_loss(model: Any, tokens: Any, labels: Any) -> Any:
-    """The loss over all positions, as ours: `labels` of transformers would drop the last one."""
+    """Compute the loss over all positions, as ours does; `labels` alone would drop the last one."""
     return model(input_ids=tokens, labels=tokens, shift_labels=labels).loss
 
 

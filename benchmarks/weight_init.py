@@ -1,9 +1,9 @@
-"""Speed of drawing initial weights: numbers per second, by the number of threads.
+"""Speed of weight initialization: numbers per second, by number of threads.
 
     python benchmarks/weight_init.py --threads 1 2 --output weight_init.json
 
-Each measurement draws one matrix. For comparison, torch.normal fills it from one generator in one
-thread. The rate per CPU second does not depend on other programs.
+Each measurement initializes one matrix. The baseline is torch.normal, with one generator and one
+thread. The rate per CPU second is unaffected by other load on the machine.
 """
 
 from __future__ import annotations
@@ -25,22 +25,24 @@ SEQUENTIAL = "torch.normal"
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
-    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], help="threads (1 2)")
+    parser.add_argument(
+        "--threads", type=int, nargs="+", default=[1, 2], help="numbers of threads (1 2)"
+    )
     parser.add_argument("--rows", type=int, default=8192, help="rows of the matrix (8192)")
-    parser.add_argument("--columns", type=int, default=4096, help="its columns (4096)")
-    parser.add_argument("--rounds", type=int, default=5, help="measurements of each (5)")
-    parser.add_argument("--output", type=Path, default=None, help="also write JSON here")
+    parser.add_argument("--columns", type=int, default=4096, help="columns of the matrix (4096)")
+    parser.add_argument("--rounds", type=int, default=5, help="number of rounds (5)")
+    parser.add_argument("--output", type=Path, default=None, help="output file (JSON)")
     options = parser.parse_args()
     torch.set_num_threads(1)
     machine = this_machine()
     shape = options.rows, options.columns
 
-    def by_threads(threads: int) -> Callable[[], object]:
+    def initializer(threads: int) -> Callable[[], object]:
         init = Initializer(1, threads).normal("weight", 0.02)
         return lambda: init(shape, 0, [range(shape[0])])
 
     draws: dict[str, Callable[[], object]] = {
-        f"{threads} threads": by_threads(threads) for threads in options.threads
+        f"{threads} threads": initializer(threads) for threads in options.threads
     }
     draws[SEQUENTIAL] = lambda: torch.normal(0.0, 0.02, shape)
     taken: dict[str, list[tuple[float, float]]] = {name: [] for name in draws}

@@ -192,9 +192,9 @@ def test_indexes_of_a_blend_of_sparse_files(
     monkeypatch.setattr(build_datasets, "OPENED_AT_START", 0)
     prefixes = list(data.sparse_files(tmp_path / "files", 5, 2000))
     for built in (True, False):
-        found = data.mixed_files(prefixes, 2000, str(tmp_path / "cache"))(1)
+        found = data.measure_blend(prefixes, 2000, str(tmp_path / "cache"))(1)
         assert (found["index"] > 0) == built
-    assert data.mixed_order([0.5, 0.5], 2000, str(tmp_path / "order"))(1)["reading"] > 0
+    assert data.measure_blend_order([0.5, 0.5], 2000, str(tmp_path / "order"))(1)["reading"] > 0
 
 
 @pytest.mark.parametrize("cold", [False, True])
