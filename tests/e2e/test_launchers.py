@@ -1,4 +1,4 @@
-"""Every launcher trains successfully, and the same layout gives the same losses."""
+"""All launchers train; the same layout gives the same losses."""
 
 from __future__ import annotations
 
@@ -35,9 +35,11 @@ def two_ranks(
 def test_two_processes(
     name: str, two_ranks: list[float], launcher: Launcher, base: Settings, tmp_path: Path
 ) -> None:
-    words = [str(free_port()) if word == "PORT" else str(word) for word in LAUNCHERS[name]]
+    arguments = [
+        str(free_port()) if argument == "PORT" else str(argument) for argument in LAUNCHERS[name]
+    ]
     flags = to_flags({**base, **SCHEDULE, "save": tmp_path})
-    output = launcher.command([*words, str(PRETRAIN), *flags]).succeed()
+    output = launcher.command([*arguments, str(PRETRAIN), *flags]).succeed()
     assert "2 processes on cpu" in output
     assert "data parallel 2" in output
     assert losses(tmp_path) == two_ranks
@@ -46,7 +48,7 @@ def test_two_processes(
 def test_one_process_without_a_launcher(
     two_ranks: list[float], launcher: Launcher, base: Settings, tmp_path: Path
 ) -> None:
-    """The same batches on one process give the same losses up to the order of additions."""
+    """One process gives the same losses on the same batches, up to rounding."""
     flags = to_flags({**base, **SCHEDULE, "save": tmp_path})
     output = launcher.command([sys.executable, str(PRETRAIN), *flags]).succeed()
     assert "1 processes on cpu" in output
@@ -54,10 +56,19 @@ def test_one_process_without_a_launcher(
 
 
 def test_slow_first_rank_still_reports_the_problem(launcher: Launcher, base: Settings) -> None:
-    """The launcher kills it as soon as a peer has exited, which found the same problem."""
+    """The launcher kills the slow rank as soon as a peer exits with the same problem."""
     delayed = 'if [ "$LOCAL_RANK" = 0 ]; then sleep 1; fi; exec "$@"'
-    words = [str(PROGRAMS / "torchrun"), "--nproc_per_node", "2", "--no-python"]
-    command = [*words, "--master_port", str(free_port()), "sh", "-c", delayed, "sh", sys.executable]
+    arguments = [str(PROGRAMS / "torchrun"), "--nproc_per_node", "2", "--no-python"]
+    command = [
+        *arguments,
+        "--master_port",
+        str(free_port()),
+        "sh",
+        "-c",
+        delayed,
+        "sh",
+        sys.executable,
+    ]
     flags = to_flags({**base, "hidden_size": 33, "train_iters": 3})
     result = launcher.command([*command, str(PRETRAIN), *flags]).wait()
     assert result.output.count("pretrain_gpt.py: 1 problem with the settings") == 1, result.output

@@ -106,7 +106,7 @@ def test_batch_size_threshold_is_rounded_down_to_samples() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "expected"),
+    ("arguments", "expected"),
     [
         (("0:768 250B:1536 500b:3072",), ((0, 768), (250 * 10**9, 1536), (500 * 10**9, 3072))),
         (("0:768", "250B:1536"), ((0, 768), (250 * 10**9, 1536))),
@@ -114,9 +114,9 @@ def test_batch_size_threshold_is_rounded_down_to_samples() -> None:
     ],
 )
 def test_batch_size_schedule_is_parsed_with_suffixes(
-    words: tuple[str, ...], expected: tuple[tuple[int, int], ...]
+    arguments: tuple[str, ...], expected: tuple[tuple[int, int], ...]
 ) -> None:
-    config = config_with(train_samples=10**9, step_batch_size_schedule=words)
+    config = config_with(train_samples=10**9, step_batch_size_schedule=arguments)
     assert config.schedule.batch_size_steps == expected
     assert problems(config) == []
 

@@ -1,4 +1,4 @@
-"""Decontamination: what of a task is looked for, and what is left of a document that has it."""
+"""Decontamination: matching of task texts, and the remaining fragments of a document."""
 
 from __future__ import annotations
 
@@ -28,26 +28,26 @@ def stage(folder: Path, *values: Any, **options: Any) -> Decontaminate:
     return Decontaminate(TaskOptions(eval_task_files=(task_file(folder, *values),), **small))
 
 
-def cut(stage: Decontaminate, text: str) -> list[str]:
+def fragments(stage: Decontaminate, text: str) -> list[str]:
     outcome = stage(Document(text, None))
     assert isinstance(outcome, SplitInto)
     return outcome.texts
 
 
-def test_a_match_goes_with_the_sentences_that_it_is_in(tmp_path: Path) -> None:
+def test_sentences_with_a_match_are_removed(tmp_path: Path) -> None:
     decontaminate = stage(tmp_path, {"question": QUESTION})
     text = f"First one. Second, then: {QUESTION.upper()} Third. Fourth."
-    assert cut(decontaminate, text) == ["First one.", "Third. Fourth."]
+    assert fragments(decontaminate, text) == ["First one.", "Third. Fourth."]
     assert decontaminate(Document("First one. Second, then. Third.", None)) is None
 
 
-def test_case_and_punctuation_do_not_hide_a_match(tmp_path: Path) -> None:
+def test_case_and_punctuation_are_ignored(tmp_path: Path) -> None:
     decontaminate = stage(tmp_path, QUESTION)
     text = "A. " + QUESTION.upper().replace(" ", " -- ") + " B! C."
-    assert cut(decontaminate, text) == ["A.", "B! C."]
+    assert fragments(decontaminate, text) == ["A.", "B! C."]
 
 
-def test_thirteen_words_match_and_twelve_do_not(tmp_path: Path) -> None:
+def test_match_requires_thirteen_words(tmp_path: Path) -> None:
     decontaminate = stage(tmp_path, QUESTION)
     words = QUESTION.split()
     assert decontaminate(Document(" ".join(words[:12]), None)) is None
@@ -55,21 +55,23 @@ def test_thirteen_words_match_and_twelve_do_not(tmp_path: Path) -> None:
     assert decontaminate(Document(" ".join(words[2:]), None)) == Dropped("task text")
 
 
-def test_a_short_task_counts_as_a_whole(tmp_path: Path) -> None:
+def test_short_task_matches_only_in_full(tmp_path: Path) -> None:
     decontaminate = stage(tmp_path, SHORT, "Too short to count as a task")
     assert len(decontaminate) == 1
-    assert cut(decontaminate, f"A. {SHORT}. B.") == ["A.", "B."]
+    assert fragments(decontaminate, f"A. {SHORT}. B.") == ["A.", "B."]
     assert decontaminate(Document("A. The quick brown fox jumps over lazy. B.", None)) is None
     assert decontaminate(Document("Too short to count as a task.", None)) is None
 
 
-def test_margins_pieces_and_dropping(tmp_path: Path) -> None:
+def test_margins_fragments_and_dropping(tmp_path: Path) -> None:
     text = "Far before. Near. " + QUESTION + " Near. Far after."
-    assert cut(stage(tmp_path, QUESTION, contamination_margin_chars=4), text) == [
+    assert fragments(stage(tmp_path, QUESTION, contamination_margin_chars=4), text) == [
         "Far before.",
         "Far after.",
     ]
-    assert cut(stage(tmp_path, QUESTION, min_fragment_chars=17), text) == ["Far before. Near."]
+    assert fragments(stage(tmp_path, QUESTION, min_fragment_chars=17), text) == [
+        "Far before. Near."
+    ]
     assert stage(tmp_path, QUESTION, min_fragment_chars=100)(Document(text, None)) == Dropped(
         "task text"
     )
@@ -77,13 +79,13 @@ def test_margins_pieces_and_dropping(tmp_path: Path) -> None:
         "task text"
     )
     many = "A. " + f"{QUESTION} B. " * 3
-    assert len(cut(stage(tmp_path, QUESTION, max_fragments=4), many)) == 4
+    assert len(fragments(stage(tmp_path, QUESTION, max_fragments=4), many)) == 4
     outcome = stage(tmp_path, QUESTION, max_fragments=3)(Document(many, None))
     assert outcome == Dropped("task text in too many places")
 
 
-def test_nothing_of_any_task_is_left(tmp_path: Path, shared_data: Path) -> None:
-    """Over real text: the pieces of every contaminated document are clean."""
+def test_fragments_of_real_text_are_clean(tmp_path: Path, shared_data: Path) -> None:
+    """The fragments of all contaminated documents contain no task text."""
     lines = (shared_data / "openwebtext-1000.jsonl").read_text().splitlines()[:40]
     texts = [json.loads(line)["text"] for line in lines]
     tasks = [" ".join(text.split()[40:60]) for text in texts[:20]]
@@ -91,12 +93,12 @@ def test_nothing_of_any_task_is_left(tmp_path: Path, shared_data: Path) -> None:
     for number, text in enumerate(texts):
         outcome = decontaminate(Document(text, None))
         assert (outcome is not None) == (number < 20)
-        for piece in outcome.texts if isinstance(outcome, SplitInto) else []:
-            assert piece in text
-            assert decontaminate(Document(piece, None)) is None
+        for fragment in outcome.texts if isinstance(outcome, SplitInto) else []:
+            assert fragment in text
+            assert decontaminate(Document(fragment, None)) is None
 
 
-def test_texts_at_any_depth_or_of_the_keys(tmp_path: Path) -> None:
+def test_task_texts_are_all_strings_or_selected_keys(tmp_path: Path) -> None:
     value = {"id": 1, "inner": {"a": [SHORT]}, "question": QUESTION}
     assert len(stage(tmp_path, value)) == 1 + len(QUESTION.split()) - 12
     assert len(stage(tmp_path, value, eval_task_keys=("question",))) == len(QUESTION.split()) - 12
@@ -120,6 +122,6 @@ def test_rejected_task_lines_are_reported_together(tmp_path: Path) -> None:
     ]
 
 
-def test_tasks_that_are_all_too_short_are_an_error(tmp_path: Path) -> None:
+def test_only_too_short_tasks_are_rejected(tmp_path: Path) -> None:
     with raises_problem("no-task-texts", "eval_task_files", "min_ngram_size"):
         stage(tmp_path, "a b c")

@@ -1,4 +1,4 @@
-"""The whole cleaning, in one process: fields, order, counts, kinds of input, kills."""
+"""The cleaning pipeline in one process: fields, order, counts, formats, interruptions."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def output(source: Path) -> list[dict[str, Any]]:
     return lines_of(source.parent / "out.jsonl")
 
 
-def test_all_fields_stay_and_only_changed_lines_are_written_anew(tmp_path: Path) -> None:
+def test_fields_are_kept_and_unchanged_lines_are_copied(tmp_path: Path) -> None:
     source = tmp_path / "in.jsonl"
     same = b'{"id":1.50, "text":"\\u0061bc" ,"x": {"y": null}}'
     source.write_bytes(
@@ -53,7 +53,7 @@ def test_all_fields_stay_and_only_changed_lines_are_written_anew(tmp_path: Path)
     assert lines == [same, '{"text": "schön", "n": [1, 2]}'.encode()]
 
 
-def test_nested_keys_and_other_fields_that_are_no_text(tmp_path: Path) -> None:
+def test_nested_keys_and_non_text_fields(tmp_path: Path) -> None:
     source = write(
         tmp_path / "in.jsonl",
         {"meta": {"text": "schÃ¶n", "n": 1}, "title": "\ud800", "url": "https://a.org"},
@@ -66,8 +66,8 @@ def test_nested_keys_and_other_fields_that_are_no_text(tmp_path: Path) -> None:
     ]
 
 
-def test_stages_run_in_their_order_and_count(tmp_path: Path) -> None:
-    pad = "Some words stand here. "
+def test_stages_run_in_order_and_are_counted(tmp_path: Path) -> None:
+    pad = "Some words are here. "
     source = write(
         tmp_path / "in.jsonl",
         {"text": "a first text"},
@@ -115,12 +115,12 @@ def test_stages_run_in_their_order_and_count(tmp_path: Path) -> None:
     }
     (bad,) = lines_of(tmp_path / "out.jsonl.quarantine")
     assert (bad["line"], bad["reason"]) == (7, "missing key")
-    # Cut first, and the pieces are each other's duplicates.
+    # Decontamination runs first; its fragments are duplicates of each other.
     clean(replace(chosen, stages=("length", "decontaminate", "exact")))
     assert [line["text"] for line in output(source)] == ["a first text", pad.strip()]
 
 
-def test_addresses_may_be_missing(tmp_path: Path) -> None:
+def test_documents_without_urls_are_counted(tmp_path: Path) -> None:
     source = write(
         tmp_path / "in.jsonl",
         {"text": "abc", "url": "https://a.org/x.pdf"},
@@ -134,7 +134,7 @@ def test_addresses_may_be_missing(tmp_path: Path) -> None:
     assert counts.stages["url"].dropped == {"unwanted kind of file": 1}
 
 
-def test_the_output_is_the_same_for_any_number_of_workers(tmp_path: Path) -> None:
+def test_output_is_independent_of_workers(tmp_path: Path) -> None:
     written = []
     for workers in (1, 3):
         corpus(tmp_path)
@@ -153,7 +153,7 @@ def test_the_output_is_the_same_for_any_number_of_workers(tmp_path: Path) -> Non
     assert Counts.from_json(json.loads(written[0]["report.json"])) == counts
 
 
-def test_kinds_of_input_and_output(tmp_path: Path) -> None:
+def test_input_and_output_formats(tmp_path: Path) -> None:
     import pyarrow
     from pyarrow import parquet
 
@@ -192,7 +192,7 @@ def test_resume_rejects_changed_inputs_and_settings(tmp_path: Path) -> None:
     assert files(tmp_path) == wanted
 
 
-def test_a_full_disk_is_gone_on_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_resumes_after_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     corpus(tmp_path)
     clean(everything(tmp_path))
     wanted = files(tmp_path)
@@ -223,7 +223,7 @@ def test_empty_result_is_an_error_with_the_reasons(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == ["in.jsonl", "out.jsonl"]
 
 
-def test_all_problems_are_named_at_once(tmp_path: Path) -> None:
+def test_all_problems_are_reported_at_once(tmp_path: Path) -> None:
     source = write(tmp_path / "in.jsonl", {"text": "abc"})
     wrong = options(
         source,
@@ -273,7 +273,7 @@ def test_all_problems_are_named_at_once(tmp_path: Path) -> None:
         ({"dropped_output": "more/d.jsonl"}, "cleaning-output-in-input", "more/d.jsonl"),
     ],
 )
-def test_nothing_is_written_over_what_is_read_or_written(
+def test_outputs_must_not_overlap_inputs_or_each_other(
     tmp_path: Path, chosen: dict[str, str], code: str, path: str
 ) -> None:
     (tmp_path / "more").mkdir()
@@ -294,7 +294,7 @@ def test_nothing_is_written_over_what_is_read_or_written(
     assert files_below(tmp_path) == before
 
 
-def test_missing_packages_are_named_with_what_brings_them(
+def test_missing_packages_are_reported_with_a_remedy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module in ("ftfy", "py3langid", "py3langid.langid", "rensa"):

@@ -1,4 +1,4 @@
-"""Stages that depend on one document: changes, drops and errors of their settings."""
+"""Stages that process single documents: changes, drops and invalid settings."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ GERMAN = "Der Ausschuss tritt am Donnerstag zusammen, um über die neue Brücke 
 
 @pytest.fixture(autouse=True)
 def one_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The model is loaded once for all tests."""
+    """Load the model once for all tests."""
     monkeypatch.setattr(language_filter, "_identifier", model)
 
 
@@ -85,7 +85,7 @@ def test_documents_of_other_languages_are_dropped() -> None:
     assert english(document(GERMAN * 3)) == Dropped("language de")
     assert both(document(GERMAN * 3)) is None
     assert both(document(" 12:30 -- 14:00 ")) == Dropped("no letters")
-    # A long text is sampled in three places.
+    # A long text is sampled at three positions.
     assert english(document(ENGLISH * 10 + GERMAN * 1000 + ENGLISH)) == Dropped("language de")
 
 
@@ -146,14 +146,14 @@ regex:/tag/\\d+
         ("http:///x", "no address"),
     ],
 )
-def test_addresses(tmp_path: Path, url: str, reason: str | None) -> None:
+def test_url_filter(tmp_path: Path, url: str, reason: str | None) -> None:
     path = tmp_path / "list.txt"
     path.write_text(LIST)
     assert UrlFilter([str(path)]).judge(url) == reason
     assert UrlFilter([str(path)])(document("", url)) == (reason and Dropped(reason))
 
 
-def test_documents_without_an_address_are_kept() -> None:
+def test_documents_without_a_url_are_kept() -> None:
     assert UrlFilter([])(document("text")) is None
 
 

@@ -23,13 +23,13 @@ REPOSITORY = Path(__file__).resolve().parents[3]
 END = "<|endoftext|>"
 
 
-def gpt2_files(folder: Path, words: tuple[str, ...] = ("h e", "he l")) -> TokenizerConfig:
+def gpt2_files(folder: Path, merges: tuple[str, ...] = ("h e", "he l")) -> TokenizerConfig:
     vocab = {c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    for word in words:
-        vocab[word.replace(" ", "")] = len(vocab)
+    for merge in merges:
+        vocab[merge.replace(" ", "")] = len(vocab)
     vocab[END] = len(vocab)
     (folder / "vocab.json").write_text(json.dumps(vocab))
-    (folder / "merges.txt").write_text("\n".join(["#version: 0.2", *words, ""]))
+    (folder / "merges.txt").write_text("\n".join(["#version: 0.2", *merges, ""]))
     return TokenizerConfig(vocab_file=f"{folder}/vocab.json", merge_file=f"{folder}/merges.txt")
 
 
@@ -53,9 +53,7 @@ def test_gpt2_ids(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", " hel lo\n\n", "naïve 漢字 🙂\x00", f"a{END}b"])
-def test_gpt2_recovers_texts_and_no_text_forges_an_end_of_document(
-    tmp_path: Path, text: str
-) -> None:
+def test_gpt2_roundtrip_never_encodes_the_end_of_document(tmp_path: Path, text: str) -> None:
     tokenizer = build_tokenizer(gpt2_files(tmp_path))
     ids = tokenizer.encode(text)
     assert (tokenizer.decode(ids), [ids]) == (text, tokenizer.encode_batch([text]))
@@ -69,8 +67,8 @@ def test_gpt2_recovers_texts_and_no_text_forges_an_end_of_document(
 def test_gpt2_pieces_of_a_long_text_keep_its_ids(
     tmp_path_factory: pytest.TempPathFactory, text: str
 ) -> None:
-    words = ("h e", "he l", "Ġ h", "Ġ Ġ", "Ġ he", "Ċ Ċ", "' s")
-    tokenizer = build_tokenizer(gpt2_files(tmp_path_factory.mktemp("gpt2"), words))
+    merges = ("h e", "he l", "Ġ h", "Ġ Ġ", "Ġ he", "Ċ Ċ", "' s")
+    tokenizer = build_tokenizer(gpt2_files(tmp_path_factory.mktemp("gpt2"), merges))
     expected = tokenizer.encode(text)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gpt2, "LONG_TEXT", 3)
@@ -88,7 +86,7 @@ def test_gpt2_published_vocabulary(shared_data: Path) -> None:
     tokenizer = build_tokenizer(TokenizerConfig(vocab_file=files[0], merge_file=files[1]))
     assert tokenizer.encode("Hello world") == [15496, 995]
     assert (tokenizer.vocab_size, tokenizer.eod) == (50257, 50256)
-    # The ids of the original GPT-2 code for these characters.
+    # Ids of the original GPT-2 code for this text.
     assert tokenizer.encode(END) == [27, 91, 437, 1659, 5239, 91, 29]
 
 
@@ -133,7 +131,7 @@ def test_hf_reads_a_file_or_its_folder(tmp_path: Path) -> None:
         assert pickle.loads(pickle.dumps(tokenizer)).encode("b") == [1]
 
 
-def test_hf_takes_the_end_token_from_the_side_file(tmp_path: Path) -> None:
+def test_hf_reads_the_end_token_from_tokenizer_config(tmp_path: Path) -> None:
     path = hf_file(tmp_path, end="the-end")
     with raises_problem("end-token-unknown", "tokenizer_model"):
         hf(path)

@@ -20,7 +20,7 @@ def write_jsonl(path: Path, texts: list[str]) -> Path:
     return path
 
 
-def test_the_corpus_is_real_text_and_the_same_each_time(tmp_path: Path) -> None:
+def test_corpus_is_real_text_and_deterministic(tmp_path: Path) -> None:
     first, second = tmp_path / "1.jsonl", tmp_path / "2.jsonl"
     for path in (first, second):
         assert make_corpus.main(["--output", str(path), "--megabytes", "1"]) == 0
@@ -33,17 +33,17 @@ def test_the_corpus_is_real_text_and_the_same_each_time(tmp_path: Path) -> None:
     assert sum("def " in text for text in texts) > len(texts) / 2
 
 
-def test_the_library_is_read_as_it_declares_its_encoding(tmp_path: Path) -> None:
+def test_sources_are_decoded_by_their_declared_encoding(tmp_path: Path) -> None:
     (tmp_path / "latin.py").write_bytes("# coding: latin-1\n# é\n".encode("latin-1"))
     (tmp_path / "broken.py").write_bytes(b"# coding: no-such-coding\n")
     (tmp_path / "empty.py").write_text("\n")
     (tmp_path / "test").mkdir()
-    (tmp_path / "test" / "left_out.py").write_text("pass\n")
+    (tmp_path / "test" / "excluded.py").write_text("pass\n")
 
     assert list(make_corpus.sources(tmp_path)) == ["# coding: latin-1\n# é\n"]
 
 
-def test_the_tokenizer_is_read_as_gpt2_files(tmp_path: Path) -> None:
+def test_trained_tokenizer_loads_as_gpt2_files(tmp_path: Path) -> None:
     text = "import os\nimport sys\nimport re\n" * 20 + "é€\n"
     corpus = write_jsonl(tmp_path / "corpus.jsonl", [text])
 
@@ -57,7 +57,7 @@ def test_the_tokenizer_is_read_as_gpt2_files(tmp_path: Path) -> None:
     assert len(ids) < len(text.encode()) / 2
 
 
-def test_the_unigram_loss_is_the_one_computed_by_hand(tmp_path: Path) -> None:
+def test_unigram_loss_of_known_tokens(tmp_path: Path) -> None:
     """Training has the tokens 0 0 0 1, validation 0 2, of three: (3+1, 1+1, 0+1) / 7."""
     with IndexedWriter(tmp_path / "d", np.uint16) as writer:
         for tokens in ([0, 0], [0, 1], [0, 2], [2, 2]):
@@ -83,7 +83,7 @@ def metrics(path: Path) -> Path:
     return path
 
 
-def test_the_chart_falls_and_the_picture_is_written(
+def test_loss_is_plotted_to_terminal_and_png(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     curve = metrics(tmp_path / "metrics.jsonl")
@@ -101,7 +101,7 @@ def test_the_chart_falls_and_the_picture_is_written(
     assert sum("o" in row for row in rows) == 1
 
 
-def test_steps_without_a_finite_loss_are_no_points(tmp_path: Path) -> None:
+def test_steps_without_finite_loss_are_not_plotted(tmp_path: Path) -> None:
     curves = plot_loss.read_curves(metrics(tmp_path / "metrics.jsonl"))
 
     assert len(curves.train) == 39
@@ -109,7 +109,7 @@ def test_steps_without_a_finite_loss_are_no_points(tmp_path: Path) -> None:
     assert curves.test == [(40, 4.6)]
 
 
-def test_a_file_without_steps_is_refused(tmp_path: Path) -> None:
+def test_metrics_without_steps_are_rejected(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text("")
 

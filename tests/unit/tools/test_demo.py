@@ -15,7 +15,7 @@ def write_corpus(path: Path, texts: list[str]) -> Path:
     return path
 
 
-def test_only_results_of_a_demo_are_deleted(tmp_path: Path) -> None:
+def test_clear_removes_only_results_of_a_demo(tmp_path: Path) -> None:
     (tmp_path / "loss.png").touch()
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "checkpoints" / "latest").touch()
@@ -27,7 +27,7 @@ def test_only_results_of_a_demo_are_deleted(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {"mine.txt", demo.MARK}
 
 
-def test_a_folder_of_other_results_is_not_touched(tmp_path: Path) -> None:
+def test_clear_rejects_a_folder_of_other_results(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").mkdir()
 
     with raises_problem("demo-folder-not-empty", "output", contains="checkpoints"):
@@ -36,7 +36,7 @@ def test_a_folder_of_other_results_is_not_touched(tmp_path: Path) -> None:
     assert (tmp_path / "checkpoints").is_dir()
 
 
-def test_the_users_text_among_the_results_is_not_deleted(tmp_path: Path) -> None:
+def test_clear_keeps_user_data_in_the_output_folder(tmp_path: Path) -> None:
     text = tmp_path / "corpus.jsonl"
     text.touch()
 
@@ -46,7 +46,7 @@ def test_the_users_text_among_the_results_is_not_deleted(tmp_path: Path) -> None
     assert text.exists()
 
 
-def test_a_missing_text_keeps_earlier_results(tmp_path: Path) -> None:
+def test_missing_data_keeps_earlier_results(tmp_path: Path) -> None:
     (tmp_path / "loss.png").touch()
 
     with raises_problem("demo-data-missing", "data", contains="missing.jsonl"):
@@ -67,21 +67,21 @@ def test_rejects_too_few_documents(tmp_path: Path) -> None:
         demo.split_of(write_corpus(tmp_path / "a.jsonl", ["x"] * 2))
 
 
-def test_prompts_are_the_first_words_of_the_last_documents(tmp_path: Path) -> None:
+def test_prompts_are_prefixes_of_the_last_documents(tmp_path: Path) -> None:
     texts = ["first", "a b c d e f g h i j", "x" * 99, "last\none"]
     corpus = write_corpus(tmp_path / "a.jsonl", texts)
 
     assert demo.prompt_prefixes(corpus) == ["a b c d e f g h", "x" * 48, "last one"]
 
 
-def test_the_prompts_of_40_documents_are_held_out(tmp_path: Path) -> None:
+def test_prompts_are_from_held_out_documents(tmp_path: Path) -> None:
     corpus = write_corpus(tmp_path / "a.jsonl", [str(number) for number in range(40)])
     training = int(demo.split_of(corpus).split(",")[0])
 
     assert all(int(prompt) >= training for prompt in demo.prompt_prefixes(corpus))
 
 
-def test_a_failing_command_is_named(tmp_path: Path) -> None:
+def test_failing_command_is_reported(tmp_path: Path) -> None:
     script = tmp_path / "fails.py"
     script.write_text("raise SystemExit(3)")
 
@@ -93,10 +93,10 @@ def test_a_failing_command_is_named(tmp_path: Path) -> None:
     ("validation", "comparison"),
     [(4.25, "the GPT is 1.75 better"), (6.5, "the GPT is 0.50 WORSE")],
 )
-def test_the_summary_compares_the_last_losses_with_the_unigram_model(
+def test_summary_compares_the_last_losses_with_the_unigram_model(
     tmp_path: Path, validation: float, comparison: str
 ) -> None:
-    """Complete runs of the tests are too short to get below the unigram loss."""
+    """Test runs are too short to get below the unigram loss."""
     (tmp_path / "checkpoints").mkdir()
     records = [
         {"iteration": 1, "validation_loss": 8.0},

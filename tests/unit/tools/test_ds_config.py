@@ -1,4 +1,4 @@
-"""tools/ds_config.py prints what a run would take, and where from."""
+"""tools/ds_config.py prints the configuration of a run and the origin of its values."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def line(tmp_path: Path) -> list[str]:
     return [*FLAGS.split(), "--deepspeed_config", str(path)]
 
 
-def test_the_json_is_the_run_s_and_can_be_given_to_it(
+def test_printed_json_equals_the_configuration_of_a_run(
     line: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ds_config.main(["--world-size", "4", *line])
@@ -46,12 +46,12 @@ def test_the_json_is_the_run_s_and_can_be_given_to_it(
     assert json.loads(capsys.readouterr().out) == printed
 
 
-def test_the_origin_of_each_value_is_told(
+def test_origin_of_each_value_is_printed(
     line: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     ds_config.main(line)
-    told = capsys.readouterr().err
-    rows = dict(text.split("  ", 1) for text in told.splitlines() if not text.startswith("WARN"))
+    printed = capsys.readouterr().err
+    rows = dict(text.split("  ", 1) for text in printed.splitlines() if not text.startswith("WARN"))
     rows = {key: source.strip().replace(line[-1], "ds.json") for key, source in rows.items()}
     assert rows == {
         "gradient_clipping": "gradient_clipping of ds.json:2",
@@ -64,14 +64,14 @@ def test_the_origin_of_each_value_is_told(
         "zero_optimization.stage": "zero_optimization.stage of ds.json:4",
         "zero_optimization.sub_group_size": "zero_optimization.sub_group_size of ds.json:6",
     }
-    assert "[ds-old-key]" in told
-    assert "[ds-scheduler-translated]" in told
+    assert "[ds-old-key]" in printed
+    assert "[ds-scheduler-translated]" in printed
 
 
-def test_wrong_settings_end_with_every_problem(
+def test_all_contradictions_are_reported(
     line: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as exit_info:
         ds_config.main([*line, "--zero-stage", "1", "--clip-grad", "2"])
-    assert ended.value.code == 2
+    assert exit_info.value.code == 2
     assert capsys.readouterr().err.count("[ds-key-contradicts-flag]") == 2

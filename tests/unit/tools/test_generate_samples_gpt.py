@@ -22,11 +22,11 @@ REPOSITORY = Path(__file__).resolve().parents[3]
 
 
 class Words:
-    """A tokenizer of words; id 9 ends a document."""
+    """Tokenizer with one id per word; id 9 is the end-of-document token."""
 
     vocab_size = 10
     eod = 9
-    fingerprint = "words"
+    fingerprint = "arguments"
 
     def encode(self, text: str) -> list[int]:
         if "?" in text:
@@ -40,19 +40,19 @@ class Words:
         return "é" + " ".join("x" * number for number in ids)
 
 
-def parse(*words: object) -> tool.Options:
-    return cli.parse(tool.Options, [str(word) for word in words])
+def parse(*arguments: object) -> tool.Options:
+    return cli.parse(tool.Options, [str(argument) for argument in arguments])
 
 
-def codes_of(capsys: pytest.CaptureFixture[str], *words: object) -> list[str]:
-    """The codes of the problems of a line, which ends with status 2."""
+def codes_of(capsys: pytest.CaptureFixture[str], *arguments: object) -> list[str]:
+    """Return the codes of the problems of a command line, which exits with status 2."""
     with pytest.raises(SystemExit) as end:
-        parse(*words)
+        parse(*arguments)
     assert end.value.code == 2
     return printed_codes(capsys.readouterr().err)
 
 
-def test_dashes_and_underscores_are_the_same(tmp_path: Path) -> None:
+def test_dashes_and_underscores_are_equivalent(tmp_path: Path) -> None:
     dashes = parse("--load", tmp_path, "--top-k", 5, "--top-p", 0.5, "--out-seq-length", 7)
     lines = parse("--load", tmp_path, "--top_k", 5, "--top_p", 0.5, "--tokens_to_generate", 7)
 
@@ -72,7 +72,7 @@ def test_defaults_are_those_of_the_forks(tmp_path: Path) -> None:
     assert not parse("--load", tmp_path, "--recompute").kv_cache
 
 
-def test_without_a_length_the_training_sequence_is_the_limit(tmp_path: Path) -> None:
+def test_default_length_is_limited_by_the_training_sequence(tmp_path: Path) -> None:
     model = ModelConfig(seq_length=64)
     assert parse("--load", tmp_path).max_length(model) == 64
     assert parse("--load", tmp_path, "--out-seq-length", 900).max_length(model) is None
@@ -84,7 +84,7 @@ def test_prompts_are_repeatable(tmp_path: Path) -> None:
     assert not options.is_interactive
 
 
-def test_flags_of_the_training_are_separated_from_own_ones(
+def test_training_flags_are_separated_from_tool_flags(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = parse(
@@ -100,9 +100,9 @@ def test_flags_of_the_training_are_separated_from_own_ones(
     assert printed_codes(capsys.readouterr().err) == ["ignored-flag"]
 
 
-def test_other_ranks_wait_indefinitely_for_a_person(tmp_path: Path) -> None:
-    def minutes(*words: object, endless: bool) -> float:
-        options = parse("--load", tmp_path, *words)
+def test_peer_ranks_wait_indefinitely_for_typed_prompts(tmp_path: Path) -> None:
+    def minutes(*arguments: object, endless: bool) -> float:
+        options = parse("--load", tmp_path, *arguments)
         return options.runtime_config(endless=endless).distributed_timeout_minutes
 
     assert minutes(endless=True) > 60 * 24
@@ -113,7 +113,7 @@ def test_other_ranks_wait_indefinitely_for_a_person(tmp_path: Path) -> None:
 def test_all_problems_are_reported_at_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found = codes_of(
+    result = codes_of(
         capsys,
         *("--load", tmp_path / "no", "--prompt", "a", "--num-samples", -1, "--temperature", 0),
         *("--tensor-model-parallel-size", 3, "--bf16", "--fp16", "--top-k", -1),
@@ -121,7 +121,7 @@ def test_all_problems_are_reported_at_once(
         *("--sample-output-file", tmp_path / "no" / "y", "--unheard-of", 3),
     )
 
-    assert Counter(found) == {
+    assert Counter(result) == {
         "unknown-flag": 1,
         "out-of-range": 5,
         "load-folder-missing": 1,
@@ -134,7 +134,7 @@ def test_all_problems_are_reported_at_once(
 
 
 @pytest.mark.parametrize(
-    ("words", "code"),
+    ("arguments", "code"),
     [
         ((), "required"),
         (("--load", ".", "--genfile", "x"), "genfile-without-samples"),
@@ -144,10 +144,10 @@ def test_all_problems_are_reported_at_once(
         (("--load", ".", "--activation", "soft"), "invalid-choice"),
     ],
 )
-def test_a_problem_is_reported(
-    words: tuple[str, ...], code: str, capsys: pytest.CaptureFixture[str]
+def test_invalid_options_are_reported(
+    arguments: tuple[str, ...], code: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert codes_of(capsys, *words) == [code]
+    assert codes_of(capsys, *arguments) == [code]
 
 
 MODEL = ModelConfig(
@@ -172,7 +172,7 @@ def test_model_flags_may_repeat_the_checkpoint(given: dict[str, Any]) -> None:
     assert list(model_conflicts(given, MODEL, null_tokenizer=True)) == []
 
 
-def test_model_flags_that_differ_are_named_with_both_values() -> None:
+def test_different_model_flags_are_reported_with_both_values() -> None:
     given = {"hidden_size": 64, "max_position_embeddings": 32, "vocab_size": 91}
 
     problems = list(model_conflicts(given, MODEL, null_tokenizer=True))
@@ -187,25 +187,27 @@ def batches(options: tool.Options, problems: Any = lambda _: []) -> list[list[to
     return list(tool.batches_of(options, Words(), problems))
 
 
-def test_a_file_has_a_prompt_per_line(tmp_path: Path) -> None:
+def test_file_has_one_prompt_per_line(tmp_path: Path) -> None:
     path = tmp_path / "prompts.txt"
     path.write_text("a bb\n\nccc\n", encoding="utf-8")
 
-    found = batches(parse("--load", tmp_path, "--sample-input-file", path, "--micro-batch-size", 2))
+    result = batches(
+        parse("--load", tmp_path, "--sample-input-file", path, "--micro-batch-size", 2)
+    )
 
-    # An empty one starts after the end of a document.
-    assert found == [
+    # An empty prompt starts from the end-of-document token.
+    assert result == [
         [tool.Prompt("a bb", [1, 2]), tool.Prompt("", [9])],
         [tool.Prompt("ccc", [3])],
     ]
 
 
 def test_samples_start_from_the_end_of_document(tmp_path: Path) -> None:
-    found = batches(parse("--load", tmp_path, "--num-samples", 3, "--micro-batch-size", 2))
-    assert found == [[tool.Prompt(None, [9])] * 2, [tool.Prompt(None, [9])]]
+    result = batches(parse("--load", tmp_path, "--num-samples", 3, "--micro-batch-size", 2))
+    assert result == [[tool.Prompt(None, [9])] * 2, [tool.Prompt(None, [9])]]
 
 
-def test_problems_of_given_prompts_exit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_prompts_exit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = parse("--load", tmp_path, "--prompt", "a", "b", "--micro-batch-size", 1)
 
     with pytest.raises(SystemExit) as end:
@@ -215,7 +217,7 @@ def test_problems_of_given_prompts_exit(tmp_path: Path, capsys: pytest.CaptureFi
     assert "2 prompts" in capsys.readouterr().err
 
 
-def test_typed_prompts_continue_after_problems_until_stop(
+def test_typed_prompts_continue_after_invalid_ones_until_stop(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "typed").write_text("a bb\nwhat?\ntoo long\nccc\nstop\nd\n", encoding="utf-8")
@@ -226,13 +228,13 @@ def test_typed_prompts_continue_after_problems_until_stop(
 
     with open(tmp_path / "typed", encoding="utf-8") as typed:
         monkeypatch.setattr(sys, "stdin", typed)
-        found = batches(options, problems)
+        result = batches(options, problems)
 
-    assert [batch[0].text for batch in found] == ["a bb", "ccc"]
+    assert [batch[0].text for batch in result] == ["a bb", "ccc"]
     assert capsys.readouterr().err == "no such word\nit is too long\n"
 
 
-def written(options: tool.Options, prompts: list[tool.Prompt], texts: list[list[int]]) -> None:
+def write_output(options: tool.Options, prompts: list[tool.Prompt], texts: list[list[int]]) -> None:
     with tool.Output(options, Words()) as output:
         output.write(prompts[:1], texts[:1])
         output.write(prompts[1:], texts[1:])
@@ -242,7 +244,7 @@ def test_samples_are_written_as_json_lines(tmp_path: Path) -> None:
     path = tmp_path / "samples.jsonl"
     options = parse("--load", tmp_path, "--num-samples", 2, "--genfile", path)
 
-    written(options, [tool.Prompt(None, [9])] * 2, [[1, 2, 9], [3, 1]])
+    write_output(options, [tool.Prompt(None, [9])] * 2, [[1, 2, 9], [3, 1]])
 
     assert [json.loads(line) for line in path.read_text("utf-8").splitlines()] == [
         {"text": "éx xx", "length": 3, "finished": True},
@@ -250,22 +252,24 @@ def test_samples_are_written_as_json_lines(tmp_path: Path) -> None:
     ]
 
 
-def test_continuations_of_a_file_go_next_to_it(
+def test_continuations_are_written_next_to_the_prompt_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "in").touch()
     options = parse("--load", tmp_path, "--sample-input-file", tmp_path / "in")
 
-    written(options, [tool.Prompt("a", [1]), tool.Prompt("bb", [2])], [[1, 9], [2]])
+    write_output(options, [tool.Prompt("a", [1]), tool.Prompt("bb", [2])], [[1, 9], [2]])
 
     expected = "Context: a\nGenerated: éx\n\nContext: bb\nGenerated: éxx\n\n"
     assert (tmp_path / "in.out").read_text("utf-8") == expected
     assert capsys.readouterr() == ("", f"wrote 2 texts to {tmp_path / 'in.out'}\n")
 
 
-def test_other_texts_go_to_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_output_without_a_file_goes_to_the_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     options = parse("--load", tmp_path, "--num-samples", 2)
-    written(options, [tool.Prompt(None, [9])] * 2, [[1, 9], [2]])
+    write_output(options, [tool.Prompt(None, [9])] * 2, [[1, 9], [2]])
     assert capsys.readouterr() == ("Sample 1: éx\n\nSample 2: éxx\n\n", "")
 
 
@@ -279,10 +283,10 @@ except SystemExit as end:
 """
 
 
-@pytest.mark.parametrize(("words", "status"), [(("--help",), 0), (("--top-k", "-1"), 2)])
-def test_help_and_problems_load_no_torch(words: tuple[str, ...], status: int) -> None:
+@pytest.mark.parametrize(("arguments", "status"), [(("--help",), 0), (("--top-k", "-1"), 2)])
+def test_help_and_problems_load_no_torch(arguments: tuple[str, ...], status: int) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", CODE, *words],
+        [sys.executable, "-c", CODE, *arguments],
         cwd=REPOSITORY,
         capture_output=True,
         text=True,

@@ -1,4 +1,4 @@
-"""The command line of tools/inspect_dataset.py: text and JSON, samples as a run reads them."""
+"""The command line of tools/inspect_dataset.py: text and JSON output, samples of a run."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_samples_are_those_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert not (tmp_path / "index-cache").exists()
 
 
-def test_a_comparison_shows_the_first_difference(
+def test_comparison_reports_the_first_difference(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     left = pair(tmp_path / "a", [[1], [2, 3, 4]])
@@ -79,7 +79,7 @@ def test_a_comparison_shows_the_first_difference(
     assert f"{right}, around it: '2 7 4'" in shown
 
 
-def test_damage_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_damaged_files_are_rejected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     prefix = pair(tmp_path / "p", [[1, 2], [200]])
     assert main([prefix, "--check", *NULL]) == 1
     assert "first is 200 in document 1" in capsys.readouterr().err
@@ -121,7 +121,7 @@ def test_rejects_missing_documents_and_samples(
 
 
 @pytest.mark.parametrize("flags", [[], ["--json"], ["--documents", "0-1999"]])
-def test_a_closed_output_ends_it_silently(
+def test_closed_stdout_exits_silently(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],

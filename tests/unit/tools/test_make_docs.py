@@ -7,17 +7,17 @@ from megatron_ds.cli.help import other_names
 from tools import import_graph, make_docs
 
 
-def test_the_page_is_current() -> None:
-    """`python tools/make_docs.py` writes it."""
+def test_flags_page_is_current() -> None:
+    """Regenerate with `python tools/make_docs.py`."""
     assert make_docs.OUTPUT.read_text(encoding="utf-8") == make_docs.page()
 
 
 def test_import_diagram_is_current() -> None:
-    """`python tools/make_docs.py` writes it."""
+    """Regenerate with `python tools/make_docs.py`."""
     assert import_graph.PAGE.read_text(encoding="utf-8") == import_graph.page()
 
 
-def test_the_page_names_every_flag() -> None:
+def test_flags_page_lists_every_flag() -> None:
     page = make_docs.page()
 
     for flag in training_flags().by_name.values():

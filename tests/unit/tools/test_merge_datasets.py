@@ -24,7 +24,7 @@ def tokens(folder: Path, name: str, numbers: range) -> str:
     return f"{prefix}_text_document"
 
 
-def test_a_folder_and_a_list_equal_one_preprocessing(
+def test_merged_files_equal_a_single_preprocessing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "parts").mkdir()
@@ -43,7 +43,7 @@ def test_a_folder_and_a_list_equal_one_preprocessing(
     assert IndexedDataset("z").get(0).tolist() == [10, 1, 100]
 
 
-def test_merges_only_data_of_one_tokenizer(
+def test_different_tokenizers_are_rejected(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     a, b = tokens(tmp_path, "a", range(2)), tokens(tmp_path, "b", range(2))
@@ -61,7 +61,7 @@ def test_merges_only_data_of_one_tokenizer(
     assert not (tmp_path / "out.tokenizer.json").exists()
 
 
-def test_flags_of_other_megatrons_and_problems(
+def test_unsupported_flags_and_missing_inputs_are_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     part = tokens(tmp_path, "a", range(2))
@@ -79,7 +79,7 @@ def test_flags_of_other_megatrons_and_problems(
     assert found == ["unsupported-flag", "merge-input-not-unique"]
 
 
-def test_a_closed_output_is_not_an_error(
+def test_closed_stdout_is_not_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     read, write = os.pipe()
@@ -92,9 +92,7 @@ def test_a_closed_output_is_not_an_error(
     assert "Traceback" not in capsys.readouterr().err
 
 
-def test_a_warning_is_one_line_for_users(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_warning_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "image.png").touch()
     tokens(tmp_path / "in", "a", range(2))

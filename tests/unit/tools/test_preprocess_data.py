@@ -1,4 +1,4 @@
-"""The command line of tools/preprocess_data.py, as whole processes."""
+"""The command line of tools/preprocess_data.py, mostly in subprocesses."""
 
 from __future__ import annotations
 
@@ -40,21 +40,21 @@ def corpus(folder: Path, count: int = 50) -> Path:
     return path
 
 
-def test_whole_run_with_plain_progress(tmp_path: Path) -> None:
+def test_progress_lines_without_a_terminal(tmp_path: Path) -> None:
     prefix = tmp_path / "out"
     files = ["--input", corpus(tmp_path), "--output-prefix", prefix]
     work = ["--append-eod", "--workers", "2", "--chunk-size", "5", "--log-interval", "20"]
-    done = run(*files, *NULL, *work, "--dataset-impl", "mmap")
-    assert done.returncode == 0, done.stderr
-    lines = done.stderr.splitlines()
+    completed = run(*files, *NULL, *work, "--dataset-impl", "mmap")
+    assert completed.returncode == 0, completed.stderr
+    lines = completed.stderr.splitlines()
     assert [line.split("(")[0] for line in lines] == [
         "Processed 20 documents ",
         "Processed 40 documents ",
     ]
     assert "docs/s, " in lines[0]
     assert lines[0].endswith("MB/s).")
-    assert "150 tokens" in done.stdout
-    assert f"wrote {prefix}_text_document.bin and .idx" in done.stdout
+    assert "150 tokens" in completed.stdout
+    assert f"wrote {prefix}_text_document.bin and .idx" in completed.stdout
     assert IndexedDataset(f"{prefix}_text_document").get(3).tolist() == [3, 1, 100]
 
 
@@ -62,17 +62,17 @@ def test_flags_with_underscores_and_several_keys(tmp_path: Path) -> None:
     path = tmp_path / "in_put.jsonl"
     path.write_text('{"a": "1", "b": ""}\n')
     flags = ["--output_prefix", tmp_path / "o_p", "--json_keys", "a", "b", "--append_eod"]
-    done = run(f"--input={path}", *flags, *NULL)
-    assert done.returncode == 0, done.stderr
-    assert f"rejected: 1 empty text; listed in {tmp_path / 'o_p'}.quarantine" in done.stdout
+    completed = run(f"--input={path}", *flags, *NULL)
+    assert completed.returncode == 0, completed.stderr
+    assert f"rejected: 1 empty text; listed in {tmp_path / 'o_p'}.quarantine" in completed.stdout
     names = sorted(os.listdir(tmp_path))
     assert names[1:] == ["o_p.progress.json", "o_p.quarantine"] + [
         f"o_p_{key}_document.{end}" for key in "ab" for end in ("bin", "idx", "tokenizer.json")
     ]
 
 
-def test_the_standard_input_with_a_bad_line_and_without_eod(tmp_path: Path) -> None:
-    done = subprocess.run(
+def test_standard_input_with_a_rejected_line_and_without_eod(tmp_path: Path) -> None:
+    completed = subprocess.run(
         [*TOOL, "--input", "-", "--output-prefix", str(tmp_path / "out"), *NULL, "--workers", "1"],
         input='{"text": "1 2"}\n{"text": "3"\n',
         env=ENVIRONMENT,
@@ -80,9 +80,9 @@ def test_the_standard_input_with_a_bad_line_and_without_eod(tmp_path: Path) -> N
         text=True,
         check=False,
     )
-    assert done.returncode == 0, done.stderr
-    assert "WARNING: without --append-eod" in done.stderr
-    lines = done.stdout.splitlines()
+    assert completed.returncode == 0, completed.stderr
+    assert "WARNING: without --append-eod" in completed.stderr
+    lines = completed.stdout.splitlines()
     assert lines[0].startswith("Processed 1 documents (")
     assert lines[1].startswith("2 tokens (")
     assert lines[1].endswith(" tokens/s)")
@@ -92,7 +92,7 @@ def test_the_standard_input_with_a_bad_line_and_without_eod(tmp_path: Path) -> N
     assert "<stdin>" in (tmp_path / "out.quarantine").read_text()
 
 
-def test_several_inputs_and_a_data_set_with_columns(tmp_path: Path) -> None:
+def test_several_inputs_and_a_dataset_with_columns(tmp_path: Path) -> None:
     from datasets import Dataset
 
     (tmp_path / "a.txt").write_text("1 2\n\n3")
@@ -108,46 +108,46 @@ def test_several_inputs_and_a_data_set_with_columns(tmp_path: Path) -> None:
     assert IndexedDataset(tmp_path / "out_body_document").tokens.tolist() == [5, 100, 6, 100]
 
 
-def test_gpt2_files_by_their_short_flag(tmp_path: Path, shared_data: Path) -> None:
+def test_vocab_is_an_alias_of_vocab_file(tmp_path: Path, shared_data: Path) -> None:
     path = tmp_path / "in.jsonl"
     path.write_text('{"text": "Hello world"}\n')
-    done = run(
+    completed = run(
         *("--input", path, "--output-prefix", tmp_path / "out", "--append-eod"),
         *("--tokenizer-type", "GPT2BPETokenizer", "--vocab", shared_data / "gpt2-vocab.json"),
         *("--merge-file", shared_data / "gpt2-merges.txt", "--workers", "1"),
     )
-    assert done.returncode == 0, done.stderr
+    assert completed.returncode == 0, completed.stderr
     tokens = IndexedDataset(tmp_path / "out_text_document").tokens
     assert tokens.tolist() == [15496, 995, 50256]
 
 
-def test_errors_end_with_1_name_all_flags_and_leave_nothing(tmp_path: Path) -> None:
-    done = run(
+def test_errors_name_all_flags_and_leave_no_files(tmp_path: Path) -> None:
+    completed = run(
         *("--input", tmp_path / "none", "--output-prefix", tmp_path / "no" / "out"),
         *("--tokenizer-type", "GPT2BPETokenizer", "--vocab", "v.json", "--workers", "0"),
     )
-    assert done.returncode == 1
-    assert "Traceback" not in done.stderr
+    assert completed.returncode == 1
+    assert "Traceback" not in completed.stderr
     for flag in ("--input", "--output-prefix", "--workers", "--vocab-file", "--merge-file"):
-        assert flag in done.stderr
+        assert flag in completed.stderr
     path = tmp_path / "bad.jsonl"
     path.write_text('{"text": "1"}\n{"no": 1}\n')
-    done = run(
+    completed = run(
         "--input", path, "--output-prefix", tmp_path / "out", *NULL, "--fail-on-bad-document"
     )
-    assert done.returncode == 1
-    assert f"{path}:2: " in done.stderr
-    assert "[rejected-document]" in done.stderr
+    assert completed.returncode == 1
+    assert f"{path}:2: " in completed.stderr
+    assert "[rejected-document]" in completed.stderr
     assert os.listdir(tmp_path) == ["bad.jsonl"]
 
 
-def test_old_formats_are_refused(tmp_path: Path) -> None:
-    done = run("--input", "x", "--output-prefix", "y", *NULL, "--dataset-impl", "lazy")
-    assert done.returncode == 2
-    assert "[unsupported-value]" in done.stderr
+def test_legacy_formats_are_rejected(tmp_path: Path) -> None:
+    completed = run("--input", "x", "--output-prefix", "y", *NULL, "--dataset-impl", "lazy")
+    assert completed.returncode == 2
+    assert "[unsupported-value]" in completed.stderr
 
 
-def test_a_terminal_gets_a_bar(tmp_path: Path) -> None:
+def test_progress_bar_on_a_terminal(tmp_path: Path) -> None:
     main_end, terminal = pty.openpty()
     flags = ["--input", str(corpus(tmp_path)), "--output-prefix", str(tmp_path / "out"), *NULL]
     process = subprocess.Popen(
@@ -161,7 +161,7 @@ def test_a_terminal_gets_a_bar(tmp_path: Path) -> None:
     try:
         while part := os.read(main_end, 4096):
             shown += part
-    except OSError:  # a terminal without a writer
+    except OSError:  # EIO when the writer closes a terminal
         pass
     os.close(main_end)
     assert process.wait() == 0
@@ -169,7 +169,7 @@ def test_a_terminal_gets_a_bar(tmp_path: Path) -> None:
     assert b"100%" in shown
 
 
-def test_ctrl_c_leaves_no_pair(tmp_path: Path) -> None:
+def test_ctrl_c_leaves_no_output(tmp_path: Path) -> None:
     pipe = tmp_path / "in.jsonl"
     corpus(tmp_path, 200_000)
     flags = ["--input", str(pipe), "--output-prefix", str(tmp_path / "out"), *NULL]
@@ -186,7 +186,7 @@ def test_ctrl_c_leaves_no_pair(tmp_path: Path) -> None:
     rest = process.communicate()[1]
     assert process.returncode == 130
     assert "Traceback" not in rest
-    # A work folder stays only of a run that was slow to stop.
+    # The work folder may remain if the run was slow to stop.
     assert set(os.listdir(tmp_path)) - {"out.work"} == {"in.jsonl"}
 
 
@@ -195,44 +195,46 @@ GPT2 = ["--tokenizer-type", "GPT2BPETokenizer", "--append-eod"]
 GPT2 += ["--vocab-file", str(GOLDEN / "vocab.json"), "--merge-file", str(GOLDEN / "merges.txt")]
 
 
-def test_the_summary_names_the_library_that_encoded(
+def test_summary_names_the_encoding_library(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     files = ["--input", str(GOLDEN / "corpus.jsonl"), "--output-prefix", str(tmp_path / "out")]
-    seen = set()
+    outputs = set()
     for backend, library in (
         ("auto", "fastokens"),
         ("fastokens", "fastokens"),
         ("tokenizers", "tokenizers"),
     ):
         assert preprocess_data.main([*files, *GPT2, "--tokenizer-backend", backend]) == 0
-        said = capsys.readouterr()
-        assert f"encoding by {library} " in said.out
-        assert said.err == ""
-        seen.add(tuple((tmp_path / f"out_text_document.{e}").read_bytes() for e in ("bin", "idx")))
-    assert seen == {
+        output = capsys.readouterr()
+        assert f"encoding by {library} " in output.out
+        assert output.err == ""
+        outputs.add(
+            tuple((tmp_path / f"out_text_document.{e}").read_bytes() for e in ("bin", "idx"))
+        )
+    assert outputs == {
         tuple((GOLDEN / f"GPT2BPETokenizer.{end}").read_bytes() for end in ("bin", "idx"))
     }
 
 
-def test_a_missing_fast_library_is_said_and_does_not_stop_the_run(
+def test_missing_fast_library_is_reported_and_not_required(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "fastokens", None)
     files = ["--input", str(GOLDEN / "corpus.jsonl"), "--output-prefix", str(tmp_path / "out")]
     assert preprocess_data.main([*files, *GPT2]) == 0
-    said = capsys.readouterr()
-    assert "encoding by tokenizers " in said.out
-    assert said.err.count("\n") == 1
-    assert "fastokens" in said.err
-    assert "pip install" in said.err
+    output = capsys.readouterr()
+    assert "encoding by tokenizers " in output.out
+    assert output.err.count("\n") == 1
+    assert "fastokens" in output.err
+    assert "pip install" in output.err
     assert preprocess_data.main([*files, *GPT2, "--tokenizer-backend", "fastokens"]) == 1
     assert "--tokenizer-backend fastokens" in capsys.readouterr().err
     assert preprocess_data.main([*files, *NULL, "--tokenizer-backend", "fastokens"]) == 1
     assert "NullTokenizer" in capsys.readouterr().err
 
 
-def test_the_times_of_the_stages_add_up() -> None:
+def test_time_line_lists_all_stages() -> None:
     parts = {"reading": 1.0, "waiting": 2.0, "writing": 0.5, "parsing": 3.0, "encoding": 4.0}
     assert preprocess_data.time_line(parts, 5.0, "x") == (
         "time: start 1.50 s, reading 1.00 s, waiting for workers 2.00 s, writing 0.50 s; all "
@@ -240,34 +242,34 @@ def test_the_times_of_the_stages_add_up() -> None:
     )
 
 
-def test_sentences_in_one_call(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_sentences_are_split(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "in.jsonl"
     path.write_text('{"text": "1 2! 3."}\n')
     out = ["--input", str(path), "--output-prefix", str(tmp_path / "out"), "--append-eod"]
     bert = ["--tokenizer-type", "BertWordPieceLowerCase", "--vocab-file", str(VOCAB)]
     split = ["--split-sentences", "--lang", "danish", "--sentence-splitter", "rules"]
     assert preprocess_data.main([*out, *bert, *split, "--keep-newlines"]) == 0
-    said = capsys.readouterr()
+    output = capsys.readouterr()
     prefix = str(tmp_path / "out_text_sentence")
-    assert f"wrote {prefix}.bin and .idx" in said.out
-    assert " s, splitting sentences 0." in said.out
-    assert said.err == (
+    assert f"wrote {prefix}.bin and .idx" in output.out
+    assert " s, splitting sentences 0." in output.out
+    assert output.err == (
         "sentences are split by the built-in rules, which know only English abbreviations\n"
     )
     assert IndexedDataset(prefix).document_index.tolist() == [0, 2]
     assert inspect_dataset.main([prefix, "--json"]) == 0
-    cut = {"splitter": "rules", "version": 1, "keep_newlines": True}
-    assert json.loads(capsys.readouterr().out)["sentences"] == cut
+    sentences = {"splitter": "rules", "version": 1, "keep_newlines": True}
+    assert json.loads(capsys.readouterr().out)["sentences"] == sentences
     assert inspect_dataset.main([prefix]) == 0
     assert "sentences split by: splitter rules, version 1, keep_newlines True" in (
         capsys.readouterr().out
     )
 
 
-def test_flags_of_sentences(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_sentence_flags_are_validated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = ["--input", str(corpus(tmp_path)), "--output-prefix", str(tmp_path / "out"), *NULL]
-    idle = ["--keep-newlines", "--lang", "english", "--sentence-splitter", "rules"]
-    assert preprocess_data.main([*out, *idle, "--append-eod"]) == 0
+    unused = ["--keep-newlines", "--lang", "english", "--sentence-splitter", "rules"]
+    assert preprocess_data.main([*out, *unused, "--append-eod"]) == 0
     warnings = capsys.readouterr().err
     assert printed_codes(warnings) == ["no-effect"]
     assert all(name in warnings for name in ("--keep-newlines", "--lang", "--sentence-splitter"))
@@ -280,7 +282,7 @@ def test_flags_of_sentences(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 
 @contextmanager
 def interrupted(*_: object) -> Iterator[Update]:
-    """Progress that acts like Ctrl-C after three chunks."""
+    """Progress that raises KeyboardInterrupt after three chunks."""
     numbers = count(1)
 
     def update(documents: int, input_bytes: int, description: str) -> None:
@@ -290,7 +292,7 @@ def interrupted(*_: object) -> Iterator[Update]:
     yield update
 
 
-def test_an_interrupted_run_says_how_it_goes_on(
+def test_interrupted_run_is_reported_and_resumed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     flags = ["--input", str(corpus(tmp_path)), "--output-prefix", str(tmp_path / "out"), *NULL]
@@ -301,13 +303,13 @@ def test_an_interrupted_run_says_how_it_goes_on(
         assert preprocess_data.main(flags) == 130
     assert str(tmp_path / "out.work") in capsys.readouterr().err
     assert preprocess_data.main([*flags, "--resume"]) == 0
-    shown, said = capsys.readouterr()
+    shown, output = capsys.readouterr()
     assert "50 documents (" in shown
     assert " of them before the interruption" in shown
-    assert said.startswith("resuming after ")
+    assert output.startswith("resuming after ")
     assert preprocess_data.main([*flags, "--resume"]) == 0
-    shown, said = capsys.readouterr()
-    assert str(tmp_path / "out") in said
+    shown, output = capsys.readouterr()
+    assert str(tmp_path / "out") in output
     assert shown == f"50 documents, 150 tokens\nin {tmp_path}/out_text_document.bin and .idx\n"
     assert preprocess_data.main([*flags, "--resume", "--json-keys", "a"]) == 1
     error = capsys.readouterr().err
@@ -315,7 +317,7 @@ def test_an_interrupted_run_says_how_it_goes_on(
     assert "[resumed-run-differs]" in error
 
 
-def test_partitions_change_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_partitions_are_ignored(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--input", str(corpus(tmp_path)), *NULL, "--append-eod", "--workers", "3"]
     for name, more in (("one", []), ("four", ["--partitions", "4"])):
         assert preprocess_data.main([*flags, *more, "--output-prefix", str(tmp_path / name)]) == 0

@@ -17,11 +17,11 @@ from tools import run_text_generation_server as tool
 REPOSITORY = Path(__file__).resolve().parents[3]
 
 
-def parse(*words: object) -> tool.Options:
-    return cli.parse(tool.Options, [str(word) for word in words])
+def parse(*arguments: object) -> tool.Options:
+    return cli.parse(tool.Options, [str(argument) for argument in arguments])
 
 
-def test_defaults_are_loopback_and_megatrons(tmp_path: Path) -> None:
+def test_defaults_are_megatrons_on_loopback(tmp_path: Path) -> None:
     options = parse("--load", tmp_path)
 
     assert (options.host, options.port) == ("127.0.0.1", 5000)
@@ -29,7 +29,7 @@ def test_defaults_are_loopback_and_megatrons(tmp_path: Path) -> None:
     assert options.checkpoint.precision is None
 
 
-def test_megatrons_command_is_read(tmp_path: Path) -> None:
+def test_megatron_command_line_is_accepted(tmp_path: Path) -> None:
     line = (
         "--tensor-model-parallel-size 1 --pipeline-model-parallel-size 1 --num-layers 24 "
         "--hidden-size 1024 --num-attention-heads 16 --max-position-embeddings 1024 "

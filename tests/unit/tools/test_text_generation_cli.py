@@ -1,4 +1,4 @@
-"""The client, with a server whose responses are set by the test."""
+"""The client, with a fake server."""
 
 from __future__ import annotations
 
@@ -47,15 +47,15 @@ def server() -> Iterator[FakeServer]:
         server.shutdown()
 
 
-def typed(monkeypatch: pytest.MonkeyPatch, address: str, *lines: str) -> int:
-    waiting = list(lines)
+def run_client(monkeypatch: pytest.MonkeyPatch, address: str, *lines: str) -> int:
+    remaining = list(lines)
 
-    def answer(question: str) -> str:
-        if not waiting:
+    def fake_input(prompt: str) -> str:
+        if not remaining:
             raise EOFError
-        return waiting.pop(0)
+        return remaining.pop(0)
 
-    monkeypatch.setattr("builtins.input", answer)
+    monkeypatch.setattr("builtins.input", fake_input)
     return tool.main([address])
 
 
@@ -65,7 +65,7 @@ def test_prompts_are_sent_and_responses_printed(
     server.response = (200, json.dumps({"text": ["héllo\nthere"]}).encode())
     address = f"127.0.0.1:{server.server_port}"
 
-    assert typed(monkeypatch, address, "hé", "5", "hé", "__import__('os')", "x", "-1") == 0
+    assert run_client(monkeypatch, address, "hé", "5", "hé", "__import__('os')", "x", "-1") == 0
 
     assert server.requests == [("/api", {"prompts": ["hé"], "tokens_to_generate": 5})]
     printed = capsys.readouterr().out
@@ -93,14 +93,14 @@ def test_errors_are_printed_and_the_next_prompt_is_read(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     server.response = (status, answer)
-    assert typed(monkeypatch, f"127.0.0.1:{server.server_port}", "a", "1", "b", "2") == 0
+    assert run_client(monkeypatch, f"127.0.0.1:{server.server_port}", "a", "1", "b", "2") == 0
     assert capsys.readouterr().out.count(words) == 2
 
 
-def test_an_unreachable_server_is_named(
+def test_unreachable_server_is_reported(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert typed(monkeypatch, "127.0.0.1:9", "a", "1") == 0
+    assert run_client(monkeypatch, "127.0.0.1:9", "a", "1") == 0
     assert "http://127.0.0.1:9/api" in capsys.readouterr().out
 
 
