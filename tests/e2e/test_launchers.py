@@ -35,11 +35,9 @@ def two_ranks(
 def test_two_processes(
     name: str, two_ranks: list[float], launcher: Launcher, base: Settings, tmp_path: Path
 ) -> None:
-    arguments = [
-        str(free_port()) if argument == "PORT" else str(argument) for argument in LAUNCHERS[name]
-    ]
+    command = [str(free_port()) if part == "PORT" else str(part) for part in LAUNCHERS[name]]
     flags = to_flags({**base, **SCHEDULE, "save": tmp_path})
-    output = launcher.command([*arguments, str(PRETRAIN), *flags]).succeed()
+    output = launcher.command([*command, str(PRETRAIN), *flags]).succeed()
     assert "2 processes on cpu" in output
     assert "data parallel 2" in output
     assert losses(tmp_path) == two_ranks
@@ -58,17 +56,9 @@ def test_one_process_without_a_launcher(
 def test_slow_first_rank_still_reports_the_problem(launcher: Launcher, base: Settings) -> None:
     """The launcher kills the slow rank as soon as a peer exits with the same problem."""
     delayed = 'if [ "$LOCAL_RANK" = 0 ]; then sleep 1; fi; exec "$@"'
-    arguments = [str(PROGRAMS / "torchrun"), "--nproc_per_node", "2", "--no-python"]
-    command = [
-        *arguments,
-        "--master_port",
-        str(free_port()),
-        "sh",
-        "-c",
-        delayed,
-        "sh",
-        sys.executable,
-    ]
+    torchrun = [str(PROGRAMS / "torchrun"), "--nproc_per_node", "2", "--no-python"]
+    torchrun += ["--master_port", str(free_port())]
+    command = [*torchrun, "sh", "-c", delayed, "sh", sys.executable]
     flags = to_flags({**base, "hidden_size": 33, "train_iters": 3})
     result = launcher.command([*command, str(PRETRAIN), *flags]).wait()
     assert result.output.count("pretrain_gpt.py: 1 problem with the settings") == 1, result.output

@@ -58,7 +58,7 @@ def test_trained_tokenizer_loads_as_gpt2_files(tmp_path: Path) -> None:
 
 
 def test_unigram_loss_of_known_tokens(tmp_path: Path) -> None:
-    """Training has the tokens 0 0 0 1, validation 0 2, of three: (3+1, 1+1, 0+1) / 7."""
+    """Training tokens 0 0 0 1, validation tokens 0 2, three ids: (3+1, 1+1, 0+1) / 7."""
     with IndexedWriter(tmp_path / "d", np.uint16) as writer:
         for tokens in ([0, 0], [0, 1], [0, 2], [2, 2]):
             writer.add_document(np.array(tokens))

@@ -26,7 +26,7 @@ class Words:
 
     vocab_size = 10
     eod = 9
-    fingerprint = "arguments"
+    fingerprint = "words"
 
     def encode(self, text: str) -> list[int]:
         if "?" in text:
