@@ -97,6 +97,8 @@ class Config:
     """Names of the fields set by the user."""
     origins: Mapping[str, str] = field(default_factory=dict, compare=False)
     """Where values come from that no flag set: by field, key and line of the DeepSpeed file."""
+    deepspeed_file: Any = field(default=None, compare=False)
+    """The parsed file of --deepspeed_config, so that it is read once."""
 
     def problems(self, world_size: int) -> list[Problem]:
         """Check all options.

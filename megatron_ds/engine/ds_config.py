@@ -11,7 +11,7 @@ import math
 from typing import Any
 
 from megatron_ds.config import Config, flag_of
-from megatron_ds.engine.ds_config_file import read_file
+from megatron_ds.engine.ds_config_file import file_of
 from megatron_ds.engine.ds_fields import MAPPINGS, KeyFieldMapping, as_flag, field_value
 from megatron_ds.engine.ds_keys import PASSED_KEYS
 from megatron_ds.engine.ds_values import Json, as_dtype, leaves
@@ -63,9 +63,8 @@ def build_ds_config(config: Config, dp_size: int) -> Json:
         config: Configuration that `merge_file` has filled.
         dp_size: Data-parallel size.
     """
-    user: Json = {}
-    if config.deepspeed.deepspeed_config is not None:
-        user = read_file(config.deepspeed.deepspeed_config).values
+    file = file_of(config)
+    user: Json = {} if file is None else file.values
     micro = config.schedule.micro_batch_size
     total = config.final_global_batch_size(dp_size)
     precision = config.precision
@@ -132,8 +131,8 @@ def value_origins(config: Config) -> dict[str, str]:
         elif name in config.given:
             flag = as_flag(name, field_value(config, name), flag_of)
             origins[key] = f"{origins[key]}, {flag}" if key in origins else flag
-    if config.deepspeed.deepspeed_config is not None:
-        file = read_file(config.deepspeed.deepspeed_config)
+    file = file_of(config)
+    if file is not None:
         for key in leaves(file.values):
             is_translated = key.startswith(("scheduler.", "curriculum_learning."))
             if key not in origins and not is_translated and file.get(key) is not None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megatron_ds.config import Config
 from megatron_ds.config.problems import Problem, UserError, user_error
 from megatron_ds.engine.ds_keys import (
     BLOCKS,
@@ -78,6 +79,19 @@ def read_file(path: str) -> DeepSpeedFile:
     if not isinstance(values, dict):
         raise _unreadable(path, "not a JSON object")
     return _Normalizer(path, values, _key_lines(text)).normalize()
+
+
+def file_of(config: Config) -> DeepSpeedFile | None:
+    """The DeepSpeed file of a configuration, which `merge_file` has read; None without one.
+
+    Raises:
+        UserError: If it was not read before and is not a JSON object.
+    """
+    path = config.deepspeed.deepspeed_config
+    if path is None:
+        return None
+    file: DeepSpeedFile = config.deepspeed_file or read_file(path)
+    return file
 
 
 def invalid_value(location: str, key: str, value: Any, reason: object, *fields: str) -> Problem:

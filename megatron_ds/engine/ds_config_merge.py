@@ -63,7 +63,7 @@ def merge_file(
     merger.merge_accumulation(world_size)
     merger.merge_scheduler(world_size)
     merger.merge_curriculum()
-    config = merger.merged()
+    config = dataclasses.replace(merger.merged(), deepspeed_file=file)
     for warning in (*file.warnings, *_ineffective_keys(config, file)):
         warn(warning)
     return config, [
