@@ -182,7 +182,7 @@ def _lr_length_problems(config: Config, dp_size: int) -> Iterator[Problem]:
     end, part = in_unit(decay), in_unit(annealing)
     start = in_unit(warmup) if fraction is None else fraction * end
     if start >= end:
-        name = "lr_warmup_fraction" if warmup is None else warmup.field
+        name = "lr_warmup_fraction" if warmup is None or fraction is not None else warmup.field
         shown = "" if warmup is None else described(warmup)
         if fraction is not None:
             shown = f"{with_value(schedule, name)} x {end:.15g} = {start:.15g} {unit}"

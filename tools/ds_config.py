@@ -39,7 +39,7 @@ class Options:
 def _with_vocabulary(config: Config) -> Config:
     """The configuration with the vocabulary size; the model size bounds the buckets."""
     try:
-        tokenizer = build_tokenizer(config.tokenizer, config.model.vocab_size)
+        tokenizer = build_tokenizer(config.tokenizer, config.model.vocab_size or None)
     except (ValueError, OSError) as error:
         print(
             f"WARNING: the tokenizer cannot be read ({error}): zero_optimization."

@@ -45,6 +45,8 @@ class SelectionPolicy:
     """Load an older checkpoint if the newest one is damaged."""
     required: bool = True
     """A folder without any checkpoint is an error."""
+    hint: str = ""
+    """Ends the message of that error."""
 
     @classmethod
     def of(cls, options: CheckpointConfig) -> SelectionPolicy:
@@ -52,6 +54,7 @@ class SelectionPolicy:
             step=options.ckpt_step,
             fallback=options.on_damaged_checkpoint == "fallback",
             required=options.exit_on_missing_checkpoint,
+            hint=f", and {option('exit_on_missing_checkpoint')} is set",
         )
 
 
@@ -146,7 +149,7 @@ def _raise_if_expected(listing: CheckpointListing, policy: SelectionPolicy) -> N
             megatron_hint=_megatron_hint(listing.folder),
         )
     if policy.required:
-        raise user_error("checkpoint-missing", folder=listing.folder)
+        raise user_error("checkpoint-missing", folder=listing.folder, hint=policy.hint)
 
 
 def _damaged(path: Path, damage: Problem, field: str, hint: str = "") -> Problem:

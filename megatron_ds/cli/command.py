@@ -62,7 +62,7 @@ def parse(
         argv: The arguments without the program's name.
         program: Name for messages, if it is not `options.PROGRAM`.
         rank: Only rank 0 prints.
-        invalid: Exit status if the line can be read, but its values are invalid.
+        invalid: Exit status if the line is complete and can be read, but its values are invalid.
         unknown: Receives the arguments of unknown flags, which are an error otherwise.
 
     Raises:
@@ -87,7 +87,8 @@ def parse(
         for warning in [*line.warnings, *_each(result, ineffective, line.values, table)]:
             print_warning(warning, table)
     if problems:
-        status = ExitCode.BAD_SETTINGS if line.problems else invalid
+        is_incomplete = any(problem.code == "required" for problem in found)
+        status = ExitCode.BAD_SETTINGS if line.problems or is_incomplete else invalid
         fail(problems, table, program=program, rank=rank, status=status)
     if unknown is not None:
         unknown += line.unknown
@@ -191,7 +192,7 @@ def concerns(problem: str, fields: frozenset[str], table: FlagTable) -> bool:
     Consequences of a value that could not be read are unknown: reporting them would mislead.
     """
     if isinstance(problem, Problem):
-        return bool(fields.intersection(problem.fields))
+        return not fields.isdisjoint(problem.mentioned)
     flags = {dashed(name) for name in re.findall(r"--[A-Za-z][\w-]*", problem)}
     return any(
         flag.field in fields and flags.intersection(map(dashed, flag.names))

@@ -90,4 +90,5 @@ class LoggingConfig:
             yield from file_problems("metrics_jsonl", self.metrics_jsonl)
         elif self.metrics_jsonl is not None:
             folder = os.path.dirname(os.path.abspath(self.metrics_jsonl))
-            yield from folder_problems("metrics_jsonl", folder)
+            for problem in folder_problems("metrics_jsonl", folder):
+                yield problem.extended(f" (for {self.metrics_jsonl})")

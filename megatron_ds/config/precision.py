@@ -65,7 +65,7 @@ class PrecisionConfig:
     def problems(self) -> Iterator[Problem]:
         if self.fp16 and self.bf16:
             yield exclusive_problem("fp16", "bf16")
-        if self.min_loss_scale != int(self.min_loss_scale):
+        if self.min_loss_scale >= 1 and self.min_loss_scale != int(self.min_loss_scale):
             yield Problem(
                 "min-loss-scale-not-an-integer", with_value=with_value(self, "min_loss_scale")
             )

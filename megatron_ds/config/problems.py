@@ -82,6 +82,11 @@ class Problem(str):
         problem._template = text
         return problem
 
+    @property
+    def mentioned(self) -> frozenset[str]:
+        """The fields concerned and those that the message refers to."""
+        return frozenset((*self.fields, *MARKER.findall(self._template)))
+
     def extended(self, text: str) -> Problem:
         """The same problem with text appended."""
         return self.of(self.code, self._template + text, *self.fields)

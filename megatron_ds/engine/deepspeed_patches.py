@@ -1,5 +1,7 @@
 """All places where this package replaces parts of DeepSpeed or resets its internal state.
 
+Only the settings of the loss scaler after a load are restored elsewhere, in `loss_scaler.py`.
+
 Written for DeepSpeed 0.19.x. Read this file first when upgrading DeepSpeed: every function says
 which behaviour it changes and why, so that it can be removed once DeepSpeed behaves differently.
 """

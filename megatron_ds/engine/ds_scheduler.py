@@ -8,6 +8,7 @@ Source: deepspeed.runtime.lr_schedules
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -118,7 +119,7 @@ def _cosine_flags(config: Config, file: DeepSpeedFile) -> str:
         value = file.get(f"scheduler.params.{name}")
         return default if value is None else value
 
-    lr = config.optimizer.lr or 0.0
+    lr = 0.0 if math.isnan(config.optimizer.lr) else config.optimizer.lr
     flags = {
         "lr_decay_style": "cosine",
         "lr_warmup_iters": param("warmup_num_steps", 1000),

@@ -183,9 +183,7 @@ class ZeroEngine:
         gradients, the mean over all tokens of the step. The tokens must be counted before the first
         backward pass, so all micro-batches are read first.
         """
-        truncated = (
-            next(batches).truncated(plan.seq_length) for _ in range(plan.num_micro_batches)
-        )
+        truncated = _read_step(batches, plan)
         if not self._per_token_loss:
             yield from ((batch, None) for batch in truncated)
             return
@@ -239,3 +237,17 @@ class ZeroEngine:
         if self._mesh.tp.size > 1:
             dist.all_reduce(squares, group=self._mesh.tp.handle)
         return squares
+
+
+def _read_step(batches: Iterator[Batch], plan: StepPlan) -> Iterator[Batch]:
+    """The micro-batches of a step.
+
+    Raises:
+        UserError: If the data ends before the step.
+    """
+    for _ in range(plan.num_micro_batches):
+        # Not `next(batches)`: inside a generator, StopIteration becomes a RuntimeError.
+        batch = next(batches, None)
+        if batch is None:
+            raise user_error("training-data-exhausted", iteration=plan.iteration)
+        yield batch.truncated(plan.seq_length)

@@ -229,13 +229,14 @@ class ResumableOutput:
         try:
             with nullcontext() if error is None else suppress(Exception):
                 self._wait()
+            # Before the lock is released: another process may start with the same folder.
+            if error is not None and self.folder.is_dir():
+                if (self.folder / RECORD).exists():
+                    error.add_note(f"the work is kept in {self.folder}: --resume continues it")
+                else:
+                    self._remove()
         finally:
             self._stack.close()
-        if error is not None and self.folder.is_dir():
-            if (self.folder / RECORD).exists():
-                error.add_note(f"the work is kept in {self.folder}: --resume continues it")
-            else:
-                self._remove()
 
     def discard(self) -> None:
         """Remove all work."""
@@ -248,8 +249,10 @@ class ResumableOutput:
             file.close()
         # The record after the files: as long as it exists, an interrupted publication can be
         # repeated. The settings after the record, which is not valid without them.
-        order = [path.name for path in self.folder.iterdir() if path.name not in (RECORD, SETTINGS)]
-        for name in (*order, RECORD, SETTINGS):
+        # The lock last, so that no other process takes over a folder that still has a record.
+        last = (RECORD, SETTINGS, LOCK)
+        order = [path.name for path in self.folder.iterdir() if path.name not in last]
+        for name in (*order, *last):
             (self.folder / name).unlink(missing_ok=True)
         self.folder.rmdir()
 

@@ -57,8 +57,8 @@ GRACE_S = 3.0
 """Time for the main thread to leave a collective after a peer was lost, or start-up after a signal,
 before the monitor thread ends the process."""
 PEER_EXIT_TIMEOUT_S = 10.0
-"""Longest wait for a failed rank of the same host to exit before this rank does: launchers blame
-the rank that exits first."""
+"""Longest wait for a failed rank of the same host to exit before this rank does: most launchers
+report the rank that exits first."""
 BLAME_TIMEOUT_S = 3.0
 """Time to find the rank that caused a failed collective."""
 SECOND_SIGINT_S = 1.0

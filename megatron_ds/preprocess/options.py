@@ -76,11 +76,14 @@ class PreprocessOptions:
             tokenizer_metadata: Description of the tokenizer and the sentence splitter.
         """
         inputs = {name: value for name, value in vars(self.inputs).items() if name != "paths"}
+        files = self.inputs.describe_files()
         return {
             "json_keys": self.json_keys,
             "append_eod": self.append_eod,
             **inputs,
-            **self.inputs.describe_files(),
+            # A position in the input is an index into the ordered list of files.
+            "order of inputs": list(files),
+            **files,
             "tokenizer and sentence splitter": tokenizer_metadata.decode(),
         }
 

@@ -113,6 +113,7 @@ def preprocess(
             warn=log,
         )
         stack.enter_context(work)
+        _require_no_rejects(options, work)
         if work.finished:
             if not work.published:
                 publish(paths, work)
@@ -123,6 +124,16 @@ def preprocess(
         progress = _Run(options, tokenizer, work, log).encode(workers, metadata, report)
         publish(paths, work)
     return progress
+
+
+def _require_no_rejects(options: PreprocessOptions, work: ResumableOutput) -> None:
+    """Rejects a resume with --fail-on-bad-document if the interrupted run dropped documents."""
+    if options.fail_on_bad_document and work.progress is not None:
+        progress = Progress.from_json(work.progress["counts"])
+        if progress.dropped:
+            raise user_error(
+                "strict-resume-after-rejects", describe_rejects=describe_rejects(progress)
+            )
 
 
 class _Run:
@@ -147,10 +158,6 @@ class _Run:
             log(f"resuming after {self._progress.documents} documents")
         elif options.resume:
             log(_nothing_to_resume(work))
-        if options.fail_on_bad_document and self._progress.dropped:
-            raise user_error(
-                "strict-resume-after-rejects", describe_rejects=describe_rejects(self._progress)
-            )
         dtype = token_dtype(tokenizer.vocab_size)
         self._output = TokenOutput(options.paths, dtype, work, written)
         self._is_resumable = not options.inputs.unseekable_paths()

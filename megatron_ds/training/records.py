@@ -96,7 +96,7 @@ class Logger:
     """Receives records on the reporting rank; this base class discards them."""
 
     def log_steps(self, records: Sequence[StepRecord]) -> None:
-        """Writes the steps since the last call; they must be durable when this returns."""
+        """Writes the steps since the last call; a crash of this process must not lose them."""
 
     def log_interval(self, record: IntervalRecord) -> None:
         """Writes a log interval, after its steps."""

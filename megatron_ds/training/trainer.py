@@ -14,7 +14,7 @@ from megatron_ds import schedules
 from megatron_ds.checkpoint.manager import CheckpointManager, SaveError
 from megatron_ds.checkpoint.selection import latest_before
 from megatron_ds.config import Config
-from megatron_ds.config.problems import Problem, option, user_error
+from megatron_ds.config.problems import Problem, option
 from megatron_ds.data.blend_history import BlendHistory
 from megatron_ds.data.build_datasets import Datasets
 from megatron_ds.data.micro_batches import MicroBatchIterator
@@ -87,11 +87,8 @@ class Trainer:
 
     def _step(self, batches: MicroBatchIterator) -> None:
         plan = schedules.plan(self.config, self.state, self.mesh.dp.size)
-        try:
-            with self.timer.measure(plan.iteration), self.skips.record_gradients():
-                result = self.engine.train_step(batches, plan)
-        except StopIteration:
-            raise user_error("training-data-exhausted", iteration=plan.iteration) from None
+        with self.timer.measure(plan.iteration), self.skips.record_gradients():
+            result = self.engine.train_step(batches, plan)
         self.state = self.state.advance(plan, result)
         self.metrics.record(
             self.state, plan, result, self.timer.seconds, warm_up=self.timer.is_warm_up

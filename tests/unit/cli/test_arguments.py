@@ -15,6 +15,17 @@ from megatron_ds.cli.flags import training_flags
 from megatron_ds.cli.help import training_help, version_text
 
 REPOSITORY = Path(__file__).parents[3]
+BASE = [
+    "--num-layers=2",
+    "--num-attention-heads=2",
+    "--seq-length=8",
+    "--micro-batch-size=2",
+    "--lr=1e-3",
+    "--train-iters=4",
+    "--data-path=x",
+    "--tokenizer-type=NullTokenizer",
+    "--vocab-size=9",
+]
 
 
 def problems_of(line: str) -> str:
@@ -26,6 +37,22 @@ def test_problems_of_values_follow_those_of_the_line() -> None:
     assert "--hiden-size" in problems.splitlines()[0]
     for flag in ("--num-layers", "--lr ", "--fp16", "--lr-warmup-iters"):
         assert flag in problems
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "--hidden-size 8 --tensor-model-parallel-size two --global-batch-size 8",
+        "--hidden-size 8 --weight-decay-incr-style lineer --start-weight-decay 0 --end-weight-decay 1",
+        "--kv-channels x --hidden-size 66",
+    ],
+)
+def test_problems_that_mention_an_unreadable_value_are_not_reported(line: str) -> None:
+    flags = line.split()
+    complete = [*(word for word in BASE if word not in flags), *flags]
+    _, problems = build_config(complete, world_size=8, warn=lambda _: None)
+
+    assert len(problems) == 1, problems
 
 
 def test_consequences_of_an_unreadable_value_are_not_reported() -> None:

@@ -73,7 +73,7 @@ def test_a_repeatable_flag_adds_values() -> None:
 def test_problems_and_warnings_name_the_flags_of_the_tool(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert status("--limit", "0", "--pages", "1") == 1
+    assert status("--limit", "0", "--pages", "1") == 2
     shown = capsys.readouterr().err
     assert "WARNING: --pages" in shown
     assert "--no-keep" in shown
