@@ -43,7 +43,7 @@ def test_problems_of_values_follow_those_of_the_line() -> None:
     "line",
     [
         "--hidden-size 8 --tensor-model-parallel-size two --global-batch-size 8",
-        "--hidden-size 8 --weight-decay-incr-style lineer --start-weight-decay 0 --end-weight-decay 1",
+        "--hidden-size 8 --weight-decay-incr-style lineer --start-weight-decay 0",
         "--kv-channels x --hidden-size 66",
     ],
 )
