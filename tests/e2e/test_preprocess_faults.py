@@ -27,18 +27,18 @@ from tools import preprocess_data
 resumable.COMMIT_SECONDS = 0.0
 
 @contextlib.contextmanager
-def progress_reporter(options, log_interval):
-    def report(progress):
-        if WORKER_DIES_AT and progress.documents >= WORKER_DIES_AT:
+def progress(task, total_bytes, log_interval):
+    def update(documents, input_bytes, description):
+        if WORKER_DIES_AT and documents >= WORKER_DIES_AT:
             multiprocessing.active_children()[0].kill()
-        print("at", progress.documents, flush=True)
+        print("at", documents, flush=True)
         sys.stdin.readline()  # a test that wants to keep up gives a line for each chunk
-    yield report
+    yield update
 
 WORKER_DIES_AT = int(sys.argv[1])
-preprocess_data.progress_reporter = progress_reporter
+preprocess_data.progress = progress
 code = preprocess_data.main(sys.argv[2:])
-with open("/proc/self/status") as file:  # of this program alone, unlike what getrusage tells
+with open("/proc/self/status") as file:  # of this process only, unlike getrusage
     peak = next(line.split()[1] for line in file if line.startswith("VmHWM"))
 print("peaks", peak, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)
 sys.exit(code)
