@@ -78,7 +78,7 @@ def test_the_vocabulary_is_truncated_to_its_size() -> None:
     assert truncated.vocab_size == truncated.fingerprint.vocab_size == 270
     assert truncated.encode("the") == reference("the", "v2", TOKENS[:260], 10)
     for size in (200, 10_000):
-        with raises_problem("vocab-size-not-available", contains=f"266 and {10 + len(TOKENS)}"):
+        with raises_problem("vocab-size-not-available", contains=f"{10 + len(TOKENS)}"):
             build(size=size)
 
 

@@ -136,7 +136,7 @@ WRONG = [
     (
         "--data-path - --train-data-path small --valid-weighted-split-paths-path groups",
         "data-token-outside-vocabulary",
-        "groups: V: large: ",
+        "groups: V: large",
     ),
     (
         "--data-path - --train-data-path small --valid-weighted-split-paths-path narrow "
@@ -203,7 +203,7 @@ def test_problems_of_flags_files_and_machine_are_reported_together() -> None:
         "--fp16: ",
         "--split 5,x",
         "nothing.bin",
-        "--data-path large: ",
+        "--data-path large",
         "--load file: ",
         "--save file/x: ",
         "--seed -3",
