@@ -341,8 +341,8 @@ class ProcessLifecycle:
 def process_lifecycle() -> Iterator[ProcessLifecycle]:
     """Runs the body as a rank: any exception ends the process with a message and a status."""
     lifecycle = ProcessLifecycle()
-    lifecycle.begin()
     try:
+        lifecycle.begin()  # a signal may arrive before it returns
         yield lifecycle
     except BaseException as error:
         is_exit = isinstance(error, SystemExit) and not isinstance(error, _StartupInterrupted)
