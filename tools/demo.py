@@ -165,11 +165,9 @@ def clear(folder: Path, data: Path | None) -> None:
         raise user_error("demo-data-missing", data=data)
     old = [folder / name for name in OUTPUTS if (folder / name).exists()]
     if data is not None and any(data.resolve().is_relative_to(path.resolve()) for path in old):
-        text = f"{data} would be overwritten by the demo: copy it out of {folder}"
-        raise user_error("demo-data-among-results", text=text)
+        raise user_error("demo-data-among-results", data=data, folder=folder)
     if old and not (folder / MARK).exists():
-        text = f"{old[0]} is not a result of a demo: choose another folder with --output"
-        raise user_error("demo-folder-not-empty", text=text)
+        raise user_error("demo-folder-not-empty", path=old[0])
     for path in old:
         print(f"Removing {path} of an earlier demo")
         shutil.rmtree(path) if path.is_dir() else path.unlink()
@@ -186,8 +184,7 @@ def split_of(corpus: Path) -> str:
     with corpus.open("rb") as file:
         documents = sum(1 for line in file if line.strip())
     if documents < 3:
-        text = f"{corpus} has {documents} documents (lines): at least 3 are required"
-        raise user_error("demo-corpus-too-small", text=text)
+        raise user_error("demo-corpus-too-small", corpus=corpus, documents=documents)
     held_out = max(1, documents // 20)
     return f"{documents - 2 * held_out},{held_out},{held_out}"
 

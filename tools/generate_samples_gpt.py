@@ -135,8 +135,7 @@ class Options(GenerationOptions):
         for name in ("genfile", "sample_output_file"):
             path = getattr(self, name)
             if path is not None and not Path(path).parent.is_dir():
-                text = f"{option(name)} {path}: no such folder: {Path(path).parent}"
-                yield Problem("samples-folder-missing", name, text=text)
+                yield Problem("samples-folder-missing", name, flag=option(name), path=path)
 
 
 def run(options: Options) -> None:

@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 from megatron_ds import cli
 from megatron_ds.config import DataConfig, TokenizerConfig
 from megatron_ds.config.fields import option_field, option_group
-from megatron_ds.config.problems import Problem, option, user_error
+from megatron_ds.config.problems import Problem, user_error
 from megatron_ds.data.blend_spec import SPLITS
 from megatron_ds.data.build_datasets import build_datasets
 from megatron_ds.data.indexed_dataset import IndexedDataset
@@ -179,8 +179,7 @@ class Inspection:
         assert args.seq_length is not None
         last = max(at for numbers in args.samples for at in numbers)
         if args.num_samples is not None and last >= args.num_samples:
-            text = f"{option('samples')} {last}: the run has samples 0 to {args.num_samples - 1}"
-            raise user_error("sample-beyond-run", text=text)
+            raise user_error("sample-beyond-run", last=last, last_of_run=args.num_samples - 1)
         sample_counts = [0, 0, 0]
         sample_counts[SPLITS.index(args.part)] = args.num_samples or last + 1
         tokenizer = self._tokenizer
@@ -194,8 +193,7 @@ class Inspection:
         )
         samples = built.train if args.part == "train" else getattr(built, args.part).get("")
         if samples is None:
-            text = f"{option('split')} {args.split}: leaves no documents for {args.part}"
-            raise user_error("split-without-documents", text=text)
+            raise user_error("split-without-documents", split=args.split, part=args.part)
         return samples
 
     def _show(self, kind: str, numbers: Sequence[range], get: Any, name: Any = None) -> None:

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from megatron_ds import cli
 from megatron_ds.config.fields import option_field
-from megatron_ds.config.problems import Problem, option
+from megatron_ds.config.problems import Problem
 
 PATH = "/api"
 
@@ -39,8 +39,7 @@ class Options:
         try:
             http.client.HTTPConnection(self.host_and_port)
         except http.client.InvalidURL:
-            text = f"{option('address')} {self.address}: must be HOST:PORT, such as 127.0.0.1:5000"
-            yield Problem("invalid-server-address", text=text)
+            yield Problem("invalid-server-address", address=self.address)
 
 
 class ServerUnreachable(Exception):

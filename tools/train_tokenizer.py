@@ -121,8 +121,8 @@ class TextIterator:
                 print(f"read {self.summary} ({speed:.1f} MB/s)", file=sys.stderr, flush=True)
         if not self._documents:
             first = f"; the first document without one: {self._first_rejected}"
-            text = f"{self._inputs.name}: no text{first if self._first_rejected else ''}"
-            raise user_error("input-without-text", text=text)
+            first = first if self._first_rejected else ""
+            raise user_error("input-without-text", name=self._inputs.name, first_rejected=first)
 
     @property
     def summary(self) -> str:

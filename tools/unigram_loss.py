@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from megatron_ds import cli
 from megatron_ds.config.fields import option_field
-from megatron_ds.config.problems import option, user_error
+from megatron_ds.config.problems import user_error
 from megatron_ds.data.indexed_dataset import IndexedDataset
 from megatron_ds.data.sample_index import parse_split, split_bounds
 
@@ -60,12 +60,10 @@ def unigram_loss(train: Tokens, valid: Tokens, vocab_size: int) -> float:
         UserError: If there are no validation tokens, or a token is outside the vocabulary.
     """
     if valid.size == 0:
-        text = f"{option('split')} leaves no validation tokens"
-        raise user_error("no-validation-tokens", text=text)
+        raise user_error("no-validation-tokens")
     highest = max(int(part.max(initial=0)) for part in (train, valid))
     if highest >= vocab_size:
-        text = f"{option('vocab_size')} {vocab_size}: the data contains token id {highest}"
-        raise user_error("token-outside-vocabulary", text=text)
+        raise user_error("token-outside-vocabulary", vocab_size=vocab_size, highest=highest)
     counts = np.bincount(train, minlength=vocab_size) + 1
     costs = np.log(counts.sum()) - np.log(counts)
     return float(costs[valid].mean())
