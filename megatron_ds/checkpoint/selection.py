@@ -45,8 +45,8 @@ class SelectionPolicy:
     """Load an older checkpoint if the newest one is damaged."""
     required: bool = True
     """A folder without any checkpoint is an error."""
-    hint: str = ""
-    """Ends the message of that error."""
+    training: bool = False
+    """Messages may advise to start a new run, and name flags of pretrain_gpt.py."""
 
     @classmethod
     def of(cls, options: CheckpointConfig) -> SelectionPolicy:
@@ -54,7 +54,7 @@ class SelectionPolicy:
             step=options.ckpt_step,
             fallback=options.on_damaged_checkpoint == "fallback",
             required=options.exit_on_missing_checkpoint,
-            hint=f", and {option('exit_on_missing_checkpoint')} is set",
+            training=True,
         )
 
 
@@ -97,13 +97,11 @@ def select_checkpoint(
         _raise_if_expected(listing, policy)
         return None
     if listing.stale:
-        warn(
-            Problem(
-                "checkpoint-pointer-ignored",
-                stale=" and ".join(listing.stale),
-                paths=listing.paths[0],
-            )
+        stale, newest = " and ".join(listing.stale), listing.paths[0]
+        selection = (
+            option("ckpt_step") if policy.training else f"{option('load')} FOLDER/global_stepN"
         )
+        warn(Problem("checkpoint-pointer-ignored", stale=stale, paths=newest, selection=selection))
     damaged = []
     for path in listing.paths:
         damage = find_damage(path)
@@ -114,7 +112,12 @@ def select_checkpoint(
             raise UserError(_damaged(path, damage, "on_damaged_checkpoint", hint))
         warn(Problem("checkpoint-skipped", path=path, damage=damage))
         damaged.append(f"\n  - {path}: {damage}")
-    raise user_error("all-checkpoints-damaged", folder=listing.folder, damaged="".join(damaged))
+    raise user_error(
+        "all-checkpoints-damaged",
+        folder=listing.folder,
+        damaged="".join(damaged),
+        new_run=", or move them away to start a new run" if policy.training else "",
+    )
 
 
 def latest_before(folders: list[str | None], iteration: int) -> Path | None:
@@ -147,9 +150,11 @@ def _raise_if_expected(listing: CheckpointListing, policy: SelectionPolicy) -> N
             folder=listing.folder,
             stale=" and ".join(listing.stale),
             megatron_hint=_megatron_hint(listing.folder),
+            new_run=", or remove the pointer to start a new run" if policy.training else "",
         )
     if policy.required:
-        raise user_error("checkpoint-missing", folder=listing.folder, hint=policy.hint)
+        hint = f", and {option('exit_on_missing_checkpoint')} is set" if policy.training else ""
+        raise user_error("checkpoint-missing", folder=listing.folder, hint=hint)
 
 
 def _damaged(path: Path, damage: Problem, field: str, hint: str = "") -> Problem:

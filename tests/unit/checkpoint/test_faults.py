@@ -7,6 +7,7 @@ import dataclasses
 import errno
 import os
 import random
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,7 @@ from megatron_ds.checkpoint import storage
 from megatron_ds.checkpoint.manager import CheckpointManager, SaveError
 from megatron_ds.checkpoint.metadata import checksum_manifest
 from megatron_ds.config import Config
+from megatron_ds.config.problems import UserError
 from megatron_ds.engine.ds_checkpoint_io import write_tensors
 from megatron_ds.inference.load_checkpoint import find_checkpoint
 from megatron_ds.launch.exit_codes import ExitCode
@@ -97,6 +99,27 @@ def test_generation_loads_no_damaged_weights(
         find_checkpoint(folder, logged.append)
     (newest / name).write_bytes(original)
     assert find_checkpoint(folder, logged.append).iteration == 8
+
+
+def test_generation_is_given_no_advice_for_a_training(
+    checkpoints: CheckpointManager, folder: Path, logged: list[str]
+) -> None:
+    save(checkpoints, 4, 8)
+    (folder / "latest").write_text("global_step4")
+    logged.clear()
+    assert find_checkpoint(folder, logged.append).iteration == 8
+    assert re.findall(r"--[a-z-]+", "".join(logged)) == ["--load"]
+    for damage in (lambda path: (path / "run.json").write_text("{"), shutil.rmtree):
+        for path in folder.glob("global_step*"):
+            damage(path)
+        with pytest.raises(UserError) as of_tool:
+            find_checkpoint(folder, logged.append)
+        with pytest.raises(UserError) as of_training:
+            load(checkpoints)
+        (ours,), (trainings,) = of_tool.value.problems, of_training.value.problems
+        assert ours.mentioned == {"load"}
+        assert ours.code == trainings.code
+        assert ours != trainings
 
 
 @pytest.mark.parametrize("name", storage.POINTERS)
