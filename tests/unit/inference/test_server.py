@@ -128,11 +128,13 @@ def test_an_invalid_request_is_answered_immediately() -> None:
     many = 40  # more than the server has threads that read requests
     with client.http, ThreadPoolExecutor(many) as pool:
         slow = [pool.submit(client.put, b"slow") for _ in range(many)]
-        assert started.wait(60)
-        while client.http.get("/health").json()["requests"] < many:
-            pass
-        assert client.put(b"bad")[0] == 400
-        release.set()
+        try:
+            assert started.wait(60)
+            while client.http.get("/health").json()["requests"] < many:
+                assert not any(response.done() for response in slow)
+            assert client.put(b"bad")[0] == 400
+        finally:
+            release.set()
         assert all(response.result(60)[0] == 200 for response in slow)
 
 
