@@ -14,22 +14,23 @@ import lzma
 import os
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from typing import BinaryIO, NamedTuple, cast
+from contextlib import contextmanager
+from typing import Any, BinaryIO, NamedTuple, cast
 
-from megatron_ds.config.problems import Problem, UserError, user_error
+from megatron_ds.config.problems import UserError, user_error
 from megatron_ds.preprocess.formats import (
     RawDocument,
     Selection,
     arrow_rows,
     csv_rows,
     dataset_rows,
-    import_pyarrow,
     json_lines,
     parquet_rows,
     plain_text,
 )
-from megatron_ds.preprocess.inputs import InputSpec, describe_error, format_of
+from megatron_ds.preprocess.inputs import InputSpec, describe_error, format_of, import_optional
+
+DECOMPRESSORS: dict[str, Any] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 
 
 class ReadPosition(NamedTuple):
@@ -99,32 +100,30 @@ class DocumentReader:
             return
         for number, source in enumerate(self._inputs.files()):
             if number < self._after.file:
-                self._done += source.stamp.size
+                self._done += source.size
                 continue
             self._number = number
             after = self._after if number == self._after.file else START
-            with _name_in_errors(source.stamp.name), source.open() as file:
-                yield from self._read(source.stamp.name, file, after)
+            with _name_in_errors(source.name), source.open() as file:
+                yield from self._read(source.name, file, after)
+            self._tell = self._offset = int
             self._number += 1
 
     def _read(self, name: str, raw: BinaryIO, after: ReadPosition) -> Iterator[RawDocument]:
         size = 0
-        with ExitStack() as stack:
-            stack.enter_context(_name_in_errors(name))
-            if raw.seekable():
-                start = raw.tell()  # standard input may have been read before
-                size = raw.seek(0, os.SEEK_END)
-                raw.seek(start)
-                self._tell = raw.tell
-            documents = self._documents(stack, name, raw, size, after)
-            if after.line:
-                documents = itertools.dropwhile(lambda one: one.line <= after.line, documents)
-            yield from documents
+        if raw.seekable():
+            start = raw.tell()  # standard input may have been read before
+            size = raw.seek(0, os.SEEK_END)
+            raw.seek(start)
+            self._tell = raw.tell
+        documents = self._documents(name, raw, size, after)
+        if after.line:
+            documents = itertools.dropwhile(lambda one: one.line <= after.line, documents)
+        yield from documents
         self._done += size
-        self._tell = self._offset = int
 
     def _documents(
-        self, stack: ExitStack, name: str, raw: BinaryIO, size: int, after: ReadPosition
+        self, name: str, raw: BinaryIO, size: int, after: ReadPosition
     ) -> Iterator[RawDocument]:
         format, compression = format_of(name, self._inputs.format)
         selection = self._selection
@@ -141,7 +140,7 @@ class DocumentReader:
         if format == "jsonl" and not compression and raw.seekable():
             raw.seek(max(after.offset, raw.tell()))
             self._offset = raw.tell
-        stream = _decompress(stack, raw, compression)
+        stream = _decompress(raw, compression)
         if format == "jsonl":
             return json_lines(name, stream, selection, after.line if after.offset else 0)
         if format == "text":
@@ -149,16 +148,12 @@ class DocumentReader:
         return csv_rows(name, stream, selection, "," if format == "csv" else "\t")
 
 
-def _decompress(stack: ExitStack, raw: BinaryIO, compression: str) -> BinaryIO:
+def _decompress(raw: BinaryIO, compression: str) -> BinaryIO:
     if not compression:
         return raw
-    if compression == ".gz":
-        return cast(BinaryIO, stack.enter_context(gzip.GzipFile(fileobj=raw)))
-    if compression == ".bz2":
-        return cast(BinaryIO, stack.enter_context(bz2.BZ2File(raw)))
-    if compression == ".xz":
-        return cast(BinaryIO, stack.enter_context(lzma.LZMAFile(raw)))
-    pyarrow = import_pyarrow("a .zst file")
+    if compression in DECOMPRESSORS:
+        return cast(BinaryIO, DECOMPRESSORS[compression](raw))
+    pyarrow = import_optional("pyarrow", "a .zst file")
     stream = pyarrow.CompressedInputStream(pyarrow.PythonFile(raw, mode="r"), "zstd")
     return cast(BinaryIO, io.BufferedReader(stream, 1 << 20))
 
@@ -173,15 +168,11 @@ def _name_in_errors(name: str) -> Iterator[None]:
         yield
     except UserError:
         raise
-    except (EOFError, zlib.error, lzma.LZMAError) as error:
-        raise UserError(_unreadable(name, f"is damaged or truncated: {error}")) from error
-    except OSError as error:
-        if error.filename is not None:
-            raise
-        raise UserError(_unreadable(name, f"cannot be read: {error}")) from error
     except Exception as error:  # libraries report damage by exceptions of their own types
-        raise UserError(_unreadable(name, f"cannot be read: {describe_error(error)}")) from error
-
-
-def _unreadable(name: str, reason: str) -> Problem:
-    return Problem("input-file-unreadable", name=name, reason=reason)
+        if isinstance(error, OSError) and error.filename is not None:
+            raise
+        if isinstance(error, (EOFError, zlib.error, lzma.LZMAError)):
+            reason = f"is damaged or truncated: {error}"
+        else:
+            reason = f"cannot be read: {describe_error(error)}"
+        raise user_error("input-file-unreadable", name=name, reason=reason) from error

@@ -8,6 +8,7 @@ pyarrow and datasets are imported only for inputs that need them.
 from __future__ import annotations
 
 import csv
+import importlib
 import io
 import itertools
 import json
@@ -16,8 +17,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, BinaryIO, NamedTuple, TextIO
 
-from megatron_ds.config.problems import Problem, UserError, option, user_error
-from megatron_ds.preprocess.inputs import InputSpec, describe_error, missing_package
+from megatron_ds.config.problems import option, user_error
+from megatron_ds.preprocess.inputs import InputSpec, describe_error, import_optional
 
 ROWS = 128
 """Rows of a table that are converted together."""
@@ -168,30 +169,24 @@ def plain_text(name: str, file: BinaryIO, selection: Selection) -> Iterator[RawD
 def _paragraphs(
     name: str, key: str, lines: Iterable[tuple[bytes, bool]], selection: Selection
 ) -> Iterator[RawDocument]:
-    paragraph: list[bytes] = []
-    size, start, fits = 0, 1, True
-
-    def document() -> RawDocument:
-        content = b"".join(paragraph)
-        if not fits:
-            unreadable = selection.too_long("paragraph", content[:PREVIEW_BYTES])
-            return RawDocument(name, start, unreadable)
-        return RawDocument(name, start, {key: decode(content).rstrip("\r\n")})
-
-    for number, (line, complete) in enumerate(lines, 1):
-        if complete and line.isspace():
-            if paragraph:
-                yield document()
-            paragraph, size, fits = [], 0, True
+    groups = itertools.groupby(enumerate(lines, 1), lambda one: one[1][1] and one[1][0].isspace())
+    for is_blank, numbered in groups:
+        if is_blank:
             continue
-        if not paragraph:
-            start = number
-        size += len(line)
-        fits = fits and complete and size <= selection.limit
-        if fits or not paragraph:
-            paragraph.append(line)
-    if paragraph:
-        yield document()
+        paragraph: list[bytes] = []
+        size, start, fits = 0, 0, True
+        for number, (line, complete) in numbered:
+            start = start or number
+            size += len(line)
+            fits = fits and complete and size <= selection.limit
+            if fits or not paragraph:
+                paragraph.append(line)
+        content = b"".join(paragraph)
+        if fits:
+            yield RawDocument(name, start, {key: decode(content).rstrip("\r\n")})
+        else:
+            head = content[:PREVIEW_BYTES]
+            yield RawDocument(name, start, selection.too_long("paragraph", head))
 
 
 def csv_rows(
@@ -270,10 +265,8 @@ def parquet_rows(
         set_progress: Takes a function that gives the fraction of the file that was read. The file
             position would not tell: readers jump in it.
     """
-    import_pyarrow(name)
-    from pyarrow import parquet
-
-    table = parquet.ParquetFile(file)
+    import_optional("pyarrow", name)
+    table = importlib.import_module("pyarrow.parquet").ParquetFile(file)
     columns = selection.columns(name, table.schema_arrow.names)
     rows = table.metadata.num_rows
     read = 0
@@ -290,7 +283,7 @@ def parquet_rows(
 
 def arrow_rows(name: str, file: BinaryIO, selection: Selection, skip: int) -> Iterator[RawDocument]:
     """Rows of an arrow file or stream, after `skip` rows."""
-    pyarrow = import_pyarrow(name)
+    pyarrow = import_optional("pyarrow", name)
     magic = file.read(6)
     file.seek(0)
     read = 0
@@ -350,57 +343,30 @@ def dataset_rows(name: str, selection: Selection, skip: int) -> Iterator[RawDocu
         try:
             row = next(rows, None)
         except Exception as error:
-            raise UserError(_dataset_problem(name, f"row {number}: {describe_error(error)}")) from (
-                error
-            )
+            reason = f"row {number}: {describe_error(error)}"
+            raise user_error("dataset-not-readable", name=name, reason=reason) from error
         if row is None:
             return
         yield RawDocument(name, number, row)
 
 
 def _load_dataset(name: str, inputs: InputSpec) -> Any:
-    try:
-        import datasets
-    except ImportError:
-        raise UserError(missing_package(f"{option('hf_dataset')} {name}", "datasets")) from None
+    datasets, split = import_optional("datasets", f"{option('hf_dataset')} {name}"), inputs.hf_split
     saved = ("state.json", "dataset_dict.json")
     try:
         if not any(os.path.isfile(os.path.join(name, file)) for file in saved):
-            return datasets.load_dataset(
-                name, inputs.hf_config, split=inputs.hf_split, streaming=True
-            )
+            return datasets.load_dataset(name, inputs.hf_config, split=split, streaming=True)
         data = datasets.load_from_disk(name)
     except Exception as error:  # of any type, from the Hub to the libraries of the files
-        raise UserError(_dataset_problem(name, describe_error(error))) from error
+        reason = describe_error(error)
+        raise user_error("dataset-not-readable", name=name, reason=reason) from error
     if isinstance(data, datasets.DatasetDict):
-        if inputs.hf_split not in data:
-            raise UserError(_split_problem(inputs.hf_split, f"the data set has {', '.join(data)}"))
-        return data[inputs.hf_split]
-    if inputs.hf_split not in (InputSpec.hf_split, str(data.split)):
-        raise UserError(_split_problem(inputs.hf_split, "the saved data set has no splits"))
+        if split in data:
+            return data[split]
+        raise user_error("no-such-split", split=split, reason=f"the data set has {', '.join(data)}")
+    if split not in (InputSpec.hf_split, str(data.split)):
+        raise user_error("no-such-split", split=split, reason="the saved data set has no splits")
     return data
-
-
-def _dataset_problem(name: str, reason: str) -> Problem:
-    return Problem("dataset-not-readable", name=name, reason=reason)
-
-
-def _split_problem(split: str, reason: str) -> Problem:
-    return Problem("no-such-split", split=split, reason=reason)
-
-
-def import_pyarrow(name: str) -> Any:
-    """The pyarrow package.
-
-    Raises:
-        UserError: If it is not installed; names the file that needs it.
-    """
-    try:
-        import pyarrow
-        import pyarrow.ipc
-    except ImportError:
-        raise UserError(missing_package(name, "pyarrow")) from None
-    return pyarrow
 
 
 def _is_object(line: bytes) -> bool:

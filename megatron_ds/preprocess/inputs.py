@@ -10,6 +10,7 @@ import datetime
 import functools
 import glob
 import hashlib
+import importlib
 import os
 import sys
 import warnings
@@ -24,23 +25,17 @@ from megatron_ds.data.indexed_dataset import TOKENIZER_SUFFIX
 from megatron_ds.fileio.resumable import WORK_SUFFIX
 
 STDIN = "-"
-FORMATS = ("jsonl", "parquet", "arrow", "csv", "tsv", "text")
-SUFFIXES = {
-    ".jsonl": "jsonl",
-    ".ndjson": "jsonl",
-    ".json": "jsonl",
-    ".parquet": "parquet",
-    ".arrow": "arrow",
-    ".feather": "arrow",
-    ".csv": "csv",
-    ".tsv": "tsv",
-    ".txt": "text",
-    ".text": "text",
-    ".md": "text",
+FORMATS = {
+    "jsonl": (".jsonl", ".ndjson", ".json"),
+    "parquet": (".parquet",),
+    "arrow": (".arrow", ".feather"),
+    "csv": (".csv",),
+    "tsv": (".tsv",),
+    "text": (".txt", ".text", ".md"),
 }
+"""Suffixes by format."""
+SUFFIXES = {suffix: format for format, suffixes in FORMATS.items() for suffix in suffixes}
 COMPRESSIONS = (".gz", ".xz", ".zst", ".bz2")
-TEXT_DOCUMENTS = ("file", "paragraph")
-MAX_DOCUMENT_BYTES = (1 << 31) - 1
 QUARANTINE = ".quarantine"
 """Suffix of the list of rejected documents."""
 PROGRESS_SUFFIX = ".progress.json"
@@ -50,25 +45,20 @@ OUTPUT_SUFFIXES = (".bin", ".idx", TOKENIZER_SUFFIX, QUARANTINE, PROGRESS_SUFFIX
 INSTALL_HINT = "pip install 'megatron_ds[preprocess]'"
 
 
-class FileStamp(NamedTuple):
-    """Identity of an input file at the time of the run.
+class InputFile(NamedTuple):
+    """An input file that is not opened yet.
 
     Attributes:
         name: Path or address.
-        size: Bytes; 0 if unknown.
+        size: Bytes at the time of the run; 0 if unknown.
         version: Changes with the content as far as the file system reports it: a modification time
             or a hash of the metadata. Empty if unknown.
+        open: Opens the file.
     """
 
     name: str
     size: int
     version: str
-
-
-class InputFile(NamedTuple):
-    """An input file that is not opened yet."""
-
-    stamp: FileStamp
     open: Callable[[], AbstractContextManager[BinaryIO]]
 
 
@@ -94,7 +84,7 @@ class InputSpec:
     text_document_unit: str = option_field(
         "file",
         "unit of a document in plain text: the file, or a paragraph separated by blank lines",
-        choices=TEXT_DOCUMENTS,
+        choices=("file", "paragraph"),
     )
     hf_dataset: str | None = option_field(
         None, "Hugging Face dataset: name, path or saved folder", metavar="NAME"
@@ -105,7 +95,7 @@ class InputSpec:
         1 << 27,
         "maximum size of a document; larger ones are rejected",
         minimum=1,
-        maximum=MAX_DOCUMENT_BYTES,
+        maximum=(1 << 31) - 1,
     )
 
     @property
@@ -122,9 +112,6 @@ class InputSpec:
             yield Problem("input-not-unique")
         if self.hf_dataset is None and (self.hf_config is not None or self.hf_split != "train"):
             yield Problem("needs-hf-dataset")
-        yield from self._path_problems()
-
-    def _path_problems(self) -> Iterator[Problem]:
         seen: set[str] = set()
         for path in filter(lambda path: not _is_address(path), self.paths):
             try:
@@ -134,7 +121,7 @@ class InputSpec:
                 continue
             for file in files:
                 if file != STDIN and not os.access(file, os.R_OK):
-                    yield _input_problem(file, "permission denied")
+                    yield Problem("input-not-accessible", path=file, reason="permission denied")
                 if file in seen:
                     yield Problem("input-file-twice", file=file)
                 seen.add(file)
@@ -158,26 +145,24 @@ class InputSpec:
         """
         for path in self.paths:
             if path == STDIN:
-                yield InputFile(FileStamp("<stdin>", 0, ""), lambda: nullcontext(sys.stdin.buffer))
+                yield InputFile("<stdin>", 0, "", lambda: nullcontext(sys.stdin.buffer))
             elif _is_address(path):
                 yield from _remote_files(path, self.format)
             else:
                 for name in _local_files(path, self.format):
-                    yield InputFile(_local_stamp(name), functools.partial(_open, name))
-
-    def file_stamps(self) -> Iterator[FileStamp]:
-        """All files in reading order, unopened."""
-        if self.hf_dataset is not None:
-            yield _dataset_stamp(self.hf_dataset, self.hf_split)
-            return
-        for file in self.files():
-            yield file.stamp
+                    status = os.stat(name)
+                    size, version = status.st_size, _format_time(status.st_mtime_ns)
+                    yield InputFile(name, size, version, functools.partial(_open, name))
 
     def describe_files(self) -> dict[str, str]:
         """Name and version of every file, as settings that a resumed run must share."""
+        if self.hf_dataset is not None:
+            stamps = [(self.hf_dataset, 0, _dataset_version(self.hf_dataset, self.hf_split))]
+        else:
+            stamps = [file[:3] for file in self.files()]
         return {
-            f"input {stamp.name}": f"{stamp.size} bytes, version {stamp.version or 'unknown'}"
-            for stamp in self.file_stamps()
+            f"input {name}": f"{size} bytes, version {version or 'unknown'}"
+            for name, size, version in stamps
         }
 
     def total_bytes(self) -> int | None:
@@ -215,14 +200,6 @@ def _is_address(path: str) -> bool:
     return "://" in path
 
 
-def _input_problem(path: str, reason: object) -> Problem:
-    return Problem("input-not-accessible", path=path, reason=reason)
-
-
-def _no_such_file(path: str) -> UserError:
-    return user_error("no-input-file", path=path)
-
-
 def _local_files(path: str, format: str) -> list[str]:
     """The files that a path selects. Raises UserError if there are none."""
     if path == STDIN or os.path.isfile(path):
@@ -235,7 +212,7 @@ def _local_files(path: str, format: str) -> list[str]:
     matching = sorted(glob.glob(path, recursive=True)) if glob.has_magic(path) else []
     files = [file for file in matching if os.path.isfile(file)]
     if not files:
-        raise _no_such_file(path)
+        raise user_error("no-input-file", path=path)
     return files
 
 
@@ -243,19 +220,15 @@ def _walk(path: str) -> list[str]:
     """All files below a folder. Warns of skipped folders."""
     found: list[str] = []
     skipped: list[str] = []
-
-    def skip(error: OSError) -> None:
-        skipped.append(str(error.filename))
-
-    for folder, folders, names in os.walk(path, onerror=skip):
+    walk = os.walk(path, onerror=lambda error: skipped.append(str(error.filename)))
+    for folder, folders, names in walk:
         folders[:] = [name for name in folders if not _is_hidden(name)]
         found += (os.path.join(folder, name) for name in names)
         inner = (os.path.join(folder, name) for name in folders)
         skipped += filter(os.path.islink, inner)  # symbolic links may form cycles
     if skipped:
         warnings.warn(
-            Problem("input-folders-skipped", path=path, skipped=min(skipped)),
-            stacklevel=2,
+            Problem("input-folders-skipped", path=path, skipped=min(skipped)), stacklevel=2
         )
     return found
 
@@ -289,11 +262,7 @@ def _select_in_folder(folder: str, files: Iterable[str], format: str, prefix: in
 
 
 def _remote_files(address: str, format: str) -> Iterator[InputFile]:
-    try:
-        import fsspec
-    except ImportError:
-        raise UserError(missing_package(address, "fsspec")) from None
-    prefix = 0
+    fsspec, prefix = import_optional("fsspec", address), 0
     try:
         system, path = fsspec.core.url_to_fs(address)
         web = address.startswith(("http://", "https://"))  # no folders, and ? is no pattern
@@ -306,35 +275,27 @@ def _remote_files(address: str, format: str) -> Iterator[InputFile]:
     except OSError:
         raise
     except Exception as error:  # file systems raise their own types: no credentials, no access
-        raise UserError(_input_problem(address, describe_error(error))) from error
+        reason = describe_error(error)
+        raise user_error("input-not-accessible", path=address, reason=reason) from error
     if prefix:
         paths = _select_in_folder(address, paths, format, prefix)
     if not paths:
-        raise _no_such_file(address)
+        raise user_error("no-input-file", path=address)
     for path in paths:
-        stamp = FileStamp(system.unstrip_protocol(path), *_remote_version(system, path))
-        yield InputFile(stamp, functools.partial(system.open, path, "rb"))
+        size, version = 0, ""
+        with suppress(Exception):  # an error of any type; opening the file reports it
+            info = system.info(path)
+            size = int(info.get("size") or 0)
+            version = hashlib.sha256(repr(info).encode()).hexdigest()[:16]
+        opener = functools.partial(system.open, path, "rb")
+        yield InputFile(system.unstrip_protocol(path), size, version, opener)
 
 
-def _remote_version(system: Any, path: str) -> tuple[int, str]:
-    """Size and version of a remote file; 0 and "" if its system reports none before opening it."""
-    try:
-        info = system.info(path)
-    except Exception:  # an error of any type; opening the file reports it
-        return 0, ""
-    return int(info.get("size") or 0), hashlib.sha256(repr(info).encode()).hexdigest()[:16]
-
-
-def _local_stamp(name: str) -> FileStamp:
-    status = os.stat(name)
-    return FileStamp(name, status.st_size, _format_time(status.st_mtime_ns))
-
-
-def _dataset_stamp(name: str, split: str) -> FileStamp:
-    """Stamp of a data set. Only a saved folder has a version."""
+def _dataset_version(name: str, split: str) -> str:
+    """Version of a data set that is a saved folder; empty for others."""
     states = (os.path.join(name, part, "state.json") for part in ("", split))
     saved = next(filter(os.path.isfile, states), None)
-    return FileStamp(name, 0, "" if saved is None else _format_time(os.stat(saved).st_mtime_ns))
+    return "" if saved is None else _format_time(os.stat(saved).st_mtime_ns)
 
 
 def _format_time(nanoseconds: int) -> str:
@@ -343,9 +304,18 @@ def _format_time(nanoseconds: int) -> str:
     return f"{moment:%Y-%m-%dT%H:%M:%S}.{fraction:09}Z"
 
 
-def missing_package(name: str, package: str) -> Problem:
-    """An input that needs a package that is not installed."""
-    return Problem("missing-input-package", name=name, package=package, install=INSTALL_HINT)
+def import_optional(package: str, name: str) -> Any:
+    """Import a package.
+
+    Raises:
+        UserError: If it is not installed; names the input that needs it.
+    """
+    try:
+        return importlib.import_module(package)
+    except ImportError:
+        raise user_error(
+            "missing-input-package", name=name, package=package, install=INSTALL_HINT
+        ) from None
 
 
 def describe_error(error: Exception) -> str:
