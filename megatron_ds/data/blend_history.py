@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_ds.data.sample_index import epochs_needed
+from megatron_ds.data.sample_index import total_samples
 
 HISTORY_FORMAT = 2
 """Version of the JSON form."""
@@ -114,7 +114,7 @@ class BlendHistory:
         return cls(order, sources, phases)
 
 
-def with_copy_numbers(identities: Sequence[SourceId]) -> list[SourceId]:
+def with_copy_numbers(identities: Iterable[SourceId]) -> list[SourceId]:
     """Numbers equal identities by their `copy`."""
     seen: dict[SourceId, int] = {}
     result = []
@@ -124,42 +124,36 @@ def with_copy_numbers(identities: Sequence[SourceId]) -> list[SourceId]:
     return result
 
 
-def new_history(
-    identities: Sequence[SourceId], weights: Sequence[float], order: int
-) -> BlendHistory:
-    """The history at the start of a run."""
-    count = len(identities)
-    phase = BlendPhase(0, tuple(range(count)), tuple(weights), (0,) * count)
-    return BlendHistory(order, tuple(SourceProgress(one) for one in identities), (phase,))
-
-
 def resume_history(
-    before: BlendHistory,
+    before: BlendHistory | None,
     identities: Sequence[SourceId],
     weights: Sequence[float],
     order: int,
-    consumed: int,
+    consumed: int = 0,
 ) -> BlendHistory:
-    """The history of a resumed run.
+    """The history of a new or resumed run.
 
     Unchanged if the blend is the same. Otherwise it gets another phase, in which known sources
     continue where they stopped.
 
     Args:
-        before: The history at the checkpoint.
+        before: The history at the checkpoint; None for a new run.
         identities: Sources of the current blend.
         weights: Their weights, which sum to 1.
         order: Version of the blend schedule.
         consumed: Samples of the run at the checkpoint.
     """
-    now = before.current
-    known = [before.sources[number].identity for number in now.sources]
-    same = known == list(identities) and all(
-        math.isclose(was, weight, rel_tol=WEIGHT_RTOL)
-        for was, weight in zip(now.weights, weights, strict=True)
-    )
-    if same and before.order == order:
-        return before
+    if before is None:
+        before = BlendHistory(order, (), ())
+        consumed = 0
+    elif before.order == order:
+        now = before.current
+        known = [before.sources[number].identity for number in now.sources]
+        if known == list(identities) and all(
+            math.isclose(was, weight, rel_tol=WEIGHT_RTOL)
+            for was, weight in zip(now.weights, weights, strict=True)
+        ):
+            return before
     numbers = {source.identity: number for number, source in enumerate(before.sources)}
     new = [one for one in identities if one not in numbers]
     sources = (*before.sources, *(SourceProgress(one) for one in new))
@@ -173,18 +167,22 @@ def resume_history(
 
 def record_consumed(history: BlendHistory, counts: Sequence[int]) -> BlendHistory:
     """The history after reading `counts` samples of each source in the current phase."""
-    sources = list(history.sources)
-    now = history.current
-    for number, start, count in zip(now.sources, now.source_starts, counts, strict=True):
-        sources[number] = dataclasses.replace(sources[number], consumed=start + int(count))
-    return dataclasses.replace(history, sources=tuple(sources))
+    starts = history.current.source_starts
+    ends = [start + int(count) for start, count in zip(starts, counts, strict=True)]
+    return _with_current(history, consumed=ends)
 
 
 def with_requests(history: BlendHistory, requests: Sequence[tuple[int, ...]]) -> BlendHistory:
     """The history with these indexes (see `SourceProgress.requests`) of the current sources."""
+    return _with_current(history, requests=requests)
+
+
+def _with_current(history: BlendHistory, **columns: Sequence[Any]) -> BlendHistory:
+    """The history with other values of a field of the current sources."""
     sources = list(history.sources)
-    for number, each in zip(history.current.sources, requests, strict=True):
-        sources[number] = dataclasses.replace(sources[number], requests=each)
+    for name, values in columns.items():
+        for number, value in zip(history.current.sources, values, strict=True):
+            sources[number] = dataclasses.replace(sources[number], **{name: value})
     return dataclasses.replace(history, sources=tuple(sources))
 
 
@@ -196,14 +194,8 @@ def extend_requests(
     An index has all samples of its complete epochs, and they are all read before the next index
     begins, so that all documents are read equally often.
     """
-    available = sum(samples_of_request(each, tokens_per_epoch, seq_length) for each in requests)
+    available = sum(total_samples(each, tokens_per_epoch, seq_length) for each in requests)
     return requests if available >= needed else (*requests, needed - available)
-
-
-def samples_of_request(request: int, tokens_per_epoch: int, seq_length: int) -> int:
-    """Samples of an index that was built for `request` samples."""
-    epochs = epochs_needed(request, tokens_per_epoch, seq_length)
-    return (epochs * tokens_per_epoch - 1) // seq_length
 
 
 def _parse_source(values: Any) -> SourceProgress:

@@ -5,6 +5,8 @@ Knows datasets and the order of a blend, but not how either is made.
 
 from __future__ import annotations
 
+import bisect
+import itertools
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -24,6 +26,22 @@ class BlendOrder(Protocol):
 
     def counts_at(self, end: int) -> npt.NDArray[np.int64]:
         """Samples of each source within the first `end` positions, [number of sources]."""
+
+
+class SingleSourceOrder:
+    """The order of a single source."""
+
+    def __init__(self, num_samples: int) -> None:
+        self._num_samples = num_samples
+
+    def __len__(self) -> int:
+        return self._num_samples
+
+    def locate(self, position: int) -> tuple[int, int]:
+        return 0, position
+
+    def counts_at(self, end: int) -> npt.NDArray[np.int64]:
+        return np.array([end], dtype=np.int64)
 
 
 class RoutingDataset:
@@ -55,29 +73,68 @@ class RoutingDataset:
         raise NotImplementedError
 
 
+class ConcatDataset(RoutingDataset):
+    """Concatenation of the datasets of one source."""
+
+    def __init__(self, datasets: Sequence[TokenDataset]) -> None:
+        super().__init__(datasets)
+        self._ends = list(itertools.accumulate(len(each) for each in datasets))
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def sample_id(self, position: int) -> str:
+        number, local = self._locate(position)
+        suffix = f"+{number}" if number else ""
+        return f"{self._datasets[number].sample_id(local)}{suffix}"
+
+    def _locate(self, position: int) -> tuple[int, int]:
+        if not 0 <= position < len(self):
+            raise IndexError(f"sample {position} of a dataset of {len(self)}")
+        number = bisect.bisect_right(self._ends, position)
+        return number, position - (self._ends[number - 1] if number else 0)
+
+
 class BlendedDataset(RoutingDataset):
     """A blend: samples of several datasets, in the order of a schedule.
+
+    In a resumed run whose blend has changed, positions before the change cannot be read.
+
+    Args:
+        datasets: The sources.
+        order: Order of the blend, which begins at `first_sample`.
+        first_sample: First position of the blend in the run.
+        source_starts: Samples that each source gave before it; None for none.
 
     Raises:
         ValueError: If a dataset has fewer samples than the order takes from it.
     """
 
-    def __init__(self, datasets: Sequence[TokenDataset], order: BlendOrder) -> None:
-        needed = order.counts_at(len(order)).tolist()
-        short = [
-            f"source {number} has {len(dataset)} samples, but the blend needs {count}"
-            for number, (dataset, count) in enumerate(zip(datasets, needed, strict=True))
-            if len(dataset) < count
-        ]
-        if short:
-            raise ValueError("; ".join(short))
+    def __init__(
+        self,
+        datasets: Sequence[TokenDataset],
+        order: BlendOrder,
+        first_sample: int = 0,
+        source_starts: Sequence[int] | None = None,
+    ) -> None:
         super().__init__(datasets)
         self._order = order
+        self._first = first_sample
+        self._starts = tuple(source_starts or [0] * len(datasets))
+        ends = np.add(self._starts, order.counts_at(len(order))).tolist()
+        for number, (dataset, end) in enumerate(zip(datasets, ends, strict=True)):
+            if len(dataset) < end:
+                raise ValueError(
+                    f"source {number} has {len(dataset)} samples, but the blend needs {end}"
+                )
 
     def __len__(self) -> int:
-        return len(self._order)
+        return self._first + len(self._order)
 
     def _locate(self, position: int) -> tuple[int, int]:
-        if not 0 <= position < len(self):
-            raise IndexError(f"sample {position} of a blend of {len(self)}")
-        return self._order.locate(position)
+        if not self._first <= position < len(self):
+            raise IndexError(
+                f"sample {position} of a blend of the samples {self._first} to {len(self)}"
+            )
+        source, sample = self._order.locate(position - self._first)
+        return source, self._starts[source] + sample

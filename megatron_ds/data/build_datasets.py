@@ -8,10 +8,12 @@ ranks and no torch.
 from __future__ import annotations
 
 import hashlib
+import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -21,7 +23,6 @@ from megatron_ds.data.blend_history import (
     BlendHistory,
     SourceId,
     extend_requests,
-    new_history,
     record_consumed,
     resume_history,
     with_copy_numbers,
@@ -29,16 +30,24 @@ from megatron_ds.data.blend_history import (
 )
 from megatron_ds.data.blend_schedule import BLEND_FORMAT, blend_order
 from megatron_ds.data.blend_spec import SPLITS, BlendSource, DatasetGroup
-from megatron_ds.data.blended_dataset import BlendedDataset, BlendOrder
-from megatron_ds.data.chained_datasets import ConcatDataset, ResumedBlendDataset, SingleSourceOrder
-from megatron_ds.data.data_files import DataFiles
+from megatron_ds.data.blended_dataset import (
+    BlendedDataset,
+    BlendOrder,
+    ConcatDataset,
+    SingleSourceOrder,
+)
 from megatron_ds.data.gpt_dataset import GPTDataset, TokenDataset
-from megatron_ds.data.index_cache import ArrayCache
+from megatron_ds.data.index_cache import ArrayCache, Arrays
 from megatron_ds.data.indexed_dataset import IndexedDataset
-from megatron_ds.data.lazy_index import LazySampleIndexes
-from megatron_ds.data.sample_index import samples_per_source
+from megatron_ds.data.sample_index import (
+    SampleIndexes,
+    build_indexes,
+    index_bytes,
+    samples_per_source,
+    total_samples,
+)
 from megatron_ds.data.usage_report import FileUsage, describe_change
-from megatron_ds.data.validation import blocks_to_sample, empty_selection, out_of_vocabulary
+from megatron_ds.data.validation import DataFiles, empty_selection, out_of_vocabulary
 
 INDEX_FORMAT = 1
 """Version of the indexes: to be increased if the same inputs give other indexes."""
@@ -117,13 +126,7 @@ def build_datasets(
     files = files or DataFiles(config)
     raise_if_any(files.problems)
     builder = _DatasetBuilder(
-        files=files,
-        seq_length=seq_length,
-        seed=seed,
-        tokenizer_fingerprint=tokenizer_fingerprint,
-        vocab_size=vocab_size,
-        fallback_cache=fallback_cache,
-        probed_blocks=blocks_to_sample(sum(len(group.sources) for group in files.groups)),
+        files, seq_length, seed, tokenizer_fingerprint, vocab_size, fallback_cache
     )
     train: TokenDataset | None = None
     progress: BlendProgress | None = None
@@ -152,7 +155,7 @@ class _OpenedFile:
         data: The file.
         source: Its entry in the blend.
         document_range: First selected document and end.
-        tokens: Tokens of these documents.
+        tokens: Tokens of these documents, at least one.
         lengths_hash: SHA-256 of the lengths of all sequences of the file.
     """
 
@@ -162,9 +165,80 @@ class _OpenedFile:
     tokens: int
     lengths_hash: str
 
-    @property
-    def identity(self) -> SourceId:
-        return SourceId(Path(self.source.prefix).name, self.lengths_hash, self.document_range)
+
+@dataclass(frozen=True)
+class _LazySampleIndexes:
+    """Indexes of at least `samples` samples of a file, rounded up to complete epochs.
+
+    They are built or loaded on first use: building those of thousands of files at start-up would
+    take too long, and the number of samples is known without them.
+
+    Attributes:
+        file: The file.
+        split: Name of the split, for messages and file names.
+        samples: Requested samples.
+        seq_length: Tokens per sample, without the last label.
+        seed: Seed of the shuffles.
+        tokenizer: Fingerprint of the tokenizer.
+        cache: Where they are stored.
+    """
+
+    file: _OpenedFile
+    split: str
+    samples: int
+    seq_length: int
+    seed: int
+    tokenizer: str
+    cache: ArrayCache
+
+    def __post_init__(self) -> None:
+        if self.__len__() > sys.maxsize:
+            raise self._too_large("an array has at most 2^63 - 1 elements")
+
+    def __len__(self) -> int:
+        return total_samples(self.samples, self.file.tokens, self.seq_length)
+
+    def load(self) -> SampleIndexes:
+        """Loads the indexes from the cache, or builds and stores them.
+
+        Raises:
+            UserError: If they cannot be built or stored.
+        """
+        return SampleIndexes(**self.cache.get_or_build(*self._entry(), self._build))
+
+    def missing_bytes(self) -> int:
+        """Bytes that the cache needs for them; 0 if they are stored."""
+        if self.cache.contains(*self._entry()):
+            return 0
+        first, end = self.file.document_range
+        return index_bytes(self.samples, end - first, self.file.tokens, self.seq_length)
+
+    def _entry(self) -> tuple[str, dict[str, Any]]:
+        """Readable name and key in the cache: everything that determines the indexes."""
+        return f"{Path(self.file.data.prefix).name}-{self.split}", {
+            "format": INDEX_FORMAT,
+            "sequences": len(self.file.data),
+            "lengths_sha256": self.file.lengths_hash,
+            "split": self.file.source.documents.text,
+            "documents": list(self.file.document_range),
+            "samples": self.samples,
+            "seq_length": self.seq_length,
+            "seed": self.seed,
+            "tokenizer": self.tokenizer,
+        }
+
+    def _build(self) -> Arrays:
+        documents, lengths = np.arange(*self.file.document_range), self.file.data.lengths
+        try:
+            return vars(build_indexes(lengths, documents, self.samples, self.seq_length, self.seed))
+        except (MemoryError, OverflowError, ValueError) as error:
+            raise self._too_large(str(error)) from error
+
+    def _too_large(self, reason: str) -> UserError:
+        prefix, split = self.file.data.prefix, self.split
+        return user_error(
+            "index-too-large", prefix=prefix, samples=self.samples, split=split, reason=reason
+        )
 
 
 @dataclass(frozen=True)
@@ -175,13 +249,11 @@ class _DatasetBuilder:
     tokenizer_fingerprint: str
     vocab_size: int
     fallback_cache: str | None
-    probed_blocks: int
-    """Blocks of each file whose token ids are checked."""
     usage: list[FileUsage] = field(default_factory=list)
     """Of the datasets built so far."""
     opened: dict[str, tuple[IndexedDataset, str]] = field(default_factory=dict)
     """Files by prefix, with the SHA-256 of their sequence lengths."""
-    pending: list[tuple[GPTDataset, LazySampleIndexes]] = field(default_factory=list)
+    pending: list[tuple[GPTDataset, _LazySampleIndexes]] = field(default_factory=list)
     """Datasets whose indexes are not loaded yet."""
     caches: dict[str, ArrayCache] = field(default_factory=dict)
     """By first folder."""
@@ -195,18 +267,21 @@ class _DatasetBuilder:
     ) -> tuple[TokenDataset, BlendProgress]:
         """Builds a blend of `samples` samples, `consumed` of which were read by a previous run."""
         files = [self._file(group, source, samples) for source in group.sources]
-        identities = with_copy_numbers([file.identity for file in files])
-        weights = _source_weights(files)
-        if before is None:
-            history = new_history(identities, weights, BLEND_FORMAT)
-        else:
-            history = resume_history(before, identities, weights, BLEND_FORMAT, consumed)
+        total = sum(file.tokens for file in files)
+        weights = [
+            file.tokens / total if file.source.weight is None else file.source.weight
+            for file in files
+        ]
+        identities = with_copy_numbers(
+            SourceId(Path(file.source.prefix).name, file.lengths_hash, file.document_range)
+            for file in files
+        )
+        history = resume_history(before, identities, weights, BLEND_FORMAT, consumed)
         phase = history.current
         length = max(1, samples - phase.first_sample)
+        needed = samples_per_source(phase.weights, length)
         if len(files) == 1 and group.sources[0].weight is None:
             needed = [length]
-        else:
-            needed = samples_per_source(phase.weights, length)
         requests = [
             extend_requests(
                 history.sources[number].requests, start + count, file.tokens, self.seq_length
@@ -217,35 +292,33 @@ class _DatasetBuilder:
         ]
         history = with_requests(history, requests)
         datasets = [
-            self._dataset_of_file(group.split, file, each)
+            self._dataset(group.split, file, each)
             for file, each in zip(files, requests, strict=True)
         ]
         self._open_indexes()
         order: BlendOrder = SingleSourceOrder(length)
         if len(files) > 1:
             order = blend_order(phase.weights, length, self._cache(group.sources[0].prefix))
-        counts = order.counts_at(len(order)).tolist()
-        for file, weight, start, count in zip(
-            files, phase.weights, phase.source_starts, counts, strict=True
-        ):
-            self._record_usage(group, file, weight, start + count)
+        ends = np.add(phase.source_starts, order.counts_at(len(order))).tolist()
+        for file, weight, end in zip(files, phase.weights, ends, strict=True):
+            epochs = end * self.seq_length / file.tokens
+            prefix = file.source.prefix
+            self.usage.append(FileUsage(group.split, prefix, weight, end, epochs, group.name))
         self.usage.extend(
             FileUsage(group.split, prefix, 0.0, 0, 0.0, group.name)
             for prefix in group.zero_weight_files
         )
-        progress = BlendProgress(history, order)
-        if phase.first_sample or any(phase.source_starts):
-            return ResumedBlendDataset(
-                datasets, order, phase.first_sample, phase.source_starts
-            ), progress
-        return datasets[0] if len(files) == 1 else BlendedDataset(datasets, order), progress
+        dataset = datasets[0]
+        if len(files) > 1 or phase.first_sample or any(phase.source_starts):
+            dataset = BlendedDataset(datasets, order, phase.first_sample, phase.source_starts)
+        return dataset, BlendProgress(history, order)
 
     def _file(self, group: DatasetGroup, source: BlendSource, samples: int) -> _OpenedFile:
         """Opens and checks a file of a group that needs `samples` samples."""
         if source.prefix not in self.opened:
             data = self.files.open(source.prefix)
             if self.files.checked_vocab_size != self.vocab_size:
-                _raise_first(out_of_vocabulary(data, self.vocab_size, self.probed_blocks))
+                _raise_first(out_of_vocabulary(data, self.vocab_size, self.files.probed_blocks))
             if self.files.config.mmap_warmup:
                 data.warm_up()
             digest = hashlib.sha256(data.lengths.view(np.uint8).data).hexdigest()
@@ -256,49 +329,19 @@ class _DatasetBuilder:
         tokens = int(data.lengths[first:end].sum(dtype=np.int64))
         return _OpenedFile(data, source, (first, end), tokens, digest)
 
-    def _record_usage(
-        self, group: DatasetGroup, file: _OpenedFile, weight: float, samples: int
-    ) -> None:
-        epochs = samples * self.seq_length / file.tokens
-        prefix = file.source.prefix
-        self.usage.append(FileUsage(group.split, prefix, weight, samples, epochs, group.name))
-
-    def _dataset_of_file(
-        self, part: str, file: _OpenedFile, requests: Sequence[int]
-    ) -> TokenDataset:
+    def _dataset(self, split: str, file: _OpenedFile, requests: Sequence[int]) -> TokenDataset:
         """The samples of a file, by its consecutive indexes."""
-        datasets = [self._indexed(part, file, *each) for each in enumerate(requests)]
+        cache = self._cache(file.source.prefix)
+        datasets = []
+        for number, samples in enumerate(requests):
+            # Each index has another seed: it must not repeat the order of the previous one.
+            seed = (self.seed + number) % (1 << 32)
+            indexes = _LazySampleIndexes(
+                file, split, samples, self.seq_length, seed, self.tokenizer_fingerprint, cache
+            )
+            datasets.append(GPTDataset(file.data, indexes, self.seq_length, self.vocab_size))
+            self.pending.append((datasets[-1], indexes))
         return datasets[0] if len(datasets) == 1 else ConcatDataset(datasets)
-
-    def _indexed(self, part: str, file: _OpenedFile, number: int, samples: int) -> GPTDataset:
-        """The samples of one index of a file."""
-        # Each index has another seed: it must not repeat the order of the previous one.
-        seed = (self.seed + number) % (1 << 32)
-        cache_key = {
-            "format": INDEX_FORMAT,
-            "sequences": len(file.data),
-            "lengths_sha256": file.lengths_hash,
-            "split": file.source.documents.text,
-            "documents": list(file.document_range),
-            "samples": samples,
-            "seq_length": self.seq_length,
-            "seed": seed,
-            "tokenizer": self.tokenizer_fingerprint,
-        }
-        indexes = LazySampleIndexes(
-            file=file.data,
-            split=part,
-            document_range=file.document_range,
-            tokens=file.tokens,
-            samples=samples,
-            seq_length=self.seq_length,
-            seed=seed,
-            cache_key=cache_key,
-            cache=self._cache(file.source.prefix),
-        )
-        dataset = GPTDataset(file.data, indexes, self.seq_length, self.vocab_size)
-        self.pending.append((dataset, indexes))
-        return dataset
 
     def _open_indexes(self) -> None:
         """Loads the indexes of the pending datasets.
@@ -327,14 +370,6 @@ class _DatasetBuilder:
                 folders.append(Path(self.fallback_cache))
             self.caches[folder] = ArrayCache(folders)
         return self.caches[folder]
-
-
-def _source_weights(files: Sequence[_OpenedFile]) -> list[float]:
-    """Weights that sum to 1; by size where the user gave none."""
-    total = sum(file.tokens for file in files)
-    return [
-        file.tokens / total if file.source.weight is None else file.source.weight for file in files
-    ]
 
 
 def _raise_first(problems: Iterator[Problem]) -> None:

@@ -22,12 +22,9 @@ SampleArray = npt.NDArray[np.int64]
 class TokenDataset(Protocol):
     """Samples by position in the data order."""
 
-    @property
-    def seq_length(self) -> int: ...
-
-    @property
-    def vocab_size(self) -> int | None:
-        """Exclusive upper bound of the token ids; None if unknown."""
+    seq_length: int
+    vocab_size: int | None
+    """Exclusive upper bound of the token ids; None if unknown."""
 
     def __len__(self) -> int: ...
 

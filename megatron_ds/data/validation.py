@@ -7,14 +7,13 @@ or torch, and writes nothing.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 
-from megatron_ds.config import flag_of
+from megatron_ds.config import DataConfig, flag_of
 from megatron_ds.config.problems import Problem, UserError
-from megatron_ds.data.blend_spec import SPLITS, DocumentSelection
-from megatron_ds.data.data_files import DataFiles
+from megatron_ds.data.blend_spec import SPLITS, DocumentSelection, read_groups
 from megatron_ds.data.indexed_dataset import IndexedDataset, Tokens
 from megatron_ds.data.tokenizer_metadata import tokenizer_mismatch
 from megatron_ds.tokenizer.fingerprint import TokenizerFingerprint
@@ -28,6 +27,41 @@ CHECKED_DOCUMENTS = 64
 """First documents of a file whose last token is checked."""
 MAX_NAMED_FILES = 3
 """Most files that a warning names."""
+
+
+class DataFiles:
+    """Dataset groups and token files of a run, shared by the checks and the datasets.
+
+    Args:
+        config: The data flags.
+
+    Attributes:
+        groups: Dataset groups of the flags.
+        problems: Problems of the flags and of the files that list groups.
+        prefixes: Prefixes of all token files, without duplicates.
+        probed_blocks: Blocks of each file whose token ids are checked: fewer if there are many.
+        checked_vocab_size: Vocabulary size against which the token ids of all files were checked.
+    """
+
+    def __init__(self, config: DataConfig) -> None:
+        self.config = config
+        self.groups, self.problems = read_groups(config)
+        sources = (source for group in self.groups for source in group.sources)
+        self.prefixes = list(dict.fromkeys(source.prefix for source in sources))
+        blocks = MAX_BLOCKS // max(1, len(self.prefixes))
+        self.probed_blocks = max(1, min(MAX_BLOCKS_PER_FILE, blocks))
+        self.checked_vocab_size: int | None = None
+        self._opened: dict[str, IndexedDataset] = {}
+
+    def open(self, prefix: str) -> IndexedDataset:
+        """Opens a token file, or returns it if it is open.
+
+        Raises:
+            UserError: If the file is damaged.
+        """
+        if prefix not in self._opened:
+            self._opened[prefix] = IndexedDataset(prefix)
+        return self._opened[prefix]
 
 
 def data_problems(
@@ -48,16 +82,14 @@ def data_problems(
     """
     yield from files.problems
     samples = dict(zip(SPLITS, num_samples or (0, 0, 0), strict=True))
-    uses: dict[tuple[str, str], list[tuple[str, DocumentSelection]]] = {}
+    uses: dict[tuple[str, str], dict[tuple[str, int, DocumentSelection], None]] = {}
     for group in files.groups:
         for source in group.sources:
-            uses.setdefault((group.flag, source.prefix), []).append((group.split, source.documents))
-    blocks = blocks_to_sample(len({prefix for _, prefix in uses}))
-    for (flag, prefix), splits in uses.items():
-        needed = [
-            (split, samples[split], documents) for split, documents in splits if samples[split]
-        ]
-        for problem in _file_problems(files, prefix, vocab_size, fingerprint, needed, blocks):
+            needed = uses.setdefault((group.flag, source.prefix), {})
+            if samples[group.split]:
+                needed[group.split, samples[group.split], source.documents] = None
+    for (flag, prefix), needed in uses.items():
+        for problem in _file_problems(files, prefix, vocab_size, fingerprint, needed):
             yield problem.with_prefix(f"{flag} ")
     files.checked_vocab_size = vocab_size
 
@@ -67,8 +99,7 @@ def _file_problems(
     prefix: str,
     vocab_size: int | None,
     fingerprint: TokenizerFingerprint | None,
-    needed: Sequence[tuple[str, int, DocumentSelection]],
-    blocks: int,
+    needed: Iterable[tuple[str, int, DocumentSelection]],
 ) -> Iterator[Problem]:
     """Checks one pair.
 
@@ -78,10 +109,8 @@ def _file_problems(
         vocab_size: As for `data_problems`.
         fingerprint: As for `data_problems`.
         needed: Splits that read the file, their samples, and the documents that they read.
-        blocks: Number of blocks whose token ids are checked.
     """
-    missing = list(_missing_files(prefix))
-    if missing:
+    if missing := list(_missing_files(prefix)):
         yield from missing
         return
     try:
@@ -92,19 +121,14 @@ def _file_problems(
     mismatch = [] if fingerprint is None else list(tokenizer_mismatch(prefix, fingerprint))
     yield from mismatch
     if vocab_size is not None and not mismatch:
-        yield from out_of_vocabulary(file, vocab_size, blocks)
-    for split, samples, documents in dict.fromkeys(needed):
+        yield from out_of_vocabulary(file, vocab_size, files.probed_blocks)
+    for split, samples, documents in needed:
         for problem in empty_selection(split, file, samples, documents):
             yield problem.with_prefix(f"{prefix}: ")
 
 
-def blocks_to_sample(files: int) -> int:
-    """Number of blocks of each file whose token ids are checked: fewer if there are many files."""
-    return max(1, min(MAX_BLOCKS_PER_FILE, MAX_BLOCKS // max(1, files)))
-
-
 def out_of_vocabulary(
-    file: IndexedDataset, vocab_size: int, probed_blocks: int = MAX_BLOCKS_PER_FILE
+    file: IndexedDataset, vocab_size: int, probed_blocks: int
 ) -> Iterator[Problem]:
     """Checks a sample of a file's token ids against the vocabulary.
 
@@ -182,30 +206,27 @@ def data_warnings(files: DataFiles, eod: int | None) -> Iterator[Problem]:
         files: The data flags and their files.
         eod: End-of-document token of the tokenizer; None if unknown.
     """
-    fields = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
-    flags = [flag_of(name) for name in fields if getattr(files.config, name)]
-    if not flags or eod is None:
+    eod_fields = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
+    fields = [name for name in eod_fields if getattr(files.config, name)]
+    if not fields or eod is None:
         return
-    prefixes = files.prefixes
-    blocks = blocks_to_sample(len(prefixes))
-    without_eod = [prefix for prefix in prefixes if _has_no_eod(files, prefix, eod, blocks)]
+    without_eod = [prefix for prefix in files.prefixes if _has_no_eod(files, prefix, eod)]
     if without_eod:
         named = ", ".join(without_eod[:MAX_NAMED_FILES])
         if len(without_eod) > MAX_NAMED_FILES:
             named += f" and {len(without_eod) - MAX_NAMED_FILES} more"
-        have = "has" if len(flags) == 1 else "have"
         yield Problem(
             "data-without-eod",
-            *(name for name in fields if getattr(files.config, name)),
-            flags=", ".join(flags),
-            have=have,
+            *fields,
+            flags=", ".join(map(flag_of, fields)),
+            have="has" if len(fields) == 1 else "have",
             named=named,
             checked=CHECKED_DOCUMENTS,
             eod=eod,
         )
 
 
-def _has_no_eod(files: DataFiles, prefix: str, eod: int, blocks: int) -> bool:
+def _has_no_eod(files: DataFiles, prefix: str, eod: int) -> bool:
     """Whether neither the first documents nor the sampled blocks have the end-of-document token."""
     try:
         file = files.open(prefix)
@@ -218,4 +239,4 @@ def _has_no_eod(files: DataFiles, prefix: str, eod: int, blocks: int) -> bool:
     if not last.size:
         return False
     tokens = [int(file.get(int(sequence))[-1]) for sequence in last]
-    return eod not in tokens and not bool((_probe(file.tokens, blocks) == eod).any())
+    return eod not in tokens and not bool((_probe(file.tokens, files.probed_blocks) == eod).any())

@@ -17,8 +17,7 @@ from megatron_ds.checkpoint.metadata import REPLACED, find_damage, resume_confli
 from megatron_ds.checkpoint.selection import SelectionPolicy, list_folder, select_checkpoint
 from megatron_ds.config import Config, field_problems
 from megatron_ds.config.problems import Problem, UserError
-from megatron_ds.data.data_files import DataFiles
-from megatron_ds.data.validation import data_problems, data_warnings
+from megatron_ds.data.validation import DataFiles, data_problems, data_warnings
 from megatron_ds.launch import device
 from megatron_ds.tokenizer import Tokenizer, build_tokenizer
 from megatron_ds.tokenizer.huggingface import needs_transformers

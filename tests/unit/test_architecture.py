@@ -85,13 +85,13 @@ WITHOUT_TORCH = (
     "data/blend_schedule.py",
     "data/blend_spec.py",
     "data/build_datasets.py",
-    "data/data_files.py",
     "data/index_cache.py",
     "data/indexed_dataset.py",
     "data/merge.py",
     "data/sample_index.py",
     "data/token_file_stats.py",
     "data/tokenizer_metadata.py",
+    "data/validation.py",
     "preprocess/",
 )
 WITHOUT_GROUPS = ("data/", "preprocess/", "tokenizer/", "cleaning/", "fileio/")

@@ -25,7 +25,7 @@ from megatron_ds.config import (
     ScheduleConfig,
 )
 from megatron_ds.config.problems import UserError
-from megatron_ds.data.blend_history import SourceId, new_history
+from megatron_ds.data.blend_history import SourceId, resume_history
 from megatron_ds.engine.ds_checkpoint_io import write_tensors
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.train_state import TrainState
@@ -316,7 +316,7 @@ def test_dropout_may_change_on_a_resume(
 
 
 def test_the_blend_history_is_restored(checkpoints: CheckpointManager) -> None:
-    history = new_history([SourceId("a", "hash", (0, 9))], [1.0], order=3)
+    history = resume_history(None, [SourceId("a", "hash", (0, 9))], [1.0], order=3)
     checkpoints.save(FakeEngine(), state_at(2), lambda: history)  # type: ignore[arg-type]
     found = checkpoints.select()
     assert found is not None

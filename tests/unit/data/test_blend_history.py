@@ -15,15 +15,13 @@ from megatron_ds.data.blend_history import (
     BlendPhase,
     SourceId,
     extend_requests,
-    new_history,
     record_consumed,
     resume_history,
-    samples_of_request,
     with_copy_numbers,
     with_requests,
 )
 from megatron_ds.data.blend_schedule import blend_order
-from megatron_ds.data.sample_index import build_indexes
+from megatron_ds.data.sample_index import build_indexes, total_samples
 
 ORDER = 2
 STEADY = settings(derandomize=True, deadline=None, database=None, max_examples=40)
@@ -35,7 +33,7 @@ def named(*names: str) -> list[SourceId]:
 
 def test_unchanged_blend_keeps_the_history() -> None:
     a, b = named("a", "b")
-    first = record_consumed(new_history([a, b], [0.25, 0.75], ORDER), [1, 3])
+    first = record_consumed(resume_history(None, [a, b], [0.25, 0.75], ORDER), [1, 3])
     assert resume_history(first, [a, b], [0.25, 0.75 * (1 + 1e-15)], ORDER, 4) is first
 
 
@@ -48,7 +46,7 @@ def test_unchanged_blend_keeps_the_history() -> None:
 )
 def test_changed_blend_begins_a_phase(names: str, weights: list[float], order: int) -> None:
     a, b = named("a", "b")
-    first = record_consumed(new_history([a, b], [0.25, 0.75], ORDER), [1, 3])
+    first = record_consumed(resume_history(None, [a, b], [0.25, 0.75], ORDER), [1, 3])
     after = resume_history(first, named(*names), weights, order, 4)
     assert after.phases[0] == first.phases[0]
     starts = {"a": 1, "b": 3, "c": 0}
@@ -60,7 +58,7 @@ def test_changed_blend_begins_a_phase(names: str, weights: list[float], order: i
 
 def test_returning_source_continues() -> None:
     a, b = named("a", "b")
-    both = record_consumed(new_history([a, b], [0.5, 0.5], ORDER), [2, 2])
+    both = record_consumed(resume_history(None, [a, b], [0.5, 0.5], ORDER), [2, 2])
     alone = record_consumed(resume_history(both, [a], [1.0], ORDER, 4), [6])
     again = resume_history(alone, [b, a], [0.5, 0.5], ORDER, 10)
     assert again.current.source_starts == (2, 8)
@@ -69,7 +67,7 @@ def test_returning_source_continues() -> None:
 
 def test_change_before_the_first_sample_replaces_the_phase() -> None:
     a, b = named("a", "b")
-    first = record_consumed(new_history([a, b], [0.5, 0.5], ORDER), [2, 2])
+    first = record_consumed(resume_history(None, [a, b], [0.5, 0.5], ORDER), [2, 2])
     second = record_consumed(resume_history(first, [a], [1.0], ORDER, 4), [0])
     third = resume_history(second, [b], [1.0], ORDER, 4)
     assert third.phases == (first.current, BlendPhase(4, (1,), (1.0,), (2,)))
@@ -79,21 +77,23 @@ def test_source_identity_includes_documents_and_copies() -> None:
     a = SourceId("a", "x", (0, 9))
     shorter, changed = SourceId("a", "x", (0, 8)), SourceId("a", "y", (0, 9))
     assert [one.copy for one in with_copy_numbers([a, a, shorter, a])] == [0, 1, 0, 2]
-    first = record_consumed(new_history([a], [1.0], ORDER), [5])
+    first = record_consumed(resume_history(None, [a], [1.0], ORDER), [5])
     for other in (shorter, changed):
         assert resume_history(first, [other], [1.0], ORDER, 5).current.source_starts == (0,)
 
 
 def test_json_round_trip() -> None:
     a, b = named("a", "b")
-    history = with_requests(new_history([a, b], [1 / 3, 2 / 3], ORDER), [(7,), (12, 5)])
+    history = with_requests(resume_history(None, [a, b], [1 / 3, 2 / 3], ORDER), [(7,), (12, 5)])
     history = resume_history(record_consumed(history, [4, 8]), [b], [1.0], ORDER, 12)
     assert BlendHistory.from_dict(json.loads(json.dumps(history.to_dict()))) == history
 
 
 def damaged(path: tuple[Any, ...], value: Any) -> dict[str, Any]:
     """A record with another value at a path; None removes it."""
-    record = json.loads(json.dumps(new_history(named("a", "b"), [0.5, 0.5], ORDER).to_dict()))
+    record = json.loads(
+        json.dumps(resume_history(None, named("a", "b"), [0.5, 0.5], ORDER).to_dict())
+    )
     at = record
     for key in path[:-1]:
         at = at[key]
@@ -138,16 +138,16 @@ def test_requests_are_kept_and_extended(tokens: int, seq_length: int, steps: lis
         longer = extend_requests(requests, needed, tokens, seq_length)
         assert longer[: len(requests)] == requests
         assert len(longer) <= len(requests) + 1
-        assert sum(samples_of_request(each, tokens, seq_length) for each in longer) >= needed
+        assert sum(total_samples(each, tokens, seq_length) for each in longer) >= needed
         assert extend_requests(longer, needed, tokens, seq_length) is longer
         requests = longer
 
 
 @given(tokens=st.integers(1, 200), seq_length=st.integers(1, 20), request=st.integers(1, 50))
 @STEADY
-def test_samples_of_request_equals_the_index(tokens: int, seq_length: int, request: int) -> None:
+def test_total_samples_equals_the_index(tokens: int, seq_length: int, request: int) -> None:
     made = build_indexes(np.array([tokens]), np.array([0]), request, seq_length, 1)
-    assert samples_of_request(request, tokens, seq_length) == len(made.shuffle)
+    assert total_samples(request, tokens, seq_length) == len(made.shuffle)
 
 
 @given(data=st.data())
@@ -161,7 +161,7 @@ def test_every_source_gives_its_samples_once_and_in_order(data: st.DataObject) -
         parts = [data.draw(st.integers(1, 5)) for _ in names]
         weights = [part / sum(parts) for part in parts]
         if history is None:
-            history = new_history(named(*names), weights, ORDER)
+            history = resume_history(None, named(*names), weights, ORDER)
         else:
             history = resume_history(history, named(*names), weights, ORDER, consumed)
         phase = history.current

@@ -21,8 +21,7 @@ from megatron_ds.data.blend_spec import (
     parse_group,
     read_groups,
 )
-from megatron_ds.data.data_files import DataFiles
-from megatron_ds.data.validation import data_problems
+from megatron_ds.data.validation import DataFiles, data_problems
 from tests.problems import codes, fields
 
 FLAG = "--valid-weighted-split-paths"

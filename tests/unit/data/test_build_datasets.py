@@ -16,7 +16,6 @@ import pytest
 
 from megatron_ds.config import DataConfig
 from megatron_ds.data import build_datasets as module
-from megatron_ds.data import lazy_index
 from megatron_ds.data.blend_history import BlendHistory
 from megatron_ds.data.build_datasets import Datasets, FileUsage, build_datasets
 from megatron_ds.data.gpt_dataset import TokenDataset
@@ -157,7 +156,7 @@ def test_indexes_are_cached_by_everything_that_determines_them(
     assert first is not None
     assert cached(folder) == 1
     with monkeypatch.context() as patch:
-        patch.setattr(lazy_index, "build_indexes", None)
+        patch.setattr(module, "build_indexes", None)
         again = datasets(config, (20, 0, 0)).train
     assert again is not None
     assert [again[i].tolist() for i in range(20)] == [first[i].tolist() for i in range(20)]

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from megatron_ds.data.blend_schedule import blend_order
-from megatron_ds.data.blended_dataset import BlendedDataset
-from megatron_ds.data.chained_datasets import SingleSourceOrder
+from megatron_ds.data.blended_dataset import BlendedDataset, SingleSourceOrder
 from megatron_ds.data.gpt_dataset import GPTDataset, read_samples
 from megatron_ds.data.indexed_dataset import HEADER, MAGIC, IndexedDataset
 from megatron_ds.data.sample_index import SampleIndexes, build_indexes, build_sample_index

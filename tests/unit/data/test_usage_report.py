@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from megatron_ds.data.blend_history import (
     SourceId,
-    new_history,
     record_consumed,
     resume_history,
     with_requests,
@@ -32,7 +31,7 @@ def test_summary_of_many_files_is_short() -> None:
 
 
 def test_change_of_many_files_is_reported_in_few_lines() -> None:
-    before = new_history(identities(MANY), [1 / MANY] * MANY, order=3)
+    before = resume_history(None, identities(MANY), [1 / MANY] * MANY, order=3)
     before = with_requests(record_consumed(before, [4] * MANY), [(5,)] * MANY)
     after = resume_history(before, identities(MANY, first=100), [1 / MANY] * MANY, 3, 4 * MANY)
     after = with_requests(after, [(5, 6)] * (MANY - 100) + [(2,)] * 100)
@@ -54,6 +53,6 @@ def test_change_of_many_files_is_reported_in_few_lines() -> None:
 
 
 def test_changed_schedule_version_is_reported() -> None:
-    before = new_history(identities(2), [0.5, 0.5], order=2)
+    before = resume_history(None, identities(2), [0.5, 0.5], order=2)
     lines = describe_change(before, resume_history(before, identities(2), [0.5, 0.5], 3, 0))
     assert lines[0].startswith("WARNING: ")

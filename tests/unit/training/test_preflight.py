@@ -22,7 +22,7 @@ from megatron_ds.checkpoint.metadata import (
 from megatron_ds.cli.arguments import build_config
 from megatron_ds.config import Config
 from megatron_ds.config.problems import Problem
-from megatron_ds.data import data_files, validation
+from megatron_ds.data import validation
 from megatron_ds.data.build_datasets import build_datasets
 from megatron_ds.data.indexed_writer import IndexedWriter
 from megatron_ds.engine.ds_config_merge import merge_file
@@ -266,12 +266,12 @@ def test_end_of_document_tokens_are_searched_at_ends_and_in_blocks(
 
 def test_tokenizer_and_data_files_are_opened_once(monkeypatch: pytest.MonkeyPatch) -> None:
     opened: list[str] = []
-    build, load = preflight.build_tokenizer, data_files.IndexedDataset
+    build, load = preflight.build_tokenizer, validation.IndexedDataset
     monkeypatch.setattr(
         preflight, "build_tokenizer", lambda *args: opened.append("tokenizer") or build(*args)
     )
     monkeypatch.setattr(
-        data_files, "IndexedDataset", lambda prefix: opened.append(prefix) or load(prefix)
+        validation, "IndexedDataset", lambda prefix: opened.append(prefix) or load(prefix)
     )
     config = check("--reset-attention-mask --data-path ended")[0]
     opened.clear()
