@@ -11,8 +11,7 @@ import math
 from typing import Any
 
 from megatron_ds.config import Config, flag_of
-from megatron_ds.engine.ds_config_file import file_of
-from megatron_ds.engine.ds_fields import MAPPINGS, KeyFieldMapping, as_flag, field_value
+from megatron_ds.engine.ds_fields import MAPPINGS, as_flag, field_value
 from megatron_ds.engine.ds_keys import PASSED_KEYS
 from megatron_ds.engine.ds_values import Json, as_dtype, leaves
 from megatron_ds.model.flops import parameters_per_rank
@@ -20,11 +19,11 @@ from megatron_ds.model.flops import parameters_per_rank
 STEPS_PER_PRINT_OFF = 1 << 30
 """A steps_per_print that is never reached: the training loop logs progress itself."""
 
-PASSED_BLOCK_KEYS = {
-    "fp16": ("auto_cast", "consecutive_hysteresis"),
-    "bf16": ("check_grad_overflow", "immediate_grad_update"),
+HALF_PRECISION_DEFAULTS: dict[str, Json] = {
+    "fp16": {"auto_cast": False, "consecutive_hysteresis": False},
+    "bf16": {"check_grad_overflow": True, "immediate_grad_update": False},
 }
-"""Keys of blocks that no field of the configuration has and that are passed on."""
+"""Keys that no field of the configuration has."""
 
 ZERO_DEFAULTS: Json = {
     "overlap_comm": False,
@@ -63,7 +62,8 @@ def build_ds_config(config: Config, dp_size: int) -> Json:
         config: Configuration that `merge_file` has filled.
         dp_size: Data-parallel size.
     """
-    file = file_of(config)
+    file = config.deepspeed_file
+    assert file is not None or config.deepspeed.deepspeed_config is None, "merge_file comes first"
     user: Json = {} if file is None else file.values
     micro = config.schedule.micro_batch_size
     total = config.final_global_batch_size(dp_size)
@@ -87,8 +87,6 @@ def build_ds_config(config: Config, dp_size: int) -> Json:
         "communication_data_type": accumulation,
         "data_types": {"grad_accum_dtype": accumulation},
         "fp16": {
-            "auto_cast": False,
-            "consecutive_hysteresis": False,
             **_passed(user, "fp16"),
             "enabled": precision.fp16,
             "loss_scale": precision.loss_scale or 0,
@@ -97,19 +95,14 @@ def build_ds_config(config: Config, dp_size: int) -> Json:
             "hysteresis": precision.hysteresis,
             "min_loss_scale": int(precision.min_loss_scale),
         },
-        "bf16": {
-            "check_grad_overflow": True,
-            "immediate_grad_update": False,
-            **_passed(user, "bf16"),
-            "enabled": precision.bf16,
-        },
+        "bf16": {**_passed(user, "bf16"), "enabled": precision.bf16},
         "zero_optimization": _zero_block(config, user.get("zero_optimization") or {}),
         "optimizer": _optimizer_block(config, user),
         "activation_checkpointing": _checkpointing_block(config),
     }
-    for key in sorted(PASSED_KEYS.keys() & user.keys()):
-        if user[key] not in (None, "auto"):
-            result[key] = copy.deepcopy(user[key])
+    given = _without_auto(user)
+    for key in sorted(PASSED_KEYS.keys() & given.keys()):
+        result[key] = copy.deepcopy(given[key])
     result["communication_data_type"] = as_dtype(result["communication_data_type"])
     return result
 
@@ -121,22 +114,17 @@ def value_origins(config: Config) -> dict[str, str]:
         Dotted key -> flag, or key and location in the file.
     """
     origins: dict[str, str] = {}
-    betas = (
-        KeyFieldMapping("optimizer.params.betas", name) for name in ("adam_beta1", "adam_beta2")
-    )
-    for mapping in (*MAPPINGS, *betas):
-        key, name = mapping.key, mapping.field
+    for key, name, _ in MAPPINGS:
         if name in config.origins:
             origins[key] = config.origins[name]
         elif name in config.given:
             flag = as_flag(name, field_value(config, name), flag_of)
             origins[key] = f"{origins[key]}, {flag}" if key in origins else flag
-    file = file_of(config)
-    if file is not None:
-        for key in leaves(file.values):
-            is_translated = key.startswith(("scheduler.", "curriculum_learning."))
-            if key not in origins and not is_translated and file.get(key) is not None:
-                origins[key] = f"{key} of {file.location(key)}"
+    file = config.deepspeed_file
+    for key in [] if file is None else leaves(file.values):
+        is_translated = key.startswith(("scheduler.", "curriculum_learning."))
+        if key not in origins and not is_translated and file.get(key) is not None:
+            origins[key] = f"{key} of {file.location(key)}"
     return dict(sorted(origins.items()))
 
 
@@ -158,11 +146,9 @@ def uses_torch_adam(config: Config, user: Json) -> bool:
 
     Offloaded optimizer states need DeepSpeedCPUAdam; FusedAdam is used if the file names it.
     """
-    chosen = _optimizer_param(user, "torch_adam")
-    if chosen is not None:
-        return bool(chosen)
-    kind = (user.get("optimizer") or {}).get("type")
-    return not config.deepspeed.cpu_optimizer and str(kind).lower() != "fusedadam"
+    kind = str((user.get("optimizer") or {}).get("type")).lower()
+    by_default = not config.deepspeed.cpu_optimizer and kind != "fusedadam"
+    return bool(_optimizer_param(user, "torch_adam", default=by_default))
 
 
 def number_of_checkpoints(config: Config) -> int:
@@ -172,9 +158,13 @@ def number_of_checkpoints(config: Config) -> int:
 
 def _passed(user: Json, block: str) -> Json:
     """Values of the keys of a block that no field of the configuration has."""
-    given = user.get(block) or {}
-    chosen = {key: given.get(key) for key in PASSED_BLOCK_KEYS[block]}
-    return {key: value for key, value in chosen.items() if value not in (None, "auto")}
+    given = _without_auto(user.get(block) or {})
+    return {key: given.get(key, value) for key, value in HALF_PRECISION_DEFAULTS[block].items()}
+
+
+def _without_auto(values: Json) -> Json:
+    """The keys that are not left to the flags."""
+    return {key: value for key, value in values.items() if value not in (None, "auto")}
 
 
 def _zero_block(config: Config, user: Json) -> Json:
@@ -183,8 +173,8 @@ def _zero_block(config: Config, user: Json) -> Json:
     result |= ZERO3_DEFAULTS if stage == 3 else ZERO12_DEFAULTS
     result["overlap_comm"] = stage == 3
     result["reduce_bucket_size"] = _bucket_size(config)
-    for key, value in user.items():
-        if key != "stage" and value not in (None, "auto") and is_read_at(key, stage):
+    for key, value in _without_auto(user).items():
+        if key != "stage" and is_read_at(key, stage):
             result[key] = copy.deepcopy(value)
     for key, wanted in (
         ("offload_optimizer", "cpu" if config.deepspeed.cpu_optimizer else "none"),
@@ -193,8 +183,7 @@ def _zero_block(config: Config, user: Json) -> Json:
         block = result.pop(key, None) or {}
         if wanted != "none":
             device = block.get("device")
-            chosen = device if device in ("cpu", "nvme") else wanted
-            result[key] = {**block, "device": chosen}
+            result[key] = block | {"device": device if device in ("cpu", "nvme") else wanted}
     return result
 
 
@@ -209,31 +198,24 @@ def _bucket_size(config: Config) -> int:
 
 def _optimizer_block(config: Config, user: Json) -> Json:
     options = config.optimizer
+    params: Json = {"lr": options.lr, "weight_decay": options.weight_decay}
     if options.optimizer == "sgd":
-        params: Json = {
-            "lr": options.lr,
-            "momentum": options.sgd_momentum,
-            "weight_decay": options.weight_decay,
-        }
-        return {"type": "SGD", "params": params}
-    params = {
-        "lr": options.lr,
+        return {"type": "SGD", "params": params | {"momentum": options.sgd_momentum}}
+    params |= {
         "betas": [options.adam_beta1, options.adam_beta2],
         "eps": options.adam_eps,
-        "weight_decay": options.weight_decay,
         "torch_adam": uses_torch_adam(config, user),
     }
     if params["torch_adam"]:
         # One pass over the flat fp32 parameters instead of eight, on CPUs and on accelerators.
-        fused = _optimizer_param(user, "fused")
-        params["fused"] = True if fused is None else fused
+        params["fused"] = _optimizer_param(user, "fused", default=True)
     return {"type": "AdamW", "params": params}
 
 
-def _optimizer_param(user: Json, name: str) -> Any:
-    """A parameter of the file's optimizer; None if it is absent or "auto"."""
-    value = ((user.get("optimizer") or {}).get("params") or {}).get(name)
-    return None if value == "auto" else value
+def _optimizer_param(user: Json, name: str, *, default: bool) -> Any:
+    """A parameter of the file's optimizer, unless it is absent or "auto"."""
+    params = (user.get("optimizer") or {}).get("params") or {}
+    return _without_auto(params).get(name, default)
 
 
 def _checkpointing_block(config: Config) -> Json:

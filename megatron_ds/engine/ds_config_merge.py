@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from megatron_ds.config import Config
 from megatron_ds.config.problems import Problem, UserError, option
-from megatron_ds.engine import ds_curriculum, ds_scheduler
+from megatron_ds.engine import ds_schedules
 from megatron_ds.engine.ds_config import (
     is_read_at,
     number_of_checkpoints,
@@ -22,15 +23,8 @@ from megatron_ds.engine.ds_config import (
     zero_stage,
 )
 from megatron_ds.engine.ds_config_file import DeepSpeedFile, read_file
-from megatron_ds.engine.ds_fields import (
-    MAPPINGS,
-    KeyFieldMapping,
-    as_flag,
-    field_value,
-    replace_fields,
-)
-from megatron_ds.engine.ds_layout import layout_problems
-from megatron_ds.engine.ds_values import as_float
+from megatron_ds.engine.ds_fields import MAPPINGS, as_flag, field_value, replace_fields
+from megatron_ds.engine.ds_values import Kind
 
 Warn = Callable[[Problem], None]
 
@@ -50,16 +44,15 @@ def merge_file(
     """
     path = config.deepspeed.deepspeed_config
     if path is None or not Path(path).is_file():
-        return config, list(layout_problems(config))
+        return config, list(_layout_problems(config))
     try:
         file = read_file(path)
     except UserError as error:
         return config, list(error.problems)
     merger = _ConfigMerger(config, file, warn)
-    for mapping in MAPPINGS:
-        if file.get(mapping.key) is not None:
-            merger.merge_key(mapping)
-    merger.merge_betas()
+    for key, name, convert in MAPPINGS:
+        if file.get(key) is not None:
+            merger.merge_key(key, name, convert)
     merger.merge_accumulation(world_size)
     merger.merge_scheduler(world_size)
     merger.merge_curriculum()
@@ -72,7 +65,7 @@ def merge_file(
         *_checkpoint_number_problems(config, file),
         *_optimizer_problems(config, file),
         *_zero_problems(config, file),
-        *layout_problems(config),
+        *_layout_problems(config),
     ]
 
 
@@ -87,76 +80,65 @@ class _ConfigMerger:
         self._keys: dict[str, str] = {}
         self.problems: list[Problem] = []
 
+    def filled(self) -> Config:
+        return replace_fields(self._config, self._values)
+
     def merged(self) -> Config:
         origins = {
             name: f"{key} of {self._file.location(key)}"
             for name, key in self._keys.items()
             if name not in self._config.given
         }
-        filled = replace_fields(self._config, self._values)
-        return dataclasses.replace(filled, origins={**self._config.origins, **origins})
+        return dataclasses.replace(self.filled(), origins={**self._config.origins, **origins})
 
-    def merge_key(self, mapping: KeyFieldMapping) -> None:
+    def merge_key(self, key: str, name: str, convert: Kind) -> None:
         try:
-            value = mapping.read(self._file.get(mapping.key))
+            value = convert(self._file.get(key))
         except (ValueError, OverflowError) as error:
-            self.problems.append(self._file.invalid(mapping.key, error, mapping.field))
-            return
-        self.set_field(mapping.key, mapping.field, value)
+            self.problems.append(self._file.invalid(key, error, name))
+        else:
+            self.set_field(key, name, value)
 
     def set_field(self, key: str, name: str, value: Any) -> None:
         """Set a field to the value that a key gives it, or note the contradiction."""
+        described = self._file.describe(key)
         if name in self._config.given:
             current = field_value(self._config, name)
             if current != value:
+                flag = as_flag(name, current)
                 self.problems.append(
-                    Problem(
-                        "ds-key-contradicts-flag",
-                        name,
-                        as_flag=as_flag(name, current),
-                        describe=self._file.describe(key),
-                    )
+                    Problem("ds-key-contradicts-flag", name, as_flag=flag, describe=described)
                 )
             return
-        other = self._keys.setdefault(name, key)
+        other = self._file.describe(self._keys.setdefault(name, key))
         if self._values.setdefault(name, value) != value:
+            flag = option(name)
             self.problems.append(
-                Problem(
-                    "ds-keys-contradict",
-                    name,
-                    first=self._file.describe(key),
-                    second=self._file.describe(other),
-                    flag=option(name),
-                )
+                Problem("ds-keys-contradict", name, first=described, second=other, flag=flag)
             )
 
-    def merge_betas(self) -> None:
-        key = "optimizer.params.betas"
-        betas = self._file.get(key)
-        if betas is None:
-            return
-        try:
-            first, second = map(as_float, betas)
-        except (TypeError, ValueError):
-            invalid = self._file.invalid(key, "must be two numbers", "adam_beta1", "adam_beta2")
-            self.problems.append(invalid)
-            return
-        self.set_field(key, "adam_beta1", first)
-        self.set_field(key, "adam_beta2", second)
+    def set_fields(self, values: ds_schedules.FieldValues, problems: Iterator[Problem]) -> str:
+        """Set the fields of a block, and return their flags; "" if there is any problem."""
+        before, flags = len(self.problems), []
+        self.problems += problems
+        for key, name, value in values:
+            self.set_field(key, name, value)
+            flags.append(as_flag(name, value))
+        return " ".join(flags) if len(self.problems) == before else ""
 
     def merge_accumulation(self, world_size: int) -> None:
         """Check gradient_accumulation_steps, or compute the global batch size from it."""
         key = "gradient_accumulation_steps"
-        steps, config = self._file.get(key), replace_fields(self._config, self._values)
+        steps, config = self._file.get(key), self.filled()
         if steps is None:
             return
         if steps < 1:
             self.problems.append(self._file.invalid(key, "must be positive"))
             return
-        micro, model_ranks = config.schedule.micro_batch_size, _model_ranks(config)
-        if not micro or not model_ranks or world_size % model_ranks:
+        micro = config.schedule.micro_batch_size
+        dp_size = config.parallel.data_parallel_size(world_size)
+        if not micro or not dp_size:
             return  # reported by the checks of these fields
-        dp_size = world_size // model_ranks
         product = int(steps) * micro * dp_size
         total = config.schedule.global_batch_size
         if total is None:
@@ -174,55 +156,27 @@ class _ConfigMerger:
             )
 
     def merge_scheduler(self, world_size: int) -> None:
-        """Set the schedule's fields from a scheduler block."""
-        config = replace_fields(self._config, self._values)
-        problems = list(ds_scheduler.problems(config, self._file))
-        self.problems += problems
-        micro = config.schedule.micro_batch_size
-        if not micro or micro < 1 or not _model_ranks(config):
-            return
-        batch_size = config.final_global_batch_size(config.parallel.data_parallel_size(world_size))
-        flags = []
-        for translated in ds_scheduler.translate(config, self._file, batch_size):
-            self.set_field(translated.key, translated.field, translated.value)
-            flags.append(as_flag(translated.field, translated.value))
-        if flags and not problems:
-            self._warn(
-                Problem(
-                    "ds-scheduler-translated",
-                    location=self._file.location("scheduler.type"),
-                    flags=" ".join(flags),
-                )
-            )
+        """Set the fields of the learning rate's schedule from its block."""
+        config = self.filled()
+        fields: ds_schedules.FieldValues = iter(())
+        if config.schedule.micro_batch_size > 0:  # else reported by the checks of this field
+            dp_size = config.parallel.data_parallel_size(world_size)
+            batch_size = config.final_global_batch_size(dp_size)
+            fields = ds_schedules.scheduler_fields(config, self._file, batch_size)
+        flags = self.set_fields(fields, ds_schedules.scheduler_problems(config, self._file))
+        if flags:
+            place, problem = "scheduler.type", Problem("ds-scheduler-translated", flags=flags)
+            self._warn(self._file.at(place, problem))
 
     def merge_curriculum(self) -> None:
         """Set the fields of the sequence-length curriculum from its block."""
-        self.problems += ds_curriculum.problems(self._file)
-        lengths = ds_curriculum.lengths(self._file)
-        if lengths is None:
-            return
-        step, before = int(self._file.get(ds_curriculum.STEP)), len(self.problems)
-        self.set_field(ds_curriculum.BLOCK, "curriculum_seqlen", lengths)
-        self.set_field(ds_curriculum.STEP, "curriculum_seqlen_step", step)
-        if len(self.problems) == before:
-            self._warn(
-                Problem(
-                    "ds-curriculum-translated",
-                    location=self._file.location(ds_curriculum.BLOCK),
-                    block=ds_curriculum.BLOCK,
-                    first=as_flag("curriculum_seqlen", lengths),
-                    second=as_flag("curriculum_seqlen_step", step),
-                )
-            )
-
-
-def _model_ranks(config: Config) -> int:
-    """Ranks that hold one copy of the model; 0 if the sizes, which are not checked yet, are
-    invalid.
-    """
-    tp_size = config.parallel.tensor_model_parallel_size
-    pp_size = config.parallel.pipeline_model_parallel_size
-    return tp_size * pp_size if min(tp_size, pp_size) > 0 else 0
+        file, block = self._file, ds_schedules.CURRICULUM
+        flags = self.set_fields(
+            ds_schedules.curriculum_fields(file), ds_schedules.curriculum_problems(file)
+        )
+        if flags:
+            problem = Problem("ds-curriculum-translated", block=block, flags=flags)
+            self._warn(file.at(block, problem))
 
 
 def _optimizer_problems(config: Config, file: DeepSpeedFile) -> Iterator[Problem]:
@@ -276,12 +230,8 @@ def _ineffective_keys(config: Config, file: DeepSpeedFile) -> Iterator[Problem]:
     for key, reason in ineffective.items():
         by_reason.setdefault(reason, []).append(key)
     for reason, keys in by_reason.items():
-        yield Problem(
-            "ds-keys-ineffective",
-            location=file.location(keys[0]),
-            keys=", ".join(keys),
-            reason=reason,
-        )
+        problem = Problem("ds-keys-ineffective", keys=", ".join(keys), reason=reason)
+        yield file.at(keys[0], problem)
     if str(file.get("optimizer.type")).lower() in ("fusedadam", "cpuadam", "deepspeedcpuadam"):
         yield Problem("ds-optimizer-is-class-name", describe=file.describe("optimizer.type"))
 
@@ -297,3 +247,24 @@ def _checkpoint_number_problems(config: Config, file: DeepSpeedFile) -> Iterator
             f"gives {number_of_checkpoints(config)}; leave it out"
         )
         yield file.invalid(key, reason, "num_layers", "checkpoint_num_layers")
+
+
+def _layout_problems(config: Config) -> Iterator[Problem]:
+    """Find combinations that the pinned DeepSpeed computes wrongly or does not support."""
+    stage, precision, deepspeed = zero_stage(config), config.precision, config.deepspeed
+    name, device = precision.name, deepspeed.remote_device
+    if stage == 0 and name != "fp32":
+        yield Problem("zero0-with-half-precision", "zero_stage", name, flag=option(name))
+    if stage == 0 and deepspeed.cpu_optimizer:
+        yield Problem("zero0-with-offload")
+    if stage != 3 and device != "none":
+        yield Problem("param-offload-without-zero3", remote_device=device, stage=stage)
+    if device == "nvme" and config.logging.log_params_norm:
+        yield Problem("params-norm-with-nvme")
+    if device == "nvme" and deepspeed.deepspeed_config is None:
+        yield Problem("remote-device-without-nvme-path")
+    scale = precision.initial_loss_scale
+    if precision.fp16 and not (scale > 0 and math.log2(scale).is_integer()):
+        yield Problem("initial-loss-scale-not-power-of-two", scale=scale)
+    if deepspeed.cpu_optimizer and config.optimizer.optimizer == "sgd":
+        yield Problem("sgd-with-offload")

@@ -5,84 +5,68 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from megatron_ds.config import GROUPS, Config
 from megatron_ds.config.problems import default_flag, option
-from megatron_ds.engine.ds_values import (
-    as_bool,
-    as_device,
-    as_dtype,
-    as_float,
-    as_int,
-    as_optimizer,
-)
+from megatron_ds.engine import ds_values as kinds
 
-
-@dataclass(frozen=True)
-class KeyFieldMapping:
-    """A key and the field with the same meaning."""
-
-    key: str
-    field: str
-    read: Callable[[Any], Any] = as_bool
-    """Converts the key's value to the field's."""
-
-
-MAPPINGS = (
-    KeyFieldMapping("train_batch_size", "global_batch_size", as_int),
-    KeyFieldMapping("train_micro_batch_size_per_gpu", "micro_batch_size", as_int),
-    KeyFieldMapping("gradient_clipping", "clip_grad", as_float),
-    KeyFieldMapping("zero_optimization.stage", "zero_stage", as_int),
-    KeyFieldMapping(
+MAPPINGS: tuple[tuple[str, str, kinds.Kind], ...] = (
+    ("train_batch_size", "global_batch_size", kinds.as_int),
+    ("train_micro_batch_size_per_gpu", "micro_batch_size", kinds.as_int),
+    ("gradient_clipping", "clip_grad", kinds.as_float),
+    ("zero_optimization.stage", "zero_stage", kinds.as_int),
+    (
         "zero_optimization.offload_optimizer.device",
         "cpu_optimizer",
-        lambda value: as_device(value) != "none",
+        lambda device: kinds.as_device(device) != "none",
     ),
-    KeyFieldMapping("zero_optimization.offload_param.device", "remote_device", as_device),
-    KeyFieldMapping("fp16.enabled", "fp16"),
-    KeyFieldMapping("fp16.loss_scale", "loss_scale", lambda value: as_float(value) or None),
-    KeyFieldMapping(
-        "fp16.initial_scale_power",
-        "initial_loss_scale",
-        lambda value: math.pow(2.0, as_float(value)),
-    ),
-    KeyFieldMapping("fp16.min_loss_scale", "min_loss_scale", as_float),
-    KeyFieldMapping("fp16.loss_scale_window", "loss_scale_window", as_int),
-    KeyFieldMapping("fp16.hysteresis", "hysteresis", as_int),
-    KeyFieldMapping("bf16.enabled", "bf16"),
-    KeyFieldMapping(
+    ("zero_optimization.offload_param.device", "remote_device", kinds.as_device),
+    ("fp16.enabled", "fp16", kinds.as_bool),
+    ("fp16.loss_scale", "loss_scale", lambda scale: kinds.as_float(scale) or None),
+    ("fp16.initial_scale_power", "initial_loss_scale", lambda n: math.pow(2.0, kinds.as_float(n))),
+    ("fp16.min_loss_scale", "min_loss_scale", kinds.as_float),
+    ("fp16.loss_scale_window", "loss_scale_window", kinds.as_int),
+    ("fp16.hysteresis", "hysteresis", kinds.as_int),
+    ("bf16.enabled", "bf16", kinds.as_bool),
+    (
         "data_types.grad_accum_dtype",
         "accumulate_allreduce_grads_in_fp32",
-        lambda value: as_dtype(value) == "fp32",
+        lambda dtype: kinds.as_dtype(dtype) == "fp32",
     ),
-    KeyFieldMapping("optimizer.type", "optimizer", as_optimizer),
-    KeyFieldMapping("optimizer.params.lr", "lr", as_float),
-    KeyFieldMapping("optimizer.params.eps", "adam_eps", as_float),
-    KeyFieldMapping("optimizer.params.weight_decay", "weight_decay", as_float),
-    KeyFieldMapping("optimizer.params.momentum", "sgd_momentum", as_float),
-    KeyFieldMapping("activation_checkpointing.partition_activations", "partition_activations"),
-    KeyFieldMapping("activation_checkpointing.cpu_checkpointing", "checkpoint_in_cpu"),
-    KeyFieldMapping(
-        "activation_checkpointing.contiguous_memory_optimization", "contiguous_checkpointing"
+    ("optimizer.type", "optimizer", kinds.as_optimizer),
+    ("optimizer.params.lr", "lr", kinds.as_float),
+    ("optimizer.params.betas", "adam_beta1", lambda betas: kinds.as_betas(betas)[0]),
+    ("optimizer.params.betas", "adam_beta2", lambda betas: kinds.as_betas(betas)[1]),
+    ("optimizer.params.eps", "adam_eps", kinds.as_float),
+    ("optimizer.params.weight_decay", "weight_decay", kinds.as_float),
+    ("optimizer.params.momentum", "sgd_momentum", kinds.as_float),
+    *(
+        (f"activation_checkpointing.{key}", field, kinds.as_bool)
+        for key, field in (
+            ("partition_activations", "partition_activations"),
+            ("cpu_checkpointing", "checkpoint_in_cpu"),
+            ("contiguous_memory_optimization", "contiguous_checkpointing"),
+            ("synchronize_checkpoint_boundary", "synchronize_each_layer"),
+            ("profile", "profile_backward"),
+        )
     ),
-    KeyFieldMapping(
-        "activation_checkpointing.synchronize_checkpoint_boundary", "synchronize_each_layer"
-    ),
-    KeyFieldMapping("activation_checkpointing.profile", "profile_backward"),
 )
+"""Key, field with the same meaning, and the function that converts the key's value."""
+
+GROUP_OF = {field.name: name for name, kind in GROUPS.items() for field in dataclasses.fields(kind)}
+"""Field of the configuration -> its group."""
 
 
 def field_value(config: Config, name: str) -> Any:
     """The value of a field, whatever its group."""
-    return getattr(getattr(config, _group_of(name)), name)
+    return getattr(getattr(config, GROUP_OF[name]), name)
 
 
 def replace_fields(config: Config, values: dict[str, Any]) -> Config:
     """A copy of the configuration with other values of some fields."""
     for name, value in values.items():
-        group = _group_of(name)
+        group = GROUP_OF[name]
         changed = dataclasses.replace(getattr(config, group), **{name: value})
         config = dataclasses.replace(config, **{group: changed})
     return config
@@ -95,11 +79,3 @@ def as_flag(name: str, value: Any, flag_of: Callable[[str], str] = option) -> st
         return default_flag(name) if value else flag_of(name)
     values = value if isinstance(value, tuple) else (value,)
     return " ".join([flag_of(name), *map(str, values)])
-
-
-def _group_of(name: str) -> str:
-    return next(
-        group
-        for group, kind in GROUPS.items()
-        if any(item.name == name for item in dataclasses.fields(kind))
-    )

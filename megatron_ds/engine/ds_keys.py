@@ -147,7 +147,7 @@ BLOCKS: dict[str, dict[str, Kind]] = _model_blocks() | {
     "data_types": _keys(dtype="grad_accum_dtype"),
     "optimizer": _keys(str="type", object="params"),
     "optimizer.params": _keys(
-        float="lr eps weight_decay momentum", any="betas", bool="adam_w_mode torch_adam fused"
+        float="lr eps weight_decay momentum", betas="betas", bool="adam_w_mode torch_adam fused"
     ),
     "scheduler": _keys(str="type", object="params"),
     "scheduler.params": _keys(

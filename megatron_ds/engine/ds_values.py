@@ -14,25 +14,9 @@ Json = dict[str, Any]
 Kind = Callable[[Any], Any]
 """Checks and converts a value. Raises ValueError with the reason if the value is invalid."""
 
-DTYPES = {
-    "fp32": "fp32",
-    "float32": "fp32",
-    "fp16": "fp16",
-    "float16": "fp16",
-    "half": "fp16",
-    "bf16": "bf16",
-    "bfloat16": "bf16",
-}
-"""DeepSpeed's spellings of number formats, and ours."""
-OPTIMIZERS = {
-    "adam": "adam",
-    "adamw": "adam",
-    "fusedadam": "adam",
-    "cpuadam": "adam",
-    "deepspeedcpuadam": "adam",
-    "sgd": "sgd",
-}
-"""Optimizer types of files in lower case, and the values of --optimizer."""
+DTYPE_ALIASES = {"float32": "fp32", "float16": "fp16", "half": "fp16", "bfloat16": "bf16"}
+ADAM_TYPES = ("adam", "adamw", "fusedadam", "cpuadam", "deepspeedcpuadam")
+"""Optimizer types of files, in lower case, that mean `--optimizer adam`."""
 
 
 def as_bool(value: Any) -> bool:
@@ -70,9 +54,10 @@ def as_str(value: Any) -> str:
 
 def as_dtype(value: Any) -> str:
     """ "fp32", "fp16" or "bf16"."""
-    if str(value) not in DTYPES:
+    name = DTYPE_ALIASES.get(str(value), str(value))
+    if name not in ("fp32", "fp16", "bf16"):
         raise ValueError("must be fp32, fp16 or bf16")
-    return DTYPES[str(value)]
+    return name
 
 
 def as_device(value: Any) -> str:
@@ -82,9 +67,18 @@ def as_device(value: Any) -> str:
 
 
 def as_optimizer(value: Any) -> str:
-    if str(value).lower() not in OPTIMIZERS:
+    kind = "adam" if str(value).lower() in ADAM_TYPES else str(value).lower()
+    if kind not in ("adam", "sgd"):
         raise ValueError("must be Adam, AdamW or SGD")
-    return OPTIMIZERS[str(value).lower()]
+    return kind
+
+
+def as_betas(value: Any) -> tuple[float, float]:
+    try:
+        first, second = map(as_float, value)
+    except (TypeError, ValueError):
+        raise ValueError("must be two numbers") from None
+    return first, second
 
 
 def as_object(value: Any) -> Json:
@@ -101,6 +95,7 @@ KINDS: dict[str, Kind] = {
     "str": as_str,
     "dtype": as_dtype,
     "device": as_device,
+    "betas": as_betas,
     "object": as_object,
     "any": lambda value: value,
 }
@@ -132,8 +127,7 @@ def leaves(values: Json, prefix: str = "") -> list[str]:
     """The dotted keys of all values that are not objects."""
     found = []
     for key, value in values.items():
-        is_object = isinstance(value, dict)
-        found += leaves(value, f"{prefix}{key}.") if is_object else [f"{prefix}{key}"]
+        found += leaves(value, f"{prefix}{key}.") if isinstance(value, dict) else [prefix + key]
     return found
 
 
