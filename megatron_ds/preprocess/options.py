@@ -7,14 +7,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_ds.config.fields import (
-    field_problems,
-    option_field,
-    option_group,
-)
+from megatron_ds.config.fields import field_problems, option_field, option_group
 from megatron_ds.config.problems import Problem
-from megatron_ds.preprocess.inputs import InputSpec
-from megatron_ds.preprocess.output_files import OutputPaths
+from megatron_ds.preprocess.inputs import QUARANTINE, InputSpec
 from megatron_ds.preprocess.parsing import TextFields
 from megatron_ds.preprocess.sentence_splitter import Splitter
 
@@ -51,19 +46,18 @@ class PreprocessOptions:
         "the output equals that of an uninterrupted run (default: start over)",
     )
 
-    @property
-    def paths(self) -> OutputPaths:
-        level = "document" if self.splitter is None else "sentence"
-        return OutputPaths(self.output_prefix, self.json_keys, level)
+    def stem(self, key: str) -> str:
+        """Name of the pair of a key, without .bin and .idx."""
+        return f"{key}_{'document' if self.splitter is None else 'sentence'}"
 
     def prefix(self, key: str) -> str:
-        """The pair of a key, without .bin and .idx."""
-        return self.paths.pair(key)
+        """Path of the pair of a key, without .bin and .idx."""
+        return f"{self.output_prefix}_{self.stem(key)}"
 
     @property
     def quarantine(self) -> str:
         """The list of rejected documents, a JSON object per line."""
-        return self.paths.quarantine
+        return self.output_prefix + QUARANTINE
 
     @property
     def text_fields(self) -> TextFields:

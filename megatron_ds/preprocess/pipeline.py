@@ -2,8 +2,9 @@
 
 The output is the same for any number of workers and any interruption. Memory is flat: a few chunks
 per worker are in flight, whatever the size of the input. Lines without a document are rejected:
-counted and listed in a file of their own. Parsing is defined in `parsing.py`, encoding in
-`encoder.py`. Knows no command line, torch or process groups.
+counted and listed in a file of their own. All output grows in the run's work folder
+(`fileio/resumable.py`) and appears under its names when it is complete. Parsing is defined in
+`parsing.py`, encoding in `encoder.py`. Knows no command line, torch or process groups.
 """
 
 from __future__ import annotations
@@ -12,24 +13,31 @@ import dataclasses
 import warnings
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from megatron_ds.config.problems import Problem, UserError, raise_if_any, user_error
-from megatron_ds.data.indexed_dataset import token_dtype
+from megatron_ds.data.indexed_dataset import TOKENIZER_SUFFIX, token_dtype
+from megatron_ds.data.indexed_writer import TokenFileWriter, WriteCounts
 from megatron_ds.data.tokenizer_metadata import metadata_json
 from megatron_ds.fileio.resumable import ResumableOutput
 from megatron_ds.preprocess.document_readers import START, DocumentReader, ReadPosition
 from megatron_ds.preprocess.encoder import Chunk, EncodedChunk, Encoder
 from megatron_ds.preprocess.formats import UnreadableDocument
+from megatron_ds.preprocess.inputs import PROGRESS_SUFFIX
 from megatron_ds.preprocess.options import PreprocessOptions
-from megatron_ds.preprocess.output_files import TokenOutput, publish
 from megatron_ds.preprocess.parsing import RejectedDocument, parse
 from megatron_ds.preprocess.stage_timer import StageTimer
 from megatron_ds.preprocess.worker_pool import Workers
 from megatron_ds.tokenizer import Tokenizer
 
+REJECTED = "rejected"
+"""Name of the list of rejected documents in the work folder."""
+WORK_SUFFIXES = (".bin", ".idx", ".documents", TOKENIZER_SUFFIX)
+"""Files of a key in the work folder. A `TokenFileWriter` needs the first three; the third is not
+published."""
 CHUNK_BYTES = 1 << 20
 """A chunk ends here even if it has fewer documents than the chunk size."""
 PROBLEMS_SHOWN = 20
@@ -96,44 +104,60 @@ def preprocess(
         OSError: If a file cannot be read or written.
     """
     raise_if_any(options.problems())
-    paths = options.paths
     sentences = None if options.splitter is None else options.splitter.description
     metadata = metadata_json(tokenizer.fingerprint, sentences)
+    names = [options.stem(key) + suffix for key in options.json_keys for suffix in WORK_SUFFIXES]
     with ExitStack() as stack:
         encoder = Encoder(tokenizer, options.text_fields, options.append_eod, options.splitter)
         # Before any file is opened: forked workers inherit what is open, also the lock.
         workers = stack.enter_context(Workers(encoder, options.workers))
         work = ResumableOutput(
-            paths.prefix,
+            options.output_prefix,
             options.resume_settings(metadata),
-            paths.work_files,
+            dict.fromkeys([REJECTED, *names], ""),
             options.resume,
             restart=True,
-            completed=paths.progress,
+            completed=options.output_prefix + PROGRESS_SUFFIX,
             warn=log,
         )
         stack.enter_context(work)
-        _require_no_rejects(options, work)
-        if work.finished:
+        before = None if work.progress is None else Progress.from_json(work.progress["counts"])
+        if before is not None and before.dropped and options.fail_on_bad_document:
+            raise user_error(
+                "strict-resume-after-rejects", describe_rejects=describe_rejects(before)
+            )
+        if before is not None and work.finished:
             if not work.published:
-                publish(paths, work)
-            assert work.progress is not None
+                _publish(options, work)
             log(f"{options.output_prefix} is complete; there is nothing left to do")
-            progress = Progress.from_json(work.progress["counts"])
-            return dataclasses.replace(progress, input_bytes=options.inputs.total_bytes() or 0)
-        progress = _Run(options, tokenizer, work, log).encode(workers, metadata, report)
-        publish(paths, work)
+            return dataclasses.replace(before, input_bytes=options.inputs.total_bytes() or 0)
+        if before is not None:
+            log(f"resuming after {before.documents} documents")
+        elif options.resume:
+            log(Problem("nothing-to-resume", folder=work.folder))
+        progress = _Run(options, tokenizer, work, before or Progress()).encode(
+            workers, metadata, report
+        )
+        _publish(options, work)
     return progress
 
 
-def _require_no_rejects(options: PreprocessOptions, work: ResumableOutput) -> None:
-    """Rejects a resume with --fail-on-bad-document if the interrupted run dropped documents."""
-    if options.fail_on_bad_document and work.progress is not None:
-        progress = Progress.from_json(work.progress["counts"])
-        if progress.dropped:
-            raise user_error(
-                "strict-resume-after-rejects", describe_rejects=describe_rejects(progress)
-            )
+def _publish(options: PreprocessOptions, work: ResumableOutput) -> None:
+    """Give the files of a finished run their final names."""
+    finals: dict[str, str] = {}
+    stale: dict[str, list[str]] = {}
+    if work.files[REJECTED].committed:
+        finals[REJECTED] = options.quarantine
+    else:
+        Path(options.quarantine).unlink(missing_ok=True)  # of an earlier run
+    for key in options.json_keys:
+        stem, prefix = options.stem(key), options.prefix(key)
+        # A description of older tokens must never exist next to the new ones.
+        stale[stem + ".bin"] = [prefix + ".idx", prefix + TOKENIZER_SUFFIX]
+        # The index last: without it, readers do not take the pair for complete.
+        for suffix in (".bin", TOKENIZER_SUFFIX, ".idx"):
+            finals[stem + suffix] = prefix + suffix
+    work.publish(finals, stale)
 
 
 class _Run:
@@ -144,22 +168,22 @@ class _Run:
         options: PreprocessOptions,
         tokenizer: Tokenizer,
         work: ResumableOutput,
-        log: Callable[[str], None],
+        progress: Progress,
     ) -> None:
         self._options = options
         self._work = work
-        self._progress = Progress()
-        self._position = START
-        written: Mapping[str, list[int]] = {}
-        if work.progress is not None:
-            self._progress = Progress.from_json(work.progress["counts"])
-            self._position = ReadPosition(*work.progress["position"])
-            written = work.progress["written"]
-            log(f"resuming after {self._progress.documents} documents")
-        elif options.resume:
-            log(_nothing_to_resume(work))
+        self._progress = progress
+        saved: Mapping[str, Any] = work.progress or {"position": START, "written": {}}
+        self._position = ReadPosition(*saved["position"])
         dtype = token_dtype(tokenizer.vocab_size)
-        self._output = TokenOutput(options.paths, dtype, work, written)
+        self._writers: dict[str, TokenFileWriter] = {}
+        for key in options.json_keys:
+            files = (work.files[options.stem(key) + suffix] for suffix in WORK_SUFFIXES[:3])
+            tokens, index, documents = (file.raw for file in files)
+            counts = WriteCounts(*saved["written"].get(key, ()))
+            self._writers[key] = TokenFileWriter(
+                options.prefix(key), dtype, (tokens, index, documents), counts
+            )
         self._is_resumable = not options.inputs.unseekable_paths()
         self._is_writing = False
         self._timer = StageTimer()
@@ -171,12 +195,41 @@ class _Run:
         metadata: bytes,
         report: Callable[[Progress], None],
     ) -> Progress:
-        """Encode and write all documents. Returns the counts.
+        """Encode and write all documents. Returns the counts."""
+        options, timer = self._options, self._timer
+        reader = DocumentReader(options.inputs, options.json_keys, self._position)
+        ends: deque[ReadPosition] = deque()
+        chunks = timer.timed_iter("reading", _chunks(reader, options, ends))
+        with self._commit_on_error():
+            for encoded in timer.timed_iter("waiting", workers.map(chunks)):
+                if encoded.rejected and options.fail_on_bad_document:
+                    pending = workers.finish_pending()
+                    raise UserError(*_strict_problems(encoded.rejected, pending, chunks, options))
+                self._first_reject = self._first_reject or next(iter(encoded.rejected), None)
+                for stage, seconds in encoded.seconds.items():
+                    timer.add(stage, seconds)
+                with timer.stage("writing"):
+                    self._write(encoded, ends.popleft(), reader.bytes_read)
+                report(self._progress)
+            if not self._progress.documents:
+                self._work.discard()
+                raise UserError(self._no_documents())
+            with timer.stage("writing"):
+                self._is_writing = True
+                for key, writer in self._writers.items():
+                    writer.finish()
+                    self._work.files[options.stem(key) + TOKENIZER_SUFFIX].write(metadata)
+                self._position = reader.end  # the same record for any size of chunks
+                self._commit(finished=True)
+        return dataclasses.replace(
+            self._progress, input_bytes=reader.bytes_read, seconds=timer.seconds
+        )
 
-        An error or an interrupt commits what was written, unless nothing was committed before.
-        """
+    @contextmanager
+    def _commit_on_error(self) -> Iterator[None]:
+        """After an error or an interrupt, commits what was written if there is a commit already."""
         try:
-            return self._encode(workers, metadata, report)
+            yield
         except OSError:
             # After a failed fsync a second one may succeed although the data is lost.
             raise
@@ -186,43 +239,22 @@ class _Run:
                     self._commit()
             raise
 
-    def _encode(
-        self,
-        workers: Workers[Chunk, EncodedChunk],
-        metadata: bytes,
-        report: Callable[[Progress], None],
-    ) -> Progress:
-        options, timer = self._options, self._timer
-        reader = DocumentReader(options.inputs, options.json_keys, self._position)
-        ends: deque[ReadPosition] = deque()
-        chunks = timer.timed_iter("reading", _chunks(reader, options, ends))
-        for encoded in timer.timed_iter("waiting", workers.map(chunks)):
-            if encoded.rejected and options.fail_on_bad_document:
-                raise UserError(
-                    *_strict_problems(encoded.rejected, workers.finish_pending(), chunks, options)
-                )
-            self._first_reject = self._first_reject or next(iter(encoded.rejected), None)
-            for stage, seconds in encoded.seconds.items():
-                timer.add(stage, seconds)
-            with timer.stage("writing"):
-                self._write(encoded, ends.popleft(), reader.bytes_read)
-            report(self._progress)
-        if not self._progress.documents:
-            self._work.discard()
-            raise UserError(self._no_documents())
-        with timer.stage("writing"):
-            self._is_writing = True
-            self._output.finish(metadata)
-            self._position = reader.end  # the same record for any size of chunks
-            self._commit(finished=True)
-        return dataclasses.replace(
-            self._progress, input_bytes=reader.bytes_read, seconds=timer.seconds
-        )
-
     def _write(self, encoded: EncodedChunk, position: ReadPosition, input_bytes: int) -> None:
         self._is_writing = True
-        self._output.add(encoded.columns, encoded.rejected)
-        self._progress = _advance(self._progress, encoded, input_bytes, self._timer)
+        for document in encoded.rejected:
+            self._work.files[REJECTED].write(document.to_json_line())
+        for writer, column in zip(self._writers.values(), encoded.columns, strict=True):
+            writer.add_documents(*column)
+        before = self._progress
+        self._progress = Progress(
+            documents=before.documents + encoded.documents,
+            tokens=before.tokens + sum(len(column.tokens) for column in encoded.columns),
+            text_bytes=before.text_bytes + encoded.text_bytes,
+            input_bytes=input_bytes,
+            dropped=Counter(before.dropped) + Counter(one.reason for one in encoded.rejected),
+            seconds=self._timer.seconds,
+            before=before.before,
+        )
         self._position = position
         self._is_writing = False
         if self._is_resumable and self._work.is_commit_due:
@@ -231,7 +263,7 @@ class _Run:
     def _commit(self, finished: bool = False) -> None:
         progress = {
             "position": self._position,
-            "written": self._output.written,
+            "written": {key: writer.written for key, writer in self._writers.items()},
             "counts": self._progress.to_json(),
         }
         self._work.commit(progress, finished)
@@ -242,27 +274,9 @@ class _Run:
         return Problem("no-documents", name=self._options.inputs.name, first=first)
 
 
-def _nothing_to_resume(work: ResumableOutput) -> Problem:
-    return Problem("nothing-to-resume", folder=work.folder)
-
-
 def describe_rejects(progress: Progress) -> str:
     """Rejected documents by reason: `3 broken JSON, 1 empty text`."""
     return ", ".join(f"{count} {reason}" for reason, count in sorted(progress.dropped.items()))
-
-
-def _advance(
-    progress: Progress, encoded: EncodedChunk, input_bytes: int, timer: StageTimer
-) -> Progress:
-    return Progress(
-        documents=progress.documents + encoded.documents,
-        tokens=progress.tokens + sum(len(column.tokens) for column in encoded.columns),
-        text_bytes=progress.text_bytes + encoded.text_bytes,
-        input_bytes=input_bytes,
-        dropped=Counter(progress.dropped) + Counter(one.reason for one in encoded.rejected),
-        seconds=timer.seconds,
-        before=progress.before,
-    )
 
 
 def _chunks(
