@@ -7,7 +7,6 @@ and without punctuation. A shorter task text is one n-gram, if it has enough wor
 from __future__ import annotations
 
 import itertools
-import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -18,15 +17,9 @@ from megatron_ds.cleaning.stages import Document, Dropped, SplitInto
 from megatron_ds.config.fields import option_field
 from megatron_ds.config.problems import Problem, option, raise_if_any, user_error
 from megatron_ds.preprocess.document_readers import DocumentReader
-from megatron_ds.preprocess.formats import RawDocument, UnreadableDocument
+from megatron_ds.preprocess.formats import RawDocument
 from megatron_ds.preprocess.inputs import STDIN, InputSpec
-from megatron_ds.preprocess.parsing import (
-    BROKEN_JSON,
-    RejectedDocument,
-    TextFields,
-    reject,
-    texts_of,
-)
+from megatron_ds.preprocess.parsing import RejectedDocument, TextFields, fields_of, texts_of
 
 SENTENCE_ENDS = ".!?。！？\n"
 SENTENCE_END = re.compile(f"[{re.escape(SENTENCE_ENDS)}]")
@@ -205,15 +198,8 @@ def _texts(options: TaskOptions, rejected: list[RejectedDocument]) -> Iterator[s
 
 def _all_texts(item: RawDocument) -> list[str] | RejectedDocument:
     """Every text in a document, at any depth."""
-    value: object = item.value
-    if isinstance(value, UnreadableDocument):
-        return reject(item, value.reason, value.message)
-    if isinstance(value, bytes):
-        try:
-            value = json.loads(value)
-        except (ValueError, RecursionError) as error:
-            return reject(item, BROKEN_JSON, f"not JSON: {error}")
-    return list(_strings(value))
+    value = fields_of(item)
+    return value if isinstance(value, RejectedDocument) else list(_strings(value))
 
 
 def _strings(value: object) -> Iterator[str]:

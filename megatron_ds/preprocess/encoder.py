@@ -18,11 +18,10 @@ from megatron_ds.preprocess.formats import RawDocument, UnreadableDocument
 from megatron_ds.preprocess.parsing import (
     EMPTY_TEXT,
     REFUSED_TEXT,
-    Document,
     RejectedDocument,
     TextFields,
-    parse,
     reject,
+    texts_of,
     utf8_size,
 )
 from megatron_ds.preprocess.sentence_splitter import Splitter
@@ -39,6 +38,13 @@ class Chunk(NamedTuple):
 
     def items(self) -> list[RawDocument]:
         return list(map(RawDocument, *self))
+
+
+class _Document(NamedTuple):
+    """The texts of one item, one per key."""
+
+    item: RawDocument
+    texts: list[str]
 
 
 class EncodedColumn(NamedTuple):
@@ -93,7 +99,9 @@ class Encoder:
         items = chunk.items()
         timer = StageTimer()
         with timer.stage("parsing"):
-            documents, rejected = parse(items, self.fields)
+            parsed = [(item, texts_of(item, self.fields)) for item in items]
+            documents = [_Document(item, texts) for item, texts in parsed if isinstance(texts, list)]
+            rejected = [found for _, found in parsed if isinstance(found, RejectedDocument)]
         with timer.stage("encoding"):
             try:
                 columns = self._encode(documents, timer)
@@ -114,10 +122,10 @@ class Encoder:
             len(documents),
             sum(utf8_size(text) for document in documents for text in document.texts),
             sorted(rejected, key=lambda one: order[one.file, one.line]),
-            timer.seconds,
+            dict(timer.seconds),
         )
 
-    def _encode(self, documents: list[Document], timer: StageTimer) -> list[EncodedColumn]:
+    def _encode(self, documents: list[_Document], timer: StageTimer) -> list[EncodedColumn]:
         """Columns including empty sequences and documents, without end-of-document tokens.
 
         Raises:
@@ -134,11 +142,10 @@ class Encoder:
         with timer.stage("splitting"):
             sentences = [self.splitter(text) for text in texts]
         counts = np.fromiter(map(len, sentences), np.int64, len(sentences))
-        return EncodedColumn(
-            *encode_flat(self.tokenizer, list(itertools.chain(*sentences))), counts
-        )
+        flat = list(itertools.chain(*sentences))
+        return EncodedColumn(*encode_flat(self.tokenizer, flat), counts)
 
-    def _refuse(self, document: Document) -> RejectedDocument | None:
+    def _refuse(self, document: _Document) -> RejectedDocument | None:
         try:
             self._encode([document], StageTimer())
         except ValueError as error:
@@ -151,17 +158,11 @@ class Encoder:
         lengths = encoded.lengths[is_nonempty]
         sequences = _by_document(is_nonempty, encoded.sequences)
         sequences = sequences[sequences > 0]
-        dtype = token_dtype(self.tokenizer.vocab_size)
-        if not self.append_eod:
-            return EncodedColumn(encoded.tokens.astype(dtype), lengths, sequences)
-        last = np.cumsum(sequences) - 1
-        lengths[last] += 1
-        tokens = np.empty(len(encoded.tokens) + len(last), dtype)
-        ends = np.cumsum(lengths)[last] - 1
-        inner = np.ones(len(tokens), np.bool_)
-        inner[ends] = False
-        tokens[inner] = encoded.tokens
-        tokens[ends] = self.tokenizer.eod
+        tokens = encoded.tokens.astype(token_dtype(self.tokenizer.vocab_size))
+        if self.append_eod:
+            last = np.cumsum(sequences) - 1
+            tokens = np.insert(tokens, np.cumsum(lengths)[last], self.tokenizer.eod)
+            lengths[last] += 1
         return EncodedColumn(tokens, lengths, sequences)
 
 

@@ -7,16 +7,11 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from megatron_ds.preprocess.formats import (
-    INVALID_TEXT,
-    TOO_LONG,
-    RawDocument,
-    UnreadableDocument,
-)
+from megatron_ds.preprocess.formats import INVALID_TEXT, TOO_LONG, RawDocument, UnreadableDocument
 
 try:
     import orjson
@@ -72,28 +67,6 @@ class RejectedDocument(NamedTuple):
         return (json.dumps(self._asdict()) + "\n").encode("ascii")
 
 
-class Document(NamedTuple):
-    """The texts of one item, one per key."""
-
-    item: RawDocument
-    texts: list[str]
-
-
-def parse(
-    items: Iterable[RawDocument], fields: TextFields
-) -> tuple[list[Document], list[RejectedDocument]]:
-    """Parse documents; returns the parsed and the rejected ones."""
-    documents: list[Document] = []
-    rejected: list[RejectedDocument] = []
-    for item in items:
-        found = texts_of(item, fields)
-        if isinstance(found, RejectedDocument):
-            rejected.append(found)
-        else:
-            documents.append(Document(item, found))
-    return documents, rejected
-
-
 def texts_of(item: RawDocument, fields: TextFields) -> list[str] | RejectedDocument:
     """The texts of a raw document, one per key."""
     if isinstance(item.value, bytes):
@@ -103,7 +76,8 @@ def texts_of(item: RawDocument, fields: TextFields) -> list[str] | RejectedDocum
             if not isinstance(found, RejectedDocument):
                 return found
     # Messages come from json, so that they do not depend on whether orjson is installed.
-    return _strict_parse(item, fields)
+    value = fields_of(item)
+    return value if isinstance(value, RejectedDocument) else _texts_in(item, value, fields)
 
 
 def _fast_parse(line: bytes) -> object | None:
@@ -123,20 +97,20 @@ def _fast_parse(line: bytes) -> object | None:
     return value
 
 
-def _strict_parse(item: RawDocument, fields: TextFields) -> list[str] | RejectedDocument:
-    value: object = item.value
-    if isinstance(value, UnreadableDocument):
-        return reject(item, value.reason, value.message)
-    if isinstance(value, bytes):
-        try:
-            value = json.loads(value)
-        except UnicodeDecodeError as error:
-            return reject(item, INVALID_TEXT, f"not JSON: {error}")
-        except ValueError as error:
-            return reject(item, BROKEN_JSON, f"not JSON: {error}")
-        except RecursionError:
-            return reject(item, BROKEN_JSON, "nested too deeply")
-    return _texts_in(item, value, fields)
+def fields_of(item: RawDocument) -> object:
+    """The content of a raw document, parsed by json; a `RejectedDocument` if it has none."""
+    if isinstance(item.value, UnreadableDocument):
+        return reject(item, item.value.reason, item.value.message)
+    if not isinstance(item.value, bytes):
+        return item.value
+    try:
+        value: object = json.loads(item.value)
+    except ValueError as error:
+        reason = INVALID_TEXT if isinstance(error, UnicodeDecodeError) else BROKEN_JSON
+        return reject(item, reason, f"not JSON: {error}")
+    except RecursionError:
+        return reject(item, BROKEN_JSON, "nested too deeply")
+    return value
 
 
 def _texts_in(item: RawDocument, value: object, fields: TextFields) -> list[str] | RejectedDocument:

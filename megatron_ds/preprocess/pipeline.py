@@ -28,7 +28,7 @@ from megatron_ds.preprocess.encoder import Chunk, EncodedChunk, Encoder
 from megatron_ds.preprocess.formats import UnreadableDocument
 from megatron_ds.preprocess.inputs import PROGRESS_SUFFIX
 from megatron_ds.preprocess.options import PreprocessOptions
-from megatron_ds.preprocess.parsing import RejectedDocument, parse
+from megatron_ds.preprocess.parsing import RejectedDocument, texts_of
 from megatron_ds.preprocess.stage_timer import StageTimer
 from megatron_ds.preprocess.worker_pool import Workers
 from megatron_ds.tokenizer import Tokenizer
@@ -207,7 +207,7 @@ class _Run:
                     raise UserError(*_strict_problems(encoded.rejected, pending, chunks, options))
                 self._first_reject = self._first_reject or next(iter(encoded.rejected), None)
                 for stage, seconds in encoded.seconds.items():
-                    timer.add(stage, seconds)
+                    timer.seconds[stage] += seconds
                 with timer.stage("writing"):
                     self._write(encoded, ends.popleft(), reader.bytes_read)
                 report(self._progress)
@@ -222,7 +222,7 @@ class _Run:
                 self._position = reader.end  # the same record for any size of chunks
                 self._commit(finished=True)
         return dataclasses.replace(
-            self._progress, input_bytes=reader.bytes_read, seconds=timer.seconds
+            self._progress, input_bytes=reader.bytes_read, seconds=dict(timer.seconds)
         )
 
     @contextmanager
@@ -252,7 +252,7 @@ class _Run:
             text_bytes=before.text_bytes + encoded.text_bytes,
             input_bytes=input_bytes,
             dropped=Counter(before.dropped) + Counter(one.reason for one in encoded.rejected),
-            seconds=self._timer.seconds,
+            seconds=dict(self._timer.seconds),
             before=before.before,
         )
         self._position = position
@@ -320,7 +320,8 @@ def _strict_problems(
         if len(rejected) > PROBLEMS_SHOWN or checked >= DOCUMENTS_CHECKED_AHEAD:
             end = f"; not checked from {chunk.files[0]}:{chunk.lines[0]} on"
             break
-        rejected += parse(chunk.items(), options.text_fields)[1]
+        found = (texts_of(item, options.text_fields) for item in chunk.items())
+        rejected += (one for one in found if isinstance(one, RejectedDocument))
         checked += len(chunk.lines)
     for document in rejected[:PROBLEMS_SHOWN]:
         yield Problem("rejected-document", document=document)
