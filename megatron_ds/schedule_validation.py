@@ -7,19 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron_ds.config import SCHEDULE_LENGTHS, Config
-from megatron_ds.config.fields import exclusive_problem, with_value
-from megatron_ds.config.problems import Problem, option
-from megatron_ds.schedule_lengths import (
+from megatron_ds.config import Config
+from megatron_ds.config.fields import exclusive_problem
+from megatron_ds.config.problems import Problem, option, with_value
+from megatron_ds.config.schedule import SCHEDULE_LENGTHS
+from megatron_ds.schedules import (
     ScheduleLength,
+    batch_size_at,
+    batch_size_steps,
     decay_as_given,
     given_length,
     in_lr_units,
     lr_unit,
-)
-from megatron_ds.schedules import (
-    batch_size_at,
-    batch_size_steps,
     run_totals,
     seq_length_at,
     total_iterations,
@@ -35,22 +34,13 @@ def problems(config: Config, dp_size: int) -> Iterator[Problem]:
     schedule, lr = config.schedule, config.optimizer.lr
     for name in ("lr_warmup_init", "min_lr"):
         if getattr(schedule, name) > lr:
-            yield Problem(
-                "learning-rate-exceeds-maximum",
-                name,
-                "lr",
-                with_value=with_value(schedule, name),
-                lr=lr,
-            )
+            setting = with_value(schedule, name)
+            yield Problem("learning-rate-exceeds-maximum", name, "lr", setting=setting, lr=lr)
     yield from _lr_length_problems(config, dp_size)
     yield from _curriculum_problems(config)
     if _is_countable(config, dp_size) and total_iterations(config, dp_size) == 0:
         first = batch_size_at(config, 0, 0, dp_size)
-        yield Problem(
-            "run-shorter-than-one-batch",
-            with_value=with_value(schedule, "train_samples"),
-            first=first,
-        )
+        yield Problem("run-shorter-than-one-batch", settings=schedule, first=first)
 
 
 def _curriculum_problems(config: Config) -> Iterator[Problem]:
@@ -59,12 +49,7 @@ def _curriculum_problems(config: Config) -> Iterator[Problem]:
         return
     end = schedule.curriculum_seqlen[1]
     if longest > 0 and end > longest:
-        yield Problem(
-            "curriculum-exceeds-sequence",
-            with_value=with_value(schedule, "curriculum_seqlen"),
-            end=end,
-            longest=longest,
-        )
+        yield Problem("curriculum-exceeds-sequence", settings=schedule, end=end, longest=longest)
     if config.recompute.contiguous_checkpointing:
         yield exclusive_problem(
             "curriculum_seqlen",
@@ -83,7 +68,7 @@ def warnings(config: Config, dp_size: int) -> Iterator[Problem]:
     if samples is not None and run.samples < samples and not reaches_tokens:
         yield Problem(
             "incomplete-last-batch",
-            with_value=with_value(schedule, "train_samples"),
+            settings=schedule,
             iterations=run.iterations,
             samples=run.samples,
             remainder=samples - run.samples,
@@ -94,8 +79,8 @@ def warnings(config: Config, dp_size: int) -> Iterator[Problem]:
             "tokens-not-reached",
             "train_tokens",
             ended_by,
-            tokens_flag=with_value(schedule, "train_tokens"),
-            end_flag=with_value(schedule, ended_by),
+            settings=schedule,
+            ended_by=with_value(schedule, ended_by),
             tokens=run.tokens,
         )
     for tokens, size in batch_size_steps(config):
@@ -107,17 +92,20 @@ def warnings(config: Config, dp_size: int) -> Iterator[Problem]:
 
 def _curriculum_warnings(config: Config, iterations: int) -> Iterator[Problem]:
     _, end, steps = config.schedule.curriculum_seqlen or (0, 0, 0)
-    given, longest = with_value(config.schedule, "curriculum_seqlen"), config.model.seq_length
+    longest = config.model.seq_length
     if steps > iterations:
         yield Problem(
             "curriculum-not-completed",
-            given=given,
+            settings=config.schedule,
             iterations=iterations,
             seq_length_at=seq_length_at(config, iterations - 1),
         )
     if end < longest:
         yield Problem(
-            "curriculum-below-sequence", given=given, seq_length=longest, unused=longest - end
+            "curriculum-below-sequence",
+            settings=config.schedule,
+            seq_length=longest,
+            unused=longest - end,
         )
 
 

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple, TextIO
 
 from megatron_ds import cli
 from megatron_ds.cli.command import table_of
-from megatron_ds.config import ModelConfig, file_problems
+from megatron_ds.config import ModelConfig
+from megatron_ds.config.checks import file_problems
 from megatron_ds.config.fields import option_field, option_group
 from megatron_ds.config.problems import Problem, option
 from megatron_ds.inference.cli import (

@@ -30,6 +30,7 @@ class Use:
     code: str
     names: frozenset[str]
     """Names of the values."""
+    has_fields: bool
     location: str
 
 
@@ -45,7 +46,7 @@ def uses() -> Iterator[Use]:
                 ):
                     names = frozenset(str(keyword.arg) for keyword in node.keywords)
                     location = f"{path.relative_to(REPOSITORY)}:{node.lineno}"
-                    yield Use(str(node.args[0].value), names, location)
+                    yield Use(str(node.args[0].value), names, len(node.args) > 1, location)
 
 
 def placeholders(text: str) -> frozenset[str]:
@@ -62,6 +63,8 @@ def readable(text: str) -> str:
         parts.append(literal)
         if name == "option":
             parts.append(default_flag(spec or ""))
+        elif name == "settings":
+            parts.append(f"{default_flag(spec or '')} {{{spec}}}")
         elif name:
             parts.append(f"{{{name}}}")
     return "".join(parts).replace("|", "\\|").replace("\n", "<br>")

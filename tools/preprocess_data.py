@@ -17,7 +17,7 @@ from typing import ClassVar
 from megatron_ds import cli
 from megatron_ds.cli.progress import progress
 from megatron_ds.config import TokenizerConfig
-from megatron_ds.config.fields import missing_problem, option_field, option_group, when
+from megatron_ds.config.fields import option_field, option_group, when
 from megatron_ds.config.problems import Problem, UserError
 from megatron_ds.launch import environment, output
 from megatron_ds.preprocess.options import PreprocessOptions
@@ -104,7 +104,7 @@ class Options:
         if "tokenizer_type" in self.given:
             yield from self.tokenizer.problems(self.vocab_size)
         else:
-            yield missing_problem("tokenizer_type")
+            yield Problem("required", "tokenizer_type")
 
     def preprocess_options(self, splitter: Splitter | None) -> PreprocessOptions:
         return dataclasses.replace(self.run, splitter=splitter)

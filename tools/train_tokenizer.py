@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from megatron_ds import cli
-from megatron_ds.config import folder_problems
+from megatron_ds.config.checks import folder_problems
 from megatron_ds.config.fields import option_field, option_group, when
 from megatron_ds.config.problems import Problem, user_error
 from megatron_ds.launch import output

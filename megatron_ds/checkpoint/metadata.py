@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_ds.config import GROUPS, SPLIT_DATA_FIELDS, Config, ModelConfig, flag_of
+from megatron_ds.config import GROUP_OF_FIELD, Config, ModelConfig, flag_of
+from megatron_ds.config.data import SPLIT_DATA_FIELDS
 from megatron_ds.config.problems import Problem, UserError, default_flag, option
 from megatron_ds.data.blend_history import BlendHistory
 from megatron_ds.engine.ds_config import zero_stage
@@ -31,7 +32,6 @@ RESUMABLE_FIELDS = frozenset({"attention_dropout", "hidden_dropout", "init_metho
 """Fields of the model that may change on a resume."""
 VOCABULARY = ("vocab_size", "make_vocab_size_divisible_by")
 """Fields of the model that determine the rows of its embedding table."""
-FIELDS = frozenset(item.name for group in GROUPS.values() for item in dataclasses.fields(group))
 STATES = ".pt"
 """Suffix of the files that hold tensors."""
 CHECKSUM_PLACEHOLDER = "0" * 64
@@ -375,4 +375,4 @@ def _padding(model: Mapping[str, Any], tp_size: int) -> str:
 
 def _label(name: str) -> str:
     """A field's flag, unless the flag negates the field; the plain name of anything else."""
-    return option(name) if name in FIELDS and flag_of(name) == default_flag(name) else name
+    return option(name) if name in GROUP_OF_FIELD and flag_of(name) == default_flag(name) else name

@@ -24,7 +24,7 @@ from megatron_ds.cleaning.length_filter import LengthFilter
 from megatron_ds.cleaning.stages import SeenKeys, Stage
 from megatron_ds.cleaning.url_filter import UrlFilter
 from megatron_ds.config import TokenizerConfig
-from megatron_ds.config.fields import field_problems, missing_problem, option_field, option_group
+from megatron_ds.config.fields import field_problems, option_field, option_group
 from megatron_ds.config.problems import Problem, UserError, option
 from megatron_ds.fileio.resumable import COMPRESSIONS
 from megatron_ds.preprocess.inputs import QUARANTINE, InputSpec
@@ -235,7 +235,7 @@ class CleaningOptions:
             text = f"{option('stages')} decontaminate requires {option('eval_task_files')}"
             yield Problem("decontamination-without-tasks", text=text)
         if not self.languages:
-            yield missing_problem("languages")
+            yield Problem("required", "languages")
         if (self.min_tokens > 0) != (self.tokenizer is not None):
             text = f"{option('min_tokens')} and {option('tokenizer_type')} require each other"
             yield Problem("min-tokens-and-tokenizer", text=text)

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from megatron_ds import schedule_validation
-from megatron_ds.cli.command import HELP, build, concerns, fail, print_warning
+from megatron_ds.cli.command import HELP, build, fail, print_warning
 from megatron_ds.cli.flags import training_flags
 from megatron_ds.cli.help import training_help, version_text
 from megatron_ds.cli.scan import scan
@@ -22,7 +22,7 @@ FIRST_RANK_TIMEOUT_S = 10.0
 """Seconds within which a launcher terminates this rank after the first rank has failed."""
 
 Warn = Callable[[str], None]
-Complete = Callable[[Config, int, Warn], tuple[Config, Sequence[str]]]
+Complete = Callable[[Config, int, Warn], tuple[Config, list[Problem]]]
 """Fills in a configuration from elsewhere, given the number of processes; returns problems."""
 Check = Callable[[Config, int, bool, Warn], list[Problem]]
 """Finds problems of machine and files, given the number of processes and whether the settings
@@ -36,7 +36,7 @@ def build_config(
     warn: Warn,
     complete: Complete | None = None,
     check: Check | None = None,
-) -> tuple[Config, list[str]]:
+) -> tuple[Config, list[Problem]]:
     """Build the configuration of a command line.
 
     Args:
@@ -49,26 +49,24 @@ def build_config(
     Returns:
         The configuration and every problem found; without problems the run can start.
     """
-    table = training_flags()
-    line = scan(argv, table)
+    line = scan(argv, training_flags())
     for warning in line.warnings:
         warn(warning)
     config: Config = build(Config(), line.values)
-    found: list[str] = []
+    found: list[Problem] = []
     if complete is not None:
-        config, merge_problems = complete(config, world_size, warn)
-        found += merge_problems
+        config, found = complete(config, world_size, warn)
     own = [
         *config.problems(world_size),
         *schedule_validation.problems(config, config.parallel.data_parallel_size(world_size)),
     ]
-    found += own
+    found = [*found, *own]
     if check is not None:
         found += check(config, world_size, not own, warn)
     sound = [
         config.with_origin(problem)
         for problem in found
-        if not concerns(problem, line.unreadable, table)
+        if line.unreadable.isdisjoint(problem.mentioned)
     ]
     return config, [*line.problems, *sound]
 

@@ -7,15 +7,14 @@ options; pretrain_gpt.py, which needs more, is in `arguments.py`. Knows no torch
 from __future__ import annotations
 
 import dataclasses
-import re
 import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, NoReturn, Protocol, TypeVar
 
-from megatron_ds.cli.flags import FlagTable, dashed, flag_table
+from megatron_ds.cli.flags import FlagTable, flag_table
 from megatron_ds.cli.help import tool_help
-from megatron_ds.cli.scan import ParsedLine, scan
+from megatron_ds.cli.scan import scan
 from megatron_ds.config.fields import field_problems, ineffective, option_fields
 from megatron_ds.config.problems import Problem, UserError
 from megatron_ds.launch import output
@@ -77,11 +76,10 @@ def parse(
         raise SystemExit(0)
     line = scan(argv, table, keep_unknown=unknown is not None)
     result: T = build(options(), line.values)
-    found = [
-        problem
-        for problem in _problems(result, line, table)
-        if not concerns(problem, line.unreadable, table)
-    ]
+    values = _each(result, field_problems, line.values, table)
+    related = result.problems() if hasattr(result, "problems") else ()
+    # Consequences of a value that could not be read are unknown: reporting them would mislead.
+    found = [each for each in (*values, *related) if line.unreadable.isdisjoint(each.mentioned)]
     problems = list(dict.fromkeys([*line.problems, *found]))
     if rank == 0:
         for warning in [*line.warnings, *_each(result, ineffective, line.values, table)]:
@@ -125,20 +123,14 @@ def run(
             output.redirect_stdout_to_null()
             return 128 + signal.SIGPIPE
         except (ValueError, OSError) as error:
-            shown = [f"{program}: error:", *rendered(error, table), *_notes(error)]
-            print(*shown, sep="\n", file=sys.stderr)
+            problems = error.problems if isinstance(error, UserError) else (str(error),)
+            shown = [f"{program}: error:", *(render(each, table) for each in problems)]
+            print(*shown, *getattr(error, "__notes__", ()), sep="\n", file=sys.stderr)
             return ExitCode.ERROR
         except KeyboardInterrupt as error:
-            print("; ".join(["interrupted", *_notes(error)]), file=sys.stderr)
+            print("interrupted", *getattr(error, "__notes__", ()), sep="; ", file=sys.stderr)
             return ExitCode.INTERRUPTED
     return result
-
-
-def rendered(error: ValueError | OSError, table: FlagTable) -> list[str]:
-    """The messages of an error, with the flags of a program."""
-    if isinstance(error, UserError):
-        return [render(problem, table) for problem in error.problems]
-    return [str(error)]
 
 
 def fail(
@@ -175,7 +167,7 @@ def build(options: Any, values: Mapping[str, Any]) -> Any:
         values: By field, also of groups and of groups in them.
     """
     changes: dict[str, Any] = {
-        item.name: values[item.name] for item in option_fields(options) if item.name in values
+        item.name: values[item.name] for item, _ in option_fields(options) if item.name in values
     }
     for item in dataclasses.fields(options):
         value = getattr(options, item.name)
@@ -186,27 +178,6 @@ def build(options: Any, values: Mapping[str, Any]) -> Any:
     return dataclasses.replace(options, **changes)
 
 
-def concerns(problem: str, fields: frozenset[str], table: FlagTable) -> bool:
-    """Whether a problem is about one of the fields.
-
-    Consequences of a value that could not be read are unknown: reporting them would mislead.
-    """
-    if isinstance(problem, Problem):
-        return not fields.isdisjoint(problem.mentioned)
-    flags = {dashed(name) for name in re.findall(r"--[A-Za-z][\w-]*", problem)}
-    return any(
-        flag.field in fields and flags.intersection(map(dashed, flag.names))
-        for group in table.groups
-        for flag in group.flags
-    )
-
-
-def _problems(options: Any, line: ParsedLine, table: FlagTable) -> Iterator[Problem]:
-    yield from _each(options, field_problems, line.values, table)
-    if hasattr(options, "problems"):
-        yield from options.problems()
-
-
 def _each(
     options: Any,
     check: Callable[[Any, Mapping[str, Any]], Iterable[Problem]],
@@ -215,13 +186,9 @@ def _each(
 ) -> Iterator[Problem]:
     """The problems of fields with flags, of a dataclass of options and of its groups."""
     for problem in check(options, given):
-        if table.fields.intersection(problem.fields):
+        if not table.by_field.keys().isdisjoint(problem.fields):
             yield problem
     for item in dataclasses.fields(options):
         value = getattr(options, item.name)
         if dataclasses.is_dataclass(value) and not item.metadata.get("hidden"):
             yield from _each(value, check, given, table)
-
-
-def _notes(error: BaseException) -> list[str]:
-    return list(getattr(error, "__notes__", []))

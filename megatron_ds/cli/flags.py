@@ -16,8 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from megatron_ds.config import GLU_ACTIVATIONS, Config
-from megatron_ds.config.fields import option_fields
+from megatron_ds.config import Config
+from megatron_ds.config.fields import OptionSpec, option_fields
+from megatron_ds.config.model import GLU_ACTIVATIONS
 from megatron_ds.config.problems import MARKER, default_flag
 
 Takes = int | str
@@ -68,12 +69,18 @@ class Flag:
     is_repeatable: bool = False
 
     @property
+    def label(self) -> str:
+        """What messages call the flag: `--lr`."""
+        return self.metavar if self.is_positional else f"--{self.names[0]}"
+
+    @property
     def usage(self) -> str:
         """The flag and its values: `--lr X`, `--data-path PATH ...`."""
         if self.is_positional:
             return self.metavar
-        values = f" {self.metavar} ..." if self.takes == "*" else f" {self.metavar}" * self.count
-        return f"--{self.names[0]}{values}"
+        return self.label + (
+            f" {self.metavar} ..." if self.takes == "*" else f" {self.metavar}" * self.count
+        )
 
     @property
     def count(self) -> int:
@@ -100,42 +107,37 @@ class FlagTable:
     references: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Flags for messages about fields that are not options of the program."""
 
-    @functools.cached_property
+    @property
     def shown(self) -> tuple[FlagGroup, ...]:
         """The groups in --help."""
         return tuple(group for group in self.groups if not group.hidden)
 
     @functools.cached_property
-    def positionals(self) -> tuple[Flag, ...]:
+    def own(self) -> tuple[Flag, ...]:
+        """The flags that set a field."""
+        return tuple(flag for group in self.groups for flag in group.flags)
+
+    @property
+    def positionals(self) -> list[Flag]:
         """Values without a flag, in order."""
-        return tuple(flag for group in self.groups for flag in group.flags if flag.is_positional)
+        return [flag for flag in self.own if flag.is_positional]
 
     @functools.cached_property
     def by_name(self) -> Mapping[str, Flag]:
         """Every flag by each of its names, with dashes; of two with one name the first."""
-        found: dict[str, Flag] = {}
-        for flag in (*(flag for group in self.groups for flag in group.flags), *self.foreign):
-            for name in () if flag.is_positional else flag.names:
-                found.setdefault(dashed(name), flag)
-        return found
+        named = [flag for flag in (*self.own, *self.foreign) if not flag.is_positional]
+        return {dashed(name): flag for flag in reversed(named) for name in flag.names}
 
     @functools.cached_property
-    def fields(self) -> frozenset[str]:
-        """The option fields that have a flag."""
-        return frozenset(flag.field for group in self.groups for flag in group.flags)
-
-    @functools.cached_property
-    def _flag_by_field(self) -> Mapping[str, str]:
-        found = dict(self.references)
-        for group in self.groups:
-            for flag in group.flags:
-                shown = flag.metavar if flag.is_positional else f"--{flag.names[0]}"
-                found.setdefault(flag.field, shown)
-        return found
+    def by_field(self) -> Mapping[str, Flag]:
+        """The first flag of each option field that has one."""
+        return {flag.field: flag for flag in reversed(self.own)}
 
     def flag_of(self, field: str) -> str:
         """The flag of a field in this program; the default flag if the program has none."""
-        return self._flag_by_field.get(field) or default_flag(field)
+        if field in self.by_field and field not in self.references:
+            return self.by_field[field].label
+        return self.references.get(field, default_flag(field))
 
     def resolve(self, text: str) -> str:
         """Replaces references to option fields by the flags of this program."""
@@ -191,17 +193,16 @@ def _groups(
 ) -> Iterator[FlagGroup]:
     """The flags of a dataclass, then those of the groups in it, depth first."""
     hints = typing.get_type_hints(type(options))
-    declared = option_fields(options)
     own = tuple(
-        _of_field(item, hints[item.name], getattr(options, item.name), names.get(item.name, ""))
-        for item in declared
-        if names.get(item.name, "") is not None
+        _of_field(item.name, spec, hints[item.name], getattr(options, item.name), named)
+        for item, spec in option_fields(options)
+        if (named := names.get(item.name, "")) is not None
     )
     if own:
         yield FlagGroup(title, own, hidden)
     for item in dataclasses.fields(options):
         group = getattr(options, item.name)
-        if item not in declared and dataclasses.is_dataclass(group):
+        if "option" not in item.metadata and dataclasses.is_dataclass(group):
             doc = " ".join((group.__doc__ or "").split("\n\n")[0].split())
             yield from _groups(
                 group,
@@ -211,34 +212,29 @@ def _groups(
             )
 
 
-def _of_field(item: dataclasses.Field[Any], hint: Any, default: Any, named: Names) -> Flag:
-    meta = item.metadata
+def _of_field(name: str, spec: OptionSpec, hint: Any, default: Any, named: Names) -> Flag:
     kind = _value_type(hint)
-    name = item.name.replace("_", "-")
-    main = meta["flag"] or (f"no-{name}" if default is True else name)
-    names = (main, *meta["aliases"])
+    names = (spec.flag_name(name, default), *spec.aliases)
     if named:
         names = (named,) if isinstance(named, str) else named
-    choices = tuple(meta["choices"] or ())
-    flag = Flag(
+    is_switch = kind is bool
+    return Flag(
         names,
         "set",
-        meta["nargs"] or 1,
-        meta["help"],
-        item.name,
+        0 if is_switch else spec.nargs,
+        spec.help,
+        name,
         kind,
-        choices=choices,
-        synonyms=meta["values"],
-        metavar=meta["metavar"] or _metavar(kind, choices),
-        default=None if meta["required"] else default,
-        required=meta["required"],
-        valid_range=meta["range"],
-        is_positional=meta["positional"],
-        is_repeatable=meta["repeatable"],
+        const=default is not True if is_switch else None,
+        choices=spec.choices,
+        synonyms=spec.values,
+        metavar=spec.metavar or _metavar(kind, spec.choices),
+        default=None if spec.required or is_switch else default,
+        required=spec.required,
+        valid_range=spec.range,
+        is_positional=spec.positional,
+        is_repeatable=spec.repeatable,
     )
-    if kind is bool:
-        return dataclasses.replace(flag, takes=0, const=default is not True, default=None)
-    return flag
 
 
 def _metavar(kind: Any, choices: tuple[str, ...]) -> str:

@@ -8,38 +8,30 @@ options at once. Knows no torch, no argparse and no environment variable.
 from __future__ import annotations
 
 import dataclasses
-import re
+import typing
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
 from megatron_ds.config.checkpoint import CheckpointConfig
-from megatron_ds.config.data import PER_SPLIT_DATA_FIELDS, SPLIT_DATA_FIELDS, DataConfig
+from megatron_ds.config.data import DataConfig
 from megatron_ds.config.deepspeed import DeepSpeedConfig
-from megatron_ds.config.fields import field_problems, ineffective, option_field
+from megatron_ds.config.fields import field_problems, ineffective, option_fields
 from megatron_ds.config.logging import LoggingConfig
-from megatron_ds.config.model import ACTIVATIONS, GLU_ACTIVATIONS, ModelConfig
+from megatron_ds.config.model import ModelConfig
 from megatron_ds.config.optimizer import OptimizerConfig
 from megatron_ds.config.parallel import ParallelConfig
-from megatron_ds.config.path_checks import file_problems, folder_problems
 from megatron_ds.config.precision import PrecisionConfig
 from megatron_ds.config.problems import Problem
 from megatron_ds.config.recompute import RecomputeConfig
 from megatron_ds.config.runtime import RuntimeConfig
-from megatron_ds.config.schedule import SCHEDULE_LENGTHS, SCHEDULE_UNITS, ScheduleConfig
-from megatron_ds.config.schedule_checks import schedule_problems
-from megatron_ds.config.tokenizer import TOKENIZERS, TokenizerConfig
+from megatron_ds.config.schedule import ScheduleConfig
+from megatron_ds.config.tokenizer import TokenizerConfig
 
 __all__ = [
-    "ACTIVATIONS",
-    "GLU_ACTIVATIONS",
     "GROUPS",
-    "PER_SPLIT_DATA_FIELDS",
-    "SCHEDULE_LENGTHS",
-    "SCHEDULE_UNITS",
-    "SPLIT_DATA_FIELDS",
-    "TOKENIZERS",
+    "GROUP_OF_FIELD",
     "CheckpointConfig",
     "Config",
     "DataConfig",
@@ -53,28 +45,8 @@ __all__ = [
     "RuntimeConfig",
     "ScheduleConfig",
     "TokenizerConfig",
-    "field_problems",
-    "file_problems",
     "flag_of",
-    "folder_problems",
-    "option_field",
 ]
-
-GROUPS: dict[str, type] = {
-    "model": ModelConfig,
-    "parallel": ParallelConfig,
-    "recompute": RecomputeConfig,
-    "data": DataConfig,
-    "tokenizer": TokenizerConfig,
-    "optimizer": OptimizerConfig,
-    "schedule": ScheduleConfig,
-    "precision": PrecisionConfig,
-    "deepspeed": DeepSpeedConfig,
-    "checkpoint": CheckpointConfig,
-    "logging": LoggingConfig,
-    "runtime": RuntimeConfig,
-}
-"""The groups of `Config` in the order of --help."""
 
 
 @dataclass(frozen=True)
@@ -111,29 +83,20 @@ class Config:
         """
         found = {name: list(field_problems(getattr(self, name), self.given)) for name in GROUPS}
         infinite = [
-            problem
-            for problems in found.values()
-            for problem in problems
-            if problem.code == "not-finite"
+            each for problems in found.values() for each in problems if each.code == "not-finite"
         ]
         if infinite:
             return infinite  # comparisons with them mean nothing
-        tp_size = self.parallel.tensor_model_parallel_size
-        dp_size = self.parallel.data_parallel_size(world_size)
+        model, parallel = self.model, self.parallel
+        has_vocab_size = model.vocab_size != 0 or "vocab_size" in self.given
         related: dict[str, Iterator[Problem]] = {
-            "model": self.model.problems(tp_size),
-            "parallel": self.parallel.problems(world_size),
-            "recompute": self.recompute.problems(self.model.num_layers),
+            "model": model.problems(parallel.tensor_model_parallel_size),
+            "parallel": parallel.problems(world_size),
+            "recompute": self.recompute.problems(model.num_layers),
             "data": self.data.problems(),
-            "tokenizer": self.tokenizer.problems(
-                self.model.vocab_size
-                if self.model.vocab_size or "vocab_size" in self.given
-                else None
-            ),
+            "tokenizer": self.tokenizer.problems(model.vocab_size if has_vocab_size else None),
             "optimizer": self.optimizer.problems(),
-            "schedule": schedule_problems(
-                self.schedule, dp_size, self.parallel.describe_data_parallel_size(world_size)
-            ),
+            "schedule": self.schedule.problems(parallel, world_size),
             "precision": self.precision.problems(),
             "deepspeed": self.deepspeed.problems(),
             "checkpoint": self.checkpoint.problems(),
@@ -143,29 +106,19 @@ class Config:
 
     def warnings(self) -> Iterator[Problem]:
         """Warn of flags that have no effect next to the others."""
-        values = SimpleNamespace(
-            **{
-                name: value
-                for group in GROUPS
-                for name, value in vars(getattr(self, group)).items()
-            }
-        )
-        for group in GROUPS:
-            yield from ineffective(getattr(self, group), self.given, values)
+        groups = [getattr(self, name) for name in GROUPS]
+        values = SimpleNamespace(**{k: v for group in groups for k, v in vars(group).items()})
+        for group in groups:
+            yield from ineffective(group, self.given, values)
 
-    def with_origin(self, problem: str) -> str:
+    def with_origin(self, problem: Problem) -> Problem:
         """Add to a problem where the values of its fields come from, if no flag set them."""
         named = "; ".join(
             f"{flag_of(name)} is {origin}"
             for name, origin in self.origins.items()
-            if name in getattr(problem, "fields", ())
-            or re.search(re.escape(flag_of(name)) + r"(?![\w-])", problem)
+            if name in problem.mentioned
         )
-        if not named:
-            return problem
-        if isinstance(problem, Problem):
-            return problem.extended(f" ({named})")
-        return f"{problem} ({named})"
+        return problem.extended(f" ({named})") if named else problem
 
     def with_vocab(self, vocab_size: int) -> Config:
         """A copy with the vocabulary size of the tokenizer."""
@@ -185,17 +138,25 @@ class Config:
         return {name: dataclasses.asdict(getattr(self, name)) for name in GROUPS}
 
 
+GROUPS: dict[str, type] = {
+    name: hint
+    for name, hint in typing.get_type_hints(Config).items()
+    if isinstance(hint, type) and dataclasses.is_dataclass(hint)
+}
+"""The groups of `Config` in the order of --help."""
+GROUP_OF_FIELD = {
+    item.name: name for name, group in GROUPS.items() for item in dataclasses.fields(group)
+}
+_OPTIONS = {
+    item.name: (item, spec) for group in GROUPS.values() for item, spec in option_fields(group)
+}
+
+
 def flag_of(name: str) -> str:
     """The main flag of a field of `Config`.
 
     Raises:
         KeyError: If no group has the field.
     """
-    for group in GROUPS.values():
-        for item in dataclasses.fields(group):
-            if item.name == name:
-                if item.metadata["flag"]:
-                    return f"--{item.metadata['flag']}"
-                negative = "no-" if item.default is True else ""
-                return f"--{negative}{name.replace('_', '-')}"
-    raise KeyError(name)
+    item, spec = _OPTIONS[name]
+    return f"--{spec.flag_name(name, item.default)}"

@@ -6,8 +6,8 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megatron_ds.config.fields import ANY_VALUE, option_field, when, with_value
-from megatron_ds.config.path_checks import folder_problems
+from megatron_ds.config.checks import folder_problems
+from megatron_ds.config.fields import ANY_VALUE, option_field, when
 from megatron_ds.config.problems import Problem
 
 SAVE = when(save=ANY_VALUE)
@@ -65,11 +65,6 @@ class CheckpointConfig:
             return
         folder, name = os.path.split(os.path.normpath(self.load))
         if name.startswith("global_step"):
-            yield Problem(
-                "load-is-one-checkpoint",
-                with_value=with_value(self, "load"),
-                name=name,
-                folder=folder or ".",
-            )
+            yield Problem("load-is-one-checkpoint", settings=self, name=name, folder=folder or ".")
         elif os.path.exists(self.load) and not os.path.isdir(self.load):
-            yield Problem("load-is-a-file", with_value=with_value(self, "load"))
+            yield Problem("load-is-a-file", settings=self)

@@ -6,8 +6,8 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from megatron_ds.config.checks import folder_problems
 from megatron_ds.config.fields import exclusive_problem, option_field, when
-from megatron_ds.config.path_checks import folder_problems
 from megatron_ds.config.problems import Problem
 
 SPLIT_DATA_FIELDS = ("data_path", "data_args_path")
@@ -124,7 +124,9 @@ class DataConfig:
         listed = [] if self.per_split_data_args_path is None else ["per_split_data_args_path"]
         if shared and (separate or listed):
             yield exclusive_problem(
-                *(*shared, *separate, *listed),
+                *shared,
+                *separate,
+                *listed,
                 reason="give the data of all splits together, or of each split separately",
             )
         elif listed and separate:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from megatron_ds.config.checks import file_problems
 from megatron_ds.config.fields import option_field
-from megatron_ds.config.path_checks import file_problems
 from megatron_ds.config.problems import Problem
 
 

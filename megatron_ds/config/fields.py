@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any
+import operator
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any, Concatenate, ParamSpec
 
 from megatron_ds.config.problems import Problem, option
+
+P = ParamSpec("P")
 
 UNSET_INT = 0
 UNSET_FLOAT = math.nan
@@ -19,7 +22,10 @@ UNSET_FLOAT = math.nan
 
 
 class _AnyValue:
-    """Matches every value except None."""
+    """Equals every value except None."""
+
+    def __eq__(self, other: object) -> bool:
+        return other is not None
 
 
 ANY_VALUE = _AnyValue()
@@ -32,21 +38,20 @@ class Condition:
     admitted: Mapping[str, tuple[Any, ...]]
 
     def holds(self, options: Any) -> bool:
-        return any(
-            value in values or (ANY_VALUE in values and value is not None)
-            for name, values in self.admitted.items()
-            for value in (getattr(options, name),)
-        )
+        return any(getattr(options, name) in values for name, values in self.admitted.items())
 
     def describe(self) -> str:
         """The flags that satisfy the condition: `--fp16 or --bf16`."""
-        return " or ".join(_describe_choice(name, values) for name, values in self.admitted.items())
+        shown = {
+            name: " or ".join(value for value in values if isinstance(value, str))
+            for name, values in self.admitted.items()
+        }
+        return " or ".join(f"{option(name)} {values}".rstrip() for name, values in shown.items())
 
     def describe_unmet(self) -> str:
         """What prevents the condition: `without --fp16`, or `with --loss-scale`."""
-        if all(values == (None,) for values in self.admitted.values()):
-            return f"with {self.describe()}"
-        return f"without {self.describe()}"
+        is_absence = all(values == (None,) for values in self.admitted.values())
+        return f"{'with' if is_absence else 'without'} {self.describe()}"
 
 
 def when(**admitted: Any) -> Condition:
@@ -57,37 +62,15 @@ def when(**admitted: Any) -> Condition:
             stands for everything except None.
     """
     return Condition(
-        {
-            name: values if isinstance(values, tuple) else (values,)
-            for name, values in admitted.items()
-        }
+        {name: value if isinstance(value, tuple) else (value,) for name, value in admitted.items()}
     )
 
 
-def option_field(
-    default: Any,
-    help: str,
-    *,
-    flag: str | None = None,
-    aliases: tuple[str, ...] = (),
-    choices: tuple[str, ...] | None = None,
-    values: Mapping[str, str] | None = None,
-    nargs: str | int | None = None,
-    metavar: str | None = None,
-    required: bool = False,
-    minimum: float | None = None,
-    above: float | None = None,
-    maximum: float | None = None,
-    below: float | None = None,
-    requires: Condition | None = None,
-    only_with: Condition | tuple[Condition, ...] = (),
-    positional: bool = False,
-    repeatable: bool = False,
-) -> Any:
-    """A dataclass field that is also a command-line flag.
+@dataclasses.dataclass(frozen=True)
+class OptionSpec:
+    """Declaration of a dataclass field that is also a command-line flag.
 
-    Args:
-        default: Default value. A required field has `UNSET_INT` or `UNSET_FLOAT`, or None.
+    Attributes:
         help: Help text. The flags' table adds default, range and aliases.
         flag: Name of the flag, without dashes, if it is not the field's name with `-` for `_`. A
             boolean field whose default is True names its negative flag here
@@ -97,7 +80,8 @@ def option_field(
         values: Other spellings of a choice, mapped to the choice.
         nargs: Number of values, or "*".
         metavar: Name of the value in the help.
-        required: Whether a value must be given.
+        required: Whether a value must be given. The default is then `UNSET_INT`, `UNSET_FLOAT` or
+            None.
         minimum: Smallest valid value.
         above: Bound that every valid value exceeds.
         maximum: Largest valid value.
@@ -107,23 +91,61 @@ def option_field(
         positional: Whether the value is given without a flag.
         repeatable: Whether a repeated flag adds values instead of replacing them.
     """
-    metadata = {
-        "help": help,
-        "flag": flag,
-        "aliases": aliases,
-        "choices": choices,
-        "values": dict(values or {}),
-        "nargs": nargs,
-        "metavar": metavar,
-        "required": required,
-        "range": _describe_range(minimum, above, maximum, below),
-        "bounds": (minimum, above, maximum, below),
-        "requires": requires,
-        "only_with": only_with if isinstance(only_with, tuple) else (only_with,),
-        "positional": positional,
-        "repeatable": repeatable,
-    }
-    return dataclasses.field(default=default, metadata=metadata)
+
+    help: str
+    _: dataclasses.KW_ONLY
+    flag: str | None = None
+    aliases: tuple[str, ...] = ()
+    choices: tuple[str, ...] = ()
+    values: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    nargs: str | int = 1
+    metavar: str | None = None
+    required: bool = False
+    minimum: float | None = None
+    above: float | None = None
+    maximum: float | None = None
+    below: float | None = None
+    requires: Condition | None = None
+    only_with: Condition | tuple[Condition, ...] = ()
+    positional: bool = False
+    repeatable: bool = False
+
+    @property
+    def _bounds(self) -> list[tuple[str, Callable[[float, float], bool], float]]:
+        bounds = (
+            ("at least", operator.ge, self.minimum),
+            ("greater than", operator.gt, self.above),
+            ("at most", operator.le, self.maximum),
+            ("less than", operator.lt, self.below),
+        )
+        return [(words, holds, bound) for words, holds, bound in bounds if bound is not None]
+
+    @property
+    def range(self) -> str:
+        """The valid range, such as `at least 0 and less than 1`; "" without bounds."""
+        return " and ".join(f"{words} {bound:.15g}" for words, _, bound in self._bounds)
+
+    def flag_name(self, field: str, default: object) -> str:
+        """The main flag of a field, without leading dashes."""
+        name = field.replace("_", "-")
+        return self.flag or (f"no-{name}" if default is True else name)
+
+    def admits(self, value: float) -> bool:
+        """Whether a number is in the range."""
+        return all(holds(value, bound) for _, holds, bound in self._bounds)
+
+
+def _declares(spec: Callable[P, OptionSpec]) -> Callable[Concatenate[Any, P], Any]:
+    """A function that declares a dataclass field, with the arguments of `OptionSpec`."""
+
+    def declare(default: Any, /, *args: P.args, **kwargs: P.kwargs) -> Any:
+        return dataclasses.field(default=default, metadata={"option": spec(*args, **kwargs)})
+
+    return declare
+
+
+option_field = _declares(OptionSpec)
+"""Declares an option: its default, then the arguments of `OptionSpec`."""
 
 
 def option_group(
@@ -140,18 +162,14 @@ def option_group(
             declared ones: by field the flag's name, or name and aliases, or None for no flag.
         hidden: Whether the help leaves the group out.
     """
-    metadata = {"flags": dict(flags or {}), "hidden": hidden}
-    return dataclasses.field(default=default, metadata=metadata)
+    return dataclasses.field(default=default, metadata={"flags": flags or {}, "hidden": hidden})
 
 
-def option_fields(options: Any) -> list[dataclasses.Field[Any]]:
+def option_fields(options: Any) -> Iterator[tuple[dataclasses.Field[Any], OptionSpec]]:
     """The option fields of a dataclass or an instance; other fields have no flag."""
-    return [item for item in dataclasses.fields(options) if "bounds" in item.metadata]
-
-
-def is_unset(item: dataclasses.Field[Any], value: Any) -> bool:
-    """Whether a required field still has its default, which is no valid value."""
-    return value is None or value == item.default or value != value
+    for item in dataclasses.fields(options):
+        if "option" in item.metadata:
+            yield item, item.metadata["option"]
 
 
 def field_problems(options: Any, given: Collection[str] = ()) -> Iterator[Problem]:
@@ -161,44 +179,31 @@ def field_problems(options: Any, given: Collection[str] = ()) -> Iterator[Proble
         options: An instance of a dataclass with option fields.
         given: Names of the fields that the user set.
     """
-    for item in option_fields(options):
+    for item, spec in option_fields(options):
         name, value = item.name, getattr(options, item.name)
-        if item.metadata["required"] and name not in given and is_unset(item, value):
-            yield missing_problem(name)
-            continue
-        requires = item.metadata["requires"]
         is_default = value is None or value == item.default
+        is_nan = value != value
+        if spec.required and name not in given and (is_default or is_nan):
+            yield Problem("required", name)
+            continue
         if is_default and name not in given:
             continue
-        if requires is not None and not is_default and not requires.holds(options):
-            yield Problem(
-                "missing-requirement",
-                name,
-                *requires.admitted,
-                flag=option(name),
-                describe=requires.describe(),
-            )
+        if spec.requires is not None and not is_default and not spec.requires.holds(options):
+            names = (name, *spec.requires.admitted)
+            yield Problem("missing-requirement", *names, describe=spec.requires.describe())
         for each in value if isinstance(value, tuple) else (value,):
-            yield from _value_problems(item, each)
+            yield from _value_problems(name, spec, each)
 
 
-def _value_problems(item: dataclasses.Field[Any], value: Any) -> Iterator[Problem]:
-    name, choices = item.name, item.metadata["choices"]
-    if choices is not None and value is not None and value not in choices:
-        yield choice_problem(name, value, choices)
+def _value_problems(name: str, spec: OptionSpec, value: Any) -> Iterator[Problem]:
+    if spec.choices and value is not None and value not in spec.choices:
+        yield choice_problem(name, value, spec.choices)
     if isinstance(value, bool) or not isinstance(value, int | float):
         return
     if not math.isfinite(value):
-        yield Problem("not-finite", name, flag=option(name), value=value)
-    elif not _is_within(value, *item.metadata["bounds"]):
-        yield Problem(
-            "out-of-range", name, flag=option(name), value=value, range=item.metadata["range"]
-        )
-
-
-def missing_problem(name: str) -> Problem:
-    """The problem of a field without a value."""
-    return Problem("required", name, flag=option(name))
+        yield Problem("not-finite", name, value=value)
+    elif not spec.admits(value):
+        yield Problem("out-of-range", name, value=value, range=spec.range)
 
 
 def choice_problem(name: str, value: str, choices: Collection[str], hint: str = "") -> Problem:
@@ -207,14 +212,7 @@ def choice_problem(name: str, value: str, choices: Collection[str], hint: str = 
     Args:
         hint: Continues the message, such as "; did you mean rope?".
     """
-    return Problem(
-        "invalid-choice",
-        name,
-        flag=option(name),
-        value=value,
-        choices=", ".join(choices),
-        hint=hint,
-    )
+    return Problem("invalid-choice", name, value=value, choices=", ".join(choices), hint=hint)
 
 
 def ineffective(options: Any, given: Collection[str], context: Any = None) -> Iterator[Problem]:
@@ -226,17 +224,16 @@ def ineffective(options: Any, given: Collection[str], context: Any = None) -> It
         context: Object with the attributes that the conditions name. Default: `options`.
     """
     context = options if context is None else context
-    unmet: dict[str, list[str]] = {}
-    for item in option_fields(options):
+    by_reason: dict[str, list[str]] = {}
+    for item, spec in option_fields(options):
         if item.name not in given:
             continue
-        for condition in item.metadata["only_with"]:
-            if not condition.holds(context):
-                unmet.setdefault(condition.describe_unmet(), []).append(item.name)
-                break
-    for reason, names in unmet.items():
-        flags = ", ".join(map(option, names))
-        have = "has" if len(names) == 1 else "have"
+        conditions = spec.only_with if isinstance(spec.only_with, tuple) else (spec.only_with,)
+        unmet = [condition for condition in conditions if not condition.holds(context)]
+        if unmet:
+            by_reason.setdefault(unmet[0].describe_unmet(), []).append(item.name)
+    for reason, names in by_reason.items():
+        flags, have = ", ".join(map(option, names)), "has" if len(names) == 1 else "have"
         yield Problem("no-effect", *names, flags=flags, have=have, reason=reason)
 
 
@@ -246,51 +243,7 @@ def exclusive_problem(*names: str, reason: str = "") -> Problem:
     Args:
         reason: Continues the message after a colon.
     """
-    because = f": {reason}" if reason else ""
-    return Problem("mutually-exclusive", *names, join_flags=join_flags(names), because=because)
-
-
-def join_flags(names: Sequence[str]) -> str:
-    """References to fields as a list: `--a, --b and --c`."""
-    *others, last = map(option, names)
-    return f"{', '.join(others)} and {last}" if others else last
-
-
-def with_value(options: Any, name: str) -> str:
-    """A field's flag and value as on a command line: `--rampup-batch-size 4 4 100`."""
-    value = getattr(options, name)
-    values = value if isinstance(value, tuple) else (value,)
-    return " ".join([option(name), *map(str, values)])
-
-
-def _is_within(
-    value: float,
-    minimum: float | None,
-    above: float | None,
-    maximum: float | None,
-    below: float | None,
-) -> bool:
-    return (
-        (minimum is None or value >= minimum)
-        and (above is None or value > above)
-        and (maximum is None or value <= maximum)
-        and (below is None or value < below)
+    others, because = ", ".join(map(option, names[:-1])), f": {reason}" if reason else ""
+    return Problem(
+        "mutually-exclusive", *names, others=others, last=option(names[-1]), because=because
     )
-
-
-def _describe_range(
-    minimum: float | None, above: float | None, maximum: float | None, below: float | None
-) -> str:
-    """The valid range for help and messages: `at least 0 and less than 1`; "" without bounds."""
-    bounds = (
-        ("at least", minimum),
-        ("greater than", above),
-        ("at most", maximum),
-        ("less than", below),
-    )
-    return " and ".join(f"{words} {bound:.15g}" for words, bound in bounds if bound is not None)
-
-
-def _describe_choice(name: str, values: tuple[Any, ...]) -> str:
-    shown = [str(value) for value in values if isinstance(value, str)]
-    return " ".join([option(name), " or ".join(shown)]).rstrip()

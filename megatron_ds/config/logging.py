@@ -6,8 +6,8 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from megatron_ds.config.checks import file_problems, folder_problems
 from megatron_ds.config.fields import ANY_VALUE, option_field, when
-from megatron_ds.config.path_checks import file_problems, folder_problems
 from megatron_ds.config.problems import Problem
 
 TENSORBOARD = when(tensorboard_dir=ANY_VALUE)

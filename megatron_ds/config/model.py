@@ -6,9 +6,9 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megatron_ds.config.arithmetic import divisors, join_numbers, nearest_multiples
-from megatron_ds.config.fields import UNSET_INT, option_field, when, with_value
-from megatron_ds.config.problems import Problem, option
+from megatron_ds.config.checks import divisors, list_numbers, nearest_multiples
+from megatron_ds.config.fields import UNSET_INT, option_field, when
+from megatron_ds.config.problems import Problem, with_value
 
 GLU_ACTIVATIONS = ("swiglu", "geglu", "reglu", "liglu")
 ACTIVATIONS = ("gelu", "openai-gelu", "squared-relu", *GLU_ACTIVATIONS)
@@ -186,19 +186,14 @@ class ModelConfig:
             self.position_embedding_type == "learned_absolute"
             and 0 < (self.max_position_embeddings or 0) < self.seq_length
         ):
-            yield Problem(
-                "sequence-exceeds-position-embeddings",
-                sequence=with_value(self, "seq_length"),
-                positions=with_value(self, "max_position_embeddings"),
-            )
+            yield Problem("sequence-exceeds-position-embeddings", settings=self)
 
     def _shape_problems(self) -> Iterator[Problem]:
         hidden, heads = self.hidden_size, self.num_attention_heads
         if self.kv_channels is None and hidden % heads:
             yield Problem(
                 "hidden-size-not-divisible-by-heads",
-                hidden=hidden,
-                heads=heads,
+                settings=self,
                 nearest_multiples=nearest_multiples(hidden, heads),
             )
         else:
@@ -206,9 +201,8 @@ class ModelConfig:
         if heads % self.kv_heads:
             yield Problem(
                 "heads-not-divisible-by-query-groups",
-                heads=heads,
-                with_value=with_value(self, "num_query_groups"),
-                join_numbers=join_numbers(divisors(heads)),
+                settings=self,
+                valid=list_numbers(divisors(heads)),
             )
 
     def _rope_problems(self) -> Iterator[Problem]:
@@ -216,8 +210,8 @@ class ModelConfig:
         if self.position_embedding_type == "rope" and (rotated % 2 or rotated <= 0):
             yield Problem(
                 "odd-rotary-dimension",
+                settings=self,
                 head_dim=self.head_dim,
-                with_value=with_value(self, "rotary_percent"),
                 rotated=rotated,
                 nearest_multiples=nearest_multiples(rotated, 2),
             )
@@ -245,10 +239,9 @@ class ModelConfig:
                 "not-divisible-by-tensor-parallel-size",
                 name,
                 "tensor_model_parallel_size",
-                flag=option(name),
                 value=value,
                 origin=origin,
                 tp_size=tp_size,
                 nearest_multiples=nearest_multiples(value, tp_size),
-                join_numbers=join_numbers(valid),
+                valid=list_numbers(valid),
             )

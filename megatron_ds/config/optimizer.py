@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megatron_ds.config.fields import UNSET_FLOAT, join_flags, option_field, when, with_value
-from megatron_ds.config.problems import Problem
+from megatron_ds.config.fields import UNSET_FLOAT, option_field, when
+from megatron_ds.config.problems import Problem, with_value
 
 ADAM = when(optimizer="adam")
 
@@ -63,21 +63,12 @@ class OptimizerConfig:
 
     def problems(self) -> Iterator[Problem]:
         """Check that the weight decay schedule has a start and an end if it is not constant."""
-        bounds = ("start_weight_decay", "end_weight_decay")
         if self.weight_decay_incr_style == "constant":
-            for name in bounds:
+            for name in ("start_weight_decay", "end_weight_decay"):
                 if getattr(self, name) not in (None, self.weight_decay):
+                    names, setting = (name, "weight_decay"), with_value(self, name)
                     yield Problem(
-                        "constant-weight-decay-changes",
-                        name,
-                        "weight_decay",
-                        start=with_value(self, name),
-                        end=with_value(self, "weight_decay"),
+                        "constant-weight-decay-changes", *names, settings=self, start=setting
                     )
         elif self.start_weight_decay is None or self.end_weight_decay is None:
-            yield Problem(
-                "weight-decay-bounds-required",
-                *bounds,
-                with_value=with_value(self, "weight_decay_incr_style"),
-                join_flags=join_flags(bounds),
-            )
+            yield Problem("weight-decay-bounds-required", settings=self)

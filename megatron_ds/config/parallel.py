@@ -5,14 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megatron_ds.config.arithmetic import (
-    count_processes,
-    divisors,
-    join_numbers,
-    nearest_multiples,
-)
-from megatron_ds.config.fields import option_field, with_value
-from megatron_ds.config.problems import Problem
+from megatron_ds.config.checks import divisors, list_numbers, nearest_multiples
+from megatron_ds.config.fields import option_field
+from megatron_ds.config.problems import Problem, with_value
 
 
 @dataclass(frozen=True)
@@ -33,7 +28,7 @@ class ParallelConfig:
 
     def describe_data_parallel_size(self, world_size: int) -> str:
         """How the data-parallel size is computed, for messages."""
-        terms = [count_processes(world_size), with_value(self, "tensor_model_parallel_size")]
+        terms = [_count_processes(world_size), with_value(self, "tensor_model_parallel_size")]
         if self.pipeline_model_parallel_size != 1:
             terms.append(with_value(self, "pipeline_model_parallel_size"))
         return f"{' / '.join(terms)} = {self.data_parallel_size(world_size)}"
@@ -43,13 +38,14 @@ class ParallelConfig:
         if tp > 0 and world_size % tp:
             yield Problem(
                 "world-size-not-divisible",
-                with_value=with_value(self, "tensor_model_parallel_size"),
-                count_processes=count_processes(world_size),
-                join_numbers=join_numbers(divisors(world_size)),
+                settings=self,
+                count_processes=_count_processes(world_size),
+                valid=list_numbers(divisors(world_size)),
                 nearest_multiples=nearest_multiples(world_size, tp),
             )
         if self.pipeline_model_parallel_size > 1:
-            yield Problem(
-                "pipeline-parallelism-unsupported",
-                with_value=with_value(self, "pipeline_model_parallel_size"),
-            )
+            yield Problem("pipeline-parallelism-unsupported", settings=self)
+
+
+def _count_processes(count: int) -> str:
+    return "1 process" if count == 1 else f"{count} processes"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megatron_ds.config.fields import exclusive_problem, option_field, when, with_value
+from megatron_ds.config.fields import exclusive_problem, option_field, when
 from megatron_ds.config.problems import Problem
 
 FP16 = when(fp16=True)
@@ -66,6 +66,4 @@ class PrecisionConfig:
         if self.fp16 and self.bf16:
             yield exclusive_problem("fp16", "bf16")
         if self.min_loss_scale >= 1 and self.min_loss_scale != int(self.min_loss_scale):
-            yield Problem(
-                "min-loss-scale-not-an-integer", with_value=with_value(self, "min_loss_scale")
-            )
+            yield Problem("min-loss-scale-not-an-integer", settings=self)

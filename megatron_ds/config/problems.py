@@ -12,6 +12,7 @@ import re
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +34,21 @@ def default_flag(field: str) -> str:
     return f"--{field.replace('_', '-')}"
 
 
-class _OptionReference:
-    """Makes `{option:seq_length}` in a message a reference to that field."""
+def with_value(settings: object, field: str) -> str:
+    """A field's flag and value as on a command line: `--rampup-batch-size 4 4 100`."""
+    value = getattr(settings, field)
+    values = value if isinstance(value, tuple) else (value,)
+    return " ".join([option(field), *map(str, values)])
+
+
+@dataclass(frozen=True)
+class _Reference:
+    """Shows a field that a message names after a colon, as in `{option:seq_length}`."""
+
+    show: Callable[[str], str]
 
     def __format__(self, field: str) -> str:
-        return option(field)
+        return self.show(field)
 
 
 @functools.cache
@@ -52,7 +63,9 @@ class Problem(str):
     Args:
         code: Kind of the problem, a key of messages.toml.
         fields: Names of the option fields concerned, unless messages.toml has them.
-        values: Values of the placeholders of the message.
+        settings: Object with the fields that the message shows with their values, as in
+            `{settings:seq_length}`.
+        values: Values of the other placeholders. `{flag}` is by default the first field.
 
     Raises:
         KeyError: If messages.toml has no such code, or a placeholder has no value.
@@ -62,10 +75,14 @@ class Problem(str):
     fields: tuple[str, ...]
     _template: str
 
-    def __new__(cls, code: str, *fields: str, **values: Any) -> Problem:
+    def __new__(cls, code: str, *fields: str, settings: object = None, **values: Any) -> Problem:
         entry = catalogue()[code]
-        text = entry["text"].format(option=_OptionReference(), **values)
-        return cls.of(code, text, *(fields or entry.get("fields", ())))
+        fields = fields or tuple(entry.get("fields", ()))
+        if fields:
+            values.setdefault("flag", option(fields[0]))
+        shown = _Reference(functools.partial(with_value, settings))
+        text = entry["text"].format(option=_Reference(option), settings=shown, **values)
+        return cls.of(code, text, *fields)
 
     @classmethod
     def of(cls, code: str, text: str, *fields: str) -> Problem:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megatron_ds.config.fields import option_field, when, with_value
+from megatron_ds.config.fields import option_field, when
 from megatron_ds.config.problems import Problem
 
 FULL = when(recompute_granularity="full")
@@ -60,8 +60,4 @@ class RecomputeConfig:
 
     def problems(self, num_layers: int) -> Iterator[Problem]:
         if 0 < num_layers < self.checkpoint_num_layers:
-            yield Problem(
-                "recompute-layers-exceed-model",
-                with_value=with_value(self, "checkpoint_num_layers"),
-                num_layers=num_layers,
-            )
+            yield Problem("recompute-layers-exceed-model", settings=self, num_layers=num_layers)

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 
-from megatron_ds.config.fields import ANY_VALUE, UNSET_INT, option_field, when
+from megatron_ds.config.checks import nearest_multiples
+from megatron_ds.config.fields import ANY_VALUE, UNSET_INT, exclusive_problem, option_field, when
+from megatron_ds.config.parallel import ParallelConfig
+from megatron_ds.config.problems import Problem, option, with_value
 
 SCHEDULE_UNITS = ("iters", "samples", "tokens")
 """Units in which a length of the schedule can be given."""
@@ -134,6 +139,177 @@ class ScheduleConfig:
     def given_lengths(self, stem: str) -> list[str]:
         """The fields of a length (train, lr_decay, lr_warmup, lr_wsd_decay) that are set."""
         return [name for unit in SCHEDULE_UNITS if getattr(self, name := f"{stem}_{unit}")]
+
+    def problems(self, parallel: ParallelConfig, world_size: int) -> Iterator[Problem]:
+        """Check run length, units, batch sizes and curriculum against each other.
+
+        What depends on the computed schedule is checked by `megatron_ds.schedule_validation`.
+        """
+        if self.train_iters is None and self.train_samples is None:
+            if self.train_tokens is None:
+                yield Problem("run-length-required")
+        elif self.train_iters is not None and self.train_samples is not None:
+            yield exclusive_problem(
+                "train_iters", "train_samples", reason="both set the length of the run"
+            )
+        yield from self._unit_problems()
+        if self.lr_warmup_fraction is not None:
+            for name in self.given_lengths("lr_warmup"):
+                yield exclusive_problem(
+                    "lr_warmup_fraction", name, reason=f"both set {SCHEDULE_LENGTHS['lr_warmup']}"
+                )
+        if self.rampup_batch_size is not None:
+            yield from self._rampup_problems(*self.rampup_batch_size)
+        if self.step_batch_size_schedule is not None:
+            yield from self._batch_size_step_problems()
+        if self.curriculum_seqlen is not None:
+            yield from self._curriculum_problems(*self.curriculum_seqlen)
+        dp_size = parallel.data_parallel_size(world_size)
+        if self.micro_batch_size > 0 and dp_size > 0:
+            unit = self.micro_batch_size * dp_size
+            for name, size, what in self._sizes_not_divisible_by(unit):
+                yield Problem(
+                    "batch-size-not-divisible",
+                    name,
+                    "micro_batch_size",
+                    settings=self,
+                    what=what,
+                    dp_size=dp_size,
+                    unit=unit,
+                    dp_size_terms=parallel.describe_data_parallel_size(world_size),
+                    nearest=nearest_multiples(size, unit),
+                )
+
+    def _unit_problems(self) -> Iterator[Problem]:
+        """Check that each length has one unit, which is tokens or that of the run length."""
+        wrong, right, changing = None, "samples", None
+        if self.train_iters is not None and self.train_samples is None:
+            wrong, right = "samples", "iters"
+        elif self.train_samples is not None and self.train_iters is None:
+            wrong, right = "iters", "samples"
+        if self.train_iters is None:  # otherwise a changing batch size is its own problem
+            schedules = ("rampup_batch_size", "step_batch_size_schedule")
+            changing = next((name for name in schedules if getattr(self, name) is not None), None)
+        for stem, length in SCHEDULE_LENGTHS.items():
+            given = self.given_lengths(stem)
+            if len(given) > 1:
+                yield exclusive_problem(*given, reason=f"each sets {length}")
+            elif wrong is not None and given == [f"{stem}_{wrong}"]:
+                yield Problem(
+                    "schedule-unit-differs-from-run",
+                    given[0],
+                    f"train_{right}",
+                    setting=with_value(self, given[0]),
+                    flag=option(f"train_{right}"),
+                    instead=option(f"{stem}_{right}"),
+                )
+            elif given == [f"{stem}_iters"] and changing is not None:
+                yield Problem(
+                    "iterations-with-changing-batch-size",
+                    given[0],
+                    changing,
+                    setting=with_value(self, given[0]),
+                    flag=option(changing),
+                    by_samples=option(f"{stem}_samples"),
+                    by_tokens=option(f"{stem}_tokens"),
+                )
+        if self.lr_decay_style == "WSD" and not self.given_lengths("lr_wsd_decay"):
+            yield Problem("wsd-decay-required", f"lr_wsd_decay_{right}")
+
+    def _counted_in_iterations(self, name: str, *instead: str) -> Iterator[Problem]:
+        """The problem of a batch size schedule if the run length is in iterations."""
+        if self.train_iters is not None:
+            yield Problem(
+                "batch-size-schedule-with-iterations",
+                name,
+                "train_iters",
+                settings=self,
+                schedule=with_value(self, name),
+                instead=" and ".join(map(option, instead)),
+            )
+
+    def _batch_size_step_problems(self) -> Iterator[Problem]:
+        name, entries = "step_batch_size_schedule", self.batch_size_entries
+        given = f"{option(name)} {' '.join(entries)}".rstrip()
+        if self.rampup_batch_size is not None:
+            yield exclusive_problem("rampup_batch_size", name, reason="both set the batch size")
+        yield from self._counted_in_iterations(name, "train_samples", "train_tokens")
+        wrong = [entry for entry in entries or [""] if parse_batch_size_step(entry) is None]
+        yield from (Problem("malformed-batch-size-step", name, entry=entry) for entry in wrong)
+        if wrong:
+            return
+        steps = self.batch_size_steps
+        if steps[0][0] != 0:
+            yield Problem("first-batch-size-step-not-at-zero", name, given=given, first=entries[0])
+        pairs = itertools.pairwise(zip(steps, entries, strict=True))
+        for ((before, _), previous), ((tokens, _), entry) in pairs:
+            if tokens <= before:
+                yield Problem(
+                    "batch-size-steps-not-ascending",
+                    name,
+                    given=given,
+                    entry=entry,
+                    previous=previous,
+                )
+        if self.global_batch_size not in (None, steps[-1][1]):
+            names, final = ("global_batch_size", name), steps[-1][1]
+            yield Problem(
+                "final-batch-size-differs", *names, settings=self, final=final, given=given
+            )
+
+    def _curriculum_problems(self, start: int, end: int, steps: int) -> Iterator[Problem]:
+        unit = self.curriculum_seqlen_step
+        if start <= 0 or steps <= 0:
+            yield Problem("curriculum-not-positive", settings=self)
+        elif start > end:
+            yield Problem("curriculum-descends", settings=self, start=start, end=end)
+        elif unit > 0 and start % unit:
+            nearest = nearest_multiples(start, unit)
+            yield Problem(
+                "curriculum-start-not-a-multiple", settings=self, start=start, nearest=nearest
+            )
+
+    def _rampup_problems(self, start: int, increment: int, samples: int) -> Iterator[Problem]:
+        final = self.global_batch_size
+        yield from self._counted_in_iterations("rampup_batch_size", "train_samples")
+        if final is None:
+            yield Problem("rampup-requires-global-batch-size", settings=self)
+        if start <= 0 or increment <= 0 or samples < 0:
+            yield Problem("rampup-not-positive", settings=self)
+        elif final is not None and start > final > 0:
+            yield Problem("rampup-start-exceeds-final", settings=self, start=start)
+        elif final is not None and (final - start) % increment:
+            below = start + (final - start) // increment * increment
+            yield Problem(
+                "rampup-misses-final",
+                settings=self,
+                increment=increment,
+                start=start,
+                below=below,
+                above=below + increment,
+            )
+
+    def _sizes_not_divisible_by(self, unit: int) -> Iterator[tuple[str, int, str]]:
+        """Batch sizes that are no multiple, as (field, size, description)."""
+        for tokens, size in self.batch_size_steps:
+            if size % unit:
+                name = "step_batch_size_schedule"
+                yield name, size, f"{option(name)}: batch size {size} from {tokens:,} tokens"
+        if self.batch_size_steps:
+            return
+        name, final = "global_batch_size", self.global_batch_size
+        total = unit if final is None else final
+        if total > 0 and total % unit:
+            yield name, total, with_value(self, name)
+        name, (start, increment, _) = "rampup_batch_size", self.rampup_batch_size or (unit, unit, 0)
+        if start <= 0 or increment <= 0:
+            return
+        # If the first two batch sizes are divisible, so are their difference and all later ones.
+        for stage, size in enumerate((start, start + increment), 1):
+            if size <= total and size % unit:
+                shown = f"stage {stage} of {(total - start) // increment + 1}"
+                yield name, size, f"{with_value(self, name)}: batch size {size} ({shown})"
+                return
 
 
 def parse_batch_size_step(entry: str) -> tuple[int, int] | None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megatron_ds.config.fields import Condition, option_field, when, with_value
-from megatron_ds.config.path_checks import file_problems
-from megatron_ds.config.problems import Problem, option
+from megatron_ds.config.checks import file_problems
+from megatron_ds.config.fields import Condition, option_field, when
+from megatron_ds.config.problems import Problem
 
 TOKENIZERS: dict[str, tuple[str, ...]] = {
     "GPT2BPETokenizer": ("vocab_file", "merge_file"),
@@ -110,24 +110,13 @@ class TokenizerConfig:
     def _special_token_problems(self) -> Iterator[Problem]:
         names = self.tiktoken_special_tokens or REQUIRED_SPECIAL_TOKENS
         if len(set(names)) != len(names):
-            yield Problem(
-                "duplicate-special-token", with_value=with_value(self, "tiktoken_special_tokens")
-            )
+            yield Problem("duplicate-special-token", settings=self)
         if not set(REQUIRED_SPECIAL_TOKENS) <= set(names):
-            yield Problem(
-                "special-token-missing",
-                with_value=with_value(self, "tiktoken_special_tokens"),
-                required_special=", ".join(REQUIRED_SPECIAL_TOKENS),
-            )
+            required = ", ".join(REQUIRED_SPECIAL_TOKENS)
+            yield Problem("special-token-missing", settings=self, required=required)
         if len(names) > self.tiktoken_num_special_tokens:
-            yield Problem(
-                "too-few-special-token-ids",
-                with_value=with_value(self, "tiktoken_num_special_tokens"),
-                num_names=len(names),
-            )
+            yield Problem("too-few-special-token-ids", settings=self, num_names=len(names))
 
 
 def _requirement(kind: str, name: str) -> Problem:
-    return Problem(
-        "tokenizer-option-required", name, "tokenizer_type", kind=kind, flag=option(name)
-    )
+    return Problem("tokenizer-option-required", name, "tokenizer_type", kind=kind)

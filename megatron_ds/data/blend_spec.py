@@ -14,7 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, cast
 
-from megatron_ds.config import PER_SPLIT_DATA_FIELDS, DataConfig, file_problems, flag_of
+from megatron_ds.config import DataConfig, flag_of
+from megatron_ds.config.checks import file_problems
+from megatron_ds.config.data import PER_SPLIT_DATA_FIELDS
 from megatron_ds.config.problems import Problem, UserError, collect, raise_if_any, user_error
 from megatron_ds.data.sample_index import parse_split, split_bounds
 

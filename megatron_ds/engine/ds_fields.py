@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from megatron_ds.config import GROUPS, Config
+from megatron_ds.config import GROUP_OF_FIELD, Config
 from megatron_ds.config.problems import default_flag, option
 from megatron_ds.engine import ds_values as kinds
 
@@ -54,19 +54,16 @@ MAPPINGS: tuple[tuple[str, str, kinds.Kind], ...] = (
 )
 """Key, field with the same meaning, and the function that converts the key's value."""
 
-GROUP_OF = {field.name: name for name, kind in GROUPS.items() for field in dataclasses.fields(kind)}
-"""Field of the configuration -> its group."""
-
 
 def field_value(config: Config, name: str) -> Any:
     """The value of a field, whatever its group."""
-    return getattr(getattr(config, GROUP_OF[name]), name)
+    return getattr(getattr(config, GROUP_OF_FIELD[name]), name)
 
 
 def replace_fields(config: Config, values: dict[str, Any]) -> Config:
     """A copy of the configuration with other values of some fields."""
     for name, value in values.items():
-        group = GROUP_OF[name]
+        group = GROUP_OF_FIELD[name]
         changed = dataclasses.replace(getattr(config, group), **{name: value})
         config = dataclasses.replace(config, **{group: changed})
     return config

@@ -100,7 +100,9 @@ class Encoder:
         timer = StageTimer()
         with timer.stage("parsing"):
             parsed = [(item, texts_of(item, self.fields)) for item in items]
-            documents = [_Document(item, texts) for item, texts in parsed if isinstance(texts, list)]
+            documents = [
+                _Document(item, texts) for item, texts in parsed if isinstance(texts, list)
+            ]
             rejected = [found for _, found in parsed if isinstance(found, RejectedDocument)]
         with timer.stage("encoding"):
             try:

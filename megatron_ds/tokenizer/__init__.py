@@ -6,7 +6,8 @@ built. Must not know token files, models or process groups.
 
 from __future__ import annotations
 
-from megatron_ds.config import TokenizerConfig, field_problems
+from megatron_ds.config import TokenizerConfig
+from megatron_ds.config.fields import field_problems
 from megatron_ds.config.problems import raise_if_any
 from megatron_ds.tokenizer.base import FlatIds, Tokenizer, encode_flat
 from megatron_ds.tokenizer.fingerprint import TokenizerFingerprint

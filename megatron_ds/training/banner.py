@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from megatron_ds import schedule_lengths, schedules
+from megatron_ds import schedules
 from megatron_ds.config import Config
 from megatron_ds.engine.memory_estimate import MemoryEstimate
 from megatron_ds.engine.settings import EngineSettings
@@ -140,13 +140,13 @@ def _batch(facts: BannerData) -> list[tuple[str, str]]:
 def _schedule(facts: BannerData) -> list[tuple[str, str]]:
     config, dp = facts.config, facts.mesh.dp.size
     samples = schedules.planned_samples(config, dp, facts.state)[0]
-    tokens = schedules.planned_tokens(config, dp, facts.state)
+    tokens = schedules.run_totals(config, dp, facts.state).tokens
     length = (
         f"iterations {facts.state.iteration + 1:,} to {facts.total_iterations:,}; "
         f"the run uses {samples:,} samples, {tokens:,} tokens in total"
     )
-    warmup, decay = schedules.warmup_and_decay(config, dp)
-    schedule, options, unit = config.schedule, config.optimizer, schedule_lengths.lr_unit(config)
+    warmup, decay = schedules.warmup_length(config, dp), schedules.decay_length(config, dp)
+    schedule, options, unit = config.schedule, config.optimizer, schedules.lr_unit(config)
     course = f"{schedule.lr_decay_style} from {options.lr:g}"
     if schedule.lr_decay_style != "constant":
         course += f" to {schedule.min_lr:g} at {unit.removesuffix('s')} {decay:,.0f}"

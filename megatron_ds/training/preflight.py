@@ -15,7 +15,8 @@ from typing import Any
 from megatron_ds import schedule_validation, schedules
 from megatron_ds.checkpoint.metadata import REPLACED, find_damage, resume_conflicts
 from megatron_ds.checkpoint.selection import SelectionPolicy, list_folder, select_checkpoint
-from megatron_ds.config import Config, field_problems
+from megatron_ds.config import Config
+from megatron_ds.config.fields import field_problems
 from megatron_ds.config.problems import Problem, UserError
 from megatron_ds.data.validation import DataFiles, data_problems, data_warnings
 from megatron_ds.launch import device

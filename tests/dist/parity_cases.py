@@ -28,7 +28,6 @@ from megatron_ds.config import (
     ParallelConfig,
     ScheduleConfig,
 )
-from megatron_ds.config.schedule_checks import schedule_problems
 from megatron_ds.engine.ds_config_merge import merge_file
 from megatron_ds.train_state import StepPlan
 
@@ -190,9 +189,9 @@ def config_of(case: Case, folder: Path) -> Config:
 def complete_config(config: Config, world: int) -> Config:
     """Merges the DeepSpeed file and validates, as the command line does, except for the data."""
     config, problems = merge_file(config, world)
-    dp_size = config.parallel.data_parallel_size(world)
     problems += config.model.problems(config.parallel.tensor_model_parallel_size)
-    problems += [*config.optimizer.problems(), *schedule_problems(config.schedule, dp_size)]
+    problems += config.optimizer.problems()
+    problems += config.schedule.problems(config.parallel, world)
     assert problems == [], problems
     return config
 

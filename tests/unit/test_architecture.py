@@ -24,7 +24,6 @@ LAYERS = {
     "fileio": 1,
     "launch": 1,
     "parallel": 1,
-    "schedule_lengths": 1,
     "tokenizer": 1,
     "train_state": 1,
     "data": 2,
@@ -47,9 +46,8 @@ ALLOWED = {
     "train_state": "config",
     "launch": "config",
     "parallel": "config",
-    "schedule_lengths": "config",
-    "schedule_validation": "config schedule_lengths schedules",
-    "schedules": "config schedule_lengths train_state",
+    "schedule_validation": "config schedules",
+    "schedules": "config train_state",
     "tokenizer": "config",
     "cli": "config launch schedule_validation",
     "data": "config fileio tokenizer",
@@ -59,7 +57,7 @@ ALLOWED = {
     "checkpoint": "config data engine fileio launch parallel train_state",
     "cleaning": "cli config fileio launch preprocess tokenizer",
     "inference": "checkpoint cli config launch model parallel tokenizer",
-    "training": "checkpoint config data engine fileio launch model parallel schedule_lengths "
+    "training": "checkpoint config data engine fileio launch model parallel "
     "schedule_validation schedules tokenizer train_state",
 }
 """What each folder imports of the package, exactly."""
@@ -78,7 +76,6 @@ WITHOUT_TORCH = (
     "config/",
     "fileio/",
     "train_state.py",
-    "schedule_lengths.py",
     "schedule_validation.py",
     "schedules.py",
     "launch/extension_locks.py",

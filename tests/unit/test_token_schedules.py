@@ -13,8 +13,6 @@ from hypothesis import strategies as st
 from megatron_ds import schedule_validation, schedules
 from megatron_ds.config import Config
 from megatron_ds.config.problems import Problem
-from megatron_ds.config.schedule_checks import schedule_problems
-from megatron_ds.schedule_lengths import lr_unit
 from megatron_ds.train_state import StepPlan, StepResult, TrainState
 from tests.problems import codes, raises_problem
 
@@ -54,7 +52,7 @@ def result_of(plan: StepPlan) -> StepResult:
 
 def problems(config: Config, dp_size: int = 1) -> list[Problem]:
     return [
-        *schedule_problems(config.schedule, dp_size),
+        *config.schedule.problems(config.parallel, dp_size),
         *schedule_validation.problems(config, dp_size),
     ]
 
@@ -181,7 +179,7 @@ def test_totals_equal_those_of_a_simulation(config: Config) -> None:
     samples = sum(plan.global_batch_size for plan in plans)
     assert schedules.total_iterations(config, 1) == len(plans)
     tokens = sum(plan.global_batch_size * plan.seq_length for plan in plans)
-    assert schedules.planned_tokens(config, 1) == tokens
+    assert schedules.run_totals(config, 1).tokens == tokens
     assert schedules.planned_samples(config, 1)[0] >= samples
     if config.schedule.train_samples is None and config.schedule.train_iters is None:
         assert schedules.planned_samples(config, 1)[0] == samples
@@ -211,7 +209,7 @@ def test_totals_include_progress_under_other_schedules(config: Config, state: Tr
     tokens = sum(plan.global_batch_size * plan.seq_length for plan in plans)
     if config.schedule.train_tokens is not None or config.schedule.train_samples is not None:
         assert schedules.total_iterations(config, 1, state) == state.iteration + len(plans)
-        assert schedules.planned_tokens(config, 1, state) == state.consumed_tokens + tokens
+        assert schedules.run_totals(config, 1, state).tokens == state.consumed_tokens + tokens
     if config.schedule.train_iters is None and config.schedule.train_samples is None:
         assert schedules.planned_samples(config, 1, state)[0] == samples
 
@@ -228,7 +226,7 @@ def test_learning_rate_follows_tokens_if_a_length_is_in_tokens() -> None:
     config = config_with(
         train_samples=1000, curriculum_seqlen=(8, 64, 50), lr_decay_tokens=500, lr_warmup_tokens=100
     )
-    assert lr_unit(config) == "tokens"
+    assert schedules.lr_unit(config) == "tokens"
     table = {0: 0.0, 50: 0.5, 100: 1.0, 300: 0.5, 500: 0.0, 501: 0.0}
     for samples in (0, 999):
         found = {count: rate(config, samples, count) for count in table}
@@ -237,13 +235,14 @@ def test_learning_rate_follows_tokens_if_a_length_is_in_tokens() -> None:
 
 def test_learning_rate_follows_samples_if_no_length_is_in_tokens() -> None:
     config = config_with(train_samples=1000, train_tokens=10**6, lr_warmup_samples=100)
-    assert lr_unit(config) == "samples"
+    assert schedules.lr_unit(config) == "samples"
     assert rate(config, 50, 10**9) == pytest.approx(0.5)
 
 
 def test_learning_rate_follows_tokens_if_only_the_run_is_in_tokens() -> None:
     config = config_with(train_tokens=1000, lr_warmup_fraction=0.1)
-    assert schedules.warmup_and_decay(config, 1) == (100, 1000)
+    assert schedules.warmup_length(config, 1) == 100
+    assert schedules.decay_length(config, 1) == 1000
     assert rate(config, 0, 550) == pytest.approx(0.5)
 
 

@@ -15,7 +15,7 @@ from typing import ClassVar
 from megatron_ds import cli
 from megatron_ds.cleaning.command import CleaningCommand, work
 from megatron_ds.cleaning.options import CleaningOptions
-from megatron_ds.config.fields import missing_problem, option_field, option_group
+from megatron_ds.config.fields import option_field, option_group
 from megatron_ds.config.problems import Problem, option
 from megatron_ds.launch import environment
 
@@ -86,7 +86,7 @@ class Options(CleaningCommand):
             text = f"{option('tasks')} {LAMBADA} requires {option('lambada_path')}"
             yield Problem("lambada-without-file", text=text)
         elif not self.cleaning.tasks.eval_task_files and self.lambada_path is None:
-            yield missing_problem("eval_task_files")
+            yield Problem("required", "eval_task_files")
 
 
 def main(argv: Sequence[str]) -> int:

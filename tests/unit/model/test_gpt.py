@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron_ds.config import ACTIVATIONS, ModelConfig
+from megatron_ds.config.model import ACTIVATIONS, ModelConfig
 from megatron_ds.model.gpt import GPTModel
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.parallel.rng import RngStreams

@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_ds.config import TOKENIZERS, TokenizerConfig
+from megatron_ds.config.tokenizer import TOKENIZERS, TokenizerConfig
 from megatron_ds.data.indexed_dataset import IndexedDataset
 from megatron_ds.data.tokenizer_metadata import read_tokenizer
 from megatron_ds.preprocess.inputs import InputSpec

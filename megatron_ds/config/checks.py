@@ -1,0 +1,60 @@
+"""Checks that several groups of options share: paths, and numbers that must be divisible."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator
+
+from megatron_ds.config.problems import Problem
+
+
+def file_problems(field: str, path: str) -> Iterator[Problem]:
+    """Check that a path is a regular file.
+
+    Every rank reads the file, so a pipe does not work.
+
+    Args:
+        field: Name of the option field that holds the path.
+    """
+    if os.path.isdir(path):
+        yield Problem("not-a-file", field, path=path)
+    elif not os.path.exists(path):
+        yield Problem("file-not-found", field, path=path)
+    elif not os.path.isfile(path):
+        yield Problem("path-not-a-regular-file", field, path=path)
+
+
+def folder_problems(field: str, path: str | None) -> Iterator[Problem]:
+    """Check, without creating it, that a folder is writable or can be created.
+
+    Args:
+        field: Name of the option field that holds the path.
+        path: The folder. None is valid.
+    """
+    if path is None:
+        return
+    existing = os.path.abspath(path)
+    while not os.path.exists(existing):
+        existing = os.path.dirname(existing)
+    if not os.path.isdir(existing):
+        yield Problem("not-a-folder", field, path=path, existing=existing)
+    elif not os.access(existing, os.W_OK | os.X_OK):
+        yield Problem("folder-not-writable", field, path=path, existing=existing)
+
+
+def nearest_multiples(value: int, unit: int) -> str:
+    """The positive multiples of `unit` below and above `value`, for messages."""
+    below = value // unit * unit
+    return f"{below} or {below + unit}" if below > 0 else f"{unit}"
+
+
+def divisors(value: int) -> list[int]:
+    """The divisors of a positive number in ascending order."""
+    small = [number for number in range(1, math.isqrt(value) + 1) if value % number == 0]
+    return sorted({*small, *(value // number for number in small)})
+
+
+def list_numbers(values: list[int]) -> str:
+    """Numbers for messages: `1, 2, 4`."""
+    return ", ".join(map(str, values))
