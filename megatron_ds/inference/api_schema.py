@@ -6,18 +6,18 @@ fields, values of a wrong type and fields without an effect are errors.
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import itertools
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from megatron_ds.config.fields import option_field
 from megatron_ds.config.problems import Problem, UserError, raise_if_any, user_error
+from megatron_ds.inference.sampling_params import CandidateOptions
 
-MAX_BODY = 8 * 2**20
-"""Bytes."""
 MAX_PROMPTS = 128
 MAX_PROBLEMS = 20
 """Problems in one response."""
@@ -39,7 +39,7 @@ SAMPLING_ONLY = (
 
 
 @dataclass(frozen=True)
-class Defaults:
+class Defaults(CandidateOptions):
     """Values for requests that do not set them."""
 
     tokens_to_generate: int = option_field(
@@ -49,107 +49,84 @@ class Defaults:
         aliases=("tokens-to-generate",),
         minimum=1,
     )
-    temperature: float = option_field(
-        1.0, "sampling temperature; values below 1 favor probable tokens", above=0
-    )
-    top_k: int = option_field(0, "sample from the N most probable tokens; 0 disables", minimum=0)
-    top_p: float = option_field(
-        0.0,
-        "sample from the smallest set of tokens with at least this total probability; 0 disables",
-        minimum=0,
-        maximum=1,
-    )
+
+
+def _field(default: Any, expected: str, is_valid: Callable[[Any], bool]) -> Any:
+    """A field of a request.
+
+    Args:
+        default: Value if a request does not set it.
+        expected: Valid values, for messages.
+        is_valid: Whether a value is one of them. Types are compared exactly: bool is a subclass of
+            int.
+    """
+    metadata = {"expected": expected, "is_valid": is_valid}
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def _integer(low: int, high: int, default: int | None) -> Any:
+    def is_valid(value: Any) -> bool:
+        return type(value) is int and low <= value <= high
+
+    return _field(default, f"an integer from {low} to {high}", is_valid)
+
+
+def _number(low: float, high: float, default: float, *, is_open: bool = False) -> Any:
+    """A number; `is_open` excludes `low` itself."""
+
+    def is_valid(value: Any) -> bool:
+        is_number = type(value) in (int, float) and low <= value <= high
+        return is_number and not (is_open and value == low)
+
+    return _field(default, f"a number {'above' if is_open else 'from'} {low} to {high}", is_valid)
+
+
+def _flag() -> Any:
+    return _field(False, "true or false", lambda value: isinstance(value, bool))
+
+
+def _is_prompts(value: Any) -> bool:
+    is_list = isinstance(value, list) and 1 <= len(value) <= MAX_PROMPTS
+    return is_list and all(isinstance(text, str) and _is_unicode(text) for text in value)
+
+
+def _is_unicode(text: str) -> bool:
+    """Whether a text has no lone surrogate, which JSON can express but UTF-8 cannot."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 @dataclass(frozen=True)
 class GenerationRequest:
     """A request, validated as far as possible without tokenizer and model."""
 
-    prompts: tuple[str, ...]
-    tokens_to_generate: int | None
+    prompts: tuple[str, ...] = _field(
+        (), f"a list of 1 to {MAX_PROMPTS} strings of valid Unicode", _is_prompts
+    )
+    tokens_to_generate: int | None = _integer(0, 2**31 - 1, None)
     """None: the default number, limited by the maximal length of a text."""
-    logprobs: bool
-    top_n_logprobs: int
-    temperature: float
-    top_k: int
-    top_p: float
-    top_p_decay: float
-    top_p_bound: float
-    add_BOS: bool
-    stop_on_eol: bool
-    stop_on_double_eol: bool
-    prevent_newline_after_colon: bool
-    random_seed: int | None
-    no_log: bool
-    beam_width: int | None
-    stop_token: int | None
-    length_penalty: float
+    logprobs: bool = _flag()
+    top_n_logprobs: int = _integer(0, 10, 0)
+    temperature: float = _number(0, 100, 1.0, is_open=True)
+    top_k: int = _integer(0, 1000, 0)
+    top_p: float = _number(0, 1, 0.0)
+    top_p_decay: float = _number(0, 1, 0.0)
+    top_p_bound: float = _number(0, 1, 0.0)
+    add_BOS: bool = _flag()
+    stop_on_eol: bool = _flag()
+    stop_on_double_eol: bool = _flag()
+    prevent_newline_after_colon: bool = _flag()
+    random_seed: int | None = _integer(0, 2**63 - 1, None)
+    no_log: bool = _flag()
+    beam_width: int | None = _integer(1, 128, None)
+    stop_token: int | None = _integer(0, 2**31 - 1, None)
+    length_penalty: float = _number(-10, 10, 1.0)
 
 
-@dataclass(frozen=True)
-class _Int:
-    low: int
-    high: int
-
-    def expected(self, value: object) -> str | None:
-        # bool is a subclass of int.
-        is_integer = isinstance(value, int) and not isinstance(value, bool)
-        if is_integer and self.low <= value <= self.high:  # type: ignore[operator]
-            return None
-        return f"an integer from {self.low} to {self.high}"
-
-
-@dataclass(frozen=True)
-class _Number:
-    low: float
-    high: float
-    is_open: bool = False
-    """Whether `low` itself is excluded."""
-
-    def expected(self, value: object) -> str | None:
-        if isinstance(value, int | float) and not isinstance(value, bool):
-            is_above = self.low < value if self.is_open else self.low <= value
-            if is_above and value <= self.high:
-                return None
-        above = "above " if self.is_open else "from "
-        return f"a number {above}{self.low:g} to {self.high:g}"
-
-
-class _Bool:
-    def expected(self, value: object) -> str | None:
-        return None if isinstance(value, bool) else "true or false"
-
-
-class _Strings:
-    def expected(self, value: object) -> str | None:
-        is_valid = (
-            isinstance(value, list)
-            and 1 <= len(value) <= MAX_PROMPTS
-            and all(isinstance(text, str) and _is_unicode(text) for text in value)
-        )
-        return None if is_valid else f"a list of 1 to {MAX_PROMPTS} strings of valid Unicode"
-
-
-FIELDS: Mapping[str, _Int | _Number | _Bool | _Strings] = {
-    "prompts": _Strings(),
-    "tokens_to_generate": _Int(0, 2**31 - 1),
-    "logprobs": _Bool(),
-    "top_n_logprobs": _Int(0, 10),
-    "temperature": _Number(0, 100, is_open=True),
-    "top_k": _Int(0, 1000),
-    "top_p": _Number(0, 1),
-    "top_p_decay": _Number(0, 1),
-    "top_p_bound": _Number(0, 1),
-    "add_BOS": _Bool(),
-    "stop_on_eol": _Bool(),
-    "stop_on_double_eol": _Bool(),
-    "prevent_newline_after_colon": _Bool(),
-    "random_seed": _Int(0, 2**63 - 1),
-    "no_log": _Bool(),
-    "beam_width": _Int(1, 128),
-    "stop_token": _Int(0, 2**31 - 1),
-    "length_penalty": _Number(-10, 10),
-}
+FIELDS = {item.name: item.metadata for item in dataclasses.fields(GenerationRequest)}
 
 
 def read(body: bytes, defaults: Defaults) -> GenerationRequest:
@@ -161,16 +138,16 @@ def read(body: bytes, defaults: Defaults) -> GenerationRequest:
     given = _read_object(body)
     raise_if_any(itertools.islice(_field_problems(given), MAX_PROBLEMS))
     raise_if_any([*_sampling_problems(given), *_beam_problems(given)])
-    return _with_defaults(given, defaults)
-
-
-def body_too_long(limit: int) -> UserError:
-    return user_error("request-too-long", limit=limit)
+    candidates = {
+        "temperature": defaults.temperature,
+        # Setting top_k in a request disables the server's default top_p, and vice versa.
+        "top_k": 0 if given.get("top_p") else defaults.top_k,
+        "top_p": 0.0 if given.get("top_k") else defaults.top_p,
+    }
+    return GenerationRequest(**{**candidates, **given, "prompts": tuple(given["prompts"])})
 
 
 def _read_object(body: bytes) -> dict[str, Any]:
-    if len(body) > MAX_BODY:
-        raise body_too_long(MAX_BODY)
     try:
         given = json.loads(
             body, parse_constant=_reject_constant, object_pairs_hook=_reject_repetition
@@ -202,14 +179,13 @@ def _field_problems(given: Mapping[str, Any]) -> Iterator[Problem]:
         yield Problem("request-field-missing")
     for name, value in given.items():
         if name not in FIELDS:
-            yield Problem(
-                "request-field-unknown", as_json=_as_json(name), field_hint=_field_hint(name)
-            )
+            hint = _field_hint(name)
+            yield Problem("request-field-unknown", as_json=_as_json(name), field_hint=hint)
             continue
-        expected = FIELDS[name].expected(value)
-        if expected is not None:
+        if not FIELDS[name]["is_valid"](value):
+            expected, as_json = FIELDS[name]["expected"], _as_json(value)
             yield Problem(
-                "request-value-invalid", name, name=name, expected=expected, as_json=_as_json(value)
+                "request-value-invalid", name, name=name, expected=expected, as_json=as_json
             )
 
 
@@ -260,37 +236,6 @@ def _beam_problems(given: Mapping[str, Any]) -> Iterator[Problem]:
             *sampling_only,
             sampling_only=", ".join(sampling_only),
         )
-
-
-def _with_defaults(given: Mapping[str, Any], defaults: Defaults) -> GenerationRequest:
-    # Setting top_k in a request disables the server's default top_p, and vice versa.
-    top_k = 0 if given.get("top_p") else defaults.top_k
-    top_p = 0.0 if given.get("top_k") else defaults.top_p
-    values: dict[str, Any] = {
-        "tokens_to_generate": None,
-        "top_n_logprobs": 0,
-        "temperature": defaults.temperature,
-        "top_k": top_k,
-        "top_p": top_p,
-        "top_p_decay": 0.0,
-        "top_p_bound": 0.0,
-        "random_seed": None,
-        "beam_width": None,
-        "stop_token": None,
-        "length_penalty": 1.0,
-        **{name: False for name, field in FIELDS.items() if isinstance(field, _Bool)},
-        **given,
-    }
-    return GenerationRequest(**{**values, "prompts": tuple(given["prompts"])})
-
-
-def _is_unicode(text: str) -> bool:
-    """Whether a text has no lone surrogate, which JSON can express but UTF-8 cannot."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _as_json(value: object) -> str:

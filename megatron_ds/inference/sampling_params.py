@@ -12,10 +12,9 @@ from megatron_ds.config.problems import Problem
 
 
 @dataclass(frozen=True)
-class SamplingParams:
-    """How the next token is chosen from the logits."""
+class CandidateOptions:
+    """Options that select the candidates for the next token."""
 
-    greedy: bool = option_field(False, "select the most probable token")
     temperature: float = option_field(
         1.0, "sampling temperature; values below 1 favor probable tokens", above=0
     )
@@ -26,6 +25,13 @@ class SamplingParams:
         minimum=0,
         maximum=1,
     )
+
+
+@dataclass(frozen=True)
+class SamplingParams(CandidateOptions):
+    """How the next token is chosen from the logits."""
+
+    greedy: bool = option_field(False, "select the most probable token")
     seed: int = option_field(1234, "random seed of sampling", minimum=0, below=2**63)
     top_p_decay: float = 0.0
     """Factor of top_p for every new token; 0 is off."""

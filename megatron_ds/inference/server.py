@@ -22,11 +22,12 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from megatron_ds.config.problems import UserError, user_error
-from megatron_ds.inference.api_schema import MAX_BODY, body_too_long
 from megatron_ds.inference.generate import Cancelled
 from megatron_ds.inference.tp_group import TpGroupBroken
 from megatron_ds.inference.web_page import PAGE
 
+MAX_BODY = 8 * 2**20
+"""Bytes of a request."""
 MAX_DRAIN_BYTES = 8 * MAX_BODY
 """Bytes of a body that are read: a client reads no response before it has sent its body."""
 SHUTDOWN_TIMEOUT_S = 10
@@ -188,7 +189,7 @@ async def _body(request: Request) -> bytes:
         elif size > MAX_DRAIN_BYTES:
             break
     if size > MAX_BODY:
-        raise body_too_long(MAX_BODY)
+        raise user_error("request-too-long", limit=MAX_BODY)
     return b"".join(parts)
 
 

@@ -11,7 +11,7 @@ from tests.distributed import run_ranks
 from tests.unit.inference.models import EOD, KINDS, VOCAB, model_of
 
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6], [EOD], [5, 3, 5], [8, 9, 7]]
-SETTINGS = (SamplingParams(greedy=True), SamplingParams(False, 0.9, 40, 0.95, seed=6))
+SETTINGS = (SamplingParams(greedy=True), SamplingParams(0.9, 40, 0.95, seed=6))
 Texts = dict[str, list[list[int]]]
 
 

@@ -41,9 +41,7 @@ def test_greedy_decoding_with_and_without_cache(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["learned", "rope-gqa"])
-@pytest.mark.parametrize(
-    "params", [GREEDY, SamplingParams(), SamplingParams(False, 0.8, 20, 0.9, seed=3)]
-)
+@pytest.mark.parametrize("params", [GREEDY, SamplingParams(), SamplingParams(0.8, 20, 0.9, seed=3)])
 def test_a_text_does_not_depend_on_its_batch(kind: str, params: SamplingParams) -> None:
     model = model_of(kind)
     config = GenerationConfig(20, params, EOD)
@@ -171,7 +169,7 @@ def test_no_prompts_give_no_texts() -> None:
         ([[1] * 33, [1] * 32], GenerationConfig(8, GREEDY), "prompt-exceeds-learned-positions"),
         ([[1] * 12], GenerationConfig(3, GREEDY, max_length=12), "prompt-fills-sequence"),
         (
-            *([[], [VOCAB]], GenerationConfig(3, SamplingParams(True, top_k=2))),
+            *([[], [VOCAB]], GenerationConfig(3, SamplingParams(top_k=2, greedy=True))),
             "prompt-without-tokens prompt-id-out-of-range greedy-does-not-sample",
         ),
     ],

@@ -142,6 +142,6 @@ def test_parameters_of_sampling_are_rejected_for_greedy_decoding() -> None:
 
 
 def test_all_problems_are_reported_at_once() -> None:
-    assert len(list(SamplingParams(False, -1.0, -1, 2.0, -1).problems())) == 4
+    assert len(list(SamplingParams(-1.0, -1, 2.0, seed=-1).problems())) == 4
     assert list(SamplingParams().problems()) == []
     assert list(SamplingParams(greedy=True).problems()) == []

@@ -64,7 +64,7 @@ def test_dashes_and_underscores_are_equivalent(tmp_path: Path) -> None:
 def test_defaults_are_those_of_the_forks(tmp_path: Path) -> None:
     options = parse("--load", tmp_path)
 
-    assert options.sampling == SamplingParams(False, 1.0, 0, 0.0, 1234)
+    assert options.sampling == SamplingParams(1.0, 0, 0.0, False, 1234)
     assert options.max_new_tokens == 1024
     assert options.is_interactive
     assert options.checkpoint.precision is None

@@ -25,7 +25,7 @@ def test_defaults_are_megatrons_on_loopback(tmp_path: Path) -> None:
     options = parse("--load", tmp_path)
 
     assert (options.host, options.port) == ("127.0.0.1", 5000)
-    assert options.defaults == Defaults(64, 1.0, 0, 0.0)
+    assert options.defaults == Defaults(1.0, 0, 0.0, 64)
     assert options.checkpoint.precision is None
 
 
@@ -39,7 +39,7 @@ def test_megatron_command_line_is_accepted(tmp_path: Path) -> None:
     )
     options = parse("--load", tmp_path, *line.split())
 
-    assert options.defaults == Defaults(1024, 1.0, 0, 0.9)
+    assert options.defaults == Defaults(1.0, 0, 0.9, 1024)
     assert options.port == 5001
     assert options.checkpoint.precision == "fp16"
     assert options.given_in("tokenizer")["vocab_file"] == "V"
