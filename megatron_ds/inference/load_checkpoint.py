@@ -12,25 +12,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from megatron_ds.checkpoint.full_weights import (
-    files_with_weights,
-    iter_full_weights,
-    load_full_weights,
-)
-from megatron_ds.checkpoint.metadata import (
-    RUN,
-    CheckpointMetadata,
-    find_damage,
-    read_run,
-    unreadable_checkpoint,
-)
-from megatron_ds.checkpoint.selection import (
-    CheckpointListing,
-    SelectionPolicy,
-    list_folder,
-    select_checkpoint,
-)
-from megatron_ds.checkpoint.storage import files_damaged, find_damaged_files
+from megatron_ds.checkpoint import full_weights, metadata, selection, storage
+from megatron_ds.checkpoint.metadata import RUN, CheckpointMetadata
 from megatron_ds.config import ModelConfig, TokenizerConfig
 from megatron_ds.config.problems import Problem, raise_if_any, user_error
 from megatron_ds.model.gpt import GPTModel
@@ -55,10 +38,13 @@ def find_checkpoint(folder: Path, warn: Callable[[str], None]) -> CheckpointMeta
         UserError: If there is none.
     """
     is_checkpoint = (folder / RUN).is_file()
-    listing = CheckpointListing(folder, (folder,)) if is_checkpoint else list_folder(folder)
-    found = select_checkpoint(
+    if is_checkpoint:
+        listing = selection.CheckpointListing(folder, (folder,))
+    else:
+        listing = selection.list_folder(folder)
+    found = selection.select_checkpoint(
         listing,
-        SelectionPolicy(),
+        selection.SelectionPolicy(),
         _find_damage,
         lambda problem: warn(f"WARNING: {problem.render()}"),
     )
@@ -68,11 +54,12 @@ def find_checkpoint(folder: Path, warn: Callable[[str], None]) -> CheckpointMeta
 
 def _find_damage(path: Path) -> Problem | None:
     try:
-        return find_damage(path) or files_damaged(
-            find_damaged_files(path, files_with_weights(read_run(path)))
-        )
+        if (damage := metadata.find_damage(path)) is not None:
+            return damage
+        names = full_weights.files_with_weights(metadata.read_run(path))
+        return storage.files_damaged(storage.find_damaged_files(path, names))
     except OSError as error:
-        return unreadable_checkpoint(error)  # a running training may have removed it
+        return metadata.unreadable_checkpoint(error)  # a running training may have removed it
 
 
 def model_config(found: CheckpointMetadata) -> ModelConfig:
@@ -101,9 +88,8 @@ def load_tokenizer(config: TokenizerConfig, model: ModelConfig) -> Tokenizer:
         UserError: If its files are missing or its vocabulary is not the model's.
     """
     # A NullTokenizer's end-of-document id is not counted in its --vocab-size.
-    tokenizer = build_tokenizer(
-        config, model.vocab_size - (config.tokenizer_type == "NullTokenizer")
-    )
+    uncounted = config.tokenizer_type == "NullTokenizer"
+    tokenizer = build_tokenizer(config, model.vocab_size - uncounted)
     if tokenizer.vocab_size != model.vocab_size:
         raise user_error(
             "tokenizer-does-not-match-model",
@@ -132,7 +118,8 @@ def load_model(
     dtype = DTYPES[precision or found.run.layout.precision]
     model = GPTModel(config, mesh=mesh, rng=RngStreams(mesh.tp.rank, device), seed=None)
     model = model.to(device=device, dtype=dtype)
-    load_full_weights(model, iter_full_weights(found), mesh.tp.rank, mesh.tp.size)
+    weights = full_weights.iter_full_weights(found)
+    full_weights.load_full_weights(model, weights, mesh.tp.rank, mesh.tp.size)
     return model.eval()
 
 

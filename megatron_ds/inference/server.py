@@ -11,7 +11,7 @@ import signal
 import socket
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Generic, TypeVar
 
@@ -61,7 +61,11 @@ class TextServer(Generic[Job]):
         """Requests that run or wait for their turn."""
         self._busy = threading.Lock()
         self._broken: TpGroupBroken | None = None
-        self.app = self._build()
+        self.app = FastAPI(openapi_url=None)
+        self.app.add_exception_handler(HTTPException, _http_error)
+        self.app.add_api_route("/api", self._respond, methods=["PUT", "POST"])
+        self.app.add_api_route("/health", self._health, methods=["GET"])
+        self.app.add_api_route("/", _page, methods=["GET"])
 
     def run(self, listener: socket.socket) -> None:
         """Serves until SIGTERM or SIGINT, which cancel a running request. Main thread only.
@@ -91,14 +95,6 @@ class TextServer(Generic[Job]):
         """Cancels the running request."""
         self._stopping.set()
 
-    def _build(self) -> FastAPI:
-        app = FastAPI(openapi_url=None)
-        app.add_exception_handler(HTTPException, _http_error)
-        app.add_api_route("/api", self._respond, methods=["PUT", "POST"])
-        app.add_api_route("/health", self._health, methods=["GET"])
-        app.add_api_route("/", _page, methods=["GET"])
-        return app
-
     async def _respond(self, request: Request) -> Response:
         try:
             job = await asyncio.to_thread(self._read, await _body(request))
@@ -106,7 +102,8 @@ class TextServer(Generic[Job]):
             return _error(400, "the body is not complete")
         except UserError as error:
             codes = [problem.code for problem in error.problems]
-            return _error(400, "; ".join(error.problems), codes=codes)
+            content = {"message": "; ".join(error.problems), "codes": codes}
+            return JSONResponse(content, status_code=400)
         self._requests += 1
         try:
             async with self._request_lock:
@@ -204,13 +201,8 @@ async def _http_error(request: Request, error: Exception) -> Response:
         405: f"{request.method} is not allowed for {request.url.path}; use PUT /api",
     }
     message = messages.get(error.status_code, error.detail)
-    return _error(error.status_code, message, headers=error.headers)
+    return _error(error.status_code, message, error.headers)
 
 
-def _error(
-    status: int, message: str, *, codes: Sequence[str] = (), headers: Any = None
-) -> JSONResponse:
-    content: dict[str, Any] = {"message": message}
-    if codes:
-        content["codes"] = codes
-    return JSONResponse(content, status_code=status, headers=headers)
+def _error(status: int, message: str, headers: Mapping[str, str] | None = None) -> JSONResponse:
+    return JSONResponse({"message": message}, status_code=status, headers=headers)

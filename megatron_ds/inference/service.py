@@ -52,41 +52,28 @@ class GenerationResult:
     """For a beam search."""
 
 
+@dataclass(frozen=True)
 class TextGenerationService:
     """Serves requests with a model and its tokenizer."""
 
-    def __init__(
-        self,
-        model: GPTModel,
-        tokenizer: Tokenizer,
-        *,
-        max_length: int,
-        default_new_tokens: int,
-        micro_batch_size: int,
-    ) -> None:
-        """
-        Args:
-            model: This rank's shard of the model.
-            tokenizer: The model's tokenizer.
-            max_length: Tokens of a text, prompt included.
-            default_new_tokens: New tokens for requests that do not set their number.
-            micro_batch_size: Prompts that are continued together.
-        """
-        self._model = model
-        self._tokenizer = tokenizer
-        self._max_length = max_length
-        self._default_new_tokens = default_new_tokens
-        self._micro_batch_size = micro_batch_size
+    model: GPTModel
+    """This rank's shard."""
+    tokenizer: Tokenizer
+    """The model's tokenizer."""
+    max_length: int
+    """Tokens of a text, prompt included."""
+    default_new_tokens: int
+    """New tokens for requests that do not set their number."""
+    micro_batch_size: int
+    """Prompts that are continued together."""
 
     def build_job(self, request: GenerationRequest) -> GenerationJob:
         """
         Raises:
             UserError: If the request does not fit the tokenizer or the model.
         """
-        prompts = [
-            self._encode(text, request, number)
-            for number, text in enumerate(request.prompts, start=1)
-        ]
+        texts = enumerate(request.prompts, start=1)
+        prompts = [self._encode(text, request, number) for number, text in texts]
         raise_if_any(self._problems(request, prompts))
         sampling = SamplingParams(
             temperature=request.temperature,
@@ -96,9 +83,8 @@ class TextGenerationService:
             top_p_decay=request.top_p_decay,
             top_p_bound=request.top_p_bound,
         )
-        new_tokens = request.tokens_to_generate
-        if new_tokens is None:
-            new_tokens = self._default_new_tokens
+        given = request.tokens_to_generate
+        new_tokens = self.default_new_tokens if given is None else given
         return GenerationJob(request, prompts, new_tokens, sampling)
 
     def run(self, job: GenerationJob, should_continue: ShouldContinue) -> GenerationResult:
@@ -115,13 +101,13 @@ class TextGenerationService:
             return GenerationResult(texts, None, None)
         top_n = request.top_n_logprobs
         scores = [
-            score(self._model, ids, top_n=top_n, should_continue=should_continue) for ids in texts
+            score(self.model, ids, top_n=top_n, should_continue=should_continue) for ids in texts
         ]
         return GenerationResult(texts, scores, None)
 
     def build_response(self, job: GenerationJob, result: GenerationResult) -> dict[str, Any]:
         """The JSON object of Megatron's server."""
-        decode = self._tokenizer.decode
+        decode = self.tokenizer.decode
         response: dict[str, Any] = {
             "text": [decode(ids) for ids in result.texts],
             "segments": [[decode([number]) for number in ids] for ids in result.texts],
@@ -144,77 +130,70 @@ class TextGenerationService:
     ) -> GenerationResult:
         request, (prompt,) = job.request, job.prompts
         config = BeamSearchConfig(
-            max_new_tokens=min(job.new_tokens, self._max_length - len(prompt)),
+            max_new_tokens=min(job.new_tokens, self.max_length - len(prompt)),
             width=width,
-            stop_token=self._tokenizer.eod if request.stop_token is None else request.stop_token,
+            stop_token=self.tokenizer.eod if request.stop_token is None else request.stop_token,
             length_penalty=request.length_penalty,
             rules=self._rules(request),
         )
-        found = beam_search(self._model, prompt, config, should_continue=should_continue)
+        found = beam_search(self.model, prompt, config, should_continue=should_continue)
         texts = [[*prompt, *hypothesis.ids] for hypothesis in found]
         return GenerationResult(texts, None, [hypothesis.score for hypothesis in found])
 
     def _continue(self, job: GenerationJob, should_continue: ShouldContinue) -> list[list[int]]:
         """Continues the prompts in micro-batches, on which the texts do not depend."""
         texts: list[list[int]] = []
-        size = self._micro_batch_size
+        size = self.micro_batch_size
         config = GenerationConfig(
             max_new_tokens=job.new_tokens,
             sampling=job.sampling,
-            eod=self._tokenizer.eod,
-            max_length=self._max_length,
+            eod=self.tokenizer.eod,
+            max_length=self.max_length,
             rules=self._rules(job.request),
         )
         for start in range(0, len(job.prompts), size):
             batch = job.prompts[start : start + size]
             continuations = generate(
-                self._model, batch, config, first_index=start, should_continue=should_continue
+                self.model, batch, config, first_index=start, should_continue=should_continue
             )
             texts += [[*ids, *more] for ids, more in zip(batch, continuations, strict=True)]
         return texts
 
     def _encode(self, text: str, request: GenerationRequest, number: int) -> list[int]:
         try:
-            ids = self._tokenizer.encode(text)
+            ids = self.tokenizer.encode(text)
         except ValueError as error:
             raise user_error("prompt-not-encodable", number=number, error=error) from None
         if request.add_BOS:
             # As in Megatron, a text starts after the end of another.
-            ids = [self._tokenizer.eod, *ids]
+            ids = [self.tokenizer.eod, *ids]
         if not ids:
             raise user_error("prompt-needs-bos", number=number)
         return ids
 
     def _problems(self, request: GenerationRequest, prompts: list[list[int]]) -> Iterator[Problem]:
-        new_tokens, vocab = request.tokens_to_generate, self._model.config.vocab_size
+        new_tokens, vocab = request.tokens_to_generate, self.model.config.vocab_size
         for number, ids in enumerate(prompts, start=1):
-            if new_tokens is not None and len(ids) + new_tokens > self._max_length:
+            if new_tokens is not None and len(ids) + new_tokens > self.max_length:
                 yield Problem(
                     "prompt-and-new-tokens-exceed-length",
                     number=number,
                     num_ids=len(ids),
                     new_tokens=new_tokens,
-                    max_length=self._max_length,
+                    max_length=self.max_length,
                 )
-            elif new_tokens is None and len(ids) >= self._max_length:
-                yield no_room_problem(number, len(ids), self._max_length)
+            elif new_tokens is None and len(ids) >= self.max_length:
+                yield no_room_problem(number, len(ids), self.max_length)
         if request.stop_token is not None and request.stop_token >= vocab:
             yield Problem("stop-token-out-of-range", stop_token=request.stop_token, vocab=vocab)
 
     def _rules(self, request: GenerationRequest) -> StopRules | None:
-        stop_on_eol, stop_on_double_eol = request.stop_on_eol, request.stop_on_double_eol
-        if not (stop_on_eol or stop_on_double_eol or request.prevent_newline_after_colon):
-            return None
-        return NewlineStopRules(
-            self._newline_tokens,
-            stop_on_eol=stop_on_eol,
-            stop_on_double_eol=stop_on_double_eol,
-            no_eol_after_colon=request.prevent_newline_after_colon,
-        )
+        flags = request.stop_on_eol, request.stop_on_double_eol, request.prevent_newline_after_colon
+        return NewlineStopRules(self._newline_tokens, *flags) if any(flags) else None
 
     @functools.cached_property
     def _newline_tokens(self) -> NewlineTokens:
-        return NewlineTokens(self._tokenizer)
+        return NewlineTokens(self.tokenizer)
 
 
 def max_sequence_length(model: ModelConfig, requested: int | None) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from megatron_ds.tokenizer import Tokenizer
 
@@ -20,32 +21,25 @@ class NewlineTokens:
         self.starting_with_eol = tuple(number for number, text in numbered if text.startswith("\n"))
 
 
+@dataclass(frozen=True)
 class NewlineStopRules:
     """Ends texts at newlines, and forbids newlines after a colon. Implements `StopRules`."""
 
-    def __init__(
-        self,
-        tokens: NewlineTokens,
-        *,
-        stop_on_eol: bool,
-        stop_on_double_eol: bool,
-        no_eol_after_colon: bool,
-    ) -> None:
-        self._tokens = tokens
-        self._stop_on_eol = stop_on_eol
-        self._stop_on_double_eol = stop_on_double_eol
-        self._no_eol_after_colon = no_eol_after_colon
+    tokens: NewlineTokens
+    stop_on_eol: bool
+    stop_on_double_eol: bool
+    no_eol_after_colon: bool
 
     def ends(self, previous: int, new: int) -> bool:
-        tokens = self._tokens
-        if self._stop_on_double_eol:
+        tokens = self.tokens
+        if self.stop_on_double_eol:
             is_pair = previous in tokens.ending_with_eol and new in tokens.starting_with_eol
             return is_pair or new in tokens.with_double_eol
-        return self._stop_on_eol and new in tokens.with_eol
+        return self.stop_on_eol and new in tokens.with_eol
 
     def forbidden(self, previous: int) -> Sequence[int]:
-        if self._no_eol_after_colon and previous in self._tokens.colons:
-            return self._tokens.starting_with_eol
+        if self.no_eol_after_colon and previous in self.tokens.colons:
+            return self.tokens.starting_with_eol
         return ()
 
 

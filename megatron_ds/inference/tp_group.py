@@ -58,16 +58,7 @@ class TpWorkerGroup(Generic[Job, Result]):
             Exception: The job's own, if all ranks raised it.
         """
         self._broadcast([job])
-        error: Exception | None = None
-        result: list[Result] = []
-        try:
-            result.append(self._run(job, lambda: self._broadcast_flag(not cancelled.is_set())))
-        except Exception as caught:
-            error = caught
-        self._check_in_step(error)
-        if error is not None:
-            raise error
-        return result[0]
+        return self._run_in_step(job, lambda: not cancelled.is_set())
 
     def run_as_follower(self) -> None:
         """Runs the leader's jobs, on the other ranks, until it shuts them down.
@@ -80,17 +71,27 @@ class TpWorkerGroup(Generic[Job, Result]):
         # Python's own handlers do not run during a receive.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         while (message := self._broadcast(None)) is not None:
-            error: Exception | None = None
             try:
-                self._run(message[0], lambda: self._broadcast_flag(None))
-            except Exception as caught:
-                error = caught
-            self._check_in_step(error)
+                self._run_in_step(message[0], lambda: False)
+            except TpGroupBroken:
+                raise
+            except Exception:  # all ranks raised it, and the leader reports it
+                continue
 
     def shutdown_followers(self) -> None:
         """Ends the followers; those that a launcher has already ended are ignored."""
         with suppress(TpGroupBroken):
             self._broadcast(None)
+
+    def _run_in_step(self, job: Job, flag: ShouldContinue) -> Result:
+        """Runs a job, whose `should_continue` is the first rank's `flag`."""
+        try:
+            result = self._run(job, lambda: self._broadcast_flag(flag()))
+        except Exception as error:
+            self._check_in_step(error)
+            raise
+        self._check_in_step(None)
+        return result
 
     def _broadcast(self, message: list[Job] | None) -> list[Job] | None:
         """The first rank's message, on every rank."""
@@ -101,11 +102,11 @@ class TpWorkerGroup(Generic[Job, Result]):
             dist.broadcast_object_list(box, src=0, group=self._group)
         return box[0]
 
-    def _broadcast_flag(self, flag: bool | None) -> bool:
+    def _broadcast_flag(self, flag: bool) -> bool:
         """The first rank's flag, on every rank."""
         if self._group is None:
-            return bool(flag)
-        tensor = torch.tensor([bool(flag)])
+            return flag
+        tensor = torch.tensor([flag])
         with _wrap_lost_rank():
             dist.broadcast(tensor, src=0, group=self._group)
         return bool(tensor.item())
