@@ -8,13 +8,14 @@ reads and prints.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, NamedTuple, TextIO
+from typing import TYPE_CHECKING, ClassVar
 
 from megatron_ds import cli
 from megatron_ds.cli.command import table_of
@@ -23,16 +24,17 @@ from megatron_ds.config.checks import file_problems
 from megatron_ds.config.fields import option_field, option_group
 from megatron_ds.config.problems import Problem, option
 from megatron_ds.inference.cli import (
-    CheckpointOptions,
     GenerationOptions,
     broadcast_from_rank0,
+    loaded_model,
     log_rank0,
-    tokenizer_for,
+    open_checkpoint,
 )
 from megatron_ds.inference.sampling_params import SamplingParams
-from megatron_ds.launch import distributed, environment, output
+from megatron_ds.launch import environment, output
 
 if TYPE_CHECKING:
+    from megatron_ds.inference.generate import GenerationConfig
     from megatron_ds.tokenizer import Tokenizer
 
 DEFAULT_NEW_TOKENS = 1024
@@ -44,13 +46,6 @@ class Prompt:
 
     text: str | None
     ids: list[int]
-
-
-class Limits(NamedTuple):
-    """Maximum length of a text; see `generate`."""
-
-    max_new_tokens: int
-    max_length: int | None
 
 
 @dataclass(frozen=True)
@@ -105,16 +100,15 @@ class Options(GenerationOptions):
         "disable the KV cache and recompute the entire sequence for each token",
         aliases=("recompute",),
     )
-    checkpoint: CheckpointOptions = option_group(CheckpointOptions())
     sampling: SamplingParams = option_group(SamplingParams())
 
-    @property
-    def max_new_tokens(self) -> int:
-        return self.out_seq_length or DEFAULT_NEW_TOKENS
+    def generation_config(self, model: ModelConfig, eod: int) -> GenerationConfig:
+        """How prompts are continued: up to the training's length without --out-seq-length."""
+        from megatron_ds.inference.generate import GenerationConfig
 
-    def max_length(self, model: ModelConfig) -> int | None:
-        """Maximum length of a sequence; None if --out-seq-length limits the new tokens."""
-        return model.seq_length if self.out_seq_length is None else None
+        max_length = model.seq_length if self.out_seq_length is None else None
+        new_tokens = self.out_seq_length or DEFAULT_NEW_TOKENS
+        return GenerationConfig(new_tokens, self.sampling, eod, max_length, use_cache=self.kv_cache)
 
     @property
     def is_interactive(self) -> bool:
@@ -145,52 +139,30 @@ def run(options: Options) -> None:
     Raises:
         UserError: If options and checkpoint do not fit.
     """
-    from megatron_ds.inference import load_checkpoint
-    from megatron_ds.inference.generate import GenerationConfig, generate, prompt_problems
-    from megatron_ds.parallel.mesh import Mesh
+    from megatron_ds.inference.generate import generate, prompt_problems
 
-    found = load_checkpoint.find_checkpoint(Path(options.checkpoint.load), log_rank0)
-    config = load_checkpoint.model_config(found)
-    tokenizer = tokenizer_for(options, found)
-    limits = Limits(options.max_new_tokens, options.max_length(config))
+    found, model_config, tokenizer = open_checkpoint(options)
+    config = options.generation_config(model_config, tokenizer.eod)
 
     def problems_with(prompts: Sequence[Prompt]) -> list[str]:
-        return list(prompt_problems(config, [prompt.ids for prompt in prompts], *limits))
+        return list(prompt_problems(model_config, [prompt.ids for prompt in prompts], config))
 
     batches: Iterator[list[Prompt]] = iter(())
     if environment.rank() == 0:
         batches = batches_of(options, tokenizer, problems_with)
-    with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed prints the ops that it loads
-        here = distributed.init_distributed(options.runtime_config(endless=options.is_interactive))
-    try:
-        mesh = Mesh.build(here.world_size)
-        # A training may save meanwhile: all ranks use the checkpoint of the first one.
-        found = broadcast_from_rank0(found)
-        log_rank0(f"loading the checkpoint {found.path}")
-        model = load_checkpoint.load_model(
-            found, mesh, here.device, precision=options.checkpoint.precision
-        )
-        generation = GenerationConfig(
-            limits.max_new_tokens,
-            options.sampling,
-            tokenizer.eod,
-            limits.max_length,
-            use_cache=options.kv_cache,
-        )
-        done = 0
-        with Output(options, tokenizer) as output:
+    with loaded_model(options, found, endless=options.is_interactive) as model:
+
+        def results() -> Iterator[tuple[Prompt, list[int]]]:
+            done = 0
             while batch := broadcast_from_rank0(next(batches, None)):
-                continuations = generate(
-                    model,
-                    [prompt.ids for prompt in batch],
-                    generation,
-                    first_index=done,
-                )
+                ids = [prompt.ids for prompt in batch]
+                yield from zip(batch, generate(model, ids, config, first_index=done), strict=True)
                 done += len(batch)
-                if here.is_first:
-                    output.write(batch, continuations)
-    finally:
-        distributed.destroy_process_group()
+
+        if environment.rank() == 0:
+            write_texts(options, tokenizer, results())
+        else:
+            collections.deque(results(), maxlen=0)
 
 
 def batches_of(
@@ -244,44 +216,30 @@ def _encode(text: str, tokenizer: Tokenizer) -> Prompt:
     return Prompt(text, tokenizer.encode(text) or [tokenizer.eod])
 
 
-class Output:
-    """Writes the texts, on the first rank."""
-
-    def __init__(self, options: Options, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        self._as_json = options.genfile is not None
-        self._path = options.genfile or options.sample_output_file
-        if self._path is None and options.sample_input_file is not None:
-            self._path = f"{options.sample_input_file}.out"
-        self._stack = contextlib.ExitStack()
-        self._file: TextIO = sys.stdout
-        self._count = 0
-
-    def __enter__(self) -> Output:
-        if self._path is not None and environment.rank() == 0:
-            self._file = self._stack.enter_context(open(self._path, "w", encoding="utf-8"))
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._stack.close()
-        if self._path is not None:
-            log_rank0(f"wrote {self._count} texts to {self._path}")
-
-    def write(self, prompts: Sequence[Prompt], continuations: Sequence[list[int]]) -> None:
-        for prompt, ids in zip(prompts, continuations, strict=True):
-            finished = ids[-1] == self._tokenizer.eod
-            text = self._tokenizer.decode(ids[:-1] if finished else ids)
-            self._count += 1
-            self._file.write(self._line(prompt, text, len(ids), finished))
-        self._file.flush()
-
-    def _line(self, prompt: Prompt, text: str, length: int, finished: bool) -> str:
-        if self._as_json:
-            record = {"text": text, "length": length, "finished": finished}
-            return json.dumps(record, ensure_ascii=False) + "\n"
-        if prompt.text is None:
-            return f"Sample {self._count}: {text}\n\n"
-        return f"Context: {prompt.text}\nGenerated: {text}\n\n"
+def write_texts(
+    options: Options, tokenizer: Tokenizer, results: Iterable[tuple[Prompt, list[int]]]
+) -> None:
+    """Writes each prompt's text, from the new tokens, as soon as it is generated."""
+    path = options.genfile or options.sample_output_file
+    if path is None and options.sample_input_file is not None:
+        path = f"{options.sample_input_file}.out"
+    count = 0
+    with contextlib.ExitStack() as stack:
+        file = sys.stdout
+        if path is not None:
+            file = stack.enter_context(open(path, "w", encoding="utf-8"))
+            stack.callback(lambda: log_rank0(f"wrote {count} texts to {path}"))
+        for count, (prompt, ids) in enumerate(results, start=1):
+            finished = ids[-1] == tokenizer.eod
+            text = tokenizer.decode(ids[:-1] if finished else ids)
+            if options.genfile is not None:
+                record = {"text": text, "length": len(ids), "finished": finished}
+                file.write(json.dumps(record, ensure_ascii=False) + "\n")
+            elif prompt.text is None:
+                file.write(f"Sample {count}: {text}\n\n")
+            else:
+                file.write(f"Context: {prompt.text}\nGenerated: {text}\n\n")
+            file.flush()
 
 
 def main(argv: Sequence[str]) -> None:

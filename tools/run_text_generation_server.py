@@ -8,28 +8,21 @@ wait for its work.
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from megatron_ds import cli
 from megatron_ds.config.fields import option_field, option_group
 from megatron_ds.config.problems import Problem
+from megatron_ds.inference import api_schema
 from megatron_ds.inference.api_schema import Defaults
-from megatron_ds.inference.cli import (
-    CheckpointOptions,
-    GenerationOptions,
-    broadcast_from_rank0,
-    log_rank0,
-    tokenizer_for,
-)
-from megatron_ds.launch import distributed, environment, output
+from megatron_ds.inference.cli import GenerationOptions, loaded_model, log_rank0, open_checkpoint
+from megatron_ds.launch import environment, output
 from megatron_ds.launch.exit_codes import ExitCode
 
 if TYPE_CHECKING:
@@ -69,13 +62,11 @@ class Options(GenerationOptions):
     micro_batch_size: int = option_field(
         8, "prompts of a request per batch; does not affect the output", minimum=1
     )
-    checkpoint: CheckpointOptions = option_group(CheckpointOptions())
     defaults: Defaults = option_group(Defaults())
 
     def problems(self) -> Iterator[Problem]:
-        missing = [
-            name for name in ("fastapi", "uvicorn") if importlib.util.find_spec(name) is None
-        ]
+        needed = ("fastapi", "uvicorn")
+        missing = [name for name in needed if importlib.util.find_spec(name) is None]
         if missing:
             yield Problem("server-packages-missing", missing=" and ".join(missing))
         yield from self.checkpoint.problems()
@@ -89,81 +80,57 @@ def run(options: Options) -> None:
     Raises:
         UserError: If options do not fit the checkpoint or the machine.
     """
-    from megatron_ds.inference import load_checkpoint
     from megatron_ds.inference.server import TextServer, listen
-    from megatron_ds.inference.service import (
-        GenerationJob,
-        GenerationResult,
-        TextGenerationService,
-        max_sequence_length,
-    )
+    from megatron_ds.inference.service import TextGenerationService, max_sequence_length
     from megatron_ds.inference.tp_group import TpGroupBroken, TpWorkerGroup, end_with_launchers
-    from megatron_ds.parallel.mesh import Mesh
 
     end_with_launchers()
-    found = load_checkpoint.find_checkpoint(Path(options.checkpoint.load), log_rank0)
-    config = load_checkpoint.model_config(found)
-    tokenizer = tokenizer_for(options, found)
+    found, config, tokenizer = open_checkpoint(options)
     max_length = max_sequence_length(config, options.inference_max_seq_length)
     # Before loading the model, so that an occupied port is reported immediately.
     listener = listen(options.host, options.port) if environment.rank() == 0 else None
-    with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed prints the ops that it loads
-        here = distributed.init_distributed(options.runtime_config(endless=False))
-    try:
-        mesh = Mesh.build(here.world_size)
-        # A training may save meanwhile: all ranks use the checkpoint of the first one.
-        found = broadcast_from_rank0(found)
-        log_rank0(f"loading the checkpoint {found.path}")
+    with loaded_model(options, found) as model:
         service = TextGenerationService(
-            load_checkpoint.load_model(
-                found, mesh, here.device, precision=options.checkpoint.precision
-            ),
+            model,
             tokenizer,
             max_length=max_length,
             default_new_tokens=options.defaults.tokens_to_generate,
             micro_batch_size=options.micro_batch_size,
         )
-        workers = TpWorkerGroup[GenerationJob, GenerationResult](service.run)
-        if listener is None:
-            workers.run_as_follower()
-            return
-        runner = ServerRunner(service, workers, options.defaults)
-        host, port = listener.getsockname()[:2]
-        if options.host not in LOOPBACK:
-            log_rank0(f"WARNING: --host {options.host}: everyone who reaches it can use the model")
-        shown = f"[{host}]" if ":" in host else host
-        log_rank0(f"serving on http://{shown}:{port} (PUT /api), {max_length} tokens per text")
-        TextServer(runner.read, runner.perform, log_rank0).run(listener)
-        workers.shutdown_followers()
-        log_rank0("the server has stopped")
-    except TpGroupBroken as error:
-        output.print_error(output.with_rank_prefix(f"ends: {error}"))
-        raise SystemExit(ExitCode.PEER_LOST) from None
-    finally:
-        distributed.destroy_process_group()
+        workers = TpWorkerGroup(service.run)
+        try:
+            if listener is None:
+                workers.run_as_follower()
+                return
+            runner = ServerRunner(service, workers, options.defaults)
+            host, port = listener.getsockname()[:2]
+            if options.host not in LOOPBACK:
+                who = "everyone who reaches it can use the model"
+                log_rank0(f"WARNING: --host {options.host}: {who}")
+            shown = f"[{host}]" if ":" in host else host
+            log_rank0(f"serving on http://{shown}:{port} (PUT /api), {max_length} tokens per text")
+            TextServer(runner.read, runner.perform, log_rank0).run(listener)
+            workers.shutdown_followers()
+            log_rank0("the server has stopped")
+        except TpGroupBroken as error:
+            output.print_error(output.with_rank_prefix(f"ends: {error}"))
+            raise SystemExit(ExitCode.PEER_LOST) from None
 
 
+@dataclass(frozen=True)
 class ServerRunner:
     """Answers requests, on the first rank."""
 
-    def __init__(
-        self,
-        service: TextGenerationService,
-        workers: TpWorkerGroup[GenerationJob, GenerationResult],
-        defaults: Defaults,
-    ) -> None:
-        self._service = service
-        self._workers = workers
-        self._defaults = defaults
+    service: TextGenerationService
+    workers: TpWorkerGroup[GenerationJob, GenerationResult]
+    defaults: Defaults
 
     def read(self, body: bytes) -> GenerationJob:
-        from megatron_ds.inference import api_schema
-
-        return self._service.build_job(api_schema.read(body, self._defaults))
+        return self.service.build_job(api_schema.read(body, self.defaults))
 
     def perform(self, job: GenerationJob, cancelled: threading.Event) -> dict[str, Any]:
         start = time.monotonic()
-        outcome = self._workers.run_as_leader(job, cancelled)
+        outcome = self.workers.run_as_leader(job, cancelled)
         if not job.request.no_log:
             given, all_tokens = (sum(map(len, each)) for each in (job.prompts, outcome.texts))
             seconds = time.monotonic() - start
@@ -171,7 +138,7 @@ class ServerRunner:
                 f"{time.strftime('%Y-%m-%d %H:%M:%S')} prompts: {len(job.prompts)} of {given} "
                 f"tokens, texts: {len(outcome.texts)} of {all_tokens} tokens, {seconds:.2f} s"
             )
-        return self._service.build_response(job, outcome)
+        return self.service.build_response(job, outcome)
 
 
 def main(argv: Sequence[str]) -> None:

@@ -7,6 +7,7 @@ tokenizer is needed.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import sys
 from collections.abc import Iterator, Mapping
@@ -15,13 +16,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from megatron_ds.cli.command import fail, table_of
-from megatron_ds.config import Config, ModelConfig, RuntimeConfig, flag_of
+from megatron_ds.config import Config, ModelConfig, flag_of
 from megatron_ds.config.fields import option_field, option_group
 from megatron_ds.config.problems import Problem, option
-from megatron_ds.launch import environment
+from megatron_ds.launch import distributed, environment
 
 if TYPE_CHECKING:
     from megatron_ds.checkpoint.metadata import CheckpointMetadata
+    from megatron_ds.model.gpt import GPTModel
     from megatron_ds.tokenizer import Tokenizer
 
 T = TypeVar("T")
@@ -80,17 +82,13 @@ class GenerationOptions:
     training: Config = option_group(Config(), hidden=True)
     """The flags of pretrain_gpt.py that were given."""
     given: frozenset[str] = frozenset()
+    checkpoint: CheckpointOptions = option_group(CheckpointOptions())
 
     @property
     def training_fields(self) -> frozenset[str]:
         """The given fields that are not the tool's own."""
-        own = {
-            name
-            for item in dataclasses.fields(self)
-            if item.name != "training"
-            for name in (item.name, *_field_names(getattr(self, item.name)))
-        }
-        return self.given - own
+        own = table_of(type(self)).shown
+        return self.given - {flag.field for group in own for flag in group.flags}
 
     def given_in(self, group: str) -> dict[str, Any]:
         """The given values of a group of the training's configuration."""
@@ -102,22 +100,6 @@ class GenerationOptions:
         """The given flags of the training that have no effect on generation."""
         used = {*self.given_in("model"), *self.given_in("tokenizer"), *RUNTIME_FIELDS}
         return sorted(flag_of(name) for name in self.training_fields - used)
-
-    def runtime_config(self, *, endless: bool) -> RuntimeConfig:
-        """How the processes communicate.
-
-        Args:
-            endless: Whether ranks wait for each other indefinitely, unless a flag limits it.
-        """
-        config = self.training.runtime
-        if endless and "distributed_timeout_minutes" not in self.given:
-            config = dataclasses.replace(config, distributed_timeout_minutes=ENDLESS_MINUTES)
-        return config
-
-
-def _field_names(value: Any) -> list[str]:
-    is_group = dataclasses.is_dataclass(value)
-    return [item.name for item in dataclasses.fields(value)] if is_group else []
 
 
 def model_conflicts(
@@ -140,14 +122,18 @@ def model_conflicts(
             )
 
 
-def tokenizer_for(options: GenerationOptions, found: CheckpointMetadata) -> Tokenizer:
-    """The tokenizer of a checkpoint.
+def open_checkpoint(
+    options: GenerationOptions,
+) -> tuple[CheckpointMetadata, ModelConfig, Tokenizer]:
+    """Selects the checkpoint, and reads its model's configuration and its tokenizer.
 
     Raises:
+        UserError: If there is no checkpoint, or its tokenizer cannot be built.
         SystemExit: With status 2, if flags and checkpoint contradict each other.
     """
     from megatron_ds.inference import load_checkpoint
 
+    found = load_checkpoint.find_checkpoint(Path(options.checkpoint.load), log_rank0)
     model = load_checkpoint.model_config(found)
     config = load_checkpoint.tokenizer_config(found, options.given_in("tokenizer"))
     null_tokenizer = config.tokenizer_type == "NullTokenizer"
@@ -160,7 +146,37 @@ def tokenizer_for(options: GenerationOptions, found: CheckpointMetadata) -> Toke
         fail(problems, table_of(type(options)), rank=environment.rank())
     if options.ineffective_flags:
         log_rank0(f"WARNING: no effect on generation: {', '.join(options.ineffective_flags)}")
-    return load_checkpoint.load_tokenizer(config, model)
+    return found, model, load_checkpoint.load_tokenizer(config, model)
+
+
+@contextlib.contextmanager
+def loaded_model(
+    options: GenerationOptions, found: CheckpointMetadata, *, endless: bool = False
+) -> Iterator[GPTModel]:
+    """Initializes the process group, and shards the model over it. Destroys it at the end.
+
+    Args:
+        options: How the model is loaded.
+        found: The checkpoint.
+        endless: Whether ranks wait for each other indefinitely, unless a flag limits it.
+    """
+    from megatron_ds.inference import load_checkpoint
+    from megatron_ds.parallel.mesh import Mesh
+
+    config = options.training.runtime
+    if endless and "distributed_timeout_minutes" not in options.given:
+        config = dataclasses.replace(config, distributed_timeout_minutes=ENDLESS_MINUTES)
+    with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed prints the ops that it loads
+        here = distributed.init_distributed(config)
+    try:
+        mesh = Mesh.build(here.world_size)
+        # A training may save meanwhile: all ranks use the checkpoint of the first one.
+        found = broadcast_from_rank0(found)
+        log_rank0(f"loading the checkpoint {found.path}")
+        precision = options.checkpoint.precision
+        yield load_checkpoint.load_model(found, mesh, here.device, precision=precision)
+    finally:
+        distributed.destroy_process_group()
 
 
 def broadcast_from_rank0(value: T) -> T:

@@ -115,8 +115,7 @@ def generate(
             does not fit, or if the sampling parameters are invalid.
         Cancelled: If `should_continue` returned False.
     """
-    problems = prompt_problems(model.config, prompts, config.max_new_tokens, config.max_length)
-    raise_if_any([*problems, *config.sampling.problems()])
+    raise_if_any([*prompt_problems(model.config, prompts, config), *config.sampling.problems()])
     rows = [
         _Row(
             ids=list(prompt),
@@ -132,41 +131,35 @@ def generate(
 
 
 def prompt_problems(
-    model: ModelConfig,
-    prompts: Sequence[Sequence[int]],
-    max_new_tokens: int,
-    max_length: int | None,
+    model: ModelConfig, prompts: Sequence[Sequence[int]], config: GenerationConfig
 ) -> Iterator[Problem]:
-    """Checks that a model can continue prompts; arguments as in `GenerationConfig`."""
-    if max_new_tokens < 1:
-        yield Problem("no-new-tokens", max_new_tokens=max_new_tokens)
+    """Checks that a model can continue prompts."""
+    if config.max_new_tokens < 1:
+        yield Problem("no-new-tokens", max_new_tokens=config.max_new_tokens)
         return
     has_learned_positions = model.position_embedding_type == "learned_absolute"
+    vocab, positions = model.vocab_size, model.num_positions
     for number, prompt in enumerate(prompts, start=1):
+        length = len(prompt)
         if not prompt:
             yield Problem("prompt-without-tokens", number=number)
             continue
-        invalid = [token for token in prompt if not 0 <= token < model.vocab_size]
-        if invalid:
+        invalid = next((token for token in prompt if not 0 <= token < vocab), None)
+        if invalid is not None:
             yield Problem(
-                "prompt-id-out-of-range",
-                number=number,
-                invalid=invalid[0],
-                vocab_size=model.vocab_size,
+                "prompt-id-out-of-range", number=number, invalid=invalid, vocab_size=vocab
             )
-        if max_length is not None and len(prompt) >= max_length:
-            yield no_room_problem(number, len(prompt), max_length)
-            continue
-        new = max_new_tokens
-        if max_length is not None:
-            new = min(new, max_length - len(prompt))
-        if has_learned_positions and len(prompt) + new > model.num_positions:
+        new = config.final_length(length) - length
+        if new <= 0:
+            assert config.max_length is not None
+            yield no_room_problem(number, length, config.max_length)
+        elif has_learned_positions and length + new > positions:
             yield Problem(
                 "prompt-exceeds-learned-positions",
                 number=number,
-                num_prompt=len(prompt),
+                num_prompt=length,
                 new=new,
-                num_positions=model.num_positions,
+                num_positions=positions,
             )
 
 
@@ -195,9 +188,8 @@ def _extend(
     cache = None
     if config.use_cache and rows:
         # The last token of a row is never fed to the model.
-        cache = PreallocatedCache(
-            model.config.num_layers, max(row.final_length for row in rows) - 1
-        )
+        capacity = max(row.final_length for row in rows) - 1
+        cache = PreallocatedCache(model.config.num_layers, capacity)
     while rows:
         check_cancelled(should_continue)
         start = 0 if cache is None else cache.length
@@ -226,9 +218,8 @@ def _sample(
         by_params.setdefault(sampling.after(rows[index].new_tokens), []).append(index)
     for params, indexes in by_params.items():
         generators = [rows[index].generator for index in indexes]
-        for index, token in zip(
-            indexes, choose(logits_BV[indexes], params, generators), strict=True
-        ):
+        tokens = choose(logits_BV[indexes], params, generators)
+        for index, token in zip(indexes, tokens, strict=True):
             rows[index].ids.append(token)
 
 

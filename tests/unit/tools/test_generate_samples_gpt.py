@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -12,9 +13,11 @@ from typing import Any
 import pytest
 
 from megatron_ds import cli
-from megatron_ds.config import ModelConfig
-from megatron_ds.inference.cli import model_conflicts
+from megatron_ds.config import ModelConfig, RuntimeConfig
+from megatron_ds.inference.cli import loaded_model, model_conflicts
+from megatron_ds.inference.generate import GenerationConfig
 from megatron_ds.inference.sampling_params import SamplingParams
+from megatron_ds.launch import distributed
 from tests.problems import codes, fields, printed_codes
 from tools import generate_samples_gpt as tool
 
@@ -58,24 +61,24 @@ def test_dashes_and_underscores_are_equivalent(tmp_path: Path) -> None:
 
     assert dashes == lines
     assert dashes.sampling == SamplingParams(top_k=5, top_p=0.5)
-    assert dashes.max_new_tokens == 7
+    assert dashes.out_seq_length == 7
 
 
 def test_defaults_are_those_of_the_forks(tmp_path: Path) -> None:
     options = parse("--load", tmp_path)
 
     assert options.sampling == SamplingParams(1.0, 0, 0.0, False, 1234)
-    assert options.max_new_tokens == 1024
     assert options.is_interactive
     assert options.checkpoint.precision is None
-    assert options.kv_cache
-    assert not parse("--load", tmp_path, "--recompute").kv_cache
 
 
 def test_default_length_is_limited_by_the_training_sequence(tmp_path: Path) -> None:
-    model = ModelConfig(seq_length=64)
-    assert parse("--load", tmp_path).max_length(model) == 64
-    assert parse("--load", tmp_path, "--out-seq-length", 900).max_length(model) is None
+    def config(*flags: object) -> GenerationConfig:
+        return parse("--load", tmp_path, *flags).generation_config(ModelConfig(seq_length=64), 9)
+
+    assert config() == GenerationConfig(1024, SamplingParams(), 9, 64, use_cache=True)
+    free = GenerationConfig(900, SamplingParams(), 9, None, use_cache=False)
+    assert config("--out-seq-length", 900, "--recompute") == free
 
 
 def test_prompts_are_repeatable(tmp_path: Path) -> None:
@@ -100,10 +103,17 @@ def test_training_flags_are_separated_from_tool_flags(
     assert printed_codes(capsys.readouterr().err) == ["ignored-flag"]
 
 
-def test_peer_ranks_wait_indefinitely_for_typed_prompts(tmp_path: Path) -> None:
+def test_peer_ranks_wait_indefinitely_for_typed_prompts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used: list[RuntimeConfig] = []
+    monkeypatch.setattr(distributed, "init_distributed", used.append)
+
     def minutes(*arguments: object, endless: bool) -> float:
         options = parse("--load", tmp_path, *arguments)
-        return options.runtime_config(endless=endless).distributed_timeout_minutes
+        with contextlib.suppress(AttributeError), loaded_model(options, None, endless=endless):
+            pass
+        return used[-1].distributed_timeout_minutes
 
     assert minutes(endless=True) > 60 * 24
     assert minutes(endless=False) == 10.0
@@ -235,9 +245,7 @@ def test_typed_prompts_continue_after_invalid_ones_until_stop(
 
 
 def write_output(options: tool.Options, prompts: list[tool.Prompt], texts: list[list[int]]) -> None:
-    with tool.Output(options, Words()) as output:
-        output.write(prompts[:1], texts[:1])
-        output.write(prompts[1:], texts[1:])
+    tool.write_texts(options, Words(), zip(prompts, texts, strict=True))
 
 
 def test_samples_are_written_as_json_lines(tmp_path: Path) -> None:
