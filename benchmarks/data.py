@@ -42,7 +42,7 @@ from megatron_ds.data.build_datasets import build_datasets
 from megatron_ds.data.gpt_dataset import GPTDataset, TokenDataset, read_samples
 from megatron_ds.data.index_cache import ArrayCache
 from megatron_ds.data.indexed_dataset import HEADER, MAGIC, IndexedDataset
-from megatron_ds.data.indexed_writer import IndexedWriter
+from megatron_ds.data.indexed_writer import pair_writer
 from megatron_ds.data.micro_batches import MicroBatchIterator
 from megatron_ds.data.sample_index import (
     SampleIndexes,
@@ -438,7 +438,7 @@ def write_tokens(folder: Path, samples: int) -> str:
     prefix = folder / "tokens"
     rng = np.random.RandomState(0)
     lengths = random_lengths(samples + samples // 10 + 1000, 0)
-    with IndexedWriter(prefix, np.uint16) as writer:
+    with pair_writer(prefix, np.uint16) as writer:
         for part in np.array_split(lengths, max(1, len(lengths) // 10_000)):
             tokens = rng.randint(0, VOCABULARY - 47, int(part.sum())).astype(np.uint16)
             writer.add_documents(tokens, part)

@@ -25,7 +25,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.common import this_machine, versions, write_json
-from megatron_ds.data.indexed_writer import IndexedWriter
+from megatron_ds.data.indexed_writer import pair_writer
 
 HERE = Path(__file__).resolve().parent.parent
 MODEL = (
@@ -104,7 +104,7 @@ def synthetic_corpus(folder: Path) -> Path:
     """Write a pair of random tokens and return its prefix."""
     prefix = folder / "tokens"
     rng = np.random.default_rng(0)
-    with IndexedWriter(prefix, np.uint16) as writer:
+    with pair_writer(prefix, np.uint16) as writer:
         for _ in range(DOCUMENTS):
             writer.add_document(rng.integers(0, VOCABULARY, LENGTH, dtype=np.uint16))
     return prefix

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_ds.data.indexed_writer import IndexedWriter
+from megatron_ds.data.indexed_writer import pair_writer
 
 
 def write_pair(
@@ -15,12 +15,12 @@ def write_pair(
     """Writes one sequence per document.
 
     Args:
-        more: Further arguments of `IndexedWriter`.
+        more: Further arguments of `pair_writer`.
 
     Returns:
         The prefix.
     """
-    with IndexedWriter(prefix, dtype, *more) as writer:
+    with pair_writer(prefix, dtype, *more) as writer:
         for document in documents:
             writer.add_document(document)
     return str(prefix)

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterator
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import TracebackType
 from typing import BinaryIO, NamedTuple
 
 import numpy as np
@@ -28,11 +27,7 @@ from megatron_ds.data.indexed_dataset import (
     Tokens,
     sequence_offsets,
 )
-from megatron_ds.fileio.atomic import (
-    fsync_file,
-    fsync_path,
-    name_in_errors,
-)
+from megatron_ds.fileio.atomic import StrPath, fsync_file, fsync_path, name_in_errors
 from megatron_ds.fileio.file_lock import is_at, lock_now
 
 DOC_INDEX_SUFFIX = ".documents.partial"
@@ -71,14 +66,14 @@ class TokenFileWriter:
         self,
         prefix: str,
         dtype: npt.DTypeLike,
-        files: tuple[BinaryIO, BinaryIO, BinaryIO],
+        files: Sequence[BinaryIO],
         written: WriteCounts = NOTHING_WRITTEN,
     ) -> None:
         self.prefix = prefix
         self.dtype = _checked_dtype(prefix, dtype)
         self.files = files
         self.written = written
-        self._bin, self._index, self._documents = files
+        _, self._index, self._documents = files
         if written == NOTHING_WRITTEN:
             with name_in_errors(self._index.name):
                 self._index.truncate(HEADER.size)  # room for the header
@@ -111,22 +106,15 @@ class TokenFileWriter:
             UserError: If a token does not fit the dtype, or a sequence has more than 2^31 - 1.
         """
         array, sizes = np.asarray(tokens), np.asarray(lengths, dtype=np.int64)
-        if int(sizes.sum()) != array.size:
+        counts = np.ones_like(sizes) if sequences is None else np.asarray(sequences, np.int64)
+        if (sizes.sum(), counts.sum()) != (array.size, sizes.size):
             raise ValueError(
-                f"{self.prefix}: {array.size} tokens, but sequences of {sizes.sum()} tokens"
+                f"{self.prefix}: {array.size} tokens in {sizes.size} sequences, but the lengths "
+                f"give {sizes.sum()} tokens and the documents {counts.sum()} sequences"
             )
-        if sizes.size and int(sizes.max()) > np.iinfo(np.int32).max:
+        if sizes.max(initial=0) > np.iinfo(np.int32).max:
             raise user_error("sequence-too-long", prefix=self.prefix, max=sizes.max())
-        if sequences is None:
-            ends = np.arange(1, sizes.size + 1)
-        else:
-            ends = np.cumsum(np.asarray(sequences, dtype=np.int64))
-            if (int(ends[-1]) if ends.size else 0) != sizes.size:
-                raise ValueError(
-                    f"{self.prefix}: {sizes.size} sequences, but documents of "
-                    f"{ends[-1] if ends.size else 0} sequences"
-                )
-        self._add(_cast_checked(array, self.dtype, self.prefix), sizes, ends)
+        self._add(_cast_checked(array, self.dtype, self.prefix), sizes, np.cumsum(counts))
 
     def add_dataset(self, data: IndexedDataset) -> None:
         """Appends all sequences and documents of another pair of the same dtype."""
@@ -185,103 +173,62 @@ class TokenFileWriter:
         self._index.write(head)
 
 
-class IndexedWriter(TokenFileWriter):
+@contextmanager
+def pair_writer(
+    prefix: StrPath, dtype: npt.DTypeLike, tokenizer_metadata: bytes | None = None
+) -> Iterator[TokenFileWriter]:
     """Writes a pair of token files, which get their names only when they are complete.
 
-    Use as a context manager, or call `finalize`. Leaving the `with` block by an exception removes
-    the files. A killed process leaves files that end in `.partial`; the next writer of the same
-    prefix overwrites them.
+    Leaving the `with` block by an exception removes the files. A killed process leaves files that
+    end in `.partial`; the next writer of the same prefix overwrites them.
 
     Args:
         prefix: Path of the pair without `.bin` and `.idx`.
         dtype: Storage type of the tokens, see `token_dtype`.
         tokenizer_metadata: Content of the file that records the tokenizer; None for no such file.
 
+    Yields:
+        The writer.
+
     Raises:
-        UserError: If another process writes the same prefix, or if a token does not fit the dtype.
+        UserError: If another process writes the same prefix.
+        OSError: If the disk does, with the name of the file.
     """
-
-    def __init__(
-        self,
-        prefix: str | os.PathLike[str],
-        dtype: npt.DTypeLike,
-        tokenizer_metadata: bytes | None = None,
-    ) -> None:
-        prefix = os.fspath(prefix)
-        _checked_dtype(prefix, dtype)
-        self._tokenizer_metadata = tokenizer_metadata
-        self._closed = False
-        with ExitStack() as undo:
-            tokens = undo.enter_context(_open_locked(prefix + ".bin.partial", prefix))
-            undo.callback(_remove_partial_files, prefix)
-            tokens.truncate(0)
-            index = undo.enter_context(open(prefix + ".idx.partial", "w+b"))
-            documents = undo.enter_context(open(prefix + DOC_INDEX_SUFFIX, "w+b"))
-            super().__init__(prefix, dtype, (tokens, index, documents))
-            undo.pop_all()
-
-    def finalize(self) -> None:
-        """Completes and fsyncs the files, then gives them their names, the index last.
-
-        Raises:
-            OSError: If the disk does, with the name of the file.
-        """
-        assert not self._closed, "the pair is already closed"
-        self.finish()
-        for file in (self._bin, self._index):
+    prefix = os.fspath(prefix)
+    dtype = _checked_dtype(prefix, dtype)
+    files = [_open_locked(prefix + ".bin.partial", prefix)]
+    try:
+        files[0].truncate(0)
+        for suffix in (".idx.partial", DOC_INDEX_SUFFIX):
+            files.append(open(prefix + suffix, "w+b"))  # noqa: SIM115
+        writer = TokenFileWriter(prefix, dtype, files)
+        yield writer
+        writer.finish()
+        for file in files[:2]:
             fsync_file(file)
         suffixes = [".bin", ".idx"]
-        if self._tokenizer_metadata is not None:
-            path = f"{self.prefix}{TOKENIZER_SUFFIX}.partial"
+        if tokenizer_metadata is not None:
+            path = f"{prefix}{TOKENIZER_SUFFIX}.partial"
             with name_in_errors(path), open(path, "wb") as file:
-                file.write(self._tokenizer_metadata)
+                file.write(tokenizer_metadata)
                 fsync_file(file)
             suffixes.insert(1, TOKENIZER_SUFFIX)
         # An older index must never describe the new tokens, not even for a moment.
         for suffix in (".idx", TOKENIZER_SUFFIX):
-            Path(self.prefix + suffix).unlink(missing_ok=True)
+            Path(prefix + suffix).unlink(missing_ok=True)
         for suffix in suffixes:
-            os.replace(f"{self.prefix}{suffix}.partial", self.prefix + suffix)
-        Path(self.prefix + DOC_INDEX_SUFFIX).unlink()
-        fsync_path(os.path.dirname(self.prefix) or ".")
-        self._close()
-
-    def abort(self) -> None:
-        """Removes the files."""
-        if not self._closed:
-            _remove_partial_files(self.prefix)
-            self._close()
-
-    def __enter__(self) -> IndexedWriter:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        try:
-            if kind is None and not self._closed:
-                self.finalize()
-        finally:
-            self.abort()
-
-    def _add(self, tokens: Tokens, lengths: IntArray, ends: IntArray) -> None:
-        assert not self._closed, "the pair is already closed"
-        super()._add(tokens, lengths, ends)
-
-    def _close(self) -> None:
-        self._closed = True
-        for file in self.files:
+            os.replace(f"{prefix}{suffix}.partial", prefix + suffix)
+        Path(prefix + DOC_INDEX_SUFFIX).unlink()
+        fsync_path(os.path.dirname(prefix) or ".")
+    except BaseException:
+        for suffix in (".bin", ".idx", TOKENIZER_SUFFIX):
+            Path(f"{prefix}{suffix}.partial").unlink(missing_ok=True)
+        Path(prefix + DOC_INDEX_SUFFIX).unlink(missing_ok=True)
+        raise
+    finally:
+        for file in files:
             with suppress(OSError):  # closing flushes, which fails on a full disk
                 file.close()
-
-
-def _remove_partial_files(prefix: str) -> None:
-    suffixes = (".bin.partial", ".idx.partial", f"{TOKENIZER_SUFFIX}.partial", DOC_INDEX_SUFFIX)
-    for suffix in suffixes:
-        Path(prefix + suffix).unlink(missing_ok=True)
 
 
 def _checked_dtype(prefix: str, dtype: npt.DTypeLike) -> np.dtype[np.generic]:
@@ -289,7 +236,7 @@ def _checked_dtype(prefix: str, dtype: npt.DTypeLike) -> np.dtype[np.generic]:
     if checked not in DTYPE_CODES:
         raise ValueError(
             f"{prefix}: tokens cannot be stored as {checked}; supported: "
-            f"{', '.join(str(d) for d in DTYPE_CODES)}"
+            f"{', '.join(map(str, DTYPE_CODES))}"
         )
     return checked
 
@@ -310,19 +257,18 @@ def _open_locked(path: str, prefix: str) -> BinaryIO:
     Raises:
         UserError: If another process has it open.
     """
-    with ExitStack() as undo:
-        file = undo.enter_context(open(path, "ab"))
-        locked = lock_now(file)
-        # Between the two lines above, another process may have finished and renamed this file.
-        if locked is False or not is_at(file, path):
-            raise user_error("prefix-in-use", prefix=prefix)
-        if locked is None:
-            warnings.warn(
-                f"{path} is on a file system without locks: no other process may write it",
-                stacklevel=3,
-            )
-        undo.pop_all()
-        return file
+    file = open(path, "ab")  # noqa: SIM115
+    locked = lock_now(file)
+    # Between the two lines above, another process may have finished and renamed this file.
+    if locked is False or not is_at(file, path):
+        file.close()
+        raise user_error("prefix-in-use", prefix=prefix)
+    if locked is None:
+        warnings.warn(
+            f"{path} is on a file system without locks: no other process may write it",
+            stacklevel=3,
+        )
+    return file
 
 
 def _read_blocks(file: BinaryIO, dtype: str, count: int) -> Iterator[IntArray]:

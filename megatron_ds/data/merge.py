@@ -14,7 +14,7 @@ import numpy as np
 
 from megatron_ds.config.problems import Problem, UserError, option, raise_if_any, user_error
 from megatron_ds.data.indexed_dataset import IndexedDataset
-from megatron_ds.data.indexed_writer import IndexedWriter
+from megatron_ds.data.indexed_writer import pair_writer
 from megatron_ds.data.tokenizer_metadata import merged_metadata
 
 
@@ -112,7 +112,7 @@ def merge(
     raise_if_any(problems)
     made_by = merged_metadata(list(prefixes))
     merged = MergeProgress(total_bytes=total_size)
-    with IndexedWriter(output_prefix, types[first], made_by) as writer:
+    with pair_writer(output_prefix, types[first], made_by) as writer:
         for prefix in prefixes:
             pair = IndexedDataset(prefix)
             writer.add_dataset(pair)

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from megatron_ds.data.indexed_writer import IndexedWriter
+from megatron_ds.data.indexed_writer import pair_writer
 from tests.dist.cache_processes import PROCESSES, STORE
 
 SERVER = Path(__file__).with_name("cache_processes.py")
@@ -35,7 +35,7 @@ def data(root: Path) -> Iterator[list[str]]:
     folder = root / "data"
     folder.mkdir()
     for name, first in (("a", 0), ("b", 500)):
-        with IndexedWriter(folder / name, "uint16") as writer:
+        with pair_writer(folder / name, "uint16") as writer:
             for number in range(60):
                 writer.add_document(range(first + number, first + 2 * number + 3))
     folder.chmod(0o555)

@@ -9,7 +9,7 @@ import pytest
 from megatron_ds.config import DataConfig
 from megatron_ds.data.build_datasets import build_datasets
 from megatron_ds.data.gpt_dataset import TokenDataset
-from megatron_ds.data.indexed_writer import IndexedWriter
+from megatron_ds.data.indexed_writer import pair_writer
 from megatron_ds.data.micro_batches import MicroBatchIterator
 
 SAMPLES = 24
@@ -23,7 +23,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, ...]
     """--data-path of one file and of a blend of two. No token occurs twice."""
     folder = tmp_path_factory.mktemp("tokens")
     for name, first in (("a", 0), ("b", 10_000)):
-        with IndexedWriter(folder / name, "uint16") as writer:
+        with pair_writer(folder / name, "uint16") as writer:
             for size in np.random.default_rng(first).integers(3, 20, 40).tolist():
                 writer.add_document(list(range(first, first + size)))
                 first += size

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_ds.data.indexed_writer import IndexedWriter
+from megatron_ds.data.indexed_writer import pair_writer
 from tests.e2e.runs import Launcher, Settings
 
 VOCAB = 120
@@ -19,7 +19,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Prefix of token files whose documents count up from a random token."""
     prefix = tmp_path_factory.mktemp("corpus") / "tokens"
     draw = np.random.default_rng(0)
-    with IndexedWriter(prefix, np.uint16) as writer:
+    with pair_writer(prefix, np.uint16) as writer:
         for _ in range(300):
             start, length = draw.integers(0, VOCAB), draw.integers(10, 60)
             writer.add_document(np.append((start + np.arange(length)) % VOCAB, VOCAB))

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from megatron_ds.data.indexed_writer import IndexedWriter
+from megatron_ds.data.indexed_writer import pair_writer
 from tests.e2e.conftest import VOCAB
 from tests.e2e.runs import (
     Launcher,
@@ -32,7 +32,7 @@ def second_corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Prefix of token files whose documents count down."""
     prefix = tmp_path_factory.mktemp("second") / "other"
     draw = np.random.default_rng(1)
-    with IndexedWriter(prefix, np.uint16) as writer:
+    with pair_writer(prefix, np.uint16) as writer:
         for _ in range(100):
             start, length = draw.integers(0, VOCAB), draw.integers(10, 60)
             writer.add_document(np.append((start - np.arange(length)) % VOCAB, VOCAB))

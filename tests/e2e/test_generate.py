@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_ds.data.indexed_writer import IndexedWriter
+from megatron_ds.data.indexed_writer import pair_writer
 from tests.e2e.runs import clean_environment, free_port
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -60,7 +60,7 @@ def run(*argv: object, code: int = 0, stdin: str = "") -> CommandResult:
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The --save folder of a model that counts."""
     folder = tmp_path_factory.mktemp("generate")
-    with IndexedWriter(str(folder / "data"), np.uint16) as writer:
+    with pair_writer(str(folder / "data"), np.uint16) as writer:
         for start in range(64):
             writer.add_document((np.arange(start, start + 65) % PERIOD).astype(np.uint16))
     run(

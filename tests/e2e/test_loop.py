@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from megatron_ds.data.indexed_writer import IndexedWriter
+from megatron_ds.data.indexed_writer import pair_writer
 from megatron_ds.data.validation import BLOCK_TOKENS, MAX_BLOCKS_PER_FILE
 from tests.e2e.runs import (
     Launcher,
@@ -291,7 +291,7 @@ def test_data_of_another_tokenizer_is_rejected(
     starts = np.linspace(0, len(tokens) - BLOCK_TOKENS, MAX_BLOCKS_PER_FILE, dtype=np.int64)
     for start in starts:
         tokens[start : start + BLOCK_TOKENS] = 1
-    with IndexedWriter(tmp_path / "tokens", np.uint16) as writer:
+    with pair_writer(tmp_path / "tokens", np.uint16) as writer:
         writer.add_documents(tokens, np.full(len(tokens) // 64, 64))
     settings = {**base, "data_path": tmp_path / "tokens", "split": "100,0,0"}
     output = reject(launcher, settings, code=1, ranks=2)
@@ -302,7 +302,7 @@ def test_data_of_another_tokenizer_is_rejected(
 def test_too_little_data_for_a_split_is_rejected(
     launcher: Launcher, base: Settings, tmp_path: Path
 ) -> None:
-    with IndexedWriter(tmp_path / "tokens", np.uint16) as writer:
+    with pair_writer(tmp_path / "tokens", np.uint16) as writer:
         writer.add_document(np.arange(100))
     settings = {**base, "data_path": tmp_path / "tokens", "eval_iters": 1}
     output = reject(launcher, settings, code=2)

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from megatron_ds.config import DataConfig, TokenizerConfig
 from megatron_ds.data.build_datasets import build_datasets
 from megatron_ds.data.indexed_dataset import IndexedDataset, token_dtype
-from megatron_ds.data.indexed_writer import IndexedWriter
+from megatron_ds.data.indexed_writer import pair_writer
 from megatron_ds.data.merge import merge
 from megatron_ds.data.sample_index import build_indexes
 from megatron_ds.preprocess.inputs import InputSpec
@@ -70,7 +70,7 @@ def written_by_megatron(
 
 
 def written_by_us(prefix: Path, documents: Sequence[Any], size: int) -> str:
-    with IndexedWriter(prefix, token_dtype(size)) as writer:
+    with pair_writer(prefix, token_dtype(size)) as writer:
         for document in documents:
             lengths = [len(sequence) for sequence in document]
             tokens = [token for sequence in document for token in sequence]

@@ -18,7 +18,7 @@ import pytest
 from megatron_ds.config.problems import UserError
 from megatron_ds.data import indexed_writer
 from megatron_ds.data.indexed_dataset import IndexedDataset, token_dtype
-from megatron_ds.data.indexed_writer import IndexedWriter, TokenFileWriter
+from megatron_ds.data.indexed_writer import TokenFileWriter, pair_writer
 from tests.problems import raises_problem
 from tests.token_files import write_pair
 
@@ -66,7 +66,7 @@ def test_written_bytes_equal_the_reference(
     tmp_path: Path, dtype: str, code: int, letter: str
 ) -> None:
     write_reference(tmp_path / "reference", [[d] for d in DOCUMENTS], code=code, letter=letter)
-    with IndexedWriter(tmp_path / "ours", dtype) as writer:
+    with pair_writer(tmp_path / "ours", dtype) as writer:
         writer.add_document(DOCUMENTS[0])
         writer.add_documents([*DOCUMENTS[1], *DOCUMENTS[2]], [1, 4])
     for suffix in (".bin", ".idx"):
@@ -159,7 +159,7 @@ def test_failed_writer_keeps_the_older_pair(tmp_path: Path) -> None:
     write_pair(tmp_path / "p", [[1]])
 
     def fail() -> None:
-        with IndexedWriter(tmp_path / "p", "uint16") as writer:
+        with pair_writer(tmp_path / "p", "uint16") as writer:
             writer.add_document([2])
             raise RuntimeError
 
@@ -172,10 +172,10 @@ def test_failed_writer_keeps_the_older_pair(tmp_path: Path) -> None:
 def test_killed_writer_leaves_no_pair(tmp_path: Path) -> None:
     code = (
         "import os, signal\n"
-        "from megatron_ds.data.indexed_writer import IndexedWriter\n"
-        f"writer = IndexedWriter({str(tmp_path / 'p')!r}, 'uint16')\n"
-        "writer.add_document([7] * 100000)\n"
-        "os.kill(os.getpid(), signal.SIGKILL)\n"
+        "from megatron_ds.data.indexed_writer import pair_writer\n"
+        f"with pair_writer({str(tmp_path / 'p')!r}, 'uint16') as writer:\n"
+        "    writer.add_document([7] * 100000)\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
     )
     killed = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, check=False)
     assert killed.returncode == -signal.SIGKILL
@@ -184,16 +184,16 @@ def test_killed_writer_leaves_no_pair(tmp_path: Path) -> None:
 
 
 def test_second_writer_of_a_prefix_is_rejected(tmp_path: Path) -> None:
-    with IndexedWriter(tmp_path / "p", "uint16") as writer:
+    with pair_writer(tmp_path / "p", "uint16") as writer:
         writer.add_document([1])
         with raises_problem("prefix-in-use"):
-            IndexedWriter(tmp_path / "p", "uint16")
+            write_pair(tmp_path / "p", [])
     assert IndexedDataset(tmp_path / "p").get(0).tolist() == [1]
 
 
 def test_documents_are_appended_in_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(indexed_writer, "BLOCK_ITEMS", 2)
-    with IndexedWriter(tmp_path / "p", "int32") as writer:
+    with pair_writer(tmp_path / "p", "int32") as writer:
         writer.add_documents([1, 2, 3, 4], [1, 3], [2])
         writer.add_documents([], [], [])
         writer.add_documents([5, 6, 7], [1, 1, 1], [0, 1, 2])
@@ -203,7 +203,7 @@ def test_documents_are_appended_in_blocks(tmp_path: Path, monkeypatch: pytest.Mo
     data = IndexedDataset(tmp_path / "p")
     assert data.lengths.tolist() == [1, 3, 1, 1, 1, 2]
     assert data.document_index.tolist() == [0, 2, 2, 3, 5, 6]
-    with IndexedWriter(tmp_path / "q", "int32") as writer:
+    with pair_writer(tmp_path / "q", "int32") as writer:
         writer.add_dataset(data)
         writer.add_dataset(data)
     twice = IndexedDataset(tmp_path / "q")
@@ -215,7 +215,7 @@ def peak_memory_of_writing(prefix: Path, documents: int) -> int:
     """Peak bytes allocated by Python and numpy while tiny documents are written."""
     ones = np.ones(1000, np.uint16)
     tracemalloc.start()
-    with IndexedWriter(prefix, "uint16") as writer:
+    with pair_writer(prefix, "uint16") as writer:
         for _ in range(documents // 1000):
             writer.add_documents(ones, ones)
     peak = tracemalloc.get_traced_memory()[1]
@@ -261,14 +261,14 @@ def test_interrupted_pair_is_continued(tmp_path: Path) -> None:
 
 
 def test_tokens_and_dtypes_that_do_not_fit_are_rejected(tmp_path: Path) -> None:
-    with IndexedWriter(tmp_path / "p", "uint16") as writer:
+    with pair_writer(tmp_path / "p", "uint16") as writer:
         for tokens in ([65536], [-1]):
             with raises_problem("token-exceeds-dtype"):
                 writer.add_document(tokens)
         with pytest.raises(ValueError):
             writer.add_documents([1, 2, 3], [2])
     with pytest.raises(ValueError, match="float32"):
-        IndexedWriter(tmp_path / "q", "float32")
+        write_pair(tmp_path / "q", [], "float32")
 
 
 def test_token_dtype_depends_on_the_vocabulary_size() -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from megatron_ds.data.index_cache import ArrayCache
 from megatron_ds.data.indexed_dataset import IndexedDataset
-from megatron_ds.data.indexed_writer import IndexedWriter
+from megatron_ds.data.indexed_writer import pair_writer
 from megatron_ds.fileio.memory_map import map_file
 
 
@@ -59,7 +59,7 @@ def test_mapping_lives_as_long_as_an_array_over_it(tmp_path: Path) -> None:
 
 def test_more_files_than_the_descriptor_limit(tmp_path: Path) -> None:
     for number in range(40):
-        with IndexedWriter(tmp_path / str(number), "uint16") as writer:
+        with pair_writer(tmp_path / str(number), "uint16") as writer:
             writer.add_document([number] * 3)
     cache = ArrayCache([tmp_path])
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -12,7 +12,7 @@ import pytest
 
 from megatron_ds.cli.arguments import build_config
 from megatron_ds.data.indexed_dataset import TOKENIZER_SUFFIX, IndexedDataset
-from megatron_ds.data.indexed_writer import IndexedWriter
+from megatron_ds.data.indexed_writer import pair_writer
 from megatron_ds.data.tokenizer_metadata import merged_metadata, read_tokenizer, tokenizer_mismatch
 from megatron_ds.preprocess.inputs import InputSpec
 from megatron_ds.preprocess.options import PreprocessOptions
@@ -106,7 +106,7 @@ def test_a_new_pair_removes_the_old_fingerprint(tmp_path: Path) -> None:
     pair(tmp_path / "p", None, tokens=3)
     assert read_tokenizer(str(tmp_path / "p")) is None
     assert IndexedDataset(tmp_path / "p").get(0).size == 3
-    with pytest.raises(RuntimeError), IndexedWriter(tmp_path / "p", np.uint16, b"{}"):
+    with pytest.raises(RuntimeError), pair_writer(tmp_path / "p", np.uint16, b"{}"):
         raise RuntimeError
     assert sorted(path.name for path in tmp_path.iterdir()) == ["p.bin", "p.idx"]
 

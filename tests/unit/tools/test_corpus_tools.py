@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_ds.data.indexed_writer import IndexedWriter
+from megatron_ds.data.indexed_writer import pair_writer
 from megatron_ds.tokenizer.gpt2 import GPT2BPETokenizer
 from tests.problems import raises_problem
 from tools import make_corpus, plot_loss, train_tokenizer, unigram_loss
@@ -59,7 +59,7 @@ def test_trained_tokenizer_loads_as_gpt2_files(tmp_path: Path) -> None:
 
 def test_unigram_loss_of_known_tokens(tmp_path: Path) -> None:
     """Training tokens 0 0 0 1, validation tokens 0 2, three ids: (3+1, 1+1, 0+1) / 7."""
-    with IndexedWriter(tmp_path / "d", np.uint16) as writer:
+    with pair_writer(tmp_path / "d", np.uint16) as writer:
         for tokens in ([0, 0], [0, 1], [0, 2], [2, 2]):
             writer.add_document(np.array(tokens))
 

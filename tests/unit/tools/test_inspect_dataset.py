@@ -11,7 +11,7 @@ import pytest
 
 from megatron_ds.config import DataConfig
 from megatron_ds.data.build_datasets import build_datasets
-from megatron_ds.data.indexed_writer import IndexedWriter
+from megatron_ds.data.indexed_writer import pair_writer
 from megatron_ds.tokenizer.null import NullTokenizer
 from tests.problems import printed_codes
 from tools.inspect_dataset import main
@@ -20,7 +20,7 @@ NULL = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "100"]
 
 
 def pair(prefix: Path, documents: list[list[int]]) -> str:
-    with IndexedWriter(prefix, "uint16") as writer:
+    with pair_writer(prefix, "uint16") as writer:
         for document in documents:
             writer.add_document(document)
     return str(prefix)

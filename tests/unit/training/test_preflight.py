@@ -24,7 +24,7 @@ from megatron_ds.config import Config
 from megatron_ds.config.problems import Problem
 from megatron_ds.data import validation
 from megatron_ds.data.build_datasets import build_datasets
-from megatron_ds.data.indexed_writer import IndexedWriter
+from megatron_ds.data.indexed_writer import pair_writer
 from megatron_ds.engine.ds_config_merge import merge_file
 from megatron_ds.launch import device
 from megatron_ds.tokenizer.null import NullTokenizer
@@ -60,13 +60,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("single", np.uint16, 120, 1),
         ("short", np.uint16, 120, 3),
     ):
-        with IndexedWriter(here / name, dtype) as writer:
+        with pair_writer(here / name, dtype) as writer:
             for _ in range(documents):
                 writer.add_document(draw.integers(0, vocab, 40))
-    with IndexedWriter(here / "ended", np.uint16) as writer:
+    with pair_writer(here / "ended", np.uint16) as writer:
         for _ in range(300):
             writer.add_document([*draw.integers(0, 120, 40), 120])
-    with IndexedWriter(here / "joined", np.uint16) as writer:
+    with pair_writer(here / "joined", np.uint16) as writer:
         writer.add_document([*draw.integers(0, 120, 40), 120, *draw.integers(0, 120, 40)])
     (here / "short.bin").write_bytes((here / "short.bin").read_bytes()[:-8])
     for suffix in (".bin", ".idx"):
