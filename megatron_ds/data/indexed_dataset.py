@@ -72,6 +72,7 @@ class IndexedDataset:
     Attributes:
         lengths: [n], tokens of each sequence.
         pointers: [n], byte offset of each sequence in the `.bin` file.
+        tokens: All tokens of the file, as one read-only array.
         document_index: [d + 1], first sequence of each document, and n.
 
     Raises:
@@ -81,9 +82,15 @@ class IndexedDataset:
     def __init__(self, prefix: str | os.PathLike[str]) -> None:
         self.prefix = os.fspath(prefix)
         self.dtype, self.lengths, self.pointers, self.document_index = _read_index(self.prefix)
-        self._tokens: Tokens = _map(self.prefix + ".bin").view(np.uint8)
-        self._check_tokens()
-        self._tokens = self._tokens.view(self.dtype)
+        content = _map(self.prefix + ".bin")
+        expected = 0
+        if len(self.lengths):
+            expected = int(self.pointers[-1]) + int(self.lengths[-1]) * self.dtype.itemsize
+        if content.size != expected and not self._count_missing_eod(content):
+            raise user_error(
+                "token-file-size-mismatch", prefix=self.prefix, size=content.size, expected=expected
+            )
+        self.tokens: Tokens = content.view(self.dtype)
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -91,31 +98,10 @@ class IndexedDataset:
     def __reduce__(self) -> tuple[type[IndexedDataset], tuple[str]]:
         return IndexedDataset, (self.prefix,)
 
-    def get(self, index: int, offset: int = 0, length: int | None = None) -> Tokens:
-        """Tokens of a sequence, as a read-only view of the file.
-
-        Args:
-            index: Index of the sequence.
-            offset: First token.
-            length: Number of tokens; None for all up to the end.
-
-        Raises:
-            ValueError: If the sequence is shorter.
-        """
-        size = int(self.lengths[index])
-        length = size - offset if length is None else length
-        if offset < 0 or length < 0 or offset + length > size:
-            raise ValueError(
-                f"{self.prefix}: sequence {index} has {size} tokens; "
-                f"tokens {offset} to {offset + length} were requested"
-            )
-        start = int(self.pointers[index]) // self.dtype.itemsize + offset
-        return self._tokens[start : start + length]
-
-    @property
-    def tokens(self) -> Tokens:
-        """All tokens of the file, as one read-only array."""
-        return self._tokens
+    def get(self, index: int) -> Tokens:
+        """Tokens of a sequence, as a read-only view of the file."""
+        start = int(self.pointers[index]) // self.dtype.itemsize
+        return self.tokens[start : start + int(self.lengths[index])]
 
     def warm_up(self) -> None:
         """Read the token file once, to load it into the page cache."""
@@ -124,18 +110,7 @@ class IndexedDataset:
             while file.readinto(buffer):
                 pass
 
-    def _check_tokens(self) -> None:
-        item = self.dtype.itemsize
-        size = self._tokens.size
-        expected = int(self.pointers[-1]) + int(self.lengths[-1]) * item if len(self.lengths) else 0
-        if size == expected:
-            return
-        if not self._count_missing_eod(size):
-            raise user_error(
-                "token-file-size-mismatch", prefix=self.prefix, size=size, expected=expected
-            )
-
-    def _count_missing_eod(self, size: int) -> bool:
+    def _count_missing_eod(self, content: npt.NDArray[np.uint8]) -> bool:
         """Corrects the lengths if exactly one EOD per document is not counted.
 
         Returns:
@@ -145,19 +120,19 @@ class IndexedDataset:
         starts, ends = self.document_index[:-1], self.document_index[1:]
         last = ends[ends > starts] - 1
         lengths = np.array(self.lengths, dtype=np.int64)
-        if size != (int(lengths.sum()) + len(last)) * item:
+        if content.size != (int(lengths.sum()) + len(last)) * item:
             return False
         lengths[last] += 1
         pointers = sequence_offsets(lengths, item)
         probed = last[:: max(1, len(last) // PROBED_DOCUMENTS)]
-        finals = self._tokens.view(self.dtype)[pointers[probed] // item + lengths[probed] - 1]
+        finals = content.view(self.dtype)[pointers[probed] // item + lengths[probed] - 1]
         if len(np.unique(finals)) != 1:
             return False
         warnings.warn(
             f"{self.prefix}.idx does not count the end-of-document token {finals[0]} of its "
             f"{len(last)} documents, as written by microsoft/Megatron-DeepSpeed; using corrected "
             "lengths. Preprocess the data again to get a correct file",
-            stacklevel=4,
+            stacklevel=3,
         )
         self.lengths, self.pointers = lengths.astype(np.int32), pointers
         return True

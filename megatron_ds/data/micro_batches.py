@@ -12,8 +12,7 @@ import itertools
 import signal
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -21,8 +20,6 @@ from torch.utils.data import DataLoader, Dataset
 
 from megatron_ds.config.problems import UserError
 from megatron_ds.data.gpt_dataset import SampleArray, TokenDataset, read_samples
-
-T = TypeVar("T")
 
 SAMPLES_PER_MESSAGE = 256
 """Samples that a loader process sends at once: a message costs as much as ten samples."""
@@ -46,8 +43,8 @@ class Batch(NamedTuple):
         """Truncates each sample to its first `length` tokens."""
         if length >= self.tokens_BS.shape[1]:
             return self
-        parts = (value[:, :length] if isinstance(value, torch.Tensor) else value for value in self)
-        return Batch._make(parts)
+        tokens_BS, labels_BS, mask_BS = (value[:, :length] for value in self[:3])
+        return Batch(tokens_BS, labels_BS, mask_BS, self.position)
 
 
 class MicroBatchIterator:
@@ -95,7 +92,7 @@ class MicroBatchIterator:
         self._rows = _MicroBatchDataset(dataset, micro_batch_size)
         self._num_workers = num_workers
         self._eod = eod
-        self._iterator: Iterator[tuple[int, SampleArray | _DataError]] | None = None
+        self._iterator: Iterator[tuple[int, SampleArray | UserError]] | None = None
         self._closed = False
 
     def __len__(self) -> int:
@@ -111,8 +108,8 @@ class MicroBatchIterator:
         if self._iterator is None:
             self._iterator = self._read_all()
         position, rows = next(self._iterator)
-        if isinstance(rows, _DataError):
-            raise rows.error
+        if isinstance(rows, UserError):
+            raise rows
         return collate(rows, position, self._eod)
 
     def close(self) -> None:
@@ -120,28 +117,24 @@ class MicroBatchIterator:
         self._closed = True
         self._iterator = None
 
-    def _read_all(self) -> Iterator[tuple[int, SampleArray | _DataError]]:
+    def _read_all(self) -> Iterator[tuple[int, SampleArray | UserError]]:
         if not self._num_workers:
             return map(self._rows.read, self._positions)
-        per_message = max(1, SAMPLES_PER_MESSAGE // self._micro_batch_size)
+        every, size = self._positions, max(1, SAMPLES_PER_MESSAGE // self._micro_batch_size)
         return itertools.chain.from_iterable(
             DataLoader(
                 self._rows,
                 batch_size=None,
-                sampler=_PositionBatches(self._positions, per_message),
+                sampler=(every[at : at + size] for at in range(0, len(every), size)),
                 num_workers=self._num_workers,
                 # numpy arrays are sent through the pipe. torch would send a file descriptor for
                 # each tensor, which costs several milliseconds on a busy machine.
-                collate_fn=_identity,
+                collate_fn=list,
                 # By default the loader draws from torch's global generator, which dropout uses.
                 generator=torch.Generator(),
                 worker_init_fn=_die_with_parent,
             )
         )
-
-
-def _identity(message: T) -> T:
-    return message
 
 
 def _die_with_parent(worker: int) -> None:
@@ -158,63 +151,39 @@ def _die_with_parent(worker: int) -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL))
 
 
-@dataclass(frozen=True)
-class _DataError:
-    """A user's error in a loader process; torch's loader would wrap an exception in a traceback."""
+class _MicroBatchDataset(Dataset["list[tuple[int, SampleArray | UserError]]"]):
+    """Maps the positions of first samples to the samples of micro-batches, [B, S + 1] each.
 
-    error: UserError
-
-
-@dataclass(frozen=True)
-class _PositionBatches:
-    """A sampler that yields `size` positions at a time, without a list of them all."""
-
-    positions: range
-    size: int
-
-    def __len__(self) -> int:
-        return -(-len(self.positions) // self.size)
-
-    def __iter__(self) -> Iterator[range]:
-        for first in range(0, len(self.positions), self.size):
-            yield self.positions[first : first + self.size]
-
-
-class _MicroBatchDataset(Dataset["list[tuple[int, SampleArray | _DataError]]"]):
-    """Maps the positions of first samples to the samples of micro-batches, [B, S + 1] each."""
+    A user's error is returned: torch's loader would wrap an exception in a traceback.
+    """
 
     def __init__(self, dataset: TokenDataset, micro_batch_size: int) -> None:
         self._dataset = dataset
         self._micro_batch_size = micro_batch_size
 
-    def __getitem__(self, positions: Sequence[int]) -> list[tuple[int, SampleArray | _DataError]]:
+    def __getitem__(self, positions: Sequence[int]) -> list[tuple[int, SampleArray | UserError]]:
         """One message of a loader process, in the smallest integer type."""
         return [(position, _narrow_dtype(rows)) for position, rows in map(self.read, positions)]
 
-    def read(self, position: int) -> tuple[int, SampleArray | _DataError]:
+    def read(self, position: int) -> tuple[int, SampleArray | UserError]:
+        positions = range(position, position + self._micro_batch_size)
         try:
-            return position, read_samples(
-                self._dataset, range(position, position + self._micro_batch_size)
-            )
+            return position, read_samples(self._dataset, positions)
         except UserError as error:
-            return position, _DataError(error)
+            return position, error
 
 
-def _narrow_dtype(rows: SampleArray | _DataError) -> SampleArray | _DataError:
-    if isinstance(rows, _DataError):
+def _narrow_dtype(rows: SampleArray | UserError) -> SampleArray | UserError:
+    if isinstance(rows, UserError) or rows.min(initial=0) < 0:
         return rows
-    smallest = np.min_scalar_type(rows.max(initial=0))
-    return rows.astype(smallest) if rows.min(initial=0) >= 0 else rows
+    return rows.astype(np.min_scalar_type(rows.max(initial=0)))
 
 
 def collate(rows: SampleArray, position: int, eod: int | None) -> Batch:
     """Makes a micro-batch of samples [B, S + 1] of any integer type."""
     both = torch.from_numpy(rows.astype(np.int64, copy=False))
     tokens_BS, labels_BS = both[:, :-1], both[:, 1:]
-    if eod is None:
-        mask_BS = _ones(tokens_BS.shape)
-    else:
-        mask_BS = (tokens_BS != eod).to(torch.float32)
+    mask_BS = _ones(tokens_BS.shape) if eod is None else (tokens_BS != eod).to(torch.float32)
     return Batch(tokens_BS, labels_BS, mask_BS, position)
 
 

@@ -86,9 +86,6 @@ def test_documents_with_several_and_without_sequences_are_read(
     assert (data.dtype, len(data), data.lengths.tolist()) == (np.dtype(dtype), 3, [2, 1, 3])
     assert data.document_index.tolist() == [0, 2, 2, 3]
     assert [data.get(i).tolist() for i in range(3)] == [[1, 2], [3], [4, 5, 6]]
-    assert (data.get(2, 1).tolist(), data.get(2, 1, 1).tolist()) == ([5, 6], [5])
-    with pytest.raises(ValueError):
-        data.get(2, 2, 2)
 
 
 def test_empty_pair_is_written_and_read(tmp_path: Path) -> None:
