@@ -47,8 +47,6 @@ from megatron_ds.data.micro_batches import MicroBatchIterator
 from megatron_ds.data.sample_index import (
     SampleIndexes,
     build_indexes,
-    build_shuffle_index,
-    document_order,
     total_samples,
 )
 
@@ -179,10 +177,13 @@ def compiled_indexes(documents: int, epochs: int, library: str) -> Work:
 
     def make() -> SampleIndexes:
         rng = np.random.RandomState(1)
-        order = document_order(np.arange(documents, dtype=np.int32), epochs, rng, False)
+        order = np.tile(np.arange(documents, dtype=np.int32), epochs)
+        rng.shuffle(order)
         starts = np.empty((total + 1, 2), dtype=np.int32)
         function(lengths, order, SEQUENCE, total, starts)
-        return SampleIndexes(order, starts, build_shuffle_index(total, total, rng))
+        shuffle = np.arange(total, dtype=np.uint32)
+        rng.shuffle(shuffle)
+        return SampleIndexes(order, starts, shuffle)
 
     return timed_indexes(make)
 

@@ -53,11 +53,11 @@ def work(options: Options) -> None:
     start = time.perf_counter()
     prefixes = list(options.datasets) or prefixes_in(str(options.input))
     done = merge(prefixes, options.output_prefix, _report)
-    seconds = max(time.perf_counter() - start, 1e-9)
+    written, seconds = done.written, max(time.perf_counter() - start, 1e-9)
     with output.ignore_broken_pipe():
         print(
-            f"{done.datasets} datasets: {done.documents} documents, {done.sequences} sequences, "
-            f"{done.tokens} tokens ({done.copied_bytes / seconds / 1e6:.1f} MB/s)"
+            f"{done.datasets} datasets: {written.documents} documents, {written.sequences} "
+            f"sequences, {written.tokens} tokens ({done.copied_bytes / seconds / 1e6:.1f} MB/s)"
         )
         print(f"wrote {options.output_prefix}.bin and .idx")
 

@@ -9,12 +9,13 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
 from megatron_ds.config.problems import Problem, UserError, option, raise_if_any, user_error
 from megatron_ds.data.indexed_dataset import IndexedDataset
-from megatron_ds.data.indexed_writer import pair_writer
+from megatron_ds.data.indexed_writer import WriteCounts, pair_writer
 from megatron_ds.data.tokenizer_metadata import merged_metadata
 
 
@@ -24,19 +25,15 @@ class MergeProgress:
 
     Attributes:
         datasets: Pairs copied.
-        documents: Documents copied.
-        sequences: Sequences copied.
-        tokens: Tokens copied.
+        written: Tokens, sequences and documents copied.
         copied_bytes: Bytes of tokens copied.
         total_bytes: Bytes of tokens of all inputs.
     """
 
-    datasets: int = 0
-    documents: int = 0
-    sequences: int = 0
-    tokens: int = 0
-    copied_bytes: int = 0
-    total_bytes: int = 0
+    datasets: int
+    written: WriteCounts
+    copied_bytes: int
+    total_bytes: int
 
 
 def prefixes_in(folder: str) -> list[str]:
@@ -47,25 +44,18 @@ def prefixes_in(folder: str) -> list[str]:
     """
     if not os.path.isdir(folder):
         raise user_error("folder-missing", folder=folder)
-    found: dict[str, set[str]] = {}
-    for name in os.listdir(folder):
-        stem, suffix = os.path.splitext(name)
-        if suffix in (".bin", ".idx") and os.path.isfile(os.path.join(folder, name)):
-            found.setdefault(stem, set()).add(suffix)
-    raise_if_any(
-        Problem(
-            "incomplete-pair",
-            folder=folder,
-            stem=stem,
-            suffix=next(iter(suffixes)),
-            missing=".idx" if ".bin" in suffixes else ".bin",
-        )
-        for stem, suffixes in sorted(found.items())
-        if len(suffixes) == 1
+    files = [path for path in Path(folder).iterdir() if path.is_file()]
+    bins, indexes = (
+        {path.stem for path in files if path.suffix == suffix} for suffix in (".bin", ".idx")
     )
-    if not found:
+    raise_if_any(
+        Problem("incomplete-pair", folder=folder, stem=stem, suffix=suffix, missing=missing)
+        for stem in sorted(bins ^ indexes)
+        for suffix, missing in [(".bin", ".idx") if stem in bins else (".idx", ".bin")]
+    )
+    if not bins:
         raise user_error("folder-without-pairs", folder=folder)
-    return [os.path.join(folder, stem) for stem in sorted(found)]
+    return [os.path.join(folder, stem) for stem in sorted(bins)]
 
 
 def merge(
@@ -110,20 +100,12 @@ def merge(
         if dtype != types[first]
     ]
     raise_if_any(problems)
-    made_by = merged_metadata(list(prefixes))
-    merged = MergeProgress(total_bytes=total_size)
-    with pair_writer(output_prefix, types[first], made_by) as writer:
-        for prefix in prefixes:
-            pair = IndexedDataset(prefix)
-            writer.add_dataset(pair)
-            merged = MergeProgress(
-                datasets=merged.datasets + 1,
-                documents=merged.documents + len(pair.document_index) - 1,
-                sequences=merged.sequences + len(pair),
-                tokens=merged.tokens + pair.tokens.size,
-                copied_bytes=merged.copied_bytes + pair.tokens.nbytes,
-                total_bytes=total_size,
-            )
+    dtype = types[first]
+    with pair_writer(output_prefix, dtype, merged_metadata(prefixes)) as writer:
+        for datasets, prefix in enumerate(prefixes, 1):
+            writer.add_dataset(IndexedDataset(prefix))
+            copied_bytes = writer.written.tokens * dtype.itemsize
+            merged = MergeProgress(datasets, writer.written, copied_bytes, total_size)
             report(merged)
     return merged
 

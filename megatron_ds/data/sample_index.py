@@ -100,10 +100,11 @@ def build_indexes(
     separate = epochs > 1 and num_samples - before_last < limit
     rng = np.random.RandomState(seed)
     documents = documents.astype(index_dtype(len(lengths)))
-    order = document_order(documents, epochs, rng, separate)
-    samples = build_sample_index(lengths, order, seq_length, total)
-    shuffle = build_shuffle_index(before_last if separate else total, total, rng)
-    return SampleIndexes(order, samples, shuffle)
+    order = np.tile(documents, epochs)
+    shuffle: IntArray = np.arange(total, dtype=shuffle_dtype(total))
+    shuffle_parts(order, (epochs - separate) * len(documents), rng)
+    shuffle_parts(shuffle, before_last if separate else total, rng)
+    return SampleIndexes(order, build_sample_index(lengths, order, seq_length, total), shuffle)
 
 
 def index_dtype(count: int) -> type[np.signedinteger[Any]]:
@@ -116,17 +117,10 @@ def shuffle_dtype(total: int) -> type[np.integer[Any]]:
     return np.uint32 if total < np.iinfo(np.uint32).max - 1 else np.int64
 
 
-def document_order(
-    documents: IntArray, epochs: int, rng: np.random.RandomState, separate_last: bool
-) -> IntArray:
-    """The documents of all epochs, shuffled; the last epoch separately if `separate_last`."""
-    if separate_last:
-        first = document_order(documents, epochs - 1, rng, separate_last=False)
-        last = document_order(documents, 1, rng, separate_last=False)
-        return np.concatenate([first, last])
-    order = np.tile(documents, epochs)
-    rng.shuffle(order)
-    return order
+def shuffle_parts(array: IntArray, first: int, rng: np.random.RandomState) -> None:
+    """Shuffles the first `first` elements in place, and the others separately."""
+    rng.shuffle(array[:first])
+    rng.shuffle(array[first:])
 
 
 def build_sample_index(lengths: IntArray, order: IntArray, seq_length: int, total: int) -> IntArray:
@@ -156,15 +150,6 @@ def build_sample_index(lengths: IntArray, order: IntArray, seq_length: int, tota
     return starts
 
 
-def build_shuffle_index(first: int, total: int, rng: np.random.RandomState) -> IntArray:
-    """The numbers below `total`; the first `first` and the others are shuffled separately."""
-    order: IntArray = np.arange(total, dtype=shuffle_dtype(total))
-    rng.shuffle(order[:first])
-    if first < total:
-        rng.shuffle(order[first:])
-    return order
-
-
 def parse_split(text: str) -> tuple[float, float, float]:
     """Parses the fractions of train, valid and test, such as `969,30,1` or `969/30/1`.
 
@@ -188,12 +173,9 @@ def parse_split(text: str) -> tuple[float, float, float]:
 
 def split_bounds(fractions: Sequence[float], size: int) -> list[tuple[int, int]]:
     """Document range (first, end) of each fraction of `size` documents, rounded as in Megatron."""
-    bounds = [0]
-    for fraction in fractions:
-        bounds.append(bounds[-1] + round(fraction * float(size)))
-    surplus = bounds[-1] - size
-    bounds = [0, *(max(0, bound - surplus) for bound in bounds[1:])]
-    return list(itertools.pairwise(bounds))
+    ends = list(itertools.accumulate(round(fraction * float(size)) for fraction in fractions))
+    surplus = ends[-1] - size
+    return list(itertools.pairwise([0, *(max(0, end - surplus) for end in ends)]))
 
 
 def samples_per_source(weights: Sequence[float], num_samples: int) -> list[int]:

@@ -7,7 +7,7 @@ Owns its content and its comparison with the tokenizer of a run. It is written w
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from megatron_ds.config.problems import Problem, UserError, user_error
@@ -61,10 +61,8 @@ def metadata_json(identity: TokenizerFingerprint, sentences: SplitterDescription
     """
     if sentences is None:
         return identity.to_json()
-    found = json.loads(identity.to_json())
-    return (
-        json.dumps({**found, SENTENCES_KEY: sentences}, indent=2, ensure_ascii=False) + "\n"
-    ).encode()
+    content = {**json.loads(identity.to_json()), SENTENCES_KEY: sentences}
+    return f"{json.dumps(content, indent=2, ensure_ascii=False)}\n".encode()
 
 
 def tokenizer_mismatch(prefix: str, identity: TokenizerFingerprint) -> Iterator[Problem]:
@@ -75,16 +73,10 @@ def tokenizer_mismatch(prefix: str, identity: TokenizerFingerprint) -> Iterator[
         yield from error.problems
         return
     if found is not None and not found.same_as(identity):
-        yield Problem(
-            "tokenizer-mismatch",
-            prefix=prefix,
-            tokenizer=TOKENIZER_SUFFIX,
-            found=found,
-            identity=identity,
-        )
+        yield Problem("tokenizer-mismatch", prefix=prefix, found=found, identity=identity)
 
 
-def merged_metadata(prefixes: list[str]) -> bytes | None:
+def merged_metadata(prefixes: Sequence[str]) -> bytes | None:
     """Content of the file for a pair merged from others; None if one of them has no record.
 
     The sentence splitter is recorded if it is the same for all.

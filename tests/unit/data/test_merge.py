@@ -13,6 +13,7 @@ import pytest
 from megatron_ds.config.problems import UserError
 from megatron_ds.data import indexed_writer
 from megatron_ds.data.indexed_dataset import IndexedDataset
+from megatron_ds.data.indexed_writer import WriteCounts
 from megatron_ds.data.merge import MergeProgress, merge, prefixes_in
 from tests.problems import codes, raises_problem
 from tests.token_files import write_pair
@@ -36,8 +37,8 @@ def test_merged_bytes_equal_those_of_one_pair(
     reports: list[MergeProgress] = []
     done = merge([*prefixes, prefixes[0]], str(tmp_path / "out"), reports.append)
     assert content(tmp_path / "out") == content(expected)
-    assert done == MergeProgress(4, 9, 9, 22, 44, 44)
-    assert [merged.documents for merged in reports] == [3, 5, 6, 9]
+    assert done == MergeProgress(4, WriteCounts(22, 9, 9), 44, 44)
+    assert [merged.written.documents for merged in reports] == [3, 5, 6, 9]
 
 
 def test_documents_with_many_and_without_sequences_are_kept(tmp_path: Path) -> None:
@@ -124,6 +125,6 @@ def test_merge_of_more_pairs_than_file_descriptors(tmp_path: Path) -> None:
     few = max(map(int, os.listdir("/dev/fd"))) + 20
     resource.setrlimit(resource.RLIMIT_NOFILE, (few, limits[1]))
     try:
-        assert merge(prefixes, str(tmp_path / "all")).tokens == 40
+        assert merge(prefixes, str(tmp_path / "all")).written.tokens == 40
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
