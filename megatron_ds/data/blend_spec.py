@@ -9,15 +9,16 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any
 
 from megatron_ds.config import DataConfig, flag_of
 from megatron_ds.config.checks import file_problems
 from megatron_ds.config.data import PER_SPLIT_DATA_FIELDS
-from megatron_ds.config.problems import Problem, UserError, collect, raise_if_any, user_error
+from megatron_ds.config.problems import Problem, collect, raise_if_any, user_error
 from megatron_ds.data.sample_index import parse_split, split_bounds
 
 DEFAULT_SPLIT = "969,30,1"
@@ -29,35 +30,30 @@ MAX_SHOWN_WORDS = 12
 """Most words of a flag that a message repeats."""
 
 
-class DocumentSelection(Protocol):
-    """Selects the documents of a token file that are read."""
+@dataclass(frozen=True)
+class DocumentSelection:
+    """Documents of a token file that are read: all of them, unless a subclass selects some.
 
-    @property
-    def text(self) -> str | None:
-        """As given by the user; None for all documents."""
+    Attributes:
+        text: As given by the user; None for all documents.
+    """
+
+    text: str | None
 
     def range_of(self, size: int) -> tuple[int, int]:
         """First document and end, for a file of `size` documents."""
-
-    def empty_message(self, split: str, size: int) -> str:
-        """Why the selection has no tokens, and what to change; completes a sentence."""
-
-
-@dataclass(frozen=True)
-class AllDocuments:
-    """All documents."""
-
-    text: str | None = None
-
-    def range_of(self, size: int) -> tuple[int, int]:
         return 0, size
 
     def empty_message(self, split: str, size: int) -> str:
+        """Why the selection has no tokens, and what to change; completes a sentence."""
         return "which has no tokens: "
 
 
+ALL_DOCUMENTS = DocumentSelection(None)
+
+
 @dataclass(frozen=True)
-class SplitSelection:
+class SplitSelection(DocumentSelection):
     """The documents of a split, by --split."""
 
     text: str
@@ -74,7 +70,7 @@ class SplitSelection:
 
 
 @dataclass(frozen=True)
-class FractionRange:
+class FractionRange(DocumentSelection):
     """The fraction of a file's documents from `start` to `end`, 0 <= start < end <= 1.
 
     Bounds are rounded to the nearest document (halves to even), as in bigscience's fork, so that
@@ -137,23 +133,15 @@ def read_groups(config: DataConfig) -> tuple[list[DatasetGroup], list[Problem]]:
     groups: list[DatasetGroup] = []
     problems: list[Problem] = []
     with collect(problems):
-        selections, found = _split_selections(config)
-        problems += found
-        groups += _split_groups(config, selections)
+        groups += _split_groups(config, problems)
     for split, fields in PER_SPLIT_DATA_FIELDS.items():
         for field in fields:
             given = getattr(config, field)
-            if not given:
-                continue
             with collect(problems):
-                if field.endswith("_data_path"):
-                    groups.append(
-                        _prefix_group(split, flag_of(field), given, AllDocuments(), field)
-                    )
-                else:
-                    weighted, found = _weighted_groups(split, field, given)
-                    groups += weighted
-                    problems += found
+                if given and field.endswith("_data_path"):
+                    groups.append(parse_blend(given, split, flag_of(field), field))
+                elif given:
+                    groups += _weighted_groups(split, field, given, problems)
     if config.per_split_data_args_path is not None:
         with collect(problems):
             groups += _per_split_groups(config.per_split_data_args_path)
@@ -161,30 +149,35 @@ def read_groups(config: DataConfig) -> tuple[list[DatasetGroup], list[Problem]]:
 
 
 def parse_blend(
-    paths: Sequence[str], flag: str, field: str = "data_path"
-) -> tuple[list[float] | None, list[str]]:
+    paths: Sequence[str],
+    split: str,
+    flag: str,
+    field: str = "data_path",
+    documents: DocumentSelection = ALL_DOCUMENTS,
+) -> DatasetGroup:
     """Parses `WEIGHT PREFIX WEIGHT PREFIX ...` or `PREFIX PREFIX ...`.
 
     Args:
         paths: The words.
+        split: train, valid or test.
         flag: Where they come from, for messages.
         field: Option field concerned.
-
-    Returns:
-        Weights that sum to 1, or None without weights, and the prefixes. Sources of weight 0 are
-        left out.
+        documents: The documents to read of each file.
 
     Raises:
         UserError: For anything else.
     """
+    if len(paths) == 1 or all(_parse_number(path) is None for path in paths):
+        sources = tuple(BlendSource(path, None, documents) for path in paths)
+        return DatasetGroup(split, "", flag, sources)
     given = f"{flag} {_shorten(paths)}"
-    if not any(_is_number(path) for path in paths):
-        return None, list(paths)
     if len(paths) % 2:
         raise user_error("blend-syntax", field, given=given)
-    weights = [_parse_weight(text, given, field) for text in paths[::2]]
-    kept = [prefix for weight, prefix in zip(weights, paths[1::2], strict=True) if weight]
-    return _normalize(weights, given, field), kept
+    found = [
+        BlendSource(prefix, _parse_weight(weight, given, field), documents)
+        for weight, prefix in zip(paths[::2], paths[1::2], strict=True)
+    ]
+    return DatasetGroup(split, "", flag, _normalize(found, given, field), _unread(found))
 
 
 def parse_group(
@@ -202,92 +195,54 @@ def parse_group(
         return DatasetGroup(split, "", flag, ()), [unnamed]
     name = name.strip()
     problems: list[Problem] = []
-    found: list[tuple[float, DocumentSelection, str]] = []
+    found: list[BlendSource] = []
     for entry in rest.split(","):
         words = entry.split()
         if len(words) != 3:
             problems.append(Problem("group-entry-syntax", field, given=given, entry=entry.strip()))
             continue
-        weight, documents = 1.0, cast(DocumentSelection, AllDocuments())
+        weight, documents = 1.0, ALL_DOCUMENTS
         with collect(problems):
             weight = _parse_weight(words[0], given, field)
         with collect(problems):
             documents = _parse_range(words[1], given, field)
-        found.append((weight, documents, words[2]))
-    kept = [(documents, prefix) for weight, documents, prefix in found if weight]
-    weights = [0.0] * len(kept)
+        found.append(BlendSource(words[2], weight, documents))
+    sources = tuple(source for source in found if source.weight)
     if not problems:
         with collect(problems):
-            weights = _normalize([weight for weight, _, _ in found], given, field)
-    sources = tuple(
-        BlendSource(prefix, weight, documents)
-        for weight, (documents, prefix) in zip(weights, kept, strict=True)
-    )
-    unread = tuple(prefix for weight, _, prefix in found if not weight)
-    return DatasetGroup(split, name, f"{flag} {name}:", sources, unread), problems
+            sources = _normalize(found, given, field)
+    return DatasetGroup(split, name, f"{flag} {name}:", sources, _unread(found)), problems
 
 
-def _split_selections(config: DataConfig) -> tuple[dict[str, DocumentSelection], list[Problem]]:
-    """The documents of each split by --split.
+def _split_groups(config: DataConfig, problems: list[Problem]) -> list[DatasetGroup]:
+    """Datasets of the flags to which --split applies.
 
     An invalid --split counts as all documents for train, so that the files are still checked.
     """
     if not config.data_path and config.data_args_path is None:
-        return {}, []
+        return []
     text = config.split or DEFAULT_SPLIT
-    try:
-        fractions = parse_split(text)
-    except UserError as error:
-        return {"train": AllDocuments()}, list(error.problems)
-    selections: dict[str, DocumentSelection] = {
-        split: SplitSelection(text, split)
-        for split, fraction in zip(SPLITS, fractions, strict=True)
-        if fraction
-    }
-    if fractions[0]:
-        return selections, []
-    return selections, [Problem("split-without-train", text=text)]
-
-
-def _split_groups(
-    config: DataConfig, selections: dict[str, DocumentSelection]
-) -> list[DatasetGroup]:
-    """Datasets of the flags to which --split applies."""
-    paths, flag, field = config.data_path, "--data-path", "data_path"
+    selections = {"train": ALL_DOCUMENTS}
+    with collect(problems):
+        shares = zip(SPLITS, parse_split(text), strict=True)
+        selections = {split: SplitSelection(text, split) for split, share in shares if share}
+        if "train" not in selections:
+            problems.append(Problem("split-without-train", text=text))
+    paths, flag, field = config.data_path or (), "--data-path", "data_path"
     if not paths and config.data_args_path is not None:
         field = "data_args_path"
         flag = f"--data-args-path {config.data_args_path}:"
         paths = tuple(_read_text("--data-args-path", config.data_args_path, field).split())
         if not paths:
             raise user_error("empty-data-args-file", field, flag=flag)
-    if not paths:
-        return []
     return [
-        _prefix_group(split, flag, paths, documents, field)
-        for split, documents in selections.items()
+        parse_blend(paths, split, flag, field, documents) for split, documents in selections.items()
     ]
 
 
-def _prefix_group(
-    split: str, flag: str, paths: Sequence[str], documents: DocumentSelection, field: str
-) -> DatasetGroup:
-    """The dataset of a list of prefixes, or of weights and prefixes."""
-    if len(paths) == 1:
-        return DatasetGroup(split, "", flag, (BlendSource(paths[0], None, documents),))
-    weights, prefixes = parse_blend(paths, flag, field)
-    unread: tuple[str, ...] = ()
-    given: Sequence[float | None] = weights or [None] * len(prefixes)
-    if weights is not None:
-        entries = zip(paths[::2], paths[1::2], strict=True)
-        unread = tuple(path for text, path in entries if not float(text))
-    sources = zip(prefixes, given, strict=True)
-    blend = tuple(BlendSource(prefix, weight, documents) for prefix, weight in sources)
-    return DatasetGroup(split, "", flag, blend, unread)
-
-
 def _weighted_groups(
-    split: str, field: str, given: str | tuple[str, ...]
-) -> tuple[list[DatasetGroup], list[Problem]]:
+    split: str, field: str, given: str | tuple[str, ...], problems: list[Problem]
+) -> list[DatasetGroup]:
     flag = flag_of(field)
     if isinstance(given, str):
         texts = _parse_group_file(_read_text(flag, given, field))
@@ -300,18 +255,19 @@ def _weighted_groups(
             raise user_error(
                 "group-not-quoted", field, flag=flag, shorten=_shorten(texts), group=GROUP_SYNTAX
             )
-    parsed = [parse_group(text, split, flag, field) for text in texts]
-    groups = [group for group, _ in parsed]
-    problems = [problem for _, found in parsed for problem in found]
-    names = [group.name for group in groups if group.name]
+    groups = []
+    for text in texts:
+        group, found = parse_group(text, split, flag, field)
+        groups.append(group)
+        problems += found
     problems += [
         Problem("duplicate-group-name", field, flag=flag, name=name)
-        for name in dict.fromkeys(names)
-        if names.count(name) > 1
+        for name, count in Counter(group.name for group in groups if group.name).items()
+        if count > 1
     ]
     if split == "train" and len(texts) > 1:
         problems.append(Problem("several-train-groups", field, flag=flag, num_texts=len(texts)))
-    return groups, problems
+    return groups
 
 
 def _per_split_groups(path: str) -> list[DatasetGroup]:
@@ -330,7 +286,7 @@ def _per_split_groups(path: str) -> list[DatasetGroup]:
         with collect(problems):
             words = _as_words(found.get(split), f"{flag} {split}", field)
             if words:
-                groups.append(_prefix_group(split, f"{flag} {split}", words, AllDocuments(), field))
+                groups.append(parse_blend(words, split, f"{flag} {split}", field))
     if not found.get("train"):
         problems.append(Problem("per-split-file-without-train", field, flag=flag))
     raise_if_any(problems)
@@ -378,32 +334,31 @@ def _parse_range(text: str, given: str, field: str) -> FractionRange:
     return FractionRange(text, start, end)
 
 
-def _normalize(weights: Sequence[float], given: str, field: str) -> list[float]:
-    """The non-zero weights, scaled to sum to 1."""
-    kept = [weight for weight in weights if weight]
+def _normalize(sources: Sequence[BlendSource], given: str, field: str) -> tuple[BlendSource, ...]:
+    """The sources of non-zero weight, with weights scaled to sum to 1."""
     try:
-        total = math.fsum(kept)
+        total = math.fsum(source.weight or 0 for source in sources)
     except OverflowError:
         total = math.inf
     if not 0 < total < math.inf:
         raise user_error("invalid-weight-sum", field, given=given, total=total)
-    return [weight / total for weight in kept]
+    return tuple(replace(one, weight=one.weight / total) for one in sources if one.weight)
 
 
-def _is_number(text: str) -> bool:
+def _unread(sources: Sequence[BlendSource]) -> tuple[str, ...]:
+    return tuple(source.prefix for source in sources if not source.weight)
+
+
+def _parse_number(text: str) -> float | None:
     try:
-        float(text)
+        return float(text)
     except ValueError:
-        return False
-    return True
+        return None
 
 
 def _parse_weight(text: str, given: str, field: str) -> float:
-    try:
-        weight = float(text)
-    except ValueError:
-        weight = math.nan
-    if not (math.isfinite(weight) and weight >= 0):
+    weight = _parse_number(text)
+    if weight is None or not 0 <= weight < math.inf:
         raise user_error("invalid-weight", field, given=given, text=text)
     return weight
 

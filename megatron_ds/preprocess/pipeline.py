@@ -178,12 +178,9 @@ class _Run:
         dtype = token_dtype(tokenizer.vocab_size)
         self._writers: dict[str, TokenFileWriter] = {}
         for key in options.json_keys:
-            files = (work.files[options.stem(key) + suffix] for suffix in WORK_SUFFIXES[:3])
-            tokens, index, documents = (file.raw for file in files)
+            files = [work.files[options.stem(key) + suffix].raw for suffix in WORK_SUFFIXES[:3]]
             counts = WriteCounts(*saved["written"].get(key, ()))
-            self._writers[key] = TokenFileWriter(
-                options.prefix(key), dtype, (tokens, index, documents), counts
-            )
+            self._writers[key] = TokenFileWriter(options.prefix(key), dtype, files, counts)
         self._is_resumable = not options.inputs.unseekable_paths()
         self._is_writing = False
         self._timer = StageTimer()

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_ds.config import DataConfig
-from megatron_ds.data.blend_spec import parse_blend
+from megatron_ds.data.blend_spec import DatasetGroup, parse_blend
 from megatron_ds.data.build_datasets import build_datasets
 from megatron_ds.data.sample_index import parse_split, split_bounds
 from tests.fuzz.fuzz_helpers import FUZZ_SETTINGS, REJECTED, read_or_error
@@ -35,7 +35,7 @@ SPLITS = [
 @pytest.mark.parametrize("text", BLENDS)
 def test_invalid_blend_is_rejected(text: str) -> None:
     with pytest.raises(ValueError, match="--data-path "):
-        parse_blend(text.split(), "--data-path")
+        parse_blend(text.split(), "train", "--data-path")
 
 
 @pytest.mark.parametrize("text", SPLITS)
@@ -47,13 +47,14 @@ def test_invalid_split_is_rejected(text: str) -> None:
 @given(paths=st.lists(NUMBERS | st.text(max_size=5), min_size=2, max_size=8))
 @FUZZ_SETTINGS
 def test_any_blend(paths: list[str]) -> None:
-    result = read_or_error(lambda: parse_blend(paths, "--data-path"), "--data-path")
+    result = read_or_error(lambda: parse_blend(paths, "train", "--data-path"), "--data-path")
     if result is not REJECTED:
-        weights, prefixes = result  # type: ignore[misc]
-        if weights is None:
-            assert prefixes == paths
+        assert isinstance(result, DatasetGroup)
+        weights = [source.weight for source in result.sources if source.weight is not None]
+        if not weights:
+            assert [source.prefix for source in result.sources] == paths
             return
-        assert len(weights) == len(prefixes) > 0
+        assert len(weights) == len(result.sources)
         assert all(0 <= weight <= 1 for weight in weights)
         assert math.isclose(sum(weights), 1.0)
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from megatron_ds.config import DataConfig
 from megatron_ds.data.blend_spec import (
-    AllDocuments,
+    ALL_DOCUMENTS,
     BlendSource,
     DatasetGroup,
     FractionRange,
@@ -184,7 +184,7 @@ def test_split_of_weight_0_has_no_dataset() -> None:
     assert [group.split for group in groups] == ["train", "test"]
     assert {source.documents for source in groups[1].sources} == {SplitSelection("9,0,1", "test")}
     (group,) = parse(train_data_path=("a",))
-    assert {source.documents for source in group.sources} == {AllDocuments()}
+    assert {source.documents for source in group.sources} == {ALL_DOCUMENTS}
 
 
 @pytest.mark.parametrize(
