@@ -24,7 +24,6 @@ from megatron_ds.fileio.resumable import ResumableOutput, pack_record, read_reco
 from megatron_ds.preprocess.document_readers import START, DocumentReader, ReadPosition
 from megatron_ds.preprocess.formats import RawDocument
 from megatron_ds.preprocess.inputs import InputSpec
-from megatron_ds.preprocess.options import cannot_resume
 from megatron_ds.preprocess.parsing import RejectedDocument, TextFields, texts_of
 from megatron_ds.preprocess.worker_pool import Workers
 
@@ -85,7 +84,7 @@ class DuplicateOptions:
                 text = f"{option('output')} {self.output}: is also a file of {option('inputs')}"
                 yield Problem("list-is-input", text=text)
             if self.resume:
-                yield from map(cannot_resume, spec.unseekable_paths())
+                yield from spec.resume_problems()
         folder = os.path.dirname(self.output) or "."
         if not os.path.isdir(folder):
             text = f"{option('output')} {self.output}: there is no folder {folder}"

@@ -28,7 +28,6 @@ from megatron_ds.config.fields import field_problems, option_field, option_group
 from megatron_ds.config.problems import Problem, UserError, option
 from megatron_ds.fileio.resumable import COMPRESSIONS
 from megatron_ds.preprocess.inputs import QUARANTINE, InputSpec
-from megatron_ds.preprocess.options import cannot_resume
 from megatron_ds.tokenizer import build_tokenizer
 
 STAGES = ("url", "fix", "length", "language", "exact", "near", "decontaminate")
@@ -137,7 +136,7 @@ class CleaningOptions:
         yield from self._stage_problems()
         yield from self.tasks.problems()
         if self.resume:
-            yield from map(cannot_resume, self.inputs.unseekable_paths())
+            yield from self.inputs.resume_problems()
 
     def _output_problems(self) -> Iterator[Problem]:
         if not self.output:

@@ -30,7 +30,7 @@ from megatron_ds.cleaning.stats import Counts
 from megatron_ds.config.problems import Problem, UserError
 from megatron_ds.fileio.resumable import ResumableOutput, pack_record, read_records
 from megatron_ds.preprocess.document_readers import START, DocumentReader, ReadPosition
-from megatron_ds.preprocess.formats import RawDocument, UnreadableDocument
+from megatron_ds.preprocess.formats import RawDocument, content_size
 from megatron_ds.preprocess.parsing import RejectedDocument, TextFields, texts_of
 from megatron_ds.preprocess.worker_pool import Workers
 
@@ -141,7 +141,7 @@ class ChunkedInput:
         size = part = 0
         for item in self.reader:
             chunk.append(item)
-            length = _size(item)
+            length = content_size(item.value)
             size += length
             part += length
             ends_part = part >= self.part_bytes
@@ -156,15 +156,6 @@ class ChunkedInput:
     ) -> list[RawDocument]:
         self.marks.append(ChunkEnd(place, ends_part, self.reader.bytes_read))
         return chunk
-
-
-def _size(item: RawDocument) -> int:
-    value = item.value
-    if isinstance(value, bytes):
-        return len(value)
-    if isinstance(value, UnreadableDocument):
-        return len(value.content)
-    return sum(len(text) for text in value.values() if isinstance(text, str))
 
 
 @dataclass

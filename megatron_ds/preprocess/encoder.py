@@ -100,10 +100,8 @@ class Encoder:
         timer = StageTimer()
         with timer.stage("parsing"):
             parsed = [(item, texts_of(item, self.fields)) for item in items]
-            documents = [
-                _Document(item, texts) for item, texts in parsed if isinstance(texts, list)
-            ]
-            rejected = [found for _, found in parsed if isinstance(found, RejectedDocument)]
+            documents = [_Document(item, one) for item, one in parsed if isinstance(one, list)]
+            rejected = [one for _, one in parsed if isinstance(one, RejectedDocument)]
         with timer.stage("encoding"):
             try:
                 columns = self._encode(documents, timer)

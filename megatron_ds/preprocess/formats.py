@@ -376,6 +376,15 @@ def _is_object(line: bytes) -> bool:
         return False
 
 
+def content_size(value: bytes | dict[str, Any] | UnreadableDocument) -> int:
+    """Approximate size of a raw document in memory."""
+    if isinstance(value, bytes):
+        return len(value)
+    if isinstance(value, UnreadableDocument):
+        return len(value.content)
+    return sum(len(text) for text in value.values() if isinstance(text, str))
+
+
 def decode(content: bytes) -> str:
     """Text of UTF-8 bytes. Invalid bytes become lone surrogates, which parsing rejects."""
     return content.decode("utf-8", "surrogateescape")

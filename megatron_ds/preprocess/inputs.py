@@ -133,9 +133,11 @@ class InputSpec:
                 with suppress(UserError):
                     yield from _local_files(path, self.format)
 
-    def unseekable_paths(self) -> list[str]:
-        """Paths that cannot be read a second time: standard input and named pipes."""
-        return [path for path in self.paths if path == STDIN or _is_pipe(path)]
+    def resume_problems(self) -> Iterator[Problem]:
+        """Problems of paths that cannot be read a second time: standard input and named pipes."""
+        for path in self.paths:
+            if path == STDIN or _is_pipe(path):
+                yield Problem("resume-of-unseekable-input", path=path)
 
     def files(self) -> Iterator[InputFile]:
         """The files, in reading order. Each path is resolved when its turn comes.

@@ -86,10 +86,13 @@ class PreprocessOptions:
         yield from field_problems(self)
         yield from self.inputs.problems()
         folder = os.path.dirname(self.output_prefix) or "."
+        reason = ""
         if not os.path.isdir(folder):
-            yield self._output_problem(f"there is no folder {folder}")
+            reason = f"there is no folder {folder}"
         elif not os.access(folder, os.W_OK | os.X_OK):
-            yield self._output_problem(f"the folder {folder} is not writable")
+            reason = f"the folder {folder} is not writable"
+        if reason:
+            yield Problem("output-folder-unusable", output_prefix=self.output_prefix, reason=reason)
         if not self.json_keys:
             yield Problem("no-keys")
         for key in self.json_keys:
@@ -98,13 +101,4 @@ class PreprocessOptions:
         if len(set(self.json_keys)) != len(self.json_keys):
             yield Problem("key-twice", json_keys=" ".join(self.json_keys))
         if self.resume:
-            for path in self.inputs.unseekable_paths():
-                yield cannot_resume(path)
-
-    def _output_problem(self, reason: str) -> Problem:
-        return Problem("output-folder-unusable", output_prefix=self.output_prefix, reason=reason)
-
-
-def cannot_resume(path: str) -> Problem:
-    """A resumed run whose input can be read only once."""
-    return Problem("resume-of-unseekable-input", path=path)
+            yield from self.inputs.resume_problems()

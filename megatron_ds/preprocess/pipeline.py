@@ -25,7 +25,7 @@ from megatron_ds.data.tokenizer_metadata import metadata_json
 from megatron_ds.fileio.resumable import ResumableOutput
 from megatron_ds.preprocess.document_readers import START, DocumentReader, ReadPosition
 from megatron_ds.preprocess.encoder import Chunk, EncodedChunk, Encoder
-from megatron_ds.preprocess.formats import UnreadableDocument
+from megatron_ds.preprocess.formats import content_size
 from megatron_ds.preprocess.inputs import PROGRESS_SUFFIX
 from megatron_ds.preprocess.options import PreprocessOptions
 from megatron_ds.preprocess.parsing import RejectedDocument, texts_of
@@ -181,7 +181,7 @@ class _Run:
             files = [work.files[options.stem(key) + suffix].raw for suffix in WORK_SUFFIXES[:3]]
             counts = WriteCounts(*saved["written"].get(key, ()))
             self._writers[key] = TokenFileWriter(options.prefix(key), dtype, files, counts)
-        self._is_resumable = not options.inputs.unseekable_paths()
+        self._is_resumable = not any(options.inputs.resume_problems())
         self._is_writing = False
         self._timer = StageTimer()
         self._first_reject: RejectedDocument | None = None
@@ -285,7 +285,7 @@ def _chunks(
         chunk.files.append(file)
         chunk.lines.append(line)
         chunk.values.append(value)
-        size += len(value) if isinstance(value, bytes) else _content_size(value)
+        size += len(value) if isinstance(value, bytes) else content_size(value)
         if len(chunk.lines) >= options.chunk_size or size >= CHUNK_BYTES:
             ends.append(reader.position(line))
             yield chunk
@@ -293,12 +293,6 @@ def _chunks(
     if chunk.lines:
         ends.append(reader.end)
         yield chunk
-
-
-def _content_size(value: dict[str, Any] | UnreadableDocument) -> int:
-    if isinstance(value, UnreadableDocument):
-        return len(value.content)
-    return sum(len(text) for text in value.values() if isinstance(text, str))
 
 
 def _strict_problems(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import importlib
-import os
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -82,15 +81,15 @@ class PunktSplitter:
         self._lang, self._keep = lang, keep_newlines
         punkt = importlib.import_module("nltk.tokenize.punkt")
         self._source, parameters = _model(punkt, lang)
-        self._sha256 = _sha256(parameters)
+        sets = (parameters.abbrev_types, parameters.collocations, parameters.sent_starters)
+        content = [*map(sorted, sets), sorted(parameters.ortho_context.items())]
+        self._sha256 = hashlib.sha256(repr(content).encode()).hexdigest()
         variables = _keeping_space(punkt) if keep_newlines else None
         self._tokenizer = punkt.PunktSentenceTokenizer(parameters, lang_vars=variables)
 
     def __reduce__(self) -> tuple[type[PunktSplitter], tuple[str, bool]]:
-        return PunktSplitter, (
-            self._lang,
-            self._keep,
-        )  # nltk's objects with other rules cannot be pickled
+        # nltk's objects with other rules cannot be pickled.
+        return PunktSplitter, (self._lang, self._keep)
 
     @property
     def description(self) -> SplitterDescription:
@@ -147,15 +146,14 @@ def _model(punkt: Any, lang: str) -> tuple[str, Any]:
     if not lang.replace("-", "").replace("_", "").isalnum():
         raise LookupError(lang)  # a path could lead out of nltk's data
     find = importlib.import_module("nltk.data").find
-    kinds = {f"punkt_tab/{lang}/": punkt.load_punkt_params}
-    # The older models are pickles, which nltk reads with a restricted unpickler.
-    load: Any = getattr(punkt, "punkt_pickle_load", None)
 
     def unpickle(found: Any) -> Any:
         with found.open() as file:
-            return load(file)._params
+            return punkt.punkt_pickle_load(file)._params
 
-    if load is not None:
+    kinds = {f"punkt_tab/{lang}/": punkt.load_punkt_params}
+    # The older models are pickles, which nltk reads with a restricted unpickler.
+    if hasattr(punkt, "punkt_pickle_load"):
         kinds |= {f"{folder}/{lang}.pickle": unpickle for folder in ("punkt/PY3", "punkt")}
     for name, read in kinds.items():
         try:
@@ -173,13 +171,11 @@ def _model(punkt: Any, lang: str) -> tuple[str, Any]:
 
 def _languages() -> list[str]:
     """Languages of the unpacked models in nltk's data."""
-    found: set[str] = set()
-    for root in importlib.import_module("nltk.data").path:
-        folder = Path(root) / "tokenizers"
-        for model in (*folder.glob("punkt_tab/*"), *folder.glob("punkt/**/*.pickle")):
-            if os.path.isdir(model) or model.suffix == ".pickle":
-                found.add(model.stem)
-    return sorted(found)
+    folders = [Path(root) / "tokenizers" for root in importlib.import_module("nltk.data").path]
+    kinds = ("punkt_tab/*/", "punkt/**/*.pickle")
+    return sorted(
+        {model.stem for folder in folders for kind in kinds for model in folder.glob(kind)}
+    )
 
 
 def _keeping_space(punkt: Any) -> Any:
@@ -194,10 +190,3 @@ def _keeping_space(punkt: Any) -> Any:
         r"(?=(?P<after_tok>%(NonWord)s|(?P<next_tok>\S{1,LONGEST})))"
     ).replace("LONGEST", str(LONGEST_WORD))
     return type("KeepingSpace", (punkt.PunktLanguageVars,), {"_period_context_fmt": pattern})()
-
-
-def _sha256(parameters: Any) -> str:
-    """SHA-256 of all parameters of a punkt model."""
-    sets = (parameters.abbrev_types, parameters.collocations, parameters.sent_starters)
-    content = [*map(sorted, sets), sorted(parameters.ortho_context.items())]
-    return hashlib.sha256(repr(content).encode()).hexdigest()

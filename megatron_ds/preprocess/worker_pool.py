@@ -13,13 +13,12 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
-from types import TracebackType
 from typing import Any, Generic, TypeVar
 
-from megatron_ds.config.problems import Problem, UserError
+from megatron_ds.config.problems import user_error
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -52,9 +51,8 @@ class Workers(Generic[Item, Result]):
         context: Any = multiprocessing.get_context("fork" if fork else "spawn")
         for _ in range(self._count):
             ours, theirs = context.Pipe()
-            process = context.Process(
-                target=_serve, args=(self._function, theirs, ours), daemon=True
-            )
+            arguments = (self._function, theirs, ours)
+            process = context.Process(target=_serve, args=arguments, daemon=True)
             with _defer_interrupts():
                 process.start()
             # Closed before the next fork: otherwise the next worker keeps this pipe open, and the
@@ -66,12 +64,7 @@ class Workers(Generic[Item, Result]):
         self._threads = ThreadPoolExecutor(self._count)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         if kind is not None:
             for process in self._processes:
                 process.terminate()
@@ -103,20 +96,17 @@ class Workers(Generic[Item, Result]):
         connection = self._idle.get()
         try:
             connection.send(item)
-            good, answer = connection.recv()
+            answer: Result | Exception = connection.recv()
         except (EOFError, OSError):
-            raise UserError(_lost("was killed, possibly for lack of memory")) from None
+            reason = "was killed, possibly for lack of memory"
+            raise user_error("worker-process-lost", reason=reason) from None
         finally:
             self._idle.put(connection)
         if isinstance(answer, MemoryError):
-            raise UserError(_lost("ran out of memory"))
-        if not good:
+            raise user_error("worker-process-lost", reason="ran out of memory")
+        if isinstance(answer, Exception):
             raise answer
-        return answer  # type: ignore[no-any-return]
-
-
-def _lost(reason: str) -> Problem:
-    return Problem("worker-process-lost", reason=reason)
+        return answer
 
 
 @contextmanager
@@ -138,23 +128,16 @@ def _defer_interrupts() -> Iterator[None]:
         signal.raise_signal(signal.SIGINT)
 
 
-def _serve(
-    function: Callable[[Item], Result], connection: Connection, parents_end: Connection
-) -> None:
+def _serve(function: Callable[[Any], Any], connection: Connection, parents_end: Connection) -> None:
     # As long as this process holds the parent's end, the pipe is not closed by the parent's exit.
     parents_end.close()
     # Ctrl-C reaches the entire process group; the parent terminates the workers.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    while True:
-        try:
+    with suppress(EOFError, OSError):
+        while True:
             item = connection.recv()
-        except (EOFError, OSError):
-            return
-        try:
-            answer: tuple[bool, Result | Exception] = (True, function(item))
-        except Exception as error:
-            answer = (False, error)
-        try:
+            try:
+                answer = function(item)
+            except Exception as error:
+                answer = error
             connection.send(answer)
-        except OSError:
-            return

@@ -562,8 +562,10 @@ def test_lines_before_the_position_are_not_read(tmp_path: Path) -> None:
     assert fields(list(DocumentReader(InputSpec((str(path),)), ("text",), place))) == TEXTS[3:]
 
 
-def test_unseekable_paths(tmp_path: Path) -> None:
+def test_pipes_cannot_be_resumed(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "file").touch()
     paths = (str(tmp_path), str(tmp_path / "pipe"), "-", str(tmp_path / "file"), "s3://x/y")
-    assert InputSpec(paths).unseekable_paths() == [str(tmp_path / "pipe"), "-"]
+    pipe, stdin = InputSpec(paths).resume_problems()
+    assert codes([pipe, stdin]) == ["resume-of-unseekable-input"] * 2
+    assert str(tmp_path / "pipe") in pipe
