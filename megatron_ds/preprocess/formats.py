@@ -84,22 +84,16 @@ class Selection:
         Raises:
             UserError: If the column of a key is missing or ambiguous.
         """
-        found = {
-            key: next((part for part in (key, key.split(".")[0]) if part in names), None)
-            for key in self.keys
-        }
-        for key, column in found.items():
+        found: list[str] = []
+        for key in self.keys:
+            column = next((part for part in (key, key.split(".")[0]) if part in names), None)
             if column is None:
-                raise user_error(
-                    "column-missing", name=name, key=key, names=", ".join(map(repr, names))
-                )
-            if names.count(column) > 1:
-                raise user_error(
-                    "column-not-unique", name=name, count=names.count(column), column=column
-                )
-        if self.all_columns:
-            return list(names)
-        return list(dict.fromkeys(column for column in found.values() if column is not None))
+                shown = ", ".join(map(repr, names))
+                raise user_error("column-missing", name=name, key=key, names=shown)
+            if (count := names.count(column)) > 1:
+                raise user_error("column-not-unique", name=name, count=count, column=column)
+            found.append(column)
+        return list(names) if self.all_columns else list(dict.fromkeys(found))
 
     def text_key(self, name: str) -> str:
         """The field that plain text is.
@@ -320,14 +314,12 @@ def _check_offsets(column: Any) -> None:
 def _batch_rows(name: str, first: int, batch: Any) -> Iterator[RawDocument]:
     try:
         values = batch.to_pylist()
-    except UnicodeDecodeError:
-        for at in range(batch.num_rows):
-            try:
-                yield RawDocument(name, first + at, batch.slice(at, 1).to_pylist()[0])
-            except UnicodeDecodeError as error:
-                unreadable = UnreadableDocument(INVALID_TEXT, f"is not UTF-8: {error}", "")
-                yield RawDocument(name, first + at, unreadable)
-        return
+    except UnicodeDecodeError as error:
+        if batch.num_rows > 1:
+            for at in range(batch.num_rows):
+                yield from _batch_rows(name, first + at, batch.slice(at, 1))
+            return
+        values = [UnreadableDocument(INVALID_TEXT, f"is not UTF-8: {error}", "")]
     for number, value in enumerate(values, first):
         yield RawDocument(name, number, value)
 

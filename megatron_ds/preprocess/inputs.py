@@ -171,8 +171,7 @@ class InputSpec:
         """Stored size of all files; None if unknown before reading."""
         if self.hf_dataset is not None or any(p == STDIN or _is_address(p) for p in self.paths):
             return None
-        files = [file for path in self.paths for file in _local_files(path, self.format)]
-        return sum(os.path.getsize(file) for file in files)
+        return sum(map(os.path.getsize, self.local_files()))
 
 
 def format_of(name: str, format: str) -> tuple[str, str]:

@@ -123,9 +123,8 @@ def preprocess(
         stack.enter_context(work)
         before = None if work.progress is None else Progress.from_json(work.progress["counts"])
         if before is not None and before.dropped and options.fail_on_bad_document:
-            raise user_error(
-                "strict-resume-after-rejects", describe_rejects=describe_rejects(before)
-            )
+            rejects = describe_rejects(before)
+            raise user_error("strict-resume-after-rejects", describe_rejects=rejects)
         if before is not None and work.finished:
             if not work.published:
                 _publish(options, work)
@@ -135,9 +134,8 @@ def preprocess(
             log(f"resuming after {before.documents} documents")
         elif options.resume:
             log(Problem("nothing-to-resume", folder=work.folder))
-        progress = _Run(options, tokenizer, work, before or Progress()).encode(
-            workers, metadata, report
-        )
+        run = _Run(options, tokenizer, work, before or Progress())
+        progress = run.encode(workers, metadata, report)
         _publish(options, work)
     return progress
 
@@ -210,7 +208,9 @@ class _Run:
                 report(self._progress)
             if not self._progress.documents:
                 self._work.discard()
-                raise UserError(self._no_documents())
+                rejected = describe_rejects(self._progress)
+                first = f"; rejected: {rejected}, first {self._first_reject}" if rejected else ""
+                raise user_error("no-documents", name=options.inputs.name, first=first)
             with timer.stage("writing"):
                 self._is_writing = True
                 for key, writer in self._writers.items():
@@ -264,11 +264,6 @@ class _Run:
             "counts": self._progress.to_json(),
         }
         self._work.commit(progress, finished)
-
-    def _no_documents(self) -> Problem:
-        rejected = describe_rejects(self._progress)
-        first = f"; rejected: {rejected}, first {self._first_reject}" if rejected else ""
-        return Problem("no-documents", name=self._options.inputs.name, first=first)
 
 
 def describe_rejects(progress: Progress) -> str:
