@@ -26,7 +26,7 @@ from megatron_ds.cleaning.url_filter import UrlFilter
 from megatron_ds.config import TokenizerConfig
 from megatron_ds.config.fields import field_problems, option_field, option_group
 from megatron_ds.config.problems import Problem, UserError, option
-from megatron_ds.fileio.resumable import COMPRESSIONS
+from megatron_ds.fileio.resumable import COMPRESSORS
 from megatron_ds.preprocess.inputs import QUARANTINE, InputSpec
 from megatron_ds.tokenizer import build_tokenizer
 
@@ -154,7 +154,7 @@ class CleaningOptions:
             yield from self._folder_problems(name, path)
             suffix = os.path.splitext(path)[1].lower()
             if name != "report" and suffix in (".zst", ".parquet", ".arrow", ".csv", ".tsv"):
-                known = " ".join(f".jsonl{suffix}" for suffix in ("", *COMPRESSIONS))
+                known = " ".join(f".jsonl{suffix}" for suffix in ("", *COMPRESSORS))
                 text = f"{option(name)} {path}: the output is JSON lines; use a suffix of {known}"
                 yield Problem("cleaning-output-suffix", name, text=text)
         readers = self._files_read()

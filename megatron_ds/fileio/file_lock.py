@@ -70,8 +70,8 @@ def locked(path: Path, policy: WaitPolicy) -> Iterator[bool]:
         UserError: If another process holds it for longer than the timeout of the policy.
         OSError: If the file cannot be created.
     """
-    with _WaitReporter(path, policy) as waiting:
-        file, held = _acquire(path, waiting)
+    with ExitStack() as reporter_lock:
+        file, held = _acquire(path, policy, reporter_lock)
     with file:
         with suppress(OSError):  # the content only serves the messages of waiting processes
             file.truncate(0)
@@ -80,58 +80,42 @@ def locked(path: Path, policy: WaitPolicy) -> Iterator[bool]:
         yield held
 
 
-class _WaitReporter:
-    """Reports and limits one wait."""
-
-    def __init__(self, path: Path, policy: WaitPolicy) -> None:
-        self._path = path
-        self._policy = policy
-        self._start = time.monotonic()
-        self._due = policy.report_after
-        self._reporter_lock = ExitStack()
-        self._reports: bool | None = None
-
-    def __enter__(self) -> _WaitReporter:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._reporter_lock.close()
-
-    def pause(self, file: IO[bytes]) -> None:
-        waited = time.monotonic() - self._start
-        if waited > self._policy.timeout:
-            raise user_error("lock-wait-timeout", waited=waited, holder=self._holder(file))
-        if waited > self._due:
-            self._due = waited + self._policy.report_every
-            if self._reports is None:
-                self._reports = self._is_first_waiter()
-            if self._reports:
-                self._policy.report(f"waiting for {waited:.0f} s: {self._holder(file)}")
-        time.sleep(POLL_SECONDS)
-
-    def _holder(self, file: IO[bytes]) -> str:
-        file.seek(0)
-        holder = file.read(200).decode(errors="replace") or "another process"
-        return f"{holder} holds {self._path}; kill it if it hangs"
-
-    def _is_first_waiter(self) -> bool:
-        try:
-            path = self._path.with_name("waiting.lock")
-            return lock_now(self._reporter_lock.enter_context(open(path, "ab"))) is not False
-        except OSError:
-            return True
-
-
-def _acquire(path: Path, waiting: _WaitReporter) -> tuple[IO[bytes], bool]:
+def _acquire(path: Path, policy: WaitPolicy, reporter_lock: ExitStack) -> tuple[IO[bytes], bool]:
+    start, due = time.monotonic(), policy.report_after
+    reports: bool | None = None
     while True:
         with ExitStack() as undo:
             file = undo.enter_context(open(path, "a+b"))
             while (held := lock_now(file)) is False:
-                waiting.pause(file)
+                waited = time.monotonic() - start
+                if waited > policy.timeout:
+                    raise user_error("lock-wait-timeout", waited=waited, holder=_holder(file, path))
+                if waited > due:
+                    due = waited + policy.report_every
+                    if reports is None:
+                        reports = _is_first_waiter(path, reporter_lock)
+                    if reports:
+                        policy.report(f"waiting for {waited:.0f} s: {_holder(file, path)}")
+                time.sleep(POLL_SECONDS)
             # Deleting the folder deletes the lock file; others then lock a new file of that name.
             if is_at(file, path):
                 undo.pop_all()
                 return file, held is True
+
+
+def _holder(file: IO[bytes], path: Path) -> str:
+    file.seek(0)
+    holder = file.read(200).decode(errors="replace") or "another process"
+    return f"{holder} holds {path}; kill it if it hangs"
+
+
+def _is_first_waiter(path: Path, reporter_lock: ExitStack) -> bool:
+    """Whether this is the process that reports; takes the lock that says so."""
+    try:
+        file = reporter_lock.enter_context(path.with_name("waiting.lock").open("ab"))
+        return lock_now(file) is not False
+    except OSError:
+        return True
 
 
 def is_at(file: IO[bytes], path: str | Path) -> bool:

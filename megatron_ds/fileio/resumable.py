@@ -20,10 +20,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, nullcontext, suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Any, BinaryIO, cast
 
-from megatron_ds.config.problems import Problem, UserError, option, user_error
+from megatron_ds.config.problems import Problem, UserError, option, raise_if_any, user_error
 from megatron_ds.fileio.atomic import fsync_path, name_in_errors, write_atomically
 from megatron_ds.fileio.file_lock import is_at, lock_now
 
@@ -33,7 +32,12 @@ RECORD, SETTINGS, LOCK = "record.json", "settings.json", "lock"
 COMMIT_SECONDS = 10.0
 """Interval of time-based commits. A run that fails earlier leaves nothing."""
 DIFFERENCES_SHOWN = 20
-COMPRESSIONS = (".gz", ".bz2", ".xz")
+COMPRESSORS: dict[str, Callable[[BinaryIO], Any]] = {
+    # Neither name nor time, so that the same content gives the same bytes.
+    ".gz": lambda raw: gzip.GzipFile("", "wb", 6, raw, mtime=0),
+    ".bz2": lambda raw: bz2.BZ2File(raw, "wb"),
+    ".xz": lambda raw: lzma.LZMAFile(raw, "wb"),  # noqa: SIM115
+}
 """Compressions of output files: formats in which concatenated members are one file."""
 LENGTH = struct.Struct("<I")
 
@@ -66,7 +70,8 @@ class GrowingFile:
         """Append bytes. Raises OSError with the name of the file."""
         with name_in_errors(self._path):
             if self._stream is None:
-                self._stream = _compressor(self.raw, self._suffix)
+                compressor = COMPRESSORS.get(self._suffix)
+                self._stream = self.raw if compressor is None else compressor(self.raw)
             self._stream.write(data)
 
     def flush(self) -> BinaryIO | None:
@@ -212,20 +217,21 @@ class ResumableOutput:
         return True
 
     def _check_settings(self, before: Mapping[str, Any], place: str) -> None:
-        problems = [
-            _difference(name, before.get(name), self._settings.get(name), place)
-            for name in sorted({*before, *self._settings})
-            if before.get(name) != self._settings.get(name)
-        ]
-        if problems:
-            raise UserError(*problems[:DIFFERENCES_SHOWN])
+        names = sorted({*before, *self._settings})
+        changed = [name for name in names if before.get(name) != self._settings.get(name)]
+        raise_if_any(
+            Problem(
+                "resumed-run-differs",
+                *([name] if name.isidentifier() else []),
+                flag=option(name) if name.isidentifier() else name,
+                current=_show(self._settings.get(name)),
+                recorded=_show(before.get(name)),
+                place=place,
+            )
+            for name in changed[:DIFFERENCES_SHOWN]
+        )
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         try:
             with nullcontext() if error is None else suppress(Exception):
                 self._wait()
@@ -347,33 +353,17 @@ def pack_record(record: bytes) -> bytes:
     return LENGTH.pack(len(record)) + record
 
 
-def _compressor(raw: BinaryIO, suffix: str) -> BinaryIO:
-    stream: Any = raw
-    if suffix == ".gz":
-        # Neither name nor time, so that the same content gives the same bytes.
-        stream = gzip.GzipFile("", "wb", 6, raw, mtime=0)
-    elif suffix == ".bz2":
-        stream = bz2.BZ2File(raw, "wb")
-    elif suffix == ".xz":
-        stream = lzma.LZMAFile(raw, "wb")  # noqa: SIM115
-    return cast(BinaryIO, stream)
-
-
 def _truncate(path: Path, size: int) -> None:
     actual = path.stat().st_size if path.exists() else 0
     if actual < size:
-        raise UserError(_damaged(path, f"it has {actual} bytes, and {size} were committed"))
+        raise _damaged(path, f"it has {actual} bytes, and {size} were committed")
     with open(path, "ab") as file:
         file.truncate(size)
 
 
-def _damaged(path: Path, reason: object) -> Problem:
-    return Problem(
-        "interrupted-work-damaged",
-        path=path,
-        reason=reason,
-        parent=path.parent if path.parent.name.endswith(WORK_SUFFIX) else path,
-    )
+def _damaged(path: Path, reason: str) -> UserError:
+    parent = path.parent if path.parent.name.endswith(WORK_SUFFIX) else path
+    return user_error("interrupted-work-damaged", path=path, reason=reason, parent=parent)
 
 
 def _encode(content: object) -> bytes:
@@ -391,26 +381,14 @@ def _read(path: Path) -> dict[str, Any] | None:
         parsed = json.loads(data)
         content, digest = parsed["content"], parsed["sha256"]
     except (ValueError, TypeError, KeyError, RecursionError) as error:
-        raise UserError(_damaged(path, f"{type(error).__name__}: {error}")) from error
+        raise _damaged(path, f"{type(error).__name__}: {error}") from error
     if digest != _digest(json.dumps(content)):
-        raise UserError(_damaged(path, "its checksum does not match"))
+        raise _damaged(path, "its checksum does not match")
     return cast("dict[str, Any]", content)
 
 
 def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _difference(name: str, before: object, now: object, place: str) -> Problem:
-    is_field = name.isidentifier()
-    return Problem(
-        "resumed-run-differs",
-        *([name] if is_field else []),
-        flag=option(name) if is_field else name,
-        current=_show(now),
-        recorded=_show(before),
-        place=place,
-    )
 
 
 def _show(value: object) -> str:

@@ -55,14 +55,14 @@ def test_one_of_several_waiting_threads_reports(
 ) -> None:
     path, asked = tmp_path / "x.lock", threading.Semaphore(0)
     reporters: list[int] = []
-    is_first_waiter = file_lock._WaitReporter._is_first_waiter
+    is_first_waiter = file_lock._is_first_waiter
 
-    def counted(self: Any) -> bool:
-        reports = is_first_waiter(self)
+    def counted(*arguments: Any) -> bool:
+        reports = is_first_waiter(*arguments)
         asked.release()
         return reports
 
-    monkeypatch.setattr(file_lock._WaitReporter, "_is_first_waiter", counted)
+    monkeypatch.setattr(file_lock, "_is_first_waiter", counted)
 
     def wait() -> None:
         def report(text: str) -> None:
