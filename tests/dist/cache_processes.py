@@ -7,8 +7,8 @@ group and answers with one. A request:
     cache      --data-cache-path
     fallback   another folder for the indexes
     marks      a folder for files that the processes leave for each other
-    fault      a fault for tests/faults.py, or a key of SPECIAL_FAULTS. A fault at one call happens in
-               the first process that gets there, a repeated one in all.
+    fault      a fault for tests/faults.py, or a key of SPECIAL_FAULTS. A fault at one call happens
+               in the first process that gets there, a repeated one in all.
     patience   seconds until a waiting process gives up
     nobody     run as the user `nobody` if this one is root, which ignores permissions
 

@@ -25,10 +25,10 @@ from megatron_ds.config import Config
 from megatron_ds.data.micro_batches import Batch, MicroBatchIterator
 from megatron_ds.engine.build import build_engine
 from megatron_ds.engine.zero import ZeroEngine
+from megatron_ds.launch.environment import prepare_environment
 from megatron_ds.parallel.collectives import all_gather
 from megatron_ds.parallel.mesh import Mesh
-from megatron_ds.parallel.sharding import unshard, shard_spec
-from megatron_ds.launch.environment import prepare_environment
+from megatron_ds.parallel.sharding import shard_spec, unshard
 from megatron_ds.train_state import StepPlan
 from tests.dist.reference import EOD, Run, Samples, Tensors
 

@@ -1,6 +1,7 @@
 """Trains with a corrupted gradient on one rank, and reads the states of the optimizer.
 
-The layouts of a test run one after the other on one set of ranks; a failed one returns its traceback.
+The layouts of a test run one after the other on one set of ranks; a failed one returns its
+traceback.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ from megatron_ds import schedules
 from megatron_ds.config import Config, PrecisionConfig, ScheduleConfig
 from megatron_ds.data.micro_batches import Batch, MicroBatchIterator
 from megatron_ds.engine.build import build_engine
+from megatron_ds.engine.deepspeed_patches import require_precision
 from megatron_ds.engine.zero import ZeroEngine
 from megatron_ds.parallel.mesh import Mesh
-from megatron_ds.engine.deepspeed_patches import require_precision
 from megatron_ds.train_state import StepResult, TrainState
 from tests.dist import parity_cases
+from tests.dist.engine_harness import CPU, full_weights, prepare
 from tests.dist.parity_cases import Case, complete_config, config_of
-from tests.dist.engine_harness import CPU, prepare, full_weights
 from tests.dist.reference import Samples, Tensors
 from tests.distributed import run_ranks
 

@@ -68,9 +68,9 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 # AdamW divides by sqrt(v) + eps. Where a gradient g is far above eps its first update is lr times
-# the sign of g, and where g is rounding noise that sign is random, even between two runs of torch. The
-# update's slope is at most lr / eps: lr 0.01, eps 1e-3 and gradients that are right to 1e-8 after
-# clipping keep the error below 1e-7 of a weight, and the elements on both sides of eps (0.001
+# the sign of g, and where g is rounding noise that sign is random, even between two runs of torch.
+# The update's slope is at most lr / eps: lr 0.01, eps 1e-3 and gradients that are right to 1e-8
+# after clipping keep the error below 1e-7 of a weight, and the elements on both sides of eps (0.001
 # against clipped gradients of up to 0.01) still take Adam's nonlinear path.
 OPTIMIZERS: dict[str, OptimizerConfig] = {
     "sgd": OptimizerConfig(

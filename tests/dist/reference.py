@@ -16,8 +16,8 @@ import torch
 from torch.nn.utils import clip_grad_norm_
 
 from megatron_ds.config import Config, OptimizerConfig
-from megatron_ds.model.packed_attention import PackingOptions
 from megatron_ds.model.gpt import GPTModel
+from megatron_ds.model.packed_attention import PackingOptions
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.parallel.rng import RngStreams
 from megatron_ds.train_state import StepPlan

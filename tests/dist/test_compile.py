@@ -15,8 +15,8 @@ from torch._inductor import config as inductor
 
 from megatron_ds.config import Config, RecomputeConfig, RuntimeConfig
 from tests.dist import parity_cases
-from tests.dist.parity_cases import Case, config_of, plans_of
 from tests.dist.compare import differences
+from tests.dist.parity_cases import Case, config_of, plans_of
 from tests.dist.rank_jobs import Job, JobResults, run_jobs
 from tests.dist.reference import Samples
 

@@ -11,8 +11,8 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 from megatron_ds.config import ModelConfig
-from megatron_ds.model.packed_attention import PackingOptions
 from megatron_ds.model.gpt import GPTModel
+from megatron_ds.model.packed_attention import PackingOptions
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.parallel.rng import RngStreams
 

@@ -17,8 +17,8 @@ from megatron_ds.config import Config, DataConfig, OptimizerConfig, RecomputeCon
 from megatron_ds.model.packed_attention import PackingOptions
 from megatron_ds.train_state import StepPlan, StepResult, TrainState
 from tests.dist import parity_cases
-from tests.dist.parity_cases import Case, complete_config, config_of
 from tests.dist.compare import differences
+from tests.dist.parity_cases import Case, complete_config, config_of
 from tests.dist.rank_jobs import Job, JobResults, run_jobs
 from tests.dist.reference import EOD, Samples, train_reference
 from tests.unit.model.dense import dense_flex

@@ -13,16 +13,16 @@ import pytest
 from megatron_ds.config import PrecisionConfig
 from megatron_ds.parallel.mesh import Mesh
 from tests.dist import parity_cases
-from tests.dist.parity_cases import Case, config_of, plans_of
 from tests.dist.engine_harness import train
 from tests.dist.nonfinite_harness import (
     WORLD,
     Layout,
     Training,
-    run_layouts,
-    differing_names,
     corrupt_gradient,
+    differing_names,
+    run_layouts,
 )
+from tests.dist.parity_cases import Case, config_of, plans_of
 from tests.dist.reference import Samples, train_reference
 
 FP16 = PrecisionConfig(fp16=True, allow_fp16_on_cpu=True)

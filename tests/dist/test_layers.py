@@ -9,19 +9,19 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from megatron_ds.parallel import fused_linear_cross_entropy
 from megatron_ds.parallel.collectives import (
     all_gather,
     copy_to_group,
     gather_from_group,
     reduce_from_group,
 )
-from megatron_ds.parallel import fused_linear_cross_entropy
-from megatron_ds.parallel.fused_linear_cross_entropy import linear_cross_entropy
 from megatron_ds.parallel.embedding import VocabParallelEmbedding
+from megatron_ds.parallel.fused_linear_cross_entropy import linear_cross_entropy
 from megatron_ds.parallel.linear import ColumnParallelLinear, RowParallelLinear
 from megatron_ds.parallel.mesh import Group, Mesh
 from megatron_ds.parallel.rng import RngStreams
-from megatron_ds.parallel.sharding import ShardSpec, unshard, take_shard, shard_spec
+from megatron_ds.parallel.sharding import ShardSpec, shard_spec, take_shard, unshard
 from tests.distributed import RankError, run_ranks
 from tests.problems import raises_problem
 
@@ -100,7 +100,8 @@ def check_linear(group: Group) -> None:
         compare_gradients(column, one_column, group)
 
         row, one_row = (
-            RowParallelLinear(inner, HIDDEN, bias=bias, group=g, init=draw_shard) for g in (group, single)
+            RowParallelLinear(inner, HIDDEN, bias=bias, group=g, init=draw_shard)
+            for g in (group, single)
         )
         for layer in (row, one_row):
             if layer.bias is not None:

@@ -16,7 +16,7 @@ from megatron_ds.model.gpt import GPTModel
 from megatron_ds.parallel.collectives import all_gather
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.parallel.rng import RngStreams
-from megatron_ds.parallel.sharding import unshard, take_shard, shard_spec
+from megatron_ds.parallel.sharding import shard_spec, take_shard, unshard
 from tests.distributed import run_ranks
 
 VOCAB = 90  # of 96 padded rows at sizes 1 and 2

@@ -14,9 +14,9 @@ from tests.dist.engine_harness import full_weights
 from tests.dist.nonfinite_harness import (
     Layout,
     Training,
-    run_layouts,
-    differing_names,
     corrupt_gradient,
+    differing_names,
+    run_layouts,
 )
 
 LAYOUTS = [

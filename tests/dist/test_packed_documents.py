@@ -17,10 +17,9 @@ from megatron_ds.engine.build import build_engine
 from megatron_ds.model.packed_attention import PackingOptions
 from megatron_ds.parallel.mesh import Mesh
 from tests.dist import parity_cases
-from tests.dist.parity_cases import Case, config_of, plans_of
 from tests.dist.compare import differences
 from tests.dist.engine_harness import CPU
-from tests.problems import raises_problem
+from tests.dist.parity_cases import Case, config_of, plans_of
 from tests.dist.rank_jobs import Job, JobResults, run_jobs
 from tests.dist.reference import EOD, Samples, train_reference
 from tests.problems import codes, raises_problem

@@ -2,9 +2,9 @@
 {learned, rope, alibi, GQA, swiglu, tied, untied}, on 2 and 4 ranks, under SGD without clipping and
 AdamW with clipping. The rule in `parity_cases.py` selects the combinations.
 
-The reference is `reference.train_reference`: torch over the full global batch. Three steps in fp32; loss,
-global norm, every parameter's gradient (taken from DeepSpeed before each step and, under SGD, from
-what the step did to the weights) and every weight after each step agree within 1e-5.
+The reference is `reference.train_reference`: torch over the full global batch. Three steps in fp32;
+loss, global norm, every parameter's gradient (taken from DeepSpeed before each step and, under SGD,
+from what the step did to the weights) and every weight after each step agree within 1e-5.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import pytest
 import torch
 
 from tests.dist import parity_cases
-from tests.dist.parity_cases import Case
 from tests.dist.compare import differences
+from tests.dist.parity_cases import Case
 from tests.dist.rank_jobs import Job, JobResults, run_jobs
 from tests.dist.reference import Run, Samples, Tensors, train_reference
 

@@ -21,14 +21,14 @@ from megatron_ds.cli.arguments import build_config
 from megatron_ds.config import Config
 from megatron_ds.data.micro_batches import MicroBatchIterator
 from megatron_ds.engine.build import build_engine
+from megatron_ds.engine.deepspeed_patches import require_precision
 from megatron_ds.engine.ds_config_merge import merge_file
 from megatron_ds.parallel.mesh import Mesh
-from megatron_ds.engine.deepspeed_patches import require_precision
 from megatron_ds.train_state import TrainState
-from tests.problems import codes
 from tests.dist.engine_harness import prepare
 from tests.dist.reference import Samples
 from tests.distributed import run_ranks
+from tests.problems import codes
 
 FOLDER = Path(__file__).resolve().parents[3] / "shared" / "data" / "peer_ds_configs"
 FLAGS = (

@@ -17,12 +17,12 @@ import torch
 from megatron_ds.config import Config, DeepSpeedConfig, PrecisionConfig, ScheduleConfig
 from megatron_ds.engine.ds_config_merge import merge_file
 from megatron_ds.train_state import StepPlan
-from tests.problems import codes
 from tests.dist import parity_cases
-from tests.dist.parity_cases import Case, complete_config, config_of, plans_of
 from tests.dist.compare import differences
+from tests.dist.parity_cases import Case, complete_config, config_of, plans_of
 from tests.dist.rank_jobs import Job, JobResults, run_jobs
 from tests.dist.reference import Samples, Tensors, train_reference
+from tests.problems import codes
 
 LAYOUTS = list(itertools.product((1, 2, 3), (1, 2)))
 """ZeRO stage and tensor-parallel size."""

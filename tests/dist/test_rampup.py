@@ -16,8 +16,8 @@ from megatron_ds import schedules
 from megatron_ds.config import Config, OptimizerConfig, ScheduleConfig
 from megatron_ds.train_state import StepPlan, StepResult, TrainState
 from tests.dist import parity_cases
-from tests.dist.parity_cases import Case, complete_config, config_of
 from tests.dist.compare import differences
+from tests.dist.parity_cases import Case, complete_config, config_of
 from tests.dist.rank_jobs import Job, JobResults, run_jobs
 from tests.dist.reference import Samples, train_reference
 

@@ -9,12 +9,12 @@ import torch
 
 from megatron_ds.config import ModelConfig, RecomputeConfig
 from megatron_ds.engine.ds_activation_checkpointing import configure_checkpointing
-from megatron_ds.model.packed_attention import PackingOptions
+from megatron_ds.launch.environment import prepare_environment
 from megatron_ds.model.gpt import GPTModel
+from megatron_ds.model.packed_attention import PackingOptions
+from megatron_ds.parallel.activation_checkpointing import ActivationCheckpointing
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.parallel.rng import RngStreams
-from megatron_ds.parallel.activation_checkpointing import ActivationCheckpointing
-from megatron_ds.launch.environment import prepare_environment
 from tests.distributed import run_ranks
 
 MODEL = ModelConfig(
@@ -46,7 +46,7 @@ VARIANTS = [
 def losses_and_gradients(
     mesh: Mesh, options: RecomputeConfig | None, position: str, documents: PackingOptions | None
 ) -> list[torch.Tensor]:
-    """Losses of two micro-batches and of an evaluation, then the micro-batches' summed gradients."""
+    """Losses of two micro-batches and an evaluation, then the micro-batches' summed gradients."""
     config = dataclasses.replace(MODEL, position_embedding_type=position)
     rng = RngStreams(mesh.tp.rank)
     recompute = None
@@ -55,9 +55,7 @@ def losses_and_gradients(
         if options.is_by_deepspeed:
             checkpoint = configure_checkpointing(options, config.num_layers, mesh.mpu(), rng)
         recompute = ActivationCheckpointing(options, rng, checkpoint)
-    model = GPTModel(
-        config, mesh=mesh, rng=rng, seed=5, checkpointing=recompute, packing=documents
-    )
+    model = GPTModel(config, mesh=mesh, rng=rng, seed=5, checkpointing=recompute, packing=documents)
     tokens = torch.randint(0, 32, (2, 9), generator=torch.Generator().manual_seed(2))
     tokens[0, 2] = tokens[0, 3] = tokens[1, 5] = END
     losses = []

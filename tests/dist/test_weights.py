@@ -12,9 +12,9 @@ from pathlib import Path
 
 import torch
 
-from megatron_ds.checkpoint.metadata import read_run
-from megatron_ds.checkpoint.manager import CheckpointManager
 from megatron_ds.checkpoint.full_weights import Weights, iter_full_weights
+from megatron_ds.checkpoint.manager import CheckpointManager
+from megatron_ds.checkpoint.metadata import read_run
 from megatron_ds.config import (
     CheckpointConfig,
     Config,
@@ -30,9 +30,9 @@ from megatron_ds.engine.build import build_engine
 from megatron_ds.inference.load_checkpoint import load_model
 from megatron_ds.parallel.collectives import all_gather
 from megatron_ds.parallel.mesh import Mesh
-from megatron_ds.parallel.sharding import unshard, shard_spec
+from megatron_ds.parallel.sharding import shard_spec, unshard
 from megatron_ds.train_state import StepPlan, TrainState
-from tests.dist.engine_harness import CPU, prepare, full_weights
+from tests.dist.engine_harness import CPU, full_weights, prepare
 from tests.distributed import run_ranks
 
 WORLD = 4
