@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import gc
 import importlib
 import json
 import os
@@ -219,6 +220,8 @@ def main() -> None:
     for name in PRELOADED:
         importlib.import_module(name)
     assert threading.active_count() == 1, "a fork of several threads may hang"
+    gc.collect()
+    gc.freeze()  # collections in the forked processes skip, and do not copy, what was imported
     print(json.dumps("ready"), flush=True)
     child = serve()
     if child is not None:
