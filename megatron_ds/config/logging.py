@@ -32,10 +32,7 @@ class LoggingConfig:
         None, "save and exit after this many minutes", above=0
     )
     kill_switch_path: str | None = option_field(
-        None,
-        "save and exit when this file exists",
-        aliases=("kill-switch-file",),
-        metavar="FILE",
+        None, "save and exit when this file exists", aliases=("kill-switch-file",), metavar="FILE"
     )
     tensorboard_dir: str | None = option_field(
         None, "folder for TensorBoard logs (default: no TensorBoard logs)", metavar="FOLDER"

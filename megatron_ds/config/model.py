@@ -54,9 +54,7 @@ class ModelConfig:
         minimum=1,
     )
     max_position_embeddings: int | None = option_field(
-        None,
-        "number of learned position embeddings (default: --seq-length)",
-        minimum=1,
+        None, "number of learned position embeddings (default: --seq-length)", minimum=1
     )
     position_embedding_type: str = option_field(
         "learned_absolute",

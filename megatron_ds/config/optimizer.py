@@ -20,18 +20,10 @@ class OptimizerConfig:
     )
     lr: float = option_field(UNSET_FLOAT, "maximum learning rate", required=True, minimum=0)
     adam_beta1: float = option_field(
-        0.9,
-        "decay rate of Adam's first moment",
-        minimum=0,
-        below=1,
-        only_with=ADAM,
+        0.9, "decay rate of Adam's first moment", minimum=0, below=1, only_with=ADAM
     )
     adam_beta2: float = option_field(
-        0.999,
-        "decay rate of Adam's second moment",
-        minimum=0,
-        below=1,
-        only_with=ADAM,
+        0.999, "decay rate of Adam's second moment", minimum=0, below=1, only_with=ADAM
     )
     adam_eps: float = option_field(
         1e-8, "epsilon added to the denominator of Adam", minimum=0, only_with=ADAM
@@ -47,9 +39,7 @@ class OptimizerConfig:
         None, "final weight decay (default: --weight-decay)", minimum=0
     )
     weight_decay_incr_style: str = option_field(
-        "constant",
-        "weight decay schedule",
-        choices=("constant", "linear", "cosine"),
+        "constant", "weight decay schedule", choices=("constant", "linear", "cosine")
     )
     clip_grad: float = option_field(
         1.0, "maximum global norm of the gradient; 0 disables clipping", minimum=0

@@ -19,10 +19,7 @@ class PrecisionConfig:
     fp16: bool = option_field(False, "train in fp16 with loss scaling")
     bf16: bool = option_field(False, "train in bf16")
     loss_scale: float | None = option_field(
-        None,
-        "static loss scale of fp16 (default: dynamic loss scaling)",
-        above=0,
-        only_with=FP16,
+        None, "static loss scale of fp16 (default: dynamic loss scaling)", above=0, only_with=FP16
     )
     initial_loss_scale: float = option_field(
         2.0**16, "initial dynamic loss scale", above=0, only_with=DYNAMIC_SCALE
@@ -37,10 +34,7 @@ class PrecisionConfig:
         only_with=DYNAMIC_SCALE,
     )
     hysteresis: int = option_field(
-        2,
-        "number of overflows before the loss scale is halved",
-        minimum=1,
-        only_with=DYNAMIC_SCALE,
+        2, "number of overflows before the loss scale is halved", minimum=1, only_with=DYNAMIC_SCALE
     )
     max_consecutive_skipped_steps: int = option_field(
         50,

@@ -50,10 +50,7 @@ class TokenizerConfig:
         only_with=_types_with("vocab_file"),
     )
     merge_file: str | None = option_field(
-        None,
-        "merges.txt of GPT2BPETokenizer",
-        metavar="FILE",
-        only_with=_types_with("merge_file"),
+        None, "merges.txt of GPT2BPETokenizer", metavar="FILE", only_with=_types_with("merge_file")
     )
     tokenizer_model: str | None = option_field(
         None,

@@ -10,14 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.import_graph import (
-    PACKAGE,
-    REPOSITORY,
-    imports,
-    module_of,
-    sources,
-    tree,
-)
+from tools.import_graph import PACKAGE, REPOSITORY, imports, module_of, sources, tree
 
 LAYERS = {
     "config": 0,
@@ -62,11 +55,7 @@ ALLOWED = {
 }
 """What each folder imports of the package, exactly."""
 
-DEEPSPEED = (
-    "engine/",
-    "checkpoint/",
-    "launch/",
-)
+DEEPSPEED = ("engine/", "checkpoint/", "launch/")
 ENVIRONMENT = ("launch/",)
 HTTP = ("inference/server.py",)
 DEVICE = ("launch/device.py",)
@@ -185,12 +174,7 @@ def test_there_is_no_import_circle() -> None:
 
 @pytest.mark.parametrize(
     ("package", "places"),
-    [
-        ("deepspeed", DEEPSPEED),
-        ("fastapi", HTTP),
-        ("starlette", HTTP),
-        ("uvicorn", HTTP),
-    ],
+    [("deepspeed", DEEPSPEED), ("fastapi", HTTP), ("starlette", HTTP), ("uvicorn", HTTP)],
     ids=["deepspeed", "fastapi", "starlette", "uvicorn"],
 )
 def test_a_package_is_imported_in_its_places_alone(package: str, places: tuple[str, ...]) -> None:

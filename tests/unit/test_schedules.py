@@ -42,14 +42,7 @@ WSD_START = {**WARMUP, 200: 1.0, 300: 1.0}
 LEARNING_RATES = {
     ("constant", ""): {**WARMUP, 101: 1.0, 500: 1.0, 900: 1.0},
     ("linear", ""): {**WARMUP, 200: 0.775, 300: 0.55, 500: 0.1, 501: 0.1, 900: 0.1},
-    ("cosine", ""): {
-        **WARMUP,
-        200: 0.8681980515,
-        300: 0.55,
-        400: 0.2318019485,
-        500: 0.1,
-        900: 0.1,
-    },
+    ("cosine", ""): {**WARMUP, 200: 0.8681980515, 300: 0.55, 400: 0.2318019485, 500: 0.1, 900: 0.1},
     ("inverse-square-root", ""): {
         **WARMUP,
         225: 0.6666666667,
@@ -59,13 +52,7 @@ LEARNING_RATES = {
     },
     ("WSD", "linear"): {**WSD_START, 350: 0.775, 400: 0.55, 500: 0.1, 900: 0.1},
     ("WSD", "cosine"): {**WSD_START, 350: 0.8681980515, 400: 0.55, 500: 0.1, 900: 0.1},
-    ("WSD", "exponential"): {
-        **WSD_START,
-        350: 0.7136135475,
-        400: 0.4727922061,
-        500: 0.1,
-        900: 0.1,
-    },
+    ("WSD", "exponential"): {**WSD_START, 350: 0.7136135475, 400: 0.4727922061, 500: 0.1, 900: 0.1},
     ("WSD", "minus_sqrt"): {**WSD_START, 350: 0.55, 400: 0.3636038969, 500: 0.1, 900: 0.1},
 }
 
@@ -190,11 +177,7 @@ def test_total_iterations_equal_those_of_a_simulation() -> None:
 
 def test_long_rampup_is_computed_by_segments() -> None:
     config = config_with(
-        {
-            "train_samples": 10**15,
-            "global_batch_size": 32,
-            "rampup_batch_size": (16, 16, 10**14),
-        }
+        {"train_samples": 10**15, "global_batch_size": 32, "rampup_batch_size": (16, 16, 10**14)}
     )
     assert schedules.total_iterations(config, 1) == 10**14 // 16 + (10**15 - 10**14) // 32
 
