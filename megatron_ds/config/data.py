@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,72 +23,53 @@ PER_SPLIT_DATA_FIELDS = {
 }
 """Fields that name the data of one dataset split."""
 
+_paths = functools.partial(option_field, None, nargs="*", metavar="PATH")
+_groups = functools.partial(option_field, None, nargs="*", metavar="GROUP")
+_file = functools.partial(option_field, None, metavar="FILE")
+
 
 @dataclass(frozen=True)
 class DataConfig:
     """Training data and how it is read."""
 
-    data_path: tuple[str, ...] | None = option_field(
-        None,
+    data_path: tuple[str, ...] | None = _paths(
         "prefix of a .bin/.idx pair, several prefixes (weighted by their size), or WEIGHT PREFIX "
-        "WEIGHT PREFIX ...",
-        nargs="*",
-        metavar="PATH",
+        "WEIGHT PREFIX ..."
     )
     split: str | None = option_field(
         None,
         "proportions of --data-path used for training, validation and test (default: 969,30,1)",
         metavar="A,B,C",
     )
-    train_data_path: tuple[str, ...] | None = option_field(
-        None, "training data, as --data-path", nargs="*", metavar="PATH"
+    train_data_path: tuple[str, ...] | None = _paths("training data, as --data-path")
+    valid_data_path: tuple[str, ...] | None = _paths("validation data, as --data-path")
+    test_data_path: tuple[str, ...] | None = _paths("test data, as --data-path")
+    data_args_path: str | None = _file(
+        "file with the values of --data-path, separated by whitespace"
     )
-    valid_data_path: tuple[str, ...] | None = option_field(
-        None, "validation data, as --data-path", nargs="*", metavar="PATH"
-    )
-    test_data_path: tuple[str, ...] | None = option_field(
-        None, "test data, as --data-path", nargs="*", metavar="PATH"
-    )
-    data_args_path: str | None = option_field(
-        None, "file with the values of --data-path, separated by whitespace", metavar="FILE"
-    )
-    per_split_data_args_path: str | None = option_field(
-        None,
+    per_split_data_args_path: str | None = _file(
         "JSON file with the keys train, valid and test: the values of --train-, --valid- and "
-        "--test-data-path",
-        metavar="FILE",
+        "--test-data-path"
     )
-    train_weighted_split_paths: tuple[str, ...] | None = option_field(
-        None,
+    train_weighted_split_paths: tuple[str, ...] | None = _groups(
         'training data as one group "NAME: WEIGHT START:END PREFIX, ..."; START:END is a range of '
-        "documents as fractions of the file, such as 0:0.95",
-        nargs="*",
-        metavar="GROUP",
+        "documents as fractions of the file, such as 0:0.95"
     )
-    valid_weighted_split_paths: tuple[str, ...] | None = option_field(
-        None,
+    valid_weighted_split_paths: tuple[str, ...] | None = _groups(
         "validation data as groups of the same form; each group is evaluated and logged under its "
-        "name",
-        nargs="*",
-        metavar="GROUP",
+        "name"
     )
-    test_weighted_split_paths: tuple[str, ...] | None = option_field(
-        None, "test data as groups of the same form", nargs="*", metavar="GROUP"
+    test_weighted_split_paths: tuple[str, ...] | None = _groups(
+        "test data as groups of the same form"
     )
-    train_weighted_split_paths_path: str | None = option_field(
-        None,
-        "file with the values of --train-weighted-split-paths, each group in quotes",
-        metavar="FILE",
+    train_weighted_split_paths_path: str | None = _file(
+        "file with the values of --train-weighted-split-paths, each group in quotes"
     )
-    valid_weighted_split_paths_path: str | None = option_field(
-        None,
-        "file with the values of --valid-weighted-split-paths, each group in quotes",
-        metavar="FILE",
+    valid_weighted_split_paths_path: str | None = _file(
+        "file with the values of --valid-weighted-split-paths, each group in quotes"
     )
-    test_weighted_split_paths_path: str | None = option_field(
-        None,
-        "file with the values of --test-weighted-split-paths, each group in quotes",
-        metavar="FILE",
+    test_weighted_split_paths_path: str | None = _file(
+        "file with the values of --test-weighted-split-paths, each group in quotes"
     )
     data_cache_path: str | None = option_field(
         None,
