@@ -8,22 +8,21 @@ line are reported at once. Knows no torch.
 from __future__ import annotations
 
 import difflib
-import math
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_ds.cli.flags import Flag, FlagTable, dashed, refused_values
 from megatron_ds.config.fields import choice_problem
 from megatron_ds.config.problems import Problem, UserError, user_error
-from megatron_ds.config.problems import option as reference
 
 LARGEST_EXACT = 2**53
 """Larger numbers with a point or an exponent may not be the integer that was written."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class ParsedLine:
     """The content of a command line.
 
@@ -34,10 +33,10 @@ class ParsedLine:
         unknown: The arguments of unknown flags, if they were not reported as problems.
     """
 
-    values: dict[str, Any]
-    problems: list[Problem]
-    warnings: list[Problem]
-    unreadable: frozenset[str]
+    values: dict[str, Any] = field(default_factory=dict)
+    problems: list[Problem] = field(default_factory=list)
+    warnings: list[Problem] = field(default_factory=list)
+    unreadable: set[str] = field(default_factory=set)
     unknown: list[str] = field(default_factory=list)
 
 
@@ -71,17 +70,15 @@ class _Scanner:
     def __init__(self, table: FlagTable, keep_unknown: bool) -> None:
         self._table = table
         self._keep_unknown = keep_unknown
+        self._line = ParsedLine()
         self._given: dict[str, GivenFlag] = {}
         self._extra: list[tuple[str, Flag | None, str]] = []
         self._ignored: dict[str, list[str]] = {}
-        self._problems: list[Problem] = []
-        self._warnings: list[Problem] = []
-        self._unreadable: set[str] = set()
         self._misspelt: list[str] = []
-        self._unknown: list[str] = []
         self._requirements: list[tuple[str, str]] = []
 
     def scan(self, argv: Sequence[str]) -> ParsedLine:
+        line = self._line
         for option, arguments in _options(argv):
             flag = self._table.by_name.get(dashed(option)) if option.startswith("--") else None
             if flag is not None:
@@ -89,34 +86,29 @@ class _Scanner:
             elif not option:
                 self._extra += [(argument, None, "") for argument in arguments]
             elif self._keep_unknown:
-                self._unknown += [option, *arguments]
+                line.unknown += [option, *arguments]
             else:
                 self._report_unknown(option)
         self._read_positionals()
         for reason, options in self._ignored.items():
             has = "has" if len(options) == 1 else "have"
             shown = ", ".join(dict.fromkeys(options))
-            self._warnings.append(Problem("ignored-flag", shown=shown, has=has, reason=reason))
-        values, contradictions = _resolve(list(self._given.values()))
-        missing = {name for name in self._misspelt if name not in values}
-        self._problems += [
-            Problem("flag-requires-another", field, flag=flag, reference=reference(field))
-            for flag, field in self._requirements
-            if field not in values and field not in missing | self._unreadable
+            line.warnings.append(Problem("ignored-flag", shown=shown, has=has, reason=reason))
+        line.values, contradictions = _resolve(list(self._given.values()))
+        line.unreadable |= {name for name in self._misspelt if name not in line.values}
+        line.problems += [
+            Problem("flag-requires-another", needed, given=option)
+            for option, needed in self._requirements
+            if needed not in line.values and needed not in line.unreadable
         ]
-        return ParsedLine(
-            values,
-            [*self._problems, *contradictions],
-            self._warnings,
-            frozenset(self._unreadable | missing),
-            self._unknown,
-        )
+        line.problems += contradictions
+        return line
 
     def _report_unknown(self, option: str) -> None:
         names = self._table.by_name
         near = difflib.get_close_matches(dashed(option).lstrip("-"), names, n=1, cutoff=0.6)
         hint = f"; did you mean --{near[0]}?" if near else " (--help lists the flags)"
-        self._problems.append(Problem("unknown-flag", flag=option, hint=hint))
+        self._line.problems.append(Problem("unknown-flag", flag=option, hint=hint))
         self._misspelt += [names[name].field for name in near if names[name].field]
 
     def _read_flag(self, flag: Flag, option: str, arguments: list[str]) -> None:
@@ -125,8 +117,8 @@ class _Scanner:
         try:
             value = _value(flag, option, arguments[:count])
         except UserError as error:
-            self._problems += error.problems
-            self._unreadable |= {flag.field} - {""}
+            self._line.problems += error.problems
+            self._line.unreadable.update(*(problem.fields for problem in error.problems))
             return
         if flag.requires:
             self._requirements.append((option, flag.requires))
@@ -144,25 +136,20 @@ class _Scanner:
             return
         old = self._given.pop(dashed(new.option), new)
         if old.value != new.value:
-            self._warnings.append(Problem("repeated-flag", new.flag.field, old=old, new=new))
+            self._line.warnings.append(Problem("repeated-flag", new.flag.field, old=old, new=new))
         self._given[dashed(new.option)] = new
 
     def _read_positionals(self) -> None:
         """Arguments that belong to no flag are the values without a flag, in order."""
-        count = len(self._table.positionals)
-        for flag, (argument, _, _) in zip(self._table.positionals, self._extra, strict=False):
-            name = flag.metavar
-            try:
-                self._set(GivenFlag(flag, name, (argument,), _converted(flag, name, argument)))
-            except UserError as error:
-                self._problems += error.problems
-                self._unreadable.add(flag.field)
-        for argument, owner, option in self._extra[count:]:
+        positionals, extra = self._table.positionals, self._extra
+        for flag, (argument, _, _) in zip(positionals, extra, strict=False):
+            self._read_flag(flag, flag.metavar, [argument])
+        numbers = {0: "no value", 1: "one value"}
+        for argument, owner, option in extra[len(positionals) :]:
             expected = ""
             if owner is not None:
-                numbers = {0: "no value", 1: "one value"}
                 expected = f": {option} takes {numbers.get(owner.count, f'{owner.takes} values')}"
-            self._problems.append(
+            self._line.problems.append(
                 Problem("unexpected-argument", argument=argument, expected=expected)
             )
 
@@ -197,23 +184,19 @@ def _value(flag: Flag, option: str, arguments: Sequence[str]) -> Any:
             return None
         shown = " ".join([option, *arguments])
         raise user_error("unsupported-flag", shown=shown, help=flag.help)
-    if flag.outcome == "ignored" and flag.takes == "*":
-        return None
     if flag.takes == 0:
         return flag.const
-    if len(arguments) < flag.count:
-        number = flag.count
+    is_ignored = flag.outcome == "ignored"
+    if len(arguments) < flag.count and not (is_ignored and flag.takes == "*"):
+        fields, number = (flag.field,) if flag.field else (), flag.count
         needed = "a value" if number == 1 else f"{number} values, not {len(arguments)}"
-        text = f"{option} requires {needed}: {flag.usage}"
-        raise user_error("flag-needs-a-value", *_fields(flag), text=text)
-    if flag.outcome == "ignored":
+        raise user_error(
+            "flag-needs-a-value", *fields, flag=option, needed=needed, usage=flag.usage
+        )
+    if is_ignored:
         return None
     values = tuple(_converted(flag, option, argument) for argument in arguments)
     return values[0] if flag.takes == 1 else values
-
-
-def _fields(flag: Flag) -> tuple[str, ...]:
-    return (flag.field,) if flag.field else ()
 
 
 def _is_accepted(flag: Flag, arguments: Sequence[str]) -> bool:
@@ -237,11 +220,9 @@ def _converted(flag: Flag, option: str, argument: str) -> Any:
     if flag.kind is range:
         return _range(flag, option, argument)
     if flag.kind is float:
-        try:
+        with suppress(ValueError):
             return float(argument)
-        except ValueError:
-            text = f"{option} {argument}: must be a number"
-            raise user_error("not-a-number", flag.field, text=text) from None
+        raise user_error("not-a-number", flag.field, flag=option, argument=argument)
     chosen = flag.synonyms.get(argument, argument)
     if flag.choices and chosen not in flag.choices:
         raise UserError(_invalid_choice(flag, option, argument))
@@ -250,18 +231,13 @@ def _converted(flag: Flag, option: str, argument: str) -> Any:
 
 def _integer(flag: Flag, option: str, argument: str) -> int:
     """An integer, which may be written 1e6 or 1000.0."""
-    try:
+    with suppress(ValueError):
         return int(argument)
-    except ValueError:
-        pass
-    try:
+    with suppress(ValueError):
         number = float(argument)
-    except ValueError:
-        number = math.nan
-    if not number.is_integer() or abs(number) > LARGEST_EXACT:
-        text = f"{option} {argument}: must be an integer"
-        raise user_error("not-an-integer", flag.field, text=text)
-    return int(number)
+        if number.is_integer() and abs(number) <= LARGEST_EXACT:
+            return int(number)
+    raise user_error("not-an-integer", flag.field, flag=option, argument=argument)
 
 
 def _range(flag: Flag, option: str, argument: str) -> range:
@@ -271,17 +247,15 @@ def _range(flag: Flag, option: str, argument: str) -> range:
         numbers = range(int(first), int(last or first) + 1)
         if numbers:
             return numbers
-    text = f"{option} {argument}: must be a number from 0, or an ascending range such as 3-7"
-    raise user_error("not-a-range", flag.field, text=text)
+    raise user_error("not-a-range", flag.field, flag=option, argument=argument)
 
 
 def _invalid_choice(flag: Flag, option: str, argument: str) -> Problem:
-    known_elsewhere = refused_values().get(flag.field, {})
-    if argument in known_elsewhere:
-        text = f"{option} {argument} is not supported: {known_elsewhere[argument]}"
-        return Problem("unsupported-value", flag.field, text=text)
+    reason = refused_values().get(flag.field, {}).get(argument)
+    if reason is not None:
+        return Problem("unsupported-value", flag.field, flag=option, value=argument, reason=reason)
     lowered = {each.lower(): each for each in (*flag.synonyms, *flag.choices)}
-    near = difflib.get_close_matches(argument.lower(), list(lowered), n=1, cutoff=0.6)
+    near = difflib.get_close_matches(argument.lower(), lowered, n=1, cutoff=0.6)
     hint = f"; did you mean {lowered[near[0]]}?" if near else ""
     return choice_problem(flag.field, argument, flag.choices, hint)
 
@@ -299,11 +273,8 @@ def _resolve(given: list[GivenFlag]) -> tuple[dict[str, Any], list[Problem]]:
                 Problem("contradicting-flags", each.flag.field, before=before, each=each)
             )
     values = {name: each.value for name, each in first.items()}
-    if (
-        any(dashed(each.option) == "glu-activation" for each in given)
-        and "hidden_size" in values
-        and "ffn_hidden_size" not in values
-    ):
+    written = {dashed(each.option) for each in given}
+    if "glu-activation" in written and "hidden_size" in values:
         # The fork that has the flag does not shrink the MLP of gated activations.
-        values["ffn_hidden_size"] = 4 * values["hidden_size"]
+        values.setdefault("ffn_hidden_size", 4 * values["hidden_size"])
     return values, problems
