@@ -21,8 +21,8 @@ def flag_lists() -> str:
 
 
 def _entry(flag: Flag) -> str:
-    kind = "switch" if flag.takes == 0 else flag.kind.__name__.replace("str", "text")
-    if flag.is_positional:
+    kind = "switch" if flag.nargs == 0 else flag.kind.__name__.replace("str", "text")
+    if flag.positional:
         return f"{flag.metavar}: {kind}"
     return f"{' '.join(f'--{name}' for name in flag.names)}: {kind}"
 

@@ -116,7 +116,7 @@ def _settings(flags: Iterable[Flag], table: FlagTable) -> str:
     for flag in flags:
         names = " ".join(f"`--{name}`" for name in (flag.names[0], *other_names(flag)))
         values = ", ".join(flag.choices) or flag.usage.partition(" ")[2]
-        if flag.is_positional:
+        if flag.positional:
             names, values = f"`{flag.metavar}`", ""
         rows.append((names, values, default_of(flag), explanation(flag, table, in_table=True)))
     return _table(("flag", "value", "default", "meaning"), rows)

@@ -21,8 +21,6 @@ from megatron_ds.config.fields import OptionSpec, option_fields
 from megatron_ds.config.model import GLU_ACTIVATIONS
 from megatron_ds.config.problems import MARKER, default_flag
 
-Takes = int | str
-"""Number of values that a flag takes; "*": any number."""
 Outcome = Literal["set", "no_op", "ignored", "refused"]
 Names = str | tuple[str, ...] | None
 
@@ -30,62 +28,49 @@ PRETRAIN = "pretrain_gpt"
 FOREIGN_OUTCOMES: tuple[Outcome, ...] = ("no_op", "ignored", "refused")
 
 
-@dataclass(frozen=True)
-class Flag:
-    """One flag: its values and its effect.
+@dataclass(frozen=True, kw_only=True)
+class Flag(OptionSpec):
+    """One flag: how it is written, its values and its effect.
 
     Attributes:
+        help: Help text, or the reason of `outcome`.
         names: The name that is shown, then the aliases, without leading dashes.
         outcome: "set" gives a field its value; "no_op" requests what every run does; "ignored" has
             no effect, with a warning; "refused" is an error, except at `accepted_values`.
-        takes: Number of values.
-        help: Help text, or the reason of `outcome`.
         field: Name of the option field that is set.
         const: Value that a flag without values sets.
-        choices: Valid values.
-        synonyms: Other spellings of a choice.
         yields_to: Values of the field that take precedence if another flag gives them.
-        requires: Name of a field that must be given with the flag.
-        is_repeatable: Whether a repeated flag adds values.
+        needs: Name of a field that must be given with the flag.
     """
 
     names: tuple[str, ...]
     outcome: Outcome
-    takes: Takes
-    help: str
     field: str = ""
     kind: type = str
     const: Any = None
-    choices: tuple[str, ...] = ()
-    synonyms: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    default: Any = None
     accepted_values: tuple[str, ...] = ()
     yields_to: tuple[str, ...] = ()
-    requires: str = ""
-    metavar: str = ""
-    default: Any = None
-    required: bool = False
-    valid_range: str = ""
-    is_positional: bool = False
-    is_repeatable: bool = False
+    needs: str = ""
 
     @property
     def label(self) -> str:
         """What messages call the flag: `--lr`."""
-        return self.metavar if self.is_positional else f"--{self.names[0]}"
+        return self.metavar if self.positional else f"--{self.names[0]}"
 
     @property
     def usage(self) -> str:
         """The flag and its values: `--lr X`, `--data-path PATH ...`."""
-        if self.is_positional:
+        if self.positional:
             return self.metavar
         return self.label + (
-            f" {self.metavar} ..." if self.takes == "*" else f" {self.metavar}" * self.count
+            f" {self.metavar} ..." if self.nargs == "*" else f" {self.metavar}" * self.count
         )
 
     @property
     def count(self) -> int:
         """Smallest number of values."""
-        return 1 if self.takes == "*" else int(self.takes)
+        return 1 if self.nargs == "*" else int(self.nargs)
 
 
 @dataclass(frozen=True)
@@ -120,12 +105,12 @@ class FlagTable:
     @property
     def positionals(self) -> list[Flag]:
         """Values without a flag, in order."""
-        return [flag for flag in self.own if flag.is_positional]
+        return [flag for flag in self.own if flag.positional]
 
     @functools.cached_property
     def by_name(self) -> Mapping[str, Flag]:
         """Every flag by each of its names, with dashes; of two with one name the first."""
-        named = [flag for flag in (*self.own, *self.foreign) if not flag.is_positional]
+        named = [flag for flag in (*self.own, *self.foreign) if not flag.positional]
         return {dashed(name): flag for flag in reversed(named) for name in flag.names}
 
     @functools.cached_property
@@ -217,24 +202,12 @@ def _of_field(name: str, spec: OptionSpec, hint: Any, default: Any, named: Names
     names = (spec.flag_name(name, default), *spec.aliases)
     if named:
         names = (named,) if isinstance(named, str) else named
-    is_switch = kind is bool
-    return Flag(
-        names,
-        "set",
-        0 if is_switch else spec.nargs,
-        spec.help,
-        name,
-        kind,
-        const=default is not True if is_switch else None,
-        choices=spec.choices,
-        synonyms=spec.values,
-        metavar=spec.metavar or _metavar(kind, spec.choices),
-        default=None if spec.required or is_switch else default,
-        required=spec.required,
-        valid_range=spec.range,
-        is_positional=spec.positional,
-        is_repeatable=spec.repeatable,
-    )
+    declared = {**vars(spec), "metavar": spec.metavar or _metavar(kind, spec.choices)}
+    if kind is bool:
+        declared |= {"nargs": 0, "const": default is not True}
+    elif not spec.required:
+        declared["default"] = default
+    return Flag(**declared, names=names, outcome="set", field=name, kind=kind)
 
 
 def _metavar(kind: Any, choices: tuple[str, ...]) -> str:
@@ -259,19 +232,18 @@ def _fixed_values(entries: Iterable[Mapping[str, Any]]) -> Iterator[Flag]:
     """Flags that stand for values of other flags."""
     for entry in entries:
         yield Flag(
-            (entry["flag"],),
-            "set",
-            0,
             entry["help"],
+            names=(entry["flag"],),
+            outcome="set",
+            nargs=0,
             field=entry["field"],
             const=entry["value"],
             yields_to=tuple(entry.get("unless", ())),
         )
     yield Flag(
-        ("glu-activation",),
-        "set",
-        1,
         "--activation X with --ffn-hidden-size 4 x hidden, unless that is given",
+        names=("glu-activation",),
+        outcome="set",
         field="activation",
         choices=GLU_ACTIVATIONS,
         metavar=_metavar(str, GLU_ACTIVATIONS),
@@ -283,15 +255,19 @@ def _foreign(section: Mapping[str, Any]) -> Iterator[Flag]:
     for outcome in FOREIGN_OUTCOMES:
         for entry in section.get(outcome, ()):
             accepted = tuple(entry.get("accepted_values", ()))
-            kinds: tuple[tuple[str, Takes], ...] = (("switches", 0), ("valued", 1), ("lists", "*"))
-            for key, takes in kinds:
+            kinds: tuple[tuple[str, int | str], ...] = (
+                ("switches", 0),
+                ("valued", 1),
+                ("lists", "*"),
+            )
+            for key, nargs in kinds:
                 for name in entry.get(key, "").split():
                     yield Flag(
-                        (name,),
-                        outcome,
-                        takes,
                         entry["reason"],
+                        names=(name,),
+                        outcome=outcome,
+                        nargs=nargs,
                         accepted_values=accepted,
-                        requires=entry.get("requires", ""),
+                        needs=entry.get("requires", ""),
                         metavar="X",
                     )

@@ -76,8 +76,8 @@ def explanation(flag: Flag, table: FlagTable, *, in_table: bool = False) -> str:
     notes = ["required"] if flag.required else []
     if default_of(flag) and not in_table:
         notes.append(f"default: {default_of(flag)}")
-    if flag.valid_range:
-        notes.append(flag.valid_range)
+    if flag.range:
+        notes.append(flag.range)
     if other_names(flag) and not in_table:
         notes.append("also " + ", ".join(f"--{name}" for name in other_names(flag)))
     if not notes:
@@ -93,7 +93,7 @@ def default_of(flag: Flag) -> str:
         return ""
     if isinstance(flag.default, float):
         return f"{flag.default:.15g}".replace("e-0", "e-").replace("e+0", "e")
-    return " ".join(map(str, flag.default)) if flag.takes == "*" else str(flag.default)
+    return " ".join(map(str, flag.default)) if flag.nargs == "*" else str(flag.default)
 
 
 def other_names(flag: Flag) -> list[str]:

@@ -112,7 +112,7 @@ class _Scanner:
         self._misspelt += [names[name].field for name in near if names[name].field]
 
     def _read_flag(self, flag: Flag, option: str, arguments: list[str]) -> None:
-        count = len(arguments) if flag.takes == "*" else flag.count
+        count = len(arguments) if flag.nargs == "*" else flag.count
         self._extra += [(argument, flag, option) for argument in arguments[count:]]
         try:
             value = _value(flag, option, arguments[:count])
@@ -120,15 +120,15 @@ class _Scanner:
             self._line.problems += error.problems
             self._line.unreadable.update(*(problem.fields for problem in error.problems))
             return
-        if flag.requires:
-            self._requirements.append((option, flag.requires))
+        if flag.needs:
+            self._requirements.append((option, flag.needs))
         if flag.outcome == "ignored" and not _is_accepted(flag, arguments[:count]):
             self._ignored.setdefault(flag.help, []).append(option)
         elif flag.outcome == "set":
             self._set(GivenFlag(flag, option, tuple(arguments[:count]), value))
 
     def _set(self, new: GivenFlag) -> None:
-        if new.flag.is_repeatable:
+        if new.flag.repeatable:
             # All names of a repeatable flag add to one list.
             old = self._given.get(new.flag.names[0])
             values = (*old.value, *new.value) if old else new.value
@@ -148,7 +148,7 @@ class _Scanner:
         for argument, owner, option in extra[len(positionals) :]:
             expected = ""
             if owner is not None:
-                expected = f": {option} takes {numbers.get(owner.count, f'{owner.takes} values')}"
+                expected = f": {option} takes {numbers.get(owner.count, f'{owner.nargs} values')}"
             self._line.problems.append(
                 Problem("unexpected-argument", argument=argument, expected=expected)
             )
@@ -184,10 +184,10 @@ def _value(flag: Flag, option: str, arguments: Sequence[str]) -> Any:
             return None
         shown = " ".join([option, *arguments])
         raise user_error("unsupported-flag", shown=shown, help=flag.help)
-    if flag.takes == 0:
+    if flag.nargs == 0:
         return flag.const
     is_ignored = flag.outcome == "ignored"
-    if len(arguments) < flag.count and not (is_ignored and flag.takes == "*"):
+    if len(arguments) < flag.count and not (is_ignored and flag.nargs == "*"):
         fields, number = (flag.field,) if flag.field else (), flag.count
         needed = "a value" if number == 1 else f"{number} values, not {len(arguments)}"
         raise user_error(
@@ -196,7 +196,7 @@ def _value(flag: Flag, option: str, arguments: Sequence[str]) -> Any:
     if is_ignored:
         return None
     values = tuple(_converted(flag, option, argument) for argument in arguments)
-    return values[0] if flag.takes == 1 else values
+    return values[0] if flag.nargs == 1 else values
 
 
 def _is_accepted(flag: Flag, arguments: Sequence[str]) -> bool:

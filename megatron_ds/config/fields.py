@@ -77,7 +77,7 @@ class OptionSpec:
             (`disable-bias-linear`); otherwise it is `no-<name>`.
         aliases: Further flags that set the same field.
         choices: Valid values.
-        values: Other spellings of a choice, mapped to the choice.
+        synonyms: Other spellings of a choice, mapped to the choice.
         nargs: Number of values, or "*".
         metavar: Name of the value in the help.
         required: Whether a value must be given. The default is then `UNSET_INT`, `UNSET_FLOAT` or
@@ -97,9 +97,9 @@ class OptionSpec:
     flag: str | None = None
     aliases: tuple[str, ...] = ()
     choices: tuple[str, ...] = ()
-    values: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    synonyms: Mapping[str, str] = dataclasses.field(default_factory=dict)
     nargs: str | int = 1
-    metavar: str | None = None
+    metavar: str = ""
     required: bool = False
     minimum: float | None = None
     above: float | None = None

@@ -60,7 +60,7 @@ class ModelConfig:
         "learned_absolute",
         "type of position embedding",
         choices=("learned_absolute", "rope", "alibi", "none"),
-        values={"absolute": "learned_absolute", "rotary": "rope"},
+        synonyms={"absolute": "learned_absolute", "rotary": "rope"},
     )
     rotary_percent: float = option_field(
         1.0, "fraction of each head that RoPE rotates", above=0, maximum=1, only_with=ROPE
@@ -76,7 +76,7 @@ class ModelConfig:
         "LayerNorm",
         "type of normalization",
         choices=("LayerNorm", "RMSNorm"),
-        values={"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"},
+        synonyms={"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"},
     )
     norm_epsilon: float = option_field(
         1e-5, "epsilon of the normalization", aliases=("layernorm-epsilon",), above=0

@@ -41,7 +41,7 @@ class TokenizerConfig:
         "GPT2BPETokenizer",
         "type of tokenizer",
         choices=tuple(TOKENIZERS),
-        values={"PretrainedFromHF": "HFTokenizer", "HuggingFaceTokenizer": "HFTokenizer"},
+        synonyms={"PretrainedFromHF": "HFTokenizer", "HuggingFaceTokenizer": "HFTokenizer"},
     )
     vocab_file: str | None = option_field(
         None,

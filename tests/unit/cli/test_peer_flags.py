@@ -133,8 +133,8 @@ def outcome_of(name: str, arguments: list[str]) -> str:
     line = scan([name, *arguments], training_flags())
     if line.problems:
         (problem,) = line.problems
-        if flag.requires:
-            assert (problem.code, problem.fields) == ("flag-requires-another", (flag.requires,))
+        if flag.needs:
+            assert (problem.code, problem.fields) == ("flag-requires-another", (flag.needs,))
             return "set"
         assert problem.code in ("unsupported-flag", "unsupported-value", "not-an-integer"), problem
         return "refused"
@@ -195,7 +195,7 @@ def test_every_different_default_is_documented() -> None:
             continue
         for spec in (tools[PRETRAIN] for tools in by_peer.values() if PRETRAIN in tools):
             own = ours[flag.field]
-            same = flag.const != own if flag.takes == 0 else is_same(spec.get("default"), own, flag)
+            same = flag.const != own if flag.nargs == 0 else is_same(spec.get("default"), own, flag)
             differ |= set() if same else {name}
     assert differ - SAME_DEFAULTS == {f"--{entry['flag']}" for entry in flags.different_defaults()}
 

@@ -126,7 +126,9 @@ VALUES: dict[str, tuple[Any, Any]] = {
 """Key -> contradicting values of the flag and the key, where they are not simply two numbers."""
 
 
-@pytest.mark.parametrize(("key", "name", "read"), [one for one in MAPPINGS if "betas" not in one[0]])
+@pytest.mark.parametrize(
+    ("key", "name", "read"), [one for one in MAPPINGS if "betas" not in one[0]]
+)
 def test_contradiction_names_flag_and_key_with_values_and_line(
     key: str, name: str, read: ds_values.Kind, tmp_path: Path
 ) -> None:
