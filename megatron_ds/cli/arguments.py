@@ -5,12 +5,13 @@ Owns the order of the checks and which rank reports. Knows no torch.
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable, Sequence
 
 from megatron_ds import schedule_validation
 from megatron_ds.cli.command import HELP, build, fail, print_warning
-from megatron_ds.cli.flags import training_flags
+from megatron_ds.cli.flags import PROGRAM, training_flags
 from megatron_ds.cli.help import training_help, version_text
 from megatron_ds.cli.scan import scan
 from megatron_ds.config import Config
@@ -78,19 +79,19 @@ def parse(
     rank: int = 0,
     complete: Complete | None = None,
     check: Check | None = None,
-    program: str = "",
+    program: str = PROGRAM,
 ) -> Config:
     """Read the configuration of a command line; see `build_config`.
 
     Args:
         rank: Only rank 0 prints.
-        program: Name for messages, if it is not pretrain_gpt.py.
+        program: Name for messages.
 
     Raises:
         SystemExit: With status 0 after --help or --version; with status 2 after all problems are
             printed.
     """
-    table = training_flags()
+    table = dataclasses.replace(training_flags(), program=program)
     requested = next((word for word in argv if word in (*HELP, VERSION)), None)
     if requested is not None:
         if rank == 0:
@@ -106,7 +107,7 @@ def parse(
     )
     if problems:
         reports = rank == 0 or _first_rank_is_silent()
-        fail(problems, table, program=program, rank=0 if reports else rank)
+        fail(problems, table, rank=0 if reports else rank)
     return config
 
 

@@ -49,7 +49,6 @@ def parse(
     options: type[T],
     argv: Sequence[str],
     *,
-    program: str = "",
     rank: int = 0,
     invalid: int = ExitCode.BAD_SETTINGS,
     unknown: list[str] | None = None,
@@ -59,7 +58,6 @@ def parse(
     Args:
         options: Dataclass of the options.
         argv: The arguments without the program's name.
-        program: Name for messages, if it is not `options.PROGRAM`.
         rank: Only rank 0 prints.
         invalid: Exit status if the line is complete and can be read, but its values are invalid.
         unknown: Receives the arguments of unknown flags, which are an error otherwise.
@@ -69,10 +67,9 @@ def parse(
             or `invalid`.
     """
     table = table_of(options)
-    program = program or table.program
     if any(word in HELP for word in argv):
         if rank == 0:
-            print(tool_help(table, options, program))
+            print(tool_help(table, options))
         raise SystemExit(0)
     line = scan(argv, table, keep_unknown=unknown is not None)
     result: T = build(options(), line.values)
@@ -87,7 +84,7 @@ def parse(
     if problems:
         is_incomplete = any(problem.code == "required" for problem in found)
         status = ExitCode.BAD_SETTINGS if line.problems or is_incomplete else invalid
-        fail(problems, table, program=program, rank=rank, status=status)
+        fail(problems, table, rank=rank, status=status)
     if unknown is not None:
         unknown += line.unknown
     return result
@@ -98,7 +95,6 @@ def run(
     work: Callable[[T], int | None],
     argv: Sequence[str],
     *,
-    program: str = "",
     invalid: int = ExitCode.ERROR,
 ) -> int:
     """Run a tool and return its exit status.
@@ -108,14 +104,12 @@ def run(
         work: The tool. Its result is the exit status; None is 0. Users' errors are `UserError` and
             OSError; their notes are printed, too, and so are those of a KeyboardInterrupt.
         argv: The arguments without the program's name.
-        program: Name for messages, if it is not `options.PROGRAM`.
         invalid: Exit status for values that can be read but are invalid.
     """
     table = table_of(options)
-    program = program or table.program
     with output.plain_warnings(lambda text: render(text, table)):
         try:
-            result = work(parse(options, argv, program=program, invalid=invalid)) or 0
+            result = work(parse(options, argv, invalid=invalid)) or 0
             sys.stdout.flush()
         except SystemExit as end:
             return int(end.code or 0)
@@ -124,7 +118,7 @@ def run(
             return 128 + signal.SIGPIPE
         except (ValueError, OSError) as error:
             problems = error.problems if isinstance(error, UserError) else (str(error),)
-            shown = [f"{program}: error:", *(render(each, table) for each in problems)]
+            shown = [f"{table.program}: error:", *(render(each, table) for each in problems)]
             print(*shown, *getattr(error, "__notes__", ()), sep="\n", file=sys.stderr)
             return ExitCode.ERROR
         except KeyboardInterrupt as error:
@@ -137,7 +131,6 @@ def fail(
     problems: Sequence[str],
     table: FlagTable,
     *,
-    program: str = "",
     rank: int = 0,
     status: int = ExitCode.BAD_SETTINGS,
 ) -> NoReturn:
@@ -145,8 +138,7 @@ def fail(
     if rank == 0:
         count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
         lines = "\n".join(f"  - {render(problem, table)}" for problem in problems)
-        program = program or table.program
-        print(f"{program}: {count} with the settings:\n{lines}", file=sys.stderr, flush=True)
+        print(f"{table.program}: {count} with the settings:\n{lines}", file=sys.stderr, flush=True)
     raise SystemExit(int(status))
 
 

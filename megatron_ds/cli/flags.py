@@ -24,7 +24,7 @@ from megatron_ds.config.problems import MARKER, default_flag
 Outcome = Literal["set", "no_op", "ignored", "refused"]
 Names = str | tuple[str, ...] | None
 
-PRETRAIN = "pretrain_gpt"
+PROGRAM = "pretrain_gpt.py"
 FOREIGN_OUTCOMES: tuple[Outcome, ...] = ("no_op", "ignored", "refused")
 
 
@@ -155,7 +155,7 @@ def flag_table(options: type, program: str, peers: str = "") -> FlagTable:
 
 def training_flags() -> FlagTable:
     """The flags of pretrain_gpt.py."""
-    return flag_table(Config, f"{PRETRAIN}.py")
+    return flag_table(Config, PROGRAM)
 
 
 def refused_values() -> Mapping[str, Mapping[str, str]]:

@@ -43,19 +43,18 @@ def training_help(table: FlagTable) -> str:
     return "\n".join([PRETRAIN_HEAD, *_groups(table), PRETRAIN_TAIL])
 
 
-def tool_help(table: FlagTable, options: type, program: str = "") -> str:
+def tool_help(table: FlagTable, options: type) -> str:
     """The help of a tool.
 
     Args:
         options: The tool's dataclass of options. Its docstring describes the tool.
-        program: Name under which the tool was called, if it has several.
     """
     values = "".join(f"{flag.usage} " for flag in table.positionals)
-    paragraphs = inspect.cleandoc(options.__doc__ or "").split("\n\n")
+    paragraphs = (inspect.getdoc(options) or "").split("\n\n")
     described = [
         text if text.startswith(" ") else _filled(table.resolve(text)) for text in paragraphs
     ]
-    usage = f"usage: {program or table.program} {values}{'FLAGS' if table.groups else ''}"
+    usage = f"usage: {table.program} {values}{'FLAGS' if table.groups else ''}"
     head = [usage.rstrip(), *described]
     return "\n\n".join([*head, "\n".join(_groups(table)).rstrip("\n")])
 

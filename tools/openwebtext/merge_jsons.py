@@ -7,5 +7,10 @@ import sys
 from megatron_ds import cli
 from megatron_ds.cleaning.merge_files import MergeOptions, merge_files
 
+
+class MergeJsonsOptions(MergeOptions):
+    PROGRAM = "merge_jsons.py"
+
+
 if __name__ == "__main__":
-    sys.exit(cli.run(MergeOptions, merge_files, sys.argv[1:], program="merge_jsons.py"))
+    sys.exit(cli.run(MergeJsonsOptions, merge_files, sys.argv[1:]))
