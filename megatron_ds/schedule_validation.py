@@ -36,26 +36,24 @@ def problems(config: Config, dp_size: int) -> Iterator[Problem]:
         if getattr(schedule, name) > lr:
             setting = with_value(schedule, name)
             yield Problem("learning-rate-exceeds-maximum", name, "lr", setting=setting, lr=lr)
-    yield from _lr_length_problems(config, dp_size)
-    yield from _curriculum_problems(config)
+    has_one_length = schedule.train_iters is None or schedule.train_samples is None
+    if has_one_length and all(len(schedule.given_lengths(stem)) < 2 for stem in SCHEDULE_LENGTHS):
+        yield from _lr_length_problems(config, dp_size)
+    if schedule.curriculum_seqlen is not None:
+        end, longest = schedule.curriculum_seqlen[1], config.model.seq_length
+        if longest > 0 and end > longest:
+            yield Problem(
+                "curriculum-exceeds-sequence", settings=schedule, end=end, longest=longest
+            )
+        if config.recompute.contiguous_checkpointing:
+            yield exclusive_problem(
+                "curriculum_seqlen",
+                "contiguous_checkpointing",
+                reason="the buffer is allocated for one sequence length",
+            )
     if _is_countable(config, dp_size) and total_iterations(config, dp_size) == 0:
         first = batch_size_at(config, 0, 0, dp_size)
         yield Problem("run-shorter-than-one-batch", settings=schedule, first=first)
-
-
-def _curriculum_problems(config: Config) -> Iterator[Problem]:
-    schedule, longest = config.schedule, config.model.seq_length
-    if schedule.curriculum_seqlen is None:
-        return
-    end = schedule.curriculum_seqlen[1]
-    if longest > 0 and end > longest:
-        yield Problem("curriculum-exceeds-sequence", settings=schedule, end=end, longest=longest)
-    if config.recompute.contiguous_checkpointing:
-        yield exclusive_problem(
-            "curriculum_seqlen",
-            "contiguous_checkpointing",
-            reason="the buffer is allocated for one sequence length",
-        )
 
 
 def warnings(config: Config, dp_size: int) -> Iterator[Problem]:
@@ -87,26 +85,18 @@ def warnings(config: Config, dp_size: int) -> Iterator[Problem]:
         if tokens >= run.tokens:
             yield Problem("batch-size-not-reached", tokens=run.tokens, size=size, start=tokens)
     if schedule.curriculum_seqlen is not None:
-        yield from _curriculum_warnings(config, run.iterations)
-
-
-def _curriculum_warnings(config: Config, iterations: int) -> Iterator[Problem]:
-    _, end, steps = config.schedule.curriculum_seqlen or (0, 0, 0)
-    longest = config.model.seq_length
-    if steps > iterations:
-        yield Problem(
-            "curriculum-not-completed",
-            settings=config.schedule,
-            iterations=iterations,
-            seq_length_at=seq_length_at(config, iterations - 1),
-        )
-    if end < longest:
-        yield Problem(
-            "curriculum-below-sequence",
-            settings=config.schedule,
-            seq_length=longest,
-            unused=longest - end,
-        )
+        _, end, steps = schedule.curriculum_seqlen
+        longest, iterations = config.model.seq_length, run.iterations
+        if steps > iterations:
+            last = seq_length_at(config, iterations - 1)
+            yield Problem(
+                "curriculum-not-completed", settings=schedule, iterations=iterations, last=last
+            )
+        if end < longest:
+            unused = longest - end
+            yield Problem(
+                "curriculum-below-sequence", settings=schedule, seq_length=longest, unused=unused
+            )
 
 
 def _is_countable(config: Config, dp_size: int) -> bool:
@@ -114,11 +104,9 @@ def _is_countable(config: Config, dp_size: int) -> bool:
     schedule = config.schedule
     lengths = (schedule.train_iters, schedule.train_samples, schedule.train_tokens)
     given = [length for length in lengths if length is not None]
-    sizes = (schedule.micro_batch_size, config.model.seq_length, dp_size)
-    if not given or min(*given, *sizes, schedule.curriculum_seqlen_step) <= 0:
-        return False
+    sizes = (schedule.micro_batch_size, config.model.seq_length, schedule.curriculum_seqlen_step)
     final = config.final_global_batch_size(dp_size)
-    if final <= 0:
+    if not given or min(*given, *sizes, dp_size, final) <= 0:
         return False
     if schedule.step_batch_size_schedule is not None:
         starts = [start for start, _ in schedule.batch_size_steps]
@@ -139,12 +127,7 @@ def _lr_length_problems(config: Config, dp_size: int) -> Iterator[Problem]:
 
     They are compared in the unit in which all are given, otherwise in that of the learning rate.
     """
-    schedule = config.schedule
-    if schedule.train_iters is not None and schedule.train_samples is not None:
-        return
-    if any(len(schedule.given_lengths(stem)) > 1 for stem in SCHEDULE_LENGTHS):
-        return
-    decay = decay_as_given(config)
+    schedule, decay = config.schedule, decay_as_given(config)
     warmup, annealing = (given_length(config, stem) for stem in ("lr_warmup", "lr_wsd_decay"))
     fraction = schedule.lr_warmup_fraction
     if decay is None or decay.value <= 0 or not 0.0 <= (fraction or 0.0) <= 1.0:
@@ -154,26 +137,28 @@ def _lr_length_problems(config: Config, dp_size: int) -> Iterator[Problem]:
     if any(length.unit != unit for length in given):
         unit = lr_unit(config)
         if unit == "tokens" and schedule.curriculum_seqlen is not None:
-            yield from (_not_in_tokens(length) for length in given if length.unit != unit)
+            for length in [length for length in given if length.unit != unit]:
+                instead = option(f"{length.stem.replace('train', 'lr_decay')}_tokens")
+                names = (length.field, "curriculum_seqlen")
+                yield Problem("curriculum-requires-tokens", *names, length=length, flag=instead)
             return
         if not _is_countable(config, dp_size):
             return
 
-    def in_unit(length: ScheduleLength | None) -> float:
-        if length is None:
-            return 0
+    def in_unit(length: ScheduleLength) -> float:
         return length.value if length.unit == unit else in_lr_units(config, length, dp_size)
 
     def described(length: ScheduleLength) -> str:
         return str(length) if length.unit == unit else f"{length} ({in_unit(length):.15g} {unit})"
 
-    end, part = in_unit(decay), in_unit(annealing)
-    start = in_unit(warmup) if fraction is None else fraction * end
+    end = in_unit(decay)
+    name, start, shown = "lr_warmup_fraction", 0.0, ""
+    if fraction is not None:
+        start = fraction * end
+        shown = f"{with_value(schedule, name)} x {end:.15g} = {start:.15g} {unit}"
+    elif warmup is not None:
+        name, start, shown = warmup.field, in_unit(warmup), described(warmup)
     if start >= end:
-        name = "lr_warmup_fraction" if warmup is None or fraction is not None else warmup.field
-        shown = "" if warmup is None else described(warmup)
-        if fraction is not None:
-            shown = f"{with_value(schedule, name)} x {end:.15g} = {start:.15g} {unit}"
         yield Problem(
             "warmup-not-shorter-than-decay",
             name,
@@ -184,7 +169,7 @@ def _lr_length_problems(config: Config, dp_size: int) -> Iterator[Problem]:
             unit=unit,
             flag=option(f"lr_decay_{unit}"),
         )
-    elif schedule.lr_decay_style == "WSD" and annealing is not None and part > end - start:
+    elif schedule.lr_decay_style == "WSD" and annealing and in_unit(annealing) > end - start:
         yield Problem(
             "annealing-exceeds-decay",
             annealing.field,
@@ -194,15 +179,3 @@ def _lr_length_problems(config: Config, dp_size: int) -> Iterator[Problem]:
             start=start,
             end=end - start,
         )
-
-
-def _not_in_tokens(length: ScheduleLength) -> Problem:
-    """The problem of a length that a curriculum prevents from being converted to tokens."""
-    instead = "lr_decay_tokens" if length.stem == "train" else f"{length.stem}_tokens"
-    return Problem(
-        "curriculum-requires-tokens",
-        length.field,
-        "curriculum_seqlen",
-        length=length,
-        flag=option(instead),
-    )

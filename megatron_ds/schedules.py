@@ -245,13 +245,10 @@ def given_length(config: Config, stem: str) -> ScheduleLength | None:
 
 def decay_as_given(config: Config) -> ScheduleLength | None:
     """The length that ends the decay: its own, or the run length."""
-    given = given_length(config, "lr_decay")
-    if given is not None:
-        return given
-    tokens = config.schedule.train_tokens
-    if lr_unit(config) == "tokens" and tokens is not None:
+    given, tokens = given_length(config, "lr_decay"), config.schedule.train_tokens
+    if given is None and lr_unit(config) == "tokens" and tokens is not None:
         return ScheduleLength("train_tokens", tokens)
-    return given_length(config, "train")
+    return given or given_length(config, "train")
 
 
 def lr_unit(config: Config) -> str:
@@ -339,15 +336,12 @@ def weight_decay(config: Config, state: TrainState, dp_size: int) -> float:
     optimizer = config.optimizer
     if optimizer.weight_decay_incr_style == "constant":
         return optimizer.weight_decay
-    start, end = optimizer.start_weight_decay, optimizer.end_weight_decay
-    assert start is not None
-    assert end is not None
-    samples = run_samples(config, dp_size)
-    if samples is None:
-        assert config.schedule.train_tokens is not None
-        progress = min(1.0, state.applied_tokens / config.schedule.train_tokens)
-    else:
-        progress = min(1.0, state.applied_samples / samples)
+    start, end = optimizer.start_weight_decay or 0.0, optimizer.end_weight_decay or 0.0
+    applied, length = state.applied_samples, run_samples(config, dp_size)
+    if length is None:
+        applied, length = state.applied_tokens, config.schedule.train_tokens
+    assert length is not None
+    progress = min(1.0, applied / length)
     linear = optimizer.weight_decay_incr_style == "linear"
     return start + (progress if linear else 1.0 - _half_cosine(progress)) * (end - start)
 
