@@ -20,27 +20,20 @@ def progress(task: str, total_bytes: int | None, log_interval: int) -> Iterator[
         log_interval: Documents between lines if the standard error is not a terminal.
     """
     if not sys.stderr.isatty():
-        yield _LineReport(log_interval)
+        due = log_interval
+
+        def print_line(documents: int, input_bytes: int, description: str) -> None:
+            nonlocal due
+            if documents >= due:
+                due = (documents // log_interval + 1) * log_interval
+                print(description, file=sys.stderr, flush=True)
+
+        yield print_line
         return
     from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        DownloadColumn,
-        Progress,
-        TaskProgressColumn,
-        TextColumn,
-        TimeRemainingColumn,
-        TransferSpeedColumn,
-    )
+    from rich.progress import DownloadColumn, Progress, TransferSpeedColumn
 
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TaskProgressColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    )
+    columns = (*Progress.get_default_columns(), DownloadColumn(), TransferSpeedColumn())
     with Progress(*columns, console=Console(stderr=True)) as bar:
         shown = bar.add_task(task, total=total_bytes)
 
@@ -48,16 +41,3 @@ def progress(task: str, total_bytes: int | None, log_interval: int) -> Iterator[
             bar.update(shown, completed=input_bytes, description=description)
 
         yield update
-
-
-class _LineReport:
-    """Prints a line whenever another `interval` of documents is complete."""
-
-    def __init__(self, interval: int) -> None:
-        self._interval = interval
-        self._next = interval
-
-    def __call__(self, documents: int, input_bytes: int, description: str) -> None:
-        if documents >= self._next:
-            self._next = (documents // self._interval + 1) * self._interval
-            print(description, file=sys.stderr, flush=True)
