@@ -160,6 +160,11 @@ def test_glu_activation_keeps_the_width_of_its_fork() -> None:
     )
 
 
+def test_switch_of_the_gelu_kernel_has_no_effect_on_other_activations() -> None:
+    assert scan_of("--no-bias-gelu-fusion --swiglu").values == {"activation": "swiglu"}
+    assert scan_of("--no-bias-gelu-fusion").values == {"gelu_approximation": "none"}
+
+
 @pytest.mark.parametrize(
     ("wrong", "right"),
     [
