@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from megatron_ds.cleaning.options import CleaningOptions
-from megatron_ds.cleaning.pipeline import Progress, clean
-from megatron_ds.cleaning.stats import Counts
+from megatron_ds.cleaning.pipeline import clean
+from megatron_ds.cleaning.stats import Counts, ranked
 from megatron_ds.cli.progress import progress
 from megatron_ds.config import TokenizerConfig
 from megatron_ds.config.fields import option_field, option_group
-from megatron_ds.config.problems import Problem, UserError
+from megatron_ds.config.problems import Problem, collect
 from megatron_ds.launch import environment
 
 
@@ -42,12 +42,12 @@ class CleaningCommand:
         return dataclasses.replace(self.cleaning, tokenizer=self.tokenizer)
 
     def problems(self) -> Iterator[Problem]:
+        problems: list[Problem] = []
         # The work reports the problems of the stages' files, which take long to read.
         if any(self.options.problems()):
-            try:
+            with collect(problems):
                 self.options.build()
-            except UserError as error:
-                yield from error.problems
+        yield from problems
 
 
 def work(command: CleaningCommand) -> None:
@@ -66,9 +66,9 @@ def clean_and_report(options: CleaningOptions, log_interval: int) -> None:
     total = None if any(options.inputs.problems()) else options.inputs.total_bytes()
     with progress("cleaning", total, log_interval) as update:
 
-        def report(done: Progress) -> None:
-            before, after = done.counts.before.documents, done.counts.after.documents
-            update(before, done.input_bytes, f"{after:,} of {before:,} documents kept")
+        def report(counts: Counts, input_bytes: int) -> None:
+            before, after = counts.before.documents, counts.after.documents
+            update(before, input_bytes, f"{after:,} of {before:,} documents kept")
 
         counts = clean(options, report)
     print(*final_report(counts, options, time.perf_counter() - start), sep="\n")
@@ -91,9 +91,9 @@ def final_report(counts: Counts, options: CleaningOptions, seconds: float) -> It
             line += f", {stage.changed:,} changed"
         if stage.added > 0:
             line += f", {stage.added:,} more by splitting"
-        ranked = sorted(stage.dropped.items(), key=lambda pair: (-pair[1], pair[0]))
-        if ranked:
-            line += "; dropped " + ", ".join(f"{count:,} {reason}" for reason, count in ranked)
+        if stage.dropped:
+            reasons = (f"{count:,} {reason}" for reason, count in ranked(stage.dropped))
+            line += f"; dropped {', '.join(reasons)}"
         yield line
     if counts.without_url:
         yield f"{counts.without_url:,} documents have no {options.url_key!r}"

@@ -15,7 +15,7 @@ from hashlib import sha256
 from megatron_ds.cleaning.deduplication import WORD
 from megatron_ds.cleaning.stages import Document, Dropped, SplitInto
 from megatron_ds.config.fields import option_field
-from megatron_ds.config.problems import Problem, option, raise_if_any, user_error
+from megatron_ds.config.problems import Problem, raise_if_any, user_error
 from megatron_ds.preprocess.document_readers import DocumentReader
 from megatron_ds.preprocess.formats import RawDocument
 from megatron_ds.preprocess.inputs import STDIN, InputSpec
@@ -23,7 +23,6 @@ from megatron_ds.preprocess.parsing import RejectedDocument, TextFields, fields_
 
 SENTENCE_ENDS = ".!?。！？\n"
 SENTENCE_END = re.compile(f"[{re.escape(SENTENCE_ENDS)}]")
-CONTAMINATION_ACTIONS = ("cut", "drop")
 PROBLEMS_SHOWN = 20
 MAX_DOCUMENT_BYTES = 1 << 27
 
@@ -55,7 +54,7 @@ class TaskOptions:
     contamination_action: str = option_field(
         "cut",
         "cut: remove matches, which may split a document into fragments; drop: drop the document",
-        choices=CONTAMINATION_ACTIONS,
+        choices=("cut", "drop"),
     )
     contamination_margin_chars: int = option_field(
         200,
@@ -71,17 +70,12 @@ class TaskOptions:
 
     def problems(self) -> Iterator[Problem]:
         if self.min_ngram_size > self.ngram_size:
-            text = (
-                f"{option('min_ngram_size')} {self.min_ngram_size}: must not exceed "
-                f"{option('ngram_size')} {self.ngram_size}"
-            )
-            yield Problem("min-ngram-size-too-large", text=text)
+            yield Problem("min-ngram-size-too-large", settings=self)
         if self.eval_task_files:
             for problem in InputSpec(paths=self.eval_task_files).problems():
                 yield problem.about(paths="eval_task_files")
         if STDIN in self.eval_task_files:
-            text = f"{option('eval_task_files')} {STDIN}: must be a file"
-            yield Problem("tasks-from-standard-input", text=text)
+            yield Problem("tasks-from-standard-input")
 
 
 class Decontaminate:
@@ -90,8 +84,6 @@ class Decontaminate:
     Raises:
         UserError: For task files that cannot be read, and for every line without a text.
     """
-
-    name = "decontaminate"
 
     def __init__(self, options: TaskOptions) -> None:
         self._options = options
@@ -108,42 +100,32 @@ class Decontaminate:
             for at in range(len(words) - size + 1):
                 self._grams.add(" ".join(words[at : at + size]))
                 self._heads.add((words[at], words[at + 1]))
-        raise_if_any(_reject_problems(rejected))
+        problems = [Problem("rejected-task", document=one) for one in rejected[:PROBLEMS_SHOWN]]
+        if len(rejected) > PROBLEMS_SHOWN:
+            problems.append(Problem("more-rejected-tasks", hidden=len(rejected) - PROBLEMS_SHOWN))
+        raise_if_any(problems)
         if not self._grams:
-            text = (
-                f"{option('eval_task_files')} {' '.join(options.eval_task_files)}: no text has at "
-                f"least {options.min_ngram_size} words ({option('min_ngram_size')})"
-            )
-            raise user_error("no-task-texts", text=text)
+            minimum = options.min_ngram_size
+            raise user_error("no-task-texts", settings=options, minimum=minimum)
         self._sizes = sorted(sizes, reverse=True)
-
-    @property
-    def fingerprint(self) -> str:
-        """Digest of the n-grams, independent of the files' names."""
         digest = sha256("\n".join(sorted(self._grams)).encode()).hexdigest()[:12]
-        return f"{len(self)} runs of words ({digest})"
-
-    def __len__(self) -> int:
-        """Number of n-grams."""
-        return len(self._grams)
+        content = f"{len(self._grams)} runs of words ({digest})"  # whatever the files' names
+        self.settings = {**vars(options), "eval_task_files": content}
 
     def __call__(self, document: Document) -> Dropped | SplitInto | None:
-        matches = self._matches(document.text)
-        first = next(matches, None)
-        if first is None:
+        matches = list(self._matches(document.text))
+        if not matches:
             return None
-        if self._options.contamination_action == "drop":
-            return Dropped("task text")
-        pieces = self._pieces(document.text)
-        if not pieces:
+        pieces = self._pieces(document.text, matches)
+        if self._options.contamination_action == "drop" or not pieces:
             return Dropped("task text")
         if len(pieces) > self._options.max_fragments:
             return Dropped("task text in too many places")
         return SplitInto(pieces)
 
-    def _matches(self, text: str, begin: int = 0) -> Iterator[tuple[int, int]]:
+    def _matches(self, text: str) -> Iterator[tuple[int, int]]:
         """Spans of task texts, which may overlap."""
-        found = list(WORD.finditer(text, begin))
+        found = list(WORD.finditer(text))
         words = [match.group().casefold() for match in found]
         for at, head in enumerate(itertools.pairwise(words)):
             if head not in self._heads:
@@ -153,12 +135,12 @@ class Decontaminate:
                     yield found[at].start(), found[min(at + size, len(found)) - 1].end()
                     break
 
-    def _pieces(self, text: str) -> list[str]:
+    def _pieces(self, text: str, matches: Sequence[tuple[int, int]]) -> list[str]:
         """Fragments of a text without the matches, their margins and the sentences these touch."""
         options = self._options
         pieces: list[str] = []
         begin = 0
-        for start, end in self._matches(text):
+        for start, end in matches:
             if start >= begin:
                 stop = max(0, start - options.contamination_margin_chars)
                 last = max(text.rfind(mark, begin, stop) for mark in SENTENCE_ENDS)
@@ -167,16 +149,8 @@ class Decontaminate:
             after = SENTENCE_END.search(text, end + options.contamination_margin_chars)
             begin = max(begin, len(text) if after is None else after.end())
         pieces.append(text[begin:])
-        stripped = (piece.strip() for piece in pieces)
-        return [piece for piece in stripped if piece and len(piece) >= options.min_fragment_chars]
-
-
-def _reject_problems(rejected: Sequence[RejectedDocument]) -> Iterator[Problem]:
-    for document in rejected[:PROBLEMS_SHOWN]:
-        yield Problem("rejected-task", document=document)
-    if len(rejected) > PROBLEMS_SHOWN:
-        hidden = len(rejected) - PROBLEMS_SHOWN
-        yield Problem("more-rejected-tasks", hidden=hidden)
+        minimum = max(1, options.min_fragment_chars)
+        return [piece for piece in map(str.strip, pieces) if len(piece) >= minimum]
 
 
 def _texts(options: TaskOptions, rejected: list[RejectedDocument]) -> Iterator[str]:

@@ -10,14 +10,14 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from hashlib import blake2b
+from importlib.metadata import version
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from megatron_ds.cleaning.stages import Document, NeedsUniqueKey, missing_package
+from megatron_ds.cleaning.stages import Document, NeedsUniqueKey, import_package
 from megatron_ds.config.fields import option_field
-from megatron_ds.config.problems import UserError
 
 HASH_BYTES = 16
 WORD = re.compile(r"\w+")
@@ -33,7 +33,8 @@ MIN_RECALL = 0.9
 class ExactHash:
     """Requests a unique hash of the text in lower case, with whitespace collapsed."""
 
-    name = "exact"
+    def __init__(self) -> None:
+        self.settings: dict[str, Any] = {}
 
     def __call__(self, document: Document) -> NeedsUniqueKey:
         text = " ".join(document.text.casefold().split())
@@ -89,11 +90,11 @@ class NearOptions:
         Two texts of similarity s agree in a band of r values with probability s^r, and in one of b
         bands with 1 - (1 - s^r)^b.
         """
-        for bands in range(1, self.num_perm + 1):
-            if self.num_perm % bands == 0:
-                rows = self.num_perm // bands
-                if 1 - (1 - self.near_duplicate_threshold**rows) ** bands >= MIN_RECALL:
-                    return bands
+        for bands in range(1, self.num_perm):
+            rows, rest = divmod(self.num_perm, bands)
+            recall = 1 - (1 - self.near_duplicate_threshold**rows) ** bands
+            if rest == 0 and recall >= MIN_RECALL:
+                return bands
         return self.num_perm
 
 
@@ -107,17 +108,15 @@ class MinHashSignature:
         UserError: If rensa is not installed.
     """
 
-    name = "near"
-
     def __init__(self, options: NearOptions) -> None:
         self._options = options
-        self._rensa = _rensa()
+        self._minhash = import_package("near", "rensa").RMinHash
+        self.settings = {**vars(options), "version of rensa": version("rensa")}
 
     def __call__(self, document: Document) -> NeedsUniqueKey:
-        signature = self._rensa.RMinHash(self._options.num_perm, self._options.seed)
-        signature.update(
-            shingles(document.text, self._options.near_ngram_size, self._options.near_ngram_unit)
-        )
+        options = self._options
+        signature = self._minhash(options.num_perm, options.seed)
+        signature.update(shingles(document.text, options.near_ngram_size, options.near_ngram_unit))
         return NeedsUniqueKey(np.array(signature.digest(), np.uint32).astype(VALUE).tobytes())
 
 
@@ -145,27 +144,16 @@ class LshIndex:
         self._last = np.zeros((self._bands, BLOCK), np.uint32)
 
     def add_or_reject(self, key: bytes) -> str | None:
-        values = np.frombuffer(key, VALUE)
-        slots = self._slots(values[None])[0]
-        if self._nearest(values, slots) is not None:
+        if self.most_similar(key) is not None:
             return "near duplicate"
-        self._keep(values, slots)
+        self.reload(key)
         return None
 
     def most_similar(self, key: bytes) -> tuple[int, float] | None:
         """Number and similarity of the most similar kept document, the first of several; None if
         none reaches the threshold."""
         values = np.frombuffer(key, VALUE)
-        return self._nearest(values, self._slots(values[None])[0])
-
-    def reload(self, key: bytes) -> None:
-        values = np.frombuffer(key, VALUE)
-        self._keep(values, self._slots(values[None])[0])
-
-    def _nearest(
-        self, values: npt.NDArray[np.uint16], slots: npt.NDArray[np.intp]
-    ) -> tuple[int, float] | None:
-        chained = self._chained(slots)
+        chained = self._chained(self._slots(values)[0])
         if not chained.size:
             return None
         equal = self._signatures[chained] == values
@@ -177,10 +165,11 @@ class LshIndex:
             return None
         return int(chained[best]), float(similarity[best])
 
-    def _keep(self, values: npt.NDArray[np.uint16], slots: npt.NDArray[np.intp]) -> None:
+    def reload(self, key: bytes) -> None:
         if self._count == len(self._signatures):
             self._grow()
-            slots = self._slots(values[None])[0]
+        values = np.frombuffer(key, VALUE)
+        slots = self._slots(values)[0]
         self._signatures[self._count] = values
         self._earlier[self._count] = self._last[self._columns, slots]
         self._count += 1
@@ -195,10 +184,10 @@ class LshIndex:
             bands, before = bands[there], numbers[there].astype(np.intp) - 1
             found.append(before)
             numbers = self._earlier[before, bands]
-        return np.unique(np.concatenate(found)) if len(found) > 1 else found[0]
+        return np.unique(np.concatenate(found))
 
     def _slots(self, signatures: npt.NDArray[np.uint16]) -> npt.NDArray[np.intp]:
-        """Slot of each signature and band, by multiplicative hashing: [signatures, bands]."""
+        """Slot of each band, by multiplicative hashing: [signatures, bands]."""
         values = signatures.reshape(-1, self._bands, self._rows).astype(np.uint64)
         mixed = (values * self._factors).sum(2, dtype=np.uint64)
         mixed = (mixed ^ (mixed >> np.uint64(32))) * self._mixer
@@ -229,10 +218,8 @@ class LshIndex:
         slots = self._last.shape[1]
         if rows <= slots:
             return
-        while slots < rows:
-            slots *= 2
         del self._last  # before the new table is allocated
-        self._last = np.zeros((self._bands, slots), np.uint32)
+        self._last = np.zeros((self._bands, 2 * slots), np.uint32)
         for begin in range(0, self._count, BLOCK):
             self._enter(begin, min(begin + BLOCK, self._count))
 
@@ -249,11 +236,3 @@ def shingles(text: str, ngram: int, unit: str) -> set[str]:
         return {" ".join(words[at : at + ngram]) for at in runs}
     text = " ".join(text.split())
     return {text[at : at + ngram] for at in range(max(1, len(text) - ngram + 1))}
-
-
-def _rensa() -> Any:
-    try:
-        import rensa
-    except ImportError:
-        raise UserError(missing_package("near", "rensa")) from None
-    return rensa

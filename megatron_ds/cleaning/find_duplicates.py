@@ -9,17 +9,17 @@ import json
 import os
 import sys
 import warnings
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from importlib.metadata import version
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 from megatron_ds.cleaning.deduplication import LshIndex, MinHashSignature, NearOptions
-from megatron_ds.cleaning.pipeline import OUTPUT, ChunkedInput
+from megatron_ds.cleaning.options import RESUME
+from megatron_ds.cleaning.pipeline import OUTPUT, chunks
 from megatron_ds.cleaning.stages import Document
 from megatron_ds.config.fields import option_field, option_group
-from megatron_ds.config.problems import Problem, option, user_error
+from megatron_ds.config.problems import Problem, user_error
 from megatron_ds.fileio.resumable import ResumableOutput, pack_record, read_records
 from megatron_ds.preprocess.document_readers import START, DocumentReader, ReadPosition
 from megatron_ds.preprocess.formats import RawDocument
@@ -55,9 +55,7 @@ class DuplicateOptions:
         "", "output file for the list of duplicates", metavar="FILE", required=True
     )
     workers: int = option_field(1, "number of worker processes", minimum=1)
-    resume: bool = option_field(
-        False, "continue an interrupted run; the output equals that of an uninterrupted run"
-    )
+    resume: bool = option_field(False, RESUME)
     near: NearOptions = option_group(
         NearOptions(near_duplicate_threshold=0.5),
         flags={
@@ -75,27 +73,17 @@ class DuplicateOptions:
 
     def problems(self) -> Iterator[Problem]:
         if len(self.inputs) % 2:
-            text = f"{option('inputs')} {' '.join(self.inputs)}: must be pairs of a file and a key"
-            yield Problem("inputs-not-pairs", text=text)
+            yield Problem("inputs-not-pairs", settings=self)
         for file in self.inputs[::2]:
             spec = InputSpec(paths=(file,))
             yield from spec.problems()
             if os.path.realpath(self.output) in map(os.path.realpath, spec.local_files()):
-                text = f"{option('output')} {self.output}: is also a file of {option('inputs')}"
-                yield Problem("list-is-input", text=text)
+                yield Problem("list-is-input", settings=self)
             if self.resume:
                 yield from spec.resume_problems()
         folder = os.path.dirname(self.output) or "."
         if not os.path.isdir(folder):
-            text = f"{option('output')} {self.output}: there is no folder {folder}"
-            yield Problem("list-folder-missing", text=text)
-
-    def resume_settings(self) -> dict[str, Any]:
-        """All that determines the list, which a resumed run must share."""
-        settings: dict[str, Any] = {"inputs": [*self.inputs], **vars(self.near)}
-        for file in self.inputs[::2]:
-            settings |= InputSpec(paths=(file,)).describe_files()
-        return settings | {"version of rensa": version("rensa")}
+            yield Problem("list-folder-missing", settings=self, folder=folder)
 
 
 class SignedDocument(NamedTuple):
@@ -105,21 +93,30 @@ class SignedDocument(NamedTuple):
     key: bytes
 
 
+class Position(NamedTuple):
+    """Number of a pair of a file and a key, and the position in the file."""
+
+    pair: int = 0
+    place: ReadPosition = START
+
+
+Chunk = tuple[list[RawDocument], str, Position]
+"""Documents, the key of their ids, and the position after them."""
+Signed = tuple[list[SignedDocument | RejectedDocument], Position]
+
+
 @dataclass(frozen=True)
 class SignatureWorker:
     """Computes signatures in a worker process."""
 
     near: MinHashSignature
-    max_document_bytes: int
 
-    def __call__(
-        self, items: list[tuple[RawDocument, str]]
-    ) -> list[SignedDocument | RejectedDocument]:
-        """The signatures of documents, each of which comes with the key of its id."""
-        return [self._sign(item, key) for item, key in items]
+    def __call__(self, chunk: Chunk) -> Signed:
+        items, key, end = chunk
+        return [self._sign(item, key) for item in items], end
 
     def _sign(self, item: RawDocument, key: str) -> SignedDocument | RejectedDocument:
-        texts = texts_of(item, TextFields((key, "text"), self.max_document_bytes))
+        texts = texts_of(item, TextFields((key, "text"), InputSpec.max_document_bytes))
         if isinstance(texts, RejectedDocument):
             return texts
         return SignedDocument(texts[0], self.near(Document(texts[1], None)).key)
@@ -134,12 +131,13 @@ def find_duplicates(options: DuplicateOptions) -> Counter[str]:
     Raises:
         UserError: For inputs that cannot be read, or without documents.
     """
-    signer = SignatureWorker(MinHashSignature(options.near), InputSpec.max_document_bytes)
+    near = MinHashSignature(options.near)
+    settings = {"inputs": options.inputs, **near.settings}
+    for file, _ in options.pairs:
+        settings |= InputSpec(paths=(file,)).describe_files()
     with (
-        Workers(signer, options.workers) as workers,
-        ResumableOutput(
-            options.output, options.resume_settings(), {OUTPUT: "", KEPT: ""}, options.resume
-        ) as work,
+        Workers(SignatureWorker(near), options.workers) as workers,
+        ResumableOutput(options.output, settings, {OUTPUT: "", KEPT: ""}, options.resume) as work,
     ):
         search = _Search(options, work)
         if not work.finished:
@@ -158,45 +156,39 @@ class _Search:
         self._names: list[str] = []
         done = work.progress or {"pair": 0, "place": START, "counts": {}}
         self.counts: Counter[str] = Counter(done["counts"])
-        self._pair = int(done["pair"])
-        self._position = ReadPosition(*done["place"])
-        self._ends: deque[tuple[int, ReadPosition]] = deque()
-        if not work.finished and work.files[KEPT].committed:
-            kept = read_records(work.folder / KEPT, work.files[KEPT].committed)
-            for key, name in zip(kept, kept, strict=True):
-                self._index.reload(key)
-                self._names.append(name.decode())
+        self._position = Position(done["pair"], ReadPosition(*done["place"]))
 
-    def run(self, workers: Workers[Any, Any]) -> None:
+    def run(self, workers: Workers[Chunk, Signed]) -> None:
+        """Compare the documents from the position on, and finish the list."""
+        kept = read_records(self._work.folder / KEPT, self._work.files[KEPT].committed)
+        for key, name in zip(kept, kept, strict=True):
+            self._index.reload(key)
+            self._names.append(name.decode())
         committed = self.counts.total()
-        for results in workers.map(self._chunks()):
+        for results, end in workers.map(self._chunks()):
             for result in results:
                 self._add(result)
-            self._pair, self._position = self._ends.popleft()
+            self._position = end
             if self.counts.total() - committed >= COMMIT_DOCUMENTS:
                 committed = self.counts.total()
-                self._work.commit(self._progress())
+                self._commit()
         if not self.counts["documents"]:
             self._work.discard()
-            inputs = " ".join(self._options.inputs)
-            text = f"{option('inputs')} {inputs}: no documents; {self.counts['rejected']} rejected"
-            raise user_error("no-documents-to-compare", text=text)
-        self._work.commit(self._progress(), finished=True)
+            rejected = self.counts["rejected"]
+            raise user_error("no-documents-to-compare", settings=self._options, rejected=rejected)
+        self._commit(finished=True)
 
-    def _progress(self) -> dict[str, Any]:
-        return {"pair": self._pair, "place": self._position, "counts": self.counts}
+    def _commit(self, finished: bool = False) -> None:
+        self._work.commit({**self._position._asdict(), "counts": self.counts}, finished)
 
-    def _chunks(self) -> Iterator[list[tuple[RawDocument, str]]]:
-        """Documents with the key of their id, from the position on."""
-        first, start = self._pair, self._position
+    def _chunks(self) -> Iterator[Chunk]:
+        """Documents from the position on."""
+        first, start = self._position
         for number, (file, key) in enumerate(self._options.pairs[first:], first):
-            reader = DocumentReader(
-                InputSpec(paths=(file,)), (key, "text"), start if number == first else START
-            )
-            feed = ChunkedInput(reader, sys.maxsize)
-            for chunk in feed.chunks():
-                self._ends.append((number, feed.marks.popleft().place))
-                yield [(item, key) for item in chunk]
+            after = start if number == first else START
+            reader = DocumentReader(InputSpec(paths=(file,)), (key, "text"), after)
+            for items, end in chunks(reader, sys.maxsize):
+                yield items, key, Position(number, end.position)
 
     def _add(self, result: SignedDocument | RejectedDocument) -> None:
         """List a duplicate, or keep the document."""

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from megatron_ds.cleaning.command import clean_and_report
-from megatron_ds.cleaning.options import CleaningOptions
+from megatron_ds.cleaning.options import RESUME, CleaningOptions
 from megatron_ds.config.fields import option_field
-from megatron_ds.config.problems import Problem, option
+from megatron_ds.config.problems import Problem
 from megatron_ds.fileio.resumable import WORK_SUFFIX
 from megatron_ds.preprocess.inputs import COMPRESSIONS, QUARANTINE, InputSpec
 
@@ -43,9 +43,7 @@ class MergeOptions:
         metavar="FILE",
     )
     workers: int = option_field(1, "number of worker processes", minimum=1)
-    resume: bool = option_field(
-        False, "continue an interrupted run; the output equals that of an uninterrupted run"
-    )
+    resume: bool = option_field(False, RESUME)
 
     @property
     def files(self) -> list[str]:
@@ -54,12 +52,7 @@ class MergeOptions:
     def problems(self) -> Iterator[Problem]:
         for path in self.json_path:
             if not any(files_of(path, self.output_file)):
-                text = (
-                    f"{option('json_path')} {path}: no JSON lines files in the folder "
-                    f"({' '.join(SUFFIXES)}, compressed or not); pass others explicitly: "
-                    f"{option('json_path')} {path}/*"
-                )
-                yield Problem("no-files-to-merge", text=text)
+                yield Problem("no-files-to-merge", path=path, suffixes=" ".join(SUFFIXES))
 
 
 def files_of(path: str, output: str) -> Iterator[str]:

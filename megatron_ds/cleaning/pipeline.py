@@ -7,27 +7,24 @@ interruption. Memory is flat except for the keys of kept documents. Knows no com
 from __future__ import annotations
 
 import json
-import os
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_ds.cleaning.options import CleaningOptions
-from megatron_ds.cleaning.report import draw, write_numbers
+from megatron_ds.cleaning.report import draw
 from megatron_ds.cleaning.stages import (
-    DocumentTrace,
+    Document,
     Dropped,
     NeedsUniqueKey,
-    SeenKeys,
+    Replaced,
+    SplitInto,
     Stage,
-    TextChanged,
-    run_stages,
 )
-from megatron_ds.cleaning.stats import Counts
-from megatron_ds.config.problems import Problem, UserError
+from megatron_ds.cleaning.stats import Counts, StageCounts
+from megatron_ds.config.problems import user_error
 from megatron_ds.fileio.resumable import ResumableOutput, pack_record, read_records
 from megatron_ds.preprocess.document_readers import START, DocumentReader, ReadPosition
 from megatron_ds.preprocess.formats import RawDocument, content_size
@@ -43,11 +40,56 @@ PICTURE, NUMBERS = "report.png", "report.json"
 BOM = b"\xef\xbb\xbf"
 
 
-class Progress(NamedTuple):
-    """Counts so far, and bytes read of the input files as stored."""
+class ChunkEnd(NamedTuple):
+    """Where a chunk of documents ends.
 
-    counts: Counts
+    Attributes:
+        position: Position of the reader.
+        ends_part: Whether a part of the input ends there, after which the run commits.
+        input_bytes: Bytes read of the input files as stored.
+    """
+
+    position: ReadPosition
+    ends_part: bool
     input_bytes: int
+
+
+def chunks(reader: DocumentReader, part_bytes: int) -> Iterator[tuple[list[RawDocument], ChunkEnd]]:
+    """The documents in chunks. Parts end at the same documents in every run."""
+    chunk: list[RawDocument] = []
+    size = part = 0
+    for item in reader:
+        chunk.append(item)
+        length = content_size(item.value)
+        size += length
+        part += length
+        ends_part = part >= part_bytes
+        if ends_part or size >= CHUNK_BYTES or len(chunk) >= CHUNK_DOCUMENTS:
+            yield chunk, ChunkEnd(reader.position(item.line), ends_part, reader.bytes_read)
+            chunk, size, part = [], 0, 0 if ends_part else part
+    if chunk:
+        yield chunk, ChunkEnd(reader.end, False, reader.bytes_read)
+
+
+@dataclass(slots=True)
+class TextChanged:
+    """In a trace: this stage changed the text."""
+
+
+@dataclass(slots=True)
+class DocumentTrace:
+    """Outcomes of a text, stage by stage.
+
+    Attributes:
+        steps: One per stage, from the first stage that the text passed. A list holds the traces of
+            its fragments from the next stage.
+        length: Characters of the text at the end.
+        line: The document at the end as a JSON line, or b"" if it is not needed.
+    """
+
+    steps: list[TextChanged | Dropped | NeedsUniqueKey | list[DocumentTrace] | None]
+    length: int
+    line: bytes
 
 
 class TracedDocument(NamedTuple):
@@ -68,35 +110,74 @@ class TracedDocument(NamedTuple):
     trace: DocumentTrace
 
 
+Chunk = tuple[list[RawDocument], ChunkEnd]
+Answers = tuple[list[TracedDocument | RejectedDocument], ChunkEnd]
+
+
 @dataclass(frozen=True)
 class Cleaner:
-    """Applies the stages, in a worker. `key` is None if no stage reads the text."""
+    """Applies the stages, in a worker.
+
+    Attributes:
+        stages: Stages to pass, in order.
+        key: Key of the text; None if no stage reads it.
+        url_key: Key of the address; None if no stage reads it.
+        max_document_bytes: Longer texts are rejected.
+        keep_dropped: Whether the lines of dropped documents are needed.
+    """
 
     stages: Sequence[Stage]
     key: str | None
-    url_key: str
+    url_key: str | None
     max_document_bytes: int
     keep_dropped: bool
 
-    def __call__(self, items: list[RawDocument]) -> list[TracedDocument | RejectedDocument]:
-        return [self._answer(item) for item in items]
+    def __call__(self, chunk: Chunk) -> Answers:
+        items, end = chunk
+        return [self._clean(item) for item in items], end
 
-    def _answer(self, item: RawDocument) -> TracedDocument | RejectedDocument:
-        keys = () if self.key is None else (self.key,)
-        texts = texts_of(item, TextFields(keys, self.max_document_bytes))
-        if isinstance(texts, RejectedDocument):
-            return texts
-        text = texts[0] if texts else ""
-        url = self._url(item)
-        line = partial(_line, item, self.key, text)
-        journey = run_stages(text, url, self.stages, line, self.keep_dropped)
-        return TracedDocument(item.file, item.line, len(text), url is not None, journey)
+    def _clean(self, item: RawDocument) -> TracedDocument | RejectedDocument:
+        text = self._field(item, self.key)
+        if isinstance(text, RejectedDocument):
+            return text
+        found = None if self.url_key is None else self._field(item, self.url_key)
+        url = found if isinstance(found, str) and found else None
+        line_of = partial(_line, item, self.key, text)
+        trace = self._trace(Document(text, url), self.stages, line_of)
+        return TracedDocument(item.file, item.line, len(text), url is not None, trace)
 
-    def _url(self, item: RawDocument) -> str | None:
-        if not any(stage.name == "url" for stage in self.stages):
-            return None
-        found = texts_of(item, TextFields((self.url_key,), self.max_document_bytes))
-        return None if isinstance(found, RejectedDocument) or not found[0] else found[0]
+    def _field(self, item: RawDocument, key: str | None) -> str | RejectedDocument:
+        """The text of a key; without a key only the document is checked."""
+        keys = () if key is None else (key,)
+        found = texts_of(item, TextFields(keys, self.max_document_bytes))
+        return found if isinstance(found, RejectedDocument) else "".join(found)
+
+    def _trace(
+        self, document: Document, stages: Sequence[Stage], line_of: Callable[[str], bytes]
+    ) -> DocumentTrace:
+        """Pass a document through stages; `line_of` gives it as a JSON line, with a text."""
+        trace = DocumentTrace([], 0, b"")
+        outcome = None
+        for number, stage in enumerate(stages, 1):
+            outcome = stage(document)
+            if isinstance(outcome, Replaced):
+                document = document._replace(text=outcome.text)
+                trace.steps.append(TextChanged())
+            elif isinstance(outcome, SplitInto):
+                fragments = (document._replace(text=text) for text in outcome.texts)
+                trace.steps.append(
+                    [self._trace(one, stages[number:], line_of) for one in fragments]
+                )
+                break
+            else:
+                trace.steps.append(outcome)
+                if isinstance(outcome, Dropped):
+                    break
+        trace.length = len(document.text)
+        # A document whose key is still undecided may be kept, so its line is needed.
+        if self.keep_dropped or not isinstance(outcome, Dropped | SplitInto):
+            trace.line = line_of(document.text)
+        return trace
 
 
 def _line(item: RawDocument, key: str | None, before: str, text: str) -> bytes:
@@ -120,73 +201,69 @@ def _replaced(value: dict[str, Any], path: Sequence[str], text: str) -> dict[str
     return {**value, path[0]: inner}
 
 
-class ChunkEnd(NamedTuple):
-    """Position after a chunk, and whether a part ends there."""
-
-    place: ReadPosition
-    ends_part: bool
-    input_bytes: int
-
-
-@dataclass
-class ChunkedInput:
-    """Documents in chunks, with the end of each. Parts end at the same documents in every run."""
-
-    reader: DocumentReader
-    part_bytes: int
-    marks: deque[ChunkEnd] = field(default_factory=deque)
-
-    def chunks(self) -> Iterator[list[RawDocument]]:
-        chunk: list[RawDocument] = []
-        size = part = 0
-        for item in self.reader:
-            chunk.append(item)
-            length = content_size(item.value)
-            size += length
-            part += length
-            ends_part = part >= self.part_bytes
-            if ends_part or size >= CHUNK_BYTES or len(chunk) >= CHUNK_DOCUMENTS:
-                yield self._marked(chunk, self.reader.position(item.line), ends_part)
-                chunk, size, part = [], 0, 0 if ends_part else part
-        if chunk:
-            yield self._marked(chunk, self.reader.end, False)
-
-    def _marked(
-        self, chunk: list[RawDocument], place: ReadPosition, ends_part: bool
-    ) -> list[RawDocument]:
-        self.marks.append(ChunkEnd(place, ends_part, self.reader.bytes_read))
-        return chunk
-
-
-@dataclass
-class ResultWriter:
+class _Run:
     """Decides requested keys in order, writes kept and dropped documents, and counts."""
 
-    order: Sequence[str]
-    seen_keys: dict[str, SeenKeys]
-    counts: Counts
-    write: Callable[[str, bytes], None]
-    keep_dropped: bool
+    def __init__(self, options: CleaningOptions, work: ResumableOutput) -> None:
+        self._options = options
+        self._order = options.order
+        self._work = work
+        self._position = START
+        self.counts = Counts({name: StageCounts() for name in self._order})
+        if work.progress is not None:
+            self._position = ReadPosition(*work.progress["place"])
+            self.counts = Counts.from_json(work.progress["counts"])
 
-    def take(self, answer: TracedDocument | RejectedDocument) -> None:
+    def run(self, workers: Workers[Chunk, Answers], report: Callable[[Counts, int], None]) -> None:
+        """Clean the documents from the position on, and finish the files."""
+        options, work, counts = self._options, self._work, self.counts
+        self._seen_keys = options.build_seen_keys()
+        for name, seen in self._seen_keys.items():
+            file = keys_of(name)
+            for key in read_records(work.folder / file, work.files[file].committed):
+                seen.reload(key)
+        keys = (options.json_key,) if self._order else ()
+        reader = DocumentReader(options.inputs, keys, self._position, all_columns=True)
+        for answers, end in workers.map(chunks(reader, options.part_bytes)):
+            for answer in answers:
+                self._add(answer)
+            self._position = end.position
+            report(counts, end.input_bytes)
+            if end.ends_part:
+                self._commit()
+        if not counts.after.documents:
+            work.discard()
+            raise user_error("no-documents-left", name=options.inputs.name, dropped=_lost(counts))
+        if options.report_numbers is not None:
+            numbers = json.dumps(counts.to_json(), indent=2) + "\n"
+            (work.folder / NUMBERS).write_text(numbers, encoding="utf-8")
+        if options.report_figure is not None:
+            draw(work.folder / PICTURE, counts)
+        self._commit(finished=True)
+
+    def _commit(self, finished: bool = False) -> None:
+        progress = {"place": self._position, "counts": self.counts.to_json()}
+        self._work.commit(progress, finished)
+
+    def _add(self, answer: TracedDocument | RejectedDocument) -> None:
         if isinstance(answer, RejectedDocument):
             self.counts.bad[answer.reason] += 1
-            self.write(QUARANTINED, answer.to_json_line())
+            self._work.files[QUARANTINED].write(answer.to_json_line())
             return
         self.counts.before.add(answer.length)
-        self.counts.without_url += "url" in self.order and not answer.has_url
-        self._settle(answer, answer.trace, 0)
+        self.counts.without_url += "url" in self._order and not answer.has_url
+        self._add_trace(answer, answer.trace, 0)
 
-    def _settle(self, answer: TracedDocument, trace: DocumentTrace, first: int) -> None:
+    def _add_trace(self, answer: TracedDocument, trace: DocumentTrace, first: int) -> None:
         for number, step in enumerate(trace.steps, first):
-            name = self.order[number]
+            name = self._order[number]
             counts = self.counts.stages[name]
             counts.entered += 1
             reason = None
             if isinstance(step, NeedsUniqueKey):
-                reason = self.seen_keys[name].add_or_reject(step.key)
+                reason = self._seen_keys[name].add_or_reject(step.key)
                 if reason is None:
-                    self.write(keys_of(name), pack_record(step.key))
+                    self._work.files[keys_of(name)].write(pack_record(step.key))
             elif isinstance(step, Dropped):
                 reason = step.reason
             elif isinstance(step, TextChanged):
@@ -194,17 +271,20 @@ class ResultWriter:
             elif isinstance(step, list):
                 counts.changed += 1
                 counts.added += len(step) - 1
-                for piece in step:
-                    self._settle(answer, piece, number + 1)
+                for fragment in step:
+                    self._add_trace(answer, fragment, number + 1)
                 return
             if reason is not None:
                 counts.dropped[reason] += 1
                 counts.dropped_characters += trace.length
-                if self.keep_dropped:
-                    self.write(DROPPED, _dropped_line(answer, name, reason, trace.line))
+                if DROPPED in self._work.files:
+                    where = {"file": answer.file, "line": answer.line}
+                    entry = json.dumps({**where, "stage": name, "reason": reason})[:-1].encode()
+                    line = trace.line.rstrip(b"\n")
+                    self._work.files[DROPPED].write(entry + b', "document": ' + line + b"}\n")
                 return
         self.counts.after.add(trace.length)
-        self.write(OUTPUT, trace.line)
+        self._work.files[OUTPUT].write(trace.line)
 
 
 def keys_of(stage: str) -> str:
@@ -212,19 +292,23 @@ def keys_of(stage: str) -> str:
     return f"{stage}.keys"
 
 
-def _dropped_line(answer: TracedDocument, stage: str, reason: str, line: bytes) -> bytes:
-    where = {"file": answer.file, "line": answer.line, "stage": stage, "reason": reason}
-    return json.dumps(where)[:-1].encode() + b', "document": ' + line.rstrip(b"\n") + b"}\n"
+def _lost(counts: Counts) -> str:
+    """Why no document is left."""
+    reasons = [f"{count} {reason}" for reason, count in sorted(counts.bad.items())]
+    for name, stage in counts.stages.items():
+        reasons += (f"{count} {reason} ({name})" for reason, count in sorted(stage.dropped.items()))
+    return f"; dropped: {', '.join(reasons)}" if reasons else ""
 
 
 def clean(
-    options: CleaningOptions, report: Callable[[Progress], None] = lambda progress: None
+    options: CleaningOptions, report: Callable[[Counts, int], None] = lambda counts, size: None
 ) -> Counts:
     """Write the cleaned documents of the inputs. Rejected lines are listed in `options.quarantine`.
 
     Args:
         options: What to read, apply and write.
-        report: Called with the counts after every chunk.
+        report: Called after every chunk with the counts, and the bytes read of the input files as
+            stored.
 
     Returns:
         The final counts.
@@ -234,102 +318,35 @@ def clean(
             unreadable inputs, or if no document is left.
         OSError: If a file cannot be written.
     """
-    stages = options.build()
-    settings = options.resume_settings(stages)
-    seen_keys = options.build_seen_keys()
-    dropped = {} if options.dropped_output is None else {DROPPED: _suffix(options.dropped_output)}
-    names = {OUTPUT: _suffix(options.output), QUARANTINED: "", **dropped}
-    names |= {keys_of(name): "" for name in seen_keys}
+    stages, dropped = options.build(), options.dropped_output
     cleaner = Cleaner(
         stages,
         options.json_key if stages else None,
-        options.url_key,
+        options.url_key if "url" in options.order else None,
         options.inputs.max_document_bytes,
-        keep_dropped=options.dropped_output is not None,
+        keep_dropped=dropped is not None,
     )
-    with ExitStack() as stack:
+    growing = {OUTPUT: options.output, QUARANTINED: ""} | ({DROPPED: dropped} if dropped else {})
+    suffixes = {name: Path(path).suffix.lower() for name, path in growing.items()}
+    suffixes |= {keys_of(name): "" for name in options.build_seen_keys()}
+    settings = options.resume_settings(stages)
+    with (
         # Before any file is opened: forked workers inherit what is open, also the lock.
-        workers = stack.enter_context(Workers(cleaner, options.workers))
-        work = stack.enter_context(ResumableOutput(options.output, settings, names, options.resume))
-        if work.progress is None:
-            counts = Counts.of(options.order)
-        else:
-            counts = Counts.from_json(work.progress["counts"])
+        Workers(cleaner, options.workers) as workers,
+        ResumableOutput(options.output, settings, suffixes, options.resume) as work,
+    ):
+        run = _Run(options, work)
         if not work.finished:
-            writer = ResultWriter(
-                options.order,
-                seen_keys,
-                counts,
-                lambda name, data: work.files[name].write(data),
-                cleaner.keep_dropped,
-            )
-            _work(options, writer, workers, work, report)
-        _publish(options, work)
-    return counts
-
-
-def _work(
-    options: CleaningOptions,
-    writer: ResultWriter,
-    workers: Workers[list[RawDocument], list[TracedDocument | RejectedDocument]],
-    work: ResumableOutput,
-    report: Callable[[Progress], None],
-) -> None:
-    for name, seen in writer.seen_keys.items():
-        file = keys_of(name)
-        for key in read_records(work.folder / file, work.files[file].committed):
-            seen.reload(key)
-    done = work.progress
-    place = START if done is None else ReadPosition(*done["place"])
-    keys = (options.json_key,) if options.order else ()
-    feed = ChunkedInput(
-        DocumentReader(options.inputs, keys, place, all_columns=True), options.part_bytes
-    )
-    counts = writer.counts
-
-    def progress() -> dict[str, Any]:
-        return {"place": place, "counts": counts.to_json()}
-
-    for answers in workers.map(feed.chunks()):
-        for answer in answers:
-            writer.take(answer)
-        mark = feed.marks.popleft()
-        place = mark.place
-        report(Progress(counts, mark.input_bytes))
-        if mark.ends_part:
-            work.commit(progress())
-    if not counts.after.documents:
-        work.discard()
-        raise UserError(_nothing_left(options, counts))
-    if options.report_numbers is not None:
-        write_numbers(work.folder / NUMBERS, counts)
-    if options.report_figure is not None:
-        draw(work.folder / PICTURE, counts)
-    work.commit(progress(), finished=True)
-
-
-def _nothing_left(options: CleaningOptions, counts: Counts) -> Problem:
-    reasons = [f"{count} {reason}" for reason, count in sorted(counts.bad.items())]
-    for name, stage in counts.stages.items():
-        reasons += (f"{count} {reason} ({name})" for reason, count in sorted(stage.dropped.items()))
-    dropped = f"; dropped: {', '.join(reasons)}" if reasons else ""
-    return Problem("no-documents-left", name=options.inputs.name, dropped=dropped)
-
-
-def _publish(options: CleaningOptions, work: ResumableOutput) -> None:
-    finals = {OUTPUT: options.output}
-    if options.dropped_output is not None:
-        finals[DROPPED] = options.dropped_output
-    if work.files[QUARANTINED].committed:
-        finals[QUARANTINED] = options.quarantine
-    elif os.path.exists(options.quarantine):  # of an earlier run
-        os.remove(options.quarantine)
-    if options.report_numbers is not None:
-        finals[NUMBERS] = options.report_numbers
-    if options.report_figure is not None:
-        finals[PICTURE] = options.report_figure
-    work.publish(finals)
-
-
-def _suffix(path: str) -> str:
-    return os.path.splitext(path)[1].lower()
+            run.run(workers, report)
+        finals = {
+            OUTPUT: options.output,
+            DROPPED: dropped,
+            QUARANTINED: options.quarantine,
+            NUMBERS: options.report_numbers,
+            PICTURE: options.report_figure,
+        }
+        if not work.files[QUARANTINED].committed:
+            del finals[QUARANTINED]
+            Path(options.quarantine).unlink(missing_ok=True)  # of an earlier run
+        work.publish({name: path for name, path in finals.items() if path is not None})
+    return run.counts

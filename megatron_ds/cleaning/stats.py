@@ -7,12 +7,16 @@ from __future__ import annotations
 
 import bisect
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 EDGES = tuple(sorted({round(2 ** (half / 2)) for half in range(63)}))
 """Bin edges of lengths in characters. The last bin is open; the first one holds empty texts."""
+
+
+def ranked(reasons: Counter[str]) -> list[tuple[str, int]]:
+    """Reasons with their counts, most frequent first."""
+    return sorted(reasons.items(), key=lambda pair: (-pair[1], pair[0]))
 
 
 @dataclass
@@ -65,10 +69,6 @@ class Counts:
     after: Lengths = field(default_factory=Lengths)
     without_url: int = 0
 
-    @classmethod
-    def of(cls, stages: Sequence[str]) -> Counts:
-        return cls({name: StageCounts() for name in stages})
-
     def to_json(self) -> dict[str, Any]:
         """The statistics as written to the report, for `from_json`."""
         return {
@@ -80,11 +80,8 @@ class Counts:
             "without_url": self.without_url,
             "stages": {
                 name: {
-                    "entered": stage.entered,
-                    "changed": stage.changed,
-                    "added": stage.added,
+                    **vars(stage),
                     "dropped": dict(sorted(stage.dropped.items())),
-                    "dropped_characters": stage.dropped_characters,
                     "left": stage.left,
                 }
                 for name, stage in self.stages.items()
@@ -99,17 +96,14 @@ class Counts:
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Counts:
         lengths = value["lengths"]
+        stages = {
+            name: StageCounts(**{key: stage[key] for key in vars(StageCounts())})
+            for name, stage in value["stages"].items()
+        }
+        for stage in stages.values():
+            stage.dropped = Counter(stage.dropped)
         return cls(
-            stages={
-                name: StageCounts(
-                    stage["entered"],
-                    stage["changed"],
-                    stage["added"],
-                    Counter(stage["dropped"]),
-                    stage["dropped_characters"],
-                )
-                for name, stage in value["stages"].items()
-            },
+            stages,
             bad=Counter(value["no_documents"]),
             before=Lengths(lengths["documents_before"], value["characters_before"]),
             after=Lengths(lengths["documents_after"], value["characters_after"]),

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from hashlib import sha256
+from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from megatron_ds.cleaning.stages import Document, Dropped
@@ -46,23 +48,24 @@ class UrlFilter:
         UserError: With every invalid line of the lists.
     """
 
-    name = "url"
-
     def __init__(self, lists: Sequence[str]) -> None:
         self._hosts: set[str] = set()
         self._names: set[str] = set()
         self._suffixes = set(FILE_TYPES)
         self._patterns: list[re.Pattern[str]] = []
+        self.settings: dict[str, list[str]] = {"url_blacklist": []}
         raise_if_any(problem for path in lists for problem in self._read(path))
 
     def _read(self, path: str) -> Iterator[Problem]:
         """Read a list; yields the invalid entries."""
         try:
-            with open(path, encoding="utf-8-sig") as file:
-                lines = file.read().splitlines()
+            content = Path(path).read_bytes()
+            lines = content.decode("utf-8-sig").splitlines()
         except (OSError, UnicodeDecodeError) as error:
             yield _list_problem(path, f"cannot be read: {error}")
             return
+        version = sha256(content).hexdigest()[:12]
+        self.settings["url_blacklist"].append(f"{path} ({version})")
         for number, line in enumerate(lines, 1):
             entry = line.partition(" #")[0].strip()
             if not entry or entry.startswith("#"):
@@ -79,16 +82,11 @@ class UrlFilter:
             elif HOST.fullmatch(entry):
                 (self._hosts if "." in entry else self._names).add(entry)
             else:
-                yield _list_problem(
-                    f"{path}:{number}",
-                    f"{entry!r} is neither a host (example.com) nor a file suffix (.pdf) nor "
-                    f"{REGEX}PATTERN",
-                )
+                expected = "neither a host (example.com) nor a file suffix (.pdf) nor regex:PATTERN"
+                yield _list_problem(f"{path}:{number}", f"{entry!r} is {expected}")
 
     def __call__(self, document: Document) -> Dropped | None:
-        if document.url is None:
-            return None
-        reason = self.judge(document.url)
+        reason = None if document.url is None else self.judge(document.url)
         return None if reason is None else Dropped(reason)
 
     def judge(self, url: str) -> str | None:
@@ -101,9 +99,8 @@ class UrlFilter:
         if parts.scheme not in ("http", "https") or not HOST.fullmatch(host):
             return "no address"
         labels = host.split(".")
-        if any(".".join(labels[at:]) in self._hosts for at in range(len(labels))):
-            return "unwanted host"
-        if self._names and _name_of(labels) in self._names:
+        domains = (".".join(labels[at:]) for at in range(len(labels)))
+        if any(domain in self._hosts for domain in domains) or _name_of(labels) in self._names:
             return "unwanted host"
         file = unquote(parts.path).lower().rpartition("/")[2]
         ends = (file[at:] for at, letter in enumerate(file) if letter == ".")

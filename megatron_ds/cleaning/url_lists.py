@@ -11,17 +11,16 @@ from pathlib import Path
 from typing import ClassVar
 
 from megatron_ds.cleaning.deduplication import HASH_BYTES
-from megatron_ds.cleaning.options import file_hashes
+from megatron_ds.cleaning.options import RESUME
 from megatron_ds.cleaning.pipeline import OUTPUT
 from megatron_ds.cleaning.url_filter import UrlFilter
 from megatron_ds.config.fields import option_field
-from megatron_ds.config.problems import Problem, option
+from megatron_ds.config.problems import Problem
 from megatron_ds.fileio.resumable import ResumableOutput
+from megatron_ds.preprocess.formats import INVALID_TEXT
 from megatron_ds.preprocess.inputs import InputSpec
 
 KEPT = "kept"
-INVALID_TEXT = "invalid UTF-8"
-DUPLICATE = "duplicate"
 COMMIT_URLS = 100_000
 """Kept addresses between commits."""
 Position = tuple[int, int]
@@ -55,9 +54,7 @@ class UrlListOptions:
         nargs="*",
         metavar="FILE",
     )
-    resume: bool = option_field(
-        False, "continue an interrupted run; the output equals that of an uninterrupted run"
-    )
+    resume: bool = option_field(False, RESUME)
 
     @property
     def files(self) -> list[Path]:
@@ -67,11 +64,9 @@ class UrlListOptions:
 
     def problems(self) -> Iterator[Problem]:
         if not self.files:
-            text = f"{option('path')} {self.path}: has no .txt files"
-            yield Problem("no-url-lists", text=text)
+            yield Problem("no-url-lists", settings=self)
         if os.path.realpath(self.output) in map(os.path.realpath, self.url_blacklist):
-            text = f"{option('output')} {self.output}: is also a file of {option('url_blacklist')}"
-            yield Problem("url-list-is-blacklist", text=text)
+            yield Problem("url-list-is-blacklist", settings=self)
 
 
 def filter_urls(options: UrlListOptions) -> Counter[str]:
@@ -80,14 +75,14 @@ def filter_urls(options: UrlListOptions) -> Counter[str]:
     Returns:
         Counts of `KEPT` addresses and, by reason, of dropped ones.
     """
-    files, urls = options.files, UrlFilter(options.url_blacklist)
-    settings: dict[str, object] = {"url_blacklist": file_hashes(options.url_blacklist)}
-    settings |= InputSpec(paths=tuple(map(str, files))).describe_files()
+    urls = UrlFilter(options.url_blacklist)
+    files = InputSpec(paths=tuple(map(str, options.files))).describe_files()
+    settings = {**urls.settings, **files}
     with ResumableOutput(options.output, settings, {OUTPUT: ""}, options.resume) as work:
         counts = Counter({} if work.progress is None else work.progress["counts"])
         if not work.finished:
             position: Position = (0, 0)
-            for url, position in _kept(files, urls, work, counts):
+            for url, position in _kept(options.files, urls, work, counts):
                 counts[KEPT] += 1
                 work.files[OUTPUT].write(f"{url}\n".encode())
                 if counts[KEPT] % COMMIT_URLS == 0:
@@ -102,14 +97,12 @@ def _kept(
 ) -> Iterator[tuple[str, Position]]:
     """Kept addresses after those of the work, each with its end in the input; counts the dropped
     ones. Keeps a hash of each address in memory."""
-    file_number, offset = (0, 0) if work.progress is None else work.progress["place"]
-    seen: set[bytes] = set()
-    if work.files[OUTPUT].committed:
-        with (work.folder / OUTPUT).open("rb") as lines:
-            seen.update(_hash(line.rstrip(b"\n")) for line in lines)
-    for number, file in enumerate(files[file_number:], file_number):
+    first, offset = (0, 0) if work.progress is None else work.progress["place"]
+    with (work.folder / OUTPUT).open("rb") as lines:
+        seen = {_hash(line.rstrip(b"\n")) for line in lines}
+    for number, file in enumerate(files[first:], first):
         with file.open("rb") as lines:
-            lines.seek(offset if number == file_number else 0)
+            lines.seek(offset if number == first else 0)
             while line := lines.readline():
                 try:
                     url = line.decode("utf-8-sig").strip()
@@ -118,10 +111,8 @@ def _kept(
                     continue
                 if not url:
                     continue
-                reason = urls.judge(url)
                 key = _hash(url.encode())
-                if reason is None and key in seen:
-                    reason = DUPLICATE
+                reason = urls.judge(url) or ("duplicate" if key in seen else None)
                 if reason is not None:
                     counts[reason] += 1
                     continue

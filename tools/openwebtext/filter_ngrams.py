@@ -16,7 +16,7 @@ from megatron_ds import cli
 from megatron_ds.cleaning.command import CleaningCommand, work
 from megatron_ds.cleaning.options import CleaningOptions
 from megatron_ds.config.fields import option_field, option_group
-from megatron_ds.config.problems import Problem, option
+from megatron_ds.config.problems import Problem
 from megatron_ds.launch import environment
 
 LAMBADA = "lambada"
@@ -77,14 +77,9 @@ class Options(CleaningCommand):
     def problems(self) -> Iterator[Problem]:
         for task in self.tasks:
             if task != LAMBADA:
-                text = (
-                    f"{option('tasks')} {task}: tasks are not downloaded; pass a file of its texts "
-                    f"with {option('eval_task_files')}"
-                )
-                yield Problem("task-not-fetched", text=text)
+                yield Problem("task-not-fetched", task=task)
         if LAMBADA in self.tasks and self.lambada_path is None:
-            text = f"{option('tasks')} {LAMBADA} requires {option('lambada_path')}"
-            yield Problem("lambada-without-file", text=text)
+            yield Problem("lambada-without-file")
         elif not self.cleaning.tasks.eval_task_files and self.lambada_path is None:
             yield Problem("required", "eval_task_files")
 

@@ -28,6 +28,10 @@ def stage(folder: Path, *values: Any, **options: Any) -> Decontaminate:
     return Decontaminate(TaskOptions(eval_task_files=(task_file(folder, *values),), **small))
 
 
+def ngrams(stage: Decontaminate) -> int:
+    return int(stage.settings["eval_task_files"].split()[0])
+
+
 def fragments(stage: Decontaminate, text: str) -> list[str]:
     outcome = stage(Document(text, None))
     assert isinstance(outcome, SplitInto)
@@ -57,7 +61,7 @@ def test_match_requires_thirteen_words(tmp_path: Path) -> None:
 
 def test_short_task_matches_only_in_full(tmp_path: Path) -> None:
     decontaminate = stage(tmp_path, SHORT, "Too short to count as a task")
-    assert len(decontaminate) == 1
+    assert ngrams(decontaminate) == 1
     assert fragments(decontaminate, f"A. {SHORT}. B.") == ["A.", "B."]
     assert decontaminate(Document("A. The quick brown fox jumps over lazy. B.", None)) is None
     assert decontaminate(Document("Too short to count as a task.", None)) is None
@@ -100,12 +104,14 @@ def test_fragments_of_real_text_are_clean(tmp_path: Path, shared_data: Path) -> 
 
 def test_task_texts_are_all_strings_or_selected_keys(tmp_path: Path) -> None:
     value = {"id": 1, "inner": {"a": [SHORT]}, "question": QUESTION}
-    assert len(stage(tmp_path, value)) == 1 + len(QUESTION.split()) - 12
-    assert len(stage(tmp_path, value, eval_task_keys=("question",))) == len(QUESTION.split()) - 12
+    assert ngrams(stage(tmp_path, value)) == 1 + len(QUESTION.split()) - 12
+    assert (
+        ngrams(stage(tmp_path, value, eval_task_keys=("question",))) == len(QUESTION.split()) - 12
+    )
     path = tmp_path / "tasks.txt"
     path.write_text(f"{SHORT}\n\n{QUESTION}\n")
     assert (
-        len(Decontaminate(TaskOptions(eval_task_files=(str(path),))))
+        ngrams(Decontaminate(TaskOptions(eval_task_files=(str(path),))))
         == 1 + len(QUESTION.split()) - 12
     )
 

@@ -10,11 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_ds.cleaning import language_filter
-from megatron_ds.cleaning.fix_unicode import FixUnicode
-from megatron_ds.cleaning.language_filter import LanguageFilter
-from megatron_ds.cleaning.length_filter import LengthFilter
+from megatron_ds.cleaning import text_filters
 from megatron_ds.cleaning.stages import Document, Dropped, Replaced
+from megatron_ds.cleaning.text_filters import FixUnicode, LanguageFilter, LengthFilter
 from megatron_ds.cleaning.url_filter import UrlFilter
 from megatron_ds.config.problems import UserError
 from megatron_ds.tokenizer.null import NullTokenizer
@@ -27,10 +25,10 @@ GERMAN = "Der Ausschuss tritt am Donnerstag zusammen, um über die neue Brücke 
 @pytest.fixture(autouse=True)
 def one_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """Load the model once for all tests."""
-    monkeypatch.setattr(language_filter, "_identifier", model)
+    monkeypatch.setattr(text_filters, "_identifier", model)
 
 
-model = functools.cache(language_filter._identifier)
+model = functools.cache(text_filters._identifier)
 
 
 def document(text: str, url: str | None = None) -> Document:
@@ -97,7 +95,9 @@ def test_documents_of_uncertain_language_are_dropped() -> None:
 
 
 def test_unknown_languages_are_errors() -> None:
-    first, second = LanguageFilter(["xx", "en", "klingon"], 0.5).problems()
+    with pytest.raises(UserError) as raised:
+        LanguageFilter(["xx", "en", "klingon"], 0.5)
+    first, second = raised.value.problems
     assert codes([first, second]) == ["language-not-supported"] * 2
     assert "--languages klingon: " in first
     assert "--languages xx: " in second
