@@ -118,7 +118,7 @@ class EarliestDeadlineSchedule:
         return counts
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_made": {}}
+        return {**self.__dict__, "_blocks": {}}
 
     def _compute(self, block: int) -> tuple[npt.NDArray[np.int16], Counts]:
         """Source and sample at every position of a block."""

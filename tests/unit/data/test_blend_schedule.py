@@ -160,10 +160,12 @@ def test_counts_of_a_long_order_are_cached(tmp_path: Path, monkeypatch: pytest.M
     first = blend_order(weights, 100, cache)
     monkeypatch.setattr(module._DeadlineModel, "counts", None)
     again = blend_order(weights, 100, cache)
+    size = len(pickle.dumps(again))
     assert again.counts_at(100).tolist() == [25, 75]
     positions = (0, 99, 3, 50, 15, 16, 17)
     for order in (again, pickle.loads(pickle.dumps(again))):
         assert [order.locate(p) for p in positions] == [first.locate(p) for p in positions]
+    assert len(pickle.dumps(again)) == size, "computed blocks are not pickled"
     assert len(list(tmp_path.glob("*.json"))) == 1
 
 
