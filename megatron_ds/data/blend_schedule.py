@@ -27,7 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_ds.data.blended_dataset import BlendOrder
-from megatron_ds.data.index_cache import ArrayCache, Arrays
+from megatron_ds.data.index_cache import ArrayCache
 
 BLEND_FORMAT = 3
 """Version of the order and of its stored counts; part of the cache key."""
@@ -63,21 +63,16 @@ def blend_order(
     if not 0 < len(weights) <= MAX_SOURCES:
         raise ValueError(f"a blend of {len(weights)} sources; supported are 1 to {MAX_SOURCES}")
     model = _DeadlineModel(weights)
-
-    def build() -> Arrays:
-        return {"counts": model.counts(num_samples, BLOCK)}
-
     if cache is None or num_samples <= BLOCK:
-        counts = build()["counts"]
-    else:
-        key = {
-            "format": BLEND_FORMAT,
-            "weights": [float(weight) for weight in weights],
-            "samples": num_samples,
-            "block": BLOCK,
-        }
-        counts = cache.get_or_build("blend", key, build)["counts"]
-    return EarliestDeadlineSchedule(model, num_samples, counts, BLOCK)
+        return EarliestDeadlineSchedule(model, num_samples, model.counts(num_samples))
+    key = {
+        "format": BLEND_FORMAT,
+        "weights": [float(weight) for weight in weights],
+        "samples": num_samples,
+        "block": BLOCK,
+    }
+    found = cache.get_or_build("blend", key, lambda: {"counts": model.counts(num_samples)})
+    return EarliestDeadlineSchedule(model, num_samples, found["counts"])
 
 
 class EarliestDeadlineSchedule:
@@ -87,32 +82,26 @@ class EarliestDeadlineSchedule:
         model: Releases and deadlines of the samples.
         size: Length of the schedule.
         counts: [blocks + 1, sources], samples of each source before every block, and at the end.
-        block: Positions per block.
     """
 
-    def __init__(
-        self, model: _DeadlineModel, size: int, counts: npt.NDArray[Any], block: int
-    ) -> None:
+    def __init__(self, model: _DeadlineModel, size: int, counts: npt.NDArray[Any]) -> None:
         self._model = model
         self._size = size
         self._counts = counts
-        self._block = block
         self._blocks: dict[int, tuple[npt.NDArray[np.int16], Counts]] = {}
 
     def __len__(self) -> int:
         return self._size
 
     def locate(self, position: int) -> tuple[int, int]:
-        block, at = divmod(position, self._block)
+        block, at = divmod(position, BLOCK)
         source, sample = self._blocks.get(block) or self._compute(block)
         return source.item(at), sample.item(at)
 
     def counts_at(self, end: int) -> Counts:
-        block, at = divmod(end, self._block)
-        if end == self._size:
-            return np.array(self._counts[-1], dtype=np.int64)
-        counts = np.array(self._counts[block], dtype=np.int64)
-        if at:
+        block, at = divmod(end, BLOCK)
+        counts: Counts = self._counts[-1 if end == self._size else block].astype(np.int64)
+        if at and end < self._size:
             source, _ = self._blocks.get(block) or self._compute(block)
             counts += np.bincount(source[:at], minlength=len(counts))
         return counts
@@ -123,7 +112,7 @@ class EarliestDeadlineSchedule:
     def _compute(self, block: int) -> tuple[npt.NDArray[np.int16], Counts]:
         """Source and sample at every position of a block."""
         before, after = self._counts[block : block + 2].astype(np.int64)
-        source = self._model.order(block * self._block, before, after)
+        source = self._model.order(block * BLOCK, before, after)
         sample = np.empty(len(source), dtype=np.int64)
         # Positions grouped by source, in order: each source gives its samples consecutively.
         by_source = np.argsort(source, kind="stable")
@@ -147,12 +136,12 @@ class _DeadlineModel:
         np.divide(1.0, given, out=self._steps, where=given * NEVER > 1)
         self._first = np.where(given > 0, 1.0, NEVER)
 
-    def counts(self, size: int, block: int) -> npt.NDArray[np.integer]:
+    def counts(self, size: int) -> npt.NDArray[np.integer]:
         """Samples of each source before every block and at the end, [blocks + 1, sources]."""
         # glibc returns freed memory to the system unless a block of that size was freed before;
         # new pages for the arrays of each block would take nearly half of the time.
         np.empty(MALLOC_TRIM_LIMIT, dtype=np.uint8)
-        ends = [*range(0, size, block), size]
+        ends = [*range(0, size, BLOCK), size]
         dtype = np.int32 if size <= np.iinfo(np.int32).max else np.int64
         rows = np.zeros((len(ends), len(self._steps)), dtype=dtype)
         before = rows[0].astype(np.int64)

@@ -22,7 +22,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
-from megatron_ds.config.problems import UserError, user_error
+from megatron_ds.config.problems import user_error
 from megatron_ds.fileio.atomic import atomic_write, fsync_path
 from megatron_ds.fileio.file_lock import WaitPolicy, locked
 from megatron_ds.fileio.memory_map import map_file
@@ -40,12 +40,10 @@ class ArrayCache:
 
     Args:
         folders: Searched in order. A missing entry is built in the first that is writable.
-        wait_policy: How to wait for another process that builds the same entry.
     """
 
-    def __init__(self, folders: list[Path], wait_policy: WaitPolicy | None = None) -> None:
+    def __init__(self, folders: list[Path]) -> None:
         self._folders = folders
-        self._wait_policy = wait_policy or WaitPolicy()
 
     def get_or_build(
         self, kind: str, key: Mapping[str, Any], build: Callable[[], Arrays]
@@ -73,7 +71,7 @@ class ArrayCache:
                 return self._build_in(folder, name, key, build_once)
             except OSError as error:
                 reasons.append(f"{folder}: {error.strerror or error}")
-        raise _unwritable_error(reasons)
+        raise user_error("index-cache-not-writable", reasons="; ".join(reasons))
 
     def contains(self, kind: str, key: Mapping[str, Any]) -> bool:
         """Whether an entry exists; its checksums are verified when it is read."""
@@ -96,7 +94,7 @@ class ArrayCache:
             if free >= size:
                 return
             reasons.append(f"{folder}: {free / 1e9:.1f} GB free of {size / 1e9:.1f} GB needed")
-        raise _unwritable_error(reasons)
+        raise user_error("index-cache-not-writable", reasons="; ".join(reasons))
 
     def _build_in(
         self, folder: Path, name: str, key: Mapping[str, Any], build: Callable[[], Arrays]
@@ -109,7 +107,7 @@ class ArrayCache:
         for attempts_left in reversed(range(ATTEMPTS)):
             try:
                 folder.mkdir(parents=True, exist_ok=True)
-                with locked(folder / f"{name}.lock", self._wait_policy) as is_locked:
+                with locked(folder / f"{name}.lock", WaitPolicy()) as is_locked:
                     found = _load(folder, name)
                     if found is not None:
                         return found
@@ -130,10 +128,6 @@ def _entry_name(kind: str, key: Mapping[str, Any]) -> str:
     """Common prefix of the file names of an entry."""
     text = json.dumps(key, sort_keys=True)
     return f"{kind[:MAX_KIND_LENGTH]}-{hashlib.sha256(text.encode()).hexdigest()[:24]}"
-
-
-def _unwritable_error(reasons: list[str]) -> UserError:
-    return user_error("index-cache-not-writable", reasons="; ".join(reasons))
 
 
 def _load(folder: Path, name: str) -> Arrays | None:

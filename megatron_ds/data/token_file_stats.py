@@ -85,11 +85,6 @@ class FirstDifference:
     token: int | None = None
 
 
-def document_lengths(data: IndexedDataset) -> npt.NDArray[np.int64]:
-    """Tokens of each document, [number of documents]."""
-    return np.diff(document_starts(data))
-
-
 def document_starts(data: IndexedDataset) -> npt.NDArray[np.int64]:
     """Position in `data.tokens` at which each document begins, and the end, [documents + 1]."""
     ends = np.zeros(len(data) + 1, dtype=np.int64)
@@ -115,9 +110,8 @@ def document(data: IndexedDataset, number: int) -> Tokens:
 
 def summarize(data: IndexedDataset) -> Summary:
     """Summarizes header and index; reads no tokens."""
-    lengths = document_lengths(data)
-    not_empty = lengths.size > 0
-    quantiles = np.quantile(lengths, QUANTILES) if not_empty else np.zeros(len(QUANTILES))
+    lengths = np.diff(document_starts(data))
+    measured = lengths if lengths.size else np.zeros(1, np.int64)
     return Summary(
         prefix=data.prefix,
         version=VERSION,
@@ -129,10 +123,10 @@ def summarize(data: IndexedDataset) -> Summary:
         documents=lengths.size,
         tokens=data.tokens.size,
         empty_documents=int((lengths == 0).sum()),
-        shortest=int(lengths.min()) if not_empty else 0,
-        longest=int(lengths.max()) if not_empty else 0,
-        mean=float(lengths.mean()) if not_empty else 0.0,
-        quantiles=dict(zip(QUANTILES, quantiles.tolist(), strict=True)),
+        shortest=int(measured.min()),
+        longest=int(measured.max()),
+        mean=float(measured.mean()),
+        quantiles=dict(zip(QUANTILES, np.quantile(measured, QUANTILES).tolist(), strict=True)),
         histogram=_histogram(lengths),
     )
 
@@ -144,9 +138,7 @@ def _histogram(lengths: npt.NDArray[np.int64]) -> list[LengthBin]:
     tokens = np.bincount(powers, weights=lengths)
     filled = np.flatnonzero(counts)
     return [
-        LengthBin(
-            (1 << power) >> 1, max(0, (1 << power) - 1), int(counts[power]), int(tokens[power])
-        )
+        LengthBin((1 << power) >> 1, (1 << power) - 1, int(counts[power]), int(tokens[power]))
         for power in (range(filled[0], filled[-1] + 1) if filled.size else ())
     ]
 
@@ -213,13 +205,12 @@ def compare(left: IndexedDataset, right: IndexedDataset) -> FirstDifference:
     The dtype of the tokens is not compared. Tokens are compared in blocks.
     """
     starts = document_starts(left)
-    left_sizes, right_sizes = np.diff(starts), document_lengths(right)
+    left_sizes, right_sizes = np.diff(starts), np.diff(document_starts(right))
     documents = min(left_sizes.size, right_sizes.size)
-    unlike = np.flatnonzero(left_sizes[:documents] != right_sizes[:documents])
-    at = int(unlike[0]) if unlike.size else documents
-    common = int(starts[at])  # tokens of the documents before it, which have equal lengths
-    if unlike.size:
-        common += int(min(left_sizes[at], right_sizes[at]))
+    at = _first_mismatch(left_sizes, right_sizes)
+    shorter = 0 if at is None else int(min(left_sizes[at], right_sizes[at]))
+    # Tokens of the documents before it, which have equal lengths, and its own.
+    common = int(starts[documents if at is None else at]) + shorter
     token = _first_mismatch(left.tokens[:common], right.tokens[:common])
     if token is not None:
         found = int(np.searchsorted(starts, token, side="right")) - 1
@@ -230,21 +221,17 @@ def compare(left: IndexedDataset, right: IndexedDataset) -> FirstDifference:
             found,
             within,
         )
-    if unlike.size:
+    if at is not None:
         return FirstDifference(
             f"document {at} has {left_sizes[at]} tokens in {left.prefix} and {right_sizes[at]} in "
             f"{right.prefix}; the tokens of the shorter one are equal",
             at,
-            int(min(left_sizes[at], right_sizes[at])),
+            shorter,
         )
     if left_sizes.size != right_sizes.size:
-        is_left_longer = left_sizes.size > right_sizes.size
-        longer, shorter = (left, right) if is_left_longer else (right, left)
-        return FirstDifference(
-            f"{shorter.prefix} ends after {documents} documents, {longer.prefix} has more",
-            documents,
-            0,
-        )
+        ended, longer = sorted((left, right), key=lambda data: len(data.document_index))
+        description = f"{ended.prefix} ends after {documents} documents, {longer.prefix} has more"
+        return FirstDifference(description, documents, 0)
     return _first_boundary_difference(left, right)
 
 
@@ -266,10 +253,10 @@ def _first_boundary_difference(left: IndexedDataset, right: IndexedDataset) -> F
 
 def _first_mismatch(left: npt.NDArray[np.generic], right: npt.NDArray[np.generic]) -> int | None:
     """First index of the common length at which two arrays differ."""
-    for start in range(0, min(left.size, right.size), BLOCK_TOKENS):
-        a, b = left[start : start + BLOCK_TOKENS], right[start : start + BLOCK_TOKENS]
-        size = min(a.size, b.size)
-        wrong = np.flatnonzero(a[:size] != b[:size])
+    size = min(left.size, right.size)
+    for start in range(0, size, BLOCK_TOKENS):
+        end = min(start + BLOCK_TOKENS, size)
+        wrong = np.flatnonzero(left[start:end] != right[start:end])
         if wrong.size:
             return start + int(wrong[0])
     return None

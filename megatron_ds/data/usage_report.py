@@ -5,11 +5,9 @@ Knows counts, but no files.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from megatron_ds.data.blend_history import BlendHistory, BlendPhase
 
@@ -81,11 +79,6 @@ def summary(usage: Sequence[FileUsage], full_list: str | None) -> Iterator[str]:
             yield f"{label}: {unread} files of weight 0, not read"
     if is_limited:
         yield f"all files: {full_list}" if full_list else "--save lists all files"
-
-
-def as_json(usage: Sequence[FileUsage]) -> list[dict[str, Any]]:
-    """All files, for JSON."""
-    return [dataclasses.asdict(file) for file in usage]
 
 
 def describe_blend(history: BlendHistory) -> str:

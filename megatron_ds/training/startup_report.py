@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from megatron_ds import schedules
 from megatron_ds.checkpoint.storage import write_json
 from megatron_ds.config import Config
 from megatron_ds.data.build_datasets import Datasets
-from megatron_ds.data.usage_report import USAGE_FILE, as_json
+from megatron_ds.data.usage_report import USAGE_FILE
 from megatron_ds.engine import memory_estimate
 from megatron_ds.engine.protocol import Engine
 from megatron_ds.engine.readback import loaded_ops
@@ -133,7 +133,7 @@ def write_run_files(folder: Path, engine: Engine, data: Datasets) -> None:
     """Writes the DeepSpeed configuration and the usage of each data file to --save."""
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / "ds_config.json", engine.ds_config)
-    write_json(folder / USAGE_FILE, as_json(data.usage))
+    write_json(folder / USAGE_FILE, [asdict(file) for file in data.usage])
 
 
 def log_timestamp(label: str) -> None:

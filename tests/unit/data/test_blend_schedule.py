@@ -147,8 +147,8 @@ def test_counts_are_wide_enough(monkeypatch: pytest.MonkeyPatch) -> None:
         module._DeadlineModel, "_counts_after", lambda self, start, before, end: before
     )
     jobs = module._DeadlineModel([0.5, 0.5])
-    assert jobs.counts(2**31 - 1, 2**30).dtype == np.int32
-    assert jobs.counts(2**31, 2**30).dtype == np.int64
+    assert jobs.counts(2**31 - 1).dtype == np.int32
+    assert jobs.counts(2**31).dtype == np.int64
 
 
 def test_counts_of_a_long_order_are_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
