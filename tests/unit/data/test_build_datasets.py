@@ -6,8 +6,6 @@ import dataclasses
 import json
 import pickle
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +21,6 @@ from megatron_ds.data.index_cache import ArrayCache
 from megatron_ds.data.usage_report import summary
 from tests.problems import raises_problem
 from tests.token_files import write_pair
-
-REPOSITORY = Path(__file__).resolve().parents[3]
 
 
 def write(prefix: Path, documents: int = 40, first: int = 0, size: int = 7) -> str:
@@ -234,28 +230,6 @@ def test_cache_folders(tmp_path: Path) -> None:
         datasets(config, (5, 0, 0))
     datasets(config, (5, 0, 0), fallback_cache=str(tmp_path / "fallback"))
     assert cached(tmp_path / "fallback") == 1
-
-
-def test_concurrent_processes_read_the_same(tmp_path: Path) -> None:
-    prefix = write(tmp_path / "p")
-    code = (
-        "import zlib\n"
-        "from megatron_ds.config import DataConfig\n"
-        "from megatron_ds.data.build_datasets import build_datasets\n"
-        f"c = DataConfig(data_path=('1', {prefix!r}, '2', {prefix!r}), split='1')\n"
-        "d = build_datasets(c, seq_length=5, seed=1, num_samples=(500, 0, 0),\n"
-        "    tokenizer_fingerprint='t', vocab_size=100).train\n"
-        "print(len(d), zlib.crc32(b''.join(d[i].tobytes() for i in range(500))))\n"
-    )
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", code], cwd=REPOSITORY, stdout=subprocess.PIPE, text=True
-        )
-        for _ in range(4)
-    ]
-    outputs = {process.communicate(timeout=60)[0] for process in processes}
-    assert len(outputs) == 1
-    assert outputs.pop().startswith("500 ")
 
 
 def run(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import random
+from collections.abc import Iterable
 
 import numpy as np
 import pytest
@@ -16,74 +18,55 @@ from megatron_ds.data.sample_index import (
     shuffle_dtype,
     split_bounds,
 )
-from tests.problems import raises_problem
 
 
 def naive_indexes(
     lengths: list[int], documents: list[int], wanted: int, seq_length: int, seed: int
 ) -> tuple[list[int], list[tuple[int, int]], list[int], bool]:
-    """Megatron's three indexes in plain Python, and whether the last epoch is separate."""
-    per_epoch = sum(lengths[d] for d in documents)
-    epochs = 1
-    while (epochs * per_epoch - 1) // seq_length < wanted:
-        epochs += 1
-    separate = False
-    before_last = ((epochs - 1) * per_epoch - 1) // seq_length
-    if epochs > 1:
-        samples_per_epoch = (per_epoch - 1) // seq_length
-        separate = wanted - before_last < int(0.80 * samples_per_epoch)
+    """Megatron's three indexes in plain Python, and whether the last epoch is separate.
+
+    Neighbours share a token, so T tokens give (T - 1) // S samples. A last epoch of which less than
+    80 % of the samples are requested is not mixed with the others.
+    """
+    epoch = sum(lengths[d] for d in documents)
+    epochs = next(n for n in itertools.count(1) if (n * epoch - 1) // seq_length >= wanted)
+    total, before_last = ((n * epoch - 1) // seq_length for n in (epochs, epochs - 1))
+    enough = int(0.80 * ((epoch - 1) // seq_length))
+    separate = epochs > 1 and wanted - before_last < enough
     rng = np.random.RandomState(seed)
-    if separate:
-        first = np.array(documents * (epochs - 1), dtype=np.int32)
-        rng.shuffle(first)
-        last = np.array(documents, dtype=np.int32)
-        rng.shuffle(last)
-        order = [*first.tolist(), *last.tolist()]
-    else:
-        both = np.array(documents * epochs, dtype=np.int32)
-        rng.shuffle(both)
-        order = both.tolist()
-    total = (epochs * per_epoch - 1) // seq_length
-    starts = [(0, 0)]
-    at, offset = 0, 0
-    for _ in range(total):
-        remaining = seq_length + 1
-        while remaining:
-            rest = lengths[order[at]] - offset
-            remaining -= rest
-            if remaining <= 0:
-                offset += remaining + rest - 1
-                remaining = 0
-            else:
-                at, offset = at + 1, 0
-        starts.append((at, offset))
+
+    def shuffled(numbers: Iterable[int]) -> list[int]:
+        array = np.array(list(numbers), dtype=np.int64)
+        rng.shuffle(array)
+        return [int(number) for number in array]
+
+    order = shuffled(documents * (epochs - separate)) + shuffled(documents * separate)
+    stream = [(at, offset) for at, d in enumerate(order) for offset in range(lengths[d])]
+    starts = [(0, 0), *(stream[sample * seq_length] for sample in range(1, total + 1))]
     middle = before_last if separate else total
-    head = np.arange(middle, dtype=np.uint32)
-    rng.shuffle(head)
-    tail = np.arange(middle, total, dtype=np.uint32)
-    rng.shuffle(tail)
-    return order, starts, [*head.tolist(), *tail.tolist()], separate
+    return order, starts, shuffled(range(middle)) + shuffled(range(middle, total)), separate
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 1 << 18])
 def test_indexes_equal_the_reference(monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
     monkeypatch.setattr(sample_index, "CHUNK_DOCUMENTS", chunk)
     rng = random.Random(chunk)
-    separated = 0
+    seen = set()
     for seed in range(60):
         lengths = [rng.choice([0, 1, 2, 5, 17, 40]) for _ in range(rng.randint(2, 30))] + [3]
         first = rng.randint(0, len(lengths) - 1)
         documents = list(range(first, len(lengths)))
-        seq_length = rng.choice([1, 3, 8, 50])
-        wanted = rng.randint(1, 60)
+        if sum(lengths[first:-1]) > 1:
+            documents.pop()
+        seq_length, wanted = rng.choice([1, 3, 8, 50]), rng.randint(1, 60)
         request = (wanted, seq_length, seed)
         built = build_indexes(np.array(lengths, dtype=np.int32), np.array(documents), *request)
         order, starts, shuffle, separate = naive_indexes(lengths, documents, *request)
         assert built.documents.tolist() == order
         assert [tuple(row) for row in built.samples.tolist()] == starts
         assert built.shuffle.tolist() == shuffle
-        separated += separate
-    assert 0 < separated < 60
+        seen.add((len(order) > len(documents), separate))
+    assert seen == {(False, False), (True, False), (True, True)}
 
 
 def test_barely_used_last_epoch_is_shuffled_separately() -> None:
@@ -102,9 +85,6 @@ def test_index_dtypes_are_megatrons() -> None:
     built = build_indexes(np.array([5, 5], dtype=np.int32), np.arange(2), 2, 4, seed=0)
     found = [array.dtype for array in (built.documents, built.samples, built.shuffle)]
     assert found == [np.int32, np.int32, np.uint32]
-
-
-def test_index_dtypes_at_their_limits() -> None:
     assert [index_dtype(2**31 + n) for n in (-2, -1, 0)] == [np.int32, np.int64, np.int64]
     assert [shuffle_dtype(2**32 + n) for n in (-3, -2)] == [np.uint32, np.int64]
 
@@ -144,11 +124,6 @@ def test_sample_index_with_wide_positions(monkeypatch: pytest.MonkeyPatch) -> No
     assert narrow.tolist() == wide.tolist()
 
 
-def test_documents_without_tokens_are_rejected() -> None:
-    with pytest.raises(ValueError):
-        build_indexes(np.zeros(3, dtype=np.int32), np.arange(3), 1, 4, seed=0)
-
-
 @pytest.mark.parametrize(
     ("text", "fractions"),
     [
@@ -158,12 +133,6 @@ def test_documents_without_tokens_are_rejected() -> None:
 )
 def test_split_is_normalized(text: str, fractions: tuple[float, float, float]) -> None:
     assert parse_split(text) == pytest.approx(fractions)
-
-
-@pytest.mark.parametrize("text", ["", "a,b", "1,2,3,4", "-1,2", "0,0,0", "nan,1", "inf"])
-def test_invalid_split_is_rejected(text: str) -> None:
-    with raises_problem("invalid-split", "split"):
-        parse_split(text)
 
 
 @pytest.mark.parametrize(
@@ -176,8 +145,3 @@ def test_invalid_split_is_rejected(text: str) -> None:
 )
 def test_split_bounds_are_rounded_as_in_megatron(size: int, bounds: list[tuple[int, int]]) -> None:
     assert split_bounds(parse_split("969,30,1"), size) == bounds
-
-
-def test_split_bounds_always_end_at_the_size() -> None:
-    for size in range(1, 200):
-        assert split_bounds(parse_split("1,1,1"), size)[-1][1] == size
