@@ -14,7 +14,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
 
 from megatron_ds import cli
 from megatron_ds.launch.environment import prepare_environment
@@ -52,8 +51,6 @@ get_accelerator().create_op_builder(sys.argv[1]).load(verbose=True)
 @dataclass(frozen=True)
 class Options:
     """Builds DeepSpeed's C++ ops before the first run, and removes the locks of killed builds."""
-
-    PROGRAM: ClassVar[str] = "build_ops.py"
 
 
 def work(options: Options) -> int:

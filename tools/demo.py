@@ -16,7 +16,6 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
 
 from megatron_ds import cli
 from megatron_ds.config.fields import option_field
@@ -65,8 +64,6 @@ class Options:
     """Trains a small GPT on this machine: text, tokenizer, token files, training, resuming, loss
     curve, generated text.
     """
-
-    PROGRAM: ClassVar[str] = "demo.py"
 
     data: str | None = option_field(
         None,

@@ -7,7 +7,6 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 from megatron_ds import cli
 from megatron_ds.cli import arguments
@@ -31,8 +30,6 @@ class Options:
     All other flags are those of pretrain_gpt.py.
     """
 
-    PROGRAM: ClassVar[str] = "ds_config.py"
-
     world_size: int = option_field(1, "number of processes of the run", minimum=1)
 
 
@@ -54,7 +51,7 @@ def main(argv: Sequence[str]) -> None:
     training: list[str] = []
     world_size = cli.parse(Options, argv, unknown=training).world_size
     config = arguments.parse(
-        training, world_size=world_size, complete=merge_file, program=Options.PROGRAM
+        training, world_size=world_size, complete=merge_file, program="ds_config.py"
     )
     config = _with_vocabulary(config)
     generated = build_ds_config(config, config.parallel.data_parallel_size(world_size))

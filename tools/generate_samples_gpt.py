@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from megatron_ds import cli
 from megatron_ds.cli.command import table_of
@@ -59,8 +59,6 @@ class Options(GenerationOptions):
     --vocab-file, --merge-file, --tokenizer-model) override the checkpoint's, those of the model
     must agree with the checkpoint, the others have no effect.
     """
-
-    PROGRAM: ClassVar[str] = "generate_samples_gpt.py"
 
     prompt: tuple[str, ...] = option_field(
         (), "prompts; repeatable", nargs="*", aliases=("prompts",), repeatable=True

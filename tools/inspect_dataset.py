@@ -12,7 +12,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from megatron_ds import cli
 from megatron_ds.config import DataConfig, TokenizerConfig
@@ -59,8 +59,6 @@ class Options:
     compared pairs differ. With a tokenizer, tokens are shown as text and checked against its
     vocabulary.
     """
-
-    PROGRAM: ClassVar[str] = "inspect_dataset.py"
 
     prefix: str = option_field(
         "",

@@ -14,7 +14,6 @@ import tokenize
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
 
 from rich.progress import track
 
@@ -41,8 +40,6 @@ class Options:
     The output has one JSON object per line with the key "text": a source file of the library, or a
     topic of the language reference that help() shows. The same Python gives the same file.
     """
-
-    PROGRAM: ClassVar[str] = "make_corpus.py"
 
     output: str = option_field("", "output file (JSON lines)", metavar="FILE", required=True)
     megabytes: float = option_field(8.0, "maximum size of the text in MB", above=0)

@@ -7,7 +7,6 @@ import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
 
 from megatron_ds import cli
 from megatron_ds.cli.command import table_of
@@ -64,8 +63,6 @@ All other flags that the peers share have their defaults.
 @dataclass(frozen=True)
 class Options:
     """Writes docs/flags.md and the diagram of docs/architecture.md from the code."""
-
-    PROGRAM: ClassVar[str] = "make_docs.py"
 
 
 def tool_tables() -> dict[str, FlagTable]:

@@ -9,7 +9,6 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 from megatron_ds import cli
 from megatron_ds.config.fields import option_field
@@ -23,8 +22,6 @@ class Options:
     """Merges token files (.bin and .idx) into one pair, as if all text had been preprocessed at
     once: every pair of a folder, or given pairs in the given order.
     """
-
-    PROGRAM: ClassVar[str] = "merge_datasets.py"
 
     input: str | None = option_field(
         None, "folder whose pairs are merged in order of name", metavar="DIR"

@@ -10,7 +10,6 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
 
 from megatron_ds import cli
 from megatron_ds.config.fields import option_field
@@ -22,8 +21,6 @@ Points = list[tuple[int, float]]
 @dataclass(frozen=True)
 class Options:
     """Plots the loss curve of a run as text, and as a PNG with --output."""
-
-    PROGRAM: ClassVar[str] = "plot_loss.py"
 
     metrics: str = option_field("", "metrics.jsonl of the run", metavar="FILE", required=True)
     output: str | None = option_field(None, "output file (PNG)", metavar="FILE")

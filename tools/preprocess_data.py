@@ -12,7 +12,6 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 from megatron_ds import cli
 from megatron_ds.cli.progress import progress
@@ -67,8 +66,6 @@ class Options:
     The output does not depend on --workers, --chunk-size and --tokenizer-backend. Texts without
     tokens are left out.
     """
-
-    PROGRAM: ClassVar[str] = "preprocess_data.py"
 
     log_interval: int = option_field(
         1000, "documents between progress lines if stderr is not a terminal", minimum=1

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from megatron_ds import cli
 from megatron_ds.config.fields import option_field, option_group
@@ -42,8 +42,6 @@ class Options(GenerationOptions):
     --vocab-file, --merge-file, --tokenizer-model) override the checkpoint's, those of the model
     must agree with the checkpoint, the others have no effect.
     """
-
-    PROGRAM: ClassVar[str] = "run_text_generation_server.py"
 
     host: str = option_field(
         "127.0.0.1",

@@ -8,7 +8,7 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from megatron_ds import cli
 from megatron_ds.config.fields import option_field
@@ -20,8 +20,6 @@ PATH = "/api"
 @dataclass(frozen=True)
 class Options:
     """Queries a text generation server interactively."""
-
-    PROGRAM: ClassVar[str] = "text_generation_cli.py"
 
     address: str = option_field(
         "",

@@ -10,7 +10,6 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
 
 from megatron_ds import cli
 from megatron_ds.config.checks import folder_problems
@@ -46,8 +45,6 @@ class Options:
     vocab.txt; unigram writes a SentencePiece model, tokenizer.model. The same text gives the same
     files.
     """
-
-    PROGRAM: ClassVar[str] = "train_tokenizer.py"
 
     json_keys: tuple[str, ...] = option_field(
         ("text",),

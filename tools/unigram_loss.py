@@ -11,7 +11,6 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -28,8 +27,6 @@ Tokens = npt.NDArray[np.integer]
 @dataclass(frozen=True)
 class Options:
     """Computes the loss of a unigram model, which knows only token frequencies."""
-
-    PROGRAM: ClassVar[str] = "unigram_loss.py"
 
     data_path: str = option_field(
         "", "prefix of the .bin/.idx pair", metavar="PREFIX", required=True

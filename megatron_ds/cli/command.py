@@ -7,10 +7,12 @@ options; pretrain_gpt.py, which needs more, is in `arguments.py`. Knows no torch
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, NoReturn, Protocol, TypeVar
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
 
 from megatron_ds.cli.flags import FlagTable, flag_table
 from megatron_ds.cli.help import tool_help
@@ -23,26 +25,22 @@ from megatron_ds.launch.exit_codes import ExitCode
 HELP = ("--help", "-h")
 
 
-class ToolOptions(Protocol):
-    """A dataclass of a tool's options, all with defaults; its docstring describes the tool.
+T = TypeVar("T")
+"""A dataclass of a tool's options, all with defaults; its docstring describes the tool.
 
-    `PEERS` may name the program whose flags in other frameworks are accepted, if it is another one,
-    and `FIELD_FLAGS` the flags for messages about fields that are not options of the tool.
+`PROGRAM` may name the tool, if it is not the file that defines the options, `PEERS` the program
+whose flags in other frameworks are accepted, if it is another one, and `FIELD_FLAGS` the flags for
+messages about fields that are not options of the tool.
 
-    A field `given: frozenset[str]` of it, or of a group, receives the names of the fields that were
-    set. A method `problems()` yields what the ranges of the fields do not say.
-    """
-
-    PROGRAM: ClassVar[str]
-    """Name of the tool's file."""
+A field `given: frozenset[str]` of it, or of a group, receives the names of the fields that were
+set. A method `problems()` yields what the ranges of the fields do not say.
+"""
 
 
-T = TypeVar("T", bound=ToolOptions)
-
-
-def table_of(options: type[ToolOptions]) -> FlagTable:
+def table_of(options: type) -> FlagTable:
     """The flags of a tool."""
-    return flag_table(options, options.PROGRAM, getattr(options, "PEERS", ""))
+    program = getattr(options, "PROGRAM", "") or Path(inspect.getfile(options)).name
+    return flag_table(options, program, getattr(options, "PEERS", ""))
 
 
 def parse(

@@ -76,7 +76,6 @@ class CheckpointOptions:
 class GenerationOptions:
     """Base of the options of the tools that load a checkpoint."""
 
-    PROGRAM: ClassVar[str]
     PEERS: ClassVar[str] = "pretrain_gpt"
 
     training: Config = option_group(Config(), hidden=True)
