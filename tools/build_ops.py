@@ -25,21 +25,14 @@ Install one (Debian, Ubuntu: apt install g++; Fedora: dnf install gcc-c++), or n
 and run the same command again."""
 
 
-@dataclass(frozen=True)
-class Op:
-    """A builder in deepspeed.ops.op_builder, and its purpose."""
-
-    builder: str
-    purpose: str
-
-
-OFFLOAD_ADAM = Op("CPUAdamBuilder", "Adam for an optimizer offloaded to the CPU")
-CPU_OPS = (
-    Op("ShareMemCommBuilder", "all-reduce through shared memory"),
-    Op("FusedAdamBuilder", "Adam"),
-    OFFLOAD_ADAM,
-)
-"""Ops of a machine without an accelerator. With one, only OFFLOAD_ADAM runs on the CPU."""
+OFFLOAD_ADAM = "CPUAdamBuilder"
+CPU_OPS = {
+    "ShareMemCommBuilder": "all-reduce through shared memory",
+    "FusedAdamBuilder": "Adam",
+    OFFLOAD_ADAM: "Adam for an optimizer offloaded to the CPU",
+}
+"""Builders in deepspeed.ops.op_builder, and purposes of the ops, on a machine without an
+accelerator. With one, only OFFLOAD_ADAM runs on the CPU."""
 
 BUILD = """
 import sys
@@ -57,13 +50,16 @@ def work(options: Options) -> int:
     """The exit status: 0 if the ops that every run needs are built."""
     folder = prepare_environment()
     clear_stale_locks(folder)
-    compiler = missing_compiler()
-    if compiler is not None:
+    from deepspeed.accelerator import get_accelerator
+    from torch.utils.cpp_extension import get_cxx_compiler
+
+    compiler = str(get_cxx_compiler())
+    if shutil.which(compiler) is None:
         print(NO_COMPILER.format(name=compiler), file=sys.stderr)
         return 1
-    if accelerator() == "cpu":
-        failed = [op for op in CPU_OPS if not build(op, folder)]
-        return 1 if failed else 0
+    if get_accelerator().device_name() == "cpu":
+        built = [build(builder, folder) for builder in CPU_OPS]
+        return 0 if all(built) else 1
     if not build(OFFLOAD_ADAM, folder):
         print("Only runs with --cpu-optimizer need this op: continuing without it")
     return 0
@@ -76,37 +72,19 @@ def clear_stale_locks(folder: Path) -> None:
         lock.unlink(missing_ok=True)
 
 
-def missing_compiler() -> str | None:
-    """The C++ compiler that torch would call, if it does not exist."""
-    from torch.utils.cpp_extension import get_cxx_compiler
-
-    name = str(get_cxx_compiler())
-    return None if shutil.which(name) else name
-
-
-def accelerator() -> str:
-    """The kind of device that DeepSpeed detects."""
-    from deepspeed.accelerator import get_accelerator
-
-    return str(get_accelerator().device_name())
-
-
-def build(op: Op, folder: Path) -> bool:
+def build(builder: str, folder: Path) -> bool:
     """Build an op, unless it is built; False, after printing the reason, if that fails.
 
     In a process of its own, so that the compiler's output goes to a file.
     """
-    log = folder / f"{op.builder}.log"
+    log = folder / f"{builder}.log"
     folder.mkdir(parents=True, exist_ok=True)
-    print(f"Building DeepSpeed's C++ op for {op.purpose} (once, about half a minute) ...", end=" ")
-    sys.stdout.flush()
+    what = f"DeepSpeed's C++ op for {CPU_OPS[builder]}"
+    print(f"Building {what} (once, about half a minute) ...", end=" ", flush=True)
     start = time.monotonic()
     with log.open("w") as output:
-        code = subprocess.call(
-            [sys.executable, "-c", BUILD, op.builder],
-            stdout=output,
-            stderr=subprocess.STDOUT,
-        )
+        command = [sys.executable, "-c", BUILD, builder]
+        code = subprocess.call(command, stdout=output, stderr=subprocess.STDOUT)
     print(f"{'done' if code == 0 else 'FAILED'} after {time.monotonic() - start:.0f} s", flush=True)
     if code:
         tail = log.read_text(errors="replace").splitlines()[-15:]

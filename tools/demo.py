@@ -24,16 +24,8 @@ from megatron_ds.launch.environment import prepare_environment
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 OUTPUTS = (
-    "corpus.jsonl",
-    "vocab.json",
-    "merges.txt",
-    "tokenizer.json",
-    "text_text_document.bin",
-    "text_text_document.idx",
-    "index-cache",
-    "checkpoints",
-    "unigram.json",
-    "loss.png",
+    *("corpus.jsonl", "vocab.json", "merges.txt", "tokenizer.json", "text_text_document.bin"),
+    *("text_text_document.idx", "index-cache", "checkpoints", "unigram.json", "loss.png"),
 )
 """All results, and so all that the demo ever deletes."""
 MARK = ".demo"
@@ -81,32 +73,22 @@ def steps(folder: Path, data: Path | None) -> Iterator[Step]:
     unigram, metrics = folder / "unigram.json", checkpoints / "metrics.jsonl"
     vocabulary = ("--vocab-file", folder / "vocab.json", "--merge-file", folder / "merges.txt")
     if data is None:
-        yield (
-            "A corpus of text that comes with every Python",
-            tool("make_corpus", "--output", corpus),
+        yield tool(
+            "A corpus of text that comes with every Python", "make_corpus", "--output", corpus
         )
     split = split_of(corpus)
-    yield (
-        "A byte-level BPE tokenizer",
-        tool(
-            *("train_tokenizer", "--input", corpus, "--vocab-size", VOCAB_SIZE),
-            *("--output-dir", folder),
-        ),
+    yield tool(
+        *("A byte-level BPE tokenizer", "train_tokenizer", "--input", corpus),
+        *("--vocab-size", VOCAB_SIZE, "--output-dir", folder),
     )
-    yield (
-        "Token files",
-        tool(
-            *("preprocess_data", "--input", corpus, "--output-prefix", folder / "text"),
-            *("--tokenizer-type", "GPT2BPETokenizer", *vocabulary, "--append-eod", "--workers", 2),
-        ),
+    yield tool(
+        *("Token files", "preprocess_data", "--input", corpus, "--output-prefix", folder / "text"),
+        *("--tokenizer-type", "GPT2BPETokenizer", *vocabulary, "--append-eod", "--workers", 2),
     )
     size = len(json.loads((folder / "vocab.json").read_text(encoding="utf-8")))
-    yield (
-        "The loss of a model that knows only token frequencies",
-        tool(
-            *("unigram_loss", "--data-path", tokens, "--split", split, "--vocab-size", size),
-            *("--output", unigram),
-        ),
+    yield tool(
+        *("The loss of a model that knows only token frequencies", "unigram_loss"),
+        *("--data-path", tokens, "--split", split, "--vocab-size", size, "--output", unigram),
     )
     half = int(TRAINING[TRAINING.index("--save-interval") + 1])
     training = [
@@ -116,26 +98,20 @@ def steps(folder: Path, data: Path | None) -> Iterator[Step]:
     ]
     yield f"Pretraining until iteration {half}", [*training, "--exit-interval", half]
     yield "The same command resumes from the checkpoint", training
-    yield (
-        "The loss curve",
-        tool(
-            *("plot_loss", "--metrics", metrics, "--output", folder / "loss.png"),
-            *("--baseline", f"{read_unigram_loss(unigram):.4f}"),
-        ),
+    yield tool(
+        *("The loss curve", "plot_loss", "--metrics", metrics, "--output", folder / "loss.png"),
+        *("--baseline", f"{read_unigram_loss(unigram):.4f}"),
     )
-    yield (
-        "Text from prompts",
-        tool(
-            *("generate_samples_gpt", "--load", checkpoints, "--out-seq-length", 48),
-            *("--temperature", 0.7, "--top-p", 0.9, "--prompt"),
-            *(PROMPTS if data is None else prompt_prefixes(corpus)),
-        ),
+    yield tool(
+        *("Text from prompts", "generate_samples_gpt", "--load", checkpoints),
+        *("--out-seq-length", 48, "--temperature", 0.7, "--top-p", 0.9, "--prompt"),
+        *(PROMPTS if data is None else prompt_prefixes(corpus)),
     )
 
 
-def tool(name: str, *arguments: object) -> list[object]:
-    """The command of a tool."""
-    return [PYTHON, f"tools/{name}.py", *arguments]
+def tool(title: str, name: str, *arguments: object) -> Step:
+    """A step that runs a tool."""
+    return title, [PYTHON, f"tools/{name}.py", *arguments]
 
 
 def run(title: str, command: Sequence[object]) -> None:

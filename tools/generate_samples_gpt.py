@@ -173,18 +173,14 @@ def batches_of(
     if options.num_samples:
         prompts = [Prompt(None, [tokenizer.eod])] * options.num_samples
     else:
-        texts = options.prompt or _lines(options.sample_input_file)
+        texts = options.prompt
+        if options.sample_input_file is not None:
+            texts = tuple(Path(options.sample_input_file).read_text("utf-8").splitlines())
         prompts = [_encode(text, tokenizer) for text in texts]
-    problems = problems_with(prompts)
-    if problems:
+    if problems := problems_with(prompts):
         cli.fail(problems, table_of(Options), rank=environment.rank())
     size = options.micro_batch_size
     return iter([prompts[start : start + size] for start in range(0, len(prompts), size)])
-
-
-def _lines(path: str | None) -> list[str]:
-    assert path is not None
-    return Path(path).read_text("utf-8").splitlines()
 
 
 def _typed(

@@ -116,23 +116,17 @@ class Inspection:
         self._print(*summary_lines(summary))
         if (splitter := read_sentence_splitter(self._data.prefix)) is not None:
             self.found["sentences"] = splitter
-            self._print(
-                f"  sentences split by: {', '.join(f'{k} {v}' for k, v in splitter.items())}"
-            )
+            shown = ", ".join(f"{name} {value}" for name, value in splitter.items())
+            self._print(f"  sentences split by: {shown}")
         if self._options.check:
             self._check()
         if self._options.compare:
             self._compare(IndexedDataset(self._options.compare))
         self._show("document", self._options.documents, lambda at: document(self._data, at))
-        if self._options.sample.samples:
+        if wanted := self._options.sample.samples:
             with tempfile.TemporaryDirectory() as folder:
                 samples = self._samples(self._options.sample.data_cache_path or folder)
-                self._show(
-                    "sample",
-                    self._options.sample.samples,
-                    lambda at: samples[at],
-                    samples.sample_id,
-                )
+                self._show("sample", wanted, samples.__getitem__, samples.sample_id)
 
     def _check(self) -> None:
         tokenizer = self._tokenizer
@@ -140,16 +134,11 @@ class Inspection:
         done = check(self._data, size, eod)
         self.found["check"] = dataclasses.asdict(done)
         self.good &= not done.problems
-        self._print(
-            "  every offset fits; tokens "
-            + ("none" if done.lowest is None else f"{done.lowest} to {done.highest}"),
-            f"  sha256 .bin {done.sha256_bin}",
-            f"  sha256 .idx {done.sha256_idx}",
-        )
-        if done.documents_ending_with_eod is not None:
-            self._print(
-                f"  documents that end with the EOD token: {done.documents_ending_with_eod}"
-            )
+        tokens = "none" if done.lowest is None else f"{done.lowest} to {done.highest}"
+        self._print(f"  every offset fits; tokens {tokens}")
+        self._print(f"  sha256 .bin {done.sha256_bin}", f"  sha256 .idx {done.sha256_idx}")
+        if (ending := done.documents_ending_with_eod) is not None:
+            self._print(f"  documents that end with the EOD token: {ending}")
         for problem in done.problems:
             print(f"inspect_dataset.py: {problem}", file=sys.stderr)
 
@@ -164,13 +153,12 @@ class Inspection:
         at, token = difference.document, difference.token
         if at is None or token is None:
             return
-        sides = {}
+        sides = self.found["difference"]["around"] = {}
         for pair in (self._data, other):
             if at < len(pair.document_index) - 1:
                 part = document(pair, at)[max(0, token - 8) : token + 8]
                 sides[pair.prefix] = self._shown(part.tolist())
                 self._print(f"  {pair.prefix}, around it: {sides[pair.prefix]!r}")
-        self.found["difference"]["around"] = sides
 
     def _samples(self, cache: str) -> Any:
         args, data = self._options.sample, self._data

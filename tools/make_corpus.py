@@ -6,6 +6,7 @@ of the language reference that `help()` shows. The same Python gives the same fi
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import sys
@@ -21,13 +22,7 @@ from megatron_ds import cli
 from megatron_ds.config.fields import option_field
 
 EXCLUDED = {
-    "site-packages",
-    "dist-packages",
-    "__pycache__",
-    "test",
-    "tests",
-    "idle_test",
-    "encodings",
+    *("site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test", "encodings"),
     "pydoc_data",
 }
 """Folders of installed packages, tests and tables."""
@@ -68,21 +63,14 @@ def sources(library: Path) -> Iterator[str]:
                 yield text
 
 
-def up_to(texts: list[str], size: int) -> Iterator[str]:
-    """The first texts, until one would exceed a size in bytes."""
-    for text in texts:
-        size -= len(text.encode("utf-8"))
-        if size < 0:
-            return
-        yield text
-
-
 def work(options: Options) -> None:
     library = Path(sysconfig.get_path("stdlib"))
     texts = [*topics(), *sources(library)]
     # Documents of a folder resemble each other, and the validation split is the end of the file.
     random.Random(0).shuffle(texts)
-    chosen = list(up_to(texts, int(options.megabytes * 1e6)))
+    ends = itertools.accumulate(len(text.encode("utf-8")) for text in texts)
+    limit = int(options.megabytes * 1e6)
+    chosen = [text for text, end in zip(texts, ends, strict=True) if end <= limit]
     path = Path(options.output)
     with path.open("w", encoding="utf-8") as output:
         for text in track(chosen, description="corpus"):

@@ -9,14 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_ds import cli
+from megatron_ds.cli import flags as declared
 from megatron_ds.cli.command import table_of
-from megatron_ds.cli.flags import (
-    Flag,
-    FlagTable,
-    different_defaults,
-    refused_values,
-    training_flags,
-)
+from megatron_ds.cli.flags import Flag, FlagTable, training_flags
 from megatron_ds.cli.help import default_of, explanation, other_names
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -89,7 +84,7 @@ def page() -> str:
         (REFUSED, "refused", "what to do"),
     ):
         parts += [head, _reasons(training, outcome, title)]
-    parts += ["Refused values of flags that are supported:\n", _values(refused_values())]
+    parts += ["Refused values of flags that are supported:\n", _values(declared.refused_values())]
     for name, table in tool_tables().items():
         parts += [f"## {name}\n", *_groups(table, "###")]
         if table.foreign and table.shown == table.groups:
@@ -122,7 +117,7 @@ def _settings(flags: Iterable[Flag], table: FlagTable) -> str:
 def _defaults() -> str:
     rows = [
         (f"`--{entry['flag']}`", entry["peers"], entry["ours"], entry["note"])
-        for entry in different_defaults()
+        for entry in declared.different_defaults()
     ]
     return _table(("flag", "peers' default", "default here", "so"), rows)
 

@@ -17,7 +17,7 @@ from megatron_ds import cli
 from megatron_ds.cli.progress import progress
 from megatron_ds.config import TokenizerConfig
 from megatron_ds.config.fields import option_field, option_group, when
-from megatron_ds.config.problems import Problem, UserError
+from megatron_ds.config.problems import Problem, collect
 from megatron_ds.launch import environment, output
 from megatron_ds.preprocess.options import PreprocessOptions
 from megatron_ds.preprocess.pipeline import Progress, describe_rejects, preprocess
@@ -25,31 +25,27 @@ from megatron_ds.preprocess.sentence_splitter import SPLITTERS, Splitter, choose
 from megatron_ds.tokenizer import build_tokenizer
 from megatron_ds.tokenizer.fast_backend import BACKENDS, select_backend
 
+IF_SPLIT = when(split_sentences=True)
+
 
 @dataclass(frozen=True)
 class SentenceOptions:
     """Sentences, for models such as BERT and T5."""
 
     split_sentences: bool = option_field(
-        False,
-        "write each sentence as a sequence, to <prefix>_<key>_sentence.bin and .idx",
+        False, "write each sentence as a sequence, to <prefix>_<key>_sentence.bin and .idx"
     )
     keep_newlines: bool = option_field(
-        False,
-        "keep the whitespace and line breaks after each sentence",
-        only_with=when(split_sentences=True),
+        False, "keep the whitespace and line breaks after each sentence", only_with=IF_SPLIT
     )
     lang: str = option_field(
-        "english",
-        "language of the text, as named by nltk",
-        metavar="NAME",
-        only_with=when(split_sentences=True),
+        "english", "language of the text, as named by nltk", metavar="NAME", only_with=IF_SPLIT
     )
     sentence_splitter: str = option_field(
         SPLITTERS[0],
         "nltk's punkt, which requires its model of the language, or built-in rules",
         choices=SPLITTERS,
-        only_with=when(split_sentences=True),
+        only_with=IF_SPLIT,
     )
 
     def splitter(self) -> Splitter | None:
@@ -92,12 +88,10 @@ class Options:
     given: frozenset[str] = frozenset()
 
     def problems(self) -> Iterator[Problem]:
-        splitter = None
-        try:
+        splitter, problems = None, list[Problem]()
+        with collect(problems):
             splitter = self.sentences.splitter()
-        except UserError as error:
-            yield from error.problems
-        yield from self.preprocess_options(splitter).problems()
+        yield from (*problems, *self.preprocess_options(splitter).problems())
         if "tokenizer_type" in self.given:
             yield from self.tokenizer.problems(self.vocab_size)
         else:

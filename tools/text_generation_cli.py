@@ -56,19 +56,16 @@ def ask(address: str, prompt: str, tokens: int) -> str:
         connection.request("PUT", PATH, body, {"Content-Type": "application/json"})
         response = connection.getresponse()
         answer: Any = json.loads(response.read())
+        if response.status == 200:
+            return str(answer["text"][0])
     except (OSError, http.client.HTTPException) as error:
         raise ServerUnreachable(f"no response from http://{address}{PATH}: {error}") from None
-    except ValueError:
+    except (ValueError, LookupError, TypeError):
         raise ServerUnreachable(f"http://{address}{PATH} is not a text generation server") from None
     finally:
         connection.close()
-    if response.status != 200:
-        message = answer.get("message", answer) if isinstance(answer, dict) else answer
-        raise ServerUnreachable(f"Error {response.status}: {message}")
-    try:
-        return str(answer["text"][0])
-    except (KeyError, IndexError, TypeError):
-        raise ServerUnreachable(f"http://{address}{PATH} is not a text generation server") from None
+    message = answer.get("message", answer) if isinstance(answer, dict) else answer
+    raise ServerUnreachable(f"Error {response.status}: {message}")
 
 
 def work(options: Options) -> None:

@@ -5,9 +5,10 @@ The command line of `megatron_ds.tokenizer.train`.
 
 from __future__ import annotations
 
+import functools
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,13 +20,7 @@ from megatron_ds.launch import output
 from megatron_ds.preprocess.document_readers import DocumentReader
 from megatron_ds.preprocess.inputs import InputSpec
 from megatron_ds.preprocess.parsing import RejectedDocument, TextFields, texts_of
-from megatron_ds.tokenizer.train import (
-    KINDS,
-    train_bpe,
-    train_unigram,
-    train_wordpiece,
-    vocab_size_problems,
-)
+from megatron_ds.tokenizer import train
 
 FLAGS = {
     "bpe": "--tokenizer-type GPT2BPETokenizer --vocab-file {0}/vocab.json --merge-file "
@@ -53,7 +48,7 @@ class Options:
         aliases=("json-key", "columns"),
         metavar="KEY",
     )
-    type: str = option_field("bpe", "type of tokenizer", choices=KINDS)
+    type: str = option_field("bpe", "type of tokenizer", choices=train.KINDS)
     vocab_size: int = option_field(4096, "number of tokens")
     keep_case: bool = option_field(
         False,
@@ -68,18 +63,8 @@ class Options:
 
     def problems(self) -> Iterator[Problem]:
         yield from self.inputs.problems()
-        yield from vocab_size_problems(self.type, self.vocab_size)
+        yield from train.vocab_size_problems(self.type, self.vocab_size)
         yield from folder_problems("output_dir", self.output_dir or ".")
-
-
-def train(options: Options, texts: TextIterator) -> int:
-    """Number of tokens."""
-    folder, size, show = Path(options.output_dir), options.vocab_size, sys.stderr.isatty()
-    if options.type == "wordpiece":
-        return train_wordpiece(texts, size, folder, lower_case=not options.keep_case, show=show)
-    if options.type == "unigram":
-        return train_unigram(texts, size, folder, show=show)
-    return train_bpe(texts, size, folder, show=show)
 
 
 class TextIterator:
@@ -130,7 +115,13 @@ class TextIterator:
 
 def work(options: Options) -> None:
     texts = TextIterator(options.inputs, options.json_keys, strict=options.fail_on_bad_document)
-    size = train(options, texts)
+    trainers: dict[str, Callable[..., int]] = {
+        "bpe": train.train_bpe,
+        "wordpiece": functools.partial(train.train_wordpiece, lower_case=not options.keep_case),
+        "unigram": train.train_unigram,
+    }
+    folder, show = Path(options.output_dir), sys.stderr.isatty()
+    size = trainers[options.type](texts, options.vocab_size, folder, show=show)
     kind = "BertWordPieceCase" if options.keep_case else "BertWordPieceLowerCase"
     with output.ignore_broken_pipe():
         print(f"{size} tokens from {texts.summary}")
