@@ -10,6 +10,7 @@ import dataclasses
 import difflib
 import itertools
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +24,8 @@ MAX_PROBLEMS = 20
 """Problems in one response."""
 MAX_VALUE_CHARS = 60
 """Characters of a value in messages."""
+SURROGATE = re.compile("[\ud800-\udfff]")
+"""What JSON can express in a string and UTF-8 cannot; `json` joins pairs."""
 RENAMED_FIELDS = {
     "max_len": "tokens_to_generate",
     "sentences": "prompts",
@@ -87,16 +90,7 @@ def _flag() -> Any:
 
 def _is_prompts(value: Any) -> bool:
     is_list = isinstance(value, list) and 1 <= len(value) <= MAX_PROMPTS
-    return is_list and all(isinstance(text, str) and _is_unicode(text) for text in value)
-
-
-def _is_unicode(text: str) -> bool:
-    """Whether a text has no lone surrogate, which JSON can express but UTF-8 cannot."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+    return is_list and all(isinstance(text, str) and not SURROGATE.search(text) for text in value)
 
 
 @dataclass(frozen=True)

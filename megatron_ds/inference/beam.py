@@ -28,21 +28,16 @@ class BeamSearchConfig:
 
 @dataclass(frozen=True)
 class Hypothesis:
-    """A continuation, without the prompt, and its score."""
+    """A continuation, without the prompt, and its score.
+
+    While it is in progress, the score is the sum of its log-probabilities.
+    """
 
     ids: list[int]
     score: float
 
-
-@dataclass(frozen=True)
-class _Beam:
-    """A continuation in progress."""
-
-    ids: list[int]
-    logprob: float
-
-    def hypothesis(self, length_penalty: float) -> Hypothesis:
-        return Hypothesis(self.ids, self.logprob / len(self.ids) ** length_penalty)
+    def ended(self, length_penalty: float) -> Hypothesis:
+        return Hypothesis(self.ids, self.score / len(self.ids) ** length_penalty)
 
 
 def beam_search(
@@ -75,7 +70,7 @@ def beam_search(
     device = next(model.parameters()).device
     width, penalty = config.width, config.length_penalty
     cache = PreallocatedCache(model.config.num_layers, len(prompt) + config.max_new_tokens - 1)
-    beams, ended = [_Beam([], 0.0)], list[Hypothesis]()
+    beams, ended = [Hypothesis([], 0.0)], list[Hypothesis]()
     tokens = [list(prompt)]
     with torch.no_grad(), eval_mode(model):
         for _ in range(config.max_new_tokens):
@@ -87,29 +82,29 @@ def beam_search(
                     logprobs_BV[row, list(config.rules.forbidden(previous[-1]))] = -torch.inf
             grown = _best_extensions(beams, logprobs_BV, 2 * width)
             ends = [beam for _, beam in grown[:width] if beam.ids[-1] == config.stop_token]
-            ended = _best([*ended, *(beam.hypothesis(penalty) for beam in ends)], width)
+            ended = _best([*ended, *(beam.ended(penalty) for beam in ends)], width)
             grown = [(row, beam) for row, beam in grown if beam.ids[-1] != config.stop_token]
             grown = grown[:width]
             beams = [beam for _, beam in grown]
-            best_open = max((beam.hypothesis(penalty).score for beam in beams), default=-torch.inf)
+            best_open = max((beam.ended(penalty).score for beam in beams), default=-torch.inf)
             if not beams or (len(ended) == width and ended[-1].score >= best_open):
                 return ended
             cache.keep([row for row, _ in grown])
             tokens = [[beam.ids[-1]] for beam in beams]
-    return _best([*ended, *(beam.hypothesis(penalty) for beam in beams)], width)
+    return _best([*ended, *(beam.ended(penalty) for beam in beams)], width)
 
 
 def _best_extensions(
-    beams: Sequence[_Beam], logprobs_BV: torch.Tensor, count: int
-) -> list[tuple[int, _Beam]]:
+    beams: Sequence[Hypothesis], logprobs_BV: torch.Tensor, count: int
+) -> list[tuple[int, Hypothesis]]:
     """The most probable beams with one more token, each with the row that it extends."""
     vocab = logprobs_BV.shape[-1]
     # fp64: the differences between long sums are small.
-    sums_B = torch.tensor([beam.logprob for beam in beams], dtype=torch.float64)
+    sums_B = torch.tensor([beam.score for beam in beams], dtype=torch.float64)
     sums = (sums_B[:, None] + logprobs_BV.double().cpu()).flatten()
     values, indexes = sums.topk(min(count, sums.numel()))
     return [
-        (index // vocab, _Beam([*beams[index // vocab].ids, index % vocab], value))
+        (index // vocab, Hypothesis([*beams[index // vocab].ids, index % vocab], value))
         for index, value in zip(indexes.tolist(), values.tolist(), strict=True)
         if value > -torch.inf
     ]

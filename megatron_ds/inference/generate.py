@@ -68,7 +68,6 @@ class _Row:
     ids: list[int]
     """The prompt and the tokens chosen so far."""
     prompt_length: int
-    final_length: int
     generator: torch.Generator
 
     @property
@@ -77,7 +76,7 @@ class _Row:
 
     def is_done(self, config: GenerationConfig) -> bool:
         """An end of document inside the prompt does not end the text."""
-        if len(self.ids) == self.final_length:
+        if len(self.ids) == config.final_length(self.prompt_length):
             return True
         if self.new_tokens == 0:
             return False
@@ -117,13 +116,8 @@ def generate(
     """
     raise_if_any([*prompt_problems(model.config, prompts, config), *config.sampling.problems()])
     rows = [
-        _Row(
-            ids=list(prompt),
-            prompt_length=len(prompt),
-            final_length=config.final_length(len(prompt)),
-            generator=prompt_generator(config.sampling.seed, first_index + index),
-        )
-        for index, prompt in enumerate(prompts)
+        _Row(list(prompt), len(prompt), prompt_generator(config.sampling.seed, index))
+        for index, prompt in enumerate(prompts, start=first_index)
     ]
     with torch.no_grad(), eval_mode(model):
         _extend(model, rows, config, should_continue)
@@ -151,8 +145,8 @@ def prompt_problems(
             )
         new = config.final_length(length) - length
         if new <= 0:
-            assert config.max_length is not None
-            yield no_room_problem(number, length, config.max_length)
+            limit = config.max_length
+            yield Problem("prompt-fills-sequence", number=number, length=length, max_length=limit)
         elif has_learned_positions and length + new > positions:
             yield Problem(
                 "prompt-exceeds-learned-positions",
@@ -161,11 +155,6 @@ def prompt_problems(
                 new=new,
                 num_positions=positions,
             )
-
-
-def no_room_problem(number: int, length: int, max_length: int) -> Problem:
-    """A prompt, counted from 1, that fills the sequence."""
-    return Problem("prompt-fills-sequence", number=number, length=length, max_length=max_length)
 
 
 def check_cancelled(should_continue: ShouldContinue | None) -> None:
@@ -188,7 +177,7 @@ def _extend(
     cache = None
     if config.use_cache and rows:
         # The last token of a row is never fed to the model.
-        capacity = max(row.final_length for row in rows) - 1
+        capacity = max(config.final_length(row.prompt_length) for row in rows) - 1
         cache = PreallocatedCache(model.config.num_layers, capacity)
     while rows:
         check_cancelled(should_continue)

@@ -22,12 +22,8 @@ class PreallocatedCache:
         """
         self._layers = layers
         self._capacity = capacity
-        self._length = 0
+        self.length = 0
         self._buffers: list[tuple[torch.Tensor, torch.Tensor]] = []
-
-    @property
-    def length(self) -> int:
-        return self._length
 
     def update(
         self, layer: int, k: torch.Tensor, v: torch.Tensor
@@ -45,17 +41,17 @@ class PreallocatedCache:
         Raises:
             ValueError: If the capacity is exceeded.
         """
-        end = self._length + k.shape[2]
+        end = self.length + k.shape[2]
         if end > self._capacity:
             raise ValueError(f"{end} tokens do not fit into a cache of {self._capacity}")
         if layer == len(self._buffers):
             shape = (k.shape[0], k.shape[1], self._capacity, k.shape[3])
             self._buffers.append((k.new_empty(shape), v.new_empty(shape)))
         keys, values = self._buffers[layer]
-        keys[:, :, self._length : end] = k
-        values[:, :, self._length : end] = v
+        keys[:, :, self.length : end] = k
+        values[:, :, self.length : end] = v
         if layer == self._layers - 1:
-            self._length = end
+            self.length = end
         return keys[:, :, :end], values[:, :, :end]
 
     def keep(self, rows: list[int]) -> None:

@@ -90,12 +90,9 @@ def load_tokenizer(config: TokenizerConfig, model: ModelConfig) -> Tokenizer:
     # A NullTokenizer's end-of-document id is not counted in its --vocab-size.
     uncounted = config.tokenizer_type == "NullTokenizer"
     tokenizer = build_tokenizer(config, model.vocab_size - uncounted)
-    if tokenizer.vocab_size != model.vocab_size:
-        raise user_error(
-            "tokenizer-does-not-match-model",
-            vocab_size=tokenizer.vocab_size,
-            model_vocab_size=model.vocab_size,
-        )
+    size, wanted = tokenizer.vocab_size, model.vocab_size
+    if size != wanted:
+        raise user_error("tokenizer-does-not-match-model", vocab_size=size, model_vocab_size=wanted)
     return tokenizer
 
 
@@ -127,12 +124,7 @@ def _from_dict(
     kind: type[Settings], values: Mapping[str, Any], found: CheckpointMetadata
 ) -> Settings:
     known = {item.name for item in dataclasses.fields(kind)}
-    unknown = sorted(values.keys() - known)
-    if unknown:
-        raise user_error(
-            "checkpoint-of-newer-version",
-            path=found.path / RUN,
-            group=kind.__name__,
-            unknown=", ".join(unknown),
-        )
+    if unknown := ", ".join(sorted(values.keys() - known)):
+        path, group = found.path / RUN, kind.__name__
+        raise user_error("checkpoint-of-newer-version", path=path, group=group, unknown=unknown)
     return kind(**values)

@@ -65,7 +65,7 @@ class TextServer(Generic[Job]):
         self.app.add_exception_handler(HTTPException, _http_error)
         self.app.add_api_route("/api", self._respond, methods=["PUT", "POST"])
         self.app.add_api_route("/health", self._health, methods=["GET"])
-        self.app.add_api_route("/", _page, methods=["GET"])
+        self.app.add_api_route("/", lambda: HTMLResponse(PAGE), methods=["GET"])
 
     def run(self, listener: socket.socket) -> None:
         """Serves until SIGTERM or SIGINT, which cancel a running request. Main thread only.
@@ -75,13 +75,8 @@ class TextServer(Generic[Job]):
         Raises:
             TpGroupBroken: If the ranks are out of step.
         """
-        config = uvicorn.Config(
-            self.app,
-            log_level="warning",
-            access_log=False,
-            lifespan="off",
-            timeout_graceful_shutdown=SHUTDOWN_TIMEOUT_S,
-        )
+        config = uvicorn.Config(self.app, log_level="warning", lifespan="off")
+        config.timeout_graceful_shutdown = SHUTDOWN_TIMEOUT_S
         server = _Server(config)
         server.on_signal = self.stop
         server.run(sockets=[listener])
@@ -188,10 +183,6 @@ async def _body(request: Request) -> bytes:
     if size > MAX_BODY:
         raise user_error("request-too-long", limit=MAX_BODY)
     return b"".join(parts)
-
-
-async def _page() -> Response:
-    return HTMLResponse(PAGE)
 
 
 async def _http_error(request: Request, error: Exception) -> Response:

@@ -16,13 +16,7 @@ from megatron_ds.config import ModelConfig
 from megatron_ds.config.problems import Problem, raise_if_any, user_error
 from megatron_ds.inference.api_schema import GenerationRequest
 from megatron_ds.inference.beam import BeamSearchConfig, beam_search
-from megatron_ds.inference.generate import (
-    GenerationConfig,
-    ShouldContinue,
-    StopRules,
-    generate,
-    no_room_problem,
-)
+from megatron_ds.inference.generate import GenerationConfig, ShouldContinue, StopRules, generate
 from megatron_ds.inference.logprobs import Scores, score
 from megatron_ds.inference.sampling_params import SamplingParams
 from megatron_ds.inference.stop_rules import NewlineStopRules, NewlineTokens
@@ -129,13 +123,10 @@ class TextGenerationService:
         self, job: GenerationJob, width: int, should_continue: ShouldContinue
     ) -> GenerationResult:
         request, (prompt,) = job.request, job.prompts
-        config = BeamSearchConfig(
-            max_new_tokens=min(job.new_tokens, self.max_length - len(prompt)),
-            width=width,
-            stop_token=self.tokenizer.eod if request.stop_token is None else request.stop_token,
-            length_penalty=request.length_penalty,
-            rules=self._rules(request),
-        )
+        new_tokens = min(job.new_tokens, self.max_length - len(prompt))
+        stop_token = self.tokenizer.eod if request.stop_token is None else request.stop_token
+        rules = self._rules(request)
+        config = BeamSearchConfig(new_tokens, width, stop_token, request.length_penalty, rules)
         found = beam_search(self.model, prompt, config, should_continue=should_continue)
         texts = [[*prompt, *hypothesis.ids] for hypothesis in found]
         return GenerationResult(texts, None, [hypothesis.score for hypothesis in found])
@@ -143,14 +134,8 @@ class TextGenerationService:
     def _continue(self, job: GenerationJob, should_continue: ShouldContinue) -> list[list[int]]:
         """Continues the prompts in micro-batches, on which the texts do not depend."""
         texts: list[list[int]] = []
-        size = self.micro_batch_size
-        config = GenerationConfig(
-            max_new_tokens=job.new_tokens,
-            sampling=job.sampling,
-            eod=self.tokenizer.eod,
-            max_length=self.max_length,
-            rules=self._rules(job.request),
-        )
+        size, eod, rules = self.micro_batch_size, self.tokenizer.eod, self._rules(job.request)
+        config = GenerationConfig(job.new_tokens, job.sampling, eod, self.max_length, rules)
         for start in range(0, len(job.prompts), size):
             batch = job.prompts[start : start + size]
             continuations = generate(
@@ -173,17 +158,21 @@ class TextGenerationService:
 
     def _problems(self, request: GenerationRequest, prompts: list[list[int]]) -> Iterator[Problem]:
         new_tokens, vocab = request.tokens_to_generate, self.model.config.vocab_size
+        limit = self.max_length
         for number, ids in enumerate(prompts, start=1):
-            if new_tokens is not None and len(ids) + new_tokens > self.max_length:
+            length = len(ids)
+            if new_tokens is not None and length + new_tokens > limit:
                 yield Problem(
                     "prompt-and-new-tokens-exceed-length",
                     number=number,
-                    num_ids=len(ids),
+                    num_ids=length,
                     new_tokens=new_tokens,
-                    max_length=self.max_length,
+                    max_length=limit,
                 )
-            elif new_tokens is None and len(ids) >= self.max_length:
-                yield no_room_problem(number, len(ids), self.max_length)
+            elif new_tokens is None and length >= limit:
+                yield Problem(
+                    "prompt-fills-sequence", number=number, length=length, max_length=limit
+                )
         if request.stop_token is not None and request.stop_token >= vocab:
             yield Problem("stop-token-out-of-range", stop_token=request.stop_token, vocab=vocab)
 
@@ -212,9 +201,8 @@ def max_sequence_length(model: ModelConfig, requested: int | None) -> int:
     if requested < 2:
         raise user_error("inference-length-too-small", requested=requested)
     if is_learned and requested > model.num_positions:
+        positions = model.num_positions
         raise user_error(
-            "inference-length-exceeds-positions",
-            requested=requested,
-            num_positions=model.num_positions,
+            "inference-length-exceeds-positions", requested=requested, num_positions=positions
         )
     return requested

@@ -42,9 +42,7 @@ class TpWorkerGroup(Generic[Job, Result]):
                 which get the same results.
         """
         self._run = run
-        self._group: dist.ProcessGroup | None = None
-        if dist.is_initialized() and dist.get_world_size() > 1:
-            self._group = dist.new_group(backend="gloo", timeout=NO_TIMEOUT)
+        self._group = dist.new_group(backend="gloo", timeout=NO_TIMEOUT)
 
     def run_as_leader(self, job: Job, cancelled: threading.Event) -> Result:
         """Runs a job on all ranks, on the first rank.
@@ -95,8 +93,6 @@ class TpWorkerGroup(Generic[Job, Result]):
 
     def _broadcast(self, message: list[Job] | None) -> list[Job] | None:
         """The first rank's message, on every rank."""
-        if self._group is None:
-            return message
         box = [message]
         with _wrap_lost_rank():
             dist.broadcast_object_list(box, src=0, group=self._group)
@@ -104,8 +100,6 @@ class TpWorkerGroup(Generic[Job, Result]):
 
     def _broadcast_flag(self, flag: bool) -> bool:
         """The first rank's flag, on every rank."""
-        if self._group is None:
-            return flag
         tensor = torch.tensor([flag])
         with _wrap_lost_rank():
             dist.broadcast(tensor, src=0, group=self._group)
@@ -118,8 +112,6 @@ class TpWorkerGroup(Generic[Job, Result]):
         """
         if isinstance(error, TpGroupBroken):
             raise error
-        if self._group is None:
-            return
         errors: list[Any] = [None] * dist.get_world_size()
         with _wrap_lost_rank():
             own = None if error is None else repr(error)
