@@ -8,7 +8,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 from megatron_ds import cli
 from megatron_ds.cleaning.command import CleaningCommand, work
@@ -21,8 +20,6 @@ class Options(CleaningCommand):
 
     The output does not depend on --workers.
     """
-
-    PROGRAM: ClassVar[str] = "clean.py"
 
 
 def main(argv: Sequence[str]) -> int:

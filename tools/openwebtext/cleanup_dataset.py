@@ -25,7 +25,6 @@ class Options(CleaningCommand):
     clean.py.
     """
 
-    PROGRAM: ClassVar[str] = "cleanup_dataset.py"
     FIELD_FLAGS: ClassVar[Mapping[str, str]] = {
         **CleaningCommand.FIELD_FLAGS,
         "paths": "INPUT",

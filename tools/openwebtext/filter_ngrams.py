@@ -29,7 +29,6 @@ class Options(CleaningCommand):
     Tasks are read from files, not downloaded.
     """
 
-    PROGRAM: ClassVar[str] = "filter_ngrams.py"
     FIELD_FLAGS: ClassVar[Mapping[str, str]] = dict.fromkeys(
         ("paths", "json_key", "json_keys"), "--dedup-dataset"
     )
