@@ -21,6 +21,8 @@ all of them; `python tools/make_messages.py` writes it from `megatron_ds/config/
 | code | flags | message |
 |---|---|---|
 """
+CREATORS: dict[str, set[str]] = {"Problem": set(), "user_error": set(), "library_errors": {"why"}}
+"""Functions that create a problem, with the values that they add."""
 
 
 @dataclass(frozen=True)
@@ -39,14 +41,14 @@ def uses() -> Iterator[Use]:
     for folder in ("megatron_ds", "tools"):
         for path in sorted((REPOSITORY / folder).rglob("*.py")):
             for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"), str(path))):
-                if (
-                    isinstance(node, ast.Call)
-                    and ast.unparse(node.func).split(".")[-1] in ("Problem", "user_error")
-                    and isinstance(node.args[0], ast.Constant)
-                ):
-                    names = frozenset(str(keyword.arg) for keyword in node.keywords)
+                if not isinstance(node, ast.Call):
+                    continue
+                function = ast.unparse(node.func).split(".")[-1]
+                if function in CREATORS and isinstance(node.args[0], ast.Constant):
+                    names = {str(keyword.arg) for keyword in node.keywords} | CREATORS[function]
                     location = f"{path.relative_to(REPOSITORY)}:{node.lineno}"
-                    yield Use(str(node.args[0].value), names, len(node.args) > 1, location)
+                    code = str(node.args[0].value)
+                    yield Use(code, frozenset(names), len(node.args) > 1, location)
 
 
 def placeholders(text: str) -> frozenset[str]:

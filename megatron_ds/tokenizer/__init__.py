@@ -51,9 +51,7 @@ def build_tokenizer(config: TokenizerConfig, vocab_size: int | None = None) -> T
     if config.tokenizer_type == "HFTokenizer":
         from megatron_ds.tokenizer.huggingface import build_hf_tokenizer
 
-        return build_hf_tokenizer(
-            config.tokenizer_model, trust_remote_code=config.trust_remote_code
-        )
+        return build_hf_tokenizer(config.tokenizer_model, config.trust_remote_code)
     if config.tokenizer_type == "TikTokenizer":
         from megatron_ds.tokenizer.tiktoken_tokenizer import TikTokenizer
 
@@ -71,7 +69,5 @@ def build_tokenizer(config: TokenizerConfig, vocab_size: int | None = None) -> T
     )
 
     if config.tokenizer_type == "SentencePieceTokenizer":
-        return SentencePieceWithSpecialTokens(
-            config.tokenizer_model, extra_ids=config.vocab_extra_ids
-        )
+        return SentencePieceWithSpecialTokens(config.tokenizer_model, config.vocab_extra_ids)
     return SentencePieceTokenizer(config.tokenizer_model, kind=config.tokenizer_type)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 import itertools
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
-from megatron_ds.config.problems import Problem, UserError, option, user_error
+from megatron_ds.config.problems import user_error
 from megatron_ds.tokenizer.fingerprint import TokenizerFingerprint
 
 LARGEST_ID = (1 << 31) - 1
@@ -92,20 +92,15 @@ def count_ids(vocab: Mapping[str, int], field: str, path: str | Path) -> int:
     Raises:
         UserError: If the vocabulary is empty or has an invalid id.
     """
-    file = f"{option(field)} {path}"
     if not vocab:
-        raise user_error("vocabulary-empty", field, file=file)
+        raise user_error("vocabulary-empty", field, path=path)
     for token, number in vocab.items():
-        if isinstance(number, bool) or not isinstance(number, int):
-            raise user_error("token-id-not-integer", field, file=file, token=token, number=number)
+        if type(number) is not int:
+            raise user_error("token-id-not-integer", field, path=path, token=token, number=number)
         if not 0 <= number < LARGEST_ID:
+            last = LARGEST_ID - 1
             raise user_error(
-                "token-id-out-of-range",
-                field,
-                file=file,
-                number=number,
-                token=token,
-                largest=LARGEST_ID - 1,
+                "token-id-out-of-range", field, path=path, number=number, token=token, largest=last
             )
     return max(vocab.values()) + 1
 
@@ -119,7 +114,8 @@ def read_bytes(path: str | Path, field: str) -> bytes:
     try:
         return Path(path).read_bytes()
     except OSError as error:
-        raise _unreadable(path, field, error) from error
+        why = error.strerror
+        raise user_error("tokenizer-file-unreadable", field, path=path, strerror=why) from error
 
 
 def read_lines(path: str | Path, field: str) -> list[str]:
@@ -129,20 +125,11 @@ def read_lines(path: str | Path, field: str) -> list[str]:
         UserError: If it cannot be read or is not UTF-8.
     """
     try:
-        # Not splitlines(): tokens may contain Unicode's other line separators.
-        return Path(path).read_text(encoding="utf-8").removesuffix("\n").split("\n")
-    except OSError as error:
-        raise _unreadable(path, field, error) from error
+        text = read_bytes(path, field).decode("utf-8")
     except UnicodeDecodeError as error:
-        raise user_error(
-            "tokenizer-file-not-utf8", field, flag=option(field), path=path, error=error
-        ) from error
-
-
-def _unreadable(path: str | Path, field: str, error: OSError) -> UserError:
-    return user_error(
-        "tokenizer-file-unreadable", field, flag=option(field), path=path, strerror=error.strerror
-    )
+        raise user_error("tokenizer-file-not-utf8", field, path=path, error=error) from error
+    # Not splitlines(): tokens may contain Unicode's other line separators.
+    return text.replace("\r\n", "\n").replace("\r", "\n").removesuffix("\n").split("\n")
 
 
 def read_json(path: str | Path, field: str) -> dict[str, Any]:
@@ -151,23 +138,15 @@ def read_json(path: str | Path, field: str) -> dict[str, Any]:
     Raises:
         UserError: If the file cannot be read or holds anything else.
     """
+    content = read_bytes(path, field)
     try:
-        content = json.loads(read_bytes(path, field))
-    except UserError:
-        raise
+        parsed = json.loads(content)
     except (ValueError, RecursionError) as error:
-        raise user_error(
-            "tokenizer-file-not-json", field, flag=option(field), path=path, error=error
-        ) from None
-    if not isinstance(content, dict):
-        raise user_error(
-            "tokenizer-file-not-json-object",
-            field,
-            flag=option(field),
-            path=path,
-            kind=type(content).__name__,
-        )
-    return content
+        raise user_error("tokenizer-file-not-json", field, path=path, error=error) from None
+    if not isinstance(parsed, dict):
+        kind = type(parsed).__name__
+        raise user_error("tokenizer-file-not-json-object", field, path=path, kind=kind)
+    return parsed
 
 
 def import_library(name: str, needed_by: str) -> Any:
@@ -187,11 +166,12 @@ def import_library(name: str, needed_by: str) -> Any:
 
 
 @contextmanager
-def library_errors(describe: Callable[[str], Problem]) -> Iterator[None]:
+def library_errors(code: str, **values: Any) -> Iterator[None]:
     """Converts everything that a tokenizer library raises into a `UserError`.
 
     Args:
-        describe: Makes the problem from the library's message.
+        code: Kind of the problem.
+        values: Values of its message, apart from `why`, the library's message.
 
     Raises:
         UserError: For any exception but those that end the process.
@@ -201,4 +181,4 @@ def library_errors(describe: Callable[[str], Problem]) -> Iterator[None]:
     except (KeyboardInterrupt, SystemExit, GeneratorExit):
         raise
     except BaseException as error:  # a panic of Rust code is not a subclass of Exception
-        raise UserError(describe(str(error) or type(error).__name__)) from error
+        raise user_error(code, why=str(error) or type(error).__name__, **values) from error

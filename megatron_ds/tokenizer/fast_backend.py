@@ -20,7 +20,6 @@ from megatron_ds.tokenizer.base import (
     import_library,
     library_errors,
 )
-from megatron_ds.tokenizer.fingerprint import TokenizerFingerprint
 
 REFERENCE = "tokenizers"
 FAST = "fastokens"
@@ -91,34 +90,24 @@ class FastTokenizer:
             UserError: If fastokens is not installed, does not support the tokenizer, or gives other
                 ids.
         """
-        kind = reference.fingerprint.kind
         if not isinstance(reference, HasTokenizerJson):
-            raise user_error("fast-backend-unsupported-tokenizer-type", fast=FAST, kind=kind)
+            kind = reference.fingerprint.kind
+            raise user_error("fast-backend-unsupported-tokenizer-type", kind=kind)
         self._reference = reference
+        self.vocab_size, self.eod = reference.vocab_size, reference.eod
+        self.fingerprint = reference.fingerprint
         library = import_library(FAST, f"{option('tokenizer_backend')} {FAST}")
-        with library_errors(
-            lambda why: Problem("fast-backend-rejects-tokenizer", fast=FAST, why=why)
-        ):
+        with library_errors("fast-backend-rejects-tokenizer"):
             self._model: Any = library.Tokenizer.from_json_str(reference.tokenizer_json())
-        with library_errors(lambda why: Problem("fast-backend-fails", fast=FAST, why=why)):
-            cases = equivalence_cases(reference.added_tokens())
-            difference = first_difference(self._encode_without_fallback, reference.encode, cases)
-        if difference is not None:
-            raise user_error(
-                "fast-backend-ids-differ", fast=FAST, reference=REFERENCE, difference=difference
+        with library_errors("fast-backend-fails"):
+            # Without the reference's help, which would hide a failure.
+            difference = first_difference(
+                lambda text: self._encode_flat([text]).ids.tolist(),
+                reference.encode,
+                equivalence_cases(reference.added_tokens()),
             )
-
-    @property
-    def vocab_size(self) -> int:
-        return self._reference.vocab_size
-
-    @property
-    def eod(self) -> int:
-        return self._reference.eod
-
-    @property
-    def fingerprint(self) -> TokenizerFingerprint:
-        return self._reference.fingerprint
+        if difference is not None:
+            raise user_error("fast-backend-ids-differ", difference=difference)
 
     def encode(self, text: str) -> list[int]:
         ids: list[int] = self.encode_flat([text]).ids.tolist()
@@ -141,11 +130,6 @@ class FastTokenizer:
         ids, offsets = self._model.encode_batch_flat(list(texts))
         lengths = np.diff(np.frombuffer(offsets, "<u8")).astype(np.int64)
         return FlatIds(np.frombuffer(ids, "<u4"), lengths)
-
-    def _encode_without_fallback(self, text: str) -> list[int]:
-        """For the equivalence check, where the reference's help would hide a failure."""
-        ids: list[int] = self._encode_flat([text]).ids.tolist()
-        return ids
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._reference.decode(ids)
@@ -200,6 +184,5 @@ def first_difference(
         expected = reference(text)
         for _ in range(2):  # the second result may come from the library's cache
             if encode(text) != expected:
-                shown = text if len(text) <= DISPLAYED_CHARS else text[:DISPLAYED_CHARS] + "..."
-                return repr(shown)
+                return repr(text[:DISPLAYED_CHARS] + "..." * (len(text) > DISPLAYED_CHARS))
     return None

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from megatron_ds.config.problems import Problem, user_error
+from megatron_ds.config.problems import user_error
 from megatron_ds.tokenizer.base import count_ids, library_errors, read_json, read_lines
 from megatron_ds.tokenizer.fingerprint import TokenizerFingerprint, hash_files
 
@@ -37,14 +37,7 @@ class GPT2BPETokenizer:
         """
         vocab = _read_vocab(vocab_file)
         _check_merges(merge_file, vocab_file, vocab)
-        with library_errors(
-            lambda why: Problem(
-                "merges-of-another-vocabulary",
-                merge_file=merge_file,
-                vocab_file=vocab_file,
-                why=why,
-            )
-        ):
+        with library_errors("merges-of-another-vocabulary", vocab=vocab_file, merges=merge_file):
             model = models.BPE.from_file(vocab_file, merge_file)
         self.eod = vocab[END_OF_TEXT]
         self.vocab_size = len(vocab)
@@ -89,26 +82,19 @@ def _pieces(text: str) -> Iterator[str]:
 def _read_vocab(path: str) -> dict[str, int]:
     vocab = read_json(path, "vocab_file")
     count_ids(vocab, "vocab_file", path)
-    gaps = set(range(len(vocab))) - set(vocab.values())
+    size = len(vocab)
+    gaps = set(range(size)) - set(vocab.values())
     if gaps:
         raise user_error(
-            "token-ids-not-contiguous",
-            path=path,
-            num_vocab=len(vocab),
-            largest=len(vocab) - 1,
-            gaps=min(gaps),
+            "token-ids-not-contiguous", path=path, size=size, largest=size - 1, missing=min(gaps)
         )
     if END_OF_TEXT not in vocab:
-        raise user_error("end-of-text-token-missing", path=path, end_of=END_OF_TEXT)
+        raise user_error("end-of-text-token-missing", path=path)
     # The encoder silently drops characters that are missing in the vocabulary.
     missing = sorted(set(pre_tokenizers.ByteLevel.alphabet()) - set(vocab))
     if missing:
-        raise user_error(
-            "byte-tokens-missing",
-            path=path,
-            num_missing=len(missing),
-            missing=" ".join(missing[:8]),
-        )
+        first = " ".join(missing[:8])
+        raise user_error("byte-tokens-missing", path=path, num_missing=len(missing), missing=first)
     return vocab
 
 
@@ -127,10 +113,7 @@ def _check_merges(path: str, vocab_file: str, vocab: Mapping[str, int]) -> None:
         merged.add("".join(pair))
     unmerged = [token for token in vocab if token not in merged]
     if len(unmerged) > MAX_UNMERGED_TOKENS:
+        number, first = len(unmerged), " ".join(unmerged[:3])
         raise user_error(
-            "merges-incomplete",
-            path=path,
-            num_unmerged=len(unmerged),
-            vocab_file=vocab_file,
-            unmerged=" ".join(unmerged[:3]),
+            "merges-incomplete", path=path, number=number, vocab_file=vocab_file, unmerged=first
         )

@@ -9,18 +9,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_ds.config.problems import Problem, user_error
+from megatron_ds.config.problems import user_error
 from megatron_ds.tokenizer.base import Tokenizer, count_ids, library_errors, read_json
 from megatron_ds.tokenizer.fingerprint import TokenizerFingerprint, hash_files
 
-COMMON_END_TOKENS = (
-    "<|endoftext|>",
-    "<|end_of_text|>",
-    "</s>",
-    "<eos>",
-    "[EOS]",
-    "<|eot_id|>",
-)
+COMMON_END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]", "<|eot_id|>")
 REQUIRED_FILES = ("vocab_file", "merges_file")
 """Keys of `vocab_files_names`, in transformers, of the files without which a tokenizer is empty."""
 SIDE_FILES = ("tokenizer_config.json", "special_tokens_map.json")
@@ -28,10 +21,9 @@ SIDE_FILES = ("tokenizer_config.json", "special_tokens_map.json")
 HUB_NAME = re.compile(r"\w[\w.-]*(/[\w.-]+)?")
 """Such as `gpt2` or `bigscience/bloom`."""
 HUB_FILES = ("*.json", "*.txt", "*.model", "*.tiktoken")
-CODE_FILES = ("*.py",)
 
 
-def build_hf_tokenizer(path: str, *, trust_remote_code: bool = False) -> Tokenizer:
+def build_hf_tokenizer(path: str, trust_remote_code: bool) -> Tokenizer:
     """Loads a tokenizer.json with `tokenizers`, any other pretrained tokenizer with `transformers`.
 
     The text of a special token inside a document becomes that token, as in Megatron; unlike there,
@@ -47,9 +39,13 @@ def build_hf_tokenizer(path: str, *, trust_remote_code: bool = False) -> Tokeniz
     """
     folder = path
     if not os.path.exists(path) and HUB_NAME.fullmatch(path):
-        folder = _download(path, HUB_FILES + (CODE_FILES if trust_remote_code else ()))
+        import huggingface_hub
+
+        patterns = [*HUB_FILES, "*.py"] if trust_remote_code else [*HUB_FILES]
+        with library_errors("tokenizer-download-failed", name=path):
+            folder = huggingface_hub.snapshot_download(path, allow_patterns=patterns)
     if os.path.isdir(folder) and (trust_remote_code or needs_transformers(folder)):
-        return PretrainedTokenizer(folder, trust_remote_code=trust_remote_code)
+        return PretrainedTokenizer(folder, trust_remote_code)
     file = os.path.join(folder, "tokenizer.json") if os.path.isdir(folder) else folder
     if os.path.isfile(file):
         return FileTokenizer(Path(file))
@@ -61,14 +57,6 @@ def needs_transformers(path: str) -> bool:
     if not os.path.exists(path):
         return HUB_NAME.fullmatch(path) is not None
     return os.path.isdir(path) and not os.path.isfile(os.path.join(path, "tokenizer.json"))
-
-
-def _download(name: str, files: Sequence[str]) -> str:
-    """The local folder of a tokenizer on the Hub."""
-    import huggingface_hub
-
-    with library_errors(lambda why: Problem("tokenizer-download-failed", name=name, why=why)):
-        return huggingface_hub.snapshot_download(name, allow_patterns=list(files))
 
 
 class FileTokenizer:
@@ -86,7 +74,7 @@ class FileTokenizer:
         """
         import tokenizers
 
-        with library_errors(lambda why: Problem("tokenizer-json-invalid", file=file, why=why)):
+        with library_errors("tokenizer-json-invalid", file=file):
             self._tokenizer = tokenizers.Tokenizer.from_file(str(file))
             self._tokenizer.no_padding()
             self._tokenizer.no_truncation()
@@ -117,7 +105,7 @@ class FileTokenizer:
 class PretrainedTokenizer:
     """A folder, loaded by transformers' AutoTokenizer."""
 
-    def __init__(self, folder: str, *, trust_remote_code: bool) -> None:
+    def __init__(self, folder: str, trust_remote_code: bool) -> None:
         """
         Args:
             folder: Folder of the tokenizer.
@@ -128,37 +116,20 @@ class PretrainedTokenizer:
         """
         from transformers import AutoTokenizer
 
-        with library_errors(
-            lambda why: Problem("pretrained-tokenizer-unreadable", folder=folder, why=why)
-        ):
+        with library_errors("pretrained-tokenizer-unreadable", folder=folder):
             self._tokenizer: Any = AutoTokenizer.from_pretrained(
                 folder, local_files_only=True, trust_remote_code=trust_remote_code
             )
             vocab: dict[str, int] = self._tokenizer.get_vocab()
         names: dict[str, str] = self._tokenizer.vocab_files_names
-        self._check_files(folder, names)
+        _check_files(Path(folder), names)
         self.vocab_size = count_ids(vocab, "tokenizer_model", folder)
         if self._tokenizer.eos_token_id is None:
             raise user_error("end-token-not-configured", folder=folder)
         self.eod = int(self._tokenizer.eos_token_id)
         files = [Path(folder) / name for name in sorted({*names.values(), *SIDE_FILES})]
-        self.fingerprint = TokenizerFingerprint(
-            "HFTokenizer",
-            hash_files(file for file in files if file.is_file()),
-            self.vocab_size,
-            self.eod,
-        )
-
-    @staticmethod
-    def _check_files(folder: str, names: Mapping[str, str]) -> None:
-        """Without its files transformers builds an empty tokenizer, which encodes to nothing."""
-        missing = [names[kind] for kind in REQUIRED_FILES if kind in names]
-        missing = [name for name in missing if not os.path.isfile(os.path.join(folder, name))]
-        complete = names.get("tokenizer_file")  # replaces the others
-        if missing and not (complete and os.path.isfile(os.path.join(folder, complete))):
-            raise user_error(
-                "pretrained-tokenizer-incomplete", folder=folder, missing=", ".join(missing)
-            )
+        hashes = hash_files(file for file in files if file.is_file())
+        self.fingerprint = TokenizerFingerprint("HFTokenizer", hashes, self.vocab_size, self.eod)
 
     def encode(self, text: str) -> list[int]:
         return self.encode_batch([text])[0]
@@ -175,18 +146,24 @@ class PretrainedTokenizer:
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
 
 
+def _check_files(folder: Path, names: Mapping[str, str]) -> None:
+    """Without its files transformers builds an empty tokenizer, which encodes to nothing."""
+    required = [names[kind] for kind in REQUIRED_FILES if kind in names]
+    missing = ", ".join(name for name in required if not (folder / name).is_file())
+    complete = names.get("tokenizer_file")  # replaces the others
+    if missing and not (complete and (folder / complete).is_file()):
+        raise user_error("pretrained-tokenizer-incomplete", folder=folder, missing=missing)
+
+
 def _end_token(file: Path, vocab: Mapping[str, int]) -> str:
     for side in SIDE_FILES:
         path = file.with_name(side)
-        if not path.is_file():
-            continue
-        token = read_json(path, "tokenizer_model").get("eos_token")
+        token = read_json(path, "tokenizer_model").get("eos_token") if path.is_file() else None
         token = token.get("content") if isinstance(token, dict) else token
-        if token is None:
-            continue
-        if not isinstance(token, str) or token not in vocab:
-            raise user_error("end-token-not-in-vocabulary", path=path, token=token, file=file)
-        return token
+        if token is not None:
+            if not isinstance(token, str) or token not in vocab:
+                raise user_error("end-token-not-in-vocabulary", path=path, token=token, file=file)
+            return token
     for token in COMMON_END_TOKENS:
         if token in vocab:
             return token

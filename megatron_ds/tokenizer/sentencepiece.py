@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_ds.config.problems import Problem, option, user_error
+from megatron_ds.config.problems import option, user_error
 from megatron_ds.tokenizer.base import import_library, library_errors
 from megatron_ds.tokenizer.fingerprint import TokenizerFingerprint, hash_files
 
@@ -54,7 +55,7 @@ class SentencePieceWithSpecialTokens:
     and `decode` surrounds it with spaces.
     """
 
-    def __init__(self, model_file: str, *, extra_ids: int = 0) -> None:
+    def __init__(self, model_file: str, extra_ids: int = 0) -> None:
         """
         Args:
             model_file: SentencePiece model.
@@ -63,27 +64,18 @@ class SentencePieceWithSpecialTokens:
         Raises:
             UserError: If the file is not a SentencePiece model.
         """
-        self._model = _load(model_file)
-        size = int(self._model.get_piece_size())
-        ids = {self._model.id_to_piece(number): number for number in range(size)}
-        controls = {
-            name: self._model.id_to_piece(number) if number >= 0 else default
-            for name, number, default in (
-                ("pad", self._model.pad_id(), "<PAD>"),
-                ("bos", self._model.bos_id(), "<BOS>"),
-                ("eos", self._model.eos_id(), "<EOS>"),
-            )
-        }
-        sentinels = (f"<extra_id_{number}>" for number in range(extra_ids))
-        self._special = {
-            token: ids.setdefault(token, len(ids))
-            for token in (*ADDED_TOKENS, *controls.values(), *sentinels)
-        }
+        model = self._model = _load(model_file)
+        pieces = [model.id_to_piece(number) for number in range(model.get_piece_size())]
+        controls = {"<PAD>": model.pad_id(), "<BOS>": model.bos_id(), "<EOS>": model.eos_id()}
+        special = [*ADDED_TOKENS]
+        special += (pieces[number] if number >= 0 else name for name, number in controls.items())
+        special += (f"<extra_id_{number}>" for number in range(extra_ids))
+        ids = {piece: number for number, piece in enumerate(pieces)}
+        self._special = {token: ids.setdefault(token, len(ids)) for token in special}
         self._special_texts = {number: token for token, number in self._special.items()}
         # Of several special tokens that match at a position, the first in this order is taken.
-        self._pattern = re.compile("|".join(re.escape(token) for token in self._special))
-        self.cls, self.sep, self.eod, self.mask = (self._special[token] for token in ADDED_TOKENS)
-        self.pad, self.bos, self.eos = (self._special[token] for token in controls.values())
+        self._pattern = re.compile(f"({'|'.join(map(re.escape, self._special))})")
+        self.eod = self._special["<EOD>"]
         self.vocab_size = len(ids)
         self.fingerprint = TokenizerFingerprint(
             "SentencePieceTokenizer",
@@ -94,13 +86,19 @@ class SentencePieceWithSpecialTokens:
         )
 
     def encode(self, text: str) -> list[int]:
-        return list(self._ids(text))
+        return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        plain = [text for text in texts if not self._pattern.search(text)]
-        encoded = iter(_encode(self._model, plain))
+        split = [self._pattern.split(text) for text in texts]
+        plain = iter(_encode(self._model, [part for parts in split for part in parts[::2]]))
         return [
-            self.encode(text) if self._pattern.search(text) else next(encoded) for text in texts
+            list(
+                itertools.chain.from_iterable(
+                    [self._special[part]] if at % 2 else next(plain)
+                    for at, part in enumerate(parts)
+                )
+            )
+            for parts in split
         ]
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -113,18 +111,10 @@ class SentencePieceWithSpecialTokens:
                 plain.append(number)
         return "".join([*parts, self._model.decode(plain)])
 
-    def _ids(self, text: str) -> Iterator[int]:
-        end = 0
-        for special in self._pattern.finditer(text):
-            yield from _encode(self._model, [text[end : special.start()]])[0]
-            yield self._special[special.group()]
-            end = special.end()
-        yield from _encode(self._model, [text[end:]])[0]
-
 
 def _load(path: str) -> Any:
     sentencepiece = import_library("sentencepiece", f"{option('tokenizer_model')} {path}")
-    with library_errors(lambda why: Problem("sentencepiece-model-invalid", path=path, why=why)):
+    with library_errors("sentencepiece-model-invalid", path=path):
         content = Path(path).read_bytes()
         # The library loads an empty file without an error and fails only when it encodes.
         if not content:

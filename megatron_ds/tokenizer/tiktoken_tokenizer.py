@@ -5,9 +5,9 @@ from __future__ import annotations
 import base64
 import binascii
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
-from megatron_ds.config.problems import Problem, option, raise_if_any, user_error
+from megatron_ds.config.problems import option, user_error
 from megatron_ds.config.tokenizer import REQUIRED_SPECIAL_TOKENS
 from megatron_ds.tokenizer.base import import_library, library_errors, read_bytes
 from megatron_ds.tokenizer.fingerprint import TokenizerFingerprint, hash_files
@@ -16,30 +16,11 @@ DEFAULT_VOCAB_SIZE = 1 << 17
 """As in Megatron-LM; smaller if the file has fewer tokens."""
 BYTE_TOKENS = 256
 """Tokens at the start of every file."""
-LETTERS = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}"
-SMALL = r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
 PATTERNS = {
-    "v1": "|".join(
-        (
-            r"[^\r\n\p{L}\p{N}]?+\p{L}+",
-            r"\p{N}",
-            r" ?[^\s\p{L}\p{N}]++[\r\n]*",
-            r"\s*[\r\n]",
-            r"\s+(?!\S)",
-            r"\s+",
-        )
-    ),
-    "v2": "|".join(
-        (
-            rf"[^\r\n\p{{L}}\p{{N}}]?[{LETTERS}]*[{SMALL}]+",
-            rf"[^\r\n\p{{L}}\p{{N}}]?[{LETTERS}]+[{SMALL}]*",
-            r"\p{N}",
-            r" ?[^\s\p{L}\p{N}]+[\r\n/]*",
-            r"\s*[\r\n]+",
-            r"\s+(?!\S)",
-            r"\s+",
-        )
-    ),
+    "v1": r"[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+",
+    "v2": r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+|"
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|"
+    r"\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
 }
 """Megatron-LM's two patterns that split text into words, within which tokens are merged."""
 
@@ -76,16 +57,23 @@ class TikTokenizer:
         tokens = _read_tokens(path)
         if vocab_size is None:
             vocab_size = min(DEFAULT_VOCAB_SIZE, num_special + len(tokens))
-        raise_if_any(_vocab_size_problems(vocab_size, path, len(tokens), num_special))
+        lowest, highest = num_special + BYTE_TOKENS, num_special + len(tokens)
+        if not lowest <= vocab_size <= highest:
+            raise user_error(
+                "vocab-size-not-available",
+                path=path,
+                size=vocab_size,
+                lowest=lowest,
+                highest=highest,
+                tokens=len(tokens),
+                special=num_special,
+            )
         names = list(REQUIRED_SPECIAL_TOKENS if special is None else special)
         names += [f"<SPECIAL_{number}>" for number in range(len(names), num_special)]
-        ranks = {
-            token: number
-            for number, token in enumerate(tokens[: vocab_size - num_special], num_special)
-        }
+        kept = tokens[: vocab_size - num_special]
+        ranks = {token: number for number, token in enumerate(kept, num_special)}
         self.vocab_size = vocab_size
         self.eod = names.index("</s>")
-        self.bos, self.unk = names.index("<s>"), names.index("<unk>")
         settings: dict[str, str | int] = {
             "--tiktoken-pattern": pattern,
             "--tiktoken-num-special-tokens": num_special,
@@ -95,7 +83,7 @@ class TikTokenizer:
         self.fingerprint = TokenizerFingerprint(
             "TikTokenizer", hash_files([path]), self.vocab_size, self.eod, settings
         )
-        with library_errors(lambda why: Problem("tiktoken-file-unusable", path=path, why=why)):
+        with library_errors("tiktoken-file-unusable", path=path):
             self._model = tiktoken.Encoding(
                 "megatron_ds",
                 pat_str=PATTERNS[pattern],
@@ -105,7 +93,7 @@ class TikTokenizer:
 
     def encode(self, text: str) -> list[int]:
         # On some 100,000 spaces, the library's regular expressions exhaust their stack and panic.
-        with library_errors(lambda why: Problem("text-not-encodable", why=why)):
+        with library_errors("text-not-encodable"):
             ids: list[int] = self._model.encode_ordinary(text)
         return ids
 
@@ -114,22 +102,6 @@ class TikTokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         return str(self._model.decode(list(ids)))
-
-
-def _vocab_size_problems(
-    vocab_size: int, path: str, num_tokens: int, num_special: int
-) -> Iterator[Problem]:
-    lowest, highest = num_special + BYTE_TOKENS, num_special + num_tokens
-    if not lowest <= vocab_size <= highest:
-        yield Problem(
-            "vocab-size-not-available",
-            vocab_size=vocab_size,
-            lowest=lowest,
-            highest=highest,
-            path=path,
-            num_tokens=num_tokens,
-            num_special=num_special,
-        )
 
 
 def _read_tokens(path: str) -> list[bytes]:
@@ -147,12 +119,10 @@ def _read_tokens(path: str) -> list[bytes]:
         raise user_error(
             "tiktoken-file-invalid", file=file, kind=type(error).__name__, error=error
         ) from None
-    is_integer = all(type(rank) is int for rank in ranks.values())
-    if not is_integer or set(ranks.values()) != set(range(len(pairs))):
-        raise user_error(
-            "token-ranks-not-contiguous", file=file, num_pairs=len(pairs), largest=len(pairs) - 1
-        )
+    is_integer, size = all(type(rank) is int for rank in ranks.values()), len(pairs)
+    if not is_integer or set(ranks.values()) != set(range(size)):
+        raise user_error("token-ranks-not-contiguous", file=file, size=size, largest=size - 1)
     tokens = sorted(ranks, key=ranks.__getitem__)
     if {bytes([byte]) for byte in range(BYTE_TOKENS)} - set(tokens[:BYTE_TOKENS]):
-        raise user_error("tiktoken-byte-tokens-missing", file=file, byte=BYTE_TOKENS)
+        raise user_error("tiktoken-byte-tokens-missing", file=file)
     return tokens

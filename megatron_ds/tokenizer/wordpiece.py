@@ -8,28 +8,25 @@ for private and unassigned characters and for the Greek final sigma.
 
 from __future__ import annotations
 
+import re
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import tokenizers
 from tokenizers import models, pre_tokenizers
 
-from megatron_ds.config.problems import Problem, user_error
+from megatron_ds.config.problems import user_error
 from megatron_ds.tokenizer.base import library_errors, read_lines
 from megatron_ds.tokenizer.fingerprint import TokenizerFingerprint, hash_files
 
 MAX_WORD_CHARS = 200
 """A longer word is [UNK]."""
 REQUIRED_TOKENS = ("[UNK]", "[CLS]", "[SEP]", "[PAD]", "[MASK]")
-CJK_BLOCKS = (
-    (0x3400, 0x4DBF),
-    (0x4E00, 0x9FFF),
-    (0xF900, 0xFAFF),
-    (0x20000, 0x2A6DF),
-    (0x2A700, 0x2CEAF),
-    (0x2F800, 0x2FA1F),
+CJK = re.compile(
+    "[\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
+    "\U00020000-\U0002a6df\U0002a700-\U0002ceaf\U0002f800-\U0002fa1f]"
 )
-"""First and last character of the blocks whose characters are words of their own."""
+"""Characters that are words of their own."""
 
 
 class WordPieceTokenizer:
@@ -54,8 +51,7 @@ class WordPieceTokenizer:
         vocab = read_vocab(vocab_file)
         for token in ("[BOS]", "[EOS]", *(f"<extra_id_{n}>" for n in range(extra_ids))):
             vocab.setdefault(token, len(vocab))
-        self.cls, self.sep, self.pad = vocab["[CLS]"], vocab["[SEP]"], vocab["[PAD]"]
-        self.mask, self.bos, self.eod = vocab["[MASK]"], vocab["[BOS]"], vocab["[EOS]"]
+        self.eod = vocab["[EOS]"]
         self.vocab_size = len(vocab)
         self.fingerprint = TokenizerFingerprint(
             "BertWordPieceLowerCase" if lower_case else "BertWordPieceCase",
@@ -65,12 +61,9 @@ class WordPieceTokenizer:
             {"--vocab-extra-ids": extra_ids} if extra_ids else {},
         )
         self._splitter = Splitter(lower_case)
-        with library_errors(
-            lambda why: Problem("wordpiece-vocabulary-invalid", vocab_file=vocab_file, why=why)
-        ):
-            model = models.WordPiece(
-                vocab, unk_token="[UNK]", max_input_chars_per_word=MAX_WORD_CHARS
-            )
+        with library_errors("wordpiece-vocabulary-invalid", vocab_file=vocab_file):
+            limit = {"max_input_chars_per_word": MAX_WORD_CHARS}
+            model = models.WordPiece(vocab, unk_token="[UNK]", **limit)
         self._tokenizer = tokenizers.Tokenizer(model)
         self._tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
 
@@ -95,8 +88,8 @@ class Splitter:
 
     def __init__(self, lower_case: bool) -> None:
         self._lower_case = lower_case
-        self._clean = _CleanTable()
-        self._split = _SplitTable(drop_accents=lower_case)
+        self._clean = _Table(_cleaned)
+        self._split = _Table(_split_without_accents if lower_case else _split)
 
     def __call__(self, text: str) -> str:
         text = text.translate(self._clean)
@@ -105,44 +98,38 @@ class Splitter:
         return text.translate(self._split)
 
 
-class _CleanTable(dict[int, str]):
-    """Removes control characters, unifies whitespace, and isolates CJK characters."""
+class _Table(dict[int, str]):
+    """Replacements of characters, computed when a character occurs first."""
 
-    def __missing__(self, code: int) -> str:
-        char = chr(code)
-        if char in "\t\n\r":
-            new = " "
-        elif unicodedata.category(char) in ("Cc", "Cf") or char == "\ufffd":
-            new = ""
-        elif char.isspace():
-            new = " "
-        elif any(first <= code <= last for first, last in CJK_BLOCKS):
-            new = f" {char} "
-        else:
-            new = char
-        self[code] = new
-        return new
-
-
-class _SplitTable(dict[int, str]):
-    """Isolates punctuation and, if requested, removes accents."""
-
-    def __init__(self, drop_accents: bool) -> None:
+    def __init__(self, replacement: Callable[[str], str]) -> None:
         super().__init__()
-        self._drop_accents = drop_accents
+        self._replacement = replacement
 
     def __missing__(self, code: int) -> str:
-        char = chr(code)
-        category = unicodedata.category(char)
-        # Every printable ASCII character but letters, digits and space counts, such as $ and ^.
-        if category.startswith("P") or (33 <= code <= 126 and not char.isalnum()):
-            new = f" {char} "
-        elif self._drop_accents and category == "Mn":
-            new = ""
-        else:
-            new = char
-        self[code] = new
+        new = self[code] = self._replacement(chr(code))
         return new
+
+
+def _cleaned(char: str) -> str:
+    """Removes control characters, unifies whitespace, and isolates CJK characters."""
+    if char in "\t\n\r":
+        return " "
+    if unicodedata.category(char) in ("Cc", "Cf") or char == "\ufffd":
+        return ""
+    if char.isspace():
+        return " "
+    return f" {char} " if CJK.match(char) else char
+
+
+def _split(char: str) -> str:
+    """Isolates punctuation."""
+    # Every printable ASCII character but letters, digits and space counts, such as $ and ^.
+    is_symbol = "!" <= char <= "~" and not char.isalnum()
+    return f" {char} " if is_symbol or unicodedata.category(char)[0] == "P" else char
+
+
+def _split_without_accents(char: str) -> str:
+    return "" if unicodedata.category(char) == "Mn" else _split(char)
 
 
 def read_vocab(path: str) -> dict[str, int]:
@@ -155,12 +142,9 @@ def read_vocab(path: str) -> dict[str, int]:
     for number, line in enumerate(read_lines(path, "vocab_file")):
         token = line.strip()
         if vocab.setdefault(token, number) != number:
+            first, again, shown = vocab[token] + 1, number + 1, token[:40]
             raise user_error(
-                "vocabulary-token-repeated",
-                path=path,
-                number=number + 1,
-                token=token[:40],
-                vocab=vocab[token] + 1,
+                "vocabulary-token-repeated", path=path, line=again, token=shown, first=first
             )
     missing = [token for token in REQUIRED_TOKENS if token not in vocab]
     if missing:

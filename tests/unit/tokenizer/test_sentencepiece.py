@@ -68,10 +68,10 @@ def test_special_tokens_of_the_model_keep_their_ids(bpe: str) -> None:
     model = sentencepiece.SentencePieceProcessor(model_file=bpe)
     tokenizer = SentencePieceWithSpecialTokens(bpe, extra_ids=3)
     size = model.get_piece_size()
-    own = (model.piece_to_id("<CLS>"), model.piece_to_id("<EOD>"))
-    assert (tokenizer.cls, tokenizer.eod) == own
-    assert (tokenizer.sep, tokenizer.mask, tokenizer.vocab_size) == (size, size + 1, size + 5)
-    assert (tokenizer.pad, tokenizer.bos, tokenizer.eos) == (3, 1, 2)
+    own = [model.piece_to_id("<CLS>"), model.piece_to_id("<EOD>"), 3, 1, 2]
+    assert tokenizer.encode("<CLS><EOD><pad><s></s>") == own
+    assert (tokenizer.encode("<SEP><MASK>"), tokenizer.eod) == ([size, size + 1], own[1])
+    assert tokenizer.vocab_size == size + 5
     for text in [*texts(), "a<EOD>b<CLS><pad> <extra_id_2>"]:
         assert tokenizer.encode(text) == sentencepiece_with_special_tokens(model, text, 3)
 
@@ -91,9 +91,8 @@ def test_of_two_special_tokens_at_one_position_the_first_is_taken(tmp_path: Path
 def test_missing_special_tokens_follow_the_ids_of_the_model() -> None:
     size = MODEL.get_piece_size()
     tokenizer = SentencePieceWithSpecialTokens(GOLDEN)
-    added = [tokenizer.cls, tokenizer.sep, tokenizer.eod, tokenizer.mask, tokenizer.pad]
-    assert added == list(range(size, size + 5))
-    assert (tokenizer.bos, tokenizer.eos, tokenizer.vocab_size) == (1, 2, size + 5)
+    assert tokenizer.encode("<CLS><SEP><EOD><MASK><PAD>") == list(range(size, size + 5))
+    assert (tokenizer.encode("<s></s>"), tokenizer.vocab_size) == ([1, 2], size + 5)
     ids = tokenizer.encode("the dog<EOD>the fox")
     assert (ids.count(tokenizer.eod), tokenizer.decode(ids)) == (1, "the dog <EOD> the fox")
 

@@ -59,8 +59,8 @@ def test_ids_equal_the_definition() -> None:
 def test_special_tokens_have_ids_but_texts_cannot_contain_them(tmp_path: Path) -> None:
     path = write(tmp_path, [*NEEDED, "a", "##b", "[BOS]"])
     tokenizer = WordPieceTokenizer(path, lower_case=True, extra_ids=2)
-    assert (tokenizer.pad, tokenizer.cls, tokenizer.sep, tokenizer.mask) == (0, 2, 3, 4)
-    assert (tokenizer.bos, tokenizer.eod, tokenizer.vocab_size) == (7, 8, 11)
+    assert tokenizer.decode(range(5)) == " ".join(NEEDED)
+    assert (tokenizer.decode([7]), tokenizer.eod, tokenizer.vocab_size) == ("[BOS]", 8, 11)
     assert tokenizer.encode("AB Á [MASK]")[:3] == [5, 6, 5]
     assert 4 not in tokenizer.encode("[MASK]")
     assert tokenizer.decode([2, 5, 6, 5, 8, 9]) == "[CLS] ab a [EOS] <extra_id_0>"
@@ -100,8 +100,8 @@ def test_damaged_vocabularies_are_rejected(
 def test_published_vocabulary(shared_data: Path) -> None:
     path = str(shared_data / "bert-base-uncased-vocab.txt")
     tokenizer = WordPieceTokenizer(path, lower_case=True)
-    assert (tokenizer.vocab_size, tokenizer.bos, tokenizer.eod) == (30524, 30522, 30523)
-    assert (tokenizer.pad, tokenizer.cls, tokenizer.sep, tokenizer.mask) == (0, 101, 102, 103)
+    assert (tokenizer.vocab_size, tokenizer.eod) == (30524, 30523)
+    assert tokenizer.decode([0, 101, 102, 103, 30522]) == "[PAD] [CLS] [SEP] [MASK] [BOS]"
     assert tokenizer.encode("Hello, world!") == [7592, 1010, 2088, 999]
     vocab = read_vocab(path)
     with open(shared_data / "openwebtext-1000.jsonl") as file:
