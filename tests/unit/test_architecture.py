@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import ast
+import functools
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -80,23 +81,25 @@ def files(places: str) -> set[Path]:
     return {file for path in paths for file in (path.rglob("*.py") if path.is_dir() else [path])}
 
 
+@functools.cache
+def used_names(path: Path) -> set[str]:
+    """The imports of a file, and the attributes of modules: `torch.cuda.synchronize`."""
+    imported = set(imports(path))
+    modules = {name.split(".")[0] for name in imported}
+    nodes = ast.walk(tree(path))
+    attributes = {ast.unparse(node) for node in nodes if isinstance(node, ast.Attribute)}
+    return imported | {name for name in attributes if name.split(".")[0] in modules}
+
+
 def users(names: str, paths: Iterable[Path]) -> list[str]:
     """Where files import or use one of the names, or a part of it."""
     prefixes = tuple(f"{name}." for name in names.split())
     return [
         f"{path.relative_to(REPOSITORY)} uses {used}"
         for path in paths
-        for used in [*imports(path), *attributes(path)]
+        for used in used_names(path)
         if f"{used}.".startswith(prefixes)
     ]
-
-
-def attributes(path: Path) -> Iterator[str]:
-    """Attributes of imported modules: `torch.cuda.synchronize`."""
-    modules = {name.split(".")[0] for name in imports(path)}
-    for node in ast.walk(tree(path)):
-        if isinstance(node, ast.Attribute) and ast.unparse(node).split(".")[0] in modules:
-            yield ast.unparse(node)
 
 
 def test_folders_import_what_is_allowed_without_cycles() -> None:
