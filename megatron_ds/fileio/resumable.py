@@ -26,6 +26,8 @@ from megatron_ds.config.problems import Problem, UserError, option, raise_if_any
 from megatron_ds.fileio.atomic import fsync_path, name_in_errors, write_atomically
 from megatron_ds.fileio.file_lock import is_at, lock_now
 
+FORMAT_VERSION = 2
+"""Increased when the meaning of a recorded setting changes; other versions are refused."""
 WORK_SUFFIX = ".work"
 """Suffix of the work folder, next to the output."""
 RECORD, SETTINGS, LOCK = "record.json", "settings.json", "lock"
@@ -142,7 +144,7 @@ class ResumableOutput:
     ) -> None:
         self.folder = Path(output + WORK_SUFFIX)
         self._output = output
-        self._settings: dict[str, Any] = json.loads(json.dumps(settings))
+        self._settings = json.loads(json.dumps({"format version": FORMAT_VERSION, **settings}))
         self._names = names
         self._resume = resume
         self._restart = restart
@@ -204,12 +206,12 @@ class ResumableOutput:
 
     def _is_published(self) -> bool:
         """Whether the complete output of a run with these settings exists."""
-        record = None if self._completed is None else _read(self._completed)
-        if record is None:
+        if self._completed is None or (record := _read(self._completed)) is None:
             return False
         self._check_settings(record["settings"], str(self._completed))
-        for path, size in record["files"].items():
-            if not os.path.exists(path) or os.path.getsize(path) != size:
+        for name, size in record["files"].items():
+            path = self._completed.parent / name
+            if not path.exists() or path.stat().st_size != size:
                 self._warn(Problem("completed-output-changed", path=path, size=size))
                 return False
         self.progress = record["progress"]
@@ -333,7 +335,8 @@ class ResumableOutput:
         for folder in {os.path.dirname(final) or "." for final in finals.values()}:
             fsync_path(folder)
         if self._completed is not None:
-            files = {final: os.path.getsize(final) for final in finals.values()}
+            start = self._completed.parent  # the same from any working directory
+            files = {os.path.relpath(p, start): os.path.getsize(p) for p in finals.values()}
             record = {"settings": self._settings, "progress": self.progress, "files": files}
             write_atomically(self._completed, _encode(record))
         self._remove()

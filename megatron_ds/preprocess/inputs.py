@@ -157,13 +157,18 @@ class InputSpec:
                     yield InputFile(name, size, version, functools.partial(_open, name))
 
     def describe_files(self) -> dict[str, str]:
-        """Name and version of every file, as settings that a resumed run must share."""
+        """Name and version of every file, as settings that a resumed run must share.
+
+        Paths are absolute, so that a run can be resumed from another working directory.
+        """
         if self.hf_dataset is not None:
             stamps = [(self.hf_dataset, 0, _dataset_version(self.hf_dataset, self.hf_split))]
         else:
             stamps = [file[:3] for file in self.files()]
         return {
-            f"input {name}": f"{size} bytes, version {version or 'unknown'}"
+            f"input {os.path.abspath(name) if os.path.exists(name) else name}": (
+                f"{size} bytes, version {version or 'unknown'}"
+            )
             for name, size, version in stamps
         }
 

@@ -93,6 +93,25 @@ def test_complete_run_is_not_repeated(tmp_path: Path) -> None:
         resume(chosen)
 
 
+@pytest.mark.parametrize("is_complete", [False, True])
+def test_run_is_resumed_from_another_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_complete: bool
+) -> None:
+    chosen = options(tmp_path, "folder", chunk_size=2)
+    monkeypatch.chdir(tmp_path)
+    started = dataclasses.replace(chosen, inputs=InputSpec(("folder",)), output_prefix="out")
+    if is_complete:
+        preprocess(started, TOKENIZER)
+    else:
+        interrupt(started, 20)
+    monkeypatch.chdir(tmp_path / "folder")
+    moved = dataclasses.replace(chosen, inputs=InputSpec((".",)), output_prefix="../out")
+    done, logged = resume(moved)
+    assert done.before is not None
+    assert (done.documents, done.before.documents == 60) == (60, is_complete)
+    assert len(logged) == 1
+
+
 def test_other_settings_are_reported_together(tmp_path: Path) -> None:
     chosen = options(tmp_path)
     interrupt(chosen, 3)

@@ -144,6 +144,17 @@ def test_interrupted_work_is_kept_unless_resumed_or_restarted(tmp_path: Path) ->
         assert again.progress == {}
 
 
+def test_work_of_another_format_version_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(resumable, "FORMAT_VERSION", 1)
+        with open_output(tmp_path) as first:
+            first.commit({})
+    with raises_problem("resumed-run-differs", contains="format version"):
+        open_output(tmp_path).__enter__()
+
+
 def test_killed_restart_is_not_taken_for_the_work_before(tmp_path: Path) -> None:
     with open_output(tmp_path, size=1) as first:
         first.files["a"].write(b"one")
