@@ -67,16 +67,14 @@ def write_parquet(path: Path) -> None:
     parquet.write_table(pa.Table.from_pylist(ROWS), path, row_group_size=3)
 
 
-def write_stream(path: Path) -> None:
-    table = pa.Table.from_pylist(ROWS)
-    with pa.ipc.new_stream(path, table.schema) as writer:
+def write_arrow(
+    path: Path, table: Any = None, open_writer: Callable[..., Any] = pa.ipc.new_file
+) -> bytes:
+    """Writes a table, by default that of ROWS. Returns the content of the file."""
+    table = pa.Table.from_pylist(ROWS) if table is None else table
+    with open_writer(path, table.schema) as writer:
         writer.write_table(table, max_chunksize=2)
-
-
-def write_arrow_file(path: Path) -> None:
-    table = pa.Table.from_pylist(ROWS)
-    with pa.ipc.new_file(path, table.schema) as writer:
-        writer.write_table(table, max_chunksize=2)
+    return path.read_bytes()
 
 
 def write_csv(path: Path, delimiter: str = ",") -> None:
@@ -85,48 +83,71 @@ def write_csv(path: Path, delimiter: str = ",") -> None:
         writer.writerows([("id", "text"), *((row["id"], row["text"]) for row in ROWS)])
 
 
+COMPRESS: dict[str, Callable[[bytes], bytes]] = {
+    ".jsonl": bytes,
+    ".json": bytes,
+    ".unknown": bytes,
+    ".jsonl.gz": gzip.compress,
+    ".jsonl.xz": lzma.compress,
+    ".jsonl.bz2": bz2.compress,
+    ".jsonl.zst": zstd,
+    ".JSONL.GZ": gzip.compress,
+}
 WRITERS: dict[str, Callable[[Path], object]] = {
-    "a.jsonl": lambda path: path.write_bytes(jsonl()),
-    "a.json": lambda path: path.write_bytes(jsonl()),
-    "a.unknown": lambda path: path.write_bytes(jsonl()),
-    "a.jsonl.gz": lambda path: path.write_bytes(gzip.compress(jsonl())),
-    "a.jsonl.xz": lambda path: path.write_bytes(lzma.compress(jsonl())),
-    "a.jsonl.bz2": lambda path: path.write_bytes(bz2.compress(jsonl())),
-    "a.jsonl.zst": lambda path: path.write_bytes(zstd(jsonl())),
-    "A.JSONL.GZ": lambda path: path.write_bytes(gzip.compress(jsonl())),
+    **{
+        f"a{suffix}": lambda path, pack=pack: path.write_bytes(pack(jsonl()))
+        for suffix, pack in COMPRESS.items()
+    },
     "a.parquet": write_parquet,
-    "a.arrow": write_stream,
-    "a.feather": write_arrow_file,
+    "a.arrow": lambda path: write_arrow(path, open_writer=pa.ipc.new_stream),
+    "a.feather": write_arrow,
     "a.csv": write_csv,
     "a.tsv": lambda path: write_csv(path, "\t"),
 }
 
 
+def check_continuation(inputs: InputSpec) -> list[RawDocument]:
+    """After every document, a second reader continues from the position of the first.
+
+    Returns:
+        The documents.
+    """
+    reader = DocumentReader(inputs, ("text",))
+    items: list[RawDocument] = []
+    positions = [START]
+    for item in reader:
+        items.append(item)
+        positions.append(reader.position(item.line))
+    positions.append(reader.end)
+    for at, position in enumerate(positions):
+        second = DocumentReader(inputs, ("text",), ReadPosition(*position))
+        assert list(second) == items[at:]
+        assert second.bytes_read == reader.bytes_read
+        assert second.end == reader.end
+    if inputs.hf_dataset is None and "memory:" not in str(inputs.paths):
+        assert reader.bytes_read == inputs.total_bytes()
+    return items
+
+
 @pytest.mark.parametrize("batch", [2, 128])
 @pytest.mark.parametrize("name", WRITERS)
-def test_every_format_gives_the_same_documents(
+def test_every_format_gives_the_same_documents_from_any_position(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, batch: int
 ) -> None:
     monkeypatch.setattr(formats, "ROWS", batch)
-    path = tmp_path / name
-    WRITERS[name](path)
-    reader = DocumentReader(InputSpec((str(path),)), ("text",))
-    items = list(reader)
-    assert fields(items) == TEXTS
-    assert {item.file for item in items} == {str(path)}
-    lines = [2, 3, 5, 6, 7, 8, 9] if name in ("a.csv", "a.tsv") else list(range(1, 8))
-    assert [item.line for item in items] == lines
-    assert reader.bytes_read == InputSpec((str(path),)).total_bytes() == path.stat().st_size
+    paths = [tmp_path / part / name for part in ("1", "2")]
+    for path in paths:
+        path.parent.mkdir()
+        WRITERS[name](path)
+    items = check_continuation(InputSpec(tuple(map(str, paths))))
+    lines = [2, 3, 5, 6, 7, 8, 9] if name in ("a.csv", "a.tsv") else range(1, 8)
+    assert fields(items) == TEXTS * 2
+    assert [item[:2] for item in items] == [(str(path), n) for path in paths for n in lines]
 
 
-@pytest.mark.parametrize(
-    ("suffix", "pack"),
-    [(".gz", gzip.compress), (".xz", lzma.compress), (".bz2", bz2.compress), (".zst", zstd)],
-)
-def test_joined_and_damaged_archives(
-    tmp_path: Path, suffix: str, pack: Callable[[bytes], bytes]
-) -> None:
-    path = tmp_path / f"a.jsonl{suffix}"
+@pytest.mark.parametrize("suffix", [".gz", ".xz", ".bz2", ".zst"])
+def test_joined_and_damaged_archives(tmp_path: Path, suffix: str) -> None:
+    path, pack = tmp_path / f"a.jsonl{suffix}", COMPRESS[f".jsonl{suffix}"]
     path.write_bytes(pack(jsonl()) + pack(jsonl()))
     assert fields(read(path)) == TEXTS * 2
     for content in (pack(jsonl())[:-9], b"these are other bytes than those"):
@@ -211,13 +232,8 @@ def test_broken_rows_and_texts_do_not_affect_others(tmp_path: Path) -> None:
     path.write_bytes(b'text,b\n1,2\n3\n"x\ny",4\n\n5,6,7\n\xff,8\n')
     items = read(path)
     assert [item.line for item in items] == [2, 3, 4, 7, 8]
-    assert [isinstance(item.value, UnreadableDocument) for item in items] == [
-        False,
-        True,
-        False,
-        True,
-        False,
-    ]
+    bad = [item for item in items if isinstance(item.value, UnreadableDocument)]
+    assert bad == [items[1], items[3]]
     assert items[1].value[0] == "broken row"  # type: ignore[index]
     assert fields([items[4]]) == ["\udcff"]
     table = pa.table({"text": pa.array([b"1", b"\xff", b"3"]).view(pa.string())})
@@ -299,19 +315,20 @@ def test_hugging_face_data_sets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     datasets = pytest.importorskip("datasets")
     table = datasets.Dataset.from_list(ROWS)
     table.save_to_disk(tmp_path / "one")
-    datasets.DatasetDict({"train": table, "valid": table.select([1])}).save_to_disk(
-        tmp_path / "two"
-    )
+    splits = datasets.DatasetDict({"train": table, "valid": table.select([1])})
+    splits.save_to_disk(tmp_path / "two")
     (tmp_path / "three").mkdir()
     write_parquet(tmp_path / "three" / "train.parquet")
     for name in ("one", "two", "three"):
-        items = read(hf_dataset=str(tmp_path / name))
+        items = check_continuation(InputSpec(hf_dataset=str(tmp_path / name)))
         assert fields(items) == TEXTS
         assert [item.line for item in items] == list(range(1, 8))
         assert set(items[0].value) == {"text"}  # type: ignore[arg-type]
     assert fields(read(hf_dataset=str(tmp_path / "two"), hf_split="valid")) == TEXTS[1:2]
     with raises_problem("no-such-split", "hf_split", contains="train"):
         read(hf_dataset=str(tmp_path / "two"), hf_split="test")
+    with raises_problem("no-such-split", "hf_split"):
+        read(hf_dataset=str(tmp_path / "one"), hf_split="test")
     with raises_problem("dataset-not-readable", "hf_dataset", contains=str(tmp_path / "none")):
         read(hf_dataset=str(tmp_path / "none"))
     with raises_problem("column-missing", "json_keys"):
@@ -334,28 +351,23 @@ def test_reading_is_incremental(tmp_path: Path) -> None:
 
 
 def test_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, values in (
-        ("pyarrow", {"path": "a.parquet"}),
-        ("pyarrow", {"path": "a.jsonl.zst"}),
-        ("fsspec", {"path": "s3://bucket/x.jsonl"}),
-        ("datasets", {"hf_dataset": "x"}),
-    ):
-        path = values.pop("path", None)
-        if path is not None and "://" not in path:
-            WRITERS[path](tmp_path / path)
-            path = str(tmp_path / path)
-        with monkeypatch.context() as patch:
-            patch.setitem(sys.modules, name, None)
-            with raises_problem("missing-input-package", contains=name):
-                read(*([path] if path else []), **values)
+    for name in ("a.parquet", "a.arrow", "a.jsonl.zst"):
+        WRITERS[name](tmp_path / name)
+        monkeypatch.setitem(sys.modules, "pyarrow", None)
+        with raises_problem("missing-input-package", contains="pyarrow"):
+            read(tmp_path / name)
+        monkeypatch.undo()
+    monkeypatch.setitem(sys.modules, "fsspec", None)
+    with raises_problem("missing-input-package", contains="fsspec"):
+        read("s3://bucket/x.jsonl")
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with raises_problem("missing-input-package", contains="datasets"):
+        read(hf_dataset="x")
 
 
 def test_arrow_offsets_out_of_range_are_an_error(tmp_path: Path) -> None:
     path = tmp_path / "a.arrow"
-    table = pa.table({"text": ["a" * 7, "b" * 7]})
-    with pa.ipc.new_file(path, table.schema) as writer:
-        writer.write_table(table)
-    whole = path.read_bytes()
+    whole = write_arrow(path, pa.table({"text": ["a" * 7, "b" * 7]}))
     for second in (-5, 1 << 30):
         content = whole.replace(struct.pack("<3i", 0, 7, 14), struct.pack("<3i", 0, second, 14))
         assert content != whole
@@ -372,8 +384,7 @@ def test_ambiguous_column_is_an_error(tmp_path: Path, name: str) -> None:
     elif name == "a.parquet":
         parquet.write_table(table, tmp_path / name)
     else:
-        with pa.ipc.new_file(tmp_path / name, table.schema) as writer:
-            writer.write_table(table)
+        write_arrow(tmp_path / name, table)
     with raises_problem("column-not-unique", "json_keys", contains="'text'"):
         read(tmp_path / name)
 
@@ -429,13 +440,6 @@ def test_errors_of_remote_systems_are_problems(
         read(hf_dataset=str(tmp_path))
 
 
-def test_split_of_a_saved_data_set_without_splits_is_an_error(tmp_path: Path) -> None:
-    datasets = pytest.importorskip("datasets")
-    datasets.Dataset.from_list(ROWS).save_to_disk(tmp_path / "one")
-    with raises_problem("no-such-split", "hf_split"):
-        read(hf_dataset=str(tmp_path / "one"), hf_split="test")
-
-
 @pytest.mark.parametrize(
     ("values", "code"),
     [
@@ -462,56 +466,22 @@ def test_long_line_of_a_csv_is_not_kept_in_memory(tmp_path: Path) -> None:
     long = items.pop(1)
     assert isinstance(long.value, UnreadableDocument)
     assert "100000" in long.value.message
-    assert [(item.line, *item.value.values()) for item in items] == [  # type: ignore[union-attr]
-        (2, "a", "1"),
-        (4, "b", "2"),
-        (5, "c\nd", "3"),
-    ]
+    found = [(item.line, *item.value.values()) for item in items]  # type: ignore[union-attr]
+    assert found == [(2, "a", "1"), (4, "b", "2"), (5, "c\nd", "3")]
     assert long.line == 3
 
 
 def test_invalid_utf8_does_not_hide_arrow_indices_out_of_range(tmp_path: Path) -> None:
     path = tmp_path / "a.arrow"
-    table = pa.table({"text": pa.array(["a" * 7, "b" * 7]).dictionary_encode()})
-    with pa.ipc.new_file(path, table.schema) as writer:
-        writer.write_table(table)
+    texts = pa.array(["a" * 7, "b" * 7]).dictionary_encode()
+    whole = write_arrow(path, pa.table({"text": texts}))
     assert fields(read(path)) == ["a" * 7, "b" * 7]
-    whole = path.read_bytes()
     content = whole.replace(b"a" * 7, b"\xff" * 7).replace(
         struct.pack("<2i", 0, 1) + bytes(56), struct.pack("<2i", 0, 1 << 30) + bytes(56)
     )
     path.write_bytes(content)
     with raises_problem("input-file-unreadable", contains=str(path)):
         read(path)
-
-
-def check_continuation(inputs: InputSpec) -> None:
-    """After every document, a second reader continues from the position of the first."""
-    reader = DocumentReader(inputs, ("text",))
-    items: list[RawDocument] = []
-    positions = [START]
-    for item in reader:
-        items.append(item)
-        positions.append(reader.position(item.line))
-    positions.append(reader.end)
-    for at, position in enumerate(positions):
-        second = DocumentReader(inputs, ("text",), ReadPosition(*position))
-        assert list(second) == items[at:]
-        assert second.bytes_read == reader.bytes_read
-        assert second.end == reader.end
-
-
-@pytest.mark.parametrize("batch", [2, 128])
-@pytest.mark.parametrize("name", WRITERS)
-def test_every_format_continues_from_any_position(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, batch: int
-) -> None:
-    monkeypatch.setattr(formats, "ROWS", batch)
-    paths = [tmp_path / part / name for part in ("1", "2")]
-    for path in paths:
-        path.parent.mkdir()
-        WRITERS[name](path)
-    check_continuation(InputSpec(tuple(map(str, paths))))
 
 
 def test_mixed_inputs_continue_from_any_position(tmp_path: Path) -> None:
@@ -531,35 +501,16 @@ def test_mixed_inputs_continue_from_any_position(tmp_path: Path) -> None:
     check_continuation(InputSpec((str(tmp_path), "memory://more/a.jsonl"), **values))
 
 
-def test_data_sets_continue_from_any_position(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    datasets = pytest.importorskip("datasets")
-    datasets.Dataset.from_list(ROWS).save_to_disk(tmp_path / "one")
-    (tmp_path / "two").mkdir()
-    write_parquet(tmp_path / "two" / "train.parquet")
-    check_continuation(InputSpec(hf_dataset=str(tmp_path / "one")))
-    check_continuation(InputSpec(hf_dataset=str(tmp_path / "two")))
-
-
-def test_files_before_the_position_are_not_opened(tmp_path: Path) -> None:
-    for name in ("a", "b"):
-        WRITERS["a.jsonl"](tmp_path / f"{name}.jsonl")
+def test_nothing_before_the_position_is_read(tmp_path: Path) -> None:
+    paths = [tmp_path / name for name in ("a.jsonl", "b.jsonl")]
+    for path in paths:
+        path.write_bytes(jsonl())
     inputs = InputSpec((str(tmp_path),))
-    (tmp_path / "a.jsonl").write_bytes(b"\x00" * len(jsonl()))
-    assert fields(list(DocumentReader(inputs, ("text",), ReadPosition(1)))) == TEXTS
-
-
-def test_lines_before_the_position_are_not_read(tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl"
-    WRITERS["a.jsonl"](path)
-    reader = DocumentReader(InputSpec((str(path),)), ("text",))
-    items = iter(reader)
-    place = [reader.position(item.line) for item, _ in zip(items, range(3), strict=False)][-1]
-    content = path.read_bytes()
-    path.write_bytes(b"\x00" * place.offset + content[place.offset :])
-    assert fields(list(DocumentReader(InputSpec((str(path),)), ("text",), place))) == TEXTS[3:]
+    reader = DocumentReader(inputs, ("text",))
+    place = [reader.position(one.line) for one, _ in zip(reader, range(10), strict=False)][-1]
+    paths[0].write_bytes(bytes(len(jsonl())))
+    paths[1].write_bytes(bytes(place.offset) + jsonl()[place.offset :])
+    assert fields(list(DocumentReader(inputs, ("text",), place))) == TEXTS[3:]
 
 
 def test_pipes_cannot_be_resumed(tmp_path: Path) -> None:
