@@ -63,6 +63,11 @@ def output_files(folder: Path) -> dict[str, bytes]:
     }
 
 
+def pair(prefix: Path | str) -> tuple[bytes, bytes]:
+    """A pair of token files."""
+    return Path(f"{prefix}.bin").read_bytes(), Path(f"{prefix}.idx").read_bytes()
+
+
 def remove_output(folder: Path) -> None:
     for path in folder.glob("out*"):
         shutil.rmtree(path) if path.is_dir() else path.unlink()

@@ -247,9 +247,10 @@ def test_second_run_of_a_prefix_is_refused(tmp_path: Path) -> None:
 
     def start_second(progress: Progress) -> None:
         if not refused:
-            with raises_problem("output-in-use", contains=str(tmp_path / "out")) as raised:
-                resume(chosen)
-            refused.append(raised)
+            for second in (chosen, resumed):
+                with raises_problem("output-in-use", contains=str(tmp_path / "out")) as raised:
+                    preprocess(second, TOKENIZER)
+                refused.append(raised)
 
     resumed = dataclasses.replace(chosen, resume=True)
     assert preprocess(resumed, TOKENIZER, start_second, lambda line: None) == done

@@ -19,12 +19,11 @@ from megatron_ds.preprocess import pipeline as module
 from megatron_ds.preprocess.inputs import InputSpec
 from megatron_ds.preprocess.options import PreprocessOptions
 from megatron_ds.preprocess.pipeline import Progress, preprocess
-from megatron_ds.tokenizer import build_tokenizer
+from megatron_ds.tokenizer import Tokenizer, build_tokenizer
 from megatron_ds.tokenizer.fast_backend import select_backend
-from megatron_ds.tokenizer.null import NullTokenizer
+from tests.preprocess_runs import TOKENIZER, pair
 from tests.problems import codes, fields, raises_problem
 
-TOKENIZER = NullTokenizer(100)
 GOLDEN = Path(__file__).resolve().parents[2] / "golden" / "tokenizers"
 
 
@@ -38,6 +37,10 @@ def write(path: Path, lines: list[Any]) -> str:
 def options(folder: Path, lines: list[Any], **values: Any) -> PreprocessOptions:
     inputs = InputSpec((write(folder / "in.jsonl", lines),))
     return PreprocessOptions(inputs, str(folder / "out"), **values)
+
+
+def gpt2_tokenizer(vocab: Path, merges: Path) -> Tokenizer:
+    return build_tokenizer(TokenizerConfig(vocab_file=str(vocab), merge_file=str(merges)))
 
 
 def written(folder: Path) -> list[str]:
@@ -61,15 +64,6 @@ def test_documents_eod_and_empty_texts(tmp_path: Path) -> None:
     assert [data.get(i).tolist() for i in range(len(data))] == [[1, 2], [3]]
 
 
-def test_every_key_has_its_own_pair(tmp_path: Path) -> None:
-    lines = [{"a": "1", "b": "2 3"}, {"a": "", "b": "4"}]
-    preprocess(options(tmp_path, lines, json_keys=("a", "b")), TOKENIZER)
-    a, b = (IndexedDataset(tmp_path / f"out_{key}_document") for key in "ab")
-    assert a.tokens.tolist() == [1]
-    assert b.tokens.tolist() == [2, 3, 4]
-    assert (len(a), len(b)) == (1, 2)
-
-
 @pytest.mark.parametrize("chunk_bytes", [1, 1 << 20])
 def test_bytes_are_the_same_for_any_workers_and_chunks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk_bytes: int
@@ -79,19 +73,14 @@ def test_bytes_are_the_same_for_any_workers_and_chunks(
     seen = set()
     for workers, chunk_size in ((1, 64), (2, 7), (5, 1), (3, 1000)):
         preprocess(dataclasses.replace(base, workers=workers, chunk_size=chunk_size), TOKENIZER)
-        seen.add(tuple((tmp_path / f"out_text_document{s}").read_bytes() for s in (".bin", ".idx")))
+        seen.add(pair(tmp_path / "out_text_document"))
     assert len(seen) == 1
-    assert IndexedDataset(tmp_path / "out_text_document").tokens.size == sum(
-        3 + n % 5 for n in range(100)
-    )
+    tokens = IndexedDataset(tmp_path / "out_text_document").tokens
+    assert tokens.size == sum(3 + n % 5 for n in range(100))
 
 
 def test_bytes_are_the_same_for_any_library_that_encodes(tmp_path: Path) -> None:
-    reference = build_tokenizer(
-        TokenizerConfig(
-            vocab_file=str(GOLDEN / "vocab.json"), merge_file=str(GOLDEN / "merges.txt")
-        )
-    )
+    reference = gpt2_tokenizer(GOLDEN / "vocab.json", GOLDEN / "merges.txt")
     lines = (GOLDEN / "corpus.jsonl").read_text(encoding="utf-8").splitlines() * 3
     base = options(tmp_path, lines, append_eod=True)
     seen = set()
@@ -100,9 +89,7 @@ def test_bytes_are_the_same_for_any_library_that_encodes(tmp_path: Path) -> None
         for workers, chunk_size in ((1, 64), (2, 7), (3, 1)):
             given = dataclasses.replace(base, workers=workers, chunk_size=chunk_size)
             preprocess(given, tokenizer)
-            seen.add(
-                tuple((tmp_path / f"out_text_document{s}").read_bytes() for s in (".bin", ".idx"))
-            )
+            seen.add(pair(tmp_path / "out_text_document"))
     assert len(seen) == 1
 
 
@@ -110,12 +97,6 @@ def test_seconds_are_counted_for_every_stage(tmp_path: Path) -> None:
     seconds = preprocess(options(tmp_path, numbered(50), chunk_size=3), TOKENIZER).seconds
     assert seconds.keys() == {"reading", "waiting", "writing", "parsing", "encoding"}
     assert all(spent > 0 for spent in seconds.values())
-
-
-def test_last_line_needs_no_newline(tmp_path: Path) -> None:
-    given = options(tmp_path, [])
-    Path(given.inputs.paths[0]).write_text('{"text": "1"}\n{"text": "2"}')
-    assert preprocess(given, TOKENIZER).documents == 2
 
 
 def test_reports_grow_to_the_end(tmp_path: Path) -> None:
@@ -144,30 +125,27 @@ def test_strict_run_reports_rejected_lines_together_and_leaves_nothing(tmp_path:
 
 
 def test_text_that_the_tokenizer_refuses_is_named(tmp_path: Path) -> None:
+    given = options(tmp_path, [{"text": "1"}, {"text": "100"}], fail_on_bad_document=True)
     with raises_problem("rejected-document", contains="in.jsonl:2: "):
-        preprocess(
-            options(tmp_path, [{"text": "1"}, {"text": "100"}], fail_on_bad_document=True),
-            TOKENIZER,
-        )
+        preprocess(given, TOKENIZER)
     assert written(tmp_path) == []
 
 
-def test_number_of_reported_rejects_is_limited(tmp_path: Path) -> None:
-    given = options(tmp_path, [*numbered(3), *["x"] * 500], fail_on_bad_document=True, chunk_size=5)
-    with pytest.raises(UserError) as raised:
-        preprocess(given, TOKENIZER)
-    expected = ["rejected-document"] * module.PROBLEMS_SHOWN + ["more-rejected-documents"]
-    assert codes(raised.value.problems) == expected
-
-
-def test_check_after_a_rejected_line_is_limited(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("lines", "ahead", "shown"),
+    [
+        ([*numbered(3), *["x"] * 500], 100_000, module.PROBLEMS_SHOWN),
+        (["x", *numbered(200), "y"], 10, 1),
+    ],
+)
+def test_reported_rejects_and_the_check_for_more_are_limited(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lines: list[Any], ahead: int, shown: int
 ) -> None:
-    monkeypatch.setattr(module, "DOCUMENTS_CHECKED_AHEAD", 10)
-    given = options(tmp_path, ["x", *numbered(200), "y"], fail_on_bad_document=True, chunk_size=5)
+    monkeypatch.setattr(module, "DOCUMENTS_CHECKED_AHEAD", ahead)
     with pytest.raises(UserError) as raised:
-        preprocess(given, TOKENIZER)
-    assert codes(raised.value.problems) == ["rejected-document", "more-rejected-documents"]
+        preprocess(options(tmp_path, lines, fail_on_bad_document=True, chunk_size=5), TOKENIZER)
+    found = codes(raised.value.problems)
+    assert found == ["rejected-document"] * shown + ["more-rejected-documents"]
 
 
 def test_failed_run_keeps_an_older_pair(tmp_path: Path) -> None:
@@ -182,22 +160,12 @@ def test_failed_run_keeps_an_older_pair(tmp_path: Path) -> None:
 
 
 def test_wrong_options_are_reported_together(tmp_path: Path) -> None:
-    given = PreprocessOptions(
-        inputs=InputSpec((str(tmp_path / "none"),)),
-        output_prefix=str(tmp_path / "no" / "out"),
-        json_keys=("a", "a"),
-        workers=0,
-        chunk_size=-1,
-    )
+    inputs, prefix = InputSpec((str(tmp_path / "none"),)), str(tmp_path / "no" / "out")
+    given = PreprocessOptions(inputs, prefix, ("a", "a"), workers=0, chunk_size=-1)
     with pytest.raises(UserError) as raised:
         preprocess(given, TOKENIZER)
-    assert fields(raised.value.problems) == [
-        ("workers",),
-        ("chunk_size",),
-        ("paths",),
-        ("output_prefix",),
-        ("json_keys",),
-    ]
+    names = ("workers", "chunk_size", "paths", "output_prefix", "json_keys")
+    assert fields(raised.value.problems) == [(name,) for name in names]
 
 
 def test_few_chunks_are_read_ahead(tmp_path: Path) -> None:
@@ -211,19 +179,10 @@ def test_few_chunks_are_read_ahead(tmp_path: Path) -> None:
 
 
 def test_openwebtext(tmp_path: Path, shared_data: Path) -> None:
-    tokenizer = build_tokenizer(
-        TokenizerConfig(
-            vocab_file=str(shared_data / "gpt2-vocab.json"),
-            merge_file=str(shared_data / "gpt2-merges.txt"),
-        )
-    )
+    tokenizer = gpt2_tokenizer(shared_data / "gpt2-vocab.json", shared_data / "gpt2-merges.txt")
     tokenizer = select_backend(tokenizer, "fastokens").tokenizer
-    given = PreprocessOptions(
-        inputs=InputSpec((str(shared_data / "openwebtext-1000.jsonl"),)),
-        output_prefix=str(tmp_path / "out"),
-        append_eod=True,
-        workers=2,
-    )
+    inputs = InputSpec((str(shared_data / "openwebtext-1000.jsonl"),))
+    given = PreprocessOptions(inputs, str(tmp_path / "out"), append_eod=True, workers=2)
     assert preprocess(given, tokenizer).tokens == 1_053_999 + 1_000
     data = IndexedDataset(tmp_path / "out_text_document")
     assert data.dtype == "uint16"
@@ -260,15 +219,13 @@ def test_rejected_documents_are_listed_in_input_order(tmp_path: Path) -> None:
     inputs = InputSpec((str(first), str(second)), max_document_bytes=60)
     seen = set()
     for workers, chunk_size in ((1, 64), (3, 1), (2, 3)):
-        given = PreprocessOptions(
-            inputs, str(tmp_path / "out"), workers=workers, chunk_size=chunk_size
-        )
+        prefix = str(tmp_path / "out")
+        given = PreprocessOptions(inputs, prefix, workers=workers, chunk_size=chunk_size)
         done = preprocess(given, TOKENIZER)
         assert IndexedDataset(tmp_path / "out_text_document").tokens.tolist() == [1, 9, 10, 11]
         found = quarantined(tmp_path)
-        assert [
-            tuple(e[k] for k in ("file", "line", "reason", "content")) for e in found
-        ] == expected
+        names = ("file", "line", "reason", "content")
+        assert [tuple(entry[name] for name in names) for entry in found] == expected
         assert all(entry["message"] for entry in found)
         assert sum(done.dropped.values()) == 10
         assert (done.dropped["wrong type"], done.dropped["invalid UTF-8"]) == (2, 2)
@@ -276,10 +233,9 @@ def test_rejected_documents_are_listed_in_input_order(tmp_path: Path) -> None:
         assert done.input_bytes == inputs.total_bytes()
         seen.add(tuple(path.read_bytes() for path in sorted(tmp_path.glob("out*"))))
     assert len(seen) == 1
-    preprocess(PreprocessOptions(InputSpec((str(second),)), str(tmp_path / "new")), TOKENIZER)
     second.write_text("text\n1\n")
-    preprocess(PreprocessOptions(InputSpec((str(second),)), str(tmp_path / "new")), TOKENIZER)
-    assert not (tmp_path / "new.quarantine").exists(), "the list of an earlier run"
+    preprocess(PreprocessOptions(InputSpec((str(second),)), prefix), TOKENIZER)
+    assert not (tmp_path / "out.quarantine").exists(), "the list of an earlier run"
 
 
 def test_missing_key_rejects_the_line_and_an_empty_text_only_itself(tmp_path: Path) -> None:
@@ -314,16 +270,13 @@ def test_kinds_of_input_mixed_give_the_same_bytes_for_any_workers(tmp_path: Path
     with gzip.open(tmp_path / "in/b.jsonl.gz", "wt") as file:
         file.writelines(json.dumps(row) + "\n" for row in rows[20:40])
     preprocess(options(tmp_path, rows, append_eod=True), TOKENIZER)
-    expected = [(tmp_path / f"out_text_document{s}").read_bytes() for s in (".bin", ".idx")]
+    expected = pair(tmp_path / "out_text_document")
     inputs = InputSpec((str(tmp_path / "in"),), text_document_unit="paragraph")
+    base = PreprocessOptions(inputs, str(tmp_path / "mixed"), append_eod=True)
     for workers, chunk_size in ((1, 1000), (2, 7), (3, 1)):
-        prefix = str(tmp_path / "mixed")
-        given = PreprocessOptions(
-            inputs, prefix, append_eod=True, workers=workers, chunk_size=chunk_size
-        )
+        given = dataclasses.replace(base, workers=workers, chunk_size=chunk_size)
         assert preprocess(given, TOKENIZER).documents == 60
-        found = [Path(f"{prefix}_text_document{s}").read_bytes() for s in (".bin", ".idx")]
-        assert found == expected
+        assert pair(tmp_path / "mixed_text_document") == expected
 
 
 def test_a_damaged_archive_leaves_nothing(tmp_path: Path) -> None:
@@ -334,20 +287,6 @@ def test_a_damaged_archive_leaves_nothing(tmp_path: Path) -> None:
     with raises_problem("input-file-unreadable", contains=str(path)):
         preprocess(given, TOKENIZER)
     assert written(tmp_path) == []
-
-
-def test_second_run_does_not_touch_the_rejects_of_the_first(tmp_path: Path) -> None:
-    chosen = options(tmp_path, ["broken", *numbered(5)], chunk_size=1)
-    refused = []
-
-    def second(progress: Progress) -> None:
-        if not refused:
-            with raises_problem("output-in-use"):
-                preprocess(chosen, TOKENIZER)
-            refused.append(True)
-
-    preprocess(chosen, TOKENIZER, second)
-    assert [entry["line"] for entry in quarantined(tmp_path)] == [1]
 
 
 @pytest.mark.parametrize("key", ["a", "b"])
