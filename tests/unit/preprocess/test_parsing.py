@@ -34,32 +34,15 @@ def both(line: bytes, fields: TextFields = FIELDS) -> list[str] | RejectedDocume
 
 TEXT = b'{"text": "%s", "meta": {"b": "y"}}'
 WELL = b'{"text": "x", "meta": {"b": "y"}, "n": %s}'
-NUMBERS = [
-    b"NaN",
-    b"Infinity",
-    b"-Infinity",
-    b"1e999",
-    b"-0",
-    b"1E5",
-    b"9" * 30,
-    b"9" * 400,
-    b"1.5",
-]
+NUMBERS = [*b"NaN Infinity -Infinity 1e999 -0 1E5 1.5".split(), b"9" * 30, b"9" * 400]
 LONG_NUMBERS = [b"9" * 5000, b"-" + b"9" * 5000, b"0." + b"9" * 5000, b"1e" + b"9" * 5000]
 LINES = [
     *(WELL % number for number in [*NUMBERS, *LONG_NUMBERS]),
     *(WELL % number for number in (b"01", b"1.", b".5", b"+1", b"-", b"0x1", b"1_0", b"1e")),
     *(WELL % text for text in (b'"\\ud83d"', b'"\\ud83d\\ude00"', b'"\xed\xa0\x80"', b'"\xff"')),
     *(WELL % (b"[" * n + b"]" * n) for n in (1, 100, 500, 1000, 1020, 1024, 1100, 100_000)),
-    *(b'{"text": %s, "meta": {"b": "y"}}' % text for text in (b'"\\ud83d"', b'"\xed\xa0\x80"')),
-    *(
-        b'{"text": "%s", "meta": {"b": "y"}}' % text
-        for text in (b"\xff", b"\xc0\x80", b"a\0b", b"\t")
-    ),
-    *(
-        b'{"text": "%s", "meta": {"b": "y"}}' % text
-        for text in (b"\\u0000", b"\\x", b"\\/", b"\x7f")
-    ),
+    *(TEXT % text for text in (b"\\ud83d", b"\xed\xa0\x80", b"\xff", b"\xc0\x80", b"a\0b", b"\t")),
+    *(TEXT % text for text in (b"\\u0000", b"\\x", b"\\/", b"\x7f")),
     b'{"text": "x", "meta": {"b": "y"}, "text": "z"}',
     b'{"text": "x", "meta": {"b": "y"}, "meta": 1}',
     b'{"text": "x", "meta": {"b": "y", "b": "z"}, "meta.b": "w"}',
@@ -70,9 +53,7 @@ LINES = [
     *((WELL % b"1") + end for end in (b" \r\n", b"\x0b", b"\0", b",", b"{}", b" \t", b"\xc2\xa0")),
     *(b"null", b"1", b"[]", b'"text"', b"{}", b"", b" ", b"{", b"}", b"\xff\xfe", b"'text'"),
     b'{"text": 12345678901234567890123, "meta": {"b": "y"}}',
-    b'{"text": "' + b"x" * 1001 + b'", "meta": {"b": "y"}}',
-    b'{"text": "' + "\u00e9".encode() * 501 + b'", "meta": {"b": "y"}}',
-    b'{"text": "' + "\u00e9".encode() * 500 + b'", "meta": {"b": "y"}}',
+    *(TEXT % text for text in (b"x" * 1001, b"\xc3\xa9" * 501, b"\xc3\xa9" * 500)),
 ]
 
 
@@ -121,6 +102,7 @@ def test_the_fast_parser_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("line", "reason"),
     [
+        (TEXT % b"\\ud800", INVALID_TEXT),
         (b'{"text": "x"', BROKEN_JSON),
         (b'{"text": 12345678901234567890123, "meta": {"b": "y"}}', WRONG_TYPE),
         (WELL % (b"[" * 1020 + b"]" * 1020), BROKEN_JSON),
@@ -133,7 +115,4 @@ def test_reason_of_a_rejection(line: bytes, reason: str) -> None:
 
 
 def test_lone_surrogate_in_another_field_is_accepted() -> None:
-    assert both(b'{"text": "x", "meta": {"b": "y"}, "c": "\\ud800"}') == ["x", "y"]
-    half = both(b'{"text": "\\ud800", "meta": {"b": "y"}}')
-    assert isinstance(half, RejectedDocument)
-    assert half.reason == INVALID_TEXT
+    assert both(WELL % b'"\\ud800"') == ["x", "y"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import os
 import pickle
@@ -31,7 +32,14 @@ from megatron_ds.preprocess.pipeline import preprocess
 from megatron_ds.preprocess.sentence_splitter import RuleSplitter, Splitter, choose_splitter
 from megatron_ds.tokenizer import Tokenizer, build_tokenizer
 from megatron_ds.tokenizer.null import NullTokenizer
-from tests.preprocess_runs import interrupt, output_files, resume, run_uninterrupted
+from tests.preprocess_runs import (
+    TOKENIZER,
+    interrupt,
+    output_files,
+    pair,
+    resume,
+    run_uninterrupted,
+)
 from tests.problems import raises_problem
 
 REPOSITORY = Path(__file__).resolve().parents[3]
@@ -63,17 +71,12 @@ MARKED = [
 
 @pytest.mark.parametrize("marked", MARKED)
 def test_sentence_rules(marked: str) -> None:
-    text = marked.replace("|", "")
-    assert RuleSplitter("english", keep_newlines=False)(text) == [
-        s.strip() for s in marked.split("|")
-    ]
+    parts, text = marked.split("|"), marked.replace("|", "")
+    assert RuleSplitter("english", keep_newlines=False)(text) == [part.strip() for part in parts]
     # Whitespace belongs to the sentence before it; after the last one it is dropped.
-    ends = [len(part) for part in marked.split("|")]
     kept = RuleSplitter("english", keep_newlines=True)(text)
     assert "".join(kept) == text.rstrip()
-    assert [one.rstrip() for one in kept] == [text[:end].rstrip() for end in ends[:1]] + [
-        part.strip() for part in marked.split("|")[1:]
-    ]
+    assert [one.rstrip() for one in kept] == [parts[0].rstrip(), *(s.strip() for s in parts[1:])]
 
 
 @pytest.mark.parametrize("text", ["", " \n ", "\u2029"])
@@ -132,29 +135,23 @@ PUNKT = 'A man saw approx. 5 birds. They sang.\n\nHe "went." He came.  So?  Yes'
 
 
 @pytest.mark.usefixtures("with_models")
-@pytest.mark.parametrize("lang", ["small", "older"])
-def test_punkt_reads_both_layouts_of_nltk_data(lang: str) -> None:
-    plain, kept = (choose_splitter(lang, keep) for keep in (False, True))
-    sentences = ["A man saw approx. 5 birds.", "They sang.", 'He "went."', "He came.", "So?", "Yes"]
-    assert plain(PUNKT) == sentences
-    assert kept(PUNKT) == [
-        "A man saw approx. 5 birds. ",
-        "They sang.\n\n",
-        'He "went."',  # as in Megatron, whitespace after a closing quote is dropped
-        "He came.  ",
-        "So?  ",
-        "Yes",
-    ]
-    assert pickle.loads(pickle.dumps(kept))(PUNKT) == kept(PUNKT)
-    assert plain.description["splitter"] == "punkt"
-    assert {**plain.description, "keep_newlines": True} == kept.description
-    assert str(plain) == f"nltk's punkt ({lang}, {'punkt_tab' if lang == 'small' else 'punkt'})"
+def test_punkt_reads_both_layouts_of_nltk_data() -> None:
+    models = set()
+    for lang, source in (("small", "punkt_tab"), ("older", "punkt")):
+        plain, kept = (choose_splitter(lang, keep) for keep in (False, True))
+        # As in Megatron, whitespace after a closing quote is dropped.
+        spaced = ["A man saw approx. 5 birds. ", "They sang.\n\n", 'He "went."', "He came.  "]
+        spaced += ["So?  ", "Yes"]
+        assert plain(PUNKT) == [sentence.strip() for sentence in spaced]
+        assert kept(PUNKT) == pickle.loads(pickle.dumps(kept))(PUNKT) == spaced
+        assert plain.description["splitter"] == "punkt"
+        assert {**plain.description, "keep_newlines": True} == kept.description
+        assert str(plain) == f"nltk's punkt ({lang}, {source})"
+        models.add(plain.description["model"])
+    assert len(models) == 1, "the description depends on the layout"
 
 
-@pytest.mark.usefixtures("with_models")
-def test_description_does_not_depend_on_the_layout() -> None:
-    small, older = (choose_splitter(lang, False).description for lang in ("small", "older"))
-    assert small["model"] == older["model"]
+load_once = functools.cache(choose_splitter)
 
 
 @pytest.mark.usefixtures("with_models")
@@ -162,16 +159,8 @@ def test_description_does_not_depend_on_the_layout() -> None:
 @settings(max_examples=40, deadline=None, derandomize=True, database=None)
 def test_punkt_loses_no_text(text: str) -> None:
     for keep in (False, True):
-        found = choose_once("small", keep)(text)
+        found = load_once("small", keep)(text)
         assert "".join("".join(found).split()) == "".join(text.split())
-
-
-CHOSEN: dict[tuple[str, bool], Splitter] = {}
-
-
-def choose_once(lang: str, keep: bool) -> Splitter:
-    """Loads each model once, since loading is slow."""
-    return CHOSEN.setdefault((lang, keep), choose_splitter(lang, keep))
 
 
 @pytest.mark.usefixtures("with_models")
@@ -266,10 +255,6 @@ def as_megatron(
     return documents
 
 
-def pair(prefix: Path | str) -> tuple[bytes, bytes]:
-    return Path(f"{prefix}.bin").read_bytes(), Path(f"{prefix}.idx").read_bytes()
-
-
 def options(folder: Path, rows: list[dict[str, str]], **values: Any) -> PreprocessOptions:
     path = folder / f"{values.pop('name', 'in')}.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
@@ -282,9 +267,8 @@ def test_blank_sentences_and_documents_are_dropped(tmp_path: Path) -> None:
         (True, [[1, 2], [3, 100], [4, 100], [5], [6, 7, 100]]),
         (False, [[1, 2], [3], [4], [5], [6, 7]]),
     ):
-        done = preprocess(
-            options(tmp_path, rows, append_eod=append_eod, splitter=Lines()), NullTokenizer(100)
-        )
+        given = options(tmp_path, rows, append_eod=append_eod, splitter=Lines())
+        done = preprocess(given, TOKENIZER)
         data = IndexedDataset(tmp_path / "in_text_sentence")
         assert [data.get(at).tolist() for at in range(len(data))] == expected
         assert data.document_index.tolist() == [0, 2, 3, 5]
@@ -295,7 +279,7 @@ def test_blank_sentences_and_documents_are_dropped(tmp_path: Path) -> None:
 
 def test_refused_sentence_rejects_its_document(tmp_path: Path) -> None:
     rows = [{"text": "1\n2"}, {"text": "3\nx"}, {"text": "4"}]
-    done = preprocess(options(tmp_path, rows, splitter=Lines()), NullTokenizer(100))
+    done = preprocess(options(tmp_path, rows, splitter=Lines()), TOKENIZER)
     assert IndexedDataset(tmp_path / "in_text_sentence").tokens.tolist() == [1, 2, 4]
     assert done.dropped == {"refused by the tokenizer": 1}
 
@@ -306,13 +290,8 @@ def test_bytes_equal_megatrons_for_any_keys_workers_and_chunks(
     tmp_path: Path, size: int, append_eod: bool
 ) -> None:
     """For both token dtypes."""
-    rows = [
-        {
-            "a": "\n".join(" ".join(["7"] * (n * k % 4)) for k in range(n % 5)),
-            "b": f"{n % 100}\n{n % 7}",
-        }
-        for n in range(60)
-    ]
+    texts = ["\n".join(" ".join(["7"] * (n * k % 4)) for k in range(n % 5)) for n in range(60)]
+    rows = [{"a": text, "b": f"{n % 100}\n{n % 7}"} for n, text in enumerate(texts)]
     tokenizer, letter, code = NullTokenizer(size), *((("i", 4)) if size > 65499 else ("H", 8))
     for workers, chunk_size in ((1, 64), (2, 7), (3, 1)):
         given = options(
@@ -331,21 +310,15 @@ def test_t5_data_of_the_tutorial_equal_megatrons(
     tmp_path: Path, shared_data: Path, keep: bool
 ) -> None:
     """my-t5_text_sentence, of BERT's published vocabulary and English text."""
-    tokenizer = build_tokenizer(
-        TokenizerConfig(
-            tokenizer_type="BertWordPieceLowerCase",
-            vocab_file=str(shared_data / "bert-base-uncased-vocab.txt"),
-            vocab_extra_ids=100,
-        )
-    )
+    vocab = str(shared_data / "bert-base-uncased-vocab.txt")
+    known = {"tokenizer_type": "BertWordPieceLowerCase", "vocab_extra_ids": 100}
+    tokenizer = build_tokenizer(TokenizerConfig(vocab_file=vocab, **known))
     with open(shared_data / "openwebtext-1000.jsonl", encoding="utf-8") as file:
         texts = [json.loads(line)["text"] for line, _ in zip(file, range(25), strict=False)]
     splitter = choose_splitter("english", keep, "rules")
     rows = [{"text": text} for text in texts]
-    preprocess(
-        options(tmp_path, rows, name="my-t5", append_eod=True, workers=2, splitter=splitter),
-        tokenizer,
-    )
+    given = options(tmp_path, rows, name="my-t5", append_eod=True, workers=2, splitter=splitter)
+    preprocess(given, tokenizer)
     documents = as_megatron(texts, splitter, tokenizer, append_eod=True)
     assert pair(tmp_path / "my-t5_text_sentence") == reference_bytes(documents, "H", 8)
     assert sum(map(len, documents)) > 20 * len(documents)
@@ -353,48 +326,41 @@ def test_t5_data_of_the_tutorial_equal_megatrons(
 
 def test_merged_sentences_equal_those_of_one_run(tmp_path: Path) -> None:
     rows = [{"text": f"{n}\n{n} 1\n\n2"} for n in range(30)]
-    tokenizer = NullTokenizer(100)
-    parts = {"whole": rows, "first": rows[:11], "second": rows[11:]}
+    parts = {"first": rows[:11], "second": rows[11:], "whole": rows}
     for name, part in parts.items():
-        preprocess(options(tmp_path, part, name=name, append_eod=True, splitter=Lines()), tokenizer)
-    first, second, whole = (
-        str(tmp_path / f"{name}_text_sentence") for name in ("first", "second", "whole")
-    )
+        preprocess(options(tmp_path, part, name=name, append_eod=True, splitter=Lines()), TOKENIZER)
+    first, second, whole = (str(tmp_path / f"{name}_text_sentence") for name in parts)
     done = merge([first, second], str(tmp_path / "merged"))
-    assert (done.documents, done.sequences) == (30, 90)
+    assert done.written[1:] == (90, 30)
     assert pair(tmp_path / "merged") == pair(whole)
     assert read_sentence_splitter(str(tmp_path / "merged")) == Lines.description
-    assert read_tokenizer(str(tmp_path / "merged")) == tokenizer.fingerprint
+    assert read_tokenizer(str(tmp_path / "merged")) == TOKENIZER.fingerprint
     assert not compare(IndexedDataset(tmp_path / "merged"), IndexedDataset(whole)).description
     summary = summarize(IndexedDataset(whole))
     assert (summary.documents, summary.sequences, summary.empty_documents) == (30, 90, 0)
     # Pairs of different splitters may be merged; the result then names no splitter.
-    preprocess(options(tmp_path, rows[:1], name="other"), tokenizer)
+    preprocess(options(tmp_path, rows[:1], name="other"), TOKENIZER)
     merge([first, str(tmp_path / "other_text_document")], str(tmp_path / "mixed"))
     assert read_sentence_splitter(str(tmp_path / "mixed")) is None
-    assert read_tokenizer(str(tmp_path / "mixed")) == tokenizer.fingerprint
+    assert read_tokenizer(str(tmp_path / "mixed")) == TOKENIZER.fingerprint
 
 
 def test_gpt_shuffles_sentences_as_megatron_does(tmp_path: Path) -> None:
     """Sequences are shuffled, so the sentences of a document are separated."""
     rows = [{"text": f"{n}\n{n}\n{n}"} for n in range(40)]
-    tokenizer = NullTokenizer(100)
-    preprocess(options(tmp_path, rows, splitter=Lines(), append_eod=True), tokenizer)
+    preprocess(options(tmp_path, rows, splitter=Lines(), append_eod=True), TOKENIZER)
+    prefix, cache = str(tmp_path / "in_text_sentence"), str(tmp_path / "cache")
     built = build_datasets(
-        DataConfig(
-            data_path=(str(tmp_path / "in_text_sentence"),),
-            split="1",
-            data_cache_path=str(tmp_path / "cache"),
-        ),
+        DataConfig(data_path=(prefix,), split="1", data_cache_path=cache),
         seq_length=4,
         seed=1,
         num_samples=(39, 0, 0),
-        tokenizer_fingerprint=tokenizer.fingerprint.digest,
-        vocab_size=tokenizer.vocab_size,
+        tokenizer_fingerprint=TOKENIZER.fingerprint.digest,
+        vocab_size=TOKENIZER.vocab_size,
     )
     assert built.train is not None
     tokens = [token for at in range(39) for token in built.train[at][:-1].tolist()]
-    apart = sum(a != b for a, b in pairwise(token for token in tokens if token != tokenizer.eod))
+    apart = sum(a != b for a, b in pairwise(token for token in tokens if token != TOKENIZER.eod))
     assert len(built.train) == 39
     assert apart > 100
     assert sorted(set(tokens)) == [*range(40), 100]
@@ -403,9 +369,8 @@ def test_gpt_shuffles_sentences_as_megatron_does(tmp_path: Path) -> None:
 def test_resume_requires_the_same_splitter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resumable, "COMMIT_SECONDS", 0.0)
     rows = [{"text": f"{n}\n\n{n} 1\n"} for n in range(40)]
-    chosen = options(tmp_path, rows, name="out", append_eod=True, chunk_size=3, splitter=Lines())
-    (tmp_path / "out.jsonl").rename(tmp_path / "rows.jsonl")
-    chosen = dataclasses.replace(chosen, inputs=InputSpec((str(tmp_path / "rows.jsonl"),)))
+    chosen = options(tmp_path, rows, append_eod=True, chunk_size=3, splitter=Lines())
+    chosen = dataclasses.replace(chosen, output_prefix=str(tmp_path / "out"))
     _, expected = run_uninterrupted(chosen)
     interrupt(chosen, 4)
     for other in (None, RuleSplitter("english", False)):
