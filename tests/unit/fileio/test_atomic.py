@@ -7,6 +7,7 @@ import os
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -24,11 +25,7 @@ def test_failed_write_keeps_the_old_content(
 ) -> None:
     path = tmp_path / "file"
     write_atomically(path, b"old")
-
-    def fail(*arguments: Any) -> None:
-        raise error
-
-    monkeypatch.setattr(os, function, fail)
+    monkeypatch.setattr(os, function, Mock(side_effect=error))
     with pytest.raises(type(error)) as raised:
         write_atomically(path, b"new")
 
@@ -53,18 +50,17 @@ def test_rename_follows_fsync_and_precedes_fsync_of_the_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[str] = []
-    fsync, replace = os.fsync, os.replace
+    replace = os.replace
 
-    def recorded_fsync(descriptor: int) -> None:
+    def record_fsync(descriptor: int) -> None:
         calls.append(os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}")))
-        fsync(descriptor)
 
-    def recorded_replace(source: Any, target: Any) -> None:
+    def record_replace(*paths: Any) -> None:
         calls.append("replace")
-        replace(source, target)
+        replace(*paths)
 
-    monkeypatch.setattr(os, "fsync", recorded_fsync)
-    monkeypatch.setattr(os, "replace", recorded_replace)
+    monkeypatch.setattr(os, "fsync", record_fsync)
+    monkeypatch.setattr(os, "replace", record_replace)
     write_atomically(tmp_path / "file", b"content")
 
     assert calls == [".file.partial", "replace", tmp_path.name]

@@ -9,6 +9,7 @@ import threading
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -85,31 +86,22 @@ def test_one_of_several_waiting_threads_reports(
 def test_lock_of_a_deleted_file_is_acquired_again(tmp_path: Path) -> None:
     path = tmp_path / "x.lock"
     messages: list[str] = []
+    second: list[bool | None] = []
 
     def wait() -> None:
-        with (
-            locked(path, WaitPolicy(report=messages.append, report_after=0.0)),
-            open(path, "ab") as other,
-        ):
-            assert lock_now(other) is False, "the lock that is held is not that of the path"
+        policy = WaitPolicy(report=messages.append, report_after=0.0)
+        with locked(path, policy), open(path, "ab") as other:
+            second.append(lock_now(other))
 
     with locked(path, QUIET) as is_locked:
         assert is_locked
-        errors: list[BaseException] = []
-
-        def run() -> None:
-            try:
-                wait()
-            except BaseException as error:
-                errors.append(error)
-
-        thread = threading.Thread(target=run)
+        thread = threading.Thread(target=wait)
         thread.start()
         while not messages:
             time.sleep(0.01)
         path.unlink()
     thread.join()
-    assert not errors
+    assert second == [False], "the lock that is held is not that of the path"
 
 
 def test_is_at_detects_renamed_and_replaced_files(tmp_path: Path) -> None:
@@ -122,22 +114,13 @@ def test_is_at_detects_renamed_and_replaced_files(tmp_path: Path) -> None:
         assert not is_at(file, path)
 
 
-@pytest.mark.parametrize("code", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP])
-def test_file_systems_without_locks_grant_no_lock(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+def test_file_systems_without_locks_grant_no_lock_and_other_errors_propagate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def flock(*arguments: Any) -> None:
-        raise OSError(code, os.strerror(code))
-
-    monkeypatch.setattr(fcntl, "flock", flock)
-    with locked(tmp_path / "x", QUIET) as is_locked, locked(tmp_path / "x", QUIET) as other:
-        assert (is_locked, other) == (False, False)
-
-
-def test_other_errors_propagate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def flock(*arguments: Any) -> None:
-        raise OSError(errno.EIO, "broken")
-
-    monkeypatch.setattr(fcntl, "flock", flock)
+    for code in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+        monkeypatch.setattr(fcntl, "flock", Mock(side_effect=OSError(code, "no locks")))
+        with locked(tmp_path / "x", QUIET) as is_locked, locked(tmp_path / "x", QUIET) as other:
+            assert (is_locked, other) == (False, False)
+    monkeypatch.setattr(fcntl, "flock", Mock(side_effect=OSError(errno.EIO, "broken")))
     with pytest.raises(OSError, match="broken"), locked(tmp_path / "x", QUIET):
         pass
