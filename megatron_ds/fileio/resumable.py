@@ -266,8 +266,8 @@ class ResumableOutput:
 
     @property
     def has_commit(self) -> bool:
-        """Whether there is work that a resumed run continues."""
-        return (self.folder / RECORD).exists()
+        """Whether a resumed run continues this work, as soon as a commit in progress is complete."""
+        return self._pending is not None or (self.folder / RECORD).exists()
 
     @property
     def is_commit_due(self) -> bool:

@@ -7,6 +7,7 @@ import gzip
 import json
 import os
 import shutil
+import threading
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -177,6 +178,18 @@ def test_run_without_a_commit_leaves_nothing(tmp_path: Path) -> None:
         first.files["a"].write(b"x")
         raise KeyboardInterrupt
     assert os.listdir(tmp_path) == []
+
+
+def test_commit_in_progress_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    is_released = threading.Event()
+    monkeypatch.setattr(os, "fsync", lambda descriptor: is_released.wait())
+    with open_output(tmp_path) as output:
+        assert not output.has_commit
+        output.files["a"].write(b"x")
+        output.commit({})
+        assert output.has_commit
+        assert not (output.folder / RECORD).exists()
+        is_released.set()
 
 
 def test_failed_commit_keeps_the_one_before(
