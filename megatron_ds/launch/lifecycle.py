@@ -35,19 +35,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from enum import Enum, auto
+from enum import Enum
 from typing import NoReturn, TypeVar
 
 from megatron_ds.launch import environment, output
+from megatron_ds.launch.distributed import ExitBoard
 from megatron_ds.launch.error_report import ErrorReport, is_collective_error, make_report
 from megatron_ds.launch.exit_codes import ExitCode
-from megatron_ds.launch.liveness import (
-    ExitBoard,
-    ProcessHandle,
-    RankExit,
-    find_dead_peer,
-    find_launchers,
-)
+from megatron_ds.launch.liveness import ProcessHandle, RankExit, find_dead_peer, find_launchers
 
 Result = TypeVar("Result")
 
@@ -83,7 +78,10 @@ class StopReason(Enum):
         return ExitCode.INTERRUPTED if self is StopReason.SIGINT else ExitCode.TERMINATED
 
 
-SIGNALS = {signal.SIGINT: StopReason.SIGINT, signal.SIGTERM: StopReason.SIGTERM}
+SIGNALS: dict[int, StopReason] = {
+    signal.SIGINT: StopReason.SIGINT,
+    signal.SIGTERM: StopReason.SIGTERM,
+}
 
 
 class StopRequest:
@@ -96,13 +94,6 @@ class StopRequest:
         """Records the reason unless there already is one."""
         if self.reason is None:
             self.reason = reason
-
-
-class ProcessPhase(Enum):
-    STARTING = auto()
-    """There is no state to lose: a signal ends the process."""
-    TRAINING = auto()
-    """A signal is a request, honoured at the end of the step."""
 
 
 class _StartupInterrupted(SystemExit):
@@ -127,7 +118,8 @@ class ProcessLifecycle:
     def __init__(self) -> None:
         self.stop_request = StopRequest()
         self.started_at = time.monotonic()
-        self._phase = ProcessPhase.STARTING
+        # While starting there is no state to lose: a signal ends the process.
+        self._starting = True
         self._launchers = find_launchers()
         self._peers: Mapping[int, ProcessHandle] = {}
         self._board: ExitBoard | None = None
@@ -143,15 +135,6 @@ class ProcessLifecycle:
         # Held by the thread that ends the process; never released.
         self._exit_lock = threading.Lock()
 
-    @property
-    def is_finished(self) -> bool:
-        return self._finished.is_set()
-
-    @property
-    def is_known_to_peers(self) -> bool:
-        """Whether other ranks watch this one."""
-        return self._board is not None
-
     def begin(self) -> None:
         """Installs signal handlers and starts the monitor thread.
 
@@ -159,7 +142,7 @@ class ProcessLifecycle:
         """
         self._wakeup_writer.setblocking(False)
         signal.set_wakeup_fd(self._wakeup_writer.fileno(), warn_on_full_buffer=False)
-        os.register_at_fork(after_in_child=_reset_wakeup_fd)
+        os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
         for number in SIGNALS:
             if signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, self._on_signal)
@@ -181,7 +164,7 @@ class ProcessLifecycle:
 
     def on_training_started(self) -> None:
         """From now on a signal is a request to stop after the current step."""
-        self._phase = ProcessPhase.TRAINING
+        self._starting = False
 
     def on_finished(self) -> None:
         """All ranks are done: from now on the exit of another rank is not an error."""
@@ -194,8 +177,12 @@ class ProcessLifecycle:
     def exit_with_error(self, error: BaseException) -> NoReturn:
         """Reports the error, tells the other ranks and ends this process.
 
-        Skips the interpreter's clean-up, which would wait for ranks that are gone.
+        Skips the interpreter's clean-up, which would wait for ranks that are gone. A `sys.exit`
+        that no other rank waits for is raised again.
         """
+        is_exit = isinstance(error, SystemExit) and not isinstance(error, _StartupInterrupted)
+        if is_exit and (self._finished.is_set() or self._board is None):
+            raise error
         self._interruptible_pid = 0
         self._exit_lock.acquire()  # blocks if the monitor thread is already ending the process
         _ignore_signals()
@@ -230,7 +217,7 @@ class ProcessLifecycle:
         process, board = self._peers.get(peer.rank), self._board
         if process is not None:
             _wait_until(lambda: not process.is_alive(), PEER_EXIT_TIMEOUT_S)
-        if board is None or _call_with_timeout(lambda: board.count("reported", 1), default=1) == 1:
+        if board is None or _call_with_timeout(board.is_first_report, default=True):
             output.print_error(
                 output.with_rank_prefix(f"ends, because rank {peer.rank} {peer.reason}")
             )
@@ -246,17 +233,17 @@ class ProcessLifecycle:
     def _on_signal(self, number: int, frame: object) -> None:
         # After start-up the monitor thread handles signals: it reads their numbers from the
         # wakeup socket even while the main thread is blocked in a collective.
-        if self._phase is ProcessPhase.STARTING and os.getpid() == self._interruptible_pid:
+        if self._starting and os.getpid() == self._interruptible_pid:
             self._interruptible_pid = 0
-            raise _StartupInterrupted(SIGNALS[signal.Signals(number)])
+            raise _StartupInterrupted(SIGNALS[number])
 
     def _monitor_loop(self) -> None:
         while True:
             readable, _, _ = select.select([self._wakeup], [], [], POLL_S)
             for number in self._wakeup.recv(64) if readable else b"":
-                if number in list(SIGNALS):
-                    self._on_signal_received(SIGNALS[signal.Signals(number)])
-            if not self.is_finished:
+                if number in SIGNALS:
+                    self._on_signal_received(SIGNALS[number])
+            if not self._finished.is_set():
                 self._check_launchers()
                 self._check_peers()
                 self._kill_if_stuck()
@@ -266,7 +253,7 @@ class ProcessLifecycle:
         if self._signalled_at is None:
             self._signalled_at = now
             self.stop_request.request(reason)
-            if self._phase is ProcessPhase.TRAINING and self._check_peers() is None:
+            if not self._starting and self._check_peers() is None:
                 output.print_on_rank(
                     f"received {reason.name}: saving the state and exiting after this step "
                     "(a second SIGINT exits immediately)"
@@ -279,11 +266,10 @@ class ProcessLifecycle:
             )
 
     def _check_launchers(self) -> None:
-        if self.stop_request.reason is not None:
-            return
-        if not all(process.is_alive() for process in self._launchers):
+        launchers_alive = all(process.is_alive() for process in self._launchers)
+        if self.stop_request.reason is None and not launchers_alive:
             self.stop_request.request(StopReason.LAUNCHER)
-            if self._phase is ProcessPhase.STARTING and self._exit_lock.acquire(blocking=False):
+            if self._starting and self._exit_lock.acquire(blocking=False):
                 output.print_error(
                     output.with_rank_prefix("its launcher is gone: ends before the training")
                 )
@@ -296,7 +282,7 @@ class ProcessLifecycle:
             dead = find_dead_peer(self._peers)
             if dead is not None:
                 # The dead rank may have posted its reason, or another one may have exited first.
-                posted = _call_with_timeout(lambda: board.read(), default=None)
+                posted = _call_with_timeout(board.read, default=None)
                 self._record_peer_exit(posted or dead)
         return self._peer_exit
 
@@ -309,10 +295,9 @@ class ProcessLifecycle:
         """Ends the process if the main thread has not done so within the grace period."""
         deadline = time.monotonic() - GRACE_S
         peer, reason = self._peer_exit, self.stop_request.reason
-        starting = self._phase is ProcessPhase.STARTING
         lost_peer = peer is not None and self._peer_exit_at < deadline
-        signalled = starting and self._signalled_at is not None and self._signalled_at < deadline
-        if (lost_peer or signalled) and self._exit_lock.acquire(blocking=False):
+        late = self._signalled_at is not None and self._signalled_at < deadline
+        if (lost_peer or (self._starting and late)) and self._exit_lock.acquire(blocking=False):
             if peer is not None:
                 self._exit_after_peer(peer)
             if reason is not None:
@@ -321,7 +306,7 @@ class ProcessLifecycle:
     def _watch_board(self, board: ExitBoard) -> None:
         """Reads the board, and posts what this rank observes: ranks of other hosts cannot see the
         processes of this one."""
-        while not self.is_finished:
+        while not self._finished.is_set():
             try:
                 found = board.read()
                 if found is None and self._peer_exit is not None:
@@ -345,9 +330,6 @@ def process_lifecycle() -> Iterator[ProcessLifecycle]:
         lifecycle.begin()  # a signal may arrive before it returns
         yield lifecycle
     except BaseException as error:
-        is_exit = isinstance(error, SystemExit) and not isinstance(error, _StartupInterrupted)
-        if is_exit and (lifecycle.is_finished or not lifecycle.is_known_to_peers):
-            raise
         lifecycle.exit_with_error(error)
 
 
@@ -377,10 +359,6 @@ def _call_with_timeout(function: Callable[[], Result], *, default: Result) -> Re
 def _ignore_signals() -> None:
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
-
-
-def _reset_wakeup_fd() -> None:
-    signal.set_wakeup_fd(-1)
 
 
 def _end_process(code: ExitCode) -> NoReturn:

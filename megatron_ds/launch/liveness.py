@@ -6,15 +6,13 @@ and ends no process.
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import socket
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from megatron_ds.launch.exit_codes import ExitCode
 
@@ -67,10 +65,9 @@ class ProcessHandle:
 
 @dataclass(frozen=True)
 class HostLocation:
-    """A process with its host and PID namespace: ranks of one location can watch each other."""
+    """A process with its host and PID namespace: ranks of one host can watch each other."""
 
-    machine: str
-    namespace: str
+    host: str
     process: ProcessHandle
 
     @classmethod
@@ -84,11 +81,7 @@ class HostLocation:
             namespace = os.readlink(PROC / "self" / "ns" / "pid")
         with suppress(OSError):
             boot = (PROC / "sys" / "kernel" / "random" / "boot_id").read_text().strip()
-        machine = f"{socket.gethostname()} {boot}"
-        return cls(machine, namespace, ProcessHandle.of(os.getpid()))
-
-    def is_same_host(self, other: HostLocation) -> bool:
-        return (self.machine, self.namespace) == (other.machine, other.namespace)
+        return cls(f"{socket.gethostname()} {boot} {namespace}", ProcessHandle.of(os.getpid()))
 
 
 @dataclass(frozen=True)
@@ -104,29 +97,6 @@ class RankExit:
     rank: int
     reason: str
     code: int
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> RankExit:
-        return cls(**json.loads(text))
-
-
-class ExitBoard(Protocol):
-    """Shared by all ranks of a run, on all hosts: the exit of the first rank that ended."""
-
-    def post(self, rank_exit: RankExit) -> RankExit:
-        """Posts an exit unless there already is one; returns the one that is posted."""
-        ...
-
-    def read(self) -> RankExit | None:
-        """The posted exit, if any."""
-        ...
-
-    def count(self, key: str, increment: int) -> int:
-        """Adds to a counter shared by all ranks; returns its new value."""
-        ...
 
 
 def find_dead_peer(peers: Mapping[int, ProcessHandle]) -> RankExit | None:
@@ -192,8 +162,6 @@ def _stat(pid: int) -> list[str]:
 def _exists(pid: int) -> bool:
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
+    except OSError as error:
+        return isinstance(error, PermissionError)
     return True

@@ -110,7 +110,7 @@ def build_trainer(
     log_timestamp("after model, optimizer, and learning rate scheduler are built")
     estimate = estimate_memory(config, mesh, engine, context.device.type)
     print_banner(config, context, mesh, engine, state, estimate)
-    if config.checkpoint.save is not None and context.is_first:
+    if config.checkpoint.save is not None and context.rank == 0:
         write_run_files(Path(config.checkpoint.save), engine, data)
         checkpoints.warn_of_newer(state)
     total_iterations = schedules.total_iterations(config, mesh.dp.size, state)
@@ -187,7 +187,7 @@ def _build_metrics(
     """Metrics of this rank; the last rank, which reports as in Megatron, has loggers."""
     padded = config.model.padded_vocab(mesh.tp.size)
     loggers = []
-    if context.is_last:
+    if context.rank == context.world_size - 1:
         loggers = open_loggers(
             config,
             state,

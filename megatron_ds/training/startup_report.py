@@ -6,9 +6,12 @@ Collects values from the parts of a run and prints or writes them; changes none 
 from __future__ import annotations
 
 import platform
+import shutil
+import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from datetime import datetime
+from importlib import metadata
 from pathlib import Path
 
 import torch
@@ -27,7 +30,7 @@ from megatron_ds.model.flops import parameters_per_rank
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.train_state import TrainState
 from megatron_ds.training.attention_kernel import describe_kernel
-from megatron_ds.training.banner import MIB, BannerData, banner
+from megatron_ds.training.banner import MIB, WIDTH, BannerData, banner
 
 DOTS = 48
 
@@ -35,8 +38,8 @@ DOTS = 48
 def print_arguments(config: Config, context: distributed.ProcessContext, mesh: Mesh) -> None:
     """Prints the settings, in the format of Megatron-LM and its forks."""
     output.print_on_rank(
-        f"DeepSpeed info: version={device.deepspeed_version()}; {context.world_size} processes on "
-        f"{context.device.type} ({context.backend}), torch {torch.__version__}, tensor parallel "
+        f"DeepSpeed info: version={metadata.version('deepspeed')}; {context.world_size} processes "
+        f"on {context.device.type} ({context.backend}), torch {torch.__version__}, tensor parallel "
         f"{mesh.tp.size} x data parallel {mesh.dp.size}"
     )
     output.print_on_rank("------------------------ arguments ------------------------")
@@ -93,7 +96,7 @@ def print_banner(
     estimate: memory_estimate.MemoryEstimate,
 ) -> None:
     """Prints layout, model, schedule, settings and kernels on the first rank. Not collective."""
-    if not context.is_first:
+    if context.rank != 0:
         return
     micro = config.schedule.micro_batch_size
     documents = engine.packing
@@ -110,7 +113,7 @@ def print_banner(
         state=state,
         total_iterations=schedules.total_iterations(config, mesh.dp.size, state),
         versions=(
-            f"DeepSpeed {device.deepspeed_version()}, torch {torch.__version__}, "
+            f"DeepSpeed {metadata.version('deepspeed')}, torch {torch.__version__}, "
             f"Python {platform.python_version()}"
         ),
         device=f"{context.device.type} ({context.backend})",
@@ -125,7 +128,8 @@ def print_banner(
         ),
         ops=tuple(loaded_ops()),
     )
-    width, terminal = output.terminal_size()
+    terminal = sys.stdout.isatty()
+    width = shutil.get_terminal_size().columns if terminal else WIDTH
     output.print_on_rank(banner(facts, width=width, terminal=terminal))
 
 
