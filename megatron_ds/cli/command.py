@@ -112,7 +112,7 @@ def run(
         except SystemExit as end:
             return int(end.code or 0)
         except BrokenPipeError:  # the reader of the output has exited, as `head` does
-            output.redirect_stdout_to_null()
+            output.redirect_to_null(sys.stdout)
             return 128 + signal.SIGPIPE
         except (ValueError, OSError) as error:
             problems = error.problems if isinstance(error, UserError) else (str(error),)

@@ -17,8 +17,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime import compiler
 
 from megatron_ds.config import PrecisionConfig
-from megatron_ds.config.problems import UserError
-from megatron_ds.launch.device import fp16_error
+from megatron_ds.config.problems import user_error
 
 
 def require_precision(config: PrecisionConfig) -> None:
@@ -34,7 +33,7 @@ def require_precision(config: PrecisionConfig) -> None:
     if not config.fp16 or accelerator.is_fp16_supported():
         return
     if not config.allow_fp16_on_cpu:
-        raise UserError(fp16_error(accelerator.device_name()))
+        raise user_error("fp16-not-supported", device=accelerator.device_name())
     kind, supported = type(accelerator), accelerator.supported_dtypes()
     kind.is_fp16_supported = lambda self: True
     kind.supported_dtypes = lambda self: [*supported, torch.half]

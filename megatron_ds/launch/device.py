@@ -11,8 +11,6 @@ from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
-from megatron_ds.config.problems import Problem
-
 DEVICE_PACKAGES = (
     "torch_npu",
     "torch_sdaa",
@@ -34,30 +32,14 @@ def known_without_fp16() -> bool:
     False if unknown: then the check after the import of torch decides.
     """
     requested = os.environ.get("DS_ACCELERATOR")
-    if requested is not None and requested != "cpu":
+    if requested is None and version("torch").endswith("+cpu"):
+        requested = None if any(map(find_spec, DEVICE_PACKAGES)) else "cpu"
+    cpu_info = Path("/proc/cpuinfo")
+    if requested != "cpu" or not cpu_info.exists():
         return False
-    if requested is None and not (
-        version("torch").endswith("+cpu") and not any(map(find_spec, DEVICE_PACKAGES))
-    ):
-        return False
-    try:
-        cpu_info = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return False
-    features = next((line for line in cpu_info.splitlines() if line.startswith("flags")), None)
+    lines = cpu_info.read_text(encoding="utf-8", errors="replace").splitlines()
+    features = next((line for line in lines if line.startswith("flags")), None)
     return features is not None and not FP16_FEATURES & set(features.split())
-
-
-def fp16_error(device: str) -> Problem:
-    """The problem of --fp16 on a device that does not train in fp16."""
-    return Problem("fp16-not-supported", device=device)
-
-
-def deepspeed_version() -> str:
-    import deepspeed
-
-    version: str = deepspeed.__version__
-    return version
 
 
 def device_memory() -> dict[str, int]:
@@ -87,9 +69,8 @@ class PeakMemory:
         accelerator = get_accelerator()
         self._accelerator = None if accelerator.device_name() == "cpu" else accelerator
         if self._accelerator is None:
-            with suppress(
-                OSError
-            ):  # not Linux, or not permitted: the peak is that since process start
+            # Not Linux, or not permitted: the peak is that since process start.
+            with suppress(OSError):
                 Path("/proc/self/clear_refs").write_text("5")
             self._before = _process_status("VmRSS")
         else:

@@ -8,6 +8,7 @@ imports no torch and does not know where extensions are stored.
 
 from __future__ import annotations
 
+import glob
 import os
 from pathlib import Path
 
@@ -28,47 +29,23 @@ def find_stale_locks(folder: Path) -> list[Path]:
     """
     if not PROCESSES.is_dir():
         return []
-    found = {
-        lock: _file_id(lock) for depth in ("*/lock", "*/*/lock") for lock in folder.glob(depth)
-    }
-    if not found:
-        return []
-    held = _open_files()
+    locks = [*folder.glob("*/lock"), *folder.glob("*/*/lock")]
+    found = {lock: _file_id(lock) for lock in locks}
+    # Without the processes of other users, who have other extensions.
+    descriptors = glob.iglob(f"{PROCESSES}/[0-9]*/fd/*") if locks else ()
+    held = {_file_id(descriptor)[:2] for descriptor in descriptors}
     # A lock that was released, or taken again, during the check is in use.
     return sorted(
         lock
         for lock, file_id in found.items()
-        if file_id is not None and file_id[:2] not in held and _file_id(lock) == file_id
+        if file_id and file_id[:2] not in held and _file_id(lock) == file_id
     )
 
 
-def _file_id(path: Path) -> tuple[int, int, int] | None:
-    """Device, inode and modification time; None if the file is gone."""
+def _file_id(path: str | Path) -> tuple[int, ...]:
+    """Device, inode and modification time; empty if the file is gone."""
     try:
-        status = path.stat()
+        status = os.stat(path)
     except OSError:
-        return None
+        return ()
     return status.st_dev, status.st_ino, status.st_mtime_ns
-
-
-def _open_files() -> set[tuple[int, int]]:
-    """Device and inode of every file that is held open by a process we may inspect."""
-    held = set()
-    for descriptor in _descriptors():
-        try:
-            status = os.stat(descriptor)
-        except OSError:
-            continue  # it was closed, or its process ended, since it was listed
-        held.add((status.st_dev, status.st_ino))
-    return held
-
-
-def _descriptors() -> list[Path]:
-    found: list[Path] = []
-    for process in PROCESSES.iterdir():
-        if process.name.isdigit():
-            try:
-                found.extend((process / "fd").iterdir())
-            except OSError:
-                continue  # it ended, or belongs to another user, who has other extensions
-    return found

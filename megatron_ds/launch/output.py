@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import shutil
 import sys
 import sysconfig
 import time
@@ -26,21 +25,15 @@ DISK_FULL_ERRORS = (errno.ENOSPC, errno.EDQUOT)
 def ignore_broken_pipe() -> Iterator[None]:
     """Around the output of a tool that has done its work: its reader may quit early, as `head`
     does."""
-    with suppress(BrokenPipeError):
-        try:
-            yield
-            sys.stdout.flush()
-        except BrokenPipeError:
-            redirect_stdout_to_null()
-            raise
+    try:
+        yield
+        sys.stdout.flush()
+    except BrokenPipeError:
+        redirect_to_null(sys.stdout)
 
 
-def redirect_stdout_to_null() -> None:
-    """Discards all further standard output, including what is buffered."""
-    _redirect_to_null(sys.stdout)
-
-
-def _redirect_to_null(stream: TextIO) -> None:
+def redirect_to_null(stream: TextIO) -> None:
+    """Discards all further output to a stream, including what is buffered."""
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, stream.fileno())
     os.close(null)
@@ -56,9 +49,8 @@ def plain_warnings(render: Callable[[str], str] = str) -> Iterator[None]:
     shown: set[str] = set()
 
     def show(message: Warning | str, *_: object, **__: object) -> None:
-        text = message if isinstance(message, str) else str(message)
-        if isinstance(message, Warning) and message.args and isinstance(message.args[0], str):
-            text = message.args[0]
+        values = message.args if isinstance(message, Warning) else ()
+        text = values[0] if values and isinstance(values[0], str) else str(message)
         if str(text) not in shown:
             shown.add(str(text))
             print(f"WARNING: {render(text)}", file=sys.stderr)
@@ -100,7 +92,7 @@ def _print(text: str, stream: TextIO) -> None:
         if error.errno in DISK_FULL_ERRORS:
             return  # the next line may succeed
         # The reader is gone: Ctrl-C also ends the `tee` of a pipe, and terminals get closed.
-        _redirect_to_null(stream)
+        redirect_to_null(stream)
 
 
 def write_torchelastic_error_file(text: str) -> None:
@@ -157,13 +149,6 @@ def exit_on_user_error() -> Iterator[None]:
         if _is_first_to_report():
             print_error(with_rank_prefix(error_message(error)))
         raise SystemExit(1) from None
-
-
-def terminal_size() -> tuple[int, bool]:
-    """Columns of the standard output (100 without a terminal), and whether it is a terminal."""
-    if not sys.stdout.isatty():
-        return 100, False
-    return shutil.get_terminal_size().columns, True
 
 
 def _is_first_to_report() -> bool:

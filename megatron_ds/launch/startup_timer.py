@@ -12,23 +12,19 @@ class StartupTimer:
 
     def __init__(self) -> None:
         self._last = time.monotonic()
-        self._phases: list[tuple[str, float]] = [("interpreter", process_age())]
+        self.phases: list[tuple[str, float]] = [("interpreter", process_age())]
+        """Names and seconds, in order."""
 
     def mark(self, phase: str) -> None:
         """Records the end of a phase, which began at the end of the previous one."""
         now = time.monotonic()
-        self._phases.append((phase, now - self._last))
+        self.phases.append((phase, now - self._last))
         self._last = now
-
-    @property
-    def phases(self) -> list[tuple[str, float]]:
-        """Names and seconds, in order."""
-        return list(self._phases)
 
     def summary_line(self) -> str:
         """One line for the log."""
-        fields = [f" {name}: {seconds:.2f} |" for name, seconds in self._phases]
-        total = sum(seconds for _, seconds in self._phases)
+        fields = [f" {name}: {seconds:.2f} |" for name, seconds in self.phases]
+        total = sum(seconds for _, seconds in self.phases)
         return f"start-up (s) |{''.join(fields)} all: {total:.2f} |"
 
 

@@ -50,7 +50,9 @@ def check(
     warnings = schedule_validation.warnings(config, dp_size) if is_sound else ()
     for warning in (*config.warnings(), *warnings):
         warn(warning)
-    problems = list(_precision_problems(config))
+    problems, precision = [], config.precision
+    if precision.fp16 and not precision.allow_fp16_on_cpu and device.known_without_fp16():
+        problems.append(Problem("fp16-not-supported", device="this CPU"))
     tokenizer: Tokenizer | None = None
     try:
         tokenizer = _build_tokenizer(config, is_sound)
@@ -58,24 +60,23 @@ def check(
         problems += error.problems
     except OSError as error:
         problems.append(Problem("tokenizer-unreadable", error=error))
-    vocab_size = None if tokenizer is None else tokenizer.vocab_size
-    problems += _vocab_problems(config, vocab_size)
+    vocab_size = fingerprint = eod = None
+    if tokenizer is not None:
+        vocab_size, fingerprint, eod = tokenizer.vocab_size, tokenizer.fingerprint, tokenizer.eod
+    given = config.model.vocab_size or vocab_size
+    is_null = config.tokenizer.tokenizer_type == "NullTokenizer"  # it adds an end-of-document id
+    if vocab_size not in (None, given) and not is_null:
+        values = {"given": given, "vocab_size": vocab_size}
+        problems.append(Problem("vocab-size-differs-from-tokenizer", **values))
     samples = schedules.planned_samples(config, dp_size) if is_sound else None
     data = DataFiles(config.data)
-    fingerprint = None if tokenizer is None else tokenizer.fingerprint
     problems += data_problems(data, samples, vocab_size, fingerprint)
     if not problems:
-        for warning in data_warnings(data, None if tokenizer is None else tokenizer.eod):
+        for warning in data_warnings(data, eod):
             warn(warning)
     if is_sound:
         problems += _checkpoint_problems(config, dp_size, vocab_size)
     return problems, None if tokenizer is None else RunInputs(tokenizer, data)
-
-
-def _precision_problems(config: Config) -> Iterator[Problem]:
-    precision = config.precision
-    if precision.fp16 and not precision.allow_fp16_on_cpu and device.known_without_fp16():
-        yield device.fp16_error("this CPU")
 
 
 def _build_tokenizer(config: Config, is_sound: bool) -> Tokenizer | None:
@@ -92,13 +93,6 @@ def _build_tokenizer(config: Config, is_sound: bool) -> Tokenizer | None:
         options.trust_remote_code or needs_transformers(options.tokenizer_model or "")
     )
     return None if is_slow and not is_sound else build_tokenizer(options, given)
-
-
-def _vocab_problems(config: Config, vocab_size: int | None) -> Iterator[Problem]:
-    given = config.model.vocab_size or None
-    is_null = config.tokenizer.tokenizer_type == "NullTokenizer"  # it adds an end-of-document id
-    if vocab_size is not None and not is_null and given not in (None, vocab_size):
-        yield Problem("vocab-size-differs-from-tokenizer", given=given, vocab_size=vocab_size)
 
 
 def _checkpoint_problems(config: Config, dp_size: int, vocab_size: int | None) -> Iterator[Problem]:

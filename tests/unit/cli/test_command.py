@@ -128,7 +128,7 @@ def test_errors_set_the_exit_status(
         error.add_note("a note")
         raise error
 
-    monkeypatch.setattr("megatron_ds.launch.output.redirect_stdout_to_null", lambda: None)
+    monkeypatch.setattr("megatron_ds.launch.output.redirect_to_null", lambda _: None)
     assert status("out", "--tasks", "a", work=fail) == code
     printed = capsys.readouterr().err
     assert shown in printed

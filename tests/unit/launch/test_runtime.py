@@ -145,11 +145,6 @@ def test_peak_memory_includes_freed_memory() -> None:
     assert after - start > 50 * 2**20
 
 
-def test_terminal_size_without_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "stdout", io.StringIO())
-    assert output.terminal_size() == (100, False)
-
-
 def test_printing_survives_a_closed_terminal(single_process: pytest.MonkeyPatch) -> None:
     ours, theirs = os.openpty()
     with open(theirs, "w") as terminal:
