@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,6 +20,7 @@ from megatron_ds.engine.ds_checkpoint_io import read_tensors
 from megatron_ds.parallel.sharding import ShardSpec, shard_spec, take_shard, unshard
 
 Weights = dict[str, torch.Tensor]
+NamedTensors = Iterator[tuple[str, torch.Tensor]]
 VOCABULARY_TABLES = ("embedding.word.weight", "head.weight")
 """Tables whose rows are padded to a number that depends on the tensor-parallel size."""
 
@@ -30,7 +31,7 @@ def files_with_weights(found: CheckpointMetadata) -> list[str]:
     return [name for name in read_manifest(found.path) if not name.endswith(without)]
 
 
-def iter_full_weights(found: CheckpointMetadata) -> Iterator[tuple[str, torch.Tensor]]:
+def iter_full_weights(found: CheckpointMetadata) -> NamedTensors:
     """Reads every parameter as a full tensor on the CPU.
 
     Yields:
@@ -40,14 +41,11 @@ def iter_full_weights(found: CheckpointMetadata) -> Iterator[tuple[str, torch.Te
         ValueError: For a file with anything but tensors and plain values.
     """
     layout = found.run.layout
-    reader: type[_Zero3Reader] | type[_Zero012Reader] = (
-        _Zero3Reader if layout.zero_stage == 3 else _Zero012Reader
-    )
-    ranks: list[_TpShardReader] = [
-        reader(found.path, rank, layout) for rank in range(layout.tensor_model_parallel_size)
-    ]
-    for name in ranks[0].names:
-        shards = [rank.read(name) for rank in ranks]
+    iter_shards = _iter_zero3_shards if layout.zero_stage == 3 else _iter_zero012_shards
+    ranks = range(layout.tensor_model_parallel_size)
+    for rows in zip(*(iter_shards(found.path, rank, layout) for rank in ranks), strict=True):
+        (name,) = {name for name, _ in rows}
+        shards = [shard for _, shard in rows]
         spec = found.run.shards.get(name)
         if spec is None:
             yield name, shards[0]
@@ -91,7 +89,8 @@ def _load_one(name: str, parameter: nn.Parameter, full: torch.Tensor, rank: int,
     if spec is not None:
         expected[spec.dim] = sum(spec.sections)
     if name in VOCABULARY_TABLES:
-        full = _with_rows(full, expected[0])
+        # A negative number of rows to append truncates.
+        full = nn.functional.pad(full, (0, 0, 0, expected[0] - len(full)))
     if list(full.shape) != expected:
         raise user_error(
             "weights-shape-mismatch", name=name, shape=list(full.shape), expected=expected
@@ -100,74 +99,31 @@ def _load_one(name: str, parameter: nn.Parameter, full: torch.Tensor, rank: int,
         parameter.copy_(full if spec is None else take_shard(full, spec, rank, size))
 
 
-def _with_rows(table: torch.Tensor, rows: int) -> torch.Tensor:
-    """A vocabulary table with its padding adjusted to `rows` rows."""
-    if table.shape[0] >= rows:
-        return table[:rows]
-    return torch.cat([table, table.new_zeros(rows - table.shape[0], *table.shape[1:])])
-
-
-class _TpShardReader(Protocol):
-    """Parameters that one tensor-parallel rank saved."""
-
-    names: list[str]
-
-    def read(self, name: str) -> torch.Tensor:
-        """This rank's shard of a parameter."""
-        ...
-
-
-class _Zero012Reader:
+def _iter_zero012_shards(path: Path, tp_rank: int, layout: ParallelLayout) -> NamedTensors:
     """ZeRO 0 to 2: one file per tensor-parallel rank contains its weights."""
-
-    def __init__(self, path: Path, tp_rank: int, layout: ParallelLayout) -> None:
-        saved = _read(path / f"mp_rank_{tp_rank:02d}_model_states.pt")
-        self._module: Weights = saved["module"]
-        self.names = list(self._module)
-
-    def read(self, name: str) -> torch.Tensor:
-        return self._module[name]
+    yield from _read(path / f"mp_rank_{tp_rank:02d}_model_states.pt")["module"].items()
 
 
-class _Zero3Reader:
+def _iter_zero3_shards(path: Path, tp_rank: int, layout: ParallelLayout) -> NamedTensors:
     """ZeRO 3: fp32 partitions of each flattened parameter, one per data-parallel rank.
 
     The partitions have equal sizes; the last one is padded. They are concatenated in several flat
     tensors, and none spans two of these.
     """
-
-    def __init__(self, path: Path, tp_rank: int, layout: ParallelLayout) -> None:
-        dp_size = layout.data_parallel_size
-        stems = [f"zero_pp_rank_{rank}_mp_rank_{tp_rank:02d}" for rank in range(dp_size)]
-        groups = _read(path / f"{stems[0]}_model_states.pt")["param_shapes"]
-        self._shapes: dict[str, torch.Size] = {
-            name: shape for group in groups for name, shape in group.items()
-        }
-        self.names = list(self._shapes)
-        prefix = "bf16_" if layout.precision == "bf16" else ""
-        states = (_read(path / f"{prefix}{stem}_optim_states.pt") for stem in stems)
-        self._flats: list[list[torch.Tensor]] = [
-            state["optimizer_state_dict"]["fp32_flat_groups"] for state in states
-        ]
-        self._offsets = self._find_offsets(dp_size)
-
-    def _find_offsets(self, dp_size: int) -> dict[str, tuple[int, int, int]]:
-        """Flat tensor, offset and size of each parameter's partition, the same on every rank."""
-        sizes = [flat.numel() for flat in self._flats[0]]
-        offsets, index, offset = {}, 0, 0
-        for name, shape in self._shapes.items():
-            size = -(-shape.numel() // dp_size)
-            while offset + size > sizes[index]:
-                index, offset = index + 1, 0
-            offsets[name] = (index, offset, size)
-            offset += size
-        return offsets
-
-    def read(self, name: str) -> torch.Tensor:
-        index, offset, size = self._offsets[name]
-        shape = self._shapes[name]
-        full = torch.cat([flats[index][offset : offset + size] for flats in self._flats])
-        return full[: shape.numel()].view(shape)
+    dp_size = layout.data_parallel_size
+    stems = [f"zero_pp_rank_{rank}_mp_rank_{tp_rank:02d}" for rank in range(dp_size)]
+    shapes = _read(path / f"{stems[0]}_model_states.pt")["param_shapes"]
+    prefix = "bf16_" if layout.precision == "bf16" else ""
+    files = [path / f"{prefix}{stem}_optim_states.pt" for stem in stems]
+    flats = [_read(file)["optimizer_state_dict"]["fp32_flat_groups"] for file in files]
+    index = offset = 0  # the flat tensor and the place in it, the same on every rank
+    for name, shape in (item for group in shapes for item in group.items()):
+        end = offset + -(-shape.numel() // dp_size)
+        while end > flats[0][index].numel():
+            index, offset, end = index + 1, 0, end - offset
+        full = torch.cat([flat[index][offset:end] for flat in flats])
+        yield name, full[: shape.numel()].view(shape)
+        offset = end
 
 
 def _read(path: Path) -> Any:
