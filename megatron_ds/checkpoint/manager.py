@@ -15,6 +15,7 @@ remain. All ranks must see the same folder.
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -32,13 +33,12 @@ from megatron_ds.checkpoint.metadata import (
     RunRecord,
     ShardRecord,
     checksum_manifest,
+    iteration_of,
     list_checkpoints,
-    read_run,
     resume_conflicts,
 )
 from megatron_ds.checkpoint.selection import (
     CheckpointListing,
-    SelectionPolicy,
     list_folder,
     select_checkpoint,
 )
@@ -102,7 +102,8 @@ class CheckpointManager:
             self._write(engine, state, history, temporary)
             self._rank0_result(lambda: storage.publish(temporary, target))
         except OSError as error:
-            self._rank0_result(lambda: _clean_up(folder))
+            with suppress(OSError):  # the next save removes what cannot be removed now
+                self._rank0_result(lambda: storage.remove_temporary(folder))
             raise SaveError(
                 Problem("save-failed", iteration=state.iteration, folder=folder, error=error)
             ) from error
@@ -124,7 +125,7 @@ class CheckpointManager:
         folder = Path(self._config.checkpoint.load)
         found = select_checkpoint(
             self._rank0_result(lambda: _list_restored(folder)),
-            SelectionPolicy.of(self._config.checkpoint),
+            self._config.checkpoint,
             self._find_damage,
             self._warn,
         )
@@ -150,21 +151,10 @@ class CheckpointManager:
         """
         assert self._config.checkpoint.save is not None
         folder = Path(self._config.checkpoint.save)
-        complete = (
-            read_run(path)
-            for path in list_checkpoints(folder)
-            if metadata.find_damage(path) is None
-        )
-        found = next(complete, None)
-        if found is not None and found.iteration > state.iteration:
-            self._warn(
-                Problem(
-                    "save-folder-has-newer",
-                    folder=folder,
-                    newest=found.iteration,
-                    start=state.iteration,
-                )
-            )
+        complete = (path for path in list_checkpoints(folder) if metadata.find_damage(path) is None)
+        newest, start = next(map(iteration_of, complete), -1), state.iteration
+        if newest > start:
+            self._warn(Problem("save-folder-has-newer", folder=folder, newest=newest, start=start))
 
     def _warn(self, problem: Problem) -> None:
         self._log(f"WARNING: {problem.render()}")
@@ -177,7 +167,9 @@ class CheckpointManager:
         temporary: Path,
     ) -> None:
         """Writes and flushes a complete checkpoint under its temporary name."""
-        estimate = self._estimated_bytes(engine)
+        # The data-parallel ranks hold the same parameters; only the first of them counts.
+        count = engine.parameter_count() if self._mesh.dp.rank == 0 else 0
+        estimate = sum(self._all_ranks(lambda: count)) * BYTES_PER_PARAMETER
         warning = self._rank0_result(lambda: _make_temp_dir(temporary, estimate))
         if warning is not None:
             self._warn(warning)
@@ -256,12 +248,6 @@ class CheckpointManager:
         parts = self._all_ranks(lambda: work(path, mine))
         return {name: value for part in parts for name, value in part.items()}
 
-    def _estimated_bytes(self, engine: Engine) -> int:
-        """Upper bound for the size of a checkpoint."""
-        # The data-parallel ranks hold the same parameters; only the first of them counts.
-        count = engine.parameter_count() if self._mesh.dp.rank == 0 else 0
-        return sum(self._all_ranks(lambda: count)) * BYTES_PER_PARAMETER
-
 
 def _attempt(work: Callable[[], Any]) -> list[Any]:
     """Result and None, or None and the error of the disk or of the data read."""
@@ -282,21 +268,10 @@ def _make_temp_dir(temporary: Path, estimate: int) -> Problem | None:
     storage.remove_temporary(folder)
     temporary.mkdir(parents=True)
     needed = storage.size_of_newest(folder) or estimate
-    free = storage.free_bytes(folder)
+    free = shutil.disk_usage(folder).free
     if free >= needed:
         return None
-    return Problem(
-        "disk-may-become-full",
-        folder=folder,
-        free=free / 1000000000.0,
-        needed=needed / 1000000000.0,
-    )
-
-
-def _clean_up(folder: Path) -> None:
-    # The next save removes what cannot be removed now.
-    with suppress(OSError):
-        storage.remove_temporary(folder)
+    return Problem("disk-may-become-full", folder=folder, free=free / 1e9, needed=needed / 1e9)
 
 
 def _list_restored(folder: Path) -> CheckpointListing:

@@ -11,7 +11,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -116,11 +116,7 @@ class RunRecord:
         """Plain values for JSON."""
         return {
             "format_version": FORMAT_VERSION,
-            "state": self.state.to_dict(),
-            "config": self.config,
-            "layout": dataclasses.asdict(self.layout),
-            "data_order": dataclasses.asdict(self.data_order),
-            "shards": {name: dataclasses.asdict(spec) for name, spec in self.shards.items()},
+            **asdict(self),
             "data": None if self.data is None else self.data.to_dict(),
         }
 
@@ -302,65 +298,41 @@ def _digest(text: str) -> str:
 
 def resume_conflicts(found: CheckpointMetadata, config: Config, dp_size: int) -> list[Problem]:
     """The settings of a run that contradict the checkpoint it would resume from."""
-    return [
-        *_model_conflicts(found, config),
-        *_layout_conflicts(found, ParallelLayout.of(config, dp_size)),
-        *_data_order_conflicts(found, config, DataOrder.of(config, dp_size)),
+    run, path, settings = found.run, found.path, config.to_dict()
+    layout, order = ParallelLayout.of(config, dp_size), DataOrder.of(config, dp_size)
+    models, tp_size = (run.config["model"], settings["model"]), layout.tensor_model_parallel_size
+    problems = [
+        Problem("resume-model-changed", name, label=_label(name), saved=saved, path=path, now=now)
+        for name, saved, now in _changes(*models)
+        if name not in RESUMABLE_FIELDS.union(VOCABULARY)
     ]
-
-
-def _model_conflicts(found: CheckpointMetadata, config: Config) -> Iterator[Problem]:
-    saved, now = found.run.config["model"], config.to_dict()["model"]
-    for name, value in now.items():
-        if saved.get(name) != value and name not in RESUMABLE_FIELDS.union(VOCABULARY):
-            yield Problem(
-                "resume-model-changed",
-                name,
-                label=_label(name),
-                saved=saved.get(name),
-                path=found.path,
-                value=value,
-            )
-    before, after = (
-        _padding(model, config.parallel.tensor_model_parallel_size) for model in (saved, now)
-    )
+    before, after = (_padding(model, tp_size) for model in models)
     if before != after:
-        yield Problem(
-            "resume-vocabulary-changed", *VOCABULARY, before=before, path=found.path, after=after
+        problems.append(
+            Problem("resume-vocabulary-changed", *VOCABULARY, before=before, path=path, after=after)
         )
-
-
-def _layout_conflicts(found: CheckpointMetadata, layout: ParallelLayout) -> Iterator[Problem]:
-    for name, now in dataclasses.asdict(layout).items():
-        saved = getattr(found.run.layout, name)
-        if saved != now:
-            yield Problem(
-                "resume-layout-changed",
-                name,
-                label=_label(name),
-                saved=saved,
-                path=found.path,
-                now=now,
-            )
-
-
-def _data_order_conflicts(
-    found: CheckpointMetadata, config: Config, order: DataOrder
-) -> Iterator[Problem]:
-    data = found.run.config.get("data", {}), config.to_dict()["data"]
+    problems += [
+        Problem("resume-layout-changed", name, label=_label(name), saved=saved, path=path, now=now)
+        for name, saved, now in _changes(asdict(run.layout), asdict(layout))
+    ]
+    data = run.config.get("data", {}), settings["data"]
     # Without --split in both runs, the blend history compares the document ranges instead.
     both_split = all(any(each.get(name) for name in SPLIT_DATA_FIELDS) for each in data)
-    for name, now in dataclasses.asdict(order).items():
-        saved = getattr(found.run.data_order, name)
-        if saved != now and (name != "split" or both_split):
-            yield Problem(
-                "resume-data-order-changed",
-                name,
-                label=_label(name),
-                saved=saved,
-                path=found.path,
-                now=now,
-            )
+    problems += [
+        Problem(
+            "resume-data-order-changed", name, label=_label(name), saved=old, path=path, now=now
+        )
+        for name, old, now in _changes(asdict(run.data_order), asdict(order))
+        if name != "split" or both_split
+    ]
+    return problems
+
+
+def _changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    """Name, saved value and value of this run of each setting that differs."""
+    for name, value in now.items():
+        if saved.get(name) != value:
+            yield name, saved.get(name), value
 
 
 def _padding(model: Mapping[str, Any], tp_size: int) -> str:

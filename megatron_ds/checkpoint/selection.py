@@ -6,7 +6,6 @@ a checkpoint is checked, and on which ranks, is up to the caller. Imports no tor
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,89 +34,77 @@ class CheckpointListing:
     """Pointer files that do not name the newest one, each with its contents."""
 
 
-@dataclass(frozen=True)
-class SelectionPolicy:
-    """Requirements on the checkpoint to load."""
-
-    step: int | None = None
-    """Iteration to load; None for the newest."""
-    fallback: bool = True
-    """Load an older checkpoint if the newest one is damaged."""
-    required: bool = True
-    """A folder without any checkpoint is an error."""
-    training: bool = False
-    """Messages may advise to start a new run, and name flags of pretrain_gpt.py."""
-
-    @classmethod
-    def of(cls, options: CheckpointConfig) -> SelectionPolicy:
-        return cls(
-            step=options.ckpt_step,
-            fallback=options.on_damaged_checkpoint == "fallback",
-            required=options.exit_on_missing_checkpoint,
-            training=True,
-        )
-
-
 def list_folder(folder: Path) -> CheckpointListing:
     """Lists a --load folder, which need not exist.
 
     Raises:
         UserError: If this user may not read it.
     """
-    if _is_unreadable(folder):
-        raise user_error("load-folder-unreadable", folder=folder)
-    paths = list_checkpoints(folder)
-    stale = stale_pointers(folder, paths[0] if paths else None)
+    try:
+        paths = list_checkpoints(folder)
+        stale = stale_pointers(folder, paths[0] if paths else None)
+    except OSError as error:
+        raise user_error("load-folder-unreadable", folder=folder) from error
     return CheckpointListing(folder, tuple(paths), tuple(stale))
 
 
 def select_checkpoint(
     listing: CheckpointListing,
-    policy: SelectionPolicy,
+    options: CheckpointConfig | None,
     find_damage: DamageCheck,
     warn: Callable[[Problem], None],
 ) -> CheckpointMetadata | None:
-    """Selects the newest undamaged checkpoint, or the one that the policy names.
+    """Selects the newest undamaged checkpoint, or the one of --ckpt-step.
 
     Args:
         listing: The --load folder.
-        policy: Requirements on the checkpoint.
+        options: Options of a training. None for a tool, which needs the newest undamaged
+            checkpoint, and whose messages neither advise to start a new run nor name its flags.
         find_damage: Checks a checkpoint. If it is collective, so is this function.
         warn: Called for each damaged checkpoint that is skipped and for stale pointers.
 
     Returns:
-        The checkpoint; None if the folder has none and the policy does not require one.
+        The checkpoint; None if the folder has none and does not have to.
 
     Raises:
-        UserError: If no checkpoint satisfies the policy.
+        UserError: If there is no such checkpoint.
     """
-    if policy.step is not None:
-        return _select_step(listing, policy.step, find_damage)
+    folder, stale = listing.folder, " and ".join(listing.stale)
+    is_training = options is not None
+    options = options or CheckpointConfig(exit_on_missing_checkpoint=True)
+    if options.ckpt_step is not None:
+        return _select_step(listing, options.ckpt_step, find_damage)
     if not listing.paths:
-        _raise_if_expected(listing, policy)
+        # A new run where a checkpoint is expected would overwrite what was trained.
+        if stale:
+            raise user_error(
+                "checkpoint-pointer-dangling",
+                folder=folder,
+                stale=stale,
+                megatron_hint=_megatron_hint(folder),
+                new_run=", or remove the pointer to start a new run" if is_training else "",
+            )
+        if options.exit_on_missing_checkpoint:
+            hint = f", and {option('exit_on_missing_checkpoint')} is set" if is_training else ""
+            raise user_error("checkpoint-missing", folder=folder, hint=hint)
         return None
-    if listing.stale:
-        stale, newest = " and ".join(listing.stale), listing.paths[0]
-        selection = (
-            option("ckpt_step") if policy.training else f"{option('load')} FOLDER/global_stepN"
-        )
-        warn(Problem("checkpoint-pointer-ignored", stale=stale, paths=newest, selection=selection))
+    if stale:
+        newest = listing.paths[0]
+        other = option("ckpt_step") if is_training else f"{option('load')} FOLDER/global_stepN"
+        warn(Problem("checkpoint-pointer-ignored", stale=stale, newest=newest, other=other))
     damaged = []
     for path in listing.paths:
         damage = find_damage(path)
         if damage is None:
             return read_run(path)
-        if not policy.fallback:
+        if options.on_damaged_checkpoint == "error":
             hint = f"; {option('on_damaged_checkpoint')} fallback loads an older one"
             raise UserError(_damaged(path, damage, "on_damaged_checkpoint", hint))
         warn(Problem("checkpoint-skipped", path=path, damage=damage))
         damaged.append(f"\n  - {path}: {damage}")
-    raise user_error(
-        "all-checkpoints-damaged",
-        folder=listing.folder,
-        damaged="".join(damaged),
-        new_run=", or move them away to start a new run" if policy.training else "",
-    )
+    new_run = ", or move them away to start a new run" if is_training else ""
+    listed = "".join(damaged)
+    raise user_error("all-checkpoints-damaged", folder=folder, damaged=listed, new_run=new_run)
 
 
 def latest_before(folders: list[str | None], iteration: int) -> Path | None:
@@ -142,34 +129,8 @@ def _select_step(
     return read_run(path)
 
 
-def _raise_if_expected(listing: CheckpointListing, policy: SelectionPolicy) -> None:
-    """A new run where a checkpoint is expected would overwrite what was trained."""
-    if listing.stale:
-        raise user_error(
-            "checkpoint-pointer-dangling",
-            folder=listing.folder,
-            stale=" and ".join(listing.stale),
-            megatron_hint=_megatron_hint(listing.folder),
-            new_run=", or remove the pointer to start a new run" if policy.training else "",
-        )
-    if policy.required:
-        hint = f", and {option('exit_on_missing_checkpoint')} is set" if policy.training else ""
-        raise user_error("checkpoint-missing", folder=listing.folder, hint=hint)
-
-
 def _damaged(path: Path, damage: Problem, field: str, hint: str = "") -> Problem:
     return Problem("checkpoint-damaged", "load", field, path=path, damage=damage, hint=hint)
-
-
-def _is_unreadable(folder: Path) -> bool:
-    """Whether a folder exists, or may exist, and its contents are not accessible."""
-    try:
-        folder.stat()
-    except FileNotFoundError:
-        return False
-    except OSError:
-        return True
-    return not os.access(folder, os.R_OK | os.X_OK)
 
 
 def _megatron_hint(folder: Path) -> str:

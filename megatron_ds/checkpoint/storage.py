@@ -145,7 +145,3 @@ def size_of_newest(folder: Path) -> int | None:
         if find_damage(path) is None:
             return sum(int(entry["bytes"]) for entry in read_manifest(path).values())
     return None
-
-
-def free_bytes(folder: Path) -> int:
-    return shutil.disk_usage(folder).free

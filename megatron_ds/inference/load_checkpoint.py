@@ -43,10 +43,7 @@ def find_checkpoint(folder: Path, warn: Callable[[str], None]) -> CheckpointMeta
     else:
         listing = selection.list_folder(folder)
     found = selection.select_checkpoint(
-        listing,
-        selection.SelectionPolicy(),
-        _find_damage,
-        lambda problem: warn(f"WARNING: {problem.render()}"),
+        listing, None, _find_damage, lambda problem: warn(f"WARNING: {problem.render()}")
     )
     assert found is not None
     return found

@@ -14,7 +14,7 @@ from typing import Any
 
 from megatron_ds import schedule_validation, schedules
 from megatron_ds.checkpoint.metadata import REPLACED, find_damage, resume_conflicts
-from megatron_ds.checkpoint.selection import SelectionPolicy, list_folder, select_checkpoint
+from megatron_ds.checkpoint.selection import list_folder, select_checkpoint
 from megatron_ds.config import Config
 from megatron_ds.config.fields import field_problems
 from megatron_ds.config.problems import Problem, UserError
@@ -66,8 +66,9 @@ def check(
     given = config.model.vocab_size or vocab_size
     is_null = config.tokenizer.tokenizer_type == "NullTokenizer"  # it adds an end-of-document id
     if vocab_size not in (None, given) and not is_null:
-        values = {"given": given, "vocab_size": vocab_size}
-        problems.append(Problem("vocab-size-differs-from-tokenizer", **values))
+        problems.append(
+            Problem("vocab-size-differs-from-tokenizer", given=given, vocab_size=vocab_size)
+        )
     samples = schedules.planned_samples(config, dp_size) if is_sound else None
     data = DataFiles(config.data)
     problems += data_problems(data, samples, vocab_size, fingerprint)
@@ -104,8 +105,9 @@ def _checkpoint_problems(config: Config, dp_size: int, vocab_size: int | None) -
         listing = list_folder(folder)
         if any(folder.glob(f"{REPLACED}*")):
             return  # an interrupted save, which the load repairs first
-        policy = SelectionPolicy.of(config.checkpoint)
-        found = select_checkpoint(listing, policy, find_damage, warn=lambda problem: None)
+        found = select_checkpoint(
+            listing, config.checkpoint, find_damage, warn=lambda problem: None
+        )
     except UserError as error:
         yield from error.problems
         return

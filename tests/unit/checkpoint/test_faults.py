@@ -11,6 +11,7 @@ import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -343,14 +344,14 @@ def test_too_little_space_gives_a_warning_before_the_save(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Compared with the model's size (30 numbers of 16 bytes), then with the last checkpoint's."""
-    monkeypatch.setattr(storage, "free_bytes", lambda folder: 16 * 30)
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=16 * 30))
     save(checkpoints, 2)
     assert not any("WARNING" in line for line in logged)
     save(checkpoints, 4)
     assert any("[disk-may-become-full]" in line for line in logged)
     shutil.rmtree(folder)
     logged.clear()
-    monkeypatch.setattr(storage, "free_bytes", lambda folder: 16 * 30 - 1)
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=479))
     save(checkpoints, 2)
     assert "[disk-may-become-full]" in logged[1]
 
