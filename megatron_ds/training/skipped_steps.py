@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -20,15 +19,6 @@ from megatron_ds.config.problems import Problem, option
 from megatron_ds.engine.protocol import Engine
 from megatron_ds.launch.exit_codes import ExitCode, RunAborted
 from megatron_ds.train_state import StepPlan, StepResult, TrainState
-
-
-@dataclass(frozen=True)
-class _RankObservation:
-    """A skipped step as one rank saw it."""
-
-    loss: float
-    parameter: str | None
-    """First parameter with a non-finite gradient, in the order of the backward pass."""
 
 
 class SkippedSteps:
@@ -79,69 +69,47 @@ class SkippedSteps:
             state: State after it.
             checkpoint: Checkpoint to resume from, if there is one.
         """
-        own = _RankObservation(
-            loss=float(result.loss),
-            parameter=next((name for name, ok in self._finite.items() if not ok), None),
+        first_parameter = next((name for name, finite in self._finite.items() if not finite), None)
+        own = float(result.loss), first_parameter
+        ranks = [own] * dist.get_world_size()
+        dist.all_gather_object(ranks, own)
+        losses = [
+            f"\n  The loss of rank {rank} is {loss}"
+            for rank, (loss, _) in enumerate(ranks)
+            if not math.isfinite(loss)
+        ]
+        gradients = [
+            f"\n  First non-finite gradient: {name} on rank {rank}"
+            for rank, (_, name) in enumerate(ranks)
+            if name is not None
+        ]
+        problem = Problem(
+            "too-many-skipped-steps",
+            iteration=plan.iteration,
+            steps="1 step" if self._count == 1 else f"{self._count} consecutive steps",
+            circumstances=self._circumstances(result),
+            origin="".join([*losses[:1], *gradients[:1]]),
+            first=plan.iteration - self._count + 1,
+            samples=self._count * plan.global_batch_size,
+            consumed=state.consumed_samples,
+            resume=f"Resume from {checkpoint}" if checkpoint else "No checkpoint to resume from",
+            advice="; ".join(self._advice()),
         )
-        observations: list[_RankObservation] = [own] * dist.get_world_size()
-        dist.all_gather_object(observations, own)
-        text = "\n  ".join(
-            [
-                self._summary(plan, result),
-                *_origin_lines(observations),
-                *self._recovery_lines(plan, state, checkpoint),
-                "Try: " + "; ".join(self._advice()),
-            ]
-        )
-        problem = Problem("too-many-skipped-steps", text=text)
         return RunAborted(problem.render(), ExitCode.SKIPPED_STEPS)
 
-    def _summary(self, plan: StepPlan, result: StepResult) -> str:
-        steps = "1 step" if self._count == 1 else f"{self._count} consecutive steps"
-        text = f"iteration {plan.iteration}: {steps} skipped because of non-finite gradients"
+    def _circumstances(self, result: StepResult) -> str:
+        config = self._config
         if result.loss_scale_exhausted:
-            return (
-                f"{text}, with the loss scale at its minimum ({option('min_loss_scale')} "
-                f"{self._config.min_loss_scale:g})"
-            )
-        limit = self._config.max_consecutive_skipped_steps
-        text += f" ({option('max_consecutive_skipped_steps')} {limit})"
-        return text if result.loss_scale is None else f"{text}; loss scale {result.loss_scale:g}"
-
-    def _recovery_lines(
-        self, plan: StepPlan, state: TrainState, checkpoint: Path | None
-    ) -> Iterator[str]:
-        first = plan.iteration - self._count + 1
-        yield (
-            f"Skipped steps change neither weights nor optimizer states: both are those before "
-            f"iteration {first}. Data read since: {self._count * plan.global_batch_size} samples "
-            f"up to {state.consumed_samples}"
-        )
-        if checkpoint is None:
-            yield "This run has no checkpoint to resume from; none was saved now"
-        else:
-            yield f"Resume from {checkpoint}; no checkpoint was saved now"
+            minimum = f"{option('min_loss_scale')} {config.min_loss_scale:g}"
+            return f", with the loss scale at its minimum ({minimum})"
+        limit = f"{option('max_consecutive_skipped_steps')} {config.max_consecutive_skipped_steps}"
+        scale = "" if result.loss_scale is None else f"; loss scale {result.loss_scale:g}"
+        return f" ({limit}){scale}"
 
     def _advice(self) -> Iterator[str]:
         yield f"a lower {option('lr')} or a longer warm-up"
         if self._config.fp16:
             yield f"a new run with {option('bf16')}, which needs no loss scale"
         if self._config.fp16 and self._config.loss_scale is not None:
-            yield (
-                f"a dynamic loss scale instead of {option('loss_scale')} "
-                f"{self._config.loss_scale:g}"
-            )
-        yield "other data from there on (check its token ids)"
-        yield f"a higher {option('max_consecutive_skipped_steps')}, or 0 for no limit"
-
-
-def _origin_lines(observations: list[_RankObservation]) -> Iterator[str]:
-    """The first rank with a non-finite loss, and the first with a non-finite gradient."""
-    for rank, each in enumerate(observations):
-        if not math.isfinite(each.loss):
-            yield f"The loss of rank {rank} is {each.loss}"
-            break
-    for rank, each in enumerate(observations):
-        if each.parameter is not None:
-            yield f"First non-finite gradient: {each.parameter} on rank {rank}"
-            break
+            static = f"{option('loss_scale')} {self._config.loss_scale:g}"
+            yield f"a dynamic loss scale instead of {static}"
