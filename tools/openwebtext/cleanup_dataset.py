@@ -16,7 +16,6 @@ from megatron_ds.cleaning.command import CleaningCommand, work
 from megatron_ds.cleaning.options import CleaningOptions
 from megatron_ds.config.fields import option_field, option_group
 from megatron_ds.launch import environment
-from megatron_ds.preprocess.inputs import InputSpec
 
 
 @dataclass(frozen=True)
@@ -45,19 +44,13 @@ class Options(CleaningCommand):
         CleaningOptions(
             stages=("fix", "language", "length"), workers=environment.available_cores()
         ),
-        flags={
-            "paths": None,
-            "output": None,
-            "hf_dataset": None,
-            "hf_config": None,
-            "hf_split": None,
-        },
+        flags=dict.fromkeys(("paths", "output", "hf_dataset", "hf_config", "hf_split")),
     )
 
     @property
     def options(self) -> CleaningOptions:
         options = super().options
-        inputs: InputSpec = dataclasses.replace(options.inputs, paths=(self.input_file,))
+        inputs = dataclasses.replace(options.inputs, paths=(self.input_file,))
         return dataclasses.replace(options, inputs=inputs, output=self.output_file)
 
 

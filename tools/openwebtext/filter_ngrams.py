@@ -45,18 +45,11 @@ class Options(CleaningCommand):
     cleaning: CleaningOptions = option_group(
         CleaningOptions(stages=("decontaminate",), workers=environment.available_cores()),
         flags={
-            "paths": None,
-            "json_key": None,
-            "hf_dataset": None,
-            "hf_config": None,
-            "hf_split": None,
+            **dict.fromkeys(("paths", "json_key", "hf_dataset", "hf_config", "hf_split")),
             "ngram_size": ("max-ngram-size", "ngram-size"),
             "min_fragment_chars": ("filter-text-char-len", "min-fragment-chars"),
             "max_fragments": ("splits-count", "max-fragments"),
-            "contamination_margin_chars": (
-                "remove-char-each-side",
-                "contamination-margin-chars",
-            ),
+            "contamination_margin_chars": ("remove-char-each-side", "contamination-margin-chars"),
             "workers": ("num-threads", "workers"),
         },
     )
