@@ -175,9 +175,7 @@ def equivalence_cases(added_tokens: Iterable[str] = ()) -> Iterator[str]:
 
 
 def first_difference(
-    encode: Callable[[str], list[int]],
-    reference: Callable[[str], list[int]],
-    texts: Iterable[str],
+    encode: Callable[[str], list[int]], reference: Callable[[str], list[int]], texts: Iterable[str]
 ) -> str | None:
     """The first text, shortened, for which two encoders give different ids; None if all agree."""
     for text in texts:

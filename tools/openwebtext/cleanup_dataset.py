@@ -15,7 +15,6 @@ from megatron_ds import cli
 from megatron_ds.cleaning.command import CleaningCommand, work
 from megatron_ds.cleaning.options import CleaningOptions
 from megatron_ds.config.fields import option_field, option_group
-from megatron_ds.launch import environment
 
 
 @dataclass(frozen=True)
@@ -41,9 +40,7 @@ class Options(CleaningCommand):
         "", "output file (JSON lines)", metavar="OUTPUT", positional=True, required=True
     )
     cleaning: CleaningOptions = option_group(
-        CleaningOptions(
-            stages=("fix", "language", "length"), workers=environment.available_cores()
-        ),
+        dataclasses.replace(CleaningCommand.cleaning, stages=("fix", "language", "length")),
         flags=dict.fromkeys(("paths", "output", "hf_dataset", "hf_config", "hf_split")),
     )
 

@@ -17,7 +17,6 @@ from megatron_ds.cleaning.command import CleaningCommand, work
 from megatron_ds.cleaning.options import CleaningOptions
 from megatron_ds.config.fields import option_field, option_group
 from megatron_ds.config.problems import Problem
-from megatron_ds.launch import environment
 
 LAMBADA = "lambada"
 
@@ -43,7 +42,7 @@ class Options(CleaningCommand):
     tasks: tuple[str, ...] = option_field((), f"only {LAMBADA}", nargs="*", metavar="TASK")
     lambada_path: str | None = option_field(None, "same as --eval-task-files", metavar="FILE")
     cleaning: CleaningOptions = option_group(
-        CleaningOptions(stages=("decontaminate",), workers=environment.available_cores()),
+        dataclasses.replace(CleaningCommand.cleaning, stages=("decontaminate",)),
         flags={
             **dict.fromkeys(("paths", "json_key", "hf_dataset", "hf_config", "hf_split")),
             "ngram_size": ("max-ngram-size", "ngram-size"),

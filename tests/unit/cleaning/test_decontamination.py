@@ -69,19 +69,13 @@ def test_short_task_matches_only_in_full(tmp_path: Path) -> None:
 
 def test_margins_fragments_and_dropping(tmp_path: Path) -> None:
     text = "Far before. Near. " + QUESTION + " Near. Far after."
-    assert fragments(stage(tmp_path, QUESTION, contamination_margin_chars=4), text) == [
-        "Far before.",
-        "Far after.",
-    ]
-    assert fragments(stage(tmp_path, QUESTION, min_fragment_chars=17), text) == [
-        "Far before. Near."
-    ]
-    assert stage(tmp_path, QUESTION, min_fragment_chars=100)(Document(text, None)) == Dropped(
-        "task text"
-    )
-    assert stage(tmp_path, QUESTION, contamination_action="drop")(Document(text, None)) == Dropped(
-        "task text"
-    )
+    with_margin = stage(tmp_path, QUESTION, contamination_margin_chars=4)
+    assert fragments(with_margin, text) == ["Far before.", "Far after."]
+    assert fragments(stage(tmp_path, QUESTION, min_fragment_chars=17), text) == [text[:17]]
+    options: dict[str, Any]
+    for options in ({"min_fragment_chars": 100}, {"contamination_action": "drop"}):
+        outcome = stage(tmp_path, QUESTION, **options)(Document(text, None))
+        assert outcome == Dropped("task text")
     many = "A. " + f"{QUESTION} B. " * 3
     assert len(fragments(stage(tmp_path, QUESTION, max_fragments=4), many)) == 4
     outcome = stage(tmp_path, QUESTION, max_fragments=3)(Document(many, None))
