@@ -24,15 +24,15 @@ from torch.nn import functional
 from megatron_ds.config import Config
 from megatron_ds.data.micro_batches import Batch, MicroBatchIterator
 from megatron_ds.engine.build import build_engine
+from megatron_ds.engine.deepspeed_patches import require_precision
 from megatron_ds.engine.zero import ZeroEngine
 from megatron_ds.launch.environment import prepare_environment
 from megatron_ds.parallel.collectives import all_gather
-from megatron_ds.parallel.mesh import Mesh
+from megatron_ds.parallel.mesh import Group, Mesh
 from megatron_ds.parallel.sharding import shard_spec, unshard
 from megatron_ds.train_state import StepPlan
 from tests.dist.reference import EOD, Run, Samples, Tensors
 
-CPU = torch.device("cpu")
 EngineProbe = Callable[[Any], None]
 """Called with DeepSpeed's engine before the first step."""
 NEW_TENSORS = ("empty", "zeros", "ones", "full", "tensor", "arange", "eye", "randn")
@@ -40,12 +40,19 @@ NEW_TENSORS = ("empty", "zeros", "ones", "full", "tensor", "arange", "eye", "ran
 _ORIGINALS = {name: getattr(torch, name) for name in NEW_TENSORS}
 
 
-def prepare(tp_sizes: tuple[int, ...] = (1, 2)) -> dict[int, Mesh]:
+def prepare() -> dict[int, Mesh]:
     """Prepares a rank of `run_ranks` for engines; returns the meshes by tensor-parallel size."""
     prepare_environment()
     deepspeed.init_distributed(dist_backend="gloo", verbose=False)
     deepspeed.utils.logger.setLevel("ERROR")
-    return {size: Mesh.build(tp_size=size) for size in tp_sizes}
+    sizes = [size for size in (1, 2, 4) if size <= dist.get_world_size()]
+    return {size: Mesh.build(tp_size=size) for size in sizes}
+
+
+def build(config: Config, mesh: Mesh) -> ZeroEngine:
+    """The engine of a configuration, as pretrain_gpt.py builds it."""
+    require_precision(config.precision)
+    return build_engine(config, mesh, torch.device("cpu"), eod=EOD)
 
 
 @dataclass
@@ -110,14 +117,15 @@ def count_attention_calls() -> Iterator[list[int]]:
 
 def train(
     config: Config,
-    mesh: Mesh,
-    samples: Samples,
     plans: list[StepPlan],
-    probe: EngineProbe | None = None,
+    samples: Samples,
+    probe: EngineProbe | None,
+    meshes: dict[int, Mesh],
 ) -> Run:
     """Trains the plans' steps. Collective; every rank gets the same full tensors."""
+    mesh = meshes[config.parallel.tensor_model_parallel_size]
     with watch_construction() as construction:
-        engine = build_engine(config, mesh, CPU, eod=EOD)
+        engine = build(config, mesh)
     parameters = [weakref.ref(p) for p in engine._engine.module.parameters()]
     run = Run()
     construction.unpartitioned = sum(p.numel() for p in engine._engine.module.parameters())
@@ -132,8 +140,15 @@ def train(
     # A counter in compiled code would recompile it for every value.
     counted = nullcontext([0]) if config.runtime.compile else count_attention_calls()
     compiled = counters["frames"]["ok"]
+    _record_gradients(engine, mesh, run)
+    batches = batches_of(config, mesh, samples)
     with counted as calls:
-        _train(engine, run, config, mesh, samples, plans)
+        for plan in plans:
+            result = engine.train_step(batches, plan)
+            assert not result.skipped
+            run.losses.append(_mean(result.loss, mesh))
+            run.norms.append(result.grad_norm)
+            run.weights.append(full_weights(engine, mesh))
     run.notes["attention calls"] = calls[0]
     run.notes["compiled"] = counters["frames"]["ok"] - compiled
     engine._engine.destroy()
@@ -144,31 +159,12 @@ def train(
     return run
 
 
-def _train(
-    engine: ZeroEngine,
-    run: Run,
-    config: Config,
-    mesh: Mesh,
-    samples: Samples,
-    plans: list[StepPlan],
-) -> None:
-    _record_gradients(engine, mesh, run)
-    batches = _batches(config, mesh, samples)
-    for plan in plans:
-        result = engine.train_step(batches, plan)
-        assert not result.skipped
-        run.losses.append(_mean(result.loss, mesh))
-        run.norms.append(result.grad_norm)
-        run.weights.append(full_weights(engine, mesh))
-
-
-def _batches(config: Config, mesh: Mesh, samples: Samples) -> Iterator[Batch]:
-    micro = config.schedule.micro_batch_size
-    assert micro is not None
+def batches_of(config: Config, mesh: Mesh, samples: Samples) -> Iterator[Batch]:
+    """The micro-batches of a rank."""
     return MicroBatchIterator(
         samples,
         consumed=0,
-        micro_batch_size=micro,
+        micro_batch_size=config.schedule.micro_batch_size,
         dp_rank=mesh.dp.rank,
         dp_size=mesh.dp.size,
         eod=EOD if config.data.eod_mask_loss else None,
@@ -184,11 +180,9 @@ def _record_gradients(engine: ZeroEngine, mesh: Mesh, run: Run) -> None:
         if ds_engine.is_gradient_accumulation_boundary():
             (rate,) = {group["lr"] for group in ds_engine.optimizer.param_groups}
             run.rates.append(rate)
+            parameters = engine._engine.module.named_parameters()
             run.gradients.append(
-                {
-                    name: full_tensor(_require(safe_get_full_grad(param)), param, mesh)
-                    for name, param in engine._engine.module.named_parameters()
-                }
+                {name: full_tensor(safe_get_full_grad(p), p, mesh.tp) for name, p in parameters}
             )
         step()
 
@@ -200,15 +194,14 @@ def full_weights(engine: ZeroEngine, mesh: Mesh) -> Tensors:
     weights = {}
     for name, param in engine._engine.module.named_parameters():
         with deepspeed.zero.GatheredParameters([param], enabled=hasattr(param, "ds_id")):
-            weights[name] = full_tensor(param.detach(), param, mesh)
+            weights[name] = full_tensor(param.detach(), param, mesh.tp)
     return weights
 
 
-def full_tensor(value: torch.Tensor, param: nn.Parameter, mesh: Mesh) -> torch.Tensor:
+def full_tensor(value: torch.Tensor, param: nn.Parameter, group: Group) -> torch.Tensor:
     """Joins the tensor-parallel shards of a tensor shaped like a parameter; a copy in fp32."""
     spec = shard_spec(param)
-    parts = [value] if spec is None else list(all_gather(value, mesh.tp))
-    full = parts[0] if spec is None else unshard(parts, spec)
+    full = value if spec is None else unshard(list(all_gather(value, group)), spec)
     return full.float().clone()
 
 
@@ -216,11 +209,6 @@ def _mean(loss: SupportsFloat, mesh: Mesh) -> float:
     total = torch.tensor(float(loss), dtype=torch.float64)
     dist.all_reduce(total, group=mesh.dp.handle)
     return total.item() / mesh.dp.size
-
-
-def _require(value: torch.Tensor | None) -> torch.Tensor:
-    assert value is not None
-    return value
 
 
 def _assert_nothing_left(parameters: list[weakref.ref[nn.Parameter]]) -> None:

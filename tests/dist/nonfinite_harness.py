@@ -1,63 +1,38 @@
-"""Trains with a corrupted gradient on one rank, and reads the states of the optimizer.
-
-The layouts of a test run one after the other on one set of ranks; a failed one returns its
-traceback.
-"""
+"""Trains with a corrupted gradient on one rank, and reads the states of the optimizer."""
 
 from __future__ import annotations
 
-import dataclasses
-import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from megatron_ds import schedules
-from megatron_ds.config import Config, PrecisionConfig, ScheduleConfig
-from megatron_ds.data.micro_batches import Batch, MicroBatchIterator
-from megatron_ds.engine.build import build_engine
-from megatron_ds.engine.deepspeed_patches import require_precision
+from megatron_ds.config import Config
 from megatron_ds.engine.zero import ZeroEngine
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.train_state import StepResult, TrainState
 from tests.dist import parity_cases
-from tests.dist.engine_harness import CPU, full_weights, prepare
-from tests.dist.parity_cases import Case, complete_config, config_of
+from tests.dist.engine_harness import batches_of, build, full_weights
+from tests.dist.parity_cases import Case, config_of
 from tests.dist.reference import Samples, Tensors
-from tests.distributed import run_ranks
 
 WORLD = 2
 CORRUPTED_PARAMETER = "fc_in.weight"
 """Parameter of the first layer whose gradient is corrupted; sharded over tensor-parallel ranks."""
 
 
-@dataclass(frozen=True)
-class Layout:
-    precision: PrecisionConfig
-    stage: int
-    tp: int
+def case_of(stage: int, tp: int) -> Case:
+    """Two micro-batches per step."""
+    return Case(WORLD, stage, tp, 2, "learned", "adamw")
 
-    @property
-    def name(self) -> str:
-        return f"{self.precision.name}-zero{self.stage}-tp{self.tp}"
 
-    def config(self, folder: Path) -> Config:
-        """Two micro-batches per step, and a learning rate that every applied step changes."""
-        case = Case(WORLD, self.stage, self.tp, 2, "learned", "adamw")
-        config = dataclasses.replace(config_of(case, folder), precision=self.precision)
-        schedule = ScheduleConfig(
-            micro_batch_size=case.micro_batch_size,
-            global_batch_size=parity_cases.SAMPLES_PER_STEP,
-            train_iters=100,
-            lr_warmup_iters=50,
-            lr_warmup_init=1e-3,
-        )
-        return complete_config(dataclasses.replace(config, schedule=schedule), WORLD)
+def config_for(stage: int, tp: int, **precision: Any) -> Config:
+    """A learning rate that every applied step changes."""
+    schedule = {"train_iters": 100, "lr_warmup_iters": 50, "lr_warmup_init": 1e-3}
+    return config_of(case_of(stage, tp), precision=precision, schedule=schedule)
 
 
 class Training:
@@ -65,18 +40,11 @@ class Training:
 
     def __init__(self, config: Config, mesh: Mesh, steps: int) -> None:
         self.config, self.mesh = config, mesh
-        self.engine = build_engine(config, mesh, CPU)
+        self.engine = build(config, mesh)
         self.state = TrainState()
         self.rates: list[float] = []
-        micro = config.schedule.micro_batch_size
-        assert micro is not None
-        self.batches: Iterator[Batch] = MicroBatchIterator(
-            Samples(steps * parity_cases.SAMPLES_PER_STEP, parity_cases.SHAPE),
-            consumed=0,
-            micro_batch_size=micro,
-            dp_rank=mesh.dp.rank,
-            dp_size=mesh.dp.size,
-        )
+        samples = Samples(steps * parity_cases.SAMPLES_PER_STEP, parity_cases.SHAPE)
+        self.batches = batches_of(config, mesh, samples)
 
     def step(self) -> StepResult:
         plan = schedules.plan(self.config, self.state, self.mesh.dp.size)
@@ -85,27 +53,27 @@ class Training:
         self.rates.append(plan.lr)
         return result
 
-    def skip_samples(self) -> None:
-        """Skips the samples of one step."""
-        for _ in range(2):
-            next(self.batches)
+    def corrupted_step(self, value: float) -> tuple[StepResult, list[str]]:
+        """A step with a corrupted gradient, and the names of the tensors that it changes."""
+        before = self.state_tensors()
+        with corrupt_gradient(self.engine, value):
+            result = self.step()
+        return result, differing_names(before, self.state_tensors())
 
     def state_tensors(self) -> Tensors:
         """Everything that a step changes: full weights, this rank's master weights and moments."""
-        return {**full_weights(self.engine, self.mesh), **_optimizer_tensors(self.engine)}
+        tensors = full_weights(self.engine, self.mesh)
+        states = self.engine._engine.basic_optimizer.state
+        for index, (master, state) in enumerate(states.items()):
+            for name, value in {"master": master, **state}.items():
+                tensors[f"{name} {index}"] = torch.as_tensor(value).detach().clone()
+        return tensors
+
+    def has_moments(self) -> bool:
+        return any(name.startswith("exp_avg_sq") for name in self.state_tensors())
 
     def close(self) -> None:
         self.engine._engine.destroy()
-
-
-def _optimizer_tensors(engine: ZeroEngine) -> Tensors:
-    """Parameters and states of torch's optimizer; empty before the first applied step."""
-    tensors: Tensors = {}
-    for index, (master, state) in enumerate(engine._engine.basic_optimizer.state.items()):
-        tensors[f"master {index}"] = master.detach().clone()
-        for name, value in state.items():
-            tensors[f"{name} {index}"] = torch.as_tensor(value).detach().clone()
-    return tensors
 
 
 @contextmanager
@@ -135,25 +103,3 @@ def differing_names(one: Tensors, other: Tensors) -> list[str]:
     """Names of the tensors that are not equal bit for bit."""
     assert one.keys() == other.keys()
     return [name for name in one if not torch.equal(one[name], other[name])]
-
-
-LayoutJob = Callable[[Layout, dict[int, Mesh], Path], Any]
-
-
-def run_layouts(job: LayoutJob, layouts: list[Layout], folder: Path) -> dict[str, list[Any]]:
-    """Returns what the job returned for each layout on each rank; a traceback where it failed."""
-    ranks = run_ranks(_run, WORLD, job, layouts, folder)
-    return {layout.name: [rank[layout.name] for rank in ranks] for layout in layouts}
-
-
-def _run(rank: int, job: LayoutJob, layouts: list[Layout], folder: Path) -> dict[str, Any]:
-    meshes = prepare((1, 2))
-    require_precision(PrecisionConfig(fp16=True, allow_fp16_on_cpu=True))
-    results: dict[str, Any] = {}
-    for layout in layouts:
-        try:
-            results[layout.name] = job(layout, meshes, folder)
-        except Exception:
-            results[layout.name] = traceback.format_exc()
-        dist.barrier()
-    return results

@@ -1,21 +1,24 @@
 """The parity cases: their axes, and the rule that selects the cases that run.
 
 The rule: a case is one value for each of six axes (`AXES`), and the selected cases are a covering
-array of strength three: *any three values of any three different axes occur together in at least
-one case*. So every ZeRO stage meets every tensor-parallel size with every accumulation, every
-model meets every stage under every optimizer, and so on; an error that only four particular values
-together provoke can be missed. The array is built greedily and deterministically: the same cases
-in every run. The full product, 448 cases, is run by
+array. *Any three values of three different axes other than the model occur together in at least one
+case, and so does every model with every value of every other axis.* So every ZeRO stage meets every
+tensor-parallel size with every accumulation, and every model meets every stage, size and optimizer;
+an error that needs more particular values together can be missed. The array is built greedily and
+deterministically: the same cases in every run. The full product, 448 cases, is run by
 
     MEGATRON_DS_PARITY=all python -m pytest --timeout 0 tests/dist/test_parity.py
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import json
 import os
+import tempfile
+from collections.abc import Iterable
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -30,6 +33,7 @@ from megatron_ds.config import (
 )
 from megatron_ds.engine.ds_config_merge import merge_file
 from megatron_ds.train_state import StepPlan
+from tests.dist.reference import Run, Samples, train_reference
 
 STEPS = 3
 SAMPLES_PER_STEP = 16
@@ -48,6 +52,7 @@ SHAPE: dict[str, Any] = {
     "hidden_dropout": 0.0,
     "init_method_std": 0.1,
 }
+SAMPLES = Samples(STEPS * SAMPLES_PER_STEP, SHAPE)
 MODELS: dict[str, dict[str, Any]] = {
     "learned": {"position_embedding_type": "learned_absolute"},
     "rope": {"position_embedding_type": "rope", "rotary_percent": 0.5},
@@ -122,13 +127,16 @@ AXES: dict[str, tuple[Any, ...]] = {
     "optimizer": tuple(OPTIMIZERS),
 }
 
-Triple = frozenset[tuple[str, Any]]
+
+def combinations(axes: Iterable[str]) -> list[tuple[str, ...]]:
+    """The axes whose values must occur together: layouts by three, each with the model."""
+    layout = [axis for axis in axes if axis != "model"]
+    return [*itertools.combinations(layout, 3), *(("model", axis) for axis in layout)]
 
 
-def triples(case: Case) -> set[Triple]:
-    """All combinations of the values of three axes of a case."""
-    values = zip(AXES, astuple(case), strict=True)
-    return {frozenset(chosen) for chosen in itertools.combinations(values, 3)}
+def demands(case: Case) -> set[tuple[tuple[str, Any], ...]]:
+    """The combinations of values that a case covers."""
+    return {tuple((axis, getattr(case, axis)) for axis in axes) for axes in combinations(AXES)}
 
 
 @functools.cache
@@ -139,9 +147,9 @@ def product() -> tuple[Case, ...]:
 
 @functools.cache
 def covering() -> tuple[Case, ...]:
-    """The covering array: each case is the first of those with the most uncovered triples."""
-    missing: set[Triple] = set().union(*(triples(case) for case in product()))
-    left = {case: triples(case) for case in product()}
+    """The covering array: each case is the first of those with the most uncovered combinations."""
+    left = {case: demands(case) for case in product()}
+    missing = set().union(*left.values())
     chosen = []
     while missing:
         best = max(left, key=lambda case: len(left[case] & missing))
@@ -155,11 +163,21 @@ def chosen() -> tuple[Case, ...]:
     return product() if os.environ.get("MEGATRON_DS_PARITY") == "all" else covering()
 
 
-def config_of(case: Case, folder: Path) -> Config:
+@functools.cache
+def _folder() -> tempfile.TemporaryDirectory[str]:
+    """For DeepSpeed files; it is removed when this process ends."""
+    return tempfile.TemporaryDirectory()
+
+
+def config_of(case: Case, **changes: dict[str, Any]) -> Config:
     """The configuration of a case, the ZeRO stage taken from a DeepSpeed file as a user would.
 
     The file lowers the thresholds: ZeRO-3 partitions even toy parameters, and gradients are reduced
     in several buckets.
+
+    Args:
+        case: The case.
+        changes: Changed fields by group: `model={"hidden_dropout": 0.1}`.
     """
     zero = {
         "stage": case.stage,
@@ -167,11 +185,8 @@ def config_of(case: Case, folder: Path) -> Config:
         "reduce_bucket_size": 4000,
         "allgather_bucket_size": 4000,
     }
-    path = folder / f"zero{case.stage}.json"
-    # Several processes write the file: a rename never shows a reader an empty one.
-    own = path.with_suffix(f".{os.getpid()}")
-    own.write_text(json.dumps({"zero_optimization": zero}), encoding="utf-8")
-    own.replace(path)
+    path = Path(_folder().name) / f"zero{case.stage}.json"
+    path.write_text(json.dumps({"zero_optimization": zero}), encoding="utf-8")
     config = Config(
         model=ModelConfig(**SHAPE, **MODELS[case.model]),
         parallel=ParallelConfig(tensor_model_parallel_size=case.tp),
@@ -183,15 +198,15 @@ def config_of(case: Case, folder: Path) -> Config:
         ),
         deepspeed=DeepSpeedConfig(deepspeed_config=str(path)),
     )
-    return complete_config(config, case.world)
-
-
-def complete_config(config: Config, world: int) -> Config:
-    """Merges the DeepSpeed file and validates, as the command line does, except for the data."""
-    config, problems = merge_file(config, world)
+    groups = {
+        name: dataclasses.replace(getattr(config, name), **values)
+        for name, values in changes.items()
+    }
+    # Completed and checked as by the command line, except for the data.
+    config, problems = merge_file(dataclasses.replace(config, **groups), case.world)
     problems += config.model.problems(config.parallel.tensor_model_parallel_size)
     problems += config.optimizer.problems()
-    problems += config.schedule.problems(config.parallel, world)
+    problems += config.schedule.problems(config.parallel, case.world)
     assert problems == [], problems
     return config
 
@@ -209,3 +224,10 @@ def plans_of(case: Case) -> list[StepPlan]:
         )
         for step, rate in enumerate(RATES[case.optimizer])
     ]
+
+
+@functools.cache
+def reference_of(model: str, optimizer: str) -> Run:
+    """The run of one process, which all layouts of a model and an optimizer share."""
+    case = Case(1, 0, 1, 1, model, optimizer)
+    return train_reference(config_of(case), SAMPLES, plans_of(case))

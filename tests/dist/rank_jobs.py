@@ -1,74 +1,89 @@
-"""Runs many trainings on one set of ranks.
-
-Each job writes a file per rank, so that a job that fails or hangs hides no other.
-"""
+"""Runs many jobs on one set of ranks, so that a job that fails or hangs hides no other."""
 
 from __future__ import annotations
 
+import tempfile
 import traceback
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from megatron_ds.config import Config
+from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.train_state import StepPlan
 from tests.dist.engine_harness import EngineProbe, prepare, train
-from tests.dist.reference import Run, Samples
+from tests.dist.parity_cases import SAMPLES, Case, config_of, plans_of
+from tests.dist.reference import Samples
 from tests.distributed import run_ranks
 
-
-@dataclass(frozen=True)
-class Job:
-    """One training. `probe` must be a function at the top level of a module."""
-
-    name: str
-    config: Config
-    plans: list[StepPlan]
-    samples: Samples
-    probe: EngineProbe | None = None
+Job = Callable[[dict[int, Mesh]], Any]
+"""Called on every rank, with the meshes by tensor-parallel size. It is pickled."""
 
 
-def run_jobs(world: int, jobs: list[Job], folder: Path) -> JobResults:
-    """Runs the jobs one after the other on `world` ranks. Failures are raised by the results."""
-    try:
-        run_ranks(_run_jobs, world, jobs, folder, timeout=300.0 + 15.0 * len(jobs))
-    except Exception:
-        (folder / f"{world}-ranks.txt").write_text(traceback.format_exc(), encoding="utf-8")
-    return JobResults(world, folder)
+def training(
+    config: Config,
+    plans: list[StepPlan],
+    samples: Samples = SAMPLES,
+    probe: EngineProbe | None = None,
+) -> Job:
+    """A job whose results are the `Run`s of the ranks."""
+    return partial(train, config, plans, samples, probe)
 
 
-def _run_jobs(rank: int, jobs: list[Job], folder: Path) -> None:
-    meshes = prepare(tuple(sorted({_tp_size(job) for job in jobs})))
-    for job in jobs:
-        mesh = meshes[_tp_size(job)]
-        try:
-            run = train(job.config, mesh, job.samples, job.plans, job.probe)
-            torch.save(run, folder / f"{job.name}.{rank}.pt")
-        except Exception:
-            (folder / f"{job.name}.{rank}.txt").write_text(traceback.format_exc(), encoding="utf-8")
-        dist.barrier()
+def case_training(case: Case, probe: EngineProbe | None = None, **changes: dict[str, Any]) -> Job:
+    """The training of a parity case with changed fields, as `config_of` takes them."""
+    return training(config_of(case, **changes), plans_of(case), SAMPLES, probe)
 
 
-def _tp_size(job: Job) -> int:
-    return job.config.parallel.tensor_model_parallel_size
+class Failure(str):
+    """The traceback of a job on a rank."""
+
+    __slots__ = ()
 
 
 @dataclass(frozen=True)
 class JobResults:
-    """What the ranks of one world wrote to a folder."""
+    """What each job returned on each rank."""
 
-    world: int
-    folder: Path
+    results: Mapping[str, list[Any]]
 
-    def of(self, name: str) -> list[Run]:
-        """Each rank's run of a job; fails the test with the ranks' tracebacks if there is none."""
-        paths = [self.folder / f"{name}.{rank}.pt" for rank in range(self.world)]
-        if not all(path.exists() for path in paths):
-            texts = [path.with_suffix(".txt") for path in paths]
-            texts.append(self.folder / f"{self.world}-ranks.txt")
-            reports = [text.read_text(encoding="utf-8") for text in texts if text.exists()]
-            pytest.fail("\n".join([f"{name} did not finish", *reports]))
-        return [torch.load(path, weights_only=False) for path in paths]
+    def of(self, name: str) -> list[Any]:
+        """Each rank's result of a job; fails the test with the tracebacks if there is none."""
+        failures = [result for result in self.results[name] if isinstance(result, Failure)]
+        if failures:
+            pytest.fail("\n".join([f"{name} did not finish", *failures]))
+        return self.results[name]
+
+
+def run_jobs(world: int, jobs: Mapping[str, Job]) -> JobResults:
+    """Runs the jobs one after the other on `world` ranks. Failures are raised by the results."""
+    with tempfile.TemporaryDirectory() as name:
+        folder, crash = Path(name), Failure("")
+        try:
+            run_ranks(_run_jobs, world, dict(jobs), folder, timeout=300.0 + 15.0 * len(jobs))
+        except Exception:
+            crash = Failure(traceback.format_exc())
+
+        def load(path: Path) -> Any:
+            return torch.load(path, weights_only=False) if path.exists() else crash
+
+        return JobResults(
+            {job: [load(folder / f"{job}.{rank}") for rank in range(world)] for job in jobs}
+        )
+
+
+def _run_jobs(rank: int, jobs: dict[str, Job], folder: Path) -> None:
+    meshes = prepare()
+    for name, job in jobs.items():
+        try:
+            result = job(meshes)
+        except Exception:
+            result = Failure(traceback.format_exc())
+        torch.save(result, folder / f"{name}.{rank}")
+        dist.barrier()

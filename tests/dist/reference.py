@@ -133,7 +133,6 @@ def _optimizer(
         {"params": [p for p in parameters if p.dim() > 1], "weight_decay": options.weight_decay},
         {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
     ]
-    assert options.lr is not None
     if options.optimizer == "sgd":
         return torch.optim.SGD(groups, lr=options.lr, momentum=options.sgd_momentum)
     return torch.optim.AdamW(
@@ -144,9 +143,5 @@ def _optimizer(
     )
 
 
-def _copy(tensors: dict[str, torch.nn.Parameter] | dict[str, torch.Tensor | None]) -> Tensors:
-    copies = {}
-    for name, value in tensors.items():
-        assert value is not None, name
-        copies[name] = value.detach().clone()
-    return copies
+def _copy(tensors: dict[str, Any]) -> Tensors:
+    return {name: value.detach().clone() for name, value in tensors.items()}

@@ -2,71 +2,54 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
-from pathlib import Path
 
 import pytest
 import torch
 
-from megatron_ds.config import Config, RecomputeConfig
-from tests.dist import parity_cases
-from tests.dist.parity_cases import Case, config_of, plans_of
-from tests.dist.rank_jobs import Job, JobResults, run_jobs
-from tests.dist.reference import Samples, train_reference
+from tests.dist.parity_cases import Case, reference_of
+from tests.dist.rank_jobs import JobResults, case_training, run_jobs
 
 LAYOUTS = list(itertools.product((1, 3), (1, 2)))
 """ZeRO stage and tensor-parallel size."""
+EVEN, ODD = [(1, 1), (3, 2)], [(1, 2), (3, 1)]
+"""Layouts in which every stage and every size occurs."""
+FULL = {"recompute_granularity": "full"}
 RECOMPUTE = {
-    "full": RecomputeConfig(recompute_granularity="full"),
-    "pairs of layers": RecomputeConfig(recompute_granularity="full", checkpoint_num_layers=2),
-    "selective": RecomputeConfig(recompute_granularity="selective"),
-    "deepspeed": RecomputeConfig(
-        recompute_granularity="full", deepspeed_activation_checkpointing=True
-    ),
-    "partitioned": RecomputeConfig(recompute_granularity="full", partition_activations=True),
+    "full": (EVEN, FULL),
+    "pairs of layers": (ODD, {**FULL, "checkpoint_num_layers": 2}),
+    "selective": (ODD, {"recompute_granularity": "selective"}),
+    "deepspeed": (ODD, {**FULL, "deepspeed_activation_checkpointing": True}),
+    "partitioned": (EVEN, {**FULL, "partition_activations": True}),
 }
+CASES = [(kind, *layout) for kind, (layouts, _) in RECOMPUTE.items() for layout in layouts]
+"""Kind of recomputation, stage and size."""
 STORED = "stored"
-SAMPLES = Samples(parity_cases.STEPS * parity_cases.SAMPLES_PER_STEP, parity_cases.SHAPE)
-
-
-def layout(stage: int, tp: int) -> Case:
-    return Case(2, stage, tp, 4, "learned", "adamw")
-
-
-def with_dropout(stage: int, tp: int, recompute: RecomputeConfig, folder: Path) -> Config:
-    config = config_of(layout(stage, tp), folder)
-    model = dataclasses.replace(config.model, attention_dropout=0.2, hidden_dropout=0.2)
-    return dataclasses.replace(config, model=model, recompute=recompute)
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> JobResults:
-    folder = tmp_path_factory.mktemp("recompute")
-    jobs = []
-    for stage, tp in LAYOUTS:
-        for kind, recompute in {STORED: RecomputeConfig(), **RECOMPUTE}.items():
-            config = with_dropout(stage, tp, recompute, folder)
-            jobs.append(Job(f"{stage}-{tp}-{kind}", config, plans_of(layout(stage, tp)), SAMPLES))
-    return run_jobs(2, jobs, folder)
+def outcomes() -> JobResults:
+    dropout = {"attention_dropout": 0.2, "hidden_dropout": 0.2}
+    jobs = {
+        f"{stage}-{tp}-{kind}": case_training(
+            Case(2, stage, tp, 4, "learned", "adamw"),
+            model=dropout,
+            recompute={} if kind == STORED else RECOMPUTE[kind][1],
+        )
+        for kind, stage, tp in [*((STORED, *layout) for layout in LAYOUTS), *CASES]
+    }
+    return run_jobs(2, jobs)
 
 
-@pytest.mark.parametrize("kind", RECOMPUTE)
-@pytest.mark.parametrize(("stage", "tp"), LAYOUTS)
-def test_recompute_is_bitwise_equal(stage: int, tp: int, kind: str, outcomes: JobResults) -> None:
+@pytest.mark.parametrize(("kind", "stage", "tp"), CASES)
+def test_recompute_is_bitwise_equal(kind: str, stage: int, tp: int, outcomes: JobResults) -> None:
     stored, recomputed = outcomes.of(f"{stage}-{tp}-{STORED}"), outcomes.of(f"{stage}-{tp}-{kind}")
+    without_dropout = reference_of("learned", "adamw")
     for one, other in zip(stored, recomputed, strict=True):
+        assert abs(one.losses[0] - without_dropout.losses[0]) > 1e-3
         assert other.notes["attention calls"] == 2 * one.notes["attention calls"] > 0
         assert other.losses == one.losses
         assert other.norms == one.norms
-        for kind in ("gradients", "weights"):
-            for before, after in zip(getattr(one, kind), getattr(other, kind), strict=True):
+        for tensors in ("gradients", "weights"):
+            for before, after in zip(getattr(one, tensors), getattr(other, tensors), strict=True):
                 assert [n for n in before if not torch.equal(before[n], after[n])] == []
-
-
-@pytest.mark.parametrize(("stage", "tp"), LAYOUTS)
-def test_dropout_is_active(stage: int, tp: int, outcomes: JobResults, tmp_path: Path) -> None:
-    case = layout(stage, tp)
-    without = train_reference(config_of(case, tmp_path), SAMPLES, plans_of(case))
-    for run in outcomes.of(f"{stage}-{tp}-{STORED}"):
-        assert abs(run.losses[0] - without.losses[0]) > 1e-3

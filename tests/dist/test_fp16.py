@@ -2,102 +2,66 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import pytest
 
-from megatron_ds.config import PrecisionConfig
 from megatron_ds.parallel.mesh import Mesh
-from tests.dist import parity_cases
-from tests.dist.engine_harness import train
-from tests.dist.nonfinite_harness import (
-    WORLD,
-    Layout,
-    Training,
-    corrupt_gradient,
-    differing_names,
-    run_layouts,
-)
-from tests.dist.parity_cases import Case, config_of, plans_of
-from tests.dist.reference import Samples, train_reference
+from tests.dist.nonfinite_harness import WORLD, Training, case_of, config_for
+from tests.dist.parity_cases import reference_of
+from tests.dist.rank_jobs import JobResults, case_training, run_jobs
 
-FP16 = PrecisionConfig(fp16=True, allow_fp16_on_cpu=True)
-STATIC = dataclasses.replace(FP16, loss_scale=512.0)
+FP16 = {"fp16": True, "allow_fp16_on_cpu": True}
 STEPS = 14
 OVERFLOWS = (1, 2, 3, 8, 9, 13)
 """Steps in which one rank's gradient is corrupted. No other step overflows: at the highest scale
 reached, 2^12, gradients of up to 16 are representable."""
 FIRST_SCALE, WINDOW = 2.0**10, 2
-SAMPLES = Samples(parity_cases.STEPS * parity_cases.SAMPLES_PER_STEP, parity_cases.SHAPE)
-
-
-def dynamic(hysteresis: int) -> PrecisionConfig:
-    return dataclasses.replace(
-        FP16, initial_loss_scale=FIRST_SCALE, loss_scale_window=WINDOW, hysteresis=hysteresis
-    )
-
-
 LAYOUTS = [(stage, tp) for stage in (1, 2, 3) for tp in (1, 2)]
 
 
-def layout(stage: int, tp: int) -> Layout:
-    return Layout(dynamic(hysteresis=1 + stage % 2), stage, tp)
+def hysteresis_of(stage: int) -> int:
+    return 1 + stage % 2
 
 
-def case(stage: int, tp: int) -> Case:
-    return Case(WORLD, stage, tp, 2, "learned", "adamw")
-
-
-def train_with_both_scales(layout: Layout, meshes: dict[int, Mesh], folder: Path) -> dict[str, Any]:
-    """A run with corrupted gradients on one rank, and one with a static scale."""
-    mesh = meshes[layout.tp]
-    run = Training(layout.config(folder), mesh, STEPS)
-    results, changed, applied_counts = [], [], []
+def train_with_overflows(stage: int, tp: int, meshes: dict[int, Mesh]) -> dict[str, Any]:
+    """A run with a dynamic scale and corrupted gradients on one rank."""
+    scale = {"initial_loss_scale": FIRST_SCALE, "loss_scale_window": WINDOW}
+    config = config_for(stage, tp, **FP16, **scale, hysteresis=hysteresis_of(stage))
+    run = Training(config, meshes[tp], STEPS)
+    results, changed, applied = [], [], []
     for step in range(1, STEPS + 1):
-        before = run.state_tensors()
         if step in OVERFLOWS:
-            with corrupt_gradient(run.engine, math.inf):
-                results.append(run.step())
+            result, names = run.corrupted_step(math.inf)
+            changed += names
         else:
-            results.append(run.step())
-        if results[-1].skipped:
-            changed += differing_names(before, run.state_tensors())
-        applied_counts.append(run.state.applied_iterations)
-    rates = run.rates
+            result = run.step()
+        results.append(result)
+        applied.append(run.state.applied_iterations)
+    has_moments = run.has_moments()
     run.close()
-
-    which = case(layout.stage, layout.tp)
-    config = dataclasses.replace(config_of(which, folder), precision=STATIC)
-    static = train(config, mesh, SAMPLES, plans_of(which))
     return {
         "skipped": [result.skipped for result in results],
         "scales": [result.loss_scale for result in results],
         "norms": [result.grad_norm for result in results],
         "changed": changed,
-        "moments": [name for name in before if name.startswith("exp_avg_sq")],
-        "applied": applied_counts,
-        "rates": rates,
-        "types": static.notes["types"],
-        "losses": static.losses,
-        "static norms": static.norms,
+        "has moments": has_moments,
+        "applied": applied,
+        "rates": run.rates,
     }
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
-    layouts = [layout(*which) for which in LAYOUTS]
-    return run_layouts(train_with_both_scales, layouts, tmp_path_factory.mktemp("fp16"))
-
-
-def results_of(outcomes: dict[str, list[Any]], stage: int, tp: int) -> tuple[Any, Any]:
-    first, second = outcomes[layout(stage, tp).name]
-    assert isinstance(first, dict), first
-    assert isinstance(second, dict), second
-    return first, second
+def outcomes() -> JobResults:
+    jobs: dict[str, Any] = {}
+    for layout in LAYOUTS:
+        jobs[f"dynamic {layout}"] = partial(train_with_overflows, *layout)
+        static = {**FP16, "loss_scale": 512.0}
+        jobs[f"static {layout}"] = case_training(case_of(*layout), precision=static)
+    return run_jobs(WORLD, jobs)
 
 
 def expected_scales(skipped: list[bool], hysteresis: int) -> list[float]:
@@ -124,26 +88,26 @@ def expected_scales(skipped: list[bool], hysteresis: int) -> list[float]:
     return scales
 
 
-@pytest.mark.parametrize(("stage", "tp"), LAYOUTS)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_loss_scale_follows_flags_on_all_ranks(
-    stage: int, tp: int, outcomes: dict[str, list[Any]]
+    layout: tuple[int, int], outcomes: JobResults
 ) -> None:
-    first, second = results_of(outcomes, stage, tp)
+    first, second = outcomes.of(f"dynamic {layout}")
     assert first["skipped"] == second["skipped"]
     assert first["scales"] == second["scales"]
     assert first["skipped"] == [step in OVERFLOWS for step in range(1, STEPS + 1)]
     scales = first["scales"]
-    assert scales == expected_scales(first["skipped"], hysteresis=1 + stage % 2)
+    assert scales == expected_scales(first["skipped"], hysteresis_of(layout[0]))
     ratios = {after / before for before, after in itertools.pairwise(scales)}
     assert ratios == {0.5, 1.0, 2.0}
 
 
-@pytest.mark.parametrize(("stage", "tp"), LAYOUTS)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_skipped_step_changes_neither_weights_nor_moments_nor_learning_rate(
-    stage: int, tp: int, outcomes: dict[str, list[Any]]
+    layout: tuple[int, int], outcomes: JobResults
 ) -> None:
-    for seen in results_of(outcomes, stage, tp):
-        assert seen["moments"] != []
+    for seen in outcomes.of(f"dynamic {layout}"):
+        assert seen["has moments"]
         assert seen["changed"] == []
         steps = zip(seen["skipped"], seen["norms"], seen["applied"], seen["rates"], strict=True)
         applied = 0
@@ -154,15 +118,12 @@ def test_skipped_step_changes_neither_weights_nor_moments_nor_learning_rate(
             assert counted == applied
 
 
-@pytest.mark.parametrize(("stage", "tp"), LAYOUTS)
-def test_fp16_follows_fp32(
-    stage: int, tp: int, outcomes: dict[str, list[Any]], tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_fp16_follows_fp32(layout: tuple[int, int], outcomes: JobResults) -> None:
     """Losses to 2e-3 nats and norms, unscaled, to a hundredth."""
-    which = case(stage, tp)
-    reference = train_reference(config_of(which, tmp_path), SAMPLES, plans_of(which))
-    for seen in results_of(outcomes, stage, tp):
-        assert seen["types"] == ["torch.float16", "torch.float32"]
-        assert seen["losses"] == pytest.approx(reference.losses, rel=0, abs=2e-3)
-        assert seen["losses"] != reference.losses
-        assert seen["static norms"] == pytest.approx(reference.norms, rel=0.01)
+    reference = reference_of("learned", "adamw")
+    for run in outcomes.of(f"static {layout}"):
+        assert run.notes["types"] == ["torch.float16", "torch.float32"]
+        assert run.losses == pytest.approx(reference.losses, rel=0, abs=2e-3)
+        assert run.losses != reference.losses
+        assert run.norms == pytest.approx(reference.norms, rel=0.01)

@@ -21,7 +21,8 @@ from megatron_ds.parallel.fused_linear_cross_entropy import linear_cross_entropy
 from megatron_ds.parallel.linear import ColumnParallelLinear, RowParallelLinear
 from megatron_ds.parallel.mesh import Group, Mesh
 from megatron_ds.parallel.rng import RngStreams
-from megatron_ds.parallel.sharding import ShardSpec, shard_spec, take_shard, unshard
+from megatron_ds.parallel.sharding import ShardSpec, take_shard
+from tests.dist.engine_harness import full_tensor
 from tests.distributed import RankError, run_ranks
 from tests.problems import raises_problem
 
@@ -42,9 +43,7 @@ def leaf(*shape: int) -> torch.Tensor:
 
 
 def full_grad(param: torch.nn.Parameter, group: Group) -> torch.Tensor:
-    assert param.grad is not None
-    spec = shard_spec(param)
-    return param.grad if spec is None else unshard(list(all_gather(param.grad, group)), spec)
+    return full_tensor(param.grad, param, group)
 
 
 def full_input_grad(x: torch.Tensor, group: Group) -> torch.Tensor:

@@ -13,10 +13,10 @@ import torch
 
 from megatron_ds.config.model import ACTIVATIONS, ModelConfig
 from megatron_ds.model.gpt import GPTModel
-from megatron_ds.parallel.collectives import all_gather
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.parallel.rng import RngStreams
-from megatron_ds.parallel.sharding import shard_spec, take_shard, unshard
+from megatron_ds.parallel.sharding import shard_spec, take_shard
+from tests.dist.engine_harness import full_tensor
 from tests.distributed import run_ranks
 
 VOCAB = 90  # of 96 padded rows at sizes 1 and 2
@@ -71,11 +71,6 @@ def build(options: dict[str, Any], mesh: Mesh) -> GPTModel:
     return model
 
 
-def full(value: torch.Tensor, param: torch.nn.Parameter, mesh: Mesh) -> torch.Tensor:
-    spec = shard_spec(param)
-    return value if spec is None else unshard(list(all_gather(value, mesh.tp)), spec)
-
-
 def compare_with_one_process(rank: int) -> None:
     mesh = Mesh.build(tp_size=2)
     generator = torch.Generator().manual_seed(3)
@@ -87,7 +82,10 @@ def compare_with_one_process(rank: int) -> None:
         one, sharded = build(options, Mesh.single()), build(options, mesh)
         reference = dict(one.named_parameters())
         for name, param in sharded.named_parameters():
-            assert torch.equal(full(param.detach(), param, mesh), reference[name]), (options, name)
+            assert torch.equal(full_tensor(param.detach(), param, mesh.tp), reference[name]), (
+                options,
+                name,
+            )
         torch.testing.assert_close(sharded(inputs), one(inputs), rtol=1e-5, atol=1e-5)
         for weights in (None, mask):
             one.zero_grad()
@@ -101,7 +99,7 @@ def compare_with_one_process(rank: int) -> None:
                 want, grad = reference[name].grad, param.grad
                 assert want is not None
                 assert grad is not None
-                error = (full(grad, param, mesh) - want).norm() / want.norm()
+                error = (full_tensor(grad, param, mesh.tp) - want).norm() / want.norm()
                 # A key bias shifts all scores of a query alike: its true gradient is zero.
                 assert error < 1e-5 or want.norm() < 1e-8, (options, name, error.item())
 

@@ -6,27 +6,24 @@ optimizer and flag occurs; one case is compiled.
 
 from __future__ import annotations
 
-import dataclasses
-from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from megatron_ds.config import Config, DataConfig, RecomputeConfig, RuntimeConfig
+from megatron_ds.config import Config
 from megatron_ds.engine.build import build_engine
 from megatron_ds.model.packed_attention import PackingOptions
 from megatron_ds.parallel.mesh import Mesh
 from tests.dist import parity_cases
 from tests.dist.compare import differences
-from tests.dist.engine_harness import CPU
 from tests.dist.parity_cases import Case, config_of, plans_of
-from tests.dist.rank_jobs import Job, JobResults, run_jobs
-from tests.dist.reference import EOD, Samples, train_reference
+from tests.dist.rank_jobs import JobResults, run_jobs, training
+from tests.dist.reference import EOD, train_reference
 from tests.problems import codes, raises_problem
 from tests.unit.model.dense import dense_flex
 
-PLAIN = Samples(parity_cases.STEPS * parity_cases.SAMPLES_PER_STEP, parity_cases.SHAPE)
-SAMPLES = PLAIN.with_document_ends(0.2)
+SAMPLES = parity_cases.SAMPLES.with_document_ends(0.2)
 BOTH = (True, True)
 CASES: dict[str, tuple[Case, tuple[bool, bool], str | None]] = {
     "zero0 learned full": (Case(2, 0, 2, 1, "learned", "sgd"), BOTH, "full"),
@@ -44,16 +41,15 @@ CASES: dict[str, tuple[Case, tuple[bool, bool], str | None]] = {
 WITH_DROPOUT = [name for name in CASES if name.startswith("dropout")]
 
 
-def config(name: str, folder: Path) -> Config:
+def config(name: str) -> Config:
     case, (positions, attention), granularity = CASES[name]
-    base = config_of(case, folder)
     dropout = 0.1 if name in WITH_DROPOUT else 0.0
-    return dataclasses.replace(
-        base,
-        model=dataclasses.replace(base.model, attention_dropout=dropout, hidden_dropout=dropout),
-        data=DataConfig(reset_position_ids=positions, reset_attention_mask=attention),
-        recompute=RecomputeConfig(recompute_granularity=granularity),
-        runtime=RuntimeConfig(seed=parity_cases.SEED, compile=name == "compiled"),
+    return config_of(
+        case,
+        model={"attention_dropout": dropout, "hidden_dropout": dropout},
+        data={"reset_position_ids": positions, "reset_attention_mask": attention},
+        recompute={"recompute_granularity": granularity},
+        runtime={"seed": parity_cases.SEED, "compile": name == "compiled"},
     )
 
 
@@ -69,22 +65,19 @@ def check_reason_without_flex(engine: Any) -> None:
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> JobResults:
-    folder = tmp_path_factory.mktemp("documents")
-    jobs = [
-        Job(name, config(name, folder), plans_of(case), SAMPLES, check_reason_without_flex)
+def outcomes() -> JobResults:
+    jobs = {
+        name: training(config(name), plans_of(case), SAMPLES, check_reason_without_flex)
         for name, (case, *_) in CASES.items()
-    ]
-    return run_jobs(2, jobs, folder)
+    }
+    return run_jobs(2, jobs)
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name not in WITH_DROPOUT])
-def test_layout_equals_one_process_with_a_dense_mask(
-    name: str, outcomes: JobResults, tmp_path: Path
-) -> None:
+def test_layout_equals_one_process_with_a_dense_mask(name: str, outcomes: JobResults) -> None:
     case, flags, _ = CASES[name]
     rules = PackingOptions(EOD, *flags, flex=dense_flex)
-    reference = train_reference(config(name, tmp_path), SAMPLES, plans_of(case), rules)
+    reference = train_reference(config(name), SAMPLES, plans_of(case), rules)
     for rank, run in enumerate(outcomes.of(name)):
         assert differences(run, reference) == [], f"rank {rank}"
         # Each layer is compiled in two parts, before and after its attention, once for all
@@ -100,17 +93,15 @@ def test_recomputation_drops_what_was_dropped(name: str, outcomes: JobResults) -
         assert run.norms == stored.norms
 
 
-def test_bounds_change_what_is_learned(tmp_path: Path) -> None:
-    case = CASES["zero3 learned"][0]
+def test_bounds_change_what_is_learned() -> None:
+    settings, plans = config("zero3 learned"), plans_of(CASES["zero3 learned"][0])[:1]
     losses = [
-        train_reference(
-            config("zero3 learned", tmp_path), SAMPLES, plans_of(case)[:1], rules
-        ).losses
+        train_reference(settings, SAMPLES, plans, rules).losses
         for rules in (None, PackingOptions(EOD, True, True))
     ]
     assert losses[0] != pytest.approx(losses[1], rel=1e-4)
 
 
-def test_tokenizer_without_eod_is_rejected(tmp_path: Path) -> None:
+def test_tokenizer_without_eod_is_rejected() -> None:
     with raises_problem("tokenizer-without-eod"):
-        build_engine(config("zero3 learned", tmp_path), Mesh.single(), CPU, eod=None)
+        build_engine(config("zero3 learned"), Mesh.single(), torch.device("cpu"), eod=None)

@@ -9,61 +9,37 @@ from what the step did to the weights) and every weight after each step agree wi
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
-from pathlib import Path
+import math
 
 import pytest
 import torch
 
 from tests.dist import parity_cases
 from tests.dist.compare import differences
-from tests.dist.parity_cases import Case
-from tests.dist.rank_jobs import Job, JobResults, run_jobs
-from tests.dist.reference import Run, Samples, Tensors, train_reference
+from tests.dist.parity_cases import Case, reference_of
+from tests.dist.rank_jobs import JobResults, case_training, run_jobs
+from tests.dist.reference import Run
 
-REPEATED = "repeated-"
-"""Prefix of the second run of a world's first case, after all others."""
-SAMPLES = Samples(parity_cases.STEPS * parity_cases.SAMPLES_PER_STEP, parity_cases.SHAPE)
+REPEATED = "repeated"
+"""The second run of a world's first case, after all others."""
 
 Worlds = dict[int, JobResults]
-References = dict[tuple[str, str], Run]
 
 
 @pytest.fixture(scope="module")
-def worlds(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Worlds:
+def worlds(request: pytest.FixtureRequest) -> Worlds:
     """The selected cases, trained by one set of two ranks and one of four."""
-    folder = tmp_path_factory.mktemp("parity")
     items = [item for item in request.session.items if item.path == request.path]
     parameters = [item.callspec.params for item in items if hasattr(item, "callspec")]
     selected = list(dict.fromkeys(p["case"] for p in parameters if "case" in p))
     results = {}
     for world in parity_cases.AXES["world"]:
-        jobs = [_job(case, folder) for case in selected if case.world == world]
-        if jobs:
-            jobs.append(dataclasses.replace(jobs[0], name=REPEATED + jobs[0].name))
-            results[world] = run_jobs(world, jobs, folder)
+        cases = [case for case in selected if case.world == world]
+        if cases:
+            jobs = {case.name: case_training(case) for case in cases}
+            results[world] = run_jobs(world, {**jobs, REPEATED: jobs[cases[0].name]})
     return results
-
-
-def _job(case: Case, folder: Path) -> Job:
-    return Job(
-        case.name, parity_cases.config_of(case, folder), parity_cases.plans_of(case), SAMPLES
-    )
-
-
-@pytest.fixture(scope="module")
-def references() -> References:
-    """Reference runs by model and optimizer, computed on demand."""
-    return {}
-
-
-def reference_of(case: Case, known: References, folder: Path) -> Run:
-    key = case.model, case.optimizer
-    if key not in known:
-        config = parity_cases.config_of(case, folder)
-        known[key] = train_reference(config, SAMPLES, parity_cases.plans_of(case))
-    return known[key]
 
 
 SMOKE = {case.stage: case for case in parity_cases.covering() if case.world == 2}.values()
@@ -78,10 +54,8 @@ SMOKE = {case.stage: case for case in parity_cases.covering() if case.world == 2
     ],
     ids=lambda case: case.name,
 )
-def test_layout_equals_one_process(
-    case: Case, worlds: Worlds, references: References, tmp_path: Path
-) -> None:
-    reference = reference_of(case, references, tmp_path)
+def test_layout_equals_one_process(case: Case, worlds: Worlds) -> None:
+    reference = reference_of(case.model, case.optimizer)
     clip = parity_cases.OPTIMIZERS[case.optimizer].clip_grad
     if clip:
         assert all(norm is not None and norm > 2 * clip for norm in reference.norms)
@@ -125,27 +99,23 @@ def test_zero3_never_materializes_the_full_model(case: Case, worlds: Worlds) -> 
 def test_cases_do_not_influence_each_other(worlds: Worlds) -> None:
     """A world's first case, repeated after all others on the same ranks, is equal bit for bit."""
     for world in worlds.values():
-        (path,) = world.folder.glob(f"{REPEATED}{world.world}ranks*.0.pt")
-        name = path.name.removeprefix(REPEATED).removesuffix(".0.pt")
-        for run, again in zip(world.of(name), world.of(REPEATED + name), strict=True):
+        first = next(iter(world.results))
+        for run, again in zip(world.of(first), world.of(REPEATED), strict=True):
             assert run.losses == again.losses
             assert run.norms == again.norms
             for before, after in zip(run.weights, again.weights, strict=True):
-                assert _same(before, after)
+                assert before.keys() == after.keys()
+                assert all(torch.equal(before[name], after[name]) for name in before)
 
 
-def _same(one: Tensors, other: Tensors) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
-
-
-def test_covering_array_contains_every_triple() -> None:
+def test_covering_array_contains_every_combination() -> None:
     """Checks the rule of `parity_cases.py` independently of the construction of the array."""
     chosen = parity_cases.covering()
     assert len(chosen) == len(set(chosen)) < len(parity_cases.product()) == 448
-    for axes in itertools.combinations(parity_cases.AXES, 3):
+    layout = [axis for axis in parity_cases.AXES if axis != "model"]
+    for axes in [*itertools.combinations(layout, 3), *(("model", axis) for axis in layout)]:
         found = {tuple(getattr(case, axis) for axis in axes) for case in chosen}
-        sizes = [len(parity_cases.AXES[axis]) for axis in axes]
-        assert len(found) == sizes[0] * sizes[1] * sizes[2], axes
+        assert len(found) == math.prod(len(parity_cases.AXES[axis]) for axis in axes), axes
 
 
 def test_comparison_detects_a_wrong_gradient() -> None:

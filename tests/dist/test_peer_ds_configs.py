@@ -9,28 +9,25 @@ from __future__ import annotations
 import json
 import math
 import re
-import traceback
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from megatron_ds import schedules
 from megatron_ds.cli.arguments import build_config
 from megatron_ds.config import Config
-from megatron_ds.data.micro_batches import MicroBatchIterator
-from megatron_ds.engine.build import build_engine
-from megatron_ds.engine.deepspeed_patches import require_precision
 from megatron_ds.engine.ds_config_merge import merge_file
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.train_state import TrainState
-from tests.dist.engine_harness import prepare
+from tests.dist.engine_harness import batches_of, build
+from tests.dist.rank_jobs import JobResults, run_jobs
 from tests.dist.reference import Samples
-from tests.distributed import run_ranks
 from tests.problems import codes
 
-FOLDER = Path(__file__).resolve().parents[3] / "shared" / "data" / "peer_ds_configs"
+REPOSITORY = Path(__file__).resolve().parents[2]
+FOLDER = REPOSITORY.parent / "shared" / "data" / "peer_ds_configs"
 FLAGS = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --train-iters 10 "
     "--tokenizer-type NullTokenizer --vocab-size 90 --allow-fp16-on-cpu --lr 1.5e-4 "
@@ -39,19 +36,7 @@ FLAGS = (
 
 OWN: dict[str, tuple[Any, str]] = {
     "offload-of-2020": (
-        {
-            "fp16": {"enabled": True},
-            "zero_optimization": {
-                "stage": 3,
-                "allgather_partitions": True,
-                "allgather_bucket_size": 2e8,
-                "overlap_comm": True,
-                "reduce_scatter": True,
-                "reduce_bucket_size": 2e8,
-                "contiguous_gradients": True,
-                "cpu_offload": True,
-            },
-        },
+        json.loads((REPOSITORY / "examples" / "deepspeed_config.json").read_text()),
         "--micro-batch-size 2 --global-batch-size 4",
     ),
     "everything-old": (
@@ -195,61 +180,41 @@ def configure_files_of_peers(folder: Path) -> dict[str, tuple[Config, list[str]]
     return made
 
 
-def train_a_step(rank: int, configs: dict[str, Config]) -> dict[str, float | str]:
-    """The loss of each configuration's first step, or how it failed."""
-    mesh = prepare((1,))[1]
-    results: dict[str, float | str] = {}
-    for name, config in configs.items():
-        try:
-            results[name] = _loss(config, mesh)
-        except Exception:
-            results[name] = traceback.format_exc()
-    return results
-
-
-def _loss(config: Config, mesh: Mesh) -> float:
-    require_precision(config.precision)
-    engine = build_engine(config.with_vocab(90), mesh, torch.device("cpu"))
-    micro = config.schedule.micro_batch_size
-    assert micro is not None
-    shape = {"seq_length": 16, "vocab_size": 90}
-    batches = MicroBatchIterator(
-        Samples(config.final_global_batch_size(1), shape),
-        consumed=0,
-        micro_batch_size=micro,
-        dp_rank=0,
-        dp_size=1,
-    )
+def loss_of_a_step(config: Config, meshes: dict[int, Mesh]) -> float:
+    engine = build(config.with_vocab(90), meshes[1])
+    samples = Samples(config.final_global_batch_size(1), {"seq_length": 16, "vocab_size": 90})
+    batches = batches_of(config, meshes[1], samples)
     result = engine.train_step(batches, schedules.plan(config, TrainState(), 1))
     engine._engine.destroy()
     return float(result.loss)
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[list[str], Any]]:
-    """For each file its problems, and what it did if it had none."""
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Config, list[str]]]:
+    """Configuration and problems of each file."""
     folder = tmp_path_factory.mktemp("files")
-    made = {
-        name: configure(name, json.dumps(file), line, folder) for name, (file, line) in OWN.items()
-    }
-    made |= configure_files_of_peers(folder)
-    sound = {name: config for name, (config, problems) in made.items() if not problems}
-    (results,) = run_ranks(train_a_step, 1, sound)
-    return {name: (problems, results.get(name)) for name, (_, problems) in made.items()}
+    own = {name: configure(name, json.dumps(f), line, folder) for name, (f, line) in OWN.items()}
+    return own | configure_files_of_peers(folder)
+
+
+@pytest.fixture(scope="module")
+def trained(found: dict[str, tuple[Config, list[str]]]) -> JobResults:
+    """The losses of those without a problem."""
+    sound = {name: config for name, (config, problems) in found.items() if not problems}
+    return run_jobs(1, {name: partial(loss_of_a_step, config) for name, config in sound.items()})
 
 
 @pytest.mark.parametrize("name", [*OWN, *EXPECTED])
 def test_file_trains_or_is_rejected_with_its_reason(
-    name: str, found: dict[str, tuple[list[str], Any]]
+    name: str, found: dict[str, tuple[Config, list[str]]], trained: JobResults
 ) -> None:
     if name not in OWN and not FOLDER.is_dir():
         pytest.skip(f"no copy of the files: {FOLDER}")
-    problems, loss = found[name]
+    _, problems = found[name]
     expected = EXPECTED.get(name, RUNS)
     if expected == RUNS:
         assert problems == []
-        assert isinstance(loss, float), loss
-        assert loss == pytest.approx(math.log(90), abs=0.5)
+        assert trained.of(name) == [pytest.approx(math.log(90), abs=0.5)]
     else:
         assert expected in codes(problems)
         assert all(f"{name}.json" in problem for problem in problems), problems

@@ -10,59 +10,48 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 
+from megatron_ds import schedules
 from megatron_ds.config import (
     Config,
-    ParallelConfig,
-    PrecisionConfig,
-    RecomputeConfig,
 )
 from megatron_ds.config.problems import UserError
-from megatron_ds.data.micro_batches import MicroBatchIterator
-from megatron_ds.engine import build, readback
-from megatron_ds.engine.build import build_engine
-from megatron_ds.engine.deepspeed_patches import require_precision
+from megatron_ds.engine import build as engine_build
+from megatron_ds.engine import readback
 from megatron_ds.engine.memory_estimate import MemoryInputs, estimate, memory_inputs
 from megatron_ds.engine.settings import EngineSettings, StateBytes
-from megatron_ds.engine.zero import ZeroEngine
-from megatron_ds.parallel.mesh import Mesh
-from megatron_ds.train_state import StepPlan
-from tests.dist.engine_harness import CPU, prepare
-from tests.dist.parity_cases import SAMPLES_PER_STEP, SHAPE, Case, complete_config, config_of
-from tests.dist.reference import Samples
+from megatron_ds.train_state import TrainState
+from tests.dist.engine_harness import batches_of, build, prepare
+from tests.dist.parity_cases import SAMPLES, Case, config_of
 from tests.distributed import run_ranks
 from tests.problems import codes
 
 BASE = "zero1 bf16"
-DEEPSPEED_UNITS = RecomputeConfig(
-    recompute_granularity="full",
-    checkpoint_num_layers=2,
-    deepspeed_activation_checkpointing=True,
-    partition_activations=True,
-)
+DEEPSPEED_UNITS = {
+    "recompute_granularity": "full",
+    "checkpoint_num_layers": 2,
+    "deepspeed_activation_checkpointing": True,
+    "partition_activations": True,
+}
 
 
-def layouts(folder: Path) -> dict[str, Config]:
+def layouts() -> dict[str, Config]:
     """Layouts that must have their settings: stages, number formats, offloading, optimizers."""
 
-    def config(stage: int, optimizer: str = "adamw", **groups: Any) -> Config:
-        tp = groups.get("parallel", ParallelConfig()).tensor_model_parallel_size
-        base = config_of(Case(2, stage, tp, 4, "learned", optimizer), folder)
-        zero = groups.pop("deepspeed", {})
-        changed = dataclasses.replace(base.deepspeed, **zero)
-        return complete_config(dataclasses.replace(base, deepspeed=changed, **groups), 2)
+    def config(stage: int, optimizer: str = "adamw", tp: int = 1, **changes: Any) -> Config:
+        return config_of(Case(2, stage, tp, 4, "learned", optimizer), **changes)
 
-    bf16, offload = PrecisionConfig(bf16=True), {"cpu_optimizer": True}
-    fp16 = PrecisionConfig(fp16=True, allow_fp16_on_cpu=True, initial_loss_scale=2.0**8)
+    bf16, offload = {"bf16": True}, {"cpu_optimizer": True}
+    fp16 = {"fp16": True, "allow_fp16_on_cpu": True}
+    unaccumulated = {**bf16, "accumulate_allreduce_grads_in_fp32": False}
+    all_offload = {**offload, "remote_device": "cpu"}
     return {
         "zero0": config(0),
         "zero0 sgd": config(0, "sgd"),
@@ -72,37 +61,29 @@ def layouts(folder: Path) -> dict[str, Config]:
         BASE: config(1, precision=bf16),
         "zero2 bf16": config(2, precision=bf16),
         "zero3 bf16": config(3, precision=bf16),
-        "zero1 bf16 accumulated": config(
-            1,
-            precision=PrecisionConfig(bf16=True, accumulate_allreduce_grads_in_fp32=False),
-        ),
+        "zero1 bf16 accumulated": config(1, precision=unaccumulated),
         "zero1 offload": config(1, deepspeed=offload),
         "zero2 bf16 offload": config(2, precision=bf16, deepspeed=offload),
-        "zero3 bf16 offload": config(
-            3, precision=bf16, deepspeed={**offload, "remote_device": "cpu"}
-        ),
-        "zero2 fp16": config(2, precision=fp16),
-        "zero3 fp16 static": config(
-            3, precision=PrecisionConfig(fp16=True, allow_fp16_on_cpu=True, loss_scale=128.0)
-        ),
-        "tp2 recomputed": config(
-            1, parallel=ParallelConfig(tensor_model_parallel_size=2), recompute=DEEPSPEED_UNITS
-        ),
+        "zero3 bf16 offload": config(3, precision=bf16, deepspeed=all_offload),
+        "zero2 fp16": config(2, precision={**fp16, "initial_loss_scale": 2.0**8}),
+        "zero3 fp16 static": config(3, precision={**fp16, "loss_scale": 128.0}),
+        "tp2 recomputed": config(1, tp=2, recompute=DEEPSPEED_UNITS),
     }
 
 
-@contextmanager
-def changed(holder: Any, name: str, value: Any) -> Iterator[None]:
-    with mock.patch.object(holder, name, value):
-        yield
-
-
+changed = mock.patch.object
 Change = Callable[[Any], Any]
 FALSIFIED: dict[str, tuple[str, Change]] = {
     "zero_stage": ("zero2", lambda e: changed(e.optimizer, "partition_gradients", False)),
     "dp_size": (BASE, lambda e: changed(e, "dp_world_size", 1)),
-    "accumulation_steps": (BASE, lambda e: changed(e._config, "gradient_accumulation_steps", 3)),
-    "optimizer": ("zero1 offload", lambda e: changed(e.basic_optimizer, "adam_w_mode", False)),
+    "accumulation_steps": (
+        BASE,
+        lambda e: changed(e._config, "gradient_accumulation_steps", 3),
+    ),
+    "optimizer": (
+        "zero1 offload",
+        lambda e: changed(e.basic_optimizer, "adam_w_mode", False),
+    ),
     "weight_decay": (
         BASE,
         lambda e: mock.patch.dict(e.basic_optimizer.param_groups[-1], weight_decay=0.1),
@@ -183,12 +164,11 @@ class RankResult:
 
 
 def on_a_rank(rank: int, configs: dict[str, Config]) -> RankResult:
-    meshes = prepare((1, 2))
-    require_precision(PrecisionConfig(fp16=True, allow_fp16_on_cpu=True))
+    meshes = prepare()
     result = RankResult()
     for layout, config in configs.items():
         mesh = meshes[config.parallel.tensor_model_parallel_size]
-        engine = build_engine(config, mesh, CPU)
+        engine = build(config, mesh)
         result.settings[layout] = engine.settings
         inner, ds_config = engine._engine, engine.ds_config
         check = functools.partial(
@@ -199,45 +179,32 @@ def on_a_rank(rank: int, configs: dict[str, Config]) -> RankResult:
                 with change(inner):
                     result.falsified[setting] = mismatch(check)
                 assert not mismatch(check)
-        train_a_step(engine, config, mesh)
+        batches = batches_of(config, mesh, SAMPLES)
+        assert not engine.train_step(
+            batches, schedules.plan(config, TrainState(), mesh.dp.size)
+        ).skipped
         zero = ds_config["zero_optimization"]
         result.inputs[layout] = memory_inputs(config, engine.settings, zero, mesh.tp.size, "cpu")
         result.state_bytes[layout] = engine.state_bytes()
     for setting, (layout, changes) in OVERRIDDEN.items():
-        generate = build.build_ds_config
+        generate = engine_build.build_ds_config
         overriding = mock.patch.object(
-            build,
+            engine_build,
             "build_ds_config",
             lambda *arguments: overlaid(generate(*arguments), changes),  # noqa: B023
         )
         with overriding:
-            build_falsified = functools.partial(build_engine, configs[layout], meshes[1], CPU)
-            result.overridden[setting] = mismatch(build_falsified)
+            rebuild = functools.partial(build, configs[layout], meshes[1])
+            result.overridden[setting] = mismatch(rebuild)
     from deepspeed.runtime.zero.muon import original_muon  # an import at the top compiles it
 
     result.muon_is_compiled = hasattr(original_muon.muon_update, "_torchdynamo_orig_callable")
     return result
 
 
-def train_a_step(engine: ZeroEngine, config: Config, mesh: Mesh) -> None:
-    micro = config.schedule.micro_batch_size
-    batches = MicroBatchIterator(
-        Samples(SAMPLES_PER_STEP, SHAPE),
-        consumed=0,
-        micro_batch_size=micro,
-        dp_rank=mesh.dp.rank,
-        dp_size=mesh.dp.size,
-        eod=None,
-    )
-    num_micro_batches = SAMPLES_PER_STEP // (micro * mesh.dp.size)
-    plan = StepPlan(1, SAMPLES_PER_STEP, num_micro_batches, 0.01, 0.1, seq_length=99)
-    result = engine.train_step(batches, plan)
-    assert not result.skipped
-
-
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> list[RankResult]:
-    return run_ranks(on_a_rank, 2, layouts(tmp_path_factory.mktemp("readback")))
+def results() -> list[RankResult]:
+    return run_ranks(on_a_rank, 2, layouts())
 
 
 def test_engine_has_configured_settings_in_every_layout(results: list[RankResult]) -> None:
@@ -266,8 +233,8 @@ def test_setting_that_deepspeed_got_differently_stops_run(
         assert f"\n  {setting}  " in rank.overridden[setting]
 
 
-def test_memory_estimate_equals_allocated_states(results: list[RankResult], tmp_path: Path) -> None:
-    for layout, config in layouts(tmp_path).items():
+def test_memory_estimate_equals_allocated_states(results: list[RankResult]) -> None:
+    for layout, config in layouts().items():
         for rank in results:
             expected = estimate(config, rank.inputs[layout])
             kinds = ["parameters", "master weights", "moments"]

@@ -26,13 +26,10 @@ from megatron_ds.config import (
     ScheduleConfig,
 )
 from megatron_ds.data.micro_batches import Batch
-from megatron_ds.engine.build import build_engine
 from megatron_ds.inference.load_checkpoint import load_model
-from megatron_ds.parallel.collectives import all_gather
 from megatron_ds.parallel.mesh import Mesh
-from megatron_ds.parallel.sharding import shard_spec, unshard
 from megatron_ds.train_state import StepPlan, TrainState
-from tests.dist.engine_harness import CPU, full_weights, prepare
+from tests.dist.engine_harness import build, full_tensor, full_weights, prepare
 from tests.distributed import run_ranks
 
 WORLD = 4
@@ -88,11 +85,11 @@ class Batches:
 
 
 def save_and_read(rank: int, folder: str) -> None:
-    meshes = prepare((1, 2, 4))
+    meshes = prepare()
     for number, (stage, tp_size, bf16) in enumerate(layouts()):
         where = Path(folder) / str(number)
         config, mesh = config_of(stage, tp_size, bf16, where), meshes[tp_size]
-        engine = build_engine(config, mesh, CPU)
+        engine = build(config, mesh)
         state = TrainState()
         for _ in range(2):
             plan = StepPlan(state.iteration + 1, mesh.dp.size, 1, 0.01, 0.1, seq_length=9)
@@ -114,11 +111,10 @@ def save_and_read(rank: int, folder: str) -> None:
 def check_loaded_at_every_size(where: Path, saved: Weights, meshes: dict[int, Mesh]) -> None:
     found = read_run(where / "global_step2")
     for mesh in meshes.values():
-        model = load_model(found, mesh, CPU, precision="fp32")
+        model = load_model(found, mesh, torch.device("cpu"), precision="fp32")
         assert not model.training
         for name, parameter in model.named_parameters():
-            shard, spec = parameter.detach(), shard_spec(parameter)
-            full = shard if spec is None else unshard(list(all_gather(shard, mesh.tp)), spec)
+            full = full_tensor(parameter.detach(), parameter, mesh.tp)
             expected = saved[name].float()
             padding = full[expected.shape[0] :]
             assert torch.equal(full[: expected.shape[0]], expected), (mesh.tp.size, name)
