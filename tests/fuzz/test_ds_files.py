@@ -14,16 +14,9 @@ from megatron_ds import schedule_validation
 from megatron_ds.cli import arguments
 from megatron_ds.config import Config
 from megatron_ds.config.problems import Problem
+from megatron_ds.engine import ds_keys
 from megatron_ds.engine.ds_config import build_ds_config
 from megatron_ds.engine.ds_config_merge import merge_file
-from megatron_ds.engine.ds_keys import (
-    BLOCKS,
-    IGNORED_KEYS,
-    OLD_SWITCHES,
-    REFUSED,
-    RENAMED,
-    TOP_KEYS,
-)
 from tests.fuzz.fuzz_helpers import FUZZ_SETTINGS, JSON
 from tests.problems import codes
 
@@ -31,8 +24,9 @@ FLAGS = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --train-iters 10 "
     "--micro-batch-size 2 --data-path p --tokenizer-type NullTokenizer --vocab-size 99"
 )
-BLOCK_KEYS = {f"{block}.{key}" for block, keys in BLOCKS.items() for key in keys}
-KEYS = sorted({*TOP_KEYS, *BLOCK_KEYS, *REFUSED, *RENAMED, *OLD_SWITCHES, *IGNORED_KEYS})
+BLOCK_KEYS = {f"{block}.{key}" for block, keys in ds_keys.BLOCKS.items() for key in keys}
+OTHER_KEYS = {*ds_keys.REFUSED, *ds_keys.RENAMED, *ds_keys.OLD_SWITCHES, *ds_keys.IGNORED_KEYS}
+KEYS = sorted({*ds_keys.TOP_KEYS, *BLOCK_KEYS, *OTHER_KEYS})
 GOOD: dict[str, Any] = {
     "train_batch_size": 16,
     "gradient_accumulation_steps": 4,

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import resource
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -199,29 +197,6 @@ def test_one_byte_changed(folder: Path, at: int, new: int) -> None:
     if result is not REJECTED:
         lines = [line for line in content.split(b"\n") if line.strip()]
         assert result == ids_of([json.loads(line)["text"] for line in lines])
-
-
-@contextmanager
-def largest_file(size: int) -> Iterator[None]:
-    """Writing beyond so many bytes of a file fails, as on a full disk."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
-@pytest.mark.parametrize("room", [1 << 20, 61, 0])
-def test_full_disk_is_named_and_keeps_the_older_output(tmp_path: Path, room: int) -> None:
-    assert run(tmp_path, GOOD) == [[1, 2]]
-    older = {path.name: path.read_bytes() for path in tmp_path.glob("out*")}
-    content = b'{"text": "' + b"7 " * 30 + b'"}\n'
-    (tmp_path / "in.jsonl").write_bytes(content * (20_000 if room > 100 else 1))
-    options = PreprocessOptions(InputSpec((str(tmp_path / "in.jsonl"),)), str(tmp_path / "out"))
-    with largest_file(room), pytest.raises(OSError, match=r"out\.work"):
-        preprocess(options, NullTokenizer(1000))
-    assert {path.name: path.read_bytes() for path in tmp_path.glob("out*")} == older
 
 
 def inputs(*paths: str, **options: Any) -> dict[str, Any]:

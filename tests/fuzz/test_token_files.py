@@ -103,30 +103,20 @@ CHANGES: dict[str, list[tuple[Any, ...]]] = {
         (DOCUMENTS_AT + 8, "q", 1 << 50),
     ],
 }
-# The content of the index and of the tokens, from those of the good pair.
-CONTENTS: dict[str, list[Callable[[bytes, bytes], tuple[bytes, bytes]]]] = {
-    "not-a-token-index": [
-        *(lambda idx, bin, size=size: (idx[:size], bin) for size in (0, 9, 33)),  # type: ignore[misc]
-        *(
-            lambda idx, bin: (b"PK\3\4" + idx[4:], bin),
-            lambda _, bin: (b"once upon a time " * 9, bin),
-        ),
+# Contents of the index and of the tokens, from those of the good pair.
+CONTENTS: dict[str, Callable[[bytes, bytes], list[tuple[bytes, bytes]]]] = {
+    "not-a-token-index": lambda idx, bin: [
+        *((idx[:size], bin) for size in (0, 9, 33)),
+        *((other, bin) for other in (b"PK\3\4" + idx[4:], b"once upon a time " * 9)),
     ],
-    "legacy-token-file": [lambda idx, bin: (b"TNTIDX\0\0" + idx, bin)],
-    "damaged-document-index": [lambda idx, bin: (idx[:N_AT] + bytes(16), bin)],
-    "token-index-size-mismatch": [
-        *(lambda idx, bin: (idx[:34], bin), lambda idx, bin: (idx + b"\0", bin))
+    "legacy-token-file": lambda idx, bin: [(b"TNTIDX\0\0" + idx, bin)],
+    "damaged-document-index": lambda idx, bin: [(idx[:N_AT] + bytes(16), bin)],
+    "token-index-size-mismatch": lambda idx, bin: [(idx[:34], bin), (idx + b"\0", bin)],
+    "token-file-size-mismatch": lambda idx, bin: [
+        *((idx, other) for other in (b"", bin[:-1], bin * 2, bin + b"\0", bin + b"\0\0")),
+        (idx, bin + bytes(range(2 * COUNT))),  # different tokens, not one EOD
     ],
-    "token-file-size-mismatch": [
-        *(
-            lambda idx, bin: (idx, b""),
-            lambda idx, bin: (idx, bin[:-1]),
-            lambda idx, bin: (idx, bin * 2),
-        ),
-        *(lambda idx, bin: (idx, bin + b"\0"), lambda idx, bin: (idx, bin + b"\0\0")),
-        lambda idx, bin: (idx, bin + bytes(range(2 * COUNT))),  # different tokens, not one EOD
-    ],
-    "sample-token-outside-vocabulary": [lambda idx, bin: (idx, b"\xff\xff" + bin[2:])],
+    "sample-token-outside-vocabulary": lambda idx, bin: [(idx, b"\xff\xff" + bin[2:])],
 }
 
 
@@ -142,9 +132,9 @@ def test_changed_index_is_rejected(
 
 @pytest.mark.parametrize("code", CONTENTS)
 def test_damaged_file_is_rejected(tmp_path: Path, good: Pair, code: str) -> None:
-    for damage in CONTENTS[code]:
+    for damaged in CONTENTS[code](*good):
         with raises_problem(code, contains=str(tmp_path / "p")):
-            samples(tmp_path, Pair(*damage(*good)))
+            samples(tmp_path, Pair(*damaged))
 
 
 def test_undamaged_pair_is_read(folder: Path, good: Pair) -> None:
