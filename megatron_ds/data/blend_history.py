@@ -169,20 +169,19 @@ def record_consumed(history: BlendHistory, counts: Sequence[int]) -> BlendHistor
     """The history after reading `counts` samples of each source in the current phase."""
     starts = history.current.source_starts
     ends = [start + int(count) for start, count in zip(starts, counts, strict=True)]
-    return _with_current(history, consumed=ends)
+    return _with_current(history, "consumed", ends)
 
 
 def with_requests(history: BlendHistory, requests: Sequence[tuple[int, ...]]) -> BlendHistory:
     """The history with these indexes (see `SourceProgress.requests`) of the current sources."""
-    return _with_current(history, requests=requests)
+    return _with_current(history, "requests", requests)
 
 
-def _with_current(history: BlendHistory, **columns: Sequence[Any]) -> BlendHistory:
+def _with_current(history: BlendHistory, field: str, values: Sequence[Any]) -> BlendHistory:
     """The history with other values of a field of the current sources."""
     sources = list(history.sources)
-    for name, values in columns.items():
-        for number, value in zip(history.current.sources, values, strict=True):
-            sources[number] = dataclasses.replace(sources[number], **{name: value})
+    for number, value in zip(history.current.sources, values, strict=True):
+        sources[number] = dataclasses.replace(sources[number], **{field: value})
     return dataclasses.replace(history, sources=tuple(sources))
 
 
@@ -200,23 +199,16 @@ def extend_requests(
 
 def _parse_source(values: Any) -> SourceProgress:
     identity = values["identity"]
-    first, end = (_parse_count(each) for each in identity["documents"])
-    return SourceProgress(
-        SourceId(
-            str(identity["name"]),
-            str(identity["lengths"]),
-            (first, end),
-            _parse_count(identity["copy"]),
-        ),
-        tuple(_parse_count(each) for each in values["requests"]),
-        _parse_count(values["consumed"]),
-    )
+    first, end = map(_parse_count, identity["documents"])
+    copy, consumed = _parse_count(identity["copy"]), _parse_count(values["consumed"])
+    source = SourceId(str(identity["name"]), str(identity["lengths"]), (first, end), copy)
+    return SourceProgress(source, tuple(map(_parse_count, values["requests"])), consumed)
 
 
 def _parse_phase(values: Any, sources: int) -> BlendPhase:
-    numbers = tuple(_parse_count(each) for each in values["sources"])
-    weights = tuple(float(each) for each in values["weights"])
-    starts = tuple(_parse_count(each) for each in values["source_starts"])
+    numbers = tuple(map(_parse_count, values["sources"]))
+    weights = tuple(map(float, values["weights"]))
+    starts = tuple(map(_parse_count, values["source_starts"]))
     if not len(numbers) == len(weights) == len(starts) > 0:
         raise ValueError("a phase has different numbers of sources, weights and starts")
     if not all(number < sources for number in numbers):

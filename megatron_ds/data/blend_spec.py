@@ -232,7 +232,7 @@ def _split_groups(config: DataConfig, problems: list[Problem]) -> list[DatasetGr
     if not paths and config.data_args_path is not None:
         field = "data_args_path"
         flag = f"--data-args-path {config.data_args_path}:"
-        paths = tuple(_read_text("--data-args-path", config.data_args_path, field).split())
+        paths = tuple(_read_text(config.data_args_path, field).split())
         if not paths:
             raise user_error("empty-data-args-file", field, flag=flag)
     return [
@@ -245,7 +245,7 @@ def _weighted_groups(
 ) -> list[DatasetGroup]:
     flag = flag_of(field)
     if isinstance(given, str):
-        texts = _parse_group_file(_read_text(flag, given, field))
+        texts = _parse_group_file(_read_text(given, field))
         flag = f"{flag} {given}:"
         if not texts:
             raise user_error("no-groups-in-file", field, flag=flag, group=GROUP_SYNTAX)
@@ -275,7 +275,7 @@ def _per_split_groups(path: str) -> list[DatasetGroup]:
     field = "per_split_data_args_path"
     flag = f"--per-split-data-args-path {path}:"
     try:
-        found = json.loads(_read_text("--per-split-data-args-path", path, field))
+        found = json.loads(_read_text(path, field))
     except (json.JSONDecodeError, RecursionError) as error:
         raise user_error("per-split-file-not-json", field, flag=flag, error=error) from error
     if not isinstance(found, dict) or any(key not in SPLITS for key in found):
@@ -307,13 +307,13 @@ def _as_words(value: Any, flag: str, field: str) -> list[str]:
     return [str(word) for word in value]
 
 
-def _read_text(flag: str, path: str, field: str) -> str:
+def _read_text(path: str, field: str) -> str:
     raise_if_any(file_problems(field, path))
     try:
         return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise user_error(
-            "data-args-file-unreadable", field, flag=flag, path=path, error=error
+            "data-args-file-unreadable", field, flag=flag_of(field), path=path, error=error
         ) from error
 
 

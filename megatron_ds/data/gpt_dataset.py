@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +17,10 @@ from megatron_ds.data.indexed_dataset import IndexedDataset, Tokens
 from megatron_ds.data.sample_index import IntArray, SampleIndexes
 
 SampleArray = npt.NDArray[np.int64]
+_FastViews = tuple[memoryview, memoryview, memoryview, memoryview, memoryview, Tokens, int]
+"""Memory views of a file and its indexes, whose elements are read faster than numpy's: shuffle
+index, documents, sample starts (position in the documents and token offset of sample i at 2 i and
+2 i + 1), lengths and pointers of the sequences; the tokens and their size in bytes."""
 
 
 class TokenDataset(Protocol):
@@ -134,35 +138,17 @@ class GPTDataset:
         """Loads the indexes now, instead of when the first sample is read."""
         if self._views is None:
             indexes, file = self._indexes.load(), self._tokens
-            self._views = _FastViews(
-                _view(indexes.shuffle),
-                _view(indexes.documents),
-                _view(indexes.samples),
-                _view(file.lengths),
-                _view(file.pointers),
-                file.tokens,
-                file.dtype.itemsize,
+            self._views = (
+                *(_view(indexes.shuffle), _view(indexes.documents), _view(indexes.samples)),
+                *(_view(file.lengths), _view(file.pointers), file.tokens, file.dtype.itemsize),
             )
         return self._views
 
     def _sample(self, position: int) -> int:
         if not 0 <= position < self._size:
             raise IndexError(f"sample {position} of a dataset of {self._size}")
-        sample: int = (self._views or self.open()).shuffle[position]
+        sample: int = (self._views or self.open())[0][position]
         return sample
-
-
-class _FastViews(NamedTuple):
-    """Memory views of a file and its indexes, whose elements are read faster than numpy's."""
-
-    shuffle: memoryview
-    documents: memoryview
-    sample_starts: memoryview
-    """Position in `documents` and token offset of sample i, at 2 i and 2 i + 1."""
-    lengths: memoryview
-    pointers: memoryview
-    tokens: Tokens
-    itemsize: int
 
 
 def _view(array: IntArray) -> memoryview:

@@ -138,9 +138,7 @@ class IndexedDataset:
         return True
 
 
-def _read_index(
-    prefix: str,
-) -> tuple[np.dtype[np.generic], IntArray, IntArray, IntArray]:
+def _read_index(prefix: str) -> tuple[np.dtype[np.generic], IntArray, IntArray, IntArray]:
     path = prefix + ".idx"
     data = _map(path)
     head = data[: HEADER.size].tobytes()
@@ -228,10 +226,14 @@ def _map(path: str) -> npt.NDArray[np.uint8]:
     Raises:
         UserError: If it is missing, unreadable or not a regular file.
     """
+
+    def open_nonblocking(path: str, flags: int) -> int:
+        """Does not block on a named pipe without a writer."""
+        return os.open(path, flags | os.O_NONBLOCK)
+
     try:
-        with open(path, "rb", opener=_open_nonblocking) as file:
-            status = os.fstat(file.fileno())
-            if not stat.S_ISREG(status.st_mode):
+        with open(path, "rb", opener=open_nonblocking) as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 raise user_error("not-a-regular-file", path=path)
             return map_file(file)
     except FileNotFoundError:
@@ -240,11 +242,6 @@ def _map(path: str) -> npt.NDArray[np.uint8]:
         raise user_error("token-file-is-a-folder", path=path) from None
     except OSError as error:
         raise user_error("token-file-unreadable", path=path, strerror=error.strerror) from error
-
-
-def _open_nonblocking(path: str, flags: int) -> int:
-    """An opener that does not block on a named pipe without a writer."""
-    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def sequence_offsets(lengths: IntArray, itemsize: int) -> npt.NDArray[np.int64]:

@@ -89,10 +89,7 @@ class TokenFileWriter:
         self.add_documents(array, np.array([array.size]))
 
     def add_documents(
-        self,
-        tokens: npt.ArrayLike,
-        lengths: npt.ArrayLike,
-        sequences: npt.ArrayLike | None = None,
+        self, tokens: npt.ArrayLike, lengths: npt.ArrayLike, sequences: npt.ArrayLike | None = None
     ) -> None:
         """Appends documents.
 
@@ -265,8 +262,7 @@ def _open_locked(path: str, prefix: str) -> BinaryIO:
         raise user_error("prefix-in-use", prefix=prefix)
     if locked is None:
         warnings.warn(
-            f"{path} is on a file system without locks: no other process may write it",
-            stacklevel=3,
+            f"{path} is on a file system without locks: no other process may write it", stacklevel=3
         )
     return file
 

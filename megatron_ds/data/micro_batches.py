@@ -63,9 +63,6 @@ class MicroBatchIterator:
         dp_size: Number of data-parallel ranks.
         num_workers: Loader processes; 0 reads in this process. Does not change the order.
         eod: Token id without loss; None for loss everywhere.
-
-    Raises:
-        ValueError: If the numbers are out of range.
     """
 
     def __init__(
@@ -79,11 +76,7 @@ class MicroBatchIterator:
         num_workers: int = 0,
         eod: int | None = None,
     ) -> None:
-        if not 0 <= dp_rank < dp_size or micro_batch_size < 1 or consumed < 0:
-            raise ValueError(
-                f"invalid micro_batch_size {micro_batch_size}, dp_rank {dp_rank}, dp_size "
-                f"{dp_size} or consumed {consumed}"
-            )
+        assert 0 <= dp_rank < dp_size and micro_batch_size > 0 and consumed >= 0
         per_step = dp_size * micro_batch_size
         steps = max(0, (len(dataset) - consumed) // per_step)
         first = consumed + dp_rank * micro_batch_size

@@ -69,11 +69,7 @@ def index_bytes(num_samples: int, documents: int, tokens_per_epoch: int, seq_len
 
 
 def build_indexes(
-    lengths: IntArray,
-    documents: IntArray,
-    num_samples: int,
-    seq_length: int,
-    seed: int,
+    lengths: IntArray, documents: IntArray, num_samples: int, seq_length: int, seed: int
 ) -> SampleIndexes:
     """Builds the three indexes of a dataset.
 

@@ -87,7 +87,7 @@ def describe_blend(history: BlendHistory) -> str:
     line = f"training data, {len(now.sources)} sources: {_blend(history, now)}"
     later = [phase.first_sample for phase in history.phases if phase.first_sample]
     if later:
-        line += f"; changed after {_join_limited([f'{first:,}' for first in later])} samples"
+        line += f"; changed after {join_limited([f'{first:,}' for first in later])} samples"
     return line
 
 
@@ -110,7 +110,7 @@ def describe_change(before: BlendHistory, after: BlendHistory) -> list[str]:
     known = {n: source.requests for n, source in enumerate(before.sources) if source.requests}
     longer = [n for n in now.sources if n in known and known[n] != after.sources[n].requests]
     if longer:
-        names = _join_limited([after.sources[number].identity.name for number in longer])
+        names = join_limited([after.sources[number].identity.name for number in longer])
         lines.append(
             f" > more samples are needed than the indexes of the previous run have: {names} "
             f"{'continues' if len(longer) == 1 else 'continue'} with the remaining ones, then with "
@@ -126,30 +126,31 @@ def _source_changes(before: BlendHistory, after: BlendHistory) -> Iterator[str]:
     names = {source.identity.name for source in before.sources}
     kept = sorted(new & known)
     if kept:
-        yield "continued: " + _join_limited(
+        yield "continued: " + join_limited(
             [f"{sources[n].identity.name} at its sample {sources[n].consumed}" for n in kept]
         )
     gone = sorted(old - new)
     if gone:
-        yield "no longer read: " + _join_limited(
+        yield "no longer read: " + join_limited(
             [f"{sources[n].identity.name}, after {sources[n].consumed} samples" for n in gone]
         )
     fresh = sorted(new - known)
     if fresh:
-        yield "new: " + _join_limited([sources[n].identity.name for n in fresh])
+        yield "new: " + join_limited([sources[n].identity.name for n in fresh])
     other = sorted({sources[n].identity.name for n in new if n >= len(before.sources)} & names)
     if other:
-        yield (f"same name, but different documents: {_join_limited(other)}: text may be repeated")
+        yield (f"same name, but different documents: {join_limited(other)}: text may be repeated")
 
 
 def _blend(history: BlendHistory, phase: BlendPhase) -> str:
     pairs = zip(phase.sources, phase.weights, strict=True)
     ordered = sorted(pairs, key=lambda pair: -pair[1])
-    return _join_limited(
+    return join_limited(
         [f"{history.sources[number].identity.name} {weight:.6g}" for number, weight in ordered]
     )
 
 
-def _join_limited(words: Sequence[str]) -> str:
-    more = len(words) - MAX_NAMED
-    return ", ".join(words) if more <= 0 else f"{', '.join(words[:MAX_NAMED])} and {more} more"
+def join_limited(words: Sequence[str], limit: int = MAX_NAMED) -> str:
+    """A list of the first `limit` words, and the number of the others."""
+    more = len(words) - limit
+    return ", ".join(words) if more <= 0 else f"{', '.join(words[:limit])} and {more} more"

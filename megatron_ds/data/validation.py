@@ -16,6 +16,7 @@ from megatron_ds.config.problems import Problem, UserError
 from megatron_ds.data.blend_spec import SPLITS, DocumentSelection, read_groups
 from megatron_ds.data.indexed_dataset import IndexedDataset, Tokens
 from megatron_ds.data.tokenizer_metadata import tokenizer_mismatch
+from megatron_ds.data.usage_report import join_limited
 from megatron_ds.tokenizer.fingerprint import TokenizerFingerprint
 
 MAX_BLOCKS_PER_FILE = 64
@@ -212,15 +213,12 @@ def data_warnings(files: DataFiles, eod: int | None) -> Iterator[Problem]:
         return
     without_eod = [prefix for prefix in files.prefixes if _has_no_eod(files, prefix, eod)]
     if without_eod:
-        named = ", ".join(without_eod[:MAX_NAMED_FILES])
-        if len(without_eod) > MAX_NAMED_FILES:
-            named += f" and {len(without_eod) - MAX_NAMED_FILES} more"
         yield Problem(
             "data-without-eod",
             *fields,
             flags=", ".join(map(flag_of, fields)),
             have="has" if len(fields) == 1 else "have",
-            named=named,
+            named=join_limited(without_eod, MAX_NAMED_FILES),
             checked=CHECKED_DOCUMENTS,
             eod=eod,
         )

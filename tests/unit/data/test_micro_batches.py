@@ -186,15 +186,6 @@ def test_close_ends_the_loader_processes() -> None:
     assert (multiprocessing.active_children(), list(batches)) == ([], [])
 
 
-@pytest.mark.parametrize(
-    "values",
-    [{"dp_rank": 2, "dp_size": 2}, {"dp_rank": -1}, {"micro_batch_size": 0}, {"consumed": -1}],
-)
-def test_invalid_layouts_are_rejected(values: dict[str, int]) -> None:
-    with pytest.raises(ValueError):
-        make_iterator(5, **values)
-
-
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_loader_process_ignores_signals(number: signal.Signals) -> None:
     """Launchers and terminals signal the whole process group, but the step must be finished."""
