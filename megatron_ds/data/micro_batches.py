@@ -76,7 +76,9 @@ class MicroBatchIterator:
         num_workers: int = 0,
         eod: int | None = None,
     ) -> None:
-        assert 0 <= dp_rank < dp_size and micro_batch_size > 0 and consumed >= 0
+        assert 0 <= dp_rank < dp_size
+        assert micro_batch_size > 0
+        assert consumed >= 0
         per_step = dp_size * micro_batch_size
         steps = max(0, (len(dataset) - consumed) // per_step)
         first = consumed + dp_rank * micro_batch_size

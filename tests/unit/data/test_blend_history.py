@@ -56,15 +56,6 @@ def test_changed_blend_begins_a_phase(names: str, weights: list[float], order: i
     assert len(after.sources) == (3 if "c" in names else 2)
 
 
-def test_returning_source_continues() -> None:
-    a, b = named("a", "b")
-    both = record_consumed(resume_history(None, [a, b], [0.5, 0.5], ORDER), [2, 2])
-    alone = record_consumed(resume_history(both, [a], [1.0], ORDER, 4), [6])
-    again = resume_history(alone, [b, a], [0.5, 0.5], ORDER, 10)
-    assert again.current.source_starts == (2, 8)
-    assert [phase.first_sample for phase in again.phases] == [0, 4, 10]
-
-
 def test_change_before_the_first_sample_replaces_the_phase() -> None:
     a, b = named("a", "b")
     first = record_consumed(resume_history(None, [a, b], [0.5, 0.5], ORDER), [2, 2])

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import os
 import resource
-import struct
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from megatron_ds.config.problems import UserError
 from megatron_ds.data import indexed_writer
-from megatron_ds.data.indexed_dataset import IndexedDataset
 from megatron_ds.data.indexed_writer import WriteCounts
 from megatron_ds.data.merge import MergeProgress, merge, prefixes_in
 from tests.problems import codes, raises_problem
@@ -39,23 +36,6 @@ def test_merged_bytes_equal_those_of_one_pair(
     assert content(tmp_path / "out") == content(expected)
     assert done == MergeProgress(4, WriteCounts(22, 9, 9), 44, 44)
     assert [merged.written.documents for merged in reports] == [3, 5, 6, 9]
-
-
-def test_documents_with_many_and_without_sequences_are_kept(tmp_path: Path) -> None:
-    """Other writers store sentences as sequences, and documents without sequences."""
-    lengths, starts = [2, 1, 3], [0, 2, 2, 3]
-    tokens = np.arange(6, dtype="<u2")
-    index = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 8, 3, 4)
-    index += struct.pack("<3i", *lengths) + struct.pack("<3q", 0, 4, 6)
-    (tmp_path / "p.idx").write_bytes(index + struct.pack("<4q", *starts))
-    (tmp_path / "p.bin").write_bytes(tokens.tobytes())
-    merge([str(tmp_path / "p")] * 2, str(tmp_path / "out"))
-    data = IndexedDataset(tmp_path / "out")
-    assert data.lengths.tolist() == lengths * 2
-    assert data.document_index.tolist() == [0, 2, 2, 3, 5, 5, 6]
-    assert data.tokens.tolist() == [*range(6)] * 2
-    merge([str(tmp_path / "p")], str(tmp_path / "same"))
-    assert content(tmp_path / "same") == content(tmp_path / "p")
 
 
 def test_empty_pair_adds_nothing(tmp_path: Path) -> None:

@@ -49,25 +49,22 @@ def make_iterator(size: int, **values: int | None) -> MicroBatchIterator:
     return MicroBatchIterator(CountingDataset(size), **{**settings, "dp_size": 1, **values})  # type: ignore
 
 
-def consumed_ids(
-    dp_size: int, micro: int, workers: int, resumes: list[int], steps: int, size: int
-) -> list[int]:
+def consumed_ids(runs: list[tuple[int, int, int]], size: int, workers: int = 0) -> list[int]:
     """Sample ids in the order in which all ranks consume them.
 
-    resumes: micro-steps after which the run is resumed.
+    runs: data-parallel size, micro-batch size and micro-steps of runs that resume one another.
     """
     ids: list[int] = []
-    for end in [*resumes, steps]:
+    for dp_size, micro, steps in runs:
         layout = {"micro_batch_size": micro, "dp_size": dp_size, "num_workers": workers}
         ranks = [
             make_iterator(size, consumed=len(ids), dp_rank=rank, **layout)
             for rank in range(dp_size)
         ]
-        while len(ids) < end * dp_size * micro:
-            for rank in ranks:
-                batch = next(rank)
-                assert batch.position == len(ids)
-                ids += batch.tokens_BS[:, 0].tolist()
+        for rank in ranks * steps:
+            batch = next(rank)
+            assert batch.position == len(ids)
+            ids += batch.tokens_BS[:, 0].tolist()
         for rank in ranks:
             rank.close()
     return ids
@@ -77,25 +74,19 @@ def consumed_ids(
 @pytest.mark.parametrize("micro", [1, 2, 4])
 def test_order_is_independent_of_layout_and_resumes(dp_size: int, micro: int) -> None:
     steps = 48 // (dp_size * micro)
-    for resumes in ([], [1], [1, 2], [steps - 1, steps - 1]):
-        assert consumed_ids(dp_size, micro, 0, resumes, steps, 50) == list(range(48))
+    for runs in ([steps], [1, steps - 1], [1, 1, steps - 2], [steps - 1, 0, 1]):
+        assert consumed_ids([(dp_size, micro, n) for n in runs], 50) == list(range(48))
 
 
 @pytest.mark.parametrize(("dp_size", "micro"), [(1, 1), (2, 4), (4, 2)])
 def test_order_is_independent_of_workers(dp_size: int, micro: int) -> None:
     steps = 16 // (dp_size * micro)
-    assert consumed_ids(dp_size, micro, 2, [1], steps, 17) == list(range(16))
+    runs = [(dp_size, micro, n) for n in (1, steps - 1)]
+    assert consumed_ids(runs, 17, workers=2) == list(range(16))
 
 
 def test_resume_on_another_layout_leaves_no_gap() -> None:
-    ids: list[int] = []
-    for dp_size, micro, steps in ((2, 1, 3), (1, 4, 2), (4, 2, 1)):
-        layout = {"consumed": len(ids), "micro_batch_size": micro, "dp_size": dp_size}
-        ranks = [make_iterator(99, dp_rank=rank, **layout) for rank in range(dp_size)]
-        for _ in range(steps):
-            for rank in ranks:
-                ids += next(rank).tokens_BS[:, 0].tolist()
-    assert ids == list(range(22))
+    assert consumed_ids([(2, 1, 3), (1, 4, 2), (4, 2, 1)], 99) == list(range(22))
 
 
 @pytest.mark.parametrize("workers", [0, 2])

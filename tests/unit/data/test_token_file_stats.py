@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_ds.data import token_file_stats as module
@@ -98,6 +98,7 @@ DOCUMENTS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=4), max_si
 
 
 @given(DOCUMENTS, DOCUMENTS)
+@settings(derandomize=True, deadline=None, database=None, max_examples=60)
 def test_first_difference(
     tmp_path_factory: pytest.TempPathFactory, left: list[list[int]], right: list[list[int]]
 ) -> None:

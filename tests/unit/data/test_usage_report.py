@@ -14,15 +14,18 @@ def identities(count: int, first: int = 0) -> list[SourceId]:
 
 def test_summary_of_many_files_is_short() -> None:
     usage = [FileUsage("train", f"f{n}", (n + 1) / MANY, n, n / 100) for n in range(MANY)]
+    usage.append(FileUsage("train", "unread", 0.0, 0, 0.0))
     usage += [FileUsage("valid", "v", 1.0, 8, 0.5, "V"), FileUsage("valid", "w", 0.0, 0, 0.0, "V")]
-    lines = list(summary(usage, None))
-    assert len(lines) == 12 + 1 + 2 + 1
+    lines = list(summary(usage, "all.json"))
+    assert len(lines) == 12 + 2 + 2 + 1
     assert lines[0] == "train: f2499, weight 1: 2499 samples, 25 epochs"
     assert lines[12].startswith("train: 2488 more files, ")
     assert lines[12].endswith(": 3093828 samples, 0 to 24.9 epochs")
     assert sum(range(2488)) == 3093828
-    assert lines[13] == "valid V: v, weight 1: 8 samples, 0.5 epochs"
-    assert lines[14] == "valid V: w, weight 0: not read"
+    assert lines[13] == "train: 1 files of weight 0, not read"
+    assert lines[14] == "valid V: v, weight 1: 8 samples, 0.5 epochs"
+    assert lines[15] == "valid V: w, weight 0: not read"
+    assert "all.json" in lines[16]
 
 
 def test_change_of_many_files_is_reported_in_few_lines() -> None:
