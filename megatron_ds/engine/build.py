@@ -11,22 +11,21 @@ import torch
 from deepspeed.runtime.config import DeepSpeedConfig
 from pydantic import ValidationError
 
-from megatron_ds.config import Config
+from megatron_ds.config import Config, RecomputeConfig
 from megatron_ds.config.problems import user_error
 from megatron_ds.engine import deepspeed_patches, readback
-from megatron_ds.engine.ds_activation_checkpointing import configure_checkpointing
 from megatron_ds.engine.ds_config import build_ds_config
-from megatron_ds.engine.param_groups import (
-    MultiplierRule,
-    decay_matrices_only,
-    parameter_groups,
-)
+from megatron_ds.engine.param_groups import parameter_groups
 from megatron_ds.engine.zero import ZeroEngine
 from megatron_ds.model.flex_trial import select_flex_attention
 from megatron_ds.model.gpt import GPTModel
 from megatron_ds.model.packed_attention import PackingOptions
-from megatron_ds.parallel.activation_checkpointing import ActivationCheckpointing
-from megatron_ds.parallel.mesh import Mesh
+from megatron_ds.parallel.activation_checkpointing import (
+    ActivationCheckpointing,
+    CheckpointFunction,
+    Function,
+)
+from megatron_ds.parallel.mesh import Mesh, Mpu
 from megatron_ds.parallel.rng import RngStreams
 
 
@@ -35,7 +34,6 @@ def build_engine(
     mesh: Mesh,
     device: torch.device,
     eod: int | None = None,
-    rule: MultiplierRule = decay_matrices_only,
     *,
     init_weights: bool = True,
 ) -> ZeroEngine:
@@ -48,7 +46,6 @@ def build_engine(
         mesh: Mesh of this process.
         device: Device of this process.
         eod: Id of the end-of-document token, for --reset-position-ids and --reset-attention-mask.
-        rule: Factors of learning rate and weight decay for each parameter.
         init_weights: Draw initial weights. If False, weights are undefined until a checkpoint is
             loaded.
 
@@ -59,7 +56,7 @@ def build_engine(
     """
     deepspeed_patches.import_muon_without_compile()
     ds_config = build_ds_config(config, mesh.dp.size)
-    mpu = mesh.mpu()
+    mpu = Mpu(mesh)
     _validate_with_deepspeed(ds_config, mpu, config.deepspeed.deepspeed_config)
     rng = RngStreams(mesh.tp.rank, device)
     packing = _packing_options(config, mesh, device, eod)
@@ -67,7 +64,7 @@ def build_engine(
         model = _build_model(config, mesh, rng, packing, init_weights)
     if config.runtime.compile:
         model.compile_layers(lengths_vary=config.schedule.curriculum_seqlen is not None)
-    groups, multipliers = parameter_groups(model, config.optimizer.weight_decay, rule)
+    groups, multipliers = parameter_groups(model, config.optimizer.weight_decay)
     engine, *_ = deepspeed.initialize(
         model=model,
         model_parameters=groups,
@@ -95,7 +92,7 @@ def _build_model(
     checkpoint = None
     if config.recompute.is_by_deepspeed:
         num_layers = config.model.num_layers
-        checkpoint = configure_checkpointing(config.recompute, num_layers, mesh.mpu(), rng)
+        checkpoint = configure_checkpointing(config.recompute, num_layers, Mpu(mesh), rng)
     return GPTModel(
         config.model,
         mesh=mesh,
@@ -104,6 +101,48 @@ def _build_model(
         checkpointing=ActivationCheckpointing(config.recompute, rng, checkpoint),
         packing=packing,
     )
+
+
+def configure_checkpointing(
+    config: RecomputeConfig, layers: int, mpu: Mpu, rng: RngStreams
+) -> CheckpointFunction:
+    """Configure DeepSpeed's activation checkpointing, whose settings are global to the process.
+
+    Inputs are partitioned, on the host, or in contiguous buffers. Our sharded random stream, which
+    DeepSpeed does not know, is restored here.
+
+    Args:
+        config: What is recomputed, and where inputs are kept.
+        layers: Layers of the model.
+        mpu: Names the group over which inputs are partitioned.
+        rng: Random streams that a recomputation restores.
+    """
+    deepspeed.checkpointing.configure(
+        mpu,
+        partition_activations=config.partition_activations,
+        contiguous_checkpointing=config.contiguous_checkpointing,
+        num_checkpoints=-(-layers // config.checkpoint_num_layers),
+        checkpoint_in_cpu=config.checkpoint_in_cpu,
+        synchronize=config.synchronize_each_layer,
+        profile=config.profile_backward,
+    )
+
+    def checkpoint(function: Function, *inputs: torch.Tensor) -> torch.Tensor:
+        before = rng.sharded_state()
+        recomputing = False
+
+        def run(*values: torch.Tensor) -> torch.Tensor:
+            nonlocal recomputing
+            if recomputing:
+                with rng.restore_tp_rng(before):
+                    return function(*values)
+            recomputing = True
+            return function(*values)
+
+        output: torch.Tensor = deepspeed.checkpointing.checkpoint(run, *inputs)
+        return output
+
+    return checkpoint
 
 
 def _packing_options(

@@ -67,23 +67,17 @@ REFUSED: dict[str, str] = {
 """Unsupported keys that would change the run -> reason or replacement. A key that is off (false, or
 an object with nothing enabled) changes nothing: it is dropped with a warning."""
 
+SHORT_KEYS = (
+    "gather_16bit_weights_on_model_save prefetch_bucket_size param_persistence_threshold "
+    "model_persistence_threshold max_live_parameters max_reuse_distance"
+)
+"""Keys of zero_optimization without their prefix `stage3_`."""
 RENAMED: dict[str, str] = {
     "bfloat16": "bf16",
     "zero_optimization.stage3_gather_fp16_weights_on_model_save": (
         "zero_optimization.stage3_gather_16bit_weights_on_model_save"
     ),
-    "zero_optimization.gather_16bit_weights_on_model_save": (
-        "zero_optimization.stage3_gather_16bit_weights_on_model_save"
-    ),
-    "zero_optimization.prefetch_bucket_size": "zero_optimization.stage3_prefetch_bucket_size",
-    "zero_optimization.param_persistence_threshold": (
-        "zero_optimization.stage3_param_persistence_threshold"
-    ),
-    "zero_optimization.model_persistence_threshold": (
-        "zero_optimization.stage3_model_persistence_threshold"
-    ),
-    "zero_optimization.max_live_parameters": "zero_optimization.stage3_max_live_parameters",
-    "zero_optimization.max_reuse_distance": "zero_optimization.stage3_max_reuse_distance",
+    **{f"zero_optimization.{k}": f"zero_optimization.stage3_{k}" for k in SHORT_KEYS.split()},
     "optimizer.params.max_grad_norm": "gradient_clipping",
 }
 """Old and short spellings of keys -> current key."""

@@ -15,8 +15,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_ds.config import Config, ModelConfig
-from megatron_ds.engine.settings import EngineSettings
+from megatron_ds.config import Config
+from megatron_ds.engine.protocol import EngineSettings
 from megatron_ds.model.flops import parameters_per_rank
 from megatron_ds.parallel.fused_linear_cross_entropy import CHUNK_BYTES
 
@@ -121,230 +121,185 @@ def estimate(config: Config, inputs: MemoryInputs) -> MemoryEstimate:
         config: Complete configuration, with the vocabulary size.
         inputs: Settings of the engine.
     """
-    device, host = _states(config, inputs)
-    activations, head = _activations(config, inputs), _Head(config, inputs)
-    reduction, gathered = _reduction(config, inputs), _gathered(config, inputs)
-    bucket = _bucket(config, inputs)
-    states = sum(device.values())
-    forward = (
-        states - _not_yet_allocated(config, inputs, device) + gathered + activations + head.kept
-    )
+    sizes = _Sizes(config, inputs)
+    device, host = sizes.states()
+    states, activations = sum(device.values()), sizes.activations()
+    table, logits, scaled = sizes.output_layer()
+    head = sizes.stream + table  # gradients of its input and weight
+    gathered = inputs.param_bytes * sizes.full if inputs.zero_stage == 3 else 0
+    reduction, retained = sizes.reduction(), sizes.retained_by_malloc(activations)
+    forward = states - sizes.not_yet_allocated(device) + gathered + activations + head
     return MemoryEstimate(
         device=device,
         host=host,
         activations=activations,
-        head=head.kept + max(head.logits, head.scaled),
+        head=head + max(logits, scaled),
         reduction=reduction,
         gathered=gathered,
         phases={
-            "loss": forward + head.logits + (bucket if inputs.zero_stage == 3 else 0),
-            "start of the backward pass": forward + head.scaled + inputs.num_buckets * bucket,
-            "gradient reduction": states
-            + gathered
-            + reduction
-            + _retained_by_malloc(config, inputs, activations),
+            "loss": forward + logits + (sizes.bucket if inputs.zero_stage == 3 else 0),
+            "start of the backward pass": forward + scaled + inputs.num_buckets * sizes.bucket,
+            "gradient reduction": states + gathered + reduction + retained,
         },
     )
 
 
-def _not_yet_allocated(config: Config, inputs: MemoryInputs, device: dict[str, int]) -> int:
-    """States on the device that do not exist before the backward pass.
-
-    Gradients exist until the step, or until they are accumulated; accumulation starts with the
-    second micro-batch, unless DeepSpeed keeps its buffer.
-    """
-    is_single = config.final_global_batch_size(inputs.dp_size) == inputs.dp_size * (
-        config.schedule.micro_batch_size
-    )
-    has_accumulator = inputs.param_bytes != inputs.accumulation_bytes
-    absent = device.get("gradients", 0) if is_single or has_accumulator else 0
-    if is_single and inputs.zero_stage == 2:
-        absent += device.get("accumulated gradients", 0)
-    return absent
-
-
-def _states(config: Config, inputs: MemoryInputs) -> tuple[dict[str, int], dict[str, int]]:
-    """States on the device and on the host."""
-    full = parameters_per_rank(config.model, inputs.tp_size)
-    partition = -(-full // inputs.dp_size)
-    device: dict[str, int] = {}
-    host: dict[str, int] = {}
-    optimizer = host if inputs.offload_optimizer else device
-    parameters = host if inputs.offload_parameters else device
-    parameters["parameters"] = inputs.param_bytes * (partition if inputs.zero_stage == 3 else full)
-    if inputs.zero_stage == 0:
-        device["gradients"] = inputs.param_bytes * full
-        device["moments"] = inputs.moments * FP32 * full
-        return device, host
-    if inputs.zero_stage == 1:
-        device["gradients"] = inputs.param_bytes * full
-        if inputs.param_bytes != inputs.accumulation_bytes:
-            # Gradients of one micro-batch, until they are accumulated in fp32.
-            device["accumulated gradients"] = inputs.accumulation_bytes * full
-    else:
-        optimizer["accumulated gradients"] = inputs.accumulation_bytes * partition
-    optimizer["master weights"] = FP32 * partition
-    optimizer["moments"] = inputs.moments * FP32 * partition
-    if inputs.offload_optimizer and inputs.zero_stage < 3:
-        host["copies for the device"] = inputs.param_bytes * partition
-    return device, host
-
-
-def _reduction(config: Config, inputs: MemoryInputs) -> int:
-    full = parameters_per_rank(config.model, inputs.tp_size)
-    partition = -(-full // inputs.dp_size)
-    if not _has_bucket(inputs):
-        return inputs.reduction_bytes * min(full, ALLREDUCE_BUCKET)  # flattened into one message
-    # The optimizer steps on a flat copy of its partition.
-    step = 0 if inputs.offload_optimizer else FP32 * partition
-    buckets = inputs.num_buckets * _bucket(config, inputs)
-    return max(buckets, step) if inputs.zero_stage < 3 else buckets + step
-
-
-def _bucket(config: Config, inputs: MemoryInputs) -> int:
-    """Bucket allocated when the backward pass starts, under ZeRO-3 once for the whole run."""
-    if not _has_bucket(inputs):
-        return 0
-    return inputs.reduction_bytes * min(
-        inputs.bucket_elements, parameters_per_rank(config.model, inputs.tp_size)
-    )
-
-
-def _has_bucket(inputs: MemoryInputs) -> bool:
-    """Whether gradients are reduced in buckets: not at stage 0 and by BF16_Optimizer."""
-    has_accumulator = inputs.param_bytes != inputs.accumulation_bytes
-    return inputs.zero_stage > 1 or (
-        inputs.zero_stage == 1 and (not has_accumulator or inputs.offload_optimizer)
-    )
-
-
-def _retained_by_malloc(config: Config, inputs: MemoryInputs, activations: int) -> int:
-    """Activations that are freed but that malloc does not return to the system."""
-    tokens = config.schedule.micro_batch_size * config.model.seq_length
-    block = tokens * config.model.mlp_hidden_size * inputs.param_bytes // inputs.tp_size
-    return activations if inputs.on_cpu and block < MALLOC_TRIM_LIMIT else 0
-
-
-def _gathered(config: Config, inputs: MemoryInputs) -> int:
-    """ZeRO-3 keeps gathered parameters for the backward pass, up to max_reuse_distance."""
-    if inputs.zero_stage != 3:
-        return 0
-    return inputs.param_bytes * parameters_per_rank(config.model, inputs.tp_size)
-
-
-def _activations(config: Config, inputs: MemoryInputs) -> int:
-    model, recompute = config.model, config.recompute
-    tokens = config.schedule.micro_batch_size * model.seq_length
-    stream = tokens * model.hidden_size * inputs.param_bytes
-    # Without flex attention, attention runs document by document.
-    per_document = config.data.reset_attention_mask and (
-        inputs.on_cpu or model.attention_dropout > 0
-    )
-    layer = _layer(
-        model,
-        inputs,
-        tokens,
-        core=recompute.recompute_granularity != "selective",
-        per_document=per_document,
-    )
-    ends = stream + _norm(model, inputs, tokens)  # the final norm
-    if model.hidden_dropout > 0:
-        ends += _mask(inputs, stream)
-    if model.position_embedding_type == "alibi":
-        ends += (
-            model.num_attention_heads // inputs.tp_size * model.seq_length**2 * inputs.param_bytes
-        )
-    if recompute.recompute_granularity != "full":
-        return ends + model.num_layers * layer
-    units = -(-model.num_layers // recompute.checkpoint_num_layers)
-    kept = 0 if recompute.checkpoint_in_cpu else units * stream
-    if recompute.partition_activations:
-        kept //= inputs.tp_size
-    return ends + kept + min(recompute.checkpoint_num_layers, model.num_layers) * layer
-
-
-def _layer(
-    model: ModelConfig, inputs: MemoryInputs, tokens: int, *, core: bool, per_document: bool
-) -> int:
-    """Bytes that autograd saves for one layer.
-
-    Args:
-        core: Whether the attention core saves its tensors.
-        per_document: Whether attention runs document by document; estimated for samples of one
-            document.
-    """
-    size = tokens * inputs.param_bytes
-    stream = size * model.hidden_size
-    q, kv = (
-        n * model.head_dim // inputs.tp_size for n in (model.num_attention_heads, model.kv_heads)
-    )
-    saved = 4 * stream  # inputs of both norms and of the projections after them
-    saved += size * (q + 2 * kv)  # projected queries, keys and values
-    fused = _fused(model, inputs)
-    if per_document and core and fused:
-        saved += size * q  # outputs of attention per document, before they are concatenated
-    elif model.position_embedding_type == "rope" and (fused or not core):
-        saved += size * (q + kv)  # otherwise counted with the scores
-    saved += size * q  # output of attention, input of the output projection
-    inner = 2 if not model.is_gated else 3 if model.activation == "liglu" else 4
-    saved += size * model.mlp_hidden_size // inputs.tp_size * inner
-    if model.hidden_dropout > 0:
-        saved += 2 * _mask(inputs, stream)
-    saved += 2 * _norm(model, inputs, tokens)
-    return saved + (_core(model, inputs, tokens) if core else 0)
-
-
-def _norm(model: ModelConfig, inputs: MemoryInputs, tokens: int) -> int:
-    """Saved by a norm in addition to its input and output.
-
-    On a CPU torch composes RMSNorm of several operations.
-    """
-    if model.normalization == "LayerNorm":
-        return 2 * tokens * FP32
-    intermediate = 0
-    if inputs.on_cpu:
-        in_fp32 = FP32 if inputs.param_bytes < FP32 else 0
-        intermediate = tokens * model.hidden_size * (inputs.param_bytes + in_fp32)
-    return tokens * FP32 + intermediate
-
-
-def _fused(model: ModelConfig, inputs: MemoryInputs) -> bool:
-    """Whether attention is a fused kernel, which saves no scores."""
-    plain = model.attention_dropout == 0 and model.position_embedding_type != "alibi"
-    return plain or not inputs.on_cpu
-
-
-def _core(model: ModelConfig, inputs: MemoryInputs, tokens: int) -> int:
-    """Saved by the attention core in addition to its inputs and output.
-
-    On a CPU torch has no fused kernel for dropout or a bias and saves the scores in fp32.
-    """
-    heads = model.num_attention_heads // inputs.tp_size
-    if _fused(model, inputs):
-        return tokens * heads * FP32
-    dropped = model.attention_dropout > 0
-    scores = tokens * model.seq_length * heads * FP32
-    copies = 3 * tokens * heads * model.head_dim * inputs.param_bytes
-    return scores * (3 if dropped else 1) + (copies if inputs.param_bytes < FP32 else 0)
-
-
-def _mask(inputs: MemoryInputs, stream: int) -> int:
-    """Mask of dropout over the hidden states: in the data type on a CPU, else one byte each."""
-    return stream if inputs.on_cpu else stream // inputs.param_bytes
-
-
-class _Head:
-    """Output layer and loss: gradients of input and weight, and a chunk of logits."""
+class _Sizes:
+    """Bytes of the tensors of one process."""
 
     def __init__(self, config: Config, inputs: MemoryInputs) -> None:
-        model, element = config.model, inputs.param_bytes
-        tokens = config.schedule.micro_batch_size * model.seq_length
-        rows = model.padded_vocab(inputs.tp_size) // inputs.tp_size
-        table, logits = rows * model.hidden_size, tokens * rows * element
-        self.kept = tokens * model.hidden_size * element
-        self.kept += table * (FP32 if logits > CHUNK_BYTES else element)
-        self.logits = min(logits, CHUNK_BYTES)
-        if not inputs.on_cpu:
-            self.logits += self.logits // element * FP32  # the softmax before rounding
+        self.config, self.model, self.inputs = config, config.model, inputs
+        self.full = parameters_per_rank(config.model, inputs.tp_size)
+        self.partition = -(-self.full // inputs.dp_size)
+        self.tokens = config.schedule.micro_batch_size * config.model.seq_length
+        self.stream = self.tokens * config.model.hidden_size * inputs.param_bytes
+        # Mask of dropout over the hidden states: in the data type on a CPU, else one byte each.
+        self.mask = self.stream if inputs.on_cpu else self.stream // inputs.param_bytes
+        # Attention is a fused kernel, which saves no scores.
+        plain = self.model.attention_dropout == 0 and self.model.position_embedding_type != "alibi"
+        self.is_fused = plain or not inputs.on_cpu
+        self.has_accumulator = inputs.param_bytes != inputs.accumulation_bytes
+        # Gradients are reduced in buckets, but not at stage 0 and by BF16_Optimizer. A bucket is
+        # allocated when the backward pass starts, under ZeRO-3 once for the whole run.
+        self.has_bucket = inputs.zero_stage > 1 or (
+            inputs.zero_stage == 1 and (not self.has_accumulator or inputs.offload_optimizer)
+        )
+        elements = min(inputs.bucket_elements, self.full) if self.has_bucket else 0
+        self.bucket = inputs.reduction_bytes * elements
+
+    def states(self) -> tuple[dict[str, int], dict[str, int]]:
+        """States on the device and on the host."""
+        inputs, full, partition = self.inputs, self.full, self.partition
+        device: dict[str, int] = {}
+        host: dict[str, int] = {}
+        optimizer = host if inputs.offload_optimizer else device
+        parameters = host if inputs.offload_parameters else device
+        kept = partition if inputs.zero_stage == 3 else full
+        parameters["parameters"] = inputs.param_bytes * kept
+        if inputs.zero_stage == 0:
+            device["gradients"] = inputs.param_bytes * full
+            device["moments"] = inputs.moments * FP32 * full
+            return device, host
+        if inputs.zero_stage == 1:
+            device["gradients"] = inputs.param_bytes * full
+            if self.has_accumulator:
+                # Gradients of one micro-batch, until they are accumulated in fp32.
+                device["accumulated gradients"] = inputs.accumulation_bytes * full
+        else:
+            optimizer["accumulated gradients"] = inputs.accumulation_bytes * partition
+        optimizer["master weights"] = FP32 * partition
+        optimizer["moments"] = inputs.moments * FP32 * partition
+        if inputs.offload_optimizer and inputs.zero_stage < 3:
+            host["copies for the device"] = inputs.param_bytes * partition
+        return device, host
+
+    def not_yet_allocated(self, device: dict[str, int]) -> int:
+        """States on the device that do not exist before the backward pass.
+
+        Gradients exist until the step, or until they are accumulated; accumulation starts with the
+        second micro-batch, unless DeepSpeed keeps its buffer.
+        """
+        dp_size, micro = self.inputs.dp_size, self.config.schedule.micro_batch_size
+        is_single = self.config.final_global_batch_size(dp_size) == dp_size * micro
+        absent = device.get("gradients", 0) if is_single or self.has_accumulator else 0
+        if is_single and self.inputs.zero_stage == 2:
+            absent += device.get("accumulated gradients", 0)
+        return absent
+
+    def reduction(self) -> int:
+        inputs = self.inputs
+        if not self.has_bucket:  # flattened into one message
+            return inputs.reduction_bytes * min(self.full, ALLREDUCE_BUCKET)
+        # The optimizer steps on a flat copy of its partition.
+        step = 0 if inputs.offload_optimizer else FP32 * self.partition
+        buckets = inputs.num_buckets * self.bucket
+        return max(buckets, step) if inputs.zero_stage < 3 else buckets + step
+
+    def retained_by_malloc(self, activations: int) -> int:
+        """Activations that are freed but that malloc does not return to the system."""
+        inputs = self.inputs
+        block = self.tokens * self.model.mlp_hidden_size * inputs.param_bytes // inputs.tp_size
+        return activations if inputs.on_cpu and block < MALLOC_TRIM_LIMIT else 0
+
+    def activations(self) -> int:
+        """Saved for the backward pass by all layers, without the output layer."""
+        model, recompute, tp_size = self.model, self.config.recompute, self.inputs.tp_size
+        layer = self._layer()
+        ends = self.stream + self._norm()  # the final norm
+        if model.hidden_dropout > 0:
+            ends += self.mask
+        if model.position_embedding_type == "alibi":
+            heads = model.num_attention_heads // tp_size
+            ends += heads * model.seq_length**2 * self.inputs.param_bytes
+        if recompute.recompute_granularity != "full":
+            return ends + model.num_layers * layer
+        units = -(-model.num_layers // recompute.checkpoint_num_layers)
+        kept = 0 if recompute.checkpoint_in_cpu else units * self.stream
+        if recompute.partition_activations:
+            kept //= tp_size
+        return ends + kept + min(recompute.checkpoint_num_layers, model.num_layers) * layer
+
+    def _layer(self) -> int:
+        """Saved by one layer; attention per document is estimated for samples of one document."""
+        model, tp_size = self.model, self.inputs.tp_size
+        saves_core = self.config.recompute.recompute_granularity != "selective"
+        # Without flex attention, attention runs document by document.
+        per_document = self.config.data.reset_attention_mask and (
+            self.inputs.on_cpu or model.attention_dropout > 0
+        )
+        size = self.tokens * self.inputs.param_bytes
+        q = model.num_attention_heads * model.head_dim // tp_size
+        kv = model.kv_heads * model.head_dim // tp_size
+        saved = 4 * self.stream  # inputs of both norms and of the projections after them
+        saved += size * (q + 2 * kv)  # projected queries, keys and values
+        if per_document and saves_core and self.is_fused:
+            saved += size * q  # outputs of attention per document, before they are concatenated
+        elif model.position_embedding_type == "rope" and (self.is_fused or not saves_core):
+            saved += size * (q + kv)  # otherwise counted with the scores
+        saved += size * q  # output of attention, input of the output projection
+        inner = 2 if not model.is_gated else 3 if model.activation == "liglu" else 4
+        saved += size * model.mlp_hidden_size // tp_size * inner
+        if model.hidden_dropout > 0:
+            saved += 2 * self.mask
+        saved += 2 * self._norm()
+        return saved + (self._core() if saves_core else 0)
+
+    def _norm(self) -> int:
+        """Saved by a norm in addition to its input and output.
+
+        On a CPU torch composes RMSNorm of several operations.
+        """
+        if self.model.normalization == "LayerNorm":
+            return 2 * self.tokens * FP32
+        intermediate = 0
+        if self.inputs.on_cpu:
+            in_fp32 = FP32 if self.inputs.param_bytes < FP32 else 0
+            intermediate = self.stream + self.tokens * self.model.hidden_size * in_fp32
+        return self.tokens * FP32 + intermediate
+
+    def _core(self) -> int:
+        """Saved by the attention core in addition to its inputs and output.
+
+        On a CPU torch has no fused kernel for dropout or a bias and saves the scores in fp32.
+        """
+        model, element = self.model, self.inputs.param_bytes
+        heads = model.num_attention_heads // self.inputs.tp_size
+        if self.is_fused:
+            return self.tokens * heads * FP32
+        scores = self.tokens * model.seq_length * heads * FP32
+        copies = 3 * self.tokens * heads * model.head_dim * element
+        return scores * (3 if model.attention_dropout > 0 else 1) + (
+            copies if element < FP32 else 0
+        )
+
+    def output_layer(self) -> tuple[int, int, int]:
+        """The gradient of its weight, a chunk of logits, and the temporary tensors of scaling."""
+        element = self.inputs.param_bytes
+        rows = self.model.padded_vocab(self.inputs.tp_size) // self.inputs.tp_size
+        table, logits = rows * self.model.hidden_size, self.tokens * rows * element
+        gradient = table * (FP32 if logits > CHUNK_BYTES else element)
+        logits = min(logits, CHUNK_BYTES)
+        if not self.inputs.on_cpu:
+            logits += logits // element * FP32  # the softmax before rounding
         # The gradient is scaled in fp32: a copy, the product and the rounded result.
-        self.scaled = table * (FP32 if element == FP32 else 2 * FP32 + element)
+        return gradient, logits, table * (FP32 if element == FP32 else 2 * FP32 + element)

@@ -6,8 +6,9 @@ where DeepSpeed computes none. Knows nothing of schedules, logs and checkpoint n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,10 @@ from megatron_ds.config.problems import user_error
 from megatron_ds.data.micro_batches import Batch
 from megatron_ds.engine.deepspeed_patches import reset_cpu_adam_beta_powers
 from megatron_ds.engine.ds_checkpoint_io import SafeCheckpointEngine
-from megatron_ds.engine.gradient_watch import watch_gradients
 from megatron_ds.engine.loss_scaler import LossScale
 from megatron_ds.engine.param_groups import Multipliers, set_lr_and_weight_decay
-from megatron_ds.engine.protocol import LossSum
-from megatron_ds.engine.settings import EngineSettings, StateBytes
-from megatron_ds.engine.state_bytes import state_bytes
+from megatron_ds.engine.protocol import EngineSettings, LossSum, StateBytes
+from megatron_ds.engine.readback import state_bytes
 from megatron_ds.model.output_layer import TokenLoss
 from megatron_ds.model.packed_attention import PackingOptions
 from megatron_ds.parallel.mesh import Mesh
@@ -125,7 +124,8 @@ class ZeroEngine:
             engine.backward(loss)
             losses.append(loss.detach())
             if last and self._stage == 0:
-                norm = self._gradient_norm()
+                # DeepSpeed computes no norm of the averaged gradient at this stage.
+                norm = self._sum_of_squares(lambda parameter: parameter.grad).sqrt()
                 dropped = not bool(norm.isfinite())
             if dropped:
                 # At the other stages DeepSpeed itself skips a step with non-finite gradients.
@@ -206,10 +206,6 @@ class ZeroEngine:
         parameters: Iterator[tuple[str, nn.Parameter]] = self._engine.module.named_parameters()
         return parameters
 
-    def _gradient_norm(self) -> torch.Tensor:
-        """Norm of the averaged gradient at stage 0, where DeepSpeed computes none."""
-        return self._sum_of_squares(lambda parameter: parameter.grad).sqrt()
-
     def _own_partition(self, parameter: nn.Parameter) -> torch.Tensor:
         """This data-parallel rank's ZeRO-3 partition, without padding; else the parameter."""
         if self._stage != 3:
@@ -237,6 +233,25 @@ class ZeroEngine:
         if self._mesh.tp.size > 1:
             dist.all_reduce(squares, group=self._mesh.tp.handle)
         return squares
+
+
+@contextmanager
+def watch_gradients(
+    parameters: Iterable[tuple[str, nn.Parameter]],
+) -> Iterator[dict[str, torch.Tensor]]:
+    """Record whether gradients are finite, as autograd computes them; see `Engine`."""
+    finite: dict[str, torch.Tensor] = {}
+
+    def record(name: str, gradient: torch.Tensor) -> None:
+        is_finite = gradient.isfinite().all()
+        finite[name] = finite.get(name, is_finite) & is_finite
+
+    hooks = [parameter.register_hook(partial(record, name)) for name, parameter in parameters]
+    try:
+        yield finite
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def _read_step(batches: Iterator[Batch], plan: StepPlan) -> Iterator[Batch]:

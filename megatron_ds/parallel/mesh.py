@@ -169,9 +169,6 @@ class Mesh:
         axes = axis_groups(world_size=1, tp_size=1)
         return cls(world_size=1, rank=0, **dict.fromkeys(axes, Group((0,), 0, None)))
 
-    def mpu(self) -> Mpu:
-        return Mpu(self)
-
 
 def _create_groups(groups: tuple[Ranks, ...], rank: int, timeout: timedelta | None) -> Group:
     """Create a process group for each tuple of ranks and return the one that contains `rank`."""

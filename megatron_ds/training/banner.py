@@ -17,7 +17,7 @@ from rich.text import Text
 from megatron_ds import schedules
 from megatron_ds.config import Config
 from megatron_ds.engine.memory_estimate import MemoryEstimate
-from megatron_ds.engine.settings import EngineSettings
+from megatron_ds.engine.protocol import EngineSettings
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.train_state import TrainState
 

@@ -26,7 +26,7 @@ from megatron_ds.config.problems import UserError
 from megatron_ds.engine import build as engine_build
 from megatron_ds.engine import readback
 from megatron_ds.engine.memory_estimate import MemoryInputs, estimate, memory_inputs
-from megatron_ds.engine.settings import EngineSettings, StateBytes
+from megatron_ds.engine.protocol import EngineSettings, StateBytes
 from megatron_ds.train_state import TrainState
 from tests.dist.engine_harness import batches_of, build, prepare
 from tests.dist.parity_cases import SAMPLES, Case, config_of

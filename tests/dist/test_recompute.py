@@ -8,12 +8,12 @@ import deepspeed
 import torch
 
 from megatron_ds.config import ModelConfig, RecomputeConfig
-from megatron_ds.engine.ds_activation_checkpointing import configure_checkpointing
+from megatron_ds.engine.build import configure_checkpointing
 from megatron_ds.launch.environment import prepare_environment
 from megatron_ds.model.gpt import GPTModel
 from megatron_ds.model.packed_attention import PackingOptions
 from megatron_ds.parallel.activation_checkpointing import ActivationCheckpointing
-from megatron_ds.parallel.mesh import Mesh
+from megatron_ds.parallel.mesh import Mesh, Mpu
 from megatron_ds.parallel.rng import RngStreams
 from tests.distributed import run_ranks
 
@@ -53,7 +53,7 @@ def losses_and_gradients(
     if options is not None:
         checkpoint = None
         if options.is_by_deepspeed:
-            checkpoint = configure_checkpointing(options, config.num_layers, mesh.mpu(), rng)
+            checkpoint = configure_checkpointing(options, config.num_layers, Mpu(mesh), rng)
         recompute = ActivationCheckpointing(options, rng, checkpoint)
     model = GPTModel(config, mesh=mesh, rng=rng, seed=5, checkpointing=recompute, packing=documents)
     tokens = torch.randint(0, 32, (2, 9), generator=torch.Generator().manual_seed(2))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_ds.parallel.mesh import Mesh, axis_groups
+from megatron_ds.parallel.mesh import Mesh, Mpu, axis_groups
 from tests.problems import raises_problem
 
 
@@ -54,7 +54,7 @@ def test_single_process_is_alone_on_every_axis() -> None:
 
 
 def test_mpu_answers_deepspeed_and_lacks_the_method_it_must_not_have() -> None:
-    mpu = Mesh.single().mpu()
+    mpu = Mpu(Mesh.single())
     kinds = ("data", "model", "tensor_model", "pipeline_model")
     for axis in (f"{kind}_parallel" for kind in kinds):
         assert getattr(mpu, f"get_{axis}_world_size")() == 1

@@ -17,7 +17,7 @@ from megatron_ds.config import (
     ScheduleConfig,
 )
 from megatron_ds.engine.memory_estimate import MemoryInputs, estimate
-from megatron_ds.engine.settings import EngineSettings, LossScaleSettings
+from megatron_ds.engine.protocol import EngineSettings, LossScaleSettings
 from megatron_ds.parallel.mesh import Group, Mesh
 from megatron_ds.train_state import TrainState
 from megatron_ds.training.banner import BannerData, banner

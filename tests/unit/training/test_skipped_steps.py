@@ -13,7 +13,7 @@ from torch import nn
 
 from megatron_ds.checkpoint.selection import latest_before
 from megatron_ds.config import PrecisionConfig
-from megatron_ds.engine.gradient_watch import watch_gradients
+from megatron_ds.engine.zero import watch_gradients
 from megatron_ds.train_state import StepResult
 from megatron_ds.training.skipped_steps import SkippedSteps
 
