@@ -10,6 +10,7 @@ import deepspeed
 import torch
 from deepspeed.runtime.config import DeepSpeedConfig
 from pydantic import ValidationError
+from torch import Tensor
 
 from megatron_ds.config import Config, RecomputeConfig
 from megatron_ds.config.problems import user_error
@@ -20,11 +21,7 @@ from megatron_ds.engine.zero import ZeroEngine
 from megatron_ds.model.flex_trial import select_flex_attention
 from megatron_ds.model.gpt import GPTModel
 from megatron_ds.model.packed_attention import PackingOptions
-from megatron_ds.parallel.activation_checkpointing import (
-    ActivationCheckpointing,
-    CheckpointFunction,
-    Function,
-)
+from megatron_ds.parallel.activation_checkpointing import ActivationCheckpointing, Function
 from megatron_ds.parallel.mesh import Mesh, Mpu
 from megatron_ds.parallel.rng import RngStreams
 
@@ -66,11 +63,7 @@ def build_engine(
         model.compile_layers(lengths_vary=config.schedule.curriculum_seqlen is not None)
     groups, multipliers = parameter_groups(model, config.optimizer.weight_decay)
     engine, *_ = deepspeed.initialize(
-        model=model,
-        model_parameters=groups,
-        config=ds_config,
-        mpu=mpu,
-        dist_init_required=False,
+        model=model, model_parameters=groups, config=ds_config, mpu=mpu, dist_init_required=False
     )
     return ZeroEngine(
         engine,
@@ -105,7 +98,7 @@ def _build_model(
 
 def configure_checkpointing(
     config: RecomputeConfig, layers: int, mpu: Mpu, rng: RngStreams
-) -> CheckpointFunction:
+) -> Function:
     """Configure DeepSpeed's activation checkpointing, whose settings are global to the process.
 
     Inputs are partitioned, on the host, or in contiguous buffers. Our sharded random stream, which
@@ -116,6 +109,9 @@ def configure_checkpointing(
         layers: Layers of the model.
         mpu: Names the group over which inputs are partitioned.
         rng: Random streams that a recomputation restores.
+
+    Returns:
+        The implementation for `ActivationCheckpointing`.
     """
     deepspeed.checkpointing.configure(
         mpu,
@@ -127,11 +123,11 @@ def configure_checkpointing(
         profile=config.profile_backward,
     )
 
-    def checkpoint(function: Function, *inputs: torch.Tensor) -> torch.Tensor:
-        before = rng.sharded_state()
+    def checkpoint(function: Function, *inputs: Tensor) -> Tensor:
+        before = rng.sharded_state
         recomputing = False
 
-        def run(*values: torch.Tensor) -> torch.Tensor:
+        def run(*values: Tensor) -> Tensor:
             nonlocal recomputing
             if recomputing:
                 with rng.restore_tp_rng(before):
@@ -139,7 +135,7 @@ def configure_checkpointing(
             recomputing = True
             return function(*values)
 
-        output: torch.Tensor = deepspeed.checkpointing.checkpoint(run, *inputs)
+        output: Tensor = deepspeed.checkpointing.checkpoint(run, *inputs)
         return output
 
     return checkpoint
@@ -154,7 +150,7 @@ def _packing_options(
         return None
     if eod is None:
         raise user_error("tokenizer-without-eod")
-    flex, why_not = None, ""
+    flex = why_not = None
     if data.reset_attention_mask:
         dtype = getattr(torch, readback.DTYPES[config.precision.name])
         flex, why_not = select_flex_attention(config.model, micro, mesh.tp.size, dtype, device)

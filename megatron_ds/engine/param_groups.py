@@ -46,10 +46,7 @@ def parameter_groups(
 
 
 def set_lr_and_weight_decay(
-    groups: list[dict[str, Any]],
-    multipliers: Sequence[Multipliers],
-    lr: float,
-    weight_decay: float,
+    groups: list[dict[str, Any]], multipliers: Sequence[Multipliers], lr: float, weight_decay: float
 ) -> None:
     """Set the learning rate and the weight decay of the next step.
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-import torch
+from torch import Tensor
 
 from megatron_ds.data.micro_batches import Batch
 from megatron_ds.model.packed_attention import PackingOptions
@@ -100,7 +100,7 @@ class Engine(Protocol):
     def state_bytes(self) -> StateBytes:
         """Bytes of this process's tensors that outlive a step. Local."""
 
-    def watch_gradients(self) -> AbstractContextManager[dict[str, torch.Tensor]]:
+    def watch_gradients(self) -> AbstractContextManager[dict[str, Tensor]]:
         """Record which parameters' own gradients are finite, before they are averaged.
 
         Local. Yields a mapping that backward passes inside the context fill, in their order:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from deepspeed.ops.op_builder.builder import OpBuilder
+from torch import Tensor
 
 from megatron_ds.config import Config, PrecisionConfig
 from megatron_ds.config.problems import user_error
@@ -78,7 +79,7 @@ def state_bytes(engine: Any) -> StateBytes:
         engine: Engine of `deepspeed.initialize`.
     """
     parameters = list(engine.module.parameters())
-    kinds: dict[str, Iterable[torch.Tensor | None]] = {
+    kinds: dict[str, Iterable[Tensor | None]] = {
         "parameters": [getattr(p, "ds_tensor", p.data) for p in parameters],
         "gathered parameters": [p.data for p in parameters],
         "accumulated gradients": _gradient_accumulators(engine),
@@ -226,25 +227,25 @@ def _read_stage(engine: Any) -> int:
     return {"BF16_Optimizer": 1, "DeepSpeedZeroOptimizer_Stage3": 3}.get(kind, 0)
 
 
-def _master_weights(engine: Any) -> list[torch.Tensor]:
+def _master_weights(engine: Any) -> list[Tensor]:
     """This process's tensors that the optimizer updates."""
     if _read_stage(engine) == 3:
-        flat: list[torch.Tensor] = engine.optimizer.fp32_partitioned_groups_flat
+        flat: list[Tensor] = engine.optimizer.fp32_partitioned_groups_flat
         return flat
     return [p for group in engine.basic_optimizer.param_groups for p in group["params"]]
 
 
-def _moments(optimizer: Any) -> list[torch.Tensor]:
+def _moments(optimizer: Any) -> list[Tensor]:
     """State tensors of a torch optimizer; none before the first step."""
     return [
         value
         for state in optimizer.state.values()
         for name, value in state.items()
-        if name != "step" and isinstance(value, torch.Tensor)
+        if name != "step" and isinstance(value, Tensor)
     ]
 
 
-def _gradient_accumulators(engine: Any) -> list[torch.Tensor | None]:
+def _gradient_accumulators(engine: Any) -> list[Tensor | None]:
     optimizer = engine.optimizer
     if _read_stage(engine) == 3:
         return [optimizer.grad_partitions_flat_buffer]

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from megatron_ds.config.problems import user_error
 from megatron_ds.data.micro_batches import Batch
@@ -96,7 +96,7 @@ class ZeroEngine:
     def state_bytes(self) -> StateBytes:
         return state_bytes(self._engine)
 
-    def watch_gradients(self) -> AbstractContextManager[dict[str, torch.Tensor]]:
+    def watch_gradients(self) -> AbstractContextManager[dict[str, Tensor]]:
         return watch_gradients(self._parameters())
 
     def train_step(self, batches: Iterator[Batch], plan: StepPlan) -> StepResult:
@@ -109,7 +109,7 @@ class ZeroEngine:
         skipped_before = engine.skipped_steps
         exhausted = self._loss_scale is not None and self._loss_scale.is_exhausted
         losses = []
-        norm: torch.Tensor | float | None = None
+        norm: Tensor | float | None = None
         dropped = False
         for index, (batch, weight) in enumerate(self._weighted(batches, plan)):
             last = index == plan.num_micro_batches - 1
@@ -175,7 +175,7 @@ class ZeroEngine:
 
     def _weighted(
         self, batches: Iterator[Batch], plan: StepPlan
-    ) -> Iterator[tuple[Batch, torch.Tensor | None]]:
+    ) -> Iterator[tuple[Batch, Tensor | None]]:
         """The micro-batches of a step, and the factor of each one's summed loss.
 
         The factor is None if a micro-batch's loss is the mean over its tokens. With per-token loss
@@ -206,18 +206,16 @@ class ZeroEngine:
         parameters: Iterator[tuple[str, nn.Parameter]] = self._engine.module.named_parameters()
         return parameters
 
-    def _own_partition(self, parameter: nn.Parameter) -> torch.Tensor:
+    def _own_partition(self, parameter: nn.Parameter) -> Tensor:
         """This data-parallel rank's ZeRO-3 partition, without padding; else the parameter."""
         if self._stage != 3:
             return parameter.data
         size, partition = parameter.ds_numel, parameter.ds_tensor  # type: ignore[attr-defined]
         start = self._mesh.dp.rank * partition.numel()
-        own: torch.Tensor = partition.flatten()[: max(0, size - start)]
+        own: Tensor = partition.flatten()[: max(0, size - start)]
         return own
 
-    def _sum_of_squares(
-        self, values_of: Callable[[nn.Parameter], torch.Tensor | None]
-    ) -> torch.Tensor:
+    def _sum_of_squares(self, values_of: Callable[[nn.Parameter], Tensor | None]) -> Tensor:
         """Sum of squares over all parameters and the tensor-parallel ranks, a float64 scalar.
 
         A sharded parameter counts on every tensor-parallel rank, a replicated one on the first.
@@ -236,13 +234,11 @@ class ZeroEngine:
 
 
 @contextmanager
-def watch_gradients(
-    parameters: Iterable[tuple[str, nn.Parameter]],
-) -> Iterator[dict[str, torch.Tensor]]:
+def watch_gradients(parameters: Iterable[tuple[str, nn.Parameter]]) -> Iterator[dict[str, Tensor]]:
     """Record whether gradients are finite, as autograd computes them; see `Engine`."""
-    finite: dict[str, torch.Tensor] = {}
+    finite: dict[str, Tensor] = {}
 
-    def record(name: str, gradient: torch.Tensor) -> None:
+    def record(name: str, gradient: Tensor) -> None:
         is_finite = gradient.isfinite().all()
         finite[name] = finite.get(name, is_finite) & is_finite
 

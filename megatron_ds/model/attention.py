@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from megatron_ds.config import ModelConfig
 from megatron_ds.model.attention_cores import AttentionCore
@@ -32,9 +32,7 @@ class KeyValueCache(Protocol):
         """Tokens stored before this forward pass; read once, before the first layer."""
         ...
 
-    def update(
-        self, layer: int, k: torch.Tensor, v: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def update(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Append [B, k, S, D] keys and values of a layer; return all of them, [B, k, L, D]."""
         ...
 
@@ -89,8 +87,8 @@ class Attention(nn.Module):
         )
 
     def forward(
-        self, x_SBH: torch.Tensor, context: AttentionContext, cache: KeyValueCache | None = None
-    ) -> torch.Tensor:
+        self, x_SBH: Tensor, context: AttentionContext, cache: KeyValueCache | None = None
+    ) -> Tensor:
         q, k, v = (self._heads(part) for part in self.qkv(x_SBH).split(self.local_sizes, dim=-1))
         if context.rotation is not None:
             q, k = rotate(q, context.rotation), rotate(k, context.rotation)
@@ -98,19 +96,17 @@ class Attention(nn.Module):
         if cache is not None:
             k, v = cache.update(self.layer, k, v)
         attended_BnSD = self._attend(q, k, v, context.core)
-        out_SBH: torch.Tensor = self.proj(attended_BnSD.permute(2, 0, 1, 3).flatten(2))
+        out_SBH: Tensor = self.proj(attended_BnSD.permute(2, 0, 1, 3).flatten(2))
         return out_SBH
 
-    def _heads(self, x: torch.Tensor) -> torch.Tensor:
+    def _heads(self, x: Tensor) -> Tensor:
         """[S, B, n x D] to [S, B, n, D]."""
         return x.view(*x.shape[:-1], -1, self.head_dim)
 
-    def _attend(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, core: AttentionCore
-    ) -> torch.Tensor:
-        def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, core: AttentionCore) -> Tensor:
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             if self.training and self.dropout > 0.0:
-                dropped: torch.Tensor = self._attend_with_dropout(q, k, v, core)
+                dropped: Tensor = self._attend_with_dropout(q, k, v, core)
                 return dropped
             return core.attend(q, k, v, 0.0)
 
@@ -120,9 +116,7 @@ class Attention(nn.Module):
 
     # Random states cannot be exchanged inside a compiled graph.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _attend_with_dropout(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, core: AttentionCore
-    ) -> torch.Tensor:
+    def _attend_with_dropout(self, q: Tensor, k: Tensor, v: Tensor, core: AttentionCore) -> Tensor:
         # The heads are sharded over the ranks, so each rank draws its own mask.
         with self.rng.fork_tp_rng():
             return core.attend(q, k, v, self.dropout)

@@ -13,16 +13,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 
 class AttentionCore(Protocol):
     """softmax(q k^T / sqrt(D) + mask) v."""
 
-    def attend(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout: float
-    ) -> torch.Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
         """Compute causal attention.
 
         Args:
@@ -38,36 +36,17 @@ class AttentionCore(Protocol):
 
 
 @dataclass(frozen=True)
-class CausalSDPA:
-    """torch's scaled_dot_product_attention with its own causal mask; needs as many keys as queries.
+class SDPA:
+    """torch's scaled_dot_product_attention."""
 
-    torch then chooses a kernel that leaves out what the mask hides.
-    """
-
-    def attend(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout: float
-    ) -> torch.Tensor:
-        return F.scaled_dot_product_attention(
-            q, k, v, dropout_p=dropout, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]
-        )
-
-
-@dataclass(frozen=True)
-class BiasSDPA:
-    """torch's scaled_dot_product_attention with an explicit mask or bias (ALiBi, a KV cache)."""
-
-    bias: torch.Tensor | None
+    bias: Tensor | None = None
     """Broadcasts to [B, n, S, L]. Floating point: added to the scores, -inf where a key is hidden.
     bool: where a key is visible. None: every key is visible to every query."""
+    is_causal: bool = False
+    """Hides later keys; needs as many keys as queries and no bias. torch then chooses a kernel that
+    leaves out what the mask hides."""
 
-    def attend(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout: float
-    ) -> torch.Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
         return F.scaled_dot_product_attention(
-            q,
-            k,
-            v,
-            attn_mask=self.bias,
-            dropout_p=dropout,
-            enable_gqa=q.shape[1] != k.shape[1],
+            q, k, v, self.bias, dropout, self.is_causal, enable_gqa=q.shape[1] != k.shape[1]
         )

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from megatron_ds.config import ModelConfig
 from megatron_ds.model.attention import Attention, KeyValueCache
@@ -16,9 +13,6 @@ from megatron_ds.model.weight_init import Initializer
 from megatron_ds.parallel.activation_checkpointing import ActivationCheckpointing
 from megatron_ds.parallel.mesh import Group
 from megatron_ds.parallel.rng import RngStreams
-
-MLPFactory = Callable[[int], nn.Module]
-"""Makes the feed-forward layer ([S, B, H] to [S, B, H]) of the layer with this number."""
 
 
 class Block(nn.Module):
@@ -30,7 +24,7 @@ class Block(nn.Module):
         group: Tensor-parallel group.
         rng: Random streams of dropout.
         init: Draws the initial weights.
-        mlp: Makes the feed-forward layer.
+        mlp: The feed-forward layer, [S, B, H] to [S, B, H].
         checkpoint_core: Recomputes the attention core. None: it is stored.
     """
 
@@ -42,7 +36,7 @@ class Block(nn.Module):
         group: Group,
         rng: RngStreams,
         init: Initializer,
-        mlp: MLPFactory,
+        mlp: nn.Module,
         checkpoint_core: ActivationCheckpointing | None,
     ) -> None:
         super().__init__()
@@ -52,14 +46,14 @@ class Block(nn.Module):
             config, layer, group=group, rng=rng, init=init, checkpointing=checkpoint_core
         )
         self.mlp_norm = build_norm(config)
-        self.mlp = mlp(layer)
+        self.mlp = mlp
 
     def forward(
-        self, x_SBH: torch.Tensor, context: AttentionContext, cache: KeyValueCache | None = None
-    ) -> torch.Tensor:
+        self, x_SBH: Tensor, context: AttentionContext, cache: KeyValueCache | None = None
+    ) -> Tensor:
         x = x_SBH + self._drop(self.attention(self.attention_norm(x_SBH), context, cache))
         return x + self._drop(self.mlp(self.mlp_norm(x)))
 
-    def _drop(self, x: torch.Tensor) -> torch.Tensor:
+    def _drop(self, x: Tensor) -> Tensor:
         # Every tensor-parallel rank has all of x, so the mask is that of the replicated stream.
         return F.dropout(x, self.dropout, training=self.training) if self.dropout > 0.0 else x

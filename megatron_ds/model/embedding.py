@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from megatron_ds.config import ModelConfig
 from megatron_ds.config.problems import user_error
@@ -40,9 +40,7 @@ class LearnedPositionEmbedding(nn.Module):
         with torch.no_grad():
             self.weight.copy_(draw((positions, hidden), 0, [range(positions)]))
 
-    def forward(
-        self, queries: int, offset: int, positions_BS: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def forward(self, queries: int, offset: int, positions_BS: Tensor | None = None) -> Tensor:
         """Look up positions.
 
         Args:
@@ -86,11 +84,9 @@ class Embedding(nn.Module):
                 config.num_positions, config.hidden_size, init, config.init_method_std
             )
 
-    def forward(
-        self, tokens_BS: torch.Tensor, offset: int, positions_BS: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def forward(self, tokens_BS: Tensor, offset: int, positions_BS: Tensor | None = None) -> Tensor:
         """Embed tokens; arguments as for `LearnedPositionEmbedding`."""
-        x_SBH: torch.Tensor = self.word(tokens_BS.t())
+        x_SBH: Tensor = self.word(tokens_BS.t())
         if self.norm is not None:
             x_SBH = self.norm(x_SBH)
         if self.position is not None:

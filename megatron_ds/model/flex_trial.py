@@ -7,7 +7,6 @@ shapes. Owns the comparison with `PerDocumentSDPA`.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 
 import torch
 
@@ -31,8 +30,7 @@ def select_flex_attention(
     tp_size: int,
     dtype: torch.dtype,
     device: torch.device,
-    load: Callable[[], FlexAttention] | None = None,
-) -> tuple[FlexAttention | None, str]:
+) -> tuple[FlexAttention | None, Problem | None]:
     """Select flex attention if it trains this run's attention correctly on this device.
 
     It is tried, forward and backward, on tensors of the run's shapes and memory layout, so the
@@ -44,23 +42,22 @@ def select_flex_attention(
         tp_size: Tensor-parallel size.
         dtype: Type of the activations.
         device: Device of the activations.
-        load: Returns the function to try. None: torch's, compiled.
 
     Returns:
-        The function and "", or None and the reason (a `Problem`).
+        The function, or the reason why it was not selected; the other one is None.
     """
     if config.attention_dropout > 0.0:
         return None, Problem("flex-attention-without-dropout")
     try:
-        flex = _compiled_flex(device) if load is None else load()
+        flex = _compiled_flex(device)
         error = _max_relative_error(flex, config, micro_batch, tp_size, dtype, device)
     except Exception as refusal:  # compilers and devices raise any type
-        reason = str(refusal).strip().partition("\n")[0].partition(". ")[0]
-        reason = reason or type(refusal).__name__
+        first_sentence = str(refusal).strip().partition("\n")[0].partition(". ")[0]
+        reason = first_sentence or type(refusal).__name__
         return None, Problem("flex-attention-failed", reason=reason)
     if not error <= TOLERANCES[dtype]:  # also if the error is nan
         return None, Problem("flex-attention-inaccurate", error=error)
-    return flex, ""
+    return flex, None
 
 
 def _compiled_flex(device: torch.device) -> FlexAttention:

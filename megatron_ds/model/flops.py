@@ -17,28 +17,14 @@ def model_flops_per_sample(config: ModelConfig, padded_vocab: int) -> int:
         config: Architecture.
         padded_vocab: Rows of the output layer.
     """
-    # The backward pass has two products for each of the forward pass.
-    return 3 * (_transformer_layers(config) + _output_layer(config, padded_vocab))
-
-
-def _transformer_layers(config: ModelConfig) -> int:
-    """Operations of all layers' forward pass."""
     q_size = config.num_attention_heads * config.head_dim
     kv_size = config.kv_heads * config.head_dim
     attention = config.hidden_size * (2 * q_size + 2 * kv_size)
     mlp = config.hidden_size * config.mlp_hidden_size * (3 if config.is_gated else 2)
-    return config.num_layers * (
-        2 * config.seq_length * (attention + mlp) + _attention_scores(config)
-    )
-
-
-def _attention_scores(config: ModelConfig) -> int:
-    """Operations of one layer's q k^T and softmax x v."""
-    return 4 * config.seq_length * config.seq_length * config.num_attention_heads * config.head_dim
-
-
-def _output_layer(config: ModelConfig, padded_vocab: int) -> int:
-    return 2 * config.seq_length * config.hidden_size * padded_vocab
+    scores = 2 * config.seq_length * q_size  # of q k^T and softmax x v
+    layers = config.num_layers * (attention + mlp + scores)
+    # The backward pass has two products for each of the forward pass.
+    return 3 * 2 * config.seq_length * (layers + config.hidden_size * padded_vocab)
 
 
 def parameters_per_rank(config: ModelConfig, tp_size: int) -> int:

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 from functools import partial
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 
 from megatron_ds.config import ModelConfig
 from megatron_ds.model.attention import KeyValueCache
@@ -62,7 +61,9 @@ class GPTModel(nn.Module):
         self.config = config
         self.packing = packing
         self._rng = rng
-        granularity = checkpointing.granularity if checkpointing is not None else None
+        granularity = (
+            checkpointing.config.recompute_granularity if checkpointing is not None else None
+        )
         self.checkpointing = checkpointing if granularity == "full" else None
         specs = layer_specs(
             config,
@@ -80,14 +81,14 @@ class GPTModel(nn.Module):
 
     def forward(
         self,
-        tokens_BS: torch.Tensor,
-        labels_BS: torch.Tensor | None = None,
-        loss_mask_BS: torch.Tensor | None = None,
+        tokens_BS: Tensor,
+        labels_BS: Tensor | None = None,
+        loss_mask_BS: Tensor | None = None,
         cache: KeyValueCache | None = None,
         *,
         last_only: bool = False,
-        x_SBH: torch.Tensor | None = None,
-    ) -> torch.Tensor | TokenLoss:
+        x_SBH: Tensor | None = None,
+    ) -> Tensor | TokenLoss:
         """Compute the loss or, without labels, the logits.
 
         Args:
@@ -126,7 +127,7 @@ class GPTModel(nn.Module):
         if last_only:
             x_SBH = x_SBH[-1:]
         tied = self.embedding.word.weight if self._tied else None
-        output: torch.Tensor | TokenLoss = self.head(
+        output: Tensor | TokenLoss = self.head(
             self.final_norm(x_SBH), labels_BS, loss_mask_BS, tied
         )
         return output
@@ -145,9 +146,9 @@ class GPTModel(nn.Module):
             block.compile(dynamic=None if lengths_vary else False)
 
     def _run_blocks(
-        self, x_SBH: torch.Tensor, context: AttentionContext, cache: KeyValueCache | None
-    ) -> torch.Tensor:
-        def run(blocks: list[nn.Module], x_SBH: torch.Tensor) -> torch.Tensor:
+        self, x_SBH: Tensor, context: AttentionContext, cache: KeyValueCache | None
+    ) -> Tensor:
+        def run(blocks: list[nn.Module], x_SBH: Tensor) -> Tensor:
             for block in blocks:
                 x_SBH = block(x_SBH, context, cache)
             return x_SBH
@@ -155,7 +156,7 @@ class GPTModel(nn.Module):
         blocks = list(self.layers.values())
         if self.checkpointing is None or cache is not None:
             return run(blocks, x_SBH)
-        size = self.checkpointing.layers_per_chunk
+        size = self.checkpointing.config.checkpoint_num_layers
         for start in range(0, len(blocks), size):
             chunk = partial(run, blocks[start : start + size])
             x_SBH = self.checkpointing.run(chunk, x_SBH)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from megatron_ds.config import ModelConfig
-from megatron_ds.model.block import Block, MLPFactory
+from megatron_ds.model.block import Block
 from megatron_ds.model.embedding import Embedding, build_word_embedding
 from megatron_ds.model.mlp import MLP
 from megatron_ds.model.norm import build_norm
@@ -41,7 +41,6 @@ def layer_specs(
     group: Group,
     rng: RngStreams,
     init: Initializer,
-    mlp: MLPFactory | None = None,
     checkpoint_core: ActivationCheckpointing | None = None,
 ) -> list[LayerSpec]:
     """Embedding, transformer layers, final norm and output layer, in this order.
@@ -51,22 +50,13 @@ def layer_specs(
         group: Tensor-parallel group.
         rng: Random streams of dropout.
         init: Draws the initial weights.
-        mlp: Makes the feed-forward layer of a transformer layer. None: the dense `MLP`.
         checkpoint_core: Recomputes the attention cores. None: they are stored.
     """
 
-    def dense_mlp(layer: int) -> nn.Module:
-        return MLP(config, layer, group=group, init=init)
-
     def block(layer: int) -> nn.Module:
+        mlp = MLP(config, layer, group=group, init=init)
         return Block(
-            config,
-            layer,
-            group=group,
-            rng=rng,
-            init=init,
-            mlp=dense_mlp if mlp is None else mlp,
-            checkpoint_core=checkpoint_core,
+            config, layer, group=group, rng=rng, init=init, mlp=mlp, checkpoint_core=checkpoint_core
         )
 
     untied = config.untie_embeddings_and_output_weights

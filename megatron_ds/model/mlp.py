@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from megatron_ds.config import ModelConfig
 from megatron_ds.model.weight_init import Initializer
@@ -46,17 +45,17 @@ class MLP(nn.Module):
             init=init.normal(f"{name}.fc_out.weight", std / (2.0 * config.num_layers) ** 0.5),
         )
 
-    def forward(self, x_SBH: torch.Tensor) -> torch.Tensor:
+    def forward(self, x_SBH: Tensor) -> Tensor:
         x = self.fc_in(x_SBH)
         if self.gated:
             gate, up = x.chunk(2, dim=-1)
             inner = self._activate(gate) * up
         else:
             inner = self._activate(x)
-        out_SBH: torch.Tensor = self.fc_out(inner)
+        out_SBH: Tensor = self.fc_out(inner)
         return out_SBH
 
-    def _activate(self, x: torch.Tensor) -> torch.Tensor:
+    def _activate(self, x: Tensor) -> Tensor:
         match self.activation:
             case "gelu":
                 return F.gelu(x, approximate=self.gelu_approximation)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from megatron_ds.parallel.collectives import gather_from_group
 from megatron_ds.parallel.embedding import validate_token_ids, vocab_parallel_weight
@@ -21,12 +21,12 @@ from megatron_ds.parallel.sharding import Init
 class TokenLoss(NamedTuple):
     """Loss of one micro-batch, not yet divided by the number of its tokens."""
 
-    loss_sum: torch.Tensor
+    loss_sum: Tensor
     """Sum over counted tokens of the cross entropy in nats, a scalar in fp32."""
-    num_tokens: torch.Tensor
+    num_tokens: Tensor
     """Number of counted tokens (sum of the loss mask), a scalar in fp32."""
 
-    def mean(self) -> torch.Tensor:
+    def mean(self) -> Tensor:
         """Mean over the counted tokens; 0 if there are none, not 0 / 0."""
         return self.loss_sum / torch.where(self.num_tokens > 0, self.num_tokens, 1.0)
 
@@ -56,11 +56,11 @@ class OutputLayer(nn.Module):
 
     def forward(
         self,
-        x_SBH: torch.Tensor,
-        labels_BS: torch.Tensor | None = None,
-        loss_mask_BS: torch.Tensor | None = None,
-        weight_vH: torch.Tensor | None = None,
-    ) -> torch.Tensor | TokenLoss:
+        x_SBH: Tensor,
+        labels_BS: Tensor | None = None,
+        loss_mask_BS: Tensor | None = None,
+        weight_vH: Tensor | None = None,
+    ) -> Tensor | TokenLoss:
         """Compute the loss or, without labels, the logits.
 
         Args:
@@ -82,11 +82,7 @@ class OutputLayer(nn.Module):
         return self._loss(x_SBH, labels_BS, loss_mask_BS, weight)
 
     def _loss(
-        self,
-        x_SBH: torch.Tensor,
-        labels_BS: torch.Tensor,
-        loss_mask_BS: torch.Tensor | None,
-        weight_vH: torch.Tensor,
+        self, x_SBH: Tensor, labels_BS: Tensor, loss_mask_BS: Tensor | None, weight_vH: Tensor
     ) -> TokenLoss:
         validate_token_ids(labels_BS, self.vocab_size)
         weights = None if loss_mask_BS is None else loss_mask_BS.t().reshape(-1).float()
@@ -102,7 +98,7 @@ class OutputLayer(nn.Module):
             return TokenLoss(total, total.new_full((), labels_BS.numel()))
         return TokenLoss(total, weights.sum())
 
-    def _logits(self, x_SBH: torch.Tensor, weight_vH: torch.Tensor) -> torch.Tensor:
+    def _logits(self, x_SBH: Tensor, weight_vH: Tensor) -> Tensor:
         local = F.linear(x_SBH.transpose(0, 1), weight_vH)
         logits = gather_from_group(local, self.group).float()
         logits[..., self.vocab_size :] = -torch.inf

@@ -17,11 +17,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
+from torch import Tensor
+
+from megatron_ds.config.problems import Problem
+from megatron_ds.model.attention_cores import SDPA
 
 BLOCK = 128
 """Queries and keys of a block of flex attention."""
-FlexAttention = Callable[..., torch.Tensor]
+FlexAttention = Callable[..., Tensor]
 """torch.nn.attention.flex_attention.flex_attention, compiled."""
 
 
@@ -37,10 +40,10 @@ class PackingOptions:
     """A token sees its own document only."""
     flex: FlexAttention | None = None
     """Computes intra-document attention. None: `PerDocumentSDPA` does."""
-    flex_unavailable_reason: str = ""
-    """Why flex attention was not selected; empty if it was, or is not needed."""
+    flex_unavailable_reason: Problem | None = None
+    """Why flex attention was not selected; None if it was, or is not needed."""
 
-    def find_documents(self, tokens_BS: torch.Tensor) -> PackedBatchInfo:
+    def find_documents(self, tokens_BS: Tensor) -> PackedBatchInfo:
         return PackedBatchInfo(self, *find_documents(tokens_BS, self.eod))
 
 
@@ -49,18 +52,18 @@ class PackedBatchInfo:
     """The documents of one micro-batch."""
 
     options: PackingOptions
-    doc_ids_BS: torch.Tensor
+    doc_ids_BS: Tensor
     """int32: number of the token's document in its row, from 0."""
-    doc_positions_BS: torch.Tensor
+    doc_positions_BS: Tensor
     """int64: position of the token in its document, from 0."""
 
     @property
-    def positions_BS(self) -> torch.Tensor | None:
+    def positions_BS(self) -> Tensor | None:
         """Positions of the tokens where they restart with a document, else None."""
         return self.doc_positions_BS if self.options.reset_positions else None
 
 
-def find_documents(tokens_BS: torch.Tensor, eod: int) -> tuple[torch.Tensor, torch.Tensor]:
+def find_documents(tokens_BS: Tensor, eod: int) -> tuple[Tensor, Tensor]:
     """Find each token's document and its position there.
 
     An end-of-document token belongs to the document that it ends, as in Megatron's
@@ -78,7 +81,7 @@ def find_documents(tokens_BS: torch.Tensor, eod: int) -> tuple[torch.Tensor, tor
     return doc_ids, positions - starts
 
 
-def document_lengths(doc_ids_BS: torch.Tensor) -> list[list[int]]:
+def document_lengths(doc_ids_BS: Tensor) -> list[list[int]]:
     """Tokens of each row's documents. Synchronizes with the device."""
     rows = doc_ids_BS.cpu()
     return [row.unique_consecutive(return_counts=True)[1].tolist() for row in rows]
@@ -93,38 +96,28 @@ class PerDocumentSDPA:
 
     lengths: list[list[int]]
     """Tokens of each row's documents."""
-    bias_nSS: torch.Tensor | None = None
+    bias_nSS: Tensor | None = None
     """Added to the scores of a document's first keys and queries; must hide the future. At least as
     wide as the longest document."""
 
     # Every micro-batch has documents of other lengths; each of them would be compiled for.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def attend(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout: float
-    ) -> torch.Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
         parts = [self._split(x) for x in (q, k, v)]
         by_length: dict[int, list[int]] = {}
         for index, part in enumerate(parts[0]):
             by_length.setdefault(part.shape[1], []).append(index)
-        attended: list[torch.Tensor] = [q] * len(parts[0])
+        attended: list[Tensor] = [q] * len(parts[0])
         for length, members in by_length.items():
             queries, keys, values = (torch.stack([part[at] for at in members]) for part in parts)
             bias = None if self.bias_nSS is None else self.bias_nSS[:, :length, :length]
-            outputs = F.scaled_dot_product_attention(
-                queries,
-                keys,
-                values,
-                attn_mask=bias,
-                dropout_p=dropout,
-                is_causal=bias is None,
-                enable_gqa=q.shape[1] != k.shape[1],
-            )
+            outputs = SDPA(bias, bias is None).attend(queries, keys, values, dropout)
             for index, output in zip(members, outputs.unbind(), strict=True):
                 attended[index] = output
         rows, heads, length, size = q.shape
         return torch.cat(attended, dim=1).view(heads, rows, length, size).transpose(0, 1)
 
-    def _split(self, x: torch.Tensor) -> list[torch.Tensor]:
+    def _split(self, x: Tensor) -> list[Tensor]:
         """[heads, tokens, D] of each document, row by row."""
         rows = zip(x.unbind(), self.lengths, strict=True)
         # One split of a row instead of a slice per document: the gradient of every slice would be
@@ -142,7 +135,7 @@ class DocumentFlexAttention:
     """
 
     def __init__(
-        self, flex: FlexAttention, doc_ids_BS: torch.Tensor, slopes_n: torch.Tensor | None = None
+        self, flex: FlexAttention, doc_ids_BS: Tensor, slopes_n: Tensor | None = None
     ) -> None:
         self._flex = flex
         self._slopes = slopes_n
@@ -150,33 +143,21 @@ class DocumentFlexAttention:
 
     # The kernel is compiled already; a graph around it would be compiled for every block mask.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def attend(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout: float
-    ) -> torch.Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
         assert dropout == 0.0, "flex attention has no dropout"
-        slopes = self._slopes
+        slopes, has_groups = self._slopes, q.shape[1] != k.shape[1]
 
-        def alibi(
-            score: torch.Tensor,
-            row: torch.Tensor,
-            head: torch.Tensor,
-            query: torch.Tensor,
-            key: torch.Tensor,
-        ) -> torch.Tensor:
+        def alibi(score: Tensor, row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
             assert slopes is not None
             return score + slopes[head] * (key - query)
 
+        score_mod = None if slopes is None else alibi
         return self._flex(
-            q,
-            k,
-            v,
-            score_mod=None if slopes is None else alibi,
-            block_mask=self._mask,
-            enable_gqa=q.shape[1] != k.shape[1],
+            q, k, v, score_mod=score_mod, block_mask=self._mask, enable_gqa=has_groups
         )
 
 
-def block_mask(doc_ids_BS: torch.Tensor) -> Any:
+def block_mask(doc_ids_BS: Tensor) -> Any:
     """The BlockMask of causal intra-document attention.
 
     torch's create_block_mask computes the same from all [S, S] scores. Document numbers never
@@ -196,9 +177,7 @@ def block_mask(doc_ids_BS: torch.Tensor) -> Any:
     same_document = first.unsqueeze(1) == last.unsqueeze(2)
     full = same_document & (keys < queries) & ((queries + 1) * BLOCK <= length)
 
-    def visible(
-        row: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor
-    ) -> torch.Tensor:
+    def visible(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return (query >= key) & (doc_ids_BS[row, query] == doc_ids_BS[row, key])
 
     return BlockMask.from_kv_blocks(
@@ -210,7 +189,7 @@ def block_mask(doc_ids_BS: torch.Tensor) -> Any:
     )
 
 
-def _block_lists(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _block_lists(blocks: Tensor) -> tuple[Tensor, Tensor]:
     """Number of key blocks of each query block, and their indices, in order, before all others."""
     chosen = blocks.int().unsqueeze(1)
     indices = chosen.argsort(dim=-1, descending=True, stable=True)

@@ -13,9 +13,10 @@ import math
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from megatron_ds.config import ModelConfig
-from megatron_ds.model.attention_cores import AttentionCore, BiasSDPA, CausalSDPA
+from megatron_ds.model.attention_cores import SDPA, AttentionCore
 from megatron_ds.model.packed_attention import (
     DocumentFlexAttention,
     PackedBatchInfo,
@@ -24,7 +25,7 @@ from megatron_ds.model.packed_attention import (
 )
 from megatron_ds.parallel.mesh import Group
 
-Rotation = tuple[torch.Tensor, torch.Tensor]
+Rotation = tuple[Tensor, Tensor]
 """Rope's cosines and sines, fp32: each [S, 1, 1, R], or [S, B, 1, R] where positions restart."""
 
 
@@ -55,8 +56,8 @@ class PositionEncoder:
         self._slopes = slopes[group.rank * local : (group.rank + 1) * local]
         self._rope_table: Rotation | None = None
         self._bias_key: tuple[int, int, torch.dtype, torch.device] | None = None
-        self._bias: torch.Tensor | None = None
-        self._device_slopes: torch.Tensor | None = None
+        self._bias: Tensor | None = None
+        self._device_slopes: Tensor | None = None
         self._longest_document = 1
 
     def context(
@@ -83,13 +84,13 @@ class PositionEncoder:
         if packed is not None and packed.options.reset_attention:
             core = self._document_core(packed, dtype, device)
         elif self._kind == "alibi":
-            core = BiasSDPA(self._alibi(queries, offset + queries, dtype, device))
+            core = SDPA(self._alibi(queries, offset + queries, dtype, device))
         elif offset == 0:
-            core = CausalSDPA()
+            core = SDPA(is_causal=True)
         else:
             # A single query sees every key, and torch has faster kernels without a mask.
             keys = offset + queries
-            core = BiasSDPA(None if queries == 1 else visible_keys(queries, keys, device))
+            core = SDPA(None if queries == 1 else visible_keys(queries, keys, device))
         return AttentionContext(rotation, core)
 
     def _rotation(
@@ -124,9 +125,7 @@ class PositionEncoder:
         width = self._longest_document
         return PerDocumentSDPA(lengths, self._alibi(width, width, dtype, device))
 
-    def _alibi(
-        self, queries: int, keys: int, dtype: torch.dtype, device: torch.device
-    ) -> torch.Tensor:
+    def _alibi(self, queries: int, keys: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         key = (queries, keys, dtype, device)
         if self._bias is None or self._bias_key != key:
             self._bias = alibi_bias(self._slopes, queries, keys, device).to(dtype)
@@ -134,7 +133,7 @@ class PositionEncoder:
         return self._bias
 
 
-def visible_keys(queries: int, keys: int, device: torch.device) -> torch.Tensor:
+def visible_keys(queries: int, keys: int, device: torch.device) -> Tensor:
     """Causal mask of the last `queries` of `keys` tokens (aligned bottom right): [S, L] bool."""
     positions = torch.arange(keys, device=device)
     return positions <= positions[keys - queries :].unsqueeze(1)
@@ -153,7 +152,7 @@ def rope_table(length: int, rotated: int, base: float, device: torch.device) -> 
     return angles.cos(), angles.sin()
 
 
-def rotate(x_SBND: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+def rotate(x_SBND: Tensor, rotation: Rotation) -> Tensor:
     """Rotate the first R dimensions of each head by its position; computed in fp32."""
     cos, sin = rotation
     size = cos.shape[-1]
@@ -175,7 +174,7 @@ def alibi_slopes(heads: int) -> list[float]:
     return geometric(power) + geometric(2 * power)[0::2][: heads - power]
 
 
-def alibi_bias(slopes: list[float], queries: int, keys: int, device: torch.device) -> torch.Tensor:
+def alibi_bias(slopes: list[float], queries: int, keys: int, device: torch.device) -> Tensor:
     """Minus slope x distance where a key is visible, -inf elsewhere: [n, S, L], fp32."""
     positions = torch.arange(keys, device=device)
     distance = (positions - positions[keys - queries :].unsqueeze(1)).float()

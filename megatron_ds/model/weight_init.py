@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from megatron_ds.parallel.rng import stable_seed
 from megatron_ds.parallel.sharding import Init
@@ -48,7 +49,7 @@ class Initializer:
     def normal(self, name: str, std: float) -> Init:
         """Return a function that draws normal(0, std) values for the parameter of this name."""
 
-        def draw(shape: tuple[int, ...], dim: int, ranges: Sequence[range]) -> torch.Tensor:
+        def draw(shape: tuple[int, ...], dim: int, ranges: Sequence[range]) -> Tensor:
             # The sharded dimension is the slowest, so that each range is contiguous.
             rest = [size for index, size in enumerate(shape) if index != dim]
             row = math.prod(rest)

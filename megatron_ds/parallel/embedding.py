@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from megatron_ds.config.problems import user_error
 from megatron_ds.parallel.collectives import reduce_from_group
@@ -12,7 +12,7 @@ from megatron_ds.parallel.mesh import Group
 from megatron_ds.parallel.sharding import Init, ShardSpec, sharded_parameter
 
 
-def validate_token_ids(ids: torch.Tensor, vocab_size: int) -> None:
+def validate_token_ids(ids: Tensor, vocab_size: int) -> None:
     """Validate that token ids are in the vocabulary.
 
     On an accelerator, reading the result would force a synchronization, so the check runs on the
@@ -70,7 +70,7 @@ class VocabParallelEmbedding(nn.Module):
         self.first_row = group.rank * (padded_size // group.size)
         self.rows = padded_size // group.size
 
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+    def forward(self, ids: Tensor) -> Tensor:
         validate_token_ids(ids, self.vocab_size)
         if self.group.size == 1:
             return F.embedding(ids, self.weight)

@@ -11,9 +11,11 @@ Shapes: T tokens, H hidden, v this rank's rows of the padded vocabulary.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from megatron_ds.parallel.collectives import all_gather, copy_to_group
 from megatron_ds.parallel.mesh import Group
@@ -24,7 +26,7 @@ CACHED_LOGITS = 2**20
 """Logits of a softmax call on a CPU, so that its passes over them in fp32 stay in the cache."""
 
 
-def softmax_(logits: torch.Tensor) -> torch.Tensor:
+def softmax_(logits: Tensor) -> Tensor:
     """Apply softmax to the last dimension in place.
 
     Returns:
@@ -41,13 +43,7 @@ def softmax_(logits: torch.Tensor) -> torch.Tensor:
     return log_sum
 
 
-def scale_rows_(logits: torch.Tensor, factors: torch.Tensor) -> None:
-    """Multiply each row by its fp32 factor in place."""
-    for rows in _row_slices(logits):
-        logits[rows].mul_(factors[rows].unsqueeze(1))
-
-
-def _row_slices(logits: torch.Tensor) -> list[slice]:
+def _row_slices(logits: Tensor) -> list[slice]:
     """Rows that are processed together."""
     size = logits.shape[0]
     if logits.device.type == "cpu":
@@ -56,14 +52,14 @@ def _row_slices(logits: torch.Tensor) -> list[slice]:
 
 
 def linear_cross_entropy(
-    x_TH: torch.Tensor,
-    weight_vH: torch.Tensor,
-    labels_T: torch.Tensor,
-    weights_T: torch.Tensor | None,
+    x_TH: Tensor,
+    weight_vH: Tensor,
+    labels_T: Tensor,
+    weights_T: Tensor | None,
     *,
     vocab_size: int,
     group: Group,
-) -> torch.Tensor:
+) -> Tensor:
     """Sum over tokens of weight x cross entropy(x W^T, label); softmax and sums are in fp32.
 
     Args:
@@ -77,57 +73,43 @@ def linear_cross_entropy(
     Returns:
         A scalar in fp32.
     """
-    first = group.rank * weight_vH.shape[0]
-    rows = min(max(vocab_size - first, 0), weight_vH.shape[0])
-    shard = _VocabShard(first, rows, weight_vH.shape[0], group)
+    width = weight_vH.shape[0]
+    first = group.rank * width
+    rows = min(max(vocab_size - first, 0), width)
+    loss = _Loss(labels_T, weights_T, first, rows, width, group)
     x_TH = copy_to_group(x_TH, group)
     if torch.is_grad_enabled() and (x_TH.requires_grad or weight_vH.requires_grad):
-        loss: torch.Tensor = _LinearCrossEntropy.apply(x_TH, weight_vH, labels_T, weights_T, shard)
-        return loss
-    return shard.loss(x_TH, weight_vH, labels_T, weights_T)
+        result: Tensor = _LinearCrossEntropy.apply(x_TH, weight_vH, loss)
+        return result
+    return loss.value(x_TH, weight_vH)
 
 
-class _VocabShard:
-    """One rank's shard of the vocabulary.
+@dataclass(frozen=True)
+class _Loss:
+    """The loss as a function of x and of one rank's shard of the weight."""
 
-    Args:
-        first: First row.
-        rows: Rows that are tokens.
-        width: Rows including the padding, the same on every rank.
-        group: Group over which the rows are sharded.
-    """
+    labels_T: Tensor
+    weights_T: Tensor | None
+    first: int
+    """First row of the shard."""
+    rows: int
+    """Rows that are tokens."""
+    width: int
+    """Rows including the padding, the same on every rank."""
+    group: Group
 
-    def __init__(self, first: int, rows: int, width: int, group: Group) -> None:
-        self.first = first
-        self.rows = rows
-        self.width = width
-        self.group = group
-
-    def loss(
-        self,
-        x_TH: torch.Tensor,
-        weight_vH: torch.Tensor,
-        labels_T: torch.Tensor,
-        weights_T: torch.Tensor | None,
-    ) -> torch.Tensor:
+    def value(self, x_TH: Tensor, weight_vH: Tensor) -> Tensor:
         """The loss without gradients."""
         total = torch.zeros((), dtype=torch.float32, device=x_TH.device)
-        for chunk in self.chunks(x_TH):
+        for chunk in self._chunks(x_TH):
             logits = x_TH[chunk] @ weight_vH[: self.rows].t()
-            losses, _ = self.cross_entropy_(logits, labels_T[chunk], for_gradient=False)
-            total += _weighted_sum(losses, weights_T, chunk)
+            total += self._cross_entropy_(logits, chunk, for_gradient=False)
         return total
 
-    def loss_and_gradients(
-        self,
-        x_TH: torch.Tensor,
-        weight_vH: torch.Tensor,
-        labels_T: torch.Tensor,
-        weights_T: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def value_and_gradients(self, x_TH: Tensor, weight_vH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The loss and its gradients with respect to x (this rank's summand) and the weight."""
         weight = weight_vH[: self.rows]
-        chunks = self.chunks(x_TH)
+        chunks = self._chunks(x_TH)
         total = torch.zeros((), dtype=torch.float32, device=x_TH.device)
         grad_x = torch.empty_like(x_TH)
         # Several chunks are summed in fp32, as the matrix product does within a single one.
@@ -136,30 +118,28 @@ class _VocabShard:
         for index, chunk in enumerate(chunks):
             x = x_TH[chunk]
             logits = x @ weight.t()
-            losses, grad_logits = self.cross_entropy_(logits, labels_T[chunk], for_gradient=True)
-            total += _weighted_sum(losses, weights_T, chunk)
-            torch.mm(grad_logits, weight, out=grad_x[chunk])
-            if weights_T is not None:
-                scale = weights_T[chunk].unsqueeze(1)
+            total += self._cross_entropy_(logits, chunk, for_gradient=True)
+            torch.mm(logits, weight, out=grad_x[chunk])
+            if self.weights_T is not None:
+                scale = self.weights_T[chunk].unsqueeze(1)
                 grad_x[chunk] *= scale
                 x = (x * scale).to(x.dtype)
             if sum_type == weight.dtype:
                 into = grad_weight[: self.rows]
-                torch.addmm(into, grad_logits.t(), x, beta=float(index > 0), out=into)
+                torch.addmm(into, logits.t(), x, beta=float(index > 0), out=into)
             else:
-                grad_weight[: self.rows] += grad_logits.t() @ x
+                grad_weight[: self.rows] += logits.t() @ x
         return total, grad_x, grad_weight
 
-    def chunks(self, x_TH: torch.Tensor) -> list[slice]:
+    def _chunks(self, x_TH: Tensor) -> list[slice]:
         # By the width, not the rows: the ranks communicate once per chunk, so they need the same
         # number of chunks, but padding is on the last ranks only.
         size = max(1, CHUNK_BYTES // (self.width * x_TH.element_size()))
         return [slice(start, start + size) for start in range(0, x_TH.shape[0], size)]
 
-    def cross_entropy_(
-        self, logits: torch.Tensor, labels: torch.Tensor, *, for_gradient: bool
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute each token's loss and, in the memory of the logits, softmax - one-hot label."""
+    def _cross_entropy_(self, logits: Tensor, chunk: slice, *, for_gradient: bool) -> Tensor:
+        """Compute the chunk's loss and, in the memory of the logits, softmax - one-hot label."""
+        labels = self.labels_T[chunk]
         local = labels - self.first
         # Masks instead of index lists, whose lengths would force a synchronization.
         is_local = (local >= 0) & (local < self.rows)
@@ -171,55 +151,32 @@ class _VocabShard:
         else:
             picked = torch.zeros(labels.shape, dtype=torch.float32, device=labels.device)
             log_sum = torch.full_like(picked, -torch.inf)
-        total, picked = self.combine(log_sum, picked)
+        if self.group.size > 1:
+            parts = all_gather(torch.stack([log_sum, picked]), self.group)
+            total, picked = parts[:, 0].logsumexp(dim=0), parts[:, 1].sum(dim=0)
+            if for_gradient and self.rows:
+                factors = (log_sum - total).exp().unsqueeze(1)
+                for rows in _row_slices(logits):
+                    logits[rows].mul_(factors[rows])
+            log_sum = total
         if for_gradient and self.rows:
-            if self.group.size > 1:
-                scale_rows_(logits, (log_sum - total).exp())
             # scatter_ would pass over all logits in bf16 on a CPU.
             logits[tokens, columns] -= is_local.to(logits.dtype)
-        return total - picked, logits
-
-    def combine(
-        self, log_sum: torch.Tensor, picked: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logarithm of the full denominator, and the label's logit, from all ranks' parts."""
-        if self.group.size == 1:
-            return log_sum, picked
-        parts = all_gather(torch.stack([log_sum, picked]), self.group)
-        return parts[:, 0].logsumexp(dim=0), parts[:, 1].sum(dim=0)
-
-
-def _weighted_sum(
-    losses: torch.Tensor, weights_T: torch.Tensor | None, chunk: slice
-) -> torch.Tensor:
-    return losses.sum() if weights_T is None else (losses * weights_T[chunk]).sum()
+        losses = log_sum - picked
+        return losses.sum() if self.weights_T is None else (losses * self.weights_T[chunk]).sum()
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        x_TH: torch.Tensor,
-        weight_vH: torch.Tensor,
-        labels_T: torch.Tensor,
-        weights_T: torch.Tensor | None,
-        shard: _VocabShard,
-    ) -> torch.Tensor:
-        loss, grad_x, grad_weight = shard.loss_and_gradients(x_TH, weight_vH, labels_T, weights_T)
+    def forward(ctx: Any, x_TH: Tensor, weight_vH: Tensor, loss: _Loss) -> Tensor:
+        value, grad_x, grad_weight = loss.value_and_gradients(x_TH, weight_vH)
         ctx.weight_type = weight_vH.dtype
         ctx.save_for_backward(grad_x, grad_weight)
-        return loss
+        return value
 
     @staticmethod
-    def backward(
-        ctx: Any, grad: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         grad_x, grad_weight = ctx.saved_tensors
         # In fp32, because the factor contains the number of tokens and the loss scale.
-        return (
-            (grad_x.float() * grad).to(grad_x.dtype),
-            (grad_weight.float() * grad).to(ctx.weight_type),
-            None,
-            None,
-            None,
-        )
+        grad_x = (grad_x.float() * grad).to(grad_x.dtype)
+        return grad_x, (grad_weight.float() * grad).to(ctx.weight_type), None

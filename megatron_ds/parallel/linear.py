@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from megatron_ds.parallel.collectives import copy_to_group, reduce_from_group
 from megatron_ds.parallel.mesh import Group
@@ -28,13 +28,7 @@ class ColumnParallelLinear(nn.Module):
     """
 
     def __init__(
-        self,
-        in_features: int,
-        sections: tuple[int, ...],
-        *,
-        bias: bool,
-        group: Group,
-        init: Init,
+        self, in_features: int, sections: tuple[int, ...], *, bias: bool, group: Group, init: Init
     ) -> None:
         super().__init__()
         self.group = group
@@ -45,7 +39,7 @@ class ColumnParallelLinear(nn.Module):
         if bias:
             self.bias = sharded_parameter(torch.zeros(out_features // group.size), spec)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         return F.linear(copy_to_group(x, self.group), self.weight, self.bias)
 
 
@@ -65,7 +59,7 @@ class RowParallelLinear(nn.Module):
         self.weight = sharded_parameter(init((out_features, in_features), 1, columns), spec)
         self.bias = nn.Parameter(torch.zeros(out_features)) if bias else None
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         if self.group.size == 1:
             return F.linear(x, self.weight, self.bias)
         # The bias is added after the reduction, so that it counts once.

@@ -52,15 +52,8 @@ def axis_groups(
         )
     grid = torch.arange(world_size).view(pp_size, -1, ep_size, sp_size, tp_size)
     pp, edp, ep, sp, tp = range(5)
-    spans = {
-        "tp": (tp,),
-        "sp": (sp,),
-        "ep": (ep,),
-        "expert_dp": (edp,),
-        "dp": (edp, ep),
-        "pp": (pp,),
-        "model": (pp, tp),
-    }
+    spans: dict[str, tuple[int, ...]] = {"tp": (tp,), "sp": (sp,), "ep": (ep,), "expert_dp": (edp,)}
+    spans |= {"dp": (edp, ep), "pp": (pp,), "model": (pp, tp)}
     groups = {}
     for name, span in spans.items():
         others = [dim for dim in range(5) if dim not in span]

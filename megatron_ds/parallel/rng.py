@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+from torch import Tensor
 
 CPU = torch.device("cpu")
 
@@ -35,7 +36,8 @@ class RngStreams:
     def __init__(self, tp_rank: int, device: torch.device = CPU) -> None:
         self._tp_rank = tp_rank
         self._device = device
-        self._sharded = self._seeded_state(stable_seed("sharded", tp_rank))
+        self.sharded_state = self._seeded_state(stable_seed("sharded", tp_rank))
+        """State of the sharded stream, for `restore_tp_rng`."""
         self._seed: int | None = None
         self._position = self._stride = 0
 
@@ -58,7 +60,7 @@ class RngStreams:
         if self._seed is None:
             return
         torch.manual_seed(stable_seed("replicated", self._seed, self._position))
-        self._sharded = self._seeded_state(
+        self.sharded_state = self._seeded_state(
             stable_seed("sharded", self._seed, self._position, self._tp_rank)
         )
         self._position += self._stride
@@ -67,36 +69,32 @@ class RngStreams:
     def fork_tp_rng(self) -> Iterator[None]:
         """Let torch's default generator draw from the sharded stream inside the context."""
         replicated = self._default_state()
-        self._set_default_state(self._sharded)
+        self._set_default_state(self.sharded_state)
         try:
             yield
         finally:
-            self._sharded = self._default_state()
+            self.sharded_state = self._default_state()
             self._set_default_state(replicated)
 
-    def sharded_state(self) -> torch.Tensor:
-        """State of the sharded stream, for `restore_tp_rng`."""
-        return self._sharded
-
     @contextmanager
-    def restore_tp_rng(self, state: torch.Tensor) -> Iterator[None]:
+    def restore_tp_rng(self, state: Tensor) -> Iterator[None]:
         """Start the sharded stream from `state` inside the context; then continue where it was."""
-        current, self._sharded = self._sharded, state
+        current, self.sharded_state = self.sharded_state, state
         try:
             yield
         finally:
-            self._sharded = current
+            self.sharded_state = current
 
-    def _seeded_state(self, seed: int) -> torch.Tensor:
+    def _seeded_state(self, seed: int) -> Tensor:
         return torch.Generator(self._device).manual_seed(seed).get_state()
 
-    def _default_state(self) -> torch.Tensor:
+    def _default_state(self) -> Tensor:
         if self._device.type == "cpu":
             return torch.get_rng_state()
-        state: torch.Tensor = torch.get_device_module(self._device).get_rng_state(self._device)
+        state: Tensor = torch.get_device_module(self._device).get_rng_state(self._device)
         return state
 
-    def _set_default_state(self, state: torch.Tensor) -> None:
+    def _set_default_state(self, state: Tensor) -> None:
         if self._device.type == "cpu":
             torch.set_rng_state(state)
         else:

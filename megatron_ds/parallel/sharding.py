@@ -11,10 +11,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from megatron_ds.config.problems import user_error
 
-Init = Callable[[tuple[int, ...], int, Sequence[range]], torch.Tensor]
+Init = Callable[[tuple[int, ...], int, Sequence[range]], Tensor]
 """Initial values of part of a parameter, fp32. Takes the full shape, a dimension, and ranges of
 this dimension; returns the values of these ranges, concatenated along it."""
 
@@ -52,13 +53,13 @@ class ShardSpec:
         return ranges
 
 
-def take_shard(full: torch.Tensor, spec: ShardSpec, rank: int, size: int) -> torch.Tensor:
+def take_shard(full: Tensor, spec: ShardSpec, rank: int, size: int) -> Tensor:
     """The shard of a full tensor that `rank` of `size` holds."""
     slices = [full.narrow(spec.dim, rows.start, len(rows)) for rows in spec.ranges(rank, size)]
     return slices[0] if len(slices) == 1 else torch.cat(slices, dim=spec.dim)
 
 
-def unshard(shards: Sequence[torch.Tensor], spec: ShardSpec) -> torch.Tensor:
+def unshard(shards: Sequence[Tensor], spec: ShardSpec) -> Tensor:
     """The full tensor of all ranks' shards, in rank order: the inverse of `take_shard`."""
     size = len(shards)
     spec.check(size)
@@ -81,7 +82,7 @@ def shard_spec(param: torch.nn.Parameter) -> ShardSpec | None:
     return spec
 
 
-def sharded_parameter(shard: torch.Tensor, spec: ShardSpec) -> torch.nn.Parameter:
+def sharded_parameter(shard: Tensor, spec: ShardSpec) -> torch.nn.Parameter:
     """A marked parameter with the values of this rank's shard."""
     # The context determines type and device of torch.empty: deepspeed.zero.Init builds parameters
     # in the run's precision on the accelerator.

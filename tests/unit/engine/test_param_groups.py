@@ -5,11 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from megatron_ds.engine.param_groups import (
-    Multipliers,
-    parameter_groups,
-    set_lr_and_weight_decay,
-)
+from megatron_ds.engine.param_groups import Multipliers, parameter_groups, set_lr_and_weight_decay
 
 
 def test_default_rule_decays_matrices_only() -> None:

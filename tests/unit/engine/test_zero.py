@@ -20,12 +20,7 @@ def batches(count: int) -> Iterator[Batch]:
 
 
 PLAN = StepPlan(
-    iteration=7,
-    num_micro_batches=3,
-    global_batch_size=3,
-    seq_length=2,
-    lr=0.1,
-    weight_decay=0.0,
+    iteration=7, num_micro_batches=3, global_batch_size=3, seq_length=2, lr=0.1, weight_decay=0.0
 )
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F
 from deepspeed.accelerator import get_accelerator
 
-from megatron_ds.model.flex_trial import select_flex_attention
+from megatron_ds.model import flex_trial
 from megatron_ds.model.packed_attention import BLOCK
 from tests.problems import codes
 from tests.unit.model.dense import dense_flex
@@ -20,7 +21,8 @@ from tests.unit.model.test_packed_attention import CONFIG, CPU, POSITIONS
 def select(flex: Any, **options: Any) -> Any:
     """The selected function, or the code of the reason why not."""
     config = dataclasses.replace(CONFIG, **options)
-    selected, reason = select_flex_attention(config, 2, 2, torch.float32, CPU, load=lambda: flex)
+    with mock.patch.object(flex_trial, "_compiled_flex", return_value=flex):
+        selected, reason = flex_trial.select_flex_attention(config, 2, 2, torch.float32, CPU)
     assert (selected is None) == bool(reason)
     return selected or codes([reason])[0]
 
@@ -48,7 +50,7 @@ def test_flex_attention_is_rejected_where_it_fails_or_is_wrong() -> None:
 
 
 def test_flex_attention_is_rejected_on_a_cpu() -> None:
-    flex, reason = select_flex_attention(CONFIG, 2, 1, torch.float32, CPU)
+    flex, reason = flex_trial.select_flex_attention(CONFIG, 2, 1, torch.float32, CPU)
     assert flex is None
     assert codes([reason]) == ["flex-attention-failed"]
 
@@ -63,5 +65,5 @@ def test_flex_attention_is_selected_on_an_accelerator(position: str, dtype: torc
     device = torch.device(get_accelerator().current_device_name())
     shape = {"hidden_size": 256, "num_query_groups": 2, "seq_length": 5 * BLOCK + 3}
     config = dataclasses.replace(CONFIG, **shape, position_embedding_type=position)
-    flex, reason = select_flex_attention(config, 3, 1, dtype, device)
+    flex, reason = flex_trial.select_flex_attention(config, 3, 1, dtype, device)
     assert flex is not None, reason

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from megatron_ds.config import ModelConfig, RecomputeConfig
-from megatron_ds.model.attention_cores import BiasSDPA
+from megatron_ds.model.attention_cores import SDPA
 from megatron_ds.model.gpt import GPTModel
 from megatron_ds.model.packed_attention import (
     BLOCK,
@@ -152,7 +152,7 @@ def dense_logits(
         slope = alibi_bias(alibi_slopes(config.num_attention_heads), length, length, CPU)
         mask = slope.expand(len(tokens), -1, -1, -1).masked_fill(~mask, -torch.inf)
     for block in model.layers.values():
-        x_SBH = block(x_SBH, AttentionContext(rotation, BiasSDPA(mask)))
+        x_SBH = block(x_SBH, AttentionContext(rotation, SDPA(mask)))
     return model.head(model.final_norm(x_SBH), None, None, model.embedding.word.weight)
 
 

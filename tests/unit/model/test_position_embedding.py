@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_ds.config import ModelConfig
-from megatron_ds.model.attention_cores import BiasSDPA
+from megatron_ds.model.attention_cores import SDPA
 from megatron_ds.model.position_embedding import (
     PositionEncoder,
     alibi_bias,
@@ -38,7 +38,7 @@ def test_alibi_slopes_follow_the_heads_of_the_rank() -> None:
 
     def bias(group: Group) -> torch.Tensor:
         core = PositionEncoder(config, group).context(4, 0, torch.float32, CPU).core
-        assert isinstance(core, BiasSDPA)
+        assert isinstance(core, SDPA)
         assert core.bias is not None
         return core.bias
 

@@ -61,7 +61,7 @@ def test_ranks_share_the_replicated_stream_only() -> None:
 
 def test_sharded_stream_continues_after_a_restored_region() -> None:
     rng = RngStreams(0)
-    state = rng.sharded_state()
+    state = rng.sharded_state
     _, first, _ = draws(rng)
     with rng.restore_tp_rng(state):
         _, repeated, _ = draws(rng)
