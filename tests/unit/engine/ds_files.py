@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
-
-import pytest
 
 from megatron_ds.cli.arguments import build_config
 from megatron_ds.config import Config
 from megatron_ds.config.problems import Problem
 from megatron_ds.engine.ds_config_merge import merge_file
+from megatron_ds.engine.ds_fields import replace_fields
 
+ROOT = Path(__file__).parents[3]
+SHIPPED = sorted((ROOT / "ds_configs").glob("*.json"))
 FLAGS = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 2 "
     "--global-batch-size 16 --lr 1e-4 --adam-beta2 0.95 --weight-decay 0.1 --train-iters 10"
@@ -30,25 +31,17 @@ class Merged(NamedTuple):
 Merge = Callable[..., Merged]
 
 
-def config_of(flags: str = "") -> Config:
-    """The configuration of FLAGS and further flags, without its DeepSpeed file."""
-    argv = f"{FLAGS} {flags}".split()
-    return build_config(argv, world_size=WORLD_SIZE, warn=lambda _: None)[0]
+def merged(flags: str, *, without: str = "", given: Mapping[str, Any] | None = None) -> Merged:
+    """Merges the file of --deepspeed_config into FLAGS.
 
-
-def merged(flags: str) -> Merged:
+    Args:
+        flags: Further flags.
+        without: Flag of FLAGS that is not given.
+        given: Values of fields that flags could give.
+    """
+    argv = f"{FLAGS.replace(without, '')} {flags}".split()
+    config = build_config(argv, world_size=WORLD_SIZE, warn=lambda _: None)[0]
+    config = replace_fields(config, dict(given or {}))
+    config = dataclasses.replace(config, given=config.given | frozenset(given or ()))
     warnings: list[Problem] = []
-    config, problems = merge_file(config_of(flags), WORLD_SIZE, warnings.append)
-    return Merged(config, problems, warnings)
-
-
-@pytest.fixture
-def merge(tmp_path: Path) -> Merge:
-    """Merges a file, as text or as an object, into FLAGS and further flags."""
-    path = tmp_path / "ds.json"
-
-    def merge(file: Any, flags: str = "") -> Merged:
-        path.write_text(file if isinstance(file, str) else json.dumps(file))
-        return merged(f"{flags} --deepspeed_config {path}")
-
-    return merge
+    return Merged(*merge_file(config, WORLD_SIZE, warnings.append), warnings)

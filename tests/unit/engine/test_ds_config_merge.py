@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -11,54 +10,28 @@ import pytest
 
 from megatron_ds import schedules
 from megatron_ds.cli.arguments import build_config
-from megatron_ds.config import Config
-from megatron_ds.engine import ds_values
 from megatron_ds.engine.ds_config import build_ds_config, zero_stage
 from megatron_ds.engine.ds_config_merge import merge_file
-from megatron_ds.engine.ds_fields import MAPPINGS, replace_fields
+from megatron_ds.engine.ds_fields import MAPPINGS
+from megatron_ds.engine.ds_values import Kind, as_bool, as_int, get, leaves
 from megatron_ds.train_state import TrainState
 from tests.problems import codes, fields
-from tests.unit.engine.ds_files import FLAGS, Merge, config_of, merge, merged
-
-__all__ = ["merge"]
-
-ROOT = Path(__file__).parents[3]
+from tests.unit.engine.ds_files import FLAGS, SHIPPED, Merge, merged
 
 
-def with_stage(name: str, stage: int) -> dict[str, Any]:
-    """A file of ds_configs with another stage."""
-    file: dict[str, Any] = json.loads((ROOT / "ds_configs" / f"{name}.json").read_text())
-    file["zero_optimization"]["stage"] = stage
-    return file
-
-
-@pytest.mark.parametrize("name", ["zero0", "zero1", "zero2", "zero3"])
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_editing_stage_of_file_is_enough(merge: Merge, name: str, stage: int) -> None:
-    config, problems, _ = merge(with_stage(name, stage))
-    assert problems == []
-    assert build_ds_config(config, 2)["zero_optimization"]["stage"] == stage
-
-
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        ("zero2_offload", {0: ["zero0-with-offload"]}),
-        (
-            "zero3_offload",
-            {
-                0: ["zero0-with-offload", "param-offload-without-zero3"],
-                1: ["param-offload-without-zero3"],
-                2: ["param-offload-without-zero3"],
-            },
-        ),
-    ],
-)
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_offloading_file_rejects_stages_that_cannot(
-    merge: Merge, name: str, expected: dict[int, list[str]], stage: int
+def test_editing_stage_of_file_is_enough_where_offloading_allows_it(
+    merge: Merge, path: Path, stage: int
 ) -> None:
-    assert codes(merge(with_stage(name, stage)).problems) == expected.get(stage, [])
+    file: dict[str, Any] = json.loads(path.read_text())
+    file["zero_optimization"]["stage"] = stage
+    expected = ["zero0-with-offload"] if "offload" in path.stem and stage == 0 else []
+    if path.stem == "zero3_offload" and stage < 3:
+        expected.append("param-offload-without-zero3")
+    config, problems, _ = merge(file)
+    assert codes(problems) == expected
+    assert build_ds_config(config, 2)["zero_optimization"]["stage"] == stage
 
 
 def test_zero_stage_1_is_the_default() -> None:
@@ -66,32 +39,25 @@ def test_zero_stage_1_is_the_default() -> None:
 
 
 def test_keys_set_fields_without_flags(merge: Merge) -> None:
-    config, problems, _ = merge(
-        {
-            "gradient_clipping": 0.3,
-            "bf16": {"enabled": True, "immediate_grad_update": True},
-            "zero_optimization": {"stage": 3, "cpu_offload": True, "reduce_bucket_size": 2e8},
-            "optimizer": {"type": "AdamW", "params": {"eps": 1e-6, "betas": [0.8, 0.95]}},
-            "data_types": {"grad_accum_dtype": "bf16"},
-            "activation_checkpointing": {"number_checkpoints": 4, "profile": True},
-            "wall_clock_breakdown": True,
-        }
-    )
+    file = {
+        "gradient_clipping": 0.3,
+        "bf16": {"enabled": True, "immediate_grad_update": True},
+        "zero_optimization": {"stage": 3, "reduce_bucket_size": 2e8},
+        "optimizer": {"type": "AdamW", "params": {"eps": 1e-6, "betas": [0.8, 0.95]}},
+        "data_types": {"grad_accum_dtype": "bf16"},
+        "activation_checkpointing": {"number_checkpoints": 4, "profile": True},
+        "wall_clock_breakdown": True,
+    }
+    offload = {**file["zero_optimization"], "cpu_offload": True}  # type: ignore[dict-item]
+    config, problems, _ = merge({**file, "zero_optimization": offload})
     assert problems == []
     result = build_ds_config(config, 2)
-    assert config.optimizer.clip_grad == result["gradient_clipping"] == 0.3
-    assert config.precision.bf16 is True
-    assert result["bf16"]["immediate_grad_update"] is True
-    assert config.optimizer.adam_beta1 == 0.8
-    assert result["optimizer"]["params"]["eps"] == 1e-6
+    assert [key for key in leaves(file) if get(result, key) != get(file, key)] == []
+    assert result["zero_optimization"]["offload_optimizer"] == {"device": "cpu"}
     assert result["optimizer"]["params"]["torch_adam"] is False
     assert "fused" not in result["optimizer"]["params"]
-    assert result["zero_optimization"]["offload_optimizer"] == {"device": "cpu"}
-    assert result["zero_optimization"]["reduce_bucket_size"] == 2e8
-    assert result["data_types"]["grad_accum_dtype"] == "bf16"
-    assert result["activation_checkpointing"]["number_checkpoints"] == 4
-    assert result["activation_checkpointing"]["profile"] is True
-    assert result["wall_clock_breakdown"] is True
+    assert (config.optimizer.clip_grad, config.optimizer.adam_beta1) == (0.3, 0.8)
+    assert config.precision.bf16 is True
 
 
 def test_auto_and_absent_values_come_from_flags(merge: Merge) -> None:
@@ -102,17 +68,15 @@ def test_auto_and_absent_values_come_from_flags(merge: Merge) -> None:
     assert config.precision.bf16 is True
 
 
-def test_accumulation_steps_give_batch_size_without_flag(tmp_path: Path) -> None:
-    path = tmp_path / "ds.json"
-    path.write_text('{"gradient_accumulation_steps": 3}')
-    config = replace_fields(config_of(f"--deepspeed_config {path}"), {"global_batch_size": None})
-    config = dataclasses.replace(config, given=config.given - {"global_batch_size"})
-    config, problems = merge_file(config, 2)
+def test_accumulation_steps_give_batch_size_without_flag(merge: Merge) -> None:
+    file = {"gradient_accumulation_steps": 3}
+    config, problems, _ = merge(file, without="--global-batch-size 16")
     assert problems == []
     assert config.schedule.global_batch_size == 12
 
 
 INVALID = "ds-value-invalid"
+OFFLOADED = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}
 VALUES: dict[str, tuple[Any, Any]] = {
     "zero_optimization.stage": (1, 2),
     "zero_optimization.offload_optimizer.device": (True, "none"),
@@ -130,84 +94,61 @@ VALUES: dict[str, tuple[Any, Any]] = {
     ("key", "name", "read"), [one for one in MAPPINGS if "betas" not in one[0]]
 )
 def test_contradiction_names_flag_and_key_with_values_and_line(
-    key: str, name: str, read: ds_values.Kind, tmp_path: Path
+    merge: Merge, key: str, name: str, read: Kind
 ) -> None:
-    kinds = {ds_values.as_bool: (True, False), ds_values.as_int: (3, 4)}
+    kinds = {as_bool: (True, False), as_int: (3, 4)}
     flag_value, key_value = VALUES.get(key, kinds.get(read, (0.5, 0.25)))
     file: Any = key_value
     for part in reversed(key.split(".")):
         file = {part: file}
-    path = tmp_path / "ds.json"
-    path.write_text(json.dumps(file, indent=1))
-    config = replace_fields(config_of(f"--deepspeed_config {path}"), {name: flag_value})
-    config = dataclasses.replace(config, given=config.given | {name})
-    _, problems = merge_file(config, 2)
+    problems = merge(json.dumps(file, indent=1), given={name: flag_value}).problems
     (problem,) = [one for one in problems if one.code == "ds-key-contradicts-flag"]
     assert problem.fields == (name,)
     line = 2 + key.count(".")
-    assert f"{key} {json.dumps(key_value)} of {path}:{line}" in problem
+    assert f"{key} {json.dumps(key_value)} of " in problem
+    assert f"ds.json:{line}" in problem
     assert (str(flag_value) in problem) or isinstance(flag_value, bool)
 
 
 @pytest.mark.parametrize(
-    ("file", "flags", "code", "names"),
+    ("file", "code", "names"),
     [
-        (
-            {"optimizer": {"params": {"betas": [0.9, 0.5]}}},
-            "",
-            "ds-key-contradicts-flag",
-            "adam_beta2",
-        ),
+        ({"optimizer": {"params": {"betas": [0.9, 0.5]}}}, "ds-key-contradicts-flag", "adam_beta2"),
         (
             {"gradient_accumulation_steps": 3},
-            "",
             "ds-accumulation-contradicts-batch",
             "global_batch_size micro_batch_size",
         ),
-        ({"optimizer": {"type": "CPUAdam"}}, "", "ds-cpu-adam-without-offload", "cpu_optimizer"),
-        ({"optimizer": {"params": {"adam_w_mode": False}}}, "", INVALID, "optimizer"),
-        (
-            {"optimizer": {"params": {"torch_adam": True}}},
-            "--cpu-optimizer",
-            INVALID,
-            "cpu_optimizer",
-        ),
+        ({"optimizer": {"type": "CPUAdam"}}, "ds-cpu-adam-without-offload", "cpu_optimizer"),
+        ({"optimizer": {"params": {"adam_w_mode": False}}}, INVALID, "optimizer"),
+        ({**OFFLOADED, "optimizer": {"params": {"torch_adam": True}}}, INVALID, "cpu_optimizer"),
         (
             {"optimizer": {"type": "SGD"}, "zero_allow_untested_optimizer": False},
-            "",
             INVALID,
             "optimizer",
         ),
-        (
-            {"zero_optimization": {"stage": 2}, "prescale_gradients": True},
-            "",
-            INVALID,
-            "zero_stage",
-        ),
+        ({"zero_optimization": {"stage": 2}, "prescale_gradients": True}, INVALID, "zero_stage"),
         (
             {"activation_checkpointing": {"number_checkpoints": 7}},
-            "",
             INVALID,
             "num_layers checkpoint_num_layers",
         ),
-        ({"zero_optimization": {"offload_optimizer": {"device": "nvme"}}}, "", INVALID, ""),
-        ({"zero_optimization": {"offload_optimizer": {"pin_memory": True}}}, "", INVALID, ""),
+        ({"zero_optimization": {"offload_optimizer": {"device": "nvme"}}}, INVALID, ""),
+        ({"zero_optimization": {"offload_optimizer": {"pin_memory": True}}}, INVALID, ""),
     ],
 )
 def test_key_that_cannot_be_honoured_is_rejected(
-    merge: Merge, file: object, flags: str, code: str, names: str
+    merge: Merge, file: object, code: str, names: str
 ) -> None:
-    problems = merge(file, flags).problems
+    problems = merge(file).problems
     assert (codes(problems), fields(problems)) == ([code], [tuple(names.split())])
     assert "ds.json:1" in problems[0]
 
 
-def test_two_keys_of_one_field_must_agree(tmp_path: Path) -> None:
-    path = tmp_path / "ds.json"
+def test_two_keys_of_one_field_must_agree(merge: Merge) -> None:
     scheduler = {"type": "WarmupLR", "params": {"warmup_type": "linear", "warmup_max_lr": 1e-3}}
-    path.write_text(json.dumps({"optimizer": {"params": {"lr": 1e-4}}, "scheduler": scheduler}))
-    config = config_of(f"--deepspeed_config {path}")
-    _, problems = merge_file(dataclasses.replace(config, given=config.given - {"lr"}), 2)
+    file = {"optimizer": {"params": {"lr": 1e-4}}, "scheduler": scheduler}
+    problems = merge(file, without="--lr 1e-4").problems
     assert (codes(problems), fields(problems)) == (["ds-keys-contradict"], [("lr",)])
 
 
@@ -250,9 +191,7 @@ def test_problem_of_a_value_from_the_file_shows_its_key(tmp_path: Path) -> None:
     argv = f"{FLAGS} --deepspeed_config {path}".split()
     _, problems = build_config(argv, world_size=2, warn=lambda _: None, complete=merge_file)
     assert any(f"gradient_clipping of {path}:2" in problem for problem in problems)
-    (stage,) = [
-        problem for problem in problems if f"zero_optimization.stage of {path}:3" in problem
-    ]
+    (stage,) = [one for one in problems if f"zero_optimization.stage of {path}:3" in one]
     assert f"bf16.enabled of {path}:4" in stage
 
 
@@ -266,18 +205,17 @@ CURRICULUM = {
 }
 
 
-@pytest.mark.parametrize(("start", "end", "total", "step"), [(8, 128, 30, 4), (16, 64, 7, 8)])
+SHORT = {"min_difficulty": 16, "max_difficulty": 64}
+SHORT_STEPS = {"total_curriculum_step": 7, "difficulty_step": 8}
+
+
+@pytest.mark.parametrize("changes", [{}, {**SHORT, "schedule_config": SHORT_STEPS}])
 def test_curriculum_gives_lengths_of_deepspeed_scheduler(
-    merge: Merge, start: int, end: int, total: int, step: int
+    merge: Merge, changes: dict[str, Any]
 ) -> None:
     from deepspeed.runtime.data_pipeline.curriculum_scheduler import CurriculumScheduler
 
-    block = {
-        **CURRICULUM,
-        "min_difficulty": start,
-        "max_difficulty": end,
-        "schedule_config": {"total_curriculum_step": total, "difficulty_step": step},
-    }
+    block = {**CURRICULUM, **changes}
     config, problems, warnings = merge({"curriculum_learning": block}, "--seq-length 128")
     assert (problems, codes(warnings)) == ([], ["ds-curriculum-translated"])
     theirs = CurriculumScheduler(block)
@@ -325,22 +263,16 @@ WARMUP = {
 
 @pytest.mark.parametrize("length", ["--train-iters 12", "--train-samples 192"])
 @pytest.mark.parametrize("kind", ["WarmupLR", "WarmupDecayLR"])
-def test_scheduler_gives_learning_rates_of_deepspeed(
-    tmp_path: Path, kind: str, length: str
-) -> None:
+def test_scheduler_gives_learning_rates_of_deepspeed(merge: Merge, kind: str, length: str) -> None:
     import torch
     from deepspeed.runtime import lr_schedules
 
     params = {**WARMUP}
     if kind == "WarmupLR":
         del params["total_num_steps"]
-    path = tmp_path / "ds.json"
-    path.write_text(json.dumps({"scheduler": {"type": kind, "params": params}}))
-    argv = f"{FLAGS.replace('--train-iters 10', length)} --deepspeed_config {path}".split()
-    warnings: list[Any] = []
-    config: Config
-    config, _ = build_config(argv, world_size=2, warn=warnings.append, complete=merge_file)
-    assert codes(warnings) == ["ds-scheduler-translated"]
+    file = {"scheduler": {"type": kind, "params": params}}
+    config, problems, warnings = merge(file, length, without="--train-iters 10")
+    assert (problems, codes(warnings)) == ([], ["ds-scheduler-translated"])
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=1e-4)
     theirs = getattr(lr_schedules, kind)(optimizer, **params)
     for step in range(12):
