@@ -76,12 +76,11 @@ def config(
 
 def saved_bytes(config: Config, dtype: torch.dtype) -> int:
     """Bytes that a forward pass saves for the backward pass, without parameters and token ids."""
-    mesh, rng = Mesh.single(), RngStreams(0)
+    rng = RngStreams(0)
     recompute = ActivationCheckpointing(config.recompute, rng)
     documents = PackingOptions(1, False, True) if config.data.reset_attention_mask else None
-    model = GPTModel(
-        config.model, mesh=mesh, rng=rng, seed=1, checkpointing=recompute, packing=documents
-    ).to(dtype)
+    options: dict[str, Any] = {"checkpointing": recompute, "packing": documents}
+    model = GPTModel(config.model, mesh=Mesh.single(), rng=rng, seed=1, **options).to(dtype)
     ours = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     kept: dict[int, torch.Tensor] = {}
 

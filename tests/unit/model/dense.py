@@ -1,24 +1,39 @@
-"""A tiny configuration, and a dense reference of flex attention."""
+"""A tiny model, and a dense reference of flex attention."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
+from torch import Tensor
+
+from megatron_ds.config import ModelConfig, RecomputeConfig
+from megatron_ds.model.gpt import GPTModel
+from megatron_ds.parallel.activation_checkpointing import ActivationCheckpointing
+from megatron_ds.parallel.mesh import Mesh
+from megatron_ds.parallel.rng import RngStreams
 
 TINY: dict[str, Any] = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4}
 TINY |= {"attention_dropout": 0.0, "hidden_dropout": 0.0}
 
 
+def build_model(config: ModelConfig, recompute: str | None = None, **options: Any) -> GPTModel:
+    """The model in one process."""
+    assert list(config.problems(1)) == []
+    rng = RngStreams(0)
+    how = ActivationCheckpointing(RecomputeConfig(recompute_granularity=recompute), rng)
+    return GPTModel(config, mesh=Mesh.single(), rng=rng, seed=3, checkpointing=how, **options)
+
+
+def gradients(model: GPTModel) -> dict[str, Tensor]:
+    """The gradients of the parameters that have one, by name."""
+    found = {name: param.grad for name, param in model.named_parameters()}
+    return {name: grad for name, grad in found.items() if grad is not None}
+
+
 def dense_flex(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    score_mod: Any,
-    block_mask: Any,
-    enable_gqa: bool,
-) -> torch.Tensor:
+    q: Tensor, k: Tensor, v: Tensor, *, score_mod: Any, block_mask: Any, enable_gqa: bool
+) -> Tensor:
     """Flex attention that computes every score, on any device and with gradients."""
     assert enable_gqa == (q.shape[1] != k.shape[1])
     k, v = (part.repeat_interleave(q.shape[1] // part.shape[1], dim=1) for part in (k, v))

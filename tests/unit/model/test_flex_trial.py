@@ -36,10 +36,8 @@ def test_flex_attention_is_rejected_where_it_fails_or_is_wrong() -> None:
     def broken(*args: torch.Tensor, **_: Any) -> torch.Tensor:
         raise RuntimeError("No triton here. Please install it.\nAt length.")
 
-    def ignores_documents(
-        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **_: Any
-    ) -> torch.Tensor:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    def ignores_documents(*qkv: torch.Tensor, **_: Any) -> torch.Tensor:
+        return F.scaled_dot_product_attention(*qkv, is_causal=True)
 
     def returns_nan(q: torch.Tensor, *args: torch.Tensor, **_: Any) -> torch.Tensor:
         return q * torch.nan

@@ -1,4 +1,4 @@
-"""The model in one process: loss, logits, initial weights, cache, rejected inputs."""
+"""The model in one process: loss, logits, initial weights, rejected inputs."""
 
 from __future__ import annotations
 
@@ -11,43 +11,19 @@ import torch.nn.functional as F
 
 from megatron_ds.config.model import ACTIVATIONS, ModelConfig
 from megatron_ds.model.gpt import GPTModel
-from megatron_ds.parallel.mesh import Mesh
-from megatron_ds.parallel.rng import RngStreams
 from tests.problems import raises_problem
-from tests.unit.model.dense import TINY
+from tests.unit.model.dense import TINY, build_model
 
 CONFIG = ModelConfig(**TINY, seq_length=12, vocab_size=50, make_vocab_size_divisible_by=64)
 POSITIONS = ("learned_absolute", "rope", "alibi", "none")
 
 
 def build(**options: Any) -> GPTModel:
-    config = dataclasses.replace(CONFIG, **options)
-    assert list(config.problems(1)) == []
-    return GPTModel(config, mesh=Mesh.single(), rng=RngStreams(0), seed=3)
+    return build_model(dataclasses.replace(CONFIG, **options))
 
 
 def some_tokens(rows: int = 2, length: int = 12) -> torch.Tensor:
     return torch.randint(0, 50, (rows, length), generator=torch.Generator().manual_seed(1))
-
-
-class GrowingCache:
-    """A cache that concatenates."""
-
-    def __init__(self) -> None:
-        self.stored: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-
-    @property
-    def length(self) -> int:
-        return self.stored[0][0].shape[2] if self.stored else 0
-
-    def update(
-        self, layer: int, k: torch.Tensor, v: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        if layer in self.stored:
-            old_k, old_v = self.stored[layer]
-            k, v = torch.cat([old_k, k], dim=2), torch.cat([old_v, v], dim=2)
-        self.stored[layer] = (k, v)
-        return k, v
 
 
 def test_loss_is_the_cross_entropy_of_the_logits() -> None:
@@ -79,16 +55,6 @@ def test_later_tokens_do_not_change_earlier_logits(activation: str, position: st
     before, after = model(tokens), model(changed)
     torch.testing.assert_close(before[:, :7], after[:, :7])
     assert not torch.allclose(before[:, 7:, :50], after[:, 7:, :50])
-
-
-@pytest.mark.parametrize("groups", [None, 2])
-@pytest.mark.parametrize("position", POSITIONS)
-def test_cache_gives_the_logits_of_the_full_sequence(position: str, groups: int | None) -> None:
-    model = build(position_embedding_type=position, num_query_groups=groups).eval()
-    tokens, cache = some_tokens(), GrowingCache()
-    with torch.no_grad():
-        parts = [model(part, cache=cache) for part in tokens.split([5, 1, 1, 4, 1], dim=1)]
-        torch.testing.assert_close(torch.cat(parts, dim=1), model(tokens), rtol=1e-4, atol=1e-5)
 
 
 def test_parameters_have_canonical_names_and_shapes() -> None:
@@ -170,14 +136,11 @@ def test_sequences_longer_than_the_learned_positions_are_rejected() -> None:
 
 
 def test_dropout_follows_the_position_in_training_only() -> None:
-    rng = RngStreams(0)
-    config = dataclasses.replace(CONFIG, attention_dropout=0.2, hidden_dropout=0.2)
-    model = GPTModel(config, mesh=Mesh.single(), rng=rng, seed=3)
-    tokens = some_tokens()
+    model, tokens = build(attention_dropout=0.2, hidden_dropout=0.2), some_tokens()
 
     def losses(position: int, stride: int, *modes: bool) -> list[float]:
         """Losses of consecutive forward passes in training (True) or evaluation (False)."""
-        rng.begin_step(1, position, stride)
+        model.layers["0"].attention.rng.begin_step(1, position, stride)
         return [model.train(mode)(tokens, tokens).loss_sum.item() for mode in modes]
 
     at_8, at_10, evaluated = losses(8, 2, True, True, False)

@@ -10,8 +10,7 @@ import torch
 
 from megatron_ds.model.gpt import ALL_LAYERS, GPTModel
 from megatron_ds.model.packed_attention import PackingOptions
-from megatron_ds.parallel.mesh import Mesh
-from megatron_ds.parallel.rng import RngStreams
+from tests.unit.model.dense import build_model, gradients
 from tests.unit.model.test_packed_attention import CONFIG, EOD, POSITIONS, TOKENS
 
 LABELS = TOKENS.roll(-1, 1)
@@ -19,14 +18,7 @@ PACKING = PackingOptions(EOD, reset_positions=True, reset_attention=True)
 
 
 def build(stage: slice = ALL_LAYERS, **options: Any) -> GPTModel:
-    config = dataclasses.replace(CONFIG, **options)
-    mesh, rng = Mesh.single(), RngStreams(0)
-    return GPTModel(config, mesh=mesh, rng=rng, seed=3, packing=PACKING, stage=stage)
-
-
-def gradients(model: GPTModel) -> dict[str, torch.Tensor]:
-    found = {name: param.grad for name, param in model.named_parameters()}
-    return {name: grad for name, grad in found.items() if grad is not None}
+    return build_model(dataclasses.replace(CONFIG, **options), packing=PACKING, stage=stage)
 
 
 @pytest.mark.parametrize("cut", [1, 2, 3])

@@ -14,7 +14,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron_ds.config import ModelConfig, RecomputeConfig
+from megatron_ds.config import ModelConfig
+from megatron_ds.inference.kv_cache import PreallocatedCache
 from megatron_ds.model.attention_cores import SDPA
 from megatron_ds.model.gpt import GPTModel
 from megatron_ds.model.packed_attention import (
@@ -32,10 +33,7 @@ from megatron_ds.model.position_embedding import (
     alibi_slopes,
     rope_table,
 )
-from megatron_ds.parallel.activation_checkpointing import ActivationCheckpointing
-from megatron_ds.parallel.mesh import Mesh
-from megatron_ds.parallel.rng import RngStreams
-from tests.unit.model.dense import TINY, dense_flex
+from tests.unit.model.dense import TINY, build_model, dense_flex, gradients
 
 CPU = torch.device("cpu")
 EOD = 0
@@ -53,17 +51,8 @@ CONFIG = ModelConfig(**TINY, **SHAPE, init_method_std=0.1)
 POSITIONS = ("learned_absolute", "rope", "alibi", "none")
 
 
-KERNELS = {"sdpa": None, "flex": dense_flex}
-
-
-def build(
-    packing: PackingOptions | None, *, recompute: str | None = None, **options: Any
-) -> GPTModel:
-    config = dataclasses.replace(CONFIG, **options)
-    assert list(config.problems(1)) == []
-    mesh, rng = Mesh.single(), RngStreams(0)
-    how = ActivationCheckpointing(RecomputeConfig(recompute_granularity=recompute), rng)
-    return GPTModel(config, mesh=mesh, rng=rng, seed=3, checkpointing=how, packing=packing)
+def build(packing: Any, *, recompute: str | None = None, **options: Any) -> GPTModel:
+    return build_model(dataclasses.replace(CONFIG, **options), recompute, packing=packing)
 
 
 def split(row: list[int]) -> list[list[int]]:
@@ -76,15 +65,6 @@ def split(row: list[int]) -> list[list[int]]:
     return [document for document in documents if document]
 
 
-def gradients(model: GPTModel) -> dict[str, torch.Tensor]:
-    found = {}
-    for name, parameter in model.named_parameters():
-        assert parameter.grad is not None, name
-        found[name] = parameter.grad.clone()
-    model.zero_grad()
-    return found
-
-
 def test_documents_and_positions_are_those_of_the_split_rows() -> None:
     doc_ids, positions = find_documents(TOKENS, EOD)
     for row, tokens in enumerate(TOKENS.tolist()):
@@ -95,16 +75,16 @@ def test_documents_and_positions_are_those_of_the_split_rows() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kernel", "recompute"), [("sdpa", None), ("sdpa", "selective"), ("flex", "full")]
+    ("flex", "recompute"), [(None, None), (None, "selective"), (dense_flex, "full")]
 )
 @pytest.mark.parametrize("position", POSITIONS)
 def test_packed_documents_have_the_losses_and_gradients_of_separate_ones(
-    position: str, kernel: str, recompute: str | None
+    position: str, flex: Any, recompute: str | None
 ) -> None:
     options: dict[str, Any] = {"position_embedding_type": position}
     if position == "rope":
         options |= {"num_query_groups": 2, "rotary_percent": 0.5}
-    packing = PackingOptions(EOD, True, True, KERNELS[kernel])
+    packing = PackingOptions(EOD, True, True, flex)
     packed, alone = build(packing, recompute=recompute, **options), build(None, **options)
     labels = TOKENS.roll(-1, 1)
 
@@ -113,14 +93,15 @@ def test_packed_documents_have_the_losses_and_gradients_of_separate_ones(
 
     expected = []
     for row, tokens in enumerate(TOKENS.tolist()):
-        for document, follow in zip(
-            split(tokens), labels[row].split([len(one) for one in split(tokens)]), strict=True
-        ):
+        documents = split(tokens)
+        followers = labels[row].split(list(map(len, documents)))
+        for document, follow in zip(documents, followers, strict=True):
             logits = alone(torch.tensor([document]))[0]
             expected.append(F.cross_entropy(logits, follow, reduction="none"))
             loss = alone(torch.tensor([document]), follow.unsqueeze(0)).mean()
             (loss * len(document) / TOKENS.numel()).backward()
     torch.testing.assert_close(losses, torch.cat(expected), rtol=1e-5, atol=1e-5)
+    assert len(gradients(packed)) == len(list(packed.parameters()))
     for (name, got), want in zip(gradients(packed).items(), gradients(alone).values(), strict=True):
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-6, msg=name)
 
@@ -168,22 +149,12 @@ def test_each_flag_has_its_own_effect(position: str, positions: bool, attention:
     assert torch.allclose(plain, expected, rtol=1e-3, atol=1e-4) == no_effect
 
 
-def test_packing_has_no_effect_on_rows_of_one_document() -> None:
-    tokens = TOKENS[:1]
-    torch.testing.assert_close(build(PackingOptions(EOD, True, True))(tokens), build(None)(tokens))
-
-
 def test_generation_ignores_document_boundaries() -> None:
     """A generator's tokens are one document."""
 
-    class Empty:
-        length = 0
-
-        def update(self, layer: int, k: Any, v: Any) -> Any:
-            return k, v
-
-    packing = PackingOptions(EOD, True, True)
-    torch.testing.assert_close(build(packing)(TOKENS, cache=Empty()), build(None)(TOKENS))
+    cache = PreallocatedCache(layers=2, capacity=TOKENS.shape[1])
+    packed = build(PackingOptions(EOD, True, True))(TOKENS, cache=cache)
+    torch.testing.assert_close(packed, build(None)(TOKENS))
 
 
 @pytest.mark.parametrize("recompute", ["selective", "full"])
