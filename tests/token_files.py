@@ -1,7 +1,8 @@
-"""Token files of given documents."""
+"""Token files and JSON lines of given documents."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,3 +25,9 @@ def write_pair(
         for document in documents:
             writer.add_document(document)
     return str(prefix)
+
+
+def write_texts(path: Path, texts: Iterable[str]) -> Path:
+    """Writes one JSON line with the key "text" per text."""
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return path

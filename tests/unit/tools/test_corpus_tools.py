@@ -6,18 +6,12 @@ import json
 import math
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from megatron_ds.data.indexed_writer import pair_writer
 from megatron_ds.tokenizer.gpt2 import GPT2BPETokenizer
 from tests.problems import raises_problem
+from tests.token_files import write_pair, write_texts
 from tools import make_corpus, plot_loss, train_tokenizer, unigram_loss
-
-
-def write_jsonl(path: Path, texts: list[str]) -> Path:
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    return path
 
 
 def test_corpus_is_real_text_and_deterministic(tmp_path: Path) -> None:
@@ -45,7 +39,7 @@ def test_sources_are_decoded_by_their_declared_encoding(tmp_path: Path) -> None:
 
 def test_trained_tokenizer_loads_as_gpt2_files(tmp_path: Path) -> None:
     text = "import os\nimport sys\nimport re\n" * 20 + "é€\n"
-    corpus = write_jsonl(tmp_path / "corpus.jsonl", [text])
+    corpus = write_texts(tmp_path / "corpus.jsonl", [text])
 
     flags = ["--vocab-size", "265", "--output-dir", str(tmp_path)]
     assert train_tokenizer.main(["--input", str(corpus), *flags]) == 0
@@ -59,11 +53,9 @@ def test_trained_tokenizer_loads_as_gpt2_files(tmp_path: Path) -> None:
 
 def test_unigram_loss_of_known_tokens(tmp_path: Path) -> None:
     """Training tokens 0 0 0 1, validation tokens 0 2, three ids: (3+1, 1+1, 0+1) / 7."""
-    with pair_writer(tmp_path / "d", np.uint16) as writer:
-        for tokens in ([0, 0], [0, 1], [0, 2], [2, 2]):
-            writer.add_document(np.array(tokens))
+    prefix = write_pair(tmp_path / "d", [[0, 0], [0, 1], [0, 2], [2, 2]])
 
-    train, valid = unigram_loss.train_and_validation(str(tmp_path / "d"), "2,1,1")
+    train, valid = unigram_loss.train_and_validation(prefix, "2,1,1")
 
     assert unigram_loss.unigram_loss(train, valid, 3) == pytest.approx(
         -(math.log(4 / 7) + math.log(1 / 7)) / 2

@@ -7,12 +7,8 @@ from pathlib import Path
 import pytest
 
 from tests.problems import raises_problem
+from tests.token_files import write_texts
 from tools import demo
-
-
-def write_corpus(path: Path, texts: list[str]) -> Path:
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    return path
 
 
 def test_clear_removes_only_results_of_a_demo(tmp_path: Path) -> None:
@@ -59,23 +55,23 @@ def test_missing_data_keeps_earlier_results(tmp_path: Path) -> None:
 def test_validation_and_test_have_at_least_one_document(
     tmp_path: Path, documents: int, split: str
 ) -> None:
-    assert demo.split_of(write_corpus(tmp_path / "a.jsonl", ["x"] * documents)) == split
+    assert demo.split_of(write_texts(tmp_path / "a.jsonl", ["x"] * documents)) == split
 
 
 def test_rejects_too_few_documents(tmp_path: Path) -> None:
     with raises_problem("demo-corpus-too-small", "data", contains="2"):
-        demo.split_of(write_corpus(tmp_path / "a.jsonl", ["x"] * 2))
+        demo.split_of(write_texts(tmp_path / "a.jsonl", ["x"] * 2))
 
 
 def test_prompts_are_prefixes_of_the_last_documents(tmp_path: Path) -> None:
     texts = ["first", "a b c d e f g h i j", "x" * 99, "last\none"]
-    corpus = write_corpus(tmp_path / "a.jsonl", texts)
+    corpus = write_texts(tmp_path / "a.jsonl", texts)
 
     assert demo.prompt_prefixes(corpus) == ["a b c d e f g h", "x" * 48, "last one"]
 
 
 def test_prompts_are_from_held_out_documents(tmp_path: Path) -> None:
-    corpus = write_corpus(tmp_path / "a.jsonl", [str(number) for number in range(40)])
+    corpus = write_texts(tmp_path / "a.jsonl", [str(number) for number in range(40)])
     training = int(demo.split_of(corpus).split(",")[0])
 
     assert all(int(prompt) >= training for prompt in demo.prompt_prefixes(corpus))

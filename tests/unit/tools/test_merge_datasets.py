@@ -2,30 +2,30 @@
 
 from __future__ import annotations
 
-import json
-import os
 from pathlib import Path
 
 import pytest
 
 from megatron_ds.data.indexed_dataset import IndexedDataset
 from tests.problems import printed_codes
+from tests.token_files import write_texts
+from tests.unit.tools.conftest import Run, closed_stdout
 from tools import merge_datasets, preprocess_data
 
-NULL = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "100", "--append-eod"]
+TOOL = merge_datasets
+NULL = ["--tokenizer-type", "NullTokenizer", "--append-eod", "--workers", "1", "--vocab-size"]
 
 
-def tokens(folder: Path, name: str, numbers: range) -> str:
-    path = folder / f"{name}.jsonl"
-    path.write_text("".join(json.dumps({"text": f"{n} 1"}) + "\n" for n in numbers))
+def tokens(folder: Path, name: str, numbers: range, vocab_size: int = 100) -> str:
+    path = write_texts(folder / f"{name}.jsonl", [f"{number} 1" for number in numbers])
     prefix = folder / name
-    flags = ["--input", str(path), "--output-prefix", str(prefix), "--workers", "1", *NULL]
+    flags = ["--input", str(path), "--output-prefix", str(prefix), *NULL, str(vocab_size)]
     assert preprocess_data.main(flags) == 0
     return f"{prefix}_text_document"
 
 
 def test_merged_files_equal_a_single_preprocessing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run
 ) -> None:
     (tmp_path / "parts").mkdir()
     parts = [
@@ -34,71 +34,58 @@ def test_merged_files_equal_a_single_preprocessing(
     ]
     complete = tokens(tmp_path, "complete", range(25))
     monkeypatch.chdir(tmp_path)
-    assert merge_datasets.main(["--input", "parts", "--output-prefix", "x"]) == 0
-    assert merge_datasets.main(["--datasets", *parts, "--output_prefix", "y"]) == 0
+    run("--input", "parts", "--output-prefix", "x")
+    run("--datasets", *parts, "--output_prefix", "y")
     for suffix in (".bin", ".idx"):
         wanted = Path(complete + suffix).read_bytes()
         assert Path("x" + suffix).read_bytes() == Path("y" + suffix).read_bytes() == wanted
-    assert merge_datasets.main(["--datasets", *parts[::-1], "--output-prefix", "z"]) == 0
+    run("--datasets", *parts[::-1], "--output-prefix", "z")
     assert IndexedDataset("z").get(0).tolist() == [10, 1, 100]
 
 
-def test_different_tokenizers_are_rejected(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_different_tokenizers_are_rejected(tmp_path: Path, run: Run) -> None:
     a, b = tokens(tmp_path, "a", range(2)), tokens(tmp_path, "b", range(2))
+    other = tokens(tmp_path, "c", range(2), vocab_size=200)
     out = ["--output-prefix", str(tmp_path / "out")]
     named = Path(f"{a}.tokenizer.json")
-    assert merge_datasets.main(["--datasets", a, b, *out]) == 0
+    run("--datasets", a, b, *out)
     assert (tmp_path / "out.tokenizer.json").read_bytes() == named.read_bytes()
-    other = ["--input", str(tmp_path / "a.jsonl"), "--output-prefix", str(tmp_path / "c")]
-    assert preprocess_data.main([*other, *NULL[:3], "200", "--workers", "1"]) == 0
-    capsys.readouterr()
-    assert merge_datasets.main(["--datasets", a, f"{tmp_path}/c_text_document", *out]) == 1
-    assert printed_codes(capsys.readouterr().err) == ["merging-different-tokenizers"]
+    error = run("--datasets", a, other, *out, status=1).err
+    assert printed_codes(error) == ["merging-different-tokenizers"]
     named.unlink()
-    assert merge_datasets.main(["--datasets", a, b, *out]) == 0
+    run("--datasets", a, b, *out)
     assert not (tmp_path / "out.tokenizer.json").exists()
 
 
 def test_unsupported_flags_and_missing_inputs_are_reported(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, run: Run, capsys: pytest.CaptureFixture[str]
 ) -> None:
     part = tokens(tmp_path, "a", range(2))
+    capsys.readouterr()
     out = ["--output-prefix", str(tmp_path / "out")]
     extra = ["--merge", "distributed", "--torch-backend", "mpi", "--local_rank", "0"]
-    assert merge_datasets.main(["--datasets", part, *out, *extra]) == 0
-    printed = capsys.readouterr()
+    printed = run("--datasets", part, *out, *extra)
     assert printed_codes(printed.err) == ["ignored-flag"]
     assert all(name in printed.err for name in extra[::2])
     assert "1 datasets: 2 documents, 2 sequences, 6 tokens" in printed.out
-    assert merge_datasets.main(["--datasets", part, str(tmp_path / "none"), *out]) == 1
-    assert f"{tmp_path / 'none'}.idx" in capsys.readouterr().err
-    assert merge_datasets.main([*out, "--multimodal"]) == 2
-    found = printed_codes(capsys.readouterr().err)
+    error = run("--datasets", part, tmp_path / "none", *out, status=1).err
+    assert f"{tmp_path / 'none'}.idx" in error
+    found = printed_codes(run(*out, "--multimodal", status=2).err)
     assert found == ["unsupported-flag", "merge-input-not-unique"]
 
 
-def test_closed_stdout_is_not_an_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    read, write = os.pipe()
-    os.close(read)
-    with open(write, "w") as closed:
-        monkeypatch.setattr("sys.stdout", closed)
+def test_closed_stdout_is_not_an_error(tmp_path: Path, run: Run) -> None:
+    with closed_stdout():
         prefix = tokens(tmp_path, "a", range(2))
-        flags = ["--datasets", prefix, prefix, "--output-prefix", str(tmp_path / "x")]
-        assert merge_datasets.main(flags) == 0
-    assert "Traceback" not in capsys.readouterr().err
+        printed = run("--datasets", prefix, prefix, "--output-prefix", tmp_path / "x")
+    assert "Traceback" not in printed.err
 
 
 def test_warning_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "image.png").touch()
-    tokens(tmp_path / "in", "a", range(2))
-    capsys.readouterr()
-    flags = ["--input", str(tmp_path / "in"), "--output-prefix", str(tmp_path / "x"), *NULL]
-    assert preprocess_data.main([*flags, "--workers", "1"]) == 0
-    lines = [line for line in capsys.readouterr().err.splitlines() if "image.png" in line]
-    assert len(lines) == 1
-    assert lines[0].startswith("WARNING: --input ")
+    write_texts(tmp_path / "in" / "a.jsonl", ["1"])
+    flags = ["--input", str(tmp_path / "in"), "--output-prefix", str(tmp_path / "x")]
+    assert preprocess_data.main([*flags, *NULL, "100"]) == 0
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "image.png" in line]
+    assert line.startswith("WARNING: --input ")

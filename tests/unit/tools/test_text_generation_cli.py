@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import threading
 from collections.abc import Iterator
@@ -48,14 +49,7 @@ def server() -> Iterator[FakeServer]:
 
 
 def run_client(monkeypatch: pytest.MonkeyPatch, address: str, *lines: str) -> int:
-    remaining = list(lines)
-
-    def fake_input(prompt: str) -> str:
-        if not remaining:
-            raise EOFError
-        return remaining.pop(0)
-
-    monkeypatch.setattr("builtins.input", fake_input)
+    monkeypatch.setattr("sys.stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
     return tool.main([address])
 
 
