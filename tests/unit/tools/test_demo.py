@@ -23,32 +23,21 @@ def test_clear_removes_only_results_of_a_demo(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {"mine.txt", demo.MARK}
 
 
-def test_clear_rejects_a_folder_of_other_results(tmp_path: Path) -> None:
-    (tmp_path / "checkpoints").mkdir()
-
-    with raises_problem("demo-folder-not-empty", "output", contains="checkpoints"):
-        demo.clear(tmp_path, None)
-
-    assert (tmp_path / "checkpoints").is_dir()
-
-
-def test_clear_keeps_user_data_in_the_output_folder(tmp_path: Path) -> None:
-    text = tmp_path / "corpus.jsonl"
-    text.touch()
-
-    with raises_problem("demo-data-among-results", "data", contains=str(text)):
-        demo.clear(tmp_path, text)
-
-    assert text.exists()
-
-
-def test_missing_data_keeps_earlier_results(tmp_path: Path) -> None:
-    (tmp_path / "loss.png").touch()
-
-    with raises_problem("demo-data-missing", "data", contains="missing.jsonl"):
-        demo.clear(tmp_path, tmp_path / "missing.jsonl")
-
-    assert (tmp_path / "loss.png").exists()
+@pytest.mark.parametrize(
+    ("name", "data", "code", "field"),
+    [
+        ("checkpoints", None, "demo-folder-not-empty", "output"),
+        ("corpus.jsonl", "corpus.jsonl", "demo-data-among-results", "data"),
+        ("loss.png", "missing.jsonl", "demo-data-missing", "data"),
+    ],
+)
+def test_clear_keeps_what_may_be_no_result_of_a_demo(
+    tmp_path: Path, name: str, data: str | None, code: str, field: str
+) -> None:
+    (tmp_path / name).touch()
+    with raises_problem(code, field, contains=data or name):
+        demo.clear(tmp_path, tmp_path / data if data else None)
+    assert (tmp_path / name).exists()
 
 
 @pytest.mark.parametrize(("documents", "split"), [(3, "1,1,1"), (100, "90,5,5")])
