@@ -37,13 +37,8 @@ class PreallocatedCache:
 
         Returns:
             Views of all keys and values of the layer, each [B, k, L, D].
-
-        Raises:
-            ValueError: If the capacity is exceeded.
         """
         end = self.length + k.shape[2]
-        if end > self._capacity:
-            raise ValueError(f"{end} tokens do not fit into a cache of {self._capacity}")
         if layer == len(self._buffers):
             shape = (k.shape[0], k.shape[1], self._capacity, k.shape[3])
             self._buffers.append((k.new_empty(shape), v.new_empty(shape)))

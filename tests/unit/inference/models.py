@@ -13,18 +13,14 @@ VOCAB = 90  # of 96 padded rows
 EOD = 89
 
 
-def kind_of(position: str, groups: int | None = None, **more: Any) -> dict[str, Any]:
-    return {"position_embedding_type": position, "num_query_groups": groups, **more}
-
-
 LLAMA = {"activation": "swiglu", "normalization": "RMSNorm", "add_bias_linear": False}
-KINDS = {
-    "learned": kind_of("learned_absolute"),
-    "rope": kind_of("rope", rotary_percent=0.5),
-    "alibi": kind_of("alibi", 2),
-    "none": kind_of("none", untie_embeddings_and_output_weights=True),
-    "learned-gqa": kind_of("learned_absolute", 2),
-    "rope-gqa": kind_of("rope", 2, **LLAMA),
+KINDS: dict[str, dict[str, Any]] = {
+    "learned": {"position_embedding_type": "learned_absolute"},
+    "rope": {"position_embedding_type": "rope", "rotary_percent": 0.5},
+    "alibi": {"position_embedding_type": "alibi", "num_query_groups": 2},
+    "none": {"position_embedding_type": "none", "untie_embeddings_and_output_weights": True},
+    "learned-gqa": {"position_embedding_type": "learned_absolute", "num_query_groups": 2},
+    "rope-gqa": {"position_embedding_type": "rope", "num_query_groups": 2, **LLAMA},
 }
 """All position embeddings, with and without grouped queries."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -102,24 +103,12 @@ def test_one_beam_is_greedy() -> None:
     assert found.ids == expected
 
 
-class Forbidding:
-    """Stop rules that always forbid a token."""
-
-    def __init__(self, token: int) -> None:
-        self.token = token
-
-    def ends(self, previous: int, new: int) -> bool:
-        return False
-
-    def forbidden(self, previous: int) -> list[int]:
-        return [self.token]
-
-
 def test_forbidden_tokens_are_in_no_beam() -> None:
     model = model_of("learned")
     config = BeamSearchConfig(6, width=1, stop_token=VOCAB - 1)
     (free,) = beam_search(model, PROMPT, config)
-    config = dataclasses.replace(config, width=4, rules=Forbidding(free.ids[0]))
+    rules = SimpleNamespace(forbidden=lambda previous: free.ids[:1])
+    config = dataclasses.replace(config, width=4, rules=rules)
 
     found = beam_search(model, PROMPT, config)
 

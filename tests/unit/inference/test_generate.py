@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -52,19 +53,6 @@ def test_a_text_does_not_depend_on_its_batch(kind: str, params: SamplingParams) 
         assert generate(model, [prompt], config, first_index=4 + index) == [together[index]]
 
 
-def test_samples_depend_on_seed_and_index() -> None:
-    model = model_of("learned")
-
-    def sample(seed: int, first: int = 0) -> list[list[int]]:
-        config = GenerationConfig(10, SamplingParams(seed=seed))
-        return generate(model, [[7], [7]], config, first_index=first)
-
-    first, second = sample(1)
-    assert first != second
-    assert (sample(1), sample(1, first=1)[0]) == ([first, second], second)
-    assert sample(2)[0] != first
-
-
 def test_the_end_of_document_ends_a_text() -> None:
     model = model_of("learned").eval()
     free = [reference(model, prompt, 24) for prompt in PROMPTS]
@@ -99,17 +87,15 @@ def test_texts_end_at_the_maximal_length() -> None:
     assert found == [ids[:length] for ids, length in zip(expected, lengths, strict=True)]
 
 
-def test_all_learned_positions_can_be_used() -> None:
-    (ids,) = generate(model_of("learned"), [[1, 2, 3]], GenerationConfig(37, GREEDY))
-    assert len(ids) == 37
-
-
-@pytest.mark.parametrize("kind", ["rope", "alibi", "none"])
-def test_other_positions_exceed_the_training_length(kind: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "new"), [("learned", 37), ("rope", 50), ("alibi", 50), ("none", 50)]
+)
+def test_only_learned_positions_limit_the_length(kind: str, new: int) -> None:
     model = model_of(kind).eval()
 
-    (found,) = generate(model, [[1, 2, 3]], GenerationConfig(50, GREEDY))
-    assert found == reference(model, [1, 2, 3], 50)
+    (found,) = generate(model, [[1, 2, 3]], GenerationConfig(new, GREEDY))
+    assert found == reference(model, [1, 2, 3], new)
+    assert len(found) == new
 
 
 def test_vocabulary_padding_is_never_sampled() -> None:
@@ -123,20 +109,13 @@ def test_vocabulary_padding_is_never_sampled() -> None:
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_the_mode_of_the_model_is_restored(training: bool) -> None:
-    model = model_of("learned").train(training)
-    generate(model, [[1]], GenerationConfig(2, GREEDY))
+def test_a_training_can_continue_after_a_generation(training: bool) -> None:
+    model = model_of("alibi").train(training)
+    tokens = torch.tensor([[1, 2, 3]])
+    generate(model, tokens.tolist(), GenerationConfig(2, GREEDY))
     assert model.training is training
     assert model.layers.training is training
-
-
-def test_training_continues_after_a_generation() -> None:
-    model = model_of("alibi").train()
-    generate(model, [[1, 2, 3]], GenerationConfig(1, GREEDY))
-    tokens = torch.tensor([[1, 2, 3]])
-
     model(tokens, tokens).loss_sum.backward()
-
     assert all(param.grad is not None for param in model.parameters())
 
 
@@ -190,11 +169,13 @@ def test_unsuitable_prompts_are_rejected_before_any_computation(
     assert codes(raised.value.problems) == expected.split()
 
 
+@dataclass
 class PairRules:
     """Stop rules: a text ends with this pair of tokens; `never` must not follow `last`."""
 
-    def __init__(self, pair: tuple[int, int], last: int | None = None, never: int = 0) -> None:
-        self.pair, self.last, self.never = pair, last, never
+    pair: tuple[int, int]
+    last: int | None = None
+    never: int = 0
 
     def ends(self, previous: int, new: int) -> bool:
         return (previous, new) == self.pair

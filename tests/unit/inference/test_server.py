@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -97,22 +97,18 @@ def test_a_failed_request_does_not_stop_the_server() -> None:
 
 
 def test_requests_run_one_after_another() -> None:
-    was_alone: list[bool] = []
-    running = threading.Semaphore(1)
+    running = threading.Lock()
 
     def run(job: str, cancelled: threading.Event) -> dict[str, Any]:
-        is_alone = running.acquire(blocking=False)
-        was_alone.append(is_alone)
+        assert running.acquire(blocking=False)
         threading.Event().wait(0.02)
-        if is_alone:
-            running.release()
+        running.release()
         return echo(job, cancelled)
 
     client = Client(run)
     with client.http, ThreadPoolExecutor(6) as pool:
         responses = list(pool.map(client.put, [b"%d" % number for number in range(6)]))
 
-    assert was_alone == [True] * 6
     assert responses == [(200, {"text": [str(number)]}) for number in range(6)]
 
 
@@ -138,24 +134,18 @@ def test_an_invalid_request_is_answered_immediately() -> None:
         assert all(response.result(60)[0] == 200 for response in slow)
 
 
-@pytest.fixture
-def raised_signals(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    numbers: list[int] = []
-    monkeypatch.setattr(server.signal, "raise_signal", numbers.append)
-    return numbers
-
-
-def test_ranks_out_of_step_stop_the_server(raised_signals: list[int]) -> None:
+def test_ranks_out_of_step_stop_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
     def run(job: str, cancelled: threading.Event) -> dict[str, Any]:
         raise TpGroupBroken("rank 1 is lost")
 
-    client = Client(run)
+    signals: list[int] = []
+    monkeypatch.setattr(server.signal, "raise_signal", signals.append)
 
-    status, response = client.put(b"x")
+    status, response = Client(run).put(b"x")
 
     assert status == 500
     assert "rank 1 is lost" in response["message"]
-    assert raised_signals == [server.signal.SIGTERM]
+    assert signals == [server.signal.SIGTERM]
 
 
 def test_stopping_the_server_cancels_a_request() -> None:
@@ -174,14 +164,9 @@ def test_stopping_the_server_cancels_a_request() -> None:
         assert slow.result(60)[0] == 503
 
 
-def test_an_occupied_port_is_reported() -> None:
+def test_an_unusable_address_is_reported() -> None:
     with listen("127.0.0.1", 0) as taken:
         port = taken.getsockname()[1]
-        with raises_problem("server-address-unusable", "host", "port", contains=f" {port}: "):
-            listen("127.0.0.1", port)
-
-
-@pytest.mark.parametrize("host", ["203.0.113.7", "a..b"])
-def test_a_foreign_host_is_reported(host: str) -> None:
-    with raises_problem("server-address-unusable", "host", "port", contains=host):
-        listen(host, 5000)
+        for host in ("127.0.0.1", "203.0.113.7", "a..b"):
+            with raises_problem("server-address-unusable", "host", "port", contains=f" {port}: "):
+                listen(host, port)

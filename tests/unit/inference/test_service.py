@@ -14,7 +14,6 @@ from megatron_ds.inference.api_schema import Defaults, read
 from megatron_ds.inference.logprobs import score
 from megatron_ds.inference.service import TextGenerationService, max_sequence_length
 from megatron_ds.model.gpt import GPTModel
-from megatron_ds.tokenizer import TokenizerFingerprint
 from tests.problems import raises_problem
 from tests.unit.inference.models import EOD, VOCAB, model_of
 
@@ -28,16 +27,12 @@ class CharTokenizer:
 
     vocab_size = VOCAB
     eod = EOD
-    fingerprint = TokenizerFingerprint("CharTokenizer", {}, VOCAB, EOD)
 
     def encode(self, text: str) -> list[int]:
         if "?" in text:
             raise ValueError("there is no ?")
         ids = {char: number for number, char in SPECIAL.items() if len(char) == 1}
         return [ids.get(char, ord(char) % VOCAB) for char in text]
-
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        return [self.encode(text) for text in texts]
 
     def decode(self, ids: Sequence[int]) -> str:
         return "".join(SPECIAL.get(number, chr(0x4E00 + number)) for number in ids)
@@ -105,7 +100,7 @@ def test_logprobs_of_every_token_but_the_first(
 def test_zero_new_tokens_score_the_prompts(service: TextGenerationService, model: GPTModel) -> None:
     response = respond(service, prompts=["abcd", "b"], tokens_to_generate=0, logprobs=True)
 
-    assert response["tokens"] == CharTokenizer().encode_batch(["abcd", "b"])
+    assert response["tokens"] == [CharTokenizer().encode(text) for text in ("abcd", "b")]
     assert response["logprobs"] == [pytest.approx(score(model, response["tokens"][0]).logprobs), []]
 
 
