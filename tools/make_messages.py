@@ -43,7 +43,7 @@ def uses() -> Iterator[Use]:
             for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"), str(path))):
                 if not isinstance(node, ast.Call):
                     continue
-                function = ast.unparse(node.func).split(".")[-1]
+                function = getattr(node.func, "attr", getattr(node.func, "id", ""))
                 if function in CREATORS and isinstance(node.args[0], ast.Constant):
                     names = {str(keyword.arg) for keyword in node.keywords} | CREATORS[function]
                     location = f"{path.relative_to(REPOSITORY)}:{node.lineno}"
