@@ -122,7 +122,7 @@ class _Scanner:
             return
         if flag.needs:
             self._requirements.append((option, flag.needs))
-        if flag.outcome == "ignored" and not _is_accepted(flag, arguments[:count]):
+        if flag.outcome == "ignored":
             self._ignored.setdefault(flag.help, []).append(option)
         elif flag.outcome == "set":
             self._set(GivenFlag(flag, option, tuple(arguments[:count]), value))

@@ -24,7 +24,7 @@ class Options:
     size: int = option_field(UNSET_INT, "size", required=True, minimum=1)
     rate: float = option_field(UNSET_FLOAT, "rate", required=True, minimum=0)
     dropout: float = option_field(0.1, "dropout", minimum=0, below=1)
-    share: float = option_field(1.0, "share", above=0, maximum=1)
+    share: float = option_field(0.5, "share", above=0, maximum=1)
     lengths: tuple[int, ...] | None = option_field(None, "lengths", nargs="*", minimum=1)
     kind: str = option_field("adam", "kind", choices=("adam", "sgd"))
     beta: float = option_field(0.9, "beta", only_with=when(kind="adam"))
