@@ -19,6 +19,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, nullcontext, suppress
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -44,6 +45,7 @@ COMPRESSORS: dict[str, Callable[[BinaryIO], Any]] = {
 LENGTH = struct.Struct("<I")
 
 
+@dataclass
 class GrowingFile:
     """A file of the work folder. With a compression, each commit ends a compressed member.
 
@@ -53,26 +55,25 @@ class GrowingFile:
         committed: Bytes to keep; the file has exactly these.
     """
 
-    def __init__(self, path: Path, suffix: str, committed: int) -> None:
-        self._path = path
-        self._suffix = suffix
-        self._raw: BinaryIO | None = None
-        self._stream: BinaryIO | None = None
-        self.committed = committed
+    path: Path
+    suffix: str
+    committed: int
+    _raw: BinaryIO | None = field(default=None, init=False)
+    _stream: BinaryIO | None = field(default=None, init=False)
 
     @property
     def raw(self) -> BinaryIO:
         """The uncompressed file, positioned at its end when it is opened."""
         if self._raw is None:
-            self._raw = open(self._path, "r+b")  # noqa: SIM115
+            self._raw = open(self.path, "r+b")  # noqa: SIM115
             self._raw.seek(0, os.SEEK_END)
         return self._raw
 
     def write(self, data: bytes) -> None:
         """Append bytes. Raises OSError with the name of the file."""
-        with name_in_errors(self._path):
+        with name_in_errors(self.path):
             if self._stream is None:
-                compressor = COMPRESSORS.get(self._suffix)
+                compressor = COMPRESSORS.get(self.suffix)
                 self._stream = self.raw if compressor is None else compressor(self.raw)
             self._stream.write(data)
 
@@ -84,7 +85,7 @@ class GrowingFile:
         """
         if self._raw is None:
             return None
-        with name_in_errors(self._path):
+        with name_in_errors(self.path):
             if self._stream is not None and self._stream is not self._raw:
                 self._stream.close()
             self._stream = None
@@ -102,6 +103,7 @@ class GrowingFile:
         self._raw = self._stream = None
 
 
+@dataclass
 class ResumableOutput:
     """The work folder `<output>.work`, locked by one process. A context manager.
 
@@ -131,33 +133,28 @@ class ResumableOutput:
             writes the same output.
     """
 
-    def __init__(
-        self,
-        output: str,
-        settings: Mapping[str, Any],
-        names: Mapping[str, str],
-        resume: bool,
-        *,
-        restart: bool = False,
-        completed: str | None = None,
-        warn: Callable[[Problem], None] = warnings.warn,
-    ) -> None:
-        self.folder = Path(output + WORK_SUFFIX)
-        self._output = output
-        self._settings = json.loads(json.dumps({"format version": FORMAT_VERSION, **settings}))
-        self._names = names
-        self._resume = resume
-        self._restart = restart
-        self._completed = None if completed is None else Path(completed)
-        self._warn = warn
+    output: str
+    settings: Mapping[str, Any]
+    names: Mapping[str, str]
+    resume: bool
+    _: KW_ONLY
+    restart: bool = False
+    completed: str | None = None
+    warn: Callable[[Problem], None] = warnings.warn
+    files: dict[str, GrowingFile] = field(default_factory=dict, init=False)
+    progress: dict[str, Any] | None = field(default=None, init=False)
+    finished: bool = field(default=False, init=False)
+    published: bool = field(default=False, init=False)
+
+    def __post_init__(self) -> None:
+        self.folder = Path(self.output + WORK_SUFFIX)
+        settings = {"format version": FORMAT_VERSION, **self.settings}
+        self._settings: dict[str, Any] = json.loads(json.dumps(settings))
+        self._completed = None if self.completed is None else Path(self.completed)
         self._stack = ExitStack()
         self._pending: Future[None] | None = None
         self._has_settings = False
         self._last_commit = time.monotonic()
-        self.files: dict[str, GrowingFile] = {}
-        self.progress: dict[str, Any] | None = None
-        self.finished = False
-        self.published = False
 
     def __enter__(self) -> ResumableOutput:
         with ExitStack() as stack:
@@ -167,16 +164,16 @@ class ResumableOutput:
 
     def _open(self, stack: ExitStack) -> None:
         record_path = self.folder / RECORD
-        if not self._resume and not self._restart and record_path.exists():
+        if not self.resume and not self.restart and record_path.exists():
             raise user_error("interrupted-run-exists", folder=self.folder)
-        if self._resume and not record_path.exists() and self._is_published():
+        if self.resume and not record_path.exists() and self._is_published():
             if self.folder.exists():  # its removal was interrupted
                 self._lock(stack)
                 self._remove()
             return
         self._lock(stack)
-        if not self._resume and record_path.exists():
-            self._warn(Problem("interrupted-run-replaced", folder=self.folder))
+        if not self.resume and record_path.exists():
+            self.warn(Problem("interrupted-run-replaced", folder=self.folder))
             # Before any file changes: the record must not describe files of the new run.
             record_path.unlink()
             fsync_path(self.folder)
@@ -185,7 +182,7 @@ class ResumableOutput:
             self._check_settings(_read(self.folder / SETTINGS) or {}, str(self.folder))
             self._has_settings = True
             self.progress, self.finished = record["progress"], record["finished"]
-        for name, suffix in self._names.items():
+        for name, suffix in self.names.items():
             size = 0 if record is None else record["sizes"][name]
             if not self.finished:
                 _truncate(self.folder / name, size)
@@ -200,9 +197,9 @@ class ResumableOutput:
         locked = lock_now(lock)
         # Between opening and locking, another process may have published and removed the folder.
         if locked is False or not is_at(lock, path):
-            raise user_error("output-in-use", output=self._output)
+            raise user_error("output-in-use", output=self.output)
         if locked is None:
-            self._warn(Problem("no-file-locks", path=path))
+            self.warn(Problem("no-file-locks", path=path))
 
     def _is_published(self) -> bool:
         """Whether the complete output of a run with these settings exists."""
@@ -212,7 +209,7 @@ class ResumableOutput:
         for name, size in record["files"].items():
             path = self._completed.parent / name
             if not path.exists() or path.stat().st_size != size:
-                self._warn(Problem("completed-output-changed", path=path, size=size))
+                self.warn(Problem("completed-output-changed", path=path, size=size))
                 return False
         self.progress = record["progress"]
         self.finished = self.published = True
@@ -266,7 +263,7 @@ class ResumableOutput:
 
     @property
     def has_commit(self) -> bool:
-        """Whether a resumed run continues this work, as soon as a commit in progress is complete."""
+        """Whether a resumed run continues this work, once a commit in progress is complete."""
         return self._pending is not None or (self.folder / RECORD).exists()
 
     @property

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import gzip
-import json
 import os
 import shutil
 import threading
@@ -214,43 +213,20 @@ def test_failed_commit_keeps_the_one_before(
 
 
 @pytest.mark.parametrize("name", ["a", RECORD, resumable.SETTINGS])
-@settings(max_examples=20, deadline=None)
-@given(data=st.data())
-def test_damaged_work_is_refused(folder: Path, name: str, data: st.DataObject) -> None:
-    """Truncated files, and records with other bytes."""
-    shutil.rmtree(folder)
-    folder.mkdir()
-    with open_output(folder, setting="value") as first:
+def test_damaged_work_is_refused(tmp_path: Path, name: str) -> None:
+    """Truncated files, and records with another byte."""
+    with open_output(tmp_path, setting="value") as first:
         first.files["a"].write(b"one\n")
         first.commit({"documents": 11})
     path = first.folder / name
     content = path.read_bytes()
-    size = data.draw(st.integers(0, len(content.rstrip(b"\n")) - 1), "size")
-    damaged = content[:size]
-    if name != "a" and data.draw(st.booleans(), "replaced"):
-        damaged += data.draw(st.binary(min_size=1, max_size=3), "bytes")
-        damaged += content[len(damaged) :]
-    path.write_bytes(damaged)
-    if len(damaged) == len(content) and json_equal(damaged, content):
-        return
-    with raises_problem("interrupted-work-damaged", "resume", contains=str(path)):
-        open_output(folder, setting="value").__enter__()
-
-
-def json_equal(one: bytes, other: bytes) -> bool:
-    try:
-        return bool(json.loads(one) == json.loads(other))
-    except ValueError:
-        return False
-
-
-def test_one_wrong_digit_in_a_record_is_found(tmp_path: Path) -> None:
-    with open_output(tmp_path) as first:
-        first.commit({"documents": 11})
-    path = first.folder / RECORD
-    path.write_text(path.read_text().replace('"documents": 11', '"documents": 12'))
-    with raises_problem("interrupted-work-damaged", contains=str(path)):
-        open_output(tmp_path).__enter__()
+    damaged = [content[:size] for size in range(len(content.rstrip(b"\n")))]
+    for at in range(len(content) if name != "a" else 0):
+        damaged.append(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
+    for found in damaged:
+        path.write_bytes(found)
+        with raises_problem("interrupted-work-damaged", "resume", contains=str(path)):
+            open_output(tmp_path, setting="value").__enter__()
 
 
 def test_completed_output_is_recognized_until_it_changes(tmp_path: Path) -> None:
