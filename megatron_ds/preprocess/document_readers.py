@@ -15,6 +15,7 @@ import os
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, BinaryIO, NamedTuple, cast
 
 from megatron_ds.config.problems import UserError, user_error
@@ -50,6 +51,7 @@ class ReadPosition(NamedTuple):
 START = ReadPosition()
 
 
+@dataclass
 class DocumentReader:
     """Iterates over the documents of `inputs` in the order of the paths.
 
@@ -63,17 +65,14 @@ class DocumentReader:
         all_columns: Whether tables give all columns, and plain text needs no key.
     """
 
-    def __init__(
-        self,
-        inputs: InputSpec,
-        keys: Sequence[str],
-        after: ReadPosition = START,
-        all_columns: bool = False,
-    ) -> None:
-        self._inputs = inputs
-        self._selection = Selection(inputs, tuple(keys), all_columns)
-        self._after = after
-        self._number = after.file
+    inputs: InputSpec
+    keys: Sequence[str]
+    after: ReadPosition = START
+    all_columns: bool = False
+
+    def __post_init__(self) -> None:
+        self._selection = Selection(self.inputs, tuple(self.keys), self.all_columns)
+        self._number = self.after.file
         self._done = 0
         self._tell: Callable[[], int] = int
         self._offset: Callable[[], int] = int
@@ -93,17 +92,17 @@ class DocumentReader:
         return ReadPosition(self._number)
 
     def __iter__(self) -> Iterator[RawDocument]:
-        if self._inputs.hf_dataset is not None:
-            if self._after.file == 0:
-                yield from dataset_rows(self._inputs.hf_dataset, self._selection, self._after.line)
+        if self.inputs.hf_dataset is not None:
+            if self.after.file == 0:
+                yield from dataset_rows(self.inputs.hf_dataset, self._selection, self.after.line)
             self._number = 1
             return
-        for number, source in enumerate(self._inputs.files()):
-            if number < self._after.file:
+        for number, source in enumerate(self.inputs.files()):
+            if number < self.after.file:
                 self._done += source.size
                 continue
             self._number = number
-            after = self._after if number == self._after.file else START
+            after = self.after if number == self.after.file else START
             with _name_in_errors(source.name), source.open() as file:
                 yield from self._read(source.name, file, after)
             self._tell = self._offset = int
@@ -125,7 +124,7 @@ class DocumentReader:
     def _documents(
         self, name: str, raw: BinaryIO, size: int, after: ReadPosition
     ) -> Iterator[RawDocument]:
-        format, compression = format_of(name, self._inputs.format)
+        format, compression = format_of(name, self.inputs.format)
         selection = self._selection
         if format in ("parquet", "arrow"):
             if compression or not raw.seekable():

@@ -158,22 +158,20 @@ def _publish(options: PreprocessOptions, work: ResumableOutput) -> None:
     work.publish(finals, stale)
 
 
+@dataclass
 class _Run:
     """A run from its start, or from where an interrupted run stopped, to finished files."""
 
-    def __init__(
-        self,
-        options: PreprocessOptions,
-        tokenizer: Tokenizer,
-        work: ResumableOutput,
-        progress: Progress,
-    ) -> None:
-        self._options = options
-        self._work = work
-        self._progress = progress
+    options: PreprocessOptions
+    tokenizer: Tokenizer
+    work: ResumableOutput
+    progress: Progress
+
+    def __post_init__(self) -> None:
+        options, work = self.options, self.work
         saved: Mapping[str, Any] = work.progress or {"position": START, "written": {}}
         self._position = ReadPosition(*saved["position"])
-        dtype = token_dtype(tokenizer.vocab_size)
+        dtype = token_dtype(self.tokenizer.vocab_size)
         self._writers: dict[str, TokenFileWriter] = {}
         for key in options.json_keys:
             files = [work.files[options.stem(key) + suffix].raw for suffix in WORK_SUFFIXES[:3]]
@@ -191,7 +189,7 @@ class _Run:
         report: Callable[[Progress], None],
     ) -> Progress:
         """Encode and write all documents. Returns the counts."""
-        options, timer = self._options, self._timer
+        options, timer = self.options, self._timer
         reader = DocumentReader(options.inputs, options.json_keys, self._position)
         ends: deque[ReadPosition] = deque()
         chunks = timer.timed_iter("reading", _chunks(reader, options, ends))
@@ -205,21 +203,21 @@ class _Run:
                     timer.seconds[stage] += seconds
                 with timer.stage("writing"):
                     self._write(encoded, ends.popleft(), reader.bytes_read)
-                report(self._progress)
-            if not self._progress.documents:
-                self._work.discard()
-                rejected = describe_rejects(self._progress)
+                report(self.progress)
+            if not self.progress.documents:
+                self.work.discard()
+                rejected = describe_rejects(self.progress)
                 first = f"; rejected: {rejected}, first {self._first_reject}" if rejected else ""
                 raise user_error("no-documents", name=options.inputs.name, first=first)
             with timer.stage("writing"):
                 self._is_writing = True
                 for key, writer in self._writers.items():
                     writer.finish()
-                    self._work.files[options.stem(key) + TOKENIZER_SUFFIX].write(metadata)
+                    self.work.files[options.stem(key) + TOKENIZER_SUFFIX].write(metadata)
                 self._position = reader.end  # the same record for any size of chunks
                 self._commit(finished=True)
         return dataclasses.replace(
-            self._progress, input_bytes=reader.bytes_read, seconds=dict(timer.seconds)
+            self.progress, input_bytes=reader.bytes_read, seconds=dict(timer.seconds)
         )
 
     @contextmanager
@@ -231,7 +229,7 @@ class _Run:
             # After a failed fsync a second one may succeed although the data is lost.
             raise
         except BaseException:
-            if self._work.has_commit and not self._is_writing:
+            if self.work.has_commit and not self._is_writing:
                 with suppress(OSError):
                     self._commit()
             raise
@@ -239,11 +237,11 @@ class _Run:
     def _write(self, encoded: EncodedChunk, position: ReadPosition, input_bytes: int) -> None:
         self._is_writing = True
         for document in encoded.rejected:
-            self._work.files[REJECTED].write(document.to_json_line())
+            self.work.files[REJECTED].write(document.to_json_line())
         for writer, column in zip(self._writers.values(), encoded.columns, strict=True):
             writer.add_documents(*column)
-        before = self._progress
-        self._progress = Progress(
+        before = self.progress
+        self.progress = Progress(
             documents=before.documents + encoded.documents,
             tokens=before.tokens + sum(len(column.tokens) for column in encoded.columns),
             text_bytes=before.text_bytes + encoded.text_bytes,
@@ -254,16 +252,16 @@ class _Run:
         )
         self._position = position
         self._is_writing = False
-        if self._is_resumable and self._work.is_commit_due:
+        if self._is_resumable and self.work.is_commit_due:
             self._commit()
 
     def _commit(self, finished: bool = False) -> None:
         progress = {
             "position": self._position,
             "written": {key: writer.written for key, writer in self._writers.items()},
-            "counts": self._progress.to_json(),
+            "counts": self.progress.to_json(),
         }
-        self._work.commit(progress, finished)
+        self.work.commit(progress, finished)
 
 
 def describe_rejects(progress: Progress) -> str:
