@@ -67,19 +67,20 @@ class PeakMemory:
         from deepspeed.accelerator import get_accelerator
 
         accelerator = get_accelerator()
-        self._accelerator = None if accelerator.device_name() == "cpu" else accelerator
-        if self._accelerator is None:
+        self._accelerator = accelerator
+        self.on_host = accelerator.device_name() == "cpu"
+        if self.on_host:
             # Not Linux, or not permitted: the peak is that since process start.
             with suppress(OSError):
                 Path("/proc/self/clear_refs").write_text("5")
             self._before = _process_status("VmRSS")
         else:
-            self._accelerator.reset_peak_memory_stats()
-            self._before = self._accelerator.memory_allocated()
+            accelerator.reset_peak_memory_stats()
+            self._before = accelerator.memory_allocated()
 
     def bytes(self) -> int | None:
         """The peak in bytes; None if the system does not report it."""
-        if self._accelerator is not None:
+        if not self.on_host:
             return int(self._accelerator.max_memory_allocated()) - (self._before or 0)
         peak = _process_status("VmHWM")
         return None if peak is None or self._before is None else peak - self._before

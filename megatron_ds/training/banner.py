@@ -7,7 +7,7 @@ collect the values.
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from rich.console import Console
@@ -18,14 +18,15 @@ from megatron_ds import schedules
 from megatron_ds.config import Config
 from megatron_ds.engine.memory_estimate import MemoryEstimate
 from megatron_ds.engine.protocol import EngineSettings
+from megatron_ds.model.flops import parameters_per_rank
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.train_state import TrainState
 
 WIDTH = 100
 MIB = 2**20
 
-Section = tuple[str, list[tuple[str, str]]]
-"""A heading and its labelled lines."""
+Lines = list[tuple[str, str]]
+"""Labels and texts below a heading."""
 
 
 @dataclass(frozen=True)
@@ -37,11 +38,8 @@ class BannerData:
     settings: EngineSettings
     """The engine's settings in effect."""
     estimate: MemoryEstimate
-    parameters: int
-    """Parameters of one tensor-parallel rank."""
     state: TrainState
     """State from which the run starts."""
-    total_iterations: int
     versions: str
     device: str
     """Device type and communication backend."""
@@ -63,7 +61,17 @@ def banner(facts: BannerData, *, width: int = WIDTH, terminal: bool = False) -> 
     grid = Table.grid(padding=(0, 1))
     grid.add_column(no_wrap=True)
     grid.add_column(overflow="fold")
-    for heading, lines in sections(facts):
+    sections = {
+        "run": [("", facts.versions)],
+        "layout": _layout(facts),
+        "model": _model(facts),
+        "batch": _batch(facts),
+        "schedule": _schedule(facts),
+        "in effect": _engine_settings(facts),
+        "kernels": _kernels(facts),
+        "memory": _memory(facts.estimate),
+    }
+    for heading, lines in sections.items():
         for number, (label, text) in enumerate(lines):
             title = Text(f"{heading if number == 0 else '':<8}", style="bold")
             grid.add_row(title + Text(f" {label}", style="not bold"), Text(text))
@@ -77,38 +85,22 @@ def banner(facts: BannerData, *, width: int = WIDTH, terminal: bool = False) -> 
     return "\n".join([rule, *printed, rule])
 
 
-def sections(facts: BannerData) -> list[Section]:
-    """The contents of the banner."""
-    return [
-        ("run", [("", facts.versions)]),
-        ("layout", _layout(facts)),
-        ("model", _model(facts)),
-        ("batch", _batch(facts)),
-        ("schedule", _schedule(facts)),
-        ("in effect", _engine_settings(facts)),
-        ("kernels", _kernels(facts)),
-        ("memory", _memory(facts.estimate)),
-    ]
-
-
-def _layout(facts: BannerData) -> list[tuple[str, str]]:
+def _layout(facts: BannerData) -> Lines:
     mesh = facts.mesh
     processes = (
         f"{mesh.world_size} on {facts.device} = tensor parallel {mesh.tp.size} x data parallel "
         f"{mesh.dp.size}, {facts.threads} threads each"
     )
-    lines = [("processes", processes)]
-    if mesh.world_size > 1:
-        ranks = (
-            f"0 shares layers with {_others(mesh.tp.ranks)}, data-parallel states with "
-            f"{_others(mesh.dp.ranks)}"
-        )
-        lines.append(("ranks", ranks))
-    return lines
+    if mesh.world_size == 1:
+        return [("processes", processes)]
+    layers, states = _others(mesh.tp.ranks), _others(mesh.dp.ranks)
+    ranks = f"0 shares layers with {layers}, data-parallel states with {states}"
+    return [("processes", processes), ("ranks", ranks)]
 
 
-def _model(facts: BannerData) -> list[tuple[str, str]]:
+def _model(facts: BannerData) -> Lines:
     model, tp = facts.config.model, facts.mesh.tp.size
+    parameters = f"{parameters_per_rank(model, tp):,} parameters"
     shape = (
         f"{model.num_layers} layers, hidden {model.hidden_size}, {model.num_attention_heads} heads "
         f"of {model.head_dim} ({model.kv_heads} of keys, values), feed-forward "
@@ -116,14 +108,14 @@ def _model(facts: BannerData) -> list[tuple[str, str]]:
         f"{model.normalization}, positions {model.position_embedding_type}"
     )
     size = (
-        f"{facts.parameters:,} parameters{' per tensor-parallel rank' if tp > 1 else ''}; "
+        f"{parameters}{' per tensor-parallel rank' if tp > 1 else ''}; "
         f"vocabulary {model.vocab_size}, padded to {model.padded_vocab(tp)}; "
         f"sequence {model.seq_length}"
     )
     return [("shape", shape), ("size", size)]
 
 
-def _batch(facts: BannerData) -> list[tuple[str, str]]:
+def _batch(facts: BannerData) -> Lines:
     total = facts.config.final_global_batch_size(facts.mesh.dp.size)
     text = (
         f"{total} samples = micro-batch {facts.config.schedule.micro_batch_size} x data parallel "
@@ -137,12 +129,13 @@ def _batch(facts: BannerData) -> list[tuple[str, str]]:
     return lines + schedules.describe_schedules(facts.config)
 
 
-def _schedule(facts: BannerData) -> list[tuple[str, str]]:
+def _schedule(facts: BannerData) -> Lines:
     config, dp = facts.config, facts.mesh.dp.size
     samples = schedules.planned_samples(config, dp, facts.state)[0]
     tokens = schedules.run_totals(config, dp, facts.state).tokens
+    last = schedules.total_iterations(config, dp, facts.state)
     length = (
-        f"iterations {facts.state.iteration + 1:,} to {facts.total_iterations:,}; "
+        f"iterations {facts.state.iteration + 1:,} to {last:,}; "
         f"the run uses {samples:,} samples, {tokens:,} tokens in total"
     )
     warmup, decay = schedules.warmup_length(config, dp), schedules.decay_length(config, dp)
@@ -153,28 +146,23 @@ def _schedule(facts: BannerData) -> list[tuple[str, str]]:
     if warmup:
         course = f"{schedule.lr_warmup_init:g} to {options.lr:g} in {warmup:,.0f} {unit}, {course}"
     saves, logging = config.checkpoint, config.logging
-    intervals = f"log {logging.log_interval}, evaluation {logging.eval_interval}"
-    intervals += f", checkpoint {saves.save_interval} iterations, to {saves.save}"
-    if saves.save is None:
-        intervals = (
-            f"log {logging.log_interval}, evaluation {logging.eval_interval} iterations; no "
-            "checkpoints (no --save)"
-        )
+    saving = " iterations; no checkpoints (no --save)"
+    if saves.save is not None:
+        saving = f", checkpoint {saves.save_interval} iterations, to {saves.save}"
+    intervals = f"log {logging.log_interval}, evaluation {logging.eval_interval}{saving}"
     return [("length", length), ("rate", course), ("intervals", intervals)]
 
 
-def _engine_settings(facts: BannerData) -> list[tuple[str, str]]:
+def _engine_settings(facts: BannerData) -> Lines:
     settings, options = facts.settings, facts.config.optimizer
     zero = (
         f"stage {settings.zero_stage}; offloaded: optimizer {settings.optimizer_offload}, "
         f"parameters {settings.param_offload}"
     )
+    betas = f"betas {options.adam_beta1:g} {options.adam_beta2:g}"
+    coefficients = f"{betas}, epsilon {options.adam_eps:g}"
     if options.optimizer == "sgd":
         coefficients = f"momentum {options.sgd_momentum:g}"
-    else:
-        coefficients = (
-            f"betas {options.adam_beta1:g} {options.adam_beta2:g}, epsilon {options.adam_eps:g}"
-        )
     decay = " ".join(f"{value:g}" for value in settings.weight_decay)
     optimizer = (
         f"{settings.optimizer}, {coefficients}, learning rate {options.lr:g}, weight decay by "
@@ -209,44 +197,42 @@ def _recompute(config: Config) -> str:
     return ", ".join((f"full, every {recompute.checkpoint_num_layers} layers, by {by}", *chosen))
 
 
-def _kernels(facts: BannerData) -> list[tuple[str, str]]:
+def _kernels(facts: BannerData) -> Lines:
     config = facts.config
-    compiled = (
-        f"{config.model.num_layers} layers by torch.compile" if config.runtime.compile else ""
-    )
+    compiled = f"{config.model.num_layers} layers by torch.compile"
     positions = "positions restart" if config.data.reset_position_ids else "positions continue"
     crosses = "stays within" if config.data.reset_attention_mask else "crosses"
     return [
         ("attention", facts.attention),
         ("documents", f"{positions}, attention {crosses} document boundaries"),
         ("head, loss", "one fused function without fp32 logits"),
-        ("compiled", compiled or "nothing (eager)"),
+        ("compiled", compiled if config.runtime.compile else "nothing (eager)"),
         ("C++ ops", ", ".join(facts.ops) or "none"),
     ]
 
 
-def _memory(estimate: MemoryEstimate) -> list[tuple[str, str]]:
-    lines = [("states", _sum(estimate.device.items()))]
-    working = [
-        ("activations", estimate.activations),
-        ("head and loss", estimate.head),
-        ("reduction and step", estimate.reduction),
-        ("gathered parameters", estimate.gathered),
+def _memory(estimate: MemoryEstimate) -> Lines:
+    working = {
+        "activations": estimate.activations,
+        "head and loss": estimate.head,
+        "reduction and step": estimate.reduction,
+        "gathered parameters": estimate.gathered,
+    }
+    peak = f"{_mib(estimate.peak)} MiB per process, estimated; {estimate.peak_phase}"
+    return [
+        ("states", _sum(estimate.device)),
+        ("temporary", f"{', '.join(_sizes(working))} (not all at the same time)"),
+        *([("on host", _sum(estimate.host))] if estimate.host else []),
+        ("peak", peak),
     ]
-    text = ", ".join(f"{name} {_mib(size)}" for name, size in working if size)
-    lines.append(("temporary", f"{text} (not all at the same time)"))
-    if estimate.host:
-        lines.append(("on host", _sum(estimate.host.items())))
-    lines.append(
-        ("peak", f"{_mib(estimate.peak)} MiB per process, estimated; {estimate.peak_phase}")
-    )
-    return lines
 
 
-def _sum(parts: Iterable[tuple[str, int]]) -> str:
-    known = [(name, size) for name, size in parts if size]
-    terms = " + ".join(f"{name} {_mib(size)}" for name, size in known)
-    return f"{terms} = {_mib(sum(size for _, size in known))} MiB"
+def _sizes(parts: Mapping[str, int]) -> list[str]:
+    return [f"{name} {_mib(size)}" for name, size in parts.items() if size]
+
+
+def _sum(parts: Mapping[str, int]) -> str:
+    return f"{' + '.join(_sizes(parts))} = {_mib(sum(parts.values()))} MiB"
 
 
 def _mib(size: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
 from dataclasses import dataclass
@@ -19,88 +20,69 @@ class StopDecision:
     """Why a run ends early."""
 
     message: str
-    code: ExitCode
-    urgent: bool
+    code: ExitCode = ExitCode.FINISHED
+    urgent: bool = False
     """Requested from outside: only a checkpoint is still written. The sender of a signal may kill
     the remaining processes after some seconds (launchers: 30)."""
 
 
+@dataclass(frozen=True)
 class ExitConditions:
     """Signals, a lost launcher, the kill switch, the run time and the exit interval.
 
     Methods are collective: a condition that one rank sees ends all of them. With several ranks,
     each call waits for the device.
-
-    Args:
-        config: Flags with the conditions.
-        total_iterations: Last iteration of the run, where it ends regularly.
-        stop: Request to stop, set by signal handlers and monitors.
-        device: Device of the process group.
-        started_at: Start of the program, by time.monotonic().
     """
 
-    def __init__(
-        self,
-        config: LoggingConfig,
-        total_iterations: int,
-        stop: StopRequest,
-        device: torch.device,
-        started_at: float,
-    ) -> None:
-        self._config = config
-        self._total_iterations = total_iterations
-        self._stop = stop
-        self._device = device
-        self._started_at = started_at
+    config: LoggingConfig
+    total_iterations: int
+    """Last iteration of the run, where it ends regularly."""
+    stop: StopRequest
+    """Request to stop, set by signal handlers and monitors."""
+    device: torch.device
+    """Device of the process group."""
+    started_at: float
+    """Start of the program, by time.monotonic()."""
 
     def external_stop(self, iteration: int) -> StopDecision | None:
         """The external request to stop, if there is one. May be called at any time."""
-        return self._any_rank(self._external_reasons(iteration))
+        return self._any_rank(self._external_conditions(iteration))
 
     def after_step(self, iteration: int) -> StopDecision | None:
         """The first condition that holds after an iteration.
 
         In the last iteration, only external requests count: the run ends regularly.
         """
-        reasons = self._external_reasons(iteration)
-        if iteration < self._total_iterations:
-            reasons += self._planned_reasons(iteration)
-        return self._any_rank(reasons)
+        conditions = self._external_conditions(iteration)
+        if iteration < self.total_iterations:
+            limit, interval = self.config.exit_duration_in_mins, self.config.exit_interval
+            is_late = limit is not None and (time.monotonic() - self.started_at) / 60 > limit
+            is_due = interval is not None and iteration % interval == 0
+            conditions += [
+                (is_late, StopDecision(f"exiting program after {limit} minutes")),
+                (is_due, StopDecision(f"exiting program at iteration {iteration}")),
+            ]
+        return self._any_rank(conditions)
 
-    def _planned_reasons(self, iteration: int) -> list[tuple[StopDecision, bool]]:
-        limit, interval = self._config.exit_duration_in_mins, self._config.exit_interval
-        minutes = (time.monotonic() - self._started_at) / 60
-        duration = StopDecision(
-            f"exiting program after {limit} minutes", ExitCode.FINISHED, urgent=False
-        )
-        reached = StopDecision(
-            f"exiting program at iteration {iteration}", ExitCode.FINISHED, urgent=False
-        )
+    def _external_conditions(self, iteration: int) -> list[tuple[bool, StopDecision]]:
+        switch = self.config.kill_switch_path
+        detected = f"Detected kill switch at {switch}. Exiting, iteration={iteration}"
         return [
-            (duration, limit is not None and minutes > limit),
-            (reached, interval is not None and iteration % interval == 0),
+            *(
+                (
+                    self.stop.reason is reason,
+                    StopDecision(f"exiting program {reason.value}", reason.exit_code, urgent=True),
+                )
+                for reason in StopReason
+            ),
+            (switch is not None and os.path.exists(switch), StopDecision(detected, urgent=True)),
         ]
 
-    def _external_reasons(self, iteration: int) -> list[tuple[StopDecision, bool]]:
-        requests = [
-            (
-                StopDecision(f"exiting program {reason.value}", reason.exit_code, urgent=True),
-                self._stop.reason is reason,
-            )
-            for reason in StopReason
-        ]
-        switch = self._config.kill_switch_path
-        detected = StopDecision(
-            f"Detected kill switch at {switch}. Exiting, iteration={iteration}",
-            ExitCode.FINISHED,
-            urgent=True,
-        )
-        return [*requests, (detected, switch is not None and os.path.exists(switch))]
-
-    def _any_rank(self, reasons: list[tuple[StopDecision, bool]]) -> StopDecision | None:
-        holds = [float(each) for _, each in reasons]
+    def _any_rank(self, conditions: list[tuple[bool, StopDecision]]) -> StopDecision | None:
+        holds = [float(each) for each, _ in conditions]
         if dist.get_world_size() > 1:
-            seen = torch.tensor(holds, device=self._device)
+            seen = torch.tensor(holds, device=self.device)
             dist.all_reduce(seen, op=dist.ReduceOp.MAX)
             holds = seen.tolist()
-        return next((stop for (stop, _), each in zip(reasons, holds, strict=True) if each), None)
+        decisions = [decision for _, decision in conditions]
+        return next(itertools.compress(decisions, holds), None)

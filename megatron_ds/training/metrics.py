@@ -1,22 +1,22 @@
 """Reduces the records of steps once per log interval and passes them to the loggers.
 
 A step's loss may be an unsynchronized device tensor; it is read when the log interval ends. Owns
-the averages, the step timer and throughput. Knows no process group (the mean over data-parallel
-ranks is passed in as a function), no format and no file.
+the averages and throughput. Knows no process group (the mean over data-parallel ranks is passed in
+as a function), no format and no file.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from megatron_ds.train_state import StepPlan, StepResult, TrainState
 from megatron_ds.training.records import SPLITS, EvalRecord, IntervalRecord, Logger, StepRecord
 
+MeanOverDp = Callable[[list[float]], list[float]]
+"""Element-wise mean of a list over the data-parallel ranks; collective."""
 STEP_FIELDS = frozenset(item.name for item in dataclasses.fields(StepRecord))
 
 
@@ -43,46 +43,6 @@ class ThroughputModel:
         return operations / self.world_size / 1e12
 
 
-class StepTimer:
-    """Times steps and detects those whose time is not representative.
-
-    Args:
-        first_iteration: First iteration of this process, which fills caches.
-        compiled: torch.compile is in use, so a step may include a compilation.
-        clock: Returns seconds.
-    """
-
-    def __init__(
-        self,
-        first_iteration: int,
-        *,
-        compiled: bool = False,
-        clock: Callable[[], float] = time.perf_counter,
-    ) -> None:
-        self._first_iteration = first_iteration
-        self._compiled = compiled
-        self._clock = clock
-        self.seconds = 0.0
-        """Duration of the last step."""
-        self.is_warm_up = False
-        """The last step was the first one, or compiled a graph."""
-
-    @contextmanager
-    def measure(self, iteration: int) -> Iterator[None]:
-        """Times a step."""
-        graphs, start = self._graph_count(), self._clock()
-        yield
-        self.seconds = self._clock() - start
-        self.is_warm_up = iteration == self._first_iteration or self._graph_count() > graphs
-
-    def _graph_count(self) -> int:
-        if not self._compiled:
-            return 0
-        from torch._dynamo.utils import counters
-
-        return int(counters["stats"]["unique_graphs"])
-
-
 @dataclass(frozen=True)
 class _Step:
     state: TrainState
@@ -92,45 +52,25 @@ class _Step:
     warm_up: bool
 
 
+@dataclass
 class Metrics:
-    """Metrics of a run. Every rank builds one and makes the same calls.
+    """Metrics of a run. Every rank builds one and makes the same calls."""
 
-    Args:
-        workload: Converts samples to tokens and operations.
-        log_interval: Iterations between two reductions.
-        total_iterations: Iterations of the run, for the printed line.
-        mean_over_dp: Element-wise mean of a list over the data-parallel ranks; collective.
-        params_norm: Norm of all parameters; collective. Called once per log interval if given.
-        loggers: Where records go; empty except on the reporting rank.
-    """
-
-    def __init__(
-        self,
-        workload: ThroughputModel,
-        *,
-        log_interval: int,
-        total_iterations: int,
-        mean_over_dp: Callable[[list[float]], list[float]],
-        params_norm: Callable[[], float] | None = None,
-        loggers: Sequence[Logger] = (),
-    ) -> None:
-        self._workload = workload
-        self._log_interval = log_interval
-        self._total_iterations = total_iterations
-        self._mean_over_dp = mean_over_dp
-        self._params_norm = params_norm
-        self._loggers = tuple(loggers)
-        self._pending: list[_Step] = []
-        self._interval: list[StepRecord] = []
+    workload: ThroughputModel
+    log_interval: int
+    """Iterations between two reductions."""
+    total_iterations: int
+    """Iterations of the run, for the printed line."""
+    mean_over_dp: MeanOverDp
+    params_norm: Callable[[], float] | None = None
+    """Norm of all parameters; collective. Called once per log interval if given."""
+    loggers: Sequence[Logger] = ()
+    """Where records go; empty except on the reporting rank."""
+    _pending: list[_Step] = field(default_factory=list, init=False)
+    _interval: list[StepRecord] = field(default_factory=list, init=False)
 
     def record(
-        self,
-        state: TrainState,
-        plan: StepPlan,
-        result: StepResult,
-        seconds: float,
-        *,
-        warm_up: bool = False,
+        self, state: TrainState, plan: StepPlan, result: StepResult, seconds: float, warm_up: bool
     ) -> None:
         """Records a step, and logs the interval if it ends there.
 
@@ -139,10 +79,11 @@ class Metrics:
             plan: Plan of the step.
             result: Result of the step on this rank. Its loss and extras may be 0-d tensors.
             seconds: Duration of the step without evaluation and saving.
-            warm_up: Exclude the step from the throughput of its interval.
+            warm_up: The duration is not representative, as of the first step of a process and of a
+                compilation: exclude the step from the throughput of its interval.
         """
         self._pending.append(_Step(state, plan, result, seconds, warm_up))
-        if state.iteration % self._log_interval == 0:
+        if state.iteration % self.log_interval == 0:
             self.flush()
 
     def log_eval(
@@ -159,16 +100,9 @@ class Metrics:
         """
         assert split in SPLITS, split
         self.write_pending()
-        record = EvalRecord(
-            iteration=state.iteration,
-            consumed_samples=state.consumed_samples,
-            consumed_tokens=state.consumed_tokens,
-            split=split,
-            label=label,
-            loss=loss,
-            group=group,
-        )
-        for logger in self._loggers:
+        samples, tokens = state.consumed_samples, state.consumed_tokens
+        record = EvalRecord(state.iteration, samples, tokens, split, label, loss, group)
+        for logger in self.loggers:
             logger.log_eval(record)
 
     def write_pending(self) -> None:
@@ -177,7 +111,7 @@ class Metrics:
             return
         losses = [float(step.result.loss) for step in self._pending]
         extras = [float(value) for step in self._pending for value in step.result.extras.values()]
-        means = iter(self._mean_over_dp([*losses, *extras]))
+        means = iter(self.mean_over_dp([*losses, *extras]))
         mean_losses = [next(means) for _ in losses]
         records = [
             self._step_record(step, loss, {name: next(means) for name in step.result.extras})
@@ -185,7 +119,7 @@ class Metrics:
         ]
         self._pending.clear()
         self._interval.extend(records)
-        for logger in self._loggers:
+        for logger in self.loggers:
             logger.log_steps(records)
 
     def flush(self) -> None:
@@ -195,17 +129,17 @@ class Metrics:
             return
         record = self._interval_record()
         self._interval.clear()
-        for logger in self._loggers:
+        for logger in self.loggers:
             logger.log_interval(record)
 
     def close(self) -> None:
         """Closes the loggers; call `flush` first. Not collective, so a failing rank may call it."""
-        for logger in self._loggers:
+        for logger in self.loggers:
             logger.close()
 
     def _step_record(self, step: _Step, lm_loss: float, extras: Mapping[str, float]) -> StepRecord:
         state, plan, result = step.state, step.plan, step.result
-        workload = self._workload
+        workload = self.workload
         assert not extras.keys() & STEP_FIELDS, f"names of fields in {sorted(extras)}"
         record = StepRecord(
             iteration=state.iteration,
@@ -236,12 +170,12 @@ class Metrics:
         steps = self._interval
         applied = [step for step in steps if not step.skipped]
         timed = [step for step in steps if not step.warm_up]
-        workload, seconds = self._workload, _seconds(timed)
+        workload, seconds = self.workload, _seconds(timed)
         return IntervalRecord(
             last=steps[-1],
-            total_iterations=self._total_iterations,
+            total_iterations=self.total_iterations,
             lm_loss=_mean(step.lm_loss for step in applied),
-            params_norm=None if self._params_norm is None else self._params_norm(),
+            params_norm=None if self.params_norm is None else self.params_norm(),
             skipped=sum(step.skipped for step in steps),
             nan=sum(step.nan for step in steps),
             seconds_per_iteration=_seconds(timed or steps) / len(timed or steps),

@@ -21,6 +21,8 @@ from megatron_ds.data.build_datasets import Datasets, build_datasets
 from megatron_ds.data.usage_report import USAGE_FILE, describe_blend, summary
 from megatron_ds.engine.build import build_engine
 from megatron_ds.engine.deepspeed_patches import require_precision
+from megatron_ds.engine.memory_estimate import estimate as memory_estimate
+from megatron_ds.engine.memory_estimate import memory_inputs
 from megatron_ds.engine.protocol import Engine
 from megatron_ds.launch import device, distributed, output
 from megatron_ds.launch.exit_codes import ExitCode
@@ -29,19 +31,15 @@ from megatron_ds.launch.startup_timer import StartupTimer
 from megatron_ds.model.flops import model_flops_per_sample
 from megatron_ds.parallel.mesh import Group, Mesh
 from megatron_ds.train_state import TrainState
-from megatron_ds.training.evaluate import MeanOverDp
 from megatron_ds.training.exit_conditions import ExitConditions
 from megatron_ds.training.loggers import open_loggers
 from megatron_ds.training.metrics import Metrics, ThroughputModel
 from megatron_ds.training.preflight import RunInputs
 from megatron_ds.training.startup_report import (
     FirstStepsReport,
-    MemoryReport,
-    estimate_memory,
     log_timestamp,
     print_arguments,
     print_banner,
-    print_parameter_count,
     write_run_files,
 )
 from megatron_ds.training.trainer import Trainer
@@ -66,6 +64,9 @@ def pretrain(
     life.on_group_joined(*distributed.exchange_process_info())
     startup.mark("process group")
     trainer = build_trainer(config, inputs, context, life, startup)
+    if config.checkpoint.save is not None and context.rank == 0:
+        write_run_files(Path(config.checkpoint.save), trainer.engine, trainer.data)
+        trainer.checkpoints.warn_of_newer(trainer.state)
     life.on_training_started()
     code = trainer.run()
     dist.barrier()
@@ -102,35 +103,36 @@ def build_trainer(
     # Initial weights are not drawn if a checkpoint replaces them.
     engine = build_engine(config, mesh, context.device, tokenizer.eod, init_weights=found is None)
     startup.mark("model and engine")
-    print_parameter_count(mesh, engine)
+    output.print_on_rank(
+        f" > number of parameters on (tensor, pipeline) model parallel rank "
+        f"({mesh.tp.rank}, {mesh.pp.rank}): {engine.parameter_count()}"
+    )
     state = TrainState()
     if found is not None:
         state = checkpoints.load(engine, found)
         startup.mark("checkpoint")
     log_timestamp("after model, optimizer, and learning rate scheduler are built")
-    estimate = estimate_memory(config, mesh, engine, context.device.type)
+    zero = engine.ds_config["zero_optimization"]
+    memory = memory_inputs(config, engine.settings, zero, mesh.tp.size, context.device.type)
+    estimate = memory_estimate(config, memory)
     print_banner(config, context, mesh, engine, state, estimate)
-    if config.checkpoint.save is not None and context.rank == 0:
-        write_run_files(Path(config.checkpoint.save), engine, data)
-        checkpoints.warn_of_newer(state)
     total_iterations = schedules.total_iterations(config, mesh.dp.size, state)
     last = state.iteration if config.logging.skip_train else total_iterations
-    mean_over_dp = functools.partial(mean_over_group, group=mesh.dp, device=context.device)
-    memory = MemoryReport(engine, estimate, context.device.type == "cpu", peak)
     exits = ExitConditions(config.logging, last, life.stop_request, context.device, life.started_at)
     return Trainer(
         config=config,
         mesh=mesh,
         engine=engine,
         data=data,
-        metrics=_build_metrics(config, mesh, engine, state, context, mean_over_dp),
+        metrics=_build_metrics(config, mesh, engine, state, context),
         checkpoints=checkpoints,
         exits=exits,
         state=state,
         total_iterations=last,
         eod=tokenizer.eod if config.data.eod_mask_loss else None,
-        mean_over_dp=mean_over_dp,
-        report=FirstStepsReport(startup, memory, state.iteration + 1, config.logging.log_interval),
+        report=FirstStepsReport(
+            startup, engine, estimate, peak, state.iteration + 1, config.logging.log_interval
+        ),
     )
 
 
@@ -182,7 +184,6 @@ def _build_metrics(
     engine: Engine,
     state: TrainState,
     context: distributed.ProcessContext,
-    mean_over_dp: MeanOverDp,
 ) -> Metrics:
     """Metrics of this rank; the last rank, which reports as in Megatron, has loggers."""
     padded = config.model.padded_vocab(mesh.tp.size)
@@ -207,7 +208,7 @@ def _build_metrics(
         ),
         log_interval=config.logging.log_interval,
         total_iterations=schedules.total_iterations(config, mesh.dp.size, state),
-        mean_over_dp=mean_over_dp,
+        mean_over_dp=functools.partial(mean_over_group, group=mesh.dp, device=context.device),
         params_norm=engine.params_norm if config.logging.log_params_norm else None,
         loggers=loggers,
     )

@@ -8,28 +8,28 @@ from __future__ import annotations
 import platform
 import shutil
 import sys
-from collections.abc import Mapping
+from collections import Counter
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from importlib import metadata
 from pathlib import Path
 
 import torch
+from torch.nn.attention import SDPBackend
 
 from megatron_ds import schedules
 from megatron_ds.checkpoint.storage import write_json
-from megatron_ds.config import Config
+from megatron_ds.config import Config, ModelConfig
 from megatron_ds.data.build_datasets import Datasets
 from megatron_ds.data.usage_report import USAGE_FILE
-from megatron_ds.engine import memory_estimate
+from megatron_ds.engine.memory_estimate import MemoryEstimate
 from megatron_ds.engine.protocol import Engine
 from megatron_ds.engine.readback import loaded_ops
 from megatron_ds.launch import device, distributed, environment, output
 from megatron_ds.launch.startup_timer import StartupTimer
-from megatron_ds.model.flops import parameters_per_rank
+from megatron_ds.model.packed_attention import PackingOptions
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.train_state import TrainState
-from megatron_ds.training.attention_kernel import describe_kernel
 from megatron_ds.training.banner import MIB, WIDTH, BannerData, banner
 
 DOTS = 48
@@ -63,42 +63,17 @@ def print_arguments(config: Config, context: distributed.ProcessContext, mesh: M
         output.print_on_rank(f"will use {label} {text}.")
 
 
-def print_parameter_count(mesh: Mesh, engine: Engine) -> None:
-    output.print_on_rank(
-        f" > number of parameters on (tensor, pipeline) model parallel rank "
-        f"({mesh.tp.rank}, {mesh.pp.rank}): {engine.parameter_count()}"
-    )
-
-
-def estimate_memory(
-    config: Config, mesh: Mesh, engine: Engine, device: str
-) -> memory_estimate.MemoryEstimate:
-    """Estimates the memory of one process.
-
-    Args:
-        config: Configuration of the run.
-        mesh: Process groups of the run.
-        engine: Engine whose settings are in effect.
-        device: Type of its device.
-    """
-    inputs = memory_estimate.memory_inputs(
-        config, engine.settings, engine.ds_config["zero_optimization"], mesh.tp.size, device
-    )
-    return memory_estimate.estimate(config, inputs)
-
-
 def print_banner(
     config: Config,
     context: distributed.ProcessContext,
     mesh: Mesh,
     engine: Engine,
     state: TrainState,
-    estimate: memory_estimate.MemoryEstimate,
+    estimate: MemoryEstimate,
 ) -> None:
     """Prints layout, model, schedule, settings and kernels on the first rank. Not collective."""
     if context.rank != 0:
         return
-    micro = config.schedule.micro_batch_size
     documents = engine.packing
     if documents is not None and documents.flex_unavailable_reason:
         output.print_on_rank(
@@ -109,9 +84,7 @@ def print_banner(
         mesh=mesh,
         settings=engine.settings,
         estimate=estimate,
-        parameters=parameters_per_rank(config.model, mesh.tp.size),
         state=state,
-        total_iterations=schedules.total_iterations(config, mesh.dp.size, state),
         versions=(
             f"DeepSpeed {metadata.version('deepspeed')}, torch {torch.__version__}, "
             f"Python {platform.python_version()}"
@@ -120,7 +93,7 @@ def print_banner(
         threads=torch.get_num_threads(),
         attention=describe_kernel(
             config.model,
-            micro,
+            config.schedule.micro_batch_size,
             mesh.tp.size,
             getattr(torch, engine.settings.param_dtype),
             context.device,
@@ -146,40 +119,16 @@ def log_timestamp(label: str) -> None:
 
 
 @dataclass(frozen=True)
-class MemoryReport:
-    """Compares the memory peak of this process with the estimate and with its states."""
-
-    engine: Engine
-    estimate: memory_estimate.MemoryEstimate
-    on_cpu: bool
-    peak: device.PeakMemory
-
-    def line(self, iteration: int) -> str:
-        """Megatron's memory line, extended by the estimate and the states."""
-        states = self.engine.state_bytes()
-        peak, expected = self.peak.bytes(), self.estimate.peak
-        sizes = {
-            f"{kind} ({place})": size for place in states for kind, size in states[place].items()
-        }
-        if self.on_cpu:
-            # Host and device share one memory.
-            expected += sum(self.estimate.host.values())
-            sizes = _merged(states)
-        measured = "unknown" if peak is None else f"{peak / MIB:.1f}"
-        parts = ", ".join(f"{kind} {size / MIB:.1f}" for kind, size in sizes.items())
-        return (
-            f"[Rank {environment.rank()}] (after {iteration} iterations) memory (MB) | "
-            f"max allocated: {measured} | estimated peak: {expected / MIB:.1f} | "
-            f"states: {sum(sizes.values()) / MIB:.1f} ({parts}) |"
-        )
-
-
-@dataclass(frozen=True)
 class FirstStepsReport:
-    """Prints startup times after the first step and memory after the first log interval."""
+    """Prints startup times after the first step and memory after the first log interval.
+
+    The memory peak of this process is compared with the estimate and with its states.
+    """
 
     startup: StartupTimer
-    memory: MemoryReport | None
+    engine: Engine
+    estimate: MemoryEstimate
+    peak: device.PeakMemory
     first_iteration: int
     log_interval: int
 
@@ -192,13 +141,72 @@ class FirstStepsReport:
             self.print_memory(iteration)
 
     def print_memory(self, iteration: int) -> None:
-        if self.memory is not None:
-            output.print_on_rank(self.memory.line(iteration))
+        """Megatron's memory line, extended by the estimate and the states."""
+        peak, expected = self.peak.bytes(), self.estimate.peak
+        if self.peak.on_host:  # host and device share one memory
+            expected += sum(self.estimate.host.values())
+        sizes: Counter[str] = Counter()
+        for place, kinds in self.engine.state_bytes().items():
+            for kind, size in kinds.items():
+                sizes[kind if self.peak.on_host else f"{kind} ({place})"] += size
+        measured = "unknown" if peak is None else f"{peak / MIB:.1f}"
+        parts = ", ".join(f"{kind} {size / MIB:.1f}" for kind, size in sizes.items())
+        output.print_on_rank(
+            f"[Rank {environment.rank()}] (after {iteration} iterations) memory (MB) | "
+            f"max allocated: {measured} | estimated peak: {expected / MIB:.1f} | "
+            f"states: {sum(sizes.values()) / MIB:.1f} ({parts}) |"
+        )
 
 
-def _merged(states: Mapping[str, Mapping[str, int]]) -> dict[str, int]:
-    result: dict[str, int] = {}
-    for kinds in states.values():
-        for kind, size in kinds.items():
-            result[kind] = result.get(kind, 0) + size
-    return result
+def describe_kernel(
+    config: ModelConfig,
+    micro_batch: int,
+    tp_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    packing: PackingOptions | None = None,
+) -> str:
+    """Name the function that computes attention, and the kernel that torch selects for it.
+
+    Args:
+        config: Architecture.
+        micro_batch: Samples of a micro-batch.
+        tp_size: Tensor-parallel size.
+        dtype: Type of the activations.
+        device: Device of the activations.
+        packing: What happens at document boundaries.
+    """
+    per_document = packing is not None and packing.reset_attention
+    if packing is not None and per_document and packing.flex is not None:
+        return "torch's flex_attention within documents"
+    backend = _sdpa_backend(config, 1 if per_document else micro_batch, tp_size, dtype, device)
+    scope = " per document" if per_document else ""
+    return f"torch's scaled_dot_product_attention{scope}: {backend}"
+
+
+def _sdpa_backend(
+    config: ModelConfig, batch: int, tp_size: int, dtype: torch.dtype, device: torch.device
+) -> str:
+    """Name of the kernel that scaled_dot_product_attention selects."""
+    queries = config.seq_length
+
+    def heads(count: int) -> torch.Tensor:
+        shape = batch, count // tp_size, queries, config.head_dim
+        return torch.empty(shape, dtype=dtype, device=device, requires_grad=True)
+
+    q, k = heads(config.num_attention_heads), heads(config.kv_heads)
+    alibi = config.position_embedding_type == "alibi"
+    bias = torch.empty(q.shape[1], queries, queries, dtype=dtype, device=device) if alibi else None
+    try:
+        choice = torch._fused_sdp_choice(
+            q,
+            k,
+            k,
+            attn_mask=bias,
+            dropout_p=config.attention_dropout,
+            is_causal=not alibi,
+            enable_gqa=config.kv_heads != config.num_attention_heads,
+        )
+    except (AttributeError, RuntimeError, TypeError):  # not one of torch's public functions
+        return "torch's choice"
+    return str(SDPBackend(choice)).rpartition(".")[2].removesuffix("_ATTENTION").lower()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass
 
 from megatron_ds import schedules
@@ -17,17 +18,20 @@ from megatron_ds.config import Config
 from megatron_ds.config.problems import Problem, option
 from megatron_ds.data.blend_history import BlendHistory
 from megatron_ds.data.build_datasets import Datasets
+from megatron_ds.data.gpt_dataset import TokenDataset
 from megatron_ds.data.micro_batches import MicroBatchIterator
 from megatron_ds.engine.protocol import Engine
 from megatron_ds.launch import output
 from megatron_ds.launch.exit_codes import ExitCode
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.train_state import TrainState
-from megatron_ds.training.evaluate import MeanOverDp, evaluate
 from megatron_ds.training.exit_conditions import ExitConditions, StopDecision
-from megatron_ds.training.metrics import Metrics, StepTimer
+from megatron_ds.training.metrics import Metrics
 from megatron_ds.training.skipped_steps import SkippedSteps
 from megatron_ds.training.startup_report import FirstStepsReport, log_timestamp
+
+MICRO_BATCHES_PER_CALL = 4
+"""Micro-batches that are evaluated between two checks for a request to stop."""
 
 
 @dataclass
@@ -45,15 +49,12 @@ class Trainer:
     total_iterations: int
     eod: int | None
     """Id of the end-of-document token if it is masked in the loss."""
-    mean_over_dp: MeanOverDp
     report: FirstStepsReport
     clock: Callable[[], float] = time.perf_counter
 
     def __post_init__(self) -> None:
         self.skips = SkippedSteps(self.config.precision, self.engine)
-        self.timer = StepTimer(
-            self.state.iteration + 1, compiled=self.config.runtime.compile, clock=self.clock
-        )
+        self.first_iteration = self.state.iteration + 1
 
     def run(self) -> ExitCode:
         """Trains until the last iteration or an exit condition, and evaluates at the end.
@@ -63,7 +64,9 @@ class Trainer:
             RunAborted: If too many steps are skipped, or the last checkpoint cannot be saved.
         """
         stop = self.exits.external_stop(self.state.iteration)
-        batches = self._batches()
+        assert self.data.train is not None
+        workers = self.config.data.num_workers
+        batches = self._batches(self.data.train, self.state.consumed_samples, workers)
         log_timestamp("before the start of training step")
         while self.state.iteration < self.total_iterations and stop is None:
             self._step(batches)
@@ -87,12 +90,14 @@ class Trainer:
 
     def _step(self, batches: MicroBatchIterator) -> None:
         plan = schedules.plan(self.config, self.state, self.mesh.dp.size)
-        with self.timer.measure(plan.iteration), self.skips.record_gradients():
+        graphs, start = self._graph_count(), self.clock()
+        with self.skips.record_gradients():
             result = self.engine.train_step(batches, plan)
+        seconds = self.clock() - start
+        # The first step fills caches; later steps of other shapes may compile a graph.
+        warm_up = plan.iteration == self.first_iteration or self._graph_count() > graphs
         self.state = self.state.advance(plan, result)
-        self.metrics.record(
-            self.state, plan, result, self.timer.seconds, warm_up=self.timer.is_warm_up
-        )
+        self.metrics.record(self.state, plan, result, seconds, warm_up)
         self.report.after_step(plan.iteration)
         if self.skips.limit_reached(result):
             self.metrics.flush()
@@ -110,15 +115,24 @@ class Trainer:
         urgent = stop is not None and stop.urgent
         return not urgent and self._is_due(self.config.logging.eval_interval)
 
-    def _batches(self) -> MicroBatchIterator:
-        assert self.data.train is not None
+    def _graph_count(self) -> int:
+        """Graphs that torch.compile has compiled."""
+        if not self.config.runtime.compile:
+            return 0
+        from torch._dynamo.utils import counters
+
+        return int(counters["stats"]["unique_graphs"])
+
+    def _batches(
+        self, dataset: TokenDataset, consumed: int = 0, num_workers: int = 0
+    ) -> MicroBatchIterator:
         return MicroBatchIterator(
-            self.data.train,
-            consumed=self.state.consumed_samples,
+            dataset,
+            consumed=consumed,
             micro_batch_size=self.config.schedule.micro_batch_size,
             dp_rank=self.mesh.dp.rank,
             dp_size=self.mesh.dp.size,
-            num_workers=self.config.data.num_workers,
+            num_workers=num_workers,
             eod=self.eod,
         )
 
@@ -129,29 +143,35 @@ class Trainer:
             The decision to stop, if an external request interrupted the evaluation.
         """
         datasets = self.data.valid if split == "validation" else self.data.test
-        batch_size = self.config.final_global_batch_size(self.mesh.dp.size)
-        stop: StopDecision | None = None
-
-        def is_stopped() -> bool:
-            nonlocal stop
-            stop = self.exits.external_stop(self.state.iteration)
-            return stop is not None
-
         for name, dataset in datasets.items():
-            loss = evaluate(
-                self.engine,
-                dataset,
-                self.mesh,
-                samples=self.config.logging.eval_iters * batch_size,
-                micro_batch_size=self.config.schedule.micro_batch_size,
-                eod=self.eod,
-                mean_over_dp=self.mean_over_dp,
-                is_stopped=is_stopped,
-            )
-            if loss is None:
-                break
+            loss = self._mean_loss(dataset)
+            if isinstance(loss, StopDecision):
+                return loss
             self.metrics.log_eval(self.state, split, label, loss, name)
-        return stop
+        return None
+
+    def _mean_loss(self, dataset: TokenDataset) -> float | StopDecision:
+        """Computes the loss over the first --eval-iters batches of a dataset. Collective.
+
+        Every evaluation of a run reads the same samples, so losses are comparable and a resumed run
+        repeats them.
+
+        Returns:
+            Loss in nats per token, or the decision to stop that interrupted the evaluation.
+        """
+        schedule, dp_size = self.config.schedule, self.mesh.dp.size
+        samples = self.config.logging.eval_iters * self.config.final_global_batch_size(dp_size)
+        count = samples // (schedule.micro_batch_size * dp_size)
+        total = weight = 0.0
+        with closing(self._batches(dataset)) as batches:
+            for done in range(0, count, MICRO_BATCHES_PER_CALL):
+                stop = self.exits.external_stop(self.state.iteration)
+                if stop is not None:
+                    return stop
+                part = self.engine.eval_loss(batches, min(MICRO_BATCHES_PER_CALL, count - done))
+                total, weight = total + part.total, weight + part.weight
+        mean_total, mean_weight = self.metrics.mean_over_dp([total / count, weight / count])
+        return mean_total / mean_weight if mean_weight else 0.0
 
     def _save(self, *, final: bool) -> None:
         """Saves a checkpoint if there is a --save folder.

@@ -1,4 +1,4 @@
-"""The banner: contents, width, and plain text in logs."""
+"""The banner: contents, width, and plain text in logs; the name of the attention kernel."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import dataclasses
 import re
 
 import pytest
+import torch
 
 from megatron_ds.config import (
     CheckpointConfig,
@@ -18,9 +19,13 @@ from megatron_ds.config import (
 )
 from megatron_ds.engine.memory_estimate import MemoryInputs, estimate
 from megatron_ds.engine.protocol import EngineSettings, LossScaleSettings
+from megatron_ds.model.packed_attention import PackingOptions
 from megatron_ds.parallel.mesh import Group, Mesh
+from megatron_ds.schedules import total_iterations
 from megatron_ds.train_state import TrainState
 from megatron_ds.training.banner import BannerData, banner
+from megatron_ds.training.startup_report import describe_kernel
+from tests.unit.model.dense import dense_flex
 
 CONFIG = Config(
     model=ModelConfig(
@@ -92,9 +97,7 @@ FACTS = BannerData(
     mesh=Mesh(world_size=8, rank=0, **GROUPS),
     settings=SETTINGS,
     estimate=estimate(CONFIG, ENGINE),
-    parameters=176_000_000,
     state=TrainState(iteration=4000),
-    total_iterations=101_500,
     versions="DeepSpeed 0.19.8, torch 2.13.0, Python 3.11.7",
     device="cpu (gloo)",
     threads=4,
@@ -127,7 +130,7 @@ def test_banner_shows_layout_and_memory() -> None:
     assert "8 on cpu (gloo) = tensor parallel 2 x data parallel 4" in text
     assert "256 samples = micro-batch 8 x data parallel 4 x accumulation 8" in text
     assert "0 shares layers with 1, data-parallel states with 2 4 6" in text
-    assert "iterations 4,001 to 101,500" in text
+    assert f"iterations 4,001 to {total_iterations(CONFIG, 4, FACTS.state):,}; " in text
     assert "scaled_dot_product_attention per document: flash" in text
     assert "cpu_adam, deepspeed_shm_comm" in text
     for kind, size in (*FACTS.estimate.device.items(), *FACTS.estimate.host.items()):
@@ -149,3 +152,15 @@ def test_headings_are_bold_on_a_terminal_only(
 def test_banner_shows_that_nothing_is_saved() -> None:
     config = dataclasses.replace(CONFIG, checkpoint=CheckpointConfig())
     assert "no checkpoints (no --save)" in banner(dataclasses.replace(FACTS, config=config))
+
+
+def test_kernel_is_described() -> None:
+    config, cpu = dataclasses.replace(CONFIG.model, seq_length=8), torch.device("cpu")
+
+    def describe(packing: PackingOptions | None) -> str:
+        return describe_kernel(config, 2, 1, torch.float32, cpu, packing)
+
+    assert describe(None) == describe(PackingOptions(0, True, False))
+    assert "scaled_dot_product_attention: " in describe(None)
+    assert "per document" in describe(PackingOptions(0, False, True))
+    assert "flex_attention" in describe(PackingOptions(0, False, True, dense_flex))

@@ -124,7 +124,7 @@ def test_ranks_without_loggers_take_part_in_collectives() -> None:
         params_norm=lambda: norms.append(1) or 1.0,  # type: ignore[func-returns-value]
     )
     plan, result = StepPlan(1, 4, 1, 0.5, 0.0, 8), StepResult(3.0, None)
-    metrics.record(TrainState().advance(plan, result), plan, result, 1.0)
+    metrics.record(TrainState().advance(plan, result), plan, result, 1.0, False)
     assert (reductions, norms) == ([[3.0]], [1])
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
+from unittest.mock import MagicMock
 
 import pytest
 from torch._dynamo.utils import counters
@@ -19,13 +20,11 @@ from megatron_ds.config import (
     ScheduleConfig,
 )
 from megatron_ds.data.build_datasets import Datasets
-from megatron_ds.launch.startup_timer import StartupTimer
+from megatron_ds.engine.protocol import LossSum
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.train_state import StepPlan, StepResult, TrainState
-from megatron_ds.training import trainer
 from megatron_ds.training.metrics import Metrics, ThroughputModel
 from megatron_ds.training.records import IntervalRecord, Logger
-from megatron_ds.training.startup_report import FirstStepsReport
 from megatron_ds.training.trainer import Trainer
 
 FIRST_STEP, STEP, EVALUATION, SAVE = 60.0, 2.0, 1000.0, 500.0
@@ -48,6 +47,10 @@ class World:
             self.now += FIRST_STEP
             counters["stats"]["unique_graphs"] += 1
         return StepResult(1.0, 1.0)
+
+    def eval_loss(self, batches: object, count: int) -> LossSum:
+        self.now += EVALUATION
+        return LossSum(1.0, 1.0)
 
     def save(self, engine: object, state: TrainState, data: object) -> None:
         self.now += SAVE
@@ -79,13 +82,7 @@ def run(
     compile: bool = False,
 ) -> list[IntervalRecord]:
     """Six iterations with an evaluation after every second and a save after every third."""
-
-    def evaluate(*_: object, **__: object) -> float:
-        world.now += EVALUATION
-        return 1.0
-
-    monkeypatch.setattr(trainer, "evaluate", evaluate)
-    monkeypatch.setattr(Trainer, "_batches", lambda _: world)
+    monkeypatch.setattr(Trainer, "_batches", lambda *_: world)
     intervals, anything = Intervals(), cast(Any, world)
     Trainer(
         config=Config(
@@ -111,8 +108,7 @@ def run(
         state=state or TrainState(),
         total_iterations=6,
         eod=None,
-        mean_over_dp=lambda losses: losses,
-        report=FirstStepsReport(StartupTimer(), None, 1, 2),
+        report=MagicMock(),
         clock=world.clock,
     ).run()
     return intervals.records
