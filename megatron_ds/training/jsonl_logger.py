@@ -11,7 +11,7 @@ import itertools
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,45 +27,6 @@ def to_line(values: Mapping[str, Any]) -> str:
         for key, value in values.items()
     }
     return json.dumps(known, allow_nan=False) + "\n"
-
-
-def step_values(record: StepRecord) -> dict[str, Any]:
-    """The keys and values of a step, with its further metrics at the end."""
-    values = dataclasses.asdict(record)
-    extras: dict[str, float] = values.pop("extras")
-    return values | extras
-
-
-def read_up_to(path: Path, iteration: int) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Reads the records up to an iteration. An incomplete last line is left out.
-
-    Yields:
-        Each line and its object.
-
-    Raises:
-        UserError: For a line that is not a record.
-    """
-    with path.open(encoding="utf-8", errors="replace") as file:
-        for number, line in enumerate(file, start=1):
-            try:
-                record = json.loads(line)
-                done = int(record["iteration"])
-            except (ValueError, TypeError, KeyError):
-                if not line.endswith("\n"):
-                    return
-                raise user_error("metrics-jsonl-foreign", path=path, number=number) from None
-            if done <= iteration:
-                yield line.rstrip("\n") + "\n", record
-
-
-def _free_name(path: Path) -> Path:
-    """The name of the file with the first number appended that is not in use."""
-    taken = {item.name for item in path.parent.iterdir()}
-    return next(
-        path.with_name(name)
-        for number in itertools.count(1)
-        if (name := f"{path.name}.{number}") not in taken
-    )
 
 
 class JsonLines(Logger):
@@ -85,7 +46,8 @@ class JsonLines(Logger):
         self._evaluations: set[str] = set()
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists() and iteration == 0:
-            os.replace(path, _free_name(path))
+            numbered = (path.with_name(f"{path.name}.{number}") for number in itertools.count(1))
+            os.replace(path, next(new for new in numbered if not new.exists()))
         elif path.exists():
             self._truncate_after(path, iteration)
         self._file = path.open("ab", buffering=0)
@@ -93,17 +55,15 @@ class JsonLines(Logger):
         self._unwritten = b""
 
     def log_steps(self, records: Sequence[StepRecord]) -> None:
-        self._write("".join(to_line(step_values(record)) for record in records))
+        for record in records:
+            values = dataclasses.asdict(record)
+            extras = values.pop("extras")
+            self._write(to_line(values | extras))
 
     def log_eval(self, record: EvalRecord) -> None:
-        line = to_line(
-            {
-                "iteration": record.iteration,
-                **({"group": record.group} if record.group else {}),
-                f"{record.split}_loss": record.loss,
-                "ppl": record.ppl,
-            }
-        )
+        group = {"group": record.group} if record.group else {}
+        results = {f"{record.split}_loss": record.loss, "ppl": record.ppl}
+        line = to_line({"iteration": record.iteration, **group, **results})
         # A finished run that is started again repeats the evaluation of the same weights.
         if line not in self._evaluations:
             self._evaluations.add(line)
@@ -125,9 +85,25 @@ class JsonLines(Logger):
                 self._warn(f"WARNING: {warning.render()}")
 
     def _truncate_after(self, path: Path, iteration: int) -> None:
-        """Rewrites the file atomically without the records of later iterations."""
-        with atomic_write(path) as file:
-            for line, record in read_up_to(path, iteration):
-                file.write(line.encode())
-                if "lm_loss" not in record:
-                    self._evaluations.add(line)
+        """Rewrites the file atomically without the records of later iterations.
+
+        Raises:
+            UserError: For a line that is not a record. An incomplete last line is left out.
+        """
+        with (
+            path.open(encoding="utf-8", errors="replace") as lines,
+            atomic_write(path) as file,
+        ):
+            for number, line in enumerate(lines, start=1):
+                try:
+                    record = json.loads(line)
+                    done = int(record["iteration"])
+                except (ValueError, TypeError, KeyError):
+                    if not line.endswith("\n"):
+                        break
+                    raise user_error("metrics-jsonl-foreign", path=path, number=number) from None
+                if done <= iteration:
+                    whole = line.rstrip("\n") + "\n"
+                    file.write(whole.encode())
+                    if "lm_loss" not in record:
+                        self._evaluations.add(whole)

@@ -91,34 +91,32 @@ class TensorBoard(Logger):
         self._writer.close()
 
     def _step(self, record: StepRecord) -> None:
-        logging, scale, norm = self._logging, record.loss_scale, record.grad_norm
+        logging = self._logging
         self._progress_axes(record)
-        if logging.log_learning_rate_to_tensorboard:
-            rate = record.learning_rate
-            self._add("learning-rate/learning-rate", rate, record, SAMPLES, TOKENS)
         if logging.log_batch_size_to_tensorboard:
             self._add("batch-size/batch-size", record.global_batch_size, record, SAMPLES)
-        self._add("lm-loss-training/lm loss", record.lm_loss, record, SAMPLES, TOKENS)
-        if logging.log_loss_scale_to_tensorboard and scale is not None:
-            self._add("loss-scale/loss-scale", scale, record, SAMPLES, TOKENS)
+        values = {
+            "lm-loss-training/lm loss": record.lm_loss,
+            "grad-norm/grad-norm": record.grad_norm,
+            "seqlen/curriculum_seqlen": record.curriculum_seqlen,
+            **record.extras,
+        }
+        if logging.log_learning_rate_to_tensorboard:
+            values["learning-rate/learning-rate"] = record.learning_rate
+        if logging.log_loss_scale_to_tensorboard:
+            values["loss-scale/loss-scale"] = record.loss_scale
         if logging.log_world_size_to_tensorboard:
-            self._add("world-size/world-size", self._world_size, record, SAMPLES, TOKENS)
-        if norm is not None:
-            self._add("grad-norm/grad-norm", norm, record, SAMPLES, TOKENS)
-        if record.curriculum_seqlen is not None:
-            self._add("seqlen/curriculum_seqlen", record.curriculum_seqlen, record, SAMPLES, TOKENS)
-        for name, value in record.extras.items():
-            self._add(name, value, record, SAMPLES, TOKENS)
+            values["world-size/world-size"] = self._world_size
+        for tag, value in values.items():
+            if value is not None:
+                self._add(tag, value, record, SAMPLES, TOKENS)
         if logging.log_timers_to_tensorboard and not record.warm_up:
             self._speed(record)
 
     def _progress_axes(self, record: StepRecord) -> None:
         """Iterations over samples and tokens, and the reverse."""
-        steps = record.iteration
-        for name, count in (
-            ("samples", record.consumed_samples),
-            ("tokens", record.consumed_tokens),
-        ):
+        steps, counts = record.iteration, (record.consumed_samples, record.consumed_tokens)
+        for name, count in zip(("samples", "tokens"), counts, strict=True):
             self._writer.add_scalar(f"steps-vs-{name}/y=steps,x={name}", steps, count)
             self._writer.add_scalar(f"steps-vs-{name}/y={name},x=steps", count, steps)
 
@@ -147,13 +145,10 @@ def archive_old_events(folder: Path) -> None:
 
     TensorBoard then shows them as a separate run instead of repeated steps.
     """
-    old = list(folder.glob(EVENT_FILES))
-    if not old:
-        return
-    numbers = itertools.count(1)
-    target = next(path for n in numbers if not (path := folder / f"previous-{n}").exists())
-    target.mkdir()
-    for path in old:
+    numbered = (folder / f"previous-{number}" for number in itertools.count(1))
+    target = next(path for path in numbered if not path.exists())
+    for path in list(folder.glob(EVENT_FILES)):
+        target.mkdir(exist_ok=True)
         path.rename(target / path.name)
 
 
@@ -169,28 +164,21 @@ def truncate_events(folder: Path, state: TrainState) -> set[tuple[str, int]]:
     evaluated: set[tuple[str, int]] = set()
     for path in sorted(folder.glob(EVENT_FILES), reverse=True):
         raw = list(RawEventFileLoader(str(path)).Load())
-        events = [Event.FromString(item) for item in raw]
-        keep = [_is_before(event, state) for event in events]
-        if not all(keep):
-            _rewrite(path, [item for item, kept in zip(raw, keep, strict=True) if kept])
-        kept_events = [event for event, kept in zip(events, keep, strict=True) if kept]
-        evaluated |= {
+        events = [(Event.FromString(item), item) for item in raw]
+        kept = [(event, item) for event, item in events if _is_before(event, state)]
+        if len(kept) < len(raw):
+            _rewrite(path, [item for _, item in kept])
+        scalars = [
             (value.tag, event.step)
-            for event in kept_events
+            for event, _ in kept
             for value in event.summary.value
-            if value.tag.startswith(EVALUATIONS)
-        }
-        if any(_is_step_scalar(event) for event in kept_events):
+            if value.metadata.plugin_data.plugin_name != "text"
+        ]
+        of_evaluations = {scalar for scalar in scalars if scalar[0].startswith(EVALUATIONS)}
+        evaluated |= of_evaluations
+        if of_evaluations != set(scalars):  # there are scalars of steps, too
             break
     return evaluated
-
-
-def _is_step_scalar(event: Event) -> bool:
-    """Whether an event is a scalar of a step, not an evaluation, a text or a file header."""
-    return any(
-        value.metadata.plugin_data.plugin_name != "text" and not value.tag.startswith(EVALUATIONS)
-        for value in event.summary.value
-    )
 
 
 def _is_before(event: Event, state: TrainState) -> bool:

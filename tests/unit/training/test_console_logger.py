@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from megatron_ds.training.console_logger import Console, evaluation_block, interval_line
+from megatron_ds.training.loggers import Console, evaluation_block, interval_line
 from megatron_ds.training.records import EvalRecord, IntervalRecord
 
 Interval = Callable[..., IntervalRecord]
