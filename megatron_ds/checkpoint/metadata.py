@@ -17,7 +17,7 @@ from typing import Any
 
 from megatron_ds.config import GROUP_OF_FIELD, Config, ModelConfig, flag_of
 from megatron_ds.config.data import SPLIT_DATA_FIELDS
-from megatron_ds.config.problems import Problem, UserError, default_flag, option
+from megatron_ds.config.problems import Problem, UserError, default_flag, option, user_error
 from megatron_ds.data.blend_history import BlendHistory
 from megatron_ds.engine.ds_config import zero_stage
 from megatron_ds.train_state import TrainState
@@ -121,18 +121,12 @@ class RunRecord:
         }
 
     @classmethod
-    def from_dict(cls, values: Any) -> RunRecord:
+    def from_dict(cls, values: Mapping[str, Any]) -> RunRecord:
         """Inverse of `to_dict`.
 
         Raises:
             ValueError: For anything that `to_dict` does not produce.
         """
-        if not isinstance(values, dict):
-            raise ValueError("not a JSON object")
-        if values.get("format_version") != FORMAT_VERSION:
-            raise ValueError(
-                f"format version {values.get('format_version')}, expected {FORMAT_VERSION}"
-            )
         config = _objects(values, "config")
         if not {"model", "tokenizer"} <= config.keys():
             raise ValueError("config has no model or no tokenizer")
@@ -210,8 +204,8 @@ def find_damage(path: Path) -> Problem | None:
         The first problem found; None if there is none.
     """
     try:
-        expected = {name: int(entry["bytes"]) for name, entry in read_manifest(path).items()}
         read_run(path)
+        expected = {name: int(entry["bytes"]) for name, entry in read_manifest(path).items()}
         for name, size in expected.items():
             file = path / name
             if not file.is_file():
@@ -246,15 +240,20 @@ def read_run(path: Path) -> CheckpointMetadata:
     """Reads a checkpoint's `run.json`.
 
     Raises:
-        UserError: If it is not a run.json of this format and of the folder's iteration.
+        UserError: If it is damaged, of another format, or its iteration is not the folder's.
         OSError: If it cannot be read.
     """
     try:
-        run = RunRecord.from_dict(json.loads((path / RUN).read_bytes()))
-    except (ValueError, RecursionError) as error:
+        values = json.loads((path / RUN).read_bytes())
+        version = values["format_version"]
+        run = RunRecord.from_dict(values) if version == FORMAT_VERSION else None
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise UserError(_metadata_damage(RUN, error)) from error
-    if run.state.iteration != iteration_of(path):
-        raise UserError(_metadata_damage(RUN, f"its state is of iteration {run.state.iteration}"))
+    if run is None:
+        age = "an older" if version in range(FORMAT_VERSION) else "another"
+        raise user_error("checkpoint-of-other-format", name=RUN, version=version, age=age)
+    if not re.fullmatch(f"global_step0*{run.state.iteration}", path.name):
+        raise user_error("checkpoint-folder-name", name=RUN, iteration=run.state.iteration)
     return CheckpointMetadata(path, run)
 
 

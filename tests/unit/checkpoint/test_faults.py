@@ -139,6 +139,15 @@ def test_a_damaged_pointer_is_ignored_with_a_warning(
         assert "global_step8" in logged[0]
 
 
+def test_generation_names_the_folder_that_a_renamed_checkpoint_needs(
+    checkpoints: CheckpointManager, folder: Path
+) -> None:
+    save(checkpoints, 4)
+    (folder / "global_step4").rename(folder / "renamed")
+    with raises_problem("all-checkpoints-damaged", "load", contains="not named global_step4"):
+        find_checkpoint(folder / "renamed", print)
+
+
 def test_every_damaged_file_of_a_checkpoint_is_named(
     checkpoints: CheckpointManager, folder: Path, logged: list[str]
 ) -> None:

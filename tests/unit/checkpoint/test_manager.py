@@ -178,10 +178,20 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str, str]] = {
         "checkpoint-file-unlisted",
         "mp_rank_01_model_states.pt",
     ),
+    "an older format": (
+        edit(lambda values: values.update(format_version=2)),
+        "checkpoint-of-other-format",
+        "format 2: an older version",
+    ),
     "an unknown format": (
         edit(lambda values: values.update(format_version=7)),
+        "checkpoint-of-other-format",
+        "format 7: another version",
+    ),
+    "no format": (
+        edit(lambda values: values.pop("format_version")),
         "checkpoint-metadata-damaged",
-        "format version 7, expected 3",
+        "format_version",
     ),
     "no layout": (
         edit(lambda values: values.pop("layout")),
@@ -195,8 +205,8 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str, str]] = {
     ),
     "the state of another iteration": (
         edit(lambda values: values["state"].update(iteration=5)),
-        "checkpoint-metadata-damaged",
-        "iteration 5",
+        "checkpoint-folder-name",
+        "global_step5",
     ),
     "a state with an unknown key": (
         edit(lambda values: values["state"].update(epoch=1)),
