@@ -1,24 +1,17 @@
-"""Fixtures: a process group of one rank, a configuration and its checkpoint manager."""
+"""Fixtures: a configuration and its checkpoint manager."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import dataclasses
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
-import torch.distributed as dist
 
 from megatron_ds.checkpoint.manager import CheckpointManager
-from megatron_ds.config import CheckpointConfig, Config, ModelConfig, ScheduleConfig
+from megatron_ds.config import GROUPS, CheckpointConfig, Config, ModelConfig, ScheduleConfig
 from megatron_ds.parallel.mesh import Mesh
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    store = dist.FileStore(str(tmp_path_factory.mktemp("group") / "store"), 1)
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.fixture
@@ -43,5 +36,20 @@ def folder(config: Config) -> Path:
 
 
 @pytest.fixture
-def checkpoints(config: Config, logged: list[str]) -> CheckpointManager:
-    return CheckpointManager(config, Mesh.build(1), logged.append)
+def manager(
+    one_process: None, config: Config, logged: list[str]
+) -> Callable[..., CheckpointManager]:
+    """manager(**options): of the configuration with other groups or checkpoint options."""
+
+    def make(**options: Any) -> CheckpointManager:
+        groups = {name: options.pop(name) for name in GROUPS.keys() & options.keys()}
+        checkpoint = dataclasses.replace(config.checkpoint, **options)
+        changed = dataclasses.replace(config, checkpoint=checkpoint, **groups)
+        return CheckpointManager(changed, Mesh.build(1), logged.append)
+
+    return make
+
+
+@pytest.fixture
+def checkpoints(manager: Callable[..., CheckpointManager]) -> CheckpointManager:
+    return manager()

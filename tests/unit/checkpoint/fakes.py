@@ -1,16 +1,29 @@
-"""An engine that writes two small files, and helpers that save and load it."""
+"""An engine that writes two small files, helpers that save and load it, and a disk that fails."""
 
 from __future__ import annotations
 
+import builtins
+import functools
+import itertools
+import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from megatron_ds.checkpoint.manager import CheckpointManager
 from megatron_ds.engine.ds_checkpoint_io import read_tensors, write_tensors
 from megatron_ds.parallel.sharding import ShardSpec
 from megatron_ds.train_state import TrainState
+
+Managers = Callable[..., CheckpointManager]
+"""The fixture `manager`."""
+
+
+class Crash(Exception):
+    """The end of the process."""
 
 
 class FakeEngine:
@@ -57,3 +70,49 @@ def load(checkpoints: CheckpointManager) -> tuple[TrainState | None, FakeEngine]
     if found is None:
         return None, engine
     return checkpoints.load(engine, found), engine  # type: ignore[arg-type]
+
+
+def names_in(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+def watch_disk(
+    patch: pytest.MonkeyPatch, inside: Path, before: Callable[[str, Path], None]
+) -> None:
+    """Calls before(kind, path) before each open for writing, fsync and rename below a folder."""
+    open_file, fsync = builtins.open, os.fsync
+
+    def call(kind: str, path: Any) -> None:
+        if Path(path).is_relative_to(inside):
+            before(kind, Path(path))
+
+    def opening(path: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+        if mode[0] in "wx":
+            call("open", path)
+        return open_file(path, mode, *args, **kwargs)
+
+    def syncing(descriptor: int) -> None:
+        call("fsync", os.readlink(f"/proc/self/fd/{descriptor}"))
+        fsync(descriptor)
+
+    def moving(move: Callable[[Any, Any], None], source: Any, target: Any) -> None:
+        call("rename", target)
+        move(source, target)
+
+    patch.setattr(builtins, "open", opening)
+    patch.setattr(os, "fsync", syncing)
+    patch.setattr(os, "rename", functools.partial(moving, os.rename))
+    patch.setattr(os, "replace", functools.partial(moving, os.replace))
+
+
+def fail_at(
+    number: int, error: Exception, patch: pytest.MonkeyPatch, inside: Path, kinds: str = ""
+) -> None:
+    """Raises an error before the n-th of these operations of `watch_disk` (by default all)."""
+    numbers = itertools.count()
+
+    def before(kind: str, path: Path) -> None:
+        if kind in (kinds or kind) and next(numbers) == number:
+            raise error
+
+    watch_disk(patch, inside, before)

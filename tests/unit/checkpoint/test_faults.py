@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import builtins
-import dataclasses
 import errno
 import os
 import random
@@ -19,21 +17,22 @@ import pytest
 from megatron_ds.checkpoint import storage
 from megatron_ds.checkpoint.manager import CheckpointManager, SaveError
 from megatron_ds.checkpoint.metadata import checksum_manifest
-from megatron_ds.config import Config
 from megatron_ds.config.problems import UserError
 from megatron_ds.engine.ds_checkpoint_io import write_tensors
 from megatron_ds.inference.load_checkpoint import find_checkpoint
 from megatron_ds.launch.exit_codes import ExitCode
-from megatron_ds.parallel.mesh import Mesh
 from tests.problems import raises_problem
-from tests.unit.checkpoint.fakes import FakeEngine, load, save, state_at
+from tests.unit.checkpoint.fakes import (
+    Crash,
+    FakeEngine,
+    Managers,
+    fail_at,
+    load,
+    names_in,
+    save,
+    state_at,
+)
 from tests.unit.checkpoint.test_full_weights import Trap
-
-
-def manager_with(config: Config, logged: list[str], **options: Any) -> CheckpointManager:
-    checkpoint = dataclasses.replace(config.checkpoint, **options)
-    changed = dataclasses.replace(config, checkpoint=checkpoint)
-    return CheckpointManager(changed, Mesh.build(1), logged.append)
 
 
 def flipped(content: bytes, draw: random.Random) -> bytes:
@@ -45,6 +44,7 @@ def truncated(content: bytes, draw: random.Random) -> bytes:
     return content[: draw.randrange(len(content))]
 
 
+DISK_FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 FILES = ("model_states.pt", "below/optim_states.pt", "run.json", "manifest.json")
 
 
@@ -57,6 +57,7 @@ def test_any_flipped_bit_or_truncation_is_found_and_its_file_named(
     folder: Path,
     logged: list[str],
 ) -> None:
+    """By training and, in the files that it reads, by generation."""
     save(checkpoints, 4, 8)
     path = folder / "global_step8" / name
     original = path.read_bytes()
@@ -66,39 +67,16 @@ def test_any_flipped_bit_or_truncation_is_found_and_its_file_named(
         logged.clear()
         state, engine = load(checkpoints)
         assert (state, engine.content) == (state_at(4), "of iteration 4")
-        assert "[checkpoint-skipped]" in logged[0]
-        assert str(folder / "global_step8") in logged[0]
-        assert Path(name).name in logged[0]
+        warnings = logged[:1]
+        if "optim" not in name:
+            assert find_checkpoint(folder, warnings.append).iteration == 4
+            assert len(warnings) == 2
+        for warning in warnings:
+            assert "[checkpoint-skipped]" in warning
+            assert str(folder / "global_step8") in warning
+            assert Path(name).name in warning
     path.write_bytes(original)
     assert load(checkpoints)[0] == state_at(8)
-
-
-@pytest.mark.parametrize("change", [flipped, truncated])
-@pytest.mark.parametrize("name", [FILES[0], *FILES[2:]])
-def test_generation_loads_no_damaged_weights(
-    name: str,
-    change: Callable[[bytes, random.Random], bytes],
-    checkpoints: CheckpointManager,
-    folder: Path,
-    logged: list[str],
-) -> None:
-    save(checkpoints, 4, 8)
-    newest = folder / "global_step8"
-    original = (newest / name).read_bytes()
-    draw = random.Random(name)
-    logged.clear()
-    for count in range(1, 11):
-        (newest / name).write_bytes(change(original, draw))
-        assert find_checkpoint(folder, logged.append).iteration == 4
-        assert len(logged) == count
-        assert "[checkpoint-skipped]" in logged[-1]
-        assert f"{newest}: " in logged[-1]
-        assert name in logged[-1]
-    (newest / name).write_bytes(change(original, draw))
-    shutil.rmtree(folder / "global_step4")
-    with raises_problem("all-checkpoints-damaged", "load", contains=name):
-        find_checkpoint(folder, logged.append)
-    (newest / name).write_bytes(original)
     assert find_checkpoint(folder, logged.append).iteration == 8
 
 
@@ -162,11 +140,11 @@ def test_every_damaged_file_of_a_checkpoint_is_named(
 
 
 def test_on_damaged_checkpoint_error_loads_no_older_one(
-    checkpoints: CheckpointManager, config: Config, folder: Path, logged: list[str]
+    checkpoints: CheckpointManager, manager: Managers, folder: Path
 ) -> None:
     save(checkpoints, 4, 8)
     (folder / "global_step8" / "model_states.pt").unlink()
-    strict = manager_with(config, logged, on_damaged_checkpoint="error")
+    strict = manager(on_damaged_checkpoint="error")
     with raises_problem(
         "checkpoint-damaged", "load", "on_damaged_checkpoint", contains="model_states.pt"
     ):
@@ -201,10 +179,8 @@ def test_load_starts_no_new_run_if_a_pointer_names_a_missing_checkpoint(
         load(checkpoints)
 
 
-def test_exit_on_missing_checkpoint_starts_no_new_run(
-    config: Config, folder: Path, logged: list[str]
-) -> None:
-    strict = manager_with(config, logged, exit_on_missing_checkpoint=True)
+def test_exit_on_missing_checkpoint_starts_no_new_run(manager: Managers, folder: Path) -> None:
+    strict = manager(exit_on_missing_checkpoint=True)
     for _ in ("no folder", "an empty folder"):
         with raises_problem("checkpoint-missing", "load", contains=str(folder)):
             load(strict)
@@ -212,16 +188,16 @@ def test_exit_on_missing_checkpoint_starts_no_new_run(
 
 
 def test_ckpt_step_selects_one_checkpoint(
-    checkpoints: CheckpointManager, config: Config, folder: Path, logged: list[str]
+    checkpoints: CheckpointManager, manager: Managers, folder: Path
 ) -> None:
     save(checkpoints, 4, 8)
-    state, engine = load(manager_with(config, logged, ckpt_step=4))
+    state, engine = load(manager(ckpt_step=4))
     assert (state, engine.content) == (state_at(4), "of iteration 4")
     with raises_problem("ckpt-step-missing", "ckpt_step", contains="global_step8, global_step4"):
-        load(manager_with(config, logged, ckpt_step=6))
+        load(manager(ckpt_step=6))
     (folder / "global_step8" / "run.json").unlink()
     with raises_problem("checkpoint-damaged", "load", "ckpt_step", contains="run.json"):
-        load(manager_with(config, logged, ckpt_step=8))
+        load(manager(ckpt_step=8))
 
 
 @pytest.mark.parametrize("name", FILES[:2])
@@ -240,50 +216,9 @@ def test_a_pickle_that_would_run_code_is_rejected(
     assert not (tmp_path / "sprung").exists()
 
 
-def names_in(folder: Path) -> set[str]:
-    return {path.name for path in folder.iterdir()}
-
-
-def failing_at(call: int, patch: pytest.MonkeyPatch, inside: Path, code: int) -> None:
-    """Lets the n-th open for writing, fsync or rename below a folder fail, and no other."""
-    left = [call]
-
-    def count(path: Any) -> None:
-        if inside in Path(path).parents or Path(path) == inside:
-            if left[0] == 0:
-                left[0] -= 1
-                raise OSError(code, os.strerror(code), str(path))
-            left[0] -= 1
-
-    open_file, fsync, rename, replace = builtins.open, os.fsync, os.rename, os.replace
-
-    def opening(path: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
-        if mode[0] in "wx":
-            count(path)
-        return open_file(path, mode, *args, **kwargs)
-
-    def syncing(descriptor: int) -> None:
-        count(os.readlink(f"/proc/self/fd/{descriptor}"))
-        fsync(descriptor)
-
-    def moving(move: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
-        def call(source: Any, target: Any) -> None:
-            count(target)
-            move(source, target)
-
-        return call
-
-    patch.setattr(builtins, "open", opening)
-    patch.setattr(os, "fsync", syncing)
-    patch.setattr(os, "rename", moving(rename))
-    patch.setattr(os, "replace", moving(replace))
-
-
 @pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="needs /proc")
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
 @pytest.mark.parametrize("again", [False, True], ids=["a new iteration", "the same iteration"])
 def test_a_disk_error_at_any_step_loses_no_checkpoint(
-    code: int,
     again: bool,
     checkpoints: CheckpointManager,
     folder: Path,
@@ -298,7 +233,7 @@ def test_a_disk_error_at_any_step_loses_no_checkpoint(
         logged.clear()
         error: SaveError | None = None
         with monkeypatch.context() as patch:
-            failing_at(call, patch, folder, code)
+            fail_at(call, DISK_FULL, patch, folder)
             try:
                 save(checkpoints, 8)
             except SaveError as raised:
@@ -306,13 +241,13 @@ def test_a_disk_error_at_any_step_loses_no_checkpoint(
         if error is not None:
             failed += 1
             assert error.code is ExitCode.SAVE_FAILED
-            assert os.strerror(code) in str(error)
+            assert DISK_FULL.strerror in str(error)
             assert error.problem.code == "save-failed"
             assert str(folder) in error.problem
         elif any("WARNING" in line for line in logged):
             warned += 1
             assert "[save-pointers-failed]" in logged[1]
-            assert os.strerror(code) in logged[1]
+            assert DISK_FULL.strerror in logged[1]
         else:
             break
         assert not [name for name in names_in(folder) if name.startswith(".")]
@@ -365,14 +300,12 @@ def test_too_little_space_gives_a_warning_before_the_save(
     assert "[disk-may-become-full]" in logged[1]
 
 
-def test_keep_last_keeps_that_many_checkpoints(
-    config: Config, folder: Path, logged: list[str]
-) -> None:
-    keeping = manager_with(config, logged, keep_last=2)
+def test_keep_last_keeps_that_many_checkpoints(manager: Managers, folder: Path) -> None:
+    keeping = manager(keep_last=2)
     save(keeping, 2, 4, 6)
     assert names_in(folder) == {"global_step4", "global_step6", *storage.POINTERS}
     # Later iterations, which this run has not reached, and damaged checkpoints are kept.
-    save(manager_with(config, logged), 12)
+    save(manager(), 12)
     (folder / "global_step4" / "run.json").unlink()
     save(keeping, 8, 10)
     kept = {"global_step4", "global_step8", "global_step10", "global_step12"}
@@ -380,25 +313,21 @@ def test_keep_last_keeps_that_many_checkpoints(
 
 
 def test_a_save_that_fails_removes_no_older_checkpoint(
-    config: Config, folder: Path, logged: list[str], monkeypatch: pytest.MonkeyPatch
+    manager: Managers, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    keeping = manager_with(config, logged, keep_last=1)
+    keeping = manager(keep_last=1)
     save(keeping, 2)
-    failing_at(3, monkeypatch, folder, errno.ENOSPC)
+    fail_at(3, DISK_FULL, monkeypatch, folder)
     with pytest.raises(SaveError):
         save(keeping, 4)
     assert names_in(folder) == {"global_step2", *storage.POINTERS}
 
 
 def test_a_crash_during_the_removal_leaves_no_partial_checkpoint(
-    config: Config, folder: Path, logged: list[str], monkeypatch: pytest.MonkeyPatch
+    manager: Managers, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Crash(Exception):
-        pass
-
-    keeping = manager_with(config, logged, keep_last=1)
+    keeping = manager(keep_last=1)
     save(keeping, 2)
-    removing = shutil.rmtree
 
     def crashing(path: Path, **kwargs: Any) -> None:
         if path.exists():
@@ -409,7 +338,6 @@ def test_a_crash_during_the_removal_leaves_no_partial_checkpoint(
         patch.setattr(shutil, "rmtree", crashing)
         with pytest.raises(Crash):
             save(keeping, 4)
-    assert removing is shutil.rmtree
     assert [path.name for path in storage.list_checkpoints(folder)] == ["global_step4"]
     assert load(keeping)[0] == state_at(4)
     save(keeping, 6)

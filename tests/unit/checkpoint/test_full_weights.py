@@ -20,7 +20,7 @@ from megatron_ds.checkpoint.metadata import (
     ShardRecord,
 )
 from megatron_ds.config import Config, ScheduleConfig
-from megatron_ds.parallel.sharding import ShardSpec, mark_sharded, take_shard, unshard
+from megatron_ds.parallel.sharding import ShardSpec, mark_sharded, take_shard
 from megatron_ds.train_state import TrainState
 from tests.problems import raises_problem
 
@@ -239,12 +239,3 @@ def test_values_are_converted_to_the_dtype_of_the_model() -> None:
     model, weights = Model().bfloat16(), weights_of_model()
     load_full_weights(model, weights.items(), rank=0, size=2)
     assert model.fc.weight.dtype == torch.bfloat16
-
-
-def test_unshard_is_the_inverse_of_take_shard() -> None:
-    full = full_weights()["fused"]
-    for size in (1, 2):
-        spec = SHARDS["fused"]
-        assert torch.equal(
-            unshard([take_shard(full, spec, rank, size) for rank in range(size)], spec), full
-        )
