@@ -1,8 +1,8 @@
-"""Conditions that end a run early."""
+"""Conditions that end a run early, and means over ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,19 +12,13 @@ import torch.distributed as dist
 from megatron_ds.config import LoggingConfig
 from megatron_ds.launch.exit_codes import ExitCode
 from megatron_ds.launch.lifecycle import StopReason, StopRequest
+from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.training import exit_conditions
 from megatron_ds.training.exit_conditions import ExitConditions, StopDecision
+from megatron_ds.training.setup import mean_over_group
 from tests.distributed import run_ranks
 
 Make = Callable[..., ExitConditions]
-
-
-@pytest.fixture(scope="module")
-def _one_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    store = dist.FileStore(str(tmp_path_factory.mktemp("group") / "store"), 1)
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.fixture
@@ -33,7 +27,7 @@ def stop() -> StopRequest:
 
 
 @pytest.fixture
-def make(_one_process: None, stop: StopRequest) -> Make:
+def make(one_process: None, stop: StopRequest) -> Make:
     """make(**logging flags): conditions of a program of 2000 iterations, started at 1000 s."""
     return lambda **flags: ExitConditions(
         LoggingConfig(**flags), 2000, stop, torch.device("cpu"), started_at=1000.0
@@ -115,18 +109,21 @@ def test_external_requests_precede_other_conditions(
     assert conditions.external_stop(1) == conditions.after_step(1)
 
 
-def test_a_condition_of_one_rank_stops_all(tmp_path: Path) -> None:
+def test_a_condition_of_one_rank_stops_all_and_means_are_exact(tmp_path: Path) -> None:
     """Each rank sees a condition in one of the iterations; the decisions are the same."""
-    answers = run_ranks(_reasons_of_rank, 2, str(tmp_path))
+    answers = run_ranks(_agree, 2, str(tmp_path))
     assert answers[0] == answers[1]
-    assert answers[0] == [
+    reasons, means = answers[0]
+    assert reasons == [
         None,
         "exiting program after receiving SIGTERM.",
         f"Detected kill switch at {tmp_path / 'switch'}. Exiting, iteration=3",
     ]
+    assert means == [1.5, (0.1 + 1.1) / 2]
+    assert mean_over_group([0.1], group=Mesh.single().dp, device=torch.device("cpu")) == [0.1]
 
 
-def _reasons_of_rank(rank: int, folder: str) -> list[str | None]:
+def _agree(rank: int, folder: str) -> tuple[list[str | None], list[float]]:
     stop = StopRequest()
     switch = Path(folder, "switch")
     config = LoggingConfig(kill_switch_path=str(switch))
@@ -139,4 +136,7 @@ def _reasons_of_rank(rank: int, folder: str) -> list[str | None]:
     dist.barrier()
     if rank == 1:
         switch.touch()
-    return [*reasons, message(conditions.after_step(3))]
+    reasons.append(message(conditions.after_step(3)))
+    group = Mesh.build(1).dp
+    values = [1.0 + rank, 0.1 + rank]
+    return reasons, mean_over_group(values, group=group, device=torch.device("cpu"))

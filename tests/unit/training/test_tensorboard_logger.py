@@ -13,7 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import (  # type: ig
 
 from megatron_ds.config import Config
 from megatron_ds.train_state import TrainState
-from megatron_ds.training.records import EvalRecord, IntervalRecord, StepRecord
+from megatron_ds.training.records import SPLITS, EvalRecord, IntervalRecord, StepRecord
 from megatron_ds.training.tensorboard_logger import TensorBoard
 
 Step = Callable[..., StepRecord]
@@ -21,17 +21,24 @@ Evaluation = Callable[..., EvalRecord]
 MEMORY = {"mem-reserved-bytes": 5, "mem-allocated-bytes": 4, "mem-allocated-count": 3}
 
 
-def config_for(folder: Path, **flags: object) -> Config:
+Record = StepRecord | IntervalRecord | EvalRecord
+
+
+def write(folder: Path, *records: Record, start: int = 0, **flags: object) -> None:
+    """A run from iteration `start` that writes these records."""
     config = Config()
     logging = dataclasses.replace(config.logging, tensorboard_dir=str(folder), **flags)  # type: ignore[arg-type]
-    return dataclasses.replace(config, logging=logging)
-
-
-def board(config: Config, iteration: int = 0) -> TensorBoard:
-    state = TrainState(
-        iteration=iteration, consumed_samples=4 * iteration, consumed_tokens=32 * iteration
-    )
-    return TensorBoard(config, state, world_size=4, dp_size=2, memory=lambda: MEMORY)
+    config = dataclasses.replace(config, logging=logging)
+    state = TrainState(iteration=start, consumed_samples=4 * start, consumed_tokens=32 * start)
+    board = TensorBoard(config, state, world_size=4, dp_size=2, memory=lambda: MEMORY)
+    for record in records:
+        if isinstance(record, StepRecord):
+            board.log_steps([record])
+        elif isinstance(record, IntervalRecord):
+            board.log_interval(record)
+        else:
+            board.log_eval(record)
+    board.close()
 
 
 def points(folder: Path) -> dict[str, list[tuple[int, float]]]:
@@ -56,14 +63,13 @@ def test_the_tags_are_the_documented_ones(
         for item in dataclasses.fields(Config().logging)
         if item.name.startswith("log_") and item.name.endswith("_to_tensorboard")
     ]
-    logger = board(config_for(tmp_path, **dict.fromkeys(flags, True)))
-    logger.log_steps([step(1, loss_scale=8.0, curriculum_seqlen=8)])
-    logger.log_interval(interval(1, params_norm=3.0))
-    logger.log_eval(evaluation(1, "validation"))
-    logger.log_eval(evaluation(1, "test"))
-    logger.log_eval(evaluation(1, "validation", "GROUP"))
-    logger.log_eval(evaluation(1, "test", "GROUP"))
-    logger.close()
+    write(
+        tmp_path,
+        step(1, loss_scale=8.0, curriculum_seqlen=8),
+        interval(1, params_norm=3.0),
+        *(evaluation(1, split, group) for split in SPLITS for group in ("", "GROUP")),
+        **dict.fromkeys(flags, True),
+    )
     expected = {
         tag + suffix
         for tag, axes, _ in documented("TensorBoard")
@@ -73,10 +79,7 @@ def test_the_tags_are_the_documented_ones(
 
 
 def test_points_have_their_counts(tmp_path: Path, step: Step, evaluation: Evaluation) -> None:
-    logger = board(config_for(tmp_path, log_timers_to_tensorboard=True))
-    logger.log_steps([step(1), step(2)])
-    logger.log_eval(evaluation(2))
-    logger.close()
+    write(tmp_path, step(1), step(2), evaluation(2), log_timers_to_tensorboard=True)
     found = points(tmp_path)
     assert found["lm-loss-training/lm loss"] == [(1, 9.0), (2, 8.0)]
     assert found["lm-loss-training/lm loss vs samples"] == [(4, 9.0), (8, 8.0)]
@@ -90,16 +93,14 @@ def test_points_have_their_counts(tmp_path: Path, step: Step, evaluation: Evalua
 
 
 @pytest.mark.parametrize(
-    ("flag", "value", "prefix", "expected"),
+    ("flag", "prefix"),
     [
-        ("log_learning_rate_to_tensorboard", False, "learning-rate/", False),
-        ("log_learning_rate_to_tensorboard", True, "learning-rate/", True),
-        ("log_loss_scale_to_tensorboard", False, "loss-scale/", False),
-        ("log_loss_scale_to_tensorboard", True, "loss-scale/", True),
-        ("log_batch_size_to_tensorboard", False, "batch-size/", False),
-        ("log_world_size_to_tensorboard", False, "world-size/", False),
-        ("log_memory_to_tensorboard", False, "mem-", False),
-        ("log_timers_to_tensorboard", False, "iteration-time/", False),
+        ("log_learning_rate_to_tensorboard", "learning-rate/"),
+        ("log_loss_scale_to_tensorboard", "loss-scale/"),
+        ("log_batch_size_to_tensorboard", "batch-size/"),
+        ("log_world_size_to_tensorboard", "world-size/"),
+        ("log_memory_to_tensorboard", "mem-"),
+        ("log_timers_to_tensorboard", "iteration-time/"),
     ],
 )
 def test_flags_select_tags(
@@ -107,33 +108,25 @@ def test_flags_select_tags(
     step: Step,
     interval: Callable[..., IntervalRecord],
     flag: str,
-    value: bool,
     prefix: str,
-    expected: bool,
 ) -> None:
-    logger = board(config_for(tmp_path, **{flag: value}))
-    logger.log_steps([step(1, loss_scale=8.0)])
-    logger.log_interval(interval(1))
-    logger.close()
-    assert any(tag.startswith(prefix) for tag in points(tmp_path)) == expected
+    """`test_the_tags_are_the_documented_ones` sets all of them."""
+    write(tmp_path, step(1, loss_scale=8.0), interval(1), **{flag: False})
+    assert not any(tag.startswith(prefix) for tag in points(tmp_path))
 
 
 def test_perplexity_needs_its_flag(tmp_path: Path, evaluation: Evaluation) -> None:
-    logger = board(config_for(tmp_path))
-    logger.log_eval(evaluation(1))
-    logger.close()
+    write(tmp_path, evaluation(1))
     assert not any("ppl" in tag for tag in points(tmp_path))
 
 
 def test_tensorboard_log_interval_selects_iterations(tmp_path: Path, step: Step) -> None:
-    logger = board(config_for(tmp_path, tensorboard_log_interval=2))
-    logger.log_steps([step(iteration) for iteration in range(1, 6)])
-    logger.close()
+    write(tmp_path, *map(step, range(1, 6)), tensorboard_log_interval=2)
     assert [x for x, _ in points(tmp_path)["grad-norm/grad-norm"]] == [2, 4]
 
 
 def test_every_setting_is_written_as_text(tmp_path: Path) -> None:
-    board(config_for(tmp_path, log_interval=7)).close()
+    write(tmp_path, log_interval=7)
     events = EventAccumulator(str(tmp_path))
     events.Reload()
     tags = set(events.Tags()["tensors"])
@@ -146,14 +139,8 @@ def test_every_setting_is_written_as_text(tmp_path: Path) -> None:
 def test_a_resumed_run_removes_points_after_its_checkpoint(
     tmp_path: Path, step: Step, evaluation: Evaluation
 ) -> None:
-    config = config_for(tmp_path)
-    crashed = board(config)
-    crashed.log_steps([step(iteration) for iteration in range(1, 6)])
-    crashed.log_eval(evaluation(5))
-    crashed.close()
-    resumed = board(config, iteration=3)
-    resumed.log_steps([step(4, lm_loss=1.0)])
-    resumed.close()
+    write(tmp_path, *map(step, range(1, 6)), evaluation(5))
+    write(tmp_path, step(4, lm_loss=1.0), start=3)
     found = points(tmp_path)
     expected = [9.0, 8.0, 7.0, 1.0]
     assert [y for _, y in found["lm-loss-training/lm loss"]] == expected
@@ -167,53 +154,37 @@ def test_a_resumed_run_removes_points_after_its_checkpoint(
 def test_older_files_are_truncated_if_the_newest_has_no_remaining_steps(
     tmp_path: Path, step: Step
 ) -> None:
-    config = config_for(tmp_path)
-    first = board(config)
-    first.log_steps([step(1), step(2)])
-    first.close()
-    rename(tmp_path, "events.out.tfevents.1000000001")
-    second = board(config, iteration=2)
-    second.log_steps([step(3)])
-    second.close()
-    board(config, iteration=1).close()
+    write(tmp_path, step(1), step(2))
+    (path,) = tmp_path.iterdir()
+    # An older name: names contain seconds, and tests are faster.
+    path.rename(tmp_path / "events.out.tfevents.1000000001")
+    write(tmp_path, step(3), start=2)
+    write(tmp_path, start=1)
     assert [x for x, _ in points(tmp_path)["grad-norm/grad-norm"]] == [1]
 
 
 def test_a_truncated_event_file_is_read_up_to_its_end(tmp_path: Path, step: Step) -> None:
-    config = config_for(tmp_path)
-    crashed = board(config)
-    crashed.log_steps([step(iteration) for iteration in range(1, 4)])
-    crashed.close()
+    write(tmp_path, *map(step, range(1, 4)))
     (path,) = tmp_path.iterdir()
     path.write_bytes(path.read_bytes()[:-5])
-    board(config, iteration=2).close()
+    write(tmp_path, start=2)
     assert [x for x, _ in points(tmp_path)["grad-norm/grad-norm"]] == [1, 2]
 
 
 def test_a_repeated_evaluation_is_written_once(
     tmp_path: Path, step: Step, evaluation: Evaluation
 ) -> None:
-    config = config_for(tmp_path)
-    for iteration in (0, 2, 2):
-        run = board(config, iteration)
-        if iteration == 0:
-            run.log_steps([step(1), step(2)])
-        run.log_eval(evaluation(2))
-        run.log_eval(evaluation(2))
-        if iteration == 2:
-            run.log_eval(evaluation(2, "test"))
-        run.close()
+    write(tmp_path, step(1), step(2), evaluation(2), evaluation(2))
+    for _ in range(2):
+        write(tmp_path, evaluation(2), evaluation(2, "test"), start=2)
     found = points(tmp_path)
     assert found["lm-loss-validation/lm loss validation"] == [(2, 2.0)]
     assert found["lm-loss-validation/lm loss test vs tokens"] == [(64, 2.0)]
 
 
 def test_a_new_run_archives_older_event_files(tmp_path: Path, step: Step) -> None:
-    config = config_for(tmp_path)
     for loss in (1.0, 2.0, 3.0):
-        run = board(config)
-        run.log_steps([step(1, lm_loss=loss)])
-        run.close()
+        write(tmp_path, step(1, lm_loss=loss))
     tag = "lm-loss-training/lm loss"
     assert points(tmp_path)[tag] == [(1, 3.0)]
     assert points(tmp_path / "previous-1")[tag] == [(1, 1.0)]
@@ -221,28 +192,17 @@ def test_a_new_run_archives_older_event_files(tmp_path: Path, step: Step) -> Non
 
 
 def test_further_metrics_have_their_names_as_tags(tmp_path: Path, step: Step) -> None:
-    config = config_for(tmp_path)
-    crashed = board(config)
-    crashed.log_steps([step(n, extras={"dropped tokens": n / 2}) for n in (1, 2, 3)])
-    crashed.close()
-    board(config, iteration=2).close()
+    write(tmp_path, *(step(n, extras={"dropped tokens": n / 2}) for n in (1, 2, 3)))
+    write(tmp_path, start=2)
     found = points(tmp_path)
     assert found["dropped tokens"] == [(1, 0.5), (2, 1.0)]
     assert found["dropped tokens vs tokens"] == [(32, 0.5), (64, 1.0)]
 
 
 def test_warm_up_has_no_throughput(tmp_path: Path, step: Step) -> None:
-    logger = board(config_for(tmp_path, log_timers_to_tensorboard=True))
-    logger.log_steps([step(1, warm_up=True), step(2)])
-    logger.close()
+    write(tmp_path, step(1, warm_up=True), step(2), log_timers_to_tensorboard=True)
     found = points(tmp_path)
     speeds = [tag for tag in found if tag.startswith("iteration-time/")]
     assert len(speeds) == 8
     assert {x for tag in speeds for x, _ in found[tag]} == {2, 8, 64}
     assert [x for x, _ in found["grad-norm/grad-norm"]] == [1, 2]
-
-
-def rename(folder: Path, name: str) -> None:
-    """Gives the only file an older name: names contain seconds, and tests are faster."""
-    (path,) = folder.iterdir()
-    path.rename(folder / name)
