@@ -23,7 +23,6 @@ from megatron_ds.config import (
     DataConfig,
     DeepSpeedConfig,
     PrecisionConfig,
-    RuntimeConfig,
 )
 from megatron_ds.config.problems import UserError
 from megatron_ds.data.blend_history import SourceId, resume_history
@@ -229,31 +228,6 @@ def test_resume_rejects_another_model_or_layout_with_every_difference(
         ("resume-layout-changed", ("zero_stage",)),
         ("resume-layout-changed", ("precision",)),
     ]
-
-
-def test_resume_rejects_another_order_of_the_samples(
-    checkpoints: CheckpointManager, config: Config, manager: Managers
-) -> None:
-    save(checkpoints, 2)
-    schedule = dataclasses.replace(
-        config.schedule, global_batch_size=8, rampup_batch_size=(2, 2, 6), train_samples=9
-    )
-    rampup = manager(schedule=schedule, runtime=RuntimeConfig(seed=7))
-    fields = ("seed", "global_batch_size", "rampup_batch_size")
-    code = "resume-data-order-changed"
-    assert conflicts(rampup) == [(code, (field,)) for field in fields]
-    steps = dataclasses.replace(
-        config.schedule, global_batch_size=None, step_batch_size_schedule=("0:2 1K:4",)
-    )
-    assert conflicts(manager(schedule=steps)) == [(code, ("step_batch_size_schedule",))]
-
-
-def test_dropout_may_change_on_a_resume(
-    checkpoints: CheckpointManager, config: Config, manager: Managers
-) -> None:
-    save(checkpoints, 2)
-    model = dataclasses.replace(config.model, hidden_dropout=0.0, attention_dropout=0.3)
-    assert load(manager(model=model))[0] == state_at(2)
 
 
 def test_the_blend_history_is_restored(checkpoints: CheckpointManager) -> None:
