@@ -84,13 +84,9 @@ ENGINE = MemoryInputs(
     offload_optimizer=True,
 )
 GROUPS = {
-    "tp": Group((0, 1), 0, None),
-    "dp": Group((0, 2, 4, 6), 0, None),
-    "expert_dp": Group((0, 2, 4, 6), 0, None),
-    "pp": Group((0,), 0, None),
-    "sp": Group((0,), 0, None),
-    "ep": Group((0,), 0, None),
-    "model": Group((0, 1), 0, None),
+    **dict.fromkeys(("tp", "model"), Group((0, 1), 0, None)),
+    **dict.fromkeys(("dp", "expert_dp"), Group((0, 2, 4, 6), 0, None)),
+    **dict.fromkeys(("pp", "sp", "ep"), Group((0,), 0, None)),
 }
 FACTS = BannerData(
     config=CONFIG,
@@ -138,9 +134,7 @@ def test_banner_shows_layout_and_memory() -> None:
     assert f"{FACTS.estimate.peak / 2**20:,.1f} MiB per process" in text
 
 
-def test_headings_are_bold_on_a_terminal_only(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_headings_are_bold_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.delenv("NO_COLOR", raising=False)
     assert "\x1b" not in banner(FACTS)

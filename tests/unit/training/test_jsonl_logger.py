@@ -18,6 +18,11 @@ Step = Callable[..., StepRecord]
 Evaluation = Callable[..., EvalRecord]
 
 
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "metrics.jsonl"
+
+
 def reject(constant: str) -> None:
     raise AssertionError(f"{constant} is not JSON")
 
@@ -32,9 +37,9 @@ def iterations(path: Path) -> list[int]:
 
 
 def test_steps_have_the_documented_keys_in_order(
-    tmp_path: Path, step: Step, documented: Callable[[str], list[list[str]]]
+    path: Path, step: Step, documented: Callable[[str], list[list[str]]]
 ) -> None:
-    path = tmp_path / "below" / "metrics.jsonl"
+    path = path.with_name("below") / path.name
     JsonLines(path, 0).log_steps([step(1)])
     (record,) = read(path)
     assert list(record) == [row[0] for row in documented("metrics.jsonl")]
@@ -43,16 +48,14 @@ def test_steps_have_the_documented_keys_in_order(
     assert record["skipped"] is False
 
 
-def test_further_metrics_follow_under_their_names(tmp_path: Path, step: Step) -> None:
-    path = tmp_path / "metrics.jsonl"
+def test_further_metrics_follow_under_their_names(path: Path, step: Step) -> None:
     JsonLines(path, 0).log_steps([step(1, extras={"aux loss": 0.25, "router z-loss": 2.0})])
     (record,) = read(path)
     assert list(record.items())[-2:] == [("aux loss", 0.25), ("router z-loss", 2.0)]
     assert "extras" not in record
 
 
-def test_numbers_that_json_lacks_become_null(tmp_path: Path, step: Step) -> None:
-    path = tmp_path / "metrics.jsonl"
+def test_numbers_that_json_lacks_become_null(path: Path, step: Step) -> None:
     nan, inf = float("nan"), float("inf")
     JsonLines(path, 0).log_steps([step(1, lm_loss=nan, grad_norm=inf, nan=True, skipped=True)])
     (record,) = read(path)
@@ -60,10 +63,7 @@ def test_numbers_that_json_lacks_become_null(tmp_path: Path, step: Step) -> None
     assert (record["nan"], record["skipped"]) == (True, True)
 
 
-def test_records_can_be_read_during_the_run(
-    tmp_path: Path, step: Step, evaluation: Evaluation
-) -> None:
-    path = tmp_path / "metrics.jsonl"
+def test_records_can_be_read_during_the_run(path: Path, step: Step, evaluation: Evaluation) -> None:
     logger = JsonLines(path, 0)
     logger.log_steps([step(1), step(2)])
     assert iterations(path) == [1, 2]
@@ -75,10 +75,7 @@ def test_records_can_be_read_during_the_run(
     }
 
 
-def test_a_resumed_run_has_every_step_once(
-    tmp_path: Path, step: Step, evaluation: Evaluation
-) -> None:
-    path = tmp_path / "metrics.jsonl"
+def test_a_resumed_run_has_every_step_once(path: Path, step: Step, evaluation: Evaluation) -> None:
     before = JsonLines(path, 0)
     before.log_steps([step(1), step(2), step(3)])
     before.log_eval(evaluation(3))
@@ -89,11 +86,10 @@ def test_a_resumed_run_has_every_step_once(
     resumed.log_eval(evaluation(3))
     assert iterations(path) == [1, 2, 3, 3]
     assert [record.get("seconds") for record in read(path)] == [0.5, 0.5, 0.75, None]
-    assert [item.name for item in tmp_path.iterdir()] == ["metrics.jsonl"]
+    assert [item.name for item in path.parent.iterdir()] == ["metrics.jsonl"]
 
 
-def test_evaluations_name_their_dataset(tmp_path: Path, evaluation: Evaluation) -> None:
-    path = tmp_path / "metrics.jsonl"
+def test_evaluations_name_their_dataset(path: Path, evaluation: Evaluation) -> None:
     logger = JsonLines(path, 0)
     for group in ("", "A", "B", "A"):
         logger.log_eval(evaluation(1, "test", group))
@@ -104,9 +100,8 @@ def test_evaluations_name_their_dataset(tmp_path: Path, evaluation: Evaluation) 
 
 
 def test_an_evaluation_of_the_same_weights_is_written_once(
-    tmp_path: Path, step: Step, evaluation: Evaluation
+    path: Path, step: Step, evaluation: Evaluation
 ) -> None:
-    path = tmp_path / "metrics.jsonl"
     first = JsonLines(path, 0)
     first.log_steps([step(1)])
     first.log_eval(evaluation(1))
@@ -121,8 +116,7 @@ def test_an_evaluation_of_the_same_weights_is_written_once(
 
 
 @pytest.mark.parametrize("tail", ['{"iteration": 2, "consu', "\0\0\0", '{"iteration": "'])
-def test_an_incomplete_last_line_is_dropped(tmp_path: Path, step: Step, tail: str) -> None:
-    path = tmp_path / "metrics.jsonl"
+def test_an_incomplete_last_line_is_dropped(path: Path, step: Step, tail: str) -> None:
     JsonLines(path, 0).log_steps([step(1)])
     with path.open("a", encoding="utf-8") as file:
         file.write(tail)
@@ -130,35 +124,31 @@ def test_an_incomplete_last_line_is_dropped(tmp_path: Path, step: Step, tail: st
     assert iterations(path) == [1, 2]
 
 
-def test_a_last_line_without_newline_is_kept(tmp_path: Path, step: Step) -> None:
-    path = tmp_path / "metrics.jsonl"
+def test_a_last_line_without_newline_is_kept(path: Path, step: Step) -> None:
     JsonLines(path, 0).log_steps([step(1)])
     path.write_text(path.read_text(encoding="utf-8").rstrip("\n"), encoding="utf-8")
     JsonLines(path, 1).log_steps([step(2)])
     assert iterations(path) == [1, 2]
 
 
-def test_a_foreign_file_is_rejected_and_not_changed(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
+def test_a_foreign_file_is_rejected_and_not_changed(path: Path) -> None:
     path.write_text('{"iteration": 1}\nmy notes\n{"iteration": 2}\n', encoding="utf-8")
     with raises_problem("metrics-jsonl-foreign", "metrics_jsonl", contains=f"{path}, line 2"):
         JsonLines(path, 2)
     assert "my notes" in path.read_text(encoding="utf-8")
-    assert [item.name for item in tmp_path.iterdir()] == ["metrics.jsonl"]
+    assert [item.name for item in path.parent.iterdir()] == ["metrics.jsonl"]
 
 
-def test_new_runs_keep_older_files_under_numbers(tmp_path: Path, step: Step) -> None:
-    path = tmp_path / "metrics.jsonl"
+def test_new_runs_keep_older_files_under_numbers(path: Path, step: Step) -> None:
     for last in (3, 2, 1):
         JsonLines(path, 0).log_steps([step(iteration) for iteration in range(1, last + 1)])
     assert iterations(path) == [1]
-    assert iterations(tmp_path / "metrics.jsonl.1") == [1, 2, 3]
-    assert iterations(tmp_path / "metrics.jsonl.2") == [1, 2]
+    assert iterations(path.with_name("metrics.jsonl.1")) == [1, 2, 3]
+    assert iterations(path.with_name("metrics.jsonl.2")) == [1, 2]
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
-def test_a_full_disk_delays_records_without_loss(tmp_path: Path, step: Step) -> None:
-    path = tmp_path / "metrics.jsonl"
+def test_a_full_disk_delays_records_without_loss(path: Path, step: Step) -> None:
     logged: list[str] = []
     logger = JsonLines(path, 0, warn=logged.append)
     logger.log_steps([step(1)])

@@ -1,4 +1,4 @@
-"""Loggers that the flags of a run open."""
+"""Loggers that the flags of a run open, and console lines, which scripts grep."""
 
 from __future__ import annotations
 
@@ -13,8 +13,17 @@ import pytest
 
 from megatron_ds.config import Config
 from megatron_ds.train_state import TrainState
-from megatron_ds.training.loggers import jsonl_path, open_loggers
-from megatron_ds.training.records import StepRecord
+from megatron_ds.training.loggers import (
+    Console,
+    evaluation_block,
+    interval_line,
+    jsonl_path,
+    open_loggers,
+)
+from megatron_ds.training.records import EvalRecord, IntervalRecord, StepRecord
+
+Step = Callable[..., StepRecord]
+Interval = Callable[..., IntervalRecord]
 
 
 def config_with(save: Path | None = None, **logging: object) -> Config:
@@ -50,9 +59,7 @@ def kinds(config: Config) -> list[str]:
 
 # TensorBoard's own thread prints the error as well.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_deleted_tensorboard_folder_does_not_stop_the_run(
-    tmp_path: Path, step: Callable[..., StepRecord]
-) -> None:
+def test_a_deleted_tensorboard_folder_does_not_stop_the_run(tmp_path: Path, step: Step) -> None:
     logged: list[str] = []
     config = config_with(tensorboard_dir=str(tmp_path / "board"))
     _, board = open_loggers(config, TrainState(), world_size=1, dp_size=1, write=logged.append)
@@ -84,3 +91,72 @@ def test_tensorboard_is_imported_only_if_used() -> None:
     )
     root = Path(__file__).resolve().parents[3]
     assert subprocess.run([sys.executable, "-c", code], cwd=root, check=False).returncode == 0
+
+
+@pytest.fixture
+def full(interval: Interval, step: Step) -> IntervalRecord:
+    """An interval with every field."""
+    last = step(12, loss_scale=65536.0, curriculum_seqlen=64)
+    return interval(12, last=last, params_norm=77.5, skipped=1, nan=2)
+
+
+def test_interval_line_has_the_format_of_megatron(full: IntervalRecord) -> None:
+    assert interval_line(full) == (
+        " iteration       12/     100 | consumed samples:           48 |"
+        " consumed tokens:          384 | elapsed time per iteration (s): 0.50 |"
+        " learning rate: 1.000E-03 | global batch size:     4 | lm loss: 5.250000E+00 |"
+        " loss scale: 65536.0 | grad norm: 1.500 | params norm: 77.500 | curriculum seqlen:    64 |"
+        " number of skipped iterations:   1 | number of nan iterations:   2 |"
+        " samples per second: 8.000 | tokens per gpu per second (tgs): 32.000 | TFLOPs: 0.25 |"
+    )
+
+
+def test_unknown_fields_are_left_out(interval: Interval, step: Step) -> None:
+    unknown = dict.fromkeys(
+        ("lm_loss", "samples_per_second", "tokens_per_second_per_device", "tflops")
+    )
+    line = interval_line(interval(1, last=step(1, grad_norm=None), **unknown))
+    known = ("lm loss", "loss scale", "grad norm", "params norm", "per second", "(tgs)", "TFLOPs")
+    for field in (*known, "seqlen"):
+        assert field not in line
+
+
+def test_zeros_and_a_nonfinite_loss_are_shown(interval: Interval, step: Step) -> None:
+    line = interval_line(interval(1, last=step(1, grad_norm=0.0), lm_loss=0.0, params_norm=0.0))
+    for field in ("lm loss: 0.0", "grad norm: 0.0", "params norm: 0.0"):
+        assert field in line
+    assert "| lm loss: NAN |" in interval_line(interval(1, lm_loss=float("nan")))
+
+
+def test_further_metrics_are_shown_under_their_names(interval: Interval) -> None:
+    line = interval_line(interval(1, params_norm=1.0, extras={"aux loss": 0.25, "z-loss": 2.0}))
+    assert " params norm: 1.000 | aux loss: 2.500000E-01 | z-loss: 2.000000E+00 | number" in line
+
+
+def test_the_document_lists_the_fields_in_order(
+    full: IntervalRecord, documented: Callable[[str], list[list[str]]]
+) -> None:
+    fields = interval_line(full).strip(" |").split(" | ")
+    names = [field.split(":")[0] if ":" in field else field.split()[0] for field in fields]
+    assert names == [row[0] for row in documented("The training line")]
+
+
+def test_evaluation_block_has_the_format_of_megatron(evaluation: Callable[..., EvalRecord]) -> None:
+    """The name of a dataset replaces the split, which is always called validation."""
+    results = " loss at iteration 7 | lm loss value: 2.000000E+00 | lm loss PPL: 7.389056E+00 | "
+    for split in ("validation", "test"):
+        for group, shown in (("", " validation"), ("VALID 1", "VALID 1")):
+            first, text, last = evaluation_block(evaluation(7, split, group)).split("\n")
+            assert text == f"{shown}{results}"
+            assert first == last == "-" * (len(text) + 1)
+
+
+def test_the_console_writes_intervals_and_evaluations(
+    interval: Interval, evaluation: Callable[..., EvalRecord]
+) -> None:
+    lines: list[str] = []
+    console = Console(lines.append)
+    console.log_steps([interval(1).last])
+    console.log_interval(interval(1))
+    console.log_eval(evaluation(1))
+    assert lines == [interval_line(interval(1)), evaluation_block(evaluation(1))]

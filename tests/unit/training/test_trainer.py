@@ -56,22 +56,8 @@ class World:
         self.now += SAVE
         self.saves.append(state.iteration)
 
-    def external_stop(self, iteration: int) -> None:
-        return None
-
-    def after_step(self, iteration: int) -> None:
-        return None
-
     def close(self) -> None:
         return None
-
-
-class Intervals(Logger):
-    def __init__(self) -> None:
-        self.records: list[IntervalRecord] = []
-
-    def log_interval(self, record: IntervalRecord) -> None:
-        self.records.append(record)
 
 
 def run(
@@ -83,7 +69,9 @@ def run(
 ) -> list[IntervalRecord]:
     """Six iterations with an evaluation after every second and a save after every third."""
     monkeypatch.setattr(Trainer, "_batches", lambda *_: world)
-    intervals, anything = Intervals(), cast(Any, world)
+    logger, anything = MagicMock(spec=Logger), cast(Any, world)
+    exits = MagicMock()
+    exits.after_step.return_value = exits.external_stop.return_value = None
     Trainer(
         config=Config(
             model=ModelConfig(seq_length=8),
@@ -101,17 +89,17 @@ def run(
             log_interval=2,
             total_iterations=6,
             mean_over_dp=lambda losses: losses,
-            loggers=[intervals],
+            loggers=[logger],
         ),
         checkpoints=anything,
-        exits=anything,
+        exits=exits,
         state=state or TrainState(),
         total_iterations=6,
         eod=None,
         report=MagicMock(),
         clock=world.clock,
     ).run()
-    return intervals.records
+    return [call.args[0] for call in logger.log_interval.call_args_list]
 
 
 def test_warm_up_evaluations_and_saves_are_not_training_time(
