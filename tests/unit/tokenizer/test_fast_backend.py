@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import fastokens
 import numpy as np
@@ -23,7 +24,6 @@ from megatron_ds.tokenizer.fast_backend import (
     BACKENDS,
     EDGES,
     FastTokenizer,
-    equivalence_cases,
     first_difference,
     select_backend,
 )
@@ -95,13 +95,6 @@ def test_only_encoding_differs_from_the_reference(kind: str) -> None:
     assert pickle.loads(pickle.dumps(fast)).encode_batch(CORPUS) == reference.encode_batch(CORPUS)
 
 
-def test_special_tokens_in_texts_are_encoded_as_by_the_reference() -> None:
-    """As ordinary text for GPT-2, as the token for a tokenizer.json."""
-    text = f"a{END}b {END}"
-    assert FAST["GPT2BPETokenizer"].eod not in FAST["GPT2BPETokenizer"].encode(text)
-    assert FAST["HFTokenizer"].encode(text).count(FAST["HFTokenizer"].eod) == 2
-
-
 def test_added_tokens_and_normalizers_are_supported(tmp_path: Path) -> None:
     def change(tokenizer: tokenizers.Tokenizer) -> None:
         tokenizer.normalizer = normalizers.NFC()
@@ -152,7 +145,8 @@ class WrongLibrary:
         return self._correct.encode_batch_flat(wrong)
 
 
-FRAGMENTS = ["\r\n", "\u00a0", "\0", "\u200d", "\u0301", "'LL", END, "\u05e9", "\u4e2d", "1234"]
+FRAGMENTS = ["\t", "\x85", "\u0627", "\u2028", "\ufeff", "\U0001f469"]
+FRAGMENTS += ["\r\n", "\u00a0", "\0", "\u200d", "\u0301", "'LL", END, "\u05e9", "\u4e2d", "1234"]
 
 
 @pytest.mark.parametrize("fragment", [*FRAGMENTS, "a" * 65536])
@@ -178,14 +172,9 @@ def test_the_first_difference_is_shown() -> None:
 
 
 def test_texts_on_which_the_library_fails_are_encoded_by_the_reference() -> None:
-    class Panic(BaseException):
-        """Like a panic of Rust code, not a subclass of Exception."""
-
-    def fail(texts: Sequence[str]) -> Any:
-        raise Panic
-
+    """A panic of Rust code is not a subclass of Exception."""
     fast = FastTokenizer(GPT2)
-    fast._model = SimpleNamespace(encode_batch_flat=fail)
+    fast._model = Mock(encode_batch_flat=Mock(side_effect=BaseException))
     assert fast.encode_batch(CORPUS) == GPT2.encode_batch(CORPUS)
 
 
@@ -197,9 +186,3 @@ def test_a_library_that_always_fails_is_not_used(monkeypatch: pytest.MonkeyPatch
     assert choice.tokenizer is GPT2
     assert codes([choice.reason or ""]) == ["fast-backend-fails"]
     assert "encode_batch_flat" in str(choice.reason)
-
-
-def test_equivalence_cases_cover_every_kind_of_text() -> None:
-    cases = "".join(equivalence_cases([END]))
-    for code in (0, 9, 0xA0, 0x85, 0x301, 0x5D0, 0x627, 0x4E2D, 0x200D, 0x1F469, 0x2028, 0xFEFF):
-        assert chr(code) in cases, hex(code)

@@ -16,31 +16,11 @@ from tests.problems import raises_problem
 from tests.unit.tokenizer.test_golden import FOLDER, build, texts
 
 CODE = """
-from transformers import PreTrainedTokenizer
-
-
-class Letters(PreTrainedTokenizer):
-    vocab_files_names = {"letters_file": "letters.txt"}
-
+from transformers import PreTrainedTokenizerFast
+class Letters(PreTrainedTokenizerFast):
+    vocab_files_names = {"letters_file": "letters.json"}
     def __init__(self, letters_file, **more):
-        self._letters = open(letters_file).read().split()
-        super().__init__(**more)
-
-    @property
-    def vocab_size(self):
-        return len(self._letters)
-
-    def get_vocab(self):
-        return {**{c: n for n, c in enumerate(self._letters)}, **self.added_tokens_encoder}
-
-    def _tokenize(self, text):
-        return list(text)
-
-    def _convert_token_to_id(self, token):
-        return self._letters.index(token)
-
-    def _convert_id_to_token(self, number):
-        return self._letters[number]
+        super().__init__(tokenizer_file=letters_file, **more)
 """
 
 
@@ -100,26 +80,27 @@ def test_code_in_a_folder_runs_only_if_trusted(
     # transformers copies such code here before it imports it.
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "m"))
     monkeypatch.setattr("sys.path", [*sys.path])
-    (tmp_path / "letters.txt").write_text("a b c .")
+    (tmp_path / "letters.json").write_bytes((FOLDER / "tokenizer.json").read_bytes())
     (tmp_path / "letters.py").write_text(f"{CODE}\nopen({str(tmp_path / 'ran')!r}, 'w').close()\n")
-    auto_map = {"AutoTokenizer": ["letters.Letters", None]}
-    config = {"tokenizer_class": "Letters", "auto_map": auto_map, "eos_token": "."}
+    auto_map = {"AutoTokenizer": [None, "letters.Letters"]}
+    plain = build_hf(FOLDER / "tokenizer.json")
+    end = plain.decode([plain.eod])
+    config = {"tokenizer_class": "Letters", "auto_map": auto_map, "eos_token": end}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     with raises_problem("pretrained-tokenizer-unreadable", contains=str(tmp_path)):
         build_hf(tmp_path)
     assert not (tmp_path / "ran").exists()
     trusted = build_hf(tmp_path, trust=True)
     assert (tmp_path / "ran").exists()
-    assert (trusted.encode("abca"), trusted.vocab_size, trusted.eod) == ([0, 1, 2, 0], 4, 3)
+    assert (trusted.eod, trusted.vocab_size) == (plain.eod, plain.vocab_size)
+    assert trusted.encode_batch(texts()) == plain.encode_batch(texts())
+    assert trusted.encode_batch([]) == []
 
 
 def test_a_trusted_folder_needs_only_its_tokenizer_json(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_bytes((FOLDER / "tokenizer.json").read_bytes())
     plain = build_hf(tmp_path)
     end = plain.decode([plain.eod])
-    (tmp_path / "tokenizer_config.json").write_text(
-        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end})
-    )
-    trusted = build_hf(tmp_path, trust=True)
-    assert trusted.encode_batch(texts()) == plain.encode_batch(texts())
-    assert trusted.encode_batch([]) == []
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    assert build_hf(tmp_path, trust=True).encode_batch(texts()) == plain.encode_batch(texts())

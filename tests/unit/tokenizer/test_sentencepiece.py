@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import pickle
 import sys
 from pathlib import Path
 from typing import Any
@@ -108,13 +107,6 @@ def test_only_llama_starts_texts_with_bos(bpe: str) -> None:
     assert (llama.eod, gpt.eod, llama.vocab_size) == (2, 2, model.get_piece_size())
     assert llama.decode([*llama.encode("the dog"), 2]) == "the dog"
     assert not llama.fingerprint.same_as(gpt.fingerprint)
-
-
-def test_tokenizers_can_be_pickled() -> None:
-    for tokenizer in (PLAIN, SPECIAL):
-        again = pickle.loads(pickle.dumps(tokenizer))
-        for text in texts():
-            assert again.encode(text) == tokenizer.encode(text)
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -50,17 +49,7 @@ def test_gpt2_ids(tmp_path: Path) -> None:
     assert (tokenizer.vocab_size, tokenizer.eod) == (259, 258)
     assert tokenizer.encode("helhe") == [257, 256]
     assert tokenizer.encode_batch(["hel", "", "he"]) == [[257], [], [256]]
-
-
-@pytest.mark.parametrize("text", ["", " hel lo\n\n", "naïve 漢字 🙂\x00", f"a{END}b"])
-def test_gpt2_roundtrip_never_encodes_the_end_of_document(tmp_path: Path, text: str) -> None:
-    tokenizer = build_tokenizer(gpt2_files(tmp_path))
-    ids = tokenizer.encode(text)
-    assert (tokenizer.decode(ids), [ids]) == (text, tokenizer.encode_batch([text]))
-    again = pickle.loads(pickle.dumps(tokenizer))
-    assert (again.encode(text), again.eod) == (ids, tokenizer.eod)
-    assert tokenizer.eod not in ids
-    assert tokenizer.decode([tokenizer.eod]) == END
+    assert tokenizer.decode([257, tokenizer.eod]) == f"hel{END}"
 
 
 @given(st.text("hel \n\t\u00a0\x1c\u3000's1é\0", max_size=60))
@@ -91,14 +80,10 @@ def test_gpt2_published_vocabulary(shared_data: Path) -> None:
 
 
 def test_gpt2_fingerprint_depends_on_both_files(tmp_path: Path) -> None:
-    config = gpt2_files(tmp_path)
-    digests = [build_tokenizer(config).fingerprint.digest]
-    (tmp_path / "merges.txt").write_text("#version: 0.2\nh e\n")
-    digests.append(build_tokenizer(config).fingerprint.digest)
-    gpt2_files(tmp_path, ("h e", "e l"))
-    digests.append(build_tokenizer(config).fingerprint.digest)
-    gpt2_files(tmp_path)
-    digests.append(build_tokenizer(config).fingerprint.digest)
+    digests = []
+    for merges in (("h e", "he l"), ("h e",), ("h e", "e l"), ("h e", "he l")):
+        config = gpt2_files(tmp_path, merges)
+        digests.append(build_tokenizer(config).fingerprint.digest)
     assert (len({*digests[:3]}), digests[3]) == (3, digests[0])
 
 
@@ -128,7 +113,6 @@ def test_hf_reads_a_file_or_its_folder(tmp_path: Path) -> None:
         assert tokenizer.encode("a b </s> a") == [0, 1, 4, 0]
         assert tokenizer.encode_batch(["a", "b b"]) == [[0], [1, 1]]
         assert tokenizer.decode([0, 4]) == "a </s>"
-        assert pickle.loads(pickle.dumps(tokenizer)).encode("b") == [1]
 
 
 def test_hf_reads_the_end_token_from_tokenizer_config(tmp_path: Path) -> None:
