@@ -27,20 +27,12 @@ from megatron_ds.tokenizer.fast_backend import (
     first_difference,
     select_backend,
 )
+from megatron_ds.tokenizer.gpt2 import GPT2BPETokenizer
 from tests.problems import codes, raises_problem
-from tests.unit.tokenizer.test_golden import FOLDER, build, texts
+from tests.unit.tokenizer.test_golden import FOLDER, build, texts, tokenizer_of
 
 CORPUS = texts()
 END = "<|endoftext|>"
-
-
-def gpt2(folder: Path = FOLDER, vocab: str = "vocab.json", merges: str = "merges.txt") -> Tokenizer:
-    files = {"vocab_file": str(folder / vocab), "merge_file": str(folder / merges)}
-    return build("GPT2BPETokenizer", **files)
-
-
-def from_json(path: Path) -> Tokenizer:
-    return build("HFTokenizer", tokenizer_model=str(path))
 
 
 def variant(folder: Path, change: Callable[[tokenizers.Tokenizer], None]) -> Tokenizer:
@@ -48,12 +40,12 @@ def variant(folder: Path, change: Callable[[tokenizers.Tokenizer], None]) -> Tok
     tokenizer = tokenizers.Tokenizer.from_file(str(FOLDER / "tokenizer.json"))
     change(tokenizer)
     tokenizer.save(str(folder / "tokenizer.json"))
-    return from_json(folder / "tokenizer.json")
+    return build("HFTokenizer", tokenizer_model=str(folder / "tokenizer.json"))
 
 
-GPT2, HF = gpt2(), from_json(FOLDER / "tokenizer.json")
-FAST = {"GPT2BPETokenizer": FastTokenizer(GPT2), "HFTokenizer": FastTokenizer(HF)}
-REFERENCE = {"GPT2BPETokenizer": GPT2, "HFTokenizer": HF}
+REFERENCE = {kind: tokenizer_of(kind) for kind in ("GPT2BPETokenizer", "HFTokenizer")}
+FAST = {kind: FastTokenizer(tokenizer) for kind, tokenizer in REFERENCE.items()}
+GPT2 = REFERENCE["GPT2BPETokenizer"]
 PIECES = st.one_of(
     st.text(max_size=8),
     st.sampled_from([*EDGES, END, "'s", "'LL", " ", "  ", "\n", "\r\n", "a", "1", "\u0301", "\0"]),
@@ -74,12 +66,13 @@ def test_any_texts_have_the_reference_ids(pieces: list[str]) -> None:
 
 def test_the_shared_texts_have_the_reference_ids(shared_data: Path) -> None:
     """Every document, and every text file as one text."""
-    reference = gpt2(shared_data, "gpt2-vocab.json", "gpt2-merges.txt")
+    files = (str(shared_data / f"gpt2-{name}") for name in ("vocab.json", "merges.txt"))
+    reference = GPT2BPETokenizer(*files)
     fast = FastTokenizer(reference)
     with open(shared_data / "openwebtext-1000.jsonl", encoding="utf-8") as file:
         texts = [json.loads(line)["text"] for line in file]
-    files = [path for path in sorted(shared_data.iterdir()) if path.suffix in (".txt", ".md")]
-    texts += [path.read_text(encoding="utf-8") for path in files]
+    paths = [path for path in sorted(shared_data.iterdir()) if path.suffix in (".txt", ".md")]
+    texts += [path.read_text(encoding="utf-8") for path in paths]
     expected = encode_flat(reference, texts)
     for _ in range(2):  # the second result may come from the library's cache
         found = fast.encode_flat(texts)

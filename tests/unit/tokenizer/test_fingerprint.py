@@ -31,11 +31,6 @@ MODEL = (
 )
 
 
-def with_bytes(folder: Path, content: bytes) -> str:
-    (folder / f"p{TOKENIZER_SUFFIX}").write_bytes(content)
-    return str(folder / "p")
-
-
 def pair(prefix: Path, made_by: bytes | None, tokens: int = 40) -> str:
     return write_pair(prefix, [np.arange(tokens) % 7], np.uint16, made_by)
 
@@ -75,7 +70,8 @@ RECORD = json.loads(ONE.to_json())
     ],
 )
 def test_damaged_files_are_named(tmp_path: Path, content: bytes) -> None:
-    prefix = with_bytes(tmp_path, content)
+    prefix = str(tmp_path / "p")
+    Path(f"{prefix}{TOKENIZER_SUFFIX}").write_bytes(content)
     with pytest.raises(ValueError, match=r"p\.tokenizer\.json"):
         read_tokenizer(prefix)
     assert f"{prefix}{TOKENIZER_SUFFIX}" in next(iter(tokenizer_mismatch(prefix, ONE)))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable
 from pathlib import Path
+from unittest.mock import Mock
 
 import huggingface_hub
 import pytest
@@ -31,30 +31,23 @@ def build_hf(name: str | Path, *, trust: bool = False) -> Tokenizer:
 def test_a_hub_name_is_downloaded_and_read_as_a_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    requested: list[tuple[str, list[str]]] = []
     (tmp_path / "tokenizer.json").write_bytes((FOLDER / "tokenizer.json").read_bytes())
 
-    def download(name: str, *, allow_patterns: Iterable[str]) -> str:
-        requested.append((name, list(allow_patterns)))
-        return str(tmp_path)
-
+    download = Mock(return_value=str(tmp_path))
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     monkeypatch.chdir(tmp_path)
     named, local = build_hf("someone/some-model_1.5"), build_hf(FOLDER / "tokenizer.json")
     assert [named.encode(text) for text in texts()] == [local.encode(text) for text in texts()]
     assert named.fingerprint.same_as(local.fingerprint)
-    ((name, patterns),) = requested
-    assert name == "someone/some-model_1.5"
+    patterns = download.call_args.kwargs["allow_patterns"]
+    download.assert_called_once_with("someone/some-model_1.5", allow_patterns=patterns)
     assert "*.json" in patterns
     assert not any("py" in pattern for pattern in patterns)
     assert needs_transformers("someone/some-model_1.5")
 
 
 def test_local_paths_are_not_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def download(*_: object, **__: object) -> str:
-        raise AssertionError("downloaded")
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", Mock(side_effect=OSError))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "gpt2").mkdir()
     (tmp_path / "gpt2" / "tokenizer.json").write_bytes((FOLDER / "tokenizer.json").read_bytes())
@@ -65,9 +58,7 @@ def test_local_paths_are_not_downloaded(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_a_failed_download_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    def download(*_: object, **__: object) -> str:
-        raise OSError("no network")
-
+    download = Mock(side_effect=OSError("no network"))
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     with raises_problem("tokenizer-download-failed", contains="nobody/nothing") as raised:
         build_hf("nobody/nothing")
