@@ -1,4 +1,4 @@
-"""The model in one process: loss, logits, initial weights, rejected inputs."""
+"""The model in one process: loss, logits, initial weights, cache, rejected inputs."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from megatron_ds.config.model import ACTIVATIONS, ModelConfig
+from megatron_ds.inference.kv_cache import PreallocatedCache
 from megatron_ds.model.gpt import GPTModel
 from tests.problems import raises_problem
 from tests.unit.model.dense import TINY, build_model
@@ -55,6 +56,16 @@ def test_later_tokens_do_not_change_earlier_logits(activation: str, position: st
     before, after = model(tokens), model(changed)
     torch.testing.assert_close(before[:, :7], after[:, :7])
     assert not torch.allclose(before[:, 7:, :50], after[:, 7:, :50])
+
+
+@pytest.mark.parametrize("groups", [None, 2])
+@pytest.mark.parametrize("position", POSITIONS)
+def test_cache_gives_the_logits_of_the_full_sequence(position: str, groups: int | None) -> None:
+    model = build(position_embedding_type=position, num_query_groups=groups).eval()
+    tokens, cache = some_tokens(), PreallocatedCache(layers=2, capacity=12)
+    with torch.no_grad():
+        parts = [model(part, cache=cache) for part in tokens.split([5, 1, 1, 4, 1], dim=1)]
+        torch.testing.assert_close(torch.cat(parts, dim=1), model(tokens), rtol=1e-4, atol=1e-5)
 
 
 def test_parameters_have_canonical_names_and_shapes() -> None:
