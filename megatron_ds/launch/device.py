@@ -12,13 +12,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 DEVICE_PACKAGES = (
-    "torch_npu",
-    "torch_sdaa",
-    "torch_mlu",
-    "torch_supa",
-    "torch_xmlir",
-    "habana_frameworks",
-)
+    "torch_npu", "torch_sdaa", "torch_mlu", "torch_supa", "torch_xmlir", "habana_frameworks",
+)  # fmt: skip
 """Packages that bring devices which DeepSpeed supports and torch itself does not know."""
 
 

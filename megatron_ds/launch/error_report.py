@@ -28,7 +28,6 @@ TIMEOUT_HINT = (
 COLLECTIVE_ERROR_TEXTS = ("gloo", "nccl", "connection closed by peer", "connection reset by peer")
 """Parts of the messages of torch's communication libraries."""
 LOADER_ERROR_TEXTS = ("dataloader worker (pid",)
-TIMEOUT_TEXTS = ("timed out", "timeout")
 
 
 @dataclass(frozen=True)
@@ -68,7 +67,7 @@ def make_report(error: BaseException) -> ErrorReport:
         return ErrorReport(f"ended with status {error.code}", ExitCode.ERROR)
     if isinstance(error, SystemExit):
         return ErrorReport(f"ended: {error}", ExitCode.ERROR, message, is_common=True)
-    if is_collective_error(error) and _mentions(error, TIMEOUT_TEXTS):
+    if is_collective_error(error) and _mentions(error, ("timed out", "timeout")):
         text = f"{TIMEOUT_HINT}\n{_waiting_location(error)}"
         return ErrorReport(f"failed: {TIMEOUT_HINT}", ExitCode.ERROR, text)
     hint = _hint(error)
