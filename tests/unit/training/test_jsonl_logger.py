@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megatron_ds.training.jsonl_logger import JsonLines
-from megatron_ds.training.records import EvalRecord, StepRecord
 from tests.problems import raises_problem
-
-Step = Callable[..., StepRecord]
-Evaluation = Callable[..., EvalRecord]
+from tests.unit.training.logger_records import documented, evaluation, step
 
 
 @pytest.fixture
@@ -36,9 +32,7 @@ def iterations(path: Path) -> list[int]:
     return [record["iteration"] for record in read(path)]
 
 
-def test_steps_have_the_documented_keys_in_order(
-    path: Path, step: Step, documented: Callable[[str], list[list[str]]]
-) -> None:
+def test_steps_have_the_documented_keys_in_order(path: Path) -> None:
     path = path.with_name("below") / path.name
     JsonLines(path, 0).log_steps([step(1)])
     (record,) = read(path)
@@ -48,14 +42,14 @@ def test_steps_have_the_documented_keys_in_order(
     assert record["skipped"] is False
 
 
-def test_further_metrics_follow_under_their_names(path: Path, step: Step) -> None:
+def test_further_metrics_follow_under_their_names(path: Path) -> None:
     JsonLines(path, 0).log_steps([step(1, extras={"aux loss": 0.25, "router z-loss": 2.0})])
     (record,) = read(path)
     assert list(record.items())[-2:] == [("aux loss", 0.25), ("router z-loss", 2.0)]
     assert "extras" not in record
 
 
-def test_numbers_that_json_lacks_become_null(path: Path, step: Step) -> None:
+def test_numbers_that_json_lacks_become_null(path: Path) -> None:
     nan, inf = float("nan"), float("inf")
     JsonLines(path, 0).log_steps([step(1, lm_loss=nan, grad_norm=inf, nan=True, skipped=True)])
     (record,) = read(path)
@@ -63,7 +57,7 @@ def test_numbers_that_json_lacks_become_null(path: Path, step: Step) -> None:
     assert (record["nan"], record["skipped"]) == (True, True)
 
 
-def test_records_can_be_read_during_the_run(path: Path, step: Step, evaluation: Evaluation) -> None:
+def test_records_can_be_read_during_the_run(path: Path) -> None:
     logger = JsonLines(path, 0)
     logger.log_steps([step(1), step(2)])
     assert iterations(path) == [1, 2]
@@ -75,7 +69,7 @@ def test_records_can_be_read_during_the_run(path: Path, step: Step, evaluation: 
     }
 
 
-def test_a_resumed_run_has_every_step_once(path: Path, step: Step, evaluation: Evaluation) -> None:
+def test_a_resumed_run_has_every_step_once(path: Path) -> None:
     before = JsonLines(path, 0)
     before.log_steps([step(1), step(2), step(3)])
     before.log_eval(evaluation(3))
@@ -89,7 +83,7 @@ def test_a_resumed_run_has_every_step_once(path: Path, step: Step, evaluation: E
     assert [item.name for item in path.parent.iterdir()] == ["metrics.jsonl"]
 
 
-def test_evaluations_name_their_dataset(path: Path, evaluation: Evaluation) -> None:
+def test_evaluations_name_their_dataset(path: Path) -> None:
     logger = JsonLines(path, 0)
     for group in ("", "A", "B", "A"):
         logger.log_eval(evaluation(1, "test", group))
@@ -99,9 +93,7 @@ def test_evaluations_name_their_dataset(path: Path, evaluation: Evaluation) -> N
     ]
 
 
-def test_an_evaluation_of_the_same_weights_is_written_once(
-    path: Path, step: Step, evaluation: Evaluation
-) -> None:
+def test_an_evaluation_of_the_same_weights_is_written_once(path: Path) -> None:
     first = JsonLines(path, 0)
     first.log_steps([step(1)])
     first.log_eval(evaluation(1))
@@ -116,7 +108,7 @@ def test_an_evaluation_of_the_same_weights_is_written_once(
 
 
 @pytest.mark.parametrize("tail", ['{"iteration": 2, "consu', "\0\0\0", '{"iteration": "'])
-def test_an_incomplete_last_line_is_dropped(path: Path, step: Step, tail: str) -> None:
+def test_an_incomplete_last_line_is_dropped(path: Path, tail: str) -> None:
     JsonLines(path, 0).log_steps([step(1)])
     with path.open("a", encoding="utf-8") as file:
         file.write(tail)
@@ -124,7 +116,7 @@ def test_an_incomplete_last_line_is_dropped(path: Path, step: Step, tail: str) -
     assert iterations(path) == [1, 2]
 
 
-def test_a_last_line_without_newline_is_kept(path: Path, step: Step) -> None:
+def test_a_last_line_without_newline_is_kept(path: Path) -> None:
     JsonLines(path, 0).log_steps([step(1)])
     path.write_text(path.read_text(encoding="utf-8").rstrip("\n"), encoding="utf-8")
     JsonLines(path, 1).log_steps([step(2)])
@@ -139,7 +131,7 @@ def test_a_foreign_file_is_rejected_and_not_changed(path: Path) -> None:
     assert [item.name for item in path.parent.iterdir()] == ["metrics.jsonl"]
 
 
-def test_new_runs_keep_older_files_under_numbers(path: Path, step: Step) -> None:
+def test_new_runs_keep_older_files_under_numbers(path: Path) -> None:
     for last in (3, 2, 1):
         JsonLines(path, 0).log_steps([step(iteration) for iteration in range(1, last + 1)])
     assert iterations(path) == [1]
@@ -148,7 +140,7 @@ def test_new_runs_keep_older_files_under_numbers(path: Path, step: Step) -> None
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
-def test_a_full_disk_delays_records_without_loss(path: Path, step: Step) -> None:
+def test_a_full_disk_delays_records_without_loss(path: Path) -> None:
     logged: list[str] = []
     logger = JsonLines(path, 0, warn=logged.append)
     logger.log_steps([step(1)])

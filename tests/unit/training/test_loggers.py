@@ -6,7 +6,6 @@ import dataclasses
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -20,10 +19,8 @@ from megatron_ds.training.loggers import (
     jsonl_path,
     open_loggers,
 )
-from megatron_ds.training.records import EvalRecord, IntervalRecord, StepRecord
-
-Step = Callable[..., StepRecord]
-Interval = Callable[..., IntervalRecord]
+from megatron_ds.training.records import IntervalRecord
+from tests.unit.training.logger_records import documented, evaluation, interval, step
 
 
 def config_with(save: Path | None = None, **logging: object) -> Config:
@@ -59,7 +56,7 @@ def kinds(config: Config) -> list[str]:
 
 # TensorBoard's own thread prints the error as well.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_deleted_tensorboard_folder_does_not_stop_the_run(tmp_path: Path, step: Step) -> None:
+def test_a_deleted_tensorboard_folder_does_not_stop_the_run(tmp_path: Path) -> None:
     logged: list[str] = []
     config = config_with(tensorboard_dir=str(tmp_path / "board"))
     _, board = open_loggers(config, TrainState(), world_size=1, dp_size=1, write=logged.append)
@@ -94,7 +91,7 @@ def test_tensorboard_is_imported_only_if_used() -> None:
 
 
 @pytest.fixture
-def full(interval: Interval, step: Step) -> IntervalRecord:
+def full() -> IntervalRecord:
     """An interval with every field."""
     last = step(12, loss_scale=65536.0, curriculum_seqlen=64)
     return interval(12, last=last, params_norm=77.5, skipped=1, nan=2)
@@ -111,7 +108,7 @@ def test_interval_line_has_the_format_of_megatron(full: IntervalRecord) -> None:
     )
 
 
-def test_unknown_fields_are_left_out(interval: Interval, step: Step) -> None:
+def test_unknown_fields_are_left_out() -> None:
     unknown = dict.fromkeys(
         ("lm_loss", "samples_per_second", "tokens_per_second_per_device", "tflops")
     )
@@ -121,27 +118,25 @@ def test_unknown_fields_are_left_out(interval: Interval, step: Step) -> None:
         assert field not in line
 
 
-def test_zeros_and_a_nonfinite_loss_are_shown(interval: Interval, step: Step) -> None:
+def test_zeros_and_a_nonfinite_loss_are_shown() -> None:
     line = interval_line(interval(1, last=step(1, grad_norm=0.0), lm_loss=0.0, params_norm=0.0))
     for field in ("lm loss: 0.0", "grad norm: 0.0", "params norm: 0.0"):
         assert field in line
     assert "| lm loss: NAN |" in interval_line(interval(1, lm_loss=float("nan")))
 
 
-def test_further_metrics_are_shown_under_their_names(interval: Interval) -> None:
+def test_further_metrics_are_shown_under_their_names() -> None:
     line = interval_line(interval(1, params_norm=1.0, extras={"aux loss": 0.25, "z-loss": 2.0}))
     assert " params norm: 1.000 | aux loss: 2.500000E-01 | z-loss: 2.000000E+00 | number" in line
 
 
-def test_the_document_lists_the_fields_in_order(
-    full: IntervalRecord, documented: Callable[[str], list[list[str]]]
-) -> None:
+def test_the_document_lists_the_fields_in_order(full: IntervalRecord) -> None:
     fields = interval_line(full).strip(" |").split(" | ")
     names = [field.split(":")[0] if ":" in field else field.split()[0] for field in fields]
     assert names == [row[0] for row in documented("The training line")]
 
 
-def test_evaluation_block_has_the_format_of_megatron(evaluation: Callable[..., EvalRecord]) -> None:
+def test_evaluation_block_has_the_format_of_megatron() -> None:
     """The name of a dataset replaces the split, which is always called validation."""
     results = " loss at iteration 7 | lm loss value: 2.000000E+00 | lm loss PPL: 7.389056E+00 | "
     for split in ("validation", "test"):
@@ -151,9 +146,7 @@ def test_evaluation_block_has_the_format_of_megatron(evaluation: Callable[..., E
             assert first == last == "-" * (len(text) + 1)
 
 
-def test_the_console_writes_intervals_and_evaluations(
-    interval: Interval, evaluation: Callable[..., EvalRecord]
-) -> None:
+def test_the_console_writes_intervals_and_evaluations() -> None:
     lines: list[str] = []
     console = Console(lines.append)
     console.log_steps([interval(1).last])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,9 +14,8 @@ from megatron_ds.config import Config
 from megatron_ds.train_state import TrainState
 from megatron_ds.training.records import SPLITS, EvalRecord, IntervalRecord, StepRecord
 from megatron_ds.training.tensorboard_logger import TensorBoard
+from tests.unit.training.logger_records import documented, evaluation, interval, step
 
-Step = Callable[..., StepRecord]
-Evaluation = Callable[..., EvalRecord]
 MEMORY = {"mem-reserved-bytes": 5, "mem-allocated-bytes": 4, "mem-allocated-count": 3}
 
 
@@ -51,13 +49,7 @@ def points(folder: Path) -> dict[str, list[tuple[int, float]]]:
     }
 
 
-def test_the_tags_are_the_documented_ones(
-    tmp_path: Path,
-    step: Step,
-    interval: Callable[..., IntervalRecord],
-    evaluation: Evaluation,
-    documented: Callable[[str], list[list[str]]],
-) -> None:
+def test_the_tags_are_the_documented_ones(tmp_path: Path) -> None:
     flags = [
         item.name
         for item in dataclasses.fields(Config().logging)
@@ -78,7 +70,7 @@ def test_the_tags_are_the_documented_ones(
     assert set(points(tmp_path)) == expected
 
 
-def test_points_have_their_counts(tmp_path: Path, step: Step, evaluation: Evaluation) -> None:
+def test_points_have_their_counts(tmp_path: Path) -> None:
     write(tmp_path, step(1), step(2), evaluation(2), log_timers_to_tensorboard=True)
     found = points(tmp_path)
     assert found["lm-loss-training/lm loss"] == [(1, 9.0), (2, 8.0)]
@@ -103,24 +95,18 @@ def test_points_have_their_counts(tmp_path: Path, step: Step, evaluation: Evalua
         ("log_timers_to_tensorboard", "iteration-time/"),
     ],
 )
-def test_flags_select_tags(
-    tmp_path: Path,
-    step: Step,
-    interval: Callable[..., IntervalRecord],
-    flag: str,
-    prefix: str,
-) -> None:
+def test_flags_select_tags(tmp_path: Path, flag: str, prefix: str) -> None:
     """`test_the_tags_are_the_documented_ones` sets all of them."""
     write(tmp_path, step(1, loss_scale=8.0), interval(1), **{flag: False})
     assert not any(tag.startswith(prefix) for tag in points(tmp_path))
 
 
-def test_perplexity_needs_its_flag(tmp_path: Path, evaluation: Evaluation) -> None:
+def test_perplexity_needs_its_flag(tmp_path: Path) -> None:
     write(tmp_path, evaluation(1))
     assert not any("ppl" in tag for tag in points(tmp_path))
 
 
-def test_tensorboard_log_interval_selects_iterations(tmp_path: Path, step: Step) -> None:
+def test_tensorboard_log_interval_selects_iterations(tmp_path: Path) -> None:
     write(tmp_path, *map(step, range(1, 6)), tensorboard_log_interval=2)
     assert [x for x, _ in points(tmp_path)["grad-norm/grad-norm"]] == [2, 4]
 
@@ -136,9 +122,7 @@ def test_every_setting_is_written_as_text(tmp_path: Path) -> None:
     assert event.tensor_proto.string_val == [b"7"]
 
 
-def test_a_resumed_run_removes_points_after_its_checkpoint(
-    tmp_path: Path, step: Step, evaluation: Evaluation
-) -> None:
+def test_a_resumed_run_removes_points_after_its_checkpoint(tmp_path: Path) -> None:
     write(tmp_path, *map(step, range(1, 6)), evaluation(5))
     write(tmp_path, step(4, lm_loss=1.0), start=3)
     found = points(tmp_path)
@@ -151,9 +135,7 @@ def test_a_resumed_run_removes_points_after_its_checkpoint(
     assert not any("validation" in tag for tag in found)
 
 
-def test_older_files_are_truncated_if_the_newest_has_no_remaining_steps(
-    tmp_path: Path, step: Step
-) -> None:
+def test_older_files_are_truncated_if_the_newest_has_no_remaining_steps(tmp_path: Path) -> None:
     write(tmp_path, step(1), step(2))
     (path,) = tmp_path.iterdir()
     # An older name: names contain seconds, and tests are faster.
@@ -163,7 +145,7 @@ def test_older_files_are_truncated_if_the_newest_has_no_remaining_steps(
     assert [x for x, _ in points(tmp_path)["grad-norm/grad-norm"]] == [1]
 
 
-def test_a_truncated_event_file_is_read_up_to_its_end(tmp_path: Path, step: Step) -> None:
+def test_a_truncated_event_file_is_read_up_to_its_end(tmp_path: Path) -> None:
     write(tmp_path, *map(step, range(1, 4)))
     (path,) = tmp_path.iterdir()
     path.write_bytes(path.read_bytes()[:-5])
@@ -171,9 +153,7 @@ def test_a_truncated_event_file_is_read_up_to_its_end(tmp_path: Path, step: Step
     assert [x for x, _ in points(tmp_path)["grad-norm/grad-norm"]] == [1, 2]
 
 
-def test_a_repeated_evaluation_is_written_once(
-    tmp_path: Path, step: Step, evaluation: Evaluation
-) -> None:
+def test_a_repeated_evaluation_is_written_once(tmp_path: Path) -> None:
     write(tmp_path, step(1), step(2), evaluation(2), evaluation(2))
     for _ in range(2):
         write(tmp_path, evaluation(2), evaluation(2, "test"), start=2)
@@ -182,7 +162,7 @@ def test_a_repeated_evaluation_is_written_once(
     assert found["lm-loss-validation/lm loss test vs tokens"] == [(64, 2.0)]
 
 
-def test_a_new_run_archives_older_event_files(tmp_path: Path, step: Step) -> None:
+def test_a_new_run_archives_older_event_files(tmp_path: Path) -> None:
     for loss in (1.0, 2.0, 3.0):
         write(tmp_path, step(1, lm_loss=loss))
     tag = "lm-loss-training/lm loss"
@@ -191,7 +171,7 @@ def test_a_new_run_archives_older_event_files(tmp_path: Path, step: Step) -> Non
     assert points(tmp_path / "previous-2")[tag] == [(1, 2.0)]
 
 
-def test_further_metrics_have_their_names_as_tags(tmp_path: Path, step: Step) -> None:
+def test_further_metrics_have_their_names_as_tags(tmp_path: Path) -> None:
     write(tmp_path, *(step(n, extras={"dropped tokens": n / 2}) for n in (1, 2, 3)))
     write(tmp_path, start=2)
     found = points(tmp_path)
@@ -199,7 +179,7 @@ def test_further_metrics_have_their_names_as_tags(tmp_path: Path, step: Step) ->
     assert found["dropped tokens vs tokens"] == [(32, 0.5), (64, 1.0)]
 
 
-def test_warm_up_has_no_throughput(tmp_path: Path, step: Step) -> None:
+def test_warm_up_has_no_throughput(tmp_path: Path) -> None:
     write(tmp_path, step(1, warm_up=True), step(2), log_timers_to_tensorboard=True)
     found = points(tmp_path)
     speeds = [tag for tag in found if tag.startswith("iteration-time/")]
