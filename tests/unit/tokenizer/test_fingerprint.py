@@ -14,12 +14,10 @@ from megatron_ds.cli.arguments import build_config
 from megatron_ds.data.indexed_dataset import TOKENIZER_SUFFIX, IndexedDataset
 from megatron_ds.data.indexed_writer import pair_writer
 from megatron_ds.data.tokenizer_metadata import merged_metadata, read_tokenizer, tokenizer_mismatch
-from megatron_ds.preprocess.inputs import InputSpec
-from megatron_ds.preprocess.options import PreprocessOptions
-from megatron_ds.preprocess.pipeline import preprocess
 from megatron_ds.tokenizer.fingerprint import TokenizerFingerprint
 from megatron_ds.tokenizer.null import NullTokenizer
 from megatron_ds.training.preflight import check
+from tests.problems import raises_problem
 from tests.token_files import write_pair
 from tests.unit.tokenizer.test_golden import FILES, FOLDER, tokenizer_of
 
@@ -77,17 +75,6 @@ def test_damaged_files_are_named(tmp_path: Path, content: bytes) -> None:
     assert f"{prefix}{TOKENIZER_SUFFIX}" in next(iter(tokenizer_mismatch(prefix, ONE)))
 
 
-def test_preprocessing_writes_the_fingerprint_for_every_key(tmp_path: Path) -> None:
-    (tmp_path / "in.jsonl").write_text('{"a": "1", "b": "2 3"}\n')
-    inputs = InputSpec(paths=(str(tmp_path / "in.jsonl"),))
-    preprocess(
-        PreprocessOptions(inputs, str(tmp_path / "out"), json_keys=("a", "b")), NullTokenizer(9)
-    )
-    for key in "ab":
-        found = read_tokenizer(str(tmp_path / f"out_{key}_document"))
-        assert found == TokenizerFingerprint("NullTokenizer", {}, 10, 9)
-
-
 def test_a_new_pair_removes_the_old_fingerprint(tmp_path: Path) -> None:
     pair(tmp_path / "p", ONE.to_json())
     assert read_tokenizer(str(tmp_path / "p")) == ONE
@@ -102,13 +89,11 @@ def test_a_new_pair_removes_the_old_fingerprint(tmp_path: Path) -> None:
 
 def test_merging_pairs_of_different_tokenizers_is_an_error(tmp_path: Path) -> None:
     other = TokenizerFingerprint("B", {}, 9, 8)
-    a, b = (pair(tmp_path / name, ONE.to_json()) for name in "ab")
-    c, d = pair(tmp_path / "c", other.to_json()), pair(tmp_path / "d", None)
-    assert merged_metadata([a, b]) == ONE.to_json()
-    assert merged_metadata([a, d]) is None
-    with pytest.raises(ValueError) as raised:
-        merged_metadata([a, d, c])
-    assert all(str(value) in str(raised.value) for value in (a, ONE, c, other))
+    metadata = {"a": ONE.to_json(), "b": None, "c": other.to_json()}
+    a, b, c = (pair(tmp_path / name, content) for name, content in metadata.items())
+    with raises_problem("merging-different-tokenizers", contains=str(ONE)) as raised:
+        merged_metadata([a, b, c])
+    assert all(str(value) in raised.problem for value in (a, c, other))
 
 
 def problems(prefix: str, tokenizer: str) -> list[str]:

@@ -18,11 +18,8 @@ SIZES = {"bpe": 400, "wordpiece": 500, "unigram": 600}
 Train = Callable[[Iterable[str], int, Path], int]
 TRAINED: dict[str, Train] = {kind: getattr(train, f"train_{kind}") for kind in SIZES}
 
-TYPES = {
-    "bpe": "GPT2BPETokenizer",
-    "wordpiece": "BertWordPieceCase",
-    "unigram": "GPTSentencePieceTokenizer",
-}
+TYPES = {"bpe": "GPT2BPETokenizer", "wordpiece": "BertWordPieceCase"}
+TYPES["unigram"] = "GPTSentencePieceTokenizer"
 
 
 def read(kind: str, folder: Path) -> Tokenizer:
