@@ -47,21 +47,12 @@ def run_ranks(
         RankError: A rank failed; the message is the traceback of the first one.
         TimeoutError: A rank did not finish in time. Every process has ended in both cases.
     """
-    from tests.fork_server import clean_environment, shared_fork_server
+    from tests.fork_server import rank_environments, shared_fork_server
 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "job").write_bytes(pickle.dumps((fn, args, timeout)))
-        ranks = range(world_size)
-        environments = [
-            {
-                **clean_environment(),
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
-                "WORLD_SIZE": str(world_size),
-            }
-            for rank in ranks
-        ]
+        ranks, environments = range(world_size), rank_environments(world_size)
         logs = [folder / f"{rank}.log" for rank in ranks]
         processes = shared_fork_server().start(Path(__file__), [name], environments, logs)
         try:

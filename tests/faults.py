@@ -107,12 +107,13 @@ def nth_call(fault: Fault) -> Callable[..., bool]:
     return lambda *arguments, **keywords: fault.matches(next(calls))
 
 
-def is_killed(run: Callable[[], object]) -> bool:
-    """Whether a forked child that calls `run` dies of SIGKILL; otherwise it must succeed."""
+def is_killed_at(text: str, run: Callable[[], object]) -> bool:
+    """Whether a forked child that calls `run` reaches the fault, which must be a kill."""
     child = os.fork()
     if child == 0:
         status = 1
         try:
+            inject(text)
             run()
             status = 0
         finally:
@@ -120,16 +121,6 @@ def is_killed(run: Callable[[], object]) -> bool:
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     assert status in (0, -signal.SIGKILL), f"the child exited with status {status}"
     return status != 0
-
-
-def is_killed_at(text: str, run: Callable[[], object]) -> bool:
-    """Whether a forked child that calls `run` reaches the fault, which must be a kill."""
-
-    def run_with_fault() -> None:
-        inject(text)
-        run()
-
-    return is_killed(run_with_fault)
 
 
 def build_faulty_disk(folder: Path) -> Path:
@@ -258,14 +249,13 @@ def _at_evaluation(fault: Fault, action: Action) -> None:
     """In the n-th micro-batch of all evaluations; each is printed."""
     from megatron_ds.engine.zero import ZeroEngine
 
-    is_nth = nth_call(fault)
     numbers = itertools.count(1)
-
     eval_loss = ZeroEngine.eval_loss
 
     def watch(batch: Any) -> Any:
-        print(f"evaluation micro-batch {next(numbers)}", flush=True)
-        if is_nth():
+        number = next(numbers)
+        print(f"evaluation micro-batch {number}", flush=True)
+        if fault.matches(number):
             action()
         return batch
 

@@ -29,9 +29,8 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 DEADLINE = 300.0
@@ -42,20 +41,22 @@ PRELOADED = (
     "torch.utils.tensorboard",
     "pytest",
 )
-LAUNCHER_VARIABLES = (
-    "RANK",
-    "LOCAL_RANK",
-    "WORLD_SIZE",
-    "LOCAL_WORLD_SIZE",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-)
+LAUNCHER_VARIABLES = {
+    *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+}
 
 
 def clean_environment() -> dict[str, str]:
     """This process's environment without a launcher's variables: CPU, one thread per process."""
     kept = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
     return {**kept, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+
+
+def rank_environments(count: int, **other: str) -> list[dict[str, str]]:
+    """The environment of each of `count` ranks on this machine, as a launcher sets it."""
+    world = {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count), **other}
+    ranks = map(str, range(count))
+    return [{**clean_environment(), **world, "RANK": r, "LOCAL_RANK": r} for r in ranks]
 
 
 class ForkServer:
@@ -88,14 +89,8 @@ class ForkServer:
             environments: Environment of each process.
             logs: File for the output of each process.
         """
-        pids = self.ask(
-            start={
-                "script": str(script),
-                "argv": list(argv),
-                "environments": [dict(environment) for environment in environments],
-                "logs": [str(log) for log in logs],
-            }
-        )
+        words = {"script": str(script), "argv": list(argv), "logs": [str(log) for log in logs]}
+        pids = self.ask(start={**words, "environments": [dict(each) for each in environments]})
         return [ForkedProcess(self, pid) for pid in pids]
 
     def ask(self, **request: Any) -> Any:
@@ -146,41 +141,15 @@ class ForkedProcess:
 # The server.
 
 
-@dataclass(frozen=True)
-class Child:
-    """What a forked process is to run."""
-
-    script: str
-    argv: list[str]
-    environment: dict[str, str]
-    log: str
-
-    def run(self) -> None:
-        """Runs the script as the main program of this process."""
-        for descriptor, path in ((0, os.devnull), (1, self.log)):
-            opened = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
-            os.dup2(opened, descriptor)
-            os.close(opened)
-        os.dup2(1, 2)
-        sys.stdin = open(0, closefd=False)  # noqa: SIM115 (it lives as long as the process)
-        os.environ.clear()
-        os.environ.update(self.environment)
-        sys.argv = [self.script, *self.argv]
-        runpy.run_path(self.script, run_name="__main__")
-
-
-def serve() -> Child | None:
-    """Answers requests until the client closes; in a forked process, returns what to run there."""
+def serve() -> None:
+    """Answers requests until the client closes; a forked process runs its script from here."""
     running: set[int] = set()
     for line in sys.stdin:
         request = json.loads(line)
         answer: Any
         if "start" in request:
-            started = fork_ranks(**request["start"])
-            if isinstance(started, Child):
-                return started
-            running.update(started)
-            answer = started
+            answer = fork_ranks(**request["start"])
+            running.update(answer)
         else:
             answer = poll(request["poll"])
             if answer is not None:
@@ -189,22 +158,35 @@ def serve() -> Child | None:
     for pid in running:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-    return None
 
 
 def fork_ranks(
     script: str, argv: list[str], environments: list[dict[str, str]], logs: list[str]
-) -> list[int] | Child:
-    """The pids in the server; in a forked process, what to run there."""
+) -> list[int]:
     pids: list[int] = []
     for environment, log in zip(environments, logs, strict=True):
         pid = os.fork()
         if pid == 0:
             os.setpgid(0, pids[0] if pids else 0)
-            return Child(script, argv, environment, log)
+            run_script(script, argv, environment, log)
         os.setpgid(pid, pids[0] if pids else pid)
         pids.append(pid)
     return pids
+
+
+def run_script(script: str, argv: list[str], environment: dict[str, str], log: str) -> NoReturn:
+    """Runs the script as the main program of this process."""
+    for descriptor, path in ((0, os.devnull), (1, log)):
+        opened = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
+        os.dup2(opened, descriptor)
+        os.close(opened)
+    os.dup2(1, 2)
+    sys.stdin = open(0, closefd=False)  # noqa: SIM115 (it lives as long as the process)
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.argv = [script, *argv]
+    runpy.run_path(script, run_name="__main__")
+    sys.exit()
 
 
 def poll(pid: int) -> int | None:
@@ -223,9 +205,7 @@ def main() -> None:
     gc.collect()
     gc.freeze()  # collections in the forked processes skip, and do not copy, what was imported
     print(json.dumps("ready"), flush=True)
-    child = serve()
-    if child is not None:
-        child.run()
+    serve()
 
 
 if __name__ == "__main__":

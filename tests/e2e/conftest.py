@@ -8,22 +8,29 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_ds.data.indexed_writer import pair_writer
 from tests.e2e.runs import Launcher, Settings
+from tests.token_files import write_pair
 
 VOCAB = 120
 
 
+def write_corpus(prefix: Path, count: int, seed: int, step: int) -> Path:
+    """Token files whose documents count up or down from a random token."""
+    draw = np.random.default_rng(seed)
+    documents = [
+        np.append(
+            (draw.integers(0, VOCAB) + step * np.arange(draw.integers(10, 60))) % VOCAB, VOCAB
+        )
+        for _ in range(count)
+    ]
+    write_pair(prefix, documents)
+    return prefix
+
+
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Prefix of token files whose documents count up from a random token."""
-    prefix = tmp_path_factory.mktemp("corpus") / "tokens"
-    draw = np.random.default_rng(0)
-    with pair_writer(prefix, np.uint16) as writer:
-        for _ in range(300):
-            start, length = draw.integers(0, VOCAB), draw.integers(10, 60)
-            writer.add_document(np.append((start + np.arange(length)) % VOCAB, VOCAB))
-    return prefix
+    """Prefix of token files whose documents count up."""
+    return write_corpus(tmp_path_factory.mktemp("corpus") / "tokens", 300, seed=0, step=1)
 
 
 @pytest.fixture(scope="session")

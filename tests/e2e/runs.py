@@ -16,17 +16,35 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from megatron_ds.engine.ds_checkpoint_io import read_tensors
-from tests.fork_server import DEADLINE, REPOSITORY, ForkServer, clean_environment
+from tests.fork_server import (
+    DEADLINE,
+    REPOSITORY,
+    ForkedProcess,
+    ForkServer,
+    clean_environment,
+    rank_environments,
+)
 
+PROGRAMS = Path(sys.executable).parent
 PRETRAIN = REPOSITORY / "pretrain_gpt.py"
+LAUNCHERS: dict[str, tuple[object, ...]] = {
+    "deepspeed": (PROGRAMS / "deepspeed", "--num_gpus"),
+    "torchrun": (PROGRAMS / "torchrun", "--nproc_per_node"),
+    "python -m torch.distributed.run": (
+        *(sys.executable, "-m", "torch.distributed.run", "--nproc_per_node"),
+    ),
+}
+"""Name -> command up to the number of processes."""
+ENDLESS = 100_000
+"""Iterations of a run that something else must end."""
 FAULTS = REPOSITORY / "tests" / "faults.py"
 MARK = "MEGATRON_DS_E2E"
 TIMING_KEYS = ("seconds", "tokens_per_second", "tflops", "warm_up")
@@ -36,8 +54,10 @@ Settings = Mapping[str, Any]
 Record = dict[str, Any]
 
 
-def to_flags(settings: Settings) -> list[str]:
+def to_flags(settings: Settings | Sequence[str]) -> list[str]:
     """Command-line flags of fields; True is a flag without a value, None and False omit it."""
+    if not isinstance(settings, Mapping):
+        return list(settings)
     words: list[str] = []
     for name, value in settings.items():
         if value is None or value is False:
@@ -58,27 +78,23 @@ class Result:
     """Output of all processes, concatenated."""
 
 
-class Process(Protocol):
-    """The part of subprocess.Popen that a run uses."""
-
-    @property
-    def pid(self) -> int: ...
-
-    def poll(self) -> int | None: ...
-
-    def wait(self, timeout: float | None = None) -> int: ...
-
-
 class Run:
     """A started run: one process per rank, or one launcher."""
 
-    def __init__(self, processes: Sequence[Process], logs: Sequence[Path]) -> None:
+    def __init__(
+        self, processes: Sequence[ForkedProcess | subprocess.Popen[bytes]], logs: Sequence[Path]
+    ) -> None:
         self._processes = tuple(processes)
         self._logs = tuple(logs)
 
     @property
     def pids(self) -> tuple[int, ...]:
         return tuple(process.pid for process in self._processes)
+
+    @property
+    def stdout(self) -> str:
+        """What a command wrote to it; of forked processes `output` has both."""
+        return self._logs[0].read_text(errors="replace")
 
     @property
     def output(self) -> str:
@@ -104,14 +120,14 @@ class Run:
         assert not any(result.codes), f"exit status {result.codes}:\n{result.output[-5000:]}"
         return result.output
 
-    def wait_until(self, reached: Callable[[], bool]) -> None:
+    def wait_until(self, reached: Callable[[], bool], interval: float = 0.005) -> None:
         """Waits for a condition; fails if the run ends or hangs before it holds."""
         end = time.monotonic() + DEADLINE
         while not reached():
             ended = all(process.poll() is not None for process in self._processes)
             if ended or time.monotonic() > end:
                 raise AssertionError(f"the run did not reach the condition:\n{self.output[-3000:]}")
-            time.sleep(0.005)
+            time.sleep(interval)
 
     def kill(self) -> None:
         """SIGKILL to the whole process group."""
@@ -136,52 +152,57 @@ class Launcher:
 
     def start(
         self,
-        settings: Settings,
+        settings: Settings | Sequence[str],
         *,
         ranks: int = 1,
         script: Path = PRETRAIN,
         environment: Mapping[str, str] | None = None,
         fault: str | None = None,
         fault_rank: int | None = None,
-        fork: bool = True,
     ) -> Run:
-        """Starts a script (pretrain_gpt.py) on `ranks` processes, without a launcher.
+        """Forks `ranks` processes that run a script (pretrain_gpt.py), without a launcher.
 
         Args:
-            settings: Flags by field name.
+            settings: Flags by field name, or as words.
             ranks: Number of processes.
             script: Program to run.
             environment: Additional variables.
             fault: Fault to inject, as tests/faults.py describes; runs pretrain_gpt.py.
             fault_rank: Rank on which the fault occurs. If None, it occurs on all ranks.
-            fork: Fork the processes from the fork server; otherwise start commands.
         """
-        port = str(free_port())
-        environment = dict(environment or {})
+        environment = {MARK: self._mark, **(environment or {})}
         if fault is not None:
             script, environment["FAULT"] = FAULTS, fault
         if fault_rank is not None:
             environment["FAULT_RANK"] = str(fault_rank)
-        environments = [
-            {
-                **environment,
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
-                "WORLD_SIZE": str(ranks),
-                "LOCAL_WORLD_SIZE": str(ranks),
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": port,
-            }
-            for rank in range(ranks)
-        ]
-        argv = to_flags(settings)
-        if fork:
-            return self._fork(script, argv, environments)
-        return self._start([[sys.executable, str(script), *argv]] * ranks, environments)
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        environments = rank_environments(ranks, **address, **environment)
+        if self._fork_server is None:
+            self._fork_server = ForkServer(self._environment({}))
+        logs = [self._log() for _ in environments]
+        processes = self._fork_server.start(script, to_flags(settings), environments, logs)
+        return self._register(Run(processes, logs))
 
-    def command(self, words: Sequence[str], environment: Mapping[str, str] | None = None) -> Run:
+    def launch(self, name: str, settings: Settings, script: Path = PRETRAIN) -> tuple[Run, int]:
+        """Starts a script on two ranks with one of LAUNCHERS; returns the run and its port."""
+        port = free_port()
+        command = [*LAUNCHERS[name], 2, "--master_port", port, script, *to_flags(settings)]
+        return self.command(command), port
+
+    def command(self, words: Sequence[object], environment: Mapping[str, str] | None = None) -> Run:
         """Starts a command as a user does: a launcher, or plain Python."""
-        return self._start([list(words)], [dict(environment or {})])
+        logs = [self._log(), self._log()]
+        with logs[0].open("wb") as stdout, logs[1].open("wb") as stderr:
+            process = subprocess.Popen(
+                [str(word) for word in words],
+                stdin=subprocess.DEVNULL,
+                stdout=stdout,
+                stderr=stderr,
+                cwd=REPOSITORY,
+                env=self._environment(environment or {}),
+                process_group=0,
+            )
+        return self._register(Run([process], logs))
 
     def end_all(self) -> list[str]:
         """Kills all runs; returns the command lines of processes that outlived their run."""
@@ -210,33 +231,6 @@ class Launcher:
     def close(self) -> None:
         if self._fork_server is not None:
             self._fork_server.close()
-
-    def _fork(self, script: Path, argv: list[str], extras: Sequence[Mapping[str, str]]) -> Run:
-        if self._fork_server is None:
-            self._fork_server = ForkServer(self._environment({}))
-        logs = [self._log() for _ in extras]
-        environments = [self._environment(extra) for extra in extras]
-        return self._register(Run(self._fork_server.start(script, argv, environments, logs), logs))
-
-    def _start(
-        self, commands: Sequence[list[str]], environments: Sequence[Mapping[str, str]]
-    ) -> Run:
-        processes: list[subprocess.Popen[bytes]] = []
-        logs = [self._log() for _ in commands]
-        for command, extra, log in zip(commands, environments, logs, strict=True):
-            with log.open("wb") as file:
-                processes.append(
-                    subprocess.Popen(
-                        command,
-                        stdin=subprocess.DEVNULL,
-                        stdout=file,
-                        stderr=subprocess.STDOUT,
-                        cwd=REPOSITORY,
-                        env=self._environment(extra),
-                        process_group=processes[0].pid if processes else 0,
-                    )
-                )
-        return self._register(Run(processes, logs))
 
     def _register(self, run: Run) -> Run:
         self._runs.append(run)
@@ -310,35 +304,40 @@ def losses(save: Path) -> list[float]:
     return [record["lm_loss"] for record in steps(save)]
 
 
+def has_trained(save: Path, iterations: int = 2) -> Callable[[], bool]:
+    """A condition: metrics.jsonl, which is being written, has so many complete lines."""
+    file = save / "metrics.jsonl"
+    return lambda: file.exists() and file.read_text().count("\n") >= iterations
+
+
 def checkpoint_differences(first: Path, second: Path) -> list[str]:
     """Lists where DeepSpeed's files of two checkpoints differ, compared bit for bit."""
-    names = sorted(path.name for path in first.glob("*.pt"))
-    others = sorted(path.name for path in second.glob("*.pt"))
-    if names != others or not names:
-        return [f"files {names} and {others}"]
-    found = []
-    for name in names:
-        ours, theirs = (read_tensors(folder / name) for folder in (first, second))
-        found += _differences(ours, theirs, name)
-    return found
+    ours, theirs = (
+        dict(_leaves({path.name: read_tensors(path) for path in folder.glob("*.pt")}))
+        for folder in (first, second)
+    )
+    assert ours
+    differing = [place for place in ours.keys() & theirs if not _same(ours[place], theirs[place])]
+    return [*(ours.keys() ^ theirs.keys()), *differing]
 
 
-def _differences(first: Any, second: Any, place: str) -> list[str]:
-    if type(first) is not type(second):
-        return [f"{place}: {type(first)} and {type(second)}"]
-    if isinstance(first, torch.Tensor):
-        same = first.dtype == second.dtype and torch.equal(first, second)
-        return [] if same else [f"{place}: tensors differ"]
-    if isinstance(first, Mapping):
-        if first.keys() != second.keys():
-            return [f"{place}: keys {sorted(map(str, first))} and {sorted(map(str, second))}"]
-        pairs = [(key, first[key], second[key]) for key in first]
-    elif isinstance(first, list | tuple):
-        if len(first) != len(second):
-            return [f"{place}: {len(first)} and {len(second)} items"]
-        pairs = [(i, a, b) for i, (a, b) in enumerate(zip(first, second, strict=True))]
-    elif hasattr(first, "__dict__") and not isinstance(first, type):
-        return _differences(vars(first), vars(second), place)
+def _leaves(value: Any, place: str = "") -> Iterator[tuple[str, Any]]:
+    """Paths and values of all that a value contains; of a container its type."""
+    if isinstance(value, Mapping):
+        children = list(value.items())
+    elif isinstance(value, list | tuple):
+        children = list(enumerate(value))
+    elif hasattr(value, "__dict__") and not isinstance(value, type | torch.Tensor):
+        children = list(vars(value).items())
     else:
-        return [] if first == second else [f"{place}: {first} and {second}"]
-    return [text for key, a, b in pairs for text in _differences(a, b, f"{place}[{key}]")]
+        yield place, value
+        return
+    yield place, type(value)
+    for key, inner in children:
+        yield from _leaves(inner, f"{place}[{key}]")
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    return type(one) is type(other) and bool(one == other)

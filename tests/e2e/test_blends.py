@@ -7,12 +7,10 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from megatron_ds.data.indexed_writer import pair_writer
-from tests.e2e.conftest import VOCAB
+from tests.e2e.conftest import write_corpus
 from tests.e2e.runs import (
     Launcher,
     Settings,
@@ -30,13 +28,7 @@ CHANGE, END, BATCH = 4, 8, 8
 @pytest.fixture(scope="module")
 def second_corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Prefix of token files whose documents count down."""
-    prefix = tmp_path_factory.mktemp("second") / "other"
-    draw = np.random.default_rng(1)
-    with pair_writer(prefix, np.uint16) as writer:
-        for _ in range(100):
-            start, length = draw.integers(0, VOCAB), draw.integers(10, 60)
-            writer.add_document(np.append((start - np.arange(length)) % VOCAB, VOCAB))
-    return prefix
+    return write_corpus(tmp_path_factory.mktemp("second") / "other", 100, seed=1, step=-1)
 
 
 def record_of(folder: Path, step: int) -> dict[str, Any]:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.runs import Launcher, Settings, shared_memory_of
-from tests.e2e.test_signals import ENDLESS, has_trained, launched, linux
+from tests.e2e.runs import ENDLESS, Launcher, Settings, has_trained, shared_memory_of
+from tests.e2e.test_signals import linux
 from tests.faults import FAILURE, HANG_MESSAGE
 
 
@@ -24,7 +24,7 @@ def test_killed_rank_of_a_launcher(
     name: str, statuses: tuple[int, ...], launcher: Launcher, base: Settings, tmp_path: Path
 ) -> None:
     settings = {**base, "num_workers": 1, "train_iters": ENDLESS, "save": tmp_path}
-    run, port = launched(launcher, name, settings)
+    run, port = launcher.launch(name, settings)
     run.wait_until(has_trained(tmp_path))
     victim = launcher.process_of_rank(1)
     os.kill(victim, signal.SIGKILL)

@@ -39,6 +39,7 @@ def test_the_demo_trains_resumes_and_generates_from_the_users_text(
     make_corpus.main(["--output", str(text), "--megabytes", "0.3"])
     monkeypatch.setattr(demo, "MODEL", smaller(demo.MODEL))
     monkeypatch.setattr(demo, "TRAINING", smaller(demo.TRAINING))
+    monkeypatch.setattr(demo, "process_count", lambda: 1)
 
     code = demo.main(["--data", str(text), "--output", str(folder)])
 

@@ -7,7 +7,6 @@ import math
 import os
 import socket
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -15,11 +14,10 @@ from typing import NamedTuple
 import pytest
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 
-from tests.e2e.runs import REPOSITORY, Launcher, free_port, losses
+from tests.e2e.runs import PROGRAMS, REPOSITORY, Launcher, Run, free_port, losses
 from tools import make_corpus, preprocess_data, train_tokenizer
 
 EXAMPLES = REPOSITORY / "examples"
-PROGRAMS = Path(sys.executable).parent
 
 SIZES = """
 --num-layers 24 --hidden-size 1024 --num-attention-heads 16 --seq-length 1024
@@ -110,24 +108,27 @@ def test_every_script_has_its_commands_here() -> None:
     assert {path.name for path in EXAMPLES.glob("*.sh")} == set(COMMANDS)
 
 
-@pytest.mark.parametrize("name", COMMANDS)
-def test_commands_of_a_script(name: str, tmp_path: Path, listening: str) -> None:
-    log = tmp_path / "log"
+def typed(name: str, folder: Path, variables: dict[str, str]) -> list[str]:
+    """The commands of a script that is run with programs that only log how they are called."""
+    log = folder / "log"
     for program in ("python", "torchrun", "deepspeed"):
-        stub = tmp_path / program
+        stub = folder / program
         # serve.sh stops its server when the client exits: the client waits for the server's line.
         wait = f'case "$1" in *_cli.py) until [ -s {log} ]; do sleep 0.01; done;; esac'
         stub.write_text(f'#!/bin/sh\n{wait}\necho {program} "$@" >> {log}\n')
         stub.chmod(0o755)
+    environment = {**variables, "PATH": f"{folder}:/usr/bin:/bin"}
+    subprocess.run([EXAMPLES / name], cwd=folder, env=environment, check=True, timeout=60)
+    return log.read_text().splitlines()
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_commands_of_a_script(name: str, tmp_path: Path, listening: str) -> None:
     # serve.sh starts its client as soon as the port accepts connections.
-    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
-    if name == "serve.sh":
-        environment["PORT"] = listening
-
-    subprocess.run([EXAMPLES / name], cwd=tmp_path, env=environment, check=True, timeout=60)
-
-    lines = log.read_text().replace(listening, "PORT").splitlines()
-    assert lines == [" ".join(command.split()) for command in COMMANDS[name]]
+    lines = typed(name, tmp_path, {"PORT": listening} if name == "serve.sh" else {})
+    assert [line.replace(listening, "PORT") for line in lines] == [
+        " ".join(command.split()) for command in COMMANDS[name]
+    ]
 
 
 def test_zero_3_file_is_the_one_of_the_old_repository() -> None:
@@ -206,8 +207,13 @@ def assert_trained(folder: Path, iterations: int) -> None:
     assert (folder / "saved" / "latest").read_text().strip() == f"global_step{iterations}"
 
 
-def run(launcher: Launcher, name: str, variables: dict[str, str]) -> str:
-    return launcher.command([str(EXAMPLES / name)], variables).succeed()
+def run(launcher: Launcher, name: str, folder: Path, variables: dict[str, str], ranks: int) -> Run:
+    """Runs the commands of a script, with forked ranks in place of its launcher."""
+    *before, last = (line.split() for line in typed(name, folder, variables))
+    for words in before:
+        assert words[1] == "tools/preprocess_data.py"
+        assert preprocess_data.main(words[2:]) == 0
+    return launcher.start(last[last.index("pretrain_gpt.py") + 1 :], ranks=ranks)
 
 
 @pytest.fixture(scope="module")
@@ -216,7 +222,8 @@ def trained(
 ) -> tuple[Path, str]:
     """The folder and the output of the single-process example."""
     folder = tmp_path_factory.mktemp("345m")
-    output = run(launcher, "pretrain_gpt_345m.sh", tiny(text, folder, DATA=text.tokens))
+    script = EXAMPLES / "pretrain_gpt_345m.sh"
+    output = launcher.command([script], tiny(text, folder, DATA=text.tokens)).succeed()
     return folder, output
 
 
@@ -229,7 +236,7 @@ def test_one_process(trained: tuple[Path, str]) -> None:
 def test_fp16_trains_or_offers_bf16(text: Text, launcher: Launcher, tmp_path: Path) -> None:
     """DeepSpeed decides by the processor whether its CPU accelerator supports fp16."""
     variables = tiny(text, tmp_path, DATA=text.tokens, PRECISION="--fp16")
-    result = launcher.command([str(EXAMPLES / "pretrain_gpt_345m.sh")], variables).wait()
+    result = run(launcher, "pretrain_gpt_345m.sh", tmp_path, variables, 1).wait()
     if CPU_Accelerator().is_fp16_supported():
         assert not any(result.codes), result.output
         assert_trained(tmp_path, 4)
@@ -252,7 +259,7 @@ def test_four_way_data_parallel_after_preprocessing(
         GLOBAL=4,
         TENSORBOARD=tmp_path / "tensorboard",
     )
-    output = run(launcher, "pretrain_gpt_distributed.sh", variables)
+    output = run(launcher, "pretrain_gpt_distributed.sh", tmp_path, variables, 4).succeed()
 
     assert_trained(tmp_path, 4)
     for suffix in (".bin", ".idx"):
@@ -266,7 +273,7 @@ def test_older_torch_launcher_with_recomputation_replaces_the_backend(
     text: Text, launcher: Launcher, tmp_path: Path
 ) -> None:
     variables = tiny(text, tmp_path, DATA=text.tokens, PROCESSES=2, MICRO=1, GLOBAL=2)
-    output = run(launcher, "pretrain_gpt_launch.sh", variables)
+    output = run(launcher, "pretrain_gpt_launch.sh", tmp_path, variables, 2).succeed()
 
     assert_trained(tmp_path, 4)
     assert output.count("--distributed-backend nccl ") == 1
@@ -276,7 +283,7 @@ def test_zero_3_with_the_old_file(text: Text, launcher: Launcher, tmp_path: Path
     variables = tiny(
         text, tmp_path, DATA=text.tokens, PROCESSES=2, PRECISION="--fp16 --allow-fp16-on-cpu"
     )
-    output = run(launcher, "pretrain_gpt_zero3_tp4.sh", variables)
+    output = run(launcher, "pretrain_gpt_zero3_tp4.sh", tmp_path, variables, 2).succeed()
 
     assert_trained(tmp_path, 4)
     assert "cpu_offload" in output
@@ -295,7 +302,7 @@ def test_batch_size_rampup_with_all_logging(text: Text, launcher: Launcher, tmp_
         EXIT_INTERVAL=4,
         PRECISION="--fp16 --allow-fp16-on-cpu",
     )
-    output = run(launcher, "pretrain_gpt_rampup.sh", variables)
+    output = run(launcher, "pretrain_gpt_rampup.sh", tmp_path, variables, 2).succeed()
 
     assert_trained(tmp_path, 4)
     assert list((tmp_path / "saved" / "tensorboard").glob("events.out.tfevents.*"))

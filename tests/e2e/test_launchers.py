@@ -7,17 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.runs import PRETRAIN, Launcher, Settings, free_port, losses, to_flags
+from tests.e2e.runs import (
+    LAUNCHERS,
+    PRETRAIN,
+    PROGRAMS,
+    Launcher,
+    Settings,
+    free_port,
+    losses,
+    to_flags,
+)
 
-PROGRAMS = Path(sys.executable).parent
-LAUNCHERS = {
-    "deepspeed": [PROGRAMS / "deepspeed", "--num_gpus", "2", "--master_port", "PORT"],
-    "torchrun": [PROGRAMS / "torchrun", "--nproc_per_node", "2", "--master_port", "PORT"],
-    "python -m torch.distributed.run": [
-        *(sys.executable, "-m", "torch.distributed.run"),
-        *("--nproc_per_node", "2", "--master_port", "PORT"),
-    ],
-}
 SCHEDULE: Settings = {"global_batch_size": 8, "train_iters": 3}
 
 
@@ -35,9 +35,7 @@ def two_ranks(
 def test_two_processes(
     name: str, two_ranks: list[float], launcher: Launcher, base: Settings, tmp_path: Path
 ) -> None:
-    command = [str(free_port()) if part == "PORT" else str(part) for part in LAUNCHERS[name]]
-    flags = to_flags({**base, **SCHEDULE, "save": tmp_path})
-    output = launcher.command([*command, str(PRETRAIN), *flags]).succeed()
+    output = launcher.launch(name, {**base, **SCHEDULE, "save": tmp_path})[0].succeed()
     assert "2 processes on cpu" in output
     assert "data parallel 2" in output
     assert losses(tmp_path) == two_ranks
@@ -48,7 +46,7 @@ def test_one_process_without_a_launcher(
 ) -> None:
     """One process gives the same losses on the same batches, up to rounding."""
     flags = to_flags({**base, **SCHEDULE, "save": tmp_path})
-    output = launcher.command([sys.executable, str(PRETRAIN), *flags]).succeed()
+    output = launcher.command([sys.executable, PRETRAIN, *flags]).succeed()
     assert "1 processes on cpu" in output
     assert losses(tmp_path) == pytest.approx(two_ranks, rel=1e-5)
 
@@ -56,11 +54,10 @@ def test_one_process_without_a_launcher(
 def test_slow_first_rank_still_reports_the_problem(launcher: Launcher, base: Settings) -> None:
     """The launcher kills the slow rank as soon as a peer exits with the same problem."""
     delayed = 'if [ "$LOCAL_RANK" = 0 ]; then sleep 1; fi; exec "$@"'
-    torchrun = [str(PROGRAMS / "torchrun"), "--nproc_per_node", "2", "--no-python"]
-    torchrun += ["--master_port", str(free_port())]
-    command = [*torchrun, "sh", "-c", delayed, "sh", sys.executable]
+    torchrun = [PROGRAMS / "torchrun", "--nproc_per_node", 2, "--no-python"]
+    command = [*torchrun, "--master_port", free_port(), "sh", "-c", delayed, "sh", sys.executable]
     flags = to_flags({**base, "hidden_size": 33, "train_iters": 3})
-    result = launcher.command([*command, str(PRETRAIN), *flags]).wait()
+    result = launcher.command([*command, PRETRAIN, *flags]).wait()
     assert result.output.count("pretrain_gpt.py: 1 problem with the settings") == 1, result.output
     assert "[hidden-size-not-divisible-by-heads]" in result.output
 
@@ -68,9 +65,8 @@ def test_slow_first_rank_still_reports_the_problem(launcher: Launcher, base: Set
 def test_invalid_setting_is_reported_once_by_a_launched_run(
     launcher: Launcher, base: Settings
 ) -> None:
-    flags = to_flags({**base, "global_batch_size": 7, "train_iters": 3})
-    command = [PROGRAMS / "deepspeed", "--num_gpus", "2", "--master_port", free_port(), PRETRAIN]
-    result = launcher.command([*map(str, command), *flags]).wait()
+    settings = {**base, "global_batch_size": 7, "train_iters": 3}
+    result = launcher.launch("deepspeed", settings)[0].wait()
     assert result.codes == (2,)
     assert result.output.count("[batch-size-not-divisible]") == 1
     assert "Traceback" not in result.output

@@ -10,19 +10,18 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.e2e.runs import (
     DEADLINE,
+    ENDLESS,
     PRETRAIN,
     Launcher,
-    Run,
     Settings,
     evaluations,
-    free_port,
+    has_trained,
     losses,
     shared_memory_of,
     steps,
@@ -30,26 +29,7 @@ from tests.e2e.runs import (
 )
 from tests.faults import HANG_MESSAGE
 
-PROGRAMS = Path(sys.executable).parent
-ENDLESS = 100_000
-
 linux = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="finds ranks in /proc")
-
-
-def launched(launcher: Launcher, name: str, settings: Settings) -> tuple[Run, int]:
-    """Starts a run of two ranks with a launcher; returns it and its port."""
-    port = free_port()
-    number = {"deepspeed": "--num_gpus", "torchrun": "--nproc_per_node"}[name]
-    command = [PROGRAMS / name, number, 2, "--master_port", port, PRETRAIN, *to_flags(settings)]
-    return launcher.command([str(word) for word in command]), port
-
-
-def has_trained(run: Path, iterations: int = 2) -> Callable[[], bool]:
-    def reached() -> bool:
-        file = run / "metrics.jsonl"
-        return file.exists() and file.read_text().count("\n") >= iterations
-
-    return reached
 
 
 def assert_resumes(launcher: Launcher, settings: Settings, save: Path, *, ranks: int = 2) -> None:
@@ -75,7 +55,7 @@ def test_sigterm_to_the_launcher(
     name: str, status: int, words: str, launcher: Launcher, base: Settings, tmp_path: Path
 ) -> None:
     settings = {**base, "num_workers": 1, "train_iters": ENDLESS, "save": tmp_path}
-    run, port = launched(launcher, name, settings)
+    run, port = launcher.launch(name, settings)
     run.wait_until(has_trained(tmp_path))
     os.kill(run.pids[0], signal.SIGTERM)
     assert run.wait().codes == (status,)
@@ -118,7 +98,7 @@ def test_second_sigint_ends_a_run_that_hangs(
 def test_signal_before_the_imports(launcher: Launcher, base: Settings) -> None:
     """The handler is installed before anything heavy is imported."""
     flags = to_flags({**base, "train_iters": 1})
-    run = launcher.command([sys.executable, str(PRETRAIN), *flags])
+    run = launcher.command([sys.executable, PRETRAIN, *flags])
     run.wait_until(lambda: has_handler(run.pids[0], signal.SIGTERM))
     os.kill(run.pids[0], signal.SIGTERM)
     result = run.wait()
