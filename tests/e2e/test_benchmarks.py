@@ -52,16 +52,8 @@ def test_failure_of_a_contender_is_reported(
     try:
         with pytest.raises(RuntimeError, match=reported):
             contender.run(count)
-    finally:
-        contender.close()
-
-
-def test_contender_survives_failing_work() -> None:
-    contender = Contender("fails once", functools.partial, operator.truediv, 12)
-    try:
-        with pytest.raises(RuntimeError, match="ZeroDivisionError"):
-            contender.run(0)
-        assert contender.run(4) == 3
+        if reported == "ZeroDivisionError":  # a failure of the work does not end the process
+            assert contender.run(4) == 3
     finally:
         contender.close()
 

@@ -16,26 +16,40 @@ from tests.faults import is_killed_at
 from tools.openwebtext import blacklist_urls, find_duplicates
 
 
-def test_a_run_that_is_killed_anywhere_ends_as_an_undisturbed_one(tmp_path: Path) -> None:
-    """Killed before each rename and at every fourth flush, and then again on its way."""
-    corpus(tmp_path)
-    clean(everything(tmp_path))
-    wanted = files(tmp_path)
+def kill_everywhere(
+    reset: Callable[[], object], run: Callable[[], object], check: Callable[[], object]
+) -> int:
+    """Kills runs before each rename and at every fourth flush; returns the number of kills."""
     kills = 0
     for name, numbers in (("replace", range(1, 100)), ("fsync", range(1, 1000, 4))):
         for number in numbers:
-            for path in tmp_path.iterdir():
-                if path.name != "in.jsonl":
-                    path.unlink()
-            if not is_killed_at(f"os.{name}:{number}", lambda: clean(everything(tmp_path))):
+            reset()
+            if not is_killed_at(f"os.{name}:{number}", run):
                 break
             kills += 1
-            is_killed_at("os.replace:2", lambda: clean(everything(tmp_path, resume=True)))
-            clean(everything(tmp_path, resume=True))
-            assert files(tmp_path) == wanted
+            check()
         else:
             pytest.fail(f"the run called os.{name} more often than it was tried")
-    assert kills >= 10
+    return kills
+
+
+def test_a_run_that_is_killed_anywhere_ends_as_an_undisturbed_one(tmp_path: Path) -> None:
+    """Killed once, and then again on its way."""
+    corpus(tmp_path)
+    clean(everything(tmp_path))
+    wanted = files(tmp_path)
+
+    def reset() -> None:
+        for path in tmp_path.iterdir():
+            if path.name != "in.jsonl":
+                path.unlink()
+
+    def check() -> None:
+        is_killed_at("os.replace:2", lambda: clean(everything(tmp_path, resume=True)))
+        clean(everything(tmp_path, resume=True))
+        assert files(tmp_path) == wanted
+
+    assert kill_everywhere(reset, lambda: clean(everything(tmp_path)), check) >= 10
 
 
 def duplicates(folder: Path) -> list[str]:
@@ -65,27 +79,21 @@ def test_the_old_names_go_on_after_a_kill(
     main: Callable[[list[str]], int],
     made: Callable[[Path], list[str]],
 ) -> None:
-    """Killed before each rename and at every fourth flush: the same list, and the same counts."""
+    """The same list, and the same counts."""
     monkeypatch.setattr(duplicates_module, "COMMIT_DOCUMENTS", 64)
     monkeypatch.setattr(url_lists, "COMMIT_URLS", 20)
     asked = made(tmp_path)
     assert main(asked) == 0
     said, wanted = capsys.readouterr().out, files(tmp_path)
     assert len(wanted["out"]) > 1000
-    kills = 0
-    for name, numbers in (("replace", range(1, 100)), ("fsync", range(1, 1000, 4))):
-        for number in numbers:
-            (tmp_path / "out").unlink()
-            if not is_killed_at(f"os.{name}:{number}", lambda: main(asked)):
-                break
-            kills += 1
-            capsys.readouterr()
-            if (tmp_path / "out.work" / RECORD).exists():
-                assert main(asked) == 1
-                assert "[interrupted-run-exists]" in capsys.readouterr().err
-            assert main([*asked, "--resume"]) == 0
-            assert capsys.readouterr().out == said
-            assert files(tmp_path) == wanted
-        else:
-            pytest.fail(f"the run called os.{name} more often than it was tried")
-    assert kills >= 8
+
+    def check() -> None:
+        capsys.readouterr()
+        if (tmp_path / "out.work" / RECORD).exists():
+            assert main(asked) == 1
+            assert "[interrupted-run-exists]" in capsys.readouterr().err
+        assert main([*asked, "--resume"]) == 0
+        assert capsys.readouterr().out == said
+        assert files(tmp_path) == wanted
+
+    assert kill_everywhere((tmp_path / "out").unlink, lambda: main(asked), check) >= 8

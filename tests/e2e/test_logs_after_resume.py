@@ -6,21 +6,23 @@ import json
 from collections import Counter
 from pathlib import Path
 
-from tensorboard.backend.event_processing.event_accumulator import (  # type: ignore[import-untyped]
-    EventAccumulator,
-)
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from tests.e2e.runs import Launcher, Settings, records, steps
+from tests.e2e.runs import Launcher, Settings, losses, records, steps
 
 LAST, SAVED, KILL_POSITION = 8, 3, 20
 """Batches of 4 samples: the kill is in iteration 6, three after the checkpoint."""
 TAG = "lm-loss-training/lm loss"
 
 
+def events_of(folder: Path) -> EventAccumulator:
+    return EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
+
+
 def points(folder: Path) -> dict[str, list[int]]:
     """The x values of each tag, in order."""
-    events = EventAccumulator(str(folder), size_guidance={"scalars": 0})
-    events.Reload()
+    events = events_of(folder)
     return {tag: [e.step for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
 
 
@@ -57,7 +59,14 @@ def test_a_killed_and_resumed_run_logs_every_step_once(
     assert Counter(lines).most_common(1)[0][1] == 1
     evaluated = [record["iteration"] for record in records(save) if "validation_loss" in record]
     assert evaluated == [2, 4, 6, 8]
+    values = [event.value for event in events_of(board).Scalars(TAG)]
+    assert values == pytest.approx(losses(save), rel=1e-6)
     found = points(board)
+    for tag in ("learning-rate/learning-rate", "grad-norm/grad-norm"):
+        assert found[tag] == all_steps
+    assert found["steps-vs-samples/y=steps,x=samples"] == [4 * n for n in all_steps]
+    assert found["lm-loss-validation/lm loss validation"] == evaluated
+    assert found["lm-loss-validation/lm loss test"] == [LAST]
     assert found[TAG] == all_steps
     assert found[f"{TAG} vs samples"] == [4 * n for n in all_steps]
     assert found[f"{TAG} vs tokens"] == [128 * n for n in all_steps]

@@ -6,11 +6,9 @@ Kills at every step of a commit and a publication are covered by tests/unit/file
 from __future__ import annotations
 
 import dataclasses
-import errno
 import os
 from itertools import count
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -213,30 +211,6 @@ def test_input_without_documents_leaves_nothing(tmp_path: Path) -> None:
     with raises_problem("no-documents", contains="50 broken JSON"):
         preprocess(options(tmp_path), TOKENIZER)
     assert list(tmp_path.glob("out*")) == []
-
-
-def test_full_disk_keeps_what_was_committed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    chosen = options(tmp_path)
-    done, expected = run_uninterrupted(chosen)
-    for failing in (1, 2, 5, 9, 12, 15):
-        calls = count(1)
-
-        def fail(descriptor: int, calls: Any = calls, failing: int = failing) -> None:
-            if next(calls) >= failing:
-                raise OSError(errno.ENOSPC, "No space left on device")
-
-        with monkeypatch.context() as patch:
-            patch.setattr(os, "fsync", fail)
-            with pytest.raises(OSError, match=f"No space left on device: '{tmp_path}"):
-                preprocess(chosen, TOKENIZER, log=lambda line: None)
-        if failing == 1:
-            assert list(tmp_path.glob("out*")) == []
-        assert all(name.startswith("out.work/") for name in output_files(tmp_path))
-        assert resume(chosen)[0] == done
-        assert output_files(tmp_path) == expected
-        remove_output(tmp_path)
 
 
 def test_second_run_of_a_prefix_is_refused(tmp_path: Path) -> None:
