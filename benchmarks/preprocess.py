@@ -16,6 +16,7 @@ it.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import random
 import re
@@ -34,6 +35,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.common import this_machine, versions, write_json
+from megatron_ds.tokenizer.train import train_bpe
+from tools import make_corpus
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 COPIES = {"once": 1, "middle": 4, "large": 16}
@@ -215,27 +218,17 @@ def find_input(args: argparse.Namespace, folder: Path) -> tuple[Path, str, str]:
 
 def library_corpus(path: Path) -> Path:
     """Write the sources of Python's standard library, one document per file."""
-    root = Path(sysconfig.get_path("stdlib"))
-    files = sorted(f for f in root.rglob("*.py") if "site-packages" not in f.parts)
     with open(path, "w", encoding="utf-8") as out:
-        for file in files:
-            text = file.read_text(encoding="utf-8", errors="ignore")
-            if text.strip():
-                out.write(json.dumps({"text": text}) + "\n")
+        for text in make_corpus.sources(Path(sysconfig.get_path("stdlib"))):
+            out.write(json.dumps({"text": text}) + "\n")
     return path
 
 
 def train_tokenizer(corpus: Path, folder: Path) -> tuple[str, str]:
     """Train a byte-level BPE; return the paths of vocab.json and merges.txt."""
-    from tokenizers import ByteLevelBPETokenizer
-
     with open(corpus, "rb") as lines:
-        texts = [json.loads(line)["text"] for _, line in zip(range(2000), lines, strict=False)]
-    tokenizer = ByteLevelBPETokenizer()
-    tokenizer.train_from_iterator(
-        texts, vocab_size=8000, special_tokens=["<|endoftext|>"], show_progress=False
-    )
-    tokenizer.save_model(str(folder))
+        texts = [json.loads(line)["text"] for line in itertools.islice(lines, 2000)]
+    train_bpe(texts, 8000, folder)
     return str(folder / "vocab.json"), str(folder / "merges.txt")
 
 

@@ -44,15 +44,11 @@ def read_curves(path: Path) -> Curves:
         UserError: If there is no training step.
     """
     curves = Curves([], [], [])
-    series = {
-        "lm_loss": curves.train,
-        "validation_loss": curves.validation,
-        "test_loss": curves.test,
-    }
+    keys = {"lm_loss": curves.train, "validation_loss": curves.validation, "test_loss": curves.test}
     with path.open(encoding="utf-8") as file:
         for line in file:
             record = json.loads(line)
-            for key, points in series.items():
+            for key, points in keys.items():
                 if record.get(key) is not None:
                     points.append((record["iteration"], record[key]))
     if not curves.train:

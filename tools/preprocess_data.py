@@ -170,8 +170,7 @@ def work(options: Options) -> None:
     if backend.reason:
         log(f"encoding is slower than it could be: {backend.reason}")
     settings = options.preprocess_options(splitter)
-    total = settings.inputs.total_bytes()
-    with progress("tokenizing", total, options.log_interval) as update:
+    with progress("tokenizing", settings.inputs.total_bytes(), options.log_interval) as update:
 
         def report(counts: Progress) -> None:
             line = summary(counts, time.perf_counter() - start)

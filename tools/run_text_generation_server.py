@@ -20,7 +20,6 @@ from megatron_ds import cli
 from megatron_ds.config.fields import option_field, option_group
 from megatron_ds.config.problems import Problem
 from megatron_ds.inference import api_schema
-from megatron_ds.inference.api_schema import Defaults
 from megatron_ds.inference.cli import GenerationOptions, loaded_model, log_rank0, open_checkpoint
 from megatron_ds.launch import environment, output
 from megatron_ds.launch.exit_codes import ExitCode
@@ -60,7 +59,7 @@ class Options(GenerationOptions):
     micro_batch_size: int = option_field(
         8, "prompts of a request per batch; does not affect the output", minimum=1
     )
-    defaults: Defaults = option_group(Defaults())
+    defaults: api_schema.Defaults = option_group(api_schema.Defaults())
 
     def problems(self) -> Iterator[Problem]:
         needed = ("fastapi", "uvicorn")
@@ -121,7 +120,7 @@ class ServerRunner:
 
     service: TextGenerationService
     workers: TpWorkerGroup[GenerationJob, GenerationResult]
-    defaults: Defaults
+    defaults: api_schema.Defaults
 
     def read(self, body: bytes) -> GenerationJob:
         return self.service.build_job(api_schema.read(body, self.defaults))
