@@ -6,7 +6,9 @@ a checkpoint is checked, and on which ranks, is up to the caller. Imports no tor
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,6 +43,10 @@ def list_folder(folder: Path) -> CheckpointListing:
         UserError: If this user may not read it.
     """
     try:
+        with suppress(FileNotFoundError):
+            # Path.is_dir() is False for a path below a file, and in Python 3.14 for one without
+            # permission: a new run would start.
+            os.listdir(f"{folder}/.")
         paths = list_checkpoints(folder)
         stale = stale_pointers(folder, paths[0] if paths else None)
     except OSError as error:

@@ -149,7 +149,9 @@ def mismatch(call: Callable[[], object]) -> str:
     try:
         call()
     except UserError as error:
-        return str(error) if codes(error.problems) == ["engine-settings-mismatch"] else ""
+        if codes(error.problems) != ["engine-settings-mismatch"]:
+            raise
+        return str(error)
     return ""
 
 

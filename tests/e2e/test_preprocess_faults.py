@@ -152,7 +152,7 @@ def test_run_with_a_full_disk_resumes(
 def test_memory_does_not_grow_with_the_input(tmp_path: Path) -> None:
     """Memory of the process and of its worker, for tiny documents, whose index is larger."""
     peaks = []
-    for documents in (20_000, 160_000):
+    for documents in (30_000, 300_000):
         corpus(tmp_path, documents)
         process = start(tmp_path, "--workers", "1")
         stdout = process.communicate()[0]

@@ -187,6 +187,13 @@ def test_exit_on_missing_checkpoint_starts_no_new_run(manager: Managers, folder:
         folder.mkdir(exist_ok=True)
 
 
+def test_a_path_that_cannot_be_listed_starts_no_new_run(manager: Managers, folder: Path) -> None:
+    folder.write_text("a file")
+    for path in (folder, folder / "below"):
+        with raises_problem("load-folder-unreadable", "load", contains=str(path)):
+            load(manager(load=str(path)))
+
+
 def test_ckpt_step_selects_one_checkpoint(
     checkpoints: CheckpointManager, manager: Managers, folder: Path
 ) -> None:
