@@ -144,16 +144,31 @@ class LshIndex:
         self._last = np.zeros((self._bands, BLOCK), np.uint32)
 
     def add_or_reject(self, key: bytes) -> str | None:
-        if self.most_similar(key) is not None:
+        values, slots = self._place(key)
+        if self._nearest(values, slots) is not None:
             return "near duplicate"
-        self.reload(key)
+        self._keep(values, slots)
         return None
 
     def most_similar(self, key: bytes) -> tuple[int, float] | None:
         """Number and similarity of the most similar kept document, the first of several; None if
         none reaches the threshold."""
+        return self._nearest(*self._place(key))
+
+    def reload(self, key: bytes) -> None:
+        self._keep(*self._place(key))
+
+    def _place(self, key: bytes) -> tuple[npt.NDArray[np.uint16], npt.NDArray[np.intp]]:
+        """Values of a signature and the slot of each band. Makes room before, which moves slots."""
+        if self._count == len(self._signatures):
+            self._grow()
         values = np.frombuffer(key, VALUE)
-        chained = self._chained(self._slots(values)[0])
+        return values, self._slots(values)[0]
+
+    def _nearest(
+        self, values: npt.NDArray[np.uint16], slots: npt.NDArray[np.intp]
+    ) -> tuple[int, float] | None:
+        chained = self._chained(slots)
         if not chained.size:
             return None
         equal = self._signatures[chained] == values
@@ -165,11 +180,7 @@ class LshIndex:
             return None
         return int(chained[best]), float(similarity[best])
 
-    def reload(self, key: bytes) -> None:
-        if self._count == len(self._signatures):
-            self._grow()
-        values = np.frombuffer(key, VALUE)
-        slots = self._slots(values)[0]
+    def _keep(self, values: npt.NDArray[np.uint16], slots: npt.NDArray[np.intp]) -> None:
         self._signatures[self._count] = values
         self._earlier[self._count] = self._last[self._columns, slots]
         self._count += 1
@@ -184,7 +195,7 @@ class LshIndex:
             bands, before = bands[there], numbers[there].astype(np.intp) - 1
             found.append(before)
             numbers = self._earlier[before, bands]
-        return np.unique(np.concatenate(found))
+        return np.unique(np.concatenate(found)) if len(found) > 1 else found[0]
 
     def _slots(self, signatures: npt.NDArray[np.uint16]) -> npt.NDArray[np.intp]:
         """Slot of each band, by multiplicative hashing: [signatures, bands]."""

@@ -6,6 +6,7 @@ langid.py, 2012), which includes its model, needs no network, and is determinist
 
 from __future__ import annotations
 
+import io
 import re
 from collections.abc import Sequence
 from importlib.metadata import version
@@ -43,8 +44,9 @@ class FixUnicode:
         if SUSPICIOUS.search(text) is None:
             return None
         # ftfy is slow and works line by line: only the lines that it may change are passed to it.
+        # They end at \n alone, unlike those of splitlines().
         config = self._config
-        lines = re.split(r"(?<=\n)", text)
+        lines = list(io.StringIO(text, newline="\n"))
         for number, line in enumerate(lines):
             if "<" in line:  # ftfy takes the rest for HTML and keeps its entities
                 config = config._replace(unescape_html=False)
