@@ -242,8 +242,11 @@ class CleaningOptions:
 
     def build_seen_keys(self) -> dict[str, SeenKeys]:
         """By stage, for stages whose outcome depends on earlier documents."""
-        seen: dict[str, SeenKeys] = {"exact": SeenHashes(), "near": LshIndex(self.near)}
-        return {name: seen[name] for name in self.order if name in seen}
+        builders: dict[str, Callable[[], SeenKeys]] = {
+            "exact": SeenHashes,
+            "near": lambda: LshIndex(self.near),
+        }
+        return {name: builders[name]() for name in self.order if name in builders}
 
     def resume_settings(self, stages: list[Stage]) -> dict[str, Any]:
         """All that determines the output, which a resumed run must share.

@@ -75,14 +75,13 @@ def filter_urls(options: UrlListOptions) -> Counter[str]:
     Returns:
         Counts of `KEPT` addresses and, by reason, of dropped ones.
     """
-    urls = UrlFilter(options.url_blacklist)
-    files = InputSpec(paths=tuple(map(str, options.files))).describe_files()
-    settings = {**urls.settings, **files}
+    files, urls = options.files, UrlFilter(options.url_blacklist)
+    settings = {**urls.settings, **InputSpec(paths=tuple(map(str, files))).describe_files()}
     with ResumableOutput(options.output, settings, {OUTPUT: ""}, options.resume) as work:
         counts = Counter({} if work.progress is None else work.progress["counts"])
         if not work.finished:
             position: Position = (0, 0)
-            for url, position in _kept(options.files, urls, work, counts):
+            for url, position in _kept(files, urls, work, counts):
                 counts[KEPT] += 1
                 work.files[OUTPUT].write(f"{url}\n".encode())
                 if counts[KEPT] % COMMIT_URLS == 0:
