@@ -62,8 +62,9 @@ class WordPieceTokenizer:
         )
         self._splitter = Splitter(lower_case)
         with library_errors("wordpiece-vocabulary-invalid", vocab_file=vocab_file):
-            limit = {"max_input_chars_per_word": MAX_WORD_CHARS}
-            model = models.WordPiece(vocab, unk_token="[UNK]", **limit)
+            model = models.WordPiece(
+                vocab, unk_token="[UNK]", max_input_chars_per_word=MAX_WORD_CHARS
+            )
         self._tokenizer = tokenizers.Tokenizer(model)
         self._tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
 
