@@ -158,10 +158,11 @@ class _ConfigMerger:
     def merge_scheduler(self, world_size: int) -> None:
         """Set the fields of the learning rate's schedule from its block."""
         config = self.filled()
+        micro, parallel = config.schedule.micro_batch_size, config.parallel
+        model_sizes = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
         fields: ds_schedules.FieldValues = iter(())
-        if config.schedule.micro_batch_size > 0:  # else reported by the checks of this field
-            dp_size = config.parallel.data_parallel_size(world_size)
-            batch_size = config.final_global_batch_size(dp_size)
+        if min(micro, *model_sizes) > 0:  # else reported by the checks of these fields
+            batch_size = config.final_global_batch_size(parallel.data_parallel_size(world_size))
             fields = ds_schedules.scheduler_fields(config, self._file, batch_size)
         flags = self.set_fields(fields, ds_schedules.scheduler_problems(config, self._file))
         if flags:

@@ -20,7 +20,7 @@ def generated(path: Path) -> object:
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
-def test_shipped_file_gives_golden_config_which_gives_itself(path: Path, tmp_path: Path) -> None:
+def test_shipped_file_gives_golden_config_which_gives_itself(path: Path) -> None:
     """python tests/unit/engine/test_ds_config.py rewrites the golden files."""
     assert (
         generated(path)

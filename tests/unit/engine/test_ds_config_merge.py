@@ -306,3 +306,9 @@ def test_cosine_scheduler_is_rejected_with_flags_of_nearest_schedule(merge: Merg
         "--lr-decay-style cosine --lr-warmup-iters 4 --lr-decay-iters 9 --lr-warmup-init 0 "
         "--min-lr 1e-05"
     ) in problem
+
+
+def test_scheduler_is_not_translated_with_an_invalid_parallel_size(merge: Merge) -> None:
+    file = {"scheduler": {"type": "WarmupDecayLR", "params": WARMUP}}
+    config = merge(file, "--tensor-model-parallel-size 0 --train-samples 192").config
+    assert config.schedule.lr_decay_samples is None
