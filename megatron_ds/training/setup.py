@@ -64,9 +64,6 @@ def pretrain(
     life.on_group_joined(*distributed.exchange_process_info())
     startup.mark("process group")
     trainer = build_trainer(config, inputs, context, life, startup)
-    if config.checkpoint.save is not None and context.rank == 0:
-        write_run_files(Path(config.checkpoint.save), trainer.engine, trainer.data)
-        trainer.checkpoints.warn_of_newer(trainer.state)
     life.on_training_started()
     code = trainer.run()
     dist.barrier()
@@ -116,6 +113,10 @@ def build_trainer(
     memory = memory_inputs(config, engine.settings, zero, mesh.tp.size, context.device.type)
     estimate = memory_estimate(config, memory)
     print_banner(config, context, mesh, engine, state, estimate)
+    # Before the loggers, which truncate their files: an error here leaves them as they were.
+    if config.checkpoint.save is not None and context.rank == 0:
+        write_run_files(Path(config.checkpoint.save), engine, data)
+        checkpoints.warn_of_newer(state)
     total_iterations = schedules.total_iterations(config, mesh.dp.size, state)
     last = state.iteration if config.logging.skip_train else total_iterations
     exits = ExitConditions(config.logging, last, life.stop_request, context.device, life.started_at)
