@@ -336,7 +336,9 @@ def weight_decay(config: Config, state: TrainState, dp_size: int) -> float:
     optimizer = config.optimizer
     if optimizer.weight_decay_incr_style == "constant":
         return optimizer.weight_decay
-    start, end = optimizer.start_weight_decay or 0.0, optimizer.end_weight_decay or 0.0
+    start, end = optimizer.start_weight_decay, optimizer.end_weight_decay
+    assert start is not None
+    assert end is not None
     applied, length = state.applied_samples, run_samples(config, dp_size)
     if length is None:
         applied, length = state.applied_tokens, config.schedule.train_tokens
