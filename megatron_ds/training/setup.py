@@ -21,8 +21,8 @@ from megatron_ds.data.build_datasets import Datasets, build_datasets
 from megatron_ds.data.usage_report import USAGE_FILE, describe_blend, summary
 from megatron_ds.engine.build import build_engine
 from megatron_ds.engine.deepspeed_patches import require_precision
+from megatron_ds.engine.memory_estimate import MemoryEstimate, memory_inputs
 from megatron_ds.engine.memory_estimate import estimate as memory_estimate
-from megatron_ds.engine.memory_estimate import memory_inputs
 from megatron_ds.engine.protocol import Engine
 from megatron_ds.launch import device, distributed, output
 from megatron_ds.launch.exit_codes import ExitCode
@@ -84,7 +84,7 @@ def build_trainer(
     Raises:
         UserError: If the checkpoint or the data does not fit the run.
     """
-    tokenizer = inputs.tokenizer
+    eod = inputs.tokenizer.eod
     timeout = timedelta(minutes=config.runtime.distributed_timeout_minutes)
     mesh = Mesh.build(config.parallel.tensor_model_parallel_size, timeout=timeout)
     print_arguments(config, context, mesh)
@@ -94,11 +94,10 @@ def build_trainer(
         found = checkpoints.select()
         startup.mark("checkpoint's check")
     data = _build_data(config, inputs, mesh, found)
-    log_timestamp("after dataloaders are built")
     startup.mark("data")
     peak = device.PeakMemory()
     # Initial weights are not drawn if a checkpoint replaces them.
-    engine = build_engine(config, mesh, context.device, tokenizer.eod, init_weights=found is None)
+    engine = build_engine(config, mesh, context.device, eod, init_weights=found is None)
     startup.mark("model and engine")
     output.print_on_rank(
         f" > number of parameters on (tensor, pipeline) model parallel rank "
@@ -109,12 +108,10 @@ def build_trainer(
         state = checkpoints.load(engine, found)
         startup.mark("checkpoint")
     log_timestamp("after model, optimizer, and learning rate scheduler are built")
-    zero = engine.ds_config["zero_optimization"]
-    memory = memory_inputs(config, engine.settings, zero, mesh.tp.size, context.device.type)
-    estimate = memory_estimate(config, memory)
+    estimate = _estimate_memory(config, mesh, engine, context)
     print_banner(config, context, mesh, engine, state, estimate)
-    # Before the loggers, which truncate their files: an error here leaves them as they were.
     if config.checkpoint.save is not None and context.rank == 0:
+        # Before the loggers, which truncate their files: an error here leaves them as they were.
         write_run_files(Path(config.checkpoint.save), engine, data)
         checkpoints.warn_of_newer(state)
     total_iterations = schedules.total_iterations(config, mesh.dp.size, state)
@@ -130,7 +127,7 @@ def build_trainer(
         exits=exits,
         state=state,
         total_iterations=last,
-        eod=tokenizer.eod if config.data.eod_mask_loss else None,
+        eod=eod if config.data.eod_mask_loss else None,
         report=FirstStepsReport(
             startup, engine, estimate, peak, state.iteration + 1, config.logging.log_interval
         ),
@@ -145,6 +142,15 @@ def mean_over_group(values: list[float], *, group: Group, device: torch.device) 
     dist.all_reduce(total, group=group.handle)
     mean: list[float] = (total / group.size).tolist()
     return mean
+
+
+def _estimate_memory(
+    config: Config, mesh: Mesh, engine: Engine, context: distributed.ProcessContext
+) -> MemoryEstimate:
+    """Memory of this process, from the settings that DeepSpeed runs with."""
+    zero = engine.ds_config["zero_optimization"]
+    inputs = memory_inputs(config, engine.settings, zero, mesh.tp.size, context.device.type)
+    return memory_estimate(config, inputs)
 
 
 def _build_data(
@@ -176,6 +182,7 @@ def _build_data(
         output.print_on_rank(f"    {line}")
     for line in data.changes:
         output.print_on_rank(line)
+    log_timestamp("after dataloaders are built")
     return data
 
 
