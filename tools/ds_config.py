@@ -12,6 +12,7 @@ from megatron_ds import cli
 from megatron_ds.cli import arguments
 from megatron_ds.config import Config
 from megatron_ds.config.fields import option_field
+from megatron_ds.config.problems import Problem
 from megatron_ds.engine.ds_config import build_ds_config, value_origins
 from megatron_ds.engine.ds_config_merge import merge_file
 from megatron_ds.tokenizer import build_tokenizer
@@ -38,11 +39,8 @@ def _with_vocabulary(config: Config) -> Config:
     try:
         tokenizer = build_tokenizer(config.tokenizer, config.model.vocab_size or None)
     except (ValueError, OSError) as error:
-        print(
-            f"WARNING: the tokenizer cannot be read ({error}): zero_optimization."
-            "reduce_bucket_size is not limited to the model size",
-            file=sys.stderr,
-        )
+        warning = Problem("vocabulary-size-unknown", error=error)
+        print(f"WARNING: {warning.render()}", file=sys.stderr)
         return config
     return config.with_vocab(tokenizer.vocab_size)
 

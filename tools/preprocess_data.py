@@ -160,10 +160,7 @@ def work(options: Options) -> None:
     if splitter is not None:
         log(f"sentences are split by {splitter}")
     if not options.run.append_eod:
-        log(
-            "WARNING: without --append-eod nothing marks the end of a document: a model trained on "
-            "these files reads neighbors as one text, and does not learn to stop"
-        )
+        log(f"WARNING: {Problem('append-eod-missing').render()}")
     environment.limit_tokenizer_threads()  # the workers are the parallelism
     tokenizer = build_tokenizer(options.tokenizer, options.vocab_size)
     backend = select_backend(tokenizer, options.tokenizer_backend)

@@ -102,8 +102,7 @@ def run(options: Options) -> None:
             runner = ServerRunner(service, workers, options.defaults)
             host, port = listener.getsockname()[:2]
             if options.host not in LOOPBACK:
-                who = "everyone who reaches it can use the model"
-                log_rank0(f"WARNING: --host {options.host}: {who}")
+                log_rank0(f"WARNING: {Problem('host-is-public', host=options.host).render()}")
             shown = f"[{host}]" if ":" in host else host
             log_rank0(f"serving on http://{shown}:{port} (PUT /api), {max_length} tokens per text")
             TextServer(runner.read, runner.perform, log_rank0).run(listener)

@@ -130,8 +130,7 @@ class CheckpointManager:
             self._warn,
         )
         if found is None:
-            self._log(f"WARNING: could not find a complete checkpoint in {folder}")
-            self._log("    will not load any checkpoints and will start from random")
+            self._warn(Problem("no-checkpoint-to-load", folder=folder))
             return None
         raise_if_any(resume_conflicts(found, self._config, self._mesh.dp.size))
         return found

@@ -25,7 +25,7 @@ import warnings
 import numpy as np
 import numpy.typing as npt
 
-from megatron_ds.config.problems import user_error
+from megatron_ds.config.problems import Problem, user_error
 from megatron_ds.fileio.memory_map import map_file
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -128,12 +128,8 @@ class IndexedDataset:
         finals = content.view(self.dtype)[pointers[probed] // item + lengths[probed] - 1]
         if len(np.unique(finals)) != 1:
             return False
-        warnings.warn(
-            f"{self.prefix}.idx does not count the end-of-document token {finals[0]} of its "
-            f"{len(last)} documents, as written by microsoft/Megatron-DeepSpeed; using corrected "
-            "lengths. Preprocess the data again to get a correct file",
-            stacklevel=3,
-        )
+        warning = Problem("eod-not-counted", prefix=self.prefix, eod=finals[0], count=len(last))
+        warnings.warn(warning, stacklevel=3)
         self.lengths, self.pointers = lengths.astype(np.int32), pointers
         return True
 

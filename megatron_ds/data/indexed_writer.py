@@ -15,7 +15,7 @@ from typing import BinaryIO, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from megatron_ds.config.problems import user_error
+from megatron_ds.config.problems import Problem, user_error
 from megatron_ds.data.indexed_dataset import (
     DTYPE_CODES,
     HEADER,
@@ -261,9 +261,7 @@ def _open_locked(path: str, prefix: str) -> BinaryIO:
         file.close()
         raise user_error("prefix-in-use", prefix=prefix)
     if locked is None:
-        warnings.warn(
-            f"{path} is on a file system without locks: no other process may write it", stacklevel=3
-        )
+        warnings.warn(Problem("no-file-locks", path=path), stacklevel=3)
     return file
 
 

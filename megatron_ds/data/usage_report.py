@@ -9,6 +9,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from megatron_ds.config.problems import Problem
 from megatron_ds.data.blend_history import BlendHistory, BlendPhase
 
 USAGE_FILE = "data_usage.json"
@@ -96,13 +97,10 @@ def describe_change(before: BlendHistory, after: BlendHistory) -> list[str]:
     lines = []
     was, now = before.current, after.current
     if before.order != after.order:
-        lines.append(
-            "WARNING: the checkpoint was written with another version of the blend schedule: a new "
-            "schedule begins, in which each source continues where it stopped"
-        )
+        lines.append(f"WARNING: {Problem('blend-schedule-changed').render()}")
     if now is not was:
         lines += [
-            f"WARNING: the blend of the training data changes after {now.first_sample} samples:",
+            f"WARNING: {Problem('blend-changed', num_samples=now.first_sample).render()}",
             f"    before: {_blend(before, was)}",
             f"    now:    {_blend(after, now)}",
             *(f"    {line}" for line in _source_changes(before, after)),

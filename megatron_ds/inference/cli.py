@@ -144,7 +144,8 @@ def open_checkpoint(
     if problems:
         fail(problems, table_of(type(options)), rank=environment.rank())
     if options.ineffective_flags:
-        log_rank0(f"WARNING: no effect on generation: {', '.join(options.ineffective_flags)}")
+        flags = ", ".join(options.ineffective_flags)
+        log_rank0(f"WARNING: {Problem('no-effect-on-generation', flags=flags).render()}")
     return found, model, load_checkpoint.load_tokenizer(config, model)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_ds.config import RuntimeConfig
-from megatron_ds.config.problems import user_error
+from megatron_ds.config.problems import Problem, user_error
 from megatron_ds.launch import environment
 from megatron_ds.launch.environment import rank, world_size
 from megatron_ds.launch.liveness import HostLocation, ProcessHandle, RankExit
@@ -50,10 +50,9 @@ def init_distributed(config: RuntimeConfig) -> ProcessContext:
     if backend in ("ccl", "mpi") and not is_backend_available(backend):
         backend = "gloo"
     if config.distributed_backend not in (None, backend):
-        print_on_rank(
-            f"WARNING: --distributed-backend {config.distributed_backend} is not supported by "
-            f"DeepSpeed on {accelerator.device_name()}; using {backend}"
-        )
+        name = accelerator.device_name()
+        unsupported = Problem("backend-unsupported", settings=config, device=name, backend=backend)
+        print_on_rank(f"WARNING: {unsupported.render()}")
     if accelerator.device_name() == "cpu":
         # torch maps fresh memory for every large tensor. Transparent huge pages (2 MiB instead of
         # 4 KiB) make that ten times cheaper, which saves a sixth of a training step.

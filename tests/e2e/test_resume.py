@@ -216,8 +216,7 @@ def test_a_folder_without_a_checkpoint_starts_a_new_run(
 ) -> None:
     settings = {**base, "train_iters": 2, "save": tmp_path / "run", "load": tmp_path / "run"}
     output = launcher.start(settings).succeed()
-    assert f"WARNING: could not find a complete checkpoint in {tmp_path / 'run'}" in output
-    assert "will not load any checkpoints and will start from random" in output
+    assert "[no-checkpoint-to-load]" in output
     assert [record["iteration"] for record in steps(tmp_path / "run")] == [1, 2]
 
 
