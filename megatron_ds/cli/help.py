@@ -6,7 +6,6 @@ torch: versions are read from the packages' metadata.
 
 from __future__ import annotations
 
-import importlib.metadata
 import inspect
 import platform
 import re
@@ -123,7 +122,9 @@ def _entry(flag: Flag, table: FlagTable) -> str:
 
 
 def _version_of(package: str) -> str:
+    from importlib import metadata  # slow to import, and only --version needs it
+
     try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
         return "(not installed)"
