@@ -14,6 +14,9 @@ PYTEST := OMP_NUM_THREADS=1 $(RUN)/python -m pytest
 PARALLEL := $(PYTEST) -n 2 --dist loadfile --no-loadscope-reorder
 CODE := megatron_ds tools tests benchmarks pretrain_gpt.py setup.py
 
+# The tests start hundreds of processes; without bytecode caches each would compile its modules.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help demo quick test test-interop lint unit install clean

@@ -1,4 +1,4 @@
-"""Conditions that end a run early, and means over ranks."""
+"""Conditions that end a run early."""
 
 from __future__ import annotations
 
@@ -7,16 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from megatron_ds.config import LoggingConfig
 from megatron_ds.launch.exit_codes import ExitCode
 from megatron_ds.launch.lifecycle import StopReason, StopRequest
-from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.training import exit_conditions
 from megatron_ds.training.exit_conditions import ExitConditions, StopDecision
-from megatron_ds.training.setup import mean_over_group
-from tests.distributed import run_ranks
 
 Make = Callable[..., ExitConditions]
 
@@ -107,36 +103,3 @@ def test_external_requests_precede_other_conditions(
     stop.request(reason)
     assert conditions.after_step(1) == StopDecision(expected, ExitCode(code), urgent=True)
     assert conditions.external_stop(1) == conditions.after_step(1)
-
-
-def test_a_condition_of_one_rank_stops_all_and_means_are_exact(tmp_path: Path) -> None:
-    """Each rank sees a condition in one of the iterations; the decisions are the same."""
-    answers = run_ranks(_agree, 2, str(tmp_path))
-    assert answers[0] == answers[1]
-    reasons, means = answers[0]
-    assert reasons == [
-        None,
-        "exiting program after receiving SIGTERM.",
-        f"Detected kill switch at {tmp_path / 'switch'}. Exiting, iteration=3",
-    ]
-    assert means == [1.5, (0.1 + 1.1) / 2]
-    assert mean_over_group([0.1], group=Mesh.single().dp, device=torch.device("cpu")) == [0.1]
-
-
-def _agree(rank: int, folder: str) -> tuple[list[str | None], list[float]]:
-    stop = StopRequest()
-    switch = Path(folder, "switch")
-    config = LoggingConfig(kill_switch_path=str(switch))
-    conditions = ExitConditions(config, 10, stop, torch.device("cpu"), started_at=0.0)
-    reasons = [message(conditions.after_step(1))]
-    if rank == 0:
-        stop.request(StopReason.SIGTERM)
-    reasons.append(message(conditions.after_step(2)))
-    stop.reason = None
-    dist.barrier()
-    if rank == 1:
-        switch.touch()
-    reasons.append(message(conditions.after_step(3)))
-    group = Mesh.build(1).dp
-    values = [1.0 + rank, 0.1 + rank]
-    return reasons, mean_over_group(values, group=group, device=torch.device("cpu"))
