@@ -18,7 +18,17 @@ import torch
 
 from benchmarks import data, documents, preprocess, startup, train_step
 from benchmarks.common import Contender, in_turn, paired_ratio
-from benchmarks.train_step import COMPILED, DEEPSPEED, OURS, PLAIN, Report, Setting, Shape
+from benchmarks.train_step import (
+    BARE,
+    BARE_COMPILED,
+    COMPILED,
+    DEEPSPEED,
+    OURS,
+    PLAIN,
+    Report,
+    Setting,
+    Shape,
+)
 from megatron_ds.data import build_datasets
 from megatron_ds.launch.startup_timer import StartupTimer
 
@@ -65,6 +75,16 @@ def test_ratio_pairs_rounds() -> None:
     assert paired_ratio(ours, theirs) == 0.5
 
 
+def test_target_of_the_better_of_eager_and_compiled() -> None:
+    seconds = {OURS: 3.0, COMPILED: 2.0, BARE_COMPILED: 4.0}
+    reports = {name: [Report([s], [1.0], loss=4.0, peak_mib=1.0)] for name, s in seconds.items()}
+    found = train_step.ratios("bf16", reports)
+    assert [(p["ours"], p["step"], p["target"]) for p in found] == [
+        (OURS, 0.75, None),
+        (COMPILED, 0.5, 0.75),
+    ]
+
+
 def test_targets_depend_on_the_dtype_and_the_fastest_peer() -> None:
     seconds = {OURS: 3.0, COMPILED: 3.0, PLAIN: 6.0, DEEPSPEED: 4.0}
     reports = {
@@ -101,7 +121,7 @@ def test_all_contenders_train_the_same_model(capsys: pytest.CaptureFixture[str])
         steps=1,
         matrix=64,
     )
-    assert [row["name"] for row in table["contenders"]] == [OURS, PLAIN, DEEPSPEED]
+    assert [row["name"] for row in table["contenders"]] == [OURS, BARE, PLAIN, DEEPSPEED]
     for row in table["contenders"]:
         # Untrained on random tokens: the loss of a uniform distribution.
         assert row["last_loss"] == pytest.approx(math.log(TINY.vocab), abs=0.2)
