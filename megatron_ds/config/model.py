@@ -87,9 +87,10 @@ class ModelConfig:
         "--swiglu, --openai-gelu, --squared-relu, --glu-activation X",
         choices=ACTIVATIONS,
     )
-    gelu_approximation: str = option_field(
-        "tanh",
-        "approximation of gelu: tanh, as in Megatron's fused kernel, or none (exact, erf)",
+    gelu_approximation: str | None = option_field(
+        None,
+        "approximation of gelu: tanh, as in Megatron's fused kernel, or none (exact, erf); "
+        "default: none with --disable-bias-linear, with which Megatron has no such kernel, else tanh",
         choices=("tanh", "none"),
         only_with=when(activation="gelu"),
     )
@@ -152,6 +153,11 @@ class ModelConfig:
         if self.activation == "swiglu":
             return max(64, 64 * (8 * self.hidden_size // 3 // 64))
         return 4 * self.hidden_size
+
+    @property
+    def gelu_kind(self) -> str:
+        """`gelu_approximation`, or its default: that of Megatron's kernel for bias and gelu."""
+        return self.gelu_approximation or ("tanh" if self.add_bias_linear else "none")
 
     @property
     def num_positions(self) -> int:

@@ -27,7 +27,7 @@ class MLP(nn.Module):
         super().__init__()
         self.activation = config.activation
         self.gated = config.is_gated
-        self.gelu_approximation = config.gelu_approximation
+        self.gelu_kind = config.gelu_kind
         name, std = f"layers.{layer}.mlp", config.init_method_std
         self.fc_in = ColumnParallelLinear(
             config.hidden_size,
@@ -58,7 +58,7 @@ class MLP(nn.Module):
     def _activate(self, x: Tensor) -> Tensor:
         match self.activation:
             case "gelu":
-                return F.gelu(x, approximate=self.gelu_approximation)
+                return F.gelu(x, approximate=self.gelu_kind)
             case "openai-gelu":
                 return F.gelu(x, approximate="tanh")
             case "squared-relu":  # So et al. 2021

@@ -186,3 +186,22 @@ def test_exact_and_approximate_gelu_differ() -> None:
     openai = build(init_method_std=0.5, activation="openai-gelu", gelu_approximation="none")
     assert torch.equal(tanh(tokens), openai(tokens))
     assert 1e-6 < (tanh(tokens) - exact(tokens))[..., :50].abs().max() < 0.1
+
+
+@pytest.mark.parametrize(
+    ("options", "approximation"),
+    [
+        ({}, "tanh"),
+        ({"add_bias_linear": False}, "none"),
+        ({"add_bias_linear": False, "gelu_approximation": "tanh"}, "tanh"),
+        ({"gelu_approximation": "none"}, "none"),
+    ],
+)
+def test_gelu_without_bias_is_exact_unless_requested_otherwise(
+    options: dict[str, Any], approximation: str
+) -> None:
+    """Megatron's fused kernel of bias and gelu, which approximates, needs a bias."""
+    mlp = build(init_method_std=0.5, **options).layers["0"].mlp
+    x = torch.randn(3, 1, CONFIG.hidden_size, generator=torch.Generator().manual_seed(1))
+    expected = mlp.fc_out(F.gelu(mlp.fc_in(x), approximate=approximation))
+    assert torch.equal(mlp(x), expected)
