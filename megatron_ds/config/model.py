@@ -90,7 +90,7 @@ class ModelConfig:
     gelu_approximation: str | None = option_field(
         None,
         "approximation of gelu: tanh, as in Megatron's fused kernel, or none (exact, erf); "
-        "default: none with --disable-bias-linear, with which Megatron has no such kernel, else tanh",
+        "default: tanh, or none with --disable-bias-linear, with which Megatron has no such kernel",
         choices=("tanh", "none"),
         only_with=when(activation="gelu"),
     )

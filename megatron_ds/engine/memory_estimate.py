@@ -297,7 +297,8 @@ class _Sizes:
         element = self.inputs.param_bytes
         rows = self.model.padded_vocab(self.inputs.tp_size) // self.inputs.tp_size
         table, logits = rows * self.model.hidden_size, self.tokens * rows * element
-        gradient = table * (FP32 if logits > CHUNK_BYTES else element)
+        is_summed_in_fp32 = logits > CHUNK_BYTES or self.config.precision.name == "fp16"
+        gradient = table * (FP32 if is_summed_in_fp32 else element)
         logits = min(logits, CHUNK_BYTES)
         if not self.inputs.on_cpu:
             logits += logits // element * FP32  # the softmax before rounding

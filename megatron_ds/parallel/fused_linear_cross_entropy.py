@@ -4,7 +4,8 @@ The weight of every token's loss is known before its logits, so the forward pass
 logits into its gradient at once and multiplies it out: three matrix products, one pass over the
 logits, and only the gradients of input and weight are stored for the backward pass. The vocabulary
 may be sharded over a group; the ranks then exchange two numbers per token (vocabulary-parallel
-cross entropy, Shoeybi et al. 2019, section 3). Padding rows are left out.
+cross entropy, Shoeybi et al. 2019, section 3). The products run at the padded width, whose rows are
+aligned in memory; the logits of the padding are -inf, so its probabilities and gradients are zero.
 
 Shapes: T tokens, H hidden, v this rank's rows of the padded vocabulary.
 """
@@ -12,6 +13,7 @@ Shapes: T tokens, H hidden, v this rank's rows of the padded vocabulary.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -102,34 +104,46 @@ class _Loss:
         """The loss without gradients."""
         total = torch.zeros((), dtype=torch.float32, device=x_TH.device)
         for chunk in self._chunks(x_TH):
-            logits = x_TH[chunk] @ weight_vH[: self.rows].t()
+            logits = self._logits(x_TH[chunk], weight_vH)
             total += self._cross_entropy_(logits, chunk, for_gradient=False)
         return total
 
     def value_and_gradients(self, x_TH: Tensor, weight_vH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The loss and its gradients with respect to x (this rank's summand) and the weight."""
-        weight = weight_vH[: self.rows]
         chunks = self._chunks(x_TH)
         total = torch.zeros((), dtype=torch.float32, device=x_TH.device)
-        grad_x = torch.empty_like(x_TH)
-        # Several chunks are summed in fp32, as the matrix product does within a single one.
-        sum_type = weight.dtype if len(chunks) == 1 else torch.float32
+        grad_x = torch.zeros_like(x_TH)
+        # Several chunks are summed in fp32, as the matrix product does within a single one. A sum
+        # over many tokens may exceed fp16 before the loss is divided by their number.
+        is_single = len(chunks) == 1 and x_TH.dtype != torch.float16
+        sum_type = weight_vH.dtype if is_single else torch.float32
         grad_weight = torch.zeros_like(weight_vH, dtype=sum_type)
-        for index, chunk in enumerate(chunks):
+        for chunk in chunks:
             x = x_TH[chunk]
-            logits = x @ weight.t()
+            logits = self._logits(x, weight_vH)
             total += self._cross_entropy_(logits, chunk, for_gradient=True)
-            torch.mm(logits, weight, out=grad_x[chunk])
+            if not self.rows:
+                continue
+            torch.mm(logits, weight_vH, out=grad_x[chunk])
             if self.weights_T is not None:
                 scale = self.weights_T[chunk].unsqueeze(1)
                 grad_x[chunk] *= scale
                 x = (x * scale).to(x.dtype)
-            if sum_type == weight.dtype:
-                into = grad_weight[: self.rows]
-                torch.addmm(into, logits.t(), x, beta=float(index > 0), out=into)
+            if is_single:
+                torch.mm(logits.t(), x, out=grad_weight)
+            elif x.dtype == torch.float16:
+                grad_weight += _mm_in_fp32(logits.t(), x)
             else:
-                grad_weight[: self.rows] += logits.t() @ x
+                grad_weight += logits.t() @ x
         return total, grad_x, grad_weight
+
+    def _logits(self, x: Tensor, weight_vH: Tensor) -> Tensor:
+        """Logits of a chunk, -inf for the padding; without columns where all rows are padding."""
+        if not self.rows:
+            return x.new_empty((x.shape[0], 0))
+        logits = x @ weight_vH.t()
+        logits[:, self.rows :] = -torch.inf
+        return logits
 
     def _chunks(self, x_TH: Tensor) -> list[slice]:
         # By the width, not the rows: the ranks communicate once per chunk, so they need the same
@@ -159,11 +173,33 @@ class _Loss:
                 for rows in _row_slices(logits):
                     logits[rows].mul_(factors[rows])
             log_sum = total
-        if for_gradient and self.rows:
-            # scatter_ would pass over all logits in bf16 on a CPU.
-            logits[tokens, columns] -= is_local.to(logits.dtype)
         losses = log_sum - picked
+        if for_gradient and self.rows:
+            # The label's gradient, its probability - 1, is rounded once: a probability close to 1
+            # has lost it. scatter_ would pass over all logits in bf16 on a CPU.
+            labels_gradient = torch.expm1(-losses).to(logits.dtype)
+            logits[tokens, columns] = torch.where(
+                is_local, labels_gradient, logits[tokens, columns]
+            )
         return losses.sum() if self.weights_T is None else (losses * self.weights_T[chunk]).sum()
+
+
+def _mm_in_fp32(a: Tensor, b: Tensor) -> Tensor:
+    """Product of fp16 matrices in fp32, never rounded to fp16."""
+    if _multiplies_into_fp32(a.device):
+        return torch.mm(a, b, out_dtype=torch.float32)
+    return a.float() @ b.float()
+
+
+@cache
+def _multiplies_into_fp32(device: torch.device) -> bool:
+    """Whether torch has products of fp16 matrices with fp32 results on this device."""
+    tiny = torch.zeros((8, 8), dtype=torch.float16, device=device)
+    try:
+        torch.mm(tiny, tiny, out_dtype=torch.float32)
+    except (RuntimeError, TypeError):  # NotImplementedError is a RuntimeError
+        return False
+    return True
 
 
 class _LinearCrossEntropy(torch.autograd.Function):

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_ds.parallel import fused_linear_cross_entropy
 from megatron_ds.parallel.fused_linear_cross_entropy import linear_cross_entropy
@@ -48,7 +51,7 @@ def test_loss_and_gradients_equal_those_of_separate_layers(
     dtype: torch.dtype, limit: float, chunk_tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     x, weight, labels, weights = inputs(dtype)
-    chunk_bytes = chunk_tokens * VOCAB * torch.finfo(dtype).bits // 8
+    chunk_bytes = chunk_tokens * PADDED * torch.finfo(dtype).bits // 8
     monkeypatch.setattr(fused_linear_cross_entropy, "CHUNK_BYTES", chunk_bytes)
     monkeypatch.setattr(fused_linear_cross_entropy, "CACHED_LOGITS", 3 * VOCAB)
     expected, grad_x, grad_weight = reference(x, weight, labels, weights)
@@ -92,3 +95,52 @@ def test_extreme_logits_stay_finite() -> None:
     assert relative_error(loss, expected) < 1e-6
     assert relative_error(huge.grad, grad_x) < 1e-3
     assert weights.sum() > 0
+
+
+class ProductShapes(TorchDispatchMode):
+    """Records the shapes of matrix products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: list[torch.Size] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm):
+            self.shapes += [arg.shape for arg in args if arg.dim() == 2]
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("with_gradients", [True, False])
+def test_products_run_at_the_padded_vocabulary(with_gradients: bool) -> None:
+    x, weight, labels, weights = inputs(torch.bfloat16)
+    with ProductShapes() as products, torch.set_grad_enabled(with_gradients):
+        linear_cross_entropy(x, weight, labels, weights, vocab_size=VOCAB, group=GROUP)
+    sizes = {size for shape in products.shapes for size in shape}
+    assert sizes == {TOKENS, PADDED, HIDDEN}
+
+
+@pytest.mark.parametrize("probability", [0.9, 0.997])
+def test_label_gradient_is_rounded_once(probability: float) -> None:
+    """A probability of 0.997 is 0.996 in bf16, which would make the gradient wrong by a third."""
+    vocab = 8
+    weight = torch.eye(vocab, dtype=torch.bfloat16, requires_grad=True)
+    logit = torch.tensor(probability / (1 - probability) * (vocab - 1)).log()
+    x = F.pad(logit.view(1, 1), (0, vocab - 1)).bfloat16().requires_grad_()
+    label = torch.tensor([0])
+    linear_cross_entropy(x, weight, label, None, vocab_size=vocab, group=GROUP).backward()
+    exact = x.detach().double().softmax(dim=-1) - F.one_hot(label, vocab)
+    assert relative_error(x.grad, exact) < 2**-7
+
+
+def test_fp16_gradient_of_many_tokens_does_not_overflow() -> None:
+    """The sum over tokens exceeds fp16, the gradient of the mean does not."""
+    tokens = 2**15
+    x = torch.full((tokens, 8), 8.0, dtype=torch.float16)
+    weight = torch.zeros((8, 8), dtype=torch.float16, requires_grad=True)
+    labels = torch.zeros(tokens, dtype=torch.int64)
+    loss = linear_cross_entropy(x, weight, labels, None, vocab_size=8, group=GROUP)
+    (loss / tokens).backward()
+    assert weight.grad is not None
+    torch.testing.assert_close(weight.grad[0], torch.full((8,), -7.0, dtype=torch.float16))
