@@ -384,7 +384,7 @@ def bare_loop(file: IndexedDataset, indexes: SampleIndexes, count: int) -> float
     begin = time.perf_counter()
     for position in range(count):
         at, offset = starts[shuffle[position]].tolist()
-        row = np.empty(wanted, dtype=np.int64)
+        row = np.empty(wanted, dtype=np.int32)
         filled = 0
         while filled < wanted:
             document = documents[at]

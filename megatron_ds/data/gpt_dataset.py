@@ -16,7 +16,8 @@ from megatron_ds.config.problems import user_error
 from megatron_ds.data.indexed_dataset import IndexedDataset, Tokens
 from megatron_ds.data.sample_index import IntArray, SampleIndexes
 
-SampleArray = npt.NDArray[np.int64]
+SampleArray = npt.NDArray[np.int32]
+MAX_TOKEN = int(np.iinfo(np.int32).max)
 _FastViews = tuple[memoryview, memoryview, memoryview, memoryview, memoryview, Tokens, int]
 """Memory views of a file and its indexes, whose elements are read faster than numpy's: shuffle
 index, documents, sample starts (position in the documents and token offset of sample i at 2 i and
@@ -46,8 +47,10 @@ class TokenDataset(Protocol):
         """A name of the sample that does not depend on its position in the data order."""
 
 
-def read_samples(dataset: TokenDataset, positions: Sequence[int]) -> SampleArray:
-    """Reads samples: [len(positions), seq_length + 1].
+def read_samples(
+    dataset: TokenDataset, positions: Sequence[int], rows: SampleArray | None = None
+) -> SampleArray:
+    """Reads samples: [len(positions), seq_length + 1], into `rows` if given.
 
     Token ids are checked for all samples at once: a numpy call takes about as long for one sample
     as for ten.
@@ -55,7 +58,8 @@ def read_samples(dataset: TokenDataset, positions: Sequence[int]) -> SampleArray
     Raises:
         UserError: If a token id is not below the dataset's `vocab_size`.
     """
-    rows = np.empty((len(positions), dataset.seq_length + 1), dtype=np.int64)
+    if rows is None:
+        rows = np.empty((len(positions), dataset.seq_length + 1), dtype=np.int32)
     for position, row in zip(positions, rows, strict=True):
         dataset.read_into(position, row)
     if dataset.vocab_size is not None and not _all_below(dataset.vocab_size, rows):
@@ -75,7 +79,7 @@ class SampleIndexProvider(Protocol):
 
 
 class GPTDataset:
-    """Samples of a token file, each [seq_length + 1] int64. Implements `TokenDataset`.
+    """Samples of a token file, each [seq_length + 1] int32. Implements `TokenDataset`.
 
     Args:
         tokens: The token file.
@@ -105,7 +109,7 @@ class GPTDataset:
         return {**self.__dict__, "_views": None}
 
     def __getitem__(self, position: int) -> SampleArray:
-        row = np.empty(self.seq_length + 1, dtype=np.int64)
+        row = np.empty(self.seq_length + 1, dtype=np.int32)
         self.read_into(position, row)
         if self.vocab_size is not None and not _all_below(self.vocab_size, row):
             token = next(one for one in row.tolist() if not 0 <= one < self.vocab_size)
@@ -127,7 +131,9 @@ class GPTDataset:
             sequence = documents[at]
             begin = pointers[sequence] // item + offset
             size = min(lengths[sequence] - offset, wanted - filled)
-            row[filled : filled + size] = tokens[begin : begin + size]
+            part = tokens[begin : begin + size]
+            # Cut off to 32 bits, an invalid 64-bit id might be valid.
+            row[filled : filled + size] = part if item < 8 else np.clip(part, -1, MAX_TOKEN)
             filled += size
             at, offset = at + 1, 0
 
@@ -160,4 +166,4 @@ def _view(array: IntArray) -> memoryview:
 
 def _all_below(limit: int, tokens: SampleArray) -> bool:
     """Whether all tokens are in [0, limit): as unsigned numbers, negative ones are huge."""
-    return int(np.maximum.reduce(tokens.view(np.uint64), axis=None)) < limit
+    return int(np.maximum.reduce(tokens.view(np.uint32), axis=None)) < limit

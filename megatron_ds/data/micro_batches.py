@@ -6,25 +6,16 @@ and no device. Shapes: B micro-batch, S sequence.
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import itertools
-import signal
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Generator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset
 
-from megatron_ds.config.problems import UserError
 from megatron_ds.data.gpt_dataset import SampleArray, TokenDataset, read_samples
-
-SAMPLES_PER_MESSAGE = 256
-"""Samples that a loader process sends at once: a message costs as much as ten samples."""
-PR_SET_PDEATHSIG = 1
-"""Option of prctl(2): the signal that a process gets when its parent exits."""
+from megatron_ds.data.loader_process import LoaderProcess
 
 
 class Batch(NamedTuple):
@@ -83,12 +74,8 @@ class MicroBatchIterator:
         steps = max(0, (len(dataset) - consumed) // per_step)
         first = consumed + dp_rank * micro_batch_size
         self._positions = range(first, first + steps * per_step, per_step)
-        self._micro_batch_size = micro_batch_size
-        self._rows = _MicroBatchDataset(dataset, micro_batch_size)
-        self._num_workers = num_workers
         self._eod = eod
-        self._iterator: Iterator[tuple[int, SampleArray | UserError]] | None = None
-        self._closed = False
+        self._rows = _read_all(dataset, self._positions, micro_batch_size, num_workers)
 
     def __len__(self) -> int:
         """Number of micro-steps to the end of the dataset."""
@@ -98,80 +85,31 @@ class MicroBatchIterator:
         return self
 
     def __next__(self) -> Batch:
-        if self._closed:
-            raise StopIteration
-        if self._iterator is None:
-            self._iterator = self._read_all()
-        position, rows = next(self._iterator)
-        if isinstance(rows, UserError):
-            raise rows
+        position, rows = next(self._rows)
         return collate(rows, position, self._eod)
 
     def close(self) -> None:
         """Ends the loader processes and the iteration."""
-        self._closed = True
-        self._iterator = None
-
-    def _read_all(self) -> Iterator[tuple[int, SampleArray | UserError]]:
-        if not self._num_workers:
-            return map(self._rows.read, self._positions)
-        every, size = self._positions, max(1, SAMPLES_PER_MESSAGE // self._micro_batch_size)
-        return itertools.chain.from_iterable(
-            DataLoader(
-                self._rows,
-                batch_size=None,
-                sampler=(every[at : at + size] for at in range(0, len(every), size)),
-                num_workers=self._num_workers,
-                # numpy arrays are sent through the pipe. torch would send a file descriptor for
-                # each tensor, which costs several milliseconds on a busy machine.
-                collate_fn=list,
-                # By default the loader draws from torch's global generator, which dropout uses.
-                generator=torch.Generator(),
-                worker_init_fn=_die_with_parent,
-            )
-        )
+        self._rows.close()
 
 
-def _die_with_parent(worker: int) -> None:
-    """Makes a loader process exit with the trainer, neither before nor after it.
-
-    Launchers and terminals send signals to every process of a run, but the trainer still needs its
-    loader to finish the step and save. If the trainer is killed, the loader must exit at once
-    (supported by Linux only): it holds the trainer's connections open, and the other ranks would
-    keep waiting for them.
-    """
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, signal.SIG_IGN)
-    with suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL))
-
-
-class _MicroBatchDataset(Dataset["list[tuple[int, SampleArray | UserError]]"]):
-    """Maps the positions of first samples to the samples of micro-batches, [B, S + 1] each.
-
-    A user's error is returned: torch's loader would wrap an exception in a traceback.
-    """
-
-    def __init__(self, dataset: TokenDataset, micro_batch_size: int) -> None:
-        self._dataset = dataset
-        self._micro_batch_size = micro_batch_size
-
-    def __getitem__(self, positions: Sequence[int]) -> list[tuple[int, SampleArray | UserError]]:
-        """One message of a loader process, in the smallest integer type."""
-        return [(position, _narrow_dtype(rows)) for position, rows in map(self.read, positions)]
-
-    def read(self, position: int) -> tuple[int, SampleArray | UserError]:
-        positions = range(position, position + self._micro_batch_size)
-        try:
-            return position, read_samples(self._dataset, positions)
-        except UserError as error:
-            return position, error
-
-
-def _narrow_dtype(rows: SampleArray | UserError) -> SampleArray | UserError:
-    if isinstance(rows, UserError) or rows.min(initial=0) < 0:
-        return rows
-    return rows.astype(np.min_scalar_type(rows.max(initial=0)))
+def _read_all(
+    dataset: TokenDataset, firsts: Sequence[int], micro_batch_size: int, num_workers: int
+) -> Generator[tuple[int, SampleArray], None, None]:
+    """Reads all micro-batches: position of the first sample, and samples [B, S + 1]."""
+    if not num_workers:
+        for first in firsts:
+            yield first, read_samples(dataset, range(first, first + micro_batch_size))
+        return
+    processes: list[LoaderProcess] = []
+    try:
+        for number in range(min(num_workers, len(firsts))):
+            processes.append(LoaderProcess(dataset, firsts[number::num_workers], micro_batch_size))
+        for first, process in zip(firsts, itertools.cycle(processes), strict=False):
+            yield first, process.read()
+    finally:
+        for process in processes:
+            process.stop()
 
 
 def collate(rows: SampleArray, position: int, eod: int | None) -> Batch:

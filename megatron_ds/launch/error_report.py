@@ -27,7 +27,7 @@ TIMEOUT_HINT = (
 )
 COLLECTIVE_ERROR_TEXTS = ("gloo", "nccl", "connection closed by peer", "connection reset by peer")
 """Parts of the messages of torch's communication libraries."""
-LOADER_ERROR_TEXTS = ("dataloader worker (pid",)
+LOADER_ERROR_TEXTS = ("data loader process (pid",)
 
 
 @dataclass(frozen=True)

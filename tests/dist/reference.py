@@ -76,7 +76,7 @@ class Samples:
         sample: npt.NDArray[np.int64] = self._tokens[position]
         return sample
 
-    def read_into(self, position: int, row: npt.NDArray[np.int64]) -> None:
+    def read_into(self, position: int, row: npt.NDArray[np.int32]) -> None:
         row[:] = self._tokens[position]
 
     def sample_id(self, position: int) -> str:

@@ -58,8 +58,8 @@ NEVER_IN = {
     "torch": """
         checkpoint/metadata.py checkpoint/selection.py config/ fileio/ train_state.py schedules.py
         schedule_validation.py launch/extension_locks.py data/blend_schedule.py data/blend_spec.py
-        data/build_datasets.py data/index_cache.py data/indexed_dataset.py data/merge.py
-        data/sample_index.py data/token_file_stats.py data/tokenizer_metadata.py
+        data/build_datasets.py data/index_cache.py data/indexed_dataset.py data/loader_process.py
+        data/merge.py data/sample_index.py data/token_file_stats.py data/tokenizer_metadata.py
         data/validation.py preprocess/""",
     "torch.distributed deepspeed megatron_ds.parallel": "data/ preprocess/ tokenizer/ cleaning/ "
     "fileio/",

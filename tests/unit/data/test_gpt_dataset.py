@@ -34,13 +34,13 @@ def test_samples_are_slices_of_the_shuffled_documents(dataset: GPTDataset) -> No
     for position in range(len(dataset)):
         sample = int(indexes.shuffle[position])
         tokens = dataset[position]
-        assert (tokens.dtype, tokens.tolist()) == (np.int64, stream[4 * sample : 4 * sample + 5])
+        assert (tokens.dtype, tokens.tolist()) == (np.int32, stream[4 * sample : 4 * sample + 5])
         assert dataset.sample_id(position) == f"p:{sample}"
 
 
 def test_read_samples_equals_single_reads(dataset: GPTDataset) -> None:
     rows = read_samples(dataset, range(3, 9))
-    assert rows.dtype == np.int64
+    assert rows.dtype == np.int32
     assert rows.tolist() == [dataset[position].tolist() for position in range(3, 9)]
     assert read_samples(dataset, []).shape == (0, 5)
 
@@ -55,7 +55,14 @@ def test_invalid_positions_are_rejected_and_pickling_works(dataset: GPTDataset) 
 
 
 @pytest.mark.parametrize(
-    ("dtype", "bad", "limit"), [("uint16", 505, 505), ("int32", 2**31 - 1, 600), ("int32", -1, 600)]
+    ("dtype", "bad", "limit"),
+    [
+        ("uint16", 505, 505),
+        ("int32", 2**31 - 1, 600),
+        ("int32", -1, 600),
+        ("int64", 2**32 + 1, 600),
+        ("int64", -(2**40), 600),
+    ],
 )
 def test_token_outside_the_vocabulary_is_rejected(
     tmp_path: Path, dtype: str, bad: int, limit: int
@@ -66,14 +73,15 @@ def test_token_outside_the_vocabulary_is_rejected(
     every = range(len(indexes))
     for vocab_size in (limit, None):
         dataset = GPTDataset(file, indexes, 4, vocab_size)
-        wrong = [p for p in every if bad in GPTDataset(file, indexes, 4)[p].tolist()]
+        kept = min(max(bad, -1), 2**31 - 1)
+        wrong = [p for p in every if kept in GPTDataset(file, indexes, 4)[p].tolist()]
         assert wrong
         if vocab_size is None:
             assert len(read_samples(dataset, every)) == len(dataset)
             continue
         for position in every:
             if position in wrong:
-                with raises_problem("sample-token-outside-vocabulary", contains=str(bad)):
+                with raises_problem("sample-token-outside-vocabulary", contains=str(kept)):
                     dataset[position]
             else:
                 dataset[position]

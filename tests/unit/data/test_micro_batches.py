@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import time
 
 import numpy as np
 import numpy.typing as npt
@@ -14,7 +15,7 @@ import pytest
 import torch
 
 from megatron_ds.config.problems import Problem, UserError
-from megatron_ds.data import micro_batches as module
+from megatron_ds.data import loader_process as module
 from megatron_ds.data.micro_batches import Batch, MicroBatchIterator
 from tests.problems import raises_problem
 
@@ -33,20 +34,23 @@ class CountingDataset:
     def __len__(self) -> int:
         return self._size
 
-    def __getitem__(self, position: int) -> npt.NDArray[np.int64]:
+    def __getitem__(self, position: int) -> npt.NDArray[np.int32]:
         assert 0 <= position < self._size
-        return np.arange(position, position + SEQUENCE + 1)
+        return np.arange(position, position + SEQUENCE + 1, dtype=np.int32)
 
-    def read_into(self, position: int, row: npt.NDArray[np.int64]) -> None:
+    def read_into(self, position: int, row: npt.NDArray[np.int32]) -> None:
         row[:] = self[position]
 
     def sample_id(self, position: int) -> str:
         return str(position)
 
 
-def make_iterator(size: int, **values: int | None) -> MicroBatchIterator:
+def make_iterator(
+    size: int, dataset: CountingDataset | None = None, **values: int | None
+) -> MicroBatchIterator:
     settings: dict[str, int | None] = {"consumed": 0, "micro_batch_size": 1, "dp_rank": 0}
-    return MicroBatchIterator(CountingDataset(size), **{**settings, "dp_size": 1, **values})  # type: ignore
+    dataset = dataset or CountingDataset(size)
+    return MicroBatchIterator(dataset, **{**settings, "dp_size": 1, **values})  # type: ignore
 
 
 def consumed_ids(runs: list[tuple[int, int, int]], size: int, workers: int = 0) -> list[int]:
@@ -111,24 +115,41 @@ def test_batch_content() -> None:
         assert [t.dtype for t in batch[:3]] == [torch.int64, torch.int64, torch.float32]
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 5])
-def test_message_size_does_not_change_batches(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
-    monkeypatch.setattr(module, "SAMPLES_PER_MESSAGE", size)
-    direct, sent = (list(make_iterator(40, micro_batch_size=2, num_workers=n)) for n in (0, 1))
+@pytest.mark.parametrize("slots", [0, 2, 3, 5])
+def test_size_of_the_shared_memory_does_not_change_batches(
+    monkeypatch: pytest.MonkeyPatch, slots: int
+) -> None:
+    monkeypatch.setattr(module, "TOKENS_AHEAD", slots * 2 * (SEQUENCE + 1))
+    direct, sent = (list(make_iterator(40, micro_batch_size=2, num_workers=n)) for n in (0, 2))
     assert [batch.position for batch in sent] == [batch.position for batch in direct]
     assert len(direct) > 5
     for one, other in zip(direct, sent, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(one[:3], other[:3], strict=True))
 
 
-@pytest.mark.parametrize("largest", [0, 255, 256, 65_535, 65_536, 2**31, 2**32, 2**40])
-@pytest.mark.parametrize("smallest", [0, -1])
-def test_ids_survive_narrowing(largest: int, smallest: int) -> None:
-    rows = np.array([[smallest, largest, 1]])
-    sent = module._narrow_dtype(rows)
-    assert isinstance(sent, np.ndarray)
-    assert module.collate(sent, 0, None).tokens_BS.tolist() == [[smallest, largest]]
-    assert smallest or sent.itemsize <= max(1, (largest.bit_length() + 7) // 8 * 2 - 1)
+def test_loader_process_reads_ahead_by_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first micro-batch is there as soon as it is read; two are read ahead however long."""
+    allowed = multiprocessing.Semaphore(1)
+    read = multiprocessing.Value("i", 0)
+
+    class SlowDataset(CountingDataset):
+        def read_into(self, position: int, row: npt.NDArray[np.int32]) -> None:
+            allowed.acquire()
+            super().read_into(position, row)
+            read.value = position + 1
+
+    monkeypatch.setattr(module, "TOKENS_AHEAD", 1)
+    batches = make_iterator(50, num_workers=1, dataset=SlowDataset(50))
+    assert next(batches).position == 0
+    for _ in range(20):
+        allowed.release()
+    assert next(batches).position == 1
+    deadline = time.monotonic() + 10
+    while read.value < 4 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    time.sleep(0.05)
+    assert read.value == 4
+    batches.close()
 
 
 def test_batch_is_truncated() -> None:
@@ -155,39 +176,68 @@ def test_reading_does_not_advance_torchs_generator(workers: int) -> None:
     assert torch.equal(before, torch.get_rng_state())
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-def test_data_error_reaches_the_trainer_unchanged(workers: int) -> None:
-    class DamagedDataset(CountingDataset):
-        def __getitem__(self, position: int) -> npt.NDArray[np.int64]:
-            raise UserError(Problem.of("some-code", "p.bin: is damaged"))
+class DamagedDataset(CountingDataset):
+    """Raises an error at one position."""
 
-    batches = MicroBatchIterator(
-        DamagedDataset(5), consumed=0, micro_batch_size=1, dp_rank=0, dp_size=1, num_workers=workers
-    )
-    with raises_problem("some-code", contains="p.bin"):
+    def __init__(self, size: int, position: int, error: BaseException) -> None:
+        super().__init__(size)
+        self._position, self._error = position, error
+
+    def read_into(self, position: int, row: npt.NDArray[np.int32]) -> None:
+        if position == self._position:
+            raise self._error
+        super().read_into(position, row)
+
+
+@pytest.mark.parametrize("workers", [0, 1, 2])
+def test_data_error_reaches_the_trainer_unchanged_and_in_order(workers: int) -> None:
+    error = UserError(Problem.of("some-code", f"p.bin: {'damaged ' * 1000}"))
+    batches = make_iterator(9, dataset=DamagedDataset(9, 5, error), num_workers=workers)
+    assert [next(batches).position for _ in range(5)] == list(range(5))
+    with raises_problem("some-code", contains="p.bin: damaged damaged"):
         next(batches)
-    batches.close()
+    assert multiprocessing.active_children() == []
+
+
+def test_other_errors_of_a_loader_process_come_with_their_traceback() -> None:
+    dataset = DamagedDataset(9, 1, ZeroDivisionError("of a test"))
+    batches = make_iterator(9, dataset=dataset, num_workers=1)
+    next(batches)
+    with pytest.raises(RuntimeError, match=r"in read_into(.|\n)*ZeroDivisionError: of a test"):
+        next(batches)
+
+
+def test_killed_loader_process_is_an_error() -> None:
+    batches = make_iterator(10_000, num_workers=1)
+    next(batches)
+    (worker,) = multiprocessing.active_children()
+    assert worker.pid is not None
+    os.kill(worker.pid, signal.SIGKILL)
+    with pytest.raises(RuntimeError, match=rf"\(pid {worker.pid}\) was killed by signal 9"):
+        list(batches)
 
 
 def test_close_ends_the_loader_processes() -> None:
-    batches = make_iterator(50, num_workers=2)
+    open_files = len(os.listdir("/proc/self/fd"))
+    batches = make_iterator(10_000, num_workers=2)
     next(batches)
     assert len(multiprocessing.active_children()) == 2
     batches.close()
+    assert len(os.listdir("/proc/self/fd")) == open_files
     assert (multiprocessing.active_children(), list(batches)) == ([], [])
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_loader_process_ignores_signals(number: signal.Signals) -> None:
     """Launchers and terminals signal the whole process group, but the step must be finished."""
-    batches = make_iterator(64, num_workers=1)
+    batches = make_iterator(1000, num_workers=1)
     first = next(batches)
     (worker,) = multiprocessing.active_children()
     assert worker.pid is not None
     os.kill(worker.pid, number)
     rest = [batch.position for batch in batches]
     batches.close()
-    assert [first.position, *rest] == list(range(64))
+    assert [first.position, *rest] == list(range(1000))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux signals the death of a parent")
@@ -200,7 +250,7 @@ def test_loader_process_is_killed_with_its_parent() -> None:
 
 
 def _exit_with_parent_death_signal() -> None:
-    module._die_with_parent(0)
+    module.die_with_parent()
     number = ctypes.c_int()
     get_pdeathsig = 2
     ctypes.CDLL(None).prctl(get_pdeathsig, ctypes.byref(number))

@@ -67,7 +67,7 @@ def test_single_process_prints_only_the_traceback(monkeypatch: pytest.MonkeyPatc
         (torch.OutOfMemoryError("tried to allocate 2 GiB"), DEVICE_MEMORY_HINT),
         (MemoryError(), HOST_MEMORY_HINT),
         (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"), HOST_MEMORY_HINT),
-        (RuntimeError("DataLoader worker (pid 5) is killed by signal: Killed."), HOST_MEMORY_HINT),
+        (RuntimeError("data loader process (pid 5) was killed by signal 9"), HOST_MEMORY_HINT),
     ],
     ids=["device", "python", "torch", "loader"],
 )

@@ -1,0 +1,161 @@
+"""A process that reads micro-batches ahead of the trainer, into memory that both share.
+
+The memory holds a ring of micro-batches. One pipe tells the trainer which of them are complete,
+another tells the process which may be overwritten. Knows a dataset and positions, but no ranks and
+no torch.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import mmap
+import multiprocessing
+import os
+import signal
+import traceback
+from collections.abc import Sequence
+from contextlib import suppress
+from multiprocessing.connection import Connection
+
+import numpy as np
+
+from megatron_ds.config.problems import UserError
+from megatron_ds.data.gpt_dataset import SampleArray, TokenDataset, read_samples
+
+TOKENS_AHEAD = 1 << 20
+"""Tokens that a process reads ahead, 4 MiB; it reads 2 to 256 micro-batches ahead in any case."""
+COMPLETE, FAILED = b"\0", b"\1"
+"""Reports of the process: a micro-batch is complete; an error was sent instead."""
+PIPE_READ = 1 << 12
+PR_SET_PDEATHSIG = 1
+"""Option of prctl(2): the signal that a process gets when its parent exits."""
+
+
+class LoaderProcess:
+    """Reads micro-batches in order, in a process of its own.
+
+    Args:
+        dataset: The samples.
+        firsts: Position of the first sample of each micro-batch.
+        micro_batch_size: Samples per micro-batch, from consecutive positions.
+    """
+
+    def __init__(self, dataset: TokenDataset, firsts: Sequence[int], micro_batch_size: int) -> None:
+        shape = (micro_batch_size, dataset.seq_length + 1)
+        slots = min(256, max(2, TOKENS_AHEAD // (shape[0] * shape[1])))
+        memory = mmap.mmap(-1, 4 * slots * shape[0] * shape[1])
+        self._ring = np.frombuffer(memory, dtype=np.int32).reshape(slots, *shape)
+        self._read = self._returned = self._complete = 0
+        self._failed = False
+        self._owner = os.getpid()
+        self._reports, reports = os.pipe()
+        free, self._free = os.pipe()
+        context = multiprocessing.get_context("fork")
+        self._errors, errors = context.Pipe(duplex=False)
+        parents_ends = (self._reports, self._free)
+        self._process = context.Process(
+            target=_serve,
+            args=(dataset, firsts, self._ring, reports, free, errors, parents_ends),
+            daemon=True,
+        )
+        self._process.start()
+        os.close(reports)
+        os.close(free)
+        errors.close()
+        # At exit, multiprocessing would terminate the process and wait; but it ignores SIGTERM.
+        atexit.register(self.stop)
+
+    def read(self) -> SampleArray:
+        """Reads the next micro-batch, [B, S + 1], into memory of its own.
+
+        Raises:
+            UserError: If a sample is invalid or a file is damaged.
+            RuntimeError: If the process failed otherwise.
+        """
+        while self._read == self._complete:
+            self._wait()
+        rows: SampleArray = self._ring[self._read % len(self._ring)].copy()
+        self._read += 1
+        # Half of the ring at once: a system call takes about as long as reading a sample.
+        unreturned = self._read - self._returned
+        if unreturned >= len(self._ring) // 2:
+            with suppress(BrokenPipeError):  # the process has read everything
+                os.write(self._free, bytes(unreturned))
+            self._returned = self._read
+        return rows
+
+    def stop(self) -> None:
+        """Kills the process. Files that it may be writing, indexes, are replaced atomically."""
+        if self._owner != os.getpid():  # already stopped, or inherited by another process
+            return
+        self._owner = 0
+        atexit.unregister(self.stop)
+        self._process.kill()
+        self._process.join()
+        os.close(self._reports)
+        os.close(self._free)
+        self._errors.close()
+
+    def _wait(self) -> None:
+        """Waits until a micro-batch is complete, or raises the error of the process."""
+        if not self._failed:
+            reports = os.read(self._reports, PIPE_READ)
+            complete = reports.count(COMPLETE)
+            self._complete += complete
+            self._failed = complete < len(reports) or not reports
+            if complete:
+                return
+        try:
+            error = self._errors.recv()
+        except EOFError:
+            self._process.join()
+            pid, number = self._process.pid, -(self._process.exitcode or 0)
+            text = f"data loader process (pid {pid}) was killed by signal {number}"
+            raise RuntimeError(text) from None
+        raise error
+
+
+def _serve(
+    dataset: TokenDataset,
+    firsts: Sequence[int],
+    ring: SampleArray,
+    reports: int,
+    free: int,
+    errors: Connection,
+    parents_ends: tuple[int, int],
+) -> None:
+    die_with_parent()
+    for end in parents_ends:  # open here, they would hide that the parent has closed them
+        os.close(end)
+    micro_batch_size, free_slots = ring.shape[1], len(ring)
+    try:
+        for number, first in enumerate(firsts):
+            if not free_slots:
+                free_slots = len(os.read(free, PIPE_READ))
+                if not free_slots:
+                    return
+            rows = ring[number % len(ring)]
+            read_samples(dataset, range(first, first + micro_batch_size), rows)
+            free_slots -= 1
+            os.write(reports, COMPLETE)
+    except BrokenPipeError:
+        return
+    except Exception as error:
+        text = f"the data loader process failed:\n{traceback.format_exc()}"
+        os.write(reports, FAILED)
+        errors.send(error if isinstance(error, UserError) else RuntimeError(text))
+
+
+def die_with_parent() -> None:
+    """Makes this process exit with its parent, neither before nor after it.
+
+    Launchers and terminals send signals to every process of a run, but the trainer still needs its
+    loader to finish the step and save. If the trainer is killed, the loader must exit at once
+    (supported by Linux only): it holds the trainer's connections open, and the other ranks would
+    keep waiting for them.
+    """
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL))
