@@ -1,8 +1,8 @@
-"""Tensor-parallel collectives with their conjugate backward passes.
+"""Tensor-parallel collectives, and the backward passes of those inside autograd's graph.
 
-Names are those of Megatron-LM (Shoeybi et al. 2019, section 3): copy and reduce, each the other's
-backward, and gather, whose backward is a split. In a group of size 1 they are the identity and add
-nothing to the autograd graph. Knows no layers.
+A layer whose backward pass reduces gradients does so itself, beside its other work (`linear`,
+`fused_linear_cross_entropy`). In a group of size 1 the collectives are the identity and add nothing
+to the graph. Knows no layers.
 """
 
 from __future__ import annotations
@@ -16,26 +16,36 @@ from torch import Tensor
 from megatron_ds.parallel.mesh import Group
 
 
-def copy_to_group(x: Tensor, group: Group) -> Tensor:
-    """Forward: identity. Backward: sum of the gradients over the group."""
-    return x if group.size == 1 else _Copy.apply(x, group)
+def reduce_from_group_(x: Tensor, group: Group) -> Tensor:
+    """Forward: sum over the group, in place. Backward: identity.
+
+    Args:
+        x: A contiguous tensor that autograd has not saved and that nobody else uses.
+        group: The group.
+    """
+    if group.size > 1:
+        # Detached, because the sum's gradient with respect to this rank's summand is that of x.
+        dist.all_reduce(x.detach(), group=group.handle)
+    return x
 
 
-def reduce_from_group(x: Tensor, group: Group) -> Tensor:
-    """Forward: sum over the group. Backward: identity."""
-    return x if group.size == 1 else _Reduce.apply(x, group)
+def start_all_reduce_(x: Tensor, group: Group) -> dist.Work | None:
+    """Start the sum over the group, in place; no autograd.
+
+    Returns:
+        What to wait for before x is read. None: the sum is complete.
+    """
+    if group.size == 1:
+        return None
+    # A compiled graph has no handles; its compiler overlaps the sum itself.
+    is_async = not torch.compiler.is_compiling()
+    work: dist.Work | None = dist.all_reduce(x, group=group.handle, async_op=is_async)
+    return work
 
 
 def gather_from_group(x: Tensor, group: Group) -> Tensor:
     """Forward: concatenation along the last dimension. Backward: this rank's slice."""
     return x if group.size == 1 else _Gather.apply(x, group)
-
-
-def all_reduce(x: Tensor, group: Group) -> Tensor:
-    """Sum over the group, into a new tensor; no autograd."""
-    total = x.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(total, group=group.handle)
-    return total
 
 
 def all_gather(x: Tensor, group: Group) -> Tensor:
@@ -45,27 +55,6 @@ def all_gather(x: Tensor, group: Group) -> Tensor:
     gathered = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in group.ranks]
     dist.all_gather(gathered, x.contiguous(), group=group.handle)
     return torch.stack(gathered)
-
-
-class _Copy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return all_reduce(grad, ctx.group), None
-
-
-class _Reduce(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        return all_reduce(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
 
 
 class _Gather(torch.autograd.Function):

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_ds.config.problems import user_error
-from megatron_ds.parallel.collectives import reduce_from_group
+from megatron_ds.parallel.collectives import reduce_from_group_
 from megatron_ds.parallel.mesh import Group
 from megatron_ds.parallel.sharding import Init, ShardSpec, sharded_parameter
 
@@ -77,4 +77,4 @@ class VocabParallelEmbedding(nn.Module):
         local = ids - self.first_row
         elsewhere = (local < 0) | (local >= self.rows)
         rows = F.embedding(local.masked_fill(elsewhere, 0), self.weight)
-        return reduce_from_group(rows.masked_fill(elsewhere.unsqueeze(-1), 0.0), self.group)
+        return reduce_from_group_(rows.masked_fill(elsewhere.unsqueeze(-1), 0.0), self.group)

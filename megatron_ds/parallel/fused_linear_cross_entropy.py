@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_ds.parallel.collectives import all_gather, copy_to_group
+from megatron_ds.parallel.collectives import all_gather, start_all_reduce_
 from megatron_ds.parallel.mesh import Group
 
 CHUNK_BYTES = 2**28
@@ -79,7 +79,6 @@ def linear_cross_entropy(
     first = group.rank * width
     rows = min(max(vocab_size - first, 0), width)
     loss = _Loss(labels_T, weights_T, first, rows, width, group)
-    x_TH = copy_to_group(x_TH, group)
     if torch.is_grad_enabled() and (x_TH.requires_grad or weight_vH.requires_grad):
         result: Tensor = _LinearCrossEntropy.apply(x_TH, weight_vH, loss)
         return result
@@ -206,7 +205,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TH: Tensor, weight_vH: Tensor, loss: _Loss) -> Tensor:
         value, grad_x, grad_weight = loss.value_and_gradients(x_TH, weight_vH)
-        ctx.weight_type = weight_vH.dtype
+        ctx.weight_type, ctx.group = weight_vH.dtype, loss.group
         ctx.save_for_backward(grad_x, grad_weight)
         return value
 
@@ -215,4 +214,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         grad_x, grad_weight = ctx.saved_tensors
         # In fp32, because the factor contains the number of tokens and the loss scale.
         grad_x = (grad_x.float() * grad).to(grad_x.dtype)
-        return grad_x, (grad_weight.float() * grad).to(ctx.weight_type), None
+        work = start_all_reduce_(grad_x, ctx.group)
+        grad_weight = (grad_weight.float() * grad).to(ctx.weight_type)
+        if work is not None:
+            work.wait()
+        return grad_x, grad_weight, None

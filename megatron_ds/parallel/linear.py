@@ -2,16 +2,19 @@
 
 Column-parallel: the output features are sharded, the input is replicated. Row-parallel: the input
 features are sharded, the output is replicated. One after the other, they need one all-reduce over
-the group in each direction. Owns no initial values: `init` draws them.
+the group in each direction. That of the backward pass is overlapped with the product for the
+weight's gradient. Owns no initial values: `init` draws them.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron_ds.parallel.collectives import copy_to_group, reduce_from_group
+from megatron_ds.parallel.collectives import reduce_from_group_, start_all_reduce_
 from megatron_ds.parallel.mesh import Group
 from megatron_ds.parallel.sharding import Init, ShardSpec, sharded_parameter
 
@@ -40,7 +43,10 @@ class ColumnParallelLinear(nn.Module):
             self.bias = sharded_parameter(torch.zeros(out_features // group.size), spec)
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(copy_to_group(x, self.group), self.weight, self.bias)
+        if self.group.size == 1:
+            return F.linear(x, self.weight, self.bias)
+        y: Tensor = _ColumnParallel.apply(x, self.weight, self.bias, self.group)
+        return y
 
 
 class RowParallelLinear(nn.Module):
@@ -63,5 +69,34 @@ class RowParallelLinear(nn.Module):
         if self.group.size == 1:
             return F.linear(x, self.weight, self.bias)
         # The bias is added after the reduction, so that it counts once.
-        y = reduce_from_group(F.linear(x, self.weight), self.group)
+        y = reduce_from_group_(F.linear(x, self.weight), self.group)
         return y if self.bias is None else y + self.bias
+
+
+class _ColumnParallel(torch.autograd.Function):
+    """F.linear whose input has the same value on every rank of a group."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, group: Group) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.group = group
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(
+        ctx: Any, grad: Tensor
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+        x, weight = ctx.saved_tensors
+        needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
+        rows = grad.flatten(0, -2)
+        grad_x = grad_weight = grad_bias = work = None
+        if needs_x:
+            grad_x = (rows @ weight).view(x.shape)
+            work = start_all_reduce_(grad_x, ctx.group)
+        if needs_weight:
+            grad_weight = rows.t() @ x.flatten(0, -2)
+        if needs_bias:
+            grad_bias = rows.sum(0)
+        if work is not None:
+            work.wait()
+        return grad_x, grad_weight, grad_bias, None

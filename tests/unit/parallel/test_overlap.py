@@ -1,0 +1,95 @@
+"""The order of matrix products and collectives in the backward pass of tensor-parallel layers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron_ds.parallel.fused_linear_cross_entropy import linear_cross_entropy
+from megatron_ds.parallel.linear import ColumnParallelLinear, RowParallelLinear
+from megatron_ds.parallel.mesh import Group, Mesh
+
+HIDDEN = 8
+TWO_RANKS = Group(ranks=(0, 1), rank=0, handle=None)
+COPIES = (torch.ops.aten.clone, torch.ops.aten.copy_, torch.ops.aten._to_copy)
+
+
+class Events(TorchDispatchMode):
+    """Records products, copies and all-reduces; stands in for the group, whose sum is doubled."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__()
+        self.found: list[str] = []
+        monkeypatch.setattr(dist, "all_reduce", self.all_reduce)
+
+    def all_reduce(self, x: torch.Tensor, group: Any = None, async_op: bool = False) -> Any:
+        x.mul_(2.0)
+        self.found.append("start of all-reduce" if async_op else "all-reduce")
+        return self if async_op else None
+
+    def wait(self) -> None:
+        self.found.append("end of all-reduce")
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm):
+            self.found.append("product")
+        elif func.overloadpacket in COPIES:
+            self.found.append("copy")
+        return func(*args, **(kwargs or {}))
+
+
+def draw(shape: tuple[int, ...], dim: int, ranges: Sequence[range]) -> torch.Tensor:
+    rows = sum(map(len, ranges))
+    return torch.randn([rows if at == dim else size for at, size in enumerate(shape)])
+
+
+def column(group: Group, bias: bool) -> ColumnParallelLinear:
+    torch.manual_seed(1)
+    return ColumnParallelLinear(HIDDEN, (6 * group.size,), bias=bias, group=group, init=draw)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_column_parallel_reduces_the_input_gradient_beside_the_weight_gradient(
+    bias: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer, alone = column(TWO_RANKS, bias), column(Mesh.single().tp, bias)
+    x = torch.randn(4, 2, HIDDEN, requires_grad=True)
+    grad = torch.randn(4, 2, 6)
+    (expected,) = torch.autograd.grad(alone(x), x, grad, retain_graph=True)
+    alone(x).backward(grad)
+    x.grad = None
+    y = layer(x)
+    with Events(monkeypatch) as events:
+        y.backward(grad)
+    assert events.found == ["product", "start of all-reduce", "product", "end of all-reduce"]
+    assert torch.equal(x.grad, 2 * expected)
+    for parameter, one in zip(layer.parameters(), alone.parameters(), strict=True):
+        assert torch.equal(parameter.grad, one.grad)
+
+
+def test_row_parallel_reduces_its_output_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = RowParallelLinear(2 * HIDDEN, HIDDEN, bias=False, group=TWO_RANKS, init=draw)
+    x = torch.randn(4, 2, HIDDEN, requires_grad=True)
+    with Events(monkeypatch) as events:
+        y = layer(x)
+        y.sum().backward()
+    assert events.found == ["product", "all-reduce", "product", "product"]
+    assert torch.equal(y, 2 * torch.nn.functional.linear(x, layer.weight))
+
+
+def test_output_layer_reduces_the_input_gradient_beside_scaling(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    x, weight = (torch.randn(16, HIDDEN, requires_grad=True) for _ in range(2))
+    monkeypatch.setattr(dist, "all_gather", lambda parts, x, group: [p.copy_(x) for p in parts])
+    loss = linear_cross_entropy(x, weight, torch.arange(16), None, vocab_size=32, group=TWO_RANKS)
+    with Events(monkeypatch) as events:
+        loss.backward()
+    assert events.found == ["start of all-reduce", "end of all-reduce"]
