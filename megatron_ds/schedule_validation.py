@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron_ds.config import Config
-from megatron_ds.config.fields import exclusive_problem
+from megatron_ds.config.fields import exclusive_problem, in_effect
 from megatron_ds.config.problems import Problem, option, with_value
 from megatron_ds.config.schedule import SCHEDULE_LENGTHS
 from megatron_ds.schedules import (
@@ -31,7 +31,7 @@ def problems(config: Config, dp_size: int) -> Iterator[Problem]:
     Args:
         dp_size: Data-parallel size; 0 if unknown.
     """
-    schedule, lr = config.schedule, config.optimizer.lr
+    schedule, lr = in_effect(config.schedule), config.optimizer.lr
     for name in ("lr_warmup_init", "min_lr"):
         if getattr(schedule, name) > lr:
             setting = with_value(schedule, name)
@@ -45,7 +45,7 @@ def problems(config: Config, dp_size: int) -> Iterator[Problem]:
             yield Problem(
                 "curriculum-exceeds-sequence", settings=schedule, end=end, longest=longest
             )
-        if config.recompute.contiguous_checkpointing:
+        if in_effect(config.recompute).contiguous_checkpointing:
             yield exclusive_problem(
                 "curriculum_seqlen",
                 "contiguous_checkpointing",

@@ -53,7 +53,7 @@ class Options:
     keep_case: bool = option_field(
         False,
         "train a vocabulary of BertWordPieceCase instead of BertWordPieceLowerCase",
-        requires=when(type="wordpiece"),
+        only_with=when(type="wordpiece"),
     )
     fail_on_bad_document: bool = option_field(
         False, "stop at the first rejected document instead of skipping it"

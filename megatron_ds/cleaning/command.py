@@ -49,6 +49,9 @@ class CleaningCommand:
                 self.options.build()
         yield from problems
 
+    def warnings(self) -> Iterator[Problem]:
+        yield from self.options.warnings()
+
 
 def work(command: CleaningCommand) -> None:
     """Clean and report the results."""

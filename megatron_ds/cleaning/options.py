@@ -20,7 +20,7 @@ from megatron_ds.cleaning.stages import SeenKeys, Stage
 from megatron_ds.cleaning.text_filters import FixUnicode, LanguageFilter, LengthFilter
 from megatron_ds.cleaning.url_filter import UrlFilter
 from megatron_ds.config import TokenizerConfig
-from megatron_ds.config.fields import field_problems, option_field, option_group
+from megatron_ds.config.fields import field_problems, no_effect_problem, option_field, option_group
 from megatron_ds.config.problems import Problem, collect, option, raise_if_any
 from megatron_ds.fileio.resumable import COMPRESSORS
 from megatron_ds.preprocess.inputs import QUARANTINE, InputSpec
@@ -129,7 +129,6 @@ class CleaningOptions:
         yield from self._output_problems()
         yield from self._report_problems()
         yield from self._stage_problems()
-        yield from self.tasks.problems()
         if self.resume:
             yield from self.inputs.resume_problems()
 
@@ -194,22 +193,30 @@ class CleaningOptions:
                 yield Problem("unknown-stage", name=name, known=", ".join(STAGES))
         if len(set(self.order)) != len(self.order):
             yield Problem("repeated-stage", stages=" ".join(self.order))
-        for stage, field, is_given in (
+        if "decontaminate" in self.order:
+            yield from self.tasks.problems()
+            if not self.tasks.eval_task_files:
+                yield Problem("decontamination-without-tasks")
+        if "language" in self.order and not self.languages:
+            yield Problem("required", "languages")
+        if self.min_tokens > 0 and "length" in self.order:
+            if self.tokenizer is None:
+                yield Problem("min-tokens-without-tokenizer")
+            else:
+                yield from field_problems(self.tokenizer)
+                yield from self.tokenizer.problems(vocab_size=None)
+
+    def warnings(self) -> Iterator[Problem]:
+        """Warn of options of stages that do not run."""
+        for stage, name, is_given in (
             ("url", "url_blacklist", bool(self.url_blacklist)),
             ("decontaminate", "eval_task_files", bool(self.tasks.eval_task_files)),
             ("length", "min_tokens", self.min_tokens > 0),
         ):
             if is_given and stage not in self.order:
-                yield Problem("option-of-unused-stage", field, "stages", stage=stage)
-        if "decontaminate" in self.order and not self.tasks.eval_task_files:
-            yield Problem("decontamination-without-tasks")
-        if not self.languages:
-            yield Problem("required", "languages")
-        if (self.min_tokens > 0) != (self.tokenizer is not None):
-            yield Problem("min-tokens-and-tokenizer")
-        elif self.tokenizer is not None:
-            yield from field_problems(self.tokenizer)
-            yield from self.tokenizer.problems(vocab_size=None)
+                yield no_effect_problem(name, reason=f"without the stage {stage}")
+        if self.tokenizer is not None and not self.min_tokens:
+            yield no_effect_problem("tokenizer_type", reason=f"without {option('min_tokens')}")
 
     def build(self) -> list[Stage]:
         """The stages.
@@ -237,7 +244,8 @@ class CleaningOptions:
         return stages
 
     def _length(self) -> Stage:
-        tokenizer = None if self.tokenizer is None else build_tokenizer(self.tokenizer)
+        counted = self.tokenizer if self.min_tokens > 0 else None
+        tokenizer = None if counted is None else build_tokenizer(counted)
         return LengthFilter(self.min_chars, self.min_words, self.min_tokens, tokenizer)
 
     def build_seen_keys(self) -> dict[str, SeenKeys]:

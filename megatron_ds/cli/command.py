@@ -33,7 +33,8 @@ whose flags in other frameworks are accepted, if it is another one, and `FIELD_F
 messages about fields that are not options of the tool.
 
 A field `given: frozenset[str]` of it, or of a group, receives the names of the fields that were
-set. A method `problems()` yields what the ranges of the fields do not say.
+set. A method `problems()` yields what the ranges of the fields do not say, a method `warnings()`
+what `only_with` does not say.
 """
 
 
@@ -77,7 +78,8 @@ def parse(
     found = [each for each in (*values, *related) if line.unreadable.isdisjoint(each.mentioned)]
     problems = list(dict.fromkeys([*line.problems, *found]))
     if rank == 0:
-        for warning in [*line.warnings, *_each(result, ineffective, line.values, table)]:
+        own = result.warnings() if hasattr(result, "warnings") and not problems else ()
+        for warning in (*line.warnings, *_each(result, ineffective, line.values, table), *own):
             print_warning(warning, table)
     if problems:
         is_incomplete = any(problem.code == "required" for problem in found)

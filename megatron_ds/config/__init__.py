@@ -105,11 +105,17 @@ class Config:
         return [problem for name in GROUPS for problem in (*found[name], *related.get(name, ()))]
 
     def warnings(self) -> Iterator[Problem]:
-        """Warn of flags that have no effect next to the others."""
+        """Warn of flags, and of values of the DeepSpeed file, that have no effect."""
         groups = [getattr(self, name) for name in GROUPS]
         values = SimpleNamespace(**{k: v for group in groups for k, v in vars(group).items()})
         for group in groups:
-            yield from ineffective(group, self.given, values)
+            changed = {
+                item.name
+                for item, _ in option_fields(group)
+                if item.name in self.origins and getattr(group, item.name) != item.default
+            }
+            yield from map(self.with_origin, ineffective(group, self.given | changed, values))
+        yield from self.data.warnings()
 
     def with_origin(self, problem: Problem) -> Problem:
         """Add to a problem where the values of its fields come from, if no flag set them."""

@@ -28,14 +28,14 @@ class CheckpointConfig:
         None,
         "number of iterations between checkpoints; the last iteration is always saved",
         minimum=1,
-        requires=SAVE,
+        only_with=SAVE,
     )
     keep_last: int | None = option_field(
         None,
         "number of checkpoints to keep in --save; older ones are removed after each complete save "
         "(default: all)",
         minimum=1,
-        requires=SAVE,
+        only_with=SAVE,
     )
     on_save_error: str = option_field(
         "continue",
@@ -47,7 +47,7 @@ class CheckpointConfig:
         None,
         "iteration of the checkpoint to load (default: the newest that is not damaged)",
         minimum=1,
-        requires=LOAD,
+        only_with=LOAD,
     )
     on_damaged_checkpoint: str = option_field(
         "fallback",
@@ -55,7 +55,7 @@ class CheckpointConfig:
         choices=("fallback", "error"),
     )
     exit_on_missing_checkpoint: bool = option_field(
-        False, "exit with an error if --load has no checkpoint", requires=LOAD
+        False, "exit with an error if --load has no checkpoint", only_with=LOAD
     )
 
     def problems(self) -> Iterator[Problem]:

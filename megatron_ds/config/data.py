@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron_ds.config.checks import folder_problems
-from megatron_ds.config.fields import exclusive_problem, option_field, when
-from megatron_ds.config.problems import Problem
+from megatron_ds.config.fields import exclusive_problem, no_effect_problem, option_field, when
+from megatron_ds.config.problems import Problem, option
 
 SPLIT_DATA_FIELDS = ("data_path", "data_args_path")
 """Fields that name data for all dataset splits, divided by --split."""
@@ -118,7 +118,11 @@ class DataConfig:
                 yield exclusive_problem(*names)
         if not shared and not listed and not by_split["train"]:
             yield Problem("training-data-required")
-        if self.split is not None and not shared:
+        if self.split is not None and by_split["train"] and not by_split["valid"]:
             yield Problem("split-without-shared-data")
         if self.data_cache_path is not None and not os.path.isdir(self.data_cache_path):
             yield from folder_problems("data_cache_path", self.data_cache_path)
+
+    def warnings(self) -> Iterator[Problem]:
+        if self.split is not None and not any(getattr(self, name) for name in SPLIT_DATA_FIELDS):
+            yield no_effect_problem("split", reason=f"without {option('data_path')}")

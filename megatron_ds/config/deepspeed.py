@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron_ds.config.checks import file_problems
-from megatron_ds.config.fields import option_field
+from megatron_ds.config.fields import in_effect, option_field, when
 from megatron_ds.config.problems import Problem
 
 
@@ -28,8 +28,16 @@ class DeepSpeedConfig:
         False, "offload optimizer states to host memory (offload_optimizer: cpu)"
     )
     remote_device: str = option_field(
-        "none", "offload ZeRO-3 parameters (offload_param)", choices=("none", "cpu", "nvme")
+        "none",
+        "offload ZeRO-3 parameters (offload_param)",
+        choices=("none", "cpu", "nvme"),
+        only_with=when(zero_stage=3),
     )
+
+    @property
+    def param_offload(self) -> str:
+        """Device of offloaded parameters: "none", "cpu" or "nvme"; "none" except at ZeRO-3."""
+        return in_effect(self).remote_device
 
     def problems(self) -> Iterator[Problem]:
         if self.deepspeed_config is not None:

@@ -10,11 +10,12 @@ import dataclasses
 import math
 import operator
 from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import Any, Concatenate, ParamSpec
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from megatron_ds.config.problems import Problem, option
 
 P = ParamSpec("P")
+Options = TypeVar("Options", bound=Any)
 
 UNSET_INT = 0
 UNSET_FLOAT = math.nan
@@ -28,7 +29,15 @@ class _AnyValue:
         return other is not None
 
 
+class _NonZero:
+    """Equals every value except None and 0."""
+
+    def __eq__(self, other: object) -> bool:
+        return bool(other)
+
+
 ANY_VALUE = _AnyValue()
+NON_ZERO = _NonZero()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,9 +50,9 @@ class Condition:
         return any(getattr(options, name) in values for name, values in self.admitted.items())
 
     def describe(self) -> str:
-        """The flags that satisfy the condition: `--fp16 or --bf16`."""
+        """The flags that satisfy the condition: `--fp16 or --bf16`, `--zero-stage 3`."""
         shown = {
-            name: " or ".join(value for value in values if isinstance(value, str))
+            name: " or ".join(str(value) for value in values if type(value) in (str, int))
             for name, values in self.admitted.items()
         }
         return " or ".join(f"{option(name)} {values}".rstrip() for name, values in shown.items())
@@ -59,7 +68,7 @@ def when(**admitted: Any) -> Condition:
 
     Args:
         admitted: By field, a value or a tuple of values that satisfies the condition. `ANY_VALUE`
-            stands for everything except None.
+            stands for everything except None, `NON_ZERO` for everything except None and 0.
     """
     return Condition(
         {name: value if isinstance(value, tuple) else (value,) for name, value in admitted.items()}
@@ -86,8 +95,8 @@ class OptionSpec:
         above: Bound that every valid value exceeds.
         maximum: Largest valid value.
         below: Bound that no valid value reaches.
-        requires: Condition without which a value other than the default is an error.
-        only_with: Conditions without any of which a given flag has no effect, with a warning.
+        only_with: Conditions without any of which the value has no effect. A given flag then causes
+            a warning and never an error, so that the flag it depends on can be removed alone.
         positional: Whether the value is given without a flag.
         repeatable: Whether a repeated flag adds values instead of replacing them.
     """
@@ -105,7 +114,6 @@ class OptionSpec:
     above: float | None = None
     maximum: float | None = None
     below: float | None = None
-    requires: Condition | None = None
     only_with: Condition | tuple[Condition, ...] = ()
     positional: bool = False
     repeatable: bool = False
@@ -124,6 +132,15 @@ class OptionSpec:
     def range(self) -> str:
         """The valid range, such as `at least 0 and less than 1`; "" without bounds."""
         return " and ".join(f"{words} {bound:.15g}" for words, _, bound in self._bounds)
+
+    def unmet(self, options: Any) -> Condition | None:
+        """The first condition of `only_with` that does not hold; None if the value has an effect.
+
+        Args:
+            options: Object with the attributes that the conditions name.
+        """
+        conditions = self.only_with if isinstance(self.only_with, tuple) else (self.only_with,)
+        return next((each for each in conditions if not each.holds(options)), None)
 
     def flag_name(self, field: str, default: object) -> str:
         """The main flag of a field, without leading dashes."""
@@ -188,9 +205,6 @@ def field_problems(options: Any, given: Collection[str] = ()) -> Iterator[Proble
             continue
         if is_default and name not in given:
             continue
-        if spec.requires is not None and not is_default and not spec.requires.holds(options):
-            names = (name, *spec.requires.admitted)
-            yield Problem("missing-requirement", *names, describe=spec.requires.describe())
         for each in value if isinstance(value, tuple) else (value,):
             yield from _value_problems(name, spec, each)
 
@@ -226,15 +240,30 @@ def ineffective(options: Any, given: Collection[str], context: Any = None) -> It
     context = options if context is None else context
     by_reason: dict[str, list[str]] = {}
     for item, spec in option_fields(options):
-        if item.name not in given:
-            continue
-        conditions = spec.only_with if isinstance(spec.only_with, tuple) else (spec.only_with,)
-        unmet = [condition for condition in conditions if not condition.holds(context)]
-        if unmet:
-            by_reason.setdefault(unmet[0].describe_unmet(), []).append(item.name)
+        if item.name in given and (unmet := spec.unmet(context)) is not None:
+            by_reason.setdefault(unmet.describe_unmet(), []).append(item.name)
     for reason, names in by_reason.items():
-        flags, have = ", ".join(map(option, names)), "has" if len(names) == 1 else "have"
-        yield Problem("no-effect", *names, flags=flags, have=have, reason=reason)
+        yield no_effect_problem(*names, reason=reason)
+
+
+def no_effect_problem(*names: str, reason: str) -> Problem:
+    """The warning of options without an effect.
+
+    Args:
+        reason: Continues "has no effect", such as "without --save".
+    """
+    flags, have = ", ".join(map(option, names)), "has" if len(names) == 1 else "have"
+    return Problem("no-effect", *names, flags=flags, have=have, reason=reason)
+
+
+def in_effect(options: Options) -> Options:
+    """A copy in which the fields without an effect have their defaults."""
+    defaults = {
+        item.name: item.default
+        for item, spec in option_fields(options)
+        if spec.unmet(options) is not None
+    }
+    return dataclasses.replace(options, **defaults)
 
 
 def exclusive_problem(*names: str, reason: str = "") -> Problem:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megatron_ds.config.fields import option_field, when
+from megatron_ds.config.fields import in_effect, option_field, when
 from megatron_ds.config.problems import Problem
 
 FULL = when(recompute_granularity="full")
-PARTITIONED = when(partition_activations=True)
-BY_DEEPSPEED = when(deepspeed_activation_checkpointing=True, partition_activations=True)
+PARTITIONED = (FULL, when(partition_activations=True))
+BY_DEEPSPEED = (FULL, when(deepspeed_activation_checkpointing=True, partition_activations=True))
 
 
 @dataclass(frozen=True)
@@ -27,37 +27,37 @@ class RecomputeConfig:
         "number of layers between stored activations",
         aliases=("recompute-num-layers",),
         minimum=1,
-        requires=FULL,
+        only_with=FULL,
     )
     deepspeed_activation_checkpointing: bool = option_field(
-        False, "use DeepSpeed's activation checkpointing", requires=FULL
+        False, "use DeepSpeed's activation checkpointing", only_with=FULL
     )
     partition_activations: bool = option_field(
         False,
         "partition stored activations across tensor-parallel ranks, by DeepSpeed",
         aliases=("distribute-checkpointed-activations", "distribute-saved-activations"),
-        requires=FULL,
+        only_with=FULL,
     )
     checkpoint_in_cpu: bool = option_field(
-        False, "offload partitioned activations to host memory", requires=PARTITIONED
+        False, "offload partitioned activations to host memory", only_with=PARTITIONED
     )
     contiguous_checkpointing: bool = option_field(
         False,
         "keep partitioned activations in one contiguous buffer",
         aliases=("contigious-checkpointing",),
-        requires=PARTITIONED,
+        only_with=PARTITIONED,
     )
     synchronize_each_layer: bool = option_field(
-        False, "synchronize the device at each checkpointed layer", requires=BY_DEEPSPEED
+        False, "synchronize the device at each checkpointed layer", only_with=BY_DEEPSPEED
     )
     profile_backward: bool = option_field(
-        False, "time the recomputation in the backward pass", requires=BY_DEEPSPEED
+        False, "time the recomputation in the backward pass", only_with=BY_DEEPSPEED
     )
 
     @property
     def is_by_deepspeed(self) -> bool:
-        return self.recompute_granularity == "full" and BY_DEEPSPEED.holds(self)
+        return all(condition.holds(self) for condition in BY_DEEPSPEED)
 
     def problems(self, num_layers: int) -> Iterator[Problem]:
-        if 0 < num_layers < self.checkpoint_num_layers:
+        if 0 < num_layers < in_effect(self).checkpoint_num_layers:
             yield Problem("recompute-layers-exceed-model", settings=self, num_layers=num_layers)

@@ -9,7 +9,14 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from megatron_ds.config.checks import nearest_multiples
-from megatron_ds.config.fields import ANY_VALUE, UNSET_INT, exclusive_problem, option_field, when
+from megatron_ds.config.fields import (
+    ANY_VALUE,
+    NON_ZERO,
+    UNSET_INT,
+    exclusive_problem,
+    option_field,
+    when,
+)
 from megatron_ds.config.parallel import ParallelConfig
 from megatron_ds.config.problems import Problem, option, with_value
 
@@ -25,6 +32,12 @@ SUFFIXES = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 DECAY_STYLES = ("linear", "cosine", "inverse-square-root", "WSD")
 WSD = when(lr_decay_style="WSD")
+WARMUP = when(
+    lr_warmup_iters=NON_ZERO,
+    lr_warmup_samples=NON_ZERO,
+    lr_warmup_tokens=NON_ZERO,
+    lr_warmup_fraction=NON_ZERO,
+)
 
 
 @dataclass(frozen=True)
@@ -102,7 +115,9 @@ class ScheduleConfig:
     lr_warmup_fraction: float | None = option_field(
         None, "linear warmup as a fraction of the decay", minimum=0, maximum=1
     )
-    lr_warmup_init: float = option_field(0.0, "learning rate at the start of warmup", minimum=0)
+    lr_warmup_init: float = option_field(
+        0.0, "learning rate at the start of warmup", minimum=0, only_with=WARMUP
+    )
     min_lr: float = option_field(
         0.0,
         "minimum learning rate after warmup",

@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from megatron_ds.config import Config, RecomputeConfig
+from megatron_ds.config.fields import in_effect
 from megatron_ds.config.problems import user_error
 from megatron_ds.engine import deepspeed_patches, readback
 from megatron_ds.engine.ds_config import build_ds_config
@@ -113,6 +114,7 @@ def configure_checkpointing(
     Returns:
         The implementation for `ActivationCheckpointing`.
     """
+    config = in_effect(config)
     deepspeed.checkpointing.configure(
         mpu,
         partition_activations=config.partition_activations,

@@ -11,6 +11,7 @@ import math
 from typing import Any
 
 from megatron_ds.config import Config, flag_of
+from megatron_ds.config.fields import in_effect
 from megatron_ds.engine.ds_fields import MAPPINGS, as_flag, field_value
 from megatron_ds.engine.ds_keys import PASSED_KEYS
 from megatron_ds.engine.ds_values import Json, as_dtype, leaves
@@ -153,7 +154,7 @@ def uses_torch_adam(config: Config, user: Json) -> bool:
 
 def number_of_checkpoints(config: Config) -> int:
     """Chunks of layers whose inputs activation checkpointing keeps."""
-    return -(-config.model.num_layers // config.recompute.checkpoint_num_layers)
+    return -(-config.model.num_layers // max(1, in_effect(config.recompute).checkpoint_num_layers))
 
 
 def _passed(user: Json, block: str) -> Json:
@@ -178,7 +179,7 @@ def _zero_block(config: Config, user: Json) -> Json:
             result[key] = copy.deepcopy(value)
     for key, wanted in (
         ("offload_optimizer", "cpu" if config.deepspeed.cpu_optimizer else "none"),
-        ("offload_param", config.deepspeed.remote_device),
+        ("offload_param", config.deepspeed.param_offload),
     ):
         block = result.pop(key, None) or {}
         if wanted != "none":
@@ -219,7 +220,7 @@ def _optimizer_param(user: Json, name: str, *, default: bool) -> Any:
 
 
 def _checkpointing_block(config: Config) -> Json:
-    recompute = config.recompute
+    recompute = in_effect(config.recompute)
     return {
         "partition_activations": recompute.partition_activations,
         "cpu_checkpointing": recompute.checkpoint_in_cpu,

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ds.config import Config
+from megatron_ds.config.fields import in_effect
 from megatron_ds.config.problems import Problem, UserError, option
 from megatron_ds.engine import ds_schedules
 from megatron_ds.engine.ds_config import (
@@ -27,6 +28,7 @@ from megatron_ds.engine.ds_fields import MAPPINGS, as_flag, field_value, replace
 from megatron_ds.engine.ds_values import Kind
 
 Warn = Callable[[Problem], None]
+NUMBER_OF_CHECKPOINTS = "activation_checkpointing.number_checkpoints"
 
 
 def merge_file(
@@ -227,6 +229,9 @@ def _ineffective_keys(config: Config, file: DeepSpeedFile) -> Iterator[Problem]:
     }
     if file.get("optimizer.params.fused") and not uses_torch_adam(config, file.values):
         ineffective["optimizer.params.fused"] = "an option of torch_adam"
+    written = (None, number_of_checkpoints(config))
+    if file.get(NUMBER_OF_CHECKPOINTS) not in written and not config.recompute.is_by_deepspeed:
+        ineffective[NUMBER_OF_CHECKPOINTS] = "an option of DeepSpeed's activation checkpointing"
     by_reason: dict[str, list[str]] = {}
     for key, reason in ineffective.items():
         by_reason.setdefault(reason, []).append(key)
@@ -238,9 +243,11 @@ def _ineffective_keys(config: Config, file: DeepSpeedFile) -> Iterator[Problem]:
 
 
 def _checkpoint_number_problems(config: Config, file: DeepSpeedFile) -> Iterator[Problem]:
-    key = "activation_checkpointing.number_checkpoints"
+    key = NUMBER_OF_CHECKPOINTS
     layers, per_chunk = config.model.num_layers, config.recompute.checkpoint_num_layers
-    if file.get(key) is None or not layers or per_chunk <= 0:
+    if file.get(key) is None or not config.recompute.is_by_deepspeed:
+        return
+    if not layers or per_chunk <= 0:
         return
     if file.get(key) != number_of_checkpoints(config):
         reason = (
@@ -253,18 +260,16 @@ def _checkpoint_number_problems(config: Config, file: DeepSpeedFile) -> Iterator
 def _layout_problems(config: Config) -> Iterator[Problem]:
     """Find combinations that the pinned DeepSpeed computes wrongly or does not support."""
     stage, precision, deepspeed = zero_stage(config), config.precision, config.deepspeed
-    name, device = precision.name, deepspeed.remote_device
+    name, device = precision.name, deepspeed.param_offload
     if stage == 0 and name != "fp32":
         yield Problem("zero0-with-half-precision", "zero_stage", name, flag=option(name))
     if stage == 0 and deepspeed.cpu_optimizer:
         yield Problem("zero0-with-offload")
-    if stage != 3 and device != "none":
-        yield Problem("param-offload-without-zero3", remote_device=device, stage=stage)
     if device == "nvme" and config.logging.log_params_norm:
         yield Problem("params-norm-with-nvme")
     if device == "nvme" and deepspeed.deepspeed_config is None:
         yield Problem("remote-device-without-nvme-path")
-    scale = precision.initial_loss_scale
+    scale = in_effect(precision).initial_loss_scale
     if precision.fp16 and not (scale > 0 and math.log2(scale).is_integer()):
         yield Problem("initial-loss-scale-not-power-of-two", scale=scale)
     if deepspeed.cpu_optimizer and config.optimizer.optimizer == "sgd":

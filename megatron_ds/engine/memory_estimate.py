@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_ds.config import Config
+from megatron_ds.config.fields import in_effect
 from megatron_ds.engine.protocol import EngineSettings
 from megatron_ds.model.flops import parameters_per_rank
 from megatron_ds.parallel.fused_linear_cross_entropy import CHUNK_BYTES
@@ -223,8 +224,8 @@ class _Sizes:
 
     def activations(self) -> int:
         """Saved for the backward pass by all layers, without the output layer."""
-        model, recompute, tp_size = self.model, self.config.recompute, self.inputs.tp_size
-        layer = self._layer()
+        model, tp_size = self.model, self.inputs.tp_size
+        recompute, layer = in_effect(self.config.recompute), self._layer()
         ends = self.stream + self._norm()  # the final norm
         if model.hidden_dropout > 0:
             ends += self.mask

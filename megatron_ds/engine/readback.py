@@ -127,7 +127,7 @@ def _expected_settings(
         # No flag tells "cpu" from "nvme" for the optimizer; the user's file does.
         optimizer_offload=zero["offload_optimizer"]["device"] if offload.cpu_optimizer else "none",
         param_offload=zero["offload_param"]["device"]
-        if offload.remote_device != "none"
+        if offload.param_offload != "none"
         else "none",
         loss_scale=_expected_loss_scale(precision),
     )

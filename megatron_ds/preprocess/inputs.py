@@ -19,7 +19,7 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any, BinaryIO, NamedTuple
 
-from megatron_ds.config.fields import field_problems, option_field
+from megatron_ds.config.fields import ANY_VALUE, field_problems, option_field, when
 from megatron_ds.config.problems import Problem, UserError, option, user_error
 from megatron_ds.data.indexed_dataset import TOKENIZER_SUFFIX
 from megatron_ds.fileio.resumable import WORK_SUFFIX
@@ -43,6 +43,7 @@ PROGRESS_SUFFIX = ".progress.json"
 OUTPUT_SUFFIXES = (".bin", ".idx", TOKENIZER_SUFFIX, QUARANTINE, PROGRESS_SUFFIX)
 """Suffixes of files that preprocessing writes; a folder's files of these names are no input."""
 INSTALL_HINT = "pip install 'megatron_ds[preprocess]'"
+HF_DATASET = when(hf_dataset=ANY_VALUE)
 
 
 class InputFile(NamedTuple):
@@ -89,8 +90,12 @@ class InputSpec:
     hf_dataset: str | None = option_field(
         None, "Hugging Face dataset: name, path or saved folder", metavar="NAME"
     )
-    hf_config: str | None = option_field(None, "configuration of --hf-dataset", metavar="NAME")
-    hf_split: str = option_field("train", "split of --hf-dataset", metavar="NAME")
+    hf_config: str | None = option_field(
+        None, "configuration of --hf-dataset", metavar="NAME", only_with=HF_DATASET
+    )
+    hf_split: str = option_field(
+        "train", "split of --hf-dataset", metavar="NAME", only_with=HF_DATASET
+    )
     max_document_bytes: int = option_field(
         1 << 27,
         "maximum size of a document; larger ones are rejected",
@@ -110,8 +115,6 @@ class InputSpec:
         yield from field_problems(self)
         if bool(self.paths) == (self.hf_dataset is not None):
             yield Problem("input-not-unique")
-        if self.hf_dataset is None and (self.hf_config is not None or self.hf_split != "train"):
-            yield Problem("needs-hf-dataset")
         seen: set[str] = set()
         for path in filter(lambda path: not _is_address(path), self.paths):
             try:

@@ -16,6 +16,7 @@ from rich.text import Text
 
 from megatron_ds import schedules
 from megatron_ds.config import Config
+from megatron_ds.config.fields import in_effect
 from megatron_ds.engine.memory_estimate import MemoryEstimate
 from megatron_ds.engine.protocol import EngineSettings
 from megatron_ds.model.flops import parameters_per_rank
@@ -182,7 +183,7 @@ def _engine_settings(facts: BannerData) -> Lines:
 
 
 def _recompute(config: Config) -> str:
-    recompute = config.recompute
+    recompute = in_effect(config.recompute)
     if recompute.recompute_granularity != "full":
         return recompute.recompute_granularity or "none"
     switches = (

@@ -21,11 +21,12 @@ from megatron_ds.cleaning.decontamination import TaskOptions
 from megatron_ds.cleaning.options import CleaningOptions
 from megatron_ds.cleaning.pipeline import clean
 from megatron_ds.cleaning.stats import Counts, StageCounts
+from megatron_ds.config import TokenizerConfig
 from megatron_ds.config.problems import UserError
 from megatron_ds.preprocess.inputs import InputSpec
 from tests.cleaning_runs import corpus, everything, files, write
 from tests.faults import is_killed_at
-from tests.problems import codes, raises_problem
+from tests.problems import codes, fields, raises_problem
 
 TASK = "one two three four five six seven eight nine ten eleven twelve thirteen"
 
@@ -206,7 +207,7 @@ def test_all_problems_are_reported_at_once(tmp_path: Path) -> None:
     source = write(tmp_path / "in.jsonl", {"text": "abc"})
     wrong = options(
         source,
-        *("length", "lenght", "length", "language"),
+        *("length", "lenght", "length", "language", "decontaminate"),
         output=str(source),
         report=str(tmp_path / "no" / "report.pdf"),
         languages=("klingon",),
@@ -219,10 +220,36 @@ def test_all_problems_are_reported_at_once(tmp_path: Path) -> None:
         clean(wrong)
     assert sorted(codes(caught.value.problems)) == [
         *("cleaning-output-is-input", "cleaning-output-unusable", "language-not-supported"),
-        *("min-ngram-size-too-large", "no-input-file", "option-of-unused-stage"),
+        *("min-ngram-size-too-large", "no-input-file"),
         *("out-of-range", "out-of-range", "out-of-range"),
         *("repeated-stage", "report-suffix", "unknown-stage"),
     ]
+
+
+@pytest.mark.parametrize(
+    ("stages", "other", "names"),
+    [
+        (("length",), {"url_blacklist": ("no such file",)}, ("url_blacklist",)),
+        (("exact",), {"min_tokens": 5}, ("min_tokens",)),
+        (("exact",), {"languages": ()}, None),
+        (("length",), {"tokenizer": TokenizerConfig(vocab_file="none")}, ("tokenizer_type",)),
+        (
+            ("length",),
+            {"tasks": TaskOptions(eval_task_files=("no such file",), min_ngram_size=99)},
+            ("eval_task_files",),
+        ),
+    ],
+)
+def test_option_of_a_stage_that_does_not_run_is_only_a_warning(
+    tmp_path: Path, stages: tuple[str, ...], other: dict[str, Any], names: tuple[str, ...] | None
+) -> None:
+    source = write(tmp_path / "in.jsonl", {"text": "abc"})
+    chosen = options(source, *stages, **other)
+    clean(chosen)
+    assert len(output(source)) == 1
+    found = list(chosen.warnings())
+    assert set(codes(found)) <= {"no-effect"}
+    assert fields(found) == ([] if names is None else [names])
 
 
 @pytest.mark.parametrize(

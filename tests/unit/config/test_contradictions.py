@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 
 from megatron_ds import schedule_validation
-from megatron_ds.config import Config
+from megatron_ds.config import GROUPS, Config
+from megatron_ds.config.fields import option_fields
 from megatron_ds.config.problems import Problem
+from megatron_ds.engine.ds_config_merge import merge_file
 from megatron_ds.engine.ds_fields import replace_fields
 from tests.problems import codes, fields
 
@@ -69,11 +71,6 @@ CASES: list[tuple[dict[str, Any], str]] = [
     ({**ROPE, "rotary_percent": 0.4}, "odd-rotary-dimension: rotary_percent kv_channels"),
     ({"pipeline_model_parallel_size": 2}, "pipeline-parallelism-unsupported"),
     # Activation checkpointing.
-    ({"deepspeed_activation_checkpointing": True}, "missing-requirement"),
-    ({"partition_activations": True}, "missing-requirement"),
-    ({"checkpoint_num_layers": 2}, "missing-requirement"),
-    ({**FULL, "profile_backward": True}, "missing-requirement: profile_backward"),
-    ({**FULL, "checkpoint_in_cpu": True}, "missing-requirement: checkpoint_in_cpu"),
     (
         {**FULL, "checkpoint_num_layers": 3},
         "recompute-layers-exceed-model: checkpoint_num_layers num_layers",
@@ -104,9 +101,6 @@ CASES: list[tuple[dict[str, Any], str]] = [
         {"tokenizer_type": "TikTokenizer", "tiktoken_num_special_tokens": 2},
         "too-few-special-token-ids: tiktoken_num_special_tokens",
     ),
-    ({"save_interval": 2}, "missing-requirement"),
-    ({"ckpt_step": 2}, "missing-requirement"),
-    ({"exit_on_missing_checkpoint": True}, "missing-requirement"),
     ({"load": "x/global_step3"}, "load-is-one-checkpoint"),
     ({"load": __file__}, "load-is-a-file"),
     ({"save": f"{__file__}/x"}, "not-a-folder"),
@@ -122,7 +116,10 @@ CASES: list[tuple[dict[str, Any], str]] = [
         "weight-decay-bounds-required: start_weight_decay end_weight_decay",
     ),
     ({"min_lr": 2.0}, "learning-rate-exceeds-maximum"),
-    ({"lr_warmup_init": 1.5}, "learning-rate-exceeds-maximum"),
+    (
+        {"lr_warmup_init": 1.5, "lr_warmup_samples": 4},
+        "learning-rate-exceeds-maximum: lr_warmup_init",
+    ),
     # Run length and its unit.
     ({"train_samples": None}, "run-length-required"),
     ({"train_iters": 5}, "mutually-exclusive"),
@@ -330,38 +327,121 @@ def test_unexpected_effect_of_a_valid_schedule_is_warned_of(changes, code):
     assert codes(found) == ([] if code is None else [code])
 
 
+SGD = {"optimizer": "sgd"}
+CONSTANT = {"lr_decay_style": "constant"}
+LONG = {"curriculum_seqlen": (8, 64, 9)}
+PARTITIONED = {"partition_activations": True}
+INEFFECTIVE: dict[str, list[tuple[Any, dict[str, Any]]]] = {
+    "rotary_percent": [(0.4, {})],
+    "rotary_base": [(5.0, {})],
+    "gelu_approximation": [("none", {"activation": "swiglu"})],
+    "add_qkv_bias": [(True, {})],
+    "reset_position_ids": [(True, {"position_embedding_type": "alibi"})],
+    "vocab_file": [("no such file", {})],
+    "merge_file": [("no such file", {})],
+    "tokenizer_model": [("no such file", {})],
+    "trust_remote_code": [(True, {})],
+    "vocab_extra_ids": [(3, {})],
+    "tiktoken_pattern": [("v1", {})],
+    "tiktoken_num_special_tokens": [(2, {})],
+    "tiktoken_special_tokens": [(("a", "a"), {})],
+    "adam_beta1": [(0.1, SGD)],
+    "adam_beta2": [(0.1, SGD)],
+    "adam_eps": [(1.0, SGD)],
+    "sgd_momentum": [(0.5, {})],
+    "curriculum_seqlen_step": [(5, {})],
+    "lr_warmup_init": [(2.0, {}), (2.0, {"lr_warmup_samples": 0})],
+    "min_lr": [(2.0, CONSTANT)],
+    "lr_wsd_decay_style": [("linear", {})],
+    "lr_wsd_decay_iters": [(5, {"train_samples": None, "train_iters": 9})],
+    "lr_wsd_decay_samples": [(5000, {})],
+    "lr_wsd_decay_tokens": [(10**9, {})],
+    "loss_scale": [(1.0, {}), (1.0, {"bf16": True})],
+    "initial_loss_scale": [(3.0, {}), (3.0, {"fp16": True, "loss_scale": 1.0})],
+    "min_loss_scale": [(2.0, {})],
+    "loss_scale_window": [(7, {})],
+    "hysteresis": [(3, {}), (3, {"fp16": True, "loss_scale": 1.0})],
+    "accumulate_allreduce_grads_in_fp32": [(False, {})],
+    "allow_fp16_on_cpu": [(True, {"bf16": True})],
+    "save_interval": [(5, {}), (5, {"load": "x"})],
+    "keep_last": [(1, {})],
+    "ckpt_step": [(5, {}), (5, {"save": "x"})],
+    "exit_on_missing_checkpoint": [(True, {})],
+    "checkpoint_num_layers": [(99, {}), (99, {"recompute_granularity": "selective"})],
+    "deepspeed_activation_checkpointing": [(True, {})],
+    "partition_activations": [(True, {})],
+    "checkpoint_in_cpu": [(True, {}), (True, FULL), (True, PARTITIONED)],
+    "contiguous_checkpointing": [(True, LONG), (True, {**FULL, **LONG}), (True, PARTITIONED)],
+    "synchronize_each_layer": [(True, {}), (True, FULL), (True, PARTITIONED)],
+    "profile_backward": [(True, FULL)],
+    "remote_device": [("cpu", {}), ("nvme", {"zero_stage": 2, "log_params_norm": True})],
+    "tensorboard_queue_size": [(5, {})],
+    "tensorboard_log_interval": [(5, {})],
+    "log_timers_to_tensorboard": [(True, {})],
+    "log_batch_size_to_tensorboard": [(True, {})],
+    "log_learning_rate_to_tensorboard": [(False, {})],
+    "log_loss_scale_to_tensorboard": [(False, {})],
+    "log_validation_ppl_to_tensorboard": [(True, {})],
+    "log_world_size_to_tensorboard": [(True, {})],
+    "log_memory_to_tensorboard": [(True, {})],
+}
+"""By field, values and other settings next to which they have no effect. The values contradict the
+other settings where they can."""
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "others"),
+    [(name, *case) for name, cases in INEFFECTIVE.items() for case in cases],
+)
+def test_flag_without_effect_is_a_warning_and_no_error(
+    name: str, value: Any, others: dict[str, Any]
+) -> None:
+    config = dataclasses.replace(
+        config_of(**{name: value, **others}), given=frozenset({name, *others})
+    )
+    assert [*problems(config), *merge_file(config, DP_SIZE)[1]] == []
+    found = [warning for warning in config.warnings() if name in warning.fields]
+    assert codes(found) == ["no-effect"]
+
+
+def test_every_conditional_flag_has_a_case_without_effect() -> None:
+    groups = [option_fields(group) for group in GROUPS.values()]
+    conditional = {item.name for group in groups for item, spec in group if spec.only_with}
+    assert conditional == INEFFECTIVE.keys()
+
+
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
         ({"loss_scale": 1.0, "hysteresis": 3}, [("loss_scale", "hysteresis")]),
-        ({"fp16": True, "loss_scale": 1.0, "hysteresis": 3}, [("hysteresis",)]),
         ({"fp16": True, "hysteresis": 3}, []),
-        ({"accumulate_allreduce_grads_in_fp32": False}, [("accumulate_allreduce_grads_in_fp32",)]),
         ({"accumulate_allreduce_grads_in_fp32": False, "bf16": True}, []),
-        ({"optimizer": "sgd", "adam_eps": 1e-6}, [("adam_eps",)]),
-        ({"sgd_momentum": 0.5}, [("sgd_momentum",)]),
-        ({"lr_wsd_decay_style": "linear"}, [("lr_wsd_decay_style",)]),
-        ({"lr_decay_style": "constant", "min_lr": 0.1}, [("min_lr",)]),
-        ({"curriculum_seqlen_step": 4}, [("curriculum_seqlen_step",)]),
-        ({"merge_file": "x"}, [("merge_file",)]),
-        ({"rotary_base": 5.0}, [("rotary_base",)]),
         ({**ROPE, "rotary_base": 5.0, "reset_position_ids": True}, []),
-        (
-            {"position_embedding_type": "alibi", "reset_position_ids": True},
-            [("reset_position_ids",)],
-        ),
-        ({"gelu_approximation": "none", "activation": "swiglu"}, [("gelu_approximation",)]),
-        ({"add_qkv_bias": True}, [("add_qkv_bias",)]),
         ({"add_qkv_bias": True, "add_bias_linear": False}, []),
-        ({"log_memory_to_tensorboard": True}, [("log_memory_to_tensorboard",)]),
         ({"log_memory_to_tensorboard": True, "tensorboard_dir": "x"}, []),
+        ({"save": "x", "save_interval": 2, "keep_last": 1}, []),
+        ({"lr_warmup_init": 0.5, "lr_warmup_fraction": 0.1}, []),
+        ({**FULL, **PARTITIONED, "contiguous_checkpointing": True, "profile_backward": True}, []),
+        ({"zero_stage": 3, "remote_device": "cpu"}, []),
+        ({"split": "1"}, []),
+        ({"data_path": None, "per_split_data_args_path": "x", "split": "1"}, [("split",)]),
+        (
+            {
+                "data_path": None,
+                "train_data_path": ("x",),
+                "valid_data_path": ("x",),
+                "split": "1",
+            },
+            [("split",)],
+        ),
     ],
 )
-def test_flag_without_effect_is_warned_of(changes, expected):
+def test_only_flags_without_effect_are_warned_of(
+    changes: dict[str, Any], expected: list[tuple[str, ...]]
+) -> None:
     config = dataclasses.replace(config_of(**changes), given=frozenset(changes))
-    found = list(config.warnings())
-    assert set(codes(found)) <= {"no-effect"}
-    assert fields(found) == expected
+    assert problems(config) == []
+    assert fields(config.warnings()) == expected
 
 
 def test_schedule_checks_accept_an_incomplete_configuration():

@@ -25,11 +25,13 @@ def test_editing_stage_of_file_is_enough(merge: Merge, path: Path, stage: int) -
     file: dict[str, Any] = json.loads(path.read_text())
     file["zero_optimization"]["stage"] = stage
     expected = ["zero0-with-offload"] if "offload" in path.stem and stage == 0 else []
-    if path.stem == "zero3_offload" and stage < 3:
-        expected.append("param-offload-without-zero3")
     config, problems, _ = merge(file)
     assert codes(problems) == expected
-    assert build_ds_config(config, 2)["zero_optimization"]["stage"] == stage
+    block = build_ds_config(config, 2)["zero_optimization"]
+    offloads_parameters = path.stem == "zero3_offload"
+    assert (block["stage"], "offload_param" in block) == (stage, offloads_parameters and stage == 3)
+    ineffective = {name for names in fields(config.warnings()) for name in names}
+    assert ("remote_device" in ineffective) == (offloads_parameters and stage < 3)
 
 
 def test_zero_stage_1_is_the_default() -> None:
@@ -46,7 +48,8 @@ def test_keys_set_fields_without_flags(merge: Merge) -> None:
         "activation_checkpointing": {"number_checkpoints": 4, "profile": True},
         "wall_clock_breakdown": True,
     }
-    config, problems, _ = merge(file)
+    flags = "--recompute-granularity full --deepspeed-activation-checkpointing"
+    config, problems, _ = merge(file, flags)
     assert problems == []
     result = build_ds_config(config, 2)
     assert [key for key in leaves(file) if get(result, key) != get(file, key)] == []
@@ -123,11 +126,6 @@ def test_contradiction_names_flag_and_key_with_values_and_line(
             "optimizer",
         ),
         ({"zero_optimization": {"stage": 2}, "prescale_gradients": True}, INVALID, "zero_stage"),
-        (
-            {"activation_checkpointing": {"number_checkpoints": 7}},
-            INVALID,
-            "num_layers checkpoint_num_layers",
-        ),
         ({"zero_optimization": {"offload_optimizer": {"device": "nvme"}}}, INVALID, ""),
         ({"zero_optimization": {"offload_optimizer": {"pin_memory": True}}}, INVALID, ""),
     ],
@@ -138,6 +136,21 @@ def test_key_that_cannot_be_honoured_is_rejected(
     problems = merge(file).problems
     assert (codes(problems), fields(problems)) == ([code], [tuple(names.split())])
     assert "ds.json:1" in problems[0]
+
+
+def test_number_of_checkpoints_must_be_that_of_the_flags_if_deepspeed_recomputes(
+    merge: Merge,
+) -> None:
+    file = {"activation_checkpointing": {"number_checkpoints": 7, "cpu_checkpointing": True}}
+    flags = "--recompute-granularity full --deepspeed-activation-checkpointing"
+    problems = merge(file, flags).problems
+    expected = ("num_layers", "checkpoint_num_layers")
+    assert (codes(problems), fields(problems)) == ([INVALID], [expected])
+    config, problems, warnings = merge(file)
+    assert (problems, codes(warnings)) == ([], ["ds-keys-ineffective"])
+    (ineffective,) = config.warnings()
+    assert ineffective.fields == ("checkpoint_in_cpu",)
+    assert "ds.json:1" in ineffective
 
 
 def test_two_keys_of_one_field_must_agree(merge: Merge) -> None:
@@ -167,7 +180,6 @@ def test_ineffective_key_is_reported(merge: Merge, file: object, warning: str) -
         ("--zero-stage 0 --bf16", "zero0-with-half-precision"),
         ("--zero-stage 0 --fp16", "zero0-with-half-precision"),
         ("--zero-stage 0 --cpu-optimizer", "zero0-with-offload"),
-        ("--zero-stage 2 --remote-device cpu", "param-offload-without-zero3"),
         ("--zero-stage 3 --remote-device nvme", "remote-device-without-nvme-path"),
         ("--optimizer sgd --cpu-optimizer", "sgd-with-offload"),
         ("--fp16 --initial-loss-scale 1000", "initial-loss-scale-not-power-of-two"),

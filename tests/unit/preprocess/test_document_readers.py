@@ -20,6 +20,7 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
+from megatron_ds.config.fields import ineffective
 from megatron_ds.preprocess import formats
 from megatron_ds.preprocess.document_readers import START, DocumentReader, ReadPosition
 from megatron_ds.preprocess.formats import RawDocument, UnreadableDocument
@@ -443,15 +444,20 @@ def test_errors_of_remote_systems_are_problems(
 @pytest.mark.parametrize(
     ("values", "code"),
     [
-        ({"hf_split": "test"}, "needs-hf-dataset"),
-        ({"hf_config": "x"}, "needs-hf-dataset"),
         ({"max_document_bytes": 1 << 64}, "out-of-range"),
         ({"format": "xml"}, "invalid-choice"),
         ({"text_document_unit": "line"}, "invalid-choice"),
     ],
 )
-def test_wrong_or_ineffective_option_is_an_error(values: dict[str, Any], code: str) -> None:
+def test_wrong_option_is_an_error(values: dict[str, Any], code: str) -> None:
     assert codes(InputSpec(("-",), **values).problems()) == [code]
+
+
+def test_options_of_a_dataset_have_no_effect_on_files() -> None:
+    options = InputSpec(("-",), hf_config="x", hf_split="test")
+    assert codes(options.problems()) == []
+    (warning,) = ineffective(options, {"hf_config", "hf_split", "paths"})
+    assert (warning.code, warning.fields) == ("no-effect", ("hf_config", "hf_split"))
 
 
 def test_long_line_of_a_csv_is_not_kept_in_memory(tmp_path: Path) -> None:
