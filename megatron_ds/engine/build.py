@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import deepspeed
@@ -69,7 +70,7 @@ def build_engine(
     return ZeroEngine(
         engine,
         ds_config=ds_config,
-        settings=readback.check(config, mesh, engine, ds_config, multipliers),
+        read_settings=partial(readback.check, config, mesh, engine, ds_config, multipliers),
         multipliers=multipliers,
         packing=packing,
         per_token_loss=config.optimizer.calculate_per_token_loss,

@@ -1,6 +1,7 @@
 """All places where this package replaces parts of DeepSpeed or resets its internal state.
 
-Only the settings of the loss scaler after a load are restored elsewhere, in `loss_scaler.py`.
+Only the settings that loading a checkpoint replaces are restored elsewhere: those of the loss
+scaler in `loss_scaler.py`, of the optimizer in `param_groups.py`, and clipping in `zero.py`.
 
 Written for DeepSpeed 0.19.x. Read this file first when upgrading DeepSpeed: every function says
 which behaviour it changes and why, so that it can be removed once DeepSpeed behaves differently.
@@ -9,12 +10,13 @@ which behaviour it changes and why, so that it can be removed once DeepSpeed beh
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
-from deepspeed.runtime import compiler
+from deepspeed.runtime import bf16_optimizer, compiler
 
 from megatron_ds.config import PrecisionConfig
 from megatron_ds.config.problems import user_error
@@ -70,6 +72,16 @@ def replace_checkpoint_engine(
     engine.checkpoint_engine = checkpoint_engine
     copy_script = engine._copy_recovery_script
     engine._copy_recovery_script = lambda folder: attempt(copy_script, folder)
+
+
+@contextmanager
+def silent_bf16_load() -> Iterator[None]:
+    """Keep DeepSpeed's bf16 optimizer of stage 1 from printing a debug message while it loads."""
+    bf16_optimizer.print = lambda *_: None
+    try:
+        yield
+    finally:
+        del bf16_optimizer.print
 
 
 def reset_cpu_adam_beta_powers(optimizer: object) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from torch import nn
+from torch.optim import Optimizer
 
 
 class Multipliers(NamedTuple):
@@ -52,11 +53,41 @@ def set_lr_and_weight_decay(
 
     Args:
         groups: `param_groups` of an optimizer.
-        multipliers: Factors of each group. They are not read from the groups, since loading a
-            checkpoint replaces these by those of the run that saved it.
+        multipliers: Factors of each group.
         lr: Learning rate of the schedule.
         weight_decay: Weight decay of the schedule.
     """
     for group, factors in zip(groups, multipliers, strict=True):
         group["lr"] = lr * factors.lr
         group["weight_decay"] = weight_decay * factors.weight_decay
+
+
+def keep_settings_on_load(optimizer: Optimizer) -> None:
+    """Make the optimizer take states from a checkpoint, but none of its settings.
+
+    `load_state_dict` replaces the parameter groups by saved ones: betas, epsilon and momentum of
+    the run that saved them, and without the keys that only another optimizer class has.
+    """
+    optimizer.register_load_state_dict_pre_hook(_with_own_settings)
+
+
+def _with_own_settings(optimizer: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
+    """A saved state dict with the optimizer's own settings.
+
+    The number of steps is a tensor in each parameter's state for torch's optimizers, an integer
+    there for DeepSpeed's, and an integer in the group for NVIDIA's.
+    """
+    states = {number: dict(state) for number, state in saved["state"].items()}
+    is_of_torch = type(optimizer).__module__.startswith("torch.")
+    groups = []
+    for own, group in zip(optimizer.param_groups, saved["param_groups"], strict=True):
+        settings = {key: value for key, value in own.items() if key not in ("params", "step")}
+        mine = [states[number] for number in group["params"] if number in states]
+        steps = [int(state.get("step", group.get("step", 0))) for state in mine]
+        if any("step" in each for each in (group, *mine)):
+            for state, step in zip(mine, steps, strict=True):
+                state["step"] = float(step) if is_of_torch else step
+            if not is_of_torch:
+                settings["step"] = max(steps, default=0)
+        groups.append({**settings, "params": group["params"]})
+    return {"state": states, "param_groups": groups}

@@ -25,7 +25,7 @@ class LossScaleSettings:
     """Loss scaling of fp16."""
 
     scale: float
-    """Static scale, or the initial one of a dynamic scale."""
+    """Static scale, or the first one of a dynamic scale."""
     window: int | None = None
     """Steps without an overflow after which a dynamic scale is raised; None for a static scale."""
     hysteresis: int = 1
@@ -50,6 +50,12 @@ class EngineSettings:
     """Micro-batches of each data-parallel rank per step, at the final batch size."""
     optimizer: str
     """Class of the optimizer, and whether it is the fused kernel."""
+    betas: tuple[float, float] | None
+    """Betas of Adam; None for other optimizers."""
+    epsilon: float | None
+    """Epsilon of Adam; None for other optimizers."""
+    momentum: float | None
+    """Momentum of SGD; None for other optimizers."""
     weight_decay: tuple[float, ...]
     """Weight decay of each parameter group."""
     clip_grad: float
@@ -85,7 +91,7 @@ class Engine(Protocol):
 
     @property
     def settings(self) -> EngineSettings:
-        """Settings in effect, read from the engine itself. Local."""
+        """Settings in effect, read from the engine when it was built or last loaded. Local."""
 
     @property
     def packing(self) -> PackingOptions | None:
@@ -129,8 +135,9 @@ class Engine(Protocol):
         """
 
     def load(self, folder: Path, tag: str) -> None:
-        """Restore weights and optimizer states from folder/tag.
+        """Restore weights and optimizer states from folder/tag; settings stay this run's.
 
         Raises:
-            UserError: If a file is damaged, or holds anything but tensors and plain values.
+            UserError: If a file is damaged, or holds anything but tensors and plain values; or if
+                the engine then does not have the configured settings.
         """

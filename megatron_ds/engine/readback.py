@@ -38,7 +38,7 @@ def check(
     ds_config: Mapping[str, Any],
     multipliers: tuple[Multipliers, ...],
 ) -> EngineSettings:
-    """Compare the settings of a built engine with the configuration.
+    """Compare the settings of an engine, built or just loaded, with the configuration.
 
     Args:
         config: Complete configuration of the run.
@@ -53,7 +53,8 @@ def check(
     Raises:
         UserError: If any setting differs, with a table.
     """
-    expected = _expected_settings(config, mesh, ds_config, multipliers)
+    scaler = getattr(engine.optimizer, "loss_scaler", None)
+    expected = _expected_settings(config, mesh, ds_config, multipliers, scaler)
     actual: dict[str, dict[Any, None]] = {}  # sets in order
     for name, value in _actual_settings(engine):
         actual.setdefault(name, {})[value] = None
@@ -106,10 +107,15 @@ def loaded_ops() -> list[str]:
 
 
 def _expected_settings(
-    config: Config, mesh: Mesh, ds_config: Mapping[str, Any], multipliers: tuple[Multipliers, ...]
+    config: Config,
+    mesh: Mesh,
+    ds_config: Mapping[str, Any],
+    multipliers: tuple[Multipliers, ...],
+    scaler: Any,
 ) -> EngineSettings:
     """The settings that a configuration asks for."""
     precision, options, dp_size = config.precision, config.optimizer, mesh.dp.size
+    is_adam = options.optimizer == "adam"
     in_fp32 = precision.accumulate_allreduce_grads_in_fp32 or precision.name == "fp32"
     offload, zero = config.deepspeed, ds_config["zero_optimization"]
     return EngineSettings(
@@ -118,6 +124,9 @@ def _expected_settings(
         accumulation_steps=config.final_global_batch_size(dp_size)
         // (config.schedule.micro_batch_size * dp_size),
         optimizer=_expected_optimizer(config, ds_config["optimizer"]["params"]),
+        betas=(options.adam_beta1, options.adam_beta2) if is_adam else None,
+        epsilon=options.adam_eps if is_adam else None,
+        momentum=None if is_adam else options.sgd_momentum,
         weight_decay=tuple(options.weight_decay * factors.weight_decay for factors in multipliers),
         clip_grad=options.clip_grad,
         param_dtype=DTYPES[precision.name],
@@ -129,7 +138,7 @@ def _expected_settings(
         param_offload=zero["offload_param"]["device"]
         if offload.param_offload != "none"
         else "none",
-        loss_scale=_expected_loss_scale(precision),
+        loss_scale=_expected_loss_scale(precision, scaler),
     )
 
 
@@ -141,13 +150,14 @@ def _expected_optimizer(config: Config, params: Mapping[str, Any]) -> str:
     return "DeepSpeedCPUAdam" if config.deepspeed.cpu_optimizer else "FusedAdam"
 
 
-def _expected_loss_scale(precision: PrecisionConfig) -> LossScaleSettings | None:
+def _expected_loss_scale(precision: PrecisionConfig, scaler: Any) -> LossScaleSettings | None:
     if not precision.fp16:
         return None
     if precision.loss_scale is not None:
         return LossScaleSettings(precision.loss_scale)
     return LossScaleSettings(
-        precision.initial_loss_scale,
+        # Once in use, or loaded, a dynamic scale is a state and no setting.
+        scaler.cur_scale if getattr(scaler, "cur_iter", 0) > 0 else precision.initial_loss_scale,
         precision.loss_scale_window,
         precision.hysteresis,
         precision.min_loss_scale,
@@ -169,6 +179,10 @@ def _actual_settings(engine: Any) -> Iterator[tuple[str, Any]]:
     # DeepSpeed's Adam kernels are Adam with L2 regularization unless they are told otherwise.
     is_decoupled = getattr(basic, "adam_w_mode", True)
     yield "optimizer", name if is_decoupled else f"{name} without decoupled decay"
+    for group in basic.param_groups:
+        yield "betas", tuple(group["betas"]) if "betas" in group else None
+        yield "epsilon", group.get("eps")
+        yield "momentum", group.get("momentum")
     yield "weight_decay", tuple(group["weight_decay"] for group in basic.param_groups)
     # Without ZeRO the engine clips; with it the optimizer does, by its own copy.
     yield "clip_grad", engine.gradient_clipping() if stage == 0 else optimizer.clip_grad

@@ -18,10 +18,14 @@ from torch import Tensor, nn
 
 from megatron_ds.config.problems import user_error
 from megatron_ds.data.micro_batches import Batch
-from megatron_ds.engine.deepspeed_patches import reset_cpu_adam_beta_powers
+from megatron_ds.engine.deepspeed_patches import reset_cpu_adam_beta_powers, silent_bf16_load
 from megatron_ds.engine.ds_checkpoint_io import SafeCheckpointEngine
 from megatron_ds.engine.loss_scaler import LossScale
-from megatron_ds.engine.param_groups import Multipliers, set_lr_and_weight_decay
+from megatron_ds.engine.param_groups import (
+    Multipliers,
+    keep_settings_on_load,
+    set_lr_and_weight_decay,
+)
 from megatron_ds.engine.protocol import EngineSettings, LossSum, StateBytes
 from megatron_ds.engine.readback import state_bytes
 from megatron_ds.model.output_layer import TokenLoss
@@ -41,7 +45,7 @@ class ZeroEngine:
     Args:
         engine: Engine of `deepspeed.initialize`.
         ds_config: DeepSpeed configuration that was passed to it.
-        settings: Settings in effect.
+        read_settings: Reads the settings in effect back from the engine, and checks them.
         multipliers: Factors of each parameter group.
         packing: How document boundaries are treated.
         per_token_loss: Average over all counted tokens of a step, not over its micro-batches.
@@ -56,7 +60,7 @@ class ZeroEngine:
         engine: Any,
         *,
         ds_config: dict[str, Any],
-        settings: EngineSettings,
+        read_settings: Callable[[], EngineSettings],
         multipliers: tuple[Multipliers, ...],
         packing: PackingOptions | None,
         per_token_loss: bool,
@@ -68,16 +72,18 @@ class ZeroEngine:
         self._engine = engine
         self._files = SafeCheckpointEngine(engine)
         self.ds_config = ds_config
-        self.settings = settings
+        self.settings = read_settings()
         self.packing = packing
+        self._read_settings = read_settings
         self._multipliers = multipliers
         self._per_token_loss = per_token_loss
         self._mesh = mesh
         self._rng = rng
         self._seed = seed
         self._device = device
-        self._stage = settings.zero_stage
+        self._stage = self.settings.zero_stage
         self._loss_scale = LossScale(engine.optimizer) if engine.fp16_enabled() else None
+        keep_settings_on_load(engine.basic_optimizer)
 
     def parameter_count(self) -> int:
         return sum(getattr(p, "ds_numel", p.numel()) for _, p in self._parameters())
@@ -166,12 +172,14 @@ class ZeroEngine:
             self._engine.save_checkpoint(str(folder), tag=tag, save_latest=False)
 
     def load(self, folder: Path, tag: str) -> None:
-        with (
-            nullcontext() if self._loss_scale is None else self._loss_scale.keep_settings_on_load()
-        ):
+        scale = self._loss_scale
+        with silent_bf16_load(), nullcontext() if scale is None else scale.keep_settings_on_load():
             path, _ = self._engine.load_checkpoint(str(folder), tag=tag)
         if path is None:
             raise user_error("checkpoint-not-loaded", folder=folder / tag)
+        if hasattr(self._engine.optimizer, "clip_grad"):  # from the checkpoint, at some stages
+            self._engine.optimizer.clip_grad = self._engine.gradient_clipping()
+        self.settings = self._read_settings()
 
     def _weighted(
         self, batches: Iterator[Batch], plan: StepPlan

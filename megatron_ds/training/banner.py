@@ -160,10 +160,10 @@ def _engine_settings(facts: BannerData) -> Lines:
         f"stage {settings.zero_stage}; offloaded: optimizer {settings.optimizer_offload}, "
         f"parameters {settings.param_offload}"
     )
-    betas = f"betas {options.adam_beta1:g} {options.adam_beta2:g}"
-    coefficients = f"{betas}, epsilon {options.adam_eps:g}"
-    if options.optimizer == "sgd":
-        coefficients = f"momentum {options.sgd_momentum:g}"
+    coefficients = f"momentum {settings.momentum:g}" if settings.momentum is not None else ""
+    if settings.betas is not None:
+        betas = f"betas {settings.betas[0]:g} {settings.betas[1]:g}"
+        coefficients = f"{betas}, epsilon {settings.epsilon:g}"
     decay = " ".join(f"{value:g}" for value in settings.weight_decay)
     optimizer = (
         f"{settings.optimizer}, {coefficients}, learning rate {options.lr:g}, weight decay by "

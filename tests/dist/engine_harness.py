@@ -5,6 +5,7 @@ Owns everything that reads internals of DeepSpeed's engine.
 
 from __future__ import annotations
 
+import functools
 import gc
 import weakref
 from collections.abc import Callable, Iterator
@@ -12,6 +13,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, SupportsFloat
 
+import cpuinfo
 import deepspeed
 import torch
 import torch.distributed as dist
@@ -43,6 +45,8 @@ _ORIGINALS = {name: getattr(torch, name) for name in NEW_TENSORS}
 def prepare() -> dict[int, Mesh]:
     """Prepares a rank of `run_ranks` for engines; returns the meshes by tensor-parallel size."""
     prepare_environment()
+    # DeepSpeed asks for it whenever it builds an optimizer on the host, which takes a second.
+    cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)
     deepspeed.init_distributed(dist_backend="gloo", verbose=False)
     deepspeed.utils.logger.setLevel("ERROR")
     sizes = [size for size in (1, 2, 4) if size <= dist.get_world_size()]
@@ -159,11 +163,11 @@ def train(
     return run
 
 
-def batches_of(config: Config, mesh: Mesh, samples: Samples) -> Iterator[Batch]:
+def batches_of(config: Config, mesh: Mesh, samples: Samples, consumed: int = 0) -> Iterator[Batch]:
     """The micro-batches of a rank."""
     return MicroBatchIterator(
         samples,
-        consumed=0,
+        consumed=consumed,
         micro_batch_size=config.schedule.micro_batch_size,
         dp_rank=mesh.dp.rank,
         dp_size=mesh.dp.size,

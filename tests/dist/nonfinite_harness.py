@@ -43,8 +43,8 @@ class Training:
         self.engine = build(config, mesh)
         self.state = TrainState()
         self.rates: list[float] = []
-        samples = Samples(steps * parity_cases.SAMPLES_PER_STEP, parity_cases.SHAPE)
-        self.batches = batches_of(config, mesh, samples)
+        self.samples = Samples(steps * parity_cases.SAMPLES_PER_STEP, parity_cases.SHAPE)
+        self.batches = batches_of(config, mesh, self.samples)
 
     def step(self) -> StepResult:
         plan = schedules.plan(self.config, self.state, self.mesh.dp.size)

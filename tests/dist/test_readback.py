@@ -84,6 +84,18 @@ FALSIFIED: dict[str, tuple[str, Change]] = {
         "zero1 offload",
         lambda e: changed(e.basic_optimizer, "adam_w_mode", False),
     ),
+    "betas": (
+        BASE,
+        lambda e: mock.patch.dict(e.basic_optimizer.param_groups[-1], betas=(0.9, 0.99)),
+    ),
+    "epsilon": (
+        "zero1 offload",
+        lambda e: mock.patch.dict(e.basic_optimizer.param_groups[0], eps=0.1),
+    ),
+    "momentum": (
+        "zero0 sgd",
+        lambda e: mock.patch.dict(e.basic_optimizer.param_groups[0], momentum=0.9),
+    ),
     "weight_decay": (
         BASE,
         lambda e: mock.patch.dict(e.basic_optimizer.param_groups[-1], weight_decay=0.1),

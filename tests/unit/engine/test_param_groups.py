@@ -5,7 +5,12 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from megatron_ds.engine.param_groups import Multipliers, parameter_groups, set_lr_and_weight_decay
+from megatron_ds.engine.param_groups import (
+    Multipliers,
+    keep_settings_on_load,
+    parameter_groups,
+    set_lr_and_weight_decay,
+)
 
 
 def test_default_rule_decays_matrices_only() -> None:
@@ -36,3 +41,60 @@ def test_parameter_partitioned_by_zero3_is_grouped_by_its_original_shape() -> No
     model.weight.data = torch.empty(0)
     model.weight.ds_shape = torch.Size((4, 3))  # type: ignore[assignment]
     assert parameter_groups(model, 0.1)[1] == (Multipliers(1.0, 1.0),)
+
+
+class CountingAdam(torch.optim.Optimizer):
+    """Counts steps as integers in states and groups, as DeepSpeed's and NVIDIA's FusedAdam do."""
+
+    def __init__(self, params: list[nn.Parameter], betas: tuple[float, float]) -> None:
+        super().__init__(params, {"lr": 1.0, "betas": betas, "bias_correction": True})
+
+    def step(self, closure: None = None) -> None:
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                state.setdefault("exp_avg", torch.zeros_like(parameter))
+                state["step"] = group["step"]
+
+
+def stepped(optimizer: torch.optim.Optimizer, steps: int) -> torch.optim.Optimizer:
+    keep_settings_on_load(optimizer)
+    for _ in range(steps):
+        optimizer.step()
+    return optimizer
+
+
+def test_an_optimizer_loads_states_of_another_class_and_keeps_its_settings() -> None:
+    weight = nn.Parameter(torch.ones(3))
+    weight.grad = torch.ones(3)
+    adamw = stepped(torch.optim.AdamW([weight], lr=0.1, betas=(0.5, 0.6), eps=0.3), 3)
+    counting = stepped(CountingAdam([weight], (0.7, 0.8)), 5)
+    saved, saved_by_counting = adamw.state_dict(), counting.state_dict()
+
+    counting.load_state_dict(saved)
+    (group,) = counting.param_groups
+    assert (group["betas"], group["bias_correction"], group["step"]) == ((0.7, 0.8), True, 3)
+    assert counting.state[weight]["step"] == 3
+    assert isinstance(counting.state[weight]["step"], int)
+
+    adamw.load_state_dict(saved_by_counting)
+    (group,) = adamw.param_groups
+    assert (group["betas"], group["eps"], group["lr"]) == ((0.5, 0.6), 0.3, 0.1)
+    assert {"step", "bias_correction"}.isdisjoint(group)
+    assert torch.is_tensor(adamw.state[weight]["step"])
+    assert adamw.state[weight]["step"] == 5
+
+
+def test_a_count_of_steps_that_only_the_group_has_is_loaded() -> None:
+    weight = nn.Parameter(torch.ones(3))
+    weight.grad = torch.ones(3)
+    counting = stepped(CountingAdam([weight], (0.7, 0.8)), 5)
+    saved = counting.state_dict()
+    for state in saved["state"].values():
+        del state["step"]
+    adamw = stepped(torch.optim.AdamW([weight]), 0)
+    adamw.load_state_dict(saved)
+    assert adamw.state[weight]["step"] == 5
+    counting.load_state_dict(saved)
+    assert counting.param_groups[0]["step"] == 5

@@ -1,0 +1,318 @@
+"""Settings that a resume changes act as if the run had changed them without stopping, on two ranks.
+
+A run takes two steps and saves. It then continues in its process with other settings, which the
+test writes into DeepSpeed's own objects, while a new engine with these settings loads the
+checkpoint. Both take further steps, and losses, norms, loss scales, weights, master weights and
+moments must be equal bit for bit.
+
+The rule that selects the cases: every layout meets all the settings that it has, at once. So that
+no setting hides behind the others, each is also left out once, on one of the layouts by turns, and
+the result must then differ.
+"""
+
+from __future__ import annotations
+
+import io
+import itertools
+import math
+from collections.abc import Callable
+from contextlib import nullcontext, redirect_stdout
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+
+from megatron_ds.config import Config
+from megatron_ds.engine.ds_fields import replace_fields
+from megatron_ds.engine.protocol import EngineSettings
+from megatron_ds.parallel.mesh import Mesh
+from tests.dist.engine_harness import batches_of
+from tests.dist.nonfinite_harness import WORLD, Training, corrupt_gradient, differing_names
+from tests.dist.parity_cases import Case, config_of
+from tests.dist.rank_jobs import Job, JobResults, run_jobs
+from tests.dist.reference import Tensors
+
+STEPS = 2
+"""Steps before the checkpoint."""
+TOTAL_STEPS = 6
+TAG = "saved"
+Apply = Callable[[Training, Any], None]
+"""Changes a setting of a run in its process."""
+
+
+def continue_batches(training: Training) -> None:
+    """Reads the batches after the run's position, in micro-batches of its size."""
+    consumed = training.state.consumed_samples
+    training.batches = batches_of(training.config, training.mesh, training.samples, consumed)
+
+
+def by_the_plan(training: Training, value: Any) -> None:
+    """The plan of each step has the setting."""
+
+
+def set_first_beta(training: Training, value: float) -> None:
+    for group in training.engine._engine.basic_optimizer.param_groups:
+        group["betas"] = value, group["betas"][1]
+
+
+def set_second_beta(training: Training, value: float) -> None:
+    for group in training.engine._engine.basic_optimizer.param_groups:
+        group["betas"] = group["betas"][0], value
+
+
+def set_in_groups(key: str, training: Training, value: float) -> None:
+    for group in training.engine._engine.basic_optimizer.param_groups:
+        group[key] = value
+
+
+def set_clipping(training: Training, value: float) -> None:
+    engine = training.engine._engine
+    if training.config.deepspeed.zero_stage == 0:
+        engine._config.gradient_clipping = value
+    else:
+        engine.optimizer.clip_grad = value
+
+
+def set_dropout(of_attention: bool, training: Training, value: float) -> None:
+    for name, module in training.engine._engine.module.named_modules():
+        if hasattr(module, "dropout") and name.endswith(".attention") == of_attention:
+            module.dropout = value
+
+
+def set_micro_batch_size(training: Training, value: int) -> None:
+    training.engine._engine.set_train_micro_batch_size(value)
+    continue_batches(training)
+
+
+def set_in_scaler(name: str, training: Training, value: float) -> None:
+    scaler = training.engine._engine.optimizer.loss_scaler
+    setattr(scaler, name, value)
+    scaler.cur_hysteresis = min(scaler.cur_hysteresis, scaler.delayed_shift)
+
+
+def set_scale(training: Training, value: float | None) -> None:
+    optimizer, precision = training.engine._engine.optimizer, training.config.precision
+    optimizer.dynamic_loss_scale = value is None
+    optimizer.loss_scaler = (
+        LossScaler(scale=value)
+        if value
+        else DynamicLossScaler(
+            init_scale=precision.initial_loss_scale,
+            scale_window=precision.loss_scale_window,
+            min_scale=precision.min_loss_scale,
+            delayed_shift=precision.hysteresis,
+            consecutive_hysteresis=False,
+            raise_error_at_min_scale=False,
+            dtype=torch.half,
+        )
+    )
+
+
+SETTINGS: dict[str, tuple[Any, Apply]] = {
+    "lr": (0.05, by_the_plan),
+    "weight_decay": (0.5, by_the_plan),
+    "clip_grad": (0.02, set_clipping),
+    "adam_beta1": (0.5, set_first_beta),
+    "adam_beta2": (0.8, set_second_beta),
+    "adam_eps": (1e-2, partial(set_in_groups, "eps")),
+    "sgd_momentum": (0.5, partial(set_in_groups, "momentum")),
+    "hidden_dropout": (0.2, partial(set_dropout, False)),
+    "attention_dropout": (0.2, partial(set_dropout, True)),
+    "micro_batch_size": (2, set_micro_batch_size),
+    "loss_scale_window": (2, partial(set_in_scaler, "scale_window")),
+    "hysteresis": (1, partial(set_in_scaler, "delayed_shift")),
+    "min_loss_scale": (2.0**8, partial(set_in_scaler, "min_scale")),
+    "loss_scale": (None, set_scale),
+}
+"""Field -> value after the resume, and how a run changes it in its process."""
+OF_ALL = ("lr", "weight_decay", "clip_grad", "hidden_dropout", "attention_dropout")
+OF_ADAM = (*OF_ALL, "adam_beta1", "adam_beta2", "adam_eps", "micro_batch_size")
+OF_DYNAMIC_SCALE = (*OF_ADAM, "loss_scale_window", "hysteresis", "min_loss_scale")
+
+BF16, OFFLOAD = {"bf16": True}, {"cpu_optimizer": True}
+FP16 = {"fp16": True, "allow_fp16_on_cpu": True, "loss_scale_window": 1, "hysteresis": 2}
+DYNAMIC = {**FP16, "initial_loss_scale": 2.0**8}
+
+
+@dataclass(frozen=True)
+class Layout:
+    stage: int
+    settings: tuple[str, ...] = OF_ADAM
+    optimizer: str = "adamw"
+    tp: int = 1
+    precision: dict[str, Any] = field(default_factory=dict)
+    deepspeed: dict[str, Any] = field(default_factory=dict)
+
+    def config(self) -> Config:
+        """Two micro-batches per step, and a learning rate that every step changes."""
+        case = Case(WORLD, self.stage, self.tp, 2, "learned", self.optimizer)
+        schedule = {"train_iters": 100, "lr_warmup_iters": 50, "lr_warmup_init": 1e-3}
+        config = config_of(
+            case, precision=self.precision, deepspeed=self.deepspeed, schedule=schedule
+        )
+        return replace_fields(config, {"sgd_momentum": 0.9})
+
+
+LAYOUTS = {
+    "zero0": Layout(0),
+    "zero0 sgd": Layout(0, (*OF_ALL, "sgd_momentum"), "sgd"),
+    "zero1": Layout(1),
+    "zero1 sgd": Layout(1, (*OF_ALL, "sgd_momentum"), "sgd"),
+    "zero2 tp2": Layout(2, tp=2),
+    "zero3": Layout(3),
+    "zero1 bf16": Layout(1, precision=BF16),
+    "zero2 bf16": Layout(2, precision=BF16),
+    "zero3 bf16": Layout(3, precision=BF16),
+    "zero1 fp16": Layout(1, OF_DYNAMIC_SCALE, precision=DYNAMIC),
+    "zero2 fp16": Layout(2, OF_DYNAMIC_SCALE, precision=DYNAMIC),
+    "zero3 fp16": Layout(3, OF_DYNAMIC_SCALE, precision=DYNAMIC),
+    "zero2 fp16 static": Layout(
+        2, (*OF_ADAM, "loss_scale"), precision={**DYNAMIC, "loss_scale": 2.0**10}
+    ),
+    "zero1 bf16 offload": Layout(1, precision=BF16, deepspeed=OFFLOAD),
+    "zero2 offload": Layout(2, deepspeed=OFFLOAD),
+    "zero3 fp16 offload": Layout(3, OF_DYNAMIC_SCALE, precision=DYNAMIC, deepspeed=OFFLOAD),
+    "zero3 bf16 offload": Layout(3, precision=BF16, deepspeed={**OFFLOAD, "remote_device": "cpu"}),
+}
+OPTIMIZERS_CHANGED = {
+    "zero1 bf16": OFFLOAD,
+    "zero3": OFFLOAD,
+    "zero2 offload": {"cpu_optimizer": False},
+}
+"""Layouts that are also resumed with the optimizer states in the other memory."""
+
+
+def left_out() -> dict[str, str]:
+    """Layout -> the setting that it leaves out: each setting once, if layouts suffice."""
+    taken: dict[str, str] = {}
+    for setting in SETTINGS:
+        layout = next(n for n, x in LAYOUTS.items() if setting in x.settings and n not in taken)
+        taken[layout] = setting
+    return taken
+
+
+@dataclass
+class Outcome:
+    """What a run did after the checkpoint."""
+
+    results: list[tuple[float, float | None, bool, float | None]]
+    """Loss, gradient norm, whether it was skipped, and loss scale of each step."""
+    tensors: Tensors
+
+    def differences(self, other: Outcome) -> list[str]:
+        steps = itertools.zip_longest(self.results, other.results)
+        different = [f"step {n}: {a} {b}" for n, (a, b) in enumerate(steps) if repr(a) != repr(b)]
+        return different + differing_names(self.tensors, other.tensors)
+
+
+def further_steps(training: Training) -> Outcome:
+    """Steps after the checkpoint. A dynamic loss scale first meets two overflows."""
+    results = []
+    for overflows in (
+        (True, True, False, False) if training.config.precision.fp16 else (False, False)
+    ):
+        with corrupt_gradient(training.engine, math.inf) if overflows else nullcontext():
+            result = training.step()
+        assert result.skipped == overflows
+        results.append((float(result.loss), result.grad_norm, result.skipped, result.loss_scale))
+    tensors = training.state_tensors()
+    training.close()
+    return Outcome(results, tensors)
+
+
+def resume(config: Config, mesh: Mesh, folder: Path, first: Training) -> tuple[Training, Outcome]:
+    """A new engine that continues from the checkpoint."""
+    training = Training(config, mesh, TOTAL_STEPS)
+    with redirect_stdout(io.StringIO()) as printed:
+        training.engine.load(folder, TAG)
+    assert printed.getvalue() == ""
+    training.state = first.state
+    continue_batches(training)
+    return training, further_steps(training)
+
+
+def changed(config: Config, names: list[str]) -> Config:
+    return replace_fields(config, {name: SETTINGS[name][0] for name in names})
+
+
+def resume_layout(
+    name: str, folder: Path, without: str | None, meshes: dict[int, Mesh]
+) -> dict[str, Any]:
+    """Compares a resume with a run that goes on, on one layout."""
+    layout, folder = LAYOUTS[name], folder / name
+    config, mesh = layout.config(), meshes[layout.tp]
+    first = Training(config, mesh, TOTAL_STEPS)
+    for _ in range(STEPS):
+        assert not first.step().skipped
+    first.engine.save(folder, TAG)
+    first.config = changed(config, list(layout.settings))
+    resumed, outcome = resume(first.config, mesh, folder, first)
+    seen: dict[str, Any] = {"settings": resumed.engine.settings}
+    if without is not None:
+        others = [each for each in layout.settings if each != without]
+        _, incomplete = resume(changed(config, others), mesh, folder, first)
+        seen["effect"] = outcome.differences(incomplete)
+    if name in OPTIMIZERS_CHANGED:
+        moved = replace_fields(first.config, OPTIMIZERS_CHANGED[name])
+        _, seen["moved"] = resume(moved, mesh, folder, first)
+    for setting in layout.settings:
+        value, apply = SETTINGS[setting]
+        apply(first, value)
+    continued = further_steps(first)
+    seen["differences"] = outcome.differences(continued)
+    seen["continued"] = continued
+    return seen
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> JobResults:
+    folder, without = tmp_path_factory.mktemp("checkpoints"), left_out()
+    jobs: dict[str, Job] = {
+        name: partial(resume_layout, name, folder, without.get(name)) for name in LAYOUTS
+    }
+    return run_jobs(WORLD, jobs)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_changed_settings_act_as_in_a_run_that_never_stopped(
+    name: str, outcomes: JobResults
+) -> None:
+    for seen in outcomes.of(name):
+        assert seen["differences"] == []
+
+
+@pytest.mark.parametrize("name", left_out())
+def test_each_changed_setting_has_an_effect(name: str, outcomes: JobResults) -> None:
+    assert set(left_out().values()) == set(SETTINGS)
+    assert any(seen["effect"] for seen in outcomes.of(name)), left_out()[name]
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS_CHANGED)
+def test_optimizer_states_may_move_between_device_and_host(name: str, outcomes: JobResults) -> None:
+    """Another implementation of AdamW computes the steps, so results are close, not equal."""
+    for seen in outcomes.of(name):
+        moved, continued = seen["moved"], seen["continued"]
+        for one, other in zip(moved.results, continued.results, strict=True):
+            assert one[:2] == pytest.approx(other[:2], rel=1e-5)
+        for key, value in continued.tensors.items():
+            torch.testing.assert_close(
+                moved.tensors[key].double(), value.double(), rtol=1e-4, atol=1e-6, msg=key
+            )
+
+
+def test_settings_are_read_back_after_the_load(outcomes: JobResults) -> None:
+    for name in ("zero1", "zero1 sgd", "zero2 fp16"):
+        for seen in outcomes.of(name):
+            settings: EngineSettings = seen["settings"]
+            is_adam = LAYOUTS[name].optimizer == "adamw"
+            assert settings.betas == ((0.5, 0.8) if is_adam else None)
+            assert settings.epsilon == (1e-2 if is_adam else None)
+            assert settings.momentum == (None if is_adam else 0.5)
+            assert settings.clip_grad == 0.02
+    for seen in outcomes.of("zero2 fp16"):
+        scale = seen["settings"].loss_scale
+        assert (scale.scale, scale.window, scale.hysteresis, scale.minimum) == (512, 2, 1, 256)
