@@ -351,8 +351,8 @@ class Training:
 def build_ours(setting: Setting, *, compiled: bool) -> Work:
     """Build our engine with ZeRO-1 on one process."""
     device = _start(setting.threads)
-    from megatron_ds.data.micro_batches import Batch
     from megatron_ds.engine.build import build_engine
+    from megatron_ds.engine.device_batches import DeviceBatch
     from megatron_ds.parallel.mesh import Mesh
     from megatron_ds.train_state import StepPlan
 
@@ -368,9 +368,7 @@ def build_ours(setting: Setting, *, compiled: bool) -> Work:
     )
 
     def step(tokens: Any, labels: Any) -> float:
-        import torch
-
-        batch = Batch(tokens, labels, torch.ones(tokens.shape), position=0)
+        batch = DeviceBatch(tokens.to(device), labels.to(device), None, position=0)
         return float(engine.train_step(iter([batch]), plan).loss)
 
     return Training(setting.shape, step)

@@ -32,8 +32,9 @@ class StepResult:
 
     loss: SupportsFloat
     """Mean loss of this data-parallel rank in nats per token; an unsynchronized device tensor."""
-    grad_norm: float | None
-    """Global gradient norm before clipping; None if unknown, inf or nan in a skipped step."""
+    grad_norm: SupportsFloat | None
+    """Global gradient norm before clipping; None if unknown, inf or nan in a skipped step. May be
+    an unsynchronized device tensor, as the loss."""
     skipped: bool = False
     """Whether the step was skipped because its gradient was not finite."""
     loss_scale: float | None = None

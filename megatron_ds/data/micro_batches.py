@@ -1,41 +1,31 @@
 """Micro-batches of one data-parallel rank, in an order determined by seed and consumed samples.
 
 Knows a dataset and three integers (consumed samples, rank, number of ranks), but no process group
-and no device. Shapes: B micro-batch, S sequence.
+and no device. Shapes: B micro-batch, S sequence, T = S + 1.
 """
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Generator, Sequence
 from typing import NamedTuple
-
-import numpy as np
-import torch
 
 from megatron_ds.data.gpt_dataset import SampleArray, TokenDataset, read_samples
 from megatron_ds.data.loader_process import LoaderProcess
 
 
 class Batch(NamedTuple):
-    """One micro-batch on the CPU, read-only: inputs and labels are views of one array."""
+    """One micro-batch on the host."""
 
-    tokens_BS: torch.Tensor
-    """int64, the inputs."""
-    labels_BS: torch.Tensor
-    """int64, the token that follows each input."""
-    loss_mask_BS: torch.Tensor
-    """float32, 0 for tokens without loss."""
+    rows_BT: SampleArray | None
+    """Tokens of each sample, int32: T is S + 1, since inputs and labels are the same
+    row without its last and its first token. Read-only. None if another rank reads it."""
+    shape: tuple[int, int]
+    """Of `rows_BT`."""
     position: int
     """Position of the first sample in the data order: samples before it, over all ranks."""
-
-    def truncated(self, length: int) -> Batch:
-        """Truncates each sample to its first `length` tokens."""
-        if length >= self.tokens_BS.shape[1]:
-            return self
-        tokens_BS, labels_BS, mask_BS = (value[:, :length] for value in self[:3])
-        return Batch(tokens_BS, labels_BS, mask_BS, self.position)
+    eod: int | None = None
+    """Token id without loss; None for loss everywhere."""
 
 
 class MicroBatchIterator:
@@ -54,6 +44,8 @@ class MicroBatchIterator:
         dp_size: Number of data-parallel ranks.
         num_workers: Loader processes; 0 reads in this process. Does not change the order.
         eod: Token id without loss; None for loss everywhere.
+        reads: Read the samples. If False, batches have positions only, because another rank of the
+            tensor-parallel group reads and sends them.
     """
 
     def __init__(
@@ -66,6 +58,7 @@ class MicroBatchIterator:
         dp_size: int,
         num_workers: int = 0,
         eod: int | None = None,
+        reads: bool = True,
     ) -> None:
         assert 0 <= dp_rank < dp_size
         assert micro_batch_size > 0
@@ -74,8 +67,13 @@ class MicroBatchIterator:
         steps = max(0, (len(dataset) - consumed) // per_step)
         first = consumed + dp_rank * micro_batch_size
         self._positions = range(first, first + steps * per_step, per_step)
+        self._shape = micro_batch_size, dataset.seq_length + 1
         self._eod = eod
-        self._rows = _read_all(dataset, self._positions, micro_batch_size, num_workers)
+        self._rows: Generator[tuple[int, SampleArray | None], None, None]
+        if reads:
+            self._rows = _read_all(dataset, self._positions, micro_batch_size, num_workers)
+        else:
+            self._rows = ((position, None) for position in self._positions)
 
     def __len__(self) -> int:
         """Number of micro-steps to the end of the dataset."""
@@ -86,7 +84,7 @@ class MicroBatchIterator:
 
     def __next__(self) -> Batch:
         position, rows = next(self._rows)
-        return collate(rows, position, self._eod)
+        return Batch(rows, self._shape, position, self._eod)
 
     def close(self) -> None:
         """Ends the loader processes and the iteration."""
@@ -110,17 +108,3 @@ def _read_all(
     finally:
         for process in processes:
             process.stop()
-
-
-def collate(rows: SampleArray, position: int, eod: int | None) -> Batch:
-    """Makes a micro-batch of samples [B, S + 1] of any integer type."""
-    both = torch.from_numpy(rows.astype(np.int64, copy=False))
-    tokens_BS, labels_BS = both[:, :-1], both[:, 1:]
-    mask_BS = _ones(tokens_BS.shape) if eod is None else (tokens_BS != eod).to(torch.float32)
-    return Batch(tokens_BS, labels_BS, mask_BS, position)
-
-
-@functools.lru_cache(maxsize=2)
-def _ones(shape: torch.Size) -> torch.Tensor:
-    """A mask with loss everywhere, shared by all micro-batches."""
-    return torch.ones(shape, dtype=torch.float32)

@@ -6,11 +6,12 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, SupportsFloat
 
 from torch import Tensor
 
 from megatron_ds.data.micro_batches import Batch
+from megatron_ds.engine.device_batches import DeviceBatch, DeviceBatches
 from megatron_ds.model.packed_attention import PackingOptions
 from megatron_ds.parallel.sharding import ShardSpec
 from megatron_ds.train_state import StepPlan, StepResult
@@ -75,10 +76,10 @@ class EngineSettings:
 class LossSum(NamedTuple):
     """Loss of several micro-batches on one data-parallel rank, before the division."""
 
-    total: float
+    total: SupportsFloat
     """Sum of the micro-batches' mean losses in nats per token or, with per-token loss, of all
-    tokens' losses."""
-    weight: float
+    tokens' losses. An unsynchronized device tensor, as the weight."""
+    weight: SupportsFloat
     """Number of micro-batches or, with per-token loss, of counted tokens."""
 
 
@@ -113,15 +114,19 @@ class Engine(Protocol):
         canonical name -> unsynchronized boolean tensor.
         """
 
-    def train_step(self, batches: Iterator[Batch], plan: StepPlan) -> StepResult:
+    def device_batches(self, batches: Iterator[Batch]) -> DeviceBatches:
+        """Copy micro-batches to the device, each while the one before is computed. Local; taking
+        a micro-batch is collective over the tensor-parallel group."""
+
+    def train_step(self, batches: Iterator[DeviceBatch], plan: StepPlan) -> StepResult:
         """Take one optimizer step over `plan.num_micro_batches` batches.
 
         Returns:
-            The result of the step. Its loss is this data-parallel rank's, an unsynchronized device
-            tensor.
+            The result of the step. Its loss, which is this data-parallel rank's, and its norm are
+            unsynchronized device tensors.
         """
 
-    def eval_loss(self, batches: Iterator[Batch], count: int) -> LossSum:
+    def eval_loss(self, batches: Iterator[DeviceBatch], count: int) -> LossSum:
         """Compute this rank's loss of `count` micro-batches, without gradients and dropout."""
 
     def params_norm(self) -> float:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from megatron_ds.config.problems import user_error
 from megatron_ds.data.micro_batches import Batch
 from megatron_ds.engine.deepspeed_patches import reset_cpu_adam_beta_powers, silent_bf16_load
+from megatron_ds.engine.device_batches import DeviceBatch, DeviceBatches
 from megatron_ds.engine.ds_checkpoint_io import SafeCheckpointEngine
 from megatron_ds.engine.loss_scaler import LossScale
 from megatron_ds.engine.param_groups import (
@@ -35,8 +36,8 @@ from megatron_ds.parallel.rng import RngStreams
 from megatron_ds.parallel.sharding import ShardSpec, shard_spec
 from megatron_ds.train_state import StepPlan, StepResult
 
-NORM_CHUNK = 2**20
-"""Elements that are converted to double precision at a time when a norm is computed."""
+NORM_CHUNK = 2**24
+"""Elements whose squares are summed in fp32 when a norm is computed; the sums are added in fp64."""
 
 
 class ZeroEngine:
@@ -105,7 +106,10 @@ class ZeroEngine:
     def watch_gradients(self) -> AbstractContextManager[dict[str, Tensor]]:
         return watch_gradients(self._parameters())
 
-    def train_step(self, batches: Iterator[Batch], plan: StepPlan) -> StepResult:
+    def device_batches(self, batches: Iterator[Batch]) -> DeviceBatches:
+        return DeviceBatches(batches, self._device, self._mesh.tp)
+
+    def train_step(self, batches: Iterator[DeviceBatch], plan: StepPlan) -> StepResult:
         engine = self._engine
         engine.train()
         engine.set_train_batch_size(plan.global_batch_size)
@@ -130,7 +134,8 @@ class ZeroEngine:
             engine.backward(loss)
             losses.append(loss.detach())
             if last and self._stage == 0:
-                # DeepSpeed computes no norm of the averaged gradient at this stage.
+                # DeepSpeed computes no norm of the averaged gradient at this stage. Whether to step
+                # is decided here, as DeepSpeed's optimizers do: the one wait for the device.
                 norm = self._sum_of_squares(lambda parameter: parameter.grad).sqrt()
                 dropped = not bool(norm.isfinite())
             if dropped:
@@ -145,20 +150,22 @@ class ZeroEngine:
         skipped = dropped or engine.skipped_steps > skipped_before
         return StepResult(
             loss=torch.stack(losses).mean(),
-            grad_norm=None if norm is None else float(norm),
+            grad_norm=norm,
             skipped=skipped,
             loss_scale=None if self._loss_scale is None else self._loss_scale.value,
             loss_scale_exhausted=skipped and exhausted,
         )
 
-    def eval_loss(self, batches: Iterator[Batch], count: int) -> LossSum:
+    def eval_loss(self, batches: Iterator[DeviceBatch], count: int) -> LossSum:
         self._engine.eval()
-        total = weight = 0.0
+        total, weight = (
+            torch.zeros((), dtype=torch.float64, device=self._device) for _ in range(2)
+        )
         with torch.no_grad():
             for _ in range(count):
                 loss = self._forward(next(batches))
-                total += float(loss.loss_sum if self._per_token_loss else loss.mean())
-                weight += float(loss.num_tokens) if self._per_token_loss else 1.0
+                total += loss.loss_sum if self._per_token_loss else loss.mean()
+                weight += loss.num_tokens if self._per_token_loss else 1.0
         return LossSum(total, weight)
 
     def params_norm(self) -> float:
@@ -182,8 +189,8 @@ class ZeroEngine:
         self.settings = self._read_settings()
 
     def _weighted(
-        self, batches: Iterator[Batch], plan: StepPlan
-    ) -> Iterator[tuple[Batch, Tensor | None]]:
+        self, batches: Iterator[DeviceBatch], plan: StepPlan
+    ) -> Iterator[tuple[DeviceBatch, Tensor | None]]:
         """The micro-batches of a step, and the factor of each one's summed loss.
 
         The factor is None if a micro-batch's loss is the mean over its tokens. With per-token loss
@@ -196,17 +203,16 @@ class ZeroEngine:
             yield from ((batch, None) for batch in truncated)
             return
         step_batches = list(truncated)
-        own = sum(int(batch.loss_mask_BS.sum()) for batch in step_batches)
-        tokens = torch.tensor(own, dtype=torch.int64, device=self._device)
+        tokens = torch.zeros((), dtype=torch.int64, device=self._device)
+        for batch in step_batches:
+            tokens += batch.num_counted()
         if self._mesh.dp.size > 1:
             dist.all_reduce(tokens, group=self._mesh.dp.handle)
         factor = self._mesh.dp.size * plan.num_micro_batches / tokens.clamp(min=1).float()
         yield from ((batch, factor) for batch in step_batches)
 
-    def _forward(self, batch: Batch) -> TokenLoss:
-        tensors = (batch.tokens_BS, batch.labels_BS, batch.loss_mask_BS)
-        moved = (tensor.to(self._device, non_blocking=True) for tensor in tensors)
-        loss: TokenLoss = self._engine(*moved)
+    def _forward(self, batch: DeviceBatch) -> TokenLoss:
+        loss: TokenLoss = self._engine(batch.tokens_BS, batch.labels_BS, batch.loss_mask_BS)
         return loss
 
     def _parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -229,16 +235,31 @@ class ZeroEngine:
         A sharded parameter counts on every tensor-parallel rank, a replicated one on the first.
         """
         is_first = self._mesh.tp.rank == 0
-        squares = torch.zeros((), dtype=torch.float64, device=self._device)
+        chunks: list[Tensor] = []
         for _, parameter in self._parameters():
             values = values_of(parameter)
             if values is not None and (is_first or shard_spec(parameter) is not None):
-                # Chunked: a copy in double precision is up to four times the tensor's size.
-                for chunk in values.to(self._device).flatten().split(NORM_CHUNK):
-                    squares += chunk.double().square().sum()
+                chunks += values.to(self._device).flatten().split(NORM_CHUNK)
+        squares = sum_of_squares(chunks, self._device)
         if self._mesh.tp.size > 1:
             dist.all_reduce(squares, group=self._mesh.tp.handle)
         return squares
+
+
+def sum_of_squares(chunks: list[Tensor], device: torch.device) -> Tensor:
+    """Sum of squares of all elements, a float64 scalar.
+
+    An accelerator takes the norms of all tensors of a type in one launch for each few hundred.
+    """
+    squares = torch.zeros((), dtype=torch.float64, device=device)
+    by_type: dict[torch.dtype, list[Tensor]] = {}
+    for chunk in chunks:
+        if chunk.numel():
+            by_type.setdefault(chunk.dtype, []).append(chunk)
+    for tensors in by_type.values():
+        norms = torch._foreach_norm(tensors, 2, dtype=torch.float32)
+        squares += torch.stack(norms).double().square().sum()
+    return squares
 
 
 @contextmanager
@@ -258,7 +279,7 @@ def watch_gradients(parameters: Iterable[tuple[str, nn.Parameter]]) -> Iterator[
             hook.remove()
 
 
-def _read_step(batches: Iterator[Batch], plan: StepPlan) -> Iterator[Batch]:
+def _read_step(batches: Iterator[DeviceBatch], plan: StepPlan) -> Iterator[DeviceBatch]:
     """The micro-batches of a step.
 
     Raises:

@@ -19,6 +19,7 @@ from megatron_ds.launch.output import print_on_rank
 
 if TYPE_CHECKING:
     import torch
+    import torch.distributed
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,17 @@ def init_distributed(config: RuntimeConfig) -> ProcessContext:
     _unlink_shared_memory()
     device = torch.device(accelerator.device_name(environment.local_rank()))
     return ProcessContext(rank(), world_size(), device, backend)
+
+
+def create_host_group(timeout: timedelta) -> torch.distributed.ProcessGroup | None:
+    """A group of all ranks for tensors in host memory. Collective.
+
+    Returns:
+        None if the default group serves: it communicates through host memory itself.
+    """
+    import torch.distributed as dist
+
+    return None if dist.get_backend() == "gloo" else dist.new_group(backend="gloo", timeout=timeout)
 
 
 def destroy_process_group() -> None:

@@ -30,8 +30,8 @@ class StopDecision:
 class ExitConditions:
     """Signals, a lost launcher, the kill switch, the run time and the exit interval.
 
-    Methods are collective: a condition that one rank sees ends all of them. With several ranks,
-    each call waits for the device.
+    Methods are collective: a condition that one rank sees ends all of them. The ranks agree over
+    their hosts: an agreement on the device would have to wait until it has finished its work.
     """
 
     config: LoggingConfig
@@ -39,8 +39,8 @@ class ExitConditions:
     """Last iteration of the run, where it ends regularly."""
     stop: StopRequest
     """Request to stop, set by signal handlers and monitors."""
-    device: torch.device
-    """Device of the process group."""
+    group: dist.ProcessGroup | None
+    """All ranks, for tensors in host memory; None: the default group."""
     started_at: float
     """Start of the program, by time.monotonic()."""
 
@@ -66,6 +66,8 @@ class ExitConditions:
 
     def _external_conditions(self, iteration: int) -> list[tuple[bool, StopDecision]]:
         switch = self.config.kill_switch_path
+        # One rank looks: a stat of every rank in every step is a load for a shared file system.
+        found = switch is not None and dist.get_rank() == 0 and os.path.exists(switch)
         detected = f"Detected kill switch at {switch}. Exiting, iteration={iteration}"
         return [
             *(
@@ -75,14 +77,14 @@ class ExitConditions:
                 )
                 for reason in StopReason
             ),
-            (switch is not None and os.path.exists(switch), StopDecision(detected, urgent=True)),
+            (found, StopDecision(detected, urgent=True)),
         ]
 
     def _any_rank(self, conditions: list[tuple[bool, StopDecision]]) -> StopDecision | None:
         holds = [float(each) for each, _ in conditions]
         if dist.get_world_size() > 1:
-            seen = torch.tensor(holds, device=self.device)
-            dist.all_reduce(seen, op=dist.ReduceOp.MAX)
+            seen = torch.tensor(holds)
+            dist.all_reduce(seen, op=dist.ReduceOp.MAX, group=self.group)
             holds = seen.tolist()
         decisions = [decision for _, decision in conditions]
         return next(itertools.compress(decisions, holds), None)

@@ -116,7 +116,8 @@ def build_trainer(
         checkpoints.warn_of_newer(state)
     total_iterations = schedules.total_iterations(config, mesh.dp.size, state)
     last = state.iteration if config.logging.skip_train else total_iterations
-    exits = ExitConditions(config.logging, last, life.stop_request, context.device, life.started_at)
+    hosts = distributed.create_host_group(timeout)
+    exits = ExitConditions(config.logging, last, life.stop_request, hosts, life.started_at)
     return Trainer(
         config=config,
         mesh=mesh,

@@ -20,6 +20,7 @@ from megatron_ds.data.blend_history import BlendHistory
 from megatron_ds.data.build_datasets import Datasets
 from megatron_ds.data.gpt_dataset import TokenDataset
 from megatron_ds.data.micro_batches import MicroBatchIterator
+from megatron_ds.engine.device_batches import DeviceBatches
 from megatron_ds.engine.protocol import Engine
 from megatron_ds.launch import output
 from megatron_ds.launch.exit_codes import ExitCode
@@ -88,7 +89,7 @@ class Trainer:
         self.metrics.close()
         return ExitCode.FINISHED if stop is None else stop.code
 
-    def _step(self, batches: MicroBatchIterator) -> None:
+    def _step(self, batches: DeviceBatches) -> None:
         plan = schedules.plan(self.config, self.state, self.mesh.dp.size)
         graphs, start = self._graph_count(), self.clock()
         with self.skips.record_gradients():
@@ -125,8 +126,8 @@ class Trainer:
 
     def _batches(
         self, dataset: TokenDataset, consumed: int = 0, num_workers: int = 0
-    ) -> MicroBatchIterator:
-        return MicroBatchIterator(
+    ) -> DeviceBatches:
+        batches = MicroBatchIterator(
             dataset,
             consumed=consumed,
             micro_batch_size=self.config.schedule.micro_batch_size,
@@ -134,7 +135,9 @@ class Trainer:
             dp_size=self.mesh.dp.size,
             num_workers=num_workers,
             eod=self.eod,
+            reads=self.mesh.tp.rank == 0,
         )
+        return self.engine.device_batches(batches)
 
     def _evaluate(self, split: str, label: str) -> StopDecision | None:
         """Evaluates every dataset of a split.
@@ -162,14 +165,15 @@ class Trainer:
         schedule, dp_size = self.config.schedule, self.mesh.dp.size
         samples = self.config.logging.eval_iters * self.config.final_global_batch_size(dp_size)
         count = samples // (schedule.micro_batch_size * dp_size)
-        total = weight = 0.0
+        parts = []
         with closing(self._batches(dataset)) as batches:
             for done in range(0, count, MICRO_BATCHES_PER_CALL):
                 stop = self.exits.external_stop(self.state.iteration)
                 if stop is not None:
                     return stop
-                part = self.engine.eval_loss(batches, min(MICRO_BATCHES_PER_CALL, count - done))
-                total, weight = total + part.total, weight + part.weight
+                size = min(MICRO_BATCHES_PER_CALL, count - done)
+                parts.append(self.engine.eval_loss(batches, size))
+        total, weight = (sum(map(float, values)) for values in zip(*parts, strict=True))
         mean_total, mean_weight = self.metrics.mean_over_dp([total / count, weight / count])
         return mean_total / mean_weight if mean_weight else 0.0
 

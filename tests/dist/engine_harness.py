@@ -24,9 +24,10 @@ from torch._dynamo.utils import counters
 from torch.nn import functional
 
 from megatron_ds.config import Config
-from megatron_ds.data.micro_batches import Batch, MicroBatchIterator
+from megatron_ds.data.micro_batches import MicroBatchIterator
 from megatron_ds.engine.build import build_engine
 from megatron_ds.engine.deepspeed_patches import require_precision
+from megatron_ds.engine.device_batches import DeviceBatches
 from megatron_ds.engine.zero import ZeroEngine
 from megatron_ds.launch.environment import prepare_environment
 from megatron_ds.parallel.collectives import all_gather
@@ -151,7 +152,7 @@ def train(
             result = engine.train_step(batches, plan)
             assert not result.skipped
             run.losses.append(_mean(result.loss, mesh))
-            run.norms.append(result.grad_norm)
+            run.norms.append(None if result.grad_norm is None else float(result.grad_norm))
             run.weights.append(full_weights(engine, mesh))
     run.notes["attention calls"] = calls[0]
     run.notes["compiled"] = counters["frames"]["ok"] - compiled
@@ -163,16 +164,18 @@ def train(
     return run
 
 
-def batches_of(config: Config, mesh: Mesh, samples: Samples, consumed: int = 0) -> Iterator[Batch]:
-    """The micro-batches of a rank."""
-    return MicroBatchIterator(
+def batches_of(config: Config, mesh: Mesh, samples: Samples, consumed: int = 0) -> DeviceBatches:
+    """The micro-batches of a rank, read by one rank of each tensor-parallel group."""
+    batches = MicroBatchIterator(
         samples,
         consumed=consumed,
         micro_batch_size=config.schedule.micro_batch_size,
         dp_rank=mesh.dp.rank,
         dp_size=mesh.dp.size,
         eod=EOD if config.data.eod_mask_loss else None,
+        reads=mesh.tp.rank == 0,
     )
+    return DeviceBatches(batches, torch.device("cpu"), mesh.tp)
 
 
 def _record_gradients(engine: ZeroEngine, mesh: Mesh, run: Run) -> None:

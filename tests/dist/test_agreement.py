@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from megatron_ds.config import LoggingConfig
+from megatron_ds.launch.distributed import create_host_group
 from megatron_ds.launch.lifecycle import StopReason, StopRequest
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.training.exit_conditions import ExitConditions, StopDecision
@@ -33,7 +35,7 @@ def _agree(rank: int, folder: str) -> tuple[list[str | None], list[float]]:
     stop = StopRequest()
     switch = Path(folder, "switch")
     config = LoggingConfig(kill_switch_path=str(switch))
-    conditions = ExitConditions(config, 10, stop, torch.device("cpu"), started_at=0.0)
+    conditions = ExitConditions(config, 10, stop, create_host_group(timedelta(60)), started_at=0.0)
     reasons = [_message(conditions.after_step(1))]
     if rank == 0:
         stop.request(StopReason.SIGTERM)

@@ -46,7 +46,7 @@ def train_with_overflows(stage: int, tp: int, meshes: dict[int, Mesh]) -> dict[s
     return {
         "skipped": [result.skipped for result in results],
         "scales": [result.loss_scale for result in results],
-        "norms": [result.grad_norm for result in results],
+        "norms": [float(result.grad_norm) for result in results],
         "changed": changed,
         "has moments": has_moments,
         "applied": applied,

@@ -73,8 +73,10 @@ def read(path: tuple[str, ...], dp_size: int, micro: int, workers: int) -> list[
             for rank in ranks:
                 batch = next(rank)
                 for row in range(micro):
-                    tokens = [*batch.tokens_BS[row].tolist(), int(batch.labels_BS[row, -1])]
-                    samples.append((data.sample_id(batch.position + row), tokens))
+                    assert batch.rows_BT is not None
+                    samples.append(
+                        (data.sample_id(batch.position + row), batch.rows_BT[row].tolist())
+                    )
         for rank in ranks:
             rank.close()
     return samples

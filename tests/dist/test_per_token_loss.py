@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megatron_ds.config import Config
-from megatron_ds.data.micro_batches import collate
+from megatron_ds.data.micro_batches import Batch
 from megatron_ds.train_state import StepPlan
 from tests.dist import parity_cases
 from tests.dist.compare import differences
@@ -79,11 +79,10 @@ def test_mean_over_micro_batches_differs_with_unequal_masks(outcomes: JobResults
 def evaluate_on_a_rank(rank: int, config: Config) -> tuple[float, float, float, float]:
     """Total and weight of two unequal micro-batches, and the same of one batch with both."""
     engine = build(config, prepare()[2])
-    batches = [
-        collate(SAMPLES.batch(first, count).numpy(), 0, EOD)
-        for first, count in ((0, 2), (2, 2), (0, 4))
-    ]
-    return *engine.eval_loss(iter(batches[:2]), 2), *engine.eval_loss(iter(batches[2:]), 1)
+    rows = [SAMPLES.batch(first, count).int().numpy() for first, count in ((0, 2), (2, 2), (0, 4))]
+    batches = engine.device_batches(Batch(row, row.shape, 0, EOD) for row in rows)
+    parts = [engine.eval_loss(batches, count) for count in (2, 1)]
+    return tuple(float(value) for part in parts for value in part)  # type: ignore[return-value]
 
 
 def test_evaluation_weights_every_token_equally() -> None:

@@ -25,7 +25,7 @@ from megatron_ds.config import (
     PrecisionConfig,
     ScheduleConfig,
 )
-from megatron_ds.data.micro_batches import Batch
+from megatron_ds.engine.device_batches import DeviceBatch
 from megatron_ds.inference.load_checkpoint import load_model
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.train_state import StepPlan, TrainState
@@ -76,12 +76,9 @@ class Batches:
     def __iter__(self) -> Batches:
         return self
 
-    def __next__(self) -> Batch:
+    def __next__(self) -> DeviceBatch:
         tokens = torch.randint(0, VOCAB, (1, 10), generator=self._generator)
-        mask = torch.ones(1, 9)
-        return Batch(
-            tokens_BS=tokens[:, :-1], labels_BS=tokens[:, 1:], loss_mask_BS=mask, position=0
-        )
+        return DeviceBatch(tokens[:, :-1], tokens[:, 1:], None, position=0)
 
 
 def save_and_read(rank: int, folder: str) -> None:

@@ -68,7 +68,8 @@ def consumed_ids(runs: list[tuple[int, int, int]], size: int, workers: int = 0) 
         for rank in ranks * steps:
             batch = next(rank)
             assert batch.position == len(ids)
-            ids += batch.tokens_BS[:, 0].tolist()
+            assert batch.rows_BT is not None
+            ids += batch.rows_BT[:, 0].tolist()
         for rank in ranks:
             rank.close()
     return ids
@@ -108,11 +109,15 @@ def get_batch(**values: int | None) -> Batch:
 
 def test_batch_content() -> None:
     for workers in (0, 1):
-        batch = get_batch(num_workers=workers)
-        assert batch.tokens_BS.tolist() == [[4, 5, 6], [5, 6, 7]]
-        assert batch.labels_BS.tolist() == [[5, 6, 7], [6, 7, 8]]
-        assert (batch.loss_mask_BS.tolist(), batch.position) == ([[1, 1, 1], [1, 1, 1]], 4)
-        assert [t.dtype for t in batch[:3]] == [torch.int64, torch.int64, torch.float32]
+        batch = get_batch(num_workers=workers, eod=6)
+        assert batch.rows_BT is not None
+        assert batch.rows_BT.tolist() == [[4, 5, 6, 7], [5, 6, 7, 8]]
+        assert batch[1:] == ((2, 4), 4, 6)
+
+
+def test_a_rank_that_does_not_read_gets_positions() -> None:
+    read, not_read = (list(make_iterator(9, micro_batch_size=2, reads=x)) for x in (True, False))
+    assert [batch._replace(rows_BT=None) for batch in read] == not_read
 
 
 @pytest.mark.parametrize("slots", [0, 2, 3, 5])
@@ -124,7 +129,7 @@ def test_size_of_the_shared_memory_does_not_change_batches(
     assert [batch.position for batch in sent] == [batch.position for batch in direct]
     assert len(direct) > 5
     for one, other in zip(direct, sent, strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(one[:3], other[:3], strict=True))
+        assert np.array_equal(one.rows_BT, other.rows_BT)
 
 
 def test_loader_process_reads_ahead_by_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,23 +155,6 @@ def test_loader_process_reads_ahead_by_tokens(monkeypatch: pytest.MonkeyPatch) -
     time.sleep(0.05)
     assert read.value == 4
     batches.close()
-
-
-def test_batch_is_truncated() -> None:
-    batch = next(make_iterator(8, micro_batch_size=2))
-    length = batch.tokens_BS.shape[1]
-    truncated = batch.truncated(length - 1)
-    assert truncated.position == batch.position
-    for full, part in zip(batch, truncated, strict=True):
-        if isinstance(full, torch.Tensor):
-            assert isinstance(part, torch.Tensor)
-            assert torch.equal(part, full[:, : length - 1])
-    assert batch.truncated(length) is batch
-    assert batch.truncated(length + 1) is batch
-
-
-def test_eod_has_no_loss() -> None:
-    assert get_batch(eod=6).loss_mask_BS.tolist() == [[1, 1, 0], [1, 0, 1]]
 
 
 @pytest.mark.parametrize("workers", [0, 1])

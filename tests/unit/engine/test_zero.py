@@ -7,16 +7,16 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from megatron_ds.data.micro_batches import Batch
+from megatron_ds.engine.device_batches import DeviceBatch
 from megatron_ds.engine.zero import _read_step
 from megatron_ds.train_state import StepPlan
 from tests.problems import raises_problem
 
 
-def batches(count: int) -> Iterator[Batch]:
+def batches(count: int) -> Iterator[DeviceBatch]:
     for position in range(count):
         tokens = torch.zeros(1, 4, dtype=torch.int64)
-        yield Batch(tokens, tokens, torch.ones(1, 4), position)
+        yield DeviceBatch(tokens, tokens, torch.ones(1, 4), position)
 
 
 PLAN = StepPlan(

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 
 from megatron_ds.config import LoggingConfig
 from megatron_ds.launch.exit_codes import ExitCode
@@ -26,7 +25,7 @@ def stop() -> StopRequest:
 def make(one_process: None, stop: StopRequest) -> Make:
     """make(**logging flags): conditions of a program of 2000 iterations, started at 1000 s."""
     return lambda **flags: ExitConditions(
-        LoggingConfig(**flags), 2000, stop, torch.device("cpu"), started_at=1000.0
+        LoggingConfig(**flags), 2000, stop, None, started_at=1000.0
     )
 
 
