@@ -109,14 +109,18 @@ def test_biases_follow_their_flags() -> None:
 
 def test_initial_weights_have_the_configured_standard_deviation() -> None:
     model = build(hidden_size=256, num_layers=8, vocab_size=200, init_method_std=0.05)
-    qkv, proj = (
-        model.get_parameter(f"layers.3.attention.{name}.weight") for name in ("qkv", "proj")
-    )
-    assert qkv.std().item() == pytest.approx(0.05, rel=0.02)
-    assert proj.std().item() == pytest.approx(0.05 / 4.0, rel=0.02)  # sqrt(2 x 8 layers)
+    for name, std in (
+        *(("attention.qkv", 0.05), ("mlp.fc_in", 0.05)),
+        # Into the residual stream: divided by sqrt(2 x 8 layers).
+        *(("attention.proj", 0.05 / 4.0), ("mlp.fc_out", 0.05 / 4.0)),
+    ):
+        weight = model.get_parameter(f"layers.3.{name}.weight")
+        assert weight.std().item() == pytest.approx(std, rel=0.02), name
     word = model.get_parameter("embedding.word.weight")
     assert word[200:].eq(0.0).all()
     assert word[:200].std().item() == pytest.approx(0.05, rel=0.02)
+    position = model.get_parameter("embedding.position.weight")
+    assert position.std().item() == pytest.approx(0.05, rel=0.05)
     assert model.get_parameter("layers.3.attention.qkv.bias").eq(0.0).all()
     assert model.get_parameter("final_norm.weight").eq(1.0).all()
 

@@ -22,11 +22,14 @@ REPOSITORY = Path(__file__).resolve().parents[3]
 END = "<|endoftext|>"
 
 
-def gpt2_files(folder: Path, merges: tuple[str, ...] = ("h e", "he l")) -> TokenizerConfig:
-    vocab = {c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    for merge in merges:
-        vocab[merge.replace(" ", "")] = len(vocab)
-    vocab[END] = len(vocab)
+def gpt2_files(
+    folder: Path, merges: tuple[str, ...] = ("h e", "he l"), end: int | None = None
+) -> TokenizerConfig:
+    """A vocabulary of bytes, merges and, with id `end` (by default the last one), the end token."""
+    words = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words += [merge.replace(" ", "") for merge in merges]
+    words.insert(len(words) if end is None else end, END)
+    vocab = {word: index for index, word in enumerate(words)}
     (folder / "vocab.json").write_text(json.dumps(vocab))
     (folder / "merges.txt").write_text("\n".join(["#version: 0.2", *merges, ""]))
     return TokenizerConfig(vocab_file=f"{folder}/vocab.json", merge_file=f"{folder}/merges.txt")
@@ -50,6 +53,15 @@ def test_gpt2_ids(tmp_path: Path) -> None:
     assert tokenizer.encode("helhe") == [257, 256]
     assert tokenizer.encode_batch(["hel", "", "he"]) == [[257], [], [256]]
     assert tokenizer.decode([257, tokenizer.eod]) == f"hel{END}"
+
+
+@pytest.mark.parametrize("end", [0, 100])
+def test_gpt2_end_of_document_has_any_id(end: int, tmp_path: Path) -> None:
+    """Trainers of vocabularies put special tokens first, GPT-2's has it last."""
+    tokenizer = build_tokenizer(gpt2_files(tmp_path, end=end))
+    assert (tokenizer.vocab_size, tokenizer.eod, tokenizer.fingerprint.eod) == (259, end, end)
+    assert tokenizer.encode("helhe") == [258, 257]
+    assert tokenizer.decode([258, end]) == f"hel{END}"
 
 
 @given(st.text("hel \n\t\u00a0\x1c\u3000's1é\0", max_size=60))

@@ -1,18 +1,22 @@
-"""Training time of the loop, on a simulated clock."""
+"""Training time of the loop, on a simulated clock, and the samples that each rank reads."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
 from unittest.mock import MagicMock
 
+import numpy as np
 import pytest
 from torch._dynamo.utils import counters
 
 from megatron_ds.config import (
     CheckpointConfig,
     Config,
+    DataConfig,
     LoggingConfig,
     ModelConfig,
     OptimizerConfig,
@@ -21,7 +25,7 @@ from megatron_ds.config import (
 )
 from megatron_ds.data.build_datasets import Datasets
 from megatron_ds.engine.protocol import LossSum
-from megatron_ds.parallel.mesh import Mesh
+from megatron_ds.parallel.mesh import Group, Mesh
 from megatron_ds.train_state import StepPlan, StepResult, TrainState
 from megatron_ds.training.metrics import Metrics, ThroughputModel
 from megatron_ds.training.records import IntervalRecord, Logger
@@ -60,6 +64,56 @@ class World:
         return None
 
 
+def make_trainer(
+    parts: Any,
+    logger: Logger,
+    *,
+    data: Datasets | None = None,
+    mesh: Mesh | None = None,
+    mean_over_dp: Callable[[list[float]], list[float]] = lambda values: values,
+    state: TrainState | None = None,
+    compile: bool = False,
+    **logging: int | None,
+) -> Trainer:
+    """A trainer of six iterations that saves after every third.
+
+    Args:
+        parts: Engine, checkpoint manager and clock in one.
+        logger: Receives the records.
+        logging: Changed fields of the LoggingConfig.
+    """
+    exits = MagicMock()
+    exits.after_step.return_value = exits.external_stop.return_value = None
+    return Trainer(
+        config=Config(
+            model=ModelConfig(seq_length=8),
+            optimizer=OptimizerConfig(lr=1.0),
+            data=DataConfig(num_workers=0),
+            schedule=ScheduleConfig(micro_batch_size=2, global_batch_size=4, train_iters=6),
+            checkpoint=CheckpointConfig(save=str(Path("nowhere")), save_interval=3),
+            logging=LoggingConfig(log_interval=2, **cast(Any, logging)),
+            runtime=RuntimeConfig(compile=compile),
+        ),
+        mesh=mesh or Mesh.single(),
+        engine=parts,
+        data=data or Datasets(train=parts, valid={"": parts}),
+        metrics=Metrics(
+            ThroughputModel(flops_per_sample=lambda tokens: 10**12, seq_length=8, world_size=1),
+            log_interval=2,
+            total_iterations=6,
+            mean_over_dp=mean_over_dp,
+            loggers=[logger],
+        ),
+        checkpoints=parts,
+        exits=exits,
+        state=state or TrainState(),
+        total_iterations=6,
+        eod=None,
+        report=MagicMock(),
+        clock=parts.clock,
+    )
+
+
 def run(
     monkeypatch: pytest.MonkeyPatch,
     world: World,
@@ -69,36 +123,11 @@ def run(
 ) -> list[IntervalRecord]:
     """Six iterations with an evaluation after every second and a save after every third."""
     monkeypatch.setattr(Trainer, "_batches", lambda *_: world)
-    logger, anything = MagicMock(spec=Logger), cast(Any, world)
-    exits = MagicMock()
-    exits.after_step.return_value = exits.external_stop.return_value = None
-    Trainer(
-        config=Config(
-            model=ModelConfig(seq_length=8),
-            optimizer=OptimizerConfig(lr=1.0),
-            schedule=ScheduleConfig(micro_batch_size=4, global_batch_size=4, train_iters=6),
-            checkpoint=CheckpointConfig(save=str(Path("nowhere")), save_interval=3),
-            logging=LoggingConfig(log_interval=2, eval_interval=2, eval_iters=1),
-            runtime=RuntimeConfig(compile=compile),
-        ),
-        mesh=Mesh.single(),
-        engine=anything,
-        data=Datasets(train=anything, valid={"": anything}),
-        metrics=Metrics(
-            ThroughputModel(flops_per_sample=lambda tokens: 10**12, seq_length=8, world_size=1),
-            log_interval=2,
-            total_iterations=6,
-            mean_over_dp=lambda losses: losses,
-            loggers=[logger],
-        ),
-        checkpoints=anything,
-        exits=exits,
-        state=state or TrainState(),
-        total_iterations=6,
-        eod=None,
-        report=MagicMock(),
-        clock=world.clock,
-    ).run()
+    logger = MagicMock(spec=Logger)
+    trainer = make_trainer(
+        world, logger, state=state, compile=compile, eval_interval=2, eval_iters=1
+    )
+    trainer.run()
     return [call.args[0] for call in logger.log_interval.call_args_list]
 
 
@@ -124,3 +153,82 @@ def test_a_resumed_run_warms_up_again(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_step_that_compiles_is_not_training_time(monkeypatch: pytest.MonkeyPatch) -> None:
     records = run(monkeypatch, World(compiles_in=4), compile=True)
     assert [record.seconds_per_iteration for record in records] == [STEP, STEP, STEP]
+
+
+class Reader:
+    """An engine that reads its micro-batches; the loss of each is its first sample's number."""
+
+    clock = staticmethod(itertools.count(0.0).__next__)
+    save = close = staticmethod(lambda *_: None)
+
+    def __init__(self) -> None:
+        self.trained: list[int] = []
+        self.evaluated: list[int] = []
+
+    def train_step(self, batches: Iterator[Any], plan: StepPlan) -> StepResult:
+        self.trained += (read := first_samples(batches, plan.num_micro_batches))
+        return StepResult(sum(read) / len(read), 1.0)
+
+    def eval_loss(self, batches: Iterator[Any], count: int) -> LossSum:
+        self.evaluated += (read := first_samples(batches, count))
+        return LossSum(float(sum(read)), float(count))
+
+
+def first_samples(batches: Iterator[Any], count: int) -> list[int]:
+    """The number of the first sample of each micro-batch."""
+    return [int(next(batches).tokens_BS[0, 0]) for _ in range(count)]
+
+
+class Numbers:
+    """A dataset whose samples contain their position, plus `first`."""
+
+    seq_length, vocab_size = 8, 10_000
+
+    def __init__(self, first: int) -> None:
+        self._first = first
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, position: int) -> Any:
+        return np.full(self.seq_length + 1, self._first + position)
+
+    def read_into(self, position: int, row: Any) -> None:
+        row[:] = self[position]
+
+    def sample_id(self, position: int) -> str:
+        return str(position)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_each_data_parallel_rank_reads_its_own_samples(rank: int) -> None:
+    """And losses are means over the ranks, whatever this rank's are."""
+    reader, logger = Reader(), MagicMock(spec=Logger)
+    make_trainer(
+        reader,
+        logger,
+        data=Datasets(
+            train=Numbers(0),
+            valid={"": Numbers(1000)},
+            test={"": Numbers(2000)},
+            progress=MagicMock(),
+        ),
+        mesh=dataclasses.replace(Mesh.single(), dp=Group((0, 1), rank, None)),
+        mean_over_dp=lambda values: [3.0 * values[0], *values[1:]],
+        state=TrainState(iteration=3, consumed_samples=12, consumed_tokens=96),
+        eval_iters=3,
+        eval_interval=5,
+    ).run()
+    # Micro-batches of two samples, two ranks; a rank has one micro-batch of an iteration.
+    own = 2 * rank
+    assert reader.trained == [12 + own, 16 + own, 20 + own]
+    valid, test = ([first + own + 4 * k for k in range(3)] for first in (1000, 2000))
+    # After iteration 5 and at the end, the same samples each time.
+    assert reader.evaluated == [*valid, *valid, *test]
+    evaluations = [call.args[0] for call in logger.log_eval.call_args_list]
+    assert [(record.split, record.loss) for record in evaluations] == [
+        *[("validation", 3.0 * (1004 + own))] * 2,
+        ("test", 3.0 * (2004 + own)),
+    ]
+    (first, *_), *_ = (call.args[0] for call in logger.log_steps.call_args_list)
+    assert first.lm_loss == 3.0 * (12 + own)

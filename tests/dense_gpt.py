@@ -1,0 +1,90 @@
+"""A dense forward pass of the GPT in fp64, from its configuration and its canonical weights.
+
+Shares no code with the package: formulas are written out, and attention computes every score.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from megatron_ds.config import ModelConfig
+
+
+def dense_logits(config: ModelConfig, weights: Mapping[str, Tensor], tokens_BS: Tensor) -> Tensor:
+    """Logits [B, S, vocabulary] without dropout."""
+    w = {name: value.detach().double() for name, value in weights.items()}
+    length, heads = tokens_BS.shape[1], config.num_attention_heads
+    groups = config.num_query_groups or heads
+    size = config.kv_channels or config.hidden_size // heads
+    places = torch.arange(length)
+    distance = (places.unsqueeze(1) - places).double()
+
+    def linear(x: Tensor, name: str) -> Tensor:
+        return x @ w[f"{name}.weight"].T + w.get(f"{name}.bias", 0.0)
+
+    def norm(x: Tensor, name: str) -> Tensor:
+        if config.normalization == "LayerNorm":
+            x = x - x.mean(-1, keepdim=True)
+        x = x / (x.square().mean(-1, keepdim=True) + config.norm_epsilon).sqrt()
+        return x * w[f"{name}.weight"] + w.get(f"{name}.bias", 0.0)
+
+    def rotate(x: Tensor) -> Tensor:
+        """[B, S, D], its first part as complex numbers (first half + i second half)."""
+        half = int(size * config.rotary_percent) // 2
+        rates = config.rotary_base ** (-torch.arange(half).double() / half)
+        turn = torch.polar(torch.ones(length, half).double(), torch.outer(places.double(), rates))
+        turned = torch.complex(x[..., :half], x[..., half : 2 * half]) * turn
+        return torch.cat([turned.real, turned.imag, x[..., 2 * half :]], dim=-1)
+
+    def attention(x: Tensor, name: str) -> Tensor:
+        q, k, v = linear(x, f"{name}.qkv").split([heads * size, groups * size, groups * size], -1)
+        outputs = []
+        for head in range(heads):
+            group = head // (heads // groups)
+            one_q = q[..., head * size : (head + 1) * size]
+            one_k, one_v = (part[..., group * size : (group + 1) * size] for part in (k, v))
+            if config.position_embedding_type == "rope":
+                one_q, one_k = rotate(one_q), rotate(one_k)
+            scores = one_q @ one_k.transpose(1, 2) / math.sqrt(size)
+            if config.position_embedding_type == "alibi":
+                assert heads & (heads - 1) == 0
+                scores = scores - 2.0 ** (-8.0 * (head + 1) / heads) * distance
+            outputs.append(scores.masked_fill(distance < 0, -math.inf).softmax(-1) @ one_v)
+        return linear(torch.cat(outputs, dim=-1), f"{name}.proj")
+
+    def mlp(x: Tensor, name: str) -> Tensor:
+        x = linear(x, f"{name}.fc_in")
+        if not config.activation.endswith("glu"):
+            return linear(activate(x, config), f"{name}.fc_out")
+        gate, up = x.chunk(2, dim=-1)
+        return linear(activate(gate, config) * up, f"{name}.fc_out")
+
+    x = w["embedding.word.weight"][tokens_BS]
+    if config.embed_layernorm:
+        x = norm(x, "embedding.norm")
+    if config.position_embedding_type == "learned_absolute":
+        x = x + w["embedding.position.weight"][:length]
+    for layer in range(config.num_layers):
+        x = x + attention(norm(x, f"layers.{layer}.attention_norm"), f"layers.{layer}.attention")
+        x = x + mlp(norm(x, f"layers.{layer}.mlp_norm"), f"layers.{layer}.mlp")
+    head = "head" if config.untie_embeddings_and_output_weights else "embedding.word"
+    return norm(x, "final_norm") @ w[f"{head}.weight"][: config.vocab_size].T
+
+
+def activate(x: Tensor, config: ModelConfig) -> Tensor:
+    """The activation function of the MLP, for a gated one that of the gate."""
+    exact = x * 0.5 * (1.0 + torch.erf(x / math.sqrt(2.0)))
+    approximate = x * 0.5 * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * x**3)))
+    return {
+        "gelu": exact if config.gelu_approximation == "none" else approximate,
+        "openai-gelu": approximate,
+        "squared-relu": x.clamp(min=0.0) ** 2,
+        "swiglu": x / (1.0 + torch.exp(-x)),
+        "geglu": exact,
+        "reglu": x.clamp(min=0.0),
+        "liglu": x,
+    }[config.activation]
