@@ -154,6 +154,7 @@ def train(
             run.losses.append(_mean(result.loss, mesh))
             run.norms.append(None if result.grad_norm is None else float(result.grad_norm))
             run.weights.append(full_weights(engine, mesh))
+    run.notes["params norm"] = engine.params_norm()
     run.notes["attention calls"] = calls[0]
     run.notes["compiled"] = counters["frames"]["ok"] - compiled
     engine._engine.destroy()

@@ -93,12 +93,20 @@ def train_reference(
     samples: Samples,
     plans: list[StepPlan],
     documents: PackingOptions | None = None,
+    micro_batch_size: int | None = None,
 ) -> Run:
-    """Trains the plans' steps in this process, in fp32."""
+    """Trains the plans' steps in this process, in fp32.
+
+    Args:
+        documents: How document boundaries are treated.
+        micro_batch_size: Samples of a forward pass, which share a dropout mask; None: all of a
+            step. With masked tokens only all of them give the mean over the step.
+    """
+    rng = RngStreams(0)
     model = GPTModel(
         config.model,
         mesh=Mesh.single(),
-        rng=RngStreams(0),
+        rng=rng,
         seed=config.runtime.seed,
         packing=documents,
     )
@@ -108,10 +116,14 @@ def train_reference(
     consumed = 0
     for plan in plans:
         tokens = samples.batch(consumed, plan.global_batch_size)[:, : plan.seq_length + 1]
-        consumed += plan.global_batch_size
         optimizer.zero_grad()
-        mask = tokens[:, :-1] != EOD if config.data.eod_mask_loss else None
-        loss = model(tokens[:, :-1], tokens[:, 1:], mask).mean()
+        losses = []
+        for part in tokens.split(micro_batch_size or len(tokens)):
+            rng.begin_step(config.runtime.seed, consumed, 0)
+            consumed += len(part)
+            mask = part[:, :-1] != EOD if config.data.eod_mask_loss else None
+            losses.append(model(part[:, :-1], part[:, 1:], mask).mean())
+        loss = torch.stack(losses).mean()
         loss.backward()
         run.losses.append(loss.item())
         run.gradients.append(_copy({name: p.grad for name, p in named.items()}))

@@ -1,4 +1,5 @@
-"""Activation checkpointing with dropout is bitwise equal to training without it."""
+"""Dropout in the engine: its masks follow the position in the data, and training with activation
+checkpointing is bitwise equal to training without it."""
 
 from __future__ import annotations
 
@@ -7,8 +8,10 @@ import itertools
 import pytest
 import torch
 
-from tests.dist.parity_cases import Case, reference_of
+from tests.dist.compare import differences
+from tests.dist.parity_cases import SAMPLES, Case, config_of, plans_of, reference_of
 from tests.dist.rank_jobs import JobResults, case_training, run_jobs
+from tests.dist.reference import train_reference
 
 LAYOUTS = list(itertools.product((1, 3), (1, 2)))
 """ZeRO stage and tensor-parallel size."""
@@ -25,20 +28,34 @@ RECOMPUTE = {
 CASES = [(kind, *layout) for kind, (layouts, _) in RECOMPUTE.items() for layout in layouts]
 """Kind of recomputation, stage and size."""
 STORED = "stored"
+DROPOUT = {"attention_dropout": 0.2, "hidden_dropout": 0.2}
 
 
 @pytest.fixture(scope="module")
 def outcomes() -> JobResults:
-    dropout = {"attention_dropout": 0.2, "hidden_dropout": 0.2}
     jobs = {
         f"{stage}-{tp}-{kind}": case_training(
             Case(2, stage, tp, 4, "learned", "adamw"),
-            model=dropout,
+            model=DROPOUT,
             recompute={} if kind == STORED else RECOMPUTE[kind][1],
         )
         for kind, stage, tp in [*((STORED, *layout) for layout in LAYOUTS), *CASES]
     }
     return run_jobs(2, jobs)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_masks_follow_the_position_in_the_data(stage: int, outcomes: JobResults) -> None:
+    """Two data-parallel ranks with four micro-batches drop as one process with eight."""
+    case = Case(2, stage, 1, 4, "learned", "adamw")
+    reference = train_reference(
+        config_of(case, model=DROPOUT),
+        SAMPLES,
+        plans_of(case),
+        micro_batch_size=case.micro_batch_size,
+    )
+    for rank, run in enumerate(outcomes.of(f"{stage}-1-{STORED}")):
+        assert differences(run, reference) == [], f"rank {rank}"
 
 
 @pytest.mark.parametrize(("kind", "stage", "tp"), CASES)

@@ -13,6 +13,7 @@ import torch
 
 from megatron_ds.config.model import ACTIVATIONS, ModelConfig
 from megatron_ds.model.gpt import GPTModel
+from megatron_ds.parallel.collectives import all_gather
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.parallel.rng import RngStreams
 from megatron_ds.parallel.sharding import shard_spec, take_shard
@@ -44,20 +45,22 @@ def combinations() -> list[dict[str, Any]]:
     return chosen
 
 
+SHAPE: dict[str, Any] = {
+    "num_layers": 2,
+    "hidden_size": 24,
+    "kv_channels": 8,
+    "ffn_hidden_size": 40,
+    "seq_length": 12,
+    "vocab_size": VOCAB,
+    "make_vocab_size_divisible_by": 48,
+    "attention_dropout": 0.0,
+    "hidden_dropout": 0.0,
+}
+
+
 def build(options: dict[str, Any], mesh: Mesh) -> GPTModel:
-    config = ModelConfig(
-        num_layers=2,
-        hidden_size=24,
-        num_attention_heads=6 if options["num_query_groups"] is None else 4,
-        kv_channels=8,
-        ffn_hidden_size=40,
-        seq_length=12,
-        vocab_size=VOCAB,
-        make_vocab_size_divisible_by=48,
-        attention_dropout=0.0,
-        hidden_dropout=0.0,
-        **options,
-    )
+    heads = 6 if options.get("num_query_groups") is None else 4
+    config = ModelConfig(**{**SHAPE, "num_attention_heads": heads, **options})
     assert list(config.problems(mesh.tp.size)) == []
     model = GPTModel(config, mesh=mesh, rng=RngStreams(mesh.tp.rank), seed=7)
     # Biases start at zero, which would hide a mix-up of their shards.
@@ -104,5 +107,35 @@ def compare_with_one_process(rank: int) -> None:
                 assert error < 1e-5 or want.norm() < 1e-8, (options, name, error.item())
 
 
+def check_dropout(rank: int) -> None:
+    """Dropout of sharded heads differs between ranks, dropout of replicated activations does not.
+
+    Both ranks have the same heads, so only the masks can differ.
+    """
+    mesh = Mesh.build(tp_size=2)
+    tokens = torch.randint(0, VOCAB, (2, 12), generator=torch.Generator().manual_seed(3))
+    for attention, hidden in ((0.0, 0.0), (0.5, 0.0), (0.0, 0.5)):
+        model = build({"attention_dropout": attention, "hidden_dropout": hidden}, mesh)
+        layer = model.layers["0"]
+        for param in layer.attention.qkv.parameters():
+            param.data.copy_(all_gather(param.detach(), mesh.tp)[0])
+        seen: dict[str, torch.Tensor] = {}
+        layer.attention.proj.register_forward_pre_hook(
+            lambda _, inputs, seen=seen: seen.update(heads=inputs[0].detach())
+        )
+        layer.register_forward_hook(
+            lambda _module, _inputs, output, seen=seen: seen.update(output=output.detach())
+        )
+        model(tokens)
+        for name, is_equal in (("heads", attention == 0.0), ("output", True)):
+            ours, theirs = all_gather(seen[name], mesh.tp)
+            assert torch.equal(ours, theirs) == is_equal, (name, attention, hidden)
+
+
+def check_all(rank: int) -> None:
+    compare_with_one_process(rank)
+    check_dropout(rank)
+
+
 def test_tensor_parallel_model_equals_one_process() -> None:
-    run_ranks(compare_with_one_process, 2)
+    run_ranks(check_all, 2)

@@ -62,6 +62,8 @@ def test_layout_equals_one_process(case: Case, worlds: Worlds) -> None:
     for rank, run in enumerate(worlds[case.world].of(case.name)):
         assert differences(run, reference) == [], f"rank {rank}"
         assert run.rates == reference.rates
+        norm = math.sqrt(sum(weight.square().sum() for weight in reference.weights[-1].values()))
+        assert run.notes["params norm"] == pytest.approx(norm, rel=1e-5)
         if case.optimizer == "sgd":
             assert _error_of_first_step(run, reference) <= 1.0, f"rank {rank}"
 

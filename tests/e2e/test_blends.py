@@ -41,12 +41,10 @@ def test_blend_changes_on_resume_and_survives_a_kill(
     launcher: Launcher, base: Settings, corpus: Path, second_corpus: Path, tmp_path: Path
 ) -> None:
     """One file, then a blend of its training split with another file: on two ranks, uninterrupted
-    and killed, and on one rank, which reads the same samples."""
+    and killed, and on one rank, which reads the same samples and drops the same activations."""
     one, two, killed = (tmp_path / name for name in ("one", "two", "killed"))
     settings = {
         **base,
-        "attention_dropout": 0.0,
-        "hidden_dropout": 0.0,
         "global_batch_size": BATCH,
         "train_iters": END,
         "save_interval": 2,
@@ -57,6 +55,9 @@ def test_blend_changes_on_resume_and_survives_a_kill(
         "split": None,
         # The same documents as with --split 80,10,10: the file continues where it stopped.
         "train_weighted_split_paths": f"T: 1 0:0.8 {corpus}, 3 0:1 {second_corpus}",
+        "valid_weighted_split_paths": f"V: 1 0.8:0.9 {corpus}",
+        "test_weighted_split_paths": f"V: 1 0.9:1 {corpus}",
+        "eval_iters": 2,
     }
     first = {**settings, "exit_interval": CHANGE}
     runs = [launcher.start({**first, "save": each}, ranks=n) for each, n in ((one, 1), (two, 2))]
@@ -77,6 +78,12 @@ def test_blend_changes_on_resume_and_survives_a_kill(
     assert [record["iteration"] for record in steps(killed)] == list(range(1, END + 1))
     assert steps(killed) == steps(two)
     assert losses(one) == pytest.approx(losses(two), rel=1e-5)
+    ours, theirs = (
+        {name: record[name] for record in evaluations(run) for name in record if "_loss" in name}
+        for run in (one, two)
+    )
+    assert ours.keys() == {"validation_loss", "test_loss"}
+    assert ours == pytest.approx(theirs, rel=1e-5)
     for step in (6, END):
         assert not checkpoint_differences(two / f"global_step{step}", killed / f"global_step{step}")
         assert record_of(two, step) == record_of(killed, step) == record_of(one, step)
