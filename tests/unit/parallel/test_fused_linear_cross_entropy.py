@@ -86,6 +86,23 @@ def test_fp16_gradients_are_scaled_in_fp32() -> None:
     assert relative_error(x.grad, grad_x / 1e7 * 2.0**16) < 2e-3
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_factor_of_the_loss_is_multiplied_in_fp32(dtype: torch.dtype) -> None:
+    """Loss scale over tokens: fp16 does not have this factor, bf16 rounds it by 0.2 %."""
+    factor = 2.0**20 / 3
+
+    def gradients(factor: float) -> list[torch.Tensor]:
+        x, weight, labels, weights = inputs(dtype)
+        weights = weights / 2**10
+        loss = linear_cross_entropy(x, weight, labels, weights, vocab_size=VOCAB, group=GROUP)
+        return [grad.double() for grad in torch.autograd.grad(loss * factor, (x, weight))]
+
+    for scaled, plain in zip(gradients(factor), gradients(1.0), strict=True):
+        # Rounding errors of the elements average out in the projection.
+        ratio = (scaled * plain).sum() / plain.square().sum() / factor
+        assert abs(ratio.item() - 1.0) < 1e-3
+
+
 def test_extreme_logits_stay_finite() -> None:
     x, weight, labels, weights = inputs(torch.float32)
     huge = (x * 1e3).detach().requires_grad_()
