@@ -350,7 +350,7 @@ class Training:
 
 def build_ours(setting: Setting, *, compiled: bool) -> Work:
     """Build our engine with ZeRO-1 on one process."""
-    device = _start(setting.threads)
+    device = start_process_group(setting.threads)
     from megatron_ds.engine.build import build_engine
     from megatron_ds.engine.device_batches import DeviceBatch
     from megatron_ds.parallel.mesh import Mesh
@@ -387,8 +387,8 @@ def build_plain(setting: Setting, *, compiled: bool) -> Work:
 def build_transformers(setting: Setting, *, compiled: bool) -> Work:
     """Build transformers' GPT-2 in a bare loop."""
     device = _start_peer(setting.threads)
-    model = _gpt2(setting.shape).to(device)
-    loss_of = functools.partial(_gpt2_loss, model)
+    model = transformers_gpt2(setting.shape).to(device)
+    loss_of = functools.partial(transformers_loss, model)
     return _bare_loop(setting, model, loss_of, device, compiled=compiled)
 
 
@@ -418,7 +418,7 @@ def build_deepspeed(setting: Setting) -> Work:
     import deepspeed
 
     adam = {"lr": LR, "betas": list(BETAS), "weight_decay": WEIGHT_DECAY, "torch_adam": True}
-    model = _gpt2(setting.shape)
+    model = transformers_gpt2(setting.shape)
     engine, *_ = deepspeed.initialize(
         model=model,
         model_parameters=list(model.parameters()),
@@ -434,7 +434,7 @@ def build_deepspeed(setting: Setting) -> Work:
     )
 
     def step(tokens: Any, labels: Any) -> float:
-        loss = _gpt2_loss(engine, tokens.to(device), labels.to(device))
+        loss = transformers_loss(engine, tokens.to(device), labels.to(device))
         engine.backward(loss)
         engine.step()
         return float(loss.detach())
@@ -444,7 +444,7 @@ def build_deepspeed(setting: Setting) -> Work:
 
 def build_matmul(setting: Setting, size: int) -> Work:
     """Build square matrix multiplications, the practical peak of the machine."""
-    device = _start(setting.threads)
+    device = start_process_group(setting.threads)
     import torch
 
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[setting.dtype]
@@ -498,7 +498,7 @@ def _model_config(shape: Shape) -> Any:
     )
 
 
-def _start(threads: int) -> Any:
+def start_process_group(threads: int) -> Any:
     """Set up a process group of one process and the number of threads; return the device."""
     from megatron_ds.config import RuntimeConfig
     from megatron_ds.launch import distributed, environment
@@ -513,15 +513,15 @@ def _start(threads: int) -> Any:
 
 
 def _start_peer(threads: int) -> Any:
-    """Set up a peer: like `_start`, without the transparent huge pages that our runtime enables.
+    """Set up a peer: like ours, without the transparent huge pages that our runtime enables.
 
     Exporting THP_MEM_ALLOC_ENABLE=1 enables them for all contenders.
     """
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "0")
-    return _start(threads)
+    return start_process_group(threads)
 
 
-def _gpt2(shape: Shape) -> Any:
+def transformers_gpt2(shape: Shape) -> Any:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     return GPT2LMHeadModel._from_config(
@@ -540,7 +540,7 @@ def _gpt2(shape: Shape) -> Any:
     ).train()
 
 
-def _gpt2_loss(model: Any, tokens: Any, labels: Any) -> Any:
+def transformers_loss(model: Any, tokens: Any, labels: Any) -> Any:
     """Compute the loss over all positions, as ours does; `labels` alone would drop the last one."""
     return model(input_ids=tokens, labels=tokens, shift_labels=labels).loss
 
