@@ -19,7 +19,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo quick test test-interop lint unit install clean
+.PHONY: help demo quick test test-gpu test-interop lint unit install clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -34,6 +34,9 @@ quick: lint ## lint, unit tests and one case of each proof, in about three minut
 test: lint ## lint, then all tests: unit, fuzz, multi-process and end-to-end
 	$(PARALLEL) tests/unit tests/fuzz
 	$(PARALLEL) tests/e2e tests/dist
+
+test-gpu: install ## the tests that need an accelerator, on the one that DeepSpeed finds
+	$(RUN)/python -m pytest -m gpu tests
 
 test-interop: $(INTEROP)/.installed ## compare token files and samples with megatron-core, which it downloads
 	PYTHONPATH=$(INTEROP) $(PYTEST) -m interop tests/interop

@@ -70,7 +70,7 @@ def _smoke(options: argparse.Namespace) -> tuple[Result, list[str]]:
     from benchmarks.accelerator import smoke
 
     tiny = options.size == TINY
-    names = ("cpu", "fp32", "compiled bf16") if tiny else tuple(smoke.CASES)
+    names = ("cpu", "fp32", "bf16") if tiny else tuple(smoke.CASES)
     result = smoke.measure(3 if tiny else 50, names=names, jobs=options.jobs, tiny=tiny)
     return result, smoke.lines(result)
 

@@ -10,11 +10,6 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-# The tests run on the CPU even where there is an accelerator. DeepSpeed reads this variable when it
-# selects its accelerator, and the processes that tests start inherit it. Tests marked `gpu` remove
-# it from the environment of their processes.
-os.environ.setdefault("DS_ACCELERATOR", "cpu")
-
 # A shell without job control starts background jobs with SIGINT ignored, and the processes that the
 # tests start and interrupt would inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -25,6 +20,38 @@ settings.register_profile("steady", derandomize=True, deadline=None, database=No
 settings.load_profile("steady")
 
 REPOSITORY = Path(__file__).resolve().parent.parent
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--on-cpu",
+        action="store_true",
+        help="run the tests marked gpu on the CPU, too, which tries the tests and not the device",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # The tests run on the CPU even where there is an accelerator, except those marked `gpu`, which
+    # `-m gpu` selects. DeepSpeed reads this variable when it selects its accelerator, and the
+    # processes that tests start inherit it.
+    if config.option.markexpr != "gpu" or config.option.on_cpu:
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    marked = [(item, mark) for item in items if (mark := item.get_closest_marker("gpu"))]
+    if not marked or config.option.on_cpu or _has_accelerator():
+        return
+    for item, mark in marked:
+        item.add_marker(pytest.mark.skip(reason=f"needs an accelerator: {mark.kwargs['reason']}"))
+
+
+def _has_accelerator() -> bool:
+    if os.environ.get("DS_ACCELERATOR") == "cpu":
+        return False
+    from deepspeed.accelerator import get_accelerator
+
+    return bool(get_accelerator().device_name() != "cpu")
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Trains a GPT-2 of PyTorch or transformers, compiled as a whole, in a bare loop with a meter.
 
-    bare_loop.py REPORT WARM_UP TIMED SIZE MICRO_BATCH {plain,transformers}
+bare_loop.py REPORT WARM_UP TIMED SIZE MICRO_BATCH {plain,transformers}
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ class Outcome:
     def describe(self) -> dict[str, Any]:
         """Plain values for a report; the end of the output only if the program failed."""
         tail = {"output": self.output[-TAIL:]} if self.status else {}
-        return {"status": self.status, "seconds": round(self.seconds, 1), **tail}
+        return {"status": self.status, "wall_seconds": round(self.seconds, 1), **tail}
 
 
 def run(words: Sequence[object], *, cpu: bool = False, timeout: float = 600) -> Outcome:

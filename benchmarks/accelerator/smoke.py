@@ -86,7 +86,7 @@ def lines(result: dict[str, Any]) -> list[str]:
         difference = row.get("difference")
         detail = "" if difference is None else f"differs by {difference:.1e} at most"
         verdict = "passed" if row["passed"] else "FAILED"
-        text.append(f"{row['name']:26}{verdict:8}{row['seconds']:7.1f} s  {detail}")
+        text.append(f"{row['name']:26}{verdict:8}{row['wall_seconds']:7.1f} s  {detail}")
         text += ["    " + line for line in row.get("output", "").splitlines()[-8:]]
     return text
 

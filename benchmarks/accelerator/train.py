@@ -80,7 +80,8 @@ def lines(result: dict[str, Any]) -> list[str]:
     )
     for row in result["contenders"]:
         if "seconds" not in row:
-            text.append(f"{row['name']:30}  failed with status {row['status']}")
+            text.append(f"{row['name']:30}  failed with status {row['status']}:")
+            text += [f"    {line}" for line in row["output"].splitlines()[-8:]]
             continue
         peak = row["peak_bytes"]
         text.append(

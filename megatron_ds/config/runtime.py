@@ -25,3 +25,8 @@ class RuntimeConfig:
     compile: bool = option_field(
         False, "compile each layer with torch.compile (output layer and loss are already fused)"
     )
+    deterministic_mode: bool = option_field(
+        False,
+        "use torch's deterministic algorithms, so that accelerators repeat a run bit for bit, "
+        "which is slower; runs on CPUs always do",
+    )

@@ -54,6 +54,10 @@ def init_distributed(config: RuntimeConfig) -> ProcessContext:
         name = accelerator.device_name()
         unsupported = Problem("backend-unsupported", settings=config, device=name, backend=backend)
         print_on_rank(f"WARNING: {unsupported.render()}")
+    if config.deterministic_mode:
+        # cuBLAS reads it when it is first used.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
     if accelerator.device_name() == "cpu":
         # torch maps fresh memory for every large tensor. Transparent huge pages (2 MiB instead of
         # 4 KiB) make that ten times cheaper, which saves a sixth of a training step.

@@ -189,8 +189,25 @@ class Launcher:
         command = [*LAUNCHERS[name], 2, "--master_port", port, script, *to_flags(settings)]
         return self.command(command), port
 
-    def command(self, words: Sequence[object], environment: Mapping[str, str] | None = None) -> Run:
-        """Starts a command as a user does: a launcher, or plain Python."""
+    def command(
+        self,
+        words: Sequence[object],
+        environment: Mapping[str, str] | None = None,
+        *,
+        inherit_device: bool = False,
+    ) -> Run:
+        """Starts a command as a user does: a launcher, or plain Python.
+
+        Args:
+            words: The command.
+            environment: Additional variables.
+            inherit_device: Run on the device of the tests, which is the accelerator in those marked
+                `gpu`, and not on the CPU.
+        """
+        variables = self._environment(environment or {})
+        if inherit_device:
+            del variables["DS_ACCELERATOR"]
+            variables |= {k: v for k, v in os.environ.items() if k == "DS_ACCELERATOR"}
         logs = [self._log(), self._log()]
         with logs[0].open("wb") as stdout, logs[1].open("wb") as stderr:
             process = subprocess.Popen(
@@ -199,7 +216,7 @@ class Launcher:
                 stdout=stdout,
                 stderr=stderr,
                 cwd=REPOSITORY,
-                env=self._environment(environment or {}),
+                env=variables,
                 process_group=0,
             )
         return self._register(Run([process], logs))

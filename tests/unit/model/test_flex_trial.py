@@ -53,10 +53,7 @@ def test_flex_attention_is_rejected_on_a_cpu() -> None:
     assert codes([reason]) == ["flex-attention-failed"]
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(
-    get_accelerator().device_name() == "cpu", reason="needs an accelerator other than the CPU"
-)
+@pytest.mark.gpu(reason="flex attention trains only there")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("position", POSITIONS)
 def test_flex_attention_is_selected_on_an_accelerator(position: str, dtype: torch.dtype) -> None:
