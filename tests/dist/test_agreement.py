@@ -41,9 +41,9 @@ def _agree(rank: int, folder: str) -> tuple[list[str | None], list[float]]:
         stop.request(StopReason.SIGTERM)
     reasons.append(_message(conditions.after_step(2)))
     stop.reason = None
-    dist.barrier()
     if rank == 1:
         switch.touch()
+    dist.barrier()  # the first rank looks for it
     reasons.append(_message(conditions.after_step(3)))
     group = Mesh.build(1).dp
     values = [1.0 + rank, 0.1 + rank]
