@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megatron_ds.data import validation
 from megatron_ds.data.blend_schedule import blend_order
 from megatron_ds.data.blended_dataset import BlendedDataset, SingleSourceOrder
 from megatron_ds.data.gpt_dataset import GPTDataset, read_samples
@@ -140,3 +141,18 @@ def test_blend_with_too_few_samples_is_rejected(dataset: GPTDataset) -> None:
         ValueError, match=f"source 1 has {many - 1} samples, but the blend needs {many}"
     ):
         BlendedDataset([dataset, dataset], blend_order([0.0, 1.0], many))
+
+
+def test_vocabulary_check_reads_blocks_spread_over_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(validation, "BLOCK_TOKENS", 10)
+    file = IndexedDataset(write_pair(tmp_path / "p", [np.arange(105)]))
+    probed = validation._probe(file, 3)
+    assert probed.tolist() == [*range(10), *range(47, 57), *range(95, 105)]
+    assert validation._probe(file, 11).tolist() == list(range(105))
+    codes = {
+        limit: [problem.code for problem in validation.out_of_vocabulary(file, limit, 3)]
+        for limit in (104, 105)
+    }
+    assert codes == {104: ["data-token-outside-vocabulary"], 105: []}

@@ -220,7 +220,7 @@ def test_end_of_document_tokens_are_searched_at_ends_and_in_blocks(
 ) -> None:
     line = "--reset-attention-mask --data-path "
     assert check(line + "joined")[2] == []
-    monkeypatch.setattr(validation, "_probe", lambda tokens, *_: tokens[:0])
+    monkeypatch.setattr(validation, "_probe", lambda file, *_: file.tokens[:0])
     assert codes(check(line + "joined")[2]) == ["data-without-eod"]
     assert check(line + "ended")[2] == []
 
