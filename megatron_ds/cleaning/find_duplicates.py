@@ -18,6 +18,7 @@ from megatron_ds.cleaning.deduplication import LshIndex, MinHashSignature, NearO
 from megatron_ds.cleaning.options import RESUME
 from megatron_ds.cleaning.pipeline import OUTPUT, chunks
 from megatron_ds.cleaning.stages import Document
+from megatron_ds.config.checks import folder_problems
 from megatron_ds.config.fields import option_field, option_group
 from megatron_ds.config.problems import Problem, user_error
 from megatron_ds.fileio.resumable import ResumableOutput, pack_record, read_records
@@ -81,9 +82,7 @@ class DuplicateOptions:
                 yield Problem("list-is-input", settings=self)
             if self.resume:
                 yield from spec.resume_problems()
-        folder = os.path.dirname(self.output) or "."
-        if not os.path.isdir(folder):
-            yield Problem("list-folder-missing", settings=self, folder=folder)
+        yield from folder_problems("output", os.path.dirname(self.output) or ".")
 
 
 class SignedDocument(NamedTuple):

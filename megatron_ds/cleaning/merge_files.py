@@ -11,8 +11,13 @@ from megatron_ds.cleaning.command import clean_and_report
 from megatron_ds.cleaning.options import RESUME, CleaningOptions
 from megatron_ds.config.fields import option_field
 from megatron_ds.config.problems import Problem
-from megatron_ds.fileio.resumable import WORK_SUFFIX
-from megatron_ds.preprocess.inputs import COMPRESSIONS, QUARANTINE, InputSpec
+from megatron_ds.preprocess.inputs import (
+    COMPRESSIONS,
+    OUTPUT_SUFFIXES,
+    QUARANTINE,
+    InputSpec,
+    is_skipped_name,
+)
 
 SUFFIXES = (".json", ".jsonl", ".ndjson")
 
@@ -62,17 +67,14 @@ def files_of(path: str, output: str) -> Iterator[str]:
         return
     written = {os.path.realpath(output), os.path.realpath(output + QUARANTINE)}
     for folder, folders, names in os.walk(path):
-        folders[:] = sorted(
-            name
-            for name in folders
-            if not name.startswith((".", "_")) and not name.endswith(WORK_SUFFIX)
-        )
+        folders[:] = sorted(name for name in folders if not is_skipped_name(name))
         for name in sorted(names):
             stem, suffix = os.path.splitext(name.lower())
             if suffix in COMPRESSIONS:
                 suffix = os.path.splitext(stem)[1]
             file = os.path.join(folder, name)
-            is_listed = suffix in SUFFIXES and not name.startswith((".", "_"))
+            is_written = is_skipped_name(name) or name.endswith(OUTPUT_SUFFIXES)
+            is_listed = suffix in SUFFIXES and not is_written and os.path.isfile(file)
             if is_listed and os.path.realpath(file) not in written:
                 yield file
 

@@ -20,6 +20,7 @@ from megatron_ds.cleaning.stages import SeenKeys, Stage
 from megatron_ds.cleaning.text_filters import FixUnicode, LanguageFilter, LengthFilter
 from megatron_ds.cleaning.url_filter import UrlFilter
 from megatron_ds.config import TokenizerConfig
+from megatron_ds.config.checks import folder_problems
 from megatron_ds.config.fields import field_problems, no_effect_problem, option_field, option_group
 from megatron_ds.config.problems import Problem, collect, option, raise_if_any
 from megatron_ds.fileio.resumable import COMPRESSORS
@@ -164,16 +165,11 @@ class CleaningOptions:
             written[real] = role
 
     def _folder_problems(self, name: str, path: str) -> Iterator[Problem]:
-        folder = os.path.dirname(path) or "."
-        reason = ""
+        problems = list(folder_problems(name, os.path.dirname(path) or "."))
         if os.path.isdir(path):
-            reason = "is a folder"
-        elif not os.path.isdir(folder):
-            reason = f"there is no folder {folder}"
-        elif not os.access(folder, os.W_OK | os.X_OK):
-            reason = f"the folder {folder} is not writable"
-        if reason:
-            yield Problem("cleaning-output-unusable", name, path=path, reason=reason)
+            problems = [Problem("cleaning-output-unusable", name, path=path)]
+        if problems:
+            yield from problems
             return
         for inner in filter(os.path.isdir, self.inputs.paths):
             if os.path.realpath(path).startswith(os.path.join(os.path.realpath(inner), "")):

@@ -43,6 +43,14 @@ def folder_problems(field: str, path: str | None) -> Iterator[Problem]:
         yield Problem("folder-not-writable", field, path=path, existing=existing)
 
 
+def prefix_problems(prefix: str) -> Iterator[Problem]:
+    """Check --output-prefix, the beginning of the paths of files whose folder may be missing."""
+    folder, name = os.path.split(prefix)
+    if not name:
+        yield Problem("output-prefix-without-name", prefix=prefix)
+    yield from folder_problems("output_prefix", folder or ".")
+
+
 def nearest_multiples(value: int, unit: int) -> str:
     """The positive multiples of `unit` below and above `value`, for messages."""
     below = value // unit * unit

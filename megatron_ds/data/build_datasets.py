@@ -37,7 +37,7 @@ from megatron_ds.data.blended_dataset import (
     SingleSourceOrder,
 )
 from megatron_ds.data.gpt_dataset import GPTDataset, TokenDataset
-from megatron_ds.data.index_cache import ArrayCache, Arrays
+from megatron_ds.data.index_cache import CACHE_FOLDER, ArrayCache, Arrays
 from megatron_ds.data.indexed_dataset import IndexedDataset
 from megatron_ds.data.sample_index import (
     SampleIndexes,
@@ -363,7 +363,7 @@ class _DatasetBuilder:
         self.pending.clear()
 
     def _cache(self, prefix: str) -> ArrayCache:
-        folder = str(self.files.config.data_cache_path or Path(prefix).parent / "index-cache")
+        folder = str(self.files.config.data_cache_path or Path(prefix).parent / CACHE_FOLDER)
         if folder not in self.caches:
             folders = [Path(folder)]
             if self.fallback_cache and not self.files.config.data_cache_path:

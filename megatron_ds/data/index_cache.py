@@ -29,6 +29,8 @@ from megatron_ds.fileio.memory_map import map_file
 
 Arrays = dict[str, npt.NDArray[np.integer]]
 
+CACHE_FOLDER = "index-cache"
+"""Name of the cache's folder, next to the token files."""
 MAX_KIND_LENGTH = 100
 """Longest readable prefix of a file name: file systems allow 255 bytes."""
 ATTEMPTS = 3

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
+from megatron_ds.config.checks import prefix_problems
 from megatron_ds.config.problems import Problem, UserError, option, raise_if_any, user_error
 from megatron_ds.data.indexed_dataset import IndexedDataset
 from megatron_ds.data.indexed_writer import WriteCounts, pair_writer
@@ -101,6 +102,7 @@ def merge(
     ]
     raise_if_any(problems)
     dtype = types[first]
+    Path(output_prefix).parent.mkdir(parents=True, exist_ok=True)
     with pair_writer(output_prefix, dtype, merged_metadata(prefixes)) as writer:
         for datasets, prefix in enumerate(prefixes, 1):
             writer.add_dataset(IndexedDataset(prefix))
@@ -113,14 +115,8 @@ def merge(
 def _output_problems(prefixes: Sequence[str], output_prefix: str) -> Iterator[Problem]:
     if not prefixes:
         yield Problem("no-datasets-to-merge")
-    folder, name = os.path.split(output_prefix)
+    yield from prefix_problems(output_prefix)
     given = f"{option('output_prefix')} {output_prefix}"
-    if not name:
-        yield Problem("output-prefix-without-name", given=given)
-    elif not os.path.isdir(folder or "."):
-        yield Problem("output-folder-missing", given=given, folder=folder)
-    elif not os.access(folder or ".", os.W_OK | os.X_OK):
-        yield Problem("output-folder-not-writable", given=given, folder=folder or ".")
     output = os.path.realpath(output_prefix + ".bin")
     if any(os.path.realpath(prefix + ".bin") == output for prefix in prefixes):
         yield Problem("output-is-an-input", given=given)

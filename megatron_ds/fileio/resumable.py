@@ -191,7 +191,7 @@ class ResumableOutput:
         self._background = stack.enter_context(ThreadPoolExecutor(1))
 
     def _lock(self, stack: ExitStack) -> None:
-        self.folder.mkdir(exist_ok=True)
+        self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / LOCK
         lock = stack.enter_context(path.open("ab"))
         locked = lock_now(lock)
@@ -328,6 +328,7 @@ class ResumableOutput:
             if (self.folder / name).exists():  # otherwise it was renamed before an interruption
                 for path in (stale or {}).get(name, ()):
                     Path(path).unlink(missing_ok=True)
+                os.makedirs(os.path.dirname(final) or ".", exist_ok=True)
                 os.replace(self.folder / name, final)
         for folder in {os.path.dirname(final) or "." for final in finals.values()}:
             fsync_path(folder)

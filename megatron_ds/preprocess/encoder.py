@@ -66,7 +66,7 @@ class EncodedChunk(NamedTuple):
 
     Attributes:
         columns: Tokens, one column per key.
-        documents: Number of documents that were encoded.
+        documents: Number of documents with tokens of at least one key.
         text_bytes: Bytes of their texts.
         rejected: Rejected documents, in input order.
         seconds: Time by stage.
@@ -111,15 +111,16 @@ class Encoder:
                 documents = [one for at, one in enumerate(documents) if at not in refused]
                 columns = self._encode(documents, timer)
             finished = [self._finish(column) for column in columns]
+        sizes = [_by_document(column.lengths, column.sequences) for column in columns]
         rejected += [
             reject(documents[at].item, EMPTY_TEXT, f"{key!r} has no tokens")
-            for key, column in zip(self.fields.keys, columns, strict=True)
-            for at in np.flatnonzero(_by_document(column.lengths, column.sequences) == 0)
+            for key, size in zip(self.fields.keys, sizes, strict=True)
+            for at in np.flatnonzero(size == 0)
         ]
         order = {item[:2]: at for at, item in enumerate(items)} if rejected else {}
         return EncodedChunk(
             finished,
-            len(documents),
+            int(np.count_nonzero(np.any(sizes, axis=0))),
             sum(utf8_size(text) for document in documents for text in document.texts),
             sorted(rejected, key=lambda one: order[one.file, one.line]),
             dict(timer.seconds),

@@ -14,13 +14,14 @@ import importlib
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any, BinaryIO, NamedTuple
 
 from megatron_ds.config.fields import ANY_VALUE, field_problems, option_field, when
 from megatron_ds.config.problems import Problem, UserError, option, user_error
+from megatron_ds.data.index_cache import CACHE_FOLDER
 from megatron_ds.data.indexed_dataset import TOKENIZER_SUFFIX
 from megatron_ds.fileio.resumable import WORK_SUFFIX
 
@@ -40,8 +41,11 @@ QUARANTINE = ".quarantine"
 """Suffix of the list of rejected documents."""
 PROGRESS_SUFFIX = ".progress.json"
 """Suffix of the record of a completed run."""
-OUTPUT_SUFFIXES = (".bin", ".idx", TOKENIZER_SUFFIX, QUARANTINE, PROGRESS_SUFFIX)
-"""Suffixes of files that preprocessing writes; a folder's files of these names are no input."""
+OUTPUT_SUFFIXES = (
+    *(".bin", ".idx", TOKENIZER_SUFFIX, QUARANTINE, PROGRESS_SUFFIX),
+    *(".npy", ".lock", ".partial"),
+)
+"""Suffixes of files that this package writes; a folder's files of these names are no input."""
 INSTALL_HINT = "pip install 'megatron_ds[preprocess]'"
 HF_DATASET = when(hf_dataset=ANY_VALUE)
 
@@ -115,7 +119,7 @@ class InputSpec:
         yield from field_problems(self)
         if bool(self.paths) == (self.hf_dataset is not None):
             yield Problem("input-not-unique")
-        seen: set[str] = set()
+        seen: dict[object, str] = {}
         for path in filter(lambda path: not _is_address(path), self.paths):
             try:
                 files = _local_files(path, self.format)
@@ -125,9 +129,10 @@ class InputSpec:
             for file in files:
                 if file != STDIN and not os.access(file, os.R_OK):
                     yield Problem("input-not-accessible", path=file, reason="permission denied")
-                if file in seen:
-                    yield Problem("input-file-twice", file=file)
-                seen.add(file)
+                identity = _identity(file)
+                if identity in seen:
+                    yield Problem("input-file-twice", file=file, other=seen[identity])
+                seen.setdefault(identity, file)
 
     def local_files(self) -> Iterator[str]:
         """Files of this machine that are read; not standard input, pipes, or missing files."""
@@ -197,6 +202,14 @@ def _suffixes(name: str) -> tuple[str, str]:
     return suffix, ""
 
 
+def _identity(file: str) -> object:
+    """Equal for all spellings of a file and for links to it."""
+    if file == STDIN:
+        return file
+    status = os.stat(file)
+    return status.st_dev, status.st_ino
+
+
 def _open(name: str) -> BinaryIO:
     return open(name, "rb")
 
@@ -214,7 +227,9 @@ def _local_files(path: str, format: str) -> list[str]:
     if path == STDIN or os.path.isfile(path):
         return [path]
     if os.path.isdir(path):
-        return _select_in_folder(path, _walk(path), format, len(path.rstrip("/")))
+        files = _walk(path)
+        regular = set(filter(os.path.isfile, files))  # not pipes, and not links to nothing
+        return _select_in_folder(path, files, format, len(path.rstrip("/")), regular)
     # A named pipe, such as the shell's <(command).
     if os.path.exists(path):
         return [path]
@@ -231,7 +246,7 @@ def _walk(path: str) -> list[str]:
     skipped: list[str] = []
     walk = os.walk(path, onerror=lambda error: skipped.append(str(error.filename)))
     for folder, folders, names in walk:
-        folders[:] = [name for name in folders if not _is_hidden(name)]
+        folders[:] = [name for name in folders if not is_skipped_name(name)]
         found += (os.path.join(folder, name) for name in names)
         inner = (os.path.join(folder, name) for name in folders)
         skipped += filter(os.path.islink, inner)  # symbolic links may form cycles
@@ -242,23 +257,39 @@ def _walk(path: str) -> list[str]:
     return found
 
 
-def _is_hidden(name: str) -> bool:
-    """Whether a file or folder is metadata, a cache, or the work folder of a run."""
-    return name.startswith((".", "_")) or name.endswith(WORK_SUFFIX)
+def is_skipped_name(name: str) -> bool:
+    """Whether a file or folder in an input folder is metadata, a cache, or the work of a run."""
+    return name.startswith((".", "_")) or name.endswith(WORK_SUFFIX) or name == CACHE_FOLDER
 
 
-def _select_in_folder(folder: str, files: Iterable[str], format: str, prefix: int) -> list[str]:
-    """The files of a folder that are read, sorted by name. Warns of files of unknown formats.
+def _select_in_folder(
+    folder: str,
+    files: Iterable[str],
+    format: str,
+    prefix: int,
+    regular: Container[str] | None = None,
+) -> list[str]:
+    """The files of a folder that are read, sorted by name. Warns of others.
 
     Args:
+        folder: Path or address of the folder.
+        files: All files in it.
+        format: Format of all files, or "auto".
         prefix: Length of the folder's own name in the files' names.
+        regular: The files that can be read; None for all.
     """
     visible = [
         file
         for file in sorted(files)
-        if not any(map(_is_hidden, file[prefix:].split("/"))) and not file.endswith(OUTPUT_SUFFIXES)
+        if not any(map(is_skipped_name, file[prefix:].split("/")))
+        and not file.endswith(OUTPUT_SUFFIXES)
     ]
-    selected = [file for file in visible if format != "auto" or _suffixes(file)[0] in SUFFIXES]
+    selected = [
+        file
+        for file in visible
+        if (regular is None or file in regular)
+        and (format != "auto" or _suffixes(file)[0] in SUFFIXES)
+    ]
     others = sorted(set(visible) - set(selected))
     if not selected:
         raise user_error("no-input-file-in-folder", folder=folder, suffixes=" ".join(SUFFIXES))

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_ds.config.checks import prefix_problems
 from megatron_ds.config.fields import field_problems, option_field, option_group
 from megatron_ds.config.problems import Problem
 from megatron_ds.preprocess.inputs import QUARANTINE, InputSpec
@@ -85,14 +85,8 @@ class PreprocessOptions:
         """Problems that can be found before any work is done."""
         yield from field_problems(self)
         yield from self.inputs.problems()
-        folder = os.path.dirname(self.output_prefix) or "."
-        reason = ""
-        if not os.path.isdir(folder):
-            reason = f"there is no folder {folder}"
-        elif not os.access(folder, os.W_OK | os.X_OK):
-            reason = f"the folder {folder} is not writable"
-        if reason:
-            yield Problem("output-folder-unusable", output_prefix=self.output_prefix, reason=reason)
+        if self.output_prefix:
+            yield from prefix_problems(self.output_prefix)
         if not self.json_keys:
             yield Problem("no-keys")
         for key in self.json_keys:

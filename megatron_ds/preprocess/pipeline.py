@@ -50,7 +50,7 @@ class Progress:
     """Counts so far.
 
     Attributes:
-        documents: Documents that were read, with or without tokens.
+        documents: Documents that were written.
         tokens: Tokens that were written.
         text_bytes: Bytes of the documents' texts.
         input_bytes: Bytes of the input files, as stored.

@@ -147,8 +147,11 @@ def test_input_and_output_formats(tmp_path: Path) -> None:
     documents = [{"text": f"text {number}", "n": number} for number in range(5)]
     parquet.write_table(pyarrow.Table.from_pylist(documents), tmp_path / "in.parquet")
     for suffix, opened in ((".gz", gzip.open), (".bz2", bz2.open), (".xz", lzma.open)):
-        out = tmp_path / f"out.jsonl{suffix}"
-        clean(options(tmp_path / "in.parquet", "exact", output=str(out)))
+        out = tmp_path / "new" / f"out.jsonl{suffix}"
+        dropped = tmp_path / "other" / suffix / "dropped.jsonl"
+        names = {"output": str(out), "dropped_output": str(dropped)}
+        clean(options(tmp_path / "in.parquet", "exact", **names))
+        assert dropped.is_file()
         with opened(out, "rt") as file:
             assert [json.loads(line) for line in file] == documents
 
@@ -209,7 +212,7 @@ def test_all_problems_are_reported_at_once(tmp_path: Path) -> None:
         source,
         *("length", "lenght", "length", "language", "decontaminate"),
         output=str(source),
-        report=str(tmp_path / "no" / "report.pdf"),
+        report=f"{__file__}/report.pdf",
         languages=("klingon",),
         min_language_score=2.0,
         min_chars=-1,
@@ -219,8 +222,8 @@ def test_all_problems_are_reported_at_once(tmp_path: Path) -> None:
     with pytest.raises(UserError) as caught:
         clean(wrong)
     assert sorted(codes(caught.value.problems)) == [
-        *("cleaning-output-is-input", "cleaning-output-unusable", "language-not-supported"),
-        *("min-ngram-size-too-large", "no-input-file"),
+        *("cleaning-output-is-input", "language-not-supported", "min-ngram-size-too-large"),
+        *("no-input-file", "not-a-folder"),
         *("out-of-range", "out-of-range", "out-of-range"),
         *("repeated-stage", "report-suffix", "unknown-stage"),
     ]

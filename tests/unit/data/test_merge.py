@@ -70,14 +70,20 @@ def test_all_problems_are_reported_before_anything_is_written(tmp_path: Path) ->
     Path(truncated + ".bin").write_bytes(b"\x01\x00")
     before = sorted(os.listdir(tmp_path))
     with pytest.raises(UserError) as raised:
-        merge([small, wide, truncated, str(tmp_path / "none")], str(tmp_path / "no" / "out"))
+        merge([small, wide, truncated, str(tmp_path / "none")], f"{small}.bin/out")
     assert codes(raised.value.problems) == [
-        "output-folder-missing",
+        "not-a-folder",
         "token-file-size-mismatch",
         "token-file-missing",
         "merging-different-dtypes",
     ]
     assert sorted(os.listdir(tmp_path)) == before
+
+
+def test_folder_of_the_output_is_created(tmp_path: Path) -> None:
+    small = write_pair(tmp_path / "small", [[1]])
+    assert merge([small], str(tmp_path / "a" / "b" / "all")).written.tokens == 1
+    assert content(str(tmp_path / "a" / "b" / "all")) == content(small)
 
 
 def test_output_that_is_an_input_is_rejected(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
+from megatron_ds.cleaning import merge_files
 from megatron_ds.config.fields import ineffective
 from megatron_ds.preprocess import formats
 from megatron_ds.preprocess.document_readers import START, DocumentReader, ReadPosition
@@ -264,6 +265,53 @@ def test_many_files_folders_and_patterns(tmp_path: Path) -> None:
     assert len(read(f"{tmp_path}/**/*.gz")) == len(TEXTS)
     (tmp_path / "odd[1].jsonl").write_bytes(jsonl())
     assert fields(read(tmp_path / "odd[1].jsonl")) == TEXTS
+
+
+@pytest.mark.parametrize("format", ["auto", "jsonl", "text"])
+def test_files_of_this_package_in_a_folder_are_no_input(tmp_path: Path, format: str) -> None:
+    """Token files, text and the index cache are often in one folder."""
+    written = (
+        *("index-cache/x-1.json", "index-cache/x-1.documents.npy", "index-cache/x-1.lock"),
+        *("clean.jsonl.work/output", "my_text_document.bin.partial", "x.lock", "x.npy"),
+        *("my_text_document.bin", "my_text_document.idx", "my.quarantine", "my.progress.json"),
+    )
+    for name in ("a.jsonl", *written):
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(jsonl())
+    spec = InputSpec((str(tmp_path),), format=format)
+    assert list(spec.local_files()) == [str(tmp_path / "a.jsonl")]
+    merged = merge_files.files_of(str(tmp_path), str(tmp_path / "out.json"))
+    assert {os.path.basename(path) for path in merged} == {"a.jsonl"}
+
+
+def test_pipes_and_broken_links_in_a_folder_are_named_in_a_warning(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(jsonl())
+    for name in ("pipe", "link"):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "b.jsonl").symlink_to(tmp_path / "a.jsonl")
+    os.mkfifo(tmp_path / "pipe/p.jsonl")
+    (tmp_path / "link/l.jsonl").symlink_to(tmp_path / "nothing")
+    for name in ("pipe/p", "link/l"):
+        with pytest.warns(UserWarning, match=f"{tmp_path}/{name}.jsonl"):
+            assert fields(read((tmp_path / name).parent)) == TEXTS
+        files = list(merge_files.files_of(str((tmp_path / name).parent), "out.json"))
+        assert [os.path.basename(file) for file in files] == ["b.jsonl"]
+
+
+def test_file_that_would_be_read_twice_is_rejected(tmp_path: Path) -> None:
+    file, sub = tmp_path / "a.jsonl", tmp_path / "sub"
+    file.write_bytes(jsonl())
+    sub.mkdir()
+    (sub / "link.jsonl").symlink_to("../a.jsonl")
+    os.link(file, sub / "hard.jsonl")
+    other = str(tmp_path / "sub/../a.jsonl")
+    for path in (str(file), other, str(sub / "link.jsonl"), str(sub / "hard.jsonl")):
+        (problem,) = InputSpec((str(file), path)).problems()
+        assert codes([problem]) == ["input-file-twice"]
+        assert path in problem
+    assert codes(InputSpec((str(tmp_path),)).problems()) == ["input-file-twice"] * 2
 
 
 def test_the_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -58,7 +58,7 @@ def test_documents_eod_and_empty_texts(tmp_path: Path) -> None:
     assert [data.get(i).tolist() for i in range(len(data))] == [[1, 2, 100], [3, 100]]
     assert data.document_index.tolist() == [0, 1, 2]
     size = os.path.getsize(tmp_path / "in.jsonl")
-    assert done == Progress(3, 5, text_bytes=5, input_bytes=size, dropped={"empty text": 1})
+    assert done == Progress(2, 5, text_bytes=5, input_bytes=size, dropped={"empty text": 1})
     preprocess(options(tmp_path, lines), TOKENIZER)
     data = IndexedDataset(tmp_path / "out_text_document")
     assert [data.get(i).tolist() for i in range(len(data))] == [[1, 2], [3]]
@@ -160,7 +160,7 @@ def test_failed_run_keeps_an_older_pair(tmp_path: Path) -> None:
 
 
 def test_wrong_options_are_reported_together(tmp_path: Path) -> None:
-    inputs, prefix = InputSpec((str(tmp_path / "none"),)), str(tmp_path / "no" / "out")
+    inputs, prefix = InputSpec((str(tmp_path / "none"),)), f"{__file__}/out"
     given = PreprocessOptions(inputs, prefix, ("a", "a"), workers=0, chunk_size=-1)
     with pytest.raises(UserError) as raised:
         preprocess(given, TOKENIZER)
@@ -229,7 +229,7 @@ def test_rejected_documents_are_listed_in_input_order(tmp_path: Path) -> None:
         assert all(entry["message"] for entry in found)
         assert sum(done.dropped.values()) == 10
         assert (done.dropped["wrong type"], done.dropped["invalid UTF-8"]) == (2, 2)
-        assert (done.documents, done.tokens) == (5, 4)
+        assert (done.documents, done.tokens) == (4, 4)
         assert done.input_bytes == inputs.total_bytes()
         seen.add(tuple(path.read_bytes() for path in sorted(tmp_path.glob("out*"))))
     assert len(seen) == 1
@@ -277,6 +277,15 @@ def test_kinds_of_input_mixed_give_the_same_bytes_for_any_workers(tmp_path: Path
         given = dataclasses.replace(base, workers=workers, chunk_size=chunk_size)
         assert preprocess(given, TOKENIZER).documents == 60
         assert pair(tmp_path / "mixed_text_document") == expected
+
+
+def test_folder_of_the_output_is_created(tmp_path: Path) -> None:
+    given = options(tmp_path, [{"text": "1 2"}])
+    prefix = str(tmp_path / "data" / "new" / "my")
+    preprocess(dataclasses.replace(given, output_prefix=prefix), TOKENIZER)
+    assert IndexedDataset(f"{prefix}_text_document").tokens.tolist() == [1, 2]
+    with raises_problem("output-prefix-without-name", "output_prefix"):
+        preprocess(dataclasses.replace(given, output_prefix=f"{tmp_path}/data/"), TOKENIZER)
 
 
 def test_a_damaged_archive_leaves_nothing(tmp_path: Path) -> None:

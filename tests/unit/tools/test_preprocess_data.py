@@ -103,7 +103,7 @@ def test_several_inputs_and_a_dataset_with_columns(tmp_path: Path, run: Run) -> 
 
 
 def test_errors_name_all_flags_and_leave_no_files(tmp_path: Path, run: Run) -> None:
-    files = ("--input", tmp_path / "none", "--output-prefix", tmp_path / "no" / "out")
+    files = ("--input", tmp_path / "none", "--output-prefix", f"{__file__}/out")
     kind = ("--tokenizer-type", "GPT2BPETokenizer", "--vocab", "v.json")
     error = run(*files, *kind, "--workers", 0, status=1).err
     for flag in ("--input", "--output-prefix", "--workers", "--vocab-file", "--merge-file"):
