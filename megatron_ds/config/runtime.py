@@ -23,7 +23,9 @@ class RuntimeConfig:
         10.0, "timeout of collective operations in minutes", above=0
     )
     compile: bool = option_field(
-        False, "compile each layer with torch.compile (output layer and loss are already fused)"
+        False,
+        "compile each layer with torch.compile (output layer and loss are already fused; on an "
+        "accelerator with Triton, elementwise operations are compiled without this flag)",
     )
     deterministic_mode: bool = option_field(
         False,

@@ -9,17 +9,19 @@ from typing import Any
 
 import deepspeed
 import torch
+from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.config import DeepSpeedConfig
 from pydantic import ValidationError
 from torch import Tensor
 
 from megatron_ds.config import Config, RecomputeConfig
 from megatron_ds.config.fields import in_effect
-from megatron_ds.config.problems import user_error
+from megatron_ds.config.problems import Problem, user_error
 from megatron_ds.engine import deepspeed_patches, readback
 from megatron_ds.engine.ds_config import build_ds_config
 from megatron_ds.engine.param_groups import parameter_groups
 from megatron_ds.engine.zero import ZeroEngine
+from megatron_ds.model.elementwise import compile_elementwise
 from megatron_ds.model.flex_trial import select_flex_attention
 from megatron_ds.model.gpt import GPTModel
 from megatron_ds.model.packed_attention import PackingOptions
@@ -61,8 +63,7 @@ def build_engine(
     packing = _packing_options(config, mesh, device, eod)
     with _zero3_init_context(ds_config, mesh, mpu):
         model = _build_model(config, mesh, rng, packing, init_weights)
-    if config.runtime.compile:
-        model.compile_layers(lengths_vary=config.schedule.curriculum_seqlen is not None)
+    warning = _compile(model, config, mesh, device)
     groups, multipliers = parameter_groups(model, config.optimizer.weight_decay)
     engine, *_ = deepspeed.initialize(
         model=model, model_parameters=groups, config=ds_config, mpu=mpu, dist_init_required=False
@@ -73,6 +74,7 @@ def build_engine(
         read_settings=partial(readback.check, config, mesh, engine, ds_config, multipliers),
         multipliers=multipliers,
         packing=packing,
+        startup_warnings=() if warning is None else (warning,),
         per_token_loss=config.optimizer.calculate_per_token_loss,
         mesh=mesh,
         rng=rng,
@@ -96,6 +98,28 @@ def _build_model(
         checkpointing=ActivationCheckpointing(config.recompute, rng, checkpoint),
         packing=packing,
     )
+
+
+def _compile(model: GPTModel, config: Config, mesh: Mesh, device: torch.device) -> Problem | None:
+    """Compile the layers, or on an accelerator at least their elementwise parts.
+
+    Returns:
+        Why nothing is compiled, if something should be.
+    """
+    if config.runtime.compile:
+        model.compile_layers(lengths_vary=config.schedule.curriculum_seqlen is not None)
+    elif get_accelerator().is_triton_supported():
+        functions, problem = compile_elementwise(
+            config.model,
+            config.schedule.micro_batch_size,
+            mesh.tp.size,
+            getattr(torch, readback.DTYPES[config.precision.name]),
+            device,
+        )
+        if problem is not None:
+            return problem
+        model.use_elementwise(functions)
+    return None
 
 
 def configure_checkpointing(

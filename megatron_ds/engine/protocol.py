@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Protocol, SupportsFloat
 
 from torch import Tensor
 
+from megatron_ds.config.problems import Problem
 from megatron_ds.data.micro_batches import Batch
 from megatron_ds.engine.device_batches import DeviceBatch, DeviceBatches
 from megatron_ds.model.packed_attention import PackingOptions
@@ -97,6 +98,14 @@ class Engine(Protocol):
     @property
     def packing(self) -> PackingOptions | None:
         """How document boundaries of packed samples are treated; None: not at all. Local."""
+
+    @property
+    def compiled(self) -> str:
+        """What torch.compile compiles. Local."""
+
+    @property
+    def startup_warnings(self) -> tuple[Problem, ...]:
+        """What the run does more slowly than it could. Local."""
 
     def parameter_count(self) -> int:
         """Number of parameters of this model-parallel rank, all ZeRO partitions included. Local."""

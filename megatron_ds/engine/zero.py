@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron_ds.config.problems import user_error
+from megatron_ds.config.problems import Problem, user_error
 from megatron_ds.data.micro_batches import Batch
 from megatron_ds.engine.deepspeed_patches import reset_cpu_adam_beta_powers, silent_bf16_load
 from megatron_ds.engine.device_batches import DeviceBatch, DeviceBatches
@@ -49,6 +49,7 @@ class ZeroEngine:
         read_settings: Reads the settings in effect back from the engine, and checks them.
         multipliers: Factors of each parameter group.
         packing: How document boundaries are treated.
+        startup_warnings: What the run does more slowly than it could.
         per_token_loss: Average over all counted tokens of a step, not over its micro-batches.
         mesh: Mesh of this process.
         rng: Random number generators for dropout.
@@ -64,6 +65,7 @@ class ZeroEngine:
         read_settings: Callable[[], EngineSettings],
         multipliers: tuple[Multipliers, ...],
         packing: PackingOptions | None,
+        startup_warnings: tuple[Problem, ...],
         per_token_loss: bool,
         mesh: Mesh,
         rng: RngStreams,
@@ -75,6 +77,8 @@ class ZeroEngine:
         self.ds_config = ds_config
         self.settings = read_settings()
         self.packing = packing
+        self.startup_warnings = startup_warnings
+        self.compiled: str = engine.module.compiled
         self._read_settings = read_settings
         self._multipliers = multipliers
         self._per_token_loss = per_token_loss

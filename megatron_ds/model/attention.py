@@ -1,7 +1,7 @@
 """Causal self-attention with heads sharded over the tensor-parallel group.
 
 Owns the projections and the random stream of attention dropout. How positions and masks act comes
-in with the `AttentionContext`.
+in with the rotation and the core.
 
 Shapes: S sequence, B micro-batch, H hidden, n this rank's query heads, k its key-value heads, D
 head size, L keys (those of the cache included).
@@ -9,14 +9,15 @@ head size, L keys (those of the cache included).
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Protocol
 
-import torch
 from torch import Tensor, nn
 
 from megatron_ds.config import ModelConfig
 from megatron_ds.model.attention_cores import AttentionCore
-from megatron_ds.model.position_embedding import AttentionContext, rotate
+from megatron_ds.model.elementwise import EAGER
+from megatron_ds.model.position_embedding import Rotation
 from megatron_ds.model.weight_init import Initializer
 from megatron_ds.parallel.activation_checkpointing import ActivationCheckpointing
 from megatron_ds.parallel.linear import ColumnParallelLinear, RowParallelLinear
@@ -38,13 +39,13 @@ class KeyValueCache(Protocol):
 
 
 class Attention(nn.Module):
-    """Project, rotate, attend, project: [S, B, H] to [S, B, H].
+    """The parts of attention, which a block runs in order: project, attend, output.
 
     Args:
         config: Architecture.
         layer: Number of the layer, from 0.
         group: Tensor-parallel group over which the heads are sharded.
-        rng: Random streams; dropout draws from the sharded one.
+        rng: Random streams; dropout on sharded heads draws from the sharded one.
         init: Draws the initial weights.
         checkpointing: Recomputes the attention core (selective recomputation). None: it is stored.
     """
@@ -60,11 +61,12 @@ class Attention(nn.Module):
         checkpointing: ActivationCheckpointing | None,
     ) -> None:
         super().__init__()
-        self.layer = layer
         self.head_dim = config.head_dim
         self.dropout = config.attention_dropout
+        self.group = group
         self.rng = rng
         self.checkpointing = checkpointing
+        self.elementwise = EAGER
         q_size, kv_size = (
             config.num_attention_heads * config.head_dim,
             config.kv_heads * config.head_dim,
@@ -86,37 +88,50 @@ class Attention(nn.Module):
             init=init.normal(f"{name}.proj.weight", std / (2.0 * config.num_layers) ** 0.5),
         )
 
-    def forward(
-        self, x_SBH: Tensor, context: AttentionContext, cache: KeyValueCache | None = None
-    ) -> Tensor:
-        q, k, v = (self._heads(part) for part in self.qkv(x_SBH).split(self.local_sizes, dim=-1))
-        if context.rotation is not None:
-            q, k = rotate(q, context.rotation), rotate(k, context.rotation)
-        q, k, v = (part.permute(1, 2, 0, 3) for part in (q, k, v))
-        if cache is not None:
-            k, v = cache.update(self.layer, k, v)
-        attended_BnSD = self._attend(q, k, v, context.core)
+    @property
+    def is_traceable(self) -> bool:
+        """Whether torch.compile can include dropout and an SDPA core in a graph.
+
+        Random states cannot be exchanged inside a graph, nor activations checkpointed.
+        """
+        return self.checkpointing is None and not self._has_own_stream
+
+    def project(self, x_SBH: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries [B, n, S, D], keys and values [B, k, S, D], rotated."""
+        q_size, kv_size, _ = self.local_sizes
+        projected = self.qkv(x_SBH)
+        if rotation is None:
+            q, k, v = (self._heads(part) for part in projected.split(self.local_sizes, dim=-1))
+        else:
+            qk, v = map(self._heads, projected.split([q_size + kv_size, kv_size], dim=-1))
+            qk = self.elementwise.rotate(qk, rotation)
+            q, k = qk.split([q_size // self.head_dim, kv_size // self.head_dim], dim=2)
+        return q.permute(1, 2, 0, 3), k.permute(1, 2, 0, 3), v.permute(1, 2, 0, 3)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, core: AttentionCore) -> Tensor:
+        """Run the core, with dropout in training: [B, n, S, D]."""
+        if self.checkpointing is None:
+            return self._attend(q, k, v, core)
+        return self.checkpointing.run(partial(self._attend, core=core), q, k, v)
+
+    def output(self, attended_BnSD: Tensor) -> Tensor:
+        """[B, n, S, D] to [S, B, H]."""
         out_SBH: Tensor = self.proj(attended_BnSD.permute(2, 0, 1, 3).flatten(2))
         return out_SBH
+
+    @property
+    def _has_own_stream(self) -> bool:
+        """Whether the ranks must draw different masks, because the heads are sharded over them."""
+        return self.dropout > 0.0 and self.group.size > 1
 
     def _heads(self, x: Tensor) -> Tensor:
         """[S, B, n x D] to [S, B, n, D]."""
         return x.view(*x.shape[:-1], -1, self.head_dim)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, core: AttentionCore) -> Tensor:
-        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            if self.training and self.dropout > 0.0:
-                dropped: Tensor = self._attend_with_dropout(q, k, v, core)
-                return dropped
+        if not self.training:
             return core.attend(q, k, v, 0.0)
-
-        if self.checkpointing is None:
-            return attend(q, k, v)
-        return self.checkpointing.run(attend, q, k, v)
-
-    # Random states cannot be exchanged inside a compiled graph.
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _attend_with_dropout(self, q: Tensor, k: Tensor, v: Tensor, core: AttentionCore) -> Tensor:
-        # The heads are sharded over the ranks, so each rank draws its own mask.
+        if not self._has_own_stream:
+            return core.attend(q, k, v, self.dropout)
         with self.rng.fork_tp_rng():
             return core.attend(q, k, v, self.dropout)

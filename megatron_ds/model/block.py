@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import torch.nn.functional as F
+import torch
 from torch import Tensor, nn
 
 from megatron_ds.config import ModelConfig
 from megatron_ds.model.attention import Attention, KeyValueCache
+from megatron_ds.model.elementwise import EAGER, Elementwise
+from megatron_ds.model.mlp import MLP
 from megatron_ds.model.norm import build_norm
-from megatron_ds.model.position_embedding import AttentionContext
+from megatron_ds.model.position_embedding import AttentionContext, Rotation
 from megatron_ds.model.weight_init import Initializer
 from megatron_ds.parallel.activation_checkpointing import ActivationCheckpointing
 from megatron_ds.parallel.mesh import Group
@@ -36,10 +38,11 @@ class Block(nn.Module):
         group: Group,
         rng: RngStreams,
         init: Initializer,
-        mlp: nn.Module,
+        mlp: MLP,
         checkpoint_core: ActivationCheckpointing | None,
     ) -> None:
         super().__init__()
+        self.layer = layer
         self.dropout = config.hidden_dropout
         self.attention_norm = build_norm(config)
         self.attention = Attention(
@@ -47,13 +50,47 @@ class Block(nn.Module):
         )
         self.mlp_norm = build_norm(config)
         self.mlp = mlp
+        self.elementwise = EAGER
+        self._before_core, self._after_core = self._project, self._finish
 
     def forward(
         self, x_SBH: Tensor, context: AttentionContext, cache: KeyValueCache | None = None
     ) -> Tensor:
-        x = x_SBH + self._drop(self.attention(self.attention_norm(x_SBH), context, cache))
-        return x + self._drop(self.mlp(self.mlp_norm(x)))
+        q, k, v = self._before_core(x_SBH, context.rotation)
+        if cache is not None:
+            k, v = cache.update(self.layer, k, v)
+        attended_BnSD = self.attention.attend(q, k, v, context.core)
+        return self._after_core(x_SBH, attended_BnSD)
 
-    def _drop(self, x: Tensor) -> Tensor:
+    def use_elementwise(self, functions: Elementwise) -> None:
+        """Set the functions that compute the elementwise parts."""
+        self.elementwise = self.attention.elementwise = self.mlp.elementwise = functions
+
+    def compile_parts(self, *, is_core_traceable: bool, dynamic: bool | None) -> None:
+        """Compile the layer with torch.compile, on its first call.
+
+        It becomes one graph or, where the attention core cannot be in a graph, the graphs before
+        and after the core.
+
+        Args:
+            is_core_traceable: Whether the core can be in a graph.
+            dynamic: Passed to torch.compile.
+        """
+        if is_core_traceable and self.attention.is_traceable:
+            self.compile(dynamic=dynamic)
+        else:
+            self._before_core = torch.compile(self._project, dynamic=dynamic)
+            self._after_core = torch.compile(self._finish, dynamic=dynamic)
+
+    def _project(self, x_SBH: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor, Tensor]:
+        return self.attention.project(self.attention_norm(x_SBH), rotation)
+
+    def _finish(self, x_SBH: Tensor, attended_BnSD: Tensor) -> Tensor:
+        x = self._add(x_SBH, self.attention.output(attended_BnSD))
+        return self._add(x, self.mlp(self.mlp_norm(x)))
+
+    def _add(self, residual: Tensor, x: Tensor) -> Tensor:
         # Every tensor-parallel rank has all of x, so the mask is that of the replicated stream.
-        return F.dropout(x, self.dropout, training=self.training) if self.dropout > 0.0 else x
+        if self.training and self.dropout > 0.0:
+            return self.elementwise.add_dropout(residual, x, self.dropout)
+        return residual + x

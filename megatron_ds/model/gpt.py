@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 from megatron_ds.config import ModelConfig
 from megatron_ds.model.attention import KeyValueCache
+from megatron_ds.model.block import Block
+from megatron_ds.model.elementwise import Elementwise
 from megatron_ds.model.embedding import Embedding
 from megatron_ds.model.layers import build_layers, layer_specs
 from megatron_ds.model.output_layer import OutputLayer, TokenLoss
@@ -45,6 +47,8 @@ class GPTModel(nn.Module):
     layers: nn.ModuleDict
     final_norm: nn.Module
     head: OutputLayer
+    compiled: str
+    """What torch.compile compiles, for the banner."""
 
     def __init__(
         self,
@@ -59,6 +63,7 @@ class GPTModel(nn.Module):
     ) -> None:
         super().__init__()
         self.config = config
+        self.compiled = "nothing (eager)"
         self.packing = packing
         self._rng = rng
         granularity = (
@@ -142,18 +147,31 @@ class GPTModel(nn.Module):
             lengths_vary: Compile the second sequence length for all lengths, instead of once for
                 each length.
         """
-        for block in self.layers.values():
-            block.compile(dynamic=None if lengths_vary else False)
+        is_traceable = self.packing is None or not self.packing.reset_attention
+        for block in self._blocks():
+            block.compile_parts(
+                is_core_traceable=is_traceable, dynamic=None if lengths_vary else False
+            )
+        self.compiled = f"{len(self._blocks())} layers by torch.compile"
+
+    def use_elementwise(self, functions: Elementwise) -> None:
+        """Let each transformer layer compute its elementwise parts by compiled functions."""
+        for block in self._blocks():
+            block.use_elementwise(functions)
+        self.compiled = "rotary positions, activation, dropout by torch.compile"
+
+    def _blocks(self) -> list[Block]:
+        return list(self.layers.values())  # type: ignore[arg-type]
 
     def _run_blocks(
         self, x_SBH: Tensor, context: AttentionContext, cache: KeyValueCache | None
     ) -> Tensor:
-        def run(blocks: list[nn.Module], x_SBH: Tensor) -> Tensor:
+        def run(blocks: list[Block], x_SBH: Tensor) -> Tensor:
             for block in blocks:
                 x_SBH = block(x_SBH, context, cache)
             return x_SBH
 
-        blocks = list(self.layers.values())
+        blocks = self._blocks()
         if self.checkpointing is None or cache is not None:
             return run(blocks, x_SBH)
         size = self.checkpointing.config.checkpoint_num_layers

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_ds.config import ModelConfig
+from megatron_ds.model.elementwise import EAGER
 from megatron_ds.model.weight_init import Initializer
 from megatron_ds.parallel.linear import ColumnParallelLinear, RowParallelLinear
 from megatron_ds.parallel.mesh import Group
@@ -26,8 +26,8 @@ class MLP(nn.Module):
     def __init__(self, config: ModelConfig, layer: int, *, group: Group, init: Initializer) -> None:
         super().__init__()
         self.activation = config.activation
-        self.gated = config.is_gated
         self.gelu_kind = config.gelu_kind
+        self.elementwise = EAGER
         name, std = f"layers.{layer}.mlp", config.init_method_std
         self.fc_in = ColumnParallelLinear(
             config.hidden_size,
@@ -46,30 +46,6 @@ class MLP(nn.Module):
         )
 
     def forward(self, x_SBH: Tensor) -> Tensor:
-        x = self.fc_in(x_SBH)
-        if self.gated:
-            gate, up = x.chunk(2, dim=-1)
-            inner = self._activate(gate) * up
-        else:
-            inner = self._activate(x)
+        inner = self.elementwise.activate(self.fc_in(x_SBH), self.activation, self.gelu_kind)
         out_SBH: Tensor = self.fc_out(inner)
         return out_SBH
-
-    def _activate(self, x: Tensor) -> Tensor:
-        match self.activation:
-            case "gelu":
-                return F.gelu(x, approximate=self.gelu_kind)
-            case "openai-gelu":
-                return F.gelu(x, approximate="tanh")
-            case "squared-relu":  # So et al. 2021
-                return F.relu(x).square()
-            case "swiglu":  # this and the other gated ones: Shazeer 2020
-                return F.silu(x)
-            case "geglu":
-                return F.gelu(x)
-            case "reglu":
-                return F.relu(x)
-            case "liglu":
-                return x
-            case unknown:
-                raise AssertionError(unknown)

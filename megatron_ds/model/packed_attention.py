@@ -100,8 +100,6 @@ class PerDocumentSDPA:
     """Added to the scores of a document's first keys and queries; must hide the future. At least as
     wide as the longest document."""
 
-    # Every micro-batch has documents of other lengths; each of them would be compiled for.
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def attend(self, q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
         parts = [self._split(x) for x in (q, k, v)]
         by_length: dict[int, list[int]] = {}
@@ -141,8 +139,6 @@ class DocumentFlexAttention:
         self._slopes = slopes_n
         self._mask = block_mask(doc_ids_BS)
 
-    # The kernel is compiled already; a graph around it would be compiled for every block mask.
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def attend(self, q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
         assert dropout == 0.0, "flex attention has no dropout"
         slopes, has_groups = self._slopes, q.shape[1] != k.shape[1]

@@ -47,6 +47,8 @@ class BannerData:
     threads: int
     attention: str
     """Attention implementation and the kernel that torch selects."""
+    compiled: str
+    """What torch.compile compiles."""
     ops: tuple[str, ...]
     """Loaded C++ ops of DeepSpeed."""
 
@@ -200,14 +202,13 @@ def _recompute(config: Config) -> str:
 
 def _kernels(facts: BannerData) -> Lines:
     config = facts.config
-    compiled = f"{config.model.num_layers} layers by torch.compile"
     positions = "positions restart" if config.data.reset_position_ids else "positions continue"
     crosses = "stays within" if config.data.reset_attention_mask else "crosses"
     return [
         ("attention", facts.attention),
         ("documents", f"{positions}, attention {crosses} document boundaries"),
         ("head, loss", "one fused function without fp32 logits"),
-        ("compiled", compiled if config.runtime.compile else "nothing (eager)"),
+        ("compiled", facts.compiled),
         ("C++ ops", ", ".join(facts.ops) or "none"),
     ]
 

@@ -79,6 +79,8 @@ def print_banner(
         output.print_on_rank(
             f" > attention runs document by document: {documents.flex_unavailable_reason}"
         )
+    for warning in engine.startup_warnings:
+        output.print_on_rank(f"WARNING: {warning.render()}")
     facts = BannerData(
         config=config,
         mesh=mesh,
@@ -99,6 +101,7 @@ def print_banner(
             context.device,
             documents,
         ),
+        compiled=engine.compiled,
         ops=tuple(loaded_ops()),
     )
     terminal = sys.stdout.isatty()

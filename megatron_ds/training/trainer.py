@@ -6,6 +6,7 @@ them.
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
 from contextlib import closing
@@ -118,11 +119,9 @@ class Trainer:
 
     def _graph_count(self) -> int:
         """Graphs that torch.compile has compiled."""
-        if not self.config.runtime.compile:
-            return 0
-        from torch._dynamo.utils import counters
-
-        return int(counters["stats"]["unique_graphs"])
+        # Importing it takes a second, and where it was not imported nothing is compiled.
+        dynamo = sys.modules.get("torch._dynamo.utils")
+        return 0 if dynamo is None else int(dynamo.counters["stats"]["unique_graphs"])
 
     def _batches(
         self, dataset: TokenDataset, consumed: int = 0, num_workers: int = 0

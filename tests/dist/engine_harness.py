@@ -144,7 +144,7 @@ def train(
         probe(engine._engine)
     # A counter in compiled code would recompile it for every value.
     counted = nullcontext([0]) if config.runtime.compile else count_attention_calls()
-    compiled = counters["frames"]["ok"]
+    compiled, breaks = counters["frames"]["ok"], sum(counters["graph_break"].values())
     _record_gradients(engine, mesh, run)
     batches = batches_of(config, mesh, samples)
     with counted as calls:
@@ -157,6 +157,7 @@ def train(
     run.notes["params norm"] = engine.params_norm()
     run.notes["attention calls"] = calls[0]
     run.notes["compiled"] = counters["frames"]["ok"] - compiled
+    run.notes["graph breaks"] = sum(counters["graph_break"].values()) - breaks
     engine._engine.destroy()
     del engine
     torch._dynamo.reset()

@@ -67,6 +67,14 @@ def assert_same(two_ranks: JobResults, compiled: str, eager: str) -> None:
         assert differences(one, other) == []
 
 
+def test_there_is_no_graph_break(one_process: JobResults, two_ranks: JobResults) -> None:
+    """Under ZeRO-3 DeepSpeed's hooks, which gather the parameters, break the graphs."""
+    runs = [*one_process.of("True")]
+    for name in ("selective-True", "own-stored", "own-full"):
+        runs += two_ranks.of(name)
+    assert [run.notes["graph breaks"] for run in runs] == [0] * len(runs)
+
+
 def test_one_process_matches_eager(one_process: JobResults) -> None:
     assert_same(one_process, "True", "False")
 

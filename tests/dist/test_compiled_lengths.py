@@ -1,13 +1,12 @@
-"""Compiled layers with varying sequence lengths are traced twice, not once per length."""
+"""Compiled layers are whole graphs, and traced twice for varying lengths, not once per length."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from functools import partial
 
 import pytest
 import torch
-from torch import nn
 from torch._dynamo.utils import counters
 
 from megatron_ds.config import ModelConfig
@@ -23,13 +22,8 @@ EOD = 5
 
 @pytest.fixture(autouse=True)
 def eager_backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Traces layers without compiling them: a new length may only cause a new trace."""
-    compile_module = nn.Module.compile
-
-    def trace(module: nn.Module, **options: Any) -> None:
-        compile_module(module, backend="eager", **options)
-
-    monkeypatch.setattr(nn.Module, "compile", trace)
+    """Traces layers without compiling them; a graph break is an error."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager", fullgraph=True))
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
@@ -38,13 +32,16 @@ def eager_backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def graphs(positions: str, documents: PackingOptions | None) -> list[int]:
     """Number of graphs traced up to each length, forward and backward."""
     config = ModelConfig(
-        num_layers=1,
+        num_layers=3,
         hidden_size=16,
-        num_attention_heads=2,
+        num_attention_heads=4,
+        num_query_groups=2,
         seq_length=24,
         vocab_size=32,
         position_embedding_type=positions,
-        attention_dropout=0.0,
+        attention_dropout=0.1,
+        hidden_dropout=0.1,
+        activation="swiglu",
     )
     model = GPTModel(config, mesh=Mesh.single(), rng=RngStreams(0), seed=1, packing=documents)
     model.compile_layers(lengths_vary=True)

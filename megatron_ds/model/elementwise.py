@@ -1,0 +1,139 @@
+"""The elementwise parts of a layer: rotary positions, activation, dropout with residual addition.
+
+They are limited by memory bandwidth, and torch.compile makes one kernel of each. Owns their
+mathematics, which is the same compiled or not, and the trial of the compiled ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron_ds.config import ModelConfig
+from megatron_ds.config.problems import Problem
+from megatron_ds.model.position_embedding import Rotation, rope_table, rotate
+
+TOLERANCE = 1e-2
+"""Largest accepted error of a compiled function, relative to the norm; bf16 may be rounded once
+instead of after each operation."""
+
+
+def activate(x: Tensor, activation: str, gelu_kind: str) -> Tensor:
+    """The MLP's activation: [..., F] to [..., F], or gated [..., 2F] = [gate; up] to [..., F]."""
+    if activation in ("swiglu", "geglu", "reglu", "liglu"):  # Shazeer 2020
+        gate, up = x.chunk(2, dim=-1)
+        match activation:
+            case "swiglu":
+                return F.silu(gate) * up
+            case "geglu":
+                return F.gelu(gate) * up
+            case "reglu":
+                return F.relu(gate) * up
+        return gate * up
+    match activation:
+        case "gelu":
+            return F.gelu(x, approximate=gelu_kind)
+        case "openai-gelu":
+            return F.gelu(x, approximate="tanh")
+        case "squared-relu":  # So et al. 2021
+            return F.relu(x).square()
+    raise AssertionError(activation)
+
+
+def add_dropout(residual: Tensor, x: Tensor, probability: float) -> Tensor:
+    """residual + dropout(x)."""
+    return residual + F.dropout(x, probability)
+
+
+@dataclass(frozen=True)
+class Elementwise:
+    """The functions that a layer calls."""
+
+    rotate: Callable[[Tensor, Rotation], Tensor] = rotate
+    activate: Callable[[Tensor, str, str], Tensor] = activate
+    add_dropout: Callable[[Tensor, Tensor, float], Tensor] = add_dropout
+
+
+EAGER = Elementwise()
+
+
+def compile_elementwise(
+    config: ModelConfig, micro_batch: int, tp_size: int, dtype: torch.dtype, device: torch.device
+) -> tuple[Elementwise, Problem | None]:
+    """Compile the functions if they then compute what they should on this device.
+
+    They are tried, forward and backward, on tensors of the run's shapes, so the first step needs no
+    further compilation. Compiled dropout draws other numbers than eager dropout.
+
+    Args:
+        config: Architecture.
+        micro_batch: Samples of a micro-batch.
+        tp_size: Tensor-parallel size.
+        dtype: Type of the activations.
+        device: Device of the activations.
+
+    Returns:
+        The compiled functions, or the eager ones and the reason why.
+    """
+    try:
+        compiled = Elementwise(
+            **{one.name: torch.compile(getattr(EAGER, one.name)) for one in fields(EAGER)}
+        )
+        pairs = zip(
+            _results(compiled, config, micro_batch, tp_size, dtype, device),
+            _results(EAGER, config, micro_batch, tp_size, dtype, device),
+            strict=True,
+        )
+        error = max(_relative_error(*pair) for pair in pairs)
+    except Exception as refusal:  # compilers and devices raise any type
+        first_line = str(refusal).strip().partition("\n")[0]
+        return EAGER, Problem("compilation-failed", reason=first_line or type(refusal).__name__)
+    if not error <= TOLERANCE:  # also if the error is nan
+        return EAGER, Problem("compilation-inaccurate", error=error)
+    return compiled, None
+
+
+def _relative_error(actual: Tensor, expected: Tensor) -> float:
+    return float((actual - expected).norm() / expected.norm())
+
+
+def _results(
+    functions: Elementwise,
+    config: ModelConfig,
+    micro_batch: int,
+    tp_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Iterator[Tensor]:
+    """Outputs and gradients of the functions that the architecture uses."""
+    generator = torch.Generator(device).manual_seed(0)
+
+    def draw(*size: int) -> Tensor:
+        shape = (config.seq_length, micro_batch, *size)
+        return torch.randn(shape, generator=generator, device=device, dtype=dtype).requires_grad_()
+
+    def run(function: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
+        y = function(x)
+        (gradient,) = torch.autograd.grad(y, x, torch.ones_like(y))
+        return y.detach(), gradient
+
+    if config.position_embedding_type == "rope":
+        rotated = int(config.head_dim * config.rotary_percent)
+        table = rope_table(config.seq_length, rotated, config.rotary_base, device)
+        heads = (config.num_attention_heads + config.kv_heads) // tp_size
+        # A part of the fused projection, as in a layer.
+        x = draw(heads + config.kv_heads // tp_size, config.head_dim)
+        yield from run(lambda x: functions.rotate(x[:, :, :heads], table), x)
+    x = draw(config.mlp_hidden_size // tp_size * (2 if config.is_gated else 1))
+    yield from run(lambda x: functions.activate(x, config.activation, config.gelu_kind), x)
+    if config.hidden_dropout > 0:
+        x, probability = draw(config.hidden_size), config.hidden_dropout
+        zeros = torch.zeros_like(x)
+        y, gradient = run(lambda x: functions.add_dropout(zeros, x, probability), x)
+        # The masks differ, so the errors of what is kept are compared.
+        scale = torch.where(y != 0, 1 / (1 - probability), 0.0)
+        yield from (1 + y - x.detach() * scale, 1 + gradient - scale)

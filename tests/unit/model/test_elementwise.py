@@ -1,0 +1,85 @@
+"""The elementwise parts of a layer, and the trial of their compiled versions."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_ds.model.elementwise import (
+    EAGER,
+    Elementwise,
+    add_dropout,
+    compile_elementwise,
+)
+from tests.problems import codes
+from tests.unit.model.dense import build_model, gradients
+from tests.unit.model.test_packed_attention import CONFIG, CPU
+
+FIELDS = dataclasses.fields(Elementwise)
+ROPE: dict[str, Any] = {
+    "position_embedding_type": "rope",
+    "num_query_groups": 2,
+    "rotary_percent": 0.5,
+}
+
+
+def trial(compiler: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(torch, "compile", compiler)
+    config = dataclasses.replace(CONFIG, **ROPE, activation="swiglu", hidden_dropout=0.1)
+    return compile_elementwise(config, 2, 1, torch.bfloat16, CPU)
+
+
+def test_functions_are_traced_without_graph_break(monkeypatch: pytest.MonkeyPatch) -> None:
+    trace = partial(torch.compile, backend="eager", fullgraph=True)
+    functions, problem = trial(trace, monkeypatch)
+    assert problem is None
+    assert all(getattr(functions, one.name) is not getattr(EAGER, one.name) for one in FIELDS)
+
+
+def test_a_compiler_that_fails_or_is_wrong_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(function: Any) -> Any:
+        raise RuntimeError("no compiler\nmore")
+
+    def wrong(function: Any) -> Any:
+        return lambda *inputs: function(*inputs) * 1.1
+
+    def keeps_all(function: Any) -> Any:
+        return (lambda residual, x, _: residual + x) if function is add_dropout else function
+
+    for compiler, code in {
+        broken: "compilation-failed",
+        wrong: "compilation-inaccurate",
+        keeps_all: "compilation-inaccurate",
+    }.items():
+        functions, problem = trial(compiler, monkeypatch)
+        assert functions is EAGER
+        assert codes([problem]) == [code]
+
+
+def test_every_layer_calls_the_functions() -> None:
+    calls: list[str] = []
+
+    def counted(name: str) -> Any:
+        def call(*inputs: Any) -> Tensor:
+            calls.append(name)
+            result: Tensor = getattr(EAGER, name)(*inputs)
+            return result
+
+        return call
+
+    config = dataclasses.replace(CONFIG, **ROPE, hidden_dropout=0.1)
+    model, plain = build_model(config), build_model(config)
+    model.use_elementwise(Elementwise(**{one.name: counted(one.name) for one in FIELDS}))
+    tokens = torch.arange(22).view(2, 11)
+    for one in (model, plain):
+        torch.manual_seed(1)
+        one(tokens, tokens).loss_sum.backward()
+    assert calls == ["rotate", "add_dropout", "activate", "add_dropout"] * config.num_layers
+    for name, gradient in gradients(plain).items():
+        assert torch.equal(gradients(model)[name], gradient), name
