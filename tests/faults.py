@@ -278,10 +278,11 @@ def _after_engine_save(fault: Fault, action: Action) -> None:
 
     save = ZeroEngine.save
 
-    def save_and_act(self: ZeroEngine, folder: Path, tag: str) -> None:
-        save(self, folder, tag)
+    def save_and_act(self: ZeroEngine, folder: Path, tag: str) -> Any:
+        written = save(self, folder, tag)
         if tag.endswith(f"global_step{fault.number}"):
             action()
+        return written
 
     ZeroEngine.save = save_and_act  # type: ignore[method-assign]
 

@@ -17,6 +17,7 @@ from torch import nn
 from megatron_ds.checkpoint.metadata import CheckpointMetadata, ParallelLayout, read_manifest
 from megatron_ds.config.problems import user_error
 from megatron_ds.engine.ds_checkpoint_io import read_tensors
+from megatron_ds.fileio.atomic import FileRecord
 from megatron_ds.parallel.sharding import ShardSpec, shard_spec, take_shard, unshard
 
 Weights = dict[str, torch.Tensor]
@@ -25,10 +26,11 @@ VOCABULARY_TABLES = ("embedding.word.weight", "head.weight")
 """Tables whose rows are padded to a number that depends on the tensor-parallel size."""
 
 
-def files_with_weights(found: CheckpointMetadata) -> list[str]:
+def files_with_weights(found: CheckpointMetadata) -> dict[str, FileRecord]:
     """The files that `iter_full_weights` needs."""
     without = () if found.run.layout.zero_stage == 3 else ("optim_states.pt",)
-    return [name for name in read_manifest(found.path) if not name.endswith(without)]
+    files = read_manifest(found.path)
+    return {name: record for name, record in files.items() if not name.endswith(without)}
 
 
 def iter_full_weights(found: CheckpointMetadata) -> NamedTensors:

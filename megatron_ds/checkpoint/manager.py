@@ -7,21 +7,19 @@
         run.json                            state, configuration, layout, sharding of parameters
         manifest.json                       size and SHA-256 of every other file, and its own
 
-A save writes under a temporary name, flushes, lists the files in the manifest, renames, and updates
-the pointers last; a crash at any moment leaves the older checkpoints intact. A disk error of one
-rank is an error of all ranks: they agree on it, the first rank cleans up, and the older checkpoints
-remain. All ranks must see the same folder.
+A save writes and flushes under a temporary name, lists what every rank reports to have written in
+the manifest, renames, and updates the pointers last; a crash at any moment leaves the older
+checkpoints intact. A disk error of one rank is an error of all ranks: they agree on it, the first
+rank cleans up, and the older checkpoints remain. All ranks must see the same folder.
 """
 
 from __future__ import annotations
 
+import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypeVar
-
-import torch.distributed as dist
 
 from megatron_ds.checkpoint import metadata, storage
 from megatron_ds.checkpoint.metadata import (
@@ -32,11 +30,14 @@ from megatron_ds.checkpoint.metadata import (
     ParallelLayout,
     RunRecord,
     ShardRecord,
-    checksum_manifest,
     iteration_of,
     list_checkpoints,
+    manifest_text,
+    read_manifest,
     resume_conflicts,
 )
+from megatron_ds.checkpoint.rank_agreement import RankAgreement
+from megatron_ds.checkpoint.run_lock import RunLock
 from megatron_ds.checkpoint.selection import (
     CheckpointListing,
     list_folder,
@@ -46,11 +47,13 @@ from megatron_ds.config import Config
 from megatron_ds.config.problems import Problem, raise_if_any
 from megatron_ds.data.blend_history import BlendHistory
 from megatron_ds.engine.protocol import Engine
+from megatron_ds.fileio.atomic import FileRecord
 from megatron_ds.launch.exit_codes import ExitCode, RunAborted
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.train_state import TrainState
 
-T = TypeVar("T")
+LOADED_BY = re.compile(r"(zero_pp_rank_(?P<dp>\d+)_)?mp_rank_(?P<tp>\d+)_")
+"""Ranks in the name of a file of DeepSpeed's, data-parallel and tensor-parallel."""
 BYTES_PER_PARAMETER = 16
 """Upper bound for a checkpoint: a weight, its fp32 copy and two moments."""
 
@@ -70,12 +73,23 @@ class CheckpointManager:
         config: Configuration of the run.
         mesh: Its process groups.
         log: Prints a line on one rank.
+        ranks: All ranks.
+        lock: The lock of --save, on the first rank; None if no other run can use the folder.
     """
 
-    def __init__(self, config: Config, mesh: Mesh, log: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        config: Config,
+        mesh: Mesh,
+        log: Callable[[str], None],
+        ranks: RankAgreement,
+        lock: RunLock | None = None,
+    ) -> None:
         self._config = config
         self._mesh = mesh
         self._log = log
+        self._ranks = ranks
+        self._lock = lock
 
     def save(
         self,
@@ -91,19 +105,21 @@ class CheckpointManager:
             history: Returns the consumption of the training data; called on the first rank only.
 
         Raises:
-            SaveError: If the disk of any rank fails.
+            SaveError: If the disk of any rank fails, or another run has taken the folder.
         """
         assert self._config.checkpoint.save is not None
         folder = Path(self._config.checkpoint.save)
+        if not self._ranks.on_rank0(lambda: self._lock is None or self._lock.is_held()):
+            raise SaveError(Problem("save-folder-lost", folder=folder, iteration=state.iteration))
         self._log(f"saving checkpoint at iteration {state.iteration:7d} to {folder}")
         target = folder / f"global_step{state.iteration}"
         temporary = folder / f"{storage.INCOMPLETE}{target.name}"
         try:
             self._write(engine, state, history, temporary)
-            self._rank0_result(lambda: storage.publish(temporary, target))
+            self._ranks.on_rank0(lambda: storage.publish(temporary, target))
         except OSError as error:
             with suppress(OSError):  # the next save removes what cannot be removed now
-                self._rank0_result(lambda: storage.remove_temporary(folder))
+                self._ranks.on_rank0(lambda: storage.remove_temporary(folder))
             raise SaveError(
                 Problem("save-failed", iteration=state.iteration, folder=folder, error=error)
             ) from error
@@ -124,7 +140,7 @@ class CheckpointManager:
         assert self._config.checkpoint.load is not None
         folder = Path(self._config.checkpoint.load)
         found = select_checkpoint(
-            self._rank0_result(lambda: _list_restored(folder)),
+            self._ranks.on_rank0(lambda: _list_restored(folder)),
             self._config.checkpoint,
             self._find_damage,
             self._warn,
@@ -168,14 +184,14 @@ class CheckpointManager:
         """Writes and flushes a complete checkpoint under its temporary name."""
         # The data-parallel ranks hold the same parameters; only the first of them counts.
         count = engine.parameter_count() if self._mesh.dp.rank == 0 else 0
-        estimate = sum(self._all_ranks(lambda: count)) * BYTES_PER_PARAMETER
-        warning = self._rank0_result(lambda: _make_temp_dir(temporary, estimate))
+        estimate = sum(self._ranks.on_all(lambda: count)) * BYTES_PER_PARAMETER
+        warning = self._ranks.on_rank0(lambda: _make_temp_dir(temporary, estimate))
         if warning is not None:
             self._warn(warning)
-        self._all_ranks(lambda: engine.save(temporary.parent, temporary.name))
+        written = self._ranks.on_all(lambda: engine.save(temporary.parent, temporary.name))
         specs = engine.shard_specs()
 
-        def write_record() -> None:
+        def complete() -> None:
             run = RunRecord(
                 state=state,
                 config=self._config.to_dict(),
@@ -184,76 +200,57 @@ class CheckpointManager:
                 shards={name: ShardRecord(s.dim, s.sections) for name, s in specs.items()},
                 data=history(),
             )
-            storage.write_json(temporary / RUN, run.to_dict())
+            files = {name: record for part in written for name, record in part.items()}
+            files[RUN] = storage.write_json(temporary / RUN, run.to_dict())
+            storage.wait_for_files(temporary, files)
+            storage.write_text(temporary / MANIFEST, manifest_text(files))
 
-        self._rank0_result(write_record)
-        entries = self._map_files(temporary, storage.fsync_and_hash)
-        self._rank0_result(
-            lambda: storage.write_text(temporary / MANIFEST, checksum_manifest(entries))
-        )
+        self._ranks.on_rank0(complete)
 
     def _update_pointers(self, target: Path, iteration: int) -> None:
         """Updates pointers and removes old checkpoints; errors here do not fail the save."""
         keep = self._config.checkpoint.keep_last
         try:
-            self._rank0_result(lambda: storage.write_latest(target, iteration))
+            self._ranks.on_rank0(lambda: storage.write_latest(target, iteration))
             if keep is not None:
-                self._rank0_result(lambda: storage.remove_older(target.parent, target, keep))
+                self._ranks.on_rank0(lambda: storage.remove_older(target.parent, target, keep))
         except OSError as error:
             self._warn(Problem("save-pointers-failed", target=target, error=error))
 
     def _find_damage(self, path: Path) -> Problem | None:
-        """Checks a checkpoint on every rank, checksums included."""
-        seen = self._all_ranks(lambda: metadata.find_damage(path))
-        damage = next((each for each in seen if each is not None), None)
+        """Checks a checkpoint, checksums included; every rank returns the same.
+
+        The first rank checks names and sizes, and one rank the contents of each file.
+        """
+        damage = self._ranks.on_rank0(lambda: metadata.find_damage(path))
         if damage is not None:
             return damage
         try:
-            return storage.files_damaged(self._map_files(path, storage.find_damaged_files))
+            files = self._ranks.on_rank0(lambda: read_manifest(path))
+            mine = self._own_files(files)
+            parts = self._ranks.on_all(lambda: storage.find_damaged_files(path, mine))
         except (OSError, ValueError) as error:
             return metadata.unreadable_checkpoint(error)
+        return storage.files_damaged({name: why for part in parts for name, why in part.items()})
 
-    def _rank0_result(self, work: Callable[[], T]) -> T:
-        """Runs `work` on the first rank; every rank returns its result or raises its error."""
-        answer: list[Any] = [None, None]
-        if self._mesh.rank == 0:
-            answer = _attempt(work)
-        dist.broadcast_object_list(answer, src=0)
-        result, error = answer
-        if error is not None:
-            raise error.with_traceback(None)
-        done: T = result
-        return done
+    def _own_files(self, files: Mapping[str, FileRecord]) -> dict[str, FileRecord]:
+        """The files that this rank verifies: those that it loads, so that they are read once.
 
-    def _all_ranks(self, work: Callable[[], T]) -> list[T]:
-        """Runs `work` on every rank; every rank returns all results or raises the first error."""
-        answers: list[Any] = [None] * self._mesh.world_size
-        dist.all_gather_object(answers, _attempt(work))
-        for rank, (_, error) in enumerate(answers):
-            if error is not None:
-                who = f"rank {rank}: " if len(answers) > 1 else ""
-                kind = OSError if isinstance(error, OSError) else ValueError
-                raise kind(f"{who}{error}") from error
-        return [result for result, _ in answers]
+        The load then finds them in the host's cache. The others are distributed.
+        """
+        tp_size = self._mesh.tp.size
 
-    def _map_files(
-        self, path: Path, work: Callable[[Path, list[str]], dict[str, Any]]
-    ) -> dict[str, Any]:
-        """Runs `work` over the files below `path`, each file on one rank; merges the results."""
-        names = self._rank0_result(
-            lambda: [name for name in storage.files_below(path) if name != MANIFEST]
-        )
-        mine = names[self._mesh.rank :: self._mesh.world_size]
-        parts = self._all_ranks(lambda: work(path, mine))
-        return {name: value for part in parts for name, value in part.items()}
+        def reader(index: int, name: str) -> int:
+            loaded = LOADED_BY.search(name)
+            if loaded is None:
+                return index
+            return int(loaded["dp"] or 0) * tp_size + int(loaded["tp"])
 
-
-def _attempt(work: Callable[[], Any]) -> list[Any]:
-    """Result and None, or None and the error of the disk or of the data read."""
-    try:
-        return [work(), None]
-    except (OSError, ValueError) as error:
-        return [None, error]
+        return {
+            name: files[name]
+            for index, name in enumerate(sorted(files))
+            if reader(index, name) % self._mesh.world_size == self._mesh.rank
+        }
 
 
 def _make_temp_dir(temporary: Path, estimate: int) -> Problem | None:

@@ -20,6 +20,7 @@ from megatron_ds.config.data import SPLIT_DATA_FIELDS
 from megatron_ds.config.problems import Problem, UserError, default_flag, option, user_error
 from megatron_ds.data.blend_history import BlendHistory
 from megatron_ds.engine.ds_config import zero_stage
+from megatron_ds.fileio.atomic import FileRecord
 from megatron_ds.train_state import TrainState
 
 MANIFEST = "manifest.json"
@@ -205,8 +206,8 @@ def find_damage(path: Path) -> Problem | None:
     """
     try:
         read_run(path)
-        expected = {name: int(entry["bytes"]) for name, entry in read_manifest(path).items()}
-        for name, size in expected.items():
+        expected = read_manifest(path)
+        for name, (size, _) in expected.items():
             file = path / name
             if not file.is_file():
                 return Problem("checkpoint-file-missing", name=name)
@@ -221,7 +222,7 @@ def find_damage(path: Path) -> Problem | None:
         return Problem("checkpoint-save-unfinished", name=Path(str(error.filename)).name)
     except OSError as error:
         return unreadable_checkpoint(error)
-    except (ValueError, KeyError, TypeError, OverflowError) as error:
+    except ValueError as error:  # such as a name with a null byte
         return _metadata_damage(MANIFEST, error)
     if unlisted:
         return Problem("checkpoint-file-unlisted", unlisted=unlisted[0], manifest=MANIFEST)
@@ -257,8 +258,15 @@ def read_run(path: Path) -> CheckpointMetadata:
     return CheckpointMetadata(path, run)
 
 
+def manifest_text(files: Mapping[str, FileRecord]) -> str:
+    """The text of the manifest of these files."""
+    return checksum_manifest(
+        {name: {"bytes": record.size, "sha256": record.sha256} for name, record in files.items()}
+    )
+
+
 def checksum_manifest(files: Mapping[str, Any]) -> str:
-    """The text of a manifest that lists `files` and contains its own SHA-256.
+    """The text of a manifest with these entries, which contains its own SHA-256.
 
     The digest is computed with zeros in the place of the digest, so a change of any byte is
     detected.
@@ -272,8 +280,8 @@ def checksum_manifest(files: Mapping[str, Any]) -> str:
     return text.replace(CHECKSUM_PLACEHOLDER, _digest(text), 1)
 
 
-def read_manifest(path: Path) -> dict[str, Any]:
-    """The files of a checkpoint, each with `bytes` and `sha256`.
+def read_manifest(path: Path) -> dict[str, FileRecord]:
+    """The files of a checkpoint by name.
 
     Raises:
         UserError: If the manifest was changed after it was written.
@@ -282,13 +290,16 @@ def read_manifest(path: Path) -> dict[str, Any]:
     content = (path / MANIFEST).read_bytes()
     try:
         values = json.loads(content)
-        digest, files = str(values["sha256"]), values["files"]
+        digest, files = str(values["sha256"]), dict(values["files"])
         text = content.decode().replace(digest, CHECKSUM_PLACEHOLDER, 1)
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise UserError(_metadata_damage(MANIFEST, repr(error))) from error
-    if _digest(text) != digest or not isinstance(files, dict):
+    if _digest(text) != digest:
         raise UserError(_metadata_damage(MANIFEST, "its contents do not match its SHA-256"))
-    return files
+    try:
+        return {n: FileRecord(int(each["bytes"]), each["sha256"]) for n, each in files.items()}
+    except (ValueError, KeyError, TypeError, OverflowError) as error:
+        raise UserError(_metadata_damage(MANIFEST, repr(error))) from error
 
 
 def _digest(text: str) -> str:

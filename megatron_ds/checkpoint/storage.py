@@ -5,6 +5,7 @@ Each function runs on one rank and knows of no others. `manager.py` owns their o
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import shutil
@@ -24,7 +25,8 @@ from megatron_ds.checkpoint.metadata import (
 )
 from megatron_ds.config.problems import Problem
 from megatron_ds.engine.ds_checkpoint_io import read_tensors
-from megatron_ds.fileio.atomic import fsync_path, sha256_of, write_atomically
+from megatron_ds.fileio.atomic import FileRecord, fsync_path, sha256_of, write_atomically
+from megatron_ds.fileio.visibility import retry
 
 INCOMPLETE = ".incomplete-"
 """Prefix of a checkpoint that is being written."""
@@ -32,41 +34,48 @@ REMOVED = ".removed-"
 """Prefix of a checkpoint that is being deleted."""
 
 
-def files_below(path: Path) -> list[str]:
-    """Paths of all files below a folder, relative to it, sorted."""
-    return sorted(str(file.relative_to(path)) for file in path.rglob("*") if file.is_file())
-
-
-def write_json(path: Path, value: Any) -> None:
+def write_json(path: Path, value: Any) -> FileRecord:
     """Writes a JSON file atomically and durably."""
-    write_text(path, json.dumps(value, indent=1) + "\n")
+    return write_text(path, json.dumps(value, indent=1) + "\n")
 
 
-def write_text(path: Path, text: str) -> None:
+def write_text(path: Path, text: str) -> FileRecord:
     """Writes a text file atomically and durably."""
-    write_atomically(path, text.encode())
+    return write_atomically(path, text.encode())
 
 
-def fsync_and_hash(path: Path, names: list[str]) -> dict[str, Any]:
-    """Flushes files of a checkpoint to disk and returns their entries for the manifest."""
-    entries = {}
-    for name in names:
-        fsync_path(path / name)
-        entries[name] = {"bytes": (path / name).stat().st_size, "sha256": sha256_of(path / name)}
-    return entries
+def wait_for_files(path: Path, files: Mapping[str, FileRecord]) -> None:
+    """Waits until this process sees files of a checkpoint, which other ranks have written.
+
+    They are looked up by name: on network file systems a listing may lag behind.
+
+    Raises:
+        OSError: If one stays invisible or has another size, as on a disk of another host.
+    """
+    for name, record in files.items():
+        seen = retry(functools.partial(_size_of, path / name), wanted=record.size)
+        if seen != record.size:
+            found = "is not visible" if seen is None else f"has {seen} bytes"
+            raise OSError(f"{path / name} {found} on rank 0; {record.size} bytes were written")
 
 
-def find_damaged_files(path: Path, names: list[str]) -> dict[str, str]:
-    """Checks files of a checkpoint against the manifest's checksums, and their contents.
+def _size_of(path: Path) -> int | None:
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return None
+
+
+def find_damaged_files(path: Path, files: Mapping[str, FileRecord]) -> dict[str, str]:
+    """Checks files of a checkpoint against their checksums, and their contents.
 
     Returns:
         The reason by name, for each file that differs from its checksum or that contains anything
         but tensors and plain values.
     """
-    files = read_manifest(path)
     found = {}
-    for name in names:
-        if name in files and sha256_of(path / name) != files[name]["sha256"]:
+    for name, record in files.items():
+        if sha256_of(path / name) != record.sha256:
             found[name] = f"{name} does not match its SHA-256 in the manifest"
         elif name.endswith(STATES):
             try:
@@ -143,5 +152,5 @@ def size_of_newest(folder: Path) -> int | None:
     """Bytes of the newest checkpoint whose names and sizes are right; None without one."""
     for path in list_checkpoints(folder):
         if find_damage(path) is None:
-            return sum(int(entry["bytes"]) for entry in read_manifest(path).values())
+            return sum(record.size for record in read_manifest(path).values())
     return None

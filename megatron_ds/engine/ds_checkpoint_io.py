@@ -1,16 +1,16 @@
 """Writes and reads the files of DeepSpeed's checkpoints in place of DeepSpeed's own code.
 
-A disk error on one rank is kept and raised after the collective save, so that no rank is left
-waiting in a barrier. Files may contain only tensors and plain values: reading one never runs code.
-Knows nothing of the folders and names of checkpoints.
+The files are written after DeepSpeed's collective save, so that no rank waits in one of its
+barriers for a disk, and a disk error interrupts none. Files may contain only tensors and plain
+values: reading one never runs code. Knows nothing of the folders and names of checkpoints.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 import pickle
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from deepspeed.utils.tensor_fragment import fragment_address
 
 from megatron_ds.config.problems import user_error
 from megatron_ds.engine.deepspeed_patches import replace_checkpoint_engine
-from megatron_ds.fileio.atomic import name_in_errors
+from megatron_ds.fileio.atomic import FileRecord, fsync_path, name_in_errors, sha256_of
 
 SAFE_CLASSES = (DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address)
 """Classes that DeepSpeed stores in its files, in addition to tensors and plain values."""
@@ -36,11 +36,21 @@ class SafeCheckpointEngine(CheckpointEngine):
         super().__init__()
         self.name = "CheckpointFiles"
         self._error: OSError | None = None
+        self._pending: dict[Path, Any] = {}
         replace_checkpoint_engine(engine, self, self._attempt)
 
-    @contextmanager
-    def errors_at_the_end(self) -> Iterator[None]:
-        """Raise the first OSError of the files written inside, after all of them were tried.
+    def write_files(self, save: Callable[[], object], folder: Path) -> dict[str, FileRecord]:
+        """Write the files of a collective save, after it.
+
+        The state dicts, which refer to the engine's tensors without copying them, are kept until
+        DeepSpeed has finished.
+
+        Args:
+            save: DeepSpeed's save. Collective.
+            folder: Folder of the checkpoint.
+
+        Returns:
+            What this rank wrote, by path relative to the folder.
 
         Raises:
             OSError: If this rank's disk failed.
@@ -49,11 +59,16 @@ class SafeCheckpointEngine(CheckpointEngine):
         """
         self._error = None
         try:
-            yield
+            save()
+            pending = self._pending
         except (OSError, ValueError) as error:
             raise RuntimeError(f"the save was interrupted: {error}") from error
+        finally:
+            self._pending = {}
         if self._error is not None:
             raise self._error
+        written = {path: write_tensors(state, path) for path, state in pending.items()}
+        return {str(path.relative_to(folder)): record for path, record in written.items()}
 
     def create(self, info: object) -> None:
         """Part of DeepSpeed's interface: needs no preparation."""
@@ -62,7 +77,7 @@ class SafeCheckpointEngine(CheckpointEngine):
         self._attempt(os.makedirs, path, exist_ok=exist_ok)
 
     def save(self, state_dict: Any, path: str) -> None:
-        self._attempt(write_tensors, state_dict, Path(path))
+        self._pending[Path(path)] = state_dict
 
     def load(self, path: str, map_location: Any = None) -> Any:
         return read_tensors(Path(path), map_location=map_location)
@@ -78,16 +93,28 @@ class SafeCheckpointEngine(CheckpointEngine):
             self._error = self._error or error
 
 
-class _ErrorKeepingFile:
-    """A file that accepts all data, so that torch's writer completes, and keeps the first error."""
+class _HashingFile:
+    """Accepts all data, so that torch's writer completes; hashes it and keeps the first error.
+
+    torch writes to a Python object from the first byte to the last, without seeking.
+    """
 
     def __init__(self, file: FileIO) -> None:
         self._file = file
+        self._digest = hashlib.sha256()
+        self._size = 0
         self.error: OSError | None = None
+
+    @property
+    def record(self) -> FileRecord:
+        return FileRecord(self._size, self._digest.hexdigest())
 
     def write(self, data: bytes | memoryview) -> int:
         size = len(data)
         rest = memoryview(data)
+        if self.error is None:
+            self._digest.update(rest)
+            self._size += size
         try:
             while len(rest) > 0 and self.error is None:
                 rest = rest[self._file.write(rest) :]
@@ -99,18 +126,36 @@ class _ErrorKeepingFile:
         """The file is unbuffered."""
 
 
-def write_tensors(value: Any, path: Path) -> None:
+def write_tensors(value: Any, path: Path) -> FileRecord:
     """Write a file for `read_tensors` and wait until it is on the disk.
 
     Raises:
         OSError: If the disk fails; names the file.
     """
     with name_in_errors(path), open(path, "wb", buffering=0) as file:
-        sink = _ErrorKeepingFile(file)
+        sink = _HashingFile(file)
         torch.save(value, sink)  # type: ignore[arg-type]
         if sink.error is not None:
             raise sink.error
         os.fsync(file.fileno())
+    return sink.record
+
+
+def flush_and_hash(folder: Path, base: Path) -> dict[str, FileRecord]:
+    """Flush and read the files below a folder, which need not exist.
+
+    For files that DeepSpeed copies itself.
+
+    Returns:
+        Their records by path relative to `base`.
+    """
+    records = {}
+    for path in folder.rglob("*"):
+        if path.is_file():
+            fsync_path(path)
+            record = FileRecord(path.stat().st_size, sha256_of(path))
+            records[str(path.relative_to(base))] = record
+    return records
 
 
 def read_tensors(path: Path, *, map_location: Any = "cpu", mmap: bool = False) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +13,7 @@ from torch import Tensor
 from megatron_ds.config.problems import Problem
 from megatron_ds.data.micro_batches import Batch
 from megatron_ds.engine.device_batches import DeviceBatch, DeviceBatches
+from megatron_ds.fileio.atomic import FileRecord
 from megatron_ds.model.packed_attention import PackingOptions
 from megatron_ds.parallel.sharding import ShardSpec
 from megatron_ds.train_state import StepPlan, StepResult
@@ -141,8 +142,11 @@ class Engine(Protocol):
     def params_norm(self) -> float:
         """Compute the L2 norm of all parameters, each counted once."""
 
-    def save(self, folder: Path, tag: str) -> None:
+    def save(self, folder: Path, tag: str) -> Mapping[str, FileRecord]:
         """Write this rank's files below folder/tag; not atomic.
+
+        Returns:
+            What this rank wrote, by path relative to folder/tag.
 
         Raises:
             OSError: If this rank's disk failed; raised after the collective part has finished.

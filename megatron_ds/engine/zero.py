@@ -20,7 +20,7 @@ from megatron_ds.config.problems import Problem, user_error
 from megatron_ds.data.micro_batches import Batch
 from megatron_ds.engine.deepspeed_patches import reset_cpu_adam_beta_powers, silent_bf16_load
 from megatron_ds.engine.device_batches import DeviceBatch, DeviceBatches
-from megatron_ds.engine.ds_checkpoint_io import SafeCheckpointEngine
+from megatron_ds.engine.ds_checkpoint_io import SafeCheckpointEngine, flush_and_hash
 from megatron_ds.engine.loss_scaler import LossScale
 from megatron_ds.engine.param_groups import (
     Multipliers,
@@ -29,6 +29,7 @@ from megatron_ds.engine.param_groups import (
 )
 from megatron_ds.engine.protocol import EngineSettings, LossSum, StateBytes
 from megatron_ds.engine.readback import state_bytes
+from megatron_ds.fileio.atomic import FileRecord
 from megatron_ds.model.output_layer import TokenLoss
 from megatron_ds.model.packed_attention import PackingOptions
 from megatron_ds.parallel.mesh import Mesh
@@ -178,9 +179,12 @@ class ZeroEngine:
             dist.all_reduce(squares, group=self._mesh.dp.handle)
         return float(squares.sqrt())
 
-    def save(self, folder: Path, tag: str) -> None:
-        with self._files.errors_at_the_end():
-            self._engine.save_checkpoint(str(folder), tag=tag, save_latest=False)
+    def save(self, folder: Path, tag: str) -> dict[str, FileRecord]:
+        save = partial(self._engine.save_checkpoint, str(folder), tag=tag, save_latest=False)
+        written = self._files.write_files(save, folder / tag)
+        # Optimizer states on NVMe, which DeepSpeed copies itself.
+        copied = folder / tag / "offloaded_tensors" / f"rank{self._mesh.rank:02d}"
+        return written | flush_and_hash(copied, folder / tag)
 
     def load(self, folder: Path, tag: str) -> None:
         scale = self._loss_scale

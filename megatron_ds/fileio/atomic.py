@@ -10,9 +10,20 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
 StrPath = str | os.PathLike[str]
+
+
+class FileRecord(NamedTuple):
+    """Size and SHA-256 (hexadecimal) of a file, as its writer knows them."""
+
+    size: int
+    sha256: str
+
+    @classmethod
+    def of(cls, content: bytes) -> FileRecord:
+        return cls(len(content), hashlib.sha256(content).hexdigest())
 
 
 @contextmanager
@@ -83,10 +94,11 @@ def atomic_write(
         fsync_path(path.parent)
 
 
-def write_atomically(path: StrPath, content: bytes) -> None:
+def write_atomically(path: StrPath, content: bytes) -> FileRecord:
     """Replace a file atomically and durably by this content."""
     with atomic_write(path) as file:
         file.write(content)
+    return FileRecord.of(content)
 
 
 def sha256_of(path: StrPath) -> str:

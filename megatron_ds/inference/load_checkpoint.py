@@ -53,8 +53,8 @@ def _find_damage(path: Path) -> Problem | None:
     try:
         if (damage := metadata.find_damage(path)) is not None:
             return damage
-        names = full_weights.files_with_weights(metadata.read_run(path))
-        return storage.files_damaged(storage.find_damaged_files(path, names))
+        files = full_weights.files_with_weights(metadata.read_run(path))
+        return storage.files_damaged(storage.find_damaged_files(path, files))
     except OSError as error:
         return metadata.unreadable_checkpoint(error)  # a running training may have removed it
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
@@ -14,8 +15,10 @@ import torch
 import torch.distributed as dist
 
 from megatron_ds import schedules
+from megatron_ds.checkpoint.folders import claimed_folders
 from megatron_ds.checkpoint.manager import CheckpointManager
 from megatron_ds.checkpoint.metadata import CheckpointMetadata
+from megatron_ds.checkpoint.rank_agreement import RankAgreement
 from megatron_ds.config import Config
 from megatron_ds.data.build_datasets import Datasets, build_datasets
 from megatron_ds.data.usage_report import USAGE_FILE, describe_blend, summary
@@ -63,9 +66,12 @@ def pretrain(
     context = distributed.init_distributed(config.runtime)
     life.on_group_joined(*distributed.exchange_process_info())
     startup.mark("process group")
-    trainer = build_trainer(config, inputs, context, life, startup)
-    life.on_training_started()
-    code = trainer.run()
+    ranks = RankAgreement()
+    with claimed_folders(config.checkpoint, ranks, output.print_on_rank) as lock:
+        checkpoints = functools.partial(CheckpointManager, ranks=ranks, lock=lock)
+        trainer = build_trainer(config, inputs, context, life, startup, checkpoints)
+        life.on_training_started()
+        code = trainer.run()
     dist.barrier()
     life.on_finished()
     distributed.destroy_process_group()
@@ -78,6 +84,7 @@ def build_trainer(
     context: distributed.ProcessContext,
     life: ProcessLifecycle,
     startup: StartupTimer,
+    open_checkpoints: Callable[..., CheckpointManager],
 ) -> Trainer:
     """Builds all parts of a run and restores its checkpoint, if there is one.
 
@@ -88,7 +95,7 @@ def build_trainer(
     timeout = timedelta(minutes=config.runtime.distributed_timeout_minutes)
     mesh = Mesh.build(config.parallel.tensor_model_parallel_size, timeout=timeout)
     print_arguments(config, context, mesh)
-    checkpoints = CheckpointManager(config, mesh, output.print_on_rank)
+    checkpoints = open_checkpoints(config, mesh, output.print_on_rank)
     found: CheckpointMetadata | None = None
     if config.checkpoint.load is not None:
         found = checkpoints.select()

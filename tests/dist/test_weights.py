@@ -15,6 +15,7 @@ import torch
 from megatron_ds.checkpoint.full_weights import Weights, iter_full_weights
 from megatron_ds.checkpoint.manager import CheckpointManager
 from megatron_ds.checkpoint.metadata import read_run
+from megatron_ds.checkpoint.rank_agreement import RankAgreement
 from megatron_ds.config import (
     CheckpointConfig,
     Config,
@@ -91,7 +92,7 @@ def save_and_read(rank: int, folder: str) -> None:
         for _ in range(2):
             plan = StepPlan(state.iteration + 1, mesh.dp.size, 1, 0.01, 0.1, seq_length=9)
             state = state.advance(plan, engine.train_step(Batches(mesh.dp.rank), plan))
-        CheckpointManager(config, mesh, lambda _: None).save(engine, state)
+        CheckpointManager(config, mesh, lambda _: None, RankAgreement()).save(engine, state)
 
         saved = dict(iter_full_weights(read_run(where / "global_step2")))
         own = full_weights(engine, mesh)

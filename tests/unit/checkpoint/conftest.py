@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from megatron_ds.checkpoint.manager import CheckpointManager
+from megatron_ds.checkpoint.rank_agreement import RankAgreement
 from megatron_ds.config import GROUPS, CheckpointConfig, Config, ModelConfig, ScheduleConfig
 from megatron_ds.parallel.mesh import Mesh
 
@@ -45,7 +46,7 @@ def manager(
         groups = {name: options.pop(name) for name in GROUPS.keys() & options.keys()}
         checkpoint = dataclasses.replace(config.checkpoint, **options)
         changed = dataclasses.replace(config, checkpoint=checkpoint, **groups)
-        return CheckpointManager(changed, Mesh.build(1), logged.append)
+        return CheckpointManager(changed, Mesh.build(1), logged.append, RankAgreement())
 
     return make
 

@@ -15,6 +15,7 @@ import torch
 
 from megatron_ds.checkpoint.manager import CheckpointManager
 from megatron_ds.engine.ds_checkpoint_io import read_tensors, write_tensors
+from megatron_ds.fileio.atomic import FileRecord
 from megatron_ds.parallel.sharding import ShardSpec
 from megatron_ds.train_state import TrainState
 
@@ -40,10 +41,11 @@ class FakeEngine:
     def shard_specs(self) -> dict[str, ShardSpec]:
         return {"weight": ShardSpec(0, (6,))}
 
-    def save(self, folder: Path, tag: str) -> None:
-        write_tensors({"content": self.content}, folder / tag / "model_states.pt")
+    def save(self, folder: Path, tag: str) -> dict[str, FileRecord]:
+        states: dict[str, Any] = {"model_states.pt": {"content": self.content}}
+        states["below/optim_states.pt"] = torch.zeros(3)
         (folder / tag / "below").mkdir()
-        write_tensors(torch.zeros(3), folder / tag / "below" / "optim_states.pt")
+        return {name: write_tensors(state, folder / tag / name) for name, state in states.items()}
 
     def load(self, folder: Path, tag: str) -> None:
         self.loaded = folder, tag

@@ -17,7 +17,7 @@ import pytest
 
 from megatron_ds.checkpoint import storage
 from megatron_ds.checkpoint.manager import CheckpointManager
-from megatron_ds.checkpoint.metadata import checksum_manifest, read_manifest
+from megatron_ds.checkpoint.metadata import manifest_text, read_manifest
 from megatron_ds.config import (
     Config,
     DataConfig,
@@ -26,6 +26,7 @@ from megatron_ds.config import (
 )
 from megatron_ds.config.problems import UserError
 from megatron_ds.data.blend_history import SourceId, resume_history
+from megatron_ds.engine.ds_checkpoint_io import flush_and_hash
 from megatron_ds.train_state import TrainState
 from tests.problems import raises_problem
 from tests.unit.checkpoint.fakes import (
@@ -53,7 +54,8 @@ def test_save_writes_one_folder_and_two_pointers(
     assert names_in(folder) == {path.name, *storage.POINTERS}
     assert [(folder / name).read_text() for name in storage.POINTERS] == ["global_step7", "7"]
     others = ["below/optim_states.pt", "model_states.pt", "run.json"]
-    assert storage.files_below(path) == sorted(["manifest.json", *others])
+    written = (str(file.relative_to(path)) for file in path.rglob("*") if file.is_file())
+    assert sorted(written) == sorted(["manifest.json", *others])
     assert logged == [
         f"saving checkpoint at iteration       7 to {folder}",
         f"  successfully saved checkpoint at iteration       7 to {folder}",
@@ -62,7 +64,7 @@ def test_save_writes_one_folder_and_two_pointers(
     files, content = read_manifest(path), (path / "model_states.pt").read_bytes()
     assert sorted(files) == others
     digest = hashlib.sha256(content).hexdigest()
-    assert files["model_states.pt"] == {"bytes": len(content), "sha256": digest}
+    assert files["model_states.pt"] == (len(content), digest)
 
     run = json_of(path / "run.json")
     assert TrainState.from_dict(run["state"]) == state_at(7)
@@ -115,8 +117,8 @@ def edit(*keys: str, **values: Any) -> Callable[[Path], None]:
         for key in [key for key, value in values.items() if value is ...]:
             del target[key]
         (path / "run.json").write_text(json.dumps(run))
-        names = [name for name in storage.files_below(path) if name != "manifest.json"]
-        (path / "manifest.json").write_text(checksum_manifest(storage.fsync_and_hash(path, names)))
+        (path / "manifest.json").unlink()
+        (path / "manifest.json").write_text(manifest_text(flush_and_hash(path, path)))
 
     return apply
 
@@ -323,7 +325,12 @@ def test_files_are_flushed_before_the_rename(
     watch_disk(monkeypatch, folder, lambda kind, path: events.append((kind, path.name)))
     save(checkpoints, 1)
     before = events[: events.index(("rename", "global_step1"))]
-    for name in ("model_states.pt", "optim_states.pt", "run.json", ".incomplete-global_step1"):
+    for name in (
+        "model_states.pt",
+        "optim_states.pt",
+        ".run.json.partial",
+        ".incomplete-global_step1",
+    ):
         assert ("fsync", name) in before, name
     named = [name for kind, name in events if kind == "rename"]
     assert named[-3:] == ["global_step1", "latest", "latest_checkpointed_iteration.txt"]

@@ -1,0 +1,198 @@
+"""Checkpoints of two ranks, on a file system that is slow and shows files late."""
+
+from __future__ import annotations
+
+import builtins
+import dataclasses
+import itertools
+import os
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.distributed import distributed_c10d
+
+from megatron_ds.checkpoint import storage
+from megatron_ds.checkpoint.folders import claimed_folders
+from megatron_ds.checkpoint.manager import CheckpointManager
+from megatron_ds.checkpoint.metadata import find_damage, read_manifest
+from megatron_ds.checkpoint.rank_agreement import RankAgreement
+from megatron_ds.checkpoint.run_lock import LOCK
+from megatron_ds.config import CheckpointConfig
+from megatron_ds.config.problems import UserError
+from megatron_ds.engine import ds_checkpoint_io
+from megatron_ds.fileio import visibility
+from megatron_ds.fileio.atomic import sha256_of
+from megatron_ds.train_state import TrainState
+from tests.dist.engine_harness import build, prepare
+from tests.dist.parity_cases import Case, config_of
+from tests.distributed import run_ranks
+from tests.faults import before_call
+
+GROUP_TIMEOUT_S = 1.0
+"""Timeout of the training's process groups."""
+SLOW_S = 1.8
+OF_RANK_1 = "zero_pp_rank_1_mp_rank_00_optim_states.pt"
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What one rank observed."""
+
+    seconds: float
+    read_during_save: list[str]
+    verified: list[str]
+    loaded: TrainState | None
+    refusals: list[str]
+    """Codes and texts of the problems of folders that the ranks do not share."""
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Seen]]:
+    folder = tmp_path_factory.mktemp("saved")
+    return folder, run_ranks(_save_and_load, 2, str(folder))
+
+
+def _save_and_load(rank: int, folder: str) -> Seen:
+    meshes = prepare()
+    config = config_of(Case(2, 1, 1, 1, "rope", "adamw"))
+    options = CheckpointConfig(save=folder, load=folder)
+    config = dataclasses.replace(config, checkpoint=options)
+    engine = build(config, meshes[1])
+    ranks = RankAgreement()
+    refusals = _claim_own_folders(rank, Path(folder), ranks)
+    _show_late(rank)
+    with claimed_folders(options, ranks, print):
+        assert (Path(folder) / LOCK).exists()
+    manager = CheckpointManager(config, meshes[1], lambda line: None, ranks)
+    own_group = ranks._group
+    for group in list(distributed_c10d._world.pg_map):
+        if group is not own_group:
+            distributed_c10d._set_pg_timeout(timedelta(seconds=GROUP_TIMEOUT_S), group)
+
+    def wait(*_: Any) -> None:
+        time.sleep(SLOW_S)
+
+    if rank == 0:  # its listings lag, and its disk is slow at the end
+        _hide_from_listings(OF_RANK_1)
+        before_call(storage, "write_text", wait, lambda path, text: path.name == "manifest.json")
+    else:
+        before_call(ds_checkpoint_io, "write_tensors", wait)
+    opened = _record_reads()
+    start = time.monotonic()
+    manager.save(engine, TrainState(iteration=3))
+    seconds, read = time.monotonic() - start, sorted(opened)
+    opened.clear()
+    found = manager.select()
+    verified = sorted({name for name in opened if name.endswith(".pt")})
+    return Seen(seconds, read, verified, found and manager.load(engine, found), refusals)
+
+
+def _claim_own_folders(rank: int, folder: Path, ranks: RankAgreement) -> list[str]:
+    """Names a folder relative to working directories that differ, like disks of two hosts."""
+    place = folder.with_name(f"host{rank}")
+    (place / "other").mkdir(parents=True)
+    refusals = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(place)
+        patch.setattr(visibility, "VISIBLE_WITHIN_S", 0.2)
+        for options in (CheckpointConfig(save="saved"), CheckpointConfig(load="other")):
+            with pytest.raises(UserError) as raised, claimed_folders(options, ranks, print):
+                pass
+            (problem,) = raised.value.problems
+            refusals.append(problem.render())
+        assert sorted(path.name for path in place.rglob("*")) == ["other", *["saved"][rank:]]
+    return refusals
+
+
+def _show_late(rank: int) -> None:
+    """The first looks of the second rank at a new file fail."""
+    looks = itertools.count()
+    read = Path.read_bytes
+
+    def read_late(path: Path) -> bytes:
+        if rank == 1 and path.name.startswith(".shared-") and next(looks) < 3:
+            raise FileNotFoundError(path)
+        return read(path)
+
+    Path.read_bytes = read_late  # type: ignore[method-assign]
+
+
+def _hide_from_listings(name: str) -> None:
+    def visible(listing: Callable[..., Any]) -> Callable[..., Any]:
+        def list_others(*arguments: Any, **keywords: Any) -> Any:
+            entries = listing(*arguments, **keywords)
+            return [each for each in entries if Path(each).name != name]
+
+        return list_others
+
+    os.listdir = visible(os.listdir)
+    for method in ("iterdir", "glob", "rglob"):
+        setattr(Path, method, visible(getattr(Path, method)))
+
+
+def _record_reads() -> list[str]:
+    """The names of the files that this process opens for reading, as it opens them."""
+    opened: list[str] = []
+    open_file = builtins.open
+
+    def recording(path: Any, mode: str = "r", *rest: Any, **keywords: Any) -> Any:
+        if "r" in mode and isinstance(path, str | Path):
+            opened.append(Path(path).name)
+        return open_file(path, mode, *rest, **keywords)
+
+    builtins.open = recording  # type: ignore[assignment]
+    return opened
+
+
+def test_the_manifest_lists_what_every_rank_wrote(saved: tuple[Path, list[Seen]]) -> None:
+    """Although the first rank's listings lack a file of the other rank, at the save and after."""
+    folder, ranks = saved
+    path = folder / "global_step3"
+    files = read_manifest(path)
+    written = {file.name for file in path.iterdir()} - {"manifest.json"}
+    assert files.keys() == written
+    assert OF_RANK_1 in files
+    for name, record in files.items():
+        assert record == ((path / name).stat().st_size, sha256_of(path / name)), name
+    assert find_damage(path) is None
+    assert [seen.loaded for seen in ranks] == [TrainState(iteration=3)] * 2
+
+
+def test_no_file_is_read_during_a_save_and_each_rank_verifies_what_it_loads(
+    saved: tuple[Path, list[Seen]],
+) -> None:
+    _, (first, second) = saved
+    assert not [name for name in first.read_during_save if name.endswith((".pt", ".json"))]
+    assert not [name for name in second.read_during_save if name.endswith((".pt", ".json"))]
+    own = "zero_pp_rank_0_mp_rank_00_optim_states.pt"
+    assert first.verified == ["mp_rank_00_model_states.pt", own]
+    assert second.verified == [OF_RANK_1]
+
+
+def test_folders_that_ranks_do_not_share_are_rejected(saved: tuple[Path, list[Seen]]) -> None:
+    """And one that shows a new file late is not."""
+    folder, ranks = saved
+    for flag, name, text in zip(
+        ("--save", "--load"), ("saved", "other"), ranks[0].refusals, strict=True
+    ):
+        assert f"{flag} {name} " in text
+        assert text.endswith("[folder-not-shared]")
+        first, other = (folder.with_name(f"host{rank}") / name for rank in range(2))
+        assert f"({first} on {socket.gethostname()})" in text
+        assert f"to rank 1 ({other} on " in text
+    assert ranks[1].refusals == ranks[0].refusals
+    assert not list(folder.glob(".shared-*"))
+
+
+def test_a_disk_slower_than_the_timeout_of_collectives_does_not_end_the_run(
+    saved: tuple[Path, list[Seen]],
+) -> None:
+    """The second rank's tensors and the first rank's manifest take longer than the timeout."""
+    _, ranks = saved
+    assert all(seen.seconds > 2 * SLOW_S > GROUP_TIMEOUT_S for seen in ranks)

@@ -1,0 +1,175 @@
+"""One run at a time owns a --save folder; the lock of a dead one is taken over."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from megatron_ds.checkpoint import run_lock
+from megatron_ds.checkpoint.manager import CheckpointManager, SaveError
+from megatron_ds.checkpoint.rank_agreement import RankAgreement
+from megatron_ds.checkpoint.run_lock import LOCK, Owner, acquire
+from megatron_ds.config import Config
+from megatron_ds.parallel.mesh import Mesh
+from tests.problems import raises_problem
+from tests.unit.checkpoint.fakes import names_in, save
+
+
+@pytest.fixture(autouse=True)
+def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("ENDING_S", 1.0), ("FOREIGN_SILENCE_S", 0.6), ("HEARTBEAT_S", 0.1)):
+        monkeypatch.setattr(run_lock, name, value)
+    monkeypatch.setattr(run_lock, "POLL_S", 0.01)
+
+
+@contextmanager
+def another_run(folder: Path, lifetime: float = 60.0) -> Iterator[int]:
+    """The pid of a process that owns the folder, until it is killed."""
+    child = os.fork()
+    if child == 0:
+        acquire(folder, lambda line: None)
+        time.sleep(lifetime)
+        os._exit(0)
+    end = time.monotonic() + 10
+    while not (folder / LOCK).exists() and time.monotonic() < end:
+        time.sleep(0.01)
+    yield child
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+
+
+def write_owner(folder: Path, **changes: object) -> None:
+    owner = dataclasses.replace(Owner.here(), **changes)  # type: ignore[arg-type]
+    (folder / LOCK).write_text(json.dumps(asdict(owner)))
+
+
+def test_a_live_owner_is_named(tmp_path: Path, logged: list[str]) -> None:
+    with another_run(tmp_path) as pid:
+        content = (tmp_path / LOCK).read_bytes()
+        named = f"process {pid} on {os.uname().nodename}, since 20"
+        with raises_problem("save-folder-in-use", "save", contains=named):
+            acquire(tmp_path, logged.append)
+        assert (tmp_path / LOCK).read_bytes() == content
+    assert len(logged) == 1
+
+
+def test_a_killed_owners_lock_is_taken_at_once(tmp_path: Path, logged: list[str]) -> None:
+    with another_run(tmp_path) as pid:
+        os.kill(pid, signal.SIGKILL)
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)  # it stays a zombie
+        lock = acquire(tmp_path, logged.append)
+    assert not logged
+    assert lock.is_held()
+    assert names_in(tmp_path) == {LOCK}
+    lock.release()
+    assert names_in(tmp_path) == set()
+
+
+def test_an_owner_that_is_about_to_end_is_awaited(tmp_path: Path, logged: list[str]) -> None:
+    with another_run(tmp_path, lifetime=0.3):
+        acquire(tmp_path, logged.append).release()
+    assert len(logged) == 1
+
+
+def test_a_process_that_reuses_the_pid_is_not_the_owner(tmp_path: Path, logged: list[str]) -> None:
+    write_owner(tmp_path, started="1")
+    acquire(tmp_path, logged.append).release()
+    assert not logged
+
+
+@pytest.mark.parametrize("content", [None, b"", b"{"], ids=["another host", "empty", "partial"])
+def test_an_owner_that_cannot_be_checked_is_dead_once_it_is_silent(
+    content: bytes | None, tmp_path: Path, logged: list[str]
+) -> None:
+    if content is None:
+        write_owner(tmp_path, host="elsewhere", location="elsewhere 1 2")
+    else:
+        (tmp_path / LOCK).write_bytes(content)
+    start = time.monotonic()
+    acquire(tmp_path, logged.append).release()
+    assert time.monotonic() - start >= run_lock.FOREIGN_SILENCE_S
+    assert len(logged) == 1
+
+
+def test_an_owner_on_another_host_lives_while_it_touches_its_file(
+    tmp_path: Path, logged: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The clocks of the hosts differ by a day."""
+    here = Owner.here()
+    elsewhere = dataclasses.replace(here, host="elsewhere", location="elsewhere 1 2")
+    with monkeypatch.context() as patch:
+        patch.setattr(Owner, "here", lambda: elsewhere)
+        lock = acquire(tmp_path, logged.append)
+    utime = os.utime
+    yesterday = time.time_ns() - 86_400 * 10**9
+    monkeypatch.setattr(
+        os, "utime", lambda path: utime(path, ns=(0, yesterday + time.monotonic_ns() % 10**9))
+    )
+    with raises_problem("save-folder-in-use", contains="on elsewhere, since"):
+        acquire(tmp_path, logged.append)
+    assert lock.is_held()
+    lock.release()
+
+
+def test_one_of_several_runs_takes_a_dead_owners_lock(tmp_path: Path, logged: list[str]) -> None:
+    write_owner(tmp_path, started="1")
+    taken: list[run_lock.RunLock] = []
+    refused: list[Exception] = []
+
+    def take() -> None:
+        try:
+            taken.append(acquire(tmp_path, logged.append))
+        except ValueError as error:
+            refused.append(error)
+
+    threads = [threading.Thread(target=take) for _ in range(8)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    assert len(taken) + len(refused) == 8
+    assert [lock.is_held() for lock in taken].count(True) == 1
+    for lock in taken:
+        lock.release()
+
+
+def test_a_lock_that_was_taken_meanwhile_is_not_removed(tmp_path: Path) -> None:
+    write_owner(tmp_path)
+    content = (tmp_path / LOCK).read_bytes()
+    run_lock._remove(tmp_path / LOCK, b"the owner that was dead")
+    assert (tmp_path / LOCK).read_bytes() == content
+    assert names_in(tmp_path) == {LOCK}
+
+
+def test_a_run_that_lost_its_folder_leaves_it_to_the_new_owner(
+    one_process: None, config: Config, folder: Path, make_lock: Callable[[], run_lock.RunLock]
+) -> None:
+    lock = make_lock()
+    manager = CheckpointManager(config, Mesh.build(1), print, RankAgreement(), lock)
+    save(manager, 2)
+    (folder / LOCK).unlink()  # by a user who tidies up
+    save(manager, 4)
+    (folder / LOCK).write_text("of another run")
+    (folder / ".incomplete-global_step9").mkdir()
+    with pytest.raises(SaveError) as raised:
+        save(manager, 6)
+    assert raised.value.problem.code == "save-folder-lost"
+    assert (folder / ".incomplete-global_step9").exists()
+    lock.release()
+    assert (folder / LOCK).read_text() == "of another run"
+
+
+@pytest.fixture
+def make_lock(folder: Path) -> Callable[[], run_lock.RunLock]:
+    folder.mkdir()
+    return lambda: acquire(folder, print)
