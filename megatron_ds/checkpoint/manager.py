@@ -1,6 +1,6 @@
 """Saves and restores complete checkpoints: DeepSpeed's files behind an atomic rename.
 
-    SAVE/latest                             name of the newest checkpoint
+    SAVE/latest                             name of the checkpoint that a load selects
     SAVE/latest_checkpointed_iteration.txt  its iteration
     SAVE/global_stepN/                      has this name only once it is complete
         *_states.pt                         DeepSpeed's files
@@ -22,8 +22,10 @@ from contextlib import suppress
 from pathlib import Path
 
 from megatron_ds.checkpoint import metadata, storage
+from megatron_ds.checkpoint.branch import Branch
 from megatron_ds.checkpoint.metadata import (
     MANIFEST,
+    POINTER_PENDING,
     RUN,
     CheckpointMetadata,
     DataOrder,
@@ -90,6 +92,7 @@ class CheckpointManager:
         self._log = log
         self._ranks = ranks
         self._lock = lock
+        self._branch = Branch.new()
 
     def save(
         self,
@@ -123,7 +126,7 @@ class CheckpointManager:
             raise SaveError(
                 Problem("save-failed", iteration=state.iteration, folder=folder, error=error)
             ) from error
-        self._update_pointers(target, state.iteration)
+        self._update_pointers(target)
         self._log(f"  successfully saved checkpoint at iteration {state.iteration:7d} to {folder}")
 
     def select(self) -> CheckpointMetadata | None:
@@ -144,6 +147,7 @@ class CheckpointManager:
             self._config.checkpoint,
             self._find_damage,
             self._warn,
+            lambda listing: self._ranks.on_rank0(listing.fallbacks),
         )
         if found is None:
             self._warn(Problem("no-checkpoint-to-load", folder=folder))
@@ -159,17 +163,24 @@ class CheckpointManager:
         self._log(f"  successfully loaded checkpoint from {folder} at iteration {found.iteration}")
         return found.run.state
 
-    def warn_of_newer(self, state: TrainState) -> None:
-        """Warns if SAVE has a complete checkpoint newer than `state`, which a later --load selects.
+    def start_branch(self, found: CheckpointMetadata | None) -> None:
+        """Prepares --save for a run that starts from a checkpoint, or from scratch.
 
-        Not collective.
+        If the folder has newer checkpoints, those of this run are a branch of their own, and the
+        user is warned. In the folder that it was loaded from, the pointers name the checkpoint from
+        now on: a --load without --ckpt-step continues this run. Not collective.
         """
         assert self._config.checkpoint.save is not None
         folder = Path(self._config.checkpoint.save)
-        complete = (path for path in list_checkpoints(folder) if metadata.find_damage(path) is None)
-        newest, start = next(map(iteration_of, complete), -1), state.iteration
-        if newest > start:
-            self._warn(Problem("save-folder-has-newer", folder=folder, newest=newest, start=start))
+        start = 0 if found is None else found.iteration
+        newer = [path for path in list_checkpoints(folder) if iteration_of(path) > start]
+        if found is not None:
+            self._branch = found.run.branch.fork(start) if newer else found.run.branch
+            if folder.samefile(found.path.parent):
+                storage.write_pointers(found.path)
+        if complete := [path.name for path in newer if metadata.find_damage(path) is None]:
+            names = ", ".join(complete)
+            self._warn(Problem("save-folder-has-newer", folder=folder, names=names, start=start))
 
     def _warn(self, problem: Problem) -> None:
         self._log(f"WARNING: {problem.render()}")
@@ -198,22 +209,24 @@ class CheckpointManager:
                 layout=ParallelLayout.of(self._config, self._mesh.dp.size),
                 data_order=DataOrder.of(self._config, self._mesh.dp.size),
                 shards={name: ShardRecord(s.dim, s.sections) for name, s in specs.items()},
+                branch=self._branch,
                 data=history(),
             )
             files = {name: record for part in written for name, record in part.items()}
             files[RUN] = storage.write_json(temporary / RUN, run.to_dict())
             storage.wait_for_files(temporary, files)
+            (temporary / POINTER_PENDING).touch()
             storage.write_text(temporary / MANIFEST, manifest_text(files))
 
         self._ranks.on_rank0(complete)
 
-    def _update_pointers(self, target: Path, iteration: int) -> None:
+    def _update_pointers(self, target: Path) -> None:
         """Updates pointers and removes old checkpoints; errors here do not fail the save."""
         keep = self._config.checkpoint.keep_last
         try:
-            self._ranks.on_rank0(lambda: storage.write_latest(target, iteration))
+            self._ranks.on_rank0(lambda: storage.write_pointers(target))
             if keep is not None:
-                self._ranks.on_rank0(lambda: storage.remove_older(target.parent, target, keep))
+                self._ranks.on_rank0(lambda: storage.remove_older(target, self._branch, keep))
         except OSError as error:
             self._warn(Problem("save-pointers-failed", target=target, error=error))
 

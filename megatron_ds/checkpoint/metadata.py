@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_ds.checkpoint.branch import Branch
 from megatron_ds.config import GROUP_OF_FIELD, Config, ModelConfig, flag_of
 from megatron_ds.config.data import SPLIT_DATA_FIELDS
 from megatron_ds.config.problems import Problem, UserError, default_flag, option, user_error
@@ -26,9 +27,11 @@ from megatron_ds.train_state import TrainState
 MANIFEST = "manifest.json"
 RUN = "run.json"
 POINTERS = ("latest", "latest_checkpointed_iteration.txt")
+POINTER_PENDING = ".pointer-pending"
+"""File in a checkpoint until the pointers name it, so that a crash in between does not hide it."""
 REPLACED = ".replaced-"
 """Prefix of a checkpoint that is being replaced by another one of the same iteration."""
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 RESUMABLE_FIELDS = frozenset({"attention_dropout", "hidden_dropout", "init_method_std"})
 """Fields of the model that may change on a resume."""
 VOCABULARY = ("vocab_size", "make_vocab_size_divisible_by")
@@ -110,6 +113,8 @@ class RunRecord:
     data_order: DataOrder
     shards: Mapping[str, ShardRecord]
     """Parameters that are sharded over the tensor-parallel ranks, by canonical name."""
+    branch: Branch
+    """Which checkpoints of the folder it continues."""
     data: BlendHistory | None = None
     """Consumption of the training data."""
 
@@ -118,6 +123,7 @@ class RunRecord:
         return {
             "format_version": FORMAT_VERSION,
             **asdict(self),
+            "branch": self.branch.segments,
             "data": None if self.data is None else self.data.to_dict(),
         }
 
@@ -141,6 +147,7 @@ class RunRecord:
                     name: ShardRecord(int(entry["dim"]), tuple(map(int, entry["sections"])))
                     for name, entry in _objects(values, "shards").items()
                 },
+                branch=Branch.from_json(values["branch"]),
                 data=None if values["data"] is None else BlendHistory.from_dict(values["data"]),
             )
         except (TypeError, OverflowError, KeyError) as error:
@@ -185,17 +192,14 @@ def list_checkpoints(folder: Path) -> list[Path]:
     return sorted(found, key=lambda path: (iteration_of(path), path), reverse=True)
 
 
-def stale_pointers(folder: Path, newest: Path | None) -> list[str]:
-    """The pointer files that do not name the newest checkpoint, each with its contents."""
-    expected = ("", "") if newest is None else (newest.name, str(iteration_of(newest)))
-    found = []
-    for name, right in zip(POINTERS, expected, strict=True):
-        path = folder / name
-        if path.is_file():
-            text = path.read_text(encoding="utf-8", errors="replace").strip()
-            if text != right:
-                found.append(f"{path} names {text[:80]!r}")
-    return found
+def read_pointers(folder: Path) -> dict[Path, str]:
+    """The contents of the pointer files that exist."""
+    paths = (folder / name for name in POINTERS)
+    return {
+        path: path.read_text(encoding="utf-8", errors="replace").strip()
+        for path in paths
+        if path.is_file()
+    }
 
 
 def find_damage(path: Path) -> Problem | None:

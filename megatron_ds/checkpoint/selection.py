@@ -7,17 +7,19 @@ a checkpoint is checked, and on which ranks, is up to the caller. Imports no tor
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_ds.checkpoint.branch import Branch
 from megatron_ds.checkpoint.metadata import (
+    POINTER_PENDING,
     CheckpointMetadata,
     iteration_of,
     list_checkpoints,
+    read_pointers,
     read_run,
-    stale_pointers,
 )
 from megatron_ds.config import CheckpointConfig
 from megatron_ds.config.problems import Problem, UserError, option, user_error
@@ -32,8 +34,21 @@ class CheckpointListing:
     folder: Path
     paths: tuple[Path, ...]
     """Folders of checkpoints, newest first."""
+    preferred: tuple[Path, ...] = ()
+    """The one that the pointers name, after any that were completed since then."""
     stale: tuple[str, ...] = ()
-    """Pointer files that do not name the newest one, each with its contents."""
+    """Pointer files that do not name the first choice, each with its contents."""
+
+    def fallbacks(self) -> list[Path]:
+        """The other checkpoints: those of the branch that the pointer is on, then all others."""
+        others = [path for path in self.paths if path not in self.preferred]
+        if not self.preferred:
+            return others
+        pointed = self.preferred[-1]
+        with suppress(UserError, OSError):
+            branch = read_run(pointed).run.branch
+            return sorted(others, key=lambda path: not _continues(pointed, branch, path))
+        return sorted(others, key=lambda path: iteration_of(path) > iteration_of(pointed))
 
 
 def list_folder(folder: Path) -> CheckpointListing:
@@ -48,10 +63,36 @@ def list_folder(folder: Path) -> CheckpointListing:
             # permission: a new run would start.
             os.listdir(f"{folder}/.")
         paths = list_checkpoints(folder)
-        stale = stale_pointers(folder, paths[0] if paths else None)
+        pointers = read_pointers(folder)
+        pending = [path for path in paths if (path / POINTER_PENDING).is_file()]
     except OSError as error:
         raise user_error("load-folder-unreadable", folder=folder) from error
-    return CheckpointListing(folder, tuple(paths), tuple(stale))
+    named = [path for text in pointers.values() for path in paths if _names(text, path)][:1]
+    preferred = [*pending, *(path for path in named if path not in pending)]
+    stale = [
+        f"{pointer} names {text[:80]!r}"
+        for pointer, text in pointers.items()
+        if not any(_names(text, path) for path in named or paths[:1])
+    ]
+    # After a crash between a checkpoint's completion and its pointers, these lag behind.
+    shown = () if pending else tuple(stale)
+    return CheckpointListing(folder, tuple(paths), tuple(preferred), shown)
+
+
+def _names(text: str, path: Path) -> bool:
+    """Whether the text of a pointer means a checkpoint."""
+    return text in (path.name, str(iteration_of(path)))
+
+
+def _continues(path: Path, branch: Branch, earlier: Path) -> bool:
+    """Whether a checkpoint of this branch has come from an earlier one."""
+    iteration = iteration_of(earlier)
+    if iteration > iteration_of(path):
+        return False
+    try:
+        return read_run(earlier).run.branch == branch.at(iteration)
+    except (UserError, OSError):
+        return False
 
 
 def select_checkpoint(
@@ -59,15 +100,19 @@ def select_checkpoint(
     options: CheckpointConfig | None,
     find_damage: DamageCheck,
     warn: Callable[[Problem], None],
+    fallbacks: Callable[[CheckpointListing], list[Path]] = CheckpointListing.fallbacks,
 ) -> CheckpointMetadata | None:
-    """Selects the newest undamaged checkpoint, or the one of --ckpt-step.
+    """Selects the checkpoint of --ckpt-step, or the one that the pointer names.
+
+    Without a pointer it is the newest; instead of a damaged one it is the one before it.
 
     Args:
         listing: The --load folder.
-        options: Options of a training. None for a tool, which needs the newest undamaged
-            checkpoint, and whose messages neither advise to start a new run nor name its flags.
+        options: Options of a training. None for a tool, which needs an undamaged checkpoint, and
+            whose messages neither advise to start a new run nor name its flags.
         find_damage: Checks a checkpoint. If it is collective, so is this function.
         warn: Called for each damaged checkpoint that is skipped and for stale pointers.
+        fallbacks: Gives the order of the other checkpoints. Called if the first choice is damaged.
 
     Returns:
         The checkpoint; None if the folder has none and does not have to.
@@ -95,11 +140,11 @@ def select_checkpoint(
             raise user_error("checkpoint-missing", folder=folder, hint=hint)
         return None
     if stale:
-        newest = listing.paths[0]
+        first = (*listing.preferred, *listing.paths)[0]
         other = option("ckpt_step") if is_training else f"{option('load')} FOLDER/global_stepN"
-        warn(Problem("checkpoint-pointer-ignored", stale=stale, newest=newest, other=other))
+        warn(Problem("checkpoint-pointer-ignored", stale=stale, first=first, other=other))
     damaged = []
-    for path in listing.paths:
+    for path in _candidates(listing, fallbacks):
         damage = find_damage(path)
         if damage is None:
             return read_run(path)
@@ -111,6 +156,13 @@ def select_checkpoint(
     new_run = ", or move them away to start a new run" if is_training else ""
     listed = "".join(damaged)
     raise user_error("all-checkpoints-damaged", folder=folder, damaged=listed, new_run=new_run)
+
+
+def _candidates(
+    listing: CheckpointListing, fallbacks: Callable[[CheckpointListing], list[Path]]
+) -> Iterator[Path]:
+    yield from listing.preferred
+    yield from fallbacks(listing)
 
 
 def latest_before(folders: list[str | None], iteration: int) -> Path | None:

@@ -14,14 +14,18 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from megatron_ds.checkpoint.branch import Branch
 from megatron_ds.checkpoint.metadata import (
     MANIFEST,
+    POINTER_PENDING,
     POINTERS,
     REPLACED,
     STATES,
     find_damage,
+    iteration_of,
     list_checkpoints,
     read_manifest,
+    read_run,
 )
 from megatron_ds.config.problems import Problem
 from megatron_ds.engine.ds_checkpoint_io import read_tensors
@@ -128,24 +132,30 @@ def publish(temporary: Path, target: Path) -> None:
     shutil.rmtree(replaced, ignore_errors=True)
 
 
-def remove_older(folder: Path, newest: Path, keep: int) -> None:
-    """Deletes complete checkpoints before `newest`, except for the last `keep` - 1 of them.
+def remove_older(newest: Path, branch: Branch, keep: int) -> None:
+    """Deletes complete checkpoints of a branch before `newest`, except for the last `keep` - 1.
 
-    Damaged checkpoints are left for their owner. Each one is renamed before it is deleted, so that
-    a crash leaves no partial checkpoint under its name.
+    Damaged checkpoints and those of other branches are left for their owner. Each one is renamed
+    before it is deleted, so that a crash leaves no partial checkpoint under its name.
     """
-    paths = list_checkpoints(folder)
-    older = [path for path in paths[paths.index(newest) + 1 :] if find_damage(path) is None]
+    paths = list_checkpoints(newest.parent)
+    older = [
+        path
+        for path in paths[paths.index(newest) + 1 :]
+        if find_damage(path) is None and read_run(path).run.branch == branch.at(iteration_of(path))
+    ]
     for path in older[keep - 1 :]:
         removed = path.with_name(f"{REMOVED}{path.name}")
         os.rename(path, removed)
         shutil.rmtree(removed)
 
 
-def write_latest(target: Path, iteration: int) -> None:
-    """Writes the pointer files, for other programs; our load goes by the folders."""
-    for name, text in zip(POINTERS, (target.name, str(iteration)), strict=True):
+def write_pointers(target: Path) -> None:
+    """Makes the pointer files name a checkpoint, which a later load then selects."""
+    for name, text in zip(POINTERS, (target.name, str(iteration_of(target))), strict=True):
         write_text(target.parent / name, text)
+    for path in list_checkpoints(target.parent):
+        (path / POINTER_PENDING).unlink(missing_ok=True)
 
 
 def size_of_newest(folder: Path) -> int | None:

@@ -45,7 +45,7 @@ class CheckpointConfig:
     )
     ckpt_step: int | None = option_field(
         None,
-        "iteration of the checkpoint to load (default: the newest that is not damaged)",
+        "iteration of the checkpoint to load (default: the one that the file `latest` names)",
         minimum=1,
         only_with=LOAD,
     )

@@ -120,7 +120,7 @@ def build_trainer(
     if config.checkpoint.save is not None and context.rank == 0:
         # Before the loggers, which truncate their files: an error here leaves them as they were.
         write_run_files(Path(config.checkpoint.save), engine, data)
-        checkpoints.warn_of_newer(state)
+        checkpoints.start_branch(found)
     total_iterations = schedules.total_iterations(config, mesh.dp.size, state)
     last = state.iteration if config.logging.skip_train else total_iterations
     hosts = distributed.create_host_group(timeout)

@@ -68,7 +68,7 @@ def _save_and_load(rank: int, folder: str) -> Seen:
     refusals = _claim_own_folders(rank, Path(folder), ranks)
     _show_late(rank)
     with claimed_folders(options, ranks, print):
-        assert (Path(folder) / LOCK).exists()
+        assert all(ranks.on_all((Path(folder) / LOCK).exists))
     manager = CheckpointManager(config, meshes[1], lambda line: None, ranks)
     own_group = ranks._group
     for group in list(distributed_c10d._world.pg_map):

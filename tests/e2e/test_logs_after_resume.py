@@ -76,6 +76,13 @@ def test_a_killed_and_resumed_run_logs_every_step_once(
         assert len(set(steps_of_tag)) == len(steps_of_tag), tag
     assert f"consumed tokens: {128 * LAST:12d} |" in output
 
+    # Rolled back, the run leaves checkpoints 6 and 8 behind, and a plain load continues the branch.
+    launcher.start({**settings, "train_iters": 5, "ckpt_step": 3}, ranks=2).succeed()
+    output = launcher.start({**settings, "train_iters": 7}, ranks=2).succeed()
+    assert f"loading checkpoint from {save} at iteration 5\n" in output
+    assert [step["iteration"] for step in steps(save)] == all_steps[:7]
+    assert points(board)[TAG] == all_steps[:7]
+
 
 def test_a_run_killed_before_its_first_save_starts_over_and_keeps_old_logs(
     launcher: Launcher, base: Settings, tmp_path: Path

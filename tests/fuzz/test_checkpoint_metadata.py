@@ -11,6 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_ds.checkpoint import metadata
+from megatron_ds.checkpoint.branch import Branch
+from megatron_ds.checkpoint.selection import list_folder
 from megatron_ds.cli import arguments
 from megatron_ds.config import Config
 from megatron_ds.train_state import TrainState
@@ -51,6 +53,7 @@ def run(config: Config) -> dict[str, Any]:
         layout=metadata.ParallelLayout.of(config, 1),
         data_order=metadata.DataOrder.of(config, 1),
         shards={"x": metadata.ShardRecord(0, (1,))},
+        branch=Branch((("name", 0),)),
     ).to_dict()
     return json.loads(json.dumps(values))  # type: ignore[no-any-return]
 
@@ -132,8 +135,9 @@ def test_any_manifest(path: Path, config: Config, run: dict[str, Any], content: 
 @FUZZ_SETTINGS
 def test_any_pointer(path: Path, content: bytes, name: str) -> None:
     (path.parent / name).write_bytes(content)
-    for problem in metadata.stale_pointers(path.parent, path):
-        assert str(path.parent) in problem
+    listing = list_folder(path.parent)
+    assert {*listing.preferred} <= {path}
+    assert all(str(path.parent) in problem for problem in listing.stale)
     (path.parent / name).unlink()
 
 

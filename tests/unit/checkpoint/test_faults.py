@@ -84,7 +84,7 @@ def test_generation_is_given_no_advice_for_a_training(
     checkpoints: CheckpointManager, folder: Path, logged: list[str]
 ) -> None:
     save(checkpoints, 4, 8)
-    (folder / "latest").write_text("global_step4")
+    (folder / "latest").write_text("global_step5")
     logged.clear()
     assert find_checkpoint(folder, logged.append).iteration == 8
     assert re.findall(r"--[a-z-]+", "".join(logged)) == ["--load"]

@@ -11,6 +11,7 @@ import torch
 from deepspeed.runtime.fp16.loss_scaler import LossScaler
 from torch import nn
 
+from megatron_ds.checkpoint.branch import Branch
 from megatron_ds.checkpoint.full_weights import Weights, iter_full_weights, load_full_weights
 from megatron_ds.checkpoint.metadata import (
     CheckpointMetadata,
@@ -42,6 +43,7 @@ def checkpoint_of(
         layout=ParallelLayout(tp, dp, stage, precision, "adam"),
         data_order=DataOrder.of(CONFIG, dp),
         shards={name: ShardRecord(s.dim, s.sections) for name, s in shards.items()},
+        branch=Branch.new(),
     )
     return CheckpointMetadata(path, run)
 

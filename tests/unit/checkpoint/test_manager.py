@@ -79,10 +79,10 @@ def test_save_writes_one_folder_and_two_pointers(
     assert run["config"]["model"]["num_layers"] == 2
 
 
-def test_load_selects_the_highest_iteration(
+def test_load_selects_the_last_save(
     checkpoints: CheckpointManager, folder: Path, logged: list[str]
 ) -> None:
-    save(checkpoints, 9, 8, 10)
+    save(checkpoints, 9, 11, 10)
     logged.clear()
     state, engine = load(checkpoints)
     assert state == state_at(10)
@@ -336,14 +336,3 @@ def test_files_are_flushed_before_the_rename(
     assert named[-3:] == ["global_step1", "latest", "latest_checkpointed_iteration.txt"]
     after = events[len(before) + 1 : events.index(("rename", "latest"))]
     assert ("fsync", folder.name) in after
-
-
-@pytest.mark.parametrize(("start", "warned"), [(0, True), (4, True), (8, False), (9, False)])
-def test_a_save_folder_with_newer_checkpoints_gets_a_warning(
-    start: int, warned: bool, checkpoints: CheckpointManager, folder: Path, logged: list[str]
-) -> None:
-    save(checkpoints, 4, 8, 12)
-    (folder / "global_step12" / "manifest.json").unlink()
-    logged.clear()
-    checkpoints.warn_of_newer(state_at(start))
-    assert ["[save-folder-has-newer]" in line for line in logged] == [True] * warned

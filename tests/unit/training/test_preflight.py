@@ -11,13 +11,14 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
+from megatron_ds.checkpoint.branch import Branch
 from megatron_ds.checkpoint.metadata import (
     MANIFEST,
     RUN,
     DataOrder,
     ParallelLayout,
     RunRecord,
-    checksum_manifest,
+    manifest_text,
 )
 from megatron_ds.cli.arguments import build_config
 from megatron_ds.config import Config
@@ -25,6 +26,7 @@ from megatron_ds.config.problems import Problem
 from megatron_ds.data import validation
 from megatron_ds.data.build_datasets import build_datasets
 from megatron_ds.data.indexed_writer import pair_writer
+from megatron_ds.engine.ds_checkpoint_io import flush_and_hash
 from megatron_ds.engine.ds_config_merge import merge_file
 from megatron_ds.launch import device
 from megatron_ds.tokenizer.null import NullTokenizer
@@ -263,9 +265,10 @@ def saved(config: Config, folder: Path, iteration: int) -> None:
         layout=ParallelLayout.of(config, 1),
         data_order=DataOrder.of(config, 1),
         shards={},
+        branch=Branch.new(),
     )
     (path / RUN).write_text(json.dumps(run.to_dict()))
-    (path / MANIFEST).write_text(checksum_manifest({RUN: {"bytes": (path / RUN).stat().st_size}}))
+    (path / MANIFEST).write_text(manifest_text(flush_and_hash(path, path)))
 
 
 ORDER = "resume-data-order-changed"

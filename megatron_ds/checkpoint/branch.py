@@ -1,0 +1,44 @@
+"""Branches of a run: which checkpoints of a folder continue each other.
+
+A run that starts from a checkpoint before the newest, as with --ckpt-step, starts a branch. In the
+folder, its checkpoints lie between those of the branch that it left.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Branch:
+    """The branches through which a run has come to its present state."""
+
+    segments: tuple[tuple[str, int], ...]
+    """Random name of each branch and the iteration at which the run entered it, in order."""
+
+    @classmethod
+    def new(cls) -> Branch:
+        """The branch of a run that starts from scratch."""
+        return cls(((secrets.token_hex(4), 0),))
+
+    @classmethod
+    def from_json(cls, values: Iterable[Iterable[object]]) -> Branch:
+        """Raises ValueError or TypeError for anything but pairs of a name and an iteration."""
+        segments = tuple((name, start) for name, start in values)
+        if not segments:
+            raise ValueError("branch: it is empty")
+        for name, start in segments:
+            if not isinstance(name, str) or type(start) is not int:
+                raise ValueError(f"branch: {name!r} and {start!r} are not a name and an iteration")
+        return cls(segments)  # type: ignore[arg-type]
+
+    def fork(self, iteration: int) -> Branch:
+        """A new branch that starts from this one's checkpoint of an iteration."""
+        return Branch((*self.at(iteration).segments, (secrets.token_hex(4), iteration)))
+
+    def at(self, iteration: int) -> Branch:
+        """The branch of the checkpoint of an iteration from which this one continued."""
+        first, *others = self.segments
+        return Branch((first, *(each for each in others if each[1] < iteration)))
