@@ -51,7 +51,7 @@ class CheckpointConfig:
     )
     on_damaged_checkpoint: str = option_field(
         "fallback",
-        "what to do when the newest checkpoint is damaged: load the one before it, or exit",
+        "what to do when the checkpoint to load is damaged: load the one before it, or exit",
         choices=("fallback", "error"),
     )
     exit_on_missing_checkpoint: bool = option_field(

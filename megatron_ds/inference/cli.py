@@ -42,7 +42,7 @@ class CheckpointOptions:
 
     load: str = option_field(
         "",
-        "folder of a training run's checkpoints (--save), of which the newest is loaded, "
+        "folder of a training run's checkpoints (--save), of which the last one is loaded, "
         "or a single checkpoint",
         metavar="FOLDER",
         required=True,

@@ -26,7 +26,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def find_checkpoint(folder: Path, warn: Callable[[str], None]) -> CheckpointMetadata:
-    """Selects the newest undamaged checkpoint of a --save folder, or the folder's own.
+    """Selects the last undamaged checkpoint of a --save folder, or the folder's own.
 
     The files with weights are checked against their checksums.
 
