@@ -15,6 +15,7 @@ from megatron_ds.config.fields import option_field
 from megatron_ds.config.problems import Problem
 from megatron_ds.engine.ds_config import build_ds_config, value_origins
 from megatron_ds.engine.ds_config_merge import merge_file
+from megatron_ds.launch import device
 from megatron_ds.tokenizer import build_tokenizer
 
 
@@ -52,7 +53,8 @@ def main(argv: Sequence[str]) -> None:
         training, world_size=world_size, complete=merge_file, program="ds_config.py"
     )
     config = _with_vocabulary(config)
-    generated = build_ds_config(config, config.parallel.data_parallel_size(world_size))
+    dp_size = config.parallel.data_parallel_size(world_size)
+    generated = build_ds_config(config, dp_size, device.kind())
     print(json.dumps(generated, indent=2))
     rows = value_origins(config)
     width = max((len(key) for key in rows), default=0)

@@ -56,7 +56,7 @@ def build_engine(
             settings.
     """
     deepspeed_patches.import_muon_without_compile()
-    ds_config = build_ds_config(config, mesh.dp.size)
+    ds_config = build_ds_config(config, mesh.dp.size, device.type)
     mpu = Mpu(mesh)
     _validate_with_deepspeed(ds_config, mpu, config.deepspeed.deepspeed_config)
     rng = RngStreams(mesh.tp.rank, device)

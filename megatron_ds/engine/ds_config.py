@@ -22,14 +22,21 @@ STEPS_PER_PRINT_OFF = 1 << 30
 
 HALF_PRECISION_DEFAULTS: dict[str, Json] = {
     "fp16": {"auto_cast": False, "consecutive_hysteresis": False},
-    "bf16": {"check_grad_overflow": True, "immediate_grad_update": False},
+    "bf16": {"check_grad_overflow": True, "immediate_grad_update": True},
 }
-"""Keys that no field of the configuration has."""
+"""Keys that no field of the configuration has. With immediate_grad_update, a bf16 gradient is added
+to its fp32 accumulator and freed as soon as it is computed."""
+
+BUCKET_BYTES = 10**9
+"""Largest message of a gradient reduction: DeepSpeed's 5e8 elements in bf16."""
+OVERLAPPED_BUCKET = 40_000_000
+"""Elements of a message that is sent during the backward pass, as in Megatron-Core: a bucket as
+large as the model would be sent at its end."""
+OVERLAPPED_BUCKET_PER_RANK = 1_000_000
+"""The same for each data-parallel rank, so that its share of the message stays large."""
 
 ZERO_DEFAULTS: Json = {
-    "overlap_comm": False,
     "reduce_scatter": True,
-    "reduce_bucket_size": 500_000_000,
     "contiguous_gradients": True,
     "round_robin_gradients": False,
     "ignore_unused_parameters": True,
@@ -56,12 +63,13 @@ ZERO3_DEFAULTS: Json = {
 """Keys that only stage 3 reads."""
 
 
-def build_ds_config(config: Config, dp_size: int) -> Json:
+def build_ds_config(config: Config, dp_size: int, device: str = "cpu") -> Json:
     """Generate the DeepSpeed configuration.
 
     Args:
         config: Configuration that `merge_file` has filled.
         dp_size: Data-parallel size.
+        device: Kind of device, such as "cpu".
     """
     file = config.deepspeed_file
     assert file is not None or config.deepspeed.deepspeed_config is None, "merge_file comes first"
@@ -97,7 +105,7 @@ def build_ds_config(config: Config, dp_size: int) -> Json:
             "min_loss_scale": int(precision.min_loss_scale),
         },
         "bf16": {**_passed(user, "bf16"), "enabled": precision.bf16},
-        "zero_optimization": _zero_block(config, user.get("zero_optimization") or {}),
+        "zero_optimization": _zero_block(config, user, dp_size, is_cpu=device == "cpu"),
         "optimizer": _optimizer_block(config, user),
         "activation_checkpointing": _checkpointing_block(config),
     }
@@ -105,6 +113,9 @@ def build_ds_config(config: Config, dp_size: int) -> Json:
     for key in sorted(PASSED_KEYS.keys() & given.keys()):
         result[key] = copy.deepcopy(given[key])
     result["communication_data_type"] = as_dtype(result["communication_data_type"])
+    zero = result["zero_optimization"]
+    if "reduce_bucket_size" not in zero:
+        zero["reduce_bucket_size"] = _bucket_size(config, result, dp_size)
     return result
 
 
@@ -168,13 +179,16 @@ def _without_auto(values: Json) -> Json:
     return {key: value for key, value in values.items() if value not in (None, "auto")}
 
 
-def _zero_block(config: Config, user: Json) -> Json:
+def _zero_block(config: Config, user: Json, dp_size: int, *, is_cpu: bool) -> Json:
+    """All keys but a reduce_bucket_size that the file leaves open."""
     stage = zero_stage(config)
     result: Json = {"stage": stage, **ZERO_DEFAULTS}
     result |= ZERO3_DEFAULTS if stage == 3 else ZERO12_DEFAULTS
-    result["overlap_comm"] = stage == 3
-    result["reduce_bucket_size"] = _bucket_size(config)
-    for key, value in _without_auto(user).items():
+    # Stage 1 reduces after the last backward pass only. Offloaded gradients are copied to the host
+    # from the buckets, and stage 2 would keep twice as many of them.
+    is_overlapping = stage == 2 and dp_size > 1 and not (is_cpu or config.deepspeed.cpu_optimizer)
+    result["overlap_comm"] = stage == 3 or is_overlapping
+    for key, value in _without_auto(user.get("zero_optimization") or {}).items():
         if key != "stage" and is_read_at(key, stage):
             result[key] = copy.deepcopy(value)
     for key, wanted in (
@@ -184,13 +198,18 @@ def _zero_block(config: Config, user: Json) -> Json:
         block = result.pop(key, None) or {}
         if wanted != "none":
             device = block.get("device")
-            result[key] = block | {"device": device if device in ("cpu", "nvme") else wanted}
+            # Copies of pageable memory are slow, and the device waits for them.
+            pinned = {"pin_memory": not is_cpu}
+            target = {"device": device if device in ("cpu", "nvme") else wanted}
+            result[key] = pinned | block | target
     return result
 
 
-def _bucket_size(config: Config) -> int:
-    """DeepSpeed's default, at most the model's size: the bucket is allocated at once."""
-    largest: int = ZERO_DEFAULTS["reduce_bucket_size"]
+def _bucket_size(config: Config, generated: Json, dp_size: int) -> int:
+    """Elements of a reduction, at most the model's size: the bucket is allocated at once."""
+    largest = BUCKET_BYTES // (4 if generated["communication_data_type"] == "fp32" else 2)
+    if generated["zero_optimization"]["overlap_comm"]:
+        largest = min(largest, max(OVERLAPPED_BUCKET, OVERLAPPED_BUCKET_PER_RANK * dp_size))
     if not config.model.vocab_size:
         return largest
     tp_size = config.parallel.tensor_model_parallel_size

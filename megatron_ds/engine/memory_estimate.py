@@ -48,6 +48,8 @@ class MemoryInputs:
     """Two with overlap_comm, and under ZeRO-3, which scatters a bucket from a copy of it."""
     offload_optimizer: bool = False
     offload_parameters: bool = False
+    immediate_grad_update: bool = True
+    """Stage 1 adds a bf16 gradient to its fp32 accumulator as soon as it is computed."""
     on_cpu: bool = False
     """On a CPU, dropout saves its mask in the data type, and attention with dropout its scores."""
 
@@ -87,17 +89,22 @@ class MemoryEstimate:
 
 
 def memory_inputs(
-    config: Config, settings: EngineSettings, zero: Mapping[str, Any], tp_size: int, device: str
+    config: Config,
+    settings: EngineSettings,
+    ds_config: Mapping[str, Any],
+    tp_size: int,
+    device: str,
 ) -> MemoryInputs:
     """Derive the inputs of the estimate from an engine.
 
     Args:
         config: Complete configuration of the run.
         settings: Settings of the engine in effect.
-        zero: Block `zero_optimization` of the DeepSpeed configuration.
+        ds_config: DeepSpeed configuration of the engine.
         tp_size: Tensor-parallel size.
         device: Kind of device, such as "cpu".
     """
+    zero = ds_config["zero_optimization"]
     moments = 2 if config.optimizer.optimizer == "adam" else int(config.optimizer.sgd_momentum != 0)
     return MemoryInputs(
         zero_stage=settings.zero_stage,
@@ -111,6 +118,7 @@ def memory_inputs(
         num_buckets=2 if zero.get("overlap_comm") or settings.zero_stage == 3 else 1,
         offload_optimizer=settings.optimizer_offload != "none",
         offload_parameters=settings.param_offload != "none",
+        immediate_grad_update=bool(ds_config["bf16"]["immediate_grad_update"]),
         on_cpu=device == "cpu",
     )
 
@@ -182,9 +190,10 @@ class _Sizes:
             device["moments"] = inputs.moments * FP32 * full
             return device, host
         if inputs.zero_stage == 1:
-            device["gradients"] = inputs.param_bytes * full
+            if self.has_bucket or not inputs.immediate_grad_update:
+                device["gradients"] = inputs.param_bytes * full
             if self.has_accumulator:
-                # Gradients of one micro-batch, until they are accumulated in fp32.
+                # The gradients are those of one micro-batch, until they are accumulated in fp32.
                 device["accumulated gradients"] = inputs.accumulation_bytes * full
         else:
             optimizer["accumulated gradients"] = inputs.accumulation_bytes * partition

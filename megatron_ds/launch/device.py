@@ -26,15 +26,21 @@ def known_without_fp16() -> bool:
 
     False if unknown: then the check after the import of torch decides.
     """
-    requested = os.environ.get("DS_ACCELERATOR")
-    if requested is None and version("torch").endswith("+cpu"):
-        requested = None if any(map(find_spec, DEVICE_PACKAGES)) else "cpu"
     cpu_info = Path("/proc/cpuinfo")
-    if requested != "cpu" or not cpu_info.exists():
+    if not _is_known_to_be_cpu() or not cpu_info.exists():
         return False
     lines = cpu_info.read_text(encoding="utf-8", errors="replace").splitlines()
     features = next((line for line in lines if line.startswith("flags")), None)
     return features is not None and not FP16_FEATURES & set(features.split())
+
+
+def kind() -> str:
+    """Kind of the device, such as "cpu", without importing torch where the answer is known."""
+    if _is_known_to_be_cpu():
+        return "cpu"
+    from deepspeed.accelerator import get_accelerator
+
+    return str(get_accelerator().device_name())
 
 
 def device_memory() -> dict[str, int]:
@@ -79,6 +85,13 @@ class PeakMemory:
             return int(self._accelerator.max_memory_allocated()) - (self._before or 0)
         peak = _process_status("VmHWM")
         return None if peak is None or self._before is None else peak - self._before
+
+
+def _is_known_to_be_cpu() -> bool:
+    requested = os.environ.get("DS_ACCELERATOR")
+    if requested is None and version("torch").endswith("+cpu"):
+        requested = None if any(map(find_spec, DEVICE_PACKAGES)) else "cpu"
+    return requested == "cpu"
 
 
 def _process_status(name: str) -> int | None:

@@ -156,8 +156,9 @@ def _estimate_memory(
     config: Config, mesh: Mesh, engine: Engine, context: distributed.ProcessContext
 ) -> MemoryEstimate:
     """Memory of this process, from the settings that DeepSpeed runs with."""
-    zero = engine.ds_config["zero_optimization"]
-    inputs = memory_inputs(config, engine.settings, zero, mesh.tp.size, context.device.type)
+    inputs = memory_inputs(
+        config, engine.settings, engine.ds_config, mesh.tp.size, context.device.type
+    )
     return memory_estimate(config, inputs)
 
 

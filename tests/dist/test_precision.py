@@ -1,12 +1,16 @@
 """Number formats and offloading on two ranks, compared with one process in fp32.
 
 bf16 agrees with fp32 at every stage and tensor-parallel size and accumulates gradients in fp32.
-Offloaded optimizer states and parameters change nothing.
+Offloaded optimizer states and parameters change nothing; neither do the settings of DeepSpeed that
+only decide when a gradient is summed or sent.
 """
 
 from __future__ import annotations
 
 import itertools
+import json
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,6 +27,16 @@ LAYOUTS = list(itertools.product((1, 2, 3), (1, 2)))
 """ZeRO stage and tensor-parallel size."""
 OFFLOADED = [(stage, tp, "cpu" if (stage, tp) == (3, 2) else "none") for stage, tp in LAYOUTS]
 """Stage, tensor-parallel size and device of the parameters; optimizer states are in host memory."""
+
+TIMING = [
+    ("zero_optimization.overlap_comm", 1, 1, False),
+    ("zero_optimization.overlap_comm", 2, 1, False),
+    ("zero_optimization.overlap_comm", 2, 1, True),
+    ("zero_optimization.overlap_comm", 3, 1, True),
+    ("bf16.immediate_grad_update", 1, 1, True),
+    ("bf16.immediate_grad_update", 1, 2, True),
+]
+"""Switch of DeepSpeed, ZeRO stage, tensor-parallel size, bf16."""
 
 MICRO_BATCHES = 96
 # All micro-batches are equal, so each adds the same gradient to a sum up to 95 times as large. bf16
@@ -49,9 +63,24 @@ def accumulating_config(stage: int, in_fp32: bool) -> Config:
     )
 
 
+def switched(folder: Path, switch: str, stage: int, tp: int, *, bf16: bool, value: bool) -> Config:
+    """A configuration with a switch of DeepSpeed, several buckets and accumulation."""
+    block, key = switch.split(".")
+    values: dict[str, Any] = {"zero_optimization": {"stage": stage, "reduce_bucket_size": 4000}}
+    values.setdefault(block, {})[key] = value
+    path = folder / f"{switch}-{stage}-{value}.json"
+    path.write_text(json.dumps(values), encoding="utf-8")
+    case = Case(2, stage, tp, 4, "learned", "adamw")
+    return config_of(case, precision={"bf16": bf16}, deepspeed={"deepspeed_config": str(path)})
+
+
 @pytest.fixture(scope="module")
-def outcomes() -> JobResults:
-    jobs = {}
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> JobResults:
+    jobs, folder = {}, tmp_path_factory.mktemp("files")
+    for (switch, stage, tp, bf16), value in itertools.product(TIMING, (True, False)):
+        config = switched(folder, switch, stage, tp, bf16=bf16, value=value)
+        plans = parity_cases.plans_of(Case(2, stage, tp, 4, "learned", "adamw"))
+        jobs[f"{switch}-{stage}-{tp}-{bf16}-{value}"] = training(config, plans)
     for stage, tp in LAYOUTS:
         job = case_training(layout(stage, tp), precision={"bf16": True})
         jobs[f"bf16-{stage}-{tp}"] = job
@@ -100,3 +129,19 @@ def test_offloading_changes_nothing(stage: int, tp: int, remote: str, outcomes: 
     same process."""
     for run in outcomes.of(f"offloaded-{stage}-{tp}-{remote}"):
         assert differences(run, reference_of("learned", "adamw")) == []
+
+
+@pytest.mark.parametrize(("switch", "stage", "tp", "bf16"), TIMING)
+def test_when_a_gradient_is_sent_changes_no_bit(
+    switch: str, stage: int, tp: int, bf16: bool, outcomes: JobResults
+) -> None:
+    name = f"{switch}-{stage}-{tp}-{bf16}"
+    for on, off in zip(outcomes.of(f"{name}-True"), outcomes.of(f"{name}-False"), strict=True):
+        assert (on.losses, on.norms) == (off.losses, off.norms)
+        assert differences_of_weights(on.weights, off.weights) == []
+
+
+def differences_of_weights(one: list[Tensors], other: list[Tensors]) -> list[str]:
+    """Names of the weights that are not equal bit for bit, of all steps."""
+    steps = zip(one, other, strict=True)
+    return [name for a, b in steps for name in a if not torch.equal(a[name], b[name])]

@@ -197,8 +197,9 @@ def on_a_rank(rank: int, configs: dict[str, Config]) -> RankResult:
         assert not engine.train_step(
             batches, schedules.plan(config, TrainState(), mesh.dp.size)
         ).skipped
-        zero = ds_config["zero_optimization"]
-        result.inputs[layout] = memory_inputs(config, engine.settings, zero, mesh.tp.size, "cpu")
+        result.inputs[layout] = memory_inputs(
+            config, engine.settings, ds_config, mesh.tp.size, "cpu"
+        )
         result.state_bytes[layout] = engine.state_bytes()
     for setting, (layout, changes) in OVERRIDDEN.items():
         generate = engine_build.build_ds_config

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -74,6 +75,54 @@ def test_reduction_bucket_is_at_most_the_model_size(merge: Merge) -> None:
 
     assert 1000 * 64 < bucket_size("auto") < 1_000_000
     assert bucket_size(5e7) == 5e7
+
+
+def zero_block(flags: str, device: str, dp_size: int = 2) -> dict[str, Any]:
+    block: dict[str, Any] = build_ds_config(merged(flags).config, dp_size, device)[
+        "zero_optimization"
+    ]
+    return block
+
+
+@pytest.mark.parametrize(
+    ("flags", "device", "dp_size", "overlaps"),
+    [
+        ("--zero-stage 3", "cpu", 2, True),
+        ("--zero-stage 2", "cpu", 2, False),
+        ("--zero-stage 2", "xpu", 2, True),
+        ("--zero-stage 2", "xpu", 1, False),
+        ("--zero-stage 2 --cpu-optimizer", "xpu", 2, False),
+        ("--zero-stage 1", "xpu", 2, False),
+    ],
+)
+def test_reduction_overlaps_with_the_backward_pass_where_it_pays(
+    flags: str, device: str, dp_size: int, overlaps: bool
+) -> None:
+    assert zero_block(flags, device, dp_size)["overlap_comm"] is overlaps
+
+
+def test_bucket_is_bounded_in_bytes_and_small_where_it_is_sent_early() -> None:
+    sizes = {
+        "--zero-stage 1": 250_000_000,
+        "--zero-stage 1 --fp16 --no-accumulate-allreduce-grads-in-fp32": 500_000_000,
+        "--zero-stage 2 --fp16": 40_000_000,
+        "--zero-stage 3": 40_000_000,
+    }
+    for flags, size in sizes.items():
+        assert zero_block(flags, "xpu")["reduce_bucket_size"] == size
+    assert zero_block("--zero-stage 3", "xpu", 64)["reduce_bucket_size"] == 64_000_000
+
+
+def test_offloaded_states_are_pinned_on_an_accelerator(merge: Merge) -> None:
+    flags = "--zero-stage 3 --cpu-optimizer --remote-device cpu"
+    for device, is_pinned in (("cpu", False), ("xpu", True)):
+        zero = zero_block(flags, device)
+        for block in ("offload_optimizer", "offload_param"):
+            assert zero[block] == {"device": "cpu", "pin_memory": is_pinned}
+    block = {"device": "cpu", "pin_memory": False}
+    file = {"zero_optimization": {"stage": 2, "offload_optimizer": block}}
+    zero = build_ds_config(merge(file).config, 2, "xpu")["zero_optimization"]
+    assert zero["offload_optimizer"] == block
 
 
 if __name__ == "__main__":

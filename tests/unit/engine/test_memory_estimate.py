@@ -148,7 +148,7 @@ def parameter_bytes() -> int:
 
 
 @pytest.mark.parametrize(
-    ("stage", "bytes_per_parameter"), [(1, 8 + 12 / 4), (2, 2 + 16 / 4), (3, 18 / 4)]
+    ("stage", "bytes_per_parameter"), [(1, 6 + 12 / 4), (2, 2 + 16 / 4), (3, 18 / 4)]
 )
 def test_states_take_documented_bytes_per_parameter(stage: int, bytes_per_parameter: float) -> None:
     assert states(stage).states == pytest.approx(
