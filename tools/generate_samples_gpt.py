@@ -10,25 +10,41 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import io
 import json
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megatron_ds import cli
 from megatron_ds.cli.command import table_of
 from megatron_ds.config import ModelConfig
 from megatron_ds.config.checks import file_problems
-from megatron_ds.config.fields import option_field, option_group
-from megatron_ds.config.problems import Problem, option
+from megatron_ds.config.fields import (
+    ANY_VALUE,
+    exclusive_problem,
+    no_effect_problem,
+    option_field,
+    option_group,
+    when,
+)
+from megatron_ds.config.problems import Problem, UserError, option
 from megatron_ds.inference.cli import (
     GenerationOptions,
     broadcast_from_rank0,
     loaded_model,
     log_rank0,
     open_checkpoint,
+)
+from megatron_ds.inference.prompts import (
+    Prompt,
+    encode_prompts,
+    output_problems,
+    read_prompt_file,
+    replace_text_file,
 )
 from megatron_ds.inference.sampling_params import SamplingParams
 from megatron_ds.launch import environment, output
@@ -41,11 +57,14 @@ DEFAULT_NEW_TOKENS = 1024
 
 
 @dataclass(frozen=True)
-class Prompt:
-    """A text to continue; None for a sample without a prompt."""
+class Continuation:
+    """The continuation of a prompt."""
 
-    text: str | None
+    prompt: Prompt
     ids: list[int]
+    """New tokens."""
+    logprobs: list[float] | None
+    """Of every token of prompt and continuation but the first, if requested."""
 
 
 @dataclass(frozen=True)
@@ -64,11 +83,14 @@ class Options(GenerationOptions):
         (), "prompts; repeatable", nargs="*", aliases=("prompts",), repeatable=True
     )
     sample_input_file: str | None = option_field(
-        None, "text file with one prompt per line", metavar="FILE"
+        None,
+        "file with one prompt per line, or JSON lines (.jsonl): strings, or objects with the key "
+        "prompt or text",
+        metavar="FILE",
     )
     sample_output_file: str | None = option_field(
         None,
-        "output file for prompts and continuations (default: the terminal, or "
+        "output file for prompts and continuations as text (default: the terminal, or "
         "SAMPLE_INPUT_FILE.out)",
         metavar="FILE",
     )
@@ -79,9 +101,15 @@ class Options(GenerationOptions):
     )
     genfile: str | None = option_field(
         None,
-        "output file for --num-samples: JSON lines with text, length in tokens, finished "
-        "(default: the terminal)",
+        "output file for JSON lines with prompt (if there is one), text, length in tokens, "
+        "finished",
         metavar="FILE",
+    )
+    logprobs: bool = option_field(
+        False,
+        "add to each line of --genfile the tokens of prompt and text, and the log-probabilities "
+        "of all but the first",
+        only_with=when(genfile=ANY_VALUE),
     )
     out_seq_length: int | None = option_field(
         None,
@@ -109,6 +137,19 @@ class Options(GenerationOptions):
         return GenerationConfig(new_tokens, self.sampling, eod, max_length, use_cache=self.kv_cache)
 
     @property
+    def output_file(self) -> tuple[str, str] | None:
+        """Option field and path of the output; None for the terminal."""
+        for name in ("genfile", "sample_output_file"):
+            if (path := getattr(self, name)) is not None:
+                return name, path
+        source = self.sample_input_file
+        return None if source is None else ("sample_input_file", f"{source}.out")
+
+    @property
+    def scores_texts(self) -> bool:
+        return self.logprobs and self.genfile is not None
+
+    @property
     def is_interactive(self) -> bool:
         return not (self.prompt or self.sample_input_file or self.num_samples)
 
@@ -121,14 +162,19 @@ class Options(GenerationOptions):
             yield Problem("several-prompt-sources", *sources, flags=flags)
         if self.sample_input_file is not None:
             yield from file_problems("sample_input_file", self.sample_input_file)
-        if self.genfile is not None and not self.num_samples:
-            yield Problem("genfile-without-samples")
-        if self.sample_output_file is not None and self.num_samples:
-            yield Problem("output-file-of-samples")
-        for name in ("genfile", "sample_output_file"):
-            path = getattr(self, name)
-            if path is not None and not Path(path).parent.is_dir():
-                yield Problem("samples-folder-missing", name, flag=option(name), path=path)
+        if self.genfile is not None and self.sample_output_file is not None:
+            yield exclusive_problem("genfile", "sample_output_file")
+        if (output_file := self.output_file) is not None:
+            name, path = output_file
+            yield from output_problems(name, path)
+            source = self.sample_input_file
+            if source is not None and os.path.realpath(path) == os.path.realpath(source):
+                yield Problem("output-is-prompt-file", name, path=path)
+
+    def warnings(self) -> Iterator[Problem]:
+        names = [each for each in ("temperature", "top_k", "top_p") if each in self.given]
+        if self.sampling.greedy and names:
+            yield no_effect_problem(*names, reason=f"with {option('greedy')}")
 
 
 def run(options: Options) -> None:
@@ -138,6 +184,7 @@ def run(options: Options) -> None:
         UserError: If options and checkpoint do not fit.
     """
     from megatron_ds.inference.generate import generate, prompt_problems
+    from megatron_ds.inference.logprobs import score
 
     found, model_config, tokenizer = open_checkpoint(options)
     config = options.generation_config(model_config, tokenizer.eod)
@@ -149,18 +196,31 @@ def run(options: Options) -> None:
     if environment.rank() == 0:
         batches = batches_of(options, tokenizer, problems_with)
     with loaded_model(options, found, endless=options.is_interactive) as model:
+        is_over = False
 
-        def results() -> Iterator[tuple[Prompt, list[int]]]:
+        def results() -> Iterator[Continuation]:
+            nonlocal is_over
             done = 0
             while batch := broadcast_from_rank0(next(batches, None)):
-                ids = [prompt.ids for prompt in batch]
-                yield from zip(batch, generate(model, ids, config, first_index=done), strict=True)
+                prompts = [prompt.ids for prompt in batch]
+                texts = generate(model, prompts, config, first_index=done)
+                scores: list[list[float] | None] = [None] * len(batch)
+                if options.scores_texts:
+                    pairs = zip(prompts, texts, strict=True)
+                    scores = [score(model, [*ids, *more]).logprobs for ids, more in pairs]
+                yield from map(Continuation, batch, texts, scores)
                 done += len(batch)
+            is_over = True
 
-        if environment.rank() == 0:
-            write_texts(options, tokenizer, results())
-        else:
+        if environment.rank() != 0:
             collections.deque(results(), maxlen=0)
+            return
+        try:
+            write_texts(options, tokenizer, results())
+        except OSError:  # of the output, between two batches
+            if not is_over:
+                broadcast_from_rank0(None)  # ends the other ranks
+            raise
 
 
 def batches_of(
@@ -170,14 +230,18 @@ def batches_of(
     ends the program; typed prompts are checked when they are read."""
     if options.is_interactive:
         return _typed(tokenizer, problems_with)
+    problems: list[str] = []
     if options.num_samples:
         prompts = [Prompt(None, [tokenizer.eod])] * options.num_samples
     else:
-        texts = options.prompt
+        texts: Sequence[str] = options.prompt
         if options.sample_input_file is not None:
-            texts = tuple(Path(options.sample_input_file).read_text("utf-8").splitlines())
-        prompts = [_encode(text, tokenizer) for text in texts]
-    if problems := problems_with(prompts):
+            texts = read_prompt_file(Path(options.sample_input_file))
+        try:
+            prompts = encode_prompts(texts, tokenizer)
+        except UserError as error:
+            prompts, problems = [], list(error.problems)
+    if problems := problems or problems_with(prompts):
         cli.fail(problems, table_of(Options), rank=environment.rank())
     size = options.micro_batch_size
     return iter([prompts[start : start + size] for start in range(0, len(prompts), size)])
@@ -186,60 +250,66 @@ def batches_of(
 def _typed(
     tokenizer: Tokenizer, problems_with: Callable[[Sequence[Prompt]], list[str]]
 ) -> Iterator[list[Prompt]]:
+    """The prompts that are typed, until "stop", the end of the input or an interrupt."""
     at_terminal = sys.stdin.isatty()
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        # A line that is not UTF-8 is reported, and the next one is read.
+        sys.stdin.reconfigure(encoding="utf-8", errors="surrogateescape", newline="\n")
     while True:
         if at_terminal:
-            print("Context prompt >>> ", end="", file=sys.stderr, flush=True)
-        line = sys.stdin.readline()
-        text = line.rstrip("\n")
+            print("Context prompt (stop to exit) >>> ", end="", file=sys.stderr, flush=True)
+        try:
+            line = sys.stdin.readline()
+        except KeyboardInterrupt:
+            log_rank0("")
+            return
+        text = line.removeprefix("\ufeff").removesuffix("\n").removesuffix("\r")
         if not line or text == "stop":
             return
         try:
-            prompt = _encode(text, tokenizer)
-            problems = problems_with([prompt])
-        except ValueError as error:
-            problems = [str(error)]
+            prompts = encode_prompts([text], tokenizer)
+            problems = problems_with(prompts)
+        except UserError as error:
+            problems = list(error.problems)
         if problems:
             log_rank0("\n".join(problems))
         else:
-            yield [prompt]
+            yield prompts
 
 
-def _encode(text: str, tokenizer: Tokenizer) -> Prompt:
-    """The prompt of a text. One without tokens starts like a document, after the end of another."""
-    return Prompt(text, tokenizer.encode(text) or [tokenizer.eod])
-
-
-def write_texts(
-    options: Options, tokenizer: Tokenizer, results: Iterable[tuple[Prompt, list[int]]]
-) -> None:
+def write_texts(options: Options, tokenizer: Tokenizer, results: Iterable[Continuation]) -> None:
     """Writes each prompt's text, from the new tokens, as soon as it is generated."""
-    path = options.genfile or options.sample_output_file
-    if path is None and options.sample_input_file is not None:
-        path = f"{options.sample_input_file}.out"
+    path = None if options.output_file is None else options.output_file[1]
+    file = contextlib.nullcontext(sys.stdout) if path is None else replace_text_file(path)
     count = 0
-    with contextlib.ExitStack() as stack:
-        file = sys.stdout
-        if path is not None:
-            file = stack.enter_context(open(path, "w", encoding="utf-8"))
-            stack.callback(lambda: log_rank0(f"wrote {count} texts to {path}"))
-        for count, (prompt, ids) in enumerate(results, start=1):
-            finished = ids[-1] == tokenizer.eod
-            text = tokenizer.decode(ids[:-1] if finished else ids)
-            if options.genfile is not None:
-                record = {"text": text, "length": len(ids), "finished": finished}
-                file.write(json.dumps(record, ensure_ascii=False) + "\n")
-            elif prompt.text is None:
-                file.write(f"Sample {count}: {text}\n\n")
-            else:
-                file.write(f"Context: {prompt.text}\nGenerated: {text}\n\n")
-            file.flush()
+    with file as stream:
+        for count, result in enumerate(results, start=1):
+            stream.write(_shown(result, count, tokenizer, as_json=options.genfile is not None))
+            stream.flush()
+    if path is not None:
+        log_rank0(f"wrote {count} texts to {path}")
+
+
+def _shown(result: Continuation, number: int, tokenizer: Tokenizer, *, as_json: bool) -> str:
+    """A continuation as text or as a JSON line."""
+    ids, given = result.ids, result.prompt.text
+    finished = ids[-1] == tokenizer.eod
+    text = tokenizer.decode(ids[:-1] if finished else ids)
+    if as_json:
+        record: dict[str, Any] = {} if given is None else {"prompt": given}
+        record |= {"text": text, "length": len(ids), "finished": finished}
+        if result.logprobs is not None:
+            record |= {"tokens": [*result.prompt.ids, *ids], "logprobs": result.logprobs}
+        return json.dumps(record, ensure_ascii=False) + "\n"
+    if given is None:
+        return f"Sample {number}: {text}\n\n"
+    return f"Context: {given}\nGenerated: {text}\n\n"
 
 
 def main(argv: Sequence[str]) -> None:
     options = cli.parse(Options, argv, rank=environment.rank())
     environment.prepare_environment()
-    with output.exit_on_user_error():
+    with output.exit_without_traceback():
         run(options)
 
 

@@ -140,7 +140,7 @@ class ServerRunner:
 def main(argv: Sequence[str]) -> None:
     options = cli.parse(Options, argv, rank=environment.rank())
     environment.prepare_environment()
-    with output.exit_on_user_error():
+    with output.exit_without_traceback():
         run(options)
 
 

@@ -9,6 +9,7 @@ import torch
 
 from megatron_ds.inference.generate import ShouldContinue, StopRules, check_cancelled, eval_mode
 from megatron_ds.inference.kv_cache import PreallocatedCache
+from megatron_ds.inference.sampling import check_finite
 from megatron_ds.model.gpt import GPTModel
 
 
@@ -66,6 +67,7 @@ def beam_search(
 
     Raises:
         Cancelled: If `should_continue` returned False.
+        UserError: If the model's logits are not finite.
     """
     device = next(model.parameters()).device
     width, penalty = config.width, config.length_penalty
@@ -102,6 +104,7 @@ def _best_extensions(
     # fp64: the differences between long sums are small.
     sums_B = torch.tensor([beam.score for beam in beams], dtype=torch.float64)
     sums = (sums_B[:, None] + logprobs_BV.double().cpu()).flatten()
+    check_finite(sums.max().view(1).tolist())  # NaN if any sum is
     values, indexes = sums.topk(min(count, sums.numel()))
     return [
         (index // vocab, Hypothesis([*beams[index // vocab].ids, index % vocab], value))

@@ -111,7 +111,8 @@ def generate(
 
     Raises:
         UserError: Before any computation, if a prompt is empty, has ids outside the vocabulary or
-            does not fit, or if the sampling parameters are invalid.
+            does not fit, or if the sampling parameters are invalid. Later, if the model's logits
+            are not finite.
         Cancelled: If `should_continue` returned False.
     """
     raise_if_any([*prompt_problems(model.config, prompts, config), *config.sampling.problems()])

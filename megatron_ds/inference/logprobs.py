@@ -9,6 +9,7 @@ import torch
 
 from megatron_ds.inference.generate import ShouldContinue, check_cancelled, eval_mode
 from megatron_ds.inference.kv_cache import PreallocatedCache
+from megatron_ds.inference.sampling import check_finite
 from megatron_ds.model.gpt import GPTModel
 
 CHUNK_TOKENS = 128
@@ -43,6 +44,7 @@ def score(
 
     Raises:
         Cancelled: If `should_continue` returned False.
+        UserError: If the model's logits are not finite.
     """
     scores = Scores([], [])
     device = next(model.parameters()).device
@@ -54,7 +56,9 @@ def score(
             logits_SV = model(torch.tensor([ids[start:end]], device=device), cache=cache)[0]
             logprobs_SV = logits_SV.log_softmax(dim=-1)
             following = torch.tensor(ids[start + 1 : end + 1], device=device)
-            scores.logprobs.extend(logprobs_SV.gather(-1, following[:, None])[:, 0].tolist())
+            chosen: list[float] = logprobs_SV.gather(-1, following[:, None])[:, 0].tolist()
+            check_finite(chosen)
+            scores.logprobs.extend(chosen)
             values, tokens = logprobs_SV.topk(min(top_n, model.config.vocab_size), dim=-1)
             for row, numbers in zip(tokens.tolist(), values.tolist(), strict=True):
                 scores.top.append(list(zip(row, numbers, strict=True)))

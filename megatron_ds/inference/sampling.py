@@ -11,10 +11,12 @@ Shapes: B prompts, V vocabulary, n candidates of each prompt.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 
 import torch
 
+from megatron_ds.config.problems import user_error
 from megatron_ds.inference.sampling_params import SamplingParams
 
 TOP_P_CANDIDATES = 1024
@@ -40,14 +42,33 @@ def choose(
 
     Returns:
         An id for each row.
+
+    Raises:
+        UserError: If a row has no finite maximum. The values are compared on the CPU, with the
+            transfer that the choice needs, so that the device is not synchronized more often.
     """
     if sampling.greedy:
-        chosen = logits_BV.argmax(dim=-1, keepdim=True)
-    else:
-        probabilities_Bn, ids_Bn = candidates(logits_BV, sampling)
-        chosen = ids_Bn.gather(-1, draw(probabilities_Bn, generators).to(ids_Bn.device))
-    tokens: list[int] = chosen.flatten().tolist()
+        highest, chosen = logits_BV.float().max(dim=-1)
+        # fp32 holds the ids of any vocabulary exactly.
+        values, ids = torch.stack([highest, chosen.float()]).tolist()
+        check_finite(values)
+        return [int(number) for number in ids]
+    probabilities_Bn, ids_Bn = candidates(logits_BV, sampling)
+    drawn = ids_Bn.gather(-1, draw(probabilities_Bn, generators).to(ids_Bn.device))
+    tokens: list[int] = drawn.flatten().tolist()
     return tokens
+
+
+def check_finite(values: Iterable[float]) -> None:
+    """
+    Args:
+        values: Numbers that are finite if the model's logits are.
+
+    Raises:
+        UserError: If one is not.
+    """
+    if not all(map(math.isfinite, values)):
+        raise user_error("logits-not-finite")
 
 
 def candidates(
@@ -55,14 +76,17 @@ def candidates(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Candidates for the next token.
 
-    The logits are divided by the temperature. Top-k keeps the k most probable tokens. Of those,
-    top-p (nucleus sampling, Holtzman et al. 2020) keeps the fewest most probable tokens whose total
-    probability reaches p.
+    The logits, less their maximum, are divided by the temperature. Top-k keeps the k most probable
+    tokens. Of those, top-p (nucleus sampling, Holtzman et al. 2020) keeps the fewest most probable
+    tokens whose total probability reaches p.
 
     Returns:
         Unnormalized probabilities, 0 for excluded tokens, and ids, each [B, n].
     """
-    logits_BV = logits_BV.float() / sampling.temperature
+    logits_BV = logits_BV.float()
+    # The maximum becomes 0 and no other logit positive, so that no quotient overflows to +inf.
+    logits_BV = logits_BV - logits_BV.amax(dim=-1, keepdim=True)
+    logits_BV = logits_BV / max(sampling.temperature, torch.finfo(torch.float32).tiny)
     vocab = logits_BV.shape[-1]
     if 0 < sampling.top_k < vocab:
         logits_Bn, ids = logits_BV.topk(sampling.top_k, dim=-1)
@@ -98,9 +122,13 @@ def draw(weights_Bn: torch.Tensor, generators: Sequence[torch.Generator]) -> tor
 
     Returns:
         Columns, [B, 1], on the CPU.
+
+    Raises:
+        UserError: If the sum of a row's weights is not finite.
     """
     sums = weights_Bn.cpu().double().cumsum(dim=-1)
     total = sums[:, -1:].contiguous()
+    check_finite(total.flatten().tolist())
     uniform = [torch.rand(1, generator=each, dtype=torch.float64) for each in generators]
     found = torch.searchsorted(sums, torch.stack(uniform) * total, right=True)
     # If the product is rounded up to the total, the search ends after the last nonzero weight.

@@ -31,7 +31,7 @@ class CandidateOptions:
 class SamplingParams(CandidateOptions):
     """How the next token is chosen from the logits."""
 
-    greedy: bool = option_field(False, "select the most probable token")
+    greedy: bool = option_field(False, "select the most probable token instead of sampling")
     seed: int = option_field(1234, "random seed of sampling", minimum=0, below=2**63)
     top_p_decay: float = 0.0
     """Factor of top_p for every new token; 0 is off."""
@@ -49,5 +49,3 @@ class SamplingParams(CandidateOptions):
 
     def problems(self) -> Iterator[Problem]:
         yield from field_problems(self)
-        if self.greedy and (self.top_k or self.top_p or self.temperature != 1.0):
-            yield Problem("greedy-does-not-sample")

@@ -124,6 +124,9 @@ class TextServer(Generic[Job]):
             self._broken = error
             signal.raise_signal(signal.SIGTERM)
             return _error(500, f"the server stops: {error}")
+        except UserError as error:  # of the model, since the request is valid
+            self._log(f"ERROR: {error}")
+            return _error(500, str(error))
         except Exception as error:
             self._log(traceback.format_exc())
             return _error(500, f"{type(error).__name__}: {error}")

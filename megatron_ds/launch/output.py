@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import signal
 import sys
 import sysconfig
 import time
@@ -17,6 +18,7 @@ from typing import TextIO
 
 from megatron_ds.config.problems import UserError
 from megatron_ds.launch.environment import local_rank, rank, world_size
+from megatron_ds.launch.exit_codes import ExitCode
 
 DISK_FULL_ERRORS = (errno.ENOSPC, errno.EDQUOT)
 
@@ -136,18 +138,29 @@ def _is_stdlib_file(filename: str) -> bool:
 
 
 @contextmanager
-def exit_on_user_error() -> Iterator[None]:
-    """Ends the program with status 1 and a message for a user's error (see `is_user_error`).
+def exit_without_traceback() -> Iterator[None]:
+    """Ends the program with a message for a user's error (see `is_user_error`) and an interrupt.
 
-    Other errors keep their traceback. If several ranks have the same error, one of them prints it.
+    The status is 1 for a user's error and 130 for an interrupt; if the reader of the output has
+    exited, as `head` does, it is 141. Other errors keep their traceback. If several ranks have the
+    same error, one of them prints it.
     """
     try:
         yield
+        sys.stdout.flush()
+    except BrokenPipeError:
+        redirect_to_null(sys.stdout)
+        raise SystemExit(128 + signal.SIGPIPE) from None
+    except KeyboardInterrupt as error:
+        if local_rank() == 0:
+            print_error("; ".join(["interrupted", *getattr(error, "__notes__", ())]))
+        raise SystemExit(int(ExitCode.INTERRUPTED)) from None
     except (ValueError, OSError) as error:
         if not is_user_error(error):
             raise
         if _is_first_to_report():
-            print_error(with_rank_prefix(error_message(error)))
+            notes = getattr(error, "__notes__", ())
+            print_error("\n".join([with_rank_prefix(error_message(error)), *notes]))
         raise SystemExit(1) from None
 
 

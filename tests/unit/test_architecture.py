@@ -38,7 +38,7 @@ ALLOWED = {
     "preprocess": "config data fileio tokenizer",
     "checkpoint": "config data engine fileio launch parallel train_state",
     "cleaning": "cli config fileio launch preprocess tokenizer",
-    "inference": "checkpoint cli config launch model parallel tokenizer",
+    "inference": "checkpoint cli config fileio launch model parallel tokenizer",
     "training": "checkpoint config data engine fileio launch model parallel schedule_validation "
     "schedules tokenizer train_state",
 }

@@ -13,6 +13,7 @@ from megatron_ds.inference.beam import BeamSearchConfig, Hypothesis, beam_search
 from megatron_ds.inference.generate import Cancelled, GenerationConfig, generate
 from megatron_ds.inference.sampling_params import SamplingParams
 from megatron_ds.model.gpt import GPTModel
+from tests.problems import raises_problem
 from tests.unit.inference.models import KINDS, VOCAB, model_of
 
 PROMPT = [3, 1, 4, 1, 5]
@@ -118,3 +119,11 @@ def test_forbidden_tokens_are_in_no_beam() -> None:
 def test_beam_search_can_be_cancelled() -> None:
     with pytest.raises(Cancelled):
         beam_search(model_of("rope"), [1], BeamSearchConfig(2, 1, 0), should_continue=lambda: False)
+
+
+def test_logits_that_are_not_finite_are_reported() -> None:
+    model = model_of("rope")
+    with torch.no_grad():
+        next(model.parameters()).fill_(torch.nan)
+    with raises_problem("logits-not-finite"):
+        beam_search(model, [1, 2], BeamSearchConfig(3, 2, 0))

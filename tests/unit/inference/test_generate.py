@@ -148,8 +148,8 @@ def test_no_prompts_give_no_texts() -> None:
         ([[1] * 33, [1] * 32], GenerationConfig(8, GREEDY), "prompt-exceeds-learned-positions"),
         ([[1] * 12], GenerationConfig(3, GREEDY, max_length=12), "prompt-fills-sequence"),
         (
-            *([[], [VOCAB]], GenerationConfig(3, SamplingParams(top_k=2, greedy=True))),
-            "prompt-without-tokens prompt-id-out-of-range greedy-does-not-sample",
+            *([[], [VOCAB]], GenerationConfig(3, SamplingParams(top_k=-2))),
+            "prompt-without-tokens prompt-id-out-of-range out-of-range",
         ),
     ],
     ids=str,

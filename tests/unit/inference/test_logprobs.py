@@ -7,6 +7,7 @@ import torch
 
 from megatron_ds.inference.generate import Cancelled
 from megatron_ds.inference.logprobs import score
+from tests.problems import raises_problem
 from tests.unit.inference.models import KINDS, VOCAB, model_of
 
 IDS = [3, 1, 4, 1, 5, 9, 2, 6, 5, 35, 89, 79]
@@ -45,3 +46,11 @@ def test_a_single_token_has_no_score() -> None:
 def test_scoring_can_be_cancelled() -> None:
     with pytest.raises(Cancelled):
         score(model_of("rope"), IDS, should_continue=lambda: False)
+
+
+def test_logits_that_are_not_finite_are_reported() -> None:
+    model = model_of("rope")
+    with torch.no_grad():
+        next(model.parameters()).fill_(torch.nan)
+    with raises_problem("logits-not-finite"):
+        score(model, [1, 2, 3])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch
 from megatron_ds.inference import sampling as module
 from megatron_ds.inference.sampling import candidates, choose, draw, prompt_generator
 from megatron_ds.inference.sampling_params import SamplingParams
+from tests.problems import raises_problem
 
 SHARES = (0.05, 0.4, 0.25, 0.0, 0.2, 0.1)
 """Probabilities of six tokens; the fourth is padding."""
@@ -124,9 +126,34 @@ def test_the_default_generator_is_not_used() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_parameters_of_sampling_are_rejected_for_greedy_decoding() -> None:
-    for options in ({"top_k": 4}, {"temperature": 0.7}):
-        assert len(list(SamplingParams(greedy=True, **options).problems())) == 1
+def test_parameters_of_sampling_have_no_effect_on_greedy_decoding() -> None:
+    plain = choose(logits(), SamplingParams(greedy=True), [])
+    options = SamplingParams(greedy=True, top_k=4, top_p=0.1, temperature=9.0)
+    assert choose(logits(), options, []) == plain
+    assert list(options.problems()) == []
+
+
+@pytest.mark.parametrize("temperature", [1e-300, 1e-45, 1e-40, 1e-30, 1e-5])
+@pytest.mark.parametrize("options", [{}, {"top_k": 3}, {"top_p": 0.9}])
+def test_smallest_temperatures_take_the_most_probable_token(
+    temperature: float, options: dict[str, Any]
+) -> None:
+    row = torch.tensor([[90.0, 80.0, 95.0, -torch.inf]])
+    params = SamplingParams(temperature=temperature, **options)
+    for scale in (1.0, -1.0, 1e30):
+        expected = [1] if scale < 0 else [2]
+        scaled = torch.cat([row[:, :3] * scale, row[:, 3:]], dim=1)
+        assert choose(scaled, params, [prompt_generator(1, 0)]) == expected
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize("options", [{"greedy": True}, {}, {"top_k": 2}, {"top_p": 0.5}])
+def test_logits_that_are_not_finite_are_reported(value: float, options: dict[str, Any]) -> None:
+    broken = logits()
+    broken[-1, 3] = value
+    generators = [prompt_generator(1, index) for index in range(len(broken))]
+    with raises_problem("logits-not-finite"):
+        choose(broken, SamplingParams(**options), generators)
 
 
 def test_all_problems_are_reported_at_once() -> None:

@@ -87,12 +87,16 @@ def test_a_failed_request_does_not_stop_the_server() -> None:
     def run(job: str, cancelled: threading.Event) -> dict[str, Any]:
         if job == "divide":
             return {"text": 1 / 0}
+        if job == "diverged":
+            raise UserError(Problem.of("some-code", "not finite"))
         return {"text": float("nan")} if job == "nan" else echo(job, cancelled)
 
     client = Client(run)
 
     assert client.put(b"divide") == (500, {"message": "ZeroDivisionError: division by zero"})
     assert "Traceback" in client.log[0]
+    assert client.put(b"diverged") == (500, {"message": "not finite"})
+    assert "Traceback" not in client.log[1]
     assert (client.put(b"nan")[0], client.put(b"well")) == (500, (200, {"text": ["well"]}))
 
 

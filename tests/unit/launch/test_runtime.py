@@ -83,7 +83,7 @@ def test_folder_of_ops_set_by_the_user_is_kept(
 
 @pytest.mark.usefixtures("single_process")
 def test_user_error_exits_with_its_message(capfd: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended, output.exit_on_user_error():
+    with pytest.raises(SystemExit) as ended, output.exit_without_traceback():
         raise UserError(Problem.of("some-code", "a message"))
 
     assert ended.value.code == 1
@@ -91,10 +91,31 @@ def test_user_error_exits_with_its_message(capfd: pytest.CaptureFixture[str]) ->
     assert (out, err) == ("", "pretrain_gpt.py: a message [some-code]\n")
 
 
+@pytest.mark.usefixtures("single_process")
+def test_interrupt_and_closed_pipe_exit_without_a_traceback(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interrupt = KeyboardInterrupt()
+    interrupt.add_note("a note")
+    with pytest.raises(SystemExit) as ended, output.exit_without_traceback():
+        raise interrupt
+    assert ended.value.code == 130
+    assert capfd.readouterr() == ("", "interrupted; a note\n")
+
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "w") as stream:
+        monkeypatch.setattr(sys, "stdout", stream)
+        with pytest.raises(SystemExit) as ended, output.exit_without_traceback():
+            print("unread")
+    assert ended.value.code == 141
+    assert capfd.readouterr() == ("", "")
+
+
 def test_other_errors_keep_their_tracebacks(capfd: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(ValueError, match="invalid literal"), output.exit_on_user_error():
+    with pytest.raises(ValueError, match="invalid literal"), output.exit_without_traceback():
         int("x")
-    with pytest.raises(IndexError, match="of a dataset of 0"), output.exit_on_user_error():
+    with pytest.raises(IndexError, match="of a dataset of 0"), output.exit_without_traceback():
         GPTDataset(MagicMock(), MagicMock(), 5)[0]
 
     assert capfd.readouterr().err == ""

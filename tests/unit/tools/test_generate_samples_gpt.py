@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import os
+import stat
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -15,9 +20,10 @@ from megatron_ds import cli
 from megatron_ds.config import ModelConfig, RuntimeConfig
 from megatron_ds.inference.cli import loaded_model, model_conflicts
 from megatron_ds.inference.generate import GenerationConfig
+from megatron_ds.inference.prompts import Prompt, read_prompt_file
 from megatron_ds.inference.sampling_params import SamplingParams
 from megatron_ds.launch import distributed
-from tests.problems import codes, fields, printed_codes
+from tests.problems import codes, fields, printed_codes, raises_problem
 from tools import generate_samples_gpt as tool
 
 REPOSITORY = Path(__file__).resolve().parents[3]
@@ -120,7 +126,7 @@ def test_all_problems_are_reported_at_once(
         *("--load", tmp_path / "no", "--prompt", "a", "--num-samples", -1, "--temperature", 0),
         *("--tensor-model-parallel-size", 3, "--bf16", "--fp16", "--top-k", -1),
         *("--genfile", tmp_path / "no" / "x", "--out-seq-length", 0, "--micro-batch-size", 0),
-        *("--sample-output-file", tmp_path / "no" / "y", "--unheard-of", 3),
+        *("--sample-output-file", tmp_path, "--unheard-of", 3),
     )
 
     assert Counter(result) == {
@@ -130,8 +136,8 @@ def test_all_problems_are_reported_at_once(
         "generation-needs-all-processes": 1,
         "several-precisions": 1,
         "several-prompt-sources": 1,
-        "output-file-of-samples": 1,
-        "samples-folder-missing": 2,
+        "mutually-exclusive": 1,
+        "samples-folder-missing": 1,
     }
 
 
@@ -139,8 +145,8 @@ def test_all_problems_are_reported_at_once(
     ("arguments", "code"),
     [
         ((), "required"),
-        (("--load", ".", "--genfile", "x"), "genfile-without-samples"),
-        (("--load", ".", "--greedy", "--top-k", "2"), "greedy-does-not-sample"),
+        (("--load", ".", "--genfile", "/"), "not-a-file"),
+        (("--load", ".", "--sample-output-file", "."), "not-a-file"),
         (("--load", ".", "stray"), "unexpected-argument"),
         (("--load", ".", "--num-layers", "two"), "not-an-integer"),
         (("--load", ".", "--activation", "soft"), "invalid-choice"),
@@ -180,7 +186,7 @@ def test_different_model_flags_are_reported_with_both_values() -> None:
         assert all(str(value) in problem for value in values)
 
 
-def batches(options: tool.Options, problems: Any = lambda _: []) -> list[list[tool.Prompt]]:
+def batches(options: tool.Options, problems: Any = lambda _: []) -> list[list[Prompt]]:
     return list(tool.batches_of(options, Words(), problems))
 
 
@@ -192,13 +198,65 @@ def test_file_has_one_prompt_per_line(tmp_path: Path) -> None:
     result = batches(options)
 
     # An empty prompt starts from the end-of-document token.
-    pair = [tool.Prompt("a bb", [1, 2]), tool.Prompt("", [9])]
-    assert result == [pair, [tool.Prompt("ccc", [3])]]
+    pair = [Prompt("a bb", [1, 2]), Prompt("", [9])]
+    assert result == [pair, [Prompt("ccc", [3])]]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "expected"),
+    [
+        (
+            "in.txt",
+            "\ufeffa\u2028b\r\nc\x0b\x0c\x1c\x85d \n\ne\rf\n".encode(),
+            ["a\u2028b", "c\x0b\x0c\x1c\x85d ", "", "e\rf"],
+        ),
+        ("in.txt", b"a\nb", ["a", "b"]),
+        ("in.txt", b"", []),
+        (
+            "in.jsonl",
+            b'{"prompt": "a\\nb", "text": "no"}\n"c"\r\n{"text": ""}\n',
+            ["a\nb", "c", ""],
+        ),
+    ],
+)
+def test_prompt_file_is_split_at_line_ends_only(
+    tmp_path: Path, name: str, content: bytes, expected: list[str]
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    assert read_prompt_file(tmp_path / name) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "code", "line"),
+    [
+        ("in.txt", b"a\ncaf\xe9\n", "prompt-file-not-utf8", 2),
+        ("in.jsonl", b'"a"\n{"no": "b"}\n', "prompt-line-invalid", 2),
+        ("in.jsonl", b'"a"\n"b"\n{"text": 3}', "prompt-line-invalid", 3),
+        ("in.jsonl", b"\n", "prompt-line-invalid", 1),
+    ],
+)
+def test_lines_without_a_prompt_are_reported_by_number(
+    tmp_path: Path, name: str, content: bytes, code: str, line: int
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    with raises_problem(code, "sample_input_file", contains=f"{name}:{line}: "):
+        read_prompt_file(tmp_path / name)
+
+
+def test_prompts_that_cannot_be_encoded_are_reported_together(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = parse("--load", tmp_path, "--prompt", "bad \udcff byte", "a", "what?")
+    with pytest.raises(SystemExit) as end:
+        batches(options)
+    assert end.value.code == 2
+    shown = printed_codes(capsys.readouterr().err)
+    assert shown == ["prompt-not-unicode", "prompt-not-encodable"]
 
 
 def test_samples_start_from_the_end_of_document(tmp_path: Path) -> None:
     result = batches(parse("--load", tmp_path, "--num-samples", 3, "--micro-batch-size", 2))
-    assert result == [[tool.Prompt(None, [9])] * 2, [tool.Prompt(None, [9])]]
+    assert result == [[Prompt(None, [9])] * 2, [Prompt(None, [9])]]
 
 
 def test_invalid_prompts_exit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -214,29 +272,45 @@ def test_invalid_prompts_exit(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 def test_typed_prompts_continue_after_invalid_ones_until_stop(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "typed").write_text("a bb\nwhat?\ntoo long\nccc\nstop\nd\n", encoding="utf-8")
+    typed_bytes = b"\xef\xbb\xbfa bb\nwhat?\nbad \xff byte\ntoo long\n\xe2\x80\xa8c cc\r\nstop\nd\n"
+    (tmp_path / "typed").write_bytes(typed_bytes)
     options = parse("--load", tmp_path)
 
-    def problems(prompts: list[tool.Prompt]) -> list[str]:
+    def problems(prompts: list[Prompt]) -> list[str]:
         return ["it is too long"] if prompts[0].text == "too long" else []
 
     with open(tmp_path / "typed", encoding="utf-8") as typed:
         monkeypatch.setattr(sys, "stdin", typed)
         result = batches(options, problems)
 
-    assert [batch[0].text for batch in result] == ["a bb", "ccc"]
-    assert capsys.readouterr().err == "no such word\nit is too long\n"
+    assert [batch[0].text for batch in result] == ["a bb", "\u2028c cc"]
+    shown = capsys.readouterr().err.splitlines()
+    assert len(shown) == 3
+    assert shown[0].endswith("no such word")
+    assert shown[2] == "it is too long"
 
 
-def write_output(options: tool.Options, prompts: list[tool.Prompt], texts: list[list[int]]) -> None:
-    tool.write_texts(options, Words(), zip(prompts, texts, strict=True))
+def test_an_interrupt_at_the_prompt_ends_the_session(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    typed = MagicMock()
+    typed.readline.side_effect = ["a\n", KeyboardInterrupt]
+    monkeypatch.setattr(sys, "stdin", typed)
+    assert batches(parse("--load", tmp_path)) == [[Prompt("a", [1])]]
+    assert "stop" in capsys.readouterr().err
+
+
+def write_output(options: tool.Options, prompts: list[Prompt], texts: list[list[int]]) -> None:
+    pairs = zip(prompts, texts, strict=True)
+    results = (tool.Continuation(prompt, ids, None) for prompt, ids in pairs)
+    tool.write_texts(options, Words(), results)
 
 
 def test_samples_are_written_as_json_lines(tmp_path: Path) -> None:
     path = tmp_path / "samples.jsonl"
     options = parse("--load", tmp_path, "--num-samples", 2, "--genfile", path)
 
-    write_output(options, [tool.Prompt(None, [9])] * 2, [[1, 2, 9], [3, 1]])
+    write_output(options, [Prompt(None, [9])] * 2, [[1, 2, 9], [3, 1]])
 
     assert path.read_text("utf-8") == (
         '{"text": "éx xx", "length": 3, "finished": true}\n'
@@ -250,18 +324,98 @@ def test_continuations_are_written_next_to_the_prompt_file(
     (tmp_path / "in").touch()
     options = parse("--load", tmp_path, "--sample-input-file", tmp_path / "in")
 
-    write_output(options, [tool.Prompt("a", [1]), tool.Prompt("bb", [2])], [[1, 9], [2]])
+    write_output(options, [Prompt("a", [1]), Prompt("bb", [2])], [[1, 9], [2]])
 
     expected = "Context: a\nGenerated: éx\n\nContext: bb\nGenerated: éxx\n\n"
     assert (tmp_path / "in.out").read_text("utf-8") == expected
     assert capsys.readouterr() == ("", f"wrote 2 texts to {tmp_path / 'in.out'}\n")
 
 
+def test_prompts_are_written_as_json_lines_with_log_probabilities(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    options = parse("--load", tmp_path, "--prompt", "a\nb", "--genfile", path, "--logprobs")
+    assert options.scores_texts
+
+    result = tool.Continuation(Prompt("a\nb", [1, 1]), [2, 9], [-0.5, -1.5, -2.5])
+    tool.write_texts(options, Words(), [result])
+
+    assert json.loads(path.read_text("utf-8")) == {
+        "prompt": "a\nb",
+        "text": "éxx",
+        "length": 2,
+        "finished": True,
+        "tokens": [1, 1, 2, 9],
+        "logprobs": [-0.5, -1.5, -2.5],
+    }
+
+
+@pytest.mark.parametrize(
+    ("flags", "names"),
+    [
+        (("--greedy", "--top-k", "5", "--temperature", "0.5"), ("temperature", "top_k")),
+        (("--logprobs",), ("logprobs",)),
+        (("--greedy",), None),
+        (("--top-p", "0.5", "--genfile", "x", "--logprobs"), None),
+    ],
+)
+def test_flags_without_effect_are_warned_of(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    flags: tuple[str, ...],
+    names: tuple[str, ...] | None,
+) -> None:
+    parse("--load", tmp_path, *flags)
+    shown = capsys.readouterr().err
+    assert printed_codes(shown) == ([] if names is None else ["no-effect"])
+    assert all(f"--{name.replace('_', '-')}" in shown for name in names or ())
+
+
+def test_output_must_not_replace_the_prompts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "in").write_text("a\n")
+    (tmp_path / "in.out").symlink_to("in")
+    given = ("--load", ".", "--sample-input-file", tmp_path / "in")
+    for output in ((), ("--sample-output-file", "./in"), ("--genfile", "in.out")):
+        assert codes_of(capsys, *given, *output) == ["output-is-prompt-file"]
+    parse(*given, "--genfile", "other")
+
+
+def test_an_interrupted_output_leaves_the_file_and_keeps_the_texts(tmp_path: Path) -> None:
+    path = tmp_path / "out"
+    path.write_text("of an earlier run")
+    options = parse("--load", tmp_path, "--num-samples", 2, "--sample-output-file", path)
+
+    def results() -> Iterator[tool.Continuation]:
+        yield tool.Continuation(Prompt(None, [9]), [1], None)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt) as caught:
+        tool.write_texts(options, Words(), results())
+    partial = tmp_path / "out.partial"
+    assert str(partial) in caught.value.__notes__[0]
+    assert path.read_text() == "of an earlier run"
+    assert partial.read_text() == "Sample 1: éx\n\n"
+    tool.write_texts(options, Words(), ())
+    assert path.read_text() == ""
+    assert not partial.exists()
+
+
+def test_special_files_are_written_directly(tmp_path: Path) -> None:
+    options = parse("--load", tmp_path, "--num-samples", 1, "--sample-output-file", "/dev/null")
+    write_output(options, [Prompt(None, [9])], [[1]])
+    assert stat.S_ISCHR(os.stat("/dev/null").st_mode)
+    full = parse("--load", tmp_path, "--num-samples", 1, "--sample-output-file", "/dev/full")
+    with pytest.raises(OSError, match=r"space.*/dev/full"):
+        write_output(full, [Prompt(None, [9])], [[1]])
+
+
 def test_output_without_a_file_goes_to_the_terminal(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = parse("--load", tmp_path, "--num-samples", 2)
-    write_output(options, [tool.Prompt(None, [9])] * 2, [[1, 9], [2]])
+    write_output(options, [Prompt(None, [9])] * 2, [[1, 9], [2]])
     assert capsys.readouterr() == ("Sample 1: éx\n\nSample 2: éxx\n\n", "")
 
 
