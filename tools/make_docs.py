@@ -107,11 +107,22 @@ def _settings(flags: Iterable[Flag], table: FlagTable) -> str:
     rows = []
     for flag in flags:
         names = " ".join(f"`--{name}`" for name in (flag.names[0], *other_names(flag)))
-        values = ", ".join(flag.choices) or flag.usage.partition(" ")[2]
+        values = _choices(flag) or flag.usage.partition(" ")[2]
         if flag.positional:
             names, values = f"`{flag.metavar}`", ""
         rows.append((names, values, default_of(flag), explanation(flag, table, in_table=True)))
     return _table(("flag", "value", "default", "meaning"), rows)
+
+
+def _choices(flag: Flag) -> str:
+    """The choices of a flag, each with its other spellings."""
+    others: dict[str, list[str]] = {choice: [] for choice in flag.choices or ()}
+    for other, choice in flag.synonyms.items():
+        others[choice].append(other)
+    return ", ".join(
+        f"{choice} (also {', '.join(names)})" if names else choice
+        for choice, names in others.items()
+    )
 
 
 def _defaults() -> str:

@@ -79,12 +79,16 @@ def clean_and_report(options: CleaningOptions, log_interval: int) -> None:
 
 def final_report(counts: Counts, options: CleaningOptions, seconds: float) -> Iterator[str]:
     """The results, stage by stage, and the output files."""
-    before, after = counts.before, counts.after
-    yield (
-        f"kept {after.documents:,} of {before.documents:,} documents, {after.characters:,} of "
-        f"{before.characters:,} characters, in {seconds:.1f} s "
-        f"({before.characters / max(seconds, 1e-9) / 1e6:.2f} million characters/s)"
-    )
+    before, after, seconds = counts.before, counts.after, max(seconds, 1e-9)
+    if not options.order:  # the texts were not read
+        speed = f"{before.documents / seconds:,.0f} documents/s"
+        yield f"merged {after.documents:,} documents in {seconds:.1f} s ({speed})"
+    else:
+        yield (
+            f"kept {after.documents:,} of {before.documents:,} documents, {after.characters:,} of "
+            f"{before.characters:,} characters, in {seconds:.1f} s "
+            f"({before.characters / seconds / 1e6:.2f} million characters/s)"
+        )
     if counts.bad:
         listed = ", ".join(f"{count:,} {reason}" for reason, count in sorted(counts.bad.items()))
         yield f"rejected: {listed}; listed in {options.quarantine}"

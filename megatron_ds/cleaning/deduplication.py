@@ -238,11 +238,11 @@ class LshIndex:
 def shingles(text: str, ngram: int, unit: str) -> set[str]:
     """The n-grams of words or characters of a text in lower case; of a shorter text, the text.
 
-    Punctuation between words is ignored, and whitespace between characters collapsed.
+    Punctuation between words is ignored, and whitespace between characters collapsed. A text
+    without words, such as one of emoji, has n-grams of characters.
     """
     text = text.casefold()
-    if unit == "words":
-        words = WORD.findall(text)
+    if unit == "words" and (words := WORD.findall(text)):
         runs = range(max(1, len(words) - ngram + 1))
         return {" ".join(words[at : at + ngram]) for at in runs}
     text = " ".join(text.split())

@@ -115,7 +115,8 @@ class SignatureWorker:
         return [self._sign(item, key) for item in items], end
 
     def _sign(self, item: RawDocument, key: str) -> SignedDocument | RejectedDocument:
-        texts = texts_of(item, TextFields((key, "text"), InputSpec.max_document_bytes))
+        wanted = TextFields((key, "text"), InputSpec.max_document_bytes, id_keys=(key,))
+        texts = texts_of(item, wanted)
         if isinstance(texts, RejectedDocument):
             return texts
         return SignedDocument(texts[0], self.near(Document(texts[1], None)).key)

@@ -7,6 +7,7 @@ interruption. Memory is flat except for the keys of kept documents. Knows no com
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -191,9 +192,23 @@ def _line(item: RawDocument, key: str | None, before: str, text: str) -> bytes:
         path = (key,) if key in value else key.split(".")
         value = _replaced(value, path, text)
     try:
-        return (json.dumps(value, ensure_ascii=False, default=str) + "\n").encode()
+        line = json.dumps(value, ensure_ascii=False, default=str, allow_nan=False)
+    except ValueError:
+        value = _without_nan(value)
+        line = json.dumps(value, ensure_ascii=False, default=str)
+    try:
+        return f"{line}\n".encode()
     except UnicodeEncodeError:  # half of a surrogate pair in another field
         return (json.dumps(value, default=str) + "\n").encode()
+
+
+def _without_nan(value: Any) -> Any:
+    """The value with null for NaN and infinite numbers, for which JSON has no notation."""
+    if isinstance(value, dict):
+        return {key: _without_nan(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return list(map(_without_nan, value))
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _replaced(value: dict[str, Any], path: Sequence[str], text: str) -> dict[str, Any]:

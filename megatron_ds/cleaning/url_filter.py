@@ -11,6 +11,7 @@ A block list has one entry per line; text after a # is a comment.
 from __future__ import annotations
 
 import re
+import unicodedata
 from collections.abc import Iterator, Sequence
 from hashlib import sha256
 from pathlib import Path
@@ -37,6 +38,9 @@ SECOND_LEVEL = frozenset(
 HOST = re.compile(r"(?!-)[\w-]+(\.[\w-]+)*")
 SUFFIX = re.compile(r"(\.\w+)+")
 REGEX = "regex:"
+MAX_NAME = 255
+"""Characters of a host, and of the end of a file's name in which suffixes are searched. An address
+in crawled text may have any length."""
 
 
 class UrlFilter:
@@ -76,7 +80,7 @@ class UrlFilter:
                 except re.error as error:
                     yield _list_problem(f"{path}:{number}", f"invalid pattern: {error}")
                 continue
-            entry = entry.lower()
+            entry = _unicode_host(entry.lower())
             if SUFFIX.fullmatch(entry):
                 self._suffixes.add(entry)
             elif HOST.fullmatch(entry):
@@ -93,7 +97,7 @@ class UrlFilter:
         """Reason for which an address is dropped, or None."""
         try:
             parts = urlsplit(url.strip())
-            host = (parts.hostname or "").rstrip(".")
+            host = _unicode_host((parts.hostname or "").rstrip("."))
         except ValueError:
             return "no address"
         if parts.scheme not in ("http", "https") or not HOST.fullmatch(host):
@@ -102,7 +106,7 @@ class UrlFilter:
         domains = (".".join(labels[at:]) for at in range(len(labels)))
         if any(domain in self._hosts for domain in domains) or _name_of(labels) in self._names:
             return "unwanted host"
-        file = unquote(parts.path).lower().rpartition("/")[2]
+        file = unquote(parts.path).lower().rpartition("/")[2][-MAX_NAME:]
         ends = (file[at:] for at, letter in enumerate(file) if letter == ".")
         if any(end in self._suffixes for end in ends):
             return "unwanted kind of file"
@@ -113,6 +117,25 @@ class UrlFilter:
 
 def _list_problem(place: str, reason: str) -> Problem:
     return Problem("invalid-url-blacklist", place=place, reason=reason)
+
+
+def _unicode_host(host: str) -> str:
+    """A host with its internationalized labels in Unicode: `exämple.com` of xn--exmple-cua.com.
+
+    Raises:
+        ValueError: If it is too long, or has a label that is not valid.
+    """
+    if len(host) > MAX_NAME:
+        raise ValueError("a host of more than 253 characters")
+    if not host.isascii():
+        host = unicodedata.normalize("NFKC", host).replace("\u3002", ".").lower()
+    if "xn--" not in host:
+        return host
+    labels = (
+        label.removeprefix("xn--").encode().decode("punycode") if label[:4] == "xn--" else label
+        for label in host.split(".")
+    )
+    return ".".join(labels)
 
 
 def _name_of(labels: list[str]) -> str:

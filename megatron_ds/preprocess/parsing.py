@@ -36,10 +36,12 @@ class TextFields:
     Attributes:
         keys: `a.b` is the field b of a, unless there is a field named `a.b`.
         max_document_bytes: Longer texts are rejected.
+        id_keys: Keys whose value may also be an integer, read as its digits.
     """
 
     keys: Sequence[str]
     max_document_bytes: int
+    id_keys: Sequence[str] = ()
 
 
 class RejectedDocument(NamedTuple):
@@ -125,6 +127,8 @@ def _texts_in(item: RawDocument, value: object, fields: TextFields) -> list[str]
             more = ", ..." if len(value) > KEYS_SHOWN else ""
             has = f"(it has {', '.join(shown) or 'none'}{more})"
             return reject(item, MISSING_KEY, f"has no key {key!r} {has}")
+        if type(text) is int and key in fields.id_keys:
+            text = str(text)
         if not isinstance(text, str):
             return reject(item, WRONG_TYPE, f"{key!r} must be text, not {type(text).__name__}")
         try:

@@ -9,8 +9,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_ds.config.problems import user_error
-from megatron_ds.tokenizer.base import Tokenizer, count_ids, library_errors, read_json
+from megatron_ds.config.problems import UserError, option, user_error
+from megatron_ds.tokenizer.base import (
+    Tokenizer,
+    count_ids,
+    import_library,
+    library_errors,
+    read_json,
+)
 from megatron_ds.tokenizer.fingerprint import TokenizerFingerprint, hash_files
 
 COMMON_END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]", "<|eot_id|>")
@@ -18,6 +24,8 @@ REQUIRED_FILES = ("vocab_file", "merges_file")
 """Keys of `vocab_files_names`, in transformers, of the files without which a tokenizer is empty."""
 SIDE_FILES = ("tokenizer_config.json", "special_tokens_map.json")
 """Files next to tokenizer.json that name the end-of-document token."""
+TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges*", "*.model", "*.tiktoken")
+"""Files of which a folder with a tokenizer has at least one."""
 HUB_NAME = re.compile(r"\w[\w.-]*(/[\w.-]+)?")
 """Such as `gpt2` or `bigscience/bloom`."""
 HUB_FILES = ("*.json", "*.txt", "*.model", "*.tiktoken")
@@ -116,11 +124,15 @@ class PretrainedTokenizer:
         """
         from transformers import AutoTokenizer
 
-        with library_errors("pretrained-tokenizer-unreadable", folder=folder):
-            self._tokenizer: Any = AutoTokenizer.from_pretrained(
-                folder, local_files_only=True, trust_remote_code=trust_remote_code
-            )
-            vocab: dict[str, int] = self._tokenizer.get_vocab()
+        try:
+            with library_errors("pretrained-tokenizer-unreadable", folder=folder):
+                self._tokenizer: Any = AutoTokenizer.from_pretrained(
+                    folder, local_files_only=True, trust_remote_code=trust_remote_code
+                )
+                vocab: dict[str, int] = self._tokenizer.get_vocab()
+        except UserError:
+            _raise_known_cause(Path(folder), trust_remote_code)
+            raise
         names: dict[str, str] = self._tokenizer.vocab_files_names
         _check_files(Path(folder), names)
         self.vocab_size = count_ids(vocab, "tokenizer_model", folder)
@@ -144,6 +156,19 @@ class PretrainedTokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
+
+
+def _raise_known_cause(folder: Path, trust_remote_code: bool) -> None:
+    """Raises the problem of a folder that transformers cannot load, where its words mislead."""
+    if not any(path for pattern in TOKENIZER_FILES for path in folder.glob(pattern)):
+        raise user_error("tokenizer-not-found", path=folder) from None
+    if any(folder.glob("*.model")):
+        import_library("sentencepiece", f"{option('tokenizer_model')} {folder}")
+    config = folder / "tokenizer_config.json"
+    if not trust_remote_code and config.is_file():
+        code = read_json(config, "tokenizer_model").get("auto_map")
+        if isinstance(code, dict) and "AutoTokenizer" in code:
+            raise user_error("tokenizer-code-not-trusted", folder=folder) from None
 
 
 def _check_files(folder: Path, names: Mapping[str, str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import tracemalloc
 
@@ -18,7 +19,10 @@ from megatron_ds.cleaning.deduplication import (
     SeenHashes,
     shingles,
 )
+from megatron_ds.cleaning.find_duplicates import Position, SignatureWorker, SignedDocument
 from megatron_ds.cleaning.stages import Document
+from megatron_ds.preprocess.formats import RawDocument
+from megatron_ds.preprocess.parsing import RejectedDocument
 
 WORDS = [f"word{number}" for number in range(5000)]
 
@@ -104,6 +108,19 @@ def test_shingles_of_words_and_of_characters() -> None:
     assert shingles("A b", 5, "words") == {"a b"}
     assert shingles("Ab \n c", 3, "characters") == {"ab ", "b c"}
     assert shingles("", 3, "characters") == {""}
+    assert shingles("...!!! ???", 5, "words") != shingles("--- ***", 5, "words")
+    assert shingles("\N{FIRE}\N{ROCKET}", 5, "words") == {"\N{FIRE}\N{ROCKET}"}
+
+
+def test_ids_of_listed_duplicates_may_be_numbers() -> None:
+    rows = [{"id": 7, "text": "a"}, {"id": "x", "text": "a"}, {"id": 1.5, "text": "a"}]
+    items = [RawDocument("f", at, json.dumps(row).encode()) for at, row in enumerate(rows, 1)]
+    worker = SignatureWorker(MinHashSignature(NearOptions()))
+    first, second, third = worker((items, "id", Position()))[0]
+    assert isinstance(first, SignedDocument)
+    assert isinstance(second, SignedDocument)
+    assert (first.name, second.name) == ("7", "x")
+    assert isinstance(third, RejectedDocument)
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from unittest.mock import Mock
 
 import pytest
 
+from megatron_ds.cleaning.command import final_report
 from megatron_ds.cleaning.decontamination import TaskOptions
 from megatron_ds.cleaning.options import CleaningOptions
 from megatron_ds.cleaning.pipeline import clean
@@ -162,6 +163,27 @@ def test_without_stages_lines_are_merged(tmp_path: Path) -> None:
     counts = clean(options(source))
     assert (tmp_path / "out.jsonl").read_text() == '{"no": "text"}\n{"text": 5}\n'
     assert counts.bad == {"wrong type": 1}
+    summary, rejected, written = final_report(counts, options(source), 0.5)
+    assert summary == "merged 2 documents in 0.5 s (4 documents/s)"
+    assert "1 wrong type" in rejected
+    assert "out.jsonl" in written
+
+
+def test_numbers_that_json_lacks_are_written_as_null(tmp_path: Path) -> None:
+    import pyarrow
+    from pyarrow import parquet
+
+    row = {"text": "some text", "n": float("nan"), "more": {"list": [1.5, float("-inf")]}}
+    parquet.write_table(pyarrow.Table.from_pylist([row]), tmp_path / "in.parquet")
+    (tmp_path / "in.jsonl").write_text('{"text": "schÃ¶n", "n": NaN}\n')
+    expected = {
+        "in.parquet": {"text": "some text", "n": None, "more": {"list": [1.5, None]}},
+        "in.jsonl": {"text": "schön", "n": None},
+    }
+    for name, document in expected.items():
+        clean(options(tmp_path / name, "fix"))
+        text = (tmp_path / "out.jsonl").read_text()
+        assert json.loads(text, parse_constant=pytest.fail) == document
 
 
 def test_resume_rejects_changed_inputs_and_settings(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import time
 from pathlib import Path
 
 import ftfy
@@ -92,6 +93,8 @@ def test_short_texts_are_dropped() -> None:
 LIST = """\
 # comment
 example.com   # and its subdomains
+exämple.org
+xn--strae-oqa.de
 Reddit
 .xyz
 regex:/tag/\\d+
@@ -104,6 +107,16 @@ regex:/tag/\\d+
         ("https://example.com/a", "unwanted host"),
         ("http://www.EXAMPLE.com:80", "unwanted host"),
         ("https://notexample.com/", None),
+        ("https://www.xn--exmple-cua.org/", "unwanted host"),
+        ("https://EXÄMPLE.org/", "unwanted host"),
+        ("https://exämple。org/", "unwanted host"),
+        ("https://exaemple.org/", None),
+        ("https://straße.de/", "unwanted host"),
+        ("https://strasse.de/", None),
+        ("https://xn--\x80/", "no address"),
+        (f"https://{'a.' * 200}example.com/", "no address"),
+        (f"https://a.org/{'.' * 400}pdf", "unwanted kind of file"),
+        (f"https://a.org/{'.a' * 400}", None),
         ("https://example.com.org/", None),
         ("https://old.reddit.com/r/a", "unwanted host"),
         ("https://reddit.co.uk/", "unwanted host"),
@@ -127,6 +140,15 @@ def test_url_filter(tmp_path: Path, url: str, reason: str | None) -> None:
     assert UrlFilter([str(path)]).judge(url) == reason
     assert UrlFilter([str(path)])(document("", url)) == (reason and Dropped(reason))
     assert UrlFilter([str(path)])(document("")) is None
+
+
+@pytest.mark.parametrize(
+    "url", [f"http://{'a.' * 100_000}com/", f"http://a.b/{'.' * 200_000}"], ids=["host", "file"]
+)
+def test_time_for_a_long_address_is_linear(url: str) -> None:
+    urls, start = UrlFilter([]), time.process_time()
+    urls.judge(url)
+    assert time.process_time() - start < 1
 
 
 def test_invalid_lines_of_all_lists_are_reported(tmp_path: Path) -> None:

@@ -57,6 +57,21 @@ def test_local_paths_are_not_downloaded(tmp_path: Path, monkeypatch: pytest.Monk
             build_hf(path)
 
 
+def test_a_folder_that_cannot_be_loaded_is_reported_with_its_cause(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "README.md").write_text("no tokenizer")
+    with raises_problem("tokenizer-not-found", contains=str(tmp_path)):
+        build_hf(tmp_path)
+    (tmp_path / "tokenizer.model").write_text("damaged")
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "LlamaTokenizer"}')
+    with raises_problem("pretrained-tokenizer-unreadable", contains=str(tmp_path)):
+        build_hf(tmp_path)
+    monkeypatch.setitem(sys.modules, "sentencepiece", None)
+    with raises_problem("library-missing", contains="sentencepiece"):
+        build_hf(tmp_path)
+
+
 def test_a_failed_download_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     download = Mock(side_effect=OSError("no network"))
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
@@ -78,7 +93,7 @@ def test_code_in_a_folder_runs_only_if_trusted(
     end = plain.decode([plain.eod])
     config = {"tokenizer_class": "Letters", "auto_map": auto_map, "eos_token": end}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    with raises_problem("pretrained-tokenizer-unreadable", contains=str(tmp_path)):
+    with raises_problem("tokenizer-code-not-trusted", contains=str(tmp_path)):
         build_hf(tmp_path)
     assert not (tmp_path / "ran").exists()
     trusted = build_hf(tmp_path, trust=True)
