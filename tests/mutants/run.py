@@ -132,7 +132,9 @@ def score(mutants: list[Mutant], jobs: int) -> bool:
             return outcome
 
         copy = copies.get()
-        baseline, detail = run_tests(copy, sorted({test for each in mutants for test in each.tests}))
+        baseline, detail = run_tests(
+            copy, sorted({test for each in mutants for test in each.tests})
+        )
         copies.put(copy)
         if baseline != "survived":
             print(f"Without a mutant the tests do not pass: {detail}")

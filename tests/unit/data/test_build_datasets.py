@@ -46,7 +46,7 @@ def test_splits_are_disjoint_and_long_enough(tmp_path: Path) -> None:
     built = datasets(config, (200, 9, 7))
     assert built.train is not None
     assert len(built.train) >= 200
-    assert (built.train[0].dtype, built.train[0].shape) == (np.int64, (6,))
+    assert (built.train[0].dtype, built.train[0].shape) == (np.int32, (6,))
     assert tokens_of(built.train) == set(range(32))
     assert tokens_of(built.valid[""]) == set(range(32, 36))
     assert tokens_of(built.test[""]) == set(range(36, 40))

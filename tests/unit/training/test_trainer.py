@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
+import torch
 from torch._dynamo.utils import counters
 
 from megatron_ds.config import (
@@ -24,6 +26,7 @@ from megatron_ds.config import (
     ScheduleConfig,
 )
 from megatron_ds.data.build_datasets import Datasets
+from megatron_ds.engine.device_batches import DeviceBatches
 from megatron_ds.engine.protocol import LossSum
 from megatron_ds.parallel.mesh import Group, Mesh
 from megatron_ds.train_state import StepPlan, StepResult, TrainState
@@ -155,6 +158,9 @@ def test_a_step_that_compiles_is_not_training_time(monkeypatch: pytest.MonkeyPat
     assert [record.seconds_per_iteration for record in records] == [STEP, STEP, STEP]
 
 
+GROUP = Mesh.single().tp
+
+
 class Reader:
     """An engine that reads its micro-batches; the loss of each is its first sample's number."""
 
@@ -162,6 +168,7 @@ class Reader:
     save = close = staticmethod(lambda *_: None)
 
     def __init__(self) -> None:
+        self.device_batches = partial(DeviceBatches, device=torch.device("cpu"), tp=GROUP)
         self.trained: list[int] = []
         self.evaluated: list[int] = []
 
