@@ -21,8 +21,8 @@ from megatron_ds.engine import deepspeed_patches, readback
 from megatron_ds.engine.ds_config import build_ds_config
 from megatron_ds.engine.param_groups import parameter_groups
 from megatron_ds.engine.zero import ZeroEngine
+from megatron_ds.model.document_kernels import select_document_kernel
 from megatron_ds.model.elementwise import compile_elementwise
-from megatron_ds.model.flex_trial import select_flex_attention
 from megatron_ds.model.gpt import GPTModel
 from megatron_ds.model.packed_attention import PackingOptions
 from megatron_ds.parallel.activation_checkpointing import ActivationCheckpointing, Function
@@ -60,10 +60,10 @@ def build_engine(
     mpu = Mpu(mesh)
     _validate_with_deepspeed(ds_config, mpu, config.deepspeed.deepspeed_config)
     rng = RngStreams(mesh.tp.rank, device)
-    packing = _packing_options(config, mesh, device, eod)
+    packing, warning = _packing_options(config, mesh, device, eod)
     with _zero3_init_context(ds_config, mesh, mpu):
         model = _build_model(config, mesh, rng, packing, init_weights)
-    warning = _compile(model, config, mesh, device)
+    warnings = [warning, _compile(model, config, mesh, device)]
     groups, multipliers = parameter_groups(model, config.optimizer.weight_decay)
     engine, *_ = deepspeed.initialize(
         model=model, model_parameters=groups, config=ds_config, mpu=mpu, dist_init_required=False
@@ -74,7 +74,7 @@ def build_engine(
         read_settings=partial(readback.check, config, mesh, engine, ds_config, multipliers),
         multipliers=multipliers,
         packing=packing,
-        startup_warnings=() if warning is None else (warning,),
+        startup_warnings=tuple(one for one in warnings if one is not None),
         per_token_loss=config.optimizer.calculate_per_token_loss,
         mesh=mesh,
         rng=rng,
@@ -170,18 +170,22 @@ def configure_checkpointing(
 
 def _packing_options(
     config: Config, mesh: Mesh, device: torch.device, eod: int | None
-) -> PackingOptions | None:
-    """How document boundaries are treated and by which kernel; None if they are ignored."""
+) -> tuple[PackingOptions | None, Problem | None]:
+    """How document boundaries are treated and by which kernel; None if they are ignored.
+
+    The second result is why no kernel was selected that leaves out the scores between documents.
+    """
     data, micro = config.data, config.schedule.micro_batch_size
     if not (data.reset_position_ids or data.reset_attention_mask):
-        return None
+        return None, None
     if eod is None:
         raise user_error("tokenizer-without-eod")
-    flex = why_not = None
-    if data.reset_attention_mask:
+    kernel = warning = None
+    if data.reset_attention_mask and device.type != "cpu":
         dtype = getattr(torch, readback.DTYPES[config.precision.name])
-        flex, why_not = select_flex_attention(config.model, micro, mesh.tp.size, dtype, device)
-    return PackingOptions(eod, data.reset_position_ids, data.reset_attention_mask, flex, why_not)
+        kernel, warning = select_document_kernel(config.model, micro, mesh.tp.size, dtype, device)
+    packing = PackingOptions(eod, data.reset_position_ids, data.reset_attention_mask, kernel)
+    return packing, warning
 
 
 def _validate_with_deepspeed(ds_config: dict[str, Any], mpu: object, path: str | None) -> None:

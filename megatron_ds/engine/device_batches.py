@@ -37,14 +37,18 @@ class DeviceBatch(NamedTuple):
     """float32, 0 for tokens without loss; None for loss everywhere."""
     position: int
     """Position of the first sample in the data order."""
+    max_documents: int | None = None
+    """At least the number of documents in the inputs; None: unknown on the host."""
 
     def truncated(self, length: int) -> DeviceBatch:
         """Truncate each sample to its first `length` tokens."""
         if length >= self.tokens_BS.shape[1]:
             return self
         mask_BS = None if self.loss_mask_BS is None else self.loss_mask_BS[:, :length]
-        return DeviceBatch(
-            self.tokens_BS[:, :length], self.labels_BS[:, :length], mask_BS, self.position
+        return self._replace(
+            tokens_BS=self.tokens_BS[:, :length],
+            labels_BS=self.labels_BS[:, :length],
+            loss_mask_BS=mask_BS,
         )
 
     def num_counted(self) -> Tensor | int:
@@ -65,14 +69,22 @@ class DeviceBatches:
         device: Device of this process.
         tp: Tensor-parallel group.
         accelerator: DeepSpeed's accelerator; a test may pass another.
+        document_end: Id of the token that ends a document, if documents are to be counted.
     """
 
     def __init__(
-        self, batches: Iterator[Batch], device: torch.device, tp: Group, accelerator: Any = None
+        self,
+        batches: Iterator[Batch],
+        device: torch.device,
+        tp: Group,
+        accelerator: Any = None,
+        *,
+        document_end: int | None = None,
     ) -> None:
         self._batches = batches
         self._device = device
         self._tp = tp
+        self._document_end = document_end
         accelerator = get_accelerator() if accelerator is None else accelerator
         self._copies = None if accelerator.Stream is None else _Copies(accelerator, device)
         self._next: tuple[Batch, Tensor | None] | Exception | None = None
@@ -97,7 +109,7 @@ class DeviceBatches:
                 self._next = self._stage()
             except Exception as error:  # the data ended, or a sample cannot be read
                 self._next = error
-        return _on_device(batch, rows)
+        return _on_device(batch, rows, self._document_end)
 
     def close(self) -> None:
         """End the iteration, and the loader processes of the host's iterator."""
@@ -152,8 +164,11 @@ class _Copies:
         rows.record_stream(current)
 
 
-def _on_device(batch: Batch, rows_BT: Tensor) -> DeviceBatch:
+def _on_device(batch: Batch, rows_BT: Tensor, document_end: int | None) -> DeviceBatch:
     ids_BT = rows_BT.long()
     tokens_BS = ids_BT[:, :-1]
     mask_BS = None if batch.eod is None else (tokens_BS != batch.eod).float()
-    return DeviceBatch(tokens_BS, ids_BT[:, 1:], mask_BS, batch.position)
+    max_documents = None
+    if document_end is not None and batch.rows_BT is not None:
+        max_documents = batch.shape[0] + int(np.count_nonzero(batch.rows_BT == document_end))
+    return DeviceBatch(tokens_BS, ids_BT[:, 1:], mask_BS, batch.position, max_documents)

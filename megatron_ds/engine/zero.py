@@ -112,7 +112,9 @@ class ZeroEngine:
         return watch_gradients(self._parameters())
 
     def device_batches(self, batches: Iterator[Batch]) -> DeviceBatches:
-        return DeviceBatches(batches, self._device, self._mesh.tp)
+        packing = self.packing
+        counted = packing.eod if packing is not None and packing.reset_attention else None
+        return DeviceBatches(batches, self._device, self._mesh.tp, document_end=counted)
 
     def train_step(self, batches: Iterator[DeviceBatch], plan: StepPlan) -> StepResult:
         engine = self._engine
@@ -220,7 +222,12 @@ class ZeroEngine:
         yield from ((batch, factor) for batch in step_batches)
 
     def _forward(self, batch: DeviceBatch) -> TokenLoss:
-        loss: TokenLoss = self._engine(batch.tokens_BS, batch.labels_BS, batch.loss_mask_BS)
+        loss: TokenLoss = self._engine(
+            batch.tokens_BS,
+            batch.labels_BS,
+            batch.loss_mask_BS,
+            max_documents=batch.max_documents,
+        )
         return loss
 
     def _parameters(self) -> Iterator[tuple[str, nn.Parameter]]:

@@ -88,17 +88,14 @@ def compile_elementwise(
             _results(EAGER, config, micro_batch, tp_size, dtype, device),
             strict=True,
         )
-        error = max(_relative_error(*pair) for pair in pairs)
+        errors = [(actual - expected).norm() / expected.norm() for actual, expected in pairs]
+        error = float(torch.stack(errors).max())  # unlike Python's maximum, nan if any is
     except Exception as refusal:  # compilers and devices raise any type
         first_line = str(refusal).strip().partition("\n")[0]
         return EAGER, Problem("compilation-failed", reason=first_line or type(refusal).__name__)
     if not error <= TOLERANCE:  # also if the error is nan
         return EAGER, Problem("compilation-inaccurate", error=error)
     return compiled, None
-
-
-def _relative_error(actual: Tensor, expected: Tensor) -> float:
-    return float((actual - expected).norm() / expected.norm())
 
 
 def _results(

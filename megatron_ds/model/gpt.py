@@ -93,6 +93,7 @@ class GPTModel(nn.Module):
         *,
         last_only: bool = False,
         x_SBH: Tensor | None = None,
+        max_documents: int | None = None,
     ) -> Tensor | TokenLoss:
         """Compute the loss or, without labels, the logits.
 
@@ -103,6 +104,7 @@ class GPTModel(nn.Module):
             cache: Keys and values of earlier tokens; positions continue after them.
             last_only: Compute the logits of the last position only.
             x_SBH: Output of the previous stage, instead of embedded tokens.
+            max_documents: At least the number of documents in the tokens, if the host knows it.
 
         Returns:
             With labels, the loss. Without, logits [B, S, V] in fp32, all of them on every
@@ -118,7 +120,7 @@ class GPTModel(nn.Module):
         offset = 0 if cache is None else cache.length
         packed = None
         if self.packing is not None and cache is None:
-            packed = self.packing.find_documents(tokens_BS)
+            packed = self.packing.find_documents(tokens_BS, max_documents)
         if x_SBH is None:
             positions_BS = None if packed is None else packed.positions_BS
             x_SBH = self.embedding(tokens_BS, offset, positions_BS)
@@ -147,7 +149,10 @@ class GPTModel(nn.Module):
             lengths_vary: Compile the second sequence length for all lengths, instead of once for
                 each length.
         """
-        is_traceable = self.packing is None or not self.packing.reset_attention
+        packing = self.packing
+        is_traceable = packing is None or not packing.reset_attention
+        if packing is not None and packing.kernel is not None:
+            is_traceable = packing.kernel.is_traceable
         for block in self._blocks():
             block.compile_parts(
                 is_core_traceable=is_traceable, dynamic=None if lengths_vary else False

@@ -4,8 +4,8 @@ A sample is a slice of a stream of documents, so most samples contain several. M
 determine what a document sees of those before it: --reset-attention-mask hides them,
 --reset-position-ids restarts positions. Boundaries are found in the tokens where the model runs:
 the end-of-document token is the last token of its document. No [S, S] mask is built: attention runs
-either over each document separately (`PerDocumentSDPA`, on every device), or through torch's flex
-attention (`DocumentFlexAttention`), which skips the blocks of scores that no document needs.
+over each document separately (`PerDocumentSDPA`, on every device), or through a kernel that leaves
+out the scores between documents: torch's variable-length attention or its flex attention.
 
 Shapes: B micro-batch, S sequence, n this rank's query heads, k its key-value heads, D head size.
 """
@@ -14,18 +14,42 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_ds.config.problems import Problem
-from megatron_ds.model.attention_cores import SDPA
+from megatron_ds.model.attention_cores import SDPA, AttentionCore
 
 BLOCK = 128
 """Queries and keys of a block of flex attention."""
+DOCUMENT_UNIT = 16
+"""The number of documents of variable-length attention is a multiple."""
 FlexAttention = Callable[..., Tensor]
 """torch.nn.attention.flex_attention.flex_attention, compiled."""
+
+
+VarlenAttention = Callable[[Tensor, Tensor, Tensor, Tensor, int], Tensor]
+"""Causal attention of concatenated sequences: queries [T, n, D], keys and values [T, k, D], the
+first token of each sequence and T, int32, and the length of the longest to [T, n, D]."""
+
+
+class DocumentKernel(Protocol):
+    """A kernel of intra-document attention."""
+
+    name: str
+    is_traceable: bool
+    """Whether torch.compile can include its core in a graph."""
+
+    def core(self, packed: PackedBatchInfo, slopes_n: Tensor | None) -> AttentionCore:
+        """The attention core of a micro-batch.
+
+        Args:
+            packed: Documents of the tokens.
+            slopes_n: ALiBi slopes, fp32. None: without ALiBi.
+        """
+        ...
 
 
 @dataclass(frozen=True)
@@ -38,13 +62,13 @@ class PackingOptions:
     """Positions restart at each document's first token."""
     reset_attention: bool
     """A token sees its own document only."""
-    flex: FlexAttention | None = None
+    kernel: DocumentKernel | None = None
     """Computes intra-document attention. None: `PerDocumentSDPA` does."""
-    flex_unavailable_reason: Problem | None = None
-    """Why flex attention was not selected; None if it was, or is not needed."""
 
-    def find_documents(self, tokens_BS: Tensor) -> PackedBatchInfo:
-        return PackedBatchInfo(self, *find_documents(tokens_BS, self.eod))
+    def find_documents(
+        self, tokens_BS: Tensor, max_documents: int | None = None
+    ) -> PackedBatchInfo:
+        return PackedBatchInfo(self, *find_documents(tokens_BS, self.eod), max_documents)
 
 
 @dataclass(frozen=True)
@@ -56,6 +80,8 @@ class PackedBatchInfo:
     """int32: number of the token's document in its row, from 0."""
     doc_positions_BS: Tensor
     """int64: position of the token in its document, from 0."""
+    max_documents: int | None = None
+    """Upper bound of the number of documents in all rows; None: known to the device only."""
 
     @property
     def positions_BS(self) -> Tensor | None:
@@ -121,6 +147,69 @@ class PerDocumentSDPA:
         # One split of a row instead of a slice per document: the gradient of every slice would be
         # as long as the row.
         return [part for row, lengths in rows for part in row.split(lengths, dim=1)]
+
+
+@dataclass(frozen=True)
+class VarlenKernel:
+    """torch's variable-length attention: flash attention over concatenated documents."""
+
+    varlen: VarlenAttention
+    name = "torch's varlen_attn"
+    is_traceable = True
+
+    def core(self, packed: PackedBatchInfo, slopes_n: Tensor | None) -> AttentionCore:
+        assert slopes_n is None, "variable-length attention has no bias"
+        starts_BS = packed.doc_positions_BS == 0
+        # Without the bound from the host, the host must wait for the device here.
+        bound = packed.max_documents or int(starts_BS.sum())
+        # Rounded, so that temporary memory, which depends on it, has few different sizes.
+        bound = -(-bound // DOCUMENT_UNIT) * DOCUMENT_UNIT
+        return DocumentVarlenAttention(self.varlen, sequence_starts(starts_BS, bound))
+
+
+def sequence_starts(starts_BS: Tensor, bound: int) -> Tensor:
+    """Index of each document's first token among all tokens, then the number of tokens.
+
+    The kernel's convention: one more entry than documents, int32. Entries up to `bound` + 1 repeat
+    the number of tokens, as empty documents. Does not synchronize with the device.
+
+    Args:
+        starts_BS: Whether a token is the first of its document.
+        bound: At least the number of documents.
+    """
+    total = starts_BS.numel()
+    index = torch.arange(total, device=starts_BS.device, dtype=torch.int32)
+    # Sorted, because only the device knows how many there are.
+    ordered = torch.where(starts_BS.flatten(), index, total).sort().values[:bound]
+    return F.pad(ordered, (0, bound + 1 - ordered.numel()), value=total)
+
+
+@dataclass(frozen=True)
+class DocumentVarlenAttention:
+    """Variable-length attention over the documents of one micro-batch."""
+
+    varlen: VarlenAttention
+    starts: Tensor
+    """As `sequence_starts` returns them."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
+        assert dropout == 0.0, "variable-length attention has no dropout"
+        rows, _, length, _ = q.shape
+        q, k, v = (part.transpose(1, 2).flatten(0, 1) for part in (q, k, v))
+        out: Tensor = self.varlen(q, k, v, self.starts, length).unflatten(0, (rows, length))
+        return out.transpose(1, 2)
+
+
+@dataclass(frozen=True)
+class FlexKernel:
+    """torch's flex attention, compiled."""
+
+    flex: FlexAttention
+    name = "torch's flex_attention"
+    is_traceable = False  # it would be compiled again for the functions of every block mask
+
+    def core(self, packed: PackedBatchInfo, slopes_n: Tensor | None) -> AttentionCore:
+        return DocumentFlexAttention(self.flex, packed.doc_ids_BS, slopes_n)
 
 
 class DocumentFlexAttention:

@@ -18,7 +18,6 @@ from torch import Tensor
 from megatron_ds.config import ModelConfig
 from megatron_ds.model.attention_cores import SDPA, AttentionCore
 from megatron_ds.model.packed_attention import (
-    DocumentFlexAttention,
     PackedBatchInfo,
     PerDocumentSDPA,
     document_lengths,
@@ -110,13 +109,13 @@ class PositionEncoder:
     def _document_core(
         self, packed: PackedBatchInfo, dtype: torch.dtype, device: torch.device
     ) -> AttentionCore:
-        alibi, flex = self._kind == "alibi", packed.options.flex
-        if flex is not None:
+        alibi, kernel = self._kind == "alibi", packed.options.kernel
+        if kernel is not None:
             # Kept on the device, because each copy would synchronize with it.
             kept = self._device_slopes
             if alibi and (kept is None or kept.device != device):
                 self._device_slopes = torch.tensor(self._slopes, device=device)
-            return DocumentFlexAttention(flex, packed.doc_ids_BS, self._device_slopes)
+            return kernel.core(packed, self._device_slopes)
         lengths = document_lengths(packed.doc_ids_BS)
         if not alibi:
             return PerDocumentSDPA(lengths)

@@ -75,10 +75,6 @@ def print_banner(
     if context.rank != 0:
         return
     documents = engine.packing
-    if documents is not None and documents.flex_unavailable_reason:
-        output.print_on_rank(
-            f" > attention runs document by document: {documents.flex_unavailable_reason}"
-        )
     for warning in engine.startup_warnings:
         output.print_on_rank(f"WARNING: {warning.render()}")
     facts = BannerData(
@@ -180,8 +176,8 @@ def describe_kernel(
         packing: What happens at document boundaries.
     """
     per_document = packing is not None and packing.reset_attention
-    if packing is not None and per_document and packing.flex is not None:
-        return "torch's flex_attention within documents"
+    if packing is not None and per_document and packing.kernel is not None:
+        return f"{packing.kernel.name} within documents"
     backend = _sdpa_backend(config, 1 if per_document else micro_batch, tp_size, dtype, device)
     scope = " per document" if per_document else ""
     return f"torch's scaled_dot_product_attention{scope}: {backend}"

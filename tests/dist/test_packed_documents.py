@@ -13,14 +13,14 @@ import torch
 
 from megatron_ds.config import Config
 from megatron_ds.engine.build import build_engine
-from megatron_ds.model.packed_attention import PackingOptions
+from megatron_ds.model.packed_attention import FlexKernel, PackingOptions
 from megatron_ds.parallel.mesh import Mesh
 from tests.dist import parity_cases
 from tests.dist.compare import differences
 from tests.dist.parity_cases import Case, config_of, plans_of
 from tests.dist.rank_jobs import JobResults, run_jobs, training
 from tests.dist.reference import EOD, train_reference
-from tests.problems import codes, raises_problem
+from tests.problems import raises_problem
 from tests.unit.model.dense import dense_flex
 
 SAMPLES = parity_cases.SAMPLES.with_document_ends(0.2)
@@ -53,21 +53,15 @@ def config(name: str) -> Config:
     )
 
 
-def check_reason_without_flex(engine: Any) -> None:
+def check_no_kernel(engine: Any) -> None:
     packing: PackingOptions = engine.module.packing
-    dropout = engine.module.config.attention_dropout
-    assert packing.flex is None
-    if packing.reset_attention:
-        code = "flex-attention-without-dropout" if dropout else "flex-attention-failed"
-        assert codes([packing.flex_unavailable_reason]) == [code]
-    else:
-        assert not packing.flex_unavailable_reason
+    assert packing.kernel is None
 
 
 @pytest.fixture(scope="module")
 def outcomes() -> JobResults:
     jobs = {
-        name: training(config(name), plans_of(case), SAMPLES, check_reason_without_flex)
+        name: training(config(name), plans_of(case), SAMPLES, check_no_kernel)
         for name, (case, *_) in CASES.items()
     }
     return run_jobs(2, jobs)
@@ -76,7 +70,7 @@ def outcomes() -> JobResults:
 @pytest.mark.parametrize("name", [name for name in CASES if name not in WITH_DROPOUT])
 def test_layout_equals_one_process_with_a_dense_mask(name: str, outcomes: JobResults) -> None:
     case, flags, _ = CASES[name]
-    rules = PackingOptions(EOD, *flags, flex=dense_flex)
+    rules = PackingOptions(EOD, *flags, FlexKernel(dense_flex))
     reference = train_reference(config(name), SAMPLES, plans_of(case), rules)
     for rank, run in enumerate(outcomes.of(name)):
         assert differences(run, reference) == [], f"rank {rank}"

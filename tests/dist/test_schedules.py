@@ -16,7 +16,7 @@ import pytest
 
 from megatron_ds import schedules
 from megatron_ds.config import Config
-from megatron_ds.model.packed_attention import PackingOptions
+from megatron_ds.model.packed_attention import FlexKernel, PackingOptions
 from megatron_ds.train_state import StepPlan, StepResult, TrainState
 from tests.dist import parity_cases
 from tests.dist.compare import differences
@@ -119,7 +119,7 @@ def config_and_plans(name: str) -> tuple[Config, list[StepPlan]]:
 
 def reference_of(name: str) -> Run:
     config, plans = config_and_plans(name)
-    packed = PackingOptions(EOD, True, True, flex=dense_flex)
+    packed = PackingOptions(EOD, True, True, FlexKernel(dense_flex))
     rules = packed if config.data.reset_attention_mask else None
     return train_reference(config, SAMPLES, plans, rules)
 

@@ -104,6 +104,13 @@ def test_inputs_labels_and_mask_are_made_of_one_array() -> None:
         next(batches)
 
 
+def test_documents_are_counted_on_the_host() -> None:
+    batches = DeviceBatches(host_batches(1, []), CPU, Mesh.single().tp, document_end=5)
+    batch = next(batches)
+    assert batch.max_documents == 3
+    assert batch.truncated(2).max_documents == 3
+
+
 def test_without_an_end_of_document_every_token_counts() -> None:
     batch = next(DeviceBatches(host_batches(1, []), CPU, Mesh.single().tp))
     assert batch.loss_mask_BS is None

@@ -43,3 +43,14 @@ def dense_flex(
         scores = score_mod(scores, *at)
     hidden = ~block_mask.mask_mod(*at)
     return scores.masked_fill(hidden, -torch.inf).softmax(-1) @ v
+
+
+def dense_varlen(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: int) -> Tensor:
+    """Variable-length attention that computes every score, on any device."""
+    k, v = (part.repeat_interleave(q.shape[1] // part.shape[1], dim=1) for part in (k, v))
+    at = torch.arange(q.shape[0], dtype=starts.dtype)
+    document = torch.searchsorted(starts, at, right=True)
+    visible = (document.unsqueeze(1) == document) & (at.unsqueeze(1) >= at)
+    q, k, v = (part.transpose(0, 1) for part in (q, k, v))
+    scores = q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5
+    return (scores.masked_fill(~visible, -torch.inf).softmax(-1) @ v).transpose(0, 1)

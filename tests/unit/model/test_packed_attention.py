@@ -1,8 +1,8 @@
 """Packed samples: document boundaries, and the equality of packed and separate documents.
 
-Attention is compared with a dense [S, S] mask made here from the definition, for both
-implementations. torch has no backward pass of flex attention on a CPU: `dense_flex` replaces it and
-evaluates the same functions for every score.
+Attention is compared with a dense [S, S] mask made here from the definition, for all
+implementations. torch has no backward pass of flex attention on a CPU, and no variable-length
+attention: `dense_flex` and `dense_varlen` replace them and compute every score.
 """
 
 from __future__ import annotations
@@ -21,11 +21,14 @@ from megatron_ds.model.gpt import GPTModel
 from megatron_ds.model.packed_attention import (
     BLOCK,
     DocumentFlexAttention,
+    FlexKernel,
     PackingOptions,
     PerDocumentSDPA,
+    VarlenKernel,
     block_mask,
     document_lengths,
     find_documents,
+    sequence_starts,
 )
 from megatron_ds.model.position_embedding import (
     AttentionContext,
@@ -33,7 +36,7 @@ from megatron_ds.model.position_embedding import (
     alibi_slopes,
     rope_table,
 )
-from tests.unit.model.dense import TINY, build_model, dense_flex, gradients
+from tests.unit.model.dense import TINY, build_model, dense_flex, dense_varlen, gradients
 
 CPU = torch.device("cpu")
 EOD = 0
@@ -75,16 +78,24 @@ def test_documents_and_positions_are_those_of_the_split_rows() -> None:
 
 
 @pytest.mark.parametrize(
-    ("flex", "recompute"), [(None, None), (None, "selective"), (dense_flex, "full")]
+    ("kernel", "recompute"),
+    [
+        (None, None),
+        (None, "selective"),
+        (FlexKernel(dense_flex), "full"),
+        (VarlenKernel(dense_varlen), "selective"),
+    ],
 )
 @pytest.mark.parametrize("position", POSITIONS)
 def test_packed_documents_have_the_losses_and_gradients_of_separate_ones(
-    position: str, flex: Any, recompute: str | None
+    position: str, kernel: Any, recompute: str | None
 ) -> None:
+    if isinstance(kernel, VarlenKernel) and position == "alibi":
+        pytest.skip("variable-length attention has no bias")
     options: dict[str, Any] = {"position_embedding_type": position}
     if position == "rope":
         options |= {"num_query_groups": 2, "rotary_percent": 0.5}
-    packing = PackingOptions(EOD, True, True, flex)
+    packing = PackingOptions(EOD, True, True, kernel)
     packed, alone = build(packing, recompute=recompute, **options), build(None, **options)
     labels = TOKENS.roll(-1, 1)
 
@@ -188,6 +199,29 @@ def test_loss_and_gradients_are_zero_without_a_counted_token() -> None:
     loss.backward()
     assert loss.item() == 0.0
     assert not any(gradient.any() for gradient in gradients(model).values())
+
+
+@pytest.mark.parametrize("bound", [15, 16, 40, 70])
+def test_sequence_starts_are_cumulative_lengths(bound: int) -> None:
+    doc_ids, positions = find_documents(TOKENS, EOD)
+    lengths = [length for row in document_lengths(doc_ids) for length in row]
+    bound += len(lengths) - 15
+    expected = [sum(lengths[:count]) for count in range(len(lengths) + 1)]
+    expected += [TOKENS.numel()] * (bound - len(lengths))
+    starts = sequence_starts(positions == 0, bound)
+    assert starts.dtype == torch.int32
+    assert starts.tolist() == expected
+
+
+def test_host_does_not_wait_for_the_number_of_documents() -> None:
+    """A meta tensor has no values: reading one on the host is an error."""
+    tokens = TOKENS.to("meta")
+    packed = PackingOptions(EOD, True, True).find_documents(tokens, max_documents=40)
+    kernel = VarlenKernel(dense_varlen)
+    core: Any = kernel.core(packed, None)
+    assert core.starts.shape == (48 + 1,)
+    with pytest.raises(RuntimeError):
+        kernel.core(dataclasses.replace(packed, max_documents=None), None)
 
 
 def random_doc_ids(rows: int, length: int) -> torch.Tensor:

@@ -19,7 +19,7 @@ from megatron_ds.config import (
 )
 from megatron_ds.engine.memory_estimate import MemoryInputs, estimate
 from megatron_ds.engine.protocol import EngineSettings, LossScaleSettings
-from megatron_ds.model.packed_attention import PackingOptions
+from megatron_ds.model.packed_attention import FlexKernel, PackingOptions
 from megatron_ds.parallel.mesh import Group, Mesh
 from megatron_ds.schedules import total_iterations
 from megatron_ds.train_state import TrainState
@@ -163,4 +163,4 @@ def test_kernel_is_described() -> None:
     assert describe(None) == describe(PackingOptions(0, True, False))
     assert "scaled_dot_product_attention: " in describe(None)
     assert "per document" in describe(PackingOptions(0, False, True))
-    assert "flex_attention" in describe(PackingOptions(0, False, True, dense_flex))
+    assert "flex_attention" in describe(PackingOptions(0, False, True, FlexKernel(dense_flex)))

@@ -1,0 +1,171 @@
+"""Selection of the kernel that computes attention inside documents on an accelerator.
+
+Whether a kernel runs, and runs correctly, depends on the device, torch's version and the shapes, so
+it is selected only if it equals `PerDocumentSDPA` in a trial at start-up. On a CPU none of them
+trains.
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_ds.config import ModelConfig
+from megatron_ds.config.problems import Problem
+from megatron_ds.model.packed_attention import (
+    DocumentKernel,
+    FlexAttention,
+    FlexKernel,
+    PackingOptions,
+    PerDocumentSDPA,
+    VarlenAttention,
+    VarlenKernel,
+    document_lengths,
+)
+from megatron_ds.model.position_embedding import alibi_bias
+
+TOLERANCES = {torch.float32: 5e-3, torch.bfloat16: 3e-2, torch.float16: 1e-2}
+"""Largest accepted error, relative to the norm. fp32 may be computed in TF32."""
+EOD = 0
+"""End of a document in the trial."""
+
+
+def select_document_kernel(
+    config: ModelConfig,
+    micro_batch: int,
+    tp_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> tuple[DocumentKernel | None, Problem | None]:
+    """Select the first kernel that trains this run's attention correctly on this device.
+
+    It is tried, forward and backward, on tensors of the run's shapes and memory layout, so the
+    first step needs no further compilation.
+
+    Args:
+        config: Architecture.
+        micro_batch: Samples of a micro-batch.
+        tp_size: Tensor-parallel size.
+        dtype: Type of the activations.
+        device: Device of the activations.
+
+    Returns:
+        The kernel, or the reason why none was selected; the other one is None.
+    """
+    if config.attention_dropout > 0.0:
+        return None, Problem("document-attention-with-dropout")
+    reasons = []
+    for name in candidates(config, tp_size, dtype):
+        try:
+            kernel = _build(name, device)
+            error = _max_relative_error(kernel, config, micro_batch, tp_size, dtype, device)
+        except Exception as refusal:  # compilers and devices raise any type
+            first_sentence = str(refusal).strip().partition("\n")[0].partition(". ")[0]
+            reasons.append(f"{name}: {first_sentence or type(refusal).__name__}")
+            continue
+        if error <= TOLERANCES[dtype]:  # not if the error is nan
+            return kernel, None
+        reasons.append(f"{name}: its relative error is {error:.2g}")
+    return None, Problem("document-attention-slow", reasons="; ".join(reasons))
+
+
+def candidates(config: ModelConfig, tp_size: int, dtype: torch.dtype) -> tuple[str, ...]:
+    """The kernels to try, fastest first.
+
+    Variable-length attention is flash attention: in half precision, without a bias. It needs the
+    number of documents on the host; under tensor parallelism the host of the first rank alone reads
+    the samples.
+    """
+    has_varlen = (
+        dtype in (torch.bfloat16, torch.float16)
+        and config.position_embedding_type != "alibi"
+        and tp_size == 1
+    )
+    return ("varlen_attn", "flex_attention") if has_varlen else ("flex_attention",)
+
+
+def _build(name: str, device: torch.device) -> DocumentKernel:
+    """Raises what torch raises where it lacks the function, or on this device."""
+    if name == "varlen_attn":
+        return VarlenKernel(_torch_varlen())
+    return FlexKernel(_compiled_flex(device))
+
+
+def _torch_varlen() -> VarlenAttention:
+    """Causal `varlen_attn`, whose parameters differ between torch's versions."""
+    from torch.nn.attention import varlen as module
+
+    varlen_attn: Any = module.varlen_attn
+    names = inspect.signature(varlen_attn).parameters
+    causal: dict[str, Any] = (
+        {"is_causal": True} if "is_causal" in names else {"window_size": (-1, 0)}
+    )
+
+    def varlen(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: int) -> Tensor:
+        options = dict(causal)
+        if q.shape[1] != k.shape[1] and "enable_gqa" in names:
+            options["enable_gqa"] = True
+        out: Tensor = varlen_attn(q, k, v, starts, starts, longest, longest, **options)
+        return out
+
+    return varlen
+
+
+def _compiled_flex(device: torch.device) -> FlexAttention:
+    """Raises what flex attention raises on a device that it does not train on."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    tiny = torch.zeros((1, 1, 1, 16), device=device, requires_grad=True)
+    with warnings.catch_warnings():
+        # It warns when it is not compiled, but where it is unsupported compiling takes seconds.
+        warnings.simplefilter("ignore")
+        flex_attention(tiny, tiny, tiny)
+    return torch.compile(flex_attention)
+
+
+def _max_relative_error(
+    kernel: DocumentKernel,
+    config: ModelConfig,
+    micro_batch: int,
+    tp_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> float:
+    """The larger of the relative errors of output and gradient against `PerDocumentSDPA`."""
+    generator = torch.Generator().manual_seed(0)
+    is_end = (
+        torch.rand((micro_batch, config.seq_length), generator=generator) * config.seq_length < 6
+    )
+    tokens = torch.where(is_end, EOD, EOD + 1).to(device)
+    packed = PackingOptions(EOD, False, True, kernel).find_documents(
+        tokens, micro_batch + int(is_end.sum())
+    )
+    local_heads = config.num_attention_heads // tp_size, *[config.kv_heads // tp_size] * 2
+    shape = config.seq_length, micro_batch, sum(local_heads) * config.head_dim
+    qkv = torch.randn(shape, generator=generator).to(device, dtype).requires_grad_()
+    grad = torch.randn((*shape[:2], local_heads[0], config.head_dim), generator=generator)
+    grad = grad.permute(1, 2, 0, 3).to(device, dtype)
+    lengths = document_lengths(packed.doc_ids_BS)
+    slopes = bias = None
+    if config.position_embedding_type == "alibi":
+        slopes = torch.linspace(0.1, 0.5, local_heads[0], device=device)
+        # As wide as the longest document: the bias of all scores can exceed the device's memory.
+        longest = max(map(max, lengths))
+        bias = alibi_bias(slopes.tolist(), longest, longest, device).to(dtype)
+    results = []
+    for core in (kernel.core(packed, slopes), PerDocumentSDPA(lengths, bias)):
+        parts = qkv.split([heads * config.head_dim for heads in local_heads], dim=-1)
+        q, k, v = (part.unflatten(-1, (-1, config.head_dim)) for part in parts)
+        if config.position_embedding_type == "rope":  # both are rotated in one tensor
+            q, k = torch.cat([q, k], dim=2).split([q.shape[2], k.shape[2]], dim=2)
+        q, k, v = (part.permute(1, 2, 0, 3) for part in (q, k, v))
+        out = core.attend(q, k, v, 0.0)
+        (gradient,) = torch.autograd.grad(out, qkv, grad)
+        results.append((out.detach().float(), gradient.float()))
+    pairs = zip(*results, strict=True)
+    # torch's maximum, unlike Python's, is nan if any is.
+    return float(torch.stack([(one - other).norm() / other.norm() for one, other in pairs]).max())

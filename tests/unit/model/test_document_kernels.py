@@ -1,0 +1,161 @@
+"""Selection of the kernel of intra-document attention, and its kernels on an accelerator."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from deepspeed.accelerator import get_accelerator
+from torch import Tensor
+
+from megatron_ds.model import document_kernels
+from megatron_ds.model.document_kernels import candidates, select_document_kernel
+from megatron_ds.model.packed_attention import (
+    BLOCK,
+    PackingOptions,
+    PerDocumentSDPA,
+    document_lengths,
+)
+from tests.problems import codes
+from tests.unit.model.dense import dense_flex, dense_varlen
+from tests.unit.model.test_packed_attention import CONFIG, CPU, EOD, POSITIONS
+
+VARLEN, FLEX = "varlen_attn", "flex_attention"
+TORCH_VARLEN = document_kernels._torch_varlen
+
+
+def broken(*_: Any, **__: Any) -> Tensor:
+    raise RuntimeError("No triton here. Please install it.\nAt length.")
+
+
+def returns_nan(q: Tensor, *_: Any, **__: Any) -> Tensor:
+    return q * torch.nan
+
+
+def ignores_documents(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: int) -> Tensor:
+    return dense_varlen(q, k, v, starts[[0, -1]], longest)
+
+
+def select(
+    monkeypatch: pytest.MonkeyPatch,
+    varlen: Any = broken,
+    flex: Any = broken,
+    dtype: torch.dtype = torch.bfloat16,
+    **options: Any,
+) -> tuple[Any, list[str]]:
+    """The name of the selected kernel, and the code of the reason why none was."""
+    monkeypatch.setattr(document_kernels, "_torch_varlen", lambda: varlen)
+    monkeypatch.setattr(document_kernels, "_compiled_flex", lambda device: flex)
+    config = dataclasses.replace(CONFIG, **options)
+    kernel, reason = select_document_kernel(config, 2, 1, dtype, CPU)
+    return kernel and kernel.name, codes([reason] if reason is not None else [])
+
+
+def test_candidates_are_those_that_compute_the_attention() -> None:
+    rope, alibi = (
+        dataclasses.replace(CONFIG, position_embedding_type=kind) for kind in ("rope", "alibi")
+    )
+    assert candidates(rope, 1, torch.bfloat16) == (VARLEN, FLEX)
+    assert candidates(rope, 1, torch.float16) == (VARLEN, FLEX)
+    assert candidates(rope, 1, torch.float32) == (FLEX,)
+    assert candidates(alibi, 1, torch.bfloat16) == (FLEX,)
+    assert candidates(rope, 2, torch.bfloat16) == (FLEX,)
+
+
+@pytest.mark.parametrize("position", POSITIONS)
+def test_the_first_kernel_that_agrees_is_selected(
+    position: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = {"position_embedding_type": position, "num_query_groups": 2}
+    if position == "alibi":
+        assert select(monkeypatch, flex=dense_flex, dtype=torch.float32, **options)[1] == []
+        return
+    found, _ = select(monkeypatch, dense_varlen, dense_flex, **options)
+    assert found == "torch's varlen_attn"
+    for wrong in (broken, returns_nan, ignores_documents):
+        found, _ = select(monkeypatch, wrong, dense_flex, **options)
+        assert found == "torch's flex_attention"
+
+
+def test_a_run_without_a_kernel_is_warned(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert select(monkeypatch, broken, returns_nan) == (None, ["document-attention-slow"])
+    assert select(monkeypatch, dense_varlen, dense_flex, attention_dropout=0.1) == (
+        None,
+        ["document-attention-with-dropout"],
+    )
+
+
+def test_kernels_of_torch_do_not_train_on_a_cpu() -> None:
+    kernel, reason = select_document_kernel(CONFIG, 2, 1, torch.bfloat16, CPU)
+    assert kernel is None
+    assert codes([reason]) == ["document-attention-slow"]
+
+
+@pytest.mark.parametrize(
+    ("parameters", "expected"),
+    [
+        ("is_causal=False", {"is_causal": True}),
+        ("*, window_size=(-1, -1)", {"window_size": (-1, 0)}),
+        ("*, window_size=(-1, -1), enable_gqa=False", {"window_size": (-1, 0), "enable_gqa": True}),
+    ],
+)
+def test_varlen_attention_is_causal_in_every_version_of_torch(
+    parameters: str, expected: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch.nn.attention import varlen
+
+    names: dict[str, Any] = {"seen": {}}
+    arguments = "query, key, value, cu_seq_q, cu_seq_k, max_q, max_k"
+    exec(f"def attend({arguments}, {parameters}): seen.update(locals())", names)
+    monkeypatch.setattr(varlen, "varlen_attn", names["attend"])
+    q, k, starts = torch.zeros(3, 4, 8), torch.zeros(3, 2, 8), torch.tensor([0, 3])
+    TORCH_VARLEN()(q, k, k, starts, 3)
+    seen = names["seen"]
+    assert (seen.pop("cu_seq_q") is starts, seen.pop("cu_seq_k") is starts) == (True, True)
+    assert (seen.pop("max_q"), seen.pop("max_k")) == (3, 3)
+    assert {name: seen[name] for name in expected} == expected
+
+
+@pytest.mark.gpu(reason="torch's kernels of intra-document attention train only there")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("position", POSITIONS)
+def test_a_kernel_is_selected_on_an_accelerator(position: str, dtype: torch.dtype) -> None:
+    device = torch.device(get_accelerator().current_device_name())
+    shape = {"hidden_size": 256, "num_query_groups": 2, "seq_length": 5 * BLOCK + 3}
+    config = dataclasses.replace(CONFIG, **shape, position_embedding_type=position)
+    kernel, reason = select_document_kernel(config, 3, 1, dtype, device)
+    assert kernel is not None, reason
+
+
+@pytest.mark.gpu(reason="torch's kernels of intra-document attention train only there")
+@pytest.mark.parametrize("groups", [4, 2])
+@pytest.mark.parametrize("name", [VARLEN, FLEX])
+def test_kernel_equals_attention_on_the_cpu(name: str, groups: int) -> None:
+    device = torch.device(get_accelerator().current_device_name())
+    length, generator = 2 * BLOCK + 9, torch.Generator().manual_seed(1)
+    tokens = torch.where(torch.rand(2, length, generator=generator) < 0.02, EOD, EOD + 1)
+    qkv = [
+        torch.randn(2, heads, length, 64, generator=generator).bfloat16()
+        for heads in (4, groups, groups)
+    ]
+    grad = torch.randn(2, 4, length, 64, generator=generator).bfloat16()
+    try:
+        kernel = document_kernels._build(name, device)
+    except ImportError:
+        pytest.skip(f"this version of torch has no {name}")
+    packing = PackingOptions(EOD, False, True, kernel)
+    packed = packing.find_documents(tokens.to(device), max_documents=2 + int((tokens == EOD).sum()))
+    reference = PerDocumentSDPA(document_lengths(packed.doc_ids_BS))
+    results = []
+    for core, place, dtype in (
+        (kernel.core(packed, None), device, torch.bfloat16),
+        (reference, CPU, torch.float32),
+    ):
+        inputs = [part.to(place, dtype).requires_grad_() for part in qkv]
+        out = core.attend(*inputs, 0.0)
+        gradients = torch.autograd.grad(out, inputs, grad.to(place, dtype))
+        results.append([part.detach().cpu().float() for part in (out, *gradients)])
+    for ours, expected in zip(*results, strict=True):
+        assert (ours - expected).norm() < 2e-2 * expected.norm()
