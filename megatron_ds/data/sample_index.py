@@ -168,7 +168,11 @@ def parse_split(text: str) -> tuple[float, float, float]:
 
 
 def split_bounds(fractions: Sequence[float], size: int) -> list[tuple[int, int]]:
-    """Document range (first, end) of each fraction of `size` documents, rounded as in Megatron."""
+    """Document range (first, end) of each fraction of `size` documents.
+
+    Rounded as in the Megatron-DeepSpeed forks and older Megatron-LM: each fraction by itself, less
+    the surplus of their sum. megatron-core rounds sums of fractions.
+    """
     ends = list(itertools.accumulate(round(fraction * float(size)) for fraction in fractions))
     surplus = ends[-1] - size
     return list(itertools.pairwise([0, *(max(0, end - surplus) for end in ends)]))

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from megatron_ds.config import DataConfig, TokenizerConfig
 from megatron_ds.data.build_datasets import build_datasets
+from megatron_ds.data.gpt_dataset import GPTDataset
 from megatron_ds.data.indexed_dataset import IndexedDataset, token_dtype
 from megatron_ds.data.indexed_writer import pair_writer
 from megatron_ds.data.merge import merge
@@ -252,19 +253,35 @@ def test_document_sample_and_shuffle_index_are_theirs(
         assert (their.dtype, their.tolist()) == (our.dtype, our.tolist())
 
 
-@pytest.mark.parametrize("split", ["8,1,1", "90,6,4", "1,0,0", "50/50"])
+SPLITS = {
+    (300, "8,1,1"): [(0, 240), (240, 270), (270, 300)],
+    (300, "90,6,4"): [(0, 270), (270, 288), (288, 300)],
+    (300, "1,0,0"): [(0, 300), (300, 300), (300, 300)],
+    (300, "50/50"): [(0, 150), (150, 300), (300, 300)],
+    (310, "90,5,5"): [(0, 278), (278, 294), (294, 310)],
+    (1083, "969,30,1"): [(0, 1050), (1050, 1082), (1082, 1083)],
+}
+"""Sequences of each part, by number of sequences and --split, as the Megatron-DeepSpeed forks and
+older Megatron-LM round them: each share by itself, less the surplus of their sum."""
+OF_MEGATRON_CORE = {
+    (310, "90,5,5"): [(0, 279), (279, 294), (294, 310)],
+    (1083, "969,30,1"): [(0, 1049), (1049, 1082), (1082, 1083)],
+}
+"""Those of megatron-core, which rounds sums of shares, where they differ."""
+
+
+@pytest.mark.parametrize(("size", "split"), SPLITS)
 @pytest.mark.parametrize("sentences", [False, True])
-def test_a_run_reads_the_samples_that_theirs_would(
-    megatron: SimpleNamespace, tmp_path: Path, split: str, sentences: bool
+def test_a_run_reads_the_samples_that_theirs_would_of_the_same_documents(
+    megatron: SimpleNamespace, tmp_path: Path, size: int, split: str, sentences: bool
 ) -> None:
     """Training, validation and test of one file, over several epochs."""
     rng = np.random.RandomState(3)
-    documents = [
-        [rng.randint(0, 99, rng.randint(1, 20)).tolist() for _ in range(1 + 3 * sentences)]
-        for _ in range(300)
-    ]
+    sequences = [rng.randint(0, 99, rng.randint(1, 20)).tolist() for _ in range(size)]
+    length = 4 if sentences else 1
+    documents = [sequences[at : at + length] for at in range(0, size, length)]
     prefix = written_by_us(tmp_path / "p", documents, 100)
-    wanted = (700, 40, 10)
+    wanted = (7 * size // 3, 40, 10)
     theirs = megatron.build(
         megatron.gpt.GPTDataset,
         list(wanted),
@@ -274,17 +291,24 @@ def test_a_run_reads_the_samples_that_theirs_would(
             split=split.replace("/", ","), path_to_cache=str(tmp_path / "theirs"),
         ),
     ).build()  # fmt: skip
-    shares = [float(part) > 0 for part in split.replace("/", ",").split(",")] + [False] * 2
     config = DataConfig(data_path=(prefix,), split=split, data_cache_path=str(tmp_path / "ours"))
     options = {"seq_length": 16, "seed": 5, "tokenizer_fingerprint": "", "vocab_size": 100}
     ours = build_datasets(config, num_samples=wanted, **options)
+    file = IndexedDataset(prefix)
+    bounds = SPLITS[size, split]
+    their_bounds = OF_MEGATRON_CORE.get((size, split), bounds)
     parts = (ours.train, ours.valid.get(""), ours.test.get(""))
-    for given_share, their, our, count in zip(shares, theirs, parts, wanted, strict=False):
-        assert (our is None) == (not given_share)
+    for (first, end), other, their, our, count in zip(
+        bounds, their_bounds, theirs, parts, wanted, strict=True
+    ):
+        assert (our is None) == (first == end)
         if our is None:
             continue
-        assert len(their) == len(our) >= count
-        for at in range(len(our)):
-            sample = their[at]
-            assert sample["tokens"].tolist() == our[at][:-1].tolist()
-            assert sample["labels"].tolist() == our[at][1:].tolist()
+        expected = GPTDataset(
+            file, build_indexes(file.lengths, np.arange(first, end), count, 16, 5), 16
+        )
+        samples = [our[at].tolist() for at in range(len(our))]
+        assert samples == [expected[at].tolist() for at in range(len(expected))]
+        assert their.indices.tolist() == list(range(*other))
+        of_theirs = [[*each["tokens"].tolist(), int(each["labels"][-1])] for each in their]
+        assert (of_theirs == samples) == (other == (first, end))

@@ -141,7 +141,8 @@ def test_split_is_normalized(text: str, fractions: tuple[float, float, float]) -
         (1000, [(0, 969), (969, 999), (999, 1000)]),
         (10, [(0, 10), (10, 10), (10, 10)]),
         (25, [(0, 24), (24, 25), (25, 25)]),
+        (1083, [(0, 1050), (1050, 1082), (1082, 1083)]),  # megatron-core: 1049, 1082
     ],
 )
-def test_split_bounds_are_rounded_as_in_megatron(size: int, bounds: list[tuple[int, int]]) -> None:
+def test_split_bounds_are_rounded_as_in_the_forks(size: int, bounds: list[tuple[int, int]]) -> None:
     assert split_bounds(parse_split("969,30,1"), size) == bounds
