@@ -1,0 +1,119 @@
+"""A resume repeats every field of the model, of the layout and of the data order."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from megatron_ds.checkpoint.manager import CheckpointManager
+from megatron_ds.checkpoint.metadata import RESUMABLE_FIELDS, VOCABULARY, DataOrder, ParallelLayout
+from megatron_ds.config import (
+    Config,
+    DataConfig,
+    DeepSpeedConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    PrecisionConfig,
+    RuntimeConfig,
+)
+from megatron_ds.config.problems import UserError
+from megatron_ds.parallel.mesh import Group, Mesh
+from tests.unit.checkpoint.fakes import Managers, save
+
+ROPE = {"position_embedding_type": "rope"}
+MODEL: dict[str, tuple[Any, dict[str, Any]]] = {
+    "num_layers": (3, {}),
+    "hidden_size": (16, {}),
+    "ffn_hidden_size": (24, {}),
+    "num_attention_heads": (4, {}),
+    "kv_channels": (8, {}),
+    "num_query_groups": (1, {}),
+    "seq_length": (2, {}),
+    "max_position_embeddings": (8, {}),
+    "position_embedding_type": ("alibi", {}),
+    "rotary_percent": (0.5, ROPE),
+    "rotary_base": (500.0, ROPE),
+    "normalization": ("RMSNorm", {}),
+    "norm_epsilon": (0.01, {}),
+    "activation": ("squared-relu", {}),
+    "gelu_approximation": ("none", {}),
+    "untie_embeddings_and_output_weights": (True, {}),
+    "add_bias_linear": (False, {}),
+    "add_qkv_bias": (True, {"add_bias_linear": False}),
+    "embed_layernorm": (True, {}),
+}
+"""By field: another value, and the values of other fields with which it has an effect."""
+LAYOUT: dict[str, dict[str, Any]] = {
+    "tensor_model_parallel_size": {"parallel": ParallelConfig(tensor_model_parallel_size=2)},
+    "data_parallel_size": {},
+    "zero_stage": {"deepspeed": DeepSpeedConfig(zero_stage=2)},
+    "precision": {"precision": PrecisionConfig(bf16=True)},
+    "optimizer": {"optimizer": OptimizerConfig(optimizer="sgd")},
+}
+
+
+def rejected(checkpoints: CheckpointManager) -> set[str]:
+    """The fields because of which a run cannot resume."""
+    with pytest.raises(UserError) as raised:
+        checkpoints.select()
+    return {name for problem in raised.value.problems for name in problem.fields}
+
+
+def test_every_field_of_the_model_is_here() -> None:
+    names = {item.name for item in dataclasses.fields(ModelConfig)}
+    assert names - RESUMABLE_FIELDS - set(VOCABULARY) == MODEL.keys()
+
+
+@pytest.mark.parametrize("field", MODEL)
+def test_another_model_is_rejected(field: str, manager: Managers, config: Config) -> None:
+    value, others = MODEL[field]
+    model = dataclasses.replace(config.model, **others)
+    save(manager(model=model), 1)
+    assert manager(model=model).select() is not None
+    other = dataclasses.replace(model, **{field: value})
+    assert field in rejected(manager(model=other))
+
+
+@pytest.mark.parametrize("field", RESUMABLE_FIELDS)
+def test_dropout_and_initialization_may_change(
+    field: str, manager: Managers, config: Config
+) -> None:
+    save(manager(), 1)
+    other = dataclasses.replace(config.model, **{field: 0.3})
+    assert manager(model=other).select() is not None
+
+
+@pytest.mark.parametrize("field", LAYOUT)
+def test_another_layout_is_rejected(field: str, manager: Managers) -> None:
+    assert {item.name for item in dataclasses.fields(ParallelLayout)} >= LAYOUT.keys()
+    save(manager(), 1)
+    other = manager(**LAYOUT[field])
+    if field == "data_parallel_size":
+        other._mesh = dataclasses.replace(Mesh.build(1), dp=Group((0, 1), 0, None))
+    assert field in rejected(other)
+
+
+def test_another_data_order_is_rejected(manager: Managers, config: Config) -> None:
+    first = DataConfig(data_path=("tokens",), split="9,1")
+    schedule = dataclasses.replace(config.schedule, rampup_batch_size=(1, 1, 10))
+    steps = dataclasses.replace(
+        config.schedule, global_batch_size=None, step_batch_size_schedule=("0:2", "100:8")
+    )
+    changes: dict[str, dict[str, Any]] = {
+        "seed": {"runtime": RuntimeConfig(seed=1)},
+        "split": {"data": dataclasses.replace(first, split="8,2")},
+        "global_batch_size": {"schedule": dataclasses.replace(schedule, global_batch_size=8)},
+        "rampup_batch_size": {
+            "schedule": dataclasses.replace(schedule, rampup_batch_size=(2, 1, 10))
+        },
+        "step_batch_size_schedule": {"schedule": steps},
+    }
+    assert {item.name for item in dataclasses.fields(DataOrder)} == changes.keys()
+    base: dict[str, Any] = {"data": first, "schedule": schedule}
+    save(manager(**base), 1)
+    assert manager(**base).select() is not None
+    for field, change in changes.items():
+        assert field in rejected(manager(**{**base, **change})), field
