@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,7 +30,9 @@ from megatron_ds.engine.memory_estimate import MemoryInputs, estimate, memory_in
 from megatron_ds.engine.protocol import EngineSettings, StateBytes
 from megatron_ds.train_state import TrainState
 from tests.dist.engine_harness import batches_of, build, prepare
-from tests.dist.parity_cases import SAMPLES, Case, config_of
+from tests.dist.parity_cases import SHAPE, Case, config_of
+from tests.dist.reference import Samples
+from tests.dist.synchronization import reads_of_steps
 from tests.distributed import run_ranks
 from tests.problems import codes
 
@@ -148,6 +151,23 @@ OVERRIDDEN: dict[str, tuple[str, dict[str, Any]]] = {
 """Setting -> a layout, and keys that DeepSpeed is given with other values than the flags."""
 
 
+ON_THE_HOST = {
+    "megatron_ds/training/exit_conditions.py _any_rank",
+    "all_reduce by megatron_ds/training/exit_conditions.py _any_rank",
+    "megatron_ds/parallel/embedding.py <genexpr>",
+}
+"""Reads of host tensors: the agreement on stopping has its own group for them, and token ids are
+checked by an assertion on the device where that is not the CPU."""
+WAITS_OF_DEEPSPEED = {
+    "is_invalid_grad_norm",
+    "clip_tensors_by_global_norm",  # bf16, stage 1
+    "has_overflow",  # fp16's loss scale, and bf16
+    "update_offload_overflow_tracker",
+    "complete_grad_norm_calculation_for_cpu_offload",
+}
+"""Functions of DeepSpeed that read tensors in each step."""
+
+
 def overlaid(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     result = copy.deepcopy(base)
     for key, value in changes.items():
@@ -175,6 +195,7 @@ class RankResult:
     inputs: dict[str, MemoryInputs] = field(default_factory=dict)
     state_bytes: dict[str, StateBytes] = field(default_factory=dict)
     muon_is_compiled: bool = True
+    reads: dict[str, Counter[str]] = field(default_factory=dict)
 
 
 def on_a_rank(rank: int, configs: dict[str, Config]) -> RankResult:
@@ -193,10 +214,12 @@ def on_a_rank(rank: int, configs: dict[str, Config]) -> RankResult:
                 with change(inner):
                     result.falsified[setting] = mismatch(check)
                 assert not mismatch(check)
-        batches = batches_of(config, mesh, SAMPLES)
-        assert not engine.train_step(
-            batches, schedules.plan(config, TrainState(), mesh.dp.size)
-        ).skipped
+        batches = batches_of(config, mesh, Samples(64, SHAPE))
+        plan = schedules.plan(config, TrainState(), mesh.dp.size)
+        first = engine.train_step(batches, plan)
+        assert not first.skipped
+        state = TrainState().advance(plan, first)
+        result.reads[layout] = reads_of_steps(config, mesh, engine, batches, state)
         result.inputs[layout] = memory_inputs(
             config, engine.settings, ds_config, mesh.tp.size, "cpu"
         )
@@ -266,3 +289,18 @@ def test_memory_estimate_equals_allocated_states(results: list[RankResult]) -> N
 
 def test_unused_muon_optimizer_is_not_compiled(results: list[RankResult]) -> None:
     assert [rank.muon_is_compiled for rank in results] == [False, False]
+
+
+def test_steps_between_logs_do_not_wait_for_the_device(results: list[RankResult]) -> None:
+    """Only DeepSpeed's optimizers wait, once they have the norm, to decide whether to step.
+
+    Without DeepSpeed's optimizer, at stage 0, the engine decides that.
+    """
+    for rank in results:
+        for layout, config in layouts().items():
+            is_plain = config.deepspeed.zero_stage == 0
+            places = set(rank.reads[layout]) - ON_THE_HOST
+            own = {place for place in places if not place.startswith("deepspeed/")}
+            assert own == ({"megatron_ds/engine/zero.py train_step"} if is_plain else set()), layout
+            assert {place.split()[-1] for place in places - own} <= WAITS_OF_DEEPSPEED, layout
+            assert "deepspeed/runtime/utils.py is_invalid_grad_norm" in places or is_plain
