@@ -57,6 +57,7 @@ class Trainer:
     def __post_init__(self) -> None:
         self.skips = SkippedSteps(self.config.precision, self.engine)
         self.first_iteration = self.state.iteration + 1
+        self._validation: tuple[int, dict[str, float]] = -1, {}
 
     def run(self) -> ExitCode:
         """Trains until the last iteration or an exit condition, and evaluates at the end.
@@ -141,15 +142,25 @@ class Trainer:
     def _evaluate(self, split: str, label: str) -> StopDecision | None:
         """Evaluates every dataset of a split.
 
+        The validation after the last iteration and that at the end of the run are of the same
+        weights and samples: it is computed once and logged twice.
+
         Returns:
             The decision to stop, if an external request interrupted the evaluation.
         """
         datasets = self.data.valid if split == "validation" else self.data.test
+        iteration, known = self._validation
+        losses: dict[str, float] = {}
+        if split == "validation" and iteration == self.state.iteration:
+            losses.update(known)
         for name, dataset in datasets.items():
-            loss = self._mean_loss(dataset)
+            loss = losses[name] if name in losses else self._mean_loss(dataset)
             if isinstance(loss, StopDecision):
                 return loss
+            losses[name] = loss
             self.metrics.log_eval(self.state, split, label, loss, name)
+        if split == "validation":
+            self._validation = self.state.iteration, losses
         return None
 
     def _mean_loss(self, dataset: TokenDataset) -> float | StopDecision:

@@ -43,6 +43,7 @@ class World:
     def __init__(self, compiles_in: int | None = None) -> None:
         self.now, self.taken, self.compiles_in = 0.0, 0, compiles_in
         self.saves: list[int] = []
+        self.evaluations = 0
 
     def clock(self) -> float:
         return self.now
@@ -57,6 +58,7 @@ class World:
 
     def eval_loss(self, batches: object, count: int) -> LossSum:
         self.now += EVALUATION
+        self.evaluations += 1
         return LossSum(1.0, 1.0)
 
     def save(self, engine: object, state: TrainState, data: object) -> None:
@@ -140,9 +142,27 @@ def test_warm_up_evaluations_and_saves_are_not_training_time(
     world = World()
     records = run(monkeypatch, world)
     assert world.saves == [3, 6]
-    assert world.now > 2 * SAVE + 3 * EVALUATION + FIRST_STEP
+    assert world.now == 2 * SAVE + 3 * EVALUATION + FIRST_STEP + 5 * STEP
     assert [record.seconds_per_iteration for record in records] == [STEP, STEP, STEP]
     assert [record.samples_per_second for record in records] == [2.0, 2.0, 2.0]
+
+
+def test_the_last_validation_is_computed_once_and_logged_twice(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    logged: list[str] = []
+
+    def log_eval(metrics: Metrics, state: TrainState, split: str, label: str, *_: object) -> None:
+        logged.append(label)
+
+    monkeypatch.setattr(Metrics, "log_eval", log_eval)
+    world = World()
+    run(monkeypatch, world)
+    assert logged == [
+        *("iteration 2", "iteration 4", "iteration 6"),
+        "the end of training for val data",
+    ]
+    assert world.evaluations == 3
 
 
 def test_a_resumed_run_warms_up_again(monkeypatch: pytest.MonkeyPatch) -> None:
