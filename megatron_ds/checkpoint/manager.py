@@ -36,9 +36,13 @@ from megatron_ds.checkpoint.metadata import (
     list_checkpoints,
     manifest_text,
     read_manifest,
-    resume_conflicts,
 )
 from megatron_ds.checkpoint.rank_agreement import RankAgreement
+from megatron_ds.checkpoint.resume import (
+    changed_settings,
+    partition_conflicts,
+    resume_conflicts,
+)
 from megatron_ds.checkpoint.run_lock import RunLock
 from megatron_ds.checkpoint.selection import (
     CheckpointListing,
@@ -153,10 +157,17 @@ class CheckpointManager:
             self._warn(Problem("no-checkpoint-to-load", folder=folder))
             return None
         raise_if_any(resume_conflicts(found, self._config, self._mesh.dp.size))
+        for warning in changed_settings(found, self._config, self._mesh.dp.size):
+            self._warn(warning)
         return found
 
     def load(self, engine: Engine, found: CheckpointMetadata) -> TrainState:
-        """Restores a selected checkpoint into an engine and returns its state."""
+        """Restores a selected checkpoint into an engine and returns its state.
+
+        Raises:
+            UserError: If the engine's optimizer keeps its states in another order.
+        """
+        raise_if_any(partition_conflicts(found, engine.partitions()))
         folder = found.path.parent
         self._log(f" loading checkpoint from {folder} at iteration {found.iteration}")
         engine.load(folder, found.path.name)
@@ -200,7 +211,7 @@ class CheckpointManager:
         if warning is not None:
             self._warn(warning)
         written = self._ranks.on_all(lambda: engine.save(temporary.parent, temporary.name))
-        specs = engine.shard_specs()
+        specs, partitions = engine.shard_specs(), tuple(engine.partitions())
 
         def complete() -> None:
             run = RunRecord(
@@ -210,6 +221,7 @@ class CheckpointManager:
                 data_order=DataOrder.of(self._config, self._mesh.dp.size),
                 shards={name: ShardRecord(s.dim, s.sections) for name, s in specs.items()},
                 branch=self._branch,
+                partitions=partitions,
                 data=history(),
             )
             files = {name: record for part in written for name, record in part.items()}

@@ -1,7 +1,6 @@
-"""A checkpoint folder's own description, and whether a run can resume from it.
+"""A checkpoint folder's own description.
 
-Owns file names, `run.json` and the manifest. Reads no weights and imports no torch, so a checkpoint
-that does not fit is rejected before a run starts.
+Owns file names, `run.json` and the manifest. Reads no weights and imports no torch.
 """
 
 from __future__ import annotations
@@ -10,17 +9,17 @@ import dataclasses
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from megatron_ds.checkpoint.branch import Branch
-from megatron_ds.config import GROUP_OF_FIELD, Config, ModelConfig, flag_of
-from megatron_ds.config.data import SPLIT_DATA_FIELDS
-from megatron_ds.config.problems import Problem, UserError, default_flag, option, user_error
+from megatron_ds.config import Config
+from megatron_ds.config.problems import Problem, UserError, user_error
 from megatron_ds.data.blend_history import BlendHistory
-from megatron_ds.engine.ds_config import zero_stage
+from megatron_ds.engine.ds_config import partition_keys, zero_stage
+from megatron_ds.engine.partitions import FlatPartition
 from megatron_ds.fileio.atomic import FileRecord
 from megatron_ds.train_state import TrainState
 
@@ -32,10 +31,6 @@ POINTER_PENDING = ".pointer-pending"
 REPLACED = ".replaced-"
 """Prefix of a checkpoint that is being replaced by another one of the same iteration."""
 FORMAT_VERSION = 4
-RESUMABLE_FIELDS = frozenset({"attention_dropout", "hidden_dropout", "init_method_std"})
-"""Fields of the model that may change on a resume."""
-VOCABULARY = ("vocab_size", "make_vocab_size_divisible_by")
-"""Fields of the model that determine the rows of its embedding table."""
 STATES = ".pt"
 """Suffix of the files that hold tensors."""
 CHECKSUM_PLACEHOLDER = "0" * 64
@@ -43,13 +38,20 @@ CHECKSUM_PLACEHOLDER = "0" * 64
 
 @dataclass(frozen=True)
 class ParallelLayout:
-    """Distribution of a run over processes; a resume must repeat it."""
+    """Distribution of a run over processes and of its optimizer's states over flat tensors.
+
+    A resume must repeat it.
+    """
 
     tensor_model_parallel_size: int
     data_parallel_size: int
     zero_stage: int
     precision: str
     optimizer: str
+    round_robin_gradients: bool
+    parameter_alignment: bool
+    sub_group_size: int
+    """0 if the stage does not read it."""
 
     @classmethod
     def of(cls, config: Config, dp_size: int) -> ParallelLayout:
@@ -59,6 +61,7 @@ class ParallelLayout:
             zero_stage=zero_stage(config),
             precision=config.precision.name,
             optimizer=config.optimizer.optimizer,
+            **partition_keys(config, dp_size),
         )
 
     @classmethod
@@ -115,6 +118,8 @@ class RunRecord:
     """Parameters that are sharded over the tensor-parallel ranks, by canonical name."""
     branch: Branch
     """Which checkpoints of the folder it continues."""
+    partitions: tuple[FlatPartition, ...] = ()
+    """The optimizer's flat tensors on the first rank."""
     data: BlendHistory | None = None
     """Consumption of the training data."""
 
@@ -148,6 +153,7 @@ class RunRecord:
                     for name, entry in _objects(values, "shards").items()
                 },
                 branch=Branch.from_json(values["branch"]),
+                partitions=tuple(map(FlatPartition.from_dict, values["partitions"])),
                 data=None if values["data"] is None else BlendHistory.from_dict(values["data"]),
             )
         except (TypeError, OverflowError, KeyError) as error:
@@ -308,57 +314,3 @@ def read_manifest(path: Path) -> dict[str, FileRecord]:
 
 def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-def resume_conflicts(found: CheckpointMetadata, config: Config, dp_size: int) -> list[Problem]:
-    """The settings of a run that contradict the checkpoint it would resume from."""
-    run, path, settings = found.run, found.path, config.to_dict()
-    layout, order = ParallelLayout.of(config, dp_size), DataOrder.of(config, dp_size)
-    models, tp_size = (run.config["model"], settings["model"]), layout.tensor_model_parallel_size
-    problems = [
-        Problem("resume-model-changed", name, label=_label(name), saved=saved, path=path, now=now)
-        for name, saved, now in _changes(*models)
-        if name not in RESUMABLE_FIELDS.union(VOCABULARY)
-    ]
-    before, after = (_padding(model, tp_size) for model in models)
-    if before != after:
-        problems.append(
-            Problem("resume-vocabulary-changed", *VOCABULARY, before=before, path=path, after=after)
-        )
-    problems += [
-        Problem("resume-layout-changed", name, label=_label(name), saved=saved, path=path, now=now)
-        for name, saved, now in _changes(asdict(run.layout), asdict(layout))
-    ]
-    data = run.config.get("data", {}), settings["data"]
-    # Without --split in both runs, the blend history compares the document ranges instead.
-    both_split = all(any(each.get(name) for name in SPLIT_DATA_FIELDS) for each in data)
-    problems += [
-        Problem(
-            "resume-data-order-changed", name, label=_label(name), saved=old, path=path, now=now
-        )
-        for name, old, now in _changes(asdict(run.data_order), asdict(order))
-        if name != "split" or both_split
-    ]
-    return problems
-
-
-def _changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
-    """Name, saved value and value of this run of each setting that differs."""
-    for name, value in now.items():
-        if saved.get(name) != value:
-            yield name, saved.get(name), value
-
-
-def _padding(model: Mapping[str, Any], tp_size: int) -> str:
-    """The rows of the embedding table and how they are computed."""
-    vocab, unit = (model.get(name) for name in VOCABULARY)
-    text = f"{vocab} tokens in units of {unit}"
-    if not (isinstance(vocab, int) and isinstance(unit, int) and unit > 0):
-        return text
-    padded = ModelConfig(vocab_size=vocab, make_vocab_size_divisible_by=unit).padded_vocab(tp_size)
-    return f"{text} = {padded} rows"
-
-
-def _label(name: str) -> str:
-    """A field's flag, unless the flag negates the field; the plain name of anything else."""
-    return option(name) if name in GROUP_OF_FIELD and flag_of(name) == default_flag(name) else name

@@ -139,6 +139,22 @@ class Config:
             return steps[-1][1]
         return self.schedule.global_batch_size or self.schedule.micro_batch_size * dp_size
 
+    def effective_values(self) -> dict[str, dict[str, Any]]:
+        """The values by group that have an effect, with defaults that follow from other fields."""
+        groups = {name: getattr(self, name) for name in GROUPS}
+        context = SimpleNamespace(
+            **{k: v for group in groups.values() for k, v in vars(group).items()}
+        )
+        return {
+            name: {
+                item.name: getattr(group, item.name)
+                for item, spec in option_fields(group)
+                if spec.unmet(context) is None
+            }
+            | getattr(group, "derived_values", {})
+            for name, group in groups.items()
+        }
+
     def to_dict(self) -> dict[str, dict[str, Any]]:
         """Plain values by group, for JSON."""
         return {name: dataclasses.asdict(getattr(self, name)) for name in GROUPS}

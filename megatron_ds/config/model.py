@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from megatron_ds.config.checks import divisors, list_numbers, nearest_multiples
 from megatron_ds.config.fields import UNSET_INT, option_field, when
@@ -166,6 +167,18 @@ class ModelConfig:
     @property
     def qkv_bias(self) -> bool:
         return self.add_bias_linear or self.add_qkv_bias
+
+    @property
+    def derived_values(self) -> dict[str, Any]:
+        """The fields whose defaults follow from others, with the values that the model uses."""
+        has_table = self.position_embedding_type == "learned_absolute"
+        return {
+            "ffn_hidden_size": self.mlp_hidden_size,
+            "kv_channels": self.head_dim,
+            "num_query_groups": self.kv_heads,
+            "max_position_embeddings": self.num_positions if has_table else None,
+            **({"gelu_approximation": self.gelu_kind} if self.activation == "gelu" else {}),
+        }
 
     def padded_vocab(self, tp_size: int) -> int:
         """Rows of the embedding table.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from megatron_ds.config.fields import UNSET_FLOAT, option_field, when
 from megatron_ds.config.problems import Problem, with_value
@@ -50,6 +51,17 @@ class OptimizerConfig:
         "average loss and gradients over all counted tokens of the global batch instead of over "
         "micro-batches",
     )
+
+    @property
+    def derived_values(self) -> dict[str, Any]:
+        """The bounds of the weight decay schedule, which are --weight-decay if it is constant."""
+        is_constant, names = self.weight_decay_incr_style == "constant", ("start", "end")
+        return {
+            f"{name}_weight_decay": self.weight_decay
+            if is_constant
+            else getattr(self, f"{name}_weight_decay")
+            for name in names
+        }
 
     def problems(self) -> Iterator[Problem]:
         """Check that the weight decay schedule has a start and an end if it is not constant."""

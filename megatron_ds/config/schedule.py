@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import Any
 
 from megatron_ds.config.checks import nearest_multiples
 from megatron_ds.config.fields import (
@@ -150,6 +151,18 @@ class ScheduleConfig:
     def batch_size_entries(self) -> list[str]:
         """The entries of --step-batch-size-schedule, separated by spaces or commas."""
         return " ".join(self.step_batch_size_schedule or ()).replace(",", " ").split()
+
+    @property
+    def derived_values(self) -> dict[str, Any]:
+        """The length of the decay, by default the run's, whose length has no other effect."""
+        has_decay = self.lr_decay_style != "constant" or self.lr_warmup_fraction is not None
+        is_of_run = has_decay and not self.given_lengths("lr_decay")
+        stem = "train" if is_of_run else "lr_decay"
+        lengths: dict[str, Any] = {}
+        for unit in SCHEDULE_UNITS:
+            lengths[f"lr_decay_{unit}"] = getattr(self, f"{stem}_{unit}") if has_decay else None
+            lengths[f"train_{unit}"] = getattr(self, f"train_{unit}") if is_of_run else None
+        return lengths
 
     def given_lengths(self, stem: str) -> list[str]:
         """The fields of a length (train, lr_decay, lr_warmup, lr_wsd_decay) that are set."""

@@ -63,6 +63,10 @@ ZERO3_DEFAULTS: Json = {
 """Keys that only stage 3 reads."""
 
 
+PARTITION_KEYS = ("round_robin_gradients", "parameter_alignment", "sub_group_size")
+"""Keys of `zero_optimization` that decide where in the optimizer's flat tensors a parameter is."""
+
+
 def build_ds_config(config: Config, dp_size: int, device: str = "cpu") -> Json:
     """Generate the DeepSpeed configuration.
 
@@ -151,6 +155,19 @@ def is_read_at(key: str, stage: int) -> bool:
     if stage == 3:
         return key not in ZERO12_DEFAULTS
     return key not in ZERO3_DEFAULTS and not key.startswith("stage3_")
+
+
+def partition_keys(config: Config, dp_size: int) -> dict[str, Any]:
+    """The values of PARTITION_KEYS in effect: neutral ones for those that the stage ignores."""
+    stage, zero = zero_stage(config), build_ds_config(config, dp_size)["zero_optimization"]
+    in_order = {
+        key: stage in (1, 2) and bool(zero.get(key, False))
+        for key in ("round_robin_gradients", "parameter_alignment")
+    }
+    if stage != 3:
+        return {**in_order, "sub_group_size": 0}
+    largest = parameters_per_rank(config.model, config.parallel.tensor_model_parallel_size)
+    return {**in_order, "sub_group_size": min(int(zero["sub_group_size"]), largest)}
 
 
 def uses_torch_adam(config: Config, user: Json) -> bool:

@@ -77,17 +77,19 @@ def _with_own_settings(optimizer: Optimizer, saved: dict[str, Any]) -> dict[str,
     The number of steps is a tensor in each parameter's state for torch's optimizers, an integer
     there for DeepSpeed's, and an integer in the group for NVIDIA's.
     """
+    library = type(optimizer).__module__.partition(".")[0]
     states = {number: dict(state) for number, state in saved["state"].items()}
-    is_of_torch = type(optimizer).__module__.startswith("torch.")
     groups = []
     for own, group in zip(optimizer.param_groups, saved["param_groups"], strict=True):
         settings = {key: value for key, value in own.items() if key not in ("params", "step")}
         mine = [states[number] for number in group["params"] if number in states]
         steps = [int(state.get("step", group.get("step", 0))) for state in mine]
-        if any("step" in each for each in (group, *mine)):
+        if "step" in group or any("step" in state for state in mine):
             for state, step in zip(mine, steps, strict=True):
-                state["step"] = float(step) if is_of_torch else step
-            if not is_of_torch:
+                state["step"] = float(step) if library == "torch" else step
+            if library == "deepspeed" and "step" in group:
+                settings["step"] = group["step"]
+            elif library not in ("torch", "deepspeed"):
                 settings["step"] = max(steps, default=0)
         groups.append({**settings, "params": group["params"]})
     return {"state": states, "param_groups": groups}

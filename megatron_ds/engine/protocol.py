@@ -13,6 +13,7 @@ from torch import Tensor
 from megatron_ds.config.problems import Problem
 from megatron_ds.data.micro_batches import Batch
 from megatron_ds.engine.device_batches import DeviceBatch, DeviceBatches
+from megatron_ds.engine.partitions import FlatPartition
 from megatron_ds.fileio.atomic import FileRecord
 from megatron_ds.model.packed_attention import PackingOptions
 from megatron_ds.parallel.sharding import ShardSpec
@@ -113,6 +114,9 @@ class Engine(Protocol):
 
     def shard_specs(self) -> dict[str, ShardSpec]:
         """Sharding of the complete model's tensor-parallel parameters, by canonical name."""
+
+    def partitions(self) -> list[FlatPartition]:
+        """Where parameters are in the flat tensors of this rank's optimizer. Local."""
 
     def state_bytes(self) -> StateBytes:
         """Bytes of this process's tensors that outlive a step. Local."""

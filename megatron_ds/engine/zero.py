@@ -27,6 +27,7 @@ from megatron_ds.engine.param_groups import (
     keep_settings_on_load,
     set_lr_and_weight_decay,
 )
+from megatron_ds.engine.partitions import FlatPartition, read_partitions
 from megatron_ds.engine.protocol import EngineSettings, LossSum, StateBytes
 from megatron_ds.engine.readback import state_bytes
 from megatron_ds.fileio.atomic import FileRecord
@@ -104,6 +105,9 @@ class ZeroEngine:
         if self._mesh.pp.size > 1:
             dist.all_gather_object(stages, own, group=self._mesh.pp.handle)
         return {name: spec for stage in stages for name, spec in stage.items()}
+
+    def partitions(self) -> list[FlatPartition]:
+        return read_partitions(self._engine, self._stage)
 
     def state_bytes(self) -> StateBytes:
         return state_bytes(self._engine)

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ds import schedule_validation, schedules
-from megatron_ds.checkpoint.metadata import REPLACED, find_damage, resume_conflicts
+from megatron_ds.checkpoint.metadata import REPLACED, find_damage
+from megatron_ds.checkpoint.resume import resume_conflicts
 from megatron_ds.checkpoint.selection import list_folder, select_checkpoint
 from megatron_ds.config import Config
 from megatron_ds.config.fields import field_problems

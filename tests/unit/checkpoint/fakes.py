@@ -15,6 +15,7 @@ import torch
 
 from megatron_ds.checkpoint.manager import CheckpointManager
 from megatron_ds.engine.ds_checkpoint_io import read_tensors, write_tensors
+from megatron_ds.engine.partitions import FlatPartition, ParameterPlace
 from megatron_ds.fileio.atomic import FileRecord
 from megatron_ds.parallel.sharding import ShardSpec
 from megatron_ds.train_state import TrainState
@@ -32,6 +33,7 @@ class FakeEngine:
 
     def __init__(self) -> None:
         self.content = ""
+        self.offset = 0
         self.loaded: tuple[Path, str] | None = None
         self.ds_config: dict[str, Any] = {}
 
@@ -40,6 +42,9 @@ class FakeEngine:
 
     def shard_specs(self) -> dict[str, ShardSpec]:
         return {"weight": ShardSpec(0, (6,))}
+
+    def partitions(self) -> list[FlatPartition]:
+        return [FlatPartition(30, (ParameterPlace("weight", (6, 5), self.offset),))]
 
     def save(self, folder: Path, tag: str) -> dict[str, FileRecord]:
         states: dict[str, Any] = {"model_states.pt": {"content": self.content}}

@@ -40,7 +40,7 @@ def checkpoint_of(
     run = RunRecord(
         state=TrainState(),
         config={},
-        layout=ParallelLayout(tp, dp, stage, precision, "adam"),
+        layout=ParallelLayout(tp, dp, stage, precision, "adam", False, False, 0),
         data_order=DataOrder.of(CONFIG, dp),
         shards={name: ShardRecord(s.dim, s.sections) for name, s in shards.items()},
         branch=Branch.new(),

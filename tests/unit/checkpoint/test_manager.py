@@ -74,7 +74,11 @@ def test_save_writes_one_folder_and_two_pointers(
         "zero_stage": 1,
         "precision": "fp32",
         "optimizer": "adam",
+        "round_robin_gradients": False,
+        "parameter_alignment": False,
+        "sub_group_size": 0,
     }
+    assert run["partitions"] == [{"size": 30, "parameters": [["weight", [6, 5], 0]]}]
     assert run["shards"] == {"weight": {"dim": 0, "sections": [6]}}
     assert run["config"]["model"]["num_layers"] == 2
 
@@ -228,6 +232,28 @@ def test_resume_rejects_another_model_or_layout_with_every_difference(
         ("resume-layout-changed", ("zero_stage",)),
         ("resume-layout-changed", ("precision",)),
     ]
+
+
+def test_states_of_another_order_are_not_loaded(checkpoints: CheckpointManager) -> None:
+    save(checkpoints, 2)
+    found = checkpoints.select()
+    assert found is not None
+    engine = FakeEngine()
+    engine.offset = 2
+    with raises_problem("resume-partitions-changed", contains="at 2"):
+        checkpoints.load(engine, found)  # type: ignore[arg-type]
+    assert engine.loaded is None
+
+
+def test_changed_settings_are_logged(
+    checkpoints: CheckpointManager, manager: Managers, config: Config, logged: list[str]
+) -> None:
+    save(checkpoints, 2)
+    logged.clear()
+    manager(optimizer=dataclasses.replace(config.optimizer, clip_grad=0.5)).select()
+    (warning,) = logged
+    assert warning.startswith("WARNING: --clip-grad is 1.0 in ")
+    assert "[resume-setting-changed]" in warning
 
 
 def test_the_blend_history_is_restored(checkpoints: CheckpointManager) -> None:

@@ -1,0 +1,188 @@
+"""Compares a run with the checkpoint that it resumes from.
+
+Owns which settings must be those of the checkpoint, and which may change with a warning. Values in
+effect are compared: a default that is spelled out equals the default, and a flag without an effect
+is not compared. Imports no torch, so a run that does not fit is rejected before it starts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from megatron_ds.checkpoint.metadata import CheckpointMetadata, DataOrder, ParallelLayout
+from megatron_ds.config import GROUP_OF_FIELD, GROUPS, Config, ModelConfig, flag_of
+from megatron_ds.config.data import SPLIT_DATA_FIELDS
+from megatron_ds.config.problems import Problem, default_flag, option
+from megatron_ds.engine.ds_config import PARTITION_KEYS
+from megatron_ds.engine.partitions import FlatPartition, ParameterPlace
+
+CHANGEABLE_MODEL_FIELDS = frozenset({"attention_dropout", "hidden_dropout", "init_method_std"})
+"""Fields of the model that may change on a resume."""
+VOCABULARY = ("vocab_size", "make_vocab_size_divisible_by")
+"""Fields of the model that determine the rows of its embedding table."""
+CHANGEABLE_BATCH_SIZES = ("global_batch_size", "rampup_batch_size", "step_batch_size_schedule")
+"""Fields of the data's order that may change: they determine how many of the next samples a step
+takes, but not their order."""
+REPORTED_GROUPS = ("model", "data", "optimizer", "schedule", "precision")
+UNREPORTED = {
+    *("init_method_std", *VOCABULARY),  # not used, or compared otherwise
+    *CHANGEABLE_BATCH_SIZES,  # compared as part of the data's order
+    *("max_consecutive_skipped_steps", "allow_fp16_on_cpu"),
+}
+"""Fields of these groups that do not change what a step computes, or are compared otherwise."""
+REPORTED_DATA_FIELDS = {"reset_position_ids", "reset_attention_mask", "eod_mask_loss"}
+
+
+def resume_conflicts(found: CheckpointMetadata, config: Config, dp_size: int) -> list[Problem]:
+    """The settings of a run that contradict the checkpoint it would resume from."""
+    run, settings = found.run, config.to_dict()
+    layout, order = ParallelLayout.of(config, dp_size), DataOrder.of(config, dp_size)
+    path, fixed = found.path, CHANGEABLE_MODEL_FIELDS.union(VOCABULARY)
+    problems = [
+        Problem("resume-model-changed", name, label=label, saved=saved, path=path, now=now)
+        for name, label, saved, now in _changed_fields(found, config, "model")
+        if name not in fixed
+    ]
+    models, tp_size = (run.config["model"], settings["model"]), layout.tensor_model_parallel_size
+    before, after = (_padding(model, tp_size) for model in models)
+    if before != after:
+        problems.append(
+            Problem("resume-vocabulary-changed", *VOCABULARY, before=before, path=path, after=after)
+        )
+    problems += [
+        Problem("resume-layout-changed", name, label=label, saved=saved, path=path, now=now)
+        for name, label, saved, now in _changes(asdict(run.layout), asdict(layout))
+    ]
+    data = run.config.get("data", {}), settings["data"]
+    # Without --split in both runs, the blend history compares the document ranges instead.
+    both_split = all(any(each.get(name) for name in SPLIT_DATA_FIELDS) for each in data)
+    problems += [
+        Problem("resume-data-order-changed", name, label=label, saved=saved, path=path, now=now)
+        for name, label, saved, now in _changes(asdict(run.data_order), asdict(order))
+        if name not in CHANGEABLE_BATCH_SIZES and (name != "split" or both_split)
+    ]
+    return problems
+
+
+def changed_settings(found: CheckpointMetadata, config: Config, dp_size: int) -> list[Problem]:
+    """Warnings of the changed settings that a resume allows and that affect training."""
+    order = asdict(found.run.data_order), asdict(DataOrder.of(config, dp_size))
+    model = {name for name in GROUP_OF_FIELD if GROUP_OF_FIELD[name] == "model"}
+    changes = [
+        change
+        for group in REPORTED_GROUPS
+        for change in _changed_fields(found, config, group)
+        if change[0] not in UNREPORTED | (model - CHANGEABLE_MODEL_FIELDS)
+        and (group != "data" or change[0] in REPORTED_DATA_FIELDS)
+    ]
+    changes += [change for change in _changes(*order) if change[0] in CHANGEABLE_BATCH_SIZES]
+    return [
+        Problem("resume-setting-changed", name, label=label, saved=saved, path=found.path, now=now)
+        for name, label, saved, now in changes
+    ]
+
+
+def partition_conflicts(
+    found: CheckpointMetadata, partitions: Sequence[FlatPartition]
+) -> list[Problem]:
+    """The problem of an optimizer that keeps other elements at the places of its flat tensors."""
+    saved, now = found.run.partitions, tuple(partitions)
+    if saved == now:
+        return []
+    number = next(
+        (index for index, (a, b) in enumerate(zip(saved, now, strict=False)) if a != b),
+        min(len(saved), len(now)),
+    )
+    difference = (
+        f"{len(saved)} flat tensors in the checkpoint, {len(now)} in this run"
+        if len(saved) != len(now)
+        else f"flat tensor {number}: {_difference(saved[number], now[number])}"
+    )
+    return [Problem("resume-partitions-changed", path=found.path, difference=difference)]
+
+
+def _difference(saved: FlatPartition, now: FlatPartition) -> str:
+    for one, other in zip(saved.parameters, now.parameters, strict=False):
+        if one != other:
+            return f"{_place(one)} in the checkpoint, {_place(other)} in this run"
+    counts = [
+        f"{len(each.parameters)} parameters in {each.size} elements per rank"
+        for each in (saved, now)
+    ]
+    return f"{counts[0]} in the checkpoint, {counts[1]} in this run"
+
+
+def _place(place: ParameterPlace) -> str:
+    return f"{place.name} {list(place.shape)} at {place.offset}"
+
+
+Change = tuple[str, str, Any, Any]
+"""Name and label of a setting, saved value and value of this run."""
+
+
+def _changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[Change]:
+    for name, value in now.items():
+        before = saved.get(name)
+        if before != value and (before == before or value == value):  # two NaN are equal
+            yield name, _label(name), before, value
+
+
+def _changed_fields(found: CheckpointMetadata, config: Config, group: str) -> Iterator[Change]:
+    """Differences of the fields that have an effect in both runs.
+
+    A field that was not given in either run differs only as a consequence of another one.
+    """
+    saved = _saved_config(found)
+    before, now = _effective_values(saved)[group], _effective_values(config)[group]
+    given = {
+        name
+        for name, *_ in _changes(
+            _as_json(saved.to_dict())[group], _as_json(config.to_dict())[group]
+        )
+    }
+    yield from _changes(before, {name: now[name] for name in now if name in given & before.keys()})
+
+
+def _effective_values(config: Config) -> dict[str, dict[str, Any]]:
+    """Values in effect; all values if some of them are of wrong types."""
+    try:
+        return _as_json(config.effective_values())
+    except (TypeError, ValueError, ArithmeticError, AttributeError):
+        return _as_json(config.to_dict())
+
+
+def _as_json(values: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    plain: dict[str, dict[str, Any]] = json.loads(json.dumps(values))
+    return plain
+
+
+def _saved_config(found: CheckpointMetadata) -> Config:
+    """The configuration of the run that saved; fields that it did not know have their defaults."""
+    saved = found.run.config
+    groups = {}
+    for name, kind in GROUPS.items():
+        known = {item.name for item in dataclasses.fields(kind)}
+        values = {key: value for key, value in saved.get(name, {}).items() if key in known}
+        groups[name] = kind(**values)
+    return Config(**groups)
+
+
+def _padding(model: Mapping[str, Any], tp_size: int) -> str:
+    """The rows of the embedding table and how they are computed."""
+    vocab, unit = (model.get(name) for name in VOCABULARY)
+    text = f"{vocab} tokens in units of {unit}"
+    if not (isinstance(vocab, int) and isinstance(unit, int) and unit > 0):
+        return text
+    padded = ModelConfig(vocab_size=vocab, make_vocab_size_divisible_by=unit).padded_vocab(tp_size)
+    return f"{text} = {padded} rows"
+
+
+def _label(name: str) -> str:
+    """A field's flag, unless the flag negates the field; the plain name of anything else."""
+    if name in PARTITION_KEYS:
+        return f"zero_optimization.{name}"
+    return option(name) if name in GROUP_OF_FIELD and flag_of(name) == default_flag(name) else name

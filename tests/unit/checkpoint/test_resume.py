@@ -1,0 +1,216 @@
+"""Which settings a resume rejects, which it reports, and which make no difference."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron_ds.checkpoint.branch import Branch
+from megatron_ds.checkpoint.metadata import (
+    CheckpointMetadata,
+    DataOrder,
+    ParallelLayout,
+    RunRecord,
+)
+from megatron_ds.checkpoint.resume import changed_settings, partition_conflicts, resume_conflicts
+from megatron_ds.cli import arguments
+from megatron_ds.config import Config
+from megatron_ds.engine.ds_config_merge import merge_file
+from megatron_ds.engine.partitions import FlatPartition, ParameterPlace
+from megatron_ds.train_state import TrainState
+from tests.problems import codes
+
+FLAGS = (
+    "--num-layers 2 --hidden-size 8 --num-attention-heads 2 --seq-length 8 --train-iters 10 "
+    "--micro-batch-size 1 --global-batch-size 2 --lr 1e-3 --data-path p --vocab-file v "
+    "--merge-file m"
+)
+PLACES = (
+    FlatPartition(48, (ParameterPlace("a", (8, 8), 0), ParameterPlace("b", (8, 4), 64))),
+    FlatPartition(4, (ParameterPlace("c", (8,), 0),)),
+)
+
+
+def config_of(line: str, zero: dict[str, object] | None = None, folder: Path = Path()) -> Config:
+    """The configuration of FLAGS with other flags and keys of `zero_optimization`."""
+    words = [*FLAGS.split(), *line.split()]
+    if zero is not None:
+        file = folder / "ds.json"
+        file.write_text(json.dumps({"zero_optimization": zero}))
+        words += ["--deepspeed_config", str(file)]
+    config, _ = arguments.build_config(words, world_size=1, warn=lambda line: None)
+    config, problems = merge_file(config, 1)
+    assert problems == []
+    return config.with_vocab(100)
+
+
+def saved_by(config: Config) -> CheckpointMetadata:
+    """The checkpoint of a run, as it is read from run.json."""
+    run = RunRecord(
+        state=TrainState(iteration=4),
+        config=config.to_dict(),
+        layout=ParallelLayout.of(config, 1),
+        data_order=DataOrder.of(config, 1),
+        shards={},
+        branch=Branch.new(),
+        partitions=PLACES,
+    )
+    values = json.loads(json.dumps(run.to_dict()))
+    return CheckpointMetadata(Path("saved/global_step4"), RunRecord.from_dict(values))
+
+
+def compare(before: Config, now: Config) -> tuple[list[str], list[str]]:
+    """The fields that are rejected, and those that are reported."""
+    found = saved_by(before)
+    rejected = resume_conflicts(found, now, 1)
+    reported = changed_settings(found, now, 1)
+    assert set(codes(reported)) <= {"resume-setting-changed"}
+    return [each.fields[0] for each in rejected], [each.fields[0] for each in reported]
+
+
+@pytest.mark.parametrize(
+    ("before", "now"),
+    [
+        (
+            "",
+            "--max-position-embeddings 8 --ffn-hidden-size 32 --kv-channels 4 --num-query-groups 2",
+        ),
+        ("", "--rotary-base 500000 --rotary-percent 0.5"),
+        (
+            "--position-embedding-type rope --max-position-embeddings 8",
+            "--position-embedding-type rope --max-position-embeddings 16",
+        ),
+        ("--swiglu", "--swiglu --no-bias-gelu-fusion --ffn-hidden-size 64"),
+        ("", "--lr-decay-iters 10 --lr-warmup-init 0"),
+        ("--lr-decay-iters 10", "--lr-decay-iters 10 --train-iters 20"),
+        ("--lr-decay-style constant", "--lr-decay-style constant --train-iters 20 --min-lr 1e-5"),
+        ("", "--start-weight-decay 0.01 --end-weight-decay 0.01"),
+        ("", "--sgd-momentum 0.5 --hysteresis 4 --init-method-std 0.5"),
+        ("--eval-iters 3 --log-interval 7", "--save-interval 5 --no-load-rng --num-workers 3"),
+    ],
+)
+def test_equal_values_in_effect_make_no_difference(before: str, now: str) -> None:
+    assert compare(config_of(before), config_of(now)) == ([], [])
+    assert compare(config_of(now), config_of(before)) == ([], [])
+
+
+@pytest.mark.parametrize(
+    ("line", "rejected"),
+    [
+        ("--ffn-hidden-size 64", ["ffn_hidden_size"]),
+        ("--hidden-size 16", ["hidden_size"]),
+        ("--max-position-embeddings 16", ["max_position_embeddings"]),
+        ("--num-query-groups 1", ["num_query_groups"]),
+        ("--no-bias-gelu-fusion", ["gelu_approximation"]),
+        ("--position-embedding-type rope", ["position_embedding_type"]),
+        ("--norm-epsilon 1e-6", ["norm_epsilon"]),
+        ("--optimizer sgd", ["optimizer"]),
+        ("--seed 3", ["seed"]),
+    ],
+)
+def test_other_models_layouts_and_orders_are_rejected(line: str, rejected: list[str]) -> None:
+    assert compare(config_of(""), config_of(line))[0] == rejected
+
+
+@pytest.mark.parametrize(
+    ("line", "reported"),
+    [
+        ("--clip-grad 0.5", ["clip_grad"]),
+        ("--adam-beta1 0.8 --adam-beta2 0.9", ["adam_beta1", "adam_beta2"]),
+        ("--adam-eps 1e-6 --lr 1e-4", ["lr", "adam_eps"]),
+        ("--weight-decay 0.1", ["weight_decay"]),
+        ("--attention-dropout 0 --hidden-dropout 0", ["attention_dropout", "hidden_dropout"]),
+        (
+            "--reset-position-ids --reset-attention-mask --eod-mask-loss",
+            ["reset_position_ids", "reset_attention_mask", "eod_mask_loss"],
+        ),
+        ("--min-lr 1e-5 --lr-decay-style cosine", ["lr_decay_style", "min_lr"]),
+        ("--train-iters 20", ["train_iters"]),
+        ("--lr-warmup-iters 2", ["lr_warmup_iters"]),
+        ("--micro-batch-size 2", ["micro_batch_size"]),
+        ("--global-batch-size 4", ["global_batch_size"]),
+        ("--curriculum-seqlen 8 8 2", ["curriculum_seqlen"]),
+        ("--calculate-per-token-loss", ["calculate_per_token_loss"]),
+    ],
+)
+def test_changes_that_affect_training_are_reported_with_both_values(
+    line: str, reported: list[str]
+) -> None:
+    before, now = config_of(""), config_of(line)
+    assert compare(before, now) == ([], reported)
+    assert compare(now, before) == ([], reported)
+    name, value = line.split()[-2:] if line.split()[-1][0] != "-" else (line.split()[-1], "True")
+    warning = next(
+        each for each in changed_settings(saved_by(before), now, 1) if name in each.render()
+    )
+    assert value in warning or f"{float(value):g}" in warning
+
+
+def test_dynamic_and_static_loss_scales_are_compared_by_what_they_use() -> None:
+    dynamic, static = config_of("--fp16 --hysteresis 4"), config_of("--fp16 --loss-scale 128")
+    assert compare(dynamic, static) == ([], ["loss_scale"])
+    assert compare(static, config_of("--fp16 --loss-scale 128 --hysteresis 1")) == ([], [])
+
+
+@pytest.mark.parametrize(
+    ("stage", "keys", "rejected"),
+    [
+        (2, {"round_robin_gradients": True}, ["round_robin_gradients"]),
+        (1, {"parameter_alignment": True}, ["parameter_alignment"]),
+        (3, {"sub_group_size": 100}, ["sub_group_size"]),
+        (3, {"sub_group_size": 10**7, "round_robin_gradients": True}, []),
+        (2, {"round_robin_gradients": False, "parameter_alignment": False}, []),
+        (2, {"overlap_comm": True, "reduce_bucket_size": 5000, "contiguous_gradients": False}, []),
+    ],
+)
+def test_keys_that_order_the_flat_tensors_are_part_of_the_layout(
+    tmp_path: Path, stage: int, keys: dict[str, object], rejected: list[str]
+) -> None:
+    before = config_of("", {"stage": stage}, tmp_path)
+    now = config_of("", {"stage": stage, **keys}, tmp_path)
+    assert compare(before, now)[0] == rejected
+    for problem in resume_conflicts(saved_by(before), now, 1):
+        assert problem.code == "resume-layout-changed"
+        assert f"zero_optimization.{rejected[0]} is " in problem
+
+
+@pytest.mark.parametrize(
+    ("partitions", "difference"),
+    [
+        (PLACES, ""),
+        (PLACES[:1], "2 flat tensors in the checkpoint, 1 in this run"),
+        (
+            (
+                dataclasses.replace(
+                    PLACES[0],
+                    parameters=(ParameterPlace("b", (8, 4), 0), ParameterPlace("a", (8, 8), 32)),
+                ),
+                PLACES[1],
+            ),
+            "flat tensor 0: a [8, 8] at 0 in the checkpoint, b [8, 4] at 0 in this run",
+        ),
+        (
+            (PLACES[0], dataclasses.replace(PLACES[1], size=8)),
+            "flat tensor 1: 1 parameters in 4 elements per rank in the checkpoint, 1 parameters in "
+            "8 elements per rank in this run",
+        ),
+    ],
+)
+def test_another_order_of_the_flat_tensors_is_rejected(
+    partitions: tuple[FlatPartition, ...], difference: str
+) -> None:
+    problems = partition_conflicts(saved_by(config_of("")), partitions)
+    assert codes(problems) == (["resume-partitions-changed"] if difference else [])
+    assert all(difference in problem for problem in problems)
+
+
+def test_values_of_wrong_types_are_compared_as_they_are() -> None:
+    config = config_of("")
+    found = saved_by(config)
+    broken = {**found.run.config, "model": {**found.run.config["model"], "hidden_size": "x"}}
+    found = dataclasses.replace(found, run=dataclasses.replace(found.run, config=broken))
+    (problem,) = resume_conflicts(found, config, 1)
+    assert problem.fields == ("hidden_size",)
