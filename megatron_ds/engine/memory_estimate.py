@@ -164,9 +164,8 @@ class _Sizes:
         self.stream = self.tokens * config.model.hidden_size * inputs.param_bytes
         # Mask of dropout over the hidden states: in the data type on a CPU, else one byte each.
         self.mask = self.stream if inputs.on_cpu else self.stream // inputs.param_bytes
-        # Attention is a fused kernel, which saves no scores.
-        plain = self.model.attention_dropout == 0 and self.model.position_embedding_type != "alibi"
-        self.is_fused = plain or not inputs.on_cpu
+        # Attention is a fused kernel, which saves no scores. A CPU has none with dropout.
+        self.is_fused = self.model.attention_dropout == 0 or not inputs.on_cpu
         self.has_accumulator = inputs.param_bytes != inputs.accumulation_bytes
         # Gradients are reduced in buckets, but not at stage 0 and by BF16_Optimizer. A bucket is
         # allocated when the backward pass starts, under ZeRO-3 once for the whole run.
@@ -290,12 +289,17 @@ class _Sizes:
     def _core(self) -> int:
         """Saved by the attention core in addition to its inputs and output.
 
-        On a CPU torch has no fused kernel for dropout or a bias and saves the scores in fp32.
+        On a CPU torch has no fused kernel for dropout and saves the scores in fp32.
         """
         model, element = self.model, self.inputs.param_bytes
         heads = model.num_attention_heads // self.inputs.tp_size
         if self.is_fused:
-            return self.tokens * heads * FP32
+            saved = self.tokens * heads * FP32
+            has_groups = model.kv_heads != model.num_attention_heads
+            if model.position_embedding_type == "alibi" and has_groups and not self.inputs.on_cpu:
+                # Keys and values, repeated for their queries.
+                saved += 2 * self.tokens * heads * model.head_dim * element
+            return saved
         scores = self.tokens * model.seq_length * heads * FP32
         copies = 3 * self.tokens * heads * model.head_dim * element
         return scores * (3 if model.attention_dropout > 0 else 1) + (

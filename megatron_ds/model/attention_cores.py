@@ -47,6 +47,14 @@ class SDPA:
     leaves out what the mask hides."""
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
+        bias, has_groups = self.bias, q.shape[1] != k.shape[1]
+        if bias is not None and bias.dim() == 3:
+            # With three dimensions, torch selects the kernel that stores all scores on a CPU.
+            bias = bias.unsqueeze(0)
+        if bias is not None and has_groups and q.device.type != "cpu":
+            # Elsewhere it selects that kernel for grouped queries with a bias.
+            k, v = (part.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for part in (k, v))
+            has_groups = False
         return F.scaled_dot_product_attention(
-            q, k, v, self.bias, dropout, self.is_causal, enable_gqa=q.shape[1] != k.shape[1]
+            q, k, v, bias, dropout, self.is_causal, enable_gqa=has_groups
         )

@@ -155,7 +155,7 @@ def _max_relative_error(
         slopes = torch.linspace(0.1, 0.5, local_heads[0], device=device)
         # As wide as the longest document: the bias of all scores can exceed the device's memory.
         longest = max(map(max, lengths))
-        bias = alibi_bias(slopes.tolist(), longest, longest, device).to(dtype)
+        bias = alibi_bias(slopes.tolist(), longest, longest, device, dtype)
     results = []
     for core in (kernel.core(packed, slopes), PerDocumentSDPA(lengths, bias)):
         parts = qkv.split([heads * config.head_dim for heads in local_heads], dim=-1)

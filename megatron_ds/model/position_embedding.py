@@ -127,7 +127,8 @@ class PositionEncoder:
     def _alibi(self, queries: int, keys: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         key = (queries, keys, dtype, device)
         if self._bias is None or self._bias_key != key:
-            self._bias = alibi_bias(self._slopes, queries, keys, device).to(dtype)
+            self._bias = None  # freed before the next one is allocated
+            self._bias = alibi_bias(self._slopes, queries, keys, device, dtype)
             self._bias_key = key
         return self._bias
 
@@ -173,9 +174,21 @@ def alibi_slopes(heads: int) -> list[float]:
     return geometric(power) + geometric(2 * power)[0::2][: heads - power]
 
 
-def alibi_bias(slopes: list[float], queries: int, keys: int, device: torch.device) -> Tensor:
-    """Minus slope x distance where a key is visible, -inf elsewhere: [n, S, L], fp32."""
+def alibi_bias(
+    slopes: list[float],
+    queries: int,
+    keys: int,
+    device: torch.device,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """Minus slope x distance where a key is visible, -inf elsewhere: [n, S, L].
+
+    Computed in fp32, one head at a time, because the table of all heads can be large.
+    """
     positions = torch.arange(keys, device=device)
     distance = (positions - positions[keys - queries :].unsqueeze(1)).float()
-    bias = torch.stack([distance * slope for slope in slopes])
-    return bias.masked_fill(~visible_keys(queries, keys, device), -torch.inf)
+    distance.masked_fill_(~visible_keys(queries, keys, device), -torch.inf)
+    bias = torch.empty((len(slopes), queries, keys), dtype=dtype, device=device)
+    for head, slope in zip(bias, slopes, strict=True):
+        head.copy_(distance * slope)
+    return bias

@@ -189,13 +189,20 @@ def _sdpa_backend(
     """Name of the kernel that scaled_dot_product_attention selects."""
     queries = config.seq_length
 
+    def empty(*shape: int) -> torch.Tensor:
+        """A tensor of this shape that has only a row of memory."""
+        row = torch.empty(shape[-1], dtype=dtype, device=device, requires_grad=True)
+        return row.expand(shape)
+
     def heads(count: int) -> torch.Tensor:
-        shape = batch, count // tp_size, queries, config.head_dim
-        return torch.empty(shape, dtype=dtype, device=device, requires_grad=True)
+        return empty(batch, count // tp_size, queries, config.head_dim)
 
     q, k = heads(config.num_attention_heads), heads(config.kv_heads)
     alibi = config.position_embedding_type == "alibi"
-    bias = torch.empty(q.shape[1], queries, queries, dtype=dtype, device=device) if alibi else None
+    bias = empty(1, q.shape[1], queries, queries).detach() if alibi else None
+    has_groups = config.kv_heads != config.num_attention_heads
+    if alibi and device.type != "cpu":  # the keys and values are repeated for their queries
+        k, has_groups = q, False
     try:
         choice = torch._fused_sdp_choice(
             q,
@@ -204,7 +211,7 @@ def _sdpa_backend(
             attn_mask=bias,
             dropout_p=config.attention_dropout,
             is_causal=not alibi,
-            enable_gqa=config.kv_heads != config.num_attention_heads,
+            enable_gqa=has_groups,
         )
     except (AttributeError, RuntimeError, TypeError):  # not one of torch's public functions
         return "torch's choice"

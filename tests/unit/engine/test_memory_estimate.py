@@ -34,6 +34,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "rope": {"position_embedding_type": "rope"},
     "rope, attention dropout": {"position_embedding_type": "rope", "attention_dropout": 0.1},
     "alibi": {"position_embedding_type": "alibi"},
+    "alibi, grouped queries": {"position_embedding_type": "alibi", "num_query_groups": 2},
     "grouped queries": {"num_query_groups": 2},
     "swiglu, RMSNorm": {"activation": "swiglu", "normalization": "RMSNorm"},
     "reglu": {"activation": "reglu"},
@@ -46,6 +47,7 @@ PER_DOCUMENT = (
     "rope",
     "rope, attention dropout",
     "alibi",
+    "alibi, grouped queries",
     "grouped queries",
 )
 """Models that are also measured with attention inside documents."""
@@ -130,6 +132,17 @@ def test_selective_recompute_saves_no_scores(documents: bool) -> None:
     run = config(selective, documents=documents, attention_dropout=0.1)
     measured = saved_bytes(run, torch.float32) - saved_by_output_layer(FP32)
     assert estimate(run, SINGLE).activations == pytest.approx(measured, rel=0.02)
+
+
+def test_accelerator_repeats_the_keys_of_alibi_with_grouped_queries() -> None:
+    elsewhere = dataclasses.replace(SINGLE, on_cpu=False)
+    repeated, single = (
+        estimate(config(position_embedding_type="alibi", num_query_groups=groups), elsewhere)
+        for groups in (2, 4)
+    )
+    one = 4 * BATCH * SEQUENCE * HIDDEN * FP32  # of keys in four layers
+    # Half of the heads project keys and values, but all of them save both.
+    assert repeated.activations - single.activations == 2 * one - 2 * one // 2
 
 
 def states(stage: int, **changes: Any) -> MemoryEstimate:

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import weakref
+from typing import Any
+
 import pytest
 import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_ds.config import ModelConfig
 from megatron_ds.model.attention_cores import SDPA
@@ -84,3 +90,61 @@ def test_rope_is_exact_in_bf16_runs() -> None:
     table = rope_table(512, 8, 10000.0, CPU)
     error = rotate(x, table).float() - rotate(x.float(), table)
     assert error.abs().max() < 2e-2
+
+
+class LiveBytes(TorchDispatchMode):
+    """Records the largest number of bytes of all tensors made inside that exist at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = self.peak = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if (
+            isinstance(out, torch.Tensor)
+            and not out._is_view()
+            and not any(out is one for one in args)
+        ):
+            size = out.nbytes
+            self.live += size
+            self.peak = max(self.peak, self.live)
+            weakref.finalize(out, self._free, size)
+        return out
+
+    def _free(self, size: int) -> None:
+        self.live -= size
+
+
+def test_alibi_table_is_made_in_its_memory() -> None:
+    slopes = alibi_slopes(32)
+    with LiveBytes() as memory:
+        bias = alibi_bias(slopes, 64, 64, CPU, torch.bfloat16)
+    assert bias.nbytes <= memory.peak < 1.3 * bias.nbytes
+    assert torch.equal(bias, alibi_bias(slopes, 64, 64, CPU).bfloat16())
+
+
+@pytest.mark.parametrize("kind", ["cpu", "meta"])
+def test_alibi_with_grouped_queries_stores_no_scores(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch's kernels take groups with a bias on a CPU only, and there only in 4 dimensions."""
+    calls: list[Any] = []
+
+    def record(q: Any, k: Any, v: Any, bias: Any, *_: Any, enable_gqa: bool) -> torch.Tensor:
+        calls.append((k.shape, v.shape, bias.shape, enable_gqa))
+        return q
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", record)
+    q, k = torch.empty(2, 4, 8, 16, device=kind), torch.empty(2, 2, 8, 16, device=kind)
+    SDPA(torch.empty(4, 8, 8, device=kind)).attend(q, k, k, 0.0)
+    heads = 2 if kind == "cpu" else 4
+    assert calls == [((2, heads, 8, 16), (2, heads, 8, 16), (1, 4, 8, 8), kind == "cpu")]
+
+
+def test_kernel_is_fused_for_alibi_with_grouped_queries() -> None:
+    q, k = torch.empty(2, 4, 8, 16), torch.empty(2, 2, 8, 16)
+    choice = torch._fused_sdp_choice(q, k, k, attn_mask=torch.empty(1, 4, 8, 8), enable_gqa=True)
+    assert SDPBackend(choice) == SDPBackend.FLASH_ATTENTION

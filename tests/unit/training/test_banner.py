@@ -163,4 +163,7 @@ def test_kernel_is_described() -> None:
     assert describe(None) == describe(PackingOptions(0, True, False))
     assert "scaled_dot_product_attention: " in describe(None)
     assert "per document" in describe(PackingOptions(0, False, True))
+    long = dataclasses.replace(config, seq_length=2**20, position_embedding_type="alibi")
+    # Asking torch allocates none of the tensors, of which the bias alone would be terabytes.
+    assert "scaled" in describe_kernel(long, 2, 1, torch.float32, cpu)
     assert "flex_attention" in describe(PackingOptions(0, False, True, FlexKernel(dense_flex)))
