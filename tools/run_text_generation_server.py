@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from megatron_ds.inference.service import GenerationJob, GenerationResult, TextGenerationService
     from megatron_ds.inference.tp_group import TpWorkerGroup
 
-LOOPBACK = ("127.0.0.1", "::1", "localhost")
-
 
 @dataclass(frozen=True)
 class Options(GenerationOptions):
@@ -46,6 +44,14 @@ class Options(GenerationOptions):
         "127.0.0.1",
         "address to listen on (default: 127.0.0.1, this machine only). There is no "
         "authentication: anyone who can reach the address can use the model",
+        metavar="HOST",
+    )
+    allowed_hosts: tuple[str, ...] = option_field(
+        (),
+        "host names of requests besides those of this machine, such as that of a proxy. Requests "
+        "for other hosts and of web pages of other sites are rejected (default: none if the "
+        "server is for this machine only, otherwise all)",
+        nargs="*",
         metavar="HOST",
     )
     port: int = option_field(
@@ -77,7 +83,7 @@ def run(options: Options) -> None:
     Raises:
         UserError: If options do not fit the checkpoint or the machine.
     """
-    from megatron_ds.inference.server import TextServer, listen
+    from megatron_ds.inference.server import TextServer, is_loopback, listen
     from megatron_ds.inference.service import TextGenerationService, max_sequence_length
     from megatron_ds.inference.tp_group import TpGroupBroken, TpWorkerGroup, end_with_launchers
 
@@ -101,11 +107,14 @@ def run(options: Options) -> None:
                 return
             runner = ServerRunner(service, workers, options.defaults)
             host, port = listener.getsockname()[:2]
-            if options.host not in LOOPBACK:
+            is_public = not is_loopback(host)
+            if is_public:
                 log_rank0(f"WARNING: {Problem('host-is-public', host=options.host).render()}")
             shown = f"[{host}]" if ":" in host else host
             log_rank0(f"serving on http://{shown}:{port} (PUT /api), {max_length} tokens per text")
-            TextServer(runner.read, runner.perform, log_rank0).run(listener)
+            checks_hosts = not is_public or options.allowed_hosts
+            names = (options.host, *options.allowed_hosts) if checks_hosts else None
+            TextServer(runner.read, runner.perform, log_rank0, names).run(listener)
             workers.shutdown_followers()
             log_rank0("the server has stopped")
         except TpGroupBroken as error:

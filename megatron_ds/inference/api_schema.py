@@ -74,14 +74,17 @@ def _integer(low: int, high: int, default: int | None) -> Any:
     return _field(default, f"an integer from {low} to {high}", is_valid)
 
 
-def _number(low: float, high: float, default: float, *, is_open: bool = False) -> Any:
+def _number(
+    low: float, high: float, default: float, *, is_open: bool = False, hint: str = ""
+) -> Any:
     """A number; `is_open` excludes `low` itself."""
 
     def is_valid(value: Any) -> bool:
         is_number = type(value) in (int, float) and low <= value <= high
         return is_number and not (is_open and value == low)
 
-    return _field(default, f"a number {'above' if is_open else 'from'} {low} to {high}", is_valid)
+    bounds = f"{'above' if is_open else 'from'} {low} to {high}"
+    return _field(default, f"a number {bounds}{hint}", is_valid)
 
 
 def _flag() -> Any:
@@ -104,7 +107,9 @@ class GenerationRequest:
     """None: the default number, limited by the maximal length of a text."""
     logprobs: bool = _flag()
     top_n_logprobs: int = _integer(0, 10, 0)
-    temperature: float = _number(0, 100, 1.0, is_open=True)
+    temperature: float = _number(
+        0, 100, 1.0, is_open=True, hint=" (top_k 1 always takes the most probable token)"
+    )
     top_k: int = _integer(0, 1000, 0)
     top_p: float = _number(0, 1, 0.0)
     top_p_decay: float = _number(0, 1, 0.0)

@@ -7,19 +7,25 @@ the codes of its problems if the request is invalid. The only module that knows 
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import signal
 import socket
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, Generic, TypeVar
+from urllib.parse import urlsplit
 
 import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import HTMLResponse, JSONResponse, Response
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from megatron_ds.config.problems import UserError, user_error
 from megatron_ds.inference.generate import Cancelled
@@ -30,6 +36,10 @@ MAX_BODY = 8 * 2**20
 """Bytes of a request."""
 MAX_DRAIN_BYTES = 8 * MAX_BODY
 """Bytes of a body that are read: a client reads no response before it has sent its body."""
+HEAD_TIMEOUT_S = 20.0
+"""Within which a connection must send the head of a request."""
+BODY_TIMEOUT_S = 60.0
+"""Within which the body must follow."""
 SHUTDOWN_TIMEOUT_S = 10
 """For open connections, after a signal."""
 
@@ -44,6 +54,7 @@ class TextServer(Generic[Job]):
         read: Callable[[bytes], Job],
         run: Callable[[Job, threading.Event], dict[str, Any]],
         log: Callable[[str], None],
+        hosts: Collection[str] | None = None,
     ) -> None:
         """
         Args:
@@ -51,12 +62,16 @@ class TextServer(Generic[Job]):
             run: Converts a job into a response. It raises `Cancelled` once the event is set, which
                 means that the response is no longer wanted.
             log: Called with lines for the log.
+            hosts: Names in addition to those of this machine for which requests are accepted, see
+                `_HostCheck`. None accepts all.
         """
         self._read = read
         self._run_job = run
         self._log = log
         self._stopping = threading.Event()
         self._request_lock = asyncio.Lock()
+        # Of their own, so that long prompts take no thread from generation.
+        self._readers = ThreadPoolExecutor(1, thread_name_prefix="reader")
         self._requests = 0
         """Requests that run or wait for their turn."""
         self._busy = threading.Lock()
@@ -64,8 +79,10 @@ class TextServer(Generic[Job]):
         self.app = FastAPI(openapi_url=None)
         self.app.add_exception_handler(HTTPException, _http_error)
         self.app.add_api_route("/api", self._respond, methods=["PUT", "POST"])
-        self.app.add_api_route("/health", self._health, methods=["GET"])
-        self.app.add_api_route("/", lambda: HTMLResponse(PAGE), methods=["GET"])
+        self.app.add_api_route("/health", self._health, methods=["GET", "HEAD"])
+        self.app.add_api_route("/", lambda: HTMLResponse(PAGE), methods=["GET", "HEAD"])
+        if hosts is not None:
+            self.app.add_middleware(_HostCheck, hosts=hosts)
 
     def run(self, listener: socket.socket) -> None:
         """Serves until SIGTERM or SIGINT, which cancel a running request. Main thread only.
@@ -75,7 +92,9 @@ class TextServer(Generic[Job]):
         Raises:
             TpGroupBroken: If the ranks are out of step.
         """
-        config = uvicorn.Config(self.app, log_level="warning", lifespan="off")
+        config = uvicorn.Config(
+            self.app, http=_HeadTimeout, ws="none", log_level="warning", lifespan="off"
+        )
         config.timeout_graceful_shutdown = SHUTDOWN_TIMEOUT_S
         server = _Server(config)
         server.on_signal = self.stop
@@ -92,9 +111,15 @@ class TextServer(Generic[Job]):
 
     async def _respond(self, request: Request) -> Response:
         try:
-            job = await asyncio.to_thread(self._read, await _body(request))
+            async with asyncio.timeout(BODY_TIMEOUT_S):
+                body = await _body(request)
+            loop = asyncio.get_running_loop()
+            job = await loop.run_in_executor(self._readers, self._read, body)
         except ClientDisconnect:
             return _error(400, "the body is not complete")
+        except TimeoutError:
+            message = f"the body did not arrive within {BODY_TIMEOUT_S:.0f} s"
+            return _error(408, message, {"Connection": "close"})
         except UserError as error:
             codes = [problem.code for problem in error.problems]
             content = {"message": "; ".join(error.problems), "codes": codes}
@@ -136,6 +161,67 @@ class TextServer(Generic[Job]):
             return self._run_job(job, cancelled)
 
 
+class _HostCheck:
+    """Rejects requests that web pages of other sites send through a browser of this machine.
+
+    Such a request has the page's site as its origin or, after DNS rebinding, as its host.
+    """
+
+    def __init__(self, app: ASGIApp, hosts: Collection[str]) -> None:
+        self._app = app
+        self._hosts = {host.lower().rstrip(".") for host in (*hosts, "localhost")}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = Headers(scope=scope)
+        for name, prefix in (("host", "//"), ("origin", "")):
+            value = headers.get(name)
+            if value is not None and not self._is_accepted(prefix + value):
+                message = f"the {name} {value} is not accepted; --allowed-hosts adds a host"
+                await _error(403, message)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+    def _is_accepted(self, url: str) -> bool:
+        try:
+            host = (urlsplit(url).hostname or "").rstrip(".")
+        except ValueError:
+            return False
+        return host in self._hosts or is_loopback(host)
+
+
+class _HeadTimeout(H11Protocol):
+    """Closes connections that do not complete the head of a request, for which uvicorn waits
+    indefinitely."""
+
+    _head_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._start_timer()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._start_timer()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+        super().connection_lost(exc)
+
+    def _start_timer(self) -> None:
+        is_idle = self.cycle is None or self.cycle.response_complete
+        if is_idle and self._head_timer is None:
+            self._head_timer = self.loop.call_later(HEAD_TIMEOUT_S, self._end, self.cycle)
+
+    def _end(self, last: object) -> None:
+        """Closes the connection unless a request has followed the last one."""
+        self._head_timer = None
+        if self.cycle is last:
+            self.transport.close()
+        else:
+            self._start_timer()  # for a head that has begun meanwhile
+
+
 class _Server(uvicorn.Server):
     """Reports a signal immediately, and returns from `run` after one."""
 
@@ -155,6 +241,14 @@ class _Server(uvicorn.Server):
         finally:
             for number, handler in zip(numbers, previous, strict=True):
                 signal.signal(number, handler)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host is an address that only this machine can reach."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def listen(host: str, port: int) -> socket.socket:

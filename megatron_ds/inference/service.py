@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,9 +19,12 @@ from megatron_ds.inference.beam import BeamSearchConfig, beam_search
 from megatron_ds.inference.generate import GenerationConfig, ShouldContinue, StopRules, generate
 from megatron_ds.inference.logprobs import Scores, score
 from megatron_ds.inference.sampling_params import SamplingParams
-from megatron_ds.inference.stop_rules import NewlineStopRules, NewlineTokens
+from megatron_ds.inference.stop_rules import NewlineStopRules, NewlineTokens, token_texts
 from megatron_ds.model.gpt import GPTModel
 from megatron_ds.tokenizer import Tokenizer
+
+MIN_CHARS_PER_TOKEN = 16
+"""For vocabularies of short tokens, whose texts also have white space."""
 
 
 @dataclass(frozen=True)
@@ -66,9 +69,18 @@ class TextGenerationService:
         Raises:
             UserError: If the request does not fit the tokenizer or the model.
         """
-        texts = enumerate(request.prompts, start=1)
-        prompts = [self._encode(text, request, number) for number, text in texts]
-        raise_if_any(self._problems(request, prompts))
+        prompts, problems, read_chars = list[list[int]](), list[Problem](), 0
+        for number, text in enumerate(request.prompts, start=1):
+            read_chars += len(text)
+            if problems and self._are_too_many(read_chars):
+                break  # a bad request must not take long
+            if self._are_too_many(len(text)):
+                problems.append(self._too_many_chars(text, number))
+                continue
+            ids = self._encode(text, request, number)
+            problems.extend(self._length_problems(request, len(ids), number))
+            prompts.append(ids)
+        raise_if_any([*problems, *self._stop_token_problems(request)])
         sampling = SamplingParams(
             temperature=request.temperature,
             top_k=request.top_k,
@@ -112,10 +124,8 @@ class TextGenerationService:
         scores = result.scores
         response["logprobs"] = None if scores is None else [text.logprobs for text in scores]
         if scores is not None and job.request.top_n_logprobs:
-            # Ids that are parts of characters may share a text: the most probable one is kept.
             response["top_n_logprobs"] = [
-                [{decode([number]): value for number, value in reversed(top)} for top in text.top]
-                for text in scores
+                [_by_text(decode, top) for top in text.top] for text in scores
             ]
         return response
 
@@ -156,23 +166,37 @@ class TextGenerationService:
             raise user_error("prompt-needs-bos", number=number)
         return ids
 
-    def _problems(self, request: GenerationRequest, prompts: list[list[int]]) -> Iterator[Problem]:
-        new_tokens, vocab = request.tokens_to_generate, self.model.config.vocab_size
-        limit = self.max_length
-        for number, ids in enumerate(prompts, start=1):
-            length = len(ids)
-            if new_tokens is not None and length + new_tokens > limit:
-                yield Problem(
-                    "prompt-and-new-tokens-exceed-length",
-                    number=number,
-                    num_ids=length,
-                    new_tokens=new_tokens,
-                    max_length=limit,
-                )
-            elif new_tokens is None and length >= limit:
-                yield Problem(
-                    "prompt-fills-sequence", number=number, length=length, max_length=limit
-                )
+    def _are_too_many(self, chars: int) -> bool:
+        is_short = chars <= self.max_length * MIN_CHARS_PER_TOKEN  # without reading the vocabulary
+        return not is_short and chars > self._max_chars
+
+    def _too_many_chars(self, text: str, number: int) -> Problem:
+        return Problem(
+            "prompt-has-too-many-characters",
+            number=number,
+            chars=len(text),
+            max_chars=self._max_chars,
+            max_length=self.max_length,
+        )
+
+    def _length_problems(
+        self, request: GenerationRequest, length: int, number: int
+    ) -> Iterator[Problem]:
+        """Check that a prompt of this many tokens and its continuation fit."""
+        new_tokens, limit = request.tokens_to_generate, self.max_length
+        if new_tokens is not None and length + new_tokens > limit:
+            yield Problem(
+                "prompt-and-new-tokens-exceed-length",
+                number=number,
+                num_ids=length,
+                new_tokens=new_tokens,
+                max_length=limit,
+            )
+        elif new_tokens is None and length >= limit:
+            yield Problem("prompt-fills-sequence", number=number, length=length, max_length=limit)
+
+    def _stop_token_problems(self, request: GenerationRequest) -> Iterator[Problem]:
+        vocab = self.model.config.vocab_size
         if request.stop_token is not None and request.stop_token >= vocab:
             yield Problem("stop-token-out-of-range", stop_token=request.stop_token, vocab=vocab)
 
@@ -181,8 +205,31 @@ class TextGenerationService:
         return NewlineStopRules(self._newline_tokens, *flags) if any(flags) else None
 
     @functools.cached_property
+    def _max_chars(self) -> int:
+        """Characters of a prompt; longer ones are rejected before they are tokenized.
+
+        That many tokens of the longest text have, so that no prompt that fits is rejected, unless
+        most of it is white space, which some tokenizers drop.
+        """
+        longest = max(map(len, token_texts(self.tokenizer)))
+        return self.max_length * max(MIN_CHARS_PER_TOKEN, longest)
+
+    @functools.cached_property
     def _newline_tokens(self) -> NewlineTokens:
         return NewlineTokens(self.tokenizer)
+
+
+def _by_text(
+    decode: Callable[[Sequence[int]], str], top: Sequence[tuple[int, float]]
+) -> dict[str, float]:
+    """Log-probabilities by the texts of their ids, in the same order.
+
+    Ids that are parts of characters may share a text: the first, most probable one is kept.
+    """
+    found: dict[str, float] = {}
+    for number, value in top:
+        found.setdefault(decode([number]), value)
+    return found
 
 
 def max_sequence_length(model: ModelConfig, requested: int | None) -> int:

@@ -12,8 +12,7 @@ class NewlineTokens:
     """Tokens with newlines or colons. Decodes the full vocabulary once."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        texts = [_text(tokenizer, number) for number in range(tokenizer.vocab_size)]
-        numbered = list(enumerate(texts))
+        numbered = list(enumerate(token_texts(tokenizer)))
         self.with_eol = frozenset(number for number, text in numbered if "\n" in text)
         self.with_double_eol = frozenset(number for number, text in numbered if "\n\n" in text)
         self.ending_with_eol = frozenset(number for number, text in numbered if text.endswith("\n"))
@@ -43,9 +42,13 @@ class NewlineStopRules:
         return ()
 
 
-def _text(tokenizer: Tokenizer, number: int) -> str:
-    """The text of an id; empty for the gaps that a vocabulary may have."""
-    try:
-        return tokenizer.decode([number])
-    except (ValueError, KeyError, IndexError):
-        return ""
+def token_texts(tokenizer: Tokenizer) -> list[str]:
+    """The text of each id; empty for the gaps that a vocabulary may have."""
+
+    def text(number: int) -> str:
+        try:
+            return tokenizer.decode([number])
+        except (ValueError, KeyError, IndexError):
+            return ""
+
+    return [text(number) for number in range(tokenizer.vocab_size)]

@@ -116,7 +116,7 @@ def test_a_closed_connection_cancels_its_request(
     server = Server(launcher, trained, 2)
     running.append(server)
     body = json.dumps(LONG).encode()
-    head = f"PUT /api HTTP/1.1\r\nHost: here\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+    head = f"PUT /api HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n".encode()
 
     with socket.create_connection(("127.0.0.1", server.port)) as connection:
         connection.sendall(head + body)

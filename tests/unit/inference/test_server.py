@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -18,6 +21,7 @@ from megatron_ds.inference.tp_group import TpGroupBroken
 from tests.problems import raises_problem
 
 Run = Callable[[str, threading.Event], dict[str, Any]]
+Read = Callable[[bytes], str]
 
 
 def read(body: bytes) -> str:
@@ -33,9 +37,9 @@ def echo(job: str, cancelled: threading.Event) -> dict[str, Any]:
 class Client:
     """A client of a server in this process, and the server's log."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Run, read: Read = read, hosts: Collection[str] | None = None) -> None:
         self.log: list[str] = []
-        self.server = TextServer[str](read, run, self.log.append)
+        self.server = TextServer[str](read, run, self.log.append, hosts)
         self.http = TestClient(self.server.app)
 
     def put(self, body: bytes) -> tuple[int, Any]:
@@ -78,6 +82,9 @@ def test_health_and_page() -> None:
     client = Client(echo).http
 
     assert client.get("/health").json() == {"status": "ok", "requests": 0}
+    for path in ("/", "/health"):
+        head = client.head(path)
+        assert (head.status_code, head.content) == (200, b"")
     page = client.get("/")
     assert page.headers["content-type"].startswith("text/html")
     assert 'method: "PUT"' in page.text
@@ -136,6 +143,100 @@ def test_an_invalid_request_is_answered_immediately() -> None:
         finally:
             release.set()
         assert all(response.result(60)[0] == 200 for response in slow)
+
+
+def test_requests_that_are_read_leave_threads_for_generation() -> None:
+    running, release, release_reads = (threading.Event() for _ in range(3))
+
+    def slow_read(body: bytes) -> str:
+        assert body != b"long" or release_reads.wait(60)
+        return read(body)
+
+    def run(job: str, cancelled: threading.Event) -> dict[str, Any]:
+        running.set()
+        assert release.wait(60)
+        return echo(job, cancelled)
+
+    client = Client(run, slow_read)
+    many = 40  # more than asyncio's pool has threads
+    with client.http, ThreadPoolExecutor(many + 2) as pool:
+        try:
+            first = pool.submit(client.put, b"first")
+            assert running.wait(60)
+            second = pool.submit(client.put, b"second")
+            while client.http.get("/health").json()["requests"] < 2:
+                pass
+            reads = [pool.submit(client.put, b"long") for _ in range(many)]
+            release.set()
+            assert first.result(60)[0] == second.result(60)[0] == 200
+            assert not any(each.done() for each in reads)
+        finally:
+            release.set()
+            release_reads.set()
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"Host": "127.0.0.1:5000"}, 200),
+        ({"Host": "[::1]:5000"}, 200),
+        ({"Host": "LOCALHOST."}, 200),
+        ({"Host": "proxy.example"}, 200),
+        ({"Host": "localhost:1", "Origin": "http://localhost:8080"}, 200),
+        ({"Host": "localhost", "Origin": "https://proxy.example"}, 200),
+        ({"Host": "evil.example"}, 403),
+        ({"Host": "127.0.0.1.evil.example"}, 403),
+        ({"Host": "evil.example", "Origin": "http://evil.example"}, 403),
+        ({"Host": "localhost", "Origin": "http://evil.example"}, 403),
+        ({"Host": "localhost", "Origin": "http://localhost.evil.example"}, 403),
+        ({"Host": "localhost", "Origin": "http://localhost@evil.example"}, 403),
+        ({"Host": "localhost", "Origin": "null"}, 403),
+        ({"Host": "[::1"}, 403),
+        ({"Host": ""}, 403),
+    ],
+)
+def test_web_pages_of_other_sites_are_rejected(headers: dict[str, str], status: int) -> None:
+    client = Client(echo, hosts=["127.0.0.1", "Proxy.example"])
+    for method, path in (("PUT", "/api"), ("POST", "/api"), ("GET", "/"), ("GET", "/health")):
+        response = client.http.request(method, path, headers=headers, content=b"")
+        assert response.status_code == status
+        assert status == 200 or set(response.json()) == {"message"}
+
+
+def test_incomplete_requests_are_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "HEAD_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(server, "BODY_TIMEOUT_S", 0.3)
+    complete = b"PUT /api HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\nab"
+    sent = {
+        (b"",): b"",
+        (b"PUT /api HTTP/1.1\r\nHost",): b"",
+        (complete, b"PUT /api"): b"200",
+        (complete[:-1],): b"408",
+    }
+    text_server = Client(echo).server
+
+    def status_until_the_end(port: int, parts: tuple[bytes, ...]) -> bytes:
+        with socket.create_connection(("127.0.0.1", port), timeout=30) as connection:
+            received = b""
+            for part in parts:
+                connection.sendall(part)
+                received += connection.recv(4096)
+            while more := connection.recv(4096):
+                received += more
+            return received[9:12]
+
+    with listen("127.0.0.1", 0) as listener, ThreadPoolExecutor(len(sent) + 1) as pool:
+        port = listener.getsockname()[1]
+        ends = [pool.submit(status_until_the_end, port, data) for data in sent]
+
+        def stop() -> None:
+            for end in ends:
+                end.exception()
+            os.kill(os.getpid(), signal.SIGTERM)
+
+        pool.submit(stop)
+        text_server.run(listener)
+        assert [end.result() for end in ends] == list(sent.values())
 
 
 def test_ranks_out_of_step_stop_the_server(monkeypatch: pytest.MonkeyPatch) -> None:

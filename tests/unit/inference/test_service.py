@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 
 from megatron_ds.config import ModelConfig
+from megatron_ds.config.problems import UserError
 from megatron_ds.inference.api_schema import Defaults, read
 from megatron_ds.inference.logprobs import score
 from megatron_ds.inference.service import TextGenerationService, max_sequence_length
 from megatron_ds.model.gpt import GPTModel
-from tests.problems import raises_problem
+from tests.problems import codes, raises_problem
 from tests.unit.inference.models import EOD, VOCAB, model_of
 
 EOL, TWO_EOLS, COLON = 10, 11, 12
@@ -65,6 +66,37 @@ def respond(service: TextGenerationService, **fields: Any) -> dict[str, Any]:
     return json.loads(json.dumps(response, allow_nan=False))
 
 
+def test_long_prompts_are_rejected_before_they_are_tokenized(
+    model: GPTModel, service: TextGenerationService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limit = MAX_LENGTH * 16
+    encoded: list[str] = []
+
+    def encode(tokenizer: CharTokenizer, text: str) -> list[int]:
+        encoded.append(text)
+        return [1] * len(text.replace(" ", ""))
+
+    monkeypatch.setattr(CharTokenizer, "encode", encode)
+
+    def problems(*prompts: str) -> list[str]:
+        encoded.clear()
+        with pytest.raises(UserError) as raised:
+            service.build_job(read(json.dumps({"prompts": prompts}).encode(), Defaults()))
+        return codes(raised.value.problems)
+
+    assert problems("a" * (limit + 1), "b") == ["prompt-has-too-many-characters"]
+    assert encoded == []
+    assert problems("a" * MAX_LENGTH, "b" * limit, "c") == ["prompt-fills-sequence"]
+    assert encoded == ["a" * MAX_LENGTH]
+    assert problems("a" * MAX_LENGTH, "b", "c" * 50) == ["prompt-fills-sequence"] * 2
+    fits = " " * (limit - 1) + "a"
+    job = service.build_job(read(json.dumps({"prompts": [fits, fits]}).encode(), Defaults()))
+    assert job.prompts == [[1], [1]]
+    monkeypatch.setattr(CharTokenizer, "decode", lambda *_: "x" * 17)
+    body = json.dumps({"prompts": [fits + "  "]}).encode()
+    build_service(model, 30, 2).build_job(read(body, Defaults()))
+
+
 def test_a_response_contains_prompt_and_continuation(service: TextGenerationService) -> None:
     response = respond(service, prompts=["abc", "d"], tokens_to_generate=5, top_k=1)
 
@@ -93,6 +125,7 @@ def test_logprobs_of_every_token_but_the_first(
     decode = CharTokenizer().decode
     for found, top in zip(most_probable, expected.top, strict=True):
         assert found == pytest.approx({decode([number]): value for number, value in top})
+        assert list(found) == [decode([number]) for number, _ in top]  # the most probable first
     # Greedy: the chosen tokens are the most probable ones.
     assert response["logprobs"][0][2:] == [max(top.values()) for top in most_probable[2:]]
 
