@@ -9,7 +9,7 @@ import dataclasses
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -214,18 +214,17 @@ def find_damage(path: Path) -> Problem | None:
     Returns:
         The first problem found; None if there is none.
     """
+    return find_record_damage(path) or _first_problem(path, _check_files)
+
+
+def find_record_damage(path: Path) -> Problem | None:
+    """Checks a checkpoint's run.json only, so that every rank of a large run can do it."""
+    return _first_problem(path, read_run)
+
+
+def _first_problem(path: Path, check: Callable[[Path], object]) -> Problem | None:
     try:
-        read_run(path)
-        expected = read_manifest(path)
-        for name, (size, _) in expected.items():
-            file = path / name
-            if not file.is_file():
-                return Problem("checkpoint-file-missing", name=name)
-            if file.stat().st_size != size:
-                return Problem(
-                    "checkpoint-file-size", name=name, actual=file.stat().st_size, expected=size
-                )
-        unlisted = sorted({file.name for file in path.glob(f"*{STATES}")} - expected.keys())
+        check(path)
     except UserError as error:
         return error.problems[0]
     except FileNotFoundError as error:
@@ -234,9 +233,20 @@ def find_damage(path: Path) -> Problem | None:
         return unreadable_checkpoint(error)
     except ValueError as error:  # such as a name with a null byte
         return _metadata_damage(MANIFEST, error)
-    if unlisted:
-        return Problem("checkpoint-file-unlisted", unlisted=unlisted[0], manifest=MANIFEST)
     return None
+
+
+def _check_files(path: Path) -> None:
+    expected = read_manifest(path)
+    for name, (size, _) in expected.items():
+        file = path / name
+        if not file.is_file():
+            raise user_error("checkpoint-file-missing", name=name)
+        if (actual := file.stat().st_size) != size:
+            raise user_error("checkpoint-file-size", name=name, actual=actual, expected=size)
+    unlisted = sorted({file.name for file in path.glob(f"*{STATES}")} - expected.keys())
+    if unlisted:
+        raise user_error("checkpoint-file-unlisted", unlisted=unlisted[0], manifest=MANIFEST)
 
 
 def unreadable_checkpoint(error: Exception) -> Problem:

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ds import schedule_validation, schedules
-from megatron_ds.checkpoint.metadata import REPLACED, find_damage
+from megatron_ds.checkpoint.metadata import REPLACED, find_damage, find_record_damage
 from megatron_ds.checkpoint.resume import resume_conflicts
-from megatron_ds.checkpoint.selection import list_folder, select_checkpoint
+from megatron_ds.checkpoint.selection import DamageCheck, list_folder, select_checkpoint
 from megatron_ds.config import Config
 from megatron_ds.config.fields import field_problems
 from megatron_ds.config.problems import Problem, UserError
@@ -77,7 +77,9 @@ def check(
         for warning in data_warnings(data, eod):
             warn(warning)
     if is_sound:
-        problems += _checkpoint_problems(config, dp_size, vocab_size)
+        # Every rank of a large run cannot check every file; the first one does it for all, later.
+        find = find_damage if world_size == 1 else find_record_damage
+        problems += _checkpoint_problems(config, dp_size, vocab_size, find)
     return problems, None if tokenizer is None else RunInputs(tokenizer, data)
 
 
@@ -97,7 +99,9 @@ def _build_tokenizer(config: Config, is_sound: bool) -> Tokenizer | None:
     return None if is_slow and not is_sound else build_tokenizer(options, given)
 
 
-def _checkpoint_problems(config: Config, dp_size: int, vocab_size: int | None) -> Iterator[Problem]:
+def _checkpoint_problems(
+    config: Config, dp_size: int, vocab_size: int | None, find_damage: DamageCheck
+) -> Iterator[Problem]:
     """Why the checkpoint to load does not fit; its tensors are checked when it is loaded."""
     if config.checkpoint.load is None:
         return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import dataclasses
+import io
 import itertools
 import os
 import socket
@@ -46,7 +47,7 @@ class Seen:
 
     seconds: float
     read_during_save: list[str]
-    verified: list[str]
+    read_to_select: list[str]
     loaded: TrainState | None
     refusals: list[str]
     """Codes and texts of the problems of folders that the ranks do not share."""
@@ -89,8 +90,7 @@ def _save_and_load(rank: int, folder: str) -> Seen:
     seconds, read = time.monotonic() - start, sorted(opened)
     opened.clear()
     found = manager.select()
-    verified = sorted({name for name in opened if name.endswith(".pt")})
-    return Seen(seconds, read, verified, found and manager.load(engine, found), refusals)
+    return Seen(seconds, read, sorted({*opened}), found and manager.load(engine, found), refusals)
 
 
 def _claim_own_folders(rank: int, folder: Path, ranks: RankAgreement) -> list[str]:
@@ -146,7 +146,7 @@ def _record_reads() -> list[str]:
             opened.append(Path(path).name)
         return open_file(path, mode, *rest, **keywords)
 
-    builtins.open = recording  # type: ignore[assignment]
+    builtins.open = io.open = recording  # type: ignore[assignment]
     return opened
 
 
@@ -164,15 +164,22 @@ def test_the_manifest_lists_what_every_rank_wrote(saved: tuple[Path, list[Seen]]
     assert [seen.loaded for seen in ranks] == [TrainState(iteration=3)] * 2
 
 
-def test_no_file_is_read_during_a_save_and_each_rank_verifies_what_it_loads(
+def test_no_file_of_a_save_is_read_back(saved: tuple[Path, list[Seen]]) -> None:
+    for seen in saved[1]:
+        assert not [name for name in seen.read_during_save if name.endswith((".pt", ".json"))]
+
+
+def test_one_rank_judges_a_checkpoint_and_each_verifies_what_it_loads(
     saved: tuple[Path, list[Seen]],
 ) -> None:
+    """The manifest is read by the first rank; run.json, which has the state, by all."""
     _, (first, second) = saved
-    assert not [name for name in first.read_during_save if name.endswith((".pt", ".json"))]
-    assert not [name for name in second.read_during_save if name.endswith((".pt", ".json"))]
     own = "zero_pp_rank_0_mp_rank_00_optim_states.pt"
-    assert first.verified == ["mp_rank_00_model_states.pt", own]
-    assert second.verified == [OF_RANK_1]
+    pointers = {"latest", "latest_checkpointed_iteration.txt"}
+    assert {*first.read_to_select} - pointers == {
+        *("manifest.json", "mp_rank_00_model_states.pt", "run.json", own)
+    }
+    assert second.read_to_select == ["run.json", OF_RANK_1]
 
 
 def test_folders_that_ranks_do_not_share_are_rejected(saved: tuple[Path, list[Seen]]) -> None:

@@ -321,6 +321,15 @@ def test_a_checkpoint_of_other_settings_is_rejected(
     assert list(zip(codes(problems), fields(problems), strict=True)) == expected
 
 
+def test_each_of_several_ranks_reads_only_the_record_of_a_checkpoint(checkpoints: Path) -> None:
+    """Its files are checked once, when the ranks know each other."""
+    for path in checkpoints.glob("*/manifest.json"):
+        path.unlink()
+    line = f"--load {checkpoints} --seed 7"
+    assert codes(check(line)[1]) == ["all-checkpoints-damaged"]
+    assert codes(check(line, world_size=2)[1]) == ["resume-layout-changed", ORDER, ORDER]
+
+
 def test_checkpoints_are_not_compared_with_contradictory_settings(checkpoints: Path) -> None:
     _, problems, _ = check(f"--load {checkpoints} --micro-batch-size 0 --seed 7")
 
