@@ -5,6 +5,7 @@
     SAVE/global_stepN/                      has this name only once it is complete
         *_states.pt                         DeepSpeed's files
         run.json                            state, configuration, layout, sharding of parameters
+        tokenizer/                          a copy of the tokenizer's files
         manifest.json                       size and SHA-256 of every other file, and its own
 
 A save writes and flushes under a temporary name, lists what every rank reports to have written in
@@ -19,6 +20,7 @@ import re
 import shutil
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_ds.checkpoint import metadata, storage
@@ -27,6 +29,7 @@ from megatron_ds.checkpoint.metadata import (
     MANIFEST,
     POINTER_PENDING,
     RUN,
+    TOKENIZER,
     CheckpointMetadata,
     DataOrder,
     ParallelLayout,
@@ -42,6 +45,7 @@ from megatron_ds.checkpoint.resume import (
     changed_settings,
     partition_conflicts,
     resume_conflicts,
+    tokenizer_conflicts,
 )
 from megatron_ds.checkpoint.run_lock import RunLock
 from megatron_ds.checkpoint.selection import (
@@ -53,9 +57,10 @@ from megatron_ds.config import Config
 from megatron_ds.config.problems import Problem, raise_if_any
 from megatron_ds.data.blend_history import BlendHistory
 from megatron_ds.engine.protocol import Engine
-from megatron_ds.fileio.atomic import FileRecord
+from megatron_ds.fileio.atomic import FileRecord, fsync_path, write_atomically
 from megatron_ds.launch.exit_codes import ExitCode, RunAborted
 from megatron_ds.parallel.mesh import Mesh
+from megatron_ds.tokenizer import TokenizerFingerprint
 from megatron_ds.train_state import TrainState
 
 LOADED_BY = re.compile(r"(zero_pp_rank_(?P<dp>\d+)_)?mp_rank_(?P<tp>\d+)_")
@@ -72,6 +77,15 @@ class SaveError(RunAborted):
         self.problem = problem
 
 
+@dataclass(frozen=True)
+class StoredTokenizer:
+    """What a checkpoint keeps of its run's tokenizer."""
+
+    fingerprint: TokenizerFingerprint
+    files: Mapping[str, bytes]
+    """Contents by path in the copy."""
+
+
 class CheckpointManager:
     """Saves and restores one run. Methods are collective unless they say otherwise.
 
@@ -81,6 +95,7 @@ class CheckpointManager:
         log: Prints a line on one rank.
         ranks: All ranks.
         lock: The lock of --save, on the first rank; None if no other run can use the folder.
+        tokenizer: The run's tokenizer, compared with a checkpoint's; the first rank stores its files.
     """
 
     def __init__(
@@ -90,12 +105,14 @@ class CheckpointManager:
         log: Callable[[str], None],
         ranks: RankAgreement,
         lock: RunLock | None = None,
+        tokenizer: StoredTokenizer | None = None,
     ) -> None:
         self._config = config
         self._mesh = mesh
         self._log = log
         self._ranks = ranks
         self._lock = lock
+        self._tokenizer = tokenizer
         self._branch = Branch.new()
 
     def save(
@@ -156,7 +173,10 @@ class CheckpointManager:
         if found is None:
             self._warn(Problem("no-checkpoint-to-load", folder=folder))
             return None
-        raise_if_any(resume_conflicts(found, self._config, self._mesh.dp.size))
+        conflicts = resume_conflicts(found, self._config, self._mesh.dp.size)
+        if self._tokenizer is not None:
+            conflicts += tokenizer_conflicts(found, self._tokenizer.fingerprint)
+        raise_if_any(conflicts)
         for warning in changed_settings(found, self._config, self._mesh.dp.size):
             self._warn(warning)
         return found
@@ -222,9 +242,16 @@ class CheckpointManager:
                 shards={name: ShardRecord(s.dim, s.sections) for name, s in specs.items()},
                 branch=self._branch,
                 partitions=partitions,
+                tokenizer=None if self._tokenizer is None else self._tokenizer.fingerprint,
                 data=history(),
             )
             files = {name: record for part in written for name, record in part.items()}
+            if self._tokenizer is not None:
+                for name, content in self._tokenizer.files.items():
+                    path = temporary / TOKENIZER / name
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    files[f"{TOKENIZER}/{name}"] = write_atomically(path, content)
+                    fsync_path(temporary / TOKENIZER)
             files[RUN] = storage.write_json(temporary / RUN, run.to_dict())
             storage.wait_for_files(temporary, files)
             (temporary / POINTER_PENDING).touch()

@@ -21,10 +21,13 @@ from megatron_ds.data.blend_history import BlendHistory
 from megatron_ds.engine.ds_config import partition_keys, zero_stage
 from megatron_ds.engine.partitions import FlatPartition
 from megatron_ds.fileio.atomic import FileRecord
+from megatron_ds.tokenizer import TokenizerFingerprint
 from megatron_ds.train_state import TrainState
 
 MANIFEST = "manifest.json"
 RUN = "run.json"
+TOKENIZER = "tokenizer"
+"""Folder with a copy of the tokenizer's files."""
 POINTERS = ("latest", "latest_checkpointed_iteration.txt")
 POINTER_PENDING = ".pointer-pending"
 """File in a checkpoint until the pointers name it, so that a crash in between does not hide it."""
@@ -120,6 +123,8 @@ class RunRecord:
     """Which checkpoints of the folder it continues."""
     partitions: tuple[FlatPartition, ...] = ()
     """The optimizer's flat tensors on the first rank."""
+    tokenizer: TokenizerFingerprint | None = None
+    """The run's tokenizer, whose files are in `TOKENIZER`."""
     data: BlendHistory | None = None
     """Consumption of the training data."""
 
@@ -154,6 +159,9 @@ class RunRecord:
                 },
                 branch=Branch.from_json(values["branch"]),
                 partitions=tuple(map(FlatPartition.from_dict, values["partitions"])),
+                tokenizer=None
+                if values["tokenizer"] is None
+                else TokenizerFingerprint.from_dict(values["tokenizer"]),
                 data=None if values["data"] is None else BlendHistory.from_dict(values["data"]),
             )
         except (TypeError, OverflowError, KeyError) as error:

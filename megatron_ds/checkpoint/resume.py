@@ -13,12 +13,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from megatron_ds.checkpoint.metadata import CheckpointMetadata, DataOrder, ParallelLayout
+from megatron_ds.checkpoint.metadata import (
+    TOKENIZER,
+    CheckpointMetadata,
+    DataOrder,
+    ParallelLayout,
+)
 from megatron_ds.config import GROUP_OF_FIELD, GROUPS, Config, ModelConfig, flag_of
 from megatron_ds.config.data import SPLIT_DATA_FIELDS
 from megatron_ds.config.problems import Problem, default_flag, option
 from megatron_ds.engine.ds_config import PARTITION_KEYS
 from megatron_ds.engine.partitions import FlatPartition, ParameterPlace
+from megatron_ds.tokenizer import TokenizerFingerprint
 
 CHANGEABLE_MODEL_FIELDS = frozenset({"attention_dropout", "hidden_dropout", "init_method_std"})
 """Fields of the model that may change on a resume."""
@@ -66,6 +72,17 @@ def resume_conflicts(found: CheckpointMetadata, config: Config, dp_size: int) ->
         if name not in CHANGEABLE_BATCH_SIZES and (name != "split" or both_split)
     ]
     return problems
+
+
+def tokenizer_conflicts(found: CheckpointMetadata, now: TokenizerFingerprint) -> Iterator[Problem]:
+    """Whether a run's tokenizer gives other ids than the checkpoint's.
+
+    A NullTokenizer stands for any: it says nothing of the ids in the data.
+    """
+    saved = found.run.tokenizer
+    if saved is None or "NullTokenizer" in (saved.kind, now.kind) or saved.same_as(now):
+        return
+    yield Problem("resume-tokenizer-changed", saved=saved, path=found.path, now=now, copy=TOKENIZER)
 
 
 def changed_settings(found: CheckpointMetadata, config: Config, dp_size: int) -> list[Problem]:

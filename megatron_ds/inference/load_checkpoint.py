@@ -13,13 +13,14 @@ from typing import Any, TypeVar
 import torch
 
 from megatron_ds.checkpoint import full_weights, metadata, selection, storage
-from megatron_ds.checkpoint.metadata import RUN, CheckpointMetadata
+from megatron_ds.checkpoint.metadata import RUN, TOKENIZER, CheckpointMetadata
 from megatron_ds.config import ModelConfig, TokenizerConfig
 from megatron_ds.config.problems import Problem, raise_if_any, user_error
 from megatron_ds.model.gpt import GPTModel
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.parallel.rng import RngStreams
 from megatron_ds.tokenizer import Tokenizer, build_tokenizer
+from megatron_ds.tokenizer.stored_files import with_copies
 
 Settings = TypeVar("Settings", ModelConfig, TokenizerConfig)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -71,11 +72,16 @@ def model_config(found: CheckpointMetadata) -> ModelConfig:
 def tokenizer_config(found: CheckpointMetadata, given: Mapping[str, Any]) -> TokenizerConfig:
     """The training's tokenizer configuration, with some fields replaced.
 
+    The tokenizer's files are those in the checkpoint. Code in them runs only if this is given.
+
     Raises:
-        UserError: If the checkpoint has a field unknown to this version.
+        UserError: If the checkpoint has a field unknown to this version, or runs code.
     """
-    saved = found.run.config["tokenizer"]
-    return _from_dict(TokenizerConfig, {**saved, **given}, found)
+    saved = with_copies(found.run.config["tokenizer"], found.path / TOKENIZER)
+    config = _from_dict(TokenizerConfig, {**saved, **given}, found)
+    if config.trust_remote_code and not given.get("trust_remote_code"):
+        raise user_error("checkpoint-tokenizer-runs-code", path=found.path)
+    return config
 
 
 def load_tokenizer(config: TokenizerConfig, model: ModelConfig) -> Tokenizer:

@@ -12,6 +12,7 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 DISPLAYED_HASH_CHARS = 12
 
@@ -58,9 +59,23 @@ class TokenizerFingerprint:
         """
         try:
             found = json.loads(content)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(
+                f"no tokenizer fingerprint ({type(error).__name__}: {error})"
+            ) from None
+        return TokenizerFingerprint.from_dict(found)
+
+    @staticmethod
+    def from_dict(found: Any) -> TokenizerFingerprint:
+        """The fingerprint of a JSON value; ignores unknown keys.
+
+        Raises:
+            ValueError: For any other value.
+        """
+        try:
             kind, files, settings = found["kind"], found["files"], found["settings"]
             numbers = found["vocab_size"], found["eod"]
-        except (ValueError, TypeError, KeyError, RecursionError) as error:
+        except (TypeError, KeyError) as error:
             raise ValueError(
                 f"no tokenizer fingerprint ({type(error).__name__}: {error})"
             ) from None

@@ -45,19 +45,43 @@ def build_hf_tokenizer(path: str, trust_remote_code: bool) -> Tokenizer:
     Raises:
         UserError: If no tokenizer can be loaded.
     """
-    folder = path
-    if not os.path.exists(path) and HUB_NAME.fullmatch(path):
-        import huggingface_hub
-
-        patterns = [*HUB_FILES, "*.py"] if trust_remote_code else [*HUB_FILES]
-        with library_errors("tokenizer-download-failed", name=path):
-            folder = huggingface_hub.snapshot_download(path, allow_patterns=patterns)
+    folder = _local_folder(path, trust_remote_code)
     if os.path.isdir(folder) and (trust_remote_code or needs_transformers(folder)):
         return PretrainedTokenizer(folder, trust_remote_code)
     file = os.path.join(folder, "tokenizer.json") if os.path.isdir(folder) else folder
     if os.path.isfile(file):
         return FileTokenizer(Path(file))
     raise user_error("tokenizer-not-found", path=path)
+
+
+def pretrained_files(path: str, trust_remote_code: bool) -> list[Path]:
+    """The files of a tokenizer that `build_hf_tokenizer` has loaded from the same path."""
+    folder = Path(_local_folder(path, trust_remote_code, is_downloaded=True))
+    if folder.is_file():
+        beside = [folder.with_name(name) for name in SIDE_FILES]
+        return [folder, *(file for file in beside if file.is_file() and file != folder)]
+    patterns = _patterns(trust_remote_code)
+    return sorted({file for each in patterns for file in folder.glob(each) if file.is_file()})
+
+
+def _local_folder(path: str, trust_remote_code: bool, *, is_downloaded: bool = False) -> str:
+    """The path itself if it exists, otherwise Hugging Face's cache of the name on the Hub.
+
+    Raises:
+        UserError: If it cannot be downloaded.
+    """
+    if os.path.exists(path) or not HUB_NAME.fullmatch(path):
+        return path
+    import huggingface_hub
+
+    with library_errors("tokenizer-download-failed", name=path):
+        return huggingface_hub.snapshot_download(
+            path, allow_patterns=_patterns(trust_remote_code), local_files_only=is_downloaded
+        )
+
+
+def _patterns(trust_remote_code: bool) -> list[str]:
+    return [*HUB_FILES, "*.py"] if trust_remote_code else [*HUB_FILES]
 
 
 def needs_transformers(path: str) -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 
 from megatron_ds import schedule_validation, schedules
 from megatron_ds.checkpoint.metadata import REPLACED, find_damage, find_record_damage
-from megatron_ds.checkpoint.resume import resume_conflicts
+from megatron_ds.checkpoint.resume import resume_conflicts, tokenizer_conflicts
 from megatron_ds.checkpoint.selection import DamageCheck, list_folder, select_checkpoint
 from megatron_ds.config import Config
 from megatron_ds.config.fields import field_problems
@@ -79,7 +79,7 @@ def check(
     if is_sound:
         # Every rank of a large run cannot check every file; the first one does it for all, later.
         find = find_damage if world_size == 1 else find_record_damage
-        problems += _checkpoint_problems(config, dp_size, vocab_size, find)
+        problems += _checkpoint_problems(config, dp_size, tokenizer, find)
     return problems, None if tokenizer is None else RunInputs(tokenizer, data)
 
 
@@ -100,7 +100,7 @@ def _build_tokenizer(config: Config, is_sound: bool) -> Tokenizer | None:
 
 
 def _checkpoint_problems(
-    config: Config, dp_size: int, vocab_size: int | None, find_damage: DamageCheck
+    config: Config, dp_size: int, tokenizer: Tokenizer | None, find_damage: DamageCheck
 ) -> Iterator[Problem]:
     """Why the checkpoint to load does not fit; its tensors are checked when it is loaded."""
     if config.checkpoint.load is None:
@@ -119,5 +119,7 @@ def _checkpoint_problems(
     if found is not None:
         # Without a tokenizer, which is a problem of its own, the vocabulary is not compared.
         vocab: Any = found.run.config["model"].get("vocab_size")
-        config = config.with_vocab(vocab if vocab_size is None else vocab_size)
+        config = config.with_vocab(vocab if tokenizer is None else tokenizer.vocab_size)
         yield from resume_conflicts(found, config, dp_size)
+        if tokenizer is not None:
+            yield from tokenizer_conflicts(found, tokenizer.fingerprint)

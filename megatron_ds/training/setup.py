@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from megatron_ds import schedules
 from megatron_ds.checkpoint.folders import claimed_folders
-from megatron_ds.checkpoint.manager import CheckpointManager
+from megatron_ds.checkpoint.manager import CheckpointManager, StoredTokenizer
 from megatron_ds.checkpoint.metadata import CheckpointMetadata
 from megatron_ds.checkpoint.rank_agreement import RankAgreement
 from megatron_ds.config import Config
@@ -33,6 +33,7 @@ from megatron_ds.launch.lifecycle import ProcessLifecycle
 from megatron_ds.launch.startup_timer import StartupTimer
 from megatron_ds.model.flops import model_flops_per_sample
 from megatron_ds.parallel.mesh import Group, Mesh
+from megatron_ds.tokenizer.stored_files import read_files
 from megatron_ds.train_state import TrainState
 from megatron_ds.training.exit_conditions import ExitConditions
 from megatron_ds.training.loggers import open_loggers
@@ -68,7 +69,12 @@ def pretrain(
     startup.mark("process group")
     ranks = RankAgreement()
     with claimed_folders(config.checkpoint, ranks, output.print_on_rank) as lock:
-        checkpoints = functools.partial(CheckpointManager, ranks=ranks, lock=lock)
+        stores = context.rank == 0 and config.checkpoint.save is not None
+        files = read_files(config.tokenizer) if stores else {}
+        tokenizer = StoredTokenizer(inputs.tokenizer.fingerprint, files)
+        checkpoints = functools.partial(
+            CheckpointManager, ranks=ranks, lock=lock, tokenizer=tokenizer
+        )
         trainer = build_trainer(config, inputs, context, life, startup, checkpoints)
         life.on_training_started()
         code = trainer.run()
