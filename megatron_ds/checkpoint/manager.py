@@ -95,7 +95,8 @@ class CheckpointManager:
         log: Prints a line on one rank.
         ranks: All ranks.
         lock: The lock of --save, on the first rank; None if no other run can use the folder.
-        tokenizer: The run's tokenizer, compared with a checkpoint's; the first rank stores its files.
+        tokenizer: The run's tokenizer, compared with a checkpoint's. The first rank stores its
+            files.
     """
 
     def __init__(

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -63,3 +66,12 @@ def test_the_demo_trains_resumes_and_generates_from_the_users_text(
     words = f"{abs(better):.2f} {'better' if better > 0 else 'WORSE'}"
     assert re.search(rf"unigram model +{unigram:.4f}: the GPT is {words}", printed.out)
     assert printed.out.count("Generated:") == 3
+
+    # The checkpoint has all that generation needs: not even the vocabulary is elsewhere.
+    moved = (folder / "checkpoints").rename(tmp_path / "moved")
+    shutil.rmtree(folder)
+    tool = demo.REPOSITORY / "tools" / "generate_samples_gpt.py"
+    options = ["--prompt", "One", "--out-seq-length", "4", "--greedy", "--load", "moved"]
+    monkeypatch.chdir(moved.parent)
+    assert subprocess.run([sys.executable, tool, *options], check=False).returncode == 0
+    assert "Context: One\nGenerated: " in capfd.readouterr().out

@@ -40,7 +40,9 @@ def test_a_hub_name_is_downloaded_and_read_as_a_folder(
     assert [named.encode(text) for text in texts()] == [local.encode(text) for text in texts()]
     assert named.fingerprint.same_as(local.fingerprint)
     patterns = download.call_args.kwargs["allow_patterns"]
-    download.assert_called_once_with("someone/some-model_1.5", allow_patterns=patterns)
+    download.assert_called_once_with(
+        "someone/some-model_1.5", allow_patterns=patterns, local_files_only=False
+    )
     assert "*.json" in patterns
     assert not any("py" in pattern for pattern in patterns)
     assert needs_transformers("someone/some-model_1.5")
