@@ -327,7 +327,7 @@ def test_each_of_several_ranks_reads_only_the_record_of_a_checkpoint(checkpoints
         path.unlink()
     line = f"--load {checkpoints} --seed 7"
     assert codes(check(line)[1]) == ["all-checkpoints-damaged"]
-    assert codes(check(line, world_size=2)[1]) == ["resume-layout-changed", ORDER, ORDER]
+    assert {*codes(check(line, world_size=2)[1])} == {"resume-layout-changed", ORDER}
 
 
 def test_checkpoints_are_not_compared_with_contradictory_settings(checkpoints: Path) -> None:
