@@ -5,17 +5,19 @@ Reads the metrics.jsonl that a run writes next to its checkpoints.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_ds import cli
 from megatron_ds.config.fields import option_field
-from megatron_ds.config.problems import user_error
+from megatron_ds.config.problems import Problem, user_error
 
 Points = list[tuple[int, float]]
+SUFFIXES = (".png", ".pdf", ".svg")
 
 
 @dataclass(frozen=True)
@@ -23,9 +25,17 @@ class Options:
     """Plots the loss curve of a run as text, and as a PNG with --output."""
 
     metrics: str = option_field("", "metrics.jsonl of the run", metavar="FILE", required=True)
-    output: str | None = option_field(None, "output file (PNG)", metavar="FILE")
+    output: str | None = option_field(None, f"output file ({' '.join(SUFFIXES)})", metavar="FILE")
     baseline: float | None = option_field(None, "loss to show as a horizontal line")
     baseline_name: str = option_field("unigram model", "name of the horizontal line")
+
+    def problems(self) -> Iterator[Problem]:
+        if self.output is None:
+            return
+        if not self.output.lower().endswith(SUFFIXES):
+            yield Problem("plot-suffix", output=self.output, suffixes=" ".join(SUFFIXES))
+        elif importlib.util.find_spec("matplotlib") is None:
+            yield Problem("plot-needs-matplotlib", output=self.output)
 
 
 @dataclass(frozen=True)
@@ -41,16 +51,19 @@ def read_curves(path: Path) -> Curves:
     """The curves of a run, without losses that are not finite.
 
     Raises:
-        UserError: If there is no training step.
+        UserError: If there is no training step, or a line is no record.
     """
     curves = Curves([], [], [])
     keys = {"lm_loss": curves.train, "validation_loss": curves.validation, "test_loss": curves.test}
-    with path.open(encoding="utf-8") as file:
-        for line in file:
-            record = json.loads(line)
-            for key, points in keys.items():
-                if record.get(key) is not None:
-                    points.append((record["iteration"], record[key]))
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for number, line in enumerate(file, start=1):
+            try:
+                record = json.loads(line)
+                for key, points in keys.items():
+                    if record.get(key) is not None:
+                        points.append((int(record["iteration"]), float(record[key])))
+            except (ValueError, TypeError, KeyError, AttributeError):
+                raise user_error("metrics-line-invalid", path=path, line=number) from None
     if not curves.train:
         raise user_error("metrics-without-steps", path=path)
     return curves

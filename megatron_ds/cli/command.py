@@ -116,7 +116,7 @@ def run(
         except BrokenPipeError:  # the reader of the output has exited, as `head` does
             output.redirect_to_null(sys.stdout)
             return 128 + signal.SIGPIPE
-        except (ValueError, OSError) as error:
+        except (UserError, OSError) as error:
             problems = error.problems if isinstance(error, UserError) else (str(error),)
             shown = [f"{table.program}: error:", *(render(each, table) for each in problems)]
             print(*shown, *getattr(error, "__notes__", ()), sep="\n", file=sys.stderr)

@@ -116,15 +116,15 @@ def error_message(error: BaseException) -> str:
 def is_user_error(error: BaseException) -> bool:
     """Whether the user can fix an error.
 
-    True for a `UserError`, and for a ValueError or an OSError that was raised in this package or by
-    a call of this package into Python's standard library that names a file.
+    True for a `UserError`, and for an OSError that was raised in this package or by a call of this
+    package into Python's standard library that names a file.
     """
     if isinstance(error, UserError):
         return True
-    if not isinstance(error, ValueError | OSError) or error.__traceback__ is None:
+    if not isinstance(error, OSError) or error.__traceback__ is None:
         return False
     files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
-    if isinstance(error, OSError) and error.filename is not None:
+    if error.filename is not None:
         while files and _is_stdlib_file(files[-1]):
             files.pop()
     return bool(files) and Path(__file__).parents[1] in Path(files[-1]).parents
@@ -155,7 +155,7 @@ def exit_without_traceback() -> Iterator[None]:
         if local_rank() == 0:
             print_error("; ".join(["interrupted", *getattr(error, "__notes__", ())]))
         raise SystemExit(int(ExitCode.INTERRUPTED)) from None
-    except (ValueError, OSError) as error:
+    except (UserError, OSError) as error:
         if not is_user_error(error):
             raise
         if _is_first_to_report():

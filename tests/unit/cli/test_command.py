@@ -128,11 +128,12 @@ def test_errors_set_the_exit_status(
     assert ("a note" in printed) is bool(shown)
 
 
-def test_a_defect_keeps_its_traceback() -> None:
+@pytest.mark.parametrize("kind", [TypeError, ValueError, UnicodeError])
+def test_a_defect_keeps_its_traceback(kind: type[Exception]) -> None:
     def fail(options: Options) -> None:
-        raise TypeError
+        raise kind
 
-    with pytest.raises(TypeError):
+    with pytest.raises(kind):
         status("out", "--tasks", "a", work=fail)
 
 

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from megatron_ds.config.problems import Problem, UserError
+from megatron_ds.data.blend_schedule import blend_order
 from megatron_ds.data.gpt_dataset import GPTDataset
 from megatron_ds.launch import device, distributed, environment, output
 from megatron_ds.launch.extension_locks import find_stale_locks
@@ -202,3 +203,9 @@ def test_os_error_is_a_user_error_if_raised_in_the_package(tmp_path: Path) -> No
 
     assert output.is_user_error(in_package.value)
     assert not output.is_user_error(elsewhere.value)
+
+
+def test_value_error_of_the_package_is_a_defect() -> None:
+    with pytest.raises(ValueError, match="0 sources") as raised:
+        blend_order([], 3)
+    assert not output.is_user_error(raised.value)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ds.tokenizer.gpt2 import GPT2BPETokenizer
-from tests.problems import raises_problem
+from tests.problems import printed_codes, raises_problem
 from tests.token_files import write_pair, write_texts
 from tools import make_corpus, plot_loss, train_tokenizer, unigram_loss
 
@@ -99,6 +99,23 @@ def test_steps_without_finite_loss_are_not_plotted(tmp_path: Path) -> None:
     assert len(curves.train) == 39
     assert curves.validation == [(40, 4.5)]
     assert curves.test == [(40, 4.6)]
+
+
+@pytest.mark.parametrize("line", [b"{", b"[]", b'{"lm_loss": 1}', b'{"lm_loss": "x"}', b"\xff"])
+def test_lines_that_are_no_metrics_are_rejected(tmp_path: Path, line: bytes) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"iteration": 1, "lm_loss": 2.5}\n' + line)
+
+    with raises_problem("metrics-line-invalid", contains="line 2"):
+        plot_loss.read_curves(path)
+
+
+def test_unknown_picture_format_is_rejected(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    curve = metrics(tmp_path / "metrics.jsonl")
+    assert plot_loss.main(["--metrics", str(curve), "--output", "loss.xyz"]) == 2
+    assert printed_codes(capsys.readouterr().err) == ["plot-suffix"]
 
 
 def test_metrics_without_steps_are_rejected(tmp_path: Path) -> None:
