@@ -35,6 +35,7 @@ def main() -> None:
         return problems
 
     with process_lifecycle() as life:
+        environment.adopt_ranks()
         config = arguments.parse(
             sys.argv[1:],
             world_size=environment.world_size(),

@@ -307,9 +307,10 @@ def _shown(result: Continuation, number: int, tokenizer: Tokenizer, *, as_json: 
 
 
 def main(argv: Sequence[str]) -> None:
-    options = cli.parse(Options, argv, rank=environment.rank())
-    environment.prepare_environment()
     with output.exit_without_traceback():
+        environment.adopt_ranks()
+        options = cli.parse(Options, argv, rank=environment.rank())
+        environment.prepare_environment()
         run(options)
 
 

@@ -147,9 +147,10 @@ class ServerRunner:
 
 
 def main(argv: Sequence[str]) -> None:
-    options = cli.parse(Options, argv, rank=environment.rank())
-    environment.prepare_environment()
     with output.exit_without_traceback():
+        environment.adopt_ranks()
+        options = cli.parse(Options, argv, rank=environment.rank())
+        environment.prepare_environment()
         run(options)
 
 

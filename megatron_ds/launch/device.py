@@ -11,6 +11,8 @@ from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
+from megatron_ds.config.problems import user_error
+
 DEVICE_PACKAGES = (
     "torch_npu", "torch_sdaa", "torch_mlu", "torch_supa", "torch_xmlir", "habana_frameworks",
 )  # fmt: skip
@@ -41,6 +43,26 @@ def kind() -> str:
     from deepspeed.accelerator import get_accelerator
 
     return str(get_accelerator().device_name())
+
+
+def device_index(local_rank: int, local_size: int | None, count: int, *, is_shared: bool) -> int:
+    """The index of this process's device among those that it sees.
+
+    Args:
+        local_rank: Rank of this process on its host.
+        local_size: Number of processes on the host; None if unknown.
+        count: Number of devices that this process sees.
+        is_shared: Whether the other processes of the host see the same devices.
+
+    Raises:
+        UserError: If there are more processes than devices.
+    """
+    if count == 1 and not is_shared:
+        return 0  # a device of its own
+    processes = max(local_rank + 1, local_size or 0)
+    if processes > count:
+        raise user_error("more-processes-than-devices", processes=processes, devices=count)
+    return local_rank
 
 
 def device_memory() -> dict[str, int]:

@@ -5,13 +5,22 @@ Only files of this folder read or write environment variables.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
+import platform
 import sys
 import warnings
+from contextlib import suppress
 from pathlib import Path
 
 from megatron_ds.config.problems import user_error
+from megatron_ds.launch.rank_variables import (
+    AGENT_VARIABLES,
+    LOCAL_RANK_VARIABLES,
+    count_unused_tasks,
+    find_ranks,
+)
 
 
 def world_size() -> int:
@@ -25,24 +34,60 @@ def rank() -> int:
 
 
 def local_rank() -> int:
-    """Rank of this process on its host; 0 without a launcher."""
-    return int(os.environ.get("LOCAL_RANK", "0"))
+    """Rank of this process on its host; 0 without a launcher.
+
+    Also known before `adopt_ranks`, so that one process per host reports its error.
+    """
+    known = (os.environ[name] for name in LOCAL_RANK_VARIABLES if name in os.environ)
+    return int(next(known, "0"))
 
 
-def local_world_size() -> int:
-    """Number of processes on this host."""
+def local_world_size() -> int | None:
+    """Number of processes on this host; None if the launcher does not say."""
     for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE"):  # torchrun's name, DeepSpeed's name
         if name in os.environ:
             return int(os.environ[name])
-    return world_size()
+    return None
+
+
+def adopt_ranks() -> None:
+    """Sets the variables of torch and DeepSpeed for a process that srun or mpirun started.
+
+    Raises:
+        UserError: If the environment says that there are other processes, but not what torch and
+            DeepSpeed need to know.
+    """
+    os.environ.update(find_ranks(os.environ))
+
+
+def use_device(index: int) -> None:
+    """Makes DeepSpeed use a device, whose index it reads from the variables of the local rank."""
+    for name in ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"):  # which it requires to be equal
+        if name in os.environ:
+            os.environ[name] = str(index)
+
+
+def unused_tasks() -> int:
+    """Tasks of a Slurm job that this process leaves idle, since srun did not start it; or 0."""
+    return count_unused_tasks(os.environ)
+
+
+def has_shared_devices() -> bool:
+    """Whether the ranks of a host see the same devices, as under the agents of the launchers.
+
+    A scheduler may let each of its tasks see a device of its own.
+    """
+    return any(name in os.environ for name in AGENT_VARIABLES)
 
 
 def prepare_environment() -> Path:
     """Sets what DeepSpeed needs before it is imported.
 
-    A virtual environment keeps DeepSpeed's C++ ops inside itself: in the shared default folder they
-    would be rebuilt whenever another environment uses them. The environment's programs (ninja) are
-    added to PATH, so that `.venv/bin/deepspeed` works without activating the environment.
+    DeepSpeed's C++ ops are kept per virtual environment, inside it if it is writable: in the shared
+    default folder they would be rebuilt whenever another environment uses them. They are kept per
+    type of CPU, whose instructions they use: nodes of several types may share the environment. The
+    environment's programs (ninja) are added to PATH, so that `.venv/bin/deepspeed` works without
+    activating the environment.
 
     Returns:
         The folder of the C++ ops.
@@ -52,15 +97,21 @@ def prepare_environment() -> Path:
     path = os.environ.get("PATH", "")
     if programs not in path.split(os.pathsep):
         os.environ["PATH"] = programs + os.pathsep + path
-    if "TORCH_EXTENSIONS_DIR" not in os.environ and sys.prefix != sys.base_prefix:
-        os.environ["TORCH_EXTENSIONS_DIR"] = str(Path(sys.prefix) / "torch_extensions")
-    default = Path.home() / ".cache" / "torch_extensions"
-    return Path(os.environ.get("TORCH_EXTENSIONS_DIR", default))
+    if "TORCH_EXTENSIONS_DIR" not in os.environ:
+        os.environ["TORCH_EXTENSIONS_DIR"] = str(_ops_folder())
+    return Path(os.environ["TORCH_EXTENSIONS_DIR"])
 
 
 def available_cores() -> int:
+    """How many cores this process may use."""
+    return len(core_numbers())
+
+
+def core_numbers() -> set[int]:
     """The cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):
+        return os.sched_getaffinity(0)
+    return set(range(os.cpu_count() or 1))
 
 
 def limit_tokenizer_threads() -> None:
@@ -79,6 +130,26 @@ def require_no_stale_locks(locks: list[Path]) -> None:
     if locks:
         names = "\n".join(f"  {path}" for path in locks)
         raise user_error("stale-build-lock", names=names)
+
+
+def _ops_folder() -> Path:
+    """The folder of DeepSpeed's C++ ops for this virtual environment and type of CPU."""
+    inside = Path(sys.prefix) / "torch_extensions"
+    is_virtual = sys.prefix != sys.base_prefix
+    if is_virtual and os.access(inside if inside.exists() else sys.prefix, os.W_OK):
+        return inside / cpu_type()
+    python = hashlib.sha256(f"{sys.prefix} {sys.version}".encode()).hexdigest()[:8]
+    return Path.home() / ".cache" / "torch_extensions" / f"{python}-{cpu_type()}"
+
+
+def cpu_type(cpu_info: Path = Path("/proc/cpuinfo")) -> str:
+    """A name for CPUs of the same model with the same instructions, such as `x86_64-0123abcd`."""
+    names = ("flags", "model name", "Features", "CPU implementer", "CPU part")
+    lines: list[str] = []
+    with suppress(OSError):
+        text = cpu_info.read_text(encoding="utf-8", errors="replace")
+        lines = sorted({line for line in text.splitlines() if line.startswith(names)})
+    return f"{platform.machine()}-{hashlib.sha256(repr(lines).encode()).hexdigest()[:8]}"
 
 
 def _silence_libraries() -> None:

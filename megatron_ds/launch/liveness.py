@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_ds.launch.environment import core_numbers
 from megatron_ds.launch.exit_codes import ExitCode
 
 PROC = Path("/proc")
@@ -69,6 +70,8 @@ class HostLocation:
 
     host: str
     process: ProcessHandle
+    cores: frozenset[int] = frozenset()
+    """Numbers of the cores that the process may use."""
 
     @classmethod
     def here(cls) -> HostLocation:
@@ -81,7 +84,8 @@ class HostLocation:
             namespace = os.readlink(PROC / "self" / "ns" / "pid")
         with suppress(OSError):
             boot = (PROC / "sys" / "kernel" / "random" / "boot_id").read_text().strip()
-        return cls(f"{socket.gethostname()} {boot} {namespace}", ProcessHandle.of(os.getpid()))
+        host = f"{socket.gethostname()} {boot} {namespace}"
+        return cls(host, ProcessHandle.of(os.getpid()), frozenset(core_numbers()))
 
 
 @dataclass(frozen=True)
@@ -135,10 +139,24 @@ def find_launchers() -> tuple[ProcessHandle, ...]:
     """
     parent = os.getppid()
     if _runs(parent, (DEEPSPEED_AGENT,)):
-        above = int((_stat(parent) or ["?", "0"])[STAT_PARENT])
+        above = parent_of(parent) or 0
         pids = (parent, above) if _runs(above, DEEPSPEED_WRAPPERS) else (parent,)
         return tuple(ProcessHandle.of(pid) for pid in pids)
     return (ProcessHandle.of(parent),) if _runs(parent, TORCHRUN) else ()
+
+
+def parent_of(pid: int) -> int | None:
+    """The parent of a process; None if there is none, or it is unknown."""
+    fields = _stat(pid)
+    return int(fields[STAT_PARENT]) or None if fields else None
+
+
+def initial_environment(pid: int) -> frozenset[str]:
+    """Names of the variables with which a process was started; empty if unreadable."""
+    with suppress(OSError):
+        text = (PROC / str(pid) / "environ").read_bytes().decode(errors="replace")
+        return frozenset(entry.split("=")[0] for entry in text.split("\0"))
+    return frozenset()
 
 
 def _runs(pid: int, programs: tuple[str, ...]) -> bool:

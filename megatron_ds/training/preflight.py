@@ -20,7 +20,7 @@ from megatron_ds.config import Config
 from megatron_ds.config.fields import field_problems
 from megatron_ds.config.problems import Problem, UserError
 from megatron_ds.data.validation import DataFiles, data_problems, data_warnings
-from megatron_ds.launch import device
+from megatron_ds.launch import device, environment
 from megatron_ds.tokenizer import Tokenizer, build_tokenizer
 from megatron_ds.tokenizer.huggingface import needs_transformers
 
@@ -51,6 +51,8 @@ def check(
     warnings = schedule_validation.warnings(config, dp_size) if is_sound else ()
     for warning in (*config.warnings(), *warnings):
         warn(warning)
+    if tasks := environment.unused_tasks():
+        warn(Problem("slurm-tasks-unused", tasks=tasks))
     problems, precision = [], config.precision
     if precision.fp16 and not precision.allow_fp16_on_cpu and device.known_without_fp16():
         problems.append(Problem("fp16-not-supported", device="this CPU"))

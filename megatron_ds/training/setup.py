@@ -65,7 +65,7 @@ def pretrain(
     config = config.with_vocab(inputs.tokenizer.vocab_size)
     require_precision(config.precision)
     context = distributed.init_distributed(config.runtime)
-    life.on_group_joined(*distributed.exchange_process_info())
+    life.on_group_joined(*distributed.watched_peers(context))
     startup.mark("process group")
     ranks = RankAgreement()
     with claimed_folders(config.checkpoint, ranks, output.print_on_rank) as lock:

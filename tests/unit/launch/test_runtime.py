@@ -17,6 +17,7 @@ from megatron_ds.data.blend_schedule import blend_order
 from megatron_ds.data.gpt_dataset import GPTDataset
 from megatron_ds.launch import device, distributed, environment, output
 from megatron_ds.launch.extension_locks import find_stale_locks
+from megatron_ds.launch.liveness import HostLocation, ProcessHandle
 from megatron_ds.training.jsonl_logger import JsonLines
 from tests.problems import raises_problem
 
@@ -56,21 +57,45 @@ def test_ops_are_stored_in_the_virtual_environment(
     clean_environment.setattr(sys, "prefix", str(tmp_path / "venv"))
     clean_environment.setattr(sys, "executable", str(tmp_path / "venv" / "bin" / "python"))
 
+    (tmp_path / "venv").mkdir()
     folder = environment.prepare_environment()
 
-    assert folder == tmp_path / "venv" / "torch_extensions"
+    assert folder == tmp_path / "venv" / "torch_extensions" / environment.cpu_type()
     assert os.environ["TORCH_EXTENSIONS_DIR"] == str(folder)
     assert os.environ["PATH"].split(os.pathsep)[0] == str(tmp_path / "venv" / "bin")
 
 
-def test_ops_are_stored_in_the_default_folder_without_a_virtual_environment(
-    clean_environment: pytest.MonkeyPatch, tmp_path: Path
+@pytest.mark.parametrize("is_virtual", [True, False])
+def test_ops_are_stored_at_home_without_a_writable_virtual_environment(
+    is_virtual: bool, clean_environment: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    clean_environment.setattr(sys, "prefix", sys.base_prefix)
+    """Per Python environment: each of them builds its own."""
+    clean_environment.setattr(os, "access", lambda path, mode: False)
     clean_environment.setenv("HOME", str(tmp_path))
+    folders = set()
+    for name in ("one", "other"):
+        clean_environment.delenv("TORCH_EXTENSIONS_DIR", raising=False)
+        clean_environment.setattr(sys, "prefix", name)
+        clean_environment.setattr(sys, "base_prefix", "base" if is_virtual else name)
+        folders.add(environment.prepare_environment())
+    assert len(folders) == 2
+    assert {folder.parent for folder in folders} == {tmp_path / ".cache" / "torch_extensions"}
 
-    assert environment.prepare_environment() == tmp_path / ".cache" / "torch_extensions"
-    assert "TORCH_EXTENSIONS_DIR" not in os.environ
+
+def test_types_of_cpus_have_ops_of_their_own(tmp_path: Path) -> None:
+    """The ops use the instructions of the CPU that built them; nodes may share the environment."""
+    intel = "processor: {}\nmodel name: Xeon\ncpu MHz: {}\nflags: avx avx512f\n"
+    texts = [
+        intel.format(0, 1) + intel.format(1, 2),
+        intel.format(0, 3),
+        intel.replace(" avx512f", ""),
+    ]
+    names = []
+    for text in texts:
+        (tmp_path / "cpuinfo").write_text(text)
+        names.append(environment.cpu_type(tmp_path / "cpuinfo"))
+    assert names[0] == names[1] != names[2]
+    assert environment.cpu_type(tmp_path / "missing")
 
 
 def test_folder_of_ops_set_by_the_user_is_kept(
@@ -152,8 +177,54 @@ def test_torchrun_summary_shows_the_message(
     output.write_torchelastic_error_file("other launchers have no summary")
 
 
-def test_single_process_has_no_peers(single_process: pytest.MonkeyPatch) -> None:
-    assert distributed.exchange_process_info() == (None, {})
+def test_single_process_has_no_peers() -> None:
+    context = distributed.ProcessContext(0, 1, MagicMock(), "gloo", (HostLocation.here(),))
+    assert distributed.watched_peers(context) == (None, {})
+
+
+def test_peers_are_the_other_ranks_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(distributed, "ExitBoard", lambda: None)
+    ranks = tuple(
+        HostLocation(host, ProcessHandle(5 + pid, "1")) for pid, host in enumerate("abaa")
+    )
+    context = distributed.ProcessContext(2, 4, MagicMock(), "gloo", ranks)
+    assert distributed.watched_peers(context)[1] == {0: ranks[0].process, 3: ranks[3].process}
+
+
+@pytest.mark.parametrize(
+    ("local_rank", "local_size", "count", "is_shared", "index"),
+    [
+        (0, 1, 1, False, 0),
+        (3, 4, 8, True, 3),
+        (3, 4, 4, False, 3),
+        (3, 4, 1, False, 0),  # each task sees a device of its own
+        (2, None, 4, False, 2),
+    ],
+)
+def test_device_of_a_rank(
+    local_rank: int, local_size: int | None, count: int, is_shared: bool, index: int
+) -> None:
+    found = device.device_index(local_rank, local_size, count, is_shared=is_shared)
+    assert found == index
+
+
+@pytest.mark.parametrize(
+    ("local_rank", "local_size", "count", "is_shared"),
+    [(0, 2, 1, True), (0, 4, 2, False), (2, None, 2, True), (0, 1, 0, False)],
+)
+def test_more_processes_than_devices_are_an_error_on_every_rank(
+    local_rank: int, local_size: int | None, count: int, is_shared: bool
+) -> None:
+    with raises_problem("more-processes-than-devices"):
+        device.device_index(local_rank, local_size, count, is_shared=is_shared)
+
+
+def test_deepspeed_uses_the_same_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes the local rank for the index, and compares it with Open MPI's."""
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_RANK", "3")
+    environment.use_device(0)
+    assert os.environ["LOCAL_RANK"] == os.environ["OMPI_COMM_WORLD_LOCAL_RANK"] == "0"
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's /proc")
