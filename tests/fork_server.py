@@ -41,14 +41,17 @@ PRELOADED = (
     "torch.utils.tensorboard",
     "pytest",
 )
-LAUNCHER_VARIABLES = {
-    *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-}
+LAUNCHER_VARIABLES = (
+    *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+    *("SLURM", "OMPI_", "MV2_", "PMI", "MPI_LOCAL", "TORCHELASTIC_", "CROSS_RANK"),
+)
+"""The beginnings of their names."""
 
 
 def clean_environment() -> dict[str, str]:
     """This process's environment without a launcher's variables: CPU, one thread per process."""
-    kept = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
+    names = (name for name in os.environ if not name.startswith(LAUNCHER_VARIABLES))
+    kept = {name: os.environ[name] for name in names}
     return {**kept, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
 
 

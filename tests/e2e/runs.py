@@ -157,6 +157,7 @@ class Launcher:
         ranks: int = 1,
         script: Path = PRETRAIN,
         environment: Mapping[str, str] | None = None,
+        per_rank: Sequence[Mapping[str, str]] | None = None,
         fault: str | None = None,
         fault_rank: int | None = None,
     ) -> Run:
@@ -167,6 +168,7 @@ class Launcher:
             ranks: Number of processes.
             script: Program to run.
             environment: Additional variables.
+            per_rank: The variables by which each rank knows its own, instead of a launcher's.
             fault: Fault to inject, as tests/faults.py describes; runs pretrain_gpt.py.
             fault_rank: Rank on which the fault occurs. If None, it occurs on all ranks.
         """
@@ -177,6 +179,8 @@ class Launcher:
             environment["FAULT_RANK"] = str(fault_rank)
         address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         environments = rank_environments(ranks, **address, **environment)
+        if per_rank is not None:
+            environments = [{**clean_environment(), **environment, **own} for own in per_rank]
         if self._fork_server is None:
             self._fork_server = ForkServer(self._environment({}))
         logs = [self._log() for _ in environments]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -38,6 +39,18 @@ def test_two_processes(
     output = launcher.launch(name, {**base, **SCHEDULE, "save": tmp_path})[0].succeed()
     assert "2 processes on cpu" in output
     assert "data parallel 2" in output
+    assert losses(tmp_path) == two_ranks
+
+
+def test_processes_that_a_scheduler_started(
+    two_ranks: list[float], launcher: Launcher, base: Settings, tmp_path: Path
+) -> None:
+    """The variables of `srun -n 2`, without any of a launcher."""
+    step = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_NODEID": "0"}
+    step["SLURM_JOB_ID"] = str(os.getpid())  # decides the port
+    tasks = [{**step, "SLURM_PROCID": rank, "SLURM_LOCALID": rank} for rank in "01"]
+    run = launcher.start({**base, **SCHEDULE, "save": tmp_path}, per_rank=tasks)
+    assert "data parallel 2" in run.succeed()
     assert losses(tmp_path) == two_ranks
 
 
