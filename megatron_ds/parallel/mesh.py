@@ -1,11 +1,13 @@
 """Rank arithmetic and process groups.
 
 Owns the order of the ranks along the parallel axes and the `mpu` that DeepSpeed expects. Knows
-nothing of layers or engines. Every process creates all groups, once and in the same order.
+nothing of layers or engines. Every process creates the groups that it belongs to, one per axis and
+in the same order.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -149,7 +151,7 @@ class Mesh:
         created: dict[tuple[Ranks, ...], Group] = {}
         for groups in map(tuple, axes.values()):
             if groups not in created:
-                created[groups] = _create_groups(groups, rank, timeout)
+                created[groups] = _create_group(groups, rank, timeout)
         return cls(
             world_size=world_size,
             rank=rank,
@@ -163,12 +165,26 @@ class Mesh:
         return cls(world_size=1, rank=0, **dict.fromkeys(axes, Group((0,), 0, None)))
 
 
-def _create_groups(groups: tuple[Ranks, ...], rank: int, timeout: timedelta | None) -> Group:
-    """Create a process group for each tuple of ranks and return the one that contains `rank`."""
-    own: Group | None = None
-    for ranks in groups:
-        handle = dist.new_group(list(ranks), timeout=timeout)
-        if rank in ranks:
-            own = Group(ranks=ranks, rank=ranks.index(rank), handle=handle)
-    assert own is not None
-    return own
+def groups_across_hosts(groups: Sequence[Ranks], hosts: Sequence[str]) -> list[Ranks]:
+    """The groups whose ranks are not all on one host.
+
+    Args:
+        groups: Groups of an axis.
+        hosts: Host of each rank.
+    """
+    return [ranks for ranks in groups if len({hosts[rank] for rank in ranks}) > 1]
+
+
+def _create_group(groups: tuple[Ranks, ...], rank: int, timeout: timedelta | None) -> Group:
+    """Create the process group that contains `rank`. Collective.
+
+    The groups are disjoint and contain all processes, so that each one creates exactly one group,
+    without the others: the time does not grow with the number of groups. This also holds where a
+    communicator is split off that of all processes (NCCL), to which each one contributes once.
+    """
+    ranks = next(ranks for ranks in groups if rank in ranks)
+    if len(groups) == 1:
+        handle = dist.group.WORLD
+    else:
+        handle = dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True)
+    return Group(ranks=ranks, rank=ranks.index(rank), handle=handle)

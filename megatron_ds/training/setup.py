@@ -44,6 +44,7 @@ from megatron_ds.training.startup_report import (
     log_timestamp,
     print_arguments,
     print_banner,
+    warn_of_hosts,
     write_run_files,
 )
 from megatron_ds.training.trainer import Trainer
@@ -101,6 +102,7 @@ def build_trainer(
     timeout = timedelta(minutes=config.runtime.distributed_timeout_minutes)
     mesh = Mesh.build(config.parallel.tensor_model_parallel_size, timeout=timeout)
     print_arguments(config, context, mesh)
+    warn_of_hosts(config, context)
     checkpoints = open_checkpoints(config, mesh, output.print_on_rank)
     found: CheckpointMetadata | None = None
     if config.checkpoint.load is not None:

@@ -20,6 +20,7 @@ from torch.nn.attention import SDPBackend
 from megatron_ds import schedules
 from megatron_ds.checkpoint.storage import write_json
 from megatron_ds.config import Config, ModelConfig
+from megatron_ds.config.problems import Problem
 from megatron_ds.data.build_datasets import Datasets
 from megatron_ds.data.usage_report import USAGE_FILE
 from megatron_ds.engine.memory_estimate import MemoryEstimate
@@ -28,7 +29,7 @@ from megatron_ds.engine.readback import loaded_ops
 from megatron_ds.launch import device, distributed, environment, output
 from megatron_ds.launch.startup_timer import StartupTimer
 from megatron_ds.model.packed_attention import PackingOptions
-from megatron_ds.parallel.mesh import Mesh
+from megatron_ds.parallel.mesh import Mesh, axis_groups, groups_across_hosts
 from megatron_ds.train_state import TrainState
 from megatron_ds.training.banner import MIB, WIDTH, BannerData, banner
 
@@ -61,6 +62,18 @@ def print_arguments(config: Config, context: distributed.ProcessContext, mesh: M
         )
     for label, text in schedules.describe_schedules(config):
         output.print_on_rank(f"will use {label} {text}.")
+
+
+def warn_of_hosts(config: Config, context: distributed.ProcessContext) -> None:
+    """Warns of tensor-parallel groups that communicate between hosts."""
+    groups = axis_groups(context.world_size, config.parallel.tensor_model_parallel_size)["tp"]
+    hosts = [location.host for location in context.locations]
+    if across := groups_across_hosts(groups, hosts):
+        ranks = ", ".join(map(str, across[0]))
+        warning = Problem(
+            "tensor-parallel-group-spans-hosts", settings=config.parallel, ranks=ranks
+        )
+        output.print_on_rank(f"WARNING: {warning.render()}")
 
 
 def print_banner(

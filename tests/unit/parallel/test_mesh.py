@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
+from types import SimpleNamespace
 
-from megatron_ds.parallel.mesh import Mesh, Mpu, axis_groups
+import pytest
+import torch.distributed as dist
+
+from megatron_ds.parallel.mesh import Mesh, Mpu, axis_groups, groups_across_hosts
 from tests.problems import raises_problem
 
 
@@ -62,3 +65,39 @@ def test_mpu_answers_deepspeed_and_lacks_the_method_it_must_not_have() -> None:
         assert getattr(mpu, f"get_{axis}_group")() is None
         assert getattr(mpu, f"get_{axis}_group_ranks")() == [0]
     assert not hasattr(mpu, "initialize_sequence_parallel")
+
+
+@pytest.mark.parametrize(
+    ("world", "tp", "pp", "created"),
+    [(1, 1, 1, 0), (1024, 1, 1, 1), (1024, 8, 1, 3), (1024, 1024, 1, 1), (1024, 8, 4, 5)],
+)
+def test_a_process_creates_one_group_per_axis(
+    world: int, tp: int, pp: int, created: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only those that it belongs to: with 8 x 128 ranks tensor, data, and itself alone."""
+    rank = world // 3
+    groups: list[list[int]] = []
+
+    def new_group(ranks: list[int], **options: object) -> object:
+        assert options["use_local_synchronization"]
+        groups.append(ranks)
+        return object()
+
+    everyone = object()
+    monkeypatch.setattr(dist, "get_world_size", lambda: world)
+    monkeypatch.setattr(dist, "get_rank", lambda: rank)
+    monkeypatch.setattr(dist, "new_group", new_group)
+    monkeypatch.setattr(dist, "group", SimpleNamespace(WORLD=everyone))
+    mesh = Mesh.build(tp, pp_size=pp)
+    assert len(groups) == created
+    assert all(rank in ranks for ranks in groups)
+    assert (mesh.model.handle is mesh.tp.handle) == (pp == 1)
+    assert mesh.ep.handle is mesh.sp.handle is not None
+    assert (mesh.dp.handle is everyone) == (tp * pp == 1)
+
+
+def test_groups_that_span_hosts_are_found() -> None:
+    groups = axis_groups(8, 4)["tp"]
+    assert groups_across_hosts(groups, "aaaabbbb") == []
+    assert groups_across_hosts(groups, "aaabbbbb") == [(0, 1, 2, 3)]
+    assert groups_across_hosts(groups, "abababab") == groups
