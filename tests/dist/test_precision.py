@@ -7,6 +7,7 @@ only decide when a gradient is summed or sent.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 from pathlib import Path
@@ -15,7 +16,9 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.communication import Setting, bytes_of_a_step
 from megatron_ds.config import Config
+from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.train_state import StepPlan
 from tests.dist import parity_cases
 from tests.dist.compare import differences
@@ -37,6 +40,13 @@ TIMING = [
     ("bf16.immediate_grad_update", 1, 2, True),
 ]
 """Switch of DeepSpeed, ZeRO stage, tensor-parallel size, bf16."""
+
+COMMUNICATED = {
+    1: {"all-reduce": 4.0, "all-gather": 2.0},
+    2: {"all-reduce": 4 * 4.0, "all-gather": 2.0},
+    3: {"all-gather": 4 * 2 * 2.0, "reduce-scatter": 4 * 4.0},
+}
+"""ZeRO stage -> bytes per parameter, as docs/zero.md says."""
 
 MICRO_BATCHES = 96
 # All micro-batches are equal, so each adds the same gradient to a sum up to 95 times as large. bf16
@@ -91,7 +101,16 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> JobResults:
     for stage, in_fp32 in itertools.product((1, 2, 3), (True, False)):
         config = accumulating_config(stage, in_fp32)
         jobs[f"accumulating-{stage}-{in_fp32}"] = training(config, ONE_LONG_STEP, EQUAL_SAMPLES)
+    for stage in COMMUNICATED:
+        jobs[f"communication-{stage}"] = functools.partial(communicate, stage)
     return run_jobs(2, jobs)
+
+
+def communicate(stage: int, meshes: dict[int, Mesh]) -> dict[str, float]:
+    """Bytes per parameter of the messages of a step of four micro-batches in bf16."""
+    messages: dict[str, float]
+    messages = bytes_of_a_step(Setting(stage, "bf16", 4), meshes[1], 64)["messages"]
+    return messages
 
 
 @pytest.mark.parametrize(("stage", "tp"), LAYOUTS)
@@ -145,3 +164,9 @@ def differences_of_weights(one: list[Tensors], other: list[Tensors]) -> list[str
     """Names of the weights that are not equal bit for bit, of all steps."""
     steps = zip(one, other, strict=True)
     return [name for a, b in steps for name in a if not torch.equal(a[name], b[name])]
+
+
+@pytest.mark.parametrize("stage", COMMUNICATED)
+def test_stages_communicate_the_documented_bytes(stage: int, outcomes: JobResults) -> None:
+    for messages in outcomes.of(f"communication-{stage}"):
+        assert messages == pytest.approx(COMMUNICATED[stage], rel=0.02)

@@ -1,0 +1,234 @@
+"""Bytes that each ZeRO stage communicates per step, by number format and accumulation.
+
+    python benchmarks/communication.py --output communication.json
+
+Trains a small model for a step on CPU ranks and adds up the messages of its collectives. A message
+is counted by its size per parameter, and by what each rank sends of it on a ring of many ranks: an
+all-reduce sends it twice, a gather or scatter of the whole message once. These sizes do not depend
+on the device; which of them are hidden behind computation does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import itertools
+import multiprocessing
+import os
+import socket
+import sys
+from collections import Counter
+from contextlib import redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import versions, write_json
+
+OPERATIONS = {
+    "allreduce_": ("all-reduce", 2),
+    "_allgather_base_": ("all-gather", 1),
+    "allgather_": ("all-gather", 1),
+    "allgather_into_tensor_coalesced_": ("all-gather", 1),
+    "_reduce_scatter_base_": ("reduce-scatter", 1),
+    "reduce_scatter_": ("reduce-scatter", 1),
+    "reduce_scatter_tensor_coalesced_": ("reduce-scatter", 1),
+    "reduce_": ("reduce", 1),
+    "broadcast_": ("broadcast", 1),
+}
+"""Operator of torch.distributed -> name, and how often each rank sends the message on a ring."""
+NEGLIGIBLE = 1000
+"""Bytes of messages that are norms and flags, not parameters or gradients."""
+PRECISIONS = {
+    "fp32": {},
+    "bf16": {"bf16": True},
+    "bf16, summed in bf16": {"bf16": True, "accumulate_allreduce_grads_in_fp32": False},
+}
+
+
+@dataclass(frozen=True)
+class Setting:
+    stage: int
+    precision: str
+    accumulation: int
+
+    def __str__(self) -> str:
+        return f"ZeRO {self.stage}, {self.precision}, {self.accumulation} micro-batches"
+
+
+def settings() -> list[Setting]:
+    """All but those that are rejected."""
+    product = itertools.product((0, 1, 2, 3), PRECISIONS, (1, 4))
+    return [Setting(*values) for values in product if values[0] > 0 or values[1] == "fp32"]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
+    parser.add_argument("--ranks", type=int, default=2, help="number of ranks (2)")
+    parser.add_argument("--hidden", type=int, default=128, help="hidden size of the model (128)")
+    parser.add_argument("--output", type=Path, default=None, help="output file (JSON)")
+    options = parser.parse_args()
+    measured = measure(options.ranks, options.hidden, settings())
+    print(f"{'bytes per parameter and step':48}{'sent':>6}  messages")
+    for setting, found in measured.items():
+        messages = ", ".join(f"{name} {size:.1f}" for name, size in found["messages"].items())
+        print(f"{setting!s:48}{found['sent']:6.1f}  {messages}")
+    if options.output is not None:
+        result = {
+            "ranks": options.ranks,
+            "versions": versions(("torch", "deepspeed")),
+            "bytes_per_parameter": {str(setting): found for setting, found in measured.items()},
+        }
+        write_json(options.output, result)
+    return 0
+
+
+def measure(ranks: int, hidden: int, chosen: list[Setting]) -> dict[Setting, dict[str, Any]]:
+    """Bytes per parameter of each setting: sent by a rank, and of the messages by operation."""
+    context = multiprocessing.get_context("spawn")
+    results: Any = context.SimpleQueue()
+    port = _free_port()
+    processes = [
+        context.Process(target=_rank, args=(rank, ranks, port, hidden, chosen, results))
+        for rank in range(ranks)
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    if any(process.exitcode for process in processes):
+        raise RuntimeError(f"exit codes {[process.exitcode for process in processes]}")
+    found: dict[Setting, dict[str, Any]] = results.get()
+    return found
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _rank(
+    rank: int, ranks: int, port: int, hidden: int, chosen: list[Setting], results: Any
+) -> None:
+    """Train a step in each setting; the first rank reports."""
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    import deepspeed
+    import torch
+
+    from megatron_ds.launch.environment import prepare_environment
+    from megatron_ds.parallel.mesh import Mesh
+
+    prepare_environment()
+    torch.set_num_threads(1)
+    deepspeed.utils.logger.setLevel("ERROR")
+    deepspeed.init_distributed(dist_backend="gloo", verbose=False)
+    mesh = Mesh.build(1)
+    with redirect_stdout(io.StringIO()):  # DeepSpeed's optimizers print
+        found = {setting: bytes_of_a_step(setting, mesh, hidden) for setting in chosen}
+    if rank == 0:
+        results.put(found)
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+def bytes_of_a_step(setting: Setting, mesh: Any, hidden: int) -> dict[str, Any]:
+    """Bytes per parameter, sent and by operation. Collective, in an initialized process group."""
+    import torch
+
+    from megatron_ds.config import (
+        Config,
+        DeepSpeedConfig,
+        ModelConfig,
+        OptimizerConfig,
+        PrecisionConfig,
+        ScheduleConfig,
+    )
+    from megatron_ds.engine.build import build_engine
+    from megatron_ds.engine.device_batches import DeviceBatch
+    from megatron_ds.train_state import StepPlan
+
+    samples = mesh.dp.size * setting.accumulation
+    config = Config(
+        model=ModelConfig(
+            num_layers=4, hidden_size=hidden, num_attention_heads=4, seq_length=16, vocab_size=256
+        ),
+        optimizer=OptimizerConfig(lr=1e-3),
+        schedule=ScheduleConfig(micro_batch_size=1, global_batch_size=samples, train_iters=2),
+        precision=PrecisionConfig(**PRECISIONS[setting.precision]),
+        deepspeed=DeepSpeedConfig(zero_stage=setting.stage),
+    )
+    engine = build_engine(_as_a_large_model(config), mesh, torch.device("cpu"))
+    tokens = torch.zeros(1, 16, dtype=torch.int64)
+    batch = DeviceBatch(tokens, tokens, None, 0)
+    plan = StepPlan(1, samples, setting.accumulation, 1e-3, 0.0, seq_length=16)
+    # The first step is different: ZeRO-3 learns the order of the layers in it.
+    engine.train_step(itertools.repeat(batch), plan)
+    log = _message_log()
+    with log:
+        engine.train_step(itertools.repeat(batch), plan)
+    size = engine.parameter_count()
+    messages: Counter[str] = Counter()
+    sent = 0.0
+    for (name, factor), bytes_ in log.messages.items():
+        messages[name] += bytes_
+        sent += factor * bytes_
+    engine._engine.destroy()
+    per_parameter = {name: round(bytes_ / size, 2) for name, bytes_ in messages.items()}
+    return {"sent": round(sent / size, 2), "messages": per_parameter}
+
+
+def _as_a_large_model(config: Any) -> Any:
+    """With limits of ZeRO-3 that a small model exceeds as a large one exceeds the usual ones."""
+    import dataclasses
+    import json
+    import tempfile
+
+    from megatron_ds.engine.ds_config_merge import merge_file
+
+    if config.deepspeed.zero_stage != 3:
+        return config
+    limits = ("param_persistence_threshold", "max_live_parameters", "max_reuse_distance")
+    zero: dict[str, int] = {"stage": 3, **{f"stage3_{name}": 0 for name in limits}}
+    values = {"zero_optimization": zero}
+    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
+        json.dump(values, file)
+        file.flush()
+        deepspeed = dataclasses.replace(config.deepspeed, deepspeed_config=file.name)
+        world_size = config.schedule.global_batch_size
+        return merge_file(dataclasses.replace(config, deepspeed=deepspeed), world_size)[0]
+
+
+def _message_log() -> Any:
+    """A dispatch mode that adds up the messages of torch.distributed's operators."""
+    import torch
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._pytree import tree_leaves
+
+    class Log(TorchDispatchMode):
+        def __init__(self) -> None:
+            super().__init__()
+            self.messages: Counter[tuple[str, int]] = Counter()
+
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> object:
+            namespace, _, name = str(func).partition(".")
+            operation = OPERATIONS.get(name.partition(".")[0])
+            if namespace == "c10d" and operation is not None:
+                bytes_ = max(map(_bytes, args[:2]))
+                if bytes_ > NEGLIGIBLE:
+                    self.messages[operation] += bytes_
+            return func(*args, **(kwargs or {}))
+
+    def _bytes(argument: Any) -> int:
+        """Of the input or the output; the larger is the message of all ranks together."""
+        leaves = tree_leaves(argument) if isinstance(argument, torch.Tensor | list | tuple) else []
+        return sum(leaf.nbytes for leaf in leaves if isinstance(leaf, torch.Tensor))
+
+    return Log()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
