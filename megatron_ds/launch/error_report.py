@@ -16,10 +16,11 @@ from megatron_ds.launch.exit_codes import ExitCode, RunAborted
 from megatron_ds.launch.liveness import HOST_MEMORY_HINT
 
 DEVICE_MEMORY_HINT = (
-    "out of device memory. To reduce its use: a smaller --micro-batch-size (the global batch "
-    "size is kept, by more accumulation steps), --recompute-granularity full (or "
-    "--checkpoint-activations), a higher --zero-stage, --cpu-optimizer, a larger "
-    "--tensor-model-parallel-size"
+    "out of device memory. To reduce its use, in a new run and in one that resumes from a "
+    "checkpoint: a smaller --micro-batch-size (the global batch size is kept, by more accumulation "
+    "steps), --recompute-granularity full (or --checkpoint-activations), --cpu-optimizer, at "
+    "--zero-stage 3 --remote-device cpu. In a new run only: a higher --zero-stage, a larger "
+    "--tensor-model-parallel-size, more processes"
 )
 TIMEOUT_HINT = (
     "a collective timed out: another rank hangs, or takes longer than "

@@ -26,11 +26,16 @@ import pytest
 import torch
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 
+from megatron_ds.checkpoint.metadata import ParallelLayout
 from megatron_ds.config import Config
+from megatron_ds.engine.ds_config import PARTITION_KEYS, is_read_at
 from megatron_ds.engine.ds_fields import replace_fields
+from megatron_ds.engine.ds_keys import BLOCKS
 from megatron_ds.engine.protocol import EngineSettings
+from megatron_ds.engine.readback import _master_weights
+from megatron_ds.parallel.collectives import all_gather
 from megatron_ds.parallel.mesh import Mesh
-from tests.dist.engine_harness import batches_of
+from tests.dist.engine_harness import batches_of, build
 from tests.dist.nonfinite_harness import WORLD, Training, corrupt_gradient, differing_names
 from tests.dist.parity_cases import Case, config_of
 from tests.dist.rank_jobs import Job, JobResults, run_jobs
@@ -199,7 +204,7 @@ def left_out() -> dict[str, str]:
 class Outcome:
     """What a run did after the checkpoint."""
 
-    results: list[tuple[float, float | None, bool, float | None]]
+    results: list[tuple[float, float, bool, float | None]]
     """Loss, gradient norm, whether it was skipped, and loss scale of each step."""
     tensors: Tensors
 
@@ -218,10 +223,33 @@ def further_steps(training: Training) -> Outcome:
         with corrupt_gradient(training.engine, math.inf) if overflows else nullcontext():
             result = training.step()
         assert result.skipped == overflows
-        results.append((float(result.loss), result.grad_norm, result.skipped, result.loss_scale))
+        assert result.grad_norm is not None
+        loss, norm = float(result.loss), float(result.grad_norm)
+        results.append((loss, norm, bool(result.skipped), result.loss_scale))
     tensors = training.state_tensors()
     training.close()
     return Outcome(results, tensors)
+
+
+def misplaced(training: Training) -> list[str]:
+    """Parameters whose weights are not at their recorded places in the optimizer's flat tensors."""
+    engine, stage = training.engine._engine, training.config.deepspeed.zero_stage
+    if stage == 0:
+        return []
+    parameters = dict(engine.module.named_parameters())
+    wrong = []
+    for partition, master in zip(
+        training.engine.partitions(), _master_weights(engine), strict=True
+    ):
+        assert master.numel() == partition.size
+        flat = master if stage == 3 else torch.cat(list(all_gather(master, training.mesh.dp)))
+        for name, _, offset in partition.parameters:
+            weights = parameters[name].data if stage < 3 else parameters[name].ds_tensor
+            place = flat[offset : offset + weights.numel()].to(weights.dtype)
+            if not torch.equal(place, weights.flatten()):
+                wrong.append(name)
+    assert sum(len(each.parameters) for each in training.engine.partitions()) == len(parameters)
+    return wrong
 
 
 def resume(config: Config, mesh: Mesh, folder: Path, first: Training) -> tuple[Training, Outcome]:
@@ -251,7 +279,7 @@ def resume_layout(
     first.engine.save(folder, TAG)
     first.config = changed(config, list(layout.settings))
     resumed, outcome = resume(first.config, mesh, folder, first)
-    seen: dict[str, Any] = {"settings": resumed.engine.settings}
+    seen: dict[str, Any] = {"settings": resumed.engine.settings, "misplaced": misplaced(first)}
     if without is not None:
         others = [each for each in layout.settings if each != without]
         _, incomplete = resume(changed(config, others), mesh, folder, first)
@@ -268,12 +296,69 @@ def resume_layout(
     return seen
 
 
+UNORDERED: dict[str, Any] = {
+    "contiguous_gradients": False,
+    "reduce_scatter": False,
+    "reduce_bucket_size": 500,
+    "use_multi_rank_bucket_allreduce": False,
+    "allgather_partitions": False,
+    "allgather_bucket_size": 500,
+    "overlap_comm": True,
+    "load_from_fp32_weights": False,
+    "stage3_prefetch_bucket_size": 0,
+    "stage3_param_persistence_threshold": 100,
+    "stage3_model_persistence_threshold": 1000,
+    "stage3_max_live_parameters": 1000,
+    "stage3_max_reuse_distance": 1000,
+    "stage3_gather_16bit_weights_on_model_save": True,
+    "stage3_use_all_reduce_for_fetch_params": True,
+    "stage3_allgather_sequential": True,
+    "ignore_unused_parameters": False,
+    "zero_hpz_partition_size": 2,
+    "memory_efficient_linear": False,
+    "override_module_apply": False,
+    "log_trace_cache_warnings": True,
+    "enable_sanity_checks": True,
+}
+"""Keys of zero_optimization that leave the flat tensors as they are, at other values than usual."""
+ORDERED = {"round_robin_gradients": True, "parameter_alignment": True, "sub_group_size": 1000}
+"""Keys that change them."""
+UNTRIED = {
+    *("stage", "offload_param", "offload_optimizer"),  # part of the layouts above
+    *("zero_quantized_weights", "zero_quantized_gradients"),  # not implemented on a CPU
+    "stage3_module_granularity_threshold",  # cannot train this model
+}
+
+
+def partitions_with(stage: int, keys: dict[str, Any], mesh: Mesh) -> tuple[Any, Any]:
+    """The flat tensors of an engine with these keys, and what of them a checkpoint's layout has."""
+    # Sizes that are no multiples of 16 bytes, which parameter_alignment changes.
+    config = config_of(Case(WORLD, stage, 1, 2, "learned", "adamw"), model={"ffn_hidden_size": 49})
+    read = {key: value for key, value in keys.items() if is_read_at(key, stage)}
+    config.deepspeed_file.values["zero_optimization"] |= read
+    engine = build(config, mesh)
+    found = engine.partitions()
+    engine._engine.destroy()
+    return found, ParallelLayout.of(config, WORLD)
+
+
+def order_of_each_key(stage: int, meshes: dict[int, Mesh]) -> dict[str, Any]:
+    usual, layout = partitions_with(stage, {}, meshes[1])
+    others = partitions_with(stage, UNORDERED, meshes[1])
+    seen: dict[str, Any] = {"unchanged": others == (usual, layout), "changed": {}}
+    for key, value in ORDERED.items():
+        flat, other = partitions_with(stage, {key: value}, meshes[1])
+        seen["changed"][key] = (flat != usual, other != layout)
+    return seen
+
+
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> JobResults:
     folder, without = tmp_path_factory.mktemp("checkpoints"), left_out()
     jobs: dict[str, Job] = {
         name: partial(resume_layout, name, folder, without.get(name)) for name in LAYOUTS
     }
+    jobs |= {f"order {stage}": partial(order_of_each_key, stage) for stage in (1, 2, 3)}
     return run_jobs(WORLD, jobs)
 
 
@@ -316,3 +401,24 @@ def test_settings_are_read_back_after_the_load(outcomes: JobResults) -> None:
     for seen in outcomes.of("zero2 fp16"):
         scale = seen["settings"].loss_scale
         assert (scale.scale, scale.window, scale.hysteresis, scale.minimum) == (512, 2, 1, 256)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_parameters_are_at_their_recorded_places(name: str, outcomes: JobResults) -> None:
+    for seen in outcomes.of(name):
+        assert seen["misplaced"] == []
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_keys_that_order_the_flat_tensors_are_the_recorded_ones(
+    stage: int, outcomes: JobResults
+) -> None:
+    assert tuple(ORDERED) == PARTITION_KEYS
+    assert UNTRIED | ORDERED.keys() | UNORDERED.keys() == BLOCKS["zero_optimization"].keys()
+    for seen in outcomes.of(f"order {stage}"):
+        assert seen["unchanged"]
+        changed = {key for key, change in seen["changed"].items() if change == (True, True)}
+        assert changed == (
+            {"sub_group_size"} if stage == 3 else ORDERED.keys() - {"sub_group_size"}
+        )
+        assert all(change in ((True, True), (False, False)) for change in seen["changed"].values())

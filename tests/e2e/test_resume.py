@@ -181,6 +181,27 @@ def test_a_run_ends_at_its_tokens_after_a_change_of_lengths(
     assert "iterations 4 to 7; the run uses 14 samples, 304 tokens in total" in output
 
 
+def test_another_global_batch_size_continues_with_the_next_samples(
+    launcher: Launcher, base: Settings, tmp_path: Path
+) -> None:
+    """The same change as --step-batch-size-schedule makes in a run that never stops."""
+    full, parts = tmp_path / "full", tmp_path / "parts"
+    settings = {**base, "train_samples": 48, "lr_decay_style": "cosine", "lr_warmup_samples": 16}
+    schedule = {"step_batch_size_schedule": "0:4 512:8", "global_batch_size": 8}
+    uninterrupted = launcher.start({**settings, **schedule, "save": full})
+    first = {**settings, "global_batch_size": 4, "save": parts}
+    launcher.start({**first, "exit_interval": 4}).succeed()
+    second = {**settings, "global_batch_size": 8, "save": parts, "load": parts}
+    output = launcher.start(second).succeed()
+    uninterrupted.succeed()
+
+    assert "--global-batch-size is 4 in" in output
+    assert "[resume-setting-changed]" in output
+    assert [record["global_batch_size"] for record in steps(full)] == [4] * 4 + [8] * 4
+    assert steps(parts) == steps(full)
+    assert not checkpoint_differences(full / "global_step8", parts / "global_step8")
+
+
 def test_a_run_killed_at_arbitrary_times_and_resumed_twice_equals_uninterrupted(
     launcher: Launcher, base: Settings, tmp_path: Path
 ) -> None:
