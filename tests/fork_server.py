@@ -7,7 +7,7 @@ server itself never trains, starts no thread and joins no process group.
 
 Run as a program, this file is the server. It reads a JSON request per line and answers each with a
 line:
-    {"start": {"script", "argv", "environments", "logs"}}, the last two one per rank
+    {"start": {"script", "argv", "folder", "environments", "logs"}}, the last two one per rank
         -> the pids of the ranks: one process group, led by the first
     {"poll": pid}
         -> null while it runs, then its status as subprocess gives it
@@ -83,6 +83,7 @@ class ForkServer:
         argv: Sequence[str],
         environments: Sequence[Mapping[str, str]],
         logs: Sequence[Path],
+        folder: Path = REPOSITORY,
     ) -> list[ForkedProcess]:
         """Forks one process group.
 
@@ -91,8 +92,10 @@ class ForkServer:
             argv: Its arguments.
             environments: Environment of each process.
             logs: File for the output of each process.
+            folder: Working directory.
         """
         words = {"script": str(script), "argv": list(argv), "logs": [str(log) for log in logs]}
+        words["folder"] = str(folder)
         pids = self.ask(start={**words, "environments": [dict(each) for each in environments]})
         return [ForkedProcess(self, pid) for pid in pids]
 
@@ -164,13 +167,18 @@ def serve() -> None:
 
 
 def fork_ranks(
-    script: str, argv: list[str], environments: list[dict[str, str]], logs: list[str]
+    script: str,
+    argv: list[str],
+    folder: str,
+    environments: list[dict[str, str]],
+    logs: list[str],
 ) -> list[int]:
     pids: list[int] = []
     for environment, log in zip(environments, logs, strict=True):
         pid = os.fork()
         if pid == 0:
             os.setpgid(0, pids[0] if pids else 0)
+            os.chdir(folder)
             run_script(script, argv, environment, log)
         os.setpgid(pid, pids[0] if pids else pid)
         pids.append(pid)

@@ -160,6 +160,7 @@ class Launcher:
         per_rank: Sequence[Mapping[str, str]] | None = None,
         fault: str | None = None,
         fault_rank: int | None = None,
+        folder: Path = REPOSITORY,
     ) -> Run:
         """Forks `ranks` processes that run a script (pretrain_gpt.py), without a launcher.
 
@@ -171,6 +172,7 @@ class Launcher:
             per_rank: The variables by which each rank knows its own, instead of a launcher's.
             fault: Fault to inject, as tests/faults.py describes; runs pretrain_gpt.py.
             fault_rank: Rank on which the fault occurs. If None, it occurs on all ranks.
+            folder: Working directory.
         """
         environment = {MARK: self._mark, **(environment or {})}
         if fault is not None:
@@ -184,7 +186,7 @@ class Launcher:
         if self._fork_server is None:
             self._fork_server = ForkServer(self._environment({}))
         logs = [self._log() for _ in environments]
-        processes = self._fork_server.start(script, to_flags(settings), environments, logs)
+        processes = self._fork_server.start(script, to_flags(settings), environments, logs, folder)
         return self._register(Run(processes, logs))
 
     def launch(self, name: str, settings: Settings, script: Path = PRETRAIN) -> tuple[Run, int]:

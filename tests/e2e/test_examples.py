@@ -217,20 +217,14 @@ def run(launcher: Launcher, name: str, folder: Path, variables: dict[str, str], 
 
 
 @pytest.fixture(scope="module")
-def trained(
-    text: Text, launcher: Launcher, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Path, str]:
-    """The folder and the output of the single-process example."""
+def trained(text: Text, launcher: Launcher, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the single-process example."""
     folder = tmp_path_factory.mktemp("345m")
-    script = EXAMPLES / "pretrain_gpt_345m.sh"
-    output = launcher.command([script], tiny(text, folder, DATA=text.tokens)).succeed()
-    return folder, output
-
-
-def test_one_process(trained: tuple[Path, str]) -> None:
-    folder, output = trained
+    variables = tiny(text, folder, DATA=text.tokens)
+    output = run(launcher, "pretrain_gpt_345m.sh", folder, variables, 1).succeed()
     assert_trained(folder, 4)
     assert "validation loss at the end of training" in output
+    return folder
 
 
 def test_fp16_trains_or_offers_bf16(text: Text, launcher: Launcher, tmp_path: Path) -> None:
@@ -244,29 +238,6 @@ def test_fp16_trains_or_offers_bf16(text: Text, launcher: Launcher, tmp_path: Pa
         assert any(result.codes)
         assert "--bf16" in result.output
         assert "[fp16-not-supported]" in result.output
-
-
-def test_four_way_data_parallel_after_preprocessing(
-    text: Text, launcher: Launcher, tmp_path: Path
-) -> None:
-    variables = tiny(
-        text,
-        tmp_path,
-        INPUT=text.jsonl,
-        DATA=tmp_path / "my",
-        WORKERS=2,
-        MICRO=1,
-        GLOBAL=4,
-        TENSORBOARD=tmp_path / "tensorboard",
-    )
-    output = run(launcher, "pretrain_gpt_distributed.sh", tmp_path, variables, 4).succeed()
-
-    assert_trained(tmp_path, 4)
-    for suffix in (".bin", ".idx"):
-        written = (tmp_path / f"my_text_document{suffix}").read_bytes()
-        assert written == text.tokens.with_name(text.tokens.name + suffix).read_bytes()
-    assert list((tmp_path / "tensorboard").glob("events.out.tfevents.*"))
-    assert "4 processes" in output
 
 
 def test_older_torch_launcher_with_recomputation_replaces_the_backend(
@@ -310,13 +281,10 @@ def test_batch_size_rampup_with_all_logging(text: Text, launcher: Launcher, tmp_
     assert "exiting program at iteration 4" in output
 
 
-def test_a_server_and_its_client(
-    trained: tuple[Path, str], text: Text, launcher: Launcher, tmp_path: Path
-) -> None:
-    folder, _ = trained
+def test_a_server_and_its_client(trained: Path, text: Text, launcher: Launcher) -> None:
     typed = "import os\\n6\\nimport os\\nmany\\nx\\n999\\n"
     launch = "torchrun --nproc_per_node 2"
-    variables = tiny(text, folder, LAUNCHER=launch, PROCESSES=2)
+    variables = tiny(text, trained, LAUNCHER=launch, PROCESSES=2)
     command = f"printf '{typed}' | {EXAMPLES / 'serve.sh'}"
     output = launcher.command(["bash", "-c", command], variables).succeed()
 

@@ -1,0 +1,199 @@
+"""Every command of README.md and examples/README.md, as printed, in order, in a fresh clone.
+
+The shell runs the lines. What takes minutes is reduced without changing them: `make` prints what it
+would run, scripts get small sizes by their variables, and programs that import torch are recorded
+by the environment's `python`, `deepspeed` and `torchrun`, and run in forked processes, with smaller
+values of the flags in SMALL and on fewer ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pytest
+
+from megatron_ds.data.indexed_dataset import IndexedDataset
+from tests.e2e.runs import REPOSITORY, Launcher, Run, free_port, losses
+from tests.fork_server import clean_environment
+from tools import make_corpus
+
+SMALL = {
+    "--num-layers": "2",
+    "--hidden-size": "64",
+    "--num-attention-heads": "4",
+    "--seq-length": "128",
+    "--micro-batch-size": "1",
+    "--global-batch-size": "2",
+    "--train-iters": "4",
+    "--lr-warmup-iters": "1",
+    "--save-interval": "2",
+    "--log-interval": "1",
+    "--eval-interval": "4",
+    "--eval-iters": "1",
+}
+VARIABLES = {
+    "LAYERS": "2",
+    "HIDDEN": "32",
+    "HEADS": "4",
+    "SEQ": "32",
+    "ITERS": "4",
+    "EVAL_ITERS": "1",
+    "MICRO": "1",
+    "GLOBAL": "4",
+    "LOG_INTERVAL": "1",
+    "PRECISION": "--bf16",
+    "WORKERS": "2",
+}
+"""Variables that examples/README.md documents."""
+BROUGHT = {
+    "my-corpus.jsonl": "my.jsonl",
+    "gpt2-vocab.json": "tokenizer/vocab.json",
+    "gpt2-merges.txt": "tokenizer/merges.txt",
+}
+"""Files that a user brings for the commands that name them, and their source in this test."""
+RANKS = {"deepspeed": 2, "torchrun --nproc_per_node": 4, "torchrun": 1, "python": 1}
+RECORDING = """\
+#!/bin/sh
+case "$1" in
+    tools/generate_samples_gpt.py | tools/run_text_generation_server.py | --* | pretrain_gpt.py)
+        printf '%s\\n' {program} "$@" end >> {log} ;;
+    tools/text_generation_cli.py)
+        exec {python} "$1" 127.0.0.1:{port} ;;
+    *)
+        exec {python} "$@" ;;
+esac
+"""
+
+
+def documented_commands() -> list[str]:
+    """The lines of all code blocks, continued lines joined."""
+    pages = [REPOSITORY / "README.md", REPOSITORY / "examples" / "README.md"]
+    text = "".join(page.read_text(encoding="utf-8") for page in pages)
+    blocks = re.findall(r"^```\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)
+    return "".join(blocks).replace("\\\n", " ").splitlines()
+
+
+class Clone:
+    """A clone with this environment and the files that the documentation lets users bring."""
+
+    def __init__(self, folder: Path, launcher: Launcher) -> None:
+        self.folder, self._launcher, self.port = folder, launcher, free_port()
+        subprocess.run(["git", "clone", "-q", REPOSITORY, folder], check=True)
+        changed = ["git", "ls-files", "-mo", "--exclude-standard"]  # not committed yet
+        for name in subprocess.check_output(changed, cwd=REPOSITORY, text=True).splitlines():
+            (folder / name).unlink(missing_ok=True)
+            if (REPOSITORY / name).is_file():
+                (folder / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy(REPOSITORY / name, folder / name)
+        programs = folder / ".venv" / "bin"
+        programs.mkdir(parents=True)
+        self._log = folder / ".venv" / "log"
+        for program in ("python", "deepspeed", "torchrun"):
+            values = {"program": program, "log": self._log, "python": sys.executable}
+            (programs / program).write_text(RECORDING.format(port=self.port, **values))
+            (programs / program).chmod(0o755)
+        self._environment = {
+            **clean_environment(),
+            **VARIABLES,
+            "PATH": f"{programs}:/usr/bin:/bin",
+            "PYTHONPATH": str(folder),
+            "MAKEFLAGS": "n",
+        }
+        write_text(folder / "my.jsonl")
+
+    def run(self, line: str) -> tuple[str, list[Run]]:
+        """Runs a line in the shell, then what it recorded; returns its output and these runs."""
+        self._log.write_text("")
+        done = subprocess.run(
+            ["bash", "-c", line],
+            cwd=self.folder,
+            env=self._environment,
+            input="Once upon a time\n5\n",
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        assert done.returncode == 0, f"{line}\n{done.stdout}\n{done.stderr}"
+        recorded = re.findall(r"(.*?\n)end\n", self._log.read_text(), flags=re.DOTALL)
+        return done.stdout, [self._fork(words.splitlines()) for words in recorded]
+
+    def _fork(self, words: Sequence[str]) -> Run:
+        script = next(word for word in words if word.endswith(".py"))
+        launch, flags = words[: words.index(script)], words[words.index(script) + 1 :]
+        if launch[0] == "deepspeed":
+            flags = [SMALL.get(before, word) for before, word in zip(["", *flags], flags)]  # noqa: B905
+        if script.endswith("server.py"):
+            flags = [*flags, "--port", str(self.port)]
+        ranks = next(count for start, count in RANKS.items() if " ".join(launch).startswith(start))
+        path = self.folder / script
+        return self._launcher.start(flags, ranks=ranks, script=path, folder=self.folder)
+
+    def wait_for_server(self, run: Run) -> None:
+        def answers() -> bool:
+            with socket.socket() as probe:
+                return probe.connect_ex(("127.0.0.1", self.port)) == 0
+
+        run.wait_until(answers)
+
+
+def write_text(path: Path) -> None:
+    """Enough short documents for a split of one in a thousand."""
+    make_corpus.main(["--output", str(path), "--megabytes", "0.2"])
+    long = "".join(json.loads(line)["text"] for line in path.read_text().splitlines())
+    pieces = [long[start : start + 150] for start in range(0, len(long), 150)]
+    path.write_text("".join(json.dumps({"text": piece}) + "\n" for piece in pieces))
+
+
+@pytest.mark.skipif(not (REPOSITORY / ".git").exists(), reason="no clone without a repository")
+def test_documented_commands_run_in_a_fresh_clone(tmp_path: Path, launcher: Launcher) -> None:
+    clone = Clone(tmp_path / "clone", launcher)
+    outputs: dict[str, str] = {}
+    servers = []
+    for line in documented_commands():
+        brought = [clone.folder / name for name in BROUGHT if name in line]
+        for path in brought:
+            shutil.copy(clone.folder / BROUGHT[path.name], path)
+        output, runs = clone.run(line)
+        if "run_text_generation_server.py" in line:
+            clone.wait_for_server(runs[0])
+            servers += runs
+        else:
+            output += "".join(run.succeed() for run in runs)
+        outputs[line] = output
+        for path in brought:  # a command does not need what only another one names
+            path.unlink()
+    check_results(clone.folder, outputs)
+    assert len(servers) == 1
+
+
+def check_results(folder: Path, outputs: Mapping[str, str]) -> None:
+    """Every command did its work."""
+
+    def output_of(part: str) -> str:
+        (found,) = (output for line, output in outputs.items() if part in line)
+        return found
+
+    assert "tools/demo.py" in output_of("make demo")
+    assert "pytest" in output_of("make test")
+    documents = len((folder / "my.jsonl").read_text().splitlines())
+    for prefix in ("data/my_text_document", "data/my-gpt2_text_document"):
+        assert len(IndexedDataset(folder / prefix)) == documents
+    both = [(folder / f"data/{name}_text_document.bin").read_bytes() for name in ("my", "my-gpt2")]
+    assert both[0] == both[1]
+    assert len(losses(folder / "checkpoints")) == 4
+    assert list((folder / "tensorboard").glob("events.out.tfevents.*"))
+    assert "Once upon a time" in output_of("generate_samples_gpt.py")
+    assert "Megatron Response:\nOnce upon a time" in output_of("text_generation_cli.py")
+    assert "4 processes" in output_of("pretrain_gpt_distributed.sh")
+    distributed = folder / "checkpoints" / "gpt2_345m"
+    assert len(losses(distributed)) == 4
+    assert list((distributed / "tensorboard").glob("events.out.tfevents.*"))
+    assert len(losses(folder / "checkpoints" / "tiny")) == 20
