@@ -16,7 +16,8 @@ class RuntimeConfig:
     )
     distributed_backend: str | None = option_field(
         None,
-        "backend of torch.distributed (default: the accelerator's)",
+        "backend of torch.distributed (default: the accelerator's); with gloo, ranks may share a "
+        "device",
         choices=("nccl", "gloo", "ccl", "hccl"),
     )
     distributed_timeout_minutes: float = option_field(

@@ -45,7 +45,9 @@ def kind() -> str:
     return str(get_accelerator().device_name())
 
 
-def device_index(local_rank: int, local_size: int | None, count: int, *, is_shared: bool) -> int:
+def device_index(
+    local_rank: int, local_size: int | None, count: int, *, is_shared: bool, may_share: bool = False
+) -> int:
     """The index of this process's device among those that it sees.
 
     Args:
@@ -53,12 +55,16 @@ def device_index(local_rank: int, local_size: int | None, count: int, *, is_shar
         local_size: Number of processes on the host; None if unknown.
         count: Number of devices that this process sees.
         is_shared: Whether the other processes of the host see the same devices.
+        may_share: Whether several processes may use one device, which gloo allows and NCCL does
+            not.
 
     Raises:
         UserError: If there are more processes than devices.
     """
     if count == 1 and not is_shared:
         return 0  # a device of its own
+    if may_share and count:
+        return local_rank % count
     processes = max(local_rank + 1, local_size or 0)
     if processes > count:
         raise user_error("more-processes-than-devices", processes=processes, devices=count)

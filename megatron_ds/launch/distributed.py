@@ -52,7 +52,9 @@ def init_distributed(config: RuntimeConfig) -> ProcessContext:
 
     accelerator = get_accelerator()
     backend = accelerator.communication_backend_name()
-    if backend in ("ccl", "mpi") and not is_backend_available(backend):
+    if config.distributed_backend == "gloo" or (
+        backend in ("ccl", "mpi") and not is_backend_available(backend)
+    ):
         backend = "gloo"
     if config.distributed_backend not in (None, backend):
         name = accelerator.device_name()
@@ -72,6 +74,7 @@ def init_distributed(config: RuntimeConfig) -> ProcessContext:
             environment.local_world_size(),
             accelerator.device_count(),
             is_shared=environment.has_shared_devices(),
+            may_share=backend == "gloo",
         )
         environment.use_device(index)
         accelerator.set_device(index)

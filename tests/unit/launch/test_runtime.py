@@ -219,6 +219,11 @@ def test_more_processes_than_devices_are_an_error_on_every_rank(
         device.device_index(local_rank, local_size, count, is_shared=is_shared)
 
 
+def test_processes_share_devices_under_gloo() -> None:
+    found = [device.device_index(n, 4, 2, is_shared=True, may_share=True) for n in range(4)]
+    assert found == [0, 1, 0, 1]
+
+
 def test_deepspeed_uses_the_same_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """It takes the local rank for the index, and compares it with Open MPI's."""
     monkeypatch.setenv("LOCAL_RANK", "3")
