@@ -21,6 +21,9 @@ from megatron_ds import cli
 from megatron_ds.config.fields import option_field
 from megatron_ds.config.problems import user_error
 from megatron_ds.launch.environment import prepare_environment
+from megatron_ds.preprocess.document_readers import DocumentReader
+from megatron_ds.preprocess.inputs import InputSpec
+from megatron_ds.preprocess.parsing import RejectedDocument, TextFields, texts_of
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 OUTPUTS = (
@@ -154,8 +157,7 @@ def split_of(corpus: Path) -> str:
     Raises:
         UserError: If there are fewer than three documents.
     """
-    with corpus.open("rb") as file:
-        documents = sum(1 for line in file if line.strip())
+    documents = sum(1 for _ in texts_in(corpus))
     if documents < 3:
         raise user_error("demo-corpus-too-small", corpus=corpus, documents=documents)
     held_out = max(1, documents // 20)
@@ -180,11 +182,18 @@ def free_port() -> int:
 
 def prompt_prefixes(corpus: Path) -> list[str]:
     """The first words of the last three documents, which are held out of 40 or more documents."""
-    with corpus.open(encoding="utf-8") as file:
-        last = deque((line for line in file if line.strip()), maxlen=3)
-    words = (json.loads(line)["text"].split()[:PROMPT_WORDS] for line in last)
-    prompts = [" ".join(first)[:PROMPT_CHARACTERS] for first in words if first]
-    return prompts or list(PROMPTS)
+    last = deque(texts_in(corpus), maxlen=3)
+    return [" ".join(text.split()[:PROMPT_WORDS])[:PROMPT_CHARACTERS] for text in last]
+
+
+def texts_in(corpus: Path) -> Iterator[str]:
+    """The documents that preprocessing takes of a file, which may be compressed."""
+    inputs = InputSpec((str(corpus),))
+    wanted = TextFields(("text",), inputs.max_document_bytes)
+    for item in DocumentReader(inputs, wanted.keys):
+        found = texts_of(item, wanted)
+        if not isinstance(found, RejectedDocument) and found[0].strip():
+            yield found[0]
 
 
 def read_unigram_loss(path: Path) -> float:

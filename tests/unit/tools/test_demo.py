@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gzip
 import json
 import sys
 from pathlib import Path
@@ -64,6 +65,18 @@ def test_prompts_are_from_held_out_documents(tmp_path: Path) -> None:
     training = int(demo.split_of(corpus).split(",")[0])
 
     assert all(int(prompt) >= training for prompt in demo.prompt_prefixes(corpus))
+
+
+@pytest.mark.parametrize("compressed", [False, True])
+def test_corpus_is_read_like_the_tools_read_it(tmp_path: Path, compressed: bool) -> None:
+    good = [json.dumps({"text": text}).encode() for text in ("first one", "second", "third")]
+    bad = [b'{"text": "broken', b'{"txt": 1}', b'{"text": null}', b'{"text": "\xff"}', b"", b"[]"]
+    content = b"\xef\xbb\xbf" + b"\n".join([*good, b'{"text": " "}', *bad])
+    corpus = tmp_path / ("a.jsonl.gz" if compressed else "a.jsonl")
+    corpus.write_bytes(gzip.compress(content) if compressed else content)
+
+    assert demo.split_of(corpus) == "1,1,1"
+    assert demo.prompt_prefixes(corpus) == ["first one", "second", "third"]
 
 
 def test_failing_command_is_reported(tmp_path: Path) -> None:
