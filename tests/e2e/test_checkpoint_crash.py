@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ds.checkpoint.metadata import find_damage, list_checkpoints, read_run
+from megatron_ds.checkpoint.run_lock import LOCK
 from tests.e2e.runs import (
     Launcher,
     Run,
@@ -63,6 +64,7 @@ def assert_equal_runs(run: Path, uninterrupted: Path) -> None:
         assert not found, found[:10]
     assert (run / "latest").read_text() == "global_step6"
     assert (run / "latest_checkpointed_iteration.txt").read_text() == "6"
+    assert not (run / LOCK).exists()
 
 
 @pytest.mark.parametrize(
@@ -79,6 +81,7 @@ def test_a_crash_during_a_save_loses_at_most_that_save(
     settings = {**base, **SCHEDULE, "save": run, "load": run}
     crashed = launcher.start(settings, ranks=RANKS, fault=f"{stage}:{CRASHED_AT}:kill-all").wait()
     assert set(crashed.codes) == {-9}
+    assert (run / LOCK).exists()  # of a dead process: the next run does not wait
     is_published = (run / f"global_step{CRASHED_AT}").exists()
     assert is_published == (COMPLETE_BEFORE[stage] == CRASHED_AT)
     assert (run / "latest").exists()
@@ -86,6 +89,7 @@ def test_a_crash_during_a_save_loses_at_most_that_save(
     output = launcher.start(settings, ranks=RANKS).succeed()
     assert f"loading checkpoint from {run} at iteration {COMPLETE_BEFORE[stage]}\n" in output
     assert "[checkpoint-skipped]" not in output
+    assert "waiting up to" not in output
     assert_equal_runs(run, uninterrupted)
     assert [path.name for path in run.glob(".*")] == []
 
