@@ -18,7 +18,7 @@ from typing import Any
 from megatron_ds.config import Config
 from megatron_ds.config.fields import in_effect
 from megatron_ds.engine.protocol import EngineSettings
-from megatron_ds.model.flops import parameters_per_rank
+from megatron_ds.model.flops import parameter_sizes, parameters_per_rank
 from megatron_ds.parallel.fused_linear_cross_entropy import CHUNK_BYTES
 
 ALLREDUCE_BUCKET = 500_000_000
@@ -28,6 +28,16 @@ MALLOC_TRIM_LIMIT = 2**25
 FP32 = 4
 """Bytes of an element in fp32."""
 DTYPE_BYTES = {"float32": FP32, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True)
+class GatherLimits:
+    """Settings of ZeRO-3 that determine which parameters stay gathered, in elements."""
+
+    max_live: int
+    max_reuse_distance: int
+    prefetch_bucket: int
+    persistence_threshold: int
 
 
 @dataclass(frozen=True)
@@ -46,6 +56,8 @@ class MemoryInputs:
     """reduce_bucket_size."""
     num_buckets: int = 1
     """Two with overlap_comm, and under ZeRO-3, which scatters a bucket from a copy of it."""
+    gather_limits: GatherLimits | None = None
+    """Under ZeRO-3."""
     offload_optimizer: bool = False
     offload_parameters: bool = False
     immediate_grad_update: bool = True
@@ -115,11 +127,21 @@ def memory_inputs(
         reduction_bytes=DTYPE_BYTES[settings.reduction_dtype],
         moments=moments,
         bucket_elements=int(zero["reduce_bucket_size"]),
+        gather_limits=_gather_limits(zero) if settings.zero_stage == 3 else None,
         num_buckets=2 if zero.get("overlap_comm") or settings.zero_stage == 3 else 1,
         offload_optimizer=settings.optimizer_offload != "none",
         offload_parameters=settings.param_offload != "none",
         immediate_grad_update=bool(ds_config["bf16"]["immediate_grad_update"]),
         on_cpu=device == "cpu",
+    )
+
+
+def _gather_limits(zero: Mapping[str, Any]) -> GatherLimits:
+    return GatherLimits(
+        max_live=int(zero["stage3_max_live_parameters"]),
+        max_reuse_distance=int(zero["stage3_max_reuse_distance"]),
+        prefetch_bucket=int(zero["stage3_prefetch_bucket_size"]),
+        persistence_threshold=int(zero["stage3_param_persistence_threshold"]),
     )
 
 
@@ -135,7 +157,7 @@ def estimate(config: Config, inputs: MemoryInputs) -> MemoryEstimate:
     states, activations = sum(device.values()), sizes.activations()
     table, logits, scaled = sizes.output_layer()
     head = sizes.stream + table  # gradients of its input and weight
-    gathered = inputs.param_bytes * sizes.full if inputs.zero_stage == 3 else 0
+    gathered = sizes.gathered()
     reduction, retained = sizes.reduction(), sizes.retained_by_malloc(activations)
     forward = states - sizes.not_yet_allocated(device) + gathered + activations + head
     return MemoryEstimate(
@@ -201,6 +223,30 @@ class _Sizes:
         if inputs.offload_optimizer and inputs.zero_stage < 3:
             host["copies for the device"] = inputs.param_bytes * partition
         return device, host
+
+    def gathered(self) -> int:
+        """Parameters that ZeRO-3 keeps gathered at a time.
+
+        DeepSpeed gathers the parameters of the current layer. It keeps small ones, those of a tied
+        embedding, and those that are used again within the reuse distance: at the end of the
+        forward pass the last layers, which are passed twice between their two uses, or three times
+        if they are recomputed. Prefetching runs ahead until `max_live` parameters are gathered.
+        """
+        limits = self.inputs.gather_limits
+        if limits is None:
+            return 0
+        sizes = parameter_sizes(self.model, self.inputs.tp_size)
+        largest = max(sizes)
+        kept = sum(n * count for n, count in sizes.items() if n <= limits.persistence_threshold)
+        if not self.model.untie_embeddings_and_output_weights:
+            rows = self.model.padded_vocab(self.inputs.tp_size) // self.inputs.tp_size
+            kept += rows * self.model.hidden_size
+        is_recomputed = self.config.recompute.recompute_granularity == "full"
+        ahead = limits.max_reuse_distance // (3 if is_recomputed else 2)
+        if limits.prefetch_bucket > 0:
+            ahead = max(ahead, limits.max_live)
+        # The current parameter, and the last one that exceeds a limit.
+        return self.inputs.param_bytes * min(self.full, kept + ahead + 2 * largest)
 
     def not_yet_allocated(self, device: dict[str, int]) -> int:
         """States on the device that do not exist before the backward pass.

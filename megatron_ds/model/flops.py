@@ -7,6 +7,8 @@ its approximations.
 
 from __future__ import annotations
 
+from collections import Counter
+
 from megatron_ds.config import ModelConfig
 
 
@@ -27,20 +29,34 @@ def model_flops_per_sample(config: ModelConfig, padded_vocab: int) -> int:
     return 3 * 2 * config.seq_length * (layers + config.hidden_size * padded_vocab)
 
 
+def parameter_sizes(config: ModelConfig, tp_size: int) -> Counter[int]:
+    """Elements of one tensor-parallel rank's parameters -> number of parameters of this size.
+
+    The padding of the vocabulary is included.
+    """
+    hidden, mlp = config.hidden_size, config.mlp_hidden_size
+    qkv = config.head_dim * (config.num_attention_heads + 2 * config.kv_heads)
+    fc_in = mlp * (2 if config.is_gated else 1)
+    table = config.padded_vocab(tp_size) // tp_size * hidden
+    norm_vectors = 1 if config.normalization == "RMSNorm" else 2
+    sizes: Counter[int] = Counter()
+    for inputs, outputs in (
+        (hidden, qkv),
+        (config.num_attention_heads * config.head_dim, hidden),
+        (hidden, fc_in),
+        (mlp, hidden),
+    ):
+        sizes[inputs * outputs // tp_size] += config.num_layers
+    sizes[qkv // tp_size] += config.num_layers * config.qkv_bias
+    sizes[fc_in // tp_size] += config.num_layers * config.add_bias_linear
+    sizes[hidden] += config.num_layers * 2 * (norm_vectors + config.add_bias_linear)
+    sizes[hidden] += norm_vectors * (1 + config.embed_layernorm)
+    sizes[table] += 1 + config.untie_embeddings_and_output_weights
+    if config.position_embedding_type == "learned_absolute":
+        sizes[config.num_positions * hidden] += 1
+    return sizes
+
+
 def parameters_per_rank(config: ModelConfig, tp_size: int) -> int:
     """Parameters of one tensor-parallel rank, including the padding of the vocabulary."""
-    hidden = config.hidden_size
-    norm = hidden * (1 if config.normalization == "RMSNorm" else 2)
-    qkv = config.head_dim * (config.num_attention_heads + 2 * config.kv_heads)
-    fc_in = config.mlp_hidden_size * (2 if config.is_gated else 1)
-    sharded = (
-        qkv + fc_in + config.mlp_hidden_size + config.num_attention_heads * config.head_dim
-    ) * hidden
-    sharded += qkv * config.qkv_bias + fc_in * config.add_bias_linear
-    layer = sharded // tp_size + 2 * norm + 2 * hidden * config.add_bias_linear
-    tables = config.padded_vocab(tp_size) // tp_size * hidden
-    if config.untie_embeddings_and_output_weights:
-        tables *= 2
-    if config.position_embedding_type == "learned_absolute":
-        tables += config.num_positions * hidden
-    return tables + config.num_layers * layer + norm * (1 + config.embed_layernorm)
+    return sum(size * count for size, count in parameter_sizes(config, tp_size).items())

@@ -10,7 +10,14 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from megatron_ds.config import Config, DataConfig, ModelConfig, RecomputeConfig, ScheduleConfig
-from megatron_ds.engine.memory_estimate import FP32, MemoryEstimate, MemoryInputs, estimate
+from megatron_ds.engine.memory_estimate import (
+    FP32,
+    GatherLimits,
+    MemoryEstimate,
+    MemoryInputs,
+    estimate,
+)
+from megatron_ds.model.flops import parameters_per_rank
 from megatron_ds.model.gpt import GPTModel
 from megatron_ds.model.packed_attention import PackingOptions
 from megatron_ds.parallel.activation_checkpointing import ActivationCheckpointing
@@ -173,6 +180,57 @@ def test_offloaded_states_are_in_host_memory() -> None:
     found = states(3, offload_optimizer=True, offload_parameters=True)
     assert found.states == 0
     assert sum(found.host.values()) == pytest.approx(18 / 4 / 2 * parameter_bytes(), rel=1e-3)
+
+
+LLAMA_70B = ModelConfig(
+    num_layers=80,
+    hidden_size=8192,
+    ffn_hidden_size=28672,
+    num_attention_heads=64,
+    num_query_groups=8,
+    seq_length=4096,
+    position_embedding_type="rope",
+    normalization="RMSNorm",
+    activation="swiglu",
+    untie_embeddings_and_output_weights=True,
+    add_bias_linear=False,
+    attention_dropout=0.0,
+    hidden_dropout=0.0,
+    vocab_size=128_256,
+)
+LIMITS = GatherLimits(
+    max_live=10**9,
+    max_reuse_distance=10**9,
+    prefetch_bucket=50_000_000,
+    persistence_threshold=10**5,
+)
+
+
+def gathered(model: ModelConfig, limits: GatherLimits, **recompute: Any) -> int:
+    """Estimated parameters that ZeRO-3 keeps gathered, bf16."""
+    run = dataclasses.replace(config(RecomputeConfig(**recompute)), model=model)
+    zero3 = dataclasses.replace(
+        SINGLE, zero_stage=3, dp_size=512, param_bytes=2, gather_limits=limits, on_cpu=False
+    )
+    return estimate(run, zero3).gathered // 2
+
+
+def test_zero3_gathers_a_few_layers_of_a_large_model() -> None:
+    assert parameters_per_rank(LLAMA_70B, 1) == pytest.approx(70.6e9, rel=1e-3)
+    table, fc_in = 128_256 * 8192, 8192 * 2 * 28672
+    norms = (2 * 80 + 1) * 8192  # below the threshold
+    largest = max(table, fc_in)
+    expected = 10**9 + 2 * largest + norms
+    assert gathered(LLAMA_70B, LIMITS) == expected
+    assert expected * 2 / 2**30 < 6
+    without_prefetch = dataclasses.replace(LIMITS, prefetch_bucket=0)
+    assert gathered(LLAMA_70B, without_prefetch) == expected - 5 * 10**8
+    full = {"recompute_granularity": "full"}
+    assert gathered(LLAMA_70B, without_prefetch, **full) == expected - 10**9 + 10**9 // 3
+    tied = dataclasses.replace(LLAMA_70B, untie_embeddings_and_output_weights=False)
+    assert gathered(tied, LIMITS) == expected + table
+    unlimited = dataclasses.replace(LIMITS, max_live=10**12)
+    assert gathered(LLAMA_70B, unlimited) == parameters_per_rank(LLAMA_70B, 1)
 
 
 def test_peak_is_maximum_over_phases() -> None:
