@@ -63,7 +63,11 @@ def build_engine(
     packing, warning = _packing_options(config, mesh, device, eod)
     with _zero3_init_context(ds_config, mesh, mpu):
         model = _build_model(config, mesh, rng, packing, init_weights)
-    warnings = [warning, _compile(model, config, mesh, device)]
+    warnings = [
+        warning,
+        _compile(model, config, mesh, device),
+        selective_recompute_note(config, packing, device),
+    ]
     groups, multipliers = parameter_groups(model, config.optimizer.weight_decay)
     engine, *_ = deepspeed.initialize(
         model=model, model_parameters=groups, config=ds_config, mpu=mpu, dist_init_required=False
@@ -120,6 +124,19 @@ def _compile(model: GPTModel, config: Config, mesh: Mesh, device: torch.device) 
             return problem
         model.use_elementwise(functions)
     return None
+
+
+def selective_recompute_note(
+    config: Config, packing: PackingOptions | None, device: torch.device
+) -> Problem | None:
+    """Say so if selective recomputation computes attention twice and saves next to nothing."""
+    if config.recompute.recompute_granularity != "selective":
+        return None
+    is_per_document = packing is not None and packing.reset_attention and packing.kernel is None
+    stores_scores = device.type == "cpu" and config.model.attention_dropout > 0
+    if is_per_document or stores_scores:
+        return None
+    return Problem("selective-recompute-of-fused-attention")
 
 
 def configure_checkpointing(
