@@ -118,7 +118,8 @@ def run(options: Options) -> None:
             workers.shutdown_followers()
             log_rank0("the server has stopped")
         except TpGroupBroken as error:
-            output.print_error(output.with_rank_prefix(f"ends: {error}"))
+            problem = Problem("server-peer-lost", error=error)
+            output.print_error(output.with_rank_prefix(problem.render()))
             raise SystemExit(ExitCode.PEER_LOST) from None
 
 

@@ -11,21 +11,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_ds.config.problems import Problem
 from megatron_ds.launch import environment, output
 from megatron_ds.launch.exit_codes import ExitCode, RunAborted
-from megatron_ds.launch.liveness import HOST_MEMORY_HINT
 
-DEVICE_MEMORY_HINT = (
-    "out of device memory. To reduce its use, in a new run and in one that resumes from a "
-    "checkpoint: a smaller --micro-batch-size (the global batch size is kept, by more accumulation "
-    "steps), --recompute-granularity full (or --checkpoint-activations), --cpu-optimizer, at "
-    "--zero-stage 3 --remote-device cpu. In a new run only: a higher --zero-stage, a larger "
-    "--tensor-model-parallel-size, more processes"
-)
-TIMEOUT_HINT = (
-    "a collective timed out: another rank hangs, or takes longer than "
-    "--distributed-timeout-minutes. To see where a rank is: py-spy dump --pid PID"
-)
 COLLECTIVE_ERROR_TEXTS = ("gloo", "nccl", "connection closed by peer", "connection reset by peer")
 """Parts of the messages of torch's communication libraries."""
 LOADER_ERROR_TEXTS = ("data loader process (pid",)
@@ -69,12 +58,13 @@ def make_report(error: BaseException) -> ErrorReport:
     if isinstance(error, SystemExit):
         return ErrorReport(f"ended: {error}", ExitCode.ERROR, message, is_common=True)
     if is_collective_error(error) and _mentions(error, ("timed out", "timeout")):
-        text = f"{TIMEOUT_HINT}\n{_waiting_location(error)}"
-        return ErrorReport(f"failed: {TIMEOUT_HINT}", ExitCode.ERROR, text)
+        problem = Problem("collective-timed-out")
+        text = f"{problem.render()}\n{_waiting_location(error)}"
+        return ErrorReport(f"failed: {problem}", ExitCode.ERROR, text)
     hint = _hint(error)
+    text = "" if hint is None else f"{summary}\n{hint.render()}"
     if _mentions(error, LOADER_ERROR_TEXTS):  # where the reader waited for it is of no interest
-        return ErrorReport(summary, ExitCode.ERROR, f"{summary}\n{hint}")
-    text = f"{summary}\n{hint}" if hint else ""
+        return ErrorReport(summary, ExitCode.ERROR, text)
     return ErrorReport(summary, ExitCode.ERROR, text, "".join(traceback.format_exception(error)))
 
 
@@ -89,15 +79,16 @@ def is_collective_error(error: BaseException) -> bool:
     )
 
 
-def _hint(error: BaseException) -> str:
+def _hint(error: BaseException) -> Problem | None:
+    """What to try against an error."""
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(error, torch.OutOfMemoryError):
-        return DEVICE_MEMORY_HINT
+        return Problem("out-of-device-memory")
     if isinstance(error, MemoryError) or _mentions(error, ("can't allocate memory",)):
-        return HOST_MEMORY_HINT
+        return Problem("out-of-host-memory")
     if _mentions(error, LOADER_ERROR_TEXTS):
-        return f"A data loader process died. {HOST_MEMORY_HINT}"
-    return ""
+        return Problem("loader-process-lost", hint=Problem("out-of-host-memory"))
+    return None
 
 
 def _first_line(error: BaseException) -> str:

@@ -38,6 +38,7 @@ from contextlib import contextmanager, suppress
 from enum import Enum
 from typing import NoReturn, TypeVar
 
+from megatron_ds.config.problems import Problem, catalogue
 from megatron_ds.launch import environment, output
 from megatron_ds.launch.distributed import ExitBoard
 from megatron_ds.launch.error_report import ErrorReport, is_collective_error, make_report
@@ -106,7 +107,8 @@ class _StartupInterrupted(SystemExit):
 
 def _startup_report(reason: StopReason) -> ErrorReport:
     summary = f"was stopped by {reason.name} before the training began"
-    return ErrorReport(summary, reason.exit_code, f"{summary}: no progress is lost", is_common=True)
+    text = Problem("stopped-before-training", summary=summary).render()
+    return ErrorReport(summary, reason.exit_code, text, is_common=True)
 
 
 class ProcessLifecycle:
@@ -140,6 +142,7 @@ class ProcessLifecycle:
 
         Signals that the parent process ignores (nohup) stay ignored.
         """
+        catalogue()  # a process that fails may no longer be able to open files
         self._wakeup_writer.setblocking(False)
         signal.set_wakeup_fd(self._wakeup_writer.fileno(), warn_on_full_buffer=False)
         os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
@@ -204,9 +207,8 @@ class ProcessLifecycle:
                 output.print_error(report.full_text())
             output.write_torchelastic_error_file(report.full_text())
         elif first_exit.reason != report.summary and report.code not in REQUESTED_EXITS:
-            output.print_error(
-                output.with_rank_prefix(f"{report.summary} (as rank {first_exit.rank}, before)")
-            )
+            also = Problem("failed-after-peer", summary=report.summary, peer=first_exit.rank)
+            output.print_error(output.with_rank_prefix(also.render()))
         if board is not None:
             # The store lives in rank 0's process: it must outlast the other ranks' next two polls.
             time.sleep(2.5 * POLL_S)
@@ -218,9 +220,8 @@ class ProcessLifecycle:
         if process is not None:
             _wait_until(lambda: not process.is_alive(), PEER_EXIT_TIMEOUT_S)
         if board is None or _call_with_timeout(board.is_first_report, default=True):
-            output.print_error(
-                output.with_rank_prefix(f"ends, because rank {peer.rank} {peer.reason}")
-            )
+            lost = Problem("peer-lost", peer=peer.rank, reason=peer.reason)
+            output.print_error(output.with_rank_prefix(lost.render()))
         _end_process(ExitCode(peer.code) if peer.code in REQUESTED_EXITS else ExitCode.PEER_LOST)
 
     def _find_failed_peer(self, error: BaseException) -> RankExit | None:
@@ -261,18 +262,15 @@ class ProcessLifecycle:
         elif reason is StopReason.SIGINT and now - self._signalled_at > SECOND_SIGINT_S:
             self._exit_lock.acquire(blocking=False)  # even if another thread is ending the process
             summary = "was ended by a second SIGINT"
-            self._exit_as_cause(
-                ErrorReport(summary, reason.exit_code, f"{summary} without saving the state")
-            )
+            text = Problem("ended-without-saving", summary=summary).render()
+            self._exit_as_cause(ErrorReport(summary, reason.exit_code, text))
 
     def _check_launchers(self) -> None:
         launchers_alive = all(process.is_alive() for process in self._launchers)
         if self.stop_request.reason is None and not launchers_alive:
             self.stop_request.request(StopReason.LAUNCHER)
             if self._starting and self._exit_lock.acquire(blocking=False):
-                output.print_error(
-                    output.with_rank_prefix("its launcher is gone: ends before the training")
-                )
+                output.print_error(output.with_rank_prefix(Problem("launcher-lost").render()))
                 _end_process(ExitCode.PEER_LOST)
 
     def _check_peers(self) -> RankExit | None:

@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_ds.config.problems import Problem
 from megatron_ds.launch.environment import core_numbers
 from megatron_ds.launch.exit_codes import ExitCode
 
@@ -27,13 +28,6 @@ DEEPSPEED_WRAPPERS = ("deepspeed", "deepspeed.pt", "ds", "deepspeed.launcher.run
 TORCHRUN = ("torchrun", "torch.distributed.run", "torch.distributed.launch")
 LAUNCHER_ARGUMENTS = 4
 """Leading arguments of a command line that may be the program: python -u -m NAME."""
-
-
-HOST_MEMORY_HINT = (
-    "If nobody killed it, it was out of host memory (see: dmesg | grep -i 'out of memory'). To "
-    "reduce the use of host memory: fewer ranks per host, a smaller --micro-batch-size, fewer "
-    "--num-workers, no offload to the CPU"
-)
 
 
 @dataclass(frozen=True)
@@ -127,7 +121,7 @@ def describe_death(process: ProcessHandle) -> str:
     if number != signal.SIGKILL:
         return f"(process {process.pid}) was killed by {name}"
     known = f"was killed by {name}" if status else f"is gone, as after {name}"
-    return f"(process {process.pid}) {known}. {HOST_MEMORY_HINT}"
+    return f"(process {process.pid}) {known}. {Problem('out-of-host-memory')}"
 
 
 def find_launchers() -> tuple[ProcessHandle, ...]:

@@ -71,7 +71,7 @@ def test_exception_in_one_rank_is_reported_once_and_ends_all(
     assert result.output.count("Traceback") == 1
     cause = f"failed: ZeroDivisionError: {FAILURE}"
     assert f"faults.py: rank {culprit}: {cause}\n" in result.output
-    other = f"faults.py: rank {1 - culprit}: ends, because rank {culprit} {cause}\n"
+    other = f"faults.py: rank {1 - culprit}: ends, because rank {culprit} {cause} [peer-lost]\n"
     assert result.output.count(other) == 1
 
 

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from megatron_ds.config.problems import Problem
 from megatron_ds.launch import liveness
 from megatron_ds.launch.exit_codes import ExitCode
 from megatron_ds.launch.liveness import (
-    HOST_MEMORY_HINT,
     HostLocation,
     ProcessHandle,
     describe_death,
@@ -67,10 +67,10 @@ def test_sigkill_hints_at_host_memory(child: subprocess.Popen[bytes]) -> None:
     process = ProcessHandle.of(child.pid)
     kill_without_reaping(child, signal.SIGKILL)
     assert "signal 9 (SIGKILL)" in describe_death(process)
-    assert HOST_MEMORY_HINT in describe_death(process)
+    assert Problem("out-of-host-memory") in describe_death(process)
     child.wait()
     assert process.exit_status() is None
-    assert HOST_MEMORY_HINT in describe_death(process)
+    assert Problem("out-of-host-memory") in describe_death(process)
 
 
 @linux
