@@ -95,8 +95,8 @@ def test_evaluations_run_at_their_interval_and_at_the_end(
     """They change nothing in the training, and --skip-train repeats the last ones only."""
     run, without = tmp_path / "run", tmp_path / "without"
     settings = {**base, "train_iters": 5, "eval_interval": 2, "eval_iters": 2, "save": run}
-    launcher.start({**settings, "eval_iters": 0, "save": without}, ranks=2).succeed()
-    output = launcher.start(settings, ranks=2).succeed()
+    launcher.start({**settings, "eval_iters": 0, "save": without}).succeed()
+    output = launcher.start(settings).succeed()
     assert steps(run) == steps(without)
     found = evaluations(run)
     assert [(e["iteration"], *(set(e) - {"iteration", "ppl"})) for e in found] == [
@@ -124,7 +124,7 @@ def test_evaluations_run_at_their_interval_and_at_the_end(
 
     before = (records(run), saved(run))
     again = {**settings, "load": run, "train_iters": 9, "skip_train": True}
-    output = launcher.start(again, ranks=2).succeed()
+    output = launcher.start(again).succeed()
     loss = found[-2]["validation_loss"]
     assert f"val data | lm loss value: {loss:.6E} |" in output
     assert (records(run), saved(run)) == before
