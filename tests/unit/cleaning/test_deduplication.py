@@ -19,10 +19,16 @@ from megatron_ds.cleaning.deduplication import (
     SeenHashes,
     shingles,
 )
-from megatron_ds.cleaning.find_duplicates import Position, SignatureWorker, SignedDocument
+from megatron_ds.cleaning.find_duplicates import (
+    DuplicateOptions,
+    Position,
+    SignatureWorker,
+    SignedDocument,
+)
 from megatron_ds.cleaning.stages import Document
 from megatron_ds.preprocess.formats import RawDocument
 from megatron_ds.preprocess.parsing import RejectedDocument
+from tests.problems import codes
 
 WORDS = [f"word{number}" for number in range(5000)]
 
@@ -123,6 +129,11 @@ def test_ids_of_listed_duplicates_may_be_numbers() -> None:
     assert isinstance(third, RejectedDocument)
 
 
+def test_inputs_of_a_list_of_duplicates_are_pairs() -> None:
+    options = DuplicateOptions(inputs=("a.json", "id", "b.json"), output="list")
+    assert "inputs-not-pairs" in codes(options.problems())
+
+
 @pytest.mark.parametrize(
     ("threshold", "num_perm", "bands"), [(0.8, 128, 16), (0.5, 128, 64), (0.95, 128, 8), (1, 64, 1)]
 )
@@ -131,6 +142,18 @@ def test_bands_find_pairs_at_the_threshold(threshold: float, num_perm: int, band
     assert options.bands == bands
     rows = num_perm // bands
     assert 1 - (1 - threshold**rows) ** bands >= 0.9
+
+
+def test_texts_without_a_common_band_are_no_candidates_whatever_their_slots() -> None:
+    """Otherwise which texts are dropped would depend on the size of the tables."""
+    options = NearOptions()
+    rng = np.random.default_rng(4)
+    index = LshIndex(options)
+    for _ in range(400):
+        values = rng.integers(1 << 16, size=options.num_perm, dtype=np.uint16)
+        index.reload(values.tobytes())
+        values[:: options.num_perm // options.bands] ^= 1  # one value of each band
+        assert index.most_similar(values.tobytes()) is None
 
 
 def test_index_equals_pairwise_comparison(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ from megatron_ds.data.sample_index import (
     build_sample_index,
     index_dtype,
     parse_split,
+    samples_per_source,
     shuffle_dtype,
     split_bounds,
 )
@@ -146,3 +147,7 @@ def test_split_is_normalized(text: str, fractions: tuple[float, float, float]) -
 )
 def test_split_bounds_are_rounded_as_in_the_forks(size: int, bounds: list[tuple[int, int]]) -> None:
     assert split_bounds(parse_split("969,30,1"), size) == bounds
+
+
+def test_sources_of_a_blend_have_a_margin() -> None:
+    assert samples_per_source([0.3, 0.7], 1000) == [302, 704]

@@ -79,6 +79,12 @@ def test_the_kill_switch_may_appear_at_any_time(make: Make, tmp_path: Path) -> N
     assert conditions.after_step(2) == conditions.external_stop(2)
 
 
+def test_the_first_request_to_stop_counts(stop: StopRequest) -> None:
+    stop.request(StopReason.LAUNCHER)
+    stop.request(StopReason.SIGTERM)
+    assert stop.reason is StopReason.LAUNCHER
+
+
 def test_the_duration_counts_from_the_start_of_the_program(make: Make, clock: list[float]) -> None:
     conditions = make(exit_duration_in_mins=2.0)
     clock[0] += 120
