@@ -38,6 +38,11 @@ def test_aborted_run_keeps_its_status() -> None:
     assert report.full_text() == "pretrain_gpt.py: rank 2: the disk is full"
 
 
+def test_an_exit_with_a_status_prints_no_other_message() -> None:
+    report = make_report(raised(SystemExit(7)))
+    assert (report.summary, report.text) == ("ended with status 7", "")
+
+
 def test_unexpected_error_keeps_its_traceback() -> None:
     report = make_report(raised(KeyError("a key")))
     assert report.code == ExitCode.ERROR

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -112,6 +113,14 @@ def test_liveness_without_proc(
     assert not process.is_alive()
     assert "signal 9" in describe_death(process)
     assert find_launchers() == ()
+
+
+@pytest.mark.parametrize(("error", "alive"), [(PermissionError, True), (ProcessLookupError, False)])
+def test_a_process_of_another_user_is_alive_without_proc(
+    error: type[OSError], alive: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "kill", MagicMock(side_effect=error))
+    assert ProcessHandle(os.getpid(), None).is_alive() == alive
 
 
 def test_ranks_of_one_host_and_pid_namespace_share_a_location() -> None:

@@ -51,6 +51,11 @@ def test_stale_lock_is_an_error(tmp_path: Path) -> None:
     environment.require_no_stale_locks(find_stale_locks(tmp_path))
 
 
+def test_cores_are_those_that_the_process_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {3, 5, 7})
+    assert environment.available_cores() == 3
+
+
 def test_ops_are_stored_in_the_virtual_environment(
     clean_environment: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

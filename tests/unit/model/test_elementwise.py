@@ -83,3 +83,10 @@ def test_every_layer_calls_the_functions() -> None:
     assert calls == ["rotate", "add_dropout", "activate", "add_dropout"] * config.num_layers
     for name, gradient in gradients(plain).items():
         assert torch.equal(gradients(model)[name], gradient), name
+
+
+def test_dropout_leaves_the_residual_stream() -> None:
+    residual = torch.arange(1.0, 101.0)
+    assert torch.equal(add_dropout(residual, torch.zeros(100), 0.5), residual)
+    dropped = add_dropout(torch.zeros(1000), torch.ones(1000), 0.25)
+    assert set(dropped.tolist()) == {0.0, torch.tensor(1.0 / 0.75).item()}

@@ -87,6 +87,12 @@ def test_both_parsers_agree_on_damaged_lines(
     both(line, TextFields(("text",), 3))
 
 
+def test_a_key_with_a_dot_precedes_a_field_of_an_object() -> None:
+    line = b'{"text": "x", "meta": {"b": "y"}, "meta.b": "w"}'
+    assert both(line) == ["x", "w"]
+    assert both(b'{"text": "x", "meta": {"b": "y"}}') == ["x", "y"]
+
+
 def test_the_fast_parser_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[bytes] = []
 

@@ -16,6 +16,7 @@ from tokenizers import models, pre_tokenizers
 from megatron_ds.config import TokenizerConfig
 from megatron_ds.config.problems import UserError
 from megatron_ds.tokenizer import Tokenizer, build_tokenizer, gpt2
+from megatron_ds.tokenizer.base import count_ids
 from tests.problems import fields, raises_problem
 
 REPOSITORY = Path(__file__).resolve().parents[3]
@@ -112,6 +113,10 @@ def test_null_tokenizer_reads_ids() -> None:
             tokenizer.encode(text)
     other = build_tokenizer(TokenizerConfig(tokenizer_type="NullTokenizer"), 11)
     assert not other.fingerprint.same_as(tokenizer.fingerprint)
+
+
+def test_number_of_ids_includes_unused_ones() -> None:
+    assert count_ids({"a": 7, "b": 0}, "vocab_file", "file") == 8
 
 
 def test_hf_reads_a_file_or_its_folder(tmp_path: Path) -> None:
