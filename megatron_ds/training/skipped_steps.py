@@ -33,18 +33,27 @@ class SkippedSteps:
         self._config = config
         self._engine = engine
         self._count = 0
-        self._is_scale_minimal = False
         self._finite: dict[str, torch.Tensor] = {}
 
+    @property
+    def has_record(self) -> bool:
+        """Whether the gradients of the last step were recorded."""
+        return bool(self._finite)
+
     @contextmanager
-    def record_gradients(self) -> Iterator[None]:
+    def record_gradients(self, *, always: bool = False) -> Iterator[None]:
         """Around a step: records which gradients are finite if the step may reach the limit.
 
-        The gradients of the engine are averaged over ranks, and gone once the step is skipped.
+        The gradients of the engine are averaged over ranks, and gone once the step is skipped. Any
+        step at the minimum loss scale may be the last; such steps are not recorded, since there may
+        be many. The one that ends the run can be repeated: it has changed nothing.
+
+        Args:
+            always: Record in any case.
         """
         self._finite = {}
         limit = self._config.max_consecutive_skipped_steps
-        if limit == 0 or (self._count < limit - 1 and not self._is_scale_minimal):
+        if not always and (limit == 0 or self._count < limit - 1):
             yield
             return
         with self._engine.watch_gradients() as self._finite:
@@ -53,8 +62,6 @@ class SkippedSteps:
     def limit_reached(self, result: StepResult) -> bool:
         """Counts a step. Returns whether the run must end, the same on all ranks."""
         self._count = self._count + 1 if result.skipped else 0
-        scale, lowest = result.loss_scale, self._config.min_loss_scale
-        self._is_scale_minimal = scale is not None and scale <= lowest
         limit = self._config.max_consecutive_skipped_steps
         return limit > 0 and (self._count >= limit or result.loss_scale_exhausted)
 

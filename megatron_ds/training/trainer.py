@@ -26,7 +26,7 @@ from megatron_ds.engine.protocol import Engine
 from megatron_ds.launch import output
 from megatron_ds.launch.exit_codes import ExitCode
 from megatron_ds.parallel.mesh import Mesh
-from megatron_ds.train_state import TrainState
+from megatron_ds.train_state import StepPlan, TrainState
 from megatron_ds.training.exit_conditions import ExitConditions, StopDecision
 from megatron_ds.training.metrics import Metrics
 from megatron_ds.training.skipped_steps import SkippedSteps
@@ -92,21 +92,33 @@ class Trainer:
         return ExitCode.FINISHED if stop is None else stop.code
 
     def _step(self, batches: DeviceBatches) -> None:
-        plan = schedules.plan(self.config, self.state, self.mesh.dp.size)
+        before = self.state
+        plan = schedules.plan(self.config, before, self.mesh.dp.size)
         graphs, start = self._graph_count(), self.clock()
         with self.skips.record_gradients():
             result = self.engine.train_step(batches, plan)
         seconds = self.clock() - start
         # The first step fills caches; later steps of other shapes may compile a graph.
         warm_up = plan.iteration == self.first_iteration or self._graph_count() > graphs
-        self.state = self.state.advance(plan, result)
+        self.state = before.advance(plan, result)
         self.metrics.record(self.state, plan, result, seconds, warm_up)
         self.report.after_step(plan.iteration)
         if self.skips.limit_reached(result):
             self.metrics.flush()
+            if not self.skips.has_record:
+                self._repeat(plan, before)
             folders = [self.config.checkpoint.save, self.config.checkpoint.load]
             checkpoint = latest_before(folders, plan.iteration)
             raise self.skips.make_error(plan, result, self.state, checkpoint)
+
+    def _repeat(self, plan: StepPlan, before: TrainState) -> None:
+        """Repeats a skipped step to record its gradients for the error message."""
+        assert self.data.train is not None
+        with (
+            closing(self._batches(self.data.train, before.consumed_samples)) as batches,
+            self.skips.record_gradients(always=True),
+        ):
+            self.engine.train_step(batches, plan)
 
     def _is_due(self, interval: int | None) -> bool:
         return interval is not None and self.state.iteration % interval == 0

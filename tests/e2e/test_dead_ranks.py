@@ -81,8 +81,11 @@ def test_out_of_memory_names_flags_that_help(launcher: Launcher, base: Settings)
     result = run.wait()
     assert result.codes == (1,)
     last = result.output[result.output.index("out of device memory") :]
-    for flag in ("--micro-batch-size", "--recompute-granularity", "--zero-stage"):
-        assert flag in last
+    on_a_resume, in_a_new_run = last.split("In a new run only:")
+    for flag in ("--micro-batch-size", "--recompute-granularity", "--cpu-optimizer"):
+        assert flag in on_a_resume
+    for flag in ("--zero-stage", "--tensor-model-parallel-size"):
+        assert flag in in_a_new_run
 
 
 def test_peer_ends_a_rank_that_hangs_in_python(

@@ -80,6 +80,7 @@ def test_a_run_that_skips_every_step_exits_with_an_error(
     assert "Traceback" not in result.output
     assert f"Resume from {tmp_path / 'global_step2'}" in result.output
     assert "before iteration 1." in result.output
+    assert "First non-finite gradient: " in result.output
     assert "on rank 0" in result.output
     assert [record["skipped"] for record in records(tmp_path)] == [True, True, True]
     assert sorted(path.name for path in tmp_path.glob("global_step*")) == ["global_step2"]

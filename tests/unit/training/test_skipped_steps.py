@@ -60,7 +60,8 @@ def test_a_skip_at_the_minimum_scale_stops_immediately() -> None:
         ([SKIPPED], False),
         ([SKIPPED, SKIPPED], True),
         ([SKIPPED, SKIPPED, GOOD], False),
-        ([StepResult(1.0, math.inf, skipped=True, loss_scale=4.0)], True),
+        ([StepResult(1.0, 1.0, loss_scale=4.0)], False),
+        ([StepResult(1.0, math.inf, skipped=True, loss_scale=4.0)], False),
     ],
 )
 def test_gradients_are_recorded_only_before_the_limit(
@@ -74,6 +75,11 @@ def test_gradients_are_recorded_only_before_the_limit(
         (model(torch.ones(1, 2)) * torch.tensor([1.0, math.inf])).sum().backward()
     assert list(counted._finite) == (["1.bias", "1.weight", "0.bias", "0.weight"] * watched)
     assert not any(bool(finite) for finite in counted._finite.values())
+    assert counted.has_record == watched
+    with counted.record_gradients(always=True):
+        model(torch.ones(1, 2)).sum().backward()
+    assert counted.has_record
+    assert all(bool(finite) for finite in counted._finite.values())
     assert not any(parameter._backward_hooks for parameter in model.parameters())
 
 
