@@ -18,7 +18,7 @@ from megatron_ds.cleaning.deduplication import LshIndex, MinHashSignature, NearO
 from megatron_ds.cleaning.options import RESUME
 from megatron_ds.cleaning.pipeline import OUTPUT, chunks
 from megatron_ds.cleaning.stages import Document
-from megatron_ds.config.checks import folder_problems
+from megatron_ds.config.checks import folder_problems, replaced_file_problems
 from megatron_ds.config.fields import option_field, option_group
 from megatron_ds.config.problems import Problem, user_error
 from megatron_ds.fileio.resumable import ResumableOutput, pack_record, read_records
@@ -83,6 +83,7 @@ class DuplicateOptions:
             if self.resume:
                 yield from spec.resume_problems()
         yield from folder_problems("output", os.path.dirname(self.output) or ".")
+        yield from replaced_file_problems("output", self.output)
 
 
 class SignedDocument(NamedTuple):

@@ -20,7 +20,7 @@ from megatron_ds.cleaning.stages import SeenKeys, Stage
 from megatron_ds.cleaning.text_filters import FixUnicode, LanguageFilter, LengthFilter
 from megatron_ds.cleaning.url_filter import UrlFilter
 from megatron_ds.config import TokenizerConfig
-from megatron_ds.config.checks import folder_problems
+from megatron_ds.config.checks import folder_problems, replaced_file_problems
 from megatron_ds.config.fields import field_problems, no_effect_problem, option_field, option_group
 from megatron_ds.config.problems import Problem, collect, option, raise_if_any
 from megatron_ds.fileio.resumable import COMPRESSORS
@@ -166,9 +166,7 @@ class CleaningOptions:
 
     def _folder_problems(self, name: str, path: str) -> Iterator[Problem]:
         problems = list(folder_problems(name, os.path.dirname(path) or "."))
-        if os.path.isdir(path):
-            problems = [Problem("cleaning-output-unusable", name, path=path)]
-        if problems:
+        if problems := problems or list(replaced_file_problems(name, path)):
             yield from problems
             return
         for inner in filter(os.path.isdir, self.inputs.paths):

@@ -14,6 +14,7 @@ from megatron_ds.cleaning.deduplication import HASH_BYTES
 from megatron_ds.cleaning.options import RESUME
 from megatron_ds.cleaning.pipeline import OUTPUT
 from megatron_ds.cleaning.url_filter import UrlFilter
+from megatron_ds.config.checks import replaced_file_problems
 from megatron_ds.config.fields import option_field
 from megatron_ds.config.problems import Problem
 from megatron_ds.fileio.resumable import ResumableOutput
@@ -65,6 +66,7 @@ class UrlListOptions:
     def problems(self) -> Iterator[Problem]:
         if not self.files:
             yield Problem("no-url-lists", settings=self)
+        yield from replaced_file_problems("output", self.output)
         if os.path.realpath(self.output) in map(os.path.realpath, self.url_blacklist):
             yield Problem("url-list-is-blacklist", settings=self)
 

@@ -25,6 +25,17 @@ def file_problems(field: str, path: str) -> Iterator[Problem]:
         yield Problem("path-not-a-regular-file", field, path=path)
 
 
+def replaced_file_problems(field: str, path: str) -> Iterator[Problem]:
+    """Check that a path has no folder, device or pipe, which the rename of a complete output would
+    replace.
+
+    Args:
+        field: Name of the option field that holds the path.
+    """
+    if os.path.exists(path) and not os.path.isfile(path):
+        yield Problem("output-not-a-regular-file", field, path=path)
+
+
 def folder_problems(field: str, path: str | None) -> Iterator[Problem]:
     """Check, without creating it, that a folder is writable or can be created.
 

@@ -38,17 +38,18 @@ class JsonLines(Logger):
     Args:
         path: File to append to.
         iteration: Iteration from which the run starts. Later records are removed. A run that starts
-            from 0 renames an existing file to `<path>.1`, or to the next free number.
+            from 0 renames an existing file to `<path>.1`, or to the next free number. A device or a
+            named pipe only receives the new records.
         warn: Prints a line.
     """
 
     def __init__(self, path: Path, iteration: int, warn: Callable[[str], object] = print) -> None:
         self._evaluations: set[str] = set()
         path.parent.mkdir(parents=True, exist_ok=True)
-        if path.exists() and iteration == 0:
+        if path.is_file() and iteration == 0:
             numbered = (path.with_name(f"{path.name}.{number}") for number in itertools.count(1))
             os.replace(path, next(new for new in numbered if not new.exists()))
-        elif path.exists():
+        elif path.is_file():
             self._truncate_after(path, iteration)
         self._file = path.open("ab", buffering=0)
         self._warn = warn

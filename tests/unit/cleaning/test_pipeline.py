@@ -19,9 +19,11 @@ import pytest
 
 from megatron_ds.cleaning.command import final_report
 from megatron_ds.cleaning.decontamination import TaskOptions
+from megatron_ds.cleaning.find_duplicates import DuplicateOptions
 from megatron_ds.cleaning.options import CleaningOptions
 from megatron_ds.cleaning.pipeline import clean
 from megatron_ds.cleaning.stats import Counts, StageCounts
+from megatron_ds.cleaning.url_lists import UrlListOptions
 from megatron_ds.config import TokenizerConfig
 from megatron_ds.config.problems import UserError
 from megatron_ds.preprocess.inputs import InputSpec
@@ -327,3 +329,16 @@ def test_missing_packages_are_reported_with_a_remedy(
 
 def files_below(folder: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_output_that_a_rename_would_replace_is_rejected(tmp_path: Path) -> None:
+    source = write(tmp_path / "in.jsonl", {"text": "abc"})
+    pipe = str(tmp_path / "pipe")
+    os.mkfifo(pipe)
+    for chosen in (
+        options(source, "length", output=pipe),
+        options(source, "length", dropped_output=str(tmp_path)),
+        DuplicateOptions(inputs=(str(source), "id"), output=pipe),
+        UrlListOptions(path=str(source), output=pipe),
+    ):
+        assert codes(chosen.problems()) == ["output-not-a-regular-file"]

@@ -105,6 +105,11 @@ CASES: list[tuple[dict[str, Any], str]] = [
     ({"load": __file__}, "load-is-a-file"),
     ({"save": f"{__file__}/x"}, "not-a-folder"),
     ({"deepspeed_config": "no such file"}, "file-not-found"),
+    ({"deepspeed_config": "/dev/null"}, "path-not-a-regular-file"),
+    (
+        {"tokenizer_type": "BertWordPieceCase", "vocab_file": "/dev/null"},
+        "path-not-a-regular-file: vocab_file",
+    ),
     ({"metrics_jsonl": "/"}, "not-a-file"),
     ({"skip_train": True, "eval_iters": 0}, "nothing-to-evaluate"),
     # Precision and optimizer.

@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import stat
 import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
@@ -403,12 +403,15 @@ def test_an_interrupted_output_leaves_the_file_and_keeps_the_texts(tmp_path: Pat
 
 
 def test_special_files_are_written_directly(tmp_path: Path) -> None:
-    options = parse("--load", tmp_path, "--num-samples", 1, "--sample-output-file", "/dev/null")
-    write_output(options, [Prompt(None, [9])], [[1]])
-    assert stat.S_ISCHR(os.stat("/dev/null").st_mode)
-    full = parse("--load", tmp_path, "--num-samples", 1, "--sample-output-file", "/dev/full")
-    with pytest.raises(OSError, match=r"space.*/dev/full"):
-        write_output(full, [Prompt(None, [9])], [[1]])
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    options = parse("--load", tmp_path, "--num-samples", 1, "--sample-output-file", path)
+    with ThreadPoolExecutor(1) as pool:
+        received = pool.submit(path.read_text)
+        write_output(options, [Prompt(None, [9])], [[1]])
+        assert received.result(10) == "Sample 1: éx\n\n"
+    assert os.listdir(tmp_path) == ["pipe"]
+    assert path.is_fifo()
 
 
 def test_output_without_a_file_goes_to_the_terminal(

@@ -158,3 +158,20 @@ def test_a_full_disk_delays_records_without_loss(path: Path) -> None:
     assert iterations(path) == [1, 2, 3, 4]
     os.close(own)
     os.close(full)
+
+
+@pytest.mark.parametrize("iteration", [0, 1])
+def test_special_file_is_neither_renamed_nor_replaced(
+    path: Path, monkeypatch: pytest.MonkeyPatch, iteration: int
+) -> None:
+    """As --metrics-jsonl /dev/null, which root can rename."""
+    monkeypatch.setattr(JsonLines, "_truncate_after", lambda *_: pytest.fail("it is rewritten"))
+    os.mkfifo(path)
+    reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        JsonLines(path, iteration).log_steps([step(2)])
+        assert json.loads(os.read(reader, 1 << 16))["iteration"] == 2
+    finally:
+        os.close(reader)
+    assert os.listdir(path.parent) == [path.name]
+    assert path.is_fifo()
