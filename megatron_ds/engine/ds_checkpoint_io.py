@@ -151,8 +151,8 @@ def flush_and_hash(folder: Path, base: Path) -> dict[str, FileRecord]:
     """
     records = {}
     for path in folder.rglob("*"):
+        fsync_path(path)
         if path.is_file():
-            fsync_path(path)
             record = FileRecord(path.stat().st_size, sha256_of(path))
             records[str(path.relative_to(base))] = record
     return records

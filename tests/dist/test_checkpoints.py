@@ -20,7 +20,7 @@ from torch.distributed import distributed_c10d
 
 from megatron_ds.checkpoint import storage
 from megatron_ds.checkpoint.folders import claimed_folders
-from megatron_ds.checkpoint.manager import CheckpointManager
+from megatron_ds.checkpoint.manager import CheckpointManager, StoredTokenizer
 from megatron_ds.checkpoint.metadata import find_damage, read_manifest
 from megatron_ds.checkpoint.rank_agreement import RankAgreement
 from megatron_ds.checkpoint.run_lock import LOCK
@@ -29,6 +29,7 @@ from megatron_ds.config.problems import UserError
 from megatron_ds.engine import ds_checkpoint_io
 from megatron_ds.fileio import visibility
 from megatron_ds.fileio.atomic import sha256_of
+from megatron_ds.tokenizer import TokenizerFingerprint
 from megatron_ds.train_state import TrainState
 from tests.dist.engine_harness import build, prepare
 from tests.dist.parity_cases import Case, config_of
@@ -70,7 +71,9 @@ def _save_and_load(rank: int, folder: str) -> Seen:
     _show_late(rank)
     with claimed_folders(options, ranks, print):
         assert all(ranks.on_all((Path(folder) / LOCK).exists))
-    manager = CheckpointManager(config, meshes[1], lambda line: None, ranks)
+    fingerprint = TokenizerFingerprint("Kind", {}, vocab_size=2, eod=1)
+    tokenizer = StoredTokenizer(fingerprint, {"vocab_file/vocab.txt": b"a"} if rank == 0 else {})
+    manager = CheckpointManager(config, meshes[1], lambda line: None, ranks, tokenizer=tokenizer)
     own_group = ranks._group
     for group in list(distributed_c10d._world.pg_map):
         if group is not own_group:
@@ -155,7 +158,8 @@ def test_the_manifest_lists_what_every_rank_wrote(saved: tuple[Path, list[Seen]]
     folder, ranks = saved
     path = folder / "global_step3"
     files = read_manifest(path)
-    written = {file.name for file in path.iterdir()} - {"manifest.json"}
+    written = {str(file.relative_to(path)) for file in path.rglob("*") if file.is_file()}
+    written.remove("manifest.json")
     assert files.keys() == written
     assert OF_RANK_1 in files
     for name, record in files.items():
@@ -177,7 +181,7 @@ def test_one_rank_judges_a_checkpoint_and_each_verifies_what_it_loads(
     own = "zero_pp_rank_0_mp_rank_00_optim_states.pt"
     pointers = {"latest", "latest_checkpointed_iteration.txt"}
     assert {*first.read_to_select} - pointers == {
-        *("manifest.json", "mp_rank_00_model_states.pt", "run.json", own)
+        *("manifest.json", "mp_rank_00_model_states.pt", "run.json", "vocab.txt", own)
     }
     assert second.read_to_select == ["run.json", OF_RANK_1]
 
