@@ -79,8 +79,10 @@ def activate(x: Tensor, config: ModelConfig) -> Tensor:
     """The activation function of the MLP, for a gated one that of the gate."""
     exact = x * 0.5 * (1.0 + torch.erf(x / math.sqrt(2.0)))
     approximate = x * 0.5 * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * x**3)))
+    # Megatron's fused kernel of bias and gelu is the approximate one.
+    gelu = config.gelu_approximation or ("tanh" if config.add_bias_linear else "none")
     return {
-        "gelu": exact if config.gelu_approximation == "none" else approximate,
+        "gelu": exact if gelu == "none" else approximate,
         "openai-gelu": approximate,
         "squared-relu": x.clamp(min=0.0) ** 2,
         "swiglu": x / (1.0 + torch.exp(-x)),

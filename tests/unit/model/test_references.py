@@ -69,6 +69,13 @@ def test_logits_equal_those_of_a_dense_forward_pass(position: str, normalization
         assert_equal(logits(model), expected)
 
 
+@pytest.mark.parametrize("bias", [False, True])
+def test_default_gelu_depends_on_the_bias(bias: bool) -> None:
+    model = build(add_bias_linear=bias)
+    expected = dense_logits(model.config, dict(model.named_parameters()), TOKENS)
+    assert_equal(logits(model), expected)
+
+
 def layout_in(module: str, value: Tensor) -> Tensor:
     """A parameter as a module of transformers stores it."""
     if module.endswith("query_key_value"):  # q, k and v of each head are adjacent
