@@ -13,6 +13,7 @@ from megatron_ds.cli import arguments
 from megatron_ds.config import Config
 from megatron_ds.config.fields import option_field
 from megatron_ds.config.problems import Problem
+from megatron_ds.engine.adam_kernels import available_on, only_torch
 from megatron_ds.engine.ds_config import build_ds_config, value_origins
 from megatron_ds.engine.ds_config_merge import merge_file
 from megatron_ds.launch import device
@@ -54,7 +55,9 @@ def main(argv: Sequence[str]) -> None:
     )
     config = _with_vocabulary(config)
     dp_size = config.parallel.data_parallel_size(world_size)
-    generated = build_ds_config(config, dp_size, device.kind())
+    kind = device.kind()
+    is_there = only_torch if kind == "cpu" else available_on(kind)
+    generated = build_ds_config(config, dp_size, kind, is_there)
     print(json.dumps(generated, indent=2))
     rows = value_origins(config)
     width = max((len(key) for key in rows), default=0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -18,6 +19,7 @@ from megatron_ds.config import Config, RecomputeConfig
 from megatron_ds.config.fields import in_effect
 from megatron_ds.config.problems import Problem, user_error
 from megatron_ds.engine import deepspeed_patches, readback
+from megatron_ds.engine.adam_kernels import apex_adam, available_on
 from megatron_ds.engine.ds_config import build_ds_config
 from megatron_ds.engine.param_groups import parameter_groups
 from megatron_ds.engine.zero import ZeroEngine
@@ -56,7 +58,7 @@ def build_engine(
             settings.
     """
     deepspeed_patches.import_muon_without_compile()
-    ds_config = build_ds_config(config, mesh.dp.size, device.type)
+    ds_config = build_ds_config(config, mesh.dp.size, device.type, available_on(device.type))
     mpu = Mpu(mesh)
     _validate_with_deepspeed(ds_config, mpu, config.deepspeed.deepspeed_config)
     rng = RngStreams(mesh.tp.rank, device)
@@ -70,7 +72,12 @@ def build_engine(
     ]
     groups, multipliers = parameter_groups(model, config.optimizer.weight_decay)
     engine, *_ = deepspeed.initialize(
-        model=model, model_parameters=groups, config=ds_config, mpu=mpu, dist_init_required=False
+        model=model,
+        model_parameters=groups,
+        optimizer=_apex_optimizer(ds_config["optimizer"]),
+        config=ds_config,
+        mpu=mpu,
+        dist_init_required=False,
     )
     return ZeroEngine(
         engine,
@@ -85,6 +92,21 @@ def build_engine(
         seed=config.runtime.seed,
         device=device,
     )
+
+
+def _apex_optimizer(block: dict[str, Any]) -> Callable[..., Any] | None:
+    """Makes the optimizer of parameter groups if it is apex's, which DeepSpeed cannot make.
+
+    Raises:
+        UserError: If it was requested and is not installed.
+    """
+    if block["type"] != "ApexFusedAdam":
+        return None
+    kind: Callable[..., Any] | None = apex_adam()
+    if kind is None:
+        raise user_error("apex-not-installed")
+    params = {name: value for name, value in block["params"].items() if name != "torch_adam"}
+    return partial(kind, **params, adam_w_mode=True)
 
 
 def _build_model(

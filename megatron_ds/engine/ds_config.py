@@ -8,10 +8,17 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from megatron_ds.config import Config, flag_of
 from megatron_ds.config.fields import in_effect
+from megatron_ds.engine.adam_kernels import (
+    AdamKernel,
+    IsAvailable,
+    only_torch,
+    select_adam_kernel,
+)
 from megatron_ds.engine.ds_fields import MAPPINGS, as_flag, field_value
 from megatron_ds.engine.ds_keys import PASSED_KEYS
 from megatron_ds.engine.ds_values import Json, as_dtype, leaves
@@ -67,13 +74,16 @@ PARTITION_KEYS = ("round_robin_gradients", "parameter_alignment", "sub_group_siz
 """Keys of `zero_optimization` that decide where in the optimizer's flat tensors a parameter is."""
 
 
-def build_ds_config(config: Config, dp_size: int, device: str = "cpu") -> Json:
+def build_ds_config(
+    config: Config, dp_size: int, device: str = "cpu", is_there: IsAvailable = only_torch
+) -> Json:
     """Generate the DeepSpeed configuration.
 
     Args:
         config: Configuration that `merge_file` has filled.
         dp_size: Data-parallel size.
         device: Kind of device, such as "cpu".
+        is_there: Whether a kernel of AdamW can be used on it.
     """
     file = config.deepspeed_file
     assert file is not None or config.deepspeed.deepspeed_config is None, "merge_file comes first"
@@ -110,7 +120,7 @@ def build_ds_config(config: Config, dp_size: int, device: str = "cpu") -> Json:
         },
         "bf16": {**_passed(user, "bf16"), "enabled": precision.bf16},
         "zero_optimization": _zero_block(config, user, dp_size, is_cpu=device == "cpu"),
-        "optimizer": _optimizer_block(config, user),
+        "optimizer": _optimizer_block(config, user, is_there),
         "activation_checkpointing": _checkpointing_block(config),
     }
     given = _without_auto(user)
@@ -170,14 +180,19 @@ def partition_keys(config: Config, dp_size: int) -> dict[str, Any]:
     return {**in_order, "sub_group_size": min(int(zero["sub_group_size"]), largest)}
 
 
-def uses_torch_adam(config: Config, user: Json) -> bool:
-    """Whether the optimizer is torch's AdamW, which needs no compiled op.
-
-    Offloaded optimizer states need DeepSpeedCPUAdam; FusedAdam is used if the file names it.
-    """
-    kind = str((user.get("optimizer") or {}).get("type")).lower()
-    by_default = not config.deepspeed.cpu_optimizer and kind != "fusedadam"
-    return bool(_optimizer_param(user, "torch_adam", default=by_default))
+def adam_kernel(
+    config: Config, user: Mapping[str, Any], is_there: IsAvailable = only_torch
+) -> AdamKernel:
+    """The implementation of AdamW, by the user's file or else by the rule."""
+    block = user.get("optimizer") or {}
+    params = _without_auto(block.get("params") or {})
+    return select_adam_kernel(
+        str(block.get("type")),
+        params.get("torch_adam"),
+        params.get("fused"),
+        offloaded=config.deepspeed.cpu_optimizer,
+        is_there=is_there,
+    )
 
 
 def number_of_checkpoints(config: Config) -> int:
@@ -191,7 +206,7 @@ def _passed(user: Json, block: str) -> Json:
     return {key: given.get(key, value) for key, value in HALF_PRECISION_DEFAULTS[block].items()}
 
 
-def _without_auto(values: Json) -> Json:
+def _without_auto(values: Mapping[str, Any]) -> Json:
     """The keys that are not left to the flags."""
     return {key: value for key, value in values.items() if value not in (None, "auto")}
 
@@ -233,26 +248,22 @@ def _bucket_size(config: Config, generated: Json, dp_size: int) -> int:
     return min(largest, parameters_per_rank(config.model, tp_size))
 
 
-def _optimizer_block(config: Config, user: Json) -> Json:
+def _optimizer_block(config: Config, user: Json, is_there: IsAvailable) -> Json:
     options = config.optimizer
     params: Json = {"lr": options.lr, "weight_decay": options.weight_decay}
     if options.optimizer == "sgd":
         return {"type": "SGD", "params": params | {"momentum": options.sgd_momentum}}
+    kernel = adam_kernel(config, user, is_there)
     params |= {
         "betas": [options.adam_beta1, options.adam_beta2],
         "eps": options.adam_eps,
-        "torch_adam": uses_torch_adam(config, user),
+        "torch_adam": kernel in (AdamKernel.TORCH, AdamKernel.TORCH_FUSED),
     }
     if params["torch_adam"]:
-        # One pass over the flat fp32 parameters instead of eight, on CPUs and on accelerators.
-        params["fused"] = _optimizer_param(user, "fused", default=True)
-    return {"type": "AdamW", "params": params}
-
-
-def _optimizer_param(user: Json, name: str, *, default: bool) -> Any:
-    """A parameter of the file's optimizer, unless it is absent or "auto"."""
-    params = (user.get("optimizer") or {}).get("params") or {}
-    return _without_auto(params).get(name, default)
+        params["fused"] = kernel is AdamKernel.TORCH_FUSED
+    # DeepSpeed does not know apex: `build_engine` passes its optimizer.
+    kind = "ApexFusedAdam" if kernel is AdamKernel.APEX else "AdamW"
+    return {"type": kind, "params": params}
 
 
 def _checkpointing_block(config: Config) -> Json:

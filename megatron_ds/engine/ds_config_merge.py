@@ -17,10 +17,11 @@ from megatron_ds.config import Config
 from megatron_ds.config.fields import in_effect
 from megatron_ds.config.problems import Problem, UserError, option
 from megatron_ds.engine import ds_schedules
+from megatron_ds.engine.adam_kernels import AdamKernel
 from megatron_ds.engine.ds_config import (
+    adam_kernel,
     is_read_at,
     number_of_checkpoints,
-    uses_torch_adam,
     zero_stage,
 )
 from megatron_ds.engine.ds_config_file import DeepSpeedFile, read_file
@@ -227,7 +228,8 @@ def _ineffective_keys(config: Config, file: DeepSpeedFile) -> Iterator[Problem]:
         for key in file.values.get("zero_optimization", {})
         if not is_read_at(key, stage)
     }
-    if file.get("optimizer.params.fused") and not uses_torch_adam(config, file.values):
+    is_torch = adam_kernel(config, file.values) in (AdamKernel.TORCH, AdamKernel.TORCH_FUSED)
+    if file.get("optimizer.params.fused") and not is_torch:
         ineffective["optimizer.params.fused"] = "an option of torch_adam"
     written = (None, number_of_checkpoints(config))
     if file.get(NUMBER_OF_CHECKPOINTS) not in written and not config.recompute.is_by_deepspeed:

@@ -15,7 +15,7 @@ Kind = Callable[[Any], Any]
 """Checks and converts a value. Raises ValueError with the reason if the value is invalid."""
 
 DTYPE_ALIASES = {"float32": "fp32", "float16": "fp16", "half": "fp16", "bfloat16": "bf16"}
-ADAM_TYPES = ("adam", "adamw", "fusedadam", "cpuadam", "deepspeedcpuadam")
+ADAM_TYPES = ("adam", "adamw", "fusedadam", "apexfusedadam", "cpuadam", "deepspeedcpuadam")
 """Optimizer types of files, in lower case, that mean `--optimizer adam`."""
 
 

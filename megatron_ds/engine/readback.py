@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megatron_ds.config import Config, PrecisionConfig
 from megatron_ds.config.problems import user_error
-from megatron_ds.engine.ds_config import zero_stage
+from megatron_ds.engine.ds_config import adam_kernel, zero_stage
 from megatron_ds.engine.param_groups import Multipliers
 from megatron_ds.engine.protocol import (
     ON_DEVICE,
@@ -123,7 +123,7 @@ def _expected_settings(
         dp_size=dp_size,
         accumulation_steps=config.final_global_batch_size(dp_size)
         // (config.schedule.micro_batch_size * dp_size),
-        optimizer=_expected_optimizer(config, ds_config["optimizer"]["params"]),
+        optimizer=_expected_optimizer(config, ds_config),
         betas=(options.adam_beta1, options.adam_beta2) if is_adam else None,
         epsilon=options.adam_eps if is_adam else None,
         momentum=None if is_adam else options.sgd_momentum,
@@ -142,12 +142,10 @@ def _expected_settings(
     )
 
 
-def _expected_optimizer(config: Config, params: Mapping[str, Any]) -> str:
+def _expected_optimizer(config: Config, ds_config: Mapping[str, Any]) -> str:
     if config.optimizer.optimizer == "sgd":
         return "SGD"
-    if params["torch_adam"]:
-        return "AdamW (fused)" if params["fused"] else "AdamW"
-    return "DeepSpeedCPUAdam" if config.deepspeed.cpu_optimizer else "FusedAdam"
+    return adam_kernel(config, ds_config).value
 
 
 def _expected_loss_scale(precision: PrecisionConfig, scaler: Any) -> LossScaleSettings | None:
@@ -174,6 +172,8 @@ def _actual_settings(engine: Any) -> Iterator[tuple[str, Any]]:
         yield "dp_size", group.size()
     yield "accumulation_steps", engine.gradient_accumulation_steps()
     name = type(basic).__name__
+    if type(basic).__module__.partition(".")[0] == "apex":
+        name += " of apex"
     if any(group.get("fused") for group in basic.param_groups):
         name += " (fused)"
     # DeepSpeed's Adam kernels are Adam with L2 regularization unless they are told otherwise.

@@ -10,9 +10,14 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import json
+import sys
+import tempfile
 from collections import Counter
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from types import ModuleType
 from typing import Any
 from unittest import mock
 
@@ -36,7 +41,7 @@ from tests.dist.synchronization import reads_of_steps
 from tests.distributed import run_ranks
 from tests.problems import codes
 
-BASE = "zero1 bf16"
+BASE, APEX = "zero1 bf16", "zero1 apex"
 DEEPSPEED_UNITS = {
     "recompute_granularity": "full",
     "checkpoint_num_layers": 2,
@@ -55,7 +60,13 @@ def layouts() -> dict[str, Config]:
     fp16 = {"fp16": True, "allow_fp16_on_cpu": True}
     unaccumulated = {**bf16, "accumulate_allreduce_grads_in_fp32": False}
     all_offload = {**offload, "remote_device": "cpu"}
+    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
+        zero = {"stage": 1, "reduce_bucket_size": 4000, "allgather_bucket_size": 4000}
+        json.dump({"optimizer": {"type": "ApexFusedAdam"}, "zero_optimization": zero}, file)
+        file.flush()
+        apex = config(1, deepspeed={"deepspeed_config": file.name})
     return {
+        APEX: apex,
         "zero0": config(0),
         "zero0 sgd": config(0, "sgd"),
         "zero1": config(1),
@@ -168,6 +179,22 @@ WAITS_OF_DEEPSPEED = {
 """Functions of DeepSpeed that read tensors in each step."""
 
 
+class FusedAdam(torch.optim.AdamW):
+    """Stands in for that of NVIDIA's apex."""
+
+    __module__ = "apex.optimizers.fused_adam"
+
+    def __init__(self, params: Any, adam_w_mode: bool = False, **options: Any) -> None:
+        super().__init__(params, **options)
+        self.adam_w_mode = int(adam_w_mode)
+
+
+def stand_in_for_apex() -> AbstractContextManager[object]:
+    modules = {name: ModuleType(name) for name in ("apex", "apex.optimizers", "amp_C")}
+    vars(modules["apex.optimizers"])["FusedAdam"] = FusedAdam
+    return mock.patch.dict(sys.modules, modules)
+
+
 def overlaid(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     result = copy.deepcopy(base)
     for key, value in changes.items():
@@ -195,6 +222,7 @@ class RankResult:
     inputs: dict[str, MemoryInputs] = field(default_factory=dict)
     state_bytes: dict[str, StateBytes] = field(default_factory=dict)
     muon_is_compiled: bool = True
+    losses: dict[str, list[float]] = field(default_factory=dict)
     reads: dict[str, Counter[str]] = field(default_factory=dict)
 
 
@@ -203,7 +231,8 @@ def on_a_rank(rank: int, configs: dict[str, Config]) -> RankResult:
     result = RankResult()
     for layout, config in configs.items():
         mesh = meshes[config.parallel.tensor_model_parallel_size]
-        engine = build(config, mesh)
+        with stand_in_for_apex():
+            engine = build(config, mesh)
         result.settings[layout] = engine.settings
         inner, ds_config = engine._engine, engine.ds_config
         check = functools.partial(
@@ -219,6 +248,7 @@ def on_a_rank(rank: int, configs: dict[str, Config]) -> RankResult:
         first = engine.train_step(batches, plan)
         assert not first.skipped
         state = TrainState().advance(plan, first)
+        result.losses[layout] = [float(first.loss), float(engine.params_norm())]
         result.reads[layout] = reads_of_steps(config, mesh, engine, batches, state)
         result.inputs[layout] = memory_inputs(
             config, engine.settings, ds_config, mesh.tp.size, "cpu"
@@ -255,6 +285,8 @@ def test_engine_has_configured_settings_in_every_layout(results: list[RankResult
             "float32",
         )
         assert (settings.optimizer, settings.optimizer_offload) == ("DeepSpeedCPUAdam", "cpu")
+        assert rank.settings[APEX].optimizer == "FusedAdam of apex"
+        assert rank.losses[APEX] == pytest.approx(rank.losses["zero1"], rel=1e-6)
 
 
 @pytest.mark.parametrize("setting", FALSIFIED)
