@@ -181,7 +181,6 @@ BAD_SIDE_FILES: list[tuple[str, str, str | bytes]] = [
     ("end-token-not-in-vocabulary", "special_tokens_map", '{"eos_token": "<end>"}'),
 ]
 UNREADABLE_FOLDERS: list[dict[str, str | bytes]] = [
-    {},
     {"tokenizer_config__json": GPT2_CLASS, "vocab__json": json.dumps(VOCAB)},
     {"tokenizer_config__json": '{"tokenizer_class": 5}', "config__json": "[]"},
 ]
@@ -196,6 +195,7 @@ BAD_FOLDERS: list[tuple[str, str, dict[str, str | bytes]]] = [
         (code, f"{name}.json", {"tokenizer__json": GOOD, f"{name}__json": content})
         for code, name, content in BAD_SIDE_FILES
     ),
+    ("tokenizer-not-found", "", {}),
     ("pretrained-tokenizer-incomplete", "", {"tokenizer_config__json": GPT2_CLASS}),
     *(("pretrained-tokenizer-unreadable", "", files) for files in UNREADABLE_FOLDERS),
 ]
