@@ -38,8 +38,8 @@ from megatron_ds.parallel.rng import RngStreams
 from megatron_ds.parallel.sharding import ShardSpec, shard_spec
 from megatron_ds.train_state import StepPlan, StepResult
 
-NORM_CHUNK = 2**24
-"""Elements whose squares are summed in fp32 when a norm is computed; the sums are added in fp64."""
+NORM_CHUNK = 2**22
+"""Elements whose squares are summed at once when a norm is computed; the sums are added in fp64."""
 
 
 class ZeroEngine:
@@ -268,15 +268,17 @@ class ZeroEngine:
 def sum_of_squares(chunks: list[Tensor], device: torch.device) -> Tensor:
     """Sum of squares of all elements, a float64 scalar.
 
-    An accelerator takes the norms of all tensors of a type in one launch for each few hundred.
+    An accelerator computes the norms of hundreds of tensors of a type in one launch; it adds in a
+    tree, for which fp32 suffices. A CPU adds one after the other.
     """
+    dtype = torch.float64 if device.type == "cpu" else torch.float32
     squares = torch.zeros((), dtype=torch.float64, device=device)
     by_type: dict[torch.dtype, list[Tensor]] = {}
     for chunk in chunks:
         if chunk.numel():
             by_type.setdefault(chunk.dtype, []).append(chunk)
     for tensors in by_type.values():
-        norms = torch._foreach_norm(tensors, 2, dtype=torch.float32)
+        norms = torch._foreach_norm(tensors, 2, dtype=dtype)
         squares += torch.stack(norms).double().square().sum()
     return squares
 

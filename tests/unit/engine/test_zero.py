@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_ds.engine.device_batches import DeviceBatch
-from megatron_ds.engine.zero import _read_step
+from megatron_ds.engine.zero import _read_step, sum_of_squares
 from megatron_ds.train_state import StepPlan
 from tests.problems import raises_problem
+
+CPU = torch.device("cpu")
 
 
 def batches(count: int) -> Iterator[DeviceBatch]:
@@ -35,3 +39,36 @@ def test_step_reads_its_micro_batches_truncated(count: int) -> None:
 def test_data_that_ends_within_a_step_is_an_error() -> None:
     with raises_problem("training-data-exhausted", contains="7"):
         list(_read_step(batches(2), PLAN))
+
+
+def test_sum_of_squares_is_exact_enough_over_types_and_sizes() -> None:
+    generator = torch.Generator().manual_seed(1)
+    sizes = (0, 1, 7, 100_003, 3_000_001)
+    tensors = [torch.randn(size, generator=generator) * 10**3 for size in sizes]
+    tensors += [tensor.bfloat16() for tensor in tensors]
+    exact = sum(tensor.double().square().sum() for tensor in tensors)
+    torch.testing.assert_close(sum_of_squares(tensors, CPU), exact, rtol=1e-9, atol=0)
+    assert sum_of_squares([], CPU) == 0
+    assert not sum_of_squares([torch.tensor([1.0, torch.inf])], CPU).isfinite()
+
+
+def test_sum_of_squares_needs_no_operator_for_each_tensor() -> None:
+    """An operator is a launch on an accelerator; there, the norms of a list are one."""
+
+    class Count(TorchDispatchMode):
+        operators = 0
+
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> object:
+            self.operators += 1
+            return func(*args, **(kwargs or {}))
+
+    counts = []
+    for number in (2, 500):
+        tensors = [torch.ones(3) for _ in range(number)]
+        with Count() as count:
+            squares = sum_of_squares(tensors, CPU)
+        assert float(squares) == pytest.approx(3 * number)
+        counts.append(count.operators)
+    assert counts[0] == counts[1] < 20
