@@ -176,6 +176,14 @@ def test_states_take_documented_bytes_per_parameter(stage: int, bytes_per_parame
     )
 
 
+def test_gradients_of_zero1_are_not_partitioned() -> None:
+    first, zeroth = (
+        estimate(config(), dataclasses.replace(SINGLE, zero_stage=stage, dp_size=4)).device
+        for stage in (1, 0)
+    )
+    assert first["gradients"] == zeroth["gradients"] == 4 * first["master weights"]
+
+
 def test_offloaded_states_are_in_host_memory() -> None:
     found = states(3, offload_optimizer=True, offload_parameters=True)
     assert found.states == 0
