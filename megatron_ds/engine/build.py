@@ -20,6 +20,7 @@ from megatron_ds.config.fields import in_effect
 from megatron_ds.config.problems import Problem, user_error
 from megatron_ds.engine import deepspeed_patches, readback
 from megatron_ds.engine.adam_kernels import apex_adam, available_on
+from megatron_ds.engine.deferred_compiler import defer_compiler
 from megatron_ds.engine.ds_config import build_ds_config
 from megatron_ds.engine.param_groups import parameter_groups
 from megatron_ds.engine.zero import ZeroEngine
@@ -58,6 +59,8 @@ def build_engine(
             settings.
     """
     deepspeed_patches.import_muon_without_compile()
+    if not config.runtime.compile:
+        defer_compiler()
     ds_config = build_ds_config(config, mesh.dp.size, device.type, available_on(device.type))
     mpu = Mpu(mesh)
     _validate_with_deepspeed(ds_config, mpu, config.deepspeed.deepspeed_config)

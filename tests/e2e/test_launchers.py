@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -57,10 +58,19 @@ def test_processes_that_a_scheduler_started(
 def test_one_process_without_a_launcher(
     two_ranks: list[float], launcher: Launcher, base: Settings, tmp_path: Path
 ) -> None:
-    """One process gives the same losses on the same batches, up to rounding."""
+    """One process gives the same losses on the same batches, up to rounding.
+
+    Nothing is compiled, so that it does not wait for the import of a compiler.
+    """
     flags = to_flags({**base, **SCHEDULE, "save": tmp_path})
-    output = launcher.command([sys.executable, PRETRAIN, *flags]).succeed()
+    command = [sys.executable, "-X", "importtime", PRETRAIN, *flags]
+    output = launcher.command(command).succeed()
     assert "1 processes on cpu" in output
+    imported = re.findall(r"^import time:.*\| +([\w.]+)$", output, flags=re.MULTILINE)
+    assert "deepspeed" in imported
+    assert [
+        name for name in imported if name.startswith(("torch._dynamo", "torch._inductor"))
+    ] == []
     assert losses(tmp_path) == pytest.approx(two_ranks, rel=1e-5)
 
 
