@@ -128,7 +128,8 @@ def _lr_length_problems(config: Config, dp_size: int) -> Iterator[Problem]:
     They are compared in the unit in which all are given, otherwise in that of the learning rate.
     """
     schedule, decay = config.schedule, decay_as_given(config)
-    warmup, annealing = (given_length(config, stem) for stem in ("lr_warmup", "lr_wsd_decay"))
+    warmup = given_length(config, "lr_warmup")
+    annealing = given_length(config, "lr_wsd_decay") if schedule.lr_decay_style == "WSD" else None
     fraction = schedule.lr_warmup_fraction
     if decay is None or decay.value <= 0 or not 0.0 <= (fraction or 0.0) <= 1.0:
         return
@@ -169,7 +170,7 @@ def _lr_length_problems(config: Config, dp_size: int) -> Iterator[Problem]:
             unit=unit,
             flag=option(f"lr_decay_{unit}"),
         )
-    elif schedule.lr_decay_style == "WSD" and annealing and in_unit(annealing) > end - start:
+    elif annealing and in_unit(annealing) > end - start:
         yield Problem(
             "annealing-exceeds-decay",
             annealing.field,

@@ -15,6 +15,7 @@ from megatron_ds.config.fields import (
     NON_ZERO,
     UNSET_INT,
     exclusive_problem,
+    in_effect,
     option_field,
     when,
 )
@@ -219,7 +220,7 @@ class ScheduleConfig:
             schedules = ("rampup_batch_size", "step_batch_size_schedule")
             changing = next((name for name in schedules if getattr(self, name) is not None), None)
         for stem, length in SCHEDULE_LENGTHS.items():
-            given = self.given_lengths(stem)
+            given = in_effect(self).given_lengths(stem)
             if len(given) > 1:
                 yield exclusive_problem(*given, reason=f"each sets {length}")
             elif wrong is not None and given == [f"{stem}_{wrong}"]:
