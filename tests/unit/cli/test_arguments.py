@@ -14,6 +14,7 @@ from megatron_ds.cli.arguments import build_config, parse
 from megatron_ds.cli.flags import training_flags
 from megatron_ds.cli.help import training_help, version_text
 from megatron_ds.config.problems import Problem
+from megatron_ds.engine.ds_config_merge import merge_file
 from tests.problems import codes, printed_codes
 
 REPOSITORY = Path(__file__).parents[3]
@@ -57,6 +58,83 @@ def test_unreadable_option_is_not_reported_as_missing(line: str, field: str) -> 
 
 def test_value_is_checked_next_to_a_misspelt_flag() -> None:
     assert "out-of-range" in codes(problems_of("--num-layerz 2 --num-layers 0"))
+
+
+NEEDED = (
+    "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --micro-batch-size 2 "
+    "--lr 1e-3 --tokenizer-type NullTokenizer --vocab-size 100 --data-path x --train-tokens 500000"
+)
+SCRIPT = """
+--position-embedding-type rope
+--rotary-percent 0.5
+--disable-bias-linear
+--add-qkv-bias
+--split 90,5,5
+--global-batch-size 16
+--rampup-batch-size 4 4 100
+--train-samples 10000
+--min-lr 1e-4
+--lr-decay-style WSD
+--lr-warmup-samples 100
+--lr-warmup-init 1e-5
+--lr-wsd-decay-samples 500
+--lr-wsd-decay-style cosine
+--start-weight-decay 0.1 --end-weight-decay 0.2
+--weight-decay-incr-style linear
+--adam-beta1 0.8
+--fp16
+--initial-loss-scale 1024
+--zero-stage 3
+--remote-device cpu
+--recompute-granularity full
+--recompute-num-layers 2
+--partition-activations
+--contiguous-checkpointing
+--profile-backward
+--save folder
+--save-interval 10
+--keep-last 2
+--load folder
+--ckpt-step 5
+--tensorboard-dir folder
+--log-timers-to-tensorboard
+""".strip().splitlines()
+REQUIRED = {
+    "--global-batch-size": "rampup-requires-global-batch-size",
+    "--lr-wsd-decay-samples": "wsd-decay-required",
+    "--start-weight-decay": "weight-decay-bounds-required",
+    "--weight-decay-incr-style": "constant-weight-decay-changes",
+}
+"""Lines of the script without which the run would not do what the others request."""
+DEPENDENT = {
+    "--position-embedding-type": {"rotary_percent"},
+    "--disable-bias-linear": {"add_qkv_bias"},
+    "--lr-decay-style": {"lr_wsd_decay_samples", "lr_wsd_decay_style"},
+    "--lr-warmup-samples": {"lr_warmup_init"},
+    "--fp16": {"initial_loss_scale"},
+    "--zero-stage": {"remote_device"},
+    "--recompute-granularity": {
+        *("checkpoint_num_layers", "partition_activations"),
+        *("contiguous_checkpointing", "profile_backward"),
+    },
+    "--partition-activations": {"contiguous_checkpointing", "profile_backward"},
+    "--save": {"save_interval", "keep_last"},
+    "--load": {"ckpt_step"},
+    "--tensorboard-dir": {"log_timers_to_tensorboard"},
+}
+"""The fields that have no effect without a line."""
+
+
+@pytest.mark.parametrize("left_out", ["", *SCRIPT])
+def test_lines_of_a_script_can_be_left_out(left_out: str) -> None:
+    lines = " ".join([NEEDED, *(line for line in SCRIPT if line != left_out)])
+    config, problems = build_config(
+        lines.split(), world_size=2, warn=lambda _: None, complete=merge_file
+    )
+    flag = left_out.partition(" ")[0]
+    assert set(codes(problems)) == ({REQUIRED[flag]} if flag in REQUIRED else set())
+    ineffective = {name for warning in config.warnings() for name in warning.fields}
+    assert problems or ineffective == DEPENDENT.get(flag, set())
 
 
 def test_parse_exits_after_naming_all_problems(capsys: pytest.CaptureFixture[str]) -> None:
