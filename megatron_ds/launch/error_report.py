@@ -86,6 +86,8 @@ def _hint(error: BaseException) -> Problem | None:
         return Problem("out-of-device-memory")
     if isinstance(error, MemoryError) or _mentions(error, ("can't allocate memory",)):
         return Problem("out-of-host-memory")
+    if _mentions(error, ("duplicate gpu detected",)):
+        return Problem("device-of-several-processes")
     if _mentions(error, LOADER_ERROR_TEXTS):
         return Problem("loader-process-lost", hint=Problem("out-of-host-memory"))
     return None

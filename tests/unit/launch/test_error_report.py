@@ -73,10 +73,14 @@ def test_single_process_prints_only_the_traceback(monkeypatch: pytest.MonkeyPatc
             RuntimeError("data loader process (pid 5) was killed by signal 9"),
             "loader-process-lost",
         ),
+        (
+            dist.DistBackendError("Duplicate GPU detected : rank 1 and rank 0 both on device 50"),
+            "device-of-several-processes",
+        ),
     ],
-    ids=["device", "python", "torch", "loader"],
+    ids=["device", "python", "torch", "loader", "shared device"],
 )
-def test_out_of_memory_error_comes_with_a_hint(error: BaseException, code: str) -> None:
+def test_error_comes_with_a_hint(error: BaseException, code: str) -> None:
     report = make_report(raised(error))
     assert printed_codes(report.full_text()) == [code]
     # Where the main process waited for its loader is of no interest.
