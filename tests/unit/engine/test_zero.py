@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +12,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_ds.engine.device_batches import DeviceBatch
-from megatron_ds.engine.zero import _read_step, sum_of_squares
+from megatron_ds.engine.zero import ZeroEngine, _read_step, sum_of_squares
+from megatron_ds.parallel.mesh import Group, Mesh
 from megatron_ds.train_state import StepPlan
 from tests.problems import raises_problem
 
@@ -72,3 +75,16 @@ def test_sum_of_squares_needs_no_operator_for_each_tensor() -> None:
         assert float(squares) == pytest.approx(3 * number)
         counts.append(count.operators)
     assert counts[0] == counts[1] < 20
+
+
+@pytest.mark.parametrize(("rank", "own"), [(0, [1.0, 2.0, 3.0, 4.0]), (2, [1.0, 2.0]), (3, [])])
+def test_padding_of_a_zero3_partition_is_not_part_of_the_parameter(
+    rank: int, own: list[float]
+) -> None:
+    """Ten elements on four ranks; the memory behind the last element is not initialized."""
+    engine = object.__new__(ZeroEngine)
+    engine._stage = 3
+    engine._mesh = dataclasses.replace(Mesh.single(), dp=Group((0, 1, 2, 3), rank, None))
+    partition = torch.tensor([1.0, 2.0, 3.0, 4.0])
+    parameter = SimpleNamespace(ds_numel=10, ds_tensor=partition)
+    assert engine._own_partition(parameter).tolist() == own  # type: ignore[arg-type]
