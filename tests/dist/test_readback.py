@@ -14,8 +14,8 @@ import json
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
@@ -189,10 +189,16 @@ class FusedAdam(torch.optim.AdamW):
         self.adam_w_mode = int(adam_w_mode)
 
 
-def stand_in_for_apex() -> AbstractContextManager[object]:
+@contextmanager
+def stand_in_for_apex() -> Iterator[None]:
     modules = {name: ModuleType(name) for name in ("apex", "apex.optimizers", "amp_C")}
     vars(modules["apex.optimizers"])["FusedAdam"] = FusedAdam
-    return mock.patch.dict(sys.modules, modules)
+    sys.modules.update(modules)
+    try:
+        yield
+    finally:  # what was imported meanwhile stays
+        for name in modules:
+            del sys.modules[name]
 
 
 def overlaid(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
@@ -330,6 +336,8 @@ def test_steps_between_logs_do_not_wait_for_the_device(results: list[RankResult]
     """
     for rank in results:
         for layout, config in layouts().items():
+            if layout == APEX:  # plain AdamW stands in for it, which reads its step counters
+                continue
             is_plain = config.deepspeed.zero_stage == 0
             places = set(rank.reads[layout]) - ON_THE_HOST
             own = {place for place in places if not place.startswith("deepspeed/")}
