@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
 from megatron_ds.model.elementwise import (
@@ -90,3 +91,15 @@ def test_dropout_leaves_the_residual_stream() -> None:
     assert torch.equal(add_dropout(residual, torch.zeros(100), 0.5), residual)
     dropped = add_dropout(torch.zeros(1000), torch.ones(1000), 0.25)
     assert set(dropped.tolist()) == {0.0, torch.tensor(1.0 / 0.75).item()}
+
+
+@pytest.mark.gpu(reason="the functions are compiled by default there only")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_compiled_functions_are_accepted_on_an_accelerator(dtype: torch.dtype) -> None:
+    if not get_accelerator().is_triton_supported():
+        pytest.skip("this accelerator has no Triton")
+    device = torch.device(get_accelerator().current_device_name())
+    config = dataclasses.replace(CONFIG, **ROPE, activation="swiglu", hidden_dropout=0.1)
+    functions, problem = compile_elementwise(config, 2, 1, dtype, device)
+    assert problem is None
+    assert functions is not EAGER
