@@ -30,10 +30,10 @@ class Server:
         self.run: Run = launcher.start(settings, ranks=ranks, script=SERVER)
         self.run.wait_until(self._is_up)
 
-    def send(self, method: str, path: str, body: bytes = b"") -> tuple[int, Any]:
+    def send(self, method: str, path: str, body: bytes = b"", **headers: str) -> tuple[int, Any]:
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=DEADLINE)
         try:
-            connection.request(method, path, body)
+            connection.request(method, path, body, headers)
             response = connection.getresponse()
             return response.status, json.loads(response.read())
         finally:
@@ -96,6 +96,7 @@ def test_two_ranks_respond_like_one_process(
         assert one == pytest.approx(other, abs=1e-4)
 
     for server in (alone, pair):
+        assert server.send("GET", "/health", Host="evil.example")[0] == 403
         for fields, code in (
             ({"prompts": ["x"]}, "prompt-not-encodable"),
             ({"prompts": ["1"], "tokens_to_generate": True}, "request-value-invalid"),
