@@ -98,7 +98,7 @@ def test_comma_separated_stages_and_invalid_options(
         clean.main([*arguments, "--min-tokens", "3", "--languages", "xx", "--num-perm", "1"]) == 1
     )
     output = capsys.readouterr().err
-    assert {"min-tokens-and-tokenizer", "out-of-range"} <= set(printed_codes(output))
+    assert {"min-tokens-without-tokenizer", "out-of-range"} <= set(printed_codes(output))
     assert "--num-perm 1" in output
     assert "Traceback" not in output
 
