@@ -20,6 +20,7 @@ from megatron_ds.config.fields import in_effect
 from megatron_ds.engine.memory_estimate import MemoryEstimate
 from megatron_ds.engine.protocol import EngineSettings
 from megatron_ds.model.flops import parameters_per_rank
+from megatron_ds.model.norm import select_norm_kernel
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.train_state import TrainState
 
@@ -201,11 +202,12 @@ def _recompute(config: Config) -> str:
 
 
 def _kernels(facts: BannerData) -> Lines:
-    config = facts.config
+    config, normalization = facts.config, facts.config.model.normalization
     positions = "positions restart" if config.data.reset_position_ids else "positions continue"
     crosses = "stays within" if config.data.reset_attention_mask else "crosses"
     return [
         ("attention", facts.attention),
+        ("norm", f"{normalization}, {select_norm_kernel(normalization)}"),
         ("documents", f"{positions}, attention {crosses} document boundaries"),
         ("head, loss", "one fused function without fp32 logits"),
         ("compiled", facts.compiled),
