@@ -10,6 +10,7 @@ from typing import Any
 
 import deepspeed
 import torch
+import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.config import DeepSpeedConfig
 from pydantic import ValidationError
@@ -130,10 +131,10 @@ def _build_model(
 
 
 def _compile(model: GPTModel, config: Config, mesh: Mesh, device: torch.device) -> Problem | None:
-    """Compile the layers, or on an accelerator at least their elementwise parts.
+    """Compile the layers, or on an accelerator at least their elementwise parts. Collective.
 
     Returns:
-        Why nothing is compiled, if something should be.
+        Why nothing is compiled on any rank, if something should be.
     """
     if config.runtime.compile:
         model.compile_layers(lengths_vary=config.schedule.curriculum_seqlen is not None)
@@ -145,8 +146,13 @@ def _compile(model: GPTModel, config: Config, mesh: Mesh, device: torch.device) 
             getattr(torch, readback.DTYPES[config.precision.name]),
             device,
         )
-        if problem is not None:
-            return problem
+        problems = [problem] * mesh.world_size
+        if mesh.world_size > 1:
+            # Compiled dropout draws other masks, which all tensor-parallel ranks must share.
+            dist.all_gather_object(problems, problem)
+        found = next((one for one in problems if one is not None), None)
+        if found is not None:
+            return found
         model.use_elementwise(functions)
     return None
 

@@ -22,7 +22,7 @@ from megatron_ds.engine.adam_kernels import (
 from megatron_ds.engine.ds_fields import MAPPINGS, as_flag, field_value
 from megatron_ds.engine.ds_keys import PASSED_KEYS
 from megatron_ds.engine.ds_values import Json, as_dtype, leaves
-from megatron_ds.model.flops import parameters_per_rank
+from megatron_ds.model.flops import parameter_sizes, parameters_per_rank
 
 STEPS_PER_PRINT_OFF = 1 << 30
 """A steps_per_print that is never reached: the training loop logs progress itself."""
@@ -216,11 +216,13 @@ def _zero_block(config: Config, user: Json, dp_size: int, *, is_cpu: bool) -> Js
     stage = zero_stage(config)
     result: Json = {"stage": stage, **ZERO_DEFAULTS}
     result |= ZERO3_DEFAULTS if stage == 3 else ZERO12_DEFAULTS
+    given = _without_auto(user.get("zero_optimization") or {})
     # Stage 1 reduces after the last backward pass only. Offloaded gradients are copied to the host
     # from the buckets, and stage 2 would keep twice as many of them.
     is_overlapping = stage == 2 and dp_size > 1 and not (is_cpu or config.deepspeed.cpu_optimizer)
-    result["overlap_comm"] = stage == 3 or is_overlapping
-    for key, value in _without_auto(user.get("zero_optimization") or {}).items():
+    fits = given.get("reduce_bucket_size", math.inf) >= _largest_parameter(config)
+    result["overlap_comm"] = stage == 3 or (is_overlapping and fits)
+    for key, value in given.items():
         if key != "stage" and is_read_at(key, stage):
             result[key] = copy.deepcopy(value)
     for key, wanted in (
@@ -240,12 +242,26 @@ def _zero_block(config: Config, user: Json, dp_size: int, *, is_cpu: bool) -> Js
 def _bucket_size(config: Config, generated: Json, dp_size: int) -> int:
     """Elements of a reduction, at most the model's size: the bucket is allocated at once."""
     largest = BUCKET_BYTES // (4 if generated["communication_data_type"] == "fp32" else 2)
-    if generated["zero_optimization"]["overlap_comm"]:
+    zero = generated["zero_optimization"]
+    if zero["overlap_comm"]:
         largest = min(largest, max(OVERLAPPED_BUCKET, OVERLAPPED_BUCKET_PER_RANK * dp_size))
+        if zero["stage"] == 2:
+            largest = max(largest, _largest_parameter(config))
     if not config.model.vocab_size:
         return largest
     tp_size = config.parallel.tensor_model_parallel_size
     return min(largest, parameters_per_rank(config.model, tp_size))
+
+
+def _largest_parameter(config: Config) -> int:
+    """Elements of this rank's largest parameter; 0 while the vocabulary is unknown.
+
+    Stage 2 does not copy a gradient that exceeds the bucket. If it overlaps, it frees such a
+    gradient on ranks that own no part of it while another stream still reads it.
+    """
+    if not config.model.vocab_size:
+        return 0
+    return max(parameter_sizes(config.model, config.parallel.tensor_model_parallel_size))
 
 
 def _optimizer_block(config: Config, user: Json, is_there: IsAvailable) -> Json:

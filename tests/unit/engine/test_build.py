@@ -49,6 +49,22 @@ def test_elementwise_parts_are_compiled_where_there_is_triton(
     assert ("nothing" in model.compiled) == (functions is EAGER)
 
 
+def test_no_rank_compiles_elementwise_parts_where_another_cannot(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def gather(problems: list[Any], own: Any) -> None:
+        problems[:] = [own, REASON]
+
+    monkeypatch.setattr(build, "get_accelerator", MagicMock())
+    monkeypatch.setattr(build, "compile_elementwise", lambda *_: (Elementwise(), None))
+    monkeypatch.setattr(build.dist, "all_gather_object", gather)
+    run = config()
+    model = build_model(run.model)
+    mesh = dataclasses.replace(Mesh.single(), world_size=2)
+    assert build._compile(model, run, mesh, CPU) is REASON
+    assert model.layers["0"].elementwise is EAGER
+
+
 def test_compiled_layers_need_no_compiled_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
     run = config(runtime=RuntimeConfig(compile=True))

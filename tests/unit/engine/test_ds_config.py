@@ -113,6 +113,21 @@ def test_bucket_is_bounded_in_bytes_and_small_where_it_is_sent_early() -> None:
     assert zero_block("--zero-stage 3", "xpu", 64)["reduce_bucket_size"] == 64_000_000
 
 
+def test_overlapped_bucket_of_stage_2_holds_the_largest_parameter(merge: Merge) -> None:
+    def block(values: dict[str, Any]) -> tuple[bool, int]:
+        merged_config = merge({"zero_optimization": {"stage": 2, **values}}).config
+        # The embedding has 64 million elements.
+        zero = build_ds_config(merged_config.with_vocab(1_000_000), 2, "xpu")["zero_optimization"]
+        return zero["overlap_comm"], int(zero["reduce_bucket_size"])
+
+    overlaps, size = block({})
+    assert overlaps
+    assert 64_000_000 <= size < 65_000_000
+    assert block({"reduce_bucket_size": 5e7}) == (False, 50_000_000)
+    assert block({"reduce_bucket_size": 7e7}) == (True, 70_000_000)
+    assert block({"reduce_bucket_size": 5e7, "overlap_comm": True}) == (True, 50_000_000)
+
+
 def test_offloaded_states_are_pinned_on_an_accelerator(merge: Merge) -> None:
     flags = "--zero-stage 3 --cpu-optimizer --remote-device cpu"
     for device, is_pinned in (("cpu", False), ("xpu", True)):
