@@ -134,16 +134,17 @@ class CheckpointManager:
         """
         assert self._config.checkpoint.save is not None
         folder = Path(self._config.checkpoint.save)
-        if not self._ranks.on_rank0(lambda: self._lock is None or self._lock.is_held()):
-            raise SaveError(Problem("save-folder-lost", folder=folder, iteration=state.iteration))
         self._log(f"saving checkpoint at iteration {state.iteration:7d} to {folder}")
         target = folder / f"global_step{state.iteration}"
         temporary = folder / f"{storage.INCOMPLETE}{target.name}"
         try:
+            self._require_folder(folder, state.iteration)
             self._write(engine, state, history, temporary)
+            self._require_folder(folder, state.iteration)
             self._ranks.on_rank0(lambda: storage.publish(temporary, target))
         except OSError as error:
             with suppress(OSError):  # the next save removes what cannot be removed now
+                self._require_folder(folder, state.iteration)
                 self._ranks.on_rank0(lambda: storage.remove_temporary(folder))
             raise SaveError(
                 Problem("save-failed", iteration=state.iteration, folder=folder, error=error)
@@ -213,6 +214,19 @@ class CheckpointManager:
         if complete := [path.name for path in newer if metadata.find_damage(path) is None]:
             names = ", ".join(complete)
             self._warn(Problem("save-folder-has-newer", folder=folder, names=names, start=start))
+
+    def _require_folder(self, folder: Path, iteration: int) -> None:
+        """Checks that --save still belongs to this run.
+
+        Also before a save is published or its files are removed: during a long save, another run
+        may have taken the folder of a suspended one, and its files have the same names.
+
+        Raises:
+            SaveError: If another run has taken the folder.
+            OSError: If the lock can be neither read nor written.
+        """
+        if not self._ranks.on_rank0(lambda: self._lock is None or self._lock.is_held()):
+            raise SaveError(Problem("save-folder-lost", folder=folder, iteration=iteration))
 
     def _warn(self, problem: Problem) -> None:
         self._log(f"WARNING: {problem.render()}")

@@ -82,8 +82,15 @@ class RunLock:
         threading.Thread(target=self._touch_regularly, name="run lock", daemon=True).start()
 
     def is_held(self) -> bool:
-        """Whether the file still names this process; a deleted file is created again."""
-        return _read(self._path) == self._content or _create(self._path, self._content)
+        """Whether the file still names this process; what was deleted is created again.
+
+        Raises:
+            OSError: If the file can be neither read nor written.
+        """
+        if _read(self._path) == self._content:
+            return True
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        return _create(self._path, self._content)
 
     def release(self) -> None:
         self._released.set()
@@ -115,21 +122,28 @@ def acquire(folder: Path, log: Callable[[str], None]) -> RunLock:
         found = _read(path)
         if found is None:
             continue  # released meanwhile
-        owner = Owner.parse(found)
-        if _is_alive(path, found, log):
+        is_alive = _is_alive(path, found, log)
+        if _read(path) != found:
+            continue  # released, or taken by another run, meanwhile
+        if is_alive:
+            owner = Owner.parse(found)
             raise user_error("save-folder-in-use", folder=folder, owner=owner, path=path)
         _remove(path, found)
     return RunLock(path, content)
 
 
 def _is_alive(path: Path, content: bytes, log: Callable[[str], None]) -> bool:
-    """Whether the owner in a lock file lives; waits if it cannot be known at once."""
+    """Whether the owner in a lock file lives; waits if it cannot be known at once.
+
+    A wait also ends when the owner releases the file.
+    """
     owner = Owner.parse(content)
     if owner is not None and owner.location == HostLocation.here().host:
         process = ProcessHandle(owner.pid, owner.started)
         if process.is_alive():
             log(f"waiting up to {ENDING_S:.0f} s for {owner} to end, which owns {path.parent}")
-        return not _becomes_true(lambda: not process.is_alive(), ENDING_S)
+        ends = _becomes_true(lambda: not process.is_alive() or _read(path) != content, ENDING_S)
+        return not ends
     first = _touched(path)
     log(
         f"waiting up to {FOREIGN_SILENCE_S:.0f} s for a sign of life of "
@@ -167,13 +181,15 @@ def _read(path: Path) -> bytes | None:
 def _create(path: Path, content: bytes) -> bool:
     """Creates a lock file unless there is one; returns whether it did."""
     try:
-        file = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
+        file = path.open("xb")
     except FileExistsError:
         return False
     try:
-        os.write(file, content)
-    finally:
-        os.close(file)
+        with file:
+            file.write(content)
+    except OSError:
+        path.unlink(missing_ok=True)  # a later run would wait for its unknown owner
+        raise
     return True
 
 

@@ -23,6 +23,8 @@ LOCAL_RANK_VARIABLES = (
 )
 AGENT_VARIABLES = ("TORCHELASTIC_RUN_ID", "CROSS_RANK")
 """Set by the agents of `torchrun` and `deepspeed`, which start the ranks of a host."""
+AGENT_COUNT_VARIABLES = ("GROUP_WORLD_SIZE", "CROSS_SIZE")
+"""Number of agents in one training, as of `torchrun` and `deepspeed`."""
 SUFFIXES = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
 MPI_VARIABLES = {
     "Open MPI": [f"OMPI_COMM_WORLD_{suffix}" for suffix in SUFFIXES],
@@ -88,12 +90,7 @@ def find_ranks(env: Environment) -> dict[str, str]:
         _require_single_process(env)
     if task is None or task.size == 1:
         return {}
-    given_size = given.get("WORLD_SIZE", task.size)
-    if is_complete and given_size > task.size:
-        return {}  # each task started several processes
-    is_agent = any(name in env for name in AGENT_VARIABLES)
-    is_shell = task.program == "Slurm" and "SLURM_PTY_PORT" in env  # whatever it starts
-    if is_complete and (is_shell or (is_agent and given_size == task.size)):
+    if is_complete and _is_started_by_tasks(env, task, given["WORLD_SIZE"]):
         return {}
     for name in ("WORLD_SIZE", "RANK") if is_complete else ("WORLD_SIZE", "RANK", "LOCAL_RANK"):
         if given.get(name, task.values[name]) != task.values[name]:
@@ -103,6 +100,21 @@ def find_ranks(env: Environment) -> dict[str, str]:
     if task.local_size is not None:
         found["LOCAL_WORLD_SIZE"] = str(task.local_size)
     return {name: value for name, value in found.items() if name not in env}
+
+
+def _is_started_by_tasks(env: Environment, task: Task, size: int) -> bool:
+    """Whether launchers in the tasks, rather than MPI or Slurm, started the ranks of a training.
+
+    Raises:
+        UserError: If each task has started a training of its own.
+    """
+    if task.program == "Slurm" and "SLURM_PTY_PORT" in env:
+        return True  # an interactive shell, whatever it starts
+    is_agent = any(name in env for name in AGENT_VARIABLES)
+    for name in AGENT_COUNT_VARIABLES:
+        if is_agent and name in env and size >= task.size > _number(env, name):
+            raise _contradiction(env, name, task.variables["WORLD_SIZE"])
+    return size > task.size or (is_agent and size == task.size)
 
 
 def count_unused_tasks(env: Environment) -> int:

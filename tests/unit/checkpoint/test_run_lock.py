@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import os
+import resource
+import shutil
 import signal
 import threading
 import time
@@ -22,7 +25,7 @@ from megatron_ds.checkpoint.run_lock import LOCK, Owner, acquire
 from megatron_ds.config import Config
 from megatron_ds.parallel.mesh import Mesh
 from tests.problems import raises_problem
-from tests.unit.checkpoint.fakes import names_in, save
+from tests.unit.checkpoint.fakes import FakeEngine, names_in, save
 
 
 @pytest.fixture(autouse=True)
@@ -79,6 +82,31 @@ def test_an_owner_that_is_about_to_end_is_awaited(tmp_path: Path, logged: list[s
     with another_run(tmp_path, lifetime=0.3):
         acquire(tmp_path, logged.append).release()
     assert len(logged) == 1
+
+
+@pytest.mark.parametrize("is_here", [True, False], ids=["this host", "another host"])
+def test_a_lock_that_is_released_during_the_wait_is_free(
+    is_here: bool, tmp_path: Path, logged: list[str]
+) -> None:
+    """Its process may live on."""
+    write_owner(tmp_path, **({} if is_here else {"location": "elsewhere 1 2"}))
+    release = threading.Timer(0.1, (tmp_path / LOCK).unlink)
+    release.start()
+    lock = acquire(tmp_path, logged.append)
+    release.join()
+    assert lock.is_held()
+    lock.release()
+
+
+def test_a_lock_that_cannot_be_written_leaves_no_file(tmp_path: Path) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, limits[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            acquire(tmp_path, print)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert names_in(tmp_path) == set()
 
 
 def test_a_process_that_reuses_the_pid_is_not_the_owner(tmp_path: Path, logged: list[str]) -> None:
@@ -160,13 +188,61 @@ def test_a_run_that_lost_its_folder_leaves_it_to_the_new_owner(
     (folder / LOCK).unlink()  # by a user who tidies up
     save(manager, 4)
     (folder / LOCK).write_text("of another run")
-    (folder / ".incomplete-global_step9").mkdir()
+    incomplete = folder / ".incomplete-global_step9"
+    incomplete.mkdir()
     with pytest.raises(SaveError) as raised:
         save(manager, 6)
     assert raised.value.problem.code == "save-folder-lost"
-    assert (folder / ".incomplete-global_step9").exists()
+    assert incomplete.exists()
     lock.release()
     assert (folder / LOCK).read_text() == "of another run"
+
+
+def test_a_run_that_loses_its_folder_during_a_save_leaves_it_to_the_new_owner(
+    one_process: None,
+    config: Config,
+    folder: Path,
+    make_lock: Callable[[], run_lock.RunLock],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lock = make_lock()
+    manager = CheckpointManager(config, Mesh.build(1), print, RankAgreement(), lock)
+    incomplete = folder / ".incomplete-global_step9"
+
+    def take_over(engine: FakeEngine, path: Path, tag: str, error: OSError | None) -> object:
+        (folder / LOCK).write_text("of another run")
+        incomplete.mkdir()
+        if error is not None:
+            raise error
+        return original(engine, path, tag)
+
+    original = FakeEngine.save
+    for error in (None, OSError("a disk error")):
+        (folder / LOCK).unlink()
+        saving = functools.partialmethod(take_over, error=error)
+        monkeypatch.setattr(FakeEngine, "save", saving)
+        with pytest.raises(SaveError) as raised:
+            save(manager, 2)
+        assert raised.value.problem.code == "save-folder-lost"
+        assert not (folder / "global_step2").exists()
+        incomplete.rmdir()
+    lock.release()
+
+
+def test_a_save_creates_a_deleted_folder_again_and_reports_one_that_cannot_be_created(
+    one_process: None, config: Config, folder: Path, make_lock: Callable[[], run_lock.RunLock]
+) -> None:
+    lock = make_lock()
+    manager = CheckpointManager(config, Mesh.build(1), print, RankAgreement(), lock)
+    shutil.rmtree(folder)
+    save(manager, 2)
+    assert names_in(folder) >= {LOCK, "global_step2"}
+    shutil.rmtree(folder)
+    folder.touch()
+    with pytest.raises(SaveError) as raised:
+        save(manager, 4)
+    assert raised.value.problem.code == "save-failed"
+    lock.release()
 
 
 @pytest.fixture

@@ -132,7 +132,9 @@ def test_ranks_that_a_script_maps_itself_are_kept() -> None:
 
 def test_several_processes_per_task_are_a_launcher_s() -> None:
     own = variables("RANK=5 WORLD_SIZE=16 LOCAL_RANK=5 MASTER_ADDR=a MASTER_PORT=1")
+    agent = variables("TORCHELASTIC_RUN_ID=x GROUP_WORLD_SIZE=4")
     assert find_ranks({**recorded("srun_two_nodes")[1], **own}) == {}
+    assert find_ranks({**recorded("srun_two_nodes")[1], **own, **agent}) == {}
 
 
 def test_launcher_within_an_interactive_step_may_start_fewer_processes() -> None:
@@ -190,6 +192,17 @@ def test_incomplete_variables_are_an_error(env: Environment, code: str, shown: s
         (
             "srun_two_nodes",
             "RANK=0 WORLD_SIZE=1 LOCAL_RANK=0 TORCHELASTIC_RUN_ID=none",
+            "SLURM_STEP_NUM_TASKS=4",
+        ),
+        (
+            "srun_two_nodes",
+            "RANK=0 WORLD_SIZE=8 LOCAL_RANK=0 TORCHELASTIC_RUN_ID=none GROUP_WORLD_SIZE=1",
+            "SLURM_STEP_NUM_TASKS=4",
+        ),
+        # `srun deepspeed` without a hostfile.
+        (
+            "srun_two_nodes",
+            "RANK=0 WORLD_SIZE=4 LOCAL_RANK=0 CROSS_RANK=0 CROSS_SIZE=1",
             "SLURM_STEP_NUM_TASKS=4",
         ),
         ("mpirun_two_nodes", "RANK=0", "OMPI_COMM_WORLD_RANK=3"),
