@@ -129,7 +129,7 @@ def _results(
     yield from run(lambda x: functions.activate(x, config.activation, config.gelu_kind), x)
     if config.hidden_dropout > 0:
         x, probability = draw(config.hidden_size), config.hidden_dropout
-        zeros = torch.zeros_like(x)
+        zeros = torch.zeros_like(x, requires_grad=True)  # as the residual stream does in a layer
         y, gradient = run(lambda x: functions.add_dropout(zeros, x, probability), x)
         # The masks differ, so the errors of what is kept are compared.
         scale = torch.where(y != 0, 1 / (1 - probability), 0.0)

@@ -43,6 +43,23 @@ def test_functions_are_traced_without_graph_break(monkeypatch: pytest.MonkeyPatc
     assert all(getattr(functions, one.name) is not getattr(EAGER, one.name) for one in FIELDS)
 
 
+def test_a_layer_needs_no_graph_that_the_trial_did_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    graphs: list[Any] = []
+
+    def backend(graph: Any, _: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    functions, _ = trial(partial(torch.compile, backend=backend), monkeypatch)
+    assert len(graphs) == len(FIELDS)
+    config = dataclasses.replace(CONFIG, **ROPE, activation="swiglu", hidden_dropout=0.1)
+    model = build_model(config).bfloat16()
+    model.use_elementwise(functions)
+    tokens = torch.zeros((2, config.seq_length), dtype=torch.int64)
+    model(tokens, tokens).loss_sum.backward()
+    assert len(graphs) == len(FIELDS)
+
+
 def test_a_compiler_that_fails_or_is_wrong_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(function: Any) -> Any:
         raise RuntimeError("no compiler\nmore")
