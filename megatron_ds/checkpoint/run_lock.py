@@ -29,7 +29,7 @@ HEARTBEAT_S = 10.0
 FOREIGN_SILENCE_S = 60.0
 """Time without a touch after which an owner on another host is dead."""
 ENDING_S = 10.0
-"""Time that a live owner on this host has to end: ranks may outlive their launcher for seconds."""
+"""Time that a live owner has to end: ranks may outlive their launcher for seconds."""
 POLL_S = 0.2
 
 
@@ -133,23 +133,19 @@ def acquire(folder: Path, log: Callable[[str], None]) -> RunLock:
 
 
 def _is_alive(path: Path, content: bytes, log: Callable[[str], None]) -> bool:
-    """Whether the owner in a lock file lives; waits if it cannot be known at once.
-
-    A wait also ends when the owner releases the file.
-    """
+    """Whether the owner in a lock file lives, and keeps the file while it may be about to end."""
     owner = Owner.parse(content)
+    owned = f"{owner or 'an unknown process'}, which owns {path.parent}"
     if owner is not None and owner.location == HostLocation.here().host:
         process = ProcessHandle(owner.pid, owner.started)
         if process.is_alive():
-            log(f"waiting up to {ENDING_S:.0f} s for {owner} to end, which owns {path.parent}")
-        ends = _becomes_true(lambda: not process.is_alive() or _read(path) != content, ENDING_S)
-        return not ends
+            log(f"waiting up to {ENDING_S:.0f} s for the end of {owned}")
+        return not _becomes_true(lambda: not process.is_alive() or _read(path) != content, ENDING_S)
     first = _touched(path)
-    log(
-        f"waiting up to {FOREIGN_SILENCE_S:.0f} s for a sign of life of "
-        f"{owner or 'an unknown process'}, which owns {path.parent}"
-    )
-    return _becomes_true(lambda: _touched(path) != first, FOREIGN_SILENCE_S)
+    log(f"waiting up to {FOREIGN_SILENCE_S:.0f} s for a sign of life of {owned}")
+    if not _becomes_true(lambda: _touched(path) != first, FOREIGN_SILENCE_S):
+        return False
+    return not _becomes_true(lambda: _read(path) != content, ENDING_S)
 
 
 def _becomes_true(condition: Callable[[], bool], timeout: float) -> bool:

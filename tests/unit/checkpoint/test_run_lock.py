@@ -90,7 +90,9 @@ def test_a_lock_that_is_released_during_the_wait_is_free(
 ) -> None:
     """Its process may live on."""
     write_owner(tmp_path, **({} if is_here else {"location": "elsewhere 1 2"}))
-    release = threading.Timer(0.1, (tmp_path / LOCK).unlink)
+    touch = threading.Timer(0.05, os.utime, [tmp_path / LOCK])
+    touch.start()
+    release = threading.Timer(0.2, (tmp_path / LOCK).unlink)
     release.start()
     lock = acquire(tmp_path, logged.append)
     release.join()
