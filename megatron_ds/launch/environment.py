@@ -33,6 +33,11 @@ def rank() -> int:
     return int(os.environ.get("RANK", "0"))
 
 
+def rendezvous() -> str:
+    """Host and port at which the processes meet, as given to torch."""
+    return f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+
+
 def local_rank() -> int:
     """Rank of this process on its host; 0 without a launcher.
 

@@ -17,6 +17,8 @@ from megatron_ds.launch.exit_codes import ExitCode, RunAborted
 
 COLLECTIVE_ERROR_TEXTS = ("gloo", "nccl", "connection closed by peer", "connection reset by peer")
 """Parts of the messages of torch's communication libraries."""
+RENDEZVOUS_ERROR_TEXTS = ("waiting for clients", "the client socket has", "the server socket has")
+"""Parts of the messages of torch's store, at which the processes meet."""
 LOADER_ERROR_TEXTS = ("data loader process (pid",)
 
 
@@ -57,6 +59,9 @@ def make_report(error: BaseException) -> ErrorReport:
         return ErrorReport(f"ended with status {error.code}", ExitCode.ERROR)
     if isinstance(error, SystemExit):
         return ErrorReport(f"ended: {error}", ExitCode.ERROR, message, is_common=True)
+    if is_collective_error(error) and _mentions(error, RENDEZVOUS_ERROR_TEXTS):
+        problem = _rendezvous_problem(error)
+        return ErrorReport(f"failed: {problem}", ExitCode.ERROR, problem.render())
     if is_collective_error(error) and _mentions(error, ("timed out", "timeout")):
         problem = Problem("collective-timed-out")
         text = f"{problem.render()}\n{_waiting_location(error)}"
@@ -76,6 +81,15 @@ def is_collective_error(error: BaseException) -> bool:
         or _mentions(link, COLLECTIVE_ERROR_TEXTS)
         for link in _error_chain(error)
         if isinstance(link, RuntimeError)
+    )
+
+
+def _rendezvous_problem(error: BaseException) -> Problem:
+    return Problem(
+        "rendezvous-failed",
+        size=environment.world_size(),
+        address=environment.rendezvous(),
+        error=str(error).splitlines()[0].rstrip("."),
     )
 
 

@@ -30,7 +30,7 @@ from tests.unit.checkpoint.fakes import FakeEngine, names_in, save
 
 @pytest.fixture(autouse=True)
 def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in (("ENDING_S", 1.0), ("FOREIGN_SILENCE_S", 0.6), ("HEARTBEAT_S", 0.1)):
+    for name, value in (("ENDING_S", 0.6), ("FOREIGN_SILENCE_S", 0.6), ("HEARTBEAT_S", 0.1)):
         monkeypatch.setattr(run_lock, name, value)
     monkeypatch.setattr(run_lock, "POLL_S", 0.01)
 

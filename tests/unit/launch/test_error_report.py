@@ -112,6 +112,29 @@ def test_collective_timeout_is_reported_with_its_location() -> None:
     assert "Traceback" not in report.full_text()
 
 
+@pytest.mark.parametrize(
+    "error",
+    [
+        dist.DistStoreError("Timed out after 3 seconds waiting for clients. 1/2 clients joined."),
+        dist.DistNetworkError("The client socket has timed out after 2000ms while trying to ..."),
+        dist.DistNetworkError("The client socket has failed to connect to any network address"),
+        dist.DistNetworkError(
+            "The server socket has failed to listen on any local network address"
+        ),
+    ],
+)
+def test_processes_that_do_not_meet_are_reported_with_the_address(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "node1")
+    monkeypatch.setenv("MASTER_PORT", "2345")
+    text = make_report(raised(error)).full_text()
+    assert printed_codes(text) == ["rendezvous-failed"]
+    assert "node1:2345" in text
+    assert str(error).rstrip(".") in text
+    assert "Traceback" not in text
+
+
 def test_report_without_text_prints_its_summary() -> None:
     report = ErrorReport("was stopped", ExitCode.TERMINATED)
     assert report.full_text() == "pretrain_gpt.py: rank 2: was stopped"
