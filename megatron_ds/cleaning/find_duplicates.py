@@ -32,6 +32,8 @@ KEPT = "kept"
 """The file with signature and id of kept documents, in the work folder."""
 COMMIT_DOCUMENTS = 10_000
 """Documents between commits."""
+REJECTED_SHOWN = 20
+"""Rejected documents that are shown; the others are only counted."""
 
 
 @dataclass(frozen=True)
@@ -195,7 +197,8 @@ class _Search:
         """List a duplicate, or keep the document."""
         if isinstance(result, RejectedDocument):
             self.counts["rejected"] += 1
-            warnings.warn(str(result), stacklevel=2)
+            if self.counts["rejected"] <= REJECTED_SHOWN:
+                warnings.warn(str(result), stacklevel=2)
             return
         self.counts["documents"] += 1
         found = self._index.most_similar(result.key)

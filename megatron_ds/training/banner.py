@@ -97,9 +97,8 @@ def _layout(facts: BannerData) -> Lines:
     )
     if mesh.world_size == 1:
         return [("processes", processes)]
-    layers, states = _others(mesh.tp.ranks), _others(mesh.dp.ranks)
-    ranks = f"0 shares layers with {layers}, data-parallel states with {states}"
-    return [("processes", processes), ("ranks", ranks)]
+    groups = f"tensor parallel {_ranks(mesh.tp.ranks)}; data parallel {_ranks(mesh.dp.ranks)}"
+    return [("processes", processes), ("groups", f"of rank 0: {groups}")]
 
 
 def _model(facts: BannerData) -> Lines:
@@ -138,10 +137,10 @@ def _schedule(facts: BannerData) -> Lines:
     samples = schedules.planned_samples(config, dp, facts.state)[0]
     tokens = schedules.run_totals(config, dp, facts.state).tokens
     last = schedules.total_iterations(config, dp, facts.state)
-    length = (
-        f"iterations {facts.state.iteration + 1:,} to {last:,}; "
-        f"the run uses {samples:,} samples, {tokens:,} tokens in total"
-    )
+    steps = f"iterations {facts.state.iteration + 1:,} to {last:,}"
+    if facts.state.iteration >= last:
+        steps = f"complete: the checkpoint has {facts.state.iteration:,} of {last:,} iterations"
+    length = f"{steps}; the run uses {samples:,} samples, {tokens:,} tokens in total"
     warmup, decay = schedules.warmup_length(config, dp), schedules.decay_length(config, dp)
     schedule, options, unit = config.schedule, config.optimizer, schedules.lr_unit(config)
     course = f"{schedule.lr_decay_style} from {options.lr:g}"
@@ -243,9 +242,9 @@ def _mib(size: int) -> str:
     return f"{size / MIB:,.1f}"
 
 
-def _others(ranks: tuple[int, ...]) -> str:
-    """All ranks of a group but the first, abbreviated if there are many."""
-    others = [str(rank) for rank in ranks[1:]]
-    if len(others) > 4:
-        others = [*others[:2], "...", others[-1]]
-    return " ".join(others) or "none"
+def _ranks(ranks: tuple[int, ...]) -> str:
+    """The ranks of a group, abbreviated if there are many."""
+    shown = [str(rank) for rank in ranks]
+    if len(shown) > 5:
+        shown = [*shown[:3], "...", shown[-1]]
+    return " ".join(shown)

@@ -70,6 +70,11 @@ class Trainer:
         assert self.data.train is not None
         workers = self.config.data.num_workers
         batches = self._batches(self.data.train, self.state.consumed_samples, workers)
+        if self.state.iteration >= self.total_iterations and not self.config.logging.skip_train:
+            finished = Problem(
+                "run-complete", iteration=self.state.iteration, last=self.total_iterations
+            )
+            output.print_on_rank(f"WARNING: {finished.render()}")
         log_timestamp("before the start of training step")
         while self.state.iteration < self.total_iterations and stop is None:
             self._step(batches)

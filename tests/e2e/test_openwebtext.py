@@ -253,12 +253,14 @@ def test_find_duplicates_accepts_megatron_flags(
 def test_find_duplicates_rejects_invalid_runs_and_keeps_its_inputs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    one = write(tmp_path / "1.jsonl", {"id": "a", "text": "x"})
+    one = write(tmp_path / "1.jsonl", *[{"id": "a", "text": "x"}] * 30)
     assert find_duplicates.main(["--inputs", one, "id", "--output", one]) == 1
     assert printed_codes(capsys.readouterr().err) == ["list-is-input"]
     out = str(tmp_path / "out")
     assert find_duplicates.main(["--inputs", one, "url", "--output", out]) == 1
-    assert printed_codes(capsys.readouterr().err) == ["no-documents-to-compare"]
+    shown = capsys.readouterr().err
+    assert printed_codes(shown) == ["no-documents-to-compare"]
+    assert shown.count("WARNING: ") == 20
     monkeypatch.setitem(sys.modules, "rensa", None)
     assert find_duplicates.main(["--inputs", one, "id", "--output", out]) == 1
     assert "pip install 'megatron_ds[cleaning]'" in capsys.readouterr().err

@@ -106,6 +106,14 @@ FACTS = BannerData(
 )
 
 
+def test_banner_of_a_complete_run_names_no_iterations_to_come() -> None:
+    schedule = ScheduleConfig(micro_batch_size=8, global_batch_size=256, train_iters=3000)
+    config = dataclasses.replace(CONFIG, schedule=schedule)
+    text = " ".join(banner(dataclasses.replace(FACTS, config=config)).split())
+    assert "complete: the checkpoint has 4,000 of 3,000 iterations" in text
+    assert "iterations 4,001" not in text
+
+
 @pytest.mark.parametrize("width", [80, 100, 200])
 def test_the_longest_banner_fits_on_a_screen(width: int) -> None:
     lines = banner(FACTS, width=width).splitlines()
@@ -131,7 +139,7 @@ def test_banner_shows_layout_and_memory() -> None:
     text = " ".join(banner(FACTS).split())
     assert "8 on cpu (gloo) = tensor parallel 2 x data parallel 4" in text
     assert "256 samples = micro-batch 8 x data parallel 4 x accumulation 8" in text
-    assert "0 shares layers with 1, data-parallel states with 2 4 6" in text
+    assert "of rank 0: tensor parallel 0 1; data parallel 0 2 4 6" in text
     assert f"iterations 4,001 to {total_iterations(CONFIG, 4, FACTS.state):,}; " in text
     assert "scaled_dot_product_attention per document: flash" in text
     assert "cpu_adam, deepspeed_shm_comm" in text

@@ -147,6 +147,24 @@ def test_warm_up_evaluations_and_saves_are_not_training_time(
     assert [record.samples_per_second for record in records] == [2.0, 2.0, 2.0]
 
 
+@pytest.mark.parametrize(
+    ("iteration", "skip_train", "warns"), [(6, False, True), (6, True, False), (5, False, False)]
+)
+def test_a_complete_run_warns_that_nothing_is_trained(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    iteration: int,
+    skip_train: bool,
+    warns: bool,
+) -> None:
+    world = World()
+    monkeypatch.setattr(Trainer, "_batches", lambda *_: world)
+    state = TrainState(iteration=iteration)
+    make_trainer(world, MagicMock(spec=Logger), state=state, skip_train=skip_train).run()
+    assert world.taken == 6 - iteration
+    assert ("[run-complete]" in capsys.readouterr().out) == warns
+
+
 def test_the_last_validation_is_computed_once_and_logged_twice(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
