@@ -153,6 +153,8 @@ class GPTModel(nn.Module):
         is_traceable = packing is None or not packing.reset_attention
         if packing is not None and packing.kernel is not None:
             is_traceable = packing.kernel.is_traceable
+            # The number of documents varies, and with it a dimension in the graph.
+            lengths_vary = lengths_vary or is_traceable
         for block in self._blocks():
             block.compile_parts(
                 is_core_traceable=is_traceable, dynamic=None if lengths_vary else False

@@ -1,4 +1,4 @@
-"""Compiled layers are whole graphs, and traced twice for varying lengths, not once per length."""
+"""Compiled layers are whole graphs, traced twice for varying lengths or numbers of documents."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from megatron_ds.model.gpt import GPTModel
 from megatron_ds.model.packed_attention import PackingOptions, VarlenKernel
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.parallel.rng import RngStreams
-from tests.unit.model.dense import dense_varlen
+from tests.unit.model.dense import build_model, dense_varlen
+from tests.unit.model.test_packed_attention import CONFIG
 
 LENGTHS = (8, 12, 24)
 EOD = 5
@@ -68,3 +69,16 @@ def test_two_traces_serve_all_lengths(positions: str, packing: PackingOptions | 
     found = graphs(positions, packing)
     assert found[0] > 0
     assert found[1:] == [2 * found[0]] * (len(LENGTHS) - 1)
+
+
+def test_two_traces_serve_all_numbers_of_documents() -> None:
+    packing = PackingOptions(EOD, False, True, VarlenKernel(dense_varlen))
+    model = build_model(CONFIG, packing=packing)
+    model.compile_layers()
+    before, found = counters["stats"]["unique_graphs"], []
+    for documents in (10, 20, 40, 60):
+        tokens_BS = torch.zeros((2, CONFIG.seq_length), dtype=torch.int64)
+        model(tokens_BS, tokens_BS, max_documents=documents).loss_sum.backward()
+        found.append(counters["stats"]["unique_graphs"] - before)
+    assert found[0] > 0
+    assert found[1:] == [2 * found[0]] * 3
