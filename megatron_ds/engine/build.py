@@ -22,7 +22,7 @@ from megatron_ds.config.problems import Problem, user_error
 from megatron_ds.engine import deepspeed_patches, readback
 from megatron_ds.engine.adam_kernels import apex_adam, available_on
 from megatron_ds.engine.deferred_compiler import defer_compiler
-from megatron_ds.engine.ds_config import build_ds_config
+from megatron_ds.engine.ds_config import build_ds_config, zero_stage
 from megatron_ds.engine.param_groups import parameter_groups
 from megatron_ds.engine.zero import ZeroEngine
 from megatron_ds.model.document_kernels import select_document_kernel
@@ -32,6 +32,9 @@ from megatron_ds.model.packed_attention import PackingOptions
 from megatron_ds.parallel.activation_checkpointing import ActivationCheckpointing, Function
 from megatron_ds.parallel.mesh import Mesh, Mpu
 from megatron_ds.parallel.rng import RngStreams
+
+COMPILED_ZERO3_TORCH = "2.13"
+"""With torch 2.11, parameters that DeepSpeed gathers inside a compiled layer get no gradient."""
 
 
 def build_engine(
@@ -135,8 +138,17 @@ def _compile(model: GPTModel, config: Config, mesh: Mesh, device: torch.device) 
 
     Returns:
         Why nothing is compiled on any rank, if something should be.
+
+    Raises:
+        UserError: If torch is known to compile the layers wrongly.
     """
     if config.runtime.compile:
+        if zero_stage(config) == 3 and torch.__version__ < COMPILED_ZERO3_TORCH:
+            raise user_error(
+                "compiled-zero3-needs-newer-torch",
+                needed=COMPILED_ZERO3_TORCH,
+                installed=torch.__version__,
+            )
         model.compile_layers(lengths_vary=config.schedule.curriculum_seqlen is not None)
     elif get_accelerator().is_triton_supported():
         functions, problem = compile_elementwise(

@@ -9,8 +9,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from torch._inductor import config as inductor
 
+from megatron_ds.engine.build import COMPILED_ZERO3_TORCH
 from tests.dist import parity_cases
 from tests.dist.compare import differences
 from tests.dist.parity_cases import Case
@@ -19,6 +21,7 @@ from tests.dist.rank_jobs import Job, JobResults, case_training, run_jobs
 ONE_PROCESS = Case(1, 1, 1, 1, "learned", "adamw")
 ZERO3 = Case(2, 3, 1, 1, "learned", "adamw")
 WITH_DROPOUT = Case(2, 1, 2, 1, "gqa", "adamw")
+COMPILES_ZERO3 = torch.__version__ >= COMPILED_ZERO3_TORCH
 
 
 def job(case: Case, compiled: bool, probe: Any = None, **changes: Any) -> Job:
@@ -51,7 +54,8 @@ def one_process() -> JobResults:
 def two_ranks() -> JobResults:
     jobs = {}
     for compiled in (False, True):
-        jobs[f"zero3-{compiled}"] = job(ZERO3, compiled)
+        if COMPILES_ZERO3:
+            jobs[f"zero3-{compiled}"] = job(ZERO3, compiled)
         jobs[f"selective-{compiled}"] = with_dropout(
             "selective", compiled, use_torch_random_numbers
         )
@@ -79,6 +83,7 @@ def test_one_process_matches_eager(one_process: JobResults) -> None:
     assert_same(one_process, "True", "False")
 
 
+@pytest.mark.skipif(not COMPILES_ZERO3, reason="this torch compiles ZeRO-3 incorrectly")
 def test_zero3_matches_eager(two_ranks: JobResults) -> None:
     assert_same(two_ranks, "zero3-True", "zero3-False")
 

@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import dataclasses
+from contextlib import nullcontext
 from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
 import torch
+from torch.torch_version import TorchVersion
 
-from megatron_ds.config import Config, DataConfig, RecomputeConfig, RuntimeConfig
+from megatron_ds.config import (
+    Config,
+    DataConfig,
+    DeepSpeedConfig,
+    RecomputeConfig,
+    RuntimeConfig,
+)
 from megatron_ds.config.problems import Problem
 from megatron_ds.engine import build
 from megatron_ds.engine.build import selective_recompute_note
 from megatron_ds.model.elementwise import EAGER, Elementwise
 from megatron_ds.model.packed_attention import PackingOptions, VarlenKernel
 from megatron_ds.parallel.mesh import Mesh
-from tests.problems import codes
+from tests.problems import codes, raises_problem
 from tests.unit.model.dense import build_model, dense_varlen
 from tests.unit.model.test_packed_attention import CONFIG
 
@@ -71,6 +79,16 @@ def test_compiled_layers_need_no_compiled_parts(monkeypatch: pytest.MonkeyPatch)
     model = build_model(run.model)
     assert build._compile(model, run, Mesh.single(), CPU) is None
     assert model.compiled == f"{run.model.num_layers} layers by torch.compile"
+
+
+def test_layers_of_zero3_are_compiled_by_a_new_torch_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__version__", TorchVersion("2.11.0+cu130"))
+    for stage in (2, 3):
+        run = config(
+            runtime=RuntimeConfig(compile=True), deepspeed=DeepSpeedConfig(zero_stage=stage)
+        )
+        with raises_problem("compiled-zero3-needs-newer-torch") if stage == 3 else nullcontext():
+            build._compile(build_model(run.model), run, Mesh.single(), CPU)
 
 
 def test_kernels_of_documents_are_selected_on_an_accelerator_only(
