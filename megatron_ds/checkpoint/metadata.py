@@ -296,7 +296,7 @@ def manifest_text(files: Mapping[str, FileRecord]) -> str:
 def checksum_manifest(files: Mapping[str, Any]) -> str:
     """The text of a manifest with these entries, which contains its own SHA-256.
 
-    The digest is computed with zeros in the place of the digest, so a change of any byte is
+    The digest is computed with zeros instead of the digest, so a change of any byte is
     detected.
     """
     values = {

@@ -152,6 +152,8 @@ def _schedule(facts: BannerData) -> Lines:
     saving = " iterations; no checkpoints (no --save)"
     if saves.save is not None:
         saving = f", checkpoint {saves.save_interval} iterations, to {saves.save}"
+        if saves.save_interval is None:
+            saving = f" iterations, checkpoint at the end, to {saves.save}"
     intervals = f"log {logging.log_interval}, evaluation {logging.eval_interval}{saving}"
     return [("length", length), ("rate", course), ("intervals", intervals)]
 

@@ -144,8 +144,8 @@ def distance(one: Tensors, other: Tensors) -> float:
 
 @pytest.mark.parametrize(("stage", "tp", "remote"), OFFLOADED)
 def test_offloading_changes_nothing(stage: int, tp: int, remote: str, outcomes: JobResults) -> None:
-    """The process it is held against knows no offloading; the parity cases run without it equal the
-    same process."""
+    """The process it is compared with knows no offloading; the parity cases run without it equal
+    the same process."""
     for run in outcomes.of(f"offloaded-{stage}-{tp}-{remote}"):
         assert differences(run, reference_of("learned", "adamw")) == []
 

@@ -270,7 +270,7 @@ def changed(config: Config, names: list[str]) -> Config:
 def resume_layout(
     name: str, folder: Path, without: str | None, meshes: dict[int, Mesh]
 ) -> dict[str, Any]:
-    """Compares a resume with a run that goes on, on one layout."""
+    """Compares a resume with an uninterrupted run, on one layout."""
     layout, folder = LAYOUTS[name], folder / name
     config, mesh = layout.config(), meshes[layout.tp]
     first = Training(config, mesh, TOTAL_STEPS)

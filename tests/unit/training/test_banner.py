@@ -108,10 +108,12 @@ FACTS = BannerData(
 
 def test_banner_of_a_complete_run_names_no_iterations_to_come() -> None:
     schedule = ScheduleConfig(micro_batch_size=8, global_batch_size=256, train_iters=3000)
-    config = dataclasses.replace(CONFIG, schedule=schedule)
+    checkpoint = CheckpointConfig(save="folder")
+    config = dataclasses.replace(CONFIG, schedule=schedule, checkpoint=checkpoint)
     text = " ".join(banner(dataclasses.replace(FACTS, config=config)).split())
     assert "complete: the checkpoint has 4,000 of 3,000 iterations" in text
     assert "iterations 4,001" not in text
+    assert "checkpoint at the end, to folder" in text
 
 
 @pytest.mark.parametrize("width", [80, 100, 200])
