@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ SUFFIXES = (".png", ".pdf", ".svg")
 
 @dataclass(frozen=True)
 class Options:
-    """Plots the loss curve of a run as text, and as a PNG with --output."""
+    """Plots the loss curve of a run as text, and as a figure with --output."""
 
     metrics: str = option_field("", "metrics.jsonl of the run", metavar="FILE", required=True)
     output: str | None = option_field(None, f"output file ({' '.join(SUFFIXES)})", metavar="FILE")
@@ -30,6 +31,8 @@ class Options:
     baseline_name: str = option_field("unigram model", "name of the horizontal line")
 
     def problems(self) -> Iterator[Problem]:
+        if os.path.isdir(self.metrics):
+            yield Problem("not-a-file", "metrics", path=self.metrics)
         if self.output is None:
             return
         if not self.output.lower().endswith(SUFFIXES):

@@ -118,6 +118,13 @@ def test_unknown_picture_format_is_rejected(
     assert printed_codes(capsys.readouterr().err) == ["plot-suffix"]
 
 
+def test_a_folder_of_metrics_is_rejected(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert plot_loss.main(["--metrics", str(tmp_path)]) == 2
+    assert printed_codes(capsys.readouterr().err) == ["not-a-file"]
+
+
 def test_metrics_without_steps_are_rejected(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text("")
