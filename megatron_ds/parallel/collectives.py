@@ -37,9 +37,11 @@ def start_all_reduce_(x: Tensor, group: Group) -> dist.Work | None:
     """
     if group.size == 1:
         return None
-    # A compiled graph has no handles; its compiler overlaps the sum itself.
-    is_async = not torch.compiler.is_compiling()
-    work: dist.Work | None = dist.all_reduce(x, group=group.handle, async_op=is_async)
+    if torch.compiler.is_compiling():
+        # A compiled graph has no handles; its compiler overlaps the sum itself.
+        dist.all_reduce(x, group=group.handle)
+        return None
+    work: dist.Work = dist.all_reduce(x, group=group.handle, async_op=True)
     return work
 
 
