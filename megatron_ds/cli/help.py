@@ -76,6 +76,9 @@ def explanation(flag: Flag, table: FlagTable, *, in_table: bool = False) -> str:
         notes.append(f"default: {default_of(flag)}")
     if flag.range:
         notes.append(flag.range)
+    if flag.conditions:
+        unmet = " or ".join(condition.describe_unmet() for condition in flag.conditions)
+        notes.append(f"no effect {table.resolve(unmet)}")
     if other_names(flag) and not in_table:
         notes.append("also " + ", ".join(f"--{name}" for name in other_names(flag)))
     if not notes:

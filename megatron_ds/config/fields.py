@@ -133,14 +133,18 @@ class OptionSpec:
         """The valid range, such as `at least 0 and less than 1`; "" without bounds."""
         return " and ".join(f"{words} {bound:.15g}" for words, _, bound in self._bounds)
 
+    @property
+    def conditions(self) -> tuple[Condition, ...]:
+        """All conditions of `only_with`."""
+        return self.only_with if isinstance(self.only_with, tuple) else (self.only_with,)
+
     def unmet(self, options: Any) -> Condition | None:
         """The first condition of `only_with` that does not hold; None if the value has an effect.
 
         Args:
             options: Object with the attributes that the conditions name.
         """
-        conditions = self.only_with if isinstance(self.only_with, tuple) else (self.only_with,)
-        return next((each for each in conditions if not each.holds(options)), None)
+        return next((each for each in self.conditions if not each.holds(options)), None)
 
     def flag_name(self, field: str, default: object) -> str:
         """The main flag of a field, without leading dashes."""

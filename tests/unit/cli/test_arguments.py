@@ -204,6 +204,12 @@ except SystemExit as ended:
 """
 
 
+def test_help_names_the_flags_that_another_one_needs() -> None:
+    shown = " ".join(training_help(training_flags()).split())
+    assert "at least 1; no effect without --save)" in shown
+    assert "no effect without --fp16 or with --loss-scale)" in shown
+
+
 @pytest.mark.parametrize(
     ("line", "code"), [("--help", 0), ("--version", 0), ("--num-layers two --fp17", 2)]
 )
