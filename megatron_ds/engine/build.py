@@ -33,8 +33,9 @@ from megatron_ds.parallel.activation_checkpointing import ActivationCheckpointin
 from megatron_ds.parallel.mesh import Mesh, Mpu
 from megatron_ds.parallel.rng import RngStreams
 
-COMPILED_ZERO3_TORCH = "2.13"
-"""With torch 2.11, parameters that DeepSpeed gathers inside a compiled layer get no gradient."""
+CORRECT_COMPILER = "2.13"
+"""With torch 2.11, parameters that DeepSpeed gathers inside a compiled layer get no gradient, and
+layers with attention inside documents train differently on two tensor-parallel ranks."""
 
 
 def build_engine(
@@ -143,10 +144,16 @@ def _compile(model: GPTModel, config: Config, mesh: Mesh, device: torch.device) 
         UserError: If torch is known to compile the layers wrongly.
     """
     if config.runtime.compile:
-        if zero_stage(config) == 3 and torch.__version__ < COMPILED_ZERO3_TORCH:
+        if zero_stage(config) == 3 and torch.__version__ < CORRECT_COMPILER:
             raise user_error(
                 "compiled-zero3-needs-newer-torch",
-                needed=COMPILED_ZERO3_TORCH,
+                needed=CORRECT_COMPILER,
+                installed=torch.__version__,
+            )
+        if config.data.reset_attention_mask and torch.__version__ < CORRECT_COMPILER:
+            raise user_error(
+                "compiled-documents-need-newer-torch",
+                needed=CORRECT_COMPILER,
                 installed=torch.__version__,
             )
         model.compile_layers(lengths_vary=config.schedule.curriculum_seqlen is not None)

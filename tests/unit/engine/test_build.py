@@ -91,6 +91,15 @@ def test_layers_of_zero3_are_compiled_by_a_new_torch_only(monkeypatch: pytest.Mo
             build._compile(build_model(run.model), run, Mesh.single(), CPU)
 
 
+def test_attention_inside_documents_is_compiled_by_a_new_torch_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch, "__version__", TorchVersion("2.11.0+cu130"))
+    run = config(runtime=RuntimeConfig(compile=True), data=DataConfig(reset_attention_mask=True))
+    with raises_problem("compiled-documents-need-newer-torch"):
+        build._compile(build_model(run.model), run, Mesh.single(), CPU)
+
+
 def test_kernels_of_documents_are_selected_on_an_accelerator_only(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
