@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megatron_ds.config import Config, RecomputeConfig
 from megatron_ds.config.fields import in_effect
-from megatron_ds.config.problems import Problem, user_error
+from megatron_ds.config.problems import Problem, raise_if_any, user_error
 from megatron_ds.engine import deepspeed_patches, readback
 from megatron_ds.engine.adam_kernels import apex_adam, available_on
 from megatron_ds.engine.deferred_compiler import defer_compiler
@@ -144,18 +144,7 @@ def _compile(model: GPTModel, config: Config, mesh: Mesh, device: torch.device) 
         UserError: If torch is known to compile the layers wrongly.
     """
     if config.runtime.compile:
-        if zero_stage(config) == 3 and torch.__version__ < CORRECT_COMPILER:
-            raise user_error(
-                "compiled-zero3-needs-newer-torch",
-                needed=CORRECT_COMPILER,
-                installed=torch.__version__,
-            )
-        if config.data.reset_attention_mask and torch.__version__ < CORRECT_COMPILER:
-            raise user_error(
-                "compiled-documents-need-newer-torch",
-                needed=CORRECT_COMPILER,
-                installed=torch.__version__,
-            )
+        raise_if_any(_miscompiled(config))
         model.compile_layers(lengths_vary=config.schedule.curriculum_seqlen is not None)
     elif get_accelerator().is_triton_supported():
         functions, problem = compile_elementwise(
@@ -174,6 +163,17 @@ def _compile(model: GPTModel, config: Config, mesh: Mesh, device: torch.device) 
             return found
         model.use_elementwise(functions)
     return None
+
+
+def _miscompiled(config: Config) -> Iterator[Problem]:
+    """What the installed torch is known to compile wrongly."""
+    if torch.__version__ >= CORRECT_COMPILER:
+        return
+    needed, installed = CORRECT_COMPILER, torch.__version__
+    if zero_stage(config) == 3:
+        yield Problem("compiled-zero3-needs-newer-torch", needed=needed, installed=installed)
+    if config.data.reset_attention_mask:
+        yield Problem("compiled-documents-need-newer-torch", needed=needed, installed=installed)
 
 
 def selective_recompute_note(
