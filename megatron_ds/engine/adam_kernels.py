@@ -7,10 +7,11 @@ checkpoint continues with the same one on another machine.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from enum import StrEnum
 from typing import Any
+
+from megatron_ds.model.apex import apex_class
 
 
 class AdamKernel(StrEnum):
@@ -79,19 +80,10 @@ def available_on(device: str) -> IsAvailable:
 
 
 def apex_adam() -> type[Any] | None:
-    """FusedAdam of NVIDIA's apex with its compiled part; None if it is not installed.
-
-    Found by the class: the package index has another package of the name `apex`.
-    """
+    """FusedAdam of NVIDIA's apex; None if it is not installed."""
     from torch.optim import Optimizer
 
-    try:
-        found = importlib.import_module("apex.optimizers").FusedAdam
-        importlib.import_module("amp_C")
-    except Exception:  # whatever a package of this name raises when it is imported
-        return None
-    is_optimizer = isinstance(found, type) and issubclass(found, Optimizer)
-    return found if is_optimizer else None
+    return apex_class("apex.optimizers", "FusedAdam", "amp_C", Optimizer)
 
 
 def _torch_fused_devices() -> list[str]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 from enum import StrEnum
 
 import torch
 from torch import nn
 
 from megatron_ds.config import ModelConfig
+from megatron_ds.model.apex import apex_class
 
 
 class NormKernel(StrEnum):
@@ -40,16 +40,8 @@ def build_norm(config: ModelConfig) -> nn.Module:
 
 
 def apex_rms_norm() -> type[nn.Module] | None:
-    """FusedRMSNorm of NVIDIA's apex with its compiled part; None if it is not installed.
-
-    Found by the class: the package index has another package of the name `apex`.
-    """
-    try:
-        found = importlib.import_module("apex.normalization").FusedRMSNorm
-        importlib.import_module("fused_layer_norm_cuda")
-    except Exception:  # whatever a package of this name raises when it is imported
-        return None
-    return found if isinstance(found, type) and issubclass(found, nn.Module) else None
+    """FusedRMSNorm of NVIDIA's apex; None if it is not installed."""
+    return apex_class("apex.normalization", "FusedRMSNorm", "fused_layer_norm_cuda", nn.Module)
 
 
 def _torch_has_rms_norm() -> bool:
