@@ -1,4 +1,5 @@
-"""Write docs/flags.md from the declared flags, and the import diagram of docs/architecture.md."""
+"""Write docs/flags.md from the declared flags, docs/support_matrix.md from the rules of layouts,
+and the import diagram of docs/architecture.md."""
 
 from __future__ import annotations
 
@@ -57,7 +58,7 @@ All other flags that the peers share have their defaults.
 
 @dataclass(frozen=True)
 class Options:
-    """Writes docs/flags.md and the diagram of docs/architecture.md from the code."""
+    """Writes docs/flags.md, docs/support_matrix.md and the diagram of docs/architecture.md."""
 
 
 def tool_tables() -> dict[str, FlagTable]:
@@ -162,9 +163,14 @@ def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
 
 def work(options: Options) -> None:
     flags = page()
-    from tools import import_graph  # `page` has added the repository to the path
+    from tools import import_graph, support_matrix  # `page` has added the repository to the path
 
-    for path, text in ((OUTPUT, flags), (import_graph.PAGE, import_graph.page())):
+    pages = {
+        OUTPUT: flags,
+        support_matrix.OUTPUT: support_matrix.page(),
+        import_graph.PAGE: import_graph.page(),
+    }
+    for path, text in pages.items():
         path.write_text(text, encoding="utf-8")
         print(f"wrote {path}")
 

@@ -23,6 +23,8 @@ all of them; `python tools/make_messages.py` writes it from `megatron_ds/config/
 """
 CREATORS: dict[str, set[str]] = {"Problem": set(), "user_error": set(), "library_errors": {"why"}}
 """Functions that create a problem, with the values that they add."""
+RULE_VALUES = frozenset({"combination", "closest"})
+"""Values of the problem of a `Rule` of megatron_ds/config/support.py, which adds them itself."""
 
 
 @dataclass(frozen=True)
@@ -44,11 +46,16 @@ def uses() -> Iterator[Use]:
                 if not isinstance(node, ast.Call):
                     continue
                 function = getattr(node.func, "attr", getattr(node.func, "id", ""))
-                if function in CREATORS and isinstance(node.args[0], ast.Constant):
-                    names = {str(keyword.arg) for keyword in node.keywords} | CREATORS[function]
+                is_rule = function == "Rule"
+                if not is_rule and function not in CREATORS:
+                    continue
+                if isinstance(node.args[0], ast.Constant):
+                    keywords = {str(keyword.arg) for keyword in node.keywords}
+                    names = RULE_VALUES if is_rule else keywords | CREATORS[function]
                     location = f"{path.relative_to(REPOSITORY)}:{node.lineno}"
-                    code = str(node.args[0].value)
-                    yield Use(code, frozenset(names), len(node.args) > 1, location)
+                    code, has_fields = str(node.args[0].value), len(node.args) > 1 and not is_rule
+                    if code:
+                        yield Use(code, frozenset(names), has_fields, location)
 
 
 def placeholders(text: str) -> frozenset[str]:

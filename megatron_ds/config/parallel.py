@@ -43,8 +43,6 @@ class ParallelConfig:
                 valid=list_numbers(divisors(world_size)),
                 nearest_multiples=nearest_multiples(world_size, tp),
             )
-        if self.pipeline_model_parallel_size > 1:
-            yield Problem("pipeline-parallelism-unsupported", settings=self)
 
 
 def _count_processes(count: int) -> str:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from megatron_ds.config import Config
+from megatron_ds.config import Config, support
 from megatron_ds.config.fields import in_effect
 from megatron_ds.config.problems import Problem, UserError, option
 from megatron_ds.engine import ds_schedules
@@ -261,12 +261,9 @@ def _checkpoint_number_problems(config: Config, file: DeepSpeedFile) -> Iterator
 
 def _layout_problems(config: Config) -> Iterator[Problem]:
     """Find combinations that the pinned DeepSpeed computes wrongly or does not support."""
-    stage, precision, deepspeed = zero_stage(config), config.precision, config.deepspeed
-    name, device = precision.name, deepspeed.param_offload
-    if stage == 0 and name != "fp32":
-        yield Problem("zero0-with-half-precision", "zero_stage", name, flag=option(name))
-    if stage == 0 and deepspeed.cpu_optimizer:
-        yield Problem("zero0-with-offload")
+    yield from support.problems(config)
+    precision, deepspeed = config.precision, config.deepspeed
+    device = deepspeed.param_offload
     if device == "nvme" and config.logging.log_params_norm:
         yield Problem("params-norm-with-nvme")
     if device == "nvme" and deepspeed.deepspeed_config is None:
@@ -274,5 +271,3 @@ def _layout_problems(config: Config) -> Iterator[Problem]:
     scale = in_effect(precision).initial_loss_scale
     if precision.fp16 and not (scale > 0 and math.log2(scale).is_integer()):
         yield Problem("initial-loss-scale-not-power-of-two", scale=scale)
-    if deepspeed.cpu_optimizer and config.optimizer.optimizer == "sgd":
-        yield Problem("sgd-with-offload")

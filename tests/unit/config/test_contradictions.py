@@ -69,7 +69,6 @@ CASES: list[tuple[dict[str, Any], str]] = [
     ({"num_query_groups": 4}, "heads-not-divisible-by-query-groups"),
     ({"max_position_embeddings": 8}, "sequence-exceeds-position-embeddings"),
     ({**ROPE, "rotary_percent": 0.4}, "odd-rotary-dimension: rotary_percent kv_channels"),
-    ({"pipeline_model_parallel_size": 2}, "pipeline-parallelism-unsupported"),
     # Activation checkpointing.
     (
         {**FULL, "checkpoint_num_layers": 3},

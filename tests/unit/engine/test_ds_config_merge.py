@@ -177,11 +177,7 @@ def test_ineffective_key_is_reported(merge: Merge, file: object, warning: str) -
 @pytest.mark.parametrize(
     ("flags", "code"),
     [
-        ("--zero-stage 0 --bf16", "zero0-with-half-precision"),
-        ("--zero-stage 0 --fp16", "zero0-with-half-precision"),
-        ("--zero-stage 0 --cpu-optimizer", "zero0-with-offload"),
         ("--zero-stage 3 --remote-device nvme", "remote-device-without-nvme-path"),
-        ("--optimizer sgd --cpu-optimizer", "sgd-with-offload"),
         ("--fp16 --initial-loss-scale 1000", "initial-loss-scale-not-power-of-two"),
     ],
 )

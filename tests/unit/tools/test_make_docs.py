@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from megatron_ds.cli.flags import training_flags
 from megatron_ds.cli.help import other_names
-from tools import import_graph, make_docs
+from tools import import_graph, make_docs, support_matrix
 
 
 def test_flags_page_is_current() -> None:
     """Regenerate with `python tools/make_docs.py`."""
     assert make_docs.OUTPUT.read_text(encoding="utf-8") == make_docs.page()
+
+
+def test_support_matrix_is_current() -> None:
+    """Regenerate with `python tools/make_docs.py`."""
+    assert support_matrix.OUTPUT.read_text(encoding="utf-8") == support_matrix.page()
 
 
 def test_import_diagram_is_current() -> None:

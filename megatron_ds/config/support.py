@@ -1,0 +1,295 @@
+"""The support matrix: which layouts work together, why the others do not, and which test proves it.
+
+A *layout* is one value for each axis of `AXES`. The validator rejects a layout that a rule of
+`RULES` forbids; docs/support_matrix.md is generated from the same tables by `python
+tools/make_docs.py`; the tests draw their layouts from them. So nothing is accepted that the
+page does not list, and no layout is rejected in one place and run in another.
+
+To add a feature:
+
+1. Add its axis, or its value of an axis, with the flags that request it.
+2. Add a `Rule` for each combination that does not work or has no test, with the layout to use
+   instead, and its message to messages.toml, as `{combination}: REASON; use {closest}`. A rule may
+   name one axis (the value never works) or several, and is checked before anything is allocated.
+3. Add a `Proof`, or extend one: the test, and the values that it covers. A proof claims every pair
+   of its values, and each of them with the defaults of all other axes.
+
+`tests/unit/config/test_support.py` checks that every test exists and that the validator rejects
+what a rule forbids.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from megatron_ds.config.problems import Problem
+
+if TYPE_CHECKING:
+    from megatron_ds.config import Config
+
+Layout = Mapping[str, str]
+"""A value for each axis."""
+Values = Mapping[str, tuple[str, ...]]
+"""Values of some axes."""
+
+TESTED_WITH = ("0.19.8",)
+"""Versions of DeepSpeed that the tests of `PROOFS` were run with; the first is the pinned one."""
+
+
+@dataclass(frozen=True)
+class Axis:
+    """A property of a layout.
+
+    Attributes:
+        title: Name in the documentation.
+        values: By value the flags that request it.
+        read: The value of a configuration, which is complete: DeepSpeed's file is merged.
+        default: The value without flags.
+    """
+
+    title: str
+    values: Mapping[str, str]
+    read: Callable[[Config], str]
+    default: str
+
+    def words(self, value: str) -> str:
+        """The flags of a value for messages: `--zero-stage 0`, `no --bf16 or --fp16`."""
+        flags = self.values[value]
+        if value == MANY:
+            return f"{flags.split()[0]} > 1"
+        words = " ".join(self.values.values()).split()
+        named = dict.fromkeys(word for word in words if word.startswith("--"))
+        return flags or f"no {' or '.join(named)}"
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A combination of values that does not work.
+
+    Attributes:
+        code: Problem of messages.toml; its text has the reason. "" in `WITHOUT_EFFECT`.
+        values: By axis the values that do not work together with those of the other axes.
+        instead: By axis the value of the closest layout that works.
+        upstream: Where the cause is reported: `DeepSpeed#7833`.
+    """
+
+    code: str
+    values: Values
+    instead: Layout
+    upstream: str = ""
+
+    def forbids(self, layout: Layout) -> bool:
+        return all(layout[axis] in values for axis, values in self.values.items())
+
+
+@dataclass(frozen=True)
+class Proof:
+    """A test that compares layouts with one process.
+
+    Attributes:
+        test: File and name.
+        values: By axis the values that it covers: every pair of them, and each of them with the
+            default values of the axes that are not named.
+    """
+
+    test: str
+    values: Values = field(default_factory=dict)
+
+    def covers(self, layout: Layout) -> bool:
+        """Whether all values of a part of a layout are covered."""
+        return all(
+            value in self.values.get(axis, (AXES[axis].default,)) for axis, value in layout.items()
+        )
+
+
+MANY = "> 1"
+
+
+def _size(flag: str) -> dict[str, str]:
+    return {"1": f"{flag} 1", MANY: f"{flag} 2"}
+
+
+def _size_of(size: int) -> str:
+    return MANY if size > 1 else "1"
+
+
+def _offload(config: Config) -> str:
+    optimizer, parameters = config.deepspeed.cpu_optimizer, config.deepspeed.param_offload != "none"
+    names = {(True, False): "optimizer", (False, True): "parameters", (True, True): "both"}
+    return names.get((optimizer, parameters), "none")
+
+
+def _recompute(config: Config) -> str:
+    if config.recompute.is_by_deepspeed:
+        return "deepspeed"
+    return config.recompute.recompute_granularity or "none"
+
+
+AXES: Mapping[str, Axis] = {
+    "zero": Axis(
+        "ZeRO stage",
+        {stage: f"--zero-stage {stage}" for stage in ("0", "1", "2", "3")},
+        lambda config: str(1 if (stage := config.deepspeed.zero_stage) is None else stage),
+        "1",
+    ),
+    "offload": Axis(
+        "offload",
+        {
+            "none": "",
+            "optimizer": "--cpu-optimizer",
+            "parameters": "--remote-device cpu",
+            "both": "--cpu-optimizer --remote-device cpu",
+        },
+        _offload,
+        "none",
+    ),
+    "tp": Axis(
+        "tensor parallel",
+        _size("--tensor-model-parallel-size"),
+        lambda config: _size_of(config.parallel.tensor_model_parallel_size),
+        "1",
+    ),
+    "pp": Axis(
+        "pipeline parallel",
+        _size("--pipeline-model-parallel-size"),
+        lambda config: _size_of(config.parallel.pipeline_model_parallel_size),
+        "1",
+    ),
+    "precision": Axis(
+        "precision",
+        {"fp32": "", "bf16": "--bf16", "fp16": "--fp16"},
+        lambda config: config.precision.name,
+        "fp32",
+    ),
+    "recompute": Axis(
+        "activation checkpointing",
+        {
+            "none": "",
+            "selective": "--recompute-granularity selective",
+            "full": "--recompute-granularity full",
+            "deepspeed": "--recompute-granularity full --partition-activations",
+        },
+        _recompute,
+        "none",
+    ),
+    "optimizer": Axis(
+        "optimizer",
+        {name: f"--optimizer {name}" for name in ("adam", "sgd")},
+        lambda config: config.optimizer.optimizer,
+        "adam",
+    ),
+    "documents": Axis(
+        "document masks",
+        {"off": "", "on": "--reset-attention-mask"},
+        lambda config: "on" if config.data.reset_attention_mask else "off",
+        "off",
+    ),
+    "curriculum": Axis(
+        "curriculum",
+        {"off": "", "on": "--curriculum-seqlen 8 16 1000"},
+        lambda config: "off" if config.schedule.curriculum_seqlen is None else "on",
+        "off",
+    ),
+}
+
+RULES: tuple[Rule, ...] = (
+    Rule("pipeline-parallelism-unsupported", {"pp": (MANY,)}, instead={"pp": "1"}),
+    Rule(
+        "zero0-with-half-precision",
+        {"zero": ("0",), "precision": ("bf16", "fp16")},
+        instead={"zero": "1"},
+    ),
+    Rule(
+        "zero0-with-offload",
+        {"zero": ("0",), "offload": ("optimizer", "both")},
+        instead={"zero": "1"},
+    ),
+    Rule(
+        "sgd-with-offload",
+        {"optimizer": ("sgd",), "offload": ("optimizer", "both")},
+        instead={"optimizer": "adam"},
+    ),
+)
+
+WITHOUT_EFFECT: tuple[Rule, ...] = (
+    Rule("", {"zero": ("0", "1", "2"), "offload": ("parameters", "both")}, instead={"zero": "3"}),
+)
+"""Combinations in which a flag has no effect, with a warning: no configuration reads as them."""
+
+ZERO = tuple(AXES["zero"].values)
+TP = tuple(AXES["tp"].values)
+PROOFS: tuple[Proof, ...] = (
+    Proof(
+        "tests/dist/test_parity.py::test_layout_equals_one_process",
+        {"zero": ZERO, "tp": TP, "optimizer": ("adam", "sgd")},
+    ),
+)
+
+
+def layout_of(config: Config) -> Layout:
+    """The layout of a complete configuration."""
+    return {name: axis.read(config) for name, axis in AXES.items()}
+
+
+def broken_rules(layout: Layout) -> list[Rule]:
+    """The rules that forbid a layout."""
+    return [rule for rule in RULES if rule.forbids(layout)]
+
+
+def closest(layout: Layout) -> Layout:
+    """The closest layout that works, by the rules' own words.
+
+    Raises:
+        ValueError: If the rules lead back and forth.
+    """
+    found = dict(layout)
+    for _ in RULES:
+        broken = broken_rules(found)
+        if not broken:
+            return found
+        found |= broken[0].instead
+    raise ValueError(f"no layout that works is reached from {layout}")
+
+
+def problems(config: Config) -> Iterator[Problem]:
+    """Every rule that a complete configuration breaks, with the closest layout that works."""
+    layout = layout_of(config)
+    broken = broken_rules(layout)
+    if not broken:
+        return
+    wanted = closest(layout)
+    changed = [AXES[axis].words(wanted[axis]) for axis in AXES if wanted[axis] != layout[axis]]
+    for rule in broken:
+        combination = " with ".join(AXES[axis].words(layout[axis]) for axis in rule.values)
+        problem = Problem(rule.code, combination=combination, closest=" ".join(changed))
+        yield problem.extended(f" ({rule.upstream})") if rule.upstream else problem
+
+
+def pairs(one: str, other: str) -> Iterator[Layout]:
+    """Every pair of values of two axes."""
+    for first, second in itertools.product(AXES[one].values, AXES[other].values):
+        yield {one: first, other: second}
+
+
+def obstacle(part: Layout) -> Rule | None:
+    """The rule because of which no layout has these values; None if one has them."""
+    found = completed(part)
+    broken = (rule for rule in (*RULES, *WITHOUT_EFFECT) if rule.forbids(found))
+    return next(broken, None)
+
+
+def completed(part: Layout) -> Layout:
+    """A layout with these values, and the defaults of other axes as far as the rules allow."""
+    found = {name: axis.default for name, axis in AXES.items()} | dict(part)
+    for rule in (*RULES, *WITHOUT_EFFECT):
+        if rule.forbids(found):
+            found |= {axis: value for axis, value in rule.instead.items() if axis not in part}
+    return found
+
+
+def proofs_of(part: Layout) -> list[Proof]:
+    """The tests that cover these values together."""
+    return [proof for proof in PROOFS if proof.covers(part)]

@@ -1,0 +1,96 @@
+"""The support matrix: every "no" is rejected before allocation, every "yes" has a test."""
+
+from __future__ import annotations
+
+import ast
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megatron_ds.cli.arguments import build_config
+from megatron_ds.config import Config, support
+from megatron_ds.config.problems import Problem
+from megatron_ds.config.support import AXES, PROOFS, RULES, Layout, Rule
+from megatron_ds.engine.ds_config_merge import merge_file
+from tests.problems import codes
+from tests.unit.engine.ds_files import FLAGS
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+DATA = "--data-path x --tokenizer-type NullTokenizer --vocab-size 90"
+WORLD_SIZE = 4
+DEFAULTS = {name: axis.default for name, axis in AXES.items()}
+
+
+def flags_of(layout: Layout) -> str:
+    """The command line of a layout."""
+    return " ".join([FLAGS, DATA, *(AXES[axis].values[value] for axis, value in layout.items())])
+
+
+def forbidden(rule: Rule) -> Iterator[dict[str, str]]:
+    """Every combination that a rule names."""
+    for values in itertools.product(*rule.values.values()):
+        yield dict(zip(rule.values, values, strict=True))
+
+
+REJECTED = [(rule, part) for rule in RULES for part in forbidden(rule)]
+
+
+def configure(layout: Layout) -> tuple[Config, list[Problem]]:
+    """The configuration of a layout's command line, and its problems.
+
+    Neither a process group nor a model exists then.
+    """
+    words = flags_of(layout).split()
+    return build_config(words, world_size=WORLD_SIZE, warn=lambda _: None, complete=merge_file)
+
+
+@pytest.mark.parametrize(
+    ("rule", "part"), REJECTED, ids=[f"{rule.code}-{part}" for rule, part in REJECTED]
+)
+def test_forbidden_layout_is_rejected_and_the_closest_one_is_not(rule: Rule, part: Layout) -> None:
+    config, problems = configure(part)
+    wanted = support.closest(support.layout_of(config))
+
+    assert rule.code in codes(problems)
+    assert not rule.forbids(DEFAULTS | dict(part) | dict(rule.instead))
+    assert configure(wanted)[1] == []
+
+
+@pytest.mark.parametrize("axes", list(itertools.combinations(AXES, 2)), ids="-".join)
+def test_pairs_are_accepted_unless_a_rule_forbids_them(axes: tuple[str, str]) -> None:
+    for pair in support.pairs(*axes):
+        layout = support.completed(pair)
+        config, problems = configure(layout)
+        rule = support.obstacle(pair)
+        if rule is None:
+            assert support.layout_of(config) == layout
+            assert problems == []
+        elif rule.code:
+            assert rule.code in codes(problems)
+        else:
+            assert support.layout_of(config) != layout
+            assert "no-effect" in codes(config.warnings())
+
+
+@pytest.mark.parametrize("proof", PROOFS, ids=lambda proof: proof.test)
+def test_proof_names_a_test_and_values(proof: support.Proof) -> None:
+    file, _, name = proof.test.partition("::")
+    tree = ast.parse((REPOSITORY / file).read_text(encoding="utf-8"))
+
+    assert name in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+    for axis, values in proof.values.items():
+        assert set(values) <= set(AXES[axis].values)
+
+
+def test_rules_name_values_of_axes() -> None:
+    for rule in RULES:
+        for axis, values in rule.values.items():
+            assert set(values) <= set(AXES[axis].values), rule.code
+        for axis, value in rule.instead.items():
+            assert value in AXES[axis].values, rule.code
+
+
+def test_defaults_are_accepted() -> None:
+    assert support.broken_rules(DEFAULTS) == []
