@@ -10,6 +10,7 @@ from megatron_ds.config.fields import UNSET_FLOAT, option_field, when
 from megatron_ds.config.problems import Problem, with_value
 
 ADAM = when(optimizer="adam")
+LION = when(optimizer="lion")
 
 
 @dataclass(frozen=True)
@@ -17,7 +18,9 @@ class OptimizerConfig:
     """Optimizer. Biases and one-dimensional weights have no weight decay."""
 
     optimizer: str = option_field(
-        "adam", "optimizer; adam is AdamW (decoupled weight decay)", choices=("adam", "sgd")
+        "adam",
+        "optimizer; adam is AdamW (decoupled weight decay)",
+        choices=("adam", "sgd", "lion"),
     )
     lr: float = option_field(UNSET_FLOAT, "maximum learning rate", required=True, minimum=0)
     adam_beta1: float = option_field(
@@ -28,6 +31,12 @@ class OptimizerConfig:
     )
     adam_eps: float = option_field(
         1e-8, "epsilon added to the denominator of Adam", minimum=0, only_with=ADAM
+    )
+    lion_beta1: float = option_field(
+        0.9, "weight of Lion's momentum in its step", minimum=0, below=1, only_with=LION
+    )
+    lion_beta2: float = option_field(
+        0.99, "decay rate of Lion's momentum", minimum=0, below=1, only_with=LION
     )
     sgd_momentum: float = option_field(
         0.9, "momentum of SGD", minimum=0, below=1, only_with=when(optimizer="sgd")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -20,9 +20,10 @@ from megatron_ds.config import Config, RecomputeConfig
 from megatron_ds.config.fields import in_effect
 from megatron_ds.config.problems import Problem, raise_if_any, user_error
 from megatron_ds.engine import deepspeed_patches, readback
-from megatron_ds.engine.adam_kernels import apex_adam, available_on
+from megatron_ds.engine.adam_kernels import available_on
 from megatron_ds.engine.deferred_compiler import defer_compiler
 from megatron_ds.engine.ds_config import build_ds_config, zero_stage
+from megatron_ds.engine.optimizers import client_optimizer
 from megatron_ds.engine.param_groups import parameter_groups
 from megatron_ds.engine.zero import ZeroEngine
 from megatron_ds.model.document_kernels import select_document_kernel
@@ -82,7 +83,7 @@ def build_engine(
     engine, *_ = deepspeed.initialize(
         model=model,
         model_parameters=groups,
-        optimizer=_apex_optimizer(ds_config["optimizer"]),
+        optimizer=client_optimizer(ds_config["optimizer"]),
         config=ds_config,
         mpu=mpu,
         dist_init_required=False,
@@ -100,21 +101,6 @@ def build_engine(
         seed=config.runtime.seed,
         device=device,
     )
-
-
-def _apex_optimizer(block: dict[str, Any]) -> Callable[..., Any] | None:
-    """Makes the optimizer of parameter groups if it is apex's, which DeepSpeed cannot make.
-
-    Raises:
-        UserError: If it was requested and is not installed.
-    """
-    if block["type"] != "ApexFusedAdam":
-        return None
-    kind: Callable[..., Any] | None = apex_adam()
-    if kind is None:
-        raise user_error("apex-not-installed")
-    params = {name: value for name, value in block["params"].items() if name != "torch_adam"}
-    return partial(kind, **params, adam_w_mode=True)
 
 
 def _build_model(

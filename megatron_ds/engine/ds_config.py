@@ -19,7 +19,7 @@ from megatron_ds.engine.adam_kernels import (
     only_torch,
     select_adam_kernel,
 )
-from megatron_ds.engine.ds_fields import MAPPINGS, as_flag, field_value
+from megatron_ds.engine.ds_fields import as_flag, field_value, mappings
 from megatron_ds.engine.ds_keys import PASSED_KEYS
 from megatron_ds.engine.ds_values import Json, as_dtype, leaves
 from megatron_ds.model.flops import parameter_sizes, parameters_per_rank
@@ -140,7 +140,7 @@ def value_origins(config: Config) -> dict[str, str]:
         Dotted key -> flag, or key and location in the file.
     """
     origins: dict[str, str] = {}
-    for key, name, _ in MAPPINGS:
+    for key, name, _ in mappings(config):
         if name in config.origins:
             origins[key] = config.origins[name]
         elif name in config.given:
@@ -269,6 +269,11 @@ def _optimizer_block(config: Config, user: Json, is_there: IsAvailable) -> Json:
     params: Json = {"lr": options.lr, "weight_decay": options.weight_decay}
     if options.optimizer == "sgd":
         return {"type": "SGD", "params": params | {"momentum": options.sgd_momentum}}
+    if options.optimizer == "lion":
+        return {
+            "type": "megatron_ds.Lion",
+            "params": params | {"betas": [options.lion_beta1, options.lion_beta2]},
+        }
     kernel = adam_kernel(config, user, is_there)
     params |= {
         "betas": [options.adam_beta1, options.adam_beta2],

@@ -25,8 +25,8 @@ from megatron_ds.engine.ds_config import (
     zero_stage,
 )
 from megatron_ds.engine.ds_config_file import DeepSpeedFile, read_file
-from megatron_ds.engine.ds_fields import MAPPINGS, as_flag, field_value, replace_fields
-from megatron_ds.engine.ds_values import Kind
+from megatron_ds.engine.ds_fields import as_flag, field_value, mappings, replace_fields
+from megatron_ds.engine.ds_values import Kind, as_optimizer
 
 Warn = Callable[[Problem], None]
 NUMBER_OF_CHECKPOINTS = "activation_checkpointing.number_checkpoints"
@@ -53,8 +53,10 @@ def merge_file(
     except UserError as error:
         return config, list(error.problems)
     merger = _ConfigMerger(config, file, warn)
-    for key, name, convert in MAPPINGS:
-        if file.get(key) is not None:
+    if file.get("optimizer.type") is not None:
+        merger.merge_key("optimizer.type", "optimizer", as_optimizer)
+    for key, name, convert in mappings(merger.filled()):
+        if file.get(key) is not None and name != "optimizer":
             merger.merge_key(key, name, convert)
     merger.merge_accumulation(world_size)
     merger.merge_scheduler(world_size)
@@ -193,12 +195,14 @@ def _optimizer_problems(config: Config, file: DeepSpeedFile) -> Iterator[Problem
         reason = "offloaded optimizer states need DeepSpeed's CPU Adam"
         yield file.invalid(f"{params}.torch_adam", reason, "cpu_optimizer")
     key = "zero_allow_untested_optimizer"
-    if config.optimizer.optimizer == "sgd" and file.get(key) is False:
-        reason = f"DeepSpeed then rejects {as_flag('optimizer', 'sgd')}"
+    optimizer = config.optimizer.optimizer
+    if optimizer != "adam" and file.get(key) is False:
+        reason = f"DeepSpeed then rejects {as_flag('optimizer', optimizer)}"
         yield file.invalid(key, reason, "optimizer")
 
 
 def _zero_problems(config: Config, file: DeepSpeedFile) -> Iterator[Problem]:
+    optimizer = config.optimizer.optimizer
     for name in ("offload_optimizer", "offload_param"):
         key = f"zero_optimization.{name}"
         block = file.get(key)
@@ -206,6 +210,10 @@ def _zero_problems(config: Config, file: DeepSpeedFile) -> Iterator[Problem]:
             continue
         if block.get("device") is None:
             yield file.invalid(key, 'needs a device: "cpu", "nvme" or "none"')
+        is_limited = block.get("device") == "nvme" or block.get("ratio", 1.0) != 1.0
+        if is_limited and optimizer not in ("adam", "sgd"):
+            reason = f"nvme and a ratio are not supported with {as_flag('optimizer', optimizer)}"
+            yield file.invalid(key, reason, "optimizer")
         if block.get("device") == "nvme" and not block.get("nvme_path"):
             yield file.invalid(key, "the device nvme needs an nvme_path")
     stage = zero_stage(config)

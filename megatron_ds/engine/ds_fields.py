@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from megatron_ds.config import GROUP_OF_FIELD, Config
@@ -53,6 +53,16 @@ MAPPINGS: tuple[tuple[str, str, kinds.Kind], ...] = (
     ),
 )
 """Key, field with the same meaning, and the function that converts the key's value."""
+
+OF_OPTIMIZER = {"lion": {"adam_beta1": "lion_beta1", "adam_beta2": "lion_beta2"}}
+"""Fields that keys of `optimizer.params` set instead, by optimizer."""
+
+
+def mappings(config: Config) -> Iterator[tuple[str, str, kinds.Kind]]:
+    """The MAPPINGS for a configuration's optimizer."""
+    instead = OF_OPTIMIZER.get(config.optimizer.optimizer, {})
+    for key, name, convert in MAPPINGS:
+        yield key, instead.get(name, name), convert
 
 
 def field_value(config: Config, name: str) -> Any:

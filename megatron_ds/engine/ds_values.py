@@ -17,6 +17,7 @@ Kind = Callable[[Any], Any]
 DTYPE_ALIASES = {"float32": "fp32", "float16": "fp16", "half": "fp16", "bfloat16": "bf16"}
 ADAM_TYPES = ("adam", "adamw", "fusedadam", "apexfusedadam", "cpuadam", "deepspeedcpuadam")
 """Optimizer types of files, in lower case, that mean `--optimizer adam`."""
+LION_TYPES = ("lion", "fusedlion", "deepspeedcpulion")
 
 
 def as_bool(value: Any) -> bool:
@@ -67,9 +68,11 @@ def as_device(value: Any) -> str:
 
 
 def as_optimizer(value: Any) -> str:
-    kind = "adam" if str(value).lower() in ADAM_TYPES else str(value).lower()
-    if kind not in ("adam", "sgd"):
-        raise ValueError("must be Adam, AdamW or SGD")
+    kind = str(value).lower()
+    for name, types in {"adam": ADAM_TYPES, "lion": LION_TYPES}.items():
+        kind = name if kind in types else kind
+    if kind not in ("adam", "sgd", "lion"):
+        raise ValueError("must be Adam, AdamW, SGD or Lion")
     return kind
 
 

@@ -51,7 +51,7 @@ class MemoryInputs:
     accumulation_bytes: int
     reduction_bytes: int
     moments: int
-    """Optimizer state tensors per parameter: two for Adam, one for SGD with momentum."""
+    """Optimizer state tensors per parameter: two for Adam, one for Lion and SGD with momentum."""
     bucket_elements: int
     """reduce_bucket_size."""
     num_buckets: int = 1
@@ -117,7 +117,8 @@ def memory_inputs(
         device: Kind of device, such as "cpu".
     """
     zero = ds_config["zero_optimization"]
-    moments = 2 if config.optimizer.optimizer == "adam" else int(config.optimizer.sgd_momentum != 0)
+    momentum = int(config.optimizer.sgd_momentum != 0)
+    moments = {"adam": 2, "lion": 1, "sgd": momentum}[config.optimizer.optimizer]
     return MemoryInputs(
         zero_stage=settings.zero_stage,
         tp_size=tp_size,

@@ -55,7 +55,7 @@ class EngineSettings:
     optimizer: str
     """Class of the optimizer, and whether it is the fused kernel."""
     betas: tuple[float, float] | None
-    """Betas of Adam; None for other optimizers."""
+    """Betas of Adam or Lion; None for other optimizers."""
     epsilon: float | None
     """Epsilon of Adam; None for other optimizers."""
     momentum: float | None

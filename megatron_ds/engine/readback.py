@@ -115,7 +115,6 @@ def _expected_settings(
 ) -> EngineSettings:
     """The settings that a configuration asks for."""
     precision, options, dp_size = config.precision, config.optimizer, mesh.dp.size
-    is_adam = options.optimizer == "adam"
     in_fp32 = precision.accumulate_allreduce_grads_in_fp32 or precision.name == "fp32"
     offload, zero = config.deepspeed, ds_config["zero_optimization"]
     return EngineSettings(
@@ -124,9 +123,12 @@ def _expected_settings(
         accumulation_steps=config.final_global_batch_size(dp_size)
         // (config.schedule.micro_batch_size * dp_size),
         optimizer=_expected_optimizer(config, ds_config),
-        betas=(options.adam_beta1, options.adam_beta2) if is_adam else None,
-        epsilon=options.adam_eps if is_adam else None,
-        momentum=None if is_adam else options.sgd_momentum,
+        betas={
+            "adam": (options.adam_beta1, options.adam_beta2),
+            "lion": (options.lion_beta1, options.lion_beta2),
+        }.get(options.optimizer),
+        epsilon=options.adam_eps if options.optimizer == "adam" else None,
+        momentum=options.sgd_momentum if options.optimizer == "sgd" else None,
         weight_decay=tuple(options.weight_decay * factors.weight_decay for factors in multipliers),
         clip_grad=options.clip_grad,
         param_dtype=DTYPES[precision.name],
@@ -143,8 +145,8 @@ def _expected_settings(
 
 
 def _expected_optimizer(config: Config, ds_config: Mapping[str, Any]) -> str:
-    if config.optimizer.optimizer == "sgd":
-        return "SGD"
+    if config.optimizer.optimizer != "adam":
+        return {"sgd": "SGD", "lion": "Lion"}[config.optimizer.optimizer]
     return adam_kernel(config, ds_config).value
 
 

@@ -27,6 +27,13 @@ def differences(run: Run, reference: Run, relative: float = RELATIVE) -> list[st
             if tensors.keys() != expected.keys():
                 found.append(f"{kind}[{step}]: {sorted(tensors.keys() ^ expected.keys())}")
                 continue
+            if kind == "weights":
+                tensors = {
+                    name: torch.where(reference.undecided[name], expected[name], tensor)
+                    if name in reference.undecided
+                    else tensor
+                    for name, tensor in tensors.items()
+                }
             error, name = worst_difference(tensors, expected)
             if not error <= relative:
                 found.append(f"{kind}[{step}] of {name}: off by {error:.2e} of the largest")

@@ -18,7 +18,7 @@ import itertools
 import json
 import os
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -90,8 +90,15 @@ OPTIMIZERS: dict[str, OptimizerConfig] = {
         weight_decay=0.1,
         clip_grad=0.1,
     ),
+    "lion": OptimizerConfig(
+        optimizer="lion", lr=0.001, lion_beta2=0.95, weight_decay=0.1, clip_grad=0.1
+    ),
 }
-RATES: dict[str, tuple[float, ...]] = {"sgd": (1.0, 0.5, 0.25), "adamw": (0.01, 0.02, 0.005)}
+RATES: dict[str, tuple[float, ...]] = {
+    "sgd": (1.0, 0.5, 0.25),
+    "adamw": (0.01, 0.02, 0.005),
+    "lion": (0.001, 0.002, 0.0005),
+}
 """Learning rate of each step."""
 
 
@@ -124,7 +131,7 @@ AXES: dict[str, tuple[Any, ...]] = {
     "tp": (1, 2),
     "accumulation": (1, 4),
     "model": tuple(MODELS),
-    "optimizer": tuple(OPTIMIZERS),
+    "optimizer": ("sgd", "adamw"),
 }
 
 
@@ -161,6 +168,14 @@ def covering() -> tuple[Case, ...]:
 def chosen() -> tuple[Case, ...]:
     """The cases that run: the covering array, or all if MEGATRON_DS_PARITY is "all"."""
     return product() if os.environ.get("MEGATRON_DS_PARITY") == "all" else covering()
+
+
+def other_optimizers() -> Iterator[Case]:
+    """Cases of the other optimizers: every stage and tensor-parallel size, and both of them."""
+    for optimizer, model in (("lion", "learned"),):
+        for stage in AXES["stage"]:
+            for world, tp in ((2, 1), (2, 2), (4, 2)):
+                yield Case(world, stage, tp, 4 if world == 2 else 1, model, optimizer)
 
 
 @functools.cache

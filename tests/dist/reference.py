@@ -42,6 +42,8 @@ class Run:
     """Before the first step and after each."""
     rates: list[float] = field(default_factory=list)
     """Learning rate of each optimizer step."""
+    undecided: Tensors = field(default_factory=dict)
+    """Elements of weights whose steps rounding decides, as booleans."""
     notes: dict[str, Any] = field(default_factory=dict)
     """Further observations."""
 
@@ -132,9 +134,44 @@ def train_reference(
         for group in optimizer.param_groups:
             group["lr"] = plan.lr
         run.rates.append(plan.lr)
+        if isinstance(optimizer, Lion):
+            run.undecided = optimizer.undecided(named, run.undecided)
         optimizer.step()
         run.weights.append(_copy(named))
     return run
+
+
+class Lion(torch.optim.Optimizer):
+    """Chen et al. 2023, algorithm 2, tensor by tensor."""
+
+    def __init__(self, groups: Any, lr: float, betas: tuple[float, float]) -> None:
+        super().__init__(groups, {"lr": lr, "betas": betas, "weight_decay": 0.0})
+
+    def _interpolated(self, group: dict[str, Any], p: torch.Tensor) -> torch.Tensor:
+        beta = group["betas"][0]
+        return beta * self.state[p].get("m", torch.zeros_like(p)) + (1 - beta) * p.grad
+
+    def undecided(self, named: dict[str, torch.nn.Parameter], before: Tensors) -> Tensors:
+        """Elements whose sign is that of rounding errors, in the next step or `before`.
+
+        The gradient of a key's bias is zero but for rounding, for softmax ignores it.
+        """
+        found = {
+            p: self._interpolated(group, p) for group in self.param_groups for p in group["params"]
+        }
+        noise = 1e-6 * max(value.abs().max() for value in found.values())
+        masks = {name: (found[p] != 0) & (found[p].abs() < noise) for name, p in named.items()}
+        return {name: mask | before.get(name, mask) for name, mask in masks.items()}
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            lr, decay, (_, beta2) = group["lr"], group["weight_decay"], group["betas"]
+            for p in group["params"]:
+                update = torch.sign(self._interpolated(group, p))
+                momentum = self.state[p].get("m", torch.zeros_like(p))
+                self.state[p]["m"] = beta2 * momentum + (1 - beta2) * p.grad
+                p -= lr * (update + decay * p)
 
 
 def _optimizer(
@@ -147,6 +184,8 @@ def _optimizer(
     ]
     if options.optimizer == "sgd":
         return torch.optim.SGD(groups, lr=options.lr, momentum=options.sgd_momentum)
+    if options.optimizer == "lion":
+        return Lion(groups, lr=options.lr, betas=(options.lion_beta1, options.lion_beta2))
     return torch.optim.AdamW(
         groups,
         lr=options.lr,

@@ -50,12 +50,14 @@ SMOKE = {case.stage: case for case in parity_cases.covering() if case.world == 2
     "case",
     [
         pytest.param(case, marks=[pytest.mark.smoke] if case in SMOKE else [])
-        for case in parity_cases.chosen()
+        for case in (*parity_cases.chosen(), *parity_cases.other_optimizers())
     ],
     ids=lambda case: case.name,
 )
 def test_layout_equals_one_process(case: Case, worlds: Worlds) -> None:
     reference = reference_of(case.model, case.optimizer)
+    undecided = sum(int(mask.sum()) for mask in reference.undecided.values())
+    assert undecided < 0.01 * sum(weight.numel() for weight in reference.weights[0].values())
     clip = parity_cases.OPTIMIZERS[case.optimizer].clip_grad
     if clip:
         assert all(norm is not None and norm > 2 * clip for norm in reference.norms)

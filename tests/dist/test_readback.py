@@ -69,6 +69,7 @@ def layouts() -> dict[str, Config]:
         APEX: apex,
         "zero0": config(0),
         "zero0 sgd": config(0, "sgd"),
+        "zero2 lion": config(2, "lion"),
         "zero1": config(1),
         "zero2": config(2),
         "zero3": config(3),

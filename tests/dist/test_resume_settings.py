@@ -125,6 +125,8 @@ SETTINGS: dict[str, tuple[Any, Apply]] = {
     "adam_beta2": (0.8, set_second_beta),
     "adam_eps": (1e-2, partial(set_in_groups, "eps")),
     "sgd_momentum": (0.5, partial(set_in_groups, "momentum")),
+    "lion_beta1": (0.5, set_first_beta),
+    "lion_beta2": (0.8, set_second_beta),
     "hidden_dropout": (0.2, partial(set_dropout, False)),
     "attention_dropout": (0.2, partial(set_dropout, True)),
     "micro_batch_size": (2, set_micro_batch_size),
@@ -136,6 +138,7 @@ SETTINGS: dict[str, tuple[Any, Apply]] = {
 """Field -> value after the resume, and how a run changes it in its process."""
 OF_ALL = ("lr", "weight_decay", "clip_grad", "hidden_dropout", "attention_dropout")
 OF_ADAM = (*OF_ALL, "adam_beta1", "adam_beta2", "adam_eps", "micro_batch_size")
+OF_LION = (*OF_ALL, "lion_beta1", "lion_beta2")
 OF_DYNAMIC_SCALE = (*OF_ADAM, "loss_scale_window", "hysteresis", "min_loss_scale")
 
 BF16, OFFLOAD = {"bf16": True}, {"cpu_optimizer": True}
@@ -182,6 +185,11 @@ LAYOUTS = {
     "zero2 offload": Layout(2, deepspeed=OFFLOAD),
     "zero3 fp16 offload": Layout(3, OF_DYNAMIC_SCALE, precision=DYNAMIC, deepspeed=OFFLOAD),
     "zero3 bf16 offload": Layout(3, precision=BF16, deepspeed={**OFFLOAD, "remote_device": "cpu"}),
+    "zero1 bf16 lion": Layout(1, OF_LION, "lion", precision=BF16),
+    "zero2 tp2 lion offload": Layout(2, OF_LION, "lion", tp=2, deepspeed=OFFLOAD),
+    "zero3 fp16 lion offload": Layout(
+        3, OF_LION, "lion", precision=DYNAMIC, deepspeed={**OFFLOAD, "remote_device": "cpu"}
+    ),
 }
 OPTIMIZERS_CHANGED = {
     "zero1 bf16": OFFLOAD,

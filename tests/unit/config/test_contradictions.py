@@ -352,6 +352,8 @@ INEFFECTIVE: dict[str, list[tuple[Any, dict[str, Any]]]] = {
     "adam_beta1": [(0.1, SGD)],
     "adam_beta2": [(0.1, SGD)],
     "adam_eps": [(1.0, SGD)],
+    "lion_beta1": [(0.5, {})],
+    "lion_beta2": [(0.5, SGD)],
     "sgd_momentum": [(0.5, {})],
     "curriculum_seqlen_step": [(5, {})],
     "lr_warmup_init": [(2.0, {}), (2.0, {"lr_warmup_samples": 0})],

@@ -10,7 +10,7 @@ import pytest
 
 from megatron_ds import schedules
 from megatron_ds.cli.arguments import build_config
-from megatron_ds.engine.ds_config import build_ds_config, zero_stage
+from megatron_ds.engine.ds_config import build_ds_config, value_origins, zero_stage
 from megatron_ds.engine.ds_config_merge import merge_file
 from megatron_ds.engine.ds_fields import MAPPINGS
 from megatron_ds.engine.ds_values import Kind, as_bool, as_int, get, leaves
@@ -75,6 +75,8 @@ def test_accumulation_steps_give_batch_size_without_flag(merge: Merge) -> None:
 
 INVALID = "ds-value-invalid"
 OFFLOADED = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}
+NVME = {"device": "nvme", "nvme_path": "/x"}
+PARTIAL = {"device": "cpu", "ratio": 0.5}
 VALUES: dict[str, tuple[Any, Any]] = {
     "zero_optimization.stage": (1, 2),
     "zero_optimization.offload_optimizer.device": (True, "none"),
@@ -125,6 +127,16 @@ def test_contradiction_names_flag_and_key_with_values_and_line(
             INVALID,
             "optimizer",
         ),
+        (
+            {"optimizer": {"type": "Lion"}, "zero_optimization": {"offload_optimizer": NVME}},
+            INVALID,
+            "optimizer",
+        ),
+        (
+            {"optimizer": {"type": "Lion"}, "zero_optimization": {"offload_optimizer": PARTIAL}},
+            INVALID,
+            "optimizer",
+        ),
         ({"zero_optimization": {"stage": 2}, "prescale_gradients": True}, INVALID, "zero_stage"),
         ({"zero_optimization": {"offload_optimizer": {"device": "nvme"}}}, INVALID, ""),
         ({"zero_optimization": {"offload_optimizer": {"pin_memory": True}}}, INVALID, ""),
@@ -151,6 +163,17 @@ def test_number_of_checkpoints_must_be_that_of_the_flags_if_deepspeed_recomputes
     (ineffective,) = config.warnings()
     assert ineffective.fields == ("checkpoint_in_cpu",)
     assert "ds.json:1" in ineffective
+
+
+def test_betas_of_the_file_are_those_of_its_optimizer(merge: Merge) -> None:
+    file = {"optimizer": {"type": "FusedLion", "params": {"betas": [0.8, 0.7]}}}
+    config, problems, _ = merge(file)
+    assert problems == []
+    options = config.optimizer
+    assert (options.optimizer, options.lion_beta1, options.lion_beta2) == ("lion", 0.8, 0.7)
+    assert (options.adam_beta1, options.adam_beta2) == (0.9, 0.95)
+    assert set(value_origins(config)) >= {"optimizer.type", "optimizer.params.betas"}
+    assert build_ds_config(config, 2)["optimizer"]["params"]["betas"] == [0.8, 0.7]
 
 
 def test_two_keys_of_one_field_must_agree(merge: Merge) -> None:

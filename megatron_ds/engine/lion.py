@@ -1,0 +1,61 @@
+"""The Lion optimizer (Chen et al. 2023, "Symbolic Discovery of Optimization Algorithms")."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+CHUNK = 2**24
+"""Elements that are updated at once, which bounds the temporary memory: 64 MiB."""
+
+
+class Lion(Optimizer):
+    """Steps by the sign of an interpolation between momentum and gradient.
+
+        c = sign(beta1 m + (1 - beta1) g);  p = (1 - lr weight_decay) p - lr c
+        m = beta2 m + (1 - beta2) g
+
+    Elementwise, so that a flat ZeRO partition gives what whole parameters give. It has one state
+    for each parameter; Adam has two.
+
+    Args:
+        params: Parameter groups.
+        lr: Learning rate.
+        betas: Weight of the momentum in the step, and its decay rate.
+        weight_decay: Decoupled weight decay.
+    """
+
+    def __init__(
+        self, params: Any, *, lr: float, betas: tuple[float, float], weight_decay: float
+    ) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        assert closure is None
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._update(parameter, **group)
+
+    def _update(
+        self,
+        parameter: torch.Tensor,
+        *,
+        lr: float,
+        betas: tuple[float, float],
+        weight_decay: float,
+        **_: object,
+    ) -> None:
+        state, gradient = self.state[parameter], parameter.grad
+        assert gradient is not None
+        if not state:
+            state["exp_avg"] = torch.zeros_like(parameter)
+        flat = (each.view(-1).split(CHUNK) for each in (parameter, gradient, state["exp_avg"]))
+        for weights, slope, momentum in zip(*flat, strict=True):
+            direction = momentum.lerp(slope, 1 - betas[0]).sign_()
+            weights.mul_(1 - lr * weight_decay).add_(direction, alpha=-lr)
+            momentum.lerp_(slope, 1 - betas[1])
