@@ -7,6 +7,7 @@ other indefinitely. A worker exits when its pipe closes: none outlives the paren
 from __future__ import annotations
 
 import multiprocessing
+import pickle
 import queue
 import signal
 import threading
@@ -69,6 +70,7 @@ class Workers(Generic[Item, Result]):
             for process in self._processes:
                 process.terminate()
         self._threads.shutdown(cancel_futures=True)
+        self._in_flight.clear()
         for connection in self._connections:
             connection.close()
         for process in self._processes:
@@ -95,7 +97,7 @@ class Workers(Generic[Item, Result]):
     def _ask(self, item: Item) -> Result:
         connection = self._idle.get()
         try:
-            connection.send(item)
+            _send(connection, item)
             answer: Result | Exception = connection.recv()
         except (EOFError, OSError):
             reason = "was killed, possibly for lack of memory"
@@ -128,6 +130,12 @@ def _defer_interrupts() -> Iterator[None]:
         signal.raise_signal(signal.SIGINT)
 
 
+def _send(connection: Connection, value: object) -> None:
+    # Connection.send pickles to a view of a BytesIO. If the pipe breaks, the traceback keeps the
+    # view, and Python before 3.12.2 crashes when it collects such a view as part of a cycle.
+    connection.send_bytes(pickle.dumps(value))
+
+
 def _serve(function: Callable[[Any], Any], connection: Connection, parents_end: Connection) -> None:
     # As long as this process holds the parent's end, the pipe is not closed by the parent's exit.
     parents_end.close()
@@ -140,4 +148,4 @@ def _serve(function: Callable[[Any], Any], connection: Connection, parents_end: 
                 answer = function(item)
             except Exception as error:
                 answer = error
-            connection.send(answer)
+            _send(connection, answer)

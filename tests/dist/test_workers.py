@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -13,8 +14,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from megatron_ds.config.problems import UserError
 from megatron_ds.preprocess.worker_pool import MAX_IN_FLIGHT_PER_WORKER, Workers
-from tests.problems import raises_problem
+from tests.problems import codes, raises_problem
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -79,6 +81,17 @@ def test_killed_worker_raises(count: int) -> None:
     with raises_problem("worker-process-lost"):
         run()
     assert multiprocessing.active_children() == []
+
+
+def test_a_broken_pipe_leaves_no_view_of_a_buffer() -> None:
+    """Python before 3.12.2 crashes when it collects one that is part of a cycle."""
+    with pytest.raises(UserError) as raised, Workers(len, 1) as workers:
+        workers._processes[0].kill()
+        workers._processes[0].join()
+        list(workers.map([b"x" * (1 << 20)] * 5))
+    views = [each for each in gc.get_objects() if type(each) is memoryview]
+    assert [each for each in views if not isinstance(each.obj, bytes)] == []
+    assert codes(raised.value.problems) == ["worker-process-lost"]
 
 
 def test_workers_exit_when_the_parent_is_killed() -> None:

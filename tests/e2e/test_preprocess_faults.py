@@ -29,13 +29,13 @@ resumable.COMMIT_SECONDS = 0.0
 @contextlib.contextmanager
 def progress(task, total_bytes, log_interval):
     def update(documents, input_bytes, description):
-        if WORKER_DIES_AT and documents >= WORKER_DIES_AT:
-            multiprocessing.active_children()[0].kill()
+        if 0 < WORKER_DIES_AT <= documents and not killed:
+            killed.append(multiprocessing.active_children()[0].kill())
         print("at", documents, flush=True)
         sys.stdin.readline()  # a test that wants to keep up gives a line for each chunk
     yield update
 
-WORKER_DIES_AT = int(sys.argv[1])
+WORKER_DIES_AT, killed = int(sys.argv[1]), []
 preprocess_data.progress = progress
 code = preprocess_data.main(sys.argv[2:])
 with open("/proc/self/status") as file:  # of this process only, unlike getrusage
