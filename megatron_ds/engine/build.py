@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -22,7 +21,8 @@ from megatron_ds.config.problems import Problem, raise_if_any, user_error
 from megatron_ds.engine import deepspeed_patches, readback
 from megatron_ds.engine.adam_kernels import available_on
 from megatron_ds.engine.deferred_compiler import defer_compiler
-from megatron_ds.engine.ds_config import build_ds_config, zero_stage
+from megatron_ds.engine.ds_config import build_ds_config
+from megatron_ds.engine.miscompilation import miscompiled
 from megatron_ds.engine.optimizers import client_optimizer
 from megatron_ds.engine.param_groups import parameter_groups
 from megatron_ds.engine.zero import ZeroEngine
@@ -33,10 +33,6 @@ from megatron_ds.model.packed_attention import PackingOptions
 from megatron_ds.parallel.activation_checkpointing import ActivationCheckpointing, Function
 from megatron_ds.parallel.mesh import Mesh, Mpu
 from megatron_ds.parallel.rng import RngStreams
-
-CORRECT_COMPILER = "2.13"
-"""With torch 2.11, parameters that DeepSpeed gathers inside a compiled layer get no gradient, and
-layers with attention inside documents train differently on two tensor-parallel ranks."""
 
 
 def build_engine(
@@ -130,7 +126,7 @@ def _compile(model: GPTModel, config: Config, mesh: Mesh, device: torch.device) 
         UserError: If torch is known to compile the layers wrongly.
     """
     if config.runtime.compile:
-        raise_if_any(_miscompiled(config))
+        raise_if_any(miscompiled(config))
         model.compile_layers(lengths_vary=config.schedule.curriculum_seqlen is not None)
     elif get_accelerator().is_triton_supported():
         functions, problem = compile_elementwise(
@@ -149,17 +145,6 @@ def _compile(model: GPTModel, config: Config, mesh: Mesh, device: torch.device) 
             return found
         model.use_elementwise(functions)
     return None
-
-
-def _miscompiled(config: Config) -> Iterator[Problem]:
-    """What the installed torch is known to compile wrongly."""
-    if torch.__version__ >= CORRECT_COMPILER:
-        return
-    needed, installed = CORRECT_COMPILER, torch.__version__
-    if zero_stage(config) == 3:
-        yield Problem("compiled-zero3-needs-newer-torch", needed=needed, installed=installed)
-    if config.data.reset_attention_mask:
-        yield Problem("compiled-documents-need-newer-torch", needed=needed, installed=installed)
 
 
 def selective_recompute_note(
