@@ -139,7 +139,7 @@ def work(options: Options) -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-    return cli.run(Options, work, argv, invalid=2)
+    return cli.run(Options, work, argv)
 
 
 if __name__ == "__main__":

@@ -185,7 +185,7 @@ def log(line: str) -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-    return cli.run(Options, work, argv, invalid=1)
+    return cli.run(Options, work, argv)
 
 
 if __name__ == "__main__":

@@ -49,7 +49,6 @@ def parse(
     argv: Sequence[str],
     *,
     rank: int = 0,
-    invalid: int = ExitCode.BAD_SETTINGS,
     unknown: list[str] | None = None,
 ) -> T:
     """Read the options of a tool.
@@ -58,12 +57,10 @@ def parse(
         options: Dataclass of the options.
         argv: The arguments without the program's name.
         rank: Only rank 0 prints.
-        invalid: Exit status if the line is complete and can be read, but its values are invalid.
         unknown: Receives the arguments of unknown flags, which are an error otherwise.
 
     Raises:
-        SystemExit: After --help, with status 0, and after all problems are printed, with status 2
-            or `invalid`.
+        SystemExit: After --help, with status 0, and after all problems are printed, with status 2.
     """
     table = table_of(options)
     if any(word in HELP for word in argv):
@@ -82,21 +79,13 @@ def parse(
         for warning in (*line.warnings, *_each(result, ineffective, line.values, table), *own):
             print_warning(warning, table)
     if problems:
-        is_incomplete = any(problem.code == "required" for problem in found)
-        status = ExitCode.BAD_SETTINGS if line.problems or is_incomplete else invalid
-        fail(problems, table, rank=rank, status=status)
+        fail(problems, table, rank=rank)
     if unknown is not None:
         unknown += line.unknown
     return result
 
 
-def run(
-    options: type[T],
-    work: Callable[[T], int | None],
-    argv: Sequence[str],
-    *,
-    invalid: int = ExitCode.ERROR,
-) -> int:
+def run(options: type[T], work: Callable[[T], int | None], argv: Sequence[str]) -> int:
     """Run a tool and return its exit status.
 
     Args:
@@ -104,12 +93,11 @@ def run(
         work: The tool. Its result is the exit status; None is 0. Users' errors are `UserError` and
             OSError; their notes are printed, too, and so are those of a KeyboardInterrupt.
         argv: The arguments without the program's name.
-        invalid: Exit status for values that can be read but are invalid.
     """
     table = table_of(options)
     with output.plain_warnings(lambda text: render(text, table)):
         try:
-            result = work(parse(options, argv, invalid=invalid)) or 0
+            result = work(parse(options, argv)) or 0
             sys.stdout.flush()
         except SystemExit as end:
             return int(end.code or 0)
@@ -132,14 +120,13 @@ def fail(
     table: FlagTable,
     *,
     rank: int = 0,
-    status: int = ExitCode.BAD_SETTINGS,
 ) -> NoReturn:
     """Print the problems of a command line on rank 0 and exit."""
     if rank == 0:
         count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
         lines = "\n".join(f"  - {render(problem, table)}" for problem in problems)
         print(f"{table.program}: {count} with the settings:\n{lines}", file=sys.stderr, flush=True)
-    raise SystemExit(int(status))
+    raise SystemExit(int(ExitCode.BAD_SETTINGS))
 
 
 def render(problem: str, table: FlagTable) -> str:

@@ -95,7 +95,7 @@ def test_comma_separated_stages_and_invalid_options(
     output = capsys.readouterr().out
     assert f"rejected: 1 missing key; listed in {tmp_path}/out.jsonl.quarantine" in output
     assert (
-        clean.main([*arguments, "--min-tokens", "3", "--languages", "xx", "--num-perm", "1"]) == 1
+        clean.main([*arguments, "--min-tokens", "3", "--languages", "xx", "--num-perm", "1"]) == 2
     )
     output = capsys.readouterr().err
     assert {"min-tokens-without-tokenizer", "out-of-range"} <= set(printed_codes(output))
@@ -140,7 +140,7 @@ def test_merge_data_accepts_megatron_flags(
     assert merge_data.main(arguments) == 0
     assert (tmp_path / "two.json").read_text().splitlines() == lines[:1:-1]
     (tmp_path / "empty").mkdir()
-    assert merge_data.main(["--json-path", "empty"]) == 1
+    assert merge_data.main(["--json-path", "empty"]) == 2
     assert printed_codes(capsys.readouterr().err) == ["no-files-to-merge"]
 
 
@@ -244,7 +244,7 @@ def test_find_duplicates_accepts_megatron_flags(
     assert "1 of 3 documents are duplicates\n1 lines were rejected" in shown.out
     assert f"WARNING: {two}:2: has no key 'url'" in shown.err
     assert "--num-bands" in shown.err
-    assert find_duplicates.main([*arguments[:4], *arguments[5:], "--threshold", "2"]) == 1
+    assert find_duplicates.main([*arguments[:4], *arguments[5:], "--threshold", "2"]) == 2
     problems = capsys.readouterr().err
     assert set(printed_codes(problems)) == {"inputs-not-pairs", "out-of-range"}
     assert "--threshold 2.0" in problems
@@ -254,7 +254,7 @@ def test_find_duplicates_rejects_invalid_runs_and_keeps_its_inputs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     one = write(tmp_path / "1.jsonl", *[{"id": "a", "text": "x"}] * 30)
-    assert find_duplicates.main(["--inputs", one, "id", "--output", one]) == 1
+    assert find_duplicates.main(["--inputs", one, "id", "--output", one]) == 2
     assert printed_codes(capsys.readouterr().err) == ["list-is-input"]
     out = str(tmp_path / "out")
     assert find_duplicates.main(["--inputs", one, "url", "--output", out]) == 1

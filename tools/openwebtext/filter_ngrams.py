@@ -76,7 +76,7 @@ class Options(CleaningCommand):
 
 
 def main(argv: Sequence[str]) -> int:
-    return cli.run(Options, work, argv, invalid=2)
+    return cli.run(Options, work, argv)
 
 
 if __name__ == "__main__":

@@ -78,7 +78,7 @@ def test_problems_and_warnings_name_the_flags_of_the_tool(
     assert printed_codes(shown) == ["no-effect", "required", "out-of-range", "test-no-files"]
     for text in ("WARNING: --pages", "--no-keep", "OUT is required", "--limit 0", "--task-files"):
         assert text in shown
-    assert status("--tasks", "a", "--limit", "0", invalid=2) == 2
+    assert status("out", "--tasks", "a", "--limit", "0") == 2
 
 
 @pytest.mark.parametrize("word", ["3-x", "-1", "7-3"])

@@ -105,7 +105,7 @@ def test_several_inputs_and_a_dataset_with_columns(tmp_path: Path, run: Run) -> 
 def test_errors_name_all_flags_and_leave_no_files(tmp_path: Path, run: Run) -> None:
     files = ("--input", tmp_path / "none", "--output-prefix", f"{__file__}/out")
     kind = ("--tokenizer-type", "GPT2BPETokenizer", "--vocab", "v.json")
-    error = run(*files, *kind, "--workers", 0, status=1).err
+    error = run(*files, *kind, "--workers", 0, status=2).err
     for flag in ("--input", "--output-prefix", "--workers", "--vocab-file", "--merge-file"):
         assert flag in error
     path = tmp_path / "bad.jsonl"
@@ -218,7 +218,7 @@ def test_sentence_flags_are_validated(tmp_path: Path, run: Run) -> None:
     assert printed_codes(warnings) == ["no-effect"]
     assert all(name in warnings for name in ("--keep-newlines", "--lang", "--sentence-splitter"))
     wrong = ("--split-sentences", "--lang", "klingon", "--workers", 0)
-    error = run(*corpus(tmp_path), *NULL, *wrong, status=1).err
+    error = run(*corpus(tmp_path), *NULL, *wrong, status=2).err
     assert "--lang" in error
     assert "--workers 0" in error
 
