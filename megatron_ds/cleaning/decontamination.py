@@ -15,7 +15,7 @@ from hashlib import sha256
 from megatron_ds.cleaning.deduplication import WORD
 from megatron_ds.cleaning.stages import Document, Dropped, SplitInto
 from megatron_ds.config.fields import option_field
-from megatron_ds.config.problems import Problem, raise_if_any, user_error
+from megatron_ds.config.problems import PROBLEMS_SHOWN, Problem, raise_if_any, user_error
 from megatron_ds.preprocess.document_readers import DocumentReader
 from megatron_ds.preprocess.formats import RawDocument
 from megatron_ds.preprocess.inputs import STDIN, InputSpec
@@ -23,7 +23,6 @@ from megatron_ds.preprocess.parsing import RejectedDocument, TextFields, fields_
 
 SENTENCE_ENDS = ".!?。！？\n"
 SENTENCE_END = re.compile(f"[{re.escape(SENTENCE_ENDS)}]")
-PROBLEMS_SHOWN = 20
 MAX_DOCUMENT_BYTES = 1 << 27
 
 

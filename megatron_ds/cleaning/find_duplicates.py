@@ -20,7 +20,7 @@ from megatron_ds.cleaning.pipeline import OUTPUT, chunks
 from megatron_ds.cleaning.stages import Document
 from megatron_ds.config.checks import folder_problems, replaced_file_problems
 from megatron_ds.config.fields import option_field, option_group
-from megatron_ds.config.problems import Problem, user_error
+from megatron_ds.config.problems import PROBLEMS_SHOWN, Problem, user_error
 from megatron_ds.fileio.resumable import ResumableOutput, pack_record, read_records
 from megatron_ds.preprocess.document_readers import START, DocumentReader, ReadPosition
 from megatron_ds.preprocess.formats import RawDocument
@@ -32,8 +32,6 @@ KEPT = "kept"
 """The file with signature and id of kept documents, in the work folder."""
 COMMIT_DOCUMENTS = 10_000
 """Documents between commits."""
-REJECTED_SHOWN = 20
-"""Rejected documents that are shown; the others are only counted."""
 
 
 @dataclass(frozen=True)
@@ -197,7 +195,7 @@ class _Search:
         """List a duplicate, or keep the document."""
         if isinstance(result, RejectedDocument):
             self.counts["rejected"] += 1
-            if self.counts["rejected"] <= REJECTED_SHOWN:
+            if self.counts["rejected"] <= PROBLEMS_SHOWN:
                 warnings.warn(str(result), stacklevel=2)
             return
         self.counts["documents"] += 1

@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 MESSAGES = Path(__file__).with_name("messages.toml")
+PROBLEMS_SHOWN = 20
+"""Problems of the same kind that are listed at once; further ones are counted."""
 MARKER = re.compile("\x02([a-z0-9_]+)\x03")
 
 

@@ -23,7 +23,14 @@ from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from megatron_ds.config.problems import Problem, UserError, option, raise_if_any, user_error
+from megatron_ds.config.problems import (
+    PROBLEMS_SHOWN,
+    Problem,
+    UserError,
+    option,
+    raise_if_any,
+    user_error,
+)
 from megatron_ds.fileio.atomic import fsync_path, name_in_errors, write_atomically
 from megatron_ds.fileio.file_lock import is_at, lock_now
 
@@ -34,7 +41,6 @@ WORK_SUFFIX = ".work"
 RECORD, SETTINGS, LOCK = "record.json", "settings.json", "lock"
 COMMIT_SECONDS = 10.0
 """Interval of time-based commits. A run that fails earlier leaves nothing."""
-DIFFERENCES_SHOWN = 20
 COMPRESSORS: dict[str, Callable[[BinaryIO], Any]] = {
     # Neither name nor time, so that the same content gives the same bytes.
     ".gz": lambda raw: gzip.GzipFile("", "wb", 6, raw, mtime=0),
@@ -227,7 +233,7 @@ class ResumableOutput:
                 recorded=_show(before.get(name)),
                 place=place,
             )
-            for name in changed[:DIFFERENCES_SHOWN]
+            for name in changed[:PROBLEMS_SHOWN]
         )
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:

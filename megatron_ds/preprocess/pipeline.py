@@ -18,7 +18,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron_ds.config.problems import Problem, UserError, raise_if_any, user_error
+from megatron_ds.config.problems import (
+    PROBLEMS_SHOWN,
+    Problem,
+    UserError,
+    raise_if_any,
+    user_error,
+)
 from megatron_ds.data.indexed_dataset import TOKENIZER_SUFFIX, token_dtype
 from megatron_ds.data.indexed_writer import TokenFileWriter, WriteCounts
 from megatron_ds.data.tokenizer_metadata import metadata_json
@@ -40,7 +46,6 @@ WORK_SUFFIXES = (".bin", ".idx", ".documents", TOKENIZER_SUFFIX)
 published."""
 CHUNK_BYTES = 1 << 20
 """A chunk ends here even if it has fewer documents than the chunk size."""
-PROBLEMS_SHOWN = 20
 DOCUMENTS_CHECKED_AHEAD = 100_000
 """With `strict`, documents that are checked after a rejected one, to report more at once."""
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from megatron_ds.config import TokenizerConfig
-from megatron_ds.config.problems import UserError
+from megatron_ds.config.problems import PROBLEMS_SHOWN, UserError
 from megatron_ds.data.indexed_dataset import IndexedDataset
 from megatron_ds.preprocess import pipeline as module
 from megatron_ds.preprocess.inputs import InputSpec
@@ -134,7 +134,7 @@ def test_text_that_the_tokenizer_refuses_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("lines", "ahead", "shown"),
     [
-        ([*numbered(3), *["x"] * 500], 100_000, module.PROBLEMS_SHOWN),
+        ([*numbered(3), *["x"] * 500], 100_000, PROBLEMS_SHOWN),
         (["x", *numbered(200), "y"], 10, 1),
     ],
 )
