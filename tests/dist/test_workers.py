@@ -85,10 +85,15 @@ def test_killed_worker_raises(count: int) -> None:
 
 def test_a_broken_pipe_leaves_no_view_of_a_buffer() -> None:
     """Python before 3.12.2 crashes when it collects one that is part of a cycle."""
-    with pytest.raises(UserError) as raised, Workers(len, 1) as workers:
-        workers._processes[0].kill()
-        workers._processes[0].join()
-        list(workers.map([b"x" * (1 << 20)] * 5))
+
+    def run() -> None:
+        with Workers(len, 1) as workers:
+            workers._processes[0].kill()
+            workers._processes[0].join()
+            list(workers.map([b"x" * (1 << 20)] * 5))
+
+    with pytest.raises(UserError) as raised:
+        run()
     views = [each for each in gc.get_objects() if type(each) is memoryview]
     assert [each for each in views if not isinstance(each.obj, bytes)] == []
     assert codes(raised.value.problems) == ["worker-process-lost"]
