@@ -36,8 +36,16 @@ class _NonZero:
         return bool(other)
 
 
+class _AboveOne:
+    """Equals every number greater than 1."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, int | float) and other > 1
+
+
 ANY_VALUE = _AnyValue()
 NON_ZERO = _NonZero()
+ABOVE_ONE = _AboveOne()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +76,8 @@ def when(**admitted: Any) -> Condition:
 
     Args:
         admitted: By field, a value or a tuple of values that satisfies the condition. `ANY_VALUE`
-            stands for everything except None, `NON_ZERO` for everything except None and 0.
+            stands for everything except None, `NON_ZERO` for everything except None and 0,
+            `ABOVE_ONE` for numbers greater than 1.
     """
     return Condition(
         {name: value if isinstance(value, tuple) else (value,) for name, value in admitted.items()}

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron_ds.config.checks import divisors, list_numbers, nearest_multiples
-from megatron_ds.config.fields import option_field
+from megatron_ds.config.fields import ABOVE_ONE, option_field, when
 from megatron_ds.config.problems import Problem, with_value
 
 
@@ -19,6 +19,11 @@ class ParallelConfig:
     )
     pipeline_model_parallel_size: int = option_field(
         1, "degree of pipeline parallelism; only 1 is supported", minimum=1
+    )
+    sequence_parallel: bool = option_field(
+        False,
+        "shard norms, dropout and residuals along the sequence over the tensor-parallel ranks",
+        only_with=when(tensor_model_parallel_size=ABOVE_ONE),
     )
 
     def data_parallel_size(self, world_size: int) -> int:

@@ -122,9 +122,14 @@ def _offload(config: Config) -> str:
     return names.get((optimizer, parameters), "none")
 
 
+def _sequence(config: Config) -> str:
+    parallel = config.parallel
+    return "on" if parallel.sequence_parallel and parallel.tensor_model_parallel_size > 1 else "off"
+
+
 def _recompute(config: Config) -> str:
     if config.recompute.is_by_deepspeed:
-        return "deepspeed"
+        return "partitioned" if config.recompute.partition_activations else "deepspeed"
     return config.recompute.recompute_granularity or "none"
 
 
@@ -152,6 +157,12 @@ AXES: Mapping[str, Axis] = {
         lambda config: _size_of(config.parallel.tensor_model_parallel_size),
         "1",
     ),
+    "sequence": Axis(
+        "sequence parallel",
+        {"off": "", "on": "--sequence-parallel"},
+        _sequence,
+        "off",
+    ),
     "pp": Axis(
         "pipeline parallel",
         _size("--pipeline-model-parallel-size"),
@@ -170,7 +181,8 @@ AXES: Mapping[str, Axis] = {
             "none": "",
             "selective": "--recompute-granularity selective",
             "full": "--recompute-granularity full",
-            "deepspeed": "--recompute-granularity full --partition-activations",
+            "deepspeed": "--recompute-granularity full --deepspeed-activation-checkpointing",
+            "partitioned": "--recompute-granularity full --partition-activations",
         },
         _recompute,
         "none",
@@ -198,6 +210,16 @@ AXES: Mapping[str, Axis] = {
 RULES: tuple[Rule, ...] = (
     Rule("pipeline-parallelism-unsupported", {"pp": (MANY,)}, instead={"pp": "1"}),
     Rule(
+        "sequence-parallel-with-pipeline",
+        {"tp": (MANY,), "sequence": ("on",), "pp": (MANY,)},
+        instead={"sequence": "off"},
+    ),
+    Rule(
+        "sequence-parallel-with-partitioned-activations",
+        {"tp": (MANY,), "sequence": ("on",), "recompute": ("partitioned",)},
+        instead={"recompute": "full"},
+    ),
+    Rule(
         "zero0-with-half-precision",
         {"zero": ("0",), "precision": ("bf16", "fp16")},
         instead={"zero": "1"},
@@ -215,16 +237,34 @@ RULES: tuple[Rule, ...] = (
 )
 
 WITHOUT_EFFECT: tuple[Rule, ...] = (
+    Rule("", {"tp": ("1",), "sequence": ("on",)}, instead={"tp": MANY}),
     Rule("", {"zero": ("0", "1", "2"), "offload": ("parameters", "both")}, instead={"zero": "3"}),
 )
 """Combinations in which a flag has no effect, with a warning: no configuration reads as them."""
 
 ZERO = tuple(AXES["zero"].values)
 TP = tuple(AXES["tp"].values)
+SEQUENCE: Values = {"tp": (MANY,), "sequence": ("on",)}
 PROOFS: tuple[Proof, ...] = (
     Proof(
         "tests/dist/test_parity.py::test_layout_equals_one_process",
         {"zero": ZERO, "tp": TP, "optimizer": ("adam", "sgd")},
+    ),
+    Proof(
+        "tests/dist/test_sequence_parallel.py::test_layout_equals_one_process",
+        {**SEQUENCE, "zero": ZERO, "optimizer": ("adam", "sgd")},
+    ),
+    Proof(
+        "tests/dist/test_sequence_parallel.py::test_dropout_masks_are_those_of_one_process",
+        {**SEQUENCE, "recompute": ("none", "selective", "full", "deepspeed")},
+    ),
+    Proof(
+        "tests/dist/test_sequence_parallel.py::test_packed_documents_equal_one_process",
+        {**SEQUENCE, "documents": ("on",)},
+    ),
+    Proof(
+        "tests/dist/test_sequence_parallel.py::test_changing_lengths_equal_one_process",
+        {**SEQUENCE, "curriculum": ("on",)},
     ),
 )
 

@@ -61,6 +61,8 @@ def build_engine(
             settings.
     """
     deepspeed_patches.import_muon_without_compile()
+    if config.parallel.sequence_parallel:
+        mesh = mesh.with_sequence_parallelism()
     if not config.runtime.compile:
         defer_compiler()
     ds_config = build_ds_config(config, mesh.dp.size, device.type, available_on(device.type))
@@ -132,7 +134,7 @@ def _compile(model: GPTModel, config: Config, mesh: Mesh, device: torch.device) 
         functions, problem = compile_elementwise(
             config.model,
             config.schedule.micro_batch_size,
-            mesh.tp.size,
+            mesh.tp,
             getattr(torch, readback.DTYPES[config.precision.name]),
             device,
         )

@@ -15,10 +15,13 @@ from megatron_ds.model.weight_init import Initializer
 from megatron_ds.parallel.activation_checkpointing import ActivationCheckpointing
 from megatron_ds.parallel.mesh import Group
 from megatron_ds.parallel.rng import RngStreams
+from megatron_ds.parallel.sequence import sum_gradients
 
 
 class Block(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)): [S, B, H] to [S, B, H].
+
+    With sequence parallelism, [S / TP, B, H] to [S / TP, B, H].
 
     Args:
         config: Architecture.
@@ -44,11 +47,12 @@ class Block(nn.Module):
         super().__init__()
         self.layer = layer
         self.dropout = config.hidden_dropout
-        self.attention_norm = build_norm(config)
+        self.group = group
+        self.attention_norm = sum_gradients(build_norm(config), group)
         self.attention = Attention(
             config, layer, group=group, rng=rng, init=init, checkpointing=checkpoint_core
         )
-        self.mlp_norm = build_norm(config)
+        self.mlp_norm = sum_gradients(build_norm(config), group)
         self.mlp = mlp
         self.elementwise = EAGER
         self._before_core, self._after_core = self._project, self._finish
@@ -92,5 +96,5 @@ class Block(nn.Module):
     def _add(self, residual: Tensor, x: Tensor) -> Tensor:
         # Every tensor-parallel rank has all of x, so the mask is that of the replicated stream.
         if self.training and self.dropout > 0.0:
-            return self.elementwise.add_dropout(residual, x, self.dropout)
+            return self.elementwise.add_dropout(residual, x, self.dropout, self.group)
         return residual + x

@@ -16,6 +16,8 @@ from torch import Tensor
 from megatron_ds.config import ModelConfig
 from megatron_ds.config.problems import Problem
 from megatron_ds.model.position_embedding import Rotation, rope_table, rotate
+from megatron_ds.parallel.mesh import Group
+from megatron_ds.parallel.sequence import dropout
 
 TOLERANCE = 1e-2
 """Largest accepted error of a compiled function, relative to the norm; bf16 may be rounded once
@@ -44,9 +46,9 @@ def activate(x: Tensor, activation: str, gelu_kind: str) -> Tensor:
     raise AssertionError(activation)
 
 
-def add_dropout(residual: Tensor, x: Tensor, probability: float) -> Tensor:
+def add_dropout(residual: Tensor, x: Tensor, probability: float, group: Group) -> Tensor:
     """residual + dropout(x)."""
-    return residual + F.dropout(x, probability)
+    return residual + dropout(x, probability, group)
 
 
 @dataclass(frozen=True)
@@ -55,14 +57,14 @@ class Elementwise:
 
     rotate: Callable[[Tensor, Rotation], Tensor] = rotate
     activate: Callable[[Tensor, str, str], Tensor] = activate
-    add_dropout: Callable[[Tensor, Tensor, float], Tensor] = add_dropout
+    add_dropout: Callable[[Tensor, Tensor, float, Group], Tensor] = add_dropout
 
 
 EAGER = Elementwise()
 
 
 def compile_elementwise(
-    config: ModelConfig, micro_batch: int, tp_size: int, dtype: torch.dtype, device: torch.device
+    config: ModelConfig, micro_batch: int, group: Group, dtype: torch.dtype, device: torch.device
 ) -> tuple[Elementwise, Problem | None]:
     """Compile the functions if they then compute what they should on this device.
 
@@ -72,7 +74,7 @@ def compile_elementwise(
     Args:
         config: Architecture.
         micro_batch: Samples of a micro-batch.
-        tp_size: Tensor-parallel size.
+        group: Tensor-parallel group.
         dtype: Type of the activations.
         device: Device of the activations.
 
@@ -84,8 +86,8 @@ def compile_elementwise(
             **{one.name: torch.compile(getattr(EAGER, one.name)) for one in fields(EAGER)}
         )
         pairs = zip(
-            _results(compiled, config, micro_batch, tp_size, dtype, device),
-            _results(EAGER, config, micro_batch, tp_size, dtype, device),
+            _results(compiled, config, micro_batch, group, dtype, device),
+            _results(EAGER, config, micro_batch, group, dtype, device),
             strict=True,
         )
         errors = [(actual - expected).norm() / expected.norm() for actual, expected in pairs]
@@ -102,7 +104,7 @@ def _results(
     functions: Elementwise,
     config: ModelConfig,
     micro_batch: int,
-    tp_size: int,
+    group: Group,
     dtype: torch.dtype,
     device: torch.device,
 ) -> Iterator[Tensor]:
@@ -121,16 +123,18 @@ def _results(
     if config.position_embedding_type == "rope":
         rotated = int(config.head_dim * config.rotary_percent)
         table = rope_table(config.seq_length, rotated, config.rotary_base, device)
-        heads = (config.num_attention_heads + config.kv_heads) // tp_size
+        heads = (config.num_attention_heads + config.kv_heads) // group.size
         # A part of the fused projection, as in a layer.
-        x = draw(heads + config.kv_heads // tp_size, config.head_dim)
+        x = draw(heads + config.kv_heads // group.size, config.head_dim)
         yield from run(lambda x: functions.rotate(x[:, :, :heads], table), x)
-    x = draw(config.mlp_hidden_size // tp_size * (2 if config.is_gated else 1))
+    x = draw(config.mlp_hidden_size // group.size * (2 if config.is_gated else 1))
     yield from run(lambda x: functions.activate(x, config.activation, config.gelu_kind), x)
     if config.hidden_dropout > 0:
         x, probability = draw(config.hidden_size), config.hidden_dropout
+        if group.sequence_parallel:
+            x = x.detach().chunk(group.size)[group.rank].clone().requires_grad_()
         zeros = torch.zeros_like(x, requires_grad=True)  # as the residual stream does in a layer
-        y, gradient = run(lambda x: functions.add_dropout(zeros, x, probability), x)
+        y, gradient = run(lambda x: functions.add_dropout(zeros, x, probability, group), x)
         # The masks differ, so the errors of what is kept are compared.
         scale = torch.where(y != 0, 1 / (1 - probability), 0.0)
         yield from (1 + y - x.detach() * scale, 1 + gradient - scale)

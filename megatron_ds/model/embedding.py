@@ -15,6 +15,7 @@ from megatron_ds.model.norm import build_norm
 from megatron_ds.model.weight_init import Initializer
 from megatron_ds.parallel.embedding import VocabParallelEmbedding
 from megatron_ds.parallel.mesh import Group
+from megatron_ds.parallel.sequence import dropout, sum_gradients
 
 
 def build_word_embedding(
@@ -67,6 +68,8 @@ class LearnedPositionEmbedding(nn.Module):
 class Embedding(nn.Module):
     """Token ids [B, S] to [S, B, H]: word, norm (--embed-layernorm), position, dropout.
 
+    With sequence parallelism to this rank's [S / TP, B, H].
+
     Args:
         config: Architecture.
         group: Tensor-parallel group over which the vocabulary is sharded.
@@ -77,12 +80,14 @@ class Embedding(nn.Module):
         super().__init__()
         self.dropout = config.hidden_dropout
         self.word = build_word_embedding(config, group, init)
-        self.norm = build_norm(config) if config.embed_layernorm else None
+        self.group = group
+        self.norm = sum_gradients(build_norm(config), group) if config.embed_layernorm else None
         self.position: LearnedPositionEmbedding | None = None
         if config.position_embedding_type == "learned_absolute":
-            self.position = LearnedPositionEmbedding(
+            position = LearnedPositionEmbedding(
                 config.num_positions, config.hidden_size, init, config.init_method_std
             )
+            self.position = sum_gradients(position, group)
 
     def forward(self, tokens_BS: Tensor, offset: int, positions_BS: Tensor | None = None) -> Tensor:
         """Embed tokens; arguments as for `LearnedPositionEmbedding`."""
@@ -90,7 +95,18 @@ class Embedding(nn.Module):
         if self.norm is not None:
             x_SBH = self.norm(x_SBH)
         if self.position is not None:
-            x_SBH = x_SBH + self.position(tokens_BS.shape[1], offset, positions_BS)
-        if self.dropout > 0.0:
-            x_SBH = F.dropout(x_SBH, self.dropout, training=self.training)
+            x_SBH = x_SBH + self._positions(x_SBH.shape[0], offset, positions_BS)
+        if self.training and self.dropout > 0.0:
+            x_SBH = dropout(x_SBH, self.dropout, self.group)
         return x_SBH
+
+    def _positions(self, queries: int, offset: int, positions_BS: Tensor | None) -> Tensor:
+        """The positions of this rank's tokens."""
+        assert self.position is not None
+        if self.group.sequence_parallel:
+            first = self.group.rank * queries
+            offset += first
+            if positions_BS is not None:
+                positions_BS = positions_BS[:, first : first + queries]
+        positions: Tensor = self.position(queries, offset, positions_BS)
+        return positions

@@ -21,6 +21,7 @@ from megatron_ds.model.weight_init import Initializer
 from megatron_ds.parallel.activation_checkpointing import ActivationCheckpointing
 from megatron_ds.parallel.mesh import Group
 from megatron_ds.parallel.rng import RngStreams
+from megatron_ds.parallel.sequence import sum_gradients
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ def layer_specs(
             LayerSpec(f"layers.{layer}", lambda layer=layer: block(layer))  # type: ignore[misc]
             for layer in range(config.num_layers)
         ),
-        LayerSpec("final_norm", lambda: build_norm(config)),
+        LayerSpec("final_norm", lambda: sum_gradients(build_norm(config), group)),
         LayerSpec("head", head, tied_to=None if untied else word),
     ]
 

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron_ds.parallel.collectives import gather_from_group
+from megatron_ds.parallel.collectives import gather_from_group, gather_sequence
 from megatron_ds.parallel.embedding import validate_token_ids, vocab_parallel_weight
 from megatron_ds.parallel.fused_linear_cross_entropy import linear_cross_entropy
 from megatron_ds.parallel.mesh import Group
@@ -64,7 +64,7 @@ class OutputLayer(nn.Module):
         """Compute the loss or, without labels, the logits.
 
         Args:
-            x_SBH: Hidden states.
+            x_SBH: Hidden states, with sequence parallelism this rank's part of the sequence.
             labels_BS: Token ids.
             loss_mask_BS: Weight of each label's loss. None: ones.
             weight_vH: The embedding's weight, if it is tied.
@@ -77,6 +77,8 @@ class OutputLayer(nn.Module):
         """
         weight = self.weight if weight_vH is None else weight_vH
         assert weight is not None
+        if self.group.sequence_parallel:
+            x_SBH = gather_sequence(x_SBH, self.group)
         if labels_BS is None:
             return self._logits(x_SBH, weight)
         return self._loss(x_SBH, labels_BS, loss_mask_BS, weight)

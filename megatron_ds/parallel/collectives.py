@@ -59,6 +59,81 @@ def all_gather(x: Tensor, group: Group) -> Tensor:
     return torch.stack(gathered)
 
 
+def start_all_gather(x: Tensor, group: Group) -> tuple[Tensor, dist.Work | None]:
+    """Start the concatenation of every rank's tensor along the first dimension; no autograd.
+
+    Returns:
+        The result, and what to wait for before it is read. None: it is complete.
+    """
+    gathered = x.new_empty((group.size * x.shape[0], *x.shape[1:]))
+    x = x.contiguous()
+    if torch.compiler.is_compiling():
+        dist.all_gather_into_tensor(gathered, x, group=group.handle)
+        return gathered, None
+    return gathered, dist.all_gather_into_tensor(gathered, x, group=group.handle, async_op=True)
+
+
+def start_reduce_scatter(x: Tensor, group: Group) -> tuple[Tensor, dist.Work | None]:
+    """Start the sum over the group, of which this rank gets its slice of the first dimension.
+
+    Args:
+        x: A tensor whose first dimension is divisible by the size of the group.
+        group: The group.
+
+    Returns:
+        As for `start_all_gather`.
+    """
+    reduced = x.new_empty((x.shape[0] // group.size, *x.shape[1:]))
+    x = x.contiguous()
+    if torch.compiler.is_compiling():
+        dist.reduce_scatter_tensor(reduced, x, group=group.handle)
+        return reduced, None
+    return reduced, dist.reduce_scatter_tensor(reduced, x, group=group.handle, async_op=True)
+
+
+def wait(started: tuple[Tensor, dist.Work | None]) -> Tensor:
+    """The result of a collective that was started."""
+    result, work = started
+    if work is not None:
+        work.wait()
+    return result
+
+
+def gather_sequence(x: Tensor, group: Group) -> Tensor:
+    """Forward: concatenation along the first dimension. Backward: sum over the group, and slice."""
+    gathered: Tensor = _GatherSequence.apply(x, group)
+    return gathered
+
+
+def reduce_scatter_sequence(x: Tensor, group: Group) -> Tensor:
+    """Forward: sum over the group, and this rank's slice of the first dimension. Backward:
+    concatenation."""
+    reduced: Tensor = _ReduceScatterSequence.apply(x, group)
+    return reduced
+
+
+class _GatherSequence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return wait(start_all_gather(x, group))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return wait(start_reduce_scatter(grad, ctx.group)), None
+
+
+class _ReduceScatterSequence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return wait(start_reduce_scatter(x, group))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return wait(start_all_gather(grad, ctx.group)), None
+
+
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:

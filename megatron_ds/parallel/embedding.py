@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_ds.config.problems import user_error
-from megatron_ds.parallel.collectives import reduce_from_group_
+from megatron_ds.parallel.collectives import reduce_from_group_, reduce_scatter_sequence
 from megatron_ds.parallel.mesh import Group
 from megatron_ds.parallel.sharding import Init, ShardSpec, sharded_parameter
 
@@ -60,6 +60,8 @@ def vocab_parallel_weight(
 class VocabParallelEmbedding(nn.Module):
     """Token ids of any shape to [..., hidden], replicated on every rank.
 
+    With sequence parallelism, every rank has its slice of the first dimension.
+
     Args:
         vocab_size: Rows that are tokens.
         padded_size: Rows of the full table. The padding rows are zero and never looked up.
@@ -85,4 +87,7 @@ class VocabParallelEmbedding(nn.Module):
         local = ids - self.first_row
         elsewhere = (local < 0) | (local >= self.rows)
         rows = F.embedding(local.masked_fill(elsewhere, 0), self.weight)
-        return reduce_from_group_(rows.masked_fill(elsewhere.unsqueeze(-1), 0.0), self.group)
+        rows = rows.masked_fill(elsewhere.unsqueeze(-1), 0.0)
+        if self.group.sequence_parallel:
+            return reduce_scatter_sequence(rows, self.group)
+        return reduce_from_group_(rows, self.group)

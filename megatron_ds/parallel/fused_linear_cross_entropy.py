@@ -65,7 +65,8 @@ def linear_cross_entropy(
     """Sum over tokens of weight x cross entropy(x W^T, label); softmax and sums are in fp32.
 
     Args:
-        x_TH: Hidden states, the same on every rank.
+        x_TH: Hidden states, the same on every rank. With sequence parallelism their gradient is
+            this rank's summand, which `gather_sequence` sums.
         weight_vH: This rank's rows of the output layer.
         labels_T: Token ids below `vocab_size`.
         weights_T: Weight of each token's loss, fp32. None: ones.
@@ -214,7 +215,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         grad_x, grad_weight = ctx.saved_tensors
         # In fp32, because the factor contains the number of tokens and the loss scale.
         grad_x = (grad_x.float() * grad).to(grad_x.dtype)
-        work = start_all_reduce_(grad_x, ctx.group)
+        work = None if ctx.group.sequence_parallel else start_all_reduce_(grad_x, ctx.group)
         grad_weight = (grad_weight.float() * grad).to(ctx.weight_type)
         if work is not None:
             work.wait()

@@ -3,7 +3,9 @@
 Column-parallel: the output features are sharded, the input is replicated. Row-parallel: the input
 features are sharded, the output is replicated. One after the other, they need one all-reduce over
 the group in each direction. That of the backward pass is overlapped with the product for the
-weight's gradient. Owns no initial values: `init` draws them.
+weight's gradient. With sequence parallelism, the input of the one and the output of the other are
+sharded along their first dimension, and each all-reduce is an all-gather and a reduce-scatter. Owns
+no initial values: `init` draws them.
 """
 
 from __future__ import annotations
@@ -14,7 +16,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron_ds.parallel.collectives import reduce_from_group_, start_all_reduce_
+from megatron_ds.parallel.collectives import (
+    reduce_from_group_,
+    start_all_gather,
+    start_all_reduce_,
+    start_reduce_scatter,
+    wait,
+)
 from megatron_ds.parallel.mesh import Group
 from megatron_ds.parallel.sharding import Init, ShardSpec, sharded_parameter
 
@@ -68,18 +76,26 @@ class RowParallelLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.group.size == 1:
             return F.linear(x, self.weight, self.bias)
+        if self.group.sequence_parallel:
+            part: Tensor = _RowParallelToSequence.apply(x, self.weight, self.bias, self.group)
+            return part
         # The bias is added after the reduction, so that it counts once.
         y = reduce_from_group_(F.linear(x, self.weight), self.group)
         return y if self.bias is None else y + self.bias
 
 
 class _ColumnParallel(torch.autograd.Function):
-    """F.linear whose input has the same value on every rank of a group."""
+    """F.linear whose input has the same value on every rank of a group, or is sharded over it.
+
+    A sharded input is gathered again in the backward pass, so that only the shard is stored.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, group: Group) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.group = group
+        if group.sequence_parallel:
+            x = wait(start_all_gather(x, group))
         return F.linear(x, weight, bias)
 
     @staticmethod
@@ -88,15 +104,45 @@ class _ColumnParallel(torch.autograd.Function):
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         x, weight = ctx.saved_tensors
         needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
-        rows = grad.flatten(0, -2)
-        grad_x = grad_weight = grad_bias = work = None
+        rows, is_sharded = grad.flatten(0, -2), ctx.group.sequence_parallel
+        grad_x = grad_weight = grad_bias = work = gathered = None
+        if is_sharded and needs_weight:
+            gathered = start_all_gather(x, ctx.group)
         if needs_x:
-            grad_x = (rows @ weight).view(x.shape)
-            work = start_all_reduce_(grad_x, ctx.group)
+            grad_x = (rows @ weight).view(*grad.shape[:-1], x.shape[-1])
+            if is_sharded:
+                grad_x, work = start_reduce_scatter(grad_x, ctx.group)
+            else:
+                work = start_all_reduce_(grad_x, ctx.group)
         if needs_weight:
-            grad_weight = rows.t() @ x.flatten(0, -2)
+            full = x if gathered is None else wait(gathered)
+            grad_weight = rows.t() @ full.flatten(0, -2)
         if needs_bias:
             grad_bias = rows.sum(0)
         if work is not None:
             work.wait()
+        return grad_x, grad_weight, grad_bias, None
+
+
+class _RowParallelToSequence(torch.autograd.Function):
+    """Sum over a group of each rank's F.linear, sharded along the first dimension."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, group: Group) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.group = group
+        y = wait(start_reduce_scatter(F.linear(x, weight), group))
+        return y if bias is None else y.add_(bias)
+
+    @staticmethod
+    def backward(
+        ctx: Any, grad: Tensor
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+        x, weight = ctx.saved_tensors
+        needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
+        rows = wait(start_all_gather(grad, ctx.group)).flatten(0, -2)
+        grad_x = (rows @ weight).view(x.shape) if needs_x else None
+        grad_weight = rows.t() @ x.flatten(0, -2) if needs_weight else None
+        # Of the full sequence, as the gradients of all replicated parameters must be.
+        grad_bias = rows.sum(0) if needs_bias else None
         return grad_x, grad_weight, grad_bias, None

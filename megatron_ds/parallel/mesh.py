@@ -8,7 +8,7 @@ in the same order.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 
 import torch
@@ -76,6 +76,9 @@ class Group:
     handle: dist.ProcessGroup | None
     """None only where no process group exists (`Mesh.single`). With None, torch.distributed would
     communicate over all processes, so collectives must not run where `size` is 1."""
+    sequence_parallel: bool = False
+    """Whether the activations between the layers that are sharded over this group are themselves
+    sharded over it, along the sequence; see `parallel.sequence`. Never with size 1."""
 
     @property
     def size(self) -> int:
@@ -157,6 +160,10 @@ class Mesh:
             rank=rank,
             **{name: created[tuple(groups)] for name, groups in axes.items()},
         )
+
+    def with_sequence_parallelism(self) -> Mesh:
+        """This mesh with sequence parallelism over its tensor-parallel group."""
+        return replace(self, tp=replace(self.tp, sequence_parallel=self.tp.size > 1))
 
     @classmethod
     def single(cls) -> Mesh:

@@ -152,8 +152,8 @@ def test_flags_without_effect_are_warnings_by_reason() -> None:
 
 def test_all_problems_of_a_line_are_reported_at_once() -> None:
     line = scan_of(
-        "--num-layers two --lr-decay-style cos --hiden-size 8 --sequence-parallel --fp16 yes "
-        "--micro-batch-size 2 --batch-size 4 --num-attention-heads 2.5 --hidden-size 9 --bf16 "
+        "--num-layers two --lr-decay-style cos --hiden-size 8 --ds-sequence-parallel-fpdt --bf16 "
+        "--micro-batch-size 2 --batch-size 4 --num-attention-heads 2.5 --hidden-size 9 --fp16 yes "
         "--seq-length 16 --weight-decay"
     )
     assert sorted(codes(line.problems)) == [

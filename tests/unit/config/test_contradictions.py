@@ -30,6 +30,7 @@ VALID = {
 DP_SIZE = 2
 ROPE = {"position_embedding_type": "rope"}
 FULL = {"recompute_granularity": "full"}
+SEQUENCE_PARALLEL = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 WSD = {"lr_decay_style": "WSD"}
 
 
@@ -53,6 +54,8 @@ def problems(config: Config, dp_size: int = DP_SIZE) -> list[Problem]:
         {**FULL, "deepspeed_activation_checkpointing": True, "profile_backward": True},
         {**FULL, "partition_activations": True, "checkpoint_in_cpu": True},
         {**FULL, "checkpoint_num_layers": 2},
+        {**SEQUENCE_PARALLEL, **FULL, "curriculum_seqlen": (8, 64, 9)},
+        {**SEQUENCE_PARALLEL, "tensor_model_parallel_size": 1, "seq_length": 63},
         {**WSD, "lr_wsd_decay_samples": 400},
         {"train_samples": None, "train_iters": 5},
         {"weight_decay_incr_style": "cosine", "start_weight_decay": 0.1, "end_weight_decay": 0.2},
@@ -73,6 +76,17 @@ CASES: list[tuple[dict[str, Any], str]] = [
     (
         {**FULL, "checkpoint_num_layers": 3},
         "recompute-layers-exceed-model: checkpoint_num_layers num_layers",
+    ),
+    # Sequence parallelism.
+    (
+        {**SEQUENCE_PARALLEL, "seq_length": 63},
+        "sequence-not-divisible: seq_length sequence_parallel tensor_model_parallel_size",
+    ),
+    ({**SEQUENCE_PARALLEL, "curriculum_seqlen": (8, 63, 9)}, "sequence-not-divisible"),
+    (
+        {**SEQUENCE_PARALLEL, "curriculum_seqlen": (9, 64, 9), "curriculum_seqlen_step": 3},
+        "sequence-not-divisible: curriculum_seqlen_step sequence_parallel "
+        "tensor_model_parallel_size",
     ),
     # Data, tokenizer, checkpoints and logging.
     ({"data_path": None}, "training-data-required"),
@@ -336,6 +350,7 @@ CONSTANT = {"lr_decay_style": "constant"}
 LONG = {"curriculum_seqlen": (8, 64, 9)}
 PARTITIONED = {"partition_activations": True}
 INEFFECTIVE: dict[str, list[tuple[Any, dict[str, Any]]]] = {
+    "sequence_parallel": [(True, {})],
     "rotary_percent": [(0.4, {})],
     "rotary_base": [(5.0, {})],
     "gelu_approximation": [("none", {"activation": "swiglu"})],

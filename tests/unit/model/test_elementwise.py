@@ -18,10 +18,12 @@ from megatron_ds.model.elementwise import (
     add_dropout,
     compile_elementwise,
 )
+from megatron_ds.parallel.mesh import Mesh
 from tests.problems import codes
 from tests.unit.model.dense import build_model, gradients
 from tests.unit.model.test_packed_attention import CONFIG, CPU
 
+SINGLE = Mesh.single().tp
 FIELDS = dataclasses.fields(Elementwise)
 ROPE: dict[str, Any] = {
     "position_embedding_type": "rope",
@@ -33,7 +35,7 @@ ROPE: dict[str, Any] = {
 def trial(compiler: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(torch, "compile", compiler)
     config = dataclasses.replace(CONFIG, **ROPE, activation="swiglu", hidden_dropout=0.1)
-    return compile_elementwise(config, 2, 1, torch.bfloat16, CPU)
+    return compile_elementwise(config, 2, SINGLE, torch.bfloat16, CPU)
 
 
 def test_functions_are_traced_without_graph_break(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,7 +70,7 @@ def test_a_compiler_that_fails_or_is_wrong_is_not_used(monkeypatch: pytest.Monke
         return lambda *inputs: function(*inputs) * 1.1
 
     def keeps_all(function: Any) -> Any:
-        return (lambda residual, x, _: residual + x) if function is add_dropout else function
+        return (lambda residual, x, *_: residual + x) if function is add_dropout else function
 
     for compiler, code in {
         broken: "compilation-failed",
@@ -105,8 +107,8 @@ def test_every_layer_calls_the_functions() -> None:
 
 def test_dropout_leaves_the_residual_stream() -> None:
     residual = torch.arange(1.0, 101.0)
-    assert torch.equal(add_dropout(residual, torch.zeros(100), 0.5), residual)
-    dropped = add_dropout(torch.zeros(1000), torch.ones(1000), 0.25)
+    assert torch.equal(add_dropout(residual, torch.zeros(100), 0.5, SINGLE), residual)
+    dropped = add_dropout(torch.zeros(1000), torch.ones(1000), 0.25, SINGLE)
     assert set(dropped.tolist()) == {0.0, torch.tensor(1.0 / 0.75).item()}
 
 
@@ -117,6 +119,6 @@ def test_compiled_functions_are_accepted_on_an_accelerator(dtype: torch.dtype) -
         pytest.skip("this accelerator has no Triton")
     device = torch.device(get_accelerator().current_device_name())
     config = dataclasses.replace(CONFIG, **ROPE, activation="swiglu", hidden_dropout=0.1)
-    functions, problem = compile_elementwise(config, 2, 1, dtype, device)
+    functions, problem = compile_elementwise(config, 2, SINGLE, dtype, device)
     assert problem is None
     assert functions is not EAGER
