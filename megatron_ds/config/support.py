@@ -201,7 +201,7 @@ AXES: Mapping[str, Axis] = {
     ),
     "curriculum": Axis(
         "curriculum",
-        {"off": "", "on": "--curriculum-seqlen 8 16 1000"},
+        {"off": "", "on": "--curriculum-seqlen 8 16 2"},
         lambda config: "off" if config.schedule.curriculum_seqlen is None else "on",
         "off",
     ),

@@ -180,8 +180,12 @@ def other_optimizers() -> Iterator[Case]:
 
 @functools.cache
 def _folder() -> tempfile.TemporaryDirectory[str]:
-    """For DeepSpeed files; it is removed when this process ends."""
     return tempfile.TemporaryDirectory()
+
+
+def folder() -> Path:
+    """For DeepSpeed files; it is removed when this process ends."""
+    return Path(_folder().name)
 
 
 def config_of(case: Case, **changes: dict[str, Any]) -> Config:
@@ -200,7 +204,7 @@ def config_of(case: Case, **changes: dict[str, Any]) -> Config:
         "reduce_bucket_size": 4000,
         "allgather_bucket_size": 4000,
     }
-    path = Path(_folder().name) / f"zero{case.stage}.json"
+    path = folder() / f"zero{case.stage}.json"
     path.write_text(json.dumps({"zero_optimization": zero}), encoding="utf-8")
     config = Config(
         model=ModelConfig(**SHAPE, **MODELS[case.model]),

@@ -1,0 +1,218 @@
+"""Layouts of the support matrix as runs: their command lines, references and covering array.
+
+A run is a layout of `megatron_ds.config.support` with a number of ranks, an accumulation and a
+model (`EXTRA`). Its configuration is that of the flags which the matrix names, read by the command
+line's own validator. The covering array has *every pair of values of any two axes that the matrix
+accepts*, in as few runs as a greedy search finds; `random_runs` draws whole runs.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import math
+from collections.abc import Iterator, Mapping
+
+import hypothesis
+from hypothesis import strategies
+
+from megatron_ds import schedules
+from megatron_ds.cli.arguments import build_config
+from megatron_ds.config import Config, support
+from megatron_ds.config.problems import Problem
+from megatron_ds.engine.ds_config_merge import merge_file
+from megatron_ds.model.packed_attention import FlexKernel, PackingOptions
+from megatron_ds.train_state import StepPlan, StepResult, TrainState
+from tests.dist.parity_cases import SAMPLES_PER_STEP, SHAPE, folder
+from tests.dist.reference import EOD, Run, Samples, train_reference
+from tests.unit.model.dense import dense_flex
+
+STEPS = 3
+EXTRA: dict[str, dict[str, str]] = {
+    "world": {"2": "", "4": ""},
+    "accumulation": {"1": "", "4": ""},
+    "model": {
+        "learned": "--position-embedding-type learned_absolute",
+        "alibi": "--position-embedding-type alibi --embed-layernorm",
+        "gqa": "--position-embedding-type rope --group-query-attention --num-query-groups 2",
+        "llama": "--position-embedding-type rope --swiglu --normalization RMSNorm "
+        "--disable-bias-linear --untie-embeddings-and-output-weights",
+    },
+}
+"""What varies besides the layout, with its flags."""
+VALUES = {name: tuple(axis.values) for name, axis in support.AXES.items()} | {
+    name: tuple(values) for name, values in EXTRA.items()
+}
+SIZES = ("tp", "pp")
+"""Axes whose sizes multiply to a divisor of the number of ranks."""
+TEST_FLAGS = {
+    ("precision", "fp16"): "--allow-fp16-on-cpu --loss-scale 512",
+    # As in parity_cases.OPTIMIZERS: Adam without elements whose update is the sign of rounding.
+    ("optimizer", "adam"): "--lr 0.01 --adam-beta2 0.95 --adam-eps 1e-3 --weight-decay 0.1 "
+    "--clip-grad 0.1",
+    ("optimizer", "sgd"): "--lr 0.5 --sgd-momentum 0 --weight-decay 0 --clip-grad 0",
+}
+"""Flags that a value needs besides those of the matrix, in these tests."""
+SAMPLES = Samples(STEPS * SAMPLES_PER_STEP, SHAPE)
+WITH_DOCUMENTS = SAMPLES.with_document_ends(0.2)
+
+RunLayout = Mapping[str, str]
+"""A value for each axis of `VALUES`."""
+
+
+def name_of(run: RunLayout) -> str:
+    """What differs from the defaults: `zero3-tp>1-2ranks`."""
+    changed = [
+        f"{axis}-{run[axis]}".replace(" ", "")
+        for axis in support.AXES
+        if run[axis] != support.AXES[axis].default
+    ]
+    return " ".join([f"{run['world']}ranks", f"acc{run['accumulation']}", run["model"], *changed])
+
+
+def configure(run: RunLayout) -> tuple[Config, list[Problem]]:
+    """The configuration of a run, and every problem that the command line finds."""
+    thresholds = {"stage3_param_persistence_threshold": 0, "reduce_bucket_size": 4000}
+    path = folder() / "thresholds.json"
+    path.write_text(json.dumps({"zero_optimization": thresholds}), encoding="utf-8")
+    words = [f"--{name.replace('_', '-')} {value}" for name, value in SHAPE.items()]
+    words += [f"--deepspeed_config {path} --data-path x --tokenizer-type NullTokenizer"]
+    words += [f"--train-iters {STEPS} --global-batch-size {SAMPLES_PER_STEP}"]
+    words += [f"--micro-batch-size {_micro_batch_size(run)}"]
+    for axis, value in run.items():
+        flags = support.AXES[axis].values if axis in support.AXES else EXTRA[axis]
+        words += [flags.get(value, ""), TEST_FLAGS.get((axis, value), "")]
+    return build_config(
+        " ".join(words).split(),
+        world_size=int(run["world"]),
+        warn=lambda _: None,
+        complete=merge_file,
+    )
+
+
+def _micro_batch_size(run: RunLayout) -> int:
+    replicas = max(int(run["world"]) // _ranks_of_a_replica(run), 1)
+    return SAMPLES_PER_STEP // (replicas * int(run["accumulation"]))
+
+
+def _ranks_of_a_replica(run: RunLayout) -> int:
+    return math.prod(1 if run.get(axis, "1") == "1" else 2 for axis in SIZES)
+
+
+def samples_of(run: RunLayout) -> Samples:
+    return WITH_DOCUMENTS if run["documents"] == "on" else SAMPLES
+
+
+def plans_of(run: RunLayout, config: Config) -> list[StepPlan]:
+    """The steps of the training loop."""
+    dp_size = config.parallel.data_parallel_size(int(run["world"]))
+    state, plans = TrainState(), []
+    for _ in range(STEPS):
+        plans.append(schedules.plan(config, state, dp_size))
+        state = state.advance(plans[-1], StepResult(0.0, 0.0))
+    return plans
+
+
+def reference_of(run: RunLayout) -> Run:
+    """The run of one process without DeepSpeed, in fp32."""
+    kept = ("model", "optimizer", "documents", "curriculum")
+    return _reference(tuple((axis, run[axis]) for axis in kept))
+
+
+@functools.cache
+def _reference(values: tuple[tuple[str, str], ...]) -> Run:
+    run = {axis: axis_.default for axis, axis_ in support.AXES.items()}
+    run |= {"world": "1", "accumulation": "1", **dict(values)}
+    config, problems = configure(run)
+    assert problems == []
+    packed = PackingOptions(EOD, False, True, FlexKernel(dense_flex))
+    rules = packed if config.data.reset_attention_mask else None
+    return train_reference(config, samples_of(run), plans_of(run, config), rules)
+
+
+def is_accepted(run: RunLayout) -> bool:
+    """Whether the matrix accepts a run, or a part of one, so far."""
+    if int(run.get("world", "4")) % _ranks_of_a_replica(run):
+        return False
+    return not any(
+        rule.values.keys() <= run.keys() and rule.forbids(run)
+        for rule in (*support.RULES, *support.WITHOUT_EFFECT)
+    )
+
+
+Pair = frozenset[tuple[str, str]]
+
+
+def accepted_pairs() -> set[Pair]:
+    """Every pair of values of two axes that is in some run."""
+    return {
+        frozenset({one: first, other: second}.items())
+        for one, other in itertools.combinations(VALUES, 2)
+        for first, second in itertools.product(VALUES[one], VALUES[other])
+        if next(_completions({one: first, other: second}, set()), None) is not None
+    }
+
+
+def pairs_of(run: RunLayout) -> set[Pair]:
+    return {frozenset(pair) for pair in itertools.combinations(run.items(), 2)}
+
+
+def _completions(run: dict[str, str], missing: set[Pair]) -> Iterator[dict[str, str]]:
+    """Accepted runs with these values; first those that greedily add the most missing pairs."""
+    if not is_accepted(run):
+        return
+    axis = next((axis for axis in VALUES if axis not in run), None)
+    if axis is None:
+        yield run
+        return
+
+    def gain(value: str) -> int:
+        return len({frozenset({item, (axis, value)}) for item in run.items()} & missing)
+
+    for value in sorted(VALUES[axis], key=gain, reverse=True):
+        yield from _completions({**run, axis: value}, missing)
+
+
+@functools.cache
+def covering() -> tuple[RunLayout, ...]:
+    """Runs that have every accepted pair; the same ones in every session."""
+    missing, runs = accepted_pairs(), []
+    while missing:
+        start = dict(min(missing, key=sorted))
+        best = next(_completions(start, missing))
+        runs.append({axis: best[axis] for axis in VALUES})
+        missing -= pairs_of(best)
+    return tuple(sorted(runs, key=lambda run: tuple(run.values())))
+
+
+def random_runs(seed: int, count: int, *, accepted: bool) -> list[RunLayout]:
+    """Whole runs that hypothesis draws, all of which the matrix accepts, or any."""
+    found: list[RunLayout] = []
+
+    @strategies.composite
+    def runs(draw: strategies.DrawFn) -> RunLayout:
+        run: dict[str, str] = {}
+        for axis in draw(strategies.permutations(list(VALUES))):
+            values = [
+                value
+                for value in VALUES[axis]
+                if not accepted or next(_completions({**run, axis: value}, set()), None)
+            ]
+            run[axis] = draw(strategies.sampled_from(values))
+        return {axis: run[axis] for axis in VALUES}
+
+    @hypothesis.seed(seed)
+    @hypothesis.settings(
+        max_examples=count,
+        database=None,
+        deadline=None,
+        phases=[hypothesis.Phase.generate],
+        suppress_health_check=list(hypothesis.HealthCheck),
+    )
+    @hypothesis.given(runs())
+    def draw_all(run: RunLayout) -> None:
+        found.append(run)
+
+    draw_all()
+    return found
