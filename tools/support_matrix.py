@@ -22,13 +22,15 @@ Written by `python tools/make_docs.py` from `megatron_ds/config/support.py`, the
 A layout is one value for each axis. Each table below has the pairs of one axis with all later ones:
 a letter names the [test](#tests) that compares the pair with one process, a code names the
 [rule](#what-does-not-work-together) by which it is rejected. A dash is a flag without an effect,
-with a warning; "untested" is accepted, but no test compares it yet.
+with a warning. The numbers of ranks, micro-batches, layers and heads are not axes: what they must
+divide is checked, too.
 """
 TESTS = """\
 ## Tests
 
 Each ran with DeepSpeed {versions}. A test covers every pair of its values, and each of them with
-the defaults of all other axes.
+the defaults of all other axes. Whole layouts, drawn at random in each run of the tests, are
+compared by `tests/dist/test_layouts.py::test_random_layouts_equal_one_process`.
 """
 RULES = """\
 ## What does not work together
@@ -70,8 +72,7 @@ def _cell(part: support.Layout) -> str:
     rule = support.obstacle(part)
     if rule is not None:
         return f"no: `{rule.code}`" if rule.code else "-"
-    letters = [letter for letter, proof in _lettered() if proof.covers(part)]
-    return f"yes: {' '.join(letters)}" if letters else "untested"
+    return " ".join(letter for letter, proof in _lettered() if proof.covers(part))
 
 
 def _lettered() -> list[tuple[str, support.Proof]]:
@@ -99,6 +100,8 @@ def _tests() -> str:
             f"{support.AXES[axis].title} {', '.join(values)}"
             for axis, values in proof.values.items()
         )
+        if proof.values == support.EVERYTHING:
+            covered = "all"
         rows.append((letter, f"`{proof.test}`", covered))
     return _table(("", "test", "values"), rows)
 

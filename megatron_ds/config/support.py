@@ -11,11 +11,13 @@ To add a feature:
 2. Add a `Rule` for each combination that does not work or has no test, with the layout to use
    instead, and its message to messages.toml, as `{combination}: REASON; use {closest}`. A rule may
    name one axis (the value never works) or several, and is checked before anything is allocated.
-3. Add a `Proof`, or extend one: the test, and the values that it covers. A proof claims every pair
-   of its values, and each of them with the defaults of all other axes.
+3. The pairs that no rule forbids are then run by `tests/dist/test_layouts.py`. What the value needs
+   there (small sizes, a rate) is in `TEST_FLAGS` of `tests/dist/layouts.py`, an axis that
+   multiplies the ranks of a replica in `SIZES`.
+4. Add a `Proof` for each further test, with the values that it covers.
 
-`tests/unit/config/test_support.py` checks that every test exists and that the validator rejects
-what a rule forbids.
+`tests/unit/config/test_support.py` checks that every test exists, that every accepted pair has one,
+and that the validator rejects what a rule forbids.
 """
 
 from __future__ import annotations
@@ -189,7 +191,7 @@ AXES: Mapping[str, Axis] = {
     ),
     "optimizer": Axis(
         "optimizer",
-        {name: f"--optimizer {name}" for name in ("adam", "sgd")},
+        {name: f"--optimizer {name}" for name in ("adam", "sgd", "lion")},
         lambda config: config.optimizer.optimizer,
         "adam",
     ),
@@ -242,13 +244,26 @@ WITHOUT_EFFECT: tuple[Rule, ...] = (
 )
 """Combinations in which a flag has no effect, with a warning: no configuration reads as them."""
 
-ZERO = tuple(AXES["zero"].values)
-TP = tuple(AXES["tp"].values)
+EVERYTHING: Values = {name: tuple(axis.values) for name, axis in AXES.items()}
+ZERO, TP = EVERYTHING["zero"], EVERYTHING["tp"]
 SEQUENCE: Values = {"tp": (MANY,), "sequence": ("on",)}
 PROOFS: tuple[Proof, ...] = (
+    Proof("tests/dist/test_layouts.py::test_layout_equals_one_process", EVERYTHING),
     Proof(
         "tests/dist/test_parity.py::test_layout_equals_one_process",
-        {"zero": ZERO, "tp": TP, "optimizer": ("adam", "sgd")},
+        {"zero": ZERO, "tp": TP, "optimizer": ("adam", "sgd", "lion")},
+    ),
+    Proof(
+        "tests/dist/test_precision.py::test_bf16_follows_fp32",
+        {"zero": ("1", "2", "3"), "tp": TP, "precision": ("bf16",)},
+    ),
+    Proof(
+        "tests/dist/test_fp16.py::test_fp16_follows_fp32",
+        {"zero": ("1", "2", "3"), "tp": TP, "precision": ("fp16",)},
+    ),
+    Proof(
+        "tests/dist/test_precision.py::test_offloading_changes_nothing",
+        {"zero": ("1", "2", "3"), "tp": TP, "offload": ("optimizer",)},
     ),
     Proof(
         "tests/dist/test_sequence_parallel.py::test_layout_equals_one_process",

@@ -51,6 +51,7 @@ TEST_FLAGS = {
     # As in parity_cases.OPTIMIZERS: Adam without elements whose update is the sign of rounding.
     ("optimizer", "adam"): "--lr 0.01 --adam-beta2 0.95 --adam-eps 1e-3 --weight-decay 0.1 "
     "--clip-grad 0.1",
+    ("optimizer", "lion"): "--lr 0.001 --lion-beta2 0.95 --weight-decay 0.1 --clip-grad 0.1",
     ("optimizer", "sgd"): "--lr 0.5 --sgd-momentum 0 --weight-decay 0 --clip-grad 0",
 }
 """Flags that a value needs besides those of the matrix, in these tests."""

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from megatron_ds.cli.arguments import build_config
-from megatron_ds.config import Config, support
+from megatron_ds.config import GROUP_OF_FIELD, GROUPS, Config, support
+from megatron_ds.config.fields import option_fields
 from megatron_ds.config.problems import Problem
 from megatron_ds.config.support import AXES, PROOFS, RULES, Layout, Rule
 from megatron_ds.engine.ds_config_merge import merge_file
@@ -67,6 +68,7 @@ def test_pairs_are_accepted_unless_a_rule_forbids_them(axes: tuple[str, str]) ->
         if rule is None:
             assert support.layout_of(config) == layout
             assert problems == []
+            assert any(proof.covers(pair) for proof in PROOFS)
         elif rule.code:
             assert rule.code in codes(problems)
         else:
@@ -90,6 +92,13 @@ def test_rules_name_values_of_axes() -> None:
             assert set(values) <= set(AXES[axis].values), rule.code
         for axis, value in rule.instead.items():
             assert value in AXES[axis].values, rule.code
+
+
+def test_axes_have_all_choices_of_their_options() -> None:
+    for field, axis in (("optimizer", "optimizer"),):
+        group = GROUPS[GROUP_OF_FIELD[field]]
+        (spec,) = (spec for item, spec in option_fields(group) if item.name == field)
+        assert spec.choices == tuple(AXES[axis].values)
 
 
 def test_defaults_are_accepted() -> None:
