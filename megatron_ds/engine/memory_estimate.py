@@ -185,8 +185,11 @@ class _Sizes:
         self.partition = -(-self.full // inputs.dp_size)
         self.tokens = config.schedule.micro_batch_size * config.model.seq_length
         self.stream = self.tokens * config.model.hidden_size * inputs.param_bytes
+        # Sequence parallelism shards what is stored between the layers, their inputs included.
+        self.shards = inputs.tp_size if in_effect(config.parallel).sequence_parallel else 1
+        self.residual = self.stream // self.shards
         # Mask of dropout over the hidden states: in the data type on a CPU, else one byte each.
-        self.mask = self.stream if inputs.on_cpu else self.stream // inputs.param_bytes
+        self.mask = self.residual if inputs.on_cpu else self.residual // inputs.param_bytes
         # Attention is a fused kernel, which saves no scores. A CPU has none with dropout.
         self.is_fused = self.model.attention_dropout == 0 or not inputs.on_cpu
         self.has_accumulator = inputs.param_bytes != inputs.accumulation_bytes
@@ -281,7 +284,7 @@ class _Sizes:
         """Saved for the backward pass by all layers, without the output layer."""
         model, tp_size = self.model, self.inputs.tp_size
         recompute, layer = in_effect(self.config.recompute), self._layer()
-        ends = self.stream + self._norm()  # the final norm
+        ends = self.residual + self._norm()  # the final norm
         if model.hidden_dropout > 0:
             ends += self.mask
         if model.position_embedding_type == "alibi":
@@ -290,7 +293,7 @@ class _Sizes:
         if recompute.recompute_granularity != "full":
             return ends + model.num_layers * layer
         units = -(-model.num_layers // recompute.checkpoint_num_layers)
-        kept = 0 if recompute.checkpoint_in_cpu else units * self.stream
+        kept = 0 if recompute.checkpoint_in_cpu else units * self.residual
         if recompute.partition_activations:
             kept //= tp_size
         return ends + kept + min(recompute.checkpoint_num_layers, model.num_layers) * layer
@@ -306,7 +309,7 @@ class _Sizes:
         size = self.tokens * self.inputs.param_bytes
         q = model.num_attention_heads * model.head_dim // tp_size
         kv = model.kv_heads * model.head_dim // tp_size
-        saved = 4 * self.stream  # inputs of both norms and of the projections after them
+        saved = 4 * self.residual  # inputs of both norms and of the projections after them
         saved += size * (q + 2 * kv)  # projected queries, keys and values
         if per_document and saves_core and self.is_fused:
             saved += size * q  # outputs of attention per document, before they are concatenated
@@ -325,13 +328,14 @@ class _Sizes:
 
         On a CPU torch composes RMSNorm of several operations.
         """
+        tokens = self.tokens // self.shards
         if self.model.normalization == "LayerNorm":
-            return 2 * self.tokens * FP32
+            return 2 * tokens * FP32
         intermediate = 0
         if self.inputs.on_cpu:
             in_fp32 = FP32 if self.inputs.param_bytes < FP32 else 0
-            intermediate = self.stream + self.tokens * self.model.hidden_size * in_fp32
-        return self.tokens * FP32 + intermediate
+            intermediate = self.residual + tokens * self.model.hidden_size * in_fp32
+        return tokens * FP32 + intermediate
 
     def _core(self) -> int:
         """Saved by the attention core in addition to its inputs and output.

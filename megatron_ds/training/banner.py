@@ -90,9 +90,10 @@ def banner(facts: BannerData, *, width: int = WIDTH, terminal: bool = False) -> 
 
 
 def _layout(facts: BannerData) -> Lines:
-    mesh = facts.mesh
+    mesh, sequence = facts.mesh, in_effect(facts.config.parallel).sequence_parallel
     processes = (
-        f"{mesh.world_size} on {facts.device} = tensor parallel {mesh.tp.size} x data parallel "
+        f"{mesh.world_size} on {facts.device} = tensor parallel {mesh.tp.size}"
+        f"{' (with sequence parallelism)' if sequence else ''} x data parallel "
         f"{mesh.dp.size}, {facts.threads} threads each"
     )
     if mesh.world_size == 1:

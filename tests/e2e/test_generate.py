@@ -38,8 +38,11 @@ def trained(launcher: Launcher, base: Settings, tmp_path_factory: pytest.TempPat
         "attention_dropout": 0,
         "hidden_dropout": 0,
         "save": folder / "saved",
+        # Generation runs without sequence parallelism, on any number of ranks.
+        "tensor_model_parallel_size": 2,
+        "sequence_parallel": True,
     }
-    launcher.start(settings).succeed()
+    launcher.start(settings, ranks=2).succeed()
     return folder / "saved"
 
 

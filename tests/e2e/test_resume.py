@@ -50,11 +50,14 @@ class Layout:
     dp: int = 1
     bf16: bool = False
     offload: tuple[str, ...] = ()
+    sequence: bool = False
+    """Sequence parallelism."""
 
     @property
     def name(self) -> str:
         parts = [f"zero{self.stage}", f"tp{self.tp}", f"dp{self.dp}"]
-        return "-".join([*parts, *(["bf16"] if self.bf16 else []), *self.offload])
+        switches = {"bf16": self.bf16, "sequence": self.sequence}
+        return "-".join([*parts, *(name for name in switches if switches[name]), *self.offload])
 
     def settings(self, folder: Path) -> dict[str, Any]:
         zero: dict[str, Any] = {"stage": self.stage}
@@ -67,6 +70,7 @@ class Layout:
         return {
             "deepspeed_config": file,
             "tensor_model_parallel_size": self.tp,
+            "sequence_parallel": self.sequence,
             "bf16": self.bf16,
         }
 
@@ -75,12 +79,12 @@ LAYOUTS = [
     Layout(0, dp=2),
     Layout(0, tp=2),
     Layout(1, dp=2, bf16=True),
-    Layout(1, tp=2),
+    Layout(1, tp=2, sequence=True),
     Layout(2, dp=2, offload=("optimizer",)),
     Layout(2, tp=2, bf16=True),
     Layout(3, dp=2, bf16=True, offload=("optimizer", "param")),
     Layout(3, tp=2),
-    Layout(3, tp=2, dp=2, bf16=True),
+    Layout(3, tp=2, dp=2, bf16=True, sequence=True),
 ]
 
 

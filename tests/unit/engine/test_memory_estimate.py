@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.autograd.graph import saved_tensors_hooks
 
-from megatron_ds.config import Config, DataConfig, ModelConfig, RecomputeConfig, ScheduleConfig
+from megatron_ds.config import (
+    Config,
+    DataConfig,
+    ModelConfig,
+    ParallelConfig,
+    RecomputeConfig,
+    ScheduleConfig,
+)
 from megatron_ds.engine.memory_estimate import (
     FP32,
     GatherLimits,
@@ -21,7 +30,7 @@ from megatron_ds.model.flops import parameters_per_rank
 from megatron_ds.model.gpt import GPTModel
 from megatron_ds.model.packed_attention import PackingOptions
 from megatron_ds.parallel.activation_checkpointing import ActivationCheckpointing
-from megatron_ds.parallel.mesh import Mesh
+from megatron_ds.parallel.mesh import Group, Mesh
 from megatron_ds.parallel.rng import RngStreams
 
 BATCH, SEQUENCE, HIDDEN, VOCAB = 3, 64, 64, 128
@@ -83,13 +92,14 @@ def config(
     )
 
 
-def saved_bytes(config: Config, dtype: torch.dtype) -> int:
+def saved_bytes(config: Config, dtype: torch.dtype, mesh: Mesh | None = None) -> int:
     """Bytes that a forward pass saves for the backward pass, without parameters and token ids."""
     rng = RngStreams(0)
     recompute = ActivationCheckpointing(config.recompute, rng)
     documents = PackingOptions(1, False, True) if config.data.reset_attention_mask else None
     options: dict[str, Any] = {"checkpointing": recompute, "packing": documents}
-    model = GPTModel(config.model, mesh=Mesh.single(), rng=rng, seed=1, **options).to(dtype)
+    mesh = mesh or Mesh.single()
+    model = GPTModel(config.model, mesh=mesh, rng=rng, seed=1, **options).to(dtype)
     ours = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     kept: dict[int, torch.Tensor] = {}
 
@@ -119,6 +129,28 @@ def test_activations_equal_what_autograd_saves(
     engine = dataclasses.replace(SINGLE, param_bytes=dtype.itemsize)
 
     measured = saved_bytes(run, dtype) - saved_by_output_layer(dtype.itemsize)
+
+    assert estimate(run, engine).activations == pytest.approx(measured, rel=0.02)
+
+
+@pytest.mark.parametrize("model", ["plain", "hidden dropout", "swiglu, RMSNorm"])
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_activations_of_a_tensor_parallel_rank_equal_what_autograd_saves(
+    model: str, sequence_parallel: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = dataclasses.replace(
+        config(**MODELS[model]),
+        parallel=ParallelConfig(tensor_model_parallel_size=2, sequence_parallel=sequence_parallel),
+    )
+    group = Group(ranks=(0, 1), rank=0, handle=None, sequence_parallel=sequence_parallel)
+    mesh = dataclasses.replace(Mesh.single(), tp=group)
+    done = SimpleNamespace(wait=lambda: None)
+    for name in ("all_reduce", "all_gather", "all_gather_into_tensor", "reduce_scatter_tensor"):
+        monkeypatch.setattr(dist, name, lambda *_, **__: done)
+    engine = dataclasses.replace(SINGLE, tp_size=2)
+    head = FP32 * HIDDEN * (BATCH * SEQUENCE + VOCAB // 2)
+
+    measured = saved_bytes(run, torch.float32, mesh) - head
 
     assert estimate(run, engine).activations == pytest.approx(measured, rel=0.02)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ from megatron_ds.parallel.mesh import Group, Mesh
 
 HIDDEN = 8
 TWO_RANKS = Group(ranks=(0, 1), rank=0, handle=None)
+SEQUENCE = dataclasses.replace(TWO_RANKS, sequence_parallel=True)
 COPIES = (torch.ops.aten.clone, torch.ops.aten.copy_, torch.ops.aten._to_copy)
 
 
@@ -26,14 +29,31 @@ class Events(TorchDispatchMode):
         super().__init__()
         self.found: list[str] = []
         monkeypatch.setattr(dist, "all_reduce", self.all_reduce)
+        monkeypatch.setattr(dist, "all_gather_into_tensor", self.all_gather)
+        monkeypatch.setattr(dist, "reduce_scatter_tensor", self.reduce_scatter)
 
     def all_reduce(self, x: torch.Tensor, group: Any = None, async_op: bool = False) -> Any:
         x.mul_(2.0)
-        self.found.append("start of all-reduce" if async_op else "all-reduce")
-        return self if async_op else None
+        if not async_op:
+            self.found.append("all-reduce")
+            return None
+        return self.start("all-reduce")
 
-    def wait(self) -> None:
-        self.found.append("end of all-reduce")
+    def all_gather(self, full: torch.Tensor, x: torch.Tensor, group: Any, async_op: bool) -> Any:
+        full.copy_(torch.cat([x, x]))
+        del self.found[-1]  # the copy
+        return self.start("all-gather")
+
+    def reduce_scatter(
+        self, x: torch.Tensor, full: torch.Tensor, group: Any, async_op: bool
+    ) -> Any:
+        x.copy_(2.0 * full[: len(x)])
+        del self.found[-1]
+        return self.start("reduce-scatter")
+
+    def start(self, collective: str) -> SimpleNamespace:
+        self.found.append(f"start of {collective}")
+        return SimpleNamespace(wait=lambda: self.found.append(f"end of {collective}"))
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -70,6 +90,27 @@ def test_column_parallel_reduces_the_input_gradient_beside_the_weight_gradient(
         y.backward(grad)
     assert events.found == ["product", "start of all-reduce", "product", "end of all-reduce"]
     assert torch.equal(x.grad, 2 * expected)
+    for parameter, one in zip(layer.parameters(), alone.parameters(), strict=True):
+        assert torch.equal(parameter.grad, one.grad)
+
+
+def test_sequence_parallel_gathers_and_scatters_beside_the_products(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    layer, alone = column(SEQUENCE, True), column(Mesh.single().tp, True)
+    x, full = torch.randn(2, 2, HIDDEN, requires_grad=True), torch.empty(4, 2, HIDDEN)
+    full = x.detach().repeat(2, 1, 1).requires_grad_()
+    grad = torch.randn(4, 2, 6)
+    alone(full).backward(grad)
+    with Events(monkeypatch) as events:
+        y = layer(x)
+        y.backward(grad)
+    assert events.found == [
+        *("start of all-gather", "end of all-gather", "product"),
+        *("start of all-gather", "product", "start of reduce-scatter", "end of all-gather"),
+        *("product", "end of reduce-scatter"),
+    ]
+    assert torch.equal(x.grad, 2 * full.grad[:2])
     for parameter, one in zip(layer.parameters(), alone.parameters(), strict=True):
         assert torch.equal(parameter.grad, one.grad)
 

@@ -150,6 +150,13 @@ def test_banner_shows_layout_and_memory() -> None:
     assert f"{FACTS.estimate.peak / 2**20:,.1f} MiB per process" in text
 
 
+def test_banner_shows_sequence_parallelism() -> None:
+    parallel = dataclasses.replace(CONFIG.parallel, sequence_parallel=True)
+    facts = dataclasses.replace(FACTS, config=dataclasses.replace(CONFIG, parallel=parallel))
+    text = " ".join(banner(facts).split())
+    assert "tensor parallel 2 (with sequence parallelism) x data parallel 4" in text
+
+
 def test_headings_are_bold_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.delenv("NO_COLOR", raising=False)
