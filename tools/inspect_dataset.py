@@ -17,7 +17,7 @@ from typing import Any
 from megatron_ds import cli
 from megatron_ds.config import DataConfig, TokenizerConfig
 from megatron_ds.config.fields import option_field, option_group
-from megatron_ds.config.problems import Problem, user_error
+from megatron_ds.config.problems import Problem, counted, user_error
 from megatron_ds.data.blend_spec import SPLITS
 from megatron_ds.data.build_datasets import build_datasets
 from megatron_ds.data.indexed_dataset import IndexedDataset
@@ -187,7 +187,7 @@ class Inspection:
             tokens = get(number)
             ids = tokens[: self._options.max_tokens].tolist()
             entry: dict[str, Any] = {"number": number, "tokens": len(tokens), "ids": ids}
-            title = f"{kind} {number}, {len(tokens)} tokens"
+            title = f"{kind} {number}, {counted(len(tokens), 'token')}"
             if name is not None:
                 entry["id"] = name(number)
                 title += f", {entry['id']}"

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_ds.config.problems import catalogue, default_flag
+from megatron_ds.config.problems import catalogue, default_flag, plural
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 OUTPUT = REPOSITORY / "docs" / "errors.md"
@@ -60,9 +60,9 @@ def uses() -> Iterator[Use]:
 
 def placeholders(text: str) -> frozenset[str]:
     """Names of the values that a message needs."""
-    return frozenset(
-        name for _, name, _, _ in string.Formatter().parse(text) if name and name != "option"
-    )
+    parts = [part for part in string.Formatter().parse(text) if part[1]]
+    nested = [placeholders(spec or "") for _, _, spec, _ in parts]
+    return frozenset(str(name) for _, name, _, _ in parts if name != "option").union(*nested)
 
 
 def readable(text: str) -> str:
@@ -75,7 +75,8 @@ def readable(text: str) -> str:
         elif name == "settings":
             parts.append(f"{default_flag(spec or '')} {{{spec}}}")
         elif name:
-            parts.append(f"{{{name}}}")
+            _, space, noun = (spec or "").partition(" ")
+            parts.append(f"{{{name}}}{space}{plural(noun) if noun else ''}")
     return "".join(parts).replace("|", "\\|").replace("\n", "<br>")
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from megatron_ds import cli
 from megatron_ds.config.fields import option_field
-from megatron_ds.config.problems import Problem
+from megatron_ds.config.problems import Problem, counted
 from megatron_ds.data.merge import MergeProgress, merge, prefixes_in
 from megatron_ds.launch import output
 
@@ -53,8 +53,9 @@ def work(options: Options) -> None:
     written, seconds = done.written, max(time.perf_counter() - start, 1e-9)
     with output.ignore_broken_pipe():
         print(
-            f"{done.datasets} datasets: {written.documents} documents, {written.sequences} "
-            f"sequences, {written.tokens} tokens ({done.copied_bytes / seconds / 1e6:.1f} MB/s)"
+            f"{counted(done.datasets, 'dataset')}: {counted(written.documents, 'document')}, "
+            f"{counted(written.sequences, 'sequence')}, {counted(written.tokens, 'token')} "
+            f"({done.copied_bytes / seconds / 1e6:.1f} MB/s)"
         )
         print(f"wrote {options.output_prefix}.bin and .idx")
 

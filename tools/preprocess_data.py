@@ -17,7 +17,7 @@ from megatron_ds import cli
 from megatron_ds.cli.progress import progress
 from megatron_ds.config import TokenizerConfig
 from megatron_ds.config.fields import option_field, option_group, when
-from megatron_ds.config.problems import Problem, collect
+from megatron_ds.config.problems import Problem, collect, counted
 from megatron_ds.launch import environment, output
 from megatron_ds.preprocess.options import PreprocessOptions
 from megatron_ds.preprocess.pipeline import Progress, describe_rejects, preprocess
@@ -123,10 +123,10 @@ def final_report(
         if before.documents:
             yield f"{before.documents} of them before the interruption"
         tokens = (done.tokens - before.tokens) / max(seconds, 1e-9)
-        yield f"{done.tokens} tokens ({tokens:.0f} tokens/s)"
+        yield f"{counted(done.tokens, 'token')} ({tokens:.0f} tokens/s)"
         yield time_line(done.seconds, seconds, library)
     else:  # nothing was left to do
-        yield f"{done.documents} documents, {done.tokens} tokens"
+        yield f"{counted(done.documents, 'document')}, {counted(done.tokens, 'token')}"
     if done.dropped:
         yield f"rejected: {describe_rejects(done)}; listed in {options.quarantine}"
     for key in options.json_keys:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_ds import cli
 from megatron_ds.config.fields import option_field, option_group
-from megatron_ds.config.problems import Problem
+from megatron_ds.config.problems import Problem, counted
 from megatron_ds.inference import api_schema
 from megatron_ds.inference.cli import GenerationOptions, loaded_model, log_rank0, open_checkpoint
 from megatron_ds.launch import environment, output
@@ -141,8 +141,9 @@ class ServerRunner:
             given, all_tokens = (sum(map(len, each)) for each in (job.prompts, outcome.texts))
             seconds = time.monotonic() - start
             log_rank0(
-                f"{time.strftime('%Y-%m-%d %H:%M:%S')} prompts: {len(job.prompts)} of {given} "
-                f"tokens, texts: {len(outcome.texts)} of {all_tokens} tokens, {seconds:.2f} s"
+                f"{time.strftime('%Y-%m-%d %H:%M:%S')} prompts: {len(job.prompts)} of "
+                f"{counted(given, 'token')}, texts: {len(outcome.texts)} of "
+                f"{counted(all_tokens, 'token')}, {seconds:.2f} s"
             )
         return self.service.build_response(job, outcome)
 

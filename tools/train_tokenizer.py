@@ -15,7 +15,7 @@ from pathlib import Path
 from megatron_ds import cli
 from megatron_ds.config.checks import folder_problems
 from megatron_ds.config.fields import option_field, option_group, when
-from megatron_ds.config.problems import Problem, user_error
+from megatron_ds.config.problems import Problem, counted, user_error
 from megatron_ds.launch import output
 from megatron_ds.preprocess.document_readers import DocumentReader
 from megatron_ds.preprocess.inputs import InputSpec
@@ -110,7 +110,7 @@ class TextIterator:
     def summary(self) -> str:
         left_out = f", {self._rejected} left out, the first {self._first_rejected}"
         left_out = left_out if self._rejected else ""
-        return f"{self._documents} documents, {self._bytes / 1e6:.1f} MB{left_out}"
+        return f"{counted(self._documents, 'document')}, {self._bytes / 1e6:.1f} MB{left_out}"
 
 
 def work(options: Options) -> None:
@@ -124,7 +124,7 @@ def work(options: Options) -> None:
     size = trainers[options.type](texts, options.vocab_size, folder, show=show)
     kind = "BertWordPieceCase" if options.keep_case else "BertWordPieceLowerCase"
     with output.ignore_broken_pipe():
-        print(f"{size} tokens from {texts.summary}")
+        print(f"{counted(size, 'token')} from {texts.summary}")
         print(f"use it with {FLAGS[options.type].format(options.output_dir, kind)}")
 
 

@@ -27,7 +27,7 @@ from megatron_ds.checkpoint.metadata import (
     read_manifest,
     read_run,
 )
-from megatron_ds.config.problems import Problem
+from megatron_ds.config.problems import Problem, counted
 from megatron_ds.engine.ds_checkpoint_io import read_tensors
 from megatron_ds.fileio.atomic import FileRecord, fsync_path, sha256_of, write_atomically
 from megatron_ds.fileio.visibility import retry
@@ -59,7 +59,7 @@ def wait_for_files(path: Path, files: Mapping[str, FileRecord]) -> None:
     for name, record in files.items():
         seen = retry(functools.partial(_size_of, path / name), wanted=record.size)
         if seen != record.size:
-            found = "is not visible" if seen is None else f"has {seen} bytes"
+            found = "is not visible" if seen is None else f"has {counted(seen, 'byte')}"
             raise OSError(f"{path / name} {found} on rank 0; {record.size} bytes were written")
 
 

@@ -17,7 +17,7 @@ from megatron_ds.cleaning.stats import Counts, ranked
 from megatron_ds.cli.progress import progress
 from megatron_ds.config import TokenizerConfig
 from megatron_ds.config.fields import option_field, option_group
-from megatron_ds.config.problems import Problem, collect
+from megatron_ds.config.problems import Problem, collect, counted
 from megatron_ds.launch import environment
 
 
@@ -103,6 +103,6 @@ def final_report(counts: Counts, options: CleaningOptions, seconds: float) -> It
             line += f"; dropped {', '.join(reasons)}"
         yield line
     if counts.without_url:
-        yield f"{counts.without_url:,} documents have no {options.url_key!r}"
+        yield f"without {options.url_key!r}: {counted(counts.without_url, 'document', ',')}"
     files = [options.output, options.dropped_output, options.report_figure, options.report_numbers]
     yield "wrote " + ", ".join(file for file in files if file is not None)

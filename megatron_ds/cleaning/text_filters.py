@@ -13,7 +13,7 @@ from importlib.metadata import version
 from typing import Any
 
 from megatron_ds.cleaning.stages import Document, Dropped, Replaced, import_package
-from megatron_ds.config.problems import Problem, raise_if_any
+from megatron_ds.config.problems import Problem, counted, raise_if_any
 from megatron_ds.tokenizer import Tokenizer
 
 SUSPICIOUS = re.compile(r"[^\n\t\x20-\x25\x27-\x7e]")
@@ -90,11 +90,11 @@ class LengthFilter:
         if len(text) < min_chars:
             return Dropped(f"fewer than {min_chars} characters")
         if min_words and len(text.split(None, min_words)) < min_words:
-            return Dropped(f"fewer than {min_words} words")
+            return Dropped(f"fewer than {counted(min_words, 'word')}")
         if self._tokenizer is not None:
             tokens = self._tokenizer.encode(text[: min_tokens * CHARS_PER_TOKEN])
             if len(tokens) < min_tokens:
-                return Dropped(f"fewer than {min_tokens} tokens")
+                return Dropped(f"fewer than {counted(min_tokens, 'token')}")
         return None
 
 

@@ -18,7 +18,7 @@ from megatron_ds.cli.flags import FlagTable, flag_table
 from megatron_ds.cli.help import tool_help
 from megatron_ds.cli.scan import scan
 from megatron_ds.config.fields import field_problems, ineffective, option_fields
-from megatron_ds.config.problems import Problem, UserError
+from megatron_ds.config.problems import Problem, UserError, counted
 from megatron_ds.launch import output
 from megatron_ds.launch.exit_codes import ExitCode
 
@@ -123,7 +123,7 @@ def fail(
 ) -> NoReturn:
     """Print the problems of a command line on rank 0 and exit."""
     if rank == 0:
-        count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+        count = counted(len(problems), "problem")
         lines = "\n".join(f"  - {render(problem, table)}" for problem in problems)
         print(f"{table.program}: {count} with the settings:\n{lines}", file=sys.stderr, flush=True)
     raise SystemExit(int(ExitCode.BAD_SETTINGS))

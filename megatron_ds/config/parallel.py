@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from megatron_ds.config.checks import divisors, list_numbers, nearest_multiples
 from megatron_ds.config.fields import ABOVE_ONE, option_field, when
-from megatron_ds.config.problems import Problem, with_value
+from megatron_ds.config.problems import Problem, counted, with_value
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class ParallelConfig:
 
     def describe_data_parallel_size(self, world_size: int) -> str:
         """How the data-parallel size is computed, for messages."""
-        terms = [_count_processes(world_size), with_value(self, "tensor_model_parallel_size")]
+        terms = [counted(world_size, "process"), with_value(self, "tensor_model_parallel_size")]
         if self.pipeline_model_parallel_size != 1:
             terms.append(with_value(self, "pipeline_model_parallel_size"))
         return f"{' / '.join(terms)} = {self.data_parallel_size(world_size)}"
@@ -44,11 +44,7 @@ class ParallelConfig:
             yield Problem(
                 "world-size-not-divisible",
                 settings=self,
-                count_processes=_count_processes(world_size),
+                count_processes=counted(world_size, "process"),
                 valid=list_numbers(divisors(world_size)),
                 nearest_multiples=nearest_multiples(world_size, tp),
             )
-
-
-def _count_processes(count: int) -> str:
-    return "1 process" if count == 1 else f"{count} processes"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import re
+import string
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -41,6 +42,29 @@ def with_value(settings: object, field: str) -> str:
     value = getattr(settings, field)
     values = value if isinstance(value, tuple) else (value,)
     return " ".join([option(field), *map(str, values)])
+
+
+def plural(noun: str) -> str:
+    return f"{noun}{'es' if noun.endswith('s') else 's'}"
+
+
+def counted(number: int, noun: str, form: str = "") -> str:
+    """A number with its noun: `1 token`, `2 tokens`.
+
+    Args:
+        number: How many.
+        noun: Its singular.
+        form: Format of the number, such as `,`.
+    """
+    return f"{number:{form}} {noun if number == 1 else plural(noun)}"
+
+
+class _Formatter(string.Formatter):
+    """`str.format`, in which `{tokens:, token}` is the number with its noun."""
+
+    def format_field(self, value: Any, format_spec: str) -> str:
+        form, space, noun = format_spec.partition(" ")
+        return counted(value, noun, form) if space else format(value, format_spec)
 
 
 @dataclass(frozen=True)
@@ -83,7 +107,8 @@ class Problem(str):
         if fields:
             values.setdefault("flag", option(fields[0]))
         shown = _Reference(functools.partial(with_value, settings))
-        text = entry["text"].format(option=_Reference(option), settings=shown, **values)
+        references = {"option": _Reference(option), "settings": shown}
+        text = _Formatter().format(entry["text"], **references, **values)
         return cls.of(code, text, *fields)
 
     @classmethod

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from megatron_ds.config.problems import Problem, user_error
+from megatron_ds.config.problems import Problem, counted, user_error
 from megatron_ds.data.indexed_dataset import DTYPE_CODES, VERSION, IndexedDataset, Tokens
 from megatron_ds.fileio.atomic import sha256_of
 
@@ -223,14 +223,16 @@ def compare(left: IndexedDataset, right: IndexedDataset) -> FirstDifference:
         )
     if at is not None:
         return FirstDifference(
-            f"document {at} has {left_sizes[at]} tokens in {left.prefix} and {right_sizes[at]} in "
-            f"{right.prefix}; the tokens of the shorter one are equal",
+            f"document {at} has {counted(left_sizes[at], 'token')} in {left.prefix} and "
+            f"{right_sizes[at]} in {right.prefix}; the tokens of the shorter one are equal",
             at,
             shorter,
         )
     if left_sizes.size != right_sizes.size:
         ended, longer = sorted((left, right), key=lambda data: len(data.document_index))
-        description = f"{ended.prefix} ends after {documents} documents, {longer.prefix} has more"
+        description = (
+            f"{ended.prefix} ends after {counted(documents, 'document')}, {longer.prefix} has more"
+        )
         return FirstDifference(description, documents, 0)
     return _first_boundary_difference(left, right)
 
@@ -271,8 +273,9 @@ def summary_lines(summary: Summary) -> Iterator[str]:
     )
     yield f"  files: .idx {summary.index_bytes:,} bytes, .bin {summary.token_bytes:,} bytes"
     yield (
-        f"  content: {summary.documents:,} documents ({summary.empty_documents:,} empty), "
-        f"{summary.sequences:,} sequences, {summary.tokens:,} tokens"
+        f"  content: {counted(summary.documents, 'document', ',')} "
+        f"({summary.empty_documents:,} empty), {counted(summary.sequences, 'sequence', ',')}, "
+        f"{counted(summary.tokens, 'token', ',')}"
     )
     quantiles = ", ".join(f"{q:.0%} {value:,.0f}" for q, value in summary.quantiles.items())
     yield (

@@ -9,7 +9,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from megatron_ds.config.problems import Problem
+from megatron_ds.config.problems import Problem, counted
 from megatron_ds.data.blend_history import BlendHistory, BlendPhase
 
 USAGE_FILE = "data_usage.json"
@@ -49,8 +49,8 @@ class FileUsage:
         if not self.weight:
             return f"{self.label}: {self.prefix}, weight 0: not read"
         return (
-            f"{self.label}: {self.prefix}, weight {self.weight:.6g}: {self.samples} samples, "
-            f"{self.epochs:.3g} epochs"
+            f"{self.label}: {self.prefix}, weight {self.weight:.6g}: "
+            f"{counted(self.samples, 'sample')}, {self.epochs:.3g} epochs"
         )
 
 
@@ -71,13 +71,15 @@ def summary(usage: Sequence[FileUsage], full_list: str | None) -> Iterator[str]:
         unread = len(files[MAX_LISTED:]) - len(rest)
         if rest:
             epochs = [file.epochs for file in rest]
+            files_left = counted(len(rest), "more file")
+            samples = counted(sum(file.samples for file in rest), "sample")
             yield (
-                f"{label}: {len(rest)} more files, total weight {sum(f.weight for f in rest):.6g}: "
-                f"{sum(f.samples for f in rest)} samples, {min(epochs):.3g} to {max(epochs):.3g} "
+                f"{label}: {files_left}, total weight {sum(f.weight for f in rest):.6g}: "
+                f"{samples}, {min(epochs):.3g} to {max(epochs):.3g} "
                 "epochs"
             )
         if unread:
-            yield f"{label}: {unread} files of weight 0, not read"
+            yield f"{label}: {counted(unread, 'file')} of weight 0, not read"
     if is_limited:
         yield f"all files: {full_list}" if full_list else "--save lists all files"
 

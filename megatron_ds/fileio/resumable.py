@@ -27,6 +27,7 @@ from megatron_ds.config.problems import (
     PROBLEMS_SHOWN,
     Problem,
     UserError,
+    counted,
     option,
     raise_if_any,
     user_error,
@@ -363,7 +364,7 @@ def pack_record(record: bytes) -> bytes:
 def _truncate(path: Path, size: int) -> None:
     actual = path.stat().st_size if path.exists() else 0
     if actual < size:
-        raise _damaged(path, f"it has {actual} bytes, and {size} were committed")
+        raise _damaged(path, f"it has {counted(actual, 'byte')}, and {size} were committed")
     with open(path, "ab") as file:
         file.truncate(size)
 

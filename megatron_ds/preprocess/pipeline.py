@@ -22,6 +22,7 @@ from megatron_ds.config.problems import (
     PROBLEMS_SHOWN,
     Problem,
     UserError,
+    counted,
     raise_if_any,
     user_error,
 )
@@ -136,7 +137,7 @@ def preprocess(
             log(f"{options.output_prefix} is complete; there is nothing left to do")
             return dataclasses.replace(before, input_bytes=options.inputs.total_bytes() or 0)
         if before is not None:
-            log(f"resuming after {before.documents} documents")
+            log(f"resuming after {counted(before.documents, 'document')}")
         elif options.resume:
             log(Problem("nothing-to-resume", folder=work.folder))
         run = _Run(options, tokenizer, work, before or Progress())

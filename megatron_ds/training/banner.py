@@ -17,6 +17,7 @@ from rich.text import Text
 from megatron_ds import schedules
 from megatron_ds.config import Config
 from megatron_ds.config.fields import in_effect
+from megatron_ds.config.problems import counted
 from megatron_ds.engine.memory_estimate import MemoryEstimate
 from megatron_ds.engine.protocol import EngineSettings
 from megatron_ds.model.flops import parameters_per_rank
@@ -94,7 +95,7 @@ def _layout(facts: BannerData) -> Lines:
     processes = (
         f"{mesh.world_size} on {facts.device} = tensor parallel {mesh.tp.size}"
         f"{' (with sequence parallelism)' if sequence else ''} x data parallel "
-        f"{mesh.dp.size}, {facts.threads} threads each"
+        f"{mesh.dp.size}, {counted(facts.threads, 'thread')} each"
     )
     if mesh.world_size == 1:
         return [("processes", processes)]
@@ -106,8 +107,9 @@ def _model(facts: BannerData) -> Lines:
     model, tp = facts.config.model, facts.mesh.tp.size
     parameters = f"{parameters_per_rank(model, tp):,} parameters"
     shape = (
-        f"{model.num_layers} layers, hidden {model.hidden_size}, {model.num_attention_heads} heads "
-        f"of {model.head_dim} ({model.kv_heads} of keys, values), feed-forward "
+        f"{counted(model.num_layers, 'layer')}, hidden {model.hidden_size}, "
+        f"{counted(model.num_attention_heads, 'head')} of {model.head_dim} "
+        f"({model.kv_heads} of keys, values), feed-forward "
         f"{model.mlp_hidden_size} ({model.activation}), "
         f"{model.normalization}, positions {model.position_embedding_type}"
     )
@@ -122,8 +124,9 @@ def _model(facts: BannerData) -> Lines:
 def _batch(facts: BannerData) -> Lines:
     total = facts.config.final_global_batch_size(facts.mesh.dp.size)
     text = (
-        f"{total} samples = micro-batch {facts.config.schedule.micro_batch_size} x data parallel "
-        f"{facts.settings.dp_size} x accumulation {facts.settings.accumulation_steps}; "
+        f"{counted(total, 'sample')} = micro-batch "
+        f"{facts.config.schedule.micro_batch_size} x data parallel {facts.settings.dp_size} "
+        f"x accumulation {facts.settings.accumulation_steps}; "
         f"{total * facts.config.model.seq_length:,} tokens"
     )
     lines = [("step", text)]
@@ -140,8 +143,9 @@ def _schedule(facts: BannerData) -> Lines:
     last = schedules.total_iterations(config, dp, facts.state)
     steps = f"iterations {facts.state.iteration + 1:,} to {last:,}"
     if facts.state.iteration >= last:
-        steps = f"complete: the checkpoint has {facts.state.iteration:,} of {last:,} iterations"
-    length = f"{steps}; the run uses {samples:,} samples, {tokens:,} tokens in total"
+        planned = counted(last, "iteration", ",")
+        steps = f"complete: the checkpoint has {facts.state.iteration:,} of {planned}"
+    length = f"{steps}; the run uses {counted(samples, 'sample', ',')}, {tokens:,} tokens in total"
     warmup, decay = schedules.warmup_length(config, dp), schedules.decay_length(config, dp)
     schedule, options, unit = config.schedule, config.optimizer, schedules.lr_unit(config)
     course = f"{schedule.lr_decay_style} from {options.lr:g}"
@@ -200,7 +204,9 @@ def _recompute(config: Config) -> str:
     )
     chosen = [name.replace("_", " ") for name in switches if getattr(recompute, name)]
     by = "DeepSpeed" if recompute.is_by_deepspeed else "torch"
-    return ", ".join((f"full, every {recompute.checkpoint_num_layers} layers, by {by}", *chosen))
+    return ", ".join(
+        (f"full, every {counted(recompute.checkpoint_num_layers, 'layer')}, by {by}", *chosen)
+    )
 
 
 def _kernels(facts: BannerData) -> Lines:

@@ -20,7 +20,7 @@ from torch.nn.attention import SDPBackend
 from megatron_ds import schedules
 from megatron_ds.checkpoint.storage import write_json
 from megatron_ds.config import Config, ModelConfig
-from megatron_ds.config.problems import Problem
+from megatron_ds.config.problems import Problem, counted
 from megatron_ds.data.build_datasets import Datasets
 from megatron_ds.data.usage_report import USAGE_FILE
 from megatron_ds.engine.memory_estimate import MemoryEstimate
@@ -39,8 +39,9 @@ DOTS = 48
 def print_arguments(config: Config, context: distributed.ProcessContext, mesh: Mesh) -> None:
     """Prints the settings, in the format of Megatron-LM and its forks."""
     output.print_on_rank(
-        f"DeepSpeed info: version={metadata.version('deepspeed')}; {context.world_size} processes "
-        f"on {context.device.type} ({context.backend}), torch {torch.__version__}, tensor parallel "
+        f"DeepSpeed info: version={metadata.version('deepspeed')}; "
+        f"{counted(context.world_size, 'process')} on {context.device.type} "
+        f"({context.backend}), torch {torch.__version__}, tensor parallel "
         f"{mesh.tp.size} x data parallel {mesh.dp.size}"
     )
     output.print_on_rank("------------------------ arguments ------------------------")

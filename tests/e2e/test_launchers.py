@@ -65,7 +65,7 @@ def test_one_process_without_a_launcher(
     flags = to_flags({**base, **SCHEDULE, "save": tmp_path})
     command = [sys.executable, "-X", "importtime", PRETRAIN, *flags]
     output = launcher.command(command).succeed()
-    assert "1 processes on cpu" in output
+    assert "1 process on cpu" in output
     imported = re.findall(r"^import time:.*\| +([\w.]+)$", output, flags=re.MULTILINE)
     assert "deepspeed" in imported
     assert [

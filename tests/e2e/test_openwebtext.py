@@ -74,7 +74,7 @@ def test_complete_pipeline_in_one_command(
         "exact: 3 in, 3 out",
         "near: 3 in, 2 out; dropped 1 near duplicate",
         "decontaminate: 2 in, 2 out, 1 changed",
-        "2 documents have no 'url'",
+        "without 'url': 2 documents",
         f"wrote {out}, {tmp_path}/dropped.jsonl, {tmp_path}/r.png, {tmp_path}/r.json",
     ]
     assert (tmp_path / "r.png").read_bytes().startswith(b"\x89PNG")
@@ -241,7 +241,7 @@ def test_find_duplicates_accepts_megatron_flags(
     assert kept == "a"
     assert found == [{"u": pytest.approx(93 / 96, abs=0.07)}]
     shown = capsys.readouterr()
-    assert "1 of 3 documents are duplicates\n1 lines were rejected" in shown.out
+    assert "1 of 3 documents are duplicates\nrejected: 1 line\n" in shown.out
     assert f"WARNING: {two}:2: has no key 'url'" in shown.err
     assert "--num-bands" in shown.err
     assert find_duplicates.main([*arguments[:4], *arguments[5:], "--threshold", "2"]) == 2

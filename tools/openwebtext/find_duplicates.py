@@ -11,13 +11,14 @@ from collections.abc import Sequence
 from megatron_ds import cli
 from megatron_ds.cleaning.find_duplicates import DuplicateOptions as Options
 from megatron_ds.cleaning.find_duplicates import find_duplicates
+from megatron_ds.config.problems import counted
 
 
 def work(options: Options) -> None:
     counts = find_duplicates(options)
     print(f"{counts['duplicates']:,} of {counts['documents']:,} documents are duplicates")
     if counts["rejected"]:
-        print(f"{counts['rejected']:,} lines were rejected")
+        print(f"rejected: {counted(counts['rejected'], 'line', ',')}")
     print(f"wrote {options.output}")
 
 

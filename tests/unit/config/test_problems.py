@@ -47,6 +47,16 @@ def test_message_is_rendered_with_the_flags_of_a_tool() -> None:
     assert text == "--length 0: must be positive [not-positive]"
 
 
+def test_message_counts_in_singular_and_plural() -> None:
+    def text(processes: int, devices: int) -> str:
+        return Problem("more-processes-than-devices", processes=processes, devices=devices)
+
+    assert text(2, 1).startswith("2 processes on this host, but 1 visible device:")
+    assert text(1, 0).startswith("1 process on this host, but 0 visible devices:")
+    problem = Problem("batch-size-not-reached", tokens=1_000, size=4, start=2_000)
+    assert "after 1,000 tokens, before" in problem
+
+
 def test_prefix_and_extension_keep_code_and_fields() -> None:
     problem = PROBLEM.with_prefix("a: ", "first").extended(" (b)")
 

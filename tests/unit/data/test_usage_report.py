@@ -22,7 +22,7 @@ def test_summary_of_many_files_is_short() -> None:
     assert lines[12].startswith("train: 2488 more files, ")
     assert lines[12].endswith(": 3093828 samples, 0 to 24.9 epochs")
     assert sum(range(2488)) == 3093828
-    assert lines[13] == "train: 1 files of weight 0, not read"
+    assert lines[13] == "train: 1 file of weight 0, not read"
     assert lines[14] == "valid V: v, weight 1: 8 samples, 0.5 epochs"
     assert lines[15] == "valid V: w, weight 0: not read"
     assert "all.json" in lines[16]

@@ -67,7 +67,7 @@ def test_unsupported_flags_and_missing_inputs_are_reported(
     printed = run("--datasets", part, *out, *extra)
     assert printed_codes(printed.err) == ["ignored-flag"]
     assert all(name in printed.err for name in extra[::2])
-    assert "1 datasets: 2 documents, 2 sequences, 6 tokens" in printed.out
+    assert "1 dataset: 2 documents, 2 sequences, 6 tokens" in printed.out
     error = run("--datasets", part, tmp_path / "none", *out, status=1).err
     assert f"{tmp_path / 'none'}.idx" in error
     found = printed_codes(run(*out, "--multimodal", status=2).err)
