@@ -13,6 +13,7 @@ from megatron_ds.config import (
     Config,
     ModelConfig,
     OptimizerConfig,
+    ParallelConfig,
     RecomputeConfig,
     RuntimeConfig,
     ScheduleConfig,
@@ -151,7 +152,7 @@ def test_banner_shows_layout_and_memory() -> None:
 
 
 def test_banner_shows_sequence_parallelism() -> None:
-    parallel = dataclasses.replace(CONFIG.parallel, sequence_parallel=True)
+    parallel = ParallelConfig(tensor_model_parallel_size=2, sequence_parallel=True)
     facts = dataclasses.replace(FACTS, config=dataclasses.replace(CONFIG, parallel=parallel))
     text = " ".join(banner(facts).split())
     assert "tensor parallel 2 (with sequence parallelism) x data parallel 4" in text
