@@ -13,8 +13,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+SHORT = 512
+"""Positions up to which a compiled graph on a CPU stores all scores in bf16. torch's kernel, which
+does not store them, takes up to twice the time there."""
 
 
 class AttentionCore(Protocol):
@@ -55,6 +60,27 @@ class SDPA:
             # Elsewhere it selects that kernel for grouped queries with a bias.
             k, v = (part.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for part in (k, v))
             has_groups = False
+        if self.is_causal and dropout == 0.0 and _prefers_scores(q):
+            return _attend_by_scores(q, k, v)
         return F.scaled_dot_product_attention(
             q, k, v, bias, dropout, self.is_causal, enable_gqa=has_groups
         )
+
+
+def _prefers_scores(q: Tensor) -> bool:
+    is_short = q.device.type == "cpu" and q.dtype == torch.bfloat16 and q.shape[2] <= SHORT
+    return is_short and torch.compiler.is_compiling()
+
+
+def _attend_by_scores(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Causal attention in operations between whose matrix products torch.compile makes one kernel.
+
+    Softmax is computed in fp32 and rounded once.
+    """
+    if q.shape[1] != k.shape[1]:
+        k, v = (part.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for part in (k, v))
+    position = torch.arange(q.shape[2], device=q.device)
+    scores = (q @ k.transpose(-1, -2)).float() * q.shape[-1] ** -0.5
+    scores = scores.masked_fill(position > position.unsqueeze(1), -torch.inf)
+    attended: Tensor = scores.softmax(-1).to(q.dtype) @ v
+    return attended

@@ -1,4 +1,4 @@
-"""The elementwise parts of a layer: rotary positions, activation, dropout with residual addition.
+"""Elementwise parts: rotary positions, activation, dropout with residual addition, softmax.
 
 They are limited by memory bandwidth, and torch.compile makes one kernel of each. Owns their
 mathematics, which is the same compiled or not, and the trial of the compiled ones.
@@ -7,7 +7,7 @@ mathematics, which is the same compiled or not, and the trial of the compiled on
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +16,8 @@ from torch import Tensor
 from megatron_ds.config import ModelConfig
 from megatron_ds.config.problems import Problem
 from megatron_ds.model.position_embedding import Rotation, rope_table, rotate
+from megatron_ds.parallel.fused_linear_cross_entropy import EAGER as EAGER_LOSS
+from megatron_ds.parallel.fused_linear_cross_entropy import LossKernels, chunk_rows
 from megatron_ds.parallel.mesh import Group
 from megatron_ds.parallel.sequence import dropout
 
@@ -53,11 +55,12 @@ def add_dropout(residual: Tensor, x: Tensor, probability: float, group: Group) -
 
 @dataclass(frozen=True)
 class Elementwise:
-    """The functions that a layer calls."""
+    """The functions that a layer and the output layer call."""
 
     rotate: Callable[[Tensor, Rotation], Tensor] = rotate
     activate: Callable[[Tensor, str, str], Tensor] = activate
     add_dropout: Callable[[Tensor, Tensor, float, Group], Tensor] = add_dropout
+    loss: LossKernels = EAGER_LOSS
 
 
 EAGER = Elementwise()
@@ -83,7 +86,10 @@ def compile_elementwise(
     """
     try:
         compiled = Elementwise(
-            **{one.name: torch.compile(getattr(EAGER, one.name)) for one in fields(EAGER)}
+            torch.compile(rotate),
+            torch.compile(activate),
+            torch.compile(add_dropout),
+            LossKernels.compiled(),
         )
         pairs = zip(
             _results(compiled, config, micro_batch, group, dtype, device),
@@ -128,6 +134,8 @@ def _results(
         x = draw(heads + config.kv_heads // group.size, config.head_dim)
         yield from run(lambda x: functions.rotate(x[:, :, :heads], table), x)
     x = draw(config.mlp_hidden_size // group.size * (2 if config.is_gated else 1))
+    num_tokens = config.seq_length * micro_batch
+    yield from _loss_results(functions.loss, config, num_tokens, group.size, like=x.detach())
     yield from run(lambda x: functions.activate(x, config.activation, config.gelu_kind), x)
     if config.hidden_dropout > 0:
         x, probability = draw(config.hidden_size), config.hidden_dropout
@@ -138,3 +146,26 @@ def _results(
         # The masks differ, so the errors of what is kept are compared.
         scale = torch.where(y != 0, 1 / (1 - probability), 0.0)
         yield from (1 + y - x.detach() * scale, 1 + gradient - scale)
+
+
+@torch.no_grad()  # as in the loss, which computes its gradient itself
+def _loss_results(
+    kernels: LossKernels, config: ModelConfig, num_tokens: int, tp_size: int, like: Tensor
+) -> list[Tensor]:
+    """Outputs of the loss's kernels on tensors with the type and the device of `like`."""
+    width = config.padded_vocab(tp_size) // tp_size
+    rows = min(chunk_rows(width, like.element_size()), num_tokens)
+    generator = torch.Generator(like.device).manual_seed(0)
+
+    def draw(*size: int, dtype: torch.dtype) -> Tensor:
+        return torch.randn(size, generator=generator, device=like.device, dtype=dtype)
+
+    logits = draw(rows, width, dtype=like.dtype)
+    log_sum = kernels.softmax_(logits)
+    # The gradients of several chunks, and of fp16, are summed in fp32.
+    is_single = rows == num_tokens and like.dtype != torch.float16
+    gradients = (
+        draw(num_tokens, config.hidden_size, dtype=like.dtype),
+        draw(2 * num_tokens, config.hidden_size, dtype=like.dtype if is_single else torch.float32),
+    )
+    return [log_sum, logits, *(kernels.multiply(one, log_sum[0]) for one in gradients)]

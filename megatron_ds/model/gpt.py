@@ -23,6 +23,7 @@ from megatron_ds.model.packed_attention import PackingOptions
 from megatron_ds.model.position_embedding import AttentionContext, PositionEncoder
 from megatron_ds.model.weight_init import Initializer
 from megatron_ds.parallel.activation_checkpointing import ActivationCheckpointing
+from megatron_ds.parallel.fused_linear_cross_entropy import LossKernels
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.parallel.rng import RngStreams
 
@@ -140,10 +141,7 @@ class GPTModel(nn.Module):
         return output
 
     def compile_layers(self, *, lengths_vary: bool = False) -> None:
-        """Compile each transformer layer with torch.compile (on its first call).
-
-        The output layer consists of matrix products and a softmax kernel already; compiling it made
-        the step slower.
+        """Compile each transformer layer and the loss with torch.compile (on their first call).
 
         Args:
             lengths_vary: Compile the second sequence length for all lengths, instead of once for
@@ -159,13 +157,19 @@ class GPTModel(nn.Module):
             block.compile_parts(
                 is_core_traceable=is_traceable, dynamic=None if lengths_vary else False
             )
-        self.compiled = f"{len(self._blocks())} layers by torch.compile"
+        self._set_loss_kernels(LossKernels.compiled())
+        self.compiled = f"{len(self._blocks())} layers, loss by torch.compile"
 
     def use_elementwise(self, functions: Elementwise) -> None:
-        """Let each transformer layer compute its elementwise parts by compiled functions."""
+        """Let each layer compute its elementwise parts by compiled functions."""
         for block in self._blocks():
             block.use_elementwise(functions)
-        self.compiled = "rotary positions, activation, dropout by torch.compile"
+        self._set_loss_kernels(functions.loss)
+        self.compiled = "rotary positions, activation, dropout, softmax by torch.compile"
+
+    def _set_loss_kernels(self, kernels: LossKernels) -> None:
+        if self._has_head:
+            self.head.kernels = kernels
 
     def _blocks(self) -> list[Block]:
         return list(self.layers.values())  # type: ignore[arg-type]

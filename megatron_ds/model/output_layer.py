@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from megatron_ds.parallel.collectives import gather_from_group, gather_sequence
 from megatron_ds.parallel.embedding import validate_token_ids, vocab_parallel_weight
-from megatron_ds.parallel.fused_linear_cross_entropy import linear_cross_entropy
+from megatron_ds.parallel.fused_linear_cross_entropy import EAGER, linear_cross_entropy
 from megatron_ds.parallel.mesh import Group
 from megatron_ds.parallel.sharding import Init
 
@@ -48,6 +48,7 @@ class OutputLayer(nn.Module):
         super().__init__()
         self.vocab_size = vocab_size
         self.group = group
+        self.kernels = EAGER
         self.weight: nn.Parameter | None = None
         if init is not None:
             self.weight = vocab_parallel_weight(
@@ -95,6 +96,7 @@ class OutputLayer(nn.Module):
             weights,
             vocab_size=self.vocab_size,
             group=self.group,
+            kernels=self.kernels,
         )
         if weights is None:
             return TokenLoss(total, total.new_full((), labels_BS.numel()))

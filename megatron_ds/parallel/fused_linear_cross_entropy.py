@@ -12,6 +12,7 @@ Shapes: T tokens, H hidden, v this rank's rows of the padded vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -45,12 +46,47 @@ def softmax_(logits: Tensor) -> Tensor:
     return log_sum
 
 
+def fusible_softmax_(logits: Tensor) -> Tensor:
+    """`softmax_` in operations that torch.compile fuses into passes over one row at a time."""
+    values = logits.float()
+    highest = values.amax(dim=-1, keepdim=True)
+    log_sum = highest + (values - highest).exp().sum(dim=-1, keepdim=True).log()
+    logits.copy_((values - log_sum).exp())  # cheaper than storing the first exponentials
+    return log_sum.squeeze(-1)
+
+
+def multiply(x: Tensor, factor: Tensor) -> Tensor:
+    """x times a scalar, rounded once."""
+    return (x.float() * factor).to(x.dtype)
+
+
+@dataclass(frozen=True)
+class LossKernels:
+    """The functions of the loss that are limited by memory bandwidth."""
+
+    softmax_: Callable[[Tensor], Tensor] = softmax_
+    multiply: Callable[[Tensor, Tensor], Tensor] = multiply
+
+    @classmethod
+    def compiled(cls) -> LossKernels:
+        """One kernel each, compiled by torch.compile when they are first called."""
+        return cls(torch.compile(fusible_softmax_), torch.compile(multiply))
+
+
+EAGER = LossKernels()
+
+
 def _row_slices(logits: Tensor) -> list[slice]:
     """Rows that are processed together."""
     size = logits.shape[0]
     if logits.device.type == "cpu":
         size = max(1, CACHED_LOGITS // logits.shape[1])
     return [slice(start, start + size) for start in range(0, logits.shape[0], size)]
+
+
+def chunk_rows(width: int, element_size: int) -> int:
+    """Tokens of a chunk, for this many columns of this many bytes per element."""
+    return max(1, CHUNK_BYTES // (width * element_size))
 
 
 def linear_cross_entropy(
@@ -61,6 +97,7 @@ def linear_cross_entropy(
     *,
     vocab_size: int,
     group: Group,
+    kernels: LossKernels = EAGER,
 ) -> Tensor:
     """Sum over tokens of weight x cross entropy(x W^T, label); softmax and sums are in fp32.
 
@@ -72,6 +109,7 @@ def linear_cross_entropy(
         weights_T: Weight of each token's loss, fp32. None: ones.
         vocab_size: Rows of the full output layer that are tokens.
         group: Group over which the rows are sharded.
+        kernels: Eager or compiled functions.
 
     Returns:
         A scalar in fp32.
@@ -79,7 +117,7 @@ def linear_cross_entropy(
     width = weight_vH.shape[0]
     first = group.rank * width
     rows = min(max(vocab_size - first, 0), width)
-    loss = _Loss(labels_T, weights_T, first, rows, width, group)
+    loss = _Loss(labels_T, weights_T, first, rows, width, group, kernels)
     if torch.is_grad_enabled() and (x_TH.requires_grad or weight_vH.requires_grad):
         result: Tensor = _LinearCrossEntropy.apply(x_TH, weight_vH, loss)
         return result
@@ -99,6 +137,7 @@ class _Loss:
     width: int
     """Rows including the padding, the same on every rank."""
     group: Group
+    kernels: LossKernels
 
     def value(self, x_TH: Tensor, weight_vH: Tensor) -> Tensor:
         """The loss without gradients."""
@@ -112,12 +151,14 @@ class _Loss:
         """The loss and its gradients with respect to x (this rank's summand) and the weight."""
         chunks = self._chunks(x_TH)
         total = torch.zeros((), dtype=torch.float32, device=x_TH.device)
-        grad_x = torch.zeros_like(x_TH)
+        grad_x = torch.empty_like(x_TH) if self.rows else torch.zeros_like(x_TH)
         # Several chunks are summed in fp32, as the matrix product does within a single one. A sum
         # over many tokens may exceed fp16 before the loss is divided by their number.
         is_single = len(chunks) == 1 and x_TH.dtype != torch.float16
         sum_type = weight_vH.dtype if is_single else torch.float32
-        grad_weight = torch.zeros_like(weight_vH, dtype=sum_type)
+        grad_weight = torch.empty_like(weight_vH, dtype=sum_type)
+        if not (is_single and self.rows):
+            grad_weight.zero_()
         for chunk in chunks:
             x = x_TH[chunk]
             logits = self._logits(x, weight_vH)
@@ -148,7 +189,7 @@ class _Loss:
     def _chunks(self, x_TH: Tensor) -> list[slice]:
         # By the width, not the rows: the ranks communicate once per chunk, so they need the same
         # number of chunks, but padding is on the last ranks only.
-        size = max(1, CHUNK_BYTES // (self.width * x_TH.element_size()))
+        size = chunk_rows(self.width, x_TH.element_size())
         return [slice(start, start + size) for start in range(0, x_TH.shape[0], size)]
 
     def _cross_entropy_(self, logits: Tensor, chunk: slice, *, for_gradient: bool) -> Tensor:
@@ -161,7 +202,7 @@ class _Loss:
         tokens = torch.arange(labels.shape[0], device=labels.device)
         if self.rows:
             picked = torch.where(is_local, logits[tokens, columns].float(), 0.0)
-            log_sum = softmax_(logits)
+            log_sum = self.kernels.softmax_(logits)
         else:
             picked = torch.zeros(labels.shape, dtype=torch.float32, device=labels.device)
             log_sum = torch.full_like(picked, -torch.inf)
@@ -206,7 +247,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TH: Tensor, weight_vH: Tensor, loss: _Loss) -> Tensor:
         value, grad_x, grad_weight = loss.value_and_gradients(x_TH, weight_vH)
-        ctx.weight_type, ctx.group = weight_vH.dtype, loss.group
+        ctx.weight_type, ctx.loss = weight_vH.dtype, loss
         ctx.save_for_backward(grad_x, grad_weight)
         return value
 
@@ -214,9 +255,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         grad_x, grad_weight = ctx.saved_tensors
         # In fp32, because the factor contains the number of tokens and the loss scale.
-        grad_x = (grad_x.float() * grad).to(grad_x.dtype)
-        work = None if ctx.group.sequence_parallel else start_all_reduce_(grad_x, ctx.group)
-        grad_weight = (grad_weight.float() * grad).to(ctx.weight_type)
+        kernels, group = ctx.loss.kernels, ctx.loss.group
+        grad_x = kernels.multiply(grad_x, grad)
+        work = None if group.sequence_parallel else start_all_reduce_(grad_x, group)
+        grad_weight = kernels.multiply(grad_weight, grad).to(ctx.weight_type)
         if work is not None:
             work.wait()
         return grad_x, grad_weight, None

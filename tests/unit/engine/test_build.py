@@ -75,7 +75,7 @@ def test_compiled_layers_need_no_compiled_parts(monkeypatch: pytest.MonkeyPatch)
     run = config(runtime=RuntimeConfig(compile=True))
     model = build_model(run.model)
     assert build._compile(model, run, Mesh.single(), CPU) is None
-    assert model.compiled == f"{run.model.num_layers} layers by torch.compile"
+    assert model.compiled == f"{run.model.num_layers} layers, loss by torch.compile"
 
 
 def test_no_layers_are_compiled_by_a_torch_known_to_do_it_wrongly(

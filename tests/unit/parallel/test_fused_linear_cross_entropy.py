@@ -10,11 +10,17 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_ds.parallel import fused_linear_cross_entropy
-from megatron_ds.parallel.fused_linear_cross_entropy import linear_cross_entropy
+from megatron_ds.parallel.fused_linear_cross_entropy import (
+    LossKernels,
+    fusible_softmax_,
+    linear_cross_entropy,
+)
 from megatron_ds.parallel.mesh import Mesh
 
 TOKENS, VOCAB, PADDED, HIDDEN = 24, 50, 64, 16
 GROUP = Mesh.single().tp
+FUSIBLE = LossKernels(softmax_=fusible_softmax_)
+"""What torch.compile compiles, without compiling it."""
 
 
 def inputs(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -43,19 +49,26 @@ def relative_error(actual: torch.Tensor | None, expected: torch.Tensor) -> float
     return ((actual.double() - expected).norm() / expected.norm()).item()
 
 
+@pytest.mark.parametrize("kernels", [LossKernels(), FUSIBLE], ids=["eager", "fusible"])
 @pytest.mark.parametrize("chunk_tokens", [TOKENS, 7, 1])
 @pytest.mark.parametrize(
     ("dtype", "limit"), [(torch.float32, 1e-6), (torch.bfloat16, 1e-2), (torch.float16, 2e-3)]
 )
 def test_loss_and_gradients_equal_those_of_separate_layers(
-    dtype: torch.dtype, limit: float, chunk_tokens: int, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype,
+    limit: float,
+    chunk_tokens: int,
+    kernels: LossKernels,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     x, weight, labels, weights = inputs(dtype)
     chunk_bytes = chunk_tokens * PADDED * torch.finfo(dtype).bits // 8
     monkeypatch.setattr(fused_linear_cross_entropy, "CHUNK_BYTES", chunk_bytes)
     monkeypatch.setattr(fused_linear_cross_entropy, "CACHED_LOGITS", 3 * VOCAB)
     expected, grad_x, grad_weight = reference(x, weight, labels, weights)
-    loss = linear_cross_entropy(x, weight, labels, weights, vocab_size=VOCAB, group=GROUP)
+    loss = linear_cross_entropy(
+        x, weight, labels, weights, vocab_size=VOCAB, group=GROUP, kernels=kernels
+    )
     assert loss.dtype == torch.float32
     # The logits are of the model's type, so a single one is no better than that type.
     assert relative_error(loss, expected) < limit

@@ -102,7 +102,7 @@ FACTS = BannerData(
     device="cpu (gloo)",
     threads=4,
     attention="torch's scaled_dot_product_attention per document: flash",
-    compiled="24 layers by torch.compile",
+    compiled="24 layers, loss by torch.compile",
     ops=("cpu_adam", "deepspeed_shm_comm"),
 )
 
@@ -133,7 +133,7 @@ def test_banner_shows_every_engine_setting() -> None:
                 continue
             shown = f"{one:g}" if isinstance(one, float) else str(one)
             assert re.search(rf"(?<![\w.]){re.escape(shown)}(?![\w.])", text), field
-    for shown in ("0.1 0", "betas 0.9 0.999", "24 layers by torch.compile"):
+    for shown in ("0.1 0", "betas 0.9 0.999", "24 layers, loss by torch.compile"):
         assert shown in text
     assert "full, every 2 layers, by DeepSpeed, partition activations" in text
 

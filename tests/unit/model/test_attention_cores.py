@@ -1,0 +1,72 @@
+"""Attention by scores, which compiled graphs on a CPU compute in bf16, beside torch's kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron_ds.model.attention_cores import SDPA, SHORT
+
+HEAD_SIZE = 8
+
+
+def traced(core: SDPA, dropout: float) -> tuple[Callable[..., Any], list[str]]:
+    """The core in a graph, and the names of what the graph calls."""
+    called: list[str] = []
+
+    def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
+        called.extend(str(node.target) for node in graph.graph.nodes)
+        return graph.forward
+
+    attend = partial(core.attend, dropout=dropout)
+    return torch.compile(attend, backend=backend, fullgraph=True, dynamic=False), called
+
+
+def draw(heads: int, length: int, dtype: torch.dtype, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randn(2, heads, length, HEAD_SIZE, generator=generator, dtype=torch.float64)
+    return values.to(dtype).requires_grad_()
+
+
+def results(attend: Callable[..., Tensor], *inputs: Tensor) -> list[Tensor]:
+    """The output and the gradients, in fp64."""
+    output = attend(*inputs)
+    weights = torch.linspace(-1.0, 1.0, output.numel()).view_as(output)
+    gradients = torch.autograd.grad((output.double() * weights).sum(), inputs)
+    return [output.detach().double(), *(one.double() for one in gradients)]
+
+
+@pytest.mark.parametrize("groups", [4, 2])
+def test_scores_give_what_the_kernel_gives(groups: int) -> None:
+    inputs = [draw(4, 9, torch.bfloat16, 1), *(draw(groups, 9, torch.bfloat16, s) for s in (2, 3))]
+    attend, called = traced(SDPA(is_causal=True), 0.0)
+    exact = [one.detach().double().requires_grad_() for one in inputs]
+    expected = results(
+        partial(F.scaled_dot_product_attention, is_causal=True, enable_gqa=True), *exact
+    )
+    for value, reference in zip(results(attend, *inputs), expected, strict=True):
+        assert (value - reference).norm() < 1e-2 * reference.norm()
+    assert not any("scaled_dot_product" in name for name in called)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "length", "dropout", "is_causal"),
+    [
+        (torch.float32, 9, 0.0, True),
+        (torch.bfloat16, SHORT + 1, 0.0, True),
+        (torch.bfloat16, 9, 0.5, True),
+        (torch.bfloat16, 9, 0.0, False),
+    ],
+)
+def test_otherwise_a_graph_calls_the_kernel(
+    dtype: torch.dtype, length: int, dropout: float, is_causal: bool
+) -> None:
+    attend, called = traced(SDPA(is_causal=is_causal), dropout)
+    attend(*(draw(2, length, dtype, seed) for seed in range(3)))
+    assert any("scaled_dot_product" in name for name in called)
