@@ -112,15 +112,15 @@ def _iter_zero3_shards(path: Path, tp_rank: int, layout: ParallelLayout) -> Name
     The partitions have equal sizes; the last one is padded. They are concatenated in several flat
     tensors, and none spans two of these.
     """
-    dp_size = layout.data_parallel_size
-    stems = [f"zero_pp_rank_{rank}_mp_rank_{tp_rank:02d}" for rank in range(dp_size)]
+    num_ranks = layout.data_parallel_size * layout.ds_sequence_parallel_size
+    stems = [f"zero_pp_rank_{rank}_mp_rank_{tp_rank:02d}" for rank in range(num_ranks)]
     shapes = _read(path / f"{stems[0]}_model_states.pt")["param_shapes"]
     prefix = "bf16_" if layout.precision == "bf16" else ""
     files = [path / f"{prefix}{stem}_optim_states.pt" for stem in stems]
     flats = [_read(file)["optimizer_state_dict"]["fp32_flat_groups"] for file in files]
     index = offset = 0  # the flat tensor and the place in it, the same on every rank
     for name, shape in (item for group in shapes for item in group.items()):
-        end = offset + -(-shape.numel() // dp_size)
+        end = offset + -(-shape.numel() // num_ranks)
         while end > flats[0][index].numel():
             index, offset, end = index + 1, 0, end - offset
         full = torch.cat([flat[index][offset:end] for flat in flats])

@@ -240,7 +240,7 @@ class CheckpointManager:
     ) -> None:
         """Writes and flushes a complete checkpoint under its temporary name."""
         # The data-parallel ranks hold the same parameters; only the first of them counts.
-        count = engine.parameter_count() if self._mesh.dp.rank == 0 else 0
+        count = engine.parameter_count() if self._mesh.dp_sp.rank == 0 else 0
         estimate = sum(self._ranks.on_all(lambda: count)) * BYTES_PER_PARAMETER
         warning = self._ranks.on_rank0(lambda: _make_temp_dir(temporary, estimate))
         if warning is not None:

@@ -55,6 +55,7 @@ class ParallelLayout:
     parameter_alignment: bool
     sub_group_size: int
     """0 if the stage does not read it."""
+    ds_sequence_parallel_size: int = 1
 
     @classmethod
     def of(cls, config: Config, dp_size: int) -> ParallelLayout:
@@ -64,6 +65,7 @@ class ParallelLayout:
             zero_stage=zero_stage(config),
             precision=config.precision.name,
             optimizer=config.optimizer.optimizer,
+            ds_sequence_parallel_size=config.parallel.ds_sequence_parallel_size,
             **partition_keys(config, dp_size),
         )
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+from megatron_ds.config import sequence_parallel
 from megatron_ds.config.checkpoint import CheckpointConfig
 from megatron_ds.config.data import DataConfig
 from megatron_ds.config.deepspeed import DeepSpeedConfig
@@ -102,7 +103,10 @@ class Config:
             "checkpoint": self.checkpoint.problems(),
             "logging": self.logging.problems(),
         }
-        return [problem for name in GROUPS for problem in (*found[name], *related.get(name, ()))]
+        of_groups = [
+            problem for name in GROUPS for problem in (*found[name], *related.get(name, ()))
+        ]
+        return [*of_groups, *sequence_parallel.problems(self)]
 
     def warnings(self) -> Iterator[Problem]:
         """Warn of flags, and of values of the DeepSpeed file, that have no effect."""

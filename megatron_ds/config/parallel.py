@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -25,21 +26,37 @@ class ParallelConfig:
         "shard norms, dropout and residuals along the sequence over the tensor-parallel ranks",
         only_with=when(tensor_model_parallel_size=ABOVE_ONE),
     )
+    ds_sequence_parallel_size: int = option_field(
+        1,
+        "degree of DeepSpeed-Ulysses sequence parallelism: ranks that share every sequence, and "
+        "inside attention the heads",
+        aliases=("context-parallel-size",),
+        minimum=1,
+    )
+    cp_comm_type: str = option_field(
+        "a2a",
+        "how sequence-parallel ranks exchange what attention needs; all-to-all is the only way",
+        choices=("a2a",),
+    )
 
     def data_parallel_size(self, world_size: int) -> int:
-        """Number of model replicas; 0 if the number of processes does not fit."""
-        tp, pp = self.tensor_model_parallel_size, self.pipeline_model_parallel_size
-        return world_size // (tp * pp) if tp > 0 and pp > 0 and world_size % (tp * pp) == 0 else 0
+        """Number of ranks with different samples; 0 if the number of processes does not fit."""
+        sizes = self._sizes
+        product = math.prod(sizes)
+        return world_size // product if min(sizes) > 0 and world_size % product == 0 else 0
 
     def describe_data_parallel_size(self, world_size: int) -> str:
         """How the data-parallel size is computed, for messages."""
         terms = [counted(world_size, "process"), with_value(self, "tensor_model_parallel_size")]
-        if self.pipeline_model_parallel_size != 1:
-            terms.append(with_value(self, "pipeline_model_parallel_size"))
+        terms += [
+            with_value(self, name)
+            for name in ("pipeline_model_parallel_size", "ds_sequence_parallel_size")
+            if getattr(self, name) != 1
+        ]
         return f"{' / '.join(terms)} = {self.data_parallel_size(world_size)}"
 
     def problems(self, world_size: int) -> Iterator[Problem]:
-        tp = self.tensor_model_parallel_size
+        tp, sp = self.tensor_model_parallel_size, self.ds_sequence_parallel_size
         if tp > 0 and world_size % tp:
             yield Problem(
                 "world-size-not-divisible",
@@ -48,3 +65,20 @@ class ParallelConfig:
                 valid=list_numbers(divisors(world_size)),
                 nearest_multiples=nearest_multiples(world_size, tp),
             )
+        elif tp > 0 and sp > 0 and world_size % (tp * sp):
+            yield Problem(
+                "world-size-not-divisible-by-sequence-parallel-size",
+                settings=self,
+                count_processes=counted(world_size, "process"),
+                product=tp * sp,
+                valid=list_numbers(divisors(world_size // tp)),
+            )
+
+    @property
+    def _sizes(self) -> tuple[int, ...]:
+        """Degrees of the kinds of parallelism whose ranks share samples."""
+        return (
+            self.tensor_model_parallel_size,
+            self.pipeline_model_parallel_size,
+            self.ds_sequence_parallel_size,
+        )

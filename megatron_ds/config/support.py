@@ -171,6 +171,12 @@ AXES: Mapping[str, Axis] = {
         lambda config: _size_of(config.parallel.pipeline_model_parallel_size),
         "1",
     ),
+    "sp": Axis(
+        "sequence parallel (Ulysses)",
+        _size("--ds-sequence-parallel-size"),
+        lambda config: _size_of(config.parallel.ds_sequence_parallel_size),
+        "1",
+    ),
     "precision": Axis(
         "precision",
         {"fp32": "", "bf16": "--bf16", "fp16": "--fp16"},
@@ -222,6 +228,17 @@ RULES: tuple[Rule, ...] = (
         instead={"recompute": "full"},
     ),
     Rule(
+        "sequence-parallel-with-ulysses",
+        {"tp": (MANY,), "sequence": ("on",), "sp": (MANY,)},
+        instead={"sequence": "off"},
+    ),
+    Rule(
+        "sequence-parallelism-without-zero",
+        {"sp": (MANY,), "zero": ("0",)},
+        instead={"zero": "1"},
+        upstream="DeepSpeed#7833",
+    ),
+    Rule(
         "zero0-with-half-precision",
         {"zero": ("0",), "precision": ("bf16", "fp16")},
         instead={"zero": "1"},
@@ -247,6 +264,7 @@ WITHOUT_EFFECT: tuple[Rule, ...] = (
 EVERYTHING: Values = {name: tuple(axis.values) for name, axis in AXES.items()}
 ZERO, TP = EVERYTHING["zero"], EVERYTHING["tp"]
 SEQUENCE: Values = {"tp": (MANY,), "sequence": ("on",)}
+ULYSSES = "tests/dist/test_ulysses.py::test_shared_sequences_train_like_one_process"
 PROOFS: tuple[Proof, ...] = (
     Proof("tests/dist/test_layouts.py::test_layout_equals_one_process", EVERYTHING),
     Proof(
@@ -281,6 +299,8 @@ PROOFS: tuple[Proof, ...] = (
         "tests/dist/test_sequence_parallel.py::test_changing_lengths_equal_one_process",
         {**SEQUENCE, "curriculum": ("on",)},
     ),
+    Proof(ULYSSES, {"sp": (MANY,), "zero": ZERO[1:], "tp": TP, "optimizer": ("adam", "sgd")}),
+    Proof(ULYSSES, {"sp": (MANY,), "documents": ("off", "on")}),
 )
 
 

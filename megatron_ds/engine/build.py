@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -68,7 +69,7 @@ def build_engine(
     ds_config = build_ds_config(config, mesh.dp.size, device.type, available_on(device.type))
     mpu = Mpu(mesh)
     _validate_with_deepspeed(ds_config, mpu, config.deepspeed.deepspeed_config)
-    rng = RngStreams(mesh.tp.rank, device)
+    rng = RngStreams(mesh.tp.rank, device, mesh.sp.rank)
     packing, warning = _packing_options(config, mesh, device, eod)
     with _zero3_init_context(ds_config, mesh, mpu):
         model = _build_model(config, mesh, rng, packing, init_weights)
@@ -132,7 +133,7 @@ def _compile(model: GPTModel, config: Config, mesh: Mesh, device: torch.device) 
         model.compile_layers(lengths_vary=config.schedule.curriculum_seqlen is not None)
     elif get_accelerator().is_triton_supported():
         functions, problem = compile_elementwise(
-            config.model,
+            dataclasses.replace(config.model, seq_length=config.model.seq_length // mesh.sp.size),
             config.schedule.micro_batch_size,
             mesh.tp,
             getattr(torch, readback.DTYPES[config.precision.name]),
@@ -223,7 +224,8 @@ def _packing_options(
     kernel = warning = None
     if data.reset_attention_mask and device.type != "cpu":
         dtype = getattr(torch, readback.DTYPES[config.precision.name])
-        kernel, warning = select_document_kernel(config.model, micro, mesh.tp.size, dtype, device)
+        shards = mesh.sp_tp.size  # of the heads, inside attention
+        kernel, warning = select_document_kernel(config.model, micro, shards, dtype, device)
     packing = PackingOptions(eod, data.reset_position_ids, data.reset_attention_mask, kernel)
     return packing, warning
 
@@ -257,5 +259,5 @@ def _zero3_init_context(ds_config: dict[str, Any], mesh: Mesh, mpu: object) -> A
     # The dtype comes from ds_config: DeepSpeed replaces one passed here by bf16 on a device
     # without fp16.
     return deepspeed.zero.Init(
-        config_dict_or_path=ds_config, mpu=mpu, data_parallel_group=mesh.dp.handle
+        config_dict_or_path=ds_config, mpu=mpu, data_parallel_group=mesh.dp_sp.handle
     )

@@ -1,8 +1,9 @@
 """Micro-batches on the device, copied while the one before is computed.
 
 Owns the copy, and the derivation of inputs, labels and loss mask from a sample's tokens. One int32
-array per micro-batch crosses from the host; everything else is made on the device. Under tensor
-parallelism only the group's first rank reads it and sends it to the others.
+array per micro-batch crosses from the host; everything else is made on the device. Of the ranks
+that process the same samples (tensor and sequence parallelism) only the first reads it and sends it
+to the others.
 
 Shapes: B micro-batch, S sequence, T = S + 1.
 """
@@ -67,7 +68,7 @@ class DeviceBatches:
     Args:
         batches: Micro-batches on the host; those of the group's first rank are used.
         device: Device of this process.
-        tp: Tensor-parallel group.
+        sharing: Ranks that process the same samples.
         accelerator: DeepSpeed's accelerator; a test may pass another.
         document_end: Id of the token that ends a document, if documents are to be counted.
     """
@@ -76,14 +77,14 @@ class DeviceBatches:
         self,
         batches: Iterator[Batch],
         device: torch.device,
-        tp: Group,
+        sharing: Group,
         accelerator: Any = None,
         *,
         document_end: int | None = None,
     ) -> None:
         self._batches = batches
         self._device = device
-        self._tp = tp
+        self._sharing = sharing
         self._document_end = document_end
         accelerator = get_accelerator() if accelerator is None else accelerator
         self._copies = None if accelerator.Stream is None else _Copies(accelerator, device)
@@ -102,8 +103,8 @@ class DeviceBatches:
             rows = torch.empty(batch.shape, dtype=torch.int32, device=self._device)
         elif self._copies is not None:
             self._copies.wait_for(rows)
-        if self._tp.size > 1:
-            dist.broadcast(rows, src=self._tp.ranks[0], group=self._tp.handle)
+        if self._sharing.size > 1:
+            dist.broadcast(rows, src=self._sharing.ranks[0], group=self._sharing.handle)
         if self._copies is not None:
             try:
                 self._next = self._stage()
@@ -120,7 +121,7 @@ class DeviceBatches:
     def _stage(self) -> tuple[Batch, Tensor | None]:
         """Read the next micro-batch and start its copy."""
         batch = next(self._batches)
-        if batch.rows_BT is None or self._tp.rank > 0:
+        if batch.rows_BT is None or self._sharing.rank > 0:
             return batch, None
         if self._copies is not None:
             return batch, self._copies.start(batch.rows_BT)

@@ -90,11 +90,14 @@ def build_ds_config(
     user: Json = {} if file is None else file.values
     micro = config.schedule.micro_batch_size
     total = config.final_global_batch_size(dp_size)
+    slices = config.parallel.ds_sequence_parallel_size
+    ranks = dp_size * slices
     precision = config.precision
     fp32_accumulation = precision.name == "fp32" or precision.accumulate_allreduce_grads_in_fp32
     accumulation = "fp32" if fp32_accumulation else precision.name
     result: Json = {
-        "train_batch_size": total,
+        # DeepSpeed counts a slice of a sequence as a sample: see `Mpu`.
+        "train_batch_size": total * slices,
         "train_micro_batch_size_per_gpu": micro,
         "gradient_accumulation_steps": total // (micro * dp_size),
         "gradient_clipping": config.optimizer.clip_grad,
@@ -119,7 +122,7 @@ def build_ds_config(
             "min_loss_scale": int(precision.min_loss_scale),
         },
         "bf16": {**_passed(user, "bf16"), "enabled": precision.bf16},
-        "zero_optimization": _zero_block(config, user, dp_size, is_cpu=device == "cpu"),
+        "zero_optimization": _zero_block(config, user, ranks, is_cpu=device == "cpu"),
         "optimizer": _optimizer_block(config, user, is_there),
         "activation_checkpointing": _checkpointing_block(config),
     }
@@ -129,7 +132,7 @@ def build_ds_config(
     result["communication_data_type"] = as_dtype(result["communication_data_type"])
     zero = result["zero_optimization"]
     if "reduce_bucket_size" not in zero:
-        zero["reduce_bucket_size"] = _bucket_size(config, result, dp_size)
+        zero["reduce_bucket_size"] = _bucket_size(config, result, ranks)
     return result
 
 

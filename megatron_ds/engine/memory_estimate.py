@@ -5,8 +5,8 @@ this model (`tests/unit/engine/test_memory_estimate.py` counts both). The estima
 peak over the phases of a step. It excludes the libraries themselves, allocator fragmentation and
 the buffers of communication libraries.
 
-Shapes: T tokens of a micro-batch, H hidden, P parameters of this tensor-parallel rank, N the
-data-parallel size, v this rank's rows of the vocabulary.
+Shapes: T tokens of a micro-batch on this rank, H hidden, P parameters of this tensor-parallel rank,
+N ranks over which states are partitioned, v this rank's rows of the vocabulary.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ class MemoryInputs:
     zero_stage: int
     tp_size: int
     dp_size: int
+    """Ranks over which states are partitioned, the sequence-parallel ones included."""
     param_bytes: int
     accumulation_bytes: int
     reduction_bytes: int
@@ -62,6 +63,8 @@ class MemoryInputs:
     offload_parameters: bool = False
     immediate_grad_update: bool = True
     """Stage 1 adds a bf16 gradient to its fp32 accumulator as soon as it is computed."""
+    sp_size: int = 1
+    """Sequence-parallel size."""
     on_cpu: bool = False
     """On a CPU, dropout saves its mask in the data type, and attention with dropout its scores."""
 
@@ -133,6 +136,7 @@ def memory_inputs(
         offload_optimizer=settings.optimizer_offload != "none",
         offload_parameters=settings.param_offload != "none",
         immediate_grad_update=bool(ds_config["bf16"]["immediate_grad_update"]),
+        sp_size=config.parallel.ds_sequence_parallel_size,
         on_cpu=device == "cpu",
     )
 
@@ -183,7 +187,7 @@ class _Sizes:
         self.config, self.model, self.inputs = config, config.model, inputs
         self.full = parameters_per_rank(config.model, inputs.tp_size)
         self.partition = -(-self.full // inputs.dp_size)
-        self.tokens = config.schedule.micro_batch_size * config.model.seq_length
+        self.tokens = config.schedule.micro_batch_size * config.model.seq_length // inputs.sp_size
         self.stream = self.tokens * config.model.hidden_size * inputs.param_bytes
         # Sequence parallelism shards what is stored between the layers, their inputs included.
         self.shards = inputs.tp_size if in_effect(config.parallel).sequence_parallel else 1
@@ -258,7 +262,8 @@ class _Sizes:
         Gradients exist until the step, or until they are accumulated; accumulation starts with the
         second micro-batch, unless DeepSpeed keeps its buffer.
         """
-        dp_size, micro = self.inputs.dp_size, self.config.schedule.micro_batch_size
+        dp_size = self.inputs.dp_size // self.inputs.sp_size
+        micro = self.config.schedule.micro_batch_size
         is_single = self.config.final_global_batch_size(dp_size) == dp_size * micro
         absent = device.get("gradients", 0) if is_single or self.has_accumulator else 0
         if is_single and self.inputs.zero_stage == 2:
@@ -288,7 +293,7 @@ class _Sizes:
         if model.hidden_dropout > 0:
             ends += self.mask
         if model.position_embedding_type == "alibi":
-            heads = model.num_attention_heads // tp_size
+            heads = model.num_attention_heads // (tp_size * self.inputs.sp_size)
             ends += heads * model.seq_length**2 * self.inputs.param_bytes
         if recompute.recompute_granularity != "full":
             return ends + model.num_layers * layer
@@ -309,9 +314,13 @@ class _Sizes:
         size = self.tokens * self.inputs.param_bytes
         q = model.num_attention_heads * model.head_dim // tp_size
         kv = model.kv_heads * model.head_dim // tp_size
+        if self.inputs.sp_size > 1:  # ranks that share a key-value head each receive it
+            kv = max(kv, self.inputs.sp_size * model.head_dim)
         saved = 4 * self.residual  # inputs of both norms and of the projections after them
         saved += size * (q + 2 * kv)  # projected queries, keys and values
-        if per_document and saves_core and self.is_fused:
+        if self.inputs.sp_size > 1:
+            saved += size * q  # output of the core, before the heads are exchanged
+        elif per_document and saves_core and self.is_fused:
             saved += size * q  # outputs of attention per document, before they are concatenated
         elif model.position_embedding_type == "rope" and (self.is_fused or not saves_core):
             saved += size * (q + kv)  # otherwise counted with the scores

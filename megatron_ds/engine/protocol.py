@@ -50,6 +50,7 @@ class EngineSettings:
 
     zero_stage: int
     dp_size: int
+    """Ranks over which gradients are averaged, the sequence-parallel ones included."""
     accumulation_steps: int
     """Micro-batches of each data-parallel rank per step, at the final batch size."""
     optimizer: str

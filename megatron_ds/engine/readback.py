@@ -119,7 +119,7 @@ def _expected_settings(
     offload, zero = config.deepspeed, ds_config["zero_optimization"]
     return EngineSettings(
         zero_stage=zero_stage(config),
-        dp_size=dp_size,
+        dp_size=mesh.dp_sp.size,
         accumulation_steps=config.final_global_batch_size(dp_size)
         // (config.schedule.micro_batch_size * dp_size),
         optimizer=_expected_optimizer(config, ds_config),

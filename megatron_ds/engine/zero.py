@@ -118,12 +118,12 @@ class ZeroEngine:
     def device_batches(self, batches: Iterator[Batch]) -> DeviceBatches:
         packing = self.packing
         counted = packing.eod if packing is not None and packing.reset_attention else None
-        return DeviceBatches(batches, self._device, self._mesh.tp, document_end=counted)
+        return DeviceBatches(batches, self._device, self._mesh.sp_tp, document_end=counted)
 
     def train_step(self, batches: Iterator[DeviceBatch], plan: StepPlan) -> StepResult:
         engine = self._engine
         engine.train()
-        engine.set_train_batch_size(plan.global_batch_size)
+        engine.set_train_batch_size(plan.global_batch_size * self._mesh.sp.size)
         set_lr_and_weight_decay(
             engine.optimizer.param_groups, self._multipliers, plan.lr, plan.weight_decay
         )
@@ -182,7 +182,7 @@ class ZeroEngine:
     def params_norm(self) -> float:
         squares = self._sum_of_squares(self._own_partition)
         if self._stage == 3:
-            dist.all_reduce(squares, group=self._mesh.dp.handle)
+            dist.all_reduce(squares, group=self._mesh.dp_sp.handle)
         return float(squares.sqrt())
 
     def save(self, folder: Path, tag: str) -> dict[str, FileRecord]:
@@ -244,7 +244,7 @@ class ZeroEngine:
         if self._stage != 3:
             return parameter.data
         size, partition = parameter.ds_numel, parameter.ds_tensor  # type: ignore[attr-defined]
-        start = self._mesh.dp.rank * partition.numel()
+        start = self._mesh.dp_sp.rank * partition.numel()
         own: Tensor = partition.flatten()[: max(0, size - start)]
         return own
 

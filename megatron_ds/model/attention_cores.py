@@ -17,6 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_ds.parallel.mesh import Group
+from megatron_ds.parallel.ulysses import gather_heads, gather_sequence
+
 SHORT = 512
 """Positions up to which a compiled graph on a CPU stores all scores in bf16. torch's kernel, which
 does not store them, takes up to twice the time there."""
@@ -65,6 +68,23 @@ class SDPA:
         return F.scaled_dot_product_attention(
             q, k, v, bias, dropout, self.is_causal, enable_gqa=has_groups
         )
+
+
+@dataclass(frozen=True)
+class UlyssesAttention:
+    """Attention on a slice of the sequence, by a core that sees all of it for some of the heads.
+
+    S and L are those of the slice.
+    """
+
+    core: AttentionCore
+    """Of the complete sequence and this rank's heads."""
+    group: Group
+    """Sequence-parallel group."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
+        q, k, v = gather_sequence(q, k, v, self.group)
+        return gather_heads(self.core.attend(q, k, v, dropout), self.group)
 
 
 def _prefers_scores(q: Tensor) -> bool:

@@ -37,7 +37,7 @@ EOD = 0
 def select_document_kernel(
     config: ModelConfig,
     micro_batch: int,
-    tp_size: int,
+    shards: int,
     dtype: torch.dtype,
     device: torch.device,
 ) -> tuple[DocumentKernel | None, Problem | None]:
@@ -49,7 +49,7 @@ def select_document_kernel(
     Args:
         config: Architecture.
         micro_batch: Samples of a micro-batch.
-        tp_size: Tensor-parallel size.
+        shards: Ranks that share the heads: tensor- and sequence-parallel ones.
         dtype: Type of the activations.
         device: Device of the activations.
 
@@ -59,10 +59,10 @@ def select_document_kernel(
     if config.attention_dropout > 0.0:
         return None, Problem("document-attention-with-dropout")
     reasons = []
-    for name in candidates(config, tp_size, dtype):
+    for name in candidates(config, shards, dtype):
         try:
             kernel = _build(name, device)
-            error = _max_relative_error(kernel, config, micro_batch, tp_size, dtype, device)
+            error = _max_relative_error(kernel, config, micro_batch, shards, dtype, device)
         except Exception as refusal:  # compilers and devices raise any type
             first_sentence = str(refusal).strip().partition("\n")[0].partition(". ")[0]
             reasons.append(f"{name}: {first_sentence or type(refusal).__name__}")
@@ -73,17 +73,17 @@ def select_document_kernel(
     return None, Problem("document-attention-slow", reasons="; ".join(reasons))
 
 
-def candidates(config: ModelConfig, tp_size: int, dtype: torch.dtype) -> tuple[str, ...]:
+def candidates(config: ModelConfig, shards: int, dtype: torch.dtype) -> tuple[str, ...]:
     """The kernels to try, fastest first.
 
     Variable-length attention is flash attention: in half precision, without a bias. It needs the
-    number of documents on the host; under tensor parallelism the host of the first rank alone reads
-    the samples.
+    number of documents on the host; of the ranks that share samples, the host of the first one
+    alone reads them.
     """
     has_varlen = (
         dtype in (torch.bfloat16, torch.float16)
         and config.position_embedding_type != "alibi"
-        and tp_size == 1
+        and shards == 1
     )
     return ("varlen_attn", "flex_attention") if has_varlen else ("flex_attention",)
 
@@ -131,7 +131,7 @@ def _max_relative_error(
     kernel: DocumentKernel,
     config: ModelConfig,
     micro_batch: int,
-    tp_size: int,
+    shards: int,
     dtype: torch.dtype,
     device: torch.device,
 ) -> float:
@@ -144,7 +144,8 @@ def _max_relative_error(
     packed = PackingOptions(EOD, False, True, kernel).find_documents(
         tokens, micro_batch + int(is_end.sum())
     )
-    local_heads = config.num_attention_heads // tp_size, *[config.kv_heads // tp_size] * 2
+    kv_heads = max(1, config.kv_heads // shards)
+    local_heads = config.num_attention_heads // shards, kv_heads, kv_heads
     shape = config.seq_length, micro_batch, sum(local_heads) * config.head_dim
     qkv = torch.randn(shape, generator=generator).to(device, dtype).requires_grad_()
     grad = torch.randn((*shape[:2], local_heads[0], config.head_dim), generator=generator)

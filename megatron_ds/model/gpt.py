@@ -26,6 +26,7 @@ from megatron_ds.parallel.activation_checkpointing import ActivationCheckpointin
 from megatron_ds.parallel.fused_linear_cross_entropy import LossKernels
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.parallel.rng import RngStreams
+from megatron_ds.parallel.ulysses import own_slice
 
 ALL_LAYERS = slice(None)
 
@@ -67,6 +68,7 @@ class GPTModel(nn.Module):
         self.compiled = "nothing (eager)"
         self.packing = packing
         self._rng = rng
+        self._sp = mesh.sp
         granularity = (
             checkpointing.config.recompute_granularity if checkpointing is not None else None
         )
@@ -80,7 +82,7 @@ class GPTModel(nn.Module):
         )[stage]
         self._has_head = any(spec.name == "head" for spec in specs)
         self._tied = not config.untie_embeddings_and_output_weights
-        self.positions = PositionEncoder(config, mesh.tp)
+        self.positions = PositionEncoder(config, mesh)
         build_layers(self, specs)
         if not hasattr(self, "layers"):
             self.layers = nn.ModuleDict()
@@ -98,6 +100,9 @@ class GPTModel(nn.Module):
     ) -> Tensor | TokenLoss:
         """Compute the loss or, without labels, the logits.
 
+        Every sequence-parallel rank is passed the same complete sequences, which have the document
+        boundaries, and computes its slice of them.
+
         Args:
             tokens_BS: Token ids.
             labels_BS: Id of the token that follows each token.
@@ -108,9 +113,9 @@ class GPTModel(nn.Module):
             max_documents: At least the number of documents in the tokens, if the host knows it.
 
         Returns:
-            With labels, the loss. Without, logits [B, S, V] in fp32, all of them on every
-            tensor-parallel rank, -inf for padding. A stage without output layer: its last layer's
-            output [S, B, H].
+            With labels, the loss, on every rank that processes these samples. Without, logits
+            [B, S, V] in fp32, all of them on every tensor-parallel rank, -inf for padding. A stage
+            without output layer: its last layer's output [S, B, H].
 
         Raises:
             UserError: If a token id is outside the vocabulary (on the CPU), or a sequence is longer
@@ -122,9 +127,12 @@ class GPTModel(nn.Module):
         packed = None
         if self.packing is not None and cache is None:
             packed = self.packing.find_documents(tokens_BS, max_documents)
+        own = own_slice(tokens_BS.shape[1], self._sp)
         if x_SBH is None:
             positions_BS = None if packed is None else packed.positions_BS
-            x_SBH = self.embedding(tokens_BS, offset, positions_BS)
+            if positions_BS is not None:
+                positions_BS = positions_BS[:, own]
+            x_SBH = self.embedding(tokens_BS[:, own], offset + own.start, positions_BS)
             assert x_SBH is not None
         context = self.positions.context(
             tokens_BS.shape[1], offset, x_SBH.dtype, x_SBH.device, packed
@@ -135,10 +143,13 @@ class GPTModel(nn.Module):
         if last_only:
             x_SBH = x_SBH[-1:]
         tied = self.embedding.word.weight if self._tied else None
-        output: Tensor | TokenLoss = self.head(
-            self.final_norm(x_SBH), labels_BS, loss_mask_BS, tied
-        )
-        return output
+        x_SBH = self.final_norm(x_SBH)
+        if labels_BS is None:
+            logits: Tensor = self.head(x_SBH, weight_vH=tied)
+            return logits
+        mask_BS = None if loss_mask_BS is None else loss_mask_BS[:, own]
+        loss: TokenLoss = self.head(x_SBH, labels_BS[:, own], mask_BS, tied)
+        return loss.of_all_slices(self._sp)
 
     def compile_layers(self, *, lengths_vary: bool = False) -> None:
         """Compile each transformer layer and the loss with torch.compile (on their first call).
@@ -148,9 +159,9 @@ class GPTModel(nn.Module):
                 each length.
         """
         packing = self.packing
-        is_traceable = packing is None or not packing.reset_attention
+        is_traceable = self._sp.size == 1 and (packing is None or not packing.reset_attention)
         if packing is not None and packing.kernel is not None:
-            is_traceable = packing.kernel.is_traceable
+            is_traceable = self._sp.size == 1 and packing.kernel.is_traceable
             # The number of documents varies, and with it a dimension in the graph.
             lengths_vary = lengths_vary or is_traceable
         for block in self._blocks():

@@ -16,6 +16,7 @@ from megatron_ds.parallel.embedding import validate_token_ids, vocab_parallel_we
 from megatron_ds.parallel.fused_linear_cross_entropy import EAGER, linear_cross_entropy
 from megatron_ds.parallel.mesh import Group
 from megatron_ds.parallel.sharding import Init
+from megatron_ds.parallel.ulysses import sum_of_slices
 
 
 class TokenLoss(NamedTuple):
@@ -29,6 +30,12 @@ class TokenLoss(NamedTuple):
     def mean(self) -> Tensor:
         """Mean over the counted tokens; 0 if there are none, not 0 / 0."""
         return self.loss_sum / torch.where(self.num_tokens > 0, self.num_tokens, 1.0)
+
+    def of_all_slices(self, group: Group) -> TokenLoss:
+        """The loss of complete sequences, of which each rank of a group has a slice."""
+        if group.size == 1:
+            return self
+        return TokenLoss(*sum_of_slices(torch.stack(self), group).unbind())
 
 
 class OutputLayer(nn.Module):

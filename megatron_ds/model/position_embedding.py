@@ -16,13 +16,14 @@ import torch
 from torch import Tensor
 
 from megatron_ds.config import ModelConfig
-from megatron_ds.model.attention_cores import SDPA, AttentionCore
+from megatron_ds.model.attention_cores import SDPA, AttentionCore, UlyssesAttention
 from megatron_ds.model.packed_attention import (
     PackedBatchInfo,
     PerDocumentSDPA,
     document_lengths,
 )
-from megatron_ds.parallel.mesh import Group
+from megatron_ds.parallel.mesh import Mesh
+from megatron_ds.parallel.ulysses import own_slice
 
 Rotation = tuple[Tensor, Tensor]
 """Rope's cosines and sines, fp32: each [S, 1, 1, R], or [S, B, 1, R] where positions restart."""
@@ -42,17 +43,20 @@ class PositionEncoder:
 
     Args:
         config: Architecture.
-        group: Tensor-parallel group over which the heads are sharded.
+        mesh: Its tensor-parallel ranks and, inside attention, its sequence-parallel ranks share
+            the heads.
     """
 
-    def __init__(self, config: ModelConfig, group: Group) -> None:
+    def __init__(self, config: ModelConfig, mesh: Mesh) -> None:
         self._kind = config.position_embedding_type
         self._max_length = config.seq_length
         self._rotated = int(config.head_dim * config.rotary_percent)
         self._base = config.rotary_base
-        local = config.num_attention_heads // group.size
+        self._sp = mesh.sp
+        shards, shard = mesh.tp.size * mesh.sp.size, mesh.tp.rank * mesh.sp.size + mesh.sp.rank
+        local = config.num_attention_heads // shards
         slopes = alibi_slopes(config.num_attention_heads)
-        self._slopes = slopes[group.rank * local : (group.rank + 1) * local]
+        self._slopes = slopes[shard * local : (shard + 1) * local]
         self._rope_table: Rotation | None = None
         self._bias_key: tuple[int, int, torch.dtype, torch.device] | None = None
         self._bias: Tensor | None = None
@@ -70,7 +74,7 @@ class PositionEncoder:
         """Build the context.
 
         Args:
-            queries: Tokens of this pass.
+            queries: Tokens of this pass, those of all sequence-parallel ranks.
             offset: Tokens before them, in the cache.
             dtype: Type of the activations.
             device: Device of the activations.
@@ -78,7 +82,9 @@ class PositionEncoder:
         """
         rotation = None
         if self._kind == "rope":
-            rotation = self._rotation(queries, offset, device, packed)
+            own = own_slice(queries, self._sp)
+            cos, sin = self._rotation(queries, offset, device, packed)
+            rotation = cos[own], sin[own]
         core: AttentionCore
         if packed is not None and packed.options.reset_attention:
             core = self._document_core(packed, dtype, device)
@@ -90,6 +96,8 @@ class PositionEncoder:
             # A single query sees every key, and torch has faster kernels without a mask.
             keys = offset + queries
             core = SDPA(None if queries == 1 else visible_keys(queries, keys, device))
+        if self._sp.size > 1:
+            core = UlyssesAttention(core, self._sp)
         return AttentionContext(rotation, core)
 
     def _rotation(

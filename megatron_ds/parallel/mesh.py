@@ -39,8 +39,9 @@ def axis_groups(
         ep_size: Expert-parallel size.
 
     Returns:
-        Groups by axis: "tp", "sp", "ep", "expert_dp", "dp", "pp", and "model": the tensor x
-        pipeline ranks that together hold one copy of the model.
+        Groups by axis: "tp", "sp", "ep", "expert_dp", "dp", "pp"; "model": the tensor x pipeline
+        ranks that together hold one copy of the model; "sp_tp": the ranks that process the same
+        samples; "dp_sp": the ranks with the same parameters, over which gradients are averaged.
 
     Raises:
         UserError: If the product of the sizes does not divide `world_size`.
@@ -56,6 +57,7 @@ def axis_groups(
     pp, edp, ep, sp, tp = range(5)
     spans: dict[str, tuple[int, ...]] = {"tp": (tp,), "sp": (sp,), "ep": (ep,), "expert_dp": (edp,)}
     spans |= {"dp": (edp, ep), "pp": (pp,), "model": (pp, tp)}
+    spans |= {"sp_tp": (sp, tp), "dp_sp": (edp, ep, sp)}
     groups = {}
     for name, span in spans.items():
         others = [dim for dim in range(5) if dim not in span]
@@ -88,6 +90,10 @@ class Group:
 class Mpu:
     """The model-parallel unit: the mesh under the method names that DeepSpeed calls.
 
+    DeepSpeed's data-parallel ranks are those of `Mesh.dp_sp`: with slices of sequences as with
+    samples, ZeRO partitions states over them and averages their gradients. DeepSpeed's own
+    sequence-parallel methods are left out, because its stages disagree on the gradients' factor.
+
     For each axis of DeepSpeed's it has get_AXIS_rank, get_AXIS_world_size, get_AXIS_group and
     get_AXIS_group_ranks, e.g. `get_data_parallel_rank`.
 
@@ -97,7 +103,7 @@ class Mpu:
 
     def __init__(self, mesh: Mesh) -> None:
         axes = {
-            "data_parallel": mesh.dp,
+            "data_parallel": mesh.dp_sp,
             "model_parallel": mesh.model,
             "tensor_model_parallel": mesh.tp,
             "pipeline_model_parallel": mesh.pp,
@@ -125,6 +131,8 @@ class Mesh:
     dp: Group
     pp: Group
     model: Group
+    sp_tp: Group
+    dp_sp: Group
 
     @classmethod
     def build(

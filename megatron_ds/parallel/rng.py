@@ -4,7 +4,8 @@ Owns when and from what the streams are seeded. Dropout on activations that ever
 rank holds must draw the same mask everywhere: the replicated stream, torch's default generator.
 Dropout on sharded activations must differ per rank: the sharded stream, which takes the default
 generator's place inside `fork_tp_rng`. Both are seeded per micro-batch from the position in the
-data, so a resumed run has no random state to restore.
+data, so a resumed run has no random state to restore. Sequence-parallel ranks hold different tokens
+and draw different masks, from both streams.
 """
 
 from __future__ import annotations
@@ -31,12 +32,14 @@ class RngStreams:
     Args:
         tp_rank: Tensor-parallel rank.
         device: Device on which dropout masks are drawn.
+        sp_rank: Sequence-parallel rank; the first one draws what a run without others draws.
     """
 
-    def __init__(self, tp_rank: int, device: torch.device = CPU) -> None:
+    def __init__(self, tp_rank: int, device: torch.device = CPU, sp_rank: int = 0) -> None:
         self._tp_rank = tp_rank
+        self._slice = ("slice", sp_rank) if sp_rank else ()
         self._device = device
-        self.sharded_state = self._seeded_state(stable_seed("sharded", tp_rank))
+        self.sharded_state = self._seeded_state(stable_seed("sharded", tp_rank, *self._slice))
         """State of the sharded stream, for `restore_tp_rng`."""
         self._seed: int | None = None
         self._position = self._stride = 0
@@ -59,9 +62,10 @@ class RngStreams:
         """
         if self._seed is None:
             return
-        torch.manual_seed(stable_seed("replicated", self._seed, self._position))
+        place = self._seed, self._position
+        torch.manual_seed(stable_seed("replicated", *place, *self._slice))
         self.sharded_state = self._seeded_state(
-            stable_seed("sharded", self._seed, self._position, self._tp_rank)
+            stable_seed("sharded", *place, self._tp_rank, *self._slice)
         )
         self._position += self._stride
 

@@ -91,15 +91,18 @@ def banner(facts: BannerData, *, width: int = WIDTH, terminal: bool = False) -> 
 
 
 def _layout(facts: BannerData) -> Lines:
-    mesh, sequence = facts.mesh, in_effect(facts.config.parallel).sequence_parallel
+    mesh, is_sharded = facts.mesh, in_effect(facts.config.parallel).sequence_parallel
+    slices = f"sequence parallel {mesh.sp.size} (Ulysses) x " if mesh.sp.size > 1 else ""
     processes = (
         f"{mesh.world_size} on {facts.device} = tensor parallel {mesh.tp.size}"
-        f"{' (with sequence parallelism)' if sequence else ''} x data parallel "
+        f"{' (with sequence parallelism)' if is_sharded else ''} x {slices}data parallel "
         f"{mesh.dp.size}, {counted(facts.threads, 'thread')} each"
     )
     if mesh.world_size == 1:
         return [("processes", processes)]
     groups = f"tensor parallel {_ranks(mesh.tp.ranks)}; data parallel {_ranks(mesh.dp.ranks)}"
+    if mesh.sp.size > 1:
+        groups += f"; sequence parallel {_ranks(mesh.sp.ranks)}"
     return [("processes", processes), ("groups", f"of rank 0: {groups}")]
 
 
@@ -125,7 +128,7 @@ def _batch(facts: BannerData) -> Lines:
     total = facts.config.final_global_batch_size(facts.mesh.dp.size)
     text = (
         f"{counted(total, 'sample')} = micro-batch "
-        f"{facts.config.schedule.micro_batch_size} x data parallel {facts.settings.dp_size} "
+        f"{facts.config.schedule.micro_batch_size} x data parallel {facts.mesh.dp.size} "
         f"x accumulation {facts.settings.accumulation_steps}; "
         f"{total * facts.config.model.seq_length:,} tokens"
     )

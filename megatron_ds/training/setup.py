@@ -100,7 +100,12 @@ def build_trainer(
     """
     eod = inputs.tokenizer.eod
     timeout = timedelta(minutes=config.runtime.distributed_timeout_minutes)
-    mesh = Mesh.build(config.parallel.tensor_model_parallel_size, timeout=timeout)
+    parallel = config.parallel
+    mesh = Mesh.build(
+        parallel.tensor_model_parallel_size,
+        sp_size=parallel.ds_sequence_parallel_size,
+        timeout=timeout,
+    )
     print_arguments(config, context, mesh)
     warn_of_hosts(config, context)
     checkpoints = open_checkpoints(config, mesh, output.print_on_rank)

@@ -38,11 +38,12 @@ DOTS = 48
 
 def print_arguments(config: Config, context: distributed.ProcessContext, mesh: Mesh) -> None:
     """Prints the settings, in the format of Megatron-LM and its forks."""
+    sequence = f"sequence parallel {mesh.sp.size} x " if mesh.sp.size > 1 else ""
     output.print_on_rank(
         f"DeepSpeed info: version={metadata.version('deepspeed')}; "
         f"{counted(context.world_size, 'process')} on {context.device.type} "
         f"({context.backend}), torch {torch.__version__}, tensor parallel "
-        f"{mesh.tp.size} x data parallel {mesh.dp.size}"
+        f"{mesh.tp.size} x {sequence}data parallel {mesh.dp.size}"
     )
     output.print_on_rank("------------------------ arguments ------------------------")
     for group in config.to_dict().values():
@@ -106,7 +107,7 @@ def print_banner(
         attention=describe_kernel(
             config.model,
             config.schedule.micro_batch_size,
-            mesh.tp.size,
+            mesh.sp_tp.size,
             getattr(torch, engine.settings.param_dtype),
             context.device,
             documents,
@@ -174,7 +175,7 @@ class FirstStepsReport:
 def describe_kernel(
     config: ModelConfig,
     micro_batch: int,
-    tp_size: int,
+    shards: int,
     dtype: torch.dtype,
     device: torch.device,
     packing: PackingOptions | None = None,
@@ -184,7 +185,7 @@ def describe_kernel(
     Args:
         config: Architecture.
         micro_batch: Samples of a micro-batch.
-        tp_size: Tensor-parallel size.
+        shards: Ranks that share the heads: tensor- and sequence-parallel ones.
         dtype: Type of the activations.
         device: Device of the activations.
         packing: What happens at document boundaries.
@@ -192,13 +193,13 @@ def describe_kernel(
     per_document = packing is not None and packing.reset_attention
     if packing is not None and per_document and packing.kernel is not None:
         return f"{packing.kernel.name} within documents"
-    backend = _sdpa_backend(config, 1 if per_document else micro_batch, tp_size, dtype, device)
+    backend = _sdpa_backend(config, 1 if per_document else micro_batch, shards, dtype, device)
     scope = " per document" if per_document else ""
     return f"torch's scaled_dot_product_attention{scope}: {backend}"
 
 
 def _sdpa_backend(
-    config: ModelConfig, batch: int, tp_size: int, dtype: torch.dtype, device: torch.device
+    config: ModelConfig, batch: int, shards: int, dtype: torch.dtype, device: torch.device
 ) -> str:
     """Name of the kernel that scaled_dot_product_attention selects."""
     queries = config.seq_length
@@ -209,12 +210,12 @@ def _sdpa_backend(
         return row.expand(shape)
 
     def heads(count: int) -> torch.Tensor:
-        return empty(batch, count // tp_size, queries, config.head_dim)
+        return empty(batch, max(1, count // shards), queries, config.head_dim)
 
     q, k = heads(config.num_attention_heads), heads(config.kv_heads)
     alibi = config.position_embedding_type == "alibi"
     bias = empty(1, q.shape[1], queries, queries).detach() if alibi else None
-    has_groups = config.kv_heads != config.num_attention_heads
+    has_groups = q.shape[1] != k.shape[1]
     if alibi and device.type != "cpu":  # the keys and values are repeated for their queries
         k, has_groups = q, False
     try:

@@ -152,7 +152,7 @@ class Trainer:
             dp_size=self.mesh.dp.size,
             num_workers=num_workers,
             eod=self.eod,
-            reads=self.mesh.tp.rank == 0,
+            reads=self.mesh.sp_tp.rank == 0,
         )
         return self.engine.device_batches(batches)
 

@@ -23,7 +23,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 from torch.nn import functional
 
-from megatron_ds.config import Config
+from megatron_ds.config import Config, ParallelConfig
 from megatron_ds.data.micro_batches import MicroBatchIterator
 from megatron_ds.engine.build import build_engine
 from megatron_ds.engine.deepspeed_patches import require_precision
@@ -43,15 +43,32 @@ NEW_TENSORS = ("empty", "zeros", "ones", "full", "tensor", "arange", "eye", "ran
 _ORIGINALS = {name: getattr(torch, name) for name in NEW_TENSORS}
 
 
-def prepare() -> dict[int, Mesh]:
-    """Prepares a rank of `run_ranks` for engines; returns the meshes by tensor-parallel size."""
+class Meshes(dict[int, Mesh]):
+    """The meshes of a rank by tensor-parallel size, and those of other layouts once needed."""
+
+    def __init__(self, by_tp_size: dict[int, Mesh]) -> None:
+        super().__init__(by_tp_size)
+        self._others: dict[tuple[int, int], Mesh] = {}
+
+    def of(self, parallel: ParallelConfig) -> Mesh:
+        """The mesh of a layout. Collective."""
+        tp_size, sp_size = parallel.tensor_model_parallel_size, parallel.ds_sequence_parallel_size
+        if sp_size == 1:
+            return self[tp_size]
+        if (tp_size, sp_size) not in self._others:
+            self._others[tp_size, sp_size] = Mesh.build(tp_size, sp_size=sp_size)
+        return self._others[tp_size, sp_size]
+
+
+def prepare() -> Meshes:
+    """Prepares a rank of `run_ranks` for engines."""
     prepare_environment()
     # DeepSpeed asks for it whenever it builds an optimizer on the host, which takes a second.
     cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)
     deepspeed.init_distributed(dist_backend="gloo", verbose=False)
     deepspeed.utils.logger.setLevel("ERROR")
     sizes = [size for size in (1, 2, 4) if size <= dist.get_world_size()]
-    return {size: Mesh.build(tp_size=size) for size in sizes}
+    return Meshes({size: Mesh.build(tp_size=size) for size in sizes})
 
 
 def build(config: Config, mesh: Mesh) -> ZeroEngine:
@@ -125,10 +142,10 @@ def train(
     plans: list[StepPlan],
     samples: Samples,
     probe: EngineProbe | None,
-    meshes: dict[int, Mesh],
+    meshes: Meshes,
 ) -> Run:
     """Trains the plans' steps. Collective; every rank gets the same full tensors."""
-    mesh = meshes[config.parallel.tensor_model_parallel_size]
+    mesh = meshes.of(config.parallel)
     with watch_construction() as construction:
         engine = build(config, mesh)
     parameters = [weakref.ref(p) for p in engine._engine.module.parameters()]
@@ -175,9 +192,9 @@ def batches_of(config: Config, mesh: Mesh, samples: Samples, consumed: int = 0) 
         dp_rank=mesh.dp.rank,
         dp_size=mesh.dp.size,
         eod=EOD if config.data.eod_mask_loss else None,
-        reads=mesh.tp.rank == 0,
+        reads=mesh.sp_tp.rank == 0,
     )
-    return DeviceBatches(batches, torch.device("cpu"), mesh.tp)
+    return DeviceBatches(batches, torch.device("cpu"), mesh.sp_tp)
 
 
 def _record_gradients(engine: ZeroEngine, mesh: Mesh, run: Run) -> None:

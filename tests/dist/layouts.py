@@ -44,7 +44,7 @@ EXTRA: dict[str, dict[str, str]] = {
 VALUES = {name: tuple(axis.values) for name, axis in support.AXES.items()} | {
     name: tuple(values) for name, values in EXTRA.items()
 }
-SIZES = ("tp", "pp")
+SIZES = ("tp", "sp", "pp")
 """Axes whose sizes multiply to a divisor of the number of ranks."""
 TEST_FLAGS = {
     ("precision", "fp16"): "--allow-fp16-on-cpu --loss-scale 512",

@@ -15,14 +15,13 @@ import torch
 import torch.distributed as dist
 
 from megatron_ds.config import Config
-from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.train_state import StepPlan
-from tests.dist.engine_harness import EngineProbe, prepare, train
+from tests.dist.engine_harness import EngineProbe, Meshes, prepare, train
 from tests.dist.parity_cases import SAMPLES, Case, config_of, plans_of
 from tests.dist.reference import Samples
 from tests.distributed import run_ranks
 
-Job = Callable[[dict[int, Mesh]], Any]
+Job = Callable[[Meshes], Any]
 """Called on every rank, with the meshes by tensor-parallel size. It is pickled."""
 
 

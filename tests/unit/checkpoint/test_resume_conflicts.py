@@ -54,6 +54,7 @@ MODEL: dict[str, tuple[Any, dict[str, Any]]] = {
 LAYOUT: dict[str, dict[str, Any]] = {
     "tensor_model_parallel_size": {"parallel": ParallelConfig(tensor_model_parallel_size=2)},
     "data_parallel_size": {},
+    "ds_sequence_parallel_size": {"parallel": ParallelConfig(ds_sequence_parallel_size=2)},
     "zero_stage": {"deepspeed": DeepSpeedConfig(zero_stage=2)},
     "precision": {"precision": PrecisionConfig(bf16=True)},
     "optimizer": {"optimizer": OptimizerConfig(optimizer="sgd")},

@@ -63,7 +63,11 @@ VALID: list[tuple[str, dict[str, Any]]] = [
         {"hidden_size": 96, "activation": "geglu", "ffn_hidden_size": 8},
     ),
     # Refused flags are accepted where they request what is done.
-    ("--num-experts 1 --context-parallel-size 1 --dataloader-type single", {}),
+    ("--num-experts 1 --dataloader-type single", {}),
+    (
+        "--context-parallel-size 2 --cp-comm-type a2a",
+        {"ds_sequence_parallel_size": 2, "cp_comm_type": "a2a"},
+    ),
     ("--head-lr-mult 1.0 --recompute-method uniform", {}),
     ("--attention-softmax-in-fp32 --exit-signal-handler", {}),
 ]

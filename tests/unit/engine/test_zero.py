@@ -84,7 +84,7 @@ def test_padding_of_a_zero3_partition_is_not_part_of_the_parameter(
     """Ten elements on four ranks; the memory behind the last element is not initialized."""
     engine = object.__new__(ZeroEngine)
     engine._stage = 3
-    engine._mesh = dataclasses.replace(Mesh.single(), dp=Group((0, 1, 2, 3), rank, None))
+    engine._mesh = dataclasses.replace(Mesh.single(), dp_sp=Group((0, 1, 2, 3), rank, None))
     partition = torch.tensor([1.0, 2.0, 3.0, 4.0])
     parameter = SimpleNamespace(ds_numel=10, ds_tensor=partition)
     assert engine._own_partition(parameter).tolist() == own  # type: ignore[arg-type]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch.nn.attention import SDPBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_ds.config import ModelConfig
-from megatron_ds.model.attention_cores import SDPA
+from megatron_ds.model.attention_cores import SDPA, UlyssesAttention
 from megatron_ds.model.position_embedding import (
     PositionEncoder,
     alibi_bias,
@@ -21,7 +22,7 @@ from megatron_ds.model.position_embedding import (
     rotate,
     visible_keys,
 )
-from megatron_ds.parallel.mesh import Group
+from megatron_ds.parallel.mesh import Group, Mesh
 from tests.unit.model.dense import TINY
 
 CPU = torch.device("cpu")
@@ -42,14 +43,22 @@ def test_alibi_bias_grows_with_distance_and_hides_the_future() -> None:
 def test_alibi_slopes_follow_the_heads_of_the_rank() -> None:
     config = ModelConfig(**TINY, seq_length=4, position_embedding_type="alibi")
 
-    def bias(group: Group) -> torch.Tensor:
-        core = PositionEncoder(config, group).context(4, 0, torch.float32, CPU).core
+    def bias(tp: int = 0, sp: int = 0, tp_size: int = 1, sp_size: int = 1) -> torch.Tensor:
+        groups = {
+            "tp": Group(tuple(range(tp_size)), tp, None),
+            "sp": Group(tuple(range(sp_size)), sp, None),
+        }
+        mesh = dataclasses.replace(Mesh.single(), **groups)
+        core = PositionEncoder(config, mesh).context(4, 0, torch.float32, CPU).core
+        core = core.core if isinstance(core, UlyssesAttention) else core
         assert isinstance(core, SDPA)
         assert core.bias is not None
         return core.bias
 
-    shards = [bias(Group((0, 1), rank, None)) for rank in (0, 1)]
-    assert torch.equal(torch.cat(shards), bias(Group((0,), 0, None)))
+    shards = [bias(tp, 0, 2) for tp in (0, 1)]
+    assert torch.equal(torch.cat(shards), bias())
+    shards = [bias(tp, sp, 2, 2) for tp in (0, 1) for sp in (0, 1)]
+    assert torch.equal(torch.cat(shards), bias())
 
 
 def test_causal_mask_is_aligned_with_the_last_key() -> None:

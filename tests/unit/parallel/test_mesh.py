@@ -27,6 +27,8 @@ def test_groups_are_those_of_a_table_written_by_hand() -> None:
     assert groups["sp"] == [(0, 2), (1, 3), (4, 6), (5, 7)]
     assert groups["dp"] == groups["expert_dp"] == [(0, 4), (1, 5), (2, 6), (3, 7)]
     assert groups["model"] == groups["tp"] == [(0, 1), (2, 3), (4, 5), (6, 7)]
+    assert groups["sp_tp"] == [(0, 1, 2, 3), (4, 5, 6, 7)]
+    assert groups["dp_sp"] == [(0, 2, 4, 6), (1, 3, 5, 7)]
 
 
 @pytest.mark.parametrize(
@@ -38,6 +40,7 @@ def test_each_axis_has_every_rank_once(world: int, tp: int, pp: int, sp: int, ep
     dp = world // (tp * pp * sp)
     sizes = {
         "tp": tp, "sp": sp, "ep": ep, "expert_dp": dp // ep, "dp": dp, "pp": pp, "model": tp * pp,
+        "sp_tp": sp * tp, "dp_sp": dp * sp,
     }  # fmt: skip
     for name, size in sizes.items():
         assert sorted(rank for ranks in groups[name] for rank in ranks) == list(range(world))

@@ -88,8 +88,8 @@ ENGINE = MemoryInputs(
     offload_optimizer=True,
 )
 GROUPS = {
-    **dict.fromkeys(("tp", "model"), Group((0, 1), 0, None)),
-    **dict.fromkeys(("dp", "expert_dp"), Group((0, 2, 4, 6), 0, None)),
+    **dict.fromkeys(("tp", "model", "sp_tp"), Group((0, 1), 0, None)),
+    **dict.fromkeys(("dp", "expert_dp", "dp_sp"), Group((0, 2, 4, 6), 0, None)),
     **dict.fromkeys(("pp", "sp", "ep"), Group((0,), 0, None)),
 }
 FACTS = BannerData(

@@ -206,7 +206,7 @@ class Reader:
     save = close = staticmethod(lambda *_: None)
 
     def __init__(self) -> None:
-        self.device_batches = partial(DeviceBatches, device=torch.device("cpu"), tp=GROUP)
+        self.device_batches = partial(DeviceBatches, device=torch.device("cpu"), sharing=GROUP)
         self.trained: list[int] = []
         self.evaluated: list[int] = []
 

@@ -1,0 +1,108 @@
+"""DeepSpeed-Ulysses sequence parallelism (Jacobs et al. 2023).
+
+Each rank of a sequence-parallel group has a slice of every sequence. Attention needs the complete
+sequence, so around it the ranks exchange slices of all heads for all slices of some heads, in two
+all-to-all calls. Everything else is computed for the slice alone.
+
+Shapes: B micro-batch, S sequence, p size of the group, s = S / p, n query heads before the
+exchange, k key-value heads, h heads after it, D head size.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_ds.parallel.mesh import Group
+
+
+def own_slice(length: int, group: Group) -> slice:
+    """The part of a dimension of `length` elements that this rank has."""
+    assert length % group.size == 0, f"{length} is not divisible by {group.size}"
+    size = length // group.size
+    return slice(group.rank * size, (group.rank + 1) * size)
+
+
+def sum_of_slices(x: Tensor, group: Group) -> Tensor:
+    """Sum over the group, of which every rank then computes the same loss.
+
+    The engine averages gradients over these ranks too, but the gradient of the sum is the sum of
+    the ranks' gradients. So the backward pass multiplies by the size of the group.
+    """
+    return x if group.size == 1 else _SumOfSlices.apply(x, group)
+
+
+def gather_sequence(q: Tensor, k: Tensor, v: Tensor, group: Group) -> tuple[Tensor, ...]:
+    """Exchange a slice of the sequence for some of the heads, in one all-to-all.
+
+    A key-value head that several ranks need is sent to each of them.
+
+    Args:
+        q: Queries [B, n, s, D].
+        k: Keys [B, k, s, D]; p divides k, or k divides p.
+        v: Values [B, k, s, D].
+        group: Sequence-parallel group.
+
+    Returns:
+        Queries [B, n / p, S, D], keys and values [B, max(k / p, 1), S, D].
+    """
+    if group.size == 1:
+        return q, k, v
+    parts = [_by_destination(x, group.size) for x in (q, k, v)]
+    received: Tensor = _AllToAll.apply(torch.cat(parts, dim=3), group)
+    heads = received.split([part.shape[3] for part in parts], dim=3)
+    return tuple(x_psBhD.flatten(0, 1).permute(1, 2, 0, 3) for x_psBhD in heads)
+
+
+def gather_heads(x: Tensor, group: Group) -> Tensor:
+    """Exchange some of the heads for a slice of the sequence: [B, n / p, S, D] to [B, n, s, D]."""
+    if group.size == 1:
+        return x
+    x_psBhD = x.permute(2, 0, 1, 3).unflatten(0, (group.size, -1))
+    received: Tensor = _AllToAll.apply(x_psBhD, group)  # dimension 0: ranks by their heads
+    x_sBnD = received.permute(1, 2, 0, 3, 4).flatten(2, 3)
+    return x_sBnD.permute(1, 2, 0, 3)
+
+
+def _by_destination(x_BnsD: Tensor, size: int) -> Tensor:
+    """[B, n, s, D] to [p, s, B, heads per rank, D]."""
+    if x_BnsD.shape[1] < size:
+        x_BnsD = x_BnsD.repeat_interleave(size // x_BnsD.shape[1], dim=1)
+    x_BphsD: Tensor = x_BnsD.unflatten(1, (size, -1))  # type: ignore[no-untyped-call]
+    return x_BphsD.permute(1, 3, 0, 2, 4)
+
+
+class _AllToAll(torch.autograd.Function):
+    """Sends x[i] to rank i and receives its own index of every rank's, in rank order."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return _all_to_all(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _all_to_all(grad, ctx.group), None
+
+
+def _all_to_all(x: Tensor, group: Group) -> Tensor:
+    x = x.contiguous()
+    received = torch.empty_like(x)
+    dist.all_to_all_single(received, x, group=group.handle)
+    return received
+
+
+class _SumOfSlices(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.size = group.size
+        total = x.clone()
+        dist.all_reduce(total, group=group.handle)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad * ctx.size, None
