@@ -34,7 +34,7 @@ from benchmarks.common import (
     write_json,
 )
 
-OURS, COMPILED, BARE, BARE_COMPILED, PLAIN, PLAIN_COMPILED, DEEPSPEED, MATMUL = (
+OURS, COMPILED, BARE, BARE_COMPILED, PLAIN, PLAIN_COMPILED, DEEPSPEED, PRODUCTS, MATMUL = (
     "megatron_ds",
     "megatron_ds --compile",
     "plain PyTorch",
@@ -42,6 +42,7 @@ OURS, COMPILED, BARE, BARE_COMPILED, PLAIN, PLAIN_COMPILED, DEEPSPEED, MATMUL = 
     "transformers",
     "transformers, torch.compile",
     "transformers, DeepSpeed ZeRO-1",
+    "products and attention alone",
     "matmul",
 )
 MATRIX = 2048
@@ -166,6 +167,7 @@ def contenders(compiled: bool) -> dict[str, Callable[[Setting], Work]]:
         BARE: functools.partial(build_plain, compiled=False),
         PLAIN: functools.partial(build_transformers, compiled=False),
         DEEPSPEED: build_deepspeed,
+        PRODUCTS: build_products,
     }
     if not compiled:
         return eager
@@ -240,9 +242,11 @@ def ratios(dtype: str, reports: dict[str, list[Report]]) -> list[dict[str, Any]]
     wall = {name: [report.seconds for report in kept] for name, kept in reports.items()}
     cpu = {name: [report.cpu_seconds for report in kept] for name, kept in reports.items()}
     found: list[dict[str, Any]] = []
-    for ours in (OURS, COMPILED):
+    for ours in (OURS, COMPILED, PRODUCTS):
         for peer in (BARE, BARE_COMPILED, PLAIN, DEEPSPEED, PLAIN_COMPILED):
             if ours not in wall or peer not in wall:
+                continue
+            if ours == PRODUCTS and peer != BARE_COMPILED:
                 continue
             found.append(
                 {
@@ -440,6 +444,40 @@ def build_deepspeed(setting: Setting) -> Work:
         return float(loss.detach())
 
     return Training(setting.shape, step)
+
+
+def build_products(setting: Setting) -> Work:
+    """Build the matrix products and attention of a step without anything else.
+
+    No step of this model can take less time with these kernels, whatever is fused around them.
+    """
+    device = start_process_group(setting.threads)
+    import torch
+    import torch.nn.functional as F
+
+    shape, dtype = setting.shape, torch.bfloat16 if setting.dtype == "bf16" else torch.float32
+    tokens, hidden = shape.micro_batch * shape.sequence, shape.hidden
+
+    def draw(*size: int) -> torch.Tensor:
+        return torch.randn(size, device=device, dtype=dtype)
+
+    widths = [(hidden, 3 * hidden), (hidden, hidden), (hidden, 4 * hidden), (4 * hidden, hidden)]
+    layer = [(draw(tokens, rows), draw(rows, columns)) for rows, columns in widths]
+    head = [(draw(tokens, hidden), draw(shape.vocab, hidden).t())]
+    size = (shape.micro_batch, shape.heads, shape.sequence, hidden // shape.heads)
+    q, k, v = (draw(*size).requires_grad_() for _ in range(3))
+
+    def step(*tokens_and_labels: torch.Tensor) -> float:
+        for x, weight in [*layer * shape.layers, *head]:
+            y = x @ weight
+            torch.mm(y, weight.t())
+            torch.mm(x.t(), y)
+        for _ in range(shape.layers):
+            attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            torch.autograd.grad(attended, (q, k, v), attended)
+        return float(attended.detach()[0, 0, 0, 0])
+
+    return Training(shape, step)
 
 
 def build_matmul(setting: Setting, size: int) -> Work:
