@@ -9,7 +9,8 @@ from typing import Any
 from megatron_ds.config.fields import UNSET_FLOAT, option_field, when
 from megatron_ds.config.problems import Problem, with_value
 
-ADAM = when(optimizer="adam")
+ADAM = when(optimizer=("adam", "muon"))
+MUON = when(optimizer="muon")
 LION = when(optimizer="lion")
 
 
@@ -19,8 +20,10 @@ class OptimizerConfig:
 
     optimizer: str = option_field(
         "adam",
-        "optimizer; adam is AdamW (decoupled weight decay)",
-        choices=("adam", "sgd", "lion"),
+        "optimizer; adam is AdamW (decoupled weight decay); muon updates the matrices of the "
+        "transformer layers and AdamW everything else",
+        choices=("adam", "sgd", "lion", "muon"),
+        synonyms={"dist_muon": "muon"},
     )
     lr: float = option_field(UNSET_FLOAT, "maximum learning rate", required=True, minimum=0)
     adam_beta1: float = option_field(
@@ -37,6 +40,28 @@ class OptimizerConfig:
     )
     lion_beta2: float = option_field(
         0.99, "decay rate of Lion's momentum", minimum=0, below=1, only_with=LION
+    )
+    muon_momentum: float = option_field(
+        0.95, "decay rate of Muon's momentum", minimum=0, below=1, only_with=MUON
+    )
+    muon_nesterov: bool = option_field(
+        True, "without Nesterov momentum in Muon", flag="muon-no-nesterov", only_with=MUON
+    )
+    muon_num_ns_steps: int = option_field(
+        5, "Newton-Schulz iterations of Muon", minimum=1, maximum=20, only_with=MUON
+    )
+    muon_scale_mode: str = option_field(
+        "spectral",
+        "factor of Muon's update of a matrix of r rows and c columns: spectral sqrt(max(r, c)), "
+        "unit_rms_norm sqrt(r / c), shape_scaling sqrt(max(1, r / c))",
+        choices=("spectral", "unit_rms_norm", "shape_scaling"),
+        only_with=MUON,
+    )
+    muon_extra_scale_factor: float = option_field(
+        0.2,
+        "further factor of Muon's update; 0.2 with spectral makes its steps as large as AdamW's",
+        above=0,
+        only_with=MUON,
     )
     sgd_momentum: float = option_field(
         0.9, "momentum of SGD", minimum=0, below=1, only_with=when(optimizer="sgd")

@@ -24,8 +24,8 @@ from megatron_ds.engine.adam_kernels import available_on
 from megatron_ds.engine.deferred_compiler import defer_compiler
 from megatron_ds.engine.ds_config import build_ds_config
 from megatron_ds.engine.miscompilation import miscompiled
-from megatron_ds.engine.optimizers import client_optimizer
-from megatron_ds.engine.param_groups import parameter_groups
+from megatron_ds.engine.optimizers import attach_matrices, client_optimizer
+from megatron_ds.engine.param_groups import multiplier_rule, parameter_groups
 from megatron_ds.engine.zero import ZeroEngine
 from megatron_ds.model.document_kernels import select_document_kernel
 from megatron_ds.model.elementwise import compile_elementwise
@@ -78,7 +78,9 @@ def build_engine(
         _compile(model, config, mesh, device),
         selective_recompute_note(config, packing, device),
     ]
-    groups, multipliers = parameter_groups(model, config.optimizer.weight_decay)
+    groups, multipliers = parameter_groups(
+        model, config.optimizer.weight_decay, multiplier_rule(config.optimizer)
+    )
     engine, *_ = deepspeed.initialize(
         model=model,
         model_parameters=groups,
@@ -87,6 +89,7 @@ def build_engine(
         mpu=mpu,
         dist_init_required=False,
     )
+    attach_matrices(engine, ds_config["zero_optimization"]["stage"], mesh, device)
     return ZeroEngine(
         engine,
         ds_config=ds_config,

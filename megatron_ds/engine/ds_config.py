@@ -278,9 +278,21 @@ def _optimizer_block(config: Config, user: Json, is_there: IsAvailable) -> Json:
             "params": params | {"betas": [options.lion_beta1, options.lion_beta2]},
         }
     kernel = adam_kernel(config, user, is_there)
+    params |= {"betas": [options.adam_beta1, options.adam_beta2], "eps": options.adam_eps}
+    if options.optimizer == "muon":
+        return {
+            "type": "megatron_ds.Muon",
+            "params": params
+            | {
+                "fused": is_there(AdamKernel.TORCH_FUSED),
+                "momentum": options.muon_momentum,
+                "nesterov": options.muon_nesterov,
+                "steps": options.muon_num_ns_steps,
+                "scale_mode": options.muon_scale_mode,
+                "scale_factor": options.muon_extra_scale_factor,
+            },
+        }
     params |= {
-        "betas": [options.adam_beta1, options.adam_beta2],
-        "eps": options.adam_eps,
         "torch_adam": kernel in (AdamKernel.TORCH, AdamKernel.TORCH_FUSED),
     }
     if params["torch_adam"]:

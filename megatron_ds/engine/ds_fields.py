@@ -54,7 +54,10 @@ MAPPINGS: tuple[tuple[str, str, kinds.Kind], ...] = (
 )
 """Key, field with the same meaning, and the function that converts the key's value."""
 
-OF_OPTIMIZER = {"lion": {"adam_beta1": "lion_beta1", "adam_beta2": "lion_beta2"}}
+OF_OPTIMIZER = {
+    "lion": {"adam_beta1": "lion_beta1", "adam_beta2": "lion_beta2"},
+    "muon": {"sgd_momentum": "muon_momentum"},
+}
 """Fields that keys of `optimizer.params` set instead, by optimizer."""
 
 

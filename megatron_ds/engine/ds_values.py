@@ -71,8 +71,8 @@ def as_optimizer(value: Any) -> str:
     kind = str(value).lower()
     for name, types in {"adam": ADAM_TYPES, "lion": LION_TYPES}.items():
         kind = name if kind in types else kind
-    if kind not in ("adam", "sgd", "lion"):
-        raise ValueError("must be Adam, AdamW, SGD or Lion")
+    if kind not in ("adam", "sgd", "lion", "muon"):
+        raise ValueError("must be Adam, AdamW, SGD, Lion or Muon")
     return kind
 
 

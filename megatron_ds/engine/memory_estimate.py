@@ -121,7 +121,7 @@ def memory_inputs(
     """
     zero = ds_config["zero_optimization"]
     momentum = int(config.optimizer.sgd_momentum != 0)
-    moments = {"adam": 2, "lion": 1, "sgd": momentum}[config.optimizer.optimizer]
+    moments = {"adam": 2, "lion": 1, "muon": 2, "sgd": momentum}[config.optimizer.optimizer]
     return MemoryInputs(
         zero_stage=settings.zero_stage,
         tp_size=tp_size,

@@ -6,9 +6,15 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+import torch
+
 from megatron_ds.config.problems import user_error
 from megatron_ds.engine.adam_kernels import apex_adam
 from megatron_ds.engine.lion import Lion
+from megatron_ds.engine.muon import Muon
+from megatron_ds.engine.param_groups import is_hidden_matrix
+from megatron_ds.engine.whole_matrices import WholeMatrices, find_pieces
+from megatron_ds.parallel.mesh import Mesh
 
 
 def client_optimizer(block: Mapping[str, Any]) -> Callable[..., Any] | None:
@@ -22,6 +28,8 @@ def client_optimizer(block: Mapping[str, Any]) -> Callable[..., Any] | None:
     """
     if block["type"] == "megatron_ds.Lion":
         return partial(Lion, **block["params"])
+    if block["type"] == "megatron_ds.Muon":
+        return partial(Muon, **block["params"])
     if block["type"] != "ApexFusedAdam":
         return None
     kind: Callable[..., Any] | None = apex_adam()
@@ -29,3 +37,24 @@ def client_optimizer(block: Mapping[str, Any]) -> Callable[..., Any] | None:
         raise user_error("apex-not-installed")
     params = {name: value for name, value in block["params"].items() if name != "torch_adam"}
     return partial(kind, **params, adam_w_mode=True)
+
+
+def attach_matrices(engine: Any, stage: int, mesh: Mesh, device: torch.device) -> None:
+    """Tell a Muon optimizer where DeepSpeed has put the parts of its matrices.
+
+    Matrices are orthogonalized in the type of the parameters, but fp16 ones in bf16, whose range is
+    that of fp32.
+
+    Args:
+        engine: Engine of `deepspeed.initialize`.
+        stage: ZeRO stage.
+        mesh: Mesh of this process.
+        device: Device on which matrices are orthogonalized.
+    """
+    optimizer = engine.basic_optimizer
+    if not isinstance(optimizer, Muon):
+        return
+    dtype = torch.float32 if engine.get_data_types()[0] == torch.float32 else torch.bfloat16
+    empty = torch.empty(0, dtype=dtype, device=device)
+    pieces = find_pieces(engine, stage, mesh.dp, mesh.tp, is_hidden_matrix)
+    optimizer.attach(WholeMatrices(each, mesh.dp, mesh.tp, empty) for each in pieces)

@@ -8,12 +8,16 @@ from typing import Any, NamedTuple
 from torch import nn
 from torch.optim import Optimizer
 
+from megatron_ds.config import OptimizerConfig
+
 
 class Multipliers(NamedTuple):
     """Factors by which a parameter's learning rate and weight decay differ from the schedule's."""
 
     lr: float = 1.0
     weight_decay: float = 1.0
+    is_matrix: bool = False
+    """Whether Muon updates the parameter."""
 
 
 MultiplierRule = Callable[[str, tuple[int, ...]], Multipliers]
@@ -23,6 +27,21 @@ MultiplierRule = Callable[[str, tuple[int, ...]], Multipliers]
 def decay_matrices_only(name: str, shape: tuple[int, ...]) -> Multipliers:
     """The default rule, as in Megatron: no weight decay for biases and weights of norms."""
     return Multipliers(weight_decay=1.0 if len(shape) > 1 else 0.0)
+
+
+def is_hidden_matrix(name: str, shape: tuple[int, ...]) -> bool:
+    """Whether a parameter is a matrix of a transformer layer: no embedding, no output layer."""
+    return name.startswith("layers.") and len(shape) == 2
+
+
+def multiplier_rule(options: OptimizerConfig) -> MultiplierRule:
+    """The rule for the options of a run."""
+
+    def rule(name: str, shape: tuple[int, ...]) -> Multipliers:
+        is_matrix = options.optimizer == "muon" and is_hidden_matrix(name, shape)
+        return decay_matrices_only(name, shape)._replace(is_matrix=is_matrix)
+
+    return rule
 
 
 def parameter_groups(
@@ -40,7 +59,11 @@ def parameter_groups(
         shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
         groups.setdefault(rule(name, shape), []).append(parameter)
     optimizer_groups = [
-        {"params": params, "weight_decay": weight_decay * factors.weight_decay}
+        {
+            "params": params,
+            "weight_decay": weight_decay * factors.weight_decay,
+            **({"is_matrix": True} if factors.is_matrix else {}),
+        }
         for factors, params in groups.items()
     ]
     return optimizer_groups, tuple(groups)
@@ -78,6 +101,8 @@ def _with_own_settings(optimizer: Optimizer, saved: dict[str, Any]) -> dict[str,
     there for DeepSpeed's, and an integer in the group for NVIDIA's.
     """
     library = type(optimizer).__module__.partition(".")[0]
+    if library == "megatron_ds":  # Muon's AdamW is torch's
+        library = "torch"
     states = {number: dict(state) for number, state in saved["state"].items()}
     groups = []
     for own, group in zip(optimizer.param_groups, saved["param_groups"], strict=True):

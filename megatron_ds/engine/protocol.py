@@ -56,11 +56,13 @@ class EngineSettings:
     optimizer: str
     """Class of the optimizer, and whether it is the fused kernel."""
     betas: tuple[float, float] | None
-    """Betas of Adam or Lion; None for other optimizers."""
+    """Betas of AdamW (Muon's, too) or Lion; None for others."""
     epsilon: float | None
-    """Epsilon of Adam; None for other optimizers."""
+    """Epsilon of AdamW (Muon's, too); None for others."""
     momentum: float | None
-    """Momentum of SGD; None for other optimizers."""
+    """Momentum of SGD or Muon; None for other optimizers."""
+    orthogonalized: int | None
+    """Parameters that Muon updates; None for other optimizers."""
     weight_decay: tuple[float, ...]
     """Weight decay of each parameter group."""
     clip_grad: float

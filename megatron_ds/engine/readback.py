@@ -85,7 +85,7 @@ def state_bytes(engine: Any) -> StateBytes:
         "gathered parameters": [p.data for p in parameters],
         "accumulated gradients": _gradient_accumulators(engine),
         "gradients": [p.grad for p in parameters],
-        "master weights": _master_weights(engine),
+        "master weights": master_weights(engine),
         "moments": _moments(engine.basic_optimizer),
     }
     result: StateBytes = {ON_DEVICE: {}, ON_HOST: {}}
@@ -125,10 +125,14 @@ def _expected_settings(
         optimizer=_expected_optimizer(config, ds_config),
         betas={
             "adam": (options.adam_beta1, options.adam_beta2),
+            "muon": (options.adam_beta1, options.adam_beta2),
             "lion": (options.lion_beta1, options.lion_beta2),
         }.get(options.optimizer),
-        epsilon=options.adam_eps if options.optimizer == "adam" else None,
-        momentum=options.sgd_momentum if options.optimizer == "sgd" else None,
+        epsilon=options.adam_eps if options.optimizer in ("adam", "muon") else None,
+        momentum={"sgd": options.sgd_momentum, "muon": options.muon_momentum}.get(
+            options.optimizer
+        ),
+        orthogonalized=4 * config.model.num_layers if options.optimizer == "muon" else None,
         weight_decay=tuple(options.weight_decay * factors.weight_decay for factors in multipliers),
         clip_grad=options.clip_grad,
         param_dtype=DTYPES[precision.name],
@@ -146,7 +150,7 @@ def _expected_settings(
 
 def _expected_optimizer(config: Config, ds_config: Mapping[str, Any]) -> str:
     if config.optimizer.optimizer != "adam":
-        return {"sgd": "SGD", "lion": "Lion"}[config.optimizer.optimizer]
+        return {"sgd": "SGD", "lion": "Lion", "muon": "Muon"}[config.optimizer.optimizer]
     return adam_kernel(config, ds_config).value
 
 
@@ -176,7 +180,7 @@ def _actual_settings(engine: Any) -> Iterator[tuple[str, Any]]:
     name = type(basic).__name__
     if type(basic).__module__.partition(".")[0] == "apex":
         name += " of apex"
-    if any(group.get("fused") for group in basic.param_groups):
+    if name != "Muon" and any(group.get("fused") for group in basic.param_groups):
         name += " (fused)"
     # DeepSpeed's Adam kernels are Adam with L2 regularization unless they are told otherwise.
     is_decoupled = getattr(basic, "adam_w_mode", True)
@@ -185,6 +189,7 @@ def _actual_settings(engine: Any) -> Iterator[tuple[str, Any]]:
         yield "betas", tuple(group["betas"]) if "betas" in group else None
         yield "epsilon", group.get("eps")
         yield "momentum", group.get("momentum")
+    yield "orthogonalized", getattr(basic, "matrix_count", None)
     yield "weight_decay", tuple(group["weight_decay"] for group in basic.param_groups)
     # Without ZeRO the engine clips; with it the optimizer does, by its own copy.
     yield "clip_grad", engine.gradient_clipping() if stage == 0 else optimizer.clip_grad
@@ -212,7 +217,7 @@ def _actual_dtypes(engine: Any, stage: int) -> Iterator[tuple[str, torch.dtype]]
         accumulated = [optimizer.grad_partitions_flat_buffer.dtype]
     else:
         accumulated = gradients if stage == 0 else [optimizer.gradient_accumulation_dtype]
-    masters = (*_master_weights(engine), *_moments(engine.basic_optimizer))
+    masters = (*master_weights(engine), *_moments(engine.basic_optimizer))
     dtypes: dict[str, Iterable[torch.dtype]] = {
         "param_dtype": [*(parameter.dtype for parameter in parameters), *gradients],
         "accumulation_dtype": accumulated,
@@ -243,7 +248,7 @@ def _read_stage(engine: Any) -> int:
     return {"BF16_Optimizer": 1, "DeepSpeedZeroOptimizer_Stage3": 3}.get(kind, 0)
 
 
-def _master_weights(engine: Any) -> list[Tensor]:
+def master_weights(engine: Any) -> list[Tensor]:
     """This process's tensors that the optimizer updates."""
     if _read_stage(engine) == 3:
         flat: list[Tensor] = engine.optimizer.fp32_partitioned_groups_flat

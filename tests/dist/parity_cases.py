@@ -93,11 +93,15 @@ OPTIMIZERS: dict[str, OptimizerConfig] = {
     "lion": OptimizerConfig(
         optimizer="lion", lr=0.001, lion_beta2=0.95, weight_decay=0.1, clip_grad=0.1
     ),
+    "muon": OptimizerConfig(
+        optimizer="muon", lr=0.01, adam_eps=1e-3, weight_decay=0.1, clip_grad=0.1
+    ),
 }
 RATES: dict[str, tuple[float, ...]] = {
     "sgd": (1.0, 0.5, 0.25),
     "adamw": (0.01, 0.02, 0.005),
     "lion": (0.001, 0.002, 0.0005),
+    "muon": (0.01, 0.02, 0.005),
 }
 """Learning rate of each step."""
 
@@ -172,7 +176,7 @@ def chosen() -> tuple[Case, ...]:
 
 def other_optimizers() -> Iterator[Case]:
     """Cases of the other optimizers: every stage and tensor-parallel size, and both of them."""
-    for optimizer, model in (("lion", "learned"),):
+    for optimizer, model in (("lion", "learned"), ("muon", "gqa"), ("muon", "swiglu")):
         for stage in AXES["stage"]:
             for world, tp in ((2, 1), (2, 2), (4, 2)):
                 yield Case(world, stage, tp, 4 if world == 2 else 1, model, optimizer)

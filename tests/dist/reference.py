@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 from torch.nn.utils import clip_grad_norm_
 
-from megatron_ds.config import Config, OptimizerConfig
+from megatron_ds.config import Config, ModelConfig, OptimizerConfig
 from megatron_ds.model.gpt import GPTModel
 from megatron_ds.model.packed_attention import PackingOptions
 from megatron_ds.parallel.mesh import Mesh
@@ -113,12 +113,12 @@ def train_reference(
         packing=documents,
     )
     named = dict(model.named_parameters())
-    optimizer = _optimizer(config.optimizer, list(named.values()))
+    optimizer = _optimizer(config.optimizer, config.model, named)
     run = Run(weights=[_copy(named)])
     consumed = 0
     for plan in plans:
         tokens = samples.batch(consumed, plan.global_batch_size)[:, : plan.seq_length + 1]
-        optimizer.zero_grad()
+        model.zero_grad()
         losses = []
         for part in tokens.split(micro_batch_size or len(tokens)):
             rng.begin_step(config.runtime.seed, consumed, 0)
@@ -174,10 +174,71 @@ class Lion(torch.optim.Optimizer):
                 p -= lr * (update + decay * p)
 
 
+class Muon(torch.optim.AdamW):
+    """Jordan et al. 2024 for the matrices, AdamW for the other groups.
+
+    Args:
+        groups: The others.
+        matrices: Weights, each with the sizes of the matrices of which its rows consist.
+        options: Settings.
+    """
+
+    def __init__(
+        self,
+        groups: Any,
+        matrices: list[tuple[torch.nn.Parameter, tuple[int, ...]]],
+        options: OptimizerConfig,
+    ) -> None:
+        betas = options.adam_beta1, options.adam_beta2
+        super().__init__(groups, lr=options.lr, betas=betas, eps=options.adam_eps)
+        self.matrices, self.options = matrices, options
+        self.momenta = [torch.zeros_like(p) for p, _ in matrices]
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        super().step()
+        lr, decay, beta = (
+            self.param_groups[0]["lr"],
+            self.options.weight_decay,
+            self.options.muon_momentum,
+        )
+        for (p, sizes), momentum in zip(self.matrices, self.momenta, strict=True):
+            assert p.grad is not None
+            momentum.mul_(beta).add_(p.grad)
+            update = p.grad + beta * momentum
+            steps = [_orthogonalized(part) for part in update.split(sizes)]
+            p -= lr * (torch.cat(steps) + decay * p)
+
+
+def _orthogonalized(matrix: torch.Tensor) -> torch.Tensor:
+    """Five Newton-Schulz iterations, scaled to the RMS of AdamW's steps (Liu et al. 2025)."""
+    x = matrix / matrix.norm()
+    for _ in range(5):
+        a = x @ x.T
+        x = 3.4445 * x - 4.7750 * a @ x + 2.0315 * a @ a @ x
+    return 0.2 * max(matrix.shape) ** 0.5 * x
+
+
+def _fused_rows(config: ModelConfig, name: str) -> tuple[int, ...]:
+    """Rows of the matrices of which a layer's weight consists."""
+    heads, kv = config.num_attention_heads * config.head_dim, config.kv_heads * config.head_dim
+    if name.endswith("attention.qkv.weight"):
+        return heads, kv, kv
+    if name.endswith("mlp.fc_in.weight"):
+        return (config.mlp_hidden_size,) * (2 if config.activation == "swiglu" else 1)
+    return (config.hidden_size,)
+
+
 def _optimizer(
-    options: OptimizerConfig, parameters: list[torch.nn.Parameter]
+    options: OptimizerConfig, config: ModelConfig, named: dict[str, torch.nn.Parameter]
 ) -> torch.optim.Optimizer:
     """Weight decay applies to matrices, not to biases and norms."""
+    matrices = []
+    if options.optimizer == "muon":
+        hidden = {name for name, p in named.items() if name.startswith("layers.") and p.dim() > 1}
+        matrices = [(named[name], _fused_rows(config, name)) for name in sorted(hidden)]
+        named = {name: p for name, p in named.items() if name not in hidden}
+    parameters = list(named.values())
     groups = [
         {"params": [p for p in parameters if p.dim() > 1], "weight_decay": options.weight_decay},
         {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
@@ -186,6 +247,8 @@ def _optimizer(
         return torch.optim.SGD(groups, lr=options.lr, momentum=options.sgd_momentum)
     if options.optimizer == "lion":
         return Lion(groups, lr=options.lr, betas=(options.lion_beta1, options.lion_beta2))
+    if options.optimizer == "muon":
+        return Muon(groups, matrices, options)
     return torch.optim.AdamW(
         groups,
         lr=options.lr,

@@ -32,7 +32,7 @@ from megatron_ds.engine.ds_config import PARTITION_KEYS, is_read_at
 from megatron_ds.engine.ds_fields import replace_fields
 from megatron_ds.engine.ds_keys import BLOCKS
 from megatron_ds.engine.protocol import EngineSettings
-from megatron_ds.engine.readback import _master_weights
+from megatron_ds.engine.readback import master_weights
 from megatron_ds.parallel.collectives import all_gather
 from megatron_ds.parallel.mesh import Mesh
 from tests.dist.engine_harness import batches_of, build
@@ -246,9 +246,7 @@ def misplaced(training: Training) -> list[str]:
         return []
     parameters = dict(engine.module.named_parameters())
     wrong = []
-    for partition, master in zip(
-        training.engine.partitions(), _master_weights(engine), strict=True
-    ):
+    for partition, master in zip(training.engine.partitions(), master_weights(engine), strict=True):
         assert master.numel() == partition.size
         flat = master if stage == 3 else torch.cat(list(all_gather(master, training.mesh.dp)))
         for name, _, offset in partition.parameters:
