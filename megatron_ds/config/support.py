@@ -197,7 +197,7 @@ AXES: Mapping[str, Axis] = {
     ),
     "optimizer": Axis(
         "optimizer",
-        {name: f"--optimizer {name}" for name in ("adam", "sgd", "lion")},
+        {name: f"--optimizer {name}" for name in ("adam", "sgd", "lion", "muon")},
         lambda config: config.optimizer.optimizer,
         "adam",
     ),
@@ -269,7 +269,7 @@ PROOFS: tuple[Proof, ...] = (
     Proof("tests/dist/test_layouts.py::test_layout_equals_one_process", EVERYTHING),
     Proof(
         "tests/dist/test_parity.py::test_layout_equals_one_process",
-        {"zero": ZERO, "tp": TP, "optimizer": ("adam", "sgd", "lion")},
+        {"zero": ZERO, "tp": TP, "optimizer": ("adam", "sgd", "lion", "muon")},
     ),
     Proof(
         "tests/dist/test_precision.py::test_bf16_follows_fp32",

@@ -18,7 +18,7 @@ from typing import Any
 from megatron_ds.config import Config
 from megatron_ds.config.fields import in_effect
 from megatron_ds.engine.protocol import EngineSettings
-from megatron_ds.model.flops import parameter_sizes, parameters_per_rank
+from megatron_ds.model.flops import matrix_parameters, parameter_sizes, parameters_per_rank
 from megatron_ds.parallel.fused_linear_cross_entropy import CHUNK_BYTES
 
 ALLREDUCE_BUCKET = 500_000_000
@@ -53,6 +53,8 @@ class MemoryInputs:
     reduction_bytes: int
     moments: int
     """Optimizer state tensors per parameter: two for Adam, one for Lion and SGD with momentum."""
+    has_matrix_updates: bool = field(kw_only=True, default=False)
+    """Whether Muon updates the matrices of the layers, which have one moment less."""
     bucket_elements: int
     """reduce_bucket_size."""
     num_buckets: int = 1
@@ -130,6 +132,7 @@ def memory_inputs(
         accumulation_bytes=DTYPE_BYTES[settings.accumulation_dtype],
         reduction_bytes=DTYPE_BYTES[settings.reduction_dtype],
         moments=moments,
+        has_matrix_updates=config.optimizer.optimizer == "muon",
         bucket_elements=int(zero["reduce_bucket_size"]),
         gather_limits=_gather_limits(zero) if settings.zero_stage == 3 else None,
         num_buckets=2 if zero.get("overlap_comm") or settings.zero_stage == 3 else 1,
@@ -187,6 +190,13 @@ class _Sizes:
         self.config, self.model, self.inputs = config, config.model, inputs
         self.full = parameters_per_rank(config.model, inputs.tp_size)
         self.partition = -(-self.full // inputs.dp_size)
+        self.matrices = matrix_parameters(config.model, inputs.tp_size)
+        self.moments = (
+            FP32 * inputs.moments * (self.full if inputs.zero_stage == 0 else self.partition)
+        )
+        if inputs.has_matrix_updates:
+            elements = sum(size * count for size, count in self.matrices.items())
+            self.moments -= FP32 * -(-elements // (inputs.dp_size if inputs.zero_stage else 1))
         self.tokens = config.schedule.micro_batch_size * config.model.seq_length // inputs.sp_size
         self.stream = self.tokens * config.model.hidden_size * inputs.param_bytes
         # Sequence parallelism shards what is stored between the layers, their inputs included.
@@ -216,7 +226,7 @@ class _Sizes:
         parameters["parameters"] = inputs.param_bytes * kept
         if inputs.zero_stage == 0:
             device["gradients"] = inputs.param_bytes * full
-            device["moments"] = inputs.moments * FP32 * full
+            device["moments"] = self.moments
             return device, host
         if inputs.zero_stage == 1:
             if self.has_bucket or not inputs.immediate_grad_update:
@@ -227,7 +237,7 @@ class _Sizes:
         else:
             optimizer["accumulated gradients"] = inputs.accumulation_bytes * partition
         optimizer["master weights"] = FP32 * partition
-        optimizer["moments"] = inputs.moments * FP32 * partition
+        optimizer["moments"] = self.moments
         if inputs.offload_optimizer and inputs.zero_stage < 3:
             host["copies for the device"] = inputs.param_bytes * partition
         return device, host
@@ -270,12 +280,27 @@ class _Sizes:
             absent += device.get("accumulated gradients", 0)
         return absent
 
+    def matrix_updates(self) -> int:
+        """Muon's messages and the largest matrix, in the type in which it is orthogonalized.
+
+        The elements of this rank's partition are collected, concatenated, received and sent back;
+        the iteration has the matrix, its transposed copy, a product and the result.
+        """
+        if not self.inputs.has_matrix_updates:
+            return 0
+        elements = sum(size * count for size, count in self.matrices.items())
+        share = -(-elements // self.inputs.dp_size)
+        largest = max(self.matrices) * self.inputs.tp_size
+        return self.inputs.param_bytes * 4 * (share + largest)
+
     def reduction(self) -> int:
         inputs = self.inputs
         if not self.has_bucket:  # flattened into one message
-            return inputs.reduction_bytes * min(self.full, ALLREDUCE_BUCKET)
+            message = inputs.reduction_bytes * min(self.full, ALLREDUCE_BUCKET)
+            return max(message, self.matrix_updates())
         # The optimizer steps on a flat copy of its partition.
         step = 0 if inputs.offload_optimizer else FP32 * self.partition
+        step += self.matrix_updates()
         buckets = inputs.num_buckets * self.bucket
         return max(buckets, step) if inputs.zero_stage < 3 else buckets + step
 

@@ -125,7 +125,10 @@ class Muon(AdamW):
         for master in group["params"]:
             state = self.state[master]
             if not state:
+                # AdamW expects a number of steps in every state that is loaded.
+                state["step"] = torch.zeros((), dtype=torch.float32)
                 state["momentum_buffer"] = torch.zeros_like(master)
+            state["step"] += 1
             state["momentum_buffer"].lerp_(master.grad, 1 - momentum)
             master.mul_(1 - lr * group["weight_decay"])
 

@@ -56,5 +56,5 @@ def attach_matrices(engine: Any, stage: int, mesh: Mesh, device: torch.device) -
         return
     dtype = torch.float32 if engine.get_data_types()[0] == torch.float32 else torch.bfloat16
     empty = torch.empty(0, dtype=dtype, device=device)
-    pieces = find_pieces(engine, stage, mesh.dp, mesh.tp, is_hidden_matrix)
-    optimizer.attach(WholeMatrices(each, mesh.dp, mesh.tp, empty) for each in pieces)
+    pieces = find_pieces(engine, stage, mesh.dp_sp, mesh.tp, is_hidden_matrix)
+    optimizer.attach(WholeMatrices(each, mesh.dp_sp, mesh.tp, empty) for each in pieces)

@@ -61,8 +61,6 @@ class EngineSettings:
     """Epsilon of AdamW (Muon's, too); None for others."""
     momentum: float | None
     """Momentum of SGD or Muon; None for other optimizers."""
-    orthogonalized: int | None
-    """Parameters that Muon updates; None for other optimizers."""
     weight_decay: tuple[float, ...]
     """Weight decay of each parameter group."""
     clip_grad: float
@@ -77,6 +75,8 @@ class EngineSettings:
     param_offload: str
     loss_scale: LossScaleSettings | None
     """None without fp16."""
+    orthogonalized: int | None = None
+    """Parameters that Muon updates; None for other optimizers."""
 
 
 class LossSum(NamedTuple):

@@ -218,7 +218,7 @@ def find_pieces(
         read_partitions(engine, stage), _masters(engine, stage), strict=True
     ):
         places = [place for place in partition.parameters if is_matrix(place.name, place.shape)]
-        owners = _assign_owners([place.shape for place in places], dp.size, tp.size)
+        owners = assign_owners([place.shape for place in places], dp.size, tp.size)
         pieces = []
         for place, owner in zip(places, owners, strict=True):
             parameter = parameters[place.name]
@@ -264,7 +264,7 @@ def _own_offset(place: ParameterPlace, stage: int, size: int, dp_rank: int) -> i
     return place.offset if stage == 3 else max(0, place.offset - dp_rank * size)
 
 
-def _assign_owners(shapes: Sequence[tuple[int, ...]], dp_size: int, tp_size: int) -> list[Owner]:
+def assign_owners(shapes: Sequence[tuple[int, ...]], dp_size: int, tp_size: int) -> list[Owner]:
     """Spread matrices over the ranks: each, from the largest, to the one with the least work."""
     work = {Owner(dp, tp): 0 for dp in range(dp_size) for tp in range(tp_size)}
     owners: dict[int, Owner] = {}

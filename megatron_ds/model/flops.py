@@ -39,6 +39,22 @@ def parameter_sizes(config: ModelConfig, tp_size: int) -> Counter[int]:
     fc_in = mlp * (2 if config.is_gated else 1)
     table = config.padded_vocab(tp_size) // tp_size * hidden
     norm_vectors = 1 if config.normalization == "RMSNorm" else 2
+    sizes = matrix_parameters(config, tp_size)
+    sizes[qkv // tp_size] += config.num_layers * config.qkv_bias
+    sizes[fc_in // tp_size] += config.num_layers * config.add_bias_linear
+    sizes[hidden] += config.num_layers * 2 * (norm_vectors + config.add_bias_linear)
+    sizes[hidden] += norm_vectors * (1 + config.embed_layernorm)
+    sizes[table] += 1 + config.untie_embeddings_and_output_weights
+    if config.position_embedding_type == "learned_absolute":
+        sizes[config.num_positions * hidden] += 1
+    return sizes
+
+
+def matrix_parameters(config: ModelConfig, tp_size: int) -> Counter[int]:
+    """As `parameter_sizes`, but of the matrices of the transformer layers only."""
+    hidden, mlp = config.hidden_size, config.mlp_hidden_size
+    qkv = config.head_dim * (config.num_attention_heads + 2 * config.kv_heads)
+    fc_in = mlp * (2 if config.is_gated else 1)
     sizes: Counter[int] = Counter()
     for inputs, outputs in (
         (hidden, qkv),
@@ -47,13 +63,6 @@ def parameter_sizes(config: ModelConfig, tp_size: int) -> Counter[int]:
         (mlp, hidden),
     ):
         sizes[inputs * outputs // tp_size] += config.num_layers
-    sizes[qkv // tp_size] += config.num_layers * config.qkv_bias
-    sizes[fc_in // tp_size] += config.num_layers * config.add_bias_linear
-    sizes[hidden] += config.num_layers * 2 * (norm_vectors + config.add_bias_linear)
-    sizes[hidden] += norm_vectors * (1 + config.embed_layernorm)
-    sizes[table] += 1 + config.untie_embeddings_and_output_weights
-    if config.position_embedding_type == "learned_absolute":
-        sizes[config.num_positions * hidden] += 1
     return sizes
 
 

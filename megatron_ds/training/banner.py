@@ -7,6 +7,7 @@ collect the values.
 from __future__ import annotations
 
 import io
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -20,7 +21,7 @@ from megatron_ds.config.fields import in_effect
 from megatron_ds.config.problems import counted
 from megatron_ds.engine.memory_estimate import MemoryEstimate
 from megatron_ds.engine.protocol import EngineSettings
-from megatron_ds.model.flops import parameters_per_rank
+from megatron_ds.model.flops import matrix_parameters, parameter_sizes, parameters_per_rank
 from megatron_ds.model.norm import select_norm_kernel
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.train_state import TrainState
@@ -175,7 +176,15 @@ def _engine_settings(facts: BannerData) -> Lines:
     coefficients = f"momentum {settings.momentum:g}" if settings.momentum is not None else ""
     if settings.betas is not None:
         betas = f"betas {settings.betas[0]:g} {settings.betas[1]:g}"
-        coefficients = f"{betas}, epsilon {settings.epsilon:g}"
+        coefficients = f"{betas}, epsilon {settings.epsilon:g}" if settings.epsilon else betas
+    if settings.orthogonalized is not None:
+        model, tp = facts.config.model, facts.mesh.tp.size
+        tensors, matrices = parameter_sizes(model, tp), matrix_parameters(model, tp)
+        coefficients = (
+            f"momentum {settings.momentum:g}, on {settings.orthogonalized} matrices "
+            f"({_elements(matrices)}); AdamW on {(tensors - matrices).total()} other parameters "
+            f"({_elements(tensors - matrices)}), {coefficients}"
+        )
     decay = " ".join(f"{value:g}" for value in settings.weight_decay)
     optimizer = (
         f"{settings.optimizer}, {coefficients}, learning rate {options.lr:g}, weight decay by "
@@ -192,6 +201,10 @@ def _engine_settings(facts: BannerData) -> Lines:
         ("loss scale", str(settings.loss_scale or "none")),
         ("recompute", _recompute(facts.config)),
     ]
+
+
+def _elements(sizes: Counter[int]) -> str:
+    return f"{sum(size * count for size, count in sizes.items()):,} elements"
 
 
 def _recompute(config: Config) -> str:

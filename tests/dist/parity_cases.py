@@ -175,11 +175,15 @@ def chosen() -> tuple[Case, ...]:
 
 
 def other_optimizers() -> Iterator[Case]:
-    """Cases of the other optimizers: every stage and tensor-parallel size, and both of them."""
-    for optimizer, model in (("lion", "learned"), ("muon", "gqa"), ("muon", "swiglu")):
-        for stage in AXES["stage"]:
-            for world, tp in ((2, 1), (2, 2), (4, 2)):
-                yield Case(world, stage, tp, 4 if world == 2 else 1, model, optimizer)
+    """Cases of the other optimizers: every stage and tensor-parallel size, and both of them.
+
+    Muon meets fused queries, keys and values of different sizes, and a fused gate.
+    """
+    for stage, (world, tp) in itertools.product(AXES["stage"], ((2, 1), (2, 2), (4, 2))):
+        accumulation = 4 if world == 2 else 1
+        yield Case(world, stage, tp, accumulation, "learned", "lion")
+        model = "gqa" if (stage + tp) % 2 else "swiglu"
+        yield Case(world, stage, tp, accumulation, model, "muon")
 
 
 @functools.cache

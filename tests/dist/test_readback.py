@@ -70,6 +70,8 @@ def layouts() -> dict[str, Config]:
         "zero0": config(0),
         "zero0 sgd": config(0, "sgd"),
         "zero2 lion": config(2, "lion"),
+        "zero3 muon": config(3, "muon"),
+        "zero1 bf16 muon": config(1, "muon", precision=bf16),
         "zero1": config(1),
         "zero2": config(2),
         "zero3": config(3),
@@ -110,6 +112,10 @@ FALSIFIED: dict[str, tuple[str, Change]] = {
     "momentum": (
         "zero0 sgd",
         lambda e: mock.patch.dict(e.basic_optimizer.param_groups[0], momentum=0.9),
+    ),
+    "orthogonalized": (
+        "zero1 bf16 muon",
+        lambda e: changed(e.basic_optimizer, "_matrices", {}),
     ),
     "weight_decay": (
         BASE,

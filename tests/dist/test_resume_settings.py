@@ -74,6 +74,10 @@ def set_in_groups(key: str, training: Training, value: float) -> None:
         group[key] = value
 
 
+def set_in_muon(name: str, training: Training, value: Any) -> None:
+    setattr(training.engine._engine.basic_optimizer, name, value)
+
+
 def set_clipping(training: Training, value: float) -> None:
     engine = training.engine._engine
     if training.config.deepspeed.zero_stage == 0:
@@ -125,6 +129,9 @@ SETTINGS: dict[str, tuple[Any, Apply]] = {
     "adam_beta2": (0.8, set_second_beta),
     "adam_eps": (1e-2, partial(set_in_groups, "eps")),
     "sgd_momentum": (0.5, partial(set_in_groups, "momentum")),
+    "muon_momentum": (0.5, partial(set_in_groups, "momentum")),
+    "muon_nesterov": (False, partial(set_in_muon, "_nesterov")),
+    "muon_extra_scale_factor": (0.5, partial(set_in_muon, "_scale_factor")),
     "lion_beta1": (0.5, set_first_beta),
     "lion_beta2": (0.8, set_second_beta),
     "hidden_dropout": (0.2, partial(set_dropout, False)),
@@ -139,6 +146,7 @@ SETTINGS: dict[str, tuple[Any, Apply]] = {
 OF_ALL = ("lr", "weight_decay", "clip_grad", "hidden_dropout", "attention_dropout")
 OF_ADAM = (*OF_ALL, "adam_beta1", "adam_beta2", "adam_eps", "micro_batch_size")
 OF_LION = (*OF_ALL, "lion_beta1", "lion_beta2")
+OF_MUON = (*OF_ALL, "muon_momentum", "muon_nesterov", "muon_extra_scale_factor")
 OF_DYNAMIC_SCALE = (*OF_ADAM, "loss_scale_window", "hysteresis", "min_loss_scale")
 
 BF16, OFFLOAD = {"bf16": True}, {"cpu_optimizer": True}
@@ -185,6 +193,10 @@ LAYOUTS = {
     "zero2 offload": Layout(2, deepspeed=OFFLOAD),
     "zero3 fp16 offload": Layout(3, OF_DYNAMIC_SCALE, precision=DYNAMIC, deepspeed=OFFLOAD),
     "zero3 bf16 offload": Layout(3, precision=BF16, deepspeed={**OFFLOAD, "remote_device": "cpu"}),
+    "zero0 muon": Layout(0, OF_MUON, "muon"),
+    "zero1 bf16 muon": Layout(1, OF_MUON, "muon", precision=BF16),
+    "zero2 tp2 muon offload": Layout(2, OF_MUON, "muon", tp=2, deepspeed=OFFLOAD),
+    "zero3 fp16 muon": Layout(3, OF_MUON, "muon", precision=DYNAMIC),
     "zero1 bf16 lion": Layout(1, OF_LION, "lion", precision=BF16),
     "zero2 tp2 lion offload": Layout(2, OF_LION, "lion", tp=2, deepspeed=OFFLOAD),
     "zero3 fp16 lion offload": Layout(

@@ -43,7 +43,7 @@ SCHEDULE: Settings = {
 
 @dataclass(frozen=True)
 class Layout:
-    """Parallel layout, precision and offloading."""
+    """Parallel layout, precision, offloading and optimizer."""
 
     stage: int
     tp: int = 1
@@ -52,12 +52,15 @@ class Layout:
     offload: tuple[str, ...] = ()
     sequence: bool = False
     """Sequence parallelism."""
+    optimizer: str = "adam"
 
     @property
     def name(self) -> str:
         parts = [f"zero{self.stage}", f"tp{self.tp}", f"dp{self.dp}"]
         switches = {"bf16": self.bf16, "sequence": self.sequence}
-        return "-".join([*parts, *(name for name in switches if switches[name]), *self.offload])
+        return "-".join(
+            [*parts, *(name for name in switches if switches[name]), *self.offload, self.optimizer]
+        )
 
     def settings(self, folder: Path) -> dict[str, Any]:
         zero: dict[str, Any] = {"stage": self.stage}
@@ -72,6 +75,7 @@ class Layout:
             "tensor_model_parallel_size": self.tp,
             "sequence_parallel": self.sequence,
             "bf16": self.bf16,
+            "optimizer": self.optimizer,
         }
 
 
@@ -79,12 +83,12 @@ LAYOUTS = [
     Layout(0, dp=2),
     Layout(0, tp=2),
     Layout(1, dp=2, bf16=True),
-    Layout(1, tp=2, sequence=True),
+    Layout(1, tp=2, sequence=True, optimizer="lion"),
     Layout(2, dp=2, offload=("optimizer",)),
     Layout(2, tp=2, bf16=True),
     Layout(3, dp=2, bf16=True, offload=("optimizer", "param")),
     Layout(3, tp=2),
-    Layout(3, tp=2, dp=2, bf16=True, sequence=True),
+    Layout(3, tp=2, dp=2, bf16=True, sequence=True, optimizer="muon"),
 ]
 
 

@@ -20,6 +20,7 @@ from megatron_ds.config import (
 )
 from megatron_ds.engine.memory_estimate import MemoryInputs, estimate
 from megatron_ds.engine.protocol import EngineSettings, LossScaleSettings
+from megatron_ds.model.flops import matrix_parameters, parameter_sizes
 from megatron_ds.model.packed_attention import FlexKernel, PackingOptions
 from megatron_ds.parallel.mesh import Group, Mesh
 from megatron_ds.schedules import total_iterations
@@ -136,6 +137,23 @@ def test_banner_shows_every_engine_setting() -> None:
     for shown in ("0.1 0", "betas 0.9 0.999", "24 layers, loss by torch.compile"):
         assert shown in text
     assert "full, every 2 layers, by DeepSpeed, partition activations" in text
+
+
+def test_banner_counts_the_parameters_that_muon_updates() -> None:
+    muon = dataclasses.replace(SETTINGS, optimizer="Muon", momentum=0.95, orthogonalized=96)
+    text = " ".join(banner(dataclasses.replace(FACTS, settings=muon)).split())
+    assert "Muon, momentum 0.95, on 96 matrices (" in text
+    tensors, matrices = parameter_sizes(CONFIG.model, 2), matrix_parameters(CONFIG.model, 2)
+    assert matrices.total() == 96
+    others = tensors - matrices
+    elements = sum(size * count for size, count in others.items())
+    assert f"AdamW on {others.total()} other parameters ({elements:,} elements), betas" in text
+
+
+def test_banner_of_lion_has_no_epsilon() -> None:
+    lion = dataclasses.replace(SETTINGS, optimizer="Lion", betas=(0.9, 0.99), epsilon=None)
+    text = " ".join(banner(dataclasses.replace(FACTS, settings=lion)).split())
+    assert "Lion, betas 0.9 0.99, learning rate" in text
 
 
 def test_banner_shows_layout_and_memory() -> None:

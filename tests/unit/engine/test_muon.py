@@ -1,0 +1,106 @@
+"""Muon's update, and which rank computes it."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from megatron_ds.engine.muon import Muon, orthogonalize
+from megatron_ds.engine.whole_matrices import Owner, Piece, WholeMatrices, assign_owners
+from megatron_ds.parallel.mesh import Mesh
+from megatron_ds.parallel.sharding import ShardSpec
+
+SETTINGS = {"lr": 0.02, "weight_decay": 0.1}
+
+
+def piece_of(weight: torch.nn.Parameter, sections: tuple[int, ...]) -> Piece:
+    """A matrix that one process has whole."""
+    whole = (range(weight.numel()),)
+    shape, place = (len(weight), weight.shape[1]), slice(0, weight.numel())
+    return Piece(shape, ShardSpec(0, sections), weight, place, whole, whole, Owner(0, 0))
+
+
+def muon_of(weight: torch.nn.Parameter, *sections: int, dtype: torch.dtype, **scale: float) -> Muon:
+    mesh = Mesh.single()
+    optimizer = Muon(
+        [{"params": [weight], "is_matrix": True}],
+        betas=(0.9, 0.99),
+        eps=1e-8,
+        fused=False,
+        momentum=0.9,
+        nesterov=True,
+        steps=5,
+        **{"scale_mode": "spectral", "scale_factor": 0.2, **SETTINGS, **scale},  # type: ignore[arg-type]
+    )
+    pieces = [piece_of(weight, sections or (len(weight),))]
+    optimizer.attach([WholeMatrices(pieces, mesh.dp, mesh.tp, torch.empty(0, dtype=dtype))])
+    return optimizer
+
+
+def stepped(optimizer: torch.optim.Optimizer, steps: int = 3) -> torch.Tensor:
+    """The weight after some steps with random gradients."""
+    (weight,) = optimizer.param_groups[0]["params"]
+    generator = torch.Generator().manual_seed(5)
+    for _ in range(steps):
+        weight.grad = torch.randn(weight.shape, generator=generator)
+        optimizer.step()
+    result: torch.Tensor = weight.detach()
+    return result
+
+
+@pytest.mark.parametrize("shape", [(24, 8), (8, 24), (16, 16)])
+@pytest.mark.parametrize(
+    ("adjust", "scale"),
+    [
+        ("match_rms_adamw", {}),
+        ("original", {"scale_mode": "shape_scaling", "scale_factor": 1.0}),
+    ],
+)
+def test_update_is_that_of_torch(shape: tuple[int, int], adjust: str, scale: dict) -> None:
+    muon = getattr(torch.optim, "Muon", None)
+    if muon is None:
+        pytest.skip("torch.optim.Muon needs torch 2.9")
+    start = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    expected = torch.nn.Parameter(start.clone())
+    theirs = stepped(muon([expected], momentum=0.9, adjust_lr_fn=adjust, **SETTINGS))
+    ours = muon_of(torch.nn.Parameter(start.clone()), dtype=torch.bfloat16, **scale)
+    change = (theirs - start).abs().max()
+    assert (stepped(ours) - theirs).abs().max() < 0.01 * change
+
+
+def test_singular_values_come_close_to_one() -> None:
+    matrix = torch.randn(40, 24, generator=torch.Generator().manual_seed(2))
+    values = torch.linalg.svdvals(orthogonalize(matrix, 5))
+    assert values.min() > 0.6
+    assert values.max() < 1.3
+
+
+def test_fused_matrices_are_orthogonalized_and_scaled_by_themselves() -> None:
+    start = torch.randn(20, 12, generator=torch.Generator().manual_seed(3))
+    fused = stepped(muon_of(torch.nn.Parameter(start.clone()), 16, 4, dtype=torch.float32), 1)
+    gradient = torch.randn(20, 12, generator=torch.Generator().manual_seed(5))
+    for rows in (slice(0, 16), slice(16, 20)):
+        update = orthogonalize(gradient[rows], 5)
+        scale = 0.2 * math.sqrt(max(update.shape))
+        expected = start[rows] * (1 - 0.02 * 0.1) - 0.02 * scale * update
+        torch.testing.assert_close(fused[rows], expected)
+
+
+def test_unit_rms_scale_follows_the_aspect_ratio() -> None:
+    start = torch.zeros(4, 16)
+    options = {"scale_mode": "unit_rms_norm", "scale_factor": 1.0, "lr": 1.0}
+    weight = stepped(muon_of(torch.nn.Parameter(start), dtype=torch.float32, **options), 1)
+    gradient = torch.randn(4, 16, generator=torch.Generator().manual_seed(5))
+    torch.testing.assert_close(weight, -0.5 * orthogonalize(gradient, 5))
+
+
+def test_ranks_share_the_work() -> None:
+    shapes = [(64, 32)] * 6 + [(32, 32)] * 8
+    owners = assign_owners(shapes, dp_size=2, tp_size=2)
+    work: dict[Owner, int] = {}
+    for (rows, columns), owner in zip(shapes, owners, strict=True):
+        work[owner] = work.get(owner, 0) + rows * columns * min(rows, columns)
+    assert len(work) == 4
+    assert max(work.values()) <= 1.2 * min(work.values())
