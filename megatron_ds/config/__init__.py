@@ -106,6 +106,8 @@ class Config:
         of_groups = [
             problem for name in GROUPS for problem in (*found[name], *related.get(name, ()))
         ]
+        if self.recompute.tiled_mlp and self.runtime.compile:
+            of_groups.append(Problem("tiled-mlp-with-compile"))
         return [*of_groups, *sequence_parallel.problems(self)]
 
     def warnings(self) -> Iterator[Problem]:

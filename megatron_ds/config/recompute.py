@@ -54,6 +54,12 @@ class RecomputeConfig:
         False, "time the recomputation in the backward pass", only_with=BY_DEEPSPEED
     )
 
+    tiled_mlp: bool = option_field(
+        False,
+        "compute the MLP in slices of the sequence, of which the backward pass recomputes one at a "
+        "time, for long sequences",
+    )
+
     @property
     def is_by_deepspeed(self) -> bool:
         return all(condition.holds(self) for condition in BY_DEEPSPEED)

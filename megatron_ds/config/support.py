@@ -195,6 +195,12 @@ AXES: Mapping[str, Axis] = {
         _recompute,
         "none",
     ),
+    "mlp": Axis(
+        "tiled MLP",
+        {"off": "", "on": "--tiled-mlp"},
+        lambda config: "on" if config.recompute.tiled_mlp else "off",
+        "off",
+    ),
     "optimizer": Axis(
         "optimizer",
         {name: f"--optimizer {name}" for name in ("adam", "sgd", "lion", "muon")},

@@ -30,6 +30,7 @@ from megatron_ds.engine.zero import ZeroEngine
 from megatron_ds.model.document_kernels import select_document_kernel
 from megatron_ds.model.elementwise import compile_elementwise
 from megatron_ds.model.gpt import GPTModel
+from megatron_ds.model.mlp import TiledMLP
 from megatron_ds.model.packed_attention import PackingOptions
 from megatron_ds.parallel.activation_checkpointing import ActivationCheckpointing, Function
 from megatron_ds.parallel.mesh import Mesh, Mpu
@@ -73,6 +74,9 @@ def build_engine(
     packing, warning = _packing_options(config, mesh, device, eod)
     with _zero3_init_context(ds_config, mesh, mpu):
         model = _build_model(config, mesh, rng, packing, init_weights)
+    if config.recompute.tiled_mlp and ds_config["zero_optimization"]["stage"] == 3:
+        # The parameters of an MLP are gathered once for all of its tiles.
+        deepspeed.utils.set_z3_leaf_modules(model, [TiledMLP])
     warnings = [
         warning,
         _compile(model, config, mesh, device),

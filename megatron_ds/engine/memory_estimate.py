@@ -19,6 +19,7 @@ from megatron_ds.config import Config
 from megatron_ds.config.fields import in_effect
 from megatron_ds.engine.protocol import EngineSettings
 from megatron_ds.model.flops import matrix_parameters, parameter_sizes, parameters_per_rank
+from megatron_ds.model.mlp import num_tiles
 from megatron_ds.parallel.fused_linear_cross_entropy import CHUNK_BYTES
 
 ALLREDUCE_BUCKET = 500_000_000
@@ -320,6 +321,8 @@ class _Sizes:
         if model.position_embedding_type == "alibi":
             heads = model.num_attention_heads // (tp_size * self.inputs.sp_size)
             ends += heads * model.seq_length**2 * self.inputs.param_bytes
+        if recompute.tiled_mlp:
+            ends += self._mlp() // num_tiles(self.tokens, model.hidden_size)
         if recompute.recompute_granularity != "full":
             return ends + model.num_layers * layer
         units = -(-model.num_layers // recompute.checkpoint_num_layers)
@@ -350,12 +353,19 @@ class _Sizes:
         elif model.position_embedding_type == "rope" and (self.is_fused or not saves_core):
             saved += size * (q + kv)  # otherwise counted with the scores
         saved += size * q  # output of attention, input of the output projection
-        inner = 2 if not model.is_gated else 3 if model.activation == "liglu" else 4
-        saved += size * model.mlp_hidden_size // tp_size * inner
+        if not self.config.recompute.tiled_mlp:
+            saved += self._mlp()
         if model.hidden_dropout > 0:
             saved += 2 * self.mask
         saved += 2 * self._norm()
         return saved + (self._core() if saves_core else 0)
+
+    def _mlp(self) -> int:
+        """Inner activations of an MLP."""
+        model = self.model
+        inner = 2 if not model.is_gated else 3 if model.activation == "liglu" else 4
+        size = self.tokens * self.inputs.param_bytes
+        return size * model.mlp_hidden_size // self.inputs.tp_size * inner
 
     def _norm(self) -> int:
         """Saved by a norm in addition to its input and output.

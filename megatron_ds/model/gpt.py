@@ -79,6 +79,7 @@ class GPTModel(nn.Module):
             rng=rng,
             init=Initializer(seed),
             checkpoint_core=checkpointing if granularity == "selective" else None,
+            tiled_mlp=checkpointing is not None and checkpointing.config.tiled_mlp,
         )[stage]
         self._has_head = any(spec.name == "head" for spec in specs)
         self._tied = not config.untie_embeddings_and_output_weights

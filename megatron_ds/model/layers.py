@@ -14,7 +14,7 @@ from torch import nn
 from megatron_ds.config import ModelConfig
 from megatron_ds.model.block import Block
 from megatron_ds.model.embedding import Embedding, build_word_embedding
-from megatron_ds.model.mlp import MLP
+from megatron_ds.model.mlp import MLP, TiledMLP
 from megatron_ds.model.norm import build_norm
 from megatron_ds.model.output_layer import OutputLayer
 from megatron_ds.model.weight_init import Initializer
@@ -43,6 +43,7 @@ def layer_specs(
     rng: RngStreams,
     init: Initializer,
     checkpoint_core: ActivationCheckpointing | None = None,
+    tiled_mlp: bool = False,
 ) -> list[LayerSpec]:
     """Embedding, transformer layers, final norm and output layer, in this order.
 
@@ -52,10 +53,11 @@ def layer_specs(
         rng: Random streams of dropout.
         init: Draws the initial weights.
         checkpoint_core: Recomputes the attention cores. None: they are stored.
+        tiled_mlp: Compute the feed-forward layers in tiles.
     """
 
     def block(layer: int) -> nn.Module:
-        mlp = MLP(config, layer, group=group, init=init)
+        mlp = (TiledMLP if tiled_mlp else MLP)(config, layer, group=group, init=init)
         return Block(
             config, layer, group=group, rng=rng, init=init, mlp=mlp, checkpoint_core=checkpoint_core
         )

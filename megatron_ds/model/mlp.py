@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from megatron_ds.config import ModelConfig
 from megatron_ds.model.elementwise import EAGER
@@ -49,3 +51,32 @@ class MLP(nn.Module):
         inner = self.elementwise.activate(self.fc_in(x_SBH), self.activation, self.gelu_kind)
         out_SBH: Tensor = self.fc_out(inner)
         return out_SBH
+
+
+class TiledMLP(MLP):
+    """The feed-forward layer, computed in tiles of the sequence (Bekman et al. 2025, ALST).
+
+    The backward pass computes each tile's inner activations again when it needs them, so that those
+    of one tile exist at a time. The tiles' gradients of a weight are summed inside the graph: its
+    hooks run once. A tile has as many tokens as the stream has features, and at most half of them.
+    """
+
+    def forward(self, x_SBH: Tensor) -> Tensor:
+        length, batch, hidden = x_SBH.shape
+        number = min(length, num_tiles(length * batch, hidden))
+        parts = [self._tile(part) for part in x_SBH.split(-(-length // number))]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _tile(self, x_SBH: Tensor) -> Tensor:
+        if not torch.is_grad_enabled():
+            return super().forward(x_SBH)
+        # There is no dropout inside, hence no random state.
+        part: Tensor = checkpoint(
+            super().forward, x_SBH, use_reentrant=False, preserve_rng_state=False
+        )
+        return part
+
+
+def num_tiles(tokens: int, hidden: int) -> int:
+    """Tiles of a micro-batch of this many tokens."""
+    return max(2, -(-tokens // hidden))

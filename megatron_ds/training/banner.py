@@ -199,7 +199,7 @@ def _engine_settings(facts: BannerData) -> Lines:
         ("optimizer", optimizer),
         ("data types", types),
         ("loss scale", str(settings.loss_scale or "none")),
-        ("recompute", _recompute(facts.config)),
+        ("recompute", _recompute(facts.config) + _tiles(facts.config)),
     ]
 
 
@@ -223,6 +223,10 @@ def _recompute(config: Config) -> str:
     return ", ".join(
         (f"full, every {counted(recompute.checkpoint_num_layers, 'layer')}, by {by}", *chosen)
     )
+
+
+def _tiles(config: Config) -> str:
+    return "; MLP in tiles" if config.recompute.tiled_mlp else ""
 
 
 def _kernels(facts: BannerData) -> Lines:

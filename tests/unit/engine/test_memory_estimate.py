@@ -155,6 +155,38 @@ def test_activations_of_a_tensor_parallel_rank_equal_what_autograd_saves(
     assert estimate(run, engine).activations == pytest.approx(measured, rel=0.02)
 
 
+@pytest.mark.parametrize("model", ["plain", "hidden dropout", "rope", "grouped queries", "alibi"])
+def test_activations_of_a_sequence_parallel_rank_equal_what_autograd_saves(
+    model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = config(**MODELS[model])
+    mesh = dataclasses.replace(Mesh.single(), sp=Group(tuple(range(4)), 0, None))
+    for name in ("all_reduce", "all_to_all_single"):
+        monkeypatch.setattr(dist, name, lambda *_, **__: None)
+    engine = dataclasses.replace(SINGLE, sp_size=4, dp_size=4)
+    head = FP32 * HIDDEN * (BATCH * SEQUENCE // 4 + VOCAB)
+
+    measured = saved_bytes(run, torch.float32, mesh) - head
+
+    assert estimate(run, engine).activations == pytest.approx(measured, rel=0.02)
+
+
+@pytest.mark.parametrize("model", ["plain", "swiglu, RMSNorm"])
+def test_tiled_mlp_saves_no_inner_activations(model: str) -> None:
+    tiled, stored = (
+        config(RecomputeConfig(tiled_mlp=True), **MODELS[model]),
+        config(**MODELS[model]),
+    )
+    measured = saved_bytes(tiled, torch.float32) - saved_by_output_layer(FP32)
+    inner = saved_bytes(stored, torch.float32) - saved_by_output_layer(FP32) - measured
+    tiles = BATCH * SEQUENCE // HIDDEN
+    one_tile = inner / SHAPE["num_layers"] / tiles  # exists during the backward pass
+
+    found = estimate(tiled, SINGLE).activations
+
+    assert found == pytest.approx(measured + one_tile, rel=0.02)
+
+
 def test_full_recompute_saves_chunk_inputs_and_one_chunk() -> None:
     unit = {"recompute_granularity": "full", "checkpoint_num_layers": 2}
     recomputed, stored = config(RecomputeConfig(**unit)), config()

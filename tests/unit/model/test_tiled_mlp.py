@@ -1,0 +1,80 @@
+"""The tiled MLP computes what the plain one does, with the inner activations of one tile."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron_ds.config import ModelConfig
+from megatron_ds.model.mlp import MLP, TiledMLP
+from megatron_ds.model.weight_init import Initializer
+from megatron_ds.parallel.mesh import Mesh
+from tests.unit.model.dense import TINY
+
+HIDDEN, BATCH = 32, 2
+LENGTHS = {1: 1, 5: 2, 64: 4, 70: 5}
+"""Tiles by sequence length: one for each 32 tokens, at least two, none without a token."""
+
+
+def build(kind: type[MLP], activation: str = "gelu") -> MLP:
+    config = ModelConfig(**TINY, activation=activation, ffn_hidden_size=96)
+    return kind(config, 0, group=Mesh.single().tp, init=Initializer(3))
+
+
+class LargestTensor(TorchDispatchMode):
+    """Records the number of elements of the largest tensor that an operation returns."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        result = func(*args, **(kwargs or {}))
+        for each in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(each, Tensor):
+                self.elements = max(self.elements, each.numel())
+        return result
+
+
+@pytest.mark.parametrize("activation", ["gelu", "swiglu"])
+@pytest.mark.parametrize("length", LENGTHS)
+def test_output_and_gradients_are_those_of_the_plain_mlp(length: int, activation: str) -> None:
+    results = []
+    for kind in (MLP, TiledMLP):
+        mlp = build(kind, activation)
+        x = torch.randn(length, BATCH, HIDDEN, generator=torch.Generator().manual_seed(1))
+        x.requires_grad_()
+        out = mlp(x)
+        out.square().sum().backward()
+        results.append([out.detach(), x.grad, *(p.grad for p in mlp.parameters())])
+    for ours, expected in zip(*results, strict=True):
+        torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_inner_activations_of_one_tile_exist_at_a_time() -> None:
+    length = 64
+    x = torch.randn(length, BATCH, HIDDEN, requires_grad=True)
+    with LargestTensor() as plain:
+        build(MLP)(x).sum().backward()
+    with LargestTensor() as tiled:
+        build(TiledMLP)(x).sum().backward()
+    assert plain.elements == length * BATCH * 96
+    assert tiled.elements == x.numel()  # larger than a tile's length / 4 x BATCH x 96
+
+
+def test_each_weight_s_gradient_is_complete_when_its_hook_runs() -> None:
+    mlp, calls = build(TiledMLP), []
+    for name, parameter in mlp.named_parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _, name=name: calls.append(name))
+    mlp(torch.randn(64, BATCH, HIDDEN, requires_grad=True)).sum().backward()
+    assert sorted(calls) == sorted(name for name, _ in mlp.named_parameters())
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_evaluation_is_tiled_too(length: int) -> None:
+    mlp, tiles = build(TiledMLP), []
+    mlp.fc_in.register_forward_hook(lambda *_: tiles.append(1))
+    x = torch.randn(length, BATCH, HIDDEN)
+    with torch.no_grad():
+        torch.testing.assert_close(mlp(x), build(MLP)(x))
+    assert len(tiles) == LENGTHS[length]
