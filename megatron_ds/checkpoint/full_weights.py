@@ -1,13 +1,14 @@
 """Weights of a checkpoint as full tensors under their canonical names.
 
-Reads the files of any ZeRO stage and tensor-parallel size, and loads them into a model of any
-tensor-parallel size, one parameter at a time: files are memory-mapped, and at most one full
-parameter exists besides the model. Knows DeepSpeed's file names and no engines.
+Reads the files of any ZeRO stage, tensor-parallel and expert-parallel size, and loads them into a
+model of any tensor-parallel size, one parameter at a time: files are memory-mapped, and at most one
+full parameter exists besides the model. Knows DeepSpeed's file names and no engines.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import nn
 from megatron_ds.checkpoint.metadata import CheckpointMetadata, ParallelLayout, read_manifest
 from megatron_ds.config.problems import user_error
 from megatron_ds.engine.ds_checkpoint_io import read_tensors
+from megatron_ds.engine.expert_files import expert_file
 from megatron_ds.fileio.atomic import FileRecord
 from megatron_ds.parallel.sharding import ShardSpec, shard_spec, take_shard, unshard
 
@@ -42,10 +44,12 @@ def iter_full_weights(found: CheckpointMetadata) -> NamedTensors:
     Raises:
         ValueError: For a file with anything but tensors and plain values.
     """
-    layout = found.run.layout
-    iter_shards = _iter_zero3_shards if layout.zero_stage == 3 else _iter_zero012_shards
-    ranks = range(layout.tensor_model_parallel_size)
-    for rows in zip(*(iter_shards(found.path, rank, layout) for rank in ranks), strict=True):
+    layout, ranks = found.run.layout, range(found.run.layout.tensor_model_parallel_size)
+    readers = [_iter_zero3_shards if layout.zero_stage == 3 else _iter_zero012_shards]
+    if found.run.experts:
+        readers.append(_iter_experts)
+    shards_of = [chain(*(read(found.path, rank, layout) for read in readers)) for rank in ranks]
+    for rows in zip(*shards_of, strict=True):
         (name,) = {name for name, _ in rows}
         shards = [shard for _, shard in rows]
         spec = found.run.shards.get(name)
@@ -126,6 +130,14 @@ def _iter_zero3_shards(path: Path, tp_rank: int, layout: ParallelLayout) -> Name
         full = torch.cat([flat[index][offset:end] for flat in flats])
         yield name, full[: shape.numel()].view(shape)
         offset = end
+
+
+def _iter_experts(path: Path, tp_rank: int, layout: ParallelLayout) -> NamedTensors:
+    """The experts of all expert-parallel ranks, each of which has a file of its own."""
+    ranks = range(layout.expert_model_parallel_size)
+    files = [_read(path / expert_file(rank, tp_rank)) for rank in ranks]
+    for name in files[0]:
+        yield name, torch.cat([file[name] for file in files])
 
 
 def _read(path: Path) -> Any:

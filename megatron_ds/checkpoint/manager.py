@@ -239,8 +239,10 @@ class CheckpointManager:
         temporary: Path,
     ) -> None:
         """Writes and flushes a complete checkpoint under its temporary name."""
-        # The data-parallel ranks hold the same parameters; only the first of them counts.
-        count = engine.parameter_count() if self._mesh.dp_sp.rank == 0 else 0
+        # The data-parallel ranks hold the same parameters, except experts; only the first of those
+        # with the same experts counts.
+        is_first = self._mesh.expert_dp.rank == 0 and self._mesh.sp.rank == 0
+        count = engine.parameter_count() if is_first else 0
         estimate = sum(self._ranks.on_all(lambda: count)) * BYTES_PER_PARAMETER
         warning = self._ranks.on_rank0(lambda: _make_temp_dir(temporary, estimate))
         if warning is not None:
@@ -259,6 +261,7 @@ class CheckpointManager:
                 partitions=partitions,
                 tokenizer=None if self._tokenizer is None else self._tokenizer.fingerprint,
                 data=history(),
+                experts=engine.sharded_experts(),
             )
             files = {name: record for part in written for name, record in part.items()}
             if self._tokenizer is not None:

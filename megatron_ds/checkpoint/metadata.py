@@ -56,6 +56,7 @@ class ParallelLayout:
     sub_group_size: int
     """0 if the stage does not read it."""
     ds_sequence_parallel_size: int = 1
+    expert_model_parallel_size: int = 1
 
     @classmethod
     def of(cls, config: Config, dp_size: int) -> ParallelLayout:
@@ -66,6 +67,7 @@ class ParallelLayout:
             precision=config.precision.name,
             optimizer=config.optimizer.optimizer,
             ds_sequence_parallel_size=config.parallel.ds_sequence_parallel_size,
+            expert_model_parallel_size=config.expert_parallel_size,
             **partition_keys(config, dp_size),
         )
 
@@ -129,6 +131,8 @@ class RunRecord:
     """The run's tokenizer, whose files are in `TOKENIZER`."""
     data: BlendHistory | None = None
     """Consumption of the training data."""
+    experts: tuple[str, ...] = ()
+    """Parameters whose dimension 0, of experts, is sharded over the expert-parallel ranks."""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
@@ -165,6 +169,8 @@ class RunRecord:
                 if values["tokenizer"] is None
                 else TokenizerFingerprint.from_dict(values["tokenizer"]),
                 data=None if values["data"] is None else BlendHistory.from_dict(values["data"]),
+                # Absent from checkpoints of versions without expert parallelism.
+                experts=tuple(map(str, values.get("experts", ()))),
             )
         except (TypeError, OverflowError, KeyError) as error:
             raise ValueError(f"unexpected or missing values ({error})") from error

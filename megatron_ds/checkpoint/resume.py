@@ -26,14 +26,21 @@ from megatron_ds.engine.ds_config import PARTITION_KEYS
 from megatron_ds.engine.partitions import FlatPartition, ParameterPlace
 from megatron_ds.tokenizer import TokenizerFingerprint
 
-CHANGEABLE_MODEL_FIELDS = frozenset({"attention_dropout", "hidden_dropout", "init_method_std"})
+CHANGEABLE_MODEL_FIELDS = frozenset(
+    {
+        *("attention_dropout", "hidden_dropout", "init_method_std"),
+        *("moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_load_balancing_type"),
+        *("moe_expert_capacity_factor", "moe_eval_capacity_factor", "moe_min_capacity"),
+        *("moe_token_drop_policy", "moe_token_dropping"),
+    }
+)
 """Fields of the model that may change on a resume."""
 VOCABULARY = ("vocab_size", "make_vocab_size_divisible_by")
 """Fields of the model that determine the rows of its embedding table."""
 CHANGEABLE_BATCH_SIZES = ("global_batch_size", "rampup_batch_size", "step_batch_size_schedule")
 """Fields of the data's order that may change: they determine how many of the next samples a step
 takes, but not their order."""
-REPORTED_GROUPS = ("model", "data", "optimizer", "schedule", "precision")
+REPORTED_GROUPS = ("model", "moe", "data", "optimizer", "schedule", "precision")
 UNREPORTED = {
     *("init_method_std", *VOCABULARY),  # not used, or compared otherwise
     *CHANGEABLE_BATCH_SIZES,  # compared as part of the data's order
@@ -50,7 +57,8 @@ def resume_conflicts(found: CheckpointMetadata, config: Config, dp_size: int) ->
     path, fixed = found.path, CHANGEABLE_MODEL_FIELDS.union(VOCABULARY)
     problems = [
         Problem("resume-model-changed", name, label=label, saved=saved, path=path, now=now)
-        for name, label, saved, now in _changed_fields(found, config, "model")
+        for group in ("model", "moe")
+        for name, label, saved, now in _changed_fields(found, config, group)
         if name not in fixed
     ]
     models, tp_size = (run.config["model"], settings["model"]), layout.tensor_model_parallel_size
@@ -88,7 +96,7 @@ def tokenizer_conflicts(found: CheckpointMetadata, now: TokenizerFingerprint) ->
 def changed_settings(found: CheckpointMetadata, config: Config, dp_size: int) -> list[Problem]:
     """Warnings of the changed settings that a resume allows and that affect training."""
     order = asdict(found.run.data_order), asdict(DataOrder.of(config, dp_size))
-    model = {name for name in GROUP_OF_FIELD if GROUP_OF_FIELD[name] == "model"}
+    model = {name for name in GROUP_OF_FIELD if GROUP_OF_FIELD[name] in ("model", "moe")}
     changes = [
         change
         for group in REPORTED_GROUPS

@@ -21,6 +21,7 @@ from megatron_ds.config.deepspeed import DeepSpeedConfig
 from megatron_ds.config.fields import field_problems, ineffective, option_fields
 from megatron_ds.config.logging import LoggingConfig
 from megatron_ds.config.model import ModelConfig
+from megatron_ds.config.moe import MoEConfig
 from megatron_ds.config.optimizer import OptimizerConfig
 from megatron_ds.config.parallel import ParallelConfig
 from megatron_ds.config.precision import PrecisionConfig
@@ -38,6 +39,7 @@ __all__ = [
     "DataConfig",
     "DeepSpeedConfig",
     "LoggingConfig",
+    "MoEConfig",
     "ModelConfig",
     "OptimizerConfig",
     "ParallelConfig",
@@ -55,6 +57,7 @@ class Config:
     """All options of a run. What changes during a run is in `TrainState`."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
+    moe: MoEConfig = field(default_factory=MoEConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -92,7 +95,8 @@ class Config:
         has_vocab_size = model.vocab_size != 0 or "vocab_size" in self.given
         related: dict[str, Iterator[Problem]] = {
             "model": model.problems(parallel.tensor_model_parallel_size),
-            "parallel": parallel.problems(world_size),
+            "moe": self.moe.problems(model.num_layers, self.expert_parallel_size),
+            "parallel": parallel.problems(world_size, has_experts=self.moe.is_used),
             "recompute": self.recompute.problems(model.num_layers),
             "data": self.data.problems(),
             "tokenizer": self.tokenizer.problems(model.vocab_size if has_vocab_size else None),
@@ -144,6 +148,11 @@ class Config:
         if steps:
             return steps[-1][1]
         return self.schedule.global_batch_size or self.schedule.micro_batch_size * dp_size
+
+    @property
+    def expert_parallel_size(self) -> int:
+        """Expert-parallel size in effect."""
+        return self.parallel.expert_model_parallel_size if self.moe.is_used else 1
 
     def effective_values(self) -> dict[str, dict[str, Any]]:
         """The values by group that have an effect, with defaults that follow from other fields."""

@@ -37,10 +37,11 @@ class _NonZero:
 
 
 class _AboveOne:
-    """Equals every number greater than 1."""
+    """Equals every number greater than 1, and a list of numbers with one."""
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, int | float) and other > 1
+        values = other if isinstance(other, tuple | list) else (other,)
+        return any(isinstance(value, int | float) and value > 1 for value in values)
 
 
 ANY_VALUE = _AnyValue()

@@ -38,6 +38,13 @@ class ParallelConfig:
         "how sequence-parallel ranks exchange what attention needs; all-to-all is the only way",
         choices=("a2a",),
     )
+    expert_model_parallel_size: int = option_field(
+        1,
+        "degree of expert parallelism: the experts are distributed over this many data-parallel "
+        "ranks",
+        aliases=("moe-expert-parallel-size",),
+        minimum=1,
+    )
 
     def data_parallel_size(self, world_size: int) -> int:
         """Number of ranks with different samples; 0 if the number of processes does not fit."""
@@ -55,7 +62,13 @@ class ParallelConfig:
         ]
         return f"{' / '.join(terms)} = {self.data_parallel_size(world_size)}"
 
-    def problems(self, world_size: int) -> Iterator[Problem]:
+    def problems(self, world_size: int, *, has_experts: bool = False) -> Iterator[Problem]:
+        """Check the sizes against the number of processes.
+
+        Args:
+            world_size: Number of processes.
+            has_experts: Whether the model is a mixture of experts.
+        """
         tp, sp = self.tensor_model_parallel_size, self.ds_sequence_parallel_size
         if tp > 0 and world_size % tp:
             yield Problem(
@@ -72,6 +85,16 @@ class ParallelConfig:
                 count_processes=counted(world_size, "process"),
                 product=tp * sp,
                 valid=list_numbers(divisors(world_size // tp)),
+            )
+        ep_size, dp_size = self.expert_model_parallel_size, self.data_parallel_size(world_size)
+        if ep_size > 1 and not has_experts:
+            yield Problem("expert-parallel-size-without-experts", settings=self)
+        elif ep_size > 0 and dp_size % ep_size:
+            yield Problem(
+                "data-parallel-size-not-divisible-by-expert-parallel-size",
+                settings=self,
+                described=self.describe_data_parallel_size(world_size),
+                valid=list_numbers(divisors(dp_size)),
             )
 
     @property

@@ -129,6 +129,12 @@ def _sequence(config: Config) -> str:
     return "on" if parallel.sequence_parallel and parallel.tensor_model_parallel_size > 1 else "off"
 
 
+def _experts(config: Config) -> str:
+    if config.expert_parallel_size > 1:
+        return "distributed"
+    return "replicated" if config.moe.is_used else "none"
+
+
 def _recompute(config: Config) -> str:
     if config.recompute.is_by_deepspeed:
         return "partitioned" if config.recompute.partition_activations else "deepspeed"
@@ -176,6 +182,16 @@ AXES: Mapping[str, Axis] = {
         _size("--ds-sequence-parallel-size"),
         lambda config: _size_of(config.parallel.ds_sequence_parallel_size),
         "1",
+    ),
+    "experts": Axis(
+        "mixture of experts",
+        {
+            "none": "",
+            "replicated": "--num-experts 4",
+            "distributed": "--num-experts 4 --expert-model-parallel-size 2",
+        },
+        _experts,
+        "none",
     ),
     "precision": Axis(
         "precision",
@@ -245,6 +261,42 @@ RULES: tuple[Rule, ...] = (
         upstream="DeepSpeed#7833",
     ),
     Rule(
+        "experts-with-pipeline",
+        {"experts": ("replicated", "distributed"), "pp": (MANY,)},
+        instead={"pp": "1"},
+    ),
+    Rule(
+        "experts-with-sequence-parallel",
+        {"experts": ("replicated", "distributed"), "tp": (MANY,), "sequence": ("on",)},
+        instead={"sequence": "off"},
+    ),
+    Rule(
+        "experts-with-ulysses",
+        {"experts": ("replicated", "distributed"), "sp": (MANY,)},
+        instead={"sp": "1"},
+    ),
+    Rule(
+        "experts-with-muon",
+        {"experts": ("replicated", "distributed"), "optimizer": ("muon",)},
+        instead={"optimizer": "adam"},
+    ),
+    Rule(
+        "expert-parallel-with-zero0",
+        {"experts": ("distributed",), "zero": ("0",)},
+        instead={"zero": "1"},
+    ),
+    Rule(
+        "expert-parallel-with-zero3",
+        {"experts": ("distributed",), "zero": ("3",)},
+        instead={"zero": "2", "offload": "none"},
+        upstream="DeepSpeed#4808",
+    ),
+    Rule(
+        "expert-parallel-with-offload",
+        {"experts": ("distributed",), "offload": ("optimizer", "both")},
+        instead={"offload": "none"},
+    ),
+    Rule(
         "zero0-with-half-precision",
         {"zero": ("0",), "precision": ("bf16", "fp16")},
         instead={"zero": "1"},
@@ -307,6 +359,46 @@ PROOFS: tuple[Proof, ...] = (
     ),
     Proof(ULYSSES, {"sp": (MANY,), "zero": ZERO[1:], "tp": TP, "optimizer": ("adam", "sgd")}),
     Proof(ULYSSES, {"sp": (MANY,), "documents": ("off", "on")}),
+    Proof(
+        "tests/dist/test_experts.py::test_experts_train_like_one_process",
+        {
+            "experts": ("replicated",),
+            "zero": ZERO,
+            "tp": TP,
+            "optimizer": ("adam", "sgd"),
+            "recompute": ("none", "selective"),
+        },
+    ),
+    Proof(
+        "tests/dist/test_experts.py::test_experts_train_like_one_process",
+        {
+            "experts": ("distributed",),
+            "zero": ("1", "2"),
+            "tp": TP,
+            "optimizer": ("adam", "sgd"),
+        },
+    ),
+    Proof(
+        "tests/dist/test_experts.py::test_experts_train_like_one_process",
+        {
+            "experts": ("distributed",),
+            "tp": TP,
+            "recompute": ("none", "full", "deepspeed", "partitioned"),
+        },
+    ),
+    Proof(
+        "tests/dist/test_experts.py::test_experts_train_like_one_process",
+        {"experts": ("distributed",), "documents": ("on",), "curriculum": ("on",)},
+    ),
+    Proof(
+        "tests/dist/test_experts.py::test_experts_in_half_precision_have_the_norm_of_one_process",
+        {
+            "experts": ("distributed",),
+            "zero": ("1", "2"),
+            "tp": TP,
+            "precision": ("bf16", "fp16"),
+        },
+    ),
 )
 
 

@@ -85,14 +85,16 @@ def build_engine(
     groups, multipliers = parameter_groups(
         model, config.optimizer.weight_decay, multiplier_rule(config.optimizer)
     )
-    engine, *_ = deepspeed.initialize(
-        model=model,
-        model_parameters=groups,
-        optimizer=client_optimizer(ds_config["optimizer"]),
-        config=ds_config,
-        mpu=mpu,
-        dist_init_required=False,
-    )
+    with deepspeed_patches.expert_groups(mesh):
+        engine, *_ = deepspeed.initialize(
+            model=model,
+            model_parameters=groups,
+            optimizer=client_optimizer(ds_config["optimizer"]),
+            config=ds_config,
+            mpu=mpu,
+            dist_init_required=False,
+        )
+    deepspeed_patches.count_expert_biases_once(engine.optimizer, mesh)
     attach_matrices(engine, ds_config["zero_optimization"]["stage"], mesh, device)
     return ZeroEngine(
         engine,
@@ -123,6 +125,7 @@ def _build_model(
         seed=config.runtime.seed if init_weights else None,
         checkpointing=ActivationCheckpointing(config.recompute, rng, checkpoint),
         packing=packing,
+        moe=config.moe,
     )
 
 

@@ -17,9 +17,13 @@ from typing import Any
 import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime import bf16_optimizer, compiler
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.utils import groups
 
 from megatron_ds.config import PrecisionConfig
 from megatron_ds.config.problems import user_error
+from megatron_ds.parallel.mesh import Mesh
+from megatron_ds.parallel.sharding import expert_group_name, shard_spec
 
 
 def require_precision(config: PrecisionConfig) -> None:
@@ -100,3 +104,79 @@ def reset_cpu_adam_beta_powers(optimizer: object) -> None:
     beta1, beta2 = options["betas"]
     number = optimizer.opt_id  # type: ignore[attr-defined]
     kernel.adam_update(number, 0, 0.0, beta1, beta2, options["eps"], 0.0, True, *dummies)
+
+
+@contextmanager
+def expert_groups(mesh: Mesh) -> Iterator[None]:
+    """Make the engines that are built in the context reduce and partition experts by their groups.
+
+    DeepSpeed treats parameters as experts only in models with layers of its own class, and creates
+    their process groups in an order of the ranks of its own: its tables are replaced by the mesh's.
+    Without expert parallelism nothing is changed.
+    """
+    if mesh.ep.size == 1:
+        yield
+        return
+    name = expert_group_name(mesh.ep.size)
+    groups._EXPERT_PARALLEL_GROUP = {name: mesh.ep.handle}
+    groups._EXPERT_PARALLEL_GROUP_RANKS = {name: list(mesh.ep.ranks)}
+    groups._EXPERT_DATA_PARALLEL_GROUP = {name: mesh.expert_dp.handle}
+    groups._EXPERT_DATA_PARALLEL_GROUP_RANKS = {name: list(mesh.expert_dp.ranks)}
+    # The bf16 optimizer of stage 1 then sums the norm of experts over the tensor-parallel ranks.
+    groups.expert_tensor_parallel_world_size = mesh.tp.size
+    original = DeepSpeedEngine._configure_distributed_model
+
+    def configure(engine: Any, model: Any) -> None:
+        original(engine, model)
+        engine.has_moe_layers = True
+
+    DeepSpeedEngine._configure_distributed_model = configure
+    try:
+        yield
+    finally:
+        DeepSpeedEngine._configure_distributed_model = original
+
+
+@contextmanager
+def experts_saved_by_caller(engine: Any) -> Iterator[None]:
+    """Make an engine save and load checkpoints like those of a model without experts.
+
+    DeepSpeed's own files of experts are only for layers of its class.
+    """
+    declared, engine.has_moe_layers = engine.has_moe_layers, False
+    try:
+        yield
+    finally:
+        engine.has_moe_layers = declared
+
+
+def count_expert_biases_once(optimizer: Any, mesh: Mesh) -> None:
+    """Correct the gradient norm of DeepSpeed's bf16 optimizer of stage 1.
+
+    It adds an expert's replicated bias on every tensor-parallel rank, as if it were sharded.
+    """
+    is_affected = isinstance(optimizer, bf16_optimizer.BF16_Optimizer) and mesh.ep.size > 1
+    if not is_affected or mesh.tp.rank == 0:
+        return
+    original = optimizer.get_grads_for_norm
+    replicated = {
+        id(gradient)
+        for parameters, gradients in zip(
+            optimizer.bf16_groups, optimizer.fp32_groups_gradients, strict=True
+        )
+        for parameter, gradient in zip(parameters, gradients, strict=True)
+        if shard_spec(parameter) is None
+    }
+
+    def without_replicated(for_clipping: bool = False) -> Any:
+        found = original(for_clipping)
+        if for_clipping:
+            return found
+        others, experts = found
+        kept = {
+            name: [each for each in tensors if id(each) not in replicated]
+            for name, tensors in experts.items()
+        }
+        return others, kept
+
+    optimizer.get_grads_for_norm = without_replicated

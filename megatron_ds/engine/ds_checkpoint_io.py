@@ -23,6 +23,7 @@ from deepspeed.utils.tensor_fragment import fragment_address
 
 from megatron_ds.config.problems import user_error
 from megatron_ds.engine.deepspeed_patches import replace_checkpoint_engine
+from megatron_ds.engine.expert_files import ExpertFiles
 from megatron_ds.fileio.atomic import FileRecord, fsync_path, name_in_errors, sha256_of
 
 SAFE_CLASSES = (DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address)
@@ -30,10 +31,16 @@ SAFE_CLASSES = (DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address)
 
 
 class SafeCheckpointEngine(CheckpointEngine):
-    """The `checkpoint_engine` of one DeepSpeed engine."""
+    """The `checkpoint_engine` of one DeepSpeed engine.
 
-    def __init__(self, engine: Any) -> None:
+    Args:
+        engine: Engine of `deepspeed.initialize`.
+        experts: The experts of this rank.
+    """
+
+    def __init__(self, engine: Any, experts: ExpertFiles) -> None:
         super().__init__()
+        self._experts = experts
         self.name = "CheckpointFiles"
         self._error: OSError | None = None
         self._pending: dict[Path, Any] = {}
@@ -61,6 +68,8 @@ class SafeCheckpointEngine(CheckpointEngine):
         try:
             save()
             pending = self._pending
+            if experts := self._experts.own_file():
+                pending[folder / self._experts.name] = experts
         except (OSError, ValueError) as error:
             raise RuntimeError(f"the save was interrupted: {error}") from error
         finally:
@@ -77,10 +86,14 @@ class SafeCheckpointEngine(CheckpointEngine):
         self._attempt(os.makedirs, path, exist_ok=exist_ok)
 
     def save(self, state_dict: Any, path: str) -> None:
-        self._pending[Path(path)] = state_dict
+        self._pending[Path(path)] = self._experts.left_out(state_dict)
 
     def load(self, path: str, map_location: Any = None) -> Any:
-        return read_tensors(Path(path), map_location=map_location)
+        state = read_tensors(Path(path), map_location=map_location)
+        if self._experts.names and "module" in state:
+            file = Path(path).with_name(self._experts.name)
+            state["module"].update(read_tensors(file, map_location=map_location))
+        return state
 
     def commit(self, info: object) -> bool:
         """Part of DeepSpeed's interface: the caller completes the checkpoint."""

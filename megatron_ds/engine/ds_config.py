@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_ds.config import Config, flag_of
+from megatron_ds.config import Config, ModelConfig, MoEConfig, flag_of
 from megatron_ds.config.fields import in_effect
 from megatron_ds.engine.adam_kernels import (
     AdamKernel,
@@ -179,7 +179,7 @@ def partition_keys(config: Config, dp_size: int) -> dict[str, Any]:
     }
     if stage != 3:
         return {**in_order, "sub_group_size": 0}
-    largest = parameters_per_rank(config.model, config.parallel.tensor_model_parallel_size)
+    largest = parameters_per_rank(*_sharded_model(config))
     return {**in_order, "sub_group_size": min(int(zero["sub_group_size"]), largest)}
 
 
@@ -252,8 +252,7 @@ def _bucket_size(config: Config, generated: Json, dp_size: int) -> int:
             largest = max(largest, _largest_parameter(config))
     if not config.model.vocab_size:
         return largest
-    tp_size = config.parallel.tensor_model_parallel_size
-    return min(largest, parameters_per_rank(config.model, tp_size))
+    return min(largest, parameters_per_rank(*_sharded_model(config)))
 
 
 def _largest_parameter(config: Config) -> int:
@@ -264,7 +263,13 @@ def _largest_parameter(config: Config) -> int:
     """
     if not config.model.vocab_size:
         return 0
-    return max(parameter_sizes(config.model, config.parallel.tensor_model_parallel_size))
+    return max(parameter_sizes(*_sharded_model(config)))
+
+
+def _sharded_model(config: Config) -> tuple[ModelConfig, int, MoEConfig, int]:
+    """The arguments of `parameter_sizes`."""
+    tp_size = config.parallel.tensor_model_parallel_size
+    return config.model, tp_size, config.moe, config.expert_parallel_size
 
 
 def _optimizer_block(config: Config, user: Json, is_there: IsAvailable) -> Json:

@@ -18,7 +18,12 @@ from typing import Any
 from megatron_ds.config import Config
 from megatron_ds.config.fields import in_effect
 from megatron_ds.engine.protocol import EngineSettings
-from megatron_ds.model.flops import matrix_parameters, parameter_sizes, parameters_per_rank
+from megatron_ds.model.flops import (
+    expert_parameters_per_rank,
+    matrix_parameters,
+    parameter_sizes,
+    parameters_per_rank,
+)
 from megatron_ds.model.mlp import num_tiles
 from megatron_ds.parallel.fused_linear_cross_entropy import CHUNK_BYTES
 
@@ -189,8 +194,13 @@ class _Sizes:
 
     def __init__(self, config: Config, inputs: MemoryInputs) -> None:
         self.config, self.model, self.inputs = config, config.model, inputs
-        self.full = parameters_per_rank(config.model, inputs.tp_size)
-        self.partition = -(-self.full // inputs.dp_size)
+        self.ep_size = config.expert_parallel_size
+        layout = config.model, inputs.tp_size, config.moe, self.ep_size
+        self.full = parameters_per_rank(*layout)
+        # An expert is partitioned over the data-parallel ranks that have it.
+        experts = expert_parameters_per_rank(*layout)
+        others = -(-(self.full - experts) // inputs.dp_size)
+        self.partition = others + -(-experts * self.ep_size // inputs.dp_size)
         self.matrices = matrix_parameters(config.model, inputs.tp_size)
         self.moments = (
             FP32 * inputs.moments * (self.full if inputs.zero_stage == 0 else self.partition)
@@ -254,7 +264,7 @@ class _Sizes:
         limits = self.inputs.gather_limits
         if limits is None:
             return 0
-        sizes = parameter_sizes(self.model, self.inputs.tp_size)
+        sizes = parameter_sizes(self.model, self.inputs.tp_size, self.config.moe, self.ep_size)
         largest = max(sizes)
         kept = sum(n * count for n, count in sizes.items() if n <= limits.persistence_threshold)
         if not self.model.untie_embeddings_and_output_weights:

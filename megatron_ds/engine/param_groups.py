@@ -9,6 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from megatron_ds.config import OptimizerConfig
+from megatron_ds.parallel.sharding import expert_group
 
 
 class Multipliers(NamedTuple):
@@ -26,7 +27,9 @@ MultiplierRule = Callable[[str, tuple[int, ...]], Multipliers]
 
 def decay_matrices_only(name: str, shape: tuple[int, ...]) -> Multipliers:
     """The default rule, as in Megatron: no weight decay for biases and weights of norms."""
-    return Multipliers(weight_decay=1.0 if len(shape) > 1 else 0.0)
+    # The biases of experts are stacked.
+    is_matrix = len(shape) > 1 and not name.endswith(".bias")
+    return Multipliers(weight_decay=1.0 if is_matrix else 0.0)
 
 
 def is_hidden_matrix(name: str, shape: tuple[int, ...]) -> bool:
@@ -47,26 +50,27 @@ def multiplier_rule(options: OptimizerConfig) -> MultiplierRule:
 def parameter_groups(
     model: nn.Module, weight_decay: float, rule: MultiplierRule = decay_matrices_only
 ) -> tuple[list[dict[str, Any]], tuple[Multipliers, ...]]:
-    """Group the parameters of a model by their factors.
+    """Group the parameters of a model by their factors, experts of other ranks' apart.
 
     Returns:
         The groups for the optimizer, in the order in which the model has them, and the factors of
         each group.
     """
-    groups: dict[Multipliers, list[nn.Parameter]] = {}
+    groups: dict[tuple[Multipliers, str | None], list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
         # ZeRO-3 leaves an empty tensor in place of a partitioned parameter.
         shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
-        groups.setdefault(rule(name, shape), []).append(parameter)
-    optimizer_groups = [
-        {
-            "params": params,
-            "weight_decay": weight_decay * factors.weight_decay,
-            **({"is_matrix": True} if factors.is_matrix else {}),
-        }
-        for factors, params in groups.items()
-    ]
-    return optimizer_groups, tuple(groups)
+        groups.setdefault((rule(name, shape), expert_group(parameter)), []).append(parameter)
+    optimizer_groups = []
+    for (factors, experts), params in groups.items():
+        group = {"params": params, "weight_decay": weight_decay * factors.weight_decay}
+        if factors.is_matrix:
+            group["is_matrix"] = True
+        if experts is not None:
+            # DeepSpeed partitions these over the ranks that have the same experts.
+            group |= {"name": experts, "moe": True}
+        optimizer_groups.append(group)
+    return optimizer_groups, tuple(factors for factors, _ in groups)
 
 
 def set_lr_and_weight_decay(

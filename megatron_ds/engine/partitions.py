@@ -84,12 +84,13 @@ def _partitioned_states(engine: Any) -> _Places:
     optimizer = engine.optimizer
     kind = "bf16" if hasattr(optimizer, "bf16_groups") else "bit16"
     groups: Sequence[Any] = getattr(optimizer, f"{kind}_groups")
-    for group, flat in zip(groups, getattr(optimizer, f"{kind}_groups_flat"), strict=True):
+    flats = getattr(optimizer, f"{kind}_groups_flat")
+    for group, flat, ranks in zip(groups, flats, optimizer.real_dp_process_group, strict=True):
         places = [
             (parameter, (parameter.data_ptr() - flat.data_ptr()) // flat.element_size())
             for parameter in group
         ]
-        yield flat.numel() // engine.dp_world_size, places
+        yield flat.numel() // ranks.size(), places
 
 
 def _partitioned_parameters(engine: Any) -> _Places:

@@ -118,6 +118,9 @@ class Engine(Protocol):
     def shard_specs(self) -> dict[str, ShardSpec]:
         """Sharding of the complete model's tensor-parallel parameters, by canonical name."""
 
+    def sharded_experts(self) -> tuple[str, ...]:
+        """Names of the parameters of experts that only some data-parallel ranks have. Local."""
+
     def partitions(self) -> list[FlatPartition]:
         """Where parameters are in the flat tensors of this rank's optimizer. Local."""
 

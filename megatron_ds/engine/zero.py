@@ -18,9 +18,14 @@ from torch import Tensor, nn
 
 from megatron_ds.config.problems import Problem, user_error
 from megatron_ds.data.micro_batches import Batch
-from megatron_ds.engine.deepspeed_patches import reset_cpu_adam_beta_powers, silent_bf16_load
+from megatron_ds.engine.deepspeed_patches import (
+    experts_saved_by_caller,
+    reset_cpu_adam_beta_powers,
+    silent_bf16_load,
+)
 from megatron_ds.engine.device_batches import DeviceBatch, DeviceBatches
 from megatron_ds.engine.ds_checkpoint_io import SafeCheckpointEngine, flush_and_hash
+from megatron_ds.engine.expert_files import ExpertFiles
 from megatron_ds.engine.loss_scaler import LossScale
 from megatron_ds.engine.param_groups import (
     Multipliers,
@@ -30,12 +35,13 @@ from megatron_ds.engine.param_groups import (
 from megatron_ds.engine.partitions import FlatPartition, read_partitions
 from megatron_ds.engine.protocol import EngineSettings, LossSum, StateBytes
 from megatron_ds.engine.readback import state_bytes
+from megatron_ds.engine.router_metrics import router_metrics
 from megatron_ds.fileio.atomic import FileRecord
 from megatron_ds.model.output_layer import TokenLoss
 from megatron_ds.model.packed_attention import PackingOptions
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.parallel.rng import RngStreams
-from megatron_ds.parallel.sharding import ShardSpec, shard_spec
+from megatron_ds.parallel.sharding import ShardSpec, expert_group, shard_spec
 from megatron_ds.train_state import StepPlan, StepResult
 
 NORM_CHUNK = 2**22
@@ -75,7 +81,8 @@ class ZeroEngine:
         device: torch.device,
     ) -> None:
         self._engine = engine
-        self._files = SafeCheckpointEngine(engine)
+        self._experts = ExpertFiles(engine.module, mesh)
+        self._files = SafeCheckpointEngine(engine, self._experts)
         self.ds_config = ds_config
         self.settings = read_settings()
         self.packing = packing
@@ -106,6 +113,9 @@ class ZeroEngine:
             dist.all_gather_object(stages, own, group=self._mesh.pp.handle)
         return {name: spec for stage in stages for name, spec in stage.items()}
 
+    def sharded_experts(self) -> tuple[str, ...]:
+        return self._experts.names
+
     def partitions(self) -> list[FlatPartition]:
         return read_partitions(self._engine, self._stage)
 
@@ -129,6 +139,7 @@ class ZeroEngine:
         )
         skipped_before = engine.skipped_steps
         exhausted = self._loss_scale is not None and self._loss_scale.is_exhausted
+        router_log = engine.module.router_log
         losses = []
         norm: Tensor | float | None = None
         dropped = False
@@ -140,6 +151,7 @@ class ZeroEngine:
             if index == 0:
                 stride = batch.tokens_BS.shape[0] * self._mesh.dp.size
                 self._rng.begin_step(self._seed, batch.position, stride)
+            router_log.gradient_scale = self._factor_of_backward(plan)
             token_loss = self._forward(batch)
             loss = token_loss.mean() if weight is None else token_loss.loss_sum * weight
             engine.backward(loss)
@@ -165,6 +177,7 @@ class ZeroEngine:
             skipped=skipped,
             loss_scale=None if self._loss_scale is None else self._loss_scale.value,
             loss_scale_exhausted=skipped and exhausted,
+            extras=router_metrics(router_log.take()),
         )
 
     def eval_loss(self, batches: Iterator[DeviceBatch], count: int) -> LossSum:
@@ -187,14 +200,16 @@ class ZeroEngine:
 
     def save(self, folder: Path, tag: str) -> dict[str, FileRecord]:
         save = partial(self._engine.save_checkpoint, str(folder), tag=tag, save_latest=False)
-        written = self._files.write_files(save, folder / tag)
+        with experts_saved_by_caller(self._engine):
+            written = self._files.write_files(save, folder / tag)
         # Optimizer states on NVMe, which DeepSpeed copies itself.
         copied = folder / tag / "offloaded_tensors" / f"rank{self._mesh.rank:02d}"
         return written | flush_and_hash(copied, folder / tag)
 
     def load(self, folder: Path, tag: str) -> None:
         scale = self._loss_scale
-        with silent_bf16_load(), nullcontext() if scale is None else scale.keep_settings_on_load():
+        settings = nullcontext() if scale is None else scale.keep_settings_on_load()
+        with silent_bf16_load(), experts_saved_by_caller(self._engine), settings:
             path, _ = self._engine.load_checkpoint(str(folder), tag=tag)
         if path is None:
             raise user_error("checkpoint-not-loaded", folder=folder / tag)
@@ -225,6 +240,11 @@ class ZeroEngine:
         factor = self._mesh.dp.size * plan.num_micro_batches / tokens.clamp(min=1).float()
         yield from ((batch, factor) for batch in step_batches)
 
+    def _factor_of_backward(self, plan: StepPlan) -> float:
+        """What DeepSpeed multiplies the loss of a micro-batch by before the backward pass."""
+        scale = 1.0 if self._loss_scale is None else self._loss_scale.value
+        return scale / plan.num_micro_batches
+
     def _forward(self, batch: DeviceBatch) -> TokenLoss:
         loss: TokenLoss = self._engine(
             batch.tokens_BS,
@@ -249,17 +269,22 @@ class ZeroEngine:
         return own
 
     def _sum_of_squares(self, values_of: Callable[[nn.Parameter], Tensor | None]) -> Tensor:
-        """Sum of squares over all parameters and the tensor-parallel ranks, a float64 scalar.
+        """Sum of squares over all parameters and model-parallel ranks, a float64 scalar.
 
-        A sharded parameter counts on every tensor-parallel rank, a replicated one on the first.
+        A sharded parameter counts on every tensor-parallel rank, a replicated one on the first, and
+        an expert on the expert-parallel rank that has it.
         """
         is_first = self._mesh.tp.rank == 0
-        chunks: list[Tensor] = []
+        chunks: dict[bool, list[Tensor]] = {False: [], True: []}
         for _, parameter in self._parameters():
             values = values_of(parameter)
             if values is not None and (is_first or shard_spec(parameter) is not None):
-                chunks += values.to(self._device).flatten().split(NORM_CHUNK)
-        squares = sum_of_squares(chunks, self._device)
+                parts = values.to(self._device).flatten().split(NORM_CHUNK)
+                chunks[expert_group(parameter) is not None] += parts
+        squares, of_experts = (sum_of_squares(each, self._device) for each in chunks.values())
+        if self._mesh.ep.size > 1:
+            dist.all_reduce(of_experts, group=self._mesh.ep.handle)
+        squares += of_experts
         if self._mesh.tp.size > 1:
             dist.all_reduce(squares, group=self._mesh.tp.handle)
         return squares

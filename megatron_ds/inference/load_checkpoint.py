@@ -14,7 +14,7 @@ import torch
 
 from megatron_ds.checkpoint import full_weights, metadata, selection, storage
 from megatron_ds.checkpoint.metadata import RUN, TOKENIZER, CheckpointMetadata
-from megatron_ds.config import ModelConfig, TokenizerConfig
+from megatron_ds.config import ModelConfig, MoEConfig, TokenizerConfig
 from megatron_ds.config.problems import Problem, raise_if_any, user_error
 from megatron_ds.model.gpt import GPTModel
 from megatron_ds.parallel.mesh import Mesh
@@ -22,7 +22,7 @@ from megatron_ds.parallel.rng import RngStreams
 from megatron_ds.tokenizer import Tokenizer, build_tokenizer
 from megatron_ds.tokenizer.stored_files import with_copies
 
-Settings = TypeVar("Settings", ModelConfig, TokenizerConfig)
+Settings = TypeVar("Settings", ModelConfig, MoEConfig, TokenizerConfig)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -67,6 +67,18 @@ def model_config(found: CheckpointMetadata) -> ModelConfig:
         UserError: If the checkpoint has a field unknown to this version.
     """
     return _from_dict(ModelConfig, found.run.config["model"], found)
+
+
+def moe_config(found: CheckpointMetadata) -> MoEConfig:
+    """The model's mixture of experts.
+
+    Raises:
+        UserError: If the checkpoint has a field unknown to this version.
+    """
+    values = dict(found.run.config.get("moe", {}))
+    if "num_experts" in values:
+        values["num_experts"] = tuple(values["num_experts"])
+    return _from_dict(MoEConfig, values, found)
 
 
 def tokenizer_config(found: CheckpointMetadata, given: Mapping[str, Any]) -> TokenizerConfig:
@@ -116,7 +128,10 @@ def load_model(
     config = model_config(found)
     raise_if_any(config.problems(mesh.tp.size))
     dtype = DTYPES[precision or found.run.layout.precision]
-    model = GPTModel(config, mesh=mesh, rng=RngStreams(mesh.tp.rank, device), seed=None)
+    # Dropped tokens would depend on how many tokens are computed at a time.
+    moe = dataclasses.replace(moe_config(found), moe_token_dropping=False)
+    rng = RngStreams(mesh.tp.rank, device)
+    model = GPTModel(config, mesh=mesh, rng=rng, seed=None, moe=moe)
     model = model.to(device=device, dtype=dtype)
     weights = full_weights.iter_full_weights(found)
     full_weights.load_full_weights(model, weights, mesh.tp.rank, mesh.tp.size)

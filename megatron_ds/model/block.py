@@ -41,7 +41,7 @@ class Block(nn.Module):
         group: Group,
         rng: RngStreams,
         init: Initializer,
-        mlp: MLP,
+        mlp: nn.Module,
         checkpoint_core: ActivationCheckpointing | None,
     ) -> None:
         super().__init__()
@@ -68,7 +68,10 @@ class Block(nn.Module):
 
     def use_elementwise(self, functions: Elementwise) -> None:
         """Set the functions that compute the elementwise parts."""
-        self.elementwise = self.attention.elementwise = self.mlp.elementwise = functions
+        self.elementwise = self.attention.elementwise = functions
+        if isinstance(self.mlp, MLP):
+            # For experts they would be compiled again for each number of tokens.
+            self.mlp.elementwise = functions
 
     def compile_parts(self, *, is_core_traceable: bool, dynamic: bool | None) -> None:
         """Compile the layer with torch.compile, on its first call.

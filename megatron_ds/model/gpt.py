@@ -12,7 +12,7 @@ from functools import partial
 
 from torch import Tensor, nn
 
-from megatron_ds.config import ModelConfig
+from megatron_ds.config import ModelConfig, MoEConfig
 from megatron_ds.model.attention import KeyValueCache
 from megatron_ds.model.block import Block
 from megatron_ds.model.elementwise import Elementwise
@@ -26,9 +26,11 @@ from megatron_ds.parallel.activation_checkpointing import ActivationCheckpointin
 from megatron_ds.parallel.fused_linear_cross_entropy import LossKernels
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.parallel.rng import RngStreams
+from megatron_ds.parallel.router_log import RouterLog
 from megatron_ds.parallel.ulysses import own_slice
 
 ALL_LAYERS = slice(None)
+DENSE = MoEConfig()
 
 
 class GPTModel(nn.Module):
@@ -43,6 +45,7 @@ class GPTModel(nn.Module):
         checkpointing: What is recomputed in the backward pass. None: nothing.
         packing: What happens at document boundaries, in passes without a cache. None: nothing.
         stage: Which of `layer_specs` this model has.
+        moe: Which layers have experts, and how many.
     """
 
     embedding: Embedding
@@ -62,11 +65,13 @@ class GPTModel(nn.Module):
         checkpointing: ActivationCheckpointing | None = None,
         packing: PackingOptions | None = None,
         stage: slice = ALL_LAYERS,
+        moe: MoEConfig = DENSE,
     ) -> None:
         super().__init__()
         self.config = config
         self.compiled = "nothing (eager)"
         self.packing = packing
+        self.router_log = RouterLog()
         self._rng = rng
         self._sp = mesh.sp
         granularity = (
@@ -75,7 +80,10 @@ class GPTModel(nn.Module):
         self.checkpointing = checkpointing if granularity == "full" else None
         specs = layer_specs(
             config,
+            moe,
             group=mesh.tp,
+            ep_group=mesh.ep,
+            router_log=self.router_log,
             rng=rng,
             init=Initializer(seed),
             checkpoint_core=checkpointing if granularity == "selective" else None,
@@ -138,7 +146,8 @@ class GPTModel(nn.Module):
         context = self.positions.context(
             tokens_BS.shape[1], offset, x_SBH.dtype, x_SBH.device, packed
         )
-        x_SBH = self._run_blocks(x_SBH, context, cache)
+        with self.router_log.recording(training=self.training):
+            x_SBH = self._run_blocks(x_SBH, context, cache)
         if not self._has_head:
             return x_SBH
         if last_only:

@@ -11,16 +11,18 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from megatron_ds.config import ModelConfig
+from megatron_ds.config import ModelConfig, MoEConfig
 from megatron_ds.model.block import Block
 from megatron_ds.model.embedding import Embedding, build_word_embedding
 from megatron_ds.model.mlp import MLP, TiledMLP
+from megatron_ds.model.moe import MoE
 from megatron_ds.model.norm import build_norm
 from megatron_ds.model.output_layer import OutputLayer
 from megatron_ds.model.weight_init import Initializer
 from megatron_ds.parallel.activation_checkpointing import ActivationCheckpointing
 from megatron_ds.parallel.mesh import Group
 from megatron_ds.parallel.rng import RngStreams
+from megatron_ds.parallel.router_log import RouterLog
 from megatron_ds.parallel.sequence import sum_gradients
 
 
@@ -38,8 +40,11 @@ class LayerSpec:
 
 def layer_specs(
     config: ModelConfig,
+    moe: MoEConfig,
     *,
     group: Group,
+    ep_group: Group,
+    router_log: RouterLog,
     rng: RngStreams,
     init: Initializer,
     checkpoint_core: ActivationCheckpointing | None = None,
@@ -49,7 +54,10 @@ def layer_specs(
 
     Args:
         config: Architecture.
+        moe: Which layers have experts, and how many.
         group: Tensor-parallel group.
+        ep_group: Expert-parallel group.
+        router_log: Receives what the routers report.
         rng: Random streams of dropout.
         init: Draws the initial weights.
         checkpoint_core: Recomputes the attention cores. None: they are stored.
@@ -57,7 +65,11 @@ def layer_specs(
     """
 
     def block(layer: int) -> nn.Module:
-        mlp = (TiledMLP if tiled_mlp else MLP)(config, layer, group=group, init=init)
+        mlp: nn.Module
+        if moe.has_experts(layer):
+            mlp = MoE(config, moe, layer, group=group, ep_group=ep_group, init=init, log=router_log)
+        else:
+            mlp = (TiledMLP if tiled_mlp else MLP)(config, layer, group=group, init=init)
         return Block(
             config, layer, group=group, rng=rng, init=init, mlp=mlp, checkpoint_core=checkpoint_core
         )

@@ -45,6 +45,26 @@ def start_all_reduce_(x: Tensor, group: Group) -> dist.Work | None:
     return work
 
 
+def copy_to_group(x: Tensor, group: Group) -> Tensor:
+    """Forward: identity, of what all ranks have. Backward: sum over the group."""
+    return x if group.size == 1 else _Copy.apply(x, group)
+
+
+def all_to_all(x: Tensor, send: list[int], receive: list[int], group: Group) -> Tensor:
+    """Exchange rows between all ranks of a group. Backward: the exchange in the other direction.
+
+    Args:
+        x: Rows in the order of the ranks that they are for, [sum(send), ...].
+        send: Rows for each rank.
+        receive: Rows from each rank.
+        group: The group.
+
+    Returns:
+        Rows in the order of the ranks that they are from, [sum(receive), ...].
+    """
+    return x if group.size == 1 else _AllToAll.apply(x, send, receive, group)
+
+
 def gather_from_group(x: Tensor, group: Group) -> Tensor:
     """Forward: concatenation along the last dimension. Backward: this rank's slice."""
     return x if group.size == 1 else _Gather.apply(x, group)
@@ -144,3 +164,32 @@ class _Gather(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         group = ctx.group
         return grad.chunk(group.size, dim=-1)[group.rank].contiguous(), None
+
+
+class _Copy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        grad = grad.clone(memory_format=torch.contiguous_format)
+        return reduce_from_group_(grad, ctx.group), None
+
+
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, send: list[int], receive: list[int], group: Group) -> Tensor:
+        ctx.send, ctx.receive, ctx.group = send, receive, group
+        return _exchange(x, send, receive, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return _exchange(grad, ctx.receive, ctx.send, ctx.group), None, None, None
+
+
+def _exchange(x: Tensor, send: list[int], receive: list[int], group: Group) -> Tensor:
+    received = x.new_empty(sum(receive), *x.shape[1:])
+    dist.all_to_all_single(received, x.contiguous(), receive, send, group=group.handle)
+    return received

@@ -1,8 +1,9 @@
-"""How a parameter is sharded over tensor-parallel ranks.
+"""How a parameter is sharded over tensor-parallel and expert-parallel ranks.
 
 Owns the declaration, attached to a parameter where it is created. Gradient norms, checkpoints and
-conversions read it and guess nothing from names. Also sets the mark by which DeepSpeed
-distinguishes sharded from replicated parameters when it sums gradient norms.
+conversions read it and guess nothing from names. Also sets the marks by which DeepSpeed
+distinguishes sharded from replicated parameters when it sums gradient norms, and experts from
+parameters that all data-parallel ranks have.
 """
 
 from __future__ import annotations
@@ -80,6 +81,28 @@ def shard_spec(param: torch.nn.Parameter) -> ShardSpec | None:
     """How a parameter is sharded; None if it is replicated."""
     spec: ShardSpec | None = getattr(param, "shard_spec", None)
     return spec
+
+
+def mark_experts(param: torch.nn.Parameter, ep_size: int) -> None:
+    """Mark a parameter as the experts of this rank, stacked along dimension 0.
+
+    Without expert parallelism every data-parallel rank has all experts: a parameter like others.
+    """
+    if ep_size > 1:
+        # DeepSpeed averages such a parameter's gradient over the group of this name.
+        param.allreduce = False  # type: ignore[attr-defined]
+        param.group_name = expert_group_name(ep_size)  # type: ignore[attr-defined]
+
+
+def expert_group_name(ep_size: int) -> str:
+    """DeepSpeed's name of the process groups of an expert-parallel size."""
+    return f"ep_size_{ep_size}"
+
+
+def expert_group(param: torch.nn.Parameter) -> str | None:
+    """Name of the group of a parameter that `mark_experts` has marked; None for others."""
+    name: str | None = getattr(param, "group_name", None)
+    return name
 
 
 def sharded_parameter(shard: Tensor, spec: ShardSpec) -> torch.nn.Parameter:

@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from megatron_ds import schedules
-from megatron_ds.config import Config
+from megatron_ds.config import Config, MoEConfig
 from megatron_ds.config.fields import in_effect
 from megatron_ds.config.problems import counted
 from megatron_ds.engine.memory_estimate import MemoryEstimate
@@ -94,22 +94,28 @@ def banner(facts: BannerData, *, width: int = WIDTH, terminal: bool = False) -> 
 def _layout(facts: BannerData) -> Lines:
     mesh, is_sharded = facts.mesh, in_effect(facts.config.parallel).sequence_parallel
     slices = f"sequence parallel {mesh.sp.size} (Ulysses) x " if mesh.sp.size > 1 else ""
+    of_experts = ""
+    if mesh.ep.size > 1:
+        of_experts = f" (expert parallel {mesh.ep.size} x {mesh.expert_dp.size})"
     processes = (
         f"{mesh.world_size} on {facts.device} = tensor parallel {mesh.tp.size}"
         f"{' (with sequence parallelism)' if is_sharded else ''} x {slices}data parallel "
-        f"{mesh.dp.size}, {counted(facts.threads, 'thread')} each"
+        f"{mesh.dp.size}{of_experts}, {counted(facts.threads, 'thread')} each"
     )
     if mesh.world_size == 1:
         return [("processes", processes)]
     groups = f"tensor parallel {_ranks(mesh.tp.ranks)}; data parallel {_ranks(mesh.dp.ranks)}"
     if mesh.sp.size > 1:
         groups += f"; sequence parallel {_ranks(mesh.sp.ranks)}"
+    if mesh.ep.size > 1:
+        groups += f"; expert parallel {_ranks(mesh.ep.ranks)}"
     return [("processes", processes), ("groups", f"of rank 0: {groups}")]
 
 
 def _model(facts: BannerData) -> Lines:
-    model, tp = facts.config.model, facts.mesh.tp.size
-    parameters = f"{parameters_per_rank(model, tp):,} parameters"
+    model, moe, mesh = facts.config.model, facts.config.moe, facts.mesh
+    tp = mesh.tp.size
+    parameters = f"{parameters_per_rank(model, tp, moe, mesh.ep.size):,} parameters"
     shape = (
         f"{counted(model.num_layers, 'layer')}, hidden {model.hidden_size}, "
         f"{counted(model.num_attention_heads, 'head')} of {model.head_dim} "
@@ -118,11 +124,29 @@ def _model(facts: BannerData) -> Lines:
         f"{model.normalization}, positions {model.position_embedding_type}"
     )
     size = (
-        f"{parameters}{' per tensor-parallel rank' if tp > 1 else ''}; "
+        f"{parameters}{' per model-parallel rank' if tp * mesh.ep.size > 1 else ''}; "
         f"vocabulary {model.vocab_size}, padded to {model.padded_vocab(tp)}; "
         f"sequence {model.seq_length}"
     )
-    return [("shape", shape), ("size", size)]
+    return [
+        ("shape", shape),
+        ("size", size),
+        *([("experts", _experts(moe))] if moe.is_used else []),
+    ]
+
+
+def _experts(moe: MoEConfig) -> str:
+    """Routing and auxiliary losses."""
+    factor = moe.capacity_factor(training=True)
+    limit = "dropless" if factor is None else f"capacity factor {factor:g}"
+    if factor is not None:
+        limit += f", at least {moe.moe_min_capacity} tokens, by {moe.moe_token_drop_policy}"
+    layers = "every layer" if moe.expert_interval == 1 else f"1 of {moe.expert_interval} layers"
+    weights = "all experts" if moe.is_pre_softmax else "the selected ones"
+    return (
+        f"{moe.experts} in {layers}, top {moe.moe_router_topk} with softmax over {weights}, "
+        f"{limit}; load-balancing loss x {moe.aux_loss_coeff:g}, z-loss x {moe.moe_z_loss_coeff:g}"
+    )
 
 
 def _batch(facts: BannerData) -> Lines:

@@ -107,7 +107,8 @@ def interval_line(record: IntervalRecord) -> str:
         last.grad_norm is not None and f"grad norm: {last.grad_norm:.3f}",
         record.params_norm is not None and f"params norm: {record.params_norm:.3f}",
         last.curriculum_seqlen is not None and f"curriculum seqlen: {last.curriculum_seqlen:5d}",
-        *(f"{name}: {value:.6E}" for name, value in record.extras.items()),
+        # Those of a series, such as one of each expert, are in the files only.
+        *(f"{name}: {value:.6E}" for name, value in record.extras.items() if "/" not in name),
         f"number of skipped iterations: {record.skipped:3d}",
         f"number of nan iterations: {record.nan:3d}",
         record.samples_per_second is not None

@@ -104,6 +104,7 @@ def build_trainer(
     mesh = Mesh.build(
         parallel.tensor_model_parallel_size,
         sp_size=parallel.ds_sequence_parallel_size,
+        ep_size=config.expert_parallel_size,
         timeout=timeout,
     )
     print_arguments(config, context, mesh)
@@ -230,7 +231,7 @@ def _build_metrics(
     return Metrics(
         ThroughputModel(
             flops_per_sample=lambda tokens: model_flops_per_sample(
-                dataclasses.replace(config.model, seq_length=tokens), padded
+                dataclasses.replace(config.model, seq_length=tokens), padded, config.moe
             ),
             seq_length=config.model.seq_length,
             world_size=context.world_size,

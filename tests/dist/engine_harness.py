@@ -32,7 +32,7 @@ from megatron_ds.engine.zero import ZeroEngine
 from megatron_ds.launch.environment import prepare_environment
 from megatron_ds.parallel.collectives import all_gather
 from megatron_ds.parallel.mesh import Group, Mesh
-from megatron_ds.parallel.sharding import shard_spec, unshard
+from megatron_ds.parallel.sharding import expert_group, shard_spec, unshard
 from megatron_ds.train_state import StepPlan
 from tests.dist.reference import EOD, Run, Samples, Tensors
 
@@ -48,16 +48,18 @@ class Meshes(dict[int, Mesh]):
 
     def __init__(self, by_tp_size: dict[int, Mesh]) -> None:
         super().__init__(by_tp_size)
-        self._others: dict[tuple[int, int], Mesh] = {}
+        self._others: dict[tuple[int, int, int], Mesh] = {}
 
     def of(self, parallel: ParallelConfig) -> Mesh:
         """The mesh of a layout. Collective."""
         tp_size, sp_size = parallel.tensor_model_parallel_size, parallel.ds_sequence_parallel_size
-        if sp_size == 1:
+        ep_size = parallel.expert_model_parallel_size
+        if sp_size == ep_size == 1:
             return self[tp_size]
-        if (tp_size, sp_size) not in self._others:
-            self._others[tp_size, sp_size] = Mesh.build(tp_size, sp_size=sp_size)
-        return self._others[tp_size, sp_size]
+        key = tp_size, sp_size, ep_size
+        if key not in self._others:
+            self._others[key] = Mesh.build(tp_size, sp_size=sp_size, ep_size=ep_size)
+        return self._others[key]
 
 
 def prepare() -> Meshes:
@@ -206,10 +208,11 @@ def _record_gradients(engine: ZeroEngine, mesh: Mesh, run: Run) -> None:
         if ds_engine.is_gradient_accumulation_boundary():
             (rate,) = {group["lr"] for group in ds_engine.optimizer.param_groups}
             run.rates.append(rate)
-            parameters = engine._engine.module.named_parameters()
-            run.gradients.append(
-                {name: full_tensor(safe_get_full_grad(p), p, mesh.tp) for name, p in parameters}
-            )
+            gradients = {}
+            for name, parameter in engine._engine.module.named_parameters():
+                own = safe_get_full_grad(parameter)
+                gradients[name] = full_tensor(own, parameter, mesh.tp, mesh.ep)
+            run.gradients.append(gradients)
         step()
 
     ds_engine.step = record_and_step
@@ -220,14 +223,25 @@ def full_weights(engine: ZeroEngine, mesh: Mesh) -> Tensors:
     weights = {}
     for name, param in engine._engine.module.named_parameters():
         with deepspeed.zero.GatheredParameters([param], enabled=hasattr(param, "ds_id")):
-            weights[name] = full_tensor(param.detach(), param, mesh.tp)
+            weights[name] = full_tensor(param.detach(), param, mesh.tp, mesh.ep)
     return weights
 
 
-def full_tensor(value: torch.Tensor, param: nn.Parameter, group: Group) -> torch.Tensor:
-    """Joins the tensor-parallel shards of a tensor shaped like a parameter; a copy in fp32."""
+def full_tensor(
+    value: torch.Tensor, param: nn.Parameter, group: Group, ep_group: Group | None = None
+) -> torch.Tensor:
+    """Joins the shards of a tensor shaped like a parameter; a copy in fp32.
+
+    Args:
+        value: The shard.
+        param: The parameter.
+        group: Tensor-parallel group.
+        ep_group: Expert-parallel group, over which experts are joined.
+    """
     spec = shard_spec(param)
     full = value if spec is None else unshard(list(all_gather(value, group)), spec)
+    if ep_group is not None and expert_group(param) is not None:
+        full = torch.cat(list(all_gather(full, ep_group)))
     return full.float().clone()
 
 

@@ -47,6 +47,10 @@ VALUES = {name: tuple(axis.values) for name, axis in support.AXES.items()} | {
 SIZES = ("tp", "sp", "pp")
 """Axes whose sizes multiply to a divisor of the number of ranks."""
 TEST_FLAGS = {
+    **dict.fromkeys(
+        [("experts", "replicated"), ("experts", "distributed")],
+        "--moe-aux-loss-coeff 0.1 --moe-z-loss-coeff 0.01",
+    ),
     ("precision", "fp16"): "--allow-fp16-on-cpu --loss-scale 512",
     # As in parity_cases.OPTIMIZERS: Adam without elements whose update is the sign of rounding.
     ("optimizer", "adam"): "--lr 0.01 --adam-beta2 0.95 --adam-eps 1e-3 --weight-decay 0.1 "
@@ -118,24 +122,29 @@ def plans_of(run: RunLayout, config: Config) -> list[StepPlan]:
 
 def reference_of(run: RunLayout) -> Run:
     """The run of one process without DeepSpeed, in fp32."""
-    kept = ("model", "optimizer", "documents", "curriculum")
-    return _reference(tuple((axis, run[axis]) for axis in kept))
+    kept = {axis: run[axis] for axis in ("model", "optimizer", "documents", "curriculum")}
+    if run["experts"] == "none":
+        return _reference(tuple(kept.items()))
+    # The load-balancing loss is that of a micro-batch.
+    return _reference(tuple({**kept, "experts": "replicated"}.items()), _micro_batch_size(run))
 
 
 @functools.cache
-def _reference(values: tuple[tuple[str, str], ...]) -> Run:
+def _reference(values: tuple[tuple[str, str], ...], micro_batch_size: int | None = None) -> Run:
     run = {axis: axis_.default for axis, axis_ in support.AXES.items()}
     run |= {"world": "1", "accumulation": "1", **dict(values)}
     config, problems = configure(run)
     assert problems == []
     packed = PackingOptions(EOD, False, True, FlexKernel(dense_flex))
     rules = packed if config.data.reset_attention_mask else None
-    return train_reference(config, samples_of(run), plans_of(run, config), rules)
+    plans = plans_of(run, config)
+    return train_reference(config, samples_of(run), plans, rules, micro_batch_size)
 
 
 def is_accepted(run: RunLayout) -> bool:
     """Whether the matrix accepts a run, or a part of one, so far."""
-    if int(run.get("world", "4")) % _ranks_of_a_replica(run):
+    copies = 2 if run.get("experts") == "distributed" else 1
+    if int(run.get("world", "4")) % (_ranks_of_a_replica(run) * copies):
         return False
     return not any(
         rule.values.keys() <= run.keys() and rule.forbids(run)

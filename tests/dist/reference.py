@@ -111,6 +111,7 @@ def train_reference(
         rng=rng,
         seed=config.runtime.seed,
         packing=documents,
+        moe=config.moe,
     )
     named = dict(model.named_parameters())
     optimizer = _optimizer(config.optimizer, config.model, named)
@@ -120,7 +121,9 @@ def train_reference(
         tokens = samples.batch(consumed, plan.global_batch_size)[:, : plan.seq_length + 1]
         model.zero_grad()
         losses = []
-        for part in tokens.split(micro_batch_size or len(tokens)):
+        parts = tokens.split(micro_batch_size or len(tokens))
+        model.router_log.gradient_scale = 1.0 / len(parts)
+        for part in parts:
             rng.begin_step(config.runtime.seed, consumed, 0)
             consumed += len(part)
             mask = part[:, :-1] != EOD if config.data.eod_mask_loss else None
@@ -238,10 +241,11 @@ def _optimizer(
         hidden = {name for name, p in named.items() if name.startswith("layers.") and p.dim() > 1}
         matrices = [(named[name], _fused_rows(config, name)) for name in sorted(hidden)]
         named = {name: p for name, p in named.items() if name not in hidden}
-    parameters = list(named.values())
+    # The biases of experts are stacked.
+    decaying = {name for name, p in named.items() if p.dim() > 1 and not name.endswith(".bias")}
     groups = [
-        {"params": [p for p in parameters if p.dim() > 1], "weight_decay": options.weight_decay},
-        {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
+        {"params": [named[n] for n in sorted(decaying)], "weight_decay": options.weight_decay},
+        {"params": [named[n] for n in sorted(named.keys() - decaying)], "weight_decay": 0.0},
     ]
     if options.optimizer == "sgd":
         return torch.optim.SGD(groups, lr=options.lr, momentum=options.sgd_momentum)

@@ -27,6 +27,7 @@ GROUPED = "--train-samples 10_000 --rampup-batch-size 2 2 1_000"
 SIGNED = "--lr 1e-4 --seed -1 --min-lr=-.5"
 CHOICES = "--position-embedding-type rotary --normalization rmsnorm"
 ROPE, NO_POSITION = "--use-rotary-position-embeddings", "--no-position-embedding"
+EXPERTS = {"num_experts": (4, 2), "expert_model_parallel_size": 2}
 WIDTH = "--hidden-size 96 --glu-activation geglu"
 VALID: list[tuple[str, dict[str, Any]]] = [
     ("--num-layers 3", {"num_layers": 3}),
@@ -63,7 +64,8 @@ VALID: list[tuple[str, dict[str, Any]]] = [
         {"hidden_size": 96, "activation": "geglu", "ffn_hidden_size": 8},
     ),
     # Refused flags are accepted where they request what is done.
-    ("--num-experts 1 --dataloader-type single", {}),
+    ("--num-experts 4 2 --moe-expert-parallel-size 2", EXPERTS),
+    ("--dataloader-type single", {}),
     (
         "--context-parallel-size 2 --cp-comm-type a2a",
         {"ds_sequence_parallel_size": 2, "cp_comm_type": "a2a"},
@@ -115,8 +117,7 @@ INVALID = [
     ("--warmup 5", "unsupported-flag", "", "--warmup 5 "),
     ("--warmup 5", "unsupported-flag", "", "--lr-warmup-samples"),
     ("--skip-train-iteration-range 1-2 5-7", "unsupported-flag", "", "range 1-2 5-7"),
-    ("--num-experts 1 2", "unsupported-flag", "", "--num-experts 1 2"),
-    ("--num-experts", "unsupported-flag", "", "--num-experts"),
+    ("--mlp-type residual", "unsupported-flag", "", "--mlp-type residual"),
     ("--dataloader-type cyclic", "unsupported-flag", "", "cyclic"),
     ("stray --num-layers 2", "unexpected-argument", "", "'stray'"),
     ("--num-layers 2 stray", "unexpected-argument", "", "'stray'"),

@@ -31,6 +31,7 @@ DP_SIZE = 2
 ROPE = {"position_embedding_type": "rope"}
 FULL = {"recompute_granularity": "full"}
 SEQUENCE_PARALLEL = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+EXPERTS = {"num_experts": (4,)}
 WSD = {"lr_decay_style": "WSD"}
 
 
@@ -54,6 +55,9 @@ def problems(config: Config, dp_size: int = DP_SIZE) -> list[Problem]:
         {**FULL, "deepspeed_activation_checkpointing": True, "profile_backward": True},
         {**FULL, "partition_activations": True, "checkpoint_in_cpu": True},
         {**FULL, "checkpoint_num_layers": 2},
+        {**EXPERTS, "expert_interval": 2, "expert_model_parallel_size": 2},
+        {"num_experts": (4, 4), "moe_router_topk": 4},
+        {"num_experts": (1,), "moe_router_topk": 2, "expert_interval": 3},
         {**SEQUENCE_PARALLEL, **FULL, "curriculum_seqlen": (8, 64, 9)},
         {**SEQUENCE_PARALLEL, "tensor_model_parallel_size": 1, "seq_length": 63},
         {**WSD, "lr_wsd_decay_samples": 400},
@@ -72,6 +76,19 @@ CASES: list[tuple[dict[str, Any], str]] = [
     ({"num_query_groups": 4}, "heads-not-divisible-by-query-groups"),
     ({"max_position_embeddings": 8}, "sequence-exceeds-position-embeddings"),
     ({**ROPE, "rotary_percent": 0.4}, "odd-rotary-dimension: rotary_percent kv_channels"),
+    # Mixture of experts.
+    ({"expert_model_parallel_size": 2}, "expert-parallel-size-without-experts"),
+    ({"num_experts": (4, 2)}, "numbers-of-experts-differ"),
+    ({"num_experts": (2,), "moe_router_topk": 3}, "topk-exceeds-experts"),
+    ({**EXPERTS, "expert_interval": 3}, "no-layer-has-experts: expert_interval num_layers"),
+    (
+        {"num_experts": (3,), "expert_model_parallel_size": 2},
+        "experts-not-divisible-by-expert-parallel-size",
+    ),
+    (
+        {**EXPERTS, "expert_model_parallel_size": 4},
+        "data-parallel-size-not-divisible-by-expert-parallel-size: expert_model_parallel_size",
+    ),
     # Activation checkpointing.
     (
         {**FULL, "checkpoint_num_layers": 3},
@@ -401,6 +418,17 @@ INEFFECTIVE: dict[str, list[tuple[Any, dict[str, Any]]]] = {
     "synchronize_each_layer": [(True, {}), (True, FULL), (True, PARTITIONED)],
     "profile_backward": [(True, FULL)],
     "remote_device": [("cpu", {}), ("nvme", {"zero_stage": 2, "log_params_norm": True})],
+    "expert_interval": [(3, {})],
+    "moe_router_topk": [(3, {})],
+    "moe_router_pre_softmax": [(True, {})],
+    "moe_router_load_balancing_type": [("none", {})],
+    "moe_aux_loss_coeff": [(0.1, {}), (0.1, {**EXPERTS, "moe_router_load_balancing_type": "none"})],
+    "moe_z_loss_coeff": [(0.1, {})],
+    "moe_expert_capacity_factor": [(1.0, {}), (1.0, {**EXPERTS, "moe_token_dropping": False})],
+    "moe_eval_capacity_factor": [(1.0, {}), (1.0, {**EXPERTS, "moe_token_dropping": False})],
+    "moe_min_capacity": [(4, {}), (4, {**EXPERTS, "moe_token_dropping": False})],
+    "moe_token_drop_policy": [("position", {})],
+    "moe_token_dropping": [(False, {})],
     "tensorboard_queue_size": [(5, {})],
     "tensorboard_log_interval": [(5, {})],
     "log_timers_to_tensorboard": [(True, {})],

@@ -1,0 +1,293 @@
+"""Mixture of experts: a router, and feed-forward networks of which each token uses a few.
+
+The experts are distributed over the expert-parallel ranks, to which their tokens are sent by
+all-to-all, and from which the outputs come back in the same way. The width of each expert is
+sharded over the tensor-parallel group, whose ranks all route the same tokens.
+
+Shapes: S sequence, B micro-batch, H hidden, T = S x B tokens, E experts, e experts of this rank,
+K experts per token, A assignments of a token to an expert, at most T x K, R rows that this rank's
+experts receive.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron_ds.config import ModelConfig, MoEConfig
+from megatron_ds.model.elementwise import EAGER
+from megatron_ds.model.weight_init import Initializer
+from megatron_ds.parallel.collectives import all_to_all, copy_to_group, reduce_from_group_
+from megatron_ds.parallel.mesh import Group
+from megatron_ds.parallel.router_log import RouterLog
+from megatron_ds.parallel.sharding import ShardSpec, mark_experts, sharded_parameter
+
+
+class Routing(NamedTuple):
+    """Which experts the tokens of a micro-batch use."""
+
+    experts_TK: Tensor
+    weights_TK: Tensor
+    """Factors of the experts' outputs, in fp32."""
+    load_E: Tensor
+    """Fraction of the assignments."""
+    aux_loss: Tensor
+    """E x the sum over experts of load and mean probability; 1 if both are uniform (Fedus et al.
+    2021, equation 4)."""
+    z_loss: Tensor
+    """Mean square of the logarithm of the softmax's denominator (Zoph et al. 2022, equation 5)."""
+
+
+class MoE(nn.Module):
+    """The feed-forward layer as a mixture of experts: [S, B, H] to [S, B, H].
+
+    Args:
+        config: Architecture; each expert is a feed-forward layer of it.
+        moe: Number of experts, and how tokens are assigned to them.
+        layer: Number of the layer, from 0.
+        group: Tensor-parallel group.
+        ep_group: Expert-parallel group.
+        init: Draws the initial weights.
+        log: Receives the router's losses and loads.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        moe: MoEConfig,
+        layer: int,
+        *,
+        group: Group,
+        ep_group: Group,
+        init: Initializer,
+        log: RouterLog,
+    ) -> None:
+        super().__init__()
+        self.moe, self.ep_group, self.log = moe, ep_group, log
+        name = f"layers.{layer}.mlp"
+        self.router = Router(config, moe, init, f"{name}.router")
+        self.experts = Experts(
+            config, moe.experts, group=group, ep_group=ep_group, init=init, name=f"{name}.experts"
+        )
+
+    def forward(self, x_SBH: Tensor) -> Tensor:
+        x_TH = x_SBH.flatten(0, 1)
+        routing: Routing = self.router(x_TH)
+        order_A, counts_E = sort_assignments(routing, self._capacity(len(x_TH)), self.moe)
+        y_AH = self._run_experts(x_TH[order_A // self.moe.moe_router_topk], counts_E)
+        total = routing.experts_TK.numel()
+        # Where an expert has dropped a token, its output is zero.
+        y_TKH = y_AH.new_zeros(total, x_TH.shape[1]).index_copy(0, order_A, y_AH)
+        y_TKH = y_TKH.view(*routing.experts_TK.shape, -1)
+        out_TH = (y_TKH * routing.weights_TK.to(y_TKH.dtype).unsqueeze(-1)).sum(1)
+        self._record(routing, dropped=1.0 - len(order_A) / total)
+        loss = self.moe.aux_loss_coeff * routing.aux_loss
+        loss = loss + self.moe.moe_z_loss_coeff * routing.z_loss
+        return self.log.add_gradient(out_TH, loss).view(x_SBH.shape)
+
+    def _capacity(self, tokens: int) -> int | None:
+        """Tokens that an expert accepts of a micro-batch; None: all."""
+        factor = self.moe.capacity_factor(training=self.training)
+        if factor is None:
+            return None
+        equal = tokens * self.moe.moe_router_topk / self.moe.experts
+        return max(self.moe.moe_min_capacity, math.ceil(factor * equal))
+
+    def _run_experts(self, x_AH: Tensor, counts_E: Tensor) -> Tensor:
+        """The outputs for rows that are in the order of their experts."""
+        ep_size = self.ep_group.size
+        if ep_size == 1:
+            y_AH: Tensor = self.experts(x_AH, counts_E.tolist())
+            return y_AH
+        to_ranks = counts_E.view(ep_size, -1)
+        from_ranks = torch.empty_like(to_ranks)
+        dist.all_to_all_single(from_ranks, to_ranks, group=self.ep_group.handle)
+        # The one wait for the device.
+        sent, received = torch.stack([to_ranks, from_ranks]).tolist()
+        send, receive = ([sum(counts) for counts in each] for each in (sent, received))
+        rows_RH = all_to_all(x_AH, send, receive, self.ep_group)
+        # The rows are in the order of the ranks that sent them, each rank's by expert.
+        numbers = torch.arange(to_ranks.shape[1], device=x_AH.device).repeat(ep_size)
+        expert_R = numbers.repeat_interleave(from_ranks.flatten(), output_size=len(rows_RH))
+        by_expert_R = expert_R.argsort(stable=True)
+        counts = [sum(column) for column in zip(*received, strict=True)]
+        y_RH = self.experts(rows_RH[by_expert_R], counts)[by_expert_R.argsort()]
+        return all_to_all(y_RH, receive, send, self.ep_group)
+
+    def _record(self, routing: Routing, dropped: float) -> None:
+        load_E = routing.load_E
+        self.log.record(
+            {
+                "load_balancing_loss": routing.aux_loss,
+                "z_loss": routing.z_loss,
+                "dropped": load_E.new_full((), dropped),
+                "load": load_E,
+                "largest": load_E.max(),
+            }
+        )
+
+
+class Router(nn.Module):
+    """Selects K experts for each token, by fp32 logits.
+
+    Args:
+        config: Architecture.
+        moe: How experts are selected and weighed.
+        init: Draws the initial weight.
+        name: Canonical name.
+    """
+
+    def __init__(self, config: ModelConfig, moe: MoEConfig, init: Initializer, name: str) -> None:
+        super().__init__()
+        self.moe = moe
+        shape = (moe.experts, config.hidden_size)
+        self.weight = nn.Parameter(torch.empty(shape))
+        draw = init.normal(f"{name}.weight", config.init_method_std)
+        with torch.no_grad():
+            self.weight.copy_(draw(shape, 0, [range(moe.experts)]))
+
+    def forward(self, x_TH: Tensor) -> Routing:
+        size, num_selected = self.moe.experts, self.moe.moe_router_topk
+        logits_TE = F.linear(x_TH.float(), self.weight.float())
+        probabilities_TE = logits_TE.softmax(-1)
+        if self.moe.is_pre_softmax:
+            weights_TK, experts_TK = probabilities_TE.topk(num_selected)
+        else:
+            selected_TK, experts_TK = logits_TE.topk(num_selected)
+            weights_TK = selected_TK.softmax(-1)
+        load_E = experts_TK.flatten().bincount(minlength=size) / experts_TK.numel()
+        return Routing(
+            experts_TK,
+            weights_TK,
+            load_E,
+            aux_loss=size * (load_E * probabilities_TE.mean(0)).sum(),
+            z_loss=logits_TE.logsumexp(-1).square().mean(),
+        )
+
+
+def sort_assignments(
+    routing: Routing, capacity: int | None, moe: MoEConfig
+) -> tuple[Tensor, Tensor]:
+    """Sort the assignments by expert, and drop those that exceed an expert's capacity.
+
+    Args:
+        routing: Selected experts.
+        capacity: Tokens that an expert accepts. None: all.
+        moe: Which tokens an expert keeps.
+
+    Returns:
+        Positions in [T x K] of the assignments that remain, [A], and their number for each expert,
+        [E].
+    """
+    experts = routing.experts_TK.flatten()
+    counts_E = experts.bincount(minlength=moe.experts)
+    if capacity is None:
+        return experts.argsort(stable=True), counts_E
+    if moe.moe_token_drop_policy == "probs":
+        order = routing.weights_TK.flatten().argsort(descending=True, stable=True)
+        order = order[experts[order].argsort(stable=True)]
+    else:
+        order = experts.argsort(stable=True)
+    starts_E = counts_E.cumsum(0) - counts_E
+    place = torch.arange(len(order), device=order.device) - starts_E[experts[order]]
+    return order[place < capacity], counts_E.clamp(max=capacity)
+
+
+class Experts(nn.Module):
+    """The experts of this rank: feed-forward layers whose weights are stacked along dimension 0.
+
+    Args:
+        config: Architecture.
+        num_experts: Experts of all ranks.
+        group: Tensor-parallel group.
+        ep_group: Expert-parallel group; each rank has consecutive experts.
+        init: Draws the initial weights, each expert's by its number.
+        name: Canonical name.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        num_experts: int,
+        *,
+        group: Group,
+        ep_group: Group,
+        init: Initializer,
+        name: str,
+    ) -> None:
+        super().__init__()
+        self.group = group
+        self.activation, self.gelu_kind = config.activation, config.gelu_kind
+        hidden, width, std = config.hidden_size, config.mlp_hidden_size, config.init_method_std
+        local = num_experts // ep_group.size
+        own = range(ep_group.rank * local, (ep_group.rank + 1) * local)
+
+        def stack(layer: str, shape: tuple[int, int], spec: ShardSpec, std: float) -> nn.Parameter:
+            # Without the experts' dimension, in which the weights are drawn.
+            dim = spec.dim - 1
+            part = spec.ranges(group.rank, group.size)
+            weights = [
+                init.normal(f"{name}.{expert}.{layer}.weight", std)(shape, dim, part)
+                for expert in own
+            ]
+            return sharded_parameter(torch.stack(weights), spec)
+
+        # Gate and up are sections of one matrix, so that each rank has its slice of both.
+        rows = ShardSpec(1, (width,) * (2 if config.is_gated else 1))
+        columns, size_in = ShardSpec(2, (width,)), sum(rows.sections)
+        bias_in = bias_out = None
+        if config.add_bias_linear:
+            bias_in = sharded_parameter(torch.zeros(local, size_in // group.size), rows)
+            bias_out = nn.Parameter(torch.zeros(local, hidden))
+        out_std = std / (2.0 * config.num_layers) ** 0.5
+        self.fc_in = _StackedLinear(stack("fc_in", (size_in, hidden), rows, std), bias_in)
+        self.fc_out = _StackedLinear(
+            stack("fc_out", (hidden, width), columns, out_std), bias_out, reduce_over=group
+        )
+        for parameter in self.parameters():
+            mark_experts(parameter, ep_group.size)
+
+    def forward(self, x_RH: Tensor, counts: list[int]) -> Tensor:
+        """The experts' outputs for rows that are in the order of the experts.
+
+        Args:
+            x_RH: The rows, the same on all tensor-parallel ranks.
+            counts: Number of rows of each expert.
+        """
+        inner = self.fc_in(copy_to_group(x_RH, self.group), counts)
+        y_RH: Tensor = self.fc_out(EAGER.activate(inner, self.activation, self.gelu_kind), counts)
+        return y_RH
+
+
+class _StackedLinear(nn.Module):
+    """x W^T + b with a weight [e, out, in] and a bias [e, out] for each expert.
+
+    Args:
+        weight: Marked as it is sharded.
+        bias: Marked as it is sharded.
+        reduce_over: Sum the products over this group, before the bias is added. The outputs are
+            then complete before they are weighed, and so is the gradient of the weights' router.
+    """
+
+    def __init__(
+        self, weight: nn.Parameter, bias: nn.Parameter | None, reduce_over: Group | None = None
+    ) -> None:
+        super().__init__()
+        self.weight, self.bias, self.reduce_over = weight, bias, reduce_over
+
+    def forward(self, x: Tensor, counts: list[int]) -> Tensor:
+        # `unbind` sums the gradients once; indexing would make a full gradient for each expert.
+        # An expert without rows takes part, so that its gradient is zero and not missing.
+        pairs = zip(x.split(counts), self.weight.unbind(0), strict=True)
+        y = torch.cat([F.linear(rows, weight) for rows, weight in pairs])
+        if self.reduce_over is not None:
+            y = reduce_from_group_(y, self.reduce_over)
+        if self.bias is None:
+            return y
+        outputs = zip(y.split(counts), self.bias.unbind(0), strict=True)
+        return torch.cat([rows + bias for rows, bias in outputs])

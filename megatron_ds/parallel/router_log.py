@@ -1,0 +1,75 @@
+"""What the routers of a model report, and the scale of their auxiliary losses' gradients.
+
+The auxiliary losses are no part of the model's output: each mixture-of-experts layer adds their
+gradient to that of its own output in the backward pass. So activation checkpointing and ZeRO see
+one output per layer, and the logged loss is that of the language model alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class RouterLog:
+    """Collects the values of all layers over the micro-batches of a step.
+
+    Attributes:
+        gradient_scale: Factor of the auxiliary losses' gradients: that of the loss of a micro-batch
+            in the backward pass, which is one over the number of micro-batches, times the loss
+            scale of fp16.
+    """
+
+    def __init__(self) -> None:
+        self.gradient_scale = 1.0
+        self._totals: dict[str, Tensor] = {}
+        self._count = 0
+        self._is_open = False
+
+    @contextmanager
+    def recording(self, *, training: bool) -> Iterator[None]:
+        """Record the layers that run in the context, in training.
+
+        A recomputation is outside of it, so that nothing counts twice.
+        """
+        self._is_open = training
+        try:
+            yield
+        finally:
+            self._is_open = False
+
+    def record(self, values: dict[str, Tensor]) -> None:
+        """Add the values of a layer, tensors of any shape."""
+        if self._is_open:
+            self._count += 1
+            for name, value in values.items():
+                value = value.detach().float()
+                self._totals[name] = self._totals.get(name, torch.zeros_like(value)) + value
+
+    def take(self) -> dict[str, Tensor]:
+        """The means over layers and micro-batches since the last call."""
+        means = {name: total / self._count for name, total in self._totals.items()}
+        self._totals, self._count = {}, 0
+        return means
+
+    def add_gradient(self, x: Tensor, loss: Tensor) -> Tensor:
+        """Forward: x. Backward: the gradient of x, and that of the loss, scaled."""
+        if not loss.requires_grad:
+            return x
+        result: Tensor = _AddGradient.apply(x, loss, self)
+        return result
+
+
+class _AddGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, loss: Tensor, log: RouterLog) -> Tensor:
+        ctx.log, ctx.loss = log, loss.detach()  # a scalar, not worth saving
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        return grad, torch.full_like(ctx.loss, ctx.log.gradient_scale), None

@@ -1,0 +1,312 @@
+"""Mixtures of experts train like one process, however the experts are distributed.
+
+{ZeRO 0, 1, 2, 3 with all experts on every rank; ZeRO 1 and 2 with expert-parallel size 2 and 4} x
+TP, on 2 and 4 ranks, as in `test_parity.py`. The reference computes the same micro-batches, because
+the load-balancing loss and the capacity of experts are those of a micro-batch. It uses the layer
+itself, in one process; `tests/unit/model/test_moe.py` compares the layer with a loop over experts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_ds.checkpoint.full_weights import iter_full_weights
+from megatron_ds.checkpoint.manager import CheckpointManager
+from megatron_ds.checkpoint.metadata import find_damage, read_manifest, read_run
+from megatron_ds.checkpoint.rank_agreement import RankAgreement
+from megatron_ds.config import CheckpointConfig, Config
+from megatron_ds.engine.ds_checkpoint_io import read_tensors
+from megatron_ds.engine.zero import ZeroEngine
+from megatron_ds.inference.load_checkpoint import load_model
+from megatron_ds.model.packed_attention import PackingOptions
+from megatron_ds.parallel.mesh import Mesh
+from megatron_ds.parallel.sharding import expert_group
+from megatron_ds.train_state import StepPlan, TrainState
+from tests.dist.compare import differences
+from tests.dist.engine_harness import Meshes, batches_of, build, full_weights
+from tests.dist.parity_cases import SAMPLES, Case, config_of, plans_of
+from tests.dist.rank_jobs import Job, JobResults, run_jobs, training
+from tests.dist.reference import EOD, Run, Samples, Tensors, train_reference
+
+LOSSES = {"moe_aux_loss_coeff": 0.1, "moe_z_loss_coeff": 0.01}
+FOUR = {"num_experts": (4,), **LOSSES}
+DROPPING = {**FOUR, "moe_expert_capacity_factor": 1.0}
+FULL = {"recompute_granularity": "full"}
+HALF_ERROR = 2e-2
+"""Of losses and norms; an expert that counts twice, or not at all, changes the norm by more."""
+
+
+@dataclass(frozen=True)
+class ExpertCase:
+    """A layout with experts."""
+
+    layout: Case
+    ep: int
+    moe: Mapping[str, Any] = field(default_factory=lambda: FOUR)
+    changes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    is_packed: bool = False
+    """Several documents per sample, with attention inside each."""
+    lengths: tuple[int, ...] = (16, 16, 16)
+    """Tokens per sample of each step."""
+
+    @property
+    def plans(self) -> list[StepPlan]:
+        steps = zip(plans_of(self.layout), self.lengths, strict=True)
+        return [dataclasses.replace(plan, seq_length=length) for plan, length in steps]
+
+    @property
+    def samples(self) -> Samples:
+        return SAMPLES.with_document_ends(0.2) if self.is_packed else SAMPLES
+
+    @property
+    def config(self) -> Config:
+        changes = {name: dict(values) for name, values in self.changes.items()}
+        sizes = {"expert_model_parallel_size": self.ep}
+        return config_of(self.layout, moe=dict(self.moe), parallel=sizes, **changes)
+
+    @property
+    def reference(self) -> Run:
+        one = dataclasses.replace(self.layout, stage=0, tp=1)
+        in_fp32 = {name: each for name, each in self.changes.items() if name != "precision"}
+        config = dataclasses.replace(self, layout=one, ep=1, changes=in_fp32).config
+        size, documents = self.layout.micro_batch_size, None
+        if self.is_packed:
+            documents = PackingOptions(EOD, reset_positions=False, reset_attention=True)
+        return train_reference(config, self.samples, self.plans, documents, size)
+
+
+CASES = {
+    "all experts, zero 0, tp": ExpertCase(Case(2, 0, 2, 4, "learned", "adamw"), 1),
+    "all experts, zero 1": ExpertCase(Case(2, 1, 1, 1, "swiglu", "sgd"), 1),
+    "all experts, zero 2": ExpertCase(
+        Case(2, 2, 1, 4, "learned", "sgd"),
+        1,
+        changes={"recompute": {"recompute_granularity": "selective"}},
+    ),
+    "all experts, zero 3": ExpertCase(Case(2, 3, 1, 4, "learned", "adamw"), 1),
+    "zero 1, top 1, every other layer": ExpertCase(
+        Case(2, 1, 1, 1, "gqa", "sgd"),
+        2,
+        {**FOUR, "moe_router_topk": 1, "expert_interval": 2},
+    ),
+    "zero 2, recomputed with dropout": ExpertCase(
+        Case(2, 2, 1, 4, "swiglu", "adamw"),
+        2,
+        changes={"model": {"hidden_dropout": 0.1}, "recompute": FULL},
+    ),
+    "zero 1, dropping by probability": ExpertCase(
+        Case(2, 1, 1, 4, "learned", "adamw"), 2, DROPPING
+    ),
+    "zero 1, dropping by position": ExpertCase(
+        Case(2, 1, 1, 1, "untied", "sgd"),
+        2,
+        {**DROPPING, "moe_token_drop_policy": "position", "moe_router_pre_softmax": True},
+    ),
+    "zero 1, tp": ExpertCase(Case(4, 1, 2, 4, "learned", "adamw"), 2),
+    "zero 2, tp": ExpertCase(
+        Case(4, 2, 2, 1, "swiglu", "sgd"),
+        2,
+        changes={"recompute": {**FULL, "partition_activations": True}},
+    ),
+    "zero 1, two copies": ExpertCase(
+        Case(4, 1, 1, 1, "learned", "sgd"),
+        2,
+        changes={"recompute": {**FULL, "deepspeed_activation_checkpointing": True}},
+    ),
+    "zero 2, two copies": ExpertCase(Case(4, 2, 1, 4, "tied", "adamw"), 2),
+    "zero 1, one expert per rank": ExpertCase(
+        Case(4, 1, 1, 4, "learned", "adamw"),
+        4,
+        changes={
+            "data": {"reset_attention_mask": True},
+            "schedule": {"curriculum_seqlen": (8, 8, 32)},
+        },
+        is_packed=True,
+        lengths=(8, 16, 16),
+    ),
+    "zero 2, one expert per rank": ExpertCase(Case(4, 2, 1, 1, "untied", "sgd"), 4),
+}
+PRECISIONS = {
+    "bf16": {"bf16": True},
+    "fp16": {"fp16": True, "allow_fp16_on_cpu": True, "loss_scale": 128.0},
+}
+HALF = {
+    f"{name}, {precision}": dataclasses.replace(
+        CASES[name], changes={"precision": PRECISIONS[precision]}
+    )
+    for name, precision in (
+        ("zero 1, tp", "bf16"),
+        ("zero 1, two copies", "bf16"),
+        ("zero 2, two copies", "bf16"),
+        ("zero 2, tp", "fp16"),
+        ("zero 1, two copies", "fp16"),
+    )
+}
+EVERYTHING = {**CASES, **HALF}
+NONFINITE = "zero 2, recomputed with dropout"
+RESUMED = ("zero 1, tp, bf16", "zero 2, two copies")
+
+
+@pytest.fixture(scope="module")
+def results(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[int, JobResults]:
+    """The jobs of the selected tests, by one set of two ranks and one of four."""
+    items = [item for item in request.session.items if item.path == request.path]
+    jobs: dict[int, dict[str, Job]] = {2: {}, 4: {}}
+    for item in items:
+        name = item.callspec.params["name"] if hasattr(item, "callspec") else NONFINITE
+        case = EVERYTHING[name]
+        if name == NONFINITE and not hasattr(item, "callspec"):
+            jobs[2]["non-finite"] = partial(skip, case)
+        elif item.originalname in (  # type: ignore[attr-defined]
+            test_a_resumed_run_continues_bit_for_bit.__name__,
+            test_a_checkpoint_has_each_expert_once_and_the_model_of_the_run.__name__,
+        ):
+            folder = tmp_path_factory.getbasetemp() / f"resume {name}"
+            jobs[4][f"resume {name}"] = partial(resume, case, str(folder))
+        else:
+            jobs[case.layout.world][name] = training(case.config, case.plans, case.samples)
+    return {world: run_jobs(world, jobs[world]) for world in jobs if jobs[world]}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_experts_train_like_one_process(name: str, results: dict[int, JobResults]) -> None:
+    case = CASES[name]
+    reference = case.reference
+    clip = case.config.optimizer.clip_grad
+    assert all(norm is not None and norm > 2 * clip for norm in reference.norms)
+    for rank, run in enumerate(results[case.layout.world].of(name)):
+        assert differences(run, reference) == [], f"rank {rank}"
+        norm = math.sqrt(sum(weight.square().sum() for weight in reference.weights[-1].values()))
+        assert run.notes["params norm"] == pytest.approx(norm, rel=1e-5)
+
+
+@pytest.mark.parametrize("name", HALF)
+def test_experts_in_half_precision_have_the_norm_of_one_process(
+    name: str, results: dict[int, JobResults]
+) -> None:
+    case = HALF[name]
+    reference = case.reference
+    for run in results[case.layout.world].of(name):
+        assert run.losses == pytest.approx(reference.losses, rel=HALF_ERROR)
+        assert run.norms == pytest.approx(reference.norms, rel=HALF_ERROR)
+
+
+def skip(case: ExpertCase, meshes: Meshes) -> tuple[bool, bool, bool]:
+    """Whether a step is skipped, the weights kept, and the next step applied."""
+    config, (plan, *_) = case.config, case.plans
+    mesh = meshes.of(config.parallel)
+    engine = build(config, mesh)
+    before = full_weights(engine, mesh)
+    batches = batches_of(config, mesh, SAMPLES)
+    parameters = engine._engine.module.parameters()
+    own = next(parameter for parameter in parameters if expert_group(parameter) is not None)
+    hook = own.register_hook(lambda grad: grad * (float("nan") if mesh.rank == 1 else 1.0))
+    skipped = engine.train_step(batches, plan).skipped
+    hook.remove()
+    kept = all(torch.equal(full_weights(engine, mesh)[name], before[name]) for name in before)
+    applied = not engine.train_step(batches, plan).skipped
+    engine._engine.destroy()
+    return skipped, kept, applied
+
+
+def test_a_nonfinite_gradient_of_an_expert_skips_the_step_on_all_ranks(
+    results: dict[int, JobResults],
+) -> None:
+    assert results[2].of("non-finite") == [(True, True, True)] * 2
+
+
+def resume(case: ExpertCase, folder: str, meshes: Meshes) -> dict[str, Any]:
+    """Saves after two steps; what the third step gives then and after a load."""
+    options = CheckpointConfig(save=folder, load=folder)
+    config = dataclasses.replace(case.config, checkpoint=options)
+    mesh = meshes.of(config.parallel)
+    engine = build(config, mesh)
+    state = TrainState()
+    plans, batches = case.plans, batches_of(config, mesh, SAMPLES)
+    for plan in plans[:2]:
+        state = state.advance(plan, engine.train_step(batches, plan))
+    manager = CheckpointManager(config, mesh, lambda _: None, RankAgreement())
+    manager.save(engine, state)
+    seen = {"own": full_weights(engine, mesh), "loss": evaluate(engine, config, mesh)}
+    seen["continued"] = third_step(engine, config, mesh, case)
+    engine._engine.destroy()
+
+    found = manager.select()
+    assert found is not None
+    engine = build(config, mesh)
+    assert manager.load(engine, found) == state
+    seen["loaded"] = full_weights(engine, mesh)
+    seen["resumed"] = third_step(engine, config, mesh, case)
+    engine._engine.destroy()
+    seen["folder"] = found.path
+    return seen
+
+
+def evaluate(engine: ZeroEngine, config: Config, mesh: Mesh) -> float:
+    """The loss of this rank's first micro-batch."""
+    loss = engine.eval_loss(batches_of(config, mesh, SAMPLES), 1)
+    return float(loss.total) / float(loss.weight)
+
+
+def third_step(
+    engine: ZeroEngine, config: Config, mesh: Mesh, case: ExpertCase
+) -> tuple[float, float, Tensors]:
+    """Loss, norm and the weights after it."""
+    plans = case.plans
+    consumed = sum(plan.global_batch_size for plan in plans[:2])
+    result = engine.train_step(batches_of(config, mesh, SAMPLES, consumed), plans[2])
+    assert result.grad_norm is not None
+    return float(result.loss), float(result.grad_norm), full_weights(engine, mesh)
+
+
+@pytest.mark.parametrize("name", RESUMED)
+def test_a_resumed_run_continues_bit_for_bit(name: str, results: dict[int, JobResults]) -> None:
+    for seen in results[4].of(f"resume {name}"):
+        equal(seen["loaded"], seen["own"])
+        assert seen["resumed"][:2] == seen["continued"][:2]
+        equal(seen["resumed"][2], seen["continued"][2])
+
+
+@pytest.mark.parametrize("name", RESUMED)
+def test_a_checkpoint_has_each_expert_once_and_the_model_of_the_run(
+    name: str, results: dict[int, JobResults]
+) -> None:
+    (first, *_) = seen = results[4].of(f"resume {name}")
+    path: Path = first["folder"]
+    assert find_damage(path) is None
+    layout = EVERYTHING[name]
+    elements = 0
+    for file in read_manifest(path):
+        if "model_states" in file:
+            content = read_tensors(path / file)
+            content = content.get("module", content)
+            elements += sum(v.numel() for n, v in content.items() if ".experts." in n)
+    biases = sum(v.numel() for n, v in first["own"].items() if n.endswith("experts.fc_out.bias"))
+    once = sum(v.numel() for n, v in first["own"].items() if ".experts." in n)
+    assert elements == once + (layout.layout.tp - 1) * biases  # on every tensor-parallel rank
+    found = read_run(path)
+    equal({n: v.float() for n, v in iter_full_weights(found)}, first["own"])
+    model = load_model(found, Mesh.single(), torch.device("cpu"))
+    ranks_per_sample = layout.layout.tp
+    for dp_rank, one in enumerate(seen[::ranks_per_sample]):
+        size = layout.layout.micro_batch_size
+        tokens = SAMPLES.batch(dp_rank * size, size)
+        with torch.no_grad():
+            loss = model(tokens[:, :-1], tokens[:, 1:]).mean()
+        assert float(loss) == pytest.approx(one["loss"], rel=1e-2 if "bf16" in name else 1e-5)
+
+
+def equal(tensors: Tensors, expected: Tensors) -> None:
+    assert tensors.keys() == expected.keys()
+    assert [name for name in expected if not torch.equal(tensors[name], expected[name])] == []

@@ -1,0 +1,187 @@
+"""The mixture-of-experts layer, compared with a loop over tokens and experts."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_ds.config import ModelConfig, MoEConfig
+from megatron_ds.model.mlp import MLP
+from megatron_ds.model.moe import MoE
+from megatron_ds.model.weight_init import Initializer
+from megatron_ds.parallel.mesh import Mesh
+from megatron_ds.parallel.router_log import RouterLog
+from tests.dense_gpt import activate
+
+S, B, H, E = 7, 3, 16, 4
+LOSSES = {"moe_aux_loss_coeff": 0.3, "moe_z_loss_coeff": 0.2}
+DROPPING = {"moe_expert_capacity_factor": 0.8}
+GROUP = Mesh.single().tp
+
+
+def architecture(**changes: Any) -> ModelConfig:
+    sizes = {"num_layers": 2, "hidden_size": H, "num_attention_heads": 2, "ffn_hidden_size": 24}
+    return ModelConfig(**sizes, seq_length=S, init_method_std=0.5, **changes)
+
+
+def build(moe: MoEConfig, config: ModelConfig) -> MoE:
+    """A layer whose biases are not zero."""
+    layer = MoE(config, moe, 0, group=GROUP, ep_group=GROUP, init=Initializer(3), log=RouterLog())
+    generator = torch.Generator().manual_seed(1)
+    for name, parameter in layer.named_parameters():
+        if name.endswith("bias"):
+            parameter.data = torch.randn(parameter.shape, generator=generator)
+    return layer
+
+
+def loop(layer: MoE, x: Tensor, moe: MoEConfig, config: ModelConfig) -> tuple[Tensor, Tensor]:
+    """The layer's output and its auxiliary losses, in fp64, one token and one expert at a time."""
+    w = {name: value.double() for name, value in layer.named_parameters()}
+    tokens, experts, topk = x.double().flatten(0, 1), moe.experts, moe.moe_router_topk
+    logits = tokens @ w["router.weight"].T
+    probabilities = logits.exp() / logits.exp().sum(-1, keepdim=True)
+    wanted: list[tuple[float, int, int, Tensor]] = []  # priority, token, expert, weight
+    for token in range(len(tokens)):
+        chosen = sorted(range(experts), key=lambda e: -logits[token, e].item())[:topk]
+        total = sum(logits[token, e].exp() for e in chosen)
+        for expert in chosen:
+            weight = probabilities[token, expert]
+            if topk > 1 and not moe.moe_router_pre_softmax:
+                weight = logits[token, expert].exp() / total
+            first = -weight.item() if moe.moe_token_drop_policy == "probs" else token
+            wanted.append((first, token, expert, weight))
+    capacity = len(wanted)
+    if moe.moe_token_dropping and moe.moe_expert_capacity_factor is not None:
+        capacity = math.ceil(moe.moe_expert_capacity_factor * len(wanted) / experts)
+        capacity = max(capacity, moe.moe_min_capacity)
+    accepted = [0] * experts
+    outputs = [torch.zeros(H, dtype=torch.float64) for _ in tokens]
+    for _, token, expert, weight in sorted(wanted, key=lambda each: each[:2]):
+        if accepted[expert] < capacity:
+            accepted[expert] += 1
+            inner = w["experts.fc_in.weight"][expert] @ tokens[token]
+            inner = inner + w.get("experts.fc_in.bias", torch.zeros(experts, 1))[expert]
+            if config.is_gated:
+                gate, up = inner.chunk(2)
+                inner = activate(gate, config) * up
+            else:
+                inner = activate(inner, config)
+            y = w["experts.fc_out.weight"][expert] @ inner
+            y = y + w.get("experts.fc_out.bias", torch.zeros(experts, 1))[expert]
+            outputs[token] = outputs[token] + weight * y
+    load = [sum(each[2] == e for each in wanted) / len(wanted) for e in range(experts)]
+    balance = experts * sum(load[e] * probabilities[:, e].mean() for e in range(experts))
+    z = (logits.exp().sum(-1).log() ** 2).mean()
+    return torch.stack(outputs).view_as(x), torch.stack([torch.as_tensor(balance), z])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"moe_router_topk": 1},
+        {"moe_router_topk": 4},
+        {"moe_router_pre_softmax": True},
+        {"moe_router_topk": 3, **DROPPING},
+        {"moe_token_drop_policy": "position", **DROPPING},
+        {"moe_min_capacity": 9, **DROPPING},
+        {"moe_token_dropping": False, **DROPPING},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("activation", ["gelu", "swiglu"])
+def test_layer_equals_a_loop_over_experts(options: dict[str, Any], activation: str) -> None:
+    moe = MoEConfig(num_experts=(E,), **LOSSES, **options)
+    config = architecture(activation=activation, add_bias_linear=activation == "gelu")
+    layer = build(moe, config)
+    x, weight = (torch.randn(S, B, H, generator=torch.Generator().manual_seed(n)) for n in (2, 3))
+    runs = []
+    for run in (layer, None):
+        inputs = x.clone().requires_grad_()
+        layer.zero_grad()
+        if run is None:
+            y, losses = loop(layer, inputs, moe, config)
+            coefficients = torch.tensor([moe.moe_aux_loss_coeff, moe.moe_z_loss_coeff]).double()
+            ((y * weight).sum() + 0.25 * losses @ coefficients).backward()
+        else:
+            layer.log.gradient_scale = 0.25
+            with layer.log.recording(training=True):
+                y = run(inputs)
+            (y * weight).sum().backward()
+            means = layer.log.take()
+            losses = torch.stack([means["load_balancing_loss"], means["z_loss"]])
+        gradients = [inputs.grad, *(parameter.grad for parameter in layer.parameters())]
+        runs.append([y.detach().double(), losses.detach().double(), *gradients])
+    for ours, expected in zip(*runs, strict=True):
+        torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5, check_dtype=False)
+
+
+@pytest.mark.parametrize(("experts", "topk"), [(1, 1), (4, 2)])
+@pytest.mark.parametrize("activation", ["gelu", "swiglu"])
+def test_equal_experts_are_the_dense_layer(experts: int, topk: int, activation: str) -> None:
+    """One expert, or several with the same weights, whose factors sum to 1."""
+    config = architecture(activation=activation)
+    layer = build(MoEConfig(num_experts=(experts,), moe_router_topk=topk), config)
+    dense = MLP(config, 0, group=GROUP, init=Initializer(3))
+    weights = dict(layer.experts.named_parameters())
+    for name, parameter in dense.named_parameters():
+        for expert in range(experts):
+            weights[name].data[expert] = weights[name].data[0]
+        parameter.data = weights[name].data[0].clone()
+    x = torch.randn(S, B, H)
+    y, expected = layer(x), dense(x)
+    torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-5)
+    y.sum().backward()
+    expected.sum().backward()
+    for name, parameter in dense.named_parameters():
+        stacked = weights[name].grad
+        assert stacked is not None
+        total = stacked.sum(0)
+        torch.testing.assert_close(total, parameter.grad, rtol=1e-4, atol=1e-4)
+
+
+def test_an_unused_expert_has_a_zero_gradient() -> None:
+    """So the ranks of every reduction agree on which gradients there are."""
+    layer = build(MoEConfig(num_experts=(E,), moe_router_topk=1), architecture())
+    layer.router.weight.data.zero_()  # equal logits: one expert has every token
+    layer(torch.ones(S, B, H)).sum().backward()
+    gradient = layer.experts.fc_in.weight.grad
+    assert gradient is not None
+    assert sorted(bool(each.count_nonzero()) for each in gradient) == [False, False, False, True]
+
+
+def test_evaluation_has_a_capacity_of_its_own() -> None:
+    moe = MoEConfig(num_experts=(E,), **DROPPING, moe_eval_capacity_factor=float(E))
+    layer = build(moe, architecture())
+    x = torch.randn(S, B, H)
+    dropless = build(MoEConfig(num_experts=(E,)), architecture())(x)
+    assert (layer(x) - dropless).abs().max() > 0.1
+    torch.testing.assert_close(layer.eval()(x), dropless)
+
+
+def test_log_has_means_over_layers_and_micro_batches_of_training() -> None:
+    log = RouterLog()
+    log.record({"loss": torch.tensor(100.0)})  # of a recomputation
+    for value in (1.0, 3.0):
+        with log.recording(training=True):
+            log.record({"loss": torch.tensor(value), "load": torch.tensor([value, 0.0])})
+    with log.recording(training=False):
+        log.record({"loss": torch.tensor(100.0)})
+    means = log.take()
+    assert means["loss"] == 2.0
+    assert means["load"].tolist() == [2.0, 0.0]
+    assert log.take() == {}
+
+
+def test_an_experts_weights_depend_on_its_number_alone() -> None:
+    """Every expert-parallel size starts from the same experts."""
+    few, many = (
+        build(MoEConfig(num_experts=(size,)), architecture()).experts.fc_out.weight
+        for size in (2, 4)
+    )
+    assert torch.equal(few, many[:2])
+    assert not torch.equal(many[0], many[1])
