@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_ds import cli
+from megatron_ds.launch import libaio
 from megatron_ds.launch.environment import prepare_environment
 from megatron_ds.launch.extension_locks import find_stale_locks
 
@@ -26,13 +27,15 @@ and run the same command again."""
 
 
 OFFLOAD_ADAM = "CPUAdamBuilder"
+FILE_OPERATIONS = "AsyncIOBuilder"
 CPU_OPS = {
     "ShareMemCommBuilder": "all-reduce through shared memory",
     "FusedAdamBuilder": "Adam",
     OFFLOAD_ADAM: "Adam for an optimizer offloaded to the CPU",
+    FILE_OPERATIONS: "offloading to NVMe",
 }
 """Builders in deepspeed.ops.op_builder, and purposes of the ops, on a machine without an
-accelerator. With one, only OFFLOAD_ADAM runs on the CPU."""
+accelerator. With one, only OFFLOAD_ADAM and FILE_OPERATIONS run on the CPU."""
 
 BUILD = """
 import sys
@@ -58,11 +61,19 @@ def work(options: Options) -> int:
         print(NO_COMPILER.format(name=compiler), file=sys.stderr)
         return 1
     if get_accelerator().device_name() == "cpu":
-        built = [build(builder, folder) for builder in CPU_OPS]
-        return 0 if all(built) else 1
-    if not build(OFFLOAD_ADAM, folder):
-        print("Only runs with --cpu-optimizer need this op: continuing without it")
-    return 0
+        needed = [builder for builder in CPU_OPS if builder != FILE_OPERATIONS]
+        built = [build(builder, folder) for builder in needed]
+        status = 0 if all(built) else 1
+    else:
+        status = 0
+        if not build(OFFLOAD_ADAM, folder):
+            print("Only runs with --cpu-optimizer need this op: continuing without it")
+    problem = libaio.find_problem()
+    if problem is not None:
+        print(f"Not built, as only runs that offload to nvme need it: {problem.render()}")
+    elif not build(FILE_OPERATIONS, folder):
+        print("Only runs that offload to nvme need this op: continuing without it")
+    return status
 
 
 def clear_stale_locks(folder: Path) -> None:

@@ -25,7 +25,19 @@ class DeepSpeedConfig:
         maximum=3,
     )
     cpu_optimizer: bool = option_field(
-        False, "offload optimizer states to host memory (offload_optimizer: cpu)"
+        False,
+        "offload optimizer states to host memory (offload_optimizer: cpu)",
+        aliases=("optimizer-cpu-offload",),
+    )
+    nvme_optimizer: bool = option_field(
+        False, "offload optimizer states to the disk of --nvme-path (offload_optimizer: nvme)"
+    )
+    optimizer_offload_fraction: float = option_field(
+        1.0,
+        "fraction of the offloaded optimizer states that leaves the device, at ZeRO-3 (ratio)",
+        minimum=0,
+        maximum=1,
+        only_with=(when(zero_stage=3), when(cpu_optimizer=True, nvme_optimizer=True)),
     )
     remote_device: str = option_field(
         "none",
@@ -33,6 +45,28 @@ class DeepSpeedConfig:
         choices=("none", "cpu", "nvme"),
         only_with=when(zero_stage=3),
     )
+    nvme_path: str | None = option_field(
+        None,
+        "folder on a local disk for what is offloaded to nvme (nvme_path)",
+        metavar="DIR",
+        only_with=when(nvme_optimizer=True, remote_device="nvme"),
+    )
+    zero_hpz_partition_size: int = option_field(
+        1,
+        "data-parallel ranks among which ZeRO-3 gathers parameters for the backward pass, such as "
+        "those of one machine, which hold a second copy of them",
+        minimum=1,
+        only_with=when(zero_stage=3),
+    )
+
+    @property
+    def optimizer_offload(self) -> str:
+        """Device of offloaded optimizer states: "none", "cpu" or "nvme"."""
+        return "nvme" if self.nvme_optimizer else "cpu" if self.cpu_optimizer else "none"
+
+    @property
+    def uses_nvme(self) -> bool:
+        return "nvme" in (self.optimizer_offload, self.param_offload)
 
     @property
     def param_offload(self) -> str:

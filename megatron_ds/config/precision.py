@@ -14,10 +14,16 @@ DYNAMIC_SCALE = (FP16, when(loss_scale=None))
 
 @dataclass(frozen=True)
 class PrecisionConfig:
-    """Mixed precision. bf16 and fp16 keep fp32 master weights."""
+    """Mixed precision. fp16 keeps fp32 master weights; so does bf16, unless told otherwise."""
 
     fp16: bool = option_field(False, "train in fp16 with loss scaling")
     bf16: bool = option_field(False, "train in bf16")
+    bf16_master_weights: bool = option_field(
+        False,
+        "keep master weights and optimizer states in bf16, which rounds small updates away "
+        "(bf16_master_weights_and_grads, bf16_optimizer_states)",
+        only_with=when(bf16=True),
+    )
     loss_scale: float | None = option_field(
         None, "static loss scale of fp16 (default: dynamic loss scaling)", above=0, only_with=FP16
     )

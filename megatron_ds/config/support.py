@@ -27,6 +27,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from megatron_ds.config.fields import in_effect
 from megatron_ds.config.problems import Problem
 
 if TYPE_CHECKING:
@@ -108,6 +109,8 @@ class Proof:
 
 
 MANY = "> 1"
+DISK = "/tmp"
+"""An example of a folder on a local disk."""
 
 
 def _size(flag: str) -> dict[str, str]:
@@ -119,7 +122,12 @@ def _size_of(size: int) -> str:
 
 
 def _offload(config: Config) -> str:
-    optimizer, parameters = config.deepspeed.cpu_optimizer, config.deepspeed.param_offload != "none"
+    offload = config.deepspeed
+    if offload.param_offload == "nvme":
+        return "nvme"
+    if offload.optimizer_offload == "nvme":
+        return "nvme optimizer"
+    optimizer, parameters = offload.optimizer_offload != "none", offload.param_offload != "none"
     names = {(True, False): "optimizer", (False, True): "parameters", (True, True): "both"}
     return names.get((optimizer, parameters), "none")
 
@@ -155,9 +163,23 @@ AXES: Mapping[str, Axis] = {
             "optimizer": "--cpu-optimizer",
             "parameters": "--remote-device cpu",
             "both": "--cpu-optimizer --remote-device cpu",
+            "nvme optimizer": f"--nvme-optimizer --nvme-path {DISK}",
+            "nvme": f"--nvme-optimizer --remote-device nvme --nvme-path {DISK}",
         },
         _offload,
         "none",
+    ),
+    "hpz": Axis(
+        "hpZ",
+        _size("--zero-hpz-partition-size"),
+        lambda config: _size_of(in_effect(config.deepspeed).zero_hpz_partition_size),
+        "1",
+    ),
+    "masters": Axis(
+        "master weights",
+        {"fp32": "", "bf16": "--bf16-master-weights"},
+        lambda config: "bf16" if in_effect(config.precision).bf16_master_weights else "fp32",
+        "fp32",
     ),
     "tp": Axis(
         "tensor parallel",
@@ -237,6 +259,10 @@ AXES: Mapping[str, Axis] = {
     ),
 }
 
+ON_DISK = ("nvme optimizer", "nvme")
+OPTIMIZER_OFFLOADED = ("optimizer", "both", *ON_DISK)
+OTHER_OPTIMIZERS = tuple(name for name in AXES["optimizer"].values if name != "adam")
+
 RULES: tuple[Rule, ...] = (
     Rule("pipeline-parallelism-unsupported", {"pp": (MANY,)}, instead={"pp": "1"}),
     Rule(
@@ -293,7 +319,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "expert-parallel-with-offload",
-        {"experts": ("distributed",), "offload": ("optimizer", "both")},
+        {"experts": ("distributed",), "offload": OPTIMIZER_OFFLOADED},
         instead={"offload": "none"},
     ),
     Rule(
@@ -303,19 +329,66 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "zero0-with-offload",
-        {"zero": ("0",), "offload": ("optimizer", "both")},
+        {"zero": ("0",), "offload": OPTIMIZER_OFFLOADED},
         instead={"zero": "1"},
     ),
     Rule(
         "sgd-with-offload",
-        {"optimizer": ("sgd",), "offload": ("optimizer", "both")},
+        {"optimizer": ("sgd",), "offload": OPTIMIZER_OFFLOADED},
         instead={"optimizer": "adam"},
+    ),
+    Rule(
+        "nvme-with-other-optimizer",
+        {"optimizer": OTHER_OPTIMIZERS, "offload": ON_DISK},
+        instead={"optimizer": "adam"},
+    ),
+    Rule(
+        "nvme-optimizer-below-zero3",
+        {"zero": ("0", "1", "2"), "offload": ON_DISK},
+        instead={"zero": "3"},
+    ),
+    Rule(
+        "hpz-with-offload",
+        {"zero": ("3",), "hpz": (MANY,), "offload": ("parameters", *OPTIMIZER_OFFLOADED)},
+        instead={"offload": "none"},
+    ),
+    Rule(
+        "bf16-masters-at-stage-1",
+        {
+            "precision": ("bf16",),
+            "masters": ("bf16",),
+            "zero": ("1",),
+            "offload": ("none", "parameters"),
+        },
+        instead={"zero": "2"},
+    ),
+    Rule(
+        "bf16-masters-untested",
+        {"precision": ("bf16",), "masters": ("bf16",), "experts": ("replicated", "distributed")},
+        instead={"masters": "fp32"},
+    ),
+    Rule(
+        "bf16-masters-untested",
+        {"precision": ("bf16",), "masters": ("bf16",), "optimizer": OTHER_OPTIMIZERS},
+        instead={"masters": "fp32"},
+    ),
+    Rule(
+        "bf16-masters-untested",
+        {"precision": ("bf16",), "masters": ("bf16",), "offload": ON_DISK},
+        instead={"masters": "fp32"},
+    ),
+    Rule(
+        "bf16-masters-untested",
+        {"zero": ("3",), "precision": ("bf16",), "masters": ("bf16",), "hpz": (MANY,)},
+        instead={"masters": "fp32"},
     ),
 )
 
 WITHOUT_EFFECT: tuple[Rule, ...] = (
     Rule("", {"tp": ("1",), "sequence": ("on",)}, instead={"tp": MANY}),
     Rule("", {"zero": ("0", "1", "2"), "offload": ("parameters", "both")}, instead={"zero": "3"}),
+    Rule("", {"zero": ("0", "1", "2"), "hpz": (MANY,)}, instead={"zero": "3"}),
+    Rule("", {"precision": ("fp32", "fp16"), "masters": ("bf16",)}, instead={"precision": "bf16"}),
 )
 """Combinations in which a flag has no effect, with a warning: no configuration reads as them."""
 
@@ -340,6 +413,18 @@ PROOFS: tuple[Proof, ...] = (
     Proof(
         "tests/dist/test_precision.py::test_offloading_changes_nothing",
         {"zero": ("1", "2", "3"), "tp": TP, "offload": ("optimizer",)},
+    ),
+    Proof(
+        "tests/dist/test_parity.py::test_second_copies_of_parameters_change_nothing",
+        {"zero": ("3",), "hpz": (MANY,), "optimizer": ("adam",)},
+    ),
+    Proof(
+        "tests/dist/test_precision.py::test_states_on_a_disk_change_nothing",
+        {"zero": ("3",), "tp": TP, "offload": ("nvme",)},
+    ),
+    Proof(
+        "tests/dist/test_precision.py::test_bf16_master_weights_follow_fp32",
+        {"zero": ("2", "3"), "precision": ("bf16",), "masters": ("bf16",)},
     ),
     Proof(
         "tests/dist/test_sequence_parallel.py::test_layout_equals_one_process",

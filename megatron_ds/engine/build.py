@@ -6,6 +6,7 @@ import copy
 import dataclasses
 from contextlib import nullcontext
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import deepspeed
@@ -27,6 +28,7 @@ from megatron_ds.engine.miscompilation import miscompiled
 from megatron_ds.engine.optimizers import attach_matrices, client_optimizer
 from megatron_ds.engine.param_groups import multiplier_rule, parameter_groups
 from megatron_ds.engine.zero import ZeroEngine
+from megatron_ds.fileio.swap_folder import SwapFolder
 from megatron_ds.model.document_kernels import select_document_kernel
 from megatron_ds.model.elementwise import compile_elementwise
 from megatron_ds.model.gpt import GPTModel
@@ -65,6 +67,7 @@ def build_engine(
     deepspeed_patches.import_muon_without_compile()
     if config.parallel.sequence_parallel:
         mesh = mesh.with_sequence_parallelism()
+    deepspeed_patches.limit_parameter_prefetch()
     if not config.runtime.compile:
         defer_compiler()
     ds_config = build_ds_config(config, mesh.dp.size, device.type, available_on(device.type))
@@ -72,6 +75,7 @@ def build_engine(
     _validate_with_deepspeed(ds_config, mpu, config.deepspeed.deepspeed_config)
     rng = RngStreams(mesh.tp.rank, device, mesh.sp.rank)
     packing, warning = _packing_options(config, mesh, device, eod)
+    swap_folder = _claim_swap_folder(config, ds_config)
     with _zero3_init_context(ds_config, mesh, mpu):
         model = _build_model(config, mesh, rng, packing, init_weights)
     if config.recompute.tiled_mlp and ds_config["zero_optimization"]["stage"] == 3:
@@ -108,7 +112,23 @@ def build_engine(
         rng=rng,
         seed=config.runtime.seed,
         device=device,
+        swap_folder=swap_folder,
     )
+
+
+def _claim_swap_folder(config: Config, ds_config: dict[str, Any]) -> SwapFolder | None:
+    """A folder in --nvme-path for this process alone, which the DeepSpeed configuration then names.
+
+    DeepSpeed names its files by the rank, so that two runs with one folder would mix their states.
+    """
+    if not config.deepspeed.uses_nvme:
+        return None
+    folder = SwapFolder(Path(str(config.deepspeed.nvme_path)))
+    for key in ("offload_optimizer", "offload_param"):
+        block = ds_config["zero_optimization"].get(key, {})
+        if block.get("device") == "nvme":
+            block["nvme_path"] = str(folder.path)
+    return folder
 
 
 def _build_model(
@@ -268,6 +288,10 @@ def _zero3_init_context(ds_config: dict[str, Any], mesh: Mesh, mpu: object) -> A
         return nullcontext()
     # The dtype comes from ds_config: DeepSpeed replaces one passed here by bf16 on a device
     # without fp16.
+    size = ds_config["zero_optimization"]["zero_hpz_partition_size"]
     return deepspeed.zero.Init(
-        config_dict_or_path=ds_config, mpu=mpu, data_parallel_group=mesh.dp_sp.handle
+        config_dict_or_path=ds_config,
+        mpu=mpu,
+        data_parallel_group=mesh.dp_sp.handle,
+        zero_param_parallel_group=deepspeed_patches.set_hpz_group(mesh.dp_sp, size),
     )

@@ -15,15 +15,20 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime import bf16_optimizer, compiler
 from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.swap_tensor import partitioned_param_swapper
 from deepspeed.utils import groups
 
 from megatron_ds.config import PrecisionConfig
 from megatron_ds.config.problems import user_error
-from megatron_ds.parallel.mesh import Mesh
+from megatron_ds.parallel.mesh import Group, Mesh
 from megatron_ds.parallel.sharding import expert_group_name, shard_spec
+
+PARAMETERS_OF_A_MODULE = 2
+"""Most parameters that a module of the model has: a weight and a bias."""
 
 
 def require_precision(config: PrecisionConfig) -> None:
@@ -180,3 +185,49 @@ def count_expert_biases_once(optimizer: Any, mesh: Mesh) -> None:
         return others, kept
 
     optimizer.get_grads_for_norm = without_replicated
+
+
+def set_hpz_group(dp: Group, size: int) -> dist.ProcessGroup | None:
+    """Tell DeepSpeed among which ranks hpZ gathers second copies of the parameters. Collective.
+
+    By itself it takes consecutive ranks of all, which mixes the shards of tensor-parallel ranks.
+
+    Args:
+        dp: Data-parallel group.
+        size: Consecutive ranks of it with one copy; 1 for no second copy.
+
+    Returns:
+        The group of this process; None without second copies.
+    """
+    group = None
+    if size > 1:
+        start = dp.rank // size * size
+        ranks = list(dp.ranks[start : start + size])
+        group = dist.new_group(ranks, use_local_synchronization=True)
+    groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = group
+    return group
+
+
+def limit_parameter_prefetch() -> None:
+    """Make DeepSpeed's swapper of parameters prefetch each once, and not into the last buffers.
+
+    It prefetches in the order of use, where the last layer's parameters stand twice: for the
+    forward and for the backward pass. If both uses are prefetched together, the pinned DeepSpeed
+    fails ("already assigned swap buffer id"). It also prefetches into all buffers, and fails ("Not
+    enough buffers") when a parameter is needed in another order, as for an evaluation.
+    """
+    kind = partitioned_param_swapper.AsyncPartitionedParameterSwapper
+    original = kind.swap_in
+    if original.__module__ != kind.__module__:
+        return  # replaced before
+
+    def swap_in(
+        self: Any, params: list[Any], async_op: bool = True, swap_in_buffers: Any = None
+    ) -> None:
+        wanted = list({id(param): param for param in params}.values())
+        if async_op and swap_in_buffers is None:
+            wanted = wanted[: max(0, self.available_swap_in_buffers() - PARAMETERS_OF_A_MODULE)]
+        if wanted:
+            original(self, wanted, async_op, swap_in_buffers)
+
+    kind.swap_in = swap_in

@@ -42,6 +42,10 @@ large as the model would be sent at its end."""
 OVERLAPPED_BUCKET_PER_RANK = 1_000_000
 """The same for each data-parallel rank, so that its share of the message stays large."""
 
+SWAPPED_SUB_GROUP = 100_000_000
+"""Elements of a flat tensor of optimizer states on a disk. DeepSpeed keeps buffers for the states
+of one in pinned memory."""
+
 ZERO_DEFAULTS: Json = {
     "reduce_scatter": True,
     "contiguous_gradients": True,
@@ -121,7 +125,12 @@ def build_ds_config(
             "hysteresis": precision.hysteresis,
             "min_loss_scale": int(precision.min_loss_scale),
         },
-        "bf16": {**_passed(user, "bf16"), "enabled": precision.bf16},
+        "bf16": {
+            **_passed(user, "bf16"),
+            "enabled": precision.bf16,
+            "bf16_master_weights_and_grads": in_effect(precision).bf16_master_weights,
+            "bf16_optimizer_states": in_effect(precision).bf16_master_weights,
+        },
         "zero_optimization": _zero_block(config, user, ranks, is_cpu=device == "cpu"),
         "optimizer": _optimizer_block(config, user, is_there),
         "activation_checkpointing": _checkpointing_block(config),
@@ -193,7 +202,7 @@ def adam_kernel(
         str(block.get("type")),
         params.get("torch_adam"),
         params.get("fused"),
-        offloaded=config.deepspeed.cpu_optimizer,
+        offloaded=config.deepspeed.optimizer_offload != "none",
         is_there=is_there,
     )
 
@@ -222,23 +231,47 @@ def _zero_block(config: Config, user: Json, dp_size: int, *, is_cpu: bool) -> Js
     given = _without_auto(user.get("zero_optimization") or {})
     # Stage 1 reduces after the last backward pass only. Offloaded gradients are copied to the host
     # from the buckets, and stage 2 would keep twice as many of them.
-    is_overlapping = stage == 2 and dp_size > 1 and not (is_cpu or config.deepspeed.cpu_optimizer)
+    is_overlapping = (
+        stage == 2 and dp_size > 1 and not (is_cpu or config.deepspeed.optimizer_offload != "none")
+    )
     fits = given.get("reduce_bucket_size", math.inf) >= _largest_parameter(config)
     result["overlap_comm"] = stage == 3 or (is_overlapping and fits)
+    if stage == 3:
+        result["zero_hpz_partition_size"] = config.deepspeed.zero_hpz_partition_size
+        if config.deepspeed.nvme_optimizer:
+            result["sub_group_size"] = SWAPPED_SUB_GROUP
+        if config.deepspeed.param_offload == "nvme":
+            # A gathered parameter occupies one of few buffers until it is released.
+            result["stage3_max_reuse_distance"] = 0
     for key, value in given.items():
         if key != "stage" and is_read_at(key, stage):
             result[key] = copy.deepcopy(value)
-    for key, wanted in (
-        ("offload_optimizer", "cpu" if config.deepspeed.cpu_optimizer else "none"),
+    for key, device in (
+        ("offload_optimizer", config.deepspeed.optimizer_offload),
         ("offload_param", config.deepspeed.param_offload),
     ):
-        block = result.pop(key, None) or {}
-        if wanted != "none":
-            device = block.get("device")
+        block = _without_auto(result.pop(key, None) or {})
+        if device != "none":
             # Copies of pageable memory are slow, and the device waits for them.
-            pinned = {"pin_memory": not is_cpu}
-            target = {"device": device if device in ("cpu", "nvme") else wanted}
-            result[key] = pinned | block | target
+            block = {"pin_memory": not is_cpu} | block | {"device": device}
+            result[key] = _offload_defaults(config, key, device, block, dp_size) | block
+    return result
+
+
+def _offload_defaults(config: Config, key: str, device: str, block: Json, dp_size: int) -> Json:
+    """Keys of an offload block that the file leaves open."""
+    result: Json = {"nvme_path": config.deepspeed.nvme_path} if device == "nvme" else {}
+    if key == "offload_optimizer":
+        if zero_stage(config) == 3:
+            result["ratio"] = config.deepspeed.optimizer_offload_fraction
+        if device == "nvme":
+            # Weights, gradient and two moments of a flat tensor, of the next one and of the last.
+            at_once = 1 + sum(block.get(f"pipeline_{way}", False) for way in ("read", "write"))
+            result["buffer_count"] = 4 * at_once
+    elif device == "nvme":
+        # A buffer holds a rank's part of a parameter.
+        part = -(-_largest_parameter(config) // dp_size) if dp_size else 0
+        result |= {"buffer_size": part or 100_000_000, "max_in_cpu": 10**9}
     return result
 
 

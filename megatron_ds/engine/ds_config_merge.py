@@ -47,7 +47,7 @@ def merge_file(
     """
     path = config.deepspeed.deepspeed_config
     if path is None or not Path(path).is_file():
-        return config, list(_layout_problems(config))
+        return config, list(_layout_problems(config, world_size))
     try:
         file = read_file(path)
     except UserError as error:
@@ -70,7 +70,7 @@ def merge_file(
         *_checkpoint_number_problems(config, file),
         *_optimizer_problems(config, file),
         *_zero_problems(config, file),
-        *_layout_problems(config),
+        *_layout_problems(config, world_size),
     ]
 
 
@@ -187,11 +187,12 @@ class _ConfigMerger:
 
 def _optimizer_problems(config: Config, file: DeepSpeedFile) -> Iterator[Problem]:
     kind, params = str(file.get("optimizer.type")).lower(), "optimizer.params"
-    if kind.endswith("cpuadam") and not config.deepspeed.cpu_optimizer:
+    is_offloaded = config.deepspeed.optimizer_offload != "none"
+    if kind.endswith("cpuadam") and not is_offloaded:
         yield Problem("ds-cpu-adam-without-offload", describe=file.describe("optimizer.type"))
     if file.get(f"{params}.adam_w_mode") is False:
         yield file.invalid(f"{params}.adam_w_mode", "adam is always AdamW", "optimizer")
-    if file.get(f"{params}.torch_adam") and config.deepspeed.cpu_optimizer:
+    if file.get(f"{params}.torch_adam") and is_offloaded:
         reason = "offloaded optimizer states need DeepSpeed's CPU Adam"
         yield file.invalid(f"{params}.torch_adam", reason, "cpu_optimizer")
     key = "zero_allow_untested_optimizer"
@@ -202,7 +203,6 @@ def _optimizer_problems(config: Config, file: DeepSpeedFile) -> Iterator[Problem
 
 
 def _zero_problems(config: Config, file: DeepSpeedFile) -> Iterator[Problem]:
-    optimizer = config.optimizer.optimizer
     for name in ("offload_optimizer", "offload_param"):
         key = f"zero_optimization.{name}"
         block = file.get(key)
@@ -210,12 +210,6 @@ def _zero_problems(config: Config, file: DeepSpeedFile) -> Iterator[Problem]:
             continue
         if block.get("device") is None:
             yield file.invalid(key, 'needs a device: "cpu", "nvme" or "none"')
-        is_limited = block.get("device") == "nvme" or block.get("ratio", 1.0) != 1.0
-        if is_limited and optimizer not in ("adam", "sgd"):
-            reason = f"nvme and a ratio are not supported with {as_flag('optimizer', optimizer)}"
-            yield file.invalid(key, reason, "optimizer")
-        if block.get("device") == "nvme" and not block.get("nvme_path"):
-            yield file.invalid(key, "the device nvme needs an nvme_path")
     stage = zero_stage(config)
     if stage < 2 or file.get("zero_optimization.reduce_scatter") is False:
         return
@@ -267,15 +261,23 @@ def _checkpoint_number_problems(config: Config, file: DeepSpeedFile) -> Iterator
         yield file.invalid(key, reason, "num_layers", "checkpoint_num_layers")
 
 
-def _layout_problems(config: Config) -> Iterator[Problem]:
+def _layout_problems(config: Config, world_size: int) -> Iterator[Problem]:
     """Find combinations that the pinned DeepSpeed computes wrongly or does not support."""
     yield from support.problems(config)
     precision, deepspeed = config.precision, config.deepspeed
     device = deepspeed.param_offload
     if device == "nvme" and config.logging.log_params_norm:
         yield Problem("params-norm-with-nvme")
-    if device == "nvme" and deepspeed.deepspeed_config is None:
-        yield Problem("remote-device-without-nvme-path")
+    if deepspeed.uses_nvme and deepspeed.nvme_path is None:
+        yield Problem("nvme-path-missing")
+    if device == "nvme" and deepspeed.optimizer_offload == "none":
+        yield Problem("nvme-parameters-without-offloaded-optimizer")
+    is_partial = in_effect(deepspeed).optimizer_offload_fraction < 1
+    if config.optimizer.optimizer != "adam" and is_partial:
+        yield Problem("partial-offload-of-other-optimizer", settings=config.optimizer)
+    dp_size = config.parallel.data_parallel_size(world_size)
+    if dp_size and dp_size % max(1, in_effect(deepspeed).zero_hpz_partition_size):
+        yield Problem("hpz-size-not-a-divisor", settings=deepspeed, dp_size=dp_size)
     scale = in_effect(precision).initial_loss_scale
     if precision.fp16 and not (scale > 0 and math.log2(scale).is_integer()):
         yield Problem("initial-loss-scale-not-power-of-two", scale=scale)

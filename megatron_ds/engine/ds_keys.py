@@ -33,13 +33,14 @@ REFUSED: dict[str, str] = {
     "zero_optimization.elastic_checkpoint": "changes the layout of checkpoints",
     "zero_optimization.pipeline_loading_checkpoint": "pipeline parallelism is not supported yet",
     "zero_optimization.compute_grad_norm": "the norm is always computed; leave the key out",
-    "zero_optimization.zenflow": NOT_YET,
+    "zero_optimization.zenflow": (
+        "it applies most gradients later than their step, so that a run no longer equals one "
+        "process; use offload_optimizer"
+    ),
     "zero_optimization.leaf_module": "the model has no module that needs it",
     "zero_optimization.zero_quantized_nontrainable_weights": "all weights are trained",
     "zero_optimization.save_muon_momentum_buffer_in_memory": "the optimizers are adam and sgd",
     "zero_optimization.offload_optimizer.super_offload": NOT_YET,
-    "bf16.bf16_master_weights_and_grads": "master weights and their gradients are kept in fp32",
-    "bf16.bf16_optimizer_states": "optimizer states are kept in fp32",
     "fp16.fp16_master_weights_and_grads": "master weights and their gradients are kept in fp32",
     "optimizer.legacy_fusion": REMOVED,
     "optimizer.params.amsgrad": "AdamW without AMSGrad is used",

@@ -15,6 +15,7 @@ from deepspeed.ops.op_builder.builder import OpBuilder
 from torch import Tensor
 
 from megatron_ds.config import Config, PrecisionConfig
+from megatron_ds.config.fields import in_effect
 from megatron_ds.config.problems import user_error
 from megatron_ds.engine.ds_config import adam_kernel, zero_stage
 from megatron_ds.engine.param_groups import Multipliers
@@ -116,7 +117,7 @@ def _expected_settings(
     """The settings that a configuration asks for."""
     precision, options, dp_size = config.precision, config.optimizer, mesh.dp.size
     in_fp32 = precision.accumulate_allreduce_grads_in_fp32 or precision.name == "fp32"
-    offload, zero = config.deepspeed, ds_config["zero_optimization"]
+    offload = config.deepspeed
     return EngineSettings(
         zero_stage=zero_stage(config),
         dp_size=mesh.dp_sp.size,
@@ -138,12 +139,9 @@ def _expected_settings(
         param_dtype=DTYPES[precision.name],
         accumulation_dtype="float32" if in_fp32 else DTYPES[precision.name],
         reduction_dtype=DTYPES[ds_config["communication_data_type"]],
-        master_dtype="float32",
-        # No flag tells "cpu" from "nvme" for the optimizer; the user's file does.
-        optimizer_offload=zero["offload_optimizer"]["device"] if offload.cpu_optimizer else "none",
-        param_offload=zero["offload_param"]["device"]
-        if offload.param_offload != "none"
-        else "none",
+        master_dtype="bfloat16" if in_effect(precision).bf16_master_weights else "float32",
+        optimizer_offload=offload.optimizer_offload,
+        param_offload=offload.param_offload,
         loss_scale=_expected_loss_scale(precision, scaler),
     )
 

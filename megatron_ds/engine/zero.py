@@ -18,13 +18,14 @@ from torch import Tensor, nn
 
 from megatron_ds.config.problems import Problem, user_error
 from megatron_ds.data.micro_batches import Batch
+from megatron_ds.engine import swapped_states
 from megatron_ds.engine.deepspeed_patches import (
     experts_saved_by_caller,
     reset_cpu_adam_beta_powers,
     silent_bf16_load,
 )
 from megatron_ds.engine.device_batches import DeviceBatch, DeviceBatches
-from megatron_ds.engine.ds_checkpoint_io import SafeCheckpointEngine, flush_and_hash
+from megatron_ds.engine.ds_checkpoint_io import SafeCheckpointEngine
 from megatron_ds.engine.expert_files import ExpertFiles
 from megatron_ds.engine.loss_scaler import LossScale
 from megatron_ds.engine.param_groups import (
@@ -37,6 +38,7 @@ from megatron_ds.engine.protocol import EngineSettings, LossSum, StateBytes
 from megatron_ds.engine.readback import state_bytes
 from megatron_ds.engine.router_metrics import router_metrics
 from megatron_ds.fileio.atomic import FileRecord
+from megatron_ds.fileio.swap_folder import SwapFolder
 from megatron_ds.model.output_layer import TokenLoss
 from megatron_ds.model.packed_attention import PackingOptions
 from megatron_ds.parallel.mesh import Mesh
@@ -63,6 +65,7 @@ class ZeroEngine:
         rng: Random number generators for dropout.
         seed: Seed of dropout.
         device: Device to which batches are copied.
+        swap_folder: Where states on a disk are; kept until the engine ends.
     """
 
     def __init__(
@@ -79,8 +82,10 @@ class ZeroEngine:
         rng: RngStreams,
         seed: int,
         device: torch.device,
+        swap_folder: SwapFolder | None = None,
     ) -> None:
         self._engine = engine
+        self._swap_folder = swap_folder
         self._experts = ExpertFiles(engine.module, mesh)
         self._files = SafeCheckpointEngine(engine, self._experts)
         self.ds_config = ds_config
@@ -200,16 +205,17 @@ class ZeroEngine:
 
     def save(self, folder: Path, tag: str) -> dict[str, FileRecord]:
         save = partial(self._engine.save_checkpoint, str(folder), tag=tag, save_latest=False)
-        with experts_saved_by_caller(self._engine):
-            written = self._files.write_files(save, folder / tag)
-        # Optimizer states on NVMe, which DeepSpeed copies itself.
-        copied = folder / tag / "offloaded_tensors" / f"rank{self._mesh.rank:02d}"
-        return written | flush_and_hash(copied, folder / tag)
+        with experts_saved_by_caller(self._engine), swapped_states.as_tensors(self._engine):
+            return self._files.write_files(save, folder / tag)
 
     def load(self, folder: Path, tag: str) -> None:
         scale = self._loss_scale
-        settings = nullcontext() if scale is None else scale.keep_settings_on_load()
-        with silent_bf16_load(), experts_saved_by_caller(self._engine), settings:
+        with (
+            silent_bf16_load(),
+            experts_saved_by_caller(self._engine),
+            swapped_states.as_tensors(self._engine),
+            nullcontext() if scale is None else scale.keep_settings_on_load(),
+        ):
             path, _ = self._engine.load_checkpoint(str(folder), tag=tag)
         if path is None:
             raise user_error("checkpoint-not-loaded", folder=folder / tag)

@@ -13,6 +13,7 @@ import itertools
 import json
 import math
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import hypothesis
 from hypothesis import strategies
@@ -24,6 +25,7 @@ from megatron_ds.config.problems import Problem
 from megatron_ds.engine.ds_config_merge import merge_file
 from megatron_ds.model.packed_attention import FlexKernel, PackingOptions
 from megatron_ds.train_state import StepPlan, StepResult, TrainState
+from tests.dist.offload_harness import SMALLEST_SWAPPED, WITHOUT_LIBAIO
 from tests.dist.parity_cases import SAMPLES_PER_STEP, SHAPE, folder
 from tests.dist.reference import EOD, Run, Samples, train_reference
 from tests.unit.model.dense import dense_flex
@@ -45,7 +47,7 @@ VALUES = {name: tuple(axis.values) for name, axis in support.AXES.items()} | {
     name: tuple(values) for name, values in EXTRA.items()
 }
 SIZES = ("tp", "sp", "pp")
-"""Axes whose sizes multiply to a divisor of the number of ranks."""
+"""Axes whose sizes multiply to the ranks of a replica."""
 TEST_FLAGS = {
     **dict.fromkeys(
         [("experts", "replicated"), ("experts", "distributed")],
@@ -79,16 +81,20 @@ def name_of(run: RunLayout) -> str:
 
 def configure(run: RunLayout) -> tuple[Config, list[Problem]]:
     """The configuration of a run, and every problem that the command line finds."""
-    thresholds = {"stage3_param_persistence_threshold": 0, "reduce_bucket_size": 4000}
-    path = folder() / "thresholds.json"
-    path.write_text(json.dumps({"zero_optimization": thresholds}), encoding="utf-8")
+    zero: dict[str, Any] = {"stage3_param_persistence_threshold": 0, "reduce_bucket_size": 4000}
+    if run.get("offload") == "nvme":
+        zero["offload_param"] = {"device": "nvme", "max_in_cpu": 0}
+    thresholds = {"zero_optimization": zero, "aio": {"block_size": SMALLEST_SWAPPED}}
+    path = folder() / f"thresholds-{len(zero)}.json"
+    path.write_text(json.dumps(thresholds), encoding="utf-8")
     words = [f"--{name.replace('_', '-')} {value}" for name, value in SHAPE.items()]
     words += [f"--deepspeed_config {path} --data-path x --tokenizer-type NullTokenizer"]
     words += [f"--train-iters {STEPS} --global-batch-size {SAMPLES_PER_STEP}"]
     words += [f"--micro-batch-size {_micro_batch_size(run)}"]
     for axis, value in run.items():
         flags = support.AXES[axis].values if axis in support.AXES else EXTRA[axis]
-        words += [flags.get(value, ""), TEST_FLAGS.get((axis, value), "")]
+        on_disk = flags.get(value, "").replace(support.DISK, str(folder() / "disk"))
+        words += [on_disk, TEST_FLAGS.get((axis, value), "")]
     return build_config(
         " ".join(words).split(),
         world_size=int(run["world"]),
@@ -143,8 +149,11 @@ def _reference(values: tuple[tuple[str, str], ...], micro_batch_size: int | None
 
 def is_accepted(run: RunLayout) -> bool:
     """Whether the matrix accepts a run, or a part of one, so far."""
-    copies = 2 if run.get("experts") == "distributed" else 1
+    is_distributed, has_copies = run.get("experts") == "distributed", run.get("hpz", "1") != "1"
+    copies = 2 if is_distributed or has_copies else 1
     if int(run.get("world", "4")) % (_ranks_of_a_replica(run) * copies):
+        return False
+    if run.get("offload") in support.ON_DISK and WITHOUT_LIBAIO is not None:
         return False
     return not any(
         rule.values.keys() <= run.keys() and rule.forbids(run)

@@ -22,6 +22,7 @@ from megatron_ds.config import support
 from tests.dist import layouts
 from tests.dist.compare import differences
 from tests.dist.layouts import RunLayout, name_of
+from tests.dist.offload_harness import swapping
 from tests.dist.rank_jobs import JobResults, run_jobs, training
 from tests.dist.reference import Run
 from tests.problems import codes
@@ -52,9 +53,8 @@ def outcomes(request: pytest.FixtureRequest) -> JobResults:
             if run["world"] == world:
                 config, problems = layouts.configure(run)
                 assert problems == [], name
-                jobs[name] = training(
-                    config, layouts.plans_of(run, config), layouts.samples_of(run)
-                )
+                plans, samples = layouts.plans_of(run, config), layouts.samples_of(run)
+                jobs[name] = swapping(training(config, plans, samples))
         results |= run_jobs(int(world), jobs).results
     return JobResults(results)
 

@@ -11,20 +11,43 @@ from __future__ import annotations
 
 import itertools
 import math
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.dist import parity_cases
 from tests.dist.compare import differences
-from tests.dist.parity_cases import Case, reference_of
-from tests.dist.rank_jobs import JobResults, case_training, run_jobs
+from tests.dist.parity_cases import Case, config_of, reference_of
+from tests.dist.rank_jobs import Job, JobResults, case_training, run_jobs
 from tests.dist.reference import Run
 
 REPEATED = "repeated"
 """The second run of a world's first case, after all others."""
 
+HPZ_WORLD = 4
+HPZ = {
+    "hpz-tp1": Case(HPZ_WORLD, 3, 1, 4, "learned", "adamw"),
+    "hpz-tp2": Case(HPZ_WORLD, 3, 2, 1, "swiglu", "sgd"),
+}
+"""Layouts in which pairs of data-parallel ranks hold second copies of the parameters."""
+
 Worlds = dict[int, JobResults]
+
+
+def hpz_training(case: Case) -> Job:
+    deepspeed = {**vars(config_of(case).deepspeed), "zero_hpz_partition_size": 2}
+    return case_training(case, partial(assert_second_copies, case.tp), deepspeed=deepspeed)
+
+
+def assert_second_copies(tp: int, engine: Any) -> None:
+    """Neighbours along the data-parallel axis share a copy, which the backward pass gathers."""
+    start = {1: dist.get_rank() // 2 * 2, 2: dist.get_rank() % 2}[tp]
+    for parameter in engine.module.parameters():
+        group = parameter.ds_zero_param_process_group
+        assert dist.get_process_group_ranks(group) == [start, start + tp]
 
 
 @pytest.fixture(scope="module")
@@ -38,6 +61,8 @@ def worlds(request: pytest.FixtureRequest) -> Worlds:
         cases = [case for case in selected if case.world == world]
         if cases:
             jobs = {case.name: case_training(case) for case in cases}
+            if world == HPZ_WORLD:
+                jobs |= {name: hpz_training(case) for name, case in HPZ.items()}
             results[world] = run_jobs(world, {**jobs, REPEATED: jobs[cases[0].name]})
     return results
 
@@ -83,6 +108,13 @@ def _error_of_first_step(run: Run, reference: Run) -> float:
         allowed = 1e-5 * gradient.abs().max().item() + rounding
         ratios.append(((before - after) / rate - gradient).abs().max().item() / allowed)
     return max(ratios)
+
+
+@pytest.mark.parametrize("name", HPZ)
+def test_second_copies_of_parameters_change_nothing(name: str, worlds: Worlds) -> None:
+    case = HPZ[name]
+    for rank, run in enumerate(worlds[HPZ_WORLD].of(name)):
+        assert differences(run, reference_of(case.model, case.optimizer)) == [], f"rank {rank}"
 
 
 ZERO3 = [case for case in parity_cases.chosen() if case.stage == 3]

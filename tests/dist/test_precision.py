@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,8 @@ from megatron_ds.config import Config
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.train_state import StepPlan
 from tests.dist import parity_cases
-from tests.dist.compare import differences
+from tests.dist.compare import differences, worst_difference
+from tests.dist.offload_harness import WITHOUT_LIBAIO, Offload, parity_job, resume_job
 from tests.dist.parity_cases import Case, config_of, reference_of
 from tests.dist.rank_jobs import JobResults, case_training, run_jobs, training
 from tests.dist.reference import Samples, Tensors, train_reference
@@ -30,6 +32,25 @@ LAYOUTS = list(itertools.product((1, 2, 3), (1, 2)))
 """ZeRO stage and tensor-parallel size."""
 OFFLOADED = [(stage, tp, "cpu" if (stage, tp) == (3, 2) else "none") for stage, tp in LAYOUTS]
 """Stage, tensor-parallel size and device of the parameters; optimizer states are in host memory."""
+
+OFFLOADS = {
+    "nvme-optimizer": Offload(),
+    "nvme": Offload(tp=2, parameters="nvme"),
+    "nvme-pipelined": Offload(
+        accumulation=1,
+        parameters="nvme",
+        zero={
+            "sub_group_size": 8000,
+            "offload_optimizer": {"device": "nvme", "pipeline_read": True, "pipeline_write": True},
+        },
+    ),
+    "nvme-parameters": Offload(optimizer="cpu", parameters="nvme"),
+    "partial": Offload(
+        optimizer="cpu",
+        zero={"sub_group_size": 8000, "offload_optimizer": {"device": "cpu", "ratio": 0.5}},
+    ),
+}
+NEEDS_LIBAIO = [name for name in OFFLOADS if name.startswith("nvme")]
 
 TIMING = [
     ("zero_optimization.overlap_comm", 1, 1, False),
@@ -41,12 +62,20 @@ TIMING = [
 ]
 """Switch of DeepSpeed, ZeRO stage, tensor-parallel size, bf16."""
 
+BF16_MASTERS = [(1, 1, True), (2, 1, False), (2, 2, True), (3, 1, False), (3, 2, True)]
+"""ZeRO stage, tensor-parallel size, optimizer states in host memory."""
+
 COMMUNICATED = {
     1: {"all-reduce": 4.0, "all-gather": 2.0},
     2: {"all-reduce": 4 * 4.0, "all-gather": 2.0},
     3: {"all-gather": 4 * 2 * 2.0, "reduce-scatter": 4 * 4.0},
 }
 """ZeRO stage -> bytes per parameter, as docs/zero.md says."""
+
+RESUMED = Offload(tp=2, accumulation=2, parameters="nvme", changes={"precision": {"bf16": True}})
+needs_libaio = pytest.mark.skipif(
+    WITHOUT_LIBAIO is not None, reason=WITHOUT_LIBAIO.render() if WITHOUT_LIBAIO else ""
+)
 
 MICRO_BATCHES = 96
 # All micro-batches are equal, so each adds the same gradient to a sum up to 95 times as large. bf16
@@ -94,10 +123,22 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> JobResults:
     for stage, tp in LAYOUTS:
         job = case_training(layout(stage, tp), precision={"bf16": True})
         jobs[f"bf16-{stage}-{tp}"] = job
+    for stage, tp, is_offloaded in BF16_MASTERS:
+        jobs[f"masters-{stage}-{tp}"] = case_training(
+            layout(stage, tp),
+            precision={"bf16": True, "bf16_master_weights": True},
+            deepspeed={"cpu_optimizer": is_offloaded, "zero_stage": stage},
+        )
     for stage, tp, remote in OFFLOADED:
         offload = {"cpu_optimizer": True, "remote_device": remote}
         job = case_training(layout(stage, tp), deepspeed=offload)
         jobs[f"offloaded-{stage}-{tp}-{remote}"] = job
+    for name, offload in OFFLOADS.items():
+        if name not in NEEDS_LIBAIO or WITHOUT_LIBAIO is None:
+            jobs[name] = parity_job(offload, folder)
+    if WITHOUT_LIBAIO is None:
+        loaded = {"nvme": RESUMED, "cpu": replace(RESUMED, optimizer="cpu", parameters="cpu")}
+        jobs["resume"] = resume_job(RESUMED, loaded, folder)
     for stage, in_fp32 in itertools.product((1, 2, 3), (True, False)):
         config = accumulating_config(stage, in_fp32)
         jobs[f"accumulating-{stage}-{in_fp32}"] = training(config, ONE_LONG_STEP, EQUAL_SAMPLES)
@@ -121,6 +162,25 @@ def test_bf16_follows_fp32(stage: int, tp: int, outcomes: JobResults) -> None:
         assert run.losses == pytest.approx(reference.losses, rel=0, abs=1e-2)
         assert run.losses != reference.losses
         assert run.norms == pytest.approx(reference.norms, rel=0.02)
+
+
+@pytest.mark.parametrize(("stage", "tp", "is_offloaded"), BF16_MASTERS)
+def test_bf16_master_weights_follow_fp32(
+    stage: int, tp: int, is_offloaded: bool, outcomes: JobResults
+) -> None:
+    """As closely as a bf16 run with master weights in fp32: see docs/zero.md.
+
+    The engine itself reports the type of its master weights, which `build` compares.
+    """
+    reference = reference_of("learned", "adamw")
+    for run in outcomes.of(f"masters-{stage}-{tp}"):
+        assert run.losses == pytest.approx(reference.losses, rel=0, abs=2e-3)
+        assert run.norms == pytest.approx(reference.norms, rel=0.01)
+        errors = [
+            worst_difference(*pair) for pair in zip(run.weights, reference.weights, strict=True)
+        ]
+        assert max(errors)[0] <= 0.06, max(errors)
+        assert all(torch.equal(w, w.bfloat16().float()) for w in run.weights[-1].values())
 
 
 def test_bf16_gradients_are_accumulated_in_fp32(outcomes: JobResults) -> None:
@@ -148,6 +208,25 @@ def test_offloading_changes_nothing(stage: int, tp: int, remote: str, outcomes: 
     the same process."""
     for run in outcomes.of(f"offloaded-{stage}-{tp}-{remote}"):
         assert differences(run, reference_of("learned", "adamw")) == []
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=needs_libaio) if n in NEEDS_LIBAIO else n for n in OFFLOADS],
+)
+def test_states_on_a_disk_change_nothing(name: str, outcomes: JobResults) -> None:
+    for run in outcomes.of(name):
+        assert differences(run, reference_of("learned", "adamw")) == []
+
+
+@needs_libaio
+@pytest.mark.parametrize("loaded", ["nvme", "cpu"])
+def test_resume_from_states_on_a_disk_is_exact(loaded: str, outcomes: JobResults) -> None:
+    """Bit for bit, wherever the run that loads the checkpoint keeps its states."""
+    for seen in outcomes.of("resume"):
+        assert seen.results[loaded] == seen.results["continued"]
+        assert differences_of_weights([seen.weights[loaded]], [seen.weights["continued"]]) == []
+        assert differences_of_weights([seen.weights[loaded]], [seen.saved_weights]) != []
 
 
 @pytest.mark.parametrize(("switch", "stage", "tp", "bf16"), TIMING)

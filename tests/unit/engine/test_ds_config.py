@@ -132,8 +132,9 @@ def test_offloaded_states_are_pinned_on_an_accelerator(merge: Merge) -> None:
     flags = "--zero-stage 3 --cpu-optimizer --remote-device cpu"
     for device, is_pinned in (("cpu", False), ("xpu", True)):
         zero = zero_block(flags, device)
-        for block in ("offload_optimizer", "offload_param"):
-            assert zero[block] == {"device": "cpu", "pin_memory": is_pinned}
+        pinned = {"device": "cpu", "pin_memory": is_pinned}
+        assert zero["offload_optimizer"] == {**pinned, "ratio": 1.0}
+        assert zero["offload_param"] == pinned
     block = {"device": "cpu", "pin_memory": False}
     file = {"zero_optimization": {"stage": 2, "offload_optimizer": block}}
     zero = build_ds_config(merge(file).config, 2, "xpu")["zero_optimization"]

@@ -161,7 +161,7 @@ def test_legacy_file_is_translated(merge: Merge) -> None:
     assert (config.precision.fp16, zero_stage(config)) == (True, 3)
     assert config.deepspeed.cpu_optimizer
     zero = build_ds_config(config, 2)["zero_optimization"]
-    assert zero["offload_optimizer"] == {"device": "cpu", "pin_memory": False}
+    assert zero["offload_optimizer"] == {"device": "cpu", "pin_memory": False, "ratio": 1.0}
     assert (zero["reduce_bucket_size"], zero["overlap_comm"]) == (2e8, True)
     assert "cpu_offload" not in zero
     assert codes(warnings) == ["ds-old-key", "ds-keys-ineffective"]

@@ -74,13 +74,14 @@ def test_accumulation_steps_give_batch_size_without_flag(merge: Merge) -> None:
 
 
 INVALID = "ds-value-invalid"
+NVME = "--zero-stage 3 --nvme-optimizer"
 OFFLOADED = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}
-NVME = {"device": "nvme", "nvme_path": "/x"}
-PARTIAL = {"device": "cpu", "ratio": 0.5}
 VALUES: dict[str, tuple[Any, Any]] = {
     "zero_optimization.stage": (1, 2),
     "zero_optimization.offload_optimizer.device": (True, "none"),
     "zero_optimization.offload_param.device": ("cpu", "nvme"),
+    "zero_optimization.offload_optimizer.nvme_path": ("/one", "/two"),
+    "zero_optimization.offload_param.nvme_path": ("/one", "/two"),
     "fp16.loss_scale": (128.0, 0),
     "fp16.initial_scale_power": (2.0**16, 12),
     "data_types.grad_accum_dtype": (True, "bf16"),
@@ -127,18 +128,7 @@ def test_contradiction_names_flag_and_key_with_values_and_line(
             INVALID,
             "optimizer",
         ),
-        (
-            {"optimizer": {"type": "Lion"}, "zero_optimization": {"offload_optimizer": NVME}},
-            INVALID,
-            "optimizer",
-        ),
-        (
-            {"optimizer": {"type": "Lion"}, "zero_optimization": {"offload_optimizer": PARTIAL}},
-            INVALID,
-            "optimizer",
-        ),
         ({"zero_optimization": {"stage": 2}, "prescale_gradients": True}, INVALID, "zero_stage"),
-        ({"zero_optimization": {"offload_optimizer": {"device": "nvme"}}}, INVALID, ""),
         ({"zero_optimization": {"offload_optimizer": {"pin_memory": True}}}, INVALID, ""),
     ],
 )
@@ -200,7 +190,18 @@ def test_ineffective_key_is_reported(merge: Merge, file: object, warning: str) -
 @pytest.mark.parametrize(
     ("flags", "code"),
     [
-        ("--zero-stage 3 --remote-device nvme", "remote-device-without-nvme-path"),
+        (f"{NVME} --remote-device nvme", "nvme-path-missing"),
+        (NVME, "nvme-path-missing"),
+        (
+            "--zero-stage 3 --remote-device nvme --nvme-path /x",
+            "nvme-parameters-without-offloaded-optimizer",
+        ),
+        (f"{NVME} --nvme-path /x --optimizer lion", "nvme-with-other-optimizer"),
+        (
+            "--zero-stage 3 --cpu-optimizer --optimizer-offload-fraction 0.5 --optimizer lion",
+            "partial-offload-of-other-optimizer",
+        ),
+        ("--zero-stage 3 --zero-hpz-partition-size 3", "hpz-size-not-a-divisor"),
         ("--fp16 --initial-loss-scale 1000", "initial-loss-scale-not-power-of-two"),
     ],
 )

@@ -1,0 +1,45 @@
+"""A folder of this process's own for temporary files, on a disk that several runs may share."""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+import weakref
+from contextlib import suppress
+from pathlib import Path
+from typing import IO
+
+from megatron_ds.fileio.file_lock import lock_now
+
+
+class SwapFolder:
+    """The first of PARENT/swap0, PARENT/swap1, ... that no live process uses.
+
+    A lock, which the kernel releases when its holder dies, tells them apart; files that a dead
+    process left are removed. The folder is removed when this object or the process ends.
+
+    Args:
+        parent: Folder on the disk; it is created.
+
+    Raises:
+        OSError: If the folder cannot be written.
+    """
+
+    def __init__(self, parent: Path) -> None:
+        for number in itertools.count():
+            self.path = parent / f"swap{number}"
+            self.path.mkdir(parents=True, exist_ok=True)
+            lock = (self.path / "lock").open("w")
+            if lock_now(lock) is not False:
+                break
+            lock.close()
+        for path in self.path.iterdir():
+            if path.name != "lock":
+                shutil.rmtree(path)
+        self.remove = weakref.finalize(self, _remove, self.path, lock)
+
+
+def _remove(path: Path, lock: IO[str]) -> None:
+    with suppress(OSError):
+        shutil.rmtree(path)
+    lock.close()

@@ -1,0 +1,39 @@
+"""Whether this machine can run DeepSpeed's asynchronous file operations, which need libaio."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+from megatron_ds.config.problems import Problem
+
+PROBE = """
+#include <libaio.h>
+int main() { io_context_t context = 0; return io_setup(1, &context) != 0; }
+"""
+
+
+def find_problem() -> Problem | None:
+    """Why a program that uses libaio cannot be built and run; None if it can.
+
+    DeepSpeed tests the same before it loads its operations, even if they are built.
+    """
+    compiler = os.environ.get("CXX") or "c++"
+    if shutil.which(shlex.split(compiler)[0]) is None:
+        return Problem("nvme-without-compiler", compiler=compiler)
+    names = ("CFLAGS", "LDFLAGS")
+    flags = [flag for name in names for flag in shlex.split(os.environ.get(name, ""))]
+    with tempfile.TemporaryDirectory() as folder:
+        source, program = Path(folder, "probe.cpp"), Path(folder, "probe")
+        source.write_text(PROBE, encoding="utf-8")
+        command = [*shlex.split(compiler), str(source), "-o", str(program), *flags, "-laio"]
+        built = subprocess.run(command, capture_output=True, text=True, check=False)
+        if built.returncode:
+            lines = [line for line in built.stderr.splitlines() if "error" in line or "ld:" in line]
+            return Problem("nvme-without-libaio", error=(lines or ["it cannot be linked"])[0])
+        status = subprocess.run([program], check=False).returncode
+    return Problem("nvme-refused-by-kernel") if status else None

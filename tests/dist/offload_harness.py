@@ -1,0 +1,163 @@
+"""Configurations that offload, and a job that saves and resumes one in the middle of a run."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from deepspeed.runtime.swap_tensor import optimizer_utils, partitioned_param_swapper
+from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
+
+from megatron_ds.config import Config
+from megatron_ds.launch import libaio
+from megatron_ds.parallel.mesh import Mesh
+from tests.dist.engine_harness import batches_of, full_weights
+from tests.dist.nonfinite_harness import Training
+from tests.dist.parity_cases import SAMPLES, Case, config_of, plans_of
+from tests.dist.rank_jobs import Job, training
+from tests.dist.reference import Tensors
+
+SMALLEST_SWAPPED = 1024
+"""Bytes of the smallest tensor in a file, in these tests; DeepSpeed's own limit is a megabyte."""
+WITHOUT_LIBAIO = libaio.find_problem()
+"""Why this machine cannot offload to NVMe."""
+STEPS, TAG = 2, "saved"
+"""Steps before and after the checkpoint, and its name."""
+
+
+@dataclass(frozen=True)
+class Offload:
+    """A layout that offloads."""
+
+    tp: int = 1
+    accumulation: int = 4
+    optimizer: str = "nvme"
+    parameters: str = "none"
+    model: str = "learned"
+    stage: int = 3
+    zero: dict[str, Any] = field(default_factory=dict)
+    changes: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    @property
+    def case(self) -> Case:
+        return Case(2, self.stage, self.tp, self.accumulation, self.model, "adamw")
+
+    def config(self, folder: Path, **changes: dict[str, Any]) -> Config:
+        """The configuration, whose DeepSpeed file makes even this small model swap.
+
+        Args:
+            folder: For the file and the swapped states.
+            changes: Changed fields by group.
+        """
+        offload: dict[str, Any] = {"offload_optimizer": {"device": self.optimizer}}
+        if self.parameters == "nvme":
+            offload["offload_param"] = {"device": "nvme", "max_in_cpu": 0}
+        elif self.parameters == "cpu":
+            offload["offload_param"] = {"device": "cpu"}
+        zero = {
+            "stage": self.stage,
+            "stage3_param_persistence_threshold": 0,
+            "reduce_bucket_size": 4000,
+            **offload,
+            **self.zero,
+        }
+        values = {"zero_optimization": zero, "aio": {"block_size": SMALLEST_SWAPPED}}
+        with tempfile.NamedTemporaryFile("w", dir=folder, suffix=".json", delete=False) as file:
+            json.dump(values, file)
+        deepspeed: dict[str, Any] = {"deepspeed_config": file.name}
+        if "nvme" in (self.optimizer, self.parameters):
+            deepspeed["nvme_path"] = str(folder / "disk")
+        return config_of(self.case, **{"deepspeed": deepspeed, **self.changes, **changes})
+
+
+def swap_small_tensors() -> None:
+    """Make DeepSpeed swap tensors of SMALLEST_SWAPPED bytes in this process."""
+    optimizer_utils.MIN_AIO_BYTES = SMALLEST_SWAPPED
+    partitioned_param_swapper.MIN_AIO_BYTES = SMALLEST_SWAPPED
+
+
+def parity_job(offload: Offload, folder: Path) -> Job:
+    """The training of a layout, which also checks that what should be in files is."""
+    probe = partial(assert_swapped, offload)
+    config, case = offload.config(folder), offload.case
+    return swapping(training(config, plans_of(case), SAMPLES, probe))
+
+
+def swapping(job: Job) -> Job:
+    """A job in whose ranks even small tensors are swapped."""
+    return partial(_swapping, job)
+
+
+def _swapping(job: Job, meshes: dict[int, Mesh]) -> Any:
+    swap_small_tensors()
+    return job(meshes)
+
+
+def assert_swapped(offload: Offload, engine: Any) -> None:
+    """Weights of matrices, and their optimizer states, are in files if the layout says so."""
+    optimizer = engine.optimizer
+    groups = range(len(optimizer.fp32_partitioned_groups_flat)) if offload.stage == 3 else ()
+    swapped = [group for group in groups if optimizer._swappable_optimizer_subgroup(group)]
+    assert bool(swapped) == (offload.optimizer == "nvme")
+    remote = [
+        parameter.ds_tensor.status == PartitionedParamStatus.NOT_AVAILABLE
+        for parameter in engine.module.parameters()
+        if offload.stage == 3
+    ]
+    assert any(remote) == (offload.parameters == "nvme")
+    assert not all(remote)
+
+
+@dataclass
+class Resumed:
+    """Steps after a checkpoint, of the run that saved it and of those that loaded it."""
+
+    results: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
+    """Loss and norm of each step, by run."""
+    weights: dict[str, Tensors] = field(default_factory=dict)
+    saved_weights: Tensors = field(default_factory=dict)
+    """Weights at the time of the save."""
+
+
+def resume_job(saved: Offload, loaded: dict[str, Offload], folder: Path) -> Job:
+    """Saves in the middle of a run of a layout, and continues it in new engines.
+
+    Args:
+        saved: Layout of the run.
+        loaded: Layouts that load its checkpoint.
+        folder: For files; the ranks share it.
+    """
+    return partial(_resume, saved, loaded, folder)
+
+
+def _resume(
+    saved: Offload, loaded: dict[str, Offload], folder: Path, meshes: dict[int, Mesh]
+) -> Resumed:
+    swap_small_tensors()
+    mesh, seen, schedule = meshes[saved.tp], Resumed(), {"train_iters": 100}
+    first = Training(saved.config(folder, schedule=schedule), mesh, 100)
+    for _ in range(STEPS):
+        first.step()
+    first.engine.save(folder, TAG)
+    seen.saved_weights = full_weights(first.engine, mesh)
+    state = first.state
+    _continue("continued", first, seen)
+    for name, layout in loaded.items():
+        config = layout.config(folder, schedule=schedule)
+        run = Training(config, mesh, 100)
+        run.engine.load(folder, TAG)
+        run.state = state
+        run.batches = batches_of(config, mesh, run.samples, state.consumed_samples)
+        _continue(name, run, seen)
+    return seen
+
+
+def _continue(name: str, run: Training, seen: Resumed) -> None:
+    results = [run.step() for _ in range(STEPS)]
+    seen.results[name] = [(float(each.loss), float(each.grad_norm or 0)) for each in results]
+    seen.weights[name] = full_weights(run.engine, run.mesh)
+    run.close()
