@@ -16,13 +16,13 @@ Megatron-DeepSpeed's for tokens; DeepSpeed's curriculum_scheduler (fixed_linear)
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from megatron_ds.config import Config
 from megatron_ds.config.problems import option
-from megatron_ds.train_state import StepPlan, TrainState
+from megatron_ds.train_state import SpikeLimits, StepPlan, TrainState
 
 INITIAL_STATE = TrainState()
 
@@ -43,7 +43,37 @@ def plan(config: Config, state: TrainState, dp_size: int) -> StepPlan:
         lr=learning_rate(config, state, dp_size),
         weight_decay=weight_decay(config, state, dp_size),
         seq_length=seq_length_at(config, state.iteration),
+        limits=spike_limits(config, state),
     )
+
+
+def spike_limits(config: Config, state: TrainState) -> SpikeLimits | None:
+    """The limits of --skip-loss-spikes for the step after `state`.
+
+    The mean of the last steps plus SIGMA standard deviations, as in OLMo's skip-step optimizers.
+    Spikes count as well, so that a lasting change of the loss is accepted after a few steps.
+    Infinite until half a window is known.
+    """
+    sigma, window = config.optimizer.skip_loss_spikes, config.optimizer.skip_loss_spikes_window
+    if sigma is None:
+        return None
+    histories = state.recent_losses[-window:], state.recent_norms[-window:]
+    loss, norm = (_spike_limit(values, sigma, window) for values in histories)
+    return SpikeLimits(loss, norm, window)
+
+
+def _spike_limit(values: Sequence[float], sigma: float, window: int) -> float:
+    if len(values) < max(2, window // 2):
+        return math.inf
+    mean = math.fsum(values) / len(values)
+    variance = math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1)
+    return mean + sigma * math.sqrt(variance)
+
+
+def skipped_range(config: Config, iteration: int) -> tuple[int, int] | None:
+    """The range of --skip-train-iteration-range that contains an iteration."""
+    ranges = config.schedule.skipped_ranges
+    return next((each for each in ranges if each[0] <= iteration <= each[1]), None)
 
 
 def batch_size_at(config: Config, samples: int, tokens: int, dp_size: int) -> int:

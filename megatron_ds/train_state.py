@@ -5,9 +5,18 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, SupportsFloat
+from typing import Any, NamedTuple, SupportsFloat
 
 from megatron_ds.config.problems import user_error
+
+
+class SpikeLimits(NamedTuple):
+    """The largest loss and gradient norm with which a step is applied."""
+
+    loss: float
+    grad_norm: float
+    window: int
+    """Steps from whose losses and norms the next limits are computed."""
 
 
 @dataclass(frozen=True)
@@ -24,6 +33,8 @@ class StepPlan:
     weight_decay: float
     seq_length: int
     """Tokens of each sample; the engine truncates longer samples."""
+    limits: SpikeLimits | None = None
+    """None without --skip-loss-spikes."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +47,11 @@ class StepResult:
     """Global gradient norm before clipping; None if unknown, inf or nan in a skipped step. May be
     an unsynchronized device tensor, as the loss."""
     skipped: bool = False
-    """Whether the step was skipped because its gradient was not finite."""
+    """Whether the step was skipped, because its gradient was not finite or it was a spike."""
+    is_spike: bool = False
+    """Whether the step was skipped because it exceeds the plan's limits."""
+    compared: tuple[float, float] | None = None
+    """The loss and the gradient norm that were compared with the limits, the same on all ranks."""
     loss_scale: float | None = None
     """Loss scale; None without fp16."""
     loss_scale_exhausted: bool = False
@@ -64,11 +79,20 @@ class TrainState:
     """Tokens in applied steps; drives the learning rate schedule if it counts tokens."""
     applied_iterations: int = 0
     skipped_iterations: int = 0
+    recent_losses: tuple[float, ...] = ()
+    """Losses of the last steps, skipped spikes included; empty without --skip-loss-spikes."""
+    recent_norms: tuple[float, ...] = ()
+    """Gradient norms of the same steps."""
 
     def advance(self, plan: StepPlan, result: StepResult) -> TrainState:
         """The state after a step. A skipped step advances the consumed counters only."""
         applied = 0 if result.skipped else 1
         tokens = plan.global_batch_size * plan.seq_length
+        losses, norms = self.recent_losses, self.recent_norms
+        if plan.limits is not None and result.compared is not None:
+            loss, norm = result.compared
+            losses = (*losses, loss)[-plan.limits.window :]
+            norms = (*norms, norm)[-plan.limits.window :]
         return TrainState(
             iteration=self.iteration + 1,
             consumed_samples=self.consumed_samples + plan.global_batch_size,
@@ -77,6 +101,8 @@ class TrainState:
             applied_tokens=self.applied_tokens + applied * tokens,
             applied_iterations=self.applied_iterations + applied,
             skipped_iterations=self.skipped_iterations + 1 - applied,
+            recent_losses=losses,
+            recent_norms=norms,
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -87,17 +113,20 @@ class TrainState:
         """Parse a saved state.
 
         States of older versions have no applied_tokens; it is derived from the samples, which then
-        had one length.
+        had one length. Nor have they recent losses.
 
         Raises:
             UserError: If a key is missing or unknown.
         """
         names = {item.name for item in dataclasses.fields(cls)}
-        if set(values) != names and set(values) != names - {"applied_tokens"}:
+        recent = {name for name in names if name.startswith("recent_")}
+        if not names - recent - {"applied_tokens"} <= set(values) <= names:
             raise user_error(
                 "train-state-keys-differ", found=sorted(values), expected=sorted(names)
             )
-        state = cls(**{name: int(value) for name, value in values.items()})
+        parsed: dict[str, Any] = {name: int(values[name]) for name in values.keys() - recent}
+        parsed |= {name: tuple(map(float, values[name])) for name in values.keys() & recent}
+        state = cls(**parsed)
         if "applied_tokens" in values or state.consumed_samples <= 0:
             return state
         tokens = state.applied_samples * state.consumed_tokens // state.consumed_samples

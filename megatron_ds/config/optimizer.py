@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_ds.config.fields import UNSET_FLOAT, option_field, when
+from megatron_ds.config.fields import ANY_VALUE, UNSET_FLOAT, option_field, when
 from megatron_ds.config.problems import Problem, with_value
 
 ADAM = when(optimizer=("adam", "muon"))
@@ -84,6 +84,20 @@ class OptimizerConfig:
         False,
         "average loss and gradients over all counted tokens of the global batch instead of over "
         "micro-batches",
+    )
+
+    skip_loss_spikes: float | None = option_field(
+        None,
+        "SIGMA: skip a step whose loss or gradient norm exceeds the mean of the last steps by more "
+        "than SIGMA standard deviations",
+        metavar="SIGMA",
+        above=0,
+    )
+    skip_loss_spikes_window: int = option_field(
+        128,
+        "number of last steps for --skip-loss-spikes; no step is skipped before half of them",
+        minimum=4,
+        only_with=when(skip_loss_spikes=ANY_VALUE),
     )
 
     @property

@@ -85,6 +85,13 @@ class ScheduleConfig:
         minimum=1,
         only_with=when(curriculum_seqlen=ANY_VALUE),
     )
+    skip_train_iteration_range: tuple[str, ...] | None = option_field(
+        None,
+        "iterations START to END, both included, whose samples are not trained on",
+        aliases=("iterations-to-skip",),
+        nargs="*",
+        metavar="START-END",
+    )
     train_iters: int | None = option_field(None, "run length in iterations", minimum=1)
     train_samples: int | None = option_field(None, "run length in samples", minimum=1)
     train_tokens: int | None = option_field(
@@ -149,6 +156,17 @@ class ScheduleConfig:
         return tuple(entry for entry in parsed if entry is not None)
 
     @property
+    def skipped_ranges(self) -> tuple[tuple[int, int], ...]:
+        """--skip-train-iteration-range as (first, last), joined, without malformed entries."""
+        parsed = map(parse_iteration_range, self.skip_train_iteration_range or ())
+        joined: list[tuple[int, int]] = []
+        for first, last in sorted(each for each in parsed if each is not None):
+            if joined and first <= joined[-1][1] + 1:
+                first, last = joined[-1][0], max(last, joined.pop()[1])
+            joined.append((first, last))
+        return tuple(joined)
+
+    @property
     def batch_size_entries(self) -> list[str]:
         """The entries of --step-batch-size-schedule, separated by spaces or commas."""
         return " ".join(self.step_batch_size_schedule or ()).replace(",", " ").split()
@@ -193,6 +211,9 @@ class ScheduleConfig:
             yield from self._batch_size_step_problems()
         if self.curriculum_seqlen is not None:
             yield from self._curriculum_problems(*self.curriculum_seqlen)
+        for entry in self.skip_train_iteration_range or ():
+            if parse_iteration_range(entry) is None:
+                yield Problem("malformed-iteration-range", entry=entry)
         dp_size = parallel.data_parallel_size(world_size)
         if self.micro_batch_size > 0 and dp_size > 0:
             unit = self.micro_batch_size * dp_size
@@ -339,6 +360,15 @@ class ScheduleConfig:
                 shown = f"stage {stage} of {(total - start) // increment + 1}"
                 yield name, size, f"{with_value(self, name)}: batch size {size} ({shown})"
                 return
+
+
+def parse_iteration_range(entry: str) -> tuple[int, int] | None:
+    """Parse `101-200` into (101, 200), `7` into (7, 7); None if malformed or empty."""
+    match = re.fullmatch(r"([0-9]{1,18})(?:-([0-9]{1,18}))?", entry)
+    if match is None:
+        return None
+    first, last = int(match[1]), int(match[2] or match[1])
+    return (first, last) if 1 <= first <= last else None
 
 
 def parse_batch_size_step(entry: str) -> tuple[int, int] | None:

@@ -20,6 +20,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime import bf16_optimizer, compiler
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.swap_tensor import partitioned_param_swapper
+from deepspeed.runtime.zero import stage3, stage_1_and_2
 from deepspeed.utils import groups
 
 from megatron_ds.config import PrecisionConfig
@@ -231,3 +232,40 @@ def limit_parameter_prefetch() -> None:
             original(self, wanted, async_op, swap_in_buffers)
 
     kind.swap_in = swap_in
+
+
+@contextmanager
+def skip_step_if(optimizer: Any, exceeds: Callable[[Any], bool]) -> Iterator[None]:
+    """Make a ZeRO optimizer skip its next step, as one with non-finite gradients, on a condition.
+
+    Its step computes the gradient norm and skips the step if the norm is invalid, before it changes
+    anything. The norm is known nowhere else: at stage 2 and above a rank has its partition only.
+    A dynamic loss scale stays as it is, because the gradients did not overflow.
+
+    Args:
+        optimizer: Optimizer of a DeepSpeed engine at stage 1, 2 or 3.
+        exceeds: Called once, on all ranks, with the unscaled norm if it is finite.
+    """
+    modules = (stage_1_and_2, stage3, bf16_optimizer)
+    originals = [module.is_invalid_grad_norm for module in modules]
+    update_scale = getattr(optimizer, "_update_scale", None)
+    decisions: list[bool] = []
+
+    def is_invalid(norm: Any) -> bool:
+        if originals[0](norm):
+            return True
+        if not decisions:
+            decisions.append(exceeds(norm / getattr(optimizer, "loss_scale", 1.0)))
+        return decisions[0]
+
+    for module in modules:
+        module.is_invalid_grad_norm = is_invalid
+    if update_scale is not None:
+        optimizer._update_scale = lambda overflow: update_scale(overflow and not any(decisions))
+    try:
+        yield
+    finally:
+        for module, original in zip(modules, originals, strict=True):
+            module.is_invalid_grad_norm = original
+        if update_scale is not None:
+            del optimizer._update_scale

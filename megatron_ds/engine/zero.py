@@ -37,6 +37,7 @@ from megatron_ds.engine.partitions import FlatPartition, read_partitions
 from megatron_ds.engine.protocol import EngineSettings, LossSum, StateBytes
 from megatron_ds.engine.readback import state_bytes
 from megatron_ds.engine.router_metrics import router_metrics
+from megatron_ds.engine.spike_guard import SpikeGuard
 from megatron_ds.fileio.atomic import FileRecord
 from megatron_ds.fileio.swap_folder import SwapFolder
 from megatron_ds.model.output_layer import TokenLoss
@@ -145,7 +146,8 @@ class ZeroEngine:
         skipped_before = engine.skipped_steps
         exhausted = self._loss_scale is not None and self._loss_scale.is_exhausted
         router_log = engine.module.router_log
-        losses = []
+        guard = SpikeGuard(plan.limits)
+        losses = guard.losses
         norm: Tensor | float | None = None
         dropped = False
         for index, (batch, weight) in enumerate(self._weighted(batches, plan)):
@@ -165,23 +167,28 @@ class ZeroEngine:
                 # DeepSpeed computes no norm of the averaged gradient at this stage. Whether to step
                 # is decided here, as DeepSpeed's optimizers do: the one wait for the device.
                 norm = self._sum_of_squares(lambda parameter: parameter.grad).sqrt()
-                dropped = not bool(norm.isfinite())
+                dropped = not bool(norm.isfinite()) or guard.exceeds(norm)
             if dropped:
                 # At the other stages DeepSpeed itself skips a step with non-finite gradients.
                 engine.zero_grad()
                 break
             if last:
                 reset_cpu_adam_beta_powers(engine.basic_optimizer)
-            engine.step()
+            with guard.skip_spike(engine.optimizer):
+                engine.step()
         if self._stage != 0:
             norm = engine.get_global_grad_norm()
+        if guard.compared is not None:
+            norm = guard.compared[1]  # DeepSpeed reports that of a skipped step as infinite
         skipped = dropped or engine.skipped_steps > skipped_before
         return StepResult(
             loss=torch.stack(losses).mean(),
             grad_norm=norm,
             skipped=skipped,
             loss_scale=None if self._loss_scale is None else self._loss_scale.value,
-            loss_scale_exhausted=skipped and exhausted,
+            loss_scale_exhausted=skipped and exhausted and not guard.is_spike,
+            is_spike=guard.is_spike,
+            compared=guard.compared,
             extras=router_metrics(router_log.take()),
         )
 

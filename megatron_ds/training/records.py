@@ -23,7 +23,7 @@ class StepRecord:
     lm_loss: float
     """Mean over the global batch, in nats per token."""
     grad_norm: float | None
-    """Before clipping; not finite for a skipped step, None if unknown."""
+    """Before clipping; not finite for a skipped step other than a spike, None if unknown."""
     learning_rate: float
     """Learning rate used in this step."""
     weight_decay: float
@@ -31,7 +31,7 @@ class StepRecord:
     loss_scale: float | None
     """None without fp16."""
     skipped: bool
-    """The weights did not change, because the gradient was not finite."""
+    """The weights did not change, because the gradient was not finite or the step was a spike."""
     nan: bool
     """The loss was not finite."""
     seconds: float

@@ -61,7 +61,7 @@ class SkippedSteps:
 
     def limit_reached(self, result: StepResult) -> bool:
         """Counts a step. Returns whether the run must end, the same on all ranks."""
-        self._count = self._count + 1 if result.skipped else 0
+        self._count = self._count + 1 if result.skipped and not result.is_spike else 0
         limit = self._config.max_consecutive_skipped_steps
         return limit > 0 and (self._count >= limit or result.loss_scale_exhausted)
 

@@ -26,7 +26,7 @@ from megatron_ds.engine.protocol import Engine
 from megatron_ds.launch import output
 from megatron_ds.launch.exit_codes import ExitCode
 from megatron_ds.parallel.mesh import Mesh
-from megatron_ds.train_state import StepPlan, TrainState
+from megatron_ds.train_state import StepPlan, StepResult, TrainState
 from megatron_ds.training.exit_conditions import ExitConditions, StopDecision
 from megatron_ds.training.metrics import Metrics
 from megatron_ds.training.skipped_steps import SkippedSteps
@@ -77,7 +77,10 @@ class Trainer:
             output.print_on_rank(f"WARNING: {finished.render()}")
         log_timestamp("before the start of training step")
         while self.state.iteration < self.total_iterations and stop is None:
-            self._step(batches)
+            if schedules.skipped_range(self.config, self.state.iteration + 1) is None:
+                self._step(batches)
+            else:
+                self._skip(batches)
             stop = self.exits.after_step(self.state.iteration)
             if self._is_evaluation_due(stop):
                 stop = self._evaluate("validation", f"iteration {self.state.iteration}") or stop
@@ -108,6 +111,7 @@ class Trainer:
         self.state = before.advance(plan, result)
         self.metrics.record(self.state, plan, result, seconds, warm_up)
         self.report.after_step(plan.iteration)
+        self._report_spike(plan, result)
         if self.skips.limit_reached(result):
             self.metrics.flush()
             if not self.skips.has_record:
@@ -115,6 +119,36 @@ class Trainer:
             folders = [self.config.checkpoint.save, self.config.checkpoint.load]
             checkpoint = latest_before(folders, plan.iteration)
             raise self.skips.make_error(plan, result, self.state, checkpoint)
+
+    def _skip(self, batches: DeviceBatches) -> None:
+        """Skips an iteration of --skip-train-iteration-range: reads its samples."""
+        plan = schedules.plan(self.config, self.state, self.mesh.dp.size)
+        found = schedules.skipped_range(self.config, plan.iteration)
+        assert found is not None
+        for _ in range(plan.num_micro_batches):
+            next(batches, None)  # a step after the end of the data reports it
+        if plan.iteration in (found[0], self.first_iteration):
+            last = min(found[1], self.total_iterations)
+            skipped = Problem("iterations-skipped", first=plan.iteration, last=last)
+            output.print_on_rank(f"WARNING: {skipped.render()}")
+        self.first_iteration += int(self.first_iteration == plan.iteration)
+        self.state = self.state.advance(plan, StepResult(loss=0.0, grad_norm=None, skipped=True))
+
+    def _report_spike(self, plan: StepPlan, result: StepResult) -> None:
+        if not result.is_spike:
+            return
+        assert plan.limits is not None
+        assert result.compared is not None
+        spike = Problem(
+            "loss-spike-skipped",
+            iteration=plan.iteration,
+            sigma=self.config.optimizer.skip_loss_spikes,
+            loss=result.compared[0],
+            max_loss=plan.limits.loss,
+            norm=result.compared[1],
+            max_norm=plan.limits.grad_norm,
+        )
+        output.print_on_rank(f"WARNING: {spike.render()}")
 
     def _repeat(self, plan: StepPlan, before: TrainState) -> None:
         """Repeats a skipped step to record its gradients for the error message."""

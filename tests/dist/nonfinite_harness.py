@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -29,10 +29,36 @@ def case_of(stage: int, tp: int) -> Case:
     return Case(WORLD, stage, tp, 2, "learned", "adamw")
 
 
+RATES = {"train_iters": 100, "lr_warmup_iters": 50, "lr_warmup_init": 1e-3}
+"""A learning rate that every applied step changes."""
+
+
 def config_for(stage: int, tp: int, **precision: Any) -> Config:
-    """A learning rate that every applied step changes."""
-    schedule = {"train_iters": 100, "lr_warmup_iters": 50, "lr_warmup_init": 1e-3}
-    return config_of(case_of(stage, tp), precision=precision, schedule=schedule)
+    return config_of(case_of(stage, tp), precision=precision, schedule=RATES)
+
+
+class Layout(NamedTuple):
+    """Precision, ZeRO stage, tensor-parallel size and sequence parallelism."""
+
+    precision: str
+    stage: int
+    tp: int
+    sequence: bool = False
+
+    def config(self, **optimizer: Any) -> Config:
+        """Args:
+        optimizer: Changed fields of the OptimizerConfig.
+        """
+        half = {} if self.precision == "fp32" else {self.precision: True}
+        if self.precision == "fp16":
+            half |= {"allow_fp16_on_cpu": True, "initial_loss_scale": 256.0}
+        return config_of(
+            case_of(self.stage, self.tp),
+            precision=half,
+            schedule=RATES,
+            parallel={"sequence_parallel": self.sequence},
+            optimizer=optimizer,
+        )
 
 
 class Training:

@@ -1,4 +1,5 @@
-"""A non-finite gradient on one rank: all ranks skip the step, and nothing changes."""
+"""A gradient that is not finite, or a spike, on one rank: all ranks skip the step, and nothing
+changes."""
 
 from __future__ import annotations
 
@@ -7,71 +8,129 @@ from functools import partial
 from typing import Any
 
 import pytest
+import torch
 
+from megatron_ds.engine.spike_guard import SpikeGuard
 from megatron_ds.parallel.mesh import Mesh
+from megatron_ds.train_state import SpikeLimits
 from tests.dist.engine_harness import full_weights
-from tests.dist.nonfinite_harness import WORLD, Training, config_for, differing_names
+from tests.dist.nonfinite_harness import WORLD, Layout, Training, differing_names
 from tests.dist.rank_jobs import JobResults, run_jobs
 
 LAYOUTS = [
-    *((False, 0, 1), (False, 1, 2), (False, 2, 1), (False, 3, 2)),
-    *((False, 0, 2), (True, 1, 1), (True, 2, 2), (True, 3, 1)),
+    *(Layout("fp32", 0, 1), Layout("fp32", 1, 2), Layout("fp32", 2, 1), Layout("fp32", 3, 2)),
+    *(Layout("fp32", 0, 2), Layout("bf16", 1, 1), Layout("bf16", 2, 2), Layout("bf16", 3, 1)),
+    *(Layout("fp32", 2, 2, True), Layout("bf16", 3, 2, True)),
 ]
-"""bf16, ZeRO stage and tensor-parallel size: every pair that is supported."""
+"""Every supported pair of precision, ZeRO stage and tensor-parallel size."""
+SPIKES = [
+    *(Layout("fp32", 0, 2), Layout("fp32", 1, 1), Layout("bf16", 1, 2), Layout("fp32", 2, 2, True)),
+    *(Layout("bf16", 3, 1), Layout("fp16", 2, 1), Layout("fp16", 3, 2)),
+]
+SIGMA, WINDOW = 5.0, 4
 
 
 def train_with_skipped_step(
-    bf16: bool, stage: int, tp: int, meshes: dict[int, Mesh]
+    layout: Layout,
+    value: float,
+    good_steps: int,
+    optimizer: dict[str, Any],
+    meshes: dict[int, Mesh],
 ) -> dict[str, Any]:
-    """Steps with good, corrupted and good gradients, and a run that omits the corrupted step."""
-    config, mesh = config_for(stage, tp, bf16=bf16), meshes[tp]
-    run = Training(config, mesh, steps=3)
-    first, before = run.step(), full_weights(run.engine, mesh)
+    """Good steps, one with a corrupted gradient, a good one, and a run that omits the corrupted."""
+    config, mesh, steps = layout.config(**optimizer), meshes[layout.tp], good_steps + 2
+    run = Training(config, mesh, steps)
+    good = [run.step() for _ in range(good_steps)]
+    before = full_weights(run.engine, mesh)
     has_moments = run.has_moments()
-    skipped, changed = run.corrupted_step(math.inf if stage % 2 else math.nan)
+    skipped, changed = run.corrupted_step(value)
     last, end = run.step(), full_weights(run.engine, mesh)
     run.close()
 
-    reference = Training(config, mesh, steps=3)
-    reference.step()
+    reference = Training(config, mesh, steps)
+    for _ in range(good_steps):
+        reference.step()
     for _ in range(2):  # the samples of one step
         next(reference.batches)
     expected = reference.step()
     differences = differing_names(end, full_weights(reference.engine, mesh))
     reference.close()
     return {
-        "skipped": [result.skipped for result in (first, skipped, last)],
+        "skipped": [result.skipped for result in (*good, skipped, last)],
+        "spikes": [result.is_spike for result in (*good, skipped, last)],
+        "compared": [result.compared for result in (*good, skipped, last)],
         "norm": skipped.grad_norm,
+        "loss scales": [result.loss_scale for result in (*good, skipped, last)],
         "has moments": has_moments,
         "changed by the skipped step": changed,
         "trained": differing_names(before, end),
         "differences": differences,
         "norms": (last.grad_norm, expected.grad_norm),
-        "rates": (run.rates[1:], reference.rates[1:]),
+        "rates": (run.rates[good_steps:], reference.rates[good_steps:]),
         "state": run.state,
     }
 
 
+def compare_with_limits(meshes: dict[int, Mesh]) -> list[tuple[bool, tuple[float, float] | None]]:
+    """Two data-parallel ranks with the losses 1 and 5."""
+    seen = []
+    for limits in (SpikeLimits(3.5, 2.5, 4), SpikeLimits(2.5, 2.5, 4), SpikeLimits(3.5, 1.5, 4)):
+        guard = SpikeGuard(limits)
+        guard.losses += [torch.tensor(loss + 4.0 * meshes[1].dp.rank) for loss in (0.0, 2.0)]
+        seen.append((guard.exceeds(2.0), guard.compared))
+    return seen
+
+
 @pytest.fixture(scope="module")
 def outcomes() -> JobResults:
-    jobs = {str(layout): partial(train_with_skipped_step, *layout) for layout in LAYOUTS}
+    jobs: dict[str, Any] = {"limits": compare_with_limits}
+    for layout in LAYOUTS:
+        value = math.inf if layout.stage % 2 else math.nan
+        jobs[str(layout)] = partial(train_with_skipped_step, layout, value, 1, {})
+    guard = {"skip_loss_spikes": SIGMA, "skip_loss_spikes_window": WINDOW}
+    for layout in SPIKES:
+        value = 1e4 if layout.precision == "fp16" else 1e6
+        jobs[f"spike {layout}"] = partial(train_with_skipped_step, layout, value, 3, guard)
     return run_jobs(WORLD, jobs)
 
 
+def check_skip(seen: dict[str, Any], good_steps: int) -> None:
+    """The step after the good ones changed nothing but the position in the data."""
+    assert seen["skipped"] == [False] * good_steps + [True, False]
+    assert seen["has moments"]
+    assert seen["changed by the skipped step"] == []
+    assert seen["trained"] != []
+    assert seen["differences"] == []
+    assert seen["norms"][0] == seen["norms"][1]
+    # The learning rate stays for the skipped step, and the data advances.
+    (skipped_rate, last_rate), (expected_rate,) = seen["rates"]
+    assert skipped_rate == last_rate == expected_rate
+    state, steps = seen["state"], good_steps + 1
+    assert (state.applied_samples, state.consumed_samples) == (16 * steps, 16 * (steps + 1))
+    assert state.skipped_iterations == 1
+
+
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_step_with_nonfinite_gradient_changes_nothing(
-    layout: tuple[bool, int, int], outcomes: JobResults
-) -> None:
+def test_step_with_nonfinite_gradient_changes_nothing(layout: Layout, outcomes: JobResults) -> None:
     for seen in outcomes.of(str(layout)):
-        assert seen["skipped"] == [False, True, False]
+        check_skip(seen, 1)
         assert not math.isfinite(seen["norm"])
-        assert seen["has moments"]
-        assert seen["changed by the skipped step"] == []
-        assert seen["trained"] != []
-        assert seen["differences"] == []
-        assert seen["norms"][0] == seen["norms"][1]
-        # The learning rate stays for the skipped step, and the data advances.
-        (skipped_rate, last_rate), (expected_rate,) = seen["rates"]
-        assert skipped_rate == last_rate == expected_rate
-        assert (seen["state"].applied_samples, seen["state"].consumed_samples) == (32, 48)
-        assert seen["state"].skipped_iterations == 1
+        assert seen["spikes"] == [False] * 3
+
+
+@pytest.mark.parametrize("layout", SPIKES, ids=str)
+def test_spike_on_one_rank_changes_nothing(layout: Layout, outcomes: JobResults) -> None:
+    results = outcomes.of(f"spike {layout}")
+    for seen in results:
+        check_skip(seen, 3)
+        assert seen["spikes"] == [False, False, False, True, False]
+        assert seen["compared"] == results[0]["compared"]
+        assert seen["compared"][3][1] == seen["norm"] > 10
+        assert seen["state"].recent_norms == tuple(norm for _, norm in seen["compared"][-WINDOW:])
+        # The gradients did not overflow.
+        assert len(set(seen["loss scales"])) == 1
+
+
+def test_ranks_compare_the_mean_of_their_losses(outcomes: JobResults) -> None:
+    for seen in outcomes.of("limits"):
+        assert seen == [(False, (3.0, 2.0)), (True, (3.0, 2.0)), (True, (3.0, 2.0))]

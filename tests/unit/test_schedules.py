@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import json
+import math
+import statistics
 from typing import Any
 
 import pytest
 
 from megatron_ds import schedules
 from megatron_ds.config import Config
-from megatron_ds.train_state import StepResult, TrainState
+from megatron_ds.train_state import SpikeLimits, StepResult, TrainState
 
 SEQUENCE = 10
 
@@ -220,3 +223,49 @@ def test_planned_samples_cover_training_and_evaluation() -> None:
     without = dataclasses.replace(by_samples, logging=dataclasses.replace(logging, eval_iters=0))
     assert schedules.planned_samples(with_evaluation, dp_size=4) == (80, 24, 24)
     assert schedules.planned_samples(without, dp_size=4) == (33, 0, 0)
+
+
+# Skipped iterations and loss spikes.
+
+
+def test_ranges_of_skipped_iterations_are_joined() -> None:
+    ranges = ("9-12", "3", "4-5", "11-20", "30-30")
+    config = config_with({"train_iters": 50, "skip_train_iteration_range": ranges})
+    assert config.schedule.skipped_ranges == ((3, 5), (9, 20), (30, 30))
+    found = [schedules.skipped_range(config, at) for at in (2, 3, 5, 6, 9, 20, 21, 30)]
+    assert found == [None, (3, 5), (3, 5), None, (9, 20), (9, 20), None, (30, 30)]
+
+
+def spike_config(sigma: float | None, window: int) -> Config:
+    spikes = {"skip_loss_spikes": sigma, "skip_loss_spikes_window": window}
+    return config_with({"train_iters": 50}, spikes)
+
+
+def after_steps(config: Config, compared: list[tuple[float, float] | None]) -> TrainState:
+    state = TrainState()
+    for each in compared:
+        plan = schedules.plan(config, state, 1)
+        state = state.advance(plan, StepResult(0.0, 0.0, skipped=each is None, compared=each))
+    return state
+
+
+def test_limits_are_the_mean_and_deviations_of_the_last_steps() -> None:
+    config = spike_config(3.0, 4)
+    assert schedules.spike_limits(spike_config(None, 4), TrainState()) is None
+    unknown = schedules.spike_limits(config, after_steps(config, [(1.0, 2.0)]))
+    assert unknown == SpikeLimits(math.inf, math.inf, 4)
+    losses = [90.0, 1.0, 2.0, None, 3.0, 4.0]
+    state = after_steps(config, [None if loss is None else (loss, 5.0) for loss in losses])
+    assert (state.recent_losses, state.recent_norms) == ((1.0, 2.0, 3.0, 4.0), (5.0,) * 4)
+    found = schedules.spike_limits(config, state)
+    deviation = statistics.stdev([1.0, 2.0, 3.0, 4.0])
+    assert found == (pytest.approx(2.5 + 3.0 * deviation), 5.0, 4)
+
+
+def test_history_of_losses_survives_a_checkpoint_exactly() -> None:
+    config = spike_config(3.0, 4)
+    state = after_steps(config, [(1 / 3, 0.1), (2 / 3, 1e-300), (math.pi, 1e30)])
+    values = json.loads(json.dumps(state.to_dict()))
+    assert TrainState.from_dict(values) == state
+    del values["recent_losses"], values["recent_norms"]
+    assert TrainState.from_dict(values).recent_losses == ()

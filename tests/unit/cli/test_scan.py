@@ -116,7 +116,6 @@ INVALID = [
     # A refused flag shows its values and the alternative.
     ("--warmup 5", "unsupported-flag", "", "--warmup 5 "),
     ("--warmup 5", "unsupported-flag", "", "--lr-warmup-samples"),
-    ("--skip-train-iteration-range 1-2 5-7", "unsupported-flag", "", "range 1-2 5-7"),
     ("--mlp-type residual", "unsupported-flag", "", "--mlp-type residual"),
     ("--dataloader-type cyclic", "unsupported-flag", "", "cyclic"),
     ("stray --num-layers 2", "unexpected-argument", "", "'stray'"),

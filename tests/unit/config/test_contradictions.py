@@ -59,6 +59,7 @@ def problems(config: Config, dp_size: int = DP_SIZE) -> list[Problem]:
         {"num_experts": (4, 4), "moe_router_topk": 4},
         {"num_experts": (1,), "moe_router_topk": 2, "expert_interval": 3},
         {**SEQUENCE_PARALLEL, **FULL, "curriculum_seqlen": (8, 64, 9)},
+        {"skip_train_iteration_range": ("3", "7-9", "8-8"), "skip_loss_spikes": 6.0},
         {**SEQUENCE_PARALLEL, "tensor_model_parallel_size": 1, "seq_length": 63},
         {**WSD, "lr_wsd_decay_samples": 400},
         {"train_samples": None, "train_iters": 5},
@@ -151,6 +152,13 @@ CASES: list[tuple[dict[str, Any], str]] = [
         "weight-decay-bounds-required: start_weight_decay end_weight_decay",
     ),
     ({"min_lr": 2.0}, "learning-rate-exceeds-maximum"),
+    *(
+        (
+            {"skip_train_iteration_range": ("1-5", entry)},
+            "malformed-iteration-range: skip_train_iteration_range",
+        )
+        for entry in ("", "x", "0-3", "5-4", "3-", "-3", "1-2-3")
+    ),
     (
         {"lr_warmup_init": 1.5, "lr_warmup_samples": 4},
         "learning-rate-exceeds-maximum: lr_warmup_init",
@@ -393,6 +401,7 @@ INEFFECTIVE: dict[str, list[tuple[Any, dict[str, Any]]]] = {
     "muon_extra_scale_factor": [(1.0, {})],
     "sgd_momentum": [(0.5, {})],
     "curriculum_seqlen_step": [(5, {})],
+    "skip_loss_spikes_window": [(5, {})],
     "lr_warmup_init": [(2.0, {}), (2.0, {"lr_warmup_samples": 0})],
     "min_lr": [(2.0, CONSTANT)],
     "lr_wsd_decay_style": [("linear", {})],

@@ -40,6 +40,12 @@ def test_only_consecutive_skips_count() -> None:
     assert stops_at([SKIPPED], max_consecutive_skipped_steps=1) == 1
 
 
+def test_spikes_do_not_count() -> None:
+    spike = StepResult(1.0, 9.0, skipped=True, is_spike=True)
+    assert stops_at([spike] * 100) is None
+    assert stops_at([SKIPPED, spike, SKIPPED], max_consecutive_skipped_steps=2) is None
+
+
 def test_the_limit_is_fifty_by_default_and_zero_disables_it() -> None:
     assert stops_at([SKIPPED] * 100) == 50
     assert stops_at([SKIPPED] * 100, max_consecutive_skipped_steps=0) is None

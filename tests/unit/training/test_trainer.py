@@ -277,3 +277,39 @@ def test_each_data_parallel_rank_reads_its_own_samples(rank: int) -> None:
     ]
     (first, *_), *_ = (call.args[0] for call in logger.log_steps.call_args_list)
     assert first.lm_loss == 3.0 * (12 + own)
+
+
+def test_samples_of_skipped_iterations_are_not_trained_on(capsys: Any) -> None:
+    reader, logger = Reader(), MagicMock(spec=Logger)
+    trainer = make_trainer(
+        reader, logger, data=Datasets(train=Numbers(0), progress=MagicMock()), eval_iters=0
+    )
+    schedule = dataclasses.replace(
+        trainer.config.schedule, skip_train_iteration_range=("4-5", "1", "5-9")
+    )
+    trainer.config = dataclasses.replace(trainer.config, schedule=schedule)
+    trainer.run()
+    # Micro-batches of two samples, two in each iteration.
+    assert reader.trained == [4, 6, 8, 10]
+    state = trainer.state
+    assert (state.iteration, state.consumed_samples, state.applied_samples) == (6, 24, 8)
+    assert (state.applied_iterations, state.skipped_iterations) == (2, 4)
+    records = [record for call in logger.log_steps.call_args_list for record in call.args[0]]
+    assert [(record.iteration, record.warm_up) for record in records] == [(2, True), (3, False)]
+    assert capsys.readouterr().out.count("[iterations-skipped]") == 2
+
+
+def test_a_loss_spike_is_reported(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World()
+    spike = StepResult(9.0, 2.0, skipped=True, is_spike=True, compared=(9.0, 2.0))
+    take = world.train_step
+    monkeypatch.setattr(world, "train_step", lambda *step: take(*step) and spike)
+    monkeypatch.setattr(Trainer, "_batches", lambda *_: world)
+    data = Datasets(train=cast(Any, world), progress=MagicMock())
+    trainer = make_trainer(world, MagicMock(spec=Logger), data=data, eval_iters=0)
+    optimizer = dataclasses.replace(trainer.config.optimizer, skip_loss_spikes=3.0)
+    trainer.config = dataclasses.replace(trainer.config, optimizer=optimizer)
+    trainer.run()
+    assert capsys.readouterr().out.count("[loss-spike-skipped]") == 6
+    assert trainer.state.skipped_iterations == 6
+    assert trainer.state.recent_losses == (9.0,) * 6
