@@ -112,6 +112,8 @@ class Config:
         ]
         if self.recompute.tiled_mlp and self.runtime.compile:
             of_groups.append(Problem("tiled-mlp-with-compile"))
+        if self.moe.is_used and self.runtime.compile:
+            of_groups.append(Problem("experts-with-compile"))
         return [*of_groups, *sequence_parallel.problems(self)]
 
     def warnings(self) -> Iterator[Problem]:

@@ -333,13 +333,17 @@ class _Sizes:
             ends += heads * model.seq_length**2 * self.inputs.param_bytes
         if recompute.tiled_mlp:
             ends += self._mlp() // num_tiles(self.tokens, model.hidden_size)
+        experts = self._experts() - (0 if recompute.tiled_mlp else self._mlp())
+        sparse = self.config.moe.num_moe_layers(model.num_layers)
         if recompute.recompute_granularity != "full":
-            return ends + model.num_layers * layer
+            return ends + model.num_layers * layer + sparse * experts
         units = -(-model.num_layers // recompute.checkpoint_num_layers)
         kept = 0 if recompute.checkpoint_in_cpu else units * self.residual
         if recompute.partition_activations:
             kept //= tp_size
-        return ends + kept + min(recompute.checkpoint_num_layers, model.num_layers) * layer
+        recomputed = min(recompute.checkpoint_num_layers, model.num_layers)
+        sparse = min(sparse, -(-recomputed // self.config.moe.expert_interval))
+        return ends + kept + recomputed * layer + sparse * experts
 
     def _layer(self) -> int:
         """Saved by one layer; attention per document is estimated for samples of one document."""
@@ -376,6 +380,19 @@ class _Sizes:
         inner = 2 if not model.is_gated else 3 if model.activation == "liglu" else 4
         size = self.tokens * self.inputs.param_bytes
         return size * model.mlp_hidden_size // self.inputs.tp_size * inner
+
+    def _experts(self) -> int:
+        """Inner activations of a mixture of experts, if every rank receives as many tokens."""
+        moe, element = self.config.moe, self.inputs.param_bytes
+        rows = self.tokens * moe.moe_router_topk
+        saved = 2 * rows * self.model.hidden_size * element  # the experts' inputs and outputs
+        saved += moe.moe_router_topk * self._mlp()
+        # The router's logits and probabilities, the logarithms of sums, and the selected ones.
+        router = 2 * self.tokens * moe.experts + self.tokens + rows
+        if element < FP32:  # the router's input and weight in fp32; the input itself is not saved
+            router += (self.tokens + moe.experts) * self.model.hidden_size
+            saved += rows * element - self.tokens * self.model.hidden_size * element
+        return saved + FP32 * router
 
     def _norm(self) -> int:
         """Saved by a norm in addition to its input and output.

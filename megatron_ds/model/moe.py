@@ -82,7 +82,7 @@ class MoE(nn.Module):
         y_AH = self._run_experts(x_TH[order_A // self.moe.moe_router_topk], counts_E)
         total = routing.experts_TK.numel()
         # Where an expert has dropped a token, its output is zero.
-        y_TKH = y_AH.new_zeros(total, x_TH.shape[1]).index_copy(0, order_A, y_AH)
+        y_TKH = y_AH.new_zeros(total, x_TH.shape[1]).index_put((order_A,), y_AH)
         y_TKH = y_TKH.view(*routing.experts_TK.shape, -1)
         out_TH = (y_TKH * routing.weights_TK.to(y_TKH.dtype).unsqueeze(-1)).sum(1)
         self._record(routing, dropped=1.0 - len(order_A) / total)

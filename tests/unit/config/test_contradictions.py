@@ -79,6 +79,7 @@ CASES: list[tuple[dict[str, Any], str]] = [
     ({**ROPE, "rotary_percent": 0.4}, "odd-rotary-dimension: rotary_percent kv_channels"),
     # Mixture of experts.
     ({"expert_model_parallel_size": 2}, "expert-parallel-size-without-experts"),
+    ({**EXPERTS, "compile": True}, "experts-with-compile"),
     ({"num_experts": (4, 2)}, "numbers-of-experts-differ"),
     ({"num_experts": (2,), "moe_router_topk": 3}, "topk-exceeds-experts"),
     ({**EXPERTS, "expert_interval": 3}, "no-layer-has-experts: expert_interval num_layers"),

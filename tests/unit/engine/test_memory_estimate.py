@@ -15,6 +15,7 @@ from megatron_ds.config import (
     Config,
     DataConfig,
     ModelConfig,
+    MoEConfig,
     ParallelConfig,
     RecomputeConfig,
     ScheduleConfig,
@@ -26,7 +27,7 @@ from megatron_ds.engine.memory_estimate import (
     MemoryInputs,
     estimate,
 )
-from megatron_ds.model.flops import parameters_per_rank
+from megatron_ds.model.flops import expert_parameters_per_rank, parameters_per_rank
 from megatron_ds.model.gpt import GPTModel
 from megatron_ds.model.packed_attention import PackingOptions
 from megatron_ds.parallel.activation_checkpointing import ActivationCheckpointing
@@ -99,6 +100,7 @@ def saved_bytes(config: Config, dtype: torch.dtype, mesh: Mesh | None = None) ->
     documents = PackingOptions(1, False, True) if config.data.reset_attention_mask else None
     options: dict[str, Any] = {"checkpointing": recompute, "packing": documents}
     mesh = mesh or Mesh.single()
+    options["moe"] = config.moe
     model = GPTModel(config.model, mesh=mesh, rng=rng, seed=1, **options).to(dtype)
     ours = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     kept: dict[int, torch.Tensor] = {}
@@ -131,6 +133,49 @@ def test_activations_equal_what_autograd_saves(
     measured = saved_bytes(run, dtype) - saved_by_output_layer(dtype.itemsize)
 
     assert estimate(run, engine).activations == pytest.approx(measured, rel=0.02)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("model", ["plain", "swiglu, RMSNorm"])
+@pytest.mark.parametrize(
+    "recompute", [None, RecomputeConfig(recompute_granularity="full", checkpoint_num_layers=2)]
+)
+def test_activations_of_experts_equal_what_autograd_saves(
+    model: str, recompute: RecomputeConfig | None, dtype: torch.dtype
+) -> None:
+    experts = MoEConfig(num_experts=(8,), expert_interval=2, moe_router_topk=3)
+    run = dataclasses.replace(config(recompute, **MODELS[model]), moe=experts)
+    engine = dataclasses.replace(SINGLE, param_bytes=dtype.itemsize)
+    stored = dataclasses.replace(run, recompute=RecomputeConfig())
+
+    measured = saved_bytes(stored, dtype) - saved_by_output_layer(dtype.itemsize)
+    if recompute is not None:
+        # Half of the layers, and the inputs of both halves instead of the last layer's.
+        residual = BATCH * SEQUENCE * HIDDEN * dtype.itemsize
+        ends = estimate(dataclasses.replace(run, model=no_layers(run.model)), engine).activations
+        measured = ends + (measured - ends) // 2 + 2 * residual
+
+    assert estimate(run, engine).activations == pytest.approx(measured, rel=0.02)
+
+
+def no_layers(model: ModelConfig) -> ModelConfig:
+    return dataclasses.replace(model, num_layers=0)
+
+
+@pytest.mark.parametrize("experts", [1, 2])
+def test_experts_are_partitioned_over_the_ranks_that_have_them(experts: int) -> None:
+    """All 4 data-parallel ranks have 8 experts each, or two pairs of ranks have 4 each."""
+    run = dataclasses.replace(
+        config(),
+        moe=MoEConfig(num_experts=(8,)),
+        parallel=ParallelConfig(expert_model_parallel_size=experts),
+    )
+    one = parameters_per_rank(run.model, 1, run.moe, experts)
+    of_experts = expert_parameters_per_rank(run.model, 1, run.moe, experts)
+    memory = estimate(run, dataclasses.replace(SINGLE, zero_stage=1, dp_size=4))
+    assert memory.device["parameters"] == FP32 * one
+    partition = (one - of_experts) / 4 + of_experts / (4 / experts)
+    assert memory.device["master weights"] == pytest.approx(FP32 * partition, abs=FP32 * 2)
 
 
 @pytest.mark.parametrize("model", ["plain", "hidden dropout", "swiglu, RMSNorm"])

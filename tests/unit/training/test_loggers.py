@@ -126,7 +126,9 @@ def test_zeros_and_a_nonfinite_loss_are_shown() -> None:
 
 
 def test_further_metrics_are_shown_under_their_names() -> None:
-    line = interval_line(interval(1, params_norm=1.0, extras={"aux loss": 0.25, "z-loss": 2.0}))
+    line = interval_line(
+        interval(1, params_norm=1.0, extras={"aux loss": 0.25, "load/0": 1.0, "z-loss": 2.0})
+    )
     assert " params norm: 1.000 | aux loss: 2.500000E-01 | z-loss: 2.000000E+00 | number" in line
 
 
