@@ -37,6 +37,7 @@ def problems(config: Config, dp_size: int) -> Iterator[Problem]:
         if getattr(schedule, name) > lr:
             setting = with_value(schedule, name)
             yield Problem("learning-rate-exceeds-maximum", name, "lr", setting=setting, lr=lr)
+    yield from _decoupled_lr_problems(config)
     has_one_length = schedule.train_iters is None or schedule.train_samples is None
     if has_one_length and all(len(schedule.given_lengths(stem)) < 2 for stem in SCHEDULE_LENGTHS):
         yield from _lr_length_problems(config, dp_size)
@@ -145,6 +146,23 @@ def _sequence_parallel_problems(config: Config) -> Iterator[Problem]:
                 setting=with_value(group, name),
                 length=length,
                 nearest=nearest_multiples(length, config.parallel.tensor_model_parallel_size),
+            )
+
+
+def _decoupled_lr_problems(config: Config) -> Iterator[Problem]:
+    """Bounds of the learning rate that exceed --decoupled-lr."""
+    schedule, options = in_effect(config.schedule), in_effect(config.optimizer)
+    if options.decoupled_lr is None:
+        return
+    floor = "min_lr" if options.decoupled_min_lr is None else "decoupled_min_lr"
+    for owner, name in (
+        (schedule, "lr_warmup_init"),
+        (schedule if floor == "min_lr" else options, floor),
+    ):
+        if getattr(owner, name) > options.decoupled_lr:
+            setting, peak = with_value(owner, name), with_value(options, "decoupled_lr")
+            yield Problem(
+                "learning-rate-exceeds-decoupled", name, "decoupled_lr", setting=setting, peak=peak
             )
 
 

@@ -41,6 +41,7 @@ def plan(config: Config, state: TrainState, dp_size: int) -> StepPlan:
         global_batch_size=global_batch_size,
         num_micro_batches=global_batch_size // (config.schedule.micro_batch_size * dp_size),
         lr=learning_rate(config, state, dp_size),
+        decoupled_lr=decoupled_learning_rate(config, state, dp_size),
         weight_decay=weight_decay(config, state, dp_size),
         seq_length=seq_length_at(config, state.iteration),
         limits=spike_limits(config, state),
@@ -332,7 +333,21 @@ def warmup_length(config: Config, dp_size: int) -> float:
 
 def learning_rate(config: Config, state: TrainState, dp_size: int) -> float:
     """Learning rate of the step after `state`."""
-    peak, floor = config.optimizer.lr, config.schedule.min_lr
+    return _scheduled_rate(config, state, dp_size, config.optimizer.lr, config.schedule.min_lr)
+
+
+def decoupled_learning_rate(config: Config, state: TrainState, dp_size: int) -> float | None:
+    """As `learning_rate`, of the parameters with --decoupled-lr; None without it."""
+    peak, floor = config.optimizer.decoupled_lr, config.optimizer.decoupled_min_lr
+    if peak is None:
+        return None
+    floor = config.schedule.min_lr if floor is None else floor
+    return _scheduled_rate(config, state, dp_size, peak, floor)
+
+
+def _scheduled_rate(
+    config: Config, state: TrainState, dp_size: int, peak: float, floor: float
+) -> float:
     applied = state.applied_tokens if lr_unit(config) == "tokens" else state.applied_samples
     warmup, decay = warmup_length(config, dp_size), decay_length(config, dp_size)
     if warmup > 0 and applied <= warmup:

@@ -35,6 +35,8 @@ class StepPlan:
     """Tokens of each sample; the engine truncates longer samples."""
     limits: SpikeLimits | None = None
     """None without --skip-loss-spikes."""
+    decoupled_lr: float | None = None
+    """Learning rate of the word embedding and the output layer; None: `lr`."""
 
 
 @dataclass(frozen=True)

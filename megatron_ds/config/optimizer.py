@@ -66,7 +66,25 @@ class OptimizerConfig:
     sgd_momentum: float = option_field(
         0.9, "momentum of SGD", minimum=0, below=1, only_with=when(optimizer="sgd")
     )
+    decoupled_lr: float | None = option_field(
+        None,
+        "maximum learning rate of the word embedding and the output layer, with the schedule of "
+        "--lr (default: --lr)",
+        minimum=0,
+    )
+    decoupled_min_lr: float | None = option_field(
+        None,
+        "their minimum learning rate after warmup (default: --min-lr)",
+        minimum=0,
+        only_with=when(decoupled_lr=ANY_VALUE),
+    )
     weight_decay: float = option_field(0.01, "weight decay coefficient", minimum=0)
+    embedding_weight_decay: float | None = option_field(
+        None,
+        "weight decay coefficient of the word and position embeddings, in proportion to the "
+        "schedule of --weight-decay (default: --weight-decay)",
+        minimum=0,
+    )
     start_weight_decay: float | None = option_field(
         None, "initial weight decay (default: --weight-decay)", minimum=0
     )
@@ -112,7 +130,9 @@ class OptimizerConfig:
         }
 
     def problems(self) -> Iterator[Problem]:
-        """Check that the weight decay schedule has a start and an end if it is not constant."""
+        """Check that a scheduled weight decay has a start and an end, and an embedding's a base."""
+        if self.embedding_weight_decay and not self.weight_decay:
+            yield Problem("embedding-weight-decay-without-weight-decay", settings=self)
         if self.weight_decay_incr_style == "constant":
             for name in ("start_weight_decay", "end_weight_decay"):
                 if getattr(self, name) not in (None, self.weight_decay):

@@ -19,6 +19,8 @@ class Multipliers(NamedTuple):
     weight_decay: float = 1.0
     is_matrix: bool = False
     """Whether Muon updates the parameter."""
+    is_decoupled: bool = False
+    """Whether --decoupled-lr is its learning rate."""
 
 
 MultiplierRule = Callable[[str, tuple[int, ...]], Multipliers]
@@ -32,6 +34,10 @@ def decay_matrices_only(name: str, shape: tuple[int, ...]) -> Multipliers:
     return Multipliers(weight_decay=1.0 if is_matrix else 0.0)
 
 
+DECOUPLED = ("embedding.word.weight", "head.weight")
+"""Parameters with the learning rate of --decoupled-lr, as in Megatron."""
+
+
 def is_hidden_matrix(name: str, shape: tuple[int, ...]) -> bool:
     """Whether a parameter is a matrix of a transformer layer: no embedding, no output layer."""
     return name.startswith("layers.") and len(shape) == 2
@@ -39,10 +45,18 @@ def is_hidden_matrix(name: str, shape: tuple[int, ...]) -> bool:
 
 def multiplier_rule(options: OptimizerConfig) -> MultiplierRule:
     """The rule for the options of a run."""
+    decay, embedding_decay = options.weight_decay, options.embedding_weight_decay
+    # Without weight decay, that of the embeddings is 0, too.
+    embeddings = 1.0 if embedding_decay is None or not decay else embedding_decay / decay
 
     def rule(name: str, shape: tuple[int, ...]) -> Multipliers:
-        is_matrix = options.optimizer == "muon" and is_hidden_matrix(name, shape)
-        return decay_matrices_only(name, shape)._replace(is_matrix=is_matrix)
+        factors = decay_matrices_only(name, shape)
+        if name.startswith("embedding."):
+            factors = factors._replace(weight_decay=factors.weight_decay * embeddings)
+        return factors._replace(
+            is_matrix=options.optimizer == "muon" and is_hidden_matrix(name, shape),
+            is_decoupled=options.decoupled_lr is not None and name in DECOUPLED,
+        )
 
     return rule
 
@@ -74,7 +88,11 @@ def parameter_groups(
 
 
 def set_lr_and_weight_decay(
-    groups: list[dict[str, Any]], multipliers: Sequence[Multipliers], lr: float, weight_decay: float
+    groups: list[dict[str, Any]],
+    multipliers: Sequence[Multipliers],
+    lr: float,
+    weight_decay: float,
+    decoupled_lr: float | None = None,
 ) -> None:
     """Set the learning rate and the weight decay of the next step.
 
@@ -83,9 +101,11 @@ def set_lr_and_weight_decay(
         multipliers: Factors of each group.
         lr: Learning rate of the schedule.
         weight_decay: Weight decay of the schedule.
+        decoupled_lr: Learning rate of the decoupled groups' schedule; None: `lr`.
     """
+    decoupled_lr = lr if decoupled_lr is None else decoupled_lr
     for group, factors in zip(groups, multipliers, strict=True):
-        group["lr"] = lr * factors.lr
+        group["lr"] = (decoupled_lr if factors.is_decoupled else lr) * factors.lr
         group["weight_decay"] = weight_decay * factors.weight_decay
 
 

@@ -141,7 +141,11 @@ class ZeroEngine:
         engine.train()
         engine.set_train_batch_size(plan.global_batch_size * self._mesh.sp.size)
         set_lr_and_weight_decay(
-            engine.optimizer.param_groups, self._multipliers, plan.lr, plan.weight_decay
+            engine.optimizer.param_groups,
+            self._multipliers,
+            plan.lr,
+            plan.weight_decay,
+            plan.decoupled_lr,
         )
         skipped_before = engine.skipped_steps
         exhausted = self._loss_scale is not None and self._loss_scale.is_exhausted
@@ -189,7 +193,7 @@ class ZeroEngine:
             loss_scale_exhausted=skipped and exhausted and not guard.is_spike,
             is_spike=guard.is_spike,
             compared=guard.compared,
-            extras=router_metrics(router_log.take()),
+            extras={**router_metrics(router_log.take()), **decoupled_rate(plan)},
         )
 
     def eval_loss(self, batches: Iterator[DeviceBatch], count: int) -> LossSum:
@@ -301,6 +305,12 @@ class ZeroEngine:
         if self._mesh.tp.size > 1:
             dist.all_reduce(squares, group=self._mesh.tp.handle)
         return squares
+
+
+def decoupled_rate(plan: StepPlan) -> dict[str, float]:
+    """The metric of a decoupled learning rate, if there is one."""
+    rate = plan.decoupled_lr
+    return {} if rate is None else {"decoupled_learning_rate": rate}
 
 
 def sum_of_squares(chunks: list[Tensor], device: torch.device) -> Tensor:

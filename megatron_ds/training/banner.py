@@ -210,9 +210,10 @@ def _engine_settings(facts: BannerData) -> Lines:
             f"({_elements(tensors - matrices)}), {coefficients}"
         )
     decay = " ".join(f"{value:g}" for value in settings.weight_decay)
+    decoupled = "" if options.decoupled_lr is None else f" (decoupled {options.decoupled_lr:g})"
     optimizer = (
-        f"{settings.optimizer}, {coefficients}, learning rate {options.lr:g}, weight decay by "
-        f"group {decay}, clipping {settings.clip_grad:g}"
+        f"{settings.optimizer}, {coefficients}, learning rate "
+        f"{options.lr:g}{decoupled}, weight decay by group {decay}, clipping {settings.clip_grad:g}"
     )
     types = (
         f"parameters {settings.param_dtype}; gradients summed in {settings.accumulation_dtype}, "

@@ -206,7 +206,8 @@ def _record_gradients(engine: ZeroEngine, mesh: Mesh, run: Run) -> None:
 
     def record_and_step() -> None:
         if ds_engine.is_gradient_accumulation_boundary():
-            (rate,) = {group["lr"] for group in ds_engine.optimizer.param_groups}
+            # A decoupled learning rate is larger.
+            rate = min(group["lr"] for group in ds_engine.optimizer.param_groups)
             run.rates.append(rate)
             gradients = {}
             for name, parameter in engine._engine.module.named_parameters():

@@ -96,12 +96,21 @@ OPTIMIZERS: dict[str, OptimizerConfig] = {
     "muon": OptimizerConfig(
         optimizer="muon", lr=0.01, adam_eps=1e-3, weight_decay=0.1, clip_grad=0.1
     ),
+    "grouped": OptimizerConfig(
+        lr=0.01,
+        decoupled_lr=0.03,
+        adam_eps=1e-3,
+        weight_decay=0.1,
+        embedding_weight_decay=0.4,
+        clip_grad=0.1,
+    ),
 }
 RATES: dict[str, tuple[float, ...]] = {
     "sgd": (1.0, 0.5, 0.25),
     "adamw": (0.01, 0.02, 0.005),
     "lion": (0.001, 0.002, 0.0005),
     "muon": (0.01, 0.02, 0.005),
+    "grouped": (0.01, 0.02, 0.005),
 }
 """Learning rate of each step."""
 
@@ -184,6 +193,9 @@ def other_optimizers() -> Iterator[Case]:
         yield Case(world, stage, tp, accumulation, "learned", "lion")
         model = "gqa" if (stage + tp) % 2 else "swiglu"
         yield Case(world, stage, tp, accumulation, model, "muon")
+    # Embeddings and output layer in groups of their own.
+    for stage, tp, model in ((0, 2, "untied"), (1, 1, "alibi"), (3, 2, "untied")):
+        yield Case(2, stage, tp, 4, model, "grouped")
 
 
 @functools.cache
@@ -248,6 +260,7 @@ def plans_of(case: Case) -> list[StepPlan]:
             lr=rate,
             weight_decay=OPTIMIZERS[case.optimizer].weight_decay,
             seq_length=SHAPE["seq_length"],
+            decoupled_lr=3 * rate if case.optimizer == "grouped" else None,
         )
         for step, rate in enumerate(RATES[case.optimizer])
     ]

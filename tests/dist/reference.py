@@ -135,7 +135,7 @@ def train_reference(
         limit = config.optimizer.clip_grad or float("inf")
         run.norms.append(clip_grad_norm_(model.parameters(), limit).item())
         for group in optimizer.param_groups:
-            group["lr"] = plan.lr
+            group["lr"] = plan.decoupled_lr if group.get("is_decoupled") else plan.lr
         run.rates.append(plan.lr)
         if isinstance(optimizer, Lion):
             run.undecided = optimizer.undecided(named, run.undecided)
@@ -241,11 +241,28 @@ def _optimizer(
         hidden = {name for name, p in named.items() if name.startswith("layers.") and p.dim() > 1}
         matrices = [(named[name], _fused_rows(config, name)) for name in sorted(hidden)]
         named = {name: p for name, p in named.items() if name not in hidden}
+    special = []
+    if options.decoupled_lr is not None:
+        for name in ("embedding.word.weight", "embedding.position.weight", "head.weight"):
+            if name in named:
+                is_decayed_alone = name.startswith("embedding.")
+                special.append(
+                    {
+                        "params": [named[name]],
+                        "weight_decay": options.embedding_weight_decay
+                        if is_decayed_alone
+                        else options.weight_decay,
+                        "is_decoupled": name != "embedding.position.weight",
+                    }
+                )
+        own = {id(group["params"][0]) for group in special}
+        named = {name: p for name, p in named.items() if id(p) not in own}
     # The biases of experts are stacked.
     decaying = {name for name, p in named.items() if p.dim() > 1 and not name.endswith(".bias")}
     groups = [
         {"params": [named[n] for n in sorted(decaying)], "weight_decay": options.weight_decay},
         {"params": [named[n] for n in sorted(named.keys() - decaying)], "weight_decay": 0.0},
+        *special,
     ]
     if options.optimizer == "sgd":
         return torch.optim.SGD(groups, lr=options.lr, momentum=options.sgd_momentum)

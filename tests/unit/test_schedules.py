@@ -86,6 +86,17 @@ def test_warmup_starts_at_its_initial_rate() -> None:
     assert schedules.learning_rate(config, after(50), 1) == pytest.approx(0.6)
 
 
+def test_decoupled_learning_rate_has_the_schedule_with_bounds_of_its_own() -> None:
+    schedule = {**BY_SAMPLES, "lr_decay_style": "linear"}
+    assert schedules.plan(config_with(schedule), after(200), 1).decoupled_lr is None
+    for floor, at_200, at_end in ((None, 2.275, 0.1), (0.2, 2.3, 0.2)):
+        config = config_with(schedule, {"decoupled_lr": 3.0, "decoupled_min_lr": floor})
+        plan = schedules.plan(config, after(200), 1)
+        assert (plan.lr, plan.decoupled_lr) == pytest.approx((0.775, at_200))
+        assert schedules.plan(config, after(50), 1).decoupled_lr == pytest.approx(1.5)
+        assert schedules.plan(config, after(900), 1).decoupled_lr == pytest.approx(at_end)
+
+
 def test_warmup_fraction_is_relative_to_the_decay() -> None:
     config = config_with({**BY_SAMPLES, "lr_warmup_samples": 0, "lr_warmup_fraction": 0.25})
     assert schedules.learning_rate(config, after(25), 1) == pytest.approx(0.2)

@@ -160,6 +160,12 @@ CASES: list[tuple[dict[str, Any], str]] = [
         )
         for entry in ("", "x", "0-3", "5-4", "3-", "-3", "1-2-3")
     ),
+    ({"min_lr": 0.2, "decoupled_lr": 0.1}, "learning-rate-exceeds-decoupled"),
+    ({"decoupled_lr": 0.1, "decoupled_min_lr": 0.2}, "learning-rate-exceeds-decoupled"),
+    (
+        {"weight_decay": 0.0, "embedding_weight_decay": 0.2},
+        "embedding-weight-decay-without-weight-decay",
+    ),
     (
         {"lr_warmup_init": 1.5, "lr_warmup_samples": 4},
         "learning-rate-exceeds-maximum: lr_warmup_init",
@@ -401,6 +407,7 @@ INEFFECTIVE: dict[str, list[tuple[Any, dict[str, Any]]]] = {
     "muon_scale_mode": [("unit_rms_norm", {})],
     "muon_extra_scale_factor": [(1.0, {})],
     "sgd_momentum": [(0.5, {})],
+    "decoupled_min_lr": [(2.0, {})],
     "curriculum_seqlen_step": [(5, {})],
     "skip_loss_spikes_window": [(5, {})],
     "lr_warmup_init": [(2.0, {}), (2.0, {"lr_warmup_samples": 0})],

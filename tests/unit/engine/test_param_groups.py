@@ -5,9 +5,11 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from megatron_ds.config import OptimizerConfig
 from megatron_ds.engine.param_groups import (
     Multipliers,
     keep_settings_on_load,
+    multiplier_rule,
     parameter_groups,
     set_lr_and_weight_decay,
 )
@@ -34,6 +36,54 @@ def test_rule_scales_learning_rate_and_weight_decay_of_each_parameter() -> None:
         (0.5, 0.1),
         (0.05, 0.2),
     ]
+
+
+class Named(nn.Module):
+    """Parameters with canonical names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.ModuleDict({"word": nn.Embedding(4, 2), "position": nn.Embedding(4, 2)})
+        self.layers = nn.ModuleDict({"0": nn.Linear(2, 2)})
+        self.head = nn.Linear(2, 4, bias=False)
+
+
+def settings_of(model: nn.Module, options: OptimizerConfig) -> dict[str, tuple[float, float]]:
+    """Learning rate and weight decay of each parameter, scheduled at half of both."""
+    groups, multipliers = parameter_groups(model, options.weight_decay, multiplier_rule(options))
+    optimizer = torch.optim.SGD(groups, lr=1.0)
+    decoupled = None if options.decoupled_lr is None else options.decoupled_lr / 2
+    decay = options.weight_decay / 2
+    set_lr_and_weight_decay(optimizer.param_groups, multipliers, options.lr / 2, decay, decoupled)
+    found = {
+        id(parameter): (group["lr"], group["weight_decay"])
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    }
+    return {name: found[id(parameter)] for name, parameter in model.named_parameters()}
+
+
+def test_embeddings_and_output_layer_may_have_their_own_settings() -> None:
+    options = OptimizerConfig(lr=1.0, weight_decay=0.5, decoupled_lr=3.0, embedding_weight_decay=2)
+    assert settings_of(Named(), options) == {
+        "embedding.word.weight": (1.5, 1.0),
+        "embedding.position.weight": (0.5, 1.0),
+        "layers.0.weight": (0.5, 0.25),
+        "layers.0.bias": (0.5, 0.0),
+        "head.weight": (1.5, 0.25),
+    }
+    undecayed = OptimizerConfig(lr=1.0, weight_decay=0.5, embedding_weight_decay=0.0)
+    assert settings_of(Named(), undecayed)["embedding.word.weight"] == (0.5, 0.0)
+    assert settings_of(Named(), undecayed)["head.weight"] == (0.5, 0.25)
+
+
+def test_muon_gets_the_matrices_of_the_layers_only() -> None:
+    rule = multiplier_rule(OptimizerConfig(optimizer="muon", lr=1.0))
+    model = Named()
+    groups, multipliers = parameter_groups(model, 0.1, rule)
+    chosen = [group["params"] for group in groups if group.get("is_matrix")]
+    assert chosen == [[model.layers["0"].weight]]
+    assert sum(factors.is_matrix for factors in multipliers) == 1
 
 
 def test_parameter_partitioned_by_zero3_is_grouped_by_its_original_shape() -> None:
