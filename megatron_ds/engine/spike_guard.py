@@ -22,12 +22,14 @@ class SpikeGuard:
 
     Args:
         limits: Limits of the step. None: every step is applied.
+        device: Device of this process.
     """
 
-    def __init__(self, limits: SpikeLimits | None) -> None:
-        self._limits = limits
+    def __init__(self, limits: SpikeLimits | None, device: torch.device) -> None:
+        self._limits, self._device = limits, device
         self.losses: list[Tensor] = []
-        """Losses of this rank's micro-batches, on the device."""
+        """Losses of this rank's micro-batches, on the device; none if another stage computes them.
+        Ranks of a model-parallel group have the same."""
         self.compared: tuple[float, float] | None = None
         """Mean loss of all ranks and gradient norm, once they are compared."""
         self.is_spike = False
@@ -46,12 +48,15 @@ class SpikeGuard:
         """
         if self._limits is None:
             return False
-        loss = torch.stack(self.losses).mean()
-        values = torch.stack([loss, torch.as_tensor(norm, device=loss.device)]).double()
+        values = torch.zeros(4, dtype=torch.float64, device=self._device)
+        values[2] += norm
+        values[3] += 1
+        if self.losses:
+            values[0] += torch.stack(self.losses).mean()
+            values[1] += 1
         # One sum over all ranks, so that not even a rounding error can make them disagree.
-        # Model-parallel ranks have the same loss.
         dist.all_reduce(values)
-        mean_loss, mean_norm = map(float, values / dist.get_world_size())
+        mean_loss, mean_norm = (values[::2] / values[1::2]).tolist()
         self.compared = mean_loss, mean_norm
         self.is_spike = mean_loss > self._limits.loss or mean_norm > self._limits.grad_norm
         return self.is_spike

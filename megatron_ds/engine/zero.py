@@ -150,7 +150,7 @@ class ZeroEngine:
         skipped_before = engine.skipped_steps
         exhausted = self._loss_scale is not None and self._loss_scale.is_exhausted
         router_log = engine.module.router_log
-        guard = SpikeGuard(plan.limits)
+        guard = SpikeGuard(plan.limits, self._device)
         losses = guard.losses
         norm: Tensor | float | None = None
         dropped = False

@@ -75,7 +75,7 @@ def compare_with_limits(meshes: dict[int, Mesh]) -> list[tuple[bool, tuple[float
     """Two data-parallel ranks with the losses 1 and 5."""
     seen = []
     for limits in (SpikeLimits(3.5, 2.5, 4), SpikeLimits(2.5, 2.5, 4), SpikeLimits(3.5, 1.5, 4)):
-        guard = SpikeGuard(limits)
+        guard = SpikeGuard(limits, torch.device("cpu"))
         guard.losses += [torch.tensor(loss + 4.0 * meshes[1].dp.rank) for loss in (0.0, 2.0)]
         seen.append((guard.exceeds(2.0), guard.compared))
     return seen
