@@ -1,8 +1,8 @@
 """Weights of a checkpoint as full tensors under their canonical names.
 
-Reads the files of any ZeRO stage, tensor-parallel and expert-parallel size, and loads them into a
-model of any tensor-parallel size, one parameter at a time: files are memory-mapped, and at most one
-full parameter exists besides the model. Knows DeepSpeed's file names and no engines.
+Reads the files of any ZeRO stage, tensor-, pipeline- and expert-parallel size, and loads them into
+a model of any tensor-parallel size, one parameter at a time: files are memory-mapped, and at most
+one full parameter exists besides the model. Knows DeepSpeed's file names and no engines.
 """
 
 from __future__ import annotations
@@ -44,19 +44,26 @@ def iter_full_weights(found: CheckpointMetadata) -> NamedTensors:
     Raises:
         ValueError: For a file with anything but tensors and plain values.
     """
-    layout, ranks = found.run.layout, range(found.run.layout.tensor_model_parallel_size)
+    layout = found.run.layout
+    tp_size = layout.tensor_model_parallel_size
     readers = [_iter_zero3_shards if layout.zero_stage == 3 else _iter_zero012_shards]
     if found.run.experts:
         readers.append(_iter_experts)
-    shards_of = [chain(*(read(found.path, rank, layout) for read in readers)) for rank in ranks]
-    for rows in zip(*shards_of, strict=True):
-        (name,) = {name for name, _ in rows}
-        shards = [shard for _, shard in rows]
-        spec = found.run.shards.get(name)
-        if spec is None:
-            yield name, shards[0]
-        else:
-            yield name, unshard(shards, ShardSpec(spec.dim, spec.sections))
+    done = set()
+    for stage in range(layout.pipeline_model_parallel_size):
+        ranks = range(stage * tp_size, (stage + 1) * tp_size)
+        shards_of = [chain(*(read(found.path, rank, layout) for read in readers)) for rank in ranks]
+        for rows in zip(*shards_of, strict=True):
+            (name,) = {name for name, _ in rows}
+            if name in done:  # the last stage's copy of a tied embedding
+                continue
+            done.add(name)
+            shards = [shard for _, shard in rows]
+            spec = found.run.shards.get(name)
+            if spec is None:
+                yield name, shards[0]
+            else:
+                yield name, unshard(shards, ShardSpec(spec.dim, spec.sections))
 
 
 def load_full_weights(
@@ -105,9 +112,9 @@ def _load_one(name: str, parameter: nn.Parameter, full: torch.Tensor, rank: int,
         parameter.copy_(full if spec is None else take_shard(full, spec, rank, size))
 
 
-def _iter_zero012_shards(path: Path, tp_rank: int, layout: ParallelLayout) -> NamedTensors:
-    """ZeRO 0 to 2: one file per tensor-parallel rank contains its weights."""
-    yield from _read(path / f"mp_rank_{tp_rank:02d}_model_states.pt")["module"].items()
+def _iter_zero012_shards(path: Path, rank: int, layout: ParallelLayout) -> NamedTensors:
+    """ZeRO 0 to 2: one file per model-parallel rank contains its weights."""
+    yield from _read(path / f"mp_rank_{rank:02d}_model_states.pt")["module"].items()
 
 
 def _iter_zero3_shards(path: Path, tp_rank: int, layout: ParallelLayout) -> NamedTensors:

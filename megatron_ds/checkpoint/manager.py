@@ -63,8 +63,8 @@ from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.tokenizer import TokenizerFingerprint
 from megatron_ds.train_state import TrainState
 
-LOADED_BY = re.compile(r"(zero_pp_rank_(?P<dp>\d+)_)?mp_rank_(?P<tp>\d+)_")
-"""Ranks in the name of a file of DeepSpeed's, data-parallel and tensor-parallel."""
+LOADED_BY = re.compile(r"(zero_pp_rank_(?P<dp>\d+)_)?mp_rank_(?P<model>\d+)_")
+"""Ranks in the name of a file of DeepSpeed's, data-parallel and model-parallel."""
 BYTES_PER_PARAMETER = 16
 """Upper bound for a checkpoint: a weight, its fp32 copy and two moments."""
 
@@ -308,13 +308,14 @@ class CheckpointManager:
 
         The load then finds them in the host's cache. The others are distributed.
         """
-        tp_size = self._mesh.tp.size
+        tp_size, dp_size = self._mesh.tp.size, self._mesh.dp.size
 
         def reader(index: int, name: str) -> int:
             loaded = LOADED_BY.search(name)
             if loaded is None:
                 return index
-            return int(loaded["dp"] or 0) * tp_size + int(loaded["tp"])
+            stage, tp_rank = divmod(int(loaded["model"]), tp_size)
+            return (stage * dp_size + int(loaded["dp"] or 0)) * tp_size + tp_rank
 
         return {
             name: files[name]

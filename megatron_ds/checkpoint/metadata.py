@@ -21,6 +21,7 @@ from megatron_ds.data.blend_history import BlendHistory
 from megatron_ds.engine.ds_config import partition_keys, zero_stage
 from megatron_ds.engine.partitions import FlatPartition
 from megatron_ds.fileio.atomic import FileRecord
+from megatron_ds.model.stages import layers_per_stage
 from megatron_ds.tokenizer import TokenizerFingerprint
 from megatron_ds.train_state import TrainState
 
@@ -57,6 +58,9 @@ class ParallelLayout:
     """0 if the stage does not read it."""
     ds_sequence_parallel_size: int = 1
     expert_model_parallel_size: int = 1
+    pipeline_model_parallel_size: int = 1
+    layers_per_stage: str = ""
+    """Transformer layers of each pipeline stage, separated by commas; empty without a pipeline."""
 
     @classmethod
     def of(cls, config: Config, dp_size: int) -> ParallelLayout:
@@ -68,6 +72,8 @@ class ParallelLayout:
             optimizer=config.optimizer.optimizer,
             ds_sequence_parallel_size=config.parallel.ds_sequence_parallel_size,
             expert_model_parallel_size=config.expert_parallel_size,
+            pipeline_model_parallel_size=config.parallel.pipeline_model_parallel_size,
+            layers_per_stage=_layers_per_stage(config),
             **partition_keys(config, dp_size),
         )
 
@@ -79,6 +85,12 @@ class ParallelLayout:
             if type(getattr(layout, item.name)).__name__ != item.type:
                 raise ValueError(f"layout: {item.name} is not of type {item.type}")
         return layout
+
+
+def _layers_per_stage(config: Config) -> str:
+    if config.parallel.pipeline_model_parallel_size == 1:
+        return ""
+    return ",".join(map(str, layers_per_stage(config.model, config.parallel)))
 
 
 @dataclass(frozen=True)
@@ -126,7 +138,7 @@ class RunRecord:
     branch: Branch
     """Which checkpoints of the folder it continues."""
     partitions: tuple[FlatPartition, ...] = ()
-    """The optimizer's flat tensors on the first rank."""
+    """The optimizer's flat tensors on the first rank of each pipeline stage."""
     tokenizer: TokenizerFingerprint | None = None
     """The run's tokenizer, whose files are in `TOKENIZER`."""
     data: BlendHistory | None = None

@@ -96,7 +96,9 @@ class Config:
         related: dict[str, Iterator[Problem]] = {
             "model": model.problems(parallel.tensor_model_parallel_size),
             "moe": self.moe.problems(model.num_layers, self.expert_parallel_size),
-            "parallel": parallel.problems(world_size, has_experts=self.moe.is_used),
+            "parallel": parallel.problems(
+                world_size, model.num_layers, has_experts=self.moe.is_used
+            ),
             "recompute": self.recompute.problems(model.num_layers),
             "data": self.data.problems(),
             "tokenizer": self.tokenizer.problems(model.vocab_size if has_vocab_size else None),

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron_ds.config.checks import divisors, list_numbers, nearest_multiples
 from megatron_ds.config.fields import ABOVE_ONE, option_field, when
 from megatron_ds.config.problems import Problem, counted, with_value
+
+BY_TYPE = "type:"
+"""Beginning of a partition method that counts layers of some kinds."""
 
 
 @dataclass(frozen=True)
@@ -19,7 +23,15 @@ class ParallelConfig:
         1, "degree of tensor parallelism", aliases=("model-parallel-size",), minimum=1
     )
     pipeline_model_parallel_size: int = option_field(
-        1, "degree of pipeline parallelism; only 1 is supported", minimum=1
+        1, "number of pipeline stages, at most one per transformer layer", minimum=1
+    )
+    pp_partition_method: str = option_field(
+        "type:transformer",
+        "what pipeline stages have about the same number of: parameters, uniform (layers of any "
+        "kind), type:REGEX (layers of matching kinds: EmbeddingPipe, ParallelTransformerLayerPipe, "
+        "NormPipe, LMHeadPipe); or the transformer layers of each stage, such as 5,6,5",
+        metavar="METHOD",
+        only_with=when(pipeline_model_parallel_size=ABOVE_ONE),
     )
     sequence_parallel: bool = option_field(
         False,
@@ -62,14 +74,42 @@ class ParallelConfig:
         ]
         return f"{' / '.join(terms)} = {self.data_parallel_size(world_size)}"
 
-    def problems(self, world_size: int, *, has_experts: bool = False) -> Iterator[Problem]:
+    @property
+    def given_layers_per_stage(self) -> tuple[int, ...] | None:
+        """Transformer layers of each stage, if the partition method lists them."""
+        if re.fullmatch(r"\d+(,\d+)*", self.pp_partition_method) is None:
+            return None
+        return tuple(map(int, self.pp_partition_method.split(",")))
+
+    @property
+    def partition_pattern(self) -> re.Pattern[str] | None:
+        """Kinds of layers that the partition method counts; None for all.
+
+        Raises:
+            re.error: If it is not a regular expression.
+        """
+        if not self.pp_partition_method.startswith(BY_TYPE):
+            return None
+        return re.compile(self.pp_partition_method.removeprefix(BY_TYPE), re.IGNORECASE)
+
+    @staticmethod
+    def layer_kinds(num_layers: int) -> list[str]:
+        """The kind of each layer of the model, by the names that peers' layers have."""
+        blocks = ["ParallelTransformerLayerPipe"] * num_layers
+        return ["EmbeddingPipe", *blocks, "NormPipe", "LMHeadPipe"]
+
+    def problems(
+        self, world_size: int, num_layers: int, *, has_experts: bool = False
+    ) -> Iterator[Problem]:
         """Check the sizes against the number of processes.
 
         Args:
             world_size: Number of processes.
+            num_layers: Transformer layers of the model.
             has_experts: Whether the model is a mixture of experts.
         """
         tp, sp = self.tensor_model_parallel_size, self.ds_sequence_parallel_size
+        pp = self.pipeline_model_parallel_size
         if tp > 0 and world_size % tp:
             yield Problem(
                 "world-size-not-divisible",
@@ -86,6 +126,15 @@ class ParallelConfig:
                 product=tp * sp,
                 valid=list_numbers(divisors(world_size // tp)),
             )
+        elif min(tp, sp, pp) > 0 and world_size % (tp * sp * pp):
+            yield Problem(
+                "world-size-not-divisible-by-stages",
+                settings=self,
+                ranks=tp * sp,
+                count_processes=counted(world_size, "process"),
+                valid=list_numbers(divisors(world_size // (tp * sp))),
+                nearest_multiples=nearest_multiples(world_size, tp * sp * pp),
+            )
         ep_size, dp_size = self.expert_model_parallel_size, self.data_parallel_size(world_size)
         if ep_size > 1 and not has_experts:
             yield Problem("expert-parallel-size-without-experts", settings=self)
@@ -96,6 +145,30 @@ class ParallelConfig:
                 described=self.describe_data_parallel_size(world_size),
                 valid=list_numbers(divisors(dp_size)),
             )
+        if pp > max(num_layers, 1):
+            yield Problem("more-stages-than-layers", settings=self, num_layers=num_layers)
+        elif pp > 1:
+            yield from self._partition_problems(num_layers)
+
+    def _partition_problems(self, num_layers: int) -> Iterator[Problem]:
+        """Problems of --pp-partition-method."""
+        layers = self.given_layers_per_stage
+        if layers is not None:
+            stages = self.pipeline_model_parallel_size
+            if len(layers) != stages or sum(layers) != num_layers or 0 in layers:
+                yield Problem("pp-partition-list", settings=self, num_layers=num_layers)
+            return
+        try:
+            pattern = self.partition_pattern
+        except re.error as error:
+            yield Problem("pp-partition-pattern", settings=self, error=error)
+            return
+        kinds = self.layer_kinds(num_layers)
+        if pattern is None and self.pp_partition_method not in ("parameters", "uniform"):
+            yield Problem("pp-partition-method", settings=self)
+        elif pattern is not None and not any(map(pattern.search, kinds)):
+            known = ", ".join(dict.fromkeys(kinds))
+            yield Problem("pp-partition-type", settings=self, kinds=known)
 
     @property
     def _sizes(self) -> tuple[int, ...]:

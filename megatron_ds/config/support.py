@@ -264,12 +264,17 @@ OPTIMIZER_OFFLOADED = ("optimizer", "both", *ON_DISK)
 OTHER_OPTIMIZERS = tuple(name for name in AXES["optimizer"].values if name != "adam")
 
 RULES: tuple[Rule, ...] = (
-    Rule("pipeline-parallelism-unsupported", {"pp": (MANY,)}, instead={"pp": "1"}),
     Rule(
-        "sequence-parallel-with-pipeline",
-        {"tp": (MANY,), "sequence": ("on",), "pp": (MANY,)},
-        instead={"sequence": "off"},
+        "bf16-masters-untested",
+        {"precision": ("bf16",), "masters": ("bf16",), "pp": (MANY,)},
+        instead={"masters": "fp32"},
     ),
+    Rule(
+        "pipeline-with-nvme",
+        {"pp": (MANY,), "offload": ON_DISK},
+        instead={"offload": "optimizer", "zero": "1"},
+    ),
+    Rule("pipeline-with-zero-stage", {"pp": (MANY,), "zero": ("2", "3")}, instead={"zero": "1"}),
     Rule(
         "sequence-parallel-with-partitioned-activations",
         {"tp": (MANY,), "sequence": ("on",), "recompute": ("partitioned",)},
@@ -396,6 +401,7 @@ EVERYTHING: Values = {name: tuple(axis.values) for name, axis in AXES.items()}
 ZERO, TP = EVERYTHING["zero"], EVERYTHING["tp"]
 SEQUENCE: Values = {"tp": (MANY,), "sequence": ("on",)}
 ULYSSES = "tests/dist/test_ulysses.py::test_shared_sequences_train_like_one_process"
+STAGES = "tests/dist/test_pipeline.py::test_stages_equal_one_process"
 PROOFS: tuple[Proof, ...] = (
     Proof("tests/dist/test_layouts.py::test_layout_equals_one_process", EVERYTHING),
     Proof(
@@ -484,6 +490,11 @@ PROOFS: tuple[Proof, ...] = (
             "precision": ("bf16", "fp16"),
         },
     ),
+    Proof(STAGES, {"pp": (MANY,), "zero": ("0", "1"), "tp": TP, "optimizer": ("adam", "sgd")}),
+    Proof(STAGES, {"pp": (MANY,), "tp": TP, "recompute": ("full", "deepspeed")}),
+    Proof(STAGES, {"pp": (MANY,), "tp": TP, "documents": ("on",)}),
+    Proof(STAGES, {"pp": (MANY,), "curriculum": ("on",)}),
+    Proof(STAGES, {"pp": (MANY,), "offload": ("optimizer",)}),
 )
 
 

@@ -27,11 +27,13 @@ from megatron_ds.engine.ds_config import build_ds_config
 from megatron_ds.engine.miscompilation import miscompiled
 from megatron_ds.engine.optimizers import attach_matrices, client_optimizer
 from megatron_ds.engine.param_groups import multiplier_rule, parameter_groups
+from megatron_ds.engine.pipeline import PipelineEngine
+from megatron_ds.engine.pipeline_module import PipelineStage, build_stage
 from megatron_ds.engine.zero import ZeroEngine
 from megatron_ds.fileio.swap_folder import SwapFolder
 from megatron_ds.model.document_kernels import select_document_kernel
 from megatron_ds.model.elementwise import compile_elementwise
-from megatron_ds.model.gpt import GPTModel
+from megatron_ds.model.gpt import ALL_LAYERS, GPTModel
 from megatron_ds.model.mlp import TiledMLP
 from megatron_ds.model.packed_attention import PackingOptions
 from megatron_ds.parallel.activation_checkpointing import ActivationCheckpointing, Function
@@ -76,8 +78,14 @@ def build_engine(
     rng = RngStreams(mesh.tp.rank, device, mesh.sp.rank)
     packing, warning = _packing_options(config, mesh, device, eod)
     swap_folder = _claim_swap_folder(config, ds_config)
+    build = partial(_build_model, config, mesh, rng, packing, init_weights)
+    module: GPTModel | PipelineStage
     with _zero3_init_context(ds_config, mesh, mpu):
-        model = _build_model(config, mesh, rng, packing, init_weights)
+        if mesh.pp.size > 1:
+            module = build_stage(build, config, mesh)
+            model = module.gpt
+        else:
+            module = model = build(ALL_LAYERS)
     if config.recompute.tiled_mlp and ds_config["zero_optimization"]["stage"] == 3:
         # The parameters of an MLP are gathered once for all of its tiles.
         deepspeed.utils.set_z3_leaf_modules(model, [TiledMLP])
@@ -87,20 +95,21 @@ def build_engine(
         selective_recompute_note(config, packing, device),
     ]
     groups, multipliers = parameter_groups(
-        model, config.optimizer.weight_decay, multiplier_rule(config.optimizer)
+        module, config.optimizer.weight_decay, multiplier_rule(config.optimizer)
     )
     with deepspeed_patches.expert_groups(mesh):
         engine, *_ = deepspeed.initialize(
-            model=model,
+            model=module,
             model_parameters=groups,
             optimizer=client_optimizer(ds_config["optimizer"]),
             config=ds_config,
-            mpu=mpu,
+            mpu=mpu if mesh.pp.size == 1 else None,  # a PipelineModule has its own
             dist_init_required=False,
         )
     deepspeed_patches.count_expert_biases_once(engine.optimizer, mesh)
     attach_matrices(engine, ds_config["zero_optimization"]["stage"], mesh, device)
-    return ZeroEngine(
+    kind = ZeroEngine if mesh.pp.size == 1 else PipelineEngine
+    return kind(
         engine,
         ds_config=ds_config,
         read_settings=partial(readback.check, config, mesh, engine, ds_config, multipliers),
@@ -132,7 +141,12 @@ def _claim_swap_folder(config: Config, ds_config: dict[str, Any]) -> SwapFolder 
 
 
 def _build_model(
-    config: Config, mesh: Mesh, rng: RngStreams, packing: PackingOptions | None, init_weights: bool
+    config: Config,
+    mesh: Mesh,
+    rng: RngStreams,
+    packing: PackingOptions | None,
+    init_weights: bool,
+    stage: slice,
 ) -> GPTModel:
     checkpoint = None
     if config.recompute.is_by_deepspeed:
@@ -146,6 +160,7 @@ def _build_model(
         checkpointing=ActivationCheckpointing(config.recompute, rng, checkpoint),
         packing=packing,
         moe=config.moe,
+        stage=stage,
     )
 
 

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime import bf16_optimizer, compiler
 from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.pipe import module as pipe_module
 from deepspeed.runtime.swap_tensor import partitioned_param_swapper
 from deepspeed.runtime.zero import stage3, stage_1_and_2
 from deepspeed.utils import groups
@@ -82,6 +83,65 @@ def replace_checkpoint_engine(
     engine.checkpoint_engine = checkpoint_engine
     copy_script = engine._copy_recovery_script
     engine._copy_recovery_script = lambda folder: attempt(copy_script, folder)
+
+
+@contextmanager
+def replace_pipeline_grid(grid: object) -> Iterator[None]:
+    """Let a PipelineModule that is built inside use this grid.
+
+    Its constructor would build a PipelineParallelGrid, which creates the process groups of the mesh
+    a second time, those of all other ranks included.
+    """
+    original = pipe_module.PipelineParallelGrid
+    pipe_module.PipelineParallelGrid = lambda **_: grid
+    try:
+        yield
+    finally:
+        pipe_module.PipelineParallelGrid = original
+
+
+def reduce_norm_once(optimizer: Any, group: dist.ProcessGroup | None) -> None:
+    """Make a ZeRO optimizer sum its gradient norm over the model-parallel ranks in one message.
+
+    It sends one for each parameter group. Pipeline stages may have different numbers of groups, and
+    would wait for each other forever.
+
+    Args:
+        optimizer: DeepSpeedZeroOptimizer; others are left as they are.
+        group: Model-parallel group.
+    """
+    if not hasattr(optimizer, "scaled_global_norm"):
+        return
+    norm_of_groups, reduce = optimizer.scaled_global_norm, optimizer._model_parallel_all_reduce
+
+    def scaled_global_norm(norm_type: int = 2) -> torch.Tensor:
+        optimizer._model_parallel_all_reduce = lambda *_, **__: None
+        try:
+            square: torch.Tensor = norm_of_groups(norm_type).square()  # inf if it is not finite
+        finally:
+            optimizer._model_parallel_all_reduce = reduce
+        dist.all_reduce(square, group=group)
+        return square.sqrt()
+
+    optimizer.scaled_global_norm = scaled_global_norm
+
+
+def replace_pipeline_instructions(
+    engine: Any, instructions: dict[type, Callable[..., None]]
+) -> None:
+    """Make a pipeline engine execute instructions of its schedule by other functions.
+
+    Args:
+        engine: PipelineEngine of `deepspeed.initialize`.
+        instructions: Called with the arguments of the instruction. DeepSpeed binds its own
+            functions to the engine.
+    """
+
+    def bound(function: Callable[..., None]) -> Callable[..., None]:
+        return lambda _, **arguments: function(**arguments)
+
+    replaced = {kind: bound(function) for kind, function in instructions.items()}
+    engine._INSTRUCTION_MAP = {**engine._INSTRUCTION_MAP, **replaced}
 
 
 @contextmanager

@@ -74,6 +74,13 @@ ZERO3_DEFAULTS: Json = {
 """Keys that only stage 3 reads."""
 
 
+PIPELINE_BLOCK: Json = {
+    "activation_checkpoint_interval": 0,
+    "pipe_partitioned": False,
+    "grad_partitioned": False,
+}
+"""The stages recompute their activations themselves, and send whole hidden states."""
+
 PARTITION_KEYS = ("round_robin_gradients", "parameter_alignment", "sub_group_size")
 """Keys of `zero_optimization` that decide where in the optimizer's flat tensors a parameter is."""
 
@@ -135,6 +142,8 @@ def build_ds_config(
         "optimizer": _optimizer_block(config, user, is_there),
         "activation_checkpointing": _checkpointing_block(config),
     }
+    if config.parallel.pipeline_model_parallel_size > 1:
+        result["pipeline"] = copy.deepcopy(PIPELINE_BLOCK)
     given = _without_auto(user)
     for key in sorted(PASSED_KEYS.keys() & given.keys()):
         result[key] = copy.deepcopy(given[key])

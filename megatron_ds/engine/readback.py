@@ -26,6 +26,7 @@ from megatron_ds.engine.protocol import (
     LossScaleSettings,
     StateBytes,
 )
+from megatron_ds.model.stages import layers_per_stage
 from megatron_ds.parallel.mesh import Mesh
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -115,6 +116,7 @@ def _expected_settings(
     scaler: Any,
 ) -> EngineSettings:
     """The settings that a configuration asks for."""
+    num_layers = layers_per_stage(config.model, config.parallel)[mesh.pp.rank]
     precision, options, dp_size = config.precision, config.optimizer, mesh.dp.size
     in_fp32 = precision.accumulate_allreduce_grads_in_fp32 or precision.name == "fp32"
     offload = config.deepspeed
@@ -133,7 +135,7 @@ def _expected_settings(
         momentum={"sgd": options.sgd_momentum, "muon": options.muon_momentum}.get(
             options.optimizer
         ),
-        orthogonalized=4 * config.model.num_layers if options.optimizer == "muon" else None,
+        orthogonalized=4 * num_layers if options.optimizer == "muon" else None,
         weight_decay=tuple(options.weight_decay * factors.weight_decay for factors in multipliers),
         clip_grad=options.clip_grad,
         param_dtype=DTYPES[precision.name],

@@ -52,7 +52,7 @@ NORM_CHUNK = 2**22
 
 
 class ZeroEngine:
-    """ZeRO stages 0 to 3 without pipeline parallelism.
+    """ZeRO stages 0 to 3 without pipeline parallelism, and what is the same with it.
 
     Args:
         engine: Engine of `deepspeed.initialize`.
@@ -286,15 +286,17 @@ class ZeroEngine:
         return own
 
     def _sum_of_squares(self, values_of: Callable[[nn.Parameter], Tensor | None]) -> Tensor:
-        """Sum of squares over all parameters and model-parallel ranks, a float64 scalar.
+        """Sum of squares over all parameters of the model, a float64 scalar.
 
-        A sharded parameter counts on every tensor-parallel rank, a replicated one on the first, and
-        an expert on the expert-parallel rank that has it.
+        A sharded parameter counts on every tensor-parallel rank, a replicated one on the first, an
+        expert on the expert-parallel rank that has it, and a tied one on a pipeline's first stage.
         """
         is_first = self._mesh.tp.rank == 0
         chunks: dict[bool, list[Tensor]] = {False: [], True: []}
         for _, parameter in self._parameters():
             values = values_of(parameter)
+            if getattr(parameter, "ds_pipe_replicated", False):
+                continue
             if values is not None and (is_first or shard_spec(parameter) is not None):
                 parts = values.to(self._device).flatten().split(NORM_CHUNK)
                 chunks[expert_group(parameter) is not None] += parts
@@ -302,8 +304,8 @@ class ZeroEngine:
         if self._mesh.ep.size > 1:
             dist.all_reduce(of_experts, group=self._mesh.ep.handle)
         squares += of_experts
-        if self._mesh.tp.size > 1:
-            dist.all_reduce(squares, group=self._mesh.tp.handle)
+        if self._mesh.model.size > 1:
+            dist.all_reduce(squares, group=self._mesh.model.handle)
         return squares
 
 

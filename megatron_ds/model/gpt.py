@@ -25,12 +25,14 @@ from megatron_ds.model.weight_init import Initializer
 from megatron_ds.parallel.activation_checkpointing import ActivationCheckpointing
 from megatron_ds.parallel.fused_linear_cross_entropy import LossKernels
 from megatron_ds.parallel.mesh import Mesh
-from megatron_ds.parallel.rng import RngStreams
+from megatron_ds.parallel.rng import MicroBatchSeed, RngStreams
 from megatron_ds.parallel.router_log import RouterLog
 from megatron_ds.parallel.ulysses import own_slice
 
 ALL_LAYERS = slice(None)
 DENSE = MoEConfig()
+EMBEDDING = -1
+"""Number of the embedding among the layers, for its dropout."""
 
 
 class GPTModel(nn.Module):
@@ -90,6 +92,7 @@ class GPTModel(nn.Module):
             tiled_mlp=checkpointing is not None and checkpointing.config.tiled_mlp,
         )[stage]
         self._has_head = any(spec.name == "head" for spec in specs)
+        self._has_dropout = max(config.hidden_dropout, config.attention_dropout) > 0
         self._tied = not config.untie_embeddings_and_output_weights
         self.positions = PositionEncoder(config, mesh)
         build_layers(self, specs)
@@ -130,8 +133,7 @@ class GPTModel(nn.Module):
             UserError: If a token id is outside the vocabulary (on the CPU), or a sequence is longer
                 than the learned positions.
         """
-        if self.training:
-            self._rng.begin_micro_batch()
+        dropout = self._rng.next_micro_batch() if self.training and self._has_dropout else None
         offset = 0 if cache is None else cache.length
         packed = None
         if self.packing is not None and cache is None:
@@ -141,13 +143,14 @@ class GPTModel(nn.Module):
             positions_BS = None if packed is None else packed.positions_BS
             if positions_BS is not None:
                 positions_BS = positions_BS[:, own]
+            self._rng.begin_layer(dropout, EMBEDDING)
             x_SBH = self.embedding(tokens_BS[:, own], offset + own.start, positions_BS)
             assert x_SBH is not None
         context = self.positions.context(
             tokens_BS.shape[1], offset, x_SBH.dtype, x_SBH.device, packed
         )
         with self.router_log.recording(training=self.training):
-            x_SBH = self._run_blocks(x_SBH, context, cache)
+            x_SBH = self._run_blocks(x_SBH, context, cache, dropout)
         if not self._has_head:
             return x_SBH
         if last_only:
@@ -196,10 +199,15 @@ class GPTModel(nn.Module):
         return list(self.layers.values())  # type: ignore[arg-type]
 
     def _run_blocks(
-        self, x_SBH: Tensor, context: AttentionContext, cache: KeyValueCache | None
+        self,
+        x_SBH: Tensor,
+        context: AttentionContext,
+        cache: KeyValueCache | None,
+        dropout: MicroBatchSeed | None,
     ) -> Tensor:
         def run(blocks: list[Block], x_SBH: Tensor) -> Tensor:
             for block in blocks:
+                self._rng.begin_layer(dropout, block.layer)
                 x_SBH = block(x_SBH, context, cache)
             return x_SBH
 

@@ -41,7 +41,9 @@ def axis_groups(
     Returns:
         Groups by axis: "tp", "sp", "ep", "expert_dp", "dp", "pp"; "model": the tensor x pipeline
         ranks that together hold one copy of the model; "sp_tp": the ranks that process the same
-        samples; "dp_sp": the ranks with the same parameters, over which gradients are averaged.
+        samples; "dp_sp": the ranks with the same parameters, over which gradients are averaged;
+        "embedding": the first and the last stage of a pipeline, which have a tied embedding, or
+        the stages between them.
 
     Raises:
         UserError: If the product of the sizes does not divide `world_size`.
@@ -65,6 +67,8 @@ def axis_groups(
         groups[name] = [
             tuple(row) for row in grid.permute(*others, *span).reshape(-1, size).tolist()
         ]
+    ends = [ranks[:1] + ranks[1:][-1:] for ranks in groups["pp"]]
+    groups["embedding"] = [*ends, *(ranks[1:-1] for ranks in groups["pp"] if pp_size > 2)]
     return groups
 
 
@@ -133,6 +137,7 @@ class Mesh:
     model: Group
     sp_tp: Group
     dp_sp: Group
+    embedding: Group
 
     @classmethod
     def build(

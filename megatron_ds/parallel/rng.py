@@ -3,8 +3,9 @@
 Owns when and from what the streams are seeded. Dropout on activations that every tensor-parallel
 rank holds must draw the same mask everywhere: the replicated stream, torch's default generator.
 Dropout on sharded activations must differ per rank: the sharded stream, which takes the default
-generator's place inside `fork_tp_rng`. Both are seeded per micro-batch from the position in the
-data, so a resumed run has no random state to restore. Sequence-parallel ranks hold different tokens
+generator's place inside `fork_tp_rng`. Both are seeded for each layer of each micro-batch from the
+position in the data and the layer's number: a resumed run has no random state to restore, and a
+pipeline stage draws the masks of the complete model. Sequence-parallel ranks hold different tokens
 and draw different masks, from both streams.
 """
 
@@ -13,11 +14,21 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 CPU = torch.device("cpu")
+
+
+class MicroBatchSeed(NamedTuple):
+    """From what the layers of one micro-batch are seeded."""
+
+    seed: int
+    """Seed of the run."""
+    position: int
+    """Position of its first sample in the data order."""
 
 
 def stable_seed(*parts: int | str) -> int:
@@ -54,20 +65,31 @@ class RngStreams:
         """
         self._seed, self._position, self._stride = seed, position, stride
 
-    def begin_micro_batch(self) -> None:
-        """Seed both streams for the step's next micro-batch.
+    def next_micro_batch(self) -> MicroBatchSeed | None:
+        """The seed of the step's next micro-batch, for `begin_layer`; None without `begin_step`.
 
-        The model calls this in each training forward pass, and not in evaluation or when
-        activations are recomputed. Without `begin_step` the streams are left as they are.
+        The model calls this once in each training forward pass, and not in evaluation.
         """
         if self._seed is None:
+            return None
+        current = MicroBatchSeed(self._seed, self._position)
+        self._position += self._stride
+        return current
+
+    def begin_layer(self, micro_batch: MicroBatchSeed | None, layer: int) -> None:
+        """Seed both streams for a layer, also when its activations are recomputed.
+
+        Args:
+            micro_batch: What `next_micro_batch` returned. None: the streams are left as they are.
+            layer: Number of the layer.
+        """
+        if micro_batch is None:
             return
-        place = self._seed, self._position
+        place = *micro_batch, layer
         torch.manual_seed(stable_seed("replicated", *place, *self._slice))
         self.sharded_state = self._seeded_state(
             stable_seed("sharded", *place, self._tp_rank, *self._slice)
         )
-        self._position += self._stride
 
     @contextmanager
     def fork_tp_rng(self) -> Iterator[None]:

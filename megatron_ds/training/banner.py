@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from rich.console import Console
@@ -23,6 +23,7 @@ from megatron_ds.engine.memory_estimate import MemoryEstimate
 from megatron_ds.engine.protocol import EngineSettings
 from megatron_ds.model.flops import matrix_parameters, parameter_sizes, parameters_per_rank
 from megatron_ds.model.norm import select_norm_kernel
+from megatron_ds.model.stages import layers_per_stage, stage_parameters
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.train_state import TrainState
 
@@ -93,13 +94,14 @@ def banner(facts: BannerData, *, width: int = WIDTH, terminal: bool = False) -> 
 
 def _layout(facts: BannerData) -> Lines:
     mesh, is_sharded = facts.mesh, in_effect(facts.config.parallel).sequence_parallel
+    pipeline = f"pipeline parallel {mesh.pp.size} x " if mesh.pp.size > 1 else ""
     slices = f"sequence parallel {mesh.sp.size} (Ulysses) x " if mesh.sp.size > 1 else ""
     of_experts = ""
     if mesh.ep.size > 1:
         of_experts = f" (expert parallel {mesh.ep.size} x {mesh.expert_dp.size})"
     processes = (
         f"{mesh.world_size} on {facts.device} = tensor parallel {mesh.tp.size}"
-        f"{' (with sequence parallelism)' if is_sharded else ''} x {slices}data parallel "
+        f"{' (with sequence parallelism)' if is_sharded else ''} x {pipeline}{slices}data parallel "
         f"{mesh.dp.size}{of_experts}, {counted(facts.threads, 'thread')} each"
     )
     if mesh.world_size == 1:
@@ -109,7 +111,26 @@ def _layout(facts: BannerData) -> Lines:
         groups += f"; sequence parallel {_ranks(mesh.sp.ranks)}"
     if mesh.ep.size > 1:
         groups += f"; expert parallel {_ranks(mesh.ep.ranks)}"
-    return [("processes", processes), ("groups", f"of rank 0: {groups}")]
+    if mesh.pp.size > 1:
+        groups += f"; pipeline parallel {_ranks(mesh.pp.ranks)}"
+    stages = [("" if number else "stages", line) for number, line in enumerate(_stages(facts))]
+    return [("processes", processes), ("groups", f"of rank 0: {groups}"), *stages]
+
+
+def _stages(facts: BannerData) -> Iterator[str]:
+    """The layers of each pipeline stage, and its parameters on a tensor-parallel rank."""
+    model, parallel = facts.config.model, facts.config.parallel
+    if facts.mesh.pp.size == 1:
+        return
+    layers = layers_per_stage(model, parallel)
+    first, last = 0, len(layers) - 1
+    for stage, sizes in enumerate(stage_parameters(model, facts.mesh.tp.size, layers)):
+        names = [f"layers {first} to {first + layers[stage] - 1}"]
+        names += ["final norm", "output layer"] if stage == last else []
+        names = ["embedding", *names] if stage == 0 else names
+        count = sum(size * number for size, number in sizes.items())
+        first += layers[stage]
+        yield f"{stage}: {', '.join(names)}; {count:,} parameters"
 
 
 def _model(facts: BannerData) -> Lines:

@@ -105,6 +105,7 @@ def build_trainer(
         parallel.tensor_model_parallel_size,
         sp_size=parallel.ds_sequence_parallel_size,
         ep_size=config.expert_parallel_size,
+        pp_size=parallel.pipeline_model_parallel_size,
         timeout=timeout,
     )
     print_arguments(config, context, mesh)

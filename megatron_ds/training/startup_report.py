@@ -38,12 +38,13 @@ DOTS = 48
 
 def print_arguments(config: Config, context: distributed.ProcessContext, mesh: Mesh) -> None:
     """Prints the settings, in the format of Megatron-LM and its forks."""
+    pipeline = f"pipeline parallel {mesh.pp.size} x " if mesh.pp.size > 1 else ""
     sequence = f"sequence parallel {mesh.sp.size} x " if mesh.sp.size > 1 else ""
     output.print_on_rank(
         f"DeepSpeed info: version={metadata.version('deepspeed')}; "
         f"{counted(context.world_size, 'process')} on {context.device.type} "
         f"({context.backend}), torch {torch.__version__}, tensor parallel "
-        f"{mesh.tp.size} x {sequence}data parallel {mesh.dp.size}"
+        f"{mesh.tp.size} x {pipeline}{sequence}data parallel {mesh.dp.size}"
     )
     output.print_on_rank("------------------------ arguments ------------------------")
     for group in config.to_dict().values():
@@ -68,7 +69,12 @@ def print_arguments(config: Config, context: distributed.ProcessContext, mesh: M
 
 def warn_of_hosts(config: Config, context: distributed.ProcessContext) -> None:
     """Warns of tensor-parallel groups that communicate between hosts."""
-    groups = axis_groups(context.world_size, config.parallel.tensor_model_parallel_size)["tp"]
+    sizes = config.parallel
+    groups = axis_groups(
+        context.world_size,
+        sizes.tensor_model_parallel_size,
+        pp_size=sizes.pipeline_model_parallel_size,
+    )["tp"]
     hosts = [location.host for location in context.locations]
     if across := groups_across_hosts(groups, hosts):
         ranks = ", ".join(map(str, across[0]))

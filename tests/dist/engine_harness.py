@@ -17,6 +17,7 @@ import cpuinfo
 import deepspeed
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.zero import partition_parameters
 from deepspeed.utils import safe_get_full_grad
 from torch import nn
@@ -48,17 +49,20 @@ class Meshes(dict[int, Mesh]):
 
     def __init__(self, by_tp_size: dict[int, Mesh]) -> None:
         super().__init__(by_tp_size)
-        self._others: dict[tuple[int, int, int], Mesh] = {}
+        self._others: dict[tuple[int, int, int, int], Mesh] = {}
 
     def of(self, parallel: ParallelConfig) -> Mesh:
         """The mesh of a layout. Collective."""
-        tp_size, sp_size = parallel.tensor_model_parallel_size, parallel.ds_sequence_parallel_size
-        ep_size = parallel.expert_model_parallel_size
-        if sp_size == ep_size == 1:
+        tp_size = parallel.tensor_model_parallel_size
+        pp_size = parallel.pipeline_model_parallel_size
+        sp_size, ep_size = parallel.ds_sequence_parallel_size, parallel.expert_model_parallel_size
+        if pp_size == sp_size == ep_size == 1:
             return self[tp_size]
-        key = tp_size, sp_size, ep_size
+        key = tp_size, pp_size, sp_size, ep_size
         if key not in self._others:
-            self._others[key] = Mesh.build(tp_size, sp_size=sp_size, ep_size=ep_size)
+            self._others[key] = Mesh.build(
+                tp_size, pp_size=pp_size, sp_size=sp_size, ep_size=ep_size
+            )
         return self._others[key]
 
 
@@ -181,6 +185,7 @@ def train(
     del engine
     torch._dynamo.reset()
     releases = config.deepspeed.zero_stage != 3 and config.precision.name == "fp32"
+    releases = releases and mesh.pp.size == 1
     _assert_nothing_left(parameters if releases else [])
     return run
 
@@ -202,21 +207,50 @@ def batches_of(config: Config, mesh: Mesh, samples: Samples, consumed: int = 0) 
 def _record_gradients(engine: ZeroEngine, mesh: Mesh, run: Run) -> None:
     """Records the learning rate and the gradients right before each optimizer step uses them."""
     ds_engine = engine._engine
+
+    def record() -> None:
+        # A decoupled learning rate is larger.
+        rate = min(group["lr"] for group in ds_engine.optimizer.param_groups)
+        run.rates.append(rate)
+        own = {
+            name: full_tensor(safe_get_full_grad(p), p, mesh.tp, mesh.ep)
+            for name, p in ds_engine.module.named_parameters()
+        }
+        run.gradients.append(of_all_stages(own, mesh))
+
+    if mesh.pp.size > 1:
+        instructions = ds_engine._INSTRUCTION_MAP
+        step_stages = instructions[schedule.OptimizerStep]
+
+        def record_and_step_stages(_: Any) -> None:
+            record()
+            step_stages(ds_engine)
+
+        ds_engine._INSTRUCTION_MAP = {
+            **instructions,
+            schedule.OptimizerStep: record_and_step_stages,
+        }
+        return
     step = ds_engine.step
 
     def record_and_step() -> None:
         if ds_engine.is_gradient_accumulation_boundary():
-            # A decoupled learning rate is larger.
-            rate = min(group["lr"] for group in ds_engine.optimizer.param_groups)
-            run.rates.append(rate)
-            gradients = {}
-            for name, parameter in engine._engine.module.named_parameters():
-                own = safe_get_full_grad(parameter)
-                gradients[name] = full_tensor(own, parameter, mesh.tp, mesh.ep)
-            run.gradients.append(gradients)
+            record()
         step()
 
     ds_engine.step = record_and_step
+
+
+def of_all_stages(own: Tensors, mesh: Mesh) -> Tensors:
+    """The tensors of all pipeline stages. Both copies of a tied weight must be equal bit by bit."""
+    stages = [own] * mesh.pp.size
+    if mesh.pp.size > 1:
+        dist.all_gather_object(stages, own, group=mesh.pp.handle)
+    result: Tensors = {}
+    for stage in stages:
+        for name, value in stage.items():
+            assert torch.equal(result.setdefault(name, value), value), f"{name} differs"
+    return result
 
 
 def full_weights(engine: ZeroEngine, mesh: Mesh) -> Tensors:
@@ -225,7 +259,7 @@ def full_weights(engine: ZeroEngine, mesh: Mesh) -> Tensors:
     for name, param in engine._engine.module.named_parameters():
         with deepspeed.zero.GatheredParameters([param], enabled=hasattr(param, "ds_id")):
             weights[name] = full_tensor(param.detach(), param, mesh.tp, mesh.ep)
-    return weights
+    return of_all_stages(weights, mesh)
 
 
 def full_tensor(

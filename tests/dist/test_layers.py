@@ -174,7 +174,7 @@ def check_cross_entropy_in_chunks(group: Group) -> None:
 def check_random_streams(group: Group) -> None:
     rng = RngStreams(group.rank)
     rng.begin_step(1, 5, 1)
-    rng.begin_micro_batch()
+    rng.begin_layer(rng.next_micro_batch(), 0)
     replicated = torch.rand(100)
     with rng.fork_tp_rng():
         sharded = torch.rand(100)

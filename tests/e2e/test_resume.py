@@ -56,6 +56,7 @@ class Layout:
     stage: int
     tp: int = 1
     dp: int = 1
+    pp: int = 1
     bf16: bool = False
     offload: tuple[str, ...] = ()
     sequence: bool = False
@@ -66,11 +67,15 @@ class Layout:
 
     @property
     def name(self) -> str:
-        parts = [f"zero{self.stage}", f"tp{self.tp}", f"dp{self.dp}"]
+        parts = [f"zero{self.stage}", f"tp{self.tp}", f"dp{self.dp}", f"pp{self.pp}"]
         switches = {"bf16": self.bf16, "sequence": self.sequence, "guard": self.guard}
         return "-".join(
             [*parts, *(name for name in switches if switches[name]), *self.offload, self.optimizer]
         )
+
+    @property
+    def ranks(self) -> int:
+        return self.tp * self.dp * self.pp
 
     def settings(self, folder: Path) -> dict[str, Any]:
         zero: dict[str, Any] = {"stage": self.stage}
@@ -85,6 +90,7 @@ class Layout:
             "tensor_model_parallel_size": self.tp,
             "sequence_parallel": self.sequence,
             **(GUARD if self.guard else {}),
+            "pipeline_model_parallel_size": self.pp,
             "bf16": self.bf16,
             "optimizer": self.optimizer,
         }
@@ -100,6 +106,8 @@ LAYOUTS = [
     Layout(3, dp=2, bf16=True, offload=("optimizer", "param")),
     Layout(3, tp=2),
     Layout(3, tp=2, dp=2, bf16=True, sequence=True, optimizer="muon"),
+    Layout(0, pp=2),
+    Layout(1, pp=2, dp=2, bf16=True, guard=True),
 ]
 
 
@@ -133,7 +141,7 @@ def test_killed_and_resumed_equals_uninterrupted(
     layout: Layout, launcher: Launcher, base: Settings, tmp_path: Path
 ) -> None:
     settings = {**base, **SCHEDULE, **layout.settings(tmp_path)}
-    parts = run_both(launcher, settings, tmp_path, layout.tp * layout.dp, KILL_POSITION)
+    parts = run_both(launcher, settings, tmp_path, layout.ranks, KILL_POSITION)
     sizes = dict(enumerate([4, 4, 4, 8, 8, 12, 12, 12], 1))
     if layout.guard:
         del sizes[SKIPPED]

@@ -36,7 +36,7 @@ ALLOWED = {
     "model": "config parallel",
     "engine": "config data fileio model parallel train_state",
     "preprocess": "config data fileio tokenizer",
-    "checkpoint": "config data engine fileio launch parallel tokenizer train_state",
+    "checkpoint": "config data engine fileio launch model parallel tokenizer train_state",
     "cleaning": "cli config fileio launch preprocess tokenizer",
     "inference": "checkpoint cli config fileio launch model parallel tokenizer",
     "training": "checkpoint config data engine fileio launch model parallel schedule_validation "

@@ -80,6 +80,8 @@ def test_save_writes_one_folder_and_two_pointers(
         "round_robin_gradients": False,
         "parameter_alignment": False,
         "sub_group_size": 0,
+        "pipeline_model_parallel_size": 1,
+        "layers_per_stage": "",
     }
     assert run["partitions"] == [{"size": 30, "parameters": [["weight", [6, 5], 0]]}]
     assert run["shards"] == {"weight": {"dim": 0, "sections": [6]}}

@@ -70,6 +70,7 @@ def test_valid_configurations_have_no_problem(changes):
     assert problems(config_of(**changes)) == []
 
 
+STAGES = {"pipeline_model_parallel_size": 2}
 BATCH_SIZES = "step_batch_size_schedule"
 CASES: list[tuple[dict[str, Any], str]] = [
     # Model.
@@ -91,6 +92,14 @@ CASES: list[tuple[dict[str, Any], str]] = [
         {**EXPERTS, "expert_model_parallel_size": 4},
         "data-parallel-size-not-divisible-by-expert-parallel-size: expert_model_parallel_size",
     ),
+    # Pipeline stages.
+    ({"pipeline_model_parallel_size": 4}, "more-stages-than-layers"),
+    ({**STAGES, "pp_partition_method": "2"}, "pp-partition-list"),
+    ({**STAGES, "pp_partition_method": "2,0"}, "pp-partition-list"),
+    ({**STAGES, "pp_partition_method": "2,1"}, "pp-partition-list"),
+    ({**STAGES, "pp_partition_method": "profile"}, "pp-partition-method: pp_partition_method"),
+    ({**STAGES, "pp_partition_method": "type:("}, "pp-partition-pattern: pp_partition_method"),
+    ({**STAGES, "pp_partition_method": "type:mlp"}, "pp-partition-type: pp_partition_method"),
     # Activation checkpointing.
     (
         {**FULL, "checkpoint_num_layers": 3},
@@ -339,9 +348,18 @@ def test_tensor_parallel_size_must_divide_heads_groups_and_mlp():
 
 
 def test_world_size_must_be_divisible_by_tensor_parallel_size():
-    (problem,) = config_of(tensor_model_parallel_size=3).parallel.problems(world_size=4)
+    (problem,) = config_of(tensor_model_parallel_size=3).parallel.problems(
+        world_size=4, num_layers=2
+    )
     assert problem.code == "world-size-not-divisible"
     assert "1, 2, 4; or start 3 or 6 processes" in problem
+
+
+def test_world_size_must_be_divisible_by_stages():
+    parallel = config_of(tensor_model_parallel_size=2, pipeline_model_parallel_size=4).parallel
+    (problem,) = parallel.problems(world_size=12, num_layers=4)
+    assert problem.code == "world-size-not-divisible-by-stages"
+    assert "stages: 1, 2, 3, 6; or start 8 or 16 processes" in problem
 
 
 def test_batch_size_problem_shows_its_arithmetic():
@@ -382,6 +400,7 @@ CONSTANT = {"lr_decay_style": "constant"}
 LONG = {"curriculum_seqlen": (8, 64, 9)}
 PARTITIONED = {"partition_activations": True}
 INEFFECTIVE: dict[str, list[tuple[Any, dict[str, Any]]]] = {
+    "pp_partition_method": [("parameters", {})],
     "sequence_parallel": [(True, {})],
     "rotary_percent": [(0.4, {})],
     "rotary_base": [(5.0, {})],

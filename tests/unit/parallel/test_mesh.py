@@ -22,6 +22,9 @@ def test_groups_are_those_of_a_table_written_by_hand() -> None:
     assert groups["dp"] == [(0, 2, 4, 6), (1, 3, 5, 7), (8, 10, 12, 14), (9, 11, 13, 15)]
     assert groups["pp"] == [(rank, rank + 8) for rank in range(8)]
     assert groups["model"] == [(rank, rank + 1, rank + 8, rank + 9) for rank in (0, 2, 4, 6)]
+    assert groups["embedding"] == groups["pp"]
+    four_stages = axis_groups(8, 2, pp_size=4)
+    assert four_stages["embedding"] == [(0, 6), (1, 7), (2, 4), (3, 5)]
 
     groups = axis_groups(8, 2, sp_size=2)
     assert groups["sp"] == [(0, 2), (1, 3), (4, 6), (5, 7)]
@@ -72,7 +75,7 @@ def test_mpu_answers_deepspeed_and_lacks_the_method_it_must_not_have() -> None:
 
 @pytest.mark.parametrize(
     ("world", "tp", "pp", "created"),
-    [(1, 1, 1, 0), (1024, 1, 1, 1), (1024, 8, 1, 3), (1024, 1024, 1, 1), (1024, 8, 4, 5)],
+    [(1, 1, 1, 0), (1024, 1, 1, 1), (1024, 8, 1, 3), (1024, 1024, 1, 1), (1024, 8, 4, 6)],
 )
 def test_a_process_creates_one_group_per_axis(
     world: int, tp: int, pp: int, created: int, monkeypatch: pytest.MonkeyPatch

@@ -16,12 +16,14 @@ def draws(rng: RngStreams) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return before, sharded, torch.rand(8)
 
 
-def draws_at(position: int, *, tp_rank: int = 0, stride: int = 1, steps: int = 1) -> list[float]:
-    """Numbers of the last of some micro-batches that start at a position."""
+def draws_at(
+    position: int, *, tp_rank: int = 0, stride: int = 1, steps: int = 1, layer: int = 0
+) -> list[float]:
+    """Numbers of a layer in the last of some micro-batches that start at a position."""
     rng = RngStreams(tp_rank)
     rng.begin_step(7, position, stride)
     for _ in range(steps):
-        rng.begin_micro_batch()
+        rng.begin_layer(rng.next_micro_batch(), layer)
         drawn = torch.cat(draws(rng)).tolist()
     return drawn
 
@@ -33,15 +35,15 @@ def test_seeds_are_the_same_in_every_process() -> None:
 
 def test_numbers_are_those_of_generators_seeded_by_position_and_rank() -> None:
     drawn = draws_at(40, tp_rank=1)
-    torch.manual_seed(stable_seed("replicated", 7, 40))
+    torch.manual_seed(stable_seed("replicated", 7, 40, 0))
     replicated = torch.rand(16).tolist()
-    torch.manual_seed(stable_seed("sharded", 7, 40, 1))
+    torch.manual_seed(stable_seed("sharded", 7, 40, 0, 1))
     assert drawn == replicated[:8] + torch.rand(8).tolist() + replicated[8:]
 
 
-def test_position_alone_determines_the_numbers() -> None:
+def test_position_and_layer_alone_determine_the_numbers() -> None:
     expected = draws_at(40)
-    assert draws_at(41) != expected
+    assert draws_at(41) != expected != draws_at(40, layer=1)
     assert draws_at(40) == draws_at(32, stride=4, steps=3) == expected
 
 
@@ -49,7 +51,8 @@ def test_streams_are_left_alone_before_the_first_step() -> None:
     torch.manual_seed(1)
     expected = torch.rand(4)
     torch.manual_seed(1)
-    RngStreams(0).begin_micro_batch()
+    rng = RngStreams(0)
+    rng.begin_layer(rng.next_micro_batch(), 0)
     assert torch.equal(torch.rand(4), expected)
 
 

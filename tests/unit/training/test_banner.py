@@ -22,6 +22,7 @@ from megatron_ds.engine.memory_estimate import MemoryInputs, estimate
 from megatron_ds.engine.protocol import EngineSettings, LossScaleSettings
 from megatron_ds.model.flops import matrix_parameters, parameter_sizes
 from megatron_ds.model.packed_attention import FlexKernel, PackingOptions
+from megatron_ds.model.stages import stage_parameters
 from megatron_ds.parallel.mesh import Group, Mesh
 from megatron_ds.schedules import total_iterations
 from megatron_ds.train_state import TrainState
@@ -91,7 +92,7 @@ ENGINE = MemoryInputs(
 GROUPS = {
     **dict.fromkeys(("tp", "model", "sp_tp"), Group((0, 1), 0, None)),
     **dict.fromkeys(("dp", "expert_dp", "dp_sp"), Group((0, 2, 4, 6), 0, None)),
-    **dict.fromkeys(("pp", "sp", "ep"), Group((0,), 0, None)),
+    **dict.fromkeys(("pp", "sp", "ep", "embedding"), Group((0,), 0, None)),
 }
 FACTS = BannerData(
     config=CONFIG,
@@ -116,6 +117,24 @@ def test_banner_of_a_complete_run_names_no_iterations_to_come() -> None:
     assert "complete: the checkpoint has 4,000 of 3,000 iterations" in text
     assert "iterations 4,001" not in text
     assert "checkpoint at the end, to folder" in text
+
+
+def test_banner_shows_the_layers_and_parameters_of_each_stage() -> None:
+    parallel = ParallelConfig(
+        tensor_model_parallel_size=2, pipeline_model_parallel_size=2, pp_partition_method="10,14"
+    )
+    stages = Group((0, 4), 0, None)
+    mesh = dataclasses.replace(FACTS.mesh, pp=stages, dp=Group((0, 2), 0, None))
+    config = dataclasses.replace(CONFIG, parallel=parallel)
+    text = " ".join(banner(dataclasses.replace(FACTS, config=config, mesh=mesh)).split())
+    assert "tensor parallel 2 x pipeline parallel 2 x data parallel 2" in text
+    assert "pipeline parallel 0 4" in text
+    first, last = (
+        sum(size * count for size, count in sizes.items())
+        for sizes in stage_parameters(config.model, 2, (10, 14))
+    )
+    assert f"stages 0: embedding, layers 0 to 9; {first:,} parameters" in text
+    assert f"1: layers 10 to 23, final norm, output layer; {last:,} parameters" in text
 
 
 @pytest.mark.parametrize("width", [80, 100, 200])

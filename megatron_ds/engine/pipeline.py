@@ -1,0 +1,163 @@
+"""DeepSpeed's pipeline engine behind the `Engine` protocol.
+
+Owns what differs from the engine without stages: one call runs the micro-batches of a step through
+all stages, in DeepSpeed's 1F1B schedule. Corrects what the pinned DeepSpeed computes wrongly with
+stages: the norm and clipping without ZeRO, and the sum of tied gradients in an accumulator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.pipe import schedule
+from torch import Tensor
+
+from megatron_ds.engine.deepspeed_patches import (
+    reduce_norm_once,
+    replace_pipeline_instructions,
+    reset_cpu_adam_beta_powers,
+)
+from megatron_ds.engine.device_batches import DeviceBatch
+from megatron_ds.engine.param_groups import set_lr_and_weight_decay
+from megatron_ds.engine.partitions import FlatPartition
+from megatron_ds.engine.pipeline_module import PipelineStage
+from megatron_ds.engine.protocol import LossSum
+from megatron_ds.engine.spike_guard import SpikeGuard
+from megatron_ds.engine.zero import ZeroEngine
+from megatron_ds.train_state import StepPlan, StepResult
+
+
+class PipelineEngine(ZeroEngine):
+    """ZeRO stages 0 and 1 with pipeline parallelism. Arguments as for `ZeroEngine`."""
+
+    def __init__(self, engine: Any, **options: Any) -> None:
+        super().__init__(engine, **options)
+        self._module: PipelineStage = engine.module
+        self._length: int | None = None
+        self._norm: Tensor | None = None
+        self._dropped = False
+        self._guard = SpikeGuard(None)
+        # All weights of a rank in one file under their canonical names, not a file per layer.
+        for name in ("module_state_dict", "load_module_state_dict"):
+            setattr(engine, name, partial(getattr(DeepSpeedEngine, name), engine))
+        engine.clip_fp32_gradients = self._clip
+        reduce_norm_once(engine.optimizer, self._mesh.model.handle)
+        replace_pipeline_instructions(
+            engine,
+            {
+                schedule.LoadMicroBatch: self._load_micro_batch,
+                schedule.ReduceTiedGrads: self._reduce_tied_gradients,
+                schedule.OptimizerStep: partial(self._step, engine._exec_optimizer_step),
+            },
+        )
+
+    def partitions(self) -> list[FlatPartition]:
+        own = super().partitions()
+        stages = [own] * self._mesh.pp.size
+        dist.all_gather_object(stages, own, group=self._mesh.pp.handle)
+        return [partition for stage in stages for partition in stage]
+
+    def train_step(self, batches: Iterator[DeviceBatch], plan: StepPlan) -> StepResult:
+        engine = self._engine
+        engine.set_train_batch_size(plan.global_batch_size * self._mesh.sp.size)
+        set_lr_and_weight_decay(
+            engine.optimizer.param_groups, self._multipliers, plan.lr, plan.weight_decay
+        )
+        skipped_before = engine.skipped_steps
+        exhausted = self._loss_scale is not None and self._loss_scale.is_exhausted
+        # Read before the first pass: data that ends must end the step of every stage.
+        step_batches = list(self._weighted(batches, plan))
+        first = step_batches[0][0]
+        stride = first.tokens_BS.shape[0] * self._mesh.dp.size
+        self._rng.begin_step(self._seed, first.position, stride)
+        self._set_length(plan.seq_length)
+        self._module.feed(iter(step_batches))
+        self._norm, self._dropped, self._guard = None, False, SpikeGuard(plan.limits)
+        engine.train_batch()
+        guard = self._guard
+        norm = engine.get_global_grad_norm() if self._norm is None else self._norm
+        if guard.compared is not None:
+            norm = guard.compared[1]  # DeepSpeed reports that of a skipped step as infinite
+        skipped = self._dropped or engine.skipped_steps > skipped_before
+        return StepResult(
+            loss=engine.dp_group_loss,
+            grad_norm=norm,
+            skipped=skipped,
+            loss_scale=None if self._loss_scale is None else self._loss_scale.value,
+            loss_scale_exhausted=skipped and exhausted and not guard.is_spike,
+            is_spike=guard.is_spike,
+            compared=guard.compared,
+        )
+
+    def eval_loss(self, batches: Iterator[DeviceBatch], count: int) -> LossSum:
+        inputs = [next(batches) for _ in range(count)]
+        self._set_length(inputs[0].tokens_BS.shape[1])
+        self._module.feed((batch, None) for batch in inputs)
+        self._engine.total_loss = None  # of another shape after a training step
+        self._engine.eval_batch(None, reduce_output=None, bcast_loss=False, num_micro_batches=count)
+        sums = torch.zeros(2, dtype=torch.float64, device=self._device)
+        for loss in self._module.losses:
+            sums[0] += loss.loss_sum if self._per_token_loss else loss.mean()
+            sums[1] += loss.num_tokens if self._per_token_loss else 1.0
+        dist.broadcast(sums, src=self._mesh.pp.ranks[-1], group=self._mesh.pp.handle)
+        return LossSum(sums[0], sums[1])
+
+    def _set_length(self, length: int) -> None:
+        """Let the stages agree again on the shape of hidden states if the length has changed."""
+        if length != self._length:
+            self._engine.reset_activation_shape()
+            self._length = length
+
+    def _load_micro_batch(self, buffer_id: int) -> None:
+        """The stage reads its micro-batches; DeepSpeed passes this to the first stage's forward."""
+        if self._engine.is_first_stage():
+            self._engine.pipe_buffers["inputs"][buffer_id] = torch.empty(0, device=self._device)
+
+    def _reduce_tied_gradients(self) -> None:
+        """Sum the gradients of both copies of a tied weight, wherever they are accumulated.
+
+        DeepSpeed looks for them in `grad` or, with its bf16 optimizer, in `_hp_grad` only.
+        """
+        for weight, group in self._module.get_tied_weights_and_groups():
+            found = (getattr(weight, name, None) for name in ("_hp_grad", "grad_accum", "grad"))
+            gradient = next((value for value in found if value is not None), None)
+            if gradient is not None:
+                dist.all_reduce(gradient, group=group)
+
+    def _step(self, step: Any, lr_kwargs: Any = None) -> None:
+        """Step the optimizer; without ZeRO after computing the norm of the averaged gradient."""
+        if self._guard.has_limits:
+            self._guard.losses.append(self._mean_loss())
+        if self._stage == 0:
+            self._norm = self._sum_of_squares(lambda parameter: parameter.grad).sqrt()
+            self._dropped = not bool(self._norm.isfinite()) or self._guard.exceeds(self._norm)
+            if self._dropped:
+                self._engine.zero_grad()
+                return
+        reset_cpu_adam_beta_powers(self._engine.basic_optimizer)
+        with self._guard.skip_spike(self._engine.optimizer):
+            step(lr_kwargs)
+
+    def _mean_loss(self) -> Tensor:
+        """Mean loss of this data-parallel rank's micro-batches, on every stage."""
+        loss = torch.zeros((), device=self._device)
+        if self._engine.is_last_stage():
+            loss += self._engine.total_loss / self._engine.micro_batches
+        dist.broadcast(loss, src=self._mesh.pp.ranks[-1], group=self._mesh.pp.handle)
+        return loss
+
+    def _clip(self) -> None:
+        """Clip by the norm over all stages, each parameter counted once.
+
+        DeepSpeed counts replicated parameters on the first stage only, and a tied weight twice.
+        """
+        assert self._norm is not None
+        factor = self._engine.gradient_clipping() / (self._norm + 1e-6)
+        for _, parameter in self._parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(factor.clamp(max=1.0))

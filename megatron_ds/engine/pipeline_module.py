@@ -1,0 +1,180 @@
+"""One stage of the GPT as DeepSpeed's PipelineModule.
+
+Owns the stage's bounds, the tie between the copies of a tied embedding, and the stage's forward
+pass. Parameters keep their canonical names, so that initial weights, shard metadata and checkpoints
+do not depend on the stages. Every stage reads the micro-batches itself: only hidden states are sent
+from stage to stage, and documents and lengths are known everywhere.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Callable, Iterator
+from itertools import accumulate
+from typing import Any
+
+import torch.distributed as dist
+from deepspeed.runtime.pipe import topology
+from deepspeed.runtime.pipe.module import PipelineModule
+from torch import Tensor, nn
+
+from megatron_ds.config import Config
+from megatron_ds.engine.deepspeed_patches import replace_pipeline_grid
+from megatron_ds.engine.device_batches import DeviceBatch
+from megatron_ds.model.gpt import GPTModel
+from megatron_ds.model.output_layer import TokenLoss
+from megatron_ds.model.stages import layers_per_stage
+from megatron_ds.parallel.mesh import Mesh
+
+WeightedBatch = tuple[DeviceBatch, Tensor | None]
+"""A micro-batch, and the factor of its summed loss; None for the mean over its tokens."""
+TIED = "embedding.word"
+"""The layer whose weight a tied output layer shares."""
+
+
+class PipelineGrid(topology.PipelineParallelGrid):  # type: ignore[misc]
+    """The mesh under the names that DeepSpeed's pipeline engine reads.
+
+    DeepSpeed's own constructor creates the groups of all ranks on every rank, a second time.
+    """
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._topo = topology.PipeModelDataParallelTopology(
+            num_pp=mesh.pp.size, num_mp=mesh.tp.size, num_dp=mesh.dp_sp.size
+        )
+        self.global_rank, self.world_size = mesh.rank, mesh.world_size
+        self.stage_id, self.pipe_parallel_size = mesh.pp.rank, mesh.pp.size
+        self.data_parallel_id, self.data_parallel_size = mesh.dp_sp.rank, mesh.dp_sp.size
+        self.slice_parallel_size = self.model_parallel_size = mesh.tp.size
+        self.ds_model_rank, self.ds_model_world_size = mesh.model.rank, mesh.model.size
+        self.ds_model_proc_group = mesh.model.handle
+        self.dp_group, self.dp_proc_group = list(mesh.dp_sp.ranks), mesh.dp_sp.handle
+        self.pp_group, self.pp_proc_group = list(mesh.pp.ranks), mesh.pp.handle
+        self.slice_group, self.slice_proc_group = list(mesh.tp.ranks), mesh.tp.handle
+        self.is_first_stage = mesh.pp.rank == 0
+        self.is_last_stage = mesh.pp.rank == mesh.pp.size - 1
+
+
+class PipelineStage(PipelineModule):  # type: ignore[misc]
+    """The layers of this rank's stage.
+
+    Args:
+        build: Builds the part of the model that has some of the layers of `layer_specs`.
+        layers_per_stage: Transformer layers of each stage. The first stage has the embedding, too,
+            the last one the final norm and the output layer.
+        tied: The output layer shares the embedding's weight.
+        mesh: Mesh of this process.
+    """
+
+    gpt: GPTModel
+
+    def __init__(
+        self,
+        build: Callable[[slice], GPTModel],
+        layers_per_stage: tuple[int, ...],
+        *,
+        tied: bool,
+        mesh: Mesh,
+    ) -> None:
+        self._build_gpt, self._mesh, self._is_tied = build, mesh, tied
+        self._layers_per_stage = layers_per_stage
+        self._inputs: Iterator[WeightedBatch] = iter(())
+        self.losses: list[TokenLoss] = []
+        """Loss of each micro-batch since `feed`, on the last stage."""
+        grid = PipelineGrid(mesh)
+        with replace_pipeline_grid(grid), contextlib.redirect_stdout(io.StringIO()):
+            super().__init__(
+                layers=range(1 + sum(self._layers_per_stage) + 2), topology=grid.topology()
+            )
+
+    @property
+    def compiled(self) -> str:
+        """What torch.compile compiles."""
+        return self.gpt.compiled
+
+    def feed(self, inputs: Iterator[WeightedBatch]) -> None:
+        """Set the micro-batches of the next forward passes."""
+        self._inputs, self.losses = inputs, []
+
+    def forward(self, received: Tensor) -> Tensor:
+        """Compute the stage for the next micro-batch.
+
+        Args:
+            received: Output [S, B, H] of the previous stage; ignored by the first one.
+
+        Returns:
+            Hidden states [S, B, H] for the next stage; on the last one the loss, a scalar.
+        """
+        batch, weight = next(self._inputs)
+        output = self.compute(batch, None if self._mesh.pp.rank == 0 else received)
+        if isinstance(output, Tensor):
+            return output
+        self.losses.append(output)
+        loss: Tensor = output.mean() if weight is None else output.loss_sum * weight
+        return loss
+
+    def compute(self, batch: DeviceBatch, x_SBH: Tensor | None) -> Tensor | TokenLoss:
+        """Compute this stage's layers for a micro-batch."""
+        output: Tensor | TokenLoss = self.gpt(
+            batch.tokens_BS,
+            batch.labels_BS,
+            batch.loss_mask_BS,
+            max_documents=batch.max_documents,
+            x_SBH=x_SBH,
+        )
+        return output
+
+    def train(self, mode: bool = True) -> PipelineStage:
+        super().train(mode)
+        self.gpt.train(mode)
+        return self
+
+    def _partition_layers(self, method: str) -> None:
+        """DeepSpeed's hook: set the stages' bounds in the list of layers."""
+        ends = list(accumulate(self._layers_per_stage))
+        self.parts = [0, *(1 + end for end in ends[:-1]), self._num_layers]
+        stage = self._mesh.pp.rank
+        self._set_bounds(self.parts[stage], self.parts[stage + 1])
+
+    def _build(self) -> None:
+        """DeepSpeed's hook: build the layers of this stage."""
+        gpt = self._build_gpt(slice(self._local_start, self._local_stop))
+        # Not as a submodule, whose name would be a prefix of all parameters' names.
+        self.__dict__["gpt"] = gpt
+        for name, layer in gpt.named_children():
+            self.add_module(name, layer)
+        for parameter in self.parameters():
+            parameter.ds_pipe_replicated = False
+
+    def _index_tied_modules(self) -> dict[str, dict[str, Any]]:
+        """DeepSpeed's hook: which ranks share a module. The copy of the last stage is not counted
+        in norms."""
+        ends, stage = self._mesh.embedding, self._mesh.pp.rank
+        if not self._is_tied or stage not in (0, self._mesh.pp.size - 1):
+            return {}
+        word = self.get_submodule(TIED)
+        for parameter in word.parameters():
+            parameter.ds_pipe_replicated = stage > 0
+        comm = {"ranks": list(ends.ranks), "group": ends.handle, "module": word}
+        return {TIED: {**comm, "weight_attr": ["weight"]}}
+
+    def get_tied_weights_and_groups(self) -> list[tuple[nn.Parameter, dist.ProcessGroup]]:
+        """The shared parameters of this stage, and the group over which gradients are summed."""
+        return [(comm["module"].weight, comm["group"]) for comm in self.tied_comms.values()]
+
+
+def build_stage(build: Callable[[slice], GPTModel], config: Config, mesh: Mesh) -> PipelineStage:
+    """Build this rank's stage. Collective.
+
+    Args:
+        build: As for `PipelineStage`.
+        config: Complete configuration of the run.
+        mesh: Mesh of this process.
+    """
+    return PipelineStage(
+        build,
+        layers_per_stage(config.model, config.parallel),
+        tied=not config.model.untie_embeddings_and_output_weights,
+        mesh=mesh,
+    )

@@ -1,0 +1,110 @@
+"""Which transformer layers each pipeline stage has.
+
+Every stage has at least one; the first one has the embedding, too, the last one the final norm and
+the output layer. Pure arithmetic, the same on every rank; imports no torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections import Counter
+from collections.abc import Sequence
+
+from megatron_ds.config import ModelConfig, ParallelConfig
+from megatron_ds.model.flops import parameter_sizes
+
+
+def layers_per_stage(model: ModelConfig, parallel: ParallelConfig) -> tuple[int, ...]:
+    """Transformer layers of each stage, by --pp-partition-method.
+
+    Args:
+        model: Architecture; "parameters" needs the vocabulary size.
+        parallel: Number of stages and method, both valid.
+    """
+    stages, method = parallel.pipeline_model_parallel_size, parallel.pp_partition_method
+    if stages == 1:
+        return (model.num_layers,)
+    given = parallel.given_layers_per_stage
+    if given is not None:
+        return given
+    if method == "parameters":
+        return balanced(_parameter_weights(model, parallel.tensor_model_parallel_size), stages)
+    kinds = parallel.layer_kinds(model.num_layers)
+    pattern = parallel.partition_pattern
+    counts = [1 if pattern is None or pattern.search(kind) else 0 for kind in kinds]
+    return balanced(_with_ends(counts), stages)
+
+
+def stage_parameters(model: ModelConfig, tp_size: int, layers: Sequence[int]) -> list[Counter[int]]:
+    """`parameter_sizes` of each stage, the copies of a tied embedding included.
+
+    Args:
+        model: Architecture.
+        tp_size: Tensor-parallel size.
+        layers: Transformer layers of each stage.
+    """
+
+    def sizes(num_layers: int) -> Counter[int]:
+        return parameter_sizes(dataclasses.replace(model, num_layers=num_layers), tp_size)
+
+    if len(layers) == 1:
+        return [sizes(layers[0])]
+    ends = sizes(0)
+    table = model.padded_vocab(tp_size) // tp_size * model.hidden_size
+    last: Counter[int] = Counter()
+    last[table] += 1
+    last[model.hidden_size] += 1 if model.normalization == "RMSNorm" else 2
+    stages = [sizes(count) - ends for count in layers]
+    tied = 0 if model.untie_embeddings_and_output_weights else 1
+    stages[0] += ends + Counter({table: tied}) - last
+    stages[-1] += last
+    return stages
+
+
+def balanced(weights: Sequence[float], parts: int) -> tuple[int, ...]:
+    """Lengths of consecutive, non-empty parts of nearly the same weight.
+
+    The largest weight of a part is as small as possible, then the sum of the squares. Of equal
+    divisions the one with the longer first parts is taken.
+
+    Args:
+        weights: Weight of each item, at least `parts` of them.
+        parts: Number of parts.
+    """
+    sums = [0.0, *itertools.accumulate(weights)]
+    total = len(weights)
+    # Best division of the items from `start` on, for one more part in each round.
+    best = {start: _cost((), sums, start, total) for start in range(total)}
+    for count in range(2, parts + 1):
+        best = {
+            start: min(
+                _cost(best[cut], sums, start, cut) for cut in range(start + 1, total - count + 2)
+            )
+            for start in range(total - count + 1)
+        }
+    return tuple(-length for length in best[0][2])
+
+
+Division = tuple[float, float, tuple[int, ...]]
+"""Largest weight of a part, sum of the squares, and the parts' lengths, negative."""
+
+
+def _cost(rest: Division | tuple[()], sums: Sequence[float], start: int, cut: int) -> Division:
+    weight = sums[cut] - sums[start]
+    if not rest:
+        return weight, weight**2, (start - cut,)
+    return max(weight, rest[0]), weight**2 + rest[1], (start - cut, *rest[2])
+
+
+def _with_ends(counts: Sequence[float]) -> list[float]:
+    """The weights of the transformer layers, with those of the layers before and after them."""
+    embedding, *layers, norm, head = counts
+    layers[0] += embedding
+    layers[-1] += norm + head
+    return layers
+
+
+def _parameter_weights(model: ModelConfig, tp_size: int) -> list[float]:
+    single = stage_parameters(model, tp_size, [1] * model.num_layers)
+    return [sum(size * count for size, count in sizes.items()) for sizes in single]

@@ -1,0 +1,140 @@
+"""Pipeline stages train like one process: TP x PP x DP, ZeRO 0 and 1, every partition method, tied
+embeddings, accumulation, clipping, dropout, recomputation, documents, batch sizes and lengths that
+change.
+
+The reference is that of `test_parity.py`, within 1e-5: loss, norm, every gradient, every weight.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from megatron_ds.config import Config
+from megatron_ds.model.packed_attention import PackingOptions
+from megatron_ds.train_state import StepPlan
+from tests.dist.compare import differences
+from tests.dist.parity_cases import SAMPLES, Case, config_of, plans_of
+from tests.dist.rank_jobs import JobResults, run_jobs, training
+from tests.dist.reference import EOD, train_reference
+
+FIVE_LAYERS = {"model": {"num_layers": 5}}
+DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.2}
+DOCUMENTS = {"reset_position_ids": True, "reset_attention_mask": True, "eod_mask_loss": True}
+OFFLOAD = {"deepspeed": {"zero_stage": 1, "cpu_optimizer": True}}
+PACKED = SAMPLES.with_document_ends(0.1)
+
+
+@dataclass(frozen=True, eq=False)
+class Pipeline:
+    """A layout, and the changed fields of the configuration by group."""
+
+    name: str
+    tp: int
+    pp: int
+    stage: int
+    accumulation: int
+    model: str
+    optimizer: str
+    method: str = "type:transformer"
+    changes: dict[str, dict[str, Any]] = field(default_factory=dict)
+    batches: tuple[int, ...] = ()
+    """Samples of each step, if they change."""
+    lengths: tuple[int, ...] = ()
+    """Tokens per sample of each step, if they change."""
+
+    @property
+    def case(self) -> Case:
+        sizes = (4, self.stage, self.tp * self.pp, self.accumulation)
+        return Case(*sizes, self.model, self.optimizer)
+
+    @property
+    def config(self) -> Config:
+        parallel = {
+            "tensor_model_parallel_size": self.tp,
+            "pipeline_model_parallel_size": self.pp,
+            "pp_partition_method": self.method,
+        }
+        return config_of(self.case, parallel=parallel, **self.changes)
+
+    @property
+    def plans(self) -> list[StepPlan]:
+        plans = plans_of(self.case)
+        if self.batches:
+            micro = self.case.micro_batch_size * (4 // (self.tp * self.pp))
+            plans = [
+                dataclasses.replace(
+                    plan, global_batch_size=size, num_micro_batches=size // micro, seq_length=length
+                )
+                for plan, size, length in zip(plans, self.batches, self.lengths, strict=True)
+            ]
+        return plans
+
+
+CASES = (
+    Pipeline("tensor-and-stages", 2, 2, 1, 4, "tied", "adamw"),
+    Pipeline("data-and-stages", 1, 2, 1, 4, "gqa", "adamw", "uniform"),
+    Pipeline("without-zero", 1, 2, 0, 4, "tied", "adamw"),
+    Pipeline("without-zero-sharded", 2, 2, 0, 1, "swiglu", "adamw"),
+    Pipeline("plain-steps", 2, 2, 0, 4, "learned", "sgd"),
+    Pipeline("plain-steps-partitioned", 2, 2, 1, 1, "tied", "sgd"),
+    Pipeline("four-stages", 1, 4, 1, 4, "tied", "adamw", "parameters", FIVE_LAYERS),
+    Pipeline("listed-layers", 1, 4, 0, 1, "alibi", "sgd", "1,1,2,1", FIVE_LAYERS),
+    Pipeline("muon", 1, 4, 1, 4, "tied", "muon", changes=FIVE_LAYERS),
+    Pipeline("offload", 1, 2, 1, 4, "rope", "adamw", changes=OFFLOAD),
+    Pipeline(
+        "lengths-and-batches", 1, 2, 1, 4, "tied", "adamw",
+        batches=(16, 8, 16), lengths=(8, 16, 12), changes={"model": DROPOUT},
+    ),
+    Pipeline(
+        "documents", 2, 2, 1, 4, "learned", "adamw",
+        changes={"data": DOCUMENTS, "recompute": {"recompute_granularity": "full"}},
+    ),
+    Pipeline(
+        "recomputed-by-deepspeed", 2, 2, 1, 4, "rope", "adamw",
+        changes={
+            "model": {"hidden_dropout": 0.1},
+            "recompute": {"recompute_granularity": "full", "partition_activations": True},
+        },
+    ),
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def results(request: pytest.FixtureRequest) -> JobResults:
+    """The selected cases, trained by one set of four ranks."""
+    items = [item for item in request.session.items if item.path == request.path]
+    cases = [item.callspec.params["case"] for item in items if hasattr(item, "callspec")]
+    jobs = {
+        case.name: training(case.config, case.plans, PACKED if is_packed(case) else SAMPLES)
+        for case in dict.fromkeys(cases)
+    }
+    return run_jobs(4, jobs)
+
+
+def is_packed(case: Pipeline) -> bool:
+    return "data" in case.changes
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(CASES[0], marks=pytest.mark.smoke), *CASES[1:]],
+    ids=lambda case: case.name,
+)
+def test_stages_equal_one_process(case: Pipeline, results: JobResults) -> None:
+    config = case.config
+    reference = train_reference(
+        config,
+        PACKED if is_packed(case) else SAMPLES,
+        case.plans,
+        PackingOptions(EOD, True, True) if is_packed(case) else None,
+        config.schedule.micro_batch_size,
+    )
+    for rank, run in enumerate(results.of(case.name)):
+        assert differences(run, reference) == [], f"rank {rank}"
+        assert run.rates == reference.rates
+        norm = sum(float(value.square().sum()) for value in reference.weights[-1].values()) ** 0.5
+        assert run.notes["params norm"] == pytest.approx(norm, rel=1e-5)

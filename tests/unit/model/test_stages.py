@@ -1,0 +1,84 @@
+"""Transformer layers of pipeline stages, by every partition method."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from megatron_ds.config import ModelConfig, ParallelConfig
+from megatron_ds.model.gpt import GPTModel
+from megatron_ds.model.stages import balanced, layers_per_stage, stage_parameters
+from tests.unit.model.dense import build_model
+
+MODEL = ModelConfig(
+    num_layers=7,
+    hidden_size=16,
+    num_attention_heads=2,
+    seq_length=8,
+    vocab_size=2000,
+    make_vocab_size_divisible_by=8,
+)
+
+
+def layers(method: str, stages: int = 3, model: ModelConfig = MODEL) -> tuple[int, ...]:
+    parallel = ParallelConfig(pipeline_model_parallel_size=stages, pp_partition_method=method)
+    assert list(parallel.problems(stages, model.num_layers)) == []
+    return layers_per_stage(model, parallel)
+
+
+@pytest.mark.parametrize(
+    ("method", "expected"),
+    [
+        ("type:transformer", (3, 2, 2)),
+        ("type:Transformer|embedding", (2, 3, 2)),
+        ("type:embedding", (5, 1, 1)),
+        ("uniform", (3, 3, 1)),
+        ("parameters", (1, 5, 1)),  # a table has as many parameters as ten layers
+        ("4,1,2", (4, 1, 2)),
+    ],
+)
+def test_partition_methods(method: str, expected: tuple[int, ...]) -> None:
+    assert layers(method) == expected
+
+
+def test_one_stage_has_all_layers() -> None:
+    assert layers("uniform", stages=1) == (7,)
+
+
+@pytest.mark.parametrize("weights", [(1, 1, 1, 1, 1), (5, 1, 1, 1, 4, 2), (1, 9, 1, 1)])
+@pytest.mark.parametrize("parts", [1, 2, 3, 4])
+def test_balanced_division_is_the_best_of_all(weights: tuple[int, ...], parts: int) -> None:
+    def cost(cuts: tuple[int, ...]) -> tuple[int, int]:
+        ends = (0, *cuts, len(weights))
+        sums = [sum(weights[one:other]) for one, other in itertools.pairwise(ends)]
+        return max(sums), sum(value**2 for value in sums)
+
+    found = balanced(weights, parts)
+    best = min(map(cost, itertools.combinations(range(1, len(weights)), parts - 1)))
+    assert (len(found), sum(found)) == (parts, len(weights))
+    assert min(found) > 0
+    assert cost(tuple(itertools.accumulate(found[:-1]))) == best
+
+
+@pytest.mark.parametrize("untied", [False, True])
+@pytest.mark.parametrize("position", ["learned_absolute", "rope"])
+def test_parameters_of_stages_are_those_of_their_models(untied: bool, position: str) -> None:
+    config = ModelConfig(
+        **{
+            **vars(MODEL),
+            "untie_embeddings_and_output_weights": untied,
+            "position_embedding_type": position,
+            "embed_layernorm": True,
+        }
+    )
+    stages = [slice(0, 3), slice(3, 6), slice(6, None)]
+    counted = [
+        sum(size * count for size, count in sizes.items())
+        for sizes in stage_parameters(config, 1, (2, 3, 2))
+    ]
+
+    def count(model: GPTModel) -> int:
+        return sum(parameter.numel() for parameter in model.parameters())
+
+    assert counted == [count(build_model(config, stage=stage)) for stage in stages]
