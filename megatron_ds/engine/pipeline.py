@@ -41,7 +41,7 @@ class PipelineEngine(ZeroEngine):
         self._length: int | None = None
         self._norm: Tensor | None = None
         self._dropped = False
-        self._guard = SpikeGuard(None)
+        self._guard = SpikeGuard(None, self._device)
         # All weights of a rank in one file under their canonical names, not a file per layer.
         for name in ("module_state_dict", "load_module_state_dict"):
             setattr(engine, name, partial(getattr(DeepSpeedEngine, name), engine))
@@ -77,7 +77,7 @@ class PipelineEngine(ZeroEngine):
         self._rng.begin_step(self._seed, first.position, stride)
         self._set_length(plan.seq_length)
         self._module.feed(iter(step_batches))
-        self._norm, self._dropped, self._guard = None, False, SpikeGuard(plan.limits)
+        self._norm, self._dropped, self._guard = None, False, SpikeGuard(plan.limits, self._device)
         engine.train_batch()
         guard = self._guard
         norm = engine.get_global_grad_norm() if self._norm is None else self._norm
@@ -131,8 +131,8 @@ class PipelineEngine(ZeroEngine):
 
     def _step(self, step: Any, lr_kwargs: Any = None) -> None:
         """Step the optimizer; without ZeRO after computing the norm of the averaged gradient."""
-        if self._guard.has_limits:
-            self._guard.losses.append(self._mean_loss())
+        if self._engine.is_last_stage():
+            self._guard.losses.append(self._engine.total_loss / self._engine.micro_batches)
         if self._stage == 0:
             self._norm = self._sum_of_squares(lambda parameter: parameter.grad).sqrt()
             self._dropped = not bool(self._norm.isfinite()) or self._guard.exceeds(self._norm)
@@ -142,14 +142,6 @@ class PipelineEngine(ZeroEngine):
         reset_cpu_adam_beta_powers(self._engine.basic_optimizer)
         with self._guard.skip_spike(self._engine.optimizer):
             step(lr_kwargs)
-
-    def _mean_loss(self) -> Tensor:
-        """Mean loss of this data-parallel rank's micro-batches, on every stage."""
-        loss = torch.zeros((), device=self._device)
-        if self._engine.is_last_stage():
-            loss += self._engine.total_loss / self._engine.micro_batches
-        dist.broadcast(loss, src=self._mesh.pp.ranks[-1], group=self._mesh.pp.handle)
-        return loss
 
     def _clip(self) -> None:
         """Clip by the norm over all stages, each parameter counted once.

@@ -34,10 +34,6 @@ class SpikeGuard:
         """Mean loss of all ranks and gradient norm, once they are compared."""
         self.is_spike = False
 
-    @property
-    def has_limits(self) -> bool:
-        return self._limits is not None
-
     def skip_spike(self, optimizer: Any) -> AbstractContextManager[None]:
         """Make a ZeRO optimizer's next step skip a spike, once it knows the norm."""
         if self._limits is None:
