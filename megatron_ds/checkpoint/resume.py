@@ -26,15 +26,16 @@ from megatron_ds.engine.ds_config import PARTITION_KEYS
 from megatron_ds.engine.partitions import FlatPartition, ParameterPlace
 from megatron_ds.tokenizer import TokenizerFingerprint
 
-CHANGEABLE_MODEL_FIELDS = frozenset(
+CHANGEABLE_MODEL_FIELDS = frozenset({"attention_dropout", "hidden_dropout", "init_method_std"})
+"""Fields of the model that may change on a resume."""
+CHANGEABLE_MOE_FIELDS = frozenset(
     {
-        *("attention_dropout", "hidden_dropout", "init_method_std"),
         *("moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_load_balancing_type"),
         *("moe_expert_capacity_factor", "moe_eval_capacity_factor", "moe_min_capacity"),
         *("moe_token_drop_policy", "moe_token_dropping"),
     }
 )
-"""Fields of the model that may change on a resume."""
+"""The same of a mixture of experts."""
 VOCABULARY = ("vocab_size", "make_vocab_size_divisible_by")
 """Fields of the model that determine the rows of its embedding table."""
 CHANGEABLE_BATCH_SIZES = ("global_batch_size", "rampup_batch_size", "step_batch_size_schedule")
@@ -54,7 +55,7 @@ def resume_conflicts(found: CheckpointMetadata, config: Config, dp_size: int) ->
     """The settings of a run that contradict the checkpoint it would resume from."""
     run, settings = found.run, config.to_dict()
     layout, order = ParallelLayout.of(config, dp_size), DataOrder.of(config, dp_size)
-    path, fixed = found.path, CHANGEABLE_MODEL_FIELDS.union(VOCABULARY)
+    path, fixed = found.path, CHANGEABLE_MODEL_FIELDS.union(CHANGEABLE_MOE_FIELDS, VOCABULARY)
     problems = [
         Problem("resume-model-changed", name, label=label, saved=saved, path=path, now=now)
         for group in ("model", "moe")
@@ -101,7 +102,7 @@ def changed_settings(found: CheckpointMetadata, config: Config, dp_size: int) ->
         change
         for group in REPORTED_GROUPS
         for change in _changed_fields(found, config, group)
-        if change[0] not in UNREPORTED | (model - CHANGEABLE_MODEL_FIELDS)
+        if change[0] not in UNREPORTED | (model - CHANGEABLE_MODEL_FIELDS - CHANGEABLE_MOE_FIELDS)
         and (group != "data" or change[0] in REPORTED_DATA_FIELDS)
     ]
     changes += [change for change in _changes(*order) if change[0] in CHANGEABLE_BATCH_SIZES]

@@ -40,6 +40,9 @@ class FakeEngine:
     def parameter_count(self) -> int:
         return 30
 
+    def sharded_experts(self) -> tuple[str, ...]:
+        return ()
+
     def shard_specs(self) -> dict[str, ShardSpec]:
         return {"weight": ShardSpec(0, (6,))}
 

@@ -74,6 +74,7 @@ def test_save_writes_one_folder_and_two_pointers(
         "tensor_model_parallel_size": 1,
         "data_parallel_size": 1,
         "ds_sequence_parallel_size": 1,
+        "expert_model_parallel_size": 1,
         "zero_stage": 1,
         "precision": "fp32",
         "optimizer": "adam",

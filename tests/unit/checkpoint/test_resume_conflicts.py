@@ -12,6 +12,7 @@ from megatron_ds.checkpoint.metadata import DataOrder, ParallelLayout
 from megatron_ds.checkpoint.resume import (
     CHANGEABLE_BATCH_SIZES,
     CHANGEABLE_MODEL_FIELDS,
+    CHANGEABLE_MOE_FIELDS,
     VOCABULARY,
 )
 from megatron_ds.config import (
@@ -19,6 +20,7 @@ from megatron_ds.config import (
     DataConfig,
     DeepSpeedConfig,
     ModelConfig,
+    MoEConfig,
     OptimizerConfig,
     ParallelConfig,
     PrecisionConfig,
@@ -51,10 +53,28 @@ MODEL: dict[str, tuple[Any, dict[str, Any]]] = {
     "embed_layernorm": (True, {}),
 }
 """By field: another value, and the values of other fields with which it has an effect."""
+EXPERTS = MoEConfig(num_experts=(4,))
+MOE: dict[str, Any] = {
+    "num_experts": (8,),
+    "expert_interval": 2,
+    "moe_router_topk": 1,
+    "moe_router_pre_softmax": True,
+}
+"""By field another value than that of EXPERTS."""
+CHANGED_MOE: dict[str, Any] = {
+    "moe_router_load_balancing_type": "none",
+    "moe_min_capacity": 4,
+    "moe_token_drop_policy": "position",
+    "moe_token_dropping": False,
+}
 LAYOUT: dict[str, dict[str, Any]] = {
     "tensor_model_parallel_size": {"parallel": ParallelConfig(tensor_model_parallel_size=2)},
     "data_parallel_size": {},
     "ds_sequence_parallel_size": {"parallel": ParallelConfig(ds_sequence_parallel_size=2)},
+    "expert_model_parallel_size": {
+        "moe": EXPERTS,
+        "parallel": ParallelConfig(expert_model_parallel_size=2),
+    },
     "zero_stage": {"deepspeed": DeepSpeedConfig(zero_stage=2)},
     "precision": {"precision": PrecisionConfig(bf16=True)},
     "optimizer": {"optimizer": OptimizerConfig(optimizer="sgd")},
@@ -90,6 +110,21 @@ def test_dropout_and_initialization_may_change(
     save(manager(), 1)
     other = dataclasses.replace(config.model, **{field: 0.3})
     assert manager(model=other).select() is not None
+
+
+@pytest.mark.parametrize("field", [item.name for item in dataclasses.fields(MoEConfig)])
+def test_experts_are_those_of_the_checkpoint(field: str, manager: Managers) -> None:
+    assert {item.name for item in dataclasses.fields(MoEConfig)} == MOE.keys() | (
+        CHANGEABLE_MOE_FIELDS
+    )
+    experts = dataclasses.replace(EXPERTS, moe_expert_capacity_factor=2.0)
+    save(manager(moe=experts), 1)
+    value = {**MOE, **CHANGED_MOE}.get(field, 0.3)
+    other = manager(moe=dataclasses.replace(experts, **{field: value}))
+    if field in MOE:
+        assert field in rejected(other)
+    else:
+        assert other.select() is not None
 
 
 @pytest.mark.parametrize("field", LAYOUT)
