@@ -19,7 +19,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo quick test test-gpu test-interop mutants lint unit install clean
+.PHONY: help demo quick test test-deepspeed test-gpu test-interop mutants lint unit install clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -40,6 +40,9 @@ test-gpu: install ## the tests that need an accelerator, on the one that DeepSpe
 
 test-interop: $(INTEROP)/.installed ## compare token files and samples with megatron-core, which it downloads
 	PYTHONPATH=$(INTEROP) $(PYTEST) -m interop tests/interop
+
+test-deepspeed: install ## run the proofs with VERSIONS="0.19.8 ..." of DeepSpeed; writes docs/deepspeed_versions.md
+	$(RUN)/python tests/versions/run.py $(VERSIONS)
 
 mutants: install ## score the tests by small mistakes in the code; ONLY="model/*" selects, JOBS=2 workers
 	$(RUN)/python tests/mutants/run.py --jobs $(or $(JOBS),2) $(foreach pattern,$(ONLY),'$(pattern)')

@@ -1,0 +1,145 @@
+"""Runs the proofs with other versions of DeepSpeed, and writes which version fails what.
+
+    make test-deepspeed VERSIONS="0.19.8 0.19.4"
+
+Each version is installed alone into build/deepspeed/VERSION, from the package index and without its
+requirements: everything else, torch included, is that of the environment. Its C++ ops are built
+there, too. The results are kept in results.json, from which docs/deepspeed_versions.md is written.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+INSTALLED = REPOSITORY / "build" / "deepspeed"
+RESULTS = Path(__file__).with_name("results.json")
+OUTPUT = REPOSITORY / "docs" / "deepspeed_versions.md"
+SUITE = {
+    "every pair of values of the support matrix equals one process": (
+        "tests/dist/test_layouts.py::test_layout_equals_one_process"
+    ),
+    "ZeRO x tensor parallelism equals one process, any three values at a time": (
+        "tests/dist/test_parity.py::test_layout_equals_one_process"
+    ),
+    "a step with a non-finite gradient is skipped on all ranks": "tests/dist/test_nonfinite.py",
+    "a killed and resumed run equals an uninterrupted one, bit for bit": (
+        "tests/e2e/test_resume.py::test_killed_and_resumed_equals_uninterrupted"
+    ),
+}
+"""What is tested -> the test."""
+HEAD = """\
+# Versions of DeepSpeed
+
+Written by `make test-deepspeed VERSIONS="..."`, which installs each version alone and runs some of
+the proofs with it. A cell has the number of failed cases and of all. `requirements.txt` has the
+version that all tests run with.
+
+Tried with torch {torch}.
+
+"""
+
+Result = dict[str, Any]
+"""Of a test: "cases", and "failed": the names of the failed cases with their first errors."""
+
+
+def install(version: str) -> Path:
+    """The folder that has a version; installs it if it is missing."""
+    folder = INSTALLED / version
+    if not (folder / "deepspeed").is_dir():
+        pip = (sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check")
+        alone = ("--no-deps", "--no-build-isolation", "--target", str(folder))
+        subprocess.run([*pip, *alone, f"deepspeed=={version}"], check=True)
+    return folder
+
+
+def run_suite(folder: Path) -> dict[str, Result]:
+    """The results of all tests with the version in a folder."""
+    report = folder / "report.xml"
+    report.unlink(missing_ok=True)
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(folder), str(REPOSITORY)]),
+        "TORCH_EXTENSIONS_DIR": str(folder / "torch_extensions"),
+        "OMP_NUM_THREADS": "1",
+        "DS_ACCELERATOR": "cpu",
+    }
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    command += [f"--junitxml={report}", *SUITE.values()]
+    subprocess.run(command, cwd=REPOSITORY, env=environment, check=False)
+    return read_report(report)
+
+
+def read_report(path: Path) -> dict[str, Result]:
+    """The results in a report of pytest, by the tests of `SUITE`."""
+    results: dict[str, Result] = {test: {"cases": 0, "failed": {}} for test in SUITE.values()}
+    for case in ElementTree.parse(path).iter("testcase"):
+        file = case.get("classname", "").replace(".", "/") + ".py"
+        name = case.get("name", "")
+        test = f"{file}::{name.partition('[')[0]}"
+        result = results.get(test) or results.get(file)
+        if result is None:
+            continue
+        result["cases"] += 1
+        error = next((found for kind in ("failure", "error") for found in case.iter(kind)), None)
+        if error is not None:
+            result["failed"][name] = error.get("message", "").partition("\n")[0][:200]
+    return results
+
+
+def page(results: dict[str, dict[str, Result]], torch: str) -> str:
+    """The text of docs/deepspeed_versions.md."""
+    versions = sorted(results, key=_numbers, reverse=True)
+    rows = [["", *versions], ["---"] * (1 + len(versions))]
+    for claim, test in SUITE.items():
+        rows.append([f"{claim} (`{test}`)", *(_cell(results[each].get(test)) for each in versions)])
+    lines = [HEAD.format(torch=torch), *(f"| {' | '.join(row)} |\n" for row in rows)]
+    for version in versions:
+        lines += _failures(version, results[version].values())
+    return "".join(lines)
+
+
+def _failures(version: str, results: Iterable[Result]) -> list[str]:
+    failed = {name: error for result in results for name, error in result["failed"].items()}
+    if not failed:
+        return []
+    cleaned = {name: error.replace("|", "\\|") for name, error in failed.items()}
+    rows = [f"| `{name.replace('|', '/')}` | {error} |\n" for name, error in cleaned.items()]
+    return [f"\n## {version}\n\n| failed | first error |\n| --- | --- |\n", *rows]
+
+
+def _cell(result: Result | None) -> str:
+    if result is None or not result["cases"]:
+        return "not run"
+    failed = len(result["failed"])
+    return f"**{failed} of {result['cases']}**" if failed else f"0 of {result['cases']}"
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(map(int, version.split(".")))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else "")
+    parser.add_argument("versions", nargs="+", help="such as 0.19.8")
+    import torch
+
+    stored = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
+    for version in parser.parse_args().versions:
+        print(f"== DeepSpeed {version}", flush=True)
+        stored[version] = run_suite(install(version))
+        RESULTS.write_text(json.dumps(stored, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+        OUTPUT.write_text(page(stored, torch.__version__), encoding="utf-8")
+    print(f"wrote {OUTPUT}")
+
+
+if __name__ == "__main__":
+    main()
