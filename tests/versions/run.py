@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterable
@@ -91,8 +92,16 @@ def read_report(path: Path) -> dict[str, Result]:
         result["cases"] += 1
         error = next((found for kind in ("failure", "error") for found in case.iter(kind)), None)
         if error is not None:
-            result["failed"][name] = error.get("message", "").partition("\n")[0][:200]
+            result["failed"][name] = _first_error(error)
     return results
+
+
+def _first_error(failure: ElementTree.Element) -> str:
+    """The line of a failure that says most: the exception of a rank, or what the test says."""
+    message = failure.get("message", "").partition("\n")[0]
+    errors = re.findall(r"^(?:E +)?(\w+(?:\.\w+)*Error: .*)", failure.text or "", re.MULTILINE)
+    is_of_a_rank = message.endswith("did not finish") or "did not finish Traceback" in message
+    return (errors[-1] if is_of_a_rank and errors else message)[:200]
 
 
 def page(results: dict[str, dict[str, Result]], torch: str) -> str:
