@@ -23,7 +23,7 @@ and that the validator rejects what a rule forbids.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -509,18 +509,25 @@ def broken_rules(layout: Layout) -> list[Rule]:
 
 
 def closest(layout: Layout) -> Layout:
-    """The closest layout that works, by the rules' own words.
+    """The closest layout that works, by the rules' own words where they suffice."""
+    return _repaired(layout, ())
 
-    Raises:
-        ValueError: If the rules lead back and forth.
-    """
-    found = dict(layout)
-    for _ in RULES:
-        broken = broken_rules(found)
+
+def _repaired(layout: Layout, kept: Collection[str]) -> Layout:
+    """The layout with the fewest changes of other axes that no rule forbids; itself if none is."""
+    queue, seen = [dict(layout)], []
+    while queue:
+        found = queue.pop(0)
+        broken = [rule for rule in (*RULES, *WITHOUT_EFFECT) if rule.forbids(found)]
         if not broken:
             return found
-        found |= broken[0].instead
-    raise ValueError(f"no layout that works is reached from {layout}")
+        seen.append(found)
+        rule = broken[0]
+        others = [{axis: value} for axis in rule.values for value in AXES[axis].values]
+        changes = [change for change in (rule.instead, *others) if not change.keys() & set(kept)]
+        candidates = [{**found, **change} for change in changes]
+        queue += [each for each in candidates if each not in seen and each not in queue]
+    return layout
 
 
 def problems(config: Config) -> Iterator[Problem]:
@@ -552,11 +559,8 @@ def obstacle(part: Layout) -> Rule | None:
 
 def completed(part: Layout) -> Layout:
     """A layout with these values, and the defaults of other axes as far as the rules allow."""
-    found = {name: axis.default for name, axis in AXES.items()} | dict(part)
-    for rule in (*RULES, *WITHOUT_EFFECT):
-        if rule.forbids(found):
-            found |= {axis: value for axis, value in rule.instead.items() if axis not in part}
-    return found
+    defaults = {name: axis.default for name, axis in AXES.items()}
+    return _repaired(defaults | dict(part), part)
 
 
 def proofs_of(part: Layout) -> list[Proof]:

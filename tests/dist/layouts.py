@@ -182,16 +182,6 @@ def is_accepted(run: RunLayout) -> bool:
 Pair = frozenset[tuple[str, str]]
 
 
-def accepted_pairs() -> set[Pair]:
-    """Every pair of values of two axes that is in some run."""
-    return {
-        frozenset({one: first, other: second}.items())
-        for one, other in itertools.combinations(VALUES, 2)
-        for first, second in itertools.product(VALUES[one], VALUES[other])
-        if next(_completions({one: first, other: second}, set()), None) is not None
-    }
-
-
 def pairs_of(run: RunLayout) -> set[Pair]:
     return {frozenset(pair) for pair in itertools.combinations(run.items(), 2)}
 
@@ -215,12 +205,20 @@ def _completions(run: dict[str, str], missing: set[Pair]) -> Iterator[dict[str, 
 @functools.cache
 def covering() -> tuple[RunLayout, ...]:
     """Runs that have every accepted pair; the same ones in every session."""
-    missing, runs = accepted_pairs(), []
+    missing = {
+        frozenset({one: first, other: second}.items())
+        for one, other in itertools.combinations(VALUES, 2)
+        for first, second in itertools.product(VALUES[one], VALUES[other])
+    }
+    runs = []
     while missing:
-        start = dict(min(missing, key=sorted))
-        best = next(_completions(start, missing))
-        runs.append({axis: best[axis] for axis in VALUES})
-        missing -= pairs_of(best)
+        start = min(missing, key=sorted)
+        run = next(_completions(dict(start), missing), None)
+        if run is None:
+            missing.remove(start)
+            continue
+        runs.append({axis: run[axis] for axis in VALUES})
+        missing -= pairs_of(run)
     return tuple(sorted(runs, key=lambda run: tuple(run.values())))
 
 

@@ -117,12 +117,16 @@ def page(results: dict[str, dict[str, Result]], torch: str) -> str:
 
 
 def _failures(version: str, results: Iterable[Result]) -> list[str]:
-    failed = {name: error for result in results for name, error in result["failed"].items()}
-    if not failed:
-        return []
-    cleaned = {name: error.replace("|", "\\|") for name, error in failed.items()}
-    rows = [f"| `{name.replace('|', '/')}` | {error} |\n" for name, error in cleaned.items()]
-    return [f"\n## {version}\n\n| failed | first error |\n| --- | --- |\n", *rows]
+    """The failed cases of a version by their first error."""
+    by_error: dict[str, list[str]] = {}
+    for result in results:
+        for name, error in result["failed"].items():
+            by_error.setdefault(error.replace("|", "\\|"), []).append(name)
+    rows = [f"| {len(names)} | `{names[0]}` | {error} |\n" for error, names in by_error.items()]
+    head = (
+        f"\n## Failures with {version}\n\n| cases | first of them | error |\n| --- | --- | --- |\n"
+    )
+    return [head, *rows] if rows else []
 
 
 def _cell(result: Result | None) -> str:
