@@ -101,5 +101,8 @@ def test_axes_have_all_choices_of_their_options() -> None:
         assert spec.choices == tuple(AXES[axis].values)
 
 
-def test_defaults_are_accepted() -> None:
-    assert support.broken_rules(DEFAULTS) == []
+def test_no_flags_are_the_default_layout() -> None:
+    config, problems = configure({})
+
+    assert problems == []
+    assert support.layout_of(config) == DEFAULTS
