@@ -23,7 +23,6 @@ from megatron_ds.engine.deepspeed_patches import (
     reset_cpu_adam_beta_powers,
 )
 from megatron_ds.engine.device_batches import DeviceBatch
-from megatron_ds.engine.param_groups import set_lr_and_weight_decay
 from megatron_ds.engine.partitions import FlatPartition
 from megatron_ds.engine.pipeline_module import PipelineStage
 from megatron_ds.engine.protocol import LossSum
@@ -40,7 +39,6 @@ class PipelineEngine(ZeroEngine):
         self._module: PipelineStage = engine.module
         self._length: int | None = None
         self._norm: Tensor | None = None
-        self._dropped = False
         self._guard = SpikeGuard(None, self._device)
         # All weights of a rank in one file under their canonical names, not a file per layer.
         for name in ("module_state_dict", "load_module_state_dict"):
@@ -63,13 +61,7 @@ class PipelineEngine(ZeroEngine):
         return [partition for stage in stages for partition in stage]
 
     def train_step(self, batches: Iterator[DeviceBatch], plan: StepPlan) -> StepResult:
-        engine = self._engine
-        engine.set_train_batch_size(plan.global_batch_size * self._mesh.sp.size)
-        set_lr_and_weight_decay(
-            engine.optimizer.param_groups, self._multipliers, plan.lr, plan.weight_decay
-        )
-        skipped_before = engine.skipped_steps
-        exhausted = self._loss_scale is not None and self._loss_scale.is_exhausted
+        before = self._start_step(plan)
         # Read before the first pass: data that ends must end the step of every stage.
         step_batches = list(self._weighted(batches, plan))
         first = step_batches[0][0]
@@ -77,22 +69,10 @@ class PipelineEngine(ZeroEngine):
         self._rng.begin_step(self._seed, first.position, stride)
         self._set_length(plan.seq_length)
         self._module.feed(iter(step_batches))
-        self._norm, self._dropped, self._guard = None, False, SpikeGuard(plan.limits, self._device)
-        engine.train_batch()
-        guard = self._guard
-        norm = engine.get_global_grad_norm() if self._norm is None else self._norm
-        if guard.compared is not None:
-            norm = guard.compared[1]  # DeepSpeed reports that of a skipped step as infinite
-        skipped = self._dropped or engine.skipped_steps > skipped_before
-        return StepResult(
-            loss=engine.dp_group_loss,
-            grad_norm=norm,
-            skipped=skipped,
-            loss_scale=None if self._loss_scale is None else self._loss_scale.value,
-            loss_scale_exhausted=skipped and exhausted and not guard.is_spike,
-            is_spike=guard.is_spike,
-            compared=guard.compared,
-        )
+        self._norm, self._guard = None, SpikeGuard(plan.limits, self._device)
+        self._engine.train_batch()
+        norm = self._engine.get_global_grad_norm() if self._norm is None else self._norm
+        return self._result(plan, before, self._guard, self._engine.dp_group_loss, norm, {})
 
     def eval_loss(self, batches: Iterator[DeviceBatch], count: int) -> LossSum:
         inputs = [next(batches) for _ in range(count)]
@@ -135,9 +115,9 @@ class PipelineEngine(ZeroEngine):
             self._guard.losses.append(self._engine.total_loss / self._engine.micro_batches)
         if self._stage == 0:
             self._norm = self._sum_of_squares(lambda parameter: parameter.grad).sqrt()
-            self._dropped = not bool(self._norm.isfinite()) or self._guard.exceeds(self._norm)
-            if self._dropped:
+            if not bool(self._norm.isfinite()) or self._guard.exceeds(self._norm):
                 self._engine.zero_grad()
+                self._engine.skipped_steps += 1
                 return
         reset_cpu_adam_beta_powers(self._engine.basic_optimizer)
         with self._guard.skip_spike(self._engine.optimizer):

@@ -6,11 +6,11 @@ where DeepSpeed computes none. Knows nothing of schedules, logs and checkpoint n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, SupportsFloat
 
 import torch
 import torch.distributed as dist
@@ -139,16 +139,7 @@ class ZeroEngine:
     def train_step(self, batches: Iterator[DeviceBatch], plan: StepPlan) -> StepResult:
         engine = self._engine
         engine.train()
-        engine.set_train_batch_size(plan.global_batch_size * self._mesh.sp.size)
-        set_lr_and_weight_decay(
-            engine.optimizer.param_groups,
-            self._multipliers,
-            plan.lr,
-            plan.weight_decay,
-            plan.decoupled_lr,
-        )
-        skipped_before = engine.skipped_steps
-        exhausted = self._loss_scale is not None and self._loss_scale.is_exhausted
+        before = self._start_step(plan)
         router_log = engine.module.router_log
         guard = SpikeGuard(plan.limits, self._device)
         losses = guard.losses
@@ -175,6 +166,7 @@ class ZeroEngine:
             if dropped:
                 # At the other stages DeepSpeed itself skips a step with non-finite gradients.
                 engine.zero_grad()
+                engine.skipped_steps += 1
                 break
             if last:
                 reset_cpu_adam_beta_powers(engine.basic_optimizer)
@@ -182,18 +174,8 @@ class ZeroEngine:
                 engine.step()
         if self._stage != 0:
             norm = engine.get_global_grad_norm()
-        if guard.compared is not None:
-            norm = guard.compared[1]  # DeepSpeed reports that of a skipped step as infinite
-        skipped = dropped or engine.skipped_steps > skipped_before
-        return StepResult(
-            loss=torch.stack(losses).mean(),
-            grad_norm=norm,
-            skipped=skipped,
-            loss_scale=None if self._loss_scale is None else self._loss_scale.value,
-            loss_scale_exhausted=skipped and exhausted and not guard.is_spike,
-            is_spike=guard.is_spike,
-            compared=guard.compared,
-            extras={**router_metrics(router_log.take()), **decoupled_rate(plan)},
+        return self._result(
+            plan, before, guard, torch.stack(losses).mean(), norm, router_metrics(router_log.take())
         )
 
     def eval_loss(self, batches: Iterator[DeviceBatch], count: int) -> LossSum:
@@ -233,6 +215,57 @@ class ZeroEngine:
         if hasattr(self._engine.optimizer, "clip_grad"):  # from the checkpoint, at some stages
             self._engine.optimizer.clip_grad = self._engine.gradient_clipping()
         self.settings = self._read_settings()
+
+    def _start_step(self, plan: StepPlan) -> tuple[int, bool]:
+        """Set the batch size and the rates of a step.
+
+        Returns:
+            Steps that DeepSpeed has skipped so far, and whether the loss scale is exhausted.
+        """
+        engine = self._engine
+        engine.set_train_batch_size(plan.global_batch_size * self._mesh.sp.size)
+        set_lr_and_weight_decay(
+            engine.optimizer.param_groups,
+            self._multipliers,
+            plan.lr,
+            plan.weight_decay,
+            plan.decoupled_lr,
+        )
+        exhausted = self._loss_scale is not None and self._loss_scale.is_exhausted
+        return engine.skipped_steps, exhausted
+
+    def _result(
+        self,
+        plan: StepPlan,
+        before: tuple[int, bool],
+        guard: SpikeGuard,
+        loss: Tensor,
+        norm: Tensor | float | None,
+        extras: Mapping[str, SupportsFloat],
+    ) -> StepResult:
+        """The result of a step.
+
+        Args:
+            plan: Plan of the step.
+            before: What `_start_step` returned.
+            guard: It has compared the step with its limits.
+            loss: Mean loss of this data-parallel rank.
+            norm: Gradient norm.
+            extras: Further metrics.
+        """
+        skipped = self._engine.skipped_steps > before[0]
+        if guard.compared is not None:
+            norm = guard.compared[1]  # DeepSpeed reports that of a skipped step as infinite
+        return StepResult(
+            loss=loss,
+            grad_norm=norm,
+            skipped=skipped,
+            loss_scale=None if self._loss_scale is None else self._loss_scale.value,
+            loss_scale_exhausted=skipped and before[1] and not guard.is_spike,
+            is_spike=guard.is_spike,
+            compared=guard.compared,
+            extras={**extras, **decoupled_rate(plan)},
+        )
 
     def _weighted(
         self, batches: Iterator[DeviceBatch], plan: StepPlan
