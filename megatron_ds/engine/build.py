@@ -19,12 +19,11 @@ from torch import Tensor
 
 from megatron_ds.config import Config, RecomputeConfig
 from megatron_ds.config.fields import in_effect
-from megatron_ds.config.problems import Problem, raise_if_any, user_error
+from megatron_ds.config.problems import Problem, user_error
 from megatron_ds.engine import deepspeed_patches, readback
 from megatron_ds.engine.adam_kernels import available_on
 from megatron_ds.engine.deferred_compiler import defer_compiler
 from megatron_ds.engine.ds_config import build_ds_config
-from megatron_ds.engine.miscompilation import miscompiled
 from megatron_ds.engine.optimizers import attach_matrices, client_optimizer
 from megatron_ds.engine.param_groups import multiplier_rule, parameter_groups
 from megatron_ds.engine.pipeline import PipelineEngine
@@ -169,12 +168,8 @@ def _compile(model: GPTModel, config: Config, mesh: Mesh, device: torch.device) 
 
     Returns:
         Why nothing is compiled on any rank, if something should be.
-
-    Raises:
-        UserError: If torch is known to compile the layers wrongly.
     """
     if config.runtime.compile:
-        raise_if_any(miscompiled(config))
         model.compile_layers(lengths_vary=config.schedule.curriculum_seqlen is not None)
     elif get_accelerator().is_triton_supported():
         functions, problem = compile_elementwise(

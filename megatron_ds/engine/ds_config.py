@@ -22,6 +22,7 @@ from megatron_ds.engine.adam_kernels import (
 from megatron_ds.engine.ds_fields import as_flag, field_value, mappings
 from megatron_ds.engine.ds_keys import PASSED_KEYS
 from megatron_ds.engine.ds_values import Json, as_dtype, leaves
+from megatron_ds.engine.miscompilation import compiles_efficient_linear
 from megatron_ds.model.flops import parameter_sizes, parameters_per_rank
 
 STEPS_PER_PRINT_OFF = 1 << 30
@@ -237,6 +238,8 @@ def _zero_block(config: Config, user: Json, dp_size: int, *, is_cpu: bool) -> Js
     stage = zero_stage(config)
     result: Json = {"stage": stage, **ZERO_DEFAULTS}
     result |= ZERO3_DEFAULTS if stage == 3 else ZERO12_DEFAULTS
+    if stage == 3 and config.runtime.compile:
+        result["memory_efficient_linear"] = compiles_efficient_linear()
     given = _without_auto(user.get("zero_optimization") or {})
     # Stage 1 reduces after the last backward pass only. Offloaded gradients are copied to the host
     # from the buckets, and stage 2 would keep twice as many of them.

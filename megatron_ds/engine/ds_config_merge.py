@@ -27,6 +27,7 @@ from megatron_ds.engine.ds_config import (
 from megatron_ds.engine.ds_config_file import DeepSpeedFile, read_file
 from megatron_ds.engine.ds_fields import as_flag, field_value, mappings, replace_fields
 from megatron_ds.engine.ds_values import Kind, as_optimizer
+from megatron_ds.engine.miscompilation import compiles_efficient_linear
 
 Warn = Callable[[Problem], None]
 NUMBER_OF_CHECKPOINTS = "activation_checkpointing.number_checkpoints"
@@ -210,7 +211,10 @@ def _zero_problems(config: Config, file: DeepSpeedFile) -> Iterator[Problem]:
             continue
         if block.get("device") is None:
             yield file.invalid(key, 'needs a device: "cpu", "nvme" or "none"')
-    stage = zero_stage(config)
+    stage, key = zero_stage(config), "zero_optimization.memory_efficient_linear"
+    if stage == 3 and config.runtime.compile and file.get(key) and not compiles_efficient_linear():
+        reason = f"the installed torch compiles it wrongly: remove it or {option('compile')}"
+        yield file.invalid(key, reason, "compile")
     if stage < 2 or file.get("zero_optimization.reduce_scatter") is False:
         return
     for key, neutral in (("prescale_gradients", False), ("gradient_predivide_factor", 1)):

@@ -1,8 +1,8 @@
 """Checks the machine and the files that a run needs before anything of the run is built.
 
-Owns the checks of torch's version, number formats, tokenizer, data and the checkpoint to load, and
-opens tokenizer and data files for the run. Writes nothing and knows no process group. Imports torch
-only for a tokenizer that needs it, once all settings are right.
+Owns the checks of number formats, tokenizer, data and the checkpoint to load, and opens tokenizer
+and data files for the run. Writes nothing and knows no process group. Imports torch only for a
+tokenizer that needs it, once all settings are right.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from megatron_ds.config import Config
 from megatron_ds.config.fields import field_problems
 from megatron_ds.config.problems import Problem, UserError
 from megatron_ds.data.validation import DataFiles, data_problems, data_warnings
-from megatron_ds.engine.miscompilation import miscompiled
 from megatron_ds.launch import device, environment
 from megatron_ds.tokenizer import Tokenizer, build_tokenizer
 from megatron_ds.tokenizer.huggingface import needs_transformers
@@ -54,7 +53,7 @@ def check(
         warn(warning)
     if tasks := environment.unused_tasks():
         warn(Problem("slurm-tasks-unused", tasks=tasks))
-    problems, precision = [*miscompiled(config)], config.precision
+    problems, precision = [], config.precision
     if precision.fp16 and not precision.allow_fp16_on_cpu and device.known_without_fp16():
         problems.append(Problem("fp16-not-supported", device="this CPU"))
     tokenizer: Tokenizer | None = None

@@ -13,7 +13,6 @@ import torch
 
 from megatron_ds.config import Config
 from megatron_ds.engine.build import build_engine
-from megatron_ds.engine.miscompilation import compiles_correctly
 from megatron_ds.model.packed_attention import FlexKernel, PackingOptions
 from megatron_ds.parallel.mesh import Mesh
 from tests.dist import parity_cases
@@ -27,20 +26,19 @@ from tests.unit.model.dense import dense_flex
 SAMPLES = parity_cases.SAMPLES.with_document_ends(0.2)
 BOTH = (True, True)
 CASES: dict[str, tuple[Case, tuple[bool, bool], str | None]] = {
+    # First, because ZeRO-3 leaves DeepSpeed's linear layer in torch, which some torch miscompiles.
+    "compiled": (Case(2, 1, 2, 1, "gqa", "adamw"), BOTH, None),
     "zero0 learned full": (Case(2, 0, 2, 1, "learned", "sgd"), BOTH, "full"),
     "zero1 rope selective": (Case(2, 1, 2, 4, "rope", "adamw"), BOTH, "selective"),
     "zero2 alibi": (Case(2, 2, 2, 1, "alibi", "adamw"), (False, True), None),
     "zero3 learned": (Case(2, 3, 1, 4, "learned", "adamw"), BOTH, None),
     "zero3 gqa": (Case(2, 3, 1, 1, "gqa", "sgd"), (False, True), "full"),
     "zero1 rope positions": (Case(2, 1, 1, 1, "rope", "sgd"), (True, False), None),
-    "compiled": (Case(2, 1, 2, 1, "gqa", "adamw"), BOTH, None),
     "dropout": (Case(2, 1, 2, 4, "learned", "adamw"), BOTH, None),
     "dropout selective": (Case(2, 1, 2, 4, "learned", "adamw"), BOTH, "selective"),
     "dropout full": (Case(2, 1, 2, 4, "learned", "adamw"), BOTH, "full"),
 }
 """By name: layout, whether positions and attention end with a document, recompute granularity."""
-if not compiles_correctly():  # --compile is rejected there
-    del CASES["compiled"]
 WITH_DROPOUT = [name for name in CASES if name.startswith("dropout")]
 
 

@@ -16,12 +16,12 @@ from megatron_ds.config import (
     RuntimeConfig,
 )
 from megatron_ds.config.problems import Problem
-from megatron_ds.engine import build, miscompilation
+from megatron_ds.engine import build
 from megatron_ds.engine.build import selective_recompute_note
 from megatron_ds.model.elementwise import EAGER, Elementwise
 from megatron_ds.model.packed_attention import PackingOptions, VarlenKernel
 from megatron_ds.parallel.mesh import Mesh
-from tests.problems import codes, raises_problem
+from tests.problems import codes
 from tests.unit.model.dense import build_model, dense_varlen
 from tests.unit.model.test_packed_attention import CONFIG
 
@@ -76,15 +76,6 @@ def test_compiled_layers_need_no_compiled_parts(monkeypatch: pytest.MonkeyPatch)
     model = build_model(run.model)
     assert build._compile(model, run, Mesh.single(), CPU) is None
     assert model.compiled == f"{run.model.num_layers} layers, loss by torch.compile"
-
-
-def test_no_layers_are_compiled_by_a_torch_known_to_do_it_wrongly(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(miscompilation, "version", lambda _: "2.11.0+cu130")
-    run = config(runtime=RuntimeConfig(compile=True), data=DataConfig(reset_attention_mask=True))
-    with raises_problem("compiled-documents-need-newer-torch"):
-        build._compile(build_model(run.model), run, Mesh.single(), CPU)
 
 
 def test_kernels_of_documents_are_selected_on_an_accelerator_only(

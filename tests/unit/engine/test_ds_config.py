@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
+from megatron_ds.engine import miscompilation
 from megatron_ds.engine.ds_config import build_ds_config
+from tests.problems import codes
 from tests.unit.engine.ds_files import ROOT, SHIPPED, Merge, merged
 
 GOLDEN = ROOT / "tests" / "golden" / "ds_configs"
@@ -99,6 +101,26 @@ def test_reduction_overlaps_with_the_backward_pass_where_it_pays(
     flags: str, device: str, dp_size: int, overlaps: bool
 ) -> None:
     assert zero_block(flags, device, dp_size)["overlap_comm"] is overlaps
+
+
+@pytest.mark.parametrize(
+    ("torch", "flags", "expected"),
+    [
+        ("2.11.0+cu130", "--compile", False),
+        ("2.9.1", "", True),
+        ("2.13.0a0+git1", "--compile", True),
+        ("3.0.0", "--compile", True),
+    ],
+)
+def test_old_torch_compiles_no_memory_efficient_linear(
+    torch: str, flags: str, expected: bool, merge: Merge, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(miscompilation, "version", lambda _: torch)
+    key = "memory_efficient_linear"
+    assert zero_block(f"--zero-stage 3 {flags}", "cpu")[key] is expected
+    given = {"zero_optimization": {"stage": 3, key: True}}
+    problems = merge(given, flags).problems
+    assert codes(problems) == ([] if expected else ["ds-value-invalid"])
 
 
 def test_bucket_is_bounded_in_bytes_and_small_where_it_is_sent_early() -> None:

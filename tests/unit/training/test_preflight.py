@@ -26,7 +26,6 @@ from megatron_ds.config.problems import Problem
 from megatron_ds.data import validation
 from megatron_ds.data.build_datasets import build_datasets
 from megatron_ds.data.indexed_writer import pair_writer
-from megatron_ds.engine import miscompilation
 from megatron_ds.engine.ds_checkpoint_io import flush_and_hash
 from megatron_ds.engine.ds_config_merge import merge_file
 from megatron_ds.launch import device
@@ -112,7 +111,6 @@ def check(line: str, world_size: int = 1) -> tuple[Config, list[Problem], list[P
     return config, cast(list[Problem], problems), warnings
 
 
-DOCUMENTS = "--reset-attention-mask --data-path ended"
 GROUPS = "--data-path - --train-data-path small --valid-weighted-split-paths-path"
 GPT2 = "--tokenizer-type GPT2BPETokenizer --vocab-file list.json --merge-file merges.txt"
 HF = "--vocab-size - --tokenizer-type HFTokenizer --tokenizer-model"
@@ -180,24 +178,6 @@ def test_problems_of_flags_files_and_machine_are_reported_together() -> None:
         "--deepspeed-config none",
     ):
         assert sum(value in problem for problem in problems) == 1, (value, problems)
-
-
-@pytest.mark.parametrize(
-    ("torch", "line", "expected"),
-    [
-        ("2.11.0+cu130", "--compile", []),
-        ("2.11.0+cu130", "--compile --zero-stage 3", ["compiled-zero3-needs-newer-torch"]),
-        ("2.9.1", f"--compile {DOCUMENTS}", ["compiled-documents-need-newer-torch"]),
-        ("2.11.0", f"--zero-stage 3 {DOCUMENTS}", []),
-        ("2.13.0a0+git1", f"--compile --zero-stage 3 {DOCUMENTS}", []),
-        ("3.0.0", f"--compile --zero-stage 3 {DOCUMENTS}", []),
-    ],
-)
-def test_what_an_old_torch_compiles_wrongly_is_rejected(
-    torch: str, line: str, expected: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(miscompilation, "version", lambda _: torch)
-    assert codes(check(line)[1]) == expected
 
 
 def test_a_vocab_size_other_than_that_of_the_tokenizer_is_rejected(
