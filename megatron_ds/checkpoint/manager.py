@@ -97,6 +97,9 @@ class CheckpointManager:
         lock: The lock of --save, on the first rank; None if no other run can use the folder.
         tokenizer: The run's tokenizer, compared with a checkpoint's. The first rank stores its
             files.
+
+    Attributes:
+        newest: The checkpoint that this run has saved or else loaded last.
     """
 
     def __init__(
@@ -115,6 +118,7 @@ class CheckpointManager:
         self._lock = lock
         self._tokenizer = tokenizer
         self._branch = Branch.new()
+        self.newest: Path | None = None
 
     def save(
         self,
@@ -149,6 +153,7 @@ class CheckpointManager:
             raise SaveError(
                 Problem("save-failed", iteration=state.iteration, folder=folder, error=error)
             ) from error
+        self.newest = target
         self._update_pointers(target)
         self._log(f"  successfully saved checkpoint at iteration {state.iteration:7d} to {folder}")
 
@@ -193,6 +198,7 @@ class CheckpointManager:
         folder = found.path.parent
         self._log(f" loading checkpoint from {folder} at iteration {found.iteration}")
         engine.load(folder, found.path.name)
+        self.newest = found.path
         self._log(f"  successfully loaded checkpoint from {folder} at iteration {found.iteration}")
         return found.run.state
 

@@ -165,15 +165,6 @@ def _candidates(
     yield from fallbacks(listing)
 
 
-def latest_before(folders: list[str | None], iteration: int) -> Path | None:
-    """The newest checkpoint before `iteration`, in the first folder that has one."""
-    for folder in folders:
-        for path in list_checkpoints(Path(folder)) if folder is not None else ():
-            if iteration_of(path) < iteration:
-                return path
-    return None
-
-
 def _select_step(
     listing: CheckpointListing, step: int, find_damage: DamageCheck
 ) -> CheckpointMetadata:

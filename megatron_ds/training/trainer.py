@@ -14,7 +14,6 @@ from dataclasses import dataclass
 
 from megatron_ds import schedules
 from megatron_ds.checkpoint.manager import CheckpointManager, SaveError
-from megatron_ds.checkpoint.selection import latest_before
 from megatron_ds.config import Config
 from megatron_ds.config.problems import Problem, option
 from megatron_ds.data.blend_history import BlendHistory
@@ -116,9 +115,7 @@ class Trainer:
             self.metrics.flush()
             if not self.skips.has_record:
                 self._repeat(plan, before)
-            folders = [self.config.checkpoint.save, self.config.checkpoint.load]
-            checkpoint = latest_before(folders, plan.iteration)
-            raise self.skips.make_error(plan, result, self.state, checkpoint)
+            raise self.skips.make_error(plan, result, self.state, self.checkpoints.newest)
 
     def _skip(self, batches: DeviceBatches) -> None:
         """Skips an iteration of --skip-train-iteration-range: reads its samples."""

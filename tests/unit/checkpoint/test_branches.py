@@ -19,6 +19,7 @@ from tests.unit.checkpoint.fakes import (
     fail_at,
     load,
     names_in,
+    save,
     state_at,
 )
 
@@ -69,6 +70,16 @@ def test_a_ckpt_step_run_that_saved_nothing_is_repeated(
     resume("branch", ckpt_step=2)
     assert loaded(manager()) == "diverged 2"
     assert loaded(manager(ckpt_step=6)) == "diverged 6"
+
+
+def test_the_newest_checkpoint_of_a_run_is_on_its_branch(diverged: Path, manager: Managers) -> None:
+    """The folder has later ones, of the branch that the run has left."""
+    checkpoints = manager(ckpt_step=2)
+    assert checkpoints.newest is None
+    load(checkpoints)
+    assert checkpoints.newest == diverged / "global_step2"
+    save(checkpoints, 3)
+    assert checkpoints.newest == diverged / "global_step3"
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="needs /proc")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -11,7 +10,6 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_ds.checkpoint.selection import latest_before
 from megatron_ds.config import PrecisionConfig
 from megatron_ds.engine.zero import watch_gradients
 from megatron_ds.train_state import StepResult
@@ -87,13 +85,3 @@ def test_gradients_are_recorded_only_before_the_limit(
     assert counted.has_record
     assert all(bool(finite) for finite in counted._finite.values())
     assert not any(parameter._backward_hooks for parameter in model.parameters())
-
-
-def test_latest_before_prefers_the_first_folder(tmp_path: Path) -> None:
-    save, load = tmp_path / "save", tmp_path / "load"
-    for folder in (load / "global_step3", load / "global_step8", load / "global_step40"):
-        folder.mkdir(parents=True)
-    assert latest_before([str(save), str(load)], 9) == load / "global_step8"
-    (save / "global_step5").mkdir(parents=True)
-    assert latest_before([str(save), str(load)], 9) == save / "global_step5"
-    assert latest_before([None, str(save)], 5) is None
