@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megatron_ds.config import Config, ModelConfig, MoEConfig, flag_of
 from megatron_ds.config.fields import in_effect
+from megatron_ds.config.problems import Problem
 from megatron_ds.engine.adam_kernels import (
     AdamKernel,
     IsAvailable,
@@ -285,6 +286,20 @@ def _offload_defaults(config: Config, key: str, device: str, block: Json, dp_siz
         part = -(-_largest_parameter(config) // dp_size) if dp_size else 0
         result |= {"buffer_size": part or 100_000_000, "max_in_cpu": 10**9}
     return result
+
+
+def bucket_warnings(config: Config) -> Iterator[Problem]:
+    """An overlapped reduction that the file makes with too small a bucket.
+
+    Args:
+        config: Configuration whose vocabulary size is known.
+    """
+    file, key = config.deepspeed_file, "zero_optimization.reduce_bucket_size"
+    if file is None or zero_stage(config) != 2 or not file.get("zero_optimization.overlap_comm"):
+        return
+    bucket, largest = file.get(key), _largest_parameter(config)
+    if bucket is not None and bucket < largest:
+        yield file.at(key, Problem("ds-bucket-too-small", bucket=bucket, largest=largest))
 
 
 def _bucket_size(config: Config, generated: Json, dp_size: int) -> int:

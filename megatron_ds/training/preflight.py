@@ -20,6 +20,7 @@ from megatron_ds.config import Config
 from megatron_ds.config.fields import field_problems
 from megatron_ds.config.problems import Problem, UserError
 from megatron_ds.data.validation import DataFiles, data_problems, data_warnings
+from megatron_ds.engine.ds_config import bucket_warnings
 from megatron_ds.launch import device, environment
 from megatron_ds.tokenizer import Tokenizer, build_tokenizer
 from megatron_ds.tokenizer.huggingface import needs_transformers
@@ -72,6 +73,9 @@ def check(
         problems.append(
             Problem("vocab-size-differs-from-tokenizer", given=given, vocab_size=vocab_size)
         )
+    if is_sound and given and dp_size > 1:
+        for warning in bucket_warnings(config.with_vocab(given)):
+            warn(warning)
     samples = schedules.planned_samples(config, dp_size) if is_sound else None
     data = DataFiles(config.data)
     problems += data_problems(data, samples, vocab_size, fingerprint)

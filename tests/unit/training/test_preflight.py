@@ -206,6 +206,26 @@ def test_flags_without_effect_cause_a_warning(line: str, code: str, named: str) 
     assert (code, tuple(named.split())) in zip(codes(warnings), fields(warnings), strict=True)
 
 
+@pytest.mark.parametrize(
+    ("zero", "world_size", "expected"),
+    [
+        ({"stage": 2, "overlap_comm": True, "reduce_bucket_size": 4095}, 2, True),
+        ({"stage": 2, "overlap_comm": True, "reduce_bucket_size": 4096}, 2, False),
+        ({"stage": 2, "overlap_comm": True, "reduce_bucket_size": "auto"}, 2, False),
+        ({"stage": 2, "overlap_comm": True, "reduce_bucket_size": 9}, 1, False),
+        ({"stage": 2, "reduce_bucket_size": 9}, 2, False),
+        ({"stage": 1, "overlap_comm": True, "reduce_bucket_size": 9}, 2, False),
+    ],
+)
+def test_an_overlapped_bucket_below_the_largest_parameter_causes_a_warning(
+    zero: dict[str, Any], world_size: int, expected: bool, tmp_path: Path
+) -> None:
+    file = tmp_path / "ds.json"
+    file.write_text(json.dumps({"zero_optimization": zero}))
+    _, problems, warnings = check(f"--deepspeed_config {file}", world_size)
+    assert (problems, codes(warnings)) == ([], ["ds-bucket-too-small"] * expected)
+
+
 def test_warnings_name_the_files_without_end_of_document_tokens() -> None:
     (warning,) = check(BLEND_WITHOUT_EOD)[2]
     assert "small, single" in warning
