@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     import torch
     import torch.distributed
 
+COMM_OP = "deepspeed_shm_comm"
+"""DeepSpeed's op for collectives between the processes of a CPU, the first that a run loads."""
+
 
 @dataclass(frozen=True)
 class ProcessContext:
@@ -65,6 +68,8 @@ def init_distributed(config: RuntimeConfig) -> ProcessContext:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
     if accelerator.device_name() == "cpu":
+        if not environment.is_op_compiled(COMM_OP):
+            print_on_rank(" > compiling DeepSpeed's C++ ops, half a minute each, once ...")
         # torch maps fresh memory for every large tensor. Transparent huge pages (2 MiB instead of
         # 4 KiB) make that ten times cheaper, which saves a sixth of a training step.
         os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
