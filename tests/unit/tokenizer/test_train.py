@@ -151,4 +151,8 @@ def test_the_tool_prints_progress(
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b'{"text": "abc"}\n' * 3)))
     assert train_tokenizer.main(["--input", "-", *flags]) == 0
     lines = capsys.readouterr().err.splitlines()
-    assert [line.split(",")[0] for line in lines] == ["read 1 document", "read 2 documents", "read 3 documents"]
+    assert [line.split(",")[0] for line in lines] == [
+        "read 1 document",
+        "read 2 documents",
+        "read 3 documents",
+    ]
