@@ -49,9 +49,6 @@ class FakeEngine:
     def partitions(self) -> list[FlatPartition]:
         return [FlatPartition(30, (ParameterPlace("weight", (6, 5), self.offset),))]
 
-    def sharded_experts(self) -> tuple[str, ...]:
-        return ()
-
     def save(self, folder: Path, tag: str) -> dict[str, FileRecord]:
         states: dict[str, Any] = {"model_states.pt": {"content": self.content}}
         states["below/optim_states.pt"] = torch.zeros(3)
