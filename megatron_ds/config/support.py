@@ -494,6 +494,7 @@ PROOFS: tuple[Proof, ...] = (
     Proof(STAGES, {"pp": (MANY,), "tp": TP, "recompute": ("full", "deepspeed")}),
     Proof(STAGES, {"pp": (MANY,), "tp": TP, "documents": ("on",)}),
     Proof(STAGES, {"pp": (MANY,), "curriculum": ("on",)}),
+    Proof(STAGES, {**SEQUENCE, "pp": (MANY,), "zero": ("0", "1")}),
     Proof(STAGES, {"pp": (MANY,), "offload": ("optimizer",)}),
 )
 

@@ -38,12 +38,15 @@ def config_for(stage: int, tp: int, **precision: Any) -> Config:
 
 
 class Layout(NamedTuple):
-    """Precision, ZeRO stage, tensor-parallel size and sequence parallelism."""
+    """Precision, ZeRO stage and parallel sizes."""
 
     precision: str
     stage: int
     tp: int
     sequence: bool = False
+    """Sequence parallelism."""
+    pp: int = 1
+    ulysses: int = 1
 
     def config(self, **optimizer: Any) -> Config:
         """Args:
@@ -53,10 +56,15 @@ class Layout(NamedTuple):
         if self.precision == "fp16":
             half |= {"allow_fp16_on_cpu": True, "initial_loss_scale": 256.0}
         return config_of(
-            case_of(self.stage, self.tp),
+            case_of(self.stage, self.tp * self.pp * self.ulysses),
             precision=half,
             schedule=RATES,
-            parallel={"sequence_parallel": self.sequence},
+            parallel={
+                "tensor_model_parallel_size": self.tp,
+                "sequence_parallel": self.sequence,
+                "pipeline_model_parallel_size": self.pp,
+                "ds_sequence_parallel_size": self.ulysses,
+            },
             optimizer=optimizer,
         )
 

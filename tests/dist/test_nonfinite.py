@@ -11,9 +11,8 @@ import pytest
 import torch
 
 from megatron_ds.engine.spike_guard import SpikeGuard
-from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.train_state import SpikeLimits
-from tests.dist.engine_harness import full_weights
+from tests.dist.engine_harness import Meshes, full_weights
 from tests.dist.nonfinite_harness import WORLD, Layout, Training, differing_names
 from tests.dist.rank_jobs import JobResults, run_jobs
 
@@ -21,11 +20,14 @@ LAYOUTS = [
     *(Layout("fp32", 0, 1), Layout("fp32", 1, 2), Layout("fp32", 2, 1), Layout("fp32", 3, 2)),
     *(Layout("fp32", 0, 2), Layout("bf16", 1, 1), Layout("bf16", 2, 2), Layout("bf16", 3, 1)),
     *(Layout("fp32", 2, 2, True), Layout("bf16", 3, 2, True)),
+    *(Layout("fp32", 0, 1, pp=2), Layout("bf16", 1, 1, pp=2)),
+    *(Layout("fp32", 1, 1, ulysses=2), Layout("bf16", 3, 1, ulysses=2)),
 ]
 """Every supported pair of precision, ZeRO stage and tensor-parallel size."""
 SPIKES = [
     *(Layout("fp32", 0, 2), Layout("fp32", 1, 1), Layout("bf16", 1, 2), Layout("fp32", 2, 2, True)),
     *(Layout("bf16", 3, 1), Layout("fp16", 2, 1), Layout("fp16", 3, 2)),
+    *(Layout("fp32", 0, 1, pp=2), Layout("bf16", 1, 1, pp=2), Layout("fp32", 2, 1, ulysses=2)),
 ]
 SIGMA, WINDOW = 5.0, 4
 
@@ -35,10 +37,11 @@ def train_with_skipped_step(
     value: float,
     good_steps: int,
     optimizer: dict[str, Any],
-    meshes: dict[int, Mesh],
+    meshes: Meshes,
 ) -> dict[str, Any]:
     """Good steps, one with a corrupted gradient, a good one, and a run that omits the corrupted."""
-    config, mesh, steps = layout.config(**optimizer), meshes[layout.tp], good_steps + 2
+    config, steps = layout.config(**optimizer), good_steps + 2
+    mesh = meshes.of(config.parallel)
     run = Training(config, mesh, steps)
     good = [run.step() for _ in range(good_steps)]
     before = full_weights(run.engine, mesh)
@@ -71,7 +74,7 @@ def train_with_skipped_step(
     }
 
 
-def compare_with_limits(meshes: dict[int, Mesh]) -> list[tuple[bool, tuple[float, float] | None]]:
+def compare_with_limits(meshes: Meshes) -> list[tuple[bool, tuple[float, float] | None]]:
     """Two data-parallel ranks with the losses 1 and 5."""
     seen = []
     for limits in (SpikeLimits(3.5, 2.5, 4), SpikeLimits(2.5, 2.5, 4), SpikeLimits(3.5, 1.5, 4)):

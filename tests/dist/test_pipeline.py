@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import pytest
@@ -45,6 +46,8 @@ class Pipeline:
     """Samples of each step, if they change."""
     lengths: tuple[int, ...] = ()
     """Tokens per sample of each step, if they change."""
+    sequence: bool = False
+    """Sequence parallelism."""
 
     @property
     def case(self) -> Case:
@@ -57,6 +60,7 @@ class Pipeline:
             "tensor_model_parallel_size": self.tp,
             "pipeline_model_parallel_size": self.pp,
             "pp_partition_method": self.method,
+            "sequence_parallel": self.sequence,
         }
         return config_of(self.case, parallel=parallel, **self.changes)
 
@@ -90,7 +94,12 @@ CASES = (
         batches=(16, 8, 16), lengths=(8, 16, 12), changes={"model": DROPOUT},
     ),
     Pipeline(
-        "documents", 2, 2, 1, 4, "learned", "adamw",
+        "sequence-parallel", 2, 2, 1, 4, "tied", "adamw", sequence=True,
+        batches=(16, 8, 16), lengths=(8, 16, 12), changes={"model": {"hidden_dropout": 0.1}},
+    ),
+    Pipeline("sequence-parallel-without-zero", 2, 2, 0, 1, "learned", "sgd", sequence=True),
+    Pipeline(
+        "documents", 2, 2, 1, 4, "learned", "adamw", sequence=True,
         changes={"data": DOCUMENTS, "recompute": {"recompute_granularity": "full"}},
     ),
     Pipeline(
@@ -109,10 +118,20 @@ def results(request: pytest.FixtureRequest) -> JobResults:
     items = [item for item in request.session.items if item.path == request.path]
     cases = [item.callspec.params["case"] for item in items if hasattr(item, "callspec")]
     jobs = {
-        case.name: training(case.config, case.plans, PACKED if is_packed(case) else SAMPLES)
+        case.name: training(
+            case.config,
+            case.plans,
+            PACKED if is_packed(case) else SAMPLES,
+            partial(check_layers, case.sequence),
+        )
         for case in dict.fromkeys(cases)
     }
     return run_jobs(4, jobs)
+
+
+def check_layers(sequence: bool, engine: Any) -> None:
+    for layer in engine.module.layers.values():
+        assert layer.group.sequence_parallel == sequence
 
 
 def is_packed(case: Pipeline) -> bool:
