@@ -133,7 +133,6 @@ CASES = {
         is_packed=True,
         lengths=(8, 16, 16),
     ),
-    "zero 2, one expert per rank": ExpertCase(Case(4, 2, 1, 1, "untied", "sgd"), 4),
 }
 PRECISIONS = {
     "bf16": {"bf16": True},
@@ -148,7 +147,6 @@ HALF = {
         ("zero 1, two copies", "bf16"),
         ("zero 2, two copies", "bf16"),
         ("zero 2, tp", "fp16"),
-        ("zero 1, two copies", "fp16"),
     )
 }
 EVERYTHING = {**CASES, **HALF}
