@@ -37,6 +37,7 @@ setup(
         "tokenizers": ["sentencepiece>=0.2", "tiktoken>=0.8"],
         "cleaning": ["ftfy>=6.3", "py3langid>=0.4", "rensa>=0.5"],
         "plot": ["matplotlib>=3.9"],
+        "8bit": ["bitsandbytes>=0.46"],
         "server": ["fastapi>=0.115", "uvicorn>=0.30"],
         "test": ["hypothesis>=6.100", "pytest>=8.2", "pytest-timeout>=2.3", "pytest-xdist>=3.6"],
         "dev": ["mypy>=1.14", "ruff>=0.12"],

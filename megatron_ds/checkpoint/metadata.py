@@ -69,7 +69,9 @@ class ParallelLayout:
             data_parallel_size=dp_size,
             zero_stage=zero_stage(config),
             precision=config.precision.name,
-            optimizer=config.optimizer.optimizer,
+            optimizer="adam8bit"
+            if config.optimizer.has_8_bit_moments
+            else config.optimizer.optimizer,
             ds_sequence_parallel_size=config.parallel.ds_sequence_parallel_size,
             expert_model_parallel_size=config.expert_parallel_size,
             pipeline_model_parallel_size=config.parallel.pipeline_model_parallel_size,

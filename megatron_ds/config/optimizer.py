@@ -35,6 +35,11 @@ class OptimizerConfig:
     adam_eps: float = option_field(
         1e-8, "epsilon added to the denominator of Adam", minimum=0, only_with=ADAM
     )
+    use_bnb_optimizer: bool = option_field(
+        False,
+        "keep Adam's moments in 8 bits, by bitsandbytes (an approximation)",
+        only_with=when(optimizer="adam"),
+    )
     lion_beta1: float = option_field(
         0.9, "weight of Lion's momentum in its step", minimum=0, below=1, only_with=LION
     )
@@ -117,6 +122,10 @@ class OptimizerConfig:
         minimum=4,
         only_with=when(skip_loss_spikes=ANY_VALUE),
     )
+
+    @property
+    def has_8_bit_moments(self) -> bool:
+        return self.optimizer == "adam" and self.use_bnb_optimizer
 
     @property
     def derived_values(self) -> dict[str, Any]:

@@ -344,6 +344,8 @@ def _optimizer_block(config: Config, user: Json, is_there: IsAvailable) -> Json:
         }
     kernel = adam_kernel(config, user, is_there)
     params |= {"betas": [options.adam_beta1, options.adam_beta2], "eps": options.adam_eps}
+    if options.has_8_bit_moments:
+        return {"type": "bitsandbytes.AdamW8bit", "params": params}
     if options.optimizer == "muon":
         return {
             "type": "megatron_ds.Muon",

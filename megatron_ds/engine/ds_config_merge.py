@@ -279,6 +279,12 @@ def _layout_problems(config: Config, world_size: int) -> Iterator[Problem]:
     is_partial = in_effect(deepspeed).optimizer_offload_fraction < 1
     if config.optimizer.optimizer != "adam" and is_partial:
         yield Problem("partial-offload-of-other-optimizer", settings=config.optimizer)
+    if config.optimizer.has_8_bit_moments:
+        layout = support.layout_of(config)
+        for axis in ("offload", "pp", "sp", "experts"):
+            if layout[axis] != support.AXES[axis].default:
+                words = support.AXES[axis].words(layout[axis])
+                yield Problem("8-bit-adam-layout", "use_bnb_optimizer", layout=words)
     dp_size = config.parallel.data_parallel_size(world_size)
     if dp_size and dp_size % max(1, in_effect(deepspeed).zero_hpz_partition_size):
         yield Problem("hpz-size-not-a-divisor", settings=deepspeed, dp_size=dp_size)

@@ -33,6 +33,8 @@ MALLOC_TRIM_LIMIT = 2**25
 """Bytes below which the C library may keep a freed block."""
 FP32 = 4
 """Bytes of an element in fp32."""
+BLOCKWISE_8_BIT = 1 + FP32 / 256
+"""Bytes of an element of an 8-bit moment, which has one scale for 256 elements."""
 DTYPE_BYTES = {"float32": FP32, "bfloat16": 2, "float16": 2}
 
 
@@ -59,6 +61,7 @@ class MemoryInputs:
     reduction_bytes: int
     moments: int
     """Optimizer state tensors per parameter: two for Adam, one for Lion and SGD with momentum."""
+    moment_bytes: float = field(kw_only=True, default=FP32)
     has_matrix_updates: bool = field(kw_only=True, default=False)
     """Whether Muon updates the matrices of the layers, which have one moment less."""
     bucket_elements: int
@@ -138,6 +141,7 @@ def memory_inputs(
         accumulation_bytes=DTYPE_BYTES[settings.accumulation_dtype],
         reduction_bytes=DTYPE_BYTES[settings.reduction_dtype],
         moments=moments,
+        moment_bytes=BLOCKWISE_8_BIT if config.optimizer.has_8_bit_moments else FP32,
         has_matrix_updates=config.optimizer.optimizer == "muon",
         bucket_elements=int(zero["reduce_bucket_size"]),
         gather_limits=_gather_limits(zero) if settings.zero_stage == 3 else None,
@@ -202,9 +206,8 @@ class _Sizes:
         others = -(-(self.full - experts) // inputs.dp_size)
         self.partition = others + -(-experts * self.ep_size // inputs.dp_size)
         self.matrices = matrix_parameters(config.model, inputs.tp_size)
-        self.moments = (
-            FP32 * inputs.moments * (self.full if inputs.zero_stage == 0 else self.partition)
-        )
+        owned = self.full if inputs.zero_stage == 0 else self.partition
+        self.moments = round(inputs.moment_bytes * inputs.moments * owned)
         if inputs.has_matrix_updates:
             elements = sum(size * count for size, count in self.matrices.items())
             self.moments -= FP32 * -(-elements // (inputs.dp_size if inputs.zero_stage else 1))

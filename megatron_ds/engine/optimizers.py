@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -12,7 +13,7 @@ from megatron_ds.config.problems import user_error
 from megatron_ds.engine.adam_kernels import apex_adam
 from megatron_ds.engine.lion import Lion
 from megatron_ds.engine.muon import Muon
-from megatron_ds.engine.param_groups import is_hidden_matrix
+from megatron_ds.engine.param_groups import is_hidden_matrix, with_own_settings
 from megatron_ds.engine.whole_matrices import WholeMatrices, find_pieces
 from megatron_ds.parallel.mesh import Mesh
 
@@ -28,6 +29,8 @@ def client_optimizer(block: Mapping[str, Any]) -> Callable[..., Any] | None:
     """
     if block["type"] == "megatron_ds.Lion":
         return partial(Lion, **block["params"])
+    if block["type"] == "bitsandbytes.AdamW8bit":
+        return partial(_adam_with_8_bit_moments(), **block["params"])
     if block["type"] == "megatron_ds.Muon":
         return partial(Muon, **block["params"])
     if block["type"] != "ApexFusedAdam":
@@ -37,6 +40,25 @@ def client_optimizer(block: Mapping[str, Any]) -> Callable[..., Any] | None:
         raise user_error("apex-not-installed")
     params = {name: value for name, value in block["params"].items() if name != "torch_adam"}
     return partial(kind, **params, adam_w_mode=True)
+
+
+def _adam_with_8_bit_moments() -> Callable[..., Any]:
+    """The class of bitsandbytes (Dettmers et al. 2022), which loads states but no settings.
+
+    Raises:
+        UserError: If it is not installed.
+    """
+    try:
+        base: Any = importlib.import_module("bitsandbytes.optim").AdamW8bit
+    except ImportError as error:
+        raise user_error("bitsandbytes-not-installed") from error
+
+    class AdamW8bit(base):  # type: ignore[misc]
+        def load_state_dict(self, state_dict: dict[str, Any], move_to_device: bool = True) -> None:
+            # Its own method calls no hooks.
+            super().load_state_dict(with_own_settings(self, state_dict), move_to_device)
+
+    return AdamW8bit
 
 
 def attach_matrices(engine: Any, stage: int, mesh: Mesh, device: torch.device) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from torch import nn
-from torch.optim import Optimizer
+from torch.optim import AdamW, Optimizer
 
 from megatron_ds.config import OptimizerConfig
 from megatron_ds.parallel.sharding import expert_group
@@ -115,17 +115,17 @@ def keep_settings_on_load(optimizer: Optimizer) -> None:
     `load_state_dict` replaces the parameter groups by saved ones: betas, epsilon and momentum of
     the run that saved them, and without the keys that only another optimizer class has.
     """
-    optimizer.register_load_state_dict_pre_hook(_with_own_settings)
+    optimizer.register_load_state_dict_pre_hook(with_own_settings)
 
 
-def _with_own_settings(optimizer: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
+def with_own_settings(optimizer: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
     """A saved state dict with the optimizer's own settings.
 
     The number of steps is a tensor in each parameter's state for torch's optimizers, an integer
     there for DeepSpeed's, and an integer in the group for NVIDIA's.
     """
     library = type(optimizer).__module__.partition(".")[0]
-    if library == "megatron_ds":  # Muon's AdamW is torch's
+    if isinstance(optimizer, AdamW):  # Muon
         library = "torch"
     states = {number: dict(state) for number, state in saved["state"].items()}
     groups = []

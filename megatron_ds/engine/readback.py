@@ -149,6 +149,8 @@ def _expected_settings(
 
 
 def _expected_optimizer(config: Config, ds_config: Mapping[str, Any]) -> str:
+    if config.optimizer.has_8_bit_moments:
+        return "AdamW8bit"
     if config.optimizer.optimizer != "adam":
         return {"sgd": "SGD", "lion": "Lion", "muon": "Muon"}[config.optimizer.optimizer]
     return adam_kernel(config, ds_config).value
@@ -217,7 +219,9 @@ def _actual_dtypes(engine: Any, stage: int) -> Iterator[tuple[str, torch.dtype]]
         accumulated = [optimizer.grad_partitions_flat_buffer.dtype]
     else:
         accumulated = gradients if stage == 0 else [optimizer.gradient_accumulation_dtype]
-    masters = (*master_weights(engine), *_moments(engine.basic_optimizer))
+    # 8-bit moments are integers.
+    moments = (m for m in _moments(engine.basic_optimizer) if m.is_floating_point())
+    masters = (*master_weights(engine), *moments)
     dtypes: dict[str, Iterable[torch.dtype]] = {
         "param_dtype": [*(parameter.dtype for parameter in parameters), *gradients],
         "accumulation_dtype": accumulated,

@@ -111,8 +111,10 @@ RATES: dict[str, tuple[float, ...]] = {
     "lion": (0.001, 0.002, 0.0005),
     "muon": (0.01, 0.02, 0.005),
     "grouped": (0.01, 0.02, 0.005),
+    "8-bit": (0.01, 0.02, 0.005),
 }
 """Learning rate of each step."""
+OPTIMIZERS["8-bit"] = dataclasses.replace(OPTIMIZERS["adamw"], use_bnb_optimizer=True)
 
 
 @dataclass(frozen=True)
@@ -136,6 +138,12 @@ class Case:
     @property
     def micro_batch_size(self) -> int:
         return SAMPLES_PER_STEP // (self.world // self.tp * self.accumulation)
+
+
+EIGHT_BIT = tuple(
+    Case(2, stage, tp, 4, "learned", "8-bit") for stage, tp in ((0, 1), (1, 2), (2, 1), (3, 2))
+)
+"""Cases of 8-bit Adam, which follows AdamW."""
 
 
 AXES: dict[str, tuple[Any, ...]] = {

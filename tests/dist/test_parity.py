@@ -95,6 +95,18 @@ def test_layout_equals_one_process(case: Case, worlds: Worlds) -> None:
             assert _error_of_first_step(run, reference) <= 1.0, f"rank {rank}"
 
 
+@pytest.mark.parametrize("case", parity_cases.EIGHT_BIT, ids=lambda case: case.name)
+def test_8_bit_adam_follows_adamw(case: Case, worlds: Worlds) -> None:
+    reference = reference_of(case.model, "adamw")
+    for run in worlds[case.world].of(case.name):
+        assert run.losses[:2] == pytest.approx(reference.losses[:2], rel=1e-4)
+        assert run.losses == pytest.approx(reference.losses, rel=2e-3)
+        assert run.weights[-1].keys() == reference.weights[-1].keys()
+        for name, weight in run.weights[-1].items():
+            change = (reference.weights[-1][name] - reference.weights[0][name]).norm()
+            assert (weight - reference.weights[-1][name]).norm() < 0.1 * change, name
+
+
 def _error_of_first_step(run: Run, reference: Run) -> float:
     """The error of the gradient that a step of plain SGD applied, (before - after) / rate.
 

@@ -79,7 +79,7 @@ class Pipeline:
 
 
 CASES = (
-    Pipeline("tensor-and-stages", 2, 2, 1, 4, "tied", "adamw"),
+    Pipeline("tensor-and-stages", 2, 2, 1, 4, "tied", "grouped"),
     Pipeline("data-and-stages", 1, 2, 1, 4, "gqa", "adamw", "uniform"),
     Pipeline("without-zero", 1, 2, 0, 4, "tied", "adamw"),
     Pipeline("without-zero-sharded", 2, 2, 0, 1, "swiglu", "adamw"),

@@ -193,6 +193,8 @@ LAYOUTS = {
     "zero2 offload": Layout(2, deepspeed=OFFLOAD),
     "zero3 fp16 offload": Layout(3, OF_DYNAMIC_SCALE, precision=DYNAMIC, deepspeed=OFFLOAD),
     "zero3 bf16 offload": Layout(3, precision=BF16, deepspeed={**OFFLOAD, "remote_device": "cpu"}),
+    "zero1 bf16 8-bit": Layout(1, OF_ADAM, "8-bit", precision=BF16),
+    "zero3 tp2 fp16 8-bit": Layout(3, OF_ADAM, "8-bit", tp=2, precision=DYNAMIC),
     "zero0 muon": Layout(0, OF_MUON, "muon"),
     "zero1 bf16 muon": Layout(1, OF_MUON, "muon", precision=BF16),
     "zero2 tp2 muon offload": Layout(2, OF_MUON, "muon", tp=2, deepspeed=OFFLOAD),

@@ -137,6 +137,14 @@ def test_another_layout_is_rejected(field: str, manager: Managers) -> None:
     assert field in rejected(other)
 
 
+def test_moments_of_another_width_are_rejected(manager: Managers) -> None:
+    save(manager(), 1)
+    assert rejected(manager(optimizer=OptimizerConfig(use_bnb_optimizer=True))) == {"optimizer"}
+    unused = OptimizerConfig(optimizer="sgd", use_bnb_optimizer=True)
+    save(manager(optimizer=OptimizerConfig(optimizer="sgd")), 2)
+    assert manager(optimizer=unused).select() is not None
+
+
 def test_another_data_order_is_rejected(manager: Managers) -> None:
     first = DataConfig(data_path=("tokens",), split="9,1")
     changes: dict[str, dict[str, Any]] = {

@@ -425,6 +425,7 @@ INEFFECTIVE: dict[str, list[tuple[Any, dict[str, Any]]]] = {
     "muon_num_ns_steps": [(3, SGD)],
     "muon_scale_mode": [("unit_rms_norm", {})],
     "muon_extra_scale_factor": [(1.0, {})],
+    "use_bnb_optimizer": [(True, SGD)],
     "sgd_momentum": [(0.5, {})],
     "decoupled_min_lr": [(2.0, {})],
     "curriculum_seqlen_step": [(5, {})],

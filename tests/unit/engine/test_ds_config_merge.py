@@ -201,6 +201,8 @@ def test_ineffective_key_is_reported(merge: Merge, file: object, warning: str) -
             "--zero-stage 3 --cpu-optimizer --optimizer-offload-fraction 0.5 --optimizer lion",
             "partial-offload-of-other-optimizer",
         ),
+        ("--use-bnb-optimizer --cpu-optimizer", "8-bit-adam-layout"),
+        ("--use-bnb-optimizer --num-experts 2", "8-bit-adam-layout"),
         ("--zero-stage 3 --zero-hpz-partition-size 3", "hpz-size-not-a-divisor"),
         ("--fp16 --initial-loss-scale 1000", "initial-loss-scale-not-power-of-two"),
     ],

@@ -21,13 +21,18 @@ from megatron_ds.config import (
     ScheduleConfig,
 )
 from megatron_ds.engine.memory_estimate import (
+    BLOCKWISE_8_BIT,
     FP32,
     GatherLimits,
     MemoryEstimate,
     MemoryInputs,
     estimate,
 )
-from megatron_ds.model.flops import expert_parameters_per_rank, parameters_per_rank
+from megatron_ds.model.flops import (
+    expert_parameters_per_rank,
+    matrix_parameters,
+    parameters_per_rank,
+)
 from megatron_ds.model.gpt import GPTModel
 from megatron_ds.model.packed_attention import PackingOptions
 from megatron_ds.parallel.activation_checkpointing import ActivationCheckpointing
@@ -261,6 +266,9 @@ def test_accelerator_repeats_the_keys_of_alibi_with_grouped_queries() -> None:
     assert repeated.activations - single.activations == 2 * one - 2 * one // 2
 
 
+EIGHT_BIT = {"moment_bytes": BLOCKWISE_8_BIT}
+
+
 def states(stage: int, **changes: Any) -> MemoryEstimate:
     """Estimate for bf16 with fp32 accumulation and data-parallel size 4."""
     engine = dataclasses.replace(
@@ -283,6 +291,17 @@ def test_states_take_documented_bytes_per_parameter(stage: int, bytes_per_parame
     assert states(stage).states == pytest.approx(
         bytes_per_parameter / 2 * parameter_bytes(), rel=1e-3
     )
+
+
+def test_moments_of_muon_and_in_8_bits_are_smaller() -> None:
+    full, small = (states(2, **each).device["moments"] for each in ({}, EIGHT_BIT))
+    # One byte, and a scale in fp32 for 256 elements.
+    assert small == pytest.approx(full * (1 + 4 / 256) / 4, rel=1e-3)
+    muon = states(2, has_matrix_updates=True)
+    sizes = matrix_parameters(config().model, 1)
+    matrices = sum(size * count for size, count in sizes.items())
+    assert full - muon.device["moments"] == pytest.approx(4 * matrices / 4, abs=4)
+    assert muon.reduction > states(2).reduction
 
 
 def test_gradients_of_zero1_are_not_partitioned() -> None:

@@ -1,16 +1,19 @@
-"""Muon's update, and which rank computes it."""
+"""Muon's update, and which rank computes it; optimizers of other packages."""
 
 from __future__ import annotations
 
 import math
+import sys
 
 import pytest
 import torch
 
 from megatron_ds.engine.muon import Muon, orthogonalize
+from megatron_ds.engine.optimizers import client_optimizer
 from megatron_ds.engine.whole_matrices import Owner, Piece, WholeMatrices, assign_owners
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.parallel.sharding import ShardSpec
+from tests.problems import raises_problem
 
 SETTINGS = {"lr": 0.02, "weight_decay": 0.1}
 
@@ -94,6 +97,12 @@ def test_unit_rms_scale_follows_the_aspect_ratio() -> None:
     weight = stepped(muon_of(torch.nn.Parameter(start), dtype=torch.float32, **options), 1)
     gradient = torch.randn(4, 16, generator=torch.Generator().manual_seed(5))
     torch.testing.assert_close(weight, -0.5 * orthogonalize(gradient, 5))
+
+
+def test_8_bit_moments_need_bitsandbytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "bitsandbytes.optim", None)
+    with raises_problem("bitsandbytes-not-installed"):
+        client_optimizer({"type": "bitsandbytes.AdamW8bit", "params": {}})
 
 
 def test_ranks_share_the_work() -> None:
