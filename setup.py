@@ -17,7 +17,7 @@ setup(
     },
     install_requires=[
         "torch>=2.6",
-        "deepspeed>=0.19.4,<0.20",
+        "deepspeed>=0.19.8,<0.20",
         "ninja>=1.11",
         "numpy>=2.0",
         "rich>=13",

@@ -28,9 +28,10 @@ divide is checked, too.
 TESTS = """\
 ## Tests
 
-Each ran with DeepSpeed {versions}. A test covers every pair of its values, and each of them with
-the defaults of all other axes. Whole layouts, drawn at random in each run of the tests, are
-compared by `tests/dist/test_layouts.py::test_random_layouts_equal_one_process`.
+Each ran with DeepSpeed {versions} ([other versions](deepspeed_versions.md)). A test covers every
+pair of its values, and each of them with the defaults of all other axes. Whole layouts, drawn at
+random in each run of the tests, are compared by
+`tests/dist/test_layouts.py::test_random_layouts_equal_one_process`.
 """
 RULES = """\
 ## What does not work together

@@ -200,7 +200,7 @@ AXES: Mapping[str, Axis] = {
         "1",
     ),
     "sp": Axis(
-        "sequence parallel (Ulysses)",
+        "DeepSpeed-Ulysses",
         _size("--ds-sequence-parallel-size"),
         lambda config: _size_of(config.parallel.ds_sequence_parallel_size),
         "1",
