@@ -87,7 +87,7 @@ def build_engine(
             module = model = build(ALL_LAYERS)
     if config.recompute.tiled_mlp and ds_config["zero_optimization"]["stage"] == 3:
         # The parameters of an MLP are gathered once for all of its tiles.
-        deepspeed.utils.set_z3_leaf_modules(model, [TiledMLP])
+        deepspeed.utils.set_z3_leaf_modules(model, [TiledMLP], raise_if_not_found=False)
     warnings = [
         warning,
         _compile(model, config, mesh, device),

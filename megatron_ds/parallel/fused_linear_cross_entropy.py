@@ -145,6 +145,7 @@ class _Loss:
         for chunk in self._chunks(x_TH):
             logits = self._logits(x_TH[chunk], weight_vH)
             total += self._cross_entropy_(logits, chunk, for_gradient=False)
+            del logits  # before those of the next chunk are allocated
         return total
 
     def value_and_gradients(self, x_TH: Tensor, weight_vH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -176,6 +177,7 @@ class _Loss:
                 grad_weight += _mm_in_fp32(logits.t(), x)
             else:
                 grad_weight += logits.t() @ x
+            del logits  # before those of the next chunk are allocated
         return total, grad_x, grad_weight
 
     def _logits(self, x: Tensor, weight_vH: Tensor) -> Tensor:

@@ -166,19 +166,31 @@ def resume_exactly(config: Config, case: Case, meshes: Meshes) -> tuple[list[Any
     return results[0], results[1]
 
 
+OTHER_JOBS = {
+    "test_dropout_equals_one_process_with_the_same_masks": ("recorded",),
+    "test_recomputation_drops_what_was_dropped": ("dropout", "dropout full"),
+    "test_resumed_run_continues_bit_for_bit": ("resumed",),
+}
+"""The jobs of tests that are not of one layout."""
+
+
 @pytest.fixture(scope="module")
-def outcomes() -> dict[int, JobResults]:
-    jobs: dict[int, dict[str, Job]] = {2: {}, 4: {}}
-    for name, layout in LAYOUTS.items():
-        jobs[layout.case.world][name] = layout.job()
-    jobs[2] |= {
+def outcomes(request: pytest.FixtureRequest) -> dict[int, JobResults]:
+    """The jobs of the selected tests, on one set of two ranks and one of four."""
+    resumed = Layout(Case(2, 2, 1, 4, "rope", "adamw"), changes={"model": DROPOUT, **SEEDED})
+    jobs = {name: layout.job() for name, layout in LAYOUTS.items()} | {
         "recorded": functools.partial(train_recording_masks, dropout_layout()),
         "dropout": dropout_layout().job(),
         "dropout full": dropout_layout(FULL).job(),
+        "resumed": functools.partial(resume_exactly, resumed.config(), resumed.case),
     }
-    resumed = Layout(Case(2, 2, 1, 4, "rope", "adamw"), changes={"model": DROPOUT, **SEEDED})
-    jobs[2]["resumed"] = functools.partial(resume_exactly, resumed.config(), resumed.case)
-    return {world: run_jobs(world, named) for world, named in jobs.items()}
+    selected: dict[int, dict[str, Job]] = {}
+    for item in (item for item in request.session.items if item.path == request.path):
+        names = OTHER_JOBS.get(item.name) or (item.callspec.params["name"],)
+        for name in names:
+            world = LAYOUTS[name].case.world if name in LAYOUTS else 2
+            selected.setdefault(world, {})[name] = jobs[name]
+    return {world: run_jobs(world, named) for world, named in selected.items()}
 
 
 @pytest.mark.parametrize(

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import weakref
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -15,7 +18,7 @@ from megatron_ds.parallel.fused_linear_cross_entropy import (
     fusible_softmax_,
     linear_cross_entropy,
 )
-from megatron_ds.parallel.mesh import Mesh
+from megatron_ds.parallel.mesh import Group, Mesh
 
 TOKENS, VOCAB, PADDED, HIDDEN = 24, 50, 64, 16
 GROUP = Mesh.single().tp
@@ -140,6 +143,64 @@ class ProductShapes(TorchDispatchMode):
         if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm):
             self.shapes += [arg.shape for arg in args if arg.dim() == 2]
         return func(*args, **(kwargs or {}))
+
+
+class TensorSizes(TorchDispatchMode):
+    """Records the sizes of the tensors that operations return.
+
+    Args:
+        watched: Elements of the tensors that are counted while they exist.
+    """
+
+    def __init__(self, watched: int) -> None:
+        super().__init__()
+        self.elements: dict[torch.dtype, int] = {}
+        """Of the largest tensor by type."""
+        self.most = 0
+        """Watched tensors with a memory of their own that existed at a time."""
+        self._watched = watched
+        self._alive: dict[int, weakref.ref[torch.Tensor]] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for one in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(one, torch.Tensor):
+                self.elements[one.dtype] = max(self.elements.get(one.dtype, 0), one.numel())
+        if func.overloadpacket is torch.ops.aten.mm and result.numel() == self._watched:
+            self._alive[id(result)] = weakref.ref(result)
+            self.most = max(self.most, sum(ref() is not None for ref in self._alive.values()))
+        return result
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("with_gradients", [True, False])
+def test_logits_of_a_chunk_exist_at_a_time_and_few_of_them_in_fp32(
+    with_gradients: bool, dtype: torch.dtype, ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens, vocab, hidden, chunk, cached = 256, 512, 8, 24, 2
+    done = SimpleNamespace(wait=lambda: None)
+    monkeypatch.setattr(dist, "all_gather", lambda parts, x, group: [p.copy_(x) for p in parts])
+    monkeypatch.setattr(dist, "all_reduce", lambda *_, **__: done)
+    monkeypatch.setattr(fused_linear_cross_entropy, "CHUNK_BYTES", chunk * vocab * dtype.itemsize)
+    monkeypatch.setattr(fused_linear_cross_entropy, "CACHED_LOGITS", cached * vocab)
+    x = torch.randn(tokens, hidden, dtype=dtype, requires_grad=with_gradients)
+    weight = torch.randn(vocab, hidden, dtype=dtype, requires_grad=with_gradients)
+    labels = torch.randint(0, ranks * vocab, (tokens,))
+    group = Group(tuple(range(ranks)), 0, None)
+
+    with TensorSizes(chunk * vocab) as sizes, torch.set_grad_enabled(with_gradients):
+        loss = linear_cross_entropy(x, weight, labels, None, vocab_size=ranks * vocab, group=group)
+        if with_gradients:
+            loss.backward()
+
+    assert sizes.elements[dtype] == chunk * vocab
+    assert sizes.most == 1
+    if dtype != torch.float32:  # the weight's gradient is summed, and both are scaled, in fp32
+        gradients = max(vocab, tokens) * hidden if with_gradients else 0
+        assert sizes.elements[torch.float32] == max(cached * vocab, gradients)
 
 
 @pytest.mark.parametrize("with_gradients", [True, False])
