@@ -47,6 +47,8 @@ class Layout(NamedTuple):
     """Sequence parallelism."""
     pp: int = 1
     ulysses: int = 1
+    ep: int = 1
+    """Expert-parallel size of a model with two experts; 1: without experts."""
 
     def config(self, **optimizer: Any) -> Config:
         """Args:
@@ -64,7 +66,9 @@ class Layout(NamedTuple):
                 "sequence_parallel": self.sequence,
                 "pipeline_model_parallel_size": self.pp,
                 "ds_sequence_parallel_size": self.ulysses,
+                "expert_model_parallel_size": self.ep,
             },
+            moe={} if self.ep == 1 else {"num_experts": (2,)},
             optimizer=optimizer,
         )
 

@@ -19,14 +19,15 @@ from tests.dist.rank_jobs import JobResults, run_jobs
 LAYOUTS = [
     *(Layout("fp32", 0, 1), Layout("fp32", 1, 2), Layout("fp32", 2, 1), Layout("fp32", 3, 2)),
     *(Layout("fp32", 0, 2), Layout("bf16", 1, 1), Layout("bf16", 2, 2), Layout("bf16", 3, 1)),
-    *(Layout("fp32", 2, 2, True), Layout("bf16", 3, 2, True)),
+    Layout("bf16", 3, 2, True),
     *(Layout("fp32", 0, 1, pp=2), Layout("bf16", 1, 1, pp=2)),
     *(Layout("fp32", 1, 1, ulysses=2), Layout("bf16", 3, 1, ulysses=2)),
+    *(Layout("fp32", 1, 1, ep=2), Layout("bf16", 2, 1, ep=2)),
 ]
 """Every supported pair of precision, ZeRO stage and tensor-parallel size."""
 SPIKES = [
     *(Layout("fp32", 0, 2), Layout("fp32", 1, 1), Layout("bf16", 1, 2), Layout("fp32", 2, 2, True)),
-    *(Layout("bf16", 3, 1), Layout("fp16", 2, 1), Layout("fp16", 3, 2)),
+    *(Layout("bf16", 3, 1), Layout("fp16", 3, 2)),
     *(Layout("fp32", 0, 1, pp=2), Layout("bf16", 1, 1, pp=2), Layout("fp32", 2, 1, ulysses=2)),
 ]
 SIGMA, WINDOW = 5.0, 4
