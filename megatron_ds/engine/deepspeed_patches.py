@@ -248,6 +248,22 @@ def count_expert_biases_once(optimizer: Any, mesh: Mesh) -> None:
     optimizer.get_grads_for_norm = without_replicated
 
 
+def clip_by_known_norm(engine: Any, clip: Callable[[], None], *, is_alone: bool) -> None:
+    """Spare an engine of stage 0 work that the training step has done, or that has no effect.
+
+    It computes the norm of all gradients for clipping, parameter by parameter, and copies them
+    through a buffer even if no other rank has any.
+
+    Args:
+        engine: Engine of `deepspeed.initialize` at stage 0.
+        clip: Scales the gradients; called by the engine before the optimizer's step.
+        is_alone: Whether this is the only data-parallel rank.
+    """
+    engine.clip_fp32_gradients = clip
+    if is_alone:
+        engine.enable_backward_allreduce = False
+
+
 def set_hpz_group(dp: Group, size: int) -> dist.ProcessGroup | None:
     """Tell DeepSpeed among which ranks hpZ gathers second copies of the parameters. Collective.
 

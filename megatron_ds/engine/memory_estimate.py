@@ -17,6 +17,7 @@ from typing import Any
 
 from megatron_ds.config import Config
 from megatron_ds.config.fields import in_effect
+from megatron_ds.engine.ds_config import build_ds_config, zero_stage
 from megatron_ds.engine.protocol import EngineSettings
 from megatron_ds.model.flops import (
     expert_parameters_per_rank,
@@ -35,6 +36,7 @@ FP32 = 4
 """Bytes of an element in fp32."""
 BLOCKWISE_8_BIT = 1 + FP32 / 256
 """Bytes of an element of an 8-bit moment, which has one scale for 256 elements."""
+NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 DTYPE_BYTES = {"float32": FP32, "bfloat16": 2, "float16": 2}
 
 
@@ -46,6 +48,18 @@ class GatherLimits:
     max_reuse_distance: int
     prefetch_bucket: int
     persistence_threshold: int
+
+
+@dataclass(frozen=True)
+class SwapInputs:
+    """What is kept on a disk, and the buffers of the swapping in elements."""
+
+    optimizer: bool
+    parameters: bool
+    optimizer_buffers: int = 0
+    parameter_buffers: int = 0
+    max_in_host: int = 0
+    """Elements of parameters that are not swapped."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +86,14 @@ class MemoryInputs:
     """Under ZeRO-3."""
     offload_optimizer: bool = False
     offload_parameters: bool = False
+    offload_fraction: float = 1.0
+    """Of the optimizer states that are offloaded."""
+    swap: SwapInputs | None = None
+    """With states on a disk."""
+    master_bytes: int = FP32
+    """Of master weights and moments."""
+    hpz_size: int = 1
+    """Ranks with a second copy of the ZeRO-3 parameters."""
     immediate_grad_update: bool = True
     """Stage 1 adds a bf16 gradient to its fp32 accumulator as soon as it is computed."""
     sp_size: int = 1
@@ -88,6 +110,10 @@ class MemoryEstimate:
     """States on the device, gradients included."""
     host: dict[str, int] = field(default_factory=dict)
     """States in host memory."""
+    disk: dict[str, int] = field(default_factory=dict)
+    """States in files."""
+    locked: int = 0
+    """Host memory that swapping locks."""
     activations: int = 0
     """Saved for the backward pass of one micro-batch by all layers, without the output layer."""
     head: int = 0
@@ -116,7 +142,7 @@ class MemoryEstimate:
 
 def memory_inputs(
     config: Config,
-    settings: EngineSettings,
+    settings: EngineSettings | PlannedSettings,
     ds_config: Mapping[str, Any],
     tp_size: int,
     device: str,
@@ -148,9 +174,30 @@ def memory_inputs(
         num_buckets=2 if zero.get("overlap_comm") or settings.zero_stage == 3 else 1,
         offload_optimizer=settings.optimizer_offload != "none",
         offload_parameters=settings.param_offload != "none",
+        offload_fraction=config.deepspeed.optimizer_offload_fraction,
+        swap=_swap_inputs(zero) if config.deepspeed.uses_nvme else None,
+        master_bytes=2 if in_effect(config.precision).bf16_master_weights else FP32,
+        hpz_size=int(zero.get("zero_hpz_partition_size", 1)),
         immediate_grad_update=bool(ds_config["bf16"]["immediate_grad_update"]),
         sp_size=config.parallel.ds_sequence_parallel_size,
         on_cpu=device == "cpu",
+    )
+
+
+def _swap_inputs(zero: Mapping[str, Any]) -> SwapInputs:
+    optimizer, parameters = zero.get("offload_optimizer", {}), zero.get("offload_param", {})
+    swaps_parameters = parameters.get("device") == "nvme"
+    is_swapped = optimizer.get("device") == "nvme"
+    return SwapInputs(
+        optimizer=is_swapped,
+        parameters=swaps_parameters,
+        optimizer_buffers=optimizer["buffer_count"] * int(zero["sub_group_size"])
+        if is_swapped
+        else 0,
+        parameter_buffers=parameters.get("buffer_count", 5) * int(parameters["buffer_size"])
+        if swaps_parameters
+        else 0,
+        max_in_host=int(parameters["max_in_cpu"]) if swaps_parameters else 0,
     )
 
 
@@ -163,6 +210,42 @@ def _gather_limits(zero: Mapping[str, Any]) -> GatherLimits:
     )
 
 
+@dataclass(frozen=True)
+class PlannedSettings:
+    """The settings by which `memory_inputs` estimates, of an engine that is not built."""
+
+    zero_stage: int
+    dp_size: int
+    param_dtype: str
+    accumulation_dtype: str
+    reduction_dtype: str
+    optimizer_offload: str
+    param_offload: str
+
+
+def planned_memory(config: Config, dp_size: int, device: str) -> MemoryEstimate:
+    """Estimate the memory of one process before an engine exists.
+
+    Args:
+        config: Complete configuration of the run.
+        dp_size: Data-parallel size.
+        device: Kind of device, such as "cpu".
+    """
+    ds_config, precision = build_ds_config(config, dp_size, device), config.precision
+    accumulation = ds_config["data_types"]["grad_accum_dtype"]
+    settings = PlannedSettings(
+        zero_stage=zero_stage(config),
+        dp_size=dp_size * config.parallel.ds_sequence_parallel_size,
+        param_dtype=NAMES[precision.name],
+        accumulation_dtype=NAMES[accumulation],
+        reduction_dtype=NAMES[ds_config["communication_data_type"]],
+        optimizer_offload=config.deepspeed.optimizer_offload,
+        param_offload=config.deepspeed.param_offload,
+    )
+    tp_size = config.parallel.tensor_model_parallel_size
+    return estimate(config, memory_inputs(config, settings, ds_config, tp_size, device))
+
+
 def estimate(config: Config, inputs: MemoryInputs) -> MemoryEstimate:
     """Estimate the memory of one process.
 
@@ -172,6 +255,7 @@ def estimate(config: Config, inputs: MemoryInputs) -> MemoryEstimate:
     """
     sizes = _Sizes(config, inputs)
     device, host = sizes.states()
+    disk, locked = sizes.move_to_disk(host)
     states, activations = sum(device.values()), sizes.activations()
     table, logits, scaled = sizes.output_layer()
     head = sizes.stream + table  # gradients of its input and weight
@@ -181,6 +265,8 @@ def estimate(config: Config, inputs: MemoryInputs) -> MemoryEstimate:
     return MemoryEstimate(
         device=device,
         host=host,
+        disk=disk,
+        locked=locked,
         activations=activations,
         head=head + max(logits, scaled),
         reduction=reduction,
@@ -250,11 +336,45 @@ class _Sizes:
                 device["accumulated gradients"] = inputs.accumulation_bytes * full
         else:
             optimizer["accumulated gradients"] = inputs.accumulation_bytes * partition
-        optimizer["master weights"] = FP32 * partition
-        optimizer["moments"] = self.moments
+        optimizer["master weights"] = inputs.master_bytes * partition
+        optimizer["moments"] = self.moments * inputs.master_bytes // FP32
+        if inputs.hpz_size > 1:
+            device["second copies"] = inputs.param_bytes * -(-full // inputs.hpz_size)
+        if inputs.offload_optimizer and inputs.offload_fraction < 1:
+            for kind in ("master weights", "moments", "accumulated gradients"):
+                device[kind] = int((1 - inputs.offload_fraction) * host[kind])
+                host[kind] -= device[kind]
         if inputs.offload_optimizer and inputs.zero_stage < 3:
             host["copies for the device"] = inputs.param_bytes * partition
         return device, host
+
+    def move_to_disk(self, host: dict[str, int]) -> tuple[dict[str, int], int]:
+        """Take what is swapped out of the host's memory.
+
+        Gradients are summed there, and are in files only between backward pass and step.
+
+        Args:
+            host: States in host memory, to be changed.
+
+        Returns:
+            States on the disk, and bytes of locked buffers, which are added to those of the host.
+        """
+        inputs, swap = self.inputs, self.inputs.swap
+        if swap is None:
+            return {}, 0
+        disk: dict[str, int] = {}
+        locked = 0
+        if swap.optimizer:
+            disk = {kind: host.pop(kind) for kind in ("master weights", "moments")}
+            disk["gradients"] = FP32 * self.partition
+            locked += inputs.master_bytes * min(swap.optimizer_buffers, 4 * self.partition)
+        if swap.parameters:
+            kept = inputs.param_bytes * swap.max_in_host
+            disk["parameters"] = host["parameters"]
+            host["parameters"] = min(kept, host["parameters"])
+            locked += inputs.param_bytes * swap.parameter_buffers
+        host["buffers for swapping"] = locked
+        return disk, locked
 
     def gathered(self) -> int:
         """Parameters that ZeRO-3 keeps gathered at a time.

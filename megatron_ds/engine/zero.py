@@ -20,6 +20,7 @@ from megatron_ds.config.problems import Problem, user_error
 from megatron_ds.data.micro_batches import Batch
 from megatron_ds.engine import swapped_states
 from megatron_ds.engine.deepspeed_patches import (
+    clip_by_known_norm,
     experts_saved_by_caller,
     reset_cpu_adam_beta_powers,
     silent_bf16_load,
@@ -102,7 +103,11 @@ class ZeroEngine:
         self._seed = seed
         self._device = device
         self._stage = self.settings.zero_stage
+        self._norm: Tensor | None = None
         self._loss_scale = LossScale(engine.optimizer) if engine.fp16_enabled() else None
+        if self._stage == 0:
+            is_alone = self.settings.dp_size == 1
+            clip_by_known_norm(engine, self._clip_gradients, is_alone=is_alone)
         keep_settings_on_load(engine.basic_optimizer)
 
     def parameter_count(self) -> int:
@@ -163,6 +168,7 @@ class ZeroEngine:
                 # is decided here, as DeepSpeed's optimizers do: the one wait for the device.
                 norm = self._sum_of_squares(lambda parameter: parameter.grad).sqrt()
                 dropped = not bool(norm.isfinite()) or guard.exceeds(norm)
+                self._norm = norm
             if dropped:
                 # At the other stages DeepSpeed itself skips a step with non-finite gradients.
                 engine.zero_grad()
@@ -177,6 +183,13 @@ class ZeroEngine:
         return self._result(
             plan, before, guard, torch.stack(losses).mean(), norm, router_metrics(router_log.take())
         )
+
+    def _clip_gradients(self) -> None:
+        """Scale the gradients of stage 0 as `torch.nn.utils.clip_grad_norm_` does."""
+        assert self._norm is not None
+        factor = (self._engine.gradient_clipping() / (self._norm + 1e-6)).clamp(max=1.0).float()
+        gradients = [p.grad for _, p in self._parameters() if p.grad is not None]
+        torch._foreach_mul_(gradients, factor)
 
     def eval_loss(self, batches: Iterator[DeviceBatch], count: int) -> LossSum:
         self._engine.eval()

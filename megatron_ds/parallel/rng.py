@@ -86,7 +86,7 @@ class RngStreams:
         if micro_batch is None:
             return
         place = *micro_batch, layer
-        torch.manual_seed(stable_seed("replicated", *place, *self._slice))
+        self._seed_default(stable_seed("replicated", *place, *self._slice))
         self.sharded_state = self._seeded_state(
             stable_seed("sharded", *place, self._tp_rank, *self._slice)
         )
@@ -113,6 +113,12 @@ class RngStreams:
 
     def _seeded_state(self, seed: int) -> Tensor:
         return torch.Generator(self._device).manual_seed(seed).get_state()
+
+    def _seed_default(self, seed: int) -> None:
+        """Like torch.manual_seed, which formats stack traces for the devices that are not there."""
+        torch.default_generator.manual_seed(seed)
+        if self._device.type != "cpu":
+            self._set_default_state(self._seeded_state(seed))
 
     def _default_state(self) -> Tensor:
         if self._device.type == "cpu":

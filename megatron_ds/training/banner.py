@@ -301,6 +301,7 @@ def _memory(estimate: MemoryEstimate) -> Lines:
         ("states", _sum(estimate.device)),
         ("temporary", f"{', '.join(_sizes(working))} (not all at the same time)"),
         *([("on host", _sum(estimate.host))] if estimate.host else []),
+        *([("on disk", _sum(estimate.disk))] if estimate.disk else []),
         ("peak", peak),
     ]
 

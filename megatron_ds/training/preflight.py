@@ -86,6 +86,14 @@ def check(
         # Every rank of a large run cannot check every file; the first one does it for all, later.
         find = find_damage if world_size == 1 else find_record_damage
         problems += _checkpoint_problems(config, dp_size, tokenizer, find)
+    is_merged = config.deepspeed_file is not None or config.deepspeed.deepspeed_config is None
+    if is_sound and is_merged and not problems:
+        from megatron_ds.training import capacity  # imports torch, as the run does next
+
+        complete = config.with_vocab(vocab_size or given or 0)
+        processes = environment.local_world_size() or 1
+        is_first = environment.local_rank() == 0
+        problems += capacity.problems(complete, dp_size, processes, is_first, warn)
     return problems, None if tokenizer is None else RunInputs(tokenizer, data)
 
 

@@ -1,0 +1,59 @@
+"""Temporary folders on a shared disk, and the measurement of its rate."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_ds.fileio import disk_rate
+from megatron_ds.fileio.swap_folder import SwapFolder
+
+DIES = """
+import os, sys
+from pathlib import Path
+from megatron_ds.fileio.swap_folder import SwapFolder
+folder = SwapFolder(Path(sys.argv[1]))
+(folder.path / "states").mkdir()
+(folder.path / "states" / "left").touch()
+os._exit(0)
+"""
+
+
+def test_each_holder_has_a_folder_of_its_own(tmp_path: Path) -> None:
+    first, second = SwapFolder(tmp_path), SwapFolder(tmp_path)
+    assert first.path != second.path
+    first.remove()
+    assert SwapFolder(tmp_path).path == first.path
+
+
+def test_folder_is_removed_with_its_contents(tmp_path: Path) -> None:
+    folder = SwapFolder(tmp_path)
+    (folder.path / "states").mkdir()
+    folder.remove()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_files_of_a_dead_process_are_removed(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-c", DIES, str(tmp_path)], check=True)
+    assert (tmp_path / "swap0" / "states" / "left").exists()
+    folder = SwapFolder(tmp_path)
+    assert folder.path == tmp_path / "swap0"
+    assert [path.name for path in folder.path.iterdir()] == ["lock"]
+
+
+def test_rate_is_measured_and_leaves_nothing(tmp_path: Path) -> None:
+    try:
+        rate = disk_rate.measure(tmp_path / "new")
+    except OSError as error:
+        pytest.skip(f"the temporary folder has no direct access: {error}")
+    assert min(rate) > 0
+    assert list((tmp_path / "new").iterdir()) == []
+
+
+def test_folder_that_cannot_be_created_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError, match="file"):
+        disk_rate.measure(tmp_path / "file" / "folder")

@@ -1,0 +1,127 @@
+"""What a run needs of its host is compared with what the host has, before any rank starts."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import namedtuple
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_ds.config.problems import Problem
+from megatron_ds.engine.memory_estimate import planned_memory
+from megatron_ds.fileio import disk_rate
+from megatron_ds.fileio.disk_rate import DiskRate
+from megatron_ds.launch import device, host_memory, libaio
+from megatron_ds.model.flops import parameters_per_rank
+from megatron_ds.training import capacity
+from tests.problems import codes
+from tests.unit.engine.ds_files import merged
+
+VOCAB = 32000
+NVME = "--zero-stage 3 --nvme-optimizer --remote-device nvme"
+DP_SIZE = 2
+Usage = namedtuple("Usage", "total used free")
+
+
+@pytest.fixture(autouse=True)
+def _large_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host on which everything fits, with a fast disk and libaio."""
+    for name in ("total", "available", "lockable"):
+        monkeypatch.setattr(host_memory, name, lambda: math.inf)
+    monkeypatch.setattr(device, "kind", lambda: "cpu")
+    monkeypatch.setattr(libaio, "find_problem", lambda: None)
+    monkeypatch.setattr(disk_rate, "measure", lambda folder: DiskRate(1e12, 1e12))
+    monkeypatch.setattr(capacity.shutil, "disk_usage", lambda folder: Usage(0, 0, 10**15))
+
+
+def check(flags: str, *, processes: int = 2, is_first: bool = True) -> tuple[list[str], list[str]]:
+    """Codes of the problems and of the warnings."""
+    warnings: list[Problem] = []
+    config = merged(flags).config.with_vocab(VOCAB)
+    found = capacity.problems(config, DP_SIZE, processes, is_first, warnings.append)
+    return codes(found), codes(warnings)
+
+
+def test_a_run_that_fits_has_no_problem(tmp_path: Path) -> None:
+    assert check("") == ([], [])
+    assert check(f"{NVME} --nvme-path {tmp_path}") == ([], [])
+
+
+def host_bytes(flags: str, processes: int) -> float:
+    estimate = planned_memory(merged(flags).config.with_vocab(VOCAB), DP_SIZE, "cpu")
+    return processes * (sum(estimate.host.values()) + estimate.peak)
+
+
+@pytest.mark.parametrize("flags", ["", "--zero-stage 3 --cpu-optimizer --remote-device cpu"])
+def test_memory_of_all_processes_of_the_host_counts(
+    flags: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_memory, "total", lambda: 1.1 * host_bytes(flags, 2))
+    assert check(flags, processes=2) == ([], [])
+    assert check(flags, processes=3) == (["host-memory-exceeded"], [])
+    monkeypatch.setattr(host_memory, "available", lambda: 0.9 * host_bytes(flags, 2))
+    assert check(flags, processes=2) == ([], ["host-memory-short"])
+
+
+def test_only_the_host_part_counts_with_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "kind", lambda: "xpu")
+    monkeypatch.setattr(host_memory, "total", lambda: 1.0)
+    assert check("") == ([], [])
+    assert check("--zero-stage 3 --cpu-optimizer")[0] == ["host-memory-exceeded"]
+
+
+def test_locked_buffers_are_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_memory, "lockable", lambda: 8 * 2**20)
+    assert check("--zero-stage 3 --cpu-optimizer") == ([], [])
+    assert check(f"{NVME} --nvme-path {tmp_path}") == (["locked-memory-exceeded"], [])
+
+
+def test_disk_holds_states_of_all_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights, gradients, two moments and parameters in fp32."""
+    flags = f"{NVME} --nvme-path {tmp_path}"
+    config = merged(flags).config.with_vocab(VOCAB)
+    host = planned_memory(config, DP_SIZE, "cpu").host
+    assert {"master weights", "moments"}.isdisjoint(host)
+    model = config.model
+    stored = 2 * 5 * 4 * -(-parameters_per_rank(model, 1) // DP_SIZE)
+    for free, expected in ((stored, []), (stored - 1, ["nvme-path-too-small"])):
+        usage = Usage(0, 0, free)
+        monkeypatch.setattr(capacity.shutil, "disk_usage", lambda folder, usage=usage: usage)
+        assert check(flags) == (expected, [])
+    assert check(flags, is_first=False) == ([], [])
+
+
+def test_slow_disk_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk_rate, "measure", lambda folder: DiskRate(1e6, 1e6))
+    assert check(f"{NVME} --nvme-path {tmp_path}") == ([], ["nvme-takes"])
+
+
+def test_unusable_folder_and_missing_library_are_found_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(folder: Path) -> DiskRate:
+        raise NotADirectoryError(20, "Not a directory", str(folder))
+
+    monkeypatch.setattr(disk_rate, "measure", fail)
+    missing = Problem("nvme-without-libaio", error="")
+    monkeypatch.setattr(libaio, "find_problem", lambda: missing)
+    found = check(f"{NVME} --nvme-path {tmp_path}")
+    assert found == (["nvme-without-libaio", "nvme-path-unusable"], [])
+
+
+@pytest.mark.parametrize("key", capacity.QUANTIZED)
+def test_quantized_communication_needs_an_accelerator(
+    key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "ds.json"
+    values: dict[str, Any] = {"zero_optimization": {"stage": 3, key: True}}
+    path.write_text(json.dumps(values))
+    flags = f"--deepspeed_config {path}"
+    assert check(flags) == (["quantization-needs-accelerator"], [])
+    monkeypatch.setattr(device, "kind", lambda: "xpu")
+    assert check(flags) == ([], ["communication-is-quantized"])
