@@ -1,12 +1,13 @@
 """Checkpoints of real engines: the files of every layout give the model's weights.
 
 Covers ZeRO 0 to 3 x tensor-parallel size 1 and 2 x fp32 and bf16, except ZeRO 0 with bf16, which is
-rejected; on four ranks, so that ZeRO-3 partitions over two and over four. The sizes divide by
+rejected, and pipeline stages with a tied embedding; on four ranks, so that ZeRO-3 partitions over two and over four. The sizes divide by
 neither, so its partitions are padded.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from pathlib import Path
 
@@ -50,16 +51,23 @@ MODEL = ModelConfig(
 )
 
 
-def layouts() -> list[tuple[int, int, bool]]:
-    """ZeRO stage, tensor-parallel size, bf16."""
-    product = itertools.product((0, 1, 2, 3), (1, 2), (False, True))
-    return [layout for layout in product if not (layout[0] == 0 and layout[2])]
+Layout = tuple[int, int, bool, int]
+"""ZeRO stage, tensor-parallel size, bf16, pipeline stages."""
 
 
-def config_of(stage: int, tp_size: int, bf16: bool, folder: Path) -> Config:
+def layouts() -> list[Layout]:
+    product = itertools.product((0, 1, 2, 3), (1, 2), (False, True), (1,))
+    plain = [layout for layout in product if not (layout[0] == 0 and layout[2])]
+    return [*plain, (0, 2, False, 2), (1, 1, True, 2)]
+
+
+def config_of(layout: Layout, folder: Path) -> Config:
+    stage, tp_size, bf16, stages = layout
     return Config(
-        model=MODEL,
-        parallel=ParallelConfig(tensor_model_parallel_size=tp_size),
+        model=dataclasses.replace(MODEL, untie_embeddings_and_output_weights=stages == 1),
+        parallel=ParallelConfig(
+            tensor_model_parallel_size=tp_size, pipeline_model_parallel_size=stages
+        ),
         optimizer=OptimizerConfig(lr=0.01),
         schedule=ScheduleConfig(micro_batch_size=1, train_iters=2),
         precision=PrecisionConfig(bf16=bf16),
@@ -84,9 +92,10 @@ class Batches:
 
 def save_and_read(rank: int, folder: str) -> None:
     meshes = prepare()
-    for number, (stage, tp_size, bf16) in enumerate(layouts()):
+    for number, layout in enumerate(layouts()):
         where = Path(folder) / str(number)
-        config, mesh = config_of(stage, tp_size, bf16, where), meshes[tp_size]
+        config, (stage, _, bf16, _) = config_of(layout, where), layout
+        mesh = meshes.of(config.parallel)
         engine = build(config, mesh)
         state = TrainState()
         for _ in range(2):
@@ -96,12 +105,12 @@ def save_and_read(rank: int, folder: str) -> None:
 
         saved = dict(iter_full_weights(read_run(where / "global_step2")))
         own = full_weights(engine, mesh)
-        assert saved.keys() == own.keys(), (stage, tp_size, bf16)
+        assert saved.keys() == own.keys(), layout
         dtype = torch.bfloat16 if bf16 else torch.float32
         for name, value in own.items():
             assert saved[name].dtype == (torch.float32 if stage == 3 else dtype)
             # ZeRO-3 keeps the fp32 values that the model's bf16 ones are rounded from.
-            assert torch.equal(saved[name].to(dtype).float(), value), (stage, tp_size, bf16, name)
+            assert torch.equal(saved[name].to(dtype).float(), value), (layout, name)
         engine._engine.destroy()
         check_loaded_at_every_size(where, saved, meshes)
 
