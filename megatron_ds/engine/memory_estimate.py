@@ -3,7 +3,8 @@
 States are counted as DeepSpeed's engines keep them, activations as torch's autograd saves them for
 this model (`tests/unit/engine/test_memory_estimate.py` counts both). The estimate is the
 peak over the phases of a step. It excludes the libraries themselves, allocator fragmentation and
-the buffers of communication libraries.
+the buffers of communication libraries. With pipeline stages every part is that of the stage that
+has the most of it.
 
 Shapes: T tokens of a micro-batch on this rank, H hidden, P parameters of this tensor-parallel rank,
 N ranks over which states are partitioned, v this rank's rows of the vocabulary.
@@ -26,6 +27,7 @@ from megatron_ds.model.flops import (
     parameters_per_rank,
 )
 from megatron_ds.model.mlp import num_tiles
+from megatron_ds.model.stages import layers_per_stage, stage_parameters
 from megatron_ds.parallel.fused_linear_cross_entropy import CHUNK_BYTES
 
 ALLREDUCE_BUCKET = 500_000_000
@@ -287,6 +289,18 @@ class _Sizes:
         self.ep_size = config.expert_parallel_size
         layout = config.model, inputs.tp_size, config.moe, self.ep_size
         self.full = parameters_per_rank(*layout)
+        stages = layers_per_stage(config.model, config.parallel)
+        if len(stages) > 1:
+            self.full = max(
+                sum(size * count for size, count in sizes.items())
+                for sizes in stage_parameters(config.model, inputs.tp_size, stages)
+            )
+        # A stage keeps the activations of a micro-batch until its gradient returns.
+        samples = config.final_global_batch_size(inputs.dp_size // inputs.sp_size)
+        micro = samples // (config.schedule.micro_batch_size * inputs.dp_size // inputs.sp_size)
+        self.stored_layers = max(
+            count * min(len(stages) - stage, max(1, micro)) for stage, count in enumerate(stages)
+        )
         # An expert is partitioned over the data-parallel ranks that have it.
         experts = expert_parameters_per_rank(*layout)
         others = -(-(self.full - experts) // inputs.dp_size)
@@ -459,8 +473,8 @@ class _Sizes:
         experts = self._experts() - (0 if recompute.tiled_mlp else self._mlp())
         sparse = self.config.moe.num_moe_layers(model.num_layers)
         if recompute.recompute_granularity != "full":
-            return ends + model.num_layers * layer + sparse * experts
-        units = -(-model.num_layers // recompute.checkpoint_num_layers)
+            return ends + self.stored_layers * layer + sparse * experts
+        units = -(-self.stored_layers // recompute.checkpoint_num_layers)
         kept = 0 if recompute.checkpoint_in_cpu else units * self.residual
         if recompute.partition_activations:
             kept //= tp_size

@@ -35,6 +35,7 @@ from megatron_ds.model.flops import (
 )
 from megatron_ds.model.gpt import GPTModel
 from megatron_ds.model.packed_attention import PackingOptions
+from megatron_ds.model.stages import stage_parameters
 from megatron_ds.parallel.activation_checkpointing import ActivationCheckpointing
 from megatron_ds.parallel.mesh import Group, Mesh
 from megatron_ds.parallel.rng import RngStreams
@@ -310,6 +311,22 @@ def test_gradients_of_zero1_are_not_partitioned() -> None:
         for stage in (1, 0)
     )
     assert first["gradients"] == zeroth["gradients"] == 4 * first["master weights"]
+
+
+def test_a_pipeline_stage_has_its_layers_and_several_micro_batches() -> None:
+    model = config(num_layers=4)
+    parallel = ParallelConfig(pipeline_model_parallel_size=2)
+    staged = dataclasses.replace(model, parallel=parallel)
+    accumulating = dataclasses.replace(staged.schedule, global_batch_size=4 * BATCH)
+    found = estimate(staged, SINGLE)
+    largest = max(
+        sum(size * count for size, count in sizes.items())
+        for sizes in stage_parameters(model.model, 1, (2, 2))
+    )
+    assert found.device["parameters"] == FP32 * largest
+    assert found.activations == estimate(config(num_layers=2), SINGLE).activations
+    several = dataclasses.replace(staged, schedule=accumulating)
+    assert estimate(several, SINGLE).activations == estimate(model, SINGLE).activations
 
 
 def test_offloaded_states_are_in_host_memory() -> None:
