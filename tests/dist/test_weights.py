@@ -1,8 +1,8 @@
 """Checkpoints of real engines: the files of every layout give the model's weights.
 
 Covers ZeRO 0 to 3 x tensor-parallel size 1 and 2 x fp32 and bf16, except ZeRO 0 with bf16, which is
-rejected, and pipeline stages with a tied embedding; on four ranks, so that ZeRO-3 partitions over two and over four. The sizes divide by
-neither, so its partitions are padded.
+rejected, and pipeline stages with a tied embedding; on four ranks, so that ZeRO-3 partitions over
+two and over four. The sizes divide by neither, so its partitions are padded.
 """
 
 from __future__ import annotations
