@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from megatron_ds.config import support
+from megatron_ds.config.checks import listed
 from megatron_ds.config.problems import catalogue
 from tools.make_messages import readable
 
@@ -87,10 +88,12 @@ def _rules() -> str:
             f"{support.AXES[axis].title} {' or '.join(values)}"
             for axis, values in rule.values.items()
         )
-        instead = " ".join(support.AXES[axis].words(value) for axis, value in rule.instead.items())
+        instead = listed(
+            f"`{support.AXES[axis].words(value)}`" for axis, value in rule.instead.items()
+        )
         text = readable(catalogue()[rule.code]["text"])
         reason = text.removeprefix("{combination}: ").partition("; use {closest}")[0]
-        rows.append((values, f"`{rule.code}`", reason, f"`{instead}`", rule.upstream))
+        rows.append((values, f"`{rule.code}`", reason, instead, rule.upstream))
     return _table(("layout", "code", "because", "closest layout", "reported as"), rows)
 
 

@@ -18,7 +18,7 @@ from megatron_ds.config import sequence_parallel
 from megatron_ds.config.checkpoint import CheckpointConfig
 from megatron_ds.config.data import DataConfig
 from megatron_ds.config.deepspeed import DeepSpeedConfig
-from megatron_ds.config.fields import field_problems, ineffective, option_fields
+from megatron_ds.config.fields import field_problems, in_effect, ineffective, option_fields
 from megatron_ds.config.logging import LoggingConfig
 from megatron_ds.config.model import ModelConfig
 from megatron_ds.config.moe import MoEConfig
@@ -116,6 +116,9 @@ class Config:
             of_groups.append(Problem("tiled-mlp-with-compile"))
         if self.moe.is_used and self.runtime.compile:
             of_groups.append(Problem("experts-with-compile"))
+        is_contiguous = in_effect(self.recompute).contiguous_checkpointing
+        if parallel.pipeline_model_parallel_size > 1 and is_contiguous:
+            of_groups.append(Problem("contiguous-checkpointing-with-pipeline", settings=parallel))
         return [*of_groups, *sequence_parallel.problems(self)]
 
     def warnings(self) -> Iterator[Problem]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from megatron_ds.config.problems import Problem
 
@@ -72,6 +72,13 @@ def divisors(value: int) -> list[int]:
     """The divisors of a positive number in ascending order."""
     small = [number for number in range(1, math.isqrt(value) + 1) if value % number == 0]
     return sorted({*small, *(value // number for number in small)})
+
+
+def listed(items: Iterable[str]) -> str:
+    """Items of a sentence: `a`, `a and b`, `a, b and c`."""
+    every = list(items)
+    parts = [", ".join(every[:-1]), *every[-1:]]
+    return " and ".join(filter(None, parts))
 
 
 def list_numbers(values: list[int]) -> str:

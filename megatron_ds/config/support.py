@@ -27,6 +27,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from megatron_ds.config.checks import listed
 from megatron_ds.config.fields import in_effect
 from megatron_ds.config.problems import Problem
 
@@ -538,10 +539,12 @@ def problems(config: Config) -> Iterator[Problem]:
     if not broken:
         return
     wanted = closest(layout)
-    changed = [AXES[axis].words(wanted[axis]) for axis in AXES if wanted[axis] != layout[axis]]
+    changed = listed(
+        AXES[axis].words(wanted[axis]) for axis in AXES if wanted[axis] != layout[axis]
+    )
     for rule in broken:
-        combination = " with ".join(AXES[axis].words(layout[axis]) for axis in rule.values)
-        problem = Problem(rule.code, combination=combination, closest=" ".join(changed))
+        combination = listed(AXES[axis].words(layout[axis]) for axis in rule.values)
+        problem = Problem(rule.code, combination=combination, closest=changed)
         yield problem.extended(f" ({rule.upstream})") if rule.upstream else problem
 
 

@@ -31,7 +31,7 @@ REFUSED: dict[str, str] = {
     "zero_optimization.zeropp_loco_param": REMOVED,
     "zero_optimization.legacy_stage1": f"{REMOVED}; use stage 1",
     "zero_optimization.elastic_checkpoint": "changes the layout of checkpoints",
-    "zero_optimization.pipeline_loading_checkpoint": "pipeline parallelism is not supported yet",
+    "zero_optimization.pipeline_loading_checkpoint": "all ranks load their files at once",
     "zero_optimization.compute_grad_norm": "the norm is always computed; leave the key out",
     "zero_optimization.zenflow": (
         "it applies most gradients later than their step, so that a run no longer equals one "
@@ -48,18 +48,21 @@ REFUSED: dict[str, str] = {
     "optimizer.params.dampening": "SGD uses plain momentum",
     "checkpoint.load_universal": "checkpoints are loaded with --load",
     "checkpoint.use_node_local_storage": "--save must be one folder shared by all nodes",
-    "checkpoint.parallel_write": "pipeline parallelism is not supported yet",
+    "checkpoint.parallel_write": "each rank of a stage writes the weights in one file",
     "checkpoint.writer": "DeepSpeed cannot load the files of its own writers",
     "max_grad_norm": "DeepSpeed ignores it; use gradient_clipping or --clip-grad",
     "managed_gradient_accumulation": "the training loop sets the accumulation boundary",
     "gradient_allreduce_op": "gradients are averaged over data-parallel ranks",
     "torch_autocast": "use --bf16",
     "tensor_parallel": "use --tensor-model-parallel-size",
-    "sequence_parallel_size": "sequence parallelism is not supported yet",
-    "seq_parallel_communication_data_type": "sequence parallelism is not supported yet",
-    "expert_parallel": "mixture of experts is not supported yet",
-    "use_data_before_expert_parallelism": "mixture of experts is not supported yet",
-    "pipeline": "pipeline parallelism is not supported yet",
+    "sequence_parallel_size": "use --ds-sequence-parallel-size",
+    "seq_parallel_communication_data_type": "it is not configurable; leave the key out",
+    "expert_parallel": "use --num-experts and --expert-model-parallel-size",
+    "use_data_before_expert_parallelism": "the order of the ranks is fixed",
+    "pipeline": (
+        "stages are set by --pipeline-model-parallel-size and --pp-partition-method, with "
+        "DeepSpeed's 1F1B schedule"
+    ),
     "data_efficiency": "its data sampling and random-LTD are not supported yet",
     "compile": "use --compile",
     "hybrid_engine": NOT_YET,

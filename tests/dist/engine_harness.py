@@ -177,6 +177,8 @@ def train(
             run.losses.append(_mean(result.loss, mesh))
             run.norms.append(None if result.grad_norm is None else float(result.grad_norm))
             run.weights.append(full_weights(engine, mesh))
+            if mesh.pp.size > 1:
+                run.evaluations.append(evaluate(engine, config, mesh, samples))
     run.notes["params norm"] = engine.params_norm()
     run.notes["attention calls"] = calls[0]
     run.notes["compiled"] = counters["frames"]["ok"] - compiled
@@ -188,6 +190,16 @@ def train(
     releases = releases and mesh.pp.size == 1
     _assert_nothing_left(parameters if releases else [])
     return run
+
+
+def evaluate(engine: ZeroEngine, config: Config, mesh: Mesh, samples: Samples) -> float:
+    """The evaluation loss of the first samples, a global batch. Collective."""
+    schedule = config.schedule
+    count = schedule.global_batch_size // (schedule.micro_batch_size * mesh.dp.size)
+    loss = engine.eval_loss(batches_of(config, mesh, samples), count)
+    sums = torch.stack([loss.total, loss.weight])
+    dist.all_reduce(sums, group=mesh.dp.handle)
+    return float(sums[0] / sums[1])
 
 
 def batches_of(config: Config, mesh: Mesh, samples: Samples, consumed: int = 0) -> DeviceBatches:

@@ -42,6 +42,8 @@ class Run:
     """Before the first step and after each."""
     rates: list[float] = field(default_factory=list)
     """Learning rate of each optimizer step."""
+    evaluations: list[float] = field(default_factory=list)
+    """Evaluation loss after each step, with pipeline stages."""
     undecided: Tensors = field(default_factory=dict)
     """Elements of weights whose steps rounding decides, as booleans."""
     notes: dict[str, Any] = field(default_factory=dict)
@@ -142,6 +144,30 @@ def train_reference(
         optimizer.step()
         run.weights.append(_copy(named))
     return run
+
+
+@torch.no_grad()
+def evaluate_reference(
+    config: Config,
+    samples: Samples,
+    weights: Tensors,
+    documents: PackingOptions | None = None,
+    micro_batch_size: int | None = None,
+) -> float:
+    """The evaluation loss of the first global batch. Arguments as for `train_reference`.
+
+    Args:
+        weights: Weights of the model.
+    """
+    options = {"mesh": Mesh.single(), "rng": RngStreams(0), "seed": None, "packing": documents}
+    model = GPTModel(config.model, **options).eval()
+    model.load_state_dict(weights)
+    tokens = samples.batch(0, config.schedule.global_batch_size)
+    losses = []
+    for part in tokens.split(micro_batch_size or len(tokens)):
+        mask = part[:, :-1] != EOD if config.data.eod_mask_loss else None
+        losses.append(model(part[:, :-1], part[:, 1:], mask).mean())
+    return torch.stack(losses).mean().item()
 
 
 class Lion(torch.optim.Optimizer):

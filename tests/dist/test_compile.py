@@ -16,8 +16,11 @@ from tests.dist.compare import differences
 from tests.dist.parity_cases import Case
 from tests.dist.rank_jobs import Job, JobResults, case_training, run_jobs
 
-ONE_PROCESS = Case(1, 1, 1, 1, "learned", "adamw")
+ONE_PROCESS = Case(1, 1, 1, 4, "learned", "adamw")
 ZERO3 = Case(2, 3, 1, 1, "learned", "adamw")
+TWO_STAGES = Case(2, 1, 2, 4, "learned", "adamw")
+"""Of tensor-parallel size 1: the pipeline has the two processes."""
+STAGES = {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 2}
 WITH_DROPOUT = Case(2, 1, 2, 1, "gqa", "adamw")
 
 
@@ -52,6 +55,7 @@ def two_ranks() -> JobResults:
     jobs = {}
     for name, granularity in {"stored": None, "full": "full"}.items():
         jobs[f"own-{name}"] = with_dropout(granularity, True, use_inductor_random_numbers)
+    jobs["stages"] = job(TWO_STAGES, True, parallel=STAGES)
     for compiled in (True, False):  # eager ZeRO-3 leaves DeepSpeed's linear layer in torch
         jobs[f"zero3-{compiled}"] = job(ZERO3, compiled)
         jobs[f"selective-{compiled}"] = with_dropout(
@@ -70,13 +74,20 @@ def assert_same(two_ranks: JobResults, compiled: str, eager: str) -> None:
 def test_there_is_no_graph_break(one_process: JobResults, two_ranks: JobResults) -> None:
     """Under ZeRO-3 DeepSpeed's hooks, which gather the parameters, break the graphs."""
     runs = [*one_process.of("True")]
-    for name in ("selective-True", "own-stored", "own-full"):
+    for name in ("selective-True", "own-stored", "own-full", "stages"):
         runs += two_ranks.of(name)
     assert [run.notes["graph breaks"] for run in runs] == [0] * len(runs)
 
 
 def test_one_process_matches_eager(one_process: JobResults) -> None:
     assert_same(one_process, "True", "False")
+
+
+def test_stages_match_one_eager_process(one_process: JobResults, two_ranks: JobResults) -> None:
+    (eager,) = one_process.of("False")
+    for run in two_ranks.of("stages"):
+        assert run.notes["compiled"] > 0
+        assert differences(run, eager) == []
 
 
 def test_zero3_matches_eager(two_ranks: JobResults) -> None:

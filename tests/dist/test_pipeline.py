@@ -2,7 +2,8 @@
 embeddings, accumulation, clipping, dropout, recomputation, documents, batch sizes and lengths that
 change.
 
-The reference is that of `test_parity.py`, within 1e-5: loss, norm, every gradient, every weight.
+The reference is that of `test_parity.py`, within 1e-5: loss, norm, every gradient, every weight, and
+the evaluation loss after every step.
 """
 
 from __future__ import annotations
@@ -20,11 +21,12 @@ from megatron_ds.train_state import StepPlan
 from tests.dist.compare import differences
 from tests.dist.parity_cases import SAMPLES, Case, config_of, plans_of
 from tests.dist.rank_jobs import JobResults, run_jobs, training
-from tests.dist.reference import EOD, train_reference
+from tests.dist.reference import EOD, Samples, evaluate_reference, train_reference
 
 FIVE_LAYERS = {"model": {"num_layers": 5}}
 DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.2}
 DOCUMENTS = {"reset_position_ids": True, "reset_attention_mask": True, "eod_mask_loss": True}
+PER_TOKEN = {"data": {"eod_mask_loss": True}, "optimizer": {"calculate_per_token_loss": True}}
 OFFLOAD = {"deepspeed": {"zero_stage": 1, "cpu_optimizer": True}}
 PACKED = SAMPLES.with_document_ends(0.1)
 
@@ -48,6 +50,22 @@ class Pipeline:
     """Tokens per sample of each step, if they change."""
     sequence: bool = False
     """Sequence parallelism."""
+
+    @property
+    def samples(self) -> Samples:
+        return PACKED if "data" in self.changes else SAMPLES
+
+    @property
+    def packing(self) -> PackingOptions | None:
+        is_packed = self.config.data.reset_attention_mask
+        return PackingOptions(EOD, True, True) if is_packed else None
+
+    @property
+    def samples_per_mean(self) -> int | None:
+        """Samples over whose counted tokens a loss is averaged; None: all of a step."""
+        options = self.config
+        is_per_token = options.optimizer.calculate_per_token_loss
+        return None if is_per_token else options.schedule.micro_batch_size
 
     @property
     def case(self) -> Case:
@@ -80,12 +98,15 @@ class Pipeline:
 
 CASES = (
     Pipeline("tensor-and-stages", 2, 2, 1, 4, "tied", "grouped"),
-    Pipeline("data-and-stages", 1, 2, 1, 4, "gqa", "adamw", "uniform"),
-    Pipeline("without-zero", 1, 2, 0, 4, "tied", "adamw"),
+    Pipeline(
+        "data-and-stages", 1, 2, 1, 4, "gqa", "adamw", "uniform",
+        batches=(16, 8, 16), lengths=(8, 16, 12), changes=PER_TOKEN,
+    ),
+    Pipeline("without-zero", 1, 2, 0, 4, "tied", "adamw", changes=PER_TOKEN),
     Pipeline("without-zero-sharded", 2, 2, 0, 1, "swiglu", "adamw"),
     Pipeline("plain-steps", 2, 2, 0, 4, "learned", "sgd"),
     Pipeline("plain-steps-partitioned", 2, 2, 1, 1, "tied", "sgd"),
-    Pipeline("four-stages", 1, 4, 1, 4, "tied", "adamw", "parameters", FIVE_LAYERS),
+    Pipeline("four-stages", 1, 4, 1, 4, "untied", "grouped", "parameters", FIVE_LAYERS),
     Pipeline("listed-layers", 1, 4, 0, 1, "alibi", "sgd", "1,1,2,1", FIVE_LAYERS),
     Pipeline("muon", 1, 4, 1, 4, "tied", "muon", changes=FIVE_LAYERS),
     Pipeline("offload", 1, 2, 1, 4, "rope", "adamw", changes=OFFLOAD),
@@ -121,7 +142,7 @@ def results(request: pytest.FixtureRequest) -> JobResults:
         case.name: training(
             case.config,
             case.plans,
-            PACKED if is_packed(case) else SAMPLES,
+            case.samples,
             partial(check_layers, case.sequence),
         )
         for case in dict.fromkeys(cases)
@@ -134,26 +155,21 @@ def check_layers(sequence: bool, engine: Any) -> None:
         assert layer.group.sequence_parallel == sequence
 
 
-def is_packed(case: Pipeline) -> bool:
-    return "data" in case.changes
-
-
 @pytest.mark.parametrize(
     "case",
     [pytest.param(CASES[0], marks=pytest.mark.smoke), *CASES[1:]],
     ids=lambda case: case.name,
 )
 def test_stages_equal_one_process(case: Pipeline, results: JobResults) -> None:
-    config = case.config
-    reference = train_reference(
-        config,
-        PACKED if is_packed(case) else SAMPLES,
-        case.plans,
-        PackingOptions(EOD, True, True) if is_packed(case) else None,
-        config.schedule.micro_batch_size,
-    )
+    config, options = case.config, (case.packing, case.samples_per_mean)
+    reference = train_reference(config, case.samples, case.plans, *options)
+    evaluations = [
+        evaluate_reference(config, case.samples, weights, *options)
+        for weights in reference.weights[1:]
+    ]
+    norm = sum(float(value.square().sum()) for value in reference.weights[-1].values()) ** 0.5
     for rank, run in enumerate(results.of(case.name)):
         assert differences(run, reference) == [], f"rank {rank}"
         assert run.rates == reference.rates
-        norm = sum(float(value.square().sum()) for value in reference.weights[-1].values()) ** 0.5
+        assert run.evaluations == pytest.approx(evaluations, rel=1e-5)
         assert run.notes["params norm"] == pytest.approx(norm, rel=1e-5)

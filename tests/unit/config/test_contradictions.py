@@ -93,6 +93,15 @@ CASES: list[tuple[dict[str, Any], str]] = [
         "data-parallel-size-not-divisible-by-expert-parallel-size: expert_model_parallel_size",
     ),
     # Pipeline stages.
+    (
+        {
+            **STAGES,
+            "recompute_granularity": "full",
+            "partition_activations": True,
+            "contiguous_checkpointing": True,
+        },
+        "contiguous-checkpointing-with-pipeline: contiguous_checkpointing",
+    ),
     ({"pipeline_model_parallel_size": 4}, "more-stages-than-layers"),
     ({**STAGES, "pp_partition_method": "2"}, "pp-partition-list"),
     ({**STAGES, "pp_partition_method": "2,0"}, "pp-partition-list"),

@@ -59,6 +59,21 @@ def test_forbidden_layout_is_rejected_and_the_closest_one_is_not(rule: Rule, par
     assert configure(wanted)[1] == []
 
 
+def test_message_is_a_sentence() -> None:
+    layout = DEFAULTS | {"zero": "3", "tp": "> 1", "sequence": "on", "sp": "> 1", "pp": "> 1"}
+    texts = [str(problem) for problem in configure(layout)[1]]
+
+    closest = "use --zero-stage 1 and no --sequence-parallel"
+    assert any(
+        text.startswith(
+            "--tensor-model-parallel-size > 1, --sequence-parallel and "
+            "--ds-sequence-parallel-size > 1: "
+        )
+        and text.endswith(closest)
+        for text in texts
+    ), texts
+
+
 @pytest.mark.parametrize("axes", list(itertools.combinations(AXES, 2)), ids="-".join)
 def test_pairs_are_accepted_unless_a_rule_forbids_them(axes: tuple[str, str]) -> None:
     for pair in support.pairs(*axes):
