@@ -2,8 +2,8 @@
 embeddings, accumulation, clipping, dropout, recomputation, documents, batch sizes and lengths that
 change.
 
-The reference is that of `test_parity.py`, within 1e-5: loss, norm, every gradient, every weight, and
-the evaluation loss after every step.
+The reference is that of `test_parity.py`, within 1e-5: loss, norm, every gradient, every weight,
+and the evaluation loss after every step.
 """
 
 from __future__ import annotations
@@ -127,7 +127,11 @@ CASES = (
         "recomputed-by-deepspeed", 2, 2, 1, 4, "rope", "adamw",
         changes={
             "model": {"hidden_dropout": 0.1},
-            "recompute": {"recompute_granularity": "full", "partition_activations": True},
+            "recompute": {
+                "recompute_granularity": "full",
+                "partition_activations": True,
+                "checkpoint_in_cpu": True,
+            },
         },
     ),
 )  # fmt: skip

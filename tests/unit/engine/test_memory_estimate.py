@@ -294,6 +294,14 @@ def test_states_take_documented_bytes_per_parameter(stage: int, bytes_per_parame
     )
 
 
+@pytest.mark.parametrize(("stage", "bytes_per_parameter"), [(1, 8), (2, 2), (3, 2 / 4)])
+def test_offloading_optimizer_leaves_documented_bytes(
+    stage: int, bytes_per_parameter: float
+) -> None:
+    found = states(stage, offload_optimizer=True)
+    assert found.states == pytest.approx(bytes_per_parameter / 2 * parameter_bytes(), rel=1e-3)
+
+
 def test_moments_of_muon_and_in_8_bits_are_smaller() -> None:
     full, small = (states(2, **each).device["moments"] for each in ({}, EIGHT_BIT))
     # One byte, and a scale in fp32 for 256 elements.
