@@ -87,7 +87,9 @@ def set_clipping(training: Training, value: float) -> None:
 
 
 def set_dropout(of_attention: bool, training: Training, value: float) -> None:
-    for name, module in training.engine._engine.module.named_modules():
+    model = training.engine._engine.module
+    model._has_dropout = True
+    for name, module in model.named_modules():
         if hasattr(module, "dropout") and name.endswith(".attention") == of_attention:
             module.dropout = value
 
@@ -404,8 +406,14 @@ def test_optimizer_states_may_move_between_device_and_host(name: str, outcomes: 
         for one, other in zip(moved.results, continued.results, strict=True):
             assert one[:2] == pytest.approx(other[:2], rel=1e-5)
         for key, value in continued.tensors.items():
+            # Close master weights, which have a number, may be rounded to neighbours in bf16.
+            is_rounded = "bf16" in name and " " not in key
             torch.testing.assert_close(
-                moved.tensors[key].double(), value.double(), rtol=1e-4, atol=1e-6, msg=key
+                moved.tensors[key].double(),
+                value.double(),
+                rtol=2**-7 if is_rounded else 1e-4,
+                atol=1e-6,
+                msg=key,
             )
 
 
