@@ -43,7 +43,6 @@ class PipelineEngine(ZeroEngine):
         # All weights of a rank in one file under their canonical names, not a file per layer.
         for name in ("module_state_dict", "load_module_state_dict"):
             setattr(engine, name, partial(getattr(DeepSpeedEngine, name), engine))
-        engine.clip_fp32_gradients = self._clip
         reduce_norm_once(engine.optimizer, self._mesh.model.handle)
         replace_pipeline_instructions(
             engine,
@@ -122,14 +121,3 @@ class PipelineEngine(ZeroEngine):
         reset_cpu_adam_beta_powers(self._engine.basic_optimizer)
         with self._guard.skip_spike(self._engine.optimizer):
             step(lr_kwargs)
-
-    def _clip(self) -> None:
-        """Clip by the norm over all stages, each parameter counted once.
-
-        DeepSpeed counts replicated parameters on the first stage only, and a tied weight twice.
-        """
-        assert self._norm is not None
-        factor = self._engine.gradient_clipping() / (self._norm + 1e-6)
-        for _, parameter in self._parameters():
-            if parameter.grad is not None:
-                parameter.grad.mul_(factor.clamp(max=1.0))
