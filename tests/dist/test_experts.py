@@ -25,6 +25,7 @@ from megatron_ds.checkpoint.metadata import find_damage, read_manifest, read_run
 from megatron_ds.checkpoint.rank_agreement import RankAgreement
 from megatron_ds.config import CheckpointConfig, Config
 from megatron_ds.engine.ds_checkpoint_io import read_tensors
+from megatron_ds.engine.readback import master_weights
 from megatron_ds.engine.zero import ZeroEngine
 from megatron_ds.inference.load_checkpoint import load_model
 from megatron_ds.model.packed_attention import PackingOptions
@@ -237,6 +238,8 @@ def resume(case: ExpertCase, folder: str, meshes: Meshes) -> dict[str, Any]:
     manager = CheckpointManager(config, mesh, lambda _: None, RankAgreement())
     manager.save(engine, state)
     seen = {"own": full_weights(engine, mesh), "loss": evaluate(engine, config, mesh)}
+    seen["recorded sizes"] = [partition.size for partition in engine.partitions()]
+    seen["sizes"] = [weights.numel() for weights in master_weights(engine._engine)]
     seen["continued"] = third_step(engine, config, mesh, case)
     engine._engine.destroy()
 
@@ -271,6 +274,7 @@ def third_step(
 @pytest.mark.parametrize("name", RESUMED)
 def test_a_resumed_run_continues_bit_for_bit(name: str, results: dict[int, JobResults]) -> None:
     for seen in results[4].of(f"resume {name}"):
+        assert seen["recorded sizes"] == seen["sizes"]
         equal(seen["loaded"], seen["own"])
         assert seen["resumed"][:2] == seen["continued"][:2]
         equal(seen["resumed"][2], seen["continued"][2])
