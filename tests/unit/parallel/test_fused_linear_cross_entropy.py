@@ -119,10 +119,13 @@ def test_the_factor_of_the_loss_is_multiplied_in_fp32(dtype: torch.dtype) -> Non
         assert abs(ratio.item() - 1.0) < 1e-3
 
 
-def test_extreme_logits_stay_finite() -> None:
+@pytest.mark.parametrize("kernels", [LossKernels(), FUSIBLE], ids=["eager", "fusible"])
+def test_extreme_logits_stay_finite(kernels: LossKernels) -> None:
     x, weight, labels, weights = inputs(torch.float32)
     huge = (x * 1e3).detach().requires_grad_()
-    loss = linear_cross_entropy(huge, weight, labels, None, vocab_size=VOCAB, group=GROUP)
+    loss = linear_cross_entropy(
+        huge, weight, labels, None, vocab_size=VOCAB, group=GROUP, kernels=kernels
+    )
     loss.backward()
     expected, grad_x, _ = reference(huge, weight, labels, torch.ones(TOKENS))
     assert relative_error(loss, expected) < 1e-6
