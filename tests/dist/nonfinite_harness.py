@@ -56,7 +56,7 @@ class Layout(NamedTuple):
         """
         half = {} if self.precision == "fp32" else {self.precision: True}
         if self.precision == "fp16":
-            half |= {"allow_fp16_on_cpu": True, "initial_loss_scale": 256.0}
+            half |= {"allow_fp16_on_cpu": True, "initial_loss_scale": 256.0, "hysteresis": 1}
         return config_of(
             case_of(self.stage, self.tp * self.pp * self.ulysses),
             precision=half,
