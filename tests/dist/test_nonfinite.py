@@ -130,6 +130,7 @@ def test_spike_on_one_rank_changes_nothing(layout: Layout, outcomes: JobResults)
         assert seen["spikes"] == [False, False, False, True, False]
         assert seen["compared"] == results[0]["compared"]
         assert seen["compared"][3][1] == seen["norm"] > 10
+        assert all(norm < 10 for _, norm in seen["compared"][:3])  # without the loss scale
         assert seen["state"].recent_norms == tuple(norm for _, norm in seen["compared"][-WINDOW:])
         # The gradients did not overflow.
         assert len(set(seen["loss scales"])) == 1
