@@ -54,18 +54,14 @@ class PipelineEngine(ZeroEngine):
         )
 
     def partitions(self) -> list[FlatPartition]:
-        own = super().partitions()
-        stages = [own] * self._mesh.pp.size
-        dist.all_gather_object(stages, own, group=self._mesh.pp.handle)
+        stages = self._of_all_stages(super().partitions())
         return [partition for stage in stages for partition in stage]
 
     def train_step(self, batches: Iterator[DeviceBatch], plan: StepPlan) -> StepResult:
         before = self._start_step(plan)
         # Read before the first pass: data that ends must end the step of every stage.
         step_batches = list(self._weighted(batches, plan))
-        first = step_batches[0][0]
-        stride = first.tokens_BS.shape[0] * self._mesh.dp.size
-        self._rng.begin_step(self._seed, first.position, stride)
+        self._begin_dropout(step_batches[0][0])
         self._set_length(plan.seq_length)
         self._module.feed(iter(step_batches))
         self._norm, self._guard = None, SpikeGuard(plan.limits, self._device)
@@ -79,12 +75,9 @@ class PipelineEngine(ZeroEngine):
         self._module.feed((batch, None) for batch in inputs)
         self._engine.total_loss = None  # of another shape after a training step
         self._engine.eval_batch(None, reduce_output=None, bcast_loss=False, num_micro_batches=count)
-        sums = torch.zeros(2, dtype=torch.float64, device=self._device)
-        for loss in self._module.losses:
-            sums[0] += loss.loss_sum if self._per_token_loss else loss.mean()
-            sums[1] += loss.num_tokens if self._per_token_loss else 1.0
+        sums = self._sum(self._module.losses)
         dist.broadcast(sums, src=self._mesh.pp.ranks[-1], group=self._mesh.pp.handle)
-        return LossSum(sums[0], sums[1])
+        return LossSum(*sums)
 
     def _set_length(self, length: int) -> None:
         """Let the stages agree again on the shape of hidden states if the length has changed."""
@@ -112,12 +105,8 @@ class PipelineEngine(ZeroEngine):
         """Step the optimizer; without ZeRO after computing the norm of the averaged gradient."""
         if self._engine.is_last_stage():
             self._guard.losses.append(self._engine.total_loss / self._engine.micro_batches)
-        if self._stage == 0:
-            self._norm = self._sum_of_squares(lambda parameter: parameter.grad).sqrt()
-            if not bool(self._norm.isfinite()) or self._guard.exceeds(self._norm):
-                self._engine.zero_grad()
-                self._engine.skipped_steps += 1
-                return
+        if self._stage == 0 and self._skip_without_zero(self._guard):
+            return
         reset_cpu_adam_beta_powers(self._engine.basic_optimizer)
         with self._guard.skip_spike(self._engine.optimizer):
             step(lr_kwargs)

@@ -119,10 +119,7 @@ class ZeroEngine:
             for name, parameter in self._parameters()
             if (spec := shard_spec(parameter)) is not None
         }
-        stages = [own] * self._mesh.pp.size
-        if self._mesh.pp.size > 1:
-            dist.all_gather_object(stages, own, group=self._mesh.pp.handle)
-        return {name: spec for stage in stages for name, spec in stage.items()}
+        return {name: spec for stage in self._of_all_stages(own) for name, spec in stage.items()}
 
     def sharded_experts(self) -> tuple[str, ...]:
         return self._experts.names
@@ -156,8 +153,7 @@ class ZeroEngine:
             # is permanently off once the number of micro-steps per step changes.
             engine.set_gradient_accumulation_boundary(last)
             if index == 0:
-                stride = batch.tokens_BS.shape[0] * self._mesh.dp.size
-                self._rng.begin_step(self._seed, batch.position, stride)
+                self._begin_dropout(batch)
             router_log.gradient_scale = self._factor_of_backward(plan)
             token_loss = self._forward(batch)
             loss = token_loss.mean() if weight is None else token_loss.loss_sum * weight
@@ -166,13 +162,9 @@ class ZeroEngine:
             if last and self._stage == 0:
                 # DeepSpeed computes no norm of the averaged gradient at this stage. Whether to step
                 # is decided here, as DeepSpeed's optimizers do: the one wait for the device.
-                norm = self._sum_of_squares(lambda parameter: parameter.grad).sqrt()
-                dropped = not bool(norm.isfinite()) or guard.exceeds(norm)
-                self._norm = norm
+                dropped = self._skip_without_zero(guard)
+                norm = self._norm
             if dropped:
-                # At the other stages DeepSpeed itself skips a step with non-finite gradients.
-                engine.zero_grad()
-                engine.skipped_steps += 1
                 break
             if last:
                 reset_cpu_adam_beta_powers(engine.basic_optimizer)
@@ -184,6 +176,38 @@ class ZeroEngine:
             plan, before, guard, torch.stack(losses).mean(), norm, router_metrics(router_log.take())
         )
 
+    def _skip_without_zero(self, guard: SpikeGuard) -> bool:
+        """Compute the norm of stage 0; whether the step is skipped, which drops its gradients.
+
+        At the other stages DeepSpeed computes the norm, and skips a step itself.
+        """
+        self._norm = self._sum_of_squares(lambda parameter: parameter.grad).sqrt()
+        if bool(self._norm.isfinite()) and not guard.exceeds(self._norm):
+            return False
+        self._engine.zero_grad()
+        self._engine.skipped_steps += 1
+        return True
+
+    def _begin_dropout(self, first: DeviceBatch) -> None:
+        """Set from what the dropout masks of a step are seeded."""
+        stride = first.tokens_BS.shape[0] * self._mesh.dp.size
+        self._rng.begin_step(self._seed, first.position, stride)
+
+    def _sum(self, losses: Iterable[TokenLoss]) -> Tensor:
+        """The loss of micro-batches before the division, and its weight, float64 [2]."""
+        sums = torch.zeros(2, dtype=torch.float64, device=self._device)
+        for loss in losses:
+            sums[0] += loss.loss_sum if self._per_token_loss else loss.mean()
+            sums[1] += loss.num_tokens if self._per_token_loss else 1.0
+        return sums
+
+    def _of_all_stages(self, own: Any) -> list[Any]:
+        """The objects of all pipeline stages. Collective."""
+        stages = [own] * self._mesh.pp.size
+        if self._mesh.pp.size > 1:
+            dist.all_gather_object(stages, own, group=self._mesh.pp.handle)
+        return stages
+
     def _clip_gradients(self) -> None:
         """Scale the gradients of stage 0 as `torch.nn.utils.clip_grad_norm_` does."""
         assert self._norm is not None
@@ -193,15 +217,8 @@ class ZeroEngine:
 
     def eval_loss(self, batches: Iterator[DeviceBatch], count: int) -> LossSum:
         self._engine.eval()
-        total, weight = (
-            torch.zeros((), dtype=torch.float64, device=self._device) for _ in range(2)
-        )
         with torch.no_grad():
-            for _ in range(count):
-                loss = self._forward(next(batches))
-                total += loss.loss_sum if self._per_token_loss else loss.mean()
-                weight += loss.num_tokens if self._per_token_loss else 1.0
-        return LossSum(total, weight)
+            return LossSum(*self._sum([self._forward(next(batches)) for _ in range(count)]))
 
     def params_norm(self) -> float:
         squares = self._sum_of_squares(self._own_partition)
