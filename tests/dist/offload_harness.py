@@ -100,9 +100,8 @@ def _swapping(job: Job, meshes: dict[int, Mesh]) -> Any:
 def assert_swapped(offload: Offload, engine: Any) -> None:
     """Weights of matrices, and their optimizer states, are in files if the layout says so."""
     optimizer = engine.optimizer
-    groups = range(len(optimizer.fp32_partitioned_groups_flat)) if offload.stage == 3 else ()
-    swapped = [group for group in groups if optimizer._swappable_optimizer_subgroup(group)]
-    assert bool(swapped) == (offload.optimizer == "nvme")
+    swapped = offload.stage == 3 and any(_are_swapped(optimizer))
+    assert swapped == (offload.optimizer == "nvme")
     remote = [
         parameter.ds_tensor.status == PartitionedParamStatus.NOT_AVAILABLE
         for parameter in engine.module.parameters()
@@ -110,6 +109,12 @@ def assert_swapped(offload: Offload, engine: Any) -> None:
     ]
     assert any(remote) == (offload.parameters == "nvme")
     assert not all(remote)
+
+
+def _are_swapped(optimizer: Any) -> list[bool]:
+    """Whether each flat tensor of ZeRO-3 is in a file."""
+    groups = range(len(optimizer.fp32_partitioned_groups_flat))
+    return [optimizer._swappable_optimizer_subgroup(group) for group in groups]
 
 
 @dataclass
@@ -142,6 +147,8 @@ def _resume(
     first = Training(saved.config(folder, schedule=schedule), mesh, 100)
     for _ in range(STEPS):
         first.step()
+    swapped = _are_swapped(first.engine._engine.optimizer)
+    assert set(swapped) == {True, False}
     first.engine.save(folder, TAG)
     seen.saved_weights = full_weights(first.engine, mesh)
     state = first.state
