@@ -35,6 +35,7 @@ from megatron_ds.parallel.collectives import all_gather
 from megatron_ds.parallel.mesh import Group, Mesh
 from megatron_ds.parallel.sharding import expert_group, shard_spec, unshard
 from megatron_ds.train_state import StepPlan
+from tests.dist.recorded import record
 from tests.dist.reference import EOD, Run, Samples, Tensors
 
 EngineProbe = Callable[[Any], None]
@@ -169,6 +170,7 @@ def train(
     counted = nullcontext([0]) if config.runtime.compile else count_attention_calls()
     compiled, breaks = counters["frames"]["ok"], sum(counters["graph_break"].values())
     _record_gradients(engine, mesh, run)
+    run.recorded = record(engine._engine.module, mesh)
     batches = batches_of(config, mesh, samples)
     with counted as calls:
         for plan in plans:

@@ -28,6 +28,7 @@ from megatron_ds.model.packed_attention import FlexKernel, PackingOptions
 from megatron_ds.train_state import StepPlan, StepResult, TrainState
 from tests.dist.offload_harness import SMALLEST_SWAPPED, WITHOUT_LIBAIO
 from tests.dist.parity_cases import SAMPLES_PER_STEP, SHAPE, folder
+from tests.dist.recorded import Replay
 from tests.dist.reference import EOD, Run, Samples, train_reference
 from tests.unit.model.dense import dense_flex
 
@@ -133,14 +134,22 @@ def plans_of(run: RunLayout, config: Config) -> list[StepPlan]:
     return plans
 
 
-def reference_of(run: RunLayout, steps: int) -> Run:
-    """The first steps of one process without DeepSpeed, in fp32."""
+def reference_of(run: RunLayout, steps: int, replay: Replay | None = None) -> Run:
+    """The first steps of one process without DeepSpeed, in fp32.
+
+    Args:
+        run: The layout.
+        steps: Number of steps.
+        replay: Decides as the run did. None: the reference decides.
+    """
     names = ("model", "optimizer", "documents", "curriculum", "dropout")
     kept = {axis: run[axis] for axis in names}
     # Dropout masks and the load-balancing loss are those of a micro-batch.
     size = _micro_batch_size(run) if run["dropout"] == "hidden" else None
     if run["experts"] != "none":
         kept["experts"], size = "replicated", _micro_batch_size(run)
+    if replay is not None:
+        return _train_reference(kept, size, steps, replay)
     full = _reference(tuple(kept.items()), size)
     return dataclasses.replace(
         full,
@@ -153,14 +162,20 @@ def reference_of(run: RunLayout, steps: int) -> Run:
 
 @functools.cache
 def _reference(values: tuple[tuple[str, str], ...], micro_batch_size: int | None) -> Run:
+    return _train_reference(dict(values), micro_batch_size, STEPS, None)
+
+
+def _train_reference(
+    values: RunLayout, micro_batch_size: int | None, steps: int, replay: Replay | None
+) -> Run:
     run = {axis: axis_.default for axis, axis_ in support.AXES.items()}
-    run |= {"world": "1", "accumulation": "1", **dict(values)}
+    run |= {"world": "1", "accumulation": "1", **values}
     config, problems = configure(run)
     assert problems == []
     packed = PackingOptions(EOD, False, True, FlexKernel(dense_flex))
     rules = packed if config.data.reset_attention_mask else None
-    plans = plans_of(run, config)
-    return train_reference(config, samples_of(run), plans, rules, micro_batch_size)
+    plans = plans_of(run, config)[:steps]
+    return train_reference(config, samples_of(run), plans, rules, micro_batch_size, replay)
 
 
 def is_accepted(run: RunLayout) -> bool:

@@ -21,6 +21,7 @@ from megatron_ds.model.packed_attention import PackingOptions
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.parallel.rng import RngStreams
 from megatron_ds.train_state import StepPlan
+from tests.dist.recorded import Recorded, Replay
 
 EOD = 7
 """Token that ends a document."""
@@ -46,6 +47,8 @@ class Run:
     """Evaluation loss after each step, with pipeline stages."""
     undecided: Tensors = field(default_factory=dict)
     """Elements of weights whose steps rounding decides, as booleans."""
+    recorded: Recorded | None = None
+    """What this rank decided."""
     notes: dict[str, Any] = field(default_factory=dict)
     """Further observations."""
 
@@ -98,6 +101,7 @@ def train_reference(
     plans: list[StepPlan],
     documents: PackingOptions | None = None,
     micro_batch_size: int | None = None,
+    replay: Replay | None = None,
 ) -> Run:
     """Trains the plans' steps in this process, in fp32.
 
@@ -105,6 +109,7 @@ def train_reference(
         documents: How document boundaries are treated.
         micro_batch_size: Samples of a forward pass, which share a dropout mask; None: all of a
             step. With masked tokens only all of them give the mean over the step.
+        replay: Decides instead of the model. None: the model decides.
     """
     rng = RngStreams(0)
     model = GPTModel(
@@ -115,6 +120,8 @@ def train_reference(
         packing=documents,
         moe=config.moe,
     )
+    if replay is not None:
+        replay.install(model)
     named = dict(model.named_parameters())
     optimizer = _optimizer(config.optimizer, config.model, named)
     run = Run(weights=[_copy(named)])

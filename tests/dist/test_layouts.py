@@ -24,12 +24,15 @@ from tests.dist.compare import differences
 from tests.dist.layouts import RunLayout, name_of
 from tests.dist.offload_harness import swapping
 from tests.dist.rank_jobs import JobResults, run_jobs, training
+from tests.dist.recorded import Replay
 from tests.dist.reference import Run
 from tests.problems import codes
 
 COUNT = int(os.environ.get("MEGATRON_DS_RANDOM_LAYOUTS", "30"))
 """Layouts that are drawn and run."""
 SEED = int(os.environ.get("MEGATRON_DS_LAYOUT_SEED", random.SystemRandom().randrange(10**6)))
+EXACT_GAP, HALF_GAP = 1e-5, 0.1
+"""By how much rounding may lower the score of a chosen expert; scores differ by about 0.5."""
 COVERING = {name_of(run): run for run in layouts.covering()}
 
 
@@ -66,13 +69,19 @@ def steps_of(name: str) -> int:
 
 def check(name: str, run: RunLayout, outcomes: JobResults) -> list[str]:
     """What differs from one process on any rank."""
-    reference = layouts.reference_of(run, steps_of(name))
-    compare = differences if run["precision"] == "fp32" else differences_in_half_precision
-    return [
+    results = outcomes.of(name)
+    is_exact = run["precision"] == "fp32"
+    compare = differences if is_exact else differences_in_half_precision
+    replay = None if run["experts"] == "none" else Replay([each.recorded for each in results])
+    reference = layouts.reference_of(run, steps_of(name), replay)
+    found = [
         f"{name}, rank {rank}: {difference}"
-        for rank, result in enumerate(outcomes.of(name))
+        for rank, result in enumerate(results)
         for difference in compare(result, reference)
     ]
+    if replay is not None and replay.gap > (EXACT_GAP if is_exact else HALF_GAP):
+        found.append(f"{name}: routed to an expert whose score is {replay.gap} below the best")
+    return found
 
 
 def differences_in_half_precision(run: Run, reference: Run) -> list[str]:
