@@ -21,6 +21,7 @@ setup(
         "ninja>=1.11",
         "numpy>=2.0",
         "rich>=13",
+        "safetensors>=0.5",
         "tensorboard>=2.16",
         "tokenizers>=0.21",
         "transformers>=4.56",

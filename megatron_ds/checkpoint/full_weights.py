@@ -7,7 +7,8 @@ one full parameter exists besides the model. Knows DeepSpeed's file names and no
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import functools
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from megatron_ds.checkpoint.lazy_tensors import LazyTensor
 from megatron_ds.checkpoint.metadata import CheckpointMetadata, ParallelLayout, read_manifest
 from megatron_ds.config.problems import user_error
 from megatron_ds.engine.ds_checkpoint_io import read_tensors
@@ -24,6 +26,7 @@ from megatron_ds.parallel.sharding import ShardSpec, shard_spec, take_shard, uns
 
 Weights = dict[str, torch.Tensor]
 NamedTensors = Iterator[tuple[str, torch.Tensor]]
+NamedShards = Iterator[tuple[str, LazyTensor]]
 VOCABULARY_TABLES = ("embedding.word.weight", "head.weight")
 """Tables whose rows are padded to a number that depends on the tensor-parallel size."""
 
@@ -44,6 +47,12 @@ def iter_full_weights(found: CheckpointMetadata) -> NamedTensors:
     Raises:
         ValueError: For a file with anything but tensors and plain values.
     """
+    for name, tensor in lazy_full_weights(found):
+        yield name, tensor.read()
+
+
+def lazy_full_weights(found: CheckpointMetadata) -> NamedShards:
+    """Opens every parameter as a full tensor, which is read on demand; as `iter_full_weights`."""
     layout = found.run.layout
     tp_size = layout.tensor_model_parallel_size
     readers = [_iter_zero3_shards if layout.zero_stage == 3 else _iter_zero012_shards]
@@ -63,7 +72,17 @@ def iter_full_weights(found: CheckpointMetadata) -> NamedTensors:
             if spec is None:
                 yield name, shards[0]
             else:
-                yield name, unshard(shards, ShardSpec(spec.dim, spec.sections))
+                yield name, _unsharded(shards, ShardSpec(spec.dim, spec.sections))
+
+
+def _unsharded(shards: Sequence[LazyTensor], spec: ShardSpec) -> LazyTensor:
+    shape = list(shards[0].shape)
+    shape[spec.dim] = sum(spec.sections)
+
+    def read() -> torch.Tensor:
+        return unshard([shard.read() for shard in shards], spec)
+
+    return LazyTensor(tuple(shape), shards[0].dtype, read)
 
 
 def load_full_weights(
@@ -112,12 +131,14 @@ def _load_one(name: str, parameter: nn.Parameter, full: torch.Tensor, rank: int,
         parameter.copy_(full if spec is None else take_shard(full, spec, rank, size))
 
 
-def _iter_zero012_shards(path: Path, rank: int, layout: ParallelLayout) -> NamedTensors:
+def _iter_zero012_shards(path: Path, rank: int, layout: ParallelLayout) -> NamedShards:
     """ZeRO 0 to 2: one file per model-parallel rank contains its weights."""
-    yield from _read(path / f"mp_rank_{rank:02d}_model_states.pt")["module"].items()
+    module = _read(path / f"mp_rank_{rank:02d}_model_states.pt")["module"]
+    for name, value in module.items():
+        yield name, LazyTensor.of(value)
 
 
-def _iter_zero3_shards(path: Path, tp_rank: int, layout: ParallelLayout) -> NamedTensors:
+def _iter_zero3_shards(path: Path, tp_rank: int, layout: ParallelLayout) -> NamedShards:
     """ZeRO 3: fp32 partitions of each flattened parameter, one per data-parallel rank.
 
     The partitions have equal sizes; the last one is padded. They are concatenated in several flat
@@ -129,22 +150,29 @@ def _iter_zero3_shards(path: Path, tp_rank: int, layout: ParallelLayout) -> Name
     prefix = "bf16_" if layout.precision == "bf16" else ""
     files = [path / f"{prefix}{stem}_optim_states.pt" for stem in stems]
     flats = [_read(file)["optimizer_state_dict"]["fp32_flat_groups"] for file in files]
+
+    def read(index: int, offset: int, size: int, shape: torch.Size) -> torch.Tensor:
+        full = torch.cat([flat[index][offset : offset + size] for flat in flats])
+        return full[: shape.numel()].view(shape)
+
     index = offset = 0  # the flat tensor and the place in it, the same on every rank
     for name, shape in (item for group in shapes for item in group.items()):
-        end = offset + -(-shape.numel() // num_ranks)
-        while end > flats[0][index].numel():
-            index, offset, end = index + 1, 0, end - offset
-        full = torch.cat([flat[index][offset:end] for flat in flats])
-        yield name, full[: shape.numel()].view(shape)
-        offset = end
+        size = -(-shape.numel() // num_ranks)
+        while offset + size > flats[0][index].numel():
+            index, offset = index + 1, 0
+        read_one = functools.partial(read, index, offset, size, shape)
+        yield name, LazyTensor(tuple(shape), torch.float32, read_one)
+        offset += size
 
 
-def _iter_experts(path: Path, tp_rank: int, layout: ParallelLayout) -> NamedTensors:
+def _iter_experts(path: Path, tp_rank: int, layout: ParallelLayout) -> NamedShards:
     """The experts of all expert-parallel ranks, each of which has a file of its own."""
     ranks = range(layout.expert_model_parallel_size)
     files = [_read(path / expert_file(rank, tp_rank)) for rank in ranks]
-    for name in files[0]:
-        yield name, torch.cat([file[name] for file in files])
+    for name, first in files[0].items():
+        shape = (sum(len(file[name]) for file in files), *first.shape[1:])
+        parts = [file[name] for file in files]
+        yield name, LazyTensor(shape, first.dtype, functools.partial(torch.cat, parts))
 
 
 def _read(path: Path) -> Any:

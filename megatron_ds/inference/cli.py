@@ -130,11 +130,12 @@ def open_checkpoint(
         UserError: If there is no checkpoint, or its tokenizer cannot be built.
         SystemExit: With status 2, if flags and checkpoint contradict each other.
     """
+    from megatron_ds.checkpoint import saved_model
     from megatron_ds.inference import load_checkpoint
 
-    found = load_checkpoint.find_checkpoint(Path(options.checkpoint.load), log_rank0)
-    model = load_checkpoint.model_config(found)
-    config = load_checkpoint.tokenizer_config(found, options.given_in("tokenizer"))
+    found = saved_model.find_checkpoint(Path(options.checkpoint.load), log_rank0)
+    model = saved_model.model_config(found)
+    config = saved_model.tokenizer_config(found, options.given_in("tokenizer"))
     null_tokenizer = config.tokenizer_type == "NullTokenizer"
     problems = [
         *model_conflicts(options.given_in("model"), model, null_tokenizer),

@@ -11,7 +11,7 @@ import pytest
 from megatron_ds.checkpoint import storage
 from megatron_ds.checkpoint.manager import CheckpointManager
 from megatron_ds.checkpoint.metadata import POINTER_PENDING
-from megatron_ds.inference.load_checkpoint import find_checkpoint
+from megatron_ds.checkpoint.saved_model import find_checkpoint
 from tests.unit.checkpoint.fakes import (
     Crash,
     FakeEngine,

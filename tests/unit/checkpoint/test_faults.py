@@ -17,9 +17,9 @@ import pytest
 from megatron_ds.checkpoint import storage
 from megatron_ds.checkpoint.manager import CheckpointManager, SaveError
 from megatron_ds.checkpoint.metadata import manifest_text
+from megatron_ds.checkpoint.saved_model import find_checkpoint
 from megatron_ds.config.problems import UserError
 from megatron_ds.engine.ds_checkpoint_io import flush_and_hash, write_tensors
-from megatron_ds.inference.load_checkpoint import find_checkpoint
 from megatron_ds.launch.exit_codes import ExitCode
 from tests.problems import raises_problem
 from tests.unit.checkpoint.fakes import (

@@ -11,8 +11,8 @@ import pytest
 from megatron_ds.checkpoint.manager import CheckpointManager, StoredTokenizer
 from megatron_ds.checkpoint.metadata import CheckpointMetadata, read_manifest
 from megatron_ds.checkpoint.rank_agreement import RankAgreement
+from megatron_ds.checkpoint.saved_model import find_checkpoint, tokenizer_config
 from megatron_ds.config import Config, TokenizerConfig
-from megatron_ds.inference.load_checkpoint import find_checkpoint, tokenizer_config
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.tokenizer import build_tokenizer
 from megatron_ds.tokenizer.fingerprint import TokenizerFingerprint

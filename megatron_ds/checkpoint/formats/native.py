@@ -1,0 +1,47 @@
+"""The weights of a training checkpoint of this program."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from megatron_ds.checkpoint.formats.source import ModelSettings, WeightsSource
+from megatron_ds.checkpoint.full_weights import lazy_full_weights
+from megatron_ds.checkpoint.metadata import RUN, CheckpointMetadata, list_checkpoints
+from megatron_ds.checkpoint.saved_model import (
+    find_checkpoint,
+    model_config,
+    moe_config,
+    tokenizer_config,
+)
+
+
+def is_native(path: Path) -> bool:
+    """Whether a folder is a checkpoint, or a --save folder that has one."""
+    return (path / RUN).is_file() or bool(list_checkpoints(path))
+
+
+def open_native(path: Path, warn: Callable[[str], None]) -> WeightsSource:
+    """Opens the last undamaged checkpoint of a --save folder, or the folder's own.
+
+    Raises:
+        UserError: If there is none.
+    """
+    return source_of(find_checkpoint(path, warn))
+
+
+def source_of(found: CheckpointMetadata) -> WeightsSource:
+    """The weights of a checkpoint.
+
+    Raises:
+        UserError: If it has options or weights unknown to this version.
+    """
+    fingerprint = found.run.tokenizer
+    settings = ModelSettings.of(
+        model_config(found),
+        moe_config(found),
+        tokenizer_config(found, {"trust_remote_code": True}),
+        None if fingerprint is None else fingerprint.eod,
+    )
+    tensors = dict(lazy_full_weights(found))
+    return WeightsSource(found.path, "native", settings, tensors).checked()

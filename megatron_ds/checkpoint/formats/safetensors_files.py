@@ -1,0 +1,196 @@
+"""Tensors in the safetensors format: one file, or several with an index as transformers writes.
+
+A file is the length of its header in 8 bytes, a JSON header with type, shape and place of each
+tensor, and the tensors' bytes. It is written one tensor at a time.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from megatron_ds.checkpoint.lazy_tensors import LazyTensor, LazyTensors
+from megatron_ds.config.problems import user_error
+from megatron_ds.fileio.atomic import FileRecord, name_in_errors
+
+SINGLE = "model.safetensors"
+INDEX = f"{SINGLE}.index.json"
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+SHARD_BYTES = 5 * 10**9
+"""Size of a file at which the next one is started, as in transformers."""
+LARGEST_HEADER = 100_000_000
+"""Bytes; the limit of the safetensors library."""
+
+OnTensor = Callable[[str, int], None]
+"""Called with name and bytes of each tensor that has been written."""
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """Raises:
+    UserError: If the file is not a JSON object.
+    """
+    try:
+        value = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise user_error("foreign-file-unreadable", path=path, error=error) from error
+    if not isinstance(value, dict):
+        raise user_error("foreign-file-unreadable", path=path, error="it is not a JSON object")
+    return value
+
+
+def files_of_index(path: Path) -> list[Path]:
+    """The files that an index names, beside it.
+
+    Raises:
+        UserError: If the index is damaged, or names a file elsewhere.
+    """
+    places = read_json_object(path).get("weight_map")
+    names = {*places.values()} if isinstance(places, dict) else {None}
+    if any(not isinstance(name, str) or Path(name).name != name for name in names):
+        error = "its weight_map is not a map of tensors to files beside it"
+        raise user_error("foreign-file-unreadable", path=path, error=error)
+    return [path.with_name(name) for name in sorted(map(str, names))]
+
+
+def open_safetensors(path: Path) -> dict[str, LazyTensor]:
+    """The tensors of a file.
+
+    Raises:
+        UserError: If it is damaged.
+    """
+    found = {}
+    for name, entry in _read_header(path).items():
+        if name != "__metadata__":
+            dtype = DTYPES.get(entry["dtype"])
+            if dtype is None:
+                error = f"{name} has type {entry['dtype']}"
+                raise user_error("foreign-file-unreadable", path=path, error=error)
+            read = functools.partial(_read_tensor, path, name)
+            found[name] = LazyTensor(tuple(entry["shape"]), dtype, read)
+    return found
+
+
+def write_sharded(
+    folder: Path,
+    tensors: LazyTensors,
+    *,
+    shard_bytes: int = SHARD_BYTES,
+    on_tensor: OnTensor = lambda name, size: None,
+) -> dict[str, FileRecord]:
+    """Writes tensors in their order: one file, or several with an index.
+
+    Args:
+        folder: Existing folder.
+        tensors: What to write.
+        shard_bytes: Size of a file, except for one with a single larger tensor.
+        on_tensor: Reports progress.
+
+    Returns:
+        The files by name.
+    """
+    shards: list[dict[str, LazyTensor]] = [{}]
+    for name, tensor in tensors.items():
+        size = sum(each.nbytes for each in shards[-1].values())
+        if shards[-1] and size + tensor.nbytes > shard_bytes:
+            shards.append({})
+        shards[-1][name] = tensor
+    if len(shards) == 1:
+        return {SINGLE: _write_file(folder / SINGLE, shards[0], on_tensor)}
+    records: dict[str, FileRecord] = {}
+    places: dict[str, str] = {}
+    for number, shard in enumerate(shards, 1):
+        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        records[file] = _write_file(folder / file, shard, on_tensor)
+        places |= dict.fromkeys(shard, file)
+    total = sum(tensor.nbytes for tensor in tensors.values())
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
+    content = (json.dumps(index, indent=2) + "\n").encode()
+    (folder / INDEX).write_bytes(content)
+    return {**records, INDEX: FileRecord.of(content)}
+
+
+def _write_file(path: Path, tensors: LazyTensors, on_tensor: OnTensor) -> FileRecord:
+    # Larger elements first, so that each tensor's bytes are aligned.
+    ordered = sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize)
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, tensor in ordered:
+        start, end = end, end + tensor.nbytes
+        kind = NAMES[tensor.dtype]
+        header[name] = {"dtype": kind, "shape": tensor.shape, "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    digest = hashlib.sha256()
+    with name_in_errors(path), open(path, "wb") as file:
+        _write(file, digest, len(text).to_bytes(8, "little") + text)
+        for name, tensor in ordered:
+            _write(file, digest, _bytes_of(tensor))
+            on_tensor(name, tensor.nbytes)
+        size = file.tell()
+        file.flush()
+        os.fsync(file.fileno())
+    return FileRecord(size, digest.hexdigest())
+
+
+def _write(file: BinaryIO, digest: Any, data: Any) -> None:
+    digest.update(data)
+    file.write(data)
+
+
+def _bytes_of(tensor: LazyTensor) -> Any:
+    value = tensor.read()
+    assert tuple(value.shape) == tensor.shape, (tuple(value.shape), tensor.shape)
+    assert value.dtype == tensor.dtype, (value.dtype, tensor.dtype)
+    return value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
+
+
+def _read_header(path: Path) -> Mapping[str, Any]:
+    try:
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if length > LARGEST_HEADER:
+                raise ValueError("its header is too long")
+            values: Any = json.loads(file.read(length))
+            ends = [0]
+            for name, entry in values.items():
+                if name != "__metadata__":
+                    ends.append(entry["data_offsets"][1])
+                    _ = entry["dtype"], [int(size) for size in entry["shape"]]
+            size = file.seek(0, os.SEEK_END)
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
+        raise user_error("foreign-file-unreadable", path=path, error=error) from error
+    if (expected := 8 + length + max(ends)) != size:
+        error_text = f"it has {size} bytes instead of {expected}"
+        raise user_error("foreign-file-unreadable", path=path, error=error_text)
+    header: Mapping[str, Any] = values
+    return header
+
+
+def _read_tensor(path: Path, name: str) -> Tensor:
+    try:
+        with safe_open(path, framework="pt") as file:
+            value: Tensor = file.get_tensor(name)
+            return value
+    except SafetensorError as error:
+        raise user_error("foreign-file-unreadable", path=path, error=error) from error

@@ -1,0 +1,154 @@
+"""Weights of a model in any format, as readers give and writers take them.
+
+Owns what a model is besides its tensors. Knows no format.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_ds.checkpoint.full_weights import VOCABULARY_TABLES
+from megatron_ds.checkpoint.lazy_tensors import LazyTensors
+from megatron_ds.checkpoint.resume import CHANGEABLE_MODEL_FIELDS, CHANGEABLE_MOE_FIELDS
+from megatron_ds.config import ModelConfig, MoEConfig, TokenizerConfig
+from megatron_ds.config.fields import option_fields
+from megatron_ds.config.problems import user_error
+from megatron_ds.model.gpt import GPTModel
+from megatron_ds.parallel.mesh import Mesh
+from megatron_ds.parallel.rng import RngStreams
+
+CHANGEABLE_FIELDS = frozenset(
+    {
+        *("seq_length", "make_vocab_size_divisible_by"),
+        *CHANGEABLE_MODEL_FIELDS,
+        *CHANGEABLE_MOE_FIELDS,
+    }
+)
+"""Fields of the model that do not change its weights, or only their padding."""
+
+
+@dataclass(frozen=True)
+class ModelSettings:
+    """The options of a model, as a format stores them."""
+
+    fixed: Mapping[str, Any]
+    """Values by field of `ModelConfig` or `MoEConfig` that the weights determine. A run with other
+    values is another model. `vocab_size` counts the rows without padding."""
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """The same for fields that a run may change, such as `seq_length` and dropout."""
+    tokenizer: Mapping[str, Any] = field(default_factory=dict)
+    """Values by field of `TokenizerConfig`, with the paths of existing files; empty if unknown."""
+    special_ids: Mapping[str, Any] = field(default_factory=dict)
+    """Token ids by name, such as `eos_token_id`, as far as they are known."""
+    longest_sequence: int | None = None
+    """Tokens up to which the model computes what the original does. None: any number."""
+
+    @classmethod
+    def of(
+        cls, model: ModelConfig, moe: MoEConfig, tokenizer: TokenizerConfig | None, eod: int | None
+    ) -> ModelSettings:
+        """The settings of a model of this program.
+
+        Args:
+            model: Its architecture, with the vocabulary size.
+            moe: Its experts.
+            tokenizer: Its tokenizer, with the paths of existing files. None: unknown.
+            eod: Id of the end-of-document token. None: unknown.
+        """
+        derived = model.derived_values
+        values = {
+            item.name: derived.get(item.name, getattr(group, item.name))
+            for group in (model, moe)
+            for item, spec in option_fields(group)
+            if spec.unmet(group) is None
+        }
+        present = {name: value for name, value in values.items() if value is not None}
+        return cls(
+            fixed={name: present[name] for name in present if name not in CHANGEABLE_FIELDS},
+            defaults={name: present[name] for name in present if name in CHANGEABLE_FIELDS},
+            tokenizer={} if tokenizer is None else dataclasses.asdict(tokenizer),
+            special_ids={} if eod is None else {"eos_token_id": eod},
+        )
+
+    @property
+    def model(self) -> ModelConfig:
+        return ModelConfig(**_fields_of(ModelConfig, self))
+
+    @property
+    def moe(self) -> MoEConfig:
+        return MoEConfig(**_fields_of(MoEConfig, self))
+
+    @property
+    def tokenizer_config(self) -> TokenizerConfig | None:
+        return TokenizerConfig(**self.tokenizer) if self.tokenizer else None
+
+
+@dataclass(frozen=True)
+class WeightsSource:
+    """The weights of one model; nothing is read before a tensor's `read` is called."""
+
+    path: Path
+    """For messages."""
+    format: str
+    settings: ModelSettings
+    tensors: LazyTensors
+    """Full tensors by canonical name: the parameter names of the model without tensor- and pipeline
+    parallelism. A vocabulary table may be padded; a tied output layer is absent."""
+
+    def checked(self) -> WeightsSource:
+        """This source, without padding of the vocabulary.
+
+        Raises:
+            UserError: If names or shapes are not those of the model.
+        """
+        expected = expected_shapes(self.settings.model, self.settings.moe)
+        missing, unknown = expected.keys() - self.tensors.keys(), self.tensors.keys() - expected
+        if missing or unknown:
+            raise user_error(
+                "weights-names-mismatch", parameters=sorted(missing), unknown=sorted(unknown)
+            )
+        tensors = {}
+        for name, shape in expected.items():
+            tensor = self.tensors[name]
+            if name in VOCABULARY_TABLES:
+                tensor = tensor.first_rows(shape[0])
+            if tensor.shape != shape:
+                raise user_error(
+                    "weights-shape-mismatch",
+                    name=name,
+                    shape=list(tensor.shape),
+                    expected=list(shape),
+                )
+            tensors[name] = tensor
+        return dataclasses.replace(self, tensors=tensors)
+
+    def to(self, dtype: torch.dtype | None) -> WeightsSource:
+        """The source with all tensors in a type. None: as they are."""
+        tensors = {name: tensor.to(dtype) for name, tensor in self.tensors.items()}
+        return dataclasses.replace(self, tensors=tensors)
+
+
+def expected_shapes(model: ModelConfig, moe: MoEConfig) -> dict[str, tuple[int, ...]]:
+    """Full shape of every parameter by canonical name, in the model's order, without padding."""
+    parameters = abstract_model(model, moe).named_parameters()
+    return {name: tuple(parameter.shape) for name, parameter in parameters}
+
+
+def abstract_model(model: ModelConfig, moe: MoEConfig) -> GPTModel:
+    """The model of one process without values; `shard_spec` of a parameter gives its sections."""
+    model = dataclasses.replace(model, make_vocab_size_divisible_by=1)
+    mesh, rng = Mesh.single(), RngStreams(0)
+    with torch.device("meta"):
+        return GPTModel(model, mesh=mesh, rng=rng, seed=None, moe=moe)
+
+
+def _fields_of(kind: type[ModelConfig | MoEConfig], settings: ModelSettings) -> dict[str, Any]:
+    known = {item.name for item in dataclasses.fields(kind)}
+    values = {**settings.defaults, **settings.fixed}
+    return {name: value for name, value in values.items() if name in known}

@@ -1,0 +1,62 @@
+"""Random weights of small models, as a source of no format."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_ds.checkpoint.formats.source import ModelSettings, WeightsSource, expected_shapes
+from megatron_ds.checkpoint.lazy_tensors import LazyTensor
+from megatron_ds.config import ModelConfig, MoEConfig, TokenizerConfig
+from megatron_ds.model.gpt import GPTModel
+from megatron_ds.parallel.mesh import Mesh
+from megatron_ds.parallel.rng import RngStreams
+
+SMALL: dict[str, Any] = {
+    "num_layers": 2,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "seq_length": 12,
+    "vocab_size": 50,
+    "attention_dropout": 0.0,
+    "hidden_dropout": 0.0,
+}
+
+
+def random_source(
+    config: ModelConfig, tokenizer: TokenizerConfig | None = None, seed: int = 1
+) -> WeightsSource:
+    """Weights of a model, all of them random, biases and norms included."""
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {
+        name: LazyTensor.of(0.3 * torch.randn(shape, generator=generator) + ("norm.weight" in name))
+        for name, shape in expected_shapes(config, MoEConfig()).items()
+    }
+    settings = ModelSettings.of(config, MoEConfig(), tokenizer, eod=None)
+    return WeightsSource(Path("random"), "random", settings, tensors).checked()
+
+
+def logits(source: WeightsSource, tokens: Tensor) -> Tensor:
+    """fp32 logits of the model of a source, without padding."""
+    config = source.settings.model
+    mesh, rng = Mesh.single(), RngStreams(0)
+    model = GPTModel(config, mesh=mesh, rng=rng, seed=None, moe=source.settings.moe).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            value = source.tensors[name].read().float()
+            parameter.zero_()
+            parameter[: len(value)] = value
+        found: Tensor = model(tokens)
+    return found[..., : config.vocab_size]
+
+
+def assert_same_tensors(found: WeightsSource, expected: WeightsSource) -> None:
+    """The same names in the same order, types and bytes."""
+    assert list(found.tensors) == list(expected.tensors)
+    for name, tensor in expected.tensors.items():
+        own = found.tensors[name]
+        assert (own.shape, own.dtype) == (tensor.shape, tensor.dtype), name
+        assert torch.equal(own.read(), tensor.read()), name
