@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron_ds.config import Config
-from megatron_ds.config.checks import nearest_multiples
 from megatron_ds.config.fields import exclusive_problem, in_effect
 from megatron_ds.config.problems import Problem, option, with_value
 from megatron_ds.config.schedule import SCHEDULE_LENGTHS
@@ -53,8 +52,6 @@ def problems(config: Config, dp_size: int) -> Iterator[Problem]:
                 "contiguous_checkpointing",
                 reason="the buffer is allocated for one sequence length",
             )
-    if in_effect(config.parallel).sequence_parallel:
-        yield from _sequence_parallel_problems(config)
     if _is_countable(config, dp_size) and total_iterations(config, dp_size) == 0:
         first = batch_size_at(config, 0, 0, dp_size)
         yield Problem("run-shorter-than-one-batch", settings=schedule, first=first)
@@ -124,29 +121,6 @@ def _is_countable(config: Config, dp_size: int) -> bool:
         return True
     start, increment, samples = schedule.rampup_batch_size
     return min(start, increment) > 0 and samples >= 0 and start <= final
-
-
-def _sequence_parallel_problems(config: Config) -> Iterator[Problem]:
-    """Check that every sequence length of the run can be sharded over the tensor-parallel ranks."""
-    lengths: dict[str, tuple[object, int]] = {"seq_length": (config.model, config.model.seq_length)}
-    if config.schedule.curriculum_seqlen is not None:
-        start, end, _ = config.schedule.curriculum_seqlen
-        lengths["curriculum_seqlen"] = (config.schedule, end)
-        if start < end:  # the lengths before END are multiples of it
-            step = config.schedule.curriculum_seqlen_step
-            lengths["curriculum_seqlen_step"] = (config.schedule, step)
-    for name, (group, length) in lengths.items():
-        if length > 0 and length % config.parallel.tensor_model_parallel_size:
-            yield Problem(
-                "sequence-not-divisible",
-                name,
-                "sequence_parallel",
-                "tensor_model_parallel_size",
-                settings=config.parallel,
-                setting=with_value(group, name),
-                length=length,
-                nearest=nearest_multiples(length, config.parallel.tensor_model_parallel_size),
-            )
 
 
 def _decoupled_lr_problems(config: Config) -> Iterator[Problem]:

@@ -282,11 +282,6 @@ RULES: tuple[Rule, ...] = (
         instead={"recompute": "full"},
     ),
     Rule(
-        "sequence-parallel-with-ulysses",
-        {"tp": (MANY,), "sequence": ("on",), "sp": (MANY,)},
-        instead={"sequence": "off"},
-    ),
-    Rule(
         "sequence-parallelism-without-zero",
         {"sp": (MANY,), "zero": ("0",)},
         instead={"zero": "1"},
@@ -451,6 +446,7 @@ PROOFS: tuple[Proof, ...] = (
     ),
     Proof(ULYSSES, {"sp": (MANY,), "zero": ZERO[1:], "tp": TP, "optimizer": ("adam", "sgd")}),
     Proof(ULYSSES, {"sp": (MANY,), "documents": ("off", "on")}),
+    Proof(ULYSSES, {**SEQUENCE, "sp": (MANY,), "zero": ("1", "3")}),
     Proof(
         "tests/dist/test_experts.py::test_experts_train_like_one_process",
         {

@@ -47,13 +47,18 @@ class Layout:
     """Whether positions and attention end with a document; None: samples have no ends."""
     changes: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Changed fields by group."""
+    sequence: bool = False
+    """Whether the tensor-parallel ranks share the slices between the layers."""
 
     def config(self) -> Config:
         positions, attention = self.documents or (False, False)
         data = {"reset_position_ids": positions, "reset_attention_mask": attention}
         changes = {
             **self.changes,
-            "parallel": {"ds_sequence_parallel_size": self.size},
+            "parallel": {
+                "ds_sequence_parallel_size": self.size,
+                "sequence_parallel": self.sequence,
+            },
             "schedule": {"micro_batch_size": self.case.micro_batch_size * self.size},
             "data": {**data, **self.changes.get("data", {})},
         }
@@ -97,8 +102,12 @@ LAYOUTS = {
         Case(2, 3, 1, 4, "rope", "adamw"), documents=(True, False), changes=PER_TOKEN
     ),
     "zero1 tp": Layout(Case(4, 1, 2, 4, "swiglu", "adamw"), changes=PARTITIONED),
-    "zero3 tp gqa": Layout(Case(4, 3, 2, 1, "gqa", "sgd"), changes=FULL),
+    "zero1 tp learned": Layout(Case(4, 1, 2, 1, "learned", "sgd"), sequence=True),
+    "zero3 tp gqa": Layout(Case(4, 3, 2, 1, "gqa", "sgd"), changes=FULL, sequence=True),
     "zero2 tp alibi": Layout(Case(4, 2, 2, 1, "alibi", "sgd"), documents=(False, True)),
+    "zero1 tp documents": Layout(
+        Case(4, 1, 2, 4, "learned", "adamw"), documents=BOTH, sequence=True
+    ),
     "zero3 four gqa": Layout(Case(4, 3, 1, 1, "gqa", "adamw"), size=4),
 }
 DROPOUT = {"attention_dropout": 0.2, "hidden_dropout": 0.2}

@@ -25,7 +25,9 @@ VALID = {
 }
 SIZE = "ds_sequence_parallel_size"
 HEADS = "heads-not-divisible-by-sequence-parallel-size"
-LENGTH = "length-not-divisible-by-sequence-parallel-size"
+LENGTH = "sequence-not-divisible"
+BOTH = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+BOTH_FIELDS = (SIZE, "sequence_parallel", "tensor_model_parallel_size")
 
 
 def problems(size: int, world_size: int = 24, **changes: Any) -> list[Problem]:
@@ -43,6 +45,10 @@ def problems(size: int, world_size: int = 24, **changes: Any) -> list[Problem]:
         (2, {"num_query_groups": 2, "tensor_model_parallel_size": 2}),
         (3, {"seq_length": 66}),
         (4, {"curriculum_seqlen": (8, 64, 10), "curriculum_seqlen_step": 8}),
+        (4, {"curriculum_seqlen": (8, 60, 10), "curriculum_seqlen_step": 8}),
+        (4, {"curriculum_seqlen": (36, 36, 10), "curriculum_seqlen_step": 6}),  # one length
+        (2, {**BOTH, "seq_length": 68}),
+        (2, {"tensor_model_parallel_size": 2, "seq_length": 66}),
     ],
 )
 def test_equal_shares_are_accepted(size: int, changes: dict[str, Any]) -> None:
@@ -57,6 +63,8 @@ def test_equal_shares_are_accepted(size: int, changes: dict[str, Any]) -> None:
             *(4, {"curriculum_seqlen": (6, 64, 10), "curriculum_seqlen_step": 6}),
             *(LENGTH, ("curriculum_seqlen_step", SIZE)),
         ),
+        (4, {"curriculum_seqlen": (8, 62, 10)}, LENGTH, ("curriculum_seqlen", SIZE)),
+        (2, {**BOTH, "seq_length": 66}, LENGTH, ("seq_length", *BOTH_FIELDS)),
         (8, {}, HEADS, ("num_attention_heads", "num_query_groups", SIZE)),
         # Three query heads of a rank, of two key-value heads: no whole number of queries for each.
         (4, {"num_query_groups": 6}, HEADS, ("num_attention_heads", "num_query_groups", SIZE)),

@@ -60,14 +60,15 @@ def test_forbidden_layout_is_rejected_and_the_closest_one_is_not(rule: Rule, par
 
 
 def test_message_is_a_sentence() -> None:
-    layout = DEFAULTS | {"zero": "3", "tp": "> 1", "sequence": "on", "sp": "> 1", "pp": "> 1"}
+    sequence = {"tp": "> 1", "sequence": "on", "recompute": "partitioned"}
+    layout = DEFAULTS | sequence | {"zero": "3", "pp": "> 1"}
     texts = [str(problem) for problem in configure(layout)[1]]
 
-    closest = "use --zero-stage 1 and no --sequence-parallel"
+    closest = "use --zero-stage 1 and --recompute-granularity full"
     assert any(
         text.startswith(
             "--tensor-model-parallel-size > 1, --sequence-parallel and "
-            "--ds-sequence-parallel-size > 1: "
+            "--recompute-granularity full --partition-activations: "
         )
         and text.endswith(closest)
         for text in texts

@@ -41,6 +41,7 @@ from megatron_ds.parallel.mesh import Group, Mesh
 from megatron_ds.parallel.rng import RngStreams
 
 BATCH, SEQUENCE, HIDDEN, VOCAB = 3, 64, 64, 128
+COLLECTIVES = ("all_gather", "all_gather_into_tensor", "reduce_scatter_tensor")
 SHAPE: dict[str, Any] = {
     "num_layers": 4,
     "hidden_size": HIDDEN,
@@ -196,7 +197,7 @@ def test_activations_of_a_tensor_parallel_rank_equal_what_autograd_saves(
     group = Group(ranks=(0, 1), rank=0, handle=None, sequence_parallel=sequence_parallel)
     mesh = dataclasses.replace(Mesh.single(), tp=group)
     done = SimpleNamespace(wait=lambda: None)
-    for name in ("all_reduce", "all_gather", "all_gather_into_tensor", "reduce_scatter_tensor"):
+    for name in ("all_reduce", *COLLECTIVES):
         monkeypatch.setattr(dist, name, lambda *_, **__: done)
     engine = dataclasses.replace(SINGLE, tp_size=2)
     head = FP32 * HIDDEN * (BATCH * SEQUENCE + VOCAB // 2)
@@ -206,16 +207,21 @@ def test_activations_of_a_tensor_parallel_rank_equal_what_autograd_saves(
     assert estimate(run, engine).activations == pytest.approx(measured, rel=0.02)
 
 
+@pytest.mark.parametrize("tp_size", [1, 2])
 @pytest.mark.parametrize("model", ["plain", "hidden dropout", "rope", "grouped queries", "alibi"])
 def test_activations_of_a_sequence_parallel_rank_equal_what_autograd_saves(
-    model: str, monkeypatch: pytest.MonkeyPatch
+    model: str, tp_size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = config(**MODELS[model])
-    mesh = dataclasses.replace(Mesh.single(), sp=Group(tuple(range(4)), 0, None))
-    for name in ("all_reduce", "all_to_all_single"):
-        monkeypatch.setattr(dist, name, lambda *_, **__: None)
-    engine = dataclasses.replace(SINGLE, sp_size=4, dp_size=4)
-    head = FP32 * HIDDEN * (BATCH * SEQUENCE // 4 + VOCAB)
+    parallel = ParallelConfig(tensor_model_parallel_size=tp_size, sequence_parallel=True)
+    run = dataclasses.replace(config(**MODELS[model]), parallel=parallel)
+    tp = Group(tuple(range(tp_size)), 0, None, sequence_parallel=tp_size > 1)
+    size = 4 // tp_size
+    mesh = dataclasses.replace(Mesh.single(), tp=tp, sp=Group(tuple(range(size)), 0, None))
+    done = SimpleNamespace(wait=lambda: None)
+    for name in ("all_reduce", "all_to_all_single", *COLLECTIVES):
+        monkeypatch.setattr(dist, name, lambda *_, **__: done)
+    engine = dataclasses.replace(SINGLE, tp_size=tp_size, sp_size=size, dp_size=size)
+    head = FP32 * HIDDEN * (BATCH * SEQUENCE // size + VOCAB // tp_size)
 
     measured = saved_bytes(run, torch.float32, mesh) - head
 
