@@ -11,6 +11,7 @@ from megatron_ds.config.checks import divisors, list_numbers, nearest_multiples
 from megatron_ds.config.fields import ABOVE_ONE, option_field, when
 from megatron_ds.config.problems import Problem, counted, with_value
 
+DUALPIPEV = "dualpipev"
 BY_TYPE = "type:"
 """Beginning of a partition method that counts layers of some kinds."""
 
@@ -31,6 +32,13 @@ class ParallelConfig:
         "kind), type:REGEX (layers of matching kinds: EmbeddingPipe, ParallelTransformerLayerPipe, "
         "NormPipe, LMHeadPipe); or the transformer layers of each stage, such as 5,6,5",
         metavar="METHOD",
+        only_with=when(pipeline_model_parallel_size=ABOVE_ONE),
+    )
+    pipeline_schedule: str = option_field(
+        "1f1b",
+        "order of a step's passes: 1f1b with one stage on each pipeline rank, or dualpipev with "
+        "two, which idles less and needs at least two micro-batches per rank in every step",
+        choices=("1f1b", DUALPIPEV),
         only_with=when(pipeline_model_parallel_size=ABOVE_ONE),
     )
     sequence_parallel: bool = option_field(
@@ -73,6 +81,19 @@ class ParallelConfig:
             if getattr(self, name) != 1
         ]
         return f"{' / '.join(terms)} = {self.data_parallel_size(world_size)}"
+
+    @property
+    def stages_of_ranks(self) -> tuple[tuple[int, ...], ...]:
+        """The stages of each pipeline rank, in the order of a forward pass."""
+        ranks = range(self.pipeline_model_parallel_size)
+        if self.pipeline_schedule != DUALPIPEV or len(ranks) == 1:
+            return tuple((rank,) for rank in ranks)
+        return tuple((rank, 2 * len(ranks) - 1 - rank) for rank in ranks)
+
+    @property
+    def num_stages(self) -> int:
+        """Parts of the model, each a sequence of layers."""
+        return sum(map(len, self.stages_of_ranks))
 
     @property
     def given_layers_per_stage(self) -> tuple[int, ...] | None:
@@ -145,8 +166,13 @@ class ParallelConfig:
                 described=self.describe_data_parallel_size(world_size),
                 valid=list_numbers(divisors(dp_size)),
             )
-        if pp > max(num_layers, 1):
-            yield Problem("more-stages-than-layers", settings=self, num_layers=num_layers)
+        if pp > 0 and (stages := self.num_stages) > max(num_layers, 1):
+            yield Problem(
+                "more-stages-than-layers",
+                settings=self,
+                stages=stages,
+                num_layers=num_layers,
+            )
         elif pp > 1:
             yield from self._partition_problems(num_layers)
 
@@ -154,9 +180,11 @@ class ParallelConfig:
         """Problems of --pp-partition-method."""
         layers = self.given_layers_per_stage
         if layers is not None:
-            stages = self.pipeline_model_parallel_size
+            stages = self.num_stages
             if len(layers) != stages or sum(layers) != num_layers or 0 in layers:
-                yield Problem("pp-partition-list", settings=self, num_layers=num_layers)
+                yield Problem(
+                    "pp-partition-list", settings=self, stages=stages, num_layers=num_layers
+                )
             return
         try:
             pattern = self.partition_pattern

@@ -230,6 +230,26 @@ class ScheduleConfig:
                     nearest=nearest_multiples(size, unit),
                 )
 
+            yield from self._folded_pipeline_problems(parallel, unit)
+
+    def _folded_pipeline_problems(self, parallel: ParallelConfig, unit: int) -> Iterator[Problem]:
+        """Check that no step has fewer micro-batches than two stages on each rank need."""
+        if parallel.num_stages == parallel.pipeline_model_parallel_size:
+            return
+        steps = [size for _, size in self.batch_size_steps]
+        smallest = min(
+            steps or [self.global_batch_size or unit, *(self.rampup_batch_size or ())[:1]]
+        )
+        if smallest // unit < parallel.num_stages:
+            yield Problem(
+                "dualpipev-micro-batches",
+                settings=parallel,
+                batch_size=smallest,
+                micro_batches=smallest // unit,
+                minimum=parallel.num_stages,
+                size=unit * parallel.num_stages,
+            )
+
     def _unit_problems(self) -> Iterator[Problem]:
         """Check that each length has one unit, which is tokens or that of the run length."""
         wrong, right, changing = None, "samples", None

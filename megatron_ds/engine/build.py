@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -145,7 +146,7 @@ def _build_model(
     rng: RngStreams,
     packing: PackingOptions | None,
     init_weights: bool,
-    stage: slice,
+    stages: Sequence[slice],
 ) -> GPTModel:
     checkpoint = None
     if config.recompute.is_by_deepspeed:
@@ -159,7 +160,7 @@ def _build_model(
         checkpointing=ActivationCheckpointing(config.recompute, rng, checkpoint),
         packing=packing,
         moe=config.moe,
-        stage=stage,
+        stages=stages,
     )
 
 

@@ -27,7 +27,7 @@ from megatron_ds.model.flops import (
     parameters_per_rank,
 )
 from megatron_ds.model.mlp import num_tiles
-from megatron_ds.model.stages import layers_per_stage, stage_parameters
+from megatron_ds.model.stages import layers_per_stage, rank_parameters
 from megatron_ds.parallel.fused_linear_cross_entropy import CHUNK_BYTES
 
 ALLREDUCE_BUCKET = 500_000_000
@@ -291,15 +291,13 @@ class _Sizes:
         self.full = parameters_per_rank(*layout)
         stages = layers_per_stage(config.model, config.parallel)
         if len(stages) > 1:
-            self.full = max(
-                sum(size * count for size, count in sizes.items())
-                for sizes in stage_parameters(config.model, inputs.tp_size, stages)
-            )
+            self.full = max(rank_parameters(config.model, config.parallel))
         # A stage keeps the activations of a micro-batch until its gradient returns.
         samples = config.final_global_batch_size(inputs.dp_size // inputs.sp_size)
         micro = samples // (config.schedule.micro_batch_size * inputs.dp_size // inputs.sp_size)
         self.stored_layers = max(
-            count * min(len(stages) - stage, max(1, micro)) for stage, count in enumerate(stages)
+            sum(stages[stage] * min(len(stages) - stage, max(1, micro)) for stage in own)
+            for own in config.parallel.stages_of_ranks
         )
         # An expert is partitioned over the data-parallel ranks that have it.
         experts = expert_parameters_per_rank(*layout)

@@ -24,7 +24,7 @@ from megatron_ds.engine.deepspeed_patches import (
 )
 from megatron_ds.engine.device_batches import DeviceBatch
 from megatron_ds.engine.partitions import FlatPartition
-from megatron_ds.engine.pipeline_module import PipelineStage
+from megatron_ds.engine.pipeline_module import FoldedStages, PipelineStage, WeightedBatch
 from megatron_ds.engine.protocol import LossSum
 from megatron_ds.engine.spike_guard import SpikeGuard
 from megatron_ds.engine.zero import ZeroEngine
@@ -37,6 +37,7 @@ class PipelineEngine(ZeroEngine):
     def __init__(self, engine: Any, **options: Any) -> None:
         super().__init__(engine, **options)
         self._module: PipelineStage = engine.module
+        self._is_folded = isinstance(engine.module, FoldedStages)
         self._length: int | None = None
         self._norm: Tensor | None = None
         self._guard = SpikeGuard(None, self._device)
@@ -61,9 +62,8 @@ class PipelineEngine(ZeroEngine):
         before = self._start_step(plan)
         # Read before the first pass: data that ends must end the step of every stage.
         step_batches = list(self._weighted(batches, plan))
-        self._begin_dropout(step_batches[0][0])
         self._set_length(plan.seq_length)
-        self._module.feed(iter(step_batches))
+        self._module.feed(partial(self._with_dropout, step_batches))
         self._norm, self._guard = None, SpikeGuard(plan.limits, self._device)
         self._engine.train_batch()
         norm = self._engine.get_global_grad_norm() if self._norm is None else self._norm
@@ -71,13 +71,28 @@ class PipelineEngine(ZeroEngine):
 
     def eval_loss(self, batches: Iterator[DeviceBatch], count: int) -> LossSum:
         inputs = [next(batches) for _ in range(count)]
+        if self._is_folded:  # a schedule needs this many; the loss of repeated ones is not added
+            inputs += inputs[-1:] * (2 * self._mesh.pp.size - count)
         self._set_length(inputs[0].tokens_BS.shape[1])
-        self._module.feed((batch, None) for batch in inputs)
-        self._engine.total_loss = None  # of another shape after a training step
-        self._engine.eval_batch(None, reduce_output=None, bcast_loss=False, num_micro_batches=count)
-        sums = self._sum(self._module.losses)
-        dist.broadcast(sums, src=self._mesh.pp.ranks[-1], group=self._mesh.pp.handle)
+        self._module.feed(lambda: ((batch, None) for batch in inputs))
+        engine, of_step = self._engine, self._engine.micro_batches
+        engine.total_loss = None  # of another shape after a training step
+        engine.micro_batches = len(inputs)  # from which DualPipeV numbers its buffers
+        engine.eval_batch(None, reduce_output=None, bcast_loss=False, num_micro_batches=len(inputs))
+        engine.micro_batches = of_step
+        sums = self._sum(self._module.losses[:count])
+        source = self._mesh.pp.ranks[0 if self._is_folded else -1]
+        dist.broadcast(sums, src=source, group=self._mesh.pp.handle)
         return LossSum(*sums)
+
+    def _with_dropout(self, step_batches: list[WeightedBatch]) -> Iterator[WeightedBatch]:
+        """The micro-batches of a step, each of which sets from what its dropout is seeded.
+
+        The two stages of a rank compute different micro-batches by turns.
+        """
+        for batch, weight in step_batches:
+            self._begin_dropout(batch)
+            yield batch, weight
 
     def _set_length(self, length: int) -> None:
         """Let the stages agree again on the shape of hidden states if the length has changed."""

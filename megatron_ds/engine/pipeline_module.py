@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import contextlib
 import io
-from collections.abc import Callable, Iterator
-from itertools import accumulate
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch.distributed as dist
 from deepspeed.runtime.pipe import topology
+from deepspeed.runtime.pipe.dualpipev import DualPipeVModule
 from deepspeed.runtime.pipe.module import PipelineModule
 from torch import Tensor, nn
 
@@ -57,29 +58,33 @@ class PipelineGrid(topology.PipelineParallelGrid):  # type: ignore[misc]
 
 
 class PipelineStage(PipelineModule):  # type: ignore[misc]
-    """The layers of this rank's stage.
+    """The layers of this rank's stages.
 
     Args:
         build: Builds the part of the model that has some of the layers of `layer_specs`.
         layers_per_stage: Transformer layers of each stage. The first stage has the embedding, too,
             the last one the final norm and the output layer.
+        own_stages: This rank's stages, in the order of a forward pass.
         tied: The output layer shares the embedding's weight.
         mesh: Mesh of this process.
     """
 
     gpt: GPTModel
+    active_phase = 0
+    """Which of this rank's stages a forward pass computes; set by the engine."""
 
     def __init__(
         self,
-        build: Callable[[slice], GPTModel],
+        build: Callable[[Sequence[slice]], GPTModel],
         layers_per_stage: tuple[int, ...],
+        own_stages: tuple[int, ...],
         *,
         tied: bool,
         mesh: Mesh,
     ) -> None:
         self._build_gpt, self._mesh, self._is_tied = build, mesh, tied
-        self._layers_per_stage = layers_per_stage
-        self._inputs: Iterator[WeightedBatch] = iter(())
+        self._layers_per_stage, self._own_stages = layers_per_stage, own_stages
+        self._inputs: list[Iterator[WeightedBatch]] = []
         self.losses: list[TokenLoss] = []
         """Loss of each micro-batch since `feed`, on the last stage."""
         grid = PipelineGrid(mesh)
@@ -93,9 +98,13 @@ class PipelineStage(PipelineModule):  # type: ignore[misc]
         """What torch.compile compiles."""
         return self.gpt.compiled
 
-    def feed(self, inputs: Iterator[WeightedBatch]) -> None:
-        """Set the micro-batches of the next forward passes."""
-        self._inputs, self.losses = inputs, []
+    def feed(self, inputs: Callable[[], Iterator[WeightedBatch]]) -> None:
+        """Set the micro-batches of the next forward passes.
+
+        Args:
+            inputs: Called for each of this rank's stages.
+        """
+        self._inputs, self.losses = [inputs() for _ in self._own_stages], []
 
     def forward(self, received: Tensor) -> Tensor:
         """Compute the stage for the next micro-batch.
@@ -106,24 +115,21 @@ class PipelineStage(PipelineModule):  # type: ignore[misc]
         Returns:
             Hidden states [S, B, H] for the next stage; on the last one the loss, a scalar.
         """
-        batch, weight = next(self._inputs)
-        output = self.compute(batch, None if self._mesh.pp.rank == 0 else received)
-        if isinstance(output, Tensor):
-            return output
-        self.losses.append(output)
-        loss: Tensor = output.mean() if weight is None else output.loss_sum * weight
-        return loss
-
-    def compute(self, batch: DeviceBatch, x_SBH: Tensor | None) -> Tensor | TokenLoss:
-        """Compute this stage's layers for a micro-batch."""
+        phase = self.active_phase
+        batch, weight = next(self._inputs[phase])
         output: Tensor | TokenLoss = self.gpt(
             batch.tokens_BS,
             batch.labels_BS,
             batch.loss_mask_BS,
             max_documents=batch.max_documents,
-            x_SBH=x_SBH,
+            x_SBH=None if self._own_stages[phase] == 0 else received,
+            stage=phase,
         )
-        return output
+        if isinstance(output, Tensor):
+            return output
+        self.losses.append(output)
+        loss: Tensor = output.mean() if weight is None else output.loss_sum * weight
+        return loss
 
     def train(self, mode: bool = True) -> PipelineStage:
         super().train(mode)
@@ -134,12 +140,13 @@ class PipelineStage(PipelineModule):  # type: ignore[misc]
         """DeepSpeed's hook: set the stages' bounds in the list of layers."""
         ends = list(accumulate(self._layers_per_stage))
         self.parts = [0, *(1 + end for end in ends[:-1]), self._num_layers]
-        stage = self._mesh.pp.rank
-        self._set_bounds(self.parts[stage], self.parts[stage + 1])
+        stages = list(pairwise(self.parts))
+        self.phase_bounds = [stages[stage] for stage in self._own_stages]
+        self._set_bounds(*self.phase_bounds[0])
 
     def _build(self) -> None:
-        """DeepSpeed's hook: build the layers of this stage."""
-        gpt = self._build_gpt(slice(self._local_start, self._local_stop))
+        """DeepSpeed's hook: build the layers of this rank."""
+        gpt = self._build_gpt([slice(*bounds) for bounds in self.phase_bounds])
         # Not as a submodule, whose name would be a prefix of all parameters' names.
         self.__dict__["gpt"] = gpt
         for name, layer in gpt.named_children():
@@ -164,17 +171,37 @@ class PipelineStage(PipelineModule):  # type: ignore[misc]
         return [(comm["module"].weight, comm["group"]) for comm in self.tied_comms.values()]
 
 
-def build_stage(build: Callable[[slice], GPTModel], config: Config, mesh: Mesh) -> PipelineStage:
-    """Build this rank's stage. Collective.
+class FoldedStages(PipelineStage, DualPipeVModule):  # type: ignore[misc]
+    """The two stages of a rank in DeepSpeed's DualPipeV schedule.
+
+    The stages are folded: the first rank has the first stage and the last one, so that both ends of
+    a tied embedding use one copy.
+    """
+
+    def activate_phase(self, phase: int) -> None:
+        """DeepSpeed's hook: which of the two stages the next forward pass computes."""
+        self.active_phase = phase
+
+    def _index_tied_modules(self) -> dict[str, dict[str, Any]]:
+        return {}
+
+
+def build_stage(
+    build: Callable[[Sequence[slice]], GPTModel], config: Config, mesh: Mesh
+) -> PipelineStage:
+    """Build this rank's stages. Collective.
 
     Args:
         build: As for `PipelineStage`.
         config: Complete configuration of the run.
         mesh: Mesh of this process.
     """
-    return PipelineStage(
+    own = config.parallel.stages_of_ranks[mesh.pp.rank]
+    kind = PipelineStage if len(own) == 1 else FoldedStages
+    return kind(
         build,
         layers_per_stage(config.model, config.parallel),
+        own,
         tied=not config.model.untie_embeddings_and_output_weights,
         mesh=mesh,
     )

@@ -8,6 +8,7 @@ Megatron, so that a sequence split is dimension 0.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
 from torch import Tensor, nn
@@ -29,7 +30,7 @@ from megatron_ds.parallel.rng import MicroBatchSeed, RngStreams
 from megatron_ds.parallel.router_log import RouterLog
 from megatron_ds.parallel.ulysses import own_slice
 
-ALL_LAYERS = slice(None)
+ALL_LAYERS = (slice(None),)
 DENSE = MoEConfig()
 EMBEDDING = -1
 """Number of the embedding among the layers, for its dropout."""
@@ -46,7 +47,7 @@ class GPTModel(nn.Module):
             initialized, because a checkpoint will be loaded.
         checkpointing: What is recomputed in the backward pass. None: nothing.
         packing: What happens at document boundaries, in passes without a cache. None: nothing.
-        stage: Which of `layer_specs` this model has.
+        stages: Which of `layer_specs` this model has: the parts that `forward` computes together.
         moe: Which layers have experts, and how many.
     """
 
@@ -66,7 +67,7 @@ class GPTModel(nn.Module):
         seed: int | None,
         checkpointing: ActivationCheckpointing | None = None,
         packing: PackingOptions | None = None,
-        stage: slice = ALL_LAYERS,
+        stages: Sequence[slice] = ALL_LAYERS,
         moe: MoEConfig = DENSE,
     ) -> None:
         super().__init__()
@@ -80,7 +81,7 @@ class GPTModel(nn.Module):
             checkpointing.config.recompute_granularity if checkpointing is not None else None
         )
         self.checkpointing = checkpointing if granularity == "full" else None
-        specs = layer_specs(
+        all_specs = layer_specs(
             config,
             moe,
             group=mesh.tp,
@@ -90,7 +91,9 @@ class GPTModel(nn.Module):
             init=Initializer(seed),
             checkpoint_core=checkpointing if granularity == "selective" else None,
             tiled_mlp=checkpointing is not None and checkpointing.config.tiled_mlp,
-        )[stage]
+        )
+        specs = [spec for stage in stages for spec in all_specs[stage]]
+        self._stages = [[spec.name for spec in all_specs[stage]] for stage in stages]
         self._has_head = any(spec.name == "head" for spec in specs)
         self._has_dropout = max(config.hidden_dropout, config.attention_dropout) > 0
         self._tied = not config.untie_embeddings_and_output_weights
@@ -108,6 +111,7 @@ class GPTModel(nn.Module):
         *,
         last_only: bool = False,
         x_SBH: Tensor | None = None,
+        stage: int | None = None,
         max_documents: int | None = None,
     ) -> Tensor | TokenLoss:
         """Compute the loss or, without labels, the logits.
@@ -122,6 +126,7 @@ class GPTModel(nn.Module):
             cache: Keys and values of earlier tokens; positions continue after them.
             last_only: Compute the logits of the last position only.
             x_SBH: Output of the previous stage, instead of embedded tokens.
+            stage: Which of this model's `stages` to compute. None: all of its layers.
             max_documents: At least the number of documents in the tokens, if the host knows it.
 
         Returns:
@@ -150,8 +155,8 @@ class GPTModel(nn.Module):
             tokens_BS.shape[1], offset, x_SBH.dtype, x_SBH.device, packed
         )
         with self.router_log.recording(training=self.training):
-            x_SBH = self._run_blocks(x_SBH, context, cache, dropout)
-        if not self._has_head:
+            x_SBH = self._run_blocks(self._blocks(stage), x_SBH, context, cache, dropout)
+        if not self._has_head or (stage is not None and "head" not in self._stages[stage]):
             return x_SBH
         if last_only:
             x_SBH = x_SBH[-1:]
@@ -195,11 +200,15 @@ class GPTModel(nn.Module):
         if self._has_head:
             self.head.kernels = kernels
 
-    def _blocks(self) -> list[Block]:
-        return list(self.layers.values())  # type: ignore[arg-type]
+    def _blocks(self, stage: int | None = None) -> list[Block]:
+        """The transformer layers of a stage, or all."""
+        names = [f"layers.{number}" for number in self.layers]
+        kept = names if stage is None else [each for each in names if each in self._stages[stage]]
+        return [self.get_submodule(name) for name in kept]  # type: ignore[misc]
 
     def _run_blocks(
         self,
+        blocks: list[Block],
         x_SBH: Tensor,
         context: AttentionContext,
         cache: KeyValueCache | None,
@@ -211,7 +220,6 @@ class GPTModel(nn.Module):
                 x_SBH = block(x_SBH, context, cache)
             return x_SBH
 
-        blocks = self._blocks()
         if self.checkpointing is None or cache is not None:
             return run(blocks, x_SBH)
         size = self.checkpointing.config.checkpoint_num_layers

@@ -1,7 +1,7 @@
-"""Which transformer layers each pipeline stage has.
+"""Which transformer layers each pipeline stage has, and how large stages and ranks are.
 
-Every stage has at least one; the first one has the embedding, too, the last one the final norm and
-the output layer. Pure arithmetic, the same on every rank; imports no torch.
+Every stage has at least one layer; the first one has the embedding, too, the last one the final
+norm and the output layer. Pure arithmetic, the same on every rank; imports no torch.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def layers_per_stage(model: ModelConfig, parallel: ParallelConfig) -> tuple[int,
         model: Architecture; "parameters" needs the vocabulary size.
         parallel: Number of stages and method, both valid.
     """
-    stages, method = parallel.pipeline_model_parallel_size, parallel.pp_partition_method
+    stages, method = parallel.num_stages, parallel.pp_partition_method
     if stages == 1:
         return (model.num_layers,)
     given = parallel.given_layers_per_stage
@@ -60,6 +60,23 @@ def stage_parameters(model: ModelConfig, tp_size: int, layers: Sequence[int]) ->
     stages[0] += ends + Counter({table: tied}) - last
     stages[-1] += last
     return stages
+
+
+def rank_parameters(model: ModelConfig, parallel: ParallelConfig) -> list[int]:
+    """Parameters of each pipeline rank, on one tensor-parallel rank.
+
+    Args:
+        model: Architecture, with the vocabulary size.
+        parallel: Tensor-parallel size, number of stages, method and schedule.
+    """
+    tp_size = parallel.tensor_model_parallel_size
+    stages = stage_parameters(model, tp_size, layers_per_stage(model, parallel))
+    counts = [sum(size * count for size, count in sizes.items()) for sizes in stages]
+    result = [sum(counts[stage] for stage in own) for own in parallel.stages_of_ranks]
+    if {0, len(stages) - 1} <= {*parallel.stages_of_ranks[0]} and len(stages) > 1:
+        tied = not model.untie_embeddings_and_output_weights  # both stages use one copy
+        result[0] -= tied * model.padded_vocab(tp_size) // tp_size * model.hidden_size
+    return result
 
 
 def balanced(weights: Sequence[float], parts: int) -> tuple[int, ...]:

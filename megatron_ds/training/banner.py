@@ -124,13 +124,15 @@ def _stages(facts: BannerData) -> Iterator[str]:
         return
     layers = layers_per_stage(model, parallel)
     first, last = 0, len(layers) - 1
+    owners = {stage: rank for rank, own in enumerate(parallel.stages_of_ranks) for stage in own}
     for stage, sizes in enumerate(stage_parameters(model, facts.mesh.tp.size, layers)):
         names = [f"layers {first} to {first + layers[stage] - 1}"]
         names += ["final norm", "output layer"] if stage == last else []
         names = ["embedding", *names] if stage == 0 else names
         count = sum(size * number for size, number in sizes.items())
         first += layers[stage]
-        yield f"{stage}: {', '.join(names)}; {count:,} parameters"
+        rank = f" (pipeline rank {owners[stage]})" if len(layers) > facts.mesh.pp.size else ""
+        yield f"{stage}{rank}: {', '.join(names)}; {count:,} parameters"
 
 
 def _model(facts: BannerData) -> Lines:

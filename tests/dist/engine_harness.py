@@ -195,9 +195,13 @@ def train(
 
 
 def evaluate(engine: ZeroEngine, config: Config, mesh: Mesh, samples: Samples) -> float:
-    """The evaluation loss of the first samples, a global batch. Collective."""
+    """The evaluation loss of half of the micro-batches of a step, or of its only one. Collective.
+
+    There may be fewer micro-batches than pipeline stages.
+    """
     schedule = config.schedule
     count = schedule.global_batch_size // (schedule.micro_batch_size * mesh.dp.size)
+    count = max(count // 2, 1)
     loss = engine.eval_loss(batches_of(config, mesh, samples), count)
     sums = torch.stack([loss.total, loss.weight])
     dist.all_reduce(sums, group=mesh.dp.handle)

@@ -160,16 +160,19 @@ def evaluate_reference(
     weights: Tensors,
     documents: PackingOptions | None = None,
     micro_batch_size: int | None = None,
+    *,
+    count: int,
 ) -> float:
-    """The evaluation loss of the first global batch. Arguments as for `train_reference`.
+    """The evaluation loss of the first samples. Arguments as for `train_reference`.
 
     Args:
         weights: Weights of the model.
+        count: How many samples.
     """
     options = {"mesh": Mesh.single(), "rng": RngStreams(0), "seed": None, "packing": documents}
     model = GPTModel(config.model, **options).eval()
     model.load_state_dict(weights)
-    tokens = samples.batch(0, config.schedule.global_batch_size)
+    tokens = samples.batch(0, count)
     losses = []
     for part in tokens.split(micro_batch_size or len(tokens)):
         mask = part[:, :-1] != EOD if config.data.eod_mask_loss else None

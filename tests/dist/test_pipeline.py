@@ -19,7 +19,7 @@ from megatron_ds.config import Config
 from megatron_ds.model.packed_attention import PackingOptions
 from megatron_ds.train_state import StepPlan
 from tests.dist.compare import differences
-from tests.dist.parity_cases import SAMPLES, Case, config_of, plans_of
+from tests.dist.parity_cases import SAMPLES, SAMPLES_PER_STEP, Case, config_of, plans_of
 from tests.dist.rank_jobs import JobResults, run_jobs, training
 from tests.dist.reference import EOD, Samples, evaluate_reference, train_reference
 
@@ -50,6 +50,7 @@ class Pipeline:
     """Tokens per sample of each step, if they change."""
     sequence: bool = False
     """Sequence parallelism."""
+    schedule: str = "1f1b"
 
     @property
     def samples(self) -> Samples:
@@ -79,6 +80,7 @@ class Pipeline:
             "pipeline_model_parallel_size": self.pp,
             "pp_partition_method": self.method,
             "sequence_parallel": self.sequence,
+            "pipeline_schedule": self.schedule,
         }
         return config_of(self.case, parallel=parallel, **self.changes)
 
@@ -124,6 +126,27 @@ CASES = (
         changes={"data": DOCUMENTS, "recompute": {"recompute_granularity": "full"}},
     ),
     Pipeline(
+        "folded", 2, 2, 1, 4, "tied", "grouped", schedule="dualpipev", sequence=True,
+        changes={"model": {"num_layers": 5, "hidden_dropout": 0.1}},
+    ),
+    Pipeline(
+        "folded-lengths-and-batches", 1, 2, 1, 8, "tied", "adamw", schedule="dualpipev",
+        batches=(16, 8, 20), lengths=(8, 16, 12),
+        changes={"model": {"num_layers": 4, **DROPOUT}},
+    ),
+    Pipeline(
+        "folded-documents", 2, 2, 0, 4, "learned", "adamw", schedule="dualpipev",
+        changes={
+            "model": {"num_layers": 4},
+            "data": DOCUMENTS,
+            "recompute": {"recompute_granularity": "full"},
+        },
+    ),
+    Pipeline(
+        "folded-without-zero", 1, 2, 0, 4, "untied", "sgd", "2,1,1,1", FIVE_LAYERS | PER_TOKEN,
+        schedule="dualpipev",
+    ),
+    Pipeline(
         "recomputed-by-deepspeed", 2, 2, 1, 4, "rope", "adamw",
         changes={
             "model": {"hidden_dropout": 0.1},
@@ -167,8 +190,9 @@ def check_layers(sequence: bool, engine: Any) -> None:
 def test_stages_equal_one_process(case: Pipeline, results: JobResults) -> None:
     config, options = case.config, (case.packing, case.samples_per_mean)
     reference = train_reference(config, case.samples, case.plans, *options)
+    evaluated = SAMPLES_PER_STEP // min(case.accumulation, 2)
     evaluations = [
-        evaluate_reference(config, case.samples, weights, *options)
+        evaluate_reference(config, case.samples, weights, *options, count=evaluated)
         for weights in reference.weights[1:]
     ]
     norm = sum(float(value.square().sum()) for value in reference.weights[-1].values()) ** 0.5

@@ -33,6 +33,8 @@ FULL = {"recompute_granularity": "full"}
 SEQUENCE_PARALLEL = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 EXPERTS = {"num_experts": (4,)}
 WSD = {"lr_decay_style": "WSD"}
+STAGES = {"pipeline_model_parallel_size": 2}
+FOLDED = {**STAGES, "num_layers": 4, "pipeline_schedule": "dualpipev", "global_batch_size": 8}
 
 
 def config_of(**changes: Any) -> Config:
@@ -49,6 +51,7 @@ def problems(config: Config, dp_size: int = DP_SIZE) -> list[Problem]:
     [
         {},
         {"num_query_groups": 2, "tensor_model_parallel_size": 2},
+        FOLDED,
         {"vocab_size": 91, "make_vocab_size_divisible_by": 1},
         {"global_batch_size": 16, "rampup_batch_size": (4, 4, 100)},
         FULL,
@@ -70,7 +73,6 @@ def test_valid_configurations_have_no_problem(changes):
     assert problems(config_of(**changes)) == []
 
 
-STAGES = {"pipeline_model_parallel_size": 2}
 BATCH_SIZES = "step_batch_size_schedule"
 CASES: list[tuple[dict[str, Any], str]] = [
     # Model.
@@ -103,6 +105,14 @@ CASES: list[tuple[dict[str, Any], str]] = [
         "contiguous-checkpointing-with-pipeline: contiguous_checkpointing",
     ),
     ({"pipeline_model_parallel_size": 4}, "more-stages-than-layers"),
+    ({**FOLDED, "num_layers": 3}, "more-stages-than-layers: pipeline_model_parallel_size"),
+    ({**FOLDED, "pp_partition_method": "2,2"}, "pp-partition-list: pp_partition_method"),
+    ({**FOLDED, "global_batch_size": 6}, "dualpipev-micro-batches: pipeline_schedule"),
+    ({**FOLDED, "rampup_batch_size": (6, 2, 100)}, "dualpipev-micro-batches: pipeline_schedule"),
+    (
+        {**FOLDED, "global_batch_size": None, BATCH_SIZES: ("0:8", "1000:6", "2000:10")},
+        "dualpipev-micro-batches: pipeline_schedule",
+    ),
     ({**STAGES, "pp_partition_method": "2"}, "pp-partition-list"),
     ({**STAGES, "pp_partition_method": "2,0"}, "pp-partition-list"),
     ({**STAGES, "pp_partition_method": "2,1"}, "pp-partition-list"),
@@ -410,6 +420,7 @@ LONG = {"curriculum_seqlen": (8, 64, 9)}
 PARTITIONED = {"partition_activations": True}
 INEFFECTIVE: dict[str, list[tuple[Any, dict[str, Any]]]] = {
     "pp_partition_method": [("parameters", {})],
+    "pipeline_schedule": [("dualpipev", {})],
     "sequence_parallel": [(True, {})],
     "rotary_percent": [(0.4, {})],
     "rotary_base": [(5.0, {})],

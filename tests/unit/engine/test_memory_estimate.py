@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.pipe import schedule
 from torch.autograd.graph import saved_tensors_hooks
 
 from megatron_ds.config import (
@@ -341,6 +342,38 @@ def test_a_pipeline_stage_has_its_layers_and_several_micro_batches() -> None:
     assert found.activations == estimate(config(num_layers=2), SINGLE).activations
     several = dataclasses.replace(staged, schedule=accumulating)
     assert estimate(several, SINGLE).activations == estimate(model, SINGLE).activations
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_folded_stages_store_as_many_micro_batches_as_their_schedule(ranks: int) -> None:
+    method = ",".join(map(str, range(1, 2 * ranks + 1)))
+    parallel = ParallelConfig(
+        pipeline_model_parallel_size=ranks,
+        pipeline_schedule="dualpipev",
+        pp_partition_method=method,
+    )
+    folded = config(num_layers=sum(parallel.given_layers_per_stage or ()))
+    micro_batches = 2 * ranks + 1
+    steps = dataclasses.replace(folded.schedule, global_batch_size=micro_batches * BATCH)
+    folded = dataclasses.replace(folded, parallel=parallel, schedule=steps)
+    most = max(_most_layers(parallel, rank, micro_batches) for rank in range(ranks))
+    assert estimate(folded, SINGLE).activations == (
+        estimate(config(num_layers=most), SINGLE).activations
+    )
+
+
+def _most_layers(parallel: ParallelConfig, rank: int, micro_batches: int) -> int:
+    """Most layers between whose forward and backward passes a rank is, by DeepSpeed's schedule."""
+    stages, layers = parallel.stages_of_ranks, parallel.given_layers_per_stage
+    assert layers is not None
+    stored = most = 0
+    for commands in schedule.DualPipeVSchedule(micro_batches, len(stages), rank).steps():
+        for command in commands:
+            if isinstance(command, (schedule.ForwardPass, schedule.BackwardPass)):
+                count = layers[stages[rank][command.phase]]
+                stored += count if isinstance(command, schedule.ForwardPass) else -count
+                most = max(most, stored)
+    return most
 
 
 def test_offloaded_states_are_in_host_memory() -> None:

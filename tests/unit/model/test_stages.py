@@ -8,7 +8,7 @@ import pytest
 
 from megatron_ds.config import ModelConfig, ParallelConfig
 from megatron_ds.model.gpt import GPTModel
-from megatron_ds.model.stages import balanced, layers_per_stage, stage_parameters
+from megatron_ds.model.stages import balanced, layers_per_stage, rank_parameters, stage_parameters
 from tests.unit.model.dense import build_model
 
 MODEL = ModelConfig(
@@ -42,6 +42,12 @@ def test_partition_methods(method: str, expected: tuple[int, ...]) -> None:
     assert layers(method) == expected
 
 
+def test_stages_are_folded_over_the_ranks() -> None:
+    parallel = ParallelConfig(pipeline_model_parallel_size=3, pipeline_schedule="dualpipev")
+    assert parallel.stages_of_ranks == ((0, 5), (1, 4), (2, 3))
+    assert layers_per_stage(MODEL, parallel) == (2, 1, 1, 1, 1, 1)
+
+
 def test_one_stage_has_all_layers() -> None:
     assert layers("uniform", stages=1) == (7,)
 
@@ -72,7 +78,7 @@ def test_parameters_of_stages_are_those_of_their_models(untied: bool, position: 
             "embed_layernorm": True,
         }
     )
-    stages = [slice(0, 3), slice(3, 6), slice(6, None)]
+    stages = [(slice(0, 3),), (slice(3, 6),), (slice(6, None),)]
     counted = [
         sum(size * count for size, count in sizes.items())
         for sizes in stage_parameters(config, 1, (2, 3, 2))
@@ -81,4 +87,11 @@ def test_parameters_of_stages_are_those_of_their_models(untied: bool, position: 
     def count(model: GPTModel) -> int:
         return sum(parameter.numel() for parameter in model.parameters())
 
-    assert counted == [count(build_model(config, stage=stage)) for stage in stages]
+    assert counted == [count(build_model(config, stages=each)) for each in stages]
+
+    folded = [(slice(0, 2), slice(7, None)), (slice(2, 5), slice(5, 7))]
+    parallel = ParallelConfig(
+        pipeline_model_parallel_size=2, pipeline_schedule="dualpipev", pp_partition_method="1,3,2,1"
+    )
+    expected = [count(build_model(config, stages=each)) for each in folded]
+    assert rank_parameters(config, parallel) == expected

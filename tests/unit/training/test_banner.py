@@ -136,6 +136,14 @@ def test_banner_shows_the_layers_and_parameters_of_each_stage() -> None:
     assert f"stages 0: embedding, layers 0 to 9; {first:,} parameters" in text
     assert f"1: layers 10 to 23, final norm, output layer; {last:,} parameters" in text
 
+    folded = dataclasses.replace(
+        parallel, pipeline_schedule="dualpipev", pp_partition_method="6,5,6,7"
+    )
+    config = dataclasses.replace(CONFIG, parallel=folded)
+    text = " ".join(banner(dataclasses.replace(FACTS, config=config, mesh=mesh)).split())
+    assert "stages 0 (pipeline rank 0): embedding, layers 0 to 5;" in text
+    assert "3 (pipeline rank 0): layers 17 to 23, final norm, output layer;" in text
+
 
 @pytest.mark.parametrize("width", [80, 100, 200])
 def test_the_longest_banner_fits_on_a_screen(width: int) -> None:
