@@ -117,19 +117,24 @@ class PipelineStage(PipelineModule):  # type: ignore[misc]
         """
         phase = self.active_phase
         batch, weight = next(self._inputs[phase])
-        output: Tensor | TokenLoss = self.gpt(
-            batch.tokens_BS,
-            batch.labels_BS,
-            batch.loss_mask_BS,
-            max_documents=batch.max_documents,
-            x_SBH=None if self._own_stages[phase] == 0 else received,
-            stage=phase,
-        )
+        output = self.compute(batch, None if self._own_stages[phase] == 0 else received)
         if isinstance(output, Tensor):
             return output
         self.losses.append(output)
         loss: Tensor = output.mean() if weight is None else output.loss_sum * weight
         return loss
+
+    def compute(self, batch: DeviceBatch, x_SBH: Tensor | None) -> Tensor | TokenLoss:
+        """Compute the active stage's layers for a micro-batch."""
+        output: Tensor | TokenLoss = self.gpt(
+            batch.tokens_BS,
+            batch.labels_BS,
+            batch.loss_mask_BS,
+            max_documents=batch.max_documents,
+            x_SBH=x_SBH,
+            stage=self.active_phase,
+        )
+        return output
 
     def train(self, mode: bool = True) -> PipelineStage:
         super().train(mode)

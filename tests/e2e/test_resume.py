@@ -64,11 +64,14 @@ class Layout:
     guard: bool = False
     """Skip an iteration, and every step whose loss or norm is above the mean."""
     optimizer: str = "adam"
+    folded: bool = False
+    """Two stages per pipeline rank."""
 
     @property
     def name(self) -> str:
         parts = [f"zero{self.stage}", f"tp{self.tp}", f"dp{self.dp}", f"pp{self.pp}"]
         switches = {"bf16": self.bf16, "sequence": self.sequence, "guard": self.guard}
+        switches["folded"] = self.folded
         return "-".join(
             [*parts, *(name for name in switches if switches[name]), *self.offload, self.optimizer]
         )
@@ -85,7 +88,9 @@ class Layout:
             zero[f"offload_{what}"] = {"device": "cpu"}
         file = folder / "ds.json"
         file.write_text(json.dumps({"zero_optimization": zero}))
+        folded = {"pipeline_schedule": "dualpipev", "num_layers": 4, "micro_batch_size": 1}
         return {
+            **(folded if self.folded else {}),
             "deepspeed_config": file,
             "tensor_model_parallel_size": self.tp,
             "sequence_parallel": self.sequence,
@@ -106,7 +111,7 @@ LAYOUTS = [
     Layout(3, dp=2, bf16=True, offload=("optimizer", "param")),
     Layout(3, tp=2),
     Layout(3, tp=2, dp=2, bf16=True, sequence=True, optimizer="muon"),
-    Layout(0, pp=2),
+    Layout(0, pp=2, folded=True),
     Layout(1, pp=2, dp=2, bf16=True, guard=True),
 ]
 
