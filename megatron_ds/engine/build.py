@@ -21,7 +21,7 @@ from torch import Tensor
 from megatron_ds.config import Config, RecomputeConfig
 from megatron_ds.config.fields import in_effect
 from megatron_ds.config.problems import Problem, user_error
-from megatron_ds.engine import deepspeed_patches, readback
+from megatron_ds.engine import deepspeed_patches, readback, swapped_states
 from megatron_ds.engine.adam_kernels import available_on
 from megatron_ds.engine.deferred_compiler import defer_compiler
 from megatron_ds.engine.ds_config import build_ds_config
@@ -107,6 +107,7 @@ def build_engine(
             dist_init_required=False,
         )
     deepspeed_patches.count_expert_biases_once(engine.optimizer, mesh)
+    swapped_states.align_gradients(engine.optimizer)
     attach_matrices(engine, ds_config["zero_optimization"]["stage"], mesh, device)
     kind = ZeroEngine if mesh.pp.size == 1 else PipelineEngine
     return kind(

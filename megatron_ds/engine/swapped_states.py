@@ -50,6 +50,37 @@ def as_tensors(engine: Any) -> Iterator[None]:
         del engine.zero_nvme_offload_optimizer, engine._load_zero_checkpoint, optimizer.state_dict
 
 
+def align_gradients(optimizer: Any) -> None:
+    """Let the swapped part of each gradient start at a multiple of the block of direct I/O.
+
+    DeepSpeed reads a gradient into its place among those of the flat tensor, which is anywhere; it
+    takes care of lengths only. A read into an address that is not aligned fails, or leaves parts of
+    the memory as they were. Here what precedes the first multiple stays in memory, as what follows
+    the last one does.
+
+    Args:
+        optimizer: DeepSpeed's optimizer of an engine.
+    """
+    swapper = getattr(optimizer, "optimizer_swapper", None)
+    if swapper is None:
+        return
+    split_ends = swapper._adjust_for_misaligned_lengths
+
+    def split(tensors: list[Tensor], offsets: list[int]) -> tuple[list[Tensor], list[int]]:
+        parts, starts = [], []
+        for tensor, offset in zip(tensors, offsets, strict=True):
+            head = min(-offset % swapper.numel_alignment, len(tensor))
+            parts += [tensor[:head], tensor[head:]]
+            starts += [offset, offset + head]
+        kept = [index for index, part in enumerate(parts) if len(part)]
+        result: tuple[list[Tensor], list[int]] = split_ends(
+            tensors=[parts[index] for index in kept], offsets=[starts[index] for index in kept]
+        )
+        return result
+
+    swapper._adjust_for_misaligned_lengths = split
+
+
 def is_swapping(optimizer: Any) -> bool:
     """Whether a DeepSpeed optimizer keeps states or parameters in files."""
     switches = ("swap_optimizer", "params_in_nvme_and_cpu")

@@ -230,8 +230,9 @@ def _record_gradients(engine: ZeroEngine, mesh: Mesh, run: Run) -> None:
         # A decoupled learning rate is larger.
         rate = min(group["lr"] for group in ds_engine.optimizer.param_groups)
         run.rates.append(rate)
+        scale = getattr(ds_engine.optimizer, "loss_scale", 1.0)
         own = {
-            name: full_tensor(safe_get_full_grad(p), p, mesh.tp, mesh.ep)
+            name: full_tensor(safe_get_full_grad(p), p, mesh.tp, mesh.ep) / scale
             for name, p in ds_engine.module.named_parameters()
         }
         run.gradients.append(of_all_stages(own, mesh))
