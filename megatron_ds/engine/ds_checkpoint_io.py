@@ -10,10 +10,10 @@ from __future__ import annotations
 import hashlib
 import os
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from io import FileIO
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
@@ -171,19 +171,28 @@ def flush_and_hash(folder: Path, base: Path) -> dict[str, FileRecord]:
     return records
 
 
-def read_tensors(path: Path, *, map_location: Any = "cpu", mmap: bool = False) -> Any:
+def read_tensors(
+    path: Path | BinaryIO,
+    *,
+    map_location: Any = "cpu",
+    mmap: bool = False,
+    classes: Sequence[Any] = SAFE_CLASSES,
+    name: str = "",
+) -> Any:
     """Read a file of tensors and plain values.
 
     Args:
-        path: File of `write_tensors` or of DeepSpeed.
+        path: File of `write_tensors` or of DeepSpeed, or an open one.
         map_location: Device of the tensors.
         mmap: Read the bytes of a tensor when it is used.
+        classes: Further classes that may be in it, each alone or with the name that the file has.
+        name: Name for messages (default: the path).
 
     Raises:
         UserError: If the file is damaged or contains other objects.
     """
     try:
-        with torch.serialization.safe_globals(list(SAFE_CLASSES)):
+        with torch.serialization.safe_globals(list(classes)):
             return torch.load(path, map_location=map_location, weights_only=True, mmap=mmap)
     except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError) as error:
-        raise user_error("tensor-file-unreadable", path=path, error=error) from error
+        raise user_error("tensor-file-unreadable", path=name or path, error=error) from error

@@ -1,0 +1,170 @@
+"""Reads files that other programs have pickled, without running code or importing their classes.
+
+Owns the list of classes that such files may name. torch's tensors are read as tensors; an object of
+a listed class becomes a `StandIn`, which keeps what was pickled and does nothing. A file that names
+anything else is rejected with that name.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch.distributed.checkpoint import filesystem, metadata, planner
+
+from megatron_ds.config.problems import UserError, user_error
+from megatron_ds.engine.ds_checkpoint_io import read_tensors
+
+MEGATRON_ENUMS = """
+    megatron.enums.AttnMaskType megatron.enums.AttnType megatron.enums.LayerType
+    megatron.enums.ModelType megatron.enums.PositionEmbeddingType
+    megatron.model.enums.AttnMaskType megatron.model.enums.AttnType megatron.model.enums.LayerType
+    megatron.model.enums.ModelType megatron.model.enums.PositionEmbeddingType
+    megatron.core.enums.Fp4Recipe megatron.core.enums.Fp8Recipe megatron.core.enums.ModelType
+    megatron.core.transformer.enums.AttnBackend megatron.core.transformer.enums.AttnMaskType
+    megatron.core.transformer.enums.AttnType megatron.core.transformer.enums.CudaGraphScope
+    megatron.core.transformer.enums.InferenceCudaGraphScope
+    megatron.core.transformer.enums.LayerType megatron.core.transformer.enums.ModelType
+"""
+NAMES = f"""
+    argparse.Namespace types.SimpleNamespace
+    {MEGATRON_ENUMS}
+    megatron.core.rerun_state_machine.RerunDiagnostic
+    megatron.core.rerun_state_machine.RerunMode megatron.core.rerun_state_machine.RerunState
+    megatron.core.rerun_state_machine.RerunErrorInjector
+    megatron.fp16_deprecated.loss_scaler.LossScaler
+    megatron.fp16_deprecated.loss_scaler.DynamicLossScaler
+    megatron.fp16.loss_scaler.LossScaler megatron.fp16.loss_scaler.DynamicLossScaler
+    fp16.loss_scaler.LossScaler fp16.loss_scaler.DynamicLossScaler
+    deepspeed.runtime.fp16.loss_scaler.LossScaler
+    deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler
+    deepspeed.runtime.zero.config.ZeroStageEnum
+    deepspeed.runtime.zero.offload_config.OffloadDeviceEnum
+    deepspeed.utils.tensor_fragment.fragment_address
+    numpy.core.multiarray._reconstruct numpy._core.multiarray._reconstruct
+    numpy.core.multiarray.scalar numpy._core.multiarray.scalar
+    numpy.ndarray numpy.dtype
+    builtins.getattr
+    signal.Signals pathlib.PosixPath pathlib._local.PosixPath io.BytesIO _io.BytesIO
+"""
+"""Classes and functions of other programs that a file may name; none of them is imported.
+Python 3.11.0 to 3.11.3 pickle an enum's member as a call of getattr."""
+
+
+class StandIn:
+    """An object of a class that is not imported.
+
+    Attributes:
+        arguments: What the class or function was called with.
+        state: What its attributes were set from: a dict unless the class decided otherwise.
+    """
+
+    arguments: tuple[Any, ...]
+    state: Any
+
+    def __new__(cls, *arguments: Any) -> StandIn:
+        self = super().__new__(cls)
+        self.arguments, self.state = arguments, {}
+        return self
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+
+STAND_INS = tuple((type(name, (StandIn,), {}), name) for name in NAMES.split())
+
+METADATA_CLASSES: dict[tuple[str, str], Callable[..., Any]] = {
+    (kind.__module__, kind.__qualname__): kind
+    for kind in (
+        *(metadata.Metadata, metadata.MetadataIndex, metadata.TensorStorageMetadata),
+        *(metadata.BytesStorageMetadata, metadata.ChunkStorageMetadata, metadata.StorageMeta),
+        *(metadata.TensorProperties, metadata._MEM_FORMAT_ENCODING),
+        *(planner.SavePlan, planner.WriteItem, planner.WriteItemType),
+        *(planner.TensorWriteData, planner.BytesIOWriteData),
+        *(filesystem._StorageInfo, filesystem._StoragePrefix),
+        torch.serialization._get_layout,
+    )
+} | {
+    ("torch", "Size"): torch.Size,
+    ("pathlib", "PosixPath"): StandIn,
+    ("pathlib._local", "PosixPath"): StandIn,
+}
+"""What the metadata of a distributed checkpoint consists of: data classes of torch, and the folder
+that it was written to."""
+
+
+def read_foreign(file: Path | bytes, name: str = "", *, mmap: bool = True) -> Any:
+    """Reads a file that another program wrote with torch.save.
+
+    Args:
+        file: The file, or its contents.
+        name: Name for messages, of contents.
+        mmap: Read the bytes of a tensor when it is used, if the file allows it.
+
+    Raises:
+        UserError: If the file is damaged or names a class that is not listed.
+    """
+    source: Any = io.BytesIO(file) if isinstance(file, bytes) else file
+    name = name or str(file)
+    mapped = mmap and isinstance(file, Path) and _is_zip(file)
+    try:
+        return read_tensors(source, mmap=mapped, classes=STAND_INS, name=name)
+    except UserError as error:
+        rejected = re.search(r"GLOBAL (\S+)", str(error))
+        if rejected is None:
+            raise
+        raise user_error("foreign-class-rejected", path=name, name=rejected[1]) from error
+
+
+def read_dcp_metadata(path: Path) -> metadata.Metadata:
+    """Reads the `.metadata` of a distributed checkpoint.
+
+    Raises:
+        UserError: If the file is missing or damaged, or names a class that is not listed.
+    """
+    try:
+        with open(path, "rb") as file:
+            found = _MetadataUnpickler(file, path).load()
+    except UserError:
+        raise
+    except FileNotFoundError as error:
+        raise user_error("dcp-metadata-missing", path=path) from error
+    except Exception as error:  # a damaged pickle raises whatever its opcodes lead to
+        raise user_error("tensor-file-unreadable", path=path, error=error) from error
+    if not isinstance(found, metadata.Metadata) or not found.storage_data:
+        raise user_error("tensor-file-unreadable", path=path, error="it has no metadata")
+    for stored in found.storage_data.values():
+        if Path(stored.relative_path).name != stored.relative_path:
+            error_text = f"it names the file {stored.relative_path}"
+            raise user_error("tensor-file-unreadable", path=path, error=error_text)
+    return found
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    """Finds only `METADATA_CLASSES` and torch's data types."""
+
+    def __init__(self, file: BinaryIO, path: Path) -> None:
+        super().__init__(file)
+        self._path = path
+
+    def find_class(self, module_name: str, global_name: str) -> Any:
+        if module_name == "torch" and global_name.isidentifier():
+            found = getattr(torch, global_name, None)
+            if isinstance(found, torch.dtype | torch.layout | torch.memory_format):
+                return found
+        kind = METADATA_CLASSES.get((module_name, global_name))
+        if kind is None:
+            name = f"{module_name}.{global_name}"
+            raise user_error("foreign-class-rejected", path=self._path, name=name)
+        return kind
+
+
+def _is_zip(path: Path) -> bool:
+    """Whether torch can map the file; files of torch before 1.6 have another layout."""
+    with open(path, "rb") as file:
+        return file.read(4) == b"PK\x03\x04"

@@ -1,0 +1,198 @@
+"""Files of Megatron-LM's `torch` checkpoints and of both forks of Megatron-DeepSpeed.
+
+Owns which file has which pipeline stage and tensor-parallel rank, and where a layer of a stage is
+in the whole model. Files are memory-mapped. Names and rows stay those of Megatron.
+
+    iter_0001000/mp_rank_TT[_PPP]/model_optim_rng.pt    Megatron-LM; layers restart at 0 in a stage
+    global_step1000/layer_NN-model_TT-model_states.pt   DeepSpeed with pipeline engine
+    global_step1000/mp_rank_TT_model_states.pt          DeepSpeed without
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from megatron_ds.checkpoint.formats.foreign_pickle import read_foreign
+from megatron_ds.checkpoint.formats.megatron_names import PREFIX, is_ignored
+from megatron_ds.checkpoint.lazy_tensors import LazyTensor
+from megatron_ds.config.problems import user_error
+
+RANK_FOLDER = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3}))?(?:_(\d{3}))?")
+LAYER_FILE = re.compile(r"layer_(\d+)-model_(\d+)-model_states\.pt")
+STATE_FILE = re.compile(r"mp_rank_(\d+)_model_states\.pt")
+ZERO3_FILE = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt")
+LAYER_NAME = re.compile(r"layers\.(\d+)\.")
+NORM_KEYS = {"weight", "bias", "scale"}
+
+Shards = dict[str, list[LazyTensor]]
+"""By Megatron's name, with layers counted over the whole model: one tensor per rank."""
+
+
+@dataclass(frozen=True)
+class FoundWeights:
+    """The contents of a checkpoint, as its program names and orders them."""
+
+    state: Mapping[str, Any]
+    """Everything but the weights: arguments, version, counters."""
+    shards: Shards
+
+
+def read_legacy(folder: Path) -> FoundWeights:
+    """Opens `mp_rank_*` folders below an `iter_*` or `release` folder."""
+    files: dict[tuple[int, int], Path] = {}
+    for path in sorted(folder.glob("mp_rank_*")):
+        if (found := RANK_FOLDER.fullmatch(path.name)) is None:
+            continue
+        if int(found[3] or 0) > 0:
+            raise user_error("megatron-part-unsupported", path=folder, part="expert parallelism")
+        files[int(found[2] or 0), int(found[1])] = path / "model_optim_rng.pt"
+    stages, ranks = _sizes(folder, files)
+    shards: Shards = defaultdict(list)
+    state: dict[str, Any] = {}
+    for rank in range(ranks):
+        loaded = [_read(files[stage, rank]) for stage in range(stages)]
+        state = state or {key: value for key, value in loaded[0].items() if key != "model"}
+        for name, tensor in _stages_as_one([_chunks(each) for each in loaded]):
+            if len(shards[name]) <= rank:  # not a copy of another stage's tensor
+                shards[name].append(LazyTensor.of(tensor))
+    return FoundWeights(state, _complete(folder, shards, ranks))
+
+
+def read_deepspeed(folder: Path) -> FoundWeights:
+    """Opens a `global_step*` folder of a Megatron-DeepSpeed fork."""
+    layers: dict[tuple[int, int], Path] = {}
+    states: dict[int, Path] = {}
+    for path in sorted(folder.iterdir()):
+        if found := LAYER_FILE.fullmatch(path.name):
+            layers[int(found[1]), int(found[2])] = path
+        elif found := STATE_FILE.fullmatch(path.name):
+            states[int(found[1])] = path
+    if not states:
+        if any(map(ZERO3_FILE.fullmatch, (path.name for path in folder.iterdir()))):
+            raise user_error("megatron-part-unsupported", path=folder, part="files of ZeRO stage 3")
+        raise user_error(
+            "megatron-files-missing", folder=folder, names="mp_rank_00_model_states.pt"
+        )
+    first = _read(states[min(states)])
+    state = {key: value for key, value in first.items() if key != "module"}
+    if layers:
+        return FoundWeights(state, _layer_files(folder, layers))
+    files = {(0, rank): path for rank, path in states.items()}
+    _, ranks = _sizes(folder, files)
+    shards: Shards = defaultdict(list)
+    for rank in range(ranks):
+        module = first["module"] if rank == 0 else _read(files[0, rank])["module"]
+        for name, tensor in _flatten(module):
+            shards[PREFIX.sub("", name)].append(LazyTensor.of(tensor))
+    return FoundWeights(state, _complete(folder, shards, ranks))
+
+
+def _layer_files(folder: Path, files: Mapping[tuple[int, int], Path]) -> Shards:
+    """One file per layer of the pipeline engine; what a layer is follows from its contents."""
+    numbers = sorted({number for number, _ in files})
+    ranks = 1 + max(rank for _, rank in files)
+    missing = [
+        f"layer_{number:02d}-model_{rank:02d}-model_states.pt"
+        for number in numbers
+        for rank in range(ranks)
+        if (number, rank) not in files
+    ]
+    if missing:
+        raise user_error("megatron-files-missing", folder=folder, names=", ".join(missing))
+    shards: Shards = defaultdict(list)
+    blocks: list[int] = []
+    for number in numbers:
+        loaded = [dict(_flatten(_read(files[number, rank]))) for rank in range(ranks)]
+        prefix = ""
+        if any("attention." in name for name in loaded[0]):
+            prefix = f"layers.{len(blocks)}."
+            blocks.append(number)
+        elif loaded[0] and loaded[0].keys() <= NORM_KEYS:
+            prefix = "final_norm."
+        for each in loaded:
+            for name, tensor in each.items():
+                if len(shards[f"{prefix}{name}"]) < ranks:  # not a tied embedding's second file
+                    shards[f"{prefix}{name}"].append(LazyTensor.of(tensor))
+    if gaps := set(range(blocks[0], blocks[-1] + 1)) - set(blocks) if blocks else set():
+        names = ", ".join(f"layer_{number:02d}-model_00-model_states.pt" for number in sorted(gaps))
+        raise user_error("megatron-files-missing", folder=folder, names=names)
+    return _complete(folder, shards, ranks)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise user_error("megatron-files-missing", folder=path.parent, names=path.name)
+    loaded = read_foreign(path)
+    if not isinstance(loaded, dict):
+        raise user_error("tensor-file-unreadable", path=path, error="it has no state dict")
+    return loaded
+
+
+def _sizes(folder: Path, files: Mapping[tuple[int, int], Path]) -> tuple[int, int]:
+    """Pipeline stages and tensor-parallel ranks of complete files, by (stage, rank)."""
+    if not files:
+        raise user_error("megatron-files-missing", folder=folder, names="mp_rank_00")
+    stages, ranks = (1 + max(key[axis] for key in files) for axis in (0, 1))
+    missing = [
+        f"mp_rank_{rank:02d}" + (f"_{stage:03d}" if stages > 1 else "")
+        for stage in range(stages)
+        for rank in range(ranks)
+        if (stage, rank) not in files
+    ]
+    if missing:
+        raise user_error("megatron-files-missing", folder=folder, names=", ".join(missing))
+    return stages, ranks
+
+
+def _chunks(loaded: Mapping[str, Any]) -> list[dict[str, Tensor]]:
+    """The model of one stage: one chunk, or several with virtual pipeline stages."""
+    if "model" in loaded:
+        chunks = [loaded["model"]]
+    else:
+        chunks = [
+            loaded[f"model{index}"] for index in range(len(loaded)) if f"model{index}" in loaded
+        ]
+    return [{PREFIX.sub("", name): tensor for name, tensor in _flatten(each)} for each in chunks]
+
+
+def _stages_as_one(
+    stages: Sequence[Sequence[Mapping[str, Tensor]]],
+) -> Iterator[tuple[str, Tensor]]:
+    """The weights of all stages, with layers counted over the whole model.
+
+    Chunk v of all stages comes before chunk v + 1 of any.
+    """
+    offset = 0
+    for chunk in zip(*stages, strict=True):
+        for weights in chunk:
+            layers = [int(found[1]) for name in weights if (found := LAYER_NAME.match(name))]
+            for name, tensor in weights.items():
+                if found := LAYER_NAME.match(name):
+                    name = f"layers.{int(found[1]) + offset}.{name[found.end() :]}"
+                yield name, tensor
+            offset += max(layers, default=-1) + 1
+
+
+def _flatten(nested: Any, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
+    """The tensors of nested dicts, by dotted name."""
+    if isinstance(nested, Tensor):
+        yield prefix, nested
+    elif isinstance(nested, Mapping):
+        for key, value in nested.items():
+            name = f"{prefix}.{key}" if prefix else str(key)
+            if not is_ignored(name):
+                yield from _flatten(value, name)
+
+
+def _complete(folder: Path, shards: Shards, ranks: int) -> Shards:
+    for name, parts in shards.items():
+        if len(parts) != ranks:
+            raise user_error("megatron-rank-without-weight", folder=folder, name=name)
+    return dict(shards)

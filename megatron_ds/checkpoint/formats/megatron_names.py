@@ -1,0 +1,140 @@
+"""Names of Megatron's weights, the orders of their rows, and joining of tensor-parallel shards.
+
+Covers Megatron-LM before and since Megatron Core, both forks of Megatron-DeepSpeed, and the fused
+names of Transformer Engine. Knows no files.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+import torch
+from torch import Tensor
+
+PREFIX = re.compile(r"^(language_model\.)?(embedding\.|encoder\.|transformer\.|decoder\.)?")
+IGNORED = re.compile(
+    r"_extra_state(/|$)|(^|\.)rotary_(pos_)?emb\.|^word_embeddings_for_head\.|^rotary_pos_emb"
+)
+"""Buffers, and the last pipeline stage's copy of a tied embedding."""
+LAYER = r"layers\.(?P<layer>\d+)\."
+ATTENTION = r"(?:self_)?attention\."
+PATTERNS = {
+    r"word_embeddings\.weight": "embedding.word.weight",
+    r"word_embeddings\.norm\.(?P<kind>\w+)": "embedding.norm.{kind}",
+    r"position_embeddings\.weight": "embedding.position.weight",
+    LAYER
+    + r"(?:input_layernorm|input_norm)\.(?P<kind>\w+)": "layers.{layer}.attention_norm.{kind}",
+    LAYER + ATTENTION + r"linear_qkv\.layer_norm_(?P<kind>\w+)": (
+        "layers.{layer}.attention_norm.{kind}"
+    ),
+    LAYER + ATTENTION + r"(?:query_key_value|linear_qkv)\.(?P<kind>weight|bias)": (
+        "layers.{layer}.attention.qkv.{kind}"
+    ),
+    LAYER + ATTENTION + r"qkv_linear_(?P<kind>weight|bias)": "layers.{layer}.attention.qkv.{kind}",
+    LAYER + ATTENTION + r"(?:dense|linear_proj)\.(?P<kind>\w+)": (
+        "layers.{layer}.attention.proj.{kind}"
+    ),
+    LAYER + ATTENTION + r"qkv_dense_(?P<kind>weight|bias)": "layers.{layer}.attention.proj.{kind}",
+    LAYER + r"(?:post_attention_layernorm|post_attention_norm|pre_mlp_layernorm)\.(?P<kind>\w+)": (
+        "layers.{layer}.mlp_norm.{kind}"
+    ),
+    LAYER + r"mlp\.linear_fc1\.layer_norm_(?P<kind>\w+)": "layers.{layer}.mlp_norm.{kind}",
+    LAYER + r"mlp\.(?:dense_h_to_4h|linear_fc1)\.(?P<kind>weight|bias)": (
+        "layers.{layer}.mlp.fc_in.{kind}"
+    ),
+    LAYER + r"mlp\.(?:dense_4h_to_h|linear_fc2)\.(?P<kind>\w+)": "layers.{layer}.mlp.fc_out.{kind}",
+    r"(?:final_layernorm|final_norm)\.(?P<kind>\w+)": "final_norm.{kind}",
+    r"(?:output_layer|lm_head|final_linear)\.weight": "head.weight",
+}
+"""What a foreign name without its prefix becomes."""
+
+
+class QkvOrder(StrEnum):
+    """Order of the rows of `query_key_value` within one tensor-parallel rank."""
+
+    GROUPED = "for each key-value head its queries, key and value"
+    BLOCKS = "all queries, then all keys, then all values"
+    INTERLEAVED = "query, key and value of each element"
+
+
+@dataclass(frozen=True)
+class RowOrders:
+    """How rows of a checkpoint's fused weights are ordered."""
+
+    heads: int
+    """Query heads of the whole model."""
+    groups: int
+    """Key-value heads of the whole model."""
+    head_dim: int
+    qkv: QkvOrder
+    gated: bool = False
+    up_first: bool = False
+    """A gated MLP's first half is the one that is not activated."""
+
+
+def is_ignored(name: str) -> bool:
+    """Whether an entry is no parameter of ours."""
+    return IGNORED.search(name) is not None
+
+
+def canonical_name(name: str) -> str | None:
+    """Our name of a weight whose layer is counted over the whole model; None if it is unknown."""
+    name = PREFIX.sub("", name)
+    for pattern, ours in PATTERNS.items():
+        if found := re.fullmatch(pattern, name):
+            return ours.format(**found.groupdict())
+    return None
+
+
+def join(name: str, shards: Sequence[Tensor], orders: RowOrders) -> Tensor:
+    """The full tensor, in our order, of all tensor-parallel ranks' shards.
+
+    Args:
+        name: Canonical name.
+        shards: One tensor per rank, in their order.
+        orders: Orders of the shards' rows.
+    """
+    if ".attention.qkv." in name:
+        ranks = [_split_qkv(shard, orders, len(shards)) for shard in shards]
+        return torch.cat([part for parts in zip(*ranks, strict=True) for part in parts])
+    if ".mlp.fc_in." in name and orders.gated:
+        halves = [shard.chunk(2) for shard in shards]
+        order = (1, 0) if orders.up_first else (0, 1)
+        return torch.cat([half[index] for index in order for half in halves])
+    dim = _cut_dimension(name)
+    return shards[0] if dim is None or len(shards) == 1 else torch.cat(list(shards), dim=dim)
+
+
+def joined_shape(name: str, shard: tuple[int, ...], ranks: int) -> tuple[int, ...]:
+    """The shape of `join` of so many shards of a shape."""
+    dim = _cut_dimension(name)
+    if dim is None:
+        return shard
+    return (*shard[:dim], shard[dim] * ranks, *shard[dim + 1 :])
+
+
+def _cut_dimension(name: str) -> int | None:
+    """The dimension that tensor parallelism cuts; None for a replicated tensor."""
+    if name.endswith(("attention.proj.weight", "mlp.fc_out.weight")):
+        return 1
+    tables = ("embedding.word.weight", "head.weight")
+    return 0 if name in tables or ".attention.qkv." in name or ".mlp.fc_in." in name else None
+
+
+def _split_qkv(shard: Tensor, orders: RowOrders, ranks: int) -> tuple[Tensor, ...]:
+    """Queries, keys and values of one rank, each [heads x head size, ...] by head."""
+    heads, groups, rest = orders.heads // ranks, orders.groups // ranks, shard.shape[1:]
+    size = orders.head_dim
+    match orders.qkv:
+        case QkvOrder.BLOCKS:
+            parts = shard.split([heads * size, groups * size, groups * size])
+        case QkvOrder.INTERLEAVED:
+            parts = shard.view(heads, size, 3, *rest).unbind(2)
+        case QkvOrder.GROUPED:
+            each = heads // groups
+            grouped = shard.view(groups, each + 2, size, *rest)
+            parts = grouped.split([each, 1, 1], dim=1)
+    return tuple(part.reshape(-1, *rest) for part in parts)
