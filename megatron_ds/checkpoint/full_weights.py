@@ -8,7 +8,7 @@ one full parameter exists besides the model. Knows DeepSpeed's file names and no
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -139,17 +139,29 @@ def _iter_zero012_shards(path: Path, rank: int, layout: ParallelLayout) -> Named
 
 
 def _iter_zero3_shards(path: Path, tp_rank: int, layout: ParallelLayout) -> NamedShards:
-    """ZeRO 3: fp32 partitions of each flattened parameter, one per data-parallel rank.
-
-    The partitions have equal sizes; the last one is padded. They are concatenated in several flat
-    tensors, and none spans two of these.
-    """
+    """ZeRO 3: fp32 partitions of each flattened parameter, one per data-parallel rank."""
     num_ranks = layout.data_parallel_size * layout.ds_sequence_parallel_size
     stems = [f"zero_pp_rank_{rank}_mp_rank_{tp_rank:02d}" for rank in range(num_ranks)]
     shapes = _read(path / f"{stems[0]}_model_states.pt")["param_shapes"]
     prefix = "bf16_" if layout.precision == "bf16" else ""
     files = [path / f"{prefix}{stem}_optim_states.pt" for stem in stems]
     flats = [_read(file)["optimizer_state_dict"]["fp32_flat_groups"] for file in files]
+    yield from zero3_parameters(shapes, flats)
+
+
+def zero3_parameters(
+    shapes: Iterable[Mapping[str, torch.Size]], flats: Sequence[Sequence[torch.Tensor]]
+) -> NamedShards:
+    """The parameters that ZeRO 3 has partitioned over data-parallel ranks.
+
+    The partitions have equal sizes; the last one is padded. They are concatenated in several flat
+    tensors, and none spans two of these.
+
+    Args:
+        shapes: Shapes by name, in the order of the partitions, for each optimizer group.
+        flats: The flat tensors of each rank.
+    """
+    num_ranks = len(flats)
 
     def read(index: int, offset: int, size: int, shape: torch.Size) -> torch.Tensor:
         full = torch.cat([flat[index][offset : offset + size] for flat in flats])

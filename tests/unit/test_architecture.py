@@ -159,6 +159,14 @@ def test_files_are_never_unpickled_into_code() -> None:
     assert call[0] == PACKAGE / "engine" / "ds_checkpoint_io.py"
     assert call[1].startswith("torch.load(")
     assert "weights_only=True" in call[1]
+    (restricted,) = [
+        (path, {item.name for item in node.body if isinstance(item, ast.FunctionDef)})
+        for path in [*sources(), *ENTRY_POINTS]
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.ClassDef) and "pickle.Unpickler" in map(ast.unparse, node.bases)
+    ]
+    assert restricted[0] == PACKAGE / "checkpoint" / "formats" / "foreign_pickle.py"
+    assert "find_class" in restricted[1]
 
 
 def test_modules_keep_no_state() -> None:

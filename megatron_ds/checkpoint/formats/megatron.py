@@ -26,6 +26,7 @@ from megatron_ds.checkpoint.formats.megatron_names import (
     join,
     joined_shape,
 )
+from megatron_ds.checkpoint.formats.source import ModelSettings, WeightsSource
 from megatron_ds.checkpoint.formats.torch_dist import is_torch_dist, read_torch_dist
 from megatron_ds.checkpoint.lazy_tensors import LazyTensor
 from megatron_ds.config.problems import Problem, user_error
@@ -47,14 +48,28 @@ class MegatronCheckpoint:
 class MegatronModel:
     """The model of a checkpoint."""
 
-    settings: Mapping[str, Any]
-    """Fields of `ModelConfig` that the checkpoint determines."""
-    vocab_size: int | None
-    """Number of tokens without padding, if the checkpoint tells."""
+    source: WeightsSource
+    """Vocabulary tables have their padding, and `vocab_size` counts it if it is not known."""
     iteration: int
-    tensors: Mapping[str, LazyTensor]
-    """Full tensors by canonical name; vocabulary tables with their padding if it is not known."""
     notes: tuple[Problem, ...]
+    """What a user should know."""
+
+
+def is_megatron(path: Path) -> bool:
+    """Whether a folder is a checkpoint of one of the formats, or a --save folder that has one."""
+    return find_checkpoint(path) is not None
+
+
+def open_megatron(path: Path) -> WeightsSource:
+    """Opens the checkpoint that the pointers of a folder name, or the folder's own.
+
+    Raises:
+        UserError: If files are missing or damaged, or the model lacks a part.
+    """
+    found = find_checkpoint(path)
+    if found is None:
+        raise user_error("megatron-files-missing", folder=path, names=TRACKER)
+    return open_checkpoint(found).source
 
 
 def find_checkpoint(folder: Path, step: int | None = None) -> MegatronCheckpoint | None:
@@ -102,16 +117,24 @@ def open_checkpoint(
     complete = settings or dict(given or {})
     if not complete.get("num_attention_heads"):
         raise user_error("megatron-without-arguments", path=found.path)
-    version = state.get("checkpoint_version")
     if found.kind == TORCH_DIST:
-        orders = megatron_args.row_orders(complete, {}, 3.0)
+        orders = megatron_args.row_orders(complete, {}, 3.0)  # the same in all versions
     else:
-        orders = megatron_args.row_orders(complete, args, version)
+        orders = megatron_args.row_orders(complete, args, state.get("checkpoint_version"))
+    tensors = _canonical(found.path, weights, orders, complete)
+    rows = tensors["embedding.word.weight"].shape[0] if "embedding.word.weight" in tensors else 0
+    fixed, defaults = megatron_args.split_settings(settings)
     vocab_size = megatron_args.true_vocab_size(state, args)
-    iteration = state.get("iteration", state.get("total_iters", 0))
-    tensors = _canonical(found.path, weights, orders, complete, vocab_size)
-    notes = tuple(megatron_args.notes(args))
-    return MegatronModel(settings, vocab_size, int(iteration or 0), tensors, notes)
+    if vocab_size is None:
+        defaults["vocab_size"] = rows
+    else:
+        fixed["vocab_size"] = vocab_size
+    described = ModelSettings(fixed, defaults, megatron_args.tokenizer_settings(args))
+    return MegatronModel(
+        WeightsSource(found.path, found.kind, described, tensors),
+        iteration=int(state.get("iteration", state.get("total_iters")) or 0),
+        notes=tuple(megatron_args.notes(args)),
+    )
 
 
 def _canonical(
@@ -119,9 +142,8 @@ def _canonical(
     weights: FoundWeights,
     orders: RowOrders,
     settings: Mapping[str, Any],
-    vocab_size: int | None,
 ) -> dict[str, LazyTensor]:
-    """Our names and rows; without a tied embedding's second copy and without padding."""
+    """Our names and rows, without a tied embedding's second copy."""
     tied = not settings.get("untie_embeddings_and_output_weights", False)
     tensors: dict[str, LazyTensor] = {}
     unknown = []
@@ -130,10 +152,7 @@ def _canonical(
         if name is None:
             unknown.append(foreign)
         elif not (name == "head.weight" and tied):
-            tensor = _joined(name, shards, orders)
-            if name in ("embedding.word.weight", "head.weight") and vocab_size is not None:
-                tensor = tensor.first_rows(vocab_size)
-            tensors[name] = tensor
+            tensors[name] = _joined(name, shards, orders)
     if unknown:
         raise user_error("megatron-weights-unknown", path=path, names=", ".join(sorted(unknown)))
     layers = {name.split(".")[1] for name in tensors if name.startswith("layers.")}

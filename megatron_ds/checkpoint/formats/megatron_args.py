@@ -6,12 +6,15 @@ which arguments name parts that our model lacks.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megatron_ds.checkpoint.formats.foreign_pickle import StandIn
 from megatron_ds.checkpoint.formats.megatron_names import QkvOrder, RowOrders
+from megatron_ds.checkpoint.formats.source import CHANGEABLE_FIELDS
 from megatron_ds.config.problems import Problem, user_error
+from megatron_ds.config.tokenizer import TOKENIZERS
 
 POSITION_TYPES = {1: "rope", 2: "learned_absolute", 3: "alibi"}
 """Members of PositionEmbeddingType in bigscience's fork, by value."""
@@ -79,6 +82,24 @@ def model_settings(args: Mapping[str, Any]) -> dict[str, Any]:
     if not settings["add_bias_linear"]:
         settings["add_qkv_bias"] = bool(args.get("add_qkv_bias", False))
     return settings
+
+
+def split_settings(settings: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The options that the weights determine, and those that a run may change."""
+    present = {name: value for name, value in settings.items() if value is not None}
+    fixed = {name: present[name] for name in present if name not in CHANGEABLE_FIELDS}
+    return fixed, {name: present[name] for name in present if name in CHANGEABLE_FIELDS}
+
+
+def tokenizer_settings(args: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of `TokenizerConfig`; empty if a file of the tokenizer is not on this machine."""
+    kind = args.get("tokenizer_type")
+    if kind not in TOKENIZERS:
+        return {}
+    files = {name: args.get(name) for name in TOKENIZERS[kind]}
+    if not all(isinstance(path, str) and os.path.exists(path) for path in files.values()):
+        return {}
+    return {"tokenizer_type": kind, **files}
 
 
 def unsupported_parts(args: Mapping[str, Any]) -> Iterator[str]:

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from megatron_ds.checkpoint.formats.foreign_pickle import read_foreign
 from megatron_ds.checkpoint.formats.megatron_names import PREFIX, is_ignored
+from megatron_ds.checkpoint.full_weights import zero3_parameters
 from megatron_ds.checkpoint.lazy_tensors import LazyTensor
 from megatron_ds.config.problems import user_error
 
@@ -74,16 +75,16 @@ def read_deepspeed(folder: Path) -> FoundWeights:
             layers[int(found[1]), int(found[2])] = path
         elif found := STATE_FILE.fullmatch(path.name):
             states[int(found[1])] = path
-    if not states:
-        if any(map(ZERO3_FILE.fullmatch, (path.name for path in folder.iterdir()))):
-            raise user_error("megatron-part-unsupported", path=folder, part="files of ZeRO stage 3")
-        raise user_error(
-            "megatron-files-missing", folder=folder, names="mp_rank_00_model_states.pt"
-        )
-    first = _read(states[min(states)])
+    zero3 = sorted(path for path in folder.iterdir() if ZERO3_FILE.fullmatch(path.name))
+    if not states and not zero3:
+        name = "mp_rank_00_model_states.pt"
+        raise user_error("megatron-files-missing", folder=folder, names=name)
+    first = _read(states[min(states)] if states else zero3[0])
     state = {key: value for key, value in first.items() if key != "module"}
     if layers:
         return FoundWeights(state, _layer_files(folder, layers))
+    if not states:
+        return FoundWeights(state, _zero3_files(folder, zero3))
     files = {(0, rank): path for rank, path in states.items()}
     _, ranks = _sizes(folder, files)
     shards: Shards = defaultdict(list)
@@ -124,6 +125,32 @@ def _layer_files(folder: Path, files: Mapping[tuple[int, int], Path]) -> Shards:
         names = ", ".join(f"layer_{number:02d}-model_00-model_states.pt" for number in sorted(gaps))
         raise user_error("megatron-files-missing", folder=folder, names=names)
     return _complete(folder, shards, ranks)
+
+
+def _zero3_files(folder: Path, paths: Sequence[Path]) -> Shards:
+    """fp32 partitions of each flattened parameter, one per data-parallel rank."""
+    ranks = [(int(found[2]), int(found[1])) for found in map(_zero3_ranks, paths)]
+    tp_size, dp_size = (1 + max(rank[axis] for rank in ranks) for axis in (0, 1))
+    shards: Shards = defaultdict(list)
+    for tp_rank in range(tp_size):
+        stems = [f"zero_pp_rank_{rank}_mp_rank_{tp_rank:02d}" for rank in range(dp_size)]
+        shapes = _read(folder / f"{stems[0]}_model_states.pt")["param_shapes"]
+        files = [_optimizer_file(folder, stem) for stem in stems]
+        flats = [_read(path)["optimizer_state_dict"]["fp32_flat_groups"] for path in files]
+        for name, tensor in zero3_parameters(shapes, flats):
+            shards[PREFIX.sub("", name)].append(tensor)
+    return _complete(folder, shards, tp_size)
+
+
+def _zero3_ranks(path: Path) -> re.Match[str]:
+    found = ZERO3_FILE.fullmatch(path.name)
+    assert found is not None
+    return found
+
+
+def _optimizer_file(folder: Path, stem: str) -> Path:
+    bf16 = folder / f"bf16_{stem}_optim_states.pt"
+    return bf16 if bf16.is_file() else folder / f"{stem}_optim_states.pt"
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -1,0 +1,413 @@
+"""Writes checkpoints as Megatron does, from the description of its formats.
+
+Shares no code with the readers: rows are picked head by head, and names are spelled out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import enum
+import json
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+
+from megatron_ds.checkpoint.formats.source import WeightsSource
+from megatron_ds.config import ModelConfig
+
+PADDED_ROWS = 64
+ITERATION = 7
+OLD = {
+    "attention_norm": "input_layernorm",
+    "attention.qkv": "attention.query_key_value",
+    "attention.proj": "attention.dense",
+    "mlp_norm": "post_attention_layernorm",
+    "mlp.fc_in": "mlp.dense_h_to_4h",
+    "mlp.fc_out": "mlp.dense_4h_to_h",
+}
+LEGACY = {**OLD, "attention.qkv": "self_attention.query_key_value"}
+LEGACY["attention.proj"] = "self_attention.dense"
+CORE = {
+    "attention_norm": "input_layernorm",
+    "attention.qkv": "self_attention.linear_qkv",
+    "attention.proj": "self_attention.linear_proj",
+    "mlp_norm": "pre_mlp_layernorm",
+    "mlp.fc_in": "mlp.linear_fc1",
+    "mlp.fc_out": "mlp.linear_fc2",
+}
+FUSED = {
+    "attention_norm": "self_attention.linear_qkv.layer_norm_",
+    "mlp_norm": "mlp.linear_fc1.layer_norm_",
+}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a checkpoint is written."""
+
+    version: int = 3
+    names: str = "legacy"
+    """old, legacy, core or fused."""
+    files: str = "legacy"
+    """legacy, deepspeed, zero3, pipeline, bigscience pipeline or torch_dist."""
+    tp: int = 1
+    pp: int = 1
+    chunks: int = 1
+    """Virtual stages of each stage."""
+    stages: tuple[int, ...] = ()
+    """Layers of each stage, if they differ."""
+    dp: int = 1
+    thirds: bool = False
+    """Rows [Q | K | V], stamped as version 3."""
+    per_layer: bool = False
+    halves: bool = False
+    extra: str = ""
+    """Name of a further weight."""
+    arguments: Mapping[str, Any] | None = field(default_factory=dict)
+    """Changes of the saved arguments; None: none are saved."""
+
+
+def write_checkpoint(
+    folder: Path, config: ModelConfig, source: WeightsSource, layout: Layout
+) -> Path:
+    """Writes a --save folder and returns it."""
+    weights = {name: tensor.read() for name, tensor in source.tensors.items()}
+    for name in ("embedding.word.weight", "head.weight"):
+        if name in weights:
+            padding = torch.full((PADDED_ROWS - len(weights[name]), config.hidden_size), 9.0)
+            weights[name] = torch.cat([weights[name], padding])
+    state = _state(config, layout)
+    if layout.files in ("legacy", "torch_dist"):
+        (folder / "latest_checkpointed_iteration.txt").write_text(str(ITERATION))
+        target = folder / f"iter_{ITERATION:07d}"
+        write = _write_torch_dist if layout.files == "torch_dist" else _write_legacy
+    else:
+        (folder / "latest").write_text(f"global_step{ITERATION}")
+        target = folder / f"global_step{ITERATION}"
+        write = _write_layers if layout.files.endswith("pipeline") else _write_deepspeed
+    target.mkdir()
+    with patch.dict(sys.modules, modules_of_megatron()):
+        write(target, config, weights, layout, state)
+    return folder
+
+
+def _state(config: ModelConfig, layout: Layout) -> dict[str, Any]:
+    gated, rope = config.is_gated, config.position_embedding_type == "rope"
+    args: dict[str, Any] = {
+        "num_layers": config.num_layers,
+        "hidden_size": config.hidden_size,
+        "num_attention_heads": config.num_attention_heads,
+        "ffn_hidden_size": config.mlp_hidden_size,
+        "kv_channels": config.head_dim,
+        "seq_length": config.seq_length,
+        "max_position_embeddings": config.num_positions,
+        "layernorm_epsilon": config.norm_epsilon,
+        "bias_gelu_fusion": config.activation == "gelu" and config.gelu_kind == "tanh",
+        "tokenizer_type": "NullTokenizer",
+        "vocab_size": config.vocab_size - 1,
+        "embed_layernorm": config.embed_layernorm,
+    }
+    if layout.files.startswith("bigscience"):
+        kinds = {"rope": "rotary", "learned_absolute": "absolute", "alibi": "alibi"}
+        args["position_embedding_type"] = POSITIONS[kinds[config.position_embedding_type]]
+        args["glu_activation"] = config.activation if gated else None
+    else:
+        args |= {
+            "swiglu": config.activation == "swiglu",
+            "num_key_value_heads": config.kv_heads,
+            "add_bias_linear": config.add_bias_linear,
+            "untie_embeddings_and_output_weights": config.untie_embeddings_and_output_weights,
+            "normalization": config.normalization.lower(),
+            "use_rotary_position_embeddings": rope,
+            "add_position_embedding": config.position_embedding_type == "learned_absolute",
+        }
+    if layout.names in ("core", "fused") or layout.files == "torch_dist":
+        args |= {
+            "group_query_attention": config.kv_heads != config.num_attention_heads,
+            "num_query_groups": config.kv_heads,
+            "position_embedding_type": config.position_embedding_type,
+        }
+    if layout.thirds:
+        args["ds_sequence_parallel_fpdt"] = False
+    state: dict[str, Any] = {"iteration": ITERATION}
+    if layout.version > 0:
+        state["checkpoint_version"] = float(layout.version)
+    if layout.arguments is not None:
+        state["args"] = argparse.Namespace(**{**args, **layout.arguments})
+    return state
+
+
+POSITIONS = enum.Enum(
+    "PositionEmbeddingType", {"rotary": 1, "absolute": 2, "alibi": 3}, module="megatron.enums"
+)
+"""Pickled by its name, in a module that does not exist when it is read."""
+
+
+def modules_of_megatron() -> dict[str, ModuleType]:
+    modules = {name: ModuleType(name) for name in ("megatron", "megatron.enums")}
+    modules["megatron.enums"].PositionEmbeddingType = POSITIONS  # type: ignore[attr-defined]
+    return modules
+
+
+def _rank(
+    config: ModelConfig, weights: Mapping[str, Tensor], rank: int, layout: Layout
+) -> dict[str, Tensor]:
+    """The shards of one tensor-parallel rank, by canonical name and in Megatron's order."""
+    return {name: _shard(config, name, full, rank, layout) for name, full in weights.items()}
+
+
+def _shard(config: ModelConfig, name: str, full: Tensor, rank: int, layout: Layout) -> Tensor:
+    if "attention.qkv" in name:
+        return _qkv(config, full, rank, layout)
+    if "mlp.fc_in" in name:
+        size = config.mlp_hidden_size // layout.tp
+        rows = list(range(rank * size, (rank + 1) * size))
+        up = [config.mlp_hidden_size + row for row in rows] if config.is_gated else []
+        return full[up + rows if layout.files.startswith("bigscience") else rows + up]
+    if name.endswith(("proj.weight", "fc_out.weight")):
+        size = full.shape[1] // layout.tp
+        return full[:, rank * size : (rank + 1) * size].clone()
+    if name in ("embedding.word.weight", "head.weight"):
+        size = len(full) // layout.tp
+        return full[rank * size : (rank + 1) * size].clone()
+    return full
+
+
+def _qkv(config: ModelConfig, full: Tensor, rank: int, layout: Layout) -> Tensor:
+    """Rows of the heads of one rank, listed one by one."""
+    size, heads, groups = config.head_dim, config.num_attention_heads, config.kv_heads
+    per_group = heads // groups
+    own = range(rank * groups // layout.tp, (rank + 1) * groups // layout.tp)
+
+    def rows(part: str, head: int) -> list[int]:
+        start = {"q": 0, "k": heads, "v": heads + groups}[part] + head
+        return list(range(start * size, (start + 1) * size))
+
+    queries = {group: [group * per_group + index for index in range(per_group)] for group in own}
+    order: list[int] = []
+    if layout.version == 0 or layout.thirds:
+        order += [row for group in own for head in queries[group] for row in rows("q", head)]
+        for part in ("k", "v"):
+            order += [row for group in own for row in rows(part, group)]
+    elif layout.version == 1:
+        for head in own:
+            parts = [rows(part, head) for part in ("q", "k", "v")]
+            order += [row for triple in zip(*parts, strict=True) for row in triple]
+    else:
+        for group in own:
+            order += [row for head in queries[group] for row in rows("q", head)]
+            order += rows("k", group) + rows("v", group)
+    return full[order]
+
+
+def _layer_name(name: str, table: Mapping[str, str], layout: Layout) -> tuple[int, str]:
+    """Number of the layer, and Megatron's name inside it."""
+    _, layer, rest = name.split(".", 2)
+    module, kind = rest.rsplit(".", 1)
+    if layout.names == "fused" and module in FUSED:
+        return int(layer), FUSED[module] + kind
+    return int(layer), f"{table[module]}.{kind}"
+
+
+def _write_legacy(
+    folder: Path,
+    config: ModelConfig,
+    weights: Mapping[str, Tensor],
+    layout: Layout,
+    state: Mapping[str, Any],
+) -> None:
+    counts = list(layout.stages) or [config.num_layers // layout.pp // layout.chunks] * (
+        layout.pp * layout.chunks
+    )
+    stages = len(counts) // layout.chunks
+    for rank in range(layout.tp):
+        shards, start = _rank(config, weights, rank, layout), 0
+        models: dict[int, dict[str, Any]] = {stage: {} for stage in range(stages)}
+        for index, count in enumerate(counts):
+            chunk, stage = divmod(index, stages)
+            layers = range(start, start + count)
+            start += count
+            first, last = index == 0, index == len(counts) - 1
+            key = "model" if layout.chunks == 1 else f"model{chunk}"
+            models[stage][key] = _stage(config, shards, layers, first, last, layout)
+        for stage, model in models.items():
+            name = f"mp_rank_{rank:02d}" + (f"_{stage:03d}" if stages > 1 else "")
+            (folder / name).mkdir()
+            torch.save({**state, **model}, folder / name / "model_optim_rng.pt")
+
+
+def _stage(
+    config: ModelConfig,
+    shards: Mapping[str, Tensor],
+    layers: range,
+    first: bool,
+    last: bool,
+    layout: Layout,
+) -> dict[str, Any]:
+    table = {"old": OLD, "legacy": LEGACY}.get(layout.names, CORE)
+    encoder: dict[str, Any] = {}
+    for name, shard in shards.items():
+        if name.startswith("layers."):
+            layer, inner = _layer_name(name, table, layout)
+            if layer in layers:
+                encoder[f"layers.{layer - layers.start}.{inner}"] = shard
+        elif name.startswith("final_norm.") and last:
+            encoder[f"final_layernorm.{name.split('.')[1]}"] = shard
+    embedding = {
+        "word_embeddings.weight": shards["embedding.word.weight"],
+        "position_embeddings.weight": shards.get("embedding.position.weight"),
+    }
+    embedding = {name: value for name, value in embedding.items() if value is not None}
+    head = shards.get("head.weight")
+    if layout.extra:
+        encoder[layout.extra] = torch.ones(1)
+    if layout.names in ("core", "fused"):
+        model = {f"decoder.{name}": value for name, value in encoder.items()}
+        model["decoder.layers.0.self_attention.linear_qkv._extra_state"] = None
+        if first:
+            model |= {f"embedding.{name}": value for name, value in embedding.items()}
+        if last:  # of a tied embedding a copy, if there are several stages
+            model["output_layer.weight"] = shards["embedding.word.weight"] if head is None else head
+        return model
+    model = {("transformer" if layout.names == "old" else "encoder"): encoder}
+    if first:
+        nested: dict[str, Any] = {}
+        for name, value in embedding.items():
+            module, kind = name.split(".")
+            nested[module] = {kind: value}
+        model["embedding"] = nested
+    if last and head is not None:
+        model["output_layer"] = {"weight": head}
+    result: dict[str, Any] = {"language_model": model}
+    if last and not first:
+        result["word_embeddings_for_head"] = {"weight": shards["embedding.word.weight"] + 0}
+    return result
+
+
+def _write_deepspeed(
+    folder: Path,
+    config: ModelConfig,
+    weights: Mapping[str, Tensor],
+    layout: Layout,
+    state: Mapping[str, Any],
+) -> None:
+    for rank in range(layout.tp):
+        shards = _rank(config, weights, rank, layout)
+        model = _stage(config, shards, range(config.num_layers), True, True, layout)
+        if layout.files == "deepspeed":
+            content = {**state, "module": model, "ds_version": "0.19.8"}
+            torch.save(content, folder / f"mp_rank_{rank:02d}_model_states.pt")
+        else:
+            _write_zero3(folder, model["language_model"], rank, layout.dp, state)
+
+
+def _write_zero3(
+    folder: Path, model: Mapping[str, Any], rank: int, dp: int, state: Mapping[str, Any]
+) -> None:
+    flat = {f"encoder.{name}": value for name, value in model["encoder"].items()}
+    for module, values in {**model["embedding"], "output_layer": model["output_layer"]}.items():
+        prefix = "" if module == "output_layer" else "embedding."
+        flat |= {f"{prefix}{module}.{kind}": value for kind, value in values.items()}
+    flat = {f"language_model.{name}": value for name, value in flat.items()}
+    names = list(flat)
+    groups = [names[::2], names[1::2]]
+    shapes = [{name: flat[name].shape for name in group} for group in groups]
+    for data_rank in range(dp):
+        parts = []
+        for group in groups:
+            pieces = []
+            for name in group:
+                size = -(-flat[name].numel() // dp)
+                padded = torch.zeros(size * dp)
+                padded[: flat[name].numel()] = flat[name].flatten()
+                pieces.append(padded[data_rank * size : (data_rank + 1) * size])
+            parts.append(torch.cat(pieces))
+        stem = f"zero_pp_rank_{data_rank}_mp_rank_{rank:02d}"
+        content = {**state, "module": {}, "param_shapes": shapes}
+        torch.save(content, folder / f"{stem}_model_states.pt")
+        optimizer = {"zero_stage": 3, "fp32_flat_groups": parts}
+        torch.save({"optimizer_state_dict": optimizer}, folder / f"{stem}_optim_states.pt")
+
+
+def _write_layers(
+    folder: Path,
+    config: ModelConfig,
+    weights: Mapping[str, Tensor],
+    layout: Layout,
+    state: Mapping[str, Any],
+) -> None:
+    """One file per layer: bigscience's fork counts two functions more than the other one."""
+    is_bigscience = layout.files.startswith("bigscience")
+    first = 3 if is_bigscience else 2
+    last = first + config.num_layers + (1 if is_bigscience else 0)
+    for rank in range(layout.tp):
+        files: dict[int, dict[str, Tensor]] = {}
+        for name, shard in _rank(config, weights, rank, layout).items():
+            if name.startswith("layers."):
+                layer, inner = _layer_name(name, LEGACY, layout)
+                files.setdefault(first + layer, {})[inner] = shard
+            elif name.startswith("final_norm."):
+                files.setdefault(last, {})[name.split(".")[1]] = shard
+            elif name == "head.weight":
+                files[last + 1] = {"lm_head.weight": shard}
+            else:
+                spelled = {
+                    "embedding.word.weight": "word_embeddings.weight",
+                    "embedding.position.weight": "position_embeddings.weight",
+                }
+                inner = spelled.get(name, name.replace("embedding.norm", "word_embeddings.norm"))
+                files.setdefault(1, {})[inner] = shard
+        if is_bigscience:
+            files[last + 1] = files[1]
+        for number, content in files.items():
+            torch.save(content, folder / f"layer_{number:02d}-model_{rank:02d}-model_states.pt")
+    for stage in range(layout.pp):
+        for rank in range(layout.tp):
+            number = stage * layout.tp + rank
+            path = folder / f"mp_rank_{number:02d}_model_states.pt"
+            torch.save({**state, "module": None}, path)
+
+
+def _write_torch_dist(
+    folder: Path,
+    config: ModelConfig,
+    weights: Mapping[str, Tensor],
+    layout: Layout,
+    state: Mapping[str, Any],
+) -> None:
+    """Whole tensors, those of all layers as one, with the fused names of the norms."""
+    one = Layout(version=3, names="fused")
+    entries: dict[str, Tensor] = {}
+    layers: dict[str, list[Tensor]] = {}
+    for name, tensor in _rank(config, weights, 0, one).items():
+        if name.startswith("layers."):
+            layer, inner = _layer_name(name, CORE, one)
+            layers.setdefault(inner, []).append(tensor)
+            if layout.per_layer:
+                entries[f"decoder.layers.{layer}.{inner}"] = tensor
+        elif name.startswith("embedding."):
+            table = {"word": "word_embeddings", "position": "position_embeddings"}
+            entries[f"embedding.{table[name.split('.')[1]]}.weight"] = tensor
+        elif name == "head.weight":
+            entries["output_layer.weight"] = tensor
+        else:
+            entries[f"decoder.final_layernorm.{name.split('.')[1]}"] = tensor
+    if not layout.per_layer:
+        entries |= {f"decoder.layers.{inner}": torch.stack(all_) for inner, all_ in layers.items()}
+    if layout.halves:
+        for name in [name for name in entries if name.endswith("linear_fc1.weight")]:
+            gate, up = entries.pop(name).chunk(2)
+            entries |= {f"{name}_w": gate.clone(), f"{name}_v": up.clone()}
+    entries["optimizer.state.exp_avg.decoder.final_layernorm.weight"] = torch.ones(3)
+    dcp.save(entries, checkpoint_id=str(folder), no_dist=True)
+    torch.save(dict(state), folder / "common.pt")
+    content = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
+    (folder / "metadata.json").write_text(json.dumps(content))

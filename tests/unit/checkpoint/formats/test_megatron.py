@@ -1,0 +1,283 @@
+"""Checkpoints of Megatron, as its programs wrote them and as an independent writer does."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_ds.checkpoint.formats.megatron import find_checkpoint, open_checkpoint, open_megatron
+from megatron_ds.checkpoint.formats.source import WeightsSource
+from megatron_ds.config import ModelConfig
+from tests.conftest import REPOSITORY
+from tests.problems import raises_problem
+from tests.unit.checkpoint.formats.megatron_writer import Layout, write_checkpoint
+from tests.unit.checkpoint.formats.models import SMALL, logits, random_source
+
+STORED = (
+    "mlm0161_gpt_tp2",
+    "mlm0190_gpt",
+    "mlm08_mcore_rope_tp2",
+    "mlm10_tp1",
+    "mlm25_release_fp16",
+    "ms_pipe_tp2",
+)
+"""Cases whose files are among the tests, without optimizer states."""
+OTHERS = (
+    "bs_pipe_z1",
+    "mlm0161_gpt",
+    "mlm0161_llama",
+    "mlm08_legacy",
+    "mlm08_mcore",
+    "mlm25_pp2",
+    "mlm25_qkv_v0",
+    "mlm25_tp1",
+    "mlm25_tp2",
+    "ms_nopipe_z1",
+    "mspre_pipe_llama_bf16",
+)
+TOKENS = 300
+TOLERANCE = {"mlm25_qkv_v0": 5e-3, "mlm25_release_fp16": 5e-3, "mspre_pipe_llama_bf16": 4e-2}
+"""Where the peer computed its logits in half precision; 1e-5 elsewhere."""
+
+
+@pytest.fixture(scope="session")
+def stored(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Checkpoints that Megatron's programs wrote, with the logits of their own models."""
+    folder = tmp_path_factory.mktemp("peers")
+    with tarfile.open(REPOSITORY / "tests/golden/megatron_checkpoints.tar.xz") as archive:
+        archive.extractall(folder, filter="data")
+    return folder
+
+
+@pytest.mark.parametrize("case", [*STORED, *OTHERS])
+def test_the_model_has_the_logits_of_the_program_that_saved_it(
+    case: str, stored: Path, request: pytest.FixtureRequest
+) -> None:
+    folder = stored / case
+    if case in OTHERS:
+        folder = request.getfixturevalue("shared_data") / "peer_checkpoints" / case
+        if not folder.is_dir():
+            pytest.skip(f"the checkpoint {case} is not next to the checkout")
+    source = open_megatron(folder)
+    settings = source.settings
+    vocab_size = {**settings.defaults, **settings.fixed}["vocab_size"]
+    source = dataclasses.replace(
+        source,
+        settings=dataclasses.replace(settings, fixed={**settings.fixed, "vocab_size": TOKENS}),
+    ).checked()
+    reference = np.load(folder / "reference.npz")
+
+    found = logits(source, torch.from_numpy(reference["tokens"]))
+
+    expected = torch.from_numpy(reference["logits"])[..., :TOKENS]
+    assert (found - expected).abs().max() < TOLERANCE.get(case, 1e-5)
+    known = case.startswith(("ms", "bs", "mlm01"))  # others name a tokenizer of unknown size
+    assert vocab_size == (TOKENS if known else 320)
+
+
+def test_iteration_and_pointer(stored: Path) -> None:
+    found = find_checkpoint(stored / "mlm25_release_fp16")
+    assert found is not None
+    assert found.path.name == "release"
+    steps = [find_checkpoint(stored / "mlm10_tp1", step) for step in (3, 4)]
+    assert [step and step.path.name for step in steps] == ["iter_0000003", None]
+    assert steps[0] is not None
+    assert open_checkpoint(steps[0]).iteration == 3
+    assert find_checkpoint(stored / "mlm10_tp1" / "iter_0000003") == steps[0]
+    assert find_checkpoint(stored) is None
+
+
+def model(**changes: Any) -> ModelConfig:
+    return ModelConfig(**{**SMALL, "num_layers": 4, **changes})
+
+
+LLAMA: dict[str, Any] = {
+    "activation": "swiglu",
+    "ffn_hidden_size": 24,
+    "num_query_groups": 2,
+    "add_bias_linear": False,
+    "normalization": "RMSNorm",
+    "position_embedding_type": "rope",
+    "untie_embeddings_and_output_weights": True,
+}
+CASES: dict[str, tuple[dict[str, Any], Layout]] = {
+    "version 0, TP 2 x PP 2": ({}, Layout(version=0, names="old", tp=2, pp=2)),
+    "version 1, TP 2": ({}, Layout(version=1, names="old", tp=2)),
+    "version 2, TP 4": ({}, Layout(version=2, tp=4)),
+    "version 3, virtual stages": ({"untie": False}, Layout(version=3, tp=2, pp=2, chunks=2)),
+    "groups and gate, TP 2 x PP 2": (LLAMA, Layout(version=3, tp=2, pp=2)),
+    "thirds with groups, TP 2": (LLAMA, Layout(version=3, tp=2, thirds=True)),
+    "core names, TP 2 x PP 4": (LLAMA, Layout(version=3, names="core", tp=2, pp=4)),
+    "fused names": ({}, Layout(version=3, names="fused", tp=2, pp=2)),
+    "uneven stages": ({}, Layout(version=3, stages=(1, 3))),
+    "key-value heads of their own size": (
+        {**LLAMA, "kv_channels": 6},
+        Layout(version=3, names="core", tp=2),
+    ),
+    "gate in the second half": (
+        {"activation": "geglu", "position_embedding_type": "alibi", "embed_layernorm": True},
+        Layout(version=3, tp=2, files="bigscience pipeline"),
+    ),
+    "bigscience, rotary": (
+        {"position_embedding_type": "rope"},
+        Layout(version=3, files="bigscience pipeline", tp=2),
+    ),
+    "pipeline, untied": (LLAMA, Layout(version=3, files="pipeline", tp=2, thirds=True)),
+    "DeepSpeed, TP 2": (LLAMA, Layout(version=3, files="deepspeed", tp=2)),
+    "ZeRO 3": (LLAMA, Layout(version=3, files="zero3", tp=2, dp=3)),
+    "all layers as one": (LLAMA, Layout(files="torch_dist")),
+    "one entry per layer": ({}, Layout(files="torch_dist", per_layer=True)),
+    "gate and up apart": (LLAMA, Layout(files="torch_dist", per_layer=True, halves=True)),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_layout_gives_the_same_tensors(name: str, tmp_path: Path) -> None:
+    changes, layout = CASES[name]
+    changes = {key: value for key, value in changes.items() if key != "untie"}
+    config = model(**changes)
+    written = random_source(config)
+    folder = write_checkpoint(tmp_path, config, written, layout)
+
+    read = open_megatron(folder).checked()
+
+    assert read.tensors.keys() == written.tensors.keys()
+    for key, tensor in written.tensors.items():
+        assert torch.equal(read.tensors[key].read(), tensor.read()), key
+        assert read.tensors[key].shape == tensor.shape
+    for field, value in read.settings.fixed.items():
+        expected = {**config.derived_values, "vocab_size": config.vocab_size}
+        assert value == expected.get(field, getattr(config, field)), field
+
+
+def write(folder: Path, layout: Layout | None = None, **changes: Any) -> tuple[Path, WeightsSource]:
+    source = random_source(model(**changes))
+    return write_checkpoint(folder, model(**changes), source, layout or Layout(version=3)), source
+
+
+@pytest.mark.parametrize(
+    ("argument", "value"),
+    [
+        ("apply_residual_connection_post_layernorm", True),
+        ("num_experts", [4]),
+        ("num_experts", 8),
+        ("qk_layernorm", True),
+        ("multi_latent_attention", True),
+        ("rotary_interleaved", True),
+        ("normalization", "L2Norm"),
+        ("position_embedding_type", "yarn"),
+        ("rotary_seq_len_interpolation_factor", 4),
+    ],
+)
+def test_a_part_that_the_model_lacks_is_named(argument: str, value: Any, tmp_path: Path) -> None:
+    folder, _ = write(tmp_path, Layout(version=3, arguments={argument: value}))
+    shown = value if isinstance(value, str) else argument
+    with raises_problem("megatron-part-unsupported", contains=shown):
+        open_megatron(folder)
+
+
+def test_arguments_that_are_off_are_no_parts(tmp_path: Path) -> None:
+    off = {"num_experts": [1], "softmax_type": "vanilla", "rotary_seq_len_interpolation_factor": 1}
+    folder, _ = write(tmp_path, Layout(version=3, arguments=off))
+    open_megatron(folder)
+
+
+def test_an_unknown_weight_is_named(tmp_path: Path) -> None:
+    folder, _ = write(tmp_path, Layout(version=3, extra="layers.0.adapter.weight"))
+    with raises_problem("megatron-weights-unknown", contains="layers.0.adapter.weight"):
+        open_megatron(folder)
+
+
+def test_an_unknown_version_is_rejected(tmp_path: Path) -> None:
+    folder, _ = write(tmp_path, Layout(version=4))
+    with raises_problem("megatron-version-unknown", contains="4"):
+        open_megatron(folder)
+
+
+@pytest.mark.parametrize(
+    ("files", "missing"),
+    [
+        ("legacy", "mp_rank_01_001"),
+        ("pipeline", "layer_03-model_01-model_states.pt"),
+        ("torch_dist", ".metadata"),
+    ],
+)
+def test_missing_files_are_named(files: str, missing: str, tmp_path: Path) -> None:
+    folder, _ = write(tmp_path, Layout(version=3, files=files, tp=2, pp=2))
+    found = find_checkpoint(folder)
+    assert found is not None
+    path = found.path / missing
+    shutil.rmtree(path) if path.is_dir() else path.unlink()
+    code = "dcp-metadata-missing" if files == "torch_dist" else "megatron-files-missing"
+    with raises_problem(code, contains=missing):
+        open_megatron(folder)
+
+
+def test_a_missing_last_stage_is_noticed(tmp_path: Path) -> None:
+    folder, _ = write(tmp_path, Layout(version=3, tp=1, pp=2))
+    shutil.rmtree(folder / "iter_0000007" / "mp_rank_00_001")
+    with raises_problem("megatron-layers-missing", contains="2 layers"):
+        open_megatron(folder)
+
+
+def test_another_backend_is_rejected(tmp_path: Path) -> None:
+    folder, _ = write(tmp_path, Layout(files="torch_dist"))
+    path = folder / "iter_0000007" / "metadata.json"
+    path.write_text(json.dumps({"sharded_backend": "zarr", "sharded_backend_version": 1}))
+    with raises_problem("dcp-backend-unsupported", contains="zarr"):
+        open_megatron(folder)
+
+
+def test_without_arguments_the_settings_are_given(tmp_path: Path) -> None:
+    folder, written = write(tmp_path, Layout(version=0, names="old", arguments=None))
+    found = find_checkpoint(folder)
+    assert found is not None
+    with raises_problem("megatron-without-arguments", contains=str(found.path)):
+        open_checkpoint(found)
+    source = open_checkpoint(found, {"num_attention_heads": 4, "hidden_size": 32}).source
+    for key, tensor in written.tensors.items():
+        assert torch.equal(source.tensors[key].read()[: len(tensor.read())], tensor.read()), key
+
+
+@pytest.mark.parametrize(
+    ("arguments", "activation", "approximation"),
+    [
+        ({"bias_gelu_fusion": True}, "gelu", "tanh"),
+        ({"bias_gelu_fusion": False}, "gelu", "none"),
+        ({"bias_gelu_fusion": False, "openai_gelu": True}, "openai-gelu", None),
+        ({"squared_relu": True}, "squared-relu", None),
+    ],
+)
+def test_the_kind_of_gelu_follows_from_the_kernel(
+    arguments: dict[str, Any], activation: str, approximation: str | None, tmp_path: Path
+) -> None:
+    folder, _ = write(tmp_path, Layout(version=3, arguments=arguments))
+    fixed = open_megatron(folder).settings.fixed
+    assert (fixed["activation"], fixed.get("gelu_approximation")) == (activation, approximation)
+
+
+def test_wrong_rotations_of_a_version_are_mentioned(tmp_path: Path) -> None:
+    arguments = {"sequence_parallel": False}
+    layout = Layout(version=3, files="deepspeed", thirds=True, arguments=arguments)
+    folder, _ = write(tmp_path, layout, **LLAMA)
+    found = find_checkpoint(folder)
+    assert found is not None
+    assert [note.code for note in open_checkpoint(found).notes] == ["megatron-deepspeed-wrong-rope"]
+
+
+def test_a_checkpoint_of_this_program_is_not_taken_for_one_of_megatron(tmp_path: Path) -> None:
+    folder = tmp_path / "global_step3"
+    folder.mkdir()
+    (folder / "mp_rank_00_model_states.pt").touch()
+    (tmp_path / "latest").write_text("global_step3")
+    assert find_checkpoint(tmp_path) is not None
+    (folder / "run.json").touch()
+    assert find_checkpoint(tmp_path) is None
