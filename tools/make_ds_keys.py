@@ -19,6 +19,7 @@ OUTPUT = Path(__file__).resolve().parents[1] / "megatron_ds" / "engine" / "ds_ke
 def models() -> dict[str, Any]:
     """DeepSpeed's pydantic model of each block of a file that has one."""
     from deepspeed.comm.config import CommsLoggerConfig
+    from deepspeed.compile.config import CompileConfig
     from deepspeed.monitor import config as monitor
     from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
     from deepspeed.runtime.zero import offload_config
@@ -32,6 +33,7 @@ def models() -> dict[str, Any]:
         "fp16": DeepSpeedFP16Config,
         "bf16": DeepSpeedBF16Config,
         "comms_logger": CommsLoggerConfig,
+        "compile": CompileConfig,
         "tensorboard": monitor.TensorBoardConfig,
         "csv_monitor": monitor.CSVConfig,
         "wandb": monitor.WandbConfig,

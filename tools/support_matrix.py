@@ -7,7 +7,7 @@ import string
 from collections.abc import Iterable
 from pathlib import Path
 
-from megatron_ds.config import support
+from megatron_ds.config import passed_keys, support
 from megatron_ds.config.checks import listed
 from megatron_ds.config.problems import catalogue
 from tools.make_messages import readable
@@ -34,6 +34,14 @@ pair of its values, and each of them with the defaults of all other axes. Whole 
 random in each run of the tests, are compared by
 `tests/dist/test_layouts.py::test_random_layouts_equal_one_process`.
 """
+PASSED = """\
+## What is passed on
+
+These keys of a `--deepspeed_config` file are passed on to DeepSpeed where it supports them on the
+device, which means CUDA; elsewhere they are rejected. They are not verified here: no test compares
+such a run with one process, and the program says so when it starts. After the engine is built, it
+must have taken them.
+"""
 RULES = """\
 ## What does not work together
 
@@ -47,7 +55,14 @@ def page() -> str:
     parts = [HEAD, "## Axes\n", _axes()]
     for one, name in enumerate(axes[:-1]):
         parts += [f"### {support.AXES[name].title.capitalize()}\n", _pairs(name, axes[one + 1 :])]
-    parts += [RULES, _rules(), TESTS.format(versions=", ".join(support.TESTED_WITH)), _tests()]
+    parts += [
+        RULES,
+        _rules(),
+        PASSED,
+        _passed(),
+        TESTS.format(versions=", ".join(support.TESTED_WITH)),
+        _tests(),
+    ]
     return "\n".join(parts)
 
 
@@ -95,6 +110,18 @@ def _rules() -> str:
         reason = text.removeprefix("{combination}: ").partition("; use {closest}")[0]
         rows.append((values, f"`{rule.code}`", reason, instead, rule.upstream))
     return _table(("layout", "code", "because", "closest layout", "reported as"), rows)
+
+
+def _passed() -> str:
+    rows = []
+    for one in passed_keys.PASSED:
+        values = "; ".join(
+            f"{support.AXES[axis].title} {' or '.join(values)}"
+            for axis, values in one.values.items()
+        )
+        result = "an approximation" if one.is_approximation else "one process, by DeepSpeed's word"
+        rows.append((f"`{one.key}`", one.effect, values, result))
+    return _table(("key", "effect", "only with", "equals"), rows)
 
 
 def _tests() -> str:

@@ -70,9 +70,10 @@ def build_engine(
     if config.parallel.sequence_parallel:
         mesh = mesh.with_sequence_parallelism()
     deepspeed_patches.limit_parameter_prefetch()
-    if not config.runtime.compile:
-        defer_compiler()
     ds_config = build_ds_config(config, mesh.dp.size, device.type, available_on(device.type))
+    is_deepcompiled = bool(ds_config.get("compile", {}).get("deepcompile"))
+    if not (config.runtime.compile or is_deepcompiled):
+        defer_compiler()
     mpu = Mpu(mesh)
     _validate_with_deepspeed(ds_config, mpu, config.deepspeed.deepspeed_config)
     rng = RngStreams(mesh.tp.rank, device, mesh.sp.rank)
@@ -91,7 +92,7 @@ def build_engine(
         deepspeed.utils.set_z3_leaf_modules(model, [TiledMLP], raise_if_not_found=False)
     warnings = [
         warning,
-        _compile(model, config, mesh, device),
+        None if is_deepcompiled else _compile(model, config, mesh, device),
         selective_recompute_note(config, packing, device),
     ]
     groups, multipliers = parameter_groups(
@@ -106,6 +107,9 @@ def build_engine(
             mpu=mpu if mesh.pp.size == 1 else None,  # a PipelineModule has its own
             dist_init_required=False,
         )
+    if is_deepcompiled:
+        engine.compile()
+        model.compiled = "the model by DeepSpeed's DeepCompile"
     deepspeed_patches.count_expert_biases_once(engine.optimizer, mesh)
     swapped_states.align_gradients(engine.optimizer)
     attach_matrices(engine, ds_config["zero_optimization"]["stage"], mesh, device)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from megatron_ds.config import Config, support
+from megatron_ds.config import Config, passed_keys, support
 from megatron_ds.config.fields import in_effect
 from megatron_ds.config.problems import Problem, UserError, option
 from megatron_ds.engine import ds_schedules
@@ -71,6 +71,7 @@ def merge_file(
         *_checkpoint_number_problems(config, file),
         *_optimizer_problems(config, file),
         *_zero_problems(config, file),
+        *passed_keys.problems(config),
         *_layout_problems(config, world_size),
     ]
 
@@ -237,6 +238,13 @@ def _ineffective_keys(config: Config, file: DeepSpeedFile) -> Iterator[Problem]:
     is_torch = adam_kernel(config, file.values) in (AdamKernel.TORCH, AdamKernel.TORCH_FUSED)
     if file.get("optimizer.params.fused") and not is_torch:
         ineffective["optimizer.params.fused"] = "an option of torch_adam"
+    if not file.get(passed_keys.SUPER_OFFLOAD) and file.get(passed_keys.CORES) is not None:
+        ineffective[passed_keys.CORES] = "an option of super_offload"
+    if not file.get(passed_keys.DEEPCOMPILE):
+        options = [
+            f"compile.{key}" for key, value in file.values.get("compile", {}).items() if value
+        ]
+        ineffective |= dict.fromkeys(options, "an option of deepcompile")
     written = (None, number_of_checkpoints(config))
     if file.get(NUMBER_OF_CHECKPOINTS) not in written and not config.recompute.is_by_deepspeed:
         ineffective[NUMBER_OF_CHECKPOINTS] = "an option of DeepSpeed's activation checkpointing"

@@ -34,13 +34,12 @@ REFUSED: dict[str, str] = {
     "zero_optimization.pipeline_loading_checkpoint": "all ranks load their files at once",
     "zero_optimization.compute_grad_norm": "the norm is always computed; leave the key out",
     "zero_optimization.zenflow": (
-        "it applies most gradients later than their step, so that a run no longer equals one "
-        "process; use offload_optimizer"
+        "it decides by itself when gradients are applied (gradient_accumulation_steps becomes its "
+        "update_interval), so that a step is no longer one of the global batch size, and most "
+        "gradients are applied later; use offload_optimizer"
     ),
     "zero_optimization.leaf_module": "the model has no module that needs it",
-    "zero_optimization.zero_quantized_nontrainable_weights": "all weights are trained",
     "zero_optimization.save_muon_momentum_buffer_in_memory": "the optimizers are adam and sgd",
-    "zero_optimization.offload_optimizer.super_offload": NOT_YET,
     "fp16.fp16_master_weights_and_grads": "master weights and their gradients are kept in fp32",
     "optimizer.legacy_fusion": REMOVED,
     "optimizer.params.amsgrad": "AdamW without AMSGrad is used",
@@ -64,7 +63,8 @@ REFUSED: dict[str, str] = {
         "DeepSpeed's 1F1B schedule"
     ),
     "data_efficiency": "its data sampling and random-LTD are not supported yet",
-    "compile": "use --compile",
+    "compile.passes": "the ZeRO stage selects the passes",
+    "compile.autoep_non_moe": "use --compile",
     "hybrid_engine": NOT_YET,
     "weight_quantization": "for inference only",
 }
@@ -100,7 +100,7 @@ IGNORED_KEYS: dict[str, str] = {
     "dataloader_drop_last": "all batches are complete",
     "optimizer.params.bias_correction": "Adam always corrects the bias",
     "vocabulary_size": "the tokenizer gives it",
-    "zero_optimization.offload_optimizer.cpuadam_cores_perc": "an option of super_offload",
+    "zero_optimization.zero_quantized_nontrainable_weights": "all weights are trained",
 }
 """Keys without effect -> reason."""
 DROPPED_IF: dict[str, Any] = {"optimizer.params.bias_correction": True}
@@ -129,7 +129,8 @@ PASSED_KEYS = _keys(
     size="steps_per_print",
     dtype="communication_data_type",
     str="log_level",
-    object="comms_logger flops_profiler aio timers tensorboard csv_monitor wandb comet checkpoint",
+    object="comms_logger flops_profiler aio timers tensorboard csv_monitor wandb comet checkpoint "
+    "compile",
 )
 """Top-level keys that are passed to DeepSpeed unchanged."""
 

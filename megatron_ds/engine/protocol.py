@@ -77,6 +77,8 @@ class EngineSettings:
     """None without fp16."""
     orthogonalized: int | None = None
     """Parameters that Muon updates; None for other optimizers."""
+    passed_keys: tuple[str, ...] = ()
+    """Keys of `config.passed_keys.PASSED` that are in effect."""
 
 
 class LossSum(NamedTuple):

@@ -14,7 +14,7 @@ import torch
 from deepspeed.ops.op_builder.builder import OpBuilder
 from torch import Tensor
 
-from megatron_ds.config import Config, PrecisionConfig
+from megatron_ds.config import Config, PrecisionConfig, passed_keys
 from megatron_ds.config.fields import in_effect
 from megatron_ds.config.problems import user_error
 from megatron_ds.engine.ds_config import adam_kernel, zero_stage
@@ -31,6 +31,8 @@ from megatron_ds.parallel.mesh import Mesh
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 """Our names of number formats, and torch's."""
+SUPER_OFFLOAD_OPTIMIZER = "SuperOffloadOptimizer_Stage3"
+"""DeepSpeed's class of optimizer for `super_offload`."""
 
 
 def check(
@@ -146,6 +148,7 @@ def _expected_settings(
         optimizer_offload=offload.optimizer_offload,
         param_offload=offload.param_offload,
         loss_scale=_expected_loss_scale(precision, scaler),
+        passed_keys=tuple(passed.key for passed in passed_keys.find(config)),
     )
 
 
@@ -209,6 +212,7 @@ def _actual_settings(engine: Any) -> Iterator[tuple[str, Any]]:
     else:
         yield "param_offload", "cpu" if getattr(optimizer, "offload_param", False) else "none"
     yield "loss_scale", _actual_loss_scale(engine)
+    yield "passed_keys", _actual_passed_keys(engine)
 
 
 def _actual_dtypes(engine: Any, stage: int) -> Iterator[tuple[str, torch.dtype]]:
@@ -244,13 +248,27 @@ def _actual_loss_scale(engine: Any) -> LossScaleSettings | None:
     )
 
 
+def _actual_passed_keys(engine: Any) -> tuple[str, ...]:
+    """The keys of `passed_keys.PASSED` that the parts of an engine which read them have taken."""
+    optimizer = engine.optimizer
+    gatherer = getattr(getattr(optimizer, "parameter_offload", None), "param_coordinator", None)
+    is_on = {
+        "zero_quantized_weights": getattr(gatherer, "zero_quantized_weights", False),
+        "zero_quantized_gradients": getattr(optimizer, "all2all_process_group", None) is not None,
+        "super_offload": type(optimizer).__name__ == SUPER_OFFLOAD_OPTIMIZER,
+        "deepcompile": engine.is_deepcompile_active(),
+    }
+    return tuple(one.key for one in passed_keys.PASSED if is_on[one.key.rpartition(".")[2]])
+
+
 def _read_stage(engine: Any) -> int:
     """The ZeRO stage, by the class of the optimizer that does the work."""
     optimizer = engine.optimizer
     kind = type(optimizer).__name__
     if kind == "DeepSpeedZeroOptimizer":
         return 2 if optimizer.partition_gradients else 1
-    return {"BF16_Optimizer": 1, "DeepSpeedZeroOptimizer_Stage3": 3}.get(kind, 0)
+    stages = {"BF16_Optimizer": 1, "DeepSpeedZeroOptimizer_Stage3": 3, SUPER_OFFLOAD_OPTIMIZER: 3}
+    return stages.get(kind, 0)
 
 
 def master_weights(engine: Any) -> list[Tensor]:

@@ -220,6 +220,8 @@ def _engine_settings(facts: BannerData) -> Lines:
         f"stage {settings.zero_stage}; offloaded: optimizer {settings.optimizer_offload}, "
         f"parameters {settings.param_offload}"
     )
+    if settings.passed_keys:
+        zero += f"; passed on without a test: {', '.join(settings.passed_keys)}"
     coefficients = f"momentum {settings.momentum:g}" if settings.momentum is not None else ""
     if settings.betas is not None:
         betas = f"betas {settings.betas[0]:g} {settings.betas[1]:g}"

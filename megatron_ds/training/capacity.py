@@ -6,13 +6,13 @@ import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from megatron_ds.config import Config
+from megatron_ds.config import Config, passed_keys
 from megatron_ds.config.problems import Problem
+from megatron_ds.engine import device_support
 from megatron_ds.engine.memory_estimate import MemoryEstimate, planned_memory
 from megatron_ds.fileio import disk_rate
 from megatron_ds.launch import device, host_memory, libaio
 
-QUANTIZED = ("zero_quantized_weights", "zero_quantized_gradients")
 SLOW_SECONDS = 1.0
 """Seconds of reading and writing per step from which a warning tells them."""
 
@@ -30,26 +30,24 @@ def problems(
         warn: Called with each warning.
     """
     kind = device.kind()
-    yield from _quantization_problems(config, kind, warn)
+    yield from _passed_key_problems(config, kind, warn)
     estimate = planned_memory(config, dp_size, kind)
     yield from _memory_problems(estimate, processes, kind, warn)
     if config.deepspeed.uses_nvme and is_first:
         yield from _disk_problems(config, estimate, processes, warn)
 
 
-def _quantization_problems(
+def _passed_key_problems(
     config: Config, kind: str, warn: Callable[[Problem], None]
 ) -> Iterator[Problem]:
-    """Quantized communication, which only accelerators compute and which changes the results."""
-    file = config.deepspeed_file
-    if file is None or config.deepspeed.zero_stage != 3:
-        return
-    for key in QUANTIZED:
-        if file.get(f"zero_optimization.{key}"):
-            if kind == "cpu":
-                yield Problem("quantization-needs-accelerator", key=key)
-            else:
-                warn(Problem("communication-is-quantized", key=key))
+    """Keys that are passed on only where DeepSpeed supports them."""
+    for passed in passed_keys.find(config):
+        if (reason := device_support.find_obstacle(passed.key)) is not None:
+            yield Problem("passed-key-unsupported", key=passed.key, device=kind, reason=reason)
+        elif passed.is_approximation:
+            warn(Problem("passed-key-approximates", key=passed.key, effect=passed.effect))
+        else:
+            warn(Problem("passed-key-unverified", key=passed.key, effect=passed.effect))
 
 
 def _memory_problems(

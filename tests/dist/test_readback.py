@@ -23,6 +23,7 @@ from unittest import mock
 
 import pytest
 import torch
+from torch import Tensor
 
 from megatron_ds import schedules
 from megatron_ds.config import (
@@ -41,7 +42,7 @@ from tests.dist.synchronization import reads_of_steps
 from tests.distributed import run_ranks
 from tests.problems import codes
 
-BASE, APEX = "zero1 bf16", "zero1 apex"
+BASE, APEX, QUANTIZED = "zero1 bf16", "zero1 apex", "zero3 quantized weights"
 DEEPSPEED_UNITS = {
     "recompute_granularity": "full",
     "checkpoint_num_layers": 2,
@@ -60,13 +61,19 @@ def layouts() -> dict[str, Config]:
     fp16 = {"fp16": True, "allow_fp16_on_cpu": True}
     unaccumulated = {**bf16, "accumulate_allreduce_grads_in_fp32": False}
     all_offload = {**offload, "remote_device": "cpu"}
-    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
-        zero = {"stage": 1, "reduce_bucket_size": 4000, "allgather_bucket_size": 4000}
-        json.dump({"optimizer": {"type": "ApexFusedAdam"}, "zero_optimization": zero}, file)
-        file.flush()
-        apex = config(1, deepspeed={"deepspeed_config": file.name})
+
+    def of_file(stage: int, values: dict[str, Any]) -> Config:
+        with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
+            json.dump(values, file)
+            file.flush()
+            return config(stage, deepspeed={"deepspeed_config": file.name})
+
+    buckets = {"stage": 1, "reduce_bucket_size": 4000, "allgather_bucket_size": 4000}
+    quantized = {"stage": 3, "zero_quantized_weights": True}
+    apex = {"optimizer": {"type": "ApexFusedAdam"}, "zero_optimization": buckets}
     return {
-        APEX: apex,
+        APEX: of_file(1, apex),
+        QUANTIZED: of_file(3, {"zero_optimization": quantized}),
         "zero0": config(0),
         "zero0 sgd": config(0, "sgd"),
         "zero2 lion": config(2, "lion"),
@@ -152,6 +159,12 @@ FALSIFIED: dict[str, tuple[str, Change]] = {
         "zero2 fp16",
         lambda e: changed(e.optimizer.loss_scaler, "scale_window", 500),
     ),
+    "passed_keys": (
+        QUANTIZED,
+        lambda e: changed(
+            e.optimizer.parameter_offload.param_coordinator, "zero_quantized_weights", False
+        ),
+    ),
 }
 """Setting -> the layout on which it is falsified, and how."""
 
@@ -165,6 +178,7 @@ OVERRIDDEN: dict[str, tuple[str, dict[str, Any]]] = {
     "zero_stage": ("zero1", {"zero_optimization": {"stage": 2}}),
     "accumulation_steps": (BASE, {"train_batch_size": 32, "gradient_accumulation_steps": 8}),
     "loss_scale": ("zero2 fp16", {"fp16": {"hysteresis": 4}}),
+    "passed_keys": ("zero3", {"zero_optimization": {"zero_quantized_weights": True}}),
 }
 """Setting -> a layout, and keys that DeepSpeed is given with other values than the flags."""
 
@@ -208,6 +222,21 @@ def stand_in_for_apex() -> Iterator[None]:
             del sys.modules[name]
 
 
+class Quantizer:
+    """Stands in for DeepSpeed's quantization kernels, which need an accelerator."""
+
+    Symmetric = 0
+
+    def quantize(self, values: Tensor, groups: int, bits: int, _: int) -> tuple[Tensor, Tensor]:
+        rows = values.float().reshape(groups, -1)
+        scales = rows.abs().amax(dim=1, keepdim=True).clamp(min=1e-12) / (2 ** (bits - 1) - 1)
+        return (rows / scales).round().to(torch.int8).reshape(values.shape), scales.flatten()
+
+    def dequantize(self, values: Tensor, scales: Tensor, groups: int, *_: int) -> Tensor:
+        rows = values.float().reshape(groups, -1) * scales.reshape(groups, 1)
+        return rows.reshape(values.shape).half()
+
+
 def overlaid(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     result = copy.deepcopy(base)
     for key, value in changes.items():
@@ -240,6 +269,9 @@ class RankResult:
 
 
 def on_a_rank(rank: int, configs: dict[str, Config]) -> RankResult:
+    from deepspeed.runtime.zero.partition_parameters import CUDAQuantizer
+
+    CUDAQuantizer.quantizer_cuda_module = Quantizer()
     meshes = prepare()
     result = RankResult()
     for layout, config in configs.items():
@@ -300,6 +332,10 @@ def test_engine_has_configured_settings_in_every_layout(results: list[RankResult
         assert (settings.optimizer, settings.optimizer_offload) == ("DeepSpeedCPUAdam", "cpu")
         assert rank.settings[APEX].optimizer == "FusedAdam of apex"
         assert rank.losses[APEX] == pytest.approx(rank.losses["zero1"], rel=1e-6)
+        assert rank.settings[QUANTIZED].passed_keys == ("zero_optimization.zero_quantized_weights",)
+        # Weights are rounded to 8 bits.
+        assert rank.losses[QUANTIZED] == pytest.approx(rank.losses["zero3"], rel=1e-3)
+        assert rank.losses[QUANTIZED][0] != rank.losses["zero3"][0]
 
 
 @pytest.mark.parametrize("setting", FALSIFIED)

@@ -6,11 +6,11 @@ import json
 import math
 from collections import namedtuple
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from megatron_ds.config.problems import Problem
+from megatron_ds.engine import device_support
 from megatron_ds.engine.memory_estimate import planned_memory
 from megatron_ds.fileio import disk_rate
 from megatron_ds.fileio.disk_rate import DiskRate
@@ -19,6 +19,7 @@ from megatron_ds.model.flops import parameters_per_rank
 from megatron_ds.training import capacity
 from tests.problems import codes
 from tests.unit.engine.ds_files import merged
+from tests.unit.engine.passed_key_files import KEYS
 
 VOCAB = 32000
 NVME = "--zero-stage 3 --nvme-optimizer --remote-device nvme"
@@ -114,14 +115,18 @@ def test_unusable_folder_and_missing_library_are_found_together(
     assert found == (["nvme-without-libaio", "nvme-path-unusable"], [])
 
 
-@pytest.mark.parametrize("key", capacity.QUANTIZED)
-def test_quantized_communication_needs_an_accelerator(
-    key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_keys_are_passed_on_only_where_deepspeed_supports_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "ds.json"
-    values: dict[str, Any] = {"zero_optimization": {"stage": 3, key: True}}
-    path.write_text(json.dumps(values))
-    flags = f"--deepspeed_config {path}"
-    assert check(flags) == (["quantization-needs-accelerator"], [])
-    monkeypatch.setattr(device, "kind", lambda: "xpu")
-    assert check(flags) == ([], ["communication-is-quantized"])
+    for key, (values, flags) in KEYS.items():
+        path.write_text(json.dumps(values))
+        config = merged(f"{flags} --deepspeed_config {path}").config.with_vocab(VOCAB)
+        for reason in ("no such device", None):
+            monkeypatch.setattr(device_support, "find_obstacle", lambda _, reason=reason: reason)
+            warnings: list[Problem] = []
+            found = capacity.problems(config, DP_SIZE, 2, True, warnings.append)
+            assert codes(found) == (["passed-key-unsupported"] if reason else [])
+            quantized = "passed-key-approximates"
+            expected = quantized if "quantized" in key else "passed-key-unverified"
+            assert codes(warnings) == ([] if reason else [expected])

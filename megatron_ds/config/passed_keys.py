@@ -1,0 +1,122 @@
+"""Keys of DeepSpeed's file that are passed on where DeepSpeed supports them, without a test.
+
+Everything else of a layout is in `support`. Whether DeepSpeed supports a key on the device is
+asked by `engine.device_support`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megatron_ds.config import Config, support
+from megatron_ds.config.checks import listed
+from megatron_ds.config.problems import Problem
+from megatron_ds.config.support import Layout, Values
+
+SUPER_OFFLOAD = "zero_optimization.offload_optimizer.super_offload"
+CORES = "zero_optimization.offload_optimizer.cpuadam_cores_perc"
+DEEPCOMPILE = "compile.deepcompile"
+
+
+@dataclass(frozen=True)
+class PassedKey:
+    """A key of DeepSpeed's file that is passed on where DeepSpeed supports it, without a test.
+
+    Attributes:
+        key: Dotted name.
+        effect: What it does, for the documentation and the warning of a run.
+        is_approximation: Whether a run with it differs from one process by more than rounding.
+        values: By axis the values with which it is passed on; of other axes only the default.
+    """
+
+    key: str
+    effect: str
+    is_approximation: bool
+    values: Values
+
+    def excluded(self, layout: Layout) -> Layout:
+        """The values of a layout with which it is not passed on."""
+        return {
+            axis: value
+            for axis, value in layout.items()
+            if value not in self.values.get(axis, (support.AXES[axis].default,))
+        }
+
+
+QUANTIZED: Values = {
+    "zero": ("3",),
+    "hpz": ("1", support.MANY),
+    "precision": ("fp32", "bf16", "fp16"),
+    "recompute": ("none", "selective", "full"),
+    "documents": ("off", "on"),
+    "curriculum": ("off", "on"),
+}
+"""DeepSpeed quantizes in groups of ranks of its own, which know no other parallelism."""
+PASSED: tuple[PassedKey, ...] = (
+    PassedKey(
+        "zero_optimization.zero_quantized_weights",
+        "ZeRO-3 gathers weights that are rounded to 8 bits",
+        True,
+        QUANTIZED,
+    ),
+    PassedKey(
+        "zero_optimization.zero_quantized_gradients",
+        "ZeRO-3 sends gradients that are rounded to 4 bits between several machines",
+        True,
+        QUANTIZED,
+    ),
+    PassedKey(
+        SUPER_OFFLOAD,
+        "a process of its own steps the offloaded optimizer, without clipping already during the "
+        "backward pass; its moments are in no checkpoint",
+        False,
+        {
+            "zero": ("3",),
+            "offload": ("optimizer",),
+            "precision": ("bf16",),
+            "recompute": ("none", "selective", "full"),
+            "documents": ("off", "on"),
+        },
+    ),
+    PassedKey(
+        DEEPCOMPILE,
+        "torch.compile takes the whole model, with passes that place ZeRO's communication",
+        False,
+        {"zero": ("1", "2", "3"), "precision": ("fp32", "bf16")},
+    ),
+)
+
+
+def find(config: Config) -> list[PassedKey]:
+    """The keys of `PASSED` that the DeepSpeed file of a complete configuration turns on."""
+    file = config.deepspeed_file
+    if file is None:
+        return []
+    # Elsewhere quantization has no effect, with a warning.
+    is_quantizing = support.layout_of(config)["zero"] == "3"
+    return [
+        passed
+        for passed in PASSED
+        if file.get(passed.key) and (is_quantizing or passed.values is not QUANTIZED)
+    ]
+
+
+def problems(config: Config) -> Iterator[Problem]:
+    """Settings with which the keys of a complete configuration are not passed on."""
+    layout, file = support.layout_of(config), config.deepspeed_file
+    passed = find(config)
+    for one in passed:
+        if excluded := one.excluded(layout):
+            words = listed(support.AXES[axis].words(value) for axis, value in excluded.items())
+            yield file.at(one.key, Problem("passed-key-with-layout", key=one.key, layout=words))
+    keys = {one.key for one in passed}
+    if DEEPCOMPILE in keys and config.runtime.compile:
+        yield file.at(DEEPCOMPILE, Problem("deepcompile-with-compile"))
+    if SUPER_OFFLOAD in keys:
+        if config.checkpoint.save is not None or config.checkpoint.load is not None:
+            yield file.at(SUPER_OFFLOAD, Problem("super-offload-with-checkpoints"))
+        if config.optimizer.start_weight_decay != config.optimizer.end_weight_decay:
+            yield file.at(SUPER_OFFLOAD, Problem("super-offload-with-weight-decay-schedule"))
+        if file.get(CORES) == 0:
+            yield file.invalid(CORES, "must be more than 0")
