@@ -48,6 +48,8 @@ class ModelSettings:
     """Token ids by name, such as `eos_token_id`, as far as they are known."""
     longest_sequence: int | None = None
     """Tokens up to which the model computes what the original does. None: any number."""
+    model_type: str | None = None
+    """Name of the family in Hugging Face's library; None for a model of another origin."""
 
     @classmethod
     def of(

@@ -1,0 +1,189 @@
+"""config.json of Hugging Face models: what each key means for the model's options, and back.
+
+A family of models is described by `Row`s, each of which reads some keys and writes them. A key that
+asks for a part that the model does not have is noted in `ConfigValues.lacking`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron_ds.config import ModelConfig
+from megatron_ds.config.problems import user_error
+
+REQUIRED = object()
+"""Default of a key that every config.json has."""
+Fields = dict[str, Any]
+"""Values by field of `ModelConfig`."""
+
+
+@dataclass(frozen=True)
+class ConfigValues:
+    """The values of one config.json."""
+
+    path: Path
+    values: Mapping[str, Any]
+    lacking: list[str] = field(default_factory=list)
+    """Parts of the model that ours does not have, each with its key and value."""
+
+    def get(self, keys: str, default: Any = REQUIRED) -> Any:
+        """The value of the first of several keys that is present.
+
+        Raises:
+            UserError: If none is, and there is no default.
+        """
+        for key in keys.split():
+            if key in self.values:
+                return self.values[key]
+        if default is REQUIRED:
+            raise user_error("hf-config-key-missing", path=self.path, key=keys.split()[0])
+        return default
+
+    def number(self, keys: str, kind: type[int] | type[float], default: Any = REQUIRED) -> Any:
+        """The same, of a number; None if the value is null.
+
+        Raises:
+            UserError: If it is anything else.
+        """
+        value = self.get(keys, default)
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if value is None or (is_number and kind(value) == value):
+            return value if value is None else kind(value)
+        key, wanted = keys.split()[0], "an integer" if kind is int else "a number"
+        raise user_error("hf-config-value", path=self.path, key=key, value=value, wanted=wanted)
+
+    def lack(self, part: str, key: str, value: Any) -> None:
+        self.lacking.append(f"{part} ({key}: {value!r})")
+
+
+@dataclass(frozen=True)
+class Row:
+    """Some keys and the fields that they determine."""
+
+    read: Callable[[ConfigValues], Fields]
+    write: Callable[[ModelConfig], dict[str, Any]]
+
+
+def number(keys: str, field: str, kind: type[int] | type[float], default: Any = REQUIRED) -> Row:
+    """A number that both sides have.
+
+    Args:
+        keys: The key that is written and, after it, other spellings that are read.
+        field: The field. Null gives it its default.
+        kind: Type of the number.
+        default: Value of an absent key.
+    """
+
+    def read(config: ConfigValues) -> Fields:
+        value = config.number(keys, kind, default)
+        return {} if value is None else {field: value}
+
+    def write(model: ModelConfig) -> dict[str, Any]:
+        return {keys.split()[0]: {**vars(model), **model.derived_values}[field]}
+
+    return Row(read, write)
+
+
+def choice(key: str, part: str, default: Any, meanings: Mapping[Any, Fields]) -> Row:
+    """A value that stands for one or several fields.
+
+    Args:
+        key: The key.
+        part: What the key selects, for the message about other values.
+        default: Value of an absent key.
+        meanings: Fields by value. Of several values with the same fields the first is written.
+    """
+
+    def read(config: ConfigValues) -> Fields:
+        value = config.get(key, default)
+        fields = meanings.get(value) if isinstance(value, str | bool | None) else None
+        if fields is None:
+            config.lack(part, key, value)
+        return fields or {}
+
+    def write(model: ModelConfig) -> dict[str, Any]:
+        values = {**vars(model), **model.derived_values}
+        fitting = (
+            value
+            for value, fields in meanings.items()
+            if all(values.get(name) == wanted for name, wanted in fields.items())
+        )
+        # Without a fitting value the fields differ when the result is read back.
+        return {key: next(fitting, next(iter(meanings)))}
+
+    return Row(read, write)
+
+
+def only(key: str, part: str, default: Any, value: Any) -> Row:
+    """A part that the model does not have, with the value that stands for its absence."""
+    return choice(key, part, default, {value: {}})
+
+
+def ignored(**values: Any) -> Row:
+    """Keys that change nothing; written with these values."""
+    return Row(lambda config: {}, lambda model: dict(values))
+
+
+def always(**fields: Any) -> Row:
+    """Fields that all models of the family have."""
+    return Row(lambda config: dict(fields), lambda model: {})
+
+
+def switch(key: str, part: str, default: bool, *, on: Fields, off: Fields) -> Row:
+    """A boolean key."""
+    return choice(key, part, default, {True: on, False: off})
+
+
+def tied(default: bool) -> Row:
+    """Whether embedding and output layer share their weights."""
+    name = "untie_embeddings_and_output_weights"
+    key = "tie_word_embeddings"
+    return switch(key, "sharing of the embedding", default, on={name: False}, off={name: True})
+
+
+def rope(theta_key: str = "rope_theta", fraction_key: str | None = None) -> Row:
+    """Rotary position embeddings.
+
+    Versions before 5 of transformers have a key for each value and `rope_scaling`, later ones have
+    all of them in `rope_parameters`. The former are written, which both read.
+
+    Args:
+        theta_key: Key of the base.
+        fraction_key: Key of the fraction that is rotated, whose default is then 1 / 4.
+    """
+    fraction_default = 1.0 if fraction_key is None else 0.25
+
+    def read(config: ConfigValues) -> Fields:
+        # In files of both versions `rope_parameters` is the newer one.
+        scaling = config.get("rope_parameters rope_scaling", None) or {}
+        if not isinstance(scaling, dict):
+            raise user_error(
+                "hf-config-value",
+                path=config.path,
+                key="rope_scaling",
+                value=scaling,
+                wanted="an object",
+            )
+        kind = scaling.get("rope_type", scaling.get("type", "default"))
+        if kind != "default" or any(isinstance(value, dict) for value in scaling.values()):
+            config.lack("scaling of rotary positions", "rope_type", kind)
+        inner = ConfigValues(config.path, {**config.values, **scaling})
+        theta = inner.number(f"rope_theta {theta_key}", float, 10000.0)
+        keys = f"partial_rotary_factor {fraction_key or ''}"
+        fraction = inner.number(keys, float, fraction_default)
+        return {
+            "position_embedding_type": "rope",
+            "rotary_base": theta,
+            "rotary_percent": 1.0 if fraction is None else fraction,
+        }
+
+    def write(model: ModelConfig) -> dict[str, Any]:
+        written = {theta_key: model.rotary_base, "rope_scaling": None}
+        if fraction_key is not None:
+            written[fraction_key] = model.rotary_percent
+        return written
+
+    return Row(read, write)

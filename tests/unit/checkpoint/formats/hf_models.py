@@ -1,0 +1,85 @@
+"""Small random models of transformers, one of each family and of each kind of its parts."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+
+VOCAB = 50
+TOKENS = torch.randint(0, VOCAB, (2, 12), generator=torch.Generator().manual_seed(1))
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+}
+LLAMA: dict[str, Any] = {
+    **SIZES,
+    "intermediate_size": 40,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
+}
+GPT2 = {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 16}
+GPT2 |= {"bos_token_id": 0, "eos_token_id": 1}
+NEOX = {**SIZES, "intermediate_size": 64, "max_position_embeddings": 64}
+HALF = {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5}
+SEQUENTIAL = {"parallel_attn": False, "max_position_embeddings": 64}
+
+MODELS: dict[str, Callable[[], Any]] = {
+    "gpt2": lambda: transformers.GPT2Config(**GPT2),
+    "gpt2-relu2": lambda: transformers.GPT2Config(
+        **GPT2, activation_function="relu2", n_inner=48, tie_word_embeddings=False
+    ),
+    "gpt-neox": lambda: transformers.GPTNeoXConfig(
+        **NEOX, use_parallel_residual=False, rope_parameters=HALF
+    ),
+    "llama": lambda: transformers.LlamaConfig(**LLAMA),
+    "llama-biases": lambda: transformers.LlamaConfig(
+        **LLAMA, attention_bias=True, mlp_bias=True, head_dim=6, tie_word_embeddings=True
+    ),
+    "mistral": lambda: transformers.MistralConfig(**LLAMA, sliding_window=None),
+    "mistral-window": lambda: transformers.MistralConfig(**LLAMA, sliding_window=12),
+    "qwen2": lambda: transformers.Qwen2Config(**LLAMA, tie_word_embeddings=True),
+    "bloom": lambda: transformers.BloomConfig(**SIZES),
+    "falcon": lambda: transformers.FalconConfig(**SIZES, **SEQUENTIAL),
+    "falcon-heads": lambda: transformers.FalconConfig(
+        **SIZES, **SEQUENTIAL, multi_query=False, bias=True
+    ),
+}
+
+
+def random_model(name: str) -> Any:
+    """A model whose parameters are all random, biases and norms included."""
+    model = transformers.AutoModelForCausalLM.from_config(MODELS[name]()).eval()
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            is_norm = parameter.dim() == 1 and key.endswith("weight")
+            parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator) + is_norm)
+    return model
+
+
+def load_strictly(folder: Path, **options: Any) -> Any:
+    """The model of a folder, whose files have exactly its weights."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model, report = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, output_loading_info=True, **options
+        )
+    assert not any(report.values()), report
+    return model.eval()
+
+
+def logits_of(model: Any, tokens: Tensor = TOKENS) -> Tensor:
+    with torch.no_grad():
+        found: Tensor = model(tokens).logits
+    return found
