@@ -35,7 +35,7 @@ from megatron_ds.parallel.collectives import all_gather
 from megatron_ds.parallel.mesh import Group, Mesh
 from megatron_ds.parallel.sharding import expert_group, shard_spec, unshard
 from megatron_ds.train_state import StepPlan
-from tests.dist.recorded import record
+from tests.dist.recorded import Recorder
 from tests.dist.reference import EOD, Run, Samples, Tensors
 
 EngineProbe = Callable[[Any], None]
@@ -150,6 +150,8 @@ def train(
     samples: Samples,
     probe: EngineProbe | None,
     meshes: Meshes,
+    *,
+    records_masks: bool = False,
 ) -> Run:
     """Trains the plans' steps. Collective; every rank gets the same full tensors."""
     mesh = meshes.of(config.parallel)
@@ -170,9 +172,10 @@ def train(
     counted = nullcontext([0]) if config.runtime.compile else count_attention_calls()
     compiled, breaks = counters["frames"]["ok"], sum(counters["graph_break"].values())
     _record_gradients(engine, mesh, run)
-    run.recorded = record(engine._engine.module, mesh)
+    recorder = Recorder(engine._engine.module, mesh, masks=records_masks)
+    run.recorded = recorder.recorded
     batches = batches_of(config, mesh, samples)
-    with counted as calls:
+    with counted as calls, recorder.recording():
         for plan in plans:
             result = engine.train_step(batches, plan)
             assert not result.skipped

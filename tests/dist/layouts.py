@@ -43,9 +43,13 @@ EXTRA: dict[str, dict[str, str]] = {
         "llama": "--position-embedding-type rope --swiglu --normalization RMSNorm "
         "--disable-bias-linear --untie-embeddings-and-output-weights",
     },
-    # Masks of hidden states follow the position in the data; those of attention differ with the
-    # number of tensor-parallel ranks.
-    "dropout": {"off": "", "hidden": "--hidden-dropout 0.1"},
+    # Masks of hidden states alone follow the position in the data; with those of attention, the
+    # reference takes over what the ranks recorded.
+    "dropout": {
+        "off": "",
+        "hidden": "--hidden-dropout 0.1",
+        "all": "--hidden-dropout 0.1 --attention-dropout 0.1",
+    },
 }
 """What varies besides the layout, with its flags."""
 VALUES = {name: tuple(axis.values) for name, axis in support.AXES.items()} | {
@@ -84,7 +88,7 @@ def name_of(run: RunLayout) -> str:
         if run[axis] != support.AXES[axis].default
     ]
     extra = [f"{run['world']}ranks", f"acc{run['accumulation']}", run["model"]]
-    return " ".join([*extra, *["dropout"] * (run["dropout"] == "hidden"), *changed])
+    return " ".join([*extra, *[f"dropout-{run['dropout']}"] * (run["dropout"] != "off"), *changed])
 
 
 def configure(run: RunLayout) -> tuple[Config, list[Problem]]:
@@ -145,7 +149,7 @@ def reference_of(run: RunLayout, steps: int, replay: Replay | None = None) -> Ru
     names = ("model", "optimizer", "documents", "curriculum", "dropout")
     kept = {axis: run[axis] for axis in names}
     # Dropout masks and the load-balancing loss are those of a micro-batch.
-    size = _micro_batch_size(run) if run["dropout"] == "hidden" else None
+    size = _micro_batch_size(run) if run["dropout"] != "off" else None
     if run["experts"] != "none":
         kept["experts"], size = "replicated", _micro_batch_size(run)
     if replay is not None:
@@ -176,6 +180,11 @@ def _train_reference(
     rules = packed if config.data.reset_attention_mask else None
     plans = plans_of(run, config)[:steps]
     return train_reference(config, samples_of(run), plans, rules, micro_batch_size, replay)
+
+
+def has_decisions(run: RunLayout) -> bool:
+    """Whether the reference takes over what the ranks decided."""
+    return run["experts"] != "none" or run["dropout"] == "all"
 
 
 def is_accepted(run: RunLayout) -> bool:

@@ -30,9 +30,11 @@ def training(
     plans: list[StepPlan],
     samples: Samples = SAMPLES,
     probe: EngineProbe | None = None,
+    *,
+    records_masks: bool = False,
 ) -> Job:
     """A job whose results are the `Run`s of the ranks."""
-    return partial(train, config, plans, samples, probe)
+    return partial(train, config, plans, samples, probe, records_masks=records_masks)
 
 
 def case_training(case: Case, probe: EngineProbe | None = None, **changes: dict[str, Any]) -> Job:

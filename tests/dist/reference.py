@@ -7,6 +7,7 @@ No engine, no DeepSpeed, no gradient accumulation: autograd over the full global
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -120,36 +121,35 @@ def train_reference(
         packing=documents,
         moe=config.moe,
     )
-    if replay is not None:
-        replay.install(model)
     named = dict(model.named_parameters())
     optimizer = _optimizer(config.optimizer, config.model, named)
     run = Run(weights=[_copy(named)])
     consumed = 0
-    for plan in plans:
-        tokens = samples.batch(consumed, plan.global_batch_size)[:, : plan.seq_length + 1]
-        model.zero_grad()
-        losses = []
-        parts = tokens.split(micro_batch_size or len(tokens))
-        model.router_log.gradient_scale = 1.0 / len(parts)
-        for part in parts:
-            rng.begin_step(config.runtime.seed, consumed, 0)
-            consumed += len(part)
-            mask = part[:, :-1] != EOD if config.data.eod_mask_loss else None
-            losses.append(model(part[:, :-1], part[:, 1:], mask).mean())
-        loss = torch.stack(losses).mean()
-        loss.backward()
-        run.losses.append(loss.item())
-        run.gradients.append(_copy({name: p.grad for name, p in named.items()}))
-        limit = config.optimizer.clip_grad or float("inf")
-        run.norms.append(clip_grad_norm_(model.parameters(), limit).item())
-        for group in optimizer.param_groups:
-            group["lr"] = plan.decoupled_lr if group.get("is_decoupled") else plan.lr
-        run.rates.append(plan.lr)
-        if isinstance(optimizer, Lion):
-            run.undecided = optimizer.undecided(named, run.undecided)
-        optimizer.step()
-        run.weights.append(_copy(named))
+    with nullcontext() if replay is None else replay.deciding(model):
+        for plan in plans:
+            tokens = samples.batch(consumed, plan.global_batch_size)[:, : plan.seq_length + 1]
+            model.zero_grad()
+            losses = []
+            parts = tokens.split(micro_batch_size or len(tokens))
+            model.router_log.gradient_scale = 1.0 / len(parts)
+            for part in parts:
+                rng.begin_step(config.runtime.seed, consumed, 0)
+                consumed += len(part)
+                mask = part[:, :-1] != EOD if config.data.eod_mask_loss else None
+                losses.append(model(part[:, :-1], part[:, 1:], mask).mean())
+            loss = torch.stack(losses).mean()
+            loss.backward()
+            run.losses.append(loss.item())
+            run.gradients.append(_copy({name: p.grad for name, p in named.items()}))
+            limit = config.optimizer.clip_grad or float("inf")
+            run.norms.append(clip_grad_norm_(model.parameters(), limit).item())
+            for group in optimizer.param_groups:
+                group["lr"] = plan.decoupled_lr if group.get("is_decoupled") else plan.lr
+            run.rates.append(plan.lr)
+            if isinstance(optimizer, Lion):
+                run.undecided = optimizer.undecided(named, run.undecided)
+            optimizer.step()
+            run.weights.append(_copy(named))
     return run
 
 

@@ -59,7 +59,8 @@ def outcomes(request: pytest.FixtureRequest) -> JobResults:
                 config, problems = layouts.configure(run)
                 assert problems == [], name
                 plans = layouts.plans_of(run, config)[: steps_of(name)]
-                jobs[name] = swapping(training(config, plans, layouts.samples_of(run)))
+                samples, masks = layouts.samples_of(run), run["dropout"] == "all"
+                jobs[name] = swapping(training(config, plans, samples, records_masks=masks))
         results |= run_jobs(int(world), jobs).results
     return JobResults(results)
 
@@ -74,16 +75,17 @@ def check(name: str, run: RunLayout, outcomes: JobResults) -> list[str]:
     results = outcomes.of(name)
     is_exact = run["precision"] == "fp32"
     compare = differences if is_exact else differences_in_half_precision
-    replay = None if run["experts"] == "none" else Replay([each.recorded for each in results])
+    replay = None
+    if layouts.has_decisions(run):
+        replay = Replay([each.recorded for each in results])
     reference = layouts.reference_of(run, steps_of(name), replay)
     found = [
         f"{name}, rank {rank}: {difference}"
         for rank, result in enumerate(results)
         for difference in compare(result, reference)
     ]
-    if replay is not None and replay.gap > (EXACT_GAP if is_exact else HALF_GAP):
-        found.append(f"{name}: routed to an expert whose score is {replay.gap} below the best")
-    return found
+    decisions = [] if replay is None else replay.problems(EXACT_GAP if is_exact else HALF_GAP)
+    return found + [f"{name}: {problem}" for problem in decisions]
 
 
 def differences_in_half_precision(run: Run, reference: Run) -> list[str]:
