@@ -266,11 +266,6 @@ OTHER_OPTIMIZERS = tuple(name for name in AXES["optimizer"].values if name != "a
 
 RULES: tuple[Rule, ...] = (
     Rule(
-        "bf16-masters-untested",
-        {"precision": ("bf16",), "masters": ("bf16",), "pp": (MANY,)},
-        instead={"masters": "fp32"},
-    ),
-    Rule(
         "pipeline-with-nvme",
         {"pp": (MANY,), "offload": ON_DISK},
         instead={"offload": "optimizer", "zero": "1"},

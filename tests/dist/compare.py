@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from tests.dist.reference import Run, Tensors
 
 RELATIVE = 1e-5
+HALF_GRADIENT_ERROR = 0.25
+"""Of an element, relative to the largest one of its tensor."""
 
 
 def differences(run: Run, reference: Run, relative: float = RELATIVE) -> list[str]:
@@ -52,3 +55,17 @@ def worst_difference(tensors: Tensors, reference: Tensors) -> tuple[float, str]:
             return float("inf"), name
         errors.append((0.0 if off == 0 else (off / scale).item(), name))
     return max(errors)
+
+
+def differences_in_half_precision(run: Run, reference: Run) -> list[str]:
+    """Lists differences from fp32 that the rounding of bf16 does not explain."""
+    found = []
+    if run.losses != pytest.approx(reference.losses, rel=0, abs=1e-2):
+        found.append(f"losses {run.losses} instead of {reference.losses}")
+    if run.norms != pytest.approx(reference.norms, rel=0.03):
+        found.append(f"norms {run.norms} instead of {reference.norms}")
+    for step, expected in enumerate(reference.gradients):
+        error, name = worst_difference(run.gradients[step], expected)
+        if not error <= HALF_GRADIENT_ERROR:
+            found.append(f"gradients[{step}] of {name}: off by {error:.2e} of the largest")
+    return found

@@ -19,8 +19,9 @@ from tests.dist.rank_jobs import Job, JobResults, case_training, run_jobs
 ONE_PROCESS = Case(1, 1, 1, 4, "learned", "adamw")
 ZERO3 = Case(2, 3, 1, 1, "learned", "adamw")
 TWO_STAGES = Case(2, 1, 2, 4, "learned", "adamw")
-"""Of tensor-parallel size 1: the pipeline has the two processes."""
-STAGES = {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 2}
+"""Of tensor-parallel size 1: the pipeline has the two processes, with two stages each."""
+STAGES = {"pipeline_model_parallel_size": 2, "pipeline_schedule": "dualpipev"}
+STAGED_MODEL = {"num_layers": 4, "hidden_dropout": 0.1, "attention_dropout": 0.2}
 WITH_DROPOUT = Case(2, 1, 2, 1, "gqa", "adamw")
 
 
@@ -47,7 +48,8 @@ def use_inductor_random_numbers(engine: Any) -> None:
 
 @pytest.fixture(scope="module")
 def one_process() -> JobResults:
-    return run_jobs(1, {str(compiled): job(ONE_PROCESS, compiled) for compiled in (False, True)})
+    jobs = {str(compiled): job(ONE_PROCESS, compiled) for compiled in (False, True)}
+    return run_jobs(1, {**jobs, "stages": job(ONE_PROCESS, False, model=STAGED_MODEL)})
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +57,10 @@ def two_ranks() -> JobResults:
     jobs = {}
     for name, granularity in {"stored": None, "full": "full"}.items():
         jobs[f"own-{name}"] = with_dropout(granularity, True, use_inductor_random_numbers)
-    jobs["stages"] = job(TWO_STAGES, True, parallel=STAGES)
+    one = {"tensor_model_parallel_size": 1}
+    jobs["stages"] = job(
+        TWO_STAGES, True, use_torch_random_numbers, parallel=STAGES | one, model=STAGED_MODEL
+    )
     for compiled in (True, False):  # eager ZeRO-3 leaves DeepSpeed's linear layer in torch
         jobs[f"zero3-{compiled}"] = job(ZERO3, compiled)
         jobs[f"selective-{compiled}"] = with_dropout(
@@ -84,7 +89,7 @@ def test_one_process_matches_eager(one_process: JobResults) -> None:
 
 
 def test_stages_match_one_eager_process(one_process: JobResults, two_ranks: JobResults) -> None:
-    (eager,) = one_process.of("False")
+    (eager,) = one_process.of("stages")
     for run in two_ranks.of("stages"):
         assert run.notes["compiled"] > 0
         assert differences(run, eager) == []

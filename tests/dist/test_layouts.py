@@ -20,19 +20,16 @@ import pytest
 
 from megatron_ds.config import support
 from tests.dist import layouts
-from tests.dist.compare import differences, worst_difference
+from tests.dist.compare import differences, differences_in_half_precision
 from tests.dist.layouts import RunLayout, name_of
 from tests.dist.offload_harness import swapping
 from tests.dist.rank_jobs import JobResults, run_jobs, training
 from tests.dist.recorded import Replay
-from tests.dist.reference import Run
 from tests.problems import codes
 
 COUNT = int(os.environ.get("MEGATRON_DS_RANDOM_LAYOUTS", "30"))
 """Layouts that are drawn and run."""
 SEED = int(os.environ.get("MEGATRON_DS_LAYOUT_SEED", random.SystemRandom().randrange(10**6)))
-HALF_GRADIENT_ERROR = 0.25
-"""Of an element, relative to the largest one of its tensor."""
 EXACT_GAP, HALF_GAP = 1e-5, 0.07
 """By how much rounding may lower the score of a chosen expert; scores differ by about 0.5."""
 COVERING = {name_of(run): run for run in layouts.covering()}
@@ -86,20 +83,6 @@ def check(name: str, run: RunLayout, outcomes: JobResults) -> list[str]:
     ]
     decisions = [] if replay is None else replay.problems(EXACT_GAP if is_exact else HALF_GAP)
     return found + [f"{name}: {problem}" for problem in decisions]
-
-
-def differences_in_half_precision(run: Run, reference: Run) -> list[str]:
-    """Lists differences from fp32 that the rounding of bf16 does not explain."""
-    found = []
-    if run.losses != pytest.approx(reference.losses, rel=0, abs=1e-2):
-        found.append(f"losses {run.losses} instead of {reference.losses}")
-    if run.norms != pytest.approx(reference.norms, rel=0.03):
-        found.append(f"norms {run.norms} instead of {reference.norms}")
-    for step, expected in enumerate(reference.gradients):
-        error, name = worst_difference(run.gradients[step], expected)
-        if not error <= HALF_GRADIENT_ERROR:
-            found.append(f"gradients[{step}] of {name}: off by {error:.2e} of the largest")
-    return found
 
 
 @pytest.mark.parametrize("name", COVERING, ids=lambda name: name)
