@@ -1,0 +1,112 @@
+"""Conversion of weights from any format to any other, and its verification.
+
+One tensor at a time is in memory; a verification holds one model at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megatron_ds.checkpoint.formats.huggingface import write_hf
+from megatron_ds.checkpoint.formats.open_source import open_source
+from megatron_ds.checkpoint.formats.safetensors_files import OnTensor
+from megatron_ds.checkpoint.formats.source import WeightsSource
+from megatron_ds.checkpoint.formats.weights_folder import write_weights_folder
+from megatron_ds.checkpoint.full_weights import load_full_weights
+from megatron_ds.config.problems import user_error
+from megatron_ds.model.gpt import GPTModel
+from megatron_ds.parallel.mesh import Mesh
+from megatron_ds.parallel.rng import RngStreams
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+PROMPT_TOKENS = 16
+TOLERANCE = 1e-4
+"""Of two models' fp32 logits, relative to the largest; a wrong tensor changes them by far more."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where weights are written, and how."""
+
+    folder: Path
+    format: str
+    hf_model_type: str | None = None
+    """Family of an hf target. None: the original one, or the first that has the parts."""
+
+
+Writer = Callable[[WeightsSource, Target, OnTensor], None]
+WRITERS: dict[str, Writer] = {
+    "native": lambda source, target, on_tensor: write_weights_folder(
+        source, target.folder, on_tensor=on_tensor
+    ),
+    "hf": lambda source, target, on_tensor: write_hf(
+        source, target.folder, model_type=target.hf_model_type, on_tensor=on_tensor
+    ),
+}
+"""By name of the format."""
+
+
+def verify(source: WeightsSource, target: Target) -> float:
+    """Compares what the models of a source and of a target compute for a fixed prompt.
+
+    The model of an hf folder is that of transformers.
+
+    Args:
+        source: The weights, in the type of the target.
+        target: What was written.
+
+    Returns:
+        The largest difference of two logits, relative to the largest logit.
+
+    Raises:
+        UserError: If it is larger than rounding explains.
+    """
+    model = source.settings.model
+    tokens = min(PROMPT_TOKENS, model.seq_length)
+    generator = torch.Generator().manual_seed(1)
+    prompt = torch.randint(0, model.vocab_size, (1, tokens), generator=generator)
+    dtypes = {tensor.dtype for tensor in source.tensors.values()}
+    before = _logits(source, prompt, dtypes)
+    after = _logits(open_source(target.folder, target.format), prompt, dtypes)
+    error = float((before - after).abs().max() / before.abs().max())
+    if not error < TOLERANCE:  # also for nan
+        raise user_error("conversion-differs", folder=target.folder, error=error)
+    return error
+
+
+def _logits(source: WeightsSource, prompt: Tensor, dtypes: set[torch.dtype]) -> Tensor:
+    """fp32 logits of the tokens of the vocabulary."""
+    if source.format == "hf":
+        found = _transformers_logits(source.path, prompt, dtypes)
+    else:
+        found = own_logits(source, prompt)
+    return found[..., : source.settings.model.vocab_size]
+
+
+def own_logits(source: WeightsSource, prompt: Tensor) -> Tensor:
+    """fp32 logits [1, S, V] of the model of a source."""
+    settings, mesh = source.settings, Mesh.single()
+    raw = GPTModel(settings.model, mesh=mesh, rng=RngStreams(0), seed=None, moe=settings.moe)
+    model = raw.float().eval()
+    weights = ((name, tensor.read()) for name, tensor in source.tensors.items())
+    load_full_weights(model, weights, 0, 1)
+    with torch.no_grad():
+        logits: Tensor = model(prompt)
+    return logits
+
+
+def _transformers_logits(path: Path, prompt: Tensor, dtypes: set[torch.dtype]) -> Tensor:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, local_files_only=True)
+    with torch.no_grad():
+        if len(dtypes) == 1:  # rounded as the target, unlike buffers
+            for parameter in model.parameters():
+                parameter.copy_(parameter.to(*dtypes))
+        logits: Tensor = model.eval()(prompt).logits
+    return logits

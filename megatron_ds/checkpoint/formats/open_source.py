@@ -1,0 +1,71 @@
+"""Recognizes the format of a folder, and opens it: what --load and the converter read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_ds.checkpoint.formats.huggingface import is_hf, open_hf
+from megatron_ds.checkpoint.formats.native import is_native, open_native
+from megatron_ds.checkpoint.formats.source import WeightsSource
+from megatron_ds.checkpoint.formats.weights_folder import (
+    find_damage,
+    is_weights_folder,
+    open_weights_folder,
+)
+from megatron_ds.config.problems import UserError, user_error
+
+Warn = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Format:
+    """How a format is recognized and opened."""
+
+    name: str
+    recognizes: Callable[[Path], bool]
+    open: Callable[[Path, Warn], WeightsSource]
+    """Called with the folder, and with a function for warnings."""
+
+
+def _open_verified(path: Path, warn: Warn) -> WeightsSource:
+    if (damage := find_damage(path)) is not None:
+        raise UserError(damage)
+    return open_weights_folder(path)
+
+
+FORMATS = (
+    Format("native", is_native, open_native),
+    Format("native", is_weights_folder, _open_verified),
+    Format("hf", is_hf, lambda path, warn: open_hf(path)),
+)
+"""In the order in which they are tried. A folder of weights may have become the --save folder of a
+training, whose checkpoints are then the newer ones."""
+AUTO = "auto"
+NAMES = tuple(dict.fromkeys(each.name for each in FORMATS))
+
+
+def format_of(path: Path) -> str | None:
+    """The format of a folder; None if it is none of the known ones."""
+    return next((each.name for each in FORMATS if each.recognizes(path)), None)
+
+
+def open_source(path: Path, name: str = AUTO, warn: Warn = lambda text: None) -> WeightsSource:
+    """Opens the weights in a folder; the checksums of native ones are verified.
+
+    Args:
+        path: The folder.
+        name: Its format; "auto" recognizes it.
+        warn: Called with each warning.
+
+    Raises:
+        UserError: If the folder has another format, is damaged, or has parts that the model lacks.
+    """
+    possible = [each for each in FORMATS if name in (AUTO, each.name)]
+    found = next((each for each in possible if each.recognizes(path)), None)
+    if found is None and name != AUTO:
+        found = possible[0]  # its message says what is missing
+    if found is None:
+        raise user_error("weights-format-unknown", path=path, known=", ".join(NAMES))
+    return found.open(path, warn)

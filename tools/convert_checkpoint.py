@@ -1,0 +1,118 @@
+"""Convert the weights of a checkpoint to another format.
+
+The command line of `megatron_ds.checkpoint.formats`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_ds import cli
+from megatron_ds.cli.progress import progress
+from megatron_ds.config.fields import option_field, when
+from megatron_ds.config.problems import Problem
+
+MODEL_TYPES = ("gpt2", "llama", "mistral", "qwen2", "gpt_neox", "bloom", "falcon")
+
+
+@dataclass(frozen=True)
+class Options:
+    """Converts the weights of a checkpoint to another format, on the CPU, one tensor at a time.
+
+    Formats: native, a checkpoint of a training or a folder of weights alone; hf, a model of Hugging
+    Face's transformers. The output folder appears complete or not at all. A native output is
+    a folder of weights: --load of a training starts from it, and the server loads it, on every
+    layout.
+    """
+
+    load: str = option_field("", "folder to convert", metavar="FOLDER", required=True)
+    save: str = option_field(
+        "", "new folder of the converted weights", metavar="FOLDER", required=True
+    )
+    source_format: str = option_field(
+        "auto", "format of --load", flag="from", choices=("auto", "native", "hf")
+    )
+    target_format: str = option_field(
+        "", "format of --save", flag="to", choices=("native", "hf"), required=True
+    )
+    dtype: str | None = option_field(
+        None, "type of the weights (default: as they are)", choices=("fp32", "bf16", "fp16")
+    )
+    hf_model_type: str | None = option_field(
+        None,
+        "model_type of an hf output (default: the original one, else the first that has the parts "
+        "of the model)",
+        choices=MODEL_TYPES,
+        only_with=when(target_format="hf"),
+    )
+    target_tensor_parallel_size: int = option_field(
+        1,
+        "tensor-parallel size of the output; native and hf outputs have none",
+        aliases=("target-tensor-model-parallel-size",),
+        minimum=1,
+        only_with=when(target_format="megatron"),
+    )
+    target_pipeline_parallel_size: int = option_field(
+        1,
+        "pipeline stages of the output; native and hf outputs have none",
+        aliases=("target-pipeline-model-parallel-size",),
+        minimum=1,
+        only_with=when(target_format="megatron"),
+    )
+    verify: bool = option_field(
+        False, "compare the logits of both models for a fixed prompt; of hf, transformers' model"
+    )
+
+    def problems(self) -> Iterator[Problem]:
+        if self.load and not Path(self.load).is_dir():
+            yield Problem("load-folder-missing", load=self.load)
+
+
+def work(options: Options) -> None:
+    # torch takes seconds to import.
+    with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed prints a warning
+        from megatron_ds.checkpoint.formats import convert, hf_tokenizer
+        from megatron_ds.checkpoint.formats.open_source import open_source
+
+    def warn(text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
+
+    start = time.perf_counter()
+    source = open_source(Path(options.load), options.source_format, warn)
+    source = source.to(None if options.dtype is None else convert.DTYPES[options.dtype])
+    target = convert.Target(Path(options.save), options.target_format, options.hf_model_type)
+    total = sum(tensor.nbytes for tensor in source.tensors.values())
+    count = size = 0
+    with progress("converting", total, log_interval=100) as update:
+
+        def on_tensor(name: str, nbytes: int) -> None:
+            nonlocal count, size
+            count, size = count + 1, size + nbytes
+            update(count, size, f"{count} tensors, {size / 1e9:.2f} of {total / 1e9:.2f} GB")
+
+        convert.WRITERS[target.format](source, target, on_tensor)
+    seconds = max(time.perf_counter() - start, 1e-9)
+    tokenizer = source.settings.tokenizer_config
+    if target.format == "hf" and not hf_tokenizer.can_be_exported(tokenizer):
+        warn("WARNING: " + Problem("hf-tokenizer-not-exported", folder=target.folder).render())
+    print(
+        f"{source.format} to {target.format}: {count} tensors, {total / 1e6:.1f} MB in "
+        f"{seconds:.1f} s ({total / 1e6 / seconds:.1f} MB/s)"
+    )
+    if options.verify:
+        error = convert.verify(source, target)
+        print(f"verified: the logits of both models differ by {error:.1e} of the largest one")
+    print(f"wrote {target.folder}")
+
+
+def main(argv: Sequence[str]) -> int:
+    return cli.run(Options, work, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
