@@ -78,7 +78,11 @@ def build_engine(
     _validate_with_deepspeed(ds_config, mpu, config.deepspeed.deepspeed_config)
     rng = RngStreams(mesh.tp.rank, device, mesh.sp.rank)
     packing, warning = _packing_options(config, mesh, device, eod)
-    swap_folder = _claim_swap_folder(config, ds_config)
+    swap_folder = None
+    if config.deepspeed.uses_nvme:
+        swap_folder = SwapFolder(Path(str(config.deepspeed.nvme_path)))
+        # DeepSpeed names its files by the rank: two runs with one folder would mix their states.
+        _set_nvme_path(ds_config, str(swap_folder.path))
     build = partial(_build_model, config, mesh, rng, packing, init_weights)
     module: GPTModel | PipelineStage
     with _zero3_init_context(ds_config, mesh, mpu):
@@ -107,6 +111,9 @@ def build_engine(
             mpu=mpu if mesh.pp.size == 1 else None,  # a PipelineModule has its own
             dist_init_required=False,
         )
+    if swap_folder is not None:
+        # The configuration that is written and saved is that of any run and rank.
+        _set_nvme_path(ds_config, str(config.deepspeed.nvme_path))
     if is_deepcompiled:
         engine.compile()
         model.compiled = "the model by DeepSpeed's DeepCompile"
@@ -130,19 +137,11 @@ def build_engine(
     )
 
 
-def _claim_swap_folder(config: Config, ds_config: dict[str, Any]) -> SwapFolder | None:
-    """A folder in --nvme-path for this process alone, which the DeepSpeed configuration then names.
-
-    DeepSpeed names its files by the rank, so that two runs with one folder would mix their states.
-    """
-    if not config.deepspeed.uses_nvme:
-        return None
-    folder = SwapFolder(Path(str(config.deepspeed.nvme_path)))
+def _set_nvme_path(ds_config: dict[str, Any], path: str) -> None:
     for key in ("offload_optimizer", "offload_param"):
         block = ds_config["zero_optimization"].get(key, {})
         if block.get("device") == "nvme":
-            block["nvme_path"] = str(folder.path)
-    return folder
+            block["nvme_path"] = path
 
 
 def _build_model(

@@ -10,8 +10,10 @@ import pytest
 
 from megatron_ds.engine.ds_checkpoint_io import read_tensors
 from megatron_ds.engine.ds_values import get, leaves
+from megatron_ds.launch import libaio
 from tests.e2e.runs import REPOSITORY, Launcher, Settings, losses, steps
 
+NEEDS_LIBAIO = pytest.mark.skipif(libaio.find_problem() is not None, reason="needs libaio")
 FILES = REPOSITORY / "ds_configs"
 SCHEDULE: Settings = {"global_batch_size": 8, "train_iters": 4}
 
@@ -50,7 +52,15 @@ def test_stage_of_a_copied_file_switches_zero(
         assert optimizer_files == (0 if stage == 0 else 2)
 
 
-@pytest.mark.parametrize("name", ["zero2_offload.json", "zero3.json", "zero3_offload.json"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "zero2_offload.json",
+        "zero3_hpz.json",
+        "zero3_offload.json",
+        pytest.param("zero3_nvme.json", marks=NEEDS_LIBAIO),
+    ],
+)
 def test_provided_files_run_and_are_saved_with_the_checkpoints(
     name: str, launcher: Launcher, base: Settings, tmp_path: Path
 ) -> None:
@@ -58,6 +68,10 @@ def test_provided_files_run_and_are_saved_with_the_checkpoints(
     with it is the same."""
     first, second = tmp_path / "first", tmp_path / "second"
     settings = {**base, **SCHEDULE, "bf16": True}
+    if name == "zero3_nvme.json":
+        settings["nvme_path"] = tmp_path / "disk"
+    if name == "zero3_hpz.json":
+        settings["zero_hpz_partition_size"] = 2
     launcher.start({**settings, "save": first, "deepspeed_config": FILES / name}, ranks=2).succeed()
     saved = json.loads((first / "ds_config.json").read_text())
     given = json.loads((FILES / name).read_text())["zero_optimization"]

@@ -15,6 +15,8 @@ from megatron_ds.engine.ds_fields import replace_fields
 
 ROOT = Path(__file__).parents[3]
 SHIPPED = sorted((ROOT / "ds_configs").glob("*.json"))
+FLAGS_OF = {"zero3_nvme": "--nvme-path /tmp", "zero3_hpz": "--zero-hpz-partition-size 2"}
+"""What a file leaves to flags."""
 FLAGS = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 2 "
     "--global-batch-size 16 --lr 1e-4 --adam-beta2 0.95 --weight-decay 0.1 --train-iters 10"

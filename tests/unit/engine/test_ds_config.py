@@ -11,13 +11,13 @@ import pytest
 from megatron_ds.engine import miscompilation
 from megatron_ds.engine.ds_config import build_ds_config
 from tests.problems import codes
-from tests.unit.engine.ds_files import ROOT, SHIPPED, Merge, merged
+from tests.unit.engine.ds_files import FLAGS_OF, ROOT, SHIPPED, Merge, merged
 
 GOLDEN = ROOT / "tests" / "golden" / "ds_configs"
 
 
 def generated(path: Path) -> object:
-    config, problems, warnings = merged(f"--deepspeed_config {path}")
+    config, problems, warnings = merged(f"{FLAGS_OF.get(path.stem, '')} --deepspeed_config {path}")
     assert (problems, warnings) == ([], [])
     return build_ds_config(config, dp_size=2)
 
@@ -32,9 +32,10 @@ def test_shipped_file_gives_golden_config_which_gives_itself(path: Path) -> None
     )
 
 
-def test_six_files_are_shipped() -> None:
-    expected = ["zero0", "zero1", "zero2", "zero2_offload", "zero3", "zero3_offload"]
-    assert [path.stem for path in SHIPPED] == expected
+def test_file_of_every_stage_and_offload_is_shipped() -> None:
+    stages = ["zero0", "zero1", "zero2", "zero2_offload", "zero3"]
+    at_stage_3 = ["zero3_hpz", "zero3_nvme", "zero3_offload"]
+    assert [path.stem for path in SHIPPED] == [*stages, *at_stage_3]
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
@@ -42,11 +43,19 @@ def test_deepspeed_accepts_generated_config(path: Path) -> None:
     from deepspeed.runtime.config import DeepSpeedConfig
 
     # DeepSpeed checks the batch sizes against its own world size, which is 1 here.
-    config = merged(f"--deepspeed_config {path}").config
+    config = merged(f"{FLAGS_OF.get(path.stem, '')} --deepspeed_config {path}").config
     read_back = DeepSpeedConfig(build_ds_config(config, dp_size=1))
     assert read_back.train_batch_size == 16
     assert read_back.gradient_accumulation_steps == 8
     assert read_back.zero_config.stage == json.loads(path.read_text())["zero_optimization"]["stage"]
+    generated = config.deepspeed
+    assert read_back.zero_config.zero_hpz_partition_size == generated.zero_hpz_partition_size
+    for device, block in (
+        (generated.optimizer_offload, read_back.zero_config.offload_optimizer),
+        (generated.param_offload, read_back.zero_config.offload_param),
+    ):
+        assert device == ("none" if block is None else block.device)
+        assert device != "nvme" or str(block.nvme_path) == generated.nvme_path
 
 
 def test_flags_decide_without_a_file() -> None:
