@@ -10,7 +10,7 @@ which behaviour it changes and why, so that it can be removed once DeepSpeed beh
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -248,18 +248,27 @@ def count_expert_biases_once(optimizer: Any, mesh: Mesh) -> None:
     optimizer.get_grads_for_norm = without_replicated
 
 
-def clip_by_known_norm(engine: Any, clip: Callable[[], None], *, is_alone: bool) -> None:
+def clip_by_known_norm(
+    engine: Any, clip: Callable[[], None], parameters: Sequence[torch.Tensor], *, is_alone: bool
+) -> None:
     """Spare an engine of stage 0 work that the training step has done, or that has no effect.
 
-    It computes the norm of all gradients for clipping, parameter by parameter, and copies them
-    through a buffer even if no other rank has any.
+    It computes the norm of all gradients for clipping, parameter by parameter, copies them through
+    a buffer even if no other rank has any, and walks over all modules to drop them.
 
     Args:
         engine: Engine of `deepspeed.initialize` at stage 0.
         clip: Scales the gradients; called by the engine before the optimizer's step.
+        parameters: All parameters of its module.
         is_alone: Whether this is the only data-parallel rank.
     """
+
+    def drop_gradients() -> None:
+        for parameter in parameters:
+            parameter.grad = None
+
     engine.clip_fp32_gradients = clip
+    engine.zero_grad = drop_gradients
     if is_alone:
         engine.enable_backward_allreduce = False
 

@@ -104,10 +104,14 @@ class ZeroEngine:
         self._device = device
         self._stage = self.settings.zero_stage
         self._norm: Tensor | None = None
+        # A walk over the modules takes longer than a small tensor's norm.
+        self._named_parameters = tuple(engine.module.named_parameters())
+        self._counted = tuple(self._counted_parameters())
         self._loss_scale = LossScale(engine.optimizer) if engine.fp16_enabled() else None
         if self._stage == 0:
             is_alone = self.settings.dp_size == 1
-            clip_by_known_norm(engine, self._clip_gradients, is_alone=is_alone)
+            parameters = [parameter for _, parameter in self._named_parameters]
+            clip_by_known_norm(engine, self._clip_gradients, parameters, is_alone=is_alone)
         keep_settings_on_load(engine.basic_optimizer)
 
     def parameter_count(self) -> int:
@@ -140,7 +144,8 @@ class ZeroEngine:
 
     def train_step(self, batches: Iterator[DeviceBatch], plan: StepPlan) -> StepResult:
         engine = self._engine
-        engine.train()
+        if not engine.module.training:  # else it would visit every module in vain
+            engine.train()
         before = self._start_step(plan)
         router_log = engine.module.router_log
         guard = SpikeGuard(plan.limits, self._device)
@@ -336,8 +341,19 @@ class ZeroEngine:
 
     def _parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """This rank's parameters by canonical name."""
-        parameters: Iterator[tuple[str, nn.Parameter]] = self._engine.module.named_parameters()
-        return parameters
+        return iter(self._named_parameters)
+
+    def _counted_parameters(self) -> Iterator[tuple[nn.Parameter, bool]]:
+        """The parameters of a norm that this rank counts, and whether each is an expert's.
+
+        A sharded parameter counts on every tensor-parallel rank, a replicated one on the first, an
+        expert on the expert-parallel rank that has it, and a tied one on a pipeline's first stage.
+        """
+        is_first = self._mesh.tp.rank == 0
+        for _, parameter in self._parameters():
+            is_tied = getattr(parameter, "ds_pipe_replicated", False)
+            if not is_tied and (is_first or shard_spec(parameter) is not None):
+                yield parameter, expert_group(parameter) is not None
 
     def _own_partition(self, parameter: nn.Parameter) -> Tensor:
         """This data-parallel rank's ZeRO-3 partition, without padding; else the parameter."""
@@ -349,24 +365,20 @@ class ZeroEngine:
         return own
 
     def _sum_of_squares(self, values_of: Callable[[nn.Parameter], Tensor | None]) -> Tensor:
-        """Sum of squares over all parameters of the model, a float64 scalar.
-
-        A sharded parameter counts on every tensor-parallel rank, a replicated one on the first, an
-        expert on the expert-parallel rank that has it, and a tied one on a pipeline's first stage.
-        """
-        is_first = self._mesh.tp.rank == 0
+        """Sum of squares over all parameters of the model, a float64 scalar."""
         chunks: dict[bool, list[Tensor]] = {False: [], True: []}
-        for _, parameter in self._parameters():
+        for parameter, is_expert in self._counted:
             values = values_of(parameter)
-            if getattr(parameter, "ds_pipe_replicated", False):
-                continue
-            if values is not None and (is_first or shard_spec(parameter) is not None):
-                parts = values.to(self._device).flatten().split(NORM_CHUNK)
-                chunks[expert_group(parameter) is not None] += parts
-        squares, of_experts = (sum_of_squares(each, self._device) for each in chunks.values())
-        if self._mesh.ep.size > 1:
-            dist.all_reduce(of_experts, group=self._mesh.ep.handle)
-        squares += of_experts
+            if values is not None:
+                values = values.to(self._device)
+                is_long = values.numel() > NORM_CHUNK
+                chunks[is_expert] += values.flatten().split(NORM_CHUNK) if is_long else [values]
+        squares = sum_of_squares(chunks[False], self._device)
+        if chunks[True] or self._mesh.ep.size > 1:
+            of_experts = sum_of_squares(chunks[True], self._device)
+            if self._mesh.ep.size > 1:
+                dist.all_reduce(of_experts, group=self._mesh.ep.handle)
+            squares += of_experts
         if self._mesh.model.size > 1:
             dist.all_reduce(squares, group=self._mesh.model.handle)
         return squares
