@@ -10,6 +10,7 @@ import json
 import multiprocessing
 import os
 import platform
+import socket
 import statistics
 import traceback
 from collections.abc import Callable, Sequence
@@ -115,6 +116,57 @@ def paired_ratio(ours: Sequence[Sequence[float]], theirs: Sequence[Sequence[floa
     """
     pairs = zip(ours, theirs, strict=True)
     return statistics.median(statistics.median(a) / statistics.median(b) for a, b in pairs)
+
+
+def on_ranks(function: Callable[..., T], ranks: int, *arguments: object) -> T:
+    """Run a module-level function on CPU ranks with gloo, of a thread each; return the first's.
+
+    Raises:
+        RuntimeError: If a rank fails.
+    """
+    context = multiprocessing.get_context("spawn")
+    results: Any = context.SimpleQueue()
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = int(probe.getsockname()[1])
+    processes = [
+        context.Process(target=_rank, args=(rank, ranks, port, results, function, arguments))
+        for rank in range(ranks)
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    if any(process.exitcode for process in processes):
+        raise RuntimeError(f"exit codes {[process.exitcode for process in processes]}")
+    result: T = results.get()
+    return result
+
+
+def _rank(
+    rank: int,
+    ranks: int,
+    port: int,
+    results: Any,
+    function: Callable[..., object],
+    arguments: Sequence[object],
+) -> None:
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    import deepspeed
+    import torch
+
+    from megatron_ds.launch.environment import prepare_environment
+
+    prepare_environment()
+    torch.set_num_threads(1)
+    deepspeed.utils.logger.setLevel("ERROR")
+    deepspeed.init_distributed(dist_backend="gloo", verbose=False)
+    result = function(*arguments)
+    if rank == 0:
+        results.put(result)
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
 
 
 @dataclass(frozen=True)

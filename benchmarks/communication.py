@@ -13,9 +13,6 @@ from __future__ import annotations
 import argparse
 import io
 import itertools
-import multiprocessing
-import os
-import socket
 import sys
 from collections import Counter
 from contextlib import redirect_stdout
@@ -23,7 +20,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import versions, write_json
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.common import on_ranks, versions, write_json
 
 OPERATIONS = {
     "allreduce_": ("all-reduce", 2),
@@ -85,52 +84,17 @@ def main() -> int:
 
 def measure(ranks: int, hidden: int, chosen: list[Setting]) -> dict[Setting, dict[str, Any]]:
     """Bytes per parameter of each setting: sent by a rank, and of the messages by operation."""
-    context = multiprocessing.get_context("spawn")
-    results: Any = context.SimpleQueue()
-    port = _free_port()
-    processes = [
-        context.Process(target=_rank, args=(rank, ranks, port, hidden, chosen, results))
-        for rank in range(ranks)
-    ]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join()
-    if any(process.exitcode for process in processes):
-        raise RuntimeError(f"exit codes {[process.exitcode for process in processes]}")
-    found: dict[Setting, dict[str, Any]] = results.get()
+    found: dict[Setting, dict[str, Any]] = on_ranks(_rank, ranks, hidden, chosen)
     return found
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def _rank(
-    rank: int, ranks: int, port: int, hidden: int, chosen: list[Setting], results: Any
-) -> None:
-    """Train a step in each setting; the first rank reports."""
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
-    import deepspeed
-    import torch
-
-    from megatron_ds.launch.environment import prepare_environment
+def _rank(hidden: int, chosen: list[Setting]) -> dict[Setting, dict[str, Any]]:
+    """Train a step in each setting."""
     from megatron_ds.parallel.mesh import Mesh
 
-    prepare_environment()
-    torch.set_num_threads(1)
-    deepspeed.utils.logger.setLevel("ERROR")
-    deepspeed.init_distributed(dist_backend="gloo", verbose=False)
     mesh = Mesh.build(1)
     with redirect_stdout(io.StringIO()):  # DeepSpeed's optimizers print
-        found = {setting: bytes_of_a_step(setting, mesh, hidden) for setting in chosen}
-    if rank == 0:
-        results.put(found)
-    torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
+        return {setting: bytes_of_a_step(setting, mesh, hidden) for setting in chosen}
 
 
 def bytes_of_a_step(setting: Setting, mesh: Any, hidden: int) -> dict[str, Any]:

@@ -7,6 +7,7 @@ only decide when a gradient is summed or sent.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import json
@@ -17,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks import data_parallel
 from benchmarks.communication import Setting, bytes_of_a_step
 from megatron_ds.config import Config
 from megatron_ds.parallel.mesh import Mesh
@@ -150,6 +152,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> JobResults:
         jobs[f"accumulating-{stage}-{in_fp32}"] = training(config, ONE_LONG_STEP, EQUAL_SAMPLES)
     for stage in COMMUNICATED:
         jobs[f"communication-{stage}"] = functools.partial(communicate, stage)
+    jobs["bare loop"] = compare_with_bare_loop
     return run_jobs(2, jobs)
 
 
@@ -158,6 +161,15 @@ def communicate(stage: int, meshes: dict[int, Mesh]) -> dict[str, float]:
     messages: dict[str, float]
     messages = bytes_of_a_step(Setting(stage, "bf16", 4), meshes[1], 64)["messages"]
     return messages
+
+
+def compare_with_bare_loop(meshes: dict[int, Mesh]) -> dict[str, float]:
+    """Losses after a few steps of the two loops of benchmarks/data_parallel.py."""
+    shape = dataclasses.replace(data_parallel.SHAPES["tiny"], layers=1, hidden=32, vocab=64)
+    found = data_parallel.compare(shape, 1, 0.0)
+    assert found["ratio"] > 0 < found["cpu_ratio"]
+    losses: dict[str, float] = found["losses"]
+    return losses
 
 
 @pytest.mark.parametrize(("stage", "tp"), LAYOUTS)
@@ -255,3 +267,11 @@ def differences_of_weights(one: list[Tensors], other: list[Tensors]) -> list[str
 def test_stages_communicate_the_documented_bytes(stage: int, outcomes: JobResults) -> None:
     for messages in outcomes.of(f"communication-{stage}"):
         assert messages == pytest.approx(COMMUNICATED[stage], rel=0.02)
+
+
+def test_training_without_zero_equals_the_bare_loop_that_it_is_timed_against(
+    outcomes: JobResults,
+) -> None:
+    for losses in outcomes.of("bare loop"):
+        engine, bare = losses.values()
+        assert engine == pytest.approx(bare, rel=1e-5)
