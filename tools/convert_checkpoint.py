@@ -77,6 +77,7 @@ def work(options: Options) -> None:
     # torch takes seconds to import.
     with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed prints a warning
         from megatron_ds.checkpoint.formats import convert, hf_tokenizer
+        from megatron_ds.checkpoint.formats.native import DTYPES
         from megatron_ds.checkpoint.formats.open_source import open_source
 
     def warn(text: str) -> None:
@@ -84,7 +85,7 @@ def work(options: Options) -> None:
 
     start = time.perf_counter()
     source = open_source(Path(options.load), options.source_format, warn)
-    source = source.to(None if options.dtype is None else convert.DTYPES[options.dtype])
+    source = source.to(None if options.dtype is None else DTYPES[options.dtype])
     target = convert.Target(Path(options.save), options.target_format, options.hf_model_type)
     total = sum(tensor.nbytes for tensor in source.tensors.values())
     count = size = 0

@@ -186,7 +186,7 @@ def run(options: Options) -> None:
     from megatron_ds.inference.generate import generate, prompt_problems
     from megatron_ds.inference.logprobs import score
 
-    found, model_config, tokenizer = open_checkpoint(options)
+    source, model_config, tokenizer = open_checkpoint(options)
     config = options.generation_config(model_config, tokenizer.eod)
 
     def problems_with(prompts: Sequence[Prompt]) -> list[str]:
@@ -195,7 +195,7 @@ def run(options: Options) -> None:
     batches: Iterator[list[Prompt]] = iter(())
     if environment.rank() == 0:
         batches = batches_of(options, tokenizer, problems_with)
-    with loaded_model(options, found, endless=options.is_interactive) as model:
+    with loaded_model(options, source, endless=options.is_interactive) as model:
         is_over = False
 
         def results() -> Iterator[Continuation]:

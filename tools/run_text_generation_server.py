@@ -88,11 +88,11 @@ def run(options: Options) -> None:
     from megatron_ds.inference.tp_group import TpGroupBroken, TpWorkerGroup, end_with_launchers
 
     end_with_launchers()
-    found, config, tokenizer = open_checkpoint(options)
+    source, config, tokenizer = open_checkpoint(options)
     max_length = max_sequence_length(config, options.inference_max_seq_length)
     # Before loading the model, so that an occupied port is reported immediately.
     listener = listen(options.host, options.port) if environment.rank() == 0 else None
-    with loaded_model(options, found) as model:
+    with loaded_model(options, source) as model:
         service = TextGenerationService(
             model,
             tokenizer,

@@ -71,19 +71,14 @@ def moe_config(found: CheckpointMetadata) -> MoEConfig:
     return _from_dict(MoEConfig, values, found)
 
 
-def tokenizer_config(found: CheckpointMetadata, given: Mapping[str, Any]) -> TokenizerConfig:
-    """The training's tokenizer configuration, with some fields replaced.
-
-    The tokenizer's files are those in the checkpoint. Code in them runs only if this is given.
+def tokenizer_config(found: CheckpointMetadata) -> TokenizerConfig:
+    """The training's tokenizer configuration, with the files in the checkpoint.
 
     Raises:
-        UserError: If the checkpoint has a field unknown to this version, or runs code.
+        UserError: If the checkpoint has a field unknown to this version.
     """
     saved = with_copies(found.run.config["tokenizer"], found.path / TOKENIZER)
-    config = _from_dict(TokenizerConfig, {**saved, **given}, found)
-    if config.trust_remote_code and not given.get("trust_remote_code"):
-        raise user_error("checkpoint-tokenizer-runs-code", path=found.path)
-    return config
+    return _from_dict(TokenizerConfig, saved, found)
 
 
 def _from_dict(

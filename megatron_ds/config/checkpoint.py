@@ -13,6 +13,15 @@ from megatron_ds.config.problems import Problem
 SAVE = when(save=ANY_VALUE)
 LOAD = when(load=ANY_VALUE)
 
+FORMATS = ("native", "hf")
+"""Formats that --load can name before the folder, as in hf:FOLDER."""
+
+
+def split_location(load: str) -> tuple[str, str]:
+    """The format that a value of --load names, or "auto", and the folder."""
+    name, colon, folder = load.partition(":")
+    return (name, folder) if colon and name in FORMATS else ("auto", load)
+
 
 @dataclass(frozen=True)
 class CheckpointConfig:

@@ -17,12 +17,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from megatron_ds.cli.command import fail, table_of
 from megatron_ds.config import Config, ModelConfig, flag_of
+from megatron_ds.config.checkpoint import split_location
 from megatron_ds.config.fields import option_field, option_group
 from megatron_ds.config.problems import Problem, option
 from megatron_ds.launch import distributed, environment
 
 if TYPE_CHECKING:
-    from megatron_ds.checkpoint.metadata import CheckpointMetadata
+    from megatron_ds.checkpoint.formats.source import WeightsSource
     from megatron_ds.model.gpt import GPTModel
     from megatron_ds.tokenizer import Tokenizer
 
@@ -43,7 +44,8 @@ class CheckpointOptions:
     load: str = option_field(
         "",
         "folder of a training run's checkpoints (--save), of which the last one is loaded, "
-        "or a single checkpoint",
+        "a single checkpoint, or weights in any format that tools/convert_checkpoint.py reads; "
+        "hf:FOLDER names the format",
         metavar="FOLDER",
         required=True,
     )
@@ -63,7 +65,7 @@ class CheckpointOptions:
 
     def problems(self) -> Iterator[Problem]:
         tp_size, processes = self.tensor_model_parallel_size, environment.world_size()
-        if self.load and not Path(self.load).is_dir():
+        if self.load and not Path(split_location(self.load)[1]).is_dir():
             yield Problem("load-folder-missing", load=self.load)
         if tp_size not in (None, processes):
             yield Problem("generation-needs-all-processes", tp_size=tp_size, processes=processes)
@@ -123,19 +125,20 @@ def model_conflicts(
 
 def open_checkpoint(
     options: GenerationOptions,
-) -> tuple[CheckpointMetadata, ModelConfig, Tokenizer]:
+) -> tuple[WeightsSource, ModelConfig, Tokenizer]:
     """Selects the checkpoint, and reads its model's configuration and its tokenizer.
 
     Raises:
         UserError: If there is no checkpoint, or its tokenizer cannot be built.
         SystemExit: With status 2, if flags and checkpoint contradict each other.
     """
-    from megatron_ds.checkpoint import saved_model
+    from megatron_ds.checkpoint.formats.open_source import open_source
     from megatron_ds.inference import load_checkpoint
 
-    found = saved_model.find_checkpoint(Path(options.checkpoint.load), log_rank0)
-    model = saved_model.model_config(found)
-    config = saved_model.tokenizer_config(found, options.given_in("tokenizer"))
+    name, folder = split_location(options.checkpoint.load)
+    source = open_source(Path(folder), name, log_rank0)
+    model = source.settings.model
+    config = load_checkpoint.tokenizer_config(source, options.given_in("tokenizer"))
     null_tokenizer = config.tokenizer_type == "NullTokenizer"
     problems = [
         *model_conflicts(options.given_in("model"), model, null_tokenizer),
@@ -147,20 +150,24 @@ def open_checkpoint(
     if options.ineffective_flags:
         flags = ", ".join(options.ineffective_flags)
         log_rank0(f"WARNING: {Problem('no-effect-on-generation', flags=flags).render()}")
-    return found, model, load_checkpoint.load_tokenizer(config, model)
+    # Models of other programs may have rows that no id uses.
+    is_foreign = source.settings.model_type is not None
+    tokenizer = load_checkpoint.load_tokenizer(config, model, may_be_smaller=is_foreign)
+    return source, model, tokenizer
 
 
 @contextlib.contextmanager
 def loaded_model(
-    options: GenerationOptions, found: CheckpointMetadata, *, endless: bool = False
+    options: GenerationOptions, source: WeightsSource, *, endless: bool = False
 ) -> Iterator[GPTModel]:
     """Initializes the process group, and shards the model over it. Destroys it at the end.
 
     Args:
         options: How the model is loaded.
-        found: The checkpoint.
+        source: The weights.
         endless: Whether ranks wait for each other indefinitely, unless a flag limits it.
     """
+    from megatron_ds.checkpoint.formats.open_source import open_source
     from megatron_ds.inference import load_checkpoint
     from megatron_ds.parallel.mesh import Mesh
 
@@ -172,10 +179,12 @@ def loaded_model(
     try:
         mesh = Mesh.build(here.world_size)
         # A training may save meanwhile: all ranks use the checkpoint of the first one.
-        found = broadcast_from_rank0(found)
-        log_rank0(f"loading the checkpoint {found.path}")
+        path = broadcast_from_rank0(source.path)
+        if path != source.path:
+            source = open_source(path, source.format)
+        log_rank0(f"loading the checkpoint {path}")
         precision = options.checkpoint.precision
-        yield load_checkpoint.load_model(found, mesh, here.device, precision=precision)
+        yield load_checkpoint.load_model(source, mesh, here.device, precision=precision)
     finally:
         distributed.destroy_process_group()
 

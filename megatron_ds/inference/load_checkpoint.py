@@ -1,4 +1,4 @@
-"""Loads a checkpoint's model and tokenizer for generation.
+"""Loads the model and tokenizer of a checkpoint, or of weights in any format, for generation.
 
 The checkpoint itself determines both; it may have any tensor-parallel size and ZeRO stage.
 """
@@ -6,12 +6,14 @@ The checkpoint itself determines both; it may have any tensor-parallel size and 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 
-from megatron_ds.checkpoint import full_weights
-from megatron_ds.checkpoint.metadata import CheckpointMetadata
-from megatron_ds.checkpoint.saved_model import model_config, moe_config
+from megatron_ds.checkpoint.formats.native import DTYPES
+from megatron_ds.checkpoint.formats.source import WeightsSource
+from megatron_ds.checkpoint.full_weights import load_full_weights
 from megatron_ds.config import ModelConfig, TokenizerConfig
 from megatron_ds.config.problems import raise_if_any, user_error
 from megatron_ds.model.gpt import GPTModel
@@ -19,11 +21,30 @@ from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.parallel.rng import RngStreams
 from megatron_ds.tokenizer import Tokenizer, build_tokenizer
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+def tokenizer_config(source: WeightsSource, given: Mapping[str, Any]) -> TokenizerConfig:
+    """The tokenizer of the weights, with some fields replaced.
+
+    Code in its files runs only if this is given.
+
+    Raises:
+        UserError: If the tokenizer runs code.
+    """
+    config = TokenizerConfig(**{**source.settings.tokenizer, **given})
+    if config.trust_remote_code and not given.get("trust_remote_code"):
+        raise user_error("checkpoint-tokenizer-runs-code", path=source.path)
+    return config
 
 
-def load_tokenizer(config: TokenizerConfig, model: ModelConfig) -> Tokenizer:
+def load_tokenizer(
+    config: TokenizerConfig, model: ModelConfig, *, may_be_smaller: bool = False
+) -> Tokenizer:
     """Builds the tokenizer of a model.
+
+    Args:
+        config: Kind and files.
+        model: The model.
+        may_be_smaller: Whether the model may have rows for more ids than the tokenizer.
 
     Raises:
         UserError: If its files are missing or its vocabulary is not the model's.
@@ -32,33 +53,33 @@ def load_tokenizer(config: TokenizerConfig, model: ModelConfig) -> Tokenizer:
     uncounted = config.tokenizer_type == "NullTokenizer"
     tokenizer = build_tokenizer(config, model.vocab_size - uncounted)
     size, wanted = tokenizer.vocab_size, model.vocab_size
-    if size != wanted:
+    if size != wanted and not (may_be_smaller and size < wanted):
         raise user_error("tokenizer-does-not-match-model", vocab_size=size, model_vocab_size=wanted)
     return tokenizer
 
 
 def load_model(
-    found: CheckpointMetadata, mesh: Mesh, device: torch.device, *, precision: str | None = None
+    source: WeightsSource, mesh: Mesh, device: torch.device, *, precision: str | None = None
 ) -> GPTModel:
-    """Loads this rank's shard of a checkpoint's model.
+    """Loads this rank's shard of a model.
 
     Args:
-        found: The checkpoint.
+        source: The weights.
         mesh: Its tensor-parallel group may differ from the training's.
         device: Device of the parameters.
-        precision: "fp32", "bf16" or "fp16" (default: the training's).
+        precision: "fp32", "bf16" or "fp16" (default: the source's).
 
     Raises:
         UserError: If the model cannot be sharded over this many ranks.
     """
-    config = model_config(found)
+    config = source.settings.model
     raise_if_any(config.problems(mesh.tp.size))
-    dtype = DTYPES[precision or found.run.layout.precision]
+    dtype = source.dtype if precision is None else DTYPES[precision]
     # Dropped tokens would depend on how many tokens are computed at a time.
-    moe = dataclasses.replace(moe_config(found), moe_token_dropping=False)
+    moe = dataclasses.replace(source.settings.moe, moe_token_dropping=False)
     rng = RngStreams(mesh.tp.rank, device)
     model = GPTModel(config, mesh=mesh, rng=rng, seed=None, moe=moe)
     model = model.to(device=device, dtype=dtype)
-    weights = full_weights.iter_full_weights(found)
-    full_weights.load_full_weights(model, weights, mesh.tp.rank, mesh.tp.size)
+    weights = ((name, tensor.read()) for name, tensor in source.tensors.items())
+    load_full_weights(model, weights, mesh.tp.rank, mesh.tp.size)
     return model.eval()

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_ds.checkpoint.formats.native import source_of
 from megatron_ds.checkpoint.full_weights import iter_full_weights
 from megatron_ds.checkpoint.manager import CheckpointManager
 from megatron_ds.checkpoint.metadata import find_damage, read_manifest, read_run
@@ -311,7 +312,7 @@ def test_a_checkpoint_has_each_expert_once_and_the_model_of_the_run(
     assert elements == once + (layout.layout.tp - 1) * biases  # on every tensor-parallel rank
     found = read_run(path)
     equal({n: v.float() for n, v in iter_full_weights(found)}, first["own"])
-    model = load_model(found, Mesh.single(), torch.device("cpu"))
+    model = load_model(source_of(found), Mesh.single(), torch.device("cpu"))
     ranks_per_sample = layout.layout.tp
     for dp_rank, one in enumerate(seen[::ranks_per_sample]):
         size = layout.layout.micro_batch_size

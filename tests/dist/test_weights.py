@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from megatron_ds.checkpoint.formats.native import source_of
 from megatron_ds.checkpoint.full_weights import Weights, iter_full_weights
 from megatron_ds.checkpoint.manager import CheckpointManager
 from megatron_ds.checkpoint.metadata import read_run
@@ -118,7 +119,7 @@ def save_and_read(rank: int, folder: str) -> None:
 def check_loaded_at_every_size(where: Path, saved: Weights, meshes: dict[int, Mesh]) -> None:
     found = read_run(where / "global_step2")
     for mesh in meshes.values():
-        model = load_model(found, mesh, torch.device("cpu"), precision="fp32")
+        model = load_model(source_of(found), mesh, torch.device("cpu"), precision="fp32")
         assert not model.training
         for name, parameter in model.named_parameters():
             full = full_tensor(parameter.detach(), parameter, mesh.tp)

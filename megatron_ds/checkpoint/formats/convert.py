@@ -23,7 +23,6 @@ from megatron_ds.model.gpt import GPTModel
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.parallel.rng import RngStreams
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 PROMPT_TOKENS = 16
 TOLERANCE = 1e-4
 """Of two models' fp32 logits, relative to the largest; a wrong tensor changes them by far more."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import torch
+
 from megatron_ds.checkpoint.formats.source import ModelSettings, WeightsSource
 from megatron_ds.checkpoint.full_weights import lazy_full_weights
 from megatron_ds.checkpoint.metadata import RUN, CheckpointMetadata, list_checkpoints
@@ -14,6 +16,9 @@ from megatron_ds.checkpoint.saved_model import (
     moe_config,
     tokenizer_config,
 )
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""By --fp16 and --bf16."""
 
 
 def is_native(path: Path) -> bool:
@@ -40,8 +45,9 @@ def source_of(found: CheckpointMetadata) -> WeightsSource:
     settings = ModelSettings.of(
         model_config(found),
         moe_config(found),
-        tokenizer_config(found, {"trust_remote_code": True}),
+        tokenizer_config(found),
         None if fingerprint is None else fingerprint.eod,
     )
     tensors = dict(lazy_full_weights(found))
-    return WeightsSource(found.path, "native", settings, tensors).checked()
+    precision = DTYPES[found.run.layout.precision]
+    return WeightsSource(found.path, "native", settings, tensors, precision).checked()

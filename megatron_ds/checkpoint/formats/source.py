@@ -6,6 +6,8 @@ Owns what a model is besides its tensors. Knows no format.
 from __future__ import annotations
 
 import dataclasses
+import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -102,6 +104,16 @@ class WeightsSource:
     tensors: LazyTensors
     """Full tensors by canonical name: the parameter names of the model without tensor- and pipeline
     parallelism. A vocabulary table may be padded; a tied output layer is absent."""
+    precision: torch.dtype | None = None
+    """Type in which the model was trained, where this is known and tensors may have another one."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of the model: that of the training, otherwise that of most elements."""
+        sizes: Counter[torch.dtype] = Counter()
+        for tensor in self.tensors.values():
+            sizes[tensor.dtype] += math.prod(tensor.shape)
+        return self.precision or sizes.most_common(1)[0][0]
 
     def checked(self) -> WeightsSource:
         """This source, without padding of the vocabulary.
@@ -132,8 +144,10 @@ class WeightsSource:
 
     def to(self, dtype: torch.dtype | None) -> WeightsSource:
         """The source with all tensors in a type. None: as they are."""
+        if dtype is None:
+            return self
         tensors = {name: tensor.to(dtype) for name, tensor in self.tensors.items()}
-        return dataclasses.replace(self, tensors=tensors)
+        return dataclasses.replace(self, tensors=tensors, precision=dtype)
 
 
 def expected_shapes(model: ModelConfig, moe: MoEConfig) -> dict[str, tuple[int, ...]]:

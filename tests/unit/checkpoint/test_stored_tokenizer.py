@@ -8,11 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from megatron_ds.checkpoint.formats.source import ModelSettings, WeightsSource
 from megatron_ds.checkpoint.manager import CheckpointManager, StoredTokenizer
 from megatron_ds.checkpoint.metadata import CheckpointMetadata, read_manifest
 from megatron_ds.checkpoint.rank_agreement import RankAgreement
 from megatron_ds.checkpoint.saved_model import find_checkpoint, tokenizer_config
 from megatron_ds.config import Config, TokenizerConfig
+from megatron_ds.inference import load_checkpoint
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.tokenizer import build_tokenizer
 from megatron_ds.tokenizer.fingerprint import TokenizerFingerprint
@@ -61,10 +63,8 @@ def test_generation_needs_no_file_outside_the_checkpoint(
     moved = tmp_path / "another machine"
     folder.rename(moved)
     monkeypatch.chdir(moved)
-    config = tokenizer_config(found_in(Path(".")), {})
+    config = tokenizer_config(found_in(Path(".")))
     assert build_tokenizer(config).fingerprint == expected
-    given = str(tmp_path / "files" / "merges.moved")
-    assert tokenizer_config(found_in(moved), {"merge_file": given}).merge_file == given
 
 
 def test_a_damaged_tokenizer_file_is_found(with_tokenizer: WithTokenizer, folder: Path) -> None:
@@ -78,13 +78,18 @@ def test_a_damaged_tokenizer_file_is_found(with_tokenizer: WithTokenizer, folder
     assert load(checkpoints)[0] == state_at(4)
 
 
-def test_code_of_a_tokenizer_needs_this_users_consent(
+def test_flags_replace_a_tokenizer_and_its_code_needs_this_users_consent(
     with_tokenizer: WithTokenizer, folder: Path
 ) -> None:
     save(with_tokenizer(trust_remote_code=True), 4)
+    stored = dataclasses.asdict(tokenizer_config(found_in(folder)))
+    source = WeightsSource(folder, "native", ModelSettings({}, tokenizer=stored), {})
     with raises_problem("checkpoint-tokenizer-runs-code", "trust_remote_code"):
-        tokenizer_config(found_in(folder), {})
-    assert tokenizer_config(found_in(folder), {"trust_remote_code": True}).trust_remote_code
+        load_checkpoint.tokenizer_config(source, {})
+    given = {"trust_remote_code": True, "merge_file": "mine.txt"}
+    config = load_checkpoint.tokenizer_config(source, given)
+    assert config.trust_remote_code
+    assert config.merge_file == "mine.txt"
 
 
 def test_a_resume_with_another_tokenizer_is_rejected(

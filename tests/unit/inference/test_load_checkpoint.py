@@ -1,0 +1,91 @@
+"""What generation loads of weights in other formats than a training's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from megatron_ds import cli
+from megatron_ds.checkpoint.formats.open_source import open_source
+from megatron_ds.checkpoint.formats.weights_folder import write_weights_folder
+from megatron_ds.inference.cli import open_checkpoint
+from megatron_ds.inference.load_checkpoint import load_model
+from megatron_ds.parallel.mesh import Mesh
+from tests.problems import raises_problem
+from tests.unit.checkpoint.formats.hf_models import TOKENS, VOCAB, logits_of, random_model
+from tests.unit.tokenizer.test_tokenizers import gpt2_files
+from tools import generate_samples_gpt as tool
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> transformers.PreTrainedModel:
+    """A Llama, saved without a tokenizer."""
+    model = random_model("llama")
+    model.save_pretrained(tmp_path / "theirs")
+    return model
+
+
+def options_of(load: object, *flags: object) -> tool.Options:
+    return cli.parse(tool.Options, ["--load", str(load), "--prompt", "2", *map(str, flags)])
+
+
+@pytest.mark.parametrize("native", [False, True])
+@pytest.mark.parametrize("prefix", [False, True])
+def test_models_of_transformers_are_loaded(
+    tmp_path: Path, model: transformers.PreTrainedModel, native: bool, prefix: bool
+) -> None:
+    """Directly, and from a native folder of weights."""
+    folder, name = tmp_path / "theirs", "hf"
+    if native:
+        write_weights_folder(open_source(folder), tmp_path / "ours")
+        folder, name = tmp_path / "ours", "native"
+    null = ("--tokenizer-type", "NullTokenizer", "--vocab-size", VOCAB - 1)
+    options = options_of(f"{name}:{folder}" if prefix else folder, *null)
+
+    source, config, tokenizer = open_checkpoint(options)
+    own = load_model(source, Mesh.single(), torch.device("cpu"))
+
+    assert source.format == name
+    assert (config.vocab_size, tokenizer.vocab_size, tokenizer.eod) == (VOCAB, VOCAB, VOCAB - 1)
+    expected = logits_of(model)
+    found = own(TOKENS)[..., :VOCAB].detach()
+    assert (found - expected).abs().max() / expected.abs().max() < 1e-5
+    half = load_model(source, Mesh.single(), torch.device("cpu"), precision="bf16")
+    assert {parameter.dtype for parameter in half.parameters()} == {torch.bfloat16}
+
+
+def test_the_tokenizer_may_have_fewer_ids_than_the_model_but_not_more(
+    tmp_path: Path, model: transformers.PreTrainedModel
+) -> None:
+    (tmp_path / "files").mkdir()
+    gpt2_files(tmp_path / "files")
+    tokenizer = transformers.GPT2Tokenizer.from_pretrained(tmp_path / "files")
+    tokenizer.save_pretrained(tmp_path / "theirs")
+    with raises_problem("tokenizer-does-not-match-model", contains=str(VOCAB)):
+        open_checkpoint(options_of(tmp_path / "theirs"))
+
+    model.resize_token_embeddings(300)
+    model.save_pretrained(tmp_path / "theirs")
+    _, config, found = open_checkpoint(options_of(tmp_path / "theirs"))
+    assert (config.vocab_size, found.vocab_size) == (300, 259)
+    assert found.encode("hello") == tokenizer("hello")["input_ids"]
+
+
+def test_a_model_without_a_tokenizer_needs_one(
+    tmp_path: Path, model: transformers.PreTrainedModel, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        open_checkpoint(options_of(tmp_path / "theirs"))
+    assert "--vocab-file" in capsys.readouterr().err
+
+
+def test_other_flags_than_the_models_are_rejected(
+    tmp_path: Path, model: transformers.PreTrainedModel, capsys: pytest.CaptureFixture[str]
+) -> None:
+    null = ("--tokenizer-type", "NullTokenizer", "--vocab-size", VOCAB - 1)
+    with pytest.raises(SystemExit):
+        open_checkpoint(options_of(tmp_path / "theirs", *null, "--num-layers", 3))
+    assert "flag-differs-from-checkpoint" in capsys.readouterr().err
