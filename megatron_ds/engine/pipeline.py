@@ -66,6 +66,7 @@ class PipelineEngine(ZeroEngine):
         self._module.feed(partial(self._with_dropout, step_batches))
         self._norm, self._guard = None, SpikeGuard(plan.limits, self._device)
         self._engine.train_batch()
+        self._release_passes()
         norm = self._engine.get_global_grad_norm() if self._norm is None else self._norm
         return self._result(plan, before, self._guard, self._engine.dp_group_loss, norm, {})
 
@@ -80,6 +81,7 @@ class PipelineEngine(ZeroEngine):
         engine.micro_batches = len(inputs)  # from which DualPipeV numbers its buffers
         engine.eval_batch(None, reduce_output=None, bcast_loss=False, num_micro_batches=len(inputs))
         engine.micro_batches = of_step
+        self._release_passes()
         sums = self._sum(self._module.losses[:count])
         source = self._mesh.pp.ranks[0 if self._is_folded else -1]
         dist.broadcast(sums, src=source, group=self._mesh.pp.handle)
@@ -93,6 +95,16 @@ class PipelineEngine(ZeroEngine):
         for batch, weight in step_batches:
             self._begin_dropout(batch)
             yield batch, weight
+
+    def _release_passes(self) -> None:
+        """Drop the tensors of the last passes.
+
+        DeepSpeed keeps them until the next step. Their autograd graph refers to the engine through
+        hooks, where Python's garbage collector cannot follow: they would outlive the engine.
+        """
+        for buffers in self._engine.pipe_buffers.values():
+            buffers[:] = [None] * len(buffers)
+        self._engine.loss = None
 
     def _set_length(self, length: int) -> None:
         """Let the stages agree again on the shape of hidden states if the length has changed."""

@@ -86,7 +86,7 @@ class PipelineStage(PipelineModule):  # type: ignore[misc]
         self._layers_per_stage, self._own_stages = layers_per_stage, own_stages
         self._inputs: list[Iterator[WeightedBatch]] = []
         self.losses: list[TokenLoss] = []
-        """Loss of each micro-batch since `feed`, on the last stage."""
+        """Loss of each micro-batch of an evaluation, on the last stage."""
         grid = PipelineGrid(mesh)
         with replace_pipeline_grid(grid), contextlib.redirect_stdout(io.StringIO()):
             super().__init__(
@@ -120,7 +120,8 @@ class PipelineStage(PipelineModule):  # type: ignore[misc]
         output = self.compute(batch, None if self._own_stages[phase] == 0 else received)
         if isinstance(output, Tensor):
             return output
-        self.losses.append(output)
+        if not self.training:
+            self.losses.append(output)
         loss: Tensor = output.mean() if weight is None else output.loss_sum * weight
         return loss
 

@@ -176,13 +176,13 @@ def train(
     run.recorded = recorder.recorded
     batches = batches_of(config, mesh, samples)
     with counted as calls, recorder.recording():
-        for plan in plans:
+        for number, plan in enumerate(plans, 1):
             result = engine.train_step(batches, plan)
             assert not result.skipped
             run.losses.append(_mean(result.loss, mesh))
             run.norms.append(None if result.grad_norm is None else float(result.grad_norm))
             run.weights.append(full_weights(engine, mesh))
-            if mesh.pp.size > 1:
+            if mesh.pp.size > 1 and number < len(plans):  # the last pass is one of training
                 run.evaluations.append(evaluate(engine, config, mesh, samples))
     run.notes["params norm"] = engine.params_norm()
     run.notes["attention calls"] = calls[0]
@@ -192,7 +192,6 @@ def train(
     del engine
     torch._dynamo.reset()
     releases = config.deepspeed.zero_stage != 3 and config.precision.name == "fp32"
-    releases = releases and mesh.pp.size == 1
     _assert_nothing_left(parameters if releases else [])
     return run
 

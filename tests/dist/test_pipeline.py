@@ -3,7 +3,7 @@ embeddings, accumulation, clipping, dropout, recomputation, documents, batch siz
 change.
 
 The reference is that of `test_parity.py`, within 1e-5: loss, norm, every gradient, every weight,
-and the evaluation loss after every step.
+and the evaluation loss after every step but the last. The engine then releases its parameters.
 """
 
 from __future__ import annotations
@@ -197,7 +197,7 @@ def test_stages_equal_one_process(case: Pipeline, results: JobResults) -> None:
     evaluated = SAMPLES_PER_STEP // min(case.accumulation, 2)
     evaluations = [
         evaluate_reference(config, case.samples, weights, *options, count=evaluated)
-        for weights in reference.weights[1:]
+        for weights in reference.weights[1:-1]
     ]
     norm = sum(float(value.square().sum()) for value in reference.weights[-1].values()) ** 0.5
     is_exact = config.precision.name == "fp32"
