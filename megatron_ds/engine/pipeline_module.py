@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from deepspeed.runtime.pipe import topology
 from deepspeed.runtime.pipe.dualpipev import DualPipeVModule
@@ -171,6 +172,11 @@ class PipelineStage(PipelineModule):  # type: ignore[misc]
             parameter.ds_pipe_replicated = stage > 0
         comm = {"ranks": list(ends.ranks), "group": ends.handle, "module": word}
         return {TIED: {**comm, "weight_attr": ["weight"]}}
+
+    @torch.no_grad()
+    def _synchronize_tied_weights(self) -> None:
+        """DeepSpeed's hook: make the copies equal. Not an operation that autograd records."""
+        super()._synchronize_tied_weights()
 
     def get_tied_weights_and_groups(self) -> list[tuple[nn.Parameter, dist.ProcessGroup]]:
         """The shared parameters of this stage, and the group over which gradients are summed."""

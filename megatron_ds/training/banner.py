@@ -126,7 +126,8 @@ def _stages(facts: BannerData) -> Iterator[str]:
     first, last = 0, len(layers) - 1
     owners = {stage: rank for rank, own in enumerate(parallel.stages_of_ranks) for stage in own}
     for stage, sizes in enumerate(stage_parameters(model, facts.mesh.tp.size, layers)):
-        names = [f"layers {first} to {first + layers[stage] - 1}"]
+        end = first + layers[stage] - 1
+        names = [f"layers {first} to {end}" if end > first else f"layer {first}"]
         names += ["final norm", "output layer"] if stage == last else []
         names = ["embedding", *names] if stage == 0 else names
         count = sum(size * number for size, number in sizes.items())

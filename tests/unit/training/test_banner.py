@@ -137,12 +137,13 @@ def test_banner_shows_the_layers_and_parameters_of_each_stage() -> None:
     assert f"1: layers 10 to 23, final norm, output layer; {last:,} parameters" in text
 
     folded = dataclasses.replace(
-        parallel, pipeline_schedule="dualpipev", pp_partition_method="6,5,6,7"
+        parallel, pipeline_schedule="dualpipev", pp_partition_method="6,5,1,12"
     )
     config = dataclasses.replace(CONFIG, parallel=folded)
     text = " ".join(banner(dataclasses.replace(FACTS, config=config, mesh=mesh)).split())
     assert "stages 0 (pipeline rank 0): embedding, layers 0 to 5;" in text
-    assert "3 (pipeline rank 0): layers 17 to 23, final norm, output layer;" in text
+    assert "2 (pipeline rank 1): layer 11;" in text
+    assert "3 (pipeline rank 0): layers 12 to 23, final norm, output layer;" in text
 
 
 @pytest.mark.parametrize("width", [80, 100, 200])
