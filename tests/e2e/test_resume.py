@@ -2,8 +2,8 @@
 
 All layouts are killed during the batch-size ramp-up, in the middle of a step, with dropout. They
 cover every supported pair of a ZeRO stage, data or tensor parallelism, and fp32 or bf16, both kinds
-of offload, and stage 3 with both kinds of parallelism. Other combinations differ from these only in
-ways that the tests of several ranks cover.
+of offload, stage 3 with both kinds of parallelism, and ranks that share every sequence. Other
+combinations differ from these only in ways that the tests of several ranks cover.
 """
 
 from __future__ import annotations
@@ -57,6 +57,8 @@ class Layout:
     tp: int = 1
     dp: int = 1
     pp: int = 1
+    sp: int = 1
+    """Ranks that share every sequence."""
     bf16: bool = False
     offload: tuple[str, ...] = ()
     sequence: bool = False
@@ -69,16 +71,15 @@ class Layout:
 
     @property
     def name(self) -> str:
-        parts = [f"zero{self.stage}", f"tp{self.tp}", f"dp{self.dp}", f"pp{self.pp}"]
+        parts = [f"{axis}{getattr(self, axis)}" for axis in ("tp", "dp", "pp", "sp")]
         switches = {"bf16": self.bf16, "sequence": self.sequence, "guard": self.guard}
         switches["folded"] = self.folded
-        return "-".join(
-            [*parts, *(name for name in switches if switches[name]), *self.offload, self.optimizer]
-        )
+        parts += [*(name for name in switches if switches[name]), *self.offload, self.optimizer]
+        return "-".join([f"zero{self.stage}", *parts])
 
     @property
     def ranks(self) -> int:
-        return self.tp * self.dp * self.pp
+        return self.tp * self.dp * self.pp * self.sp
 
     def settings(self, folder: Path) -> dict[str, Any]:
         zero: dict[str, Any] = {"stage": self.stage}
@@ -94,6 +95,7 @@ class Layout:
             "deepspeed_config": file,
             "tensor_model_parallel_size": self.tp,
             "sequence_parallel": self.sequence,
+            "ds_sequence_parallel_size": self.sp,
             **(GUARD if self.guard else {}),
             "pipeline_model_parallel_size": self.pp,
             "bf16": self.bf16,
@@ -109,7 +111,7 @@ LAYOUTS = [
     Layout(2, dp=2, offload=("optimizer",)),
     Layout(2, tp=2, bf16=True, guard=True),
     Layout(3, dp=2, bf16=True, offload=("optimizer", "param")),
-    Layout(3, tp=2),
+    Layout(3, sp=2),
     Layout(3, tp=2, dp=2, bf16=True, sequence=True, optimizer="muon"),
     Layout(0, pp=2, folded=True),
     Layout(1, pp=2, dp=2, bf16=True, guard=True),
