@@ -5,17 +5,20 @@
 A small model processes one sequence, which consists of documents with attention inside them, so
 that a run takes minutes; `--document 0` computes attention over the complete sequence. Each setting
 runs in fresh processes. The peak is the largest resident set of any rank beyond that of the built
-model, divided by the tokens of the complete sequence. Results: docs/long_sequences.md.
+model, divided by the tokens of the complete sequence. Freed blocks are returned to the system, as
+those of more than 32 MiB, which larger models have, always are. Results: docs/long_sequences.md.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import dataclasses
 import multiprocessing
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
@@ -32,6 +35,8 @@ from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.parallel.rng import RngStreams
 
 EOD = 0
+M_MMAP_THRESHOLD, MAPPED = -3, 2**16
+"""Option of glibc's mallopt; bytes from which a block is mapped, and unmapped when it is freed."""
 WARM_UP = 64
 """Tokens of a first pass, which loads libraries and allocates the gradients of the weights."""
 
@@ -85,6 +90,9 @@ class Shape:
 def measure(shape: Shape, setting: Setting, length: int, rank: int, store: str) -> float:
     """Return the peak bytes of a rank per token of the sequence."""
     torch.set_num_threads(1)
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(M_MMAP_THRESHOLD, MAPPED)
     mesh = Mesh.single()
     if setting.ranks > 1:
         dist.init_process_group(
@@ -130,19 +138,23 @@ def peak_per_token(shape: Shape, setting: Setting, length: int) -> float:
         return max(result.result() for result in ranks)
 
 
-def main() -> int:
+def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
     parser.add_argument("--lengths", type=int, nargs="+", default=[8192, 32768, 131072])
+    numbers = range(1, len(SETTINGS) + 1)
+    parser.add_argument(
+        "--settings", type=int, nargs="+", choices=numbers, default=list(numbers), help="rows (all)"
+    )
     parser.add_argument("--layers", type=int, default=2, help="layers (2)")
     parser.add_argument("--hidden", type=int, default=64, help="hidden size (64)")
     parser.add_argument("--heads", type=int, default=2, help="attention heads (2)")
-    parser.add_argument("--vocab", type=int, default=1024, help="vocabulary size (1024)")
+    parser.add_argument("--vocab", type=int, default=256, help="vocabulary size (256)")
     parser.add_argument("--document", type=int, default=2048, help="tokens of a document (2048)")
     parser.add_argument("--output", type=Path, default=None, help="output file (JSON)")
-    options = parser.parse_args()
+    options = parser.parse_args(words)
     shape = Shape(options.layers, options.hidden, options.heads, options.vocab, options.document)
     results: dict[str, dict[int, float]] = {}
-    for setting in SETTINGS:
+    for setting in (SETTINGS[number - 1] for number in options.settings):
         for length in options.lengths:
             begin = time.perf_counter()
             found = peak_per_token(shape, setting, length)

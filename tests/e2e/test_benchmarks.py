@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import data, documents, preprocess, startup, train_step
+from benchmarks import data, documents, long_sequences, preprocess, startup, train_step
 from benchmarks.common import Contender, in_turn, paired_ratio
 from benchmarks.train_step import (
     BARE,
@@ -196,6 +196,18 @@ def test_packed_attention_is_compared_with_a_causal_document_mask() -> None:
     assert all(value > 0 for times in seconds.values() for value in times)
     rounds = {documents.LOOP: [1, 2, 4], documents.MASKED: [3, 4, 4], documents.CAUSAL: [1, 1, 1]}
     assert documents.speedups(rounds) == {documents.MASKED: 2, documents.CAUSAL: 0.5}
+
+
+def test_memory_per_token_of_a_long_sequence(tmp_path: Path) -> None:
+    file = tmp_path / "memory.json"
+    shape = "--layers 2 --hidden 32 --heads 2 --vocab 64 --document 256"
+    words = f"--lengths 8192 --settings 1 4 {shape} --output {file}".split()
+    assert long_sequences.main(words) == 0
+    found = json.loads(file.read_text())["peak_bytes_per_token"]
+    stored, shared = (found[long_sequences.SETTINGS[row].name]["8192"] for row in (0, 3))
+    # Inputs and outputs of four norms; inputs of two layers, of which a rank has half.
+    assert stored > 2 * 4 * 32 * 4
+    assert stored / 2 > shared > 2 * 32 * 4 / 2
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
