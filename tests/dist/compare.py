@@ -8,8 +8,8 @@ import torch
 from tests.dist.reference import Run, Tensors
 
 RELATIVE = 1e-5
-HALF_GRADIENT_ERROR = 0.25
-"""Of an element, relative to the largest one of its tensor."""
+HALF_GRADIENT_ERROR, LATER_GRADIENT_ERROR = 0.15, 0.35
+"""Of an element, relative to the largest of its tensor, in the first step and in later ones."""
 
 
 def differences(run: Run, reference: Run, relative: float = RELATIVE) -> list[str]:
@@ -58,14 +58,17 @@ def worst_difference(tensors: Tensors, reference: Tensors) -> tuple[float, str]:
 
 
 def differences_in_half_precision(run: Run, reference: Run) -> list[str]:
-    """Lists differences from fp32 that the rounding of bf16 does not explain."""
+    """Lists differences from fp32 that the rounding of bf16 does not explain.
+
+    The limits are at least three times what 300 random layouts had.
+    """
     found = []
-    if run.losses != pytest.approx(reference.losses, rel=0, abs=1e-2):
+    if run.losses != pytest.approx(reference.losses, rel=0, abs=1.2e-2):
         found.append(f"losses {run.losses} instead of {reference.losses}")
-    if run.norms != pytest.approx(reference.norms, rel=0.03):
+    if run.norms != pytest.approx(reference.norms, rel=0.04):
         found.append(f"norms {run.norms} instead of {reference.norms}")
     for step, expected in enumerate(reference.gradients):
         error, name = worst_difference(run.gradients[step], expected)
-        if not error <= HALF_GRADIENT_ERROR:
+        if not error <= (HALF_GRADIENT_ERROR if step == 0 else LATER_GRADIENT_ERROR):
             found.append(f"gradients[{step}] of {name}: off by {error:.2e} of the largest")
     return found

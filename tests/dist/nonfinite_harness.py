@@ -49,6 +49,8 @@ class Layout(NamedTuple):
     ulysses: int = 1
     ep: int = 1
     """Expert-parallel size of a model with two experts; 1: without experts."""
+    rank: int = WORLD - 1
+    """Whose gradient is corrupted."""
 
     def config(self, **optimizer: Any) -> Config:
         """Args:
@@ -91,10 +93,10 @@ class Training:
         self.rates.append(plan.lr)
         return result
 
-    def corrupted_step(self, value: float) -> tuple[StepResult, list[str]]:
-        """A step with a corrupted gradient, and the names of the tensors that it changes."""
+    def corrupted_step(self, value: float, rank: int) -> tuple[StepResult, list[str]]:
+        """A step with a corrupted gradient of a rank, and the names of the tensors it changes."""
         before = self.state_tensors()
-        with corrupt_gradient(self.engine, value):
+        with corrupt_gradient(self.engine, value, rank):
             result = self.step()
         return result, differing_names(before, self.state_tensors())
 
@@ -115,8 +117,8 @@ class Training:
 
 
 @contextmanager
-def corrupt_gradient(engine: ZeroEngine, value: float) -> Iterator[None]:
-    """Sets one element of one gradient to `value` on the last rank in the first micro-batch."""
+def corrupt_gradient(engine: ZeroEngine, value: float, rank: int = WORLD - 1) -> Iterator[None]:
+    """Sets one element of one gradient to `value` on one rank in the first micro-batch."""
     pending = True
 
     def corrupt(gradient: torch.Tensor) -> torch.Tensor:
@@ -130,7 +132,7 @@ def corrupt_gradient(engine: ZeroEngine, value: float) -> Iterator[None]:
 
     named = engine._engine.module.named_parameters()
     parameter = next(parameter for name, parameter in named if name.endswith(CORRUPTED_PARAMETER))
-    hook = parameter.register_hook(corrupt) if dist.get_rank() == WORLD - 1 else None
+    hook = parameter.register_hook(corrupt) if dist.get_rank() == rank else None
     yield
     if hook is not None:
         assert not pending
