@@ -17,6 +17,7 @@ import cpuinfo
 import deepspeed
 import torch
 import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.zero import partition_parameters
 from deepspeed.utils import safe_get_full_grad
@@ -74,7 +75,12 @@ def prepare() -> Meshes:
     cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)
     deepspeed.init_distributed(dist_backend="gloo", verbose=False)
     deepspeed.utils.logger.setLevel("ERROR")
+    # On a CPU it starts a process, each time that ZeRO-3 reduces gradients.
+    accelerator = get_accelerator()
+    accelerator.device_count = functools.cache(accelerator.device_count)
     sizes = [size for size in (1, 2, 4) if size <= dist.get_world_size()]
+    gc.collect()
+    gc.freeze()  # the collection after each job skips what has been imported
     return Meshes({size: Mesh.build(tp_size=size) for size in sizes})
 
 

@@ -93,7 +93,7 @@ class Training:
         self.rates.append(plan.lr)
         return result
 
-    def corrupted_step(self, value: float, rank: int) -> tuple[StepResult, list[str]]:
+    def corrupted_step(self, value: float, rank: int = WORLD - 1) -> tuple[StepResult, list[str]]:
         """A step with a corrupted gradient of a rank, and the names of the tensors it changes."""
         before = self.state_tensors()
         with corrupt_gradient(self.engine, value, rank):

@@ -4,24 +4,28 @@ changes."""
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from megatron_ds.config import Config
 from megatron_ds.engine.spike_guard import SpikeGuard
 from megatron_ds.train_state import SpikeLimits
 from tests.dist.engine_harness import Meshes, full_weights
-from tests.dist.nonfinite_harness import WORLD, Layout, Training, differing_names
+from tests.dist.nonfinite_harness import RATES, WORLD, Layout, Training, differing_names
+from tests.dist.offload_harness import WITHOUT_LIBAIO, Offload, swapping
 from tests.dist.rank_jobs import JobResults, run_jobs
 
 LAYOUTS = [
     *(Layout("fp32", 0, 1), Layout("fp32", 1, 2), Layout("fp32", 2, 1), Layout("fp32", 3, 2)),
     *(Layout("fp32", 0, 2), Layout("bf16", 1, 1), Layout("bf16", 2, 2), Layout("bf16", 3, 1)),
     Layout("bf16", 3, 2, True),
-    *(Layout("fp32", 0, 1, pp=2), Layout("bf16", 1, 1, pp=2)),
-    *(Layout("fp32", 1, 1, ulysses=2), Layout("bf16", 3, 1, ulysses=2)),
+    *(Layout("fp32", 0, 1, pp=2, rank=0), Layout("bf16", 1, 1, pp=2)),
+    *(Layout("fp32", 1, 1, ulysses=2, rank=0), Layout("bf16", 3, 1, ulysses=2)),
     *(Layout("fp32", 1, 1, ep=2), Layout("bf16", 2, 1, ep=2)),
 ]
 """Every supported pair of precision, ZeRO stage and tensor-parallel size."""
@@ -29,12 +33,29 @@ SPIKES = [
     *(Layout("fp32", 0, 2), Layout("fp32", 1, 1), Layout("bf16", 1, 2), Layout("fp32", 2, 2, True)),
     *(Layout("bf16", 3, 1), Layout("fp16", 3, 2)),
     *(Layout("fp32", 0, 1, pp=2), Layout("bf16", 1, 1, pp=2), Layout("fp32", 2, 1, ulysses=2)),
+    *(Layout("fp32", 2, 1, ep=2), Layout("bf16", 1, 1, ep=2, rank=0)),
 ]
-SIGMA, WINDOW = 5.0, 4
+ON_DISK = pytest.param(
+    "disk", marks=pytest.mark.skipif(WITHOUT_LIBAIO is not None, reason=str(WITHOUT_LIBAIO))
+)
+SIGMA, WINDOW = 50.0, 4
+
+
+@dataclass(frozen=True)
+class OnDisk:
+    """ZeRO-3 with parameters and states in files."""
+
+    folder: Path
+    rank: int = WORLD - 1
+
+    def config(self, **optimizer: Any) -> Config:
+        """As `Layout.config`."""
+        offload = Offload(accumulation=2, parameters="nvme")
+        return offload.config(self.folder, schedule=RATES, optimizer=optimizer)
 
 
 def train_with_skipped_step(
-    layout: Layout,
+    layout: Layout | OnDisk,
     value: float,
     good_steps: int,
     optimizer: dict[str, Any],
@@ -47,7 +68,7 @@ def train_with_skipped_step(
     good = [run.step() for _ in range(good_steps)]
     before = full_weights(run.engine, mesh)
     has_moments = run.has_moments()
-    skipped, changed = run.corrupted_step(value)
+    skipped, changed = run.corrupted_step(value, layout.rank)
     last, end = run.step(), full_weights(run.engine, mesh)
     run.close()
 
@@ -86,7 +107,7 @@ def compare_with_limits(meshes: Meshes) -> list[tuple[bool, tuple[float, float] 
 
 
 @pytest.fixture(scope="module")
-def outcomes() -> JobResults:
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> JobResults:
     jobs: dict[str, Any] = {"limits": compare_with_limits}
     for layout in LAYOUTS:
         value = math.inf if layout.stage % 2 else math.nan
@@ -95,6 +116,10 @@ def outcomes() -> JobResults:
     for layout in SPIKES:
         value = 1e4 if layout.precision == "fp16" else 1e6
         jobs[f"spike {layout}"] = partial(train_with_skipped_step, layout, value, 3, guard)
+    if WITHOUT_LIBAIO is None:
+        disk = OnDisk(tmp_path_factory.mktemp("disk"))
+        jobs["disk"] = swapping(partial(train_with_skipped_step, disk, math.nan, 1, {}))
+        jobs["spike disk"] = swapping(partial(train_with_skipped_step, disk, 1e6, 3, guard))
     return run_jobs(WORLD, jobs)
 
 
@@ -114,16 +139,18 @@ def check_skip(seen: dict[str, Any], good_steps: int) -> None:
     assert state.skipped_iterations == 1
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_step_with_nonfinite_gradient_changes_nothing(layout: Layout, outcomes: JobResults) -> None:
+@pytest.mark.parametrize("layout", [*LAYOUTS, ON_DISK], ids=str)
+def test_step_with_nonfinite_gradient_changes_nothing(
+    layout: Layout | str, outcomes: JobResults
+) -> None:
     for seen in outcomes.of(str(layout)):
         check_skip(seen, 1)
         assert not math.isfinite(seen["norm"])
         assert seen["spikes"] == [False] * 3
 
 
-@pytest.mark.parametrize("layout", SPIKES, ids=str)
-def test_spike_on_one_rank_changes_nothing(layout: Layout, outcomes: JobResults) -> None:
+@pytest.mark.parametrize("layout", [*SPIKES, ON_DISK], ids=str)
+def test_spike_on_one_rank_changes_nothing(layout: Layout | str, outcomes: JobResults) -> None:
     results = outcomes.of(f"spike {layout}")
     for seen in results:
         check_skip(seen, 3)
