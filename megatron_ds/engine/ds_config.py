@@ -302,6 +302,28 @@ def bucket_warnings(config: Config) -> Iterator[Problem]:
         yield file.at(key, Problem("ds-bucket-too-small", bucket=bucket, largest=largest))
 
 
+def swap_buffer_problems(config: Config, dp_size: int) -> Iterator[Problem]:
+    """Buffers of the file that do not hold what is swapped, with which DeepSpeed fails later.
+
+    Args:
+        config: Complete configuration whose vocabulary size is known.
+        dp_size: Data-parallel size.
+    """
+    file, ranks = config.deepspeed_file, dp_size * config.parallel.ds_sequence_parallel_size
+    if file is None:
+        return
+    for name, key, device in (
+        ("offload_optimizer", "buffer_count", config.deepspeed.optimizer_offload),
+        ("offload_param", "buffer_size", config.deepspeed.param_offload),
+    ):
+        given = file.get(f"zero_optimization.{name}.{key}")
+        if device == "nvme" and given is not None:
+            block = _without_auto(file.get(f"zero_optimization.{name}"))
+            least = _offload_defaults(config, name, device, block, ranks)[key]
+            if given < least:
+                yield file.invalid(f"zero_optimization.{name}.{key}", f"must be at least {least}")
+
+
 def _bucket_size(config: Config, generated: Json, dp_size: int) -> int:
     """Elements of a reduction, at most the model's size: the bucket is allocated at once."""
     largest = BUCKET_BYTES // (4 if generated["communication_data_type"] == "fp32" else 2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import time
@@ -10,6 +11,10 @@ from typing import NamedTuple
 
 BLOCK = 2**20
 BLOCKS = 32
+SIZE = BLOCKS * BLOCK
+"""Bytes of the file that is written and read."""
+IN_MEMORY = ("tmpfs", "ramfs")
+"""File systems without a disk."""
 
 
 class DiskRate(NamedTuple):
@@ -26,6 +31,8 @@ def measure(folder: Path) -> DiskRate:
         OSError: If the folder cannot be written, or has no such access (some network and memory
             file systems).
     """
+    if folder.exists() and not folder.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(folder))
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f".rate-{os.getpid()}"
     block = mmap.mmap(-1, BLOCK)  # aligned, as O_DIRECT requires
@@ -46,4 +53,19 @@ def measure(folder: Path) -> DiskRate:
     finally:
         path.unlink(missing_ok=True)
         block.close()
-    return DiskRate(BLOCKS * BLOCK / (written - start), BLOCKS * BLOCK / (end - written))
+    return DiskRate(SIZE / (written - start), SIZE / (end - written))
+
+
+def is_in_memory(folder: Path) -> bool:
+    """Whether an existing folder is on a file system that keeps its files in memory."""
+    try:
+        mounts = [line.split() for line in Path("/proc/mounts").read_text().splitlines()]
+    except OSError:
+        return False  # not Linux
+    path = folder.resolve()
+    # Of several mounts on one point, the last one is visible.
+    points = [(Path(point), kind) for _, point, kind, *_ in mounts]
+    holding = [(len(point.parts), kind) for point, kind in points if path.is_relative_to(point)]
+    deepest = max((depth for depth, _ in holding), default=0)
+    kinds = [kind for depth, kind in holding if depth == deepest]
+    return bool(kinds) and kinds[-1] in IN_MEMORY

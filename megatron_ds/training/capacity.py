@@ -9,16 +9,22 @@ from pathlib import Path
 from megatron_ds.config import Config, passed_keys
 from megatron_ds.config.problems import Problem
 from megatron_ds.engine import device_support
+from megatron_ds.engine.ds_config import swap_buffer_problems
 from megatron_ds.engine.memory_estimate import MemoryEstimate, planned_memory
 from megatron_ds.fileio import disk_rate
-from megatron_ds.launch import device, host_memory, libaio
+from megatron_ds.fileio.disk_rate import DiskRate
+from megatron_ds.launch import device, host_memory
 
 SLOW_SECONDS = 1.0
 """Seconds of reading and writing per step from which a warning tells them."""
 
 
 def problems(
-    config: Config, dp_size: int, processes: int, is_first: bool, warn: Callable[[Problem], None]
+    config: Config,
+    dp_size: int,
+    processes: int,
+    rate: DiskRate | None,
+    warn: Callable[[Problem], None],
 ) -> Iterator[Problem]:
     """Check what the settings need of this host.
 
@@ -26,15 +32,21 @@ def problems(
         config: Complete configuration without problems.
         dp_size: Data-parallel size.
         processes: Processes of this run on this host.
-        is_first: Whether this is the first of them, which measures the disk.
+        rate: Rate of the disk of --nvme-path, which the first of them measures; None on others.
         warn: Called with each warning.
     """
     kind = device.kind()
     yield from _passed_key_problems(config, kind, warn)
     estimate = planned_memory(config, dp_size, kind)
-    yield from _memory_problems(estimate, processes, kind, warn)
-    if config.deepspeed.uses_nvme and is_first:
-        yield from _disk_problems(config, estimate, processes, warn)
+    folder = Path(str(config.deepspeed.nvme_path))
+    is_in_memory = rate is not None and disk_rate.is_in_memory(folder)
+    yield from _memory_problems(estimate, processes, kind, is_in_memory, warn)
+    if is_in_memory:
+        warn(Problem("nvme-path-in-memory", folder=folder))
+    if rate is not None:
+        yield from _disk_problems(folder, rate, processes * sum(estimate.disk.values()), warn)
+    if config.deepspeed.uses_nvme:
+        yield from swap_buffer_problems(config, dp_size)
 
 
 def _passed_key_problems(
@@ -51,9 +63,15 @@ def _passed_key_problems(
 
 
 def _memory_problems(
-    estimate: MemoryEstimate, processes: int, kind: str, warn: Callable[[Problem], None]
+    estimate: MemoryEstimate,
+    processes: int,
+    kind: str,
+    disk_is_memory: bool,
+    warn: Callable[[Problem], None],
 ) -> Iterator[Problem]:
     own = sum(estimate.host.values()) + (estimate.peak if kind == "cpu" else 0)
+    if disk_is_memory:
+        own += sum(estimate.disk.values())
     needed, total, free = processes * own, host_memory.total(), host_memory.available()
     size = needed / 1e9
     if needed > total:
@@ -67,16 +85,8 @@ def _memory_problems(
 
 
 def _disk_problems(
-    config: Config, estimate: MemoryEstimate, processes: int, warn: Callable[[Problem], None]
+    folder: Path, rate: DiskRate, stored: int, warn: Callable[[Problem], None]
 ) -> Iterator[Problem]:
-    if (problem := libaio.find_problem()) is not None:
-        yield problem
-    folder, stored = Path(str(config.deepspeed.nvme_path)), processes * sum(estimate.disk.values())
-    try:
-        rate = disk_rate.measure(folder)
-    except OSError as error:
-        yield Problem("nvme-path-unusable", folder=folder, error=error)
-        return
     free = shutil.disk_usage(folder).free
     if free < stored:
         yield Problem("nvme-path-too-small", folder=folder, free=free / 1e9, needed=stored / 1e9)

@@ -21,9 +21,11 @@ from megatron_ds.config.fields import field_problems
 from megatron_ds.config.problems import Problem, UserError
 from megatron_ds.data.validation import DataFiles, data_problems, data_warnings
 from megatron_ds.engine.ds_config import bucket_warnings
+from megatron_ds.fileio.disk_rate import DiskRate
 from megatron_ds.launch import device, environment
 from megatron_ds.tokenizer import Tokenizer, build_tokenizer
 from megatron_ds.tokenizer.huggingface import needs_transformers
+from megatron_ds.training import swap_disk
 
 
 @dataclass(frozen=True)
@@ -86,15 +88,24 @@ def check(
         # Every rank of a large run cannot check every file; the first one does it for all, later.
         find = find_damage if world_size == 1 else find_record_damage
         problems += _checkpoint_problems(config, dp_size, tokenizer, find)
+    disk, disk_problems = _check_disk(config)
     is_merged = config.deepspeed_file is not None or config.deepspeed.deepspeed_config is None
     if is_sound and is_merged and not problems:
         from megatron_ds.training import capacity  # imports torch, as the run does next
 
         complete = config.with_vocab(vocab_size or given or 0)
         processes = environment.local_world_size() or 1
-        is_first = environment.local_rank() == 0
-        problems += capacity.problems(complete, dp_size, processes, is_first, warn)
+        problems += capacity.problems(complete, dp_size, processes, disk, warn)
+    problems += disk_problems
     return problems, None if tokenizer is None else RunInputs(tokenizer, data)
+
+
+def _check_disk(config: Config) -> tuple[DiskRate | None, list[Problem]]:
+    """The rate of the disk for what is offloaded to NVMe, on the first process of a host."""
+    path = config.deepspeed.nvme_path
+    if not (config.deepspeed.uses_nvme and path and environment.local_rank() == 0):
+        return None, []
+    return swap_disk.check(Path(path))
 
 
 def _build_tokenizer(config: Config, is_sound: bool) -> Tokenizer | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 from collections import namedtuple
@@ -16,7 +17,7 @@ from megatron_ds.fileio import disk_rate
 from megatron_ds.fileio.disk_rate import DiskRate
 from megatron_ds.launch import device, host_memory, libaio
 from megatron_ds.model.flops import parameters_per_rank
-from megatron_ds.training import capacity
+from megatron_ds.training import capacity, swap_disk
 from tests.problems import codes
 from tests.unit.engine.ds_files import merged
 from tests.unit.engine.passed_key_files import KEYS
@@ -24,6 +25,7 @@ from tests.unit.engine.passed_key_files import KEYS
 VOCAB = 32000
 NVME = "--zero-stage 3 --nvme-optimizer --remote-device nvme"
 DP_SIZE = 2
+FAST = DiskRate(1e12, 1e12)
 Usage = namedtuple("Usage", "total used free")
 
 
@@ -34,15 +36,19 @@ def _large_host(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(host_memory, name, lambda: math.inf)
     monkeypatch.setattr(device, "kind", lambda: "cpu")
     monkeypatch.setattr(libaio, "find_problem", lambda: None)
-    monkeypatch.setattr(disk_rate, "measure", lambda folder: DiskRate(1e12, 1e12))
+    monkeypatch.setattr(disk_rate, "is_in_memory", lambda folder: False)
     monkeypatch.setattr(capacity.shutil, "disk_usage", lambda folder: Usage(0, 0, 10**15))
 
 
-def check(flags: str, *, processes: int = 2, is_first: bool = True) -> tuple[list[str], list[str]]:
+def check(
+    flags: str, *, processes: int = 2, rate: DiskRate | None = FAST
+) -> tuple[list[str], list[str]]:
     """Codes of the problems and of the warnings."""
     warnings: list[Problem] = []
     config = merged(flags).config.with_vocab(VOCAB)
-    found = capacity.problems(config, DP_SIZE, processes, is_first, warnings.append)
+    found = capacity.problems(
+        config, DP_SIZE, processes, rate if config.deepspeed.uses_nvme else None, warnings.append
+    )
     return codes(found), codes(warnings)
 
 
@@ -94,25 +100,75 @@ def test_disk_holds_states_of_all_processes(
         usage = Usage(0, 0, free)
         monkeypatch.setattr(capacity.shutil, "disk_usage", lambda folder, usage=usage: usage)
         assert check(flags) == (expected, [])
-    assert check(flags, is_first=False) == ([], [])
+    assert check(flags, rate=None) == ([], [])
 
 
-def test_slow_disk_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk_rate, "measure", lambda folder: DiskRate(1e6, 1e6))
-    assert check(f"{NVME} --nvme-path {tmp_path}") == ([], ["nvme-takes"])
+def test_slow_disk_is_a_warning(tmp_path: Path) -> None:
+    assert check(f"{NVME} --nvme-path {tmp_path}", rate=DiskRate(1e6, 1e6)) == ([], ["nvme-takes"])
+
+
+def test_disk_in_memory_counts_as_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flags = f"{NVME} --nvme-path {tmp_path}"
+    monkeypatch.setattr(host_memory, "total", lambda: 1.1 * host_bytes(flags, 2))
+    assert check(flags) == ([], [])
+    monkeypatch.setattr(disk_rate, "is_in_memory", lambda folder: True)
+    assert check(flags) == (["host-memory-exceeded"], ["nvme-path-in-memory"])
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "least"), [("offload_optimizer", "buffer_count", 4), ("offload_param", "", 0)]
+)
+def test_buffers_of_a_file_hold_what_is_swapped(
+    name: str, key: str, least: int, tmp_path: Path
+) -> None:
+    config = merged("").config.with_vocab(VOCAB)
+    key = key or "buffer_size"
+    least = least or VOCAB * config.model.hidden_size // DP_SIZE
+    path = tmp_path / "ds.json"
+    for value, expected in ((least, []), (least - 1, ["ds-value-invalid"])):
+        file = {"zero_optimization": {name: {"device": "nvme", key: value}}}
+        path.write_text(json.dumps(file))
+        flags = f"{NVME} --nvme-path {tmp_path} --deepspeed_config {path}"
+        assert check(flags) == (expected, [])
 
 
 def test_unusable_folder_and_missing_library_are_found_together(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(libaio, "find_problem", lambda: Problem("nvme-without-libaio", error=""))
+    file = tmp_path / "file"
+    file.touch()
+    rate, problems = swap_disk.check(file)
+    assert rate is None
+    assert codes(problems) == ["nvme-without-libaio", "nvme-path-unusable"]
+
+
+def test_folder_is_created_and_measured_and_left_empty(tmp_path: Path) -> None:
+    try:
+        expected = disk_rate.measure(tmp_path)
+    except OSError as error:
+        pytest.skip(f"the temporary folder has no direct access: {error}")
+    rate, problems = swap_disk.check(tmp_path / "a" / "b")
+    assert (min(expected) > 0, problems) == (True, [])
+    assert rate is not None
+    assert min(rate) > 0
+    assert list((tmp_path / "a" / "b").iterdir()) == []
+
+
+def test_full_disk_is_too_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(folder: Path) -> DiskRate:
-        raise NotADirectoryError(20, "Not a directory", str(folder))
+        raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(disk_rate, "measure", fail)
-    missing = Problem("nvme-without-libaio", error="")
-    monkeypatch.setattr(libaio, "find_problem", lambda: missing)
-    found = check(f"{NVME} --nvme-path {tmp_path}")
-    assert found == (["nvme-without-libaio", "nvme-path-unusable"], [])
+    assert codes(swap_disk.check(tmp_path)[1]) == ["nvme-path-too-small"]
+
+
+def test_file_systems_in_memory_are_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    mounts = "/dev/a / ext4 rw 0 0\nb /mem tmpfs rw 0 0\n/dev/c /mem/disk xfs rw 0 0\n"
+    monkeypatch.setattr(Path, "read_text", lambda path: mounts)
+    found = [disk_rate.is_in_memory(Path(path)) for path in ("/x", "/mem/x", "/mem/disk/x")]
+    assert found == [False, True, False]
 
 
 def test_keys_are_passed_on_only_where_deepspeed_supports_them(
@@ -125,7 +181,7 @@ def test_keys_are_passed_on_only_where_deepspeed_supports_them(
         for reason in ("no such device", None):
             monkeypatch.setattr(device_support, "find_obstacle", lambda _, reason=reason: reason)
             warnings: list[Problem] = []
-            found = capacity.problems(config, DP_SIZE, 2, True, warnings.append)
+            found = capacity.problems(config, DP_SIZE, 2, None, warnings.append)
             assert codes(found) == (["passed-key-unsupported"] if reason else [])
             quantized = "passed-key-approximates"
             expected = quantized if "quantized" in key else "passed-key-unverified"

@@ -28,7 +28,7 @@ from megatron_ds.data.build_datasets import build_datasets
 from megatron_ds.data.indexed_writer import pair_writer
 from megatron_ds.engine.ds_checkpoint_io import flush_and_hash
 from megatron_ds.engine.ds_config_merge import merge_file
-from megatron_ds.launch import device
+from megatron_ds.launch import device, libaio
 from megatron_ds.tokenizer.null import NullTokenizer
 from megatron_ds.train_state import TrainState
 from megatron_ds.training import preflight
@@ -150,6 +150,21 @@ def test_a_wrong_command_line_is_rejected(line: str, code: str, value: str) -> N
     matching = [problem for problem in problems if value in problem]
     assert matching, problems
     assert code in codes(matching)
+
+
+@pytest.mark.parametrize("others", ["", "--data-path nothing", "--clip-grad -3"])
+def test_a_disk_is_checked_whatever_else_is_wrong(
+    others: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    missing = Problem("nvme-without-libaio", error="")
+    monkeypatch.setattr(libaio, "find_problem", lambda: missing)
+    line = f"--zero-stage 3 --nvme-optimizer --nvme-path file {others}"
+
+    _, problems, _ = check(line)
+
+    expected = {"nvme-without-libaio", "nvme-path-unusable"}
+    assert expected <= set(codes(problems))
+    assert (len(problems) > 2) == bool(others)
 
 
 def test_problems_of_flags_files_and_machine_are_reported_together() -> None:
