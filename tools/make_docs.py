@@ -3,11 +3,12 @@ and the import diagram of docs/architecture.md."""
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 
 from megatron_ds import cli
 from megatron_ds.cli import flags as declared
@@ -67,11 +68,21 @@ def tool_tables() -> dict[str, FlagTable]:
     tables = {}
     for path in sorted((REPOSITORY / "tools").rglob("*.py")):
         name = path.relative_to(REPOSITORY)
-        module = importlib.import_module(".".join(name.with_suffix("").parts))
-        options = getattr(module, "Options", None)
+        options = getattr(load(path), "Options", None)
         if options is not None and (table := table_of(options)).groups:
             tables[name.as_posix()] = table
     return tables
+
+
+def load(path: Path) -> ModuleType:
+    """The module of a tool. Not by its dotted name: a folder may have the name of a tool."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module  # dataclasses look for their module
+    spec.loader.exec_module(module)
+    return module
 
 
 def page() -> str:

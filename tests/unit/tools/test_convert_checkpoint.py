@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -11,15 +14,17 @@ from safetensors.torch import load_file, save_file
 from megatron_ds.checkpoint.formats import convert
 from megatron_ds.checkpoint.formats.open_source import format_of, open_source
 from megatron_ds.checkpoint.formats.safetensors_files import SINGLE
+from megatron_ds.checkpoint.formats.source import WeightsSource
 from megatron_ds.checkpoint.formats.weights_folder import write_weights_folder
 from megatron_ds.config import ModelConfig
 from tests.problems import printed_codes, raises_problem
 from tests.unit.checkpoint.formats.hf_models import load_strictly, random_model
 from tests.unit.checkpoint.formats.models import SMALL, assert_same_tensors, random_source
 from tests.unit.tools.conftest import Run
-from tools import convert_checkpoint
+from tools import convert_checkpoint, make_docs
 
 TOOL = convert_checkpoint
+FOLDER = "convert_checkpoint"
 
 
 def test_weights_come_back_from_every_format(tmp_path: Path, run: Run) -> None:
@@ -93,3 +98,62 @@ def test_an_output_with_files_is_not_replaced(tmp_path: Path, run: Run, name: st
     ).err
     assert printed_codes(error) == ["output-folder-not-empty"]
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["mine.txt"]
+
+
+def script(name: str) -> ModuleType:
+    """A tool by its path."""
+    path = Path(convert_checkpoint.__file__).parent / name
+    return make_docs.load(path)
+
+
+def test_the_scripts_of_other_projects_convert(tmp_path: Path) -> None:
+    """To native and to fp32, and by two names to a model of transformers."""
+    random_model("llama").to(torch.bfloat16).save_pretrained(tmp_path / "theirs")
+    expected = open_source(tmp_path / "theirs")
+
+    def converted(name: str, *flags: object) -> WeightsSource:
+        assert script(name).main([*map(str, flags), str(tmp_path / name)]) == 0
+        return open_source(tmp_path / name)
+
+    native = converted(
+        "hf2megads_weight_converter.py", "--hf-ckpt-dir", tmp_path / "theirs", "--save"
+    )
+    assert_same_tensors(native, expected)
+    full = converted("zero_to_fp32.py", "--tag", native.path.name, tmp_path)
+    assert_same_tensors(full, expected.to(torch.float32))
+    name = f"{FOLDER}/deepspeed_to_transformers.py"
+    back = converted(name, "--input_folder", native.path, "--output_folder")
+    assert back.format == "hf"
+    assert_same_tensors(back, expected)
+    (tmp_path / "hf2megads_weight_converter.py").rename(tmp_path / "moved")
+    flags = ["--to-hf-ckpt", "--load", tmp_path / "moved", "--save"]
+    assert_same_tensors(converted("hf2megads_weight_converter.py", *flags), expected)
+
+
+def test_the_scripts_report_missing_folders(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, *flags in (
+        ("hf2megads_weight_converter.py", "--hf-ckpt-dir", "no", "--save"),
+        ("zero_to_fp32.py", "no"),
+        (
+            "convert_checkpoint/deepspeed_to_transformers.py",
+            "--input_folder",
+            "no",
+            "--output-folder",
+        ),
+    ):
+        assert script(name).main([*flags, str(tmp_path / "new")]) == 2
+        assert printed_codes(capsys.readouterr().err) == ["load-folder-missing"]
+    flags = ["--save", str(tmp_path / "new")]
+    assert script("hf2megads_weight_converter.py").main(flags) == 2
+    assert printed_codes(capsys.readouterr().err) == ["required"]
+
+
+def test_a_script_runs_from_any_folder(tmp_path: Path) -> None:
+    random_model("llama").save_pretrained(tmp_path / "theirs")
+    path = Path(convert_checkpoint.__file__).parent / "zero_to_fp32.py"
+    subprocess.run(
+        [sys.executable, path, "theirs", "new"], cwd=tmp_path, check=True, capture_output=True
+    )
+    assert format_of(tmp_path / "new") == "native"

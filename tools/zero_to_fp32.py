@@ -1,0 +1,66 @@
+"""Write the fp32 weights of a checkpoint of any ZeRO stage and parallel layout.
+
+`tools/convert_checkpoint.py --to native --dtype fp32` by the name and the arguments of DeepSpeed's
+script.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_ds import cli
+from megatron_ds.config.fields import option_field
+from megatron_ds.config.problems import Problem
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+
+
+@dataclass(frozen=True)
+class Options:
+    """Writes the fp32 weights of a checkpoint as safetensors: a folder of full tensors under their
+    canonical names.
+    """
+
+    checkpoint_dir: str = option_field(
+        "",
+        "a --save folder, or the folder of one checkpoint",
+        metavar="CHECKPOINT_DIR",
+        positional=True,
+        required=True,
+    )
+    output_dir: str = option_field(
+        "", "new folder", metavar="OUTPUT_DIR", positional=True, required=True
+    )
+    tag: str | None = option_field(
+        None, "checkpoint of the folder, such as global_step10 (default: the last one)"
+    )
+    safe_serialization: bool = option_field(False, "write safetensors, as in any case")
+
+    @property
+    def source(self) -> Path:
+        """The folder to convert."""
+        return Path(self.checkpoint_dir, self.tag or "")
+
+    def problems(self) -> Iterator[Problem]:
+        if self.checkpoint_dir and not self.source.is_dir():
+            yield Problem("load-folder-missing", "checkpoint_dir", load=self.source)
+
+
+def work(options: Options) -> None:
+    sys.path.insert(0, str(REPOSITORY))  # a script's path has only its own folder
+    # By its name, for there is a folder of this name, too.
+    tool = importlib.import_module("tools.convert_checkpoint")
+    load, save = str(options.source), options.output_dir
+    tool.work(tool.Options(load=load, save=save, target_format="native", dtype="fp32"))
+
+
+def main(argv: Sequence[str]) -> int:
+    return cli.run(Options, work, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
