@@ -35,7 +35,7 @@ from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.parallel.rng import RngStreams
 
 EOD = 0
-M_MMAP_THRESHOLD, MAPPED = -3, 2**16
+M_MMAP_THRESHOLD, MAPPED = -3, 2**20
 """Option of glibc's mallopt; bytes from which a block is mapped, and unmapped when it is freed."""
 WARM_UP = 64
 """Tokens of a first pass, which loads libraries and allocates the gradients of the weights."""
@@ -148,7 +148,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--layers", type=int, default=2, help="layers (2)")
     parser.add_argument("--hidden", type=int, default=64, help="hidden size (64)")
     parser.add_argument("--heads", type=int, default=2, help="attention heads (2)")
-    parser.add_argument("--vocab", type=int, default=256, help="vocabulary size (256)")
+    parser.add_argument("--vocab", type=int, default=1024, help="vocabulary size (1024)")
     parser.add_argument("--document", type=int, default=2048, help="tokens of a document (2048)")
     parser.add_argument("--output", type=Path, default=None, help="output file (JSON)")
     options = parser.parse_args(words)
