@@ -211,4 +211,6 @@ def _label(name: str) -> str:
     """A field's flag, unless the flag negates the field; the plain name of anything else."""
     if name in PARTITION_KEYS:
         return f"zero_optimization.{name}"
+    if name == "layers_per_stage":
+        return f"{option('pp_partition_method')} with {option('pipeline_schedule')}"
     return option(name) if name in GROUP_OF_FIELD and flag_of(name) == default_flag(name) else name

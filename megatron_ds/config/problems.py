@@ -45,7 +45,7 @@ def with_value(settings: object, field: str) -> str:
 
 
 def plural(noun: str) -> str:
-    return f"{noun}{'es' if noun.endswith('s') else 's'}"
+    return f"{noun}{'es' if noun.endswith(('s', 'ch')) else 's'}"
 
 
 def counted(number: int, noun: str, form: str = "") -> str:

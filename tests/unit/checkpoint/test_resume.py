@@ -19,6 +19,7 @@ from megatron_ds.checkpoint.resume import changed_settings, partition_conflicts,
 from megatron_ds.cli import arguments
 from megatron_ds.config import Config
 from megatron_ds.engine.ds_config_merge import merge_file
+from megatron_ds.engine.ds_fields import replace_fields
 from megatron_ds.engine.partitions import FlatPartition, ParameterPlace
 from megatron_ds.train_state import TrainState
 from tests.problems import codes
@@ -175,6 +176,15 @@ def test_keys_that_order_the_flat_tensors_are_part_of_the_layout(
     for problem in resume_conflicts(saved_by(before), now, 1):
         assert problem.code == "resume-layout-changed"
         assert f"zero_optimization.{rejected[0]} is " in problem
+
+
+def test_layers_of_other_stages_are_named_by_the_flags_that_set_them() -> None:
+    stages = {"pipeline_model_parallel_size": 2, "pipeline_schedule": "dualpipev"}
+    before = replace_fields(config_of(""), {**stages, "num_layers": 4})
+    now = replace_fields(before, {"pipeline_schedule": "1f1b"})
+    rejected = [each for each in resume_conflicts(saved_by(before), now, 1) if each.mentioned]
+    assert [each.fields for each in rejected] == [("layers_per_stage",)]
+    assert {"pp_partition_method", "pipeline_schedule"} <= rejected[0].mentioned
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,14 @@ import re
 
 import pytest
 
-from megatron_ds.config.problems import Problem, UserError, catalogue, option, raise_if_any
+from megatron_ds.config.problems import (
+    Problem,
+    UserError,
+    catalogue,
+    counted,
+    option,
+    raise_if_any,
+)
 from tests.problems import raises_problem
 from tools import make_messages
 
@@ -53,6 +60,7 @@ def test_message_counts_in_singular_and_plural() -> None:
 
     assert text(2, 1).startswith("2 processes on this host, but 1 visible device:")
     assert text(1, 0).startswith("1 process on this host, but 0 visible devices:")
+    assert counted(2, "micro-batch") == "2 micro-batches"
     problem = Problem("batch-size-not-reached", tokens=1_000, size=4, start=2_000)
     assert "after 1,000 tokens, before" in problem
 
