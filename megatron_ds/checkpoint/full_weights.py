@@ -178,10 +178,13 @@ def zero3_parameters(
 
 
 def _iter_experts(path: Path, tp_rank: int, layout: ParallelLayout) -> NamedShards:
-    """The experts of all expert-parallel ranks, each of which has a file of its own."""
-    ranks = range(layout.expert_model_parallel_size)
-    files = [_read(path / expert_file(rank, tp_rank)) for rank in ranks]
-    for name, first in files[0].items():
+    """The experts of all expert-parallel ranks, each of which has a file of its own.
+
+    A pipeline stage without experts has no files.
+    """
+    paths = [path / expert_file(rank, tp_rank) for rank in range(layout.expert_model_parallel_size)]
+    files = [_read(file) for file in paths if file.exists()]
+    for name, first in files[0].items() if files else ():
         shape = (sum(len(file[name]) for file in files), *first.shape[1:])
         parts = [file[name] for file in files]
         yield name, LazyTensor(shape, first.dtype, functools.partial(torch.cat, parts))

@@ -247,7 +247,7 @@ class CheckpointManager:
         """Writes and flushes a complete checkpoint under its temporary name."""
         # The data-parallel ranks hold the same parameters, except experts; only the first of those
         # with the same experts counts.
-        is_first = self._mesh.expert_dp.rank == 0 and self._mesh.sp.rank == 0
+        is_first = self._mesh.expert_dp.rank == 0
         count = engine.parameter_count() if is_first else 0
         estimate = sum(self._ranks.on_all(lambda: count)) * BYTES_PER_PARAMETER
         warning = self._ranks.on_rank0(lambda: _make_temp_dir(temporary, estimate))
@@ -255,6 +255,7 @@ class CheckpointManager:
             self._warn(warning)
         written = self._ranks.on_all(lambda: engine.save(temporary.parent, temporary.name))
         specs, partitions = engine.shard_specs(), tuple(engine.partitions())
+        experts = engine.sharded_experts()
 
         def complete() -> None:
             run = RunRecord(
@@ -267,7 +268,7 @@ class CheckpointManager:
                 partitions=partitions,
                 tokenizer=None if self._tokenizer is None else self._tokenizer.fingerprint,
                 data=history(),
-                experts=engine.sharded_experts(),
+                experts=experts,
             )
             files = {name: record for part in written for name, record in part.items()}
             if self._tokenizer is not None:

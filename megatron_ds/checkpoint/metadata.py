@@ -92,7 +92,7 @@ class ParallelLayout:
 def _layers_per_stage(config: Config) -> str:
     if config.parallel.pipeline_model_parallel_size == 1:
         return ""
-    return ",".join(map(str, layers_per_stage(config.model, config.parallel)))
+    return ",".join(map(str, layers_per_stage(config.model, config.parallel, config.moe)))
 
 
 @dataclass(frozen=True)

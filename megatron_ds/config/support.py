@@ -283,29 +283,9 @@ RULES: tuple[Rule, ...] = (
         upstream="DeepSpeed#7833",
     ),
     Rule(
-        "experts-with-pipeline",
-        {"experts": ("replicated", "distributed"), "pp": (MANY,)},
-        instead={"pp": "1"},
-    ),
-    Rule(
-        "experts-with-sequence-parallel",
-        {"experts": ("replicated", "distributed"), "tp": (MANY,), "sequence": ("on",)},
-        instead={"sequence": "off"},
-    ),
-    Rule(
-        "experts-with-ulysses",
-        {"experts": ("replicated", "distributed"), "sp": (MANY,)},
-        instead={"sp": "1"},
-    ),
-    Rule(
         "experts-with-muon",
         {"experts": ("replicated", "distributed"), "optimizer": ("muon",)},
         instead={"optimizer": "adam"},
-    ),
-    Rule(
-        "expert-parallel-with-zero0",
-        {"experts": ("distributed",), "zero": ("0",)},
-        instead={"zero": "1"},
     ),
     Rule(
         "expert-parallel-with-zero3",

@@ -27,7 +27,7 @@ from deepspeed.utils import groups
 from megatron_ds.config import PrecisionConfig
 from megatron_ds.config.problems import user_error
 from megatron_ds.parallel.mesh import Group, Mesh
-from megatron_ds.parallel.sharding import expert_group_name, shard_spec
+from megatron_ds.parallel.sharding import expert_group, expert_group_name, shard_spec
 
 PARAMETERS_OF_A_MODULE = 2
 """Most parameters that a module of the model has: a weight and a bias."""
@@ -194,7 +194,8 @@ def expert_groups(mesh: Mesh) -> Iterator[None]:
 
     def configure(engine: Any, model: Any) -> None:
         original(engine, model)
-        engine.has_moe_layers = True
+        # A pipeline stage may have no experts.
+        engine.has_moe_layers = any(map(expert_group, model.parameters()))
 
     DeepSpeedEngine._configure_distributed_model = configure
     try:

@@ -68,8 +68,8 @@ class SafeCheckpointEngine(CheckpointEngine):
         try:
             save()
             pending = self._pending
-            if experts := self._experts.own_file():
-                pending[folder / self._experts.name] = experts
+            for name, experts in self._experts.own_files().items():
+                pending[folder / name] = experts
         except (OSError, ValueError) as error:
             raise RuntimeError(f"the save was interrupted: {error}") from error
         finally:
@@ -90,9 +90,11 @@ class SafeCheckpointEngine(CheckpointEngine):
 
     def load(self, path: str, map_location: Any = None) -> Any:
         state = read_tensors(Path(path), map_location=map_location)
-        if self._experts.names and "module" in state:
-            file = Path(path).with_name(self._experts.name)
-            state["module"].update(read_tensors(file, map_location=map_location))
+
+        def read(name: str) -> Any:
+            return read_tensors(Path(path).with_name(name), map_location=map_location)
+
+        self._experts.add_to(state, read)
         return state
 
     def commit(self, info: object) -> bool:

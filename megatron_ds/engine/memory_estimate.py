@@ -289,9 +289,9 @@ class _Sizes:
         self.ep_size = config.expert_parallel_size
         layout = config.model, inputs.tp_size, config.moe, self.ep_size
         self.full = parameters_per_rank(*layout)
-        stages = layers_per_stage(config.model, config.parallel)
+        stages = layers_per_stage(config.model, config.parallel, config.moe)
         if len(stages) > 1:
-            self.full = max(rank_parameters(config.model, config.parallel))
+            self.full = max(rank_parameters(config.model, config.parallel, config.moe))
         # A stage keeps the activations of a micro-batch until its gradient returns.
         samples = config.final_global_batch_size(inputs.dp_size // inputs.sp_size)
         micro = samples // (config.schedule.micro_batch_size * inputs.dp_size // inputs.sp_size)

@@ -26,6 +26,7 @@ from megatron_ds.engine.device_batches import DeviceBatch
 from megatron_ds.engine.partitions import FlatPartition
 from megatron_ds.engine.pipeline_module import FoldedStages, PipelineStage, WeightedBatch
 from megatron_ds.engine.protocol import LossSum
+from megatron_ds.engine.router_metrics import router_metrics
 from megatron_ds.engine.spike_guard import SpikeGuard
 from megatron_ds.engine.zero import ZeroEngine
 from megatron_ds.train_state import StepPlan, StepResult
@@ -64,11 +65,14 @@ class PipelineEngine(ZeroEngine):
         step_batches = list(self._weighted(batches, plan))
         self._set_length(plan.seq_length)
         self._module.feed(partial(self._with_dropout, step_batches))
+        router_log = self._module.gpt.router_log
+        router_log.gradient_scale = self._factor_of_backward(plan)
         self._norm, self._guard = None, SpikeGuard(plan.limits, self._device)
         self._engine.train_batch()
         self._release_passes()
         norm = self._engine.get_global_grad_norm() if self._norm is None else self._norm
-        return self._result(plan, before, self._guard, self._engine.dp_group_loss, norm, {})
+        extras = router_metrics(router_log.take_of_stages(self._mesh.pp, self._device))
+        return self._result(plan, before, self._guard, self._engine.dp_group_loss, norm, extras)
 
     def eval_loss(self, batches: Iterator[DeviceBatch], count: int) -> LossSum:
         inputs = [next(batches) for _ in range(count)]

@@ -212,7 +212,7 @@ def build_stage(
     kind = PipelineStage if len(own) == 1 else FoldedStages
     return kind(
         build,
-        layers_per_stage(config.model, config.parallel),
+        layers_per_stage(config.model, config.parallel, config.moe),
         own,
         tied=not config.model.untie_embeddings_and_output_weights,
         mesh=mesh,

@@ -121,7 +121,7 @@ class Engine(Protocol):
         """Sharding of the complete model's tensor-parallel parameters, by canonical name."""
 
     def sharded_experts(self) -> tuple[str, ...]:
-        """Names of the parameters of experts that only some data-parallel ranks have. Local."""
+        """Names of the complete model's parameters that only some data-parallel ranks have."""
 
     def partitions(self) -> list[FlatPartition]:
         """Where parameters are in the flat tensors of this rank's optimizer. Local."""

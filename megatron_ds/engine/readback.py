@@ -118,8 +118,8 @@ def _expected_settings(
     scaler: Any,
 ) -> EngineSettings:
     """The settings that a configuration asks for."""
-    layers, parallel = layers_per_stage(config.model, config.parallel), config.parallel
-    num_layers = sum(layers[stage] for stage in parallel.stages_of_ranks[mesh.pp.rank])
+    layers = layers_per_stage(config.model, config.parallel, config.moe)
+    num_layers = sum(layers[stage] for stage in config.parallel.stages_of_ranks[mesh.pp.rank])
     precision, options, dp_size = config.precision, config.optimizer, mesh.dp.size
     in_fp32 = precision.accumulate_allreduce_grads_in_fp32 or precision.name == "fp32"
     offload = config.deepspeed

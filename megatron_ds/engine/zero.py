@@ -88,7 +88,8 @@ class ZeroEngine:
     ) -> None:
         self._engine = engine
         self._swap_folder = swap_folder
-        self._experts = ExpertFiles(engine.module, mesh)
+        replicated = None if engine.zero_optimization() else engine.basic_optimizer
+        self._experts = ExpertFiles(engine.module, mesh, replicated)
         self._files = SafeCheckpointEngine(engine, self._experts)
         self.ds_config = ds_config
         self.settings = read_settings()
@@ -126,7 +127,8 @@ class ZeroEngine:
         return {name: spec for stage in self._of_all_stages(own) for name, spec in stage.items()}
 
     def sharded_experts(self) -> tuple[str, ...]:
-        return self._experts.names
+        stages = self._of_all_stages(self._experts.names)
+        return tuple(name for stage in stages for name in stage)
 
     def partitions(self) -> list[FlatPartition]:
         return read_partitions(self._engine, self._stage)

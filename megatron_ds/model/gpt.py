@@ -19,6 +19,7 @@ from megatron_ds.model.block import Block
 from megatron_ds.model.elementwise import Elementwise
 from megatron_ds.model.embedding import Embedding
 from megatron_ds.model.layers import build_layers, layer_specs
+from megatron_ds.model.moe import logged_shapes
 from megatron_ds.model.output_layer import OutputLayer, TokenLoss
 from megatron_ds.model.packed_attention import PackingOptions
 from megatron_ds.model.position_embedding import AttentionContext, PositionEncoder
@@ -74,7 +75,7 @@ class GPTModel(nn.Module):
         self.config = config
         self.compiled = "nothing (eager)"
         self.packing = packing
-        self.router_log = RouterLog()
+        self.router_log = RouterLog(logged_shapes(moe))
         self._rng = rng
         self._sp = mesh.sp
         granularity = (
@@ -85,6 +86,7 @@ class GPTModel(nn.Module):
             config,
             moe,
             group=mesh.tp,
+            sp_group=mesh.sp,
             ep_group=mesh.ep,
             router_log=self.router_log,
             rng=rng,

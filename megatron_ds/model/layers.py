@@ -43,6 +43,7 @@ def layer_specs(
     moe: MoEConfig,
     *,
     group: Group,
+    sp_group: Group,
     ep_group: Group,
     router_log: RouterLog,
     rng: RngStreams,
@@ -56,6 +57,7 @@ def layer_specs(
         config: Architecture.
         moe: Which layers have experts, and how many.
         group: Tensor-parallel group.
+        sp_group: Group of DeepSpeed-Ulysses.
         ep_group: Expert-parallel group.
         router_log: Receives what the routers report.
         rng: Random streams of dropout.
@@ -67,7 +69,8 @@ def layer_specs(
     def block(layer: int) -> nn.Module:
         mlp: nn.Module
         if moe.has_experts(layer):
-            mlp = MoE(config, moe, layer, group=group, ep_group=ep_group, init=init, log=router_log)
+            groups = {"group": group, "sp_group": sp_group, "ep_group": ep_group}
+            mlp = MoE(config, moe, layer, **groups, init=init, log=router_log)
         else:
             mlp = (TiledMLP if tiled_mlp else MLP)(config, layer, group=group, init=init)
         return Block(

@@ -2,7 +2,9 @@
 
 The experts are distributed over the expert-parallel ranks, to which their tokens are sent by
 all-to-all, and from which the outputs come back in the same way. The width of each expert is
-sharded over the tensor-parallel group, whose ranks all route the same tokens.
+sharded over the tensor-parallel group, whose ranks all route the same tokens: those of the complete
+sequence, also with sequence parallelism. Sequence-parallel ranks of DeepSpeed-Ulysses route the
+tokens of their slices; the load and the capacity are those of all slices.
 
 Shapes: S sequence, B micro-batch, H hidden, T = S x B tokens, E experts, e experts of this rank,
 K experts per token, A assignments of a token to an expert, at most T x K, R rows that this rank's
@@ -22,7 +24,14 @@ from torch import Tensor, nn
 from megatron_ds.config import ModelConfig, MoEConfig
 from megatron_ds.model.elementwise import EAGER
 from megatron_ds.model.weight_init import Initializer
-from megatron_ds.parallel.collectives import all_to_all, copy_to_group, reduce_from_group_
+from megatron_ds.parallel.collectives import (
+    all_gather,
+    all_to_all,
+    copy_to_group,
+    gather_slices,
+    reduce_from_group_,
+    take_slice,
+)
 from megatron_ds.parallel.mesh import Group
 from megatron_ds.parallel.router_log import RouterLog
 from megatron_ds.parallel.sharding import ShardSpec, mark_experts, sharded_parameter
@@ -35,22 +44,31 @@ class Routing(NamedTuple):
     weights_TK: Tensor
     """Factors of the experts' outputs, in fp32."""
     load_E: Tensor
-    """Fraction of the assignments."""
+    """Fraction of the assignments of all slices of the sequences."""
     aux_loss: Tensor
     """E x the sum over experts of load and mean probability; 1 if both are uniform (Fedus et al.
-    2021, equation 4)."""
+    2021, equation 4). The mean over slices is the loss of the sequences."""
     z_loss: Tensor
     """Mean square of the logarithm of the softmax's denominator (Zoph et al. 2022, equation 5)."""
 
 
+def logged_shapes(moe: MoEConfig) -> dict[str, tuple[int, ...]]:
+    """Shapes of what a layer records in its `RouterLog`; empty for a dense model."""
+    scalars = dict.fromkeys(("load_balancing_loss", "z_loss", "dropped", "largest"), ())
+    return {**scalars, "load": (moe.experts,)} if moe.is_used else {}
+
+
 class MoE(nn.Module):
     """The feed-forward layer as a mixture of experts: [S, B, H] to [S, B, H].
+
+    With sequence parallelism, [S / TP, B, H] to [S / TP, B, H].
 
     Args:
         config: Architecture; each expert is a feed-forward layer of it.
         moe: Number of experts, and how tokens are assigned to them.
         layer: Number of the layer, from 0.
         group: Tensor-parallel group.
+        sp_group: Group of DeepSpeed-Ulysses.
         ep_group: Expert-parallel group.
         init: Draws the initial weights.
         log: Receives the router's losses and loads.
@@ -63,22 +81,31 @@ class MoE(nn.Module):
         layer: int,
         *,
         group: Group,
+        sp_group: Group,
         ep_group: Group,
         init: Initializer,
         log: RouterLog,
     ) -> None:
         super().__init__()
-        self.moe, self.ep_group, self.log = moe, ep_group, log
+        self.moe, self.log = moe, log
+        self.group, self.sp_group, self.ep_group = group, sp_group, ep_group
         name = f"layers.{layer}.mlp"
-        self.router = Router(config, moe, init, f"{name}.router")
+        self.router = Router(config, moe, sp_group, init, f"{name}.router")
         self.experts = Experts(
             config, moe.experts, group=group, ep_group=ep_group, init=init, name=f"{name}.experts"
         )
 
     def forward(self, x_SBH: Tensor) -> Tensor:
+        if not self.group.sequence_parallel:
+            return self._mix(x_SBH)
+        # All ranks route all tokens, so that their gradients are already the complete ones.
+        return take_slice(self._mix(gather_slices(x_SBH, self.group)), self.group)
+
+    def _mix(self, x_SBH: Tensor) -> Tensor:
         x_TH = x_SBH.flatten(0, 1)
         routing: Routing = self.router(x_TH)
-        order_A, counts_E = sort_assignments(routing, self._capacity(len(x_TH)), self.moe)
+        capacity = self._capacity(len(x_TH) * self.sp_group.size)
+        order_A, counts_E = sort_assignments(routing, capacity, self.moe, self.sp_group)
         y_AH = self._run_experts(x_TH[order_A // self.moe.moe_router_topk], counts_E)
         total = routing.experts_TK.numel()
         # Where an expert has dropped a token, its output is zero.
@@ -138,13 +165,16 @@ class Router(nn.Module):
     Args:
         config: Architecture.
         moe: How experts are selected and weighed.
+        sp_group: Group whose ranks have slices of the same sequences.
         init: Draws the initial weight.
         name: Canonical name.
     """
 
-    def __init__(self, config: ModelConfig, moe: MoEConfig, init: Initializer, name: str) -> None:
+    def __init__(
+        self, config: ModelConfig, moe: MoEConfig, sp_group: Group, init: Initializer, name: str
+    ) -> None:
         super().__init__()
-        self.moe = moe
+        self.moe, self.sp_group = moe, sp_group
         shape = (moe.experts, config.hidden_size)
         self.weight = nn.Parameter(torch.empty(shape))
         draw = init.normal(f"{name}.weight", config.init_method_std)
@@ -160,7 +190,10 @@ class Router(nn.Module):
         else:
             selected_TK, experts_TK = logits_TE.topk(num_selected)
             weights_TK = selected_TK.softmax(-1)
-        load_E = experts_TK.flatten().bincount(minlength=size) / experts_TK.numel()
+        counts_E = experts_TK.flatten().bincount(minlength=size)
+        if self.sp_group.size > 1:
+            dist.all_reduce(counts_E, group=self.sp_group.handle)
+        load_E = counts_E / (experts_TK.numel() * self.sp_group.size)
         return Routing(
             experts_TK,
             weights_TK,
@@ -171,31 +204,43 @@ class Router(nn.Module):
 
 
 def sort_assignments(
-    routing: Routing, capacity: int | None, moe: MoEConfig
+    routing: Routing, capacity: int | None, moe: MoEConfig, sp_group: Group
 ) -> tuple[Tensor, Tensor]:
     """Sort the assignments by expert, and drop those that exceed an expert's capacity.
 
     Args:
         routing: Selected experts.
-        capacity: Tokens that an expert accepts. None: all.
+        capacity: Tokens that an expert accepts of all slices. None: all.
         moe: Which tokens an expert keeps.
+        sp_group: Group whose ranks have slices of the same sequences.
 
     Returns:
         Positions in [T x K] of the assignments that remain, [A], and their number for each expert,
         [E].
     """
     experts = routing.experts_TK.flatten()
-    counts_E = experts.bincount(minlength=moe.experts)
-    if capacity is None:
-        return experts.argsort(stable=True), counts_E
+    order = experts.argsort(stable=True)
+    if capacity is not None:
+        is_kept = _within_capacity(routing, capacity, moe, sp_group)
+        order = order[is_kept[order]]
+    return order, experts[order].bincount(minlength=moe.experts)
+
+
+def _within_capacity(routing: Routing, capacity: int, moe: MoEConfig, sp_group: Group) -> Tensor:
+    """Whether the experts accept each of this rank's assignments, [T x K]."""
+    experts = all_gather(routing.experts_TK, sp_group).flatten()
     if moe.moe_token_drop_policy == "probs":
-        order = routing.weights_TK.flatten().argsort(descending=True, stable=True)
+        weights = all_gather(routing.weights_TK.detach(), sp_group).flatten()
+        order = weights.argsort(descending=True, stable=True)
         order = order[experts[order].argsort(stable=True)]
     else:
         order = experts.argsort(stable=True)
+    counts_E = experts.bincount(minlength=moe.experts)
     starts_E = counts_E.cumsum(0) - counts_E
     place = torch.arange(len(order), device=order.device) - starts_E[experts[order]]
-    return order[place < capacity], counts_E.clamp(max=capacity)
+    is_kept = torch.empty_like(place, dtype=torch.bool)
+    is_kept[order] = place < capacity
+    return is_kept.view(sp_group.size, -1)[sp_group.rank]
 
 
 class Experts(nn.Module):

@@ -11,16 +11,19 @@ import itertools
 from collections import Counter
 from collections.abc import Sequence
 
-from megatron_ds.config import ModelConfig, ParallelConfig
-from megatron_ds.model.flops import parameter_sizes
+from megatron_ds.config import ModelConfig, MoEConfig, ParallelConfig
+from megatron_ds.model.flops import DENSE, parameter_sizes
 
 
-def layers_per_stage(model: ModelConfig, parallel: ParallelConfig) -> tuple[int, ...]:
+def layers_per_stage(
+    model: ModelConfig, parallel: ParallelConfig, moe: MoEConfig = DENSE
+) -> tuple[int, ...]:
     """Transformer layers of each stage, by --pp-partition-method.
 
     Args:
         model: Architecture; "parameters" needs the vocabulary size.
         parallel: Number of stages and method, both valid.
+        moe: Which layers have experts, and how many.
     """
     stages, method = parallel.num_stages, parallel.pp_partition_method
     if stages == 1:
@@ -29,24 +32,33 @@ def layers_per_stage(model: ModelConfig, parallel: ParallelConfig) -> tuple[int,
     if given is not None:
         return given
     if method == "parameters":
-        return balanced(_parameter_weights(model, parallel.tensor_model_parallel_size), stages)
+        return balanced(_parameter_weights(model, parallel, moe), stages)
     kinds = parallel.layer_kinds(model.num_layers)
     pattern = parallel.partition_pattern
     counts = [1 if pattern is None or pattern.search(kind) else 0 for kind in kinds]
     return balanced(_with_ends(counts), stages)
 
 
-def stage_parameters(model: ModelConfig, tp_size: int, layers: Sequence[int]) -> list[Counter[int]]:
+def stage_parameters(
+    model: ModelConfig,
+    tp_size: int,
+    layers: Sequence[int],
+    moe: MoEConfig = DENSE,
+    ep_size: int = 1,
+) -> list[Counter[int]]:
     """`parameter_sizes` of each stage, the copies of a tied embedding included.
 
     Args:
         model: Architecture.
         tp_size: Tensor-parallel size.
         layers: Transformer layers of each stage.
+        moe: Which layers have experts, and how many.
+        ep_size: Expert-parallel size.
     """
 
     def sizes(num_layers: int) -> Counter[int]:
-        return parameter_sizes(dataclasses.replace(model, num_layers=num_layers), tp_size)
+        first = dataclasses.replace(model, num_layers=num_layers)
+        return parameter_sizes(first, tp_size, moe, ep_size)
 
     if len(layers) == 1:
         return [sizes(layers[0])]
@@ -55,22 +67,27 @@ def stage_parameters(model: ModelConfig, tp_size: int, layers: Sequence[int]) ->
     last: Counter[int] = Counter()
     last[table] += 1
     last[model.hidden_size] += 1 if model.normalization == "RMSNorm" else 2
-    stages = [sizes(count) - ends for count in layers]
+    bounds = itertools.pairwise([0, *itertools.accumulate(layers)])
+    stages = [sizes(end) - sizes(start) for start, end in bounds]
     tied = 0 if model.untie_embeddings_and_output_weights else 1
     stages[0] += ends + Counter({table: tied}) - last
     stages[-1] += last
     return stages
 
 
-def rank_parameters(model: ModelConfig, parallel: ParallelConfig) -> list[int]:
+def rank_parameters(
+    model: ModelConfig, parallel: ParallelConfig, moe: MoEConfig = DENSE
+) -> list[int]:
     """Parameters of each pipeline rank, on one tensor-parallel rank.
 
     Args:
         model: Architecture, with the vocabulary size.
-        parallel: Tensor-parallel size, number of stages, method and schedule.
+        parallel: Tensor- and expert-parallel size, number of stages, method and schedule.
+        moe: Which layers have experts, and how many.
     """
-    tp_size = parallel.tensor_model_parallel_size
-    stages = stage_parameters(model, tp_size, layers_per_stage(model, parallel))
+    tp_size, ep_size = parallel.tensor_model_parallel_size, parallel.expert_model_parallel_size
+    layers = layers_per_stage(model, parallel, moe)
+    stages = stage_parameters(model, tp_size, layers, moe, ep_size)
     counts = [sum(size * count for size, count in sizes.items()) for sizes in stages]
     result = [sum(counts[stage] for stage in own) for own in parallel.stages_of_ranks]
     if {0, len(stages) - 1} <= {*parallel.stages_of_ranks[0]} and len(stages) > 1:
@@ -122,6 +139,7 @@ def _with_ends(counts: Sequence[float]) -> list[float]:
     return layers
 
 
-def _parameter_weights(model: ModelConfig, tp_size: int) -> list[float]:
-    single = stage_parameters(model, tp_size, [1] * model.num_layers)
+def _parameter_weights(model: ModelConfig, parallel: ParallelConfig, moe: MoEConfig) -> list[float]:
+    tp_size, ep_size = parallel.tensor_model_parallel_size, parallel.expert_model_parallel_size
+    single = stage_parameters(model, tp_size, [1] * model.num_layers, moe, ep_size)
     return [sum(size * count for size, count in sizes.items()) for sizes in single]

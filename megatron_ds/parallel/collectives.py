@@ -70,6 +70,20 @@ def gather_from_group(x: Tensor, group: Group) -> Tensor:
     return x if group.size == 1 else _Gather.apply(x, group)
 
 
+def gather_slices(x: Tensor, group: Group) -> Tensor:
+    """Forward: concatenation along the first dimension, of which all ranks compute the same.
+    Backward: this rank's slice."""
+    gathered: Tensor = _GatherSlices.apply(x, group)
+    return gathered
+
+
+def take_slice(x: Tensor, group: Group) -> Tensor:
+    """Forward: this rank's slice of the first dimension, of what all ranks have. Backward:
+    concatenation."""
+    own: Tensor = _TakeSlice.apply(x, group)
+    return own
+
+
 def all_gather(x: Tensor, group: Group) -> Tensor:
     """Every rank's tensor, [size, *x.shape]; no autograd."""
     if group.size == 1:
@@ -152,6 +166,33 @@ class _ReduceScatterSequence(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return wait(start_all_gather(grad, ctx.group)), None
+
+
+class _GatherSlices(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return wait(start_all_gather(x, group))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _own_slice(grad, ctx.group), None
+
+
+class _TakeSlice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return _own_slice(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return wait(start_all_gather(grad, ctx.group)), None
+
+
+def _own_slice(x: Tensor, group: Group) -> Tensor:
+    # A copy, because a view would keep the full tensor.
+    return x.chunk(group.size)[group.rank].clone(memory_format=torch.contiguous_format)
 
 
 class _Gather(torch.autograd.Function):

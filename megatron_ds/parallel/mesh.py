@@ -27,9 +27,9 @@ def axis_groups(
 
     Ranks are ordered (pipeline, data, expert, sequence, tensor), tensor fastest, so that the groups
     that communicate most have neighbouring ranks. Expert parallelism adds no processes:
-    it subdivides the data-parallel ranks (as in Megatron and DeepSpeed-MoE). Dense parameters
-    therefore have data parallelism over data x expert (`dp`), experts over data alone
-    (`expert_dp`).
+    it subdivides the data-parallel ranks (as in Megatron and DeepSpeed-MoE). The gradients of
+    dense parameters are therefore averaged over data x expert x sequence (`dp_sp`), those of
+    experts over data x sequence (`expert_dp`).
 
     Args:
         world_size: Number of processes.
@@ -41,9 +41,9 @@ def axis_groups(
     Returns:
         Groups by axis: "tp", "sp", "ep", "expert_dp", "dp", "pp"; "model": the tensor x pipeline
         ranks that together hold one copy of the model; "sp_tp": the ranks that process the same
-        samples; "dp_sp": the ranks with the same parameters, over which gradients are averaged;
-        "embedding": the first and the last stage of a pipeline, which have a tied embedding, or
-        the stages between them.
+        samples; "dp_sp": the ranks with the same parameters, over which gradients are averaged, and
+        "expert_dp": those with the same experts; "embedding": the first and the last stage of a
+        pipeline, which have a tied embedding, or the stages between them.
 
     Raises:
         UserError: If the product of the sizes does not divide `world_size`.
@@ -57,7 +57,12 @@ def axis_groups(
         )
     grid = torch.arange(world_size).view(pp_size, -1, ep_size, sp_size, tp_size)
     pp, edp, ep, sp, tp = range(5)
-    spans: dict[str, tuple[int, ...]] = {"tp": (tp,), "sp": (sp,), "ep": (ep,), "expert_dp": (edp,)}
+    spans: dict[str, tuple[int, ...]] = {
+        "tp": (tp,),
+        "sp": (sp,),
+        "ep": (ep,),
+        "expert_dp": (edp, sp),
+    }
     spans |= {"dp": (edp, ep), "pp": (pp,), "model": (pp, tp)}
     spans |= {"sp_tp": (sp, tp), "dp_sp": (edp, ep, sp)}
     groups = {}

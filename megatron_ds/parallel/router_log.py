@@ -7,16 +7,23 @@ one output per layer, and the logged loss is that of the language model alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+
+from megatron_ds.parallel.mesh import Group
 
 
 class RouterLog:
     """Collects the values of all layers over the micro-batches of a step.
+
+    Args:
+        shapes: Shape of each value by name.
 
     Attributes:
         gradient_scale: Factor of the auxiliary losses' gradients: that of the loss of a micro-batch
@@ -24,8 +31,9 @@ class RouterLog:
             scale of fp16.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         self.gradient_scale = 1.0
+        self._shapes = shapes
         self._totals: dict[str, Tensor] = {}
         self._count = 0
         self._is_open = False
@@ -43,7 +51,7 @@ class RouterLog:
             self._is_open = False
 
     def record(self, values: dict[str, Tensor]) -> None:
-        """Add the values of a layer, tensors of any shape."""
+        """Add the values of a layer."""
         if self._is_open:
             self._count += 1
             for name, value in values.items():
@@ -55,6 +63,30 @@ class RouterLog:
         means = {name: total / self._count for name, total in self._totals.items()}
         self._totals, self._count = {}, 0
         return means
+
+    def take_of_stages(self, stages: Group, device: torch.device) -> dict[str, Tensor]:
+        """The means over the layers of all pipeline stages, some of which may have no experts.
+
+        Collective.
+
+        Args:
+            stages: Group of the stages.
+            device: Where the sums are computed.
+        """
+        if not self._shapes:
+            return {}
+        sizes = [math.prod(shape) for shape in self._shapes.values()]
+        sums = torch.zeros(sum(sizes) + 1, device=device)
+        if self._count:
+            parts = [self._totals[name].flatten() for name in self._shapes]
+            sums = torch.cat([*parts, sums.new_full((1,), self._count)])
+        dist.all_reduce(sums, group=stages.handle)
+        self._totals, self._count = {}, 0
+        means = (sums[:-1] / sums[-1]).split(sizes)
+        return {
+            name: mean.view(shape)
+            for (name, shape), mean in zip(self._shapes.items(), means, strict=True)
+        }
 
     def add_gradient(self, x: Tensor, loss: Tensor) -> Tensor:
         """Forward: x. Backward: the gradient of x, and that of the loss, scaled."""

@@ -98,7 +98,7 @@ def _layout(facts: BannerData) -> Lines:
     slices = f"sequence parallel {mesh.sp.size} (Ulysses) x " if mesh.sp.size > 1 else ""
     of_experts = ""
     if mesh.ep.size > 1:
-        of_experts = f" (expert parallel {mesh.ep.size} x {mesh.expert_dp.size})"
+        of_experts = f" (expert parallel {mesh.ep.size} x {mesh.dp.size // mesh.ep.size})"
     processes = (
         f"{mesh.world_size} on {facts.device} = tensor parallel {mesh.tp.size}"
         f"{' (with sequence parallelism)' if is_sharded else ''} x {pipeline}{slices}data parallel "
@@ -119,20 +119,22 @@ def _layout(facts: BannerData) -> Lines:
 
 def _stages(facts: BannerData) -> Iterator[str]:
     """The layers of each pipeline stage, and its parameters on a tensor-parallel rank."""
-    model, parallel = facts.config.model, facts.config.parallel
-    if facts.mesh.pp.size == 1:
+    config, mesh = facts.config, facts.mesh
+    if mesh.pp.size == 1:
         return
-    layers = layers_per_stage(model, parallel)
+    layers = layers_per_stage(config.model, config.parallel, config.moe)
     first, last = 0, len(layers) - 1
-    owners = {stage: rank for rank, own in enumerate(parallel.stages_of_ranks) for stage in own}
-    for stage, sizes in enumerate(stage_parameters(model, facts.mesh.tp.size, layers)):
+    ranks = enumerate(config.parallel.stages_of_ranks)
+    owners = {stage: rank for rank, own in ranks for stage in own}
+    parts = stage_parameters(config.model, mesh.tp.size, layers, config.moe, mesh.ep.size)
+    for stage, sizes in enumerate(parts):
         end = first + layers[stage] - 1
         names = [f"layers {first} to {end}" if end > first else f"layer {first}"]
         names += ["final norm", "output layer"] if stage == last else []
         names = ["embedding", *names] if stage == 0 else names
         count = sum(size * number for size, number in sizes.items())
         first += layers[stage]
-        rank = f" (pipeline rank {owners[stage]})" if len(layers) > facts.mesh.pp.size else ""
+        rank = f" (pipeline rank {owners[stage]})" if len(layers) > mesh.pp.size else ""
         yield f"{stage}{rank}: {', '.join(names)}; {count:,} parameters"
 
 

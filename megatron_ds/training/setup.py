@@ -240,7 +240,7 @@ def _build_metrics(
         ),
         log_interval=config.logging.log_interval,
         total_iterations=schedules.total_iterations(config, mesh.dp.size, state),
-        mean_over_dp=functools.partial(mean_over_group, group=mesh.dp, device=context.device),
+        mean_over_dp=functools.partial(mean_over_group, group=mesh.dp_sp, device=context.device),
         params_norm=engine.params_norm if config.logging.log_params_norm else None,
         loggers=loggers,
     )

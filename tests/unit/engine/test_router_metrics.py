@@ -9,7 +9,7 @@ from megatron_ds.parallel.router_log import RouterLog
 
 
 def test_loads_are_relative_to_a_uniform_distribution() -> None:
-    log = RouterLog()
+    log = RouterLog({})
     for dropped, load in ((0.0, (0.5, 0.25, 0.25, 0.0)), (0.5, (0.0, 0.25, 0.0, 0.75))):
         values = {
             "load_balancing_loss": torch.tensor(1.5),
@@ -33,4 +33,4 @@ def test_loads_are_relative_to_a_uniform_distribution() -> None:
 
 
 def test_a_dense_model_reports_nothing() -> None:
-    assert router_metrics(RouterLog().take()) == {}
+    assert router_metrics(RouterLog({}).take()) == {}

@@ -30,7 +30,8 @@ def architecture(**changes: Any) -> ModelConfig:
 
 def build(moe: MoEConfig, config: ModelConfig) -> MoE:
     """A layer whose biases are not zero."""
-    layer = MoE(config, moe, 0, group=GROUP, ep_group=GROUP, init=Initializer(3), log=RouterLog())
+    groups = dict.fromkeys(("group", "sp_group", "ep_group"), GROUP)
+    layer = MoE(config, moe, 0, **groups, init=Initializer(3), log=RouterLog({}))
     generator = torch.Generator().manual_seed(1)
     for name, parameter in layer.named_parameters():
         if name.endswith("bias"):
@@ -164,7 +165,7 @@ def test_evaluation_has_a_capacity_of_its_own() -> None:
 
 
 def test_log_has_means_over_layers_and_micro_batches_of_training() -> None:
-    log = RouterLog()
+    log = RouterLog({})
     log.record({"loss": torch.tensor(100.0)})  # of a recomputation
     for value in (1.0, 3.0):
         with log.recording(training=True):

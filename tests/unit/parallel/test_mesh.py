@@ -28,10 +28,13 @@ def test_groups_are_those_of_a_table_written_by_hand() -> None:
 
     groups = axis_groups(8, 2, sp_size=2)
     assert groups["sp"] == [(0, 2), (1, 3), (4, 6), (5, 7)]
-    assert groups["dp"] == groups["expert_dp"] == [(0, 4), (1, 5), (2, 6), (3, 7)]
+    assert groups["dp"] == [(0, 4), (1, 5), (2, 6), (3, 7)]
     assert groups["model"] == groups["tp"] == [(0, 1), (2, 3), (4, 5), (6, 7)]
     assert groups["sp_tp"] == [(0, 1, 2, 3), (4, 5, 6, 7)]
-    assert groups["dp_sp"] == [(0, 2, 4, 6), (1, 3, 5, 7)]
+    assert groups["dp_sp"] == groups["expert_dp"] == [(0, 2, 4, 6), (1, 3, 5, 7)]
+    with_experts = axis_groups(8, 1, sp_size=2, ep_size=2)
+    assert with_experts["ep"] == [(0, 2), (1, 3), (4, 6), (5, 7)]
+    assert with_experts["expert_dp"] == [(0, 1, 4, 5), (2, 3, 6, 7)]
 
 
 @pytest.mark.parametrize(
@@ -42,8 +45,8 @@ def test_each_axis_has_every_rank_once(world: int, tp: int, pp: int, sp: int, ep
     groups = axis_groups(world, tp, pp_size=pp, sp_size=sp, ep_size=ep)
     dp = world // (tp * pp * sp)
     sizes = {
-        "tp": tp, "sp": sp, "ep": ep, "expert_dp": dp // ep, "dp": dp, "pp": pp, "model": tp * pp,
-        "sp_tp": sp * tp, "dp_sp": dp * sp,
+        "tp": tp, "sp": sp, "ep": ep, "expert_dp": dp * sp // ep, "dp": dp, "pp": pp,
+        "model": tp * pp, "sp_tp": sp * tp, "dp_sp": dp * sp,
     }  # fmt: skip
     for name, size in sizes.items():
         assert sorted(rank for ranks in groups[name] for rank in ranks) == list(range(world))
