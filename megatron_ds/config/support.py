@@ -283,11 +283,6 @@ RULES: tuple[Rule, ...] = (
         upstream="DeepSpeed#7833",
     ),
     Rule(
-        "experts-with-muon",
-        {"experts": ("replicated", "distributed"), "optimizer": ("muon",)},
-        instead={"optimizer": "adam"},
-    ),
-    Rule(
         "expert-parallel-with-zero3",
         {"experts": ("distributed",), "zero": ("3",)},
         instead={"zero": "2", "offload": "none"},

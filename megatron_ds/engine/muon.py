@@ -52,8 +52,8 @@ class Muon(AdamW):
         w = (1 - lr weight_decay) w - lr scale_factor scale(rows, columns) u
 
     Gradients are those that DeepSpeed passes to its optimizers: averaged, unscaled and clipped. A
-    parameter that fuses matrices, such as queries, keys and values, has each of them orthogonalized
-    by itself, with its own scale.
+    parameter of several matrices, such as queries, keys and values or the experts of a rank, has
+    each of them orthogonalized by itself, with its own scale.
 
     `attach` must be called before the first step.
 
@@ -147,7 +147,9 @@ class Muon(AdamW):
             weights.add_(update.to(weights), alpha=-lr)
 
     def _orthogonalize(self, matrix: Tensor, piece: Piece) -> Tensor:
-        """The scaled update of each matrix that a parameter fuses."""
+        """The scaled update of each matrix that a parameter stacks or fuses."""
+        if matrix.dim() > 2:
+            return torch.stack([self._orthogonalize(each, piece) for each in matrix])
         sizes = piece.sections or (len(matrix),)
         parts = []
         for part in matrix.split(sizes):

@@ -14,7 +14,7 @@ from megatron_ds.engine.adam_kernels import apex_adam
 from megatron_ds.engine.lion import Lion
 from megatron_ds.engine.muon import Muon
 from megatron_ds.engine.param_groups import is_hidden_matrix, with_own_settings
-from megatron_ds.engine.whole_matrices import WholeMatrices, find_pieces
+from megatron_ds.engine.whole_matrices import find_matrices
 from megatron_ds.parallel.mesh import Mesh
 
 
@@ -78,5 +78,4 @@ def attach_matrices(engine: Any, stage: int, mesh: Mesh, device: torch.device) -
         return
     dtype = torch.float32 if engine.get_data_types()[0] == torch.float32 else torch.bfloat16
     empty = torch.empty(0, dtype=dtype, device=device)
-    pieces = find_pieces(engine, stage, mesh.dp_sp, mesh.tp, is_hidden_matrix)
-    optimizer.attach(WholeMatrices(each, mesh.dp_sp, mesh.tp, empty) for each in pieces)
+    optimizer.attach(find_matrices(engine, stage, mesh, is_hidden_matrix, empty))

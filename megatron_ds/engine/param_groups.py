@@ -40,7 +40,8 @@ DECOUPLED = ("embedding.word.weight", "head.weight")
 
 def is_hidden_matrix(name: str, shape: tuple[int, ...]) -> bool:
     """Whether a parameter is a matrix of a transformer layer: no embedding, no output layer."""
-    return name.startswith("layers.") and len(shape) == 2
+    # Those of experts are stacked, and so are their biases.
+    return name.startswith("layers.") and len(shape) > 1 and not name.endswith(".bias")
 
 
 def multiplier_rule(options: OptimizerConfig) -> MultiplierRule:

@@ -8,6 +8,7 @@ It reads private attributes of the pinned DeepSpeed and changes nothing.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -118,8 +119,12 @@ def _expected_settings(
     scaler: Any,
 ) -> EngineSettings:
     """The settings that a configuration asks for."""
-    layers = layers_per_stage(config.model, config.parallel, config.moe)
-    num_layers = sum(layers[stage] for stage in config.parallel.stages_of_ranks[mesh.pp.rank])
+    sizes = layers_per_stage(config.model, config.parallel, config.moe)
+    ends = list(accumulate(sizes))
+    own_stages = config.parallel.stages_of_ranks[mesh.pp.rank]
+    own = [layer for i in own_stages for layer in range(ends[i] - sizes[i], ends[i])]
+    # A layer has four matrices; the router of experts is one more.
+    matrices = 4 * len(own) + sum(map(config.moe.has_experts, own))
     precision, options, dp_size = config.precision, config.optimizer, mesh.dp.size
     in_fp32 = precision.accumulate_allreduce_grads_in_fp32 or precision.name == "fp32"
     offload = config.deepspeed
@@ -138,7 +143,7 @@ def _expected_settings(
         momentum={"sgd": options.sgd_momentum, "muon": options.muon_momentum}.get(
             options.optimizer
         ),
-        orthogonalized=4 * num_layers if options.optimizer == "muon" else None,
+        orthogonalized=matrices if options.optimizer == "muon" else None,
         weight_decay=tuple(options.weight_decay * factors.weight_decay for factors in multipliers),
         clip_grad=options.clip_grad,
         param_dtype=DTYPES[precision.name],

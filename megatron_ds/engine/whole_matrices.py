@@ -20,8 +20,8 @@ from torch import Tensor
 
 from megatron_ds.engine.partitions import ParameterPlace, read_partitions
 from megatron_ds.engine.readback import master_weights
-from megatron_ds.parallel.mesh import Group
-from megatron_ds.parallel.sharding import ShardSpec, shard_spec, take_shard, unshard
+from megatron_ds.parallel.mesh import Group, Mesh
+from megatron_ds.parallel.sharding import ShardSpec, expert_group, shard_spec, take_shard, unshard
 
 IsMatrix = Callable[[str, tuple[int, ...]], bool]
 """Whether a parameter, by canonical name and local shape, is one of the matrices."""
@@ -36,12 +36,12 @@ class Owner(NamedTuple):
 
 @dataclass(frozen=True)
 class Piece:
-    """A matrix, and the part of it that this rank updates."""
+    """A parameter of one matrix or of several, and the part of it that this rank updates."""
 
-    shape: tuple[int, int]
-    """Of this tensor-parallel rank's shard."""
+    shape: tuple[int, ...]
+    """Of this tensor-parallel rank's shard; three-dimensional if matrices are stacked."""
     spec: ShardSpec | None
-    """Sharding over the tensor-parallel ranks; None if the matrix is replicated."""
+    """Sharding over the tensor-parallel ranks; None if the parameter is replicated."""
     master: Tensor
     """Tensor of the optimizer that holds the elements."""
     place: slice
@@ -54,8 +54,9 @@ class Piece:
 
     @property
     def sections(self) -> tuple[int, ...]:
-        """Rows of the matrices that the parameter fuses; empty if it is one matrix."""
-        return self.spec.sections if self.spec is not None and self.spec.dim == 0 else ()
+        """Rows of the matrices that are fused, in each one of those stacked; empty for one."""
+        rows = len(self.shape) - 2
+        return self.spec.sections if self.spec is not None and self.spec.dim == rows else ()
 
 
 class WholeMatrices:
@@ -172,8 +173,7 @@ class WholeMatrices:
 
 
 def _numel(piece: Piece) -> int:
-    rows, columns = piece.shape
-    return rows * columns
+    return math.prod(piece.shape)
 
 
 def _transfer(
@@ -200,24 +200,27 @@ def _transfer(
     ]
 
 
-def find_pieces(
-    engine: Any, stage: int, dp: Group, tp: Group, is_matrix: IsMatrix
-) -> list[list[Piece]]:
+def find_matrices(
+    engine: Any, stage: int, mesh: Mesh, is_matrix: IsMatrix, empty: Tensor
+) -> Iterator[WholeMatrices]:
     """The matrices of an engine, by the tensors that its optimizer steps at once.
 
     Args:
         engine: Engine of `deepspeed.initialize`.
         stage: ZeRO stage.
-        dp: Group over which ZeRO partitions.
-        tp: Tensor-parallel group.
+        mesh: Mesh of this process.
         is_matrix: Selects the matrices.
+        empty: As for `WholeMatrices`.
     """
     parameters = dict(engine.module.named_parameters())
-    found = []
+    tp = mesh.tp
     for partition, masters in zip(
         read_partitions(engine, stage), _masters(engine, stage), strict=True
     ):
         places = [place for place in partition.parameters if is_matrix(place.name, place.shape)]
+        # All parameters of a flat tensor are partitioned over the same ranks.
+        is_expert = any(expert_group(parameters[place.name]) is not None for place in places)
+        dp = mesh.expert_dp if is_expert else mesh.dp_sp
         owners = assign_owners([place.shape for place in places], dp.size, tp.size)
         pieces = []
         for place, owner in zip(places, owners, strict=True):
@@ -226,7 +229,7 @@ def find_pieces(
             start = 0 if stage == 0 else _own_offset(place, stage, partition.size, dp.rank)
             pieces.append(
                 Piece(
-                    shape=place.shape,  # type: ignore[arg-type]
+                    shape=place.shape,
                     spec=shard_spec(parameter),
                     master=parameter if stage == 0 else masters[0],
                     place=slice(start, start + len(kept[dp.rank])),
@@ -239,8 +242,7 @@ def find_pieces(
                     owner=owner,
                 )
             )
-        found.append(pieces)
-    return found
+        yield WholeMatrices(pieces, dp, tp, empty)
 
 
 def _masters(engine: Any, stage: int) -> list[list[Tensor]]:
@@ -265,10 +267,10 @@ def _own_offset(place: ParameterPlace, stage: int, size: int, dp_rank: int) -> i
 
 
 def assign_owners(shapes: Sequence[tuple[int, ...]], dp_size: int, tp_size: int) -> list[Owner]:
-    """Spread matrices over the ranks: each, from the largest, to the one with the least work."""
+    """Spread parameters over the ranks: each, from the largest, to the one with the least work."""
     work = {Owner(dp, tp): 0 for dp in range(dp_size) for tp in range(tp_size)}
     owners: dict[int, Owner] = {}
     for index in sorted(range(len(shapes)), key=lambda index: -math.prod(shapes[index])):
         owners[index] = min(work, key=lambda owner: work[owner])
-        work[owners[index]] += math.prod(shapes[index]) * min(shapes[index])
+        work[owners[index]] += math.prod(shapes[index]) * min(shapes[index][-2:])
     return [owners[index] for index in range(len(shapes))]

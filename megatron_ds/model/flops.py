@@ -7,6 +7,7 @@ its approximations.
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 
 from megatron_ds.config import ModelConfig, MoEConfig
@@ -70,20 +71,18 @@ def parameter_sizes(
     return sizes
 
 
-def matrix_parameters(config: ModelConfig, tp_size: int) -> Counter[int]:
+def matrix_parameters(
+    config: ModelConfig, tp_size: int, moe: MoEConfig = DENSE, ep_size: int = 1
+) -> Counter[int]:
     """As `parameter_sizes`, but of the matrices of the transformer layers only."""
-    hidden, mlp = config.hidden_size, config.mlp_hidden_size
-    qkv = config.head_dim * (config.num_attention_heads + 2 * config.kv_heads)
-    fc_in = mlp * (2 if config.is_gated else 1)
-    sizes: Counter[int] = Counter()
-    for inputs, outputs in (
-        (hidden, qkv),
-        (config.num_attention_heads * config.head_dim, hidden),
-        (hidden, fc_in),
-        (mlp, hidden),
-    ):
-        sizes[inputs * outputs // tp_size] += config.num_layers
-    return sizes
+    without_bias = dataclasses.replace(config, add_bias_linear=False, add_qkv_bias=False)
+    one, none = (
+        parameter_sizes(dataclasses.replace(without_bias, num_layers=layers), tp_size, moe, ep_size)
+        for layers in (config.num_layers, 0)
+    )
+    sizes = one - none
+    norms = config.num_layers * (2 if config.normalization == "RMSNorm" else 4)
+    return sizes - Counter({config.hidden_size: norms})
 
 
 def _add_mlps(

@@ -230,8 +230,8 @@ def _engine_settings(facts: BannerData) -> Lines:
         betas = f"betas {settings.betas[0]:g} {settings.betas[1]:g}"
         coefficients = f"{betas}, epsilon {settings.epsilon:g}" if settings.epsilon else betas
     if settings.orthogonalized is not None:
-        model, tp = facts.config.model, facts.mesh.tp.size
-        tensors, matrices = parameter_sizes(model, tp), matrix_parameters(model, tp)
+        layout = facts.config.model, facts.mesh.tp.size, facts.config.moe, facts.mesh.ep.size
+        tensors, matrices = parameter_sizes(*layout), matrix_parameters(*layout)
         coefficients = (
             f"momentum {settings.momentum:g}, on {settings.orthogonalized} matrices "
             f"({_elements(matrices)}); AdamW on {(tensors - matrices).total()} other parameters "

@@ -186,6 +186,8 @@ def train(
             result = engine.train_step(batches, plan)
             assert not result.skipped
             run.losses.append(_mean(result.loss, mesh))
+            reported = {n: v for n, v in result.extras.items() if n != "decoupled_learning_rate"}
+            run.routing.append({name: _mean(value, mesh) for name, value in reported.items()})
             run.norms.append(None if result.grad_norm is None else float(result.grad_norm))
             run.weights.append(full_weights(engine, mesh))
             if mesh.pp.size > 1 and number < len(plans):  # the last pass is one of training
@@ -309,8 +311,8 @@ def full_tensor(
 
 def _mean(loss: SupportsFloat, mesh: Mesh) -> float:
     total = torch.tensor(float(loss), dtype=torch.float64)
-    dist.all_reduce(total, group=mesh.dp.handle)
-    return total.item() / mesh.dp.size
+    dist.all_reduce(total, group=mesh.dp_sp.handle)
+    return total.item() / mesh.dp_sp.size
 
 
 def _assert_nothing_left(parameters: list[weakref.ref[nn.Parameter]]) -> None:

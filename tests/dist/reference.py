@@ -17,6 +17,7 @@ import torch
 from torch.nn.utils import clip_grad_norm_
 
 from megatron_ds.config import Config, ModelConfig, OptimizerConfig
+from megatron_ds.engine.router_metrics import router_metrics
 from megatron_ds.model.gpt import GPTModel
 from megatron_ds.model.packed_attention import PackingOptions
 from megatron_ds.parallel.mesh import Mesh
@@ -50,6 +51,8 @@ class Run:
     """Elements of weights whose steps rounding decides, as booleans."""
     recorded: Recorded | None = None
     """What this rank decided."""
+    routing: list[dict[str, float]] = field(default_factory=list)
+    """What the routers of a mixture of experts report of each step."""
     notes: dict[str, Any] = field(default_factory=dict)
     """Further observations."""
 
@@ -139,6 +142,8 @@ def train_reference(
                 losses.append(model(part[:, :-1], part[:, 1:], mask).mean())
             loss = torch.stack(losses).mean()
             loss.backward()
+            reported = router_metrics(model.router_log.take())
+            run.routing.append({name: float(value) for name, value in reported.items()})
             run.losses.append(loss.item())
             run.gradients.append(_copy({name: p.grad for name, p in named.items()}))
             limit = config.optimizer.clip_grad or float("inf")
@@ -245,8 +250,9 @@ class Muon(torch.optim.AdamW):
             assert p.grad is not None
             momentum.mul_(beta).add_(p.grad)
             update = p.grad + beta * momentum
-            steps = [_orthogonalized(part) for part in update.split(sizes)]
-            p -= lr * (torch.cat(steps) + decay * p)
+            experts = update if p.dim() == 3 else [update]
+            steps = [_orthogonalized(part) for each in experts for part in each.split(sizes)]
+            p -= lr * (torch.cat(steps).view_as(p) + decay * p)
 
 
 def _orthogonalized(matrix: torch.Tensor) -> torch.Tensor:
@@ -258,12 +264,14 @@ def _orthogonalized(matrix: torch.Tensor) -> torch.Tensor:
     return 0.2 * max(matrix.shape) ** 0.5 * x
 
 
-def _fused_rows(config: ModelConfig, name: str) -> tuple[int, ...]:
+def _fused_rows(config: ModelConfig, name: str, weight: torch.Tensor) -> tuple[int, ...]:
     """Rows of the matrices of which a layer's weight consists."""
     heads, kv = config.num_attention_heads * config.head_dim, config.kv_heads * config.head_dim
     if name.endswith("attention.qkv.weight"):
         return heads, kv, kv
-    if name.endswith("mlp.fc_in.weight"):
+    if name.endswith("router.weight"):
+        return (len(weight),)
+    if name.endswith("fc_in.weight"):
         return (config.mlp_hidden_size,) * (2 if config.activation == "swiglu" else 1)
     return (config.hidden_size,)
 
@@ -274,8 +282,14 @@ def _optimizer(
     """Weight decay applies to matrices, not to biases and norms."""
     matrices = []
     if options.optimizer == "muon":
-        hidden = {name for name, p in named.items() if name.startswith("layers.") and p.dim() > 1}
-        matrices = [(named[name], _fused_rows(config, name)) for name in sorted(hidden)]
+        hidden = {
+            name
+            for name, p in named.items()
+            if name.startswith("layers.") and p.dim() > 1 and not name.endswith(".bias")
+        }
+        matrices = [
+            (named[name], _fused_rows(config, name, named[name])) for name in sorted(hidden)
+        ]
         named = {name: p for name, p in named.items() if name not in hidden}
     special = []
     if options.decoupled_lr is not None:

@@ -1,9 +1,10 @@
 """Mixtures of experts train like one process, however the experts are distributed.
 
-{ZeRO 0, 1, 2, 3 with all experts on every rank; ZeRO 1 and 2 with expert-parallel size 2 and 4} x
-TP, on 2 and 4 ranks, as in `test_parity.py`. The reference computes the same micro-batches, because
-the load-balancing loss and the capacity of experts are those of a micro-batch. It uses the layer
-itself, in one process; `tests/unit/model/test_moe.py` compares the layer with a loop over experts.
+{ZeRO 0, 1, 2, 3 with all experts on every rank; ZeRO 0, 1 and 2 with expert-parallel size 2 and 4}
+x {TP, Ulysses, pipeline stages}, on 2 and 4 ranks, as in `test_parity.py`. The reference computes
+the same micro-batches, because the load-balancing loss and the capacity of experts are those of a
+micro-batch. It uses the layer itself, in one process; `tests/unit/model/test_moe.py` compares the
+layer with a loop over experts.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ LOSSES = {"moe_aux_loss_coeff": 0.1, "moe_z_loss_coeff": 0.01}
 FOUR = {"num_experts": (4,), **LOSSES}
 DROPPING = {**FOUR, "moe_expert_capacity_factor": 1.0}
 FULL = {"recompute_granularity": "full"}
+SLICES, STAGES = {"ds_sequence_parallel_size": 2}, {"pipeline_model_parallel_size": 2}
 HALF_ERROR = 2e-2
 """Of losses and norms; an expert that counts twice, or not at all, changes the norm by more."""
 ROUTER_ERROR = 0.15
@@ -55,10 +57,13 @@ class ExpertCase:
 
     layout: Case
     ep: int
+    """Expert-parallel size."""
     moe: Mapping[str, Any] = field(default_factory=lambda: FOUR)
     changes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     is_packed: bool = False
     """Several documents per sample, with attention inside each."""
+    parallel: Mapping[str, Any] = field(default_factory=dict)
+    """Further sizes."""
     lengths: tuple[int, ...] = (16, 16, 16)
     """Tokens per sample of each step."""
 
@@ -72,17 +77,27 @@ class ExpertCase:
         return SAMPLES.with_document_ends(0.2) if self.is_packed else SAMPLES
 
     @property
+    def micro_batch_size(self) -> int:
+        sizes = self.parallel.get("ds_sequence_parallel_size", 1)
+        sizes *= self.parallel.get("pipeline_model_parallel_size", 1)
+        return self.layout.micro_batch_size * int(sizes)
+
+    @property
     def config(self) -> Config:
         changes = {name: dict(values) for name, values in self.changes.items()}
-        sizes = {"expert_model_parallel_size": self.ep}
-        return config_of(self.layout, moe=dict(self.moe), parallel=sizes, **changes)
+        changes["parallel"] = {"expert_model_parallel_size": self.ep, **self.parallel}
+        changes["schedule"] = {
+            "micro_batch_size": self.micro_batch_size,
+            **changes.get("schedule", {}),
+        }
+        return config_of(self.layout, moe=dict(self.moe), **changes)
 
     @property
     def reference(self) -> Run:
         one = dataclasses.replace(self.layout, stage=0, tp=1)
         in_fp32 = {name: each for name, each in self.changes.items() if name != "precision"}
-        config = dataclasses.replace(self, layout=one, ep=1, changes=in_fp32).config
-        size, documents = self.layout.micro_batch_size, None
+        alone = dataclasses.replace(self, layout=one, ep=1, changes=in_fp32, parallel={})
+        config, size, documents = alone.config, self.micro_batch_size, None
         if self.is_packed:
             documents = PackingOptions(EOD, reset_positions=False, reset_attention=True)
         return train_reference(config, self.samples, self.plans, documents, size)
@@ -115,6 +130,30 @@ CASES = {
         2,
         {**DROPPING, "moe_token_drop_policy": "position", "moe_router_pre_softmax": True},
     ),
+    "slices of sequences, dropping by probability": ExpertCase(
+        Case(2, 2, 1, 4, "learned", "adamw"), 1, DROPPING, parallel=SLICES
+    ),
+    "slices of sequences, dropping by position": ExpertCase(
+        Case(4, 1, 1, 1, "gqa", "sgd"),
+        2,
+        {**DROPPING, "moe_token_drop_policy": "position"},
+        parallel=SLICES,
+    ),
+    "two stages, the first without experts": ExpertCase(
+        Case(4, 1, 1, 4, "tied", "adamw"),
+        2,
+        {**DROPPING, "expert_interval": 2},
+        changes={"recompute": FULL},
+        parallel=STAGES,
+    ),
+    "folded stages, tp": ExpertCase(
+        Case(4, 1, 2, 4, "swiglu", "sgd"),
+        1,
+        changes={"model": {"num_layers": 4}},
+        parallel={**STAGES, "sequence_parallel": True, "pipeline_schedule": "dualpipev"},
+    ),
+    "zero 0, two copies": ExpertCase(Case(4, 0, 1, 4, "learned", "adamw"), 2),
+    "muon, tp": ExpertCase(Case(4, 2, 2, 1, "swiglu", "muon"), 2),
     "zero 1, tp": ExpertCase(Case(4, 1, 2, 4, "learned", "adamw"), 2),
     "zero 2, tp": ExpertCase(
         Case(4, 2, 2, 1, "swiglu", "sgd"),
@@ -154,8 +193,9 @@ HALF = {
     )
 }
 EVERYTHING = {**CASES, **HALF}
+IN_STAGES = "two stages, the first without experts"
 NONFINITE = "zero 2, recomputed with dropout"
-RESUMED = ("zero 1, tp, bf16", "zero 2, two copies")
+RESUMED = ("zero 1, tp, bf16", "zero 2, two copies", "zero 0, two copies", IN_STAGES)
 
 
 @pytest.fixture(scope="module")
@@ -189,6 +229,8 @@ def test_experts_train_like_one_process(name: str, results: dict[int, JobResults
     assert all(norm is not None and norm > 2 * clip for norm in reference.norms)
     for rank, run in enumerate(results[case.layout.world].of(name)):
         assert differences(run, reference) == [], f"rank {rank}"
+        for step, expected in zip(run.routing, reference.routing, strict=True):
+            assert step == pytest.approx(expected, rel=1e-5)
         norm = math.sqrt(sum(weight.square().sum() for weight in reference.weights[-1].values()))
         assert run.notes["params norm"] == pytest.approx(norm, rel=1e-5)
 
@@ -252,7 +294,7 @@ def resume(case: ExpertCase, folder: str, meshes: Meshes) -> dict[str, Any]:
     manager.save(engine, state)
     seen = {"own": full_weights(engine, mesh), "loss": evaluate(engine, config, mesh)}
     seen["recorded sizes"] = [partition.size for partition in engine.partitions()]
-    seen["sizes"] = [weights.numel() for weights in master_weights(engine._engine)]
+    seen["sizes"] = [size for sizes in engine._of_all_stages(flat_sizes(engine)) for size in sizes]
     seen["continued"] = third_step(engine, config, mesh, case)
     engine._engine.destroy()
 
@@ -265,6 +307,14 @@ def resume(case: ExpertCase, folder: str, meshes: Meshes) -> dict[str, Any]:
     engine._engine.destroy()
     seen["folder"] = found.path
     return seen
+
+
+def flat_sizes(engine: ZeroEngine) -> list[int]:
+    """Elements of the tensors whose states the optimizer saves."""
+    if engine.settings.zero_stage > 0:
+        return [weights.numel() for weights in master_weights(engine._engine)]
+    groups = engine._engine.basic_optimizer.param_groups
+    return [sum(parameter.numel() for parameter in group["params"]) for group in groups]
 
 
 def evaluate(engine: ZeroEngine, config: Config, mesh: Mesh) -> float:
@@ -313,9 +363,9 @@ def test_a_checkpoint_has_each_expert_once_and_the_model_of_the_run(
     found = read_run(path)
     equal({n: v.float() for n, v in iter_full_weights(found)}, first["own"])
     model = load_model(source_of(found), Mesh.single(), torch.device("cpu"))
-    ranks_per_sample = layout.layout.tp
-    for dp_rank, one in enumerate(seen[::ranks_per_sample]):
-        size = layout.layout.micro_batch_size
+    of_first_stage = len(seen) // layout.config.parallel.pipeline_model_parallel_size
+    for dp_rank, one in enumerate(seen[: of_first_stage : layout.layout.tp]):
+        size = layout.micro_batch_size
         tokens = SAMPLES.batch(dp_rank * size, size)
         with torch.no_grad():
             loss = model(tokens[:, :-1], tokens[:, 1:]).mean()

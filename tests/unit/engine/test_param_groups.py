@@ -24,6 +24,21 @@ def test_default_rule_decays_matrices_only() -> None:
     assert len(groups[1]["params"]) == 3
 
 
+def test_muon_updates_the_matrices_of_layers_and_stacked_ones() -> None:
+    rule = multiplier_rule(OptimizerConfig(optimizer="muon"))
+    matrices = {
+        "layers.0.mlp.router.weight": (4, 2),
+        "layers.0.mlp.experts.fc_in.weight": (4, 3, 2),
+    }
+    others = {
+        "layers.0.mlp.experts.fc_in.bias": (4, 3),
+        "layers.0.mlp_norm.weight": (2,),
+        "embedding.word.weight": (8, 2),
+    }
+    assert all(rule(name, shape).is_matrix for name, shape in matrices.items())
+    assert not any(rule(name, shape).is_matrix for name, shape in others.items())
+
+
 def test_rule_scales_learning_rate_and_weight_decay_of_each_parameter() -> None:
     def rule(name: str, shape: tuple[int, ...]) -> Multipliers:
         return Multipliers(lr=0.1 if name == "1.weight" else 1.0, weight_decay=1 / shape[0])
