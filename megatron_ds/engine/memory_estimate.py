@@ -12,6 +12,7 @@ N ranks over which states are partitioned, v this rank's rows of the vocabulary.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,7 +28,7 @@ from megatron_ds.model.flops import (
     parameters_per_rank,
 )
 from megatron_ds.model.mlp import num_tiles
-from megatron_ds.model.stages import layers_per_stage, rank_parameters
+from megatron_ds.model.stages import layers_per_stage, rank_experts, rank_parameters
 from megatron_ds.parallel.fused_linear_cross_entropy import CHUNK_BYTES
 
 ALLREDUCE_BUCKET = 500_000_000
@@ -288,10 +289,14 @@ class _Sizes:
         self.config, self.model, self.inputs = config, config.model, inputs
         self.ep_size = config.expert_parallel_size
         layout = config.model, inputs.tp_size, config.moe, self.ep_size
-        self.full = parameters_per_rank(*layout)
+        self.full, experts = parameters_per_rank(*layout), expert_parameters_per_rank(*layout)
         stages = layers_per_stage(config.model, config.parallel, config.moe)
-        if len(stages) > 1:
-            self.full = max(rank_parameters(config.model, config.parallel, config.moe))
+        self.is_staged = len(stages) > 1
+        if self.is_staged:
+            of_ranks = rank_parameters(config.model, config.parallel, config.moe)
+            self.full = max(of_ranks)
+            of_experts = rank_experts(config.model, config.parallel, config.moe)
+            experts = of_experts[of_ranks.index(self.full)]
         # A stage keeps the activations of a micro-batch until its gradient returns.
         samples = config.final_global_batch_size(inputs.dp_size // inputs.sp_size)
         micro = samples // (config.schedule.micro_batch_size * inputs.dp_size // inputs.sp_size)
@@ -299,16 +304,17 @@ class _Sizes:
             sum(stages[stage] * min(len(stages) - stage, max(1, micro)) for stage in own)
             for own in config.parallel.stages_of_ranks
         )
-        # An expert is partitioned over the data-parallel ranks that have it.
-        experts = expert_parameters_per_rank(*layout)
-        others = -(-(self.full - experts) // inputs.dp_size)
-        self.partition = others + -(-experts * self.ep_size // inputs.dp_size)
-        self.matrices = matrix_parameters(config.model, inputs.tp_size)
+        self.partition = self._partition(self.full, experts)
+        own = max(sum(stages[stage] for stage in own) for own in config.parallel.stages_of_ranks)
+        matrices = dataclasses.replace(config.model, num_layers=own, add_bias_linear=False)
+        self.matrices = matrix_parameters(matrices, *layout[1:])
+        elements = sum(size * count for size, count in self.matrices.items())
+        experts = expert_parameters_per_rank(matrices, *layout[1:])
+        self.matrix_share = self._partition(elements, experts)
         owned = self.full if inputs.zero_stage == 0 else self.partition
         self.moments = round(inputs.moment_bytes * inputs.moments * owned)
         if inputs.has_matrix_updates:
-            elements = sum(size * count for size, count in self.matrices.items())
-            self.moments -= FP32 * -(-elements // (inputs.dp_size if inputs.zero_stage else 1))
+            self.moments -= FP32 * (self.matrix_share if inputs.zero_stage else elements)
         self.tokens = config.schedule.micro_batch_size * config.model.seq_length // inputs.sp_size
         self.stream = self.tokens * config.model.hidden_size * inputs.param_bytes
         # Sequence parallelism shards what is stored between the layers, their inputs included.
@@ -326,6 +332,11 @@ class _Sizes:
         )
         elements = min(inputs.bucket_elements, self.full) if self.has_bucket else 0
         self.bucket = inputs.reduction_bytes * elements
+
+    def _partition(self, elements: int, experts: int) -> int:
+        """Elements on each rank: an expert is partitioned over the ranks that have it."""
+        dp_size = self.inputs.dp_size
+        return -(-(elements - experts) // dp_size) + -(-experts * self.ep_size // dp_size)
 
     def states(self) -> tuple[dict[str, int], dict[str, int]]:
         """States on the device and on the host."""
@@ -434,10 +445,8 @@ class _Sizes:
         """
         if not self.inputs.has_matrix_updates:
             return 0
-        elements = sum(size * count for size, count in self.matrices.items())
-        share = -(-elements // self.inputs.dp_size)
         largest = max(self.matrices) * self.inputs.tp_size
-        return self.inputs.param_bytes * 4 * (share + largest)
+        return self.inputs.param_bytes * 4 * (self.matrix_share + largest)
 
     def reduction(self) -> int:
         inputs = self.inputs
@@ -470,6 +479,8 @@ class _Sizes:
             ends += self._mlp() // num_tiles(self.tokens, model.hidden_size)
         experts = self._experts() - (0 if recompute.tiled_mlp else self._mlp())
         sparse = self.config.moe.num_moe_layers(model.num_layers)
+        if self.is_staged:
+            sparse = min(1, sparse) * -(-self.stored_layers // self.config.moe.expert_interval)
         if recompute.recompute_granularity != "full":
             return ends + self.stored_layers * layer + sparse * experts
         units = -(-self.stored_layers // recompute.checkpoint_num_layers)
@@ -526,7 +537,9 @@ class _Sizes:
         router = 2 * self.tokens * moe.experts + self.tokens + rows
         if element < FP32:  # the router's input and weight in fp32; the input itself is not saved
             router += (self.tokens + moe.experts) * self.model.hidden_size
-            saved += rows * element - self.tokens * self.model.hidden_size * element
+            saved += rows * element - self.residual
+        else:  # the complete input, where a rank has a slice of the sequence
+            saved += self.stream - self.residual
         return saved + FP32 * router
 
     def _norm(self) -> int:

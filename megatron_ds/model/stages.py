@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from megatron_ds.config import ModelConfig, MoEConfig, ParallelConfig
-from megatron_ds.model.flops import DENSE, parameter_sizes
+from megatron_ds.model.flops import DENSE, expert_parameters_per_rank, parameter_sizes
 
 
 def layers_per_stage(
@@ -94,6 +94,20 @@ def rank_parameters(
         tied = not model.untie_embeddings_and_output_weights  # both stages use one copy
         result[0] -= tied * model.padded_vocab(tp_size) // tp_size * model.hidden_size
     return result
+
+
+def rank_experts(model: ModelConfig, parallel: ParallelConfig, moe: MoEConfig) -> list[int]:
+    """Parameters of the experts of each pipeline rank. Arguments as for `rank_parameters`."""
+    tp_size, ep_size = parallel.tensor_model_parallel_size, parallel.expert_model_parallel_size
+    ends = [0, *itertools.accumulate(layers_per_stage(model, parallel, moe))]
+    up_to = [
+        expert_parameters_per_rank(
+            dataclasses.replace(model, num_layers=end), tp_size, moe, ep_size
+        )
+        for end in ends
+    ]
+    counts = [after - before for before, after in itertools.pairwise(up_to)]
+    return [sum(counts[stage] for stage in own) for own in parallel.stages_of_ranks]
 
 
 def balanced(weights: Sequence[float], parts: int) -> tuple[int, ...]:

@@ -188,11 +188,13 @@ def test_experts_are_partitioned_over_the_ranks_that_have_them(experts: int) -> 
 
 @pytest.mark.parametrize("model", ["plain", "hidden dropout", "swiglu, RMSNorm"])
 @pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("experts", [1, 8])
 def test_activations_of_a_tensor_parallel_rank_equal_what_autograd_saves(
-    model: str, sequence_parallel: bool, monkeypatch: pytest.MonkeyPatch
+    model: str, sequence_parallel: bool, experts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = dataclasses.replace(
         config(**MODELS[model]),
+        moe=MoEConfig(num_experts=(experts,)),
         parallel=ParallelConfig(tensor_model_parallel_size=2, sequence_parallel=sequence_parallel),
     )
     group = Group(ranks=(0, 1), rank=0, handle=None, sequence_parallel=sequence_parallel)

@@ -6,9 +6,15 @@ import itertools
 
 import pytest
 
-from megatron_ds.config import ModelConfig, ParallelConfig
+from megatron_ds.config import ModelConfig, MoEConfig, ParallelConfig
 from megatron_ds.model.gpt import GPTModel
-from megatron_ds.model.stages import balanced, layers_per_stage, rank_parameters, stage_parameters
+from megatron_ds.model.stages import (
+    balanced,
+    layers_per_stage,
+    rank_experts,
+    rank_parameters,
+    stage_parameters,
+)
 from tests.unit.model.dense import build_model
 
 MODEL = ModelConfig(
@@ -68,8 +74,17 @@ def test_balanced_division_is_the_best_of_all(weights: tuple[int, ...], parts: i
 
 
 @pytest.mark.parametrize("untied", [False, True])
-@pytest.mark.parametrize("position", ["learned_absolute", "rope"])
-def test_parameters_of_stages_are_those_of_their_models(untied: bool, position: str) -> None:
+@pytest.mark.parametrize(
+    ("position", "moe"),
+    [
+        ("learned_absolute", MoEConfig()),
+        ("rope", MoEConfig()),
+        ("rope", MoEConfig(num_experts=(4,), expert_interval=3)),
+    ],
+)
+def test_parameters_of_stages_are_those_of_their_models(
+    untied: bool, position: str, moe: MoEConfig
+) -> None:
     config = ModelConfig(
         **{
             **vars(MODEL),
@@ -81,17 +96,18 @@ def test_parameters_of_stages_are_those_of_their_models(untied: bool, position: 
     stages = [(slice(0, 3),), (slice(3, 6),), (slice(6, None),)]
     counted = [
         sum(size * count for size, count in sizes.items())
-        for sizes in stage_parameters(config, 1, (2, 3, 2))
+        for sizes in stage_parameters(config, 1, (2, 3, 2), moe)
     ]
 
-    def count(model: GPTModel) -> int:
-        return sum(parameter.numel() for parameter in model.parameters())
+    def count(model: GPTModel, part: str = "") -> int:
+        return sum(p.numel() for name, p in model.named_parameters() if part in name)
 
-    assert counted == [count(build_model(config, stages=each)) for each in stages]
+    assert counted == [count(build_model(config, stages=each, moe=moe)) for each in stages]
 
     folded = [(slice(0, 2), slice(7, None)), (slice(2, 5), slice(5, 7))]
     parallel = ParallelConfig(
         pipeline_model_parallel_size=2, pipeline_schedule="dualpipev", pp_partition_method="1,3,2,1"
     )
-    expected = [count(build_model(config, stages=each)) for each in folded]
-    assert rank_parameters(config, parallel) == expected
+    models = [build_model(config, stages=each, moe=moe) for each in folded]
+    assert rank_parameters(config, parallel, moe) == [count(model) for model in models]
+    assert rank_experts(config, parallel, moe) == [count(model, ".experts.") for model in models]
