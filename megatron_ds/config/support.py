@@ -289,11 +289,6 @@ RULES: tuple[Rule, ...] = (
         upstream="DeepSpeed#4808",
     ),
     Rule(
-        "expert-parallel-with-offload",
-        {"experts": ("distributed",), "offload": OPTIMIZER_OFFLOADED},
-        instead={"offload": "none"},
-    ),
-    Rule(
         "zero0-with-half-precision",
         {"zero": ("0",), "precision": ("bf16", "fp16")},
         instead={"zero": "1"},
