@@ -142,7 +142,7 @@ CASES = {
     "two stages, the first without experts": ExpertCase(
         Case(4, 1, 1, 4, "tied", "adamw"),
         2,
-        {**DROPPING, "expert_interval": 2},
+        {**FOUR, "expert_interval": 2},
         changes={"recompute": FULL},
         parallel=STAGES,
     ),
