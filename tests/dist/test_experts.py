@@ -35,7 +35,7 @@ from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.parallel.sharding import expert_group
 from megatron_ds.train_state import StepPlan, TrainState
 from tests.dist.compare import differences
-from tests.dist.engine_harness import Meshes, batches_of, build, full_weights
+from tests.dist.engine_harness import Meshes, batches_of, build, full_weights, train
 from tests.dist.parity_cases import SAMPLES, Case, config_of, plans_of
 from tests.dist.rank_jobs import Job, JobResults, run_jobs, training
 from tests.dist.reference import EOD, Run, Samples, Tensors, train_reference
@@ -194,7 +194,18 @@ HALF = {
 }
 EVERYTHING = {**CASES, **HALF}
 IN_STAGES = "two stages, the first without experts"
-NONFINITE = "zero 2, recomputed with dropout"
+NONFINITE = (
+    "zero 2, recomputed with dropout",
+    "zero 1, two copies, bf16",
+    "zero 0, two copies",
+    "slices of sequences, dropping by position",
+    IN_STAGES,
+)
+UNUSED = (
+    "zero 1, top 1, every other layer",
+    "zero 2, tp",
+    "slices of sequences, dropping by position",
+)
 RESUMED = ("zero 1, tp, bf16", "zero 2, two copies", "zero 0, two copies", IN_STAGES)
 
 
@@ -206,11 +217,14 @@ def results(
     items = [item for item in request.session.items if item.path == request.path]
     jobs: dict[int, dict[str, Job]] = {2: {}, 4: {}}
     for item in items:
-        name = item.callspec.params["name"] if hasattr(item, "callspec") else NONFINITE
-        case = EVERYTHING[name]
-        if name == NONFINITE and not hasattr(item, "callspec"):
-            jobs[2]["non-finite"] = partial(skip, case)
-        elif item.originalname in (  # type: ignore[attr-defined]
+        name = item.callspec.params["name"]  # type: ignore[attr-defined]
+        case, test = EVERYTHING[name], item.originalname  # type: ignore[attr-defined]
+        world = case.layout.world
+        if test == test_a_nonfinite_gradient_of_an_expert_skips_the_step_on_all_ranks.__name__:
+            jobs[world][f"skip {name}"] = partial(skip, case)
+        elif test == test_experts_without_tokens_have_zero_gradients.__name__:
+            jobs[world][f"unused {name}"] = partial(use_one_expert, case)
+        elif test in (
             test_a_resumed_run_continues_bit_for_bit.__name__,
             test_a_checkpoint_has_each_expert_once_and_the_model_of_the_run.__name__,
         ):
@@ -264,20 +278,58 @@ def skip(case: ExpertCase, meshes: Meshes) -> tuple[bool, bool, bool]:
     before = full_weights(engine, mesh)
     batches = batches_of(config, mesh, SAMPLES)
     parameters = engine._engine.module.parameters()
-    own = next(parameter for parameter in parameters if expert_group(parameter) is not None)
-    hook = own.register_hook(lambda grad: grad * (float("nan") if mesh.rank == 1 else 1.0))
+    experts = [each for each in parameters if expert_group(each) is not None]
+    factor = float("nan") if mesh.rank == mesh.world_size - 1 else 1.0
+    hooks = [each.register_hook(lambda grad: grad * factor) for each in experts[:1]]
     skipped = engine.train_step(batches, plan).skipped
-    hook.remove()
-    kept = all(torch.equal(full_weights(engine, mesh)[name], before[name]) for name in before)
+    for hook in hooks:
+        hook.remove()
+    after = full_weights(engine, mesh)
+    kept = all(torch.equal(after[name], before[name]) for name in before)
     applied = not engine.train_step(batches, plan).skipped
     engine._engine.destroy()
     return skipped, kept, applied
 
 
+@pytest.mark.parametrize("name", NONFINITE)
 def test_a_nonfinite_gradient_of_an_expert_skips_the_step_on_all_ranks(
-    results: dict[int, JobResults],
+    name: str, results: dict[int, JobResults]
 ) -> None:
-    assert results[2].of("non-finite") == [(True, True, True)] * 2
+    """On the last rank, of an expert that only some ranks have."""
+    world = EVERYTHING[name].layout.world
+    assert results[world].of(f"skip {name}") == [(True, True, True)] * world
+
+
+def use_one_expert(case: ExpertCase, meshes: Meshes) -> tuple[Run, list[list[bool]]]:
+    """One step in which every token selects the same experts; and whether each expert then has a
+    gradient, by parameter."""
+    config, plans = case.config, case.plans[:1]
+    found: list[list[bool]] = []
+
+    def probe(engine: Any) -> None:
+        for name, parameter in engine.module.named_parameters():
+            if name.endswith("router.weight"):
+                parameter.data.zero_()
+
+    run = train(config, plans, case.samples, probe, meshes)
+    for name, gradient in run.gradients[0].items():
+        if ".experts." in name:
+            found.append([bool(expert.count_nonzero()) for expert in gradient])
+    return run, found
+
+
+@pytest.mark.parametrize("name", UNUSED)
+def test_experts_without_tokens_have_zero_gradients(
+    name: str, results: dict[int, JobResults]
+) -> None:
+    """Also where all experts of a rank are without tokens."""
+    case = EVERYTHING[name]
+    size, topk = case.config.moe.experts, case.config.moe.moe_router_topk
+    for run, found in results[case.layout.world].of(f"unused {name}"):
+        assert found
+        assert all(sum(used) == topk for used in found)
+        assert run.routing[0]["max_expert_load"] == pytest.approx(size / topk)
+        assert math.isfinite(run.norms[0])
 
 
 def resume(case: ExpertCase, folder: str, meshes: Meshes) -> dict[str, Any]:
