@@ -444,6 +444,26 @@ PROOFS: tuple[Proof, ...] = (
         {"experts": ("distributed",), "documents": ("on",), "curriculum": ("on",)},
     ),
     Proof(
+        "tests/dist/test_experts.py::test_experts_train_like_one_process",
+        {"experts": ("distributed",), "zero": ("0",)},
+    ),
+    Proof(
+        "tests/dist/test_experts.py::test_experts_train_like_one_process",
+        {"experts": ("distributed",), "sp": (MANY,), "optimizer": ("sgd",)},
+    ),
+    Proof(
+        "tests/dist/test_experts.py::test_experts_train_like_one_process",
+        {"experts": ("distributed",), "pp": (MANY,), "recompute": ("full",)},
+    ),
+    Proof(
+        "tests/dist/test_experts.py::test_experts_train_like_one_process",
+        {**SEQUENCE, "experts": ("replicated",), "pp": (MANY,), "optimizer": ("sgd",)},
+    ),
+    Proof(
+        "tests/dist/test_experts.py::test_experts_train_like_one_process",
+        {"experts": ("distributed",), "tp": (MANY,), "zero": ("2",), "optimizer": ("muon",)},
+    ),
+    Proof(
         "tests/dist/test_experts.py::test_experts_in_half_precision_have_the_norm_of_one_process",
         {
             "experts": ("distributed",),
