@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import tarfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -63,6 +64,15 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     yield
     dist.destroy_process_group()
+
+
+@pytest.fixture(scope="session")
+def megatron_checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Checkpoints that Megatron's programs wrote, with the logits of their own models, and data."""
+    folder = tmp_path_factory.mktemp("megatron")
+    with tarfile.open(REPOSITORY / "tests" / "golden" / "megatron_checkpoints.tar.xz") as archive:
+        archive.extractall(folder, filter="data")
+    return folder
 
 
 @pytest.fixture(scope="session")

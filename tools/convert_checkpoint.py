@@ -25,9 +25,10 @@ class Options:
     """Converts the weights of a checkpoint to another format, on the CPU, one tensor at a time.
 
     Formats: native, a checkpoint of a training or a folder of weights alone; hf, a model of Hugging
-    Face's transformers. The output folder appears complete or not at all. A native output is
-    a folder of weights: --load of a training starts from it, and the server loads it, on every
-    layout.
+    Face's transformers; megatron, a checkpoint of Megatron-LM, as input also of Megatron-DeepSpeed;
+    as input torch_dist, a checkpoint of Megatron Core. The output folder appears complete or not at
+    all. A native output is a folder of weights: --load of a training starts from it, and the server
+    loads it, on every layout.
     """
 
     load: str = option_field("", "folder to convert", metavar="FOLDER", required=True)
@@ -35,10 +36,13 @@ class Options:
         "", "new folder of the converted weights", metavar="FOLDER", required=True
     )
     source_format: str = option_field(
-        "auto", "format of --load", flag="from", choices=("auto", "native", "hf")
+        "auto",
+        "format of --load",
+        flag="from",
+        choices=("auto", "native", "hf", "megatron", "torch_dist"),
     )
     target_format: str = option_field(
-        "", "format of --save", flag="to", choices=("native", "hf"), required=True
+        "", "format of --save", flag="to", choices=("native", "hf", "megatron"), required=True
     )
     dtype: str | None = option_field(
         None, "type of the weights (default: as they are)", choices=("fp32", "bf16", "fp16")
@@ -86,7 +90,13 @@ def work(options: Options) -> None:
     start = time.perf_counter()
     source = open_source(Path(options.load), options.source_format, warn)
     source = source.to(None if options.dtype is None else DTYPES[options.dtype])
-    target = convert.Target(Path(options.save), options.target_format, options.hf_model_type)
+    target = convert.Target(
+        Path(options.save),
+        options.target_format,
+        options.hf_model_type,
+        tp_size=options.target_tensor_parallel_size,
+        pp_size=options.target_pipeline_parallel_size,
+    )
     total = sum(tensor.nbytes for tensor in source.tensors.values())
     count = size = 0
     with progress("converting", total, log_interval=100) as update:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_ds.checkpoint.formats.huggingface import write_hf
+from megatron_ds.checkpoint.formats.megatron_export import write_megatron
 from megatron_ds.checkpoint.formats.open_source import open_source
 from megatron_ds.checkpoint.formats.safetensors_files import OnTensor
 from megatron_ds.checkpoint.formats.source import WeightsSource
@@ -36,6 +37,10 @@ class Target:
     format: str
     hf_model_type: str | None = None
     """Family of an hf target. None: the original one, or the first that has the parts."""
+    tp_size: int = 1
+    """Tensor-parallel size of a megatron target."""
+    pp_size: int = 1
+    """Pipeline stages of a megatron target."""
 
 
 Writer = Callable[[WeightsSource, Target, OnTensor], None]
@@ -45,6 +50,13 @@ WRITERS: dict[str, Writer] = {
     ),
     "hf": lambda source, target, on_tensor: write_hf(
         source, target.folder, model_type=target.hf_model_type, on_tensor=on_tensor
+    ),
+    "megatron": lambda source, target, on_tensor: write_megatron(
+        source,
+        target.folder,
+        tp_size=target.tp_size,
+        pp_size=target.pp_size,
+        on_tensor=on_tensor,
     ),
 }
 """By name of the format."""

@@ -1,12 +1,12 @@
 """Checkpoints of Megatron-LM, Megatron Core and Megatron-DeepSpeed as full tensors of our model.
 
-Owns which of the formats a folder has, and the result of reading it: canonical names, rows in our
-order, and the options of the model.
+Owns the result of reading one: canonical names, rows in our order, and the options of the model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,9 +16,17 @@ from torch import Tensor
 
 from megatron_ds.checkpoint.formats import megatron_args
 from megatron_ds.checkpoint.formats.megatron_files import (
-    FoundWeights,
+    Shards,
     read_deepspeed,
     read_legacy,
+)
+from megatron_ds.checkpoint.formats.megatron_folders import (
+    DEEPSPEED,
+    LEGACY,
+    TORCH_DIST,
+    TRACKER,
+    MegatronCheckpoint,
+    find_checkpoint,
 )
 from megatron_ds.checkpoint.formats.megatron_names import (
     RowOrders,
@@ -27,21 +35,10 @@ from megatron_ds.checkpoint.formats.megatron_names import (
     joined_shape,
 )
 from megatron_ds.checkpoint.formats.source import ModelSettings, WeightsSource
-from megatron_ds.checkpoint.formats.torch_dist import is_torch_dist, read_torch_dist
-from megatron_ds.checkpoint.lazy_tensors import LazyTensor
+from megatron_ds.checkpoint.formats.torch_dist import read_torch_dist
+from megatron_ds.checkpoint.lazy_tensors import LazyTensor, LazyTensors
+from megatron_ds.config import ModelConfig, MoEConfig
 from megatron_ds.config.problems import Problem, user_error
-
-TRACKER = "latest_checkpointed_iteration.txt"
-DEEPSPEED_TRACKER = "latest"
-LEGACY, TORCH_DIST, DEEPSPEED = "megatron", "torch_dist", "megatron-deepspeed"
-
-
-@dataclass(frozen=True)
-class MegatronCheckpoint:
-    """A folder of one of the formats."""
-
-    path: Path
-    kind: str
 
 
 @dataclass(frozen=True)
@@ -49,19 +46,30 @@ class MegatronModel:
     """The model of a checkpoint."""
 
     source: WeightsSource
-    """Vocabulary tables have their padding, and `vocab_size` counts it if it is not known."""
+    """Vocabulary tables have their padding, and its `vocab_size` counts it if it is not known."""
+    vocab_size: int | None
+    """Number of tokens without padding; None if the checkpoint does not tell."""
     iteration: int
+    consumed_samples: int | None
+    """Samples of the training so far; None if the checkpoint does not tell."""
+    applied_samples: int | None
+    """Those in steps that were not skipped, by which the learning rate is scheduled."""
+    optimizer: Mapping[str, LazyTensors]
+    """The optimizer's states by kind, as `tensors` of the source; empty if they are not read."""
+    steps: int | None
+    """Steps of the optimizer."""
+    unread: str
+    """Why the optimizer's states are not read."""
     notes: tuple[Problem, ...]
     """What a user should know."""
 
 
-def is_megatron(path: Path) -> bool:
-    """Whether a folder is a checkpoint of one of the formats, or a --save folder that has one."""
-    return find_checkpoint(path) is not None
-
-
-def open_megatron(path: Path) -> WeightsSource:
+def open_megatron(path: Path, warn: Callable[[str], None] = lambda text: None) -> WeightsSource:
     """Opens the checkpoint that the pointers of a folder name, or the folder's own.
+
+    Args:
+        path: The folder.
+        warn: Called with each warning.
 
     Raises:
         UserError: If files are missing or damaged, or the model lacks a part.
@@ -69,30 +77,14 @@ def open_megatron(path: Path) -> WeightsSource:
     found = find_checkpoint(path)
     if found is None:
         raise user_error("megatron-files-missing", folder=path, names=TRACKER)
-    return open_checkpoint(found).source
-
-
-def find_checkpoint(folder: Path, step: int | None = None) -> MegatronCheckpoint | None:
-    """The checkpoint that the pointers of a folder name, or the folder's own.
-
-    Args:
-        folder: A --save folder of one of the programs, or one of its checkpoints.
-        step: Iteration of the checkpoint instead.
-
-    Returns:
-        None if the folder has none of these formats.
-    """
-    names = [_pointer(folder / DEEPSPEED_TRACKER), _pointer(folder / TRACKER)]
-    if step is not None:
-        names = [str(step)]
-    candidates = [folder / _folder_name(name) for name in names if name]
-    candidates += [folder / f"global_step{name}" for name in names if name and name.isdigit()]
-    if step is None:
-        candidates.append(folder)
-    for path in candidates:
-        if (kind := _kind(path)) is not None:
-            return MegatronCheckpoint(path, kind)
-    return None
+    model = open_checkpoint(found)
+    notes = [*model.notes]
+    if model.vocab_size is None:
+        rows = model.source.settings.model.vocab_size
+        notes.append(Problem("megatron-vocabulary-unknown", path=found.path, rows=rows))
+    for note in notes:
+        warn(f"WARNING: {note.render()}")
+    return model.source.checked()
 
 
 def open_checkpoint(
@@ -121,25 +113,35 @@ def open_checkpoint(
         orders = megatron_args.row_orders(complete, {}, 3.0)  # the same in all versions
     else:
         orders = megatron_args.row_orders(complete, args, state.get("checkpoint_version"))
-    tensors = _canonical(found.path, weights, orders, complete)
+    tensors = _canonical(found.path, weights.shards, orders, complete)
+    optimizer = {
+        kind: _canonical(found.path, shards, orders, complete)
+        for kind, shards in weights.optimizer.items()
+    }
     rows = tensors["embedding.word.weight"].shape[0] if "embedding.word.weight" in tensors else 0
-    fixed, defaults = megatron_args.split_settings(settings)
     vocab_size = megatron_args.true_vocab_size(state, args)
-    if vocab_size is None:
-        defaults["vocab_size"] = rows
-    else:
-        fixed["vocab_size"] = vocab_size
-    described = ModelSettings(fixed, defaults, megatron_args.tokenizer_settings(args))
+    described = ModelSettings({}, {"vocab_size": rows})
+    if settings:
+        config = ModelConfig(**settings, vocab_size=vocab_size or rows)
+        described = ModelSettings.of(config, MoEConfig(), None, None)
+        tokenizer = megatron_args.tokenizer_settings(args)
+        described = dataclasses.replace(described, tokenizer=tokenizer)
     return MegatronModel(
         WeightsSource(found.path, found.kind, described, tensors),
+        vocab_size=vocab_size,
         iteration=int(state.get("iteration", state.get("total_iters")) or 0),
+        consumed_samples=args.get("consumed_train_samples"),
+        applied_samples=megatron_args.scheduled_samples(state),
+        optimizer=optimizer,
+        steps=weights.steps,
+        unread=weights.unread,
         notes=tuple(megatron_args.notes(args)),
     )
 
 
 def _canonical(
     path: Path,
-    weights: FoundWeights,
+    found: Shards,
     orders: RowOrders,
     settings: Mapping[str, Any],
 ) -> dict[str, LazyTensor]:
@@ -147,7 +149,7 @@ def _canonical(
     tied = not settings.get("untie_embeddings_and_output_weights", False)
     tensors: dict[str, LazyTensor] = {}
     unknown = []
-    for foreign, shards in weights.shards.items():
+    for foreign, shards in found.items():
         name = canonical_name(foreign)
         if name is None:
             unknown.append(foreign)
@@ -156,7 +158,7 @@ def _canonical(
     if unknown:
         raise user_error("megatron-weights-unknown", path=path, names=", ".join(sorted(unknown)))
     layers = {name.split(".")[1] for name in tensors if name.startswith("layers.")}
-    expected = settings.get("num_layers", len(layers))
+    expected = settings.get("num_layers") or len(layers)
     if layers != {str(layer) for layer in range(expected)}:
         raise user_error("megatron-layers-missing", path=path, found=len(layers), expected=expected)
     return tensors
@@ -169,25 +171,3 @@ def _joined(name: str, shards: list[LazyTensor], orders: RowOrders) -> LazyTenso
 
 def _read(name: str, shards: list[LazyTensor], orders: RowOrders) -> Tensor:
     return join(name, [shard.read() for shard in shards], orders)
-
-
-def _pointer(path: Path) -> str:
-    try:
-        return path.read_text(errors="replace").strip()
-    except OSError:
-        return ""
-
-
-def _folder_name(pointer: str) -> str:
-    """The folder that a tracker names: an iteration, `release`, or the name itself."""
-    return f"iter_{int(pointer):07d}" if pointer.isdigit() else Path(pointer).name
-
-
-def _kind(path: Path) -> str | None:
-    if not path.is_dir() or (path / "run.json").is_file():
-        return None
-    if is_torch_dist(path):
-        return TORCH_DIST
-    if any(each.is_dir() for each in path.glob("mp_rank_*")):
-        return LEGACY
-    return DEEPSPEED if any(path.glob("*_model_states.pt")) else None

@@ -12,7 +12,6 @@ from typing import Any
 
 from megatron_ds.checkpoint.formats.foreign_pickle import StandIn
 from megatron_ds.checkpoint.formats.megatron_names import QkvOrder, RowOrders
-from megatron_ds.checkpoint.formats.source import CHANGEABLE_FIELDS
 from megatron_ds.config.problems import Problem, user_error
 from megatron_ds.config.tokenizer import TOKENIZERS
 
@@ -81,14 +80,9 @@ def model_settings(args: Mapping[str, Any]) -> dict[str, Any]:
     }
     if not settings["add_bias_linear"]:
         settings["add_qkv_bias"] = bool(args.get("add_qkv_bias", False))
-    return settings
-
-
-def split_settings(settings: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The options that the weights determine, and those that a run may change."""
-    present = {name: value for name, value in settings.items() if value is not None}
-    fixed = {name: present[name] for name in present if name not in CHANGEABLE_FIELDS}
-    return fixed, {name: present[name] for name in present if name in CHANGEABLE_FIELDS}
+    of_the_run = ("attention_dropout", "hidden_dropout", "init_method_std")
+    settings |= {name: args.get(name) for name in of_the_run}
+    return {name: value for name, value in settings.items() if value is not None}
 
 
 def tokenizer_settings(args: Mapping[str, Any]) -> dict[str, Any]:
@@ -163,6 +157,13 @@ def true_vocab_size(state: Mapping[str, Any], args: Mapping[str, Any]) -> int | 
     if args.get("tokenizer_type") == "NullTokenizer" and args.get("vocab_size"):
         return int(args["vocab_size"]) + 1  # its end-of-document id is not counted
     return None
+
+
+def scheduled_samples(state: Mapping[str, Any]) -> int | None:
+    """Samples that the learning rate schedule has counted; None if it is not saved."""
+    scheduler = state.get("opt_param_scheduler") or state.get("lr_scheduler") or {}
+    steps = scheduler.get("num_steps")
+    return None if steps is None else int(steps)
 
 
 def notes(args: Mapping[str, Any]) -> Iterator[Problem]:

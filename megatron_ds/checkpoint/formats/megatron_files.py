@@ -13,14 +13,15 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from megatron_ds.checkpoint.formats.foreign_pickle import read_foreign
-from megatron_ds.checkpoint.formats.megatron_names import PREFIX, is_ignored
+from megatron_ds.checkpoint.formats.megatron_names import PREFIX, is_copy, is_ignored
+from megatron_ds.checkpoint.formats.megatron_optimizer import OptimizerStates, assign_states
 from megatron_ds.checkpoint.full_weights import zero3_parameters
 from megatron_ds.checkpoint.lazy_tensors import LazyTensor
 from megatron_ds.config.problems import user_error
@@ -30,6 +31,7 @@ LAYER_FILE = re.compile(r"layer_(\d+)-model_(\d+)-model_states\.pt")
 STATE_FILE = re.compile(r"mp_rank_(\d+)_model_states\.pt")
 ZERO3_FILE = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt")
 LAYER_NAME = re.compile(r"layers\.(\d+)\.")
+WEIGHTS = "weights"
 NORM_KEYS = {"weight", "bias", "scale"}
 
 Shards = dict[str, list[LazyTensor]]
@@ -43,6 +45,12 @@ class FoundWeights:
     state: Mapping[str, Any]
     """Everything but the weights: arguments, version, counters."""
     shards: Shards
+    optimizer: Mapping[str, Shards] = field(default_factory=dict)
+    """The same of the optimizer's states, by kind; empty if they cannot be read."""
+    steps: int | None = None
+    """Steps of the optimizer."""
+    unread: str = "its optimizer states are partitioned by DeepSpeed"
+    """Why the optimizer's states cannot be read."""
 
 
 def read_legacy(folder: Path) -> FoundWeights:
@@ -55,15 +63,25 @@ def read_legacy(folder: Path) -> FoundWeights:
             raise user_error("megatron-part-unsupported", path=folder, part="expert parallelism")
         files[int(found[2] or 0), int(found[1])] = path / "model_optim_rng.pt"
     stages, ranks = _sizes(folder, files)
-    shards: Shards = defaultdict(list)
+    kinds: dict[str, Shards] = defaultdict(lambda: defaultdict(list))
     state: dict[str, Any] = {}
+    states: list[OptimizerStates] = []
     for rank in range(ranks):
         loaded = [_read(files[stage, rank]) for stage in range(stages)]
         state = state or {key: value for key, value in loaded[0].items() if key != "model"}
-        for name, tensor in _stages_as_one([_chunks(each) for each in loaded]):
-            if len(shards[name]) <= rank:  # not a copy of another stage's tensor
-                shards[name].append(LazyTensor.of(tensor))
-    return FoundWeights(state, _complete(folder, shards, ranks))
+        chunks = [_chunks(each) for each in loaded]
+        _add(kinds[WEIGHTS], chunks, rank)
+        own = [
+            assign_states(each, file.get("optimizer"))
+            for each, file in zip(chunks, loaded, strict=True)
+        ]
+        states += own
+        for kind in own[0].by_kind if not any(each.unread for each in states) else ():
+            _add(kinds[kind], [each.by_kind[kind] for each in own], rank)
+    complete = {kind: _complete(folder, shards, ranks) for kind, shards in kinds.items()}
+    weights = complete.pop(WEIGHTS)
+    unread = next((each.unread for each in states if each.unread), "")
+    return FoundWeights(state, weights, {} if unread else complete, states[0].steps, unread)
 
 
 def read_deepspeed(folder: Path) -> FoundWeights:
@@ -187,6 +205,13 @@ def _chunks(loaded: Mapping[str, Any]) -> list[dict[str, Tensor]]:
             loaded[f"model{index}"] for index in range(len(loaded)) if f"model{index}" in loaded
         ]
     return [{PREFIX.sub("", name): tensor for name, tensor in _flatten(each)} for each in chunks]
+
+
+def _add(shards: Shards, stages: Sequence[Sequence[Mapping[str, Tensor]]], rank: int) -> None:
+    """Adds the tensors of one rank's stages, without a stage's copy of another one's."""
+    for name, tensor in _stages_as_one(stages):
+        if not is_copy(name) and len(shards[name]) <= rank:
+            shards[name].append(LazyTensor.of(tensor))
 
 
 def _stages_as_one(

@@ -15,10 +15,9 @@ import torch
 from torch import Tensor
 
 PREFIX = re.compile(r"^(language_model\.)?(embedding\.|encoder\.|transformer\.|decoder\.)?")
-IGNORED = re.compile(
-    r"_extra_state(/|$)|(^|\.)rotary_(pos_)?emb\.|^word_embeddings_for_head\.|^rotary_pos_emb"
-)
-"""Buffers, and the last pipeline stage's copy of a tied embedding."""
+BUFFERS = re.compile(r"_extra_state(/|$)|(^|\.)rotary_(pos_)?emb\.")
+COPY = "word_embeddings_for_head."
+"""The last pipeline stage's copy of a tied embedding."""
 LAYER = r"layers\.(?P<layer>\d+)\."
 ATTENTION = r"(?:self_)?attention\."
 PATTERNS = {
@@ -76,8 +75,13 @@ class RowOrders:
 
 
 def is_ignored(name: str) -> bool:
-    """Whether an entry is no parameter of ours."""
-    return IGNORED.search(name) is not None
+    """Whether an entry is no parameter."""
+    return BUFFERS.search(name) is not None
+
+
+def is_copy(name: str) -> bool:
+    """Whether a parameter is a copy of another stage's."""
+    return name.startswith(COPY)
 
 
 def canonical_name(name: str) -> str | None:

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_ds.checkpoint.formats.huggingface import is_hf, open_hf
+from megatron_ds.checkpoint.formats.megatron import open_megatron
+from megatron_ds.checkpoint.formats.megatron_folders import is_megatron, is_torch_dist
 from megatron_ds.checkpoint.formats.native import is_native, open_native
 from megatron_ds.checkpoint.formats.source import WeightsSource
 from megatron_ds.checkpoint.formats.weights_folder import (
@@ -36,6 +38,9 @@ def _open_verified(path: Path, warn: Warn) -> WeightsSource:
 
 
 FORMATS = (
+    # Megatron-DeepSpeed's folders have the names of native ones.
+    Format("megatron", is_megatron, open_megatron),
+    Format("torch_dist", is_torch_dist, open_megatron),
     Format("native", is_native, open_native),
     Format("native", is_weights_folder, _open_verified),
     Format("hf", is_hf, lambda path, warn: open_hf(path)),
@@ -43,7 +48,7 @@ FORMATS = (
 """In the order in which they are tried. A folder of weights may have become the --save folder of a
 training, whose checkpoints are then the newer ones."""
 AUTO = "auto"
-NAMES = tuple(dict.fromkeys(each.name for each in FORMATS))
+NAMES = ("native", "hf", "megatron", "torch_dist")
 
 
 def format_of(path: Path) -> str | None:

@@ -32,8 +32,9 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from megatron_ds.checkpoint.formats.foreign_pickle import read_dcp_metadata, read_foreign
-from megatron_ds.checkpoint.formats.megatron_files import FoundWeights
+from megatron_ds.checkpoint.formats.megatron_files import WEIGHTS, FoundWeights, Shards
 from megatron_ds.checkpoint.formats.megatron_names import PREFIX, is_ignored
+from megatron_ds.checkpoint.formats.megatron_optimizer import MASTER, PARTITIONED, steps_of
 from megatron_ds.checkpoint.lazy_tensors import LazyTensor
 from megatron_ds.config.problems import user_error
 
@@ -42,12 +43,13 @@ ALL_LAYERS = re.compile(r"(.*\blayers\.)(?!\d+\.)(.*)")
 NOT_WEIGHTS = ("optimizer.", "rng_state", "rerun_state_machine_state", "common_state")
 HALVES = re.compile(r"(.*\.linear_fc1\.weight)_([wv])")
 """Gate (w) and up (v) of a gated MLP that were stored separately."""
+STATE_PREFIXES = {
+    WEIGHTS: "",
+    "exp_avg": "optimizer.state.exp_avg.",
+    "exp_avg_sq": "optimizer.state.exp_avg_sq.",
+    MASTER: "optimizer.state.fp32_param.",
+}
 COMMON_ENTRY = "common_state/shard_0_1"
-
-
-def is_torch_dist(folder: Path) -> bool:
-    """Whether a folder is a checkpoint of this format."""
-    return (folder / "metadata.json").is_file() or (folder / ".metadata").is_file()
 
 
 def read_torch_dist(folder: Path) -> FoundWeights:
@@ -59,18 +61,37 @@ def read_torch_dist(folder: Path) -> FoundWeights:
     _require_backend(folder)
     metadata = read_dcp_metadata(folder / ".metadata")
     state = _common_state(folder, metadata)
+    kinds = {
+        kind: _read_entries(folder, metadata, prefix) for kind, prefix in STATE_PREFIXES.items()
+    }
+    weights = kinds.pop(WEIGHTS)
+    unread = ""
+    if any(key.startswith("optimizer.distributed.") for key in metadata.state_dict_metadata):
+        unread = PARTITIONED
+    elif not kinds["exp_avg"]:
+        unread = "it has no optimizer states"
+    saved = state.get("optimizer") or {}
+    inner = saved.get("optimizer", saved)
+    groups = inner.get("param_groups") or [{}]
+    steps = steps_of(groups[0], inner.get("state") or {})
+    optimizer = {} if unread else {kind: found for kind, found in kinds.items() if found}
+    return FoundWeights(state, weights, optimizer, steps, unread)
+
+
+def _read_entries(folder: Path, metadata: Metadata, prefix: str) -> Shards:
+    """The entries of one kind by the names of the weights."""
     found: dict[str, list[LazyTensor]] = defaultdict(list)
     for key, entry in sorted(metadata.state_dict_metadata.items(), reverse=True):
-        if key.startswith(NOT_WEIGHTS) or is_ignored(PREFIX.sub("", key)):
+        name = key.removeprefix(prefix)
+        if not key.startswith(prefix) or name.startswith(NOT_WEIGHTS):
             continue
-        if isinstance(entry, BytesStorageMetadata):
+        if isinstance(entry, BytesStorageMetadata) or is_ignored(PREFIX.sub("", name)):
             continue
-        halves = HALVES.fullmatch(key)
-        name = halves[1] if halves else key
+        halves = HALVES.fullmatch(name)
+        name = halves[1] if halves else name
         for layer_name, tensor in _layers(folder, metadata, key, name, entry):
             found[layer_name].append(tensor)  # w, the gate, comes before v in this order
-    shards = {name: [_stacked(parts)] for name, parts in found.items()}
-    return FoundWeights(state, shards)
+    return {name: [_stacked(parts)] for name, parts in found.items()}
 
 
 def _layers(

@@ -24,7 +24,7 @@ from megatron_ds.checkpoint.formats.source import WeightsSource
 from megatron_ds.config import ModelConfig
 
 PADDED_ROWS = 64
-ITERATION = 7
+ITERATION, STEPS, SAMPLES = 7, 6, 28
 OLD = {
     "attention_norm": "input_layernorm",
     "attention.qkv": "attention.query_key_value",
@@ -69,6 +69,8 @@ class Layout:
     """Rows [Q | K | V], stamped as version 3."""
     per_layer: bool = False
     halves: bool = False
+    half: bool = False
+    """Weights in bf16, of which the optimizer has fp32 copies."""
     extra: str = ""
     """Name of a further weight."""
     arguments: Mapping[str, Any] | None = field(default_factory=dict)
@@ -76,27 +78,52 @@ class Layout:
 
 
 def write_checkpoint(
-    folder: Path, config: ModelConfig, source: WeightsSource, layout: Layout
+    folder: Path,
+    config: ModelConfig,
+    source: WeightsSource,
+    layout: Layout,
+    optimizer: Mapping[str, WeightsSource] | None = None,
 ) -> Path:
-    """Writes a --save folder and returns it."""
+    """Writes a --save folder and returns it.
+
+    Args:
+        folder: An empty folder.
+        config: The model.
+        source: Its weights.
+        layout: How they are written.
+        optimizer: Adam's states, and the master weights of a model in half precision, by the names
+            of torch and of Megatron.
+    """
+    weights = _padded(config, source)
+    if layout.half:
+        weights = {name: value.bfloat16() for name, value in weights.items()}
+    moments = {kind: _padded(config, each) for kind, each in (optimizer or {}).items()}
+    state = _state(config, layout)
+    if layout.files in ("legacy", "torch_dist"):
+        (folder / "latest_checkpointed_iteration.txt").write_text(str(ITERATION))
+        target = folder / f"iter_{ITERATION:07d}"
+    else:
+        (folder / "latest").write_text(f"global_step{ITERATION}")
+        target = folder / f"global_step{ITERATION}"
+    target.mkdir()
+    with patch.dict(sys.modules, modules_of_megatron()):
+        if layout.files == "legacy":
+            _write_legacy(target, config, weights, layout, state, moments)
+        elif layout.files == "torch_dist":
+            _write_torch_dist(target, config, weights, layout, state, moments)
+        else:
+            write = _write_layers if layout.files.endswith("pipeline") else _write_deepspeed
+            write(target, config, weights, layout, state)
+    return folder
+
+
+def _padded(config: ModelConfig, source: WeightsSource) -> dict[str, Tensor]:
     weights = {name: tensor.read() for name, tensor in source.tensors.items()}
     for name in ("embedding.word.weight", "head.weight"):
         if name in weights:
             padding = torch.full((PADDED_ROWS - len(weights[name]), config.hidden_size), 9.0)
             weights[name] = torch.cat([weights[name], padding])
-    state = _state(config, layout)
-    if layout.files in ("legacy", "torch_dist"):
-        (folder / "latest_checkpointed_iteration.txt").write_text(str(ITERATION))
-        target = folder / f"iter_{ITERATION:07d}"
-        write = _write_torch_dist if layout.files == "torch_dist" else _write_legacy
-    else:
-        (folder / "latest").write_text(f"global_step{ITERATION}")
-        target = folder / f"global_step{ITERATION}"
-        write = _write_layers if layout.files.endswith("pipeline") else _write_deepspeed
-    target.mkdir()
-    with patch.dict(sys.modules, modules_of_megatron()):
-        write(target, config, weights, layout, state)
-    return folder
+    return weights
 
 
 def _state(config: ModelConfig, layout: Layout) -> dict[str, Any]:
@@ -137,7 +164,9 @@ def _state(config: ModelConfig, layout: Layout) -> dict[str, Any]:
         }
     if layout.thirds:
         args["ds_sequence_parallel_fpdt"] = False
-    state: dict[str, Any] = {"iteration": ITERATION}
+    args["consumed_train_samples"] = SAMPLES
+    scheduler = {"num_steps": SAMPLES * STEPS // ITERATION}
+    state: dict[str, Any] = {"iteration": ITERATION, "opt_param_scheduler": scheduler}
     if layout.version > 0:
         state["checkpoint_version"] = float(layout.version)
     if layout.arguments is not None:
@@ -223,6 +252,7 @@ def _write_legacy(
     weights: Mapping[str, Tensor],
     layout: Layout,
     state: Mapping[str, Any],
+    optimizer: Mapping[str, Mapping[str, Tensor]],
 ) -> None:
     counts = list(layout.stages) or [config.num_layers // layout.pp // layout.chunks] * (
         layout.pp * layout.chunks
@@ -230,18 +260,58 @@ def _write_legacy(
     stages = len(counts) // layout.chunks
     for rank in range(layout.tp):
         shards, start = _rank(config, weights, rank, layout), 0
+        moments = {kind: _rank(config, each, rank, layout) for kind, each in optimizer.items()}
         models: dict[int, dict[str, Any]] = {stage: {} for stage in range(stages)}
+        states: dict[int, dict[str, dict[str, Any]]] = {stage: {} for stage in range(stages)}
         for index, count in enumerate(counts):
             chunk, stage = divmod(index, stages)
             layers = range(start, start + count)
             start += count
             first, last = index == 0, index == len(counts) - 1
             key = "model" if layout.chunks == 1 else f"model{chunk}"
-            models[stage][key] = _stage(config, shards, layers, first, last, layout)
+            place = layers, first, last, layout
+            models[stage][key] = _stage(config, shards, *place)
+            for kind, each in moments.items():
+                states[stage].setdefault(kind, {})[key] = _stage(config, each, *place)
         for stage, model in models.items():
             name = f"mp_rank_{rank:02d}" + (f"_{stage:03d}" if stages > 1 else "")
             (folder / name).mkdir()
-            torch.save({**state, **model}, folder / name / "model_optim_rng.pt")
+            saved = {"optimizer": _adam(model, states[stage])} if optimizer else {}
+            torch.save({**state, **model, **saved}, folder / name / "model_optim_rng.pt")
+
+
+def _adam(model: Mapping[str, Any], states: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """The state dict of Megatron's optimizer: weights with decay are numbered first."""
+    flat = _flat(model)
+    decays = {name: value.dim() > 1 and not name.endswith("bias") for name, value in flat.items()}
+    groups = [[name for name in flat if decays[name] == decayed] for decayed in (True, False)]
+    numbers = {name: number for number, name in enumerate(groups[0] + groups[1])}
+    by_kind = {kind: _flat(each) for kind, each in states.items()}
+    masters = by_kind.pop("fp32_param", None)
+    inner = {
+        "state": {
+            number: {kind: each[name] for kind, each in by_kind.items()}
+            for name, number in numbers.items()
+        },
+        "param_groups": [
+            {"step": STEPS, "wd_mult": mult, "params": [numbers[name] for name in group]}
+            for mult, group in zip((1.0, 0.0), groups, strict=True)
+        ],
+    }
+    if masters is None:
+        return inner
+    copies = [[masters[name] for name in group] for group in groups]
+    return {"optimizer": inner, "fp32_from_fp16_params": copies}
+
+
+def _flat(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    for name, value in nested.items():
+        if isinstance(value, Tensor):
+            found[f"{prefix}{name}"] = value
+        elif isinstance(value, dict):
+            found |= _flat(value, f"{prefix}{name}.")
+    return found
 
 
 def _stage(
@@ -277,13 +347,12 @@ def _stage(
         if last:  # of a tied embedding a copy, if there are several stages
             model["output_layer.weight"] = shards["embedding.word.weight"] if head is None else head
         return model
-    model = {("transformer" if layout.names == "old" else "encoder"): encoder}
+    model = {}
     if first:
-        nested: dict[str, Any] = {}
-        for name, value in embedding.items():
-            module, kind = name.split(".")
-            nested[module] = {kind: value}
-        model["embedding"] = nested
+        model["embedding"] = {
+            name.split(".")[0]: {name.split(".")[1]: value} for name, value in embedding.items()
+        }
+    model["transformer" if layout.names == "old" else "encoder"] = encoder
     if last and head is not None:
         model["output_layer"] = {"weight": head}
     result: dict[str, Any] = {"language_model": model}
@@ -382,8 +451,23 @@ def _write_torch_dist(
     weights: Mapping[str, Tensor],
     layout: Layout,
     state: Mapping[str, Any],
+    optimizer: Mapping[str, Mapping[str, Tensor]],
 ) -> None:
     """Whole tensors, those of all layers as one, with the fused names of the norms."""
+    entries = _entries(config, weights, layout)
+    for kind, each in optimizer.items():
+        named = _entries(config, each, layout)
+        entries |= {f"optimizer.state.{kind}.{name}": value for name, value in named.items()}
+    dcp.save(entries, checkpoint_id=str(folder), no_dist=True)
+    groups = {"param_groups": [{"step": STEPS}, {"step": STEPS}]}
+    torch.save({**state, "optimizer": groups if optimizer else {}}, folder / "common.pt")
+    content = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
+    (folder / "metadata.json").write_text(json.dumps(content))
+
+
+def _entries(
+    config: ModelConfig, weights: Mapping[str, Tensor], layout: Layout
+) -> dict[str, Tensor]:
     one = Layout(version=3, names="fused")
     entries: dict[str, Tensor] = {}
     layers: dict[str, list[Tensor]] = {}
@@ -406,8 +490,4 @@ def _write_torch_dist(
         for name in [name for name in entries if name.endswith("linear_fc1.weight")]:
             gate, up = entries.pop(name).chunk(2)
             entries |= {f"{name}_w": gate.clone(), f"{name}_v": up.clone()}
-    entries["optimizer.state.exp_avg.decoder.final_layernorm.weight"] = torch.ones(3)
-    dcp.save(entries, checkpoint_id=str(folder), no_dist=True)
-    torch.save(dict(state), folder / "common.pt")
-    content = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
-    (folder / "metadata.json").write_text(json.dumps(content))
+    return entries

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
-import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -13,32 +12,27 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_ds.checkpoint.formats.megatron import find_checkpoint, open_checkpoint, open_megatron
+from megatron_ds.checkpoint.formats.megatron import open_checkpoint, open_megatron
+from megatron_ds.checkpoint.formats.megatron_folders import find_checkpoint
+from megatron_ds.checkpoint.formats.open_source import format_of, open_source
 from megatron_ds.checkpoint.formats.source import WeightsSource
 from megatron_ds.config import ModelConfig
-from tests.conftest import REPOSITORY
-from tests.problems import raises_problem
+from tests.problems import printed_codes, raises_problem
 from tests.unit.checkpoint.formats.megatron_writer import Layout, write_checkpoint
 from tests.unit.checkpoint.formats.models import SMALL, logits, random_source
 
-STORED = (
-    "mlm0161_gpt_tp2",
-    "mlm0190_gpt",
-    "mlm08_mcore_rope_tp2",
-    "mlm10_tp1",
-    "mlm25_release_fp16",
-    "ms_pipe_tp2",
-)
-"""Cases whose files are among the tests, without optimizer states."""
+STORED = ("mlm0190_gpt", "mlm08_mcore_rope_tp2", "mlm10_tp1", "mlm25_tp1", "ms_pipe_tp2")
+"""Cases whose files are among the tests."""
 OTHERS = (
     "bs_pipe_z1",
     "mlm0161_gpt",
+    "mlm0161_gpt_tp2",
     "mlm0161_llama",
     "mlm08_legacy",
     "mlm08_mcore",
     "mlm25_pp2",
     "mlm25_qkv_v0",
-    "mlm25_tp1",
+    "mlm25_release_fp16",
     "mlm25_tp2",
     "ms_nopipe_z1",
     "mspre_pipe_llama_bf16",
@@ -48,51 +42,58 @@ TOLERANCE = {"mlm25_qkv_v0": 5e-3, "mlm25_release_fp16": 5e-3, "mspre_pipe_llama
 """Where the peer computed its logits in half precision; 1e-5 elsewhere."""
 
 
-@pytest.fixture(scope="session")
-def stored(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Checkpoints that Megatron's programs wrote, with the logits of their own models."""
-    folder = tmp_path_factory.mktemp("peers")
-    with tarfile.open(REPOSITORY / "tests/golden/megatron_checkpoints.tar.xz") as archive:
-        archive.extractall(folder, filter="data")
-    return folder
-
-
 @pytest.mark.parametrize("case", [*STORED, *OTHERS])
 def test_the_model_has_the_logits_of_the_program_that_saved_it(
-    case: str, stored: Path, request: pytest.FixtureRequest
+    case: str, megatron_checkpoints: Path, request: pytest.FixtureRequest
 ) -> None:
-    folder = stored / case
+    folder = megatron_checkpoints / case
     if case in OTHERS:
         folder = request.getfixturevalue("shared_data") / "peer_checkpoints" / case
         if not folder.is_dir():
             pytest.skip(f"the checkpoint {case} is not next to the checkout")
-    source = open_megatron(folder)
-    settings = source.settings
-    vocab_size = {**settings.defaults, **settings.fixed}["vocab_size"]
-    source = dataclasses.replace(
-        source,
-        settings=dataclasses.replace(settings, fixed={**settings.fixed, "vocab_size": TOKENS}),
-    ).checked()
+    found = find_checkpoint(folder)
+    assert found is not None
+    model = open_checkpoint(found)
+    fixed = {**model.source.settings.fixed, "vocab_size": TOKENS}
+    settings = dataclasses.replace(model.source.settings, fixed=fixed)
+    source = dataclasses.replace(model.source, settings=settings).checked()
     reference = np.load(folder / "reference.npz")
 
-    found = logits(source, torch.from_numpy(reference["tokens"]))
+    own = logits(source, torch.from_numpy(reference["tokens"]))
 
     expected = torch.from_numpy(reference["logits"])[..., :TOKENS]
-    assert (found - expected).abs().max() < TOLERANCE.get(case, 1e-5)
+    assert (own - expected).abs().max() < TOLERANCE.get(case, 1e-5)
     known = case.startswith(("ms", "bs", "mlm01"))  # others name a tokenizer of unknown size
-    assert vocab_size == (TOKENS if known else 320)
+    assert model.vocab_size == (TOKENS if known else None)
 
 
-def test_iteration_and_pointer(stored: Path) -> None:
-    found = find_checkpoint(stored / "mlm25_release_fp16")
-    assert found is not None
-    assert found.path.name == "release"
+def test_iteration_and_pointer(megatron_checkpoints: Path) -> None:
+    stored = megatron_checkpoints
     steps = [find_checkpoint(stored / "mlm10_tp1", step) for step in (3, 4)]
     assert [step and step.path.name for step in steps] == ["iter_0000003", None]
     assert steps[0] is not None
     assert open_checkpoint(steps[0]).iteration == 3
     assert find_checkpoint(stored / "mlm10_tp1" / "iter_0000003") == steps[0]
     assert find_checkpoint(stored) is None
+
+
+@pytest.mark.parametrize(
+    ("case", "name", "warnings"),
+    [
+        ("ms_pipe_tp2", "megatron", 0),
+        ("mlm10_tp1", "megatron", 1),
+        ("mlm0190_gpt", "torch_dist", 0),
+    ],
+)
+def test_the_converter_recognizes_the_formats(
+    case: str, name: str, warnings: int, megatron_checkpoints: Path
+) -> None:
+    found: list[str] = []
+    source = open_source(megatron_checkpoints / case, warn=found.append)
+    assert format_of(megatron_checkpoints / case) == name
+    assert printed_codes("\n".join(found)) == ["megatron-vocabulary-unknown"] * warnings
+    rows = source.tensors["embedding.word.weight"].shape[0]
+    assert rows == source.settings.model.vocab_size == (320 if warnings else TOKENS)
 
 
 def model(**changes: Any) -> ModelConfig:
@@ -153,9 +154,51 @@ def test_every_layout_gives_the_same_tensors(name: str, tmp_path: Path) -> None:
     for key, tensor in written.tensors.items():
         assert torch.equal(read.tensors[key].read(), tensor.read()), key
         assert read.tensors[key].shape == tensor.shape
-    for field, value in read.settings.fixed.items():
-        expected = {**config.derived_values, "vocab_size": config.vocab_size}
-        assert value == expected.get(field, getattr(config, field)), field
+    assert read.settings.fixed == written.settings.fixed
+
+
+OPTIMIZER_CASES: dict[str, tuple[dict[str, Any], Layout]] = {
+    "TP 2 x PP 2": (LLAMA, Layout(version=3, tp=2, pp=2)),
+    "a copy of the embedding": ({}, Layout(version=3, tp=2, pp=2)),
+    "virtual stages": ({}, Layout(version=2, pp=2, chunks=2)),
+    "core names and half precision": (LLAMA, Layout(names="core", pp=2, half=True)),
+    "torch_dist in half precision": (LLAMA, Layout(files="torch_dist", half=True)),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZER_CASES)
+def test_states_of_the_optimizer_are_those_of_their_weights(name: str, tmp_path: Path) -> None:
+    changes, layout = OPTIMIZER_CASES[name]
+    config = model(**changes)
+    kinds = ("exp_avg", "exp_avg_sq", *(("fp32_param",) if layout.half else ()))
+    written = {kind: random_source(config, seed=seed) for seed, kind in enumerate(kinds, 2)}
+    write_checkpoint(tmp_path, config, random_source(config), layout, written)
+    found = find_checkpoint(tmp_path)
+    assert found is not None
+
+    read = open_checkpoint(found)
+
+    assert (read.iteration, read.steps, read.unread) == (7, 6, "")
+    assert (read.consumed_samples, read.applied_samples) == (28, 24)
+    assert len(read.optimizer) == len(kinds)
+    for kind, expected in written.items():
+        own = read.optimizer["master" if kind == "fp32_param" else kind]
+        for key, tensor in expected.tensors.items():
+            value = tensor.read()
+            assert torch.equal(own[key].read()[: len(value)], value), (kind, key)
+
+
+def test_partitioned_states_are_not_read(tmp_path: Path) -> None:
+    folder, _ = write(tmp_path)
+    path = folder / "iter_0000007" / "mp_rank_00" / "model_optim_rng.pt"
+    state = torch.load(path, weights_only=False)
+    state["optimizer"] = {"optimizer": {"param_groups": [{"step": 7, "params": [0]}]}}
+    torch.save(state, path)
+    found = find_checkpoint(folder)
+    assert found is not None
+    read = open_checkpoint(found)
+    assert not read.optimizer
+    assert "distributed optimizer" in read.unread
 
 
 def write(folder: Path, layout: Layout | None = None, **changes: Any) -> tuple[Path, WeightsSource]:
