@@ -1,4 +1,4 @@
-"""Bytes that each ZeRO stage communicates per step, by number format and accumulation.
+"""Bytes that each ZeRO stage communicates per step, and bytes of states that a process keeps.
 
     python benchmarks/communication.py --output communication.json
 
@@ -19,6 +19,7 @@ from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -34,6 +35,7 @@ OPERATIONS = {
     "reduce_scatter_tensor_coalesced_": ("reduce-scatter", 1),
     "reduce_": ("reduce", 1),
     "broadcast_": ("broadcast", 1),
+    "send": ("send", 1),
 }
 """Operator of torch.distributed -> name, and how often each rank sends the message on a ring."""
 NEGLIGIBLE = 1000
@@ -50,9 +52,16 @@ class Setting:
     stage: int
     precision: str
     accumulation: int
+    tp: int = 1
+    pp: int = 1
+    offload: str = ""
+    """What is in host memory: "", "optimizer" or "optimizer and parameters"."""
 
     def __str__(self) -> str:
-        return f"ZeRO {self.stage}, {self.precision}, {self.accumulation} micro-batches"
+        parts = [f"ZeRO {self.stage}, {self.precision}"]
+        parts += [f"TP {self.tp}"] * (self.tp > 1) + [f"PP {self.pp}"] * (self.pp > 1)
+        parts += [f"{self.offload} offloaded"] * bool(self.offload)
+        return ", ".join([*parts, f"{self.accumulation} micro-batches"])
 
 
 def settings() -> list[Setting]:
@@ -61,17 +70,36 @@ def settings() -> list[Setting]:
     return [Setting(*values) for values in product if values[0] > 0 or values[1] == "fp32"]
 
 
+def layouts() -> list[Setting]:
+    """The layouts of two ranks whose states are compared."""
+    everything = "optimizer and parameters"
+    return [
+        Setting(0, "fp32", 4),
+        *(Setting(stage, "bf16", 4) for stage in (1, 2, 3)),
+        Setting(1, "bf16", 4, tp=2),
+        Setting(1, "bf16", 4, pp=2),
+        Setting(1, "bf16", 4, offload="optimizer"),
+        Setting(2, "bf16", 4, offload="optimizer"),
+        Setting(3, "bf16", 4, offload=everything),
+    ]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
     parser.add_argument("--ranks", type=int, default=2, help="number of ranks (2)")
     parser.add_argument("--hidden", type=int, default=128, help="hidden size of the model (128)")
+    parser.add_argument(
+        "--layouts", action="store_true", help="compare layouts instead of number formats"
+    )
     parser.add_argument("--output", type=Path, default=None, help="output file (JSON)")
     options = parser.parse_args()
-    measured = measure(options.ranks, options.hidden, settings())
-    print(f"{'bytes per parameter and step':48}{'sent':>6}  messages")
+    chosen = layouts() if options.layouts else settings()
+    measured = measure(options.ranks, options.hidden, chosen)
+    print(f"{'bytes per parameter of the model':64}{'sent':>6}{'states':>8}")
     for setting, found in measured.items():
-        messages = ", ".join(f"{name} {size:.1f}" for name, size in found["messages"].items())
-        print(f"{setting!s:48}{found['sent']:6.1f}  {messages}")
+        print(f"{setting!s:64}{found['sent']:6.1f}{found['states']:8.2f}")
+        for kind in ("messages", "states_by_kind"):
+            print(" " * 8 + ", ".join(f"{name} {size:.2f}" for name, size in found[kind].items()))
     if options.output is not None:
         result = {
             "ranks": options.ranks,
@@ -92,13 +120,22 @@ def _rank(hidden: int, chosen: list[Setting]) -> dict[Setting, dict[str, Any]]:
     """Train a step in each setting."""
     from megatron_ds.parallel.mesh import Mesh
 
-    mesh = Mesh.build(1)
+    sizes = dict.fromkeys((setting.tp, setting.pp) for setting in chosen)
+    meshes = {(tp, pp): Mesh.build(tp, pp_size=pp) for tp, pp in sizes}
     with redirect_stdout(io.StringIO()):  # DeepSpeed's optimizers print
-        return {setting: bytes_of_a_step(setting, mesh, hidden) for setting in chosen}
+        return {
+            setting: bytes_of_a_step(setting, meshes[setting.tp, setting.pp], hidden)
+            for setting in chosen
+        }
 
 
 def bytes_of_a_step(setting: Setting, mesh: Any, hidden: int) -> dict[str, Any]:
-    """Bytes per parameter, sent and by operation. Collective, in an initialized process group."""
+    """Bytes per parameter of the whole model, on this rank. Collective.
+
+    Returns:
+        What it sends in a step, the messages by operation, and the tensors that it keeps between
+        the backward pass and the optimizer step, also by kind.
+    """
     import torch
 
     from megatron_ds.config import (
@@ -106,11 +143,13 @@ def bytes_of_a_step(setting: Setting, mesh: Any, hidden: int) -> dict[str, Any]:
         DeepSpeedConfig,
         ModelConfig,
         OptimizerConfig,
+        ParallelConfig,
         PrecisionConfig,
         ScheduleConfig,
     )
     from megatron_ds.engine.build import build_engine
     from megatron_ds.engine.device_batches import DeviceBatch
+    from megatron_ds.model.flops import parameters_per_rank
     from megatron_ds.train_state import StepPlan
 
     samples = mesh.dp.size * setting.accumulation
@@ -121,7 +160,14 @@ def bytes_of_a_step(setting: Setting, mesh: Any, hidden: int) -> dict[str, Any]:
         optimizer=OptimizerConfig(lr=1e-3),
         schedule=ScheduleConfig(micro_batch_size=1, global_batch_size=samples, train_iters=2),
         precision=PrecisionConfig(**PRECISIONS[setting.precision]),
-        deepspeed=DeepSpeedConfig(zero_stage=setting.stage),
+        deepspeed=DeepSpeedConfig(
+            zero_stage=setting.stage,
+            cpu_optimizer=setting.offload.startswith("optimizer"),
+            remote_device="cpu" if setting.offload.endswith("parameters") else "none",
+        ),
+        parallel=ParallelConfig(
+            tensor_model_parallel_size=setting.tp, pipeline_model_parallel_size=setting.pp
+        ),
     )
     engine = build_engine(_as_a_large_model(config), mesh, torch.device("cpu"))
     tokens = torch.zeros(1, 16, dtype=torch.int64)
@@ -129,10 +175,17 @@ def bytes_of_a_step(setting: Setting, mesh: Any, hidden: int) -> dict[str, Any]:
     plan = StepPlan(1, samples, setting.accumulation, 1e-3, 0.0, seq_length=16)
     # The first step is different: ZeRO-3 learns the order of the layers in it.
     engine.train_step(itertools.repeat(batch), plan)
-    log = _message_log()
-    with log:
+    log, kept = _message_log(), Counter[str]()
+    take_step = engine._engine._take_model_step
+
+    def step(*arguments: Any) -> None:
+        for kinds in engine.state_bytes().values():
+            kept.update(kinds)
+        take_step(*arguments)
+
+    with log, mock.patch.object(engine._engine, "_take_model_step", step):
         engine.train_step(itertools.repeat(batch), plan)
-    size = engine.parameter_count()
+    size = parameters_per_rank(config.model, 1)
     messages: Counter[str] = Counter()
     sent = 0.0
     for (name, factor), bytes_ in log.messages.items():
@@ -140,7 +193,12 @@ def bytes_of_a_step(setting: Setting, mesh: Any, hidden: int) -> dict[str, Any]:
         sent += factor * bytes_
     engine._engine.destroy()
     per_parameter = {name: round(bytes_ / size, 2) for name, bytes_ in messages.items()}
-    return {"sent": round(sent / size, 2), "messages": per_parameter}
+    return {
+        "sent": round(sent / size, 2),
+        "messages": per_parameter,
+        "states": round(kept.total() / size, 2),
+        "states_by_kind": {kind: round(bytes_ / size, 2) for kind, bytes_ in kept.items()},
+    }
 
 
 def _as_a_large_model(config: Any) -> Any:
@@ -167,6 +225,7 @@ def _as_a_large_model(config: Any) -> Any:
 def _message_log() -> Any:
     """A dispatch mode that adds up the messages of torch.distributed's operators."""
     import torch
+    import torch.distributed as dist
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._pytree import tree_leaves
 
@@ -181,8 +240,10 @@ def _message_log() -> Any:
             namespace, _, name = str(func).partition(".")
             operation = OPERATIONS.get(name.partition(".")[0])
             if namespace == "c10d" and operation is not None:
+                group = next(arg for arg in args if isinstance(arg, torch.ScriptObject))
+                is_alone = dist.ProcessGroup.unbox(group).size() == 1
                 bytes_ = max(map(_bytes, args[:2]))
-                if bytes_ > NEGLIGIBLE:
+                if bytes_ > NEGLIGIBLE and not is_alone:
                     self.messages[operation] += bytes_
             return func(*args, **(kwargs or {}))
 
