@@ -138,6 +138,11 @@ def _sequence(config: Config) -> str:
     return "on" if parallel.sequence_parallel and parallel.tensor_model_parallel_size > 1 else "off"
 
 
+def _pipeline_schedule(config: Config) -> str:
+    parallel = config.parallel
+    return parallel.pipeline_schedule if parallel.pipeline_model_parallel_size > 1 else "1f1b"
+
+
 def _experts(config: Config) -> str:
     if config.expert_parallel_size > 1:
         return "distributed"
@@ -199,6 +204,12 @@ AXES: Mapping[str, Axis] = {
         _size("--pipeline-model-parallel-size"),
         lambda config: _size_of(config.parallel.pipeline_model_parallel_size),
         "1",
+    ),
+    "schedule": Axis(
+        "pipeline schedule",
+        {"1f1b": "", "dualpipev": "--pipeline-schedule dualpipev"},
+        _pipeline_schedule,
+        "1f1b",
     ),
     "sp": Axis(
         "DeepSpeed-Ulysses",
@@ -351,6 +362,7 @@ RULES: tuple[Rule, ...] = (
 )
 
 WITHOUT_EFFECT: tuple[Rule, ...] = (
+    Rule("", {"pp": ("1",), "schedule": ("dualpipev",)}, instead={"pp": MANY}),
     Rule("", {"tp": ("1",), "sequence": ("on",)}, instead={"tp": MANY}),
     Rule("", {"zero": ("0", "1", "2"), "offload": ("parameters", "both")}, instead={"zero": "3"}),
     Rule("", {"zero": ("0", "1", "2"), "hpz": (MANY,)}, instead={"zero": "3"}),

@@ -57,9 +57,15 @@ VALUES = {name: tuple(axis.values) for name, axis in support.AXES.items()} | {
 }
 SIZES = ("tp", "sp", "pp")
 """Axes whose sizes multiply to the ranks of a replica."""
-NOT_COMPARABLE = ({"dropout": "hidden", "sp": support.MANY},)
-"""Each rank of a shared sequence draws the masks of its own part: not those of one process."""
+NOT_COMPARABLE = (
+    # Each rank of a shared sequence draws the masks of its own part: not those of one process.
+    {"dropout": "hidden", "sp": support.MANY},
+    # It needs at least four micro-batches.
+    {"schedule": "dualpipev", "accumulation": "1"},
+)
+"""Runs that are left out."""
 TEST_FLAGS = {
+    ("schedule", "dualpipev"): "--num-layers 4",
     **dict.fromkeys(
         [("experts", "replicated"), ("experts", "distributed")],
         "--moe-aux-loss-coeff 0.1 --moe-z-loss-coeff 0.01",
@@ -146,7 +152,7 @@ def reference_of(run: RunLayout, steps: int, replay: Replay | None = None) -> Ru
         steps: Number of steps.
         replay: Decides as the run did. None: the reference decides.
     """
-    names = ("model", "optimizer", "documents", "curriculum", "dropout")
+    names = ("model", "optimizer", "documents", "curriculum", "dropout", "schedule")
     kept = {axis: run[axis] for axis in names}
     # Dropout masks and the load-balancing loss are those of a micro-batch.
     size = _micro_batch_size(run) if run["dropout"] != "off" else None
