@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import json
+import re
 import string
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from megatron_ds.config import passed_keys, support
 from megatron_ds.config.checks import listed
@@ -29,11 +32,21 @@ divide is checked, too.
 TESTS = """\
 ## Tests
 
-Each ran with DeepSpeed {versions} ([other versions](deepspeed_versions.md)). A test covers every
-pair of its values, and each of them with the defaults of all other axes. Whole layouts, drawn at
-random in each run of the tests, are compared by
+A test covers every pair of its values, and each of them with the defaults of all other axes. The
+versions of DeepSpeed are those with which all of its cases passed in the last recorded run of
+`make test-deepspeed` ([failures](deepspeed_versions.md)). Whole layouts, drawn at random in each
+run of the tests, are compared by
 `tests/dist/test_layouts.py::test_random_layouts_equal_one_process`.
 """
+UNRECORDED = """\
+### Pairs without a record
+
+In the last recorded run with the version of `requirements.txt`, no case of A had these pairs.
+"""
+LAYOUTS = "tests/dist/test_layouts.py::test_layout_equals_one_process"
+RECORD = REPOSITORY / "tests" / "versions" / "results.json"
+Record = dict[str, dict[str, dict[str, Any]]]
+"""Results by version and test."""
 PASSED = """\
 ## What is passed on
 
@@ -49,8 +62,14 @@ The program ends with the code of the second column, and names the closest layou
 """
 
 
-def page() -> str:
-    """The text of docs/support_matrix.md."""
+def page(record: Record | None = None) -> str:
+    """The text of docs/support_matrix.md.
+
+    Args:
+        record: What `make test-deepspeed` recorded. None: the file.
+    """
+    if record is None:
+        record = json.loads(RECORD.read_text(encoding="utf-8"))
     axes = list(support.AXES)
     parts = [HEAD, "## Axes\n", _axes()]
     for one, name in enumerate(axes[:-1]):
@@ -60,9 +79,12 @@ def page() -> str:
         _rules(),
         PASSED,
         _passed(),
-        TESTS.format(versions=", ".join(support.TESTED_WITH)),
-        _tests(),
+        TESTS,
+        _tests(record),
     ]
+    missing = unrecorded_pairs(record, pinned_version())
+    if missing:
+        parts += [UNRECORDED, _table(("", ""), missing)]
     return "\n".join(parts)
 
 
@@ -93,7 +115,50 @@ def _cell(part: support.Layout) -> str:
 
 
 def _lettered() -> list[tuple[str, support.Proof]]:
-    return list(zip(string.ascii_uppercase, support.PROOFS, strict=False))
+    letters = [*string.ascii_uppercase, *(f"A{each}" for each in string.ascii_uppercase)]
+    return list(zip(letters[: len(support.PROOFS)], support.PROOFS, strict=True))
+
+
+def passing_versions(test: str, record: Record) -> list[str]:
+    """The versions with which all cases of a test passed, the newest first."""
+    found = [
+        version
+        for version, results in record.items()
+        if (result := results.get(test)) and result["cases"] and not result["failed"]
+    ]
+    return sorted(found, key=lambda version: tuple(map(int, version.split("."))), reverse=True)
+
+
+def pinned_version() -> str:
+    """The version of DeepSpeed in requirements.txt."""
+    text = (REPOSITORY / "requirements.txt").read_text(encoding="utf-8")
+    (version,) = re.findall(r"^deepspeed==(.+)$", text, re.MULTILINE)
+    return str(version)
+
+
+def unrecorded_pairs(record: Record, version: str) -> list[tuple[str, str]]:
+    """The accepted pairs of values that no case of the layouts passed with a version."""
+    result = record.get(version, {}).get(LAYOUTS, {})
+    if "layouts" not in result:
+        return []  # A itself is not recorded
+    defaults = {name: axis.default for name, axis in support.AXES.items()}
+    passed = [
+        {**defaults, **layout}.items()
+        for name, layout in result.get("layouts", {}).items()
+        if name not in result["failed"]
+    ]
+    accepted = (
+        pair
+        for axes in itertools.combinations(support.AXES, 2)
+        for pair in support.pairs(*axes)
+        if support.obstacle(pair) is None
+    )
+    missing = [pair for pair in accepted if not any(pair.items() <= run for run in passed)]
+    return [
+        (words[0], words[1])
+        for pair in missing
+        if (words := [f"{support.AXES[axis].title} {value}" for axis, value in pair.items()])
+    ]
 
 
 def _rules() -> str:
@@ -124,7 +189,7 @@ def _passed() -> str:
     return _table(("key", "effect", "only with", "equals"), rows)
 
 
-def _tests() -> str:
+def _tests(record: Record) -> str:
     rows = []
     for letter, proof in _lettered():
         covered = "; ".join(
@@ -133,8 +198,9 @@ def _tests() -> str:
         )
         if proof.values == support.EVERYTHING:
             covered = "all"
-        rows.append((letter, f"`{proof.test}`", covered))
-    return _table(("", "test", "values"), rows)
+        versions = ", ".join(passing_versions(proof.test, record)) or "none recorded"
+        rows.append((letter, f"`{proof.test}`", covered, versions))
+    return _table(("", "test", "values", "DeepSpeed"), rows)
 
 
 def _code(text: str) -> str:

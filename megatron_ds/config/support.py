@@ -39,9 +39,6 @@ Layout = Mapping[str, str]
 Values = Mapping[str, tuple[str, ...]]
 """Values of some axes."""
 
-TESTED_WITH = ("0.19.8",)
-"""Versions of DeepSpeed that the tests of `PROOFS` were run with; the first is the pinned one."""
-
 
 @dataclass(frozen=True)
 class Axis:

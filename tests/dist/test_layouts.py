@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import functools
 import itertools
+import json
 import os
 import random
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -86,7 +88,12 @@ def check(name: str, run: RunLayout, outcomes: JobResults) -> list[str]:
 
 
 @pytest.mark.parametrize("name", COVERING, ids=lambda name: name)
-def test_layout_equals_one_process(name: str, outcomes: JobResults) -> None:
+def test_layout_equals_one_process(
+    name: str, outcomes: JobResults, record_property: Callable[[str, str], None]
+) -> None:
+    # For the record of the pairs that ran with a version of DeepSpeed.
+    layout = {axis: COVERING[name][axis] for axis in support.AXES}
+    record_property("layout", json.dumps(layout))
     assert check(name, COVERING[name], outcomes) == []
 
 

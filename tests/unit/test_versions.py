@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import re
 from pathlib import Path
 
+from megatron_ds.config.support import AXES
 from tests.versions import run
+from tools import support_matrix
 
 REPORT = """<testsuites><testsuite>
 <testcase classname="tests.dist.test_layouts" name="test_layout_equals_one_process[a]"/>
@@ -42,3 +46,43 @@ def test_page_is_current() -> None:
     stored = json.loads(run.RESULTS.read_text(encoding="utf-8"))
 
     assert run.OUTPUT.read_text(encoding="utf-8") == run.page(stored)
+
+
+def test_support_matrix_claims_versions_that_the_record_has() -> None:
+    record = json.loads(run.RESULTS.read_text(encoding="utf-8"))
+    text = support_matrix.OUTPUT.read_text(encoding="utf-8")
+    rows = re.findall(r"^\| [A-Z]+ \| `(\S+)` \| .* \| ([^|]+) \|$", text, re.MULTILINE)
+
+    assert {test for test, _ in rows} <= set(run.TESTS)
+    assert len(rows) == len(support_matrix.support.PROOFS)
+    for test, versions in rows:
+        for version in re.findall(r"[\d.]+", versions):
+            result = record[version][test]
+            assert result["cases"] > 0
+            assert result["failed"] == {}
+
+
+def test_version_is_claimed_only_if_all_cases_passed() -> None:
+    test = support_matrix.LAYOUTS
+    record: support_matrix.Record = {"0.1.2": {test: {"cases": 2, "failed": {}}}}
+    failed = copy.deepcopy(record)
+    failed["0.1.2"][test]["failed"] = {"name": "error"}
+
+    assert support_matrix.passing_versions(test, record) == ["0.1.2"]
+    assert "| 0.1.2 |" in support_matrix.page(record)
+    for other in (failed, {"0.1.2": {test: {"cases": 0, "failed": {}}}}, {}):
+        assert support_matrix.passing_versions(test, other) == []
+        assert "| 0.1.2 |" not in support_matrix.page(other)
+
+
+def test_pairs_without_a_passed_case_are_listed() -> None:
+    """Of the default layout every pair passed; a failed case proves none."""
+    layouts = {"a": {}, "b": {axis: AXES[axis].default for axis in AXES} | {"precision": "bf16"}}
+    result = {"cases": 2, "failed": {"b": "error"}, "layouts": layouts}
+    missing = support_matrix.unrecorded_pairs({"0.1.2": {support_matrix.LAYOUTS: result}}, "0.1.2")
+
+    assert ("ZeRO stage 1", "tensor parallel 1") not in missing
+    assert ("ZeRO stage 1", "precision bf16") in missing
+    result["failed"] = {}
+    missing = support_matrix.unrecorded_pairs({"0.1.2": {support_matrix.LAYOUTS: result}}, "0.1.2")
+    assert ("ZeRO stage 1", "precision bf16") not in missing
