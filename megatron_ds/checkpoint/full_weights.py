@@ -21,14 +21,13 @@ from megatron_ds.checkpoint.metadata import CheckpointMetadata, ParallelLayout, 
 from megatron_ds.config.problems import user_error
 from megatron_ds.engine.ds_checkpoint_io import read_tensors
 from megatron_ds.engine.expert_files import expert_file
+from megatron_ds.engine.full_states import VOCABULARY_TABLES
 from megatron_ds.fileio.atomic import FileRecord
 from megatron_ds.parallel.sharding import ShardSpec, shard_spec, take_shard, unshard
 
 Weights = dict[str, torch.Tensor]
 NamedTensors = Iterator[tuple[str, torch.Tensor]]
 NamedShards = Iterator[tuple[str, LazyTensor]]
-VOCABULARY_TABLES = ("embedding.word.weight", "head.weight")
-"""Tables whose rows are padded to a number that depends on the tensor-parallel size."""
 
 
 def files_with_weights(found: CheckpointMetadata) -> dict[str, FileRecord]:

@@ -18,7 +18,8 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,7 @@ from pathlib import Path
 from megatron_ds.checkpoint import metadata, storage
 from megatron_ds.checkpoint.branch import Branch
 from megatron_ds.checkpoint.metadata import (
+    EIGHT_BIT,
     MANIFEST,
     POINTER_PENDING,
     RUN,
@@ -43,18 +45,20 @@ from megatron_ds.checkpoint.metadata import (
 from megatron_ds.checkpoint.rank_agreement import RankAgreement
 from megatron_ds.checkpoint.resume import (
     changed_settings,
+    layout_changes,
     partition_conflicts,
     resume_conflicts,
     tokenizer_conflicts,
 )
 from megatron_ds.checkpoint.run_lock import RunLock
+from megatron_ds.checkpoint.saved_states import SavedStates
 from megatron_ds.checkpoint.selection import (
     CheckpointListing,
     list_folder,
     select_checkpoint,
 )
 from megatron_ds.config import Config
-from megatron_ds.config.problems import Problem, raise_if_any
+from megatron_ds.config.problems import Problem, counted, raise_if_any
 from megatron_ds.data.blend_history import BlendHistory
 from megatron_ds.engine.protocol import Engine
 from megatron_ds.fileio.atomic import FileRecord, fsync_path, write_atomically
@@ -191,16 +195,38 @@ class CheckpointManager:
     def load(self, engine: Engine, found: CheckpointMetadata) -> TrainState:
         """Restores a selected checkpoint into an engine and returns its state.
 
+        DeepSpeed loads a checkpoint of this run's layout; one of another is resharded.
+
         Raises:
-            UserError: If the engine's optimizer keeps its states in another order.
+            UserError: If the checkpoint has other parameters than the engine, or states that cannot
+                be resharded.
         """
-        raise_if_any(partition_conflicts(found, engine.partitions()))
         folder = found.path.parent
         self._log(f" loading checkpoint from {folder} at iteration {found.iteration}")
-        engine.load(folder, found.path.name)
+        layout = ParallelLayout.of(self._config, self._mesh.dp.size)
+        conflicts = partition_conflicts(found, engine.partitions())
+        changes = layout_changes(found.run.layout, layout)
+        if any(self._ranks.on_all(lambda: bool(changes or conflicts))):
+            raise_if_any(conflicts if layout.optimizer == EIGHT_BIT else [])
+            self._reshard(engine, found, changes)
+        else:
+            engine.load(folder, found.path.name)
         self.newest = found.path
         self._log(f"  successfully loaded checkpoint from {folder} at iteration {found.iteration}")
         return found.run.state
+
+    def _reshard(self, engine: Engine, found: CheckpointMetadata, changes: Sequence[str]) -> None:
+        """Restores a checkpoint of another layout."""
+        what = ", ".join(changes) or "order of the optimizer's flat tensors"
+        self._log(f"  resharding its weights and optimizer states: {what}")
+        start, source = time.monotonic(), SavedStates(found)
+        engine.reshard(source)
+        read = sum(self._ranks.on_all(lambda: source.bytes_read))
+        seconds = time.monotonic() - start
+        self._log(
+            f"  resharded in {seconds:.1f} s: {read / 1e9:.3f} GB read by "
+            f"{counted(self._mesh.world_size, 'process')}, {read / 1e9 / seconds:.2f} GB/s"
+        )
 
     def start_branch(self, found: CheckpointMetadata | None) -> None:
         """Prepares --save for a run that starts from a checkpoint, or from scratch.

@@ -37,15 +37,14 @@ REPLACED = ".replaced-"
 FORMAT_VERSION = 4
 STATES = ".pt"
 """Suffix of the files that hold tensors."""
+EIGHT_BIT = "adam8bit"
+"""Name of Adam with 8-bit moments in `ParallelLayout.optimizer`."""
 CHECKSUM_PLACEHOLDER = "0" * 64
 
 
 @dataclass(frozen=True)
 class ParallelLayout:
-    """Distribution of a run over processes and of its optimizer's states over flat tensors.
-
-    A resume must repeat it.
-    """
+    """Distribution of a run over processes and of its optimizer's states over flat tensors."""
 
     tensor_model_parallel_size: int
     data_parallel_size: int
@@ -69,7 +68,7 @@ class ParallelLayout:
             data_parallel_size=dp_size,
             zero_stage=zero_stage(config),
             precision=config.precision.name,
-            optimizer="adam8bit"
+            optimizer=EIGHT_BIT
             if config.optimizer.has_8_bit_moments
             else config.optimizer.optimizer,
             ds_sequence_parallel_size=config.parallel.ds_sequence_parallel_size,

@@ -14,12 +14,13 @@ from dataclasses import asdict
 from typing import Any
 
 from megatron_ds.checkpoint.metadata import (
+    EIGHT_BIT,
     TOKENIZER,
     CheckpointMetadata,
     DataOrder,
     ParallelLayout,
 )
-from megatron_ds.config import GROUP_OF_FIELD, GROUPS, Config, ModelConfig, flag_of
+from megatron_ds.config import GROUP_OF_FIELD, GROUPS, Config, flag_of
 from megatron_ds.config.data import SPLIT_DATA_FIELDS
 from megatron_ds.config.problems import Problem, default_flag, option
 from megatron_ds.engine.ds_config import PARTITION_KEYS
@@ -62,16 +63,14 @@ def resume_conflicts(found: CheckpointMetadata, config: Config, dp_size: int) ->
         for name, label, saved, now in _changed_fields(found, config, group)
         if name not in fixed
     ]
-    models, tp_size = (run.config["model"], settings["model"]), layout.tensor_model_parallel_size
-    before, after = (_padding(model, tp_size) for model in models)
+    before, after = (model.get("vocab_size") for model in (run.config["model"], settings["model"]))
     if before != after:
         problems.append(
-            Problem("resume-vocabulary-changed", *VOCABULARY, before=before, path=path, after=after)
+            Problem(
+                "resume-vocabulary-changed", "vocab_size", before=before, path=path, after=after
+            )
         )
-    problems += [
-        Problem("resume-layout-changed", name, label=label, saved=saved, path=path, now=now)
-        for name, label, saved, now in _changes(asdict(run.layout), asdict(layout))
-    ]
+    problems += _layout_conflicts(found, layout)
     data = run.config.get("data", {}), settings["data"]
     # Without --split in both runs, the blend history compares the document ranges instead.
     both_split = all(any(each.get(name) for name in SPLIT_DATA_FIELDS) for each in data)
@@ -81,6 +80,24 @@ def resume_conflicts(found: CheckpointMetadata, config: Config, dp_size: int) ->
         if name not in CHANGEABLE_BATCH_SIZES and (name != "split" or both_split)
     ]
     return problems
+
+
+def _layout_conflicts(found: CheckpointMetadata, now: ParallelLayout) -> Iterator[Problem]:
+    """Why the states of a checkpoint cannot be resharded to a layout."""
+    saved = found.run.layout
+    values = {"saved": saved.optimizer, "now": now.optimizer, "path": found.path}
+    if saved.optimizer != now.optimizer:
+        yield Problem("resume-optimizer-changed", "optimizer", **values)
+    elif saved.optimizer == EIGHT_BIT and (changes := layout_changes(saved, now)):
+        yield Problem("resume-8-bit-moments", path=found.path, changes=", ".join(changes))
+
+
+def layout_changes(saved: ParallelLayout, now: ParallelLayout) -> list[str]:
+    """What differs between two layouts, in words."""
+    return [
+        f"{label} {before} -> {after}"
+        for _, label, before, after in _changes(asdict(saved), asdict(now))
+    ]
 
 
 def tokenizer_conflicts(found: CheckpointMetadata, now: TokenizerFingerprint) -> Iterator[Problem]:
@@ -195,16 +212,6 @@ def _saved_config(found: CheckpointMetadata) -> Config:
         values = {key: value for key, value in saved.get(name, {}).items() if key in known}
         groups[name] = kind(**values)
     return Config(**groups)
-
-
-def _padding(model: Mapping[str, Any], tp_size: int) -> str:
-    """The rows of the embedding table and how they are computed."""
-    vocab, unit = (model.get(name) for name in VOCABULARY)
-    text = f"{vocab} tokens in units of {unit}"
-    if not (isinstance(vocab, int) and isinstance(unit, int) and unit > 0):
-        return text
-    padded = ModelConfig(vocab_size=vocab, make_vocab_size_divisible_by=unit).padded_vocab(tp_size)
-    return f"{text} = {padded} rows"
 
 
 def _label(name: str) -> str:

@@ -8,6 +8,7 @@ torch.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -42,6 +43,34 @@ class FlatPartition:
             for name, shape, offset in values["parameters"]
         ]
         return cls(int(values["size"]), tuple(places))
+
+
+def locate(
+    place: ParameterPlace, size: int, stage: int, num_ranks: int, elements: range
+) -> Iterator[tuple[int, int, range]]:
+    """Where elements of a flattened parameter are.
+
+    Args:
+        place: The parameter in a flat tensor.
+        size: Elements of the flat tensor on each data-parallel rank.
+        stage: ZeRO stage.
+        num_ranks: Data-parallel ranks that the flat tensor is partitioned over.
+        elements: Elements of the flattened parameter.
+
+    Yields:
+        Data-parallel rank, position of the first element in the rank's flat tensor (without ZeRO in
+        the parameter itself), and the elements, in their order.
+    """
+    numel = math.prod(place.shape)
+    before = place.offset if stage in (1, 2) else 0
+    length = {0: numel, 3: -(-numel // num_ranks)}.get(stage, size)
+    own_start = place.offset if stage == 3 else 0
+    start = elements.start
+    while start < elements.stop:
+        rank, position = divmod(before + start, length)
+        stop = min(elements.stop, start + length - position)
+        yield rank, own_start + position, range(start, stop)
+        start = stop
 
 
 def read_partitions(engine: Any, stage: int) -> list[FlatPartition]:

@@ -13,6 +13,7 @@ from torch import Tensor
 from megatron_ds.config.problems import Problem
 from megatron_ds.data.micro_batches import Batch
 from megatron_ds.engine.device_batches import DeviceBatch, DeviceBatches
+from megatron_ds.engine.full_states import FullStates
 from megatron_ds.engine.partitions import FlatPartition
 from megatron_ds.fileio.atomic import FileRecord
 from megatron_ds.model.packed_attention import PackingOptions
@@ -170,4 +171,14 @@ class Engine(Protocol):
         Raises:
             UserError: If a file is damaged, or holds anything but tensors and plain values; or if
                 the engine then does not have the configured settings.
+        """
+
+    def reshard(self, source: FullStates) -> None:
+        """Restore weights and optimizer states that any layout saved; settings stay this run's.
+
+        Args:
+            source: States of a checkpoint.
+
+        Raises:
+            UserError: If the checkpoint has other parameters.
         """

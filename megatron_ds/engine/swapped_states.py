@@ -126,13 +126,32 @@ def _load(optimizer: Any, saved: Json) -> None:
     for index, master in enumerate(optimizer.fp32_partitioned_groups_flat):
         values = saved["fp32_flat_groups"][index]
         if index in swapped:
-            _write_files(optimizer, master, values, inner["state"].get(index, {}))
-            optimizer._optimizer_states_and_gradient_swap_in(index)
+            store(optimizer, index, values, inner["state"].get(index, {}))
         else:
             master.data.copy_(values)
-        optimizer._reassign_or_swap_out_partitioned_parameters(index)
-        if index in swapped:
-            optimizer._optimizer_states_and_gradient_swap_out(index)
+            optimizer._reassign_or_swap_out_partitioned_parameters(index)
+
+
+def swapped_sizes(optimizer: Any) -> dict[int, int]:
+    """Elements of each flat tensor that is in files."""
+    if not is_swapping(optimizer):
+        return {}
+    return {index: info.numel() for index, info in _swapped(optimizer)}
+
+
+def store(optimizer: Any, index: int, values: Tensor, state: Json) -> None:
+    """Replace a flat tensor that is in files, its moments, and the parameters that follow from it.
+
+    Args:
+        optimizer: Optimizer of stage 3, which has loaded the names of the moments.
+        index: Of the flat tensor.
+        values: Master weights.
+        state: Moments by name.
+    """
+    _write_files(optimizer, optimizer.fp32_partitioned_groups_flat[index], values, state)
+    optimizer._optimizer_states_and_gradient_swap_in(index)
+    optimizer._reassign_or_swap_out_partitioned_parameters(index)
+    optimizer._optimizer_states_and_gradient_swap_out(index)
 
 
 def _write_files(optimizer: Any, master: Tensor, values: Tensor, state: Json) -> None:
@@ -143,7 +162,7 @@ def _write_files(optimizer: Any, master: Tensor, values: Tensor, state: Json) ->
     info.release_unswapped_gradients()
     moments = []
     for name, tensor in optimizer.optimizer.state[master].items():
-        if _is_swapped(state[name]):
+        if _is_swapped(state.get(name)):
             tensor.ds_id = f"{name}-{master.ds_id}"  # type: ignore[attr-defined]
             moments.append(tensor)
     info.has_state_tensors = False

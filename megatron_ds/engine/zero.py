@@ -28,6 +28,7 @@ from megatron_ds.engine.deepspeed_patches import (
 from megatron_ds.engine.device_batches import DeviceBatch, DeviceBatches
 from megatron_ds.engine.ds_checkpoint_io import SafeCheckpointEngine
 from megatron_ds.engine.expert_files import ExpertFiles
+from megatron_ds.engine.full_states import FullStates
 from megatron_ds.engine.loss_scaler import LossScale
 from megatron_ds.engine.param_groups import (
     Multipliers,
@@ -37,6 +38,7 @@ from megatron_ds.engine.param_groups import (
 from megatron_ds.engine.partitions import FlatPartition, read_partitions
 from megatron_ds.engine.protocol import EngineSettings, LossSum, StateBytes
 from megatron_ds.engine.readback import state_bytes
+from megatron_ds.engine.resharding import Resharding
 from megatron_ds.engine.router_metrics import router_metrics
 from megatron_ds.engine.spike_guard import SpikeGuard
 from megatron_ds.fileio.atomic import FileRecord
@@ -251,6 +253,13 @@ class ZeroEngine:
             raise user_error("checkpoint-not-loaded", folder=folder / tag)
         if hasattr(self._engine.optimizer, "clip_grad"):  # from the checkpoint, at some stages
             self._engine.optimizer.clip_grad = self._engine.gradient_clipping()
+        self.settings = self._read_settings()
+
+    def reshard(self, source: FullStates) -> None:
+        Resharding(self._engine, self._stage, self._mesh, source).run()
+        if self._loss_scale is not None and source.loss_scaler is not None:
+            with self._loss_scale.keep_settings_on_load():
+                self._engine.optimizer.loss_scaler = source.loss_scaler
         self.settings = self._read_settings()
 
     def _start_step(self, plan: StepPlan) -> tuple[int, bool]:

@@ -8,7 +8,7 @@ parameters that all data-parallel ranks have.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -52,6 +52,32 @@ class ShardSpec:
             ranges.append(range(start + rank * local, start + (rank + 1) * local))
             start += section
         return ranges
+
+    def locate(self, indices: range, size: int) -> Iterator[tuple[int, range]]:
+        """Which of `size` ranks hold indices along `dim`.
+
+        Yields:
+            Rank, and indices in its shard, in the order of `indices`.
+        """
+        self.check(size)
+        position, start, local_start = indices.start, 0, 0
+        for section in self.sections:
+            local = section // size
+            while start <= position < min(start + section, indices.stop):
+                rank, offset = divmod(position - start, local)
+                count = min(local - offset, indices.stop - position)
+                yield rank, range(local_start + offset, local_start + offset + count)
+                position += count
+            start, local_start = start + section, local_start + local
+
+    def full_indices(self, indices: range, rank: int, size: int) -> list[range]:
+        """Indices along `dim` of the full tensor, for indices in the shard of `rank` of `size`."""
+        found, local_start = [], 0
+        for full in self.ranges(rank, size):
+            start = max(indices.start - local_start, 0)
+            found.append(full[start : max(indices.stop - local_start, start)])
+            local_start += len(full)
+        return [each for each in found if each]
 
 
 def take_shard(full: Tensor, spec: ShardSpec, rank: int, size: int) -> Tensor:

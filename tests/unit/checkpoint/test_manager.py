@@ -21,7 +21,7 @@ from megatron_ds.checkpoint.metadata import manifest_text, read_manifest
 from megatron_ds.config import (
     Config,
     DataConfig,
-    DeepSpeedConfig,
+    OptimizerConfig,
     PrecisionConfig,
 )
 from megatron_ds.config.problems import UserError
@@ -223,7 +223,7 @@ def conflicts(manager: CheckpointManager) -> list[tuple[str, tuple[str, ...]]]:
     return [(problem.code, problem.fields) for problem in raised.value.problems]
 
 
-def test_resume_rejects_another_model_or_layout_with_every_difference(
+def test_resume_rejects_another_model_or_optimizer_with_every_difference(
     checkpoints: CheckpointManager, config: Config, manager: Managers
 ) -> None:
     save(checkpoints, 2)
@@ -231,16 +231,32 @@ def test_resume_rejects_another_model_or_layout_with_every_difference(
     other = manager(
         model=dataclasses.replace(config.model, **changes),  # type: ignore[arg-type]
         precision=PrecisionConfig(bf16=True),
-        deepspeed=DeepSpeedConfig(zero_stage=2),
+        optimizer=OptimizerConfig(optimizer="lion"),
     )
     assert conflicts(other) == [
         ("resume-model-changed", ("num_layers",)),
-        ("resume-layout-changed", ("zero_stage",)),
-        ("resume-layout-changed", ("precision",)),
+        ("resume-optimizer-changed", ("optimizer",)),
     ]
 
 
-def test_states_of_another_order_are_not_loaded(checkpoints: CheckpointManager) -> None:
+def test_states_of_another_order_are_resharded(
+    checkpoints: CheckpointManager, logged: list[str]
+) -> None:
+    save(checkpoints, 2)
+    found = checkpoints.select()
+    assert found is not None
+    engine = FakeEngine()
+    engine.offset = 2
+    checkpoints.load(engine, found)  # type: ignore[arg-type]
+    assert engine.loaded is None
+    assert engine.resharded
+    assert "  resharding its weights and optimizer states: order of the optimizer's flat" in (
+        "\n".join(logged)
+    )
+
+
+def test_8_bit_moments_are_not_resharded(manager: Managers) -> None:
+    checkpoints = manager(optimizer=OptimizerConfig(use_bnb_optimizer=True))
     save(checkpoints, 2)
     found = checkpoints.select()
     assert found is not None
@@ -249,6 +265,7 @@ def test_states_of_another_order_are_not_loaded(checkpoints: CheckpointManager) 
     with raises_problem("resume-partitions-changed", contains="at 2"):
         checkpoints.load(engine, found)  # type: ignore[arg-type]
     assert engine.loaded is None
+    assert not engine.resharded
 
 
 def test_changed_settings_are_logged(

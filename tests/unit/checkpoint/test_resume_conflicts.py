@@ -28,6 +28,7 @@ from megatron_ds.config import (
 )
 from megatron_ds.config.problems import UserError
 from megatron_ds.parallel.mesh import Group, Mesh
+from tests.problems import raises_problem
 from tests.unit.checkpoint.fakes import Managers, save
 
 ROPE = {"position_embedding_type": "rope"}
@@ -77,8 +78,8 @@ LAYOUT: dict[str, dict[str, Any]] = {
     },
     "zero_stage": {"deepspeed": DeepSpeedConfig(zero_stage=2)},
     "precision": {"precision": PrecisionConfig(bf16=True)},
-    "optimizer": {"optimizer": OptimizerConfig(optimizer="sgd")},
 }
+"""By field of the layout: settings with another value."""
 
 
 def rejected(checkpoints: CheckpointManager) -> set[str]:
@@ -128,13 +129,28 @@ def test_experts_are_those_of_the_checkpoint(field: str, manager: Managers) -> N
 
 
 @pytest.mark.parametrize("field", LAYOUT)
-def test_another_layout_is_rejected(field: str, manager: Managers) -> None:
+@pytest.mark.parametrize("is_8_bit", [False, True])
+def test_another_layout_is_rejected_for_8_bit_moments_only(
+    field: str, is_8_bit: bool, manager: Managers
+) -> None:
     assert {item.name for item in dataclasses.fields(ParallelLayout)} >= LAYOUT.keys()
-    save(manager(), 1)
-    other = manager(**LAYOUT[field])
+    optimizer = OptimizerConfig(use_bnb_optimizer=is_8_bit)
+    moe = {"moe": EXPERTS} if "moe" in LAYOUT[field] else {}
+    save(manager(optimizer=optimizer, **moe), 1)
+    other = manager(optimizer=optimizer, **LAYOUT[field])
     if field == "data_parallel_size":
         other._mesh = dataclasses.replace(Mesh.build(1), dp=Group((0, 1), 0, None))
-    assert field in rejected(other)
+    if is_8_bit:
+        with raises_problem("resume-8-bit-moments", contains=" -> "):
+            other.select()
+    else:
+        assert other.select() is not None
+
+
+@pytest.mark.parametrize("name", ["sgd", "lion", "muon"])
+def test_another_optimizer_is_rejected(name: str, manager: Managers) -> None:
+    save(manager(), 1)
+    assert rejected(manager(optimizer=OptimizerConfig(optimizer=name))) == {"optimizer"}
 
 
 def test_moments_of_another_width_are_rejected(manager: Managers) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
@@ -32,6 +34,24 @@ def test_unshard_is_the_inverse_of_take_shard(spec: ShardSpec, size: int) -> Non
     parts = [take_shard(full, spec, rank, size) for rank in range(size)]
     assert parts[0].shape[spec.dim] == full.shape[spec.dim] // size
     assert torch.equal(unshard(parts, spec), full)
+
+
+@pytest.mark.parametrize("sections", [(12,), (8, 4), (4, 4, 8)])
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_indices_are_located_in_shards_and_back(sections: tuple[int, ...], size: int) -> None:
+    spec, total = ShardSpec(0, sections), sum(sections)
+    full = torch.arange(total)
+    shards = [take_shard(full, spec, rank, size) for rank in range(size)]
+    for start, stop in itertools.combinations(range(total + 1), 2):
+        found = [
+            shards[rank][local.start : local.stop]
+            for rank, local in spec.locate(range(start, stop), size)
+        ]
+        assert torch.cat(found).tolist() == list(range(start, stop))
+    for rank, shard in enumerate(shards):
+        for start, stop in itertools.combinations(range(len(shard) + 1), 2):
+            ranges = spec.full_indices(range(start, stop), rank, size)
+            assert [*itertools.chain(*ranges)] == shard[start:stop].tolist()
 
 
 def test_section_that_cannot_be_split_evenly_is_rejected() -> None:

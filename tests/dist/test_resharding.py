@@ -1,0 +1,499 @@
+"""Checkpoints of every layout continue on every other one: weights, moments, steps, data position.
+
+Runs of some layouts take two steps, save, and take a third step. Engines of other layouts load each
+checkpoint, after all their states were overwritten, and take that third step. Right after the load
+master weights and moments must be equal bit for bit, element by element, as DeepSpeed's own
+functions return them; then the loss, the norm and the weights after the step are compared.
+
+The rule that selects the pairs of a checkpoint and a layout that loads it, in each family of
+layouts (`FAMILIES`):
+
+* "dense" is a covering array over the sizes of the source, its ZeRO stage, the sizes of the target
+  and its ZeRO stage: every two values of two of these that are allowed occur together. So all sizes
+  are resharded to all others, all stages to all others, and all sizes to all stages.
+* In the other families every layout loads the checkpoints of the next three (cyclically).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from deepspeed.utils import (
+    lazy_init_hp_params_optimizer_state,
+    safe_get_full_fp32_param,
+    safe_get_full_optimizer_state,
+)
+
+from megatron_ds.checkpoint.manager import CheckpointManager
+from megatron_ds.checkpoint.metadata import (
+    ParallelLayout,
+    find_damage,
+    list_checkpoints,
+    read_manifest,
+)
+from megatron_ds.checkpoint.rank_agreement import RankAgreement
+from megatron_ds.checkpoint.storage import find_damaged_files
+from megatron_ds.config import CheckpointConfig, Config
+from megatron_ds.engine.full_states import VOCABULARY_TABLES
+from megatron_ds.engine.loss_scaler import STATE
+from megatron_ds.engine.param_groups import is_hidden_matrix
+from megatron_ds.engine.readback import master_weights
+from tests.dist.compare import worst_difference
+from tests.dist.engine_harness import Meshes, batches_of, full_tensor, full_weights, of_all_stages
+from tests.dist.nonfinite_harness import RATES, Training
+from tests.dist.offload_harness import SMALLEST_SWAPPED, WITHOUT_LIBAIO, swap_small_tensors
+from tests.dist.parity_cases import SHAPE, Case, config_of
+from tests.dist.rank_jobs import Job, JobResults, run_jobs
+from tests.dist.reference import Tensors
+
+STEPS = 2
+"""Steps before the checkpoint."""
+OVERWRITTEN = 7.0
+RELATIVE = 1e-6
+IN_HALF_PRECISION = 2e-2
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What a run uses."""
+
+    stage: int
+    world: int = 2
+    tp: int = 1
+    pp: int = 1
+    ulysses: int = 1
+    ep: int = 1
+    partition: str = "type:transformer"
+    model: str = "gqa"
+    optimizer: str = "adamw"
+    zero: Mapping[str, Any] = field(default_factory=dict)
+    """Further keys of zero_optimization."""
+    changes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Changed fields of the configuration by group."""
+
+    def config(self, folder: Path) -> Config:
+        parallel = {
+            "tensor_model_parallel_size": self.tp,
+            "pipeline_model_parallel_size": self.pp,
+            "ds_sequence_parallel_size": self.ulysses,
+            "expert_model_parallel_size": self.ep,
+            "pp_partition_method": self.partition,
+        }
+        changes: dict[str, Any] = {"parallel": parallel, "schedule": RATES, **self.changes}
+        case = Case(
+            self.world,
+            self.stage,
+            self.tp * self.pp * self.ulysses,
+            2,
+            self.model,
+            self.optimizer,
+        )
+        if "deepspeed" in self.changes:
+            disk = {"nvme_path": str(folder / "disk")} if "nvme" in str(self.changes) else {}
+            changes["deepspeed"] = {**self.changes["deepspeed"], **disk}
+        config = config_of(case, **changes)
+        assert config.deepspeed_file is not None
+        config.deepspeed_file.values["zero_optimization"] |= self.zero
+        config.deepspeed_file.values["aio"] = {"block_size": SMALLEST_SWAPPED}
+        return config
+
+    @property
+    def relative(self) -> float:
+        """Tolerance of a step's results."""
+        return IN_HALF_PRECISION if "precision" in self.changes else RELATIVE
+
+
+DENSE = {"num_layers": 3, "activation": "swiglu"}
+SIZES: dict[str, tuple[dict[str, int], tuple[int, ...]]] = {
+    "1_1_1": ({"world": 1}, (0, 1, 2, 3)),
+    "2_1_1": ({"tp": 2}, (0, 1, 2, 3)),
+    "1_2_1": ({"pp": 2}, (0, 1)),
+    "1_1_2": ({}, (0, 1, 2, 3)),
+    "2_2_1": ({"world": 4, "tp": 2, "pp": 2}, (0, 1)),
+    "2_1_2": ({"world": 4, "tp": 2}, (0, 1, 2, 3)),
+    "ulysses": ({"ulysses": 2}, (1, 2, 3)),
+}
+"""Tensor-, pipeline- and data-parallel size, and the ZeRO stages that these sizes allow."""
+DENSE_LAYOUTS = {
+    f"dense {sizes} zero{stage}": (
+        sizes,
+        Layout(
+            stage,
+            **options,
+            # Stages with other layers at each ZeRO stage.
+            partition="1,2" if stage == 0 and "pp" in options else "type:transformer",
+            changes={"model": DENSE},
+        ),
+    )
+    for sizes, (options, stages) in SIZES.items()
+    for stage in stages
+}
+MOE = {"moe": {"num_experts": (4,)}}
+NO_BIAS = "swiglu"
+SGD = {"optimizer": {"sgd_momentum": 0.9, "lr": 0.05}}
+BF16 = {"precision": {"bf16": True}}
+FP16 = {"precision": {"fp16": True, "allow_fp16_on_cpu": True, "initial_loss_scale": 256.0}}
+BF16_MASTERS = {"precision": {"bf16": True, "bf16_master_weights": True}}
+CPU, BOTH = (
+    {"deepspeed": {"cpu_optimizer": True, **more}} for more in ({}, {"remote_device": "cpu"})
+)
+NVME = {"deepspeed": {"nvme_optimizer": True}}
+FAMILIES: dict[str, dict[str, Layout]] = {
+    "experts": {
+        "zero0": Layout(0, world=1, changes=MOE),
+        "ep2 zero1": Layout(1, ep=2, changes=MOE),
+        "tp2 zero3": Layout(3, tp=2, changes=MOE),
+        "ep2 tp2 zero2": Layout(2, world=4, ep=2, tp=2, changes=MOE),
+        "dp2 zero2": Layout(2, changes=MOE),
+        "ep2 zero2": Layout(2, ep=2, changes=MOE),
+        "ep2 dp4 zero1": Layout(1, world=4, ep=2, changes=MOE),
+    },
+    "sgd": {
+        "zero0": Layout(0, optimizer="sgd", changes=SGD),
+        "zero3 tp2": Layout(3, tp=2, optimizer="sgd", changes=SGD),
+        "zero1 pp2": Layout(1, pp=2, optimizer="sgd", changes=SGD),
+        "zero2": Layout(2, optimizer="sgd", changes=SGD),
+    },
+    "lion": {
+        "zero0": Layout(0, optimizer="lion", model=NO_BIAS),
+        "zero3 tp2": Layout(3, tp=2, optimizer="lion", model=NO_BIAS),
+        "zero1 pp2": Layout(1, pp=2, optimizer="lion", model=NO_BIAS),
+        "zero2": Layout(2, optimizer="lion", model=NO_BIAS),
+    },
+    "muon": {
+        "zero0": Layout(0, optimizer="muon"),
+        "zero3 tp2": Layout(3, tp=2, optimizer="muon"),
+        "zero1 pp2": Layout(1, pp=2, optimizer="muon"),
+        "zero2": Layout(2, optimizer="muon"),
+    },
+    "precision": {
+        "fp32 zero0": Layout(0, model="untied"),
+        "bf16 zero1": Layout(1, model="untied", changes=BF16),
+        "fp16 zero2 tp2": Layout(2, tp=2, model="untied", changes=FP16),
+        "fp32 zero3 tp2": Layout(3, tp=2, model="untied"),
+        "fp16 zero3": Layout(3, model="untied", changes=FP16),
+        "bf16 zero2 tp2": Layout(2, tp=2, model="untied", changes=BF16),
+        "bf16 zero3": Layout(3, model="untied", changes=BF16),
+        "bf16 pp2": Layout(1, pp=2, model="untied", changes=BF16),
+        "bf16 masters": Layout(3, model="untied", changes=BF16_MASTERS),
+    },
+    "memory": {
+        "zero0": Layout(0),
+        "zero1 cpu": Layout(1, changes=CPU),
+        "zero3 nvme": Layout(3, changes=NVME),
+        "zero2 cpu tp2": Layout(2, tp=2, changes=CPU),
+        "zero3 both": Layout(3, changes=BOTH),
+        "round robin": Layout(2, zero={"round_robin_gradients": True}),
+        "sub-groups": Layout(3, zero={"sub_group_size": 1000}),
+        "aligned": Layout(1, zero={"parameter_alignment": True}),
+        "hpz": Layout(3, zero={"zero_hpz_partition_size": 2}),
+    },
+}
+if WITHOUT_LIBAIO is not None:
+    del FAMILIES["memory"]["zero3 nvme"]
+LAYOUTS = {name: layout for name, (_, layout) in DENSE_LAYOUTS.items()} | {
+    f"{family} {name}": layout
+    for family, layouts in FAMILIES.items()
+    for name, layout in layouts.items()
+}
+NEXT = 3
+"""Checkpoints that a layout loads, except for "dense"."""
+
+Pair = tuple[str, str]
+"""Names of the layout that saves and of the layout that loads."""
+
+
+def demands(pair: Pair) -> set[tuple[tuple[str, Any], ...]]:
+    """The values that occur together in a pair of "dense"."""
+    (source_sizes, source), (sizes, target) = (DENSE_LAYOUTS[name] for name in pair)
+    one = ("source sizes", source_sizes), ("source stage", source.stage)
+    other = ("sizes", sizes), ("stage", target.stage)
+    return set(itertools.product(one, other))
+
+
+def covering() -> list[Pair]:
+    """The pairs of "dense": each is the first of those with the most uncovered demands."""
+    left = {pair: demands(pair) for pair in itertools.permutations(DENSE_LAYOUTS, 2)}
+    missing = set().union(*left.values())
+    chosen = []
+    while missing:
+        best = max(left, key=lambda pair: len(left[pair] & missing))
+        missing -= left.pop(best)
+        chosen.append(best)
+    return chosen
+
+
+def cyclic() -> Iterator[Pair]:
+    for family, layouts in FAMILIES.items():
+        names = [f"{family} {name}" for name in layouts]
+        for index, source in enumerate(names):
+            for offset in range(1, NEXT + 1):
+                yield source, names[(index + offset) % len(names)]
+
+
+PAIRS = (*covering(), *cyclic())
+
+
+class Continued(Training):
+    """A training that saves and loads complete checkpoints."""
+
+    def __init__(self, name: str, folder: Path, meshes: Meshes) -> None:
+        swap_small_tensors()
+        config = LAYOUTS[name].config(folder)
+        super().__init__(config, meshes.of(config.parallel), 100)
+        self.ds = self.engine._engine
+        self.layout = LAYOUTS[name]
+
+    def manager(self, folder: Path, log: list[str]) -> CheckpointManager:
+        options = CheckpointConfig(save=str(folder), load=str(folder))
+        config = dataclasses.replace(self.config, checkpoint=options)
+        return CheckpointManager(config, self.mesh, log.append, RankAgreement())
+
+    def states(self) -> dict[str, Tensors]:
+        """Full master weights and moments by kind, as DeepSpeed reads them, and the weights."""
+        if self.layout.stage in (1, 2):
+            # DeepSpeed itself links the states of the first group that is stepped only.
+            optimizer, masters = self.ds.optimizer, master_weights(self.ds)
+            groups = getattr(optimizer, "bf16_groups", None) or optimizer.bit16_groups
+            for group, master in zip(groups, masters, strict=True):
+                lazy_init_hp_params_optimizer_state(group, master, self.ds.basic_optimizer.state)
+        found: dict[str, Tensors] = {"weights": full_weights(self.engine, self.mesh)}
+        if "round_robin_gradients" in self.layout.zero:
+            return {"weights": without_padding(found["weights"])}  # DeepSpeed reads other elements
+        own: dict[str, Tensors] = {}
+        for name, parameter in self.ds.module.named_parameters():
+            for kind in ("master", *self.kinds_of(name, parameter)):
+                full = full_tensor(
+                    self.read(parameter, kind), parameter, self.mesh.tp, self.mesh.ep
+                )
+                own.setdefault(kind, {})[name] = full
+        for kind in sorted(own):
+            found[kind] = of_all_stages(own[kind], self.mesh)
+        return {kind: without_padding(tensors) for kind, tensors in found.items()}
+
+    def kinds_of(self, name: str, parameter: torch.nn.Parameter) -> tuple[str, ...]:
+        optimizer = self.config.optimizer.optimizer
+        shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
+        if optimizer == "sgd" or (optimizer == "muon" and is_hidden_matrix(name, shape)):
+            return ("momentum_buffer",)
+        return ("exp_avg",) if optimizer == "lion" else ("exp_avg", "exp_avg_sq")
+
+    def read(self, parameter: torch.nn.Parameter, kind: str) -> torch.Tensor:
+        """A state of the shape of this rank's parameter."""
+        if self.layout.stage == 0:
+            state = self.ds.basic_optimizer.state
+            return parameter.detach() if kind == "master" else state[parameter][kind]
+        if kind == "master":
+            return safe_get_full_fp32_param(parameter)
+        return safe_get_full_optimizer_state(parameter, kind)
+
+    def steps(self) -> set[int]:
+        """Numbers of steps that the optimizer counts."""
+        return {
+            int(state["step"])
+            for state in self.ds.basic_optimizer.state.values()
+            if "step" in state
+        }
+
+    def scale(self) -> Any:
+        scaler = getattr(self.ds.optimizer, "loss_scaler", None)
+        return None if scaler is None else [getattr(scaler, name, None) for name in STATE]
+
+    @torch.no_grad()
+    def overwrite(self) -> None:
+        """Overwrites all states, so that nothing remains of an earlier load."""
+        moments = [
+            value
+            for state in self.ds.basic_optimizer.state.values()
+            for value in state.values()
+            if isinstance(value, torch.Tensor)
+        ]
+        parameters = [
+            getattr(parameter, "ds_tensor", parameter) for parameter in self.ds.module.parameters()
+        ]
+        for tensor in (*moments, *parameters, *master_weights(self.ds)):
+            tensor.fill_(OVERWRITTEN)
+
+    def third_step(self) -> dict[str, Any]:
+        self.batches = batches_of(self.config, self.mesh, self.samples, self.state.consumed_samples)
+        result = self.step()
+        assert not result.skipped
+        loss = torch.tensor(float(result.loss), dtype=torch.float64)
+        dist.all_reduce(loss, group=self.mesh.dp.handle)
+        assert result.grad_norm is not None
+        return {
+            "loss": loss.item() / self.mesh.dp.size,
+            "norm": float(result.grad_norm),
+            "weights": without_padding(full_weights(self.engine, self.mesh)),
+        }
+
+
+def without_padding(tensors: Tensors) -> Tensors:
+    """The tensors without the padding of the vocabulary, which must be zero."""
+    vocab = SHAPE["vocab_size"]
+    for name in VOCABULARY_TABLES:
+        if name in tensors:
+            assert tensors[name][vocab:].count_nonzero() == 0, name
+    return {
+        name: tensor[:vocab] if name in VOCABULARY_TABLES else tensor
+        for name, tensor in tensors.items()
+    }
+
+
+def save_layout(name: str, folder: Path, meshes: Meshes) -> None:
+    """Takes two steps, saves, and records the states and the third step."""
+    training = Continued(name, folder, meshes)
+    for _ in range(STEPS):
+        training.step()
+    training.manager(folder / name, []).save(training.engine, training.state)
+    record = {
+        "states": training.states(),
+        "steps": training.steps(),
+        "scale": training.scale(),
+        "state": training.state,
+        "third": training.third_step(),
+    }
+    if dist.get_rank() == 0:
+        torch.save(record, folder / f"{name}.pt")
+    training.close()
+
+
+def load_layout(
+    name: str, sources: list[str], folder: Path, meshes: Meshes
+) -> dict[str, list[str]]:
+    """What differs after the load of each checkpoint."""
+    training = Continued(name, folder, meshes)
+    found = {}
+    for source in sources:
+        record = torch.load(folder / f"{source}.pt", weights_only=False)
+        training.overwrite()
+        found[source] = list(load_one(training, name, source, record, folder))
+    training.close()
+    return found
+
+
+def load_one(
+    training: Continued, name: str, source: str, record: dict[str, Any], folder: Path
+) -> Iterator[str]:
+    log: list[str] = []
+    manager = training.manager(folder / source, log)
+    checkpoint = manager.select()
+    assert checkpoint is not None
+    training.state = manager.load(training.engine, checkpoint)
+    is_resharded = any("resharded in " in line for line in log)
+    own = ParallelLayout.of(training.config, training.mesh.dp.size)
+    if is_resharded != (own != checkpoint.run.layout):
+        yield f"log {log}"
+    yield from differing_states(training, record["states"])
+    if (training.steps() or {STEPS}) != (record["steps"] or {STEPS}):
+        yield f"steps {training.steps()} instead of {record['steps']}"
+    if training.state != record["state"]:
+        yield f"{training.state} instead of {record['state']}"
+    both_scaled = all("fp16" in each for each in (name, source))
+    if both_scaled and training.scale() != record["scale"]:
+        yield f"loss scale {training.scale()} instead of {record['scale']}"
+    third, expected = training.third_step(), record["third"]
+    relative = max(LAYOUTS[each].relative for each in (name, source))
+    for kind in ("loss", "norm"):
+        if third[kind] != pytest.approx(expected[kind], rel=relative):
+            yield f"{kind} {third[kind]} instead of {expected[kind]}"
+    error, worst = worst_difference(third["weights"], expected["weights"])
+    if not error <= relative:
+        yield f"{worst} is off by {error:.1e} of the largest after the step"
+
+
+def differing_states(training: Continued, saved: dict[str, Tensors]) -> Iterator[str]:
+    """States that are not those of the checkpoint bit for bit, in the precision of the run."""
+    states, dtype = training.states(), master_weights(training.ds)[0].dtype
+    weight_dtype = next(training.ds.module.parameters()).dtype
+    rounded = {
+        kind: {name: tensor.to(dtype).float() for name, tensor in tensors.items()}
+        for kind, tensors in saved.items()
+    }
+    rounded["weights"] = {
+        name: tensor.to(weight_dtype).float()
+        for name, tensor in rounded.get("master", rounded["weights"]).items()
+    }
+    for kind, tensors in rounded.items():
+        if kind not in states and len(states) == 1:
+            continue  # not read
+        if states[kind].keys() != tensors.keys():
+            yield f"{kind}: {sorted(states[kind].keys() ^ tensors.keys())}"
+            continue
+        for name, tensor in tensors.items():
+            if not torch.equal(states[kind][name], tensor):
+                yield f"{kind} of {name}"
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[Pair, list[str]]]:
+    """What differs after each load on any rank."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    sources = {source for source, _ in PAIRS}
+    worlds = (1, 2, 4)
+    failed: dict[str, JobResults] = {}
+    for world in worlds:
+        jobs: dict[str, Job] = {
+            name: partial(save_layout, name, folder)
+            for name in LAYOUTS
+            if name in sources and LAYOUTS[name].world == world
+        }
+        failed |= dict.fromkeys(jobs, run_jobs(world, jobs))
+    found: dict[Pair, list[str]] = {}
+    for world in worlds:
+        loads = {
+            name: [source for source, target in PAIRS if target == name]
+            for name in LAYOUTS
+            if LAYOUTS[name].world == world
+        }
+        jobs = {name: partial(load_layout, name, loaded, folder) for name, loaded in loads.items()}
+        results = run_jobs(world, jobs)
+        for name, loaded in loads.items():
+            for source in loaded:
+                failed[source].of(source)
+                found[source, name] = [
+                    f"rank {rank}: {difference}"
+                    for rank, seen in enumerate(results.of(name))
+                    for difference in seen[source]
+                ]
+    return folder, found
+
+
+@pytest.mark.parametrize("target", LAYOUTS)
+def test_every_layout_continues_checkpoints_of_others(
+    target: str, outcomes: tuple[Path, dict[Pair, list[str]]]
+) -> None:
+    found = {
+        source: different for (source, name), different in outcomes[1].items() if name == target
+    }
+    assert len(found) > 0
+    assert found == {source: [] for source in found}
+
+
+def test_loads_leave_the_checkpoints_as_they_were(
+    outcomes: tuple[Path, dict[Pair, list[str]]],
+) -> None:
+    for name in LAYOUTS:
+        (path,) = list_checkpoints(outcomes[0] / name)
+        assert find_damage(path) is None
+        assert find_damaged_files(path, read_manifest(path)) == {}
+
+
+def test_pairs_cover_sizes_and_stages() -> None:
+    """Checks the covering array independently of its construction."""
+    dense = [pair for pair in PAIRS if all(name in DENSE_LAYOUTS for name in pair)]
+    pairs = [tuple(DENSE_LAYOUTS[name] for name in pair) for pair in dense]
+    sizes = {(one[0], other[0]) for one, other in pairs}
+    stages = {(one[1].stage, other[1].stage) for one, other in pairs}
+    assert sizes == set(itertools.product(SIZES, SIZES))
+    assert stages == set(itertools.product(range(4), range(4)))
+    assert {name for pair in PAIRS for name in pair} == set(LAYOUTS)
