@@ -8,10 +8,10 @@ functions return them; then the loss, the norm and the weights after the step ar
 The rule that selects the pairs of a checkpoint and a layout that loads it, in each family of
 layouts (`FAMILIES`):
 
-* "dense" is a covering array over the sizes of the source, its ZeRO stage, the sizes of the target
-  and its ZeRO stage: every two values of two of these that are allowed occur together. So all sizes
-  are resharded to all others, all stages to all others, and all sizes to all stages.
-* In the other families every layout loads the checkpoints of the next three (cyclically).
+* "dense" is a covering array over the sizes and the ZeRO stage of the source and those of the
+  target: every value of the source occurs with every value of the target, and every layout saves
+  and loads. So all sizes are resharded to all, all stages to all, and all sizes to all stages.
+* In the other families every layout loads the checkpoints of the two before it, cyclically.
 """
 
 from __future__ import annotations
@@ -205,7 +205,7 @@ LAYOUTS = {name: layout for name, (_, layout) in DENSE_LAYOUTS.items()} | {
     for family, layouts in FAMILIES.items()
     for name, layout in layouts.items()
 }
-NEXT = 3
+NEXT = 2
 """Checkpoints that a layout loads, except for "dense"."""
 
 Pair = tuple[str, str]
@@ -213,11 +213,11 @@ Pair = tuple[str, str]
 
 
 def demands(pair: Pair) -> set[tuple[tuple[str, Any], ...]]:
-    """The values that occur together in a pair of "dense"."""
+    """What a pair of "dense" covers: values of the source with values of the target."""
     (source_sizes, source), (sizes, target) = (DENSE_LAYOUTS[name] for name in pair)
     one = ("source sizes", source_sizes), ("source stage", source.stage)
     other = ("sizes", sizes), ("stage", target.stage)
-    return set(itertools.product(one, other))
+    return {*itertools.product(one, other), (("source", pair[0]),), (("target", pair[1]),)}
 
 
 def covering() -> list[Pair]:
@@ -496,4 +496,4 @@ def test_pairs_cover_sizes_and_stages() -> None:
     stages = {(one[1].stage, other[1].stage) for one, other in pairs}
     assert sizes == set(itertools.product(SIZES, SIZES))
     assert stages == set(itertools.product(range(4), range(4)))
-    assert {name for pair in PAIRS for name in pair} == set(LAYOUTS)
+    assert [*map(set, zip(*PAIRS, strict=True))] == [set(LAYOUTS)] * 2

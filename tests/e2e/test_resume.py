@@ -288,3 +288,28 @@ def test_a_finished_run_that_is_started_again_only_evaluates(
     assert "at iteration 2" in output
     assert "validation loss at the end of training for val data" in output
     assert records(run) == before
+
+
+def test_a_run_continues_on_other_layouts_with_the_same_curve(
+    launcher: Launcher, base: Settings, tmp_path: Path
+) -> None:
+    """Learning rate, batch-size ramp-up, samples and dropout of hidden states are the same, too."""
+    full, parts = tmp_path / "full", tmp_path / "parts"
+    settings = {**base, **SCHEDULE, "attention_dropout": 0.0}
+    launcher.start({**settings, "save": full}).succeed()
+    layouts = (
+        {"tensor_model_parallel_size": 2, "zero_stage": 3, "load": full, "ckpt_step": SAVED},
+        {"pipeline_model_parallel_size": 2, "zero_stage": 0, "load": parts},
+    )
+    for end, layout in zip((6, None), layouts, strict=True):
+        run = {**settings, **layout, "save": parts, "exit_interval": end}
+        output = launcher.start(run, ranks=2).succeed()
+        assert "resharding its weights and optimizer states: " in output
+
+    continued, expected = steps(parts), steps(full)[SAVED:]
+    assert len(continued) == len(expected)
+    for ours, theirs in zip(continued, expected, strict=True):
+        assert ours == {
+            key: value if value is None else pytest.approx(value, rel=1e-5)
+            for key, value in theirs.items()
+        }
