@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 
-from megatron_ds.checkpoint.full_weights import VOCABULARY_TABLES
 from megatron_ds.checkpoint.lazy_tensors import LazyTensors
 from megatron_ds.checkpoint.resume import CHANGEABLE_MODEL_FIELDS, CHANGEABLE_MOE_FIELDS
 from megatron_ds.config import ModelConfig, MoEConfig, TokenizerConfig
 from megatron_ds.config.fields import option_fields
 from megatron_ds.config.problems import user_error
+from megatron_ds.engine.full_states import VOCABULARY_TABLES
 from megatron_ds.model.gpt import GPTModel
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.parallel.rng import RngStreams
