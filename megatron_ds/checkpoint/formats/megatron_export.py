@@ -19,10 +19,10 @@ from megatron_ds.checkpoint.formats.megatron_folders import TRACKER
 from megatron_ds.checkpoint.formats.output_folder import output_folder
 from megatron_ds.checkpoint.formats.safetensors_files import OnTensor
 from megatron_ds.checkpoint.formats.source import WeightsSource
-from megatron_ds.checkpoint.full_weights import VOCABULARY_TABLES
 from megatron_ds.checkpoint.lazy_tensors import LazyTensor
 from megatron_ds.config import ModelConfig
 from megatron_ds.config.problems import raise_if_any, user_error
+from megatron_ds.engine.full_states import VOCABULARY_TABLES
 from megatron_ds.parallel.sharding import ShardSpec, take_shard
 
 LAYER_NAMES = {
