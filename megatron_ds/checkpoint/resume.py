@@ -84,12 +84,17 @@ def resume_conflicts(found: CheckpointMetadata, config: Config, dp_size: int) ->
 
 def _layout_conflicts(found: CheckpointMetadata, now: ParallelLayout) -> Iterator[Problem]:
     """Why the states of a checkpoint cannot be resharded to a layout."""
-    saved = found.run.layout
-    values = {"saved": saved.optimizer, "now": now.optimizer, "path": found.path}
+    saved, path = found.run.layout, found.path
     if saved.optimizer != now.optimizer:
-        yield Problem("resume-optimizer-changed", "optimizer", **values)
+        yield Problem(
+            "resume-optimizer-changed",
+            "optimizer",
+            saved=saved.optimizer,
+            path=path,
+            now=now.optimizer,
+        )
     elif saved.optimizer == EIGHT_BIT and (changes := layout_changes(saved, now)):
-        yield Problem("resume-8-bit-moments", path=found.path, changes=", ".join(changes))
+        yield Problem("resume-8-bit-moments", path=path, changes=", ".join(changes))
 
 
 def layout_changes(saved: ParallelLayout, now: ParallelLayout) -> list[str]:
