@@ -20,6 +20,7 @@ setup(
         "deepspeed>=0.19.8,<0.20",
         "ninja>=1.11",
         "numpy>=2.0",
+        "PyYAML>=6",
         "rich>=13",
         "safetensors>=0.5",
         "tensorboard>=2.16",

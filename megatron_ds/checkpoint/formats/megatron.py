@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_ds.checkpoint.formats import megatron_args
+from megatron_ds.checkpoint.formats import megatron_args, neox_args
 from megatron_ds.checkpoint.formats.megatron_files import (
     Shards,
     read_deepspeed,
@@ -29,6 +29,7 @@ from megatron_ds.checkpoint.formats.megatron_folders import (
     find_checkpoint,
 )
 from megatron_ds.checkpoint.formats.megatron_names import (
+    QkvOrder,
     RowOrders,
     canonical_name,
     join,
@@ -103,14 +104,19 @@ def open_checkpoint(
     weights = readers[found.kind](found.path)
     state = weights.state
     args = megatron_args.arguments_of(state.get("args"))
+    is_neox = neox_args.is_neox(state)
+    if is_neox:
+        args = neox_args.arguments(state, found.path)
     for part in megatron_args.unsupported_parts(args):
         raise user_error("megatron-part-unsupported", path=found.path, part=part)
     settings = megatron_args.model_settings(args)
     complete = settings or dict(given or {})
     if not complete.get("num_attention_heads"):
         raise user_error("megatron-without-arguments", path=found.path)
-    if found.kind == TORCH_DIST:
+    if found.kind == TORCH_DIST or is_neox:
         orders = megatron_args.row_orders(complete, {}, 3.0)  # the same in all versions
+        if is_neox and orders.groups != orders.heads:
+            orders = dataclasses.replace(orders, qkv=QkvOrder.BLOCKS)
     else:
         orders = megatron_args.row_orders(complete, args, state.get("checkpoint_version"))
     tensors = _canonical(found.path, weights.shards, orders, complete)

@@ -99,6 +99,7 @@ def read_deepspeed(folder: Path) -> FoundWeights:
         raise user_error("megatron-files-missing", folder=folder, names=name)
     first = _read(states[min(states)] if states else zero3[0])
     state = {key: value for key, value in first.items() if key != "module"}
+    state["configs"] = [path.read_text() for path in sorted(folder.glob("configs/*.yml"))]
     if layers:
         return FoundWeights(state, _layer_files(folder, layers))
     if not states:

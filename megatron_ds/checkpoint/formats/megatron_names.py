@@ -45,7 +45,7 @@ PATTERNS = {
         "layers.{layer}.mlp.fc_in.{kind}"
     ),
     LAYER + r"mlp\.(?:dense_4h_to_h|linear_fc2)\.(?P<kind>\w+)": "layers.{layer}.mlp.fc_out.{kind}",
-    r"(?:final_layernorm|final_norm)\.(?P<kind>\w+)": "final_norm.{kind}",
+    r"(?:final_layernorm|final_norm|norm)\.(?P<kind>\w+)": "final_norm.{kind}",
     r"(?:output_layer|lm_head|final_linear)\.weight": "head.weight",
 }
 """What a foreign name without its prefix becomes."""
@@ -89,7 +89,7 @@ def canonical_name(name: str) -> str | None:
     name = PREFIX.sub("", name)
     for pattern, ours in PATTERNS.items():
         if found := re.fullmatch(pattern, name):
-            return ours.format(**found.groupdict())
+            return ours.format(**found.groupdict()).replace("norm.scale", "norm.weight")
     return None
 
 

@@ -57,7 +57,7 @@ class Layout:
     names: str = "legacy"
     """old, legacy, core or fused."""
     files: str = "legacy"
-    """legacy, deepspeed, zero3, pipeline, bigscience pipeline or torch_dist."""
+    """legacy, deepspeed, zero3, pipeline, bigscience pipeline, neox pipeline or torch_dist."""
     tp: int = 1
     pp: int = 1
     chunks: int = 1
@@ -415,25 +415,30 @@ def _write_layers(
 ) -> None:
     """One file per layer: bigscience's fork counts two functions more than the other one."""
     is_bigscience = layout.files.startswith("bigscience")
+    is_neox = layout.files.startswith("neox")
     first = 3 if is_bigscience else 2
-    last = first + config.num_layers + (1 if is_bigscience else 0)
+    last = first + config.num_layers + (1 if is_bigscience or is_neox else 0)
+    if is_neox:
+        state = _neox_state(folder, config)
     for rank in range(layout.tp):
         files: dict[int, dict[str, Tensor]] = {}
         for name, shard in _rank(config, weights, rank, layout).items():
             if name.startswith("layers."):
-                layer, inner = _layer_name(name, LEGACY, layout)
+                layer, inner = _layer_name(name, OLD if is_neox else LEGACY, layout)
                 files.setdefault(first + layer, {})[inner] = shard
             elif name.startswith("final_norm."):
-                files.setdefault(last, {})[name.split(".")[1]] = shard
+                prefix = "norm." if is_neox else ""
+                files.setdefault(last, {})[prefix + name.split(".")[1]] = shard
             elif name == "head.weight":
-                files[last + 1] = {"lm_head.weight": shard}
+                head = "final_linear" if is_neox else "lm_head"
+                files[last + 1] = {f"{head}.weight": shard}
             else:
                 spelled = {
                     "embedding.word.weight": "word_embeddings.weight",
                     "embedding.position.weight": "position_embeddings.weight",
                 }
                 inner = spelled.get(name, name.replace("embedding.norm", "word_embeddings.norm"))
-                files.setdefault(1, {})[inner] = shard
+                files.setdefault(0 if is_neox else 1, {})[inner] = shard
         if is_bigscience:
             files[last + 1] = files[1]
         for number, content in files.items():
@@ -443,6 +448,33 @@ def _write_layers(
             number = stage * layout.tp + rank
             path = folder / f"mp_rank_{number:02d}_model_states.pt"
             torch.save({**state, "module": None}, path)
+
+
+def _neox_state(folder: Path, config: ModelConfig) -> dict[str, Any]:
+    """Few arguments, and the settings of the run in a file, spelled in both ways."""
+    settings = {
+        "num-layers": config.num_layers,
+        "hidden_size": config.hidden_size,
+        "num-attention-heads": config.num_attention_heads,
+        "num_kv_heads": config.num_query_groups,
+        "intermediate_size": config.mlp_hidden_size,
+        "seq-length": config.seq_length,
+        "max-position-embeddings": config.num_positions,
+        "pos-emb": {"rope": "rotary", "learned_absolute": "learned"}[
+            config.position_embedding_type
+        ],
+        "rotary-pct": config.rotary_percent,
+        "norm": config.normalization.lower(),
+        "bias-gelu-fusion": config.gelu_kind == "tanh",
+        "no-weight-tying": config.untie_embeddings_and_output_weights,
+        "attention-dropout": 0.0,
+        "hidden-dropout": 0.0,
+    }
+    (folder / "configs").mkdir()
+    (folder / "configs" / "model.yml").write_text(json.dumps(settings))
+    args = {"num_layers": config.num_layers, "hidden_size": config.hidden_size}
+    args |= {"num_attention_heads": config.num_attention_heads, "model_parallel_size": 1}
+    return {"iteration": ITERATION, "args": args}
 
 
 def _write_torch_dist(
