@@ -100,15 +100,16 @@ def replace_pipeline_grid(grid: object) -> Iterator[None]:
         pipe_module.PipelineParallelGrid = original
 
 
-def reduce_norm_once(optimizer: Any, group: dist.ProcessGroup | None) -> None:
+def reduce_norm_once(optimizer: Any, group: dist.ProcessGroup | None, device: torch.device) -> None:
     """Make a ZeRO optimizer sum its gradient norm over the model-parallel ranks in one message.
 
     It sends one for each parameter group. Pipeline stages may have different numbers of groups, and
-    would wait for each other forever.
+    would wait for each other indefinitely.
 
     Args:
         optimizer: DeepSpeedZeroOptimizer; others are left as they are.
         group: Model-parallel group.
+        device: Device of the group's messages. The norm is on the host if states are offloaded.
     """
     if not hasattr(optimizer, "scaled_global_norm"):
         return
@@ -117,11 +118,12 @@ def reduce_norm_once(optimizer: Any, group: dist.ProcessGroup | None) -> None:
     def scaled_global_norm(norm_type: int = 2) -> torch.Tensor:
         optimizer._model_parallel_all_reduce = lambda *_, **__: None
         try:
-            square: torch.Tensor = norm_of_groups(norm_type).square()  # inf if it is not finite
+            norm: torch.Tensor = norm_of_groups(norm_type)  # inf if it is not finite
         finally:
             optimizer._model_parallel_all_reduce = reduce
+        square = norm.to(device).square()
         dist.all_reduce(square, group=group)
-        return square.sqrt()
+        return square.sqrt().to(norm.device)
 
     optimizer.scaled_global_norm = scaled_global_norm
 

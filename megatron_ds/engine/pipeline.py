@@ -45,7 +45,7 @@ class PipelineEngine(ZeroEngine):
         # All weights of a rank in one file under their canonical names, not a file per layer.
         for name in ("module_state_dict", "load_module_state_dict"):
             setattr(engine, name, partial(getattr(DeepSpeedEngine, name), engine))
-        reduce_norm_once(engine.optimizer, self._mesh.model.handle)
+        reduce_norm_once(engine.optimizer, self._mesh.model.handle, self._device)
         replace_pipeline_instructions(
             engine,
             {

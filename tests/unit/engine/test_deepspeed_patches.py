@@ -5,9 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 from deepspeed.runtime.swap_tensor import partitioned_param_swapper
+from torch import Tensor
 
-from megatron_ds.engine.deepspeed_patches import limit_parameter_prefetch
+from megatron_ds.engine.deepspeed_patches import limit_parameter_prefetch, reduce_norm_once
 
 BUFFERS = 5
 
@@ -45,3 +48,37 @@ def test_prefetch_leaves_buffers_for_the_next_module(
     swapper = Swapper()
     swapper.swap_in(params, async_op=is_prefetch)
     assert swapper.read == read
+
+
+class Offloading:
+    """A ZeRO optimizer whose norm is on the host, of two parameter groups."""
+
+    def __init__(self) -> None:
+        self.messages = 0
+
+    def _model_parallel_all_reduce(self, *_: Any, **__: Any) -> None:
+        self.messages += 1
+
+    def scaled_global_norm(self, norm_type: int = 2) -> Tensor:
+        for _ in range(2):
+            self._model_parallel_all_reduce()
+        return torch.tensor(3.0)
+
+
+def test_norm_of_offloaded_states_is_summed_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process groups of an accelerator send nothing that is on the host."""
+    sent: list[str] = []
+    monkeypatch.setattr(dist, "all_reduce", lambda value, group: sent.append(value.device.type))
+    monkeypatch.setattr(Tensor, "to", _move)
+    optimizer = Offloading()
+    reduce_norm_once(optimizer, None, torch.device("meta"))
+    norm = optimizer.scaled_global_norm()
+
+    assert sent == ["meta"]
+    assert norm.device.type == "cpu"
+    assert optimizer.messages == 0
+
+
+def _move(value: Tensor, device: torch.device) -> Tensor:
+    """Like `Tensor.to`, which cannot copy from the meta device."""
+    return torch.empty_like(value, device=device)
