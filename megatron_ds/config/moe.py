@@ -125,7 +125,6 @@ class MoEConfig:
     def problems(self, num_layers: int, ep_size: int) -> Iterator[Problem]:
         if len(set(self.num_experts)) > 1:
             yield Problem("numbers-of-experts-differ", settings=self)
-            return
         if not self.is_used:
             return
         if self.moe_router_topk > self.experts:

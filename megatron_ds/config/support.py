@@ -49,19 +49,27 @@ class Axis:
         values: By value the flags that request it.
         read: The value of a configuration, which is complete: DeepSpeed's file is merged.
         default: The value without flags.
+        named: By value the flags as messages name them, where `values` has example numbers.
     """
 
     title: str
     values: Mapping[str, str]
     read: Callable[[Config], str]
     default: str
+    named: Mapping[str, str] = field(default_factory=dict)
 
-    def words(self, value: str) -> str:
-        """The flags of a value for messages: `--zero-stage 0`, `no --bf16 or --fp16`."""
-        flags = self.values[value]
+    def words(self, value: str, current: str | None = None) -> str:
+        """The flags of a value for messages: `--zero-stage 0`, `no --bf16 or --fp16`.
+
+        Args:
+            value: The value.
+            current: The value that it replaces, whose flags are to be left out. None: any.
+        """
+        flags = self.named.get(value, self.values[value])
         if value == MANY:
             return f"{flags.split()[0]} > 1"
-        words = " ".join(self.values.values()).split()
+        others = self.values if current is None else (current,)
+        words = " ".join(self.named.get(each, self.values[each]) for each in others).split()
         named = dict.fromkeys(word for word in words if word.startswith("--"))
         return flags or f"no {' or '.join(named)}"
 
@@ -171,6 +179,10 @@ AXES: Mapping[str, Axis] = {
         },
         _offload,
         "none",
+        named={
+            "nvme optimizer": "--nvme-optimizer",
+            "nvme": "--nvme-optimizer --remote-device nvme",
+        },
     ),
     "hpz": Axis(
         "hpZ",
@@ -223,6 +235,10 @@ AXES: Mapping[str, Axis] = {
         },
         _experts,
         "none",
+        named={
+            "replicated": "--num-experts > 1",
+            "distributed": "--expert-model-parallel-size > 1",
+        },
     ),
     "precision": Axis(
         "precision",
@@ -265,6 +281,7 @@ AXES: Mapping[str, Axis] = {
         {"off": "", "on": "--curriculum-seqlen 8 16 2"},
         lambda config: "off" if config.schedule.curriculum_seqlen is None else "on",
         "off",
+        named={"on": "--curriculum-seqlen"},
     ),
 }
 
@@ -506,10 +523,14 @@ def closest(layout: Layout) -> Layout:
 
 
 def _repaired(layout: Layout, kept: Collection[str]) -> Layout:
-    """The layout with the fewest changes of other axes that no rule forbids; itself if none is."""
+    """The layout with the fewest changes of other axes that no rule forbids; itself if none is.
+
+    One without experts is another model: it is taken only if no other is left.
+    """
     queue, seen = [dict(layout)], []
-    while queue:
-        found = queue.pop(0)
+    dense: list[dict[str, str]] = []
+    while queue or dense:
+        found = (queue or dense).pop(0)
         broken = [rule for rule in (*RULES, *WITHOUT_EFFECT) if rule.forbids(found)]
         if not broken:
             return found
@@ -518,7 +539,10 @@ def _repaired(layout: Layout, kept: Collection[str]) -> Layout:
         others = [{axis: value} for axis in rule.values for value in AXES[axis].values]
         changes = [change for change in (rule.instead, *others) if not change.keys() & set(kept)]
         candidates = [{**found, **change} for change in changes]
-        queue += [each for each in candidates if each not in seen and each not in queue]
+        for each in candidates:
+            later = dense if each["experts"] == "none" != layout["experts"] else queue
+            if each not in seen and each not in later:
+                later.append(each)
     return layout
 
 
@@ -530,7 +554,9 @@ def problems(config: Config) -> Iterator[Problem]:
         return
     wanted = closest(layout)
     changed = listed(
-        AXES[axis].words(wanted[axis]) for axis in AXES if wanted[axis] != layout[axis]
+        AXES[axis].words(wanted[axis], layout[axis])
+        for axis in AXES
+        if wanted[axis] != layout[axis]
     )
     for rule in broken:
         combination = listed(AXES[axis].words(layout[axis]) for axis in rule.values)

@@ -75,6 +75,30 @@ def test_message_is_a_sentence() -> None:
     ), texts
 
 
+def test_message_has_no_numbers_of_the_examples() -> None:
+    """The flags of `AXES` have example numbers, which are not those of the user."""
+    layout = DEFAULTS | {"experts": "distributed", "zero": "3"}
+    texts = [str(problem) for problem in configure(layout)[1]]
+
+    start = "--expert-model-parallel-size > 1 and --zero-stage 3: "
+    assert any(text.startswith(start) for text in texts), texts
+
+
+def test_message_names_the_flags_to_leave_out() -> None:
+    layout = DEFAULTS | {"hpz": "> 1", "offload": "optimizer", "zero": "3"}
+    texts = [str(problem) for problem in configure(layout)[1]]
+
+    assert any(text.endswith("; use no --cpu-optimizer") for text in texts), texts
+
+
+def test_closest_layout_keeps_experts() -> None:
+    """Without them, two rules would be kept by one change."""
+    layout = {"experts": "distributed", "zero": "3", "precision": "bf16", "masters": "bf16"}
+    wanted = support.closest(DEFAULTS | layout)
+
+    assert wanted == DEFAULTS | {"experts": "distributed", "zero": "2", "precision": "bf16"}
+
+
 @pytest.mark.parametrize("axes", list(itertools.combinations(AXES, 2)), ids="-".join)
 def test_pairs_are_accepted_unless_a_rule_forbids_them(axes: tuple[str, str]) -> None:
     for pair in support.pairs(*axes):
