@@ -332,6 +332,9 @@ class _Sizes:
         )
         elements = min(inputs.bucket_elements, self.full) if self.has_bucket else 0
         self.bucket = inputs.reduction_bytes * elements
+        replicas = inputs.dp_size // inputs.sp_size
+        micro_batches = replicas * config.schedule.micro_batch_size
+        self.is_single = config.final_global_batch_size(replicas) == micro_batches
 
     def _partition(self, elements: int, experts: int) -> int:
         """Elements on each rank: an expert is partitioned over the ranks that have it."""
@@ -357,7 +360,7 @@ class _Sizes:
             if self.has_accumulator:
                 # The gradients are those of one micro-batch, until they are accumulated in fp32.
                 device["accumulated gradients"] = inputs.accumulation_bytes * full
-        else:
+        elif inputs.zero_stage == 3 or not inputs.offload_optimizer:
             optimizer["accumulated gradients"] = inputs.accumulation_bytes * partition
         optimizer["master weights"] = inputs.master_bytes * partition
         optimizer["moments"] = self.moments * inputs.master_bytes // FP32
@@ -369,6 +372,14 @@ class _Sizes:
                 host[kind] -= device[kind]
         if inputs.offload_optimizer and inputs.zero_stage < 3:
             host["copies for the device"] = inputs.param_bytes * partition
+            # The optimizer reads copies of the gradients, which are summed in other tensors.
+            host["gradients"] = inputs.master_bytes * partition
+            if self.has_accumulator:
+                device["accumulated gradients"] = inputs.accumulation_bytes * (
+                    partition + (full if inputs.zero_stage == 1 else 0)
+                )
+            elif not self.is_single and inputs.master_bytes == FP32:
+                host["accumulated gradients"] = inputs.param_bytes * partition
         return device, host
 
     def move_to_disk(self, host: dict[str, int]) -> tuple[dict[str, int], int]:
@@ -429,11 +440,8 @@ class _Sizes:
         Gradients exist until the step, or until they are accumulated; accumulation starts with the
         second micro-batch, unless DeepSpeed keeps its buffer.
         """
-        dp_size = self.inputs.dp_size // self.inputs.sp_size
-        micro = self.config.schedule.micro_batch_size
-        is_single = self.config.final_global_batch_size(dp_size) == dp_size * micro
-        absent = device.get("gradients", 0) if is_single or self.has_accumulator else 0
-        if is_single and self.inputs.zero_stage == 2:
+        absent = device.get("gradients", 0) if self.is_single or self.has_accumulator else 0
+        if self.is_single and self.inputs.zero_stage == 2:
             absent += device.get("accumulated gradients", 0)
         return absent
 
