@@ -18,6 +18,7 @@ from torch import Tensor
 
 from megatron_ds.checkpoint.metadata import CheckpointMetadata
 from megatron_ds.engine.ds_checkpoint_io import read_tensors
+from megatron_ds.engine.expert_files import expert_file
 from megatron_ds.engine.full_states import MASTER, full_shape
 from megatron_ds.engine.partitions import FlatPartition, ParameterPlace, locate
 from megatron_ds.parallel.sharding import ShardSpec
@@ -55,7 +56,7 @@ class SavedStates:
         self._specs = {
             name: ShardSpec(shard.dim, shard.sections) for name, shard in found.run.shards.items()
         }
-        self._files: dict[tuple[int, int, int], Any] = {}
+        self._files: dict[str, Any] = {}
         self._partitions = found.run.partitions
         self.bytes_read = 0
 
@@ -69,7 +70,7 @@ class SavedStates:
     @cached_property
     def counters(self) -> Mapping[str, int]:
         stem = "zero_pp_rank_0_" if self._layout.zero_stage == 3 else ""
-        values = read_tensors(self._path / f"{stem}mp_rank_00_model_states.pt", mmap=True)
+        values = self._open(f"{stem}mp_rank_00_model_states.pt")
         return {name: values[name] for name in COUNTERS}
 
     @property
@@ -141,12 +142,16 @@ class SavedStates:
         ep_size, stage = self._ep_size(place.name), layout.zero_stage
         width = math.prod(place.shape[1:])
         elements = range(rows.start * width, rows.stop * width)
-        num_ranks = layout.data_parallel_size * layout.ds_sequence_parallel_size // ep_size
+        slices = layout.ds_sequence_parallel_size
+        num_ranks = layout.data_parallel_size * slices // ep_size
         parts = []
         for rank, position, found in locate(
             place, saved.partition.size, stage, num_ranks, elements
         ):
-            flat = self._flat(saved, kind, tp_rank, rank * ep_size + ep_rank)
+            # The ranks are ordered (data, expert, sequence).
+            outer, inner = divmod(rank, slices)
+            dp_rank = (outer * ep_size + ep_rank) * slices + inner
+            flat = self._flat(saved, kind, tp_rank, dp_rank)
             parts.append(flat[position : position + len(found)])
         values = _join(parts)
         self.bytes_read += values.nbytes
@@ -157,7 +162,11 @@ class SavedStates:
         if kind != MASTER:
             values: Tensor = self._state(saved, tp_rank, dp_rank)[kind]
         elif self._layout.zero_stage == 0:
-            values = self._file(saved.pp_rank, tp_rank, dp_rank)["module"][saved.place.name]
+            if self._ep_size(saved.place.name) > 1:
+                file = self._expert_file(saved, tp_rank, dp_rank, "model_states")
+            else:
+                file = self._file(saved.pp_rank, tp_rank, dp_rank)["module"]
+            values = file[saved.place.name]
         else:
             file = self._file(saved.pp_rank, tp_rank, dp_rank)
             key = (
@@ -169,30 +178,37 @@ class SavedStates:
         return values.flatten()
 
     def _state(self, saved: _Saved, tp_rank: int, dp_rank: int) -> Mapping[str, Any]:
-        state: Mapping[str, Any] = self._optimizer(saved, tp_rank, dp_rank)["state"].get(
-            saved.number, {}
-        )
+        if self._layout.zero_stage == 0 and self._ep_size(saved.place.name) > 1:
+            states = self._expert_file(saved, tp_rank, dp_rank, "optim_states")
+        else:
+            states = self._optimizer(saved, tp_rank, dp_rank)["state"]
+        state: Mapping[str, Any] = states.get(saved.number, {})
         return state
 
     def _optimizer(self, saved: _Saved, tp_rank: int, dp_rank: int) -> Any:
         return _inner(self._file(saved.pp_rank, tp_rank, dp_rank))
 
     def _file(self, pp_rank: int, tp_rank: int, dp_rank: int) -> Any:
-        """The states of a rank, memory-mapped."""
+        """The states of a rank."""
+        model_rank = pp_rank * self._tp_size + tp_rank
+        if self._layout.zero_stage == 0:  # the data-parallel ranks have the same
+            return self._open(f"mp_rank_{model_rank:02d}_model_states.pt")
+        prefix = "bf16_" if self._layout.precision == "bf16" else ""
+        stem = f"{prefix}zero_pp_rank_{dp_rank}_mp_rank_{model_rank:02d}"
+        return self._open(f"{stem}_optim_states.pt")["optimizer_state_dict"]
+
+    def _expert_file(self, saved: _Saved, tp_rank: int, dp_rank: int, kind: str) -> Any:
+        """The experts of a rank without ZeRO."""
         layout = self._layout
-        if layout.zero_stage == 0:
-            dp_rank = 0  # the others have the same
-        key = pp_rank, tp_rank, dp_rank
-        if key not in self._files:
-            stem = f"mp_rank_{pp_rank * self._tp_size + tp_rank:02d}"
-            if layout.zero_stage == 0:
-                file = read_tensors(self._path / f"{stem}_model_states.pt", mmap=True)
-            else:
-                prefix = "bf16_" if layout.precision == "bf16" else ""
-                name = f"{prefix}zero_pp_rank_{dp_rank}_{stem}_optim_states.pt"
-                file = read_tensors(self._path / name, mmap=True)["optimizer_state_dict"]
-            self._files[key] = file
-        return self._files[key]
+        ep_rank = dp_rank // layout.ds_sequence_parallel_size % layout.expert_model_parallel_size
+        name = expert_file(ep_rank, saved.pp_rank * self._tp_size + tp_rank)
+        return self._open(name.replace("model_states", kind))
+
+    def _open(self, name: str) -> Any:
+        """The content of a file, memory-mapped."""
+        if name not in self._files:
+            self._files[name] = read_tensors(self._path / name, mmap=True)
+        return self._files[name]
 
     @cached_property
     def _saved(self) -> Mapping[str, _Saved]:

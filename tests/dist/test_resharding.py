@@ -74,6 +74,8 @@ class Layout:
     ulysses: int = 1
     ep: int = 1
     partition: str = "type:transformer"
+    accumulation: int = 2
+    schedule: str = "1f1b"
     model: str = "gqa"
     optimizer: str = "adamw"
     zero: Mapping[str, Any] = field(default_factory=dict)
@@ -88,13 +90,14 @@ class Layout:
             "ds_sequence_parallel_size": self.ulysses,
             "expert_model_parallel_size": self.ep,
             "pp_partition_method": self.partition,
+            "pipeline_schedule": self.schedule,
         }
         changes: dict[str, Any] = {"parallel": parallel, "schedule": RATES, **self.changes}
         case = Case(
             self.world,
             self.stage,
             self.tp * self.pp * self.ulysses,
-            2,
+            self.accumulation,
             self.model,
             self.optimizer,
         )
@@ -140,7 +143,7 @@ DENSE_LAYOUTS = {
 }
 MOE = {"moe": {"num_experts": (4,)}}
 NO_BIAS = "swiglu"
-SGD = {"optimizer": {"sgd_momentum": 0.9, "lr": 0.05}}
+SGD = {"optimizer": {"sgd_momentum": 0.9, "lr": 0.05}, "model": {"num_layers": 4}}
 BF16 = {"precision": {"bf16": True}}
 FP16 = {"precision": {"fp16": True, "allow_fp16_on_cpu": True, "initial_loss_scale": 256.0}}
 BF16_MASTERS = {"precision": {"bf16": True, "bf16_master_weights": True}}
@@ -156,12 +159,19 @@ FAMILIES: dict[str, dict[str, Layout]] = {
         "ep2 tp2 zero2": Layout(2, world=4, ep=2, tp=2, changes=MOE),
         "dp2 zero2": Layout(2, changes=MOE),
         "ep2 zero2": Layout(2, ep=2, changes=MOE),
+        "ep2 zero0": Layout(0, ep=2, changes=MOE),
+        "ep2 pp2 zero1": Layout(1, world=4, ep=2, pp=2, changes=MOE),
+        "ep2 tp2 zero0": Layout(0, world=4, ep=2, tp=2, changes=MOE),
+        "ep2 ulysses zero2": Layout(2, world=4, ep=2, ulysses=2, changes=MOE),
         "ep2 dp4 zero1": Layout(1, world=4, ep=2, changes=MOE),
     },
     "sgd": {
         "zero0": Layout(0, optimizer="sgd", changes=SGD),
         "zero3 tp2": Layout(3, tp=2, optimizer="sgd", changes=SGD),
         "zero1 pp2": Layout(1, pp=2, optimizer="sgd", changes=SGD),
+        "zero1 folded": Layout(
+            1, pp=2, optimizer="sgd", accumulation=4, schedule="dualpipev", changes=SGD
+        ),
         "zero2": Layout(2, optimizer="sgd", changes=SGD),
     },
     "lion": {
