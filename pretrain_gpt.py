@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from megatron_ds.checkpoint.foreign_start import merge_settings
 from megatron_ds.cli import arguments
 from megatron_ds.config import Config
 from megatron_ds.config.problems import Problem
@@ -24,6 +25,14 @@ def main() -> None:
     startup = StartupTimer()
     opened: list[RunInputs | None] = []
 
+    def complete(
+        config: Config, world_size: int, warn: Callable[[str], None]
+    ) -> tuple[Config, list[Problem]]:
+        """Fills in what a checkpoint of another program and the DeepSpeed file say."""
+        config, of_checkpoint = merge_settings(config)
+        config, of_file = merge_file(config, world_size, warn)
+        return config, [*of_checkpoint, *of_file]
+
     def check(
         config: Config, world_size: int, is_sound: bool, warn: Callable[[str], None]
     ) -> list[Problem]:
@@ -40,7 +49,7 @@ def main() -> None:
             sys.argv[1:],
             world_size=environment.world_size(),
             rank=environment.local_rank(),  # a file may be missing on one machine only
-            complete=merge_file,
+            complete=complete,
             check=check,
         )
         startup.mark("settings")

@@ -186,4 +186,4 @@ def _megatron_hint(folder: Path) -> str:
     others = sorted(path.name for path in folder.glob("iter_*") if path.is_dir())
     if not others:
         return ""
-    return f" ({others[-1]} is a Megatron-LM checkpoint, which cannot be loaded yet)"
+    return f" ({others[-1]} is the folder of a Megatron checkpoint, but has none of its files)"

@@ -131,6 +131,13 @@ class ModelConfig:
         "vocabulary size of NullTokenizer or TikTokenizer (default: the tokenizer's)",
         minimum=1,
     )
+    softmax_vocab_size: int | None = option_field(
+        None,
+        "rows of the output layer over which the loss normalizes, if more than the vocabulary: a "
+        "run of Megatron includes its padding (default: the vocabulary; when such a run is "
+        "continued, the rows of its checkpoint)",
+        minimum=1,
+    )
 
     # The following are defined if neither `field_problems` nor `problems` finds anything.
 
@@ -161,6 +168,11 @@ class ModelConfig:
         return self.gelu_approximation or ("tanh" if self.add_bias_linear else "none")
 
     @property
+    def softmax_rows(self) -> int:
+        """Rows of the output layer over which the loss normalizes."""
+        return max(self.vocab_size, self.softmax_vocab_size or 0)
+
+    @property
     def num_positions(self) -> int:
         return self.max_position_embeddings or self.seq_length
 
@@ -186,7 +198,7 @@ class ModelConfig:
         All tensor-parallel sizes that divide `make_vocab_size_divisible_by` give the same number.
         """
         unit = math.lcm(self.make_vocab_size_divisible_by, tp_size)
-        return -(-self.vocab_size // unit) * unit
+        return -(-self.softmax_rows // unit) * unit
 
     def problems(self, tp_size: int) -> Iterator[Problem]:
         """Check sizes against each other and against the tensor-parallel size."""

@@ -83,7 +83,12 @@ def layer_specs(
         draw = init.normal("head.weight", config.init_method_std) if untied else None
         padded_vocab = config.padded_vocab(group.size)
         return OutputLayer(
-            config.vocab_size, padded_vocab, config.hidden_size, group=group, init=draw
+            config.vocab_size,
+            padded_vocab,
+            config.hidden_size,
+            softmax_rows=config.softmax_rows,
+            group=group,
+            init=draw,
         )
 
     word = LayerSpec("embedding.word", lambda: build_word_embedding(config, group, init))

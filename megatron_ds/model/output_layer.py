@@ -45,15 +45,23 @@ class OutputLayer(nn.Module):
         vocab_size: Rows that are tokens.
         padded_size: Rows of the full weight.
         hidden: Size of a row.
+        softmax_rows: Rows over which the loss normalizes.
         group: Tensor-parallel group.
         init: Draws a weight of its own. None: the weight is the embedding's, passed to each call.
     """
 
     def __init__(
-        self, vocab_size: int, padded_size: int, hidden: int, *, group: Group, init: Init | None
+        self,
+        vocab_size: int,
+        padded_size: int,
+        hidden: int,
+        *,
+        softmax_rows: int,
+        group: Group,
+        init: Init | None,
     ) -> None:
         super().__init__()
-        self.vocab_size = vocab_size
+        self.vocab_size, self.softmax_rows = vocab_size, softmax_rows
         self.group = group
         self.kernels = EAGER
         self.weight: nn.Parameter | None = None
@@ -101,7 +109,7 @@ class OutputLayer(nn.Module):
             weight_vH,
             labels_BS.t().reshape(-1),
             weights,
-            vocab_size=self.vocab_size,
+            vocab_size=self.softmax_rows,
             group=self.group,
             kernels=self.kernels,
         )

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ds import schedule_validation, schedules
+from megatron_ds.checkpoint import foreign_start
 from megatron_ds.checkpoint.metadata import REPLACED, find_damage, find_record_damage
 from megatron_ds.checkpoint.resume import resume_conflicts, tokenizer_conflicts
 from megatron_ds.checkpoint.selection import DamageCheck, list_folder, select_checkpoint
@@ -129,6 +130,10 @@ def _checkpoint_problems(
 ) -> Iterator[Problem]:
     """Why the checkpoint to load does not fit; its tensors are checked when it is loaded."""
     if config.checkpoint.load is None:
+        return
+    if foreign_start.find_foreign(config) is not None:
+        size = None if tokenizer is None else tokenizer.vocab_size
+        yield from foreign_start.conflicts(config, size)
         return
     folder = Path(config.checkpoint.load)
     try:

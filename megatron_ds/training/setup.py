@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from megatron_ds import schedules
 from megatron_ds.checkpoint.folders import claimed_folders
+from megatron_ds.checkpoint.foreign_start import StartStates, open_foreign
 from megatron_ds.checkpoint.manager import CheckpointManager, StoredTokenizer
 from megatron_ds.checkpoint.metadata import CheckpointMetadata
 from megatron_ds.checkpoint.rank_agreement import RankAgreement
@@ -112,22 +113,34 @@ def build_trainer(
     warn_of_hosts(config, context)
     checkpoints = open_checkpoints(config, mesh, output.print_on_rank)
     found: CheckpointMetadata | None = None
-    if config.checkpoint.load is not None:
+    foreign = open_foreign(config)
+    if config.checkpoint.load is not None and foreign is None:
         found = checkpoints.select()
         startup.mark("checkpoint's check")
-    data = _build_data(config, inputs, mesh, found)
+    state = TrainState()
+    if found is not None:
+        state = found.run.state
+    elif foreign is not None:
+        state = foreign.state
+    data = _build_data(config, inputs, mesh, found, state)
     startup.mark("data")
     peak = device.PeakMemory()
     # Initial weights are not drawn if a checkpoint replaces them.
-    engine = build_engine(config, mesh, context.device, eod, init_weights=found is None)
+    is_new = found is None and foreign is None
+    engine = build_engine(config, mesh, context.device, eod, init_weights=is_new)
     startup.mark("model and engine")
     output.print_on_rank(
         f" > number of parameters on (tensor, pipeline) model parallel rank "
         f"({mesh.tp.rank}, {mesh.pp.rank}): {engine.parameter_count()}"
     )
-    state = TrainState()
     if found is not None:
         state = checkpoints.load(engine, found)
+        startup.mark("checkpoint")
+    elif foreign is not None:
+        engine.reshard(StartStates(foreign))
+        for note in foreign.notes:
+            output.print_on_rank(f"WARNING: {note.render()}")
+        output.print_on_rank(f"  loaded the {foreign.summary}")
         startup.mark("checkpoint")
     log_timestamp("after model, optimizer, and learning rate scheduler are built")
     estimate = _estimate_memory(config, mesh, engine, context)
@@ -178,11 +191,14 @@ def _estimate_memory(
 
 
 def _build_data(
-    config: Config, inputs: RunInputs, mesh: Mesh, found: CheckpointMetadata | None
+    config: Config,
+    inputs: RunInputs,
+    mesh: Mesh,
+    found: CheckpointMetadata | None,
+    state: TrainState,
 ) -> Datasets:
     """Builds the datasets, continuing those of a checkpoint, and prints their composition."""
     output.print_on_rank(" > building train, validation, and test datasets for GPT ...")
-    state = TrainState() if found is None else found.run.state
     num_samples = schedules.planned_samples(config, mesh.dp.size, state)
     for name, samples in zip(("train", "validation", "test"), num_samples, strict=True):
         output.print_on_rank(f"    {name + ':':<12}{samples}")

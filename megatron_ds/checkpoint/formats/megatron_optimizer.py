@@ -12,8 +12,8 @@ from typing import Any
 
 from torch import Tensor
 
-MASTER = "master"
-"""Kind of state: the weights that the optimizer steps."""
+from megatron_ds.engine.full_states import MASTER
+
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 PARTITIONED = "its optimizer states are partitioned by Megatron's distributed optimizer"

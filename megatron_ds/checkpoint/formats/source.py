@@ -158,7 +158,7 @@ def expected_shapes(model: ModelConfig, moe: MoEConfig) -> dict[str, tuple[int, 
 
 def abstract_model(model: ModelConfig, moe: MoEConfig) -> GPTModel:
     """The model of one process without values; `shard_spec` of a parameter gives its sections."""
-    model = dataclasses.replace(model, make_vocab_size_divisible_by=1)
+    model = dataclasses.replace(model, make_vocab_size_divisible_by=1, softmax_vocab_size=None)
     mesh, rng = Mesh.single(), RngStreams(0)
     with torch.device("meta"):
         return GPTModel(model, mesh=mesh, rng=rng, seed=None, moe=moe)

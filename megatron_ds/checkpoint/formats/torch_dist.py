@@ -34,9 +34,10 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from megatron_ds.checkpoint.formats.foreign_pickle import read_dcp_metadata, read_foreign
 from megatron_ds.checkpoint.formats.megatron_files import WEIGHTS, FoundWeights, Shards
 from megatron_ds.checkpoint.formats.megatron_names import PREFIX, is_ignored
-from megatron_ds.checkpoint.formats.megatron_optimizer import MASTER, PARTITIONED, steps_of
+from megatron_ds.checkpoint.formats.megatron_optimizer import PARTITIONED, steps_of
 from megatron_ds.checkpoint.lazy_tensors import LazyTensor
 from megatron_ds.config.problems import user_error
+from megatron_ds.engine.full_states import MASTER
 
 ALL_LAYERS = re.compile(r"(.*\blayers\.)(?!\d+\.)(.*)")
 """A name without the number of a layer: the first axis counts layers."""

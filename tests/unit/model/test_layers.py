@@ -55,3 +55,19 @@ def test_stages_have_canonical_names_and_share_the_tied_weight() -> None:
     assert first.keys() | second.keys() == plain.keys()
     for params in (first, second):
         assert [name for name in params if not torch.equal(params[name], plain[name])] == []
+
+
+@pytest.mark.parametrize("untied", [False, True])
+def test_the_loss_can_normalize_over_padding(untied: bool) -> None:
+    options = {"untie_embeddings_and_output_weights": untied, "hidden_dropout": 0.0}
+    size = CONFIG.vocab_size
+    plain = build(**options)
+    padded = build(**options, softmax_vocab_size=size + 7, make_vocab_size_divisible_by=1)
+    whole = build(**options, vocab_size=size + 7, make_vocab_size_divisible_by=1)
+    padded.load_state_dict(whole.state_dict())
+
+    loss = padded(TOKENS, LABELS).mean()
+
+    assert torch.equal(loss, whole(TOKENS, LABELS).mean())
+    assert not torch.equal(loss, plain(TOKENS, LABELS).mean())
+    assert padded(TOKENS)[..., size:].isneginf().all()

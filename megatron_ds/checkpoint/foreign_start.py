@@ -1,0 +1,270 @@
+"""Starts a run from a checkpoint of another program that --load names.
+
+Owns which of the run's options come from it, which contradict it, and the state to start with:
+Megatron's iteration, samples and Adam states if they can be read, otherwise the weights alone.
+Imports no torch unless there is such a checkpoint.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatron_ds.checkpoint.formats.megatron_folders import MegatronCheckpoint, find_checkpoint
+from megatron_ds.checkpoint.metadata import iteration_of, read_run
+from megatron_ds.checkpoint.selection import list_folder
+from megatron_ds.config import GROUP_OF_FIELD, Config
+from megatron_ds.config.problems import Problem, UserError
+from megatron_ds.engine.ds_fields import as_flag
+from megatron_ds.train_state import TrainState
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from megatron_ds.checkpoint.formats.megatron import MegatronModel
+    from megatron_ds.checkpoint.formats.source import WeightsSource
+    from megatron_ds.checkpoint.lazy_tensors import LazyTensors
+
+RELEASE = "release"
+"""Folder of a model that was published: its optimizer and its iteration do not matter."""
+TABLE = "embedding.word.weight"
+UNCHECKED = frozenset({"vocab_size"})
+"""Settings that the tokenizer determines."""
+
+
+def find_foreign(config: Config) -> MegatronCheckpoint | None:
+    """The checkpoint of another program in --load, unless the folder's is one of ours."""
+    options = config.checkpoint
+    return None if options.load is None else find_checkpoint(Path(options.load), options.ckpt_step)
+
+
+def merge_settings(config: Config) -> tuple[Config, list[Problem]]:
+    """Fills the options of the model from the checkpoint of another program, if --load names one.
+
+    Returns:
+        The configuration, and every option whose value contradicts the checkpoint.
+    """
+    found = find_foreign(config)
+    if found is None:
+        return _with_softmax_rows(config), []
+    try:
+        model = _open(found, config)
+    except UserError as error:
+        return config, list(error.problems)
+    settings, problems = model.source.settings, []
+    for name, value in {**settings.defaults, **settings.fixed}.items():
+        group = GROUP_OF_FIELD[name]
+        options = getattr(config, group)
+        own = getattr(options, name)
+        if name in UNCHECKED:
+            continue
+        if name not in config.given:
+            changed = dataclasses.replace(options, **{name: value})
+            config = dataclasses.replace(config, **{group: changed})
+        elif name in settings.fixed and own not in (value, None):
+            given, saved = as_flag(name, own), as_flag(name, value)
+            problems.append(
+                Problem("foreign-setting-differs", name, given=given, path=found.path, saved=saved)
+            )
+    if "softmax_vocab_size" not in config.given and _continued(found, model, config) is not None:
+        rows = model.source.tensors[TABLE].shape[0]
+        options = dataclasses.replace(config.model, softmax_vocab_size=rows)
+        config = dataclasses.replace(config, model=options)
+    origins = dict.fromkeys(settings.fixed.keys() - config.given - UNCHECKED, f"from {found.path}")
+    return dataclasses.replace(config, origins={**config.origins, **origins}), problems
+
+
+def _with_softmax_rows(config: Config) -> Config:
+    """Repeats the rows over which the loss of a continued run of Megatron normalizes."""
+    options = config.checkpoint
+    if options.load is None or "softmax_vocab_size" in config.given:
+        return config
+    with suppress(UserError, OSError):  # reported when the checkpoint is checked
+        listing = list_folder(Path(options.load))
+        paths = [*listing.preferred, *listing.paths]
+        if options.ckpt_step is not None:
+            paths = [path for path in paths if iteration_of(path) == options.ckpt_step]
+        for path in paths[:1]:
+            rows = read_run(path).run.config["model"].get("softmax_vocab_size")
+            changed = dataclasses.replace(config.model, softmax_vocab_size=rows)
+            return dataclasses.replace(config, model=changed)
+    return config
+
+
+def conflicts(config: Config, vocab_size: int | None) -> Iterator[Problem]:
+    """Why the checkpoint of another program cannot be loaded.
+
+    Args:
+        config: Configuration that `merge_settings` has filled.
+        vocab_size: Number of the tokenizer's ids; None if it is not known.
+    """
+    found = find_foreign(config)
+    if found is None or vocab_size is None:
+        return
+    try:
+        model = _open(found, config)
+        saved, rows = model.vocab_size, model.source.tensors[TABLE].shape[0]
+        if vocab_size > rows if saved is None else vocab_size != saved:
+            saved = saved or rows
+            yield Problem(
+                "foreign-vocabulary-differs", path=found.path, saved=saved, own=vocab_size
+            )
+            return
+        _checked(model, config.with_vocab(vocab_size))
+    except UserError as error:
+        yield from error.problems
+
+
+@dataclass(frozen=True)
+class ForeignStart:
+    """What a run starts with."""
+
+    path: Path
+    weights: LazyTensors
+    optimizer: Mapping[str, LazyTensors]
+    """The optimizer's states by kind; empty if the run starts with the weights alone."""
+    steps: int | None
+    state: TrainState
+    notes: tuple[Problem, ...]
+
+    @property
+    def summary(self) -> str:
+        """One line for the log."""
+        if self.optimizer:
+            return (
+                f"weights and optimizer states of {self.path} at iteration {self.state.iteration}, "
+                f"after {self.state.consumed_samples} samples"
+            )
+        return f"weights of {self.path}, without optimizer states, at iteration 0"
+
+
+def open_foreign(config: Config) -> ForeignStart | None:
+    """Opens the checkpoint of another program that --load names.
+
+    Args:
+        config: Complete configuration.
+
+    Returns:
+        None if --load names no such checkpoint.
+
+    Raises:
+        UserError: If it is damaged or does not fit the run.
+    """
+    found = find_foreign(config)
+    if found is None:
+        return None
+    model = _open(found, config)
+    weights = _checked(model, config).tensors
+    state = _continued(found, model, config)
+    if state is None:
+        reason = _why_weights_alone(found, model, config)
+        note = Problem("foreign-weights-alone", path=found.path, reason=reason)
+        return ForeignStart(found.path, weights, {}, None, TrainState(), (*model.notes, note))
+    optimizer = {
+        kind: _checked(model, config, tensors).tensors for kind, tensors in model.optimizer.items()
+    }
+    return ForeignStart(found.path, weights, optimizer, model.steps, state, model.notes)
+
+
+def _why_weights_alone(
+    found: MegatronCheckpoint, model: MegatronModel, config: Config
+) -> str | None:
+    if found.path.name == RELEASE:
+        return "the tracker says `release`"
+    if not model.optimizer:
+        return model.unread
+    if config.optimizer.optimizer != "adam" or config.optimizer.has_8_bit_moments:
+        return "its optimizer states are those of Adam"
+    if model.consumed_samples is None or model.steps is None:
+        return "it does not tell how many samples were read, or steps taken"
+    return None
+
+
+def _continued(
+    found: MegatronCheckpoint, model: MegatronModel, config: Config
+) -> TrainState | None:
+    """The counters of the run that is continued; None if only the weights are loaded."""
+    if _why_weights_alone(found, model, config) is not None:
+        return None
+    consumed, applied = model.consumed_samples, model.applied_samples
+    assert consumed is not None
+    assert model.steps is not None
+    applied = consumed if applied is None else applied
+    length = model.source.settings.defaults.get("seq_length", config.model.seq_length)
+    return TrainState(
+        iteration=model.iteration,
+        consumed_samples=consumed,
+        consumed_tokens=consumed * length,
+        applied_samples=applied,
+        applied_tokens=applied * length,
+        applied_iterations=model.steps,
+        skipped_iterations=max(0, model.iteration - model.steps),
+    )
+
+
+def _open(found: MegatronCheckpoint, config: Config) -> MegatronModel:
+    from megatron_ds.checkpoint.formats.megatron import open_checkpoint
+
+    return open_checkpoint(found, dataclasses.asdict(config.model))
+
+
+def _checked(
+    model: MegatronModel, config: Config, tensors: LazyTensors | None = None
+) -> WeightsSource:
+    """The weights, or other tensors, with the names and shapes of the run's model."""
+    from megatron_ds.checkpoint.formats.source import ModelSettings
+
+    rows = dataclasses.replace(config.model, vocab_size=config.model.softmax_rows)
+    settings = ModelSettings.of(rows, config.moe, None, None)
+    tensors = model.source.tensors if tensors is None else tensors
+    return dataclasses.replace(model.source, settings=settings, tensors=tensors).checked()
+
+
+class StartStates:
+    """The states of a `ForeignStart` for an engine; implements `FullStates`."""
+
+    def __init__(self, start: ForeignStart) -> None:
+        self._start = start
+        self._last: tuple[str, str] | None = None
+        self._full: Tensor | None = None
+        self.shapes = {name: tensor.shape for name, tensor in start.weights.items()}
+        self.counters = {
+            "global_steps": start.state.iteration,
+            "global_samples": start.state.consumed_samples,
+            "skipped_steps": start.state.skipped_iterations,
+        }
+        self.loss_scaler = None
+
+    def moments(self, name: str) -> tuple[str, ...]:
+        from megatron_ds.engine.full_states import MASTER
+
+        return tuple(kind for kind in self._start.optimizer if kind != MASTER)
+
+    def steps(self, name: str) -> int | None:
+        return self._start.steps
+
+    def read(
+        self, name: str, kind: str, rows: range, columns: tuple[int, Sequence[range]] | None = None
+    ) -> Tensor:
+        import torch
+
+        full = self._read_full(name, kind)
+        inside = full[rows.start : rows.stop]
+        if columns is not None:
+            dim, ranges = columns
+            inside = torch.cat([inside.narrow(dim, each.start, len(each)) for each in ranges], dim)
+        missing = len(rows) - len(inside)  # padding of the vocabulary
+        if missing:
+            inside = torch.cat([inside, inside.new_zeros(missing, *inside.shape[1:])])
+        return inside
+
+    def _read_full(self, name: str, kind: str) -> Tensor:
+        """The full tensor; the last one is kept, because it is read in blocks."""
+        if self._last != (name, kind) or self._full is None:
+            tensors = self._start.optimizer.get(kind, self._start.weights)
+            self._full, self._last = tensors[name].read(), (name, kind)
+        return self._full
