@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ds.checkpoint.branch import Branch
-from megatron_ds.config import Config
+from megatron_ds.config import Config, DataConfig
 from megatron_ds.config.problems import Problem, UserError, user_error
 from megatron_ds.data.blend_history import BlendHistory
 from megatron_ds.engine.ds_config import partition_keys, zero_stage
@@ -108,9 +108,12 @@ class DataOrder:
     @classmethod
     def of(cls, config: Config, dp_size: int) -> DataOrder:
         rampup, steps = config.schedule.rampup_batch_size, config.schedule.batch_size_steps
+        split, rounding = config.data.split, config.data.split_rounding
+        if rounding != DataConfig.split_rounding:
+            split = f"{split or 'the default'}, rounded as {rounding}"
         return cls(
             seed=config.runtime.seed,
-            split=config.data.split,
+            split=split,
             global_batch_size=config.final_global_batch_size(dp_size),
             rampup_batch_size=None if rampup is None else list(rampup),
             step_batch_size_schedule=[f"{tokens}:{size}" for tokens, size in steps] or None,

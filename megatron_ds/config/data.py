@@ -41,6 +41,12 @@ class DataConfig:
         "proportions of --data-path used for training, validation and test (default: 969,30,1)",
         metavar="A,B,C",
     )
+    split_rounding: str = option_field(
+        "megatron-deepspeed",
+        "rule that rounds --split to documents: that of the Megatron-DeepSpeed forks and older "
+        "Megatron-LM, or that of Megatron Core",
+        choices=("megatron-deepspeed", "megatron-core"),
+    )
     train_data_path: tuple[str, ...] | None = _paths("training data, as --data-path")
     valid_data_path: tuple[str, ...] | None = _paths("validation data, as --data-path")
     test_data_path: tuple[str, ...] | None = _paths("test data, as --data-path")

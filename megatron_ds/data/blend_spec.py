@@ -58,9 +58,11 @@ class SplitSelection(DocumentSelection):
 
     text: str
     split: str
+    rounding: str = "megatron-deepspeed"
 
     def range_of(self, size: int) -> tuple[int, int]:
-        return split_bounds(parse_split(self.text), size)[SPLITS.index(self.split)]
+        bounds = split_bounds(parse_split(self.text), size, self.rounding)
+        return bounds[SPLITS.index(self.split)]
 
     def empty_message(self, split: str, size: int) -> str:
         return (
@@ -225,7 +227,11 @@ def _split_groups(config: DataConfig, problems: list[Problem]) -> list[DatasetGr
     selections = {"train": ALL_DOCUMENTS}
     with collect(problems):
         shares = zip(SPLITS, parse_split(text), strict=True)
-        selections = {split: SplitSelection(text, split) for split, share in shares if share}
+        selections = {
+            split: SplitSelection(text, split, config.split_rounding)
+            for split, share in shares
+            if share
+        }
         if "train" not in selections:
             problems.append(Problem("split-without-train", text=text))
     paths, flag, field = config.data_path or (), "--data-path", "data_path"

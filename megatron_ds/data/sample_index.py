@@ -167,12 +167,17 @@ def parse_split(text: str) -> tuple[float, float, float]:
     return train, valid, test
 
 
-def split_bounds(fractions: Sequence[float], size: int) -> list[tuple[int, int]]:
+def split_bounds(
+    fractions: Sequence[float], size: int, rounding: str = "megatron-deepspeed"
+) -> list[tuple[int, int]]:
     """Document range (first, end) of each fraction of `size` documents.
 
-    Rounded as in the Megatron-DeepSpeed forks and older Megatron-LM: each fraction by itself, less
-    the surplus of their sum. megatron-core rounds sums of fractions.
+    Rounded as in the Megatron-DeepSpeed forks and older Megatron-LM, each fraction by itself, less
+    the surplus of their sum; or as in Megatron Core, which rounds sums of fractions.
     """
+    if rounding == "megatron-core":
+        sums = itertools.accumulate(fractions)
+        return list(itertools.pairwise([0, *(round(each * float(size)) for each in sums)]))
     ends = list(itertools.accumulate(round(fraction * float(size)) for fraction in fractions))
     surplus = ends[-1] - size
     return list(itertools.pairwise([0, *(max(0, end - surplus) for end in ends)]))

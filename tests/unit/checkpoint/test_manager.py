@@ -309,6 +309,13 @@ def test_split_is_compared_if_both_runs_use_it(
         assert load(other)[0] == state_at(2)
 
 
+def test_the_rounding_of_split_is_compared(manager: Managers) -> None:
+    save(manager(data=DataConfig(data_path=("a",))), 2)
+    other = DataConfig(data_path=("a",), split_rounding="megatron-core")
+    with raises_problem("resume-data-order-changed", "split", contains="megatron-core"):
+        load(manager(data=other))
+
+
 @pytest.mark.parametrize("again", [False, True], ids=["a new iteration", "the same iteration"])
 def test_crash_at_any_rename_leaves_a_complete_checkpoint(
     again: bool, checkpoints: CheckpointManager, folder: Path, monkeypatch: pytest.MonkeyPatch

@@ -149,5 +149,19 @@ def test_split_bounds_are_rounded_as_in_the_forks(size: int, bounds: list[tuple[
     assert split_bounds(parse_split("969,30,1"), size) == bounds
 
 
+@pytest.mark.parametrize(
+    ("text", "size", "bounds"),
+    [
+        ("969,30,1", 1050, [(0, 1017), (1017, 1049), (1049, 1050)]),
+        ("969,30,1", 1083, [(0, 1049), (1049, 1082), (1082, 1083)]),
+        ("90,5,5", 25, [(0, 22), (22, 24), (24, 25)]),
+    ],
+)
+def test_split_bounds_can_be_those_of_megatron_core(
+    text: str, size: int, bounds: list[tuple[int, int]]
+) -> None:
+    assert split_bounds(parse_split(text), size, "megatron-core") == bounds
+
+
 def test_sources_of_a_blend_have_a_margin() -> None:
     assert samples_per_source([0.3, 0.7], 1000) == [302, 704]
