@@ -118,6 +118,7 @@ def build_engine(
         engine.compile()
         model.compiled = "the model by DeepSpeed's DeepCompile"
     deepspeed_patches.count_expert_biases_once(engine.optimizer, mesh)
+    deepspeed_patches.drop_skipped_gradients(engine.optimizer)
     swapped_states.align_gradients(engine.optimizer)
     attach_matrices(engine, ds_config["zero_optimization"]["stage"], mesh, device)
     kind = ZeroEngine if mesh.pp.size == 1 else PipelineEngine

@@ -174,6 +174,27 @@ def reset_cpu_adam_beta_powers(optimizer: object) -> None:
     kernel.adam_update(number, 0, 0.0, beta1, beta2, options["eps"], 0.0, True, *dummies)
 
 
+def drop_skipped_gradients(optimizer: Any) -> None:
+    """Make an offloaded ZeRO optimizer forget the gradients of a step that it skips.
+
+    With half precision and gradients that are accumulated in fp32, the pinned DeepSpeed keeps them
+    and adds those of the next step: after one that is not finite, every step would be skipped.
+
+    Args:
+        optimizer: DeepSpeedZeroOptimizer; others are left as they are.
+    """
+    if not getattr(optimizer, "cpu_offload", False):
+        return
+    reset = optimizer.reset_cpu_buffers  # called at the end of every step, skipped or not
+
+    def reset_all() -> None:
+        reset()
+        for group in optimizer.averaged_gradients:
+            optimizer.averaged_gradients[group] = None
+
+    optimizer.reset_cpu_buffers = reset_all
+
+
 @contextmanager
 def expert_groups(mesh: Mesh) -> Iterator[None]:
     """Make the engines that are built in the context reduce and partition experts by their groups.

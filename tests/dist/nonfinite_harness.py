@@ -51,6 +51,8 @@ class Layout(NamedTuple):
     """Expert-parallel size of a model with two experts; 1: without experts."""
     rank: int = WORLD - 1
     """Whose gradient is corrupted."""
+    offload: bool = False
+    """Whether optimizer states are on the host."""
 
     def config(self, **optimizer: Any) -> Config:
         """Args:
@@ -71,6 +73,7 @@ class Layout(NamedTuple):
                 "expert_model_parallel_size": self.ep,
             },
             moe={} if self.ep == 1 else {"num_experts": (2,)},
+            deepspeed={"cpu_optimizer": self.offload},
             optimizer=optimizer,
         )
 

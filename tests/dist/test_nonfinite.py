@@ -27,6 +27,8 @@ LAYOUTS = [
     *(Layout("fp32", 0, 1, pp=2, rank=0), Layout("bf16", 1, 1, pp=2)),
     *(Layout("fp32", 1, 1, ulysses=2, rank=0), Layout("bf16", 3, 1, ulysses=2)),
     *(Layout("fp32", 1, 1, ep=2), Layout("bf16", 2, 1, ep=2)),
+    *(Layout("bf16", 1, 1, pp=2, offload=True), Layout("bf16", 2, 2, offload=True)),
+    *(Layout("fp32", 2, 1, offload=True), Layout("bf16", 3, 1, offload=True)),
 ]
 """Every supported pair of precision, ZeRO stage and tensor-parallel size."""
 SPIKES = [
@@ -34,6 +36,7 @@ SPIKES = [
     *(Layout("bf16", 3, 1), Layout("fp16", 3, 2)),
     *(Layout("fp32", 0, 1, pp=2), Layout("bf16", 1, 1, pp=2), Layout("fp32", 2, 1, ulysses=2)),
     *(Layout("fp32", 2, 1, ep=2), Layout("bf16", 1, 1, ep=2, rank=0)),
+    *(Layout("fp16", 1, 1, offload=True), Layout("bf16", 3, 1, offload=True)),
 ]
 ON_DISK = pytest.param(
     "disk", marks=pytest.mark.skipif(WITHOUT_LIBAIO is not None, reason=str(WITHOUT_LIBAIO))
