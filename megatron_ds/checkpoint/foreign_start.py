@@ -1,4 +1,4 @@
-"""Starts a run from a checkpoint of another program that --load names.
+"""Starts a run from a checkpoint of another program, or from weights alone, that --load names.
 
 Owns which of the run's options come from it, which contradict it, and the state to start with:
 Megatron's iteration, samples and Adam states if they can be read, otherwise the weights alone.
@@ -15,9 +15,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_ds.checkpoint.formats.megatron_folders import MegatronCheckpoint, find_checkpoint
+from megatron_ds.checkpoint.formats.weights_locations import (
+    HF,
+    NATIVE,
+    WeightsFolder,
+    find_weights,
+    is_hf,
+)
 from megatron_ds.checkpoint.metadata import iteration_of, read_run
 from megatron_ds.checkpoint.selection import list_folder
 from megatron_ds.config import GROUP_OF_FIELD, Config
+from megatron_ds.config.checkpoint import split_location
 from megatron_ds.config.problems import Problem, UserError
 from megatron_ds.engine.ds_fields import as_flag
 from megatron_ds.train_state import TrainState
@@ -32,14 +40,32 @@ if TYPE_CHECKING:
 RELEASE = "release"
 """Folder of a model that was published: its optimizer and its iteration do not matter."""
 TABLE = "embedding.word.weight"
+SIZES = ("num_layers", "hidden_size", "num_attention_heads")
+"""Flags without any of which the model is that of the checkpoint."""
 UNCHECKED = frozenset({"vocab_size"})
 """Settings that the tokenizer determines."""
 
 
-def find_foreign(config: Config) -> MegatronCheckpoint | None:
-    """The checkpoint of another program in --load, unless the folder's is one of ours."""
+Found = MegatronCheckpoint | WeightsFolder
+
+
+def find_foreign(config: Config) -> Found | None:
+    """The checkpoint of another program in --load, or weights alone, unless a run of ours is."""
     options = config.checkpoint
-    return None if options.load is None else find_checkpoint(Path(options.load), options.ckpt_step)
+    if options.load is None:
+        return None
+    folder = Path(options.load)
+    return find_checkpoint(folder, options.ckpt_step) or find_weights(folder)
+
+
+def find_damage(config: Config) -> Iterator[Problem]:
+    """Compares the files of a native folder of weights with their checksums."""
+    found = find_foreign(config)
+    if isinstance(found, WeightsFolder) and found.kind == NATIVE:
+        from megatron_ds.checkpoint.formats.weights_folder import find_damage
+
+        if (damage := find_damage(found.path)) is not None:
+            yield damage
 
 
 def merge_settings(config: Config) -> tuple[Config, list[Problem]]:
@@ -48,14 +74,15 @@ def merge_settings(config: Config) -> tuple[Config, list[Problem]]:
     Returns:
         The configuration, and every option whose value contradicts the checkpoint.
     """
+    config, problems = _split_location(config)
     found = find_foreign(config)
     if found is None:
-        return _with_softmax_rows(config), []
+        return _with_saved_model(_with_softmax_rows(config)), problems
     try:
         model = _open(found, config)
     except UserError as error:
         return config, list(error.problems)
-    settings, problems = model.source.settings, []
+    settings = model.source.settings
     for name, value in {**settings.defaults, **settings.fixed}.items():
         group = GROUP_OF_FIELD[name]
         options = getattr(config, group)
@@ -74,8 +101,50 @@ def merge_settings(config: Config) -> tuple[Config, list[Problem]]:
         rows = model.source.tensors[TABLE].shape[0]
         options = dataclasses.replace(config.model, softmax_vocab_size=rows)
         config = dataclasses.replace(config, model=options)
+    longest, length = settings.longest_sequence, config.model.seq_length
+    if longest is not None and length > longest:
+        problems.append(
+            Problem("foreign-window-exceeded", path=found.path, length=length, longest=longest)
+        )
+    if isinstance(found, WeightsFolder) and config.given.isdisjoint(vars(config.tokenizer)):
+        stored = settings.tokenizer_config
+        config = config if stored is None else dataclasses.replace(config, tokenizer=stored)
     origins = dict.fromkeys(settings.fixed.keys() - config.given - UNCHECKED, f"from {found.path}")
     return dataclasses.replace(config, origins={**config.origins, **origins}), problems
+
+
+def _split_location(config: Config) -> tuple[Config, list[Problem]]:
+    """Removes the name of a format from --load, after checking it."""
+    load = config.checkpoint.load
+    if load is None:
+        return config, []
+    name, folder = split_location(load)
+    options = dataclasses.replace(config.checkpoint, load=folder)
+    is_other = name == HF and Path(folder).is_dir() and not is_hf(Path(folder))
+    problems = [Problem("hf-folder-without-config", path=folder)] if is_other else []
+    return dataclasses.replace(config, checkpoint=options), problems
+
+
+def _with_saved_model(config: Config) -> Config:
+    """Takes the model from our checkpoint if no flag gives its size, as when the run was started.
+
+    The options that were given are kept, and compared with the checkpoint's when it is checked.
+    """
+    if config.checkpoint.load is None or not config.given.isdisjoint(SIZES):
+        return config
+    with suppress(UserError, OSError, TypeError):  # reported when the checkpoint is checked
+        listing = list_folder(Path(config.checkpoint.load))
+        for path in (*listing.preferred, *listing.paths)[:1]:
+            saved = read_run(path).run.config
+            for group in ("model", "moe"):
+                values = {
+                    name: tuple(value) if isinstance(value, list) else value
+                    for name, value in saved.get(group, {}).items()
+                    if name not in {*config.given, *UNCHECKED}
+                }
+                changed = dataclasses.replace(getattr(config, group), **values)
+                config = dataclasses.replace(config, **{group: changed})
+    return config
 
 
 def _with_softmax_rows(config: Config) -> Config:
@@ -161,18 +230,18 @@ def open_foreign(config: Config) -> ForeignStart | None:
     weights = _checked(model, config).tensors
     state = _continued(found, model, config)
     if state is None:
-        reason = _why_weights_alone(found, model, config)
-        note = Problem("foreign-weights-alone", path=found.path, reason=reason)
-        return ForeignStart(found.path, weights, {}, None, TrainState(), (*model.notes, note))
+        notes = list(model.notes)
+        if isinstance(found, MegatronCheckpoint):  # other folders have no optimizer
+            reason = _why_weights_alone(found, model, config)
+            notes.append(Problem("foreign-weights-alone", path=found.path, reason=reason))
+        return ForeignStart(found.path, weights, {}, None, TrainState(), tuple(notes))
     optimizer = {
         kind: _checked(model, config, tensors).tensors for kind, tensors in model.optimizer.items()
     }
     return ForeignStart(found.path, weights, optimizer, model.steps, state, model.notes)
 
 
-def _why_weights_alone(
-    found: MegatronCheckpoint, model: MegatronModel, config: Config
-) -> str | None:
+def _why_weights_alone(found: Found, model: MegatronModel, config: Config) -> str | None:
     if found.path.name == RELEASE:
         return "the tracker says `release`"
     if not model.optimizer:
@@ -184,9 +253,7 @@ def _why_weights_alone(
     return None
 
 
-def _continued(
-    found: MegatronCheckpoint, model: MegatronModel, config: Config
-) -> TrainState | None:
+def _continued(found: Found, model: MegatronModel, config: Config) -> TrainState | None:
     """The counters of the run that is continued; None if only the weights are loaded."""
     if _why_weights_alone(found, model, config) is not None:
         return None
@@ -206,10 +273,28 @@ def _continued(
     )
 
 
-def _open(found: MegatronCheckpoint, config: Config) -> MegatronModel:
-    from megatron_ds.checkpoint.formats.megatron import open_checkpoint
+def _open(found: Found, config: Config) -> MegatronModel:
+    from megatron_ds.checkpoint.formats.megatron import MegatronModel, open_checkpoint
 
-    return open_checkpoint(found, dataclasses.asdict(config.model))
+    if isinstance(found, MegatronCheckpoint):
+        return open_checkpoint(found, dataclasses.asdict(config.model))
+    from megatron_ds.checkpoint.formats.huggingface import open_hf
+    from megatron_ds.checkpoint.formats.weights_folder import open_weights_folder
+
+    source = open_hf(found.path) if found.kind == HF else open_weights_folder(found.path)
+    # Models of Hugging Face may have rows that no id uses.
+    is_exact = source.settings.model_type is None
+    return MegatronModel(
+        source=source,
+        vocab_size=source.settings.model.vocab_size if is_exact else None,
+        iteration=0,
+        consumed_samples=None,
+        applied_samples=None,
+        optimizer={},
+        steps=None,
+        unread="the folder has no others",
+        notes=(),
+    )
 
 
 def _checked(

@@ -30,7 +30,9 @@ class CheckpointConfig:
     save: str | None = option_field(None, "output folder for checkpoints", metavar="FOLDER")
     load: str | None = option_field(
         None,
-        "folder of checkpoints to resume from; if it has none, training starts from scratch",
+        "folder of checkpoints to resume from; if it has none, training starts from scratch. Or "
+        "weights to start from, in any format of tools/convert_checkpoint.py: hf:FOLDER is a model "
+        "of Hugging Face. Options of the model that are not given are then its own",
         metavar="FOLDER",
     )
     save_interval: int | None = option_field(

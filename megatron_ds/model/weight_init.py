@@ -47,11 +47,16 @@ class Initializer:
     threads: int | None = None
 
     def normal(self, name: str, std: float) -> Init:
-        """Return a function that draws normal(0, std) values for the parameter of this name."""
+        """Return a function that draws normal(0, std) values for the parameter of this name.
+
+        Without a seed, inside `torch.device("meta")`, they are tensors without values.
+        """
 
         def draw(shape: tuple[int, ...], dim: int, ranges: Sequence[range]) -> Tensor:
             # The sharded dimension is the slowest, so that each range is contiguous.
             rest = [size for index, size in enumerate(shape) if index != dim]
+            if self.seed is None and torch.empty(0).is_meta:
+                return torch.empty(sum(map(len, ranges)), *rest).movedim(0, dim)
             row = math.prod(rest)
             values = np.empty((sum(map(len, ranges)), *rest), dtype=np.float32)
             if self.seed is not None:

@@ -134,6 +134,8 @@ def _checkpoint_problems(
     if foreign_start.find_foreign(config) is not None:
         size = None if tokenizer is None else tokenizer.vocab_size
         yield from foreign_start.conflicts(config, size)
+        if environment.local_rank() == 0:
+            yield from foreign_start.find_damage(config)
         return
     folder = Path(config.checkpoint.load)
     try:

@@ -32,6 +32,7 @@ from megatron_ds.checkpoint.formats.safetensors_files import (
     write_sharded,
 )
 from megatron_ds.checkpoint.formats.source import ModelSettings, WeightsSource, abstract_model
+from megatron_ds.checkpoint.formats.weights_locations import HF_CONFIG
 from megatron_ds.checkpoint.lazy_tensors import LazyTensor, LazyTensors
 from megatron_ds.config import ModelConfig, MoEConfig
 from megatron_ds.config.fields import field_problems
@@ -39,18 +40,10 @@ from megatron_ds.config.problems import UserError, user_error
 from megatron_ds.engine.ds_checkpoint_io import read_tensors
 from megatron_ds.parallel.sharding import shard_spec
 
-CONFIG, GENERATION = "config.json", "generation_config.json"
+GENERATION = "generation_config.json"
 PICKLED, PICKLED_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
-
-
-def is_hf(path: Path) -> bool:
-    """Whether a folder has this format."""
-    try:
-        return "model_type" in json.loads((path / CONFIG).read_bytes())
-    except (OSError, ValueError, TypeError):
-        return False
 
 
 def open_hf(path: Path) -> WeightsSource:
@@ -59,7 +52,7 @@ def open_hf(path: Path) -> WeightsSource:
     Raises:
         UserError: If files are missing or damaged, or the model has parts that ours lacks.
     """
-    if not (path / CONFIG).is_file():
+    if not (path / HF_CONFIG).is_file():
         raise user_error("hf-folder-without-config", path=path)
     family, settings = read_settings(path)
     theirs = _without_prefix(_open_tensors(path), family)
@@ -82,20 +75,20 @@ def read_settings(path: Path) -> tuple[Family, ModelSettings]:
     Raises:
         UserError: If config.json is damaged, or the model has parts that ours lacks.
     """
-    values = read_json_object(path / CONFIG)
+    values = read_json_object(path / HF_CONFIG)
     kind = values.get("model_type")
     family = FAMILIES.get(str(kind))
     if family is None:
         if lacking := LACKING.get(str(kind)):
-            raise user_error("hf-parts-lacking", path=path / CONFIG, parts="; ".join(lacking))
+            raise user_error("hf-parts-lacking", path=path / HF_CONFIG, parts="; ".join(lacking))
         known = ", ".join(FAMILIES)
-        raise user_error("hf-model-type", path=path / CONFIG, kind=kind, known=known)
-    config = ConfigValues(path / CONFIG, values)
+        raise user_error("hf-model-type", path=path / HF_CONFIG, kind=kind, known=known)
+    config = ConfigValues(path / HF_CONFIG, values)
     settings = _settings_of(family, config)
     if "quantization_config" in values:
         config.lack("quantized weights", "quantization_config", "...")
     if config.lacking:
-        raise user_error("hf-parts-lacking", path=path / CONFIG, parts="; ".join(config.lacking))
+        raise user_error("hf-parts-lacking", path=path / HF_CONFIG, parts="; ".join(config.lacking))
     generation = path / GENERATION
     known_ids = {**values, **(read_json_object(generation) if generation.is_file() else {})}
     return family, dataclasses.replace(
@@ -133,7 +126,7 @@ def write_hf(
     with output_folder(folder) as temporary:
         tensors = _their_tensors(family, source)
         write_sharded(temporary, tensors, shard_bytes=shard_bytes, on_tensor=on_tensor)
-        _write_json(temporary / CONFIG, values)
+        _write_json(temporary / HF_CONFIG, values)
         _write_json(
             temporary / GENERATION,
             {"_from_model_config": True} | {k: v for k, v in special.items() if v is not None},
@@ -344,7 +337,7 @@ def _canonical(settings: ModelSettings) -> ModelSettings:
 
 def _differences(family: Family, values: Mapping[str, Any], settings: ModelSettings) -> str:
     """What a family cannot express: where a config.json read back is another model."""
-    config = ConfigValues(Path(CONFIG), values)
+    config = ConfigValues(Path(HF_CONFIG), values)
     try:
         read = _settings_of(family, config)
     except UserError as error:

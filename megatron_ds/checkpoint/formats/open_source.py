@@ -6,16 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_ds.checkpoint.formats.huggingface import is_hf, open_hf
+from megatron_ds.checkpoint.formats.huggingface import open_hf
 from megatron_ds.checkpoint.formats.megatron import open_megatron
 from megatron_ds.checkpoint.formats.megatron_folders import is_megatron, is_torch_dist
 from megatron_ds.checkpoint.formats.native import is_native, open_native
 from megatron_ds.checkpoint.formats.source import WeightsSource
-from megatron_ds.checkpoint.formats.weights_folder import (
-    find_damage,
-    is_weights_folder,
-    open_weights_folder,
-)
+from megatron_ds.checkpoint.formats.weights_folder import find_damage, open_weights_folder
+from megatron_ds.checkpoint.formats.weights_locations import is_hf, is_weights_folder
 from megatron_ds.config.problems import UserError, user_error
 
 Warn = Callable[[str], None]

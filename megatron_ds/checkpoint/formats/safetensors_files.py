@@ -11,8 +11,9 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -142,20 +143,27 @@ def _write_file(path: Path, tensors: LazyTensors, on_tensor: OnTensor) -> FileRe
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     digest = hashlib.sha256()
-    with name_in_errors(path), open(path, "wb") as file:
-        _write(file, digest, len(text).to_bytes(8, "little") + text)
+    with (
+        name_in_errors(path),
+        open(path, "wb", buffering=0) as file,
+        ThreadPoolExecutor(1) as pool,
+    ):
+
+        def write(data: Any) -> None:
+            """Write and, at the same time, hash."""
+            hashed = pool.submit(digest.update, data)
+            rest = memoryview(data)
+            while len(rest) > 0:
+                rest = rest[file.write(rest) :]
+            hashed.result()
+
+        write(len(text).to_bytes(8, "little") + text)
         for name, tensor in ordered:
-            _write(file, digest, _bytes_of(tensor))
+            write(_bytes_of(tensor))
             on_tensor(name, tensor.nbytes)
         size = file.tell()
-        file.flush()
         os.fsync(file.fileno())
     return FileRecord(size, digest.hexdigest())
-
-
-def _write(file: BinaryIO, digest: Any, data: Any) -> None:
-    digest.update(data)
-    file.write(data)
 
 
 def _bytes_of(tensor: LazyTensor) -> Any:

@@ -23,6 +23,7 @@ from megatron_ds.checkpoint.formats.safetensors_files import (
     write_sharded,
 )
 from megatron_ds.checkpoint.formats.source import ModelSettings, WeightsSource
+from megatron_ds.checkpoint.formats.weights_locations import SETTINGS
 from megatron_ds.checkpoint.lazy_tensors import LazyTensor
 from megatron_ds.checkpoint.metadata import MANIFEST, TOKENIZER, manifest_text, read_manifest
 from megatron_ds.checkpoint.storage import files_damaged, find_damaged_files
@@ -31,13 +32,7 @@ from megatron_ds.config.problems import Problem, UserError, user_error
 from megatron_ds.fileio.atomic import FileRecord
 from megatron_ds.tokenizer.stored_files import read_files, with_copies
 
-SETTINGS = "weights.json"
 FORMAT_VERSION = 1
-
-
-def is_weights_folder(path: Path) -> bool:
-    """Whether a folder has this format."""
-    return (path / SETTINGS).is_file()
 
 
 def open_weights_folder(path: Path) -> WeightsSource:

@@ -12,10 +12,8 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from megatron_ds.checkpoint.formats.huggingface import (
-    CONFIG,
     PICKLED,
     PICKLED_INDEX,
-    is_hf,
     open_hf,
     write_hf,
 )
@@ -24,6 +22,7 @@ from megatron_ds.checkpoint.formats.weights_folder import (
     open_weights_folder,
     write_weights_folder,
 )
+from megatron_ds.checkpoint.formats.weights_locations import HF_CONFIG, is_hf
 from megatron_ds.config import ModelConfig
 from tests.problems import raises_problem
 from tests.unit.checkpoint.formats.hf_models import (
@@ -56,9 +55,9 @@ def saved(folder: Path, name: str = "llama", **options: Any) -> Path:
 
 
 def change_config(folder: Path, **values: Any) -> None:
-    config = json.loads((folder / CONFIG).read_text()) | values
+    config = json.loads((folder / HF_CONFIG).read_text()) | values
     present = {key: value for key, value in config.items() if value is not ...}
-    (folder / CONFIG).write_text(json.dumps(present))
+    (folder / HF_CONFIG).write_text(json.dumps(present))
 
 
 def tensors_in(folder: Path) -> dict[str, torch.Tensor]:

@@ -19,12 +19,11 @@ from megatron_ds.checkpoint.formats.safetensors_files import (
 )
 from megatron_ds.checkpoint.formats.source import WeightsSource
 from megatron_ds.checkpoint.formats.weights_folder import (
-    SETTINGS,
     find_damage,
-    is_weights_folder,
     open_weights_folder,
     write_weights_folder,
 )
+from megatron_ds.checkpoint.formats.weights_locations import SETTINGS, is_weights_folder
 from megatron_ds.checkpoint.lazy_tensors import LazyTensor
 from megatron_ds.config import ModelConfig
 from tests.problems import raises_problem
@@ -88,6 +87,12 @@ def test_the_safetensors_library_reads_the_files_and_the_other_way_round(tmp_pat
     }
     write_sharded(tmp_path, {name: LazyTensor.of(value) for name, value in values.items()})
 
+    content = (tmp_path / SINGLE).read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    for name, entry in json.loads(content[8 : 8 + length]).items():
+        if name != "__metadata__":
+            start = 8 + length + entry["data_offsets"][0]
+            assert start % values[name].element_size() == 0, name
     for name, found in load_file(tmp_path / SINGLE).items():
         assert torch.equal(found, values.pop(name))
     assert not values

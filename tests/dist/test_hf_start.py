@@ -1,0 +1,121 @@
+"""A Hugging Face model is trained at every ZeRO stage, in stages and shards, and exported again.
+
+On each layout the loss of the first step is that of transformers, the engine has the model's
+weights, and after a step the exported model has the loss of the run's next step. Tokens are the
+same on all data-parallel ranks.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_ds.checkpoint.foreign_start import StartStates, merge_settings, open_foreign
+from megatron_ds.checkpoint.formats.huggingface import open_hf, write_hf
+from megatron_ds.checkpoint.formats.native import open_native
+from megatron_ds.checkpoint.manager import CheckpointManager
+from megatron_ds.checkpoint.rank_agreement import RankAgreement
+from megatron_ds.config import (
+    CheckpointConfig,
+    Config,
+    DeepSpeedConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    PrecisionConfig,
+    ScheduleConfig,
+)
+from megatron_ds.engine.build import build_engine
+from megatron_ds.engine.device_batches import DeviceBatch
+from megatron_ds.train_state import StepPlan, TrainState
+from tests.dist.engine_harness import full_weights, prepare
+from tests.distributed import run_ranks
+from tests.unit.checkpoint.formats.hf_models import (
+    TOKENS,
+    VOCAB,
+    load_strictly,
+    random_model,
+)
+
+WORLD = 4
+BATCHES = (TOKENS[:1], TOKENS[1:])
+LENGTH = TOKENS.shape[1] - 1
+Layout = tuple[int, int, int, bool]
+"""ZeRO stage, tensor-parallel size, pipeline stages, bf16."""
+LAYOUTS: tuple[Layout, ...] = (
+    (0, 1, 1, False),
+    (1, 2, 1, False),
+    (2, 1, 1, False),
+    (3, 2, 1, False),
+    (0, 2, 2, False),
+    (1, 2, 1, True),
+)
+
+
+def config_of(layout: Layout, load: Path, save: Path) -> Config:
+    stage, tp_size, stages, bf16 = layout
+    config = Config(
+        parallel=ParallelConfig(
+            tensor_model_parallel_size=tp_size, pipeline_model_parallel_size=stages
+        ),
+        optimizer=OptimizerConfig(lr=0.01),
+        schedule=ScheduleConfig(micro_batch_size=1, train_iters=2),
+        precision=PrecisionConfig(bf16=bf16),
+        deepspeed=DeepSpeedConfig(zero_stage=stage),
+        checkpoint=CheckpointConfig(save=str(save), load=f"hf:{load}"),
+        given=frozenset(),
+    )
+    merged, problems = merge_settings(config)
+    assert problems == []
+    return merged.with_vocab(VOCAB)
+
+
+def train(rank: int, folder: str) -> None:
+    meshes = prepare()
+    load = Path(folder) / "theirs"
+    expected = {name: tensor.read() for name, tensor in open_hf(load).tensors.items()}
+    for number, layout in enumerate(LAYOUTS):
+        save = Path(folder) / str(number)
+        config = config_of(layout, load, save)
+        mesh = meshes.of(config.parallel)
+        engine = build_engine(config, mesh, torch.device("cpu"), init_weights=False)
+        start = open_foreign(config)
+        assert start is not None
+        engine.reshard(StartStates(start))
+        for name, value in full_weights(engine, mesh).items():
+            rounded = expected[name].bfloat16().float() if layout[3] else expected[name]
+            assert torch.equal(value[: len(rounded)], rounded), (layout, name)
+            assert not value[len(rounded) :].any()  # padding
+        losses = []
+        state = TrainState()
+        for tokens in BATCHES:
+            batch = DeviceBatch(tokens[:, :-1], tokens[:, 1:], None, position=0)
+            plan = StepPlan(state.iteration + 1, mesh.dp.size, 1, 0.01, 0.0, seq_length=LENGTH)
+            result = engine.train_step(iter([batch]), plan)
+            losses.append(float(result.loss))
+            state = state.advance(plan, result)
+            if state.iteration == 1:
+                CheckpointManager(config, mesh, lambda _: None, RankAgreement()).save(engine, state)
+        torch.save(losses, save / f"losses.{rank}")
+        engine._engine.destroy()
+
+
+def loss_of(folder: Path, tokens: torch.Tensor) -> float:
+    with torch.no_grad():
+        return float(load_strictly(folder, dtype=torch.float32)(tokens, labels=tokens).loss)
+
+
+def test_a_model_is_trained_and_exported_on_every_layout(tmp_path: Path) -> None:
+    random_model("llama").save_pretrained(tmp_path / "theirs")
+    first = loss_of(tmp_path / "theirs", BATCHES[0])
+
+    run_ranks(train, WORLD, str(tmp_path), timeout=400.0)
+
+    for number, layout in enumerate(LAYOUTS):
+        saved, export = tmp_path / str(number), tmp_path / f"export-{number}"
+        write_hf(open_native(saved, print), export, model_type="llama")
+        second, error = loss_of(export, BATCHES[1]), 2e-2 if layout[3] else 1e-5
+        for rank in range(WORLD):
+            losses = torch.load(saved / f"losses.{rank}")
+            assert losses == pytest.approx([first, second], rel=error), (layout, rank)

@@ -1,0 +1,166 @@
+"""Options and weights of a run that starts from a Hugging Face model or a folder of weights."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from megatron_ds.checkpoint import foreign_start
+from megatron_ds.checkpoint.foreign_start import (
+    StartStates,
+    conflicts,
+    find_damage,
+    find_foreign,
+    merge_settings,
+    open_foreign,
+)
+from megatron_ds.checkpoint.formats.huggingface import open_hf
+from megatron_ds.checkpoint.formats.safetensors_files import SINGLE
+from megatron_ds.checkpoint.formats.weights_folder import write_weights_folder
+from megatron_ds.config import CheckpointConfig, Config, ModelConfig, TokenizerConfig
+from megatron_ds.train_state import TrainState
+from tests.problems import codes, fields
+from tests.unit.checkpoint.formats.hf_models import VOCAB, random_model
+from tests.unit.tokenizer.test_tokenizers import gpt2_files
+
+
+@pytest.fixture(params=["hf", "native"])
+def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """A Mistral with a window of 12 tokens, and the native folder of its weights."""
+    random_model("mistral-window").save_pretrained(tmp_path / "hf")
+    write_weights_folder(open_hf(tmp_path / "hf"), tmp_path / "native")
+    return tmp_path / str(request.param)
+
+
+def run_of(load: object, **given: Any) -> Config:
+    """A configuration in which only these options of the model are given."""
+    return Config(
+        model=ModelConfig(**given),
+        checkpoint=CheckpointConfig(load=str(load)),
+        given=frozenset(given),
+    )
+
+
+@pytest.mark.parametrize("prefix", [True, False])
+def test_options_of_the_model_come_from_the_folder(folder: Path, prefix: bool) -> None:
+    config, problems = merge_settings(run_of(f"{folder.name}:{folder}" if prefix else folder))
+
+    assert problems == []
+    assert config.checkpoint.load == str(folder)
+    expected = open_hf(folder.with_name("hf")).settings.model
+    assert config.model == dataclasses.replace(expected, vocab_size=0)
+    assert (config.model.seq_length, config.model.hidden_dropout) == (12, 0.0)
+    assert config.origins["num_layers"] == f"from {folder}"
+
+
+def test_given_options_are_kept_and_contradictions_name_both_values(folder: Path) -> None:
+    kept = {"seq_length": 6, "hidden_dropout": 0.2, "make_vocab_size_divisible_by": 7}
+    config, problems = merge_settings(run_of(folder, **kept))
+    assert problems == []
+    assert all(getattr(config.model, name) == value for name, value in kept.items())
+
+    _, problems = merge_settings(run_of(folder, num_layers=3, rotary_base=10000.0))
+    assert codes(problems) == ["foreign-setting-differs"] * 2
+    assert sorted(fields(problems)) == [("num_layers",), ("rotary_base",)]
+    (base,) = [problem for problem in problems if "rotary_base" in problem.fields]
+    assert "10000.0" in base
+    assert "500.0" in base
+
+
+def test_sequences_are_not_longer_than_the_window(folder: Path) -> None:
+    _, problems = merge_settings(run_of(folder, seq_length=13))
+    assert codes(problems) == ["foreign-window-exceeded"]
+
+
+@pytest.mark.parametrize(
+    ("size", "expected"),
+    [(VOCAB, []), (VOCAB - 20, []), (VOCAB + 1, ["foreign-vocabulary-differs"])],
+)
+def test_the_tokenizer_has_at_most_as_many_ids_as_the_model(
+    folder: Path, size: int, expected: list[str]
+) -> None:
+    config, _ = merge_settings(run_of(folder))
+    assert codes(conflicts(config, size)) == expected
+
+
+def test_the_tokenizer_of_the_folder_is_used_unless_one_is_given(folder: Path) -> None:
+    hf = folder.with_name("hf")
+    gpt2_files(hf)
+    transformers.GPT2Tokenizer.from_pretrained(hf).save_pretrained(hf)
+    write_weights_folder(open_hf(hf), hf.with_name("with-tokenizer"))
+    load = folder if folder == hf else hf.with_name("with-tokenizer")
+
+    config, _ = merge_settings(run_of(load))
+    assert config.tokenizer.tokenizer_type == "HFTokenizer"
+    assert Path(str(config.tokenizer.tokenizer_model)).is_relative_to(load)
+    given = dataclasses.replace(
+        run_of(load), tokenizer=TokenizerConfig(vocab_file="x"), given=frozenset({"vocab_file"})
+    )
+    assert merge_settings(given)[0].tokenizer == given.tokenizer
+
+
+def test_the_run_starts_at_iteration_0_with_the_weights(folder: Path) -> None:
+    config, _ = merge_settings(run_of(folder))
+    start = open_foreign(config.with_vocab(VOCAB - 20))
+
+    assert start is not None
+    assert (start.state, start.steps, start.notes) == (TrainState(), None, ())
+    states = StartStates(start)
+    expected = open_hf(folder.with_name("hf")).tensors
+    name = "layers.1.mlp.fc_in.weight"
+    assert torch.equal(states.read(name, "master", range(8, 20)), expected[name].read()[8:20])
+    table = states.read("embedding.word.weight", "master", range(40))
+    assert torch.equal(table[:30], expected["embedding.word.weight"].read()[:30])
+    assert not table[30:].any()  # padding
+    assert states.moments(name) == ()
+
+
+def test_damaged_and_foreign_folders_are_problems(tmp_path: Path, folder: Path) -> None:
+    config, _ = merge_settings(run_of(folder))
+    assert codes(find_damage(config)) == []
+    content = bytearray((folder / SINGLE).read_bytes())
+    content[-1] ^= 1
+    (folder / SINGLE).write_bytes(content)
+    damage = ["checkpoint-files-damaged"] if folder.name == "native" else []
+    assert codes(find_damage(config)) == damage
+    (folder / SINGLE).write_bytes(content[:-5])
+    found = ["checkpoint-file-size" if damage else "foreign-file-unreadable"]
+    assert codes(merge_settings(run_of(folder))[1]) == found
+
+    (tmp_path / "empty").mkdir()
+    _, problems = merge_settings(run_of(f"hf:{tmp_path / 'empty'}"))
+    assert codes(problems) == ["hf-folder-without-config"]
+
+
+def test_a_training_in_the_same_folder_is_continued(folder: Path) -> None:
+    """With the options of its model, if none are given."""
+    own = folder / "global_step9"
+    own.mkdir()
+    assert find_foreign(run_of(folder)) is None
+    (own / "run.json").write_text("{}")
+    config, problems = merge_settings(run_of(folder))
+    assert (config.model, problems) == (ModelConfig(), [])
+
+
+def test_the_model_of_a_checkpoint_of_ours_is_taken_if_no_flag_describes_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved = {"num_layers": 5, "seq_length": 8, "vocab_size": 70, "hidden_dropout": 0.3}
+    (tmp_path / "global_step9").mkdir()
+    (tmp_path / "global_step9" / "run.json").write_text(json.dumps({}))
+
+    experts = {"num_experts": [4], "moe_router_topk": 1}
+    found = SimpleNamespace(run=SimpleNamespace(config={"model": saved, "moe": experts}))
+    monkeypatch.setattr(foreign_start, "read_run", lambda path: found)
+    config, _ = merge_settings(run_of(tmp_path, hidden_dropout=0.0, seq_length=16))
+    assert config.model == ModelConfig(num_layers=5, seq_length=16, hidden_dropout=0.0)
+    assert (config.moe.num_experts, config.moe.moe_router_topk) == ((4,), 1)
+    config, _ = merge_settings(run_of(tmp_path, num_layers=4))
+    assert config.model == ModelConfig(num_layers=4)
