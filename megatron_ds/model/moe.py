@@ -190,7 +190,7 @@ class Router(nn.Module):
         else:
             selected_TK, experts_TK = logits_TE.topk(num_selected)
             weights_TK = selected_TK.softmax(-1)
-        counts_E = experts_TK.flatten().bincount(minlength=size)
+        counts_E = count_assignments(experts_TK.flatten(), size)
         if self.sp_group.size > 1:
             dist.all_reduce(counts_E, group=self.sp_group.handle)
         load_E = counts_E / (experts_TK.numel() * self.sp_group.size)
@@ -201,6 +201,11 @@ class Router(nn.Module):
             aux_loss=size * (load_E * probabilities_TE.mean(0)).sum(),
             z_loss=logits_TE.logsumexp(-1).square().mean(),
         )
+
+
+def count_assignments(experts: Tensor, size: int) -> Tensor:
+    """Number of assignments of each of `size` experts; `bincount` would wait for the device."""
+    return experts.new_zeros(size).scatter_add_(0, experts, torch.ones_like(experts))
 
 
 def sort_assignments(
@@ -223,7 +228,7 @@ def sort_assignments(
     if capacity is not None:
         is_kept = _within_capacity(routing, capacity, moe, sp_group)
         order = order[is_kept[order]]
-    return order, experts[order].bincount(minlength=moe.experts)
+    return order, count_assignments(experts[order], moe.experts)
 
 
 def _within_capacity(routing: Routing, capacity: int, moe: MoEConfig, sp_group: Group) -> Tensor:
@@ -235,7 +240,7 @@ def _within_capacity(routing: Routing, capacity: int, moe: MoEConfig, sp_group: 
         order = order[experts[order].argsort(stable=True)]
     else:
         order = experts.argsort(stable=True)
-    counts_E = experts.bincount(minlength=moe.experts)
+    counts_E = count_assignments(experts, moe.experts)
     starts_E = counts_E.cumsum(0) - counts_E
     place = torch.arange(len(order), device=order.device) - starts_E[experts[order]]
     is_kept = torch.empty_like(place, dtype=torch.bool)
