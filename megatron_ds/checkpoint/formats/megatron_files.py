@@ -14,11 +14,13 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
+from megatron_ds.checkpoint.formats.deepspeed_states import read_states
 from megatron_ds.checkpoint.formats.foreign_pickle import read_foreign
 from megatron_ds.checkpoint.formats.megatron_names import PREFIX, is_copy, is_ignored
 from megatron_ds.checkpoint.formats.megatron_optimizer import OptimizerStates, assign_states
@@ -49,7 +51,7 @@ class FoundWeights:
     """The same of the optimizer's states, by kind; empty if they cannot be read."""
     steps: int | None = None
     """Steps of the optimizer."""
-    unread: str = "its optimizer states are partitioned by DeepSpeed"
+    unread: str = "its optimizer states are partitioned by ZeRO 3"
     """Why the optimizer's states cannot be read."""
 
 
@@ -101,7 +103,9 @@ def read_deepspeed(folder: Path) -> FoundWeights:
     state = {key: value for key, value in first.items() if key != "module"}
     state["configs"] = [path.read_text() for path in sorted(folder.glob("configs/*.yml"))]
     if layers:
-        return FoundWeights(state, _layer_files(folder, layers))
+        pipeline, prefixes = _layer_files(folder, layers)
+        saved = read_states(folder, pipeline, partial(_pipeline_name, prefixes), _read)
+        return FoundWeights(state, pipeline, *saved)
     if not states:
         return FoundWeights(state, _zero3_files(folder, zero3))
     files = {(0, rank): path for rank, path in states.items()}
@@ -111,11 +115,26 @@ def read_deepspeed(folder: Path) -> FoundWeights:
         module = first["module"] if rank == 0 else _read(files[0, rank])["module"]
         for name, tensor in _flatten(module):
             shards[PREFIX.sub("", name)].append(LazyTensor.of(tensor))
-    return FoundWeights(state, _complete(folder, shards, ranks))
+    saved = read_states(folder, shards, lambda name: PREFIX.sub("", name), _read)
+    return FoundWeights(state, _complete(folder, shards, ranks), *saved)
 
 
-def _layer_files(folder: Path, files: Mapping[tuple[int, int], Path]) -> Shards:
-    """One file per layer of the pipeline engine; what a layer is follows from its contents."""
+def _pipeline_name(prefixes: Mapping[int, str], name: str) -> str:
+    """A weight's name in the whole model, of its name in the pipeline engine."""
+    if name.startswith("tied_modules."):
+        return name.split(".", 2)[2]
+    number, _, inner = name.partition(".")
+    return f"{prefixes.get(int(number), '')}{inner}"
+
+
+def _layer_files(
+    folder: Path, files: Mapping[tuple[int, int], Path]
+) -> tuple[Shards, dict[int, str]]:
+    """One file per layer of the pipeline engine; what a layer is follows from its contents.
+
+    Returns:
+        The weights, and by the number of a file the prefix of their names.
+    """
     numbers = sorted({number for number, _ in files})
     ranks = 1 + max(rank for _, rank in files)
     missing = [
@@ -128,6 +147,7 @@ def _layer_files(folder: Path, files: Mapping[tuple[int, int], Path]) -> Shards:
         raise user_error("megatron-files-missing", folder=folder, names=", ".join(missing))
     shards: Shards = defaultdict(list)
     blocks: list[int] = []
+    prefixes: dict[int, str] = {}
     for number in numbers:
         loaded = [dict(_flatten(_read(files[number, rank]))) for rank in range(ranks)]
         prefix = ""
@@ -136,6 +156,7 @@ def _layer_files(folder: Path, files: Mapping[tuple[int, int], Path]) -> Shards:
             blocks.append(number)
         elif loaded[0] and loaded[0].keys() <= NORM_KEYS:
             prefix = "final_norm."
+        prefixes[number] = prefix
         for each in loaded:
             for name, tensor in each.items():
                 if len(shards[f"{prefix}{name}"]) < ranks:  # not a tied embedding's second file
@@ -143,7 +164,7 @@ def _layer_files(folder: Path, files: Mapping[tuple[int, int], Path]) -> Shards:
     if gaps := set(range(blocks[0], blocks[-1] + 1)) - set(blocks) if blocks else set():
         names = ", ".join(f"layer_{number:02d}-model_00-model_states.pt" for number in sorted(gaps))
         raise user_error("megatron-files-missing", folder=folder, names=names)
-    return _complete(folder, shards, ranks)
+    return _complete(folder, shards, ranks), prefixes
 
 
 def _zero3_files(folder: Path, paths: Sequence[Path]) -> Shards:

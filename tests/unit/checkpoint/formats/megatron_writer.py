@@ -18,6 +18,7 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed.checkpoint as dcp
+from deepspeed.utils.tensor_fragment import fragment_address
 from torch import Tensor
 
 from megatron_ds.checkpoint.formats.source import WeightsSource
@@ -112,9 +113,82 @@ def write_checkpoint(
         elif layout.files == "torch_dist":
             _write_torch_dist(target, config, weights, layout, state, moments)
         else:
-            write = _write_layers if layout.files.endswith("pipeline") else _write_deepspeed
+            is_pipeline = layout.files.endswith("pipeline")
+            write = _write_layers if is_pipeline else _write_deepspeed
             write(target, config, weights, layout, state)
+            for rank in range(layout.tp if moments else 0):
+                names = _engine_names(config, weights, rank, layout)
+                states = {
+                    kind: {
+                        names[name]: shard
+                        for name, shard in _rank(config, each, rank, layout).items()
+                    }
+                    for kind, each in moments.items()
+                }
+                _write_partitions(target, states, rank, layout.dp)
     return folder
+
+
+def _engine_names(
+    config: ModelConfig, weights: Mapping[str, Tensor], rank: int, layout: Layout
+) -> dict[str, str]:
+    """DeepSpeed's names of the weights, by canonical name."""
+    shards = _rank(config, weights, rank, layout)
+    by_id = {id(shard): name for name, shard in shards.items()}
+    if not layout.files.endswith("pipeline"):
+        flat = _flat(_stage(config, shards, range(config.num_layers), True, True, layout))
+        return {by_id[id(value)]: name for name, value in flat.items()}
+    untied = config.untie_embeddings_and_output_weights
+    names = {}
+    for number, content in _layers(config, shards, layout).items():
+        for inner, value in content.items():
+            is_tied = not untied and inner.partition(".")[0].endswith("embeddings")
+            prefix = "tied_modules.embed" if is_tied else number
+            names.setdefault(by_id[id(value)], f"{prefix}.{inner}")
+    return names
+
+
+def _write_partitions(
+    folder: Path, states: Mapping[str, Mapping[str, Tensor]], rank: int, dp: int
+) -> None:
+    """Flat partitions of two groups, with what each has of each weight."""
+    names = list(states["exp_avg"])
+    decays = {name: states["exp_avg"][name].dim() > 1 for name in names}
+    contents: list[dict[str, Any]] = [
+        {
+            "base_optimizer_state": {"state": {}, "param_groups": []},
+            "single_partition_of_fp32_groups": [],
+            "param_slice_mappings": [],
+        }
+        for _ in range(dp)
+    ]
+    for group, decayed in enumerate((True, False)):
+        own = [name for name in names if decays[name] == decayed]
+        sizes = [states["exp_avg"][name].numel() for name in own]
+        length = -(-sum(sizes) // dp)
+        flats = {
+            kind: torch.nn.functional.pad(
+                torch.cat([each[name].flatten() for name in own]), (0, length * dp - sum(sizes))
+            )
+            for kind, each in states.items()
+        }
+        for number, content in enumerate(contents):
+            part = {kind: flat[number * length :][:length].clone() for kind, flat in flats.items()}
+            content["single_partition_of_fp32_groups"].append(part.pop("fp32_param"))
+            base = content["base_optimizer_state"]
+            base["state"][group] = {"step": torch.tensor(float(STEPS)), **part}
+            base["param_groups"].append({"lr": 0.1})
+            mapping, start = {}, 0
+            for name, size in zip(own, sizes, strict=True):
+                first = max(start, number * length)
+                end = min(start + size, (number + 1) * length)
+                if first < end:
+                    mapping[name] = fragment_address(end - first, first - number * length)
+                start += size
+            content["param_slice_mappings"].append(mapping)
+    for number, content in enumerate(contents):
+        path = folder / f"zero_pp_rank_{number}_mp_rank_{rank:02d}_optim_states.pt"
+        torch.save({"optimizer_state_dict": content}, path)
 
 
 def _padded(config: ModelConfig, source: WeightsSource) -> dict[str, Tensor]:
@@ -406,6 +480,37 @@ def _write_zero3(
         torch.save({"optimizer_state_dict": optimizer}, folder / f"{stem}_optim_states.pt")
 
 
+def _layers(
+    config: ModelConfig, shards: Mapping[str, Tensor], layout: Layout
+) -> dict[int, dict[str, Tensor]]:
+    """The contents of the files by number: bigscience's fork counts two functions more."""
+    is_bigscience = layout.files.startswith("bigscience")
+    is_neox = layout.files.startswith("neox")
+    first = 3 if is_bigscience else 2
+    last = first + config.num_layers + (1 if is_bigscience or is_neox else 0)
+    files: dict[int, dict[str, Tensor]] = {}
+    for name, shard in shards.items():
+        if name.startswith("layers."):
+            layer, inner = _layer_name(name, OLD if is_neox else LEGACY, layout)
+            files.setdefault(first + layer, {})[inner] = shard
+        elif name.startswith("final_norm."):
+            prefix = "norm." if is_neox else ""
+            files.setdefault(last, {})[prefix + name.split(".")[1]] = shard
+        elif name == "head.weight":
+            head = "final_linear" if is_neox else "lm_head"
+            files[last + 1] = {f"{head}.weight": shard}
+        else:
+            spelled = {
+                "embedding.word.weight": "word_embeddings.weight",
+                "embedding.position.weight": "position_embeddings.weight",
+            }
+            inner = spelled.get(name, name.replace("embedding.norm", "word_embeddings.norm"))
+            files.setdefault(0 if is_neox else 1, {})[inner] = shard
+    if is_bigscience:
+        files[last + 1] = files[1]
+    return files
+
+
 def _write_layers(
     folder: Path,
     config: ModelConfig,
@@ -413,34 +518,11 @@ def _write_layers(
     layout: Layout,
     state: Mapping[str, Any],
 ) -> None:
-    """One file per layer: bigscience's fork counts two functions more than the other one."""
-    is_bigscience = layout.files.startswith("bigscience")
-    is_neox = layout.files.startswith("neox")
-    first = 3 if is_bigscience else 2
-    last = first + config.num_layers + (1 if is_bigscience or is_neox else 0)
-    if is_neox:
+    """One file per layer."""
+    if layout.files.startswith("neox"):
         state = _neox_state(folder, config)
     for rank in range(layout.tp):
-        files: dict[int, dict[str, Tensor]] = {}
-        for name, shard in _rank(config, weights, rank, layout).items():
-            if name.startswith("layers."):
-                layer, inner = _layer_name(name, OLD if is_neox else LEGACY, layout)
-                files.setdefault(first + layer, {})[inner] = shard
-            elif name.startswith("final_norm."):
-                prefix = "norm." if is_neox else ""
-                files.setdefault(last, {})[prefix + name.split(".")[1]] = shard
-            elif name == "head.weight":
-                head = "final_linear" if is_neox else "lm_head"
-                files[last + 1] = {f"{head}.weight": shard}
-            else:
-                spelled = {
-                    "embedding.word.weight": "word_embeddings.weight",
-                    "embedding.position.weight": "position_embeddings.weight",
-                }
-                inner = spelled.get(name, name.replace("embedding.norm", "word_embeddings.norm"))
-                files.setdefault(0 if is_neox else 1, {})[inner] = shard
-        if is_bigscience:
-            files[last + 1] = files[1]
+        files = _layers(config, _rank(config, weights, rank, layout), layout)
         for number, content in files.items():
             torch.save(content, folder / f"layer_{number:02d}-model_{rank:02d}-model_states.pt")
     for stage in range(layout.pp):

@@ -176,6 +176,12 @@ OPTIMIZER_CASES: dict[str, tuple[dict[str, Any], Layout]] = {
     "virtual stages": ({}, Layout(version=2, pp=2, chunks=2)),
     "core names and half precision": (LLAMA, Layout(names="core", pp=2, half=True)),
     "torch_dist in half precision": (LLAMA, Layout(files="torch_dist", half=True)),
+    "DeepSpeed's partitions": (LLAMA, Layout(files="deepspeed", half=True, tp=2, dp=3)),
+    "partitions of its pipeline": ({}, Layout(files="pipeline", half=True, tp=2, dp=2)),
+    "partitions of bigscience's": (
+        {"activation": "geglu", "position_embedding_type": "alibi"},
+        Layout(files="bigscience pipeline", half=True, dp=3),
+    ),
 }
 
 
@@ -199,6 +205,19 @@ def test_states_of_the_optimizer_are_those_of_their_weights(name: str, tmp_path:
         for key, tensor in expected.tensors.items():
             value = tensor.read()
             assert torch.equal(own[key].read()[: len(value)], value), (kind, key)
+
+
+@pytest.mark.parametrize("case", ["bs_pipe_z1", "ms_nopipe_z1", "ms_pipe_tp2"])
+def test_master_weights_of_deepspeed_are_the_weights(case: str, shared_data: Path) -> None:
+    folder = shared_data / "peer_checkpoints" / case
+    if not folder.is_dir():
+        pytest.skip(f"the checkpoint {case} is not next to the checkout")
+    found = find_checkpoint(folder)
+    assert found is not None
+    model = open_checkpoint(found)
+    assert model.optimizer["master"].keys() == model.source.tensors.keys()
+    for name, tensor in model.source.tensors.items():
+        assert torch.equal(model.optimizer["master"][name].read(), tensor.read()), name
 
 
 def test_partitioned_states_are_not_read(tmp_path: Path) -> None:
