@@ -16,6 +16,7 @@ rank cleans up, and the older checkpoints remain. All ranks must see the same fo
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import shutil
 import time
@@ -190,6 +191,10 @@ class CheckpointManager:
         raise_if_any(conflicts)
         for warning in changed_settings(found, self._config, self._mesh.dp.size):
             self._warn(warning)
+        if self._config.checkpoint.finetune:
+            # A new run: at iteration 0, without samples of the old one's data.
+            run = dataclasses.replace(found.run, state=TrainState(), data=None, branch=Branch.new())
+            return dataclasses.replace(found, run=run)
         return found
 
     def load(self, engine: Engine, found: CheckpointMetadata) -> TrainState:
@@ -202,17 +207,22 @@ class CheckpointManager:
                 be resharded.
         """
         folder = found.path.parent
-        self._log(f" loading checkpoint from {folder} at iteration {found.iteration}")
+        iteration = iteration_of(found.path)
+        self._log(f" loading checkpoint from {folder} at iteration {iteration}")
         layout = ParallelLayout.of(self._config, self._mesh.dp.size)
         conflicts = partition_conflicts(found, engine.partitions())
         changes = layout_changes(found.run.layout, layout)
-        if any(self._ranks.on_all(lambda: bool(changes or conflicts))):
+        options = self._config.checkpoint
+        if options.finetune or options.no_load_optim:
+            self._log("  loading its weights, but not the states of its optimizer")
+            engine.reshard(SavedStates(found, has_optimizer=False))
+        elif any(self._ranks.on_all(lambda: bool(changes or conflicts))):
             raise_if_any(conflicts if layout.optimizer == EIGHT_BIT else [])
             self._reshard(engine, found, changes)
         else:
             engine.load(folder, found.path.name)
         self.newest = found.path
-        self._log(f"  successfully loaded checkpoint from {folder} at iteration {found.iteration}")
+        self._log(f"  successfully loaded checkpoint from {folder} at iteration {iteration}")
         return found.run.state
 
     def _reshard(self, engine: Engine, found: CheckpointMetadata, changes: Sequence[str]) -> None:

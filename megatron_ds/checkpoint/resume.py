@@ -70,7 +70,10 @@ def resume_conflicts(found: CheckpointMetadata, config: Config, dp_size: int) ->
                 "resume-vocabulary-changed", "vocab_size", before=before, path=path, after=after
             )
         )
-    problems += _layout_conflicts(found, layout)
+    if config.checkpoint.finetune:
+        return problems
+    if not config.checkpoint.no_load_optim:
+        problems += _layout_conflicts(found, layout)
     data = run.config.get("data", {}), settings["data"]
     # Without --split in both runs, the blend history compares the document ranges instead.
     both_split = all(any(each.get(name) for name in SPLIT_DATA_FIELDS) for each in data)
@@ -118,6 +121,8 @@ def tokenizer_conflicts(found: CheckpointMetadata, now: TokenizerFingerprint) ->
 
 def changed_settings(found: CheckpointMetadata, config: Config, dp_size: int) -> list[Problem]:
     """Warnings of the changed settings that a resume allows and that affect training."""
+    if config.checkpoint.finetune:
+        return []
     order = asdict(found.run.data_order), asdict(DataOrder.of(config, dp_size))
     model = {name for name in GROUP_OF_FIELD if GROUP_OF_FIELD[name] in ("model", "moe")}
     changes = [

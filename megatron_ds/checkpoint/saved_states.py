@@ -44,12 +44,14 @@ class SavedStates:
 
     Args:
         found: The checkpoint.
+        has_optimizer: Read the states of the optimizer, too, and not only the weights.
 
     Attributes:
         bytes_read: Bytes of all values that were read.
     """
 
-    def __init__(self, found: CheckpointMetadata) -> None:
+    def __init__(self, found: CheckpointMetadata, *, has_optimizer: bool = True) -> None:
+        self._has_optimizer = has_optimizer
         self._path, self._layout = found.path, found.run.layout
         self._tp_size = self._layout.tensor_model_parallel_size
         self._experts = frozenset(found.run.experts)
@@ -75,9 +77,11 @@ class SavedStates:
 
     @property
     def loss_scaler(self) -> Any:
-        return self._file(0, 0, 0).get("loss_scaler")
+        return self._file(0, 0, 0).get("loss_scaler") if self._has_optimizer else None
 
     def moments(self, name: str) -> tuple[str, ...]:
+        if not self._has_optimizer:
+            return ()
         state = self._state(self._saved[name], 0, 0)
         return tuple(
             kind
@@ -86,6 +90,8 @@ class SavedStates:
         )
 
     def steps(self, name: str) -> int | None:
+        if not self._has_optimizer:
+            return None
         saved = self._saved[name]
         state = self._state(saved, 0, 0)
         if "step" in state:

@@ -65,6 +65,18 @@ class CheckpointConfig:
         "what to do when the checkpoint to load is damaged: load the one before it, or exit",
         choices=("fallback", "error"),
     )
+    finetune: bool = option_field(
+        False,
+        "start a new run from the weights of --load: at iteration 0, with new states of the "
+        "optimizer, and with any data",
+        only_with=LOAD,
+    )
+    no_load_optim: bool = option_field(
+        False,
+        "load the weights and the progress of the run, but not the states of the optimizer, which "
+        "may be another one",
+        only_with=LOAD,
+    )
     exit_on_missing_checkpoint: bool = option_field(
         False, "exit with an error if --load has no checkpoint", only_with=LOAD
     )
@@ -77,5 +89,11 @@ class CheckpointConfig:
         folder, name = os.path.split(os.path.normpath(self.load))
         if name.startswith("global_step"):
             yield Problem("load-is-one-checkpoint", settings=self, name=name, folder=folder or ".")
+        elif self.finetune and self.save is not None and _is_same(self.save, self.load):
+            yield Problem("finetune-in-the-same-folder", settings=self)
         elif os.path.exists(self.load) and not os.path.isdir(self.load):
             yield Problem("load-is-a-file", settings=self)
+
+
+def _is_same(one: str, other: str) -> bool:
+    return os.path.realpath(one) == os.path.realpath(other)

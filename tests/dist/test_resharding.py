@@ -39,8 +39,10 @@ from megatron_ds.checkpoint.metadata import (
     find_damage,
     list_checkpoints,
     read_manifest,
+    read_run,
 )
 from megatron_ds.checkpoint.rank_agreement import RankAgreement
+from megatron_ds.checkpoint.saved_states import SavedStates
 from megatron_ds.checkpoint.storage import find_damaged_files
 from megatron_ds.config import CheckpointConfig, Config
 from megatron_ds.engine.full_states import VOCABULARY_TABLES
@@ -207,6 +209,7 @@ FAMILIES: dict[str, dict[str, Layout]] = {
         "sub-groups": Layout(3, zero={"sub_group_size": 1000}),
         "aligned": Layout(1, zero={"parameter_alignment": True}),
         "hpz": Layout(3, zero={"zero_hpz_partition_size": 2}),
+        "more padding": Layout(1, tp=2, changes={"model": {"make_vocab_size_divisible_by": 70}}),
     },
 }
 if WITHOUT_LIBAIO is not None:
@@ -388,6 +391,7 @@ def load_layout(
         record = torch.load(folder / f"{source}.pt", weights_only=False)
         training.overwrite()
         found[source] = list(load_one(training, name, source, record, folder))
+    found[source] += load_weights(training, source, record, folder)
     training.close()
     return found
 
@@ -420,6 +424,23 @@ def load_one(
     error, worst = worst_difference(third["weights"], expected["weights"])
     if not error <= relative:
         yield f"{worst} is off by {error:.1e} of the largest after the step"
+
+
+def load_weights(
+    training: Continued, source: str, record: dict[str, Any], folder: Path
+) -> Iterator[str]:
+    """Loads the weights without the states of the optimizer, whose next step is its first."""
+    training.overwrite()
+    (path,) = list_checkpoints(folder / source)
+    training.engine.reshard(SavedStates(read_run(path), has_optimizer=False))
+    training.state = record["state"]
+    loss, expected = training.third_step()["loss"], record["third"]["loss"]
+    if loss != pytest.approx(
+        expected, rel=IN_HALF_PRECISION if "precision" in source else RELATIVE
+    ):
+        yield f"loss {loss} instead of {expected} with the weights alone"
+    if not training.steps() <= {1}:
+        yield f"steps {training.steps()} after the first one"
 
 
 def differing_states(training: Continued, saved: dict[str, Tensors]) -> Iterator[str]:

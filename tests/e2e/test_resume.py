@@ -306,6 +306,19 @@ def test_a_run_continues_on_other_layouts_with_the_same_curve(
         output = launcher.start(run, ranks=2).succeed()
         assert "resharding its weights and optimizer states: " in output
 
+    tuned = tmp_path / "tuned"
+    run = {
+        **settings,
+        "load": parts,
+        "finetune": True,
+        "save": tuned,
+        "seed": 7,
+        "exit_interval": 2,
+    }
+    launcher.start(run).succeed()
+    assert [record["iteration"] for record in steps(tuned)] == [1, 2]
+    assert steps(tuned)[0]["lm_loss"] < steps(full)[0]["lm_loss"] - 0.3
+
     continued, expected = steps(parts), steps(full)[SAVED:]
     assert len(continued) == len(expected)
     for ours, theirs in zip(continued, expected, strict=True):

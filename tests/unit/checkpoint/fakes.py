@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from megatron_ds.checkpoint.manager import CheckpointManager
+from megatron_ds.checkpoint.saved_states import SavedStates
 from megatron_ds.engine.ds_checkpoint_io import read_tensors, write_tensors
-from megatron_ds.engine.full_states import FullStates
 from megatron_ds.engine.partitions import FlatPartition, ParameterPlace
 from megatron_ds.fileio.atomic import FileRecord
 from megatron_ds.parallel.sharding import ShardSpec
@@ -36,7 +36,7 @@ class FakeEngine:
         self.content = ""
         self.offset = 0
         self.loaded: tuple[Path, str] | None = None
-        self.resharded = False
+        self.resharded: SavedStates | None = None
         self.ds_config: dict[str, Any] = {}
 
     def parameter_count(self) -> int:
@@ -61,8 +61,8 @@ class FakeEngine:
         self.loaded = folder, tag
         self.content = read_tensors(folder / tag / "model_states.pt")["content"]
 
-    def reshard(self, source: FullStates) -> None:
-        self.resharded = True
+    def reshard(self, source: SavedStates) -> None:
+        self.resharded = source
 
 
 def state_at(iteration: int) -> TrainState:

@@ -23,6 +23,7 @@ from megatron_ds.config import (
     DataConfig,
     OptimizerConfig,
     PrecisionConfig,
+    RuntimeConfig,
 )
 from megatron_ds.config.problems import UserError
 from megatron_ds.data.blend_history import SourceId, resume_history
@@ -253,6 +254,37 @@ def test_states_of_another_order_are_resharded(
     assert "  resharding its weights and optimizer states: order of the optimizer's flat" in (
         "\n".join(logged)
     )
+
+
+def test_a_new_run_starts_from_weights_alone(
+    checkpoints: CheckpointManager, manager: Managers, tmp_path: Path
+) -> None:
+    save(checkpoints, 2)
+    sgd, seed = OptimizerConfig(optimizer="sgd"), RuntimeConfig(seed=1)
+    tuned = manager(finetune=True, save=str(tmp_path / "new"), optimizer=sgd, runtime=seed)
+    found = tuned.select()
+    assert found is not None
+    assert found.run.data is None
+    engine = FakeEngine()
+    assert tuned.load(engine, found) == TrainState()  # type: ignore[arg-type]
+    assert engine.loaded is None
+    assert engine.resharded is not None
+    assert engine.resharded.moments("weight") == ()
+    assert engine.resharded.steps("weight") is engine.resharded.loss_scaler is None
+
+
+def test_a_run_continues_without_the_states_of_its_optimizer(
+    checkpoints: CheckpointManager, manager: Managers
+) -> None:
+    save(checkpoints, 2)
+    others = {"optimizer": OptimizerConfig(optimizer="lion"), "no_load_optim": True}
+    state, engine = load(manager(**others))
+    assert state == state_at(2)
+    assert engine.loaded is None
+    assert engine.resharded is not None
+    assert engine.resharded.moments("weight") == ()
+    with raises_problem("resume-data-order-changed"):
+        manager(**others, runtime=RuntimeConfig(seed=1)).select()
 
 
 def test_8_bit_moments_are_not_resharded(manager: Managers) -> None:
