@@ -115,7 +115,7 @@ class ParallelConfig:
 
     @staticmethod
     def layer_kinds(num_layers: int) -> list[str]:
-        """The kind of each layer of the model, by the names that peers' layers have."""
+        """The kind of each layer of the model, by the names of other frameworks."""
         blocks = ["ParallelTransformerLayerPipe"] * num_layers
         return ["EmbeddingPipe", *blocks, "NormPipe", "LMHeadPipe"]
 

@@ -81,7 +81,7 @@ PASSED: tuple[PassedKey, ...] = (
     ),
     PassedKey(
         DEEPCOMPILE,
-        "torch.compile takes the whole model, with passes that place ZeRO's communication",
+        "torch.compile compiles the complete model, with passes that place ZeRO's communication",
         False,
         {"zero": ("1", "2", "3"), "precision": ("fp32", "bf16")},
     ),

@@ -518,7 +518,7 @@ def broken_rules(layout: Layout) -> list[Rule]:
 
 
 def closest(layout: Layout) -> Layout:
-    """The closest layout that works, by the rules' own words where they suffice."""
+    """The closest layout that works, by the rules' `instead` where they suffice."""
     return _repaired(layout, ())
 
 

@@ -28,7 +28,7 @@ class ExpertFiles:
     Args:
         model: The model.
         mesh: Mesh of this process.
-        optimizer: Optimizer whose states are those of whole parameters; None with ZeRO, which
+        optimizer: Optimizer whose states are those of full parameters; None with ZeRO, which
             writes its partitions itself.
     """
 

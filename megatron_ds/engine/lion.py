@@ -18,7 +18,7 @@ class Lion(Optimizer):
         c = sign(beta1 m + (1 - beta1) g);  p = (1 - lr weight_decay) p - lr c
         m = beta2 m + (1 - beta2) g
 
-    Elementwise, so that a flat ZeRO partition gives what whole parameters give. It has one state
+    Elementwise, so that a flat ZeRO partition gives what full parameters give. It has one state
     for each parameter; Adam has two.
 
     Args:

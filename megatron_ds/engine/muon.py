@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import AdamW
 
-from megatron_ds.engine.whole_matrices import Piece, WholeMatrices
+from megatron_ds.engine.full_matrices import FullMatrices, Piece
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Of the quintic Newton-Schulz iteration, chosen for the largest slope at zero (Jordan et al.)."""
@@ -92,14 +92,14 @@ class Muon(AdamW):
             group["momentum"] = momentum
         self._nesterov, self._steps = nesterov, steps
         self._scale, self._scale_factor = SCALES[scale_mode], scale_factor
-        self._matrices: dict[Tensor, WholeMatrices] = {}
+        self._matrices: dict[Tensor, FullMatrices] = {}
 
     @property
     def matrix_count(self) -> int:
         """Number of parameters that are orthogonalized."""
         return sum(len(matrices.pieces) for matrices in self._matrices.values())
 
-    def attach(self, matrices: Iterable[WholeMatrices]) -> None:
+    def attach(self, matrices: Iterable[FullMatrices]) -> None:
         """Tell the optimizer where its matrices are.
 
         Args:

@@ -11,10 +11,10 @@ import torch
 
 from megatron_ds.config.problems import user_error
 from megatron_ds.engine.adam_kernels import apex_adam
+from megatron_ds.engine.full_matrices import find_matrices
 from megatron_ds.engine.lion import Lion
 from megatron_ds.engine.muon import Muon
 from megatron_ds.engine.param_groups import is_hidden_matrix, with_own_settings
-from megatron_ds.engine.whole_matrices import find_matrices
 from megatron_ds.parallel.mesh import Mesh
 
 

@@ -127,7 +127,7 @@ def balanced(weights: Sequence[float], parts: int) -> tuple[int, ...]:
     for count in range(2, parts + 1):
         best = {
             start: min(
-                _cost(best[cut], sums, start, cut) for cut in range(start + 1, total - count + 2)
+                _cost(best[end], sums, start, end) for end in range(start + 1, total - count + 2)
             )
             for start in range(total - count + 1)
         }
@@ -138,11 +138,11 @@ Division = tuple[float, float, tuple[int, ...]]
 """Largest weight of a part, sum of the squares, and the parts' lengths, negative."""
 
 
-def _cost(rest: Division | tuple[()], sums: Sequence[float], start: int, cut: int) -> Division:
-    weight = sums[cut] - sums[start]
+def _cost(rest: Division | tuple[()], sums: Sequence[float], start: int, end: int) -> Division:
+    weight = sums[end] - sums[start]
     if not rest:
-        return weight, weight**2, (start - cut,)
-    return max(weight, rest[0]), weight**2 + rest[1], (start - cut, *rest[2])
+        return weight, weight**2, (start - end,)
+    return max(weight, rest[0]), weight**2 + rest[1], (start - end, *rest[2])
 
 
 def _with_ends(counts: Sequence[float]) -> list[float]:

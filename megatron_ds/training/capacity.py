@@ -16,7 +16,7 @@ from megatron_ds.fileio.disk_rate import DiskRate
 from megatron_ds.launch import device, host_memory
 
 SLOW_SECONDS = 1.0
-"""Seconds of reading and writing per step from which a warning tells them."""
+"""Seconds of reading and writing per step from which a warning reports them."""
 
 
 def problems(

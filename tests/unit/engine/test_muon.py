@@ -8,9 +8,9 @@ import sys
 import pytest
 import torch
 
+from megatron_ds.engine.full_matrices import FullMatrices, Owner, Piece, assign_owners
 from megatron_ds.engine.muon import Muon, orthogonalize
 from megatron_ds.engine.optimizers import client_optimizer
-from megatron_ds.engine.whole_matrices import Owner, Piece, WholeMatrices, assign_owners
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.parallel.sharding import ShardSpec
 from tests.problems import raises_problem
@@ -38,7 +38,7 @@ def muon_of(weight: torch.nn.Parameter, *sections: int, dtype: torch.dtype, **sc
         **{"scale_mode": "spectral", "scale_factor": 0.2, **SETTINGS, **scale},  # type: ignore[arg-type]
     )
     pieces = [piece_of(weight, sections or (len(weight),))]
-    optimizer.attach([WholeMatrices(pieces, mesh.dp, mesh.tp, torch.empty(0, dtype=dtype))])
+    optimizer.attach([FullMatrices(pieces, mesh.dp, mesh.tp, torch.empty(0, dtype=dtype))])
     return optimizer
 
 

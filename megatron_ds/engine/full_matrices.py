@@ -1,4 +1,4 @@
-"""Computes on whole matrices whose elements ZeRO and tensor parallelism spread over the ranks.
+"""Computes on full matrices whose elements ZeRO and tensor parallelism spread over the ranks.
 
 Every matrix has one owner among the data- and tensor-parallel ranks. Its pieces are sent to the
 owner, first within the data-parallel groups and then within the tensor-parallel ones; the owner
@@ -59,7 +59,7 @@ class Piece:
         return self.spec.sections if self.spec is not None and self.spec.dim == rows else ()
 
 
-class WholeMatrices:
+class FullMatrices:
     """The matrices of some tensors of an optimizer.
 
     Args:
@@ -79,11 +79,11 @@ class WholeMatrices:
     def map(
         self, values_of: Callable[[Piece], Tensor], function: Callable[[Tensor, Piece], Tensor]
     ) -> Iterator[tuple[Piece, Tensor]]:
-        """Apply a function to every whole matrix. Collective.
+        """Apply a function to every full matrix. Collective.
 
         Args:
             values_of: This rank's elements of a matrix, one-dimensional.
-            function: Maps a whole matrix to one of the same shape. Called on its owner only.
+            function: Maps a full matrix to one of the same shape. Called on its owner only.
 
         Yields:
             Each matrix of which this rank updates elements, and the function's values of them.
@@ -132,7 +132,7 @@ class WholeMatrices:
         shards: Sequence[Tensor],
         function: Callable[[Tensor, Piece], Tensor],
     ) -> list[Tensor]:
-        """The function's values of whole shards, all one-dimensional."""
+        """The function's values of complete shards, all one-dimensional."""
         tp = self._tp
         own = [piece for piece in pieces if piece.owner.tp == tp.rank]
 
@@ -202,7 +202,7 @@ def _transfer(
 
 def find_matrices(
     engine: Any, stage: int, mesh: Mesh, is_matrix: IsMatrix, empty: Tensor
-) -> Iterator[WholeMatrices]:
+) -> Iterator[FullMatrices]:
     """The matrices of an engine, by the tensors that its optimizer steps at once.
 
     Args:
@@ -210,7 +210,7 @@ def find_matrices(
         stage: ZeRO stage.
         mesh: Mesh of this process.
         is_matrix: Selects the matrices.
-        empty: As for `WholeMatrices`.
+        empty: As for `FullMatrices`.
     """
     parameters = dict(engine.module.named_parameters())
     tp = mesh.tp
@@ -233,7 +233,7 @@ def find_matrices(
                     spec=shard_spec(parameter),
                     master=parameter if stage == 0 else masters[0],
                     place=slice(start, start + len(kept[dp.rank])),
-                    # Without ZeRO every rank has the whole shard.
+                    # Without ZeRO every rank has the complete shard.
                     sent=tuple(
                         each if stage or rank == owner.dp else range(0)
                         for rank, each in enumerate(kept)
@@ -242,7 +242,7 @@ def find_matrices(
                     owner=owner,
                 )
             )
-        yield WholeMatrices(pieces, dp, tp, empty)
+        yield FullMatrices(pieces, dp, tp, empty)
 
 
 def _masters(engine: Any, stage: int) -> list[list[Tensor]]:
