@@ -139,23 +139,8 @@ class ParallelConfig:
                 valid=list_numbers(divisors(world_size)),
                 nearest_multiples=nearest_multiples(world_size, tp),
             )
-        elif tp > 0 and sp > 0 and world_size % (tp * sp):
-            yield Problem(
-                "world-size-not-divisible-by-sequence-parallel-size",
-                settings=self,
-                count_processes=counted(world_size, "process"),
-                product=tp * sp,
-                valid=list_numbers(divisors(world_size // tp)),
-            )
-        elif min(tp, sp, pp) > 0 and world_size % (tp * sp * pp):
-            yield Problem(
-                "world-size-not-divisible-by-stages",
-                settings=self,
-                ranks=tp * sp,
-                count_processes=counted(world_size, "process"),
-                valid=list_numbers(divisors(world_size // (tp * sp))),
-                nearest_multiples=nearest_multiples(world_size, tp * sp * pp),
-            )
+        elif min(tp, sp) > 0:
+            yield from self._replica_problems(world_size)
         ep_size, dp_size = self.expert_model_parallel_size, self.data_parallel_size(world_size)
         if ep_size > 1 and not has_experts:
             yield Problem("expert-parallel-size-without-experts", settings=self)
@@ -175,6 +160,30 @@ class ParallelConfig:
             )
         elif pp > 1:
             yield from self._partition_problems(num_layers)
+
+    def _replica_problems(self, world_size: int) -> Iterator[Problem]:
+        """Problems of the sizes that multiply the tensor-parallel one, which divides the ranks."""
+        tp, sp = self.tensor_model_parallel_size, self.ds_sequence_parallel_size
+        pp, ranks = self.pipeline_model_parallel_size, tp * sp
+        if world_size % ranks:
+            stages = pp if pp > 0 and world_size % (tp * pp) == 0 else 1
+            yield Problem(
+                "world-size-not-divisible-by-sequence-parallel-size",
+                settings=self,
+                count_processes=counted(world_size, "process"),
+                product=ranks,
+                valid=list_numbers(divisors(world_size // (tp * stages))),
+            )
+            ranks = tp
+        if pp > 0 and world_size % (ranks * pp):
+            yield Problem(
+                "world-size-not-divisible-by-stages",
+                settings=self,
+                ranks=ranks,
+                count_processes=counted(world_size, "process"),
+                valid=list_numbers(divisors(world_size // ranks)),
+                nearest_multiples=nearest_multiples(world_size, ranks * pp),
+            )
 
     def _partition_problems(self, num_layers: int) -> Iterator[Problem]:
         """Problems of --pp-partition-method."""

@@ -382,6 +382,21 @@ def test_world_size_must_be_divisible_by_stages():
     assert "stages: 1, 2, 3, 6; or start 8 or 16 processes" in problem
 
 
+def test_sizes_that_do_not_divide_the_processes_are_reported_together():
+    sizes = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
+    parallel = config_of(**sizes, ds_sequence_parallel_size=2).parallel
+    slices, stages = parallel.problems(world_size=6, num_layers=4)
+    assert slices.code == "world-size-not-divisible-by-sequence-parallel-size"
+    assert stages.code == "world-size-not-divisible-by-stages"
+    assert "of at least 2 ranks" in stages
+    assert "stages: 1, 3; or start 4 or 8 processes" in stages
+
+    # The sizes that are proposed fit the number of stages.
+    parallel = config_of(**sizes, ds_sequence_parallel_size=4).parallel
+    (slices,) = parallel.problems(world_size=12, num_layers=4)
+    assert "that fit: 1, 3)" in slices
+
+
 def test_batch_size_problem_shows_its_arithmetic():
     config = config_of(tensor_model_parallel_size=2, global_batch_size=10)
     (problem,) = problems(config)
