@@ -125,6 +125,11 @@ def test_the_scripts_of_other_projects_convert(tmp_path: Path) -> None:
     back = converted(name, "--input_folder", native.path, "--output_folder")
     assert back.format == "hf"
     assert_same_tensors(back, expected)
+    name, sizes = f"{FOLDER}/deepspeed_to_megatron.py", ("--target_tp", 2, "--target_pp", 2)
+    release = converted(name, *sizes, "--input_folder", native.path, "--output_folder")
+    assert (release.format, release.path.name) == ("megatron", "release")
+    assert len(list(release.path.iterdir())) == 4
+    assert_same_tensors(release, expected)
     (tmp_path / "hf2megads_weight_converter.py").rename(tmp_path / "moved")
     flags = ["--to-hf-ckpt", "--load", tmp_path / "moved", "--save"]
     assert_same_tensors(converted("hf2megads_weight_converter.py", *flags), expected)

@@ -1,0 +1,61 @@
+"""Convert a DeepSpeed checkpoint to one of Megatron-LM.
+
+`tools/convert_checkpoint.py --to megatron` by the name and the flags of the script of the
+Megatron-DeepSpeed projects.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_ds import cli
+from megatron_ds.config.fields import option_field
+from megatron_ds.config.problems import Problem
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+@dataclass(frozen=True)
+class Options:
+    """Converts the weights of a checkpoint to a release of Megatron-LM."""
+
+    input_folder: str = option_field(
+        "", "a --save folder, or the folder of one checkpoint", metavar="FOLDER", required=True
+    )
+    output_folder: str = option_field(
+        "", "new folder for Megatron's --load", metavar="FOLDER", required=True
+    )
+    target_tp: int = option_field(1, "tensor-parallel size of the output", minimum=1)
+    target_pp: int = option_field(1, "pipeline stages of the output", minimum=1)
+    for_release: bool = option_field(False, "what every output is")
+
+    def problems(self) -> Iterator[Problem]:
+        if self.input_folder and not Path(self.input_folder).is_dir():
+            yield Problem("load-folder-missing", "input_folder", load=self.input_folder)
+
+
+def work(options: Options) -> None:
+    sys.path.insert(0, str(REPOSITORY))  # a script's path has only its own folder
+    # By its name, for there is a folder of this name, too.
+    tool = importlib.import_module("tools.convert_checkpoint")
+    tool.work(
+        tool.Options(
+            load=options.input_folder,
+            save=options.output_folder,
+            target_format="megatron",
+            target_tensor_parallel_size=options.target_tp,
+            target_pipeline_parallel_size=options.target_pp,
+        )
+    )
+
+
+def main(argv: Sequence[str]) -> int:
+    return cli.run(Options, work, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
