@@ -14,6 +14,7 @@ from pathlib import Path
 
 from megatron_ds import cli
 from megatron_ds.cli.progress import progress
+from megatron_ds.config.checkpoint import split_location
 from megatron_ds.config.fields import option_field, when
 from megatron_ds.config.problems import Problem
 
@@ -72,8 +73,14 @@ class Options:
         False, "compare the logits of both models for a fixed prompt; of hf, transformers' model"
     )
 
+    @property
+    def source(self) -> tuple[str, Path]:
+        """Format and folder; the format may stand before the folder."""
+        name, folder = split_location(self.load)
+        return name if name != "auto" else self.source_format, Path(folder)
+
     def problems(self) -> Iterator[Problem]:
-        if self.load and not Path(self.load).is_dir():
+        if self.load and not self.source[1].is_dir():
             yield Problem("load-folder-missing", load=self.load)
 
 
@@ -88,7 +95,8 @@ def work(options: Options) -> None:
         print(text, file=sys.stderr, flush=True)
 
     start = time.perf_counter()
-    source = open_source(Path(options.load), options.source_format, warn)
+    name, folder = options.source
+    source = open_source(folder, name, warn)
     source = source.to(None if options.dtype is None else DTYPES[options.dtype])
     target = convert.Target(
         Path(options.save),

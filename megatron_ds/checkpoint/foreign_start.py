@@ -234,6 +234,9 @@ def open_foreign(config: Config) -> ForeignStart | None:
         if isinstance(found, MegatronCheckpoint):  # other folders have no optimizer
             reason = _why_weights_alone(found, model, config)
             notes.append(Problem("foreign-weights-alone", path=found.path, reason=reason))
+        rows, used = model.source.tensors[TABLE].shape[0], config.model.softmax_rows
+        if isinstance(found, WeightsFolder) and rows > used:
+            notes.append(Problem("foreign-rows-unused", path=found.path, rows=rows, used=used))
         return ForeignStart(found.path, weights, {}, None, TrainState(), tuple(notes))
     optimizer = {
         kind: _checked(model, config, tensors).tensors for kind, tensors in model.optimizer.items()

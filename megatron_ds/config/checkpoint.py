@@ -13,7 +13,7 @@ from megatron_ds.config.problems import Problem
 SAVE = when(save=ANY_VALUE)
 LOAD = when(load=ANY_VALUE)
 
-FORMATS = ("native", "hf")
+FORMATS = ("native", "hf", "megatron", "torch_dist")
 """Formats that --load can name before the folder, as in hf:FOLDER."""
 
 

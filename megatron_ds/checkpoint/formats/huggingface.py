@@ -31,7 +31,12 @@ from megatron_ds.checkpoint.formats.safetensors_files import (
     read_json_object,
     write_sharded,
 )
-from megatron_ds.checkpoint.formats.source import ModelSettings, WeightsSource, abstract_model
+from megatron_ds.checkpoint.formats.source import (
+    ModelSettings,
+    WeightsSource,
+    abstract_model,
+    check_sizes,
+)
 from megatron_ds.checkpoint.formats.weights_locations import HF_CONFIG
 from megatron_ds.checkpoint.lazy_tensors import LazyTensor, LazyTensors
 from megatron_ds.config import ModelConfig, MoEConfig
@@ -56,6 +61,7 @@ def open_hf(path: Path) -> WeightsSource:
         raise user_error("hf-folder-without-config", path=path)
     family, settings = read_settings(path)
     theirs = _without_prefix(_open_tensors(path), family)
+    check_sizes(settings, theirs, path / HF_CONFIG)
     tensors: dict[str, LazyTensor] = {}
     used: set[str] = set()
     for name, parts in _parts(family, settings).items():

@@ -9,8 +9,9 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -67,11 +68,11 @@ def files_of_index(path: Path) -> list[Path]:
         UserError: If the index is damaged, or names a file elsewhere.
     """
     places = read_json_object(path).get("weight_map")
-    names = {*places.values()} if isinstance(places, dict) else {None}
+    names = [*places.values()] if isinstance(places, dict) else [None]
     if any(not isinstance(name, str) or Path(name).name != name for name in names):
         error = "its weight_map is not a map of tensors to files beside it"
         raise user_error("foreign-file-unreadable", path=path, error=error)
-    return [path.with_name(name) for name in sorted(map(str, names))]
+    return [path.with_name(name) for name in sorted({*map(str, names)})]
 
 
 def open_safetensors(path: Path) -> dict[str, LazyTensor]:
@@ -80,16 +81,14 @@ def open_safetensors(path: Path) -> dict[str, LazyTensor]:
     Raises:
         UserError: If it is damaged.
     """
-    found = {}
-    for name, entry in _read_header(path).items():
-        if name != "__metadata__":
-            dtype = DTYPES.get(entry["dtype"])
-            if dtype is None:
-                error = f"{name} has type {entry['dtype']}"
-                raise user_error("foreign-file-unreadable", path=path, error=error)
-            read = functools.partial(_read_tensor, path, name)
-            found[name] = LazyTensor(tuple(entry["shape"]), dtype, read)
-    return found
+    return {
+        name: LazyTensor(
+            tuple(entry["shape"]),
+            DTYPES[entry["dtype"]],
+            functools.partial(_read_tensor, path, name),
+        )
+        for name, entry in _read_header(path).items()
+    }
 
 
 def write_sharded(
@@ -173,26 +172,38 @@ def _bytes_of(tensor: LazyTensor) -> Any:
     return value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
-def _read_header(path: Path) -> Mapping[str, Any]:
+def _read_header(path: Path) -> dict[str, Any]:
+    """The entries of a file's tensors.
+
+    Raises:
+        UserError: If it is damaged.
+    """
+    size = path.stat().st_size
     try:
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
-            if length > LARGEST_HEADER:
+            if length > min(size, LARGEST_HEADER):
                 raise ValueError("its header is too long")
             values: Any = json.loads(file.read(length))
-            ends = [0]
-            for name, entry in values.items():
-                if name != "__metadata__":
-                    ends.append(entry["data_offsets"][1])
-                    _ = entry["dtype"], [int(size) for size in entry["shape"]]
-            size = file.seek(0, os.SEEK_END)
-    except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
+        header = {name: entry for name, entry in values.items() if name != "__metadata__"}
+        ends = [_check_entry(name, entry) for name, entry in header.items()]
+        if (expected := 8 + length + max(ends, default=0)) != size:
+            raise ValueError(f"it has {size} bytes instead of {expected}")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise user_error("foreign-file-unreadable", path=path, error=error) from error
-    if (expected := 8 + length + max(ends)) != size:
-        error_text = f"it has {size} bytes instead of {expected}"
-        raise user_error("foreign-file-unreadable", path=path, error=error_text)
-    header: Mapping[str, Any] = values
     return header
+
+
+def _check_entry(name: str, entry: Any) -> int:
+    """The end of a tensor's bytes; raises ValueError, KeyError or TypeError if they do not fit."""
+    dtype, shape, (start, end) = DTYPES.get(entry["dtype"]), entry["shape"], entry["data_offsets"]
+    if dtype is None:
+        raise ValueError(f"{name} has type {entry['dtype']}")
+    if any(type(number) is not int or number < 0 for number in (*shape, start, end)):
+        raise ValueError(f"{name} has a size that is not a natural number")
+    if end - start != math.prod(shape) * dtype.itemsize:
+        raise ValueError(f"{name} has {end - start} bytes for the shape {shape}")
+    return int(end)
 
 
 def _read_tensor(path: Path, name: str) -> Tensor:

@@ -18,7 +18,7 @@ import torch
 from megatron_ds.checkpoint.lazy_tensors import LazyTensors
 from megatron_ds.checkpoint.resume import CHANGEABLE_MODEL_FIELDS, CHANGEABLE_MOE_FIELDS
 from megatron_ds.config import ModelConfig, MoEConfig, TokenizerConfig
-from megatron_ds.config.fields import option_fields
+from megatron_ds.config.fields import field_problems, option_fields
 from megatron_ds.config.problems import user_error
 from megatron_ds.engine.full_states import VOCABULARY_TABLES
 from megatron_ds.model.gpt import GPTModel
@@ -33,6 +33,12 @@ CHANGEABLE_FIELDS = frozenset(
     }
 )
 """Fields of the model that do not change its weights, or only their padding."""
+
+SIZES = (
+    *("hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels"),
+    *("vocab_size", "max_position_embeddings"),
+)
+"""Options of the model that are at most the size of a tensor."""
 
 
 @dataclass(frozen=True)
@@ -148,6 +154,30 @@ class WeightsSource:
             return self
         tensors = {name: tensor.to(dtype) for name, tensor in self.tensors.items()}
         return dataclasses.replace(self, tensors=tensors, precision=dtype)
+
+
+def check_sizes(settings: ModelSettings, tensors: LazyTensors, path: Path) -> None:
+    """Checks the sizes of a model against its tensors, before the model is described with them.
+
+    Args:
+        settings: Options of the model.
+        tensors: Tensors in any layout.
+        path: For the message.
+
+    Raises:
+        UserError: If an option is invalid, or larger than anything in the files.
+    """
+    model = settings.model
+    problems = [*field_problems(model), *model.problems(1)]
+    largest = max((size for tensor in tensors.values() for size in tensor.shape), default=0)
+    limits = {**dict.fromkeys(SIZES, largest), "num_layers": len(tensors)}
+    shown = [problem.render() for problem in problems] + [
+        f"{name} {settings.fixed[name]} is larger than the tensors"
+        for name, limit in limits.items()
+        if settings.fixed.get(name, 0) > limit
+    ]
+    if shown:
+        raise user_error("foreign-file-unreadable", path=path, error="; ".join(shown))
 
 
 def expected_shapes(model: ModelConfig, moe: MoEConfig) -> dict[str, tuple[int, ...]]:

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import types
+import typing
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -22,12 +24,12 @@ from megatron_ds.checkpoint.formats.safetensors_files import (
     read_json_object,
     write_sharded,
 )
-from megatron_ds.checkpoint.formats.source import ModelSettings, WeightsSource
+from megatron_ds.checkpoint.formats.source import ModelSettings, WeightsSource, check_sizes
 from megatron_ds.checkpoint.formats.weights_locations import SETTINGS
 from megatron_ds.checkpoint.lazy_tensors import LazyTensor
 from megatron_ds.checkpoint.metadata import MANIFEST, TOKENIZER, manifest_text, read_manifest
 from megatron_ds.checkpoint.storage import files_damaged, find_damaged_files
-from megatron_ds.config import ModelConfig, MoEConfig
+from megatron_ds.config import ModelConfig, MoEConfig, TokenizerConfig
 from megatron_ds.config.problems import Problem, UserError, user_error
 from megatron_ds.fileio.atomic import FileRecord
 from megatron_ds.tokenizer.stored_files import read_files, with_copies
@@ -56,6 +58,7 @@ def open_weights_folder(path: Path) -> WeightsSource:
             raise user_error("checkpoint-file-size", name=name, actual=actual, expected=size)
         if name.endswith(".safetensors"):
             tensors |= open_safetensors(file)
+    check_sizes(settings, tensors, path / SETTINGS)
     return WeightsSource(path, "native", settings, tensors).checked()
 
 
@@ -116,11 +119,35 @@ def _settings_of(values: Mapping[str, Any], path: Path) -> ModelSettings:
                 group=ModelConfig.__name__,
                 unknown=unknown,
             )
+        _check_types(settings)
         groups = ({**group} for group in (settings.fixed, settings.defaults, tokenizer))
         fixed, defaults, tokenizer = map(_with_tuples, groups)
         return dataclasses.replace(settings, fixed=fixed, defaults=defaults, tokenizer=tokenizer)
-    except (KeyError, TypeError, AttributeError) as error:
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        if isinstance(error, UserError):
+            raise
         raise user_error("foreign-file-unreadable", path=path / SETTINGS, error=error) from error
+
+
+def _check_types(settings: ModelSettings) -> None:
+    """Raises TypeError if values are not of the types of their fields."""
+    hints = {
+        name: hint
+        for kind in (ModelConfig, MoEConfig, TokenizerConfig)
+        for name, hint in typing.get_type_hints(kind).items()
+    }
+    hints |= {"longest_sequence": int | None, "model_type": str | None}
+    values = {**settings.fixed, **settings.defaults, **settings.tokenizer}
+    values |= {"longest_sequence": settings.longest_sequence, "model_type": settings.model_type}
+    for name, value in values.items():
+        hint = hints[name]
+        choices = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+        # The types of a list's elements are not compared.
+        kinds = {typing.get_origin(choice) or choice for choice in choices}
+        kinds |= {int} if float in kinds else set()
+        kind = tuple if isinstance(value, list) else type(value)
+        if kind not in kinds:
+            raise TypeError(f"{name} is {value!r}")
 
 
 def _with_tuples(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megatron_ds.checkpoint.formats import convert
+from megatron_ds.checkpoint.formats.hf_families import FAMILIES
 from megatron_ds.checkpoint.formats.open_source import format_of, open_source
 from megatron_ds.checkpoint.formats.safetensors_files import SINGLE
 from megatron_ds.checkpoint.formats.source import WeightsSource
@@ -49,6 +50,10 @@ def test_the_type_and_the_family_can_be_chosen(tmp_path: Path, run: Run) -> None
     assert load_strictly(tmp_path / "new").config.model_type == "mistral"
 
 
+def test_every_family_can_be_chosen() -> None:
+    assert tuple(FAMILIES) == convert_checkpoint.MODEL_TYPES
+
+
 def test_sizes_without_a_meaning_are_reported(tmp_path: Path, run: Run) -> None:
     random_model("llama").save_pretrained(tmp_path / "theirs")
     sizes = ["--target-tensor-parallel-size", 2, "--target-pipeline-parallel-size", 2]
@@ -77,6 +82,8 @@ def test_wrong_folders_are_rejected(tmp_path: Path, run: Run) -> None:
     (tmp_path / "empty").mkdir()
     assert codes("--load", tmp_path / "gone", "--to", "hf", status=2) == ["load-folder-missing"]
     assert codes("--load", tmp_path / "empty", "--to", "hf") == ["weights-format-unknown"]
+    prefixed = ("--load", f"hf:{tmp_path / 'empty'}", "--to", "hf")
+    assert codes(*prefixed) == ["hf-folder-without-config"]
     for name, code in (
         ("native", "checkpoint-missing"),
         ("hf", "hf-folder-without-config"),
