@@ -227,7 +227,7 @@ class CheckpointManager:
 
     def _reshard(self, engine: Engine, found: CheckpointMetadata, changes: Sequence[str]) -> None:
         """Restores a checkpoint of another layout."""
-        what = ", ".join(changes) or "order of the optimizer's flat tensors"
+        what = "; ".join(changes) or "order of the optimizer's flat tensors"
         self._log(f"  resharding its weights and optimizer states: {what}")
         start, source = time.monotonic(), SavedStates(found)
         engine.reshard(source)

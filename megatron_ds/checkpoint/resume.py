@@ -97,15 +97,24 @@ def _layout_conflicts(found: CheckpointMetadata, now: ParallelLayout) -> Iterato
             now=now.optimizer,
         )
     elif saved.optimizer == EIGHT_BIT and (changes := layout_changes(saved, now)):
-        yield Problem("resume-8-bit-moments", path=path, changes=", ".join(changes))
+        yield Problem("resume-8-bit-moments", path=path, changes="; ".join(changes))
 
 
 def layout_changes(saved: ParallelLayout, now: ParallelLayout) -> list[str]:
     """What differs between two layouts, in words."""
     return [
-        f"{label} {before} -> {after}"
-        for _, label, before, after in _changes(asdict(saved), asdict(now))
+        f"{_words(name)} {_value(before)} -> {_value(after)}"
+        for name, _, before, after in _changes(asdict(saved), asdict(now))
     ]
+
+
+def _value(value: object) -> str:
+    return "none" if value == "" else str(value)
+
+
+def _words(name: str) -> str:
+    """A field of the layout for a log line."""
+    return f"zero_optimization.{name}" if name in PARTITION_KEYS else name.replace("_", " ")
 
 
 def tokenizer_conflicts(found: CheckpointMetadata, now: TokenizerFingerprint) -> Iterator[Problem]:
@@ -226,8 +235,4 @@ def _saved_config(found: CheckpointMetadata) -> Config:
 
 def _label(name: str) -> str:
     """A field's flag, unless the flag negates the field; the plain name of anything else."""
-    if name in PARTITION_KEYS:
-        return f"zero_optimization.{name}"
-    if name == "layers_per_stage":
-        return f"{option('pp_partition_method')} with {option('pipeline_schedule')}"
     return option(name) if name in GROUP_OF_FIELD and flag_of(name) == default_flag(name) else name

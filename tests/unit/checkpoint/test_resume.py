@@ -185,13 +185,15 @@ def test_keys_that_order_the_flat_tensors_are_part_of_the_layout(
         assert change.startswith(f"zero_optimization.{name} ")
 
 
-def test_layers_of_other_stages_are_named_by_the_flags_that_set_them() -> None:
+def test_changes_of_the_layout_are_named() -> None:
     stages = {"pipeline_model_parallel_size": 2, "pipeline_schedule": "dualpipev"}
     before = replace_fields(config_of(""), {**stages, "num_layers": 4})
-    now = replace_fields(before, {"pipeline_schedule": "1f1b"})
-    rejected = [each for each in resume_conflicts(saved_by(before), now, 1) if each.mentioned]
-    assert [each.fields for each in rejected] == [("layers_per_stage",)]
-    assert {"pp_partition_method", "pipeline_schedule"} <= rejected[0].mentioned
+    now = replace_fields(before, {"pipeline_schedule": "1f1b", "bf16": True})
+    assert resume_conflicts(saved_by(before), now, 1) == []
+    assert layout_changes(*(ParallelLayout.of(config, 1) for config in (before, now))) == [
+        "precision fp32 -> bf16",
+        "layers per stage 1,1,1,1 -> 2,2",
+    ]
 
 
 @pytest.mark.parametrize(
