@@ -151,8 +151,11 @@ def open_checkpoint(
         flags = ", ".join(options.ineffective_flags)
         log_rank0(f"WARNING: {Problem('no-effect-on-generation', flags=flags).render()}")
     # Models of other programs may have rows that no id uses.
-    is_foreign = source.settings.model_type is not None
+    is_foreign = source.settings.model_type is not None or source.settings.may_have_padding
     tokenizer = load_checkpoint.load_tokenizer(config, model, may_be_smaller=is_foreign)
+    if source.settings.may_have_padding:
+        source = source.with_vocab(tokenizer.vocab_size)
+        model = source.settings.model
     return source, model, tokenizer
 
 

@@ -131,7 +131,9 @@ def open_checkpoint(
         config = ModelConfig(**settings, vocab_size=vocab_size or rows)
         described = ModelSettings.of(config, MoEConfig(), None, None)
         tokenizer = megatron_args.tokenizer_settings(args)
-        described = dataclasses.replace(described, tokenizer=tokenizer)
+        described = dataclasses.replace(
+            described, tokenizer=tokenizer, may_have_padding=vocab_size is None
+        )
     return MegatronModel(
         WeightsSource(found.path, found.kind, described, tensors),
         vocab_size=vocab_size,

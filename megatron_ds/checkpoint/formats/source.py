@@ -59,6 +59,9 @@ class ModelSettings:
     model_type: str | None = None
     """Name of the family in Hugging Face's library; None for a model of another origin."""
 
+    may_have_padding: bool = False
+    """Whether `vocab_size` may count padding, because the format does not tell its rows."""
+
     @classmethod
     def of(
         cls, model: ModelConfig, moe: MoEConfig, tokenizer: TokenizerConfig | None, eod: int | None
@@ -147,6 +150,12 @@ class WeightsSource:
                 )
             tensors[name] = tensor
         return dataclasses.replace(self, tensors=tensors)
+
+    def with_vocab(self, vocab_size: int) -> WeightsSource:
+        """The source with another number of ids: the first rows of its vocabulary tables."""
+        fixed = {**self.settings.fixed, "vocab_size": vocab_size}
+        settings = dataclasses.replace(self.settings, fixed=fixed, may_have_padding=False)
+        return dataclasses.replace(self, settings=settings).checked()
 
     def to(self, dtype: torch.dtype | None) -> WeightsSource:
         """The source with all tensors in a type. None: as they are."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -89,3 +90,19 @@ def test_other_flags_than_the_models_are_rejected(
     with pytest.raises(SystemExit):
         open_checkpoint(options_of(tmp_path / "theirs", *null, "--num-layers", 3))
     assert "flag-differs-from-checkpoint" in capsys.readouterr().err
+
+
+def test_padding_of_a_checkpoint_of_megatron_is_left_out(megatron_checkpoints: Path) -> None:
+    data = megatron_checkpoints / "data"
+    files = ("--vocab-file", data / "vocab.json", "--merge-file", data / "merges.txt")
+    flags = ("--tokenizer-type", "GPT2BPETokenizer", *files)
+    source, config, tokenizer = open_checkpoint(
+        options_of(megatron_checkpoints / "mlm25_tp1", *flags)
+    )
+    assert config.vocab_size == tokenizer.vocab_size == 300
+    model = load_model(source, Mesh.single(), torch.device("cpu"))
+    reference = np.load(megatron_checkpoints / "mlm25_tp1" / "reference.npz")
+    with torch.no_grad():
+        found = model(torch.from_numpy(reference["tokens"]))
+    expected = torch.from_numpy(reference["logits"])[..., :300]
+    torch.testing.assert_close(found[..., :300], expected, atol=1e-5, rtol=0.0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -54,9 +53,7 @@ def test_the_model_has_the_logits_of_the_program_that_saved_it(
     found = find_checkpoint(folder)
     assert found is not None
     model = open_checkpoint(found)
-    fixed = {**model.source.settings.fixed, "vocab_size": TOKENS}
-    settings = dataclasses.replace(model.source.settings, fixed=fixed)
-    source = dataclasses.replace(model.source, settings=settings).checked()
+    source = model.source.with_vocab(TOKENS)
     reference = np.load(folder / "reference.npz")
 
     own = logits(source, torch.from_numpy(reference["tokens"]))
@@ -94,6 +91,10 @@ def test_the_converter_recognizes_the_formats(
     assert printed_codes("\n".join(found)) == ["megatron-vocabulary-unknown"] * warnings
     rows = source.tensors["embedding.word.weight"].shape[0]
     assert rows == source.settings.model.vocab_size == (320 if warnings else TOKENS)
+    assert source.settings.may_have_padding == bool(warnings)
+    cut = source.with_vocab(TOKENS)
+    assert cut.tensors["embedding.word.weight"].shape[0] == cut.settings.model.vocab_size == TOKENS
+    assert not cut.settings.may_have_padding
 
 
 def model(**changes: Any) -> ModelConfig:
@@ -158,10 +159,7 @@ def test_every_layout_gives_the_same_tensors(name: str, tmp_path: Path) -> None:
 
     read = open_megatron(folder)
     if layout.files.startswith("neox"):  # does not tell the size of the vocabulary
-        fixed = {**read.settings.fixed, "vocab_size": config.vocab_size}
-        read = dataclasses.replace(
-            read, settings=dataclasses.replace(read.settings, fixed=fixed)
-        ).checked()
+        read = read.with_vocab(config.vocab_size)
 
     assert read.tensors.keys() == written.tensors.keys()
     for key, tensor in written.tensors.items():
