@@ -183,7 +183,10 @@ def conflicts(config: Config, vocab_size: int | None) -> Iterator[Problem]:
                 "foreign-vocabulary-differs", path=found.path, saved=saved, own=vocab_size
             )
             return
-        _checked(model, config.with_vocab(vocab_size))
+        own = {**vars(config.model), **vars(config.moe)}
+        fixed = model.source.settings.fixed.items()
+        if all(own[name] in (value, None) for name, value in fixed if name not in UNCHECKED):
+            _checked(model, config.with_vocab(vocab_size))  # others contradict it already
     except UserError as error:
         yield from error.problems
 
