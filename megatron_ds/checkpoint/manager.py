@@ -59,7 +59,7 @@ from megatron_ds.checkpoint.selection import (
     select_checkpoint,
 )
 from megatron_ds.config import Config
-from megatron_ds.config.problems import Problem, counted, raise_if_any
+from megatron_ds.config.problems import Problem, counted, raise_if_any, with_default_flags
 from megatron_ds.data.blend_history import BlendHistory
 from megatron_ds.engine.protocol import Engine
 from megatron_ds.fileio.atomic import FileRecord, fsync_path, write_atomically
@@ -227,7 +227,7 @@ class CheckpointManager:
 
     def _reshard(self, engine: Engine, found: CheckpointMetadata, changes: Sequence[str]) -> None:
         """Restores a checkpoint of another layout."""
-        what = "; ".join(changes) or "order of the optimizer's flat tensors"
+        what = with_default_flags("; ".join(changes)) or "order of the optimizer's flat tensors"
         self._log(f"  resharding its weights and optimizer states: {what}")
         start, source = time.monotonic(), SavedStates(found)
         engine.reshard(source)

@@ -37,6 +37,11 @@ def default_flag(field: str) -> str:
     return f"--{field.replace('_', '-')}"
 
 
+def with_default_flags(text: str) -> str:
+    """A text in which each reference of `option` is the field's default flag."""
+    return MARKER.sub(lambda found: default_flag(found[1]), text)
+
+
 def with_value(settings: object, field: str) -> str:
     """A field's flag and value as on a command line: `--rampup-batch-size 4 4 100`."""
     value = getattr(settings, field)
@@ -120,7 +125,7 @@ class Problem(str):
             text: Message, in which `option` refers to fields.
             fields: Names of the option fields concerned.
         """
-        problem = super().__new__(cls, MARKER.sub(lambda found: default_flag(found[1]), text))
+        problem = super().__new__(cls, with_default_flags(text))
         problem.code = code
         problem.fields = fields
         problem._template = text

@@ -126,7 +126,9 @@ class Trainer:
             next(batches, None)  # a step after the end of the data reports it
         if plan.iteration in (found[0], self.first_iteration):
             last = min(found[1], self.total_iterations)
-            skipped = Problem("iterations-skipped", first=plan.iteration, last=last)
+            one, more = f"iteration {last}", f"iterations {plan.iteration} to {last}"
+            found_range = one if last == plan.iteration else more
+            skipped = Problem("iterations-skipped", iterations=found_range)
             output.print_on_rank(f"WARNING: {skipped.render()}")
         self.first_iteration += int(self.first_iteration == plan.iteration)
         self.state = self.state.advance(plan, StepResult(loss=0.0, grad_norm=None, skipped=True))

@@ -287,6 +287,20 @@ def test_a_run_continues_without_the_states_of_its_optimizer(
         manager(**others, runtime=RuntimeConfig(seed=1)).select()
 
 
+def test_a_changed_layout_is_logged_by_its_flags(
+    checkpoints: CheckpointManager, manager: Managers, logged: list[str]
+) -> None:
+    save(checkpoints, 2)
+    other = manager(precision=PrecisionConfig(bf16=True))
+    found = other.select()
+    assert found is not None
+    logged.clear()
+    other.load(FakeEngine(), found)  # type: ignore[arg-type]
+    (line,) = (one for one in logged if "resharding" in one)
+    assert line.startswith("  resharding its weights and optimizer states: ")
+    assert line.isprintable()
+
+
 def test_8_bit_moments_are_not_resharded(manager: Managers) -> None:
     checkpoints = manager(optimizer=OptimizerConfig(use_bnb_optimizer=True))
     save(checkpoints, 2)

@@ -296,7 +296,10 @@ def test_samples_of_skipped_iterations_are_not_trained_on(capsys: Any) -> None:
     assert (state.applied_iterations, state.skipped_iterations) == (2, 4)
     records = [record for call in logger.log_steps.call_args_list for record in call.args[0]]
     assert [(record.iteration, record.warm_up) for record in records] == [(2, True), (3, False)]
-    assert capsys.readouterr().out.count("[iterations-skipped]") == 2
+    out = capsys.readouterr().out
+    assert out.count("[iterations-skipped]") == 2
+    assert "skipped iteration 1 because" in out
+    assert "skipped iterations 4 to 6 because" in out
 
 
 def test_a_loss_spike_is_reported(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
