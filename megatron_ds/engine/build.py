@@ -102,7 +102,10 @@ def build_engine(
     groups, multipliers = parameter_groups(
         module, config.optimizer.weight_decay, multiplier_rule(config.optimizer)
     )
-    with deepspeed_patches.expert_groups(mesh):
+    with (
+        deepspeed_patches.expert_groups(mesh),
+        deepspeed_patches.without_construction_remarks(),
+    ):
         engine, *_ = deepspeed.initialize(
             model=module,
             model_parameters=groups,

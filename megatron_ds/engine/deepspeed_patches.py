@@ -10,6 +10,7 @@ which behaviour it changes and why, so that it can be removed once DeepSpeed beh
 from __future__ import annotations
 
 import importlib
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -22,7 +23,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe import module as pipe_module
 from deepspeed.runtime.swap_tensor import partitioned_param_swapper
 from deepspeed.runtime.zero import stage3, stage_1_and_2
-from deepspeed.utils import groups
+from deepspeed.utils import groups, logger
 
 from megatron_ds.config import PrecisionConfig
 from megatron_ds.config.problems import user_error
@@ -66,6 +67,28 @@ def import_muon_without_compile() -> None:
         importlib.import_module("deepspeed.runtime.zero.muon.original_muon")
     finally:
         compiler.compile = original
+
+
+@contextmanager
+def without_construction_remarks() -> Iterator[None]:
+    """Leave out what DeepSpeed prints about every engine that it builds, expected or not.
+
+    It warns of each optimizer that it has not tested with ZeRO, which are Muon, Lion and SGD: here
+    they are tested. Its BF16_Optimizer prints figures of memory that the banner has, and collects
+    garbage for each of them.
+    """
+
+    def is_remarkable(record: logging.LogRecord) -> bool:
+        return "untested optimizer" not in record.getMessage()
+
+    report = bf16_optimizer.see_memory_usage
+    bf16_optimizer.see_memory_usage = lambda *args, **kwargs: None
+    logger.addFilter(is_remarkable)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_remarkable)
+        bf16_optimizer.see_memory_usage = report
 
 
 def replace_checkpoint_engine(
