@@ -78,6 +78,8 @@ class EngineSettings:
     """None without fp16."""
     orthogonalized: int | None = None
     """Parameters that Muon updates; None for other optimizers."""
+    hpz_size: int = 1
+    """Ranks that share a second copy of the parameters (hpZ); 1 without one."""
     passed_keys: tuple[str, ...] = ()
     """Keys of `config.passed_keys.PASSED` that are in effect."""
 

@@ -153,6 +153,7 @@ def _expected_settings(
         optimizer_offload=offload.optimizer_offload,
         param_offload=offload.param_offload,
         loss_scale=_expected_loss_scale(precision, scaler),
+        hpz_size=ds_config["zero_optimization"].get("zero_hpz_partition_size", 1),
         passed_keys=tuple(passed.key for passed in passed_keys.find(config)),
     )
 
@@ -217,6 +218,7 @@ def _actual_settings(engine: Any) -> Iterator[tuple[str, Any]]:
     else:
         yield "param_offload", "cpu" if getattr(optimizer, "offload_param", False) else "none"
     yield "loss_scale", _actual_loss_scale(engine)
+    yield "hpz_size", getattr(optimizer, "zero_hpz_partition_size", 1)
     yield "passed_keys", _actual_passed_keys(engine)
 
 

@@ -98,7 +98,10 @@ def _layout(facts: BannerData) -> Lines:
     slices = f"sequence parallel {mesh.sp.size} (Ulysses) x " if mesh.sp.size > 1 else ""
     of_experts = ""
     if mesh.ep.size > 1:
-        of_experts = f" (expert parallel {mesh.ep.size} x {mesh.dp.size // mesh.ep.size})"
+        of_experts = (
+            f" (expert parallel {mesh.ep.size} x expert data parallel "
+            f"{mesh.dp.size // mesh.ep.size})"
+        )
     processes = (
         f"{mesh.world_size} on {facts.device} = tensor parallel {mesh.tp.size}"
         f"{' (with sequence parallelism)' if is_sharded else ''} x {pipeline}{slices}data parallel "
@@ -150,7 +153,7 @@ def _model(facts: BannerData) -> Lines:
         f"{model.normalization}, positions {model.position_embedding_type}"
     )
     size = (
-        f"{parameters}{' per model-parallel rank' if tp * mesh.ep.size > 1 else ''}; "
+        f"{parameters}{_per_rank(mesh)}; "
         f"vocabulary {model.vocab_size}, padded to {model.padded_vocab(tp)}; "
         f"sequence {model.seq_length}"
     )
@@ -159,6 +162,13 @@ def _model(facts: BannerData) -> Lines:
         ("size", size),
         *([("experts", _experts(moe))] if moe.is_used else []),
     ]
+
+
+def _per_rank(mesh: Mesh) -> str:
+    """For which ranks a number of parameters holds; nothing if all of them are on every rank."""
+    if mesh.ep.size > 1:
+        return " per rank, with its experts"
+    return " per model-parallel rank" if mesh.tp.size > 1 else ""
 
 
 def _experts(moe: MoEConfig) -> str:
@@ -223,6 +233,8 @@ def _engine_settings(facts: BannerData) -> Lines:
         f"stage {settings.zero_stage}; offloaded: optimizer {settings.optimizer_offload}, "
         f"parameters {settings.param_offload}"
     )
+    if settings.hpz_size > 1:
+        zero += f"; second copies of the parameters on {settings.hpz_size} ranks each (hpZ)"
     if settings.passed_keys:
         zero += f"; passed on without a test: {', '.join(settings.passed_keys)}"
     coefficients = f"momentum {settings.momentum:g}" if settings.momentum is not None else ""
@@ -318,7 +330,8 @@ def _sizes(parts: Mapping[str, int]) -> list[str]:
 
 
 def _sum(parts: Mapping[str, int]) -> str:
-    return f"{' + '.join(_sizes(parts))} = {_mib(sum(parts.values()))} MiB"
+    terms, total = _sizes(parts), f"{_mib(sum(parts.values()))} MiB"
+    return f"{' + '.join(terms)} = {total}" if terms else total
 
 
 def _mib(size: int) -> str:

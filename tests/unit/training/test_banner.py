@@ -12,6 +12,7 @@ from megatron_ds.config import (
     CheckpointConfig,
     Config,
     ModelConfig,
+    MoEConfig,
     OptimizerConfig,
     ParallelConfig,
     RecomputeConfig,
@@ -77,6 +78,7 @@ SETTINGS = EngineSettings(
     optimizer_offload="cpu",
     param_offload="nvme",
     loss_scale=LossScaleSettings(65536, 1000, 2),
+    hpz_size=16,
 )
 ENGINE = MemoryInputs(
     zero_stage=3,
@@ -195,6 +197,21 @@ def test_banner_shows_layout_and_memory() -> None:
     for kind, size in (*FACTS.estimate.device.items(), *FACTS.estimate.host.items()):
         assert f"{kind} {size / 2**20:,.1f}" in text
     assert f"{FACTS.estimate.peak / 2**20:,.1f} MiB per process" in text
+
+
+def test_banner_shows_where_experts_are() -> None:
+    experts = Group((0, 2), 0, None)
+    mesh = dataclasses.replace(FACTS.mesh, ep=experts)
+    config = dataclasses.replace(CONFIG, moe=MoEConfig(num_experts=(4,)))
+    text = " ".join(banner(dataclasses.replace(FACTS, config=config, mesh=mesh)).split())
+    assert "data parallel 4 (expert parallel 2 x expert data parallel 2)" in text
+    assert "parameters per rank, with its experts; vocabulary" in text
+
+
+def test_memory_that_is_all_on_disk_is_a_sum_of_nothing() -> None:
+    nothing = dataclasses.replace(FACTS.estimate, device={})
+    text = " ".join(banner(dataclasses.replace(FACTS, estimate=nothing)).split())
+    assert "memory states 0.0 MiB temporary" in text
 
 
 def test_banner_shows_sequence_parallelism() -> None:
