@@ -57,13 +57,13 @@ def build_config(
     found: list[Problem] = []
     if complete is not None:
         config, found = complete(config, world_size, warn)
-    own = [
+    found = [
+        *found,
         *config.problems(world_size),
         *schedule_validation.problems(config, config.parallel.data_parallel_size(world_size)),
     ]
-    found = [*found, *own]
     if check is not None:
-        found += check(config, world_size, not own, warn)
+        found += check(config, world_size, not found, warn)
     sound = [
         config.with_origin(problem)
         for problem in found

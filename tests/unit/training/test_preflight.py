@@ -115,6 +115,8 @@ GROUPS = "--data-path - --train-data-path small --valid-weighted-split-paths-pat
 GPT2 = "--tokenizer-type GPT2BPETokenizer --vocab-file list.json --merge-file merges.txt"
 HF = "--vocab-size - --tokenizer-type HFTokenizer --tokenizer-model"
 WRONG = [
+    # Layouts.
+    ("--zero-stage 1 --nvme-optimizer --nvme-path .", "nvme-optimizer-below-zero3", "--zero-stage"),
     # Data.
     ("--data-path nothing", "data-file-missing", "nothing.idx"),
     ("--data-path small.bin", "data-file-missing", ": small)"),
