@@ -126,7 +126,7 @@ def test_unconditional_samples_depend_on_the_seed(
     ("changes", "status", "code"),
     [
         ({"hidden_size": 64}, 2, "flag-differs-from-checkpoint"),
-        ({"load": REPOSITORY / "docs"}, 1, "checkpoint-missing"),
+        ({"load": REPOSITORY / "docs"}, 1, "weights-format-unknown"),
         ({"prompt": counted(0, 16)}, 2, "prompt-fills-sequence"),
     ],
     ids=["model", "folder", "prompt"],
