@@ -73,7 +73,10 @@ def page(record: Record | None = None) -> str:
     axes = list(support.AXES)
     parts = [HEAD, "## Axes\n", _axes()]
     for one, name in enumerate(axes[:-1]):
-        parts += [f"### {support.AXES[name].title.capitalize()}\n", _pairs(name, axes[one + 1 :])]
+        title = support.AXES[name].title
+        # Names keep their own case: ZeRO, hpZ, DeepSpeed.
+        title = title[0].upper() + title[1:] if title.split()[0].islower() else title
+        parts += [f"### {title}\n", _pairs(name, axes[one + 1 :])]
     parts += [
         RULES,
         _rules(),
