@@ -100,6 +100,7 @@ Change = Callable[[Any], Any]
 FALSIFIED: dict[str, tuple[str, Change]] = {
     "zero_stage": ("zero2", lambda e: changed(e.optimizer, "partition_gradients", False)),
     "dp_size": (BASE, lambda e: changed(e, "dp_world_size", 1)),
+    "hpz_size": ("zero3", lambda e: changed(e.optimizer, "zero_hpz_partition_size", 2)),
     "accumulation_steps": (
         BASE,
         lambda e: changed(e._config, "gradient_accumulation_steps", 3),
