@@ -6,7 +6,7 @@ import itertools
 import json
 import re
 import string
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -164,13 +164,15 @@ def unrecorded_pairs(record: Record, version: str) -> list[tuple[str, str]]:
     ]
 
 
+def _alternatives(values: Mapping[str, Iterable[str]]) -> list[str]:
+    """Each axis with its values: `ZeRO stage 1 or 2`."""
+    return [f"{support.AXES[axis].title} {' or '.join(each)}" for axis, each in values.items()]
+
+
 def _rules() -> str:
     rows = []
     for rule in support.RULES:
-        values = ", with ".join(
-            f"{support.AXES[axis].title} {' or '.join(values)}"
-            for axis, values in rule.values.items()
-        )
+        values = ", with ".join(_alternatives(rule.values))
         instead = listed(
             f"`{support.AXES[axis].words(value)}`" for axis, value in rule.instead.items()
         )
@@ -183,10 +185,7 @@ def _rules() -> str:
 def _passed() -> str:
     rows = []
     for one in passed_keys.PASSED:
-        values = "; ".join(
-            f"{support.AXES[axis].title} {' or '.join(values)}"
-            for axis, values in one.values.items()
-        )
+        values = "; ".join(_alternatives(one.values))
         result = "an approximation" if one.is_approximation else "one process, by DeepSpeed's word"
         rows.append((f"`{one.key}`", one.effect, values, result))
     return _table(("key", "effect", "only with", "equals"), rows)

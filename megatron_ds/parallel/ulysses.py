@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_ds.parallel.collectives import all_to_all
 from megatron_ds.parallel.mesh import Group
 
 
@@ -52,7 +53,7 @@ def gather_sequence(q: Tensor, k: Tensor, v: Tensor, group: Group) -> tuple[Tens
     if group.size == 1:
         return q, k, v
     parts = [_by_destination(x, group.size) for x in (q, k, v)]
-    received: Tensor = _AllToAll.apply(torch.cat(parts, dim=3), group)
+    received = _exchange(torch.cat(parts, dim=3), group)
     heads = received.split([part.shape[3] for part in parts], dim=3)
     return tuple(x_psBhD.flatten(0, 1).permute(1, 2, 0, 3) for x_psBhD in heads)
 
@@ -62,7 +63,7 @@ def gather_heads(x: Tensor, group: Group) -> Tensor:
     if group.size == 1:
         return x
     x_psBhD = x.permute(2, 0, 1, 3).unflatten(0, (group.size, -1))
-    received: Tensor = _AllToAll.apply(x_psBhD, group)  # dimension 0: ranks by their heads
+    received = _exchange(x_psBhD, group)  # dimension 0: ranks by their heads
     x_sBnD = received.permute(1, 2, 0, 3, 4).flatten(2, 3)
     return x_sBnD.permute(1, 2, 0, 3)
 
@@ -75,24 +76,10 @@ def _by_destination(x_BnsD: Tensor, size: int) -> Tensor:
     return x_BphsD.permute(1, 3, 0, 2, 4)
 
 
-class _AllToAll(torch.autograd.Function):
+def _exchange(x: Tensor, group: Group) -> Tensor:
     """Sends x[i] to rank i and receives its own index of every rank's, in rank order."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return _all_to_all(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _all_to_all(grad, ctx.group), None
-
-
-def _all_to_all(x: Tensor, group: Group) -> Tensor:
-    x = x.contiguous()
-    received = torch.empty_like(x)
-    dist.all_to_all_single(received, x, group=group.handle)
-    return received
+    each = [1] * group.size
+    return all_to_all(x, each, each, group)
 
 
 class _SumOfSlices(torch.autograd.Function):
