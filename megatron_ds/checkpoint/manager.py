@@ -47,6 +47,7 @@ from megatron_ds.checkpoint.rank_agreement import RankAgreement
 from megatron_ds.checkpoint.resume import (
     changed_settings,
     layout_changes,
+    part_conflicts,
     partition_conflicts,
     resume_conflicts,
     tokenizer_conflicts,
@@ -208,6 +209,9 @@ class CheckpointManager:
         """
         folder = found.path.parent
         iteration = iteration_of(found.path)
+        saved = {name: shard.parts for name, shard in found.run.shards.items()}
+        own = {name: spec.parts for name, spec in engine.shard_specs().items()}
+        raise_if_any(part_conflicts(saved, own, found.path))
         self._log(f" loading checkpoint from {folder} at iteration {iteration}")
         layout = ParallelLayout.of(self._config, self._mesh.dp.size)
         conflicts = partition_conflicts(found, engine.partitions())
@@ -299,7 +303,10 @@ class CheckpointManager:
                 config=self._config.to_dict(),
                 layout=ParallelLayout.of(self._config, self._mesh.dp.size),
                 data_order=DataOrder.of(self._config, self._mesh.dp.size),
-                shards={name: ShardRecord(s.dim, s.sections) for name, s in specs.items()},
+                shards={
+                    name: ShardRecord(spec.dim, spec.sections, spec.parts)
+                    for name, spec in specs.items()
+                },
                 branch=self._branch,
                 partitions=partitions,
                 tokenizer=None if self._tokenizer is None else self._tokenizer.fingerprint,

@@ -126,6 +126,16 @@ class ShardRecord:
 
     dim: int
     sections: tuple[int, ...]
+    parts: tuple[str, ...] = ()
+    """Absent from checkpoints of older versions."""
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> ShardRecord:
+        """Raises ValueError, TypeError or KeyError for anything but the fields of a record."""
+        sections, parts = tuple(map(int, values["sections"])), tuple(values.get("parts", ()))
+        if parts and (len(parts) != len(sections) or not all(isinstance(p, str) for p in parts)):
+            raise ValueError(f"shards: {parts} are not the names of {len(sections)} sections")
+        return cls(int(values["dim"]), sections, parts)
 
 
 @dataclass(frozen=True)
@@ -176,7 +186,7 @@ class RunRecord:
                 layout=ParallelLayout.from_dict(_object(values, "layout")),
                 data_order=DataOrder(**_object(values, "data_order")),
                 shards={
-                    name: ShardRecord(int(entry["dim"]), tuple(map(int, entry["sections"])))
+                    name: ShardRecord.from_dict(entry)
                     for name, entry in _objects(values, "shards").items()
                 },
                 branch=Branch.from_json(values["branch"]),

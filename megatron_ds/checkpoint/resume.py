@@ -11,6 +11,7 @@ import dataclasses
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from megatron_ds.checkpoint.metadata import (
@@ -27,6 +28,8 @@ from megatron_ds.engine.ds_config import PARTITION_KEYS
 from megatron_ds.engine.partitions import FlatPartition, ParameterPlace
 from megatron_ds.tokenizer import TokenizerFingerprint
 
+Parts = Mapping[str, Sequence[str]]
+"""Names of the parts of fused parameters, in their order, by canonical name of the parameter."""
 CHANGEABLE_MODEL_FIELDS = frozenset({"attention_dropout", "hidden_dropout", "init_method_std"})
 """Fields of the model that may change on a resume."""
 CHANGEABLE_MOE_FIELDS = frozenset(
@@ -165,6 +168,27 @@ def partition_conflicts(
         else f"flat tensor {number}: {_difference(saved[number], now[number])}"
     )
     return [Problem("resume-partitions-changed", path=found.path, difference=difference)]
+
+
+def part_conflicts(saved: Parts, own: Parts, path: Path) -> list[Problem]:
+    """The fused parameters whose parts are other ones than those of the model, or in other order.
+
+    Args:
+        saved: Names of the parts by parameter, as the file declares them.
+        own: The same of the model.
+        path: The file, for the message.
+    """
+    return [
+        Problem(
+            "fused-parts-changed",
+            name=name,
+            saved=", ".join(saved[name]),
+            path=path,
+            now=", ".join(parts) or "none",
+        )
+        for name, parts in own.items()
+        if saved.get(name) and tuple(saved[name]) != tuple(parts)
+    ]
 
 
 def _difference(saved: FlatPartition, now: FlatPartition) -> str:

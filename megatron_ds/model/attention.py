@@ -23,6 +23,7 @@ from megatron_ds.parallel.activation_checkpointing import ActivationCheckpointin
 from megatron_ds.parallel.linear import ColumnParallelLinear, RowParallelLinear
 from megatron_ds.parallel.mesh import Group
 from megatron_ds.parallel.rng import RngStreams
+from megatron_ds.parallel.sharding import QUERY_KEY_VALUE
 
 
 class KeyValueCache(Protocol):
@@ -79,6 +80,7 @@ class Attention(nn.Module):
             bias=config.qkv_bias,
             group=group,
             init=init.normal(f"{name}.qkv.weight", std),
+            parts=QUERY_KEY_VALUE,
         )
         self.proj = RowParallelLinear(
             q_size,

@@ -11,6 +11,7 @@ from megatron_ds.model.elementwise import EAGER
 from megatron_ds.model.weight_init import Initializer
 from megatron_ds.parallel.linear import ColumnParallelLinear, RowParallelLinear
 from megatron_ds.parallel.mesh import Group
+from megatron_ds.parallel.sharding import GATE_UP
 
 
 class MLP(nn.Module):
@@ -38,6 +39,7 @@ class MLP(nn.Module):
             bias=config.add_bias_linear,
             group=group,
             init=init.normal(f"{name}.fc_in.weight", std),
+            parts=GATE_UP if config.is_gated else (),
         )
         self.fc_out = RowParallelLinear(
             config.mlp_hidden_size,

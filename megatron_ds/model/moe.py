@@ -34,7 +34,7 @@ from megatron_ds.parallel.collectives import (
 )
 from megatron_ds.parallel.mesh import Group
 from megatron_ds.parallel.router_log import RouterLog
-from megatron_ds.parallel.sharding import ShardSpec, mark_experts, sharded_parameter
+from megatron_ds.parallel.sharding import GATE_UP, ShardSpec, mark_experts, sharded_parameter
 
 
 class Routing(NamedTuple):
@@ -288,7 +288,8 @@ class Experts(nn.Module):
             return sharded_parameter(torch.stack(weights), spec)
 
         # Gate and up are sections of one matrix, so that each rank has its slice of both.
-        rows = ShardSpec(1, (width,) * (2 if config.is_gated else 1))
+        parts = GATE_UP if config.is_gated else ()
+        rows = ShardSpec(1, (width,) * max(1, len(parts)), parts)
         columns, size_in = ShardSpec(2, (width,)), sum(rows.sections)
         bias_in = bias_out = None
         if config.add_bias_linear:

@@ -33,17 +33,25 @@ class ColumnParallelLinear(nn.Module):
     Args:
         in_features: Size of the input.
         sections: Sizes of the fused parts of the output, e.g. (q, k, v); each is sharded evenly.
+        parts: Names of these parts; empty if there is only one.
         bias: Whether there is a bias; it starts at zero.
         group: Tensor-parallel group.
         init: Draws the weight.
     """
 
     def __init__(
-        self, in_features: int, sections: tuple[int, ...], *, bias: bool, group: Group, init: Init
+        self,
+        in_features: int,
+        sections: tuple[int, ...],
+        *,
+        bias: bool,
+        group: Group,
+        init: Init,
+        parts: tuple[str, ...] = (),
     ) -> None:
         super().__init__()
         self.group = group
-        spec, out_features = ShardSpec(0, sections), sum(sections)
+        spec, out_features = ShardSpec(0, sections, parts), sum(sections)
         rows = spec.ranges(group.rank, group.size)
         self.weight = sharded_parameter(init((out_features, in_features), 0, rows), spec)
         self.bias: nn.Parameter | None = None

@@ -16,6 +16,10 @@ from torch import Tensor
 
 from megatron_ds.config.problems import user_error
 
+QUERY_KEY_VALUE = ("query", "key", "value")
+GATE_UP = ("gate", "up")
+"""Names of the parts of fused matrices, in their order."""
+
 Init = Callable[[tuple[int, ...], int, Sequence[range]], Tensor]
 """Initial values of part of a parameter, fp32. Takes the full shape, a dimension, and ranges of
 this dimension; returns the values of these ranges, concatenated along it."""
@@ -32,6 +36,11 @@ class ShardSpec:
     dim: int
     sections: tuple[int, ...]
     """Sizes along `dim`; their sum is the full size."""
+    parts: tuple[str, ...] = ()
+    """What each section is, such as "query", "key", "value"; empty if there is only one."""
+
+    def __post_init__(self) -> None:
+        assert not self.parts or len(self.parts) == len(self.sections)
 
     def check(self, size: int) -> None:
         """Raises:

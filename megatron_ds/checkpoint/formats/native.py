@@ -50,4 +50,5 @@ def source_of(found: CheckpointMetadata) -> WeightsSource:
     )
     tensors = dict(lazy_full_weights(found))
     precision = DTYPES[found.run.layout.precision]
-    return WeightsSource(found.path, "native", settings, tensors, precision).checked()
+    parts = {name: shard.parts for name, shard in found.run.shards.items() if shard.parts}
+    return WeightsSource(found.path, "native", settings, tensors, precision, parts).checked()

@@ -16,14 +16,20 @@ from typing import Any
 import torch
 
 from megatron_ds.checkpoint.lazy_tensors import LazyTensors
-from megatron_ds.checkpoint.resume import CHANGEABLE_MODEL_FIELDS, CHANGEABLE_MOE_FIELDS
+from megatron_ds.checkpoint.resume import (
+    CHANGEABLE_MODEL_FIELDS,
+    CHANGEABLE_MOE_FIELDS,
+    Parts,
+    part_conflicts,
+)
 from megatron_ds.config import ModelConfig, MoEConfig, TokenizerConfig
 from megatron_ds.config.fields import field_problems, option_fields
-from megatron_ds.config.problems import user_error
+from megatron_ds.config.problems import raise_if_any, user_error
 from megatron_ds.engine.full_states import VOCABULARY_TABLES
 from megatron_ds.model.gpt import GPTModel
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.parallel.rng import RngStreams
+from megatron_ds.parallel.sharding import shard_spec
 
 CHANGEABLE_FIELDS = frozenset(
     {
@@ -115,6 +121,8 @@ class WeightsSource:
     parallelism. A vocabulary table may be padded; a tied output layer is absent."""
     precision: torch.dtype | None = None
     """Type in which the model was trained, where this is known and tensors may have another one."""
+    parts: Parts = field(default_factory=dict)
+    """What the file declares of fused tensors; empty if its format defines their order."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -128,9 +136,12 @@ class WeightsSource:
         """This source, without padding of the vocabulary.
 
         Raises:
-            UserError: If names or shapes are not those of the model.
+            UserError: If names, shapes or parts are not those of the model.
         """
         expected = expected_shapes(self.settings.model, self.settings.moe)
+        if self.parts:
+            own = fused_parts(self.settings.model, self.settings.moe)
+            raise_if_any(part_conflicts(self.parts, own, self.path))
         missing, unknown = expected.keys() - self.tensors.keys(), self.tensors.keys() - expected
         if missing or unknown:
             raise user_error(
@@ -193,6 +204,15 @@ def expected_shapes(model: ModelConfig, moe: MoEConfig) -> dict[str, tuple[int, 
     """Full shape of every parameter by canonical name, in the model's order, without padding."""
     parameters = abstract_model(model, moe).named_parameters()
     return {name: tuple(parameter.shape) for name, parameter in parameters}
+
+
+def fused_parts(model: ModelConfig, moe: MoEConfig) -> dict[str, tuple[str, ...]]:
+    """The parts of every fused parameter, such as query, key and value, in their order."""
+    specs = {
+        name: shard_spec(parameter)
+        for name, parameter in abstract_model(model, moe).named_parameters()
+    }
+    return {name: spec.parts for name, spec in specs.items() if spec is not None and spec.parts}
 
 
 def abstract_model(model: ModelConfig, moe: MoEConfig) -> GPTModel:

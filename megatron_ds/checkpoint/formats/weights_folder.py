@@ -1,7 +1,7 @@
 """The native folder of weights alone: what a training starts from, and the server loads.
 
 FOLDER/model*.safetensors   full tensors by canonical name, without padding, of any layout
-FOLDER/weights.json         options of the model, its tokenizer, special ids
+FOLDER/weights.json         options of the model, its tokenizer, special ids, parts of fused tensors
 FOLDER/tokenizer/           a copy of the tokenizer's files
 FOLDER/manifest.json        size and SHA-256 of every other file, as in a checkpoint
 """
@@ -24,7 +24,12 @@ from megatron_ds.checkpoint.formats.safetensors_files import (
     read_json_object,
     write_sharded,
 )
-from megatron_ds.checkpoint.formats.source import ModelSettings, WeightsSource, check_sizes
+from megatron_ds.checkpoint.formats.source import (
+    ModelSettings,
+    WeightsSource,
+    check_sizes,
+    fused_parts,
+)
 from megatron_ds.checkpoint.formats.weights_locations import SETTINGS
 from megatron_ds.checkpoint.lazy_tensors import LazyTensor
 from megatron_ds.checkpoint.metadata import MANIFEST, TOKENIZER, manifest_text, read_manifest
@@ -59,7 +64,7 @@ def open_weights_folder(path: Path) -> WeightsSource:
         if name.endswith(".safetensors"):
             tensors |= open_safetensors(file)
     check_sizes(settings, tensors, path / SETTINGS)
-    return WeightsSource(path, "native", settings, tensors).checked()
+    return WeightsSource(path, "native", settings, tensors, parts=_parts_of(values, path)).checked()
 
 
 def find_damage(path: Path) -> Problem | None:
@@ -91,7 +96,12 @@ def write_weights_folder(
         tokenizer = settings.tokenizer_config
         for name, content in ({} if tokenizer is None else read_files(tokenizer)).items():
             records[f"{TOKENIZER}/{name}"] = _write(temporary / TOKENIZER / name, content)
-        values = {"format_version": FORMAT_VERSION, **dataclasses.asdict(settings)}
+        parts = fused_parts(settings.model, settings.moe)
+        values = {
+            "format_version": FORMAT_VERSION,
+            **dataclasses.asdict(settings),
+            "parts": parts,
+        }
         text = json.dumps(values, indent=1) + "\n"
         records[SETTINGS] = _write(temporary / SETTINGS, text.encode())
         _write(temporary / MANIFEST, manifest_text(records).encode())
@@ -101,6 +111,14 @@ def _write(path: Path, content: bytes) -> FileRecord:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(content)
     return FileRecord.of(content)
+
+
+def _parts_of(values: Mapping[str, Any], path: Path) -> dict[str, tuple[str, ...]]:
+    """The declared parts of fused tensors, which folders of older versions do not have."""
+    try:
+        return {name: tuple(map(str, parts)) for name, parts in values.get("parts", {}).items()}
+    except (TypeError, AttributeError) as error:
+        raise user_error("foreign-file-unreadable", path=path / SETTINGS, error=error) from error
 
 
 def _settings_of(values: Mapping[str, Any], path: Path) -> ModelSettings:

@@ -18,7 +18,7 @@ from megatron_ds.checkpoint.saved_states import SavedStates
 from megatron_ds.engine.ds_checkpoint_io import read_tensors, write_tensors
 from megatron_ds.engine.partitions import FlatPartition, ParameterPlace
 from megatron_ds.fileio.atomic import FileRecord
-from megatron_ds.parallel.sharding import ShardSpec
+from megatron_ds.parallel.sharding import GATE_UP, ShardSpec
 from megatron_ds.train_state import TrainState
 
 Managers = Callable[..., CheckpointManager]
@@ -46,7 +46,7 @@ class FakeEngine:
         return ()
 
     def shard_specs(self) -> dict[str, ShardSpec]:
-        return {"weight": ShardSpec(0, (6,))}
+        return {"weight": ShardSpec(0, (3, 3), GATE_UP)}
 
     def partitions(self) -> list[FlatPartition]:
         return [FlatPartition(30, (ParameterPlace("weight", (6, 5), self.offset),))]

@@ -86,7 +86,7 @@ def test_save_writes_one_folder_and_two_pointers(
         "layers_per_stage": "",
     }
     assert run["partitions"] == [{"size": 30, "parameters": [["weight", [6, 5], 0]]}]
-    assert run["shards"] == {"weight": {"dim": 0, "sections": [6]}}
+    assert run["shards"] == {"weight": {"dim": 0, "sections": [3, 3], "parts": ["gate", "up"]}}
     assert run["config"]["model"]["num_layers"] == 2
 
 
@@ -103,6 +103,17 @@ def test_load_selects_the_last_save(
         f" loading checkpoint from {folder} at iteration 10",
         f"  successfully loaded checkpoint from {folder} at iteration 10",
     ]
+
+
+def test_a_checkpoint_with_the_parts_of_a_matrix_in_another_order_is_rejected(
+    checkpoints: CheckpointManager, folder: Path
+) -> None:
+    save(checkpoints, 7)
+    edit("shards", "weight", parts=["up", "gate"])(folder / "global_step7")
+    with raises_problem("fused-parts-changed", contains="weight consists of up, gate"):
+        load(checkpoints)
+    edit("shards", "weight", parts=...)(folder / "global_step7")  # as of older versions
+    assert load(checkpoints)[0] == state_at(7)
 
 
 def flip_a_byte(path: Path) -> None:
@@ -173,6 +184,7 @@ DAMAGES: list[tuple[str, str, Callable[[Path], object]]] = [
     (DAMAGED, "zero_stage", edit("layout", zero_stage="1")),
     (DAMAGED, "epoch", edit("state", epoch=1)),
     (DAMAGED, "NoneType", edit("state", consumed_samples=None)),
+    (DAMAGED, "sections", edit("shards", "weight", parts=["gate"])),
     (DAMAGED, "run.json", edit(data={"format": 1, "sources": 3})),
 ]
 

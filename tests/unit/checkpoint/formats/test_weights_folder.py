@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,7 +26,9 @@ from megatron_ds.checkpoint.formats.weights_folder import (
 )
 from megatron_ds.checkpoint.formats.weights_locations import SETTINGS, is_weights_folder
 from megatron_ds.checkpoint.lazy_tensors import LazyTensor
+from megatron_ds.checkpoint.metadata import MANIFEST, manifest_text, read_manifest
 from megatron_ds.config import ModelConfig
+from megatron_ds.fileio.atomic import FileRecord
 from tests.problems import raises_problem
 from tests.unit.checkpoint.formats.models import SMALL, assert_same_tensors, random_source
 from tests.unit.tokenizer.test_tokenizers import gpt2_files
@@ -45,6 +48,14 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "weights"
 
 
+def write_settings(folder: Path, values: dict[str, Any]) -> None:
+    """Replaces the settings, with their entry in the manifest."""
+    content = json.dumps(values).encode()
+    files = read_manifest(folder) | {SETTINGS: FileRecord.of(content)}
+    (folder / SETTINGS).write_bytes(content)
+    (folder / MANIFEST).write_text(manifest_text(files))
+
+
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("shard_bytes", [10**9, 20_000])
 def test_weights_and_settings_are_kept(
@@ -62,6 +73,20 @@ def test_weights_and_settings_are_kept(
     assert find_damage(folder) is None
     assert is_weights_folder(folder)
     assert not is_native(folder)
+
+
+def test_the_parts_of_fused_tensors_are_declared(folder: Path) -> None:
+    values = json.loads((folder / SETTINGS).read_text())
+    expected = {"mlp.fc_in": ["gate", "up"], "attention.qkv": ["query", "key", "value"]}
+    assert values["parts"] == {
+        f"layers.{layer}.{module}.{kind}": parts
+        for layer in range(CONFIG.num_layers)
+        for module, parts in expected.items()
+        for kind in ("weight", "bias")
+    }
+    del values["parts"]  # as in folders of older versions
+    write_settings(folder, values)
+    assert_same_tensors(open_weights_folder(folder), random_source(CONFIG))
 
 
 def test_the_tokenizer_is_copied(tmp_path: Path) -> None:
@@ -125,11 +150,14 @@ def test_a_truncated_file_is_rejected(folder: Path, cut: int) -> None:
         ({"format_version": 99}, "checkpoint-of-other-format"),
         ({"fixed": {"wheels": 4}}, "checkpoint-of-newer-version"),
         ({"fixed": None}, "foreign-file-unreadable"),
+        ({"parts": ["gate", "up"]}, "foreign-file-unreadable"),
+        ({"parts": {"layers.0.mlp.fc_in.weight": ["up", "gate"]}}, "fused-parts-changed"),
     ],
 )
-def test_settings_of_other_versions_are_rejected(folder: Path, change: object, code: str) -> None:
-    values = json.loads((folder / SETTINGS).read_text())
-    (folder / SETTINGS).write_text(json.dumps(values | change))
+def test_settings_of_other_versions_are_rejected(
+    folder: Path, change: dict[str, Any], code: str
+) -> None:
+    write_settings(folder, json.loads((folder / SETTINGS).read_text()) | change)
     with raises_problem(code):
         open_weights_folder(folder)
 
