@@ -276,36 +276,33 @@ def _at_engine_build(fault: Fault, action: Action) -> None:
 
 def _after_engine_save(fault: Fault, action: Action) -> None:
     """After the engine's files of iteration `number`; the other files are missing."""
-    from megatron_ds.engine.zero import ZeroEngine
+    from megatron_ds.engine.ds_checkpoint_io import Snapshot
 
-    save = ZeroEngine.save
+    write = Snapshot.write
 
-    def save_and_act(self: ZeroEngine, folder: Path, tag: str) -> Any:
-        written = save(self, folder, tag)
-        if tag.endswith(f"global_step{fault.number}"):
+    def write_and_act(self: Snapshot, folder: Path) -> Any:
+        written = write(self, folder)
+        if folder.name.endswith(f"global_step{fault.number}"):
             action()
         return written
 
-    ZeroEngine.save = save_and_act  # type: ignore[method-assign]
+    Snapshot.write = write_and_act  # type: ignore[method-assign]
 
 
 def _between_engine_files(fault: Fault, action: Action) -> None:
-    """In the save of iteration `number`: rank 0 has written half a file, its peers none.
+    """In the save of iteration `number`: rank 0 has written half a file, its peers none."""
+    from megatron_ds.engine.ds_checkpoint_io import Snapshot
 
-    DeepSpeed's own save is collective, therefore rank 0 writes what it alone would write.
-    """
-    from megatron_ds.engine.zero import ZeroEngine
+    def is_due(snapshot: Snapshot, folder: Path) -> bool:
+        return folder.name.endswith(f"global_step{fault.number}")
 
-    def is_due(engine: ZeroEngine, folder: Path, tag: str) -> bool:
-        return f"global_step{fault.number}" in tag
-
-    def write_half(engine: ZeroEngine, folder: Path, tag: str) -> None:
+    def write_half(snapshot: Snapshot, folder: Path) -> None:
         if os.environ["RANK"] == "0":
-            (folder / tag / "mp_rank_00_model_states.pt").write_bytes(b"half of a file")
+            (folder / "mp_rank_00_model_states.pt").write_bytes(b"half of a file")
             action()
-        signal.pause()
+        time.sleep(60)
 
-    before_call(ZeroEngine, ZeroEngine.save.__name__, write_half, is_due)
+    before_call(Snapshot, Snapshot.write.__name__, write_half, is_due)
 
 
 def _before_writing(name: str) -> Callable[[Fault, Action], None]:

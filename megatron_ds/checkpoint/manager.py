@@ -18,10 +18,8 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,10 +27,6 @@ from megatron_ds.checkpoint import metadata, storage
 from megatron_ds.checkpoint.branch import Branch
 from megatron_ds.checkpoint.metadata import (
     EIGHT_BIT,
-    MANIFEST,
-    POINTER_PENDING,
-    RUN,
-    TOKENIZER,
     CheckpointMetadata,
     DataOrder,
     ParallelLayout,
@@ -40,7 +34,6 @@ from megatron_ds.checkpoint.metadata import (
     ShardRecord,
     iteration_of,
     list_checkpoints,
-    manifest_text,
     read_manifest,
 )
 from megatron_ds.checkpoint.rank_agreement import RankAgreement
@@ -53,6 +46,7 @@ from megatron_ds.checkpoint.resume import (
     tokenizer_conflicts,
 )
 from megatron_ds.checkpoint.run_lock import RunLock
+from megatron_ds.checkpoint.save_steps import SaveInProgress, SaveSteps
 from megatron_ds.checkpoint.saved_states import SavedStates
 from megatron_ds.checkpoint.selection import (
     CheckpointListing,
@@ -63,8 +57,7 @@ from megatron_ds.config import Config
 from megatron_ds.config.problems import Problem, counted, raise_if_any, with_default_flags
 from megatron_ds.data.blend_history import BlendHistory
 from megatron_ds.engine.protocol import Engine
-from megatron_ds.fileio.atomic import FileRecord, fsync_path, write_atomically
-from megatron_ds.launch.exit_codes import ExitCode, RunAborted
+from megatron_ds.fileio.atomic import FileRecord
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.tokenizer import TokenizerFingerprint
 from megatron_ds.train_state import TrainState
@@ -73,14 +66,6 @@ LOADED_BY = re.compile(r"(zero_pp_rank_(?P<dp>\d+)_)?mp_rank_(?P<model>\d+)_")
 """Ranks in the name of a file of DeepSpeed's, data-parallel and model-parallel."""
 BYTES_PER_PARAMETER = 16
 """Upper bound for a checkpoint: a weight, its fp32 copy and two moments."""
-
-
-class SaveError(RunAborted):
-    """A checkpoint could not be saved; raised on every rank. Older checkpoints are intact."""
-
-    def __init__(self, problem: Problem) -> None:
-        super().__init__(problem.render(), ExitCode.SAVE_FAILED)
-        self.problem = problem
 
 
 @dataclass(frozen=True)
@@ -142,26 +127,59 @@ class CheckpointManager:
         Raises:
             SaveError: If the disk of any rank fails, or another run has taken the folder.
         """
-        assert self._config.checkpoint.save is not None
-        folder = Path(self._config.checkpoint.save)
-        self._log(f"saving checkpoint at iteration {state.iteration:7d} to {folder}")
-        target = folder / f"global_step{state.iteration}"
-        temporary = folder / f"{storage.INCOMPLETE}{target.name}"
+        save = self._collect(engine, state, history)
         try:
-            self._require_folder(folder, state.iteration)
-            self._write(engine, state, history, temporary)
-            self._require_folder(folder, state.iteration)
-            self._ranks.on_rank0(lambda: storage.publish(temporary, target))
-        except OSError as error:
-            with suppress(OSError):  # the next save removes what cannot be removed now
-                self._require_folder(folder, state.iteration)
-                self._ranks.on_rank0(lambda: storage.remove_temporary(folder))
-            raise SaveError(
-                Problem("save-failed", iteration=state.iteration, folder=folder, error=error)
-            ) from error
-        self.newest = target
-        self._update_pointers(target)
-        self._log(f"  successfully saved checkpoint at iteration {state.iteration:7d} to {folder}")
+            SaveInProgress(save, self._ranks, in_background=False).advance(wait=True)
+        finally:
+            for warning in save.warnings:
+                self._warn(warning)
+        self.newest = save.target
+        self._log(
+            f"  successfully saved checkpoint at iteration {state.iteration:7d} to {save.folder}"
+        )
+
+    def _collect(
+        self, engine: Engine, state: TrainState, history: Callable[[], BlendHistory | None]
+    ) -> SaveSteps:
+        """Collects what a checkpoint of this moment has, and touches no files."""
+        options = self._config.checkpoint
+        assert options.save is not None
+        folder = Path(options.save)
+        self._log(f"saving checkpoint at iteration {state.iteration:7d} to {folder}")
+        snapshot = engine.snapshot(copy=False)
+        specs, partitions = engine.shard_specs(), tuple(engine.partitions())
+        experts = engine.sharded_experts()
+        # The data-parallel ranks hold the same parameters, except experts; only the first of those
+        # with the same experts counts.
+        count = engine.parameter_count() if self._mesh.expert_dp.rank == 0 else 0
+        estimate = sum(self._ranks.on_all(lambda: count)) * BYTES_PER_PARAMETER
+        run = None
+        if self._ranks.rank == 0:
+            run = RunRecord(
+                state=state,
+                config=self._config.to_dict(),
+                layout=ParallelLayout.of(self._config, self._mesh.dp.size),
+                data_order=DataOrder.of(self._config, self._mesh.dp.size),
+                shards={
+                    name: ShardRecord(spec.dim, spec.sections, spec.parts)
+                    for name, spec in specs.items()
+                },
+                branch=self._branch,
+                partitions=partitions,
+                tokenizer=None if self._tokenizer is None else self._tokenizer.fingerprint,
+                data=history(),
+                experts=experts,
+            )
+        return SaveSteps(
+            folder=folder,
+            iteration=state.iteration,
+            snapshot=snapshot,
+            run=run,
+            tokenizer_files={} if self._tokenizer is None else self._tokenizer.files,
+            estimate=estimate,
+            lock=self._lock,
+            keep_last=options.keep_last,
+        )
 
     def select(self) -> CheckpointMetadata | None:
         """Selects the checkpoint of --load to resume from.
@@ -261,81 +279,8 @@ class CheckpointManager:
             names = ", ".join(complete)
             self._warn(Problem("save-folder-has-newer", folder=folder, names=names, start=start))
 
-    def _require_folder(self, folder: Path, iteration: int) -> None:
-        """Checks that --save still belongs to this run.
-
-        Also before a save is published or its files are removed: during a long save, another run
-        may have taken the folder of a suspended one, and its files have the same names.
-
-        Raises:
-            SaveError: If another run has taken the folder.
-            OSError: If the lock can be neither read nor written.
-        """
-        if not self._ranks.on_rank0(lambda: self._lock is None or self._lock.is_held()):
-            raise SaveError(Problem("save-folder-lost", folder=folder, iteration=iteration))
-
     def _warn(self, problem: Problem) -> None:
         self._log(f"WARNING: {problem.render()}")
-
-    def _write(
-        self,
-        engine: Engine,
-        state: TrainState,
-        history: Callable[[], BlendHistory | None],
-        temporary: Path,
-    ) -> None:
-        """Writes and flushes a complete checkpoint under its temporary name."""
-        # The data-parallel ranks hold the same parameters, except experts; only the first of those
-        # with the same experts counts.
-        is_first = self._mesh.expert_dp.rank == 0
-        count = engine.parameter_count() if is_first else 0
-        estimate = sum(self._ranks.on_all(lambda: count)) * BYTES_PER_PARAMETER
-        warning = self._ranks.on_rank0(lambda: _make_temp_dir(temporary, estimate))
-        if warning is not None:
-            self._warn(warning)
-        written = self._ranks.on_all(lambda: engine.save(temporary.parent, temporary.name))
-        specs, partitions = engine.shard_specs(), tuple(engine.partitions())
-        experts = engine.sharded_experts()
-
-        def complete() -> None:
-            run = RunRecord(
-                state=state,
-                config=self._config.to_dict(),
-                layout=ParallelLayout.of(self._config, self._mesh.dp.size),
-                data_order=DataOrder.of(self._config, self._mesh.dp.size),
-                shards={
-                    name: ShardRecord(spec.dim, spec.sections, spec.parts)
-                    for name, spec in specs.items()
-                },
-                branch=self._branch,
-                partitions=partitions,
-                tokenizer=None if self._tokenizer is None else self._tokenizer.fingerprint,
-                data=history(),
-                experts=experts,
-            )
-            files = {name: record for part in written for name, record in part.items()}
-            if self._tokenizer is not None:
-                for name, content in self._tokenizer.files.items():
-                    path = temporary / TOKENIZER / name
-                    path.parent.mkdir(parents=True, exist_ok=True)
-                    files[f"{TOKENIZER}/{name}"] = write_atomically(path, content)
-                    fsync_path(temporary / TOKENIZER)
-            files[RUN] = storage.write_json(temporary / RUN, run.to_dict())
-            storage.wait_for_files(temporary, files)
-            (temporary / POINTER_PENDING).touch()
-            storage.write_text(temporary / MANIFEST, manifest_text(files))
-
-        self._ranks.on_rank0(complete)
-
-    def _update_pointers(self, target: Path) -> None:
-        """Updates pointers and removes old checkpoints; errors here do not fail the save."""
-        keep = self._config.checkpoint.keep_last
-        try:
-            self._ranks.on_rank0(lambda: storage.write_pointers(target))
-            if keep is not None:
-                self._ranks.on_rank0(lambda: storage.remove_older(target, self._branch, keep))
-        except OSError as error:
-            self._warn(Problem("save-pointers-failed", target=target, error=error))
 
     def _find_damage(self, path: Path) -> Problem | None:
         """Checks a checkpoint, checksums included; every rank returns the same.
@@ -372,23 +317,6 @@ class CheckpointManager:
             for index, name in enumerate(sorted(files))
             if reader(index, name) % self._mesh.world_size == self._mesh.rank
         }
-
-
-def _make_temp_dir(temporary: Path, estimate: int) -> Problem | None:
-    """Removes leftovers and creates the temporary folder; warns if the disk may become full.
-
-    Args:
-        temporary: Folder to create.
-        estimate: Bytes of a checkpoint, used if there is no earlier one to compare with.
-    """
-    folder = temporary.parent
-    storage.remove_temporary(folder)
-    temporary.mkdir(parents=True)
-    needed = storage.size_of_newest(folder) or estimate
-    free = shutil.disk_usage(folder).free
-    if free >= needed:
-        return None
-    return Problem("disk-may-become-full", folder=folder, free=free / 1e9, needed=needed / 1e9)
 
 
 def _list_restored(folder: Path) -> CheckpointListing:

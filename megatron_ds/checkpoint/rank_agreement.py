@@ -7,9 +7,11 @@ in this group, and no collective of the training can time out. Knows nothing of 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
+import torch
 import torch.distributed as dist
 
 T = TypeVar("T")
@@ -17,8 +19,24 @@ TIMEOUT = timedelta(hours=6)
 """Longest time that one rank may spend on files while the others wait."""
 
 
+@dataclass(frozen=True)
+class RankWork:
+    """Work with files, and which ranks do it."""
+
+    run: Callable[[], Any]
+    on_all: bool
+    """On every rank; otherwise on the first."""
+
+
+class Outcome(NamedTuple):
+    """What work of this rank has led to; the error is one of the disk or of the data read."""
+
+    result: Any = None
+    error: Exception | None = None
+
+
 class RankAgreement:
-    """Agreement of all ranks about work with files. Methods are collective."""
+    """Agreement of all ranks about work with files. Methods are collective unless noted."""
 
     def __init__(self) -> None:
         """Creates the process group; gloo on every device, since messages are in host memory."""
@@ -27,34 +45,60 @@ class RankAgreement:
         if self.world_size > 1:
             self._group = dist.new_group(backend="gloo", timeout=TIMEOUT)
 
-    def on_rank0(self, work: Callable[[], T]) -> T:
-        """Runs `work` on the first rank; every rank returns its result or raises its error."""
-        answer: list[Any] = _attempt(work) if self.rank == 0 else [None, None]
-        if self._group is not None:
-            dist.broadcast_object_list(answer, src=0, group=self._group)
-        result, error = answer
-        if error is not None:
-            raise error.with_traceback(None)
-        done: T = result
+    def on_rank0(self, run: Callable[[], T]) -> T:
+        """Runs work on the first rank; every rank returns its result or raises its error."""
+        work = RankWork(run, on_all=False)
+        done: T = self.share(work, self.do_own(work))
         return done
 
-    def on_all(self, work: Callable[[], T]) -> list[T]:
-        """Runs `work` on every rank; every rank returns all results or raises the first error."""
-        answers = [_attempt(work)]
+    def on_all(self, run: Callable[[], T]) -> list[T]:
+        """Runs work on every rank; every rank returns all results or raises the first error."""
+        work = RankWork(run, on_all=True)
+        done: list[T] = self.share(work, self.do_own(work))
+        return done
+
+    def do_own(self, work: RankWork) -> Outcome:
+        """Does this rank's part. Local, in any thread."""
+        if not work.on_all and self.rank != 0:
+            return Outcome()
+        try:
+            return Outcome(work.run())
+        except (OSError, ValueError) as error:
+            return Outcome(error=error)
+
+    def share(self, work: RankWork, outcome: Outcome) -> Any:
+        """Returns to every rank what `on_rank0` or `on_all` returns, or raises the same.
+
+        Args:
+            work: The work, the same on every rank.
+            outcome: Of this rank's part.
+        """
+        return self._share_all(outcome) if work.on_all else self._share_first(outcome)
+
+    def is_true_on_all(self, value: bool) -> bool:
+        """Whether a condition holds on every rank."""
+        if self._group is None:
+            return value
+        holds = torch.tensor([value], dtype=torch.uint8)
+        dist.all_reduce(holds, op=dist.ReduceOp.MIN, group=self._group)
+        return bool(holds)
+
+    def _share_first(self, outcome: Outcome) -> Any:
+        answer: list[Any] = [outcome]
         if self._group is not None:
-            answers *= self.world_size
-            dist.all_gather_object(answers, answers[0], group=self._group)
+            dist.broadcast_object_list(answer, src=0, group=self._group)
+        (first,) = answer
+        if first.error is not None:
+            raise first.error.with_traceback(None)
+        return first.result
+
+    def _share_all(self, outcome: Outcome) -> list[Any]:
+        answers = [outcome] * self.world_size
+        if self._group is not None:
+            dist.all_gather_object(answers, outcome, group=self._group)
         for rank, (_, error) in enumerate(answers):
             if error is not None:
                 who = f"rank {rank}: " if len(answers) > 1 else ""
                 kind = OSError if isinstance(error, OSError) else ValueError
                 raise kind(f"{who}{error}") from error
-        return [result for result, _ in answers]
-
-
-def _attempt(work: Callable[[], Any]) -> list[Any]:
-    """Result and None, or None and the error of the disk or of the data read."""
-    try:
-        return [work(), None]
-    except (OSError, ValueError) as error:
-        return [None, error]
+        return [answer.result for answer in answers]

@@ -1,16 +1,19 @@
 """Writes and reads the files of DeepSpeed's checkpoints in place of DeepSpeed's own code.
 
-The files are written after DeepSpeed's collective save, so that no rank waits in one of its
-barriers for a disk, and a disk error interrupts none. Files may contain only tensors and plain
-values: reading one never runs code. Knows nothing of the folders and names of checkpoints.
+DeepSpeed's collective save only collects the states. The files are written after it, so that no
+rank waits in one of its barriers for a disk, and a disk error interrupts none. Files may contain
+only tensors and plain values: reading one never runs code. Knows nothing of the folders and names
+of checkpoints.
 """
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import pickle
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from io import FileIO
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -24,10 +27,13 @@ from deepspeed.utils.tensor_fragment import fragment_address
 from megatron_ds.config.problems import user_error
 from megatron_ds.engine.deepspeed_patches import replace_checkpoint_engine
 from megatron_ds.engine.expert_files import ExpertFiles
+from megatron_ds.engine.host_copies import HostCopies
 from megatron_ds.fileio.atomic import FileRecord, fsync_path, name_in_errors, sha256_of
 
 SAFE_CLASSES = (DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address)
 """Classes that DeepSpeed stores in its files, in addition to tensors and plain values."""
+CHUNK = 2**24
+"""Bytes that are written at once; a cancelled write ends after as many."""
 
 
 class SafeCheckpointEngine(CheckpointEngine):
@@ -42,51 +48,39 @@ class SafeCheckpointEngine(CheckpointEngine):
         super().__init__()
         self._experts = experts
         self.name = "CheckpointFiles"
-        self._error: OSError | None = None
-        self._pending: dict[Path, Any] = {}
-        replace_checkpoint_engine(engine, self, self._attempt)
+        self._pending: dict[str, Any] = {}
+        self._scripts: list[Callable[[str], None]] = []
+        replace_checkpoint_engine(engine, self, lambda copy: self._scripts.append(copy))
 
-    def write_files(self, save: Callable[[], object], folder: Path) -> dict[str, FileRecord]:
-        """Write the files of a collective save, after it.
-
-        The state dicts, which refer to the engine's tensors without copying them, are kept until
-        DeepSpeed has finished.
+    def collect(self, save: Callable[[], object], copies: HostCopies | None) -> Snapshot:
+        """Collect the states of this rank's files in a collective save.
 
         Args:
-            save: DeepSpeed's save. Collective.
-            folder: Folder of the checkpoint.
-
-        Returns:
-            What this rank wrote, by path relative to the folder.
+            save: DeepSpeed's save, which writes nothing. Collective.
+            copies: Copies the states. Without it they refer to the engine's tensors, and must be
+                written before the next step.
 
         Raises:
-            OSError: If this rank's disk failed.
             RuntimeError: If an error interrupted a collective. This rank is then out of step with
                 its peers and cannot continue.
         """
-        self._error = None
         try:
             save()
-            pending = self._pending
-            for name, experts in self._experts.own_files().items():
-                pending[folder / name] = experts
+            states = {**self._pending, **self._experts.own_files()}
+            return Snapshot(states if copies is None else copies.copy(states), self._scripts)
         except (OSError, ValueError) as error:
             raise RuntimeError(f"the save was interrupted: {error}") from error
         finally:
-            self._pending = {}
-        if self._error is not None:
-            raise self._error
-        written = {path: write_tensors(state, path) for path, state in pending.items()}
-        return {str(path.relative_to(folder)): record for path, record in written.items()}
+            self._pending, self._scripts = {}, []
 
     def create(self, info: object) -> None:
         """Part of DeepSpeed's interface: needs no preparation."""
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
-        self._attempt(os.makedirs, path, exist_ok=exist_ok)
+        """Part of DeepSpeed's interface: a snapshot creates its folder when it is written."""
 
     def save(self, state_dict: Any, path: str) -> None:
-        self._pending[Path(path)] = self._experts.left_out(state_dict)
+        self._pending[Path(path).name] = self._experts.left_out(state_dict)
 
     def load(self, path: str, map_location: Any = None) -> Any:
         state = read_tensors(Path(path), map_location=map_location)
@@ -101,11 +95,44 @@ class SafeCheckpointEngine(CheckpointEngine):
         """Part of DeepSpeed's interface: the caller completes the checkpoint."""
         return True
 
-    def _attempt(self, work: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        try:
-            work(*args, **kwargs)
-        except OSError as error:
-            self._error = self._error or error
+
+class Snapshot:
+    """What one rank writes of a checkpoint: the states of one moment of the training.
+
+    Args:
+        states: Content of each file by name.
+        scripts: Functions that copy a script into the folder of all checkpoints.
+    """
+
+    def __init__(
+        self, states: Mapping[str, Any], scripts: Sequence[Callable[[str], None]] = ()
+    ) -> None:
+        self._states, self._scripts = states, scripts
+        self._is_cancelled = threading.Event()
+
+    def write(self, folder: Path) -> dict[str, FileRecord]:
+        """Write the files of this rank and wait until they are on the disk. In any thread.
+
+        Args:
+            folder: Folder of the checkpoint.
+
+        Returns:
+            What was written, by path relative to the folder.
+
+        Raises:
+            OSError: If the disk failed, or the write was cancelled.
+        """
+        folder.mkdir(parents=True, exist_ok=True)
+        for copy_script in self._scripts:
+            copy_script(str(folder.parent))
+        return {
+            name: write_tensors(state, folder / name, self._is_cancelled)
+            for name, state in self._states.items()
+        }
+
+    def cancel(self) -> None:
+        """Let a write in another thread end soon, with an error."""
+        self._is_cancelled.set()
 
 
 class _HashingFile:
@@ -114,8 +141,9 @@ class _HashingFile:
     torch writes to a Python object from the first byte to the last, without seeking.
     """
 
-    def __init__(self, file: FileIO) -> None:
+    def __init__(self, file: FileIO, is_cancelled: threading.Event | None) -> None:
         self._file = file
+        self._is_cancelled = is_cancelled
         self._digest = hashlib.sha256()
         self._size = 0
         self.error: OSError | None = None
@@ -125,30 +153,38 @@ class _HashingFile:
         return FileRecord(self._size, self._digest.hexdigest())
 
     def write(self, data: bytes | memoryview) -> int:
-        size = len(data)
         rest = memoryview(data)
-        if self.error is None:
-            self._digest.update(rest)
-            self._size += size
         try:
             while len(rest) > 0 and self.error is None:
-                rest = rest[self._file.write(rest) :]
+                if self._is_cancelled is not None and self._is_cancelled.is_set():
+                    raise OSError(errno.ECANCELED, os.strerror(errno.ECANCELED))
+                written = self._file.write(rest[:CHUNK])
+                self._digest.update(rest[:written])
+                self._size += written
+                rest = rest[written:]
         except OSError as error:
             self.error = error
-        return size
+        return len(data)
 
     def flush(self) -> None:
         """The file is unbuffered."""
 
 
-def write_tensors(value: Any, path: Path) -> FileRecord:
+def write_tensors(
+    value: Any, path: Path, is_cancelled: threading.Event | None = None
+) -> FileRecord:
     """Write a file for `read_tensors` and wait until it is on the disk.
+
+    Args:
+        value: Tensors and plain values.
+        path: The file.
+        is_cancelled: Set by another thread, it ends the write with an error.
 
     Raises:
         OSError: If the disk fails; names the file.
     """
     with name_in_errors(path), open(path, "wb", buffering=0) as file:
-        sink = _HashingFile(file)
+        sink = _HashingFile(file, is_cancelled)
         torch.save(value, sink)  # type: ignore[arg-type]
         if sink.error is not None:
             raise sink.error

@@ -94,6 +94,26 @@ class LossSum(NamedTuple):
     """Number of micro-batches or, with per-token loss, of counted tokens."""
 
 
+class Snapshot(Protocol):
+    """What one rank writes of a checkpoint: the states of one moment of the training."""
+
+    def write(self, folder: Path) -> Mapping[str, FileRecord]:
+        """Write the files of this rank and wait until they are on the disk. Local, in any thread.
+
+        Args:
+            folder: Folder of the checkpoint, which need not exist.
+
+        Returns:
+            What was written, by path relative to the folder.
+
+        Raises:
+            OSError: If the disk failed, or the write was cancelled.
+        """
+
+    def cancel(self) -> None:
+        """Let a write in another thread end soon, with an error."""
+
+
 class Engine(Protocol):
     """Trains, evaluates, saves and loads one model. Every method is collective unless noted."""
 
@@ -157,14 +177,13 @@ class Engine(Protocol):
     def params_norm(self) -> float:
         """Compute the L2 norm of all parameters, each counted once."""
 
-    def save(self, folder: Path, tag: str) -> Mapping[str, FileRecord]:
-        """Write this rank's files below folder/tag; not atomic.
+    def snapshot(self, *, copy: bool) -> Snapshot:
+        """Collect what this rank writes of a checkpoint. Touches no files of checkpoints.
 
-        Returns:
-            What this rank wrote, by path relative to folder/tag.
-
-        Raises:
-            OSError: If this rank's disk failed; raised after the collective part has finished.
+        Args:
+            copy: Copy the states to host memory. They are then those of this moment, and may be
+                written while the training continues, but before the next copy. Otherwise they must
+                be written before the next step.
         """
 
     def load(self, folder: Path, tag: str) -> None:

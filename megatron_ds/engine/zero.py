@@ -26,9 +26,10 @@ from megatron_ds.engine.deepspeed_patches import (
     silent_bf16_load,
 )
 from megatron_ds.engine.device_batches import DeviceBatch, DeviceBatches
-from megatron_ds.engine.ds_checkpoint_io import SafeCheckpointEngine
+from megatron_ds.engine.ds_checkpoint_io import SafeCheckpointEngine, Snapshot
 from megatron_ds.engine.expert_files import ExpertFiles
 from megatron_ds.engine.full_states import FullStates
+from megatron_ds.engine.host_copies import HostCopies
 from megatron_ds.engine.loss_scaler import LossScale
 from megatron_ds.engine.param_groups import (
     Multipliers,
@@ -41,7 +42,6 @@ from megatron_ds.engine.readback import state_bytes
 from megatron_ds.engine.resharding import Resharding
 from megatron_ds.engine.router_metrics import router_metrics
 from megatron_ds.engine.spike_guard import SpikeGuard
-from megatron_ds.fileio.atomic import FileRecord
 from megatron_ds.fileio.swap_folder import SwapFolder
 from megatron_ds.model.output_layer import TokenLoss
 from megatron_ds.model.packed_attention import PackingOptions
@@ -93,6 +93,7 @@ class ZeroEngine:
         replicated = None if engine.zero_optimization() else engine.basic_optimizer
         self._experts = ExpertFiles(engine.module, mesh, replicated)
         self._files = SafeCheckpointEngine(engine, self._experts)
+        self._copies = HostCopies()
         self.ds_config = ds_config
         self.settings = read_settings()
         self.packing = packing
@@ -235,10 +236,10 @@ class ZeroEngine:
             dist.all_reduce(squares, group=self._mesh.dp_sp.handle)
         return float(squares.sqrt())
 
-    def save(self, folder: Path, tag: str) -> dict[str, FileRecord]:
-        save = partial(self._engine.save_checkpoint, str(folder), tag=tag, save_latest=False)
+    def snapshot(self, *, copy: bool) -> Snapshot:
+        save = partial(self._engine.save_checkpoint, "snapshot", tag="snapshot", save_latest=False)
         with experts_saved_by_caller(self._engine), swapped_states.as_tensors(self._engine):
-            return self._files.write_files(save, folder / tag)
+            return self._files.collect(save, self._copies if copy else None)
 
     def load(self, folder: Path, tag: str) -> None:
         scale = self._loss_scale

@@ -13,7 +13,8 @@ from contextlib import closing
 from dataclasses import dataclass
 
 from megatron_ds import schedules
-from megatron_ds.checkpoint.manager import CheckpointManager, SaveError
+from megatron_ds.checkpoint.manager import CheckpointManager
+from megatron_ds.checkpoint.save_steps import SaveError
 from megatron_ds.config import Config
 from megatron_ds.config.problems import Problem, option
 from megatron_ds.data.blend_history import BlendHistory

@@ -149,7 +149,7 @@ def _resume(
         first.step()
     swapped = _are_swapped(first.engine._engine.optimizer)
     assert set(swapped) == {True, False}
-    first.engine.save(folder, TAG)
+    first.engine.snapshot(copy=False).write(Path(folder) / TAG)
     seen.saved_weights = full_weights(first.engine, mesh)
     state = first.state
     _continue("continued", first, seen)

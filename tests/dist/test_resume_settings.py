@@ -298,7 +298,7 @@ def resume_layout(
     first = Training(config, mesh, TOTAL_STEPS)
     for _ in range(STEPS):
         assert not first.step().skipped
-    first.engine.save(folder, TAG)
+    first.engine.snapshot(copy=False).write(Path(folder) / TAG)
     first.config = changed(config, list(layout.settings))
     resumed, outcome = resume(first.config, mesh, folder, first)
     seen: dict[str, Any] = {"settings": resumed.engine.settings, "misplaced": misplaced(first)}

@@ -164,7 +164,7 @@ def resume_exactly(config: Config, case: Case, meshes: Meshes) -> tuple[list[Any
     engine = build(config, mesh)
     batches = batches_of(config, mesh, parity_cases.SAMPLES)
     engine.train_step(batches, plans[0])
-    engine.save(path, "saved")
+    engine.snapshot(copy=False).write(Path(path) / "saved")
     resumed = build(config, mesh)
     resumed.load(path, "saved")
     later = batches_of(config, mesh, parity_cases.SAMPLES, parity_cases.SAMPLES_PER_STEP)

@@ -15,7 +15,7 @@ import torch
 
 from megatron_ds.checkpoint.manager import CheckpointManager
 from megatron_ds.checkpoint.saved_states import SavedStates
-from megatron_ds.engine.ds_checkpoint_io import read_tensors, write_tensors
+from megatron_ds.engine.ds_checkpoint_io import Snapshot, read_tensors
 from megatron_ds.engine.partitions import FlatPartition, ParameterPlace
 from megatron_ds.fileio.atomic import FileRecord
 from megatron_ds.parallel.sharding import GATE_UP, ShardSpec
@@ -27,6 +27,14 @@ Managers = Callable[..., CheckpointManager]
 
 class Crash(Exception):
     """The end of the process."""
+
+
+class FakeSnapshot(Snapshot):
+    """Has a file in a folder below."""
+
+    def write(self, folder: Path) -> dict[str, FileRecord]:
+        (folder / "below").mkdir()
+        return super().write(folder)
 
 
 class FakeEngine:
@@ -51,11 +59,10 @@ class FakeEngine:
     def partitions(self) -> list[FlatPartition]:
         return [FlatPartition(30, (ParameterPlace("weight", (6, 5), self.offset),))]
 
-    def save(self, folder: Path, tag: str) -> dict[str, FileRecord]:
+    def snapshot(self, *, copy: bool) -> Snapshot:
         states: dict[str, Any] = {"model_states.pt": {"content": self.content}}
         states["below/optim_states.pt"] = torch.zeros(3)
-        (folder / tag / "below").mkdir()
-        return {name: write_tensors(state, folder / tag / name) for name, state in states.items()}
+        return FakeSnapshot(states)
 
     def load(self, folder: Path, tag: str) -> None:
         self.loaded = folder, tag

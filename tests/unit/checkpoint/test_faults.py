@@ -15,11 +15,12 @@ from typing import Any, NoReturn
 import pytest
 
 from megatron_ds.checkpoint import storage
-from megatron_ds.checkpoint.manager import CheckpointManager, SaveError
+from megatron_ds.checkpoint.manager import CheckpointManager
 from megatron_ds.checkpoint.metadata import manifest_text
+from megatron_ds.checkpoint.save_steps import SaveError
 from megatron_ds.checkpoint.saved_model import find_checkpoint
 from megatron_ds.config.problems import UserError
-from megatron_ds.engine.ds_checkpoint_io import flush_and_hash, write_tensors
+from megatron_ds.engine.ds_checkpoint_io import Snapshot, flush_and_hash, write_tensors
 from megatron_ds.launch.exit_codes import ExitCode
 from tests.problems import raises_problem
 from tests.unit.checkpoint.fakes import (
@@ -275,14 +276,17 @@ def test_a_disk_error_at_any_step_loses_no_checkpoint(
 def test_an_error_of_the_engine_is_reported_and_leaves_no_files(
     checkpoints: CheckpointManager, folder: Path, logged: list[str]
 ) -> None:
-    class Full(FakeEngine):
-        def save(self, folder: Path, tag: str) -> NoReturn:
-            super().save(folder, tag)
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder / tag / "x.pt"))
+    class Full(Snapshot):
+        def write(self, folder: Path) -> NoReturn:
+            super().write(folder)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder / "x.pt"))
+
+    engine = FakeEngine()
+    engine.snapshot = lambda *, copy: Full({"a.pt": 1})  # type: ignore[method-assign]
 
     save(checkpoints, 4)
     with pytest.raises(SaveError) as error:
-        checkpoints.save(Full(), state_at(8))  # type: ignore[arg-type]
+        checkpoints.save(engine, state_at(8))  # type: ignore[arg-type]
     place = folder / ".incomplete-global_step8" / "x.pt"
     assert str(place) in str(error.value)
     assert names_in(folder) == {"global_step4", *storage.POINTERS}

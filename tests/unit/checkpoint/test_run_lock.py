@@ -19,13 +19,14 @@ from pathlib import Path
 import pytest
 
 from megatron_ds.checkpoint import run_lock
-from megatron_ds.checkpoint.manager import CheckpointManager, SaveError
+from megatron_ds.checkpoint.manager import CheckpointManager
 from megatron_ds.checkpoint.rank_agreement import RankAgreement
 from megatron_ds.checkpoint.run_lock import LOCK, Owner, acquire
+from megatron_ds.checkpoint.save_steps import SaveError
 from megatron_ds.config import Config
 from megatron_ds.parallel.mesh import Mesh
 from tests.problems import raises_problem
-from tests.unit.checkpoint.fakes import FakeEngine, names_in, save
+from tests.unit.checkpoint.fakes import FakeSnapshot, names_in, save
 
 
 @pytest.fixture(autouse=True)
@@ -211,18 +212,18 @@ def test_a_run_that_loses_its_folder_during_a_save_leaves_it_to_the_new_owner(
     manager = CheckpointManager(config, Mesh.build(1), print, RankAgreement(), lock)
     incomplete = folder / ".incomplete-global_step9"
 
-    def take_over(engine: FakeEngine, path: Path, tag: str, error: OSError | None) -> object:
+    def take_over(snapshot: FakeSnapshot, path: Path, error: OSError | None) -> object:
         (folder / LOCK).write_text("of another run")
         incomplete.mkdir()
         if error is not None:
             raise error
-        return original(engine, path, tag)
+        return original(snapshot, path)
 
-    original = FakeEngine.save
+    original = FakeSnapshot.write
     for error in (None, OSError("a disk error")):
         (folder / LOCK).unlink()
         saving = functools.partialmethod(take_over, error=error)
-        monkeypatch.setattr(FakeEngine, "save", saving)
+        monkeypatch.setattr(FakeSnapshot, "write", saving)
         with pytest.raises(SaveError) as raised:
             save(manager, 2)
         assert raised.value.problem.code == "save-folder-lost"

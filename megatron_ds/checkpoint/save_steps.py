@@ -1,0 +1,282 @@
+"""The steps of a save after the snapshot: work with files, of one rank or of all.
+
+    prepare   rank 0   checks the lock, removes leftovers, creates the temporary folder
+    write     all      their files, each flushed to the disk
+    complete  rank 0   run.json, tokenizer, manifest; the rename; the pointers; retention
+
+`SaveSteps` owns what each step does, `SaveInProgress` when: while the others wait, or in a thread
+of each rank while the training continues. A thread communicates with no other rank: in between, the
+main threads agree that all have finished a step and exchange its results.
+"""
+
+from __future__ import annotations
+
+import shutil
+import threading
+import time
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron_ds.checkpoint import storage
+from megatron_ds.checkpoint.metadata import (
+    MANIFEST,
+    POINTER_PENDING,
+    RUN,
+    TOKENIZER,
+    RunRecord,
+    manifest_text,
+)
+from megatron_ds.checkpoint.rank_agreement import Outcome, RankAgreement, RankWork
+from megatron_ds.checkpoint.run_lock import RunLock
+from megatron_ds.config.problems import Problem
+from megatron_ds.engine.protocol import Snapshot
+from megatron_ds.fileio.atomic import FileRecord, fsync_path, write_atomically
+from megatron_ds.launch.exit_codes import ExitCode, RunAborted
+
+Steps = Generator[RankWork, Any, None]
+"""Yields work; receives what `RankAgreement.share` returns for it, or raises."""
+
+
+class SaveError(RunAborted):
+    """A checkpoint could not be saved; raised on every rank. Older checkpoints are intact."""
+
+    def __init__(self, problem: Problem) -> None:
+        super().__init__(problem.render(), ExitCode.SAVE_FAILED)
+        self.problem = problem
+
+
+class FolderLostError(OSError):
+    """Another run has taken the --save folder."""
+
+
+@dataclass
+class SaveSteps:
+    """One save.
+
+    Attributes:
+        folder: Folder of the checkpoints.
+        iteration: Iteration of the checkpoint.
+        snapshot: What this rank writes.
+        run: Contents of run.json, on the first rank.
+        tokenizer_files: Contents by path in the tokenizer's folder, on the first rank.
+        estimate: Bytes of a checkpoint, used if there is no earlier one to compare with.
+        lock: The lock of the folder, on the first rank; None if no other run can use it.
+        keep_last: Number of checkpoints of the branch to keep; None for all.
+        warnings: Problems that did not fail the save.
+    """
+
+    folder: Path
+    iteration: int
+    snapshot: Snapshot
+    run: RunRecord | None
+    tokenizer_files: Mapping[str, bytes]
+    estimate: int
+    lock: RunLock | None
+    keep_last: int | None
+    warnings: list[Problem] = field(default_factory=list)
+
+    @property
+    def target(self) -> Path:
+        """The folder of the complete checkpoint."""
+        return self.folder / f"global_step{self.iteration}"
+
+    @property
+    def temporary(self) -> Path:
+        return self.folder / f"{storage.INCOMPLETE}{self.target.name}"
+
+    def steps(self) -> Steps:
+        """The work of the save in its order. An error of one rank is an error of all.
+
+        Raises:
+            SaveError: If the disk of any rank fails, or another run has taken the folder.
+        """
+        try:
+            self.warnings += yield RankWork(self._prepare, on_all=False)
+            written = yield RankWork(lambda: self.snapshot.write(self.temporary), on_all=True)
+            self.warnings += yield RankWork(lambda: self._complete(written), on_all=False)
+        except FolderLostError as error:
+            raise self._lost() from error
+        except OSError as error:
+            try:
+                yield RankWork(self._clean_up, on_all=False)
+            except FolderLostError:
+                raise self._lost() from error
+            except OSError:
+                pass  # the next save removes what cannot be removed now
+            problem = Problem(
+                "save-failed", iteration=self.iteration, folder=self.folder, error=error
+            )
+            raise SaveError(problem) from error
+
+    def _lost(self) -> SaveError:
+        return SaveError(Problem("save-folder-lost", folder=self.folder, iteration=self.iteration))
+
+    def _require_folder(self) -> None:
+        """Checks that --save still belongs to this run.
+
+        Also before a save is published or its files are removed: during a long save, another run
+        may have taken the folder of a suspended one, and its files have the same names.
+
+        Raises:
+            FolderLostError: If another run has taken the folder.
+            OSError: If the lock can be neither read nor written.
+        """
+        if self.lock is not None and not self.lock.is_held():
+            raise FolderLostError
+
+    def _prepare(self) -> list[Problem]:
+        """Creates the temporary folder; warns if the disk may become full."""
+        self._require_folder()
+        storage.remove_temporary(self.folder)
+        self.temporary.mkdir(parents=True)
+        needed = storage.size_of_newest(self.folder) or self.estimate
+        free = shutil.disk_usage(self.folder).free
+        if free >= needed:
+            return []
+        return [
+            Problem(
+                "disk-may-become-full", folder=self.folder, free=free / 1e9, needed=needed / 1e9
+            )
+        ]
+
+    def _complete(self, written: Sequence[Mapping[str, FileRecord]]) -> list[Problem]:
+        """Completes the checkpoint, gives it its name, and removes old ones.
+
+        Args:
+            written: What each rank wrote.
+
+        Returns:
+            Problems that did not fail the save.
+        """
+        self._describe({name: record for part in written for name, record in part.items()})
+        self._require_folder()
+        storage.publish(self.temporary, self.target)
+        return self._update_pointers()
+
+    def _describe(self, files: dict[str, FileRecord]) -> None:
+        """Writes what a checkpoint has besides the files of the ranks, the manifest last."""
+        assert self.run is not None
+        for name, content in self.tokenizer_files.items():
+            path = self.temporary / TOKENIZER / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            files[f"{TOKENIZER}/{name}"] = write_atomically(path, content)
+            fsync_path(self.temporary / TOKENIZER)
+        files[RUN] = storage.write_json(self.temporary / RUN, self.run.to_dict())
+        storage.wait_for_files(self.temporary, files)
+        (self.temporary / POINTER_PENDING).touch()
+        storage.write_text(self.temporary / MANIFEST, manifest_text(files))
+
+    def _update_pointers(self) -> list[Problem]:
+        """Updates pointers and removes old checkpoints; errors here do not fail the save."""
+        assert self.run is not None
+        try:
+            storage.write_pointers(self.target)
+            if self.keep_last is not None:
+                storage.remove_older(self.target, self.run.branch, self.keep_last)
+        except OSError as error:
+            return [Problem("save-pointers-failed", target=self.target, error=error)]
+        return []
+
+    def _clean_up(self) -> None:
+        self._require_folder()
+        storage.remove_temporary(self.folder)
+
+
+class SaveInProgress:
+    """A save whose steps are done one after the other, on every rank.
+
+    Args:
+        save: The save.
+        ranks: All ranks.
+        in_background: Do the work of each step in a thread. Otherwise it is done when the results
+            are exchanged.
+    """
+
+    def __init__(self, save: SaveSteps, ranks: RankAgreement, *, in_background: bool) -> None:
+        self.save = save
+        self.started = time.monotonic()
+        self._ranks = ranks
+        self._in_background = in_background
+        self._steps = save.steps()
+        self._begin(next(self._steps))
+
+    def advance(self, *, wait: bool) -> bool:
+        """Continues with the next step if all ranks have finished theirs. Collective.
+
+        Args:
+            wait: Wait for all steps.
+
+        Returns:
+            Whether the save has completed.
+
+        Raises:
+            SaveError: If it has failed.
+        """
+        while wait or self._ranks.is_true_on_all(self._own.is_done):
+            try:
+                self._begin(self._exchange())
+            except StopIteration:
+                return True
+            if not wait:
+                break
+        return False
+
+    def abandon(self) -> None:
+        """Ends the writing of this rank and leaves an incomplete checkpoint. Local."""
+        self.save.snapshot.cancel()
+        with suppress(Exception):
+            self._own.outcome()
+
+    def _begin(self, work: RankWork) -> None:
+        self._work = work
+        self._own = _OwnPart(self._ranks, work, in_background=self._in_background)
+
+    def _exchange(self) -> RankWork:
+        """Exchanges the results of a step and returns the next one.
+
+        Raises:
+            StopIteration: If there is none.
+        """
+        outcome = self._own.outcome()
+        try:
+            result = self._ranks.share(self._work, outcome)
+        except OSError as error:
+            return self._steps.throw(error)
+        return self._steps.send(result)
+
+
+class _OwnPart:
+    """This rank's part of a step."""
+
+    def __init__(self, ranks: RankAgreement, work: RankWork, *, in_background: bool) -> None:
+        self._ranks, self._work = ranks, work
+        self._outcome: Outcome | None = None
+        self._error: BaseException | None = None
+        self._thread: threading.Thread | None = None
+        if in_background:
+            self._thread = threading.Thread(target=self._run, name="checkpoint", daemon=True)
+            self._thread.start()
+
+    @property
+    def is_done(self) -> bool:
+        return self._thread is None or not self._thread.is_alive()
+
+    def outcome(self) -> Outcome:
+        """Waits for the work, or does it. Raises any error but those of the disk and of data."""
+        if self._thread is None:
+            self._run()
+        else:
+            self._thread.join()
+        if self._error is not None:
+            raise self._error
+        assert self._outcome is not None
+        return self._outcome
+
+    def _run(self) -> None:
+        try:
+            self._outcome = self._ranks.do_own(self._work)
+        except BaseException as error:
+            self._error = error
