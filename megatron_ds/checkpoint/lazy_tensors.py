@@ -25,8 +25,12 @@ class LazyTensor:
         return cls(tuple(value.shape), value.dtype, lambda: value)
 
     @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
     def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
+        return self.numel * self.dtype.itemsize
 
     def to(self, dtype: torch.dtype | None) -> LazyTensor:
         """The tensor in another type, to which it is converted when it is read. None: as it is."""

@@ -53,6 +53,26 @@ def format_of(path: Path) -> str | None:
     return next((each.name for each in FORMATS if each.recognizes(path)), None)
 
 
+def recognize(path: Path, name: str = AUTO) -> Format:
+    """The format of a folder.
+
+    Args:
+        path: The folder.
+        name: Name of the format; "auto" recognizes it. If the folder has another one, the message
+            of opening it says what is missing.
+
+    Raises:
+        UserError: If it is none of the known ones.
+    """
+    possible = [each for each in FORMATS if name in (AUTO, each.name)]
+    found = next((each for each in possible if each.recognizes(path)), None)
+    if found is None and name != AUTO:
+        found = possible[0]
+    if found is None:
+        raise user_error("weights-format-unknown", path=path, known=", ".join(NAMES))
+    return found
+
+
 def open_source(path: Path, name: str = AUTO, warn: Warn = lambda text: None) -> WeightsSource:
     """Opens the weights in a folder; the checksums of native ones are verified.
 
@@ -64,10 +84,4 @@ def open_source(path: Path, name: str = AUTO, warn: Warn = lambda text: None) ->
     Raises:
         UserError: If the folder has another format, is damaged, or has parts that the model lacks.
     """
-    possible = [each for each in FORMATS if name in (AUTO, each.name)]
-    found = next((each for each in possible if each.recognizes(path)), None)
-    if found is None and name != AUTO:
-        found = possible[0]  # its message says what is missing
-    if found is None:
-        raise user_error("weights-format-unknown", path=path, known=", ".join(NAMES))
-    return found.open(path, warn)
+    return recognize(path, name).open(path, warn)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ds.tokenizer.gpt2 import GPT2BPETokenizer
+from megatron_ds.training.loss_curves import read_curves
 from tests.problems import printed_codes, raises_problem
 from tests.token_files import write_pair, write_texts
 from tools import make_corpus, plot_loss, train_tokenizer, unigram_loss
@@ -94,7 +95,7 @@ def test_loss_is_plotted_to_terminal_and_png(
 
 
 def test_steps_without_finite_loss_are_not_plotted(tmp_path: Path) -> None:
-    curves = plot_loss.read_curves(metrics(tmp_path / "metrics.jsonl"))
+    curves = read_curves(metrics(tmp_path / "metrics.jsonl"))
 
     assert len(curves.train) == 39
     assert curves.validation == [(40, 4.5)]
@@ -107,7 +108,7 @@ def test_lines_that_are_no_metrics_are_rejected(tmp_path: Path, line: bytes) -> 
     path.write_bytes(b'{"iteration": 1, "lm_loss": 2.5}\n' + line)
 
     with raises_problem("metrics-line-invalid", contains="line 2"):
-        plot_loss.read_curves(path)
+        read_curves(path)
 
 
 def test_unknown_picture_format_is_rejected(
@@ -130,4 +131,4 @@ def test_metrics_without_steps_are_rejected(tmp_path: Path) -> None:
     path.write_text("")
 
     with raises_problem("metrics-without-steps"):
-        plot_loss.read_curves(path)
+        read_curves(path)

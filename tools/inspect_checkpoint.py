@@ -1,0 +1,356 @@
+"""Show what a checkpoint of any format contains, verify it, compare it with another.
+
+The command line of `megatron_ds.checkpoint.inspection`, `verification` and `comparison`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import re
+import sys
+import textwrap
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_ds import cli
+from megatron_ds.cli.progress import progress
+from megatron_ds.config.checkpoint import split_location
+from megatron_ds.config.fields import option_field
+from megatron_ds.config.problems import Problem, UserError, counted
+from megatron_ds.training.loss_curves import Curves, chart, read_curves
+
+if TYPE_CHECKING:  # torch takes seconds to import
+    from megatron_ds.checkpoint.comparison import Comparison, TensorDifference
+    from megatron_ds.checkpoint.inspection import OpenedCheckpoint
+    from megatron_ds.checkpoint.lazy_tensors import LazyTensor
+    from megatron_ds.checkpoint.verification import Verification
+
+WIDTH = 100
+SHOWN_DIFFERENCES = 40
+LAYER = re.compile(r"layers\.(\d+)\.")
+
+
+@dataclass(frozen=True)
+class Options:
+    """Shows what a checkpoint contains, verifies it, and compares it with another.
+
+    The format is recognized, or stands before the folder, as in hf:FOLDER; of a --save folder the
+    checkpoint is shown that a run would load. Tensors are read one at a time. The exit status is 1
+    if files are damaged or the checkpoints differ.
+    """
+
+    path: str = option_field(
+        "", "folder of the checkpoint", metavar="PATH", positional=True, required=True
+    )
+    other: str | None = option_field(
+        None,
+        "checkpoint to compare it with tensor by tensor, of any format and layout",
+        metavar="OTHER",
+        positional=True,
+    )
+    verify: bool = option_field(
+        False,
+        "read all files and compare them with their checksums; of a --save folder, those of all "
+        "checkpoints, and check the pointers",
+    )
+    tensors: bool = option_field(False, "list every tensor; otherwise those of all layers as one")
+    json: bool = option_field(False, "print one JSON object")
+
+    def problems(self) -> Iterator[Problem]:
+        for field, given in (("path", self.path), ("other", self.other)):
+            if given and not _location(given)[1].is_dir():
+                yield Problem("checkpoint-folder-missing", field, path=_location(given)[1])
+
+
+class Inspection:
+    """One run: collects its results in `found` for --json, or prints them line by line."""
+
+    def __init__(self, options: Options) -> None:
+        self._options = options
+        self.found: dict[str, Any] = {}
+        self.good = True
+
+    def run(self) -> None:
+        # torch takes seconds to import.
+        with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed prints a warning
+            from megatron_ds.checkpoint import comparison, inspection, verification
+
+        options = self._options
+        name, folder = _location(options.path)
+        if options.verify:
+            self._verified(verification.verify(folder, name, _warn))
+            if not self.good:
+                return  # a damaged checkpoint cannot be described
+        opened = inspection.open_checkpoint(folder, name, _warn)
+        if options.other is None:
+            self._describe(opened)
+            return
+        other_name, other_folder = _location(options.other)
+        other = inspection.open_checkpoint(other_folder, other_name, _warn)
+        total = sum(
+            tensor.nbytes
+            for each in (opened, other)
+            for tensors in each.tensors.values()
+            for tensor in tensors.values()
+        )
+        count = size = 0
+        with progress("comparing", total, log_interval=100) as update:
+
+            def on_tensor(nbytes: int) -> None:
+                nonlocal count, size
+                count, size = count + 1, size + nbytes
+                update(count, size, f"{count} tensors, {size / 1e9:.2f} of {total / 1e9:.2f} GB")
+
+            result = comparison.compare(opened, other, on_tensor)
+        self._compared(result, opened, other)
+
+    def _verified(self, results: Sequence[Verification]) -> None:
+        self.found["verification"] = [
+            {
+                "path": str(each.path),
+                "files": each.num_files,
+                "bytes": each.num_bytes,
+                "has_checksums": each.has_checksums,
+                "problems": [{"code": p.code, "text": p.render()} for p in each.problems],
+            }
+            for each in results
+        ]
+        self.good &= not any(each.problems for each in results)
+        for each in results:
+            for problem in each.problems:
+                print(f"{each.path}: {problem.render()}", file=sys.stderr)
+            self._print(_verified_line(each))
+
+    def _describe(self, opened: OpenedCheckpoint) -> None:
+        curves = _curves_of(opened)
+        self.found["checkpoint"] = _as_json(opened, curves)
+        self._print(*_summary(opened))
+        self._print(*_groups(opened))
+        self._print(*_tensor_lines(opened, every=self._options.tensors))
+        files = opened.files
+        width = max(map(len, files), default=0)
+        self._print("", f"files: {len(files)}, {_size(sum(files.values()))}")
+        self._print(*(f"  {name:{width}}  {_size(size):>10}" for name, size in files.items()))
+        if curves is not None:
+            self._print("", *_curve_lines(curves))
+
+    def _compared(
+        self, result: Comparison, opened: OpenedCheckpoint, other: OpenedCheckpoint
+    ) -> None:
+        self.found["comparison"] = {
+            **dataclasses.asdict(result),
+            "paths": [str(opened.path), str(other.path)],
+            "is_equal": result.is_equal,
+        }
+        self.good &= result.is_equal
+        self._print(
+            f"first:  {opened.path} ({opened.format})", f"second: {other.path} ({other.format})"
+        )
+        self._print(*_comparison_lines(result))
+
+    def _print(self, *lines: str) -> None:
+        if not self._options.json:
+            for line in lines:
+                print(line)
+
+
+def _location(given: str) -> tuple[str, Path]:
+    """Format and folder of an argument."""
+    name, folder = split_location(given)
+    return name, Path(folder)
+
+
+def _warn(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _verified_line(result: Verification) -> str:
+    if result.problems:
+        return f"{result.path}: {counted(len(result.problems), 'problem')}"
+    if not result.num_files:
+        return f"{result.path}: the pointers name a checkpoint of the folder"
+    if result.has_checksums:
+        how = "have the size and SHA-256 of the manifest"
+    else:
+        how = "can be read; the format has no checksums of its own"
+    return f"{result.path}: {counted(result.num_files, 'file')}, {_size(result.num_bytes)}, {how}"
+
+
+def _curves_of(opened: OpenedCheckpoint) -> Curves | None:
+    """The loss curve up to the checkpoint; None without one."""
+    if opened.metrics is None or not opened.metrics.is_file():
+        return None
+    try:
+        return read_curves(opened.metrics, opened.progress["iteration"])
+    except UserError as error:
+        _warn(f"WARNING: {error.problems[0].render()}")
+        return None
+
+
+def _as_json(opened: OpenedCheckpoint, curves: Curves | None) -> dict[str, Any]:
+    return {
+        "path": str(opened.path),
+        "format": opened.format,
+        "parameters": opened.num_parameters,
+        "files": opened.files,
+        "progress": opened.progress,
+        "optimizer": opened.scalars,
+        "layout": opened.layout,
+        "data": [dataclasses.asdict(each) for each in opened.data],
+        "settings": opened.settings,
+        "tensors": [
+            {
+                "kind": kind,
+                "name": name,
+                "shape": tensor.shape,
+                "dtype": _dtype(tensor),
+                "bytes": tensor.nbytes,
+                "shards": opened.shards.get(name),
+            }
+            for kind, tensors in opened.tensors.items()
+            for name, tensor in tensors.items()
+        ],
+        "curves": None if curves is None else dataclasses.asdict(curves),
+    }
+
+
+def _summary(opened: OpenedCheckpoint) -> Iterator[str]:
+    """What the checkpoint is, in a few lines."""
+    iteration = opened.progress.get("iteration")
+    at = "weights alone" if iteration is None else f"iteration {iteration:,}"
+    yield f"{opened.path}: {opened.format}, {at}"
+    yield f"  {opened.num_parameters:,} parameters"
+    for kind, tensors in opened.tensors.items():
+        dtypes = dict.fromkeys(map(_dtype, tensors.values()))
+        size = sum(tensor.nbytes for tensor in tensors.values())
+        yield f"  {kind}: {counted(len(tensors), 'tensor')}, {', '.join(dtypes)}, {_size(size)}"
+    for name, value in opened.scalars.items():
+        yield f"  {name.replace('_', ' ')} {value}"
+
+
+def _groups(opened: OpenedCheckpoint) -> Iterator[str]:
+    """Progress, position in the data, layout and settings."""
+    yield from _paragraph("progress", _values(opened.progress))
+    if opened.data:
+        yield from ("", "training data:")
+        for each in opened.data:
+            weight = "left the blend" if each.weight is None else f"weight {each.weight:.4g}"
+            yield f"  {each.name}: {counted(each.samples, 'sample', ',')} read, {weight}"
+    yield from _paragraph("layout", _values(opened.layout))
+    for group, values in opened.settings.items():
+        yield from _paragraph(group, _values(values))
+
+
+def _values(values: Mapping[str, Any]) -> list[str]:
+    shown = {name: value for name, value in values.items() if value not in (None, "", [], ())}
+    return [f"{name} {json.dumps(value)}" for name, value in shown.items()]
+
+
+def _paragraph(title: str, parts: Sequence[str]) -> Iterator[str]:
+    if parts:
+        text = ", ".join(parts)
+        yield from ("", f"{title}:")
+        yield from textwrap.wrap(text, WIDTH, initial_indent="  ", subsequent_indent="  ")
+
+
+def _tensor_lines(opened: OpenedCheckpoint, *, every: bool) -> Iterator[str]:
+    """A table of the weights; those of all layers with one shape, type and sharding are one row."""
+    rows: dict[tuple[str, ...], list[int]] = {}
+    for name, tensor in opened.tensors[next(iter(opened.tensors))].items():
+        found = None if every else LAYER.search(name)
+        shown = name if found is None else LAYER.sub("layers.*.", name, count=1)
+        key = (shown, str(list(tensor.shape)), _dtype(tensor), opened.shards.get(name, ""))
+        rows.setdefault(key, []).extend([] if found is None else [int(found[1])])
+    cells = [
+        (key[0].replace("layers.*.", f"layers.{_ranges(layers)}."), *key[1:])
+        for key, layers in rows.items()
+    ]
+    yield from ("", "weights:")
+    widths = [max((len(row[column]) for row in cells), default=0) for column in range(3)]
+    for row in cells:
+        padded = [f"{cell:{width}}" for cell, width in zip(row, widths, strict=False)]
+        yield f"  {'  '.join([*padded, row[3]])}".rstrip()
+
+
+def _ranges(numbers: Iterable[int]) -> str:
+    """Ascending numbers in short: 0-3,5."""
+    parts: list[list[int]] = []
+    for number in sorted(numbers):
+        if parts and parts[-1][1] == number - 1:
+            parts[-1][1] = number
+        else:
+            parts.append([number, number])
+    return ",".join(str(low) if low == high else f"{low}-{high}" for low, high in parts)
+
+
+def _curve_lines(curves: Curves) -> list[str]:
+    iteration, loss = curves.train[-1]
+    last = [f"training {loss:.4f} at iteration {iteration:,}"]
+    for name, points in (("validation", curves.validation), ("test", curves.test)):
+        last += [f"{name} {points[-1][1]:.4f} at {points[-1][0]:,}"] if points else []
+    return [f"loss: {', '.join(last)}", *chart(curves, None, "").splitlines()]
+
+
+def _comparison_lines(result: Comparison) -> Iterator[str]:
+    for kind, equal in result.num_equal.items():
+        different = sum(each.kind == kind for each in result.differences)
+        yield f"{kind}: {equal} tensors equal, {different} different"
+    for kind in result.uncompared:
+        yield f"{kind}: not compared, one of them has weights alone"
+    for name, (first, second) in result.scalars.items():
+        yield f"{name.replace('_', ' ')}: {first} in the first, {second} in the second"
+    for where, names in (("first", result.only_in_first), ("second", result.only_in_second)):
+        yield from (f"only in the {where}: {name}" for name in names[:SHOWN_DIFFERENCES])
+        if len(names) > SHOWN_DIFFERENCES:
+            yield f"only in the {where}: {len(names) - SHOWN_DIFFERENCES} more"
+    yield from map(_difference_line, result.differences[:SHOWN_DIFFERENCES])
+    if (left := len(result.differences) - SHOWN_DIFFERENCES) > 0:
+        yield f"{counted(left, 'more different tensor')} (all of them with --json)"
+    yield "equal" if result.is_equal else "different"
+
+
+def _difference_line(each: TensorDifference) -> str:
+    first, second = each.shapes
+    parts = [] if first == second else [f"{list(first)} in the first, {list(second)} in the second"]
+    if each.dtypes[0] != each.dtypes[1]:
+        parts.append(f"{each.dtypes[0]} in the first, {each.dtypes[1]} in the second")
+    if each.num_different and each.max_abs is not None:
+        parts.append(
+            f"{each.num_different:,} of {each.numel:,} values differ, by up to "
+            f"{each.max_abs:.3g}, relative {each.max_rel:.3g}"
+        )
+    elif first == second:
+        parts.append("the same values")
+    return f"  {each.kind} {each.name}: {'; '.join(parts)}"
+
+
+def _dtype(tensor: LazyTensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _size(nbytes: int) -> str:
+    for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if nbytes >= size:
+            return f"{nbytes / size:.2f} {unit}"
+    return f"{nbytes} B"
+
+
+def work(options: Options) -> int:
+    sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
+    inspection = Inspection(options)
+    inspection.run()
+    if options.json:
+        print(json.dumps(inspection.found))
+    return 0 if inspection.good else 1
+
+
+def main(argv: Sequence[str]) -> int:
+    return cli.run(Options, work, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
