@@ -8,6 +8,9 @@ PYTHONS ?= python3.11 python3.12 python3.13 python3 python
 DATA ?=
 # Megatron-LM's own package, which only `make test-interop` uses.
 INTEROP := build/interop
+# An S3 server and fsspec's client for it, which only tests use. They need older versions of some
+# packages than requirements.txt has, so they have a folder of their own.
+S3 := build/s3
 # One thread per process: two processes with two threads each would compete for two cores.
 PYTEST := OMP_NUM_THREADS=1 $(RUN)/python -m pytest
 # Files run in two workers, each with its own fork server; fixtures of a file are built once.
@@ -27,11 +30,11 @@ help: ## show this list
 demo: install ## make a corpus, train, resume, evaluate and generate; DATA=my.jsonl uses your text
 	@$(RUN)/python tools/demo.py $(if $(DATA),--data "$(DATA)")
 
-quick: lint ## lint, unit tests and one case of each proof, in about three minutes
+quick: lint $(S3)/.installed ## lint, unit tests and one case of each proof, in about three minutes
 	$(PARALLEL) tests/unit
 	$(PARALLEL) -m smoke tests/dist tests/e2e
 
-test: lint ## lint, then all tests: unit, fuzz, multi-process and end-to-end
+test: lint $(S3)/.installed ## lint, then all tests: unit, fuzz, multi-process and end-to-end
 	$(PARALLEL) tests/unit tests/fuzz
 	$(PARALLEL) tests/e2e tests/dist
 
@@ -44,7 +47,7 @@ test-interop: $(INTEROP)/.installed ## compare token files and samples with mega
 test-deepspeed: install ## run the proofs with VERSIONS="0.19.8 ..." of DeepSpeed; writes docs/deepspeed_versions.md
 	$(RUN)/python tests/versions/run.py $(VERSIONS)
 
-mutants: install ## score the tests by small mistakes in the code; ONLY="model/*" selects, JOBS=2 workers
+mutants: install $(S3)/.installed ## score the tests by small mistakes in the code; ONLY="model/*" selects, JOBS=2 workers
 	$(RUN)/python tests/mutants/run.py --jobs $(or $(JOBS),2) $(foreach pattern,$(ONLY),'$(pattern)')
 
 lint: install ## ruff and mypy
@@ -52,7 +55,7 @@ lint: install ## ruff and mypy
 	$(RUN)/ruff format --check $(CODE)
 	$(RUN)/mypy
 
-unit: install ## only the unit tests
+unit: install $(S3)/.installed ## only the unit tests
 	$(PARALLEL) tests/unit
 
 install: $(VENV)/.ops-built ## create the environment and build DeepSpeed's C++ ops, if missing
@@ -80,6 +83,12 @@ $(INTEROP)/.installed: tests/interop/requirements.txt $(VENV)/.installed
 	rm -rf $(INTEROP)
 	"$(RUN)/python" -m pip install --disable-pip-version-check --quiet --no-deps \
 	  --target $(INTEROP) -r tests/interop/requirements.txt
+	@touch $@
+
+$(S3)/.installed: tests/s3/requirements.txt $(VENV)/.installed
+	rm -rf $(S3)
+	"$(RUN)/python" -m pip install --disable-pip-version-check --quiet --no-deps \
+	  --target $(S3) -r tests/s3/requirements.txt
 	@touch $@
 
 clean: ## remove caches and the demo's results; keep the environment

@@ -38,6 +38,7 @@ setup(
         ],
         "tokenizers": ["sentencepiece>=0.2", "tiktoken>=0.8"],
         "cleaning": ["ftfy>=6.3", "py3langid>=0.4", "rensa>=0.5"],
+        "s3": ["fsspec>=2024.2", "obstore>=0.6"],
         "plot": ["matplotlib>=3.9"],
         "8bit": ["bitsandbytes>=0.46"],
         "server": ["fastapi>=0.115", "uvicorn>=0.30"],

@@ -19,6 +19,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
+from typing import Protocol
 
 from megatron_ds.config.problems import user_error
 from megatron_ds.launch.liveness import HostLocation, ProcessHandle
@@ -73,11 +74,38 @@ class Owner:
         return f"process {self.pid} on {self.host}, since {self.since}"
 
 
+class LockFile(Protocol):
+    """Where a lock is kept."""
+
+    @property
+    def folder(self) -> str:
+        """The folder that the lock protects, for messages."""
+
+    @property
+    def place(self) -> str:
+        """The file, for messages."""
+
+    def read(self) -> bytes | None:
+        """What its owner has written; None if there is no owner."""
+
+    def create(self, content: bytes) -> bool:
+        """Creates the file unless there is one; returns whether it did."""
+
+    def touch(self, content: bytes) -> None:
+        """Gives the sign of life of the owner who has written this content."""
+
+    def touched(self) -> object:
+        """Changes with each sign of life."""
+
+    def remove(self, content: bytes) -> None:
+        """Removes the file of a dead owner, and no other that has replaced it meanwhile."""
+
+
 class RunLock:
     """A lock that this process holds until it is released or the process ends."""
 
-    def __init__(self, path: Path, content: bytes) -> None:
-        self._path, self._content = path, content
+    def __init__(self, file: LockFile, content: bytes) -> None:
+        self._file, self._content = file, content
         self._released = threading.Event()
         threading.Thread(target=self._touch_regularly, name="run lock", daemon=True).start()
 
@@ -87,65 +115,65 @@ class RunLock:
         Raises:
             OSError: If the file can be neither read nor written.
         """
-        if _read(self._path) == self._content:
-            return True
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        return _create(self._path, self._content)
+        return self._file.read() == self._content or self._file.create(self._content)
 
     def release(self) -> None:
         self._released.set()
         with suppress(OSError):
-            if _read(self._path) == self._content:
-                self._path.unlink()
+            if self._file.read() == self._content:
+                self._file.remove(self._content)
 
     def _touch_regularly(self) -> None:
         while not self._released.wait(HEARTBEAT_S):
             with suppress(OSError):
-                if _read(self._path) == self._content:
-                    os.utime(self._path)
+                self._file.touch(self._content)
 
 
 def acquire(folder: Path, log: Callable[[str], None]) -> RunLock:
-    """Takes the lock of a folder, at once if there is no owner or a dead one of this host.
+    """Takes the lock of a folder; see `acquire_lock`."""
+    return acquire_lock(FolderLockFile(folder / LOCK), log)
+
+
+def acquire_lock(file: LockFile, log: Callable[[str], None]) -> RunLock:
+    """Takes a lock, at once if there is no owner or a dead one of this host.
 
     Args:
-        folder: An existing folder.
+        file: Where it is kept.
         log: Prints a line before a wait.
 
     Raises:
         UserError: If its owner is alive.
         OSError: If the file cannot be written.
     """
-    path = folder / LOCK
     content = json.dumps(asdict(Owner.here())).encode()
-    while not _create(path, content):
-        found = _read(path)
+    while not file.create(content):
+        found = file.read()
         if found is None:
             continue  # released meanwhile
-        is_alive = _is_alive(path, found, log)
-        if _read(path) != found:
+        is_alive = _is_alive(file, found, log)
+        if file.read() != found:
             continue  # released, or taken by another run, meanwhile
         if is_alive:
             owner = Owner.parse(found)
-            raise user_error("save-folder-in-use", folder=folder, owner=owner, path=path)
-        _remove(path, found)
-    return RunLock(path, content)
+            raise user_error("save-folder-in-use", folder=file.folder, owner=owner, path=file.place)
+        file.remove(found)
+    return RunLock(file, content)
 
 
-def _is_alive(path: Path, content: bytes, log: Callable[[str], None]) -> bool:
+def _is_alive(file: LockFile, content: bytes, log: Callable[[str], None]) -> bool:
     """Whether the owner in a lock file lives, and keeps the file while it may be about to end."""
     owner = Owner.parse(content)
-    owned = f"{owner or 'an unknown process'}, which owns {path.parent}"
+    owned = f"{owner or 'an unknown process'}, which owns {file.folder}"
     if owner is not None and owner.location == HostLocation.here().host:
         process = ProcessHandle(owner.pid, owner.started)
         if process.is_alive():
             log(f"waiting up to {ENDING_S:.0f} s for the end of {owned}")
-        return not _becomes_true(lambda: not process.is_alive() or _read(path) != content, ENDING_S)
-    first = _touched(path)
+        return not _becomes_true(lambda: not process.is_alive() or file.read() != content, ENDING_S)
+    first = file.touched()
     log(f"waiting up to {FOREIGN_SILENCE_S:.0f} s for a sign of life of {owned}")
-    if not _becomes_true(lambda: _touched(path) != first, FOREIGN_SILENCE_S):
+    if not _becomes_true(lambda: file.touched() != first, FOREIGN_SILENCE_S):
         return False
-    return not _becomes_true(lambda: _read(path) != content, ENDING_S)
+    return not _becomes_true(lambda: file.read() != content, ENDING_S)
 
 
 def _becomes_true(condition: Callable[[], bool], timeout: float) -> bool:
@@ -155,48 +183,63 @@ def _becomes_true(condition: Callable[[], bool], timeout: float) -> bool:
     return holds
 
 
-def _touched(path: Path) -> int | None:
-    """When a file was last touched; None without the file.
+class FolderLockFile:
+    """A lock file of a file system; its time of modification is the sign of life."""
 
-    Opened because network file systems ask their server then, instead of answering from a cache.
-    """
-    try:
-        with path.open("rb") as file:
-            return os.fstat(file.fileno()).st_mtime_ns
-    except FileNotFoundError:
-        return None
+    def __init__(self, path: Path) -> None:
+        self._path = path
 
+    @property
+    def folder(self) -> str:
+        return str(self._path.parent)
 
-def _read(path: Path) -> bytes | None:
-    try:
-        return path.read_bytes()
-    except FileNotFoundError:
-        return None
+    @property
+    def place(self) -> str:
+        return str(self._path)
 
+    def read(self) -> bytes | None:
+        try:
+            return self._path.read_bytes()
+        except FileNotFoundError:
+            return None
 
-def _create(path: Path, content: bytes) -> bool:
-    """Creates a lock file unless there is one; returns whether it did."""
-    try:
-        file = path.open("xb")
-    except FileExistsError:
-        return False
-    try:
-        with file:
-            file.write(content)
-    except OSError:
-        path.unlink(missing_ok=True)  # a later run would wait for its unknown owner
-        raise
-    return True
+    def create(self, content: bytes) -> bool:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            file = self._path.open("xb")
+        except FileExistsError:
+            return False
+        try:
+            with file:
+                file.write(content)
+        except OSError:
+            self._path.unlink(missing_ok=True)  # a later run would wait for its unknown owner
+            raise
+        return True
 
+    def touch(self, content: bytes) -> None:
+        if self.read() == content:
+            os.utime(self._path)
 
-def _remove(path: Path, dead: bytes) -> None:
-    """Removes a dead owner's file, and no other that has replaced it meanwhile."""
-    aside = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
-    try:
-        os.rename(path, aside)
-    except FileNotFoundError:
-        return
-    if aside.read_bytes() != dead:
-        with suppress(OSError):
-            os.link(aside, path)
-    aside.unlink()
+    def touched(self) -> int | None:
+        """When the file was last touched; None without the file.
+
+        Opened because network file systems ask their server then, instead of answering from a
+        cache.
+        """
+        try:
+            with self._path.open("rb") as file:
+                return os.fstat(file.fileno()).st_mtime_ns
+        except FileNotFoundError:
+            return None
+
+    def remove(self, content: bytes) -> None:
+        aside = self._path.with_name(f"{self._path.name}.{secrets.token_hex(8)}")
+        try:
+            os.rename(self._path, aside)
+        except FileNotFoundError:
+            return
+        if aside.read_bytes() != content:
+            with suppress(OSError):
+                os.link(aside, self._path)
+        aside.unlink()

@@ -112,6 +112,8 @@ def copy_repository(folder: Path) -> Path:
         if (REPOSITORY / name).exists():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(REPOSITORY / name, folder / name)
+    (folder / "build").mkdir()
+    (folder / "build" / "s3").symlink_to(REPOSITORY / "build" / "s3")  # the server of some tests
     return folder
 
 

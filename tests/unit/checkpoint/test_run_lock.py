@@ -177,7 +177,7 @@ def test_one_of_several_runs_takes_a_dead_owners_lock(tmp_path: Path, logged: li
 def test_a_lock_that_was_taken_meanwhile_is_not_removed(tmp_path: Path) -> None:
     write_owner(tmp_path)
     content = (tmp_path / LOCK).read_bytes()
-    run_lock._remove(tmp_path / LOCK, b"the owner that was dead")
+    run_lock.FolderLockFile(tmp_path / LOCK).remove(b"the owner that was dead")
     assert (tmp_path / LOCK).read_bytes() == content
     assert names_in(tmp_path) == {LOCK}
 

@@ -1,0 +1,233 @@
+"""Files of a folder in an object store, or in any other file system that fsspec knows, by URL.
+
+Owns the choice of the client library, retries, and errors that name the object. Files are uploaded
+by the client, which splits large ones into parts, and downloaded in ranges, so that no file is in
+memory entirely. Knows nothing of file contents.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, TypeVar
+
+from megatron_ds.config.problems import user_error
+
+T = TypeVar("T")
+OBJECT_SCHEMES = ("s3", "gs", "az")
+"""Schemes that obstore serves if fsspec's own package for them is not installed."""
+ATTEMPTS = 4
+FIRST_PAUSE_S = 0.5
+"""Pause before the second attempt; each further one is twice as long."""
+RANGE = 2**25
+"""Bytes of a file that are downloaded by one request."""
+PARALLEL = 4
+"""Files, or ranges of a file, that are transferred at once."""
+FINAL_ERRORS = (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError)
+"""Errors that another attempt does not change."""
+
+
+class ObjectStore:
+    """The files below a URL. Methods may be called from several threads.
+
+    Args:
+        url: Any URL of fsspec, such as `s3://bucket/folder`.
+
+    Raises:
+        UserError: If no installed package serves the scheme.
+    """
+
+    def __init__(self, url: str) -> None:
+        self.url = url.rstrip("/")
+        self._scheme = url.partition("://")[0]
+        self._fs = _open_filesystem(self.url, self._scheme)
+        self._root = str(self._fs._strip_protocol(self.url)).rstrip("/")
+
+    def __str__(self) -> str:
+        return self.url
+
+    def sizes(self, folder: str = "") -> dict[str, int]:
+        """Bytes of every file below a folder, which need not exist, by name.
+
+        Raises:
+            OSError: If the store does not answer, or has no such bucket.
+        """
+
+        def look() -> dict[str, int]:
+            self._fs.invalidate_cache()
+            found = self._fs.find(self._path(folder).rstrip("/"), detail=True)
+            return {
+                self._name(path): int(info["size"])
+                for path, info in found.items()
+                if info["type"] == "file" and not path.endswith("/")
+            }
+
+        with suppress(FileNotFoundError):
+            return self._attempt(folder, look)
+        return {}
+
+    def read(self, name: str) -> bytes:
+        """The content of a small file.
+
+        Raises:
+            FileNotFoundError: If there is none.
+            OSError: If the store does not answer.
+        """
+        return self._attempt(name, lambda: bytes(self._fs.cat_file(self._path(name))))
+
+    def write(self, name: str, content: bytes) -> None:
+        """Creates or replaces a small file, which appears complete in an object store."""
+        self._attempt(name, lambda: self._fs.pipe_file(self._path(name), content))
+
+    def create(self, name: str, content: bytes) -> bool:
+        """Creates a small file unless there is one; returns whether it did.
+
+        Atomic in object stores with conditional writes, such as S3. In others two callers may both
+        be told that they did: the one whose content can be read afterwards is right.
+        """
+        path = self._path(name)
+        try:
+            with _as_os_error(f"{self.url}/{name}"):
+                if type(self._fs).__module__.startswith("obstore"):
+                    _create_by_obstore(f"{self.url}/{name}", content)
+                else:
+                    self._fs.invalidate_cache()
+                    self._fs.pipe_file(path, content, mode="create")
+        except FileExistsError:
+            return False
+        return True
+
+    def upload(self, path: Path, name: str) -> None:
+        """Copies a local file into the store, and compares its size there.
+
+        Raises:
+            OSError: If the store fails repeatedly, or the file cannot be read.
+        """
+
+        def copy() -> None:
+            self._fs.put_file(str(path), self._path(name))
+            self._fs.invalidate_cache()
+            expected, actual = path.stat().st_size, self._fs.info(self._path(name))["size"]
+            if actual != expected:
+                raise OSError(f"has {actual} bytes after the upload of {expected}")
+
+        self._attempt(name, copy)
+
+    def download(self, name: str, path: Path, size: int) -> None:
+        """Copies a file of known size from the store.
+
+        Raises:
+            FileNotFoundError: If there is none.
+            OSError: If it has fewer bytes, the store fails repeatedly, or the disk does.
+        """
+        with open(path, "wb") as file, ThreadPoolExecutor(PARALLEL) as pool:
+            descriptor = file.fileno()
+
+            def copy(start: int) -> None:
+                end = min(start + RANGE, size)
+                content = self._attempt(
+                    name, lambda: self._fs.cat_file(self._path(name), start=start, end=end)
+                )
+                if len(content) != end - start:
+                    raise OSError(f"{self.url}/{name} ends at byte {start + len(content)}")
+                os.pwrite(descriptor, content, start)
+
+            list(pool.map(copy, range(0, size, RANGE)))
+
+    def remove(self, name: str) -> None:
+        """Deletes a file, if there is one."""
+
+        def delete() -> None:
+            with suppress(FileNotFoundError):
+                self._fs.rm_file(self._path(name))
+
+        self._attempt(name, delete)
+
+    def _path(self, name: str) -> str:
+        return f"{self._root}/{name}" if name else self._root
+
+    def _name(self, path: str) -> str:
+        return path.removeprefix(self._root).lstrip("/")
+
+    def _attempt(self, name: str, work: Callable[[], T]) -> T:
+        """Calls a function until it succeeds, `ATTEMPTS` times at most."""
+        pause = FIRST_PAUSE_S
+        for _ in range(ATTEMPTS - 1):
+            with suppress(_Transient), _as_os_error(f"{self.url}/{name}", transient=True):
+                return work()
+            time.sleep(pause)
+            pause *= 2
+        with _as_os_error(f"{self.url}/{name}"):
+            return work()
+
+
+class _Transient(OSError):
+    """An error after which another attempt is worthwhile."""
+
+
+@contextmanager
+def _as_os_error(name: str, *, transient: bool = False) -> Iterator[None]:
+    """Turns errors of client libraries into OSErrors of one line, with the object's URL."""
+    try:
+        yield
+    except Exception as error:
+        text = str(error).strip().partition("\n")[0] or type(error).__name__
+        kind = next((each for each in FINAL_ERRORS if isinstance(error, each)), None)
+        if "NoSuchBucket" in str(error):
+            text, kind = "there is no such bucket", PermissionError
+        elif re.search("AccessDenied|InvalidAccessKeyId|SignatureDoesNotMatch|NoCred", str(error)):
+            kind = PermissionError
+        if kind is None and transient:
+            raise _Transient(text) from error
+        raise (kind or OSError)(f"{name}: {text}") from error
+
+
+def _open_filesystem(url: str, scheme: str) -> Any:
+    """The client of a URL: fsspec's own package for the scheme if installed, otherwise obstore.
+
+    Its cache of listings is not used: other hosts write to the store.
+    """
+    import fsspec
+
+    options: dict[str, Any] = {"auto_mkdir": True} if scheme in ("file", "local") else {}
+    try:
+        try:
+            kind = fsspec.get_filesystem_class(scheme)
+        except ImportError:
+            if scheme not in OBJECT_SCHEMES:
+                raise
+            import obstore.fsspec
+
+            obstore.fsspec.register(scheme)
+            kind = fsspec.get_filesystem_class(scheme)
+        options |= kind._get_kwargs_from_urls(url)
+        found = kind(skip_instance_cache=True, **options)
+    except ImportError as error:
+        raise user_error("store-package-missing", url=url, error=error) from error
+    except Exception as error:  # of any client library, such as settings in its environment
+        raise user_error("store-unusable", url=url, error=error) from error
+    if hasattr(found, "dircache"):
+        found.dircache.use_listings_cache = False  # not a setting of every client
+    return found
+
+
+def _create_by_obstore(url: str, content: bytes) -> None:
+    """Creates an object by a conditional write, which obstore's fsspec interface lacks.
+
+    Raises:
+        FileExistsError: If there is one.
+    """
+    import obstore
+    from obstore.exceptions import AlreadyExistsError
+    from obstore.store import from_url
+
+    folder, _, name = url.rpartition("/")
+    try:
+        obstore.put(from_url(folder), name, content, mode="create")
+    except AlreadyExistsError as error:
+        raise FileExistsError(url) from error
