@@ -40,7 +40,7 @@ class Options:
         "auto",
         "format of --load",
         flag="from",
-        choices=("auto", "native", "hf", "megatron", "torch_dist"),
+        choices=("auto", "native", "universal", "hf", "megatron", "torch_dist"),
     )
     target_format: str = option_field(
         "", "format of --save", flag="to", choices=("native", "hf", "megatron"), required=True

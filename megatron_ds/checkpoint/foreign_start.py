@@ -22,7 +22,7 @@ from megatron_ds.checkpoint.formats.weights_locations import (
     find_weights,
     is_hf,
 )
-from megatron_ds.checkpoint.metadata import iteration_of, read_run
+from megatron_ds.checkpoint.metadata import read_run
 from megatron_ds.checkpoint.selection import list_folder
 from megatron_ds.config import GROUP_OF_FIELD, Config
 from megatron_ds.config.checkpoint import split_location
@@ -133,8 +133,8 @@ def _with_saved_model(config: Config) -> Config:
     if config.checkpoint.load is None or not config.given.isdisjoint(SIZES):
         return config
     with suppress(UserError, OSError, TypeError):  # reported when the checkpoint is checked
-        listing = list_folder(Path(config.checkpoint.load))
-        for path in (*listing.preferred, *listing.paths)[:1]:
+        path = list_folder(Path(config.checkpoint.load)).chosen(config.checkpoint)
+        if path is not None:
             saved = read_run(path).run.config
             for group in ("model", "moe"):
                 values = {
@@ -153,11 +153,8 @@ def _with_softmax_rows(config: Config) -> Config:
     if options.load is None or "softmax_vocab_size" in config.given:
         return config
     with suppress(UserError, OSError):  # reported when the checkpoint is checked
-        listing = list_folder(Path(options.load))
-        paths = [*listing.preferred, *listing.paths]
-        if options.ckpt_step is not None:
-            paths = [path for path in paths if iteration_of(path) == options.ckpt_step]
-        for path in paths[:1]:
+        path = list_folder(Path(options.load)).chosen(options)
+        if path is not None:
             rows = read_run(path).run.config["model"].get("softmax_vocab_size")
             changed = dataclasses.replace(config.model, softmax_vocab_size=rows)
             return dataclasses.replace(config, model=changed)

@@ -27,6 +27,7 @@ from megatron_ds.checkpoint import metadata, storage
 from megatron_ds.checkpoint.branch import Branch
 from megatron_ds.checkpoint.metadata import (
     EIGHT_BIT,
+    MANIFEST,
     CheckpointMetadata,
     DataOrder,
     ParallelLayout,
@@ -47,12 +48,12 @@ from megatron_ds.checkpoint.resume import (
 )
 from megatron_ds.checkpoint.run_lock import RunLock
 from megatron_ds.checkpoint.save_steps import SaveInProgress, SaveSteps
-from megatron_ds.checkpoint.saved_states import SavedStates
 from megatron_ds.checkpoint.selection import (
     CheckpointListing,
     list_folder,
     select_checkpoint,
 )
+from megatron_ds.checkpoint.universal_states import open_states
 from megatron_ds.config import Config
 from megatron_ds.config.problems import Problem, counted, raise_if_any, with_default_flags
 from megatron_ds.data.blend_history import BlendHistory
@@ -226,7 +227,7 @@ class CheckpointManager:
                 be resharded.
         """
         folder = found.path.parent
-        iteration = iteration_of(found.path)
+        iteration = found.iteration
         saved = {name: shard.parts for name, shard in found.run.shards.items()}
         own = {name: spec.parts for name, spec in engine.shard_specs().items()}
         raise_if_any(part_conflicts(saved, own, found.path))
@@ -237,7 +238,9 @@ class CheckpointManager:
         options = self._config.checkpoint
         if options.finetune or options.no_load_optim:
             self._log("  loading its weights, but not the states of its optimizer")
-            engine.reshard(SavedStates(found, has_optimizer=False))
+            engine.reshard(open_states(found, has_optimizer=False))
+        elif found.is_universal:
+            self._reshard(engine, found, changes)
         elif any(self._ranks.on_all(lambda: bool(changes or conflicts))):
             raise_if_any(conflicts if layout.optimizer == EIGHT_BIT else [])
             self._reshard(engine, found, changes)
@@ -249,9 +252,12 @@ class CheckpointManager:
 
     def _reshard(self, engine: Engine, found: CheckpointMetadata, changes: Sequence[str]) -> None:
         """Restores a checkpoint of another layout."""
-        what = with_default_flags("; ".join(changes)) or "order of the optimizer's flat tensors"
+        what = with_default_flags("; ".join(changes))
+        if found.is_universal:
+            what = f"from the universal checkpoint {found.path.name}"
+        what = what or "order of the optimizer's flat tensors"
         self._log(f"  resharding its weights and optimizer states: {what}")
-        start, source = time.monotonic(), SavedStates(found)
+        start, source = time.monotonic(), open_states(found)
         engine.reshard(source)
         read = sum(self._ranks.on_all(lambda: source.bytes_read))
         seconds = time.monotonic() - start
@@ -273,7 +279,7 @@ class CheckpointManager:
         newer = [path for path in list_checkpoints(folder) if iteration_of(path) > start]
         if found is not None:
             self._branch = found.run.branch.fork(start) if newer else found.run.branch
-            if folder.samefile(found.path.parent):
+            if folder.samefile(found.path.parent) and not found.is_universal:
                 storage.write_pointers(found.path)
         if complete := [path.name for path in newer if metadata.find_damage(path) is None]:
             names = ", ".join(complete)
@@ -290,6 +296,8 @@ class CheckpointManager:
         damage = self._ranks.on_rank0(lambda: metadata.find_damage(path))
         if damage is not None:
             return damage
+        if self._ranks.on_rank0(lambda: not (path / MANIFEST).is_file()):
+            return None  # a universal checkpoint of DeepSpeed's converter
         try:
             files = self._ranks.on_rank0(lambda: read_manifest(path))
             mine = self._own_files(files)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ds.checkpoint.branch import Branch
+from megatron_ds.checkpoint.universal_folders import is_universal, source_folder
 from megatron_ds.config import Config, DataConfig
 from megatron_ds.config.problems import Problem, UserError, user_error
 from megatron_ds.data.blend_history import BlendHistory
@@ -224,6 +225,11 @@ class CheckpointMetadata:
     def iteration(self) -> int:
         return self.run.state.iteration
 
+    @property
+    def is_universal(self) -> bool:
+        """Whether its states are full tensors, in the format of DeepSpeed's universal ones."""
+        return is_universal(self.path)
+
 
 def iteration_of(path: Path) -> int:
     """The iteration in the name of a `global_stepN` folder."""
@@ -279,6 +285,9 @@ def _first_problem(path: Path, check: Callable[[Path], object]) -> Problem | Non
 
 
 def _check_files(path: Path) -> None:
+    if is_universal(path) and not (path / MANIFEST).is_file():
+        read_run(path)  # of DeepSpeed's converter
+        return
     expected = read_manifest(path)
     for name, (size, _) in expected.items():
         file = path / name
@@ -299,15 +308,24 @@ def _metadata_damage(name: str, reason: object) -> Problem:
     return Problem("checkpoint-metadata-damaged", name=name, reason=reason)
 
 
+def run_folder(path: Path) -> Path:
+    """The folder with the `run.json` of a checkpoint, which may have none."""
+    if not (path / RUN).is_file() and is_universal(path):
+        return source_folder(path)
+    return path
+
+
 def read_run(path: Path) -> CheckpointMetadata:
     """Reads a checkpoint's `run.json`.
+
+    A universal checkpoint that DeepSpeed has converted has that of its source beside it.
 
     Raises:
         UserError: If it is damaged, of another format, or its iteration is not the folder's.
         OSError: If it cannot be read.
     """
     try:
-        values = json.loads((path / RUN).read_bytes())
+        values = json.loads((run_folder(path) / RUN).read_bytes())
         version = values["format_version"]
         run = RunRecord.from_dict(values) if version == FORMAT_VERSION else None
     except (ValueError, KeyError, TypeError, RecursionError) as error:
@@ -315,7 +333,8 @@ def read_run(path: Path) -> CheckpointMetadata:
     if run is None:
         age = "an older" if version in range(FORMAT_VERSION) else "another"
         raise user_error("checkpoint-of-other-format", name=RUN, version=version, age=age)
-    if not re.fullmatch(f"global_step0*{run.state.iteration}", path.name):
+    name = source_folder(path).name if is_universal(path) else path.name
+    if not re.fullmatch(f"global_step0*{run.state.iteration}", name):
         raise user_error("checkpoint-folder-name", name=RUN, iteration=run.state.iteration)
     return CheckpointMetadata(path, run)
 

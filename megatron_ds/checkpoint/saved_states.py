@@ -24,6 +24,11 @@ from megatron_ds.engine.partitions import FlatPartition, ParameterPlace, locate
 from megatron_ds.parallel.sharding import ShardSpec
 
 COUNTERS = ("global_steps", "global_samples", "skipped_steps")
+OPTIMIZER_SETTINGS = (
+    *("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad"),
+    *("zero_stage", "partition_count", "ds_version"),
+)
+"""Entries of DeepSpeed's files that are no tensors."""
 
 
 @dataclass(frozen=True)
@@ -71,13 +76,30 @@ class SavedStates:
 
     @cached_property
     def counters(self) -> Mapping[str, int]:
-        stem = "zero_pp_rank_0_" if self._layout.zero_stage == 3 else ""
-        values = self._open(f"{stem}mp_rank_00_model_states.pt")
+        values = self._open(self._first_file)
         return {name: values[name] for name in COUNTERS}
+
+    @property
+    def _first_file(self) -> str:
+        stem = "zero_pp_rank_0_" if self._layout.zero_stage == 3 else ""
+        return f"{stem}mp_rank_00_model_states.pt"
 
     @property
     def loss_scaler(self) -> Any:
         return self._file(0, 0, 0).get("loss_scaler") if self._has_optimizer else None
+
+    @property
+    def optimizer_settings(self) -> Mapping[str, Any]:
+        """What DeepSpeed keeps of the optimizer besides flat tensors, of the first rank."""
+        file = self._file(0, 0, 0)
+        kept = {name: file[name] for name in OPTIMIZER_SETTINGS if name in file}
+        return {**kept, "param_groups": _inner(file)["param_groups"]}
+
+    @property
+    def run_settings(self) -> Mapping[str, Any]:
+        """What DeepSpeed keeps of the run besides weights and states, of the first rank."""
+        file = self._open(self._first_file)
+        return {name: value for name, value in file.items() if name not in ("module", "optimizer")}
 
     def moments(self, name: str) -> tuple[str, ...]:
         if not self._has_optimizer:
@@ -113,7 +135,7 @@ class SavedStates:
         missing = len(rows) - len(inside)  # padding of the vocabulary
         if missing or not parts:
             parts.append(torch.zeros(missing, *shape[1:]))
-        return _join(parts)
+        return join(parts)
 
     def _read_columns(
         self,
@@ -128,8 +150,8 @@ class SavedStates:
         if spec is None or spec.dim == 0:
             # Of a replicated parameter, the first rank's copy.
             places = [(0, rows)] if spec is None else spec.locate(rows, tp_size)
-            full = _join([self._read_shard(saved, kind, tp, ep_rank, at) for tp, at in places])
-            return full if columns is None else _select(full, *columns)
+            full = join([self._read_shard(saved, kind, tp, ep_rank, at) for tp, at in places])
+            return full if columns is None else select(full, *columns)
         dim, wanted = columns or (spec.dim, [range(sum(spec.sections))])
         assert dim == spec.dim
         shards: dict[int, Tensor] = {}
@@ -138,7 +160,7 @@ class SavedStates:
             if tp_rank not in shards:
                 shards[tp_rank] = self._read_shard(saved, kind, tp_rank, ep_rank, rows)
             found.append(shards[tp_rank].narrow(dim, local.start, len(local)))
-        return _join(found, dim)
+        return join(found, dim)
 
     def _read_shard(
         self, saved: _Saved, kind: str, tp_rank: int, ep_rank: int, rows: range
@@ -159,7 +181,7 @@ class SavedStates:
             dp_rank = (outer * ep_size + ep_rank) * slices + inner
             flat = self._flat(saved, kind, tp_rank, dp_rank)
             parts.append(flat[position : position + len(found)])
-        values = _join(parts)
+        values = join(parts)
         self.bytes_read += values.nbytes
         return values.view(len(rows), *place.shape[1:])
 
@@ -253,9 +275,11 @@ def _inner(file: Any) -> Any:
     return next(file[key] for key in keys if key in file)
 
 
-def _select(full: Tensor, dim: int, ranges: Sequence[range]) -> Tensor:
-    return _join([full.narrow(dim, each.start, len(each)) for each in ranges], dim)
+def select(full: Tensor, dim: int, ranges: Sequence[range]) -> Tensor:
+    """Parts of a tensor along a dimension, concatenated."""
+    return join([full.narrow(dim, each.start, len(each)) for each in ranges], dim)
 
 
-def _join(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
+def join(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
+    """Concatenates tensors; one alone is not copied."""
     return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim)

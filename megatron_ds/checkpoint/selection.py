@@ -15,12 +15,15 @@ from pathlib import Path
 from megatron_ds.checkpoint.branch import Branch
 from megatron_ds.checkpoint.metadata import (
     POINTER_PENDING,
+    RUN,
     CheckpointMetadata,
     iteration_of,
     list_checkpoints,
     read_pointers,
     read_run,
+    run_folder,
 )
+from megatron_ds.checkpoint.universal_folders import list_universal, universal_iteration
 from megatron_ds.config import CheckpointConfig
 from megatron_ds.config.problems import Problem, UserError, option, user_error
 
@@ -38,6 +41,32 @@ class CheckpointListing:
     """The one that the pointers name, after any that were completed since then."""
     stale: tuple[str, ...] = ()
     """Pointer files that do not name the first choice, each with its contents."""
+    universal: tuple[Path, ...] = ()
+    """Universal checkpoints of this program's runs, the one that the pointer names first."""
+
+    def chosen(self, options: CheckpointConfig) -> Path | None:
+        """The checkpoint that is tried first; None if there is none."""
+        universal = self.chosen_universal(options)
+        if universal is not None:
+            return universal
+        paths = [*self.preferred, *self.paths]
+        if options.ckpt_step is not None:
+            paths = [path for path in paths if iteration_of(path) == options.ckpt_step]
+        return paths[0] if paths else None
+
+    def chosen_universal(self, options: CheckpointConfig) -> Path | None:
+        """The universal checkpoint that is loaded instead of others; None if one of them is.
+
+        A run that continues from one saves others, which its next start selects.
+        """
+        found, others = self.universal, (*self.preferred, *self.paths)
+        if (step := options.ckpt_step) is not None:
+            found = tuple(path for path in found if universal_iteration(path) == step)
+            others = tuple(path for path in others if iteration_of(path) == step)
+        if not found or not others:
+            return found[0] if found else None
+        is_older = universal_iteration(found[0]) < iteration_of(others[0])
+        return found[0] if options.universal_checkpoint and not is_older else None
 
     def fallbacks(self) -> list[Path]:
         """The other checkpoints: those of the branch that the pointer is on, then all others."""
@@ -65,6 +94,7 @@ def list_folder(folder: Path) -> CheckpointListing:
         paths = list_checkpoints(folder)
         pointers = read_pointers(folder)
         pending = [path for path in paths if (path / POINTER_PENDING).is_file()]
+        universal = [path for path in list_universal(folder) if (run_folder(path) / RUN).is_file()]
     except OSError as error:
         raise user_error("load-folder-unreadable", folder=folder) from error
     named = [path for text in pointers.values() for path in paths if _names(text, path)][:1]
@@ -76,7 +106,7 @@ def list_folder(folder: Path) -> CheckpointListing:
     ]
     # After a crash between a checkpoint's completion and its pointers, these lag behind.
     shown = () if pending else tuple(stale)
-    return CheckpointListing(folder, tuple(paths), tuple(preferred), shown)
+    return CheckpointListing(folder, tuple(paths), tuple(preferred), shown, tuple(universal))
 
 
 def _names(text: str, path: Path) -> bool:
@@ -122,6 +152,10 @@ def select_checkpoint(
     """
     folder, stale = listing.folder, " and ".join(listing.stale)
     is_training = options is not None
+    if options is not None and (path := listing.chosen_universal(options)) is not None:
+        if (damage := find_damage(path)) is not None:
+            raise UserError(_damaged(path, damage, "universal_checkpoint"))
+        return read_run(path)
     options = options or CheckpointConfig(exit_on_missing_checkpoint=True)
     if options.ckpt_step is not None:
         return _select_step(listing, options.ckpt_step, find_damage)

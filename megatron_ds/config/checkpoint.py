@@ -13,7 +13,7 @@ from megatron_ds.config.problems import Problem
 SAVE = when(save=ANY_VALUE)
 LOAD = when(load=ANY_VALUE)
 
-FORMATS = ("native", "hf", "megatron", "torch_dist")
+FORMATS = ("native", "universal", "hf", "megatron", "torch_dist")
 """Formats that --load can name before the folder, as in hf:FOLDER."""
 
 
@@ -77,6 +77,12 @@ class CheckpointConfig:
         "may be another one",
         only_with=LOAD,
     )
+    universal_checkpoint: bool = option_field(
+        False,
+        "load the universal checkpoint that the file `latest_universal` names, unless --load has a "
+        "checkpoint of a later iteration. Checkpoints of other layouts need no conversion",
+        only_with=LOAD,
+    )
     exit_on_missing_checkpoint: bool = option_field(
         False, "exit with an error if --load has no checkpoint", only_with=LOAD
     )
@@ -87,7 +93,7 @@ class CheckpointConfig:
         if self.load is None:
             return
         folder, name = os.path.split(os.path.normpath(self.load))
-        if name.startswith("global_step"):
+        if name.startswith("global_step") and not name.endswith("_universal"):
             yield Problem("load-is-one-checkpoint", settings=self, name=name, folder=folder or ".")
         elif self.finetune and self.save is not None and _is_same(self.save, self.load):
             yield Problem("finetune-in-the-same-folder", settings=self)

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
+from deepspeed.checkpoint.universal_checkpoint import SubparamShape
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
@@ -30,7 +31,7 @@ from megatron_ds.engine.expert_files import ExpertFiles
 from megatron_ds.engine.host_copies import HostCopies
 from megatron_ds.fileio.atomic import FileRecord, fsync_path, name_in_errors, sha256_of
 
-SAFE_CLASSES = (DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address)
+SAFE_CLASSES = (DynamicLossScaler, LossScaler, SubparamShape, ZeroStageEnum, fragment_address)
 """Classes that DeepSpeed stores in its files, in addition to tensors and plain values."""
 CHUNK = 2**24
 """Bytes that are written at once; a cancelled write ends after as many."""

@@ -4,6 +4,8 @@ Runs of some layouts take two steps, save, and take a third step. Engines of oth
 checkpoint, after all their states were overwritten, and take that third step. Right after the load
 master weights and moments must be equal bit for bit, element by element, as DeepSpeed's own
 functions return them; then the loss, the norm and the weights after the step are compared.
+Each checkpoint is also converted to DeepSpeed's universal format; every layout loads the last of
+its sources from there, too, and must have the same states bit for bit.
 
 The rule that selects the pairs of a checkpoint and a layout that loads it, in each family of
 layouts (`FAMILIES`):
@@ -33,6 +35,7 @@ from deepspeed.utils import (
     safe_get_full_optimizer_state,
 )
 
+from megatron_ds.checkpoint.formats.universal_export import convert_checkpoint, open_verified
 from megatron_ds.checkpoint.manager import CheckpointManager
 from megatron_ds.checkpoint.metadata import (
     ParallelLayout,
@@ -44,6 +47,7 @@ from megatron_ds.checkpoint.metadata import (
 from megatron_ds.checkpoint.rank_agreement import RankAgreement
 from megatron_ds.checkpoint.saved_states import SavedStates
 from megatron_ds.checkpoint.storage import find_damaged_files
+from megatron_ds.checkpoint.universal_folders import SUFFIX
 from megatron_ds.config import CheckpointConfig, Config
 from megatron_ds.engine.full_states import VOCABULARY_TABLES
 from megatron_ds.engine.loss_scaler import STATE
@@ -260,15 +264,22 @@ PAIRS = (*covering(), *cyclic())
 class Continued(Training):
     """A training that saves and loads complete checkpoints."""
 
-    def __init__(self, name: str, folder: Path, meshes: Meshes) -> None:
+    def __init__(
+        self, name: str, folder: Path, meshes: Meshes, layout: Layout | None = None
+    ) -> None:
         swap_small_tensors()
-        config = LAYOUTS[name].config(folder)
+        layout = layout or LAYOUTS[name]
+        config = layout.config(folder)
         super().__init__(config, meshes.of(config.parallel), 100)
         self.ds = self.engine._engine
-        self.layout = LAYOUTS[name]
+        self.layout = layout
 
-    def manager(self, folder: Path, log: list[str]) -> CheckpointManager:
-        options = CheckpointConfig(save=str(folder), load=str(folder))
+    def manager(
+        self, folder: Path, log: list[str], *, universal: bool = False
+    ) -> CheckpointManager:
+        options = CheckpointConfig(
+            save=str(folder), load=str(folder), universal_checkpoint=universal
+        )
         config = dataclasses.replace(self.config, checkpoint=options)
         return CheckpointManager(config, self.mesh, log.append, RankAgreement())
 
@@ -378,6 +389,9 @@ def save_layout(name: str, folder: Path, meshes: Meshes) -> None:
     }
     if dist.get_rank() == 0:
         torch.save(record, folder / f"{name}.pt")
+        (path,) = list_checkpoints(folder / name)
+        target = path.with_name(f"{path.name}{SUFFIX}")
+        convert_checkpoint(open_verified(path), target, lambda name, size: None)
     training.close()
 
 
@@ -391,6 +405,7 @@ def load_layout(
         record = torch.load(folder / f"{source}.pt", weights_only=False)
         training.overwrite()
         found[source] = list(load_one(training, name, source, record, folder))
+    found[source] += load_universal(training, source, record, folder)
     found[source] += load_weights(training, source, record, folder)
     training.close()
     return found
@@ -424,6 +439,28 @@ def load_one(
     error, worst = worst_difference(third["weights"], expected["weights"])
     if not error <= relative:
         yield f"{worst} is off by {error:.1e} of the largest after the step"
+
+
+def load_universal(
+    training: Continued, source: str, record: dict[str, Any], folder: Path
+) -> Iterator[str]:
+    """Loads the converted checkpoint, which must give the same as the checkpoint itself."""
+    training.overwrite()
+    log: list[str] = []
+    manager = training.manager(folder / source, log, universal=True)
+    checkpoint = manager.select()
+    assert checkpoint is not None
+    training.state = manager.load(training.engine, checkpoint)
+    if not any("from the universal checkpoint" in line for line in log):
+        yield f"log {log}"
+    yield from (f"universal: {each}" for each in differing_states(training, record["states"]))
+    if (training.steps() or {STEPS}) != (record["steps"] or {STEPS}):
+        yield f"universal: steps {training.steps()} instead of {record['steps']}"
+    if training.state != record["state"]:
+        yield f"universal: {training.state} instead of {record['state']}"
+    both_scaled = "fp16" in source and training.config.precision.fp16
+    if both_scaled and training.scale() != record["scale"]:
+        yield f"universal: loss scale {training.scale()} instead of {record['scale']}"
 
 
 def load_weights(

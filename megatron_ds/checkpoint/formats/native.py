@@ -41,14 +41,27 @@ def source_of(found: CheckpointMetadata) -> WeightsSource:
     Raises:
         UserError: If it has options or weights unknown to this version.
     """
+    tensors = dict(lazy_full_weights(found))
+    precision = DTYPES[found.run.layout.precision]
+    settings, parts = settings_of(found), declared_parts(found)
+    return WeightsSource(found.path, "native", settings, tensors, precision, parts).checked()
+
+
+def declared_parts(found: CheckpointMetadata) -> dict[str, tuple[str, ...]]:
+    """Names of the parts of fused parameters, in their order, as the checkpoint declares them."""
+    return {name: shard.parts for name, shard in found.run.shards.items() if shard.parts}
+
+
+def settings_of(found: CheckpointMetadata) -> ModelSettings:
+    """The options of a checkpoint's model.
+
+    Raises:
+        UserError: If it has options unknown to this version.
+    """
     fingerprint = found.run.tokenizer
-    settings = ModelSettings.of(
+    return ModelSettings.of(
         model_config(found),
         moe_config(found),
         tokenizer_config(found),
         None if fingerprint is None else fingerprint.eod,
     )
-    tensors = dict(lazy_full_weights(found))
-    precision = DTYPES[found.run.layout.precision]
-    parts = {name: shard.parts for name, shard in found.run.shards.items() if shard.parts}
-    return WeightsSource(found.path, "native", settings, tensors, precision, parts).checked()

@@ -11,6 +11,7 @@ from megatron_ds.checkpoint.formats.megatron import open_megatron
 from megatron_ds.checkpoint.formats.megatron_folders import is_megatron, is_torch_dist
 from megatron_ds.checkpoint.formats.native import is_native, open_native
 from megatron_ds.checkpoint.formats.source import WeightsSource
+from megatron_ds.checkpoint.formats.universal import is_own_universal, open_universal
 from megatron_ds.checkpoint.formats.weights_folder import find_damage, open_weights_folder
 from megatron_ds.checkpoint.formats.weights_locations import is_hf, is_weights_folder
 from megatron_ds.config.problems import UserError, user_error
@@ -38,6 +39,7 @@ FORMATS = (
     # Megatron-DeepSpeed's folders have the names of native ones.
     Format("megatron", is_megatron, open_megatron),
     Format("torch_dist", is_torch_dist, open_megatron),
+    Format("universal", is_own_universal, open_universal),
     Format("native", is_native, open_native),
     Format("native", is_weights_folder, _open_verified),
     Format("hf", is_hf, lambda path, warn: open_hf(path)),
@@ -45,7 +47,7 @@ FORMATS = (
 """In the order in which they are tried. A folder of weights may have become the --save folder of a
 training, whose checkpoints are then the newer ones."""
 AUTO = "auto"
-NAMES = ("native", "hf", "megatron", "torch_dist")
+NAMES = ("native", "universal", "hf", "megatron", "torch_dist")
 
 
 def format_of(path: Path) -> str | None:

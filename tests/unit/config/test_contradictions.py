@@ -485,6 +485,7 @@ INEFFECTIVE: dict[str, list[tuple[Any, dict[str, Any]]]] = {
     "exit_on_missing_checkpoint": [(True, {})],
     "finetune": [(True, {})],
     "no_load_optim": [(True, {})],
+    "universal_checkpoint": [(True, {})],
     "checkpoint_num_layers": [(99, {}), (99, {"recompute_granularity": "selective"})],
     "deepspeed_activation_checkpointing": [(True, {})],
     "partition_activations": [(True, {})],

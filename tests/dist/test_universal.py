@@ -1,0 +1,216 @@
+"""DeepSpeed's own converter and loader agree with ours on the universal format.
+
+A run of this program saves a checkpoint, which both converters convert: the tensors must be equal.
+A plain DeepSpeed engine, without anything of this program but the model, loads what ours writes,
+and this program loads what DeepSpeed's converter writes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from argparse import Namespace
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import pytest
+import torch
+import torch.distributed as dist
+from deepspeed.checkpoint import ds_to_universal
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+from megatron_ds.checkpoint.formats.open_source import format_of, open_source
+from megatron_ds.checkpoint.formats.universal_export import convert_checkpoint, open_verified
+from megatron_ds.checkpoint.metadata import list_checkpoints
+from megatron_ds.checkpoint.universal_folders import SUFFIX, is_universal
+from megatron_ds.engine.full_states import VOCABULARY_TABLES
+from megatron_ds.model.gpt import GPTModel
+from megatron_ds.parallel.mesh import Mesh
+from megatron_ds.parallel.rng import RngStreams
+from tests.dist.engine_harness import Meshes, prepare
+from tests.dist.test_resharding import (
+    DENSE,
+    STEPS,
+    Continued,
+    Layout,
+    differing_states,
+    without_padding,
+)
+from tests.distributed import run_ranks
+from tests.problems import printed_codes
+from tests.unit.checkpoint.formats.models import assert_same_tensors
+from tools import make_docs
+
+TOOL = make_docs.load(make_docs.REPOSITORY / "tools/convert_checkpoint/ds_to_universal.py")
+
+LAYOUTS = {
+    "zero1": Layout(1, changes={"model": DENSE}),
+    "zero3": Layout(3, changes={"model": DENSE}),
+}
+KINDS = ("master", "exp_avg", "exp_avg_sq")
+
+
+def save_and_convert(rank: int, folder: Path) -> list[str]:
+    """Saves, converts in both ways, and loads what DeepSpeed has converted."""
+    meshes = prepare()
+    found: list[str] = []
+    for name, layout in LAYOUTS.items():
+        training = Continued(name, folder, meshes, layout)
+        for _ in range(STEPS):
+            training.step()
+        training.manager(folder / name, []).save(training.engine, training.state)
+        states = training.states()
+        if rank == 0:
+            torch.save(states, folder / f"{name}.pt")
+            (path,) = list_checkpoints(folder / name)
+            target = path.with_name(f"{path.name}{SUFFIX}")
+            convert_checkpoint(open_verified(path), target, lambda name, size: None)
+            convert_by_deepspeed(path, folder / f"{name} theirs")
+        dist.barrier()
+        training.overwrite()
+        log: list[str] = []
+        manager = training.manager(folder / f"{name} theirs", log, universal=True)
+        checkpoint = manager.select()
+        assert checkpoint is not None
+        state, training.state = training.state, manager.load(training.engine, checkpoint)
+        assert any("from the universal checkpoint" in line for line in log)
+        assert training.state == state
+        found += [f"{name}: {each}" for each in differing_states(training, states)]
+        found += [f"{name}: {training.steps()} steps"] if training.steps() != {STEPS} else []
+        training.close()
+    found += [each for name in LAYOUTS for each in load_by_deepspeed(meshes, folder, name)]
+    return found
+
+
+def convert_by_deepspeed(path: Path, folder: Path) -> None:
+    """Converts a copy of a checkpoint by DeepSpeed's own code."""
+    copy = Path(shutil.copytree(path, folder / path.name))
+    options: dict[str, Any] = {"num_extract_workers": 1, "num_merge_workers": 1}
+    options |= {"keep_temp_folder": False, "strict": True, "inject_missing_state": True}
+    output = f"{copy}{SUFFIX}"
+    ds_to_universal.main(Namespace(input_folder=str(copy), output_folder=output, **options))
+
+
+def load_by_deepspeed(meshes: Meshes, folder: Path, name: str) -> Iterator[str]:
+    """What a plain engine has otherwise after it has loaded our universal checkpoint."""
+    training = Continued(name, folder, meshes, LAYOUTS[name])
+    config, stage = training.config, LAYOUTS[name].stage
+    training.close()
+    shape = config.model
+    if stage == 3:  # DeepSpeed's loader of this stage knows no padding
+        shape = dataclasses.replace(shape, make_vocab_size_divisible_by=1)
+    model = GPTModel(shape, mesh=Mesh.single(), rng=RngStreams(0), seed=3, moe=config.moe)
+    values: dict[str, Any] = {
+        "train_batch_size": dist.get_world_size(),
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.1, "torch_adam": True}},
+        "zero_optimization": {"stage": stage},
+        "checkpoint": {"load_universal": True},
+    }
+    engine, *_ = deepspeed.initialize(model=model, config=values)
+    path, _ = engine.load_checkpoint(str(folder / name))
+    assert path is not None
+    expected = torch.load(folder / f"{name}.pt")
+    if engine.global_steps != STEPS:
+        yield f"{name}: {engine.global_steps} global steps"
+    for kind in KINDS:
+        read = {
+            key: (
+                safe_get_full_fp32_param(parameter)
+                if kind == "master"
+                else safe_get_full_optimizer_state(parameter, kind)
+            )
+            for key, parameter in engine.module.named_parameters()
+        }
+        for key, value in without_padding(read).items():
+            if not torch.equal(value, expected[kind][key]):
+                yield f"{name}: DeepSpeed's {kind} of {key}"
+    steps = {int(each["step"]) for each in engine.optimizer.optimizer.state.values()}
+    if steps != {STEPS}:
+        yield f"{name}: {steps} steps in DeepSpeed's optimizer"
+    engine.destroy()
+
+
+def load_on_one(rank: int, folder: Path) -> list[str]:
+    meshes = prepare()
+    return [each for name in LAYOUTS for each in load_by_deepspeed(meshes, folder, name)]
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[str]]]:
+    folder = tmp_path_factory.mktemp("universal")
+    return folder, run_ranks(save_and_convert, 2, folder)
+
+
+def test_deepspeed_and_this_program_load_each_others_checkpoints(
+    checkpoints: tuple[Path, list[list[str]]],
+) -> None:
+    assert checkpoints[1] == [[], []]
+
+
+def test_deepspeed_loads_them_on_another_layout(
+    checkpoints: tuple[Path, list[list[str]]],
+) -> None:
+    assert run_ranks(load_on_one, 1, checkpoints[0]) == [[]]
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_both_converters_write_the_same_tensors(
+    name: str, checkpoints: tuple[Path, list[list[str]]]
+) -> None:
+    folder = checkpoints[0]
+    (own,), (theirs,) = (
+        [path for path in (folder / each).iterdir() if is_universal(path)]
+        for each in (name, f"{name} theirs")
+    )
+    files = sorted(path.relative_to(own) for path in own.glob("zero/*/*.pt"))
+    expected = sorted(path.relative_to(theirs) for path in theirs.glob("zero/*/*.pt"))
+    if name == "zero3":  # whose number of steps DeepSpeed keeps in another file
+        files = [path for path in files if path.name != "step.pt"]
+    assert files == expected
+    for path in files:
+        ours, other = (torch.load(each / path, weights_only=False) for each in (own, theirs))
+        if path.name == "step.pt":
+            assert int(ours) == int(other) == STEPS
+            continue
+        own_values = ours["param"].flatten()
+        values = (other if name == "zero3" else other["param"]).flatten()  # not stored by shape
+        is_table = path.parent.name in VOCABULARY_TABLES  # with padding in DeepSpeed's
+        assert torch.equal(own_values, values[: len(own_values) if is_table else None]), path
+
+
+def test_the_tool_converts(
+    checkpoints: tuple[Path, list[list[str]]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (path,) = list_checkpoints(checkpoints[0] / "zero3")
+    copy = shutil.copytree(path, tmp_path / path.name)
+    output = tmp_path / f"{path.name}{SUFFIX}"
+    flags = ["--input_folder", str(copy), "--output_folder", str(output), "--no_strict"]
+
+    assert TOOL.main(flags) == 0
+
+    printed = capsys.readouterr()
+    assert f"wrote {output}" in printed.out
+    assert printed_codes(printed.err) == ["universal-option-ignored"]
+    assert (tmp_path / "latest_universal").read_text() == output.name
+    expected = Path(f"{path}{SUFFIX}")
+    names = sorted(each.relative_to(expected) for each in expected.rglob("*"))
+    assert sorted(each.relative_to(output) for each in output.rglob("*")) == names
+    assert (output / "run.json").read_bytes() == (path / "run.json").read_bytes()
+    assert_same_tensors(open_source(output), open_source(path))
+    assert format_of(output) == "universal"
+    # Neither a damaged checkpoint nor a folder with files.
+    assert TOOL.main(flags) == 1
+    assert printed_codes(capsys.readouterr().err)[-1] == "output-folder-not-empty"
+    shutil.rmtree(output)
+    damaged = next(copy.glob("*optim_states.pt"))
+    content = bytearray(damaged.read_bytes())
+    content[len(content) // 2] ^= 1
+    damaged.write_bytes(content)
+    assert TOOL.main(flags) == 1
+    assert printed_codes(capsys.readouterr().err)[-1] == "checkpoint-damaged"
+    assert sorted(each.name for each in tmp_path.iterdir()) == [path.name, "latest_universal"]
+    flags[1] = str(tmp_path)
+    assert TOOL.main(flags) == 1
+    assert printed_codes(capsys.readouterr().err)[-1] == "universal-input-missing"

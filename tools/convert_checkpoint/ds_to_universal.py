@@ -1,0 +1,96 @@
+"""Convert a checkpoint to DeepSpeed's universal format.
+
+By the name and the flags of the script of DeepSpeed and of the Megatron-DeepSpeed projects.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_ds import cli
+from megatron_ds.cli.progress import progress
+from megatron_ds.config.fields import option_field
+from megatron_ds.config.problems import Problem
+
+IGNORED = {
+    "num_extract_workers": "one process reads each file once",
+    "num_merge_workers": "one process reads each file once",
+    "keep_temp_folder": "there are no intermediate files",
+    "no_strict": "a checkpoint that does not match its checksums is never converted",
+    "inject_missing_state": "the checkpoint has what the conversion needs",
+    "target_tp": "the output belongs to no layout",
+    "target_pp": "the output belongs to no layout",
+}
+"""Flags of other scripts, and why they are not needed."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """Converts a checkpoint to full tensors of all weights and optimizer states.
+
+    The output can be loaded on every layout, by this program and by DeepSpeed. It appears complete
+    or not at all; then the file latest_universal beside it names it.
+    """
+
+    input_folder: str = option_field(
+        "", "a checkpoint: a folder global_stepN", metavar="FOLDER", required=True
+    )
+    output_folder: str = option_field(
+        "", "new folder, such as global_stepN_universal", metavar="FOLDER", required=True
+    )
+    num_extract_workers: int = option_field(4, "accepted without effect", minimum=1)
+    num_merge_workers: int = option_field(2, "accepted without effect", minimum=1)
+    keep_temp_folder: bool = option_field(False, "accepted without effect")
+    no_strict: bool = option_field(False, "accepted without effect")
+    inject_missing_state: bool = option_field(False, "accepted without effect")
+    target_tp: int = option_field(1, "accepted without effect", minimum=1)
+    target_pp: int = option_field(1, "accepted without effect", minimum=1)
+
+    def problems(self) -> Iterator[Problem]:
+        if self.input_folder and not Path(self.input_folder).is_dir():
+            yield Problem("load-folder-missing", "input_folder", load=self.input_folder)
+
+    def warnings(self) -> Iterator[Problem]:
+        """Flags without an effect that were given."""
+        for name, reason in IGNORED.items():
+            if getattr(self, name) != getattr(type(self), name):
+                yield Problem("universal-option-ignored", flag=f"--{name}", reason=reason)
+
+
+def work(options: Options) -> None:
+    # torch takes seconds to import.
+    with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed prints a warning
+        from megatron_ds.checkpoint.formats import universal_export
+        from megatron_ds.checkpoint.saved_states import SavedStates
+
+    start = time.perf_counter()
+    found = universal_export.open_verified(Path(options.input_folder))
+    folder = Path(options.output_folder)
+    total = universal_export.total_bytes(SavedStates(found))
+    count = size = 0
+    with progress("converting", total, log_interval=100) as update:
+
+        def on_tensor(name: str, nbytes: int) -> None:
+            nonlocal count, size
+            count, size = count + 1, size + nbytes
+            update(count, size, f"{count} tensors, {size / 1e9:.2f} of {total / 1e9:.2f} GB")
+
+        universal_export.convert_checkpoint(found, folder, on_tensor)
+    seconds = max(time.perf_counter() - start, 1e-9)
+    print(
+        f"{count} tensors, {size / 1e6:.1f} MB in {seconds:.1f} s ({size / 1e6 / seconds:.1f} MB/s)"
+    )
+    print(f"wrote {folder}")
+
+
+def main(argv: Sequence[str]) -> int:
+    return cli.run(Options, work, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
